@@ -1,0 +1,55 @@
+"""The MXFP8 number format: constants and the two ways to choose a block's scale.
+
+Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5 (formats) and 6 (conversion);
+OCP 8-bit Floating Point Specification (OFP8) v1.0 for E4M3. RCEIL is what cuBLAS, cuDNN,
+Transformer Engine and the sm_100 conversion instruction compute.
+"""
+
+from enum import IntEnum
+
+BLOCK = 32
+"""Values that share one scale (MX v1.0, section 5.2)."""
+
+E4M3_MAX = 448.0
+"""Largest finite E4M3 value, S.1111.110 (OFP8 v1.0, table 2)."""
+E4M3_NAN = 0x7F
+"""S.1111.111, the only NaN of E4M3 besides its negative; E4M3 has no infinity."""
+E4M3_EMAX = 8
+"""Exponent of the largest E4M3 value: 448 = 1.75 * 2^8."""
+
+E8M0_BIAS = 127
+"""Byte b stands for 2^(b - 127) (MX v1.0, section 5.4.1)."""
+E8M0_NAN = 255
+E8M0_MAX = 254
+
+
+class Rounding(IntEnum):
+    """How a block's amax becomes its power-of-two scale.
+
+    RCEIL: the smallest power of two >= amax / 448, so no element saturates.
+    FLOOR: 2^(floor(log2(amax)) - 8), section 6.3 of the MX specification; elements may saturate.
+    """
+
+    RCEIL = 0
+    FLOOR = 1
+
+    @classmethod
+    def parse(cls, value: "Rounding | str") -> "Rounding":
+        """Accept a Rounding, or its name in any case (`"rceil"`, `"FLOOR"`).
+
+        Raises ValueError for any other string, TypeError for any other type.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            try:
+                return cls[value.upper()]
+            except KeyError:
+                names = ", ".join(repr(m.name.lower()) for m in cls)
+                raise ValueError(f"rounding: got {value!r}; allowed are {names}") from None
+        raise TypeError(f"rounding: got {value!r} of type {type(value).__name__}; pass a Rounding or its name")
+
+
+def packed_width(k: int) -> int:
+    """Bytes of one packed row `[q | sf]` of k values: k elements, then k / 32 scales."""
+    return k + k // BLOCK
