@@ -94,8 +94,10 @@ def quantize_row(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite:
     """x (..., K) -> q (..., K), sf (..., K/32): one scale per 32 values of the last dim."""
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     sf = scale_byte(np.abs(blocks).max(-1), rounding, satfinite)
-    # byte 255 makes the scale NaN, and with it the whole block
-    return to_e4m3(blocks.astype(np.float64) / e8m0_value(sf)[..., None]).reshape(x.shape), sf
+    with np.errstate(invalid="ignore"):
+        # byte 255 makes the scale NaN, and with it the whole block
+        q = to_e4m3(blocks.astype(np.float64) / e8m0_value(sf)[..., None])
+    return q.reshape(x.shape), sf
 
 
 def quantize_row_packed(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Array:
