@@ -53,6 +53,8 @@ struct Op {
   Run run;
 };
 
+// Known at compile time: the XLA binding makes one handler per entry.
+inline constexpr size_t kNumCpuOps = 9;
 std::span<const Op> cpu_ops();
 
 }  // namespace mxep

@@ -1,0 +1,18 @@
+// The CPU implementations behind the op table.
+#pragma once
+
+#include "../op.h"
+
+namespace mxep {
+
+void quantize_row(const Call& call);
+void quantize_row_packed(const Call& call);
+void quantize_col(const Call& call);
+void quantize_both(const Call& call);
+void dequantize(const Call& call);
+void permute_rows(const Call& call);
+void permute_mx(const Call& call);
+void sort_by_expert(const Call& call);
+void row_map(const Call& call);
+
+}  // namespace mxep

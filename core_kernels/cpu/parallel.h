@@ -1,0 +1,42 @@
+// Threads, and the floating point state that the contract needs in every one of them.
+#pragma once
+
+#include <cfenv>
+#include <cstdint>
+
+namespace mxep {
+
+int num_threads();
+void set_num_threads(int n);
+
+// The default environment: round to nearest even, subnormals kept. XLA:CPU runs its threads with
+// subnormals flushed to zero, and a block scale of 2^-127 is one.
+class DefaultFloatEnv {
+ public:
+  DefaultFloatEnv() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatEnv() { std::fesetenv(&saved_); }
+  DefaultFloatEnv(const DefaultFloatEnv&) = delete;
+  DefaultFloatEnv& operator=(const DefaultFloatEnv&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
+// Splits [0, n) into one contiguous range per thread and calls body(begin, end) on each. Work below
+// `kSerialBytes` stays on the calling thread. `body` must not throw.
+template <typename Body>
+void parallel_ranges(int64_t n, int64_t bytes_per_item, const Body& body) {
+  constexpr int64_t kSerialBytes = 64 * 1024;
+  const int64_t useful = n * bytes_per_item / kSerialBytes;
+  const int64_t threads = useful < num_threads() ? (useful < 1 ? 1 : useful) : num_threads();
+#pragma omp parallel for num_threads(static_cast<int>(threads)) schedule(static, 1) if (threads > 1)
+  for (int64_t t = 0; t < threads; ++t) {
+    DefaultFloatEnv env;
+    body(n * t / threads, n * (t + 1) / threads);
+  }
+}
+
+}  // namespace mxep

@@ -1,0 +1,61 @@
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "ops.h"
+#include "parallel.h"
+
+namespace mxep {
+namespace {
+
+constexpr int64_t itemsize(DType dtype) { return dtype == DType::u8 ? 1 : dtype == DType::bf16 ? 2 : 4; }
+
+void check_map(const char* op, std::span<const int32_t> map, int64_t rows) {
+  for (size_t i = 0; i < map.size(); ++i)
+    if (map[i] < -1 || map[i] >= rows)
+      throw std::invalid_argument(std::string(op) + ": row_map: got " + std::to_string(map[i]) + " at index " +
+                                  std::to_string(i) + "; allowed: -1 (padding) or a row below " + std::to_string(rows));
+}
+
+// Row `source` of the input, or zeros for padding.
+void gather(uint8_t* out, const uint8_t* in, int64_t stride, int64_t nbytes, int64_t source) {
+  if (source < 0)
+    std::memset(out, 0, nbytes);
+  else
+    std::memcpy(out, in + source * stride, nbytes);
+}
+
+std::span<const int32_t> map_of(const Call& call) {
+  return {call.in[1].as<const int32_t>(), static_cast<size_t>(call.in[1].dim(0))};
+}
+
+}  // namespace
+
+void permute_rows(const Call& call) {
+  const Array& x = call.in[0];
+  const auto map = map_of(call);
+  check_map("permute_rows", map, x.dim(0));
+  const int64_t width = x.dim(1) * itemsize(x.dtype);
+  const uint8_t* in = x.as<const uint8_t>();
+  uint8_t* out = call.out[0].as<uint8_t>();
+  parallel_ranges(map.size(), width, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) gather(out + i * width, in, width, width, map[i]);
+  });
+}
+
+void permute_mx(const Call& call) {
+  const Array& packed = call.in[0];
+  const auto map = map_of(call);
+  check_map("permute_mx", map, packed.dim(0));
+  const int64_t width = packed.dim(1), k = call.out[0].dim(1), scales = call.out[1].dim(1);
+  const uint8_t* in = packed.as<const uint8_t>();
+  uint8_t *q = call.out[0].as<uint8_t>(), *sf = call.out[1].as<uint8_t>();
+  parallel_ranges(map.size(), width, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      gather(q + i * k, in, width, k, map[i]);
+      gather(sf + i * scales, in + k, width, scales, map[i]);
+    }
+  });
+}
+
+}  // namespace mxep
