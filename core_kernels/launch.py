@@ -27,6 +27,7 @@ class Launch:
     """Everything about one launch but the pointers.
 
     out: what the caller allocates; the kernel writes every byte of it.
+    grid: programs along each axis. Where a dim is 0 the outputs have no bytes and the caller launches nothing.
     meta: the kernel's constexprs. Those that `KernelOp.attrs` names also say *what* is computed and
         go to every implementation; the rest are tiles, which only Triton reads.
     """

@@ -1,0 +1,128 @@
+"""MXFP8 arithmetic inside Triton kernels: bits in, bits out.
+
+    amax bits --scale_byte--> E8M0 --inverse_scale--> 2^-e --*--> f32_to_e4m3 --> q
+    q --e4m3_to_f32--*--e8m0_to_f32-- sf = exact value
+
+Every step is an integer operation or one correctly rounded multiplication, so a GPU, the interpreter and
+the C++ kernels write the same bytes. Where hardware has the conversion, HW_CAST picks it: the interpreter
+rounds f32 -> E4M3 and f32 -> bf16 wrongly and has no bf16 arithmetic, hence the integer forms beside it.
+The multiplications rely on subnormals: Triton emits `mul.f32` without `.ftz`, and the cross-compilation
+test reads the PTX for it.
+"""
+
+import triton
+import triton.language as tl
+
+from .formats import BLOCK, Rounding
+
+BLOCK_MX: tl.constexpr = tl.constexpr(BLOCK)
+RCEIL: tl.constexpr = tl.constexpr(int(Rounding.RCEIL))
+
+F32_INF: tl.constexpr = tl.constexpr(0x7F800000)
+F32_NAN: tl.constexpr = tl.constexpr(0x7FC00000)
+F32_MIN_SCALE: tl.constexpr = tl.constexpr(0x00400000)
+"""2^-127, the smallest E8M0 value: an fp32 subnormal."""
+
+
+@triton.jit
+def to_f32(x):
+    """bf16 or f32 -> f32 with the same value: bf16 is the upper half of f32."""
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def f32_to_bf16(x, HW_CAST: tl.constexpr):
+    """f32 -> bf16, to nearest even; NaN -> 0x7FC0."""
+    if HW_CAST:
+        bits = x.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+    else:
+        wide = x.to(tl.uint32, bitcast=True)
+        bits = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).to(tl.uint16)
+    bits = tl.where(x == x, bits, 0x7FC0).to(tl.uint16)
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def scale_byte(amax, rounding: tl.constexpr, satfinite: tl.constexpr):
+    """Bits of a block's fp32 amax (int32, sign clear) -> its E8M0 byte, as int32."""
+    byte = (amax >> 23) - 8
+    if rounding == RCEIL:
+        # 448 = 1.75 * 2^8, so amax / 448 passes a power of two where the mantissa passes .75. The contract
+        # rounds on the fp32 quotient: just above 2^-127 that is a subnormal, and one more ulp of amax is lost.
+        byte += ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
+        byte = tl.where(amax == 0x04600001, 0, byte)
+    byte = tl.where(amax < F32_INF, tl.maximum(byte, 0), 255)
+    if satfinite:
+        byte = tl.where(amax == F32_INF, 254, byte)
+    return byte
+
+
+@triton.jit
+def inverse_scale(byte):
+    """E8M0 byte (int32) -> f32 2^(127 - byte); 255 -> NaN."""
+    bits = tl.where(byte == 254, F32_MIN_SCALE, (254 - byte) << 23)
+    return tl.where(byte == 255, F32_NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e8m0_to_f32(sf):
+    """E8M0 bytes -> f32 2^(byte - 127); 255 -> NaN."""
+    byte = sf.to(tl.int32)
+    bits = tl.where(byte == 0, F32_MIN_SCALE, byte << 23)
+    return tl.where(byte == 255, F32_NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def f32_to_e4m3(x, HW_CAST: tl.constexpr):
+    """f32 -> E4M3 bytes: to nearest even, +-448 beyond the range, NaN -> 0x7F."""
+    if HW_CAST:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        sign = (bits >> 24) & 0x80
+        # Add half of the last kept bit (less one, plus that bit: ties to even) and move the exponent's bias
+        # from 127 to 7; 0x43E00000 is 448.
+        capped = tl.minimum(magnitude, 0x43E00000)
+        normal = ((capped + 0x7FFFF + ((capped >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 E4M3 counts in units of 2^-9, and so does an fp32 near 2^14 (0x46800000).
+        shifted = capped.to(tl.float32, bitcast=True) + 16384.0
+        subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+        q = tl.where(magnitude < 0x3C800000, subnormal, normal) | sign
+        return tl.where(magnitude > F32_INF, 0x7F, q).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_to_f32(q, HW_CAST: tl.constexpr):
+    """E4M3 bytes -> f32, exact."""
+    if HW_CAST:
+        return q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        byte = q.to(tl.int32)
+        # The bits of E4M3 in fp32's fields read as the value times 2^-120, subnormals included.
+        bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+        return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def quantize_blocks(x, axis: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr, HW_CAST: tl.constexpr):
+    """f32 blocks -> E4M3 bytes of the same shape and E8M0 bytes without `axis`, whose length is 32.
+
+    Magnitudes order as their bits do and NaN lies above infinity: the integer max is an amax that propagates NaN.
+    """
+    amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    byte = scale_byte(amax, rounding, satfinite)
+    q = f32_to_e4m3(x * tl.expand_dims(inverse_scale(byte), axis), HW_CAST)
+    return q, byte.to(tl.uint8)
+
+
+@triton.jit
+def dequantize_blocks(q, sf, HW_CAST: tl.constexpr):
+    """E4M3 bytes (..., 32) and E8M0 bytes (...) -> f32; every NaN is 0x7FC00000."""
+    x = e4m3_to_f32(q, HW_CAST) * tl.expand_dims(e8m0_to_f32(sf), -1)
+    return tl.where(x == x, x, float("nan"))

@@ -1,0 +1,82 @@
+"""How a kernel is cut up: a pure function of op, architecture and shape.
+
+Both frontends read the same table, so that they launch the same program and round the same way; there is no
+autotuner at run time. The sm_* entries are starting points for H200, not measured choices.
+"""
+
+from typing import NamedTuple
+
+from .launch import fail
+
+ARCHS = ("cpu", "interpreter", "sm_90", "sm_100")
+"""What `KernelOp.plan` accepts; "cpu" runs C++, which needs no tiles."""
+
+
+class Tiles(NamedTuple):
+    """Block sizes along M, N and K (1 where the op has no such dim), warps per program, pipeline stages."""
+
+    m: int = 1
+    n: int = 1
+    k: int = 1
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+_GPU = {
+    "quantize_row": Tiles(m=16, k=256),
+    "quantize_row_packed": Tiles(m=16, k=256),
+    "quantize_col": Tiles(m=128, k=64, num_warps=8),
+    "quantize_both": Tiles(m=128, k=64, num_warps=8),
+    "dequantize": Tiles(m=16, k=256),
+    "permute_rows": Tiles(m=8, k=1024),
+    "permute_mx": Tiles(m=8, k=1024),
+    "sort_by_expert": Tiles(m=4096, num_warps=8),
+    "row_map": Tiles(m=1024),
+    "grouped_mm_mx": Tiles(m=128, n=128, k=64, num_warps=8, num_stages=3),
+    "grouped_mm_bf16": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
+    "grouped_wgrad_mx": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
+    "grouped_wgrad_bf16": Tiles(m=64, n=128, k=256, num_warps=8, num_stages=3),
+}
+# Small enough that small shapes have several tiles and a ragged last one.
+_INTERPRETER = {op: Tiles(m=64, n=64 if t.n > 1 else 1, k=64 if t.k > 1 else 1) for op, t in _GPU.items()}
+
+
+def cdiv(a: int, b: int) -> int:
+    """Tiles of `b` that cover `a`.
+
+    >>> cdiv(65, 64)
+    2
+    """
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n` and at least 1: Triton's blocks have such sizes.
+
+    >>> next_power_of_2(5)
+    8
+    """
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def hw_cast(arch: str) -> bool:
+    """Whether `arch` converts to and from E4M3 and computes in bf16 itself; the interpreter does neither."""
+    return arch != "interpreter"
+
+
+def tiles(op: str, arch: str, *, row_width: int | None = None) -> Tiles:
+    """Tiles of an op on "interpreter", "sm_90" or "sm_100".
+
+    row_width: length of the rows of an op that streams rows; short rows get a narrower tile.
+
+    >>> tiles("quantize_row", "sm_90", row_width=64)
+    Tiles(m=16, n=1, k=64, num_warps=4, num_stages=1)
+
+    Raises NotImplementedError for an architecture without Triton kernels.
+    """
+    if arch not in ARCHS[1:]:
+        fail(NotImplementedError, op, "arch", repr(arch), f"allowed: {', '.join(map(repr, ARCHS))}")
+    chosen = (_INTERPRETER if arch == "interpreter" else _GPU)[op]
+    if row_width is not None:
+        chosen = chosen._replace(k=min(chosen.k, max(next_power_of_2(row_width), 32)))
+    return chosen

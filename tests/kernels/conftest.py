@@ -1,0 +1,58 @@
+"""Runs a plan's Triton kernel in the interpreter, on buffers that show every stray read and write."""
+
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from mxep.core_kernels.launch import ArrayType, KernelOp
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GUARD = 4096
+
+
+def _guarded(nbytes: int) -> torch.Tensor:
+    """`nbytes` between two guards, every byte 0xFF: NaN in E4M3, E8M0, bf16 and f32, and -1 in int32."""
+    return torch.full((nbytes + 2 * GUARD,), 0xFF, dtype=torch.uint8)
+
+
+def _view(buffer: torch.Tensor, array: ArrayType) -> torch.Tensor:
+    return buffer[GUARD:-GUARD].view(getattr(torch, array.dtype)).view(array.shape)
+
+
+def array_type(x: np.ndarray) -> ArrayType:
+    return ArrayType(x.shape, x.dtype.name)
+
+
+def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
+    """numpy in, numpy out. Reads outside an input give NaN; writes outside an output fail the test."""
+    plan = op.plan(*map(array_type, inputs), arch="interpreter", **options)
+    args = []
+    for x in inputs:
+        buffer = _guarded(x.nbytes)
+        buffer[GUARD:-GUARD] = torch.from_numpy(np.ascontiguousarray(x).reshape(-1).view(np.uint8).copy())
+        args.append(_view(buffer, array_type(x)))
+    buffers = [_guarded(int(np.prod(a.shape)) * getattr(torch, a.dtype).itemsize) for a in plan.out]
+    outs = [_view(buffer, a) for buffer, a in zip(buffers, plan.out, strict=True)]
+    if 0 not in plan.grid:
+        with np.errstate(all="ignore"):
+            op.kernel[plan.grid](
+                *args, *plan.scalars.values(), *outs, **plan.meta, num_warps=plan.num_warps, num_stages=plan.num_stages
+            )
+    for name, buffer in zip(op.outputs, buffers, strict=True):
+        guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
+        assert bool((guards == 0xFF).all()), f"{op.name} wrote outside of {name}"
+    # numpy has no bf16 of its own
+    return tuple(
+        out.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if out.dtype == torch.bfloat16 else out.numpy()
+        for out in outs
+    )
+
+
+@pytest.fixture(scope="session")
+def triton_op():
+    """`run_interpreted`, in a process whose Triton is the interpreter."""
+    if not INTERPRETED:
+        pytest.skip("the interpreter is chosen before triton is imported: TRITON_INTERPRET=1")
+    return run_interpreted
