@@ -21,7 +21,7 @@ from .formats import BLOCK, E4M3_EMAX, E4M3_MAX, E4M3_NAN, E8M0_BIAS, E8M0_MAX, 
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+DTYPES = {name: np.dtype(name) for name in ("float32", "float64")} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 # --- formats ------------------------------------------------------------------------------------
@@ -77,14 +77,14 @@ def scale_byte(amax: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite
 
 
 def round_to(x: Array, dtype: str) -> Array:
-    """fp64 -> float32 or bfloat16 in one rounding, to nearest even."""
+    """fp64 -> float32 or bfloat16 in one rounding, to nearest even; float64 is the identity."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype == "bfloat16":
             # 8 significant bits, and no bit below 2^-133. A cast through fp32 would round twice.
             finite = np.where(np.isfinite(x), x, 0)
             ulp = np.ldexp(1.0, np.maximum(np.frexp(finite)[1] - 8, -133))
             x = np.where(np.isfinite(x), np.rint(finite / ulp) * ulp, x)
-        return x.astype(np.float32).astype(DTYPES[dtype])
+        return x.astype(DTYPES[dtype])
 
 
 # --- quantize -----------------------------------------------------------------------------------

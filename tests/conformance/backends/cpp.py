@@ -1,0 +1,37 @@
+"""The C++ table, called straight: plan, poisoned outputs, run."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from mxep import cpp_bindings
+from mxep.core_kernels import permute, quantize, routing
+from mxep.core_kernels.launch import ArrayType, KernelOp
+
+from .arrays import poisoned, to_numpy, to_torch
+
+POISON = 0xA5
+
+
+def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
+    launch = op.plan(*(ArrayType(x.shape, x.dtype.name) for x in inputs), arch="cpu", **options)
+    outputs = [poisoned(out.shape, getattr(torch, out.dtype), poison) for out in launch.out]
+    cpp_bindings.run(op.name, [to_torch(x) for x in inputs], outputs, [int(a) for a in launch.attrs])
+    results = tuple(map(to_numpy, outputs))
+    return results if len(results) > 1 else results[0]
+
+
+KERNEL_OPS = (
+    quantize.quantize_row,
+    quantize.quantize_row_packed,
+    quantize.quantize_col,
+    quantize.quantize_both,
+    quantize.dequantize,
+    permute.permute_rows,
+    permute.permute_mx,
+    routing.sort_by_expert,
+    routing.row_map,
+)
+OPS: dict[str, Callable] = {op.name: partial(run, op) for op in KERNEL_OPS}

@@ -1,0 +1,35 @@
+"""What has to be set before anything is imported, and the number of skips, which is fixed."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Expert parallelism in JAX runs on four CPU devices of one process; read once, when jax starts.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+# The same examples in every run; a failure is then a failure for everybody.
+settings.register_profile("mxep", derandomize=True, deadline=None, max_examples=25, database=None)
+settings.load_profile("mxep")
+
+EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
+
+
+def expected_skips(mode: str) -> int:
+    lines = (line.split("#")[0].split() for line in EXPECTED_SKIPS.read_text().splitlines())
+    return {line[0]: int(line[1]) for line in lines if line}[mode]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With CI=true (a run of everything), fail when more or fewer tests were skipped than the table says."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") != "true" or reporter is None or session.exitstatus != pytest.ExitCode.OK:
+        return
+    mode = "interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "normal"
+    skipped, expected = len(reporter.stats.get("skipped", [])), expected_skips(mode)
+    if skipped != expected:
+        reporter.write_line(
+            f"\n{skipped} tests were skipped; {EXPECTED_SKIPS.name} says {expected} in {mode} mode", red=True
+        )
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
