@@ -126,3 +126,19 @@ def dequantize_blocks(q, sf, HW_CAST: tl.constexpr):
     """E4M3 bytes (..., 32) and E8M0 bytes (...) -> f32; every NaN is 0x7FC00000."""
     x = e4m3_to_f32(q, HW_CAST) * tl.expand_dims(e8m0_to_f32(sf), -1)
     return tl.where(x == x, x, float("nan"))
+
+
+@triton.jit
+def dequantize_operand(q, sf, HW_CAST: tl.constexpr):
+    """E4M3 bytes (..., 32) and E8M0 bytes (...) -> what `tl.dot` multiplies: bf16, in the interpreter f32.
+
+    bf16 holds every product of an element and a scale in its range, 2^-133 to below 2^128: 2^-9 times a scale
+    under 2^-124 rounds, 448 times a scale over 2^119 overflows. The interpreter is exact for those too.
+    """
+    if HW_CAST:
+        byte = sf.to(tl.uint16)
+        bits = tl.where(byte == 255, 0x7FC0, tl.where(byte == 0, 0x0040, byte << 7)).to(tl.uint16)
+        scale = bits.to(tl.bfloat16, bitcast=True)
+        return q.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16) * tl.expand_dims(scale, -1)
+    else:
+        return dequantize_blocks(q, sf, HW_CAST)
