@@ -5,7 +5,8 @@
     all_to_all  all_to_all_vjp                bytes, exact
     grouped_mm_*  grouped_wgrad_*             sums in fp64, rounded once
     mxfp8_grouped_mm (+ _vjp)                 the recipes, built from the above
-    moe_layer                                 a whole layer in fp64, never quantized: what SQNR is measured against
+
+A whole layer is in oracle_layer.py.
 
 Functions have the names and the argument order of the ops they define. q and sf are uint8, bf16 is
 `ml_dtypes.bfloat16`. Source: OCP Microscaling Formats (MX) Specification v1.0 sections 5 and 6, OFP8 v1.0
@@ -117,13 +118,13 @@ def quantize_both(
     return *quantize_row(x, rounding, satfinite), *quantize_col(x, rounding, satfinite)
 
 
-def _dequantize64(q: Array, sf: Array) -> Array:
+def dequantize64(q: Array, sf: Array) -> Array:
     return E4M3_VALUES[q] * np.repeat(e8m0_value(sf), BLOCK, axis=-1)
 
 
 def dequantize(q: Array, sf: Array, out_dtype: str = "bfloat16") -> Array:
     """q (..., K), sf (..., K/32) -> x (..., K)."""
-    return round_to(_dequantize64(q, sf), out_dtype)
+    return round_to(dequantize64(q, sf), out_dtype)
 
 
 # --- routing and permutation ----------------------------------------------------------------------
@@ -245,7 +246,7 @@ def grouped_mm_mx(
     lhs_q: Array, lhs_sf: Array, rhs_q: Array, rhs_sf: Array, group_ends: Array, out_dtype: str = "bfloat16"
 ) -> Array:
     """lhs (M, K) x rhs_t (G, N, K), both MXFP8 along K -> out (M, N); rows past the last end are zeros."""
-    return _m_grouped(_dequantize64(lhs_q, lhs_sf), _dequantize64(rhs_q, rhs_sf), group_ends, out_dtype)
+    return _m_grouped(dequantize64(lhs_q, lhs_sf), dequantize64(rhs_q, rhs_sf), group_ends, out_dtype)
 
 
 def grouped_mm_bf16(lhs: Array, rhs_t: Array, group_ends: Array, out_dtype: str = "bfloat16") -> Array:
@@ -257,7 +258,7 @@ def grouped_wgrad_mx(
     lhs_q: Array, lhs_sf: Array, rhs_q: Array, rhs_sf: Array, group_ends: Array, out_dtype: str = "bfloat16"
 ) -> Array:
     """lhs_t (N, M) x rhs_t (K, M), both MXFP8 along M -> out (G, N, K); an empty group gives zeros."""
-    return _k_grouped(_dequantize64(lhs_q, lhs_sf).T, _dequantize64(rhs_q, rhs_sf).T, group_ends, out_dtype)
+    return _k_grouped(dequantize64(lhs_q, lhs_sf).T, dequantize64(rhs_q, rhs_sf).T, group_ends, out_dtype)
 
 
 def grouped_wgrad_bf16(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str = "bfloat16") -> Array:
@@ -315,36 +316,3 @@ def mxfp8_grouped_mm_vjp(
     else:
         db = grouped_wgrad_bf16(_as_bf16(dout), _as_bf16(a), group_ends, out_dtype)
     return da, np.swapaxes(db, 1, 2)
-
-
-# --- end to end: a Mixture-of-Experts layer in fp64 -------------------------------------------------
-
-
-def route(logits: Array, top_k: int, score: str = "softmax") -> Pair:
-    """logits (T, E) -> expert ids (T, k) and weights (T, k) that sum to one; a tie goes to the lower expert."""
-    z = logits.astype(np.float64)
-    if score == "softmax":
-        scores = np.exp(z - z.max(-1, keepdims=True))
-        scores /= scores.sum(-1, keepdims=True)
-    else:
-        scores = 1 / (1 + np.exp(-z))
-    ids = np.argsort(-scores, axis=-1, kind="stable")[:, :top_k]
-    weights = np.take_along_axis(scores, ids, -1)
-    return ids, weights / weights.sum(-1, keepdims=True)
-
-
-def swiglu_expert(x: Array, w1: Array, w3: Array, w2: Array) -> Array:
-    """x (T, D), w1 and w3 (H, D), w2 (D, H) -> (silu(x w1^T) * (x w3^T)) w2^T."""
-    gate = x @ w1.T
-    return (gate / (1 + np.exp(-gate)) * (x @ w3.T)) @ w2.T
-
-
-def moe_layer(x: Array, router: Array, w1: Array, w3: Array, w2: Array, top_k: int, score: str = "softmax") -> Array:
-    """x (T, D), router (E, D), w1 and w3 (E, H, D), w2 (E, D, H) -> y (T, D) in fp64, unquantized."""
-    x, router, w1, w3, w2 = (v.astype(np.float64) for v in (x, router, w1, w3, w2))
-    ids, weights = route(x @ router.T, top_k, score)
-    y = np.zeros_like(x)
-    for e in range(len(router)):
-        token, slot = np.nonzero(ids == e)
-        y[token] += weights[token, slot, None] * swiglu_expert(x[token], w1[e], w3[e], w2[e])
-    return y

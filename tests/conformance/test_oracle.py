@@ -5,7 +5,7 @@ import doctest
 import ml_dtypes
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle
+from mxep.core_kernels import oracle, oracle_layer
 from mxep.core_kernels.formats import Rounding
 
 from .cases import BF16, seeded
@@ -18,8 +18,8 @@ def block(*head: float) -> np.ndarray:
 
 
 def test_its_examples_run() -> None:
-    assert doctest.testmod(oracle).failed == 0
-    assert doctest.testmod(oracle).attempted > 0
+    result = doctest.testmod(oracle)
+    assert (result.failed, result.attempted > 0) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +118,17 @@ def test_all_to_all_and_its_gradient() -> None:
 def test_permute_gradient_adds_up() -> None:
     dx = oracle.permute_rows_vjp(np.float32([[1], [2], [4], [8]]), np.int32([1, -1, 1, 0]), 3)
     np.testing.assert_array_equal(dx, [[8], [5], [0]])
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_layers_gradient_is_that_of_the_layer(score: str) -> None:
+    rng = seeded("layer")
+    shapes = {"x": (6, 8), "router": (4, 8), "w1": (4, 5, 8), "w3": (4, 5, 8), "w2": (4, 8, 5)}
+    arguments = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    dy = rng.standard_normal((6, 8))
+    grads = oracle_layer.moe_layer_vjp(dy, **arguments, top_k=2, score=score)
+    for (name, value), grad in zip(arguments.items(), grads, strict=True):
+        direction, h = rng.standard_normal(value.shape), 1e-5
+        ahead = oracle_layer.moe_layer(**arguments | {name: value + h * direction}, top_k=2, score=score)
+        behind = oracle_layer.moe_layer(**arguments | {name: value - h * direction}, top_k=2, score=score)
+        np.testing.assert_allclose(np.sum((ahead - behind) * dy) / (2 * h), np.sum(grad * direction), rtol=1e-6)
