@@ -1,0 +1,56 @@
+"""mxep for PyTorch: MXFP8 grouped products, expert parallelism and a complete MoE layer.
+
+from mxep.torch_frontend import MoE, MXFP8ExpertParallel
+from mxep.torch_frontend import a2a_dispatch_mxfp8_fwd_hp_bwd, permute_mxfp8_fwd_hp_bwd   # the building blocks
+"""
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "mxep.torch_frontend: PyTorch is missing; install it with `pip install 'mxep[torch]'`"
+    ) from error
+
+from ..core_kernels.formats import Rounding
+from ..core_kernels.recipe import Recipe
+from . import ops
+from ._call import debug_checks, force_implementation
+from .autograd import (
+    _to_mxfp8_then_scaled_grouped_mm,
+    bf16_grouped_mm,
+    mxfp8_grouped_mm,
+    permute_mxfp8_fwd_hp_bwd,
+    unpermute_hp_fwd_mxfp8_bwd,
+)
+from .ep import (
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    to_mxfp8_a2a_dequant,
+)
+from .moe import GroupedExperts, MoE, MoEStats
+from .mx_tensor import MXTensor
+from .parallel import MXFP8ExpertParallel
+
+ScaleCalculationMode = Rounding
+
+__all__ = [
+    "GroupedExperts",
+    "MXFP8ExpertParallel",
+    "MXTensor",
+    "MoE",
+    "MoEStats",
+    "Recipe",
+    "Rounding",
+    "ScaleCalculationMode",
+    "_to_mxfp8_then_scaled_grouped_mm",
+    "a2a_combine_hp_fwd_mxfp8_bwd",
+    "a2a_dispatch_mxfp8_fwd_hp_bwd",
+    "bf16_grouped_mm",
+    "debug_checks",
+    "force_implementation",
+    "mxfp8_grouped_mm",
+    "ops",
+    "permute_mxfp8_fwd_hp_bwd",
+    "to_mxfp8_a2a_dequant",
+    "unpermute_hp_fwd_mxfp8_bwd",
+]

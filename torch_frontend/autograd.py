@@ -1,0 +1,325 @@
+"""Gradients of the kernels: the grouped product, and the gather that permutes and un-permutes.
+
+forward   x --quantize rows--> MX --grouped_mm(w along K)--> out
+dgrad     dx <--grouped_mm(w along N)-- MX <--quantize rows-- dout      (or dout is MX already)
+wgrad     dw <--grouped_wgrad-- dout, x     bf16 operands, or both re-quantized along the tokens
+
+permute   rows (M, K) --row_map--> padded groups (P, K)     backward: the inverse map, and the
+unpermute padded groups (P, N) --inverse--> rows (M, N)     other way round; MX rows stay MX
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import fail
+from . import ops
+from ._call import check_ends, checks_values
+from .mx_tensor import MXTensor, plain
+
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rows(x: Tensor, rounding: int) -> tuple[Tensor, Tensor]:
+    """q and sf of x along its last dim; the bytes that are there if x is MX already."""
+    if isinstance(x, MXTensor):
+        return x.q.contiguous(), x.sf.contiguous()
+    return ops.quantize_row(x.contiguous(), rounding)
+
+
+def _bf16(x: Tensor) -> Tensor:
+    return plain(x).to(torch.bfloat16).contiguous()
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b_t: Tensor,
+        offs: Tensor,
+        out_dtype: torch.dtype,
+        quantized: bool,
+        wgrad_with_hp: bool,
+        pad: bool,
+        rounding: int,
+    ) -> Tensor:
+        w = b_t.transpose(-2, -1)
+        ctx.save_for_backward(a, b_t, offs)
+        ctx.quantized, ctx.wgrad_with_hp, ctx.pad, ctx.rounding = quantized, wgrad_with_hp, pad, rounding
+        if not quantized:
+            return ops.grouped_mm_bf16(_bf16(a), w.to(torch.bfloat16), offs, _name(out_dtype))
+        return ops.grouped_mm_mx(*_rows(a, rounding), *ops.quantize_row(w, rounding), offs, _name(out_dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        a, b_t, offs = ctx.saved_tensors
+        dout, w = grads[0], b_t.transpose(-2, -1)
+        da = db_t = None
+        if ctx.needs_input_grad[0] and ctx.quantized:
+            w_col = ops.quantize_col(w, ctx.rounding)
+            da = ops.grouped_mm_mx(*_rows(dout, ctx.rounding), *w_col, offs, _name(a.dtype))
+        elif ctx.needs_input_grad[0]:
+            da = ops.grouped_mm_bf16(_bf16(dout), b_t.to(torch.bfloat16).contiguous(), offs, _name(a.dtype))
+        if ctx.needs_input_grad[1]:
+            if ctx.quantized and not ctx.wgrad_with_hp:
+                dw = _wgrad_mx(plain(dout), plain(a), offs, ctx.pad, ctx.rounding, _name(w.dtype))
+            else:
+                dw = ops.grouped_wgrad_bf16(_bf16(dout), _bf16(a), offs, _name(w.dtype))
+            db_t = dw.transpose(-2, -1)
+        return da, db_t, None, None, None, None, None, None
+
+
+# Dynamo would trace `backward` with a gradient of the output's type; here an MXTensor may arrive for a
+# plain output. AOTAutograd, which runs the real engine, handles it: let Dynamo pass these calls on.
+@torch.compiler.allow_in_graph
+def _grouped_mm(*args: Any) -> Tensor:
+    return cast(Tensor, _GroupedMM.apply(*args))
+
+
+def _wgrad_mx(dout: Tensor, a: Tensor, offs: Tensor, pad: bool, rounding: int, out_dtype: str) -> Tensor:
+    """Weight gradient with both operands quantized along the tokens; a block must not cross groups."""
+    if pad:
+        counts = torch.diff(offs, prepend=offs.new_zeros(1))
+        row_map, _, _, offs = ops.row_map(counts, a.shape[0], counts.shape[0], BLOCK)
+        dout, a = (ops.permute_rows(x.contiguous(), row_map) for x in (dout, a))
+    dout_col = ops.quantize_col(dout.contiguous(), rounding)
+    return ops.grouped_wgrad_mx(*dout_col, *ops.quantize_col(a.contiguous(), rounding), offs, out_dtype)
+
+
+def mxfp8_grouped_mm(
+    A: Tensor,
+    B_t: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    wgrad_with_hp: bool = False,
+    scale_calculation_mode: Rounding | str = Rounding.RCEIL,
+    pad_token_groups_for_grouped_mm: bool = False,
+) -> Tensor:
+    """Multiply each group of rows by its own matrix in MXFP8; differentiable in A, B_t and bias.
+
+    A: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor that already is.
+    B_t: (G, K, N), the transpose of a contiguous (G, N, K), bfloat16 or float32; K, N multiples of 32.
+    offs: (G,) int32, where each group of rows ends; rows past the last end give zeros.
+    bias: (N,) for all rows or (G, N), one per group; None.
+    out_dtype: bfloat16 or float32. The gradient of A has A's dtype, that of B_t has B_t's.
+    wgrad_with_hp: weight gradient from bf16 operands; False: from operands re-quantized along the
+        tokens, which needs ends that are multiples of 32, or the padding below.
+    scale_calculation_mode: a `Rounding` or its name.
+    pad_token_groups_for_grouped_mm: pad groups to 32 rows where blocks run along the tokens, so that
+        any counts are allowed. The forward and the input gradient never need it.
+
+    The gradient that arrives may be an MXTensor (from `unpermute_hp_fwd_mxfp8_bwd`). Raises
+    ValueError (shapes, layout, ends) and TypeError (dtypes); the ends' values are checked for CPU
+    tensors, and for CUDA within `debug_checks()`.
+
+    >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
+    >>> mxfp8_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
+    [32.0, 32.0, 0.0]
+    """
+    op = "mxfp8_grouped_mm"
+    rounding = int(Rounding.parse(scale_calculation_mode))
+    _check_grouped_mm(op, A, B_t, offs, out_dtype)
+    for name, flag in (("wgrad_with_hp", wgrad_with_hp), ("pad_token_groups", pad_token_groups_for_grouped_mm)):
+        if not isinstance(flag, bool):
+            allowed = "allowed: bool (there is no kernel_preference here; see capabilities())"
+            fail(TypeError, op, name, repr(flag), allowed)
+    if not wgrad_with_hp and not pad_token_groups_for_grouped_mm:
+        _check_token_blocks(op, A, offs)
+    out = _grouped_mm(A, B_t, offs, out_dtype, True, wgrad_with_hp, pad_token_groups_for_grouped_mm, rounding)
+    return _add_bias(op, out, offs, bias)
+
+
+_to_mxfp8_then_scaled_grouped_mm = mxfp8_grouped_mm
+
+
+def bf16_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`mxfp8_grouped_mm` with bf16 operands: same arguments, same checks, nothing quantized."""
+    _check_grouped_mm("bf16_grouped_mm", A, B_t, offs, out_dtype)
+    return _grouped_mm(A, B_t, offs, out_dtype, False, True, False, 0)
+
+
+def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:
+    for name, x, rank in (("A", A, 2), ("B_t", B_t, 3)):
+        if x.dtype not in FLOATS:
+            fail(TypeError, op, name, f"dtype {x.dtype}", "allowed: bfloat16 or float32 (or an MXTensor for A)")
+        if x.dim() != rank:
+            fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: {rank} dims")
+    if isinstance(B_t, MXTensor):
+        fail(TypeError, op, "B_t", "an MXTensor", "allowed: bfloat16 or float32 weights, quantized here")
+    if out_dtype not in FLOATS:
+        fail(TypeError, op, "out_dtype", out_dtype, "allowed: torch.bfloat16 or torch.float32")
+    groups, k, n = B_t.shape
+    if A.shape[1] != k:
+        fail(ValueError, op, "A", f"shape {tuple(A.shape)}", f"allowed: (M, {k}), the K of B_t (G, K, N)")
+    for name, size in (("K", k), ("N", n)):
+        if size % BLOCK:
+            fail(ValueError, op, "B_t", f"{name} = {size}", f"allowed: multiples of {BLOCK}")
+    if not B_t.transpose(-2, -1).is_contiguous():
+        allowed = "allowed: the transpose of a contiguous (G, N, K): w.transpose(-2, -1)"
+        fail(ValueError, op, "B_t", f"shape {tuple(B_t.shape)} with strides {B_t.stride()}", allowed)
+    if not isinstance(offs, Tensor) or offs.dtype != torch.int32:
+        fail(TypeError, op, "offs", getattr(offs, "dtype", type(offs).__name__), "allowed: an int32 tensor (G,)")
+    if offs.shape != (groups,):
+        fail(ValueError, op, "offs", f"shape {tuple(offs.shape)}", f"allowed: ({groups},), one end per group of B_t")
+    for name, x in (("B_t", B_t), ("offs", offs)):
+        if x.device != A.device:
+            fail(ValueError, op, name, f"device {x.device}", f"allowed: {A.device}, where A is; move it with .to()")
+    # While compiling there are no values; the op checks them again when it runs.
+    if not torch.compiler.is_compiling() and checks_values(offs.device):
+        check_ends(op, "offs", offs, A.shape[0])
+
+
+def _check_token_blocks(op: str, A: Tensor, offs: Tensor) -> None:
+    remedy = "pass wgrad_with_hp=True or pad_token_groups_for_grouped_mm=True"
+    if A.shape[0] % BLOCK:
+        fail(ValueError, op, "A", f"M = {A.shape[0]}", f"allowed: multiples of {BLOCK}; {remedy}")
+    if not torch.compiler.is_compiling() and checks_values(offs.device):
+        check_ends(op, "offs", offs, A.shape[0], BLOCK, remedy)
+
+
+def _add_bias(op: str, out: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return out
+    n, groups = out.shape[1], offs.shape[0]
+    if bias.shape == (n,):
+        return out + bias.to(out.dtype)
+    if bias.shape != (groups, n):
+        fail(ValueError, op, "bias", f"shape {tuple(bias.shape)}", f"allowed: ({n},) or ({groups}, {n})")
+    rows = torch.arange(out.shape[0], device=out.device, dtype=torch.int32)
+    group_of_row = torch.searchsorted(offs, rows, right=True)
+    # One more bias, of zeros, for the rows past the last end; in fp32, so that its gradient is summed in fp32.
+    return out + torch.nn.functional.pad(bias.float(), (0, 0, 0, 1))[group_of_row].to(out.dtype)
+
+
+class RowMaps(NamedTuple):
+    """Where rows go: `row_map` (P,) gathers received rows into padded groups, `inverse` (M,) back;
+    `padded_counts` and `group_ends` (local experts,) describe the groups. All int32."""
+
+    row_map: Tensor
+    inverse: Tensor
+    padded_counts: Tensor
+    group_ends: Tensor
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _gather(x, row_map)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _gather(grads[0], inverse), None, None
+
+
+def _gather(x: Tensor, row_map: Tensor) -> Tensor:
+    if isinstance(x, MXTensor):
+        return MXTensor(*ops.permute_q_sf(x.q, x.sf, row_map), x.orig_dtype)
+    return ops.permute_rows(x.contiguous(), row_map)
+
+
+@torch.compiler.allow_in_graph
+def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
+    """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
+
+    x: (M, K) bfloat16, float32 or MXTensor; row_map: (P,) int32; inverse: (M,) int32, the map back.
+    An MXTensor comes out as one, and an MXTensor gradient goes in as one.
+    """
+    return cast(Tensor, _Gather.apply(x, row_map, inverse))
+
+
+class _Spread(torch.autograd.Function):
+    """x (T, D) -> (T * copies, D) sorted; backward adds up the copies in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return ops.permute_rows(x.contiguous(), order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        slots = ops.permute_rows(plain(grads[0]).contiguous(), inverse)
+        dx = slots.view(-1, ctx.copies, slots.shape[1]).float().sum(1).to(slots.dtype)
+        return dx, None, None, None
+
+
+def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+    """Copy each token to its `copies` slots, in the order of `sort_by_expert`: out[i] = x[order[i] // copies].
+
+    x: (T, D); order, inverse: (T * copies,) int32. The gradient of a token is the fp32 sum over its slots.
+    """
+    return cast(Tensor, _Spread.apply(x, order, inverse, copies))
+
+
+def map_rows(op: str, x: Tensor, counts: Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> RowMaps:
+    """Check counts (ep_degree * num_local_experts,) of any integer dtype and plan the padded groups of x's rows."""
+    if counts.dtype.is_floating_point or counts.dtype.is_complex or counts.dtype == torch.bool:
+        fail(TypeError, op, "num_tokens_per_expert", f"dtype {counts.dtype}", "allowed: integers")
+    if counts.shape != (ep_degree * num_local_experts,):
+        allowed = f"allowed: ({ep_degree * num_local_experts},) = ep_degree * num_local_experts"
+        fail(ValueError, op, "num_tokens_per_expert", f"shape {tuple(counts.shape)}", allowed)
+    if counts.device != x.device:
+        allowed = f"allowed: {x.device}, where the rows are; move it with .to()"
+        fail(ValueError, op, "num_tokens_per_expert", f"device {counts.device}", allowed)
+    counts = counts.to(torch.int32).contiguous()
+    return RowMaps(*ops.row_map(counts, x.shape[0], num_local_experts, alignment))
+
+
+def permute_mxfp8_fwd_hp_bwd(
+    mx_tensor: Tensor,
+    num_tokens_per_expert: Tensor,
+    ep_degree: int,
+    num_local_experts: int,
+    group_size_multiple_of: int = BLOCK,
+    use_mxfp8: bool = True,
+    use_triton_for_bwd: bool = True,
+) -> tuple[torch.Size, Tensor, Tensor, Tensor, Tensor]:
+    """Bring received rows, rank-major, into one padded group per local expert.
+
+    mx_tensor: MXTensor (M, K), or bf16/fp32 rows. num_tokens_per_expert: (ep_degree * num_local_experts,),
+    any integer dtype, on the rows' device. group_size_multiple_of: a positive multiple of 32; an empty
+    expert still gets one aligned group. The last two arguments are torchao's and change nothing here.
+
+    Returns (padded_shape, rows, permuted_indices, padded_counts, group_end_offsets): padded_shape =
+    (M + 1, K); rows (P, K) like mx_tensor; permuted_indices (P,) int32, -1 for padding, which is zeros;
+    padded_counts and group_end_offsets (num_local_experts,) int32. The gradient of the rows is bf16
+    (or what it came as) and goes back to M rows. Raises ValueError and TypeError on counts that do not fit.
+    """
+    op = "permute_mxfp8_fwd_hp_bwd"
+    maps = map_rows(op, mx_tensor, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
+    rows = gather_rows(mx_tensor, maps.row_map, maps.inverse)
+    padded_shape = torch.Size((mx_tensor.shape[0] + 1, mx_tensor.shape[1]))
+    return padded_shape, rows, maps.row_map, maps.padded_counts, maps.group_ends
+
+
+def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_shape: Sequence[int]) -> Tensor:
+    """Bring expert outputs back to the order in which the rows were received.
+
+    input: (P, N) bfloat16 or float32; permuted_indices (P,) int32 and padded_shape (M + 1, K or N) as
+    `permute_mxfp8_fwd_hp_bwd` returned them. Returns (M, N). The gradient is permuted as it comes:
+    an MXTensor leaves as an MXTensor, without being dequantized. Raises ValueError on other shapes.
+    """
+    op = "unpermute_hp_fwd_mxfp8_bwd"
+    if len(padded_shape) != 2 or padded_shape[0] < 1:
+        fail(ValueError, op, "padded_shape", tuple(padded_shape), "allowed: (rows + 1, dim)")
+    if permuted_indices.shape != (input.shape[0],):
+        allowed = f"allowed: ({input.shape[0]},), one index per row of input"
+        fail(ValueError, op, "permuted_indices", f"shape {tuple(permuted_indices.shape)}", allowed)
+    rows = padded_shape[0] - 1
+    # Padding rows all write the one slot behind the real ones, which is dropped.
+    targets = torch.where(permuted_indices < 0, rows, permuted_indices).long()
+    sources = torch.arange(input.shape[0], dtype=torch.int32, device=input.device)
+    inverse = permuted_indices.new_full((rows + 1,), -1).scatter_(0, targets, sources)[:rows]
+    return gather_rows(input, inverse.contiguous(), permuted_indices)

@@ -1,0 +1,72 @@
+"""Grouped products on a CPU: dequantize in C++ to fp32 (exact), then the framework's own matmul per group.
+
+    lhs [g0 g0 g1 | tail]  x  rhs_t[g]^T  -->  out [g0 g0 g1 | zeros]
+
+Products of fp32 values that came from E4M3 or bf16 are exact, so the only errors are those of fp32
+accumulation and of the one rounding to the output dtype. Every row is read by its own group alone:
+a NaN in a row past the last end reaches nothing.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .. import cpp_bindings
+
+
+def _dequantize(q: Tensor, sf: Tensor) -> Tensor:
+    out = torch.empty(q.shape, dtype=torch.float32)
+    cpp_bindings.run("dequantize", [q, sf], [out], [])
+    return out
+
+
+def _groups(group_ends: Tensor) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for group, end in enumerate(group_ends.tolist()):
+        yield group, slice(start, end)
+        start = end
+
+
+def _m_grouped(lhs: Tensor, rhs_t: Callable[[int], Tensor], group_ends: Tensor, out: Tensor) -> None:
+    end = 0
+    for group, rows in _groups(group_ends):
+        end = rows.stop
+        if rows.start < rows.stop:
+            out[rows] = lhs[rows] @ rhs_t(group).T
+    out[end:] = 0
+
+
+def grouped_mm_mx(
+    lhs_q: Tensor, lhs_sf: Tensor, rhs_q: Tensor, rhs_sf: Tensor, group_ends: Tensor, out: Tensor
+) -> None:
+    # One expert's weights at a time: fp32 copies of all of them would be four times the bytes.
+    _m_grouped(_dequantize(lhs_q, lhs_sf), lambda g: _dequantize(rhs_q[g], rhs_sf[g]), group_ends, out)
+
+
+def grouped_mm_bf16(lhs: Tensor, rhs_t: Tensor, group_ends: Tensor, out: Tensor) -> None:
+    _m_grouped(lhs.float(), lambda g: rhs_t[g].float(), group_ends, out)
+
+
+def _k_grouped(lhs_t: Tensor, rhs_t: Tensor, group_ends: Tensor, out: Tensor) -> None:
+    for group, tokens in _groups(group_ends):
+        out[group] = lhs_t[:, tokens] @ rhs_t[:, tokens].T
+
+
+def grouped_wgrad_mx(
+    lhs_q: Tensor, lhs_sf: Tensor, rhs_q: Tensor, rhs_sf: Tensor, group_ends: Tensor, out: Tensor
+) -> None:
+    _k_grouped(_dequantize(lhs_q, lhs_sf), _dequantize(rhs_q, rhs_sf), group_ends, out)
+
+
+def grouped_wgrad_bf16(lhs: Tensor, rhs: Tensor, group_ends: Tensor, out: Tensor) -> None:
+    _k_grouped(lhs.float().T, rhs.float().T, group_ends, out)
+
+
+TABLE: dict[str, Callable[..., None]] = {
+    "grouped_mm_mx": grouped_mm_mx,
+    "grouped_mm_bf16": grouped_mm_bf16,
+    "grouped_wgrad_mx": grouped_wgrad_mx,
+    "grouped_wgrad_bf16": grouped_wgrad_bf16,
+}
+"""Ops that run here on a CPU instead of in C++: inputs, then the one output to fill."""

@@ -1,0 +1,238 @@
+"""Expert parallelism: tokens travel to the rank of their expert and back, in MXFP8 where it is safe.
+
+    forward
+      rows --a2a_dispatch--> received --permute--> groups --grouped_mm--> groups --unpermute--> received --a2a_combine--> rows
+      bf16       MXFP8 [q|sf]             MXFP8              MXFP8        bf16       bf16                bf16
+    backward
+      rows <--a2a_dispatch-- received <--permute-- groups <--grouped_mm-- groups <--unpermute-- received <--a2a_combine-- rows
+      bf16       bf16                    bf16           MXFP8, w: bf16    MXFP8      MXFP8          MXFP8 [q|sf]
+
+A quantized all-to-all is one collective over packed rows `[q | sf]`, 33/64 of the bytes of bf16. A group
+of one rank, or none at all, sends nothing and needs no torch.distributed.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
+from . import ops
+from .autograd import FLOATS, RowMaps, gather_rows, map_rows
+from .mx_tensor import MXTensor, plain
+
+Splits = Sequence[int]
+
+
+def _name_of(group: "str | dist.ProcessGroup | None") -> str:
+    """The name of a process group; "" for a process alone. None is the default group where there is one."""
+    if isinstance(group, str):
+        return group
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return ""
+        group = cast(dist.ProcessGroup, dist.group.WORLD)
+    return group.group_name
+
+
+def _degree(group_name: str) -> int:
+    return _resolve_process_group(group_name).size() if group_name else 1
+
+
+def _all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
+    if _degree(group_name) == 1:
+        return x
+    group = _resolve_process_group(group_name)
+    return funcol.wait_tensor(funcol.all_to_all_single(x, list(output_splits), list(input_splits), group))
+
+
+def _all_to_all_mx(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, rounding: int) -> MXTensor:
+    packed = ops.quantize_row_packed(plain(x).contiguous(), rounding)
+    packed = _all_to_all(packed, output_splits, input_splits, group_name)
+    k = x.shape[1]
+    return MXTensor(packed[:, :k], packed[:, k:], x.dtype)
+
+
+class _AllToAll(torch.autograd.Function):
+    """One all-to-all; `mx_fwd` and `mx_bwd` say which directions quantize and hand on MX rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str,
+        mx_fwd: bool, mx_bwd: bool, rounding: int,
+    ) -> Tensor:  # fmt: skip
+        ctx.splits, ctx.group_name, ctx.mx_bwd, ctx.rounding = (
+            (input_splits, output_splits),
+            group_name,
+            mx_bwd,
+            rounding,
+        )
+        if mx_fwd:
+            return _all_to_all_mx(x, output_splits, input_splits, group_name, rounding)
+        return _all_to_all(x.contiguous(), output_splits, input_splits, group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.mx_bwd:
+            dx = _all_to_all_mx(grads[0], *ctx.splits, ctx.group_name, ctx.rounding)
+        else:
+            dx = _all_to_all(plain(grads[0]).contiguous(), *ctx.splits, ctx.group_name)
+        return dx, None, None, None, None, None, None
+
+
+class _AllToAllDequantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
+        ctx.splits, ctx.group_name = (input_splits, output_splits), group_name
+        return plain(_all_to_all_mx(x, output_splits, input_splits, group_name, Rounding.RCEIL))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return plain(_all_to_all_mx(grads[0], *ctx.splits, ctx.group_name, Rounding.RCEIL)), None, None, None
+
+
+# See autograd.py: an MXTensor gradient may arrive where the output was plain.
+@torch.compiler.allow_in_graph
+def _exchange(*args: Any) -> Tensor:
+    return cast(Tensor, _AllToAll.apply(*args))
+
+
+@torch.compiler.allow_in_graph
+def _exchange_dequantized(*args: Any) -> Tensor:
+    return cast(Tensor, _AllToAllDequantized.apply(*args))
+
+
+def a2a_dispatch_mxfp8_fwd_hp_bwd(
+    input: Tensor,
+    output_splits: Splits,
+    input_splits: Splits,
+    group_name: "str | dist.ProcessGroup | None" = None,
+    scaling_mode: Rounding | str = Rounding.RCEIL,
+    block_size: int = BLOCK,
+) -> MXTensor:
+    """Quantize rows and send them to the ranks of their experts; the gradient comes back in `input`'s dtype.
+
+    input: (M, K) bfloat16 or float32, K a multiple of 32, sorted by destination. input_splits[r] rows
+    go to rank r, output_splits[r] come from it. group_name: a group's name or the group; None is the
+    default group, or this process alone where torch.distributed is not initialised.
+
+    Returns an MXTensor (sum(output_splits), K). Raises ValueError when the splits do not fit the input
+    or the group, TypeError for other dtypes.
+    """
+    op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
+    name = _checked(op, input, output_splits, input_splits, group_name, block_size)
+    rounding = int(Rounding.parse(scaling_mode))
+    return cast(MXTensor, _exchange(input, list(output_splits), list(input_splits), name, True, False, rounding))
+
+
+def a2a_combine_hp_fwd_mxfp8_bwd(
+    input: Tensor,
+    output_splits: Splits,
+    input_splits: Splits,
+    group_name: "str | dist.ProcessGroup | None" = None,
+    scaling_mode: Rounding | str = Rounding.RCEIL,
+    block_size: int = BLOCK,
+    mxfp8_bwd: bool = True,
+) -> Tensor:
+    """Send expert outputs back to the tokens' ranks as they are; the gradient travels in MXFP8.
+
+    Arguments as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, with the two splits swapped. mxfp8_bwd: the
+    gradient is quantized, sent packed and handed on as an MXTensor; False: sent in its own dtype.
+
+    Returns (sum(output_splits), K) of input's dtype. Raises ValueError and TypeError likewise.
+    """
+    op = "a2a_combine_hp_fwd_mxfp8_bwd"
+    name = _checked(op, input, output_splits, input_splits, group_name, block_size)
+    rounding = int(Rounding.parse(scaling_mode))
+    return _exchange(input, list(output_splits), list(input_splits), name, False, mxfp8_bwd, rounding)
+
+
+def to_mxfp8_a2a_dequant(
+    input: Tensor, output_splits: Splits, input_splits: Splits, group: "str | dist.ProcessGroup | None" = None
+) -> Tensor:
+    """All-to-all with MXFP8 on the wire in both directions and input's dtype at both ends.
+
+    A differentiable drop-in for `all_to_all_single_autograd`. Arguments, errors and result as in
+    `a2a_dispatch_mxfp8_fwd_hp_bwd`, but dequantized.
+    """
+    name = _checked("to_mxfp8_a2a_dequant", input, output_splits, input_splits, group, BLOCK)
+    return _exchange_dequantized(input, list(output_splits), list(input_splits), name)
+
+
+def _checked(op: str, x: Tensor, output_splits: Splits, input_splits: Splits, group: Any, block_size: int) -> str:
+    if isinstance(x, MXTensor) or x.dtype not in FLOATS:
+        got = "an MXTensor" if isinstance(x, MXTensor) else f"dtype {x.dtype}"
+        fail(TypeError, op, "input", got, "allowed: bfloat16 or float32 tensors")
+    if x.dim() != 2 or x.shape[1] % BLOCK:
+        fail(ValueError, op, "input", f"shape {tuple(x.shape)}", f"allowed: (M, K) with K a multiple of {BLOCK}")
+    if block_size != BLOCK:
+        fail(ValueError, op, "block_size", block_size, f"allowed: {BLOCK}, the block of MXFP8")
+    name = _name_of(group)
+    # While compiling, splits may be symbols without a value: the collective checks them when it runs.
+    if not torch.compiler.is_compiling():
+        degree = _degree(name)
+        for argument, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
+            if len(splits) != degree or any(size < 0 for size in splits):
+                allowed = f"allowed: {degree} counts, one per rank of the group, at least 0"
+                fail(ValueError, op, argument, list(splits), allowed)
+        if sum(input_splits) != x.shape[0]:
+            got = f"{list(input_splits)}, in total {sum(input_splits)}"
+            fail(ValueError, op, "input_splits", got, f"allowed: a total of {x.shape[0]}, the rows of input")
+        if degree == 1 and output_splits[0] != input_splits[0]:
+            fail(ValueError, op, "output_splits", list(output_splits), f"allowed: {list(input_splits)}, what is sent")
+    return name
+
+
+class Route(NamedTuple):
+    """What `combine` needs to undo a `dispatch`."""
+
+    maps: RowMaps
+    output_splits: list[int]
+    input_splits: list[int]
+    group_name: str
+    recipe: Recipe
+
+
+def dispatch(rows: Tensor, counts: Tensor, group_name: str, recipe: Recipe) -> tuple[Tensor, Tensor, Route]:
+    """Send rows to their experts' ranks and lay them out in padded groups.
+
+    rows: (M, K), sorted by expert. counts: (E,) rows per expert, any integer dtype; E a multiple of the
+    group's size. group_name: "" for a process alone, which sends nothing and syncs nothing.
+
+    Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes;
+    padded_counts (E / ranks,) int32; route for `combine`. Raises ValueError on counts that do not fit.
+    """
+    degree = _degree(group_name)
+    if counts.dim() != 1 or counts.shape[0] % degree:
+        allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
+        fail(ValueError, "dispatch", "num_tokens_per_expert", f"shape {tuple(counts.shape)}", allowed)
+    if degree == 1:
+        received, output_splits, input_splits = counts, [rows.shape[0]], [rows.shape[0]]
+    else:
+        equal = [counts.shape[0] // degree] * degree
+        received = _all_to_all(counts, equal, equal, group_name)
+        # torch's all-to-all takes its splits from the host: the one sync of the layer.
+        output_splits, input_splits = torch.stack([received, counts]).view(2, degree, -1).sum(-1).tolist()
+    splits = output_splits, input_splits
+    if recipe.quantized:
+        rows = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, *splits, group_name, recipe.rounding)
+    else:
+        rows = a2a_combine_hp_fwd_mxfp8_bwd(rows, *splits, group_name, mxfp8_bwd=False)
+    maps = map_rows("dispatch", rows, received, degree, counts.shape[0] // degree, recipe.alignment)
+    groups = gather_rows(rows, maps.row_map, maps.inverse)
+    return groups, maps.padded_counts, Route(maps, output_splits, input_splits, group_name, recipe)
+
+
+def combine(groups: Tensor, route: Route) -> Tensor:
+    """Take expert outputs (P, N) back to where their rows came from -> (M, N)."""
+    rows = gather_rows(groups, route.maps.inverse, route.maps.row_map)
+    back = route.input_splits, route.output_splits
+    return a2a_combine_hp_fwd_mxfp8_bwd(
+        rows, *back, route.group_name, route.recipe.rounding, mxfp8_bwd=route.recipe.quantized
+    )

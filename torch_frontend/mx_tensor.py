@@ -1,0 +1,178 @@
+"""MXTensor: MXFP8 rows as a tensor that autograd and torch.compile can carry.
+
+    MXTensor (M, K) of orig_dtype  =  q (M, K) uint8  +  sf (M, K/32) uint8
+                                      .qdata view: float8_e4m3fn   .scale view: float8_e8m0fnu
+
+It is a payload, not a number type: it travels between the functions of ep.py and autograd.py, and any
+other operation raises and points to `.dequantize()`. After a packed all-to-all q and sf are views of
+one buffer; nothing here copies them apart.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import fail
+from . import ops
+from ._call import as_bytes
+
+aten = torch.ops.aten
+
+
+class MXTensor(Tensor):
+    """MXFP8 values with one E8M0 scale per 32 along the last dim.
+
+    MXTensor(q, sf, orig_dtype): q (..., K) uint8 or float8_e4m3fn; sf (..., K/32) uint8 or
+    float8_e8m0fnu; orig_dtype bfloat16 or float32, the dtype that the tensor shows to autograd and
+    that `dequantize()` returns. Raises ValueError (shapes, device) and TypeError (dtypes).
+
+    >>> mx = MXTensor.quantize(torch.full((1, 32), 3.0))
+    >>> mx.qdata[0, 0].item(), mx.scale[0, 0].item(), mx.dequantize()[0, 0].item()
+    (384.0, 0.0078125, 3.0)
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0, section 5.
+    """
+
+    q: Tensor
+    sf: Tensor
+    orig_dtype: torch.dtype
+
+    # Results of other operations are what those operations return, never wrapped again.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, q: Tensor, sf: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
+        q, sf = as_bytes(q), as_bytes(sf)
+        for name, part in (("q", q), ("sf", sf)):
+            if part.dtype != torch.uint8:
+                fail(TypeError, "MXTensor", name, f"dtype {part.dtype}", "allowed: uint8 or its float8 dtype")
+        if orig_dtype not in (torch.bfloat16, torch.float32):
+            fail(TypeError, "MXTensor", "orig_dtype", orig_dtype, "allowed: torch.bfloat16 or torch.float32")
+        if q.dim() == 0 or q.shape[-1] % BLOCK or sf.shape != (*q.shape[:-1], q.shape[-1] // BLOCK):
+            allowed = "allowed: q (..., K) with K a multiple of 32, and one scale per 32 values"
+            fail(ValueError, "MXTensor", "sf", f"shape {tuple(sf.shape)} for q {tuple(q.shape)}", allowed)
+        if q.device != sf.device:
+            fail(ValueError, "MXTensor", "sf", f"device {sf.device}", f"allowed: {q.device}, where q is")
+        self = Tensor._make_wrapper_subclass(cls, q.shape, dtype=orig_dtype, device=q.device)
+        self.q, self.sf, self.orig_dtype = q, sf, orig_dtype
+        return self
+
+    @staticmethod
+    def quantize(x: Tensor, rounding: Rounding | str = Rounding.RCEIL) -> "MXTensor":
+        """Quantize x (M, K) or (G, M, K), bfloat16 or float32, along its last dim.
+
+        Differentiable: the gradient passes through unchanged. Raises ValueError when K is not a
+        multiple of 32, TypeError for other dtypes.
+        """
+        return cast(MXTensor, _Quantize.apply(x, int(Rounding.parse(rounding))))
+
+    @property
+    def qdata(self) -> Tensor:
+        return self.q.view(torch.float8_e4m3fn)
+
+    @property
+    def scale(self) -> Tensor:
+        return self.sf.view(torch.float8_e8m0fnu)
+
+    def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values in `output_dtype` (default: orig_dtype). Exact in float32, and in bfloat16
+        unless a value leaves its range. Differentiable: the gradient passes through unchanged."""
+        return cast(Tensor, _Dequantize.apply(self, output_dtype or self.orig_dtype))
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["q", "sf"], self.orig_dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], orig_dtype: torch.dtype, size: Any, stride: Any) -> "MXTensor":
+        return MXTensor(inner["q"], inner["sf"], orig_dtype)
+
+    def __coerce_same_metadata_as_tangent__(self, expected_metadata: Any, expected_type: type | None = None) -> Any:
+        """A compiled backward that was traced with a plain gradient gets a plain gradient."""
+        return self.dequantize() if expected_type is Tensor else None
+
+    def _stable_hash_for_caching(self) -> str:
+        return str((tuple(self.shape), self.orig_dtype, self.device))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"MXTensor(shape={tuple(self.shape)}, orig_dtype={self.orig_dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = _RULES.get(func)
+        if rule is not None:
+            return rule(func, *args, **(kwargs or {}))
+        remedy = "allowed: the functions of mxep.torch_frontend; call .dequantize() first for anything else"
+        return fail(NotImplementedError, str(func), "argument", "an MXTensor", remedy)
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: int) -> MXTensor:
+        return MXTensor(*ops.quantize_row(x, rounding), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mx: MXTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = mx.orig_dtype
+        return _values(mx, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None
+
+
+def _values(mx: MXTensor, dtype: torch.dtype) -> Tensor:
+    return ops.dequantize(mx.q.contiguous(), mx.sf.contiguous(), str(dtype).removeprefix("torch."))
+
+
+def plain(x: Tensor) -> Tensor:
+    """x itself, or the values of an MXTensor; for code below autograd."""
+    return _values(x, x.orig_dtype) if isinstance(x, MXTensor) else x
+
+
+# What autograd does with a value on its way: save it, alias it, add two gradients, cast a gradient.
+
+
+def _same(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
+    return MXTensor(func(mx.q), func(mx.sf), mx.orig_dtype)
+
+
+def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
+    if tuple(size) != tuple(mx.shape):
+        allowed = f"allowed: {tuple(mx.shape)}; call .dequantize() to reshape"
+        fail(NotImplementedError, str(func), "size", tuple(size), allowed)
+    return _same(aten.alias.default, mx)
+
+
+def _add(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
+    if func is aten.add_.Tensor and isinstance(a, MXTensor):
+        fail(NotImplementedError, str(func), "self", "an MXTensor", "allowed: plain tensors; call .dequantize() first")
+    return func(plain(a), plain(b), **kwargs)
+
+
+def _to_copy(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
+    if any(value is not None and value is not False for value in kwargs.values()):
+        fail(NotImplementedError, str(func), "argument", kwargs, "allowed: dtype alone; call .dequantize() first")
+    # The bytes say the same in either dtype.
+    return MXTensor(mx.q, mx.sf, dtype or mx.orig_dtype)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten.view.default: _view,
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add,
+    aten._to_copy.default: _to_copy,
+}
