@@ -1,0 +1,123 @@
+"""The grouped products against the oracle's fp64 sums, in Triton's interpreter.
+
+Group ends are any numbers: empty groups first, in the middle and last, no multiples of a tile, rows past the
+last end. The guards around every buffer are NaN, and so are the rows that no group owns.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mxep.core_kernels import grouped_gemm, oracle
+
+BF16 = ml_dtypes.bfloat16
+ENDS = {
+    "uneven": [5, 70, 135],
+    "empty ones": [0, 33, 33, 96, 96],
+    "one group": [160],
+    "one row": [0, 1, 1],
+    "nothing but padding": [0, 0],
+    "no group": [],
+}
+
+
+def check_bound(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -> None:
+    """|got - want| <= eps_fp32 * terms * sum|a||b|, and half an ulp of bf16 for the last rounding."""
+    ulp = np.exp2(np.floor(np.log2(np.maximum(np.abs(want), 2.0**-126))) - 7) if got.dtype == BF16 else 0
+    error = np.abs(got.astype(np.float64) - want)
+    assert np.all(error <= 2.0**-23 * terms * magnitude + 0.5 * ulp)
+
+
+def groups_of(ends: list[int]) -> list[slice]:
+    return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(BF16)
+
+
+def check_m_grouped(got: np.ndarray, lhs: np.ndarray, rhs_t: np.ndarray, ends: list[int]) -> None:
+    lhs, rhs_t = lhs.astype(np.float64), rhs_t.astype(np.float64)
+    for g, rows in enumerate(groups_of(ends)):
+        want, magnitude = lhs[rows] @ rhs_t[g].T, np.abs(lhs[rows]) @ np.abs(rhs_t[g]).T
+        check_bound(got[rows], want, magnitude, lhs.shape[1])
+    assert not got[ends[-1] if ends else 0 :].any()
+
+
+def check_k_grouped(got: np.ndarray, lhs: np.ndarray, rhs: np.ndarray, ends: list[int]) -> None:
+    lhs, rhs = lhs.astype(np.float64), rhs.astype(np.float64)
+    for g, rows in enumerate(groups_of(ends)):
+        want, magnitude = lhs[rows].T @ rhs[rows], np.abs(lhs[rows]).T @ np.abs(rhs[rows])
+        check_bound(got[g], want, magnitude, rows.stop - rows.start)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS.keys())
+def test_mm(triton_op, ends, out_dtype):
+    rng = np.random.default_rng(0)
+    lhs, rhs_t = normal(rng, 170, 96), normal(rng, len(ends), 80, 96)
+    lhs[ends[-1] if ends else 0 :] = np.nan
+    group_ends = np.array(ends, np.int32)
+    (got,) = triton_op(grouped_gemm.grouped_mm_bf16, lhs, rhs_t, group_ends, out_dtype=out_dtype)
+    check_m_grouped(got, lhs, rhs_t, ends)
+
+    operands = *oracle.quantize_row(lhs), *oracle.quantize_row(rhs_t)
+    (got,) = triton_op(grouped_gemm.grouped_mm_mx, *operands, group_ends, out_dtype=out_dtype)
+    check_m_grouped(got, oracle.dequantize(*operands[:2]), oracle.dequantize(*operands[2:]), ends)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS.keys())
+def test_wgrad_bf16(triton_op, ends, out_dtype):
+    rng = np.random.default_rng(1)
+    lhs, rhs = normal(rng, 170, 80), normal(rng, 170, 72)
+    lhs[ends[-1] if ends else 0 :] = np.nan
+    (got,) = triton_op(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, np.array(ends, np.int32), out_dtype=out_dtype)
+    check_k_grouped(got, lhs, rhs, ends)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ends", [[32, 128], [0, 0, 96, 96], [160], [0, 0], []], ids=str)
+def test_wgrad_mx(triton_op, ends, out_dtype):
+    rng = np.random.default_rng(2)
+    lhs, rhs = normal(rng, 160, 80), normal(rng, 160, 72)
+    lhs[ends[-1] if ends else 0 :] = np.nan
+    operands = *oracle.quantize_col(lhs), *oracle.quantize_col(rhs)
+    (got,) = triton_op(grouped_gemm.grouped_wgrad_mx, *operands, np.array(ends, np.int32), out_dtype=out_dtype)
+    check_k_grouped(got, oracle.dequantize(*operands[:2]).T, oracle.dequantize(*operands[2:]).T, ends)
+
+
+def test_nan_stays_in_its_row(triton_op):
+    rng = np.random.default_rng(3)
+    lhs, rhs_t = normal(rng, 70, 64), normal(rng, 2, 40, 64)
+    lhs[3, 7] = np.nan
+    lhs[40, 1] = np.inf
+    operands = *oracle.quantize_row(lhs), *oracle.quantize_row(rhs_t)
+    group_ends = np.array([30, 70], np.int32)
+    for (got,) in (
+        triton_op(grouped_gemm.grouped_mm_bf16, lhs, rhs_t, group_ends),
+        triton_op(grouped_gemm.grouped_mm_mx, *operands, group_ends),
+    ):
+        rows = ~np.isfinite(got.astype(np.float32)).all(1)
+        assert np.flatnonzero(rows).tolist() == [3, 40]
+
+
+def test_extreme_scales(triton_op):
+    """2^-127 times 2^127: subnormal scales are not flushed, and the product of a pair needs no wide range."""
+    k = 32
+    lhs = np.full((4, k), 0x38, np.uint8), np.full((4, 1), 0, np.uint8)  # 1.0 * 2^-127
+    rhs = np.full((1, 4, k), 0x38, np.uint8), np.full((1, 4, 1), 254, np.uint8)  # 1.0 * 2^127
+    (got,) = triton_op(grouped_gemm.grouped_mm_mx, *lhs, *rhs, np.array([4], np.int32))
+    np.testing.assert_array_equal(got.astype(np.float32), np.full((4, 4), k, np.float32))
+
+
+@pytest.mark.parametrize(("m", "n", "k", "groups"), [(0, 8, 32, 2), (8, 0, 32, 2), (8, 8, 0, 2), (8, 8, 32, 0)])
+def test_empty_dims(triton_op, m, n, k, groups):
+    """No sum has a term: zeros."""
+    ends = np.full(groups, m, np.int32)
+    ones = {"dtype": BF16}
+    (got,) = triton_op(grouped_gemm.grouped_mm_bf16, np.ones((m, k), **ones), np.ones((groups, n, k), **ones), ends)
+    assert got.shape == (m, n)
+    assert not (got != (k if groups else 0)).any()
+    (got,) = triton_op(grouped_gemm.grouped_wgrad_bf16, np.ones((m, n), **ones), np.ones((m, k), **ones), ends)
+    assert got.shape == (groups, n, k)
+    assert not got[1:].any()
