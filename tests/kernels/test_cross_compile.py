@@ -1,0 +1,160 @@
+"""Every Triton kernel becomes machine code for Hopper and Blackwell, on a machine without a GPU.
+
+    plan (arch, realistic shape) --> signature, constexprs, warps, stages --> triton.compile --> PTX, cubin
+
+What is read off the result: no register spills, the hardware's conversions and matrix instructions, 16-byte
+loads and stores, and no flush-to-zero arithmetic (2^-127 is an fp32 subnormal). `pytest -s` prints registers.
+"""
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import triton
+from mxep.core_kernels import grouped_gemm, permute, quantize, routing
+from mxep.core_kernels.formats import packed_width
+from mxep.core_kernels.launch import ArrayType, KernelOp
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ARCHS = {"sm_90": 90, "sm_100": 100}
+POINTERS = {"uint8": "*u8", "bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+M, N, K, GROUPS = 131072, 2048, 7168, 8
+
+
+def bf16(*shape: int) -> ArrayType:
+    return ArrayType(shape, "bfloat16")
+
+
+def u8(*shape: int) -> ArrayType:
+    return ArrayType(shape, "uint8")
+
+
+def i32(*shape: int) -> ArrayType:
+    return ArrayType(shape, "int32")
+
+
+def mx(*shape: int) -> tuple[ArrayType, ArrayType]:
+    return u8(*shape), u8(*shape[:-1], shape[-1] // 32)
+
+
+class Case(NamedTuple):
+    op: KernelOp
+    inputs: tuple[ArrayType, ...]
+    options: dict = {}  # noqa: RUF012 -- never written to
+    instructions: tuple[str, ...] = ()
+
+
+VECTORS = ("ld.global.v4.b32", "st.global.v4.b32")
+QUANTIZE = (*VECTORS, "cvt.rn.satfinite.e4m3x2.f32")
+CASES = {
+    "quantize_row": Case(quantize.quantize_row, (bf16(M, K),), {}, QUANTIZE),
+    "quantize_row f32": Case(quantize.quantize_row, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
+    "quantize_row_packed": Case(quantize.quantize_row_packed, (bf16(M, K),), {}, QUANTIZE),
+    "quantize_col": Case(quantize.quantize_col, (bf16(M, K),), {}, QUANTIZE),
+    "quantize_col 3D floor": Case(quantize.quantize_col, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
+    "quantize_both satfinite": Case(quantize.quantize_both, (bf16(M, K),), {"satfinite": True}, QUANTIZE),
+    "dequantize": Case(quantize.dequantize, mx(M, K), {}, (*VECTORS, "cvt.rn.f16x2.e4m3x2")),
+    "dequantize f32": Case(quantize.dequantize, mx(M, K), {"out_dtype": "float32"}, ("st.global.v4.b32",)),
+    "permute_rows bf16": Case(permute.permute_rows, (bf16(M, K), i32(M)), {}, VECTORS),
+    "permute_rows u8": Case(permute.permute_rows, (u8(M, K), i32(M)), {}, VECTORS),
+    "permute_mx": Case(permute.permute_mx, (u8(M, packed_width(K)), i32(M)), {}, VECTORS),
+    "sort_by_expert": Case(routing.sort_by_expert, (i32(M),), {"num_experts": 256}),
+    "row_map": Case(routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS}),
+    "row_map of fixed parts": Case(
+        routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS, "rank_rows": M // 32}
+    ),
+    "grouped_mm_mx": Case(grouped_gemm.grouped_mm_mx, (*mx(M, K), *mx(GROUPS, N, K), i32(GROUPS)), {}, ("mma",)),
+    "grouped_mm_mx f32": Case(
+        grouped_gemm.grouped_mm_mx, (*mx(M, N), *mx(GROUPS, K, N), i32(GROUPS)), {"out_dtype": "float32"}, ("mma",)
+    ),
+    "grouped_mm_bf16": Case(grouped_gemm.grouped_mm_bf16, (bf16(M, K), bf16(GROUPS, N, K), i32(GROUPS)), {}, ("mma",)),
+    "grouped_wgrad_mx": Case(grouped_gemm.grouped_wgrad_mx, (*mx(N, M), *mx(K, M), i32(GROUPS)), {}, ("mma",)),
+    "grouped_wgrad_bf16": Case(grouped_gemm.grouped_wgrad_bf16, (bf16(M, N), bf16(M, K), i32(GROUPS)), {}, ("mma",)),
+}
+MMA = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+
+
+@cache
+def compiled(case_name: str, arch: str):
+    op, inputs, options, _ = CASES[case_name]
+    return compile_plan(op, inputs, arch, options)
+
+
+def compile_plan(op: KernelOp, inputs: tuple[ArrayType, ...], arch: str, options: dict):
+    """What a launch on `arch` compiles: pointers aligned to 16 bytes, scalars unhinted, a scalar of 1 a constant."""
+    plan = op.plan(*inputs, arch=arch, **options)
+    types = [POINTERS[a.dtype] for a in inputs]
+    types += ["constexpr" if value == 1 else "i32" for value in plan.scalars.values()]
+    types += [POINTERS[a.dtype] for a in plan.out]
+    names = op.kernel.arg_names
+    constants = {**plan.meta, **{name: 1 for name, value in plan.scalars.items() if value == 1}}
+    assert names[len(inputs) : len(inputs) + len(plan.scalars)] == list(plan.scalars)
+    assert set(names[len(types) :]) == set(plan.meta)
+    types += ["constexpr"] * len(plan.meta)
+    source = ASTSource(
+        fn=op.kernel,
+        signature=dict(zip(names, types, strict=True)),
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")},
+    )
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", ARCHS[arch], 32),
+        options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
+    )
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """REG, STACK, LOCAL and SHARED of the one kernel in a cubin."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    report = subprocess.run(
+        [CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report)}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case_name", CASES)
+def test_machine_code(case_name, arch, tmp_path):
+    kernel = compiled(case_name, arch)
+    ptx = kernel.asm["ptx"]
+    assert re.search(r"^\.target sm_(\d+)", ptx, re.M)[1] == str(ARCHS[arch])
+    usage = resources(kernel.asm["cubin"], tmp_path)
+    print(f"{case_name} {arch}: {usage['REG']} registers, {kernel.metadata.shared} bytes of shared memory")
+    assert usage["STACK"] == usage["LOCAL"] == 0, "registers spill"
+    assert ".ftz" not in ptx
+    for instruction in CASES[case_name].instructions:
+        assert (MMA[arch] if instruction == "mma" else instruction) in ptx
+
+
+SMALL = {
+    "quantize_row": (quantize.quantize_row, (bf16(1, 32),)),
+    "quantize_row_packed": (quantize.quantize_row_packed, (bf16(1, 32),)),
+    "quantize_both": (quantize.quantize_both, (bf16(32, 32),)),
+    "dequantize": (quantize.dequantize, mx(1, 32)),
+    "permute_rows": (permute.permute_rows, (bf16(1, 3), i32(1))),
+    "permute_mx": (permute.permute_mx, (u8(1, 33), i32(1))),
+    "grouped_mm_mx": (grouped_gemm.grouped_mm_mx, (*mx(1, 32), *mx(1, 8, 32), i32(1))),
+    "grouped_mm_bf16": (grouped_gemm.grouped_mm_bf16, (bf16(1, 5), bf16(1, 3, 5), i32(1))),
+    "grouped_wgrad_bf16": (grouped_gemm.grouped_wgrad_bf16, (bf16(1, 3), bf16(1, 5), i32(1))),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_one_row(name):
+    """Launchers turn a scalar of 1 into a constant, which has no `.to()`; dims here are below every tile."""
+    op, inputs = SMALL[name]
+    assert compile_plan(op, inputs, "sm_90", {}).asm["cubin"]
+
+
+def test_one_slot():
+    assert compile_plan(routing.sort_by_expert, (i32(1),), "sm_90", {"num_experts": 1}).asm["cubin"]
+    options = {"num_rows": 1, "num_local_experts": 1}
+    assert compile_plan(routing.row_map, (i32(1),), "sm_90", options).asm["cubin"]
