@@ -1,0 +1,1 @@
+"""Training examples: one config, one text, one set of initial weights, two frameworks."""

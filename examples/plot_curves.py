@@ -1,0 +1,92 @@
+"""Four runs in one picture, and whether they agree.
+
+    python -m examples.plot_curves runs/small      reads runs/small/{torch,jax}-{bf16,mxfp8}/log.jsonl
+
+Writes curves.png there, prints the two comparisons, and exits with 1 when one of them fails:
+PyTorch within 1% of JAX at every logged step, for each precision; the held-out loss of MXFP8 within
+1% of bf16, for each framework.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from .runlog import read_log
+
+FRAMEWORKS = ("torch", "jax")
+PRECISIONS = ("bf16", "mxfp8")
+LIMIT = 0.01
+Curves = dict[str, dict[int, float]]  # "train" and "eval" -> step -> loss
+
+
+def read_curves(folder: Path) -> Curves:
+    records = read_log(folder)
+    return {kind: {r["step"]: r["loss"] for r in records if r["kind"] == kind} for kind in ("train", "eval")}
+
+
+def difference(a: Curves, b: Curves, kind: str) -> tuple[float, int]:
+    """The largest relative difference of `a` to `b` and the step where it is; a loss that is not a
+    number is infinitely far. Raises ValueError when the two runs did not log the same steps."""
+    if a[kind].keys() != b[kind].keys() or not a[kind]:
+        raise ValueError(f"the runs logged different {kind} steps: {sorted(a[kind])} and {sorted(b[kind])}")
+    relative = {step: abs(loss / b[kind][step] - 1) for step, loss in a[kind].items()}
+    worst = max(relative, key=lambda step: math.inf if math.isnan(relative[step]) else relative[step])
+    return math.inf if math.isnan(relative[worst]) else relative[worst], worst
+
+
+def compare(runs: dict[tuple[str, str], Curves]) -> bool:
+    """Print every comparison against its limit. Returns whether all hold."""
+    rows = [
+        (f"torch against jax, {precision}, {kind}", difference(runs["torch", precision], runs["jax", precision], kind))
+        for precision in PRECISIONS
+        for kind in ("train", "eval")
+    ] + [
+        (
+            f"mxfp8 against bf16, {framework}, eval",
+            difference(runs[framework, "mxfp8"], runs[framework, "bf16"], "eval"),
+        )
+        for framework in FRAMEWORKS
+    ]
+    for name, (relative, step) in rows:
+        verdict = "ok" if relative <= LIMIT else "FAILED"
+        print(f"{name:34} at most {relative:8.4%} (step {step}), limit {LIMIT:.0%}: {verdict}")
+    return all(relative <= LIMIT for _, (relative, _) in rows)
+
+
+def plot(runs: dict[tuple[str, str], Curves], path: Path) -> None:
+    """Training losses as lines, held-out losses as marks on the same axes."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for (framework, precision), curves in runs.items():
+        color = {"bf16": "tab:blue", "mxfp8": "tab:orange"}[precision]
+        style, mark = {"torch": ("-", "o"), "jax": ("--", "x")}[framework]
+        last = list(curves["eval"].values())[-1]
+        label = f"{framework} {precision}, held out {last:.3f}"
+        axes.plot(*zip(*curves["train"].items(), strict=True), color=color, linestyle=style, linewidth=1)
+        axes.plot(*zip(*curves["eval"].items(), strict=True), color=color, linestyle=style, marker=mark, label=label)
+    axes.set(xlabel="step", ylabel="loss, nats per byte", title="Training (lines) and held-out loss (marks)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="examples.plot_curves", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, help="the folder that holds the four runs")
+    folder = parser.parse_args(argv).runs
+    try:
+        runs = {(f, p): read_curves(folder / f"{f}-{p}") for p in PRECISIONS for f in FRAMEWORKS}
+        agree = compare(runs)
+    except (OSError, ValueError) as error:
+        sys.exit(f"plot_curves: error: {error}")
+    plot(runs, folder / "curves.png")
+    print(f"wrote {folder / 'curves.png'}")
+    sys.exit(0 if agree else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The log of a run: one JSON object per line in DIR/log.jsonl, and a progress bar.
+
+    {"kind": "run", "framework": "jax", "precision": "mxfp8", "ep": 2, ...the config}
+    {"kind": "train", "step": 10, "loss": 3.1, "aux_loss": 2.0, "grad_norm": 0.9, "lr": 1e-3, "tokens_per_s": 9000.0}
+    {"kind": "eval", "step": 50, "loss": 2.7}
+
+"train" at step s is the loss of batch s before its update; "eval" at step s comes after s updates.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from .config import LOG_NAME, Config, learning_rates
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Every whole record of a run; a last line that a killed run left unfinished is dropped."""
+    lines = (folder / LOG_NAME).read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class RunLog:
+    """Write records and show progress; with `write` False do neither. `start`: the step a resumed run
+    continues at; what the log holds from there on was written after that checkpoint and is dropped."""
+
+    def __init__(self, folder: Path, config: Config, start: int, header: dict[str, Any], write: bool) -> None:
+        self._file = _open(folder, start, {"kind": "run"} | header) if write else None
+        self._bar = tqdm(total=config.steps, initial=start, unit="step", desc=folder.name, disable=not write)
+        self._name = folder.name
+        self._rates = learning_rates(config)
+        self._tokens_per_step = config.batch_size * config.seq_len
+        self._steps = 0
+        self._clock = time.perf_counter()
+
+    def step(self) -> None:
+        """Count one step."""
+        self._steps += 1
+        self._bar.update()
+
+    def train(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one training record. Its speed is that of the steps since the last record."""
+        speed = self._steps * self._tokens_per_step / (time.perf_counter() - self._clock)
+        self._write("train", step, **values, lr=float(self._rates[step]), tokens_per_s=round(speed, 1))
+        self._bar.set_postfix(loss=f"{values['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
+        self.restart_clock()
+
+    def eval(self, step: int, loss: float) -> None:
+        """Write one held-out record."""
+        self._write("eval", step, loss=loss)
+        if self._file:
+            tqdm.write(f"{self._name}: step {step}: held-out loss {loss:.4f}", file=sys.stderr)
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last step, validation and checkpoint, out of the speed."""
+        self._steps, self._clock = 0, time.perf_counter()
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._file:
+            self._file.close()
+
+    def _write(self, kind: str, step: int, **values: float) -> None:
+        if self._file:
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self._file.flush()
+
+
+def _open(folder: Path, start: int, header: dict[str, Any]) -> TextIO:
+    """A log that holds the header and what a resumed run keeps, open for more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = [header]
+    if start:
+        kept += [r for r in read_log(folder) if r["kind"] != "run" and r["step"] < start + (r["kind"] == "eval")]
+    path = folder / LOG_NAME
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    partial.replace(path)
+    return path.open("a")

@@ -1,0 +1,163 @@
+"""Train the small MoE language model in PyTorch, experts spread over the ranks.
+
+    torchrun --standalone --nproc-per-node 2 -m examples.train_torch --ep 2 --precision mxfp8 --out runs/torch
+
+Every rank holds E / ep whole experts and all the dense weights, and takes its slice of the batch:
+
+    loss of a rank = mean over its tokens;  loss = mean over ranks
+    dense gradient  = mean over ranks (one all-reduce of one flat buffer)
+    expert gradient = sum over all tokens, which came through the all-to-all; divided by ep
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mxep.torch_frontend import MXFP8ExpertParallel
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from .checkpoint import Checkpoint
+from .config import RECIPES, Config, is_decayed, is_expert, learning_rates, parse_args
+from .data import Text
+from .loop import train
+from .model_torch import Transformer
+
+PROG = "examples.train_torch"
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds; writing to it writes to the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> np.ndarray:
+    """The whole tensor, gathered from the ranks; all of them call it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy()
+
+
+class Trainer:
+    """A model, its optimizer and one step of training. Gradients and moments stay where their weight is."""
+
+    def __init__(self, config: Config, precision: str, ep: int, start: Checkpoint) -> None:
+        self.config, self.ep = config, ep
+        self.rank = dist.get_rank() if ep > 1 else 0
+        recipe = RECIPES[precision]
+        self.model = Transformer(config, recipe)
+        if ep > 1:
+            mesh = init_device_mesh("cpu", (ep,), mesh_dim_names=("ep",))
+            for block in self.model.blocks:
+                parallelize_module(block.moe.experts, mesh, MXFP8ExpertParallel(recipe=recipe))
+        self.params = dict(self.model.named_parameters())
+        self.dense = [p for name, p in self.params.items() if not is_expert(name)]
+        self.experts = [p for name, p in self.params.items() if is_expert(name)]
+        self.optimizer = torch.optim.AdamW(
+            [  # tensors and DTensors apart: one update of many tensors takes one kind
+                {"params": [p for p in self.dense if is_decayed(p.shape)]},
+                {"params": [p for p in self.dense if not is_decayed(p.shape)], "weight_decay": 0.0},
+                {"params": self.experts},
+            ],
+            betas=(config.beta1, config.beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+        self.rates = learning_rates(config)
+        for name, param in self.params.items():
+            with torch.no_grad():
+                local(param).copy_(self.part(name, start.weights[name]))
+            moments = {"exp_avg": start.first[name], "exp_avg_sq": start.second[name]}
+            state = {key: torch.zeros_like(param) for key in moments}
+            for key, array in moments.items():
+                local(state[key]).copy_(self.part(name, array))
+            self.optimizer.state[param] = {"step": torch.tensor(float(start.step)), **state}
+
+    @property
+    def is_writer(self) -> bool:
+        return self.rank == 0
+
+    def part(self, name: str, array: np.ndarray) -> Tensor:
+        """This rank's part of a whole weight or moment."""
+        tensor = torch.from_numpy(array)
+        return tensor.chunk(self.ep)[self.rank] if is_expert(name) else tensor
+
+    def tokens(self, batch: np.ndarray) -> Tensor:
+        """This rank's sequences of a global batch, int64."""
+        return torch.from_numpy(np.split(batch, self.ep)[self.rank]).long()
+
+    def step(self, step: int, batch: np.ndarray) -> dict[str, float]:
+        """One update. Returns the loss and auxiliary loss over all ranks and the gradient's norm."""
+        loss, aux_loss = self.model.loss(self.tokens(batch))
+        (loss + self.config.aux_loss_weight * aux_loss).backward()
+
+        for param in self.experts:
+            local(param.grad).div_(self.ep)
+        expert_sum = sum(local(p.grad).square().sum() for p in self.experts)
+        # One collective a step: the dense gradients and the three scalars travel together.
+        flat = torch.cat([p.grad.flatten() for p in self.dense] + [torch.stack((loss, aux_loss, expert_sum)).detach()])
+        if self.ep > 1:
+            dist.all_reduce(flat)
+        *dense_grads, loss, aux_loss, expert_sum = flat.split([p.numel() for p in self.dense] + [1, 1, 1])
+        dense_sum = sum(g.div_(self.ep).square().sum() for g in dense_grads)
+
+        norm = (dense_sum + expert_sum).sqrt()
+        scale = (self.config.max_grad_norm / norm).clamp(max=1.0)
+        for param, grad in zip(self.dense, dense_grads, strict=True):
+            param.grad.copy_(grad.view_as(param) * scale)
+        for param in self.experts:
+            local(param.grad).mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(self.rates[step])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss / self.ep, "aux_loss": aux_loss / self.ep, "grad_norm": norm}
+
+    @torch.no_grad()
+    def evaluate(self, text: Text) -> float:
+        """Mean loss over the held-out windows."""
+        total, count = torch.zeros(()), 0
+        for batch in text.eval_batches():
+            total += self.model.loss(self.tokens(batch))[0] * len(batch) / self.ep
+            count += len(batch)
+        if self.ep > 1:
+            dist.all_reduce(total)
+        return total.item() / count
+
+    def state(self, step: int) -> Checkpoint:
+        """Weights and moments after `step` updates, whole. Every rank calls it."""
+        moments = {name: self.optimizer.state[param] for name, param in self.params.items()}
+        return Checkpoint(
+            step,
+            weights={name: whole(param) for name, param in self.params.items()},
+            first={name: whole(moment["exp_avg"]) for name, moment in moments.items()},
+            second={name: whole(moment["exp_avg_sq"]) for name, moment in moments.items()},
+        )
+
+
+def start_ranks(ep: int) -> None:
+    """Join the other ranks. Exits when torchrun started another number of them."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != ep:
+        sys.exit(
+            f"{PROG}: error: --ep: got {ep} with {world} process(es); allowed: one process per rank: "
+            f"torchrun --standalone --nproc-per-node {ep} -m {PROG} --ep {ep} ..."
+        )
+    if ep > 1:
+        dist.init_process_group("gloo")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, config = parse_args(PROG, argv)
+    start_ranks(args.ep)
+    train("torch", args, config, Trainer)
+    if args.ep > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The initial weights, as numpy arrays under the names that checkpoints use.
+
+    embed.weight (V, D)
+    blocks.{i}.attn_norm.weight (D,)   blocks.{i}.attn.qkv.weight (3D, D)   blocks.{i}.attn.out.weight (D, D)
+    blocks.{i}.moe_norm.weight (D,)    blocks.{i}.moe.router.weight (E, D)
+    blocks.{i}.moe.experts.w1, .w3 (E, H, D)   blocks.{i}.moe.experts.w2 (E, D, H)
+    norm.weight (D,)                   head.weight (V, D)
+
+Legend: V vocabulary, D dim, H hidden_dim, E experts. Experts are whole here and in checkpoints,
+whatever number of ranks holds them during training.
+"""
+
+import numpy as np
+
+from .config import Config
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight, in the order in which `initial_weights` draws them."""
+    v, d, h, e = config.vocab_size, config.dim, config.hidden_dim, config.num_experts
+    block = {
+        "attn_norm.weight": (d,),
+        "attn.qkv.weight": (3 * d, d),
+        "attn.out.weight": (d, d),
+        "moe_norm.weight": (d,),
+        "moe.router.weight": (e, d),
+        "moe.experts.w1": (e, h, d),
+        "moe.experts.w3": (e, h, d),
+        "moe.experts.w2": (e, d, h),
+    }
+    blocks = {f"blocks.{i}.{name}": shape for i in range(config.num_layers) for name, shape in block.items()}
+    return {"embed.weight": (v, d), **blocks, "norm.weight": (d,), "head.weight": (v, d)}
+
+
+def initial_weights(config: Config) -> dict[str, np.ndarray]:
+    """Draw every weight from `config.seed`, float32: norms are ones, matrices normal with deviation
+    1/sqrt(fan in), those that write into the residual stream smaller by sqrt(2 num_layers), and the
+    head 0.02, so that the first loss is close to log(vocab_size)."""
+    rng = np.random.default_rng(config.seed)
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        if len(shape) == 1:
+            weights[name] = np.ones(shape, np.float32)
+            continue
+        deviation = 0.02 if name == "head.weight" else shape[-1] ** -0.5
+        if name.endswith(("attn.out.weight", "experts.w2")):
+            deviation /= (2 * config.num_layers) ** 0.5
+        weights[name] = (rng.standard_normal(shape) * deviation).astype(np.float32)
+    return weights

@@ -1,0 +1,99 @@
+"""The log survives a kill and the curves' check fails when it has to."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.config import LOG_NAME, PRESETS
+from examples.plot_curves import main
+from examples.runlog import RunLog, read_log
+
+TINY = PRESETS["tiny"]
+
+
+def write_run(folder: Path, train: dict[int, float], held_out: dict[int, float]) -> None:
+    log = RunLog(folder, TINY, 0, {}, write=True)
+    for step, loss in train.items():
+        log.train(step, {"loss": loss})
+    for step, loss in held_out.items():
+        log.eval(step, loss)
+    log.close()
+
+
+def four_runs(root: Path, changed: str = "", factor: float = 1.0) -> None:
+    for name in ("torch-bf16", "torch-mxfp8", "jax-bf16", "jax-mxfp8"):
+        scale = factor if name == changed else 1.0
+        write_run(root / name, {0: 5.5, 10: 3.0 * scale, 11: 2.9}, {0: 5.5, 12: 2.5 * scale})
+
+
+def verdict(root: Path) -> int | str | None:
+    with pytest.raises(SystemExit) as exit:
+        main([str(root)])
+    return exit.value.code
+
+
+def test_a_resumed_log_keeps_what_the_checkpoint_covers(tmp_path):
+    write_run(tmp_path, {s: float(s) for s in range(6)}, {0: 5.5, 4: 5.0})
+    with (tmp_path / LOG_NAME).open("a") as file:
+        file.write('{"kind": "train", "st')  # killed in the middle of a line
+    log = RunLog(tmp_path, TINY, 4, {"framework": "jax"}, write=True)
+    log.train(4, {"loss": 40.0})
+    log.close()
+    records = read_log(tmp_path)
+    assert records[0] == {"kind": "run", "framework": "jax"}
+    assert [(r["kind"], r["step"], r["loss"]) for r in records[1:]] == [
+        *(("train", s, float(s)) for s in range(4)),
+        ("eval", 0, 5.5),
+        ("eval", 4, 5.0),
+        ("train", 4, 40.0),
+    ]
+
+
+def test_a_rank_that_does_not_write_leaves_no_file(tmp_path):
+    log = RunLog(tmp_path, TINY, 0, {}, write=False)
+    log.step()
+    log.train(0, {"loss": 1.0})
+    log.eval(0, 1.0)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_equal_curves_pass_and_are_drawn(tmp_path, capsys):
+    four_runs(tmp_path)
+    assert verdict(tmp_path) == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count(": ok") == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "factor", "code"),
+    [
+        ("torch-bf16", 1.009, 0),
+        ("torch-bf16", 1.011, 1),
+        ("jax-mxfp8", 0.98, 1),
+        ("jax-bf16", float("nan"), 1),
+    ],
+)
+def test_curves_that_differ_by_more_than_one_percent_fail(tmp_path, changed, factor, code):
+    four_runs(tmp_path, changed, factor)
+    assert verdict(tmp_path) == code
+
+
+def test_held_out_mxfp8_against_bf16_is_checked(tmp_path, capsys):
+    for name in ("torch-bf16", "torch-mxfp8", "jax-bf16", "jax-mxfp8"):
+        write_run(tmp_path / name, {0: 5.5}, {12: 2.5 if name.endswith("bf16") else 2.53})
+    assert verdict(tmp_path) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert [line.split(",")[:2] for line in failed] == [
+        ["mxfp8 against bf16", " torch"],
+        ["mxfp8 against bf16", " jax"],
+    ]
+
+
+def test_missing_or_unequal_runs_are_an_error(tmp_path):
+    assert "torch-bf16" in str(verdict(tmp_path))
+    four_runs(tmp_path)
+    lines = (tmp_path / "jax-bf16" / LOG_NAME).read_text().splitlines(keepends=True)
+    (tmp_path / "jax-bf16" / LOG_NAME).write_text("".join(x for x in lines if json.loads(x).get("step") != 10))
+    assert "different train steps" in str(verdict(tmp_path))
