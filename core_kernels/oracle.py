@@ -292,7 +292,7 @@ def mxfp8_grouped_mm(
 
 
 def mxfp8_grouped_mm_vjp(
-    dout: Array,
+    dout: Array | Pair,
     a: Array | Pair,
     b_t: Array,
     group_ends: Array,
@@ -300,19 +300,20 @@ def mxfp8_grouped_mm_vjp(
     rounding: Rounding | str = Rounding.RCEIL,
     out_dtype: str = "bfloat16",
 ) -> Pair:
-    """dout (M, N) -> da (M, K), db_t (G, K, N).
+    """dout (M, N), floats or its (q, sf) -> da (M, K), db_t (G, K, N).
 
     da contracts over N: dout along its rows, the weights along N. db contracts over tokens: in bf16, or for
-    the recipe "mxfp8" with both operands quantized along the tokens (an `a` that came as q, sf is dequantized first).
+    the recipe "mxfp8" with both operands quantized along the tokens (what came as q, sf is dequantized first).
     """
     b = np.ascontiguousarray(np.swapaxes(b_t, 1, 2))
     if recipe == BF16:
         da = grouped_mm_bf16(_as_bf16(dout), np.swapaxes(_as_bf16(b), 1, 2), group_ends, out_dtype)
     else:
-        da = grouped_mm_mx(*quantize_row(dout, rounding), *quantize_col(b, rounding), group_ends, out_dtype)
+        dout_q, dout_sf = dout if isinstance(dout, tuple) else quantize_row(dout, rounding)
+        da = grouped_mm_mx(dout_q, dout_sf, *quantize_col(b, rounding), group_ends, out_dtype)
     if recipe == MXFP8:
-        a_float = dequantize(*a) if isinstance(a, tuple) else a
-        db = grouped_wgrad_mx(*quantize_col(dout, rounding), *quantize_col(a_float, rounding), group_ends, out_dtype)
+        dout_t, a_t = (quantize_col(dequantize(*x) if isinstance(x, tuple) else x, rounding) for x in (dout, a))
+        db = grouped_wgrad_mx(*dout_t, *a_t, group_ends, out_dtype)
     else:
         db = grouped_wgrad_bf16(_as_bf16(dout), _as_bf16(a), group_ends, out_dtype)
     return da, np.swapaxes(db, 1, 2)

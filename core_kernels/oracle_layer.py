@@ -21,21 +21,26 @@ def scores(logits: Array, score: str) -> Array:
     return e / e.sum(-1, keepdims=True)
 
 
-def route(logits: Array, top_k: int, score: str = "softmax") -> tuple[Array, Array]:
-    """logits (T, E) -> expert ids (T, k) and weights (T, k) that sum to one; a tie goes to the lower expert."""
+def route(logits: Array, top_k: int, score: str = "softmax", normalize: bool = True) -> tuple[Array, Array]:
+    """logits (T, E) -> expert ids (T, k) and their scores (T, k), divided by their sum if `normalize`.
+
+    A tie goes to the lower expert.
+    """
     s = scores(logits.astype(np.float64), score)
     ids = np.argsort(-s, axis=-1, kind="stable")[:, :top_k]
     weights = np.take_along_axis(s, ids, -1)
-    return ids, weights / weights.sum(-1, keepdims=True)
+    return ids, weights / weights.sum(-1, keepdims=True) if normalize else weights
 
 
-def route_vjp(dweights: Array, logits: Array, top_k: int, score: str = "softmax") -> Array:
+def route_vjp(dweights: Array, logits: Array, top_k: int, score: str = "softmax", normalize: bool = True) -> Array:
     """dweights (T, k) -> dlogits (T, E)."""
     s = scores(logits.astype(np.float64), score)
-    ids, weights = route(logits, top_k, score)
-    total = np.take_along_axis(s, ids, -1).sum(-1, keepdims=True)
+    ids, weights = route(logits, top_k, score, normalize)
+    if normalize:
+        total = np.take_along_axis(s, ids, -1).sum(-1, keepdims=True)
+        dweights = (dweights - (dweights * weights).sum(-1, keepdims=True)) / total
     ds = np.zeros_like(s)
-    np.put_along_axis(ds, ids, (dweights - (dweights * weights).sum(-1, keepdims=True)) / total, -1)
+    np.put_along_axis(ds, ids, dweights, -1)
     return ds * s * (1 - s) if score == "sigmoid" else s * (ds - (ds * s).sum(-1, keepdims=True))
 
 
@@ -54,10 +59,12 @@ def swiglu_expert_vjp(dout: Array, x: Array, w1: Array, w3: Array, w2: Array) ->
     return dgate @ w1 + dup @ w3, dgate.T @ x, dup.T @ x, dout.T @ (gate * s * up)
 
 
-def moe_layer(x: Array, router: Array, w1: Array, w3: Array, w2: Array, top_k: int, score: str = "softmax") -> Array:
+def moe_layer(
+    x: Array, router: Array, w1: Array, w3: Array, w2: Array, top_k: int, score: str = "softmax", normalize: bool = True
+) -> Array:
     """x (T, D), router (E, D), w1 and w3 (E, H, D), w2 (E, D, H) -> y (T, D), all in fp64."""
     x, router, w1, w3, w2 = (v.astype(np.float64) for v in (x, router, w1, w3, w2))
-    ids, weights = route(x @ router.T, top_k, score)
+    ids, weights = route(x @ router.T, top_k, score, normalize)
     y = np.zeros_like(x)
     for e in range(len(router)):
         token, slot = np.nonzero(ids == e)
@@ -66,12 +73,20 @@ def moe_layer(x: Array, router: Array, w1: Array, w3: Array, w2: Array, top_k: i
 
 
 def moe_layer_vjp(
-    dy: Array, x: Array, router: Array, w1: Array, w3: Array, w2: Array, top_k: int, score: str = "softmax"
+    dy: Array,
+    x: Array,
+    router: Array,
+    w1: Array,
+    w3: Array,
+    w2: Array,
+    top_k: int,
+    score: str = "softmax",
+    normalize: bool = True,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """dy (T, D) -> dx, drouter, dw1, dw3, dw2, all in fp64."""
     dy, x, router, w1, w3, w2 = (v.astype(np.float64) for v in (dy, x, router, w1, w3, w2))
     logits = x @ router.T
-    ids, weights = route(logits, top_k, score)
+    ids, weights = route(logits, top_k, score, normalize)
     dx, dweights = np.zeros_like(x), np.zeros_like(weights)
     dw1, dw3, dw2 = np.zeros_like(w1), np.zeros_like(w3), np.zeros_like(w2)
     for e in range(len(router)):
@@ -80,5 +95,5 @@ def moe_layer_vjp(
         dweights[token, slot] = (dy[token] * swiglu_expert(*expert)).sum(-1)
         dtoken, dw1[e], dw3[e], dw2[e] = swiglu_expert_vjp(weights[token, slot, None] * dy[token], *expert)
         dx[token] += dtoken
-    dlogits = route_vjp(dweights, logits, top_k, score)
+    dlogits = route_vjp(dweights, logits, top_k, score, normalize)
     return dx + dlogits @ router, dlogits.T @ x, dw1, dw3, dw2

@@ -7,9 +7,11 @@ GEMMS      name -> Gemm         a grouped product with its group ends
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from mxep.core_kernels import oracle_layer
 from mxep.core_kernels.formats import BLOCK
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -167,7 +169,7 @@ SORTS: dict[str, tuple[Array, int]] = {
     "one_expert": (np.zeros(50, np.int32), 1),
     "reversed": (np.arange(40, dtype=np.int32)[::-1].copy() // 5, 8),
     "empty_experts": (seeded("gaps").choice(np.int32([1, 4, 6]), 100), 9),
-    "many_experts": (seeded("256").integers(0, 256, 2000).astype(np.int32), 256),
+    "many_experts": (seeded("256").integers(0, 256, 500).astype(np.int32), 256),
 }
 
 
@@ -211,4 +213,65 @@ GEMMS = _gemm_cases()
 RAGGED_GEMMS = {
     "no_multiple_of_32": _gemm("ragged", [1, 34, 34, 77], 96, 64, 32),
     "one_token": _gemm("one_token", [0, 1], 1, 64, 32),
+}
+
+
+# --- a whole layer ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x and dy (T, D), fp32 parameters; T is a multiple of 4, so that 1, 2 and 4 ranks can share the tokens."""
+
+    x: Array
+    dy: Array
+    params: dict[str, Array]
+    top_k: int
+    score: str
+    normalize: bool
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        return {"top_k": self.top_k, "score": self.score, "normalize": self.normalize}
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.params["router"])
+
+    def reference(self) -> tuple[Array, dict[str, Array]]:
+        """y and the gradients in fp64, nothing quantized."""
+        arguments = self.params | self.routing
+        grads = oracle_layer.moe_layer_vjp(self.dy, self.x, **arguments)
+        names = ("x", "router", "w1", "w3", "w2")
+        return oracle_layer.moe_layer(self.x, **arguments), dict(zip(names, grads, strict=True))
+
+
+def _layer(
+    name: str, tokens: int, bias: dict[int, float] | None = None, top_k: int = 2, score: str = "softmax"
+) -> Layer:
+    """`bias` adds to an expert's logits, through a feature of x that is one."""
+    rng, dim, hidden, num_experts = seeded(name), 64, 96, 8
+    x = rng.standard_normal((tokens, dim))
+    x[:, 0] = 1
+    params = {
+        "router": rng.standard_normal((num_experts, dim)) / 4,
+        "w1": rng.standard_normal((num_experts, hidden, dim)) / 8,
+        "w3": rng.standard_normal((num_experts, hidden, dim)) / 8,
+        "w2": rng.standard_normal((num_experts, dim, hidden)) / 10,
+    }
+    for expert, value in (bias or {}).items():
+        params["router"][expert, 0] = value
+    single = {key: value.astype(np.float32) for key, value in params.items()}
+    return Layer(x.astype(np.float32), rng.standard_normal(x.shape).astype(np.float32), single, top_k, score, top_k > 1)
+
+
+LAYERS = {
+    "softmax": _layer("softmax", 96),
+    "sigmoid": _layer("sigmoid", 72, score="sigmoid"),
+    "one_expert_per_token": _layer("top1", 48, top_k=1, score="sigmoid"),  # not normalized: it would always weigh one
+    "one_hot_expert": _layer("hot_expert", 80, bias={3: 15.0}),
+    "empty_rank": _layer(
+        "empty_rank", 72, bias={4: -30.0, 5: -30.0, 6: -30.0, 7: -30.0}
+    ),  # half of two ranks, two of four
+    "one_token": _layer("one_token_each", 4),
 }

@@ -60,6 +60,7 @@ def k_grouped(got: Array, lhs: Array, rhs: Array, group_ends: Array, rounded_to:
 
 
 def sqnr_db(got: Array, want: Array) -> float:
-    """10 log10 of signal over noise, in fp64."""
+    """10 log10 of signal over noise, in fp64; infinite when equal."""
     got, want = got.astype(np.float64), want.astype(np.float64)
-    return float(10 * np.log10(np.sum(want**2) / np.sum((got - want) ** 2)))
+    with np.errstate(divide="ignore"):
+        return float(10 * np.log10(np.sum(want**2) / np.sum((got - want) ** 2)))

@@ -120,15 +120,17 @@ def test_permute_gradient_adds_up() -> None:
     np.testing.assert_array_equal(dx, [[8], [5], [0]])
 
 
+@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_the_layers_gradient_is_that_of_the_layer(score: str) -> None:
+def test_the_layers_gradient_is_that_of_the_layer(score: str, normalize: bool) -> None:
     rng = seeded("layer")
     shapes = {"x": (6, 8), "router": (4, 8), "w1": (4, 5, 8), "w3": (4, 5, 8), "w2": (4, 8, 5)}
     arguments = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    options = {"top_k": 2, "score": score, "normalize": normalize}
     dy = rng.standard_normal((6, 8))
-    grads = oracle_layer.moe_layer_vjp(dy, **arguments, top_k=2, score=score)
+    grads = oracle_layer.moe_layer_vjp(dy, **arguments, **options)
     for (name, value), grad in zip(arguments.items(), grads, strict=True):
         direction, h = rng.standard_normal(value.shape), 1e-5
-        ahead = oracle_layer.moe_layer(**arguments | {name: value + h * direction}, top_k=2, score=score)
-        behind = oracle_layer.moe_layer(**arguments | {name: value - h * direction}, top_k=2, score=score)
+        ahead = oracle_layer.moe_layer(**(arguments | options | {name: value + h * direction}))
+        behind = oracle_layer.moe_layer(**(arguments | options | {name: value - h * direction}))
         np.testing.assert_allclose(np.sum((ahead - behind) * dy) / (2 * h), np.sum(grad * direction), rtol=1e-6)

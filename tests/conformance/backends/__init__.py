@@ -18,6 +18,7 @@ from importlib import import_module
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 NAMES = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
+FRONTENDS = ("torch", "jax")  # what test_end_to_end.py and test_expert_parallel.py need besides `OPS` is in these
 GEMM_NAMES = tuple(name for name in NAMES if name != "cpp")  # on a CPU the frameworks multiply
 
 
