@@ -61,8 +61,8 @@ class Config:
 PRESETS = {
     "small": Config(),
     "tiny": Config(
-        dim=32, hidden_dim=32, num_heads=2, seq_len=32, steps=12, batch_size=8, warmup_steps=2, eval_sequences=16,
-        log_every=1, eval_every=4,
+        dim=32, hidden_dim=32, num_heads=2, seq_len=32, steps=60, batch_size=8, warmup_steps=5,
+        log_every=1, eval_every=20, eval_sequences=16,
     ),
 }  # fmt: skip
 

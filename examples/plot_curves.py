@@ -75,7 +75,7 @@ def plot(runs: dict[tuple[str, str], Curves], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="examples.plot_curves", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="examples.plot_curves", description="Compare and draw four runs.")
     parser.add_argument("runs", type=Path, help="the folder that holds the four runs")
     folder = parser.parse_args(argv).runs
     try:

@@ -75,7 +75,7 @@ def _open(folder: Path, start: int, header: dict[str, Any]) -> TextIO:
     """A log that holds the header and what a resumed run keeps, open for more."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [header]
-    if start:
+    if start and (folder / LOG_NAME).exists():
         kept += [r for r in read_log(folder) if r["kind"] != "run" and r["step"] < start + (r["kind"] == "eval")]
     path = folder / LOG_NAME
     partial = path.with_suffix(".partial")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import MXFP8ExpertParallel
+from mxep.torch_frontend import MoE, MXFP8ExpertParallel
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -36,6 +36,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def gradient(param: Tensor) -> Tensor:
+    """The gradient of the part of a parameter that this rank holds; writing to it writes to the gradient."""
+    assert param.grad is not None, "every parameter takes part in the loss"
+    return local(param.grad)
+
+
 def whole(tensor: Tensor) -> np.ndarray:
     """The whole tensor, gathered from the ranks; all of them call it."""
     tensor = tensor.detach()
@@ -52,8 +58,9 @@ class Trainer:
         self.model = Transformer(config, recipe)
         if ep > 1:
             mesh = init_device_mesh("cpu", (ep,), mesh_dim_names=("ep",))
-            for block in self.model.blocks:
-                parallelize_module(block.moe.experts, mesh, MXFP8ExpertParallel(recipe=recipe))
+            for layer in self.model.modules():
+                if isinstance(layer, MoE):
+                    parallelize_module(layer.experts, mesh, MXFP8ExpertParallel(recipe))
         self.params = dict(self.model.named_parameters())
         self.dense = [p for name, p in self.params.items() if not is_expert(name)]
         self.experts = [p for name, p in self.params.items() if is_expert(name)]
@@ -90,27 +97,26 @@ class Trainer:
         """This rank's sequences of a global batch, int64."""
         return torch.from_numpy(np.split(batch, self.ep)[self.rank]).long()
 
-    def step(self, step: int, batch: np.ndarray) -> dict[str, float]:
+    def step(self, step: int, batch: np.ndarray) -> dict[str, Tensor]:
         """One update. Returns the loss and auxiliary loss over all ranks and the gradient's norm."""
         loss, aux_loss = self.model.loss(self.tokens(batch))
         (loss + self.config.aux_loss_weight * aux_loss).backward()
 
-        for param in self.experts:
-            local(param.grad).div_(self.ep)
-        expert_sum = sum(local(p.grad).square().sum() for p in self.experts)
+        dense, experts = ([gradient(p) for p in params] for params in (self.dense, self.experts))
+        for grad in experts:
+            grad.div_(self.ep)
+        expert_sum = torch.stack([grad.square().sum() for grad in experts]).sum()
         # One collective a step: the dense gradients and the three scalars travel together.
-        flat = torch.cat([p.grad.flatten() for p in self.dense] + [torch.stack((loss, aux_loss, expert_sum)).detach()])
+        flat = torch.cat([*(grad.flatten() for grad in dense), torch.stack((loss, aux_loss, expert_sum)).detach()])
         if self.ep > 1:
             dist.all_reduce(flat)
-        *dense_grads, loss, aux_loss, expert_sum = flat.split([p.numel() for p in self.dense] + [1, 1, 1])
-        dense_sum = sum(g.div_(self.ep).square().sum() for g in dense_grads)
-
-        norm = (dense_sum + expert_sum).sqrt()
+        *means, loss, aux_loss, expert_sum = flat.split([grad.numel() for grad in dense] + [1, 1, 1])
+        for grad, mean in zip(dense, means, strict=True):
+            grad.copy_(mean.view_as(grad)).div_(self.ep)
+        norm = (torch.stack([grad.square().sum() for grad in dense]).sum() + expert_sum).sqrt()
         scale = (self.config.max_grad_norm / norm).clamp(max=1.0)
-        for param, grad in zip(self.dense, dense_grads, strict=True):
-            param.grad.copy_(grad.view_as(param) * scale)
-        for param in self.experts:
-            local(param.grad).mul_(scale)
+        for grad in dense + experts:
+            grad.mul_(scale)
         for group in self.optimizer.param_groups:
             group["lr"] = float(self.rates[step])
         self.optimizer.step()
