@@ -7,7 +7,8 @@
 Operands are MXFP8 (q and sf, scaled along the contraction dim, which is the contiguous one) or bf16.
 `group_ends` (G,) holds where each group ends along M; it is read on the device. Rows past the last
 end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into a
-real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) as they lie.
+real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) as they lie; the MXFP8 one needs ends that
+are multiples of 32. Sums are fp32; what is multiplied is bf16 on a GPU (mx_math.dequantize_operand: its range).
 """
 
 import math
@@ -264,7 +265,8 @@ def _plan_wgrad_bf16(
     require_rank(op, "lhs", lhs, 2)
     require_rank(op, "rhs", rhs, 2)
     require_shape(op, "rhs", rhs, (lhs.shape[0], rhs.shape[1]), "the tokens of lhs (M, N)")
-    return _k_grouped(op, arch, *lhs.shape, rhs.shape[1], group_ends, out_dtype)
+    m, n = lhs.shape
+    return _k_grouped(op, arch, m, n, rhs.shape[1], group_ends, out_dtype)
 
 
 _MX_INPUTS = ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends")

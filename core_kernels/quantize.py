@@ -170,7 +170,8 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _batched(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    return math.prod(shape[:-2]), *shape[-2:]
+    *lead, m, k = shape
+    return math.prod(lead), m, k
 
 
 def _attrs(rounding: Rounding, satfinite: bool) -> dict[str, int]:

@@ -1,17 +1,19 @@
-"""Runs a plan's Triton kernel in the interpreter, on buffers that show every stray read and write."""
+"""Runs a plan's kernel, Triton's in the interpreter or C++, on buffers that show every stray read and write."""
 
 import os
 import warnings
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from mxep.core_kernels.launch import ArrayType, KernelOp
+from mxep import cpp_bindings
+from mxep.core_kernels.launch import ArrayType, KernelOp, Launch
 
 # Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore_glob = ["test_cross_compile.py"] if INTERPRETED else ["test_triton_*.py"]
+collect_ignore_glob = ["test_cross_compile.py", "test_cpp_*.py"] if INTERPRETED else ["test_triton_*.py"]
 GUARD = 4096
 
 
@@ -28,9 +30,9 @@ def array_type(x: np.ndarray) -> ArrayType:
     return ArrayType(x.shape, x.dtype.name)
 
 
-def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
+def _run_guarded(op: KernelOp, launch: Callable[[Launch, list, list], None], arch: str, *inputs: np.ndarray, **options):
     """numpy in, numpy out. Reads outside an input give NaN; writes outside an output fail the test."""
-    plan = op.plan(*map(array_type, inputs), arch="interpreter", **options)
+    plan = op.plan(*map(array_type, inputs), arch=arch, **options)
     args = []
     for x in inputs:
         buffer = _guarded(x.nbytes)
@@ -38,12 +40,7 @@ def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.nd
         args.append(_view(buffer, array_type(x)))
     buffers = [_guarded(int(np.prod(a.shape)) * getattr(torch, a.dtype).itemsize) for a in plan.out]
     outs = [_view(buffer, a) for buffer, a in zip(buffers, plan.out, strict=True)]
-    if 0 not in plan.grid:
-        # The interpreter reads run-time loop bounds in a way that numpy deprecates.
-        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            op.kernel[plan.grid](
-                *args, *plan.scalars.values(), *outs, **plan.meta, num_warps=plan.num_warps, num_stages=plan.num_stages
-            )
+    launch(plan, args, outs)
     for name, buffer in zip(op.outputs, buffers, strict=True):
         guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
         assert bool((guards == 0xFF).all()), f"{op.name} wrote outside of {name}"
@@ -54,6 +51,31 @@ def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.nd
     )
 
 
+def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
+    def launch(plan: Launch, args: list, outs: list) -> None:
+        if 0 in plan.grid:
+            return
+        # The interpreter reads run-time loop bounds in a way that numpy deprecates.
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            op.kernel[plan.grid](
+                *args, *plan.scalars.values(), *outs, **plan.meta, num_warps=plan.num_warps, num_stages=plan.num_stages
+            )
+
+    return _run_guarded(op, launch, "interpreter", *inputs, **options)
+
+
+def run_cpp(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
+    def launch(plan: Launch, args: list, outs: list) -> None:
+        cpp_bindings.run(op.name, args, outs, plan.attrs)
+
+    return _run_guarded(op, launch, "cpu", *inputs, **options)
+
+
 @pytest.fixture(scope="session")
 def triton_op():
     return run_interpreted
+
+
+@pytest.fixture(scope="session")
+def cpp_op():
+    return run_cpp

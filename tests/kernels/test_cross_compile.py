@@ -59,6 +59,7 @@ CASES = {
     "quantize_col": Case(quantize.quantize_col, (bf16(M, K),), {}, QUANTIZE),
     "quantize_col 3D floor": Case(quantize.quantize_col, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
     "quantize_both satfinite": Case(quantize.quantize_both, (bf16(M, K),), {"satfinite": True}, QUANTIZE),
+    "quantize_both f32": Case(quantize.quantize_both, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
     "dequantize": Case(quantize.dequantize, mx(M, K), {}, (*VECTORS, "cvt.rn.f16x2.e4m3x2")),
     "dequantize f32": Case(quantize.dequantize, mx(M, K), {"out_dtype": "float32"}, ("st.global.v4.b32",)),
     "permute_rows bf16": Case(permute.permute_rows, (bf16(M, K), i32(M)), {}, VECTORS),

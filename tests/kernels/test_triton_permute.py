@@ -3,7 +3,9 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from mxep.core_kernels import oracle, permute
+from mxep.core_kernels.launch import ArrayType
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.uint8], ids=["bf16", "f32", "u8"])
@@ -41,3 +43,17 @@ def test_padding_hides_nan(triton_op):
     x = np.full((4, 32), np.nan, np.float32)
     (got,) = triton_op(permute.permute_rows, x, np.full(6, -1, np.int32))
     np.testing.assert_array_equal(got, np.zeros((6, 32), np.float32))
+
+
+def test_past_2_31_elements():
+    """Two rows of an input whose last byte has an index over 2^31; the rest of it is never touched."""
+    rows, k = 1 << 25, 64
+    packed = torch.zeros(rows, k + k // 32, dtype=torch.uint8)
+    packed[-1] = 7
+    row_map = torch.tensor([rows - 1, 0], dtype=torch.int32)
+    op = permute.permute_mx
+    plan = op.plan(ArrayType(tuple(packed.shape), "uint8"), ArrayType((2,), "int32"), arch="interpreter")
+    q, sf = (torch.full(a.shape, 1, dtype=torch.uint8) for a in plan.out)
+    op.kernel[plan.grid](packed, row_map, *plan.scalars.values(), q, sf, **plan.meta)
+    for out in (q, sf):
+        assert (out == torch.tensor([[7], [0]], dtype=torch.uint8)).all()

@@ -1,0 +1,65 @@
+"""The two doors of the C++ table: what they accept and how they refuse."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from mxep import cpp_bindings
+from mxep.core_kernels import permute, quantize, routing
+
+OPS = [value for module in (quantize, permute, routing) for value in vars(module).values() if hasattr(value, "plan")]
+
+
+def test_every_op_that_is_planned_is_in_the_table():
+    assert set(cpp_bindings.ffi_targets()) == {op.name for op in OPS}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_table_and_plan_agree_on_the_number_of_arrays(op):
+    arrays = [torch.zeros(1, dtype=torch.uint8)] * 9
+    inputs, outputs = arrays[: len(op.inputs)], arrays[: len(op.outputs)]
+    with pytest.raises(ValueError, match=f"{op.name}: inputs: got 9 arrays; allowed: {len(op.inputs)}$"):
+        cpp_bindings.run(op.name, arrays, outputs, [])
+    with pytest.raises(ValueError, match=f"{op.name}: outputs: got 9 arrays; allowed: {len(op.outputs)}$"):
+        cpp_bindings.run(op.name, inputs, arrays, [])
+    with pytest.raises(ValueError, match=f"{op.name}: attrs: got 9; allowed: {len(op.attrs)}$"):
+        cpp_bindings.run(op.name, inputs, outputs, [0] * 9)
+
+
+def test_unknown_op():
+    with pytest.raises(ValueError, match="run: name: got 'fold'; allowed: quantize_row, "):
+        cpp_bindings.run("fold", [], [], [])
+
+
+def test_strided_array():
+    x = torch.zeros(4, 3).t()
+    with pytest.raises(ValueError, match="permute_rows: input 0: layout: got a strided array; make it contiguous"):
+        cpp_bindings.run("permute_rows", [x, torch.zeros(1, dtype=torch.int32)], [torch.zeros(1, 4)], [])
+
+
+def test_other_dtype():
+    with pytest.raises(TypeError, match="permute_rows: input 1: dtype: allowed: uint8, int32, bfloat16 or float32"):
+        cpp_bindings.run("permute_rows", [torch.zeros(4, 4), torch.zeros(1).long()], [torch.zeros(1, 4)], [])
+
+
+def test_output_that_cannot_be_written():
+    out = np.zeros((1, 4), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(TypeError):
+        cpp_bindings.run("permute_rows", [torch.zeros(4, 4), torch.zeros(1, dtype=torch.int32)], [out], [])
+
+
+@pytest.mark.parametrize("n", [0, -3])
+def test_thread_counts(n):
+    with pytest.raises(ValueError, match=f"set_num_threads: n: got {n}; allowed: at least 1"):
+        cpp_bindings.set_num_threads(n)
+
+
+def test_refusals_reach_jax():
+    jax.ffi.register_ffi_target("test_permute_rows", cpp_bindings.ffi_targets()["permute_rows"], platform="cpu")
+    call = jax.ffi.ffi_call("test_permute_rows", jax.ShapeDtypeStruct((1, 4), np.float32))
+    x, none = np.zeros((2, 4), np.float32), np.array([], np.int64)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: permute_rows: row_map: got 9 at index 0"):
+        jax.jit(call)(x, np.int32([9]), attrs=none)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: permute_rows: attrs do not match"):
+        jax.jit(call)(x, np.int32([0]), attrs=np.array([1], np.int64))

@@ -1,0 +1,169 @@
+"""The C++ quantizers against the oracle where it is exhaustive or awkward; conformance has the ordinary cases."""
+
+import threading
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mxep import cpp_bindings
+from mxep.core_kernels import oracle, quantize
+from mxep.core_kernels.formats import BLOCK, Rounding
+from mxep.core_kernels.launch import ArrayType
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+EVERY_BF16 = np.arange(1 << 16, dtype=np.uint16)
+RULES = [
+    pytest.param({"rounding": rounding, "satfinite": satfinite}, id=f"{rounding.name}{'-satfinite' * satfinite}")
+    for rounding in Rounding
+    for satfinite in (False, True)
+]
+
+
+def same_bytes(got, expected) -> None:
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def bf16(bits: np.ndarray) -> np.ndarray:
+    return bits.astype(np.uint16).view(BF16)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_bf16_as_amax(cpp_op, rule):
+    """Block i holds pattern i, its negative and smaller magnitudes."""
+    magnitude = EVERY_BF16[:, None] & 0x7FFF
+    smaller = np.random.default_rng(0).random((1 << 16, BLOCK)) * (magnitude + 1)
+    x = smaller.astype(np.uint16) ^ np.uint16(0x8000) * (np.arange(BLOCK, dtype=np.uint16) % 2)
+    x[:, 5] = EVERY_BF16
+    same_bytes(cpp_op(quantize.quantize_row, bf16(x), **rule), oracle.quantize_row(bf16(x), **rule))
+
+
+@pytest.mark.parametrize("amax", [2.0**-126, 2.0**-118 * 1.75, 2.0**-9, 1.0, 448.0, 3.0e38])
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_every_bf16_as_element(cpp_op, amax, rounding):
+    """31 patterns per block under one amax; those above it are replaced by it."""
+    top = np.array(amax, BF16).view(np.uint16)
+    elements = np.where(top >= (EVERY_BF16 & 0x7FFF), EVERY_BF16, top)
+    elements = np.pad(elements, (0, -len(elements) % (BLOCK - 1))).reshape(-1, BLOCK - 1)
+    x = bf16(np.concatenate([np.full((len(elements), 1), top), elements], axis=1))
+    same_bytes(cpp_op(quantize.quantize_row, x, rounding=rounding), oracle.quantize_row(x, rounding=rounding))
+
+
+def awkward_fp32(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Random bits, with the exponent of each row of blocks drawn once so that elements share a scale."""
+    sign_and_mantissa = rng.integers(0, 1 << 32, shape, np.uint32) & np.uint32(0x807FFFFF)
+    exponent = rng.integers(0, 255, (*shape[:-1], 1), np.uint32)
+    below = np.minimum(rng.integers(0, 14, shape, np.uint32), exponent)
+    return (sign_and_mantissa | (exponent - below) << np.uint32(23)).view(np.float32)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fp32_bits(cpp_op, rule):
+    x = awkward_fp32(np.random.default_rng(1), (4096, BLOCK))
+    x[:300, 0] = np.arange(0x04600001 - 150, 0x04600001 + 150, dtype=np.uint32).view(np.float32)  # see mx_math.h
+    x[:300, 1:] *= np.float32(2.0**-30)
+    x[300, 7], x[301, 7], x[302, :2] = np.inf, np.nan, (np.nan, -np.inf)
+    same_bytes(cpp_op(quantize.quantize_row, x, **rule), oracle.quantize_row(x, **rule))
+
+
+def test_fp32_ties(cpp_op):
+    """Halfway between neighbouring E4M3 values, and the fp32 values beside it, under scales 2^-127 to 2^100."""
+    values = oracle.E4M3_VALUES[:0x7F]
+    middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
+    near = np.concatenate([np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.float32(449))])
+    near = np.concatenate([near, -near])
+    near = np.pad(near, (0, -len(near) % (BLOCK - 1))).reshape(-1, BLOCK - 1)
+    block = np.concatenate([np.full((len(near), 1), 448, np.float32), near], axis=1)
+    x = np.concatenate([np.ldexp(block, e).astype(np.float32) for e in (-127, -126, -40, 0, 100)])
+    same_bytes(cpp_op(quantize.quantize_row, x), oracle.quantize_row(x))
+
+
+SHAPES = {
+    "batch": st.sampled_from([(), (1,), (3,)]),
+    "m": st.sampled_from([0, 32, 256, 288, 544]),
+    "dtype": st.sampled_from([BF16, np.dtype(np.float32)]),
+    "seed": st.integers(0, 99),
+}
+
+
+@given(k=st.sampled_from([0, 1, 31, 33, 100, 1056]), **SHAPES)
+def test_cols_of_any_width(cpp_op, batch, m, k, dtype, seed):
+    x = awkward_fp32(np.random.default_rng(seed), (*batch, m, k)).astype(dtype)
+    same_bytes(cpp_op(quantize.quantize_col, x), oracle.quantize_col(x))
+
+
+@given(k=st.sampled_from([0, 32, 96, 1056, 2080]), **SHAPES)
+def test_both_is_row_and_col(cpp_op, batch, m, k, dtype, seed):
+    x = awkward_fp32(np.random.default_rng(seed), (*batch, m, k)).astype(dtype)
+    both = cpp_op(quantize.quantize_both, x)
+    same_bytes(both[:2], cpp_op(quantize.quantize_row, x))
+    same_bytes(both[2:], cpp_op(quantize.quantize_col, x))
+
+
+@given(k=st.sampled_from([0, 32, 96, 1056]), m=st.sampled_from([0, 1, 33, 1000]), seed=st.integers(0, 99))
+def test_packed_is_row_side_by_side(cpp_op, m, k, seed):
+    x = awkward_fp32(np.random.default_rng(seed), (m, k)).astype(BF16)
+    (packed,) = cpp_op(quantize.quantize_row_packed, x)
+    np.testing.assert_array_equal(packed, np.concatenate(cpp_op(quantize.quantize_row, x), axis=1))
+
+
+def all_ops(run, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    both = run(quantize.quantize_both, x)
+    back = run(quantize.dequantize, *both[:2], out_dtype="float32")
+    return *both, *run(quantize.quantize_row_packed, x), *back
+
+
+def oracle_ops(x: np.ndarray) -> tuple[np.ndarray, ...]:
+    both = oracle.quantize_both(x)
+    return *both, oracle.quantize_row_packed(x), oracle.dequantize(*both[:2], out_dtype="float32")
+
+
+def subnormals() -> np.ndarray:
+    """fp32 subnormals, enough of them for several threads; scales are 2^-127 and values below 2^-126."""
+    bits = np.random.default_rng(2).integers(0, 1 << 23, (512, 512), np.uint32)
+    return bits.view(np.float32)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_bytes_do_not_depend_on_threads(cpp_op, threads):
+    x = awkward_fp32(np.random.default_rng(3), (1056, 1056)).astype(BF16)
+    before = cpp_bindings.num_threads()
+    cpp_bindings.set_num_threads(threads)
+    try:
+        same_bytes(all_ops(cpp_op, x), oracle_ops(x))
+    finally:
+        cpp_bindings.set_num_threads(before)
+
+
+def test_caller_that_flushes_subnormals(cpp_op):
+    """The caller's mode neither reaches the kernels nor is changed by them."""
+    x, got = subnormals(), []
+
+    def call_with_flush() -> None:  # in a thread of its own: the mode is a thread's
+        torch.set_flush_denormal(True)
+        got.append(x[0, 0] * np.float32(1))
+        got.append(all_ops(cpp_op, x))
+        got.append(x[0, 0] * np.float32(1))
+
+    thread = threading.Thread(target=call_with_flush)
+    thread.start()
+    thread.join()
+    assert x[0, 0] != 0
+    assert got[0] == got[2] == 0, "this machine does not flush, the test shows nothing"
+    same_bytes(got[1], oracle_ops(x))
+
+
+def test_subnormals_under_jit():
+    """XLA:CPU flushes subnormals in its threads; the op must not."""
+    x = subnormals()
+    jax.ffi.register_ffi_target("test_quantize_row", cpp_bindings.ffi_targets()["quantize_row"], platform="cpu")
+    plan = quantize.quantize_row.plan(ArrayType(x.shape, "float32"), arch="cpu")
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in plan.out]
+    attrs = np.array(plan.attrs, np.int64)
+    got = jax.jit(lambda x: jax.ffi.ffi_call("test_quantize_row", types)(x, attrs=attrs))(x)
+    same_bytes([np.asarray(a) for a in got], oracle.quantize_row(x))
