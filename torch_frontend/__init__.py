@@ -22,6 +22,7 @@ from .autograd import (
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
+from .capabilities import Capability, capabilities
 from .ep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
@@ -34,6 +35,7 @@ from .parallel import MXFP8ExpertParallel
 ScaleCalculationMode = Rounding
 
 __all__ = [
+    "Capability",
     "GroupedExperts",
     "MXFP8ExpertParallel",
     "MXTensor",
@@ -46,6 +48,7 @@ __all__ = [
     "a2a_combine_hp_fwd_mxfp8_bwd",
     "a2a_dispatch_mxfp8_fwd_hp_bwd",
     "bf16_grouped_mm",
+    "capabilities",
     "debug_checks",
     "force_implementation",
     "mxfp8_grouped_mm",

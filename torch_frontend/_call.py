@@ -4,7 +4,7 @@ KernelOp + tensors + options
    |-- check: dense, one device            (user errors, once)
    |-- plan:  shapes, dtypes, grid, tiles   (core_kernels)
    |-- torch.empty for every output
-   '-- CPU: C++ table (grouped GEMM: cpu_matmul.py)   |   CUDA: Triton on the current stream
+   '-- CPU: C++ table (grouped GEMM: _cpu_gemm.py)   |   CUDA: Triton on the current stream
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import cpp_bindings
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
-from . import cpu_matmul
+from . import _cpu_gemm
 
 Implementation = Literal["cpp", "triton"]
 
@@ -137,14 +137,14 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     inputs = [as_bytes(t).detach() for t in tensors]
     check_dense(op, inputs)
     device = inputs[0].device
-    arch = _arch(op, device)
+    arch = choose_arch(op, device)
     launch = op.plan(*map(array_type, inputs), arch=arch, **options)
     if op.inputs[-1] == "group_ends" and checks_values(device):
         tokens_dim = 1 if op.name == "grouped_wgrad_mx" else 0
         check_ends(op.name, "group_ends", inputs[-1], inputs[0].shape[tokens_dim])
     outputs = tuple(empty(array, device) for array in launch.out)
-    if arch == "cpu" and op.name in cpu_matmul.TABLE:
-        cpu_matmul.TABLE[op.name](*inputs, *outputs)
+    if arch == "cpu" and op.name in _cpu_gemm.TABLE:
+        _cpu_gemm.TABLE[op.name](*inputs, *outputs)
     elif arch == "cpu":
         cpp_bindings.run(op.name, inputs, list(outputs), [int(a) for a in launch.attrs])
     elif all(launch.grid):
@@ -152,7 +152,11 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     return outputs
 
 
-def _arch(op: KernelOp, device: torch.device) -> str:
+def choose_arch(op: KernelOp, device: torch.device) -> str:
+    """The architecture to plan for: "cpu" (C++, no tiles), "interpreter", "sm_90" or "sm_100".
+
+    Raises NotImplementedError where the device or the forced implementation cannot run the op.
+    """
     if device.type == "cpu":
         if _forced != "triton":
             return "cpu"

@@ -224,7 +224,8 @@ class _Gather(torch.autograd.Function):
 
 def _gather(x: Tensor, row_map: Tensor) -> Tensor:
     if isinstance(x, MXTensor):
-        return MXTensor(*ops.permute_q_sf(x.q, x.sf, row_map), x.orig_dtype)
+        q, sf = ops.permute_q_sf(x.q, x.sf, row_map)
+        return MXTensor(q, sf, x.orig_dtype)
     return ops.permute_rows(x.contiguous(), row_map)
 
 

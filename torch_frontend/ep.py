@@ -1,11 +1,14 @@
 """Expert parallelism: tokens travel to the rank of their expert and back, in MXFP8 where it is safe.
 
-    forward
-      rows --a2a_dispatch--> received --permute--> groups --grouped_mm--> groups --unpermute--> received --a2a_combine--> rows
-      bf16       MXFP8 [q|sf]             MXFP8              MXFP8        bf16       bf16                bf16
-    backward
-      rows <--a2a_dispatch-- received <--permute-- groups <--grouped_mm-- groups <--unpermute-- received <--a2a_combine-- rows
-      bf16       bf16                    bf16           MXFP8, w: bf16    MXFP8      MXFP8          MXFP8 [q|sf]
+    forward    rows --a2a_dispatch--> received --permute--> groups --grouped_mm--> groups
+               bf16     [q | sf]       MXFP8                MXFP8     MXFP8        bf16
+               rows <--a2a_combine--- received <--unpermute---------------------------|
+               bf16                    bf16
+
+    backward   rows --a2a_combine---> received --unpermute--> groups --grouped_mm--> groups     dw: bf16
+               bf16     [q | sf]       MXFP8                  MXFP8     MXFP8        bf16
+               rows <--a2a_dispatch-- received <--permute-----------------------------|
+               bf16                    bf16
 
 A quantized all-to-all is one collective over packed rows `[q | sf]`, 33/64 of the bytes of bf16. A group
 of one rank, or none at all, sends nothing and needs no torch.distributed.
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
@@ -41,15 +44,18 @@ def _name_of(group: "str | dist.ProcessGroup | None") -> str:
     return group.group_name
 
 
+def _group(group_name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(cast(Any, group_name))
+
+
 def _degree(group_name: str) -> int:
-    return _resolve_process_group(group_name).size() if group_name else 1
+    return _group(group_name).size() if group_name else 1
 
 
 def _all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
     if _degree(group_name) == 1:
         return x
-    group = _resolve_process_group(group_name)
-    return funcol.wait_tensor(funcol.all_to_all_single(x, list(output_splits), list(input_splits), group))
+    return funcol.wait_tensor(funcol.all_to_all_single(x, list(output_splits), list(input_splits), _group(group_name)))
 
 
 def _all_to_all_mx(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, rounding: int) -> MXTensor:
@@ -79,10 +85,11 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        output_splits, input_splits = ctx.splits
         if ctx.mx_bwd:
-            dx = _all_to_all_mx(grads[0], *ctx.splits, ctx.group_name, ctx.rounding)
+            dx = _all_to_all_mx(grads[0], output_splits, input_splits, ctx.group_name, ctx.rounding)
         else:
-            dx = _all_to_all(plain(grads[0]).contiguous(), *ctx.splits, ctx.group_name)
+            dx = _all_to_all(plain(grads[0]).contiguous(), output_splits, input_splits, ctx.group_name)
         return dx, None, None, None, None, None, None
 
 
@@ -94,7 +101,9 @@ class _AllToAllDequantized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return plain(_all_to_all_mx(grads[0], *ctx.splits, ctx.group_name, Rounding.RCEIL)), None, None, None
+        output_splits, input_splits = ctx.splits
+        dx = plain(_all_to_all_mx(grads[0], output_splits, input_splits, ctx.group_name, Rounding.RCEIL))
+        return dx, None, None, None
 
 
 # See autograd.py: an MXTensor gradient may arrive where the output was plain.
@@ -199,16 +208,18 @@ class Route(NamedTuple):
     recipe: Recipe
 
 
-def dispatch(rows: Tensor, counts: Tensor, group_name: str, recipe: Recipe) -> tuple[Tensor, Tensor, Route]:
+def dispatch(
+    rows: Tensor, counts: Tensor, recipe: Recipe, group_name: str = "", degree: int = 1
+) -> tuple[Tensor, Tensor, Route]:
     """Send rows to their experts' ranks and lay them out in padded groups.
 
     rows: (M, K), sorted by expert. counts: (E,) rows per expert, any integer dtype; E a multiple of the
-    group's size. group_name: "" for a process alone, which sends nothing and syncs nothing.
+    group's size. group_name and degree: a group's name and size; by default a process alone, which sends
+    nothing and syncs nothing.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes;
     padded_counts (E / ranks,) int32; route for `combine`. Raises ValueError on counts that do not fit.
     """
-    degree = _degree(group_name)
     if counts.dim() != 1 or counts.shape[0] % degree:
         allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
         fail(ValueError, "dispatch", "num_tokens_per_expert", f"shape {tuple(counts.shape)}", allowed)
@@ -216,7 +227,7 @@ def dispatch(rows: Tensor, counts: Tensor, group_name: str, recipe: Recipe) -> t
         received, output_splits, input_splits = counts, [rows.shape[0]], [rows.shape[0]]
     else:
         equal = [counts.shape[0] // degree] * degree
-        received = _all_to_all(counts, equal, equal, group_name)
+        received = _exchange(counts, equal, equal, group_name, False, False, 0)
         # torch's all-to-all takes its splits from the host: the one sync of the layer.
         output_splits, input_splits = torch.stack([received, counts]).view(2, degree, -1).sum(-1).tolist()
     splits = output_splits, input_splits

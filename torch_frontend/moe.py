@@ -155,5 +155,5 @@ class MoE(nn.Module):
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         if self.experts.expert_parallel is not None:
             return self.experts(rows, counts)
-        groups, padded_counts, route = dispatch(rows, counts, "", self.experts.recipe)
+        groups, padded_counts, route = dispatch(rows, counts, self.experts.recipe)
         return combine(self.experts(groups, padded_counts), route)

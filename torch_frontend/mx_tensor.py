@@ -41,7 +41,7 @@ class MXTensor(Tensor):
     orig_dtype: torch.dtype
 
     # Results of other operations are what those operations return, never wrapped again.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, q: Tensor, sf: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
@@ -113,7 +113,8 @@ class MXTensor(Tensor):
 class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounding: int) -> MXTensor:
-        return MXTensor(*ops.quantize_row(x, rounding), x.dtype)
+        q, sf = ops.quantize_row(x, rounding)
+        return MXTensor(q, sf, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

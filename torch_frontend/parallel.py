@@ -6,9 +6,11 @@ parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())
                 before         w1, w2, w3: DTensor, Shard(0)          after
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
@@ -17,6 +19,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from .ep import Route, combine, dispatch
+
+# A graph that ends in MX rows is traced for MX gradients, but theirs are plain (pytorch/pytorch#172556),
+# and the other way round for one that begins where they end. So unless Dynamo may keep the splits as
+# symbols and trace on, the two run outside compiled graphs.
+_dispatch_eagerly: Callable[..., Any] = torch.compiler.disable(dispatch)
+_combine_eagerly: Callable[..., Any] = torch.compiler.disable(combine)
 
 DEFAULT_RECIPE = "mxfp8_wgrad_with_hp"
 
@@ -58,14 +66,16 @@ class MXFP8ExpertParallel(ParallelStyle):
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
             rows, counts = args
-            groups, padded_counts, route = dispatch(rows, counts, group_name, recipe)
+            send = dispatch if dynamo_config.capture_scalar_outputs else _dispatch_eagerly
+            groups, padded_counts, route = send(rows, counts, recipe, group_name, ranks)
             routes.append(route)
             return groups, padded_counts
 
         def after(module: nn.Module, args: tuple[Any, ...], groups: Tensor | None) -> Tensor | None:
             # Called after a failed forward too (groups is None), so that no route outlives its call.
             route = routes.pop() if routes else None
-            return None if groups is None or route is None else combine(groups, route)
+            receive = combine if dynamo_config.capture_scalar_outputs else _combine_eagerly
+            return None if groups is None or route is None else receive(groups, route)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
