@@ -1,0 +1,62 @@
+"""MXFP8 for Mixture-of-Experts training in JAX: kernels, gradients, expert parallelism in shard_map, a layer.
+
+moe.init / moe.apply            the whole layer
+plan_exchange, a2a_*, permute_*, mxfp8_grouped_mm, unpermute_*    its parts, differentiable
+ops                             the kernels as plain functions on bytes
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError("mxep.jax_frontend needs jax: pip install 'mxep[jax]'") from error
+
+from ..core_kernels.formats import Rounding
+from ..core_kernels.recipe import RECIPES, Recipe
+from . import moe, ops
+from ._call import capabilities
+from .ep import (
+    Exchange,
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    plan_exchange,
+    to_mxfp8_a2a_dequant,
+)
+from .moe import MoEConfig, MoEStats
+from .mx_array import MXArray, MXGradArray
+from .ops import ExpertOrder, RowMap
+from .vjp import (
+    gather_rows,
+    mxfp8_grouped_mm,
+    permute,
+    permute_mxfp8_fwd_hp_bwd,
+    spread_rows,
+    unpermute_hp_fwd_mxfp8_bwd,
+)
+
+__all__ = [
+    "RECIPES",
+    "Exchange",
+    "ExpertOrder",
+    "MXArray",
+    "MXGradArray",
+    "MoEConfig",
+    "MoEStats",
+    "Recipe",
+    "Rounding",
+    "RowMap",
+    "a2a_combine_hp_fwd_mxfp8_bwd",
+    "a2a_dispatch",
+    "a2a_dispatch_mxfp8_fwd_hp_bwd",
+    "capabilities",
+    "gather_rows",
+    "moe",
+    "mxfp8_grouped_mm",
+    "ops",
+    "permute",
+    "permute_mxfp8_fwd_hp_bwd",
+    "plan_exchange",
+    "spread_rows",
+    "to_mxfp8_a2a_dequant",
+    "unpermute_hp_fwd_mxfp8_bwd",
+]

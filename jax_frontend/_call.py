@@ -1,0 +1,125 @@
+"""From a launch description to arrays: the only file that knows how an op reaches a device.
+
+    KernelOp + arrays + options
+       |-- plan:  checks, shapes, dtypes              (core_kernels; user errors, once, at the call)
+       |-- one JAX primitive, traced like any other
+       '-- lowering, when the platform is known:
+             cpu    the C++ kernel as an XLA FFI call; a grouped GEMM: jax matmuls (_cpu_gemm.py)
+             cuda   the Triton kernel through jax-triton (_triton.py)
+
+A primitive rather than `jax.lax.platform_dependent`: that traces the branch of every platform, so a
+CPU process would import jax-triton, while a lowering rule runs for its own platform alone.
+"""
+
+import importlib.util
+from functools import partial
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, xla
+
+from .. import cpp_bindings
+from ..core_kernels import grouped_gemm, permute, quantize, routing
+from ..core_kernels.launch import ArrayType, KernelOp, fail
+
+Options = tuple[tuple[str, int | bool | str], ...]
+
+_CPP_TARGETS = {name: f"mxep.{name}" for name in cpp_bindings.ffi_targets()}
+for _name, _capsule in cpp_bindings.ffi_targets().items():
+    jax.ffi.register_ffi_target(_CPP_TARGETS[_name], _capsule, platform="cpu")
+
+
+def array_type(x: jax.Array | jax.ShapeDtypeStruct) -> ArrayType:
+    return ArrayType(tuple(x.shape), np.dtype(x.dtype).name)
+
+
+def varying_axes(*arrays: jax.Array) -> tuple[str, ...]:
+    """The mesh axes of an enclosing `shard_map` along which any of the arrays varies."""
+    axes: frozenset[str] = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
+    return tuple(sorted(axes))
+
+
+def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Mark x as varying along more axes of the enclosing `shard_map`; the value stays the same."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def call(op: KernelOp, *arrays: jax.Array, **options: int | bool | str) -> tuple[jax.Array, ...]:
+    """Run one op on arrays and return its outputs; works under jit, shard_map and remat.
+
+    Raises ValueError or TypeError (see `KernelOp.plan`) while tracing, and NotImplementedError while
+    lowering where the platform has no kernel for the op.
+    """
+    for name, x in zip(op.inputs, arrays, strict=False):
+        if not hasattr(x, "dtype"):
+            fail(TypeError, op.name, name, type(x).__name__, "allowed: a jax array")
+    op.plan(*map(array_type, arrays), arch="cpu", **options)
+    # A kernel's outputs vary wherever one of its inputs does; a primitive of ours has no rule for it.
+    axes = varying_axes(*arrays)
+    outputs = _kernel_p.bind(*arrays, op=op, options=tuple(sorted(options.items())))
+    return tuple(vary(x, axes) for x in outputs)
+
+
+def capabilities() -> dict[str, dict[str, str]]:
+    """Op name -> platform -> what runs it: "C++", "jax matmuls" or "Triton". An absent platform cannot.
+
+    >>> capabilities()["quantize_row"]["cpu"]
+    'C++'
+    """
+    from . import _cpu_gemm
+
+    report: dict[str, dict[str, str]] = {}
+    for op in (o for module in (quantize, permute, routing, grouped_gemm) for o in vars(module).values()):
+        if isinstance(op, KernelOp):
+            by = report.setdefault(op.name, {})
+            if op.name in _CPP_TARGETS:
+                by["cpu"] = "C++"
+            elif op.name in _cpu_gemm.GEMMS:
+                by["cpu"] = "jax matmuls"
+            if op.kernel is not None and importlib.util.find_spec("jax_triton"):
+                by["cuda"] = "Triton"
+    return report
+
+
+_kernel_p = Primitive("mxep_kernel")
+_kernel_p.multiple_results = True
+_kernel_p.def_impl(partial(xla.apply_primitive, _kernel_p))
+
+
+@_kernel_p.def_abstract_eval
+def _abstract_eval(*avals, op: KernelOp, options: Options):
+    launch = op.plan(*map(array_type, avals), arch="cpu", **dict(options))
+    return [jax.core.ShapedArray(out.shape, np.dtype(out.dtype)) for out in launch.out]
+
+
+def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
+    from . import _cpu_gemm
+
+    launch = op.plan(*map(array_type, ctx.avals_in), arch="cpu", **dict(options))
+    if op.name in _CPP_TARGETS:
+        attrs = np.array([int(a) for a in launch.attrs], np.int64)
+        return jax.ffi.ffi_lowering(_CPP_TARGETS[op.name])(ctx, *operands, attrs=attrs)
+    if op.name in _cpu_gemm.GEMMS:
+        gemm = partial(_cpu_gemm.GEMMS[op.name], out=launch.out[0])
+        return mlir.lower_fun(gemm, multiple_results=False)(ctx, *operands)
+    fail(NotImplementedError, op.name, "platform", "cpu", "allowed: cuda; this op has no CPU kernel")
+
+
+def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
+    from . import _triton
+
+    launch = op.plan(*map(array_type, ctx.avals_in), arch=_triton.arch(), **dict(options))
+    return mlir.lower_fun(partial(_triton.call, op, launch), multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(_kernel_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(_kernel_p, _lower_cuda, platform="cuda")
+
+
+def _no_vmap(*_args, op: KernelOp, **_params):
+    fail(NotImplementedError, op.name, "transform", "jax.vmap", "allowed: batch dims of the op itself, or jax.lax.map")
+
+
+batching.primitive_batchers[_kernel_p] = _no_vmap

@@ -1,0 +1,117 @@
+"""The grouped GEMMs on a CPU: dequantize, then jax matmuls over the rows that exist.
+
+    M-grouped   for each group:  w = rhs_t[g] in fp32
+                  for each tile of TILE rows of the group:  out[tile] = lhs[tile] @ w.T
+    K-grouped   for each group:  for each tile:  out[g] += lhs[tile].T @ rhs[tile]
+
+The sizes of the groups are data, so the tile loops have a trip count known at run time only: the work
+follows the rows that are there (jax.lax.ragged_dot multiplies every row by every group on a CPU), and
+the empty tail of a worst-case buffer costs nothing. Groups need no alignment: a group's last tile may
+reach into the next group or be moved back into the array, so rows outside the group are masked, by
+`where`, because a NaN there must not survive a multiplication by zero.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..core_kernels import quantize
+from ..core_kernels.launch import ArrayType
+from ._call import call, vary, varying_axes
+
+TILE = 128
+"""Rows per matmul: fewer leave the cores waiting, more waste work on small groups."""
+
+
+def _tiles(start: jax.Array, end: jax.Array, rows: int, body: Callable, init: jax.Array) -> jax.Array:
+    """Fold `body(first, mask, carry)` over the tiles of [start, end); mask says which rows are of the group."""
+    tile = min(TILE, rows)
+
+    def step(i, carry):
+        wanted = start + i * tile
+        # dynamic_slice would silently move a tile that passes the end of the array back in; do it here.
+        first = jnp.minimum(wanted, rows - tile)
+        row = first + jnp.arange(tile, dtype=jnp.int32)
+        return body(first, (row >= wanted) & (row < end), carry)
+
+    return lax.fori_loop(0, (end - start + tile - 1) // tile, step, init)
+
+
+def _groups(group_ends: jax.Array, rows: int) -> list[tuple[jax.Array, jax.Array]]:
+    ends = jnp.clip(group_ends, 0, rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    return [(starts[g], ends[g]) for g in range(group_ends.shape[0])]
+
+
+def _varying_zeros(shape: tuple[int, ...], dtype: str, *like: jax.Array) -> jax.Array:
+    """Zeros that vary along the mesh axes of `like`: a loop's carry must come in as it goes out."""
+    return vary(jnp.zeros(shape, dtype), varying_axes(*like))
+
+
+def _m_grouped(lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, out: ArrayType) -> jax.Array:
+    rows, tile = lhs.shape[0], min(TILE, lhs.shape[0])
+    dtype = jnp.dtype(out.dtype)
+    # The carry holds bits: XLA:CPU updates a bf16 array by converting all of it to fp32 and back, per tile.
+    bits = {2: "uint16", 4: "uint32"}[dtype.itemsize]
+    result = _varying_zeros(out.shape, bits, lhs, rhs_t, group_ends)
+    for g, (start, end) in enumerate(_groups(group_ends, rows) if rows else []):
+        weight = rhs_t[g].astype(jnp.float32)
+
+        def body(first, mask, result, weight=weight):
+            product = lax.dynamic_slice_in_dim(lhs, first, tile).astype(jnp.float32) @ weight.T
+            new = lax.bitcast_convert_type(product.astype(dtype), bits)
+            kept = lax.dynamic_slice_in_dim(result, first, tile)
+            return lax.dynamic_update_slice_in_dim(result, jnp.where(mask[:, None], new, kept), first, 0)
+
+        result = _tiles(start, end, rows, body, result)
+    return lax.bitcast_convert_type(result, dtype)
+
+
+def _k_grouped(lhs: jax.Array, rhs: jax.Array, axis: int, group_ends: jax.Array, out: ArrayType) -> jax.Array:
+    """Contract `axis`, the tokens, of two fp32 matrices group by group: axis 0 is (M, N) and (M, K), axis 1
+    is (N, M) and (K, M)."""
+    rows, tile = lhs.shape[axis], min(TILE, lhs.shape[axis])
+
+    def body(first, mask, total):
+        mask = jnp.expand_dims(mask, 1 - axis)
+        a = jnp.where(mask, lax.dynamic_slice_in_dim(lhs, first, tile, axis), 0)
+        b = jnp.where(mask, lax.dynamic_slice_in_dim(rhs, first, tile, axis), 0)
+        return total + lax.dot_general(a, b, (((axis,), (axis,)), ((), ())))
+
+    if not rows or not group_ends.shape[0]:
+        return jnp.zeros(out.shape, out.dtype)
+    zeros = _varying_zeros(out.shape[1:], "float32", lhs, rhs, group_ends)
+    groups = [_tiles(start, end, rows, body, zeros) for start, end in _groups(group_ends, rows)]
+    return jnp.stack([group.astype(out.dtype) for group in groups])
+
+
+def _dequantize(q: jax.Array, sf: jax.Array) -> jax.Array:
+    """To fp32, where every dequantized value is exact."""
+    return call(quantize.dequantize, q, sf, out_dtype="float32")[0]
+
+
+def _mm_mx(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
+    return _m_grouped(_dequantize(lhs_q, lhs_sf), _dequantize(rhs_q, rhs_sf), group_ends, out)
+
+
+def _mm_bf16(lhs, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
+    return _m_grouped(lhs, rhs_t, group_ends, out)
+
+
+def _wgrad_mx(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
+    return _k_grouped(_dequantize(lhs_q, lhs_sf), _dequantize(rhs_q, rhs_sf), 1, group_ends, out)
+
+
+def _wgrad_bf16(lhs, rhs, group_ends, *, out: ArrayType) -> jax.Array:
+    return _k_grouped(lhs.astype(jnp.float32), rhs.astype(jnp.float32), 0, group_ends, out)
+
+
+GEMMS = {
+    "grouped_mm_mx": _mm_mx,
+    "grouped_mm_bf16": _mm_bf16,
+    "grouped_wgrad_mx": _wgrad_mx,
+    "grouped_wgrad_bf16": _wgrad_bf16,
+}
+"""Op name -> function of the op's inputs and of the output's type."""

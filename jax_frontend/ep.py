@@ -1,0 +1,247 @@
+"""Expert parallelism inside `jax.shard_map`: the two all-to-alls of a MoE layer, with a static capacity.
+
+    rank r's rows, sorted by expert          one part of `capacity` rows per destination rank
+    | e0 e0 e1 | e2 e3 e3 e3 | ...   --->    | e0 e0 e1 __ | e2 e3 e3 e3 | ...  --all-to-all-->
+
+    dispatch   x --quantize--> [q | sf] --gather--> parts ==u8==> MXArray          backward ==bf16==
+    combine    y                                          ==bf16==> --gather--> rows   backward ==u8==
+
+Every collective is one dense all_to_all over whole rows. XLA needs static sizes, so each part has room for
+`capacity` rows: all local rows by default, which never drops one. With less room, rows that do not fit are
+dropped: `Exchange.overflow` counts them, they come back from the combine as zeros, and their gradient is zero.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import fail, require_multiple
+from . import ops
+from .mx_array import MXArray, MXGradArray
+from .vjp import _vary_alike
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Which row goes where in one all-to-all and back; made by `plan_exchange`, used by every function here.
+
+    sources (ep * capacity,) int32: the local row in each slot of the send buffer, -1 for none.
+    slots (T,) int32: the slot of each local row, -1 for a row that did not fit.
+    recv_counts (E,) int32: rows received, per source rank and local expert.
+    overflow () int32: local rows that did not fit.
+    """
+
+    sources: jax.Array
+    slots: jax.Array
+    recv_counts: jax.Array
+    overflow: jax.Array
+    axis_name: str | None = dataclasses.field(metadata={"static": True})
+    ep_degree: int = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+
+def plan_exchange(
+    num_tokens_per_expert: jax.Array, axis_name: str | None, *, num_rows: int, capacity: int | None = None
+) -> Exchange:
+    """Lay out the all-to-all of rows that are sorted by expert; exchanges the counts.
+
+    num_tokens_per_expert: (E,) int32, local rows of each of the E experts; rank r of the mesh axis owns
+        experts [r * E / ep, (r + 1) * E / ep). num_rows: T, local rows, at least the sum of the counts.
+    axis_name: mesh axis of the enclosing shard_map; None for no parallelism (one rank, no collective).
+    capacity: rows reserved per pair of ranks; None reserves num_rows and is dropless.
+
+    Raises ValueError for a capacity below 1, or an axis whose size does not divide E.
+    """
+    op, num_experts = "plan_exchange", num_tokens_per_expert.shape[0]
+    ep_degree = 1 if axis_name is None else lax.axis_size(axis_name)
+    if num_experts % ep_degree:
+        fail(
+            ValueError, op, "num_tokens_per_expert", f"{num_experts} experts",
+            f"allowed: multiples of the {ep_degree} ranks of mesh axis {axis_name!r}",
+        )  # fmt: skip
+    if capacity is not None and capacity < 1:
+        fail(ValueError, op, "capacity", capacity, "allowed: at least 1, or None for dropless")
+    capacity = num_rows if capacity is None else min(capacity, num_rows)
+
+    counts = num_tokens_per_expert.astype(jnp.int32).reshape(ep_degree, -1)
+    rank_ends = jnp.cumsum(counts.sum(1))
+    rank_starts = rank_ends - counts.sum(1)
+    # Of each destination's rows, sorted by expert, the first `capacity` go.
+    fitting_ends = jnp.minimum(jnp.cumsum(counts, axis=1), capacity)
+    fitting = jnp.diff(fitting_ends, axis=1, prepend=0)
+    sent = fitting_ends[:, -1]
+
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    sources = jnp.where(slot < sent[:, None], rank_starts[:, None] + slot, -1).reshape(-1)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    rank = jnp.minimum(jnp.searchsorted(rank_ends, row, side="right"), ep_degree - 1).astype(jnp.int32)
+    place = row - rank_starts[rank]
+    slots = jnp.where(place < sent[rank], rank * capacity + place, -1)
+    return Exchange(
+        sources=sources.astype(jnp.int32),
+        slots=slots.astype(jnp.int32),
+        recv_counts=_all_to_all(fitting, axis_name).reshape(-1),
+        overflow=(counts - fitting).sum(),
+        axis_name=axis_name,
+        ep_degree=ep_degree,
+        capacity=capacity,
+    )
+
+
+def _all_to_all(x: jax.Array, axis_name: str | None) -> jax.Array:
+    return x if axis_name is None else lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _send(rows: jax.Array, exchange: Exchange) -> jax.Array:
+    """(T, W) local rows -> (ep * capacity, W) rows received."""
+    return _all_to_all(ops.permute_rows(rows, exchange.sources), exchange.axis_name)
+
+
+def _send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
+    """(ep * capacity, W) rows received -> (T, W) the local rows they came from."""
+    return ops.permute_rows(_all_to_all(rows, exchange.axis_name), exchange.slots)
+
+
+def _check_rows(op: str, x: jax.Array | MXGradArray, rows: int, what: str) -> None:
+    if len(x.shape) != 2 or x.shape[0] != rows:
+        fail(ValueError, op, "input", f"shape {x.shape}", f"allowed: ({rows}, D), {what}")
+
+
+# --- dispatch --------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _dispatch(x: jax.Array, exchange: Exchange, rounding: Rounding) -> MXArray:
+    return MXArray.from_packed(_send(ops.quantize_row_packed(x, rounding=rounding), exchange), x.dtype)
+
+
+_dispatch.defvjp(
+    lambda x, exchange, rounding: (_dispatch(x, exchange, rounding), exchange),
+    lambda rounding, exchange, grad: (_send_back(grad.carrier, exchange), None),
+)
+
+
+def a2a_dispatch_mxfp8_fwd_hp_bwd(
+    input: jax.Array, exchange: Exchange, scaling_mode: Rounding | str = Rounding.RCEIL
+) -> MXArray:
+    """Send rows to their experts' ranks: forward as packed MXFP8 bytes, backward as bf16 (or input's dtype).
+
+    input: (T, D) bf16 or fp32, sorted by expert. Returns an MXArray (ep * capacity, D): source rank s's rows
+    start at s * capacity; pass `exchange.recv_counts` and `rank_rows=exchange.capacity` to the permute.
+
+    Raises ValueError if D is no multiple of 32 or T is not what the exchange was planned for.
+    """
+    _check_rows("a2a_dispatch_mxfp8_fwd_hp_bwd", input, exchange.slots.shape[0], "the exchange's local rows")
+    return _dispatch(*_vary_alike(input, exchange), Rounding.parse(scaling_mode))
+
+
+# --- combine ---------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _combine_mx(x: MXGradArray, exchange: Exchange, rounding: Rounding) -> jax.Array:
+    return _send_back(x.value, exchange)
+
+
+def _combine_mx_bwd(rounding, exchange, grad):
+    rows = MXArray.from_packed(_send(ops.quantize_row_packed(grad, rounding=rounding), exchange))
+    return MXGradArray.cotangent(None, (rows.q, rows.sf)), None
+
+
+_combine_mx.defvjp(lambda x, exchange, rounding: (_combine_mx(x, exchange, rounding), exchange), _combine_mx_bwd)
+
+
+@jax.custom_vjp
+def _combine(x: jax.Array, exchange: Exchange) -> jax.Array:
+    return _send_back(x, exchange)
+
+
+_combine.defvjp(
+    lambda x, exchange: (_combine(x, exchange), exchange), lambda exchange, grad: (_send(grad, exchange), None)
+)
+
+
+def a2a_combine_hp_fwd_mxfp8_bwd(
+    input: jax.Array | MXGradArray,
+    exchange: Exchange,
+    scaling_mode: Rounding | str = Rounding.RCEIL,
+    *,
+    mxfp8_bwd: bool = True,
+) -> jax.Array:
+    """Send rows back to the ranks they came from: forward in input's dtype, backward as packed MXFP8 bytes.
+
+    input: (ep * capacity, N), as dispatched. An MXGradArray hands the bytes of its gradient on to the grouped
+    GEMM; for an array they are dequantized on arrival. mxfp8_bwd=False sends the gradient as it is.
+    Returns (T, N); rows that did not fit are zeros.
+
+    Raises ValueError if N is no multiple of 32 or the rows are not the exchange's.
+    """
+    op = "a2a_combine_hp_fwd_mxfp8_bwd"
+    _check_rows(op, input, exchange.sources.shape[0], "ep_degree * capacity rows")
+    input, exchange = _vary_alike(input, exchange)
+    if not mxfp8_bwd:
+        return _combine(input.value if isinstance(input, MXGradArray) else input, exchange)
+    require_multiple(op, "input", input.shape[1], BLOCK, "last dim", "the backward quantizes along it")
+    if isinstance(input, MXGradArray):
+        return _combine_mx(input, exchange, Rounding.parse(scaling_mode))
+    return _dequantized(input, exchange, Rounding.parse(scaling_mode), "combine")
+
+
+# --- MXFP8 on the wire, floats on both sides ---------------------------------------------------------
+
+
+def _wire(x, exchange, rounding, back: bool):
+    rows = ops.quantize_row_packed(x, rounding=rounding)
+    rows = MXArray.from_packed(_send_back(rows, exchange) if back else _send(rows, exchange))
+    return ops.dequantize(rows.q, rows.sf, out_dtype=x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _dequantized(x: jax.Array, exchange: Exchange, rounding: Rounding, leg: str) -> jax.Array:
+    return _send_back(x, exchange) if leg == "combine" else _wire(x, exchange, rounding, leg == "reverse")
+
+
+_dequantized.defvjp(
+    lambda x, exchange, rounding, leg: (_dequantized(x, exchange, rounding, leg), exchange),
+    lambda rounding, leg, exchange, grad: (_wire(grad, exchange, rounding, leg == "forward"), None),
+)
+
+
+def to_mxfp8_a2a_dequant(
+    input: jax.Array,
+    exchange: Exchange,
+    scaling_mode: Rounding | str = Rounding.RCEIL,
+    *,
+    reverse: bool = False,
+) -> jax.Array:
+    """A drop-in for a float all-to-all that has MXFP8 on the wire, forward and backward.
+
+    input: (T, D) -> (ep * capacity, D); with reverse=True the way back, (ep * capacity, D) -> (T, D).
+    bf16 or fp32 in, the same dtype out. Raises ValueError if D is no multiple of 32.
+    """
+    rows = exchange.sources if reverse else exchange.slots
+    _check_rows("to_mxfp8_a2a_dequant", input, rows.shape[0], "the exchange's rows")
+    leg = "reverse" if reverse else "forward"
+    return _dequantized(*_vary_alike(input, exchange), Rounding.parse(scaling_mode), leg)
+
+
+def a2a_dispatch(input: jax.Array, exchange: Exchange) -> jax.Array:
+    """`a2a_dispatch_mxfp8_fwd_hp_bwd` without MXFP8: (T, D) -> (ep * capacity, D), its gradient likewise."""
+    _check_rows("a2a_dispatch", input, exchange.slots.shape[0], "the exchange's local rows")
+    return _dispatch_hp(*_vary_alike(input, exchange))
+
+
+@jax.custom_vjp
+def _dispatch_hp(x: jax.Array, exchange: Exchange) -> jax.Array:
+    return _send(x, exchange)
+
+
+_dispatch_hp.defvjp(
+    lambda x, exchange: (_dispatch_hp(x, exchange), exchange),
+    lambda exchange, grad: (_send_back(grad, exchange), None),
+)

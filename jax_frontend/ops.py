@@ -1,0 +1,163 @@
+"""Every kernel as a function on jax arrays: no gradients here (vjp.py has them), plain bytes in and out.
+
+    quantize_row   quantize_row_packed   quantize_col   quantize_both   dequantize
+    permute_rows   permute_mx            sort_by_expert row_map
+    grouped_mm_mx  grouped_mm_bf16       grouped_wgrad_mx               grouped_wgrad_bf16
+
+E4M3 data (`q`) and E8M0 scales (`sf`) are uint8. All functions are pure, trace under jit, shard_map and
+remat, and raise ValueError (shape, value) or TypeError (dtype) while tracing. Formats: OCP Microscaling
+Formats v1.0. In a jit that shards its arrays without shard_map, XLA gathers a kernel's inputs first.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from ..core_kernels import grouped_gemm, permute, quantize, routing
+from ..core_kernels.formats import BLOCK, Rounding
+from ._call import call
+
+
+class RowMap(NamedTuple):
+    """Where padded expert-major rows come from; what `permute_*` follows and `unpermute_*` reverses.
+
+    row_map (P,) int32: padded row i is received row row_map[i], -1 for padding.
+    inverse (R,) int32: received row j is padded row inverse[j], -1 where no token was received.
+    padded_counts (G,), group_ends (G,) int32: rows of each local expert with padding, and where they end.
+    """
+
+    row_map: jax.Array
+    inverse: jax.Array
+    padded_counts: jax.Array
+    group_ends: jax.Array
+
+
+class ExpertOrder(NamedTuple):
+    """order (T,): slots grouped by expert, stable; inverse (T,): where each slot went; counts (E,); int32."""
+
+    order: jax.Array
+    inverse: jax.Array
+    counts: jax.Array
+
+
+def quantize_row(
+    x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Quantize along the last dim: x (..., M, K) bf16 or fp32 -> q (..., M, K), sf (..., M, K/32), uint8.
+
+    >>> q, sf = quantize_row(jnp.full((1, 32), 448.0, jnp.bfloat16))
+    >>> int(q[0, 0]), int(sf[0, 0])  # 448 is E4M3's largest value, 127 means 2^0
+    (126, 127)
+
+    Raises ValueError if K is no multiple of 32, TypeError for another dtype. Source: MX v1.0, section 6.3.
+    """
+    q, sf = call(quantize.quantize_row, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    return q, sf
+
+
+def quantize_row_packed(
+    x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> jax.Array:
+    """As `quantize_row`, as one wire row per token: x (M, K) -> [q | sf] (M, K + K/32) uint8."""
+    return call(quantize.quantize_row_packed, x, rounding=Rounding.parse(rounding), satfinite=satfinite)[0]
+
+
+def quantize_col(
+    x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Quantize along dim -2, written transposed: x (..., M, K) -> q (..., K, M), sf (..., K, M/32), uint8.
+
+    Raises ValueError if M is no multiple of 32, TypeError unless x is bf16 or fp32.
+    """
+    q_t, sf_t = call(quantize.quantize_col, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    return q_t, sf_t
+
+
+def quantize_both(
+    x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`quantize_row` and `quantize_col` in one read of x: -> q, sf, q_t, sf_t."""
+    q, sf, q_t, sf_t = call(quantize.quantize_both, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    return q, sf, q_t, sf_t
+
+
+def dequantize(q: jax.Array, sf: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16") -> jax.Array:
+    """q (..., M, K), sf (..., M, K/32) uint8 -> x (..., M, K) bf16 or fp32; exact in fp32."""
+    return call(quantize.dequantize, q, sf, out_dtype=jax.numpy.dtype(out_dtype).name)[0]
+
+
+def permute_rows(x: jax.Array, row_map: jax.Array) -> jax.Array:
+    """x (R, D) bf16, fp32 or uint8, row_map (P,) int32 -> (P, D): row i is x[row_map[i]], zeros for -1."""
+    return call(permute.permute_rows, x, row_map)[0]
+
+
+def permute_mx(packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """packed (R, K + K/32) uint8, row_map (P,) int32 -> q (P, K), sf (P, K/32): gathers and splits wire rows."""
+    q, sf = call(permute.permute_mx, packed, row_map)
+    return q, sf
+
+
+def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> ExpertOrder:
+    """expert_ids (T,) int32 in [0, num_experts) -> stable order, its inverse, tokens per expert.
+
+    >>> sort_by_expert(jnp.array([1, 0, 1], jnp.int32), 2).order.tolist()
+    [1, 0, 2]
+    """
+    return ExpertOrder(*call(routing.sort_by_expert, expert_ids, num_experts=num_experts))
+
+
+def row_map(
+    counts: jax.Array, *, num_rows: int, num_local_experts: int, alignment: int = BLOCK, rank_rows: int = 0
+) -> RowMap:
+    """From rank-major received rows to padded expert-major rows.
+
+    counts: (ranks * num_local_experts,) int32, rows received per rank and local expert.
+    num_rows: rows of the receive buffer; rank_rows: rows of every rank's part of it, 0 if the parts follow
+        each other without slack. alignment: rows each group is padded to.
+
+    >>> row_map(jnp.array([2, 1], jnp.int32), num_rows=3, num_local_experts=2).group_ends.tolist()
+    [32, 64]
+    """
+    outputs = call(
+        routing.row_map,
+        counts,
+        num_rows=num_rows,
+        num_local_experts=num_local_experts,
+        alignment=alignment,
+        rank_rows=rank_rows,
+    )
+    return RowMap(*outputs)
+
+
+def grouped_mm_mx(
+    lhs_q: jax.Array, lhs_sf: jax.Array, rhs_q: jax.Array, rhs_sf: jax.Array, group_ends: jax.Array,
+    *, out_dtype: jax.typing.DTypeLike = "bfloat16",
+) -> jax.Array:  # fmt: skip
+    """lhs (M, K) x rhs_t (G, N, K), both MXFP8 along K -> (M, N); rows past group_ends[-1] are zeros."""
+    name = jax.numpy.dtype(out_dtype).name
+    return call(grouped_gemm.grouped_mm_mx, lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out_dtype=name)[0]
+
+
+def grouped_mm_bf16(
+    lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
+) -> jax.Array:
+    """lhs (M, K) x rhs_t (G, N, K), both bf16 -> (M, N), accumulated in fp32."""
+    name = jax.numpy.dtype(out_dtype).name
+    return call(grouped_gemm.grouped_mm_bf16, lhs, rhs_t, group_ends, out_dtype=name)[0]
+
+
+def grouped_wgrad_mx(
+    lhs_q: jax.Array, lhs_sf: jax.Array, rhs_q: jax.Array, rhs_sf: jax.Array, group_ends: jax.Array,
+    *, out_dtype: jax.typing.DTypeLike = "bfloat16",
+) -> jax.Array:  # fmt: skip
+    """lhs_t (N, M) x rhs_t (K, M), both MXFP8 along M -> (G, N, K); zeros for an empty group."""
+    name = jax.numpy.dtype(out_dtype).name
+    return call(grouped_gemm.grouped_wgrad_mx, lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out_dtype=name)[0]
+
+
+def grouped_wgrad_bf16(
+    lhs: jax.Array, rhs: jax.Array, group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
+) -> jax.Array:
+    """lhs (M, N) x rhs (M, K), both bf16 -> (G, N, K): lhs.T @ rhs of each group, accumulated in fp32."""
+    name = jax.numpy.dtype(out_dtype).name
+    return call(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=name)[0]
