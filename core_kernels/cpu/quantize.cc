@@ -1,3 +1,10 @@
+// Quantize along rows, along columns, or both.
+//
+//   rows   blocks are contiguous: 16 blocks give 16 scales at once, then 16 x 32 values follow
+//   cols   a tile of 32 x 32 values is copied out of x, whose rows lie far apart and often in one cache
+//          set. Four rows of codes make one 32-bit word per column, which is most of the transpose.
+//          256 rows go out together, so that a column receives whole cache lines.
+//   both   rows, then cols, of a piece of x that is still in the cache
 #include <algorithm>
 #include <cstring>
 
@@ -8,84 +15,162 @@
 namespace mxep {
 namespace {
 
-struct Options {
-  int64_t rounding;
-  bool satfinite;
-  explicit Options(const Call& call) : rounding(call.attrs[0]), satfinite(call.attrs[1] != 0) {}
+constexpr int kTileCols = 32;
+constexpr int64_t kPieceRows = 256, kPieceRowBytes = 2048;  // half a megabyte, inside a core's cache
+
+// `blocks` blocks of 32 contiguous values.
+template <typename T>
+MXEP_INLINE void rows_of(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
+  constexpr int kGroup = 16;
+  for (int64_t first = 0; first < blocks; first += kGroup) {
+    const int count = static_cast<int>(std::min<int64_t>(kGroup, blocks - first));
+    const T* in = x + first * kBlock;
+    uint8_t* out = q + first * kBlock;
+    uint32_t amax[kGroup] = {};
+    for (int b = 0; b < count; ++b) {
+      decltype(magnitude(T{})) largest = 0;
+      for (int i = 0; i < kBlock; ++i) largest = std::max(largest, magnitude(in[b * kBlock + i]));
+      amax[b] = f32_bits(largest);
+    }
+    uint8_t bytes[kGroup];
+    float inverse[kGroup];
+    for (int b = 0; b < kGroup; ++b) {
+      const uint32_t byte = e8m0_from_amax(amax[b], rule);
+      bytes[b] = static_cast<uint8_t>(byte);
+      inverse[b] = inverse_scale(byte);
+    }
+    std::memcpy(sf + first, bytes, count);
+    for (int b = 0; b < count; ++b) {
+      const float factor = inverse[b];
+      for (int i = b * kBlock; i < (b + 1) * kBlock; ++i)
+        out[i] = static_cast<uint8_t>(e4m3_from_f32(to_f32(in[i]) * factor));
+      if (bytes[b] == kE8m0Nan) std::memset(out + b * kBlock, kE4m3Nan, kBlock);
+    }
+  }
+}
+
+// A piece of one matrix: at most kPieceRows rows, and the strides of x, q_t and sf_t around it.
+struct Piece {
+  int64_t rows, cols, x_stride, q_stride, sf_stride;
 };
 
-// 32 values `stride` apart -> 32 contiguous bytes; returns the scale byte.
 template <typename T>
-uint8_t quantize_block(const T* x, int64_t stride, uint8_t* q, Options options) {
-  uint32_t amax = 0;
-  for (int i = 0; i < kBlock; ++i) amax = std::max(amax, abs_bits(to_f32(x[i * stride])));
-  const uint8_t byte = e8m0_byte(amax, options.rounding, options.satfinite);
-  if (byte == kE8m0Nan) {
-    std::memset(q, kE4m3Nan, kBlock);
-    return byte;
+MXEP_INLINE void cols_of(const T* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
+  alignas(64) uint8_t out[kTileCols][kPieceRows];
+  alignas(64) T tile[kBlock][kTileCols] = {};
+  uint8_t bytes[kPieceRows / kBlock][kTileCols];
+  for (int64_t col = 0; col < piece.cols; col += kTileCols) {
+    const int width = static_cast<int>(std::min<int64_t>(kTileCols, piece.cols - col));
+    for (int64_t row = 0; row < piece.rows; row += kBlock) {
+      decltype(magnitude(T{})) largest[kTileCols] = {};
+      for (int r = 0; r < kBlock; ++r) {
+        const T* from = x + (row + r) * piece.x_stride + col;
+        std::memcpy(tile[r], from, width == kTileCols ? sizeof tile[r] : width * sizeof(T));
+        __builtin_prefetch(from + kTileCols);
+        for (int c = 0; c < kTileCols; ++c) largest[c] = std::max(largest[c], magnitude(tile[r][c]));
+      }
+      uint8_t* byte = bytes[row / kBlock];
+      float inverse[kTileCols];
+      for (int c = 0; c < kTileCols; ++c) {
+        const uint32_t e = e8m0_from_amax(f32_bits(largest[c]), rule);
+        byte[c] = static_cast<uint8_t>(e);
+        inverse[c] = inverse_scale(e);
+      }
+      for (int r = 0; r < kBlock; r += 4) {
+        uint32_t word[kTileCols];
+        for (int c = 0; c < kTileCols; ++c) {
+          const uint32_t c0 = e4m3_from_f32(to_f32(tile[r][c]) * inverse[c]);
+          const uint32_t c1 = e4m3_from_f32(to_f32(tile[r + 1][c]) * inverse[c]);
+          const uint32_t c2 = e4m3_from_f32(to_f32(tile[r + 2][c]) * inverse[c]);
+          const uint32_t c3 = e4m3_from_f32(to_f32(tile[r + 3][c]) * inverse[c]);
+          word[c] = little_endian(c0 | c1 << 8 | c2 << 16 | c3 << 24);
+        }
+        for (int c = 0; c < kTileCols; ++c) std::memcpy(out[c] + row + r, &word[c], 4);
+      }
+      for (int c = 0; c < kTileCols; ++c)
+        if (byte[c] == kE8m0Nan) std::memset(out[c] + row, kE4m3Nan, kBlock);
+    }
+    for (int c = 0; c < width; ++c) {
+      std::memcpy(q + (col + c) * piece.q_stride, out[c], piece.rows);
+      for (int64_t b = 0; b < piece.rows / kBlock; ++b) sf[(col + c) * piece.sf_stride + b] = bytes[b][c];
+    }
   }
-  const float inverse = inverse_scale(byte);
-  for (int i = 0; i < kBlock; ++i) q[i] = e4m3_from_f32(to_f32(x[i * stride]) * inverse);
-  return byte;
 }
 
-template <typename T>
-void rows(const T* x, uint8_t* q, int64_t q_stride, uint8_t* sf, int64_t sf_stride, int64_t m, int64_t k,
-          Options options) {
-  parallel_ranges(m, k * sizeof(T), [=](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      for (int64_t block = 0; block < k / kBlock; ++block)
-        sf[row * sf_stride + block] =
-            quantize_block(x + row * k + block * kBlock, 1, q + row * q_stride + block * kBlock, options);
-  });
+// target_clones takes no template.
+MXEP_CLONES void quantize_rows(const bf16* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
+  rows_of(x, q, sf, blocks, rule);
+}
+MXEP_CLONES void quantize_rows(const float* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
+  rows_of(x, q, sf, blocks, rule);
+}
+MXEP_CLONES void quantize_cols(const bf16* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
+  cols_of(x, q, sf, piece, rule);
+}
+MXEP_CLONES void quantize_cols(const float* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
+  cols_of(x, q, sf, piece, rule);
 }
 
-template <typename T>
-void cols(const T* x, uint8_t* q, uint8_t* sf, int64_t batch, int64_t m, int64_t k, Options options) {
-  parallel_ranges(batch * k, m * sizeof(T), [=](int64_t begin, int64_t end) {
-    for (int64_t col = begin; col < end; ++col)
-      for (int64_t block = 0; block < m / kBlock; ++block)
-        sf[col * (m / kBlock) + block] =
-            quantize_block(x + (col / k * m + block * kBlock) * k + col % k, k, q + col * m + block * kBlock, options);
-  });
-}
+ScaleRule rule_of(const Call& call) { return {call.attrs[0], call.attrs[1] != 0}; }
 
-void rows(const Array& x, uint8_t* q, int64_t q_stride, uint8_t* sf, int64_t sf_stride, Options options) {
-  const int64_t m = x.leading(1), k = x.dim(-1);
+template <typename Body>
+void with_data(const Array& x, const Body& body) {
   if (x.dtype == DType::bf16)
-    rows(x.as<const bf16>(), q, q_stride, sf, sf_stride, m, k, options);
+    body(x.as<const bf16>());
   else
-    rows(x.as<const float>(), q, q_stride, sf, sf_stride, m, k, options);
+    body(x.as<const float>());
 }
 
-void cols(const Array& x, uint8_t* q, uint8_t* sf, Options options) {
-  const int64_t batch = x.leading(2), m = x.dim(-2), k = x.dim(-1);
-  if (x.dtype == DType::bf16)
-    cols(x.as<const bf16>(), q, sf, batch, m, k, options);
-  else
-    cols(x.as<const float>(), q, sf, batch, m, k, options);
+// Cuts every matrix of x into pieces and quantizes each along the columns, after the rows if `q` is given.
+void by_pieces(const Array& x_array, uint8_t* q, uint8_t* sf, uint8_t* q_t, uint8_t* sf_t, ScaleRule rule) {
+  const int64_t batch = x_array.leading(2), m = x_array.dim(-2), k = x_array.dim(-1);
+  with_data(x_array, [&]<typename T>(const T* x) {
+    constexpr int64_t kPieceCols = kPieceRowBytes / sizeof(T);
+    const int64_t down = (m + kPieceRows - 1) / kPieceRows, across = (k + kPieceCols - 1) / kPieceCols;
+    parallel_ranges(batch * down * across, kPieceRows * kPieceRowBytes, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t matrix = i / (down * across), row = i / across % down * kPieceRows, col = i % across * kPieceCols;
+        const Piece piece{std::min(kPieceRows, m - row), std::min(kPieceCols, k - col), k, m, m / kBlock};
+        const int64_t top = matrix * m + row, left = matrix * k + col;
+        for (int64_t r = top; q && r < top + piece.rows; ++r)
+          quantize_rows(x + r * k + col, q + r * k + col, sf + (r * k + col) / kBlock, piece.cols / kBlock, rule);
+        quantize_cols(x + top * k + col, q_t + left * m + row, sf_t + (left * m + row) / kBlock, piece, rule);
+      }
+    });
+  });
 }
 
 }  // namespace
 
 void quantize_row(const Call& call) {
-  const int64_t k = call.in[0].dim(-1);
-  rows(call.in[0], call.out[0].as<uint8_t>(), k, call.out[1].as<uint8_t>(), k / kBlock, Options(call));
+  uint8_t *q = call.out[0].as<uint8_t>(), *sf = call.out[1].as<uint8_t>();
+  const ScaleRule rule = rule_of(call);
+  with_data(call.in[0], [&]<typename T>(const T* x) {
+    parallel_ranges(call.out[1].leading(0), kBlock * sizeof(T), [=](int64_t begin, int64_t end) {
+      quantize_rows(x + begin * kBlock, q + begin * kBlock, sf + begin, end - begin, rule);
+    });
+  });
 }
 
 void quantize_row_packed(const Call& call) {
-  const int64_t k = call.in[0].dim(-1), width = call.out[0].dim(-1);
+  const int64_t m = call.in[0].dim(0), k = call.in[0].dim(1), width = call.out[0].dim(1);
   uint8_t* packed = call.out[0].as<uint8_t>();
-  rows(call.in[0], packed, width, packed + k, width, Options(call));
+  const ScaleRule rule = rule_of(call);
+  with_data(call.in[0], [&]<typename T>(const T* x) {
+    parallel_ranges(m, k * sizeof(T), [=](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        quantize_rows(x + row * k, packed + row * width, packed + row * width + k, k / kBlock, rule);
+    });
+  });
 }
 
 void quantize_col(const Call& call) {
-  cols(call.in[0], call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(), Options(call));
+  by_pieces(call.in[0], nullptr, nullptr, call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(), rule_of(call));
 }
 
 void quantize_both(const Call& call) {
-  quantize_row(call);
-  cols(call.in[0], call.out[2].as<uint8_t>(), call.out[3].as<uint8_t>(), Options(call));
+  by_pieces(call.in[0], call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(), call.out[2].as<uint8_t>(),
+            call.out[3].as<uint8_t>(), rule_of(call));
 }
 
 }  // namespace mxep

@@ -6,8 +6,9 @@ import pytest
 import torch
 from mxep import cpp_bindings
 from mxep.core_kernels import permute, quantize, routing
+from mxep.core_kernels.launch import KernelOp
 
-OPS = [value for module in (quantize, permute, routing) for value in vars(module).values() if hasattr(value, "plan")]
+OPS = [op for module in (quantize, permute, routing) for op in vars(module).values() if isinstance(op, KernelOp)]
 
 
 def test_every_op_that_is_planned_is_in_the_table():
@@ -58,8 +59,8 @@ def test_thread_counts(n):
 def test_refusals_reach_jax():
     jax.ffi.register_ffi_target("test_permute_rows", cpp_bindings.ffi_targets()["permute_rows"], platform="cpu")
     call = jax.ffi.ffi_call("test_permute_rows", jax.ShapeDtypeStruct((1, 4), np.float32))
-    x, none = np.zeros((2, 4), np.float32), np.array([], np.int64)
+    x = np.zeros((2, 4), np.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: permute_rows: row_map: got 9 at index 0"):
-        jax.jit(call)(x, np.int32([9]), attrs=none)
+        jax.jit(lambda i: call(x, i, attrs=np.array([], np.int64)))(np.int32([9]))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: permute_rows: attrs do not match"):
-        jax.jit(call)(x, np.int32([0]), attrs=np.array([1], np.int64))
+        jax.jit(lambda i: call(x, i, attrs=np.array([1], np.int64)))(np.int32([0]))
