@@ -19,8 +19,6 @@ from .autograd import (
     _to_mxfp8_then_scaled_grouped_mm,
     bf16_grouped_mm,
     mxfp8_grouped_mm,
-    permute_mxfp8_fwd_hp_bwd,
-    unpermute_hp_fwd_mxfp8_bwd,
 )
 from .capabilities import Capability, capabilities
 from .ep import (
@@ -31,6 +29,7 @@ from .ep import (
 from .moe import GroupedExperts, MoE, MoEStats
 from .mx_tensor import MXTensor
 from .parallel import MXFP8ExpertParallel
+from .permute import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 
 ScaleCalculationMode = Rounding
 

@@ -53,7 +53,7 @@ def forced_implementation() -> Implementation | None:
 
 @contextmanager
 def debug_checks() -> Iterator[None]:
-    """Within the block check the values of group ends on CUDA too, at the price of a host sync per product.
+    """Within the block check the values of group ends, counts and row maps on CUDA too, with a host sync each.
 
     On a CPU they are always checked. The setting is process-wide.
     """
@@ -83,6 +83,12 @@ def check_ends(op: str, argument: str, group_ends: Tensor, rows: int, multiple: 
         )
     if any(end % multiple for end in ends):
         fail(ValueError, op, argument, ends, f"allowed: multiples of {multiple}; {remedy}")
+
+
+def _check_row_map(op: str, row_map: Tensor, rows: int) -> None:
+    if row_map.numel() and not -1 <= int(row_map.min()) <= int(row_map.max()) < rows:
+        got = f"rows {int(row_map.min())} to {int(row_map.max())}"
+        fail(ValueError, op, "row_map", got, f"allowed: -1 (padding) or a row below {rows}")
 
 
 def interpreted(op: KernelOp) -> bool:
@@ -142,6 +148,8 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     if op.inputs[-1] == "group_ends" and checks_values(device):
         tokens_dim = 1 if op.name == "grouped_wgrad_mx" else 0
         check_ends(op.name, "group_ends", inputs[-1], inputs[0].shape[tokens_dim])
+    if "row_map" in op.inputs and arch != "cpu" and checks_values(device):
+        _check_row_map(op.name, inputs[1], inputs[0].shape[0])
     outputs = tuple(empty(array, device) for array in launch.out)
     if arch == "cpu" and op.name in _cpu_gemm.TABLE:
         _cpu_gemm.TABLE[op.name](*inputs, *outputs)

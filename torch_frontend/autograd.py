@@ -1,15 +1,11 @@
-"""Gradients of the kernels: the grouped product, and the gather that permutes and un-permutes.
+"""The grouped product and its gradient.
 
 forward   x --quantize rows--> MX --grouped_mm(w along K)--> out
 dgrad     dx <--grouped_mm(w along N)-- MX <--quantize rows-- dout      (or dout is MX already)
 wgrad     dw <--grouped_wgrad-- dout, x     bf16 operands, or both re-quantized along the tokens
-
-permute   rows (M, K) --row_map--> padded groups (P, K)     backward: the inverse map, and the
-unpermute padded groups (P, N) --inverse--> rows (M, N)     other way round; MX rows stay MX
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +48,8 @@ class _GroupedMM(torch.autograd.Function):
         rounding: int,
     ) -> Tensor:
         w = b_t.transpose(-2, -1)
-        ctx.save_for_backward(a, b_t, offs)
+        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b_t, offs)
+        ctx.a_dtype = a.dtype
         ctx.quantized, ctx.wgrad_with_hp, ctx.pad, ctx.rounding = quantized, wgrad_with_hp, pad, rounding
         if not quantized:
             return ops.grouped_mm_bf16(_bf16(a), w.to(torch.bfloat16), offs, _name(out_dtype))
@@ -65,9 +62,9 @@ class _GroupedMM(torch.autograd.Function):
         da = db_t = None
         if ctx.needs_input_grad[0] and ctx.quantized:
             w_col = ops.quantize_col(w, ctx.rounding)
-            da = ops.grouped_mm_mx(*_rows(dout, ctx.rounding), *w_col, offs, _name(a.dtype))
+            da = ops.grouped_mm_mx(*_rows(dout, ctx.rounding), *w_col, offs, _name(ctx.a_dtype))
         elif ctx.needs_input_grad[0]:
-            da = ops.grouped_mm_bf16(_bf16(dout), b_t.to(torch.bfloat16).contiguous(), offs, _name(a.dtype))
+            da = ops.grouped_mm_bf16(_bf16(dout), b_t.to(torch.bfloat16).contiguous(), offs, _name(ctx.a_dtype))
         if ctx.needs_input_grad[1]:
             if ctx.quantized and not ctx.wgrad_with_hp:
                 dw = _wgrad_mx(plain(dout), plain(a), offs, ctx.pad, ctx.rounding, _name(w.dtype))
@@ -198,129 +195,3 @@ def _add_bias(op: str, out: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor
     group_of_row = torch.searchsorted(offs, rows, right=True)
     # One more bias, of zeros, for the rows past the last end; in fp32, so that its gradient is summed in fp32.
     return out + torch.nn.functional.pad(bias.float(), (0, 0, 0, 1))[group_of_row].to(out.dtype)
-
-
-class RowMaps(NamedTuple):
-    """Where rows go: `row_map` (P,) gathers received rows into padded groups, `inverse` (M,) back;
-    `padded_counts` and `group_ends` (local experts,) describe the groups. All int32."""
-
-    row_map: Tensor
-    inverse: Tensor
-    padded_counts: Tensor
-    group_ends: Tensor
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return _gather(x, row_map)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return _gather(grads[0], inverse), None, None
-
-
-def _gather(x: Tensor, row_map: Tensor) -> Tensor:
-    if isinstance(x, MXTensor):
-        q, sf = ops.permute_q_sf(x.q, x.sf, row_map)
-        return MXTensor(q, sf, x.orig_dtype)
-    return ops.permute_rows(x.contiguous(), row_map)
-
-
-@torch.compiler.allow_in_graph
-def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
-    """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
-
-    x: (M, K) bfloat16, float32 or MXTensor; row_map: (P,) int32; inverse: (M,) int32, the map back.
-    An MXTensor comes out as one, and an MXTensor gradient goes in as one.
-    """
-    return cast(Tensor, _Gather.apply(x, row_map, inverse))
-
-
-class _Spread(torch.autograd.Function):
-    """x (T, D) -> (T * copies, D) sorted; backward adds up the copies in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
-        return ops.permute_rows(x.contiguous(), order // copies)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        slots = ops.permute_rows(plain(grads[0]).contiguous(), inverse)
-        dx = slots.view(-1, ctx.copies, slots.shape[1]).float().sum(1).to(slots.dtype)
-        return dx, None, None, None
-
-
-def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-    """Copy each token to its `copies` slots, in the order of `sort_by_expert`: out[i] = x[order[i] // copies].
-
-    x: (T, D); order, inverse: (T * copies,) int32. The gradient of a token is the fp32 sum over its slots.
-    """
-    return cast(Tensor, _Spread.apply(x, order, inverse, copies))
-
-
-def map_rows(op: str, x: Tensor, counts: Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> RowMaps:
-    """Check counts (ep_degree * num_local_experts,) of any integer dtype and plan the padded groups of x's rows."""
-    if counts.dtype.is_floating_point or counts.dtype.is_complex or counts.dtype == torch.bool:
-        fail(TypeError, op, "num_tokens_per_expert", f"dtype {counts.dtype}", "allowed: integers")
-    if counts.shape != (ep_degree * num_local_experts,):
-        allowed = f"allowed: ({ep_degree * num_local_experts},) = ep_degree * num_local_experts"
-        fail(ValueError, op, "num_tokens_per_expert", f"shape {tuple(counts.shape)}", allowed)
-    if counts.device != x.device:
-        allowed = f"allowed: {x.device}, where the rows are; move it with .to()"
-        fail(ValueError, op, "num_tokens_per_expert", f"device {counts.device}", allowed)
-    counts = counts.to(torch.int32).contiguous()
-    return RowMaps(*ops.row_map(counts, x.shape[0], num_local_experts, alignment))
-
-
-def permute_mxfp8_fwd_hp_bwd(
-    mx_tensor: Tensor,
-    num_tokens_per_expert: Tensor,
-    ep_degree: int,
-    num_local_experts: int,
-    group_size_multiple_of: int = BLOCK,
-    use_mxfp8: bool = True,
-    use_triton_for_bwd: bool = True,
-) -> tuple[torch.Size, Tensor, Tensor, Tensor, Tensor]:
-    """Bring received rows, rank-major, into one padded group per local expert.
-
-    mx_tensor: MXTensor (M, K), or bf16/fp32 rows. num_tokens_per_expert: (ep_degree * num_local_experts,),
-    any integer dtype, on the rows' device. group_size_multiple_of: a positive multiple of 32; an empty
-    expert still gets one aligned group. The last two arguments are torchao's and change nothing here.
-
-    Returns (padded_shape, rows, permuted_indices, padded_counts, group_end_offsets): padded_shape =
-    (M + 1, K); rows (P, K) like mx_tensor; permuted_indices (P,) int32, -1 for padding, which is zeros;
-    padded_counts and group_end_offsets (num_local_experts,) int32. The gradient of the rows is bf16
-    (or what it came as) and goes back to M rows. Raises ValueError and TypeError on counts that do not fit.
-    """
-    op = "permute_mxfp8_fwd_hp_bwd"
-    maps = map_rows(op, mx_tensor, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
-    rows = gather_rows(mx_tensor, maps.row_map, maps.inverse)
-    padded_shape = torch.Size((mx_tensor.shape[0] + 1, mx_tensor.shape[1]))
-    return padded_shape, rows, maps.row_map, maps.padded_counts, maps.group_ends
-
-
-def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_shape: Sequence[int]) -> Tensor:
-    """Bring expert outputs back to the order in which the rows were received.
-
-    input: (P, N) bfloat16 or float32; permuted_indices (P,) int32 and padded_shape (M + 1, K or N) as
-    `permute_mxfp8_fwd_hp_bwd` returned them. Returns (M, N). The gradient is permuted as it comes:
-    an MXTensor leaves as an MXTensor, without being dequantized. Raises ValueError on other shapes.
-    """
-    op = "unpermute_hp_fwd_mxfp8_bwd"
-    if len(padded_shape) != 2 or padded_shape[0] < 1:
-        fail(ValueError, op, "padded_shape", tuple(padded_shape), "allowed: (rows + 1, dim)")
-    if permuted_indices.shape != (input.shape[0],):
-        allowed = f"allowed: ({input.shape[0]},), one index per row of input"
-        fail(ValueError, op, "permuted_indices", f"shape {tuple(permuted_indices.shape)}", allowed)
-    rows = padded_shape[0] - 1
-    # Padding rows all write the one slot behind the real ones, which is dropped.
-    targets = torch.where(permuted_indices < 0, rows, permuted_indices).long()
-    sources = torch.arange(input.shape[0], dtype=torch.int32, device=input.device)
-    inverse = permuted_indices.new_full((rows + 1,), -1).scatter_(0, targets, sources)[:rows]
-    return gather_rows(input, inverse.contiguous(), permuted_indices)

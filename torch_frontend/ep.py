@@ -27,8 +27,9 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
-from .autograd import FLOATS, RowMaps, gather_rows, map_rows
+from .autograd import FLOATS
 from .mx_tensor import MXTensor, plain
+from .permute import RowMaps, gather_rows, map_rows
 
 Splits = Sequence[int]
 
@@ -106,7 +107,7 @@ class _AllToAllDequantized(torch.autograd.Function):
         return dx, None, None, None
 
 
-# See autograd.py: an MXTensor gradient may arrive where the output was plain.
+# As in autograd.py: an MXTensor gradient may arrive where the output was plain.
 @torch.compiler.allow_in_graph
 def _exchange(*args: Any) -> Tensor:
     return cast(Tensor, _AllToAll.apply(*args))

@@ -19,9 +19,10 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
-from .autograd import bf16_grouped_mm, gather_rows, mxfp8_grouped_mm, spread_rows
+from .autograd import bf16_grouped_mm, mxfp8_grouped_mm
 from .ep import combine, dispatch
 from .parallel import DEFAULT_RECIPE, local
+from .permute import gather_rows, spread_rows
 
 SCORES = ("softmax", "sigmoid")
 

@@ -52,6 +52,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         recipe = self.recipe or Recipe.parse(own or DEFAULT_RECIPE)
         if own is not None and Recipe.parse(own) != recipe:
             fail(ValueError, "MXFP8ExpertParallel", "recipe", recipe, f"allowed: the module's own, {own}, or None")
+        if getattr(module, "expert_parallel", None) is not None:
+            fail(ValueError, "MXFP8ExpertParallel", "module", "experts that are parallel already", "allowed: once")
         if device_mesh.ndim != 1:
             allowed = 'allowed: one dim; pick it with mesh["ep"]'
             fail(ValueError, "MXFP8ExpertParallel", "device_mesh", f"{device_mesh.ndim} dims", allowed)
