@@ -87,8 +87,9 @@ def _plan_mx(packed: ArrayType, row_map: ArrayType, *, arch: str) -> Launch:
     require_dtype(op, "packed", packed, "uint8")
     require_rank(op, "packed", packed, 2)
     _check_map(op, row_map)
-    blocks, rest = divmod(packed.shape[1], BLOCK + 1)
-    if rest:
+    # `divmod` would not take a symbolic size.
+    blocks = packed.shape[1] // (BLOCK + 1)
+    if packed.shape[1] % (BLOCK + 1):
         fail(
             ValueError, op, "packed", f"rows of {packed.shape[1]} bytes", "allowed: K + K/32 bytes, K a multiple of 32"
         )

@@ -117,21 +117,20 @@ def empty(array: ArrayType, device: torch.device) -> Tensor:
     return torch.empty(array.shape, dtype=getattr(torch, array.dtype), device=device)
 
 
-def check_dense(op: KernelOp, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all tensors are contiguous and on the first one's device."""
+def check_devices(op: KernelOp, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError unless all tensors are on the first one's device."""
     for name, tensor in zip(op.inputs, tensors, strict=True):
         if tensor.device != tensors[0].device:
             allowed = f"allowed: {tensors[0].device}, where {op.inputs[0]} is; move it with .to()"
             fail(ValueError, op.name, name, f"device {tensor.device}", allowed)
+
+
+def check_contiguous(op: KernelOp, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError unless all tensors are dense and row-major."""
+    for name, tensor in zip(op.inputs, tensors, strict=True):
         if not tensor.is_contiguous():
-            shape, strides = tuple(tensor.shape), tensor.stride()
-            fail(
-                ValueError,
-                op.name,
-                name,
-                f"shape {shape} with strides {strides}",
-                "allowed: contiguous tensors; call .contiguous()",
-            )
+            got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+            fail(ValueError, op.name, name, got, "allowed: contiguous tensors; call .contiguous()")
 
 
 def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
@@ -141,7 +140,8 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     forced implementation cannot run it.
     """
     inputs = [as_bytes(t).detach() for t in tensors]
-    check_dense(op, inputs)
+    check_devices(op, inputs)
+    check_contiguous(op, inputs)
     device = inputs[0].device
     arch = choose_arch(op, device)
     launch = op.plan(*map(array_type, inputs), arch=arch, **options)

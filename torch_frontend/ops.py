@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core_kernels import grouped_gemm, permute, quantize, routing
 from ..core_kernels.formats import Rounding, packed_width
 from ..core_kernels.launch import KernelOp
-from ._call import array_type, as_bytes, call, empty
+from ._call import array_type, as_bytes, call, check_devices, empty
 
 OPS: dict[str, KernelOp] = {
     op.name: op
@@ -75,6 +75,7 @@ def _define(op: KernelOp) -> Callable[..., Any]:
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         tensors, options = split(args, kwargs)
+        check_devices(op, tensors)
         # Not `op.plan`: its cache hashes shapes, and symbolic sizes have no hash.
         launch = op.make_plan(*(array_type(as_bytes(t)) for t in tensors), arch="cpu", **options)
         outputs = tuple(empty(array, tensors[0].device) for array in launch.out)
