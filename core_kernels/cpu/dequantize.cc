@@ -11,12 +11,11 @@ MXEP_INLINE void store(bf16* out, float x) { *out = bf16_from_f32(x); }
 template <typename T>
 MXEP_INLINE void blocks_of(const uint8_t* q, const uint8_t* sf, T* out, int64_t blocks) {
   const float nan = std::bit_cast<float>(0x7FC00000u);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const bool valid = sf[b] != kE8m0Nan;
-    const float factor = valid ? scale(sf[b]) : nan;
-    for (int64_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
-      const float value = f32_from_e4m3(q[i]) * factor;
-      store(out + i, valid && (q[i] & 0x7Fu) != kE4m3Nan ? value : nan);
+  for (int64_t b = 0; b < blocks; ++b, q += kBlock, out += kBlock) {
+    const float factor = sf[b] == kE8m0Nan ? nan : scale(sf[b]);
+    for (int i = 0; i < kBlock; ++i) {
+      const uint32_t magnitude = q[i] & 0x7Fu;
+      store(out + i, (magnitude == kE4m3Nan ? nan : f32_from_e4m3(q[i])) * factor);
     }
   }
 }
