@@ -13,7 +13,8 @@ except ImportError as error:
 from ..core_kernels.formats import Rounding
 from ..core_kernels.recipe import RECIPES, Recipe
 from . import moe, ops
-from ._call import capabilities
+from ._triton import lower_for
+from .capabilities import Capability, capabilities
 from .ep import (
     Exchange,
     a2a_combine_hp_fwd_mxfp8_bwd,
@@ -36,6 +37,7 @@ from .vjp import (
 
 __all__ = [
     "RECIPES",
+    "Capability",
     "Exchange",
     "ExpertOrder",
     "MXArray",
@@ -50,6 +52,7 @@ __all__ = [
     "a2a_dispatch_mxfp8_fwd_hp_bwd",
     "capabilities",
     "gather_rows",
+    "lower_for",
     "moe",
     "mxfp8_grouped_mm",
     "ops",

@@ -11,23 +11,22 @@ A primitive rather than `jax.lax.platform_dependent`: that traces the branch of 
 CPU process would import jax-triton, while a lowering rule runs for its own platform alone.
 """
 
-import importlib.util
 from functools import partial
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from .. import cpp_bindings
-from ..core_kernels import grouped_gemm, permute, quantize, routing
 from ..core_kernels.launch import ArrayType, KernelOp, fail
 
 Options = tuple[tuple[str, int | bool | str], ...]
 
-_CPP_TARGETS = {name: f"mxep.{name}" for name in cpp_bindings.ffi_targets()}
+CPP_TARGETS = {name: f"mxep.{name}" for name in cpp_bindings.ffi_targets()}
 for _name, _capsule in cpp_bindings.ffi_targets().items():
-    jax.ffi.register_ffi_target(_CPP_TARGETS[_name], _capsule, platform="cpu")
+    jax.ffi.register_ffi_target(CPP_TARGETS[_name], _capsule, platform="cpu")
 
 
 def array_type(x: jax.Array | jax.ShapeDtypeStruct) -> ArrayType:
@@ -62,27 +61,6 @@ def call(op: KernelOp, *arrays: jax.Array, **options: int | bool | str) -> tuple
     return tuple(vary(x, axes) for x in outputs)
 
 
-def capabilities() -> dict[str, dict[str, str]]:
-    """Op name -> platform -> what runs it: "C++", "jax matmuls" or "Triton". An absent platform cannot.
-
-    >>> capabilities()["quantize_row"]["cpu"]
-    'C++'
-    """
-    from . import _cpu_gemm
-
-    report: dict[str, dict[str, str]] = {}
-    for op in (o for module in (quantize, permute, routing, grouped_gemm) for o in vars(module).values()):
-        if isinstance(op, KernelOp):
-            by = report.setdefault(op.name, {})
-            if op.name in _CPP_TARGETS:
-                by["cpu"] = "C++"
-            elif op.name in _cpu_gemm.GEMMS:
-                by["cpu"] = "jax matmuls"
-            if op.kernel is not None and importlib.util.find_spec("jax_triton"):
-                by["cuda"] = "Triton"
-    return report
-
-
 _kernel_p = Primitive("mxep_kernel")
 _kernel_p.multiple_results = True
 _kernel_p.def_impl(partial(xla.apply_primitive, _kernel_p))
@@ -91,16 +69,16 @@ _kernel_p.def_impl(partial(xla.apply_primitive, _kernel_p))
 @_kernel_p.def_abstract_eval
 def _abstract_eval(*avals, op: KernelOp, options: Options):
     launch = op.plan(*map(array_type, avals), arch="cpu", **dict(options))
-    return [jax.core.ShapedArray(out.shape, np.dtype(out.dtype)) for out in launch.out]
+    return [ShapedArray(out.shape, np.dtype(out.dtype)) for out in launch.out]
 
 
 def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
     from . import _cpu_gemm
 
     launch = op.plan(*map(array_type, ctx.avals_in), arch="cpu", **dict(options))
-    if op.name in _CPP_TARGETS:
+    if op.name in CPP_TARGETS:
         attrs = np.array([int(a) for a in launch.attrs], np.int64)
-        return jax.ffi.ffi_lowering(_CPP_TARGETS[op.name])(ctx, *operands, attrs=attrs)
+        return jax.ffi.ffi_lowering(CPP_TARGETS[op.name])(ctx, *operands, attrs=attrs)
     if op.name in _cpu_gemm.GEMMS:
         gemm = partial(_cpu_gemm.GEMMS[op.name], out=launch.out[0])
         return mlir.lower_fun(gemm, multiple_results=False)(ctx, *operands)

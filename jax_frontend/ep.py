@@ -21,6 +21,7 @@ from jax import lax
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from . import ops
+from ._checks import check_counts
 from .mx_array import MXArray, MXGradArray
 from .vjp import _vary_alike
 
@@ -45,6 +46,16 @@ class Exchange:
     capacity: int = dataclasses.field(metadata={"static": True})
 
 
+def axis_size(op: str, axis_name: str | None) -> int:
+    """Ranks along a mesh axis of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
+    try:
+        return 1 if axis_name is None else lax.axis_size(axis_name)
+    except NameError:
+        fail(
+            ValueError, op, "axis_name", repr(axis_name), "allowed: a mesh axis of the enclosing jax.shard_map, or None"
+        )
+
+
 def plan_exchange(
     num_tokens_per_expert: jax.Array, axis_name: str | None, *, num_rows: int, capacity: int | None = None
 ) -> Exchange:
@@ -58,7 +69,7 @@ def plan_exchange(
     Raises ValueError for a capacity below 1, or an axis whose size does not divide E.
     """
     op, num_experts = "plan_exchange", num_tokens_per_expert.shape[0]
-    ep_degree = 1 if axis_name is None else lax.axis_size(axis_name)
+    ep_degree = axis_size(op, axis_name)
     if num_experts % ep_degree:
         fail(
             ValueError, op, "num_tokens_per_expert", f"{num_experts} experts",
@@ -66,6 +77,7 @@ def plan_exchange(
         )  # fmt: skip
     if capacity is not None and capacity < 1:
         fail(ValueError, op, "capacity", capacity, "allowed: at least 1, or None for dropless")
+    check_counts(op, num_tokens_per_expert, 1, num_rows)
     capacity = num_rows if capacity is None else min(capacity, num_rows)
 
     counts = num_tokens_per_expert.astype(jnp.int32).reshape(ep_degree, -1)
@@ -94,7 +106,13 @@ def plan_exchange(
 
 
 def _all_to_all(x: jax.Array, axis_name: str | None) -> jax.Array:
-    return x if axis_name is None else lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    if axis_name is None:
+        return x
+    # XLA:CPU widens a bf16 collective to fp32; bits stay as narrow as they are, on every platform.
+    bits = jnp.uint16 if x.dtype == jnp.bfloat16 else x.dtype
+    sent = lax.bitcast_convert_type(x, bits)
+    received = lax.all_to_all(sent, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    return lax.bitcast_convert_type(received, x.dtype)
 
 
 def _send(rows: jax.Array, exchange: Exchange) -> jax.Array:
@@ -183,13 +201,13 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     """
     op = "a2a_combine_hp_fwd_mxfp8_bwd"
     _check_rows(op, input, exchange.sources.shape[0], "ep_degree * capacity rows")
-    input, exchange = _vary_alike(input, exchange)
     if not mxfp8_bwd:
-        return _combine(input.value if isinstance(input, MXGradArray) else input, exchange)
+        values = input.value if isinstance(input, MXGradArray) else input
+        return _combine(*_vary_alike(values, exchange))
     require_multiple(op, "input", input.shape[1], BLOCK, "last dim", "the backward quantizes along it")
     if isinstance(input, MXGradArray):
-        return _combine_mx(input, exchange, Rounding.parse(scaling_mode))
-    return _dequantized(input, exchange, Rounding.parse(scaling_mode), "combine")
+        return _combine_mx(*_vary_alike(input.once(op), exchange), Rounding.parse(scaling_mode))
+    return _dequantized(*_vary_alike(input, exchange), Rounding.parse(scaling_mode), "combine")
 
 
 # --- MXFP8 on the wire, floats on both sides ---------------------------------------------------------

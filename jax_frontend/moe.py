@@ -19,6 +19,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ep, ops, vjp
+from .mx_array import MXArray
 
 Params = dict[str, Any]
 SCORES = ("softmax", "sigmoid")
@@ -117,7 +118,7 @@ def apply(
 
 def _check_params(params: Params, config: MoEConfig, axis_name: str | None) -> None:
     e, d, f = config.num_experts, config.dim, config.hidden_dim
-    ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    ranks = ep.axis_size("moe.apply", axis_name)
     if e % ranks:
         allowed = f"allowed: a multiple of the {ranks} ranks of mesh axis {axis_name!r}"
         fail(ValueError, "moe.apply", "config.num_experts", e, allowed)
@@ -156,9 +157,9 @@ def _run_experts(
     else:
         groups, maps = vjp.permute(ep.a2a_dispatch(rows, exchange), *layout, rank_rows=exchange.capacity)
 
-    def mm(x, name, **options):
+    def mm(x: jax.Array | MXArray, name: str, mx_grad: bool = False) -> Any:
         weight = experts[name].astype(jnp.bfloat16)
-        return vjp.mxfp8_grouped_mm(x, weight, maps.group_ends, recipe=recipe, **options)
+        return vjp.mxfp8_grouped_mm(x, weight, maps.group_ends, recipe=recipe, mx_grad=mx_grad)
 
     hidden = jax.nn.silu(mm(groups, "w1")) * mm(groups, "w3")
     out = vjp.unpermute_hp_fwd_mxfp8_bwd(mm(hidden, "w2", mx_grad=recipe.quantized), maps)

@@ -11,6 +11,7 @@ No forward code reads a companion, so inside `jax.jit` it takes neither memory n
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,14 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import fail
 from . import ops
 from ._call import vary, varying_axes
+
+
+def _leaves(kind: Any, *leaves: jax.Array | None) -> Any:
+    """A cotangent: JAX takes None for a leaf whose cotangent is zero, the annotations do not."""
+    return kind(*leaves)
 
 
 @jax.tree_util.register_dataclass
@@ -74,9 +81,10 @@ class MXArray:
         """Wire rows `[q | sf]`; of an array that came from wire rows, XLA returns those without a copy."""
         return pack(self.q, self.sf)
 
-    def cotangent(self, grad: jax.Array) -> "MXArray":
-        """The cotangent of this array whose matrix has gradient `grad`; bytes have none."""
-        return MXArray(None, None, grad.astype(self.dtype))  # pyright: ignore[reportArgumentType]
+    @classmethod
+    def cotangent(cls, grad: jax.Array) -> "MXArray":
+        """The cotangent of an array whose matrix has gradient `grad`: bytes have none."""
+        return _leaves(cls, None, None, grad)
 
 
 @jax.tree_util.register_dataclass
@@ -85,8 +93,8 @@ class MXGradArray:
     """A bf16 or fp32 matrix whose gradient arrives in MXFP8: what travels from a grouped GEMM to the combine.
 
     value (M, N). q_grad (M, N) e4m3 and sf_grad (M, N/32) e8m0: zeros; their cotangents are the gradient.
-    Use it once: JAX adds the cotangents of two uses, and bytes cannot be added. `value` may be used anywhere
-    besides; its bf16 gradient is added to the MXFP8 one.
+    One unpermute or combine may take it: JAX adds the cotangents of two uses, and bytes cannot be added.
+    `value` may be used anywhere besides; its own gradient is added to the MXFP8 one.
     """
 
     value: jax.Array
@@ -101,6 +109,14 @@ class MXGradArray:
     def dtype(self) -> jnp.dtype:
         return self.value.dtype
 
+    def once(self, op: str) -> "MXGradArray":
+        """This array, for the one op that takes its gradient; ValueError for a second one."""
+        if self.__dict__.get("_taken"):
+            allowed = "allowed: one use, or `.value`, whose gradients add up"
+            fail(ValueError, op, "input", "an MXGradArray that was already used", allowed)
+        object.__setattr__(self, "_taken", True)
+        return self
+
     @classmethod
     def wrap(cls, value: jax.Array) -> "MXGradArray":
         m, n = value.shape
@@ -111,12 +127,11 @@ class MXGradArray:
     @classmethod
     def cotangent(cls, value: jax.Array | None, mx: tuple[jax.Array, jax.Array] | None) -> "MXGradArray":
         """A cotangent from its two parts, either of which may be absent."""
-        q, sf = mx or (None, None)
-        return cls(
-            value,  # pyright: ignore[reportArgumentType]
-            None if q is None else lax.bitcast_convert_type(q, jnp.float8_e4m3fn),  # pyright: ignore[reportArgumentType]
-            None if sf is None else lax.bitcast_convert_type(sf, jnp.float8_e8m0fnu),  # pyright: ignore[reportArgumentType]
-        )
+        if mx is None:
+            return _leaves(cls, value, None, None)
+        q, sf = mx
+        e4m3, e8m0 = lax.bitcast_convert_type(q, jnp.float8_e4m3fn), lax.bitcast_convert_type(sf, jnp.float8_e8m0fnu)
+        return _leaves(cls, value, e4m3, e8m0)
 
     def parts(self) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array] | None]:
         """Of a cotangent: the float part and the MX part (q, sf as bytes), None where symbolically zero."""
@@ -140,7 +155,7 @@ def _dequantize(mx: MXArray) -> jax.Array:
     return ops.dequantize(mx.q, mx.sf, out_dtype=mx.dtype)
 
 
-_dequantize.defvjp(lambda mx: (_dequantize(mx), None), lambda _, grad: (MXArray(None, None, grad),))
+_dequantize.defvjp(lambda mx: (_dequantize(mx), None), lambda _, grad: (MXArray.cotangent(grad),))
 
 _quantize = jax.custom_vjp(lambda x, rounding: _quantize_fwd(x, rounding)[0], nondiff_argnums=(1,))
 _quantize.defvjp(_quantize_fwd, lambda rounding, _, grad: (grad.carrier,))

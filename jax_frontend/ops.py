@@ -15,7 +15,15 @@ import jax
 
 from ..core_kernels import grouped_gemm, permute, quantize, routing
 from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import KernelOp
 from ._call import call
+
+OPS: dict[str, KernelOp] = {
+    op.name: op
+    for module in (quantize, permute, routing, grouped_gemm)
+    for op in vars(module).values()
+    if isinstance(op, KernelOp)
+}
 
 
 class RowMap(NamedTuple):

@@ -10,6 +10,7 @@ and quantized again. Semantics of the public names: torchao's MXFP8 expert-paral
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import vary, varying_axes
+from ._checks import check_counts, check_ends
 from .mx_array import MXArray, MXGradArray, pack
 from .ops import RowMap
 
@@ -40,7 +42,7 @@ def _gather_mx(mx: MXArray, row_map: jax.Array, inverse: jax.Array) -> MXArray:
 
 
 def _gather_mx_bwd(inverse, grad: MXArray):
-    return MXArray(None, None, ops.permute_rows(grad.carrier, inverse)), None, None
+    return MXArray.cotangent(ops.permute_rows(grad.carrier, inverse)), None, None
 
 
 _gather_mx.defvjp(lambda mx, row_map, inverse: (_gather_mx(mx, row_map, inverse), inverse), _gather_mx_bwd)
@@ -99,6 +101,7 @@ def _row_map(x, counts, ep_degree, num_local_experts, alignment, rank_rows) -> R
             ValueError, "permute", "num_tokens_per_expert", f"shape {counts.shape}",
             f"allowed: ({ep_degree * num_local_experts},), ep_degree * num_local_experts",
         )  # fmt: skip
+    check_counts("permute", counts, ep_degree if rank_rows else 1, rank_rows or x.shape[0])
     return ops.row_map(
         counts.astype(jnp.int32),
         num_rows=x.shape[0],
@@ -168,6 +171,7 @@ def unpermute_hp_fwd_mxfp8_bwd(input: jax.Array | MXGradArray, maps: RowMap) -> 
     Returns (R, N), of the kind that came in.
     """
     if isinstance(input, MXGradArray):
+        input = input.once("unpermute_hp_fwd_mxfp8_bwd")
         return _ungather_mx(*_vary_alike(input, maps.row_map, maps.inverse))
     return gather_rows(input, maps.inverse, maps.row_map)
 
@@ -230,7 +234,7 @@ def _grouped_mm_bwd(recipe, out_dtype, mx_grad, residuals, grad):
         dout = value + ops.dequantize(*mx, out_dtype=value.dtype)
     dlhs = _dgrad(dout, rhs_t, group_ends, recipe, lhs.dtype)
     drhs = _wgrad(dout, lhs, group_ends, recipe, rhs_t.dtype)
-    return MXArray(None, None, dlhs) if isinstance(lhs, MXArray) else dlhs, drhs, None
+    return MXArray.cotangent(dlhs) if isinstance(lhs, MXArray) else dlhs, drhs, None
 
 
 _grouped_mm.defvjp(_grouped_mm_fwd, _grouped_mm_bwd, symbolic_zeros=True)
@@ -268,6 +272,7 @@ def mxfp8_grouped_mm(
     op, recipe = "mxfp8_grouped_mm", Recipe.parse(recipe)
     if (group_ends is None) == (group_sizes is None):
         fail(ValueError, op, "group_ends", "both or neither of group_ends, group_sizes", "allowed: exactly one")
+    ends = jnp.asarray(group_ends) if group_sizes is None else jnp.cumsum(group_sizes, dtype=jnp.int32)
     if isinstance(A, MXArray) and not recipe.quantized:
         fail(TypeError, op, "A", "MXArray with recipe 'bf16'", "allowed: an array; call A.dequantize()")
     if rhs_t.ndim != 3 or len(A.shape) != 2:
@@ -276,13 +281,17 @@ def mxfp8_grouped_mm(
         require_multiple(op, "rhs_t", rhs_t.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
         if not recipe.wgrad_with_hp and not pad_token_groups:
             require_multiple(op, "A", A.shape[0], BLOCK, "rows", "the weight gradient quantizes along them")
+    aligned = recipe.quantized and not recipe.wgrad_with_hp and not pad_token_groups
+    check_ends(op, ends, A.shape[0], BLOCK if aligned else 1)
     if pad_token_groups:
-        sizes = jnp.diff(group_ends, prepend=0) if group_sizes is None else group_sizes
-        groups = rhs_t.shape[0]
-        move = permute_mxfp8_fwd_hp_bwd if isinstance(A, MXArray) else permute
-        padded, maps = move(A, sizes.astype(jnp.int32), 1, groups, recipe.alignment)
-        out = mxfp8_grouped_mm(padded, rhs_t, maps.group_ends, recipe=recipe, out_dtype=out_dtype, mx_grad=mx_grad)
-        return unpermute_hp_fwd_mxfp8_bwd(out, maps)
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32) if group_ends is None else group_ends
+        return _grouped_mm_padded(A, rhs_t, ends, recipe, out_dtype, mx_grad)
     lhs, rhs_t, ends = _vary_alike(A, rhs_t, ends)
     return _grouped_mm(lhs, rhs_t, ends, recipe, jnp.dtype(out_dtype).name, mx_grad)
+
+
+def _grouped_mm_padded(A, rhs_t, group_ends, recipe: Recipe, out_dtype, mx_grad) -> jax.Array | MXGradArray:
+    move: Any = permute_mxfp8_fwd_hp_bwd if isinstance(A, MXArray) else permute
+    sizes = jnp.diff(group_ends, prepend=0)
+    padded, maps = move(A, sizes, 1, rhs_t.shape[0], recipe.alignment)
+    out = mxfp8_grouped_mm(padded, rhs_t, maps.group_ends, recipe=recipe, out_dtype=out_dtype, mx_grad=mx_grad)
+    return unpermute_hp_fwd_mxfp8_bwd(out, maps)

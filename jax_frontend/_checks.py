@@ -1,0 +1,36 @@
+"""Checks of values, which a traced program knows only when it runs.
+
+called eagerly                           ValueError
+inside `checkify.checkify(jax.jit(f))`   an error that the caller takes out: `error.throw()`
+inside jax.jit alone                     nothing: XLA removes the check
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.experimental import checkify
+
+from ..core_kernels.launch import fail
+
+
+def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed: str) -> None:
+    """Raise ValueError, or report to checkify, unless the scalar `ok` holds."""
+    if isinstance(ok, Tracer):
+        checkify.debug_check(ok, f"{op}: {argument}: got {{got}}; {allowed}", got=got)
+    elif not ok:
+        fail(ValueError, op, argument, got, allowed)
+
+
+def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None:
+    """Group ends neither decrease nor pass the rows, and are multiples of `multiple`."""
+    steps = jnp.diff(group_ends, prepend=0, append=rows)
+    ok = (steps >= 0).all() & (group_ends % multiple == 0).all()
+    what = "multiples of 32 that do not decrease" if multiple > 1 else "ends that do not decrease"
+    check_values(ok, op, "group_ends", group_ends, f"allowed: {what}, at most {rows}, the rows of A")
+
+
+def check_counts(op: str, counts: jax.Array, parts: int, rows: int) -> None:
+    """Counts are not negative, and each of the `parts` parts of them fits into `rows` rows."""
+    ok = (counts >= 0).all() & (counts.reshape(parts, -1).sum(1) <= rows).all()
+    allowed = f"allowed: counts of at least 0 that sum to at most {rows}, the rows they count"
+    check_values(ok, op, "num_tokens_per_expert", counts, allowed)
