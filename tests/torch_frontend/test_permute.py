@@ -1,0 +1,145 @@
+"""Permute, un-permute and spread: what lands where, and that every backward is the adjoint of its forward."""
+
+import pytest
+import torch
+from mxep.torch_frontend import MXTensor, ops, permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
+from mxep.torch_frontend.permute import spread_rows
+from torch import Tensor
+
+# Two ranks, three local experts, the second of which nobody chose.
+COUNTS, ROWS, K = (2, 0, 3, 40, 0, 1), 46, 64
+GROUPS = ([0, 1, *range(5, 45)], [], [2, 3, 4, 45])  # received rows of each expert, rank by rank
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def permute(x: Tensor, dtype: torch.dtype = torch.int64, alignment: int = 32):
+    return permute_mxfp8_fwd_hp_bwd(x, torch.tensor(COUNTS, dtype=dtype), 2, 3, alignment)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_every_integer_dtype_of_counts(dtype: torch.dtype) -> None:
+    padded_shape, rows, indices, counts, ends = permute(randn(ROWS, K), dtype)
+    assert padded_shape == (ROWS + 1, K)
+    assert counts.tolist() == [64, 32, 32]
+    assert ends.tolist() == [64, 96, 128]
+    assert {indices.dtype, counts.dtype, ends.dtype} == {torch.int32}
+    assert rows.shape[0] == indices.shape[0]
+
+
+@pytest.mark.parametrize("alignment", [32, 128])
+@pytest.mark.parametrize("kind", ["bf16", "float32", "mx", "mx packed"])
+def test_rows_land_in_their_padded_groups(alignment: int, kind: str) -> None:
+    x = randn(ROWS, K)
+    packed = ops.quantize_row_packed(x)
+    given = {
+        "bf16": lambda: x,
+        "float32": x.float,
+        "mx": lambda: MXTensor.quantize(x),
+        "mx packed": lambda: MXTensor(packed[:, :K], packed[:, K:]),
+    }[kind]()
+    _, rows, indices, counts, ends = permute(given, alignment=alignment)
+    assert rows.dtype == given.dtype
+    source, result = (v.dequantize() if isinstance(v, MXTensor) else v for v in (given, rows))
+    for group, count, end in zip(GROUPS, counts.tolist(), ends.tolist(), strict=True):
+        start = end - count
+        assert indices[start:end].tolist() == group + [-1] * (count - len(group))
+        assert torch.equal(result[start : start + len(group)], source[group])
+        assert (result[start + len(group) : end] == 0).all()
+    if isinstance(rows, MXTensor):
+        assert (rows.q[indices < 0] == 0).all()
+        assert (rows.sf[indices < 0] == 0).all()
+
+
+@pytest.mark.parametrize("last_dim", [K, 32])
+def test_unpermute_undoes_permute(last_dim: int) -> None:
+    padded_shape, _, indices, _, _ = permute(randn(ROWS, K))
+    y = randn(ROWS, 32, seed=1)
+    groups = ops.permute_rows(y, indices)
+    groups[indices < 0] = torch.nan
+    assert torch.equal(unpermute_hp_fwd_mxfp8_bwd(groups, indices, (padded_shape[0], last_dim)), y)
+
+
+def test_backward_is_the_adjoint() -> None:
+    x = randn(ROWS, K).requires_grad_()
+    padded_shape, rows, indices, _, _ = permute(x)
+    back = unpermute_hp_fwd_mxfp8_bwd(rows, indices, padded_shape)
+    grad = randn(ROWS, K, seed=1)
+    assert torch.equal(torch.autograd.grad(back, x, grad, retain_graph=True)[0], grad)
+    wide = randn(*rows.shape, seed=2)
+    (dx,) = torch.autograd.grad(rows, x, wide)
+    torch.testing.assert_close((dx.double() * x.double()).sum(), (wide.double() * rows.double()).sum())
+
+
+def test_the_gradient_of_mx_rows_is_wide_and_whole() -> None:
+    x = randn(ROWS, K).requires_grad_()
+    _, rows, indices, _, _ = permute(MXTensor.quantize(x))
+    grad = randn(*rows.shape, seed=1)
+    (dx,) = torch.autograd.grad(rows, x, grad)
+    want = torch.zeros(ROWS, K).bfloat16()
+    want[indices[indices >= 0].long()] = grad[indices >= 0]
+    assert torch.equal(dx, want)
+
+
+def test_mx_gradients_are_permuted_as_bytes() -> None:
+    padded_shape, rows, indices, _, _ = permute(randn(ROWS, K))
+    groups = randn(rows.shape[0], 96).requires_grad_()
+    grad = MXTensor.quantize(randn(ROWS, 96, seed=1))
+    (dgroups,) = torch.autograd.grad(unpermute_hp_fwd_mxfp8_bwd(groups, indices, padded_shape), groups, grad)
+    assert isinstance(dgroups, MXTensor)
+    assert torch.equal(dgroups.q, ops.permute_rows(grad.q, indices))
+    assert torch.equal(dgroups.sf, ops.permute_rows(grad.sf, indices))
+
+
+def test_spread_copies_and_adds_up() -> None:
+    experts = torch.tensor([2, 0, 1, 2, 0, 1], dtype=torch.int32)  # three tokens, two experts each
+    order, inverse, _ = ops.sort_by_expert(experts, 3)
+    x = randn(3, K).requires_grad_()
+    rows = spread_rows(x, order, inverse, 2)
+    assert torch.equal(rows, x[torch.tensor([0, 2, 1, 2, 0, 1])])
+    grad = randn(6, K, seed=1)
+    (dx,) = torch.autograd.grad(rows, x, grad)
+    assert torch.equal(
+        dx, torch.stack([grad[0].float() + grad[4], grad[2].float() + grad[5], grad[1].float() + grad[3]]).bfloat16()
+    )
+
+
+X = randn(ROWS, K)
+BAD = {
+    "float counts": (TypeError, r"dtype torch.float32; allowed: integers", (X, torch.ones(6), 2, 3)),
+    "length": (ValueError, r"shape \(5,\); allowed: \(6,\)", (X, torch.tensor(COUNTS[:5]), 2, 3)),
+    "total": (ValueError, r"in total 45; allowed: a total of 46", (X, torch.tensor([1, *COUNTS[1:]]), 2, 3)),
+    "negative": (ValueError, r"counts: got -1", (X, torch.tensor([3, -1, *COUNTS[2:]]), 2, 3)),
+    "elsewhere": (ValueError, r"device meta; allowed: cpu", (X, torch.tensor(COUNTS).to("meta"), 2, 3)),
+    "alignment": (ValueError, r"alignment: got 48; allowed: positive multiples", (X, torch.tensor(COUNTS), 2, 3, 48)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_to_permute(name: str) -> None:
+    error, message, args = BAD[name]
+    with pytest.raises(error, match=message):
+        permute_mxfp8_fwd_hp_bwd(*args)
+
+
+def test_bad_input_to_unpermute() -> None:
+    indices = torch.zeros(8, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"padded_shape: got \(3,\); allowed: \(rows \+ 1, dim\)"):
+        unpermute_hp_fwd_mxfp8_bwd(X[:8], indices, (3,))
+    with pytest.raises(ValueError, match=r"permuted_indices: got shape \(8,\); allowed: \(46,\)"):
+        unpermute_hp_fwd_mxfp8_bwd(X, indices, (3, K))
+
+
+def test_whole_graph() -> None:
+    torch._dynamo.reset()
+
+    def there_and_back(x: Tensor, counts: Tensor) -> Tensor:
+        padded_shape, rows, indices, _, _ = permute_mxfp8_fwd_hp_bwd(MXTensor.quantize(x), counts, 2, 3)
+        return unpermute_hp_fwd_mxfp8_bwd(rows.dequantize(), indices, padded_shape)
+
+    x, counts, grad = X.clone().requires_grad_(), torch.tensor(COUNTS), randn(ROWS, K, seed=1)
+    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x, counts)
+    assert torch.equal(got, MXTensor.quantize(X).dequantize())
+    assert torch.equal(torch.autograd.grad(got, x, grad)[0], grad)
