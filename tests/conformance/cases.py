@@ -11,8 +11,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from mxep.core_kernels import oracle_layer
+from mxep.core_kernels import oracle, oracle_layer
 from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.recipe import RECIPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 Array = np.ndarray
@@ -196,16 +197,20 @@ def _gemm(name: str, ends: list[int], m: int, k: int, n: int, distribution: str 
 
 def _gemm_cases() -> dict[str, Gemm]:
     cases = {name: _gemm(name, [64, 96], 96, 96, 64, name) for name in DISTRIBUTIONS}
-    cases["empty_experts"] = _gemm("empty", [0, 32, 32, 96, 96], 96, 64, 32)
-    cases["one_hot_expert"] = _gemm("hot", [0, 128, 128], 128, 64, 32)
-    cases["rows_past_the_end"] = _gemm("past", [32, 64], 128, 64, 32)
-    cases["every_row_past_the_end"] = _gemm("all_past", [0, 0], 64, 64, 32)
+    # one shape for all these, because JAX compiles each
+    for name, ends in {
+        "empty_experts": [0, 32, 32, 128, 128],
+        "one_hot_expert": [0, 0, 128, 128, 128],
+        "rows_past_the_end": [32, 32, 64, 64, 96],
+        "every_row_past_the_end": [0, 0, 0, 0, 0],
+        "nan_and_inf_in_one_row": [32, 64, 64, 96, 128],
+    }.items():
+        cases[name] = _gemm(name, ends, 128, 64, 32)
+    nan = cases["nan_and_inf_in_one_row"]
+    nan.lhs[3, 5], nan.lhs[40, 1], nan.dout[70, 2] = np.nan, np.inf, np.nan
     cases["one_group"] = _gemm("one", [32], 32, 32, 32)
     cases["no_rows"] = _gemm("none", [0, 0], 0, 64, 32)
     cases["wide"] = _gemm("wide", [32, 64], 64, 160, 288)
-    nan = _gemm("nan", [32, 64], 64, 64, 32)
-    nan.lhs[3, 5], nan.lhs[40, 1] = np.nan, np.inf
-    cases["nan_and_inf_in_one_row"] = nan
     return cases
 
 
@@ -267,11 +272,43 @@ def _layer(
 
 LAYERS = {
     "softmax": _layer("softmax", 96),
-    "sigmoid": _layer("sigmoid", 72, score="sigmoid"),
-    "one_expert_per_token": _layer("top1", 48, top_k=1, score="sigmoid"),  # not normalized: it would always weigh one
-    "one_hot_expert": _layer("hot_expert", 80, bias={3: 15.0}),
-    "empty_rank": _layer(
-        "empty_rank", 72, bias={4: -30.0, 5: -30.0, 6: -30.0, 7: -30.0}
-    ),  # half of two ranks, two of four
-    "one_token": _layer("one_token_each", 4),
+    "one_hot_expert": _layer("hot_expert", 96, bias={3: 15.0}),
+    "empty_rank": _layer("empty_rank", 96, bias={4: -30.0, 5: -30.0, 6: -30.0, 7: -30.0}),  # 1 of 2 ranks, 2 of 4
+    "one_token_per_rank": _layer("one_token_each", 4),
+    "one_expert_per_token": _layer("top1", 96, top_k=1, score="sigmoid"),  # not normalized: it would always weigh one
+    "sigmoid": _layer("sigmoid", 96, score="sigmoid"),
+}
+# Every recipe where the layers share their shapes, the default one for the rest: JAX compiles each in seconds.
+LAYER_RUNS = [
+    (name, recipe)
+    for name in LAYERS
+    for recipe in RECIPES
+    if name in ("softmax", "one_hot_expert", "empty_rank") or recipe == "mxfp8_wgrad_with_hp"
+]
+
+
+# --- four ranks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wire:
+    """rows[r] (M_r, K) bf16 of rank r, splits[r][s] of which go to rank s."""
+
+    rows: tuple[Array, ...]
+    splits: tuple[tuple[int, ...], ...]
+
+    def received(self) -> list[Array]:
+        return oracle.all_to_all(self.rows, self.splits)
+
+
+def _wire(name: str, splits: tuple[tuple[int, ...], ...]) -> Wire:
+    rng = seeded(name)
+    return Wire(tuple(lognormal_blocks(rng, (sum(row), 96)).astype(BF16) for row in splits), splits)
+
+
+WIRE = {
+    "uneven": _wire("uneven", ((3, 0, 5, 9), (1, 1, 1, 1), (0, 0, 40, 0), (7, 33, 2, 0))),
+    "a_rank_sends_nothing": _wire("sends_nothing", ((2, 3, 4, 5), (0, 0, 0, 0), (1, 0, 2, 0), (0, 6, 0, 1))),
+    "a_rank_receives_nothing": _wire("receives_nothing", ((2, 0, 4, 5), (8, 0, 1, 1), (1, 0, 2, 0), (0, 0, 0, 1))),
+    "one_row": _wire("one_row", ((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 0), (0, 0, 0, 0))),
 }

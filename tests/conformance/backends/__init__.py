@@ -14,7 +14,14 @@ party adds a module here with its own `OPS` and a line in `NAMES`.
 
 import os
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
+
+import numpy as np
+
+from ..cases import LAYERS
+
+Array = np.ndarray
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 NAMES = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
@@ -24,3 +31,13 @@ GEMM_NAMES = tuple(name for name in NAMES if name != "cpp")  # on a CPU the fram
 
 def ops(backend: str) -> Mapping[str, Callable]:
     return import_module(f"{__name__}.{backend}").OPS
+
+
+@cache
+def dense_layer(
+    frontend: str, name: str, recipe: str
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """y, statistics and gradients of a case of `LAYERS` on one rank."""
+    case = LAYERS[name]
+    module = import_module(f"{__name__}.{frontend}")
+    return module.moe(case.x, case.params, case.dy, recipe, **case.routing)

@@ -1,0 +1,200 @@
+"""The JAX frontend's public functions, under `jax.jit`; expert parallelism on four CPU devices (tests/conftest.py)."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from mxep import jax_frontend as mxep
+from mxep.core_kernels.recipe import Recipe
+from mxep.jax_frontend import ops
+
+from ..cases import LAYERS, WIRE
+
+Array = np.ndarray
+Pair = tuple[Array, Array]
+
+NAMES = (
+    *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
+    *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
+    *("grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"),
+)
+
+
+@cache
+def compiled(name: str, options: tuple[tuple[str, Any], ...]) -> Callable:
+    return jax.jit(partial(getattr(ops, name), **dict(options)))
+
+
+def run(name: str, *inputs: Array, **options: Any) -> Any:
+    results = compiled(name, tuple(options.items()))(*inputs)
+    return tuple(map(np.asarray, results)) if isinstance(results, tuple) else np.asarray(results)
+
+
+OPS: dict[str, Callable] = {name: partial(run, name) for name in NAMES}
+
+
+@jax.custom_vjp
+def with_mx_gradient(out: mxep.MXGradArray, q: jax.Array, sf: jax.Array) -> jax.Array:
+    """The value of `out`; its gradient is the pair q, sf whatever comes back: what a combine does."""
+    return out.value
+
+
+with_mx_gradient.defvjp(
+    lambda out, q, sf: (out.value, (q, sf)), lambda pair, _: (mxep.MXGradArray.cotangent(None, pair), None, None)
+)
+
+
+@partial(jax.jit, static_argnames="recipe")
+def _grouped_mm(a, b_t, group_ends, dout, recipe: Recipe):
+    def forward(a, w):
+        # bf16 products take no mxep.MXArray, see its docstring
+        a = a.dequantize() if isinstance(a, mxep.MXArray) and not recipe.quantized else a
+        out = mxep.mxfp8_grouped_mm(a, w, group_ends, recipe=recipe, mx_grad=isinstance(dout, tuple))
+        return with_mx_gradient(out, *dout) if isinstance(dout, tuple) else out
+
+    a = mxep.MXArray.from_bytes(*a) if isinstance(a, tuple) else a
+    out, backward = jax.vjp(forward, a, b_t.mT)
+    da, dw = backward(jnp.zeros_like(out) if isinstance(dout, tuple) else dout)
+    return out, da.carrier if isinstance(a, mxep.MXArray) else da, dw.mT
+
+
+def grouped_mm(
+    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, recipe: str, rounding: str = "rceil"
+) -> tuple[Array, Array, Array]:
+    """out (M, N), da (M, K), db_t (G, K, N); `a` and `dout` are floats or MX pairs."""
+    results = _grouped_mm(a, b_t, group_ends, dout, Recipe.parse(recipe, rounding=rounding))
+    return tuple(map(np.asarray, results))
+
+
+@partial(jax.jit, static_argnames=("ranks", "alignment"))
+def _permute(rows, counts, dout, ranks: int, alignment: int):
+    groups, groups_vjp, maps = jax.vjp(
+        lambda x: mxep.permute(x, counts, ranks, counts.shape[0] // ranks, alignment), rows, has_aux=True
+    )
+    back, back_vjp = jax.vjp(lambda x: mxep.unpermute_hp_fwd_mxfp8_bwd(x, maps), dout)
+    return groups, *groups_vjp(dout), back, *back_vjp(rows)
+
+
+def permute(rows: Array, counts: Array, ranks: int, dout: Array, alignment: int) -> tuple[Array, Array, Array, Array]:
+    """Rows (M, K) to padded groups (P, K) and back; each with its gradient for `dout` (P, K), and `rows` as dout."""
+    groups, drows, back, dback = map(np.asarray, _permute(rows, counts, dout, ranks, alignment))
+    return groups, drows, back, dback
+
+
+def mesh(ranks: int) -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")[:ranks]), ("ep",))
+
+
+RANKS = 4
+
+
+def _wire(rows, counts, grad, expert_out, dback):
+    exchange = mxep.plan_exchange(counts, "ep", num_rows=rows.shape[0])
+
+    def dispatch(x):
+        mx = mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(x, exchange)
+        return mx.carrier, (mx.q, mx.sf)
+
+    _, backward, (there_q, there_sf) = jax.vjp(dispatch, rows, has_aux=True)
+    (drows,) = backward(grad)
+    sent_back = mxep.MXGradArray.wrap(expert_out)
+    back, backward = jax.vjp(lambda x: mxep.a2a_combine_hp_fwd_mxfp8_bwd(x, exchange), sent_back)
+    (dexpert,) = backward(dback)
+    _, (q, sf) = dexpert.parts()
+    return {"q": there_q, "sf": there_sf, "rows.grad": drows, "back": back, "grad.q": q, "grad.sf": sf}
+
+
+def wire(name: str) -> list[dict[str, Array]]:
+    """Per rank: q, sf, rows.grad, back, grad.q, grad.sf; the slack of the buffers, NaN on the way in, is cut away."""
+    case = WIRE[name]
+    capacity, k = max(map(sum, case.splits)), case.rows[0].shape[1]
+    starts = [np.cumsum([0, *(row[rank] for row in case.splits)]) for rank in range(RANKS)]
+
+    def send_buffer(rows: tuple[Array, ...]) -> Array:
+        out = np.full((RANKS, capacity, k), np.nan, rows[0].dtype)
+        for rank, part in enumerate(rows):
+            out[rank, : len(part)] = part
+        return out.reshape(-1, k)
+
+    def receive_buffer(received: list[Array]) -> Array:
+        out = np.full((RANKS, RANKS, capacity, k), np.nan, received[0].dtype)
+        for rank, part in enumerate(received):
+            for source, piece in enumerate(np.split(part, starts[rank][1:-1])):
+                out[rank, source, : len(piece)] = piece
+        return out.reshape(-1, k)
+
+    def cut(rank: int, key: str, value: jax.Array) -> Array:
+        part = np.asarray(value).reshape(RANKS, -1, value.shape[1])[rank]
+        if key in ("rows.grad", "back"):
+            return part[: sum(case.splits[rank])]
+        pieces = part.reshape(RANKS, capacity, -1)
+        return np.concatenate([pieces[source, : case.splits[source][rank]] for source in range(RANKS)])
+
+    rows, received = send_buffer(case.rows), receive_buffer(case.received())
+    spec = PartitionSpec("ep")
+    run = jax.jit(jax.shard_map(_wire, mesh=mesh(RANKS), in_specs=spec, out_specs=spec))
+    results = run(rows, np.array(case.splits, np.int32).reshape(-1), received, received, rows)
+    return [{key: cut(rank, key, value) for key, value in results.items()} for rank in range(RANKS)]
+
+
+def _config(params: dict[str, Array], recipe: str, top_k: int, score: str, normalize: bool) -> mxep.MoEConfig:
+    num_experts, hidden, dim = params["w1"].shape
+    return mxep.MoEConfig(dim, hidden, num_experts, top_k, score_func=score, normalize=normalize, recipe=recipe)
+
+
+def _tree(params: dict[str, Array]) -> dict[str, Any]:
+    return {"router": params["router"], "experts": {name: params[name] for name in ("w1", "w2", "w3")}}
+
+
+def _flat(grads: dict[str, Any], x: jax.Array) -> dict[str, Array]:
+    return {name: np.asarray(g) for name, g in {"x": x, "router": grads["router"], **grads["experts"]}.items()}
+
+
+# By default XLA leaves out a rounding to bf16 where it fuses, here or there as the graph is cut: with it, layers
+# on 1 and on 4 ranks differ at bf16's level (51 dB). Without, they agree to the bit, and the tests can ask for that.
+EXACT = {"xla_allow_excess_precision": False}
+
+
+@partial(jax.jit, static_argnames="config", compiler_options=EXACT)
+def _moe(params, x, dy, config):
+    y, backward, stats = jax.vjp(lambda params, x: mxep.moe.apply(params, x, config), params, x, has_aux=True)
+    return y, stats, backward(dy)
+
+
+def moe(
+    x: Array, params: dict[str, Array], dy: Array, recipe: str, **routing: Any
+) -> tuple[Array, dict[str, Array], dict[str, Array]]:
+    """The dense layer: y, its statistics, and the gradients of x and of every parameter."""
+    y, stats, grads = _moe(_tree(params), x, dy, _config(params, recipe, **routing))
+    return np.asarray(y), {name: np.asarray(s) for name, s in stats._asdict().items()}, _flat(*grads)
+
+
+@cache
+def ranked_layer(config: mxep.MoEConfig, degree: int) -> Callable:
+    """A function of params, x, dy -> y, counts, (dparams, dx) on `degree` ranks, compiled once."""
+    spec = PartitionSpec("ep")
+
+    def one_rank(params, x):
+        y, stats = mxep.moe.apply(params, x, config, axis_name="ep")
+        return y, stats.counts
+
+    @partial(jax.jit, compiler_options=EXACT)
+    def run(params, x, dy):
+        specs = {"router": PartitionSpec(), "experts": spec}
+        ranks = jax.shard_map(one_rank, mesh=mesh(degree), in_specs=(specs, spec), out_specs=spec)
+        y, backward, counts = jax.vjp(ranks, params, x, has_aux=True)
+        return y, counts.reshape(degree, -1).sum(0), backward(dy)
+
+    return run
+
+
+def layer(name: str, recipe: str, degree: int) -> dict[str, Array]:
+    """The layer on `degree` ranks, put together: y, counts, and the gradients of x, router, w1, w2, w3."""
+    case = LAYERS[name]
+    run = ranked_layer(_config(case.params, recipe, **case.routing), degree)
+    y, counts, grads = run(_tree(case.params), case.x, case.dy)
+    return {"y": np.asarray(y), "counts": np.asarray(counts), **_flat(*grads)}

@@ -1,0 +1,105 @@
+"""Expert parallelism over 1, 2 and 4 ranks gives the dense layer's answer, and the same bytes travel.
+
+Both frameworks:
+
+    torch  four processes with gloo, started once for this module (torch_ranks.py)
+    jax    four CPU devices of this process, shard_map
+
+An expert sees the same rows in the same padded group whatever the number of ranks, so its products are the same
+to the bit. What differs is the router's fp32 product over fewer tokens, in its last bits.
+"""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mxep.core_kernels import oracle
+
+from . import check
+from .backends import FRONTENDS, dense_layer
+from .cases import BF16, LAYER_RUNS, WIRE
+
+Array = np.ndarray
+RANKS = 4
+SAME_DB = 100.0  # measured at least 133; one element quantized differently would show as less than 70
+
+
+class TorchRanks:
+    """The results that the four processes wrote, by case."""
+
+    def __init__(self, files: list[Mapping[str, Array]]) -> None:
+        self.files = files
+
+    def layer(self, name: str, recipe: str, degree: int) -> dict[str, Array]:
+        """The layer on `degree` ranks, put together: y, counts, and the gradients of x, router, w1, w2, w3."""
+        parts = [self._strip(file, f"{degree}/{name}/{recipe}/") for file in self.files[:degree]]
+        together = {key: np.concatenate([part[key] for part in parts]) for key in ("y", "x", "w1", "w2", "w3")}
+        return together | {key: np.sum([part[key] for part in parts], 0) for key in ("counts", "router")}
+
+    def wire(self, name: str) -> list[dict[str, Array]]:
+        """Per rank: q, sf, rows.grad, back, grad.q, grad.sf."""
+        return [self._strip(file, f"wire/{name}/") for file in self.files]
+
+    @staticmethod
+    def _strip(file: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+        keys = [key for key in file if key.startswith(prefix)]
+        return {key.removeprefix(prefix): file[key] for key in keys}
+
+
+@pytest.fixture(scope="module")
+def torch_ranks(tmp_path_factory: pytest.TempPathFactory) -> TorchRanks:
+    out = tmp_path_factory.mktemp("ranks")
+    script = [sys.executable, str(Path(__file__).with_name("torch_ranks.py"))]
+    processes = [
+        subprocess.Popen(
+            [*script, str(rank), str(RANKS), str(out / "store"), str(out)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [error for process, error in zip(processes, errors, strict=True) if process.returncode]
+    assert not failed, failed[0]
+    return TorchRanks([dict(np.load(out / f"rank{rank}.npz")) for rank in range(RANKS)])
+
+
+@pytest.fixture(params=FRONTENDS)
+def ranks(request: pytest.FixtureRequest):
+    """What runs on several ranks: `layer` and `wire`, see TorchRanks."""
+    if request.param == "torch":
+        return request.param, request.getfixturevalue("torch_ranks")
+    return request.param, import_module(f"{__package__}.backends.jax")
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize(("name", "recipe"), LAYER_RUNS)
+def test_any_number_of_ranks_gives_the_dense_answer(ranks, name: str, recipe: str, degree: int) -> None:
+    frontend, backend = ranks
+    y, stats, grads = dense_layer(frontend, name, recipe)
+    got = backend.layer(name, recipe, degree)
+    np.testing.assert_array_equal(got["counts"], stats["counts"])
+    for key, want in (grads | {"y": y}).items():
+        assert got[key].shape == want.shape
+        assert check.sqnr_db(got[key], want) > SAME_DB, key
+
+
+@pytest.mark.parametrize("name", WIRE)
+def test_the_bytes_on_the_wire_are_the_oracles(ranks, name: str) -> None:
+    """Dispatch forward and combine backward carry MX bytes, the other two legs bf16; each received row exact."""
+    case = WIRE[name]
+    got, received = ranks[1].wire(name), case.received()
+    packed = oracle.all_to_all([oracle.quantize_row_packed(rows) for rows in case.rows], case.splits)
+    for rank in range(RANKS):
+        part, k = got[rank], case.rows[rank].shape[1]
+        want = packed[rank][:, :k], packed[rank][:, k:]
+        check.same_bytes((part["q"], part["sf"]), want)
+        check.same_bytes((part["grad.q"], part["grad.sf"]), want)
+        check.same_bytes(part["back"].view(BF16), case.rows[rank])
+        check.same_bytes(part["rows.grad"].view(BF16), oracle.all_to_all_vjp(received, case.splits)[rank])

@@ -1,0 +1,81 @@
+"""One rank of the expert-parallel runs in PyTorch: started as a script by test_expert_parallel.py, four at a time.
+
+    python torch_ranks.py RANK RANKS STORE OUT     results: OUT/rank{RANK}.npz, key "degree/case/recipe/what"
+
+A group of `ep` ranks shares the experts; with four processes and ep = 1 or 2 there are several groups with the
+same tokens. gloo over a file store, so no port is taken.
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mxep import torch_frontend as mxep
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from conformance.backends.arrays import to_numpy, to_torch
+from conformance.backends.torch import moe_module
+from conformance.cases import BF16, LAYER_RUNS, LAYERS, WIRE, Layer, Wire
+
+DEGREES = (1, 2, 4)
+
+
+def layer(case: Layer, recipe: str, mesh: DeviceMesh) -> dict[str, np.ndarray]:
+    """This rank's y, statistics, and gradients of x, of the router (its share) and of its experts."""
+    moe = moe_module(case.params, recipe, **case.routing)
+    parallelize_module(moe.experts, mesh, mxep.MXFP8ExpertParallel())
+    rows = np.array_split(np.arange(len(case.x)), mesh.size())[mesh.get_local_rank()]
+    x = to_torch(case.x[rows]).requires_grad_()
+    y, stats = moe(x)
+    y.backward(to_torch(case.dy[rows]))
+    results = {"y": y, "counts": stats.counts, "x": x.grad, "router": moe.router.weight.grad}
+    for name, parameter in moe.experts.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        results[name] = parameter.grad.to_local()
+    return {name: to_numpy(tensor) for name, tensor in results.items()}
+
+
+def wire(case: Wire, mesh: DeviceMesh) -> dict[str, np.ndarray]:
+    """The bytes that this rank receives: dispatch forward and combine backward; and the two wide legs."""
+    rank, group = mesh.get_local_rank(), mesh.get_group()
+    sent, received = case.splits[rank], [row[rank] for row in case.splits]
+    rows = to_torch(case.rows[rank]).requires_grad_()
+    there = mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(rows, received, sent, group)
+    there.backward(to_torch(case.received()[rank]))
+
+    expert_out = to_torch(case.received()[rank]).requires_grad_()
+    back = mxep.a2a_combine_hp_fwd_mxfp8_bwd(expert_out, sent, received, group)
+    (grad,) = torch.autograd.grad(back, expert_out, to_torch(case.rows[rank]))
+    results = {"q": there.q, "sf": there.sf, "rows.grad": rows.grad, "back": back, "grad.q": grad.q, "grad.sf": grad.sf}
+    return {name: to_numpy(tensor) for name, tensor in results.items()}
+
+
+def main(rank: int, ranks: int, store: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+    )
+    results = {}
+    for degree in DEGREES:
+        mesh = init_device_mesh("cpu", (ranks // degree, degree), mesh_dim_names=("dp", "ep"))["ep"]
+        for name, recipe in LAYER_RUNS:
+            values = layer(LAYERS[name], recipe, mesh)
+            results |= {f"{degree}/{name}/{recipe}/{key}": value for key, value in values.items()}
+        if degree == ranks:
+            for name, case in WIRE.items():
+                results |= {f"wire/{name}/{key}": value for key, value in wire(case, mesh).items()}
+    # bf16 is saved as its bits: npz knows no ml_dtypes
+    bits = {key: v.view(np.uint16) if v.dtype == BF16 else v for key, v in results.items()}
+    np.savez(out / f"rank{rank}.npz", **bits)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
