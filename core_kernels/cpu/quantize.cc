@@ -1,10 +1,11 @@
 // Quantize along rows, along columns, or both.
 //
-//   rows   blocks are contiguous: 16 blocks give 16 scales at once, then 16 x 32 values follow
+//   rows   blocks are contiguous: the factors of 16 of them are spread out first, so that their values
+//          are one long loop, which fills the widest vectors
 //   cols   a tile of 32 x 32 values is copied out of x, whose rows lie far apart and often in one cache
 //          set. Four rows of codes make one 32-bit word per column, which is most of the transpose.
 //          256 rows go out together, so that a column receives whole cache lines.
-//   both   rows, then cols, of a piece of x that is still in the cache
+//   both   cols, then rows, of a piece of x that cols, which prefetches, has brought into the cache
 #include <algorithm>
 #include <cstring>
 
@@ -22,30 +23,21 @@ constexpr int64_t kPieceRows = 256, kPieceRowBytes = 1024;  // with its outputs 
 template <typename T>
 MXEP_INLINE void rows_of(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
   constexpr int kGroup = 16;
+  alignas(64) float inverse[kGroup * kBlock];
   for (int64_t first = 0; first < blocks; first += kGroup) {
     const int count = static_cast<int>(std::min<int64_t>(kGroup, blocks - first));
     const T* in = x + first * kBlock;
     uint8_t* out = q + first * kBlock;
-    uint32_t amax[kGroup] = {};
     for (int b = 0; b < count; ++b) {
       decltype(magnitude(T{})) largest = 0;
       for (int i = 0; i < kBlock; ++i) largest = std::max(largest, magnitude(in[b * kBlock + i]));
-      amax[b] = f32_bits(largest);
+      const uint32_t byte = e8m0_from_amax(f32_bits(largest), rule);
+      sf[first + b] = static_cast<uint8_t>(byte);
+      std::fill_n(inverse + b * kBlock, kBlock, inverse_scale(byte));
     }
-    uint8_t bytes[kGroup];
-    float inverse[kGroup];
-    for (int b = 0; b < kGroup; ++b) {
-      const uint32_t byte = e8m0_from_amax(amax[b], rule);
-      bytes[b] = static_cast<uint8_t>(byte);
-      inverse[b] = inverse_scale(byte);
-    }
-    std::memcpy(sf + first, bytes, count);
-    for (int b = 0; b < count; ++b) {
-      const float factor = inverse[b];
-      for (int i = b * kBlock; i < (b + 1) * kBlock; ++i)
-        out[i] = static_cast<uint8_t>(e4m3_from_f32(to_f32(in[i]) * factor));
-      if (bytes[b] == kE8m0Nan) std::memset(out + b * kBlock, kE4m3Nan, kBlock);
-    }
+    for (int i = 0; i < count * kBlock; ++i) out[i] = static_cast<uint8_t>(e4m3_from_f32(to_f32(in[i]) * inverse[i]));
+    for (int b = 0; b < count; ++b)
+      if (sf[first + b] == kE8m0Nan) std::memset(out + b * kBlock, kE4m3Nan, kBlock);
   }
 }
 
@@ -97,18 +89,14 @@ MXEP_INLINE void cols_of(const T* x, uint8_t* q, uint8_t* sf, Piece piece, Scale
   }
 }
 
-// target_clones takes no template.
-MXEP_CLONES void quantize_rows(const bf16* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
-  rows_of(x, q, sf, blocks, rule);
+template <typename T>
+void quantize_rows(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
+  vectorized([=]() MXEP_ALWAYS_INLINE { rows_of(x, q, sf, blocks, rule); });
 }
-MXEP_CLONES void quantize_rows(const float* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
-  rows_of(x, q, sf, blocks, rule);
-}
-MXEP_CLONES void quantize_cols(const bf16* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
-  cols_of(x, q, sf, piece, rule);
-}
-MXEP_CLONES void quantize_cols(const float* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
-  cols_of(x, q, sf, piece, rule);
+
+template <typename T>
+void quantize_cols(const T* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
+  vectorized([=]() MXEP_ALWAYS_INLINE { cols_of(x, q, sf, piece, rule); });
 }
 
 ScaleRule rule_of(const Call& call) { return {call.attrs[0], call.attrs[1] != 0}; }
@@ -121,7 +109,7 @@ void with_data(const Array& x, const Body& body) {
     body(x.as<const float>());
 }
 
-// Cuts every matrix of x into pieces and quantizes each along the columns, after the rows if `q` is given.
+// Cuts every matrix of x into pieces and quantizes each along the columns, and along the rows if `q` is given.
 void by_pieces(const Array& x_array, uint8_t* q, uint8_t* sf, uint8_t* q_t, uint8_t* sf_t, ScaleRule rule) {
   const int64_t batch = x_array.leading(2), m = x_array.dim(-2), k = x_array.dim(-1);
   with_data(x_array, [&]<typename T>(const T* x) {
@@ -132,9 +120,9 @@ void by_pieces(const Array& x_array, uint8_t* q, uint8_t* sf, uint8_t* q_t, uint
         const int64_t matrix = i / (down * across), row = i / across % down * kPieceRows, col = i % across * kPieceCols;
         const Piece piece{std::min(kPieceRows, m - row), std::min(kPieceCols, k - col), k, m, m / kBlock};
         const int64_t top = matrix * m + row, left = matrix * k + col;
+        quantize_cols(x + top * k + col, q_t + left * m + row, sf_t + (left * m + row) / kBlock, piece, rule);
         for (int64_t r = top; q && r < top + piece.rows; ++r)
           quantize_rows(x + r * k + col, q + r * k + col, sf + (r * k + col) / kBlock, piece.cols / kBlock, rule);
-        quantize_cols(x + top * k + col, q_t + left * m + row, sf_t + (left * m + row) / kBlock, piece, rule);
       }
     });
   });
