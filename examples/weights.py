@@ -33,16 +33,16 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(config: Config) -> dict[str, np.ndarray]:
-    """Draw every weight from `config.seed`, float32: norms are ones, matrices normal with deviation
-    1/sqrt(fan in), those that write into the residual stream smaller by sqrt(2 num_layers), and the
-    head 0.02, so that the first loss is close to log(vocab_size)."""
+    """Draw every weight from `config.seed`, float32. Norms are ones; matrices normal with deviation
+    1/sqrt(fan in), which is 1 for the lookup of a byte; those that write into the residual stream
+    smaller by sqrt(2 num_layers); the head 0.02, so that the first loss is close to log(vocab_size)."""
     rng = np.random.default_rng(config.seed)
     weights = {}
     for name, shape in weight_shapes(config).items():
         if len(shape) == 1:
             weights[name] = np.ones(shape, np.float32)
             continue
-        deviation = 0.02 if name == "head.weight" else shape[-1] ** -0.5
+        deviation = {"embed.weight": 1.0, "head.weight": 0.02}.get(name, shape[-1] ** -0.5)
         if name.endswith(("attn.out.weight", "experts.w2")):
             deviation /= (2 * config.num_layers) ** 0.5
         weights[name] = (rng.standard_normal(shape) * deviation).astype(np.float32)

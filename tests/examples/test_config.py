@@ -36,6 +36,7 @@ def test_initial_weights_depend_on_the_seed_alone():
     weights, again = initial_weights(config), initial_weights(config)
     assert all(np.array_equal(weights[n], again[n]) for n in weights)
     assert weights["blocks.0.attn.qkv.weight"].std() == pytest.approx(config.dim**-0.5, rel=0.02)
+    assert weights["embed.weight"].std() == pytest.approx(1, rel=0.02)
     assert weights["head.weight"].std() == pytest.approx(0.02, rel=0.02)
     assert (weights["norm.weight"] == 1).all()
     assert not np.array_equal(weights["head.weight"], initial_weights(Config(seed=1))["head.weight"])
