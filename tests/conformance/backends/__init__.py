@@ -25,6 +25,7 @@ Array = np.ndarray
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 NAMES = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
+POISONED = tuple(name for name in NAMES if name in ("cpp", "triton"))  # their ops take `poison`, a byte
 FRONTENDS = ("torch", "jax")  # what test_end_to_end.py and test_expert_parallel.py need besides `OPS` is in these
 GEMM_NAMES = tuple(name for name in NAMES if name != "cpp")  # on a CPU the frameworks multiply
 
