@@ -129,7 +129,8 @@ def mxfp8_grouped_mm(
         if not isinstance(flag, bool):
             allowed = "allowed: bool (there is no kernel_preference here; see capabilities())"
             fail(TypeError, op, name, repr(flag), allowed)
-    if not wgrad_with_hp and not pad_token_groups_for_grouped_mm:
+    has_wgrad = torch.is_grad_enabled() and B_t.requires_grad
+    if has_wgrad and not wgrad_with_hp and not pad_token_groups_for_grouped_mm:
         _check_token_blocks(op, A, offs)
     out = _grouped_mm(A, B_t, offs, out_dtype, True, wgrad_with_hp, pad_token_groups_for_grouped_mm, rounding)
     return _add_bias(op, out, offs, bias)

@@ -162,6 +162,7 @@ def test_a_graph_cut_before_an_mx_gradient_still_gets_it() -> None:
 
 
 A, W, OFFS = (x.detach() for x in operands())
+TRAINED = W.clone().requires_grad_()
 
 
 def ends(*values: int) -> Tensor:
@@ -181,8 +182,8 @@ BAD = {
     "too few offs": (ValueError, r"offs: got shape \(2,\); allowed: \(3,\)", (A, W.mT, OFFS[:2]), {}),
     "decreasing": (ValueError, r"offs: got \[32, 0, 96\]", (A, W.mT, ends(32, 0, 96)), {}),
     "past M": (ValueError, r"offs: got \[32, 32, 160\]; .* up to 128", (A, W.mT, ends(32, 32, 160)), {}),
-    "unaligned": (ValueError, r"offs: .*multiples of 32; pass wgrad_with_hp", (A, W.mT, ends(1, 2, 3)), {}),
-    "unaligned M": (ValueError, r"A: got M = 100; .*pad_token_groups", (A[:100], W.mT, OFFS), {}),
+    "unaligned": (ValueError, r"offs: .*multiples of 32; pass wgrad_with_hp", (A, TRAINED.mT, ends(1, 2, 3)), {}),
+    "unaligned M": (ValueError, r"A: got M = 100; .*pad_token_groups", (A[:100], TRAINED.mT, OFFS), {}),
     "offs elsewhere": (ValueError, r"offs: got device meta; allowed: cpu", (A, W.mT, OFFS.to("meta")), {}),
     "out dtype": (TypeError, r"out_dtype: got torch.float16", (A, W.mT, OFFS), {"out_dtype": torch.float16}),
     "bias": (ValueError, r"bias: got shape \(3,\); allowed: \(96,\) or", (A, W.mT, OFFS, torch.zeros(3)), {}),

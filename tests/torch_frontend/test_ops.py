@@ -1,5 +1,8 @@
 """Every kernel as a custom op: opcheck, whole graphs, bytes, and errors that say what to do."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -168,6 +171,26 @@ def test_a_forced_implementation_runs_or_raises() -> None:
         pass
     with pytest.raises(NotImplementedError, match="quantize_row: device: got meta"):
         ops.quantize_row._init_fn(x.to("meta"))
+
+
+INTERPRETED = """
+import torch
+from mxep.torch_frontend import capabilities, force_implementation, ops
+x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+ids = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
+runs = [lambda: ops.quantize_row(x), lambda: ops.sort_by_expert(ids, 3), lambda: (ops.permute_rows(x, ids),)]
+for run in runs:
+    want = run()
+    with force_implementation("triton"):
+        assert capabilities()["quantize_row"].uses == "triton, interpreter"
+        assert all(torch.equal(g, w) for g, w in zip(run(), want, strict=True))
+"""
+
+
+def test_triton_runs_on_a_cpu_under_its_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_debug_checks_end_with_their_block() -> None:
