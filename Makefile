@@ -12,10 +12,11 @@ train: .venv/.train
 	$(BIN)/python -m examples.train_all --out runs/small
 
 # Triton's interpreter is chosen before triton is imported and a process in that mode cannot compile:
-# the kernels' numerics and everything else are two runs.
+# the kernels' numerics and everything else are two runs. A file stays with one worker: process groups
+# and compiled programs are made once per file.
 test: .venv/.dev
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/conformance tests/kernels
-	$(BIN)/pytest -n 2
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile tests/conformance tests/kernels
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
