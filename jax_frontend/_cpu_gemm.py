@@ -39,10 +39,13 @@ def _tiles(start: jax.Array, end: jax.Array, rows: int, body: Callable, init: ja
     return lax.fori_loop(0, (end - start + tile - 1) // tile, step, init)
 
 
-def _groups(group_ends: jax.Array, rows: int) -> list[tuple[jax.Array, jax.Array]]:
+def _for_each_group(group_ends: jax.Array, rows: int, body: Callable, init: jax.Array) -> jax.Array:
+    """Fold `body(g, start, end, carry)` over the groups; a loop, so that the program does not grow with them."""
     ends = jnp.clip(group_ends, 0, rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    return [(starts[g], ends[g]) for g in range(group_ends.shape[0])]
+    if not rows or not group_ends.shape[0]:
+        return init
+    return lax.fori_loop(0, group_ends.shape[0], lambda g, carry: body(g, starts[g], ends[g], carry), init)
 
 
 def _varying_zeros(shape: tuple[int, ...], dtype: str, *like: jax.Array) -> jax.Array:
@@ -55,18 +58,20 @@ def _m_grouped(lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, out: Arr
     dtype = jnp.dtype(out.dtype)
     # The carry holds bits: XLA:CPU updates a bf16 array by converting all of it to fp32 and back, per tile.
     bits = {2: "uint16", 4: "uint32"}[dtype.itemsize]
-    result = _varying_zeros(out.shape, bits, lhs, rhs_t, group_ends)
-    for g, (start, end) in enumerate(_groups(group_ends, rows) if rows else []):
+
+    def group(g, start, end, result):
         weight = rhs_t[g].astype(jnp.float32)
 
-        def body(first, mask, result, weight=weight):
+        def body(first, mask, result):
             product = lax.dynamic_slice_in_dim(lhs, first, tile).astype(jnp.float32) @ weight.T
             new = lax.bitcast_convert_type(product.astype(dtype), bits)
             kept = lax.dynamic_slice_in_dim(result, first, tile)
             return lax.dynamic_update_slice_in_dim(result, jnp.where(mask[:, None], new, kept), first, 0)
 
-        result = _tiles(start, end, rows, body, result)
-    return lax.bitcast_convert_type(result, dtype)
+        return _tiles(start, end, rows, body, result)
+
+    zeros = _varying_zeros(out.shape, bits, lhs, rhs_t, group_ends)
+    return lax.bitcast_convert_type(_for_each_group(group_ends, rows, group, zeros), dtype)
 
 
 def _k_grouped(lhs: jax.Array, rhs: jax.Array, axis: int, group_ends: jax.Array, out: ArrayType) -> jax.Array:
@@ -80,11 +85,12 @@ def _k_grouped(lhs: jax.Array, rhs: jax.Array, axis: int, group_ends: jax.Array,
         b = jnp.where(mask, lax.dynamic_slice_in_dim(rhs, first, tile, axis), 0)
         return total + lax.dot_general(a, b, (((axis,), (axis,)), ((), ())))
 
-    if not rows or not group_ends.shape[0]:
-        return jnp.zeros(out.shape, out.dtype)
-    zeros = _varying_zeros(out.shape[1:], "float32", lhs, rhs, group_ends)
-    groups = [_tiles(start, end, rows, body, zeros) for start, end in _groups(group_ends, rows)]
-    return jnp.stack([group.astype(out.dtype) for group in groups])
+    def group(g, start, end, result):
+        total = _tiles(start, end, rows, body, jnp.zeros_like(result[0]))
+        return lax.dynamic_update_index_in_dim(result, total, g, 0)
+
+    zeros = _varying_zeros(out.shape, "float32", lhs, rhs, group_ends)
+    return _for_each_group(group_ends, rows, group, zeros).astype(out.dtype)
 
 
 def _dequantize(q: jax.Array, sf: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
@@ -118,7 +119,10 @@ def _spread(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> 
 
 def _spread_bwd(copies, inverse, grad):
     slots = ops.permute_rows(grad, inverse).reshape(-1, copies, grad.shape[1])
-    return slots.astype(jnp.float32).sum(1).astype(grad.dtype), None, None
+    total, kept = slots.astype(jnp.float32).sum(1), jnp.finfo(grad.dtype)
+    # Said explicitly, the rounding stays: XLA drops a conversion to bf16 that is followed by one to fp32,
+    # in some programs and not in others.
+    return lax.reduce_precision(total, kept.nexp, kept.nmant).astype(grad.dtype), None, None
 
 
 _spread.defvjp(lambda x, order, inverse, copies: (_spread(x, order, inverse, copies), inverse), _spread_bwd)

@@ -1,0 +1,38 @@
+"""Plain jax.numpy formulas in fp32, and the measure they are compared by."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mxep.jax_frontend import MoEConfig
+
+
+def sqnr(actual: jax.Array, expected: jax.Array) -> float:
+    """Signal over error in dB; infinite for equal arrays."""
+    a, e = (np.asarray(x, np.float64) for x in (actual, expected))
+    error = ((a - e) ** 2).sum()
+    return float(10 * np.log10((e**2).sum() / error)) if error else float("inf")
+
+
+def normal(*shape: int, seed: int = 0, dtype: str = "bfloat16") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def grouped_mm(lhs: jax.Array, rhs_t: jax.Array, sizes: list[int]) -> jax.Array:
+    starts = np.cumsum([0, *sizes])
+    parts = [lhs[a:b] @ w.T for a, b, w in zip(starts, starts[1:], rhs_t, strict=False)]
+    return jnp.concatenate([*parts, jnp.zeros((lhs.shape[0] - starts[-1], rhs_t.shape[1]))])
+
+
+def moe(params: dict, x: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    """Every expert on every token, then the chosen ones: (y, aux_loss)."""
+    logits = x @ params["router"].T
+    scores = jax.nn.softmax(logits) if config.score_func == "softmax" else jax.nn.sigmoid(logits)
+    probs, chosen = jax.lax.top_k(scores, config.top_k)
+    probs = probs / probs.sum(-1, keepdims=True) if config.normalize else probs
+    w = params["experts"]
+    hidden = jax.nn.silu(jnp.einsum("td,efd->tef", x, w["w1"])) * jnp.einsum("td,efd->tef", x, w["w3"])
+    out = jnp.einsum("tef,edf->ted", hidden, w["w2"])
+    y = (jnp.take_along_axis(out, chosen[..., None], 1) * probs[..., None]).sum(1)
+    fraction = jnp.bincount(chosen.reshape(-1), length=config.num_experts) / chosen.size
+    mean_prob = (scores / scores.sum(-1, keepdims=True)).mean(0)
+    return y, config.num_experts * (fraction * mean_prob).sum()
