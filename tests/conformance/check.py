@@ -23,13 +23,12 @@ def same_bytes(got: object, want: object) -> None:
         np.testing.assert_array_equal(g, w, err_msg=f"output {i}")
 
 
-def gemm_bound(got: Array, exact: Array, magnitude: Array, k: int, rounded_to: str = "") -> None:
+def gemm_bound(got: Array, exact: Array, magnitude: Array, k: int) -> None:
     """|got - exact| <= c * eps_fp32 * K * sum|a||b| + half an ulp of the output dtype.
 
     exact: the fp64 sum. magnitude: sum|a||b|. k: terms of the sum. NaN and infinity must be where `exact` has them.
-    rounded_to: the dtype of the GEMM, when `got` was widened after it.
     """
-    dtype = rounded_to or got.dtype.name
+    dtype = got.dtype.name
     assert got.shape == exact.shape
     got = got.astype(np.float64)
     finite = np.isfinite(exact)
@@ -45,18 +44,18 @@ def gemm_bound(got: Array, exact: Array, magnitude: Array, k: int, rounded_to: s
     )
 
 
-def m_grouped(got: Array, lhs: Array, rhs_t: Array, group_ends: Array, rounded_to: str = "") -> None:
+def m_grouped(got: Array, lhs: Array, rhs_t: Array, group_ends: Array) -> None:
     """`got` is lhs (M, K) x rhs_t (G, N, K) within the bound; the operands are the values multiplied."""
     exact = oracle.grouped_mm_bf16(lhs, rhs_t, group_ends, "float64")
     magnitude = oracle.grouped_mm_bf16(np.abs(lhs), np.abs(rhs_t), group_ends, "float64")
-    gemm_bound(got, exact, magnitude, lhs.shape[1], rounded_to)
+    gemm_bound(got, exact, magnitude, lhs.shape[1])
 
 
-def k_grouped(got: Array, lhs: Array, rhs: Array, group_ends: Array, rounded_to: str = "") -> None:
+def k_grouped(got: Array, lhs: Array, rhs: Array, group_ends: Array) -> None:
     """`got` is lhs (M, N) x rhs (M, K) -> (G, N, K) within the bound."""
     exact = oracle.grouped_wgrad_bf16(lhs, rhs, group_ends, "float64")
     magnitude = oracle.grouped_wgrad_bf16(np.abs(lhs), np.abs(rhs), group_ends, "float64")
-    gemm_bound(got, exact, magnitude, lhs.shape[0], rounded_to)
+    gemm_bound(got, exact, magnitude, lhs.shape[0])
 
 
 def sqnr_db(got: Array, want: Array) -> float:
