@@ -1,0 +1,1 @@
+"""One runner for every figure of the project: `python -m benchmarks`."""
