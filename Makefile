@@ -6,7 +6,7 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard core_ker
 
 .PHONY: train test lint format benchmark clean
 
-# Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `compare_curves` fails
+# Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
 train: .venv/.train
 	$(BIN)/python -m examples.train_all --out runs/small

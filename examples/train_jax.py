@@ -19,6 +19,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax import tree_utils
 
 from . import model_jax
 from .checkpoint import Arrays, Checkpoint
@@ -65,7 +66,7 @@ class Trainer:
         # Every leaf is placed like what the step returns, or its second call would compile again, and
         # is a buffer of its own, or it could not be donated.
         count = jax.device_put(np.int32(start.step), NamedSharding(self.mesh, P()))
-        state = optax.tree.set(
+        state = tree_utils.tree_set(
             self.optimizer.init(self.params), count=count, mu=self.place(start.first), nu=self.place(start.second)
         )
         self.opt_state = jax.tree.map(jnp.copy, state)
@@ -124,7 +125,7 @@ class Trainer:
 
     def state(self, step: int) -> Checkpoint:
         """Weights and moments after `step` updates, whole."""
-        trees = (self.params, optax.tree.get(self.opt_state, "mu"), optax.tree.get(self.opt_state, "nu"))
+        trees = (self.params, tree_utils.tree_get(self.opt_state, "mu"), tree_utils.tree_get(self.opt_state, "nu"))
         return Checkpoint(step, *({name: np.asarray(a) for name, a in tree.items()} for tree in trees))
 
 
