@@ -54,16 +54,17 @@ def _varying_zeros(shape: tuple[int, ...], dtype: str, *like: jax.Array) -> jax.
 
 
 def _m_grouped(lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, out: ArrayType) -> jax.Array:
+    """Both operands fp32."""
     rows, tile = lhs.shape[0], min(TILE, lhs.shape[0])
     dtype = jnp.dtype(out.dtype)
     # The carry holds bits: XLA:CPU updates a bf16 array by converting all of it to fp32 and back, per tile.
     bits = {2: "uint16", 4: "uint32"}[dtype.itemsize]
 
     def group(g, start, end, result):
-        weight = rhs_t[g].astype(jnp.float32)
+        weight = rhs_t[g]
 
         def body(first, mask, result):
-            product = lax.dynamic_slice_in_dim(lhs, first, tile).astype(jnp.float32) @ weight.T
+            product = lax.dynamic_slice_in_dim(lhs, first, tile) @ weight.T
             new = lax.bitcast_convert_type(product.astype(dtype), bits)
             kept = lax.dynamic_slice_in_dim(result, first, tile)
             return lax.dynamic_update_slice_in_dim(result, jnp.where(mask[:, None], new, kept), first, 0)
@@ -102,8 +103,15 @@ def _mm_mx(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -> jax.A
     return _m_grouped(_dequantize(lhs_q, lhs_sf), _dequantize(rhs_q, rhs_sf), group_ends, out)
 
 
+def _widen(x: jax.Array) -> jax.Array:
+    """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and a
+    kernel's operand is what its type says."""
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def _mm_bf16(lhs, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
-    return _m_grouped(lhs, rhs_t, group_ends, out)
+    return _m_grouped(_widen(lhs), _widen(rhs_t), group_ends, out)
 
 
 def _wgrad_mx(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
@@ -111,7 +119,7 @@ def _wgrad_mx(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -> ja
 
 
 def _wgrad_bf16(lhs, rhs, group_ends, *, out: ArrayType) -> jax.Array:
-    return _k_grouped(lhs.astype(jnp.float32), rhs.astype(jnp.float32), 0, group_ends, out)
+    return _k_grouped(_widen(lhs), _widen(rhs), 0, group_ends, out)
 
 
 GEMMS = {

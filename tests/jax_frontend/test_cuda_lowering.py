@@ -118,7 +118,7 @@ def test_an_unknown_architecture_is_refused() -> None:
 @pytest.mark.parametrize("before", ["a-cache", None])
 def test_importing_jax_triton_leaves_tritons_cache_where_it_was(before: str | None) -> None:
     code = (
-        "import os; from mxep.jax_frontend import _triton; _triton._jax_triton(); print(os.getenv('TRITON_CACHE_DIR'))"
+        "import os; from mxep.jax_frontend import _triton as t; t._jax_triton(); print(os.getenv('TRITON_CACHE_DIR'))"
     )
     env = {k: v for k, v in os.environ.items() if k != "TRITON_CACHE_DIR"}
     env |= {"TRITON_CACHE_DIR": before} if before else {}

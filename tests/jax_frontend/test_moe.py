@@ -86,7 +86,7 @@ def parallel(ranks: int, recipe: str, check_vma: bool = True, **changes):
     return run
 
 
-# check_vma=False everywhere: a gradient of the replicated router is then summed by shard_map's own transpose
+# With check_vma=False JAX tracks nothing and sums the replicated router's gradient in shard_map's transpose.
 @pytest.mark.parametrize(("ranks", "check_vma"), [(1, True), (2, True), (4, True), (2, False)])
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8", "bf16"])
 def test_any_number_of_devices_gives_the_answer_of_one(recipe: str, ranks: int, check_vma: bool) -> None:
