@@ -10,6 +10,8 @@ Legend: V vocabulary, D dim, H hidden_dim, E experts. Experts are whole here and
 whatever number of ranks holds them during training.
 """
 
+import math
+
 import numpy as np
 
 from .config import Config
@@ -42,8 +44,8 @@ def initial_weights(config: Config) -> dict[str, np.ndarray]:
         if len(shape) == 1:
             weights[name] = np.ones(shape, np.float32)
             continue
-        deviation = {"embed.weight": 1.0, "head.weight": 0.02}.get(name, shape[-1] ** -0.5)
+        deviation = {"embed.weight": 1.0, "head.weight": 0.02}.get(name, 1 / math.sqrt(shape[-1]))
         if name.endswith(("attn.out.weight", "experts.w2")):
-            deviation /= (2 * config.num_layers) ** 0.5
+            deviation /= math.sqrt(2 * config.num_layers)
         weights[name] = (rng.standard_normal(shape) * deviation).astype(np.float32)
     return weights

@@ -143,6 +143,12 @@ def _route(router: jax.Array, x_TD: jax.Array, config: MoEConfig) -> tuple[jax.A
     return chosen_TK, experts_TK.astype(jnp.int32), scores_TE / scores_TE.sum(-1, keepdims=True)
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, computed in fp32 and rounded once to gate's dtype."""
+    product = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    return product.astype(gate.dtype)
+
+
 def _run_experts(
     experts: Params, rows: jax.Array, counts: jax.Array, config: MoEConfig, axis_name: str | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -161,7 +167,7 @@ def _run_experts(
         weight = experts[name].astype(jnp.bfloat16)
         return vjp.mxfp8_grouped_mm(x, weight, maps.group_ends, recipe=recipe, mx_grad=mx_grad)
 
-    hidden = jax.nn.silu(mm(groups, "w1")) * mm(groups, "w3")
+    hidden = swiglu(mm(groups, "w1"), mm(groups, "w3"))
     out = vjp.unpermute_hp_fwd_mxfp8_bwd(mm(hidden, "w2", mx_grad=recipe.quantized), maps)
     rows = ep.a2a_combine_hp_fwd_mxfp8_bwd(out, exchange, recipe.rounding, mxfp8_bwd=recipe.quantized)
     return rows, exchange.overflow

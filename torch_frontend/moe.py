@@ -37,6 +37,11 @@ class MoEStats(NamedTuple):
     overflow: Tensor
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, computed in fp32 and rounded once to gate's dtype."""
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
 class GroupedExperts(nn.Module):
     """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
 
@@ -69,7 +74,7 @@ class GroupedExperts(nn.Module):
 
     def forward(self, groups_PD: Tensor, padded_counts: Tensor) -> Tensor:
         ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
-        h_PF = F.silu(self._mm(groups_PD, self.w1, ends)) * self._mm(groups_PD, self.w3, ends)
+        h_PF = swiglu(self._mm(groups_PD, self.w1, ends), self._mm(groups_PD, self.w3, ends))
         return self._mm(h_PF, self.w2, ends)
 
     def _mm(self, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -145,10 +150,14 @@ class MoE(nn.Module):
         return y, MoEStats(counts, aux_loss, counts.new_zeros(()))
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities."""
+        """Probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities.
+
+        Of equal scores the lower expert comes first."""
         logits_TE = F.linear(x_TD.float(), self.router.weight.float())
         scores_TE = logits_TE.softmax(-1) if self.score_func == "softmax" else logits_TE.sigmoid()
-        chosen_TK, experts_TK = scores_TE.topk(self.top_k, dim=-1)
+        # A stable sort: topk leaves open which of equal scores it takes, and JAX takes the lower expert.
+        sorted_TE, experts_TE = scores_TE.sort(dim=-1, descending=True, stable=True)
+        chosen_TK, experts_TK = sorted_TE[:, : self.top_k], experts_TE[:, : self.top_k]
         if self.normalize:
             chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
         return chosen_TK, experts_TK, scores_TE / scores_TE.sum(-1, keepdim=True)
