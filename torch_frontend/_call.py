@@ -47,10 +47,6 @@ def force_implementation(implementation: Implementation | None) -> Iterator[None
         _forced = before
 
 
-def forced_implementation() -> Implementation | None:
-    return _forced
-
-
 @contextmanager
 def debug_checks() -> Iterator[None]:
     """Within the block check the values of group ends, counts and row maps on CUDA too, with a host sync each.
