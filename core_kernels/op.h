@@ -16,6 +16,7 @@
 namespace mxep {
 
 enum class DType { u8, i32, bf16, f32 };
+constexpr int64_t itemsize(DType dtype) { return dtype == DType::u8 ? 1 : dtype == DType::bf16 ? 2 : 4; }
 
 // A dense row-major array. The plan has checked shape and dtype before it gets here.
 struct Array {
@@ -34,6 +35,7 @@ struct Array {
     for (size_t i = 0; i + trailing < shape.size(); ++i) n *= shape[i];
     return n;
   }
+  int64_t nbytes() const { return leading(0) * itemsize(dtype); }
 };
 
 // `attrs` are the options of the plan in the order of KernelOp.attrs.
@@ -52,6 +54,9 @@ struct Op {
   int num_inputs, num_outputs, num_attrs;
   Run run;
 };
+
+// What both bindings call to run an op.
+void run_op(const Op& op, const Call& call);
 
 // Known at compile time: the XLA binding makes one handler per entry.
 inline constexpr size_t kNumCpuOps = 9;

@@ -1,7 +1,7 @@
 // The op table of core_kernels/op.h, exposed twice.
 //
 //   torch tensors --DLPack--> run(name, inputs, outputs, attrs) --.
-//                                                                 +--> Op::run(Call)
+//                                                                 +--> run_op(Op, Call)
 //   XLA buffers ----FFI-----> ffi_targets()[name] ----------------'
 //
 // The plan has checked shapes and dtypes; here only what would be memory-unsafe is checked again.
@@ -85,7 +85,7 @@ void run(std::string_view name, const std::vector<AnyInput>& inputs, const std::
     throw std::invalid_argument(std::string(op.name) + ": attrs: got " + std::to_string(attrs.size()) +
                                 "; allowed: " + std::to_string(op.num_attrs));
   nb::gil_scoped_release unlocked;
-  op.run({in, out, attrs});
+  run_op(op, {in, out, attrs});
 }
 
 // ---- XLA FFI
@@ -125,7 +125,7 @@ ffi::Error call_op(const Op& op, ffi::RemainingArgs args, ffi::RemainingRets ret
   for (size_t i = 0; i < out.size(); ++i)
     if (!array_of(**rets.get<ffi::AnyBuffer>(i), &out[i])) return mismatch("output dtypes");
   try {
-    op.run({in, out, {attrs.begin(), attrs.size()}});
+    run_op(op, {in, out, {attrs.begin(), attrs.size()}});
   } catch (const std::invalid_argument& error) {
     return ffi::Error::InvalidArgument(error.what());
   } catch (const std::exception& error) {

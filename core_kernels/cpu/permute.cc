@@ -8,8 +8,6 @@
 namespace mxep {
 namespace {
 
-constexpr int64_t itemsize(DType dtype) { return dtype == DType::u8 ? 1 : dtype == DType::bf16 ? 2 : 4; }
-
 void check_map(const char* op, std::span<const int32_t> map, int64_t rows) {
   for (size_t i = 0; i < map.size(); ++i)
     if (map[i] < -1 || map[i] >= rows)
