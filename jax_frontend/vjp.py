@@ -200,19 +200,23 @@ def _product(lhs, rhs_t, group_ends, recipe: Recipe, out_dtype) -> jax.Array:
     return ops.grouped_mm_mx(*_to_mx(lhs, recipe), *weights, group_ends, out_dtype=out_dtype)
 
 
-def _dgrad(dout, rhs_t, group_ends, recipe: Recipe, out_dtype) -> jax.Array:
+def _gradients(dout, lhs, rhs_t, group_ends, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+    """dlhs (M, K) and drhs (G, N, K), in the dtypes of lhs and rhs_t."""
     if not recipe.quantized:
-        return ops.grouped_mm_bf16(_to_float(dout), _to_float(rhs_t).mT, group_ends, out_dtype=out_dtype)
-    weights = ops.quantize_col(rhs_t, rounding=recipe.rounding)
-    return ops.grouped_mm_mx(*_to_mx(dout, recipe), *weights, group_ends, out_dtype=out_dtype)
-
-
-def _wgrad(dout, lhs, group_ends, recipe: Recipe, out_dtype) -> jax.Array:
-    dout, lhs = _to_float(dout), _to_float(lhs)
-    if not recipe.quantized or recipe.wgrad_with_hp:
-        return ops.grouped_wgrad_bf16(dout, lhs, group_ends, out_dtype=out_dtype)
-    dout_t, lhs_t = (ops.quantize_col(x, rounding=recipe.rounding) for x in (dout, lhs))
-    return ops.grouped_wgrad_mx(*dout_t, *lhs_t, group_ends, out_dtype=out_dtype)
+        dlhs = ops.grouped_mm_bf16(_to_float(dout), _to_float(rhs_t).mT, group_ends, out_dtype=lhs.dtype)
+        return dlhs, ops.grouped_wgrad_bf16(_to_float(dout), _to_float(lhs), group_ends, out_dtype=rhs_t.dtype)
+    rounding, cols = recipe.rounding, None
+    if recipe.wgrad_with_hp or isinstance(dout, MXArray):
+        rows = _to_mx(dout, recipe)
+    else:
+        q, sf, q_t, sf_t = ops.quantize_both(dout, rounding=rounding)  # one read for both products
+        rows, cols = (q, sf), (q_t, sf_t)
+    dlhs = ops.grouped_mm_mx(*rows, *ops.quantize_col(rhs_t, rounding=rounding), group_ends, out_dtype=lhs.dtype)
+    if recipe.wgrad_with_hp:
+        return dlhs, ops.grouped_wgrad_bf16(_to_float(dout), _to_float(lhs), group_ends, out_dtype=rhs_t.dtype)
+    cols = cols or ops.quantize_col(_to_float(dout), rounding=rounding)
+    lhs_cols = ops.quantize_col(lhs.dequantize() if isinstance(lhs, MXArray) else lhs, rounding=rounding)
+    return dlhs, ops.grouped_wgrad_mx(*cols, *lhs_cols, group_ends, out_dtype=rhs_t.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -236,8 +240,7 @@ def _grouped_mm_bwd(recipe, out_dtype, mx_grad, residuals, grad):
         dout = MXArray.from_bytes(*mx)
     else:
         dout = value + ops.dequantize(*mx, out_dtype=value.dtype)
-    dlhs = _dgrad(dout, rhs_t, group_ends, recipe, lhs.dtype)
-    drhs = _wgrad(dout, lhs, group_ends, recipe, rhs_t.dtype)
+    dlhs, drhs = _gradients(dout, lhs, rhs_t, group_ends, recipe)
     return MXArray.cotangent(dlhs) if isinstance(lhs, MXArray) else dlhs, drhs, None
 
 

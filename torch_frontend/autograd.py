@@ -58,19 +58,23 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         a, b_t, offs = ctx.saved_tensors
-        dout, w = grads[0], b_t.transpose(-2, -1)
-        da = db_t = None
-        if ctx.needs_input_grad[0] and ctx.quantized:
-            w_col = ops.quantize_col(w, ctx.rounding)
-            da = ops.grouped_mm_mx(*_rows(dout, ctx.rounding), *w_col, offs, _name(ctx.a_dtype))
-        elif ctx.needs_input_grad[0]:
+        dout, w, rounding = grads[0], b_t.transpose(-2, -1), ctx.rounding
+        need_da, need_dw = ctx.needs_input_grad[:2]
+        wgrad_mx = ctx.quantized and not ctx.wgrad_with_hp
+        rows = cols = da = db_t = None
+        if wgrad_mx and need_da and need_dw and not ctx.pad and not isinstance(dout, MXTensor):
+            q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), rounding)  # one read for both products
+            rows, cols = (q, sf), (q_t, sf_t)
+        if need_da and ctx.quantized:
+            rows = rows or _rows(dout, rounding)
+            da = ops.grouped_mm_mx(*rows, *ops.quantize_col(w, rounding), offs, _name(ctx.a_dtype))
+        elif need_da:
             da = ops.grouped_mm_bf16(_bf16(dout), b_t.to(torch.bfloat16).contiguous(), offs, _name(ctx.a_dtype))
-        if ctx.needs_input_grad[1]:
-            if ctx.quantized and not ctx.wgrad_with_hp:
-                dw = _wgrad_mx(plain(dout), plain(a), offs, ctx.pad, ctx.rounding, _name(w.dtype))
-            else:
-                dw = ops.grouped_wgrad_bf16(_bf16(dout), _bf16(a), offs, _name(w.dtype))
-            db_t = dw.transpose(-2, -1)
+        if need_dw and wgrad_mx:
+            tokens = _padded(plain(dout), plain(a), offs) if ctx.pad else (plain(dout), plain(a), offs)
+            db_t = _wgrad_mx(*tokens, cols, rounding, _name(w.dtype)).transpose(-2, -1)
+        elif need_dw:
+            db_t = ops.grouped_wgrad_bf16(_bf16(dout), _bf16(a), offs, _name(w.dtype)).transpose(-2, -1)
         return da, db_t, None, None, None, None, None, None
 
 
@@ -81,14 +85,19 @@ def _grouped_mm(*args: Any) -> Tensor:
     return cast(Tensor, _GroupedMM.apply(*args))
 
 
-def _wgrad_mx(dout: Tensor, a: Tensor, offs: Tensor, pad: bool, rounding: int, out_dtype: str) -> Tensor:
-    """Weight gradient with both operands quantized along the tokens; a block must not cross groups."""
-    if pad:
-        counts = torch.diff(offs, prepend=offs.new_zeros(1))
-        row_map, _, _, offs = ops.row_map(counts, a.shape[0], counts.shape[0], BLOCK)
-        dout, a = (ops.permute_rows(x.contiguous(), row_map) for x in (dout, a))
-    dout_col = ops.quantize_col(dout.contiguous(), rounding)
-    return ops.grouped_wgrad_mx(*dout_col, *ops.quantize_col(a.contiguous(), rounding), offs, out_dtype)
+def _padded(dout: Tensor, a: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both operands with every group padded to whole blocks of tokens, and where the groups end then."""
+    counts = torch.diff(offs, prepend=offs.new_zeros(1))
+    row_map, _, _, ends = ops.row_map(counts, a.shape[0], counts.shape[0], BLOCK)
+    return ops.permute_rows(dout.contiguous(), row_map), ops.permute_rows(a.contiguous(), row_map), ends
+
+
+def _wgrad_mx(
+    dout: Tensor, a: Tensor, offs: Tensor, cols: tuple[Tensor, Tensor] | None, rounding: int, out_dtype: str
+) -> Tensor:
+    """Weight gradient with both operands quantized along the tokens, dout unless `cols` is that already."""
+    dout_cols = ops.quantize_col(dout.contiguous(), rounding) if cols is None else cols
+    return ops.grouped_wgrad_mx(*dout_cols, *ops.quantize_col(a.contiguous(), rounding), offs, out_dtype)
 
 
 def mxfp8_grouped_mm(
