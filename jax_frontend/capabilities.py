@@ -3,6 +3,8 @@
 import importlib.util
 from typing import Literal, NamedTuple
 
+import jax
+
 from ..core_kernels.launch import KernelOp, fail
 from . import _cpu_gemm, _triton
 from ._call import CPP_TARGETS
@@ -16,14 +18,16 @@ class Capability(NamedTuple):
     absent: dict[str, str]
 
 
-def capabilities(platform: Literal["cpu", "cuda"] = "cpu") -> dict[str, Capability]:
-    """What every op runs on `platform`, by the name of the op.
+def capabilities(platform: Literal["cpu", "cuda"] | None = None) -> dict[str, Capability]:
+    """What every op runs on `platform`, by the name of the op; None is JAX's default one.
 
     >>> capabilities("cpu")["quantize_row"].uses
     'cpp'
 
     Raises ValueError for another platform.
     """
+    if platform is None:
+        platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
     if platform not in ("cpu", "cuda"):
         fail(ValueError, "capabilities", "platform", repr(platform), "allowed: 'cpu' or 'cuda'")
     return {name: _on_cpu(op) if platform == "cpu" else _on_cuda(op) for name, op in OPS.items()}

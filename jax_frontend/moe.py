@@ -135,7 +135,8 @@ def _route(router: jax.Array, x_TD: jax.Array, config: MoEConfig) -> tuple[jax.A
     """Probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities.
 
     Of equal scores the lower expert comes first."""
-    logits_TE = x_TD.astype(jnp.float32) @ router.astype(jnp.float32).T
+    # A GPU's default for fp32 is tf32, whose 10 bits choose other experts than torch's fp32 does.
+    logits_TE = jnp.matmul(x_TD.astype(jnp.float32), router.astype(jnp.float32).T, precision="highest")
     scores_TE = jax.nn.softmax(logits_TE) if config.score_func == "softmax" else jax.nn.sigmoid(logits_TE)
     chosen_TK, experts_TK = jax.lax.top_k(scores_TE, config.top_k)
     if config.normalize:

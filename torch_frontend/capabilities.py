@@ -16,13 +16,14 @@ class Capability(NamedTuple):
     absent: dict[str, str]
 
 
-def capabilities(device: torch.device | str = "cpu") -> dict[str, Capability]:
-    """What every op runs on `device`, by the name of the op; `force_implementation` is respected.
+def capabilities(device: torch.device | str | None = None) -> dict[str, Capability]:
+    """What every op runs on `device`, by the name of the op; None is a GPU where there is one.
+    `force_implementation` is respected.
 
     >>> capabilities("cpu")["quantize_row"].uses
     'cpp'
     """
-    device = torch.device(device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return {name: Capability(_uses(name, device), _absent(name, device)) for name in OPS}
 
 

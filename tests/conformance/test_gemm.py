@@ -5,6 +5,7 @@ quantized by the oracle, so that a product is judged alone.
 """
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_scales_that_one_dtype_cannot_hold_alone(backend: str, ops: Ops) -> None
     lhs, rhs = with_scales(lhs, -int(lhs[1].min())), with_scales(rhs, 110)
     got = ops["grouped_mm_mx"](*lhs, *rhs, case.group_ends, out_dtype="float32")
     assert (flushed(values(lhs)) != values(lhs)).any()
-    if backend == "jax":
+    if backend == "jax" and import_module("jax").default_backend() == "cpu":
         check.m_grouped(got, flushed(values(lhs)), values(rhs), case.group_ends)
         with pytest.raises(AssertionError, match="over the bound"):
             check.m_grouped(got, values(lhs), values(rhs), case.group_ends)

@@ -1,4 +1,5 @@
-"""The JAX frontend's public functions, under `jax.jit`; expert parallelism on four CPU devices (tests/conftest.py)."""
+"""The JAX frontend's public functions, under `jax.jit` on JAX's default device; expert parallelism on four CPU
+devices (tests/conftest.py)."""
 
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""The PyTorch frontend's public functions."""
+"""The PyTorch frontend's public functions, on the GPU where there is one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +9,19 @@ import torch
 from mxep import torch_frontend as mxep
 from mxep.torch_frontend import ops
 
-from .arrays import to_numpy, to_torch
+from . import arrays
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Array = np.ndarray
 Pair = tuple[Array, Array]
+
+
+def to_torch(x: Array) -> torch.Tensor:
+    return arrays.to_torch(x).to(DEVICE)
+
+
+def to_numpy(x: torch.Tensor) -> Array:
+    return arrays.to_numpy(x.cpu())
 
 
 def run(name: str, *inputs: Array, **options: Any) -> Any:
@@ -57,7 +66,7 @@ def permute(rows: Array, counts: Array, ranks: int, dout: Array, alignment: int)
 
 def moe_module(params: dict[str, Array], recipe: str, top_k: int, score: str, normalize: bool) -> torch.nn.Module:
     num_experts, hidden, dim = params["w1"].shape
-    options = {"score_func": score, "normalize": normalize, "recipe": recipe, "dtype": torch.float32}
+    options = {"score_func": score, "normalize": normalize, "recipe": recipe, "dtype": torch.float32, "device": DEVICE}
     moe = mxep.MoE(dim, hidden, num_experts, top_k, **options)
     moe.load_state_dict({"router.weight": to_torch(params["router"])} | {
         f"experts.{name}": to_torch(params[name]) for name in ("w1", "w2", "w3")
