@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,6 +35,7 @@ class Line:
     ratio: float
     peak_nbytes: int | None
     error: Mapping[str, object]
+    shares: Mapping[str, float] | None = None  # of a step's time by kind; only a profiled step has them
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,21 @@ def record(run: Run, lines: Iterable[Line], file_name: str) -> str:
         return "not recorded: the working tree differs from its commit (or is no git checkout); commit first"
     path = RESULTS / f"{file_name}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    text = "".join(json.dumps({**asdict(run), **asdict(line)}) + "\n" for line in lines)
+    text = "".join(json.dumps(_without_empty_shares({**asdict(run), **asdict(line)})) + "\n" for line in lines)
     with path.open("a") as file:
         file.write(text)
     return f"recorded in {path.relative_to(RESULTS.parent.parent)}"
+
+
+def _without_empty_shares(row: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in row.items() if key != "shares" or value is not None}
+
+
+def newest(file_name: str) -> list[dict[str, Any]]:
+    """The recorded lines of the newest commit that each op was measured at, in the order of the file."""
+    rows = [json.loads(text) for text in (RESULTS / f"{file_name}.jsonl").read_text().splitlines()]
+    last = {row["op"]: row["commit"] for row in rows}
+    return [row for row in rows if row["commit"] == last[row["op"]]]
 
 
 def table(lines: Iterable[Line]) -> str:

@@ -156,4 +156,5 @@ def lines(only: Sequence[str]) -> Iterator[Line]:
         ratio=round(peer.us / ours.us, 2),
         peak_nbytes=None,
         error={"grade": "sqnr_db", "sqnr_db": round(error, 1)},
+        shares={kind: round(share, 3) for kind, share in shares["mxfp8"].items()},
     )
