@@ -1,6 +1,7 @@
 """The definition of every operation and of its gradient, in numpy: slow, obvious, and no kernel's kin.
 
-    quantize_*  dequantize                    bytes, exact
+    quantize_*  dequantize  fold_rows         bytes, exact
+    block_scales  unblock_scales              bytes, exact
     sort_by_expert  row_map  permute_*        bytes, exact
     all_to_all  all_to_all_vjp                bytes, exact
     grouped_mm_*  grouped_wgrad_*             sums in fp64, rounded once
@@ -127,6 +128,64 @@ def dequantize(q: Array, sf: Array, out_dtype: str = "bfloat16") -> Array:
     return round_to(dequantize64(q, sf), out_dtype)
 
 
+def fold_rows(q: Array, sf: Array) -> Pair:
+    """q (..., K), sf (..., K/32) -> qf (..., K), row_sf (...): all blocks under the row's largest scale.
+
+    A NaN block (byte 255) has no say in the row's scale and becomes elements 0x7F; a row of NaN blocks has 255.
+    """
+    largest = np.where(sf == E8M0_NAN, -1, sf.astype(np.int32)).max(-1)
+    factor = np.where(sf == E8M0_NAN, np.nan, np.ldexp(1.0, sf.astype(np.int32) - largest[..., None]))
+    row_sf = np.where(largest < 0, E8M0_NAN, largest).astype(np.uint8)
+    return to_e4m3(E4M3_VALUES[q] * np.repeat(factor, BLOCK, axis=-1)), row_sf
+
+
+def quantize_row_fold(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
+    """x (..., K) -> qf (..., K), row_sf (...)."""
+    return fold_rows(*quantize_row(x, rounding, satfinite))
+
+
+# --- scale layout -------------------------------------------------------------------------------
+
+TILE_ROWS, TILE_SCALES = 128, 4
+
+
+def _padded_row_of(group_ends: Array) -> list[int]:
+    """Where each row goes when every group is padded to 128 rows."""
+    rows: list[int] = []
+    start = 0
+    for group in _groups(group_ends):
+        size = group.stop - group.start
+        rows += range(start, start + size)
+        start += -(-size // TILE_ROWS) * TILE_ROWS
+    return rows
+
+
+def block_scales(sf: Array, group_ends: Array) -> Array:
+    """sf (M, S) -> (P, S4): groups padded to 128 rows, S to a multiple of 4, each 128 x 4 tile in 512 bytes.
+
+    P = M + 127 * G, rounded down to 128. In a tile row r = 32 * a + b, scale c lies at byte 16 * b + 4 * a + c.
+    Padding, and what would be rows past the last end, is 0.
+    """
+    m, s = sf.shape
+    p = (m + (TILE_ROWS - 1) * len(group_ends)) // TILE_ROWS * TILE_ROWS
+    padded = np.zeros((p, -(-s // TILE_SCALES) * TILE_SCALES), np.uint8)
+    rows = _padded_row_of(group_ends)
+    padded[rows, :s] = sf[: len(rows)]
+    tiles = padded.reshape(p // TILE_ROWS, 4, 32, -1, TILE_SCALES)  # row tile, a, b, column tile, c
+    return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(padded.shape)
+
+
+def unblock_scales(blocked: Array, group_ends: Array, num_rows: int, num_scales: int) -> Array:
+    """The inverse: blocked (P, S4) -> sf (num_rows, num_scales); rows past the last end are zeros."""
+    p, s4 = blocked.shape
+    tiles = blocked.reshape(p // TILE_ROWS, s4 // TILE_SCALES, 32, 4, TILE_SCALES)
+    padded = tiles.transpose(0, 3, 2, 1, 4).reshape(p, s4)
+    sf = np.zeros((num_rows, num_scales), np.uint8)
+    rows = _padded_row_of(group_ends)
+    sf[: len(rows)] = padded[rows, :num_scales]
+    return sf
+
+
 # --- routing and permutation ----------------------------------------------------------------------
 
 
@@ -200,6 +259,11 @@ def permute_mx(packed: Array, row_map: Array) -> Pair:
     k = packed.shape[1] // (BLOCK + 1) * BLOCK
     rows = permute_rows(packed, row_map)
     return np.ascontiguousarray(rows[:, :k]), np.ascontiguousarray(rows[:, k:])
+
+
+def permute_mx_fold(packed: Array, row_map: Array) -> Pair:
+    """packed (R, K + K/32), row_map (P,) -> qf (P, K), row_sf (P,)."""
+    return fold_rows(*permute_mx(packed, row_map))
 
 
 # --- collectives ----------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def _launch(op: str, arch: str, out: tuple[ArrayType, ...], rows: int, width: in
     )
 
 
-def _check_map(op: str, row_map: ArrayType) -> None:
+def check_map(op: str, row_map: ArrayType) -> None:
+    """Raise unless `row_map` is (P,) int32."""
     require_dtype(op, "row_map", row_map, "int32")
     require_rank(op, "row_map", row_map, 1)
 
@@ -77,22 +78,27 @@ def _check_map(op: str, row_map: ArrayType) -> None:
 def _plan_rows(x: ArrayType, row_map: ArrayType, *, arch: str) -> Launch:
     require_dtype("permute_rows", "x", x, "bfloat16", "float32", "uint8")
     require_rank("permute_rows", "x", x, 2)
-    _check_map("permute_rows", row_map)
+    check_map("permute_rows", row_map)
     out = (ArrayType((row_map.shape[0], x.shape[1]), x.dtype),)
     return _launch("permute_rows", arch, out, *x.shape, width_name="WIDTH")
 
 
-def _plan_mx(packed: ArrayType, row_map: ArrayType, *, arch: str) -> Launch:
-    op = "permute_mx"
+def packed_blocks(op: str, packed: ArrayType) -> int:
+    """Blocks of 32 values in a packed row; raises unless `packed` is (R, K + K/32) uint8."""
     require_dtype(op, "packed", packed, "uint8")
     require_rank(op, "packed", packed, 2)
-    _check_map(op, row_map)
     # `divmod` would not take a symbolic size.
-    blocks = packed.shape[1] // (BLOCK + 1)
     if packed.shape[1] % (BLOCK + 1):
         fail(
             ValueError, op, "packed", f"rows of {packed.shape[1]} bytes", "allowed: K + K/32 bytes, K a multiple of 32"
         )
+    return packed.shape[1] // (BLOCK + 1)
+
+
+def _plan_mx(packed: ArrayType, row_map: ArrayType, *, arch: str) -> Launch:
+    op = "permute_mx"
+    blocks = packed_blocks(op, packed)
+    check_map(op, row_map)
     p, k = row_map.shape[0], blocks * BLOCK
     out = (ArrayType((p, k), "uint8"), ArrayType((p, blocks), "uint8"))
     return _launch(op, arch, out, packed.shape[0], k, width_name="K")

@@ -32,6 +32,11 @@ _GPU = {
     "dequantize": Tiles(m=16, k=256),
     "permute_rows": Tiles(m=4, k=1024),
     "permute_mx": Tiles(m=4, k=1024),
+    "fold_rows": Tiles(),
+    "quantize_row_fold": Tiles(),
+    "permute_mx_fold": Tiles(),
+    "block_scales": Tiles(k=4),
+    "unblock_scales": Tiles(m=32, k=64),
     "sort_by_expert": Tiles(m=4096, num_warps=8),
     "row_map": Tiles(m=1024),
     "grouped_mm_mx": Tiles(m=128, n=128, k=64, num_warps=8, num_stages=3),
@@ -82,3 +87,13 @@ def tiles(op: str, arch: str, *, row_width: int | None = None) -> Tiles:
     if row_width is not None:
         chosen = chosen._replace(k=min(chosen.k, max(next_power_of_2(row_width), 32)))
     return chosen
+
+
+def row_tiles(op: str, arch: str, width: int) -> Tiles:
+    """Tiles of an op whose programs hold whole rows of `width` values: 32 values a thread where a row has as many.
+
+    >>> row_tiles("fold_rows", "sm_90", 7168)
+    Tiles(m=1, n=1, k=8192, num_warps=8, num_stages=1)
+    """
+    k = max(next_power_of_2(width), 32)
+    return tiles(op, arch)._replace(k=k, num_warps=min(max(k // 1024, 1), 32))

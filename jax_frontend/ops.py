@@ -2,6 +2,8 @@
 
     quantize_row   quantize_row_packed   quantize_col   quantize_both   dequantize
     permute_rows   permute_mx            sort_by_expert row_map
+    fold_rows      quantize_row_fold     permute_mx_fold
+    block_scales   unblock_scales
     grouped_mm_mx  grouped_mm_bf16       grouped_wgrad_mx               grouped_wgrad_bf16
 
 E4M3 data (`q`) and E8M0 scales (`sf`) are uint8. All functions are pure, trace under jit, shard_map and
@@ -13,14 +15,14 @@ from typing import NamedTuple
 
 import jax
 
-from ..core_kernels import grouped_gemm, permute, quantize, routing
+from ..core_kernels import fold, grouped_gemm, permute, quantize, routing, scale_layout
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import KernelOp
 from ._call import call
 
 OPS: dict[str, KernelOp] = {
     op.name: op
-    for module in (quantize, permute, routing, grouped_gemm)
+    for module in (quantize, permute, routing, fold, scale_layout, grouped_gemm)
     for op in vars(module).values()
     if isinstance(op, KernelOp)
 }
@@ -135,6 +137,42 @@ def row_map(
         rank_rows=rank_rows,
     )
     return RowMap(*outputs)
+
+
+def fold_rows(q: jax.Array, sf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """q (..., M, K), sf (..., M, K/32) uint8 -> qf (..., M, K), row_sf (..., M): the row's largest scale for all.
+
+    A NaN block (scale byte 255) has no say in row_sf and becomes elements 0x7F; a row of NaN blocks has 255.
+    """
+    qf, row_sf = call(fold.fold_rows, q, sf)
+    return qf, row_sf
+
+
+def quantize_row_fold(
+    x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`quantize_row` and `fold_rows` in one read of x: (..., M, K) -> qf (..., M, K), row_sf (..., M)."""
+    qf, row_sf = call(fold.quantize_row_fold, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    return qf, row_sf
+
+
+def permute_mx_fold(packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`permute_mx` and `fold_rows` in one read: packed (R, K + K/32), row_map (P,) -> qf (P, K), row_sf (P,)."""
+    qf, row_sf = call(fold.permute_mx_fold, packed, row_map)
+    return qf, row_sf
+
+
+def block_scales(sf: jax.Array, group_ends: jax.Array) -> jax.Array:
+    """sf (M, S) uint8, group_ends (G,) int32 -> (P, S4): 128 x 4 tiles of 512 bytes, as scale_layout.py draws them.
+
+    P = M + 127 * G rounded down to 128, S4 = S rounded up to 4. Every group starts a tile; padding is 0.
+    """
+    return call(scale_layout.block_scales, sf, group_ends)[0]
+
+
+def unblock_scales(blocked: jax.Array, group_ends: jax.Array, *, num_rows: int, num_scales: int) -> jax.Array:
+    """The inverse of `block_scales`: -> sf (num_rows, num_scales); rows past group_ends[-1] are zeros."""
+    return call(scale_layout.unblock_scales, blocked, group_ends, num_rows=num_rows, num_scales=num_scales)[0]
 
 
 def grouped_mm_mx(

@@ -143,7 +143,7 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     launch = op.plan(*map(array_type, inputs), arch=arch, **options)
     if op.inputs[-1] == "group_ends" and checks_values(device):
         tokens_dim = 1 if op.name == "grouped_wgrad_mx" else 0
-        check_ends(op.name, "group_ends", inputs[-1], inputs[0].shape[tokens_dim])
+        check_ends(op.name, "group_ends", inputs[-1], int(options.get("num_rows", inputs[0].shape[tokens_dim])))
     if "row_map" in op.inputs and arch != "cpu" and checks_values(device):
         _check_row_map(op.name, inputs[1], inputs[0].shape[0])
     outputs = tuple(empty(array, device) for array in launch.out)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core_kernels import grouped_gemm, permute, quantize, routing
+from ..core_kernels import fold, grouped_gemm, permute, quantize, routing, scale_layout
 from ..core_kernels.formats import Rounding, packed_width
 from ..core_kernels.launch import KernelOp
 from ._call import array_type, as_bytes, call, check_devices, empty
@@ -31,6 +31,11 @@ OPS: dict[str, KernelOp] = {
         permute.permute_mx,
         routing.sort_by_expert,
         routing.row_map,
+        fold.fold_rows,
+        fold.quantize_row_fold,
+        fold.permute_mx_fold,
+        scale_layout.block_scales,
+        scale_layout.unblock_scales,
         grouped_gemm.grouped_mm_mx,
         grouped_gemm.grouped_mm_bf16,
         grouped_gemm.grouped_wgrad_mx,
@@ -95,6 +100,11 @@ permute_rows = _define(permute.permute_rows)
 permute_mx = _define(permute.permute_mx)
 sort_by_expert = _define(routing.sort_by_expert)
 row_map = _define(routing.row_map)
+fold_rows = _define(fold.fold_rows)
+quantize_row_fold = _define(fold.quantize_row_fold)
+permute_mx_fold = _define(fold.permute_mx_fold)
+block_scales = _define(scale_layout.block_scales)
+unblock_scales = _define(scale_layout.unblock_scales)
 grouped_mm_mx = _define(grouped_gemm.grouped_mm_mx)
 grouped_mm_bf16 = _define(grouped_gemm.grouped_mm_bf16)
 grouped_wgrad_mx = _define(grouped_gemm.grouped_wgrad_mx)

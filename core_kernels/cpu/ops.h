@@ -14,5 +14,10 @@ void permute_rows(const Call& call);
 void permute_mx(const Call& call);
 void sort_by_expert(const Call& call);
 void row_map(const Call& call);
+void fold_rows(const Call& call);
+void quantize_row_fold(const Call& call);
+void permute_mx_fold(const Call& call);
+void block_scales(const Call& call);
+void unblock_scales(const Call& call);
 
 }  // namespace mxep

@@ -2,6 +2,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fold.h"
 #include "ops.h"
 #include "parallel.h"
 
@@ -53,6 +54,30 @@ void permute_mx(const Call& call) {
       gather(q + i * k, in, width, k, map[i]);
       gather(sf + i * scales, in + k, width, scales, map[i]);
     }
+  });
+}
+
+void permute_mx_fold(const Call& call) {
+  const Array& packed = call.in[0];
+  const auto map = map_of(call);
+  check_map("permute_mx_fold", map, packed.dim(0));
+  const int64_t width = packed.dim(1), k = call.out[0].dim(1), scales = k / kBlock;
+  const uint8_t* in = packed.as<const uint8_t>();
+  uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
+  parallel_ranges(map.size(), width, [=](int64_t begin, int64_t end) {
+    vectorized([=]() MXEP_ALWAYS_INLINE {
+      for (int64_t i = begin; i < end; ++i) {
+        if (map[i] < 0) {
+          std::memset(qf + i * k, 0, k);
+          row_sf[i] = 0;
+          continue;
+        }
+        const uint8_t *q = in + map[i] * width, *sf = q + k;
+        const int row = row_scale(sf, scales);
+        fold_blocks(q, sf, row, qf + i * k, scales);
+        row_sf[i] = row_scale_byte(row);
+      }
+    });
   });
 }
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "fold.h"
 #include "mx_math.h"
 #include "ops.h"
 #include "parallel.h"
@@ -18,6 +19,13 @@ namespace {
 
 constexpr int kTileCols = 32;
 constexpr int64_t kPieceRows = 256, kPieceRowBytes = 1024;  // with its outputs well inside a core's cache
+
+template <typename T>
+MXEP_INLINE uint8_t scale_of(const T* block, ScaleRule rule) {
+  decltype(magnitude(T{})) largest = 0;
+  for (int i = 0; i < kBlock; ++i) largest = std::max(largest, magnitude(block[i]));
+  return static_cast<uint8_t>(e8m0_from_amax(f32_bits(largest), rule));
+}
 
 // `blocks` blocks of 32 contiguous values.
 template <typename T>
@@ -29,16 +37,28 @@ MXEP_INLINE void rows_of(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, Sc
     const T* in = x + first * kBlock;
     uint8_t* out = q + first * kBlock;
     for (int b = 0; b < count; ++b) {
-      decltype(magnitude(T{})) largest = 0;
-      for (int i = 0; i < kBlock; ++i) largest = std::max(largest, magnitude(in[b * kBlock + i]));
-      const uint32_t byte = e8m0_from_amax(f32_bits(largest), rule);
-      sf[first + b] = static_cast<uint8_t>(byte);
-      std::fill_n(inverse + b * kBlock, kBlock, inverse_scale(byte));
+      sf[first + b] = scale_of(in + b * kBlock, rule);
+      std::fill_n(inverse + b * kBlock, kBlock, inverse_scale(sf[first + b]));
     }
     for (int i = 0; i < count * kBlock; ++i) out[i] = static_cast<uint8_t>(e4m3_from_f32(to_f32(in[i]) * inverse[i]));
     for (int b = 0; b < count; ++b)
       if (sf[first + b] == kE8m0Nan) std::memset(out + b * kBlock, kE4m3Nan, kBlock);
   }
+}
+
+// The row's scale first, while its values enter the cache; then 16 blocks at a time are quantized and folded.
+template <typename T>
+MXEP_INLINE uint8_t folded_row_of(const T* x, uint8_t* qf, int64_t blocks, ScaleRule rule) {
+  constexpr int kGroup = 16;
+  uint8_t sf[kGroup];
+  int row = -1;
+  for (int64_t b = 0; b < blocks; ++b) row = larger_scale(row, scale_of(x + b * kBlock, rule));
+  for (int64_t first = 0; first < blocks; first += kGroup) {
+    const int64_t count = std::min<int64_t>(kGroup, blocks - first);
+    rows_of(x + first * kBlock, qf + first * kBlock, sf, count, rule);
+    fold_blocks(qf + first * kBlock, sf, row, qf + first * kBlock, count);
+  }
+  return row_scale_byte(row);
 }
 
 // A piece of one matrix: at most kPieceRows rows, and the strides of x, q_t and sf_t around it.
@@ -148,6 +168,19 @@ void quantize_row_packed(const Call& call) {
     parallel_ranges(m, k * sizeof(T), [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row)
         quantize_rows(x + row * k, packed + row * width, packed + row * width + k, k / kBlock, rule);
+    });
+  });
+}
+
+void quantize_row_fold(const Call& call) {
+  const int64_t k = call.in[0].dim(-1);
+  uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
+  const ScaleRule rule = rule_of(call);
+  with_data(call.in[0], [&]<typename T>(const T* x) {
+    parallel_ranges(call.out[1].leading(0), k * sizeof(T), [=](int64_t begin, int64_t end) {
+      vectorized([=]() MXEP_ALWAYS_INLINE {
+        for (int64_t m = begin; m < end; ++m) row_sf[m] = folded_row_of(x + m * k, qf + m * k, k / kBlock, rule);
+      });
     });
   });
 }

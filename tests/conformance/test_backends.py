@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from mxep.core_kernels import grouped_gemm, oracle, permute, quantize, routing
+from mxep.core_kernels import fold, grouped_gemm, oracle, permute, quantize, routing, scale_layout
 from mxep.core_kernels.launch import KernelOp
 
 from . import backends, check
@@ -13,6 +13,7 @@ from .cases import GEMMS, MAPS, QUANTIZE, SORTS
 BYTES = {
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
+    *("fold_rows", "quantize_row_fold", "permute_mx_fold", "block_scales", "unblock_scales"),
 }
 PRODUCTS = {"grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"}
 OPS_OF = {"cpp": BYTES, "triton": BYTES | PRODUCTS, "torch": BYTES | PRODUCTS, "jax": BYTES | PRODUCTS}
@@ -29,7 +30,7 @@ def test_a_backend_has_every_op(name: str) -> None:
 
 
 def test_every_op_is_in_the_table_and_in_the_oracle() -> None:
-    modules = (quantize, permute, routing, grouped_gemm)
+    modules = (quantize, permute, routing, fold, scale_layout, grouped_gemm)
     ops = {op.name for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
     assert ops == BYTES | PRODUCTS
     assert all(callable(getattr(oracle, name)) for name in ops)
@@ -50,6 +51,13 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         "permute_mx": ((packed, rows), {}),
         "sort_by_expert": ((SORTS["empty_experts"][0],), {"num_experts": SORTS["empty_experts"][1]}),
         "row_map": ((layout.flat,), layout.options),
+        "fold_rows": (lhs, {}),
+        "permute_mx_fold": ((packed, rows), {}),
+        "block_scales": ((lhs[1], ends), {}),
+        "unblock_scales": (
+            (oracle.block_scales(lhs[1], ends), ends),
+            {"num_rows": len(lhs[1]), "num_scales": lhs[1].shape[1]},
+        ),
         "grouped_mm_mx": ((*lhs, *rhs, ends), {}),
         "grouped_mm_bf16": ((gemm.lhs, gemm.rhs_t, ends), {}),
         "grouped_wgrad_mx": ((*dout_t, *lhs_t, ends), {}),

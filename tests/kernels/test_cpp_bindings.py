@@ -5,10 +5,15 @@ import numpy as np
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import permute, quantize, routing
+from mxep.core_kernels import fold, permute, quantize, routing, scale_layout
 from mxep.core_kernels.launch import KernelOp
 
-OPS = [op for module in (quantize, permute, routing) for op in vars(module).values() if isinstance(op, KernelOp)]
+OPS = [
+    op
+    for module in (quantize, permute, routing, fold, scale_layout)
+    for op in vars(module).values()
+    if isinstance(op, KernelOp)
+]
 
 
 def test_every_op_that_is_planned_is_in_the_table():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import triton
-from mxep.core_kernels import grouped_gemm, permute, quantize, routing
+from mxep.core_kernels import fold, grouped_gemm, permute, quantize, routing, scale_layout
 from mxep.core_kernels.formats import packed_width
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from triton.backends.compiler import GPUTarget
@@ -65,6 +65,16 @@ CASES = {
     "permute_rows bf16": Case(permute.permute_rows, (bf16(M, K), i32(M)), {}, VECTORS),
     "permute_rows u8": Case(permute.permute_rows, (u8(M, K), i32(M)), {}, VECTORS),
     "permute_mx": Case(permute.permute_mx, (u8(M, packed_width(K)), i32(M)), {}, VECTORS),
+    "fold_rows": Case(fold.fold_rows, mx(M, K), {}, QUANTIZE),
+    "quantize_row_fold": Case(fold.quantize_row_fold, (bf16(M, K),), {}, QUANTIZE),
+    "quantize_row_fold f32": Case(fold.quantize_row_fold, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
+    "permute_mx_fold": Case(fold.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
+    "block_scales": Case(scale_layout.block_scales, (u8(M, K // 32), i32(GROUPS))),
+    "unblock_scales": Case(
+        scale_layout.unblock_scales,
+        (u8((M + 127 * GROUPS) // 128 * 128, K // 32), i32(GROUPS)),
+        {"num_rows": M, "num_scales": K // 32},
+    ),
     "sort_by_expert": Case(routing.sort_by_expert, (i32(M),), {"num_experts": 256}),
     "row_map": Case(routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS}),
     "row_map of fixed parts": Case(
@@ -142,6 +152,10 @@ SMALL = {
     "dequantize": (quantize.dequantize, mx(1, 32)),
     "permute_rows": (permute.permute_rows, (bf16(1, 3), i32(1))),
     "permute_mx": (permute.permute_mx, (u8(1, 33), i32(1))),
+    "fold_rows": (fold.fold_rows, mx(1, 32)),
+    "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
+    "permute_mx_fold": (fold.permute_mx_fold, (u8(1, 33), i32(1))),
+    "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),
     "grouped_mm_mx": (grouped_gemm.grouped_mm_mx, (*mx(1, 32), *mx(1, 8, 32), i32(1))),
     "grouped_mm_bf16": (grouped_gemm.grouped_mm_bf16, (bf16(1, 5), bf16(1, 3, 5), i32(1))),
     "grouped_wgrad_bf16": (grouped_gemm.grouped_wgrad_bf16, (bf16(1, 3), bf16(1, 5), i32(1))),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import permute, quantize, routing
+from mxep.core_kernels import fold, permute, quantize, routing, scale_layout
 from mxep.core_kernels.launch import ArrayType, KernelOp
 
 from .arrays import poisoned, to_numpy, to_torch
@@ -33,5 +33,10 @@ KERNEL_OPS = (
     permute.permute_mx,
     routing.sort_by_expert,
     routing.row_map,
+    fold.fold_rows,
+    fold.quantize_row_fold,
+    fold.permute_mx_fold,
+    scale_layout.block_scales,
+    scale_layout.unblock_scales,
 )
 OPS: dict[str, Callable] = {op.name: partial(run, op) for op in KERNEL_OPS}

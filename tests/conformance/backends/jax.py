@@ -21,6 +21,7 @@ Pair = tuple[Array, Array]
 NAMES = (
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
+    *("fold_rows", "quantize_row_fold", "permute_mx_fold", "block_scales", "unblock_scales"),
     *("grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"),
 )
 

@@ -1,0 +1,23 @@
+#include "fold.h"
+
+#include "ops.h"
+#include "parallel.h"
+
+namespace mxep {
+
+void fold_rows(const Call& call) {
+  const int64_t k = call.in[0].dim(-1), scales = call.in[1].dim(-1);
+  const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
+  uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
+  parallel_ranges(call.out[1].leading(0), k, [=](int64_t begin, int64_t end) {
+    vectorized([=]() MXEP_ALWAYS_INLINE {
+      for (int64_t m = begin; m < end; ++m) {
+        const int row = row_scale(sf + m * scales, scales);
+        fold_blocks(q + m * k, sf + m * scales, row, qf + m * k, scales);
+        row_sf[m] = row_scale_byte(row);
+      }
+    });
+  });
+}
+
+}  // namespace mxep

@@ -1,0 +1,40 @@
+// One scale per row: q under its block's scale -> RTNE(q * 2^(sf - row)). Shared by the three ops that fold.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "mx_math.h"
+
+namespace mxep {
+
+// The largest of the row's scale bytes so far, -1 for none: a NaN block has no say.
+MXEP_INLINE int larger_scale(int row, uint8_t byte) { return byte == kE8m0Nan ? row : std::max<int>(row, byte); }
+MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
+  int row = -1;
+  for (int64_t b = 0; b < blocks; ++b) row = larger_scale(row, sf[b]);
+  return row;
+}
+MXEP_INLINE uint8_t row_scale_byte(int row) { return static_cast<uint8_t>(row < 0 ? kE8m0Nan : row); }
+
+// `out` may be `q`. The factors of 16 blocks are spread out first, so that their values are one long loop.
+MXEP_INLINE void fold_blocks(const uint8_t* q, const uint8_t* sf, int row, uint8_t* out, int64_t blocks) {
+  constexpr int kGroup = 16;
+  alignas(64) float factor[kGroup * kBlock];
+  for (int64_t first = 0; first < blocks; first += kGroup, q += kGroup * kBlock, out += kGroup * kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kGroup, blocks - first));
+    for (int b = 0; b < count; ++b) {
+      // 448 * 2^-32 rounds to zero, and 2^-254 is no fp32 number.
+      const int shift = std::clamp(sf[first + b] - row, -32, 0);
+      std::fill_n(factor + b * kBlock, kBlock, scale(static_cast<uint32_t>(127 + shift)));
+    }
+    for (int i = 0; i < count * kBlock; ++i) {
+      const uint32_t folded = e4m3_from_f32(f32_from_e4m3(q[i]) * factor[i]);
+      out[i] = static_cast<uint8_t>((q[i] & 0x7Fu) == kE4m3Nan ? kE4m3Nan : folded);
+    }
+    for (int b = 0; b < count; ++b)
+      if (sf[first + b] == kE8m0Nan) std::memset(out + b * kBlock, kE4m3Nan, kBlock);
+  }
+}
+
+}  // namespace mxep
