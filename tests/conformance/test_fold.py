@@ -1,0 +1,100 @@
+"""fold_rows, alone and inside quantize and permute: every byte, and what folding costs a product."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from mxep.core_kernels import oracle
+from mxep.core_kernels.formats import BLOCK, Rounding
+
+from . import backends, check
+from .cases import BF16, DISTRIBUTIONS, MAPS, QUANTIZE, seeded
+
+Ops = Mapping[str, Callable]
+
+
+def every_shift() -> tuple[np.ndarray, np.ndarray]:
+    """Every element under every scale byte, beside a block that sets the row's scale: q (4096, 96), sf (4096, 3)."""
+    rng = seeded("shifts")
+    q = np.tile(np.arange(256, dtype=np.uint8).reshape(8, 1, BLOCK), (1, 256, 2)).reshape(2048, 2 * BLOCK)
+    q = np.concatenate([np.concatenate([q, q]), rng.integers(0, 256, (4096, BLOCK), np.uint8)], axis=1)
+    sf = np.tile(np.arange(256, dtype=np.uint8), 16)
+    near = np.clip(sf.astype(int) + rng.integers(-24, 25, 4096), 0, 255).astype(np.uint8)
+    return q, np.stack([sf, near, rng.integers(0, 256, 4096, np.uint8)], axis=1)
+
+
+def test_fold_every_element_by_every_shift(ops: Ops) -> None:
+    q, sf = every_shift()
+    check.same_bytes(ops["fold_rows"](q, sf), oracle.fold_rows(q, sf))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 32), (37, 544), (3, 5, 96)])
+def test_fold_shapes(ops: Ops, shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(3)
+    q = rng.integers(0, 256, shape, np.uint8)
+    sf = rng.integers(100, 140, (*shape[:-1], shape[-1] // BLOCK), np.uint8)
+    check.same_bytes(ops["fold_rows"](q, sf), oracle.fold_rows(q, sf))
+
+
+def test_a_nan_block_stays_nan_and_leaves_the_others_alone(ops: Ops) -> None:
+    q = np.full((2, 3 * BLOCK), 0x38, np.uint8)  # 1.0
+    qf, row_sf = ops["fold_rows"](q, np.uint8([[127, 255, 126], [255, 255, 255]]))
+    np.testing.assert_array_equal(row_sf, [127, 255])
+    np.testing.assert_array_equal(qf[:, ::BLOCK], [[0x38, 0x7F, 0x30], [0x7F, 0x7F, 0x7F]])
+    np.testing.assert_array_equal(qf, np.repeat(qf[:, ::BLOCK], BLOCK, axis=1))
+
+
+@pytest.mark.parametrize("rounding", Rounding, ids=lambda r: r.name.lower())
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_quantize_row_fold(ops: Ops, name: str, rounding: Rounding) -> None:
+    x = QUANTIZE[name]
+    want = oracle.fold_rows(*oracle.quantize_row(x, rounding, True))
+    check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding, satfinite=True), want)
+    check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding), oracle.quantize_row_fold(x, rounding))
+
+
+@pytest.mark.parametrize("k", [32, 160])
+@pytest.mark.parametrize("name", MAPS)
+def test_permute_mx_fold(ops: Ops, name: str, k: int) -> None:
+    case = MAPS[name]
+    row_map = oracle.row_map(case.flat, **case.options)[0]
+    packed = seeded(name).integers(0, 256, (case.num_rows, k + k // BLOCK), np.uint8)
+    check.same_bytes(ops["permute_mx_fold"](packed, row_map), oracle.permute_mx_fold(packed, row_map))
+
+
+@pytest.mark.parametrize("name", backends.NAMES)
+@given(data=st.data())
+def test_fusing_changes_no_byte_and_folding_twice_neither(name: str, data: st.DataObject) -> None:
+    ops = backends.ops(name)
+    x = data.draw(hnp.arrays(np.uint16, (8, 96), elements=st.integers(0, 2**16 - 1))).view(BF16)
+    row_map = data.draw(hnp.arrays(np.int32, 40, elements=st.integers(-1, 7)))
+    qf, row_sf = ops["fold_rows"](*ops["quantize_row"](x))
+    check.same_bytes(ops["quantize_row_fold"](x), (qf, row_sf))
+    check.same_bytes(ops["fold_rows"](qf, np.repeat(row_sf[:, None], 3, axis=1)), (qf, row_sf))
+    packed = ops["quantize_row_packed"](x)
+    check.same_bytes(ops["permute_mx_fold"](packed, row_map), ops["fold_rows"](*ops["permute_mx"](packed, row_map)))
+
+
+# dB of the product of two folded operands, the distribution and a normal one, against that of the unfolded ones;
+# K = 4096, one scale per row: measured 134.3, 116.3, 104.2, 91.0 and 88.6, less 1.
+FOLDED_PRODUCT = {"normal": 133.3, "swiglu": 115.3, "hot_columns": 103.2, "student_t": 90.0, "lognormal_blocks": 87.6}
+
+
+def folded_db(fold: Callable, distribution: str) -> float:
+    rng = seeded(f"fold {distribution}")
+    draws = (DISTRIBUTIONS[distribution], DISTRIBUTIONS["normal"])
+    pairs = [oracle.quantize_row(draw(rng, (128, 4096)).astype(BF16)) for draw in draws]
+    folded = []
+    for pair in pairs:
+        qf, row_sf = fold(*pair)
+        folded.append(oracle.E4M3_VALUES[qf] * oracle.e8m0_value(row_sf)[:, None])
+    a, b = (oracle.dequantize64(*pair) for pair in pairs)
+    return check.sqnr_db(folded[0] @ folded[1].T, a @ b.T)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_what_folding_costs_a_product(ops: Ops, distribution: str) -> None:
+    assert folded_db(ops["fold_rows"], distribution) >= FOLDED_PRODUCT[distribution]
