@@ -1,0 +1,28 @@
+"""Fold and the scale layout between guards, in C++: no byte outside is read or written."""
+
+import numpy as np
+import pytest
+from mxep.core_kernels import fold, oracle, scale_layout
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 32), (5, 96), (65, 544)])
+def test_folds(cpp_op, rows, k):
+    rng = np.random.default_rng(k)
+    q, sf = rng.integers(0, 256, (rows, k), np.uint8), rng.integers(110, 140, (rows, k // 32), np.uint8)
+    row_map = rng.integers(-1, rows, 70, np.int32)
+    packed = np.concatenate([q, sf], axis=1)
+    for got, want in (
+        (cpp_op(fold.fold_rows, q, sf), oracle.fold_rows(q, sf)),
+        (cpp_op(fold.permute_mx_fold, packed, row_map), oracle.permute_mx_fold(packed, row_map)),
+    ):
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("ends", [[7], [0, 130, 130, 300], [300]])
+def test_scale_layout(cpp_op, ends):
+    sf, group_ends = np.random.default_rng(1).integers(0, 256, (300, 9), np.uint8), np.int32(ends)
+    (blocked,) = cpp_op(scale_layout.block_scales, sf, group_ends)
+    np.testing.assert_array_equal(blocked, oracle.block_scales(sf, group_ends))
+    (back,) = cpp_op(scale_layout.unblock_scales, blocked, group_ends, num_rows=300, num_scales=9)
+    np.testing.assert_array_equal(back, oracle.unblock_scales(blocked, group_ends, 300, 9))
