@@ -94,10 +94,9 @@ def _without_empty_shares(row: dict[str, object]) -> dict[str, object]:
 
 
 def newest(file_name: str) -> list[dict[str, Any]]:
-    """The recorded lines of the newest commit that each op was measured at, in the order of the file."""
+    """The recorded lines of the last commit in the file."""
     rows = [json.loads(text) for text in (RESULTS / f"{file_name}.jsonl").read_text().splitlines()]
-    last = {row["op"]: row["commit"] for row in rows}
-    return [row for row in rows if row["commit"] == last[row["op"]]]
+    return [row for row in rows if row["commit"] == rows[-1]["commit"]]
 
 
 def table(lines: Iterable[Line]) -> str:

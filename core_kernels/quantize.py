@@ -7,7 +7,7 @@
     q, sf ---dequantize--> x (M, K)
 
 A leading dim (experts) is a batch: (G, M, K) quantizes each expert's matrix. All bytes are uint8:
-E4M3 for q, E8M0 for sf. numerics.md of the design is the contract; oracle.py is its definition.
+E4M3 for q, E8M0 for sf. oracle.py defines every one of them.
 """
 
 import math

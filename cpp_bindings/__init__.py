@@ -3,7 +3,8 @@
     run("quantize_row", [x], [q, sf], [rounding, satfinite])   DLPack arrays on the CPU, written in place
     ffi_targets()["quantize_row"]                              the same op as an XLA FFI capsule
 
-Callers plan first (`KernelOp.plan`): it checks arguments and sizes the outputs. `attrs` is `Launch.attrs`.
+Callers must plan first (`KernelOp.plan`): it checks arguments and sizes the outputs, which nothing here does again.
+`attrs` is `Launch.attrs`. Users call the frontends.
 """
 
 try:

@@ -4,7 +4,8 @@
 //                                                                 +--> run_op(Op, Call)
 //   XLA buffers ----FFI-----> ffi_targets()[name] ----------------'
 //
-// The plan has checked shapes and dtypes; here only what would be memory-unsafe is checked again.
+// Callers plan first: the plan checks shapes and sizes outputs. Here only device, layout and the number of
+// arrays are checked again; a call with other sizes than the plan's reads and writes out of bounds.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string_view.h>

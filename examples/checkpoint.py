@@ -2,15 +2,17 @@
 
     DIR/step-000050/weights.safetensors     fp32, names of weights.py, experts whole (E, ...)
                     optimizer.safetensors   AdamW's first.<name> and second.<name> moments, fp32
-                    meta.json               step, config, sizes of the two files
+                    meta.json               step, config, SHA-256 of the two files
 
 A checkpoint is written under a temporary name, flushed to the disk and renamed, so one that has its
 name is whole. With the step, the moments and the weights a run goes on exactly: batches depend on
 (seed, step) alone.
 """
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -18,11 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  gives numpy the dtype by which safetensors returns bf16
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 KEEP = 2
+FILES = ("weights.safetensors", "optimizer.safetensors")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -37,37 +42,41 @@ class Checkpoint:
 
 
 def save_checkpoint(out: Path, state: Checkpoint, config: Mapping[str, Any]) -> Path:
-    """Write `out/step-NNNNNN`, whole or not at all, and drop all but the last two."""
+    """Write `out/step-NNNNNN`, whole or not at all, and drop all but the last two up to it.
+
+    A later one stays: it is none of this run's, since a run goes on from its last whole checkpoint."""
     target = out / f"step-{state.step:06d}"
     partial = out / f"{target.name}.partial"
-    for stale in (partial, target):
-        shutil.rmtree(stale, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     moments = {f"first.{n}": a for n, a in state.first.items()} | {f"second.{n}": a for n, a in state.second.items()}
-    sizes = {}
-    for name, arrays in (("weights.safetensors", state.weights), ("optimizer.safetensors", moments)):
-        sizes[name] = _write(partial / name, save({n: np.ascontiguousarray(a) for n, a in arrays.items()}))
-    meta = {"step": state.step, "config": config, "sizes": sizes}
+    hashes = {}
+    for name, arrays in zip(FILES, (state.weights, moments), strict=True):
+        hashes[name] = _write(partial / name, save({n: np.ascontiguousarray(a) for n, a in arrays.items()}))
+    meta = {"step": state.step, "config": config, "sha256": hashes}
     _write(partial / "meta.json", json.dumps(meta, indent=2).encode())
     _sync_folder(partial)
+    shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
     _sync_folder(out)
-    for old in _folders(out)[:-KEEP]:
+    for old in [folder for folder in step_folders(out) if _step(folder) <= state.step][:-KEEP]:
         shutil.rmtree(old)
     return target
 
 
 def load_checkpoint(out: Path, config: Mapping[str, Any]) -> Checkpoint | None:
-    """The last whole checkpoint in `out`, or None when there is none.
+    """The last whole checkpoint in `out`, or None when it holds no checkpoint at all.
 
-    Raises ValueError when it was written by a run with another config, naming the fields."""
-    for folder in reversed(_folders(out)):
+    Raises ValueError when all are damaged, and when the last whole one was written by a run with another
+    config, naming the fields."""
+    folders = step_folders(out)
+    for folder in reversed(folders):
         try:
             meta = _read_meta(folder)
             weights = load_file(folder / "weights.safetensors")
             moments = load_file(folder / "optimizer.safetensors")
         except (OSError, ValueError, SafetensorError) as error:
-            print(f"checkpoint: {folder} is damaged, trying the one before: {error}", file=sys.stderr)
+            print(f"checkpoint: {folder} is damaged, it is passed over: {error}", file=sys.stderr)
             continue
         differ = sorted(k for k in config.keys() | meta["config"].keys() if config.get(k) != meta["config"].get(k))
         if differ:
@@ -76,17 +85,30 @@ def load_checkpoint(out: Path, config: Mapping[str, Any]) -> Checkpoint | None:
         first = {n.removeprefix("first."): a for n, a in moments.items() if n.startswith("first.")}
         second = {n.removeprefix("second."): a for n, a in moments.items() if n.startswith("second.")}
         return Checkpoint(meta["step"], weights, first, second)
+    if folders:
+        names = ", ".join(folder.name for folder in folders)
+        raise ValueError(f"--resume: {out}: every checkpoint is damaged: {names}; bring one back or pass another --out")
     return None
 
 
 def load_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """The weights of one checkpoint folder.
+    """The weights of one checkpoint folder, cast to fp32. A folder without meta.json, as another program
+    writes it, is read too; with it, the weights have to be the ones it names.
 
-    Raises ValueError when there are none or when their names and shapes are not `shapes`."""
-    file = folder / "weights.safetensors"
+    Raises ValueError when there are none, when they are damaged or not floats, and when their names and
+    shapes are not `shapes`."""
+    file = folder / FILES[0]
     if not file.is_file():
         raise ValueError(f"--init-from: got {str(folder)!r}; allowed: a checkpoint folder with {file.name} in it")
-    weights = load_file(file)
+    try:
+        if (folder / "meta.json").exists():
+            _check_hash(file, _meta_hashes(_read_json(folder)))
+        weights = load_file(file)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:  # TypeError: a dtype numpy has no name for
+        raise ValueError(f"--init-from: {file} is damaged or has no numpy dtype: {error}") from error
+    strange = sorted(f"{name} is {array.dtype}" for name, array in weights.items() if array.dtype.name not in FLOATS)
+    if strange:
+        raise ValueError(f"--init-from: {file}: {strange[0]}; allowed: {', '.join(FLOATS)}")
     found = {name: array.shape for name, array in weights.items()}
     if found != dict(shapes):
         differ = sorted(n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n))
@@ -95,28 +117,59 @@ def load_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
             f"--init-from: {file}: {one} is {found.get(one)}, this config has {shapes.get(one)} "
             f"({len(differ)} such weights); pass the flags of the run that wrote it"
         )
-    return weights
+    return {name: array.astype(np.float32, copy=False) for name, array in weights.items()}
 
 
-def _folders(out: Path) -> list[Path]:
-    return sorted(p for p in out.glob("step-*") if p.is_dir() and p.suffix != ".partial")
+def step_folders(out: Path) -> list[Path]:
+    """The checkpoint folders in `out`, by step; those that a kill left half-written are not among them."""
+    return sorted((p for p in out.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-    meta = json.loads((folder / "meta.json").read_bytes())
-    for name, size in meta["sizes"].items():
-        found = (folder / name).stat().st_size
-        if found != size:
-            raise ValueError(f"{name} has {found} bytes, {size} were written")
+    """The meta.json of a checkpoint folder, with the hashes of its files checked. Raises ValueError."""
+    meta = _read_json(folder)
+    hashes = _meta_hashes(meta)
+    if not isinstance(meta.get("config"), dict):
+        raise ValueError("meta.json names no config")
+    if meta.get("step") != _step(folder):
+        raise ValueError(f"meta.json names step {meta.get('step')}")
+    for name in FILES:
+        _check_hash(folder / name, hashes)
     return meta
 
 
-def _write(path: Path, data: bytes) -> int:
+def _read_json(folder: Path) -> dict[str, Any]:
+    meta = json.loads((folder / "meta.json").read_bytes())
+    if not isinstance(meta, dict):
+        raise ValueError(f"meta.json holds a {type(meta).__name__}, not an object")
+    return meta
+
+
+def _meta_hashes(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    hashes = meta.get("sha256")
+    if not isinstance(hashes, dict):
+        raise ValueError("meta.json names no sha256 of the files")
+    return hashes
+
+
+def _check_hash(file: Path, hashes: Mapping[str, Any]) -> None:
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != hashes.get(file.name):
+        raise ValueError(f"{file.name} has SHA-256 {found}, meta.json names {hashes.get(file.name)}")
+
+
+def _write(path: Path, data: bytes) -> str:
+    """Write and flush to the disk. Returns the SHA-256 of `data`."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return len(data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _sync_folder(path: Path) -> None:

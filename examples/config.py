@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from .checkpoint import step_folders
+
 RECIPES = {"bf16": "bf16", "mxfp8": "mxfp8_wgrad_with_hp"}  # --precision -> mxep recipe, for the experts
 LOG_NAME = "log.jsonl"
 
@@ -121,7 +123,10 @@ def parse_args(prog: str, argv: Sequence[str] | None = None) -> tuple[argparse.N
             f"--ep: got {args.ep}; allowed: divisors of {config.num_experts} experts, "
             f"{config.batch_size} training and {config.eval_sequences} held-out sequences"
         )
-    if (args.out / LOG_NAME).exists() and not args.resume:
+    file = next((path for path in (args.out, *args.out.parents) if path.exists() and not path.is_dir()), None)
+    if file:
+        parser.error(f"--out: got {args.out}, but {file} is a file; allowed: a folder or a new path")
+    if ((args.out / LOG_NAME).exists() or step_folders(args.out)) and not args.resume:
         parser.error(f"--out: {args.out} already holds a run; pass --resume to continue it, or another folder")
     if args.resume and args.init_from:
         parser.error("--init-from: not together with --resume, which brings its own weights")

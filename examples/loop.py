@@ -47,10 +47,13 @@ def train(framework: str, args: Namespace, config: Config, trainer_type: type[Tr
     try:
         text = Text.load(args.data, config)
         run = describe(config, precision=args.precision, train_bytes=len(text.train), held_out_bytes=len(text.held_out))
-        start = (load_checkpoint(args.out, run) if args.resume else None) or first_checkpoint(args, config)
+        found = load_checkpoint(args.out, run) if args.resume else None
+        start = found or first_checkpoint(args, config)
     except ValueError as error:
         sys.exit(f"{framework}: error: {error}")
     trainer = trainer_type(config, args.precision, args.ep, start)
+    if args.resume and found is None and trainer.is_writer:
+        print(f"{framework}: no checkpoint in {args.out}, starting at step 0", file=sys.stderr)
     log = RunLog(args.out, config, start.step, {"framework": framework, "ep": args.ep, **run}, trainer.is_writer)
     if not start.step:
         log.eval(0, trainer.evaluate(text))

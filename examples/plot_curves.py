@@ -4,7 +4,7 @@
 
 Writes curves.png there, prints the two comparisons, and exits with 1 when one of them fails:
 PyTorch within 1% of JAX at every logged step, for each precision; the held-out loss of MXFP8 within
-1% of bf16, for each framework.
+1% of bf16, for each framework. Runs of different configs or texts are not compared: that is an error.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from .config import LOG_NAME
 from .runlog import read_log
 
 FRAMEWORKS = ("torch", "jax")
@@ -23,9 +24,29 @@ LIMIT = 0.01
 Curves = dict[str, dict[int, float]]  # "train" and "eval" -> step -> loss
 
 
-def read_curves(folder: Path) -> Curves:
-    records = read_log(folder)
-    return {kind: {r["step"]: r["loss"] for r in records if r["kind"] == kind} for kind in ("train", "eval")}
+def read_runs(root: Path) -> dict[tuple[str, str], Curves]:
+    """The curves of the four runs in `root`. Raises ValueError when a log is not of the run its folder names,
+    and when two runs differ in more than framework, precision and number of ranks."""
+    runs, first = {}, None
+    for precision in PRECISIONS:
+        for framework in FRAMEWORKS:
+            folder = root / f"{framework}-{precision}"
+            header, *records = read_log(folder) or [{}]
+            if header.get("kind") != "run":
+                raise ValueError(f"{folder / LOG_NAME} does not begin with the record of its run")
+            for field, expected in (("framework", framework), ("precision", precision)):
+                if header.get(field) != expected:
+                    raise ValueError(f"{folder / LOG_NAME} is of a run with {field} {header.get(field)}")
+            config = {k: v for k, v in header.items() if k not in ("framework", "precision", "ep")}
+            first = first or (folder, config)
+            differ = sorted(k for k in config.keys() | first[1].keys() if config.get(k) != first[1].get(k))
+            if differ:
+                values = ", ".join(f"{k}={first[1].get(k)} and {config.get(k)}" for k in differ)
+                raise ValueError(f"{first[0]} and {folder} are runs of different configs: {values}")
+            runs[framework, precision] = {
+                kind: {r["step"]: r["loss"] for r in records if r["kind"] == kind} for kind in ("train", "eval")
+            }
+    return runs
 
 
 def difference(a: Curves, b: Curves, kind: str) -> tuple[float, int]:
@@ -84,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, help="the folder that holds the four runs")
     folder = parser.parse_args(argv).runs
     try:
-        runs = {(f, p): read_curves(folder / f"{f}-{p}") for p in PRECISIONS for f in FRAMEWORKS}
+        runs = read_runs(folder)
         agree = compare(runs)
     except (OSError, ValueError) as error:
         sys.exit(f"plot_curves: error: {error}")

@@ -1,4 +1,6 @@
-"""Checks of values, which a traced program knows only when it runs.
+"""Checks of what the kernels' own plans do not see: types that lack a gradient, and values.
+
+A traced program knows values only when it runs:
 
 called eagerly                           ValueError
 inside `checkify.checkify(jax.jit(f))`   an error that the caller takes out: `error.throw()`
@@ -7,10 +9,28 @@ inside jax.jit alone                     nothing: XLA removes the check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
 
 from ..core_kernels.launch import fail
+
+FLOATS = ("bfloat16", "float32")
+
+
+def check_floats(op: str, argument: str, x: object, other: str = "") -> None:
+    """TypeError unless x is an array of bf16 or fp32; `other` names what else the argument may be."""
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    if not is_array or np.dtype(x.dtype).name not in FLOATS:
+        got = f"dtype {x.dtype}" if is_array else type(x).__name__
+        fail(TypeError, op, argument, got, f"allowed: a bfloat16 or float32 array{other}")
+
+
+def check_integers(op: str, argument: str, x: object) -> None:
+    """TypeError unless x is an array of integers."""
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    if not is_array or not jnp.issubdtype(x.dtype, jnp.integer):
+        fail(TypeError, op, argument, f"dtype {x.dtype}" if is_array else type(x).__name__, "allowed: an int32 array")
 
 
 def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed: str) -> None:

@@ -21,7 +21,7 @@ from jax import lax
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from . import ops
-from ._checks import check_counts
+from ._checks import check_counts, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray
 from .vjp import _vary_alike
 
@@ -66,10 +66,12 @@ def plan_exchange(
     axis_name: mesh axis of the enclosing shard_map; None for no parallelism (one rank, no collective).
     capacity: rows reserved per pair of ranks; None reserves num_rows and is dropless.
 
-    Raises ValueError for a capacity below 1, or an axis whose size does not divide E.
+    Raises ValueError for a capacity below 1, or an axis whose size does not divide E; TypeError for counts that
+    are no integers.
     """
-    op, num_experts = "plan_exchange", num_tokens_per_expert.shape[0]
-    ep_degree = axis_size(op, axis_name)
+    op = "plan_exchange"
+    check_integers(op, "num_tokens_per_expert", num_tokens_per_expert)
+    num_experts, ep_degree = num_tokens_per_expert.shape[0], axis_size(op, axis_name)
     if num_experts % ep_degree:
         fail(
             ValueError, op, "num_tokens_per_expert", f"{num_experts} experts",
@@ -125,7 +127,8 @@ def _send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
     return ops.permute_rows(_all_to_all(rows, exchange.axis_name), exchange.slots)
 
 
-def _check_rows(op: str, x: jax.Array | MXGradArray, rows: int, what: str) -> None:
+def _check_rows(op: str, x: jax.Array, rows: int, what: str, other: str = "") -> None:
+    check_floats(op, "input", x, other)
     if len(x.shape) != 2 or x.shape[0] != rows:
         fail(ValueError, op, "input", f"shape {x.shape}", f"allowed: ({rows}, D), {what}")
 
@@ -200,9 +203,9 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     Raises ValueError if N is no multiple of 32 or the rows are not the exchange's.
     """
     op = "a2a_combine_hp_fwd_mxfp8_bwd"
-    _check_rows(op, input, exchange.sources.shape[0], "ep_degree * capacity rows")
+    values = input.value if isinstance(input, MXGradArray) else input
+    _check_rows(op, values, exchange.sources.shape[0], "ep_degree * capacity rows", " or an MXGradArray")
     if not mxfp8_bwd:
-        values = input.value if isinstance(input, MXGradArray) else input
         return _combine(*_vary_alike(values, exchange))
     require_multiple(op, "input", input.shape[1], BLOCK, "last dim", "the backward quantizes along it")
     if isinstance(input, MXGradArray):

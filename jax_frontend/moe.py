@@ -19,6 +19,8 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ep, ops, vjp
+from ._call import vary, varying_axes
+from ._checks import check_floats
 from .mx_array import MXArray
 
 Params = dict[str, Any]
@@ -57,6 +59,10 @@ class MoEConfig:
     capacity: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("dim", "hidden_dim", "num_experts", "top_k", "capacity"):
+            size = getattr(self, name)
+            if type(size) is not int and not (name == "capacity" and size is None):
+                fail(TypeError, "MoEConfig", name, repr(size), "allowed: an int")
         for name in ("dim", "hidden_dim"):
             size = getattr(self, name)
             if size <= 0 or size % BLOCK:
@@ -98,8 +104,7 @@ def apply(
 
     Raises ValueError where x, params, config and the mesh axis do not fit each other, TypeError for dtypes.
     """
-    if jnp.dtype(x.dtype).name not in ("bfloat16", "float32"):
-        fail(TypeError, "moe.apply", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")
+    check_floats("moe.apply", "x", x)
     if x.ndim < 1 or x.shape[-1] != config.dim:
         fail(ValueError, "moe.apply", "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
     _check_params(params, config, axis_name)
@@ -125,7 +130,12 @@ def _check_params(params: Params, config: MoEConfig, axis_name: str | None) -> N
     local = e // ranks
     allowed = {"router": (e, d), "w1": (local, f, d), "w2": (local, d, f), "w3": (local, f, d)}
     for name, shape in allowed.items():
-        got = (params if name == "router" else params["experts"])[name].shape
+        holder = params if name == "router" else params.get("experts", {})
+        if name not in holder:
+            layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3', as `moe.init` makes them"
+            fail(ValueError, "moe.apply", "params", f"no {name!r}", layout)
+        check_floats("moe.apply", f"params {name!r}", holder[name])
+        got = holder[name].shape
         if got != shape:
             why = f"allowed: {shape} on each of {ranks} ranks"
             fail(ValueError, "moe.apply", f"params {name!r}", f"shape {got}", why)
@@ -140,8 +150,13 @@ def _route(router: jax.Array, x_TD: jax.Array, config: MoEConfig) -> tuple[jax.A
     scores_TE = jax.nn.softmax(logits_TE) if config.score_func == "softmax" else jax.nn.sigmoid(logits_TE)
     chosen_TK, experts_TK = jax.lax.top_k(scores_TE, config.top_k)
     if config.normalize:
-        chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdims=True)
-    return chosen_TK, experts_TK.astype(jnp.int32), scores_TE / scores_TE.sum(-1, keepdims=True)
+        chosen_TK = _shares(chosen_TK)
+    return chosen_TK, experts_TK.astype(jnp.int32), _shares(scores_TE)
+
+
+def _shares(scores: jax.Array) -> jax.Array:
+    """Scores over their sum along the last dim; zeros where every sigmoid has underflowed to zero."""
+    return scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -165,7 +180,8 @@ def _run_experts(
         groups, maps = vjp.permute(ep.a2a_dispatch(rows, exchange), *layout, rank_rows=exchange.capacity)
 
     def mm(x: jax.Array | MXArray, name: str, mx_grad: bool = False) -> Any:
-        weight = experts[name].astype(jnp.bfloat16)
+        # In the parameter's own dtype: over a mesh axis that replicates it, JAX sums the gradient in that dtype.
+        weight = vary(experts[name], varying_axes(*jax.tree.leaves(x))).astype(jnp.bfloat16)
         return vjp.mxfp8_grouped_mm(x, weight, maps.group_ends, recipe=recipe, mx_grad=mx_grad)
 
     hidden = swiglu(mm(groups, "w1"), mm(groups, "w3"))

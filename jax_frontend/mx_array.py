@@ -5,7 +5,11 @@ gradient is bf16, and a value in bf16 whose gradient is bytes, each travel with 
 
                  forward reads        cotangents come back on
     MXArray      q, sf  (uint8)       carrier (bf16 or fp32, zeros)         forward MXFP8, backward bf16
-    MXGradArray  value  (bf16)        q_grad (e4m3), sf_grad (e8m0), zeros  forward bf16, backward MXFP8
+    MXGradArray  value  (bf16)        q_grad (e4m3), sf_grad (bf16), uses   forward bf16, backward MXFP8
+
+JAX adds cotangents, zeros among them, so each companion's zero is a zero: the byte 0x00 of e4m3, and 0 for a
+scale's byte as a bf16 integer, 0 to 255, exact. (e8m0 has no zero: JAX's is the byte of NaN.) Bytes of two
+readers must not be added; each reader sends 1 on `uses`, so the grouped GEMM sees a second one and poisons.
 
 No forward code reads a companion, so inside `jax.jit` it takes neither memory nor a collective.
 """
@@ -15,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -22,6 +27,8 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import vary, varying_axes
+
+E8M0_NAN = np.uint8(255)
 
 
 def _leaves(kind: Any, *leaves: jax.Array | None) -> Any:
@@ -36,6 +43,7 @@ class MXArray:
 
     q (M, K) uint8: E4M3 bytes.  sf (M, K/32) uint8: E8M0 bytes.
     carrier (M, K): zeros of the dtype it was quantized from; its cotangent is the gradient of the matrix.
+    q and sf have no gradient: what is computed from them, and not by the functions here, gives this array none.
     """
 
     q: jax.Array
@@ -53,12 +61,12 @@ class MXArray:
 
     @classmethod
     def from_bytes(cls, q: jax.Array, sf: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
-        """Wrap E4M3 data and E8M0 scales (uint8)."""
+        """Wrap E4M3 data and E8M0 scales (uint8). Whatever made the bytes gets no gradient."""
         return cls(q, sf, vary(jnp.zeros(q.shape, dtype), varying_axes(q, sf)))
 
     @classmethod
     def from_packed(cls, packed: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
-        """Wrap wire rows `[q | sf]` (M, K + K/32) uint8."""
+        """Wrap wire rows `[q | sf]` (M, K + K/32) uint8. Whatever made the bytes gets no gradient."""
         k = packed.shape[1] // (BLOCK + 1) * BLOCK
         return cls.from_bytes(packed[:, :k], packed[:, k:], dtype)
 
@@ -78,7 +86,9 @@ class MXArray:
         return _dequantize(self)
 
     def packed(self) -> jax.Array:
-        """Wire rows `[q | sf]`; of an array that came from wire rows, XLA returns those without a copy."""
+        """Wire rows `[q | sf]`; of an array that came from wire rows, XLA returns those without a copy.
+
+        Bytes have no gradient: what is computed from them gives this array none."""
         return pack(self.q, self.sf)
 
     @classmethod
@@ -92,14 +102,17 @@ class MXArray:
 class MXGradArray:
     """A bf16 or fp32 matrix whose gradient arrives in MXFP8: what travels from a grouped GEMM to the combine.
 
-    value (M, N). q_grad (M, N) e4m3 and sf_grad (M, N/32) e8m0: zeros; their cotangents are the gradient.
-    One unpermute or combine may take it: JAX adds the cotangents of two uses, and bytes cannot be added.
+    value (M, N). q_grad (M, N) e4m3 and sf_grad (M, N/32) bf16: zeros; their cotangents are the gradient, the
+    scales' as integers 0 to 255. uses (1,) fp32: zero; its cotangent counts who sent that gradient.
+    One unpermute or combine may take it: JAX adds the cotangents of two uses, and bytes cannot be added. A second
+    use is a ValueError where it can be seen, and NaN gradients where it cannot (inside jit, scan, checkpoint).
     `value` may be used anywhere besides; its own gradient is added to the MXFP8 one.
     """
 
     value: jax.Array
     q_grad: jax.Array
     sf_grad: jax.Array
+    uses: jax.Array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,25 +134,32 @@ class MXGradArray:
     def wrap(cls, value: jax.Array) -> "MXGradArray":
         m, n = value.shape
         axes = varying_axes(value)
-        q_grad = vary(jnp.zeros((m, n), jnp.float8_e4m3fn), axes)
-        return cls(value, q_grad, vary(jnp.zeros((m, n // BLOCK), jnp.float8_e8m0fnu), axes))
+        zeros = jnp.zeros((m, n), jnp.float8_e4m3fn), jnp.zeros((m, n // BLOCK), jnp.bfloat16), jnp.zeros(1)
+        return cls(value, *(vary(x, axes) for x in zeros))
 
     @classmethod
-    def cotangent(cls, value: jax.Array | None, mx: tuple[jax.Array, jax.Array] | None) -> "MXGradArray":
-        """A cotangent from its two parts, either of which may be absent."""
+    def cotangent(
+        cls, value: jax.Array | None, mx: tuple[jax.Array, jax.Array] | None, uses: jax.Array | None = None
+    ) -> "MXGradArray":
+        """A cotangent from its two parts, either of which may be absent; `uses` where it is handed on."""
         if mx is None:
-            return _leaves(cls, value, None, None)
+            return _leaves(cls, value, None, None, None)
         q, sf = mx
-        e4m3, e8m0 = lax.bitcast_convert_type(q, jnp.float8_e4m3fn), lax.bitcast_convert_type(sf, jnp.float8_e8m0fnu)
-        return _leaves(cls, value, e4m3, e8m0)
+        if uses is None:
+            uses = vary(jnp.ones(1), varying_axes(q))
+        return _leaves(cls, value, lax.bitcast_convert_type(q, jnp.float8_e4m3fn), sf.astype(jnp.bfloat16), uses)
 
     def parts(self) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array] | None]:
         """Of a cotangent: the float part and the MX part (q, sf as bytes), None where symbolically zero."""
         value = None if isinstance(self.value, SymbolicZero) else self.value
         if isinstance(self.q_grad, SymbolicZero):
             return value, None
-        q, sf = (lax.bitcast_convert_type(x, jnp.uint8) for x in (self.q_grad, self.sf_grad))
-        return value, (q, sf)
+        return value, (lax.bitcast_convert_type(self.q_grad, jnp.uint8), self.sf_grad.astype(jnp.uint8))
+
+    def poisoned(self) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array] | None]:
+        """`parts` of a cotangent, every scale NaN where two readers' bytes have been added up."""
+        value, mx = self.parts()
+        return value, mx and (mx[0], jnp.where((self.uses > 1).any(), E8M0_NAN, mx[1]))
 
 
 def pack(q: jax.Array, sf: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ Formats v1.0. In a jit that shards its arrays without shard_map, XLA gathers a k
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..core_kernels import fold, grouped_gemm, permute, quantize, routing, scale_layout
 from ..core_kernels.formats import BLOCK, Rounding
@@ -93,7 +94,7 @@ def quantize_both(
 
 def dequantize(q: jax.Array, sf: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16") -> jax.Array:
     """q (..., M, K), sf (..., M, K/32) uint8 -> x (..., M, K) bf16 or fp32; exact in fp32."""
-    return call(quantize.dequantize, q, sf, out_dtype=jax.numpy.dtype(out_dtype).name)[0]
+    return call(quantize.dequantize, q, sf, out_dtype=jnp.dtype(out_dtype).name)[0]
 
 
 def permute_rows(x: jax.Array, row_map: jax.Array) -> jax.Array:
@@ -180,7 +181,7 @@ def grouped_mm_mx(
     *, out_dtype: jax.typing.DTypeLike = "bfloat16",
 ) -> jax.Array:  # fmt: skip
     """lhs (M, K) x rhs_t (G, N, K), both MXFP8 along K -> (M, N); rows past group_ends[-1] are zeros."""
-    name = jax.numpy.dtype(out_dtype).name
+    name = jnp.dtype(out_dtype).name
     return call(grouped_gemm.grouped_mm_mx, lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out_dtype=name)[0]
 
 
@@ -188,7 +189,7 @@ def grouped_mm_bf16(
     lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
 ) -> jax.Array:
     """lhs (M, K) x rhs_t (G, N, K), both bf16 -> (M, N), accumulated in fp32."""
-    name = jax.numpy.dtype(out_dtype).name
+    name = jnp.dtype(out_dtype).name
     return call(grouped_gemm.grouped_mm_bf16, lhs, rhs_t, group_ends, out_dtype=name)[0]
 
 
@@ -197,7 +198,7 @@ def grouped_wgrad_mx(
     *, out_dtype: jax.typing.DTypeLike = "bfloat16",
 ) -> jax.Array:  # fmt: skip
     """lhs_t (N, M) x rhs_t (K, M), both MXFP8 along M -> (G, N, K); zeros for an empty group."""
-    name = jax.numpy.dtype(out_dtype).name
+    name = jnp.dtype(out_dtype).name
     return call(grouped_gemm.grouped_wgrad_mx, lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out_dtype=name)[0]
 
 
@@ -205,5 +206,5 @@ def grouped_wgrad_bf16(
     lhs: jax.Array, rhs: jax.Array, group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
 ) -> jax.Array:
     """lhs (M, N) x rhs (M, K), both bf16 -> (G, N, K): lhs.T @ rhs of each group, accumulated in fp32."""
-    name = jax.numpy.dtype(out_dtype).name
+    name = jnp.dtype(out_dtype).name
     return call(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=name)[0]

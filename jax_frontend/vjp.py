@@ -21,7 +21,7 @@ from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import vary, varying_axes
-from ._checks import check_counts, check_ends
+from ._checks import check_counts, check_ends, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray, pack
 from .ops import RowMap
 
@@ -76,8 +76,12 @@ def permute_mxfp8_fwd_hp_bwd(
     Returns (MXArray (P, K), RowMap); P holds any split of R rows, padding rows are zeros, and an empty
     expert still gets one aligned group.
 
-    Raises ValueError for counts that do not fit ep_degree, an alignment that is no multiple of 32.
+    Raises ValueError for counts that do not fit ep_degree, an alignment that is no multiple of 32, TypeError if
+    mx is no MXArray or the counts are no integers.
     """
+    if not isinstance(mx, MXArray):
+        allowed = "allowed: an MXArray; `permute` takes float rows"
+        fail(TypeError, "permute_mxfp8_fwd_hp_bwd", "mx", type(mx).__name__, allowed)
     maps = _row_map(mx, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of, rank_rows)
     return _gather_mx(*_vary_alike(mx, maps.row_map, maps.inverse)), maps
 
@@ -92,11 +96,13 @@ def permute(
     rank_rows: int = 0,
 ) -> tuple[jax.Array, RowMap]:
     """`permute_mxfp8_fwd_hp_bwd` for bf16 or fp32 rows, both ways."""
+    check_floats("permute", "x", x)
     maps = _row_map(x, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of, rank_rows)
     return gather_rows(x, maps.row_map, maps.inverse), maps
 
 
 def _row_map(x, counts, ep_degree, num_local_experts, alignment, rank_rows) -> RowMap:
+    check_integers("permute", "num_tokens_per_expert", counts)
     if counts.shape != (ep_degree * num_local_experts,):
         fail(
             ValueError, "permute", "num_tokens_per_expert", f"shape {counts.shape}",
@@ -161,10 +167,12 @@ def _ungather_mx_bwd(row_map, grad: MXGradArray):
     value, mx = grad.parts()
     value = None if value is None else ops.permute_rows(value, row_map)
     mx = None if mx is None else ops.permute_mx(pack(*mx), row_map)
-    return MXGradArray.cotangent(value, mx), None, None
+    return MXGradArray.cotangent(value, mx, grad.uses), None, None
 
 
 _ungather_mx.defvjp(_ungather_mx_fwd, _ungather_mx_bwd, symbolic_zeros=True)
+# Outside a jit, shard_map takes no custom_vjp with symbolic zeros.
+_ungather_mx_jitted = jax.jit(_ungather_mx)
 
 
 def unpermute_hp_fwd_mxfp8_bwd(input: jax.Array | MXGradArray, maps: RowMap) -> jax.Array | MXGradArray:
@@ -172,11 +180,17 @@ def unpermute_hp_fwd_mxfp8_bwd(input: jax.Array | MXGradArray, maps: RowMap) -> 
 
     input: (P, N), an MXGradArray from `mxfp8_grouped_mm(..., mx_grad=True)`, whose gradient is gathered as
     MXFP8 bytes, or an array, whose gradient is gathered as it is. maps: what the permute returned.
-    Returns (R, N), of the kind that came in.
+    Returns (R, N), of the kind that came in. Raises ValueError unless the rows are those of the map.
     """
+    op = "unpermute_hp_fwd_mxfp8_bwd"
+    if not isinstance(input, MXGradArray):
+        check_floats(op, "input", input, " or an MXGradArray")
+    if len(input.shape) != 2 or input.shape[0] != maps.row_map.shape[0]:
+        allowed = f"allowed: ({maps.row_map.shape[0]}, N), the rows of maps.row_map"
+        fail(ValueError, op, "input", f"shape {input.shape}", allowed)
     if isinstance(input, MXGradArray):
-        input = input.once("unpermute_hp_fwd_mxfp8_bwd")
-        return _ungather_mx(*_vary_alike(input, maps.row_map, maps.inverse))
+        input = input.once(op)
+        return _ungather_mx_jitted(*_vary_alike(input, maps.row_map, maps.inverse))
     return gather_rows(input, maps.inverse, maps.row_map)
 
 
@@ -233,7 +247,7 @@ def _grouped_mm_fwd(lhs, rhs_t, group_ends, recipe, out_dtype, mx_grad):
 
 def _grouped_mm_bwd(recipe, out_dtype, mx_grad, residuals, grad):
     lhs, rhs_t, group_ends = residuals
-    value, mx = grad.parts() if mx_grad else (grad, None)
+    value, mx = grad.poisoned() if mx_grad else (grad, None)
     if mx is None:
         dout = value
     elif value is None:
@@ -245,6 +259,7 @@ def _grouped_mm_bwd(recipe, out_dtype, mx_grad, residuals, grad):
 
 
 _grouped_mm.defvjp(_grouped_mm_fwd, _grouped_mm_bwd, symbolic_zeros=True)
+_grouped_mm_jitted = jax.jit(_grouped_mm, static_argnums=(3, 4, 5))  # as _ungather_mx_jitted
 
 
 def mxfp8_grouped_mm(
@@ -279,6 +294,11 @@ def mxfp8_grouped_mm(
     op, recipe = "mxfp8_grouped_mm", Recipe.parse(recipe)
     if (group_ends is None) == (group_sizes is None):
         fail(ValueError, op, "group_ends", "both or neither of group_ends, group_sizes", "allowed: exactly one")
+    given = group_ends if group_sizes is None else group_sizes
+    check_integers(op, "group_ends" if group_sizes is None else "group_sizes", given)
+    if not isinstance(A, MXArray):
+        check_floats(op, "A", A, " or an MXArray")
+    check_floats(op, "rhs_t", rhs_t)
     ends = jnp.asarray(group_ends) if group_sizes is None else jnp.cumsum(group_sizes, dtype=jnp.int32)
     if isinstance(A, MXArray) and not recipe.quantized:
         fail(TypeError, op, "A", "MXArray with recipe 'bf16'", "allowed: an array; call A.dequantize()")
@@ -293,7 +313,7 @@ def mxfp8_grouped_mm(
     if pad_token_groups:
         return _grouped_mm_padded(A, rhs_t, ends, recipe, out_dtype, mx_grad)
     lhs, rhs_t, ends = _vary_alike(A, rhs_t, ends)
-    return _grouped_mm(lhs, rhs_t, ends, recipe, jnp.dtype(out_dtype).name, mx_grad)
+    return _grouped_mm_jitted(lhs, rhs_t, ends, recipe, jnp.dtype(out_dtype).name, mx_grad)
 
 
 def _grouped_mm_padded(A, rhs_t, group_ends, recipe: Recipe, out_dtype, mx_grad) -> jax.Array | MXGradArray:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp_bindings
+from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
 
@@ -105,6 +106,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
 
 
+def require_tensor(op: str, argument: str, value: object) -> None:
+    """Raise TypeError unless the value is a tensor."""
+    if not isinstance(value, Tensor):
+        fail(TypeError, op, argument, f"a {type(value).__name__}", "allowed: a torch.Tensor")
+
+
 def array_type(tensor: Tensor) -> ArrayType:
     return ArrayType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
@@ -139,16 +146,20 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     check_devices(op, inputs)
     check_contiguous(op, inputs)
     device = inputs[0].device
-    arch = choose_arch(op, device)
+    arch = choose_arch(op, device, _forced)
     launch = op.plan(*map(array_type, inputs), arch=arch, **options)
     if op.inputs[-1] == "group_ends" and checks_values(device):
-        tokens_dim = 1 if op.name == "grouped_wgrad_mx" else 0
-        check_ends(op.name, "group_ends", inputs[-1], int(options.get("num_rows", inputs[0].shape[tokens_dim])))
+        # Blocks that run along the tokens must not cross groups.
+        tokens_dim, multiple = (1, BLOCK) if op.name == "grouped_wgrad_mx" else (0, 1)
+        rows = int(options.get("num_rows", inputs[0].shape[tokens_dim]))
+        check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
     if "row_map" in op.inputs and arch != "cpu" and checks_values(device):
         _check_row_map(op.name, inputs[1], inputs[0].shape[0])
     outputs = tuple(empty(array, device) for array in launch.out)
     if arch == "cpu" and op.name in _cpu_gemm.TABLE:
-        _cpu_gemm.TABLE[op.name](*inputs, *outputs)
+        # An exact product does not become another one under the caller's autocast.
+        with torch.autocast("cpu", enabled=False):
+            _cpu_gemm.TABLE[op.name](*inputs, *outputs)
     elif arch == "cpu":
         cpp_bindings.run(op.name, inputs, list(outputs), [int(a) for a in launch.attrs])
     elif all(launch.grid):
@@ -156,13 +167,13 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     return outputs
 
 
-def choose_arch(op: KernelOp, device: torch.device) -> str:
+def choose_arch(op: KernelOp, device: torch.device, forced: Implementation | None) -> str:
     """The architecture to plan for: "cpu" (C++, no tiles), "interpreter", "sm_90" or "sm_100".
 
     Raises NotImplementedError where the device or the forced implementation cannot run the op.
     """
     if device.type == "cpu":
-        if _forced != "triton":
+        if forced != "triton":
             return "cpu"
         if not interpreted(op):
             fail(
@@ -172,7 +183,7 @@ def choose_arch(op: KernelOp, device: torch.device) -> str:
         return "interpreter"
     if device.type != "cuda":
         fail(NotImplementedError, op.name, "device", device, "allowed: cpu and cuda tensors")
-    if _forced == "cpp":
+    if forced == "cpp":
         fail(NotImplementedError, op.name, "device", f"{device} with 'cpp' forced", "allowed: cpu tensors")
     if op.kernel is None:
         fail(NotImplementedError, op.name, "device", device, "allowed: cpu tensors; this op has no CUDA kernel")

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from . import ops
-from ._call import check_ends, checks_values
+from ._call import check_ends, checks_values, require_tensor
 from .mx_tensor import MXTensor, plain
 
 FLOATS = (torch.bfloat16, torch.float32)
@@ -56,6 +57,7 @@ class _GroupedMM(torch.autograd.Function):
         return ops.grouped_mm_mx(*_rows(a, rounding), *ops.quantize_row(w, rounding), offs, _name(out_dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         a, b_t, offs = ctx.saved_tensors
         dout, w, rounding = grads[0], b_t.transpose(-2, -1), ctx.rounding
@@ -115,7 +117,7 @@ def mxfp8_grouped_mm(
     A: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor that already is.
     B_t: (G, K, N), the transpose of a contiguous (G, N, K), bfloat16 or float32; K, N multiples of 32.
     offs: (G,) int32, where each group of rows ends; rows past the last end give zeros.
-    bias: (N,) for all rows or (G, N), one per group; None.
+    bias: (N,) for all groups or (G, N), one per group; None.
     out_dtype: bfloat16 or float32. The gradient of A has A's dtype, that of B_t has B_t's.
     wgrad_with_hp: weight gradient from bf16 operands; False: from operands re-quantized along the
         tokens, which needs ends that are multiples of 32, or the padding below.
@@ -134,7 +136,10 @@ def mxfp8_grouped_mm(
     op = "mxfp8_grouped_mm"
     rounding = int(Rounding.parse(scale_calculation_mode))
     _check_grouped_mm(op, A, B_t, offs, out_dtype)
-    for name, flag in (("wgrad_with_hp", wgrad_with_hp), ("pad_token_groups", pad_token_groups_for_grouped_mm)):
+    for name, flag in (
+        ("wgrad_with_hp", wgrad_with_hp),
+        ("pad_token_groups_for_grouped_mm", pad_token_groups_for_grouped_mm),
+    ):
         if not isinstance(flag, bool):
             allowed = "allowed: bool (there is no kernel_preference here; see capabilities())"
             fail(TypeError, op, name, repr(flag), allowed)
@@ -156,6 +161,7 @@ def bf16_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype
 
 def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:
     for name, x, rank in (("A", A, 2), ("B_t", B_t, 3)):
+        require_tensor(op, name, x)
         if x.dtype not in FLOATS:
             fail(TypeError, op, name, f"dtype {x.dtype}", "allowed: bfloat16 or float32 (or an MXTensor for A)")
         if x.dim() != rank:
@@ -193,15 +199,42 @@ def _check_token_blocks(op: str, A: Tensor, offs: Tensor) -> None:
         check_ends(op, "offs", offs, A.shape[0], BLOCK, remedy)
 
 
+class _AddBias(torch.autograd.Function):
+    """out (M, N) + its group's row of bias (G, N); the gradient of out passes as it came, MX or not."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+        # One more group of zeros takes the rows past the last end.
+        lengths = torch.diff(offs, prepend=offs.new_zeros(1), append=offs.new_full((1,), out.shape[0])).long()
+        ctx.save_for_backward(lengths)
+        ctx.dtype = bias.dtype
+        rows = torch.nn.functional.pad(bias.float(), (0, 0, 0, 1)).repeat_interleave(
+            lengths, dim=0, output_size=out.shape[0]
+        )
+        return (out.float() + rows).to(out.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (lengths,) = ctx.saved_tensors
+        sums = torch.segment_reduce(plain(grads[0]).float(), "sum", lengths=lengths, axis=0)
+        return grads[0], sums[:-1].to(ctx.dtype), None
+
+
+@torch.compiler.allow_in_graph
+def _with_bias(*args: Any) -> Tensor:
+    return cast(Tensor, _AddBias.apply(*args))
+
+
 def _add_bias(op: str, out: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return out
     n, groups = out.shape[1], offs.shape[0]
-    if bias.shape == (n,):
-        return out + bias.to(out.dtype)
-    if bias.shape != (groups, n):
+    require_tensor(op, "bias", bias)
+    if bias.dtype not in FLOATS:
+        fail(TypeError, op, "bias", f"dtype {bias.dtype}", "allowed: bfloat16 or float32")
+    if bias.shape not in ((n,), (groups, n)):
         fail(ValueError, op, "bias", f"shape {tuple(bias.shape)}", f"allowed: ({n},) or ({groups}, {n})")
-    rows = torch.arange(out.shape[0], device=out.device, dtype=torch.int32)
-    group_of_row = torch.searchsorted(offs, rows, right=True)
-    # One more bias, of zeros, for the rows past the last end; in fp32, so that its gradient is summed in fp32.
-    return out + torch.nn.functional.pad(bias.float(), (0, 0, 0, 1))[group_of_row].to(out.dtype)
+    if bias.device != out.device:
+        fail(ValueError, op, "bias", f"device {bias.device}", f"allowed: {out.device}; move it with .to()")
+    return _with_bias(out, bias.expand(groups, n), offs)

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _cpu_gemm
-from ._call import choose_arch, force_implementation
+from . import _call, _cpu_gemm
 from .ops import OPS
 
 
@@ -29,7 +28,7 @@ def capabilities(device: torch.device | str | None = None) -> dict[str, Capabili
 
 def _uses(name: str, device: torch.device) -> str:
     try:
-        arch = choose_arch(OPS[name], device)
+        arch = _call.choose_arch(OPS[name], device, _call._forced)
     except NotImplementedError:
         return ""
     if arch != "cpu":
@@ -40,11 +39,10 @@ def _uses(name: str, device: torch.device) -> str:
 def _absent(name: str, device: torch.device) -> dict[str, str]:
     reasons = {}
     for implementation in ("cpp", "triton"):
-        with force_implementation(implementation):
-            try:
-                choose_arch(OPS[name], device)
-            except NotImplementedError as error:
-                reasons[implementation] = str(error)
+        try:
+            _call.choose_arch(OPS[name], device, implementation)
+        except NotImplementedError as error:
+            reasons[implementation] = str(error)
     if name in _cpu_gemm.TABLE:
         reasons["cpp"] = f"{name}: grouped products have no C++ kernel; on a CPU torch.matmul multiplies"
     return reasons

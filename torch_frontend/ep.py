@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
@@ -85,6 +86,7 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(x.contiguous(), output_splits, input_splits, group_name)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output_splits, input_splits = ctx.splits
         if ctx.mx_bwd:
@@ -101,6 +103,7 @@ class _AllToAllDequantized(torch.autograd.Function):
         return plain(_all_to_all_mx(x, output_splits, input_splits, group_name, Rounding.RCEIL))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output_splits, input_splits = ctx.splits
         dx = plain(_all_to_all_mx(grads[0], output_splits, input_splits, ctx.group_name, Rounding.RCEIL))
@@ -153,7 +156,8 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     """Send expert outputs back to the tokens' ranks as they are; the gradient travels in MXFP8.
 
     Arguments as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, with the two splits swapped. mxfp8_bwd: the
-    gradient is quantized, sent packed and handed on as an MXTensor; False: sent in its own dtype.
+    gradient is quantized, sent packed and handed on as an MXTensor, which `unpermute_hp_fwd_mxfp8_bwd` and
+        `mxfp8_grouped_mm` take; False: sent in its own dtype, for any other operation in front of this one.
 
     Returns (sum(output_splits), K) of input's dtype. Raises ValueError and TypeError likewise.
     """

@@ -19,6 +19,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
+from ._call import require_tensor
 from .autograd import bf16_grouped_mm, mxfp8_grouped_mm
 from .ep import combine, dispatch
 from .parallel import DEFAULT_RECIPE, local
@@ -40,6 +41,11 @@ class MoEStats(NamedTuple):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, computed in fp32 and rounded once to gate's dtype."""
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def _shares(scores: Tensor) -> Tensor:
+    """Scores over their sum along the last dim; zeros where every sigmoid has underflowed to zero."""
+    return scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class GroupedExperts(nn.Module):
@@ -132,6 +138,7 @@ class MoE(nn.Module):
         self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, MoEStats]:
+        require_tensor("MoE", "x", x)
         if x.dtype not in (torch.bfloat16, torch.float32):
             fail(TypeError, "MoE", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")
         dim = self.router.in_features
@@ -153,14 +160,15 @@ class MoE(nn.Module):
         """Probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities.
 
         Of equal scores the lower expert comes first."""
-        logits_TE = F.linear(x_TD.float(), self.router.weight.float())
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = F.linear(x_TD.float(), self.router.weight.float())
         scores_TE = logits_TE.softmax(-1) if self.score_func == "softmax" else logits_TE.sigmoid()
         # A stable sort: topk leaves open which of equal scores it takes, and JAX takes the lower expert.
         sorted_TE, experts_TE = scores_TE.sort(dim=-1, descending=True, stable=True)
         chosen_TK, experts_TK = sorted_TE[:, : self.top_k], experts_TE[:, : self.top_k]
         if self.normalize:
-            chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
-        return chosen_TK, experts_TK, scores_TE / scores_TE.sum(-1, keepdim=True)
+            chosen_TK = _shares(chosen_TK)
+        return chosen_TK, experts_TK, _shares(scores_TE)
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         if self.experts.expert_parallel is not None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
@@ -117,6 +118,7 @@ class _Quantize(torch.autograd.Function):
         return MXTensor(q, sf, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -128,6 +130,7 @@ class _Dequantize(torch.autograd.Function):
         return _values(mx, dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
 

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..core_kernels.launch import fail
@@ -62,7 +62,7 @@ class MXFP8ExpertParallel(ParallelStyle):
             if parameter.shape[0] % ranks:
                 allowed = f"allowed: a number of experts that the mesh of {ranks} ranks divides"
                 fail(ValueError, "MXFP8ExpertParallel", name, f"{parameter.shape[0]} experts", allowed)
-        distribute_module(module, device_mesh, partition_fn=_shard)
+        _shard(module, device_mesh)
         group_name = device_mesh.get_group().group_name
         routes: list[Route] = []
 
@@ -85,7 +85,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         return module
 
 
-def _shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]), requires_grad=parameter.requires_grad)
         module.register_parameter(name, sharded)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from . import ops
-from ._call import checks_values
+from ._call import checks_values, require_tensor
 from .mx_tensor import MXTensor, plain
 
 
@@ -37,6 +38,7 @@ class _Gather(torch.autograd.Function):
         return _gather(x, row_map)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return _gather(grads[0], inverse), None, None
@@ -69,6 +71,7 @@ class _Spread(torch.autograd.Function):
         return ops.permute_rows(x.contiguous(), order // copies)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         slots = ops.permute_rows(plain(grads[0]).contiguous(), inverse)
@@ -86,6 +89,7 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tenso
 
 def map_rows(op: str, x: Tensor, counts: Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> RowMaps:
     """Check counts (ep_degree * num_local_experts,) of any integer dtype and plan the padded groups of x's rows."""
+    require_tensor(op, "num_tokens_per_expert", counts)
     if counts.dtype.is_floating_point or counts.dtype.is_complex or counts.dtype == torch.bool:
         fail(TypeError, op, "num_tokens_per_expert", f"dtype {counts.dtype}", "allowed: integers")
     if counts.shape != (ep_degree * num_local_experts,):
@@ -137,12 +141,21 @@ def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_s
     an MXTensor leaves as an MXTensor, without being dequantized. Raises ValueError on other shapes.
     """
     op = "unpermute_hp_fwd_mxfp8_bwd"
+    require_tensor(op, "input", input)
+    require_tensor(op, "permuted_indices", permuted_indices)
+    if permuted_indices.dtype != torch.int32:
+        fail(TypeError, op, "permuted_indices", f"dtype {permuted_indices.dtype}", "allowed: int32")
     if len(padded_shape) != 2 or padded_shape[0] < 1:
         fail(ValueError, op, "padded_shape", tuple(padded_shape), "allowed: (rows + 1, dim)")
     if permuted_indices.shape != (input.shape[0],):
         allowed = f"allowed: ({input.shape[0]},), one index per row of input"
         fail(ValueError, op, "permuted_indices", f"shape {tuple(permuted_indices.shape)}", allowed)
     rows = padded_shape[0] - 1
+    if not torch.compiler.is_compiling() and checks_values(input.device) and input.shape[0]:
+        low, high = permuted_indices.min().item(), permuted_indices.max().item()
+        if low < -1 or high >= rows:
+            allowed = f"allowed: -1 to {rows - 1}, the rows of padded_shape less its last"
+            fail(ValueError, op, "permuted_indices", f"values from {low} to {high}", allowed)
     # Padding rows all write the one slot behind the real ones, which is dropped.
     targets = torch.where(permuted_indices < 0, rows, permuted_indices).long()
     sources = torch.arange(input.shape[0], dtype=torch.int32, device=input.device)

@@ -1,6 +1,6 @@
 // MXFP8 arithmetic on one value: amax -> E8M0 byte, f32 -> E4M3, and back.
 //
-// numerics.md of the design is the contract. No branch depends on data, so loops over these vectorise.
+// core_kernels/oracle.py is the definition. No branch depends on data, so loops over these vectorise.
 #pragma once
 
 #include <bit>

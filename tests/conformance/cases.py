@@ -306,9 +306,17 @@ def _wire(name: str, splits: tuple[tuple[int, ...], ...]) -> Wire:
     return Wire(tuple(lognormal_blocks(rng, (sum(row), 96)).astype(BF16) for row in splits), splits)
 
 
+def _spoiled(case: Wire) -> Wire:
+    """The same with a NaN, an infinity and fp32-subnormal values in three of its rows."""
+    rows = [part.copy() for part in case.rows]
+    rows[0][0, 5], rows[0][1, 40], rows[1][0] = np.nan, -np.inf, rows[1][0] * BF16.type(2.0**-130)
+    return Wire(tuple(rows), case.splits)
+
+
 WIRE = {
     "uneven": _wire("uneven", ((3, 0, 5, 9), (1, 1, 1, 1), (0, 0, 40, 0), (7, 33, 2, 0))),
     "a_rank_sends_nothing": _wire("sends_nothing", ((2, 3, 4, 5), (0, 0, 0, 0), (1, 0, 2, 0), (0, 6, 0, 1))),
     "a_rank_receives_nothing": _wire("receives_nothing", ((2, 0, 4, 5), (8, 0, 1, 1), (1, 0, 2, 0), (0, 0, 0, 1))),
     "one_row": _wire("one_row", ((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 0), (0, 0, 0, 0))),
+    "nan_inf_and_subnormals": _spoiled(_wire("spoiled", ((3, 0, 5, 9), (1, 1, 1, 1), (0, 0, 40, 0), (7, 33, 2, 0)))),
 }

@@ -1,11 +1,15 @@
 """Checkpoints are whole or absent; resume takes the last whole one and refuses another run's."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from examples.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint
 from examples.config import PRESETS, describe
@@ -63,19 +67,69 @@ def test_killed_while_saving_leaves_the_one_before(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000005", "step-000010"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no meta"])
+def test_a_later_folder_does_not_crowd_out_the_one_just_saved(tmp_path):
+    for later in ("step-000090", "step-1000000", "step-notes"):
+        (tmp_path / later).mkdir()
+    for step in (5, 10, 15):
+        assert save_checkpoint(tmp_path, state(step), RUN).is_dir()
+    kept = sorted(p.name for p in tmp_path.iterdir())
+    assert kept == ["step-000010", "step-000015", "step-000090", "step-1000000", "step-notes"]
+
+
+def test_a_step_of_seven_digits_is_later_than_one_of_six(tmp_path):
+    for step in (999_999, 1_000_000):
+        save_checkpoint(tmp_path, state(step), RUN)
+    loaded = load_checkpoint(tmp_path, RUN)
+    assert loaded is not None
+    assert loaded.step == 1_000_000
+
+
+def flip_last_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def without(name: str):
+    def rewrite(folder: Path) -> None:
+        meta = json.loads((folder / "meta.json").read_text())
+        del meta[name]
+        (folder / "meta.json").write_text(json.dumps(meta))
+
+    return rewrite
+
+
+DAMAGES = {
+    "truncated": lambda f: (f / "weights.safetensors").write_bytes((f / "weights.safetensors").read_bytes()[:-1]),
+    "missing": lambda f: (f / "weights.safetensors").unlink(),
+    "one bit of a weight": lambda f: flip_last_bit(f / "weights.safetensors"),
+    "one bit of a moment": lambda f: flip_last_bit(f / "optimizer.safetensors"),
+    "no meta": lambda f: (f / "meta.json").unlink(),
+    "meta {}": lambda f: (f / "meta.json").write_text("{}"),
+    "meta null": lambda f: (f / "meta.json").write_text("null"),
+    "meta []": lambda f: (f / "meta.json").write_text("[]"),
+    "no config": without("config"),
+    "no step": without("step"),
+    "no hashes": without("sha256"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_one_is_passed_over_and_said(tmp_path, capsys, damage):
     for step in (5, 10):
         folder = save_checkpoint(tmp_path, state(step), RUN)
-    weights = folder / "weights.safetensors"
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-1])
-    else:
-        (weights if damage == "missing" else folder / "meta.json").unlink()
+    DAMAGES[damage](folder)
     loaded = load_checkpoint(tmp_path, RUN)
     assert loaded is not None
     assert_same(loaded, state(5))
     assert "step-000010 is damaged" in capsys.readouterr().err
+
+
+def test_only_damaged_ones_are_an_error(tmp_path):
+    for step in (5, 10):
+        flip_last_bit(save_checkpoint(tmp_path, state(step), RUN) / "optimizer.safetensors")
+    with pytest.raises(ValueError, match=r"--resume: .*every checkpoint is damaged: step-000005, step-000010; bring"):
+        load_checkpoint(tmp_path, RUN)
 
 
 def test_another_run_is_refused(tmp_path):
@@ -90,4 +144,42 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--init-from: .*w1 is \(8, 32, 32\), this config has \(8, 64, 32\).*6 such"):
         load_weights(folder, wider)
     with pytest.raises(ValueError, match=r"--init-from: .*checkpoint folder with weights.safetensors"):
+        load_weights(tmp_path, weight_shapes(TINY))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one bit of a weight", "meta {}", "meta null", "meta []"])
+def test_damaged_weights_are_no_start(tmp_path, damage):
+    folder = save_checkpoint(tmp_path, state(5), RUN)
+    DAMAGES[damage](folder)
+    with pytest.raises(ValueError, match=r"--init-from: .*weights.safetensors is damaged"):
+        load_weights(folder, weight_shapes(TINY))
+
+
+def test_truncated_weights_without_meta_are_no_start(tmp_path):
+    folder = save_checkpoint(tmp_path, state(5), RUN)
+    DAMAGES["truncated"](folder)
+    (folder / "meta.json").unlink()
+    with pytest.raises(ValueError, match=r"--init-from: .*weights.safetensors is damaged"):
+        load_weights(folder, weight_shapes(TINY))
+
+
+def test_weights_in_bf16_start_a_run_in_fp32(tmp_path):
+    rounded = {n: a.astype(ml_dtypes.bfloat16) for n, a in initial_weights(TINY).items()}
+    save_file(rounded, tmp_path / "weights.safetensors")
+    loaded = load_weights(tmp_path, weight_shapes(TINY))
+    assert {a.dtype for a in loaded.values()} == {np.dtype(np.float32)}
+    for name, array in rounded.items():
+        np.testing.assert_array_equal(loaded[name], array.astype(np.float32))
+    # A process of its own: here ml_dtypes is imported whether the loader asks for it or not.
+    code = (
+        "import sys; from pathlib import Path; from examples.config import PRESETS; from examples.weights import *;"
+        "from examples.checkpoint import load_weights;"
+        "load_weights(Path(sys.argv[1]), weight_shapes(PRESETS['tiny']))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=True)
+
+
+def test_weights_that_are_no_floats_are_refused(tmp_path):
+    save_file({n: a.astype(np.int8) for n, a in initial_weights(TINY).items()}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"--init-from: .* is int8; allowed: float16, bfloat16, float32"):
         load_weights(tmp_path, weight_shapes(TINY))

@@ -67,6 +67,30 @@ def test_bad_flags_are_named(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("there", "refused"),
+    [("step-000005/", True), ("log.jsonl", True), ("notes/", False), ("step-000005.partial/", False)],
+)
+def test_a_folder_with_a_run_is_refused_without_resume(tmp_path, capsys, there, refused):
+    (tmp_path / there).mkdir() if there.endswith("/") else (tmp_path / there).touch()
+    parse_args("prog", ["--out", str(tmp_path), "--resume"])
+    if not refused:
+        parse_args("prog", ["--out", str(tmp_path)])
+        return
+    with pytest.raises(SystemExit):
+        parse_args("prog", ["--out", str(tmp_path)])
+    assert f"--out: {tmp_path} already holds a run; pass --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", ["file", "file/run"])
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_a_file_is_no_folder_for_a_run(tmp_path, capsys, below, resume):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        parse_args("prog", ["--out", str(tmp_path / below), *resume])
+    assert f"--out: got {tmp_path / below}, but {tmp_path / 'file'} is a file" in capsys.readouterr().err
+
+
 def test_flags_change_the_preset():
     flags = ["--out", "x", "--preset", "tiny", "--steps", "7", "--seed", "3", "--log-every", "2", "--eval-every", "5"]
     args, config = parse_args("prog", flags)

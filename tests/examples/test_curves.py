@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from examples.config import LOG_NAME, PRESETS
+from examples.config import LOG_NAME, PRESETS, describe
 from examples.plot_curves import main
 from examples.runlog import RunLog, read_log
 
 TINY = PRESETS["tiny"]
 
 
-def write_run(folder: Path, train: dict[int, float], held_out: dict[int, float]) -> None:
-    log = RunLog(folder, TINY, 0, {}, write=True)
+def write_run(folder: Path, train: dict[int, float], held_out: dict[int, float], **changed: object) -> None:
+    framework, _, precision = folder.name.partition("-")
+    header = describe(TINY, framework=framework, precision=precision, ep=2, train_bytes=900, held_out_bytes=100)
+    log = RunLog(folder, TINY, 0, header | changed, write=True)
     for step, loss in train.items():
         log.train(step, {"loss": loss})
     for step, loss in held_out.items():
@@ -97,3 +99,33 @@ def test_missing_or_unequal_runs_are_an_error(tmp_path):
     lines = (tmp_path / "jax-bf16" / LOG_NAME).read_text().splitlines(keepends=True)
     (tmp_path / "jax-bf16" / LOG_NAME).write_text("".join(x for x in lines if json.loads(x).get("step") != 10))
     assert "different train steps" in str(verdict(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"framework": "torch"}, "log.jsonl is of a run with framework torch"),
+        ({"precision": "bf16"}, "log.jsonl is of a run with precision bf16"),
+        ({"seed": 3}, "are runs of different configs: seed=0 and 3"),
+        ({"train_bytes": 800}, "are runs of different configs: train_bytes=900 and 800"),
+        ({"kind": "train"}, "does not begin with the record of its run"),
+    ],
+)
+def test_a_log_of_another_run_is_an_error(tmp_path, changed, message):
+    four_runs(tmp_path)
+    write_run(tmp_path / "jax-mxfp8", {0: 5.5, 10: 3.0, 11: 2.9}, {0: 5.5, 12: 2.5}, **changed)
+    error = str(verdict(tmp_path))
+    assert message in error
+    assert "jax-mxfp8" in error
+
+
+def test_the_number_of_ranks_may_differ(tmp_path):
+    four_runs(tmp_path)
+    write_run(tmp_path / "jax-mxfp8", {0: 5.5, 10: 3.0, 11: 2.9}, {0: 5.5, 12: 2.5}, ep=1)
+    assert verdict(tmp_path) == 0
+
+
+def test_an_empty_log_is_an_error(tmp_path):
+    four_runs(tmp_path)
+    (tmp_path / "torch-bf16" / LOG_NAME).write_text("")
+    assert "does not begin with the record of its run" in str(verdict(tmp_path))

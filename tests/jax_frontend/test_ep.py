@@ -157,6 +157,26 @@ def test_a_bad_argument_is_named(call, message) -> None:
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plan_exchange(jnp.ones(4), None, num_rows=TOKENS), "num_tokens_per_expert: got dtype float32"),
+        (lambda: a2a_dispatch_mxfp8_fwd_hp_bwd(_mx(), one_rank()()), "input: got MXArray"),
+        (lambda: a2a_dispatch(_mx(), one_rank()()), "input: got MXArray"),
+        (lambda: a2a_combine_hp_fwd_mxfp8_bwd(_mx(), one_rank()()), "input: got MXArray; .* or an MXGradArray"),
+        (lambda: to_mxfp8_a2a_dequant(MXGradArray.wrap(ROWS[:12]), one_rank()()), "input: got MXGradArray"),
+        (lambda: a2a_dispatch(normal(12, 64).astype("float16"), one_rank()()), "input: got dtype float16"),
+    ],
+)
+def test_a_bad_type_is_named(call, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def _mx() -> MXArray:
+    return MXArray.quantize(ROWS[:TOKENS])
+
+
 def test_an_axis_that_does_not_divide_the_experts_is_refused() -> None:
     def plan(counts):
         return plan_exchange(counts, "ep", num_rows=TOKENS).overflow[None]

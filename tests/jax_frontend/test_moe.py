@@ -1,5 +1,6 @@
 """The layer: against plain formulas, on 1, 2 and 4 devices against itself on one, with a full capacity, transformed."""
 
+import re
 from functools import cache, partial
 
 import jax
@@ -104,6 +105,37 @@ def test_any_number_of_devices_gives_the_answer_of_one(recipe: str, ranks: int, 
         assert sqnr(got, want) > 60, name
 
 
+def test_without_jit_the_gradient_is_the_same() -> None:
+    """Eager shard_map takes no custom_vjp with symbolic zeros: the layer's are inside jits of their own."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
+    apply = partial(moe.apply, config=config(), axis_name="ep")
+    layer = jax.shard_map(lambda p, x: apply(p, x)[0], mesh=mesh, in_specs=(SPECS, P("ep")), out_specs=P("ep"))
+    y, backward = jax.vjp(layer, PARAMS, X)
+    expected, _, grads = parallel(2, "mxfp8_wgrad_with_hp")(PARAMS, X, DY)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    for name, want in names(grads).items():
+        assert sqnr(names(backward(DY))[name], want) > 60, name
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
+def test_replicas_of_the_experts_add_their_gradients_in_fp32(recipe: str) -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("dp", "ep"))
+    tokens = P(("dp", "ep"))
+    apply = partial(moe.apply, config=config(recipe), axis_name="ep")
+    layer = jax.shard_map(lambda p, x: apply(p, x)[0], mesh=mesh, in_specs=(SPECS, tokens), out_specs=tokens)
+    gradient = jax.jit(lambda p, x, dy: jax.vjp(layer, p, x)[1](dy))
+    y, _, grads = run(PARAMS, X, config(recipe), DY)
+    got = names(gradient(PARAMS, X, DY))
+    np.testing.assert_allclose(jax.jit(layer)(PARAMS, X), y, rtol=1e-5, atol=1e-6)
+    for name, want in names(grads).items():
+        # Each replica rounds its own sum to bf16 before the sum of both; the rounding of one device is another.
+        assert sqnr(got[name], want) > (48 if name in ("w1", "w2", "w3") else 60), name
+    text = gradient.lower(PARAMS, X, DY).as_text()
+    sums = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((tensor<\S+)\)', text, re.DOTALL)
+    assert len(sums) >= 4, "three weights and the router"
+    assert not [kind for kind in sums if "bf16" in kind]
+
+
 def test_a_capacity_drops_rows_and_says_so() -> None:
     """Two ranks, 20 rows per pair: what does not fit adds nothing to its token and gets no gradient."""
     capacity, ranks = 20, 2
@@ -203,6 +235,12 @@ def test_a_bad_config_is_named(changes: dict, message: str) -> None:
         config(**changes)
 
 
+@pytest.mark.parametrize("changes", [{"dim": 64.0}, {"top_k": True}, {"num_experts": "8"}, {"capacity": 1.5}])
+def test_a_size_that_is_no_int_is_named(changes: dict) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(changes))}: got .*; allowed: an int"):
+        config(**changes)
+
+
 def test_a_config_is_hashable_and_equal_by_value() -> None:
     assert len({config(), config("mxfp8_wgrad_with_hp"), config("bf16")}) == 2
 
@@ -210,6 +248,12 @@ def test_a_config_is_hashable_and_equal_by_value() -> None:
 def test_what_does_not_fit_the_config_is_named() -> None:
     with pytest.raises(TypeError, match="x: got dtype float16"):
         moe.apply(PARAMS, X.astype(jnp.float16), config())
+    with pytest.raises(TypeError, match="params 'w2': got dtype float16"):
+        moe.apply(
+            PARAMS | {"experts": PARAMS["experts"] | {"w2": PARAMS["experts"]["w2"].astype("float16")}}, X, config()
+        )
+    with pytest.raises(ValueError, match="params: got no 'w1'"):
+        moe.apply({"router": PARAMS["router"]}, X, config())
     with pytest.raises(ValueError, match=r"x: got shape \(100, 32\)"):
         moe.apply(PARAMS, X[:, :32], config())
     with pytest.raises(ValueError, match=r"params 'w1': got shape .* on each of 1 ranks"):

@@ -27,6 +27,7 @@ from .references import normal, sqnr
 M, K, N, SIZES = 192, 64, 96, [64, 0, 96]
 ENDS = jnp.asarray(np.cumsum(SIZES), jnp.int32)
 LHS, RHS_T, DOUT = normal(M, K), normal(len(SIZES), N, K, seed=1), normal(M, N, seed=2)
+HALF = LHS.astype("float16")
 
 # Measured 27.3 to 28.5 dB for MXFP8 and 51 to 53 dB for bf16 results, less a margin of 2.
 THRESHOLDS = {"mxfp8_wgrad_with_hp": (25, 25, 48), "mxfp8": (25, 25, 25), "bf16": (48, 48, 48)}
@@ -128,6 +129,59 @@ def test_bytes_have_one_reader() -> None:
         a2a_combine_hp_fwd_mxfp8_bwd(out, exchange)
 
 
+ONE_RANK = plan_exchange(jnp.array([M], jnp.int32), None, num_rows=M)
+
+
+def read(out: MXGradArray, factor: float) -> jax.Array:
+    """Twice through jit, which hides from the second reader that there was a first."""
+    sent = jax.jit(lambda o: a2a_combine_hp_fwd_mxfp8_bwd(o, ONE_RANK))(out)
+    return (factor * sent.astype(jnp.float32)).sum()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8"])
+@pytest.mark.parametrize("unpermuted", [False, True])
+@pytest.mark.parametrize("factors", [(1, -0.5), (1, -1), (3, -2)])
+def test_a_second_reader_that_no_one_saw_gives_nan(factors, unpermuted: bool, recipe: str) -> None:
+    order = jnp.arange(M, dtype=jnp.int32)
+    maps = ops.RowMap(order, order, jnp.array([M]), jnp.array([M]))
+
+    def loss(lhs, rhs_t):
+        out = mxfp8_grouped_mm(lhs, rhs_t, jnp.array([64, 64, M], jnp.int32), recipe=recipe, mx_grad=True)
+        out = unpermute_hp_fwd_mxfp8_bwd(out, maps) if unpermuted else out
+        return read(out, factors[0]) + read(out, factors[1])
+
+    dlhs, drhs = jax.grad(loss, argnums=(0, 1))(LHS, RHS_T)
+    assert np.isnan(np.asarray(dlhs, np.float32)).all()
+    assert np.isnan(np.asarray(drhs[jnp.array([0, 2])], np.float32)).all()
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_scan_counts_its_readers(length: int) -> None:
+    """A loop's cotangents start as zeros in memory: none, one and two readers are told apart as it runs."""
+
+    def scanned(lhs):
+        out = mxfp8_grouped_mm(lhs, RHS_T, ENDS, mx_grad=True)
+        return jax.lax.scan(lambda total, _: (total + read(out, 2.0), None), jnp.zeros(()), length=length)[0]
+
+    got = np.asarray(jax.grad(scanned)(LHS), np.float32)
+    once = jax.grad(lambda lhs: read(mxfp8_grouped_mm(lhs, RHS_T, ENDS, mx_grad=True), 2.0))(LHS)
+    expected = {0: np.zeros_like(got), 1: np.asarray(once, np.float32)}
+    if length in expected:
+        np.testing.assert_array_equal(got, expected[length])
+    else:
+        assert np.isnan(got[: sum(SIZES)]).all()
+
+
+def test_a_branch_that_was_not_taken_did_not_read() -> None:
+    def loss(lhs, which):
+        out = mxfp8_grouped_mm(lhs, RHS_T, ENDS, mx_grad=True)
+        return jax.lax.cond(which, lambda: read(out, 1.0), lambda: 0.0)
+
+    for which in (True, False):
+        expected = jax.grad(lambda lhs: read(mxfp8_grouped_mm(lhs, RHS_T, ENDS, mx_grad=True), 1.0))(LHS)
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(LHS, which), expected if which else 0 * expected)
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8"])
 @pytest.mark.parametrize("mx", [False, True])
 def test_padding_groups_is_what_the_caller_would_do(recipe: str, mx: bool) -> None:
@@ -208,6 +262,17 @@ def test_quantizing_and_dequantizing_pass_the_gradient() -> None:
         (lambda: permute(LHS, jnp.array([1, 2], jnp.int32), 1, 3), ValueError, "num_tokens_per_expert: got shape"),
         (lambda: permute(LHS, jnp.array([100, 100], jnp.int32), 1, 2), ValueError, "at most 192"),
         (lambda: permute(LHS, jnp.array([1, 2], jnp.int32), 1, 2, 33), ValueError, "alignment: got 33"),
+        (lambda: mxfp8_grouped_mm(HALF, RHS_T, ENDS, recipe="bf16"), TypeError, "A: got dtype float16"),
+        (lambda: mxfp8_grouped_mm(LHS.astype(int), RHS_T, ENDS, recipe="bf16"), TypeError, "A: got dtype int32"),
+        (lambda: mxfp8_grouped_mm(LHS, RHS_T.astype("float16"), ENDS, recipe="bf16"), TypeError, "rhs_t: got dtype"),
+        (lambda: mxfp8_grouped_mm(MXGradArray.wrap(LHS), RHS_T, ENDS), TypeError, "A: got MXGradArray"),
+        (lambda: mxfp8_grouped_mm(LHS, RHS_T, group_sizes=jnp.ones(3)), TypeError, "group_sizes: got dtype float32"),
+        (lambda: mxfp8_grouped_mm(LHS, RHS_T, jnp.ones(3)), TypeError, "group_ends: got dtype float32"),
+        (lambda: permute(LHS, jnp.ones(2), 1, 2), TypeError, "num_tokens_per_expert: got dtype float32"),
+        (lambda: permute(MXArray.quantize(LHS), ENDS, 1, 3), TypeError, "x: got MXArray"),
+        (lambda: permute_mxfp8_fwd_hp_bwd(LHS, ENDS, 1, 3), TypeError, "mx: got .*allowed: an MXArray"),
+        (lambda: unpermute_hp_fwd_mxfp8_bwd(LHS, permute(LHS, ENDS // 4, 1, 3)[1]), ValueError, "maps.row_map"),
+        (lambda: unpermute_hp_fwd_mxfp8_bwd(MXArray.quantize(LHS), None), TypeError, "input: got MXArray"),
     ],
 )
 def test_a_bad_argument_is_named(call, error, message) -> None:

@@ -95,22 +95,52 @@ def test_any_counts_with_padding() -> None:
     assert (dw[1] == 0).all()
 
 
+@pytest.mark.parametrize("mx_grad", [True, False])
 @pytest.mark.parametrize("per_group", [True, False])
-def test_bias(per_group: bool) -> None:
+def test_bias(per_group: bool, mx_grad: bool) -> None:
+    """Added once in fp32, to the rows of groups alone; its gradient is theirs, whatever form dout comes in."""
     a, w, offs = operands()
     bias = randn(*((3, N) if per_group else (N,)), seed=3, dtype=torch.float32).requires_grad_()
-    plain = mxfp8_grouped_mm(a, w.mT, offs, wgrad_with_hp=True)
-    out = mxfp8_grouped_mm(a, w.mT, offs, bias, wgrad_with_hp=True)
-    dout = randn(128, N, seed=2)
-    (dbias,) = torch.autograd.grad(out, bias, dout)
-    if not per_group:
-        assert torch.equal(out, plain + bias.bfloat16())
-        torch.testing.assert_close(dbias, dout.float().sum(0), rtol=2**-7, atol=0.1)
-        return
+    exact = mxfp8_grouped_mm(a, w.mT, offs, out_dtype=torch.float32, wgrad_with_hp=True)
+    out = mxfp8_grouped_mm(a, w.mT, offs, bias, out_dtype=torch.float32, wgrad_with_hp=True)
+    dout = randn(128, N, seed=2).float()
+    values = rowwise(dout) if mx_grad else dout
+    (dbias,) = torch.autograd.grad(out, bias, MXTensor.quantize(dout) if mx_grad else dout)
+    sums = torch.stack([values[rows].sum(0) for _, rows in GROUPS])
+    torch.testing.assert_close(dbias, sums if per_group else sums.sum(0), rtol=1e-5, atol=1e-4)
     for g, rows in GROUPS:
-        assert torch.equal(out[rows], plain[rows] + bias[g].bfloat16())
-        torch.testing.assert_close(dbias[g], dout[rows].float().sum(0), rtol=1e-5, atol=1e-4)
+        assert torch.equal(out[rows], exact[rows] + (bias[g] if per_group else bias))
     assert (out[ENDS[-1] :] == 0).all()
+
+
+def test_autocast_changes_no_product() -> None:
+    a, w, offs = operands()
+    big = (a.detach() * 2**14).float()
+    want = mxfp8_grouped_mm(big, w.mT, offs, out_dtype=torch.float32, wgrad_with_hp=True)
+    with torch.autocast("cpu", torch.float16):
+        got = mxfp8_grouped_mm(big, w.mT, offs, out_dtype=torch.float32, wgrad_with_hp=True)
+    assert torch.equal(got, want)
+
+
+def test_second_derivatives_raise() -> None:
+    a, w, offs = operands()
+    out = mxfp8_grouped_mm(a, w.mT, offs, wgrad_with_hp=True)
+    (da,) = torch.autograd.grad(out.float().square().sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        da.float().sum().backward()
+
+
+def test_unaligned_groups_raise_under_compile_too() -> None:
+    a, w, _ = operands(96)
+    offs = torch.tensor([30, 64, 96], dtype=torch.int32)
+
+    def loss(a: Tensor) -> Tensor:
+        return mxfp8_grouped_mm(a, w.mT, offs).float().sum()
+
+    with pytest.raises(ValueError, match="multiples of 32"):
+        loss(a)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        torch.compile(loss, backend="aot_eager")(a).backward()
 
 
 def test_bf16_pipeline_has_the_same_shape_of_answer() -> None:

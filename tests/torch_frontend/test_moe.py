@@ -162,3 +162,19 @@ def test_training_lowers_the_loss() -> None:
 def test_bad_input(error: type[Exception], message: str, run) -> None:
     with pytest.raises(error, match=message):
         run()
+
+
+def test_underflowed_sigmoids_give_zeros() -> None:
+    moe = layer("mxfp8", score_func="sigmoid")
+    torch.nn.init.constant_(moe.router.weight, -1000)
+    y, stats = moe(tokens(4).abs())
+    assert (y == 0).all()
+    assert stats.aux_loss == 0
+
+
+def test_autocast_changes_no_choice() -> None:
+    moe, x = layer(), tokens(64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, stats = moe(x)
+    assert torch.equal(y, moe(x)[0])
+    assert torch.equal(stats.counts, moe(x)[1].counts)

@@ -143,3 +143,13 @@ def test_whole_graph() -> None:
     got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(x, counts)
     assert torch.equal(got, MXTensor.quantize(X).dequantize())
     assert torch.equal(torch.autograd.grad(got, x, grad)[0], grad)
+
+
+def test_un_permute_checks_the_indices() -> None:
+    _, rows, indices, *_ = permute(randn(ROWS, K))
+    with pytest.raises(TypeError, match=r"permuted_indices: got dtype torch\.int64"):
+        unpermute_hp_fwd_mxfp8_bwd(rows, indices.long(), (ROWS + 1, K))
+    with pytest.raises(ValueError, match="permuted_indices: got values from -1 to 45; allowed: -1 to 39"):
+        unpermute_hp_fwd_mxfp8_bwd(rows, indices, (41, K))
+    with pytest.raises(TypeError, match="input: got a list"):
+        unpermute_hp_fwd_mxfp8_bwd([1], indices, (ROWS + 1, K))
