@@ -172,7 +172,7 @@ def _ungather_mx_bwd(row_map, grad: MXGradArray):
 
 _ungather_mx.defvjp(_ungather_mx_fwd, _ungather_mx_bwd, symbolic_zeros=True)
 # Outside a jit, shard_map takes no custom_vjp with symbolic zeros.
-_ungather_mx_jitted = jax.jit(_ungather_mx)
+_ungather_mx_jitted = jax.jit(_ungather_mx, inline=True)
 
 
 def unpermute_hp_fwd_mxfp8_bwd(input: jax.Array | MXGradArray, maps: RowMap) -> jax.Array | MXGradArray:
@@ -259,7 +259,7 @@ def _grouped_mm_bwd(recipe, out_dtype, mx_grad, residuals, grad):
 
 
 _grouped_mm.defvjp(_grouped_mm_fwd, _grouped_mm_bwd, symbolic_zeros=True)
-_grouped_mm_jitted = jax.jit(_grouped_mm, static_argnums=(3, 4, 5))  # as _ungather_mx_jitted
+_grouped_mm_jitted = jax.jit(_grouped_mm, static_argnums=(3, 4, 5), inline=True)  # as _ungather_mx_jitted
 
 
 def mxfp8_grouped_mm(
