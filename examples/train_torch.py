@@ -162,6 +162,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     start_ranks(args.ep)
     train("torch", args, config, Trainer)
     if args.ep > 1:
+        # Gloo's threads drop their last tensors when a collective is over everywhere. A rank that is leaving
+        # Python by then aborts, so all wait here first.
+        dist.barrier()
         dist.destroy_process_group()
 
 
