@@ -2,9 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
-CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard core_kernels/*.h core_kernels/cpu/* cpp_bindings/*.cc)
+CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt \
+  $(wildcard cmake/* core_kernels/*.h core_kernels/cpu/* core_kernels/cuda/* cpp_bindings/*.cc cpp_bindings/*.h)
+CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train test lint format benchmark clean
+.PHONY: train test install-gpu test-gpu lint format benchmark clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -17,6 +19,22 @@ train: .venv/.train
 test: .venv/.dev
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile tests/conformance tests/kernels
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# Into the environment of $(PYTHON), which has torch or jax for CUDA already, and jaxlib, nanobind and
+# scikit-build-core to build with. Downloads nothing; fails without nvcc.
+install-gpu:
+	$(PYTHON) -m pip install --no-build-isolation --no-deps --editable . --config-settings=cmake.define.MXEP_CUDA=ON
+	-$(PYTHON) -c "from mxep.torch_frontend import capabilities as c; [print('torch', n, '->', *v) for n, v in c().items()]"
+	-$(PYTHON) -c "from mxep.jax_frontend import capabilities as c; [print('jax', n, '->', *v) for n, v in c().items()]"
+
+# On the GPU with $(PYTHON), after install-gpu. Left out is what says nothing about a GPU: the C++ kernels, ranks on a
+# CPU, and the references that judge the oracle (they need onnx and gfloat). JAX takes memory as it needs it, because
+# processes share the device. The host's time is measured at last, with nothing beside it.
+test-gpu:
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -n 8 --dist loadfile tests/conformance \
+	  --ignore tests/conformance/test_references.py -k "(torch or jax) and not expert_parallel"
+	$(PYTHON) -m pytest -n 8 --dist loadfile tests/gpu -k "not host_time"
+	$(PYTHON) -m pytest tests/gpu/test_cost.py -k host_time
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -44,8 +62,15 @@ benchmark: .venv/.dev
 	$(PIP) --no-build-isolation --editable '.[train]'
 	touch $@
 
+# The CUDA kernels are compiled on every machine: with the nvcc on the PATH, or else with the packaged one, whose
+# libraries it looks for in lib64.
+.venv/.nvcc: .venv/.base
+	command -v nvcc || { $(PIP) --no-deps $(CUDA_COMPILER) && \
+	  for toolkit in .venv/lib/python3*/site-packages/nvidia/cu13; do ln -sfn lib $$toolkit/lib64; done; }
+	touch $@
+
 # The CUDA plugin without its run time: enough for jax-triton to import and to lower for a GPU.
-.venv/.dev: .venv/.base $(CXX_SOURCES)
+.venv/.dev: .venv/.base .venv/.nvcc $(CXX_SOURCES)
 	$(PIP) --no-deps jax-cuda13-plugin
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	touch $@ .venv/.train

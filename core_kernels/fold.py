@@ -3,10 +3,14 @@
     q (M, K), sf (M, K/32) --fold_rows--> qf (M, K), row_sf (M,)
     x (M, K) ------quantize_row_fold----> the same, x read once
     [q | sf], row_map --permute_mx_fold-> the same, of gathered rows
+    q (R, M), sf (R, M/32), group_ends (G,) --fold_groups--> qf (R, M), group_sf (G, R)
 
 row_sf is the row's largest scale byte and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) has no say in
 row_sf and becomes NaN elements, 0x7F: the other blocks keep their values. Only a row of NaN blocks alone has
 row_sf 255. A program holds whole rows: its scale is not known before the last block.
+
+`fold_groups` does the same to every group of columns by itself, each as long as its group, and reads their scales
+twice instead of holding them. An empty group has scale 0, and columns past the last end become zeros.
 """
 
 import math
@@ -19,9 +23,18 @@ from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_mu
 from .mx_math import BLOCK_MX, F32_NAN, e4m3_to_f32, f32_to_e4m3, quantize_blocks, to_f32
 from .permute import check_map, packed_blocks
 from .quantize import FLOATS
-from .tiles import cdiv, hw_cast, row_tiles
+from .tiles import cdiv, hw_cast, row_tiles, tiles
 
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
+
+
+@triton.jit
+def fold_tile(q_blocks, byte, row, HW_CAST: tl.constexpr):
+    """q (..., B, 32) under scale bytes (..., B), int32 -> the same values under their row's byte (..., 1)."""
+    # 448 * 2^-32 rounds to zero, and 2^-254 is no fp32 number
+    shift = tl.maximum(byte - row, -32)
+    factor = tl.where(byte == NAN_BYTE, F32_NAN, (127 + shift) << 23).to(tl.float32, bitcast=True)
+    return f32_to_e4m3(e4m3_to_f32(q_blocks, HW_CAST) * tl.expand_dims(factor, 2), HW_CAST)
 
 
 @triton.jit
@@ -33,10 +46,7 @@ def _store_folded(
     byte = sf_tile.to(tl.int32)
     counts = (kb < K // BLOCK_MX)[None, :] & (byte != NAN_BYTE)
     row = tl.max(tl.where(counts, byte, -1), 1)
-    # 448 * 2^-32 rounds to zero, and 2^-254 is no fp32 number
-    shift = tl.maximum(byte - row[:, None], -32)
-    factor = tl.where(byte == NAN_BYTE, F32_NAN, (127 + shift) << 23).to(tl.float32, bitcast=True)
-    folded = f32_to_e4m3(e4m3_to_f32(q_blocks, HW_CAST) * tl.expand_dims(factor, 2), HW_CAST)
+    folded = fold_tile(q_blocks, byte, row[:, None], HW_CAST)
     inside = (m < M)[:, None] & (k < K)[None, :]
     tl.store(qf + m[:, None] * K + k[None, :], tl.reshape(folded, (BLOCK_M, BLOCK_K)), mask=inside)
     tl.store(row_sf + m, tl.where(row < 0, NAN_BYTE, row).to(tl.uint8), mask=m < M)
@@ -86,6 +96,41 @@ def _permute_fold_kernel(
     sf_tile = tl.load(start + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
     blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
     _store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def _fold_groups_kernel(
+    q, sf, group_ends, R, M, qf, group_sf,
+    G: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one group of columns; the columns past the last end count as group G."""
+    BLOCKS: tl.constexpr = BLOCK_K // BLOCK_MX
+    SCALES: tl.constexpr = 4 * BLOCKS  # what the first loop holds costs little
+    r, group = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1)
+    in_r, pitch = (r < R)[:, None], M // BLOCK_MX
+    # Counted in blocks: multiplied by 32 below, the compiler knows it and loads 16 bytes at a time.
+    start = tl.minimum(tl.load(group_ends + group - 1, mask=group > 0, other=0), M) // BLOCK_MX
+    end = tl.minimum(tl.load(group_ends + group, mask=group < G, other=M), M) // BLOCK_MX
+
+    row = tl.full((BLOCK_M,), -1, tl.int32)
+    if group < G:
+        for b0 in range(start, end, SCALES):
+            b = b0 + tl.arange(0, SCALES)
+            byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=NAN_BYTE)
+            row = tl.maximum(row, tl.max(tl.where(byte == NAN_BYTE, -1, byte.to(tl.int32)), 1))
+        scale = tl.where(row < 0, NAN_BYTE, row)
+        tl.store(group_sf + group.to(tl.int64) * R + r, tl.where(start < end, scale, 0).to(tl.uint8), mask=r < R)
+
+    for b0 in range(start, end, BLOCKS):
+        b, m = b0 + tl.arange(0, BLOCKS), tl.arange(0, BLOCK_K) + b0 * BLOCK_MX
+        inside, at = in_r & (m < end * BLOCK_MX)[None, :], r[:, None] * (pitch * BLOCK_MX) + m[None, :]
+        if group < G:
+            byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=0)
+            blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))
+            folded = fold_tile(blocks, byte.to(tl.int32), row[:, None], HW_CAST)
+            tl.store(qf + at, tl.reshape(folded, (BLOCK_M, BLOCK_K)), mask=inside)
+        else:
+            tl.store(qf + at, tl.zeros((BLOCK_M, BLOCK_K), tl.uint8), mask=inside)
 
 
 def _launch(
@@ -139,9 +184,38 @@ def _plan_permute_fold(packed: ArrayType, row_map: ArrayType, *, arch: str) -> L
     return _launch(op, arch, (p, blocks * BLOCK), {}, {"R": packed.shape[0], "P": p})
 
 
+def _plan_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType, *, arch: str) -> Launch:
+    op = "fold_groups"
+    require_dtype(op, "q", q, "uint8")
+    require_dtype(op, "sf", sf, "uint8")
+    require_dtype(op, "group_ends", group_ends, "int32")
+    require_rank(op, "q", q, 2)
+    require_rank(op, "group_ends", group_ends, 1)
+    r, m = q.shape
+    require_multiple(op, "q", m, BLOCK, "last dim")
+    require_shape(op, "sf", sf, (r, m // BLOCK), "one scale per 32 values of q's last dim")
+    groups = group_ends.shape[0]
+    out = (ArrayType(q.shape, "uint8"), ArrayType((groups, r), "uint8"))
+    if arch == "cpu":
+        return Launch(out, ())
+    t = tiles(op, arch)
+    return Launch(
+        out=out,
+        attrs=(),
+        grid=(cdiv(r, t.m), groups + 1),
+        scalars={"R": r, "M": m},
+        meta={"G": groups, "HW_CAST": hw_cast(arch), "BLOCK_M": t.m, "BLOCK_K": t.k},
+        num_warps=t.num_warps,
+        num_stages=t.num_stages,
+    )
+
+
 _OUT = ("qf", "row_sf")
 fold_rows = KernelOp("fold_rows", _fold_kernel, ("q", "sf"), _OUT, (), _plan_fold)
 quantize_row_fold = KernelOp(
     "quantize_row_fold", _quantize_fold_kernel, ("x",), _OUT, ("rounding", "satfinite"), _plan_quantize_fold
+)
+fold_groups = KernelOp(
+    "fold_groups", _fold_groups_kernel, ("q", "sf", "group_ends"), ("qf", "group_sf"), (), _plan_fold_groups
 )
 permute_mx_fold = KernelOp("permute_mx_fold", _permute_fold_kernel, ("packed", "row_map"), _OUT, (), _plan_permute_fold)

@@ -46,26 +46,21 @@ def _load(
 
 
 @triton.jit
-def _store(out, row, in_rows, c, in_cols, PITCH, value, HW_CAST: tl.constexpr):
+def store_tile(out, row, in_rows, c, in_cols, PITCH, value, HW_CAST: tl.constexpr):
     if out.dtype.element_ty == tl.bfloat16:
         value = f32_to_bf16(value, HW_CAST)
     tl.store(out + row[:, None] * PITCH + c[None, :], value, mask=in_rows[:, None] & in_cols[None, :])
 
 
 @triton.jit
-def _m_grouped_tile(
-    lhs, lhs_sf, rhs, rhs_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One tile of out. A tile has rows of one group only; the rows past the last end count as group G.
+def rows_of_tile(tile, group_ends, M, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Group, first row and end of the group of a tile, which has rows of one group only.
+
+    The rows past the last end count as group G.
 
     M            | group 0          | group 1 | group 2 (empty) | past the end |
     tiles of M   | 0      | 1   |     2    |                    | 3      | 4   |   5: nothing left
     """
-    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tile, n0 = tl.program_id(0) // n_tiles, (tl.program_id(0) % n_tiles) * BLOCK_N
-
     g = tl.arange(0, BLOCK_G)
     starts = tl.minimum(tl.load(group_ends + g - 1, mask=(g > 0) & (g <= G), other=0), M)
     ends = tl.minimum(tl.load(group_ends + g, mask=g < G, other=M), M)
@@ -74,7 +69,20 @@ def _m_grouped_tile(
     group = tl.sum((tiles_end <= tile).to(tl.int32), 0)
     end = tl.sum(tl.where(g == group, ends, 0), 0)
     m0 = tl.sum(tl.where(g == group, starts + (tile - tiles_end + tiles_of) * BLOCK_M, 0), 0)
+    return group, m0, end
 
+
+@triton.jit
+def _m_grouped_tile(
+    lhs, lhs_sf, rhs, rhs_sf, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of out."""
+    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    n0 = (tl.program_id(0) % n_tiles) * BLOCK_N
+    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
+    group, m0, end = rows
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     in_m, in_n = m < end, n < N
     row = m.to(tl.int64)
@@ -84,7 +92,7 @@ def _m_grouped_tile(
         a = _load(lhs, lhs_sf, row, in_m, k0, K, K, MX, HW_CAST, BLOCK_M, BLOCK_K)
         b = _load(rhs, rhs_sf, weight_row, in_n, k0, K, K, MX, HW_CAST, BLOCK_N, BLOCK_K)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-    _store(out, row, in_m, n, in_n, N, acc, HW_CAST)
+    store_tile(out, row, in_m, n, in_n, N, acc, HW_CAST)
 
 
 @triton.jit
@@ -121,7 +129,7 @@ def _k_grouped_tile(
             a = _load(lhs, None, m.to(tl.int64), m < end, n0, N, N, False, HW_CAST, BLOCK_M, BLOCK_N)
             b = _load(rhs, None, m.to(tl.int64), m < end, k0, K, K, False, HW_CAST, BLOCK_M, BLOCK_K)
             acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-    _store(out, group.to(tl.int64) * N + row, in_n, k, in_k, K, acc, HW_CAST)
+    store_tile(out, group.to(tl.int64) * N + row, in_n, k, in_k, K, acc, HW_CAST)
 
 
 @triton.jit
@@ -168,7 +176,7 @@ def _wgrad_bf16_kernel(
     _k_grouped_tile(lhs, None, rhs, None, group_ends, M, out, N, K, False, HW_CAST, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
-def _check_ends(op: str, group_ends: ArrayType, groups: int | None) -> None:
+def check_ends(op: str, group_ends: ArrayType, groups: int | None) -> None:
     require_dtype(op, "group_ends", group_ends, "int32")
     require_rank(op, "group_ends", group_ends, 1)
     if groups is not None:
@@ -203,10 +211,12 @@ def _launch(
     )  # fmt: skip
 
 
-def _m_grouped(op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str) -> Launch:
+def plan_m_grouped(
+    op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str
+) -> Launch:
     g, n, k = rhs_t.shape
     require_shape(op, "lhs", lhs, (lhs.shape[0], k), "the contraction dim of rhs_t (G, N, K)")
-    _check_ends(op, group_ends, g)
+    check_ends(op, group_ends, g)
     out = ArrayType((lhs.shape[0], n), out_dtype)
     require_dtype(op, "out_dtype", out, *OUT_DTYPES)
     m = lhs.shape[0]
@@ -218,8 +228,8 @@ def _m_grouped(op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends:
     return _launch(op, arch, out, m, n, k, num_tiles, G=g, BLOCK_G=next_power_of_2(g + 1))
 
 
-def _k_grouped(op: str, arch: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str) -> Launch:
-    _check_ends(op, group_ends, None)
+def plan_k_grouped(op: str, arch: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str) -> Launch:
+    check_ends(op, group_ends, None)
     groups = group_ends.shape[0]
     out = ArrayType((groups, n, k), out_dtype)
     require_dtype(op, "out_dtype", out, *OUT_DTYPES)
@@ -232,7 +242,7 @@ def _plan_mm_mx(
 ) -> Launch:  # fmt: skip
     _check_mx("grouped_mm_mx", "lhs", lhs_q, lhs_sf, 2)
     _check_mx("grouped_mm_mx", "rhs", rhs_q, rhs_sf, 3)
-    return _m_grouped("grouped_mm_mx", arch, lhs_q, rhs_q, group_ends, out_dtype)
+    return plan_m_grouped("grouped_mm_mx", arch, lhs_q, rhs_q, group_ends, out_dtype)
 
 
 def _plan_mm_bf16(
@@ -242,7 +252,7 @@ def _plan_mm_bf16(
     require_dtype("grouped_mm_bf16", "rhs_t", rhs_t, "bfloat16")
     require_rank("grouped_mm_bf16", "lhs", lhs, 2)
     require_rank("grouped_mm_bf16", "rhs_t", rhs_t, 3)
-    return _m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype)
+    return plan_m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype)
 
 
 def _plan_wgrad_mx(
@@ -253,7 +263,7 @@ def _plan_wgrad_mx(
     _check_mx(op, "lhs", lhs_q, lhs_sf, 2)
     _check_mx(op, "rhs", rhs_q, rhs_sf, 2)
     require_shape(op, "rhs_q", rhs_q, (rhs_q.shape[0], lhs_q.shape[1]), "the tokens of lhs_q (N, M)")
-    return _k_grouped(op, arch, lhs_q.shape[1], lhs_q.shape[0], rhs_q.shape[0], group_ends, out_dtype)
+    return plan_k_grouped(op, arch, lhs_q.shape[1], lhs_q.shape[0], rhs_q.shape[0], group_ends, out_dtype)
 
 
 def _plan_wgrad_bf16(
@@ -266,7 +276,7 @@ def _plan_wgrad_bf16(
     require_rank(op, "rhs", rhs, 2)
     require_shape(op, "rhs", rhs, (lhs.shape[0], rhs.shape[1]), "the tokens of lhs (M, N)")
     m, n = lhs.shape
-    return _k_grouped(op, arch, m, n, rhs.shape[1], group_ends, out_dtype)
+    return plan_k_grouped(op, arch, m, n, rhs.shape[1], group_ends, out_dtype)
 
 
 _MX_INPUTS = ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends")

@@ -30,6 +30,7 @@ class Launch:
     grid: programs along each axis. Where a dim is 0 the outputs have no bytes and the caller launches nothing.
     meta: the kernel's constexprs. Those that `KernelOp.attrs` names also say *what* is computed and
         go to every implementation; the rest are tiles, which only Triton reads.
+    not_in_cuda: why these sizes run in Triton though the op has a CUDA C++ kernel; "" where that takes them.
     """
 
     out: tuple[ArrayType, ...]
@@ -39,9 +40,10 @@ class Launch:
     meta: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     num_warps: int = 4
     num_stages: int = 1
+    not_in_cuda: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # an op is itself: a key of caches that hashes fast
 class KernelOp:
     """An operation: its name in the C++ table, its Triton kernel, and the plan that both follow.
 

@@ -47,6 +47,42 @@ def f32_to_bf16(x, HW_CAST: tl.constexpr):
 
 
 @triton.jit
+def round_to_bf16(x, HW_CAST: tl.constexpr):
+    """f32 -> bf16, to nearest even; NaN -> some NaN, which is all that quantizing asks."""
+    if HW_CAST:
+        return x.to(tl.bfloat16)
+    else:
+        return f32_to_bf16(x, HW_CAST)
+
+
+@triton.jit
+def fma(a, b, c, HW_CAST: tl.constexpr):
+    """a * b + c, rounded once.
+
+    The interpreter has no such thing; in fp64 the product is exact and the sum rounds twice. That shows where the
+    first rounding makes a tie of what was none, at one sum in 2^29; the tests sweep every gate that SwiGLU has.
+    """
+    if HW_CAST:
+        return tl.fma(a, b, c)
+    else:
+        return (a.to(tl.float64) * b.to(tl.float64) + c).to(tl.float32)
+
+
+@triton.jit
+def reciprocal(x, HW_CAST: tl.constexpr):
+    """1 / x, correctly rounded, for x in [1, 2] or NaN.
+
+    The hardware's approximation is within an ulp, and one Newton step with fma rounds it correctly: the steps of
+    `rcp.rn`, which asks first whether they meet subnormals. None occurs here, so `.ftz` flushes nothing.
+    """
+    if HW_CAST:
+        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return tl.fma(near, tl.fma(-x, near, tl.full(x.shape, 1.0, tl.float32)), near)
+    else:
+        return 1.0 / x
+
+
+@triton.jit
 def scale_byte(amax, rounding: tl.constexpr, satfinite: tl.constexpr):
     """Bits of a block's fp32 amax (int32, sign clear) -> its E8M0 byte, as int32."""
     byte = (amax >> 23) - 8

@@ -153,7 +153,7 @@ def _padded_row_of(group_ends: Array) -> list[int]:
     """Where each row goes when every group is padded to 128 rows."""
     rows: list[int] = []
     start = 0
-    for group in _groups(group_ends):
+    for group in group_slices(group_ends):
         size = group.stop - group.start
         rows += range(start, start + size)
         start += -(-size // TILE_ROWS) * TILE_ROWS
@@ -287,21 +287,21 @@ def all_to_all_vjp(douts: Sequence[Array], splits: Sequence[Sequence[int]]) -> l
 # --- grouped GEMM ---------------------------------------------------------------------------------
 
 
-def _groups(group_ends: Array) -> list[slice]:
-    return [slice(int(a), int(b)) for a, b in zip([0, *group_ends[:-1]], group_ends, strict=True)]
+def group_slices(group_ends: Array) -> list[slice]:
+    return [slice(int(a), int(b)) for a, b in zip([0, *group_ends], group_ends, strict=False)]
 
 
-def _m_grouped(lhs: Array, rhs_t: Array, group_ends: Array, out_dtype: str) -> Array:
+def m_grouped(lhs: Array, rhs_t: Array, group_ends: Array, out_dtype: str) -> Array:
     out = np.zeros((lhs.shape[0], rhs_t.shape[1]))
     with np.errstate(invalid="ignore", over="ignore"):
-        for g, rows in enumerate(_groups(group_ends)):
+        for g, rows in enumerate(group_slices(group_ends)):
             out[rows] = lhs[rows].astype(np.float64) @ rhs_t[g].astype(np.float64).T
     return round_to(out, out_dtype)
 
 
-def _k_grouped(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str) -> Array:
+def k_grouped(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str) -> Array:
     with np.errstate(invalid="ignore", over="ignore"):
-        groups = _groups(group_ends)
+        groups = group_slices(group_ends)
         out = [lhs[rows].astype(np.float64).T @ rhs[rows].astype(np.float64) for rows in groups]
     return round_to(np.stack(out), out_dtype)
 
@@ -310,24 +310,24 @@ def grouped_mm_mx(
     lhs_q: Array, lhs_sf: Array, rhs_q: Array, rhs_sf: Array, group_ends: Array, out_dtype: str = "bfloat16"
 ) -> Array:
     """lhs (M, K) x rhs_t (G, N, K), both MXFP8 along K -> out (M, N); rows past the last end are zeros."""
-    return _m_grouped(dequantize64(lhs_q, lhs_sf), dequantize64(rhs_q, rhs_sf), group_ends, out_dtype)
+    return m_grouped(dequantize64(lhs_q, lhs_sf), dequantize64(rhs_q, rhs_sf), group_ends, out_dtype)
 
 
 def grouped_mm_bf16(lhs: Array, rhs_t: Array, group_ends: Array, out_dtype: str = "bfloat16") -> Array:
     """lhs (M, K) x rhs_t (G, N, K), both bf16 -> out (M, N); rows past the last end are zeros."""
-    return _m_grouped(lhs, rhs_t, group_ends, out_dtype)
+    return m_grouped(lhs, rhs_t, group_ends, out_dtype)
 
 
 def grouped_wgrad_mx(
     lhs_q: Array, lhs_sf: Array, rhs_q: Array, rhs_sf: Array, group_ends: Array, out_dtype: str = "bfloat16"
 ) -> Array:
     """lhs_t (N, M) x rhs_t (K, M), both MXFP8 along M -> out (G, N, K); an empty group gives zeros."""
-    return _k_grouped(dequantize64(lhs_q, lhs_sf).T, dequantize64(rhs_q, rhs_sf).T, group_ends, out_dtype)
+    return k_grouped(dequantize64(lhs_q, lhs_sf).T, dequantize64(rhs_q, rhs_sf).T, group_ends, out_dtype)
 
 
 def grouped_wgrad_bf16(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str = "bfloat16") -> Array:
     """lhs (M, N) x rhs (M, K), both bf16 -> out (G, N, K); an empty group gives zeros."""
-    return _k_grouped(lhs, rhs, group_ends, out_dtype)
+    return k_grouped(lhs, rhs, group_ends, out_dtype)
 
 
 # --- end to end: the recipes of a grouped product ---------------------------------------------------

@@ -24,32 +24,30 @@ FLOATS = ("bfloat16", "float32")
 
 
 @triton.jit
-def _quantize_tile(
-    x, M, q, sf, q_t, sf_t,
+def store_quantized(
+    v, m0, k0, batch, M, q, sf, q_t, sf_t,
     K: tl.constexpr, Q_PITCH: tl.constexpr, SF_PITCH: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
     rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One (BLOCK_M, BLOCK_K) tile of matrix program_id(1), read once, scaled along rows, columns or both.
+    """Scale the (BLOCK_M, BLOCK_K) tile at (m0, k0) of matrix `batch` along rows, columns or both, and store it.
 
-    Rows of q and of sf lie Q_PITCH and SF_PITCH bytes apart: K and K/32, or the width of a packed row.
+    v is bf16 or fp32, and 0 where the tile sticks out of the matrix. Rows of q and of sf lie Q_PITCH and SF_PITCH
+    bytes apart: K and K/32, or the width of a packed row.
     """
-    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K
+    v = to_f32(v)
     m, k = m0 + tl.arange(0, BLOCK_M), k0 + tl.arange(0, BLOCK_K)
-    row, col = batch * M + m, batch * K + k
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    v = to_f32(tl.load(x + row[:, None] * K + k[None, :], mask=inside, other=0.0))
-
     if ROW:
+        row = batch * M + m
         blocks = tl.reshape(v, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
         q_blocks, sf_tile = quantize_blocks(blocks, 2, rounding, satfinite, HW_CAST)
+        inside = (m < M)[:, None] & (k < K)[None, :]
         tl.store(q + row[:, None] * Q_PITCH + k[None, :], tl.reshape(q_blocks, (BLOCK_M, BLOCK_K)), mask=inside)
         kb = k0 // BLOCK_MX + tl.arange(0, BLOCK_K // BLOCK_MX)
         inside_sf = (m < M)[:, None] & (kb < K // BLOCK_MX)[None, :]
         tl.store(sf + row[:, None] * SF_PITCH + kb[None, :], sf_tile, mask=inside_sf)
     if COL:
+        col = batch * K + k
         blocks = tl.reshape(v, (BLOCK_M // BLOCK_MX, BLOCK_MX, BLOCK_K))
         q_blocks, sf_tile = quantize_blocks(blocks, 1, rounding, satfinite, HW_CAST)
         q_tile = tl.trans(tl.reshape(q_blocks, (BLOCK_M, BLOCK_K)))
@@ -59,6 +57,26 @@ def _quantize_tile(
         mb = m0 // BLOCK_MX + tl.arange(0, BLOCK_M // BLOCK_MX)
         inside_sf = (k < K)[:, None] & (mb < m_blocks)[None, :]
         tl.store(sf_t + col[:, None] * m_blocks + mb[None, :], tl.trans(sf_tile), mask=inside_sf)
+
+
+@triton.jit
+def _quantize_tile(
+    x, M, q, sf, q_t, sf_t,
+    K: tl.constexpr, Q_PITCH: tl.constexpr, SF_PITCH: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Tile program_id(0) of matrix program_id(1), read once."""
+    tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K
+    m, k = m0 + tl.arange(0, BLOCK_M), k0 + tl.arange(0, BLOCK_K)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    v = tl.load(x + (batch * M + m)[:, None] * K + k[None, :], mask=inside, other=0.0)
+    store_quantized(
+        v, m0, k0, batch, M, q, sf, q_t, sf_t, K, Q_PITCH, SF_PITCH, ROW, COL,
+        rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -22,6 +22,9 @@ from .formats import BLOCK
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank
 from .tiles import next_power_of_2, tiles
 
+CUDA_EXPERTS = 4096
+"""The CUDA C++ kernel keeps as many counts for each of its blocks of slots in the outputs; Triton sorts by more."""
+
 
 @triton.jit
 def _sort_kernel(
@@ -125,6 +128,9 @@ def _plan_sort(expert_ids: ArrayType, *, arch: str, num_experts: int) -> Launch:
         meta={"num_experts": num_experts, "BLOCK_M": chosen.m},
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
+        not_in_cuda=""
+        if num_experts <= CUDA_EXPERTS
+        else f"allowed: triton; its CUDA kernel takes up to {CUDA_EXPERTS} experts, these are {num_experts}",
     )
 
 

@@ -35,14 +35,28 @@ _GPU = {
     "fold_rows": Tiles(),
     "quantize_row_fold": Tiles(),
     "permute_mx_fold": Tiles(),
-    "block_scales": Tiles(k=4),
-    "unblock_scales": Tiles(m=32, k=64),
+    "fold_groups": Tiles(m=4, k=1024),
+    "block_scales": Tiles(k=32),
+    "unblock_scales": Tiles(m=128, k=64),
+    "combine": Tiles(m=4, k=1024),
+    "combine_bwd": Tiles(m=8, k=256),
     "sort_by_expert": Tiles(m=4096, num_warps=8),
     "row_map": Tiles(m=1024),
+    "swiglu": Tiles(m=8, k=256),
+    "swiglu_row": Tiles(m=8, k=512),
+    "swiglu_col": Tiles(m=128, k=32),
+    "swiglu_both": Tiles(m=128, k=32),
+    "swiglu_bwd": Tiles(m=2, k=1024),
+    "swiglu_bwd_row": Tiles(m=2, k=1024),
+    "swiglu_bwd_col": Tiles(m=32, k=64),
+    "swiglu_bwd_both": Tiles(m=64, k=32),
     "grouped_mm_mx": Tiles(m=128, n=128, k=64, num_warps=8, num_stages=3),
     "grouped_mm_bf16": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
     "grouped_wgrad_mx": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16": Tiles(m=64, n=128, k=256, num_warps=8, num_stages=3),
+    # 128 along the contraction dim: what the tensor core sums before it is added in fp32 (folded_gemm.py)
+    "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
+    "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
 # Small enough that small shapes have several tiles and a ragged last one.
 _INTERPRETER = {op: Tiles(m=64, n=64 if t.n > 1 else 1, k=64 if t.k > 1 else 1) for op, t in _GPU.items()}
@@ -97,3 +111,15 @@ def row_tiles(op: str, arch: str, width: int) -> Tiles:
     """
     k = max(next_power_of_2(width), 32)
     return tiles(op, arch)._replace(k=k, num_warps=min(max(k // 1024, 1), 32))
+
+
+def strip_tiles(op: str, arch: str, width: int) -> Tiles:
+    """Tiles of an op whose programs walk along rows of `width` values: on GPUs rows of at most 2048 take one step.
+
+    >>> strip_tiles("swiglu_bwd_row", "sm_90", 2048)
+    Tiles(m=1, n=1, k=2048, num_warps=4, num_stages=1)
+    """
+    t, k = tiles(op, arch, row_width=width), next_power_of_2(width)
+    if arch == "interpreter" or not t.k < k <= min(2048, t.m * t.k):
+        return t
+    return t._replace(m=t.m * t.k // k, k=k)

@@ -3,16 +3,61 @@
     run("quantize_row", [x], [q, sf], [rounding, satfinite])   DLPack arrays on the CPU, written in place
     ffi_targets()["quantize_row"]                              the same op as an XLA FFI capsule
 
+And the CUDA C++ kernels, for the ops where Triton is not fast enough; a build without nvcc has none:
+
+    CudaLaunch("quantize_col", [x], [q_t, sf_t], attrs)        types in, bound once; call it with pointers
+    cuda_ffi_targets()["quantize_col"]                         the same op as an XLA FFI capsule
+
 Callers must plan first (`KernelOp.plan`): it checks arguments and sizes the outputs, which nothing here does again.
 `attrs` is `Launch.attrs`. Users call the frontends.
 """
 
 try:
-    from ._ops import ffi_targets, num_threads, run, set_num_threads
+    from ._ops import (
+        CudaLaunch,
+        cuda_archs,
+        cuda_ffi_targets,
+        cuda_op_archs,
+        ffi_targets,
+        num_threads,
+        run,
+        set_num_threads,
+    )
 except ImportError as error:
     raise ImportError(
         "mxep.cpp_bindings: the C++ extension is missing or was built for another Python; "
         "build it with `pip install .` (a C++20 compiler is all it needs)"
     ) from error
 
-__all__ = ["ffi_targets", "num_threads", "run", "set_num_threads"]
+__all__ = [
+    "CUDA_OPS",
+    "CudaLaunch",
+    "cuda_archs",
+    "cuda_ffi_targets",
+    "cuda_op_archs",
+    "ffi_targets",
+    "num_threads",
+    "run",
+    "set_num_threads",
+    "why_not_cuda",
+]
+
+CUDA_OPS = tuple(cuda_op_archs)
+"""The ops of the CUDA table, which run there on every GPU that `cuda_op_archs` names for them, but for sizes whose
+plan says `not_in_cuda`."""
+
+
+def why_not_cuda(op: str, capability: tuple[int, int]) -> str:
+    """Why the op has no CUDA C++ kernel on a GPU of this compute capability; "" where it has one.
+
+    >>> why_not_cuda("row_map", (9, 0))
+    'allowed: triton; this build has no CUDA kernel for it'
+    """
+    if not cuda_archs:
+        return "allowed: triton; this build has no CUDA kernels, `make install-gpu` makes one with nvcc"
+    if op not in CUDA_OPS:
+        return "allowed: triton; this build has no CUDA kernel for it"
+    if capability not in cuda_op_archs[op]:
+        archs = ", ".join(f"sm_{major}{minor}" for major, minor in cuda_op_archs[op])
+        return f"allowed: triton; its CUDA kernel was compiled for {archs}, this is sm_{capability[0]}{capability[1]}"
+    return ""

@@ -19,3 +19,32 @@ def num_threads() -> int:
 
 def set_num_threads(n: int) -> None:
     """Set the threads that one op may use, for the whole process. Raises ValueError below 1."""
+
+cuda_archs: tuple[tuple[int, int], ...]
+"""Compute capabilities that this build has CUDA machine code for; empty in a build without nvcc."""
+
+cuda_op_archs: dict[str, tuple[tuple[int, int], ...]]
+"""CUDA op -> those of `cuda_archs` that it has machine code for."""
+
+class CudaLaunch:
+    """A CUDA op bound to the types of its arrays, `(shape, dtype name)` each, and to its attributes.
+
+    Raises ValueError for an unknown op or another number of arrays, TypeError for another dtype. None in a build
+    without nvcc.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[tuple[Sequence[int], str]],
+        outputs: Sequence[tuple[Sequence[int], str]],
+        attrs: Sequence[int],
+    ) -> None: ...
+    def __call__(self, pointers: Sequence[int], device: int, stream: int) -> None:
+        """Launch on a stream of a device, inputs then outputs; every address a multiple of 16.
+
+        Releases the GIL, allocates nothing, waits for nothing. Raises RuntimeError if CUDA refuses the launch.
+        """
+
+def cuda_ffi_targets() -> dict[str, Any]:
+    """Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="CUDA")`; as `ffi_targets`."""

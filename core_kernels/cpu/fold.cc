@@ -1,5 +1,8 @@
 #include "fold.h"
 
+#include <stdexcept>
+#include <string>
+
 #include "ops.h"
 #include "parallel.h"
 
@@ -15,6 +18,34 @@ void fold_rows(const Call& call) {
         const int row = row_scale(sf + m * scales, scales);
         fold_blocks(q + m * k, sf + m * scales, row, qf + m * k, scales);
         row_sf[m] = row_scale_byte(row);
+      }
+    });
+  });
+}
+
+void fold_groups(const Call& call) {
+  const int64_t rows = call.in[0].dim(0), m = call.in[0].dim(1), scales = call.in[1].dim(1), groups = call.in[2].dim(0);
+  const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
+  const int32_t* ends = call.in[2].as<const int32_t>();
+  for (int64_t g = 0; g < groups; ++g)
+    if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m || ends[g] % kBlock)
+      throw std::invalid_argument("fold_groups: group_ends: got " + std::to_string(ends[g]) + " at index " +
+                                  std::to_string(g) + "; allowed: non-decreasing multiples of 32 from 0 up to " +
+                                  std::to_string(m));
+  uint8_t *qf = call.out[0].as<uint8_t>(), *group_sf = call.out[1].as<uint8_t>();
+  parallel_ranges(rows, m, [=](int64_t begin, int64_t end) {
+    vectorized([=]() MXEP_ALWAYS_INLINE {
+      for (int64_t r = begin; r < end; ++r) {
+        int64_t first = 0;  // of the group's blocks
+        for (int64_t g = 0; g < groups; ++g) {
+          const int64_t blocks = ends[g] / kBlock - first, from = r * m + first * kBlock;
+          const uint8_t* scale = sf + r * scales + first;
+          const int row = row_scale(scale, blocks);
+          fold_blocks(q + from, scale, row, qf + from, blocks);
+          group_sf[g * rows + r] = blocks ? row_scale_byte(row) : 0;
+          first += blocks;
+        }
+        std::memset(qf + r * m + first * kBlock, 0, m - first * kBlock);
       }
     });
   });

@@ -17,7 +17,18 @@ void row_map(const Call& call);
 void fold_rows(const Call& call);
 void quantize_row_fold(const Call& call);
 void permute_mx_fold(const Call& call);
+void fold_groups(const Call& call);
 void block_scales(const Call& call);
 void unblock_scales(const Call& call);
+void swiglu(const Call& call);
+void swiglu_row(const Call& call);
+void swiglu_col(const Call& call);
+void swiglu_both(const Call& call);
+void swiglu_bwd(const Call& call);
+void swiglu_bwd_row(const Call& call);
+void swiglu_bwd_col(const Call& call);
+void swiglu_bwd_both(const Call& call);
+void combine(const Call& call);
+void combine_bwd(const Call& call);
 
 }  // namespace mxep

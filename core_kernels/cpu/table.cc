@@ -43,8 +43,19 @@ std::span<const Op> cpu_ops() {
       {"fold_rows", 2, 2, 0, fold_rows},
       {"quantize_row_fold", 1, 2, 2, quantize_row_fold},
       {"permute_mx_fold", 2, 2, 0, permute_mx_fold},
+      {"fold_groups", 3, 2, 0, fold_groups},
       {"block_scales", 2, 1, 0, block_scales},
       {"unblock_scales", 2, 1, 0, unblock_scales},
+      {"swiglu", 3, 1, 0, swiglu},
+      {"swiglu_row", 3, 2, 2, swiglu_row},
+      {"swiglu_col", 3, 2, 2, swiglu_col},
+      {"swiglu_both", 3, 4, 2, swiglu_both},
+      {"swiglu_bwd", 4, 3, 0, swiglu_bwd},
+      {"swiglu_bwd_row", 4, 5, 2, swiglu_bwd_row},
+      {"swiglu_bwd_col", 4, 5, 2, swiglu_bwd_col},
+      {"swiglu_bwd_both", 4, 9, 2, swiglu_bwd_both},
+      {"combine", 3, 1, 0, combine},
+      {"combine_bwd", 5, 2, 0, combine_bwd},
   };
   static_assert(std::size(kOps) == kNumCpuOps);
   return kOps;

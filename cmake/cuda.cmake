@@ -1,0 +1,59 @@
+# The CUDA kernels, where there is a compiler for them: one module for the CPU, Hopper and Blackwell.
+set(MXEP_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO (if nvcc 13.0 or newer is found), ON (fail without it) or OFF")
+set_property(CACHE MXEP_CUDA PROPERTY STRINGS AUTO ON OFF)
+if(NOT MXEP_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "MXEP_CUDA: got '${MXEP_CUDA}'; allowed: AUTO, ON, OFF")
+endif()
+if(MXEP_CUDA STREQUAL "OFF")
+  message(STATUS "MXEP_CUDA is OFF: no CUDA kernels")
+  return()
+endif()
+
+# $CUDACXX, the PATH, then the nvidia-cuda-nvcc package beside jaxlib.
+cmake_path(GET JAXLIB_INCLUDE PARENT_PATH site_packages)
+cmake_path(GET site_packages PARENT_PATH site_packages)
+# An older one does not know all targets: it is passed over, or an installation without a GPU would fail because of it.
+function(mxep_is_cuda_13 result nvcc)
+  execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE version ERROR_QUIET)
+  if(NOT version MATCHES "release ([0-9.]+)" OR CMAKE_MATCH_1 VERSION_LESS 13.0)
+    set(${result} FALSE PARENT_SCOPE)
+  endif()
+endfunction()
+find_program(MXEP_NVCC NAMES "$ENV{CUDACXX}" nvcc PATHS "${site_packages}/nvidia/cu13/bin" VALIDATOR mxep_is_cuda_13)
+if(NOT MXEP_NVCC)
+  if(MXEP_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "MXEP_CUDA is ON, but there is no nvcc of CUDA 13.0 or newer: install the toolkit, put nvcc on "
+                        "the PATH or name it in CUDACXX; or build with MXEP_CUDA=OFF")
+  endif()
+  message(STATUS "no nvcc of CUDA 13.0 or newer found: no CUDA kernels")
+  return()
+endif()
+
+set(CMAKE_CUDA_COMPILER "${MXEP_NVCC}")
+# Real machine code alone. "a": Hopper's and Blackwell's own instructions; such code runs on that chip and no other.
+set(CMAKE_CUDA_ARCHITECTURES 90a-real 100a-real)
+enable_language(CUDA)
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # looks for a driver at the first call: the module imports without one
+
+file(GLOB MXEP_CUDA_SOURCES CONFIGURE_DEPENDS core_kernels/cuda/*.cu)
+# A kernel of Hopper's own instructions says so in its file's name: the table names that chip for it.
+set(MXEP_HOPPER_SOURCES ${MXEP_CUDA_SOURCES})
+list(FILTER MXEP_HOPPER_SOURCES INCLUDE REGEX "_sm90\\.cu$")
+list(FILTER MXEP_CUDA_SOURCES EXCLUDE REGEX "_sm90\\.cu$")
+add_library(mxep_cuda OBJECT ${MXEP_CUDA_SOURCES})
+add_library(mxep_cuda_sm90 OBJECT ${MXEP_HOPPER_SOURCES})
+set_target_properties(mxep_cuda mxep_cuda_sm90 PROPERTIES POSITION_INDEPENDENT_CODE ON)
+set_target_properties(mxep_cuda_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
+# No contraction, which is nvcc's default: an fma rounds once where the contract rounds twice. No flushing of subnormals:
+# the smallest scale, 2^-127, is one.
+foreach(library mxep_cuda mxep_cuda_sm90)
+  target_compile_options(${library} PRIVATE -O3 -fmad=false -ftz=false -Xcompiler=-Wall -Xptxas=-warn-spills)
+endforeach()
+
+target_sources(_ops PRIVATE cpp_bindings/cuda.cc)
+target_compile_definitions(_ops PRIVATE MXEP_CUDA)
+target_link_libraries(_ops PRIVATE mxep_cuda mxep_cuda_sm90)
+message(STATUS "CUDA kernels: ${MXEP_NVCC}")

@@ -1,0 +1,262 @@
+// Folded FP8 grouped products on Hopper: one scale per row of either operand, applied once, in the epilogue.
+//
+//   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k]             rows m of group g
+//   K-grouped  out[g, i, j] = 2^(rs[g, i] + cs[g, j]) sum_m a[i, m] b[j, m]          tokens m of group g
+//
+// A cluster of two CTAs works on two tiles of 256 x 128. They have their rows of B in common, or of A
+// (folded_schedule.cuh): each fetches one half of those for both.
+//
+//   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
+//                                                        |  full: its bytes are there
+//                                                        |  empty: all consumers of both CTAs are through with it
+//   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 rows each
+//                        end of the tile: sum --folded_epilogue.cuh--> out
+//
+// The tensor core aligns the terms of a sum to the largest and keeps about 14 bits: `partial` is what it may sum, 128
+// terms. Both sums and `partial` take 192 of a thread's 240 registers. 48 KiB a stage make four the most that fit
+// beside the epilogue's 32 KiB.
+//
+// The two warpgroups take no turns: left alone, one adds while the tensor cores work for the other often enough, and
+// every order tried between them cost 1 to 3%.
+//
+// CTAs are persistent and read the group ends themselves. Rows of the next group or array that a tile covers are
+// computed and not stored.
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "folded_epilogue.cuh"
+#include "folded_schedule.cuh"
+#include "ops.h"
+#include "tensor_map.h"
+
+namespace mxep::cuda {
+namespace sm90 {
+namespace {
+
+constexpr int kStages = 4, kWarpgroup = 128;
+constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
+constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kHalfA = kTileM / kCluster, kHalfB = kTileN / kCluster;  // rows of a box
+
+struct Shared {
+  alignas(1024) uint8_t a[kStages][kBytesA];
+  alignas(1024) uint8_t b[kStages][kBytesB];
+  alignas(128) uint8_t staging[8][kStagingBytes];
+  alignas(1024) uint8_t zeros[1024];       // eight rows that stand for all
+  __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
+  uint64_t full[kStages], empty[kStages];
+};
+static_assert(sizeof(Shared) <= 227 * 1024);
+
+// Where a role is in the ring of stages.
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <bool kAlongK>
+__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
+  constexpr uint16_t kBoth = 3;
+  const uint32_t rank = cluster_rank();
+  const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
+  Schedule<kAlongK> schedule(p);
+  Ring ring;
+  for (Tile tile; schedule.next(&tile);)
+    for (int k = tile.k_begin; k < tile.k_end; k += kTileK, ring.advance()) {
+      uint64_t* full = &s.full[ring.stage];
+      uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
+      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+      barrier_expect(full, kBytesA + kBytesB);
+      if (tile.side_by_side) {
+        load_box_multicast(to_a + at_a * kTileK, a, full, k, tile.a_row + at_a, kBoth);
+        load_box(to_b, b, full, k, tile.b_row);
+        load_box(to_b + kHalfB * kTileK, b, full, k, tile.b_row + kHalfB);
+      } else {
+        load_box(to_a, a, full, k, tile.a_row);
+        load_box(to_a + kHalfA * kTileK, a, full, k, tile.a_row + kHalfA);
+        load_box_multicast(to_b + at_b * kTileK, b, full, k, tile.b_row + at_b, kBoth);
+      }
+    }
+  // The other CTA's consumers still arrive on this CTA's barriers.
+  for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+}
+
+// Starts partial = a (64, 32 * steps) b (128, 32 * steps)^T. 32 bytes further along a row are 2 in a descriptor. The
+// other steps multiply zeros: a branch around wgmma costs a quarter of the rate.
+__device__ __forceinline__ void start(float (&partial)[64], uint64_t a, uint64_t b, uint64_t zeros, int steps) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kTileK / 32; ++step) {
+    const bool real = step < steps;
+    wgmma_e4m3(partial, real ? a + step * 2 : zeros, real ? b + step * 2 : zeros, step != 0);
+  }
+  wgmma_commit();
+}
+
+template <bool kAlongK, typename Out>
+__device__ void consume(const Problem& p, Shared& s) {
+  const int group = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  Schedule<kAlongK> schedule(p);
+  const uint64_t zeros = repeated_descriptor(s.zeros);
+  Ring ring;
+  int odd = 0;
+  for (Tile tile; schedule.next(&tile); odd ^= 1) {
+    // Fetched now and used after the products. A scale has no say where there is nothing to scale.
+    const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
+    const bool any = tile.k_begin < tile.k_end;
+    const int col_byte = any && col < tile.cols ? p.col_scale[tile.col_scale + col] : kOne;
+    int row_byte[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = row + i / 2 * 64 + i % 2 * 8 + lane / 4;
+      row_byte[i / 2][i % 2] = any && r < tile.rows ? p.row_scale[tile.row_scale + r] : kOne;
+    }
+
+    float sum[2][64] = {};
+    for (int left = tile.k_end - tile.k_begin; left > 0; left -= kTileK, ring.advance()) {
+      // Along K, a stage is zeros beyond the end of a row; along the tokens it goes on with the next group.
+      const int steps = kAlongK ? min(left, kTileK) / 32 : kTileK / 32;
+      barrier_wait(&s.full[ring.stage], ring.parity);
+      const uint64_t b = descriptor(s.b[ring.stage]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t a = descriptor(s.a[ring.stage] + (group * kWarpgroup + half * 64) * kTileK);
+        float partial[64];
+        start(partial, a, b, zeros, steps);
+        wgmma_wait();
+        if (half == 1 && lane < kCluster) barrier_arrive(&s.empty[ring.stage], lane);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
+      }
+    }
+
+    // Two buffers: when this one is written again, every warp has passed the barrier of the tile between.
+    __nv_bfloat16* col_factor = s.col_factor[group][odd];
+    col_factor[col] = __ushort_as_bfloat16(col_byte << 7);
+    bool near = is_near(col_byte);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) near &= is_near(row_byte[i / 2][i % 2]);
+    if (!warpgroup_all(1 + group, near)) {
+      scale_far(sum, row_byte, col_factor);
+      warpgroup_sync(1 + group);
+      col_factor[col] = 1;
+      warpgroup_sync(1 + group);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor[2] = {__int_as_float(row_byte[half][0] << 23), __int_as_float(row_byte[half][1] << 23)};
+      store<Out>(p, tile, row + half * 64, sum[half], factor, col_factor, s.staging[warp]);
+    }
+  }
+}
+
+template <bool kAlongK, typename Out>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    folded_product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                   const __grid_constant__ Problem p) {
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  if (threadIdx.x == 0) {
+    prefetch(&a);
+    prefetch(&b);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
+    }
+    barrier_init_fence();
+  }
+  if (threadIdx.x < sizeof(s.zeros) / 16) reinterpret_cast<uint4*>(s.zeros)[threadIdx.x] = {};
+  shared_to_async_fence();
+  cluster_sync();
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x == 0) produce<kAlongK>(p, &a, &b, s);
+  } else {
+    take_registers<240>();
+    constexpr int kConsumers = kThreads - kWarpgroup;
+    if constexpr (!kAlongK)
+      clear_rest<Out>(p, blockIdx.x * int64_t{kConsumers} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kConsumers});
+    consume<kAlongK, Out>(p, s);
+  }
+}
+
+// CTAs that the current device holds at a time. Asked once per kernel and device; then the kernel is ready to launch.
+template <bool kAlongK, typename Out>
+int resident_ctas(const char* op) {
+  static std::array<std::atomic<int>, 64> known{};
+  int device;
+  check(op, cudaGetDevice(&device));
+  std::atomic<int>& ctas = known[device % known.size()];
+  if (ctas == 0) {
+    const auto kernel = folded_product<kAlongK, Out>;
+    check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
+    cudaLaunchConfig_t config{.gridDim = kCluster, .blockDim = kThreads, .dynamicSmemBytes = sizeof(Shared)};
+    cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {kCluster, 1, 1}}};
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    int clusters;
+    check(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    ctas = clusters * kCluster;
+  }
+  return ctas;
+}
+
+template <bool kAlongK, typename Out>
+void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
+  const int ctas = resident_ctas<kAlongK, Out>(op);
+  folded_product<kAlongK, Out><<<ctas, kThreads, sizeof(Shared), stream>>>(a, b, p);
+  check_launch(op);
+}
+
+template <bool kAlongK>
+void launch(const char* op, const Call& call, Problem p, int64_t b_rows, cudaStream_t stream) {
+  p.group_ends = call.in[4].as<const int32_t>();
+  p.row_scale = call.in[1].as<const uint8_t>();
+  p.col_scale = call.in[3].as<const uint8_t>();
+  p.out = call.out[0].data;
+  // Rows of operands and scales are counted in 32 bits, as the copy engine counts them; tiles reach beyond the last.
+  const int64_t a_rows = call.in[0].dim(0), depth = call.in[0].dim(1);
+  const int64_t scales = kAlongK ? p.groups * std::max(a_rows, b_rows) : a_rows;
+  if (std::max({b_rows, scales, depth}) > INT32_MAX - 2 * kTileM)
+    throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows, columns or scales");
+  const CUtensorMap a = byte_matrix(op, call.in[0].data, p.rows, p.depth, kHalfA);
+  const CUtensorMap b = byte_matrix(op, call.in[2].data, b_rows, p.depth, kHalfB);
+  if (call.out[0].dtype == DType::bf16) {
+    launch_as<kAlongK, __nv_bfloat16>(op, a, b, p, stream);
+  } else {
+    launch_as<kAlongK, float>(op, a, b, p, stream);
+  }
+}
+
+}  // namespace
+}  // namespace sm90
+
+void grouped_mm_fold(const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[2];
+  sm90::Problem p{};
+  p.groups = static_cast<int>(rhs.dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(rhs.dim(1));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.groups == 0)  // no weights, so no tensor map of them: every row is past the last end
+    return check("grouped_mm_fold", cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
+  sm90::launch<false>("grouped_mm_fold", call, p, rhs.leading(1), stream);
+}
+
+void grouped_wgrad_fold(const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[2];
+  sm90::Problem p{};
+  p.groups = static_cast<int>(call.in[4].dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(rhs.dim(0));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.depth == 0)  // no tokens, so no tensor map of them
+    return check("grouped_wgrad_fold", cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
+  sm90::launch<true>("grouped_wgrad_fold", call, p, rhs.dim(0), stream);
+}
+
+}  // namespace mxep::cuda

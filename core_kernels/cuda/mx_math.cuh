@@ -1,0 +1,116 @@
+// MXFP8 arithmetic on the device: amax bits -> E8M0 byte -> factor, values -> E4M3 codes.
+//
+// core_kernels/oracle.py is the definition and cpu/mx_math.h the same steps in plain C++. Values come in
+// pairs of neighbouring columns: two bf16 share a register and most instructions.
+#pragma once
+
+#include <cstdint>
+
+namespace mxep::cuda {
+
+inline constexpr int kBlock = 32;
+inline constexpr uint32_t kInf = 0x7F800000u, kNan = 0x7FC00000u;
+inline constexpr uint32_t kE8m0Smallest = 0x00400000u;  // fp32 bits of 2^-127, a subnormal
+
+// Numbers where the options are conditions: for a condition the compiler would make a copy of the whole kernel.
+struct ScaleRule {
+  uint32_t round_up;  // added to an amax: carries a mantissa above 1.75 into the exponent; FLOOR adds nothing
+  uint32_t infinite;  // byte of a block with an infinite amax
+
+  ScaleRule(int64_t rounding, int64_t satfinite)
+      : round_up(rounding == 0 ? 0x1FFFFF : 0), infinite(satfinite ? 254 : 255) {}
+};
+
+// Scale byte of a block from the fp32 bits of its largest magnitude; see cpu/mx_math.h.
+__device__ inline uint32_t e8m0_from_amax(uint32_t amax, ScaleRule rule) {
+  constexpr uint32_t kQuotientRoundsDown = 0x04600001u;
+  const uint32_t exponent = (amax + (amax != kQuotientRoundsDown ? rule.round_up : 0)) >> 23;
+  const uint32_t byte = max(exponent, 8u) - 8;
+  return amax < kInf ? byte : amax == kInf ? rule.infinite : 255;
+}
+
+// fp32 bits of 2^(127 - byte), what values are multiplied by; NaN for byte 255.
+__device__ inline uint32_t inverse_scale(uint32_t byte) {
+  return byte < 254 ? (254u - byte) << 23 : byte == 254 ? kE8m0Smallest : kNan;
+}
+
+// To nearest even, +-448 beyond the range, NaN -> 0x7F; `a` is the lowest byte.
+__device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
+  uint32_t codes;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+}
+
+// Two neighbouring columns of a row. Magnitudes order as their bits do, and NaN lies above infinity: an
+// integer max is an amax that propagates NaN. Row maxima travel between lanes in words of kRowsPerWord rows.
+// A factor is a power of two that bf16 holds, so scaling in bf16 rounds only what E4M3 then rounds to zero.
+struct Bf16x2 {
+  static constexpr int kRowsPerWord = 2;
+  uint32_t bits;
+
+  __device__ uint32_t low_bits() const { return bits << 16; }  // as fp32
+  __device__ uint32_t high_bits() const { return bits & 0xFFFF0000u; }
+  __device__ float low() const { return __uint_as_float(low_bits()); }
+  __device__ float high() const { return __uint_as_float(high_bits()); }
+  __device__ Bf16x2 magnitude() const { return {bits & 0x7FFF7FFFu}; }
+  static __device__ Bf16x2 from_bits(uint32_t low, uint32_t high) { return {__byte_perm(low, high, 0x7632)}; }
+
+  static __device__ uint32_t pack_word(const uint32_t (&rows)[2]) { return __byte_perm(rows[0], rows[1], 0x7632); }
+  static __device__ uint32_t word_bits(uint32_t word, int row) { return row ? word & 0xFFFF0000u : word << 16; }
+  static __device__ uint32_t max_words(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+  // Both columns: a row of a packed word, or fp32 bits (whose upper half bf16 is).
+  static __device__ Bf16x2 of_row(uint32_t word, int row) { return {__byte_perm(word, 0, row ? 0x3232 : 0x1010)}; }
+  static __device__ Bf16x2 both(uint32_t bits) { return of_row(bits, 1); }
+};
+
+struct F32x2 {
+  static constexpr int kRowsPerWord = 1;
+  float x, y;
+
+  __device__ uint32_t low_bits() const { return __float_as_uint(x); }
+  __device__ uint32_t high_bits() const { return __float_as_uint(y); }
+  __device__ float low() const { return x; }
+  __device__ float high() const { return y; }
+  __device__ F32x2 magnitude() const { return from_bits(low_bits() & 0x7FFFFFFFu, high_bits() & 0x7FFFFFFFu); }
+  static __device__ F32x2 from_bits(uint32_t low, uint32_t high) {
+    return {__uint_as_float(low), __uint_as_float(high)};
+  }
+
+  static __device__ uint32_t pack_word(const uint32_t (&rows)[1]) { return rows[0]; }
+  static __device__ uint32_t word_bits(uint32_t word, int) { return word; }
+  static __device__ uint32_t max_words(uint32_t a, uint32_t b) { return max(a, b); }
+  static __device__ F32x2 of_row(uint32_t word, int) { return both(word); }
+  static __device__ F32x2 both(uint32_t bits) { return from_bits(bits, bits); }
+};
+
+using bf16 = uint16_t;
+__device__ inline Bf16x2 pair_of(bf16 left, bf16 right) { return {left | static_cast<uint32_t>(right) << 16}; }
+__device__ inline F32x2 pair_of(float left, float right) { return {left, right}; }
+
+__device__ inline Bf16x2 max_magnitude(Bf16x2 a, Bf16x2 b) { return {__vmaxu2(a.bits, b.bits)}; }
+__device__ inline F32x2 max_magnitude(F32x2 a, F32x2 b) {
+  return F32x2::from_bits(max(a.low_bits(), b.low_bits()), max(a.high_bits(), b.high_bits()));
+}
+
+// A word from the maxima of its rows' left and right columns.
+__device__ inline uint32_t row_word(const Bf16x2 (&rows)[2]) {
+  const uint32_t a = rows[0].bits, b = rows[1].bits;
+  return __vmaxu2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+}
+__device__ inline uint32_t row_word(const F32x2 (&rows)[1]) { return max(rows[0].low_bits(), rows[0].high_bits()); }
+
+__device__ inline Bf16x2 operator*(Bf16x2 a, Bf16x2 b) {
+  Bf16x2 product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product.bits) : "r"(a.bits), "r"(b.bits));
+  return product;
+}
+__device__ inline F32x2 operator*(F32x2 a, F32x2 b) { return {__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y)}; }
+
+}  // namespace mxep::cuda

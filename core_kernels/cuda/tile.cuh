@@ -1,0 +1,124 @@
+// What all quantizing kernels share: where tiles lie, how lanes trade values, how staged lines leave.
+#pragma once
+
+#include "launch.h"
+#include "mx_math.cuh"
+
+namespace mxep::cuda {
+
+struct Outputs {
+  uint8_t *q, *sf, *q_t, *sf_t;  // those not asked for are not touched
+};
+
+// A batch of matrices in tiles of kRows x kCols. Tiles with neighbouring numbers run at the same time; they are
+// `group` strips high, since what is read of x and written of q wants them wide, what is written of q_t high.
+struct Grid {
+  int64_t rows, cols;
+  uint32_t strips, all_strips, tiles_across, group;  // strips: of one matrix
+
+  template <typename Tile>
+  static Grid of(int64_t batch, int64_t rows, int64_t cols, uint32_t group) {
+    const auto strips = static_cast<uint32_t>(ceil_div(rows, Tile::kRows));
+    const auto all = static_cast<uint32_t>(batch * strips);
+    return {rows, cols, strips, all, static_cast<uint32_t>(ceil_div(cols, Tile::kCols)), group < all ? group : all};
+  }
+  int64_t tiles() const { return int64_t{all_strips} * tiles_across; }
+};
+
+// First row and column of a tile.
+struct Place {
+  int64_t batch, row, col;
+
+  template <typename Tile>
+  static __device__ Place of(const Grid& grid, uint32_t tile) {
+    const uint32_t in_group = grid.group * grid.tiles_across, group = tile / in_group, i = tile % in_group;
+    const uint32_t first = group * grid.group, height = min(grid.group, grid.all_strips - first);
+    const uint32_t strip = first + i % height, across = i / height;
+    return {strip / grid.strips, int64_t{strip % grid.strips} * Tile::kRows, int64_t{across} * Tile::kCols};
+  }
+};
+
+// Lanes `kStep` apart give each other half of 2 * kHalf words and merge what they get into the other half, and so on
+// down to one word: that costs hardly more exchanges than there are words.
+template <int kStep, int kHalf, typename Word, typename Merge>
+__device__ void exchange_halves(Word* words, Merge merge) {
+  const bool upper = threadIdx.x & kStep;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const Word given = upper ? words[i] : words[i + kHalf], kept = upper ? words[i + kHalf] : words[i];
+    words[i] = merge(kept, __shfl_xor_sync(~0u, given, kStep));
+  }
+  if constexpr (kStep > 1 && kHalf > 1) exchange_halves<kStep / 2, kHalf / 2>(words, merge);
+}
+
+// Staged lines of kPerLine parts, as many as there are of `lines` x `parts`, to lines `pitch` parts apart. Part i of
+// a line is staged at slot(i, line).
+template <int kThreads, typename Part, int kLines, int kPerLine, typename Slot>
+__device__ void write_lines(const Part (&staged)[kLines][kPerLine], Slot slot, Part* out, int64_t pitch, int64_t lines,
+                            int64_t parts) {
+  constexpr int kStep = kThreads / kPerLine;
+  const int part = threadIdx.x % kPerLine, first = threadIdx.x / kPerLine;
+  if (part >= parts) return;
+  out += first * pitch + part;
+  const int end = static_cast<int>(min(lines, int64_t{kLines}));
+#pragma unroll
+  for (int i = 0; i < (kLines + kStep - 1) / kStep; ++i, out += kStep * pitch) {
+    const int line = first + i * kStep;
+    if (line < end) *out = staged[line][slot(part, line)];
+  }
+}
+
+// The codes of 16 values of two columns, values[r] in row r.
+template <typename Pair>
+__device__ void column_codes(const Pair* values, Pair factor, uint4& left, uint4& right) {
+  uint32_t low[4], high[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Pair a = values[4 * i] * factor, b = values[4 * i + 1] * factor;
+    const Pair c = values[4 * i + 2] * factor, d = values[4 * i + 3] * factor;
+    low[i] = e4m3x4(a.low(), b.low(), c.low(), d.low());
+    high[i] = e4m3x4(a.high(), b.high(), c.high(), d.high());
+  }
+  left = make_uint4(low[0], low[1], low[2], low[3]);
+  right = make_uint4(high[0], high[1], high[2], high[3]);
+}
+
+// Codes and scales of a tile's columns on their way out. A lane has the codes of 16 rows of a column, a chunk.
+template <int kRows, int kCols, int kLaneColumns>
+struct Columns {
+  static constexpr int kChunks = kRows / 16, kBlocks = kRows / kBlock;
+  uint4 codes[kCols][kChunks];
+  uint8_t scales[kCols][kBlocks];
+
+  // Neighbouring lanes put their chunks into different banks, and so do neighbouring chunks.
+  static __device__ int swizzled(int chunk, int col) { return chunk ^ (col / kLaneColumns & 7 & (kChunks - 1)); }
+
+  // Scales a block of 32 rows of columns `col` and the next.
+  template <typename Pair>
+  __device__ void scale(const Pair* values, ScaleRule rule, int block, int col) {
+    Pair largest = values[0].magnitude();
+#pragma unroll
+    for (int r = 1; r < kBlock; ++r) largest = max_magnitude(largest, values[r].magnitude());
+    const uint32_t low = e8m0_from_amax(largest.low_bits(), rule), high = e8m0_from_amax(largest.high_bits(), rule);
+    scales[col][block] = low;
+    scales[col + 1][block] = high;
+    const Pair factor = Pair::from_bits(inverse_scale(low), inverse_scale(high));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int chunk = swizzled(2 * block + half, col);
+      column_codes(values + 16 * half, factor, codes[col][chunk], codes[col + 1][chunk]);
+    }
+  }
+
+  template <int kThreads>
+  __device__ void write(Outputs out, const Grid& grid, const Place& at) const {
+    const int64_t lines = grid.cols - at.col, rows = grid.rows - at.row;
+    const int64_t first = (at.batch * grid.cols + at.col) * grid.rows + at.row;
+    write_lines<kThreads>(codes, swizzled, reinterpret_cast<uint4*>(out.q_t + first), grid.rows / 16, lines, rows / 16);
+    write_lines<kThreads>(
+        scales, [](int block, int) { return block; }, out.sf_t + first / kBlock, grid.rows / kBlock, lines,
+        rows / kBlock);
+  }
+};
+
+}  // namespace mxep::cuda

@@ -1,0 +1,160 @@
+"""Grouped products at the FP8 tensor-core rate: no scale inside the loop, one power of two per row after it.
+
+    M-grouped   lhs (M, K), scales (M,)    x  rhs_t (G, N, K), scales (G, N)  -> out (M, N)
+    K-grouped   lhs_t (N, M), scales (G, N)  x  rhs_t (K, M), scales (G, K)   -> out (G, N, K)
+
+                E4M3 x E4M3 --tensor core, 128 terms--> partial sum --+ fp32--> sum --* 2^(a + b)--> out
+
+Operands are folded: fold.fold_rows gives those of the first, fold.fold_groups those of the second, along whose
+contraction dim every group has a scale of its own and ends at a multiple of 32. Rows past the last end are written
+as zeros, an empty group's weight gradient is zero, and no padding row is read into a real one.
+
+A tensor core of sm_90 aligns the products of a sum to the largest of them and keeps about 14 bits. Its sums are
+therefore added in fp32 after every 128 terms. Both powers of two are applied at once, so that 2^-127 beside 2^127
+loses nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from .formats import BLOCK, E8M0_NAN
+from .grouped_gemm import plan_k_grouped, plan_m_grouped, rows_of_tile, store_tile
+from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
+from .mx_math import BLOCK_MX, e4m3_to_f32, e8m0_to_f32
+
+NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
+CHAIN: tl.constexpr = tl.constexpr(128)
+"""Terms that a tensor core sums by itself: CUTLASS and DeepGEMM promote as often."""
+
+COLUMNS = 8
+"""Columns of `out` are a multiple: the sm_90 kernel stores rows 16 bytes at a time."""
+
+
+@triton.jit
+def _load(x, row, in_rows, c0, c_end, PITCH, BLOCK_C: tl.constexpr):
+    """Bytes of columns c0 to c0 + BLOCK_C of rows PITCH apart; zeros where a row or column is outside."""
+    c = c0 + tl.arange(0, BLOCK_C)
+    return tl.load(x + row[:, None] * PITCH + c[None, :], mask=in_rows[:, None] & (c < c_end)[None, :], other=0)
+
+
+@triton.jit
+def _dot(a, b, acc, HW_CAST: tl.constexpr):
+    """acc + a b^T of E4M3 bytes."""
+    if HW_CAST:
+        a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+        return tl.dot(a, tl.trans(b), acc, max_num_imprecise_acc=CHAIN)
+    else:
+        return tl.dot(e4m3_to_f32(a, False), tl.trans(e4m3_to_f32(b, False)), acc, input_precision="ieee")
+
+
+@triton.jit
+def _scaled(acc, row_byte, col_byte):
+    """acc * 2^(row_byte + col_byte - 254), in two halves: half of the way is in range wherever the end is."""
+    row, col = row_byte.to(tl.int32)[:, None], col_byte.to(tl.int32)[None, :]
+    half = (row + col) >> 1
+    value = acc * e8m0_to_f32(half) * e8m0_to_f32(row + col - half)
+    return tl.where((row == NAN_BYTE) | (col == NAN_BYTE), float("nan"), value)
+
+
+@triton.jit
+def _mm_kernel(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    n = (tl.program_id(0) % n_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
+    group, m0, end = rows
+    m = m0 + tl.arange(0, BLOCK_M)
+    in_m, in_n = m < end, n < N
+    row, weight_row = m.to(tl.int64), group.to(tl.int64) * N + n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if group < G:
+        for k0 in range(0, K, BLOCK_K):
+            a = _load(lhs_qf, row, in_m, k0, K, K, BLOCK_K)
+            b = _load(rhs_qf, weight_row, in_n, k0, K, K, BLOCK_K)
+            acc = _dot(a, b, acc, HW_CAST)
+        row_byte = tl.load(lhs_sf + row, mask=in_m, other=0)
+        acc = _scaled(acc, row_byte, tl.load(rhs_sf + weight_row, mask=in_n, other=0))
+    store_tile(out, row, in_m, n, in_n, N, acc, HW_CAST)
+
+
+@triton.jit
+def _wgrad_kernel(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, M, out,
+    N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    tile = tl.program_id(0)
+    n = (tile // k_tiles % n_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = (tile % k_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    group = (tile // (n_tiles * k_tiles)).to(tl.int64)
+    in_n, in_k = n < N, k < K
+
+    start = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    end = tl.minimum(tl.load(group_ends + group), M)
+    tl.device_assert((start % BLOCK_MX == 0) & (end % BLOCK_MX == 0), "group_ends: allowed: multiples of 32")
+    # Divided and multiplied, the compiler knows that they are and loads 16 bytes at a time.
+    start, end, pitch = start // BLOCK_MX * BLOCK_MX, end // BLOCK_MX * BLOCK_MX, M // BLOCK_MX * BLOCK_MX
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for m0 in range(start, end, BLOCK_M):
+        a = _load(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
+        b = _load(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
+        acc = _dot(a, b, acc, HW_CAST)
+    if start < end:  # a scale has no say where there is nothing to scale
+        row_byte = tl.load(lhs_sf + group * N + n, mask=in_n, other=0)
+        acc = _scaled(acc, row_byte, tl.load(rhs_sf + group * K + k, mask=in_k, other=0))
+    store_tile(out, group * N + n, in_n, k, in_k, K, acc, HW_CAST)
+
+
+def _check_bytes(op: str, **arrays: ArrayType) -> None:
+    for name, array in arrays.items():
+        require_dtype(op, name, array, "uint8")
+
+
+def _check_contraction(op: str, name: str, qf: ArrayType, rank: int, what: str) -> None:
+    require_rank(op, name, qf, rank)
+    require_multiple(op, name, qf.shape[-1], BLOCK, what)
+
+
+def _plan_mm(
+    lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
+    *, arch: str, out_dtype: str = "bfloat16",
+) -> Launch:  # fmt: skip
+    op = "grouped_mm_fold"
+    _check_bytes(op, lhs_qf=lhs_qf, lhs_sf=lhs_sf, rhs_qf=rhs_qf, rhs_sf=rhs_sf)
+    _check_contraction(op, "lhs_qf", lhs_qf, 2, "K")
+    _check_contraction(op, "rhs_qf", rhs_qf, 3, "K")
+    if lhs_qf.shape[1] == 0:
+        fail(ValueError, op, "lhs_qf", "K = 0", f"allowed: multiples of {BLOCK} from {BLOCK}")
+    require_multiple(op, "rhs_qf", rhs_qf.shape[1], COLUMNS, "N", "pad the rows of the weights")
+    require_shape(op, "lhs_sf", lhs_sf, lhs_qf.shape[:1], "one scale per row of lhs_qf")
+    require_shape(op, "rhs_sf", rhs_sf, rhs_qf.shape[:2], "one scale per row of rhs_qf")
+    return plan_m_grouped(op, arch, lhs_qf, rhs_qf, group_ends, out_dtype)
+
+
+def _plan_wgrad(
+    lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
+    *, arch: str, out_dtype: str = "bfloat16",
+) -> Launch:  # fmt: skip
+    op = "grouped_wgrad_fold"
+    _check_bytes(op, lhs_qf=lhs_qf, lhs_sf=lhs_sf, rhs_qf=rhs_qf, rhs_sf=rhs_sf)
+    _check_contraction(op, "lhs_qf", lhs_qf, 2, "tokens")
+    require_rank(op, "rhs_qf", rhs_qf, 2)
+    n, m = lhs_qf.shape
+    k = rhs_qf.shape[0]
+    require_shape(op, "rhs_qf", rhs_qf, (k, m), "the tokens of lhs_qf (N, M)")
+    require_multiple(op, "rhs_qf", k, COLUMNS, "K", "pad the rows of rhs_qf")
+    launch = plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype)
+    groups = group_ends.shape[0]
+    require_shape(op, "lhs_sf", lhs_sf, (groups, n), "one scale per group and row of lhs_qf")
+    require_shape(op, "rhs_sf", rhs_sf, (groups, k), "one scale per group and row of rhs_qf")
+    return launch
+
+
+_INPUTS = ("lhs_qf", "lhs_sf", "rhs_qf", "rhs_sf", "group_ends")
+grouped_mm_fold = KernelOp("grouped_mm_fold", _mm_kernel, _INPUTS, ("out",), (), _plan_mm)
+grouped_wgrad_fold = KernelOp("grouped_wgrad_fold", _wgrad_kernel, _INPUTS, ("out",), (), _plan_wgrad)

@@ -1,0 +1,146 @@
+// The CUDA op table of core_kernels/cuda/ops.h, exposed twice.
+//
+//   torch: a plan   --> CudaLaunch(name, inputs, outputs, attrs)     once per cached plan
+//          pointers --> launch(pointers, device, stream) --.         every call
+//                                                          +--> CudaOp.run(call, stream)
+//   XLA:   buffers  --> cuda_ffi_targets()[name] ----------'
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "cuda/ops.h"
+#include "ffi.h"
+
+namespace nb = nanobind;
+namespace ffi = xla::ffi;
+
+namespace mxep {
+namespace {
+
+using cuda::CudaOp;
+using ArrayTypes = std::vector<std::pair<std::vector<int64_t>, std::string>>;  // shape, dtype name
+
+const CudaOp& find_op(const std::string& name) {
+  std::string known;
+  for (const CudaOp& op : cuda::cuda_ops()) {
+    if (name == op.name) return op;
+    known += std::string(known.empty() ? "" : ", ") + op.name;
+  }
+  throw std::invalid_argument("CudaLaunch: name: got '" + name + "'; allowed: " + known);
+}
+
+DType dtype_of(const CudaOp& op, const std::string& name) {
+  if (name == "uint8") return DType::u8;
+  if (name == "int32") return DType::i32;
+  if (name == "bfloat16") return DType::bf16;
+  if (name == "float32") return DType::f32;
+  throw nb::type_error(
+      (std::string(op.name) + ": dtype: got " + name + "; allowed: uint8, int32, bfloat16 or float32").c_str());
+}
+
+void require_count(const CudaOp& op, const char* what, size_t got, size_t allowed) {
+  if (got != allowed)
+    throw std::invalid_argument(std::string(op.name) + ": " + what + ": got " + std::to_string(got) +
+                                "; allowed: " + std::to_string(allowed));
+}
+
+// Everything about a launch but the pointers: what a call passes is one integer per array.
+class CudaLaunch {
+ public:
+  CudaLaunch(const std::string& name, ArrayTypes inputs, ArrayTypes outputs, std::vector<int64_t> attrs)
+      : op_(find_op(name)), types_(std::move(inputs)), num_inputs_(types_.size()), attrs_(std::move(attrs)) {
+    require_count(op_, "inputs", num_inputs_, op_.num_inputs);
+    require_count(op_, "outputs", outputs.size(), op_.num_outputs);
+    require_count(op_, "attrs", attrs_.size(), op_.num_attrs);
+    types_.insert(types_.end(), std::make_move_iterator(outputs.begin()), std::make_move_iterator(outputs.end()));
+    require_count(op_, "arrays", types_.size(), std::min(types_.size(), kMostArrays));
+    for (const auto& [shape, dtype] : types_) arrays_.push_back({nullptr, shape, dtype_of(op_, dtype)});
+  }
+  CudaLaunch(const CudaLaunch&) = delete;  // arrays_ points into types_
+
+  void operator()(const std::vector<uintptr_t>& pointers, int device, uintptr_t stream) const {
+    require_count(op_, "pointers", pointers.size(), arrays_.size());
+    // A copy, because threads may launch at the same time.
+    std::array<Array, kMostArrays> arrays;
+    for (size_t i = 0; i < pointers.size(); ++i) {
+      arrays[i] = arrays_[i];
+      arrays[i].data = reinterpret_cast<void*>(pointers[i]);
+    }
+    const std::span<const Array> all(arrays.data(), arrays_.size());
+    // A launch waits when the stream's queue is full.
+    nb::gil_scoped_release unlocked;
+    cuda::run_on(device, op_, {all.first(num_inputs_), all.subspan(num_inputs_), attrs_},
+                 reinterpret_cast<cudaStream_t>(stream));
+  }
+
+ private:
+  static constexpr size_t kMostArrays = 16;
+  const CudaOp& op_;
+  ArrayTypes types_;
+  size_t num_inputs_;
+  std::vector<int64_t> attrs_;
+  std::vector<Array> arrays_;
+};
+
+// XLA makes the device current. Launches are all that a handler does, so a CUDA graph may hold them.
+template <size_t Index>
+XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
+  static auto* bound = ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<ffi::Span<const int64_t>>("attrs")
+                           .To(
+                               [](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                  ffi::Span<const int64_t> attrs) -> ffi::Error {
+                                 const CudaOp& op = cuda::cuda_ops()[Index];
+                                 return call_op(op, args, rets, attrs, [&](const Call& c) { op.run(c, stream); });
+                               },
+                               {ffi::Traits::kCmdBufferCompatible})
+                           .release();
+  return bound->Call(frame);
+}
+
+template <size_t... Index>
+nb::dict targets(std::index_sequence<Index...>) {
+  nb::dict out;
+  ((out[cuda::cuda_ops()[Index].name] = nb::capsule(reinterpret_cast<void*>(handler<Index>))), ...);
+  return out;
+}
+
+// Compute capabilities, of the whole build or of one op of it.
+nb::tuple archs(int only) {
+  nb::list out;
+  for (const int arch : cuda::cuda_archs())
+    if (!only || arch == only) out.append(nb::make_tuple(arch / 100, arch / 10 % 10));
+  return nb::tuple(out);
+}
+
+nb::dict op_archs() {
+  nb::dict out;
+  for (const CudaOp& op : cuda::cuda_ops()) out[op.name] = archs(op.only);
+  return out;
+}
+
+}  // namespace
+
+void bind_cuda(nb::module_& m) {
+  using namespace nb::literals;
+  m.attr("cuda_archs") = archs(0);
+  m.attr("cuda_op_archs") = op_archs();
+  m.def("cuda_ffi_targets", [] { return targets(std::make_index_sequence<cuda::kNumCudaOps>()); });
+  nb::class_<CudaLaunch>(m, "CudaLaunch")
+      .def(nb::init<const std::string&, ArrayTypes, ArrayTypes, std::vector<int64_t>>(), "name"_a, "inputs"_a,
+           "outputs"_a, "attrs"_a)
+      .def("__call__", &CudaLaunch::operator(), "pointers"_a, "device"_a, "stream"_a);
+}
+
+}  // namespace mxep
