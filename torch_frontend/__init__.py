@@ -14,22 +14,26 @@ except ModuleNotFoundError as error:
 from ..core_kernels.formats import Rounding
 from ..core_kernels.recipe import Recipe
 from . import ops
-from ._call import debug_checks, force_implementation
+from ._call import debug_checks
+from ._device import force_implementation
 from .autograd import (
     _to_mxfp8_then_scaled_grouped_mm,
     bf16_grouped_mm,
     mxfp8_grouped_mm,
 )
 from .capabilities import Capability, capabilities
+from .combine import weighted_combine
 from .ep import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
 )
+from .ffn import grouped_swiglu_ffn
 from .moe import GroupedExperts, MoE, MoEStats
 from .mx_tensor import MXTensor
 from .parallel import MXFP8ExpertParallel
-from .permute import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
+from .permute import gather_rows, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
+from .swiglu import swiglu
 
 ScaleCalculationMode = Rounding
 
@@ -50,9 +54,14 @@ __all__ = [
     "capabilities",
     "debug_checks",
     "force_implementation",
+    "gather_rows",
+    "grouped_swiglu_ffn",
     "mxfp8_grouped_mm",
     "ops",
     "permute_mxfp8_fwd_hp_bwd",
+    "spread_rows",
+    "swiglu",
     "to_mxfp8_a2a_dequant",
     "unpermute_hp_fwd_mxfp8_bwd",
+    "weighted_combine",
 ]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp_bindings
+from ..core_kernels.formats import BLOCK
 
 
 def _dequantize(q: Tensor, sf: Tensor) -> Tensor:
@@ -63,10 +64,40 @@ def grouped_wgrad_bf16(lhs: Tensor, rhs: Tensor, group_ends: Tensor, out: Tensor
     _k_grouped(lhs.float().T, rhs.float().T, group_ends, out)
 
 
+def _dequantize_folded(qf: Tensor, sf: Tensor) -> Tensor:
+    """qf (R, K), sf (R,) -> fp32."""
+    return _dequantize(qf, sf[:, None].expand(-1, qf.shape[1] // BLOCK).contiguous())
+
+
+def grouped_mm_fold(
+    lhs_qf: Tensor, lhs_sf: Tensor, rhs_qf: Tensor, rhs_sf: Tensor, group_ends: Tensor, out: Tensor
+) -> None:
+    lhs = _dequantize_folded(lhs_qf, lhs_sf)
+    _m_grouped(lhs, lambda g: _dequantize_folded(rhs_qf[g], rhs_sf[g]), group_ends, out)
+
+
+def _dequantize_groups(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
+    """qf (R, M), sf (G, R) -> fp32; columns past the last end, which nobody reads, get any scale."""
+    blocks = group_ends.diff(prepend=group_ends.new_zeros(1)) // BLOCK
+    block_sf = sf.new_zeros(qf.shape[0], qf.shape[1] // BLOCK)
+    owned = sf.T.repeat_interleave(blocks, dim=1)
+    block_sf[:, : owned.shape[1]] = owned
+    return _dequantize(qf, block_sf)
+
+
+def grouped_wgrad_fold(
+    lhs_qf: Tensor, lhs_sf: Tensor, rhs_qf: Tensor, rhs_sf: Tensor, group_ends: Tensor, out: Tensor
+) -> None:
+    lhs, rhs = _dequantize_groups(lhs_qf, lhs_sf, group_ends), _dequantize_groups(rhs_qf, rhs_sf, group_ends)
+    _k_grouped(lhs, rhs, group_ends, out)
+
+
 TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_mx": grouped_mm_mx,
     "grouped_mm_bf16": grouped_mm_bf16,
     "grouped_wgrad_mx": grouped_wgrad_mx,
     "grouped_wgrad_bf16": grouped_wgrad_bf16,
+    "grouped_mm_fold": grouped_mm_fold,
+    "grouped_wgrad_fold": grouped_wgrad_fold,
 }
 """Ops that run here on a CPU instead of in C++: inputs, then the one output to fill."""

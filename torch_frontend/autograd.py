@@ -14,25 +14,10 @@ from torch.autograd.function import once_differentiable
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from . import ops
-from ._call import check_ends, checks_values, require_tensor
+from ._call import require_tensor
+from ._checks import check_devices, check_offs, check_rows, check_token_blocks, check_weights
 from .mx_tensor import MXTensor, plain
-
-FLOATS = (torch.bfloat16, torch.float32)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _rows(x: Tensor, rounding: int) -> tuple[Tensor, Tensor]:
-    """q and sf of x along its last dim; the bytes that are there if x is MX already."""
-    if isinstance(x, MXTensor):
-        return x.q.contiguous(), x.sf.contiguous()
-    return ops.quantize_row(x.contiguous(), rounding)
-
-
-def _bf16(x: Tensor) -> Tensor:
-    return plain(x).to(torch.bfloat16).contiguous()
+from .products import FLOATS, input_gradient, pad_to_blocks, product, tokens_of, weight_gradient
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -48,13 +33,10 @@ class _GroupedMM(torch.autograd.Function):
         pad: bool,
         rounding: int,
     ) -> Tensor:
-        w = b_t.transpose(-2, -1)
         ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b_t, offs)
         ctx.a_dtype = a.dtype
         ctx.quantized, ctx.wgrad_with_hp, ctx.pad, ctx.rounding = quantized, wgrad_with_hp, pad, rounding
-        if not quantized:
-            return ops.grouped_mm_bf16(_bf16(a), w.to(torch.bfloat16), offs, _name(out_dtype))
-        return ops.grouped_mm_mx(*_rows(a, rounding), *ops.quantize_row(w, rounding), offs, _name(out_dtype))
+        return product(a, b_t.transpose(-2, -1), offs, out_dtype, quantized, rounding)
 
     @staticmethod
     @once_differentiable
@@ -63,21 +45,19 @@ class _GroupedMM(torch.autograd.Function):
         dout, w, rounding = grads[0], b_t.transpose(-2, -1), ctx.rounding
         need_da, need_dw = ctx.needs_input_grad[:2]
         wgrad_mx = ctx.quantized and not ctx.wgrad_with_hp
-        rows = cols = da = db_t = None
+        rows, tokens, da, dw = dout, None, None, None
         if wgrad_mx and need_da and need_dw and not ctx.pad and not isinstance(dout, MXTensor):
             q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), rounding)  # one read for both products
-            rows, cols = (q, sf), (q_t, sf_t)
-        if need_da and ctx.quantized:
-            rows = rows or _rows(dout, rounding)
-            da = ops.grouped_mm_mx(*rows, *ops.quantize_col(w, rounding), offs, _name(ctx.a_dtype))
-        elif need_da:
-            da = ops.grouped_mm_bf16(_bf16(dout), b_t.to(torch.bfloat16).contiguous(), offs, _name(ctx.a_dtype))
+            rows, tokens = (q, sf), (q_t, sf_t)
+        if need_da:
+            da = input_gradient(rows, w, offs, ctx.a_dtype, ctx.quantized, rounding)
         if need_dw and wgrad_mx:
-            tokens = _padded(plain(dout), plain(a), offs) if ctx.pad else (plain(dout), plain(a), offs)
-            db_t = _wgrad_mx(*tokens, cols, rounding, _name(w.dtype)).transpose(-2, -1)
+            row_map, ends = pad_to_blocks(offs, a.shape[0]) if ctx.pad else (None, offs)
+            tokens = tokens or tokens_of(dout, rounding, row_map)
+            dw = weight_gradient(tokens, tokens_of(a, rounding, row_map), ends, w.dtype)
         elif need_dw:
-            db_t = ops.grouped_wgrad_bf16(_bf16(dout), _bf16(a), offs, _name(w.dtype)).transpose(-2, -1)
-        return da, db_t, None, None, None, None, None, None
+            dw = weight_gradient(dout, a, offs, w.dtype)
+        return da, None if dw is None else dw.transpose(-2, -1), None, None, None, None, None, None
 
 
 # Dynamo would trace `backward` with a gradient of the output's type; here an MXTensor may arrive for a
@@ -85,21 +65,6 @@ class _GroupedMM(torch.autograd.Function):
 @torch.compiler.allow_in_graph
 def _grouped_mm(*args: Any) -> Tensor:
     return cast(Tensor, _GroupedMM.apply(*args))
-
-
-def _padded(dout: Tensor, a: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both operands with every group padded to whole blocks of tokens, and where the groups end then."""
-    counts = torch.diff(offs, prepend=offs.new_zeros(1))
-    row_map, _, _, ends = ops.row_map(counts, a.shape[0], counts.shape[0], BLOCK)
-    return ops.permute_rows(dout.contiguous(), row_map), ops.permute_rows(a.contiguous(), row_map), ends
-
-
-def _wgrad_mx(
-    dout: Tensor, a: Tensor, offs: Tensor, cols: tuple[Tensor, Tensor] | None, rounding: int, out_dtype: str
-) -> Tensor:
-    """Weight gradient with both operands quantized along the tokens, dout unless `cols` is that already."""
-    dout_cols = ops.quantize_col(dout.contiguous(), rounding) if cols is None else cols
-    return ops.grouped_wgrad_mx(*dout_cols, *ops.quantize_col(a.contiguous(), rounding), offs, out_dtype)
 
 
 def mxfp8_grouped_mm(
@@ -145,7 +110,8 @@ def mxfp8_grouped_mm(
             fail(TypeError, op, name, repr(flag), allowed)
     has_wgrad = torch.is_grad_enabled() and B_t.requires_grad
     if has_wgrad and not wgrad_with_hp and not pad_token_groups_for_grouped_mm:
-        _check_token_blocks(op, A, offs)
+        remedy = "pass wgrad_with_hp=True or pad_token_groups_for_grouped_mm=True"
+        check_token_blocks(op, "A", A.shape[0], offs, remedy)
     out = _grouped_mm(A, B_t, offs, out_dtype, True, wgrad_with_hp, pad_token_groups_for_grouped_mm, rounding)
     return _add_bias(op, out, offs, bias)
 
@@ -160,14 +126,8 @@ def bf16_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype
 
 
 def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:
-    for name, x, rank in (("A", A, 2), ("B_t", B_t, 3)):
-        require_tensor(op, name, x)
-        if x.dtype not in FLOATS:
-            fail(TypeError, op, name, f"dtype {x.dtype}", "allowed: bfloat16 or float32 (or an MXTensor for A)")
-        if x.dim() != rank:
-            fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: {rank} dims")
-    if isinstance(B_t, MXTensor):
-        fail(TypeError, op, "B_t", "an MXTensor", "allowed: bfloat16 or float32 weights, quantized here")
+    check_rows(op, "A", A)
+    check_weights(op, "B_t", B_t)
     if out_dtype not in FLOATS:
         fail(TypeError, op, "out_dtype", out_dtype, "allowed: torch.bfloat16 or torch.float32")
     groups, k, n = B_t.shape
@@ -179,24 +139,8 @@ def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: 
     if not B_t.transpose(-2, -1).is_contiguous():
         allowed = "allowed: the transpose of a contiguous (G, N, K): w.transpose(-2, -1)"
         fail(ValueError, op, "B_t", f"shape {tuple(B_t.shape)} with strides {B_t.stride()}", allowed)
-    if not isinstance(offs, Tensor) or offs.dtype != torch.int32:
-        fail(TypeError, op, "offs", getattr(offs, "dtype", type(offs).__name__), "allowed: an int32 tensor (G,)")
-    if offs.shape != (groups,):
-        fail(ValueError, op, "offs", f"shape {tuple(offs.shape)}", f"allowed: ({groups},), one end per group of B_t")
-    for name, x in (("B_t", B_t), ("offs", offs)):
-        if x.device != A.device:
-            fail(ValueError, op, name, f"device {x.device}", f"allowed: {A.device}, where A is; move it with .to()")
-    # While compiling there are no values; the op checks them again when it runs.
-    if not torch.compiler.is_compiling() and checks_values(offs.device):
-        check_ends(op, "offs", offs, A.shape[0])
-
-
-def _check_token_blocks(op: str, A: Tensor, offs: Tensor) -> None:
-    remedy = "pass wgrad_with_hp=True or pad_token_groups_for_grouped_mm=True"
-    if A.shape[0] % BLOCK:
-        fail(ValueError, op, "A", f"M = {A.shape[0]}", f"allowed: multiples of {BLOCK}; {remedy}")
-    if not torch.compiler.is_compiling() and checks_values(offs.device):
-        check_ends(op, "offs", offs, A.shape[0], BLOCK, remedy)
+    check_devices(op, "A", A.device, B_t=B_t)
+    check_offs(op, offs, A, groups, "A", "B_t")
 
 
 class _AddBias(torch.autograd.Function):

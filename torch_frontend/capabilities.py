@@ -1,10 +1,10 @@
 """Which implementation runs each op on a device, and why the others do not."""
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
-from . import _call, _cpu_gemm
+from . import _cpu_gemm, _device
 from .ops import OPS
 
 
@@ -28,19 +28,22 @@ def capabilities(device: torch.device | str | None = None) -> dict[str, Capabili
 
 def _uses(name: str, device: torch.device) -> str:
     try:
-        arch = _call.choose_arch(OPS[name], device, _call._forced)
+        implementation, arch = _device.choose(OPS[name], device, _device.forced())
     except NotImplementedError:
         return ""
-    if arch != "cpu":
-        return f"triton, {arch}"
-    return "torch.matmul on operands dequantized in C++" if name in _cpu_gemm.TABLE else "cpp"
+    if implementation == "cpp":
+        return "torch.matmul on operands dequantized in C++" if name in _cpu_gemm.TABLE else "cpp"
+    if device.type == "cpu":
+        return f"{implementation}, {arch}"
+    sm = "sm_{}{}".format(*_device.compute_capability(device))
+    return f"{implementation}, {sm}" if sm == arch else f"{implementation}, {sm} with the tiles of {arch}"
 
 
 def _absent(name: str, device: torch.device) -> dict[str, str]:
     reasons = {}
-    for implementation in ("cpp", "triton"):
+    for implementation in get_args(_device.Implementation):
         try:
-            _call.choose_arch(OPS[name], device, implementation)
+            _device.choose(OPS[name], device, implementation)
         except NotImplementedError as error:
             reasons[implementation] = str(error)
     if name in _cpu_gemm.TABLE:

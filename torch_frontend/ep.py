@@ -28,9 +28,9 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
-from .autograd import FLOATS
 from .mx_tensor import MXTensor, plain
 from .permute import RowMaps, gather_rows, map_rows
+from .products import FLOATS
 
 Splits = Sequence[int]
 
@@ -243,6 +243,17 @@ def dispatch(
     maps = map_rows("dispatch", rows, received, degree, counts.shape[0] // degree, recipe.alignment)
     groups = gather_rows(rows, maps.row_map, maps.inverse)
     return groups, maps.padded_counts, Route(maps, output_splits, input_splits, group_name, recipe)
+
+
+def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
+    """Send each row's probability where `dispatch` sent the row: (M,) float32 -> (P,), zeros for padding.
+
+    One all-to-all of 4 bytes a row, and one back for the gradient.
+    """
+    received = _exchange(
+        probs.unsqueeze(1), route.output_splits, route.input_splits, route.group_name, False, False, 0
+    )  # fmt: skip
+    return gather_rows(received, route.maps.row_map, route.maps.inverse).squeeze(1)
 
 
 def combine(groups: Tensor, route: Route) -> Tensor:

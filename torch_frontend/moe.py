@@ -1,12 +1,19 @@
 """A complete Mixture-of-Experts layer on the MXFP8 pipeline, with expert parallelism on or off.
 
-x (T, D) --router--> top_k experts and probabilities per token
-   |                             |
-   '--spread, sorted by expert--> rows (T K, D) --[dispatch]--> experts (SwiGLU) --[combine]--> rows
-                                                                                                 |
-y (T, D) <-- fp32 sum over K of probability x row <--back to token order-------------------------'
+x (T, D) --router--> top_k experts and probabilities p per token
+   |
+   |   one device
+   '--quantize--> T rows --to padded groups--> (P, D) --experts (ffn.py)--> (P, D) -----------.
+   |                                                                                          |
+   |   expert parallel                                                                        |
+   '--spread, sorted by expert--> (T K, D) --[dispatch]--> experts --[combine]--> (T K, D) ---|
+                                                                                              |
+y (T, D) <--weighted_combine: fp32 sum over K of p x row--------------------------------------'
 
-T tokens   D dim   F hidden_dim   E experts   K top_k      suffixes below name the dims
+prob_in = "swiglu": p travels with the rows, w2 (p silu(w1 x) * w3 x), and the last sum is unweighted. Its gradient
+then reads no rows, so none are saved: T K D 2 bytes of activations less, for 4 bytes a row on the wire.
+
+T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups      suffixes below name the dims
 """
 
 from typing import Literal, NamedTuple
@@ -20,12 +27,15 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import require_tensor
-from .autograd import bf16_grouped_mm, mxfp8_grouped_mm
-from .ep import combine, dispatch
+from .combine import weighted_combine
+from .ep import a2a_dispatch_mxfp8_fwd_hp_bwd
+from .ffn import grouped_swiglu_ffn
+from .mx_tensor import quantize_gradient
 from .parallel import DEFAULT_RECIPE, local
-from .permute import gather_rows, spread_rows
+from .permute import RowMaps, gather_rows, spread_rows
 
 SCORES = ("softmax", "sigmoid")
+PROB_IN = ("combine", "swiglu")
 
 
 class MoEStats(NamedTuple):
@@ -38,11 +48,6 @@ class MoEStats(NamedTuple):
     overflow: Tensor
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, computed in fp32 and rounded once to gate's dtype."""
-    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
-
-
 def _shares(scores: Tensor) -> Tensor:
     """Scores over their sum along the last dim; zeros where every sigmoid has underflowed to zero."""
     return scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -51,8 +56,9 @@ def _shares(scores: Tensor) -> Tensor:
 class GroupedExperts(nn.Module):
     """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
 
-    forward(groups, padded_counts): groups (P, D), rows of each local expert in one padded group, bf16 or
-    MXTensor; padded_counts (local experts,) integers. Returns (P, D) bf16. Computes in bf16 or MXFP8.
+    forward(groups, padded_counts, probs=None): groups (P, D), rows of each local expert in one padded group, bf16 or
+    MXTensor; padded_counts (local experts,) integers; probs (P,) float32 weigh the rows of silu(w1 x) * w3 x.
+    Returns (P, D) bf16. Computes in bf16 or MXFP8, see `grouped_swiglu_ffn`.
     """
 
     expert_parallel: int | None = None
@@ -78,19 +84,10 @@ class GroupedExperts(nn.Module):
         for w in (self.w1, self.w2, self.w3):
             nn.init.trunc_normal_(w, std=w.shape[-1] ** -0.5)
 
-    def forward(self, groups_PD: Tensor, padded_counts: Tensor) -> Tensor:
+    def forward(self, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None = None) -> Tensor:
         ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
-        h_PF = swiglu(self._mm(groups_PD, self.w1, ends), self._mm(groups_PD, self.w3, ends))
-        return self._mm(h_PF, self.w2, ends)
-
-    def _mm(self, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        w_t = local(w).to(torch.bfloat16).transpose(-2, -1)
-        if not self.recipe.quantized:
-            return bf16_grouped_mm(x, w_t, ends)
-        recipe = self.recipe
-        return mxfp8_grouped_mm(
-            x, w_t, ends, wgrad_with_hp=recipe.wgrad_with_hp, scale_calculation_mode=recipe.rounding
-        )
+        w1, w3, w2 = (local(w).to(torch.bfloat16) for w in (self.w1, self.w3, self.w2))
+        return grouped_swiglu_ffn(groups_PD, w1, w3, w2, ends, probs_P, self.recipe)
 
 
 class MoE(nn.Module):
@@ -99,6 +96,8 @@ class MoE(nn.Module):
     dim, hidden_dim: multiples of 32. score_func: "softmax" over all experts or "sigmoid" of each, in
     fp32. normalize: divide the top_k scores of a token by their sum. recipe: a Recipe or one of
     "mxfp8_wgrad_with_hp", "mxfp8", "bf16". dtype: of the parameters; experts compute in bf16 or MXFP8.
+    prob_in: where a row is weighed by its probability: in the "combine" of the experts' outputs, in fp32, or inside
+    "swiglu", whose result is then rounded; the combine saves no rows for its gradient there.
 
     forward(x): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). For expert parallelism:
     `parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens.
@@ -121,10 +120,15 @@ class MoE(nn.Module):
         score_func: Literal["softmax", "sigmoid"] = "softmax",
         normalize: bool = True,
         recipe: Recipe | str = DEFAULT_RECIPE,
+        prob_in: Literal["combine", "swiglu"] = "combine",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"dim": dim, "hidden_dim": hidden_dim, "num_experts": num_experts, "top_k": top_k}
+        for name, size in sizes.items():
+            if type(size) is not int:
+                fail(TypeError, "MoE", name, repr(size), "allowed: an int")
         for name, size in (("dim", dim), ("hidden_dim", hidden_dim)):
             if size <= 0 or size % BLOCK:
                 fail(ValueError, "MoE", name, size, f"allowed: positive multiples of {BLOCK}")
@@ -132,8 +136,10 @@ class MoE(nn.Module):
             fail(ValueError, "MoE", "top_k", top_k, f"allowed: 1 to num_experts = {num_experts}")
         if score_func not in SCORES:
             fail(ValueError, "MoE", "score_func", repr(score_func), f"allowed: {' or '.join(map(repr, SCORES))}")
+        if prob_in not in PROB_IN:
+            fail(ValueError, "MoE", "prob_in", repr(prob_in), f"allowed: {' or '.join(map(repr, PROB_IN))}")
         self.num_experts, self.top_k = num_experts, top_k
-        self.score_func, self.normalize = score_func, normalize
+        self.score_func, self.normalize, self.prob_in = score_func, normalize, prob_in
         self.router = nn.Linear(dim, num_experts, bias=False, dtype=dtype, device=device)
         self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device)
 
@@ -147,10 +153,9 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, dim)
         probs_TK, experts_TK, scores_TE = self._route(x_TD)
         order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).to(torch.int32), self.num_experts)
-        rows = spread_rows(x_TD.to(torch.bfloat16), order, inverse, self.top_k)
-        rows = self._run_experts(rows, counts)
-        y_TKD = gather_rows(rows, inverse, order).view(-1, self.top_k, dim)
-        y = (y_TKD.float() * probs_TK.unsqueeze(-1)).sum(1).to(x.dtype).view(x.shape)
+        run = self._on_one_device if self.experts.expert_parallel is None else self._across_ranks
+        y_TD = run(x_TD, probs_TK, order, inverse, counts)
+        y = y_TD.view(x.shape)
         fraction_E = counts.float() / max(experts_TK.numel(), 1)
         mean_prob_E = scores_TE.sum(0) / max(x_TD.shape[0], 1)
         aux_loss = self.num_experts * (fraction_E * mean_prob_E).sum()
@@ -170,8 +175,29 @@ class MoE(nn.Module):
             chosen_TK = _shares(chosen_TK)
         return chosen_TK, experts_TK, _shares(scores_TE)
 
-    def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        if self.experts.expert_parallel is not None:
-            return self.experts(rows, counts)
-        groups, padded_counts, route = dispatch(rows, counts, self.experts.recipe)
-        return combine(self.experts(groups, padded_counts), route)
+    def _on_one_device(self, x_TD: Tensor, probs_TK: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
+        recipe, tokens = self.experts.recipe, [x_TD.shape[0]]
+        maps = RowMaps(*ops.row_map(counts, order.shape[0], self.num_experts, recipe.alignment))
+        # Both maps at once: the slot that each padded row fills, -1 for padding, and the row of each slot.
+        order_P = torch.cat([order, order.new_full((1,), -1)])[maps.row_map]
+        rows = maps.inverse[inverse]
+        x = x_TD.to(torch.bfloat16)
+        if recipe.quantized:
+            # To this process alone, which sends nothing. Copies of a row have the row's bytes.
+            x = a2a_dispatch_mxfp8_fwd_hp_bwd(x, tokens, tokens, "", recipe.rounding)
+        groups = spread_rows(x, order_P, rows, self.top_k)
+        prob_P, probs = (), probs_TK
+        if self.prob_in == "swiglu":
+            prob_P, probs = (gather_rows(probs_TK.reshape(-1, 1), order_P, rows).squeeze(1),), None
+        out = self.experts(groups, maps.padded_counts, *prob_P)
+        if recipe.quantized:
+            out = quantize_gradient(out, int(recipe.rounding))
+        return weighted_combine(out, probs, rows.view(-1, self.top_k), order_P, x_TD.dtype)
+
+    def _across_ranks(self, x_TD: Tensor, probs_TK: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
+        rows = spread_rows(x_TD.to(torch.bfloat16), order, inverse, self.top_k)
+        travelling, probs = (), probs_TK
+        if self.prob_in == "swiglu":
+            travelling, probs = (gather_rows(probs_TK.reshape(-1, 1), order, inverse).squeeze(1),), None
+        out = self.experts(rows, counts, *travelling)
+        return weighted_combine(out, probs, inverse.view(-1, self.top_k), order, x_TD.dtype)

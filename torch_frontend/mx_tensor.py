@@ -135,6 +135,25 @@ class _Dequantize(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
+class _QuantizeGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: int) -> Tensor:
+        ctx.rounding = rounding
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        q, sf = ops.quantize_row(plain(grads[0]).contiguous(), ctx.rounding)
+        return MXTensor(q, sf, grads[0].dtype), None
+
+
+@torch.compiler.allow_in_graph
+def quantize_gradient(x: Tensor, rounding: int) -> Tensor:
+    """x itself, (M, K); its gradient leaves as an MXTensor."""
+    return cast(Tensor, _QuantizeGradient.apply(x, rounding))
+
+
 def _values(mx: MXTensor, dtype: torch.dtype) -> Tensor:
     return ops.dequantize(mx.q.contiguous(), mx.sf.contiguous(), str(dtype).removeprefix("torch."))
 

@@ -1,4 +1,4 @@
-"""Every kernel as a typed custom op `torch.ops.mxep.<name>`: its schema and its fake rule are its plan.
+"""Every kernel as a typed op `torch.ops.mxep.<name>`: its schema and its fake rule are its plan.
 
     mxep::quantize_row(Tensor x, int rounding=0, bool satfinite=False) -> (Tensor, Tensor)
                        inputs    options of the plan                       outputs
@@ -8,16 +8,20 @@ Ops take and return raw bytes and have no gradient of their own; autograd.py giv
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from ..core_kernels import fold, grouped_gemm, permute, quantize, routing, scale_layout
+from ..core_kernels import combine as combine_ops
+from ..core_kernels import fold, folded_gemm, grouped_gemm, permute, quantize, routing, scale_layout
+from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import Rounding, packed_width
 from ..core_kernels.launch import KernelOp
-from ._call import array_type, as_bytes, call, check_devices, empty
+from ._call import as_bytes, call, check_devices
+from ._launch import array_type
+from ._register import register
 
 OPS: dict[str, KernelOp] = {
     op.name: op
@@ -34,12 +38,25 @@ OPS: dict[str, KernelOp] = {
         fold.fold_rows,
         fold.quantize_row_fold,
         fold.permute_mx_fold,
+        fold.fold_groups,
         scale_layout.block_scales,
         scale_layout.unblock_scales,
+        combine_ops.combine,
+        combine_ops.combine_bwd,
+        swiglu_kernels.swiglu,
+        swiglu_kernels.swiglu_row,
+        swiglu_kernels.swiglu_col,
+        swiglu_kernels.swiglu_both,
+        swiglu_kernels.swiglu_bwd,
+        swiglu_kernels.swiglu_bwd_row,
+        swiglu_kernels.swiglu_bwd_col,
+        swiglu_kernels.swiglu_bwd_both,
         grouped_gemm.grouped_mm_mx,
         grouped_gemm.grouped_mm_bf16,
         grouped_gemm.grouped_wgrad_mx,
         grouped_gemm.grouped_wgrad_bf16,
+        folded_gemm.grouped_mm_fold,
+        folded_gemm.grouped_wgrad_fold,
     )
 }
 
@@ -65,30 +82,25 @@ def schema(op: KernelOp) -> str:
     return f"({', '.join(arguments)}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
 
 
-def _define(op: KernelOp) -> Callable[..., Any]:
-    names = (*op.inputs, *_options(op))
+def _define(op: KernelOp) -> OpOverload:
+    num_inputs, names = len(op.inputs), tuple(_options(op))
 
-    def split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
-        # The dispatcher leaves out trailing arguments that equal their defaults.
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return [given.pop(name) for name in op.inputs], given
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        tensors, options = split(args, kwargs)
-        outputs = call(op, *tensors, **options)
+    # The dispatcher passes arguments by position and leaves out trailing ones that equal their defaults.
+    def run(*args: Any) -> Any:
+        outputs = call(op, *args[:num_inputs], **dict(zip(names, args[num_inputs:], strict=False)))
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        tensors, options = split(args, kwargs)
+    def fake(*args: Any) -> Any:
+        tensors = [as_bytes(t) for t in args[:num_inputs]]
         check_devices(op, tensors)
         # Not `op.plan`: its cache hashes shapes, and symbolic sizes have no hash.
-        launch = op.make_plan(*(array_type(as_bytes(t)) for t in tensors), arch="cpu", **options)
-        outputs = tuple(empty(array, tensors[0].device) for array in launch.out)
+        types = (array_type(t.shape, t.dtype) for t in tensors)
+        launch = op.make_plan(*types, arch="cpu", **dict(zip(names, args[num_inputs:], strict=False)))
+        device = tensors[0].device
+        outputs = tuple(torch.empty(a.shape, dtype=getattr(torch, a.dtype), device=device) for a in launch.out)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    custom = torch.library.custom_op(f"mxep::{op.name}", run, mutates_args=(), schema=schema(op))
-    custom.register_fake(fake)
-    return custom
+    return register(op.name, schema(op), run, fake)
 
 
 quantize_row = _define(quantize.quantize_row)
@@ -103,12 +115,25 @@ row_map = _define(routing.row_map)
 fold_rows = _define(fold.fold_rows)
 quantize_row_fold = _define(fold.quantize_row_fold)
 permute_mx_fold = _define(fold.permute_mx_fold)
+fold_groups = _define(fold.fold_groups)
 block_scales = _define(scale_layout.block_scales)
 unblock_scales = _define(scale_layout.unblock_scales)
+combine = _define(combine_ops.combine)
+combine_bwd = _define(combine_ops.combine_bwd)
+swiglu = _define(swiglu_kernels.swiglu)
+swiglu_row = _define(swiglu_kernels.swiglu_row)
+swiglu_col = _define(swiglu_kernels.swiglu_col)
+swiglu_both = _define(swiglu_kernels.swiglu_both)
+swiglu_bwd = _define(swiglu_kernels.swiglu_bwd)
+swiglu_bwd_row = _define(swiglu_kernels.swiglu_bwd_row)
+swiglu_bwd_col = _define(swiglu_kernels.swiglu_bwd_col)
+swiglu_bwd_both = _define(swiglu_kernels.swiglu_bwd_both)
 grouped_mm_mx = _define(grouped_gemm.grouped_mm_mx)
 grouped_mm_bf16 = _define(grouped_gemm.grouped_mm_bf16)
 grouped_wgrad_mx = _define(grouped_gemm.grouped_wgrad_mx)
 grouped_wgrad_bf16 = _define(grouped_gemm.grouped_wgrad_bf16)
+grouped_mm_fold = _define(folded_gemm.grouped_mm_fold)
+grouped_wgrad_fold = _define(folded_gemm.grouped_wgrad_fold)
 
 
 def _is_packed(q: Tensor, sf: Tensor) -> bool:
@@ -121,12 +146,7 @@ def _is_packed(q: Tensor, sf: Tensor) -> bool:
     )
 
 
-@torch.library.custom_op("mxep::permute_q_sf", mutates_args=())
-def permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather MX rows given as q (M, K) and sf (M, K/32) through row_map (P,) -> q (P, K), sf (P, K/32).
-
-    What a packed all-to-all returned is read where it lies; separate q and sf are packed first.
-    """
+def _permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
     q, sf = as_bytes(q), as_bytes(sf)
     if _is_packed(q, sf):
         width = packed_width(q.shape[1])
@@ -137,7 +157,15 @@ def permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor
     return q, sf
 
 
-@permute_q_sf.register_fake
-def _(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
     rows = row_map.shape[0]
     return q.new_empty((rows, q.shape[1]), dtype=torch.uint8), sf.new_empty((rows, sf.shape[1]), dtype=torch.uint8)
+
+
+permute_q_sf = register(
+    "permute_q_sf", "(Tensor q, Tensor sf, Tensor row_map) -> (Tensor, Tensor)", _permute_q_sf, _fake_permute_q_sf
+)
+"""Gather MX rows given as q (M, K) and sf (M, K/32) through row_map (P,) -> q (P, K), sf (P, K/32).
+
+What a packed all-to-all returned is read where it lies; separate q and sf are packed first.
+"""

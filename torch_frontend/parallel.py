@@ -2,8 +2,8 @@
 
 parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())
 
-(rows, counts) --dispatch--> experts.forward(groups, padded_counts) --combine--> rows
-                before         w1, w2, w3: DTensor, Shard(0)          after
+(rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
+                         before         w1, w2, w3: DTensor, Shard(0)                   after
 """
 
 from collections.abc import Callable
@@ -18,13 +18,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from .ep import Route, combine, dispatch
+from .ep import Route, combine, dispatch, dispatch_probs
 
 # A graph that ends in MX rows is traced for MX gradients, but theirs are plain (pytorch/pytorch#172556),
 # and the other way round for one that begins where they end. So unless Dynamo may keep the splits as
 # symbols and trace on, the two run outside compiled graphs.
 _dispatch_eagerly: Callable[..., Any] = torch.compiler.disable(dispatch)
 _combine_eagerly: Callable[..., Any] = torch.compiler.disable(combine)
+_probs_eagerly: Callable[..., Any] = torch.compiler.disable(dispatch_probs)
 
 DEFAULT_RECIPE = "mxfp8_wgrad_with_hp"
 
@@ -35,7 +36,8 @@ class MXFP8ExpertParallel(ParallelStyle):
     The module's own parameters have experts as dim 0 and become DTensors with `Shard(0)`; every rank
     must hold the same values before. Its forward is called as `module(rows, counts)` with rows (M, K)
     sorted by expert and counts (E,) of any integer dtype, and runs on `(groups, padded_counts)`:
-    groups (P, K), an MXTensor if the recipe quantizes, padded_counts (E / ranks,) int32.
+    groups (P, K), an MXTensor if the recipe quantizes, padded_counts (E / ranks,) int32. Probabilities (M,) float32
+    as a third argument travel with the rows and arrive as (P,), zeros for padding.
 
     recipe: a Recipe or its name; None: the module's own `recipe`, or "mxfp8_wgrad_with_hp".
 
@@ -66,12 +68,13 @@ class MXFP8ExpertParallel(ParallelStyle):
         group_name = device_mesh.get_group().group_name
         routes: list[Route] = []
 
-        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-            rows, counts = args
-            send = dispatch if dynamo_config.capture_scalar_outputs else _dispatch_eagerly
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+            rows, counts, *probs = args
+            whole = dynamo_config.capture_scalar_outputs
+            send, send_probs = (dispatch, dispatch_probs) if whole else (_dispatch_eagerly, _probs_eagerly)
             groups, padded_counts, route = send(rows, counts, recipe, group_name, ranks)
             routes.append(route)
-            return groups, padded_counts
+            return groups, padded_counts, *(send_probs(p, route) for p in probs)
 
         def after(module: nn.Module, args: tuple[Any, ...], groups: Tensor | None) -> Tensor | None:
             # Called after a failed forward too (groups is None), so that no route outlives its call.

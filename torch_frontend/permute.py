@@ -18,6 +18,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import checks_values, require_tensor
+from .combine import sum_slots
 from .mx_tensor import MXTensor, plain
 
 
@@ -62,27 +63,29 @@ def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """x (T, D) -> (T * copies, D) sorted; backward adds up the copies in a fixed order."""
+    """x (T, D) -> (P, D); backward adds up the copies in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
-        return ops.permute_rows(x.contiguous(), order // copies)
+        return _gather(x, order // copies)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        slots = ops.permute_rows(plain(grads[0]).contiguous(), inverse)
-        dx = slots.view(-1, ctx.copies, slots.shape[1]).float().sum(1).to(slots.dtype)
+        dx = sum_slots(plain(grads[0]), inverse.view(-1, ctx.copies), grads[0].dtype)
         return dx, None, None, None
 
 
+@torch.compiler.allow_in_graph
 def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-    """Copy each token to its `copies` slots, in the order of `sort_by_expert`: out[i] = x[order[i] // copies].
+    """Copy each token to its `copies` slots: out[i] = x[order[i] // copies], zeros where order is -1.
 
-    x: (T, D); order, inverse: (T * copies,) int32. The gradient of a token is the fp32 sum over its slots.
+    x: (T, D) bfloat16, float32 or MXTensor, whose bytes are copied; order: (P,) int32, the slot t * copies + c that
+    each row of the result fills; inverse: (T * copies,) int32, the way back. For `order` and `inverse` of
+    `sort_by_expert` P is T * copies. The gradient of a token is the fp32 sum over its slots, rounded once.
     """
     return cast(Tensor, _Spread.apply(x, order, inverse, copies))
 

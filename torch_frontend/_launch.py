@@ -1,0 +1,129 @@
+"""What starts an op, decided once per op, types, device and options: the plan, and a function of the tensors alone.
+
+"cpp"     C++ through DLPack; a grouped GEMM: torch.matmul (_cpu_gemm.py)
+"cuda"    a bound launch: pointers, device, stream
+"triton"  compiled at the first call, then the compiled kernel itself; on a CPU Triton's interpreter
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import cpp_bindings
+from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
+from . import _cpu_gemm
+from ._device import Implementation, choose
+
+Start = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+
+
+class Output(NamedTuple):
+    """What to allocate: a dense row-major array."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Bound(NamedTuple):
+    """arch: what was planned for. start: runs the op on inputs and outputs."""
+
+    arch: str
+    outputs: tuple[Output, ...]
+    start: Start
+
+
+@lru_cache(maxsize=4096)
+def bind(
+    op: KernelOp,
+    types: tuple[tuple[torch.Size, torch.dtype], ...],
+    device: torch.device,
+    forced: Implementation | None,
+    options: tuple[tuple[str, Any], ...],
+) -> Bound:
+    """Everything about a call but the tensors. Raises what `choose` and `KernelOp.plan` raise."""
+    implementation, arch = choose(op, device, forced)
+    inputs = tuple(array_type(*t) for t in types)
+    launch = op.plan(*inputs, arch=arch, **dict(options))
+    if implementation == "cuda" and launch.not_in_cuda:
+        if forced == "cuda":
+            fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
+        implementation = "triton"
+    if implementation == "cpp":
+        start = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, launch)
+    elif not all(launch.grid):
+        start = _nothing
+    elif implementation == "cuda":
+        start = _cuda(op, launch, inputs, device.index)
+    else:
+        start = _triton(op, launch, device.index) if device.type == "cuda" else _interpreter(op, launch)
+    return Bound(arch, tuple(map(_output, launch.out)), start)
+
+
+def _output(array: ArrayType) -> Output:
+    strides = torch.empty(array.shape, device="meta").stride()
+    return Output(array.shape, strides, getattr(torch, array.dtype))
+
+
+def array_type(shape: torch.Size, dtype: torch.dtype) -> ArrayType:
+    return ArrayType(tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def _nothing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """No output has a byte."""
+
+
+def _cpp(op: KernelOp, launch: Launch) -> Start:
+    attrs = [int(a) for a in launch.attrs]
+    return lambda inputs, outputs: cpp_bindings.run(op.name, inputs, outputs, attrs)
+
+
+def _matmul(op: KernelOp) -> Start:
+    def start(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        # An exact product does not become another one under the caller's autocast.
+        with torch.autocast("cpu", enabled=False):
+            _cpu_gemm.TABLE[op.name](*inputs, *outputs)
+
+    return start
+
+
+def _cuda(op: KernelOp, launch: Launch, inputs: tuple[ArrayType, ...], index: int) -> Start:
+    launched = cpp_bindings.CudaLaunch(op.name, inputs, launch.out, [int(a) for a in launch.attrs])
+    current_stream = torch._C._cuda_getCurrentRawStream
+    return lambda inputs, outputs: launched([t.data_ptr() for t in (*inputs, *outputs)], index, current_stream(index))
+
+
+def _triton_options(launch: Launch) -> dict[str, Any]:
+    # No fusion: an fma rounds once where the contract rounds twice. The kernels write the ones they mean.
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
+    return {**launch.meta, **options}
+
+
+def _interpreter(op: KernelOp, launch: Launch) -> Start:
+    scalars, options = launch.scalars.values(), _triton_options(launch)
+    return lambda inputs, outputs: op.kernel[launch.grid](*inputs, *scalars, *outputs, **options)
+
+
+def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
+    """Compiles at the first call. Later ones start the compiled kernel itself: Triton's own look-up by argument takes
+    longer than the rest of the call, and all it would look at is fixed here (pointers are aligned to 16 bytes)."""
+    scalars, options = tuple(launch.scalars.values()), _triton_options(launch)
+    grid = (*launch.grid, 1, 1)[:3]
+    current_stream = torch._C._cuda_getCurrentRawStream
+    kernel, constexprs = None, []
+
+    def start(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        nonlocal kernel, constexprs
+        if kernel is None:
+            args = (*inputs, *scalars, *outputs)
+            constexprs = [options[name] for name in op.kernel.arg_names[len(args) :]]
+            kernel = op.kernel[grid](*args, **options)
+        else:
+            pointers = [t.data_ptr() for t in (*inputs, *outputs)]
+            n = len(inputs)
+            kernel[grid](*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=current_stream(index))
+
+    return start

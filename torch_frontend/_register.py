@@ -1,0 +1,60 @@
+"""An op of `torch.ops.mxep`: one function for CPU and CUDA tensors, a fake rule, no gradient.
+
+    call --> dispatcher --> autograd --.-- plain tensors ------------> run
+                                       '-- modes, subclasses, fakes --> dispatcher --> run | fake | ...
+
+`torch.library.custom_op` registers the same, and compares the storage of every output with every input's at every
+call: outputs here are fresh by construction, and on a GPU that took longer than everything else.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+_LIBRARY = torch.library.Library("mxep", "DEF")
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+# Whole sets as integers, which Python compares in a fraction of the time that it takes to ask a set for its keys.
+_PLAIN = {
+    (torch._C.DispatchKeySet(kernel) | torch._C.DispatchKeySet(autograd)).raw_repr()
+    for kernel, autograd in (
+        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
+        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
+    )
+}
+
+
+class _NoGradient(torch.autograd.Function):
+    """The op's outputs; a RuntimeError if anyone asks for their gradient."""
+
+    @staticmethod
+    def forward(ctx, overload: OpOverload, below: torch._C.DispatchKeySet, *args: Any):
+        ctx.overload = overload
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(below, *args)
+
+    @staticmethod
+    def backward(ctx, *grads: Any):
+        raise RuntimeError(f"{ctx.overload}: no autograd formula; the differentiable functions are in autograd.py")
+
+
+def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+    """Register `run` and its fake rule as `torch.ops.mxep.<name>`; both take their arguments by position."""
+    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    overload = getattr(torch.ops.mxep, name).default
+
+    def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return _NoGradient.apply(overload, keyset & _BELOW_AUTOGRAD, *args)
+        if keyset.raw_repr() in _PLAIN:
+            return run(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & _BELOW_AUTOGRAD, *args)
+
+    # A compiled function that calls the op must not have its inside compiled.
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, torch.compiler.disable(run), key)
+    _LIBRARY.impl(name, torch.compiler.disable(autograd), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"mxep::{name}", fake, lib=_LIBRARY)
+    return overload

@@ -1,0 +1,101 @@
+"""The weighted sum of each token's top-k rows, differentiable in the rows and in the probabilities.
+
+rows (R, D), probs (T, K) --combine--> y (T, D)
+drows (R, D), dprobs (T, K) <--combine_bwd-- dy (T, D), rows
+
+rows (R, D) --combine--> y (T, D)          without probabilities no row is saved: the gradient is
+drows (R, D) <--gather-- dy (T, D)         a copy of each token's row to its slots
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..core_kernels.launch import fail
+from . import ops
+from ._call import require_tensor
+from .mx_tensor import plain
+from .products import dtype_name
+
+
+def sum_slots(rows: Tensor, slots: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """y[t] = the fp32 sum over k of rows[slots[t, k]], rounded once; for code below autograd."""
+    unweighted = torch.empty(0, dtype=torch.float32, device=rows.device)
+    return ops.combine(rows.contiguous(), slots, unweighted, dtype_name(out_dtype))
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, probs: Tensor, slots: Tensor, order: Tensor, out_dtype: torch.dtype) -> Tensor:
+        rows, probs = rows.contiguous(), probs.contiguous()
+        ctx.save_for_backward(rows, probs, slots, order)
+        return ops.combine(rows, slots, probs, dtype_name(out_dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, probs, slots, order = ctx.saved_tensors
+        drows, dprobs = ops.combine_bwd(plain(grads[0]).contiguous(), rows, slots, order, probs)
+        return drows, dprobs, None, None, None
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, order: Tensor, out_dtype: torch.dtype) -> Tensor:
+        # Padding, -1, stays -1: rounded towards minus infinity.
+        ctx.save_for_backward(torch.div(order, slots.shape[1], rounding_mode="floor"))
+        ctx.dtype = rows.dtype
+        return sum_slots(rows, slots, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        return ops.permute_rows(plain(grads[0]).to(ctx.dtype).contiguous(), token), None, None, None
+
+
+# As in autograd.py: an MXTensor may arrive as the gradient.
+@torch.compiler.allow_in_graph
+def _weighted(*args: Any) -> Tensor:
+    return cast(Tensor, _Weighted.apply(*args))
+
+
+@torch.compiler.allow_in_graph
+def _plain(*args: Any) -> Tensor:
+    return cast(Tensor, _Plain.apply(*args))
+
+
+def weighted_combine(
+    rows: Tensor, probs: Tensor | None, slots: Tensor, order: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
+
+    rows: (R, D) bfloat16 or float32. probs: (T, K) float32, or None for an unweighted sum, which saves no rows for
+    its gradient. slots: (T, K) int32, the row of each slot, -1 for none. order: (R,) int32, the way back: the slot
+    t * K + k that a row fills, -1 for padding, whose gradient is zeros. out_dtype: None is that of rows.
+    Returns (T, D). Gradients: of rows in their dtype, of probs in float32.
+
+    >>> slots, order = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+    >>> weighted_combine(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.5, 0.25]]), slots, order).tolist()
+    [[1.25]]
+
+    Raises ValueError (shapes, slots outside the rows) and TypeError (dtypes).
+    """
+    op = "weighted_combine"
+    for name, argument in (("rows", rows), ("slots", slots), ("order", order)):
+        require_tensor(op, name, argument)
+    if slots.dim() != 2:
+        fail(ValueError, op, "slots", f"shape {tuple(slots.shape)}", "allowed: (T, K)")
+    out_dtype = out_dtype or rows.dtype
+    if torch.compiler.is_compiling():
+        # What an all-to-all returned has a sum of symbols for its rows; the op's check must not guess.
+        torch._check(rows.shape[0] == order.shape[0])
+    elif order.shape != rows.shape[:1]:
+        # Only the gradient reads it.
+        fail(ValueError, op, "order", f"shape {tuple(order.shape)}", f"allowed: ({rows.shape[0]},), one slot per row")
+    if probs is None:
+        return _plain(rows, slots, order, out_dtype)
+    require_tensor(op, "probs", probs)
+    return _weighted(rows, probs, slots, order, out_dtype)
