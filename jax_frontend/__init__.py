@@ -1,7 +1,8 @@
 """MXFP8 for Mixture-of-Experts training in JAX: kernels, gradients, expert parallelism in shard_map, a layer.
 
 moe.init / moe.apply            the whole layer
-plan_exchange, a2a_*, permute_*, mxfp8_grouped_mm, unpermute_*    its parts, differentiable
+plan_exchange, a2a_*, permute_*, grouped_swiglu_ffn, mxfp8_grouped_mm, swiglu, unpermute_*, weighted_combine
+                                its parts, differentiable
 ops                             the kernels as plain functions on bytes
 """
 
@@ -13,27 +14,31 @@ except ImportError as error:
 from ..core_kernels.formats import Rounding
 from ..core_kernels.recipe import RECIPES, Recipe
 from . import moe, ops
-from ._triton import lower_for
+from ._device import force_implementation, lower_for
 from .capabilities import Capability, capabilities
+from .combine import weighted_combine
 from .ep import (
     Exchange,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    of_tokens,
     plan_exchange,
     to_mxfp8_a2a_dequant,
 )
+from .ffn import grouped_swiglu_ffn
 from .moe import MoEConfig, MoEStats
 from .mx_array import MXArray, MXGradArray
 from .ops import ExpertOrder, RowMap
-from .vjp import (
+from .permute import (
     gather_rows,
-    mxfp8_grouped_mm,
     permute,
     permute_mxfp8_fwd_hp_bwd,
     spread_rows,
     unpermute_hp_fwd_mxfp8_bwd,
 )
+from .swiglu import swiglu
+from .vjp import mxfp8_grouped_mm
 
 __all__ = [
     "RECIPES",
@@ -51,15 +56,20 @@ __all__ = [
     "a2a_dispatch",
     "a2a_dispatch_mxfp8_fwd_hp_bwd",
     "capabilities",
+    "force_implementation",
     "gather_rows",
+    "grouped_swiglu_ffn",
     "lower_for",
     "moe",
     "mxfp8_grouped_mm",
+    "of_tokens",
     "ops",
     "permute",
     "permute_mxfp8_fwd_hp_bwd",
     "plan_exchange",
     "spread_rows",
+    "swiglu",
     "to_mxfp8_a2a_dequant",
     "unpermute_hp_fwd_mxfp8_bwd",
+    "weighted_combine",
 ]

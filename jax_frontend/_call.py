@@ -5,7 +5,8 @@
        |-- one JAX primitive, traced like any other
        '-- lowering, when the platform is known:
              cpu    the C++ kernel as an XLA FFI call; a grouped GEMM: jax matmuls (_cpu_gemm.py)
-             cuda   the Triton kernel through jax-triton (_triton.py)
+             cuda   the CUDA C++ kernel as an XLA FFI call, where there is one (_device.py);
+                    otherwise the Triton kernel through jax-triton (_triton.py)
 
 A primitive rather than `jax.lax.platform_dependent`: that traces the branch of every platform, so a
 CPU process would import jax-triton, while a lowering rule runs for its own platform alone.
@@ -20,13 +21,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from .. import cpp_bindings
-from ..core_kernels.launch import ArrayType, KernelOp, fail
+from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
+from . import _device
 
 Options = tuple[tuple[str, int | bool | str], ...]
 
 CPP_TARGETS = {name: f"mxep.{name}" for name in cpp_bindings.ffi_targets()}
 for _name, _capsule in cpp_bindings.ffi_targets().items():
     jax.ffi.register_ffi_target(CPP_TARGETS[_name], _capsule, platform="cpu")
+
+CUDA_TARGETS = {name: f"mxep.cuda.{name}" for name in cpp_bindings.CUDA_OPS}
+for _name, _capsule in cpp_bindings.cuda_ffi_targets().items():
+    jax.ffi.register_ffi_target(CUDA_TARGETS[_name], _capsule, platform="CUDA")
 
 
 def array_type(x: jax.Array | jax.ShapeDtypeStruct) -> ArrayType:
@@ -43,6 +49,13 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Mark x as varying along more axes of the enclosing `shard_map`; the value stays the same."""
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(*trees):
+    """Arguments that vary along one set of mesh axes. JAX transposes the cast: the gradient of an argument
+    that is replicated while others are not is summed over the mesh, as it must be."""
+    axes = varying_axes(*jax.tree.leaves(trees))
+    return jax.tree.map(lambda x: vary(x, axes), trees)
 
 
 def call(op: KernelOp, *arrays: jax.Array, **options: int | bool | str) -> tuple[jax.Array, ...]:
@@ -72,13 +85,18 @@ def _abstract_eval(*avals, op: KernelOp, options: Options):
     return [ShapedArray(out.shape, np.dtype(out.dtype)) for out in launch.out]
 
 
+def _ffi_call(ctx, target: str, launch: Launch, *operands):
+    attrs = np.array([int(a) for a in launch.attrs], np.int64)
+    return jax.ffi.ffi_lowering(target)(ctx, *operands, attrs=attrs)
+
+
 def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
     from . import _cpu_gemm
 
+    _device.choose_on_cpu(op, _device.forced())
     launch = op.plan(*map(array_type, ctx.avals_in), arch="cpu", **dict(options))
     if op.name in CPP_TARGETS:
-        attrs = np.array([int(a) for a in launch.attrs], np.int64)
-        return jax.ffi.ffi_lowering(CPP_TARGETS[op.name])(ctx, *operands, attrs=attrs)
+        return _ffi_call(ctx, CPP_TARGETS[op.name], launch, *operands)
     if op.name in _cpu_gemm.GEMMS:
         gemm = partial(_cpu_gemm.GEMMS[op.name], out=launch.out[0])
         return mlir.lower_fun(gemm, multiple_results=False)(ctx, *operands)
@@ -88,7 +106,14 @@ def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
 def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
     from . import _triton
 
-    launch = op.plan(*map(array_type, ctx.avals_in), arch=_triton.arch(), **dict(options))
+    implementation, arch = _device.choose_on_cuda(op, _device.forced())
+    launch = op.plan(*map(array_type, ctx.avals_in), arch=arch, **dict(options))
+    if implementation == "cuda" and launch.not_in_cuda:
+        if _device.forced() == "cuda":
+            fail(NotImplementedError, op.name, "platform", "cuda with 'cuda' forced", launch.not_in_cuda)
+        implementation = "triton"
+    if implementation == "cuda" and all(launch.grid):
+        return _ffi_call(ctx, CUDA_TARGETS[op.name], launch, *operands)
     return mlir.lower_fun(partial(_triton.call, op, launch), multiple_results=True)(ctx, *operands)
 
 

@@ -46,7 +46,7 @@ def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None
     steps = jnp.diff(group_ends, prepend=0, append=rows)
     ok = (steps >= 0).all() & (group_ends % multiple == 0).all()
     what = "multiples of 32 that do not decrease" if multiple > 1 else "ends that do not decrease"
-    check_values(ok, op, "group_ends", group_ends, f"allowed: {what}, at most {rows}, the rows of A")
+    check_values(ok, op, "group_ends", group_ends, f"allowed: {what}, at most {rows}, the rows they divide")
 
 
 def check_counts(op: str, counts: jax.Array, parts: int, rows: int) -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core_kernels import quantize
+from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import ArrayType
 from ._call import call, vary, varying_axes
 
@@ -103,6 +104,16 @@ def _mm_mx(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -> jax.A
     return _m_grouped(_dequantize(lhs_q, lhs_sf), _dequantize(rhs_q, rhs_sf), group_ends, out)
 
 
+def _dequantize_folded(qf: jax.Array, sf: jax.Array) -> jax.Array:
+    """qf (..., K), sf (...)."""
+    blocks = (*sf.shape, qf.shape[-1] // BLOCK)
+    return _dequantize(qf, jnp.broadcast_to(sf[..., None], blocks))
+
+
+def _mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
+    return _m_grouped(_dequantize_folded(lhs_qf, lhs_sf), _dequantize_folded(rhs_qf, rhs_sf), group_ends, out)
+
+
 def _widen(x: jax.Array) -> jax.Array:
     """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and a
     kernel's operand is what its type says."""
@@ -122,10 +133,24 @@ def _wgrad_bf16(lhs, rhs, group_ends, *, out: ArrayType) -> jax.Array:
     return _k_grouped(_widen(lhs), _widen(rhs), 0, group_ends, out)
 
 
+def _dequantize_groups(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
+    """qf (R, M), sf (G, R); columns past the last end, which nobody reads, get scale 0."""
+    first = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
+    group = jnp.sum(group_ends[:, None] <= first, axis=0)
+    return _dequantize(qf, jnp.take(sf.T, group, axis=1, mode="fill", fill_value=0))
+
+
+def _wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
+    lhs, rhs = _dequantize_groups(lhs_qf, lhs_sf, group_ends), _dequantize_groups(rhs_qf, rhs_sf, group_ends)
+    return _k_grouped(lhs, rhs, 1, group_ends, out)
+
+
 GEMMS = {
     "grouped_mm_mx": _mm_mx,
     "grouped_mm_bf16": _mm_bf16,
     "grouped_wgrad_mx": _wgrad_mx,
     "grouped_wgrad_bf16": _wgrad_bf16,
+    "grouped_mm_fold": _mm_fold,
+    "grouped_wgrad_fold": _wgrad_fold,
 }
 """Op name -> function of the op's inputs and of the output's type."""

@@ -1,12 +1,13 @@
 """Which implementation runs each op on a platform, and why the others do not."""
 
 import importlib.util
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
 
 import jax
 
 from ..core_kernels.launch import KernelOp, fail
-from . import _cpu_gemm, _triton
+from . import _cpu_gemm, _device
 from ._call import CPP_TARGETS
 from .ops import OPS
 
@@ -34,20 +35,35 @@ def capabilities(platform: Literal["cpu", "cuda"] | None = None) -> dict[str, Ca
 
 
 def _on_cpu(op: KernelOp) -> Capability:
-    absent = {"triton": f"{op.name}: jax-triton runs kernels on CUDA alone"}
-    if op.name in CPP_TARGETS:
-        return Capability("cpp", absent)
-    absent["cpp"] = f"{op.name}: grouped products have no C++ kernel; on a CPU jax multiplies"
-    return Capability("jax matmul on operands dequantized in C++" if op.name in _cpu_gemm.GEMMS else "", absent)
+    absent = _absent(lambda implementation: _device.choose_on_cpu(op, implementation))
+    if op.name not in CPP_TARGETS:
+        absent["cpp"] = f"{op.name}: grouped products have no C++ kernel; on a CPU jax multiplies"
+    if _device.forced() in absent and (_device.forced() != "cpp" or op.name not in _cpu_gemm.GEMMS):
+        return Capability("", absent)
+    return Capability("cpp" if op.name in CPP_TARGETS else "jax matmul on operands dequantized in C++", absent)
 
 
 def _on_cuda(op: KernelOp) -> Capability:
-    absent = {"cpp": f"{op.name}: the C++ kernels run on the CPU alone"}
-    if op.kernel is None:
-        return Capability("", absent | {"triton": f"{op.name}: it has no Triton kernel"})
+    absent = _absent(lambda implementation: _device.choose_on_cuda(op, implementation))
     if importlib.util.find_spec("jax_triton") is None:
-        return Capability("", absent | {"triton": "jax-triton is missing: pip install 'mxep[jax-cuda]'"})
+        absent.setdefault("triton", f"{op.name}: jax-triton is missing: pip install 'mxep[jax-cuda]'")
     try:
-        return Capability(f"triton, {_triton.arch()}", absent)
-    except NotImplementedError as error:
-        return Capability("", absent | {"triton": str(error)})
+        implementation, arch = _device.choose_on_cuda(op, _device.forced())
+    except NotImplementedError:
+        return Capability("", absent)
+    if implementation in absent:
+        return Capability("", absent)
+    sm = "sm_{}{}".format(*_device.compute_capability())
+    return Capability(
+        f"{implementation}, {sm}" if sm == arch else f"{implementation}, {sm} with the tiles of {arch}", absent
+    )
+
+
+def _absent(choose: Callable[[_device.Implementation], object]) -> dict[str, str]:
+    reasons = {}
+    for implementation in get_args(_device.Implementation):
+        try:
+            choose(implementation)
+        except NotImplementedError as error:
+            reasons[implementation] = str(error)
+    return reasons

@@ -21,9 +21,10 @@ from jax import lax
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from . import ops
+from ._call import vary_alike
 from ._checks import check_counts, check_floats, check_integers
+from .combine import sum_slots
 from .mx_array import MXArray, MXGradArray
-from .vjp import _vary_alike
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +33,7 @@ class Exchange:
     """Which row goes where in one all-to-all and back; made by `plan_exchange`, used by every function here.
 
     sources (ep * capacity,) int32: the local row in each slot of the send buffer, -1 for none.
-    slots (T,) int32: the slot of each local row, -1 for a row that did not fit.
+    slots (T,) int32: the slot of each local row, -1 for a row that did not fit; (T * copies,) after `of_tokens`.
     recv_counts (E,) int32: rows received, per source rank and local expert.
     overflow () int32: local rows that did not fit.
     """
@@ -44,6 +45,12 @@ class Exchange:
     axis_name: str | None = dataclasses.field(metadata={"static": True})
     ep_degree: int = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
+    copies: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def num_rows(self) -> int:
+        """Local rows, T."""
+        return self.slots.shape[0] // self.copies
 
 
 def axis_size(op: str, axis_name: str | None) -> int:
@@ -107,6 +114,17 @@ def plan_exchange(
     )
 
 
+def of_tokens(exchange: Exchange, order: jax.Array, inverse: jax.Array, copies: int) -> Exchange:
+    """The dispatch of T tokens straight to the wire, each to `copies` slots, without the copies in between.
+
+    exchange: planned for the T * copies rows that are sorted by expert. order, inverse: as `sort_by_expert` returns
+    them. The bytes on the wire are the same; what comes back, a gradient or through a combine, is summed over a
+    token's slots in fp32 and rounded once.
+    """
+    tokens = jnp.append(order, -1)[exchange.sources] // copies  # -1 picks the -1 appended, and stays -1
+    return dataclasses.replace(exchange, sources=tokens, slots=exchange.slots[inverse], copies=copies)
+
+
 def _all_to_all(x: jax.Array, axis_name: str | None) -> jax.Array:
     if axis_name is None:
         return x
@@ -123,8 +141,11 @@ def _send(rows: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 def _send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
-    """(ep * capacity, W) rows received -> (T, W) the local rows they came from."""
-    return ops.permute_rows(_all_to_all(rows, exchange.axis_name), exchange.slots)
+    """(ep * capacity, W) rows received -> (T, W) the local rows they came from, copies of a row summed."""
+    rows = _all_to_all(rows, exchange.axis_name)
+    if exchange.copies == 1:
+        return ops.permute_rows(rows, exchange.slots)
+    return sum_slots(rows, exchange.slots.reshape(-1, exchange.copies))
 
 
 def _check_rows(op: str, x: jax.Array, rows: int, what: str, other: str = "") -> None:
@@ -157,8 +178,8 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
 
     Raises ValueError if D is no multiple of 32 or T is not what the exchange was planned for.
     """
-    _check_rows("a2a_dispatch_mxfp8_fwd_hp_bwd", input, exchange.slots.shape[0], "the exchange's local rows")
-    return _dispatch(*_vary_alike(input, exchange), Rounding.parse(scaling_mode))
+    _check_rows("a2a_dispatch_mxfp8_fwd_hp_bwd", input, exchange.num_rows, "the exchange's local rows")
+    return _dispatch(*vary_alike(input, exchange), Rounding.parse(scaling_mode))
 
 
 # --- combine ---------------------------------------------------------------------------------------
@@ -206,11 +227,11 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     values = input.value if isinstance(input, MXGradArray) else input
     _check_rows(op, values, exchange.sources.shape[0], "ep_degree * capacity rows", " or an MXGradArray")
     if not mxfp8_bwd:
-        return _combine(*_vary_alike(values, exchange))
+        return _combine(*vary_alike(values, exchange))
     require_multiple(op, "input", input.shape[1], BLOCK, "last dim", "the backward quantizes along it")
     if isinstance(input, MXGradArray):
-        return _combine_mx(*_vary_alike(input.once(op), exchange), Rounding.parse(scaling_mode))
-    return _dequantized(*_vary_alike(input, exchange), Rounding.parse(scaling_mode), "combine")
+        return _combine_mx(*vary_alike(input.once(op), exchange), Rounding.parse(scaling_mode))
+    return _dequantized(*vary_alike(input, exchange), Rounding.parse(scaling_mode), "combine")
 
 
 # --- MXFP8 on the wire, floats on both sides ---------------------------------------------------------
@@ -245,16 +266,16 @@ def to_mxfp8_a2a_dequant(
     input: (T, D) -> (ep * capacity, D); with reverse=True the way back, (ep * capacity, D) -> (T, D).
     bf16 or fp32 in, the same dtype out. Raises ValueError if D is no multiple of 32.
     """
-    rows = exchange.sources if reverse else exchange.slots
-    _check_rows("to_mxfp8_a2a_dequant", input, rows.shape[0], "the exchange's rows")
+    rows = exchange.sources.shape[0] if reverse else exchange.num_rows
+    _check_rows("to_mxfp8_a2a_dequant", input, rows, "the exchange's rows")
     leg = "reverse" if reverse else "forward"
-    return _dequantized(*_vary_alike(input, exchange), Rounding.parse(scaling_mode), leg)
+    return _dequantized(*vary_alike(input, exchange), Rounding.parse(scaling_mode), leg)
 
 
 def a2a_dispatch(input: jax.Array, exchange: Exchange) -> jax.Array:
     """`a2a_dispatch_mxfp8_fwd_hp_bwd` without MXFP8: (T, D) -> (ep * capacity, D), its gradient likewise."""
-    _check_rows("a2a_dispatch", input, exchange.slots.shape[0], "the exchange's local rows")
-    return _dispatch_hp(*_vary_alike(input, exchange))
+    _check_rows("a2a_dispatch", input, exchange.num_rows, "the exchange's local rows")
+    return _dispatch_hp(*vary_alike(input, exchange))
 
 
 @jax.custom_vjp

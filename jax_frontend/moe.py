@@ -1,12 +1,18 @@
 """A complete Mixture-of-Experts layer on the MXFP8 pipeline, with expert parallelism on or off.
 
-    x (T, D) --router--> top_k experts and probabilities per token
-       |                             |
-       '--spread, sorted by expert--> rows (T K, D) --[dispatch]--> permute --> experts (SwiGLU) --.
-                                                                                                   |
-    y (T, D) <-- fp32 sum over K of probability x row <-- token order <--[combine]<-- unpermute <--'
+    x (T, D) --router--> top_k experts and probabilities p per token
+       |
+       |   one device
+       '--quantize--> T rows --to padded groups--> (P, D) --experts (ffn.py)--> (P, D) -----------.
+       |                                                                                          |
+       |   expert parallel                                                                        |
+       '--quantize--> T rows --to the ranks' parts--[dispatch]--> permute --> experts --.         |
+                                                                                        |         |
+    y (T, D) <-- combine.py: fp32 sum over K of p x row <--[combine]<-- unpermute <-----'---------'
 
-T tokens   D dim   F hidden_dim   E experts   K top_k      suffixes below name the dims
+prob_in = "swiglu": p goes with the rows into the experts, w2 (p silu(w1 x) * w3 x), and the last sum is unweighted.
+
+T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups      suffixes below name the dims
 """
 
 import dataclasses
@@ -18,13 +24,17 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from . import ep, ops, vjp
+from . import ep, ops
 from ._call import vary, varying_axes
 from ._checks import check_floats
-from .mx_array import MXArray
+from .combine import weighted_combine
+from .ffn import grouped_swiglu_ffn
+from .mx_array import MXArray, MXGradArray
+from .permute import gather_rows, permute, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
 
 Params = dict[str, Any]
 SCORES = ("softmax", "sigmoid")
+PROB_IN = ("combine", "swiglu")
 
 
 class MoEStats(NamedTuple):
@@ -44,7 +54,9 @@ class MoEConfig:
     dim, hidden_dim: multiples of 32. score_func: "softmax" over all experts or "sigmoid" of each, in fp32.
     normalize: divide the top_k scores of a token by their sum. recipe: a Recipe or one of
     "mxfp8_wgrad_with_hp", "mxfp8", "bf16". capacity: rows that each pair of ranks exchanges at most;
-    None is all of a rank's rows, which never drops one.
+    None is all of a rank's rows, which never drops one. prob_in: where a row is weighed by its probability:
+    "combine", when the rows are summed, or "swiglu", inside the expert, where the probabilities travel with the
+    rows and the experts' outputs, T * top_k * dim bf16 values, need not be kept for the backward.
 
     Raises ValueError and TypeError on sizes and names that are not allowed.
     """
@@ -57,6 +69,7 @@ class MoEConfig:
     normalize: bool = True
     recipe: Recipe | str = "mxfp8_wgrad_with_hp"
     capacity: int | None = None
+    prob_in: Literal["combine", "swiglu"] = "combine"
 
     def __post_init__(self) -> None:
         for name in ("dim", "hidden_dim", "num_experts", "top_k", "capacity"):
@@ -69,6 +82,9 @@ class MoEConfig:
                 fail(ValueError, "MoEConfig", name, size, f"allowed: positive multiples of {BLOCK}")
         if not 1 <= self.top_k <= self.num_experts:
             fail(ValueError, "MoEConfig", "top_k", self.top_k, f"allowed: 1 to num_experts = {self.num_experts}")
+        if self.prob_in not in PROB_IN:
+            allowed = f"allowed: {' or '.join(map(repr, PROB_IN))}"
+            fail(ValueError, "MoEConfig", "prob_in", repr(self.prob_in), allowed)
         if self.score_func not in SCORES:
             names = " or ".join(map(repr, SCORES))
             fail(ValueError, "MoEConfig", "score_func", repr(self.score_func), f"allowed: {names}")
@@ -111,14 +127,16 @@ def apply(
     x_TD = x.reshape(-1, config.dim)
     probs_TK, experts_TK, scores_TE = _route(params["router"], x_TD, config)
     order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1), config.num_experts)
-    rows = vjp.spread_rows(x_TD.astype(jnp.bfloat16), order, inverse, config.top_k)
-    rows, overflow = _run_experts(params["experts"], rows, counts, config, axis_name)
-    y_TKD = vjp.gather_rows(rows, inverse, order).reshape(-1, config.top_k, config.dim)
-    y_TD = (y_TKD.astype(jnp.float32) * probs_TK[..., None]).sum(1)
+    routing = _Routing(order, inverse.reshape(-1, config.top_k), counts, probs_TK)
+    overflow = jnp.zeros((), jnp.int32)
+    if axis_name is None and config.capacity is None:
+        y_TD = _on_one_device(params["experts"], x_TD, routing, config)
+    else:
+        y_TD, overflow = _across_ranks(params["experts"], x_TD, routing, config, axis_name)
     fraction_E = counts.astype(jnp.float32) / max(experts_TK.size, 1)
     mean_prob_E = scores_TE.sum(0) / max(x_TD.shape[0], 1)
     aux_loss = config.num_experts * (fraction_E * mean_prob_E).sum()
-    return y_TD.astype(x.dtype).reshape(x.shape), MoEStats(counts, aux_loss, overflow)
+    return y_TD.reshape(x.shape), MoEStats(counts, aux_loss, overflow)
 
 
 def _check_params(params: Params, config: MoEConfig, axis_name: str | None) -> None:
@@ -159,32 +177,63 @@ def _shares(scores: jax.Array) -> jax.Array:
     return scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
 
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up, computed in fp32 and rounded once to gate's dtype."""
-    product = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-    return product.astype(gate.dtype)
+class _Routing(NamedTuple):
+    """Slots, T K of them, sorted by expert: order (T K,) and its inverse (T, K); counts (E,); probs (T, K)."""
+
+    order: jax.Array
+    inverse: jax.Array
+    counts: jax.Array
+    probs: jax.Array
 
 
-def _run_experts(
-    experts: Params, rows: jax.Array, counts: jax.Array, config: MoEConfig, axis_name: str | None
+def _on_one_device(experts: Params, x_TD: jax.Array, routing: _Routing, config: MoEConfig) -> jax.Array:
+    recipe, out_dtype = Recipe.parse(config.recipe), x_TD.dtype
+    slots = routing.order.shape[0]
+    maps = ops.row_map(routing.counts, num_rows=slots, num_local_experts=config.num_experts, alignment=recipe.alignment)
+    # Both maps at once: the slot that each padded row fills, -1 for padding, and the row of each slot.
+    order_P = jnp.append(routing.order, -1)[maps.row_map]
+    inverse_TK = maps.inverse[routing.inverse]
+    x_TD = x_TD.astype(jnp.bfloat16)
+    # Copies of a row have the row's bytes.
+    x: Any = MXArray.quantize(x_TD, recipe.rounding) if recipe.quantized else x_TD
+    groups = spread_rows(x, order_P, inverse_TK.reshape(-1), config.top_k)
+    prob_P, probs_TK = None, routing.probs
+    if config.prob_in == "swiglu":
+        prob_P, probs_TK = gather_rows(probs_TK.reshape(-1, 1), order_P, inverse_TK.reshape(-1))[:, 0], None
+    out = _experts(experts, groups, maps.group_ends, prob_P, recipe)
+    return weighted_combine(out, probs_TK, inverse_TK, order_P, out_dtype=out_dtype, scaling_mode=recipe.rounding)
+
+
+def _across_ranks(
+    experts: Params, x_TD: jax.Array, routing: _Routing, config: MoEConfig, axis_name: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows sorted by expert -> the experts' outputs in the same order, and how many rows did not fit."""
-    recipe = Recipe.parse(config.recipe)
-    exchange = ep.plan_exchange(counts, axis_name, num_rows=rows.shape[0], capacity=config.capacity)
+    """y, and how many rows did not fit."""
+    recipe, out_dtype = Recipe.parse(config.recipe), x_TD.dtype
+    order, inverse = routing.order, routing.inverse.reshape(-1)
+    exchange = ep.plan_exchange(routing.counts, axis_name, num_rows=order.shape[0], capacity=config.capacity)
     num_local_experts = config.num_experts // exchange.ep_degree
     layout = (exchange.recv_counts, exchange.ep_degree, num_local_experts, recipe.alignment)
+    tokens, x_TD = ep.of_tokens(exchange, order, inverse, config.top_k), x_TD.astype(jnp.bfloat16)
     if recipe.quantized:
-        received = ep.a2a_dispatch_mxfp8_fwd_hp_bwd(rows, exchange, recipe.rounding)
-        groups, maps = vjp.permute_mxfp8_fwd_hp_bwd(received, *layout, rank_rows=exchange.capacity)
+        received = ep.a2a_dispatch_mxfp8_fwd_hp_bwd(x_TD, tokens, recipe.rounding)
+        groups, maps = permute_mxfp8_fwd_hp_bwd(received, *layout, rank_rows=exchange.capacity)
     else:
-        groups, maps = vjp.permute(ep.a2a_dispatch(rows, exchange), *layout, rank_rows=exchange.capacity)
-
-    def mm(x: jax.Array | MXArray, name: str, mx_grad: bool = False) -> Any:
-        # In the parameter's own dtype: over a mesh axis that replicates it, JAX sums the gradient in that dtype.
-        weight = vary(experts[name], varying_axes(*jax.tree.leaves(x))).astype(jnp.bfloat16)
-        return vjp.mxfp8_grouped_mm(x, weight, maps.group_ends, recipe=recipe, mx_grad=mx_grad)
-
-    hidden = swiglu(mm(groups, "w1"), mm(groups, "w3"))
-    out = vjp.unpermute_hp_fwd_mxfp8_bwd(mm(hidden, "w2", mx_grad=recipe.quantized), maps)
+        groups, maps = permute(ep.a2a_dispatch(x_TD, tokens), *layout, rank_rows=exchange.capacity)
+    prob_P, probs_TK = None, routing.probs
+    if config.prob_in == "swiglu":
+        sent = ep.a2a_dispatch(gather_rows(probs_TK.reshape(-1, 1), order, inverse), exchange)
+        prob_P, probs_TK = gather_rows(sent, maps.row_map, maps.inverse)[:, 0], None
+    out = unpermute_hp_fwd_mxfp8_bwd(_experts(experts, groups, maps.group_ends, prob_P, recipe), maps)
     rows = ep.a2a_combine_hp_fwd_mxfp8_bwd(out, exchange, recipe.rounding, mxfp8_bwd=recipe.quantized)
-    return rows, exchange.overflow
+    return weighted_combine(rows, probs_TK, routing.inverse, order, out_dtype=out_dtype), exchange.overflow
+
+
+def _experts(
+    experts: Params, groups: jax.Array | MXArray, group_ends: jax.Array, prob_P: jax.Array | None, recipe: Recipe
+) -> jax.Array | MXGradArray:
+    def local(name: str) -> jax.Array:
+        # In the parameter's own dtype: over a mesh axis that replicates it, JAX sums the gradient in that dtype.
+        return vary(experts[name], varying_axes(*jax.tree.leaves(groups))).astype(jnp.bfloat16)
+
+    weights = local("w1"), local("w3"), local("w2")
+    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, recipe=recipe, mx_grad=recipe.quantized)

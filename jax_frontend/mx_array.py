@@ -162,6 +162,23 @@ class MXGradArray:
         return value, mx and (mx[0], jnp.where((self.uses > 1).any(), E8M0_NAN, mx[1]))
 
 
+def received(grad: jax.Array | MXGradArray) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """The gradient of a result, as what reads it takes it: bytes where bytes came."""
+    if not isinstance(grad, MXGradArray):
+        return grad
+    value, mx = grad.poisoned()
+    if value is None or mx is None:
+        present = mx if value is None else value
+        assert present is not None, "JAX asks for no gradient where none came"
+        return present
+    return value + ops.dequantize(*mx, out_dtype=value.dtype)
+
+
+def values_of(primals: Any) -> Any:
+    """With symbolic_zeros, JAX hands every leaf of an argument over as (value, perturbed)."""
+    return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+
+
 def pack(q: jax.Array, sf: jax.Array) -> jax.Array:
     return jnp.concatenate([q, sf], axis=1)
 

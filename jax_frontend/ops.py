@@ -2,9 +2,12 @@
 
     quantize_row   quantize_row_packed   quantize_col   quantize_both   dequantize
     permute_rows   permute_mx            sort_by_expert row_map
-    fold_rows      quantize_row_fold     permute_mx_fold
-    block_scales   unblock_scales
+    fold_rows      quantize_row_fold     permute_mx_fold                fold_groups
+    block_scales   unblock_scales        combine        combine_bwd
+    swiglu         swiglu_row            swiglu_col     swiglu_both
+    swiglu_bwd     swiglu_bwd_row        swiglu_bwd_col swiglu_bwd_both
     grouped_mm_mx  grouped_mm_bf16       grouped_wgrad_mx               grouped_wgrad_bf16
+    grouped_mm_fold                      grouped_wgrad_fold
 
 E4M3 data (`q`) and E8M0 scales (`sf`) are uint8. All functions are pure, trace under jit, shard_map and
 remat, and raise ValueError (shape, value) or TypeError (dtype) while tracing. Formats: OCP Microscaling
@@ -16,14 +19,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..core_kernels import fold, grouped_gemm, permute, quantize, routing, scale_layout
+from ..core_kernels import combine as combine_ops
+from ..core_kernels import fold, folded_gemm, grouped_gemm, permute, quantize, routing, scale_layout
+from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import KernelOp
 from ._call import call
 
 OPS: dict[str, KernelOp] = {
     op.name: op
-    for module in (quantize, permute, routing, fold, scale_layout, grouped_gemm)
+    for module in (
+        *(quantize, permute, routing, fold, scale_layout),
+        *(combine_ops, swiglu_kernels, grouped_gemm, folded_gemm),
+    )
     for op in vars(module).values()
     if isinstance(op, KernelOp)
 }
@@ -163,6 +171,16 @@ def permute_mx_fold(packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, j
     return qf, row_sf
 
 
+def fold_groups(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """q (R, M), sf (R, M/32) uint8, group_ends (G,) int32 -> qf (R, M), group_sf (G, R): fold_rows of each group.
+
+    Groups are of columns and end at multiples of 32. Columns past the last end become zeros; a group without
+    columns has scale 0.
+    """
+    qf, group_sf = call(fold.fold_groups, q, sf, group_ends)
+    return qf, group_sf
+
+
 def block_scales(sf: jax.Array, group_ends: jax.Array) -> jax.Array:
     """sf (M, S) uint8, group_ends (G,) int32 -> (P, S4): 128 x 4 tiles of 512 bytes, as scale_layout.py draws them.
 
@@ -174,6 +192,111 @@ def block_scales(sf: jax.Array, group_ends: jax.Array) -> jax.Array:
 def unblock_scales(blocked: jax.Array, group_ends: jax.Array, *, num_rows: int, num_scales: int) -> jax.Array:
     """The inverse of `block_scales`: -> sf (num_rows, num_scales); rows past group_ends[-1] are zeros."""
     return call(scale_layout.unblock_scales, blocked, group_ends, num_rows=num_rows, num_scales=num_scales)[0]
+
+
+def combine(
+    rows: jax.Array, slots: jax.Array, probs: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
+) -> jax.Array:
+    """rows (R, D) bf16 or fp32, slots (T, K) int32, probs (T, K) fp32 -> (T, D): each token's weighted rows, summed.
+
+    y[t] = sum over k of probs[t, k] * rows[slots[t, k]] in fp32, k ascending, rounded once; a slot of -1 adds
+    nothing. probs of shape (0,): the unweighted sum.
+
+    >>> combine(jnp.ones((2, 1)), jnp.array([[1, 0]]), jnp.array([[0.25, 0.5]])).tolist()
+    [[0.75]]
+
+    Raises ValueError for shapes that do not fit, TypeError for other dtypes.
+    """
+    return call(combine_ops.combine, rows, slots, probs, out_dtype=jnp.dtype(out_dtype).name)[0]
+
+
+def combine_bwd(
+    dy: jax.Array, rows: jax.Array, slots: jax.Array, order: jax.Array, probs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of `combine`: dy (T, D) bf16 or fp32 -> drows (R, D) in rows' dtype, dprobs (T, K) fp32.
+
+    order (R,) int32: the slot t * K + k of each row, -1 for padding, whose gradient is zeros: slots' inverse.
+    Without probabilities (shape (0,)) rows is not read and dprobs is (0,).
+    """
+    drows, dprobs = call(combine_ops.combine_bwd, dy, rows, slots, order, probs)
+    return drows, dprobs
+
+
+def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array) -> jax.Array:
+    """silu(gate) * up * prob: gate, up (M, F) bf16, prob (M,) fp32, or (0,) for weights of one -> h (M, F) bf16.
+
+    >>> one = jnp.ones((1, 1), jnp.bfloat16)
+    >>> float(swiglu(one, one, jnp.zeros(0))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
+    0.73046875
+
+    Raises ValueError (shape) or TypeError (dtype). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    return call(swiglu_kernels.swiglu, gate, up, prob)[0]
+
+
+def swiglu_row(
+    gate: jax.Array, up: jax.Array, prob: jax.Array,
+    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`quantize_row` of `swiglu`, h never stored: -> q (M, F), sf (M, F/32); F a multiple of 32."""
+    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    q, sf = call(swiglu_kernels.swiglu_row, gate, up, prob, **options)
+    return q, sf
+
+
+def swiglu_col(
+    gate: jax.Array, up: jax.Array, prob: jax.Array,
+    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`quantize_col` of `swiglu`, h never stored: -> q (F, M), sf (F, M/32); M a multiple of 32."""
+    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    q_t, sf_t = call(swiglu_kernels.swiglu_col, gate, up, prob, **options)
+    return q_t, sf_t
+
+
+def swiglu_both(
+    gate: jax.Array, up: jax.Array, prob: jax.Array,
+    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """`quantize_both` of `swiglu`, h never stored: -> q, sf, q_t, sf_t; M and F multiples of 32."""
+    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    q, sf, q_t, sf_t = call(swiglu_kernels.swiglu_both, gate, up, prob, **options)
+    return q, sf, q_t, sf_t
+
+
+def swiglu_bwd(
+    dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradient of `swiglu`: dh (M, F) bf16 -> dgate, dup (M, F) bf16, dprob (M,) fp32, or (0,)."""
+    dgate, dup, dprob = call(swiglu_kernels.swiglu_bwd, dh, gate, up, prob)
+    return dgate, dup, dprob
+
+
+def swiglu_bwd_row(
+    dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array,
+    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """`swiglu_bwd` with `quantize_row` of dgate and of dup: -> q, sf of dgate, q, sf of dup, dprob."""
+    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    return call(swiglu_kernels.swiglu_bwd_row, dh, gate, up, prob, **options)
+
+
+def swiglu_bwd_col(
+    dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array,
+    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """`swiglu_bwd` with `quantize_col` of dgate and of dup: -> q_t, sf_t of dgate, q_t, sf_t of dup, dprob."""
+    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    return call(swiglu_kernels.swiglu_bwd_col, dh, gate, up, prob, **options)
+
+
+def swiglu_bwd_both(
+    dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array,
+    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """`swiglu_bwd` with `quantize_both` of dgate and of dup: -> q, sf, q_t, sf_t of dgate, then of dup, dprob."""
+    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    return call(swiglu_kernels.swiglu_bwd_both, dh, gate, up, prob, **options)
 
 
 def grouped_mm_mx(
@@ -208,3 +331,28 @@ def grouped_wgrad_bf16(
     """lhs (M, N) x rhs (M, K), both bf16 -> (G, N, K): lhs.T @ rhs of each group, accumulated in fp32."""
     name = jnp.dtype(out_dtype).name
     return call(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=name)[0]
+
+
+def grouped_mm_fold(
+    lhs_qf: jax.Array, lhs_sf: jax.Array, rhs_qf: jax.Array, rhs_sf: jax.Array, group_ends: jax.Array,
+    *, out_dtype: jax.typing.DTypeLike = "bfloat16",
+) -> jax.Array:  # fmt: skip
+    """lhs (M, K), lhs_sf (M,) x rhs_t (G, N, K), rhs_sf (G, N), folded -> (M, N); zeros past group_ends[-1].
+
+    Raises ValueError unless K is a multiple of 32 and N of 8.
+    """
+    name = jnp.dtype(out_dtype).name
+    return call(folded_gemm.grouped_mm_fold, lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype=name)[0]
+
+
+def grouped_wgrad_fold(
+    lhs_qf: jax.Array, lhs_sf: jax.Array, rhs_qf: jax.Array, rhs_sf: jax.Array, group_ends: jax.Array,
+    *, out_dtype: jax.typing.DTypeLike = "bfloat16",
+) -> jax.Array:  # fmt: skip
+    """lhs_t (N, M), lhs_sf (G, N) x rhs_t (K, M), rhs_sf (G, K), folded by group -> (G, N, K); ends are
+    multiples of 32, and an empty group gives zeros.
+
+    Raises ValueError unless M is a multiple of 32 and K of 8.
+    """
+    name = jnp.dtype(out_dtype).name
+    return call(folded_gemm.grouped_wgrad_fold, lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype=name)[0]

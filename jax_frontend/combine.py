@@ -1,0 +1,122 @@
+"""The weighted sum of each token's top-k rows, differentiable in the rows and in the probabilities.
+
+    rows (R, D), probs (T, K) --combine--> y (T, D)
+    drows (R, D), dprobs (T, K) <--combine_bwd-- dy (T, D), rows
+
+    rows (R, D) --combine--> y (T, D)          without probabilities nothing is saved: the gradient is
+    drows (R, D) <--gather-- dy (T, D)         a copy of each token's row to its slots
+
+An MXGradArray gets its gradient in MXFP8: drows is quantized, or dy, before it is copied.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..core_kernels.formats import Rounding
+from ..core_kernels.launch import fail
+from . import ops
+from ._call import vary_alike
+from ._checks import check_floats, check_integers
+from .mx_array import MXGradArray
+
+
+class _How(NamedTuple):
+    """Dtypes of the rows and of the result; how an MXGradArray's gradient is quantized, None for rows of floats."""
+
+    dtype: str
+    out_dtype: str
+    rounding: Rounding | None
+
+
+def sum_slots(rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """y[t] = the fp32 sum over k of rows[slots[t, k]], rounded once to rows' dtype; for code below autodiff."""
+    return ops.combine(rows, slots, jnp.zeros(0, jnp.float32), out_dtype=rows.dtype)
+
+
+def _sum(rows: jax.Array | MXGradArray, probs: jax.Array, slots: jax.Array, how: _How) -> jax.Array:
+    values = rows.value if isinstance(rows, MXGradArray) else rows
+    return ops.combine(values, slots, probs, out_dtype=how.out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _weighted(rows: Any, probs: jax.Array, slots: jax.Array, order: jax.Array, how: _How) -> jax.Array:
+    return _sum(rows, probs, slots, how)
+
+
+def _weighted_fwd(rows, probs, slots, order, how):
+    values = rows.value if isinstance(rows, MXGradArray) else rows
+    return _sum(rows, probs, slots, how), (values, probs, slots, order)
+
+
+def _weighted_bwd(how, residuals, dy):
+    rows, probs, slots, order = residuals
+    drows, dprobs = ops.combine_bwd(dy, rows, slots, order, probs)
+    if how.rounding is not None:
+        drows = MXGradArray.cotangent(None, ops.quantize_row(drows, rounding=how.rounding))
+    return drows, dprobs, None, None
+
+
+_weighted.defvjp(_weighted_fwd, _weighted_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _plain(rows: Any, slots: jax.Array, order: jax.Array, how: _How) -> jax.Array:
+    return _sum(rows, jnp.zeros(0, jnp.float32), slots, how)
+
+
+def _plain_fwd(rows, slots, order, how):
+    # Padding, -1, stays -1: integers divide towards minus infinity.
+    return _plain(rows, slots, order, how), order // slots.shape[1]
+
+
+def _plain_bwd(how, token, dy):
+    dy = dy.astype(how.dtype)
+    if how.rounding is None:
+        return ops.permute_rows(dy, token), None, None
+    mx = ops.permute_mx(ops.quantize_row_packed(dy, rounding=how.rounding), token)
+    return MXGradArray.cotangent(None, mx), None, None
+
+
+_plain.defvjp(_plain_fwd, _plain_bwd)
+
+
+def weighted_combine(
+    rows: jax.Array | MXGradArray,
+    probs: jax.Array | None,
+    slots: jax.Array,
+    order: jax.Array,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    scaling_mode: Rounding | str = Rounding.RCEIL,
+) -> jax.Array:
+    """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
+
+    rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized, by scaling_mode. probs: (T, K) fp32,
+    or None for an unweighted sum, which saves no rows for its gradient. slots: (T, K) int32, the row of each slot,
+    -1 for none. order: (R,) int32, the way back: the slot t * K + k that a row fills, -1 for padding, whose
+    gradient is zeros. out_dtype: that of rows unless given.
+    Returns (T, D). Gradients: of rows in their dtype or in MXFP8, of probs in fp32.
+
+    >>> slots, order = jnp.array([[1, 0]]), jnp.array([1, 0])
+    >>> weighted_combine(jnp.array([[1.0], [2.0]]), jnp.array([[0.5, 0.25]]), slots, order).tolist()
+    [[1.25]]
+
+    Raises ValueError for shapes that do not fit each other, TypeError for other dtypes.
+    """
+    op, rounding = "weighted_combine", None
+    check_integers(op, "order", order)
+    if isinstance(rows, MXGradArray):
+        rows, rounding = rows.once(op), Rounding.parse(scaling_mode)
+    else:
+        check_floats(op, "rows", rows, " or an MXGradArray")
+    if order.shape != rows.shape[:1]:
+        # Only the gradient reads it.
+        fail(ValueError, op, "order", f"shape {order.shape}", f"allowed: ({rows.shape[0]},), one slot per row")
+    dtype = jnp.dtype(rows.dtype).name
+    how = _How(dtype, dtype if out_dtype is None else jnp.dtype(out_dtype).name, rounding)
+    if probs is None:
+        return _plain(*vary_alike(rows, slots, order), how)
+    return _weighted(*vary_alike(rows, probs, slots, order), how)
