@@ -1,41 +1,66 @@
-"""`python -m benchmarks [cpu | train_step] [--ops quantize_row ...]`: measure, print, record.
+"""`python -m benchmarks [cpu | train_step | gpu] [--only quantize_row,combine]`: measure, print, record.
 
-cases --check, interleaved timing--> Line --> table on the terminal
-                                          '-> results/<hardware>.jsonl, of a clean commit only
+cases --check, interleaved timing--> Line --> the terminal, with the bar that it is held to
+                                          '-> results/<hardware>.jsonl, of a named commit only
 """
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import re
+from importlib import import_module
+from pathlib import Path
 
-from . import cpu, results, train_step
+from . import results
 
-# Section -> (its lines, the file they are recorded in). A section for GPUs has its own file per machine.
-SECTIONS: dict[str, tuple[Callable[[Sequence[str]], Iterator[results.Line]], str]] = {
-    "cpu": (cpu.lines, "cpu"),
-    "train_step": (train_step.lines, "cpu"),
-}
+# Section -> where it runs. Its module is imported when it does: JAX on a GPU is of no use to the others.
+SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu"}
+
+
+def _commit(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{40}", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: 40 hexadecimal digits")
+    return text
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, compare and record.")
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
-    parser.add_argument("--ops", nargs="+", default=[], help="only these ops of a section")
+    parser.add_argument(
+        "sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all that this machine runs"
+    )
+    parser.add_argument("--only", type=_names, default=[], metavar="OP,OP", help="only these ops of a section")
+    parser.add_argument("--commit", type=_commit, help="the commit that is measured, where there is no git to ask")
+    parser.add_argument("--out", type=Path, help="append the lines here instead of benchmarks/results/<hardware>.jsonl")
     parser.add_argument("--no-record", action="store_true", help="print the figures and keep none")
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"section: got {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
 
-    run = results.Run()
-    print(f"{run.hardware}, {run.date}, commit {run.commit or '(working tree with changes)'}, {run.versions}")
-    for section in args.sections or SECTIONS:
-        measure, file_name = SECTIONS[section]
-        lines = []
-        for line in measure(args.ops):
-            lines.append(line)
-            print(".", end="", file=sys.stderr, flush=True)
-        print(f"\n{section}\n{results.table(lines)}")
-        print("not recorded, as asked" if args.no_record else results.record(run, lines, file_name))
+    gpu = results.gpu_name()
+    here = "gpu" if gpu else "cpu"
+    for section in args.sections or [name for name, on in SECTIONS.items() if on == here]:
+        on_gpu = SECTIONS[section] == "gpu"
+        if on_gpu and gpu is None:
+            parser.error(f"section: got {section}; allowed: a section of the CPU, this machine has no GPU")
+        run = results.Run(f"1x {gpu}" if on_gpu else results.cpu_name(), args.commit or results.clean_commit())
+        if args.out and run.commit is None:
+            parser.error("--out: no commit to be named in it; commit the working tree, or without git pass --commit")
+        path = args.out or results.RESULTS / f"{results.file_name(gpu if on_gpu else None)}.jsonl"
+        print(f"\n{section}: {run.hardware}, {run.date}, commit {run.commit}, {run.versions}")
+        print(results.row(results.HEADER))
+        recorded = run.commit is not None and not args.no_record
+        for line in import_module(f".{section}", __package__).lines(args.only):
+            print(results.row(results.cells(line)), flush=True)
+            if recorded:
+                results.record(run, line, path)
+        if recorded:
+            print(f"recorded in {path}")
+        elif args.no_record:
+            print("not recorded, as asked")
+        else:
+            print("not recorded: the working tree differs from its commit; commit first (without git: --commit)")
 
 
 if __name__ == "__main__":

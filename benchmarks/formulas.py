@@ -33,16 +33,30 @@ def quantize_col(x: Tensor, q_t: Tensor, sf_t: Tensor) -> None:
 
 def quantize_both(x: Tensor, q: Tensor, sf: Tensor, q_t: Tensor, sf_t: Tensor) -> None:
     quantize_row(x, q, sf)
-    torch._dynamo.graph_break()  # inductor 2.13 fails to split loops that reduce along both dims
+    if not x.is_cuda:
+        torch._dynamo.graph_break()  # inductor 2.13 fails to split loops of C++ that reduce along both dims
     quantize_col(x, q_t, sf_t)
 
 
-def dequantize(q: Tensor, sf: Tensor, x: Tensor) -> None:
+def _scale(sf: Tensor) -> Tensor:
     exponent = sf.int()
     scale = torch.where(exponent == 0, 0x400000, exponent << 23).view(torch.float32)
-    scale = torch.where(exponent == 255, float("nan"), scale)
+    return torch.where(exponent == 255, float("nan"), scale)
+
+
+def quantize_row_fold(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
+    codes, bytes_ = _encode(x.unflatten(-1, (-1, 32)).float(), -1)
+    finite = torch.where(bytes_ == 255, -1, bytes_.int())
+    largest = finite.amax(-2, keepdim=True)
+    factor = torch.where(bytes_ == 255, float("nan"), torch.exp2((finite - largest).float()))
+    folded = codes.view(torch.float8_e4m3fn).float() * factor
+    qf.copy_(folded.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2))
+    row_sf.copy_(largest.flatten(-3).to(torch.uint8))  # -1, a row of NaN blocks, wraps to 255
+
+
+def dequantize(q: Tensor, sf: Tensor, x: Tensor) -> None:
     blocks = q.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
-    x.copy_((blocks * scale.unsqueeze(-1)).flatten(-2))
+    x.copy_((blocks * _scale(sf).unsqueeze(-1)).flatten(-2))
 
 
 def permute_rows(x: Tensor, row_map: Tensor, out: Tensor) -> None:
@@ -59,5 +73,71 @@ def permute_mx(packed: Tensor, row_map: Tensor, q: Tensor, sf: Tensor) -> None:
 def sort_by_expert(ids: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> None:
     sorted_ = torch.argsort(ids, stable=True)
     order.copy_(sorted_)
-    inverse[sorted_] = torch.arange(len(ids), dtype=torch.int32)
-    counts.copy_((ids[:, None] == torch.arange(len(counts))).sum(0))  # bincount would break the graph
+    inverse[sorted_] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    # bincount would break the graph
+    counts.copy_((ids[:, None] == torch.arange(len(counts), device=ids.device)).sum(0))
+
+
+def row_map(counts: Tensor, row_map: Tensor, inverse: Tensor, padded_counts: Tensor, group_ends: Tensor) -> None:
+    """Without slack; rows padded to 32."""
+    per_rank = counts.view(-1, len(group_ends))
+    padded_counts.copy_((per_rank.sum(0) + 31).clamp(min=32) // 32 * 32)
+    group_ends.copy_(padded_counts.cumsum(0))
+    before = per_rank.cumsum(0) - per_rank + (group_ends - padded_counts)  # where each rank's rows of a group start
+    received = counts.cumsum(0)
+    row = torch.arange(len(inverse), device=counts.device)
+    pair = torch.searchsorted(received, row, right=True)
+    target = before.flatten()[pair] + row - (received - counts)[pair]
+    inverse.copy_(target)
+    row_map.fill_(-1)
+    row_map[target] = row.int()
+
+
+def routing(ids: Tensor, order: Tensor, inverse: Tensor, counts: Tensor, *maps: Tensor) -> None:
+    sort_by_expert(ids, order, inverse, counts)
+    row_map(counts, *maps)
+
+
+def _swiglu(gate: Tensor, up: Tensor, prob: Tensor) -> Tensor:
+    return (torch.nn.functional.silu(gate.float()) * up.float() * prob[:, None]).bfloat16()
+
+
+def swiglu_row(gate: Tensor, up: Tensor, prob: Tensor, *out: Tensor) -> None:
+    quantize_row(_swiglu(gate, up, prob), *out)
+
+
+def swiglu_both(gate: Tensor, up: Tensor, prob: Tensor, *out: Tensor) -> None:
+    quantize_both(_swiglu(gate, up, prob), *out)
+
+
+def _swiglu_bwd(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    g, u, d = gate.float(), up.float(), dh.float()
+    sig = torch.sigmoid(g)
+    silu = g * sig
+    dprob = (d * silu * u).sum(-1)
+    d = d * prob[:, None]
+    return (d * u * (sig + silu * (1 - sig))).bfloat16(), (d * silu).bfloat16(), dprob
+
+
+def swiglu_bwd_row(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor, *out: Tensor) -> None:
+    dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
+    quantize_row(dgate, *out[:2])
+    quantize_row(dup, *out[2:4])
+    out[4].copy_(dprob)
+
+
+def swiglu_bwd_both(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor, *out: Tensor) -> None:
+    dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
+    quantize_both(dgate, *out[:4])
+    quantize_both(dup, *out[4:8])
+    out[8].copy_(dprob)
+
+
+def combine(rows: Tensor, slots: Tensor, probs: Tensor, y: Tensor) -> None:
+    y.copy_((rows[slots.long()].float() * probs[..., None]).sum(1))
+
+
+def combine_bwd(dy: Tensor, rows: Tensor, slots: Tensor, order: Tensor, probs: Tensor, *out: Tensor) -> None:
+    drows, dprobs = out
+    drows.copy_(probs.flatten()[order.long()][:, None] * dy[order.long() // slots.shape[1]].float())
+    dprobs.copy_((rows[slots.long()].float() * dy[:, None].float()).sum(-1))

@@ -1,11 +1,12 @@
 """`python -m benchmarks.readme`: write the README's figures from the recorded lines, between its two markers.
 
-results/cpu.jsonl --newest commit of each op--> tables --> README.md   (a test compares the two)
+results/cpu.jsonl, h200.jsonl --newest commit of each--> tables --> README.md   (a test compares the two)
 """
 
 from pathlib import Path
 from typing import Any
 
+from .readme_gpu import gpu
 from .results import newest
 
 README = Path(__file__).parents[1] / "README.md"
@@ -41,7 +42,8 @@ def step(row: Row) -> str:
     return (
         f"A training step of the example in PyTorch (MXFP8, {row['case']['ranks']} ranks, one core each) takes "
         f"{row['us'] / 1e3:.0f} ms, {row['ratio']:.2f}x the\nspeed of bf16: on a CPU both multiply in fp32. "
-        f"Quantize and permute together are {moved:.1%} of it.\n\n"
+        f"Quantize and permute (with the combine) together are {moved:.1%} of it; SwiGLU, which quantizes what it "
+        f"makes, is a column of its own.\n\n"
         f"| {' | '.join(kinds)} |\n|{' --- |' * len(kinds)}\n"
         f"| {' | '.join(f'{share:.1%}' for share in row['shares'].values())} |"
     )
@@ -49,6 +51,11 @@ def step(row: Row) -> str:
 
 def figures() -> str:
     """The markdown between the markers."""
+    on_gpu = newest("h200")
+    return f"{gpu(on_gpu)}\n\n{cpu()}" if on_gpu else cpu()
+
+
+def cpu() -> str:
     rows = newest("cpu")
     (train,) = (r for r in rows if r["op"] == "train_step")
     first = rows[0]

@@ -1,17 +1,22 @@
 """Figures as one JSON object per line in `results/<hardware>.jsonl`, and as a table.
 
-A line names the commit it measured, so lines are appended only when the working tree is that commit.
+A line names the commit it measured, so it is appended only when the working tree is that commit. Where the
+sources lie without git, `--commit` says which one they are.
 """
 
 import datetime
 import json
 import os
+import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from .bars import bar
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,24 +45,27 @@ class Line:
 
 @dataclass(frozen=True)
 class Run:
-    """When, on what and of which commit; the same for all lines of one run."""
+    """When, on what and of which commit; the same for all lines of one run. None: no commit to be named."""
 
-    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
-    commit: str | None = field(default_factory=lambda: clean_commit())
-    hardware: str = field(default_factory=lambda: cpu_name())
+    hardware: str
+    commit: str | None
     versions: Mapping[str, str] = field(default_factory=lambda: installed_versions())
+    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
 
 
-def _git(*args: str) -> str | None:
-    result = subprocess.run(["git", *args], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+def _asked(*command: str) -> str | None:
+    """What a program prints; None where it is not installed or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    result = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
     return result.stdout.strip() if result.returncode == 0 else None
 
 
 def clean_commit() -> str | None:
     """The commit of the working tree; None when anything but recorded figures differs from it."""
-    if _git("status", "--porcelain", "--", ":/", ":(exclude,top)benchmarks/results") != "":
+    if _asked("git", "status", "--porcelain", "--", ":/", ":(exclude,top)benchmarks/results") != "":
         return None
-    return _git("rev-parse", "HEAD")
+    return _asked("git", "rev-parse", "HEAD")
 
 
 def cpu_name() -> str:
@@ -67,47 +75,71 @@ def cpu_name() -> str:
     return f"{len(os.sched_getaffinity(0))}-core {model}"
 
 
+def gpu_name() -> str | None:
+    """For example "NVIDIA H200"; None on a machine without a GPU, or without its driver's tools."""
+    return _smi("name")
+
+
+def file_name(gpu: str | None) -> str:
+    """Where the figures of this hardware are kept.
+
+    >>> file_name("NVIDIA H200")
+    'h200'
+    """
+    return gpu.split()[-1].lower() if gpu else "cpu"
+
+
+def _smi(query: str) -> str | None:
+    """Of the first GPU."""
+    answer = _asked("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    return answer.splitlines()[0] if answer else None
+
+
 def installed_versions() -> dict[str, str]:
+    """Of the packages that the figures depend on, of CUDA's compiler and of the GPU's driver."""
     versions = {}
     for package in ("torch", "jax", "triton"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    driver, compiler = _smi("driver_version"), re.search(r"release ([\d.]+)", _asked("nvcc", "--version") or "")
+    return versions | ({"cuda": compiler[1]} if driver and compiler else {}) | ({"driver": driver} if driver else {})
 
 
-def record(run: Run, lines: Iterable[Line], file_name: str) -> str:
-    """Append the lines to `results/<file_name>.jsonl`; returns what was done, in words."""
-    if run.commit is None:
-        return "not recorded: the working tree differs from its commit (or is no git checkout); commit first"
-    path = RESULTS / f"{file_name}.jsonl"
+def record(run: Run, line: Line, path: Path) -> None:
+    """Append the line; the run's commit is known."""
     path.parent.mkdir(exist_ok=True)
-    text = "".join(json.dumps(_without_empty_shares({**asdict(run), **asdict(line)})) + "\n" for line in lines)
     with path.open("a") as file:
-        file.write(text)
-    return f"recorded in {path.relative_to(RESULTS.parent.parent)}"
+        file.write(json.dumps(_without_empty_shares({**asdict(run), **asdict(line)})) + "\n")
 
 
 def _without_empty_shares(row: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in row.items() if key != "shares" or value is not None}
 
 
-def newest(file_name: str) -> list[dict[str, Any]]:
-    """The recorded lines of the last commit in the file."""
-    rows = [json.loads(text) for text in (RESULTS / f"{file_name}.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["commit"] == rows[-1]["commit"]]
+def newest(name: str) -> list[dict[str, Any]]:
+    """The lines of the last commit in the file; of two about the same the later one. [] without a file."""
+    path = RESULTS / f"{name}.jsonl"
+    rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    of_commit = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    return list({(r["op"], r["frontend"], str(r["case"]), r["peer"]): r for r in of_commit}.values())
 
 
-def table(lines: Iterable[Line]) -> str:
-    """Both sides of every comparison, one row each."""
-    rows = [("op", "frontend", "case", "us", "spread", "GB/s", "of roof", "peer", "peer us", "ratio", "error")]
-    for line in lines:
-        case = " ".join(f"{key}={value}" for key, value in line.case.items())
-        rate = f"{line.nbytes / line.us / 1e3:.1f}" if line.nbytes else ""
-        roof = f"{line.of_roof:.0%} {line.roof}" if line.of_roof is not None else ""
-        error = " ".join(str(value) for value in line.error.values())
-        rows.append((line.op, line.frontend, case, f"{line.us:.1f}", f"{line.spread:.0%}", rate, roof,
-                     line.peer, f"{line.peer_us:.1f}", f"{line.ratio:.2f}x", error))  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+HEADER = ("op", "frontend", "case", "us", "spread", "GB/s", "of roof", "peer", "peer us", "ratio", "error", "bar")
+WIDTHS = (17, 8, 64, 9, 6, 7, 9, 14, 9, 7, 24, 0)
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    """One comparison in a table's row."""
+    case = " ".join(f"{key}={value}" for key, value in line.case.items())
+    rate = f"{line.nbytes / line.us / 1e3:.1f}" if line.nbytes else ""
+    roof = f"{line.of_roof:.0%} {line.roof}" if line.of_roof is not None else ""
+    error = " ".join(str(value) for value in line.error.values())
+    held_to = str(bar(asdict(line)) or "")
+    return (line.op, line.frontend, case, f"{line.us:.1f}", f"{line.spread:.0%}", rate, roof,
+            line.peer, f"{line.peer_us:.1f}", f"{line.ratio:.2f}x", error, held_to)  # fmt: skip
+
+
+def row(texts: Iterable[str]) -> str:
+    return "  ".join(text.ljust(width) for text, width in zip(texts, WIDTHS, strict=True)).rstrip()

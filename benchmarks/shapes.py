@@ -17,5 +17,23 @@ class Received(NamedTuple):
     ranks: int
 
 
+class Layer(NamedTuple):
+    """One rank's share of a mixture-of-experts layer. `hiddens` are the widths that SwiGLU runs at."""
+
+    tokens: int
+    dim: int
+    hiddens: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    local_experts: int
+
+    @property
+    def ranks(self) -> int:
+        return self.num_experts // self.local_experts
+
+
 CPU_MATRICES = (Matrix(8192, 4096), Matrix(1024, 2048))
 CPU_RECEIVED = (Received(8192, 4096, G=8, ranks=4), Received(1024, 2048, G=4, ranks=2))
+H200_LAYER = Layer(131072, 7168, (2048, 5120), num_experts=256, top_k=8, local_experts=8)
+# Launches that the device finishes before the host sends the next one: what is left is the host's time.
+TINY_LAYER = Layer(96, 64, (32,), num_experts=8, top_k=2, local_experts=2)

@@ -1,6 +1,6 @@
 """Where a training step's time goes: the example's model in PyTorch, experts over two ranks, MXFP8 and bf16.
 
-step --torch.profiler--> self time of every op --KINDS--> matmul | attention | quantize | permute | all-to-all
+step --torch.profiler--> self time of every op --KINDS--> matmul | attention | quantize | SwiGLU | permute | all-to-all
                          wall time less those --------> rest (optimizer, norms, casts, router, Python)
 """
 
@@ -37,7 +37,8 @@ KINDS = {
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "mxep::grouped_"),
     "attention": ("aten::_scaled_dot_product",),
     "quantize": ("cpp::quantize", "cpp::dequantize", "mxep::quantize", "mxep::dequantize"),
-    "permute": ("cpp::permute", "cpp::sort", "cpp::row_map", "mxep::permute", "mxep::sort", "mxep::row_map"),
+    "SwiGLU": ("cpp::swiglu", "mxep::swiglu"),
+    "permute": tuple(f"{where}::{op}" for where in ("cpp", "mxep") for op in ("permute", "sort", "row_map", "combine")),
     "all-to-all": ("_c10d_functional::all_to_all", "_c10d_functional::wait_tensor"),
 }
 
@@ -106,6 +107,7 @@ def _rank(rank: int, port: int, threads: int, queue: Any) -> None:
     shares = {name: profile(step) for name, step in steps.items()}
     if rank == 0:
         queue.put((samples, shares, error))
+    dist.barrier()  # a rank that leaves Python while another still sends to it aborts
     dist.destroy_process_group()
 
 

@@ -1,0 +1,88 @@
+"""Time on the GPU and on the host that feeds it; every candidate runs once per round (see timing.py).
+
+events    one launch between two CUDA events, caches cold: an op against a copy of as many bytes
+batches   N launches, then one wait, divided by N: the same clock for torch and for JAX, whose stream
+          takes no events from outside; the one wait adds the same to both
+host      what a call costs before it returns, without waiting for the device
+"""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .timing import Sample, summarize
+
+Candidates = Mapping[str, Callable[[], object]]
+L2_NBYTES = 256 << 20  # several times an H200's L2
+# The device is busy for about half a millisecond while the host enqueues what is timed: no launch gap is measured.
+BUSY_CYCLES = 1_000_000
+
+
+def events(candidates: Candidates, rounds: int = 21) -> dict[str, Sample]:
+    """Device time of each candidate; two rounds that warm up are not counted."""
+    evict = torch.ones(L2_NBYTES // 4, dtype=torch.int32, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds + 2):
+        for name, run in candidates.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            evict.max()  # reading leaves clean lines: nothing of this is written back while the candidate runs
+            torch.cuda._sleep(BUSY_CYCLES)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / 1e3)
+    return {name: summarize(seconds[2:]) for name, seconds in times.items()}
+
+
+def batches(
+    candidates: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]], calls: int, rounds: int = 7
+) -> dict[str, Sample]:
+    """Time per call of `calls` calls in a row. A candidate is a call and what waits for its result.
+
+    Results are dropped as they come, so that one buffer after another is reused.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds + 1):
+        for name, (run, wait) in candidates.items():
+            wait(run())
+            start = time.perf_counter()
+            for _ in range(calls - 1):
+                run()
+            wait(run())
+            times[name].append((time.perf_counter() - start) / calls)
+    return {name: summarize(seconds[1:]) for name, seconds in times.items()}
+
+
+def host(candidates: Candidates, wait: Callable[[], object], calls: int = 2000) -> dict[str, Sample]:
+    """Host time of each call; waits now and then, so that no call finds the launch queue full."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    gc.disable()
+    try:
+        for i in range(calls + 100):
+            if i % 100 == 0:
+                wait()
+            for name, run in candidates.items():
+                start = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+        wait()
+    return {name: summarize(seconds[100:]) for name, seconds in times.items()}
+
+
+def peak_nbytes(run: Callable[[], object]) -> int | None:
+    """Peak of the bytes that `run` asks torch's CUDA allocator for, its result included; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = run()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    del result
+    return peak

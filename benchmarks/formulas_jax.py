@@ -1,0 +1,98 @@
+"""The peers under `jax.jit`: the formulas of formulas.py, written for XLA. They return their outputs."""
+
+import jax
+import jax.numpy as jnp
+
+Pair = tuple[jax.Array, jax.Array]
+E4M3 = jnp.float8_e4m3fn
+
+
+def _bits(x: jax.Array, dtype: type) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _encode(x: jax.Array) -> Pair:
+    """(..., K) -> E4M3 codes (..., K/32, 32) and E8M0 bytes (..., K/32), RCEIL."""
+    blocks = x.reshape(*x.shape[:-1], -1, 32).astype(jnp.float32)
+    amax = jnp.abs(blocks).max(-1)
+    bits = _bits(amax / 448.0, jnp.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    byte = exponent + jnp.where(exponent == 0, mantissa > 0x400000, mantissa != 0).astype(jnp.int32)
+    byte = jnp.where(jnp.isfinite(amax), byte, 255)
+    inverse = _bits(jnp.where(byte < 254, (254 - byte) << 23, 0x400000), jnp.float32)
+    inverse = jnp.where(byte == 255, jnp.nan, inverse)
+    return jnp.clip(blocks * inverse[..., None], -448, 448).astype(E4M3), byte
+
+
+def quantize_row(x: jax.Array) -> Pair:
+    codes, byte = _encode(x)
+    return _bits(codes, jnp.uint8).reshape(x.shape), byte.astype(jnp.uint8)
+
+
+def quantize_col(x: jax.Array) -> Pair:
+    return quantize_row(x.mT)
+
+
+def quantize_both(x: jax.Array) -> tuple[jax.Array, ...]:
+    return *quantize_row(x), *quantize_col(x)
+
+
+def quantize_row_fold(x: jax.Array) -> Pair:
+    codes, byte = _encode(x)
+    finite = jnp.where(byte == 255, -1, byte)
+    largest = finite.max(-1, keepdims=True)
+    factor = jnp.where(byte == 255, jnp.nan, jnp.exp2((finite - largest).astype(jnp.float32)))
+    folded = (codes.astype(jnp.float32) * factor[..., None]).astype(E4M3)
+    return _bits(folded, jnp.uint8).reshape(x.shape), (largest[..., 0] & 255).astype(jnp.uint8)
+
+
+def dequantize(q: jax.Array, sf: jax.Array) -> tuple[jax.Array]:
+    exponent = sf.astype(jnp.int32)
+    scale = _bits(jnp.where(exponent == 0, 0x400000, exponent << 23), jnp.float32)
+    scale = jnp.where(exponent == 255, jnp.nan, scale)
+    blocks = _bits(q, E4M3).astype(jnp.float32).reshape(*sf.shape, 32)
+    return ((blocks * scale[..., None]).reshape(q.shape).astype(jnp.bfloat16),)
+
+
+def _swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array) -> jax.Array:
+    h = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32) * prob[:, None]
+    return h.astype(jnp.bfloat16)
+
+
+def swiglu_row(gate: jax.Array, up: jax.Array, prob: jax.Array) -> Pair:
+    return quantize_row(_swiglu(gate, up, prob))
+
+
+def swiglu_both(gate: jax.Array, up: jax.Array, prob: jax.Array) -> tuple[jax.Array, ...]:
+    return quantize_both(_swiglu(gate, up, prob))
+
+
+def _swiglu_bwd(
+    dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    g, u, d = (x.astype(jnp.float32) for x in (gate, up, dh))
+    sig = jax.nn.sigmoid(g)
+    silu = g * sig
+    dprob = (d * silu * u).sum(-1)
+    d = d * prob[:, None]
+    return (d * u * (sig + silu * (1 - sig))).astype(jnp.bfloat16), (d * silu).astype(jnp.bfloat16), dprob
+
+
+def swiglu_bwd_row(dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array) -> tuple[jax.Array, ...]:
+    dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
+    return *quantize_row(dgate), *quantize_row(dup), dprob
+
+
+def swiglu_bwd_both(dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array) -> tuple[jax.Array, ...]:
+    dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
+    return *quantize_both(dgate), *quantize_both(dup), dprob
+
+
+def combine(rows: jax.Array, slots: jax.Array, probs: jax.Array) -> tuple[jax.Array]:
+    return ((rows[slots].astype(jnp.float32) * probs[..., None]).sum(1).astype(rows.dtype),)
+
+
+def combine_bwd(dy: jax.Array, rows: jax.Array, slots: jax.Array, order: jax.Array, probs: jax.Array) -> Pair:
+    drows = probs.reshape(-1)[order][:, None] * dy[order // slots.shape[1]].astype(jnp.float32)
+    dprobs = (rows[slots].astype(jnp.float32) * dy[:, None].astype(jnp.float32)).sum(-1)
+    return drows.astype(rows.dtype), dprobs
