@@ -3,6 +3,8 @@
 QUANTIZE   name -> x            floats in, bytes out; the last two dims are multiples of 32 unless `ROW_ONLY`
 MAPS       name -> RowMap       counts of tokens per (rank, local expert), and the buffer they lie in
 SORTS      name -> expert ids
+COMBINES   name -> Combine      rows, the slots they fill, probabilities
+GLUS       name -> Glu          what SwiGLU and its gradient read
 GEMMS      name -> Gemm         a grouped product with its group ends
 """
 
@@ -11,9 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from mxep.core_kernels import oracle, oracle_layer
 from mxep.core_kernels.formats import BLOCK
-from mxep.core_kernels.recipe import RECIPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 Array = np.ndarray
@@ -174,6 +174,143 @@ SORTS: dict[str, tuple[Array, int]] = {
 }
 
 
+# --- combine ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Combine:
+    """rows (R, D), NaN and infinity where `order` is -1; probs NaN where `slots` (T, K) is -1, or of shape (0,)."""
+
+    rows: Array
+    slots: Array
+    order: Array
+    probs: Array
+    dy: Array
+
+    @property
+    def inputs(self) -> tuple[Array, ...]:
+        return self.rows, self.slots, self.probs
+
+    @property
+    def bwd_inputs(self) -> tuple[Array, ...]:
+        return self.dy, self.rows, self.slots, self.order, self.probs
+
+
+def _combine(
+    name: str, tokens: int, top_k: int, dim: int, *, empty: float = 0.0, padding: int = 0,
+    rows: np.dtype = BF16, dy: np.dtype = BF16, weighted: bool = True,
+) -> Combine:  # fmt: skip
+    """`empty` of the slots have no row, `padding` of the rows no slot."""
+    rng = seeded(name)
+    filled = np.flatnonzero(rng.random(tokens * top_k) >= empty)
+    order = rng.permutation(np.concatenate([filled, np.full(padding, -1)])).astype(np.int32)
+    slots = np.full(tokens * top_k, -1, np.int32)
+    slots[order[order >= 0]] = np.flatnonzero(order >= 0)
+    x = student_t(rng, (len(order), dim))
+    x[order < 0] = rng.choice([np.nan, np.inf], (padding, 1))
+    probs = np.where(slots < 0, np.nan, rng.random(slots.shape)).astype(np.float32)
+    shape = (tokens, top_k)
+    return Combine(
+        x.astype(rows), slots.reshape(shape), order, probs.reshape(shape) if weighted else np.zeros(0, np.float32),
+        student_t(rng, (tokens, dim)).astype(dy),
+    )  # fmt: skip
+
+
+def _combine_cases() -> dict[str, Combine]:
+    fp32 = np.dtype(np.float32)
+    cases = {
+        "top_1": _combine("top_1", 70, 1, 64),
+        "top_8": _combine("top_8", 37, 8, 160),
+        "top_3_of_odd_width": _combine("top_3", 37, 3, 33),
+        "top_11": _combine("top_11", 5, 11, 40),
+        "padding": _combine("padding", 40, 6, 72, empty=0.3, padding=77),
+        "fp32": _combine("fp32", 40, 6, 72, empty=0.3, padding=77, rows=fp32, dy=fp32),
+        "bf16_rows_fp32_gradient": _combine("mixed", 40, 6, 72, empty=0.3, padding=77, dy=fp32),
+        "fp32_rows_bf16_gradient": _combine("mixed too", 40, 6, 72, padding=77, rows=fp32),
+        "unweighted": _combine("unweighted", 40, 6, 72, empty=0.3, padding=77, weighted=False),
+        "unweighted_fp32": _combine("plain", 40, 6, 72, rows=fp32, dy=fp32, weighted=False),
+        "no_tokens": _combine("no_tokens", 0, 8, 64, padding=9),
+        "no_rows": _combine("no_rows", 9, 8, 64, empty=1.0),
+        "one_of_everything": _combine("one", 1, 1, 1),
+        "more_columns_than_a_tile": _combine("columns", 3, 2, 1500, padding=2),
+    }
+    special = _combine("special", 40, 4, 64, empty=0.3)
+    x, p, dy = special.rows, special.probs, special.dy
+    x[0, 5], x[1, :9], x[2] = np.nan, np.inf, BF16.type(2.0**-133)
+    dy[3, 4], dy[4, :7], dy[5] = np.nan, -np.inf, BF16.type(2.0**-130)
+    p[6], p[7], p[8], p[9], p[10] = 0.0, -0.0, -1.5, 2.0**-140, 3e38
+    return cases | {"nan_inf_and_subnormals": Combine(x, special.slots, special.order, p, dy)}
+
+
+COMBINES = _combine_cases()
+
+
+# --- SwiGLU ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Glu:
+    """dh, gate, up (M, F) bf16; prob (M,) fp32, or (0,)."""
+
+    dh: Array
+    gate: Array
+    up: Array
+    prob: Array
+
+    @property
+    def forward(self) -> tuple[Array, Array, Array]:
+        return self.gate, self.up, self.prob
+
+    @property
+    def backward(self) -> tuple[Array, Array, Array, Array]:
+        return self.dh, *self.forward
+
+
+def _glu(name: str, shape: tuple[int, int], weighted: bool, draw: Any = normal, gate: Array | None = None) -> Glu:
+    rng = seeded(f"glu {name}")
+    dh, drawn, up = (draw(rng, shape).astype(BF16) for _ in range(3))
+    prob = rng.random(shape[0] if weighted else 0).astype(np.float32)
+    return Glu(dh, drawn if gate is None else gate, up, prob)
+
+
+def _glu_cases() -> dict[str, Glu]:
+    gates = np.arange(2**16, dtype=np.uint16).view(BF16)
+    shuffled = seeded("gates").permutation(gates).reshape(256, 256)
+    cases = {
+        "normal": _glu("normal", (64, 160), True),
+        "without_prob": _glu("without_prob", (64, 160), False),
+        "large": _glu("large", (288, 544), True, student_t),
+        "lognormal_blocks": _glu("lognormal_blocks", (96, 96), False, lognormal_blocks),
+        # a row holds neighbours of one exponent; what multiplies them is small, so that only the gate overflows
+        "all_gates": _glu("all_gates", (512, 128), True, lambda *a: normal(*a) / 64, gates.reshape(512, 128)),
+        "all_gates_shuffled": _glu("all_gates_shuffled", (256, 256), False, normal, shuffled),
+        "one_block": _glu("one_block", (32, 32), True),
+        "no_rows": _glu("no_rows", (0, 64), True),
+        "no_rows_without_prob": _glu("no_rows_without_prob", (0, 64), False),
+    }
+    cases["ones"] = Glu(*(np.ones((32, 64), BF16),) * 3, np.float32([]))
+
+    # each of these meets each: 12^3 triples of dh, gate, up; and in prob, in a row of its own
+    special = np.array([0, -0.0, 1, -1, 3e38, -3e38, 1e-40, -1e-40, 88, np.inf, -np.inf, np.nan], BF16)
+    triples = [x.reshape(-1) for x in np.meshgrid(special, special, special, indexing="ij")]
+    one_per_row = [np.repeat(x[:, None], 32, axis=1) for x in triples]  # a sum of one kind of term
+    probs = np.resize(np.float32([1, 0, -0.0, -2.5, 1e-42, 3e38, np.inf, np.nan]), len(one_per_row[0]))
+    cases["special_values"] = Glu(*one_per_row, probs)
+    cases["special_values_without_prob"] = Glu(*one_per_row, np.float32([]))
+    return cases
+
+
+RAGGED_GLUS = {
+    "one_token": _glu("one_token", (1, 64), True),
+    "odd_rows": _glu("odd_rows", (37, 96), True),
+    "odd_rows_without_prob": _glu("odd_rows_without_prob", (37, 96), False),
+}
+"""M is no multiple of 32: nothing to scale along columns."""
+ODD_GLUS = {"odd_width": _glu("odd_width", (5, 37), True), "no_columns": _glu("no_columns", (3, 0), True)}
+"""Neither is F: bf16 out alone."""
+GLUS = _glu_cases() | RAGGED_GLUS | ODD_GLUS
+
+
 # --- grouped GEMM -----------------------------------------------------------------------------------------
 
 
@@ -218,105 +355,4 @@ GEMMS = _gemm_cases()
 RAGGED_GEMMS = {
     "no_multiple_of_32": _gemm("ragged", [1, 34, 34, 77], 96, 64, 32),
     "one_token": _gemm("one_token", [0, 1], 1, 64, 32),
-}
-
-
-# --- a whole layer ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layer:
-    """x and dy (T, D), fp32 parameters; T is a multiple of 4, so that 1, 2 and 4 ranks can share the tokens."""
-
-    x: Array
-    dy: Array
-    params: dict[str, Array]
-    top_k: int
-    score: str
-    normalize: bool
-
-    @property
-    def routing(self) -> dict[str, Any]:
-        return {"top_k": self.top_k, "score": self.score, "normalize": self.normalize}
-
-    @property
-    def num_experts(self) -> int:
-        return len(self.params["router"])
-
-    def reference(self) -> tuple[Array, dict[str, Array]]:
-        """y and the gradients in fp64, nothing quantized."""
-        arguments = self.params | self.routing
-        grads = oracle_layer.moe_layer_vjp(self.dy, self.x, **arguments)
-        names = ("x", "router", "w1", "w3", "w2")
-        return oracle_layer.moe_layer(self.x, **arguments), dict(zip(names, grads, strict=True))
-
-
-def _layer(
-    name: str, tokens: int, bias: dict[int, float] | None = None, top_k: int = 2, score: str = "softmax"
-) -> Layer:
-    """`bias` adds to an expert's logits, through a feature of x that is one."""
-    rng, dim, hidden, num_experts = seeded(name), 64, 96, 8
-    x = rng.standard_normal((tokens, dim))
-    x[:, 0] = 1
-    params = {
-        "router": rng.standard_normal((num_experts, dim)) / 4,
-        "w1": rng.standard_normal((num_experts, hidden, dim)) / 8,
-        "w3": rng.standard_normal((num_experts, hidden, dim)) / 8,
-        "w2": rng.standard_normal((num_experts, dim, hidden)) / 10,
-    }
-    for expert, value in (bias or {}).items():
-        params["router"][expert, 0] = value
-    single = {key: value.astype(np.float32) for key, value in params.items()}
-    return Layer(x.astype(np.float32), rng.standard_normal(x.shape).astype(np.float32), single, top_k, score, top_k > 1)
-
-
-LAYERS = {
-    "softmax": _layer("softmax", 96),
-    "one_hot_expert": _layer("hot_expert", 96, bias={3: 15.0}),
-    "empty_rank": _layer("empty_rank", 96, bias={4: -30.0, 5: -30.0, 6: -30.0, 7: -30.0}),  # 1 of 2 ranks, 2 of 4
-    "one_token_per_rank": _layer("one_token_each", 4),
-    "one_expert_per_token": _layer("top1", 96, top_k=1, score="sigmoid"),  # not normalized: it would always weigh one
-    "sigmoid": _layer("sigmoid", 96, score="sigmoid"),
-}
-# Every recipe where the layers share their shapes, the default one for the rest: JAX compiles each in seconds.
-LAYER_RUNS = [
-    (name, recipe)
-    for name in LAYERS
-    for recipe in RECIPES
-    if name in ("softmax", "one_hot_expert", "empty_rank") or recipe == "mxfp8_wgrad_with_hp"
-]
-
-
-# --- four ranks -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Wire:
-    """rows[r] (M_r, K) bf16 of rank r, splits[r][s] of which go to rank s."""
-
-    rows: tuple[Array, ...]
-    splits: tuple[tuple[int, ...], ...]
-
-    def received(self) -> list[Array]:
-        return oracle.all_to_all(self.rows, self.splits)
-
-
-def _wire(name: str, splits: tuple[tuple[int, ...], ...]) -> Wire:
-    rng = seeded(name)
-    return Wire(tuple(lognormal_blocks(rng, (sum(row), 96)).astype(BF16) for row in splits), splits)
-
-
-def _spoiled(case: Wire) -> Wire:
-    """The same with a NaN, an infinity and fp32-subnormal values in three of its rows."""
-    rows = [part.copy() for part in case.rows]
-    rows[0][0, 5], rows[0][1, 40], rows[1][0] = np.nan, -np.inf, rows[1][0] * BF16.type(2.0**-130)
-    return Wire(tuple(rows), case.splits)
-
-
-WIRE = {
-    "uneven": _wire("uneven", ((3, 0, 5, 9), (1, 1, 1, 1), (0, 0, 40, 0), (7, 33, 2, 0))),
-    "a_rank_sends_nothing": _wire("sends_nothing", ((2, 3, 4, 5), (0, 0, 0, 0), (1, 0, 2, 0), (0, 6, 0, 1))),
-    "a_rank_receives_nothing": _wire("receives_nothing", ((2, 0, 4, 5), (8, 0, 1, 1), (1, 0, 2, 0), (0, 0, 0, 1))),
-    "one_row": _wire("one_row", ((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 0), (0, 0, 0, 0))),
-    "nan_inf_and_subnormals": _spoiled(_wire("spoiled", ((3, 0, 5, 9), (1, 1, 1, 1), (0, 0, 40, 0), (7, 33, 2, 0)))),
 }

@@ -4,18 +4,38 @@ import os
 
 import numpy as np
 import pytest
-from mxep.core_kernels import fold, grouped_gemm, oracle, permute, quantize, routing, scale_layout
+from mxep.core_kernels import (
+    combine,
+    fold,
+    folded_gemm,
+    grouped_gemm,
+    oracle,
+    oracle_combine,
+    oracle_folded,
+    oracle_swiglu,
+    permute,
+    quantize,
+    routing,
+    scale_layout,
+    swiglu,
+)
 from mxep.core_kernels.launch import KernelOp
 
 from . import backends, check
-from .cases import GEMMS, MAPS, QUANTIZE, SORTS
+from .cases import COMBINES, GEMMS, GLUS, MAPS, QUANTIZE, SORTS
 
 BYTES = {
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
-    *("fold_rows", "quantize_row_fold", "permute_mx_fold", "block_scales", "unblock_scales"),
+    *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
+    *("combine", "combine_bwd"),
+    *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
+    *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
 }
-PRODUCTS = {"grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"}
+PRODUCTS = {
+    *("grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"),
+    *("grouped_mm_fold", "grouped_wgrad_fold"),
+}
 OPS_OF = {"cpp": BYTES, "triton": BYTES | PRODUCTS, "torch": BYTES | PRODUCTS, "jax": BYTES | PRODUCTS}
 
 
@@ -30,10 +50,11 @@ def test_a_backend_has_every_op(name: str) -> None:
 
 
 def test_every_op_is_in_the_table_and_in_the_oracle() -> None:
-    modules = (quantize, permute, routing, fold, scale_layout, grouped_gemm)
+    modules = (quantize, permute, routing, fold, scale_layout, combine, swiglu, grouped_gemm, folded_gemm)
     ops = {op.name for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
     assert ops == BYTES | PRODUCTS
-    assert all(callable(getattr(oracle, name)) for name in ops)
+    defined = vars(oracle) | vars(oracle_combine) | vars(oracle_swiglu) | vars(oracle_folded)
+    assert all(callable(defined[name]) for name in ops)
 
 
 def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
@@ -44,7 +65,12 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
     lhs, rhs = oracle.quantize_row(gemm.lhs), oracle.quantize_row(gemm.rhs_t)
     lhs_t, dout_t = oracle.quantize_col(gemm.lhs), oracle.quantize_col(gemm.dout)
     ends = gemm.group_ends
+    folded, folded_t = (*oracle.fold_rows(*lhs), *oracle.fold_rows(*rhs)), []
+    for operand in (dout_t, lhs_t):
+        folded_t += oracle_folded.fold_groups(*operand, ends)
     calls = {name: ((x,), {}) for name in BYTES if name.startswith("quantize")}
+    calls |= {name: (GLUS["normal"].forward, {}) for name in BYTES if name.startswith("swiglu")}
+    calls |= {name: (GLUS["normal"].backward, {}) for name in BYTES if name.startswith("swiglu_bwd")}
     return calls | {
         "dequantize": (oracle.quantize_row(x), {}),
         "permute_rows": ((x, rows), {}),
@@ -58,10 +84,15 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
             (oracle.block_scales(lhs[1], ends), ends),
             {"num_rows": len(lhs[1]), "num_scales": lhs[1].shape[1]},
         ),
+        "fold_groups": ((*lhs_t, ends), {}),
+        "combine": (COMBINES["padding"].inputs, {}),
+        "combine_bwd": (COMBINES["padding"].bwd_inputs, {}),
         "grouped_mm_mx": ((*lhs, *rhs, ends), {}),
         "grouped_mm_bf16": ((gemm.lhs, gemm.rhs_t, ends), {}),
         "grouped_wgrad_mx": ((*dout_t, *lhs_t, ends), {}),
         "grouped_wgrad_bf16": ((gemm.dout, gemm.lhs, ends), {}),
+        "grouped_mm_fold": ((*folded, ends), {}),
+        "grouped_wgrad_fold": ((*folded_t, ends), {}),
     }
 
 

@@ -14,7 +14,8 @@ from mxep.core_kernels.recipe import RECIPES
 
 from . import check
 from .backends import FRONTENDS, dense_layer
-from .cases import BF16, GEMMS, LAYER_RUNS, LAYERS, MAPS, seeded
+from .cases import BF16, GEMMS, MAPS, seeded
+from .layers import LAYER_RUNS, LAYERS
 
 Array = np.ndarray
 Rows = Array | tuple[Array, Array]

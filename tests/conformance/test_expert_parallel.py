@@ -21,7 +21,8 @@ from mxep.core_kernels import oracle
 
 from . import check
 from .backends import FRONTENDS, dense_layer
-from .cases import BF16, LAYER_RUNS, WIRE
+from .cases import BF16
+from .layers import LAYER_RUNS, WIRE
 
 Array = np.ndarray
 RANKS = 4

@@ -22,14 +22,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from conformance.backends.arrays import to_numpy, to_torch
 from conformance.backends.torch import moe_module
-from conformance.cases import BF16, LAYER_RUNS, LAYERS, WIRE, Layer, Wire
+from conformance.cases import BF16
+from conformance.layers import LAYER_RUNS, LAYERS, WIRE, Layer, Wire
 
 DEGREES = (1, 2, 4)
 
 
 def layer(case: Layer, recipe: str, mesh: DeviceMesh) -> dict[str, np.ndarray]:
     """This rank's y, statistics, and gradients of x, of the router (its share) and of its experts."""
-    moe = moe_module(case.params, recipe, **case.routing)
+    moe = moe_module(case.params, recipe, **case.options)
     parallelize_module(moe.experts, mesh, mxep.MXFP8ExpertParallel())
     rows = np.array_split(np.arange(len(case.x)), mesh.size())[mesh.get_local_rank()]
     x = to_torch(case.x[rows]).requires_grad_()
@@ -74,6 +75,7 @@ def main(rank: int, ranks: int, store: str, out: Path) -> None:
     # bf16 is saved as its bits: npz knows no ml_dtypes
     bits = {key: v.view(np.uint16) if v.dtype == BF16 else v for key, v in results.items()}
     np.savez(out / f"rank{rank}.npz", **bits)
+    dist.barrier()  # a rank that leaves Python while another still sends to it aborts
     dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ dispatch forward, combine backward   u8 rows of K + K/32 bytes
 dispatch backward, combine forward   bf16, as u16 bits
 """
 
+import dataclasses
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -75,11 +76,12 @@ class Program:
         return self.instructions[source]
 
 
-def compile_layer(gradient: bool) -> Program:
+def compile_layer(gradient: bool, **changes) -> Program:
+    config = dataclasses.replace(CONFIG, **changes)
     spec = {"router": PartitionSpec(), "experts": PartitionSpec("ep")}
 
     def one_rank(params, x):
-        return moe.apply(params, x, CONFIG, axis_name="ep")[0]
+        return moe.apply(params, x, config, axis_name="ep")[0]
 
     mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), ("ep",))
     layer = jax.shard_map(one_rank, mesh=mesh, in_specs=(spec, PartitionSpec("ep")), out_specs=PartitionSpec("ep"))
@@ -137,11 +139,30 @@ def test_nothing_stands_between_the_packed_all_to_all_and_the_grouped_gemm(gradi
     assert {c.result for c in calls} == {f"f32[{PADDED},{DIM}]", f"bf16[{PADDED},{DIM}]"}
 
 
+def calls(program: Program, *names: str) -> dict[str, int]:
+    """How often the kernels run whose names begin so."""
+    targets = Counter(i.target.removeprefix("mxep.") for i in program.of("custom-call"))
+    return {name: count for name, count in targets.items() if name.startswith(names)}
+
+
 def test_only_what_is_float_is_quantized(gradient: Program) -> None:
-    """3 weights along both dims; the hidden rows; the two gradients of w1 and w3's products; rows out, rows back."""
-    calls = Counter(i.target for i in gradient.of("custom-call"))
-    quantizers = {name: calls[f"mxep.quantize_{name}"] for name in ("row", "col", "both", "row_packed")}
-    assert quantizers == {"row": 3 + 1 + 2, "col": 3, "both": 0, "row_packed": 2}
+    """3 weights along both dims; the two gradients of w1 and w3's products; rows out, rows back. The hidden rows are
+    quantized where they are computed, and computed again for the gradient of w2."""
+    assert calls(gradient, "quantize") == {"quantize_row": 3 + 2, "quantize_col": 3, "quantize_row_packed": 2}
+    assert calls(gradient, "swiglu") == {"swiglu_row": 1, "swiglu": 1, "swiglu_bwd": 1}
+
+
+def test_tokens_are_summed_by_a_kernel(gradient: Program) -> None:
+    """The outputs forward, and the gradients of a token's copies backward."""
+    assert calls(gradient, "combine") == {"combine": 2, "combine_bwd": 1}
+
+
+def test_probabilities_inside_the_experts_travel_with_the_rows_and_save_none(gradient: Program) -> None:
+    weighed = compile_layer(gradient=True, prob_in="swiglu")
+    probs = f"f32[{CAPACITY},1]"
+    assert wires(weighed) == wires(gradient) | {(probs, False): 1, (probs, True): 1}
+    assert calls(weighed, "combine") == {"combine": 2}, "the gradient of a sum without weights is a copy"
+    assert calls(weighed, "quantize", "swiglu") == calls(gradient, "quantize", "swiglu")
 
 
 def test_the_companions_are_compiled_away(gradient: Program) -> None:
@@ -150,3 +171,25 @@ def test_the_companions_are_compiled_away(gradient: Program) -> None:
     made = {i.result for i in gradient.of("broadcast")} | {i.result for i in gradient.of("constant")}
     carriers = {f"{t}[{rows},{n}]" for t in ("bf16", "f32") for rows in (RECEIVED, PADDED) for n in (DIM, HIDDEN)}
     assert not made & carriers
+
+
+@pytest.mark.parametrize("prob_in", moe.PROB_IN)
+def test_on_one_device_a_row_is_moved_once_each_way(prob_in: str) -> None:
+    """T rows are quantized, copied into the groups as bytes and summed out of them, whatever K is."""
+    config = dataclasses.replace(CONFIG, prob_in=prob_in)
+
+    def loss(params, x):
+        return (moe.apply(params, x, config)[0] ** 2).sum()
+
+    params = jax.eval_shape(lambda: moe.init(jax.random.key(0), config))
+    x = jax.ShapeDtypeStruct((TOKENS, DIM), jnp.float32)
+    program = Program(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile().as_text())
+    inside = prob_in == "swiglu"
+    # Weights and the gradients of both products; with probabilities at the end, each group's row has its own gradient.
+    assert calls(program, "quantize_row") == {
+        "quantize_row": 3 + 2 + (0 if inside else 1), "quantize_row_packed": 2 if inside else 1,
+    }  # fmt: skip
+    assert calls(program, "permute_mx") == {"permute_mx": 2 if inside else 1}
+    assert calls(program, "combine") == ({"combine": 2} if inside else {"combine": 2, "combine_bwd": 1})
+    assert calls(program, "permute_rows") == ({"permute_rows": 2} if inside else {}), "probabilities there and back"
+    assert not program.of("all-to-all")

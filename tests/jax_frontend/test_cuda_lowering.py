@@ -1,4 +1,5 @@
-"""Every op lowered for a GPU on a machine without one: the Triton kernel, compiled to PTX, is inside the program."""
+"""Every op lowered for a GPU on a machine without one: the Triton kernel, compiled to PTX, is inside the program, or a
+call to the CUDA C++ kernel."""
 
 import os
 import re
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from mxep.jax_frontend import lower_for, moe, ops
+from mxep import cpp_bindings
+from mxep.jax_frontend import capabilities, force_implementation, lower_for, moe, ops
 
 M, K, N, G = 64, 64, 96, 3
 
@@ -30,7 +32,13 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 ENDS = i32(G)
+GLU = [bf16(M, K), bf16(M, K), jax.ShapeDtypeStruct((M,), jnp.float32)]
+NO_PROB = [jax.ShapeDtypeStruct((0,), jnp.float32)]
 CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "quantize_row": (ops.quantize_row, [bf16(G, N, K)]),
     "quantize_row_packed": (ops.quantize_row_packed, [bf16(M, K)]),
@@ -44,28 +52,43 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "fold_rows": (ops.fold_rows, [u8(M, K), u8(M, K // 32)]),
     "quantize_row_fold": (ops.quantize_row_fold, [bf16(G, N, K)]),
     "permute_mx_fold": (ops.permute_mx_fold, [u8(M, K + K // 32), i32(2 * M)]),
+    "fold_groups": (ops.fold_groups, [u8(N, M), u8(N, M // 32), ENDS]),
     "block_scales": (ops.block_scales, [u8(M, K // 32), ENDS]),
     "unblock_scales": (
         lambda blocked, ends: ops.unblock_scales(blocked, ends, num_rows=M, num_scales=K // 32),
         [u8((M + 127 * G) // 128 * 128, 4), ENDS],
     ),
+    "swiglu": (ops.swiglu, GLU),
+    "swiglu_row": (ops.swiglu_row, GLU[:2] + NO_PROB),
+    "swiglu_col": (ops.swiglu_col, GLU),
+    "swiglu_both": (ops.swiglu_both, GLU),
+    "swiglu_bwd": (ops.swiglu_bwd, [bf16(M, K), *GLU]),
+    "swiglu_bwd_row": (ops.swiglu_bwd_row, [bf16(M, K), *GLU]),
+    "swiglu_bwd_col": (ops.swiglu_bwd_col, [bf16(M, K), *GLU[:2], *NO_PROB]),
+    "swiglu_bwd_both": (ops.swiglu_bwd_both, [bf16(M, K), *GLU]),
+    "combine": (ops.combine, [bf16(2 * M, K), i32(M, 2), f32(M, 2)]),
+    "combine_bwd": (ops.combine_bwd, [bf16(M, K), bf16(2 * M, K), i32(M, 2), i32(2 * M), f32(M, 2)]),
     "grouped_mm_mx": (ops.grouped_mm_mx, [u8(M, K), u8(M, K // 32), u8(G, N, K), u8(G, N, K // 32), ENDS]),
     "grouped_mm_bf16": (ops.grouped_mm_bf16, [bf16(M, K), bf16(G, N, K), ENDS]),
     "grouped_wgrad_mx": (ops.grouped_wgrad_mx, [u8(N, M), u8(N, M // 32), u8(K, M), u8(K, M // 32), ENDS]),
     "grouped_wgrad_bf16": (ops.grouped_wgrad_bf16, [bf16(M, N), bf16(M, K), ENDS]),
+    "grouped_mm_fold": (ops.grouped_mm_fold, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), ENDS]),
+    "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(G, N), u8(K, M), u8(G, K), ENDS]),
 }
 
 
 def kernels(lowered: jax.stages.Lowered) -> list[str]:
-    """The PTX inside each Triton call of a program; no other custom call of ours may be there."""
+    """Our kernels in a program: the PTX inside each Triton call, the target of each call to CUDA C++."""
     found: list[str] = []
 
     def visit(op):
         if op.operation.name == "stablehlo.custom_call":
             target = op.attributes["call_target_name"].value
-            assert not target.startswith("mxep."), f"{target}: a CPU kernel in a CUDA program"
             if target == "triton_kernel_call":
                 found.append(zlib.decompress(op.attributes["backend_config"].value_bytes).decode("latin-1"))
+            elif target.startswith("mxep."):
+                assert target.startswith("mxep.cuda."), f"{target}: a CPU kernel in a CUDA program"
+                found.append(target)
         for region in op.regions:
             for block in region:
                 for inner in block:
@@ -75,6 +98,12 @@ def kernels(lowered: jax.stages.Lowered) -> list[str]:
     return found
 
 
+def lower(name: str, arch: str) -> jax.stages.Lowered:
+    function, arguments = CALLS[name]
+    with lower_for(arch):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
 def test_the_table_names_every_op() -> None:
     assert CALLS.keys() == ops.OPS.keys()
 
@@ -82,15 +111,76 @@ def test_the_table_names_every_op() -> None:
 @pytest.mark.parametrize(("arch", "target"), [("sm_90", ".target sm_90a"), ("sm_100", ".target sm_100a")])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> None:
-    function, arguments = CALLS[name]
-    with lower_for(arch):
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    (ptx,) = kernels(lowered)
+    with force_implementation("triton"):
+        (ptx,) = kernels(lower(name, arch))
     assert f".visible .entry {ops.OPS[name].kernel.__name__}(" in ptx
     assert target in ptx
+    # Without `.rn` XLA's ptxas may fuse a multiplication and an addition; what Triton fused is an fma.
+    assert not re.search(r"\b(mul|add|sub)\.f32(x2)?\b", ptx)
+    assert ("fma.rn.f32" in ptx) == name.startswith("swiglu")
 
 
-def test_the_gradient_of_the_layer_is_triton_kernels_alone() -> None:
+@pytest.mark.parametrize(("arch", "capability"), [("sm_90", (9, 0)), ("sm_100", (10, 0))])
+@pytest.mark.parametrize("name", cpp_bindings.CUDA_OPS)
+def test_an_op_of_the_cuda_table_becomes_a_call_to_it(name: str, arch: str, capability: tuple[int, int]) -> None:
+    lowered = lower(name, arch)
+    if capability not in cpp_bindings.cuda_op_archs[name]:
+        (ptx,) = kernels(lowered)
+        assert f".visible .entry {ops.OPS[name].kernel.__name__}(" in ptx, "Triton where the table has no machine code"
+        return
+    assert kernels(lowered) == [f"mxep.cuda.{name}"]
+    assert "backend_config = {attrs = dense<" in lowered.as_text(), (
+        "the typed FFI: attributes, and a stream at run time"
+    )
+
+
+def test_what_is_forced_is_part_of_the_key_of_jaxs_caches() -> None:
+    jitted = jax.jit(ops.quantize_col)
+    targets = []
+    with lower_for("sm_90"):
+        for implementation in (None, "triton", "cuda", None):
+            with force_implementation(implementation):
+                targets += kernels(jitted.trace(bf16(M, K)).lower(lowering_platforms=("cuda",)))
+    assert [target == "mxep.cuda.quantize_col" for target in targets] == [True, False, True, True]
+
+
+def test_a_forced_implementation_runs_or_raises() -> None:
+    with force_implementation("cuda"), pytest.raises(NotImplementedError, match=r"row_map: .*no CUDA kernel for it"):
+        lower("row_map", "sm_90")
+    with force_implementation("cpp"), pytest.raises(NotImplementedError, match=r"row_map: .*allowed: cpu"):
+        lower("row_map", "sm_90")
+    for gpu in ("cuda", "triton"):
+        with force_implementation(gpu), pytest.raises(NotImplementedError, match=f"cpu with '{gpu}' forced"):
+            ops.quantize_row(jnp.zeros((1, 32)))
+    with force_implementation("cpp"):
+        assert ops.quantize_row(jnp.zeros((1, 32)))[0].shape == (1, 32)
+    with pytest.raises(ValueError, match="force_implementation: implementation: got 'c'"), force_implementation("c"):
+        pass
+
+
+def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes() -> None:
+    def sort_by(num_experts: int) -> list[str]:
+        with lower_for("sm_90"):
+            traced = jax.jit(lambda ids: ops.sort_by_expert(ids, num_experts)).trace(i32(M))
+            return kernels(traced.lower(lowering_platforms=("cuda",)))
+
+    assert sort_by(4096) == ["mxep.cuda.sort_by_expert"]
+    (ptx,) = sort_by(4097)
+    assert f".visible .entry {ops.OPS['sort_by_expert'].kernel.__name__}(" in ptx
+    with force_implementation("cuda"), pytest.raises(NotImplementedError, match="up to 4096 experts, these are 4097"):
+        sort_by(4097)
+
+
+def test_what_runs_and_why_the_rest_does_not() -> None:
+    with lower_for("sm_90"):
+        on_gpu = capabilities("cuda")
+    assert on_gpu["quantize_col"].uses == "cuda, sm_90"
+    assert on_gpu["row_map"].uses == "triton, sm_90"
+    assert "no CUDA kernel" in on_gpu["row_map"].absent["cuda"]
+    assert set(capabilities("cpu")["quantize_row"].absent) == {"cuda", "triton"}
+
+
+def test_the_gradient_of_the_layer_is_our_kernels_alone() -> None:
     config = moe.MoEConfig(64, 96, num_experts=4, top_k=2)
     spec = {"router": PartitionSpec(), "experts": PartitionSpec("ep")}
     layer = jax.shard_map(
@@ -107,7 +197,8 @@ def test_the_gradient_of_the_layer_is_triton_kernels_alone() -> None:
             .trace(params, x)
             .lower(lowering_platforms=("cuda",))
         )
-    names = Counter(re.search(r"\.visible \.entry (\w+)\(", ptx)[1] for ptx in kernels(lowered))
+    found = kernels(lowered)
+    names = Counter(re.search(r"\.visible \.entry (\w+)\(", kernel)[1] for kernel in found if kernel[:5] != "mxep.")
     assert names[ops.OPS["grouped_mm_mx"].kernel.__name__] >= 6, "three products forward, three input gradients"
     assert names[ops.OPS["grouped_wgrad_bf16"].kernel.__name__] == 3
     assert names[ops.OPS["permute_mx"].kernel.__name__] == 2

@@ -1,6 +1,7 @@
 """The all-to-alls inside shard_map on four devices: which row lands where, what a full part drops, the gradients."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,10 @@ from mxep.jax_frontend import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    of_tokens,
+    ops,
     plan_exchange,
+    spread_rows,
     to_mxfp8_a2a_dequant,
 )
 
@@ -183,3 +187,31 @@ def test_an_axis_that_does_not_divide_the_experts_is_refused() -> None:
 
     with pytest.raises(ValueError, match="6 experts; allowed: multiples of the 4 ranks of mesh axis 'ep'"):
         jax.shard_map(plan, mesh=MESH, in_specs=P(), out_specs=P("ep"))(jnp.zeros(6, jnp.int32))
+
+
+@pytest.mark.parametrize("capacity", [None, 5])
+@pytest.mark.parametrize("send", [a2a_dispatch, lambda x, e: a2a_dispatch_mxfp8_fwd_hp_bwd(x, e).dequantize()])
+def test_tokens_go_to_the_wire_as_their_copies_would(send: Callable, capacity: int | None) -> None:
+    """The same rows arrive, and the same gradient comes back, dropped copies and all."""
+    copies = 3
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, EXPERTS, (RANKS, TOKENS * copies)), jnp.int32)
+
+    def local(straight: bool, ids, x, grad):
+        order, inverse, counts = ops.sort_by_expert(ids[0], EXPERTS)
+        exchange = plan_exchange(counts, "ep", num_rows=TOKENS * copies, capacity=capacity)
+
+        def there(x):
+            if straight:
+                return send(x, of_tokens(exchange, order, inverse, copies))
+            return send(spread_rows(x, order, inverse, copies), exchange)
+
+        rows, backward = jax.vjp(there, x)
+        return rows, *backward(grad[0])
+
+    received_rows = RANKS * (capacity or TOKENS * copies)
+    grad = normal(RANKS, received_rows, DIM, seed=1)
+    straight, spread = (per_rank(partial(local, way), ids, ROWS, grad) for way in (True, False))
+    for got, want in zip(straight, spread, strict=True):
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_array_equal(g, w)
+        assert np.abs(want[1]).max() > 0

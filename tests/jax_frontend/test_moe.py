@@ -46,6 +46,8 @@ def run(params, x, layer_config, dy):
         ({"recipe": "mxfp8_wgrad_with_hp"}, 21.5),
         ({"recipe": "mxfp8", "score_func": "sigmoid"}, 21.5),
         ({"recipe": "bf16", "score_func": "sigmoid", "normalize": False, "top_k": 3}, 42),
+        ({"recipe": "bf16", "prob_in": "swiglu"}, 42),
+        ({"recipe": "mxfp8", "prob_in": "swiglu", "normalize": False}, 20.5),
     ],
 )
 def test_the_layer_is_its_formulas(changes: dict, limit: float) -> None:
@@ -88,11 +90,14 @@ def parallel(ranks: int, recipe: str, check_vma: bool = True, **changes):
 
 
 # With check_vma=False JAX tracks nothing and sums the replicated router's gradient in shard_map's transpose.
-@pytest.mark.parametrize(("ranks", "check_vma"), [(1, True), (2, True), (4, True), (2, False)])
+@pytest.mark.parametrize(
+    ("ranks", "check_vma", "prob_in"),
+    [(1, True, "combine"), (2, True, "combine"), (4, True, "combine"), (2, False, "combine"), (4, True, "swiglu")],
+)
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8", "bf16"])
-def test_any_number_of_devices_gives_the_answer_of_one(recipe: str, ranks: int, check_vma: bool) -> None:
-    y, stats, grads = run(PARAMS, X, config(recipe), DY)
-    y_ep, stats_ep, grads_ep = parallel(ranks, recipe, check_vma)(PARAMS, X, DY)
+def test_any_number_of_devices_gives_the_answer_of_one(recipe: str, ranks: int, check_vma: bool, prob_in: str) -> None:
+    y, stats, grads = run(PARAMS, X, config(recipe, prob_in=prob_in), DY)
+    y_ep, stats_ep, grads_ep = parallel(ranks, recipe, check_vma, prob_in=prob_in)(PARAMS, X, DY)
     # The router's product and each token's sum are the same numbers in another order of fp32 additions.
     np.testing.assert_allclose(y_ep, y, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(stats_ep.counts.sum(0), stats.counts)
@@ -227,6 +232,7 @@ def test_init_draws_what_apply_takes() -> None:
         ({"top_k": 9}, "top_k: got 9"),
         ({"score_func": "relu"}, "'softmax' or 'sigmoid'"),
         ({"recipe": "fp4"}, "recipe: got 'fp4'"),
+        ({"prob_in": "router"}, "'combine' or 'swiglu'"),
         ({"capacity": 0}, "capacity: got 0"),
     ],
 )

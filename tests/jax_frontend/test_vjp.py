@@ -235,6 +235,23 @@ def test_a_tokens_gradient_is_the_sum_over_its_copies() -> None:
     np.testing.assert_array_equal(backward(drows)[0], drows[order])
 
 
+@pytest.mark.parametrize("mx", [False, True])
+def test_copies_may_lie_in_padded_groups(mx: bool) -> None:
+    x, drows = normal(3, 64), normal(8, 64, seed=1)
+    order, inverse = jnp.array([4, -1, 0, 2, -1, 5, 1, 3], jnp.int32), jnp.array([2, 6, 3, 7, 0, 5], jnp.int32)
+
+    def spread(x):
+        x = MXArray.quantize(x) if mx else x
+        rows = spread_rows(x, order, inverse, 2)
+        return rows.dequantize() if mx else rows
+
+    rows, backward = jax.vjp(jax.jit(spread), x)
+    values = MXArray.quantize(x).dequantize() if mx else x
+    np.testing.assert_array_equal(rows, jnp.where((order < 0)[:, None], 0, values[order // 2]))
+    expected = drows.astype(jnp.float32)[inverse].reshape(3, 2, 64).sum(1).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(backward(drows)[0], expected)
+
+
 def test_quantizing_and_dequantizing_pass_the_gradient() -> None:
     x, dy = normal(4, 64, dtype="float32"), normal(4, 64, seed=1, dtype="float32")
     y, backward = jax.vjp(lambda x: MXArray.quantize(x, "floor").dequantize(), x)

@@ -13,7 +13,9 @@ from mxep.core_kernels.launch import ArrayType, KernelOp, Launch
 
 # Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore_glob = ["test_cross_compile.py", "test_cpp_*.py"] if INTERPRETED else ["test_triton_*.py"]
+collect_ignore_glob = (
+    ["test_cross_compile.py", "test_cuda_build.py", "test_cpp_*.py"] if INTERPRETED else ["test_triton_*.py"]
+)
 GUARD = 4096
 
 
@@ -79,3 +81,9 @@ def triton_op():
 @pytest.fixture(scope="session")
 def cpp_op():
     return run_cpp
+
+
+@pytest.fixture(scope="session")
+def guarded_op():
+    """The implementation of this process: Triton's interpreter where it was chosen, C++ elsewhere."""
+    return run_interpreted if INTERPRETED else run_cpp

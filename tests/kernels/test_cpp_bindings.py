@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import fold, permute, quantize, routing, scale_layout
+from mxep.core_kernels import combine, fold, permute, quantize, routing, scale_layout, swiglu
 from mxep.core_kernels.launch import KernelOp
 
 OPS = [
     op
-    for module in (quantize, permute, routing, fold, scale_layout)
+    for module in (quantize, permute, routing, fold, scale_layout, combine, swiglu)
     for op in vars(module).values()
     if isinstance(op, KernelOp)
 ]
@@ -22,11 +22,11 @@ def test_every_op_that_is_planned_is_in_the_table():
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_table_and_plan_agree_on_the_number_of_arrays(op):
-    arrays = [torch.zeros(1, dtype=torch.uint8)] * 9
+    arrays = [torch.zeros(1, dtype=torch.uint8)] * 10
     inputs, outputs = arrays[: len(op.inputs)], arrays[: len(op.outputs)]
-    with pytest.raises(ValueError, match=f"{op.name}: inputs: got 9 arrays; allowed: {len(op.inputs)}$"):
+    with pytest.raises(ValueError, match=f"{op.name}: inputs: got 10 arrays; allowed: {len(op.inputs)}$"):
         cpp_bindings.run(op.name, arrays, outputs, [])
-    with pytest.raises(ValueError, match=f"{op.name}: outputs: got 9 arrays; allowed: {len(op.outputs)}$"):
+    with pytest.raises(ValueError, match=f"{op.name}: outputs: got 10 arrays; allowed: {len(op.outputs)}$"):
         cpp_bindings.run(op.name, inputs, arrays, [])
     with pytest.raises(ValueError, match=f"{op.name}: attrs: got 9; allowed: {len(op.attrs)}$"):
         cpp_bindings.run(op.name, inputs, outputs, [0] * 9)

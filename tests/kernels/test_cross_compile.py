@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import triton
-from mxep.core_kernels import fold, grouped_gemm, permute, quantize, routing, scale_layout
+from mxep.core_kernels import combine, fold, folded_gemm, grouped_gemm, permute, quantize, routing, scale_layout, swiglu
 from mxep.core_kernels.formats import packed_width
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from triton.backends.compiler import GPUTarget
@@ -25,6 +25,7 @@ POINTERS = {"uint8": "*u8", "bfloat16": "*bf16", "float32": "*fp32", "int32": "*
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 M, N, K, GROUPS = 131072, 2048, 7168, 8
+TOP_K, ROWS = 8, 131072 * 8 + GROUPS * 128
 
 
 def bf16(*shape: int) -> ArrayType:
@@ -37,6 +38,14 @@ def u8(*shape: int) -> ArrayType:
 
 def i32(*shape: int) -> ArrayType:
     return ArrayType(shape, "int32")
+
+
+def glu(m: int, f: int, weighted: bool = True) -> tuple[ArrayType, ...]:
+    return bf16(m, f), bf16(m, f), ArrayType((m if weighted else 0,), "float32")
+
+
+def f32(*shape: int) -> ArrayType:
+    return ArrayType(shape, "float32")
 
 
 def mx(*shape: int) -> tuple[ArrayType, ArrayType]:
@@ -69,17 +78,45 @@ CASES = {
     "quantize_row_fold": Case(fold.quantize_row_fold, (bf16(M, K),), {}, QUANTIZE),
     "quantize_row_fold f32": Case(fold.quantize_row_fold, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
     "permute_mx_fold": Case(fold.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
+    "fold_groups": Case(fold.fold_groups, (*mx(K, M), i32(GROUPS)), {}, QUANTIZE),
     "block_scales": Case(scale_layout.block_scales, (u8(M, K // 32), i32(GROUPS))),
     "unblock_scales": Case(
         scale_layout.unblock_scales,
         (u8((M + 127 * GROUPS) // 128 * 128, K // 32), i32(GROUPS)),
         {"num_rows": M, "num_scales": K // 32},
     ),
+    "combine": Case(combine.combine, (bf16(ROWS, K), i32(M, TOP_K), f32(M, TOP_K)), {}, VECTORS),
+    "combine f32": Case(
+        combine.combine, (f32(ROWS, K), i32(M, TOP_K), f32(M, TOP_K)), {"out_dtype": "float32"}, VECTORS
+    ),
+    "combine unweighted": Case(combine.combine, (bf16(ROWS, K), i32(M, TOP_K), f32(0)), {}, VECTORS),
+    "combine_bwd": Case(
+        combine.combine_bwd, (bf16(M, K), bf16(ROWS, K), i32(M, TOP_K), i32(ROWS), f32(M, TOP_K)), {}, VECTORS
+    ),
+    "combine_bwd f32 top 6": Case(
+        combine.combine_bwd, (f32(M, K), f32(ROWS, K), i32(M, 6), i32(ROWS), f32(M, 6)), {}, VECTORS
+    ),
+    "combine_bwd top 1": Case(
+        combine.combine_bwd, (bf16(M, K), bf16(ROWS, K), i32(M, 1), i32(ROWS), f32(M, 1)), {}, VECTORS
+    ),
+    "combine_bwd unweighted": Case(
+        combine.combine_bwd, (bf16(M, K), bf16(ROWS, K), i32(M, TOP_K), i32(ROWS), f32(0)), {}, ("st.global.v4.b32",)
+    ),
     "sort_by_expert": Case(routing.sort_by_expert, (i32(M),), {"num_experts": 256}),
     "row_map": Case(routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS}),
     "row_map of fixed parts": Case(
         routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS, "rank_rows": M // 32}
     ),
+    "swiglu": Case(swiglu.swiglu, glu(M, N), {}, VECTORS),
+    "swiglu without prob": Case(swiglu.swiglu, glu(M, N, False), {}, VECTORS),
+    "swiglu_row": Case(swiglu.swiglu_row, glu(M, N), {}, QUANTIZE),
+    "swiglu_col": Case(swiglu.swiglu_col, glu(M, N), {}, QUANTIZE),
+    "swiglu_both": Case(swiglu.swiglu_both, glu(M, N), {"rounding": 1}, QUANTIZE),
+    "swiglu_bwd": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N)), {}, VECTORS),
+    "swiglu_bwd without prob": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N, False)), {}, VECTORS),
+    "swiglu_bwd_row": Case(swiglu.swiglu_bwd_row, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
+    "swiglu_bwd_col": Case(swiglu.swiglu_bwd_col, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
+    "swiglu_bwd_both": Case(swiglu.swiglu_bwd_both, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
     "grouped_mm_mx": Case(grouped_gemm.grouped_mm_mx, (*mx(M, K), *mx(GROUPS, N, K), i32(GROUPS)), {}, ("mma",)),
     "grouped_mm_mx f32": Case(
         grouped_gemm.grouped_mm_mx, (*mx(M, N), *mx(GROUPS, K, N), i32(GROUPS)), {"out_dtype": "float32"}, ("mma",)
@@ -87,8 +124,26 @@ CASES = {
     "grouped_mm_bf16": Case(grouped_gemm.grouped_mm_bf16, (bf16(M, K), bf16(GROUPS, N, K), i32(GROUPS)), {}, ("mma",)),
     "grouped_wgrad_mx": Case(grouped_gemm.grouped_wgrad_mx, (*mx(N, M), *mx(K, M), i32(GROUPS)), {}, ("mma",)),
     "grouped_wgrad_bf16": Case(grouped_gemm.grouped_wgrad_bf16, (bf16(M, N), bf16(M, K), i32(GROUPS)), {}, ("mma",)),
+    "grouped_mm_fold": Case(
+        folded_gemm.grouped_mm_fold, (u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N), i32(GROUPS)), {}, ("fp8 mma",)
+    ),
+    "grouped_mm_fold f32": Case(
+        folded_gemm.grouped_mm_fold,
+        (u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N), i32(GROUPS)),
+        {"out_dtype": "float32"},
+        ("fp8 mma",),
+    ),
+    "grouped_wgrad_fold": Case(
+        folded_gemm.grouped_wgrad_fold,
+        (u8(N, M), u8(GROUPS, N), u8(K, M), u8(GROUPS, K), i32(GROUPS)),
+        {},
+        ("fp8 mma",),
+    ),
 }
-MMA = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+MMA = {
+    "mma": {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"},
+    "fp8 mma": {"sm_90": ".f32.e4m3.e4m3", "sm_100": "kind::f8f6f4"},
+}
 
 
 @cache
@@ -117,7 +172,7 @@ def compile_plan(op: KernelOp, inputs: tuple[ArrayType, ...], arch: str, options
     return triton.compile(
         source,
         target=GPUTarget("cuda", ARCHS[arch], 32),
-        options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        options={"num_warps": plan.num_warps, "num_stages": plan.num_stages, "enable_fp_fusion": False},
     )
 
 
@@ -131,6 +186,16 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", report)}
 
 
+def assert_rounds_as_written(ptx: str, case_name: str) -> None:
+    """`mul.f32` and `add.f32` without `.rn` are what ptxas may fuse; a fused one is in the PTX already.
+
+    SwiGLU writes seven, some packed in twos: five of a polynomial, two of a reciprocal.
+    """
+    assert not re.search(r"\b(mul|add|sub)\.f32(x2)?\b", ptx)
+    assert ptx.count("fma.rn.f32") + ptx.count("fma.rn.f32x2") == 7 * ptx.count("rcp.approx.ftz.f32")
+    assert ("fma.rn.f32" in ptx) == case_name.startswith("swiglu")
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case_name", CASES)
 def test_machine_code(case_name, arch, tmp_path):
@@ -140,9 +205,10 @@ def test_machine_code(case_name, arch, tmp_path):
     usage = resources(kernel.asm["cubin"], tmp_path)
     print(f"{case_name} {arch}: {usage['REG']} registers, {kernel.metadata.shared} bytes of shared memory")
     assert usage["STACK"] == usage["LOCAL"] == 0, "registers spill"
-    assert ".ftz" not in ptx
+    assert set(re.findall(r"\S*\.ftz\S*", ptx)) <= {"rcp.approx.ftz.f32"}  # of [1, 2]: nothing to flush
+    assert_rounds_as_written(ptx, case_name)
     for instruction in CASES[case_name].instructions:
-        assert (MMA[arch] if instruction == "mma" else instruction) in ptx
+        assert (MMA[instruction][arch] if instruction in MMA else instruction) in ptx
 
 
 SMALL = {
@@ -155,10 +221,18 @@ SMALL = {
     "fold_rows": (fold.fold_rows, mx(1, 32)),
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
     "permute_mx_fold": (fold.permute_mx_fold, (u8(1, 33), i32(1))),
+    "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),
+    "swiglu": (swiglu.swiglu, glu(1, 3)),
+    "swiglu_row": (swiglu.swiglu_row, glu(1, 32)),
+    "swiglu_bwd": (swiglu.swiglu_bwd, (bf16(1, 3), *glu(1, 3))),
+    "swiglu_bwd_row": (swiglu.swiglu_bwd_row, (bf16(1, 32), *glu(1, 32, False))),
+    "combine": (combine.combine, (bf16(1, 3), i32(1, 1), f32(1, 1))),
+    "combine_bwd": (combine.combine_bwd, (bf16(1, 3), bf16(1, 3), i32(1, 1), i32(1), f32(1, 1))),
     "grouped_mm_mx": (grouped_gemm.grouped_mm_mx, (*mx(1, 32), *mx(1, 8, 32), i32(1))),
     "grouped_mm_bf16": (grouped_gemm.grouped_mm_bf16, (bf16(1, 5), bf16(1, 3, 5), i32(1))),
     "grouped_wgrad_bf16": (grouped_gemm.grouped_wgrad_bf16, (bf16(1, 3), bf16(1, 5), i32(1))),
+    "grouped_mm_fold": (folded_gemm.grouped_mm_fold, (u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8), i32(1))),
 }
 
 

@@ -7,7 +7,7 @@ last end. The guards around every buffer are NaN, and so are the rows that no gr
 import ml_dtypes
 import numpy as np
 import pytest
-from mxep.core_kernels import grouped_gemm, oracle
+from mxep.core_kernels import folded_gemm, grouped_gemm, oracle, oracle_folded
 
 BF16 = ml_dtypes.bfloat16
 ENDS = {
@@ -63,6 +63,32 @@ def test_mm(triton_op, ends, out_dtype):
     operands = *oracle.quantize_row(lhs), *oracle.quantize_row(rhs_t)
     (got,) = triton_op(grouped_gemm.grouped_mm_mx, *operands, group_ends, out_dtype=out_dtype)
     check_m_grouped(got, oracle.dequantize(*operands[:2]), oracle.dequantize(*operands[2:]), ends)
+
+
+def folded_values(qf: np.ndarray, sf: np.ndarray) -> np.ndarray:
+    return oracle.E4M3_VALUES[qf] * oracle.e8m0_value(sf)[..., None]
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS.keys())
+def test_mm_fold(triton_op, ends, out_dtype):
+    rng = np.random.default_rng(4)
+    lhs, rhs_t = normal(rng, 170, 160), normal(rng, len(ends), 80, 160)
+    lhs[ends[-1] if ends else 0 :] = np.nan
+    operands = *oracle.fold_rows(*oracle.quantize_row(lhs)), *oracle.fold_rows(*oracle.quantize_row(rhs_t))
+    (got,) = triton_op(folded_gemm.grouped_mm_fold, *operands, np.array(ends, np.int32), out_dtype=out_dtype)
+    check_m_grouped(got, folded_values(*operands[:2]), folded_values(*operands[2:]), ends)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ends", [[32, 128], [0, 0, 96, 96], [160], [0, 0], []], ids=str)
+def test_wgrad_fold(triton_op, ends, out_dtype):
+    rng, group_ends = np.random.default_rng(5), np.array(ends, np.int32)
+    lhs, rhs = normal(rng, 160, 80), normal(rng, 160, 72)
+    lhs[ends[-1] if ends else 0 :] = np.nan
+    pairs = [oracle_folded.fold_groups(*oracle.quantize_col(x), group_ends) for x in (lhs, rhs)]
+    (got,) = triton_op(folded_gemm.grouped_wgrad_fold, *pairs[0], *pairs[1], group_ends, out_dtype=out_dtype)
+    check_k_grouped(got, *(oracle_folded.group_values(*pair, group_ends).T for pair in pairs), ends)
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,9 @@ def mesh_of(ep: int) -> DeviceMesh:
     return init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("replica", "ep"))["ep"]
 
 
-def parallel_layer(ep: int, recipe: str = "mxfp8_wgrad_with_hp", seed: int = 0) -> tuple[MoE, DeviceMesh]:
+def parallel_layer(ep: int, recipe: str = "mxfp8_wgrad_with_hp", seed: int = 0, **options) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
-    moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe), mesh_of(ep)
+    moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
     parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())
     return moe, mesh
 
@@ -69,11 +70,11 @@ def raises(error: type[Exception], words: str, run: Callable[[], object]) -> Non
         run()
 
 
-def equal_to_dense(ep: int, recipe: str) -> None:
+def equal_to_dense(ep: int, recipe: str, prob_in) -> None:
     """Tokens dealt out over the ranks give the answer and the gradients of one process with all of them."""
     torch.manual_seed(0)
-    dense = MoE(D, HIDDEN, E, TOP_K, recipe=recipe)
-    moe, mesh = parallel_layer(ep, recipe)
+    dense = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in)
+    moe, mesh = parallel_layer(ep, recipe, prob_in=prob_in)
     x, dy = batch().requires_grad_(), batch(2)
     mine = slice(mesh.get_local_rank() * TOKENS // ep, (mesh.get_local_rank() + 1) * TOKENS // ep)
     want, _ = dense(x)
@@ -83,6 +84,10 @@ def equal_to_dense(ep: int, recipe: str) -> None:
     got.backward(dy[mine])
     # The same bytes meet the same weights; only the sum over the tokens of a weight's gradient is ordered otherwise.
     pairs = {"y": (got, want[mine]), "x": (x_mine.grad, x.grad[mine])}
+    router = moe.router.weight.grad
+    assert router is not None
+    dist.all_reduce(router, group=mesh.get_group())
+    pairs["router"] = (router, dense.router.weight.grad)
     for name, w in moe.experts.named_parameters():
         assert isinstance(w.grad, DTensor)
         experts = slice(mesh.get_local_rank() * E // ep, (mesh.get_local_rank() + 1) * E // ep)
@@ -267,16 +272,16 @@ def several_layers_and_recomputation() -> None:
     assert torch.equal(again.grad, leaf.grad)
 
 
-def compiled_layer() -> None:
+def compiled_layer(prob_in) -> None:
     """The whole layer with its collectives is one graph once Dynamo may capture the splits; else it is several."""
     x = batch()[RANK * 8 : RANK * 8 + 8]
-    eager, _ = parallel_layer(2)
+    eager, _ = parallel_layer(2, prob_in=prob_in)
     leaf = x.clone().requires_grad_()
     want, _ = eager(leaf)
     want.square().sum().backward()
     for whole in (True, False):
         torch._dynamo.reset()
-        moe, _ = parallel_layer(2)
+        moe, _ = parallel_layer(2, prob_in=prob_in)
         again = x.clone().requires_grad_()
         with torch._dynamo.config.patch(capture_scalar_outputs=whole):
             got, _ = torch.compile(moe, fullgraph=whole, backend="aot_eager")(again)
@@ -316,9 +321,10 @@ def bad_input() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{
-        f"equal_to_dense[{ep}-{recipe}]": lambda ep=ep, recipe=recipe: equal_to_dense(ep, recipe)
+        f"equal_to_dense[{ep}-{recipe}-{prob_in}]": partial(equal_to_dense, ep, recipe, prob_in)
         for ep in (1, 2, 4)
         for recipe in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp")
+        for prob_in in ("combine", "swiglu")
     },
     "reload_between_degrees": reload_between_degrees,
     "tutorial_flow": tutorial_flow,
@@ -327,7 +333,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "dispatch_is_one_collective": dispatch_is_one_collective,
     "several_layers_and_recomputation": several_layers_and_recomputation,
     "bad_input": bad_input,
-    "compiled_layer": compiled_layer,
+    "compiled_layer[combine]": partial(compiled_layer, "combine"),
+    "compiled_layer[swiglu]": partial(compiled_layer, "swiglu"),
 }
 
 

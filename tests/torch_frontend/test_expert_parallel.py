@@ -16,7 +16,12 @@ from mxep.torch_frontend import (
 
 RANKS = 4
 SCRIPT = Path(__file__).with_name("ep_ranks.py")
-DEGREES = [f"equal_to_dense[{ep}-{r}]" for ep in (1, 2, 4) for r in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp")]
+DEGREES = [
+    f"equal_to_dense[{ep}-{recipe}-{prob_in}]"
+    for ep in (1, 2, 4)
+    for recipe in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp")
+    for prob_in in ("combine", "swiglu")
+]
 CHECKS = [
     *DEGREES,
     "reload_between_degrees",
@@ -26,7 +31,8 @@ CHECKS = [
     "dispatch_is_one_collective",
     "several_layers_and_recomputation",
     "bad_input",
-    "compiled_layer",
+    "compiled_layer[combine]",
+    "compiled_layer[swiglu]",
 ]
 
 

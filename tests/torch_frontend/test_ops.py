@@ -3,11 +3,24 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
-from mxep.torch_frontend import MXTensor, capabilities, debug_checks, force_implementation, ops
+import torch._dynamo.testing
+from mxep import cpp_bindings
+from mxep.core_kernels import quantize
+from mxep.torch_frontend import (
+    MXTensor,
+    _call,
+    _device,
+    _launch,
+    capabilities,
+    debug_checks,
+    force_implementation,
+    ops,
+)
 from torch import Tensor
 from torch.library import opcheck
 
@@ -24,7 +37,22 @@ def mx(*shape: int) -> tuple[Tensor, Tensor]:
     return ops.quantize_row(rows(*shape))
 
 
+def u8(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def by_group(*shape: int) -> tuple[Tensor, Tensor]:
+    return ops.fold_groups(*mx(*shape), ints(32, 32, 64))
+
+
+def glu(m: int, f: int, weighted: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dh, gate, up and prob."""
+    dh, gate, up = rows(3, m, f).unbind()
+    return dh, gate, up, rows(m if weighted else 0, dtype=torch.float32)
+
+
 ENDS = ints(3, 3, 70)
+SLOTS, ORDER = ints(2, -1, 0, 4).view(2, 2), ints(2, -1, 0, -1, 3)
 CASES: dict[str, Callable[[], tuple]] = {
     "quantize_row": lambda: (rows(5, 64),),
     "quantize_row_packed": lambda: (rows(5, 64, dtype=torch.float32), 1),
@@ -38,12 +66,25 @@ CASES: dict[str, Callable[[], tuple]] = {
     "fold_rows": lambda: mx(5, 64),
     "quantize_row_fold": lambda: (rows(5, 64), 1),
     "permute_mx_fold": lambda: (ops.quantize_row_packed(rows(5, 64)), ints(4, -1, 0)),
+    "fold_groups": lambda: (*mx(40, 96), ints(32, 32, 64)),
     "block_scales": lambda: (mx(80, 64)[1], ENDS),
     "unblock_scales": lambda: (ops.block_scales(mx(80, 64)[1], ENDS), ENDS, 80, 2),
+    "swiglu": lambda: glu(5, 7)[1:],
+    "swiglu_row": lambda: (*glu(5, 64)[1:], 1),
+    "swiglu_col": lambda: (*glu(64, 7, weighted=False)[1:], 0, True),
+    "swiglu_both": lambda: glu(32, 64)[1:],
+    "swiglu_bwd": lambda: glu(5, 7),
+    "swiglu_bwd_row": lambda: (*glu(5, 64, weighted=False), 1),
+    "swiglu_bwd_col": lambda: glu(64, 7),
+    "swiglu_bwd_both": lambda: (*glu(32, 64), 0, True),
+    "combine": lambda: (rows(5, 7), SLOTS, torch.rand(2, 2), "float32"),
+    "combine_bwd": lambda: (rows(2, 7), rows(5, 7), SLOTS, ORDER, torch.zeros(0)),
     "grouped_mm_mx": lambda: (*mx(80, 64), *mx(3, 96, 64), ENDS),
     "grouped_mm_bf16": lambda: (rows(80, 40), rows(3, 24, 40), ENDS, "float32"),
     "grouped_wgrad_mx": lambda: (*mx(64, 96), *mx(32, 96), ints(32, 32, 64)),
     "grouped_wgrad_bf16": lambda: (rows(80, 40), rows(80, 24), ENDS),
+    "grouped_mm_fold": lambda: (*ops.fold_rows(*mx(80, 64)), *ops.fold_rows(*mx(3, 96, 64)), ENDS),
+    "grouped_wgrad_fold": lambda: (*by_group(64, 96), *by_group(32, 96), ints(32, 32, 64)),
     "permute_q_sf": lambda: (*mx(5, 64), ints(4, -1, 0)),
 }
 
@@ -118,6 +159,14 @@ def test_packed_rows_are_read_where_they_lie() -> None:
 
 
 A, W = rows(4, 32), rows(2, 8, 32)
+NO_PROB = torch.empty(0)
+P = torch.full((2, 2), 0.5)
+
+
+def bwd(**changed: Tensor) -> tuple[Tensor, ...]:
+    """Arguments of combine_bwd, one of them changed."""
+    arguments = {"dy": rows(2, 7), "rows": rows(5, 7), "slots": SLOTS, "order": ORDER, "probs": P}
+    return tuple((arguments | changed).values())
 
 
 @pytest.mark.parametrize(
@@ -134,13 +183,42 @@ A, W = rows(4, 32), rows(2, 8, 32)
         (ValueError, r"group_ends: got \[-1, 4\]", "grouped_wgrad_bf16", (A, A, ints(-1, 4))),
         (TypeError, r"group_ends: got dtype int64", "grouped_mm_bf16", (A, W, ints(3, 4).long())),
         (ValueError, r"row_map: got 7", "permute_rows", (A, ints(7))),
+        (ValueError, r"slots: got 4 at index 3; .* row below 4", "combine", (rows(4, 7), SLOTS, P)),
+        (ValueError, r"order: got 4 at index 1; .* slot below 4", "combine_bwd", bwd(order=ints(2, 4, 0, -1, 3))),
+        (ValueError, r"order: got 1 at index 1; .* gives this row", "combine_bwd", bwd(order=ints(2, 1, 0, -1, 3))),
+        (ValueError, r"slots: got 4 at index 3; .* gives this slot", "combine_bwd", bwd(order=ints(2, -1, 0, -1, -1))),
+        (ValueError, r"slots: got shape \(4,\)", "combine", (rows(5, 7), SLOTS.view(4), P)),
+        (ValueError, r"slots: got shape \(2, 0\)", "combine", (rows(5, 7), SLOTS[:, :0].contiguous(), P)),
+        (ValueError, r"probs: got shape \(2, 1\)", "combine", (rows(5, 7), SLOTS, P[:, :1].contiguous())),
+        (TypeError, r"probs: got dtype bfloat16", "combine", (rows(5, 7), SLOTS, P.bfloat16())),
+        (TypeError, r"slots: got dtype int64", "combine", (rows(5, 7), SLOTS.long(), P)),
+        (TypeError, r"rows: got dtype float16", "combine", (rows(5, 7, dtype=torch.float16), SLOTS, P)),
+        (TypeError, r"out_dtype: got dtype float16", "combine", (rows(5, 7), SLOTS, P, "float16")),
+        (ValueError, r"dy: got shape \(3, 7\); allowed: \(2, 7\)", "combine_bwd", bwd(dy=rows(3, 7))),
+        (ValueError, r"order: got shape \(4,\); allowed: \(5,\)", "combine_bwd", bwd(order=ints(2, -1, 0, 3))),
         (ValueError, r"K: got 0", "fold_rows", mx(4, 0)),
         (ValueError, r"sf: got shape", "fold_rows", (mx(4, 64)[0], mx(4, 32)[1])),
+        (ValueError, r"group_ends: got \[32, 48\]", "fold_groups", (u8(4, 64), u8(4, 2), ints(32, 48))),
+        (ValueError, r"q: got last dim = 40", "fold_groups", (u8(4, 40), u8(4, 1), ints(32))),
+        (ValueError, r"rhs_qf: got N = 12", "grouped_mm_fold", (u8(4, 32), u8(4), u8(1, 12, 32), u8(1, 12), ints(4))),
+        (ValueError, r"lhs_qf: got K = 0", "grouped_mm_fold", (u8(4, 0), u8(4), u8(1, 8, 0), u8(1, 8), ints(4))),
+        (ValueError, r"rhs_sf: got shape", "grouped_mm_fold", (u8(4, 32), u8(4), u8(1, 8, 32), u8(1, 9), ints(4))),
+        (ValueError, r"group_ends: got \[48\]", "grouped_wgrad_fold", (*(u8(8, 64), u8(1, 8)) * 2, ints(48))),
+        (ValueError, r"lhs_sf: got shape", "grouped_wgrad_fold", (u8(8, 64), u8(2, 8), u8(8, 64), u8(1, 8), ints(64))),
+        (ValueError, r"rhs_qf: got K = 4", "grouped_wgrad_fold", (u8(8, 64), u8(1, 8), u8(4, 64), u8(1, 4), ints(64))),
         (ValueError, r"row_map: got 7", "permute_mx_fold", (ops.quantize_row_packed(A), ints(7))),
         (ValueError, r"group_ends: got \[3, 2\]", "block_scales", (mx(4, 64)[1], ints(3, 2))),
         (ValueError, r"group_ends: got \[3, 5\]", "unblock_scales", (torch.zeros(256, 4).byte(), ints(3, 5), 4, 2)),
         (ValueError, r"blocked: got shape", "unblock_scales", (torch.zeros(128, 4).byte(), ints(3, 4), 4, 2)),
         (ValueError, r"num_rows: got -1", "unblock_scales", (torch.zeros(128, 4).byte(), ints(3), -1, 2)),
+        (ValueError, r"up: got shape \(4, 64\); allowed: \(4, 32\), gate's", "swiglu", (A, rows(4, 64), NO_PROB)),
+        (ValueError, r"prob: got shape \(3,\); allowed: \(4,\), one weight per row", "swiglu", (A, A, torch.ones(3))),
+        (ValueError, r"prob: got shape \(4, 1\)", "swiglu", (A, A, torch.ones(4, 1))),
+        (ValueError, r"gate: got shape \(2, 8, 32\); allowed: 2 dims", "swiglu", (W, W, NO_PROB)),
+        (ValueError, r"gate: got last dim = 40", "swiglu_row", (rows(4, 40), rows(4, 40), NO_PROB)),
+        (ValueError, r"gate: got dim 0 \(scaled along\) = 4", "swiglu_bwd_col", (A, A, A, NO_PROB)),
+        (TypeError, r"dh: got dtype float32; allowed: bfloat16", "swiglu_bwd", (A.float(), A, A, NO_PROB)),
+        (TypeError, r"prob: got dtype bfloat16; allowed: float32", "swiglu_both", (A, A, A[:, 0].contiguous())),
         (ValueError, r"expert_ids: got 4", "sort_by_expert", (ints(4), 4)),
         (ValueError, r"alignment: got 33", "row_map", (ints(2, 1), 3, 2, 33)),
     ],
@@ -148,6 +226,19 @@ A, W = rows(4, 32), rows(2, 8, 32)
 def test_bad_input(error: type[Exception], message: str, op: str, args: tuple) -> None:
     with pytest.raises(error, match=f"{op}: {message}"):
         getattr(ops, op)(*args)
+
+
+@pytest.mark.parametrize(
+    ("message", "op", "args"),
+    [
+        (r"permute_rows: row_map: got 0 to 4; .* below 4", "permute_rows", (A, ints(0, 4))),
+        (r"combine: slots: got -2 to 1; .* below 5", "combine", (rows(5, 7), ints(1, -2).view(1, 2), P)),
+        (r"combine_bwd: order: got -1 to 4; .* below 4", "combine_bwd", bwd(order=ints(2, 4, 0, -1, 3))),
+    ],
+)
+def test_what_debug_checks_read_on_a_gpu(message: str, op: str, args: tuple) -> None:
+    with pytest.raises(ValueError, match=message):
+        _call._check_maps(ops.OPS[op], args)
 
 
 def test_a_raw_op_has_no_silent_gradient() -> None:
@@ -166,27 +257,33 @@ def test_what_runs_and_why_the_rest_does_not() -> None:
     assert "interpreter" in on_cpu["quantize_row"].absent["triton"]
     nothing = capabilities("meta")["quantize_row"]
     assert nothing.uses == ""
-    assert set(nothing.absent) == {"cpp", "triton"}
+    assert set(nothing.absent) == {"cpp", "cuda", "triton"}
 
 
 def test_a_forced_implementation_runs_or_raises() -> None:
     x = rows(2, 64)
     with force_implementation("triton"), pytest.raises(NotImplementedError, match=r"quantize_row: device: .*INTERPRET"):
         ops.quantize_row(x)
+    with (
+        force_implementation("cuda"),
+        pytest.raises(NotImplementedError, match=r"quantize_row: .*allowed: cuda tensor"),
+    ):
+        ops.quantize_row(x)
     with force_implementation("cpp"):
         forced = ops.quantize_row(x)
     assert torch.equal(forced[0], ops.quantize_row(x)[0])
     with (
-        pytest.raises(ValueError, match="force_implementation: implementation: got 'cuda'"),
-        force_implementation("cuda"),
+        pytest.raises(ValueError, match="force_implementation: implementation: got 'c'; allowed: 'cpp', 'cuda', 't"),
+        force_implementation("c"),
     ):
         pass
     with pytest.raises(NotImplementedError, match="quantize_row: device: got meta"):
-        ops.quantize_row._init_fn(x.to("meta"))
+        _call.call(quantize.quantize_row, x.to("meta"))
 
 
 INTERPRETED = """
 import torch
+import torch._dynamo.testing
 from mxep.torch_frontend import capabilities, force_implementation, ops
 x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 ids = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
@@ -206,8 +303,6 @@ def test_triton_runs_on_a_cpu_under_its_interpreter() -> None:
 
 
 def test_debug_checks_end_with_their_block() -> None:
-    from mxep.torch_frontend import _call
-
     cuda = torch.device("cuda")
     assert not _call.checks_values(cuda)
     with debug_checks():
@@ -219,3 +314,61 @@ def test_debug_checks_end_with_their_block() -> None:
 def test_mx_tensors_do_not_reach_raw_ops() -> None:
     with pytest.raises(NotImplementedError, match="dequantize"):
         ops.quantize_row(MXTensor.quantize(rows(2, 64)))
+
+
+@pytest.fixture
+def capability() -> Iterator[Callable[[int, int], None]]:
+    """Sets the compute capability of the GPU that this machine need not have."""
+    with mock.patch.object(torch.cuda, "get_device_capability") as ask:
+        _device.compute_capability.cache_clear()
+        yield lambda major, minor: setattr(ask, "return_value", (major, minor))
+        _device.compute_capability.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "from_the_table", "from_triton"),
+    [
+        ((8, 9), "triton, sm_89 with the tiles of sm_90", "triton, sm_89 with the tiles of sm_90"),
+        ((9, 0), "cuda, sm_90", "triton, sm_90"),
+        ((10, 0), "cuda, sm_100", "triton, sm_100"),
+        ((10, 3), "triton, sm_103 with the tiles of sm_100", "triton, sm_103 with the tiles of sm_100"),
+        ((12, 0), "triton, sm_120 with the tiles of sm_90", "triton, sm_120 with the tiles of sm_90"),
+    ],
+)
+def test_the_device_decides(capability: Callable, gpu: tuple[int, int], from_the_table: str, from_triton: str) -> None:
+    capability(*gpu)
+    found = capabilities("cuda:0")
+    assert (found["quantize_col"].uses, found["row_map"].uses) == (from_the_table, from_triton)
+    with force_implementation("triton"):
+        assert capabilities("cuda:0")["quantize_col"].uses == from_triton
+
+
+def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes(capability: Callable) -> None:
+    capability(9, 0)
+
+    def sort_by(num_experts: int, forced: _device.Implementation | None = None) -> object:
+        types, options = ((torch.Size([64]), torch.int32),), (("num_experts", num_experts),)
+        bind = _launch.bind.__wrapped__  # past the cache, which would keep what is patched here
+        return bind(ops.OPS["sort_by_expert"], types, torch.device("cuda", 0), forced, options).start
+
+    with (
+        mock.patch.object(_launch, "_cuda", return_value="cuda"),
+        mock.patch.object(_launch, "_triton", return_value="triton"),
+    ):
+        assert (sort_by(4096), sort_by(4097), sort_by(4096, "triton")) == ("cuda", "triton", "triton")
+        with pytest.raises(NotImplementedError, match="allowed: triton; its CUDA kernel takes up to 4096 experts"):
+            sort_by(4097, "cuda")
+
+
+def test_a_gpu_that_nothing_was_compiled_for_says_what_runs_instead(capability: Callable) -> None:
+    capability(8, 0)
+    assert "sm_80; allowed: sm_89 and newer; on a CPU the C++" in capabilities("cuda:0")["row_map"].absent["triton"]
+    capability(12, 0)
+    _device.compute_capability.cache_clear()
+    assert "compiled for sm_90, sm_100, this is sm_120" in capabilities("cuda:0")["quantize_col"].absent["cuda"]
+    capability(9, 0)
+    _device.compute_capability.cache_clear()
+    with mock.patch.object(cpp_bindings, "cuda_archs", ()):
+        built_without = capabilities("cuda:0")["quantize_col"]
+    assert built_without.uses == "triton, sm_90"
+    assert "`make install-gpu`" in built_without.absent["cuda"]

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from mxep.torch_frontend import MXTensor, ops, permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
-from mxep.torch_frontend.permute import spread_rows
+from mxep.torch_frontend import MXTensor, ops, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
 from torch import Tensor
 
 # Two ranks, three local experts, the second of which nobody chose.
@@ -104,6 +103,21 @@ def test_spread_copies_and_adds_up() -> None:
     assert torch.equal(
         dx, torch.stack([grad[0].float() + grad[4], grad[2].float() + grad[5], grad[1].float() + grad[3]]).bfloat16()
     )
+
+
+@pytest.mark.parametrize("mx", [False, True])
+def test_copies_may_lie_in_padded_groups(mx: bool) -> None:
+    x, grad = randn(3, K).requires_grad_(), randn(8, K, seed=1)
+    order = torch.tensor([4, -1, 0, 2, -1, 5, 1, 3], dtype=torch.int32)
+    inverse = torch.tensor([2, 6, 3, 7, 0, 5], dtype=torch.int32)
+    values = MXTensor.quantize(x) if mx else x
+    rows = spread_rows(values, order, inverse, 2)
+    if mx:
+        assert isinstance(rows, MXTensor)
+        rows, values = rows.dequantize(), values.dequantize()
+    assert torch.equal(rows, torch.where((order < 0)[:, None], 0, values[order // 2]))
+    (dx,) = torch.autograd.grad(rows, x, grad)
+    assert torch.equal(dx, grad.float()[inverse].view(3, 2, K).sum(1).bfloat16())
 
 
 X = randn(ROWS, K)

@@ -19,7 +19,7 @@ from importlib import import_module
 
 import numpy as np
 
-from ..cases import LAYERS
+from ..layers import LAYERS
 
 Array = np.ndarray
 
@@ -41,4 +41,4 @@ def dense_layer(
     """y, statistics and gradients of a case of `LAYERS` on one rank."""
     case = LAYERS[name]
     module = import_module(f"{__name__}.{frontend}")
-    return module.moe(case.x, case.params, case.dy, recipe, **case.routing)
+    return module.moe(case.x, case.params, case.dy, recipe, **case.options)

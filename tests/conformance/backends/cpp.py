@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import fold, permute, quantize, routing, scale_layout
+from mxep.core_kernels import combine, fold, permute, quantize, routing, scale_layout, swiglu
 from mxep.core_kernels.launch import ArrayType, KernelOp
 
 from .arrays import poisoned, to_numpy, to_torch
@@ -36,7 +36,18 @@ KERNEL_OPS = (
     fold.fold_rows,
     fold.quantize_row_fold,
     fold.permute_mx_fold,
+    fold.fold_groups,
     scale_layout.block_scales,
     scale_layout.unblock_scales,
+    combine.combine,
+    combine.combine_bwd,
+    swiglu.swiglu,
+    swiglu.swiglu_row,
+    swiglu.swiglu_col,
+    swiglu.swiglu_both,
+    swiglu.swiglu_bwd,
+    swiglu.swiglu_bwd_row,
+    swiglu.swiglu_bwd_col,
+    swiglu.swiglu_bwd_both,
 )
 OPS: dict[str, Callable] = {op.name: partial(run, op) for op in KERNEL_OPS}

@@ -13,7 +13,7 @@ from mxep import jax_frontend as mxep
 from mxep.core_kernels.recipe import Recipe
 from mxep.jax_frontend import ops
 
-from ..cases import LAYERS, WIRE
+from ..layers import LAYERS, WIRE
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
@@ -21,8 +21,12 @@ Pair = tuple[Array, Array]
 NAMES = (
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
-    *("fold_rows", "quantize_row_fold", "permute_mx_fold", "block_scales", "unblock_scales"),
+    *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
+    *("combine", "combine_bwd"),
+    *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
+    *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
     *("grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"),
+    *("grouped_mm_fold", "grouped_wgrad_fold"),
 )
 
 
@@ -143,9 +147,12 @@ def wire(name: str) -> list[dict[str, Array]]:
     return [{key: cut(rank, key, value) for key, value in results.items()} for rank in range(RANKS)]
 
 
-def _config(params: dict[str, Array], recipe: str, top_k: int, score: str, normalize: bool) -> mxep.MoEConfig:
+def _config(
+    params: dict[str, Array], recipe: str, top_k: int, score: str, normalize: bool, prob_in: str
+) -> mxep.MoEConfig:
     num_experts, hidden, dim = params["w1"].shape
-    return mxep.MoEConfig(dim, hidden, num_experts, top_k, score_func=score, normalize=normalize, recipe=recipe)
+    routing = {"score_func": score, "normalize": normalize, "prob_in": prob_in}
+    return mxep.MoEConfig(dim, hidden, num_experts, top_k, recipe=recipe, **routing)
 
 
 def _tree(params: dict[str, Array]) -> dict[str, Any]:
@@ -168,10 +175,10 @@ def _moe(params, x, dy, config):
 
 
 def moe(
-    x: Array, params: dict[str, Array], dy: Array, recipe: str, **routing: Any
+    x: Array, params: dict[str, Array], dy: Array, recipe: str, **options: Any
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """The dense layer: y, its statistics, and the gradients of x and of every parameter."""
-    y, stats, grads = _moe(_tree(params), x, dy, _config(params, recipe, **routing))
+    y, stats, grads = _moe(_tree(params), x, dy, _config(params, recipe, **options))
     return np.asarray(y), {name: np.asarray(s) for name, s in stats._asdict().items()}, _flat(*grads)
 
 
@@ -197,6 +204,6 @@ def ranked_layer(config: mxep.MoEConfig, degree: int) -> Callable:
 def layer(name: str, recipe: str, degree: int) -> dict[str, Array]:
     """The layer on `degree` ranks, put together: y, counts, and the gradients of x, router, w1, w2, w3."""
     case = LAYERS[name]
-    run = ranked_layer(_config(case.params, recipe, **case.routing), degree)
+    run = ranked_layer(_config(case.params, recipe, **case.options), degree)
     y, counts, grads = run(_tree(case.params), case.x, case.dy)
     return {"y": np.asarray(y), "counts": np.asarray(counts), **_flat(*grads)}

@@ -64,9 +64,12 @@ def permute(rows: Array, counts: Array, ranks: int, dout: Array, alignment: int)
     return to_numpy(groups), to_numpy(x.grad), to_numpy(back), to_numpy(y.grad)
 
 
-def moe_module(params: dict[str, Array], recipe: str, top_k: int, score: str, normalize: bool) -> torch.nn.Module:
+def moe_module(
+    params: dict[str, Array], recipe: str, top_k: int, score: str, normalize: bool, prob_in: str
+) -> torch.nn.Module:
     num_experts, hidden, dim = params["w1"].shape
-    options = {"score_func": score, "normalize": normalize, "recipe": recipe, "dtype": torch.float32, "device": DEVICE}
+    options = {"score_func": score, "normalize": normalize, "recipe": recipe, "prob_in": prob_in}
+    options |= {"dtype": torch.float32, "device": DEVICE}
     moe = mxep.MoE(dim, hidden, num_experts, top_k, **options)
     moe.load_state_dict({"router.weight": to_torch(params["router"])} | {
         f"experts.{name}": to_torch(params[name]) for name in ("w1", "w2", "w3")
@@ -75,10 +78,10 @@ def moe_module(params: dict[str, Array], recipe: str, top_k: int, score: str, no
 
 
 def moe(
-    x: Array, params: dict[str, Array], dy: Array, recipe: str, **routing: Any
+    x: Array, params: dict[str, Array], dy: Array, recipe: str, **options: Any
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """The dense layer: y, its statistics, and the gradients of x and of every parameter."""
-    layer, x_ = moe_module(params, recipe, **routing), to_torch(x).requires_grad_()
+    layer, x_ = moe_module(params, recipe, **options), to_torch(x).requires_grad_()
     y, stats = layer(x_)
     y.backward(to_torch(dy))
     grads = {name.rpartition(".")[2]: p.grad for name, p in layer.named_parameters() if "experts" in name}

@@ -1,25 +1,27 @@
 """Triton's interpreter, through the torch frontend's launcher, on poisoned outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from mxep.core_kernels import grouped_gemm
-from mxep.core_kernels.launch import ArrayType, KernelOp
-from mxep.torch_frontend import _call
+from mxep.core_kernels import folded_gemm, grouped_gemm
+from mxep.core_kernels.launch import KernelOp
+from mxep.torch_frontend import _call, force_implementation
+from mxep.torch_frontend._launch import Output
 
 from .arrays import poisoned, to_numpy, to_torch
 from .cpp import KERNEL_OPS, POISON
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
-    def empty(array: ArrayType, device: torch.device) -> torch.Tensor:
-        return poisoned(array.shape, getattr(torch, array.dtype), poison)
+    def allocate(outputs: Sequence[Output], device: torch.device) -> list[torch.Tensor]:
+        return [poisoned(output.shape, output.dtype, poison) for output in outputs]
 
-    with mock.patch.object(_call, "empty", empty), _call.force_implementation("triton"):
+    quiet = np.errstate(all="ignore")  # the interpreter is numpy, and overflow is among the cases
+    with mock.patch.object(_call, "allocate", allocate), force_implementation("triton"), quiet:
         results = tuple(map(to_numpy, _call.call(op, *map(to_torch, inputs), **options)))
     return results if len(results) > 1 else results[0]
 
@@ -29,5 +31,7 @@ GEMM_OPS = (
     grouped_gemm.grouped_mm_bf16,
     grouped_gemm.grouped_wgrad_mx,
     grouped_gemm.grouped_wgrad_bf16,
+    folded_gemm.grouped_mm_fold,
+    folded_gemm.grouped_wgrad_fold,
 )
 OPS: dict[str, Callable] = {op.name: partial(run, op) for op in (*KERNEL_OPS, *GEMM_OPS)}

@@ -1,0 +1,123 @@
+"""Whole layers and the rows of four ranks: what more than one op, or more than one process, sees.
+
+LAYERS, LAYER_RUNS   name -> Layer, and the pairs (name, recipe) that are run
+WIRE                 name -> Wire     rows of four ranks, and how many go where
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mxep.core_kernels import oracle, oracle_layer
+from mxep.core_kernels.recipe import RECIPES
+
+from .cases import BF16, Array, lognormal_blocks, seeded
+
+# --- a whole layer ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x and dy (T, D), fp32 parameters; T is a multiple of 4, so that 1, 2 and 4 ranks can share the tokens."""
+
+    x: Array
+    dy: Array
+    params: dict[str, Array]
+    top_k: int
+    score: str
+    normalize: bool
+    prob_in: str = "combine"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a layer is made with; where its probabilities are multiplied is nothing to the fp64 one."""
+        return {**self.routing, "prob_in": self.prob_in}
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        return {"top_k": self.top_k, "score": self.score, "normalize": self.normalize}
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.params["router"])
+
+    def reference(self) -> tuple[Array, dict[str, Array]]:
+        """y and the gradients in fp64, nothing quantized."""
+        arguments = self.params | self.routing
+        grads = oracle_layer.moe_layer_vjp(self.dy, self.x, **arguments)
+        names = ("x", "router", "w1", "w3", "w2")
+        return oracle_layer.moe_layer(self.x, **arguments), dict(zip(names, grads, strict=True))
+
+
+def _layer(
+    name: str, tokens: int, bias: dict[int, float] | None = None, top_k: int = 2, score: str = "softmax",
+    prob_in: str = "combine",
+) -> Layer:  # fmt: skip
+    """`bias` adds to an expert's logits, through a feature of x that is one."""
+    rng, dim, hidden, num_experts = seeded(name), 64, 96, 8
+    x = rng.standard_normal((tokens, dim))
+    x[:, 0] = 1
+    params = {
+        "router": rng.standard_normal((num_experts, dim)) / 4,
+        "w1": rng.standard_normal((num_experts, hidden, dim)) / 8,
+        "w3": rng.standard_normal((num_experts, hidden, dim)) / 8,
+        "w2": rng.standard_normal((num_experts, dim, hidden)) / 10,
+    }
+    for expert, value in (bias or {}).items():
+        params["router"][expert, 0] = value
+    single = {key: value.astype(np.float32) for key, value in params.items()}
+    x, dy = x.astype(np.float32), rng.standard_normal(x.shape).astype(np.float32)
+    return Layer(x, dy, single, top_k, score, top_k > 1, prob_in)
+
+
+LAYERS = {
+    "softmax": _layer("softmax", 96),
+    "one_hot_expert": _layer("hot_expert", 96, bias={3: 15.0}),
+    "empty_rank": _layer("empty_rank", 96, bias={4: -30.0, 5: -30.0, 6: -30.0, 7: -30.0}),  # 1 of 2 ranks, 2 of 4
+    "one_token_per_rank": _layer("one_token_each", 4),
+    "one_expert_per_token": _layer("top1", 96, top_k=1, score="sigmoid"),  # not normalized: it would always weigh one
+    "sigmoid": _layer("sigmoid", 96, score="sigmoid"),
+    "prob_in_swiglu": _layer("prob_in_swiglu", 96, bias={4: -30.0, 5: -30.0, 6: -30.0, 7: -30.0}, prob_in="swiglu"),
+}
+# Every recipe where the layers share their shapes, the default one for the rest: JAX compiles each in seconds.
+LAYER_RUNS = [
+    (name, recipe)
+    for name in LAYERS
+    for recipe in RECIPES
+    if name in ("softmax", "one_hot_expert", "empty_rank", "prob_in_swiglu") or recipe == "mxfp8_wgrad_with_hp"
+]
+
+
+# --- four ranks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wire:
+    """rows[r] (M_r, K) bf16 of rank r, splits[r][s] of which go to rank s."""
+
+    rows: tuple[Array, ...]
+    splits: tuple[tuple[int, ...], ...]
+
+    def received(self) -> list[Array]:
+        return oracle.all_to_all(self.rows, self.splits)
+
+
+def _wire(name: str, splits: tuple[tuple[int, ...], ...]) -> Wire:
+    rng = seeded(name)
+    return Wire(tuple(lognormal_blocks(rng, (sum(row), 96)).astype(BF16) for row in splits), splits)
+
+
+def _spoiled(case: Wire) -> Wire:
+    """The same with a NaN, an infinity and fp32-subnormal values in three of its rows."""
+    rows = [part.copy() for part in case.rows]
+    rows[0][0, 5], rows[0][1, 40], rows[1][0] = np.nan, -np.inf, rows[1][0] * BF16.type(2.0**-130)
+    return Wire(tuple(rows), case.splits)
+
+
+WIRE = {
+    "uneven": _wire("uneven", ((3, 0, 5, 9), (1, 1, 1, 1), (0, 0, 40, 0), (7, 33, 2, 0))),
+    "a_rank_sends_nothing": _wire("sends_nothing", ((2, 3, 4, 5), (0, 0, 0, 0), (1, 0, 2, 0), (0, 6, 0, 1))),
+    "a_rank_receives_nothing": _wire("receives_nothing", ((2, 0, 4, 5), (8, 0, 1, 1), (1, 0, 2, 0), (0, 0, 0, 1))),
+    "one_row": _wire("one_row", ((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 0), (0, 0, 0, 0))),
+    "nan_inf_and_subnormals": _spoiled(_wire("spoiled", ((3, 0, 5, 9), (1, 1, 1, 1), (0, 0, 40, 0), (7, 33, 2, 0)))),
+}

@@ -1,0 +1,186 @@
+"""The folded products and fold_groups: bytes, the bound of the contract, and the distance to the unfolded product.
+
+|error| <= (c * eps_fp32 * K + what FP8 tensor cores lose) * sum|a||b| + half an ulp of the output (check.py). Operands
+are quantized and folded by the oracle, so that a product is judged alone.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+import numpy as np
+import pytest
+from mxep.core_kernels import oracle, oracle_folded
+from mxep.core_kernels.formats import BLOCK
+
+from . import check
+from .backends import GEMM_NAMES
+from .cases import BF16, DISTRIBUTIONS, GEMMS, RAGGED_GEMMS, seeded
+from .test_fold import every_shift
+
+Ops = Mapping[str, Callable]
+Array = np.ndarray
+Pair = tuple[Array, Array]
+M_GROUPED = GEMMS | RAGGED_GEMMS
+backends_with_a_gemm = pytest.mark.parametrize("backend", GEMM_NAMES, indirect=True)
+out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+
+# --- fold_groups ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [[96], [0, 32, 32, 96], [32, 64, 96], [64], [0, 0], []], ids=str)
+def test_fold_groups_every_element_by_every_shift(ops: Ops, ends: list[int]) -> None:
+    q, sf = every_shift()
+    group_ends = np.array(ends, np.int32)
+    check.same_bytes(ops["fold_groups"](q, sf, group_ends), oracle_folded.fold_groups(q, sf, group_ends))
+
+
+@pytest.mark.parametrize(("rows", "ends"), [(1, [0, 2048, 5120]), (37, [4064, 4096]), (5, [32 * g for g in range(65)])])
+def test_fold_groups_of_any_length(ops: Ops, rows: int, ends: list[int]) -> None:
+    rng = seeded(f"groups {rows}")
+    m = ends[-1] + 96
+    q, sf = rng.integers(0, 256, (rows, m), np.uint8), rng.integers(90, 140, (rows, m // BLOCK), np.uint8)
+    check.same_bytes(ops["fold_groups"](q, sf, np.int32(ends)), oracle_folded.fold_groups(q, sf, np.int32(ends)))
+
+
+def test_fold_groups_of_no_columns_or_no_rows(ops: Ops) -> None:
+    for shape, ends in (((3, 0), [0, 0]), ((0, 64), [32, 64])):
+        q, sf = np.zeros(shape, np.uint8), np.zeros((shape[0], shape[1] // BLOCK), np.uint8)
+        check.same_bytes(ops["fold_groups"](q, sf, np.int32(ends)), oracle_folded.fold_groups(q, sf, np.int32(ends)))
+
+
+def test_groups_know_nothing_of_each_other(ops: Ops) -> None:
+    """Each group is fold_rows of itself; a NaN block counts in no scale, an empty group has 0, the rest is zeros."""
+    q = np.full((1, 5 * BLOCK), 0x38, np.uint8)  # 1.0
+    sf = np.uint8([[100, 102, 255, 180, 200]])
+    qf, group_sf = ops["fold_groups"](q, sf, np.int32([64, 64, 96, 128]))
+    np.testing.assert_array_equal(group_sf, [[102], [0], [255], [180]])
+    np.testing.assert_array_equal(qf[0, ::BLOCK], [0x28, 0x38, 0x7F, 0x38, 0])
+
+
+# --- the products ---------------------------------------------------------------------------------------
+
+
+def chain(backend: str) -> float:
+    """What this backend's tensor cores lose, 0 where sums are fp32 throughout."""
+    if backend == "torch":
+        return check.FP8_CHAIN if import_module("torch").cuda.is_available() else 0
+    return check.FP8_CHAIN if backend == "jax" and import_module("jax").default_backend() != "cpu" else 0
+
+
+def by_row(x: Array) -> Pair:
+    return oracle.fold_rows(*oracle.quantize_row(x))
+
+
+def by_group(x: Array, group_ends: Array) -> Pair:
+    return oracle_folded.fold_groups(*oracle.quantize_col(x), group_ends)
+
+
+def row_values(pair: Pair) -> Array:
+    return oracle.E4M3_VALUES[pair[0]] * oracle.e8m0_value(pair[1])[..., None]
+
+
+@backends_with_a_gemm
+@out_dtypes
+@pytest.mark.parametrize("name", M_GROUPED)
+def test_grouped_mm_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
+    case = M_GROUPED[name]
+    lhs, rhs = by_row(case.lhs), by_row(case.rhs_t)
+    got = ops["grouped_mm_fold"](*lhs, *rhs, case.group_ends, out_dtype=out_dtype)
+    assert got.dtype == oracle.DTYPES[out_dtype]
+    check.m_grouped(got, row_values(lhs), row_values(rhs), case.group_ends, chain(backend))
+    assert (got[case.group_ends[-1] :] == 0).all()
+
+
+@backends_with_a_gemm
+@out_dtypes
+@pytest.mark.parametrize("name", GEMMS)
+def test_grouped_wgrad_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
+    case = GEMMS[name]
+    ends = case.group_ends
+    lhs, rhs = by_group(case.dout, ends), by_group(case.lhs, ends)
+    got = ops["grouped_wgrad_fold"](*lhs, *rhs, ends, out_dtype=out_dtype)
+    assert got.dtype == oracle.DTYPES[out_dtype]
+    values = [oracle_folded.group_values(*pair, ends).T for pair in (lhs, rhs)]
+    check.k_grouped(got, *values, ends, chain(backend))
+    assert (got[np.diff(ends, prepend=0) == 0] == 0).all()
+
+
+@backends_with_a_gemm
+def test_no_group_reads_the_next_one(ops: Ops) -> None:
+    """Operands of ones and, beyond the group, NaN: ends at every multiple of 32 of a tile's depth, and of 1 of rows."""
+    for end in (32, 64, 96, 128, 160, 224):
+        q = np.full((16, 256), 0x38, np.uint8)
+        q[:, end:] = 0x7F
+        one = np.full((2, 16), 127, np.uint8)
+        got = ops["grouped_wgrad_fold"](q, one, q, one, np.int32([end, end]), out_dtype="float32")
+        np.testing.assert_array_equal(got, np.stack([np.full((16, 16), end), np.zeros((16, 16))]).astype(np.float32))
+    for end in (1, 7, 63, 64, 65, 129):
+        lhs, rhs = np.full((160, 64), 0x38, np.uint8), np.full((2, 8, 64), 0x38, np.uint8)
+        lhs[end:], rhs[1] = 0x7F, 0x7F
+        lhs_sf, rhs_sf = np.full(160, 127, np.uint8), np.full((2, 8), 127, np.uint8)
+        got = ops["grouped_mm_fold"](lhs, lhs_sf, rhs, rhs_sf, np.int32([end, end]), out_dtype="float32")
+        np.testing.assert_array_equal(got, np.where(np.arange(160)[:, None] < end, 64, np.zeros((160, 8), np.float32)))
+
+
+@backends_with_a_gemm
+def test_an_empty_group_is_zero_whatever_its_scales(ops: Ops) -> None:
+    q, sf = np.zeros((8, 32), np.uint8), np.uint8([[255] * 8, [127] * 8])
+    got = ops["grouped_wgrad_fold"](q, sf, q, sf, np.int32([0, 32]), out_dtype="float32")
+    np.testing.assert_array_equal(got, np.zeros((2, 8, 8), np.float32))
+
+
+# Row byte, column byte: both applied at once, the way there does not matter.
+FAR = [(0, 254), (254, 0), (64, 190), (20, 230), (0, 127), (127, 255), (255, 0)]
+
+
+@backends_with_a_gemm
+@pytest.mark.parametrize(("row", "col"), FAR)
+def test_scales_far_apart(backend: str, ops: Ops, row: int, col: int) -> None:
+    """32 products of ones. XLA's matmul on a CPU reads subnormal operands as zeros: there 2^-127 is 0."""
+    ones = np.full((40, 32), 0x38, np.uint8)
+    rhs, rhs_sf = ones[None, :8], np.full((1, 8), col, np.uint8)
+    got = ops["grouped_mm_fold"](ones, np.full(40, row, np.uint8), rhs, rhs_sf, np.int32([40]), out_dtype="float32")
+    with np.errstate(invalid="ignore"):
+        want = 32 * oracle.e8m0_value(np.uint8(row)) * oracle.e8m0_value(np.uint8(col))
+    if (
+        backend == "jax"
+        and import_module("jax").default_backend() == "cpu"
+        and 0 in (row, col)
+        and 255 not in (row, col)
+    ):
+        want = 0
+    np.testing.assert_array_equal(got, np.full((40, 8), want, np.float32))
+
+
+# --- what folding costs ----------------------------------------------------------------------------------
+
+
+def floor_db(exact: Array) -> float:
+    """What rounding the exact product to bf16 alone costs."""
+    return check.sqnr_db(oracle.round_to(exact, "bfloat16"), exact)
+
+
+@backends_with_a_gemm
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_nobody_can_tell(ops: Ops, distribution: str) -> None:
+    """Within 0.5 dB of the bf16-rounding floor, against the product of the unfolded operands."""
+    rng, ends = seeded(f"tell {distribution}"), np.int32([64, 160])
+    lhs = DISTRIBUTIONS[distribution](rng, (160, 2048)).astype(BF16)
+    rhs = DISTRIBUTIONS["normal"](rng, (2, 96, 2048)).astype(BF16)
+    a, b = oracle.quantize_row(lhs), oracle.quantize_row(rhs)
+    exact = oracle.grouped_mm_mx(*a, *b, ends, "float64")
+    got = ops["grouped_mm_fold"](*oracle.fold_rows(*a), *oracle.fold_rows(*b), ends)
+    assert check.sqnr_db(got, exact) >= floor_db(exact) - 0.5
+
+
+@backends_with_a_gemm
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_nobody_can_tell_the_weight_gradient(ops: Ops, distribution: str) -> None:
+    rng, ends = seeded(f"wgrad {distribution}"), np.int32([1024, 1024, 2048])
+    dout = DISTRIBUTIONS["normal"](rng, (2048, 96)).astype(BF16)
+    lhs = DISTRIBUTIONS[distribution](rng, (2048, 64)).astype(BF16)
+    a, b = oracle.quantize_col(dout), oracle.quantize_col(lhs)
+    exact = oracle.grouped_wgrad_mx(*a, *b, ends, "float64")
+    folded = [oracle_folded.fold_groups(*pair, ends) for pair in (a, b)]
+    got = ops["grouped_wgrad_fold"](*folded[0], *folded[1], ends)
+    assert check.sqnr_db(got, exact) >= floor_db(exact) - 0.5

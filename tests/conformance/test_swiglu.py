@@ -1,0 +1,94 @@
+"""swiglu*, swiglu_bwd*: every byte on every backend; dprob, whose order is free, within the bound of a sum."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from mxep.core_kernels import oracle_swiglu
+from mxep.core_kernels.formats import Rounding
+
+from . import backends, check
+from .cases import BF16, GLUS, ODD_GLUS, RAGGED_GLUS, Glu
+
+Ops = Mapping[str, Callable]
+KINDS = ("", "_row", "_col", "_both")
+ALL = [
+    pytest.param(kind, name, id=f"{kind or 'bf16'}-{name}")
+    for name in GLUS
+    for kind in KINDS
+    if kind == "" or (kind == "_row" and name not in ODD_GLUS) or (name not in ODD_GLUS and name not in RAGGED_GLUS)
+]
+MODES = [(rounding, satfinite) for rounding in Rounding for satfinite in (False, True)]
+
+
+@cache
+def expected(op: str, name: str, *mode: object):
+    case = GLUS[name]
+    return getattr(oracle_swiglu, op)(*(case.backward if "bwd" in op else case.forward), *mode)
+
+
+def dprob_bound(got: np.ndarray, case: Glu) -> None:
+    """The terms are exact; only their sum's order is free."""
+    assert (got.shape, got.dtype) == (case.prob.shape, np.float32)
+    if len(case.prob):
+        with np.errstate(invalid="ignore"):
+            terms = oracle_swiglu.dprob_terms(case.dh, case.gate, case.up).astype(np.float64)
+            exact = np.where(np.abs(terms.sum(-1)) > np.finfo(np.float32).max, np.inf * terms.sum(-1), terms.sum(-1))
+        check.gemm_bound(got, exact, np.abs(terms).sum(-1), terms.shape[1])
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_forward(ops: Ops, kind: str, name: str) -> None:
+    check.same_bytes(ops[f"swiglu{kind}"](*GLUS[name].forward), expected(f"swiglu{kind}", name))
+
+
+@pytest.mark.parametrize(("kind", "name"), ALL)
+def test_backward(ops: Ops, kind: str, name: str) -> None:
+    *got, dprob = ops[f"swiglu_bwd{kind}"](*GLUS[name].backward)
+    *want, _ = expected(f"swiglu_bwd{kind}", name)
+    check.same_bytes(tuple(got), tuple(want))
+    dprob_bound(dprob, GLUS[name])
+
+
+def test_nan_is_canonical(ops: Ops) -> None:
+    case = GLUS["special_values"]
+    dgate, dup, _ = ops["swiglu_bwd"](*case.backward)
+    for x in (ops["swiglu"](*case.forward), dgate, dup):
+        nan = np.isnan(x.astype(np.float32))
+        assert nan.any()
+        assert set(x[nan].view(np.uint16).tolist()) == {0x7FC0}
+
+
+@pytest.mark.parametrize(("rounding", "satfinite"), MODES)
+@pytest.mark.parametrize("name", ["normal", "special_values"])
+def test_modes(ops: Ops, name: str, rounding: Rounding, satfinite: bool) -> None:
+    mode = {"rounding": rounding, "satfinite": satfinite}
+    got = ops["swiglu_both"](*GLUS[name].forward, **mode)
+    check.same_bytes(got, expected("swiglu_both", name, rounding, satfinite))
+    got = ops["swiglu_bwd_both"](*GLUS[name].backward, **mode)
+    check.same_bytes(got[:-1], expected("swiglu_bwd_both", name, rounding, satfinite)[:-1])
+
+
+def bf16s(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
+    return hnp.arrays(np.uint16, shape, elements=st.integers(0, 2**16 - 1)).map(lambda bits: bits.view(BF16))
+
+
+@pytest.mark.parametrize("name", backends.NAMES)
+@given(data=st.data(), weighted=st.booleans(), rounding=st.sampled_from(Rounding))
+def test_fusing_changes_no_byte(name: str, data: st.DataObject, weighted: bool, rounding: Rounding) -> None:
+    """swiglu then quantize_*, for any bits of the operands."""
+    ops, shape = backends.ops(name), (32, 96)
+    dh, gate, up = (data.draw(bf16s(shape)) for _ in range(3))
+    bits = hnp.arrays(np.uint32, shape[0] if weighted else 0, elements=st.integers(0, 2**32 - 1))
+    prob = data.draw(bits).view(np.float32)
+    h = ops["swiglu"](gate, up, prob)
+    dgate, dup, _ = ops["swiglu_bwd"](dh, gate, up, prob)
+    for kind in KINDS[1:]:
+        quantize = ops[f"quantize{kind}"]
+        check.same_bytes(ops[f"swiglu{kind}"](gate, up, prob, rounding=rounding), quantize(h, rounding=rounding))
+        fused = ops[f"swiglu_bwd{kind}"](dh, gate, up, prob, rounding=rounding)[:-1]
+        check.same_bytes(fused, (*quantize(dgate, rounding=rounding), *quantize(dup, rounding=rounding)))

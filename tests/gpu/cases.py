@@ -1,0 +1,248 @@
+"""Every op with inputs of any number of rows, from any seed: what the tests on the GPU run.
+
+    CASES[name].inputs(seed, m) -> tensors on DEVICE     .torch(*tensors) | .jax(*tensors) -> outputs
+
+Rows past the groups, padding, slack and an empty group are in them: what a kernel might leave out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+from mxep.jax_frontend import _call as jax_launch
+from mxep.jax_frontend import ops as jax_ops
+from mxep.torch_frontend import ops as torch_ops
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+K, N, GROUPS = 160, 64, 3
+
+Tensors = tuple[Tensor, ...]
+Rng = torch.Generator
+
+
+@dataclass(frozen=True)
+class Case:
+    """make(rng, m) gives CPU tensors of m rows, a multiple of `multiple`; options(m) the op's options."""
+
+    op: str
+    make: Callable[[Rng, int], Tensors]
+    options: Callable[[int], dict[str, Any]] = field(default=lambda m: {})
+    multiple: int = 1
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        return (0, 1, 33) if self.multiple == 1 else (0, 32)
+
+    def inputs(self, seed: int = 0, m: int = 96) -> Tensors:
+        return tuple(x.to(DEVICE) for x in self.make(Rng().manual_seed(seed), m))
+
+    def torch(self, *inputs: Tensor, m: int = 96) -> Tensors:
+        outputs = getattr(torch_ops, self.op)(*inputs, **self.options(m))
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def jax(self, *inputs: Tensor, m: int = 96) -> list[jax.Array]:
+        return self.jitted(m)(*map(to_numpy, inputs))
+
+    def jitted(self, m: int = 96) -> Any:
+        return _jitted(self.op, tuple(self.options(m).items()))
+
+
+@cache
+def _jitted(op: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(lambda *arrays: jax_launch.call(jax_ops.OPS[op], *arrays, **dict(options)))
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    return x.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.cpu().numpy()
+
+
+def as_bytes(x: Tensor | jax.Array) -> np.ndarray:
+    return np.ascontiguousarray(to_numpy(x) if isinstance(x, Tensor) else np.asarray(x)).reshape(-1).view(np.uint8)
+
+
+def same_bytes(got: Any, want: Any) -> None:
+    """Every output has the same shape and bits."""
+    assert [tuple(x.shape) for x in got] == [tuple(x.shape) for x in want]
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(as_bytes(g), as_bytes(w), err_msg=f"output {i}")
+
+
+# --- inputs ---------------------------------------------------------------------------------------------
+
+
+def floats(rng: Rng, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal values, rows of different magnitude; one in 500 is NaN, infinite or subnormal in fp32."""
+    x = torch.randn(shape, generator=rng) * torch.exp2(3 * torch.randn(*shape[:-1], 1, generator=rng))
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.0**-130, 0.0])
+    chosen = special[torch.randint(0, 5, shape, generator=rng)]
+    return torch.where(torch.rand(shape, generator=rng) < 0.002, chosen, x).to(dtype)
+
+
+def _finite(rng: Rng, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=rng).bfloat16()
+
+
+def _matrix(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, m, K),)
+
+
+def _matrix_fp32(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, m, K, dtype=torch.float32),)
+
+
+def _experts(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, GROUPS, m, K),)
+
+
+def _mx(rng: Rng, m: int) -> Tensors:
+    return torch_ops.quantize_row(floats(rng, m, K))
+
+
+def _row_map(rng: Rng, m: int) -> Tensor:
+    rows = torch.cat([torch.randperm(m, generator=rng), torch.full((9,), -1)])
+    return rows[torch.randperm(len(rows), generator=rng)].int()
+
+
+def _rows_and_map(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, K), _row_map(rng, m)
+
+
+def _packed_and_map(rng: Rng, m: int) -> Tensors:
+    return torch_ops.quantize_row_packed(floats(rng, m, K)), _row_map(rng, m)
+
+
+def _expert_ids(rng: Rng, m: int) -> Tensors:
+    return (torch.tensor([1, 4, 6, 8], dtype=torch.int32)[torch.randint(0, 4, (m,), generator=rng)],)
+
+
+def _counts(rng: Rng, m: int) -> Tensors:
+    """Of two ranks and three experts, the last of which receives nothing."""
+    pair = torch.tensor([0, 1, 3, 4])[torch.randint(0, 4, (m,), generator=rng)]
+    return (torch.bincount(pair, minlength=2 * GROUPS).int(),)
+
+
+def _ends(rng: Rng, m: int, multiple: int = 1) -> Tensor:
+    """Three groups, the second of them empty; the last may end before the last row."""
+    first, last = sorted(torch.randint(0, m // multiple + 1, (2,), generator=rng).tolist())
+    return torch.tensor([first, first, last], dtype=torch.int32) * multiple
+
+
+def _scales(rng: Rng, m: int) -> Tensors:
+    return _mx(rng, m)[1], _ends(rng, m)
+
+
+def _blocked_scales(rng: Rng, m: int) -> Tensors:
+    sf, ends = _scales(rng, m)
+    return torch_ops.block_scales(sf, ends), ends
+
+
+def _combine(rng: Rng, m: int) -> Tensors:
+    """m tokens of two slots; some slots are empty, some rows are padding."""
+    _, rows, slots, _, probs = _combine_bwd(rng, m)
+    return rows, slots, probs
+
+
+def _combine_bwd(rng: Rng, m: int) -> Tensors:
+    num_rows = 2 * m + 5
+    slots = torch.randperm(num_rows, generator=rng)[: 2 * m]
+    slots[torch.rand(2 * m, generator=rng) < 0.2] = -1
+    order = torch.full((num_rows,), -1)
+    order[slots[slots >= 0]] = torch.arange(2 * m)[slots >= 0]
+    probs = torch.rand(m, 2, generator=rng)
+    return _finite(rng, m, 72), _finite(rng, num_rows, 72), slots.view(m, 2).int(), order.int(), probs
+
+
+def _unweighted(make: Callable[[Rng, int], Tensors]) -> Callable[[Rng, int], Tensors]:
+    return lambda rng, m: (*make(rng, m)[:-1], torch.empty(0))
+
+
+def _swiglu(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, N), floats(rng, m, N), torch.rand(m, generator=rng)
+
+
+def _swiglu_bwd(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, N), *_swiglu(rng, m)
+
+
+def _grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
+    return _finite(rng, m, K), _finite(rng, GROUPS, N, K), _ends(rng, m)
+
+
+def _grouped_mm_mx(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = _grouped_mm_bf16(rng, m)
+    return *torch_ops.quantize_row(lhs), *torch_ops.quantize_row(rhs_t), ends
+
+
+def _grouped_wgrad_bf16(rng: Rng, m: int) -> Tensors:
+    return _finite(rng, m, N), _finite(rng, m, K), _ends(rng, m)
+
+
+def _grouped_wgrad_mx(rng: Rng, m: int) -> Tensors:
+    lhs, rhs = _finite(rng, m, N), _finite(rng, m, K)
+    return *torch_ops.quantize_col(lhs), *torch_ops.quantize_col(rhs), _ends(rng, m, 32)
+
+
+def _grouped_mm_fold(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = _grouped_mm_bf16(rng, m)
+    return *torch_ops.quantize_row_fold(lhs), *torch_ops.quantize_row_fold(rhs_t), ends
+
+
+def _groups(rng: Rng, m: int) -> Tensors:
+    return *torch_ops.quantize_col(floats(rng, m, N)), _ends(rng, m, 32)
+
+
+def _grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
+    lhs, rhs, ends = _finite(rng, m, N), _finite(rng, m, K), _ends(rng, m, 32)
+    lhs_t, rhs_t = torch_ops.quantize_col(lhs), torch_ops.quantize_col(rhs)
+    return *torch_ops.fold_groups(*lhs_t, ends), *torch_ops.fold_groups(*rhs_t, ends), ends
+
+
+# --- the table ------------------------------------------------------------------------------------------
+
+_OF_MATRICES = ("quantize_row", "quantize_row_packed", "quantize_row_fold", "quantize_col", "quantize_both")
+_COLUMNS = ("quantize_col", "quantize_both", "swiglu_col", "swiglu_both", "swiglu_bwd_col", "swiglu_bwd_both")
+
+
+def _case(op: str, make: Callable[[Rng, int], Tensors], **options: Any) -> Case:
+    return Case(op, make, lambda m: options, multiple=32 if op in _COLUMNS else 1)
+
+
+CASES = {
+    **{op: _case(op, _matrix) for op in _OF_MATRICES},
+    **{f"{op}_fp32": _case(op, _matrix_fp32) for op in _OF_MATRICES},
+    **{f"{op}_3d": _case(op, _experts) for op in _OF_MATRICES if op != "quantize_row_packed"},
+    "quantize_both_floor_satfinite": _case("quantize_both", _matrix, rounding=1, satfinite=True),
+    "dequantize": _case("dequantize", _mx),
+    "dequantize_fp32": _case("dequantize", _mx, out_dtype="float32"),
+    "permute_rows": _case("permute_rows", _rows_and_map),
+    "permute_mx": _case("permute_mx", _packed_and_map),
+    "permute_mx_fold": _case("permute_mx_fold", _packed_and_map),
+    "sort_by_expert": _case("sort_by_expert", _expert_ids, num_experts=9),
+    "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
+    "fold_rows": _case("fold_rows", _mx),
+    "fold_groups": Case("fold_groups", _groups, multiple=32),
+    "block_scales": _case("block_scales", _scales),
+    "unblock_scales": Case("unblock_scales", _blocked_scales, lambda m: {"num_rows": m, "num_scales": K // 32}),
+    "combine": _case("combine", _combine),
+    "combine_unweighted_fp32": _case("combine", _unweighted(_combine), out_dtype="float32"),
+    "combine_bwd": _case("combine_bwd", _combine_bwd),
+    "combine_bwd_unweighted": _case("combine_bwd", _unweighted(_combine_bwd)),
+    **{f"swiglu{to}": _case(f"swiglu{to}", _swiglu) for to in ("", "_row", "_col", "_both")},
+    **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", _swiglu_bwd) for to in ("", "_row", "_col", "_both")},
+    "swiglu_unweighted": _case("swiglu", _unweighted(_swiglu)),
+    "swiglu_bwd_unweighted": _case("swiglu_bwd", _unweighted(_swiglu_bwd)),
+    "grouped_mm_mx": _case("grouped_mm_mx", _grouped_mm_mx),
+    "grouped_mm_bf16": _case("grouped_mm_bf16", _grouped_mm_bf16),
+    "grouped_wgrad_mx": Case("grouped_wgrad_mx", _grouped_wgrad_mx, multiple=32),
+    "grouped_wgrad_bf16": _case("grouped_wgrad_bf16", _grouped_wgrad_bf16),
+    "grouped_mm_fold": _case("grouped_mm_fold", _grouped_mm_fold),
+    "grouped_mm_fold_fp32": _case("grouped_mm_fold", _grouped_mm_fold, out_dtype="float32"),
+    "grouped_wgrad_fold": Case("grouped_wgrad_fold", _grouped_wgrad_fold, multiple=32),
+}
+EDGES = [(name, m) for name, case in CASES.items() for m in case.edges]

@@ -1,0 +1,44 @@
+"""The same bytes from torch and from JAX, and from CUDA C++ and from Triton."""
+
+import numpy as np
+import pytest
+from mxep import cpp_bindings, jax_frontend, torch_frontend
+
+from .cases import CASES, as_bytes, same_bytes
+
+# The folded products are held to a bound instead (tests/conformance): sums may be taken in another order.
+IN_BYTES = [n for n, case in CASES.items() if case.op in cpp_bindings.CUDA_OPS and not case.op.startswith("grouped")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_and_jax_give_the_same_bytes(name: str) -> None:
+    case = CASES[name]
+    for seed in range(2):
+        inputs = case.inputs(seed)
+        same_bytes(case.torch(*inputs), case.jax(*inputs))
+
+
+@pytest.mark.parametrize("frontend", [torch_frontend, jax_frontend], ids=["torch", "jax"])
+@pytest.mark.parametrize("name", IN_BYTES)
+def test_cuda_and_triton_give_the_same_bytes(name: str, frontend) -> None:
+    case = CASES[name]
+    run = case.torch if frontend is torch_frontend else case.jax
+    for m in (96, 1024, 100_000, *case.edges):
+        inputs = case.inputs(m=m)
+        with frontend.force_implementation("cuda"):
+            cuda = run(*inputs, m=m)
+        with frontend.force_implementation("triton"):
+            triton = run(*inputs, m=m)
+        if case.op.startswith("swiglu_bwd") and inputs[-1].numel():
+            *cuda, dprob = cuda
+            *triton, other_dprob = triton
+            _same_sums(dprob, other_dprob, *inputs[:3])
+        same_bytes(cuda, triton)
+
+
+def _same_sums(got, want, dh, gate, up) -> None:
+    """dprob sums dh * silu(gate) * up over a row in an order of its own; |silu(gate)| is at most |gate|."""
+    got, want = (as_bytes(x).view(np.float32) for x in (got, want))
+    bound = dh.shape[-1] * 2.0**-23 * (dh.double() * gate.double() * up.double()).abs().sum(-1).cpu().numpy()
+    finite = np.isfinite(bound)
+    assert np.all(np.abs(got[finite] - want[finite]) <= bound[finite])

@@ -1,0 +1,105 @@
+"""What a training step does with an op: streams, CUDA graphs, torch.compile, XLA's command buffers."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import pytest
+import torch
+from mxep.jax_frontend import _call as jax_launch
+from mxep.jax_frontend import ops as jax_ops
+from torch import Tensor
+
+from .cases import CASES, DEVICE, Case, floats, same_bytes, to_numpy
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cuda_graph_replays_the_op_on_new_values(name: str) -> None:
+    """A host synchronisation, an allocation outside of torch's allocator or another stream would fail the capture."""
+    case = CASES[name]
+    static, new = case.inputs(seed=0), case.inputs(seed=1)
+    case.torch(*static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = case.torch(*static)
+    for old, x in zip(static, new, strict=True):
+        old.copy_(x)
+    for out in outputs:
+        out.view(-1).view(torch.uint8).fill_(0xFF)
+    graph.replay()
+    same_bytes(outputs, case.torch(*new))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_runs_on_the_current_stream(name: str) -> None:
+    """The inputs are there only when the stream has slept: a launch on another stream would read what was before."""
+    case = CASES[name]
+    wrong, right = case.inputs(seed=0), case.inputs(seed=1)
+    want = case.torch(*right)
+    static = tuple(x.clone() for x in wrong)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # some 100 ms, which no host beside other tests loses on the way to the query
+        for old, x in zip(static, right, strict=True):
+            old.copy_(x)
+        got = case.torch(*static)
+    assert not side.query(), "the op waited for the device"
+    side.synchronize()
+    same_bytes(got, want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_op_waits_for_the_device(name: str) -> None:
+    case = CASES[name]
+    inputs = case.inputs()
+    case.torch(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.torch(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_compile_without_a_graph_break(name: str) -> None:
+    case = CASES[name]
+    torch.compiler.reset()  # all cases compile one line of code, and dynamo counts its recompilations
+    compiled = torch.compile(case.torch, fullgraph=True)
+    for seed in range(2):
+        inputs = case.inputs(seed)
+        same_bytes(compiled(*inputs), case.torch(*inputs))
+
+
+def chain(call: Callable[..., Any], x: Any, row_map: Any, prob: Any) -> tuple[Any, ...]:
+    """Rows on their way: packed, permuted, folded, back in bf16, through SwiGLU, quantized both ways."""
+    (packed,) = call("quantize_row_packed", x)
+    q, sf = call("permute_mx", packed, row_map)
+    qf, row_sf = call("fold_rows", q, sf)
+    (rows,) = call("dequantize", q, sf)
+    (h,) = call("swiglu", rows, rows, prob)
+    return (qf, row_sf, h, *call("quantize_both", h))
+
+
+def test_a_jitted_chain_of_ops_repeats() -> None:
+    """Long enough for XLA to record it as a CUDA graph, which it updates when buffers move."""
+
+    def in_jax(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return jax_launch.call(jax_ops.OPS[op], *arrays)
+
+    def in_torch(op: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return Case(op, lambda rng, m: ()).torch(*tensors)
+
+    run = jax.jit(partial(chain, in_jax))
+    rng = torch.Generator().manual_seed(0)
+    kept = []
+    for _ in range(8):
+        inputs = (floats(rng, 200, 256), torch.randint(-1, 200, (256,), generator=rng).int(), torch.rand(256))
+        arrays = tuple(map(to_numpy, inputs))
+        got = run(*arrays)
+        kept.append((got, run(*arrays)))  # kept alive, so that every run has other buffers
+        want = chain(in_torch, *(x.to(DEVICE) for x in inputs))
+        same_bytes(got, want)
+    for first, second in kept:
+        same_bytes(second, first)

@@ -1,0 +1,41 @@
+"""What an eager call costs besides the kernel: memory and host time."""
+
+import pytest
+import torch
+
+from benchmarks import device_timing
+from benchmarks.bars import AT_MOST_US
+
+from .cases import CASES, to_numpy
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("m", [96, 4096])
+def test_nothing_but_the_outputs_is_allocated(name: str, m: int) -> None:
+    case = CASES[name]
+    inputs = case.inputs(m=m)
+    outputs = case.torch(*inputs, m=m)  # compiles
+    nbytes = sum(out.nbytes for out in outputs)
+    del outputs
+    assert device_timing.peak_nbytes(lambda: case.torch(*inputs, m=m)) == nbytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_xla_sets_nothing_aside_for_an_op(name: str) -> None:
+    """But for a table of the outputs' addresses, and constants in place of arrays without elements."""
+    case = CASES[name]
+    compiled = case.jitted(4096).lower(*map(to_numpy, case.inputs(m=4096))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_host_time(name: str, record_property) -> None:
+    """The lowest of three medians: tests beside this one disturb it."""
+    case = CASES[name]
+    inputs = case.inputs()
+    call = {"op": lambda: case.torch(*inputs)}
+    us = min(device_timing.host(call, torch.cuda.synchronize, calls=1000)["op"].us for _ in range(3))
+    margin = AT_MOST_US["host_overhead"] - us
+    record_property("host_us", float(us))
+    print(f"{name}: {us:.1f} us, {margin:.1f} us below the bar")
+    assert margin > 0, f"{name}: {us:.1f} us of host time, {-margin:.1f} us over the bar"

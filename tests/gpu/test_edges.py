@@ -1,0 +1,47 @@
+"""No row, one row, a ragged number of rows; outputs that held something else before."""
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import pytest
+import torch
+from mxep.torch_frontend import _call, ops
+from mxep.torch_frontend._launch import Output
+
+from .cases import CASES, DEVICE, EDGES, same_bytes
+
+
+@pytest.mark.parametrize(("name", "m"), EDGES)
+def test_torch_and_jax_give_the_same_bytes_for_few_rows(name: str, m: int) -> None:
+    case = CASES[name]
+    inputs = case.inputs(m=m)
+    same_bytes(case.torch(*inputs, m=m), case.jax(*inputs, m=m))
+
+
+def poisoned(byte: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """What `run` leaves in outputs that held `byte` before; 0xFF is NaN in every float and -1 in int32."""
+
+    def allocate(outputs: Sequence[Output], device: torch.device) -> list[torch.Tensor]:
+        filled = [torch.empty(output.shape, dtype=output.dtype, device=device) for output in outputs]
+        for out in filled:
+            out.view(-1).view(torch.uint8).fill_(byte)
+        return filled
+
+    with mock.patch.object(_call, "allocate", allocate):
+        return run()
+
+
+@pytest.mark.parametrize(("name", "m"), [*EDGES, *((name, 96) for name in CASES)])
+def test_every_byte_of_every_output_is_written(name: str, m: int) -> None:
+    case = CASES[name]
+    inputs = case.inputs(m=m)
+    same_bytes(*(poisoned(byte, lambda: case.torch(*inputs, m=m)) for byte in (0xFF, 0x5A)))
+
+
+@pytest.mark.parametrize("to", ["", "_row", "_col", "_both"])
+def test_rows_without_columns_have_a_gradient_of_prob(to: str) -> None:
+    """More rows than the CTAs of a GPU take in one go."""
+    prob = torch.ones(64_000, device=DEVICE)
+    none = torch.empty(len(prob), 0, dtype=torch.bfloat16, device=DEVICE)
+    dprob = poisoned(0xFF, lambda: getattr(ops, f"swiglu_bwd{to}")(none, none, none, prob))[-1]
+    assert dprob.eq(0).all()

@@ -1,0 +1,36 @@
+"""compute-sanitizer finds no error in a small run: memcheck of every op, racecheck of what CUDA C++ synchronises."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mxep import cpp_bindings
+
+from .cases import CASES
+
+SCRIPT = Path(__file__).with_name("sanitize.py")
+IN_CUDA = [name for name, case in CASES.items() if case.op in cpp_bindings.CUDA_OPS]
+
+
+@pytest.mark.parametrize(
+    ("tool", "implementations", "names", "clean"),
+    [
+        ("memcheck", ["cuda", "triton"], list(CASES), "ERROR SUMMARY: 0 errors"),
+        ("racecheck", ["cuda"], IN_CUDA, "RACECHECK SUMMARY: 0 hazards displayed"),
+    ],
+)
+def test_no_error(tool: str, implementations: list[str], names: list[str], clean: str) -> None:
+    assert names, "this build has no CUDA kernels: make install-gpu"
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    command = [sanitizer, "--tool", tool, sys.executable, str(SCRIPT), *implementations]
+    # Each tensor an allocation of its own: inside torch's blocks of megabytes no stray access is one to the tool.
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output[-4000:]
+    assert re.findall(r"^ran (\w+) in", output, re.MULTILINE) == names, output[-4000:]
+    assert clean in output, output[-4000:]

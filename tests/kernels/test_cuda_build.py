@@ -1,0 +1,145 @@
+"""The CUDA C++ kernels are machine code for Hopper and Blackwell inside the module, on a machine without a GPU.
+
+    core_kernels/cuda/*.cu --nvcc--> _ops.so --cuobjdump--> targets, resource usage, SASS
+
+Nothing here is skipped without nvcc: `make test` brings one, and a build without CUDA kernels fails.
+"""
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from mxep import cpp_bindings
+from mxep.core_kernels import quantize
+from mxep.cpp_bindings import _ops
+from mxep.torch_frontend import ops
+
+ROOT = Path(__file__).resolve().parents[2]
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TARGETS = {"sm_90a", "sm_100a"}
+
+
+@cache
+def dump(option: str) -> str:
+    return subprocess.run([CUOBJDUMP, option, _ops.__file__], capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def kernels(option: str) -> dict[tuple[str, str], str]:
+    """(target, mangled name) -> what cuobjdump says of the kernel."""
+    found = {}
+    for part in re.split(r"\n(?=arch = )", dump(option))[1:]:
+        target = part.split()[2]
+        for kernel in re.split(r"\n\s*Function\s*:?\s*", part)[1:]:
+            name = re.match(r"[\w$.]+", kernel)
+            assert name
+            found[target, name[0]] = kernel
+    return found
+
+
+def test_the_module_holds_machine_code_for_both_chips() -> None:
+    assert cpp_bindings.cuda_archs == ((9, 0), (10, 0))
+    assert {target for target, _ in kernels("--dump-resource-usage")} == TARGETS
+    assert "ptxasOptions" not in dump("--list-ptx"), "no PTX, which a driver would compile at the first call"
+
+
+def test_the_table_names_ops_that_the_plans_describe() -> None:
+    assert cpp_bindings.CUDA_OPS, "no CUDA kernels in this build: nvcc was not found"
+    for name in cpp_bindings.CUDA_OPS:
+        op = ops.OPS[name]
+        arrays = [((32, 32), "uint8")] * 12
+        with pytest.raises(ValueError, match=f"{name}: inputs: got 12; allowed: {len(op.inputs)}$"):
+            cpp_bindings.CudaLaunch(name, arrays, arrays, [])
+        with pytest.raises(ValueError, match=f"{name}: outputs: got 12; allowed: {len(op.outputs)}$"):
+            cpp_bindings.CudaLaunch(name, arrays[: len(op.inputs)], arrays, [])
+        with pytest.raises(ValueError, match=f"{name}: attrs: got 9; allowed: {len(op.attrs)}$"):
+            cpp_bindings.CudaLaunch(name, arrays[: len(op.inputs)], arrays[: len(op.outputs)], [0] * 9)
+
+
+def test_every_op_that_is_declared_is_in_the_table() -> None:
+    header = (ROOT / "core_kernels/cuda/ops.h").read_text()
+    declared = re.findall(r"^void (\w+)\(const Call& call, cudaStream_t stream\);", header, re.MULTILINE)
+    assert sorted(declared) == sorted(cpp_bindings.CUDA_OPS)
+
+
+SPILLED = {"backward_strips": 32}
+"""Bytes a thread may spill. SwiGLU's gradient runs 512 threads of 128 registers; spilling this much its row form
+reaches 0.94 of a copy's bandwidth on an H200."""
+
+
+def spilled(name: str) -> int:
+    return next((nbytes for kernel, nbytes in SPILLED.items() if kernel in name), 0)
+
+
+def test_kernels_spill_nothing_but_what_was_measured_to_be_faster() -> None:
+    for (target, name), usage in kernels("--dump-resource-usage").items():
+        used = {what: int(nbytes) for what, nbytes in re.findall(r"(STACK|LOCAL):(\d+)", usage)}
+        assert used["LOCAL"] == 0, (target, name)
+        assert used["STACK"] <= spilled(name), (target, name)
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_the_hardware_converts_and_nothing_flushes_subnormals(target: str) -> None:
+    sass = {name: code for (of, name), code in kernels("-sass").items() if of == target}
+    for name, code in sass.items():
+        # Division of integers goes through F2I.FTZ and MUFU, where no subnormal comes.
+        assert not re.search(r"\b(FADD|FMUL|FFMA|FSETP|FMNMX|HADD2|HMUL2|HFMA2)\.\S*FTZ", code), name
+        assert spilled(name) or not re.search(r"\b(STL|LDL)\b", code), name
+    assert any("E4M3" in code for code in sass.values())
+
+
+SUMS = {"quantize_tiles": 0, "swiglu_tiles": 0, "backward_strips": 64}
+"""The fma of dprob's sums. SwiGLU has seven more for each sigmoid of its table: a polynomial's and a reciprocal's."""
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+@pytest.mark.parametrize("kernel", SUMS)
+def test_a_product_is_not_fused_into_a_sum(kernel: str, target: str) -> None:
+    """What -fmad=false promises: no fma but those that the source means."""
+    codes = [c for (of, name), c in kernels("-sass").items() if of == target and kernel in name]
+    assert any("FMUL" in code for code in codes)
+    for code in codes:
+        sigmoids, rest = divmod(len(re.findall(r"\bFFMA\b", code)) - SUMS[kernel], 7)
+        assert rest == 0
+        assert (sigmoids > 0) == (kernel != "quantize_tiles")
+
+
+def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> None:
+    """Two products of four steps in a stage, multicast copies, and nothing of them for another chip."""
+    of = {key: code for key, code in kernels("-sass").items() if "folded_product" in key[1]}
+    assert len(of) == 4, "M-grouped and K-grouped, in bf16 and fp32"
+    for (target, name), code in of.items():
+        assert target == "sm_90a"
+        assert len(re.findall(r"\bQGMMA\.64x128x32\.F32\.E4M3\.E4M3\b", code)) == 8, name
+        assert "UTMALDG.2D.MULTICAST" in code, name
+    assert "its CUDA kernel was compiled for sm_90," in cpp_bindings.why_not_cuda("grouped_mm_fold", (10, 0))
+
+
+def bound() -> cpp_bindings.CudaLaunch:
+    launch = quantize.quantize_col.plan(quantize.ArrayType((32, 32), "bfloat16"), arch="sm_90")
+    return cpp_bindings.CudaLaunch("quantize_col", [((32, 32), "bfloat16")], launch.out, launch.attrs)
+
+
+def test_a_bound_launch_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="quantize_col: pointers: got 2; allowed: 3"):
+        bound()([0, 0], 0, 0)
+    with pytest.raises(ValueError, match="CudaLaunch: name: got 'fold'; allowed: "):
+        cpp_bindings.CudaLaunch("fold", [], [], [])
+    with pytest.raises(TypeError, match="quantize_col: dtype: got float16; allowed: uint8, int32"):
+        cpp_bindings.CudaLaunch("quantize_col", [((32, 32), "float16")], [((32, 32), "uint8")] * 2, [0, 0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which null pointers would upset")
+def test_without_a_driver_the_module_imports_and_a_launch_says_what_cuda_says() -> None:
+    with pytest.raises(RuntimeError, match=r"quantize_col: CUDA: .*\(cudaError\w+\)"):
+        bound()([0, 0, 0], 0, 0)
+
+
+def test_why_an_op_has_no_cuda_kernel() -> None:
+    assert cpp_bindings.why_not_cuda("quantize_col", (9, 0)) == ""
+    assert "no CUDA kernel for it" in cpp_bindings.why_not_cuda("row_map", (9, 0))
+    assert "compiled for sm_90, sm_100, this is sm_120" in cpp_bindings.why_not_cuda("quantize_col", (12, 0))

@@ -1,0 +1,33 @@
+"""SwiGLU between guards, in C++ and in Triton's interpreter: no byte outside is read or written.
+
+Its bytes: tests/conformance.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mxep.core_kernels import oracle_swiglu, swiglu
+
+SHAPES = [
+    *[("", shape) for shape in [(1, 1), (5, 37), (65, 100), (3, 0)]],
+    *[("_row", shape) for shape in [(1, 32), (9, 96), (65, 544)]],
+    *[("_col", shape) for shape in [(32, 1), (160, 37), (288, 544)]],
+    *[("_both", shape) for shape in [(32, 32), (160, 96), (288, 544)]],
+]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("kind", "shape"), SHAPES)
+def test_swiglu(guarded_op, kind, shape, weighted):
+    rng = np.random.default_rng(shape)
+    dh, gate, up = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for _ in range(3))
+    prob = rng.random(shape[0] * weighted).astype(np.float32)
+    for name, inputs in (("swiglu", (gate, up, prob)), ("swiglu_bwd", (dh, gate, up, prob))):
+        got = guarded_op(getattr(swiglu, name + kind), *inputs)
+        want = getattr(oracle_swiglu, name + kind)(*inputs)
+        want = want if isinstance(want, tuple) else (want,)
+        for g, w in zip(got, want, strict=True):
+            if g.dtype == np.float32:  # dprob: a sum of another order
+                np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-4)
+            else:
+                np.testing.assert_array_equal(g.view(f"u{g.itemsize}"), w.view(f"u{w.itemsize}"))
