@@ -162,10 +162,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     start_ranks(args.ep)
     train("torch", args, config, Trainer)
     if args.ep > 1:
-        # Gloo's threads drop their last tensors when a collective is over everywhere. A rank that is leaving
-        # Python by then aborts, so all wait here first.
+        # Gloo's threads drop a collective's tensors after the collective is over, and one that asks for the interpreter
+        # while Python ends aborts. They outlive destroy_process_group, because torch's caches keep the group: so all
+        # ranks wait for each other and leave without Python's end.
         dist.barrier()
-        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A group of `ep` ranks shares the experts; with four processes and ep = 1 or 2 th
 same tokens. gloo over a file store, so no port is taken.
 """
 
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -75,8 +76,8 @@ def main(rank: int, ranks: int, store: str, out: Path) -> None:
     # bf16 is saved as its bits: npz knows no ml_dtypes
     bits = {key: v.view(np.uint16) if v.dtype == BF16 else v for key, v in results.items()}
     np.savez(out / f"rank{rank}.npz", **bits)
-    dist.barrier()  # a rank that leaves Python while another still sends to it aborts
-    dist.destroy_process_group()
+    dist.barrier()  # a rank that leaves while another still sends to it breaks its connection
+    os._exit(0)  # gloo's threads may still drop tensors, which aborts while Python ends
 
 
 if __name__ == "__main__":
