@@ -1,9 +1,14 @@
 """What is computed in which precision. A recipe never says how: no tiles, no devices, no kernels."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from .formats import BLOCK, Rounding
+
+Operands = Literal["bf16", "mxfp8", "fp8_rowwise"]
+Compute = Literal["auto", "exact", "fold"]
+Form = Literal["bf16", "mx", "fold", "row"]
+"""What a product along the rows multiplies: bf16; MXFP8; MXFP8 folded to one scale per row; E4M3 quantized with one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,28 +16,52 @@ class Recipe:
     """Precision of a Mixture-of-Experts layer.
 
     name: one of `RECIPES`.
-    quantized: forward and input gradient multiply MXFP8 operands; dispatch forward and combine
-        backward carry MXFP8 rows. False: bf16 throughout, on the same pipeline.
+    operands: of forward and input gradient.
+        "mxfp8": blocks of 32; dispatch forward and combine backward carry MXFP8 rows too.
+        "fp8_rowwise": E4M3 under one power of two per row; rows travel in bf16.
+        "bf16": nothing is quantized, on the same pipeline.
     wgrad_with_hp: the weight gradient multiplies bf16 operands (what expert parallelism trains with);
         False: tokens are re-quantized along the token dim and the weight gradient is MXFP8 too.
-    rounding: how block scales are chosen.
-    compute: "exact" multiplies the dequantized values; the only mode on a CPU.
+    rounding: how scales are chosen.
+    compute: of MXFP8 operands. "exact" multiplies the dequantized values; "fold" first folds the scales of a row into
+        one, which is what Hopper's FP8 tensor cores multiply and loses only what falls below E4M3's subnormals;
+        "auto" folds on Hopper (sm_90) and is exact elsewhere.
     alignment: rows every expert's group is padded to, a positive multiple of 32.
     """
 
     name: str
-    quantized: bool = True
+    operands: Operands = "mxfp8"
     wgrad_with_hp: bool = True
     rounding: Rounding = Rounding.RCEIL
-    compute: Literal["exact"] = "exact"
+    compute: Compute = "auto"
     alignment: int = BLOCK
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", Rounding.parse(self.rounding))
-        if self.compute != "exact":
-            raise ValueError(f"Recipe: compute: got {self.compute!r}; allowed is 'exact'")
+        for field, allowed in (("operands", get_args(Operands)), ("compute", get_args(Compute))):
+            if getattr(self, field) not in allowed:
+                got, names = repr(getattr(self, field)), ", ".join(map(repr, allowed))
+                raise ValueError(f"Recipe: {field}: got {got}; allowed are {names}")
+        if self.operands == "fp8_rowwise" and not self.wgrad_with_hp:
+            raise ValueError("Recipe: wgrad_with_hp: got False with operands 'fp8_rowwise'; allowed is True")
         if self.alignment <= 0 or self.alignment % BLOCK:
             raise ValueError(f"Recipe: alignment: got {self.alignment}; allowed are positive multiples of {BLOCK}")
+
+    @property
+    def mx(self) -> bool:
+        """Whether rows travel and are multiplied as MXFP8."""
+        return self.operands == "mxfp8"
+
+    @property
+    def wgrad_mx(self) -> bool:
+        """Whether the weight gradient multiplies operands quantized along the tokens."""
+        return self.mx and not self.wgrad_with_hp
+
+    def form(self, arch: str) -> Form:
+        """What the products multiply on "cpu", "sm_90", "sm_100" or in the "interpreter"."""
+        if not self.mx:
+            return "bf16" if self.operands == "bf16" else "row"
+        return "fold" if self.compute == "fold" or (self.compute == "auto" and arch == "sm_90") else "mx"
 
     @classmethod
     def parse(cls, value: "Recipe | str", **changes: object) -> "Recipe":
@@ -55,7 +84,7 @@ class Recipe:
 
 
 RECIPES = {
-    "bf16": Recipe("bf16", quantized=False),
+    "bf16": Recipe("bf16", operands="bf16"),
     "mxfp8": Recipe("mxfp8", wgrad_with_hp=False),
     "mxfp8_wgrad_with_hp": Recipe("mxfp8_wgrad_with_hp"),
 }

@@ -34,9 +34,9 @@ from .swiglu import weights
 
 def _forward(x, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out, gate and up."""
-    rows = rows_of(x, recipe) if recipe.quantized else x
+    rows = rows_of(x, recipe) if recipe.mx else x
     gate, up = product(rows, w1, group_ends, recipe), product(rows, w3, group_ends, recipe)
-    h = ops.swiglu_row(gate, up, prob, rounding=recipe.rounding) if recipe.quantized else ops.swiglu(gate, up, prob)
+    h = ops.swiglu_row(gate, up, prob, rounding=recipe.rounding) if recipe.mx else ops.swiglu(gate, up, prob)
     return product(h, w2, group_ends, recipe), gate, up
 
 
@@ -54,7 +54,7 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
 
 def _swiglu_bwd(dh, gate, up, prob, recipe: Recipe):
     """dgate and dup as (rows, tokens), dprob, and h along the tokens."""
-    if not recipe.quantized or recipe.wgrad_with_hp:
+    if not recipe.wgrad_mx:
         dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, prob)
         operands = (gradient_operands(dgate, recipe), gradient_operands(dup, recipe))
         return *operands, dprob, ops.swiglu(gate, up, prob)
@@ -116,7 +116,7 @@ def grouped_swiglu_ffn(
     op, recipe = "grouped_swiglu_ffn", Recipe.parse(recipe)
     if not isinstance(x, MXArray):
         check_floats(op, "x", x, " or an MXArray")
-    elif not recipe.quantized:
+    elif not recipe.mx:
         fail(TypeError, op, "x", "MXArray with recipe 'bf16'", "allowed: an array; call x.dequantize()")
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
         check_floats(op, name, weight)
@@ -128,9 +128,9 @@ def grouped_swiglu_ffn(
         if weight.shape != shape:
             fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
     check_integers(op, "group_ends", group_ends)
-    if recipe.quantized:
+    if recipe.mx:
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
-    aligned = recipe.quantized and not recipe.wgrad_with_hp
+    aligned = recipe.wgrad_mx
     if aligned:
         require_multiple(op, "x", x.shape[0], BLOCK, "rows", "the weight gradient quantizes along them")
     check_ends(op, group_ends, x.shape[0], BLOCK if aligned else 1)

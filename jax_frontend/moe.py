@@ -195,7 +195,7 @@ def _on_one_device(experts: Params, x_TD: jax.Array, routing: _Routing, config: 
     inverse_TK = maps.inverse[routing.inverse]
     x_TD = x_TD.astype(jnp.bfloat16)
     # Copies of a row have the row's bytes.
-    x: Any = MXArray.quantize(x_TD, recipe.rounding) if recipe.quantized else x_TD
+    x: Any = MXArray.quantize(x_TD, recipe.rounding) if recipe.mx else x_TD
     groups = spread_rows(x, order_P, inverse_TK.reshape(-1), config.top_k)
     prob_P, probs_TK = None, routing.probs
     if config.prob_in == "swiglu":
@@ -214,7 +214,7 @@ def _across_ranks(
     num_local_experts = config.num_experts // exchange.ep_degree
     layout = (exchange.recv_counts, exchange.ep_degree, num_local_experts, recipe.alignment)
     tokens, x_TD = ep.of_tokens(exchange, order, inverse, config.top_k), x_TD.astype(jnp.bfloat16)
-    if recipe.quantized:
+    if recipe.mx:
         received = ep.a2a_dispatch_mxfp8_fwd_hp_bwd(x_TD, tokens, recipe.rounding)
         groups, maps = permute_mxfp8_fwd_hp_bwd(received, *layout, rank_rows=exchange.capacity)
     else:
@@ -224,7 +224,7 @@ def _across_ranks(
         sent = ep.a2a_dispatch(gather_rows(probs_TK.reshape(-1, 1), order, inverse), exchange)
         prob_P, probs_TK = gather_rows(sent, maps.row_map, maps.inverse)[:, 0], None
     out = unpermute_hp_fwd_mxfp8_bwd(_experts(experts, groups, maps.group_ends, prob_P, recipe), maps)
-    rows = ep.a2a_combine_hp_fwd_mxfp8_bwd(out, exchange, recipe.rounding, mxfp8_bwd=recipe.quantized)
+    rows = ep.a2a_combine_hp_fwd_mxfp8_bwd(out, exchange, recipe.rounding, mxfp8_bwd=recipe.mx)
     return weighted_combine(rows, probs_TK, routing.inverse, order, out_dtype=out_dtype), exchange.overflow
 
 
@@ -236,4 +236,4 @@ def _experts(
         return vary(experts[name], varying_axes(*jax.tree.leaves(groups))).astype(jnp.bfloat16)
 
     weights = local("w1"), local("w3"), local("w2")
-    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, recipe=recipe, mx_grad=recipe.quantized)
+    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, recipe=recipe, mx_grad=recipe.mx)

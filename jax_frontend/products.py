@@ -36,7 +36,7 @@ def as_bf16(x: Rows) -> jax.Array:
 
 def product(lhs: Rows, rhs_t: jax.Array, group_ends: jax.Array, recipe: Recipe, out_dtype="bfloat16") -> jax.Array:
     """lhs (M, K) x rhs_t (G, N, K) -> (M, N), as the recipe multiplies."""
-    if not recipe.quantized:
+    if not recipe.mx:
         return ops.grouped_mm_bf16(as_bf16(lhs), as_bf16(rhs_t), group_ends, out_dtype=out_dtype)
     weights = ops.quantize_row(rhs_t, rounding=recipe.rounding)
     return ops.grouped_mm_mx(*rows_of(lhs, recipe), *weights, group_ends, out_dtype=out_dtype)
@@ -44,7 +44,7 @@ def product(lhs: Rows, rhs_t: jax.Array, group_ends: jax.Array, recipe: Recipe, 
 
 def tokens_of(x: Rows, recipe: Recipe) -> jax.Array | Pair:
     """What a weight gradient multiplies: bf16, or x (M, K) quantized along the tokens, transposed."""
-    if not recipe.quantized or recipe.wgrad_with_hp:
+    if not recipe.wgrad_mx:
         return as_bf16(x)
     values = x.dequantize() if isinstance(x, MXArray) else as_bf16(x) if isinstance(x, tuple) else x
     return ops.quantize_col(values, rounding=recipe.rounding)
@@ -52,15 +52,15 @@ def tokens_of(x: Rows, recipe: Recipe) -> jax.Array | Pair:
 
 def gradient_operands(dout: Rows, recipe: Recipe) -> tuple[Rows, jax.Array | Pair]:
     """What the input gradient multiplies, and what the weight gradient does."""
-    if recipe.quantized and not recipe.wgrad_with_hp and isinstance(dout, jax.Array):
+    if recipe.wgrad_mx and isinstance(dout, jax.Array):
         q, sf, q_t, sf_t = ops.quantize_both(dout, rounding=recipe.rounding)  # one read for both products
         return (q, sf), (q_t, sf_t)
-    return rows_of(dout, recipe) if recipe.quantized else as_bf16(dout), tokens_of(dout, recipe)
+    return rows_of(dout, recipe) if recipe.mx else as_bf16(dout), tokens_of(dout, recipe)
 
 
 def input_gradient(dout: Rows, rhs_t: jax.Array, group_ends: jax.Array, recipe: Recipe, out_dtype) -> jax.Array:
     """dout (M, N) x rhs_t (G, N, K) -> dlhs (M, K)."""
-    if not recipe.quantized:
+    if not recipe.mx:
         return ops.grouped_mm_bf16(as_bf16(dout), as_bf16(rhs_t).mT, group_ends, out_dtype=out_dtype)
     weights = ops.quantize_col(rhs_t, rounding=recipe.rounding)
     return ops.grouped_mm_mx(*rows_of(dout, recipe), *weights, group_ends, out_dtype=out_dtype)

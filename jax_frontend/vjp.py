@@ -86,15 +86,15 @@ def mxfp8_grouped_mm(
         check_floats(op, "A", A, " or an MXArray")
     check_floats(op, "rhs_t", rhs_t)
     ends = jnp.asarray(group_ends) if group_sizes is None else jnp.cumsum(group_sizes, dtype=jnp.int32)
-    if isinstance(A, MXArray) and not recipe.quantized:
+    if isinstance(A, MXArray) and not recipe.mx:
         fail(TypeError, op, "A", "MXArray with recipe 'bf16'", "allowed: an array; call A.dequantize()")
     if rhs_t.ndim != 3 or len(A.shape) != 2:
         fail(ValueError, op, "A, rhs_t", f"shapes {A.shape}, {rhs_t.shape}", "allowed: (M, K) and (G, N, K)")
-    if recipe.quantized:
+    if recipe.mx:
         require_multiple(op, "rhs_t", rhs_t.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
         if not recipe.wgrad_with_hp and not pad_token_groups:
             require_multiple(op, "A", A.shape[0], BLOCK, "rows", "the weight gradient quantizes along them")
-    aligned = recipe.quantized and not recipe.wgrad_with_hp and not pad_token_groups
+    aligned = recipe.wgrad_mx and not pad_token_groups
     check_ends(op, ends, A.shape[0], BLOCK if aligned else 1)
     if pad_token_groups:
         return _grouped_mm_padded(A, rhs_t, ends, recipe, out_dtype, mx_grad)

@@ -236,7 +236,7 @@ def dispatch(
         # torch's all-to-all takes its splits from the host: the one sync of the layer.
         output_splits, input_splits = torch.stack([received, counts]).view(2, degree, -1).sum(-1).tolist()
     splits = output_splits, input_splits
-    if recipe.quantized:
+    if recipe.mx:
         rows = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, *splits, group_name, recipe.rounding)
     else:
         rows = a2a_combine_hp_fwd_mxfp8_bwd(rows, *splits, group_name, mxfp8_bwd=False)
@@ -261,5 +261,5 @@ def combine(groups: Tensor, route: Route) -> Tensor:
     rows = gather_rows(groups, route.maps.inverse, route.maps.row_map)
     back = route.input_splits, route.output_splits
     return a2a_combine_hp_fwd_mxfp8_bwd(
-        rows, *back, route.group_name, route.recipe.rounding, mxfp8_bwd=route.recipe.quantized
+        rows, *back, route.group_name, route.recipe.rounding, mxfp8_bwd=route.recipe.mx
     )

@@ -181,8 +181,8 @@ def grouped_swiglu_ffn(
     check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
     check_offs(op, offs, x, groups, "x", "w1")
     has_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in (w1, w3, w2))
-    tokens_mx = recipe.quantized and not recipe.wgrad_with_hp
+    tokens_mx = recipe.wgrad_mx
     if has_wgrad and tokens_mx and not pad_token_groups_for_grouped_mm:
         check_token_blocks(op, "x", x.shape[0], offs, "pass pad_token_groups_for_grouped_mm=True")
-    precision = recipe.quantized, recipe.wgrad_with_hp, pad_token_groups_for_grouped_mm, int(recipe.rounding)
+    precision = recipe.mx, recipe.wgrad_with_hp, pad_token_groups_for_grouped_mm, int(recipe.rounding)
     return _swiglu_ffn(x, w1, w3, w2, offs, prob, *precision)

@@ -182,7 +182,7 @@ class MoE(nn.Module):
         order_P = torch.cat([order, order.new_full((1,), -1)])[maps.row_map]
         rows = maps.inverse[inverse]
         x = x_TD.to(torch.bfloat16)
-        if recipe.quantized:
+        if recipe.mx:
             # To this process alone, which sends nothing. Copies of a row have the row's bytes.
             x = a2a_dispatch_mxfp8_fwd_hp_bwd(x, tokens, tokens, "", recipe.rounding)
         groups = spread_rows(x, order_P, rows, self.top_k)
@@ -190,7 +190,7 @@ class MoE(nn.Module):
         if self.prob_in == "swiglu":
             prob_P, probs = (gather_rows(probs_TK.reshape(-1, 1), order_P, rows).squeeze(1),), None
         out = self.experts(groups, maps.padded_counts, *prob_P)
-        if recipe.quantized:
+        if recipe.mx:
             out = quantize_gradient(out, int(recipe.rounding))
         return weighted_combine(out, probs, rows.view(-1, self.top_k), order_P, x_TD.dtype)
 
