@@ -58,7 +58,7 @@ class Recipe:
         return self.mx and not self.wgrad_with_hp
 
     def form(self, arch: str) -> Form:
-        """What the products multiply on "cpu", "sm_90", "sm_100" or in the "interpreter"."""
+        """What the products multiply on "cpu" or a GPU, "sm_90" for Hopper."""
         if not self.mx:
             return "bf16" if self.operands == "bf16" else "row"
         return "fold" if self.compute == "fold" or (self.compute == "auto" and arch == "sm_90") else "mx"

@@ -233,7 +233,7 @@ def _experts(
 ) -> jax.Array | MXGradArray:
     def local(name: str) -> jax.Array:
         # In the parameter's own dtype: over a mesh axis that replicates it, JAX sums the gradient in that dtype.
-        return vary(experts[name], varying_axes(*jax.tree.leaves(groups))).astype(jnp.bfloat16)
+        return vary(experts[name], varying_axes(*jax.tree.leaves(groups)))
 
     weights = local("w1"), local("w3"), local("w2")
     return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, recipe=recipe, mx_grad=recipe.mx)

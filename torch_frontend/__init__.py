@@ -34,6 +34,7 @@ from .mx_tensor import MXTensor
 from .parallel import MXFP8ExpertParallel
 from .permute import gather_rows, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
 from .swiglu import swiglu
+from .weights import keep_quantized_weights
 
 ScaleCalculationMode = Rounding
 
@@ -56,6 +57,7 @@ __all__ = [
     "force_implementation",
     "gather_rows",
     "grouped_swiglu_ffn",
+    "keep_quantized_weights",
     "mxfp8_grouped_mm",
     "ops",
     "permute_mxfp8_fwd_hp_bwd",

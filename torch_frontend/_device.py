@@ -61,6 +61,14 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return major, minor
 
 
+def arch_of(device: torch.device) -> str:
+    """ "cpu", or the GPU's own architecture: "sm_90" on Hopper."""
+    if device.type != "cuda":
+        return "cpu"
+    major, minor = compute_capability(device)
+    return f"sm_{major}{minor}"
+
+
 def choose(op: KernelOp, device: torch.device, forced: Implementation | None) -> tuple[Implementation, str]:
     """The implementation, and the architecture to plan for: "cpu", "interpreter", "sm_90" or "sm_100".
 

@@ -1,8 +1,8 @@
 """The grouped product and its gradient.
 
-forward   x --quantize rows--> MX --grouped_mm(w along K)--> out
-dgrad     dx <--grouped_mm(w along N)-- MX <--quantize rows-- dout      (or dout is MX already)
-wgrad     dw <--grouped_wgrad-- dout, x     bf16 operands, or both re-quantized along the tokens
+forward   x --quantize rows--> MX [--fold--] --grouped_mm(w along K)--> out
+dgrad     dx <--grouped_mm(w along N)-- [--fold--] MX <--quantize rows-- dout      (or dout is MX already)
+wgrad     dw <--grouped_wgrad-- dout, x     bf16 operands, or both re-quantized along the tokens [and folded]
 """
 
 from typing import Any, cast
@@ -13,11 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
+from ..core_kernels.recipe import RECIPES, Compute, Form, Recipe
 from . import ops
 from ._call import require_tensor
 from ._checks import check_devices, check_offs, check_rows, check_token_blocks, check_weights
 from .mx_tensor import MXTensor, plain
-from .products import FLOATS, input_gradient, pad_to_blocks, product, tokens_of, weight_gradient
+from .products import FLOATS, form_on, input_gradient, is_mx, pad_to_blocks, product, tokens_of, weight_gradient
+from .weights import MX
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -28,33 +30,33 @@ class _GroupedMM(torch.autograd.Function):
         b_t: Tensor,
         offs: Tensor,
         out_dtype: torch.dtype,
-        quantized: bool,
+        form: Form,
         wgrad_with_hp: bool,
         pad: bool,
         rounding: int,
     ) -> Tensor:
         ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b_t, offs)
         ctx.a_dtype = a.dtype
-        ctx.quantized, ctx.wgrad_with_hp, ctx.pad, ctx.rounding = quantized, wgrad_with_hp, pad, rounding
-        return product(a, b_t.transpose(-2, -1), offs, out_dtype, quantized, rounding)
+        ctx.form, ctx.pad, ctx.rounding = form, pad, rounding
+        ctx.wgrad_mx = is_mx(form) and not wgrad_with_hp
+        return product(a, b_t.transpose(-2, -1), offs, out_dtype, form, rounding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         a, b_t, offs = ctx.saved_tensors
-        dout, w, rounding = grads[0], b_t.transpose(-2, -1), ctx.rounding
+        dout, w, form, rounding = grads[0], b_t.transpose(-2, -1), ctx.form, ctx.rounding
         need_da, need_dw = ctx.needs_input_grad[:2]
-        wgrad_mx = ctx.quantized and not ctx.wgrad_with_hp
-        rows, tokens, da, dw = dout, None, None, None
-        if wgrad_mx and need_da and need_dw and not ctx.pad and not isinstance(dout, MXTensor):
+        rows, tokens, da, dw = dout, dout, None, None
+        if ctx.wgrad_mx and need_da and need_dw and not ctx.pad and not isinstance(dout, MXTensor):
             q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), rounding)  # one read for both products
-            rows, tokens = (q, sf), (q_t, sf_t)
+            rows, tokens = MX(q, sf), MX(q_t, sf_t)
         if need_da:
-            da = input_gradient(rows, w, offs, ctx.a_dtype, ctx.quantized, rounding)
-        if need_dw and wgrad_mx:
+            da = input_gradient(rows, w, offs, ctx.a_dtype, form, rounding)
+        if need_dw and ctx.wgrad_mx:
             row_map, ends = pad_to_blocks(offs, a.shape[0]) if ctx.pad else (None, offs)
-            tokens = tokens or tokens_of(dout, rounding, row_map)
-            dw = weight_gradient(tokens, tokens_of(a, rounding, row_map), ends, w.dtype)
+            tokens, a = (tokens_of(x, form, rounding, ends, row_map) for x in (tokens, a))
+            dw = weight_gradient(tokens, a, ends, w.dtype)
         elif need_dw:
             dw = weight_gradient(dout, a, offs, w.dtype)
         return da, None if dw is None else dw.transpose(-2, -1), None, None, None, None, None, None
@@ -76,6 +78,7 @@ def mxfp8_grouped_mm(
     wgrad_with_hp: bool = False,
     scale_calculation_mode: Rounding | str = Rounding.RCEIL,
     pad_token_groups_for_grouped_mm: bool = False,
+    compute: Compute = "auto",
 ) -> Tensor:
     """Multiply each group of rows by its own matrix in MXFP8; differentiable in A, B_t and bias.
 
@@ -89,6 +92,8 @@ def mxfp8_grouped_mm(
     scale_calculation_mode: a `Rounding` or its name.
     pad_token_groups_for_grouped_mm: pad groups to 32 rows where blocks run along the tokens, so that
         any counts are allowed. The forward and the input gradient never need it.
+    compute: "exact", "fold" or "auto", see `Recipe`. B_t's quantized forms are kept for the next call while B_t does
+        not change, see `keep_quantized_weights`.
 
     The gradient that arrives may be an MXTensor (from `unpermute_hp_fwd_mxfp8_bwd`). Raises
     ValueError (shapes, layout, ends) and TypeError (dtypes); the ends' values are checked for CPU
@@ -99,7 +104,7 @@ def mxfp8_grouped_mm(
     [32.0, 32.0, 0.0]
     """
     op = "mxfp8_grouped_mm"
-    rounding = int(Rounding.parse(scale_calculation_mode))
+    recipe = Recipe.parse(RECIPES["mxfp8"], rounding=Rounding.parse(scale_calculation_mode), compute=compute)
     _check_grouped_mm(op, A, B_t, offs, out_dtype)
     for name, flag in (
         ("wgrad_with_hp", wgrad_with_hp),
@@ -112,7 +117,8 @@ def mxfp8_grouped_mm(
     if has_wgrad and not wgrad_with_hp and not pad_token_groups_for_grouped_mm:
         remedy = "pass wgrad_with_hp=True or pad_token_groups_for_grouped_mm=True"
         check_token_blocks(op, "A", A.shape[0], offs, remedy)
-    out = _grouped_mm(A, B_t, offs, out_dtype, True, wgrad_with_hp, pad_token_groups_for_grouped_mm, rounding)
+    form, pad = form_on(recipe, A.device), pad_token_groups_for_grouped_mm
+    out = _grouped_mm(A, B_t, offs, out_dtype, form, wgrad_with_hp, pad, int(recipe.rounding))
     return _add_bias(op, out, offs, bias)
 
 
@@ -122,7 +128,7 @@ _to_mxfp8_then_scaled_grouped_mm = mxfp8_grouped_mm
 def bf16_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`mxfp8_grouped_mm` with bf16 operands: same arguments, same checks, nothing quantized."""
     _check_grouped_mm("bf16_grouped_mm", A, B_t, offs, out_dtype)
-    return _grouped_mm(A, B_t, offs, out_dtype, False, True, False, 0)
+    return _grouped_mm(A, B_t, offs, out_dtype, "bf16", True, False, 0)
 
 
 def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:

@@ -260,6 +260,4 @@ def combine(groups: Tensor, route: Route) -> Tensor:
     """Take expert outputs (P, N) back to where their rows came from -> (M, N)."""
     rows = gather_rows(groups, route.maps.inverse, route.maps.row_map)
     back = route.input_splits, route.output_splits
-    return a2a_combine_hp_fwd_mxfp8_bwd(
-        rows, *back, route.group_name, route.recipe.rounding, mxfp8_bwd=route.recipe.mx
-    )
+    return a2a_combine_hp_fwd_mxfp8_bwd(rows, *back, route.group_name, route.recipe.rounding, mxfp8_bwd=route.recipe.mx)

@@ -11,6 +11,7 @@
     rows      bytes along the rows: straight from swiglu_bwd_both (recipe "mxfp8"), or quantized from bf16
     tokens    recipe "mxfp8": bytes along the tokens, from quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
+Where the products multiply folded operands, each is folded just before (products.py), once for both of its products.
 Recipe "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are
 quantized, so all this gives the bytes of the separate functions. dx alone differs: autograd adds two rounded
 products and rounds again. Where groups must be padded to whole blocks of tokens, dgate, dup and h pass as bf16.
@@ -24,41 +25,53 @@ from torch.autograd.function import once_differentiable
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
-from ..core_kernels.recipe import Recipe
+from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from ._checks import check_devices, check_offs, check_rows, check_token_blocks, check_weights
 from .mx_tensor import MXTensor
-from .products import Pair, input_gradient, pad_to_blocks, product, rows_of, tokens_of, weight_gradient
+from .products import (
+    Operand,
+    form_on,
+    input_gradient,
+    is_mx,
+    pad_to_blocks,
+    product,
+    rows_of,
+    tokens_of,
+    weight_gradient,
+)
 from .swiglu import weights
+from .weights import MX
 
 BF16 = torch.bfloat16
-Operand = Any
-"""bf16, or q and sf; None where nobody asks for it."""
+Unread = Any
+"""An operand, or None where nobody asks for it."""
 
 
 class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, offs: Tensor, prob: Tensor,
-        quantized: bool, wgrad_with_hp: bool, pad: bool, rounding: int,
+        form: Form, wgrad_with_hp: bool, pad: bool, rounding: int,
     ) -> Tensor:  # fmt: skip
         prob = prob.contiguous()
-        rows = rows_of(x, rounding) if quantized else x
-        gate = product(rows, w1, offs, BF16, quantized, rounding)
-        up = product(rows, w3, offs, BF16, quantized, rounding)
-        h = ops.swiglu_row(gate, up, prob, rounding) if quantized else ops.swiglu(gate, up, prob)
+        rows = rows_of(x, form, rounding)
+        gate = product(rows, w1, offs, BF16, form, rounding)
+        up = product(rows, w3, offs, BF16, form, rounding)
+        h = MX(*ops.swiglu_row(gate, up, prob, rounding)) if is_mx(form) else ops.swiglu(gate, up, prob)
         x_is_read = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         ctx.save_for_backward(x if x_is_read else None, w1, w3, w2, offs, prob, gate, up)
         ctx.x_dtype = x.dtype
-        ctx.quantized, ctx.wgrad_with_hp, ctx.pad, ctx.rounding = quantized, wgrad_with_hp, pad, rounding
-        return product(h, w2, offs, BF16, quantized, rounding)
+        ctx.form, ctx.pad, ctx.rounding = form, pad, rounding
+        ctx.wgrad_mx = is_mx(form) and not wgrad_with_hp
+        return product(h, w2, offs, BF16, form, rounding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w1, w3, w2, offs, prob, gate, up = ctx.saved_tensors
         need_x, need_w1, need_w3, need_w2, _, need_prob = ctx.needs_input_grad[:6]
-        precision = ctx.quantized, ctx.rounding
+        precision = ctx.form, ctx.rounding
         steps = _Backward(offs, gate, up, prob, ctx)
         dx = dw1 = dw3 = dw2 = dprob = None
         dout, dout_tokens = steps.output_gradient(grads[0], need_w2)
@@ -70,7 +83,7 @@ class _SwiGLUFFN(torch.autograd.Function):
             if need_x:
                 dx = input_gradient(dgate, w1, offs, torch.float32, *precision)
                 dx = dx.add_(input_gradient(dup, w3, offs, torch.float32, *precision)).to(ctx.x_dtype)
-            x_tokens: Operand = steps.tokens(x) if need_w1 or need_w3 else None
+            x_tokens: Unread = steps.tokens(x) if need_w1 or need_w3 else None
             if need_w1:
                 dw1 = weight_gradient(dgate_tokens, x_tokens, steps.token_ends, w1.dtype)
             if need_w3:
@@ -83,42 +96,43 @@ class _Backward:
 
     def __init__(self, offs: Tensor, gate: Tensor, up: Tensor, prob: Tensor, ctx: Any) -> None:
         self.glu, self.rounding = (gate, up, prob), ctx.rounding
-        self.quantized = ctx.quantized
-        self.tokens_mx = ctx.quantized and not ctx.wgrad_with_hp
-        self.fused = self.tokens_mx and not ctx.pad
-        pad = self.tokens_mx and ctx.pad
+        self.form = ctx.form
+        self.wgrad_mx = ctx.wgrad_mx
+        self.fused = self.wgrad_mx and not ctx.pad
+        pad = self.wgrad_mx and ctx.pad
         self.row_map, self.token_ends = pad_to_blocks(offs, gate.shape[0]) if pad else (None, offs)
 
-    def tokens(self, x: Tensor) -> Tensor | Pair:
-        return tokens_of(x, self.rounding, self.row_map) if self.tokens_mx else x
+    def tokens(self, x: Tensor | MX) -> Operand:
+        return tokens_of(x, self.form, self.rounding, self.token_ends, self.row_map) if self.wgrad_mx else x
 
-    def output_gradient(self, dout: Tensor, need_tokens: bool) -> tuple[Operand, Operand]:
+    def output_gradient(self, dout: Tensor, need_tokens: bool) -> tuple[Unread, Unread]:
         """For the rows, and for the tokens."""
         if not need_tokens:
             return dout, None
         if self.fused and not isinstance(dout, MXTensor):
             q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), self.rounding)  # one read for both products
-            return (q, sf), (q_t, sf_t)
+            return MX(q, sf), self.tokens(MX(q_t, sf_t))
         return dout, self.tokens(dout)
 
-    def hidden_tokens(self) -> Tensor | Pair:
+    def hidden_tokens(self) -> Operand:
         if self.fused:
-            return ops.swiglu_col(*self.glu, self.rounding)
+            return self.tokens(MX(*ops.swiglu_col(*self.glu, self.rounding)))
         return self.tokens(ops.swiglu(*self.glu))
 
     def swiglu(
         self, dh: Tensor, need_rows: bool, need_tokens: bool
-    ) -> tuple[tuple[Operand, Operand], tuple[Operand, Operand], Tensor]:
+    ) -> tuple[tuple[Unread, Unread], tuple[Unread, Unread], Tensor]:
         """dgate and dup, each for the rows and for the tokens, and dprob."""
         if self.fused and need_rows and need_tokens:
             q, sf, q_t, sf_t, *up, dprob = ops.swiglu_bwd_both(dh, *self.glu, self.rounding)
-            return ((q, sf), (q_t, sf_t)), ((up[0], up[1]), (up[2], up[3])), dprob
+            gate_tokens, up_tokens = self.tokens(MX(q_t, sf_t)), self.tokens(MX(*up[2:]))
+            return (MX(q, sf), gate_tokens), (MX(*up[:2]), up_tokens), dprob
         if self.fused and need_tokens:
-            q_t, sf_t, up_q_t, up_sf_t, dprob = ops.swiglu_bwd_col(dh, *self.glu, self.rounding)
-            return (None, (q_t, sf_t)), (None, (up_q_t, up_sf_t)), dprob
-        if self.quantized and need_rows and not need_tokens:
-            q, sf, up_q, up_sf, dprob = ops.swiglu_bwd_row(dh, *self.glu, self.rounding)
-            return ((q, sf), None), ((up_q, up_sf), None), dprob
+            q_t, sf_t, *up, dprob = ops.swiglu_bwd_col(dh, *self.glu, self.rounding)
+            return (None, self.tokens(MX(q_t, sf_t))), (None, self.tokens(MX(*up))), dprob
+        if is_mx(self.form) and need_rows and not need_tokens:
+            q, sf, *up, dprob = ops.swiglu_bwd_row(dh, *self.glu, self.rounding)
+            return (MX(q, sf), None), (MX(*up), None), dprob
         dgate, dup, dprob = ops.swiglu_bwd(dh, *self.glu)
         if not need_tokens:
             return (dgate, None), (dup, None), dprob
@@ -181,8 +195,7 @@ def grouped_swiglu_ffn(
     check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
     check_offs(op, offs, x, groups, "x", "w1")
     has_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in (w1, w3, w2))
-    tokens_mx = recipe.wgrad_mx
-    if has_wgrad and tokens_mx and not pad_token_groups_for_grouped_mm:
+    if has_wgrad and recipe.wgrad_mx and not pad_token_groups_for_grouped_mm:
         check_token_blocks(op, "x", x.shape[0], offs, "pass pad_token_groups_for_grouped_mm=True")
-    precision = recipe.mx, recipe.wgrad_with_hp, pad_token_groups_for_grouped_mm, int(recipe.rounding)
-    return _swiglu_ffn(x, w1, w3, w2, offs, prob, *precision)
+    form, pad = form_on(recipe, x.device), pad_token_groups_for_grouped_mm
+    return _swiglu_ffn(x, w1, w3, w2, offs, prob, form, recipe.wgrad_with_hp, pad, int(recipe.rounding))

@@ -86,7 +86,7 @@ class GroupedExperts(nn.Module):
 
     def forward(self, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None = None) -> Tensor:
         ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
-        w1, w3, w2 = (local(w).to(torch.bfloat16) for w in (self.w1, self.w3, self.w2))
+        w1, w3, w2 = map(local, (self.w1, self.w3, self.w2))
         return grouped_swiglu_ffn(groups_PD, w1, w3, w2, ends, probs_P, self.recipe)
 
 

@@ -1,78 +1,111 @@
 """The three products of a linear layer per group of rows, and the forms in which their operands come.
 
-out = a w^T       rows        (q, sf) along the rows, or bf16
-da  = dout w      rows        (q, sf) along the rows, or bf16
-dw  = dout^T a    tokens      (q, sf) along the tokens, groups padded to whole blocks if need be, or bf16
+out = a w^T       rows        as the form says
+da  = dout w      rows        as the form says
+dw  = dout^T a    tokens      bf16, or along the tokens as the form says; groups padded to whole blocks if need be
 
-For code below autograd: no checks, no gradients. `w` is (G, N, K), as a linear layer stores it.
+form      rows                          tokens
+"bf16"    bf16                          bf16
+"mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
+"fold"    (q, sf), one sf per row       (q_t, sf), one sf per row and group
+
+MX operands are folded here, at the last moment: bytes travel and are saved as MX. For code below autograd: no checks,
+no gradients. `w` is (G, N, K), as a linear layer stores it.
 """
 
 import torch
 from torch import Tensor
 
 from ..core_kernels.formats import BLOCK
+from ..core_kernels.recipe import Form, Recipe
 from . import ops
+from ._device import arch_of
 from .mx_tensor import MXTensor, plain
+from .weights import MX, Folded, along_k, along_n
 
 FLOATS = (torch.bfloat16, torch.float32)
-Pair = tuple[Tensor, Tensor]
-"""q and sf."""
+Operand = Tensor | MX | Folded
+
+
+def form_on(recipe: Recipe, device: torch.device) -> Form:
+    """What the recipe's products multiply on a device."""
+    return recipe.form(arch_of(device))
+
+
+def is_mx(form: Form) -> bool:
+    """Whether operands are blocks of 32 before they are multiplied."""
+    return form in ("mx", "fold")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def rows_of(x: Tensor | Pair, rounding: int) -> Pair:
-    """q and sf of x along its last dim; the bytes that are there if x is MX already."""
-    if isinstance(x, tuple):
+def rows_of(x: Operand, form: Form, rounding: int) -> Operand:
+    """x along its last dim as the form multiplies it; a Folded as it is."""
+    if isinstance(x, Folded):
         return x
+    if form == "bf16":
+        assert isinstance(x, Tensor)
+        return as_bf16(x)
     if isinstance(x, MXTensor):
-        return x.q.contiguous(), x.sf.contiguous()
-    return ops.quantize_row(x.contiguous(), rounding)
+        x = MX(x.q.contiguous(), x.sf.contiguous())
+    if isinstance(x, MX):
+        return x if form == "mx" else Folded(*ops.fold_rows(*x))
+    x = x.contiguous()
+    return MX(*ops.quantize_row(x, rounding)) if form == "mx" else Folded(*ops.quantize_row_fold(x, rounding))
 
 
 def as_bf16(x: Tensor) -> Tensor:
     return plain(x).to(torch.bfloat16).contiguous()
 
 
-def tokens_of(x: Tensor, rounding: int, row_map: Tensor | None = None) -> Pair:
-    """q and sf of x along its rows, which `row_map` pads first."""
-    x = plain(x).contiguous()
-    return ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding)
+def tokens_of(
+    x: Tensor | MX, form: Form, rounding: int, ends: Tensor, row_map: Tensor | None = None
+) -> MX | Folded:  # fmt: skip
+    """x along its rows, which `row_map` pads first, up to `ends`; an MX already runs along them."""
+    if not isinstance(x, MX):
+        x = plain(x).contiguous()
+        x = MX(*ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding))
+    return Folded(*ops.fold_groups(*x, ends)) if form == "fold" else x
 
 
-def pad_to_blocks(offs: Tensor, rows: int) -> Pair:
+def pad_to_blocks(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The row map that pads every group to whole blocks of tokens, and where the groups end then."""
     counts = torch.diff(offs, prepend=offs.new_zeros(1))
     row_map, _, _, ends = ops.row_map(counts, rows, counts.shape[0], BLOCK)
     return row_map, ends
 
 
-def product(
-    a: Tensor | Pair, w: Tensor, offs: Tensor, out_dtype: torch.dtype, quantized: bool, rounding: int
-) -> Tensor:
+def product(a: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int) -> Tensor:
     """a (M, K) x w (G, N, K) -> (M, N); rows past the last end are zeros."""
-    if quantized:
-        return ops.grouped_mm_mx(*rows_of(a, rounding), *ops.quantize_row(w, rounding), offs, dtype_name(out_dtype))
-    assert isinstance(a, Tensor)
-    return ops.grouped_mm_bf16(as_bf16(a), w.to(torch.bfloat16), offs, dtype_name(out_dtype))
+    rows = rows_of(a, form, rounding)
+    if isinstance(rows, Tensor):
+        return ops.grouped_mm_bf16(rows, w.to(torch.bfloat16), offs, dtype_name(out_dtype))
+    return _multiply(rows, along_k(w, form, rounding), offs, out_dtype)
 
 
 def input_gradient(
-    dout: Tensor | Pair, w: Tensor, offs: Tensor, out_dtype: torch.dtype, quantized: bool, rounding: int
-) -> Tensor:
+    dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int
+) -> Tensor:  # fmt: skip
     """dout (M, N) x w (G, N, K) -> (M, K)."""
-    if quantized:
-        return ops.grouped_mm_mx(*rows_of(dout, rounding), *ops.quantize_col(w, rounding), offs, dtype_name(out_dtype))
-    assert isinstance(dout, Tensor)
-    w_t = w.transpose(-2, -1).to(torch.bfloat16).contiguous()
-    return ops.grouped_mm_bf16(as_bf16(dout), w_t, offs, dtype_name(out_dtype))
+    rows = rows_of(dout, form, rounding)
+    if isinstance(rows, Tensor):
+        w_t = w.transpose(-2, -1).to(torch.bfloat16).contiguous()
+        return ops.grouped_mm_bf16(rows, w_t, offs, dtype_name(out_dtype))
+    return _multiply(rows, along_n(w, form, rounding), offs, out_dtype)
 
 
-def weight_gradient(dout: Tensor | Pair, a: Tensor | Pair, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """dout (M, N), a (M, K), both bf16 or both quantized along the tokens -> (G, N, K)."""
-    if isinstance(dout, tuple):
-        return ops.grouped_wgrad_mx(*dout, *a, offs, dtype_name(out_dtype))
-    assert isinstance(a, Tensor)
-    return ops.grouped_wgrad_bf16(as_bf16(dout), as_bf16(a), offs, dtype_name(out_dtype))
+def _multiply(rows: MX | Folded, w: MX | Folded, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
+    return multiply(*rows, *w, offs, dtype_name(out_dtype))
+
+
+def weight_gradient(dout: Operand, a: Operand, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """dout (M, N) and a (M, K), both plain or both as `tokens_of` made them -> (G, N, K)."""
+    if isinstance(dout, Tensor):
+        assert isinstance(a, Tensor)
+        return ops.grouped_wgrad_bf16(as_bf16(dout), as_bf16(a), offs, dtype_name(out_dtype))
+    assert not isinstance(a, Tensor)
+    multiply = ops.grouped_wgrad_fold if isinstance(dout, Folded) else ops.grouped_wgrad_mx
+    return multiply(*dout, *a, offs, dtype_name(out_dtype))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mxep.core_kernels.recipe import RECIPES
+from mxep.core_kernels.recipe import RECIPES, Recipe
 from mxep.torch_frontend import MXTensor, bf16_grouped_mm, grouped_swiglu_ffn, mxfp8_grouped_mm, ops, swiglu
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from .compare import sqnr_db
 
 D, HIDDEN, ROWS, ENDS = 64, 96, 128, (32, 32, 96)  # the second group is empty; rows 96.. belong to nobody
 NAMES = ("x", "w1", "w3", "w2", "prob")
+RUNS = RECIPES | {f"{name} folded": Recipe.parse(name, compute="fold") for name, recipe in RECIPES.items() if recipe.mx}
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -28,11 +29,12 @@ def ends(*values: int) -> Tensor:
     return torch.tensor(values or ENDS, dtype=torch.int32)
 
 
-def mm(x: Tensor, w: Tensor, offs: Tensor, recipe: str, pad: bool, out_dtype=torch.bfloat16) -> Tensor:
-    if recipe == "bf16":
+def mm(x: Tensor, w: Tensor, offs: Tensor, name: str, pad: bool, out_dtype=torch.bfloat16) -> Tensor:
+    recipe = RUNS[name]
+    if not recipe.mx:
         return bf16_grouped_mm(x, w.mT, offs, out_dtype)
-    hp = recipe == "mxfp8_wgrad_with_hp"
-    return mxfp8_grouped_mm(x, w.mT, offs, None, out_dtype, hp, pad_token_groups_for_grouped_mm=pad)
+    options = {"pad_token_groups_for_grouped_mm": pad, "compute": recipe.compute}
+    return mxfp8_grouped_mm(x, w.mT, offs, None, out_dtype, recipe.wgrad_with_hp, **options)
 
 
 def composed(
@@ -45,7 +47,7 @@ def composed(
 def fused_and_composed(inputs: dict[str, Tensor], offs: Tensor, recipe: str, dout: Tensor, pad: bool = False):
     x, w1, w3, w2, prob = (inputs[name] for name in NAMES)
     for run in (
-        lambda: grouped_swiglu_ffn(x, w1, w3, w2, offs, prob, recipe, pad),
+        lambda: grouped_swiglu_ffn(x, w1, w3, w2, offs, prob, RUNS[recipe], pad),
         lambda: composed(x, w1, w3, w2, offs, prob, recipe, pad),
     ):
         out = run()
@@ -66,7 +68,7 @@ def fp32_sum(inputs: dict[str, Tensor], offs: Tensor, recipe: str, dout: Tensor)
 
 
 @pytest.mark.parametrize("mx_grad", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RUNS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fusing_changes_no_bit(recipe: str, dtype: torch.dtype, mx_grad: bool) -> None:
     """Of the output and of each gradient but that of x, which is rounded once instead of three times."""
@@ -85,9 +87,9 @@ def test_fusing_changes_no_bit(recipe: str, dtype: torch.dtype, mx_grad: bool) -
     assert (fused["w1"][1] == 0).all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_without_prob_and_with_mx_rows(recipe: str) -> None:
-    inputs = operands()
+@pytest.mark.parametrize("name", RUNS)
+def test_without_prob_and_with_mx_rows(name: str) -> None:
+    inputs, recipe = operands(), RUNS[name]
     x, w1, w3, w2, prob = inputs.values()
     ones = grouped_swiglu_ffn(x, w1, w3, w2, ends(), torch.ones_like(prob), recipe)
     assert torch.equal(grouped_swiglu_ffn(x, w1, w3, w2, ends(), recipe=recipe), ones)
@@ -95,16 +97,16 @@ def test_without_prob_and_with_mx_rows(recipe: str) -> None:
     assert torch.equal(grouped_swiglu_ffn(x, w1, w3, w2, ends(), strided, recipe), ones)
     rows = MXTensor.quantize(x)
     assert torch.equal(
-        grouped_swiglu_ffn(rows, w1, w3, w2, ends(), None, recipe), composed(rows, w1, w3, w2, ends(), None, recipe)
+        grouped_swiglu_ffn(rows, w1, w3, w2, ends(), None, recipe), composed(rows, w1, w3, w2, ends(), None, name)
     )
     dout = randn(ROWS, D, seed=7).bfloat16()
     got = grouped_swiglu_ffn(rows, w1, w3, w2, ends(), prob, recipe)
-    want = composed(rows, w1, w3, w2, ends(), prob, recipe)
+    want = composed(rows, w1, w3, w2, ends(), prob, name)
     assert torch.equal(got, want)
-    for name, g, w in zip(
+    for of, g, w in zip(
         NAMES[1:], *(torch.autograd.grad(out, [w1, w3, w2, prob], dout) for out in (got, want)), strict=True
     ):
-        assert torch.equal(g, w), name
+        assert torch.equal(g, w), of
 
 
 # Measured: 49.0 dB and more in bf16, 23.1 in MXFP8.
@@ -125,15 +127,16 @@ def test_close_to_fp64_autograd(recipe: str, floor_db: float) -> None:
         assert sqnr_db(fused[name], want) > floor_db, (name, sqnr_db(fused[name], want))
 
 
-def test_any_ends_with_padding() -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 folded"])
+def test_any_ends_with_padding(recipe: str) -> None:
     inputs, offs, dout = operands(rows=50), ends(7, 7, 50), randn(50, D, seed=7).bfloat16()
-    fused, want = fused_and_composed(inputs, offs, "mxfp8", dout, pad=True)
+    fused, want = fused_and_composed(inputs, offs, recipe, dout, pad=True)
     for name in ("out", "w1", "w3", "w2", "prob"):
         assert torch.equal(fused[name], want[name]), name
-    assert torch.equal(fused["x"], fp32_sum(inputs, offs, "mxfp8", dout))
+    assert torch.equal(fused["x"], fp32_sum(inputs, offs, recipe, dout))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RUNS)
 @pytest.mark.parametrize("frozen", ["x", "w1", "w2", "prob", "weights", "all but prob", "all but w2"])
 def test_frozen_inputs_get_nothing_and_the_rest_the_same(recipe: str, frozen: str) -> None:
     dout = randn(ROWS, D, seed=7).bfloat16()
@@ -146,7 +149,7 @@ def test_frozen_inputs_get_nothing_and_the_rest_the_same(recipe: str, frozen: st
     }.get(frozen, [frozen]):
         inputs[name].requires_grad_(False)
     x, w1, w3, w2, prob = inputs.values()
-    grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe).backward(dout)
+    grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, RUNS[recipe]).backward(dout)
     for name, t in inputs.items():
         assert (t.grad is None) == (not t.requires_grad), name
         assert t.grad is None or torch.equal(t.grad, everything[name]), name
@@ -182,13 +185,13 @@ def test_autocast_changes_nothing() -> None:
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RUNS)
 def test_whole_graph(recipe: str) -> None:
     torch._dynamo.reset()
     inputs, dout = operands(), randn(ROWS, D, seed=7).bfloat16()
 
     def run(x, w1, w3, w2, prob):
-        return grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe)
+        return grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, RUNS[recipe])
 
     want, got = run(*inputs.values()), torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs.values())
     assert torch.equal(got, want)

@@ -1,0 +1,68 @@
+"""compute="fold": which bytes are multiplied, and when "auto" folds."""
+
+import pytest
+import torch
+from mxep.core_kernels.recipe import Recipe
+from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, products
+from torch import Tensor
+
+from .compare import sqnr_db
+
+M, K, N, ENDS = 160, 96, 64, (64, 64, 128)
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    a, w, dout = (torch.randn(s, generator=generator) for s in ((M, K), (3, N, K), (M, N)))
+    scales = torch.exp2(torch.randint(-6, 6, (M, K // 32), generator=generator)).repeat_interleave(32, 1)
+    return (a * scales).bfloat16(), w.bfloat16(), torch.tensor(ENDS, dtype=torch.int32), dout.bfloat16()
+
+
+@pytest.mark.parametrize("wgrad_with_hp", [False, True])
+@pytest.mark.parametrize("mx", [False, True])
+def test_products_of_folded_operands(mx: bool, wgrad_with_hp: bool) -> None:
+    a, w, offs, dout = operands()
+    lhs = (MXTensor.quantize(a) if mx else a).requires_grad_()
+    w.requires_grad_()
+    out = mxfp8_grouped_mm(lhs, w.mT, offs, wgrad_with_hp=wgrad_with_hp, compute="fold")
+    da, dw = torch.autograd.grad(out, [lhs, w], MXTensor.quantize(dout) if mx else dout)
+
+    w = w.detach()
+    rows, weights = ops.quantize_row_fold(a), ops.quantize_row_fold(w)
+    assert torch.equal(out, ops.grouped_mm_fold(*rows, *weights, offs))
+    turned = ops.fold_rows(*ops.quantize_col(w))
+    assert torch.equal(da, ops.grouped_mm_fold(*ops.quantize_row_fold(dout), *turned, offs))
+    if mx:
+        a, dout = (MXTensor.quantize(x).dequantize() for x in (a, dout))
+    if wgrad_with_hp:
+        assert torch.equal(dw, ops.grouped_wgrad_bf16(dout, a, offs))
+    else:
+        tokens = (ops.fold_groups(*ops.quantize_col(x), offs) for x in (dout, a))
+        assert torch.equal(dw, ops.grouped_wgrad_fold(*(t for pair in tokens for t in pair), offs))
+
+
+def test_auto_folds_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, w, offs, _ = operands()
+    exact, folded = (mxfp8_grouped_mm(a, w.mT, offs, compute=c) for c in ("exact", "fold"))
+    assert not torch.equal(exact, folded)
+    assert sqnr_db(folded, exact) > 50  # measured: 52.7, the rounding to bf16 of two sums that hardly differ
+    assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs), exact)
+    monkeypatch.setattr(products, "arch_of", lambda device: "sm_90")
+    assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs), folded)
+    monkeypatch.setattr(products, "arch_of", lambda device: "sm_100")
+    assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs), exact)
+    assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs, compute="fold"), folded)
+
+
+@pytest.mark.parametrize(("capability", "form"), [((8, 9), "mx"), ((9, 0), "fold"), ((10, 0), "mx"), ((12, 0), "mx")])
+def test_the_form_on_a_gpu(capability: tuple[int, int], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device, "compute_capability", lambda device: capability)
+    assert products.form_on(Recipe.parse("mxfp8"), torch.device("cuda")) == form
+    assert products.form_on(Recipe.parse("mxfp8", compute="exact"), torch.device("cuda")) == "mx"
+    assert products.form_on(Recipe.parse("bf16"), torch.device("cuda")) == "bf16"
+
+
+def test_bad_compute() -> None:
+    a, w, offs, _ = operands()
+    with pytest.raises(ValueError, match="compute: got 'fast'; allowed are 'auto', 'exact', 'fold'"):
+        mxfp8_grouped_mm(a, w.mT, offs, compute="fast")

@@ -1,0 +1,122 @@
+"""Weights as the products multiply them, quantized once and kept until they change.
+
+    w (G, N, K) --along K--> q (G, N, K), sf    out = a w^T
+                '-along N--> q (G, K, N), sf    da  = dout w
+
+    kept by parameter:  {(view, orientation, form, rounding, stream): q and sf}
+    let go              when the parameter's version counter or memory is another, when any torch optimizer has
+                        stepped, and with the parameter
+
+The version counter sees every in-place write but those through `.data` and those of FSDP2, which restores it after
+it has gathered a parameter; the optimizer's step that must precede those is seen by the hook below.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..core_kernels.recipe import Form
+from . import ops
+
+
+class MX(NamedTuple):
+    """E4M3 bytes q (..., K) and one E8M0 byte per 32 of them, sf (..., K/32)."""
+
+    q: Tensor
+    sf: Tensor
+
+
+class Folded(NamedTuple):
+    """E4M3 bytes q (..., K) and one E8M0 byte per row of them, sf (...)."""
+
+    q: Tensor
+    sf: Tensor
+
+
+class _Kept(NamedTuple):
+    state: tuple[int, int]
+    operands: dict[tuple[Any, ...], MX | Folded]
+
+
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_keep = True
+
+
+def _forget(*_: Any) -> None:
+    _kept.clear()
+
+
+register_optimizer_step_post_hook(_forget)
+
+
+@contextmanager
+def keep_quantized_weights(keep: bool) -> Iterator[None]:
+    """Within the block keep quantized weights between calls, or (False) quantize them in every call and keep none.
+
+    They are kept by default, in both orientations: 2.06 bytes per weight, until the weight changes. Needed are
+    False and the memory, or weights that are written through `.data` without an optimizer's step. The setting is
+    process-wide. In a compiled function and in a CUDA graph weights are always quantized where they are used.
+
+    >>> with keep_quantized_weights(False):
+    ...     y = layer(x)
+    """
+    global _keep
+    before, _keep = _keep, keep
+    _forget()
+    try:
+        yield
+    finally:
+        _keep = before
+
+
+def along_k(w: Tensor, form: Form, rounding: int) -> MX | Folded:
+    """w (G, N, K) -> q (G, N, K), quantized along its last dim."""
+    return _quantized(w, "k", form, rounding)
+
+
+def along_n(w: Tensor, form: Form, rounding: int) -> MX | Folded:
+    """w (G, N, K) -> q (G, K, N), quantized along N."""
+    return _quantized(w, "n", form, rounding)
+
+
+def _quantized(w: Tensor, along: str, form: Form, rounding: int) -> MX | Folded:
+    operands = _operands_of(w)
+    if operands is None:
+        return _quantize(w, along, form, rounding)
+    stream = torch.cuda.current_stream(w.device) if w.is_cuda else None
+    key = (w.storage_offset(), w.shape, w.stride(), along, form, rounding, stream)
+    if key not in operands:
+        operands[key] = _quantize(w, along, form, rounding)
+    return operands[key]
+
+
+def _operands_of(w: Tensor) -> dict[tuple[Any, ...], MX | Folded] | None:
+    """What is kept of the parameter that w is, or is a view of, as it is now; None where nothing may be kept."""
+    base = w._base if w._base is not None else w
+    # A trace would hold this call's bytes for all calls, and so would a graph that is being captured. What is
+    # computed from a parameter lives for one call alone.
+    traced = type(base) not in (Tensor, nn.Parameter) or is_in_torch_dispatch_mode()
+    if not _keep or traced or not base.is_leaf or base.is_inference():
+        return None
+    if w.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    state = (base._version, base.data_ptr())
+    kept = _kept.get(base)
+    if kept is None or kept.state != state:
+        kept = _kept[base] = _Kept(state, {})
+    return kept.operands
+
+
+def _quantize(w: Tensor, along: str, form: Form, rounding: int) -> MX | Folded:
+    w = w.contiguous()
+    if form == "mx":
+        return MX(*(ops.quantize_row(w, rounding) if along == "k" else ops.quantize_col(w, rounding)))
+    if along == "k":
+        return Folded(*ops.quantize_row_fold(w, rounding))
+    return Folded(*ops.fold_rows(*ops.quantize_col(w, rounding)))
