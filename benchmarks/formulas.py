@@ -54,6 +54,12 @@ def quantize_row_fold(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
     row_sf.copy_(largest.flatten(-3).to(torch.uint8))  # -1, a row of NaN blocks, wraps to 255
 
 
+def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
+    codes, bytes_ = _encode(x.float(), -1)
+    qf.copy_(codes)
+    row_sf.copy_(bytes_.squeeze(-1))
+
+
 def dequantize(q: Tensor, sf: Tensor, x: Tensor) -> None:
     blocks = q.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
     x.copy_((blocks * _scale(sf).unsqueeze(-1)).flatten(-2))

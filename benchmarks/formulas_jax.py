@@ -11,9 +11,9 @@ def _bits(x: jax.Array, dtype: type) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _encode(x: jax.Array) -> Pair:
-    """(..., K) -> E4M3 codes (..., K/32, 32) and E8M0 bytes (..., K/32), RCEIL."""
-    blocks = x.reshape(*x.shape[:-1], -1, 32).astype(jnp.float32)
+def _encode(x: jax.Array, block: int = 32) -> Pair:
+    """(..., K) -> E4M3 codes (..., K/block, block) and E8M0 bytes (..., K/block), RCEIL."""
+    blocks = x.reshape(*x.shape[:-1], -1, block).astype(jnp.float32)
     amax = jnp.abs(blocks).max(-1)
     bits = _bits(amax / 448.0, jnp.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -44,6 +44,11 @@ def quantize_row_fold(x: jax.Array) -> Pair:
     factor = jnp.where(byte == 255, jnp.nan, jnp.exp2((finite - largest).astype(jnp.float32)))
     folded = (codes.astype(jnp.float32) * factor[..., None]).astype(E4M3)
     return _bits(folded, jnp.uint8).reshape(x.shape), (largest[..., 0] & 255).astype(jnp.uint8)
+
+
+def quantize_rowwise(x: jax.Array) -> Pair:
+    codes, byte = _encode(x, x.shape[-1])
+    return _bits(codes, jnp.uint8).reshape(x.shape), byte[..., 0].astype(jnp.uint8)
 
 
 def dequantize(q: jax.Array, sf: jax.Array) -> tuple[jax.Array]:

@@ -123,7 +123,7 @@ def matrix_cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     m, k = layer.tokens, layer.dim
     x = values(m, k, device=device)
     shape = {"M": m, "K": k}
-    for op in ("quantize_row", "quantize_row_fold", "quantize_col", "quantize_both"):
+    for op in ("quantize_row", "quantize_row_fold", "quantize_rowwise", "quantize_col", "quantize_both"):
         yield Case(op, shape, (x,), one(op), rows_part, m, formula=op)
     yield Case("dequantize", shape, call("quantize_row", x), one("dequantize"), rows_part, m, formula="dequantize")
     yield from received_cases(layer, call, x)
@@ -200,7 +200,7 @@ def combine_cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
 
 # By the ops that each makes, so that `--only` builds no inputs in vain.
 FAMILIES: dict[tuple[str, ...], Callable[[Layer, Call, str], Iterator[Case]]] = {
-    ("quantize_row", "quantize_row_fold", "quantize_col", "quantize_both", "dequantize",
+    ("quantize_row", "quantize_row_fold", "quantize_rowwise", "quantize_col", "quantize_both", "dequantize",
      "permute_mx", "permute_mx_fold", "unpermute"): matrix_cases,
     ("quantize_weights",): weight_cases,
     ("routing",): routing_cases,

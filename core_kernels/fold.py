@@ -133,7 +133,7 @@ def _fold_groups_kernel(
             tl.store(qf + at, tl.zeros((BLOCK_M, BLOCK_K), tl.uint8), mask=inside)
 
 
-def _launch(
+def whole_rows(
     op: str, arch: str, shape: tuple[int, ...], attrs: dict[str, int], scalars: dict[str, int] | None = None
 ) -> Launch:
     """Outputs and whole-row tiles of qf with this shape; `scalars` if they are not its number of rows."""
@@ -163,7 +163,7 @@ def _plan_fold(q: ArrayType, sf: ArrayType, *, arch: str) -> Launch:
     require_rank(op, "q", q, 2, 3)
     require_multiple(op, "q", q.shape[-1], BLOCK, "last dim")
     require_shape(op, "sf", sf, (*q.shape[:-1], q.shape[-1] // BLOCK), "one scale per 32 values of q's last dim")
-    return _launch(op, arch, q.shape, {})
+    return whole_rows(op, arch, q.shape, {})
 
 
 def _plan_quantize_fold(
@@ -173,7 +173,7 @@ def _plan_quantize_fold(
     require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")
-    return _launch(op, arch, x.shape, {"rounding": int(Rounding(rounding)), "satfinite": int(satfinite)})
+    return whole_rows(op, arch, x.shape, {"rounding": int(Rounding(rounding)), "satfinite": int(satfinite)})
 
 
 def _plan_permute_fold(packed: ArrayType, row_map: ArrayType, *, arch: str) -> Launch:
@@ -181,7 +181,7 @@ def _plan_permute_fold(packed: ArrayType, row_map: ArrayType, *, arch: str) -> L
     blocks = packed_blocks(op, packed)
     check_map(op, row_map)
     p = row_map.shape[0]
-    return _launch(op, arch, (p, blocks * BLOCK), {}, {"R": packed.shape[0], "P": p})
+    return whole_rows(op, arch, (p, blocks * BLOCK), {}, {"R": packed.shape[0], "P": p})
 
 
 def _plan_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType, *, arch: str) -> Launch:

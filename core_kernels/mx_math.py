@@ -147,7 +147,7 @@ def e4m3_to_f32(q, HW_CAST: tl.constexpr):
 
 @triton.jit
 def quantize_blocks(x, axis: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr, HW_CAST: tl.constexpr):
-    """f32 blocks -> E4M3 bytes of the same shape and E8M0 bytes without `axis`, whose length is 32.
+    """f32 blocks -> E4M3 bytes of the same shape and E8M0 bytes without `axis`: one scale for all values along it.
 
     Magnitudes order as their bits do and NaN lies above infinity: the integer max is an amax that propagates NaN.
     """

@@ -92,13 +92,18 @@ def round_to(x: Array, dtype: str) -> Array:
 # --- quantize -----------------------------------------------------------------------------------
 
 
-def quantize_row(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
-    """x (..., K) -> q (..., K), sf (..., K/32): one scale per 32 values of the last dim."""
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+def quantize_blocks(blocks: Array, rounding: Rounding | str, satfinite: bool) -> Pair:
+    """blocks (..., B) -> q (..., B), sf (...): one scale for the last dim, however long."""
+    blocks = blocks.astype(np.float32)
     sf = scale_byte(np.abs(blocks).max(-1), rounding, satfinite)
     with np.errstate(invalid="ignore"):
         # byte 255 makes the scale NaN, and with it the whole block
-        q = to_e4m3(blocks.astype(np.float64) / e8m0_value(sf)[..., None])
+        return to_e4m3(blocks.astype(np.float64) / e8m0_value(sf)[..., None]), sf
+
+
+def quantize_row(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
+    """x (..., K) -> q (..., K), sf (..., K/32): one scale per 32 values of the last dim."""
+    q, sf = quantize_blocks(x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK), rounding, satfinite)
     return q.reshape(x.shape), sf
 
 

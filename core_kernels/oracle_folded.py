@@ -3,14 +3,25 @@
     grouped_mm_fold     qf 2^(lhs_sf - 127)  x  qf 2^(rhs_sf - 127)   one scale per row
     grouped_wgrad_fold  the same, one scale per row and group of tokens
     fold_groups         bytes, exact
+    quantize_rowwise    bytes, exact                                  what the first multiplies, straight from floats
 
 Functions have the names and the argument order of the ops they define.
 """
 
 import numpy as np
 
-from .formats import BLOCK
-from .oracle import E4M3_VALUES, Array, Pair, e8m0_value, fold_rows, group_slices, k_grouped, m_grouped
+from .formats import BLOCK, Rounding
+from .oracle import (
+    E4M3_VALUES,
+    Array,
+    Pair,
+    e8m0_value,
+    fold_rows,
+    group_slices,
+    k_grouped,
+    m_grouped,
+    quantize_blocks,
+)
 
 
 def grouped_mm_fold(
@@ -48,3 +59,8 @@ def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
             blocks = slice(columns.start // BLOCK, columns.stop // BLOCK)
             qf[:, columns], group_sf[group] = fold_rows(q[:, columns], sf[:, blocks])
     return qf, group_sf
+
+
+def quantize_rowwise(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
+    """x (..., K) -> qf (..., K), row_sf (...): quantize_row with the row as its one block."""
+    return quantize_blocks(x, rounding, satfinite)

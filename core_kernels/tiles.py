@@ -34,6 +34,7 @@ _GPU = {
     "permute_mx": Tiles(m=4, k=1024),
     "fold_rows": Tiles(),
     "quantize_row_fold": Tiles(),
+    "quantize_rowwise": Tiles(),
     "permute_mx_fold": Tiles(),
     "fold_groups": Tiles(m=4, k=1024),
     "block_scales": Tiles(k=32),

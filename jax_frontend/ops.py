@@ -3,6 +3,7 @@
     quantize_row   quantize_row_packed   quantize_col   quantize_both   dequantize
     permute_rows   permute_mx            sort_by_expert row_map
     fold_rows      quantize_row_fold     permute_mx_fold                fold_groups
+    quantize_rowwise
     block_scales   unblock_scales        combine        combine_bwd
     swiglu         swiglu_row            swiglu_col     swiglu_both
     swiglu_bwd     swiglu_bwd_row        swiglu_bwd_col swiglu_bwd_both
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core_kernels import combine as combine_ops
-from ..core_kernels import fold, folded_gemm, grouped_gemm, permute, quantize, routing, scale_layout
+from ..core_kernels import fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import KernelOp
@@ -29,7 +30,7 @@ from ._call import call
 OPS: dict[str, KernelOp] = {
     op.name: op
     for module in (
-        *(quantize, permute, routing, fold, scale_layout),
+        *(quantize, permute, routing, fold, rowwise, scale_layout),
         *(combine_ops, swiglu_kernels, grouped_gemm, folded_gemm),
     )
     for op in vars(module).values()
@@ -162,6 +163,22 @@ def quantize_row_fold(
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize_row` and `fold_rows` in one read of x: (..., M, K) -> qf (..., M, K), row_sf (..., M)."""
     qf, row_sf = call(fold.quantize_row_fold, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    return qf, row_sf
+
+
+def quantize_rowwise(
+    x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """One scale per row: x (..., M, K) bf16 or fp32 -> qf (..., M, K), row_sf (..., M), uint8.
+
+    >>> qf, row_sf = quantize_rowwise(jnp.full((1, 64), 448.0, jnp.bfloat16).at[0, 0].set(896))
+    >>> qf[0, :2].tolist(), row_sf.tolist()  # 448 and 224 under 2^1
+    ([126, 118], [128])
+
+    A NaN or an infinity in a row makes its scale 255 and all its elements 0x7F. Raises ValueError if K is 0 or no
+    multiple of 32, TypeError for another dtype.
+    """
+    qf, row_sf = call(rowwise.quantize_rowwise, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
     return qf, row_sf
 
 

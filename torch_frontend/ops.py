@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..core_kernels import combine as combine_ops
-from ..core_kernels import fold, folded_gemm, grouped_gemm, permute, quantize, routing, scale_layout
+from ..core_kernels import fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import Rounding, packed_width
 from ..core_kernels.launch import KernelOp
@@ -37,6 +37,7 @@ OPS: dict[str, KernelOp] = {
         routing.row_map,
         fold.fold_rows,
         fold.quantize_row_fold,
+        rowwise.quantize_rowwise,
         fold.permute_mx_fold,
         fold.fold_groups,
         scale_layout.block_scales,
@@ -114,6 +115,7 @@ sort_by_expert = _define(routing.sort_by_expert)
 row_map = _define(routing.row_map)
 fold_rows = _define(fold.fold_rows)
 quantize_row_fold = _define(fold.quantize_row_fold)
+quantize_rowwise = _define(rowwise.quantize_rowwise)
 permute_mx_fold = _define(fold.permute_mx_fold)
 fold_groups = _define(fold.fold_groups)
 block_scales = _define(scale_layout.block_scales)

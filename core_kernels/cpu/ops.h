@@ -16,6 +16,7 @@ void sort_by_expert(const Call& call);
 void row_map(const Call& call);
 void fold_rows(const Call& call);
 void quantize_row_fold(const Call& call);
+void quantize_rowwise(const Call& call);
 void permute_mx_fold(const Call& call);
 void fold_groups(const Call& call);
 void block_scales(const Call& call);

@@ -1,5 +1,5 @@
-// Quantize along rows, along columns, or both. "Both" is cols, then rows, of a piece of x that cols, which
-// prefetches, has brought into the cache.
+// Quantize along rows, with a scale per block or per row, along columns, or both. "Both" is cols, then rows, of a
+// piece of x that cols, which prefetches, has brought into the cache.
 #include "quantize.h"
 
 #include "fold.h"
@@ -24,6 +24,16 @@ MXEP_INLINE uint8_t folded_row_of(const T* x, uint8_t* qf, int64_t blocks, Scale
   return row_scale_byte(row);
 }
 
+// One block of any length: read for its scale, and once more out of the cache.
+template <typename T>
+MXEP_INLINE uint8_t long_block_of(const T* x, uint8_t* qf, int64_t length, ScaleRule rule) {
+  const uint8_t sf = scale_of(x, rule, length);
+  const float inverse = inverse_scale(sf);
+  for (int64_t i = 0; i < length; ++i) qf[i] = static_cast<uint8_t>(e4m3_from_f32(to_f32(x[i]) * inverse));
+  if (sf == kE8m0Nan) std::memset(qf, kE4m3Nan, length);
+  return sf;
+}
+
 template <typename T>
 void quantize_rows(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
   vectorized([=]() MXEP_ALWAYS_INLINE { rows_of(x, q, sf, blocks, rule); });
@@ -40,6 +50,20 @@ void with_data(const Array& x, const Body& body) {
     body(x.as<const bf16>());
   else
     body(x.as<const float>());
+}
+
+// row(x, qf, k) quantizes one row of k values and returns its scale.
+template <typename Row>
+void by_rows(const Call& call, const Row& row) {
+  const int64_t k = call.in[0].dim(-1);
+  uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
+  with_data(call.in[0], [&]<typename T>(const T* x) {
+    parallel_ranges(call.out[1].leading(0), k * sizeof(T), [=](int64_t begin, int64_t end) {
+      vectorized([=]() MXEP_ALWAYS_INLINE {
+        for (int64_t m = begin; m < end; ++m) row_sf[m] = row(x + m * k, qf + m * k, k);
+      });
+    });
+  });
 }
 
 // Cuts every matrix of x into pieces and quantizes each along the columns, and along the rows if `q` is given.
@@ -86,16 +110,15 @@ void quantize_row_packed(const Call& call) {
 }
 
 void quantize_row_fold(const Call& call) {
-  const int64_t k = call.in[0].dim(-1);
-  uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
   const ScaleRule rule = rule_of(call);
-  with_data(call.in[0], [&]<typename T>(const T* x) {
-    parallel_ranges(call.out[1].leading(0), k * sizeof(T), [=](int64_t begin, int64_t end) {
-      vectorized([=]() MXEP_ALWAYS_INLINE {
-        for (int64_t m = begin; m < end; ++m) row_sf[m] = folded_row_of(x + m * k, qf + m * k, k / kBlock, rule);
-      });
-    });
-  });
+  by_rows(call, [rule]<typename T>(const T* x, uint8_t* qf, int64_t k)
+                    MXEP_ALWAYS_INLINE { return folded_row_of(x, qf, k / kBlock, rule); });
+}
+
+void quantize_rowwise(const Call& call) {
+  const ScaleRule rule = rule_of(call);
+  by_rows(call, [rule]<typename T>(const T* x, uint8_t* qf, int64_t k)
+                    MXEP_ALWAYS_INLINE { return long_block_of(x, qf, k, rule); });
 }
 
 void quantize_col(const Call& call) {

@@ -19,9 +19,9 @@ inline constexpr int kTileCols = 32;
 inline constexpr int64_t kPieceRows = 256, kPieceRowBytes = 1024;  // with its outputs well inside a core's cache
 
 template <typename T>
-MXEP_INLINE uint8_t scale_of(const T* block, ScaleRule rule) {
+MXEP_INLINE uint8_t scale_of(const T* block, ScaleRule rule, int64_t length = kBlock) {
   decltype(magnitude(T{})) largest = 0;
-  for (int i = 0; i < kBlock; ++i) largest = std::max(largest, magnitude(block[i]));
+  for (int64_t i = 0; i < length; ++i) largest = std::max(largest, magnitude(block[i]));
   return static_cast<uint8_t>(e8m0_from_amax(f32_bits(largest), rule));
 }
 

@@ -42,6 +42,7 @@ std::span<const Op> cpu_ops() {
       {"row_map", 1, 4, 3, row_map},
       {"fold_rows", 2, 2, 0, fold_rows},
       {"quantize_row_fold", 1, 2, 2, quantize_row_fold},
+      {"quantize_rowwise", 1, 2, 2, quantize_rowwise},
       {"permute_mx_fold", 2, 2, 0, permute_mx_fold},
       {"fold_groups", 3, 2, 0, fold_groups},
       {"block_scales", 2, 1, 0, block_scales},

@@ -16,6 +16,7 @@ from mxep.core_kernels import (
     permute,
     quantize,
     routing,
+    rowwise,
     scale_layout,
     swiglu,
 )
@@ -28,6 +29,7 @@ BYTES = {
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
     *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
+    "quantize_rowwise",
     *("combine", "combine_bwd"),
     *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
     *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
@@ -50,7 +52,7 @@ def test_a_backend_has_every_op(name: str) -> None:
 
 
 def test_every_op_is_in_the_table_and_in_the_oracle() -> None:
-    modules = (quantize, permute, routing, fold, scale_layout, combine, swiglu, grouped_gemm, folded_gemm)
+    modules = (quantize, permute, routing, fold, rowwise, scale_layout, combine, swiglu, grouped_gemm, folded_gemm)
     ops = {op.name for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
     assert ops == BYTES | PRODUCTS
     defined = vars(oracle) | vars(oracle_combine) | vars(oracle_swiglu) | vars(oracle_folded)

@@ -205,7 +205,10 @@ def _grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
 
 # --- the table ------------------------------------------------------------------------------------------
 
-_OF_MATRICES = ("quantize_row", "quantize_row_packed", "quantize_row_fold", "quantize_col", "quantize_both")
+_OF_MATRICES = (
+    *("quantize_row", "quantize_row_packed", "quantize_row_fold", "quantize_rowwise"),
+    *("quantize_col", "quantize_both"),
+)
 _COLUMNS = ("quantize_col", "quantize_both", "swiglu_col", "swiglu_both", "swiglu_bwd_col", "swiglu_bwd_both")
 
 

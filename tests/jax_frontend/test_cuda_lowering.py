@@ -51,6 +51,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "row_map": (lambda counts: ops.row_map(counts, num_rows=M, num_local_experts=G), [i32(2 * G)]),
     "fold_rows": (ops.fold_rows, [u8(M, K), u8(M, K // 32)]),
     "quantize_row_fold": (ops.quantize_row_fold, [bf16(G, N, K)]),
+    "quantize_rowwise": (ops.quantize_rowwise, [bf16(G, N, K)]),
     "permute_mx_fold": (ops.permute_mx_fold, [u8(M, K + K // 32), i32(2 * M)]),
     "fold_groups": (ops.fold_groups, [u8(N, M), u8(N, M // 32), ENDS]),
     "block_scales": (ops.block_scales, [u8(M, K // 32), ENDS]),

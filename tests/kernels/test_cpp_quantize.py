@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mxep import cpp_bindings
-from mxep.core_kernels import oracle, quantize
+from mxep.core_kernels import oracle, oracle_folded, quantize, rowwise
 from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.launch import ArrayType
 
@@ -115,12 +115,13 @@ def test_packed_is_row_side_by_side(cpp_op, m, k, seed):
 def all_ops(run, x: np.ndarray) -> tuple[np.ndarray, ...]:
     both = run(quantize.quantize_both, x)
     back = run(quantize.dequantize, *both[:2], out_dtype="float32")
-    return *both, *run(quantize.quantize_row_packed, x), *back
+    return *both, *run(quantize.quantize_row_packed, x), *back, *run(rowwise.quantize_rowwise, x)
 
 
 def oracle_ops(x: np.ndarray) -> tuple[np.ndarray, ...]:
     both = oracle.quantize_both(x)
-    return *both, oracle.quantize_row_packed(x), oracle.dequantize(*both[:2], out_dtype="float32")
+    back = oracle.dequantize(*both[:2], out_dtype="float32")
+    return *both, oracle.quantize_row_packed(x), back, *oracle_folded.quantize_rowwise(x)
 
 
 def subnormals() -> np.ndarray:

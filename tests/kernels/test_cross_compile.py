@@ -14,7 +14,18 @@ from typing import NamedTuple
 
 import pytest
 import triton
-from mxep.core_kernels import combine, fold, folded_gemm, grouped_gemm, permute, quantize, routing, scale_layout, swiglu
+from mxep.core_kernels import (
+    combine,
+    fold,
+    folded_gemm,
+    grouped_gemm,
+    permute,
+    quantize,
+    routing,
+    rowwise,
+    scale_layout,
+    swiglu,
+)
 from mxep.core_kernels.formats import packed_width
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from triton.backends.compiler import GPUTarget
@@ -77,6 +88,11 @@ CASES = {
     "fold_rows": Case(fold.fold_rows, mx(M, K), {}, QUANTIZE),
     "quantize_row_fold": Case(fold.quantize_row_fold, (bf16(M, K),), {}, QUANTIZE),
     "quantize_row_fold f32": Case(fold.quantize_row_fold, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
+    "quantize_rowwise": Case(rowwise.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),
+    "quantize_rowwise 3D floor": Case(rowwise.quantize_rowwise, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
+    "quantize_rowwise f32 satfinite": Case(rowwise.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
+    "quantize_rowwise wide": Case(rowwise.quantize_rowwise, (bf16(M, 16384),), {}, QUANTIZE),
+    "quantize_rowwise wide f32": Case(rowwise.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
     "permute_mx_fold": Case(fold.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
     "fold_groups": Case(fold.fold_groups, (*mx(K, M), i32(GROUPS)), {}, QUANTIZE),
     "block_scales": Case(scale_layout.block_scales, (u8(M, K // 32), i32(GROUPS))),
@@ -220,6 +236,7 @@ SMALL = {
     "permute_mx": (permute.permute_mx, (u8(1, 33), i32(1))),
     "fold_rows": (fold.fold_rows, mx(1, 32)),
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
+    "quantize_rowwise": (rowwise.quantize_rowwise, (bf16(1, 32),)),
     "permute_mx_fold": (fold.permute_mx_fold, (u8(1, 33), i32(1))),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),

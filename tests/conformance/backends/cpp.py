@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import combine, fold, permute, quantize, routing, scale_layout, swiglu
+from mxep.core_kernels import combine, fold, permute, quantize, routing, rowwise, scale_layout, swiglu
 from mxep.core_kernels.launch import ArrayType, KernelOp
 
 from .arrays import poisoned, to_numpy, to_torch
@@ -35,6 +35,7 @@ KERNEL_OPS = (
     routing.row_map,
     fold.fold_rows,
     fold.quantize_row_fold,
+    rowwise.quantize_rowwise,
     fold.permute_mx_fold,
     fold.fold_groups,
     scale_layout.block_scales,
