@@ -87,4 +87,5 @@ RECIPES = {
     "bf16": Recipe("bf16", operands="bf16"),
     "mxfp8": Recipe("mxfp8", wgrad_with_hp=False),
     "mxfp8_wgrad_with_hp": Recipe("mxfp8_wgrad_with_hp"),
+    "fp8_rowwise": Recipe("fp8_rowwise", operands="fp8_rowwise"),
 }

@@ -19,6 +19,7 @@ from ._device import force_implementation
 from .autograd import (
     _to_mxfp8_then_scaled_grouped_mm,
     bf16_grouped_mm,
+    fp8_rowwise_grouped_mm,
     mxfp8_grouped_mm,
 )
 from .capabilities import Capability, capabilities
@@ -55,6 +56,7 @@ __all__ = [
     "capabilities",
     "debug_checks",
     "force_implementation",
+    "fp8_rowwise_grouped_mm",
     "gather_rows",
     "grouped_swiglu_ffn",
     "keep_quantized_weights",

@@ -131,6 +131,13 @@ def bf16_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype
     return _grouped_mm(A, B_t, offs, out_dtype, "bf16", True, False, 0)
 
 
+def fp8_rowwise_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`mxfp8_grouped_mm` with E4M3 operands under one power of two per row instead of one per 32 values: same
+    arguments, same checks. The weight gradient multiplies bf16."""
+    _check_grouped_mm("fp8_rowwise_grouped_mm", A, B_t, offs, out_dtype)
+    return _grouped_mm(A, B_t, offs, out_dtype, "row", True, False, int(Rounding.RCEIL))
+
+
 def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:
     check_rows(op, "A", A)
     check_weights(op, "B_t", B_t)

@@ -31,8 +31,9 @@ from .combine import weighted_combine
 from .ep import a2a_dispatch_mxfp8_fwd_hp_bwd
 from .ffn import grouped_swiglu_ffn
 from .mx_tensor import quantize_gradient
-from .parallel import DEFAULT_RECIPE, local
+from .parallel import DEFAULT_RECIPE
 from .permute import RowMaps, gather_rows, spread_rows
+from .weights import local
 
 SCORES = ("softmax", "sigmoid")
 PROB_IN = ("combine", "swiglu")

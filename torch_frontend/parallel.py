@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..core_kernels.launch import fail
@@ -92,8 +92,3 @@ def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]), requires_grad=parameter.requires_grad)
         module.register_parameter(name, sharded)
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; differentiable."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

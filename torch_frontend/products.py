@@ -8,6 +8,7 @@ form      rows                          tokens
 "bf16"    bf16                          bf16
 "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
 "fold"    (q, sf), one sf per row       (q_t, sf), one sf per row and group
+"row"     (q, sf), one sf per row       bf16
 
 MX operands are folded here, at the last moment: bytes travel and are saved as MX. For code below autograd: no checks,
 no gradients. `w` is (G, N, K), as a linear layer stores it.
@@ -21,7 +22,7 @@ from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from ._device import arch_of
 from .mx_tensor import MXTensor, plain
-from .weights import MX, Folded, along_k, along_n
+from .weights import MX, Folded, along_k, along_n, quantize_rows
 
 FLOATS = (torch.bfloat16, torch.float32)
 Operand = Tensor | MX | Folded
@@ -52,8 +53,7 @@ def rows_of(x: Operand, form: Form, rounding: int) -> Operand:
         x = MX(x.q.contiguous(), x.sf.contiguous())
     if isinstance(x, MX):
         return x if form == "mx" else Folded(*ops.fold_rows(*x))
-    x = x.contiguous()
-    return MX(*ops.quantize_row(x, rounding)) if form == "mx" else Folded(*ops.quantize_row_fold(x, rounding))
+    return quantize_rows(x.contiguous(), form, rounding)
 
 
 def as_bf16(x: Tensor) -> Tensor:

@@ -7,16 +7,20 @@
     let go              when the parameter's version counter or memory is another, when any torch optimizer has
                         stepped, and with the parameter
 
-The version counter sees every in-place write but those through `.data` and those of FSDP2, which restores it after
-it has gathered a parameter; the optimizer's step that must precede those is seen by the hook below.
+The version counter sees every in-place write but those through `.data`, which old optimizers use: hence the hook. A
+DTensor counts itself, not its local part: `local` says whose part a tensor is. What FSDP2 gathers is written behind
+the counter's back too, and freed after each use. Its counter stays 0, so nothing is kept of a tensor that nobody has
+written in place since it was made.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -45,6 +49,7 @@ class _Kept(NamedTuple):
 
 
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _keep = True
 
 
@@ -59,9 +64,10 @@ register_optimizer_step_post_hook(_forget)
 def keep_quantized_weights(keep: bool) -> Iterator[None]:
     """Within the block keep quantized weights between calls, or (False) quantize them in every call and keep none.
 
-    They are kept by default, in both orientations: 2.06 bytes per weight, until the weight changes. Needed are
-    False and the memory, or weights that are written through `.data` without an optimizer's step. The setting is
-    process-wide. In a compiled function and in a CUDA graph weights are always quantized where they are used.
+    They are kept by default, in both orientations: 2.06 bytes per weight, until the weight changes. Pass False where
+    memory is short, or where weights are written through `.data` by something that is no torch optimizer. The setting
+    is process-wide. In compiled functions, in CUDA graphs, under FSDP2 and before a weight's first in-place write
+    (initialisation is one) weights are quantized where they are used.
 
     >>> with keep_quantized_weights(False):
     ...     y = layer(x)
@@ -73,6 +79,16 @@ def keep_quantized_weights(keep: bool) -> Iterator[None]:
         yield
     finally:
         _keep = before
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; differentiable."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part = cast(Tensor, parameter.to_local())
+    if not torch.compiler.is_compiling() and part._base is not None:
+        _owners[part._base] = weakref.ref(parameter)
+    return part
 
 
 def along_k(w: Tensor, form: Form, rounding: int) -> MX | Folded:
@@ -106,7 +122,10 @@ def _operands_of(w: Tensor) -> dict[tuple[Any, ...], MX | Folded] | None:
         return None
     if w.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    state = (base._version, base.data_ptr())
+    owner = _owners[base]() if base in _owners else base
+    if owner is None or not owner._version:
+        return None
+    state = (owner._version, base.data_ptr())
     kept = _kept.get(base)
     if kept is None or kept.state != state:
         kept = _kept[base] = _Kept(state, {})
@@ -115,8 +134,16 @@ def _operands_of(w: Tensor) -> dict[tuple[Any, ...], MX | Folded] | None:
 
 def _quantize(w: Tensor, along: str, form: Form, rounding: int) -> MX | Folded:
     w = w.contiguous()
-    if form == "mx":
-        return MX(*(ops.quantize_row(w, rounding) if along == "k" else ops.quantize_col(w, rounding)))
     if along == "k":
-        return Folded(*ops.quantize_row_fold(w, rounding))
-    return Folded(*ops.fold_rows(*ops.quantize_col(w, rounding)))
+        return quantize_rows(w, form, rounding)
+    if form == "row":
+        return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
+    turned = MX(*ops.quantize_col(w, rounding))
+    return turned if form == "mx" else Folded(*ops.fold_rows(*turned))
+
+
+def quantize_rows(x: Tensor, form: Form, rounding: int) -> MX | Folded:
+    """x (..., K), contiguous, along its last dim."""
+    if form == "mx":
+        return MX(*ops.quantize_row(x, rounding))
+    return Folded(*(ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise)(x, rounding))

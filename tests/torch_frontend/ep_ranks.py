@@ -13,10 +13,12 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import ep_weights
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mxep.core_kernels.recipe import RECIPES, Recipe
 from mxep.cpp_bindings import set_num_threads
 from mxep.torch_frontend import (
     MoE,
@@ -55,7 +57,9 @@ def mesh_of(ep: int) -> DeviceMesh:
     return init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("replica", "ep"))["ep"]
 
 
-def parallel_layer(ep: int, recipe: str = "mxfp8_wgrad_with_hp", seed: int = 0, **options) -> tuple[MoE, DeviceMesh]:
+def parallel_layer(
+    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, **options
+) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
     moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
     parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())
@@ -71,8 +75,12 @@ def raises(error: type[Exception], words: str, run: Callable[[], object]) -> Non
         run()
 
 
-def equal_to_dense(ep: int, recipe: str, prob_in) -> None:
+RUNS = RECIPES | {"mxfp8 folded": Recipe.parse("mxfp8", compute="fold")}
+
+
+def equal_to_dense(ep: int, run: str, prob_in) -> None:
     """Tokens dealt out over the ranks give the answer and the gradients of one process with all of them."""
+    recipe = RUNS[run]
     torch.manual_seed(0)
     dense = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in)
     moe, mesh = parallel_layer(ep, recipe, prob_in=prob_in)
@@ -322,9 +330,9 @@ def bad_input() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{
-        f"equal_to_dense[{ep}-{recipe}-{prob_in}]": partial(equal_to_dense, ep, recipe, prob_in)
+        f"equal_to_dense[{ep}-{run}-{prob_in}]": partial(equal_to_dense, ep, run, prob_in)
         for ep in (1, 2, 4)
-        for recipe in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp")
+        for run in RUNS
         for prob_in in ("combine", "swiglu")
     },
     "reload_between_degrees": reload_between_degrees,
@@ -333,6 +341,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "wire_of_a2a_dequant": wire_of_a2a_dequant,
     "dispatch_is_one_collective": dispatch_is_one_collective,
     "several_layers_and_recomputation": several_layers_and_recomputation,
+    "kept_of_sharded_experts": lambda: ep_weights.kept_of_sharded_experts(parallel_layer),
+    "nothing_kept_of_gathered_weights": lambda: ep_weights.nothing_kept_of_gathered_weights(RANKS),
     "bad_input": bad_input,
     "compiled_layer[combine]": partial(compiled_layer, "combine"),
     "compiled_layer[swiglu]": partial(compiled_layer, "swiglu"),

@@ -17,9 +17,9 @@ from mxep.torch_frontend import (
 RANKS = 4
 SCRIPT = Path(__file__).with_name("ep_ranks.py")
 DEGREES = [
-    f"equal_to_dense[{ep}-{recipe}-{prob_in}]"
+    f"equal_to_dense[{ep}-{run}-{prob_in}]"
     for ep in (1, 2, 4)
-    for recipe in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp")
+    for run in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "mxfp8 folded")
     for prob_in in ("combine", "swiglu")
 ]
 CHECKS = [
@@ -30,6 +30,8 @@ CHECKS = [
     "wire_of_a2a_dequant",
     "dispatch_is_one_collective",
     "several_layers_and_recomputation",
+    "kept_of_sharded_experts",
+    "nothing_kept_of_gathered_weights",
     "bad_input",
     "compiled_layer[combine]",
     "compiled_layer[swiglu]",

@@ -33,8 +33,9 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     weights._kept.clear()
 
 
-def parameter(dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
-    return nn.Parameter(torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).to(dtype))
+def parameter(dtype: torch.dtype = torch.bfloat16, experts: int = 2) -> nn.Parameter:
+    w = nn.Parameter(torch.empty(experts, 32, 64, dtype=dtype))
+    return nn.init.normal_(w, generator=torch.Generator().manual_seed(0))
 
 
 def step(w: Tensor, **options: object) -> Tensor:
@@ -109,7 +110,7 @@ def test_again_when_the_weight_changes(change, quantized: list[str]) -> None:
 
 
 def test_views_of_one_parameter_are_told_apart(quantized: list[str]) -> None:
-    stacked = nn.Parameter(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)).bfloat16())
+    stacked = parameter(experts=4)
     with torch.no_grad():
         outs = [step(stacked[i : i + 2]) for i in (0, 1, 2, 0)]
     assert torch.equal(outs[0], outs[3])
@@ -128,6 +129,15 @@ def test_nothing_is_kept_of_what_lives_for_one_call(quantized: list[str]) -> Non
     with torch.inference_mode():
         step(parameter().detach().clone())
     assert not weights._kept
+
+
+def test_nothing_is_kept_of_a_weight_that_was_never_written(quantized: list[str]) -> None:
+    w = nn.Parameter(parameter().detach().clone())
+    step(w), step(w)
+    assert not weights._kept
+    written_in_place(w)
+    step(w), step(w)
+    assert quantized == 3 * ["quantize_row", "quantize_col"]
 
 
 def test_nothing_is_kept_when_asked(quantized: list[str]) -> None:
