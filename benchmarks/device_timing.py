@@ -19,6 +19,7 @@ Candidates = Mapping[str, Callable[[], object]]
 L2_NBYTES = 256 << 20  # several times an H200's L2
 # The device is busy for about half a millisecond while the host enqueues what is timed: no launch gap is measured.
 BUSY_CYCLES = 1_000_000
+BATCH_US = 10_000
 
 
 def events(candidates: Candidates, rounds: int = 21) -> dict[str, Sample]:
@@ -55,6 +56,12 @@ def batches(
             wait(run())
             times[name].append((time.perf_counter() - start) / calls)
     return {name: summarize(seconds[1:]) for name, seconds in times.items()}
+
+
+def calls_in_a_batch(candidate: tuple[Callable[[], Any], Callable[[Any], object]]) -> int:
+    """As many calls as take `BATCH_US`, at least 4."""
+    (estimate,) = batches({"run": candidate}, calls=4, rounds=1).values()
+    return min(max(int(BATCH_US / estimate.us), 4), 200)
 
 
 def host(candidates: Candidates, wait: Callable[[], object], calls: int = 2000) -> dict[str, Sample]:

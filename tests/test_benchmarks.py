@@ -25,9 +25,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def rehearsed(gpu: Any, *only: str) -> list[Any]:
-    from benchmarks import shapes, timing
+    """The products have a rehearsal of their own: test_product_benchmarks.py."""
+    from benchmarks import gpu_cases, shapes, timing
 
-    return list(gpu.lines(only, shapes.TINY_LAYER, "cpu", partial(timing.interleaved, rounds=1)))
+    named = only or (*(name for family in gpu_cases.FAMILIES for name in family), "host_overhead")
+    each = partial(timing.interleaved, rounds=1)
+    return list(gpu.lines(named, shapes.TINY_LAYER, shapes.TINY_PRODUCTS, "cpu", each))
 
 
 def test_every_op_is_checked_compared_and_reported(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
