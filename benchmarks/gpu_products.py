@@ -22,7 +22,6 @@ from .product_cases import (
     BF16,
     DENSE_BF16,
     DENSE_FP8,
-    DENSE_FP8_FP32,
     MIN_JAX_SQNR_DB,
     MIN_SQNR_DB,
     OPS,
@@ -143,7 +142,8 @@ def jax_lines(case: ProductCase, device: str, failures: list[str]) -> Iterator[L
         "run": (partial(compiled, *arguments), jax.block_until_ready),
         "torch_frontend": (case.run, wait),
     }
-    for name, dense in _runnable(case, {k: v for k, v in case.dense.items() if k != DENSE_FP8_FP32}, failures).items():
+    roofs = (DENSE_FP8, DENSE_BF16) if case.jax_peers else (DENSE_FP8,)
+    for name, dense in _runnable(case, {name: case.dense[name] for name in roofs}, failures).items():
         candidates[name] = dense, wait
     for name, compile_ in case.jax_peers.items():
         try:

@@ -58,6 +58,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, rounds=1))
+    monkeypatch.setattr(device_timing, "BATCH_US", 1)
     # Until the frontends take `compute` and keep quantized weights, the same products without either.
     monkeypatch.setattr(
         product_calls, "torch_product",
@@ -213,6 +214,53 @@ def test_a_wrong_product_is_an_error_and_the_others_are_measured(
         bench.rehearsed("grouped_mm_wgrad", "grouped_mm_dgrad", each=stand_in_times({}))
     assert str(error.value).startswith("gpu: grouped_mm_dgrad: peer torch_scaled_grouped_mm; ")
     assert "values are past the bound of their sums" in capsys.readouterr().err
+
+
+def test_bytes_that_differ_on_a_gpu_are_an_error(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where both frontends run the CUDA kernel; elsewhere each sums in its own order."""
+    from benchmarks import shapes
+
+    balanced = shapes.TINY_PRODUCTS._replace(large=shapes.TINY_PRODUCTS.large[:1], small=())
+    monkeypatch.setattr(bench.gpu_products, "differing", lambda a, b: 3)
+    assert any(line.error.get("values_that_differ") == 3 for line in bench.rehearsed("grouped_mm_dgrad",
+                                                                                     products=balanced))  # fmt: skip
+    uses = {"grouped_mm_fold": SimpleNamespace(uses="cuda, sm_90"), "grouped_mm_mx": SimpleNamespace(uses="triton")}
+    for frontend in ("torch_frontend", "jax_frontend"):
+        monkeypatch.setattr(getattr(bench.gpu_products, frontend), "capabilities", lambda *_: uses)
+    with pytest.raises(RuntimeError, match=r"^gpu: grouped_mm_dgrad in JAX$"):
+        bench.rehearsed("grouped_mm_dgrad", "grouped_mm_exact", products=balanced, each=stand_in_times({}))
+    assert "3 values differ from torch's" in capsys.readouterr().err
+
+
+def test_a_check_samples_every_tile(bench: Any) -> None:
+    """Of groups too long to check whole: the edges, and some rows of every 256; one wrong tile is found."""
+    from benchmarks import product_cases, product_checks
+    from benchmarks.shapes import Product
+
+    rows = product_checks._sampled(1000, 21000, torch.device("cpu"))
+    assert rows.unique().equal(rows)
+    assert {1000, 1255, 20744, 20999} <= set(rows.tolist())
+    assert set(((rows - 1000) // 256).tolist()) == set(range(79))
+    p = Product(4096, 64, 32, 2)
+    o = product_cases.operands(p, "cpu")
+    tile = (slice(256, 512), slice(16, 32))
+    for case, where, factor in ((product_cases.forward(p, o), tile, 1.1),
+                                (product_cases.weight_gradient(p, o), (1, 3, 5), float("nan"))):  # fmt: skip
+        (out,) = case.run()
+        assert case.check((out,))["sqnr_db"] == pytest.approx(55.6, abs=1)
+        out[where] *= factor
+        with pytest.raises(AssertionError, match="past the bound of their sums"):
+            case.check((out,))
+
+
+def test_a_round_goes_forth_and_the_next_back(bench: Any) -> None:
+    from benchmarks import device_timing
+
+    order: list[str] = []
+    device_timing.batches({n: (partial(order.append, n), lambda _: None) for n in "abc"}, calls=1, rounds=1)
+    assert order == ["a", "a", "b", "b", "c", "c", "c", "c", "b", "b", "a", "a"]
 
 
 def test_group_ends(bench: Any) -> None:
