@@ -2,6 +2,8 @@
 
 >>> print(bar({"op": "quantize_col", "frontend": "torch", "peer": "copy", "of_roof": 0.87}))
 of a copy 0.85: 0.87 ok
+
+A product's bar is a ratio, how many times as long its peer takes, or its share of the dense FP8 rate.
 """
 
 from collections.abc import Mapping
@@ -26,6 +28,19 @@ OF_A_COPY = {
 }
 AT_MOST_US = {"routing": 100.0, "host_overhead": 30.0}
 JAX_OVER_TORCH = 1.05
+JAX_PRODUCT_OVER_TORCH = 1.03
+TIMES_AS_LONG = {
+    ("grouped_mm_fwd", "torch_grouped_mm_bf16"): 1.8,
+    ("grouped_mm_fwd", "torch_scaled_grouped_mm"): 1.1,
+    ("grouped_mm_wgrad", "torch_grouped_mm_bf16"): 1.65,
+    ("grouped_mm_exact", "torch_grouped_mm_bf16"): 0.9,
+    ("grouped_mm_fwd", "jax_ragged_dot_bf16"): 10.0,
+}
+# By recipe; the second where K is small, which the quantizing weighs more on.
+AUTOGRAD_TIMES_AS_LONG = {"mxfp8": (1.6, 1.45), "mxfp8_wgrad_with_hp": (1.35, 1.2)}
+SMALL_K = 2048
+OF_DENSE_FP8, FROM_K = 0.88, 7168
+SMALL_TIMES_AS_LONG = 1.0
 
 
 class Bar(NamedTuple):
@@ -38,12 +53,32 @@ class Bar(NamedTuple):
         return f"{self.what} {self.required:g}: {self.measured:.2f} {'ok' if self.met else 'MISSED'}"
 
 
+def _least(row: Mapping[str, Any]) -> float | None:
+    """How many times as long the peer of this product's line must take."""
+    op, peer, case = row["op"], row["peer"], row["case"]
+    if peer == "torch_grouped_mm_bf16" and case.get("operands") == "bf16":
+        return SMALL_TIMES_AS_LONG
+    if peer == "torch_grouped_mm_bf16" and op == "grouped_mm_autograd":
+        return AUTOGRAD_TIMES_AS_LONG[case["recipe"]][case["K"] <= SMALL_K]
+    return TIMES_AS_LONG.get((op, peer))
+
+
+def _product_bar(row: Mapping[str, Any]) -> Bar | None:
+    if row["op"] == "grouped_mm_fwd" and row["peer"] == "cublas_fp8" and row["case"]["K"] >= FROM_K:
+        return Bar("of dense FP8", OF_DENSE_FP8, row["of_roof"], row["of_roof"] >= OF_DENSE_FP8)
+    least = _least(row)
+    return None if least is None else Bar("x", least, row["ratio"], row["ratio"] >= least)
+
+
 def bar(row: Mapping[str, Any]) -> Bar | None:
-    """The bar that this line is held to: of an op's lines, torch's beside a copy and JAX's beside torch have one."""
+    """The bar that this line is held to, if any: a line has one peer, and an op may have a bar for each."""
     op, peer = row["op"], row["peer"]
-    if row["frontend"] == "jax":
-        over = row["us"] / row["peer_us"]
-        return Bar("JAX / torch", JAX_OVER_TORCH, over, over <= JAX_OVER_TORCH) if peer == "torch_frontend" else None
+    product = op.startswith("grouped_mm_")
+    if peer == "torch_frontend":
+        most, over = JAX_PRODUCT_OVER_TORCH if product else JAX_OVER_TORCH, row["us"] / row["peer_us"]
+        return Bar("JAX / torch", most, over, over <= most)
+    if product:
+        return _product_bar(row)
     if peer == "copy" and op in OF_A_COPY:
         return Bar("of a copy", OF_A_COPY[op], row["of_roof"], row["of_roof"] >= OF_A_COPY[op])
     if peer == "copy" and op in AT_MOST_US:

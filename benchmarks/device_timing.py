@@ -1,5 +1,8 @@
 """Time on the GPU and on the host that feeds it; every candidate runs once per round (see timing.py).
 
+Every other round goes backwards: how fast the card runs follows what it did before, and each candidate has had both of
+its neighbours before it.
+
 events    one launch between two CUDA events, caches cold: an op against a copy of as many bytes
 batches   N launches, then one wait, divided by N: the same clock for torch and for JAX, whose stream
           takes no events from outside; the one wait adds the same to both
@@ -9,24 +12,30 @@ host      what a call costs before it returns, without waiting for the device
 import gc
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .timing import Sample, summarize
 
+T = TypeVar("T")
 Candidates = Mapping[str, Callable[[], object]]
 L2_NBYTES = 256 << 20  # several times an H200's L2
 # The device is busy for about half a millisecond while the host enqueues what is timed: no launch gap is measured.
 BUSY_CYCLES = 1_000_000
+BATCH_US = 10_000
+
+
+def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
+    return list(candidates.items())[:: -1 if round_ % 2 else 1]
 
 
 def events(candidates: Candidates, rounds: int = 21) -> dict[str, Sample]:
     """Device time of each candidate; two rounds that warm up are not counted."""
     evict = torch.ones(L2_NBYTES // 4, dtype=torch.int32, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds + 2):
-        for name, run in candidates.items():
+    for round_ in range(rounds + 2):
+        for name, run in _in_turn(candidates, round_):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             evict.max()  # reading leaves clean lines: nothing of this is written back while the candidate runs
             torch.cuda._sleep(BUSY_CYCLES)
@@ -46,8 +55,8 @@ def batches(
     Results are dropped as they come, so that one buffer after another is reused.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds + 1):
-        for name, (run, wait) in candidates.items():
+    for round_ in range(rounds + 1):
+        for name, (run, wait) in _in_turn(candidates, round_):
             wait(run())
             start = time.perf_counter()
             for _ in range(calls - 1):
@@ -55,6 +64,12 @@ def batches(
             wait(run())
             times[name].append((time.perf_counter() - start) / calls)
     return {name: summarize(seconds[1:]) for name, seconds in times.items()}
+
+
+def calls_in_a_batch(candidate: tuple[Callable[[], Any], Callable[[Any], object]]) -> int:
+    """As many calls as take `BATCH_US`, at least 4."""
+    (estimate,) = batches({"run": candidate}, calls=4, rounds=1).values()
+    return min(max(int(BATCH_US / estimate.us), 4), 200)
 
 
 def host(candidates: Candidates, wait: Callable[[], object], calls: int = 2000) -> dict[str, Sample]:

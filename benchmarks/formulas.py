@@ -38,7 +38,8 @@ def quantize_both(x: Tensor, q: Tensor, sf: Tensor, q_t: Tensor, sf_t: Tensor) -
     quantize_col(x, q_t, sf_t)
 
 
-def _scale(sf: Tensor) -> Tensor:
+def scale(sf: Tensor) -> Tensor:
+    """E8M0 bytes -> the fp32 powers of two that they mean."""
     exponent = sf.int()
     scale = torch.where(exponent == 0, 0x400000, exponent << 23).view(torch.float32)
     return torch.where(exponent == 255, float("nan"), scale)
@@ -62,7 +63,7 @@ def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
 
 def dequantize(q: Tensor, sf: Tensor, x: Tensor) -> None:
     blocks = q.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
-    x.copy_((blocks * _scale(sf).unsqueeze(-1)).flatten(-2))
+    x.copy_((blocks * scale(sf).unsqueeze(-1)).flatten(-2))
 
 
 def permute_rows(x: Tensor, row_map: Tensor, out: Tensor) -> None:

@@ -2,48 +2,28 @@
 
     gpu_cases.py --torch--> outputs --the CPU's bytes, on a few rows?--> events:  run | copy | torch.compile
                   '--JAX--> outputs --torch's bytes, all of them?------> batches: JAX | torch | copy | jax.jit
+    product_cases.py ------> gpu_products.py, the grouped products
 
-Both frameworks read the same arrays (DLPack). A case or a peer that fails is printed and ends the run with an
-error once the others are measured. `layer`, `device` and `each` are other than the defaults in a rehearsal alone.
+Both frameworks read the same arrays (DLPack). A case or a peer that fails is printed and ends the run with an error
+once the others are measured. `layer`, `products`, `device` and `each` are other than the defaults in a rehearsal alone.
 """
 
 import gc
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 from mxep import jax_frontend, torch_frontend
-from mxep.jax_frontend import _call as jax_launch
-from mxep.jax_frontend import ops as jax_ops
-from mxep.torch_frontend import ops as torch_ops
 from torch import Tensor
 
-from . import device_timing, formulas_jax, gpu_peers
+from . import device_timing, formulas_jax, gpu_peers, gpu_products
+from .gpu_calls import EPS, Each, copy_of, differing, failed, guarded, jax_call, torch_call, torch_wait
 from .gpu_cases import FAMILIES, Case, Tensors, cases
 from .results import Line
-from .shapes import H200_LAYER, TINY_LAYER, Layer
+from .shapes import H200_LAYER, H200_PRODUCTS, TINY_LAYER, Layer, Products
 from .timing import Sample
-
-Each = Callable[[device_timing.Candidates], dict[str, Sample]]
-EPS = 2.0**-23
-# Copied piece by piece: the two buffers of a whole would not fit beside the largest case.
-COPY_NBYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
-CHUNK = 1 << 28
-BATCH_US = 10_000
-
-
-def torch_call(op: str, *tensors: Tensor, **options: Any) -> Tensors:
-    outputs = getattr(torch_ops, op)(*tensors, **options)
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def jax_call(op: str, *arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
-    return jax_launch.call(jax_ops.OPS[op], *arrays, **options)
 
 
 def ops_of(case: Case) -> tuple[str, ...]:
@@ -58,16 +38,6 @@ def ops_of(case: Case) -> tuple[str, ...]:
 
 
 # --- right before fast ------------------------------------------------------------------------------------
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize])
-
-
-def differing(a: Tensor, b: Tensor) -> int:
-    """How many values have other bits; by chunks, or the comparison would need as much memory as the outputs."""
-    pairs = zip(_bits(a).flatten().split(CHUNK), _bits(b).flatten().split(CHUNK), strict=True)
-    return sum(int((x != y).sum()) for x, y in pairs)
 
 
 def require_same(case: Case, who: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
@@ -107,25 +77,6 @@ def check(case: Case, outputs: Tensors) -> None:
 # --- what is timed ----------------------------------------------------------------------------------------
 
 
-@cache
-def _copy_buffers(device: str) -> tuple[Tensor, Tensor]:
-    source = torch.randint(1, 255, (COPY_NBYTES[device],), dtype=torch.uint8, device=device)
-    return source, torch.empty_like(source)
-
-
-def copy_of(nbytes: int, device: str) -> Callable[[], object]:
-    """A device copy that reads and writes `nbytes` together."""
-    half = nbytes // 2
-    source, target = _copy_buffers(device)
-    sizes = [min(len(source), half - at) for at in range(0, half, len(source))]
-
-    def run() -> None:
-        for size in sizes:
-            target[:size].copy_(source[:size])
-
-    return run
-
-
 def torch_peers(case: Case, outputs: Tensors, failures: list[str]) -> dict[str, tuple[Callable[[], Any], int]]:
     """The peers that run, each with the number of its values that differ from ours."""
     peers = {}
@@ -134,16 +85,10 @@ def torch_peers(case: Case, outputs: Tensors, failures: list[str]) -> dict[str, 
             theirs = peer()
             differ = sum(differing(a, b) for a, b in zip(theirs, outputs, strict=True))
         except Exception:
-            _failed(f"{case.name}: peer {name}", failures)
+            failed(f"{case.name}: peer {name}", failures)
             continue
         peers[name] = peer, differ
     return peers
-
-
-def _failed(what: str, failures: list[str]) -> None:
-    failures.append(what)
-    print(f"FAILED: {what}", file=sys.stderr)
-    traceback.print_exc()
 
 
 def _line(
@@ -201,13 +146,7 @@ def jax_lines(case: Case, device: str, failures: list[str]) -> Iterator[Line]:
     require_same(case, "torch's, from JAX", theirs, outputs)
     del theirs
     nbytes = case.nbytes(outputs)
-    wait_torch = torch.cuda.synchronize if device == "cuda" else None
-    copy = copy_of(nbytes, device)
-
-    def wait(_: object) -> None:
-        if wait_torch:
-            wait_torch()
-
+    copy, wait = copy_of(nbytes, device), torch_wait(device)
     candidates: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         "run": (partial(compiled, *arrays), jax.block_until_ready),
         "torch_frontend": (run, wait),
@@ -222,11 +161,9 @@ def jax_lines(case: Case, device: str, failures: list[str]) -> Iterator[Line]:
             )
             candidates["jax_jit"] = partial(peer, *arrays), jax.block_until_ready
         except Exception:
-            _failed(f"{case.name}: peer jax_jit", failures)
+            failed(f"{case.name}: peer jax_jit", failures)
     del outputs
-    (estimate,) = device_timing.batches({"run": candidates["run"]}, calls=4, rounds=1).values()
-    calls = int(np.clip(BATCH_US / estimate.us, 4, 200))
-    samples = device_timing.batches(candidates, calls)
+    samples = device_timing.batches(candidates, device_timing.calls_in_a_batch(candidates["run"]))
     memory = compiled.memory_analysis()
     peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
     uses = jax_frontend.capabilities()[ops_of(case)[0]].uses
@@ -263,32 +200,35 @@ def host_line(case: Case, device: str) -> Line:
     )
 
 
-def _guarded(what: str, items: Iterator[Any], failures: list[str]) -> Iterator[Any]:
-    try:
-        yield from items
-    except Exception:
-        _failed(what, failures)
-
-
-def lines(
-    only: Sequence[str], layer: Layer = H200_LAYER, device: str = "cuda", each: Each = device_timing.events
-) -> Iterator[Line]:
-    """Check and measure every op, or those named. Raises RuntimeError at the end if anything failed."""
-    known = {*(name for names in FAMILIES for name in names), "host_overhead"}
-    if unknown := set(only) - known:
-        raise ValueError(f"gpu: ops: got {', '.join(sorted(unknown))}; allowed: {', '.join(sorted(known))}")
-    failures: list[str] = []
-    if not only or "host_overhead" in only:
-        for case in _guarded("tiny inputs", cases(TINY_LAYER, torch_call, device), failures):
-            yield from _guarded(f"host_overhead of {case.name}", (host_line(c, device) for c in [case]), failures)
+def memory_lines(only: Sequence[str], layer: Layer, device: str, each: Each, failures: list[str]) -> Iterator[Line]:
+    """Of the ops that a copy bounds, all or those named."""
     for family in FAMILIES:
         if only and not set(only) & set(family):
             continue
         named = tuple(name for name in family if not only or name in only)
-        for case in _guarded(f"inputs of {family}", cases(layer, torch_call, device, named), failures):
-            yield from _guarded(case.name, torch_lines(case, device, each, failures), failures)
+        for case in guarded(f"inputs of {family}", cases(layer, torch_call, device, named), failures):
+            yield from guarded(case.name, torch_lines(case, device, each, failures), failures)
             torch.cuda.empty_cache()
-            yield from _guarded(f"{case.name} in JAX", jax_lines(case, device, failures), failures)
+            yield from guarded(f"{case.name} in JAX", jax_lines(case, device, failures), failures)
         gc.collect()
+
+
+def lines(
+    only: Sequence[str],
+    layer: Layer = H200_LAYER,
+    products: Products = H200_PRODUCTS,
+    device: str = "cuda",
+    each: Each = device_timing.events,
+) -> Iterator[Line]:
+    """Check and measure every op, or those named. Raises RuntimeError at the end if anything failed."""
+    known = {*(name for names in FAMILIES for name in names), "host_overhead", *gpu_products.OPS}
+    if unknown := set(only) - known:
+        raise ValueError(f"gpu: ops: got {', '.join(sorted(unknown))}; allowed: {', '.join(sorted(known))}")
+    failures: list[str] = []
+    if not only or "host_overhead" in only:
+        for case in guarded("tiny inputs", cases(TINY_LAYER, torch_call, device), failures):
+            yield from guarded(f"host_overhead of {case.name}", (host_line(c, device) for c in [case]), failures)
+    yield from memory_lines(only, layer, device, each, failures)
+    yield from gpu_products.lines(only, products, device, each, failures)
     if failures:
         raise RuntimeError("gpu: " + "; ".join(failures))

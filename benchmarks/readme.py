@@ -1,12 +1,14 @@
 """`python -m benchmarks.readme`: write the README's figures from the recorded lines, between its two markers.
 
-results/cpu.jsonl, h200.jsonl --newest commit of each--> tables --> README.md   (a test compares the two)
+results/cpu.jsonl, h200.jsonl --newest commit of each table--> tables --> README.md   (a test compares the two)
+                                                            '-> roofline.py's picture, if there are products
 """
 
 from pathlib import Path
 from typing import Any
 
 from .readme_gpu import gpu
+from .readme_products import PICTURE, is_product, products
 from .results import newest
 
 README = Path(__file__).parents[1] / "README.md"
@@ -51,8 +53,9 @@ def step(row: Row) -> str:
 
 def figures() -> str:
     """The markdown between the markers."""
-    on_gpu = newest("h200")
-    return f"{gpu(on_gpu)}\n\n{cpu()}" if on_gpu else cpu()
+    on_gpu = newest("h200", lambda op: not is_product(op))
+    sections = (gpu(on_gpu) if on_gpu else "", products(newest("h200", is_product)), cpu())
+    return "\n\n".join(section for section in sections if section)
 
 
 def cpu() -> str:
@@ -77,3 +80,7 @@ def with_figures(text: str) -> str:
 
 if __name__ == "__main__":
     README.write_text(with_figures(README.read_text()))
+    if on_gpu := newest("h200", is_product):
+        from .roofline import draw  # matplotlib is for who has products to draw
+
+        draw(on_gpu, PICTURE)

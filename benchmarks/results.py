@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from .bars import bar
 
 RESULTS = Path(__file__).parent / "results"
+OPTIONAL = ("shares", "peer_of_roof", "peer_roof")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Line:
     peak_nbytes: int | None
     error: Mapping[str, object]
     shares: Mapping[str, float] | None = None  # of a step's time by kind; only a profiled step has them
+    peer_of_roof: float | None = None  # of a roof of its own, which peer_roof names; only a product's peer has one
+    peer_roof: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,34 +114,44 @@ def record(run: Run, line: Line, path: Path) -> None:
     """Append the line; the run's commit is known."""
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
-        file.write(json.dumps(_without_empty_shares({**asdict(run), **asdict(line)})) + "\n")
+        row = {**asdict(run), **asdict(line)}
+        file.write(json.dumps({k: v for k, v in row.items() if k not in OPTIONAL or v is not None}) + "\n")
 
 
-def _without_empty_shares(row: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in row.items() if key != "shares" or value is not None}
+def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[dict[str, Any]]:
+    """Of the lines about the ops wanted those of the last commit that has any; of two about the same the later one.
 
-
-def newest(name: str) -> list[dict[str, Any]]:
-    """The lines of the last commit in the file; of two about the same the later one. [] without a file."""
+    [] without a file or such lines.
+    """
     path = RESULTS / f"{name}.jsonl"
     rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    rows = [row for row in rows if wanted(row["op"])]
     of_commit = [row for row in rows if row["commit"] == rows[-1]["commit"]]
     return list({(r["op"], r["frontend"], str(r["case"]), r["peer"]): r for r in of_commit}.values())
 
 
-HEADER = ("op", "frontend", "case", "us", "spread", "GB/s", "of roof", "peer", "peer us", "ratio", "error", "bar")
-WIDTHS = (17, 8, 64, 9, 6, 7, 9, 14, 9, 7, 24, 0)
+HEADER = ("op", "frontend", "case", "us", "spread", "rate", "of roof", "peer", "peer us", "its roof", "ratio",
+          "error", "bar")  # fmt: skip
+WIDTHS = (19, 8, 72, 9, 6, 11, 11, 23, 9, 11, 7, 24, 0)
+
+
+def rate(flops: int, nbytes: int, us: float) -> str:
+    """What a product computes, or anything else moves, in a second."""
+    return f"{flops / us / 1e6:.4g} TF/s" if flops else f"{nbytes / us / 1e3:.1f} GB/s" if nbytes else ""
 
 
 def cells(line: Line) -> tuple[str, ...]:
     """One comparison in a table's row."""
     case = " ".join(f"{key}={value}" for key, value in line.case.items())
-    rate = f"{line.nbytes / line.us / 1e3:.1f}" if line.nbytes else ""
-    roof = f"{line.of_roof:.0%} {line.roof}" if line.of_roof is not None else ""
+    roof, peer_roof = (
+        f"{share:.0%} {name}" if share is not None else ""
+        for share, name in ((line.of_roof, line.roof), (line.peer_of_roof, line.peer_roof))
+    )
     error = " ".join(str(value) for value in line.error.values())
     held_to = str(bar(asdict(line)) or "")
-    return (line.op, line.frontend, case, f"{line.us:.1f}", f"{line.spread:.0%}", rate, roof,
-            line.peer, f"{line.peer_us:.1f}", f"{line.ratio:.2f}x", error, held_to)  # fmt: skip
+    return (line.op, line.frontend, case, f"{line.us:.1f}", f"{line.spread:.0%}",
+            rate(line.flops, line.nbytes, line.us), roof, line.peer, f"{line.peer_us:.1f}", peer_roof,
+            f"{line.ratio:.2f}x", error, held_to)  # fmt: skip
 
 
 def row(texts: Iterable[str]) -> str:

@@ -20,14 +20,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     # The formulas as they stand: compiling them for a CPU takes minutes and is not what runs on a GPU.
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, rounds=1))
+    monkeypatch.setattr(device_timing, "BATCH_US", 1)
     monkeypatch.setattr(device_timing, "host", partial(device_timing.host, calls=1))
     return gpu
 
 
 def rehearsed(gpu: Any, *only: str) -> list[Any]:
-    from benchmarks import shapes, timing
+    """The products have a rehearsal of their own: test_product_benchmarks.py."""
+    from benchmarks import gpu_cases, shapes, timing
 
-    return list(gpu.lines(only, shapes.TINY_LAYER, "cpu", partial(timing.interleaved, rounds=1)))
+    named = only or (*(name for family in gpu_cases.FAMILIES for name in family), "host_overhead")
+    each = partial(timing.interleaved, rounds=1)
+    return list(gpu.lines(named, shapes.TINY_LAYER, shapes.TINY_PRODUCTS, "cpu", each))
 
 
 def test_every_op_is_checked_compared_and_reported(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,309 @@
+"""The grouped products of the GPU's benchmark on the CPU: cases, checks, peers, lines, bars, table and picture.
+
+Every path runs at a small size but what only a GPU has: `torch._scaled_grouped_mm`, whose arguments torch's own shape
+rule checks here, and the clock. No figure comes of it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+PEERS = {
+    "grouped_mm_fwd": {"torch_grouped_mm_bf16", "torch_scaled_grouped_mm"},
+    "grouped_mm_dgrad": {"torch_grouped_mm_bf16", "torch_scaled_grouped_mm"},
+    "grouped_mm_wgrad": {"torch_grouped_mm_bf16"},
+    "grouped_mm_exact": {"torch_grouped_mm_bf16"},
+    "grouped_mm_autograd": {"torch_grouped_mm_bf16"},
+}
+ROOFS = {"cublas_fp8", "cublas_fp8_fp32_sums", "cublas_bf16", "copy"}
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """What torch computes on a GPU; the shapes, dtypes and strides must be what its own rule takes."""
+    meta = (x.to("meta") for x in (a, b, scale_a, scale_b))
+    out = torch.ops.aten._scaled_grouped_mm(
+        *meta, offs=offs.to("meta"), out_dtype=out_dtype, use_fast_accum=use_fast_accum
+    )
+    assert (offs.dtype, use_fast_accum) == (torch.int32, False)
+    rows = (a.float() * scale_a[:, None]).bfloat16()
+    result = torch._grouped_mm(rows, (b.float() * scale_b[:, None]).bfloat16(), offs=offs)
+    assert (result.shape, result.dtype) == (out.shape, out.dtype)
+    return result
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from mxep.torch_frontend import mxfp8_grouped_mm
+
+    from benchmarks import device_timing, gpu, gpu_products, product_calls, shapes, timing
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, rounds=1))
+    monkeypatch.setattr(device_timing, "BATCH_US", 1)
+    # Until the frontends take `compute` and keep quantized weights, the same products without either.
+    monkeypatch.setattr(
+        product_calls, "torch_product",
+        lambda x, w, ends, recipe: mxfp8_grouped_mm(x, w.mT, ends, wgrad_with_hp=recipe.wgrad_with_hp),
+    )  # fmt: skip
+    monkeypatch.setattr(product_calls, "jax_weights", lambda w, recipe: w)
+
+    def rehearsed(*only: str, products: Any = shapes.TINY_PRODUCTS, each: Any = None) -> list[Any]:
+        named = only or gpu_products.OPS
+        each = each or partial(timing.interleaved, rounds=1)
+        return list(gpu.lines(named, shapes.TINY_LAYER, products, "cpu", each))
+
+    return SimpleNamespace(rehearsed=rehearsed, gpu_products=gpu_products)
+
+
+def stand_in_times(us: dict[str, float]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A clock that gives each candidate, by name, the time said."""
+    from benchmarks.timing import Sample
+
+    return lambda candidates: {name: Sample(us.get(name, 10.0), 0.01, 1) for name in candidates}
+
+
+def test_every_product_is_checked_compared_and_reported(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every op, recipe, routing and peer; from a line to the README's table and picture."""
+    from benchmarks import bars, readme_products, results, roofline
+
+    lines = bench.rehearsed()
+    large = [line for line in lines if "operands" not in line.case]
+    assert {line.op for line in large} == set(PEERS)
+    for line in large:
+        of_case = {x.peer for x in large if (x.op, x.case, x.frontend) == (line.op, line.case, line.frontend)}
+        ragged = {"jax_ragged_dot_bf16"} & {line.peer} if line.op == "grouped_mm_fwd" else set()
+        assert of_case - ragged >= ({"torch_frontend"} if line.frontend == "jax" else PEERS[line.op] | ROOFS)
+        assert line.error["grade"] == ("sqnr_db" if line.op == "grouped_mm_autograd" else "gemm_bound")
+        assert line.error["sqnr_db"] > (25 if line.op == "grouped_mm_autograd" else 50)
+        assert (line.roof, line.of_roof is not None) == ("fp8_mm", True)
+        assert line.flops == 2 * 256 * 64 * 32 * (3 if line.op == "grouped_mm_autograd" else 1)
+        json.loads(json.dumps(asdict(line)), parse_constant=pytest.fail)  # no NaN, no infinity
+    assert {line.case["routing"] for line in large if line.frontend == "torch"} == {"balanced", "skewed"}
+    assert {line.case["recipe"] for line in large if "recipe" in line.case} == {"mxfp8", "mxfp8_wgrad_with_hp"}
+    assert {line.peer for line in lines if line.frontend == "jax"} == {"torch_frontend", "jax_ragged_dot_bf16"}
+    of_roof = {line.peer: line.peer_roof for line in large if line.peer_of_roof is not None}
+    assert of_roof == {
+        "torch_grouped_mm_bf16": "bf16_mm", "torch_scaled_grouped_mm": "fp8_mm", "jax_ragged_dot_bf16": "bf16_mm"
+    }  # fmt: skip
+    small = [line for line in lines if "operands" in line.case]
+    assert {(line.peer, line.roof) for line in small} == {("torch_grouped_mm_bf16", "copy"), ("copy", "copy")}
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    run = results.Run("1x GPU", "a" * 40)
+    for line in lines:
+        assert results.row(results.cells(line))
+        results.record(run, line, tmp_path / "h200.jsonl")
+    rows = results.newest("h200", readme_products.is_product)
+    assert len(rows) == len(lines)
+    assert any(bars.bar(row) for row in rows)
+    text = readme_products.products(rows)
+    shapes = {(r["op"], r["case"].get("recipe"), readme_products._shape(r)) for r in rows}
+    assert text.count("\n| forward") + text.count("\n| input") + text.count("\n| weight") == len(shapes)
+    assert len([r for r in rows if r["frontend"] == "jax"]) == 7
+    assert "\n| forward" not in readme_products.products([r for r in rows if r["frontend"] == "jax"])
+    for path in (tmp_path / "products.svg", tmp_path / "products.png"):
+        roofline.draw(rows, path)
+        assert path.stat().st_size > 10_000
+    first = (tmp_path / "products.svg").read_bytes()
+    roofline.draw(rows, tmp_path / "products.svg")
+    assert (tmp_path / "products.svg").read_bytes() == first
+
+
+def test_shares_and_ratios_of_known_times(bench: Any) -> None:
+    """A dense product counts as often as its operations fit into ours: three times in forward and gradients."""
+    from benchmarks import shapes
+    from benchmarks.bars import bar
+
+    times = {"run": 10.0, "cublas_fp8": 9.0, "cublas_bf16": 12.0, "torch_grouped_mm_bf16": 18.0,
+             "torch_scaled_grouped_mm": 10.9, "copy": 1.0}  # fmt: skip
+    each = stand_in_times(times)
+    skewed = shapes.TINY_PRODUCTS._replace(large=shapes.TINY_PRODUCTS.large[1:], small=())  # torch alone
+    fwd = {line.peer: line for line in bench.rehearsed("grouped_mm_fwd", products=skewed, each=each)}
+    assert (fwd["cublas_fp8"].of_roof, fwd["cublas_fp8"].ratio) == (0.9, 0.9)
+    assert (fwd["torch_grouped_mm_bf16"].ratio, fwd["torch_grouped_mm_bf16"].peer_of_roof) == (1.8, 0.667)
+    assert fwd["torch_scaled_grouped_mm"].peer_of_roof == round(9 / 10.9, 3)
+    assert [str(bar(asdict(fwd[p]))) for p in ("torch_grouped_mm_bf16", "torch_scaled_grouped_mm")] == [
+        "x 1.8: 1.80 ok", "x 1.1: 1.09 MISSED"
+    ]  # fmt: skip
+    both = {line.peer: line for line in bench.rehearsed("grouped_mm_autograd", products=skewed, each=each)}
+    assert (both["cublas_fp8"].peer_us, both["cublas_fp8"].of_roof) == (27.0, 2.7)
+    assert both["torch_grouped_mm_bf16"].peer_of_roof == 2.0
+
+
+def test_bars_of_the_products(bench: Any) -> None:
+    from benchmarks.bars import bar
+
+    case = {"M": 131072, "K": 7168, "N": 2048, "G": 8}
+    line = {"op": "grouped_mm_fwd", "frontend": "torch", "peer": "cublas_fp8", "of_roof": 0.88, "ratio": 0.88,
+            "us": 1.0, "peer_us": 1.0, "case": case}  # fmt: skip
+    assert str(bar(line)) == "of dense FP8 0.88: 0.88 ok"
+    assert bar(line | {"case": case | {"K": 2048}}) is None
+    assert bar(line | {"op": "grouped_mm_dgrad"}) is None
+    bf16 = line | {"peer": "torch_grouped_mm_bf16", "ratio": 1.6}
+    for op, extra, told in (
+        ("grouped_mm_fwd", {}, "x 1.8: 1.60 MISSED"),
+        ("grouped_mm_wgrad", {}, "x 1.65: 1.60 MISSED"),
+        ("grouped_mm_exact", {}, "x 0.9: 1.60 ok"),
+        ("grouped_mm_autograd", {"recipe": "mxfp8"}, "x 1.6: 1.60 ok"),
+        ("grouped_mm_autograd", {"recipe": "mxfp8", "K": 2048}, "x 1.45: 1.60 ok"),
+        ("grouped_mm_autograd", {"recipe": "mxfp8_wgrad_with_hp"}, "x 1.35: 1.60 ok"),
+        ("grouped_mm_autograd", {"recipe": "mxfp8_wgrad_with_hp", "K": 2048}, "x 1.2: 1.60 ok"),
+        ("grouped_mm_fwd", {"operands": "bf16"}, "x 1: 1.60 ok"),
+    ):
+        assert str(bar(bf16 | {"op": op, "case": case | extra})) == told
+    assert bar(bf16 | {"op": "grouped_mm_dgrad"}) is None
+    jax = line | {"frontend": "jax", "peer": "torch_frontend", "us": 1.04}
+    assert str(bar(jax)) == "JAX / torch 1.03: 1.04 MISSED"
+    assert str(bar(jax | {"peer": "jax_ragged_dot_bf16", "ratio": 12.0})) == "x 10: 12.00 ok"
+
+
+def test_a_small_product_grows_until_it_is_not_slower(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import readme_products, shapes
+    from benchmarks.timing import Sample
+
+    runs: list[int] = []
+
+    def each(candidates: Any) -> Any:
+        runs.append(1)
+        return {name: Sample(11.0 if name == "run" and len(runs) < 3 else 10.0, 0.0, 1) for name in candidates}
+
+    lines = bench.rehearsed("grouped_mm_fwd", products=shapes.TINY_PRODUCTS._replace(large=()), each=each)
+    assert [line.case["M"] for line in lines if line.peer == "torch_grouped_mm_bf16"] == [128, 256, 512]
+    told = "G 4, K 64, N 32, quantization included: not slower from 512 rows on"
+    assert told in capsys.readouterr().out
+    rows = [{**asdict(line), "hardware": "1x GPU", "versions": {}} for line in lines]
+    assert "G 4, K 64, N 32: from 512 rows on." in readme_products.products(rows)
+
+
+def test_a_wrong_product_is_an_error_and_the_others_are_measured(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours, one value of it; a peer, whose line alone is missing."""
+    from benchmarks import product_cases
+
+    right = product_cases.torch_call
+
+    def wrong(op: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        outputs = right(op, *tensors, **options)
+        if op == "grouped_wgrad_fold":
+            outputs[0][-1, 0, 0] += outputs[0].abs().max()
+        return outputs
+
+    monkeypatch.setattr(product_cases, "torch_call", wrong)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda a, b, *_, **__: torch.ones(a.shape[0], b.shape[2]))
+    with pytest.raises(RuntimeError, match="grouped_mm_wgrad balanced") as error:
+        bench.rehearsed("grouped_mm_wgrad", "grouped_mm_dgrad", each=stand_in_times({}))
+    assert str(error.value).startswith("gpu: grouped_mm_dgrad: peer torch_scaled_grouped_mm; ")
+    assert "values are past the bound of their sums" in capsys.readouterr().err
+
+
+def test_bytes_that_differ_on_a_gpu_are_an_error(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where both frontends run the CUDA kernel; elsewhere each sums in its own order."""
+    from benchmarks import shapes
+
+    balanced = shapes.TINY_PRODUCTS._replace(large=shapes.TINY_PRODUCTS.large[:1], small=())
+    monkeypatch.setattr(bench.gpu_products, "differing", lambda a, b: 3)
+    assert any(line.error.get("values_that_differ") == 3 for line in bench.rehearsed("grouped_mm_dgrad",
+                                                                                     products=balanced))  # fmt: skip
+    uses = {"grouped_mm_fold": SimpleNamespace(uses="cuda, sm_90"), "grouped_mm_mx": SimpleNamespace(uses="triton")}
+    for frontend in ("torch_frontend", "jax_frontend"):
+        monkeypatch.setattr(getattr(bench.gpu_products, frontend), "capabilities", lambda *_: uses)
+    with pytest.raises(RuntimeError, match=r"^gpu: grouped_mm_dgrad in JAX$"):
+        bench.rehearsed("grouped_mm_dgrad", "grouped_mm_exact", products=balanced, each=stand_in_times({}))
+    assert "3 values differ from torch's" in capsys.readouterr().err
+
+
+def test_a_check_samples_every_tile(bench: Any) -> None:
+    """Of groups too long to check whole: the edges, and some rows of every 256; one wrong tile is found."""
+    from benchmarks import product_cases, product_checks
+    from benchmarks.shapes import Product
+
+    rows = product_checks._sampled(1000, 21000, torch.device("cpu"))
+    assert rows.unique().equal(rows)
+    assert {1000, 1255, 20744, 20999} <= set(rows.tolist())
+    assert set(((rows - 1000) // 256).tolist()) == set(range(79))
+    p = Product(4096, 64, 32, 2)
+    o = product_cases.operands(p, "cpu")
+    tile = (slice(256, 512), slice(16, 32))
+    for case, where, factor in ((product_cases.forward(p, o), tile, 1.1),
+                                (product_cases.weight_gradient(p, o), (1, 3, 5), float("nan"))):  # fmt: skip
+        (out,) = case.run()
+        assert case.check((out,))["sqnr_db"] == pytest.approx(55.6, abs=1)
+        out[where] *= factor
+        with pytest.raises(AssertionError, match="past the bound of their sums"):
+            case.check((out,))
+
+
+def test_a_round_goes_forth_and_the_next_back(bench: Any) -> None:
+    from benchmarks import device_timing
+
+    order: list[str] = []
+    device_timing.batches({n: (partial(order.append, n), lambda _: None) for n in "abc"}, calls=1, rounds=1)
+    assert order == ["a", "a", "b", "b", "c", "c", "c", "c", "b", "b", "a", "a"]
+
+
+def test_group_ends(bench: Any) -> None:
+    """Multiples of 32 up to the last row; skewed: half of the rows in one group and none in the next."""
+    from benchmarks.product_cases import group_ends
+    from benchmarks.shapes import H200_PRODUCTS, TINY_PRODUCTS
+
+    for p in (*H200_PRODUCTS.large, *H200_PRODUCTS.small, *TINY_PRODUCTS.large):
+        ends = group_ends(p, "cpu")
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+        assert (len(ends), ends.dtype, int(ends[-1])) == (p.G, torch.int32, p.M)
+        assert bool((sizes % 32 == 0).all() & (sizes >= 0).all())
+        assert (sizes[0] == p.M // 2 and sizes[1] == 0) if p.routing == "skewed" else bool((sizes > 0).all())
+    assert len(set(torch.diff(group_ends(H200_PRODUCTS.large[0], "cpu")).tolist())) > 4
+
+
+def test_readme_says_nothing_of_products_without_lines(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a later run of the products alone leaves the other table as it is."""
+    from benchmarks import readme_products, results
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert readme_products.products(results.newest("h200", readme_products.is_product)) == ""
+    rows = [{"commit": c, "op": op, "frontend": "torch", "case": {}, "peer": "copy"}
+            for c, op in (("a", "quantize_row"), ("b", "grouped_mm_fwd"))]  # fmt: skip
+    (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert results.newest("h200", readme_products.is_product) == rows[1:]
+    assert results.newest("h200", lambda op: not readme_products.is_product(op)) == rows[:1]
+
+
+def test_a_roofline_needs_its_roofs(bench: Any) -> None:
+    from benchmarks.roofline import points, roofs
+
+    case = {"M": 131072, "K": 7168, "N": 2048, "G": 8}
+    row = {"op": "grouped_mm_fwd", "frontend": "torch", "case": case, "flops": 10**12, "nbytes": 10**9, "us": 1000.0,
+           "peer": "cublas_fp8", "peer_us": 800.0}  # fmt: skip
+    with pytest.raises(ValueError, match="no line for bf16, copy"):
+        roofs([row])
+    measured = roofs([row, row | {"peer": "cublas_bf16", "peer_us": 1600.0}, row | {"peer": "copy", "peer_us": 250.0}])
+    assert (measured.nbytes_per_s, measured.ceilings) == (4e12, {"FP8": 1250.0, "bf16": 625.0})
+    ours, bf16 = points([row | {"peer": "torch_grouped_mm_bf16", "peer_us": 2000.0}])
+    assert (ours.intensity, ours.tflops, bf16.tflops) == (1000.0, 1000.0, 500.0)
+    assert bf16.intensity == 10**12 / (2 * (131072 * 7168 + 8 * 2048 * 7168 + 131072 * 2048))
