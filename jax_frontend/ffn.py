@@ -133,7 +133,7 @@ def grouped_swiglu_ffn(
     if not isinstance(x, MXArray):
         check_floats(op, "x", x, " or an MXArray")
     elif not recipe.mx:
-        fail(TypeError, op, "x", "MXArray with recipe 'bf16'", "allowed: an array; call x.dequantize()")
+        fail(TypeError, op, "x", f"MXArray with recipe {recipe.name!r}", "allowed: an array; call x.dequantize()")
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
         check_weights(op, name, weight, recipe)
     if len(x.shape) != 2 or w1.ndim != 3:

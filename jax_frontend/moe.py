@@ -53,11 +53,11 @@ class MoEConfig:
     """Sizes and choices of a layer; hashable, a static argument of a jitted function.
 
     dim, hidden_dim: multiples of 32. score_func: "softmax" over all experts or "sigmoid" of each, in fp32.
-    normalize: divide the top_k scores of a token by their sum. recipe: a Recipe or one of
-    "mxfp8_wgrad_with_hp", "mxfp8", "bf16", as in `mxfp8_grouped_mm`. capacity: rows that each pair of ranks exchanges at most;
-    None is all of a rank's rows, which never drops one. prob_in: where a row is weighed by its probability:
-    "combine", when the rows are summed, or "swiglu", inside the expert, where the probabilities travel with the
-    rows and the experts' outputs, T * top_k * dim bf16 values, need not be kept for the backward.
+    normalize: divide the top_k scores of a token by their sum. recipe: a Recipe or one of "mxfp8_wgrad_with_hp",
+    "mxfp8", "bf16", as in `mxfp8_grouped_mm`. capacity: rows that each pair of ranks exchanges at most; None is all of
+    a rank's rows, which never drops one. prob_in: where a row is weighed by its probability: "combine", when the rows
+    are summed, or "swiglu", inside the expert, where the probabilities travel with the rows and the experts' outputs,
+    T * top_k * dim bf16 values, need not be kept for the backward.
 
     Raises ValueError and TypeError on sizes and names that are not allowed.
     """

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from ..core_kernels.recipe import Recipe
 from . import ops
 from .mx_array import MXArray
-from .weights import Folded, Pair, Stored, Weights, along_k, along_n, folded, form_of, quantized
+from .weights import Folded, Pair, Stored, Weights, along_k, along_n, form_of, quantized
 
 Rows = jax.Array | MXArray | Pair | Folded
 Tokens = jax.Array | Pair | Folded
@@ -34,7 +34,9 @@ def rows_of(x: Rows, recipe: Recipe) -> jax.Array | Pair | Folded:
         return as_bf16(x)
     if isinstance(x, MXArray):
         x = (x.q, x.sf)
-    return folded(x, recipe) if isinstance(x, tuple) else quantized(x, recipe)
+    if not isinstance(x, tuple):
+        return quantized(x, recipe)
+    return Folded(*ops.fold_rows(*x)) if form_of(recipe) == "fold" else x
 
 
 def as_bf16(x: jax.Array | MXArray | Pair) -> jax.Array:
@@ -59,12 +61,12 @@ def input_gradient(
 
 
 def _multiply(rows: jax.Array | Pair | Folded, weights: jax.Array | Pair | Folded, group_ends, out_dtype) -> jax.Array:
-    if isinstance(rows, Folded):
-        return ops.grouped_mm_fold(*rows, *weights, group_ends, out_dtype=out_dtype)
-    if isinstance(rows, tuple):
-        return ops.grouped_mm_mx(*rows, *weights, group_ends, out_dtype=out_dtype)
-    assert isinstance(weights, jax.Array)
-    return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
+    if isinstance(rows, jax.Array):
+        assert isinstance(weights, jax.Array)
+        return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
+    assert not isinstance(weights, jax.Array)
+    multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
+    return multiply(*rows, *weights, group_ends, out_dtype=out_dtype)
 
 
 def tokens_of(x: jax.Array | MXArray | Pair, group_ends: jax.Array, recipe: Recipe) -> Tokens:
@@ -91,9 +93,9 @@ def gradient_operands(dout: jax.Array | Pair, group_ends: jax.Array, recipe: Rec
 def weight_gradient(dout: Tokens, lhs: Tokens, group_ends: jax.Array, out_dtype, stored: Stored = "nk") -> jax.Array:
     """dout (M, N) and lhs (M, K), as `tokens_of` made them -> drhs."""
     a, b = (dout, lhs) if stored == "nk" else (lhs, dout)
-    if isinstance(a, Folded):
-        return ops.grouped_wgrad_fold(*a, *b, group_ends, out_dtype=out_dtype)
-    if isinstance(a, tuple):
-        return ops.grouped_wgrad_mx(*a, *b, group_ends, out_dtype=out_dtype)
-    assert isinstance(b, jax.Array)
-    return ops.grouped_wgrad_bf16(a, b, group_ends, out_dtype=out_dtype)
+    if isinstance(a, jax.Array):
+        assert isinstance(b, jax.Array)
+        return ops.grouped_wgrad_bf16(a, b, group_ends, out_dtype=out_dtype)
+    assert not isinstance(b, jax.Array)
+    multiply = ops.grouped_wgrad_fold if isinstance(a, Folded) else ops.grouped_wgrad_mx
+    return multiply(*a, *b, group_ends, out_dtype=out_dtype)

@@ -1,8 +1,8 @@
 """`jax.lax.ragged_dot` in MXFP8: the same arguments, weights read as they lie.
 
-    out  = lhs rhs        rhs (G, K, N) quantized along K, transposed by the kernel
-    dlhs = dout rhs^T     rhs quantized along N, as it lies
-    drhs = lhs^T dout     written (G, K, N)
+out  = lhs rhs        rhs (G, K, N) quantized along K, transposed by the kernel
+dlhs = dout rhs^T     rhs quantized along N, as it lies
+drhs = lhs^T dout     written (G, K, N)
 """
 
 import jax
@@ -57,4 +57,6 @@ def ragged_dot_mxfp8(
     sizes = jnp.asarray(group_sizes).astype(jnp.int32)
     check_counts(op, sizes, 1, lhs.shape[0], "group_sizes")
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    return grouped_mm(lhs, rhs, ends, recipe, out_dtype, stored="kn", pad=recipe.wgrad_mx)
+    out = grouped_mm(lhs, rhs, ends, recipe, out_dtype, stored="kn", pad=recipe.wgrad_mx)
+    assert isinstance(out, jax.Array)
+    return out

@@ -107,7 +107,7 @@ def mxfp8_grouped_mm(
     check_weights(op, "rhs_t", rhs_t, recipe)
     ends = jnp.asarray(group_ends) if group_sizes is None else jnp.cumsum(group_sizes, dtype=jnp.int32)
     if isinstance(A, MXArray) and not recipe.mx:
-        fail(TypeError, op, "A", "MXArray with recipe 'bf16'", "allowed: an array; call A.dequantize()")
+        fail(TypeError, op, "A", f"MXArray with recipe {recipe.name!r}", "allowed: an array; call A.dequantize()")
     if rhs_t.ndim != 3 or len(A.shape) != 2:
         fail(ValueError, op, "A, rhs_t", f"shapes {A.shape}, {rhs_t.shape}", "allowed: (M, K) and (G, N, K)")
     if recipe.mx:

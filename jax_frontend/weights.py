@@ -47,17 +47,22 @@ def settled(recipe: Recipe | str) -> Recipe:
 
 def quantized(x: jax.Array, recipe: Recipe) -> Pair | Folded:
     """x (..., M, K) along its last dim, in the form that the recipe multiplies."""
-    form = form_of(recipe)
-    if form == "mx":
-        return ops.quantize_row(x, rounding=recipe.rounding)
-    if form == "fold":
-        return Folded(*ops.quantize_row_fold(x, rounding=recipe.rounding))
+    match form_of(recipe):
+        case "mx":
+            return ops.quantize_row(x, rounding=recipe.rounding)
+        case "fold":
+            return Folded(*ops.quantize_row_fold(x, rounding=recipe.rounding))
     fail(NotImplementedError, "Recipe", "operands", repr(recipe.operands), "allowed: 'mxfp8', 'bf16'")
 
 
-def folded(pair: Pair, recipe: Recipe) -> Pair | Folded:
-    """MXFP8 bytes in the form that the recipe multiplies."""
-    return Folded(*ops.fold_rows(*pair)) if form_of(recipe) == "fold" else pair
+def quantized_transposed(w: jax.Array, recipe: Recipe) -> Pair | Folded:
+    """w (G, N, K) along N -> q (G, K, N), in the form that the recipe multiplies."""
+    match form_of(recipe):
+        case "mx":
+            return ops.quantize_col(w, rounding=recipe.rounding)
+        case "fold":
+            return Folded(*ops.fold_rows(*ops.quantize_col(w, rounding=recipe.rounding)))
+    fail(NotImplementedError, "Recipe", "operands", repr(recipe.operands), "allowed: 'mxfp8', 'bf16'")
 
 
 @jax.tree_util.register_dataclass
@@ -143,7 +148,7 @@ def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_h
     require_multiple(op, "w", w.shape[1], BLOCK, "dim 1", "the input gradient quantizes along it")
     require_multiple(op, "w", w.shape[2], BLOCK, "dim 2", "the product quantizes along it")
     fixed = lax.stop_gradient(w)
-    return QuantizedWeights(w, _as_stored(fixed, recipe), _transposed(fixed, recipe), form, recipe.rounding)
+    return QuantizedWeights(w, quantized(fixed, recipe), quantized_transposed(fixed, recipe), form, recipe.rounding)
 
 
 def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
@@ -171,13 +176,15 @@ def along_n(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Pa
 
 def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Pair | Folded:
     if isinstance(w, QuantizedWeights):
-        return w.values.astype(jnp.bfloat16) if w.as_stored is None else w.as_stored
+        if w.as_stored is not None:
+            return w.as_stored
+        w = w.values
     return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else quantized(w, recipe)
 
 
 def _transposed(w: Weights, recipe: Recipe) -> jax.Array | Pair | Folded:
     if isinstance(w, QuantizedWeights):
-        return w.values.astype(jnp.bfloat16).mT if w.transposed is None else w.transposed
-    if form_of(recipe) == "bf16":
-        return w.astype(jnp.bfloat16).mT
-    return folded(ops.quantize_col(w, rounding=recipe.rounding), recipe)
+        if w.transposed is not None:
+            return w.transposed
+        w = w.values
+    return w.astype(jnp.bfloat16).mT if form_of(recipe) == "bf16" else quantized_transposed(w, recipe)

@@ -133,7 +133,9 @@ def test_a_wide_x_gets_the_unrounded_sum() -> None:
 @pytest.mark.parametrize("recipe", [*RECIPES, *FOLD])
 def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_input(recipe: str) -> None:
     def run(x, w1, w3, w2, prob):
-        y, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], recipe=FOLD.get(recipe, recipe)), x, w1, w3, w2, prob)
+        y, backward = jax.vjp(
+            lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], recipe=FOLD.get(recipe, recipe)), x, w1, w3, w2, prob
+        )
         return y, backward(y)
 
     expected = {

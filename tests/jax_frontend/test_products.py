@@ -54,7 +54,9 @@ def test_folded_products_are_the_ops_composed(name: str, mx: bool, rounding: str
 @pytest.mark.parametrize("name", MX)
 def test_on_a_cpu_auto_is_exact(name: str) -> None:
     def multiply(recipe):
-        return lambda lhs, rhs_t, dout: jax.vjp(lambda *a: mxfp8_grouped_mm(*a, ENDS, recipe=recipe), lhs, rhs_t)[1](dout)
+        return lambda lhs, rhs_t, dout: jax.vjp(lambda *a: mxfp8_grouped_mm(*a, ENDS, recipe=recipe), lhs, rhs_t)[1](
+            dout
+        )
 
     auto, exact, fold = (Recipe.parse(name, compute=compute) for compute in ("auto", "exact", "fold"))
     found = kernels(multiply(auto), LHS, RHS_T, DOUT)

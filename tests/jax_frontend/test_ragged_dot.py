@@ -49,7 +49,11 @@ def check_products(got, lhs, rhs, dout, sizes: jax.Array, recipe: str) -> None:
         pairs = [tuple(x.astype(jnp.float32) for x in (lhs, rhs, dout))] * 3
     else:
         tokens = partial(along_tokens, sizes=sizes.tolist()) if recipe == "mxfp8" else lambda x: x.astype(jnp.float32)
-        pairs = [(along(lhs, 1), along(rhs, 1), dout), (lhs, along(rhs, 2), along(dout, 1)), (tokens(lhs), rhs, tokens(dout))]
+        pairs = [
+            (along(lhs, 1), along(rhs, 1), dout),
+            (lhs, along(rhs, 2), along(dout, 1)),
+            (tokens(lhs), rhs, tokens(dout)),
+        ]
     pairs = [tuple(x.astype(jnp.float32) for x in operands) for operands in pairs]
 
     def three(lhs, rhs, dout):
@@ -176,7 +180,7 @@ SIZES_OK = sizes_of("any")
         (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK.astype("float32")), TypeError, "group_sizes: got dtype float32"),
         (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK, preferred_element_type="float16"), TypeError, "got float16"),
         (lambda: ragged_dot_mxfp8(LHS, RHS.mT, SIZES_OK), ValueError, r"\(M, K\) and \(G, K, N\)"),
-        (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK[:2]), ValueError, r"group_sizes: got shape \(2,\); allowed: \(3,\)"),
+        (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK[:2]), ValueError, r"group_sizes: got shape \(2,\); "),
         (lambda: ragged_dot_mxfp8(LHS, RHS[..., :33], SIZES_OK), ValueError, "rhs: got dim 2, N, = 33"),
         (lambda: ragged_dot_mxfp8(LHS[:, :33], RHS[:, :33], SIZES_OK), ValueError, "rhs: got dim 1, K, = 33"),
         (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK + 64), ValueError, "group_sizes: .*at most 192"),
