@@ -30,17 +30,9 @@ from . import ops
 from ._call import vary_alike
 from ._checks import check_ends, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray, received, values_of
-from .products import (
-    along_tokens,
-    gradient_operands,
-    input_gradient,
-    product,
-    rows_of,
-    tokens_of,
-    weight_gradient,
-)
+from .products import along_tokens, gradient_operands, input_gradient, product, rows_of, tokens_of, weight_gradient
 from .swiglu import weights
-from .weights import QuantizedWeights, Weights, check_weights, settled
+from .weights import QuantizedWeights, Weights, check_weights, saved, settled
 
 
 def _forward(x, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -58,9 +50,10 @@ def _ffn(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
 
 
 def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
-    primals = values_of((x, w1, w3, w2, group_ends, prob))
-    out, gate, up = _forward(*primals, recipe=recipe)
-    return MXGradArray.wrap(out) if mx_grad else out, (*primals, gate, up)
+    x, w1, w3, w2, group_ends, prob = values_of((x, w1, w3, w2, group_ends, prob))
+    out, gate, up = _forward(x, w1, w3, w2, group_ends, prob, recipe)
+    kept = (x, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
+    return MXGradArray.wrap(out) if mx_grad else out, kept
 
 
 def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):

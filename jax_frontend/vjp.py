@@ -23,7 +23,7 @@ from ._checks import check_ends, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray, received, values_of
 from .permute import permute, permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 from .products import gradient_operands, input_gradient, product, tokens_of, weight_gradient
-from .weights import QuantizedWeights, Stored, Weights, check_weights, settled
+from .weights import QuantizedWeights, Stored, Weights, check_weights, saved, settled
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -33,8 +33,9 @@ def _grouped_mm(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored):
 
 
 def _grouped_mm_fwd(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored):
-    primals = values_of((lhs, rhs, group_ends))
-    return _grouped_mm(*primals, recipe, out_dtype, mx_grad, stored), primals
+    lhs, rhs, group_ends = values_of((lhs, rhs, group_ends))
+    out = _grouped_mm(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored)
+    return out, (lhs, saved(rhs), group_ends)
 
 
 def _grouped_mm_bwd(recipe, out_dtype, mx_grad, stored, residuals, grad):

@@ -116,6 +116,13 @@ class QuantizedWeights:
 Weights = jax.Array | QuantizedWeights
 
 
+def saved(w: Weights) -> Weights:
+    """What a backward needs of w: of values that stand beside their bytes, the dtype."""
+    if isinstance(w, QuantizedWeights) and w.as_stored is not None:
+        return dataclasses.replace(w, values=jnp.zeros(0, w.dtype))
+    return w
+
+
 def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_hp") -> QuantizedWeights:
     """Quantize w (G, N, K) bf16 or fp32 along both of its dims, for all products until the next optimizer step.
 

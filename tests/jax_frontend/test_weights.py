@@ -116,6 +116,14 @@ def test_no_weight_is_quantized_where_it_is_used(recipe: Recipe) -> None:
     assert {k: n for k, n in rows_only.items() if "quantize" in k}.items() <= once.items()
 
 
+def test_of_weights_a_backward_keeps_the_bytes_alone() -> None:
+    cached = quantize_all(PARAMS, "mxfp8")
+    _, backward = jax.vjp(lambda x, p: ffn(x, put_in(cached, p), "mxfp8"), X, PARAMS)
+    kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.ndim == 3]
+    assert {leaf.dtype.name for leaf in kept} == {"uint8"}
+    assert len(kept) == 3 * 4
+
+
 def test_one_quantization_serves_the_microbatches_of_a_step() -> None:
     batches = [(X, DY), (DY, X)]
 
