@@ -3,6 +3,8 @@
 moe.init / moe.apply            the whole layer
 plan_exchange, a2a_*, permute_*, grouped_swiglu_ffn, mxfp8_grouped_mm, swiglu, unpermute_*, weighted_combine
                                 its parts, differentiable
+ragged_dot_mxfp8                jax.lax.ragged_dot in MXFP8
+quantize_weights                weights quantized once per optimizer step, for all of these
 ops                             the kernels as plain functions on bytes
 """
 
@@ -37,8 +39,10 @@ from .permute import (
     spread_rows,
     unpermute_hp_fwd_mxfp8_bwd,
 )
+from .ragged_dot import ragged_dot_mxfp8
 from .swiglu import swiglu
 from .vjp import mxfp8_grouped_mm
+from .weights import QuantizedWeights, quantize_weights
 
 __all__ = [
     "RECIPES",
@@ -49,6 +53,7 @@ __all__ = [
     "MXGradArray",
     "MoEConfig",
     "MoEStats",
+    "QuantizedWeights",
     "Recipe",
     "Rounding",
     "RowMap",
@@ -67,6 +72,8 @@ __all__ = [
     "permute",
     "permute_mxfp8_fwd_hp_bwd",
     "plan_exchange",
+    "quantize_weights",
+    "ragged_dot_mxfp8",
     "spread_rows",
     "swiglu",
     "to_mxfp8_a2a_dequant",

@@ -49,8 +49,8 @@ def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None
     check_values(ok, op, "group_ends", group_ends, f"allowed: {what}, at most {rows}, the rows they divide")
 
 
-def check_counts(op: str, counts: jax.Array, parts: int, rows: int) -> None:
+def check_counts(op: str, counts: jax.Array, parts: int, rows: int, argument: str = "num_tokens_per_expert") -> None:
     """Counts are not negative, and each of the `parts` parts of them fits into `rows` rows."""
     ok = (counts >= 0).all() & (counts.reshape(parts, -1).sum(1) <= rows).all()
     allowed = f"allowed: counts of at least 0 that sum to at most {rows}, the rows they count"
-    check_values(ok, op, "num_tokens_per_expert", counts, allowed)
+    check_values(ok, op, argument, counts, allowed)

@@ -57,11 +57,7 @@ def lowered_for() -> tuple[int, int] | None:
     return CAPABILITIES[_arch.value] if _arch.value else None
 
 
-def compute_capability() -> tuple[int, int]:
-    """Of `lower_for`, or of the first CUDA device: (9, 0) on Hopper.
-
-    Raises NotImplementedError without a device of sm_89 or newer.
-    """
+def _capability() -> tuple[int, int]:
     if lowered := lowered_for():
         return lowered
     try:
@@ -70,10 +66,34 @@ def compute_capability() -> tuple[int, int]:
         allowed = "allowed: a CUDA device, or lowering inside lower_for('sm_90')"
         fail(NotImplementedError, "mxep", "device", "no CUDA device", allowed)
     major, minor = map(int, str(capability).split("."))
+    return major, minor
+
+
+def compute_capability() -> tuple[int, int]:
+    """Of `lower_for`, or of the first CUDA device: (9, 0) on Hopper.
+
+    Raises NotImplementedError without a device of sm_89 or newer.
+    """
+    major, minor = _capability()
     if (major, minor) < (8, 9):
         allowed = "allowed: sm_89 and newer; on a CPU the C++ kernels run: jax.device_put to jax.devices('cpu')[0]"
         fail(NotImplementedError, "mxep", "device", f"sm_{major}{minor}", allowed)
     return major, minor
+
+
+def _arch_of(capability: tuple[int, int]) -> str:
+    """ "sm_90" for Hopper, "sm_100" for Blackwell's data-center chips; others by their own numbers."""
+    major, minor = capability
+    return {9: "sm_90", 10: "sm_100", 11: "sm_100"}.get(major, f"sm_{major}{minor}")
+
+
+def arch() -> str:
+    """What a program that is traced now is for: "cpu", "sm_90", "sm_100", or another GPU's "sm_89", "sm_120".
+
+    That of `lower_for`; outside of it, of JAX's default backend.
+    """
+    on_gpu = lowered_for() is not None or jax.default_backend() == "gpu"
+    return _arch_of(_capability()) if on_gpu else "cpu"
 
 
 def choose_on_cpu(op: KernelOp, implementation: Implementation | None) -> Implementation:
@@ -92,8 +112,8 @@ def choose_on_cuda(op: KernelOp, implementation: Implementation | None) -> tuple
     if implementation == "cpp":
         fail(NotImplementedError, op.name, "platform", "cuda with 'cpp' forced", "allowed: cpu")
     capability = compute_capability()
-    # Blackwell's data-center chips have tiles of their own; all others take Hopper's.
-    arch = "sm_100" if capability[0] in (10, 11) else "sm_90"
+    # GPUs without tiles of their own take Hopper's.
+    arch = _arch_of(capability) if _arch_of(capability) in CAPABILITIES else "sm_90"
     missing = cpp_bindings.why_not_cuda(op.name, capability)
     if implementation == "cuda" and missing:
         fail(NotImplementedError, op.name, "platform", "cuda with 'cuda' forced", missing)

@@ -11,8 +11,10 @@
     rows      bytes along the rows: straight from swiglu_bwd_both (recipe "mxfp8"), or quantized from bf16
     tokens    recipe "mxfp8": bytes along the tokens, from quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
-Recipe "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are
-quantized, so all this gives the bytes of the separate functions; dx alone is rounded once where those round thrice.
+Where the recipe folds, bytes are folded just before they are multiplied, those that two products share once; what is
+saved does not change. Recipe "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16
+before they are quantized, so all this gives the bytes of the separate functions; dx alone is rounded once where those
+round thrice.
 """
 
 from functools import partial
@@ -28,13 +30,14 @@ from . import ops
 from ._call import vary_alike
 from ._checks import check_ends, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray, received, values_of
-from .products import gradient_operands, input_gradient, product, rows_of, tokens_of, weight_gradient
+from .products import along_tokens, gradient_operands, input_gradient, product, rows_of, tokens_of, weight_gradient
 from .swiglu import weights
+from .weights import QuantizedWeights, Weights, check_weights, saved, settled
 
 
 def _forward(x, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out, gate and up."""
-    rows = rows_of(x, recipe) if recipe.mx else x
+    rows = rows_of(x, recipe)  # once for both products
     gate, up = product(rows, w1, group_ends, recipe), product(rows, w3, group_ends, recipe)
     h = ops.swiglu_row(gate, up, prob, rounding=recipe.rounding) if recipe.mx else ops.swiglu(gate, up, prob)
     return product(h, w2, group_ends, recipe), gate, up
@@ -47,35 +50,39 @@ def _ffn(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
 
 
 def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
-    primals = values_of((x, w1, w3, w2, group_ends, prob))
-    out, gate, up = _forward(*primals, recipe=recipe)
-    return MXGradArray.wrap(out) if mx_grad else out, (*primals, gate, up)
+    x, w1, w3, w2, group_ends, prob = values_of((x, w1, w3, w2, group_ends, prob))
+    out, gate, up = _forward(x, w1, w3, w2, group_ends, prob, recipe)
+    kept = (x, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
+    return MXGradArray.wrap(out) if mx_grad else out, kept
 
 
-def _swiglu_bwd(dh, gate, up, prob, recipe: Recipe):
+def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):
     """dgate and dup as (rows, tokens), dprob, and h along the tokens."""
     if not recipe.wgrad_mx:
         dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, prob)
-        operands = (gradient_operands(dgate, recipe), gradient_operands(dup, recipe))
+        operands = (gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
         return *operands, dprob, ops.swiglu(gate, up, prob)
     rounding = recipe.rounding
     q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, dprob = ops.swiglu_bwd_both(dh, gate, up, prob, rounding=rounding)
-    operands = ((q, sf), (q_t, sf_t)), ((up_q, up_sf), (up_q_t, up_sf_t))
-    return *operands, dprob, ops.swiglu_col(gate, up, prob, rounding=rounding)
+    h = ops.swiglu_col(gate, up, prob, rounding=rounding)
+    dgate, dup, h = (along_tokens(t, group_ends, recipe) for t in ((q_t, sf_t), (up_q_t, up_sf_t), h))
+    return ((q, sf), dgate), ((up_q, up_sf), dup), dprob, h
 
 
 def _ffn_bwd(recipe, mx_grad, residuals, grad):
     x, w1, w3, w2, group_ends, prob, gate, up = residuals
-    dout, dout_tokens = gradient_operands(received(grad), recipe)
+    dout, dout_tokens = gradient_operands(received(grad), group_ends, recipe)
     dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
-    (dgate, dgate_tokens), (dup, dup_tokens), dprob, h_tokens = _swiglu_bwd(dh, gate, up, prob, recipe)
+    (dgate, dgate_tokens), (dup, dup_tokens), dprob, h_tokens = _swiglu_bwd(dh, gate, up, prob, group_ends, recipe)
     dx = input_gradient(dgate, w1, group_ends, recipe, "float32")
     dx = _round(dx + input_gradient(dup, w3, group_ends, recipe, "float32"), x.dtype)
-    x_tokens = tokens_of(x, recipe)
+    x_tokens = tokens_of(x, group_ends, recipe)
     dw1 = weight_gradient(dgate_tokens, x_tokens, group_ends, w1.dtype)
     dw3 = weight_gradient(dup_tokens, x_tokens, group_ends, w3.dtype)
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
-    return MXArray.cotangent(dx) if isinstance(x, MXArray) else dx, dw1, dw3, dw2, None, dprob
+    dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
+    grads = ((w1, dw1), (w3, dw3), (w2, dw2))
+    return dx, *(w.cotangent(dw) if isinstance(w, QuantizedWeights) else dw for w, dw in grads), None, dprob
 
 
 def _round(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -91,9 +98,9 @@ _ffn_jitted = jax.jit(_ffn, static_argnums=(6, 7), inline=True)  # as permute.py
 
 def grouped_swiglu_ffn(
     x: jax.Array | MXArray,
-    w1: jax.Array,
-    w3: jax.Array,
-    w2: jax.Array,
+    w1: Weights,
+    w3: Weights,
+    w2: Weights,
     group_ends: jax.Array,
     prob: jax.Array | None = None,
     *,
@@ -103,23 +110,25 @@ def grouped_swiglu_ffn(
     """(silu(x w1^T) * (x w3^T) * prob) w2^T for each group of rows; differentiable in x, the weights and prob.
 
     x: (P, D) bf16 or fp32, quantized here, once, or an MXArray, used as it is. w1, w3: (G, F, D), w2: (G, D, F),
-    bf16 or fp32, as a linear layer stores them. group_ends: (G,) int32, where each group ends; rows past the last
-    end give zeros. prob: (P,) fp32, a weight per row of h. recipe, mx_grad: as in `mxfp8_grouped_mm`.
+    bf16 or fp32, as a linear layer stores them, or QuantizedWeights of these, made with the same recipe.
+    group_ends: (G,) int32, where each group ends; rows past the last end give zeros. prob: (P,) fp32, a weight per
+    row of h. recipe, mx_grad: as in `mxfp8_grouped_mm`.
     Returns (P, D) bf16, or an MXGradArray of it. The gradient of x has x's dtype, those of the weights theirs.
 
     >>> x, w = jnp.ones((1, 32)), jnp.full((1, 32, 32), 1 / 32)
     >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1], jnp.int32))[0, 0].item()  # sigmoid(1) = 0.7311, in E4M3 0.75
     0.75
 
-    Raises ValueError for shapes that do not fit each other or the recipe, TypeError for other dtypes.
+    Raises ValueError for shapes that do not fit each other or the recipe and for QuantizedWeights of another recipe,
+    TypeError for other dtypes.
     """
-    op, recipe = "grouped_swiglu_ffn", Recipe.parse(recipe)
+    op, recipe = "grouped_swiglu_ffn", settled(recipe)
     if not isinstance(x, MXArray):
         check_floats(op, "x", x, " or an MXArray")
     elif not recipe.mx:
-        fail(TypeError, op, "x", "MXArray with recipe 'bf16'", "allowed: an array; call x.dequantize()")
+        fail(TypeError, op, "x", f"MXArray with recipe {recipe.name!r}", "allowed: an array; call x.dequantize()")
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
-        check_floats(op, name, weight)
+        check_weights(op, name, weight, recipe)
     if len(x.shape) != 2 or w1.ndim != 3:
         fail(ValueError, op, "x, w1", f"shapes {x.shape}, {w1.shape}", "allowed: (P, D) and (G, F, D)")
     groups, hidden, _ = w1.shape
@@ -128,7 +137,7 @@ def grouped_swiglu_ffn(
         if weight.shape != shape:
             fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
     check_integers(op, "group_ends", group_ends)
-    if recipe.mx:
+    if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
     aligned = recipe.wgrad_mx
     if aligned:

@@ -31,6 +31,7 @@ from .combine import weighted_combine
 from .ffn import grouped_swiglu_ffn
 from .mx_array import MXArray, MXGradArray
 from .permute import gather_rows, permute, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
+from .weights import Weights, check_weights, settled
 
 Params = dict[str, Any]
 SCORES = ("softmax", "sigmoid")
@@ -52,11 +53,11 @@ class MoEConfig:
     """Sizes and choices of a layer; hashable, a static argument of a jitted function.
 
     dim, hidden_dim: multiples of 32. score_func: "softmax" over all experts or "sigmoid" of each, in fp32.
-    normalize: divide the top_k scores of a token by their sum. recipe: a Recipe or one of
-    "mxfp8_wgrad_with_hp", "mxfp8", "bf16". capacity: rows that each pair of ranks exchanges at most;
-    None is all of a rank's rows, which never drops one. prob_in: where a row is weighed by its probability:
-    "combine", when the rows are summed, or "swiglu", inside the expert, where the probabilities travel with the
-    rows and the experts' outputs, T * top_k * dim bf16 values, need not be kept for the backward.
+    normalize: divide the top_k scores of a token by their sum. recipe: a Recipe or one of "mxfp8_wgrad_with_hp",
+    "mxfp8", "bf16", as in `mxfp8_grouped_mm`. capacity: rows that each pair of ranks exchanges at most; None is all of
+    a rank's rows, which never drops one. prob_in: where a row is weighed by its probability: "combine", when the rows
+    are summed, or "swiglu", inside the expert, where the probabilities travel with the rows and the experts' outputs,
+    T * top_k * dim bf16 values, need not be kept for the backward.
 
     Raises ValueError and TypeError on sizes and names that are not allowed.
     """
@@ -112,13 +113,16 @@ def apply(
 
     params: as `init` makes them. With axis_name, inside `jax.shard_map`: params["experts"] holds this rank's
     E / ep experts (shard the first dim), params["router"] all of them, and x this rank's tokens.
+    An expert weight may be QuantizedWeights; `quantize_weights(w.astype(jnp.bfloat16), recipe=config.recipe)` holds
+    the bytes that the layer makes of w.
 
     >>> config = MoEConfig(32, 64, num_experts=4, top_k=2)
     >>> y, stats = apply(init(jax.random.key(0), config), jnp.ones((5, 32)), config)
     >>> y.shape, stats.counts.sum().item()
     ((5, 32), 10)
 
-    Raises ValueError where x, params, config and the mesh axis do not fit each other, TypeError for dtypes.
+    Raises ValueError where x, params, config and the mesh axis do not fit each other or QuantizedWeights are another
+    recipe's, TypeError for dtypes.
     """
     check_floats("moe.apply", "x", x)
     if x.ndim < 1 or x.shape[-1] != config.dim:
@@ -140,6 +144,7 @@ def apply(
 
 
 def _check_params(params: Params, config: MoEConfig, axis_name: str | None) -> None:
+    recipe = settled(config.recipe)
     e, d, f = config.num_experts, config.dim, config.hidden_dim
     ranks = ep.axis_size("moe.apply", axis_name)
     if e % ranks:
@@ -152,7 +157,10 @@ def _check_params(params: Params, config: MoEConfig, axis_name: str | None) -> N
         if name not in holder:
             layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3', as `moe.init` makes them"
             fail(ValueError, "moe.apply", "params", f"no {name!r}", layout)
-        check_floats("moe.apply", f"params {name!r}", holder[name])
+        if name == "router":
+            check_floats("moe.apply", "params 'router'", holder[name])
+        else:
+            check_weights("moe.apply", f"params {name!r}", holder[name], recipe)
         got = holder[name].shape
         if got != shape:
             why = f"allowed: {shape} on each of {ranks} ranks"
@@ -231,9 +239,11 @@ def _across_ranks(
 def _experts(
     experts: Params, groups: jax.Array | MXArray, group_ends: jax.Array, prob_P: jax.Array | None, recipe: Recipe
 ) -> jax.Array | MXGradArray:
-    def local(name: str) -> jax.Array:
+    axes = varying_axes(*jax.tree.leaves(groups))
+
+    def local(name: str) -> Weights:
         # In the parameter's own dtype: over a mesh axis that replicates it, JAX sums the gradient in that dtype.
-        return vary(experts[name], varying_axes(*jax.tree.leaves(groups)))
+        return jax.tree.map(lambda leaf: vary(leaf, axes), experts[name])
 
     weights = local("w1"), local("w3"), local("w2")
     return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, recipe=recipe, mx_grad=recipe.mx)

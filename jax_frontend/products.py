@@ -1,11 +1,18 @@
 """The three products of a linear layer per group of rows, and the forms in which their operands come.
 
-    out  = lhs rhs          rows      (q, sf) along the rows, or bf16
-    dlhs = dout rhs^T       rows      (q, sf) along the rows, or bf16
-    drhs = lhs^T dout       tokens    (q, sf) along the tokens, or bf16
+    out  = lhs rhs          rows      as the form says
+    dlhs = dout rhs^T       rows      as the form says
+    drhs = lhs^T dout       tokens    bf16, or along the tokens as the form says (recipe "mxfp8")
 
-For code below autodiff: no checks, no gradients. `rhs_t` and its gradient are (G, N, K), as a linear layer stores
-them.
+    form      rows                        tokens, transposed
+    "bf16"    bf16                        bf16
+    "mx"      q, sf: one per 32           q, sf: one per 32
+    "fold"    q, sf: one per row          q, sf: one per row and group
+    "row"     q, sf: one per row          bf16
+
+MXFP8 is folded here, at the last moment: what travels and what is saved for the backward is not. For code below
+autodiff: no checks, no gradients; recipes are `settled`. Weights and their gradient are (G, N, K), as a linear layer
+stores them, or (G, K, N) with stored="kn".
 """
 
 import jax
@@ -14,60 +21,84 @@ import jax.numpy as jnp
 from ..core_kernels.recipe import Recipe
 from . import ops
 from .mx_array import MXArray
+from .weights import Folded, Pair, Stored, Weights, along_k, along_n, form_of, quantized
 
-Pair = tuple[jax.Array, jax.Array]
-"""q and sf, in the order that a product reads them."""
-Rows = jax.Array | MXArray | Pair
+Rows = jax.Array | MXArray | Pair | Folded
+Tokens = jax.Array | Pair | Folded
 
 
-def rows_of(x: Rows, recipe: Recipe) -> Pair:
-    """Quantized along the rows, unless it already is."""
-    if isinstance(x, tuple):
+def rows_of(x: Rows, recipe: Recipe) -> jax.Array | Pair | Folded:
+    """x along its rows, in the form that the recipe multiplies; a Folded as it is."""
+    if isinstance(x, Folded):
         return x
-    return (x.q, x.sf) if isinstance(x, MXArray) else ops.quantize_row(x, rounding=recipe.rounding)
+    if form_of(recipe) == "bf16":
+        return as_bf16(x)
+    if isinstance(x, MXArray):
+        x = (x.q, x.sf)
+    if isinstance(x, tuple) and form_of(recipe) == "row":
+        x = as_bf16(x)
+    if not isinstance(x, tuple):
+        return quantized(x, recipe)
+    return Folded(*ops.fold_rows(*x)) if form_of(recipe) == "fold" else x
 
 
-def as_bf16(x: Rows) -> jax.Array:
+def as_bf16(x: jax.Array | MXArray | Pair) -> jax.Array:
     """bf16, of the same values as far as that holds them."""
     if isinstance(x, tuple):
         return ops.dequantize(*x, out_dtype="bfloat16")
     return as_bf16((x.q, x.sf)) if isinstance(x, MXArray) else x.astype(jnp.bfloat16)
 
 
-def product(lhs: Rows, rhs_t: jax.Array, group_ends: jax.Array, recipe: Recipe, out_dtype="bfloat16") -> jax.Array:
-    """lhs (M, K) x rhs_t (G, N, K) -> (M, N), as the recipe multiplies."""
-    if not recipe.mx:
-        return ops.grouped_mm_bf16(as_bf16(lhs), as_bf16(rhs_t), group_ends, out_dtype=out_dtype)
-    weights = ops.quantize_row(rhs_t, rounding=recipe.rounding)
-    return ops.grouped_mm_mx(*rows_of(lhs, recipe), *weights, group_ends, out_dtype=out_dtype)
+def product(
+    lhs: Rows, rhs: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype="bfloat16", stored: Stored = "nk"
+) -> jax.Array:
+    """lhs (M, K) x rhs -> (M, N), as the recipe multiplies."""
+    return _multiply(rows_of(lhs, recipe), along_k(rhs, recipe, stored), group_ends, out_dtype)
 
 
-def tokens_of(x: Rows, recipe: Recipe) -> jax.Array | Pair:
+def input_gradient(
+    dout: Rows, rhs: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype, stored: Stored = "nk"
+) -> jax.Array:
+    """dout (M, N) x rhs -> dlhs (M, K), as the recipe multiplies."""
+    return _multiply(rows_of(dout, recipe), along_n(rhs, recipe, stored), group_ends, out_dtype)
+
+
+def _multiply(rows: jax.Array | Pair | Folded, weights: jax.Array | Pair | Folded, group_ends, out_dtype) -> jax.Array:
+    if isinstance(rows, jax.Array):
+        assert isinstance(weights, jax.Array)
+        return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
+    assert not isinstance(weights, jax.Array)
+    multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
+    return multiply(*rows, *weights, group_ends, out_dtype=out_dtype)
+
+
+def tokens_of(x: jax.Array | MXArray | Pair, group_ends: jax.Array, recipe: Recipe) -> Tokens:
     """What a weight gradient multiplies: bf16, or x (M, K) quantized along the tokens, transposed."""
     if not recipe.wgrad_mx:
         return as_bf16(x)
     values = x.dequantize() if isinstance(x, MXArray) else as_bf16(x) if isinstance(x, tuple) else x
-    return ops.quantize_col(values, rounding=recipe.rounding)
+    return along_tokens(ops.quantize_col(values, rounding=recipe.rounding), group_ends, recipe)
 
 
-def gradient_operands(dout: Rows, recipe: Recipe) -> tuple[Rows, jax.Array | Pair]:
+def along_tokens(pair: Pair, group_ends: jax.Array, recipe: Recipe) -> Pair | Folded:
+    """q (K, M) and sf along the tokens, in the form that the recipe multiplies."""
+    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) == "fold" else pair
+
+
+def gradient_operands(dout: jax.Array | Pair, group_ends: jax.Array, recipe: Recipe) -> tuple[Rows, Tokens]:
     """What the input gradient multiplies, and what the weight gradient does."""
     if recipe.wgrad_mx and isinstance(dout, jax.Array):
         q, sf, q_t, sf_t = ops.quantize_both(dout, rounding=recipe.rounding)  # one read for both products
-        return (q, sf), (q_t, sf_t)
-    return rows_of(dout, recipe) if recipe.mx else as_bf16(dout), tokens_of(dout, recipe)
+        return (q, sf), along_tokens((q_t, sf_t), group_ends, recipe)
+    return rows_of(dout, recipe), tokens_of(dout, group_ends, recipe)
 
 
-def input_gradient(dout: Rows, rhs_t: jax.Array, group_ends: jax.Array, recipe: Recipe, out_dtype) -> jax.Array:
-    """dout (M, N) x rhs_t (G, N, K) -> dlhs (M, K)."""
-    if not recipe.mx:
-        return ops.grouped_mm_bf16(as_bf16(dout), as_bf16(rhs_t).mT, group_ends, out_dtype=out_dtype)
-    weights = ops.quantize_col(rhs_t, rounding=recipe.rounding)
-    return ops.grouped_mm_mx(*rows_of(dout, recipe), *weights, group_ends, out_dtype=out_dtype)
-
-
-def weight_gradient(dout: jax.Array | Pair, lhs: jax.Array | Pair, group_ends: jax.Array, out_dtype) -> jax.Array:
-    """dout (M, N) and lhs (M, K), as `tokens_of` made them -> drhs_t (G, N, K)."""
-    if isinstance(dout, tuple) and isinstance(lhs, tuple):
-        return ops.grouped_wgrad_mx(*dout, *lhs, group_ends, out_dtype=out_dtype)
-    return ops.grouped_wgrad_bf16(as_bf16(dout), as_bf16(lhs), group_ends, out_dtype=out_dtype)
+def weight_gradient(dout: Tokens, lhs: Tokens, group_ends: jax.Array, out_dtype, stored: Stored = "nk") -> jax.Array:
+    """dout (M, N) and lhs (M, K), as `tokens_of` made them -> drhs."""
+    a, b = (dout, lhs) if stored == "nk" else (lhs, dout)
+    if isinstance(a, jax.Array):
+        assert isinstance(b, jax.Array)
+        return ops.grouped_wgrad_bf16(a, b, group_ends, out_dtype=out_dtype)
+    assert not isinstance(b, jax.Array)
+    multiply = ops.grouped_wgrad_fold if isinstance(a, Folded) else ops.grouped_wgrad_mx
+    return multiply(*a, *b, group_ends, out_dtype=out_dtype)

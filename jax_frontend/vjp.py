@@ -23,34 +23,52 @@ from ._checks import check_ends, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray, received, values_of
 from .permute import permute, permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 from .products import gradient_operands, input_gradient, product, tokens_of, weight_gradient
+from .weights import QuantizedWeights, Stored, Weights, check_weights, saved, settled
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _grouped_mm(lhs, rhs_t, group_ends, recipe, out_dtype, mx_grad):
-    out = product(lhs, rhs_t, group_ends, recipe, out_dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _grouped_mm(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored):
+    out = product(lhs, rhs, group_ends, recipe, out_dtype, stored)
     return MXGradArray.wrap(out) if mx_grad else out
 
 
-def _grouped_mm_fwd(lhs, rhs_t, group_ends, recipe, out_dtype, mx_grad):
-    primals = values_of((lhs, rhs_t, group_ends))
-    return _grouped_mm(*primals, recipe, out_dtype, mx_grad), primals
+def _grouped_mm_fwd(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored):
+    lhs, rhs, group_ends = values_of((lhs, rhs, group_ends))
+    out = _grouped_mm(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored)
+    return out, (lhs, saved(rhs), group_ends)
 
 
-def _grouped_mm_bwd(recipe, out_dtype, mx_grad, residuals, grad):
-    lhs, rhs_t, group_ends = residuals
-    dout, dout_tokens = gradient_operands(received(grad), recipe)
-    dlhs = input_gradient(dout, rhs_t, group_ends, recipe, lhs.dtype)
-    drhs = weight_gradient(dout_tokens, tokens_of(lhs, recipe), group_ends, rhs_t.dtype)
-    return MXArray.cotangent(dlhs) if isinstance(lhs, MXArray) else dlhs, drhs, None
+def _grouped_mm_bwd(recipe, out_dtype, mx_grad, stored, residuals, grad):
+    lhs, rhs, group_ends = residuals
+    dout, dout_tokens = gradient_operands(received(grad), group_ends, recipe)
+    dlhs = input_gradient(dout, rhs, group_ends, recipe, lhs.dtype, stored)
+    drhs = weight_gradient(dout_tokens, tokens_of(lhs, group_ends, recipe), group_ends, rhs.dtype, stored)
+    dlhs = MXArray.cotangent(dlhs) if isinstance(lhs, MXArray) else dlhs
+    return dlhs, rhs.cotangent(drhs) if isinstance(rhs, QuantizedWeights) else drhs, None
 
 
 _grouped_mm.defvjp(_grouped_mm_fwd, _grouped_mm_bwd, symbolic_zeros=True)
-_grouped_mm_jitted = jax.jit(_grouped_mm, static_argnums=(3, 4, 5), inline=True)  # as permute.py's
+_grouped_mm_jitted = jax.jit(_grouped_mm, static_argnums=(3, 4, 5, 6), inline=True)  # as permute.py's
+
+
+def grouped_mm(
+    lhs: jax.Array | MXArray, rhs: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype: jax.typing.DTypeLike,
+    *, mx_grad: bool = False, stored: Stored = "nk", pad: bool = False,
+) -> jax.Array | MXGradArray:  # fmt: skip
+    """The product below the checks of its public forms; `pad` aligns the groups to the recipe and unpads the result."""
+    maps = None
+    if pad:
+        move: Any = permute_mxfp8_fwd_hp_bwd if isinstance(lhs, MXArray) else permute
+        lhs, maps = move(lhs, jnp.diff(group_ends, prepend=0), 1, rhs.shape[0], recipe.alignment)
+        group_ends = maps.group_ends
+    lhs, rhs, group_ends = vary_alike(lhs, rhs, group_ends)
+    out = _grouped_mm_jitted(lhs, rhs, group_ends, recipe, jnp.dtype(out_dtype).name, mx_grad, stored)
+    return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out
 
 
 def mxfp8_grouped_mm(
     A: jax.Array | MXArray,
-    rhs_t: jax.Array,
+    rhs_t: Weights,
     group_ends: jax.Array | None = None,
     *,
     group_sizes: jax.Array | None = None,
@@ -62,11 +80,14 @@ def mxfp8_grouped_mm(
     """One matrix product per group of rows, quantized to MXFP8 on the way; differentiable in A and rhs_t.
 
     A: (M, K) bf16 or fp32, quantized here, or an MXArray, used as it is.
-    rhs_t: (G, N, K) bf16 or fp32, each group's weight transposed, as a linear layer stores it.
+    rhs_t: (G, N, K) bf16 or fp32, each group's weight transposed, as a linear layer stores it, quantized here, or
+        QuantizedWeights of it, made with the same recipe; their `values` get the gradient.
     group_ends: (G,) int32, where each group ends; or group_sizes (G,) int32. Rows past the last end give zeros.
     recipe: "mxfp8_wgrad_with_hp" multiplies bf16 in the weight gradient; "mxfp8" quantizes its operands along
         the tokens, so groups must end at multiples of 32 (pad_token_groups pads them here and unpads the
-        result); "bf16" quantizes nothing and takes no MXArray.
+        result); "bf16" quantizes nothing and takes no MXArray. `Recipe.compute` says whether MXFP8 is multiplied as
+        it is or folded; "auto" follows `jax.default_backend()`, or `lower_for`, when the call is traced. A folded
+        product runs everywhere: a program that is placed on another backend stays right.
     mx_grad: return an MXGradArray, for `unpermute_hp_fwd_mxfp8_bwd` and `a2a_combine_hp_fwd_mxfp8_bwd` to
         hand their MXFP8 gradient to without dequantizing it.
     Returns (M, N) in out_dtype, bf16 or fp32.
@@ -74,37 +95,26 @@ def mxfp8_grouped_mm(
     >>> mxfp8_grouped_mm(jnp.ones((2, 32)), jnp.ones((2, 32, 32)), jnp.array([1, 2], jnp.int32))[:, 0].tolist()
     [32.0, 32.0]
 
-    Raises ValueError if K or N is no multiple of 32, for an unknown recipe, or if not exactly one of group_ends
-    and group_sizes is given; TypeError for other dtypes.
+    Raises ValueError if K or N is no multiple of 32, for an unknown recipe, QuantizedWeights of another one, or if
+    not exactly one of group_ends and group_sizes is given; TypeError for other dtypes.
     """
-    op, recipe = "mxfp8_grouped_mm", Recipe.parse(recipe)
+    op, recipe = "mxfp8_grouped_mm", settled(recipe)
     if (group_ends is None) == (group_sizes is None):
         fail(ValueError, op, "group_ends", "both or neither of group_ends, group_sizes", "allowed: exactly one")
     given = group_ends if group_sizes is None else group_sizes
     check_integers(op, "group_ends" if group_sizes is None else "group_sizes", given)
     if not isinstance(A, MXArray):
         check_floats(op, "A", A, " or an MXArray")
-    check_floats(op, "rhs_t", rhs_t)
+    check_weights(op, "rhs_t", rhs_t, recipe)
     ends = jnp.asarray(group_ends) if group_sizes is None else jnp.cumsum(group_sizes, dtype=jnp.int32)
     if isinstance(A, MXArray) and not recipe.mx:
-        fail(TypeError, op, "A", "MXArray with recipe 'bf16'", "allowed: an array; call A.dequantize()")
+        fail(TypeError, op, "A", f"MXArray with recipe {recipe.name!r}", "allowed: an array; call A.dequantize()")
     if rhs_t.ndim != 3 or len(A.shape) != 2:
         fail(ValueError, op, "A, rhs_t", f"shapes {A.shape}, {rhs_t.shape}", "allowed: (M, K) and (G, N, K)")
-    if recipe.mx:
+    if recipe.operands != "bf16":
         require_multiple(op, "rhs_t", rhs_t.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
-        if not recipe.wgrad_with_hp and not pad_token_groups:
+        if recipe.wgrad_mx and not pad_token_groups:
             require_multiple(op, "A", A.shape[0], BLOCK, "rows", "the weight gradient quantizes along them")
     aligned = recipe.wgrad_mx and not pad_token_groups
     check_ends(op, ends, A.shape[0], BLOCK if aligned else 1)
-    if pad_token_groups:
-        return _grouped_mm_padded(A, rhs_t, ends, recipe, out_dtype, mx_grad)
-    lhs, rhs_t, ends = vary_alike(A, rhs_t, ends)
-    return _grouped_mm_jitted(lhs, rhs_t, ends, recipe, jnp.dtype(out_dtype).name, mx_grad)
-
-
-def _grouped_mm_padded(A, rhs_t, group_ends, recipe: Recipe, out_dtype, mx_grad) -> jax.Array | MXGradArray:
-    move: Any = permute_mxfp8_fwd_hp_bwd if isinstance(A, MXArray) else permute
-    sizes = jnp.diff(group_ends, prepend=0)
-    padded, maps = move(A, sizes, 1, rhs_t.shape[0], recipe.alignment)
-    out = mxfp8_grouped_mm(padded, rhs_t, maps.group_ends, recipe=recipe, out_dtype=out_dtype, mx_grad=mx_grad)
-    return unpermute_hp_fwd_mxfp8_bwd(out, maps)
+    return grouped_mm(A, rhs_t, ends, recipe, out_dtype, mx_grad=mx_grad, pad=pad_token_groups)

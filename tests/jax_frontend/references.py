@@ -1,9 +1,16 @@
-"""Plain jax.numpy formulas in fp32, and the measure they are compared by."""
+"""Plain jax.numpy formulas in fp32, the measures they are compared by, and what a traced program is made of."""
+
+from collections import Counter
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from mxep.jax_frontend import MoEConfig
+
+EPS = 2.0**-23
+HALF_ULP = {"bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
 def sqnr(actual: jax.Array, expected: jax.Array) -> float:
@@ -11,6 +18,37 @@ def sqnr(actual: jax.Array, expected: jax.Array) -> float:
     a, e = (np.asarray(x, np.float64) for x in (actual, expected))
     error = ((a - e) ** 2).sum()
     return float(10 * np.log10((e**2).sum() / error)) if error else float("inf")
+
+
+def within_bound(got: jax.Array, want: jax.Array, magnitude: jax.Array, terms: int) -> None:
+    """Two sums of `terms` products, both in fp32, the first rounded to its dtype: the numerics contract, twice its fp32
+    term. magnitude: sum|a||b|."""
+    g, w = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    bound = 2 * EPS * terms * np.asarray(magnitude, np.float64)
+    bound += HALF_ULP[got.dtype.name] * np.maximum(np.abs(g), np.abs(w))
+    assert g.shape == w.shape
+    assert (np.abs(g - w) <= bound).all(), f"over the bound by {(np.abs(g - w) - bound).max():.3e}"
+
+
+def primitives(f: Callable, *arguments) -> tuple[Counter[str], Counter[str]]:
+    """How often each kernel, and each primitive of JAX, is in the program of f."""
+    kernels: Counter[str] = Counter()
+    others: Counter[str] = Counter()
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "mxep_kernel":
+                kernels[equation.params["op"].name] += 1
+            others[equation.primitive.name] += 1
+            for inner in jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(f)(*arguments).jaxpr)
+    return kernels, others
+
+
+def kernels(f: Callable, *arguments) -> Counter[str]:
+    return primitives(f, *arguments)[0]
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "bfloat16") -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from mxep.jax_frontend import moe
+from mxep.jax_frontend import moe, quantize_weights
 
 RANKS, TOKENS, DIM, HIDDEN = 4, 25, 64, 96
 CONFIG = moe.MoEConfig(DIM, HIDDEN, num_experts=8, top_k=2)
@@ -76,7 +76,7 @@ class Program:
         return self.instructions[source]
 
 
-def compile_layer(gradient: bool, **changes) -> Program:
+def compile_layer(gradient: bool, cached: bool = False, **changes) -> Program:
     config = dataclasses.replace(CONFIG, **changes)
     spec = {"router": PartitionSpec(), "experts": PartitionSpec("ep")}
 
@@ -85,10 +85,19 @@ def compile_layer(gradient: bool, **changes) -> Program:
 
     mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), ("ep",))
     layer = jax.shard_map(one_rank, mesh=mesh, in_specs=(spec, PartitionSpec("ep")), out_specs=PartitionSpec("ep"))
-    program = jax.grad(lambda p, x: (layer(p, x) ** 2).sum(), argnums=(0, 1)) if gradient else layer
     params = jax.eval_shape(lambda: moe.init(jax.random.key(0), CONFIG))
+    experts = jax.eval_shape(
+        lambda p: {n: quantize_weights(w, recipe=config.recipe) for n, w in p.items()}, params["experts"]
+    )
     x = jax.ShapeDtypeStruct((RANKS * TOKENS, DIM), jnp.float32)
-    return Program(jax.jit(program).lower(params, x).compile().as_text())
+
+    def loss(params, x, experts):
+        weights = {name: w.with_values(params["experts"][name]) for name, w in experts.items()}
+        return (layer(params | {"experts": weights} if cached else params, x) ** 2).sum()
+
+    if gradient:
+        return Program(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x, experts).compile().as_text())
+    return Program(jax.jit(layer).lower(params, x).compile().as_text())
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +159,16 @@ def test_only_what_is_float_is_quantized(gradient: Program) -> None:
     quantized where they are computed, and computed again for the gradient of w2."""
     assert calls(gradient, "quantize") == {"quantize_row": 3 + 2, "quantize_col": 3, "quantize_row_packed": 2}
     assert calls(gradient, "swiglu") == {"swiglu_row": 1, "swiglu": 1, "swiglu_bwd": 1}
+
+
+def test_of_quantized_weights_nothing_is_quantized_again(gradient: Program) -> None:
+    cached = compile_layer(gradient=True, cached=True)
+    assert calls(cached, "quantize") == {"quantize_row": 2, "quantize_row_packed": 2}
+    assert calls(cached, "swiglu", "combine", "permute") == calls(gradient, "swiglu", "combine", "permute")
+    assert wires(cached) == wires(gradient)
+    floats = {f"f32[2,{n},{k}]" for n, k in ((HIDDEN, DIM), (DIM, HIDDEN))}
+    assert {i.result for i in gradient.of("parameter")} >= floats
+    assert not {i.result for i in cached.of("parameter")} & floats, "the values are not read"
 
 
 def test_tokens_are_summed_by_a_kernel(gradient: Program) -> None:

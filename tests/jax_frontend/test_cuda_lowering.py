@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
-from mxep.jax_frontend import capabilities, force_implementation, lower_for, moe, ops
+from mxep.jax_frontend import capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
 
 M, K, N, G = 64, 64, 96, 3
 
@@ -96,6 +96,19 @@ def kernels(lowered: jax.stages.Lowered) -> list[str]:
                     visit(inner)
 
     visit(lowered.compiler_ir().operation)
+    return found
+
+
+def ops_of(lowered: jax.stages.Lowered) -> Counter[str]:
+    """How often each op is in a program, whatever it runs as; Triton kernels of several ops have all their names."""
+    names: dict[str, list[str]] = {}
+    for name, op in ops.OPS.items():
+        if op.kernel is not None:
+            names.setdefault(op.kernel.__name__, []).append(name)
+    found: Counter[str] = Counter()
+    for kernel in kernels(lowered):
+        entry = re.search(r"\.visible \.entry (\w+)\(", kernel)
+        found.update(names[entry[1]] if entry else [kernel.removeprefix("mxep.cuda.")])
     return found
 
 
@@ -181,7 +194,10 @@ def test_what_runs_and_why_the_rest_does_not() -> None:
     assert set(capabilities("cpu")["quantize_row"].absent) == {"cuda", "triton"}
 
 
-def test_the_gradient_of_the_layer_is_our_kernels_alone() -> None:
+@pytest.mark.parametrize(("arch", "product", "other"), [
+    ("sm_90", "grouped_mm_fold", "grouped_mm_mx"), ("sm_100", "grouped_mm_mx", "grouped_mm_fold"),
+])  # fmt: skip
+def test_the_gradient_of_the_layer_is_our_kernels_and_folds_on_hopper(arch: str, product: str, other: str) -> None:
     config = moe.MoEConfig(64, 96, num_experts=4, top_k=2)
     spec = {"router": PartitionSpec(), "experts": PartitionSpec("ep")}
     layer = jax.shard_map(
@@ -192,17 +208,28 @@ def test_the_gradient_of_the_layer_is_our_kernels_alone() -> None:
     )
     params = jax.eval_shape(lambda: moe.init(jax.random.key(0), config))
     x = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
-    with lower_for("sm_90"):
+    with lower_for(arch):
         lowered = (
             jax.jit(jax.grad(lambda p, x: layer(p, x).astype(jnp.float32).sum(), argnums=(0, 1)))
             .trace(params, x)
             .lower(lowering_platforms=("cuda",))
         )
-    found = kernels(lowered)
-    names = Counter(re.search(r"\.visible \.entry (\w+)\(", kernel)[1] for kernel in found if kernel[:5] != "mxep.")
-    assert names[ops.OPS["grouped_mm_mx"].kernel.__name__] >= 6, "three products forward, three input gradients"
-    assert names[ops.OPS["grouped_wgrad_bf16"].kernel.__name__] == 3
-    assert names[ops.OPS["permute_mx"].kernel.__name__] == 2
+    found = ops_of(lowered)
+    assert found[product] == 6, "three products forward, three input gradients"
+    assert not found[other]
+    assert found["grouped_wgrad_bf16"] == 3
+    assert found["permute_mx"] == 2
+
+
+def test_one_program_is_traced_for_each_architecture() -> None:
+    """What "auto" decides is part of the key of JAX's caches."""
+    multiply = jax.jit(jax.grad(lambda *a: mxfp8_grouped_mm(*a, recipe="mxfp8").astype(jnp.float32).sum()))
+    found = []
+    for arch in ("sm_90", "sm_100", "sm_90"):
+        with lower_for(arch):
+            traced = multiply.trace(bf16(M, K), bf16(G, N, K), ENDS)
+            found.append("grouped_mm_fold" in ops_of(traced.lower(lowering_platforms=("cuda",))))
+    assert found == [True, False, True]
 
 
 def test_without_a_gpu_the_architecture_must_be_given() -> None:

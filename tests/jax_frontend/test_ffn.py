@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import (
     RECIPES,
     MXArray,
+    Recipe,
     a2a_combine_hp_fwd_mxfp8_bwd,
     grouped_swiglu_ffn,
     mxfp8_grouped_mm,
@@ -20,7 +20,7 @@ from mxep.jax_frontend import (
     swiglu,
 )
 
-from .references import normal, sqnr
+from .references import kernels, normal, sqnr
 
 M, D, F, SIZES = 160, 64, 96, [64, 0, 96]
 ENDS = jnp.asarray(np.cumsum(SIZES), jnp.int32)
@@ -89,15 +89,17 @@ def one_rank(out, mx_grad: bool):
     return a2a_combine_hp_fwd_mxfp8_bwd(out, exchange) if mx_grad else out
 
 
+FOLD = {f"{name} fold": Recipe.parse(name, compute="fold") for name in RECIPES if name != "bf16"}
 FUSED = [(recipe, "float", weighted) for recipe in RECIPES for weighted in (True, False)]
 FUSED += [(recipe, kind, True) for recipe in RECIPES if recipe != "bf16" for kind in ("mx", "mx both ways")]
+FUSED += [(recipe, kind, True) for recipe in FOLD for kind in ("float", "mx both ways")]
 
 
 @pytest.mark.parametrize(("recipe", "kind", "weighted"), FUSED)
 def test_fused_is_composed(recipe: str, kind: str, weighted: bool) -> None:
     """To the byte. x is fp32 in the composed one, whose gradient is then the fp32 sum of both products; rounded, it is
     that of a bf16 x."""
-    mx_grad = kind == "mx both ways"
+    mx_grad, recipe = kind == "mx both ways", FOLD.get(recipe, recipe)
 
     def operand(x):
         return x if kind == "float" else MXArray.quantize(x)
@@ -128,26 +130,12 @@ def test_a_wide_x_gets_the_unrounded_sum() -> None:
     assert not np.array_equal(wide, narrow)
 
 
-def kernels(f, *arguments) -> dict[str, int]:
-    """How often each kernel is in the program of f."""
-    counts: dict[str, int] = {}
-
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "mxep_kernel":
-                name = equation.params["op"].name
-                counts[name] = counts.get(name, 0) + 1
-            for inner in jaxprs_in_params(equation.params):
-                visit(inner)
-
-    visit(jax.make_jaxpr(f)(*arguments).jaxpr)
-    return counts
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_what_reads_x_is_quantized_once_and_h_is_never_a_kernels_input(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", [*RECIPES, *FOLD])
+def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_input(recipe: str) -> None:
     def run(x, w1, w3, w2, prob):
-        y, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], recipe=recipe), x, w1, w3, w2, prob)
+        y, backward = jax.vjp(
+            lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], recipe=FOLD.get(recipe, recipe)), x, w1, w3, w2, prob
+        )
         return y, backward(y)
 
     expected = {
@@ -160,13 +148,22 @@ def test_what_reads_x_is_quantized_once_and_h_is_never_a_kernels_input(recipe: s
             "quantize_row": 1 + 3, "quantize_col": 3 + 1, "quantize_both": 1, "grouped_mm_mx": 6,
             "grouped_wgrad_mx": 3, "swiglu_row": 1, "swiglu_col": 1, "swiglu_bwd_both": 1,
         },
+        "mxfp8_wgrad_with_hp fold": {
+            "quantize_row_fold": 1 + 3 + 3, "quantize_col": 3, "fold_rows": 3 + 1, "grouped_mm_fold": 6,
+            "grouped_wgrad_bf16": 3, "swiglu_row": 1, "swiglu": 1, "swiglu_bwd": 1,
+        },
+        "mxfp8 fold": {  # rows of h and of three gradients, tokens of these and of x
+            "quantize_row_fold": 1 + 3, "quantize_col": 3 + 1, "quantize_both": 1, "fold_rows": 3 + 4, "fold_groups": 5,
+            "grouped_mm_fold": 6, "grouped_wgrad_fold": 3, "swiglu_row": 1, "swiglu_col": 1, "swiglu_bwd_both": 1,
+        },
     }  # fmt: skip
     assert kernels(run, X, W1, W3, W2, PROB) == expected[recipe]
 
 
-def test_x_gate_and_up_are_what_is_saved() -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", *FOLD])
+def test_x_gate_and_up_are_what_is_saved(recipe: str) -> None:
     x = MXArray.quantize(X)
-    _, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(x, *a, ENDS, PROB), W1, W3, W2)
+    _, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(x, *a, ENDS, PROB, recipe=FOLD.get(recipe, recipe)), W1, W3, W2)
     saved = sorted((str(a.dtype), a.shape) for a in jax.tree.leaves(backward) if a.shape[:1] == (M,) and a.size)
     rows = [("bfloat16", (M, F))] * 2 + [("float32", (M,)), ("uint8", (M, D // 32)), ("uint8", (M, D))]
     assert [s for s in saved if s != ("bfloat16", (M, D))] == rows, "besides the carrier, which compiles away"

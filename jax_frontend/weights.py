@@ -1,0 +1,191 @@
+"""Weights as the products multiply them, quantized where they are used or once for many uses.
+
+                                          form "mx"                  form "fold", "row"
+    w (G, N, K) --along K, as it lies---> q (G, N, K), sf per 32     q, sf (G, N)     out  = lhs w^T
+                '-along N, transposed---> q (G, K, N), sf per 32     q, sf (G, K)     dlhs = dout w
+
+Weights stored (G, K, N) swap the two: along N they are read as they lie, along K the kernel transposes them.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import fail, require_multiple
+from ..core_kernels.recipe import Form, Recipe
+from . import _device, ops
+from ._checks import check_floats
+
+Pair = tuple[jax.Array, jax.Array]
+"""q and sf, one scale per 32 values, in the order that a product reads them."""
+Stored = Literal["nk", "kn"]
+"""The last two dims of weights and of their gradient: (G, N, K), as a linear layer stores them, or (G, K, N)."""
+
+
+class Folded(NamedTuple):
+    """E4M3 under one scale per row: q (M, K), sf (M,) and weights q (G, N, K), sf (G, N); or per row and group:
+    q (R, tokens), sf (G, R)."""
+
+    q: jax.Array
+    sf: jax.Array
+
+
+def form_of(recipe: Recipe) -> Form:
+    """What the recipe's products multiply in a program that is traced now."""
+    return recipe.form(_device.arch())
+
+
+def settled(recipe: Recipe | str) -> Recipe:
+    """The recipe without "auto": what a forward multiplied its backward does, wherever that is traced."""
+    recipe = Recipe.parse(recipe)
+    return dataclasses.replace(recipe, compute="fold" if form_of(recipe) == "fold" else "exact")
+
+
+def quantized(x: jax.Array, recipe: Recipe) -> Pair | Folded:
+    """x (..., M, K) along its last dim, in the form that the recipe multiplies."""
+    form = form_of(recipe)
+    if form == "mx":
+        return ops.quantize_row(x, rounding=recipe.rounding)
+    quantize = ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise
+    return Folded(*quantize(x, rounding=recipe.rounding))
+
+
+def quantized_transposed(w: jax.Array, recipe: Recipe) -> Pair | Folded:
+    """w (G, N, K) along N -> q (G, K, N), in the form that the recipe multiplies."""
+    form = form_of(recipe)
+    if form == "row":
+        return quantized(w.mT, recipe)
+    turned = ops.quantize_col(w, rounding=recipe.rounding)
+    return turned if form == "mx" else Folded(*ops.fold_rows(*turned))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """Weights with the bytes that the products multiply in their place; made by `quantize_weights`.
+
+    values (G, N, K): bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is
+    the weight gradient. as_stored, transposed: q and sf (uint8) along the last dim and along dim 1; None for recipe
+    "bf16". form, rounding: how they were made, static. Every array's first dim is G: one PartitionSpec serves all.
+    """
+
+    values: jax.Array
+    as_stored: Pair | Folded | None
+    transposed: Pair | Folded | None
+    form: Form = dataclasses.field(metadata={"static": True})
+    rounding: Rounding = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What the weight gradient comes in."""
+        return self.values.dtype
+
+    def with_values(self, values: jax.Array) -> "QuantizedWeights":
+        """The same bytes for values that are differentiated: the parameter that they were quantized from.
+
+        Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
+        """
+        check_floats("with_values", "values", values)
+        if values.shape != self.values.shape:
+            fail(ValueError, "with_values", "values", f"shape {values.shape}", f"allowed: {self.values.shape}")
+        return dataclasses.replace(self, values=values)
+
+    def cotangent(self, grad: jax.Array) -> "QuantizedWeights":
+        """The cotangent of weights whose values have gradient `grad`: bytes have none."""
+        return dataclasses.replace(self, values=grad, as_stored=None, transposed=None)
+
+
+Weights = jax.Array | QuantizedWeights
+
+
+def saved(w: Weights) -> Weights:
+    """What a backward needs of w: of values that stand beside their bytes, the dtype."""
+    if isinstance(w, QuantizedWeights) and w.as_stored is not None:
+        return dataclasses.replace(w, values=jnp.zeros(0, w.dtype))
+    return w
+
+
+def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_hp") -> QuantizedWeights:
+    """Quantize w (G, N, K) bf16 or fp32 along both of its dims, for all products until the next optimizer step.
+
+    `mxfp8_grouped_mm`, `ragged_dot_mxfp8`, `grouped_swiglu_ffn` and `moe.apply` take the result wherever they take
+    an array, with a recipe of the same form and rounding. Quantize once per step outside of `jax.grad`, and inside
+    put the parameter in, which then gets the gradient:
+
+        cached = quantize_weights(params["w"], recipe=recipe)
+
+        def loss(params, x):
+            return mxfp8_grouped_mm(x, cached.with_values(params["w"]), ends, recipe=recipe).sum()
+
+        grads = jax.tree.map(jnp.add, *(jax.grad(loss)(params, x) for x in microbatches))
+
+    The bytes are integers and have no gradient; `jax.grad(..., allow_int=True)` with respect to the whole gives them
+    float0. "auto" chooses their form here. Works under jit, shard_map and remat, and where w is differentiated.
+
+    >>> quantize_weights(jnp.ones((2, 32, 64))).as_stored[1].shape
+    (2, 32, 2)
+
+    Raises ValueError unless w has 3 dims, N and K multiples of 32, TypeError for another dtype.
+    """
+    op, recipe = "quantize_weights", settled(recipe)
+    check_floats(op, "w", w)
+    if w.ndim != 3:
+        fail(ValueError, op, "w", f"shape {w.shape}", "allowed: (G, N, K)")
+    form = form_of(recipe)
+    if form == "bf16":
+        return QuantizedWeights(w, None, None, form, recipe.rounding)
+    require_multiple(op, "w", w.shape[1], BLOCK, "dim 1", "the input gradient quantizes along it")
+    require_multiple(op, "w", w.shape[2], BLOCK, "dim 2", "the product quantizes along it")
+    fixed = lax.stop_gradient(w)
+    return QuantizedWeights(w, quantized(fixed, recipe), quantized_transposed(fixed, recipe), form, recipe.rounding)
+
+
+def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
+    """TypeError unless w is a float array or QuantizedWeights, ValueError for another recipe's."""
+    if not isinstance(w, QuantizedWeights):
+        check_floats(op, argument, w, " or QuantizedWeights")
+        return
+    check_floats(op, argument, w.values)
+    form = form_of(recipe)
+    if w.form != form or (form != "bf16" and w.rounding != recipe.rounding):
+        got = f"QuantizedWeights of form {w.form!r} with {w.rounding.name}"
+        allowed = f"allowed: form {form!r} with {recipe.rounding.name}, as recipe {recipe.name!r} multiplies here"
+        fail(ValueError, op, argument, got, f"{allowed}; call quantize_weights with that recipe")
+
+
+def along_k(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Pair | Folded:
+    """The right operand (G, N, K) of a product over K."""
+    return _as_stored(w, recipe) if stored == "nk" else _transposed(w, recipe)
+
+
+def along_n(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Pair | Folded:
+    """The right operand (G, K, N) of a product over N."""
+    return _transposed(w, recipe) if stored == "nk" else _as_stored(w, recipe)
+
+
+def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Pair | Folded:
+    if isinstance(w, QuantizedWeights):
+        if w.as_stored is not None:
+            return w.as_stored
+        w = w.values
+    return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else quantized(w, recipe)
+
+
+def _transposed(w: Weights, recipe: Recipe) -> jax.Array | Pair | Folded:
+    if isinstance(w, QuantizedWeights):
+        if w.transposed is not None:
+            return w.transposed
+        w = w.values
+    return w.astype(jnp.bfloat16).mT if form_of(recipe) == "bf16" else quantized_transposed(w, recipe)

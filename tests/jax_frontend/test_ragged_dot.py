@@ -1,0 +1,193 @@
+"""ragged_dot_mxfp8 against jax.lax.ragged_dot of the dequantized operands in fp32, and its gradients likewise."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from mxep.jax_frontend import RECIPES, MXArray, Recipe, mxfp8_grouped_mm, ops, quantize_weights, ragged_dot_mxfp8
+
+from .references import normal, primitives, within_bound
+
+M, K, N = 192, 64, 96
+SIZES = {"aligned": [64, 0, 96], "any": [33, 0, 95], "empty": [0, 0, 0], "full": [1, 190, 1]}
+LHS, RHS, DOUT = normal(M, K), normal(3, K, N, seed=1), normal(M, N, seed=2)
+
+
+def sizes_of(case: str, dtype: str = "int32") -> jax.Array:
+    return jnp.asarray(SIZES[case], dtype)
+
+
+def results(f, lhs: jax.Array, rhs: jax.Array, dout: jax.Array):
+    out, backward = jax.vjp(jax.jit(f), lhs, rhs)
+    return out, *backward(dout.astype(out.dtype))
+
+
+def along(x: jax.Array, axis: int) -> jax.Array:
+    """What MXFP8 keeps of x, quantized along an axis, in fp32."""
+    moved = jnp.moveaxis(x, axis, -1)
+    q, sf = ops.quantize_row(moved.reshape(-1, moved.shape[-1]))
+    return jnp.moveaxis(ops.dequantize(q, sf, out_dtype="float32").reshape(moved.shape), -1, axis)
+
+
+def along_tokens(x: jax.Array, sizes: list[int]) -> jax.Array:
+    """`along` the rows of each group by itself, as if zeros followed them up to whole blocks."""
+    parts = []
+    for part in jnp.split(x, np.cumsum(sizes)):
+        padded = jnp.pad(part, ((0, -len(part) % 32), (0, 0)))
+        parts.append(along(padded, 0)[: len(part)] if len(part) else part.astype(jnp.float32))
+    return jnp.concatenate(parts)
+
+
+def check_products(got, lhs, rhs, dout, sizes: jax.Array, recipe: str) -> None:
+    """out, dlhs and drhs within the bound, each of the operands that its product multiplies."""
+    if recipe == "bf16":
+        pairs = [tuple(x.astype(jnp.float32) for x in (lhs, rhs, dout))] * 3
+    else:
+        tokens = partial(along_tokens, sizes=sizes.tolist()) if recipe == "mxfp8" else lambda x: x.astype(jnp.float32)
+        pairs = [
+            (along(lhs, 1), along(rhs, 1), dout),
+            (lhs, along(rhs, 2), along(dout, 1)),
+            (tokens(lhs), rhs, tokens(dout)),
+        ]
+    pairs = [tuple(x.astype(jnp.float32) for x in operands) for operands in pairs]
+
+    def three(lhs, rhs, dout):
+        out, backward = jax.vjp(lambda *a: jax.lax.ragged_dot(*a, sizes), lhs, rhs)
+        return out, *backward(dout)
+
+    for i, (result, operands) in enumerate(zip(got, pairs, strict=True)):
+        magnitude = three(*map(jnp.abs, operands))[i]
+        within_bound(result, three(*operands)[i], magnitude, terms=(K, N, M)[i])
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_product_and_its_gradients_are_ragged_dots(recipe: str, case: str) -> None:
+    sizes = sizes_of(case)
+    got = results(lambda *a: ragged_dot_mxfp8(*a, sizes, recipe=recipe), LHS, RHS, DOUT)
+    check_products(got, LHS, RHS, DOUT, sizes, recipe)
+    last = sum(SIZES[case])
+    assert not np.asarray(got[0][last:], np.float32).any(), "rows past the sum"
+    assert not np.asarray(got[1][last:], np.float32).any(), "their gradients"
+    assert not any(np.asarray(d, np.float32).any() for d, size in zip(got[2], SIZES[case], strict=True) if not size)
+    assert [x.shape for x in got] == [(M, N), (M, K), (3, K, N)]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
+def test_folded_it_is_the_grouped_product_of_the_transposed_weights(recipe: str) -> None:
+    folding = Recipe.parse(recipe, compute="fold")
+    sizes = sizes_of("aligned")
+    got = results(lambda *a: ragged_dot_mxfp8(*a, sizes, recipe=folding), LHS, RHS, DOUT)
+    want = results(lambda *a: mxfp8_grouped_mm(*a, group_sizes=sizes, recipe=folding), LHS, RHS.mT, DOUT)
+    for g, w in zip(got, (*want[:2], want[2].mT), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("compute", ["exact", "fold"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
+def test_no_float_is_transposed(recipe: str, compute: str) -> None:
+    def run(lhs, rhs, dout):
+        choice = Recipe.parse(recipe, compute=compute)
+        return jax.vjp(lambda *a: ragged_dot_mxfp8(*a, sizes_of("any"), recipe=choice), lhs, rhs)[1](dout)
+
+    kernels, others = primitives(run, LHS, RHS, DOUT)
+    assert not others["transpose"]
+    assert kernels["grouped_mm_mx"] + kernels["grouped_mm_fold"] == 2
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
+def test_sizes_are_any_integers(recipe: str, dtype: str) -> None:
+    def run(sizes):
+        return results(lambda *a: ragged_dot_mxfp8(*a, sizes, recipe=recipe), LHS, RHS, DOUT)
+
+    for g, w in zip(run(sizes_of("any", dtype)), run(sizes_of("any")), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "preferred", "out"),
+    [
+        ("bfloat16", "bfloat16", None, "bfloat16"),
+        ("bfloat16", "float32", None, "float32"),
+        ("float32", "float32", jnp.bfloat16, "bfloat16"),
+        ("bfloat16", "bfloat16", jnp.float32, "float32"),
+    ],
+)
+def test_dtypes_are_those_of_ragged_dot(lhs: str, rhs: str, preferred, out: str) -> None:
+    sizes = sizes_of("any")
+    dot = partial(ragged_dot_mxfp8, group_sizes=sizes, preferred_element_type=preferred)
+    got = results(dot, LHS.astype(lhs), RHS.astype(rhs), DOUT)
+    assert [x.dtype.name for x in got] == [out, lhs, rhs]
+    check_products(got, LHS, RHS, DOUT, sizes, "mxfp8_wgrad_with_hp")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
+def test_remat_and_shard_map_do_not_change_a_gradient(recipe: str) -> None:
+    sizes = jnp.concatenate([sizes_of("any"), sizes_of("full")])
+    lhs, dout = jnp.concatenate([LHS, DOUT[:, :K]]), jnp.concatenate([DOUT, -DOUT])
+    dot = partial(ragged_dot_mxfp8, recipe=recipe)
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("dp",))
+    sharded = jax.shard_map(dot, mesh=mesh, in_specs=(P("dp"), P(), P("dp")), out_specs=P("dp"))
+    wide = RHS.astype(jnp.float32)
+    halves = [results(lambda *a, i=i: dot(*a, sizes[3 * i : 3 * i + 3]), x, wide, d)
+              for i, (x, d) in enumerate(zip(jnp.split(lhs, 2), jnp.split(dout, 2), strict=True))]  # fmt: skip
+    for f in (sharded, jax.checkpoint(sharded)):
+        out, dlhs, drhs = results(lambda lhs, rhs, f=f: f(lhs, rhs, sizes), lhs, wide, dout)
+        np.testing.assert_array_equal(out, jnp.concatenate([half[0] for half in halves]))
+        np.testing.assert_array_equal(dlhs, jnp.concatenate([half[1] for half in halves]))
+        np.testing.assert_array_equal(drhs, halves[0][2] + halves[1][2])
+
+
+def test_quantized_weights_stand_for_their_array() -> None:
+    cached, sizes = quantize_weights(RHS), sizes_of("any")
+    got = results(lambda lhs, rhs: ragged_dot_mxfp8(lhs, cached.with_values(rhs), sizes), LHS, RHS, DOUT)
+    for g, w in zip(got, results(lambda *a: ragged_dot_mxfp8(*a, sizes), LHS, RHS, DOUT), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
+def test_nan_past_the_sum_stays_out(recipe: str) -> None:
+    sizes, last = sizes_of("any"), sum(SIZES["any"])
+    dot = partial(ragged_dot_mxfp8, group_sizes=sizes, recipe=recipe)
+    got = results(dot, LHS.at[last:].set(jnp.nan), RHS, DOUT.at[last:].set(jnp.inf))
+    for g, w in zip(got, results(dot, LHS, RHS, DOUT), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+def test_checkify_finds_too_many_rows_inside_jit() -> None:
+    checked = checkify.checkify(jax.jit(lambda sizes: ragged_dot_mxfp8(LHS, RHS, sizes)))
+    error, _ = checked(jnp.array([100, 93, 0]))
+    with pytest.raises(checkify.JaxRuntimeError, match=r"ragged_dot_mxfp8: group_sizes: .*at most 192"):
+        error.throw()
+    assert checked(sizes_of("any"))[0].get() is None
+
+
+SIZES_OK = sizes_of("any")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ragged_dot_mxfp8(LHS.astype("float16"), RHS, SIZES_OK), TypeError, "lhs: got dtype float16"),
+        (lambda: ragged_dot_mxfp8(MXArray.quantize(LHS), RHS, SIZES_OK), TypeError, "lhs: got MXArray"),
+        (lambda: ragged_dot_mxfp8(LHS, [RHS], SIZES_OK), TypeError, "rhs: got list.*or QuantizedWeights"),
+        (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK.astype("float32")), TypeError, "group_sizes: got dtype float32"),
+        (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK, preferred_element_type="float16"), TypeError, "got float16"),
+        (lambda: ragged_dot_mxfp8(LHS, RHS.mT, SIZES_OK), ValueError, r"\(M, K\) and \(G, K, N\)"),
+        (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK[:2]), ValueError, r"group_sizes: got shape \(2,\); "),
+        (lambda: ragged_dot_mxfp8(LHS, RHS[..., :33], SIZES_OK), ValueError, "rhs: got dim 2, N, = 33"),
+        (lambda: ragged_dot_mxfp8(LHS[:, :33], RHS[:, :33], SIZES_OK), ValueError, "rhs: got dim 1, K, = 33"),
+        (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK + 64), ValueError, "group_sizes: .*at most 192"),
+        (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK - 1), ValueError, "group_sizes: .*at least 0"),
+        (lambda: ragged_dot_mxfp8(LHS, RHS, SIZES_OK, recipe="fp4"), ValueError, "recipe: got 'fp4'"),
+    ],
+)  # fmt: skip
+def test_a_bad_argument_is_named(call, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
