@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from .formats import BLOCK, E8M0_NAN
-from .grouped_gemm import plan_k_grouped, plan_m_grouped, rows_of_tile, store_tile
+from .gemm_tile import load_tile, store_tile
+from .grouped_gemm import plan_k_grouped, plan_m_grouped, rows_of_tile
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, e4m3_to_f32, e8m0_to_f32
 
@@ -28,13 +29,6 @@ CHAIN: tl.constexpr = tl.constexpr(128)
 
 COLUMNS = 8
 """Columns of `out` are a multiple: the sm_90 kernel stores rows 16 bytes at a time."""
-
-
-@triton.jit
-def _load(x, row, in_rows, c0, c_end, PITCH, BLOCK_C: tl.constexpr):
-    """Bytes of columns c0 to c0 + BLOCK_C of rows PITCH apart; zeros where a row or column is outside."""
-    c = c0 + tl.arange(0, BLOCK_C)
-    return tl.load(x + row[:, None] * PITCH + c[None, :], mask=in_rows[:, None] & (c < c_end)[None, :], other=0)
 
 
 @triton.jit
@@ -63,21 +57,21 @@ def _mm_kernel(
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    n = (tl.program_id(0) % n_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n0 = (tl.program_id(0) % n_tiles) * BLOCK_N
     rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
     group, m0, end = rows
-    m = m0 + tl.arange(0, BLOCK_M)
+    m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     in_m, in_n = m < end, n < N
     row, weight_row = m.to(tl.int64), group.to(tl.int64) * N + n
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if group < G:
         for k0 in range(0, K, BLOCK_K):
-            a = _load(lhs_qf, row, in_m, k0, K, K, BLOCK_K)
-            b = _load(rhs_qf, weight_row, in_n, k0, K, K, BLOCK_K)
+            a = load_tile(lhs_qf, row, in_m, k0, K, K, BLOCK_K)
+            b = load_tile(rhs_qf, weight_row, in_n, k0, K, K, BLOCK_K)
             acc = _dot(a, b, acc, HW_CAST)
         row_byte = tl.load(lhs_sf + row, mask=in_m, other=0)
         acc = _scaled(acc, row_byte, tl.load(rhs_sf + weight_row, mask=in_n, other=0))
-    store_tile(out, row, in_m, n, in_n, N, acc, HW_CAST)
+    store_tile(out, row, in_m, n0, N, N, acc, HW_CAST, False)
 
 
 @triton.jit
@@ -90,7 +84,8 @@ def _wgrad_kernel(
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     tile = tl.program_id(0)
     n = (tile // k_tiles % n_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = (tile % k_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    k0 = (tile % k_tiles) * BLOCK_K
+    k = k0 + tl.arange(0, BLOCK_K)
     group = (tile // (n_tiles * k_tiles)).to(tl.int64)
     in_n, in_k = n < N, k < K
 
@@ -101,13 +96,13 @@ def _wgrad_kernel(
     start, end, pitch = start // BLOCK_MX * BLOCK_MX, end // BLOCK_MX * BLOCK_MX, M // BLOCK_MX * BLOCK_MX
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for m0 in range(start, end, BLOCK_M):
-        a = _load(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
-        b = _load(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
+        a = load_tile(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
+        b = load_tile(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
         acc = _dot(a, b, acc, HW_CAST)
     if start < end:  # a scale has no say where there is nothing to scale
         row_byte = tl.load(lhs_sf + group * N + n, mask=in_n, other=0)
         acc = _scaled(acc, row_byte, tl.load(rhs_sf + group * K + k, mask=in_k, other=0))
-    store_tile(out, group * N + n, in_n, k, in_k, K, acc, HW_CAST)
+    store_tile(out, group * N + n, in_n, k0, K, K, acc, HW_CAST, False)
 
 
 def _check_bytes(op: str, **arrays: ArrayType) -> None:

@@ -8,7 +8,8 @@ Operands are MXFP8 (q and sf, scaled along the contraction dim, which is the con
 `group_ends` (G,) holds where each group ends along M; it is read on the device. Rows past the last
 end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into a
 real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) as they lie; the MXFP8 one needs ends that
-are multiples of 32. Sums are fp32; what is multiplied is bf16 on a GPU (mx_math.dequantize_operand: its range).
+are multiples of 32. Sums are fp32. What is multiplied is bf16 on sm_90 (mx_math.dequantize_operand: its range) and E4M3
+with its scales on sm_100 (gemm_tile.dot_mx).
 """
 
 import math
@@ -18,38 +19,12 @@ import triton
 import triton.language as tl
 
 from .formats import BLOCK
+from .gemm_tile import dot_bf16, dot_mx, e4m3_pointer, load_scales, load_tile, store_tile
 from .launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank, require_shape
-from .mx_math import BLOCK_MX, dequantize_operand, f32_to_bf16, to_f32
-from .tiles import Tiles, cdiv, hw_cast, next_power_of_2, tiles
+from .mx_math import BLOCK_MX
+from .tiles import Tiles, cdiv, hw_cast, next_power_of_2, tcgen05, tiles
 
 OUT_DTYPES = ("bfloat16", "float32")
-
-
-@triton.jit
-def _load(
-    x, sf, row, in_rows, c0, c_end, PITCH,
-    MX: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """(BLOCK_R, BLOCK_C) values from column c0 on of rows PITCH apart; zeros where a row or column is outside."""
-    c = c0 + tl.arange(0, BLOCK_C)
-    inside = in_rows[:, None] & (c < c_end)[None, :]
-    tile = tl.load(x + row[:, None] * PITCH + c[None, :], mask=inside, other=0)
-    if MX:
-        cb = c0 // BLOCK_MX + tl.arange(0, BLOCK_C // BLOCK_MX)
-        inside_sf = in_rows[:, None] & (cb < c_end // BLOCK_MX)[None, :]
-        sf_tile = tl.load(sf + row[:, None] * (PITCH // BLOCK_MX) + cb[None, :], mask=inside_sf, other=0)
-        tile = tl.reshape(tile, (BLOCK_R, BLOCK_C // BLOCK_MX, BLOCK_MX))
-        tile = tl.reshape(dequantize_operand(tile, sf_tile, HW_CAST), (BLOCK_R, BLOCK_C))
-    elif not HW_CAST:
-        tile = to_f32(tile)
-    return tile
-
-
-@triton.jit
-def store_tile(out, row, in_rows, c, in_cols, PITCH, value, HW_CAST: tl.constexpr):
-    if out.dtype.element_ty == tl.bfloat16:
-        value = f32_to_bf16(value, HW_CAST)
-    tl.store(out + row[:, None] * PITCH + c[None, :], value, mask=in_rows[:, None] & in_cols[None, :])
 
 
 @triton.jit
@@ -75,7 +50,7 @@ def rows_of_tile(tile, group_ends, M, G: tl.constexpr, BLOCK_G: tl.constexpr, BL
 @triton.jit
 def _m_grouped_tile(
     lhs, lhs_sf, rhs, rhs_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of out."""
@@ -89,16 +64,23 @@ def _m_grouped_tile(
     weight_row = group.to(tl.int64) * N + n
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k0 in range(0, tl.where(group < G, K, 0), BLOCK_K):
-        a = _load(lhs, lhs_sf, row, in_m, k0, K, K, MX, HW_CAST, BLOCK_M, BLOCK_K)
-        b = _load(rhs, rhs_sf, weight_row, in_n, k0, K, K, MX, HW_CAST, BLOCK_N, BLOCK_K)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-    store_tile(out, row, in_m, n, in_n, N, acc, HW_CAST)
+        if MX:
+            a = load_tile(e4m3_pointer(lhs, TCGEN05), row, in_m, k0, K, K, BLOCK_K)
+            a_sf = load_scales(lhs_sf, 0, m0, end, k0, K, K, TCGEN05, BLOCK_M, BLOCK_K)
+            b = load_tile(e4m3_pointer(rhs, TCGEN05), weight_row, in_n, k0, K, K, BLOCK_K)
+            b_sf = load_scales(rhs_sf, group.to(tl.int64) * N, n0, N, k0, K, K, TCGEN05, BLOCK_N, BLOCK_K)
+            acc = dot_mx(a, a_sf, b, b_sf, acc, k0, HW_CAST, TCGEN05)
+        else:
+            a = load_tile(lhs, row, in_m, k0, K, K, BLOCK_K)
+            b = load_tile(rhs, weight_row, in_n, k0, K, K, BLOCK_K)
+            acc = dot_bf16(a, tl.trans(b), acc, k0, HW_CAST, TCGEN05)
+    store_tile(out, row, in_m, n0, N, N, acc, HW_CAST, TCGEN05)
 
 
 @triton.jit
 def _k_grouped_tile(
     lhs, lhs_sf, rhs, rhs_sf, group_ends, M, out,
-    N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of one group's weight gradient. MX operands lie (N, M) and (K, M), bf16 ones (M, N) and (M, K)."""
@@ -119,61 +101,71 @@ def _k_grouped_tile(
         # knows it too and loads 16 bytes at a time.
         tl.device_assert((start % BLOCK_MX == 0) & (end % BLOCK_MX == 0), "group_ends: allowed: multiples of 32")
         start, end, pitch = start // BLOCK_MX * BLOCK_MX, end // BLOCK_MX * BLOCK_MX, M // BLOCK_MX * BLOCK_MX
+        # A group's first scale lies at any byte, and no copy to shared memory takes single bytes: TCGEN05 loads the
+        # next step's into registers while it multiplies.
+        AHEAD: tl.constexpr = BLOCK_M if TCGEN05 else 0
+        if TCGEN05:
+            a_next = load_scales(lhs_sf, 0, n0, N, start, end, pitch, False, BLOCK_N, BLOCK_M)
+            b_next = load_scales(rhs_sf, 0, k0, K, start, end, pitch, False, BLOCK_K, BLOCK_M)
         for m0 in range(start, end, BLOCK_M):
-            a = _load(lhs, lhs_sf, row, in_n, m0, end, pitch, True, HW_CAST, BLOCK_N, BLOCK_M)
-            b = _load(rhs, rhs_sf, k.to(tl.int64), in_k, m0, end, pitch, True, HW_CAST, BLOCK_K, BLOCK_M)
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            a = load_tile(e4m3_pointer(lhs, TCGEN05), row, in_n, m0, end, pitch, BLOCK_M)
+            a_sf = load_scales(lhs_sf, 0, n0, N, m0 + AHEAD, end, pitch, False, BLOCK_N, BLOCK_M)
+            b = load_tile(e4m3_pointer(rhs, TCGEN05), k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
+            b_sf = load_scales(rhs_sf, 0, k0, K, m0 + AHEAD, end, pitch, False, BLOCK_K, BLOCK_M)
+            if TCGEN05:
+                a_next, b_next, a_sf, b_sf = a_sf, b_sf, a_next, b_next
+            acc = dot_mx(a, a_sf, b, b_sf, acc, m0, HW_CAST, TCGEN05)
     else:
         for m0 in range(start, end, BLOCK_M):
             m = m0 + tl.arange(0, BLOCK_M)
-            a = _load(lhs, None, m.to(tl.int64), m < end, n0, N, N, False, HW_CAST, BLOCK_M, BLOCK_N)
-            b = _load(rhs, None, m.to(tl.int64), m < end, k0, K, K, False, HW_CAST, BLOCK_M, BLOCK_K)
-            acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-    store_tile(out, group.to(tl.int64) * N + row, in_n, k, in_k, K, acc, HW_CAST)
+            a = load_tile(lhs, m.to(tl.int64), m < end, n0, N, N, BLOCK_N)
+            b = load_tile(rhs, m.to(tl.int64), m < end, k0, K, K, BLOCK_K)
+            acc = dot_bf16(tl.trans(a), b, acc, m0, HW_CAST, TCGEN05)
+    store_tile(out, group.to(tl.int64) * N + row, in_n, k0, K, K, acc, HW_CAST, TCGEN05)
 
 
 @triton.jit
 def _mm_mx_kernel(
     lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _m_grouped_tile(
         lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out,
-        G, N, K, True, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        G, N, K, True, HW_CAST, TCGEN05, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
 @triton.jit
 def _mm_bf16_kernel(
     lhs, rhs_t, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _m_grouped_tile(
         lhs, None, rhs_t, None, group_ends, M, out,
-        G, N, K, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        G, N, K, False, HW_CAST, TCGEN05, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
 @triton.jit
 def _wgrad_mx_kernel(
     lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out,
-    N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _k_grouped_tile(
-        lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out, N, K, True, HW_CAST, BLOCK_M, BLOCK_N, BLOCK_K
+        lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out, N, K, True, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K
     )  # fmt: skip
 
 
 @triton.jit
 def _wgrad_bf16_kernel(
     lhs, rhs, group_ends, M, out,
-    N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    _k_grouped_tile(lhs, None, rhs, None, group_ends, M, out, N, K, False, HW_CAST, BLOCK_M, BLOCK_N, BLOCK_K)
+    _k_grouped_tile(lhs, None, rhs, None, group_ends, M, out, N, K, False, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
 def check_ends(op: str, group_ends: ArrayType, groups: int | None) -> None:
@@ -212,7 +204,7 @@ def _launch(
 
 
 def plan_m_grouped(
-    op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str
+    op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str, **meta: bool
 ) -> Launch:
     g, n, k = rhs_t.shape
     require_shape(op, "lhs", lhs, (lhs.shape[0], k), "the contraction dim of rhs_t (G, N, K)")
@@ -225,15 +217,17 @@ def plan_m_grouped(
         """Every group may leave a partial tile, and so may the rows past the last end."""
         return (cdiv(m, t.m) + g) * cdiv(n, t.n)
 
-    return _launch(op, arch, out, m, n, k, num_tiles, G=g, BLOCK_G=next_power_of_2(g + 1))
+    return _launch(op, arch, out, m, n, k, num_tiles, G=g, BLOCK_G=next_power_of_2(g + 1), **meta)
 
 
-def plan_k_grouped(op: str, arch: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str) -> Launch:
+def plan_k_grouped(
+    op: str, arch: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str, **meta: bool
+) -> Launch:
     check_ends(op, group_ends, None)
     groups = group_ends.shape[0]
     out = ArrayType((groups, n, k), out_dtype)
     require_dtype(op, "out_dtype", out, *OUT_DTYPES)
-    return _launch(op, arch, out, m, n, k, lambda t: groups * cdiv(n, t.n) * cdiv(k, t.k))
+    return _launch(op, arch, out, m, n, k, lambda t: groups * cdiv(n, t.n) * cdiv(k, t.k), **meta)
 
 
 def _plan_mm_mx(
@@ -242,7 +236,7 @@ def _plan_mm_mx(
 ) -> Launch:  # fmt: skip
     _check_mx("grouped_mm_mx", "lhs", lhs_q, lhs_sf, 2)
     _check_mx("grouped_mm_mx", "rhs", rhs_q, rhs_sf, 3)
-    return plan_m_grouped("grouped_mm_mx", arch, lhs_q, rhs_q, group_ends, out_dtype)
+    return plan_m_grouped("grouped_mm_mx", arch, lhs_q, rhs_q, group_ends, out_dtype, TCGEN05=tcgen05(arch))
 
 
 def _plan_mm_bf16(
@@ -252,7 +246,7 @@ def _plan_mm_bf16(
     require_dtype("grouped_mm_bf16", "rhs_t", rhs_t, "bfloat16")
     require_rank("grouped_mm_bf16", "lhs", lhs, 2)
     require_rank("grouped_mm_bf16", "rhs_t", rhs_t, 3)
-    return plan_m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype)
+    return plan_m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype, TCGEN05=tcgen05(arch))
 
 
 def _plan_wgrad_mx(
@@ -263,7 +257,8 @@ def _plan_wgrad_mx(
     _check_mx(op, "lhs", lhs_q, lhs_sf, 2)
     _check_mx(op, "rhs", rhs_q, rhs_sf, 2)
     require_shape(op, "rhs_q", rhs_q, (rhs_q.shape[0], lhs_q.shape[1]), "the tokens of lhs_q (N, M)")
-    return plan_k_grouped(op, arch, lhs_q.shape[1], lhs_q.shape[0], rhs_q.shape[0], group_ends, out_dtype)
+    (n, m), k = lhs_q.shape, rhs_q.shape[0]
+    return plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype, TCGEN05=tcgen05(arch))
 
 
 def _plan_wgrad_bf16(
@@ -276,7 +271,7 @@ def _plan_wgrad_bf16(
     require_rank(op, "rhs", rhs, 2)
     require_shape(op, "rhs", rhs, (lhs.shape[0], rhs.shape[1]), "the tokens of lhs (M, N)")
     m, n = lhs.shape
-    return plan_k_grouped(op, arch, m, n, rhs.shape[1], group_ends, out_dtype)
+    return plan_k_grouped(op, arch, m, n, rhs.shape[1], group_ends, out_dtype, TCGEN05=tcgen05(arch))
 
 
 _MX_INPUTS = ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends")

@@ -1,9 +1,9 @@
 """How a kernel is cut up: a pure function of op, architecture and shape.
 
 Both frontends read the same table, so that they launch the same program and round the same way; there is no
-autotuner at run time. The sm_* entries are good ones of a handful tried once on an H200 (131072 x 7168; experts
+autotuner at run time. The GPU entries are good ones of a handful tried once on an H200 (131072 x 7168; experts
 7168 x 2048): a copy's bandwidth for the row kernels, far from tuned for the columns and the MXFP8 products, where
-entries a few percent faster that use every register were left out.
+entries a few percent faster that use every register were left out. sm_100 takes them too, but for the MXFP8 products.
 """
 
 from typing import NamedTuple
@@ -59,8 +59,16 @@ _GPU = {
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
+# Chosen by compiling, not by measuring, as no sm_100 was at hand: the largest sums that fit tensor memory beside their
+# scales, without spills, and the deepest pipeline that fits 227 KiB. grouped_mm_mx: with 8 warps a thread would copy 2
+# bytes of the scales of 128 rows at a time, and cp.async starts at 4.
+_SM100 = _GPU | {
+    "grouped_mm_mx": Tiles(m=128, n=256, k=128, num_warps=4, num_stages=4),
+    "grouped_wgrad_mx": Tiles(m=256, n=128, k=256, num_warps=8, num_stages=3),
+}
 # Small enough that small shapes have several tiles and a ragged last one.
 _INTERPRETER = {op: Tiles(m=64, n=64 if t.n > 1 else 1, k=64 if t.k > 1 else 1) for op, t in _GPU.items()}
+_TABLES = {"interpreter": _INTERPRETER, "sm_90": _GPU, "sm_100": _SM100}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -86,6 +94,11 @@ def hw_cast(arch: str) -> bool:
     return arch != "interpreter"
 
 
+def tcgen05(arch: str) -> bool:
+    """Whether `arch` has the tensor cores that take E8M0 scales and keep their sums in a memory of their own."""
+    return arch == "sm_100"
+
+
 def tiles(op: str, arch: str, *, row_width: int | None = None) -> Tiles:
     """Tiles of an op on "interpreter", "sm_90" or "sm_100".
 
@@ -96,9 +109,9 @@ def tiles(op: str, arch: str, *, row_width: int | None = None) -> Tiles:
 
     Raises NotImplementedError for an architecture without Triton kernels.
     """
-    if arch not in ARCHS[1:]:
+    if arch not in _TABLES:
         fail(NotImplementedError, op, "arch", repr(arch), f"allowed: {', '.join(map(repr, ARCHS))}")
-    chosen = (_INTERPRETER if arch == "interpreter" else _GPU)[op]
+    chosen = _TABLES[arch][op]
     if row_width is not None:
         chosen = chosen._replace(k=min(chosen.k, max(next_power_of_2(row_width), 32)))
     return chosen

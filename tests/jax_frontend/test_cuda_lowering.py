@@ -134,6 +134,12 @@ def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> N
     assert ("fma.rn.f32" in ptx) == name.startswith("swiglu")
 
 
+@pytest.mark.parametrize("name", ["grouped_mm_mx", "grouped_wgrad_mx"])
+def test_blackwells_tensor_cores_take_the_scales(name: str) -> None:
+    (ptx,) = kernels(lower(name, "sm_100"))
+    assert "kind::mxf8f6f4.block_scale" in ptx
+
+
 @pytest.mark.parametrize(("arch", "capability"), [("sm_90", (9, 0)), ("sm_100", (10, 0))])
 @pytest.mark.parametrize("name", cpp_bindings.CUDA_OPS)
 def test_an_op_of_the_cuda_table_becomes_a_call_to_it(name: str, arch: str, capability: tuple[int, int]) -> None:

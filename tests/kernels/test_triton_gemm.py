@@ -2,12 +2,19 @@
 
 Group ends are any numbers: empty groups first, in the middle and last, no multiples of a tile, rows past the
 last end. The guards around every buffer are NaN, and so are the rows that no group owns.
+
+`sm_100_op` runs the programs of sm_100, tiles and all. What it lends the interpreter is `dot_scaled` as Triton defines
+it; a GPU's tensor core does that in hardware.
 """
+
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
+import triton.language as tl
 from mxep.core_kernels import folded_gemm, grouped_gemm, oracle, oracle_folded
+from triton.runtime.interpreter import TensorHandle
 
 BF16 = ml_dtypes.bfloat16
 ENDS = {
@@ -18,6 +25,31 @@ ENDS = {
     "nothing but padding": [0, 0],
     "no group": [],
 }
+
+
+def _dot_scaled(lhs, lhs_scale, lhs_format, rhs, rhs_scale, rhs_format, acc):
+    """lhs (M, K) with scales (M, K / 32), rhs (K, N) with scales (N, K / 32), which are not transposed."""
+    assert (lhs_format, rhs_format) == ("e4m3", "e4m3")
+    assert lhs.dtype == rhs.dtype == tl.float8e4nv
+    a = oracle.dequantize(lhs.handle.data, lhs_scale.handle.data).astype(np.float64)
+    b = oracle.dequantize(rhs.handle.data.T, rhs_scale.handle.data).astype(np.float64)
+    return tl.tensor(TensorHandle((acc.handle.data + a @ b.T).astype(np.float32), tl.float32), acc.type)
+
+
+@pytest.fixture
+def sm_100_op(monkeypatch, triton_op):
+    monkeypatch.setattr(tl, "dot_scaled", _dot_scaled)
+
+    def run(op, *inputs, **options):
+        def plan(*inputs, arch, **options):
+            launch = op.make_plan(*inputs, arch="sm_100", **options)
+            assert launch.meta["TCGEN05"]
+            return replace(launch, meta={**launch.meta, "HW_CAST": False})
+
+        with np.errstate(invalid="ignore"):
+            return triton_op(replace(op, make_plan=plan), *inputs, **options)
+
+    return run
 
 
 def check_bound(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -> None:
@@ -110,6 +142,66 @@ def test_wgrad_mx(triton_op, ends, out_dtype):
     operands = *oracle.quantize_col(lhs), *oracle.quantize_col(rhs)
     (got,) = triton_op(grouped_gemm.grouped_wgrad_mx, *operands, np.array(ends, np.int32), out_dtype=out_dtype)
     check_k_grouped(got, oracle.dequantize(*operands[:2]).T, oracle.dequantize(*operands[2:]).T, ends)
+
+
+@pytest.mark.parametrize(
+    ("ends", "out_dtype"),
+    [([130, 301], "bfloat16"), ([0, 33, 33, 96, 96], "float32"), ([0, 0], "bfloat16"), ([], "float32")],
+    ids=str,
+)
+def test_mm_on_sm_100(sm_100_op, ends, out_dtype):
+    rng = np.random.default_rng(6)
+    lhs, rhs_t = normal(rng, 310, 160), normal(rng, len(ends), 264, 160)
+    lhs[ends[-1] if ends else 0 :] = np.nan
+    group_ends = np.array(ends, np.int32)
+    operands = *oracle.quantize_row(lhs), *oracle.quantize_row(rhs_t)
+    (got,) = sm_100_op(grouped_gemm.grouped_mm_mx, *operands, group_ends, out_dtype=out_dtype)
+    check_m_grouped(got, oracle.dequantize(*operands[:2]), oracle.dequantize(*operands[2:]), ends)
+
+
+@pytest.mark.parametrize(
+    ("ends", "out_dtype"),
+    [([32, 608], "bfloat16"), ([0, 0, 96, 96], "float32"), ([0, 0], "bfloat16"), ([], "float32")],
+    ids=str,
+)
+def test_wgrad_on_sm_100(sm_100_op, ends, out_dtype):
+    rng = np.random.default_rng(7)
+    lhs, rhs = normal(rng, 640, 136), normal(rng, 640, 264)
+    lhs[ends[-1] if ends else 0 :] = np.nan
+    group_ends = np.array(ends, np.int32)
+    operands = *oracle.quantize_col(lhs), *oracle.quantize_col(rhs)
+    (got,) = sm_100_op(grouped_gemm.grouped_wgrad_mx, *operands, group_ends, out_dtype=out_dtype)
+    check_k_grouped(got, oracle.dequantize(*operands[:2]).T, oracle.dequantize(*operands[2:]).T, ends)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_bf16_products_on_sm_100(sm_100_op, out_dtype):
+    rng, ends = np.random.default_rng(9), [5, 70, 135]
+    lhs, rhs_t, rhs = normal(rng, 170, 96), normal(rng, 3, 80, 96), normal(rng, 170, 72)
+    lhs[135:] = np.nan
+    group_ends = np.array(ends, np.int32)
+    (got,) = sm_100_op(grouped_gemm.grouped_mm_bf16, lhs, rhs_t, group_ends, out_dtype=out_dtype)
+    check_m_grouped(got, lhs, rhs_t, ends)
+    (got,) = sm_100_op(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=out_dtype)
+    check_k_grouped(got, lhs, rhs, ends)
+
+
+def test_nan_stays_in_its_row_on_sm_100(sm_100_op):
+    """Rows 3 and 40 of one product, tokens 32 to 64 of the other: groups before and after them are finite."""
+    rng = np.random.default_rng(8)
+    lhs, rhs_t = normal(rng, 96, 64), normal(rng, 3, 40, 64)
+    lhs[3, 7], lhs[40, 1] = np.nan, np.inf
+    ends = np.array([32, 64, 96], np.int32)
+    (got,) = sm_100_op(
+        grouped_gemm.grouped_mm_mx, *oracle.quantize_row(lhs), *oracle.quantize_row(rhs_t), ends, out_dtype="float32"
+    )
+    assert np.flatnonzero(~np.isfinite(got).all(1)).tolist() == [3, 40]
+    rhs = normal(rng, 96, 72)
+    lhs[3, 7] = 0
+    (got,) = sm_100_op(
+        grouped_gemm.grouped_wgrad_mx, *oracle.quantize_col(lhs), *oracle.quantize_col(rhs), ends, out_dtype="float32"
+    )
+    assert np.argwhere(~np.isfinite(got).all(2)).tolist() == [[1, 1]]
 
 
 def test_nan_stays_in_its_row(triton_op):
