@@ -2,7 +2,7 @@
 
     x --quantize--> MXFP8 --fold--> folded --product--> out
     |                 |                                  |
-    full precision    exact: the product of these        what is judged, in dB of one of the two and by a bound
+    full precision    exact: the product of these        judged: in dB from either, and by a bound
 
 Sums are of 4096 terms, of 1024 in Triton's interpreter. dB are seeded, the operands' bytes are the same everywhere
 (other tests hold them to it) and only the order of a sum differs, so margins are small.
@@ -60,9 +60,9 @@ class Decibels(NamedTuple):
     wgrad: float
 
 
-# Both operands are drawn from the distribution; numerics' table has a normal one on the right and 135, 116, 105, 99
-# and 89 dB: where both have hot columns or blocks, each hides small values of its own, and 84 dB is left.
-# Student's t draws a largest value per seed, and with it what a row's scale hides.
+# Both operands are drawn from the distribution. With a normal right operand the numerics contract has 135, 116, 105,
+# 99 and 89 dB: where both have hot columns or blocks, each hides small values of its own, and 84 dB is left; what
+# Student's t hides depends on the largest value of a seed.
 MEASURED = {
     4096: {
         "normal": Decibels(133.1, 28.37, 28.64),
@@ -79,14 +79,14 @@ MEASURED = {
         "lognormal_blocks": Decibels(95.4, 26.59, 28.67),
     },
 }[LENGTH]
-MARGIN = Decibels(folded=3, mxfp8=0.25, wgrad=0.25)
-"""A fold that truncates loses 6 dB; FLOOR scales, which saturate, lose 0.28 of MXFP8's at the least."""
+MARGIN = Decibels(folded=1, mxfp8=0.25, wgrad=0.25)
+"""A fold that truncates loses 1.1 to 3.5 dB (0.3 of normal data's); FLOOR scales, which saturate, 0.28 and more."""
 
 TENSOR_CORE = {"normal": 78.4, "swiglu": 72.4, "hot_columns": 70.5, "student_t": 67.9, "lognormal_blocks": 81.2}
 """`folded` where FP8 tensor cores sum, computed with the model in check.py (32 products and the sum so far, each cut
 2^-13 below the largest, in fp32 after 128 terms). Never in fp32: 57.8, 55.4, 54.7, 56.7 and 67.5 dB."""
 TENSOR_CORE_MARGIN = 9
-"""A bit and a half less than the model keeps: it is no device."""
+"""A bit and a half, since these are the figures of a model and of no device; 2.2 dB above a sum never in fp32."""
 
 
 # --- the five distributions --------------------------------------------------------------------------------
@@ -128,7 +128,8 @@ def product(backend: str, distribution: str, op: str, out_dtype: str) -> Array:
 @each_distribution
 @pytest.mark.parametrize("op", ["grouped_mm_mx", "grouped_mm_fold"])
 def test_in_bf16_neither_path_can_be_told_from_rounding(backend: str, distribution: str, op: str) -> None:
-    """Measured: nothing on the exact path; 0.006 dB at most folded, 0.15 as FP8 tensor cores sum (the model)."""
+    """Within 0.5 dB of rounding the exact product. Measured: 0 dB on the exact path, 0.006 at most folded, and 0.15 as
+    FP8 tensor cores sum (the model above)."""
     exact = forward(distribution).exact
     assert check.sqnr_db(product(backend, distribution, op, "bfloat16"), exact) >= floor_db(exact) - 0.5
 
@@ -323,7 +324,8 @@ def backward(distribution: str) -> Backward:
 def test_a_weight_gradient_of_what_was_dispatched_in_mxfp8(ops: Ops, distribution: str) -> None:
     """Activations and gradients came quantized along their rows and are quantized along the tokens again.
 
-    The second time costs next to nothing: all scales are powers of two, so that what E4M3 holds once it holds again.
+    The second time costs next to nothing, measured at most 0.09 dB: all scales are powers of two, so that what E4M3
+    held once it holds again, unless it comes near the bottom of its new block.
     """
     case = backward(distribution)
     pairs = [ops["quantize_col"](ops["dequantize"](*ops["quantize_row"](x))) for x in (case.dy, case.x)]
@@ -333,4 +335,4 @@ def test_a_weight_gradient_of_what_was_dispatched_in_mxfp8(ops: Ops, distributio
     for out in (got, folded):
         db = check.sqnr_db(out, case.full)
         assert db >= MEASURED[distribution].wgrad - MARGIN.wgrad
-        assert db >= case.once_db - 0.1
+        assert db >= case.once_db - 0.2
