@@ -27,21 +27,25 @@ def same_bytes(got: object, want: object) -> None:
         np.testing.assert_array_equal(g, w, err_msg=f"output {i}")
 
 
-def gemm_bound(got: Array, exact: Array, magnitude: Array, k: int, chain: float = 0) -> None:
-    """|got - exact| <= (c * eps_fp32 * K + chain) * sum|a||b| + half an ulp of the output dtype.
+def gemm_bound(
+    got: Array, exact: Array, magnitude: Array, k: int, chain: float = 0, operands: Array | float = 0
+) -> None:
+    """|got - exact| <= (c * eps_fp32 * K + chain) * sum|a||b| + half an ulp of the output dtype + operands.
 
     exact: the fp64 sum. magnitude: sum|a||b|. k: terms of the sum. chain: `FP8_CHAIN` where FP8 tensor cores sum.
-    NaN and infinity must be where `exact` has them.
+    operands: what the sum may be off because other values than those of `exact` were multiplied. NaN and infinity
+    must be where `exact` has them.
     """
     dtype = got.dtype.name
     assert got.shape == exact.shape
     got = got.astype(np.float64)
     finite = np.isfinite(exact)
     np.testing.assert_array_equal(got[~finite], exact[~finite])
+    operands = np.broadcast_to(operands, exact.shape)[finite]
     got, exact, magnitude = got[finite], exact[finite], magnitude[finite]
     top = np.exp2(np.floor(np.log2(np.maximum(np.abs(exact), np.abs(got)), where=(exact != 0) | (got != 0),
                                    out=np.full(exact.shape, -1e4))))  # fmt: skip
-    bound = (C * EPS * k + chain) * magnitude + np.maximum(HALF_ULP[dtype] * top, SMALLEST[dtype])
+    bound = (C * EPS * k + chain) * magnitude + np.maximum(HALF_ULP[dtype] * top, SMALLEST[dtype]) + operands
     error = np.abs(got - exact)
     worst = np.argmax(error - bound) if error.size else 0
     assert (error <= bound).all(), (

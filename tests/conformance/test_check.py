@@ -44,3 +44,13 @@ def test_a_missing_block_is_outside_the_bound() -> None:
     short = check.oracle.grouped_mm_bf16(case.lhs[:, :-1], case.rhs_t[..., :-1], case.group_ends, "float32")
     with pytest.raises(AssertionError, match="over the bound"):
         check.m_grouped(short, case.lhs, case.rhs_t, case.group_ends)
+
+
+def test_the_bound_lets_other_operands_be_off_by_as_much_as_it_is_told() -> None:
+    case = GEMMS["normal"]
+    exact = check.oracle.grouped_mm_bf16(case.lhs, case.rhs_t, case.group_ends, "float64")
+    off = np.abs(exact) / 8
+    check.gemm_bound((exact + off).astype(np.float32), exact, np.abs(exact), 1, operands=off)
+    for wrong in (exact + 1.01 * off, exact - 1.01 * off):
+        with pytest.raises(AssertionError, match="over the bound"):
+            check.gemm_bound(wrong.astype(np.float32), exact, np.abs(exact), 1, operands=off)

@@ -1,0 +1,338 @@
+"""How far the grouped products are from what they approximate: every step on the backend under test, from bf16 on.
+
+    x --quantize--> MXFP8 --fold--> folded --product--> out
+    |                 |                                  |
+    full precision    exact: the product of these        judged: in dB from either, and by a bound
+
+Sums are of 4096 terms, of 1024 in Triton's interpreter. dB are seeded, the operands' bytes are the same everywhere
+(other tests hold them to it) and only the order of a sum differs, so margins are small.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from mxep.core_kernels import oracle, oracle_folded
+from mxep.core_kernels.formats import E4M3_NAN, E8M0_NAN
+
+from . import backends, check
+from .cases import BF16, DISTRIBUTIONS, seeded
+from .extremes import EXTREMES, LOST, ROW_ENDS, TERM_ENDS, TERMS, TIES
+from .test_folded_gemm import chain, floor_db
+
+Ops = Mapping[str, Callable]
+Array = np.ndarray
+Pair = tuple[Array, Array]
+
+ORACLE = vars(oracle) | vars(oracle_folded)
+PRODUCERS = backends.GEMM_NAMES if backends.INTERPRETER else ("oracle", *backends.GEMM_NAMES)
+LENGTH = 1024 if backends.INTERPRETER else 4096
+each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+
+
+def ops_of(backend: str) -> Ops:
+    return ORACLE if backend == "oracle" else backends.ops(backend)
+
+
+@pytest.fixture(params=PRODUCERS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of a backend that multiplies, or the definition."""
+    return request.param
+
+
+@pytest.fixture
+def ops(backend: str) -> Ops:
+    return ops_of(backend)
+
+
+# --- the measured table ----------------------------------------------------------------------------------
+
+
+class Decibels(NamedTuple):
+    """folded: fp32 out against the exact product of the unfolded operands. mxfp8: that against full precision.
+    wgrad: the weight gradient of operands quantized twice against the bf16 one."""
+
+    folded: float
+    mxfp8: float
+    wgrad: float
+
+
+# Both operands are drawn from the distribution. With a normal right operand the numerics contract has 135, 116, 105,
+# 99 and 89 dB: where both have hot columns or blocks, each hides small values of its own, and 84 dB is left; what
+# Student's t hides depends on the largest value of a seed.
+MEASURED = {
+    4096: {
+        "normal": Decibels(133.1, 28.37, 28.64),
+        "swiglu": Decibels(114.0, 28.41, 28.46),
+        "hot_columns": Decibels(84.2, 28.61, 28.55),
+        "student_t": Decibels(96.0, 26.77, 27.18),
+        "lognormal_blocks": Decibels(84.1, 30.03, 28.25),
+    },
+    1024: {
+        "normal": Decibels(137.5, 28.46, 28.65),
+        "swiglu": Decibels(116.7, 28.50, 28.66),
+        "hot_columns": Decibels(88.7, 28.44, 28.60),
+        "student_t": Decibels(101.9, 26.92, 24.32),
+        "lognormal_blocks": Decibels(95.4, 26.59, 28.67),
+    },
+}[LENGTH]
+MARGIN = Decibels(folded=1, mxfp8=0.25, wgrad=0.25)
+"""A fold that truncates loses 1.1 to 3.5 dB (0.3 of normal data's); FLOOR scales, which saturate, 0.28 and more."""
+
+TENSOR_CORE = {"normal": 78.4, "swiglu": 72.4, "hot_columns": 70.5, "student_t": 67.9, "lognormal_blocks": 81.2}
+"""`folded` where FP8 tensor cores sum, computed with the model in check.py (32 products and the sum so far, each cut
+2^-13 below the largest, in fp32 after 128 terms). Never in fp32: 57.8, 55.4, 54.7, 56.7 and 67.5 dB."""
+TENSOR_CORE_MARGIN = 9
+"""A bit and a half, since these are the figures of a model and of no device; 2.2 dB above a sum never in fp32."""
+
+
+# --- the five distributions --------------------------------------------------------------------------------
+
+ENDS = np.int32([24, 56, 96])
+
+
+class Forward(NamedTuple):
+    """lhs (96, K), rhs_t (3, 64, K) bf16 and what MXFP8 makes of them; the product of each, in fp64."""
+
+    operands: tuple[Array, Array]
+    values: tuple[Array, Array]
+    full: Array
+    exact: Array
+
+
+@cache
+def forward(distribution: str) -> Forward:
+    rng, draw = seeded(f"accuracy {distribution}"), DISTRIBUTIONS[distribution]
+    lhs, rhs = (draw(rng, shape).astype(BF16) for shape in ((96, LENGTH), (3, 64, LENGTH)))
+    a, b = (oracle.dequantize64(*oracle.quantize_row(x)) for x in (lhs, rhs))
+    full, exact = (oracle.m_grouped(*pair, ENDS, "float64") for pair in ((lhs, rhs), (a, b)))
+    return Forward((lhs, rhs), (a, b), full, exact)
+
+
+@cache
+def quantized(backend: str, distribution: str) -> list[Pair]:
+    return [ops_of(backend)["quantize_row"](x) for x in forward(distribution).operands]
+
+
+@cache
+def product(backend: str, distribution: str, op: str, out_dtype: str) -> Array:
+    ops, pairs = ops_of(backend), quantized(backend, distribution)
+    if op == "grouped_mm_fold":
+        pairs = [ops["fold_rows"](*pair) for pair in pairs]
+    return ops[op](*pairs[0], *pairs[1], ENDS, out_dtype=out_dtype)
+
+
+@each_distribution
+@pytest.mark.parametrize("op", ["grouped_mm_mx", "grouped_mm_fold"])
+def test_in_bf16_neither_path_can_be_told_from_rounding(backend: str, distribution: str, op: str) -> None:
+    """Within 0.5 dB of rounding the exact product. Measured: 0 dB on the exact path, 0.006 at most folded, and 0.15 as
+    FP8 tensor cores sum (the model above)."""
+    exact = forward(distribution).exact
+    assert check.sqnr_db(product(backend, distribution, op, "bfloat16"), exact) >= floor_db(exact) - 0.5
+
+
+@each_distribution
+def test_what_a_folded_product_loses(backend: str, distribution: str) -> None:
+    got = product(backend, distribution, "grouped_mm_fold", "float32")
+    threshold = MEASURED[distribution].folded - MARGIN.folded
+    if chain(backend):
+        threshold = min(threshold, TENSOR_CORE[distribution] - TENSOR_CORE_MARGIN)
+    assert check.sqnr_db(got, forward(distribution).exact) >= threshold
+
+
+@each_distribution
+@out_dtypes
+def test_the_exact_path_over_many_terms(backend: str, distribution: str, out_dtype: str) -> None:
+    got = product(backend, distribution, "grouped_mm_mx", out_dtype)
+    check.m_grouped(got, *forward(distribution).values, ENDS)
+
+
+@each_distribution
+@pytest.mark.parametrize("op", ["grouped_mm_mx", "grouped_mm_fold"])
+def test_what_mxfp8_loses(backend: str, distribution: str, op: str) -> None:
+    got = product(backend, distribution, op, "bfloat16")
+    assert check.sqnr_db(got, forward(distribution).full) >= MEASURED[distribution].mxfp8 - MARGIN.mxfp8
+
+
+# --- rows that are as bad as can be ----------------------------------------------------------------------------
+
+
+def value_and_loss(q: Array, sf: Array) -> Pair:
+    """The values of a row of MXFP8, and how far folding may move each."""
+    values = oracle.dequantize64(q, sf)
+    largest = np.where(sf == E8M0_NAN, 0, sf).max(-1, initial=0)
+    scale = oracle.e8m0_value(largest)[..., None]
+    size = np.abs(values)
+    return values, np.where(size < 2.0**-6 * scale, np.minimum(size, 2.0**-10 * scale), 0)
+
+
+def folded_bound(got: Array, lhs: list[Pair], rhs: list[Pair], loss_of_tensor_cores: float) -> Array:
+    """Checks `got`, group by group, element by element, and returns what folding alone may change.
+
+    Above 2^-6 of its row's scale s an element keeps its bits; below, E4M3's step is 2^-9 s and the nearest value,
+    zero among them, is within d = min(|x|, 2^-10 s). So |error| <= sum(d_a |b| + |a| d_b + d_a d_b), and the bound
+    of a GEMM holds for the sum of what is multiplied, which is at most sum|a||b| plus that.
+    """
+    parts = []
+    with np.errstate(invalid="ignore"):
+        for lhs_group, rhs_group in zip(lhs, rhs, strict=True):
+            (a, da), (b, db) = value_and_loss(*lhs_group), value_and_loss(*rhs_group)
+            loss = da @ np.abs(b).T + np.abs(a) @ db.T + da @ db.T
+            parts.append((a @ b.T, np.abs(a) @ np.abs(b).T + loss, loss))
+    exact, magnitude, loss = (np.concatenate(part) for part in zip(*parts, strict=True))
+    check.gemm_bound(got.reshape(exact.shape), exact, magnitude, TERMS, loss_of_tensor_cores, loss)
+    return loss
+
+
+def rows_of(pair: Pair, ends: Array) -> list[Pair]:
+    return [(pair[0][rows], pair[1][rows]) for rows in oracle.group_slices(ends)]
+
+
+def terms_of(pair: Pair, ends: Array) -> list[Pair]:
+    groups = zip(oracle.group_slices(ends), oracle.group_slices(ends // 32), strict=True)
+    return [(pair[0][:, terms], pair[1][:, blocks]) for terms, blocks in groups]
+
+
+@out_dtypes
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
+    case = EXTREMES[name]
+    lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t)
+    folded = *ops["fold_rows"](*lhs), *ops["fold_rows"](*rhs)
+    got = ops["grouped_mm_fold"](*folded, ROW_ENDS, out_dtype=out_dtype)
+    loss = folded_bound(got, rows_of(lhs, ROW_ENDS), list(zip(*rhs, strict=True)), chain(backend))
+    if name == TIES:
+        # here the bound is reached: nothing smaller would do
+        exact = oracle.grouped_mm_mx(*lhs, *rhs, ROW_ENDS, "float64")
+        error = np.abs(got.astype(np.float64) - exact)[: ROW_ENDS[0]]
+        assert (error >= 0.99 * loss[: ROW_ENDS[0]]).all()
+
+
+@out_dtypes
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_rows_of_a_folded_weight_gradient(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
+    """The same rows, their terms split into groups."""
+    case = EXTREMES[name]
+    lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t[1])
+    folded = *ops["fold_groups"](*lhs, TERM_ENDS), *ops["fold_groups"](*rhs, TERM_ENDS)
+    got = ops["grouped_wgrad_fold"](*folded, TERM_ENDS, out_dtype=out_dtype)
+    folded_bound(got, terms_of(lhs, TERM_ENDS), terms_of(rhs, TERM_ENDS), chain(backend))
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_rows_on_the_exact_path(ops: Ops, name: str) -> None:
+    case = EXTREMES[name]
+    lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t)
+    got = ops["grouped_mm_mx"](*lhs, *rhs, ROW_ENDS, out_dtype="float32")
+    check.m_grouped(got, oracle.dequantize64(*lhs), oracle.dequantize64(*rhs), ROW_ENDS)
+    rhs = ops["quantize_row"](case.rhs_t[1])
+    got = ops["grouped_wgrad_mx"](*lhs, *rhs, TERM_ENDS, out_dtype="float32")
+    check.k_grouped(got, oracle.dequantize64(*lhs).T, oracle.dequantize64(*rhs).T, TERM_ENDS)
+
+
+def test_only_the_fold_loses_small_blocks(ops: Ops) -> None:
+    case = EXTREMES[LOST]
+    lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t)
+    assert not ops["grouped_mm_fold"](*ops["fold_rows"](*lhs), *ops["fold_rows"](*rhs), ROW_ENDS).any()
+    assert ops["grouped_mm_mx"](*lhs, *rhs, ROW_ENDS).all()
+
+
+# --- padding ---------------------------------------------------------------------------------------------------
+
+PADDED = oracle.row_map(np.int32([5, 40, 33, 0, 9, 20]), num_rows=107, num_local_experts=3)
+"""Two ranks, three experts: padding inside every group and behind the last."""
+BEHIND = np.arange(len(PADDED[0])) >= PADDED[3][-1]
+REAL = PADDED[0] >= 0
+POISONS = [(E4M3_NAN, E8M0_NAN, np.nan), (E4M3_NAN | 0x80, E8M0_NAN, -np.inf), (0x7E, 254, np.inf)]
+
+
+def poison(pair: Pair, rows: Array, q: int, sf: int) -> Pair:
+    """The pair with other bytes in some of its rows."""
+    spoiled = pair[0].copy(), pair[1].copy()
+    spoiled[0][rows], spoiled[1][rows] = q, sf
+    return spoiled
+
+
+@pytest.mark.parametrize("op", ["grouped_mm_mx", "grouped_mm_fold", "grouped_mm_bf16"])
+def test_nothing_reaches_a_real_row(ops: Ops, op: str) -> None:
+    """NaN and infinity in padding rows, in the groups and behind them, change no byte of another row."""
+    rng, ends = seeded("padding rows"), PADDED[3]
+    x = np.where(REAL[:, None], rng.standard_normal((len(REAL), 160)), 0).astype(BF16)
+    w = rng.standard_normal((3, 48, 160)).astype(BF16)
+    fold = oracle.fold_rows if op == "grouped_mm_fold" else lambda *pair: pair
+    floats = op == "grouped_mm_bf16"
+    lhs = (x,) if floats else fold(*oracle.quantize_row(x))
+    rhs = (w,) if floats else fold(*oracle.quantize_row(w))
+    clean = ops[op](*lhs, *rhs, ends)
+    assert clean[REAL].all()
+    for q, sf, value in POISONS:
+        spoiled = (np.where(REAL[:, None], x, BF16.type(value)),) if floats else poison(lhs, ~REAL, q, sf)
+        got = ops[op](*spoiled, *rhs, ends)
+        check.same_bytes(got[REAL], clean[REAL])
+        check.same_bytes(got[BEHIND], np.zeros_like(clean[BEHIND]))
+
+
+@pytest.mark.parametrize("op", ["grouped_wgrad_mx", "grouped_wgrad_fold", "grouped_wgrad_bf16"])
+def test_nothing_behind_the_groups_reaches_a_weight_gradient(ops: Ops, op: str) -> None:
+    """Padding inside a group is zeros by contract: there it is part of the sum."""
+    rng, ends = seeded("padding terms"), PADDED[3]
+    x, dy = (np.where(REAL[:, None], rng.standard_normal((len(REAL), n)), 0).astype(BF16) for n in (48, 64))
+
+    def operand(x: Array, poisoned: tuple[int, int, float] | None) -> tuple[Array, ...]:
+        q, sf, value = poisoned or (0, 0, 0)
+        if op == "grouped_wgrad_bf16":
+            return (np.where(BEHIND[:, None], BF16.type(value), x),)
+        pair = oracle.quantize_col(x)
+        if op == "grouped_wgrad_fold":
+            qf, group_sf = oracle_folded.fold_groups(*pair, ends)
+            return np.where(BEHIND, np.uint8(q), qf), group_sf
+        return np.where(BEHIND, np.uint8(q), pair[0]), np.where(BEHIND[::32], np.uint8(sf), pair[1])
+
+    clean = ops[op](*operand(dy, None), *operand(x, None), ends)
+    assert clean.any(axis=(1, 2)).all()
+    for poisoned in POISONS:
+        check.same_bytes(ops[op](*operand(dy, poisoned), *operand(x, poisoned), ends), clean)
+
+
+# --- the weight gradient of operands that were quantized before -----------------------------------------------------
+
+TOKEN_ENDS = np.int32([LENGTH // 4, LENGTH // 4 + LENGTH // 2, LENGTH])
+
+
+class Backward(NamedTuple):
+    """dy (M, 64), x (M, 64) bf16; dy^T x in fp64, and the dB of it when both are quantized along the tokens once."""
+
+    dy: Array
+    x: Array
+    full: Array
+    once_db: float
+
+
+@cache
+def backward(distribution: str) -> Backward:
+    rng, draw = seeded(f"accuracy of dw, {distribution}"), DISTRIBUTIONS[distribution]
+    dy, x = (draw(rng, (LENGTH, 64)).astype(BF16) for _ in range(2))
+    full = oracle.grouped_wgrad_bf16(dy, x, TOKEN_ENDS, "float64")
+    once = oracle.grouped_wgrad_mx(*oracle.quantize_col(dy), *oracle.quantize_col(x), TOKEN_ENDS, "float64")
+    return Backward(dy, x, full, check.sqnr_db(once, full))
+
+
+@each_distribution
+def test_a_weight_gradient_of_what_was_dispatched_in_mxfp8(ops: Ops, distribution: str) -> None:
+    """Activations and gradients came quantized along their rows and are quantized along the tokens again.
+
+    The second time costs next to nothing, measured at most 0.09 dB: all scales are powers of two, so that what E4M3
+    held once it holds again, unless it comes near the bottom of its new block.
+    """
+    case = backward(distribution)
+    pairs = [ops["quantize_col"](ops["dequantize"](*ops["quantize_row"](x))) for x in (case.dy, case.x)]
+    got = ops["grouped_wgrad_mx"](*pairs[0], *pairs[1], TOKEN_ENDS)
+    pairs = [ops["fold_groups"](*pair, TOKEN_ENDS) for pair in pairs]
+    folded = ops["grouped_wgrad_fold"](*pairs[0], *pairs[1], TOKEN_ENDS)
+    for out in (got, folded):
+        db = check.sqnr_db(out, case.full)
+        assert db >= MEASURED[distribution].wgrad - MARGIN.wgrad
+        assert db >= case.once_db - 0.2
