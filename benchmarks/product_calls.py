@@ -11,13 +11,12 @@ from torch import Tensor
 
 def torch_product(x: Tensor, w: Tensor, ends: Tensor, recipe: Recipe) -> Tensor:
     """x (M, K), w (G, N, K) bf16 -> (M, N). Torch keeps the quantized weights from call to call."""
-    options: dict[str, Any] = {"wgrad_with_hp": recipe.wgrad_with_hp, "compute": recipe.compute}
-    return torch_frontend.mxfp8_grouped_mm(x, w.mT, ends, **options)
+    return torch_frontend.mxfp8_grouped_mm(x, w.mT, ends, wgrad_with_hp=recipe.wgrad_with_hp, compute=recipe.compute)
 
 
-def jax_weights(w: jax.Array, recipe: Recipe) -> Any:
+def jax_weights(w: jax.Array, recipe: Recipe) -> jax_frontend.QuantizedWeights:
     """Weights (G, N, K), quantized once for many products."""
-    return jax_frontend.quantize_weights(w, recipe=recipe)  # pyright: ignore[reportAttributeAccessIssue]
+    return jax_frontend.quantize_weights(w, recipe=recipe)
 
 
 def jax_product(x: jax.Array, weights: Any, ends: jax.Array, recipe: Recipe) -> Any:

@@ -181,6 +181,8 @@ def exact(p: Product, o: Operands) -> ProductCase:
 def autograd(p: Product, o: Operands, recipe_name: str) -> ProductCase:
     recipe = Recipe.parse(recipe_name, compute="fold")
     x, w = (t.detach().requires_grad_() for t in (o.x, o.w))  # the same memory, leaves of this case alone
+    with torch.no_grad():
+        w.mul_(1)  # as an optimizer has: torch keeps nothing quantized of a weight that was never written
     bf16 = partial(product_peers.autograd, product_peers.grouped_bf16, x, w, o.ends, o.dout)
 
     def product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:

@@ -5,9 +5,9 @@
     sort_by_expert  row_map  permute_*        bytes, exact
     all_to_all  all_to_all_vjp                bytes, exact
     grouped_mm_*  grouped_wgrad_*             sums in fp64, rounded once
-    mxfp8_grouped_mm (+ _vjp)                 the recipes, built from the above
 
-A whole layer is in oracle_layer.py.
+Folded operands and their products are in oracle_folded.py, a differentiable product in each form of its operands in
+oracle_products.py, a whole layer in oracle_layer.py.
 
 Functions have the names and the argument order of the ops they define. q and sf are uint8, bf16 is
 `ml_dtypes.bfloat16`. Source: OCP Microscaling Formats (MX) Specification v1.0 sections 5 and 6, OFP8 v1.0
@@ -333,56 +333,3 @@ def grouped_wgrad_mx(
 def grouped_wgrad_bf16(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str = "bfloat16") -> Array:
     """lhs (M, N) x rhs (M, K), both bf16 -> out (G, N, K); an empty group gives zeros."""
     return k_grouped(lhs, rhs, group_ends, out_dtype)
-
-
-# --- end to end: the recipes of a grouped product ---------------------------------------------------
-
-BF16, MXFP8, WGRAD_WITH_HP = "bf16", "mxfp8", "mxfp8_wgrad_with_hp"
-
-
-def _as_bf16(a: Array | Pair) -> Array:
-    return dequantize(*a) if isinstance(a, tuple) else round_to(a.astype(np.float64), "bfloat16")
-
-
-def mxfp8_grouped_mm(
-    a: Array | Pair,
-    b_t: Array,
-    group_ends: Array,
-    recipe: str = WGRAD_WITH_HP,
-    rounding: Rounding | str = Rounding.RCEIL,
-    out_dtype: str = "bfloat16",
-) -> Array:
-    """a (M, K) floats or its (q, sf), b_t (G, K, N) floats -> out (M, N)."""
-    b = np.ascontiguousarray(np.swapaxes(b_t, 1, 2))
-    if recipe == BF16:
-        return grouped_mm_bf16(_as_bf16(a), _as_bf16(b), group_ends, out_dtype)
-    a_q, a_sf = a if isinstance(a, tuple) else quantize_row(a, rounding)
-    return grouped_mm_mx(a_q, a_sf, *quantize_row(b, rounding), group_ends, out_dtype)
-
-
-def mxfp8_grouped_mm_vjp(
-    dout: Array | Pair,
-    a: Array | Pair,
-    b_t: Array,
-    group_ends: Array,
-    recipe: str = WGRAD_WITH_HP,
-    rounding: Rounding | str = Rounding.RCEIL,
-    out_dtype: str = "bfloat16",
-) -> Pair:
-    """dout (M, N), floats or its (q, sf) -> da (M, K), db_t (G, K, N).
-
-    da contracts over N: dout along its rows, the weights along N. db contracts over tokens: in bf16, or for
-    the recipe "mxfp8" with both operands quantized along the tokens (what came as q, sf is dequantized first).
-    """
-    b = np.ascontiguousarray(np.swapaxes(b_t, 1, 2))
-    if recipe == BF16:
-        da = grouped_mm_bf16(_as_bf16(dout), np.swapaxes(_as_bf16(b), 1, 2), group_ends, out_dtype)
-    else:
-        dout_q, dout_sf = dout if isinstance(dout, tuple) else quantize_row(dout, rounding)
-        da = grouped_mm_mx(dout_q, dout_sf, *quantize_col(b, rounding), group_ends, out_dtype)
-    if recipe == MXFP8:
-        dout_t, a_t = (quantize_col(dequantize(*x) if isinstance(x, tuple) else x, rounding) for x in (dout, a))
-        db = grouped_wgrad_mx(*dout_t, *a_t, group_ends, out_dtype)
-    else:
-        db = grouped_wgrad_bf16(_as_bf16(dout), _as_bf16(a), group_ends, out_dtype)
-    return da, np.swapaxes(db, 1, 2)

@@ -113,8 +113,8 @@ def apply(
 
     params: as `init` makes them. With axis_name, inside `jax.shard_map`: params["experts"] holds this rank's
     E / ep experts (shard the first dim), params["router"] all of them, and x this rank's tokens.
-    An expert weight may be QuantizedWeights; `quantize_weights(w.astype(jnp.bfloat16), recipe=config.recipe)` holds
-    the bytes that the layer makes of w.
+    An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)` holds the bytes that the
+    layer makes of w.
 
     >>> config = MoEConfig(32, 64, num_experts=4, top_k=2)
     >>> y, stats = apply(init(jax.random.key(0), config), jnp.ones((5, 32)), config)

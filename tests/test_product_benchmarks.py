@@ -52,19 +52,11 @@ def scaled_grouped_mm(
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT))
-    from mxep.torch_frontend import mxfp8_grouped_mm
-
-    from benchmarks import device_timing, gpu, gpu_products, product_calls, shapes, timing
+    from benchmarks import device_timing, gpu, gpu_products, shapes, timing
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, rounds=1))
     monkeypatch.setattr(device_timing, "BATCH_US", 1)
-    # Until the frontends take `compute` and keep quantized weights, the same products without either.
-    monkeypatch.setattr(
-        product_calls, "torch_product",
-        lambda x, w, ends, recipe: mxfp8_grouped_mm(x, w.mT, ends, wgrad_with_hp=recipe.wgrad_with_hp),
-    )  # fmt: skip
-    monkeypatch.setattr(product_calls, "jax_weights", lambda w, recipe: w)
 
     def rehearsed(*only: str, products: Any = shapes.TINY_PRODUCTS, each: Any = None) -> list[Any]:
         named = only or gpu_products.OPS

@@ -49,11 +49,11 @@ def rows_of(x: Operand, form: Form, rounding: int) -> Operand:
     if form == "bf16":
         assert isinstance(x, Tensor)
         return as_bf16(x)
-    if isinstance(x, MXTensor):
+    if isinstance(x, MXTensor) and form != "row":
         x = MX(x.q.contiguous(), x.sf.contiguous())
     if isinstance(x, MX):
         return x if form == "mx" else Folded(*ops.fold_rows(*x))
-    return quantize_rows(x.contiguous(), form, rounding)
+    return quantize_rows(plain(x).contiguous(), form, rounding)
 
 
 def as_bf16(x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The grades of comparison: exact bytes, the bound of a GEMM, and SQNR, which never stands alone."""
 
+from importlib import import_module
+
 import numpy as np
 from mxep.core_kernels import oracle
 
@@ -51,6 +53,13 @@ def gemm_bound(
     assert (error <= bound).all(), (
         f"error {error.flat[worst]:.3e} over the bound {bound.flat[worst]:.3e} at exact value {exact.flat[worst]:.6e}"
     )
+
+
+def fp8_chain(backend: str) -> float:
+    """`FP8_CHAIN` where the backend's folded products run on a GPU."""
+    if backend == "torch":
+        return FP8_CHAIN if import_module("torch").cuda.is_available() else 0
+    return FP8_CHAIN if backend == "jax" and import_module("jax").default_backend() != "cpu" else 0
 
 
 def m_grouped(got: Array, lhs: Array, rhs_t: Array, group_ends: Array, chain: float = 0) -> None:

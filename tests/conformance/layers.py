@@ -1,6 +1,7 @@
 """Whole layers and the rows of four ranks: what more than one op, or more than one process, sees.
 
-LAYERS, LAYER_RUNS   name -> Layer, and the pairs (name, recipe) that are run
+RUNS                 name -> Recipe, each with its products named: "auto" is another one on another machine
+LAYERS, LAYER_RUNS   name -> Layer, and the pairs (name, name of a run) that are run
 WIRE                 name -> Wire     rows of four ranks, and how many go where
 """
 
@@ -9,9 +10,13 @@ from typing import Any
 
 import numpy as np
 from mxep.core_kernels import oracle, oracle_layer
-from mxep.core_kernels.recipe import RECIPES
+from mxep.core_kernels.recipe import RECIPES, Recipe
 
 from .cases import BF16, Array, lognormal_blocks, seeded
+
+RUNS = {name: Recipe.parse(name, compute="exact") for name in RECIPES} | {
+    f"{name}_folded": Recipe.parse(name, compute="fold") for name, recipe in RECIPES.items() if recipe.mx
+}
 
 # --- a whole layer ----------------------------------------------------------------------------------------------
 
@@ -81,10 +86,12 @@ LAYERS = {
 }
 # Every recipe where the layers share their shapes, the default one for the rest: JAX compiles each in seconds.
 LAYER_RUNS = [
-    (name, recipe)
+    (name, run)
     for name in LAYERS
-    for recipe in RECIPES
-    if name in ("softmax", "one_hot_expert", "empty_rank", "prob_in_swiglu") or recipe == "mxfp8_wgrad_with_hp"
+    for run in RUNS
+    if run == "mxfp8_wgrad_with_hp"
+    or name in ("softmax", "empty_rank")
+    or (name in ("one_hot_expert", "prob_in_swiglu") and run in RECIPES)
 ]
 
 

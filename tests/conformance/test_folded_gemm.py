@@ -60,13 +60,6 @@ def test_groups_know_nothing_of_each_other(ops: Ops) -> None:
 # --- the products ---------------------------------------------------------------------------------------
 
 
-def chain(backend: str) -> float:
-    """What this backend's tensor cores lose, 0 where sums are fp32 throughout."""
-    if backend == "torch":
-        return check.FP8_CHAIN if import_module("torch").cuda.is_available() else 0
-    return check.FP8_CHAIN if backend == "jax" and import_module("jax").default_backend() != "cpu" else 0
-
-
 def by_row(x: Array) -> Pair:
     return oracle.fold_rows(*oracle.quantize_row(x))
 
@@ -87,7 +80,7 @@ def test_grouped_mm_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> N
     lhs, rhs = by_row(case.lhs), by_row(case.rhs_t)
     got = ops["grouped_mm_fold"](*lhs, *rhs, case.group_ends, out_dtype=out_dtype)
     assert got.dtype == oracle.DTYPES[out_dtype]
-    check.m_grouped(got, row_values(lhs), row_values(rhs), case.group_ends, chain(backend))
+    check.m_grouped(got, row_values(lhs), row_values(rhs), case.group_ends, check.fp8_chain(backend))
     assert (got[case.group_ends[-1] :] == 0).all()
 
 
@@ -101,7 +94,7 @@ def test_grouped_wgrad_fold(backend: str, ops: Ops, name: str, out_dtype: str) -
     got = ops["grouped_wgrad_fold"](*lhs, *rhs, ends, out_dtype=out_dtype)
     assert got.dtype == oracle.DTYPES[out_dtype]
     values = [oracle_folded.group_values(*pair, ends).T for pair in (lhs, rhs)]
-    check.k_grouped(got, *values, ends, chain(backend))
+    check.k_grouped(got, *values, ends, check.fp8_chain(backend))
     assert (got[np.diff(ends, prepend=0) == 0] == 0).all()
 
 

@@ -89,9 +89,9 @@ def one_rank(out, mx_grad: bool):
     return a2a_combine_hp_fwd_mxfp8_bwd(out, exchange) if mx_grad else out
 
 
-FOLD = {f"{name} fold": Recipe.parse(name, compute="fold") for name in RECIPES if name != "bf16"}
+FOLD = {f"{name} fold": Recipe.parse(name, compute="fold") for name, recipe in RECIPES.items() if recipe.mx}
 FUSED = [(recipe, "float", weighted) for recipe in RECIPES for weighted in (True, False)]
-FUSED += [(recipe, kind, True) for recipe in RECIPES if recipe != "bf16" for kind in ("mx", "mx both ways")]
+FUSED += [(recipe, kind, True) for recipe in RECIPES if RECIPES[recipe].mx for kind in ("mx", "mx both ways")]
 FUSED += [(recipe, kind, True) for recipe in FOLD for kind in ("float", "mx both ways")]
 
 
@@ -140,6 +140,10 @@ def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_inpu
 
     expected = {
         "bf16": {"grouped_mm_bf16": 6, "grouped_wgrad_bf16": 3, "swiglu": 2, "swiglu_bwd": 1},
+        "fp8_rowwise": {
+            "quantize_rowwise": 1 + 3 + 1 + 1 + 3 + 2, "grouped_mm_fold": 6, "grouped_wgrad_bf16": 3, "swiglu": 2,
+            "swiglu_bwd": 1,
+        },
         "mxfp8_wgrad_with_hp": {
             "quantize_row": 1 + 3 + 3, "quantize_col": 3, "grouped_mm_mx": 6, "grouped_wgrad_bf16": 3,
             "swiglu_row": 1, "swiglu": 1, "swiglu_bwd": 1,

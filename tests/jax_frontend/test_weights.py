@@ -35,6 +35,7 @@ CHOICES = {
     "bf16": Recipe.parse("bf16"),
     "exact": Recipe.parse("mxfp8_wgrad_with_hp", rounding="floor"),
     "fold": Recipe.parse("mxfp8_wgrad_with_hp", compute="fold"),
+    "row": Recipe.parse("fp8_rowwise"),
     "mxfp8 exact": Recipe.parse("mxfp8"),
     "mxfp8 fold": Recipe.parse("mxfp8", compute="fold"),
 }
@@ -112,7 +113,7 @@ def test_no_weight_is_quantized_where_it_is_used(recipe: Recipe) -> None:
     assert got == expected
     assert recipe.name == "bf16" or sum(arrays.values()) - sum(got.values()) in (6, 9), "three weights, both ways"
     rows_only = kernels(lambda x: ffn(x, cached, recipe), X)
-    once = {"quantize_row": 1, "quantize_row_fold": 1}
+    once = {"quantize_row": 1, "quantize_row_fold": 1, "quantize_rowwise": 2}  # x, and h where SwiGLU does not
     assert {k: n for k, n in rows_only.items() if "quantize" in k}.items() <= once.items()
 
 
@@ -198,7 +199,7 @@ CONFIG = MoEConfig(D, F, num_experts=4, top_k=2)
 def test_the_layer_takes_them(capacity: int | None) -> None:
     config = dataclasses.replace(CONFIG, capacity=capacity)
     params = moe.init(jax.random.key(0), config)
-    cached = quantize_all({n: w.astype(jnp.bfloat16) for n, w in params["experts"].items()}, config.recipe)
+    cached = quantize_all(params["experts"], config.recipe)
 
     def layer(params, x, cached=None):
         experts = put_in(cached, params["experts"]) if cached else params["experts"]

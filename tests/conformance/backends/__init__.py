@@ -35,10 +35,8 @@ def ops(backend: str) -> Mapping[str, Callable]:
 
 
 @cache
-def dense_layer(
-    frontend: str, name: str, recipe: str
-) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+def dense_layer(frontend: str, name: str, run: str) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """y, statistics and gradients of a case of `LAYERS` on one rank."""
     case = LAYERS[name]
     module = import_module(f"{__name__}.{frontend}")
-    return module.moe(case.x, case.params, case.dy, recipe, **case.options)
+    return module.moe(case.x, case.params, case.dy, run, **case.options)

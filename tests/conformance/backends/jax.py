@@ -13,7 +13,7 @@ from mxep import jax_frontend as mxep
 from mxep.core_kernels.recipe import Recipe
 from mxep.jax_frontend import ops
 
-from ..layers import LAYERS, WIRE
+from ..layers import LAYERS, RUNS, WIRE
 
 Array = np.ndarray
 Pair = tuple[Array, Array]
@@ -70,10 +70,10 @@ def _grouped_mm(a, b_t, group_ends, dout, recipe: Recipe):
 
 
 def grouped_mm(
-    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, recipe: str, rounding: str = "rceil"
+    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, run: str, rounding: str = "rceil"
 ) -> tuple[Array, Array, Array]:
     """out (M, N), da (M, K), db_t (G, K, N); `a` and `dout` are floats or MX pairs."""
-    results = _grouped_mm(a, b_t, group_ends, dout, Recipe.parse(recipe, rounding=rounding))
+    results = _grouped_mm(a, b_t, group_ends, dout, Recipe.parse(RUNS[run], rounding=rounding))
     return tuple(map(np.asarray, results))
 
 
@@ -149,11 +149,11 @@ def wire(name: str) -> list[dict[str, Array]]:
 
 
 def _config(
-    params: dict[str, Array], recipe: str, top_k: int, score: str, normalize: bool, prob_in: str
+    params: dict[str, Array], run: str, top_k: int, score: str, normalize: bool, prob_in: str
 ) -> mxep.MoEConfig:
     num_experts, hidden, dim = params["w1"].shape
     routing = {"score_func": score, "normalize": normalize, "prob_in": prob_in}
-    return mxep.MoEConfig(dim, hidden, num_experts, top_k, recipe=recipe, **routing)
+    return mxep.MoEConfig(dim, hidden, num_experts, top_k, recipe=RUNS[run], **routing)
 
 
 def _tree(params: dict[str, Array]) -> dict[str, Any]:
@@ -176,10 +176,10 @@ def _moe(params, x, dy, config):
 
 
 def moe(
-    x: Array, params: dict[str, Array], dy: Array, recipe: str, **options: Any
+    x: Array, params: dict[str, Array], dy: Array, run: str, **options: Any
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """The dense layer: y, its statistics, and the gradients of x and of every parameter."""
-    y, stats, grads = _moe(_tree(params), x, dy, _config(params, recipe, **options))
+    y, stats, grads = _moe(_tree(params), x, dy, _config(params, run, **options))
     return np.asarray(y), {name: np.asarray(s) for name, s in stats._asdict().items()}, _flat(*grads)
 
 
@@ -202,9 +202,9 @@ def ranked_layer(config: mxep.MoEConfig, degree: int) -> Callable:
     return run
 
 
-def layer(name: str, recipe: str, degree: int) -> dict[str, Array]:
+def layer(name: str, run: str, degree: int) -> dict[str, Array]:
     """The layer on `degree` ranks, put together: y, counts, and the gradients of x, router, w1, w2, w3."""
     case = LAYERS[name]
-    run = ranked_layer(_config(case.params, recipe, **case.options), degree)
-    y, counts, grads = run(_tree(case.params), case.x, case.dy)
+    on_ranks = ranked_layer(_config(case.params, run, **case.options), degree)
+    y, counts, grads = on_ranks(_tree(case.params), case.x, case.dy)
     return {"y": np.asarray(y), "counts": np.asarray(counts), **_flat(*grads)}

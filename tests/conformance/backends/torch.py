@@ -9,6 +9,7 @@ import torch
 from mxep import torch_frontend as mxep
 from mxep.torch_frontend import ops
 
+from ..layers import RUNS
 from . import arrays
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,17 +38,18 @@ def mx(pair: Pair) -> torch.Tensor:
 
 
 def grouped_mm(
-    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, recipe: str, rounding: str = "rceil"
+    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, run: str, rounding: str = "rceil"
 ) -> tuple[Array, Array, Array]:
     """out (M, N), da (M, K), db_t (G, K, N); `a` and `dout` are floats or MX pairs."""
     a_ = (mx(a) if isinstance(a, tuple) else to_torch(a)).requires_grad_()
     w = to_torch(np.swapaxes(b_t, 1, 2)).requires_grad_()
-    ends = to_torch(group_ends)
-    if recipe == "bf16":
-        out = mxep.bf16_grouped_mm(a_, w.mT, ends)
+    ends, recipe = to_torch(group_ends), RUNS[run]
+    if recipe.mx:
+        options = {"wgrad_with_hp": recipe.wgrad_with_hp, "compute": recipe.compute}
+        out = mxep.mxfp8_grouped_mm(a_, w.mT, ends, scale_calculation_mode=rounding, **options)
     else:
-        hp = recipe == "mxfp8_wgrad_with_hp"
-        out = mxep.mxfp8_grouped_mm(a_, w.mT, ends, wgrad_with_hp=hp, scale_calculation_mode=rounding)
+        multiply = mxep.bf16_grouped_mm if recipe.operands == "bf16" else mxep.fp8_rowwise_grouped_mm
+        out = multiply(a_, w.mT, ends)
     out.backward(mx(dout) if isinstance(dout, tuple) else to_torch(dout))
     return to_numpy(out), to_numpy(a_.grad), np.swapaxes(to_numpy(w.grad), 1, 2)
 
@@ -65,10 +67,10 @@ def permute(rows: Array, counts: Array, ranks: int, dout: Array, alignment: int)
 
 
 def moe_module(
-    params: dict[str, Array], recipe: str, top_k: int, score: str, normalize: bool, prob_in: str
+    params: dict[str, Array], run: str, top_k: int, score: str, normalize: bool, prob_in: str
 ) -> torch.nn.Module:
     num_experts, hidden, dim = params["w1"].shape
-    options = {"score_func": score, "normalize": normalize, "recipe": recipe, "prob_in": prob_in}
+    options = {"score_func": score, "normalize": normalize, "recipe": RUNS[run], "prob_in": prob_in}
     options |= {"dtype": torch.float32, "device": DEVICE}
     moe = mxep.MoE(dim, hidden, num_experts, top_k, **options)
     moe.load_state_dict({"router.weight": to_torch(params["router"])} | {
@@ -78,10 +80,10 @@ def moe_module(
 
 
 def moe(
-    x: Array, params: dict[str, Array], dy: Array, recipe: str, **options: Any
+    x: Array, params: dict[str, Array], dy: Array, run: str, **options: Any
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """The dense layer: y, its statistics, and the gradients of x and of every parameter."""
-    layer, x_ = moe_module(params, recipe, **options), to_torch(x).requires_grad_()
+    layer, x_ = moe_module(params, run, **options), to_torch(x).requires_grad_()
     y, stats = layer(x_)
     y.backward(to_torch(dy))
     grads = {name.rpartition(".")[2]: p.grad for name, p in layer.named_parameters() if "experts" in name}
