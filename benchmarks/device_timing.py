@@ -6,10 +6,11 @@ its neighbours before it.
 events    one launch between two CUDA events, caches cold: an op against a copy of as many bytes
 batches   N launches, then one wait, divided by N: the same clock for torch and for JAX, whose stream
           takes no events from outside; the one wait adds the same to both
-host      what a call costs before it returns, without waiting for the device
+host      what a call costs before it returns, without waiting for the device; the quietest stretch of many
 """
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -72,22 +73,27 @@ def calls_in_a_batch(candidate: tuple[Callable[[], Any], Callable[[Any], object]
     return min(max(int(BATCH_US / estimate.us), 4), 200)
 
 
-def host(candidates: Candidates, wait: Callable[[], object], calls: int = 2000) -> dict[str, Sample]:
-    """Host time of each call; waits now and then, so that no call finds the launch queue full."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+def host(
+    candidates: Candidates, wait: Callable[[], object], stretches: int = 20, calls: int = 100
+) -> dict[str, Sample]:
+    """Host time of each call, of the stretch with the lowest median: what else the machine does makes a call slower,
+    never faster. Waits between stretches, so that no call finds the launch queue full."""
+    times: dict[str, list[list[float]]] = {name: [] for name in candidates}
     gc.disable()
     try:
-        for i in range(calls + 100):
-            if i % 100 == 0:
-                wait()
-            for name, run in candidates.items():
-                start = time.perf_counter()
-                run()
-                times[name].append(time.perf_counter() - start)
+        for _ in range(stretches + 1):
+            wait()
+            for name in candidates:
+                times[name].append([])
+            for _ in range(calls):
+                for name, run in candidates.items():
+                    start = time.perf_counter()
+                    run()
+                    times[name][-1].append(time.perf_counter() - start)
     finally:
         gc.enable()
         wait()
-    return {name: summarize(seconds[100:]) for name, seconds in times.items()}
+    return {name: summarize(min(found[1:], key=statistics.median)) for name, found in times.items()}
 
 
 def peak_nbytes(run: Callable[[], object]) -> int | None:

@@ -20,7 +20,7 @@ from mxep.core_kernels.formats import E4M3_NAN, E8M0_NAN
 from . import backends, check
 from .cases import BF16, DISTRIBUTIONS, seeded
 from .extremes import EXTREMES, LOST, ROW_ENDS, TERM_ENDS, TERMS, TIES
-from .test_folded_gemm import chain, floor_db
+from .test_folded_gemm import floor_db
 
 Ops = Mapping[str, Callable]
 Array = np.ndarray
@@ -138,7 +138,7 @@ def test_in_bf16_neither_path_can_be_told_from_rounding(backend: str, distributi
 def test_what_a_folded_product_loses(backend: str, distribution: str) -> None:
     got = product(backend, distribution, "grouped_mm_fold", "float32")
     threshold = MEASURED[distribution].folded - MARGIN.folded
-    if chain(backend):
+    if check.fp8_chain(backend):
         threshold = min(threshold, TENSOR_CORE[distribution] - TENSOR_CORE_MARGIN)
     assert check.sqnr_db(got, forward(distribution).exact) >= threshold
 
@@ -203,7 +203,7 @@ def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) 
     lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t)
     folded = *ops["fold_rows"](*lhs), *ops["fold_rows"](*rhs)
     got = ops["grouped_mm_fold"](*folded, ROW_ENDS, out_dtype=out_dtype)
-    loss = folded_bound(got, rows_of(lhs, ROW_ENDS), list(zip(*rhs, strict=True)), chain(backend))
+    loss = folded_bound(got, rows_of(lhs, ROW_ENDS), list(zip(*rhs, strict=True)), check.fp8_chain(backend))
     if name == TIES:
         # here the bound is reached: nothing smaller would do
         exact = oracle.grouped_mm_mx(*lhs, *rhs, ROW_ENDS, "float64")
@@ -219,7 +219,7 @@ def test_extreme_rows_of_a_folded_weight_gradient(backend: str, ops: Ops, name: 
     lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t[1])
     folded = *ops["fold_groups"](*lhs, TERM_ENDS), *ops["fold_groups"](*rhs, TERM_ENDS)
     got = ops["grouped_wgrad_fold"](*folded, TERM_ENDS, out_dtype=out_dtype)
-    folded_bound(got, terms_of(lhs, TERM_ENDS), terms_of(rhs, TERM_ENDS), chain(backend))
+    folded_bound(got, terms_of(lhs, TERM_ENDS), terms_of(rhs, TERM_ENDS), check.fp8_chain(backend))
 
 
 @pytest.mark.parametrize("name", EXTREMES)
