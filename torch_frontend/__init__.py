@@ -25,6 +25,7 @@ from .autograd import (
 from .capabilities import Capability, capabilities
 from .combine import weighted_combine
 from .ep import (
+    TokenCopies,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
@@ -49,6 +50,7 @@ __all__ = [
     "Recipe",
     "Rounding",
     "ScaleCalculationMode",
+    "TokenCopies",
     "_to_mxfp8_then_scaled_grouped_mm",
     "a2a_combine_hp_fwd_mxfp8_bwd",
     "a2a_dispatch_mxfp8_fwd_hp_bwd",

@@ -10,8 +10,9 @@
                rows <--a2a_dispatch-- received <--permute-----------------------------|
                bf16                    bf16
 
-A quantized all-to-all is one collective over packed rows `[q | sf]`, 33/64 of the bytes of bf16. A group
-of one rank, or none at all, sends nothing and needs no torch.distributed.
+A quantized all-to-all is one collective over packed rows `[q | sf]`, 33/64 of the bytes of bf16. A token is
+quantized once: its copies are its bytes. A group of one rank, or none at all, sends nothing and needs no
+torch.distributed.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,9 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
+from .combine import sum_slots
 from .mx_tensor import MXTensor, plain
-from .permute import RowMaps, gather_rows, map_rows
+from .permute import RowMaps, gather_rows, map_rows, spread_rows
 from .products import FLOATS
 
 Splits = Sequence[int]
@@ -63,6 +65,11 @@ def _all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits, group_na
 def _all_to_all_mx(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, rounding: int) -> MXTensor:
     packed = ops.quantize_row_packed(plain(x).contiguous(), rounding)
     packed = _all_to_all(packed, output_splits, input_splits, group_name)
+    return _unpacked(packed, x)
+
+
+def _unpacked(packed: Tensor, x: Tensor) -> MXTensor:
+    """MX rows of what x was, as views of `[q | sf]`."""
     k = x.shape[1]
     return MXTensor(packed[:, :k], packed[:, k:], x.dtype)
 
@@ -96,6 +103,28 @@ class _AllToAll(torch.autograd.Function):
         return dx, None, None, None, None, None, None
 
 
+class _DispatchTokens(torch.autograd.Function):
+    """x (T, D) quantized once, the bytes of its copies sent; backward adds up what the copies get, in a fixed order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int,
+        output_splits: Splits, input_splits: Splits, group_name: str, rounding: int,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(inverse)
+        ctx.splits, ctx.group_name, ctx.copies = (input_splits, output_splits), group_name, copies
+        packed = ops.permute_rows(ops.quantize_row_packed(x.contiguous(), rounding), order // copies)
+        return _unpacked(_all_to_all(packed, output_splits, input_splits, group_name), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,), (output_splits, input_splits) = ctx.saved_tensors, ctx.splits
+        rows = _all_to_all(plain(grads[0]).contiguous(), output_splits, input_splits, ctx.group_name)
+        dx = sum_slots(rows, inverse.view(-1, ctx.copies), grads[0].dtype)
+        return dx, None, None, None, None, None, None, None
+
+
 class _AllToAllDequantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
@@ -114,6 +143,11 @@ class _AllToAllDequantized(torch.autograd.Function):
 @torch.compiler.allow_in_graph
 def _exchange(*args: Any) -> Tensor:
     return cast(Tensor, _AllToAll.apply(*args))
+
+
+@torch.compiler.allow_in_graph
+def _exchange_tokens(*args: Any) -> Tensor:
+    return cast(Tensor, _DispatchTokens.apply(*args))
 
 
 @torch.compiler.allow_in_graph
@@ -213,13 +247,23 @@ class Route(NamedTuple):
     recipe: Recipe
 
 
+class TokenCopies(NamedTuple):
+    """Rows that are copies of tokens x (T, D): row i is that of token order[i] // copies, and token t's are the rows
+    inverse[t * copies : (t + 1) * copies]; both (T * copies,) int32, as `sort_by_expert` returns them."""
+
+    x: Tensor
+    order: Tensor
+    inverse: Tensor
+    copies: int
+
+
 def dispatch(
-    rows: Tensor, counts: Tensor, recipe: Recipe, group_name: str = "", degree: int = 1
+    rows: Tensor | TokenCopies, counts: Tensor, recipe: Recipe, group_name: str = "", degree: int = 1
 ) -> tuple[Tensor, Tensor, Route]:
     """Send rows to their experts' ranks and lay them out in padded groups.
 
-    rows: (M, K), sorted by expert. counts: (E,) rows per expert, any integer dtype; E a multiple of the
-    group's size. group_name and degree: a group's name and size; by default a process alone, which sends
+    rows: (M, K), sorted by expert, or TokenCopies. counts: (E,) rows per expert, any integer dtype; E a multiple of
+    the group's size. group_name and degree: a group's name and size; by default a process alone, which sends
     nothing and syncs nothing.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes;
@@ -228,15 +272,20 @@ def dispatch(
     if counts.dim() != 1 or counts.shape[0] % degree:
         allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
         fail(ValueError, "dispatch", "num_tokens_per_expert", f"shape {tuple(counts.shape)}", allowed)
+    if isinstance(rows, TokenCopies) and not recipe.mx:
+        rows = spread_rows(*rows)
+    num_rows = (rows.order if isinstance(rows, TokenCopies) else rows).shape[0]
     if degree == 1:
-        received, output_splits, input_splits = counts, [rows.shape[0]], [rows.shape[0]]
+        received, output_splits, input_splits = counts, [num_rows], [num_rows]
     else:
         equal = [counts.shape[0] // degree] * degree
         received = _exchange(counts, equal, equal, group_name, False, False, 0)
         # torch's all-to-all takes its splits from the host: the one sync of the layer.
         output_splits, input_splits = torch.stack([received, counts]).view(2, degree, -1).sum(-1).tolist()
     splits = output_splits, input_splits
-    if recipe.mx:
+    if isinstance(rows, TokenCopies):
+        rows = _exchange_tokens(*rows, *splits, group_name, int(recipe.rounding))
+    elif recipe.mx:
         rows = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, *splits, group_name, recipe.rounding)
     else:
         rows = a2a_combine_hp_fwd_mxfp8_bwd(rows, *splits, group_name, mxfp8_bwd=False)

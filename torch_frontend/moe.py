@@ -28,7 +28,7 @@ from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import require_tensor
 from .combine import weighted_combine
-from .ep import a2a_dispatch_mxfp8_fwd_hp_bwd
+from .ep import TokenCopies, a2a_dispatch_mxfp8_fwd_hp_bwd
 from .ffn import grouped_swiglu_ffn
 from .mx_tensor import quantize_gradient
 from .parallel import DEFAULT_RECIPE
@@ -196,7 +196,7 @@ class MoE(nn.Module):
         return weighted_combine(out, probs, rows.view(-1, self.top_k), order_P, x_TD.dtype)
 
     def _across_ranks(self, x_TD: Tensor, probs_TK: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
-        rows = spread_rows(x_TD.to(torch.bfloat16), order, inverse, self.top_k)
+        rows = TokenCopies(x_TD.to(torch.bfloat16), order, inverse, self.top_k)
         travelling, probs = (), probs_TK
         if self.prob_in == "swiglu":
             travelling, probs = (gather_rows(probs_TK.reshape(-1, 1), order, inverse).squeeze(1),), None

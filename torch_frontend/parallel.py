@@ -35,7 +35,7 @@ class MXFP8ExpertParallel(ParallelStyle):
 
     The module's own parameters have experts as dim 0 and become DTensors with `Shard(0)`; every rank
     must hold the same values before. Its forward is called as `module(rows, counts)` with rows (M, K)
-    sorted by expert and counts (E,) of any integer dtype, and runs on `(groups, padded_counts)`:
+    sorted by expert, or TokenCopies, and counts (E,) of any integer dtype, and runs on `(groups, padded_counts)`:
     groups (P, K), an MXTensor if the recipe quantizes, padded_counts (E / ranks,) int32. Probabilities (M,) float32
     as a third argument travel with the rows and arrive as (P,), zeros for padding.
 

@@ -26,6 +26,7 @@ from mxep.torch_frontend import (
     MXTensor,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    ops,
     permute_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
     unpermute_hp_fwd_mxfp8_bwd,
@@ -253,6 +254,19 @@ def dispatch_is_one_collective() -> None:
     assert sum(event.name == "_c10d_functional::all_to_all_single" for event in profile.events()) == 2
 
 
+def a_token_is_quantized_once() -> None:
+    """For all of its copies; each copy's gradient is quantized on its way back."""
+    moe, _ = parallel_layer(4)
+    rows: list[int] = []
+    real = ops.quantize_row_packed
+    ops.quantize_row_packed = lambda x, *rest: rows.append(len(x)) or real(x, *rest)
+    try:
+        moe(batch())[0].sum().backward()
+    finally:
+        ops.quantize_row_packed = real
+    assert rows == [TOKENS, TOKENS * TOP_K], rows
+
+
 def several_layers_and_recomputation() -> None:
     """Two layers under one style object, a failed call in between, and activation checkpointing."""
     mesh, style = mesh_of(2), MXFP8ExpertParallel()
@@ -340,6 +354,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "empty_rank_and_hot_expert": empty_rank_and_hot_expert,
     "wire_of_a2a_dequant": wire_of_a2a_dequant,
     "dispatch_is_one_collective": dispatch_is_one_collective,
+    "a_token_is_quantized_once": a_token_is_quantized_once,
     "several_layers_and_recomputation": several_layers_and_recomputation,
     "kept_of_sharded_experts": lambda: ep_weights.kept_of_sharded_experts(parallel_layer),
     "nothing_kept_of_gathered_weights": lambda: ep_weights.nothing_kept_of_gathered_weights(RANKS),

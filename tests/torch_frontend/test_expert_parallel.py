@@ -29,6 +29,7 @@ CHECKS = [
     "empty_rank_and_hot_expert",
     "wire_of_a2a_dequant",
     "dispatch_is_one_collective",
+    "a_token_is_quantized_once",
     "several_layers_and_recomputation",
     "kept_of_sharded_experts",
     "nothing_kept_of_gathered_weights",
