@@ -32,9 +32,10 @@ void parallel_ranges(int64_t n, int64_t bytes_per_item, const Body& body) {
   constexpr int64_t kSerialBytes = 64 * 1024;
   const int64_t useful = n * bytes_per_item / kSerialBytes;
   const int64_t threads = useful < num_threads() ? (useful < 1 ? 1 : useful) : num_threads();
+  DefaultFloatEnv of_new_threads;  // they inherit the caller's and live on, in the team that torch's matmul uses next
 #pragma omp parallel for num_threads(static_cast<int>(threads)) schedule(static, 1) if (threads > 1)
   for (int64_t t = 0; t < threads; ++t) {
-    DefaultFloatEnv env;
+    DefaultFloatEnv of_this_thread;  // who may be older
     body(n * t / threads, n * (t + 1) / threads);
   }
 }

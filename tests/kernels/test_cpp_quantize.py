@@ -159,6 +159,30 @@ def test_caller_that_flushes_subnormals(cpp_op):
     same_bytes(got[1], oracle_ops(x))
 
 
+def test_threads_made_while_the_caller_flushes_keep_subnormals():
+    """The team that an op starts is the one that torch's own loops run on in that thread."""
+    x, sums = torch.from_numpy(subnormals()), []
+    out = [torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), x.shape[1] // 32, dtype=torch.uint8)]
+
+    def call_with_flush() -> None:
+        torch.set_flush_denormal(True)
+        cpp_bindings.run("quantize_row", [x], out, [0, 0])
+        torch.set_flush_denormal(False)
+        sums.append(x + 0)
+
+    threads = cpp_bindings.num_threads(), torch.get_num_threads()
+    cpp_bindings.set_num_threads(2)
+    torch.set_num_threads(2)
+    try:
+        thread = threading.Thread(target=call_with_flush)
+        thread.start()
+        thread.join()
+    finally:
+        cpp_bindings.set_num_threads(threads[0])
+        torch.set_num_threads(threads[1])
+    assert torch.equal(sums[0], x)
+
+
 def test_subnormals_under_jit():
     """XLA:CPU flushes subnormals in its threads; the op must not."""
     x = subnormals()
