@@ -37,7 +37,7 @@ from .weights import QuantizedWeights, Weights, check_weights, saved, settled
 
 def _forward(x, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
     """out, gate and up."""
-    rows = rows_of(x, recipe)  # once for both products
+    rows, prob = rows_of(x, recipe), weights(prob)  # once for both products
     gate, up = product(rows, w1, group_ends, recipe), product(rows, w3, group_ends, recipe)
     h = ops.swiglu_row(gate, up, prob, rounding=recipe.rounding) if recipe.mx else ops.swiglu(gate, up, prob)
     return product(h, w2, group_ends, recipe), gate, up
@@ -71,9 +71,10 @@ def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):
 
 def _ffn_bwd(recipe, mx_grad, residuals, grad):
     x, w1, w3, w2, group_ends, prob, gate, up = residuals
+    glu = gate, up, weights(prob)
     dout, dout_tokens = gradient_operands(received(grad), group_ends, recipe)
     dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
-    (dgate, dgate_tokens), (dup, dup_tokens), dprob, h_tokens = _swiglu_bwd(dh, gate, up, prob, group_ends, recipe)
+    (dgate, dgate_tokens), (dup, dup_tokens), dprob, h_tokens = _swiglu_bwd(dh, *glu, group_ends, recipe)
     dx = input_gradient(dgate, w1, group_ends, recipe, "float32")
     dx = _round(dx + input_gradient(dup, w3, group_ends, recipe, "float32"), x.dtype)
     x_tokens = tokens_of(x, group_ends, recipe)
@@ -81,8 +82,9 @@ def _ffn_bwd(recipe, mx_grad, residuals, grad):
     dw3 = weight_gradient(dup_tokens, x_tokens, group_ends, w3.dtype)
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
-    grads = ((w1, dw1), (w3, dw3), (w2, dw2))
-    return dx, *(w.cotangent(dw) if isinstance(w, QuantizedWeights) else dw for w, dw in grads), None, dprob
+    dws = ((w1, dw1), (w3, dw3), (w2, dw2))
+    dws = (w.cotangent(dw) if isinstance(w, QuantizedWeights) else dw for w, dw in dws)
+    return dx, *dws, None, None if prob is None else dprob
 
 
 def _round(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -143,4 +145,4 @@ def grouped_swiglu_ffn(
     if aligned:
         require_multiple(op, "x", x.shape[0], BLOCK, "rows", "the weight gradient quantizes along them")
     check_ends(op, group_ends, x.shape[0], BLOCK if aligned else 1)
-    return _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, weights(prob)), recipe, mx_grad)
+    return _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob), recipe, mx_grad)

@@ -10,13 +10,28 @@ import jax.numpy as jnp
 from . import ops
 from ._call import vary_alike
 
-_swiglu = jax.custom_vjp(ops.swiglu)
-_swiglu.defvjp(lambda *inputs: (ops.swiglu(*inputs), inputs), lambda inputs, dh: ops.swiglu_bwd(dh, *inputs))
-
 
 def weights(prob: jax.Array | None) -> jax.Array:
-    """A weight per row as the kernels take it: of shape (0,) where every row weighs one."""
+    """A weight per row as the kernels take it: of shape (0,) where every row weighs one.
+
+    Made where a kernel is called: with such an array among what a backward needs, jaxlib 0.11.2 ends the process
+    when it partitions the gradient of a shard_map.
+    """
     return jnp.zeros(0, jnp.float32) if prob is None else prob
+
+
+@jax.custom_vjp
+def _swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None) -> jax.Array:
+    return ops.swiglu(gate, up, weights(prob))
+
+
+def _swiglu_bwd(inputs, dh):
+    gate, up, prob = inputs
+    dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, weights(prob))
+    return dgate, dup, None if prob is None else dprob
+
+
+_swiglu.defvjp(lambda *inputs: (_swiglu(*inputs), inputs), _swiglu_bwd)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None) -> jax.Array:
@@ -31,4 +46,4 @@ def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None) -> jax
 
     Raises ValueError (shape) or TypeError (dtype). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _swiglu(*vary_alike(gate, up, weights(prob)))
+    return _swiglu(*vary_alike(gate, up, prob))

@@ -8,7 +8,7 @@ Weights stored (G, K, N) swap the two: along N they are read as they lie, along 
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -110,10 +110,16 @@ class QuantizedWeights:
 Weights = jax.Array | QuantizedWeights
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _NoValues:
+    dtype: jnp.dtype
+
+
 def saved(w: Weights) -> Weights:
     """What a backward needs of w: of values that stand beside their bytes, the dtype."""
     if isinstance(w, QuantizedWeights) and w.as_stored is not None:
-        return dataclasses.replace(w, values=jnp.zeros(0, w.dtype))
+        return dataclasses.replace(w, values=cast(jax.Array, _NoValues(w.dtype)))
     return w
 
 

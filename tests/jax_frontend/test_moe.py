@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, moe
+from mxep.jax_frontend import RECIPES, MoEConfig, moe, quantize_weights
 
 from . import references
 from .references import normal, sqnr
@@ -68,6 +68,21 @@ def test_the_auxiliary_loss_trains_the_router() -> None:
 
     got = aux(lambda *a: (None, moe.apply(*a)[1].aux_loss))
     np.testing.assert_allclose(got, aux(references.moe), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kept", [False, True], ids=["weights", "quantized weights"])
+def test_nothing_that_is_saved_is_empty(kept: bool, recipe: str, prob_in: str) -> None:
+    """jaxlib 0.11.2 ends the process on an array without elements between the halves of a shard_map's gradient."""
+    made = {n: quantize_weights(w, recipe=recipe) for n, w in PARAMS["experts"].items()} if kept else {}
+
+    def layer(params, x):
+        experts = {n: made[n].with_values(w) if kept else w for n, w in params["experts"].items()}
+        return moe.apply({**params, "experts": experts}, x, config(recipe, prob_in=prob_in))[0]
+
+    _, backward = jax.vjp(layer, PARAMS, X)
+    assert all(array.size for array in jax.tree.leaves(backward))
 
 
 @cache
