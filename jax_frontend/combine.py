@@ -31,6 +31,7 @@ class _How(NamedTuple):
     rounding: Rounding | None
 
 
+@partial(jax.jit, inline=True)  # as swiglu.py's, for the empty array
 def sum_slots(rows: jax.Array, slots: jax.Array) -> jax.Array:
     """y[t] = the fp32 sum over k of rows[slots[t, k]], rounded once to rows' dtype; for code below autodiff."""
     return ops.combine(rows, slots, jnp.zeros(0, jnp.float32), out_dtype=rows.dtype)
@@ -81,6 +82,7 @@ def _plain_bwd(how, token, dy):
 
 
 _plain.defvjp(_plain_fwd, _plain_bwd)
+_plain_jitted = jax.jit(_plain, static_argnums=3, inline=True)  # as swiglu.py's, for the empty array
 
 
 def weighted_combine(
@@ -118,5 +120,5 @@ def weighted_combine(
     dtype = jnp.dtype(rows.dtype).name
     how = _How(dtype, dtype if out_dtype is None else jnp.dtype(out_dtype).name, rounding)
     if probs is None:
-        return _plain(*vary_alike(rows, slots, order), how)
+        return _plain_jitted(*vary_alike(rows, slots, order), how)
     return _weighted(*vary_alike(rows, probs, slots, order), how)

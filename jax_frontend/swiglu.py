@@ -14,8 +14,8 @@ from ._call import vary_alike
 def weights(prob: jax.Array | None) -> jax.Array:
     """A weight per row as the kernels take it: of shape (0,) where every row weighs one.
 
-    Made where a kernel is called: with such an array among what a backward needs, jaxlib 0.11.2 ends the process
-    when it partitions the gradient of a shard_map.
+    Made where a kernel is called, inside of a jit: jaxlib 0.11.2 ends the process when such an array crosses into or
+    out of a part of a shard_map that it compiles by itself, as from a forward to its backward.
     """
     return jnp.zeros(0, jnp.float32) if prob is None else prob
 
@@ -32,6 +32,7 @@ def _swiglu_bwd(inputs, dh):
 
 
 _swiglu.defvjp(lambda *inputs: (_swiglu(*inputs), inputs), _swiglu_bwd)
+_swiglu_jitted = jax.jit(_swiglu, inline=True)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None) -> jax.Array:
@@ -46,4 +47,4 @@ def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None) -> jax
 
     Raises ValueError (shape) or TypeError (dtype). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _swiglu(*vary_alike(gate, up, prob))
+    return _swiglu_jitted(*vary_alike(gate, up, prob))
