@@ -60,9 +60,7 @@ def as_bf16(x: Tensor) -> Tensor:
     return plain(x).to(torch.bfloat16).contiguous()
 
 
-def tokens_of(
-    x: Tensor | MX, form: Form, rounding: int, ends: Tensor, row_map: Tensor | None = None
-) -> MX | Folded:  # fmt: skip
+def tokens_of(x: Tensor | MX, form: Form, rounding: int, ends: Tensor, row_map: Tensor | None = None) -> MX | Folded:
     """x along its rows, which `row_map` pads first, up to `ends`; an MX already runs along them."""
     if not isinstance(x, MX):
         x = plain(x).contiguous()
@@ -85,9 +83,7 @@ def product(a: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: F
     return _multiply(rows, along_k(w, form, rounding), offs, out_dtype)
 
 
-def input_gradient(
-    dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int
-) -> Tensor:  # fmt: skip
+def input_gradient(dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int) -> Tensor:
     """dout (M, N) x w (G, N, K) -> (M, K)."""
     rows = rows_of(dout, form, rounding)
     if isinstance(rows, Tensor):

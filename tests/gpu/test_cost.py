@@ -30,7 +30,7 @@ def test_xla_sets_nothing_aside_for_an_op(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_host_time(name: str, record_property) -> None:
-    """The lowest of three medians: tests beside this one disturb it."""
+    """Of the quietest stretch: what runs beside this test disturbs it."""
     case = CASES[name]
     inputs = case.inputs()
     call = {"op": lambda: case.torch(*inputs)}
