@@ -24,7 +24,8 @@ Candidates = Mapping[str, Callable[[], object]]
 L2_NBYTES = 256 << 20  # several times an H200's L2
 # The device is busy for about half a millisecond while the host enqueues what is timed: no launch gap is measured.
 BUSY_CYCLES = 1_000_000
-BATCH_US = 10_000
+# JAX needs a tenth of a millisecond to start a first program on an idle device: a percent of a batch of this length.
+BATCH_US = 50_000
 
 
 def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:

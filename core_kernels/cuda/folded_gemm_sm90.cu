@@ -13,8 +13,7 @@
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //
 // The tensor core aligns the terms of a sum to the largest and keeps about 14 bits: `partial` is what it may sum, 128
-// terms. Both sums and `partial` take 192 of a thread's 240 registers. 48 KiB a stage make four the most that fit
-// beside the epilogue's 32 KiB.
+// terms. Both sums and `partial` take 192 of a thread's 240 registers. 48 KiB a stage make four the most that fit.
 //
 // The two warpgroups take no turns: left alone, one adds while the tensor cores work for the other often enough, and
 // every order tried between them cost 1 to 3%.
@@ -42,8 +41,8 @@ constexpr int kHalfA = kTileM / kCluster, kHalfB = kTileN / kCluster;  // rows o
 struct Shared {
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
+  alignas(1024) uint8_t zeros[1024];  // eight rows that stand for all; as many bytes as all would have follow
   alignas(128) uint8_t staging[8][kStagingBytes];
-  alignas(1024) uint8_t zeros[1024];       // eight rows that stand for all
   __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
   uint64_t full[kStages], empty[kStages];
 };
@@ -99,7 +98,8 @@ __device__ __forceinline__ void start(float (&partial)[64], uint64_t a, uint64_t
 
 template <bool kAlongK, typename Out>
 __device__ void consume(const Problem& p, Shared& s) {
-  const int group = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   Schedule<kAlongK> schedule(p);
   const uint64_t zeros = repeated_descriptor(s.zeros);
   Ring ring;
@@ -146,10 +146,13 @@ __device__ void consume(const Problem& p, Shared& s) {
       col_factor[col] = 1;
       warpgroup_sync(1 + group);
     }
+    __nv_bfloat162 cols[16];  // of this thread
+#pragma unroll
+    for (int i = 0; i < 16; ++i) cols[i] = *reinterpret_cast<const __nv_bfloat162*>(col_factor + i * 8 + lane % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor[2] = {__int_as_float(row_byte[half][0] << 23), __int_as_float(row_byte[half][1] << 23)};
-      store<Out>(p, tile, row + half * 64, sum[half], factor, col_factor, s.staging[warp]);
+      store<Out>(p, tile, row + half * 64, sum[half], factor, cols, s.staging[warp]);
     }
   }
 }

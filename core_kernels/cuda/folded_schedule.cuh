@@ -1,8 +1,12 @@
 // Which tile of the output comes when: every cluster walks its share of pairs of tiles, by the group ends it reads.
 //
-//   a pair, two tiles of 256 x 128        one above the other      or, where that takes fewer pairs, side by side
-//                                         rank 0  [      ]         rank 0  rank 1
-//                                         rank 1  [      ]         [      ][      ]
+//   a pair, two tiles of 256 x 128        side by side             or, where that takes fewer pairs, one above the
+//   other
+//                                         rank 0  rank 1           rank 0  [      ]
+//                                         [      ][      ]         rank 1  [      ]
+//
+// Side by side the two fetch 256 rows of A and 256 of B for a step of both, stacked 512 and 128: a fifth more, and the
+// card runs at its power limit.
 //
 //   pairs of a group, in panels           0  4  8      pairs that run at the same time form a block of the output
 //   of a few rows of pairs:               1  5  9      that is about as high as wide: what they read of both
@@ -84,7 +88,7 @@ class Schedule {
     const int rows = kAlongK ? p_.rows : end_ - begin_;
     const int stacked = tiles(rows, 2 * kTileM) * tiles(p_.cols, kTileN);
     const int beside = tiles(rows, kTileM) * tiles(p_.cols, 2 * kTileN);
-    side_by_side_ = beside < stacked;
+    side_by_side_ = beside <= stacked;
     pairs_m_ = tiles(rows, side_by_side_ ? kTileM : 2 * kTileM);
     pairs_n_ = tiles(p_.cols, side_by_side_ ? 2 * kTileN : kTileN);
   }
