@@ -26,6 +26,9 @@ from .tiles import Tiles, cdiv, hw_cast, next_power_of_2, tcgen05, tiles
 
 OUT_DTYPES = ("bfloat16", "float32")
 
+CUDA_COLUMNS = 8
+"""The CUDA kernel of bf16 operands moves rows 16 bytes at a time: their lengths are multiples of this."""
+
 
 @triton.jit
 def rows_of_tile(tile, group_ends, M, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
@@ -184,8 +187,9 @@ def _check_mx(op: str, name: str, q: ArrayType, sf: ArrayType, rank: int) -> Non
 
 
 def _launch(
-    op: str, arch: str, out: ArrayType, m: int, n: int, k: int, num_tiles: Callable[[Tiles], int], **meta: int
-) -> Launch:
+    op: str, arch: str, out: ArrayType, m: int, n: int, k: int, num_tiles: Callable[[Tiles], int],
+    not_in_cuda: str = "", **meta: int,
+) -> Launch:  # fmt: skip
     """`num_tiles`: how many programs such tiles need; none where `out` has no bytes."""
     if arch == "cpu":
         return Launch((out,), ())
@@ -200,12 +204,20 @@ def _launch(
         },
         num_warps=t.num_warps,
         num_stages=t.num_stages,
+        not_in_cuda=not_in_cuda,
     )  # fmt: skip
 
 
+def _not_in_cuda(n: int, k: int) -> str:
+    if n % CUDA_COLUMNS == k % CUDA_COLUMNS == 0:
+        return ""
+    return f"allowed: triton; its CUDA kernel takes N and K that are multiples of {CUDA_COLUMNS}, these are {n} and {k}"
+
+
 def plan_m_grouped(
-    op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str, **meta: bool
-) -> Launch:
+    op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str,
+    not_in_cuda: str = "", **meta: bool,
+) -> Launch:  # fmt: skip
     g, n, k = rhs_t.shape
     require_shape(op, "lhs", lhs, (lhs.shape[0], k), "the contraction dim of rhs_t (G, N, K)")
     check_ends(op, group_ends, g)
@@ -217,17 +229,18 @@ def plan_m_grouped(
         """Every group may leave a partial tile, and so may the rows past the last end."""
         return (cdiv(m, t.m) + g) * cdiv(n, t.n)
 
-    return _launch(op, arch, out, m, n, k, num_tiles, G=g, BLOCK_G=next_power_of_2(g + 1), **meta)
+    return _launch(op, arch, out, m, n, k, num_tiles, not_in_cuda, G=g, BLOCK_G=next_power_of_2(g + 1), **meta)
 
 
 def plan_k_grouped(
-    op: str, arch: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str, **meta: bool
-) -> Launch:
+    op: str, arch: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str,
+    not_in_cuda: str = "", **meta: bool,
+) -> Launch:  # fmt: skip
     check_ends(op, group_ends, None)
     groups = group_ends.shape[0]
     out = ArrayType((groups, n, k), out_dtype)
     require_dtype(op, "out_dtype", out, *OUT_DTYPES)
-    return _launch(op, arch, out, m, n, k, lambda t: groups * cdiv(n, t.n) * cdiv(k, t.k), **meta)
+    return _launch(op, arch, out, m, n, k, lambda t: groups * cdiv(n, t.n) * cdiv(k, t.k), not_in_cuda, **meta)
 
 
 def _plan_mm_mx(
@@ -246,7 +259,8 @@ def _plan_mm_bf16(
     require_dtype("grouped_mm_bf16", "rhs_t", rhs_t, "bfloat16")
     require_rank("grouped_mm_bf16", "lhs", lhs, 2)
     require_rank("grouped_mm_bf16", "rhs_t", rhs_t, 3)
-    return plan_m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype, TCGEN05=tcgen05(arch))
+    absent = _not_in_cuda(*rhs_t.shape[1:])
+    return plan_m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype, absent, TCGEN05=tcgen05(arch))
 
 
 def _plan_wgrad_mx(
@@ -270,8 +284,8 @@ def _plan_wgrad_bf16(
     require_rank(op, "lhs", lhs, 2)
     require_rank(op, "rhs", rhs, 2)
     require_shape(op, "rhs", rhs, (lhs.shape[0], rhs.shape[1]), "the tokens of lhs (M, N)")
-    m, n = lhs.shape
-    return plan_k_grouped(op, arch, m, n, rhs.shape[1], group_ends, out_dtype, TCGEN05=tcgen05(arch))
+    (m, n), k = lhs.shape, rhs.shape[1]
+    return plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype, _not_in_cuda(n, k), TCGEN05=tcgen05(arch))
 
 
 _MX_INPUTS = ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends")
