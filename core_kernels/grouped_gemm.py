@@ -7,7 +7,7 @@
 Operands are MXFP8 (q and sf, scaled along the contraction dim, which is the contiguous one) or bf16.
 `group_ends` (G,) holds where each group ends along M; it is read on the device. Rows past the last
 end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into a
-real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) as they lie; the MXFP8 one needs ends that
+real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) too, as they lie; the MXFP8 one needs ends that
 are multiples of 32. Sums are fp32. What is multiplied is bf16 on sm_90 (mx_math.dequantize_operand: its range) and E4M3
 with its scales on sm_100 (gemm_tile.dot_mx).
 """
@@ -83,10 +83,11 @@ def _m_grouped_tile(
 @triton.jit
 def _k_grouped_tile(
     lhs, lhs_sf, rhs, rhs_sf, group_ends, M, out,
-    N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, TOKENS_LAST: tl.constexpr,
+    HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one group's weight gradient. MX operands lie (N, M) and (K, M), bf16 ones (M, N) and (M, K)."""
+    """One tile of one group's weight gradient. TOKENS_LAST, as MX: operands lie (N, M) and (K, M), else transposed."""
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     tile = tl.program_id(0)
@@ -118,6 +119,11 @@ def _k_grouped_tile(
             if TCGEN05:
                 a_next, b_next, a_sf, b_sf = a_sf, b_sf, a_next, b_next
             acc = dot_mx(a, a_sf, b, b_sf, acc, m0, HW_CAST, TCGEN05)
+    elif TOKENS_LAST:
+        for m0 in range(start, end, BLOCK_M):
+            a = load_tile(lhs, row, in_n, m0, end, M, BLOCK_M)
+            b = load_tile(rhs, k.to(tl.int64), in_k, m0, end, M, BLOCK_M)
+            acc = dot_bf16(a, tl.trans(b), acc, m0, HW_CAST, TCGEN05)
     else:
         for m0 in range(start, end, BLOCK_M):
             m = m0 + tl.arange(0, BLOCK_M)
@@ -158,7 +164,8 @@ def _wgrad_mx_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _k_grouped_tile(
-        lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out, N, K, True, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K
+        lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out,
+        N, K, True, True, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
@@ -168,7 +175,20 @@ def _wgrad_bf16_kernel(
     N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    _k_grouped_tile(lhs, None, rhs, None, group_ends, M, out, N, K, False, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K)
+    _k_grouped_tile(
+        lhs, None, rhs, None, group_ends, M, out, N, K, False, False, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+
+
+@triton.jit
+def _wgrad_bf16_t_kernel(
+    lhs_t, rhs_t, group_ends, M, out,
+    N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _k_grouped_tile(
+        lhs_t, None, rhs_t, None, group_ends, M, out, N, K, False, True, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K
+    )
 
 
 def check_ends(op: str, group_ends: ArrayType, groups: int | None) -> None:
@@ -184,6 +204,12 @@ def _check_mx(op: str, name: str, q: ArrayType, sf: ArrayType, rank: int) -> Non
     require_rank(op, f"{name}_q", q, rank)
     require_multiple(op, f"{name}_q", q.shape[-1], BLOCK, "contraction dim")
     require_shape(op, f"{name}_sf", sf, (*q.shape[:-1], q.shape[-1] // BLOCK), f"one scale per 32 values of {name}_q")
+
+
+def _check_bf16(op: str, **matrices: ArrayType) -> None:
+    for name, matrix in matrices.items():
+        require_dtype(op, name, matrix, "bfloat16")
+        require_rank(op, name, matrix, 2)
 
 
 def _launch(
@@ -208,10 +234,12 @@ def _launch(
     )  # fmt: skip
 
 
-def _not_in_cuda(n: int, k: int) -> str:
-    if n % CUDA_COLUMNS == k % CUDA_COLUMNS == 0:
-        return ""
-    return f"allowed: triton; its CUDA kernel takes N and K that are multiples of {CUDA_COLUMNS}, these are {n} and {k}"
+def _not_in_cuda(**columns: int) -> str:
+    """Why the lengths of the rows that the CUDA kernel reads and writes do not suit it."""
+    for dim, size in columns.items():
+        if size % CUDA_COLUMNS:
+            return f"allowed: triton; its CUDA kernel takes {dim} in multiples of {CUDA_COLUMNS}, this is {size}"
+    return ""
 
 
 def plan_m_grouped(
@@ -259,7 +287,7 @@ def _plan_mm_bf16(
     require_dtype("grouped_mm_bf16", "rhs_t", rhs_t, "bfloat16")
     require_rank("grouped_mm_bf16", "lhs", lhs, 2)
     require_rank("grouped_mm_bf16", "rhs_t", rhs_t, 3)
-    absent = _not_in_cuda(*rhs_t.shape[1:])
+    absent = _not_in_cuda(N=rhs_t.shape[1], K=rhs_t.shape[2])
     return plan_m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype, absent, TCGEN05=tcgen05(arch))
 
 
@@ -279,13 +307,20 @@ def _plan_wgrad_bf16(
     lhs: ArrayType, rhs: ArrayType, group_ends: ArrayType, *, arch: str, out_dtype: str = "bfloat16"
 ) -> Launch:
     op = "grouped_wgrad_bf16"
-    require_dtype(op, "lhs", lhs, "bfloat16")
-    require_dtype(op, "rhs", rhs, "bfloat16")
-    require_rank(op, "lhs", lhs, 2)
-    require_rank(op, "rhs", rhs, 2)
+    _check_bf16(op, lhs=lhs, rhs=rhs)
     require_shape(op, "rhs", rhs, (lhs.shape[0], rhs.shape[1]), "the tokens of lhs (M, N)")
     (m, n), k = lhs.shape, rhs.shape[1]
-    return plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype, _not_in_cuda(n, k), TCGEN05=tcgen05(arch))
+    return plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype, _not_in_cuda(N=n, K=k), TCGEN05=tcgen05(arch))
+
+
+def _plan_wgrad_bf16_t(
+    lhs_t: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, *, arch: str, out_dtype: str = "bfloat16"
+) -> Launch:
+    op = "grouped_wgrad_bf16_t"
+    _check_bf16(op, lhs_t=lhs_t, rhs_t=rhs_t)
+    require_shape(op, "rhs_t", rhs_t, (rhs_t.shape[0], lhs_t.shape[1]), "the tokens of lhs_t (N, M)")
+    (n, m), k = lhs_t.shape, rhs_t.shape[0]
+    return plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype, _not_in_cuda(M=m, K=k), TCGEN05=tcgen05(arch))
 
 
 _MX_INPUTS = ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends")
@@ -296,4 +331,7 @@ grouped_mm_bf16 = KernelOp(
 grouped_wgrad_mx = KernelOp("grouped_wgrad_mx", _wgrad_mx_kernel, _MX_INPUTS, ("out",), (), _plan_wgrad_mx)
 grouped_wgrad_bf16 = KernelOp(
     "grouped_wgrad_bf16", _wgrad_bf16_kernel, ("lhs", "rhs", "group_ends"), ("out",), (), _plan_wgrad_bf16
+)
+grouped_wgrad_bf16_t = KernelOp(
+    "grouped_wgrad_bf16_t", _wgrad_bf16_t_kernel, ("lhs_t", "rhs_t", "group_ends"), ("out",), (), _plan_wgrad_bf16_t
 )

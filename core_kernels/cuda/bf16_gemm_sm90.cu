@@ -1,7 +1,7 @@
 // bf16 grouped products on Hopper.
 //
 //   M-grouped  out[m, n] = sum_k a[m, k] b[g, n, k]            rows m of group g
-//   K-grouped  out[g, i, j] = sum_m a[m, i] b[m, j]            tokens m of group g; operands as they lie, (tokens, N)
+//   K-grouped  out[g, i, j] = sum_m a[m, i] b[m, j]            tokens m of group g; operands (tokens, N) or (N, tokens)
 //
 // A cluster of two CTAs works on two tiles of 128 x 256. They have their rows of B in common, or of A
 // (folded_schedule.cuh): each fetches one half of those for both.
@@ -94,10 +94,15 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
 // The first `left` tokens of a stage stay, what follows is the next group's. Of both operands: NaN * 0 is NaN.
 template <bool kColumns>
 __device__ __forceinline__ void clear_tokens(Stage& stage, int left) {
-  uint4* pieces = reinterpret_cast<uint4*>(&stage);  // rows of eight; of a token, or of eight tokens each, swizzled
-  for (int i = threadIdx.x - kWarpgroup; i < sizeof(Stage) / sizeof(uint4); i += kConsumers * kWarpgroup) {
-    const int row = i / 8 % kBox;
-    if ((kColumns ? row : (i ^ row) % 8 * 8) >= left) pieces[i] = {};
+  uint16_t* values = reinterpret_cast<uint16_t*>(&stage);
+  for (int i = threadIdx.x - kWarpgroup; i < sizeof(Stage) / 16; i += kConsumers * kWarpgroup) {
+    // 16 bytes of a row: of one token, or of eight tokens, whose place the swizzle changed by row.
+    const int row = i / 8 % kBox, first = kColumns ? row : (i ^ row) % 8 * 8;
+    if (first >= left) {
+      reinterpret_cast<uint4*>(&stage)[i] = {};
+    } else if (!kColumns) {
+      for (int j = left - first; j < 8; ++j) values[i * 8 + j] = 0;
+    }
   }
   shared_to_async_fence();
   warpgroups_sync<kConsumers>(1);
@@ -217,6 +222,17 @@ void grouped_wgrad_bf16(const Call& call, cudaStream_t stream) {
   p.depth = static_cast<int>(lhs.dim(0));
   if (p.depth == 0) return sm90::clear("grouped_wgrad_bf16", call.out[0], stream);
   sm90::launch<true, true>("grouped_wgrad_bf16", call, p, stream);
+}
+
+void grouped_wgrad_bf16_t(const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[1];
+  sm90::Problem p{};
+  p.groups = static_cast<int>(call.in[2].dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(rhs.dim(0));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.depth == 0) return sm90::clear("grouped_wgrad_bf16_t", call.out[0], stream);
+  sm90::launch<true, false>("grouped_wgrad_bf16_t", call, p, stream);
 }
 
 }  // namespace mxep::cuda

@@ -43,6 +43,7 @@ std::span<const CudaOp> cuda_ops() {
       {"swiglu_bwd_both", 4, 9, 2, swiglu_bwd_both},
       {"grouped_mm_bf16", 3, 1, 0, grouped_mm_bf16, 900},
       {"grouped_wgrad_bf16", 3, 1, 0, grouped_wgrad_bf16, 900},
+      {"grouped_wgrad_bf16_t", 3, 1, 0, grouped_wgrad_bf16_t, 900},
       {"grouped_mm_fold", 5, 1, 0, grouped_mm_fold, 900},
       {"grouped_wgrad_fold", 5, 1, 0, grouped_wgrad_fold, 900},
   };
