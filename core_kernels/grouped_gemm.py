@@ -9,7 +9,8 @@ Operands are MXFP8 (q and sf, scaled along the contraction dim, which is the con
 end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into a
 real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) too, as they lie; the MXFP8 one needs ends that
 are multiples of 32. Sums are fp32. What is multiplied is bf16 on sm_90 (mx_math.dequantize_operand: its range) and E4M3
-with its scales on sm_100 (gemm_tile.dot_mx).
+with its scales on sm_100 (gemm_tile.dot_mx). On sm_90 bf16 operands are multiplied in CUDA C++, which is why both
+frontends dequantize before their products there.
 """
 
 import math
