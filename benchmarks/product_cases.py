@@ -4,7 +4,7 @@
     grouped_mm_fwd        x w^T      -> (M, N)      folded along K
     grouped_mm_dgrad      dout w     -> (M, K)      folded along N
     grouped_mm_wgrad      dout^T x   -> (G, N, K)   folded along each group's rows
-    grouped_mm_exact      x w^T      -> (M, N)      MXFP8, dequantized inside
+    grouped_mm_exact      x w^T      -> (M, N)      MXFP8; on Hopper dequantized to bf16 before, in its time
     grouped_mm_autograd   the first three from bf16, weights quantized before
 
 A small grouped_mm_fwd begins with x in bf16 ("operands bf16"): what quantizing it costs is in its time.
@@ -113,14 +113,17 @@ def _dense(a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> dict[str, Callable[[],
 
 
 def _op_case(
-    name: str, p: Product, kernel: str, lhs: Pair, rhs: Pair, o: Operands, error: Callable[..., Error], **more: Any
-) -> ProductCase:
+    name: str, p: Product, kernel: str, lhs: Pair, rhs: Pair, o: Operands, error: Callable[..., Error],
+    program: Callable[..., Tensors] | None = None, **more: Any,
+) -> ProductCase:  # fmt: skip
+    """`program`: what runs, where that is more than `kernel`."""
     inputs, flops = (*lhs, *rhs, o.ends), 2 * p.M * p.N * p.K
+    program = program or one(kernel)
     chain = FP8_CHAIN if kernel.endswith("fold") and o.x.is_cuda else 0.0
     return ProductCase(
         name, p._asdict(), kernel, flops, sum(x.nbytes for x in inputs),
-        run=partial(one(kernel), torch_call, *inputs),
-        compiled=partial(_compiled, one(kernel), *inputs),
+        run=partial(program, torch_call, *inputs),
+        compiled=partial(_compiled, program, *inputs),
         check=partial(error, lhs=lhs, rhs=rhs, ends=o.ends, chain=chain),
         dense_flops=flops,
         ends=o.ends,
@@ -168,10 +171,17 @@ def weight_gradient(p: Product, o: Operands) -> ProductCase:
     )  # fmt: skip
 
 
+def _dequantized_first(call: Call, lhs_q: Any, lhs_sf: Any, rhs_q: Any, rhs_sf: Any, ends: Any) -> tuple[Any, ...]:
+    """What form "mx" is in both frontends where the tensor cores take no scales per 32."""
+    return call("grouped_mm_bf16", *call("dequantize", lhs_q, lhs_sf), *call("dequantize", rhs_q, rhs_sf), ends)
+
+
 def exact(p: Product, o: Operands) -> ProductCase:
     lhs, rhs = (_pair("quantize_row", x) for x in (o.x, o.w))
+    hopper = o.x.is_cuda and torch.cuda.get_device_capability(o.x.device)[0] == 9
+    kernel, program = ("grouped_mm_bf16", _dequantized_first) if hopper else ("grouped_mm_mx", None)
     return _op_case(
-        "grouped_mm_exact", p, "grouped_mm_mx", lhs, rhs, o, rows_error,
+        "grouped_mm_exact", p, kernel, lhs, rhs, o, rows_error, program,
         peers={BF16: _alone(product_peers.grouped_bf16, o.x, o.w, o.ends)},
         dense=_dense(lhs[0], rhs[0][0], o.x, o.w[0]),
         same_bytes=False,

@@ -7,9 +7,10 @@
 Operands are MXFP8 (q and sf, scaled along the contraction dim, which is the contiguous one) or bf16.
 `group_ends` (G,) holds where each group ends along M; it is read on the device. Rows past the last
 end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into a
-real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) as they lie; the MXFP8 one needs ends that
+real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) too, as they lie; the MXFP8 one needs ends that
 are multiples of 32. Sums are fp32. What is multiplied is bf16 on sm_90 (mx_math.dequantize_operand: its range) and E4M3
-with its scales on sm_100 (gemm_tile.dot_mx).
+with its scales on sm_100 (gemm_tile.dot_mx). On sm_90 bf16 operands are multiplied in CUDA C++, which is why both
+frontends dequantize before their products there.
 """
 
 import math
@@ -25,6 +26,9 @@ from .mx_math import BLOCK_MX
 from .tiles import Tiles, cdiv, hw_cast, next_power_of_2, tcgen05, tiles
 
 OUT_DTYPES = ("bfloat16", "float32")
+
+CUDA_COLUMNS = 8
+"""The CUDA kernel of bf16 operands moves rows 16 bytes at a time: their lengths are multiples of this."""
 
 
 @triton.jit
@@ -80,10 +84,11 @@ def _m_grouped_tile(
 @triton.jit
 def _k_grouped_tile(
     lhs, lhs_sf, rhs, rhs_sf, group_ends, M, out,
-    N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, TOKENS_LAST: tl.constexpr,
+    HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one group's weight gradient. MX operands lie (N, M) and (K, M), bf16 ones (M, N) and (M, K)."""
+    """One tile of one group's weight gradient. TOKENS_LAST, as MX: operands lie (N, M) and (K, M), else transposed."""
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     tile = tl.program_id(0)
@@ -115,6 +120,11 @@ def _k_grouped_tile(
             if TCGEN05:
                 a_next, b_next, a_sf, b_sf = a_sf, b_sf, a_next, b_next
             acc = dot_mx(a, a_sf, b, b_sf, acc, m0, HW_CAST, TCGEN05)
+    elif TOKENS_LAST:
+        for m0 in range(start, end, BLOCK_M):
+            a = load_tile(lhs, row, in_n, m0, end, M, BLOCK_M)
+            b = load_tile(rhs, k.to(tl.int64), in_k, m0, end, M, BLOCK_M)
+            acc = dot_bf16(a, tl.trans(b), acc, m0, HW_CAST, TCGEN05)
     else:
         for m0 in range(start, end, BLOCK_M):
             m = m0 + tl.arange(0, BLOCK_M)
@@ -155,7 +165,8 @@ def _wgrad_mx_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _k_grouped_tile(
-        lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out, N, K, True, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K
+        lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out,
+        N, K, True, True, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
@@ -165,7 +176,20 @@ def _wgrad_bf16_kernel(
     N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    _k_grouped_tile(lhs, None, rhs, None, group_ends, M, out, N, K, False, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K)
+    _k_grouped_tile(
+        lhs, None, rhs, None, group_ends, M, out, N, K, False, False, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+
+
+@triton.jit
+def _wgrad_bf16_t_kernel(
+    lhs_t, rhs_t, group_ends, M, out,
+    N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _k_grouped_tile(
+        lhs_t, None, rhs_t, None, group_ends, M, out, N, K, False, True, HW_CAST, TCGEN05, BLOCK_M, BLOCK_N, BLOCK_K
+    )
 
 
 def check_ends(op: str, group_ends: ArrayType, groups: int | None) -> None:
@@ -183,9 +207,16 @@ def _check_mx(op: str, name: str, q: ArrayType, sf: ArrayType, rank: int) -> Non
     require_shape(op, f"{name}_sf", sf, (*q.shape[:-1], q.shape[-1] // BLOCK), f"one scale per 32 values of {name}_q")
 
 
+def _check_bf16(op: str, **matrices: ArrayType) -> None:
+    for name, matrix in matrices.items():
+        require_dtype(op, name, matrix, "bfloat16")
+        require_rank(op, name, matrix, 2)
+
+
 def _launch(
-    op: str, arch: str, out: ArrayType, m: int, n: int, k: int, num_tiles: Callable[[Tiles], int], **meta: int
-) -> Launch:
+    op: str, arch: str, out: ArrayType, m: int, n: int, k: int, num_tiles: Callable[[Tiles], int],
+    not_in_cuda: str = "", **meta: int,
+) -> Launch:  # fmt: skip
     """`num_tiles`: how many programs such tiles need; none where `out` has no bytes."""
     if arch == "cpu":
         return Launch((out,), ())
@@ -200,12 +231,22 @@ def _launch(
         },
         num_warps=t.num_warps,
         num_stages=t.num_stages,
+        not_in_cuda=not_in_cuda,
     )  # fmt: skip
 
 
+def _not_in_cuda(**columns: int) -> str:
+    """Why the lengths of the rows that the CUDA kernel reads and writes do not suit it."""
+    for dim, size in columns.items():
+        if size % CUDA_COLUMNS:
+            return f"allowed: triton; its CUDA kernel takes {dim} in multiples of {CUDA_COLUMNS}, this is {size}"
+    return ""
+
+
 def plan_m_grouped(
-    op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str, **meta: bool
-) -> Launch:
+    op: str, arch: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str,
+    not_in_cuda: str = "", **meta: bool,
+) -> Launch:  # fmt: skip
     g, n, k = rhs_t.shape
     require_shape(op, "lhs", lhs, (lhs.shape[0], k), "the contraction dim of rhs_t (G, N, K)")
     check_ends(op, group_ends, g)
@@ -217,17 +258,18 @@ def plan_m_grouped(
         """Every group may leave a partial tile, and so may the rows past the last end."""
         return (cdiv(m, t.m) + g) * cdiv(n, t.n)
 
-    return _launch(op, arch, out, m, n, k, num_tiles, G=g, BLOCK_G=next_power_of_2(g + 1), **meta)
+    return _launch(op, arch, out, m, n, k, num_tiles, not_in_cuda, G=g, BLOCK_G=next_power_of_2(g + 1), **meta)
 
 
 def plan_k_grouped(
-    op: str, arch: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str, **meta: bool
-) -> Launch:
+    op: str, arch: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str,
+    not_in_cuda: str = "", **meta: bool,
+) -> Launch:  # fmt: skip
     check_ends(op, group_ends, None)
     groups = group_ends.shape[0]
     out = ArrayType((groups, n, k), out_dtype)
     require_dtype(op, "out_dtype", out, *OUT_DTYPES)
-    return _launch(op, arch, out, m, n, k, lambda t: groups * cdiv(n, t.n) * cdiv(k, t.k), **meta)
+    return _launch(op, arch, out, m, n, k, lambda t: groups * cdiv(n, t.n) * cdiv(k, t.k), not_in_cuda, **meta)
 
 
 def _plan_mm_mx(
@@ -246,7 +288,8 @@ def _plan_mm_bf16(
     require_dtype("grouped_mm_bf16", "rhs_t", rhs_t, "bfloat16")
     require_rank("grouped_mm_bf16", "lhs", lhs, 2)
     require_rank("grouped_mm_bf16", "rhs_t", rhs_t, 3)
-    return plan_m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype, TCGEN05=tcgen05(arch))
+    absent = _not_in_cuda(N=rhs_t.shape[1], K=rhs_t.shape[2])
+    return plan_m_grouped("grouped_mm_bf16", arch, lhs, rhs_t, group_ends, out_dtype, absent, TCGEN05=tcgen05(arch))
 
 
 def _plan_wgrad_mx(
@@ -265,13 +308,20 @@ def _plan_wgrad_bf16(
     lhs: ArrayType, rhs: ArrayType, group_ends: ArrayType, *, arch: str, out_dtype: str = "bfloat16"
 ) -> Launch:
     op = "grouped_wgrad_bf16"
-    require_dtype(op, "lhs", lhs, "bfloat16")
-    require_dtype(op, "rhs", rhs, "bfloat16")
-    require_rank(op, "lhs", lhs, 2)
-    require_rank(op, "rhs", rhs, 2)
+    _check_bf16(op, lhs=lhs, rhs=rhs)
     require_shape(op, "rhs", rhs, (lhs.shape[0], rhs.shape[1]), "the tokens of lhs (M, N)")
-    m, n = lhs.shape
-    return plan_k_grouped(op, arch, m, n, rhs.shape[1], group_ends, out_dtype, TCGEN05=tcgen05(arch))
+    (m, n), k = lhs.shape, rhs.shape[1]
+    return plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype, _not_in_cuda(N=n, K=k), TCGEN05=tcgen05(arch))
+
+
+def _plan_wgrad_bf16_t(
+    lhs_t: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, *, arch: str, out_dtype: str = "bfloat16"
+) -> Launch:
+    op = "grouped_wgrad_bf16_t"
+    _check_bf16(op, lhs_t=lhs_t, rhs_t=rhs_t)
+    require_shape(op, "rhs_t", rhs_t, (rhs_t.shape[0], lhs_t.shape[1]), "the tokens of lhs_t (N, M)")
+    (n, m), k = lhs_t.shape, rhs_t.shape[0]
+    return plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype, _not_in_cuda(M=m, K=k), TCGEN05=tcgen05(arch))
 
 
 _MX_INPUTS = ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends")
@@ -282,4 +332,7 @@ grouped_mm_bf16 = KernelOp(
 grouped_wgrad_mx = KernelOp("grouped_wgrad_mx", _wgrad_mx_kernel, _MX_INPUTS, ("out",), (), _plan_wgrad_mx)
 grouped_wgrad_bf16 = KernelOp(
     "grouped_wgrad_bf16", _wgrad_bf16_kernel, ("lhs", "rhs", "group_ends"), ("out",), (), _plan_wgrad_bf16
+)
+grouped_wgrad_bf16_t = KernelOp(
+    "grouped_wgrad_bf16_t", _wgrad_bf16_t_kernel, ("lhs_t", "rhs_t", "group_ends"), ("out",), (), _plan_wgrad_bf16_t
 )

@@ -333,3 +333,8 @@ def grouped_wgrad_mx(
 def grouped_wgrad_bf16(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str = "bfloat16") -> Array:
     """lhs (M, N) x rhs (M, K), both bf16 -> out (G, N, K); an empty group gives zeros."""
     return k_grouped(lhs, rhs, group_ends, out_dtype)
+
+
+def grouped_wgrad_bf16_t(lhs_t: Array, rhs_t: Array, group_ends: Array, out_dtype: str = "bfloat16") -> Array:
+    """`grouped_wgrad_bf16` of lhs_t (N, M) and rhs_t (K, M)."""
+    return k_grouped(lhs_t.T, rhs_t.T, group_ends, out_dtype)

@@ -55,6 +55,7 @@ _GPU = {
     "grouped_mm_bf16": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
     "grouped_wgrad_mx": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16": Tiles(m=64, n=128, k=256, num_warps=8, num_stages=3),
+    "grouped_wgrad_bf16_t": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     # 128 along the contraction dim: what the tensor core sums before it is added in fp32 (folded_gemm.py)
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),

@@ -133,6 +133,10 @@ def _wgrad_bf16(lhs, rhs, group_ends, *, out: ArrayType) -> jax.Array:
     return _k_grouped(_widen(lhs), _widen(rhs), 0, group_ends, out)
 
 
+def _wgrad_bf16_t(lhs_t, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
+    return _k_grouped(_widen(lhs_t), _widen(rhs_t), 1, group_ends, out)
+
+
 def _dequantize_groups(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
     """qf (R, M), sf (G, R); columns past the last end, which nobody reads, get scale 0."""
     first = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
@@ -150,6 +154,7 @@ GEMMS = {
     "grouped_mm_bf16": _mm_bf16,
     "grouped_wgrad_mx": _wgrad_mx,
     "grouped_wgrad_bf16": _wgrad_bf16,
+    "grouped_wgrad_bf16_t": _wgrad_bf16_t,
     "grouped_mm_fold": _mm_fold,
     "grouped_wgrad_fold": _wgrad_fold,
 }

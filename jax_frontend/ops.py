@@ -8,7 +8,7 @@
     swiglu         swiglu_row            swiglu_col     swiglu_both
     swiglu_bwd     swiglu_bwd_row        swiglu_bwd_col swiglu_bwd_both
     grouped_mm_mx  grouped_mm_bf16       grouped_wgrad_mx               grouped_wgrad_bf16
-    grouped_mm_fold                      grouped_wgrad_fold
+    grouped_mm_fold                      grouped_wgrad_fold             grouped_wgrad_bf16_t
 
 E4M3 data (`q`) and E8M0 scales (`sf`) are uint8. All functions are pure, trace under jit, shard_map and
 remat, and raise ValueError (shape, value) or TypeError (dtype) while tracing. Formats: OCP Microscaling
@@ -348,6 +348,14 @@ def grouped_wgrad_bf16(
     """lhs (M, N) x rhs (M, K), both bf16 -> (G, N, K): lhs.T @ rhs of each group, accumulated in fp32."""
     name = jnp.dtype(out_dtype).name
     return call(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=name)[0]
+
+
+def grouped_wgrad_bf16_t(
+    lhs_t: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
+) -> jax.Array:
+    """lhs_t (N, M) x rhs_t (K, M), both bf16 -> (G, N, K): `grouped_wgrad_bf16` of the transposed operands."""
+    name = jnp.dtype(out_dtype).name
+    return call(grouped_gemm.grouped_wgrad_bf16_t, lhs_t, rhs_t, group_ends, out_dtype=name)[0]
 
 
 def grouped_mm_fold(

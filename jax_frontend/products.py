@@ -10,26 +10,41 @@
     "fold"    q, sf: one per row          q, sf: one per row and group
     "row"     q, sf: one per row          bf16
 
-MXFP8 is folded here, at the last moment: what travels and what is saved for the backward is not. For code below
-autodiff: no checks, no gradients; recipes are `settled`. Weights and their gradient are (G, N, K), as a linear layer
-stores them, or (G, K, N) with stored="kn".
+MXFP8 is folded here, at the last moment: what travels and what is saved for the backward is not. Hopper's tensor cores
+take no scales per 32: there form "mx" multiplies dequantized bf16, and what is dequantized here serves all of its
+products. For code below autodiff: no checks, no gradients; recipes are `settled`. Weights and their gradient are
+(G, N, K), as a linear layer stores them, or (G, K, N) with stored="kn".
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..core_kernels.recipe import Recipe
-from . import ops
+from . import _device, ops
 from .mx_array import MXArray
 from .weights import Folded, Pair, Stored, Weights, along_k, along_n, form_of, quantized
 
-Rows = jax.Array | MXArray | Pair | Folded
-Tokens = jax.Array | Pair | Folded
+
+class Upcast(NamedTuple):
+    """An MXFP8 operand dequantized to bf16: what form "mx" multiplies on sm_90."""
+
+    x: jax.Array
 
 
-def rows_of(x: Rows, recipe: Recipe) -> jax.Array | Pair | Folded:
-    """x along its rows, in the form that the recipe multiplies; a Folded as it is."""
-    if isinstance(x, Folded):
+Multiplied = jax.Array | Pair | Folded | Upcast
+Rows = MXArray | Multiplied
+Tokens = Multiplied
+
+
+def _upcast(pair: Pair) -> Pair | Upcast:
+    return Upcast(as_bf16(pair)) if _device.arch() == "sm_90" else pair
+
+
+def rows_of(x: Rows, recipe: Recipe) -> Multiplied:
+    """x along its rows, in the form that the recipe multiplies; a Folded or Upcast as it is."""
+    if isinstance(x, Folded | Upcast):
         return x
     if form_of(recipe) == "bf16":
         return as_bf16(x)
@@ -38,8 +53,10 @@ def rows_of(x: Rows, recipe: Recipe) -> jax.Array | Pair | Folded:
     if isinstance(x, tuple) and form_of(recipe) == "row":
         x = as_bf16(x)
     if not isinstance(x, tuple):
-        return quantized(x, recipe)
-    return Folded(*ops.fold_rows(*x)) if form_of(recipe) == "fold" else x
+        x = quantized(x, recipe)
+    elif form_of(recipe) == "fold":
+        x = Folded(*ops.fold_rows(*x))
+    return x if isinstance(x, Folded) else _upcast(x)
 
 
 def as_bf16(x: jax.Array | MXArray | Pair) -> jax.Array:
@@ -63,11 +80,13 @@ def input_gradient(
     return _multiply(rows_of(dout, recipe), along_n(rhs, recipe, stored), group_ends, out_dtype)
 
 
-def _multiply(rows: jax.Array | Pair | Folded, weights: jax.Array | Pair | Folded, group_ends, out_dtype) -> jax.Array:
+def _multiply(rows: Multiplied, weights: jax.Array | Pair | Folded, group_ends, out_dtype) -> jax.Array:
     if isinstance(rows, jax.Array):
         assert isinstance(weights, jax.Array)
         return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
     assert not isinstance(weights, jax.Array)
+    if isinstance(rows, Upcast):
+        return ops.grouped_mm_bf16(rows.x, as_bf16(weights), group_ends, out_dtype=out_dtype)
     multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
     return multiply(*rows, *weights, group_ends, out_dtype=out_dtype)
 
@@ -80,9 +99,9 @@ def tokens_of(x: jax.Array | MXArray | Pair, group_ends: jax.Array, recipe: Reci
     return along_tokens(ops.quantize_col(values, rounding=recipe.rounding), group_ends, recipe)
 
 
-def along_tokens(pair: Pair, group_ends: jax.Array, recipe: Recipe) -> Pair | Folded:
+def along_tokens(pair: Pair, group_ends: jax.Array, recipe: Recipe) -> Pair | Folded | Upcast:
     """q (K, M) and sf along the tokens, in the form that the recipe multiplies."""
-    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) == "fold" else pair
+    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) == "fold" else _upcast(pair)
 
 
 def gradient_operands(dout: jax.Array | Pair, group_ends: jax.Array, recipe: Recipe) -> tuple[Rows, Tokens]:
@@ -99,6 +118,9 @@ def weight_gradient(dout: Tokens, lhs: Tokens, group_ends: jax.Array, out_dtype,
     if isinstance(a, jax.Array):
         assert isinstance(b, jax.Array)
         return ops.grouped_wgrad_bf16(a, b, group_ends, out_dtype=out_dtype)
-    assert not isinstance(b, jax.Array)
+    if isinstance(a, Upcast):
+        assert isinstance(b, Upcast)
+        return ops.grouped_wgrad_bf16_t(a.x, b.x, group_ends, out_dtype=out_dtype)
+    assert not isinstance(b, jax.Array | Upcast)
     multiply = ops.grouped_wgrad_fold if isinstance(a, Folded) else ops.grouped_wgrad_mx
     return multiply(*a, *b, group_ends, out_dtype=out_dtype)

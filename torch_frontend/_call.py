@@ -22,8 +22,8 @@ from ._launch import Output, bind
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
 
-TOKENS_LAST = ("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups")
-"""Ops whose operands have the tokens along the contiguous dim, in blocks of 32."""
+TOKEN_BLOCKS = {"grouped_wgrad_mx": BLOCK, "grouped_wgrad_fold": BLOCK, "fold_groups": BLOCK, "grouped_wgrad_bf16_t": 1}
+"""Ops whose operands have the tokens along the contiguous dim: as many share a scale, and groups do not."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
@@ -140,8 +140,7 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     types = tuple([(t.shape, t.dtype) for t in inputs])
     arch, out, start = bind(op, types, device, forced(), tuple(options.items()))
     if op.inputs[-1] == "group_ends" and checks_values(device):
-        # Blocks that run along the tokens must not cross groups.
-        tokens_dim, multiple = (1, BLOCK) if op.name in TOKENS_LAST else (0, 1)
+        tokens_dim, multiple = int(op.name in TOKEN_BLOCKS), TOKEN_BLOCKS.get(op.name, 1)
         rows = int(options.get("num_rows", inputs[0].shape[tokens_dim]))
         check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
     if arch != "cpu" and checks_values(device):

@@ -64,6 +64,10 @@ def grouped_wgrad_bf16(lhs: Tensor, rhs: Tensor, group_ends: Tensor, out: Tensor
     _k_grouped(lhs.float().T, rhs.float().T, group_ends, out)
 
 
+def grouped_wgrad_bf16_t(lhs_t: Tensor, rhs_t: Tensor, group_ends: Tensor, out: Tensor) -> None:
+    _k_grouped(lhs_t.float(), rhs_t.float(), group_ends, out)
+
+
 def _dequantize_folded(qf: Tensor, sf: Tensor) -> Tensor:
     """qf (R, K), sf (R,) -> fp32."""
     return _dequantize(qf, sf[:, None].expand(-1, qf.shape[1] // BLOCK).contiguous())
@@ -97,6 +101,7 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_bf16": grouped_mm_bf16,
     "grouped_wgrad_mx": grouped_wgrad_mx,
     "grouped_wgrad_bf16": grouped_wgrad_bf16,
+    "grouped_wgrad_bf16_t": grouped_wgrad_bf16_t,
     "grouped_mm_fold": grouped_mm_fold,
     "grouped_wgrad_fold": grouped_wgrad_fold,
 }

@@ -56,6 +56,7 @@ OPS: dict[str, KernelOp] = {
         grouped_gemm.grouped_mm_bf16,
         grouped_gemm.grouped_wgrad_mx,
         grouped_gemm.grouped_wgrad_bf16,
+        grouped_gemm.grouped_wgrad_bf16_t,
         folded_gemm.grouped_mm_fold,
         folded_gemm.grouped_wgrad_fold,
     )
@@ -134,6 +135,7 @@ grouped_mm_mx = _define(grouped_gemm.grouped_mm_mx)
 grouped_mm_bf16 = _define(grouped_gemm.grouped_mm_bf16)
 grouped_wgrad_mx = _define(grouped_gemm.grouped_wgrad_mx)
 grouped_wgrad_bf16 = _define(grouped_gemm.grouped_wgrad_bf16)
+grouped_wgrad_bf16_t = _define(grouped_gemm.grouped_wgrad_bf16_t)
 grouped_mm_fold = _define(folded_gemm.grouped_mm_fold)
 grouped_wgrad_fold = _define(folded_gemm.grouped_wgrad_fold)
 

@@ -10,9 +10,12 @@ form      rows                          tokens
 "fold"    (q, sf), one sf per row       (q_t, sf), one sf per row and group
 "row"     (q, sf), one sf per row       bf16
 
-MX operands are folded here, at the last moment: bytes travel and are saved as MX. For code below autograd: no checks,
-no gradients. `w` is (G, N, K), as a linear layer stores it.
+MX operands are folded here, at the last moment: bytes travel and are saved as MX. Hopper's tensor cores take no scales
+per 32: there form "mx" multiplies dequantized bf16, and what is dequantized here serves all of its products. For code
+below autograd: no checks, no gradients. `w` is (G, N, K), as a linear layer stores it.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +28,15 @@ from .mx_tensor import MXTensor, plain
 from .weights import MX, Folded, along_k, along_n, quantize_rows
 
 FLOATS = (torch.bfloat16, torch.float32)
-Operand = Tensor | MX | Folded
+
+
+class Upcast(NamedTuple):
+    """An MX operand dequantized to bf16: what form "mx" multiplies on sm_90."""
+
+    x: Tensor
+
+
+Operand = Tensor | MX | Folded | Upcast
 
 
 def form_on(recipe: Recipe, device: torch.device) -> Form:
@@ -42,9 +53,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _upcast(x: MX) -> MX | Upcast:
+    return Upcast(ops.dequantize(*x)) if arch_of(x.q.device) == "sm_90" else x
+
+
 def rows_of(x: Operand, form: Form, rounding: int) -> Operand:
-    """x along its last dim as the form multiplies it; a Folded as it is."""
-    if isinstance(x, Folded):
+    """x along its last dim as the form multiplies it; a Folded or Upcast as it is."""
+    if isinstance(x, Folded | Upcast):
         return x
     if form == "bf16":
         assert isinstance(x, Tensor)
@@ -52,20 +67,21 @@ def rows_of(x: Operand, form: Form, rounding: int) -> Operand:
     if isinstance(x, MXTensor) and form != "row":
         x = MX(x.q.contiguous(), x.sf.contiguous())
     if isinstance(x, MX):
-        return x if form == "mx" else Folded(*ops.fold_rows(*x))
-    return quantize_rows(plain(x).contiguous(), form, rounding)
+        return _upcast(x) if form == "mx" else Folded(*ops.fold_rows(*x))
+    rows = quantize_rows(plain(x).contiguous(), form, rounding)
+    return _upcast(rows) if isinstance(rows, MX) else rows
 
 
 def as_bf16(x: Tensor) -> Tensor:
     return plain(x).to(torch.bfloat16).contiguous()
 
 
-def tokens_of(x: Tensor | MX, form: Form, rounding: int, ends: Tensor, row_map: Tensor | None = None) -> MX | Folded:
+def tokens_of(x: Tensor | MX, form: Form, rounding: int, ends: Tensor, row_map: Tensor | None = None) -> Operand:
     """x along its rows, which `row_map` pads first, up to `ends`; an MX already runs along them."""
     if not isinstance(x, MX):
         x = plain(x).contiguous()
         x = MX(*ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding))
-    return Folded(*ops.fold_groups(*x, ends)) if form == "fold" else x
+    return Folded(*ops.fold_groups(*x, ends)) if form == "fold" else _upcast(x)
 
 
 def pad_to_blocks(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -92,7 +108,9 @@ def input_gradient(dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtyp
     return _multiply(rows, along_n(w, form, rounding), offs, out_dtype)
 
 
-def _multiply(rows: MX | Folded, w: MX | Folded, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _multiply(rows: MX | Folded | Upcast, w: MX | Folded, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if isinstance(rows, Upcast):
+        return ops.grouped_mm_bf16(rows.x, ops.dequantize(*w), offs, dtype_name(out_dtype))
     multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
     return multiply(*rows, *w, offs, dtype_name(out_dtype))
 
@@ -102,6 +120,9 @@ def weight_gradient(dout: Operand, a: Operand, offs: Tensor, out_dtype: torch.dt
     if isinstance(dout, Tensor):
         assert isinstance(a, Tensor)
         return ops.grouped_wgrad_bf16(as_bf16(dout), as_bf16(a), offs, dtype_name(out_dtype))
+    if isinstance(dout, Upcast):
+        assert isinstance(a, Upcast)
+        return ops.grouped_wgrad_bf16_t(dout.x, a.x, offs, dtype_name(out_dtype))
     assert not isinstance(a, Tensor)
     multiply = ops.grouped_wgrad_fold if isinstance(dout, Folded) else ops.grouped_wgrad_mx
     return multiply(*dout, *a, offs, dtype_name(out_dtype))

@@ -21,9 +21,8 @@
 // CTAs are persistent and read the group ends themselves. Rows of the next group or array that a tile covers are
 // computed and not stored.
 #include <algorithm>
-#include <array>
-#include <atomic>
 
+#include "cluster_launch.h"
 #include "folded_epilogue.cuh"
 #include "folded_schedule.cuh"
 #include "ops.h"
@@ -187,30 +186,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   }
 }
 
-// CTAs that the current device holds at a time. Asked once per kernel and device; then the kernel is ready to launch.
-template <bool kAlongK, typename Out>
-int resident_ctas(const char* op) {
-  static std::array<std::atomic<int>, 64> known{};
-  int device;
-  check(op, cudaGetDevice(&device));
-  std::atomic<int>& ctas = known[device % known.size()];
-  if (ctas == 0) {
-    const auto kernel = folded_product<kAlongK, Out>;
-    check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
-    cudaLaunchConfig_t config{.gridDim = kCluster, .blockDim = kThreads, .dynamicSmemBytes = sizeof(Shared)};
-    cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {kCluster, 1, 1}}};
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    int clusters;
-    check(op, cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-    ctas = clusters * kCluster;
-  }
-  return ctas;
-}
-
 template <bool kAlongK, typename Out>
 void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
-  const int ctas = resident_ctas<kAlongK, Out>(op);
+  const int ctas = resident_ctas<folded_product<kAlongK, Out>>(op, kCluster, kThreads, sizeof(Shared));
   folded_product<kAlongK, Out><<<ctas, kThreads, sizeof(Shared), stream>>>(a, b, p);
   check_launch(op);
 }

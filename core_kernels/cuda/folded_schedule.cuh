@@ -1,12 +1,12 @@
 // Which tile of the output comes when: every cluster walks its share of pairs of tiles, by the group ends it reads.
 //
-//   a pair, two tiles of 256 x 128        side by side             or, where that takes fewer pairs, one above the
+//   a pair: two tiles of 256 x 128        side by side             or, where that takes fewer pairs, one above the
 //   other
 //                                         rank 0  rank 1           rank 0  [      ]
 //                                         [      ][      ]         rank 1  [      ]
 //
-// Side by side the two fetch 256 rows of A and 256 of B for a step of both, stacked 512 and 128: a fifth more, and the
-// card runs at its power limit.
+// Of as many pairs the squarer ones: for one step of the sums of 256 x 256 the two CTAs fetch 512 rows, of 512 x 128
+// 640, and the card runs at its power limit. Tiles of 128 x 256 are therefore rather stacked.
 //
 //   pairs of a group, in panels           0  4  8      pairs that run at the same time form a block of the output
 //   of a few rows of pairs:               1  5  9      that is about as high as wide: what they read of both
@@ -38,7 +38,8 @@ struct Tile {
   bool side_by_side;
 };
 
-template <bool kAlongK>
+// Tiles of kM x kN.
+template <bool kAlongK, int kM = kTileM, int kN = kTileN>
 class Schedule {
  public:
   __device__ explicit Schedule(const Problem& p) : p_(p), next_(blockIdx.x / kCluster) { enter(0); }
@@ -54,8 +55,8 @@ class Schedule {
     const int in_column = min(height, pairs_m_ - panel * height);
     const int pair_m = panel * height + in_panel % in_column, pair_n = in_panel / in_column;
     const int rank = blockIdx.x % kCluster;
-    const int i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kTileM;
-    const int j = (side_by_side_ ? pair_n * kCluster + rank : pair_n) * kTileN;
+    const int i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kM;
+    const int j = (side_by_side_ ? pair_n * kCluster + rank : pair_n) * kN;
     const int64_t row = kAlongK ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out and of its scales
     const int col_scale = group_ * p_.cols + j;
     *tile = {
@@ -75,7 +76,7 @@ class Schedule {
   }
 
  private:
-  static constexpr int kPanel = 4;  // 2 to 16 measured within half a percent of each other
+  static constexpr int kPanel = 1024 / kM;  // 2 to 16 of 256 measured within half a percent of each other
 
   static __device__ int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 
@@ -86,11 +87,11 @@ class Schedule {
     // Ends that break the contract give wrong sums; they make nobody write outside the output.
     end_ = min(max(p_.group_ends[group], begin_), kAlongK ? p_.depth : p_.rows);
     const int rows = kAlongK ? p_.rows : end_ - begin_;
-    const int stacked = tiles(rows, 2 * kTileM) * tiles(p_.cols, kTileN);
-    const int beside = tiles(rows, kTileM) * tiles(p_.cols, 2 * kTileN);
-    side_by_side_ = beside <= stacked;
-    pairs_m_ = tiles(rows, side_by_side_ ? kTileM : 2 * kTileM);
-    pairs_n_ = tiles(p_.cols, side_by_side_ ? 2 * kTileN : kTileN);
+    const int stacked = tiles(rows, 2 * kM) * tiles(p_.cols, kN);
+    const int beside = tiles(rows, kM) * tiles(p_.cols, 2 * kN);
+    side_by_side_ = kM > kN ? beside <= stacked : beside < stacked;
+    pairs_m_ = tiles(rows, side_by_side_ ? kM : 2 * kM);
+    pairs_n_ = tiles(p_.cols, side_by_side_ ? 2 * kN : kN);
   }
 
   const Problem& p_;

@@ -1,4 +1,4 @@
-// Hopper's asynchronous machinery, one thin function per instruction: mbarriers, TMA loads, FP8 wgmma.
+// Hopper's asynchronous machinery, one thin function per instruction: mbarriers, TMA loads, FP8 and bf16 wgmma.
 // Source: PTX ISA 8.x, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
 #pragma once
 
@@ -91,6 +91,14 @@ __device__ __forceinline__ uint64_t descriptor(const void* tile) {
   return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 
+// Boxes of 64 columns (128 bytes) by kRows rows in the same swizzle, one after the other: the matrix transposed, so
+// that its contiguous dim is not the one that is summed over. Eight rows follow each other, boxes kRows * 128 bytes
+// apart.
+template <int kRows>
+__device__ __forceinline__ uint64_t columns_descriptor(const void* boxes) {
+  return (descriptor(boxes) & ~(uint64_t{0x3FFF} << 16)) | uint64_t{kRows * 128 >> 4} << 16;
+}
+
 // The same eight rows over and over: no bytes from one core group to the next.
 __device__ __forceinline__ uint64_t repeated_descriptor(const void* rows) {
   return descriptor(rows) & ~(uint64_t{0x3FFF} << 32);
@@ -101,7 +109,11 @@ __device__ __forceinline__ void shared_to_async_fence() { asm volatile("fence.pr
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// For all committed groups but the latest kInFlight.
+template <int kInFlight = 0>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+}
 
 #define MXEP_R8(d, i)                                                                                         \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
@@ -120,6 +132,27 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t 
       : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
         MXEP_R8(d, 56)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// d (64, 256) += a (64, 16) b (256, 16)^T, bf16 in, fp32 out; 128 values a thread. kColumns: of `columns_descriptor`s.
+template <bool kColumns>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, p, 1, 1, %130, %130;\n}"
+      : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
+        MXEP_R8(d, 56), MXEP_R8(d, 64), MXEP_R8(d, 72), MXEP_R8(d, 80), MXEP_R8(d, 88), MXEP_R8(d, 96), MXEP_R8(d, 104),
+        MXEP_R8(d, 112), MXEP_R8(d, 120)
+      : "l"(a), "l"(b), "n"(static_cast<int>(kColumns)));
 }
 #undef MXEP_R8
 
@@ -141,6 +174,12 @@ __device__ __forceinline__ void store_matrices(void* row, uint32_t a, uint32_t b
 
 // Barrier of the 128 threads of one warpgroup; ids from 1 (0 is __syncthreads).
 __device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+
+// Barrier of 128 * kCount threads, whole warpgroups.
+template <int kCount>
+__device__ __forceinline__ void warpgroups_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(128 * kCount) : "memory");
+}
 
 // The same, and whether `vote` holds in all of them.
 __device__ __forceinline__ bool warpgroup_all(int id, bool vote) {

@@ -41,6 +41,9 @@ std::span<const CudaOp> cuda_ops() {
       {"swiglu_bwd_row", 4, 5, 2, swiglu_bwd_row},
       {"swiglu_bwd_col", 4, 5, 2, swiglu_bwd_col},
       {"swiglu_bwd_both", 4, 9, 2, swiglu_bwd_both},
+      {"grouped_mm_bf16", 3, 1, 0, grouped_mm_bf16, 900},
+      {"grouped_wgrad_bf16", 3, 1, 0, grouped_wgrad_bf16, 900},
+      {"grouped_wgrad_bf16_t", 3, 1, 0, grouped_wgrad_bf16_t, 900},
       {"grouped_mm_fold", 5, 1, 0, grouped_mm_fold, 900},
       {"grouped_wgrad_fold", 5, 1, 0, grouped_wgrad_fold, 900},
   };

@@ -355,4 +355,5 @@ GEMMS = _gemm_cases()
 RAGGED_GEMMS = {
     "no_multiple_of_32": _gemm("ragged", [1, 34, 34, 77], 96, 64, 32),
     "one_token": _gemm("one_token", [0, 1], 1, 64, 32),
+    "ragged_tiles": _gemm("ragged_tiles", [1, 1, 70, 203], 210, 160, 264),
 }

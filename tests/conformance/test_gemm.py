@@ -1,4 +1,4 @@
-"""The four grouped products within the bound of the contract, on every backend that has them.
+"""The five grouped products within the bound of the contract, on every backend that has them.
 
 |error| <= c * eps_fp32 * K * sum|a||b| + half an ulp of the output; c and the bound are in check.py. Operands are
 quantized by the oracle, so that a product is judged alone.
@@ -13,7 +13,7 @@ from mxep.core_kernels import oracle
 
 from . import check
 from .backends import GEMM_NAMES
-from .cases import GEMMS, RAGGED_GEMMS, Gemm
+from .cases import BF16, GEMMS, RAGGED_GEMMS, Gemm
 
 Ops = Mapping[str, Callable]
 M_GROUPED = GEMMS | RAGGED_GEMMS
@@ -57,6 +57,35 @@ def test_grouped_wgrad_bf16(ops: Ops, name: str, out_dtype: str) -> None:
     assert got.dtype == oracle.DTYPES[out_dtype]
     check.k_grouped(got, case.dout, case.lhs, case.group_ends)
     assert (got[np.diff(case.group_ends, prepend=0) == 0] == 0).all()
+
+
+@backends_with_a_gemm
+@out_dtypes
+@pytest.mark.parametrize("name", M_GROUPED)
+def test_grouped_wgrad_bf16_t(ops: Ops, name: str, out_dtype: str) -> None:
+    case = M_GROUPED[name]
+    turned = (np.ascontiguousarray(x.T) for x in (case.dout, case.lhs))
+    got = ops["grouped_wgrad_bf16_t"](*turned, case.group_ends, out_dtype=out_dtype)
+    assert got.dtype == oracle.DTYPES[out_dtype]
+    check.k_grouped(got, case.dout, case.lhs, case.group_ends)
+    assert (got[np.diff(case.group_ends, prepend=0) == 0] == 0).all()
+
+
+@backends_with_a_gemm
+def test_no_group_reads_the_next_one(ops: Ops) -> None:
+    """bf16 operands of ones and, in the next group, NaN: ends on both sides of what a tile takes at a time."""
+    ones = np.ones((168, 16), BF16)
+    for end in (1, 7, 63, 64, 65, 128, 130):
+        group_ends, tokens = np.int32([end, end, 160]), np.arange(168)[:, None]
+        x = np.where(tokens < end, ones, BF16.type(np.nan))
+        want = np.stack([np.full((16, 16), end), np.zeros((16, 16)), np.full((16, 16), np.nan)])
+        for op, operand in (("grouped_wgrad_bf16", x), ("grouped_wgrad_bf16_t", np.ascontiguousarray(x.T))):
+            got = ops[op](operand, operand, group_ends, out_dtype="float32")
+            np.testing.assert_array_equal(got, want)
+        weights = np.stack([ones[:8], np.full((8, 16), BF16.type(np.nan)), ones[:8]])
+        got = ops["grouped_mm_bf16"](x, weights, group_ends, out_dtype="float32")
+        want = np.where(tokens < end, 16.0, np.where(tokens < 160, np.nan, 0.0))
+        np.testing.assert_array_equal(got, np.broadcast_to(want, (168, 8)))
 
 
 @backends_with_a_gemm

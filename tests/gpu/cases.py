@@ -174,6 +174,27 @@ def _grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
     return _finite(rng, m, K), _finite(rng, GROUPS, N, K), _ends(rng, m)
 
 
+def _ragged(rng: Rng, m: int) -> Tensor:
+    """Ends of which none has to be a multiple of anything; the first group has one row, if there is any."""
+    return torch.tensor([min(m, 1), max(min(m, 1), m // 3), m - m // 8], dtype=torch.int32)
+
+
+def _mm_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    return _finite(rng, m, 200), _finite(rng, GROUPS, 808, 200), _ragged(rng, m)
+
+
+def _wgrad_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    return _finite(rng, m, 808), _finite(rng, m, 328), _ragged(rng, m)
+
+
+def _wgrad_t(rng: Rng, m: int) -> Tensors:
+    return _finite(rng, N, m), _finite(rng, K, m), _ends(rng, m)
+
+
+def _wgrad_t_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    return _finite(rng, 808, m), _finite(rng, 328, m), _ragged(rng, m)
+
+
 def _grouped_mm_mx(rng: Rng, m: int) -> Tensors:
     lhs, rhs_t, ends = _grouped_mm_bf16(rng, m)
     return *torch_ops.quantize_row(lhs), *torch_ops.quantize_row(rhs_t), ends
@@ -244,6 +265,12 @@ CASES = {
     "grouped_mm_bf16": _case("grouped_mm_bf16", _grouped_mm_bf16),
     "grouped_wgrad_mx": Case("grouped_wgrad_mx", _grouped_wgrad_mx, multiple=32),
     "grouped_wgrad_bf16": _case("grouped_wgrad_bf16", _grouped_wgrad_bf16),
+    "grouped_wgrad_bf16_t": Case("grouped_wgrad_bf16_t", _wgrad_t, multiple=32),
+    "grouped_mm_bf16_tiles": _case("grouped_mm_bf16", _mm_of_many_tiles, out_dtype="float32"),
+    "grouped_wgrad_bf16_tiles": _case("grouped_wgrad_bf16", _wgrad_of_many_tiles, out_dtype="float32"),
+    "grouped_wgrad_bf16_t_tiles": Case(
+        "grouped_wgrad_bf16_t", _wgrad_t_of_many_tiles, lambda m: {"out_dtype": "float32"}, multiple=32
+    ),
     "grouped_mm_fold": _case("grouped_mm_fold", _grouped_mm_fold),
     "grouped_mm_fold_fp32": _case("grouped_mm_fold", _grouped_mm_fold, out_dtype="float32"),
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", _grouped_wgrad_fold, multiple=32),

@@ -41,6 +41,17 @@ def test_a_sort_by_as_many_experts_as_cuda_takes_and_by_more(num_experts: int) -
     )
 
 
+def test_triton_multiplies_rows_that_the_cuda_kernel_cannot_copy() -> None:
+    """Of small integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-4, 5, shape, generator=generator).bfloat16().cuda() for shape in ((9, 36), (2, 20, 36)))
+    ends = torch.tensor([4, 7], dtype=torch.int32, device="cuda")
+    want = torch.cat([x[:4].double() @ w[0].double().T, x[4:7].double() @ w[1].double().T, x.new_zeros(2, 20)])
+    assert torch.equal(ops.grouped_mm_bf16(x, w, ends, "float32"), want.float())
+    with force_implementation("cuda"), pytest.raises(NotImplementedError, match="N in multiples of 8, this is 20"):
+        ops.grouped_mm_bf16(x, w, ends)
+
+
 COLD_CAPTURE = """
 import torch
 from mxep.torch_frontend import ops

@@ -1,8 +1,9 @@
-"""The differentiable product on a GPU: what "auto" multiplies, CUDA graphs, streams, and weights that change."""
+"""The differentiable product on a GPU: what "auto" multiplies, CUDA graphs, streams, and weights that change; bf16
+products of more tiles than a GPU holds at a time."""
 
 import pytest
 import torch
-from mxep.torch_frontend import keep_quantized_weights, mxfp8_grouped_mm, weights
+from mxep.torch_frontend import keep_quantized_weights, mxfp8_grouped_mm, ops, weights
 from torch import Tensor, nn
 
 from .cases import DEVICE
@@ -56,6 +57,36 @@ def test_a_graph_quantizes_the_weights_that_it_finds(compute: str) -> None:
     with keep_quantized_weights(False):
         assert equal(captured, step(x, w, offs, compute))
     assert not equal(captured, before)
+
+
+def within_the_bound(got: Tensor, a: Tensor, b: Tensor) -> bool:
+    """got, fp32, is a (R, T) x b (C, T): the bound of conformance/check.py, on the GPU."""
+    a, b = a.double(), b.double()
+    exact, magnitude = a @ b.T, a.abs() @ b.abs().T
+    return bool(((got - exact).abs() <= 2.0**-23 * a.shape[1] * magnitude + 2.0**-24 * exact.abs()).all())
+
+
+def test_bf16_products_of_many_tiles() -> None:
+    """A group of one row, an empty one, ends that are multiples of nothing, and NaN behind the last."""
+    m, n, k, ends = 3000, 1544, 1032, (1, 1, 700, 1811, 2950)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, dout, w = (
+        torch.randn(shape, generator=generator, device=DEVICE).bfloat16()
+        for shape in ((m, k), (m, n), (len(ends), n, k))
+    )
+    x[ends[-1] :], dout[ends[-1] :] = torch.nan, torch.nan
+    offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    out = ops.grouped_mm_bf16(x, w, offs, "float32")
+    assert out[ends[-1] :].eq(0).all()
+    grads = (
+        ops.grouped_wgrad_bf16(dout, x, offs, "float32"),
+        ops.grouped_wgrad_bf16_t(dout.T.contiguous(), x.T.contiguous(), offs, "float32"),
+    )
+    for g, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        rows = slice(start, end)
+        assert within_the_bound(out[rows], x[rows], w[g])
+        for grad in grads:
+            assert within_the_bound(grad[g], dout[rows].T, x[rows].T)
 
 
 def test_every_stream_keeps_bytes_of_its_own() -> None:

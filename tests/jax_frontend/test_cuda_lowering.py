@@ -73,6 +73,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "grouped_mm_bf16": (ops.grouped_mm_bf16, [bf16(M, K), bf16(G, N, K), ENDS]),
     "grouped_wgrad_mx": (ops.grouped_wgrad_mx, [u8(N, M), u8(N, M // 32), u8(K, M), u8(K, M // 32), ENDS]),
     "grouped_wgrad_bf16": (ops.grouped_wgrad_bf16, [bf16(M, N), bf16(M, K), ENDS]),
+    "grouped_wgrad_bf16_t": (ops.grouped_wgrad_bf16_t, [bf16(N, M), bf16(K, M), ENDS]),
     "grouped_mm_fold": (ops.grouped_mm_fold, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), ENDS]),
     "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(G, N), u8(K, M), u8(G, K), ENDS]),
 }
@@ -189,6 +190,23 @@ def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes() -> None:
     assert f".visible .entry {ops.OPS['sort_by_expert'].kernel.__name__}(" in ptx
     with force_implementation("cuda"), pytest.raises(NotImplementedError, match="up to 4096 experts, these are 4097"):
         sort_by(4097)
+
+
+def test_triton_multiplies_rows_that_the_cuda_kernel_cannot_copy() -> None:
+    def product(n: int, k: int) -> list[str]:
+        with lower_for("sm_90"):
+            traced = jax.jit(ops.grouped_mm_bf16).trace(bf16(M, k), bf16(G, n, k), ENDS)
+            return kernels(traced.lower(lowering_platforms=("cuda",)))
+
+    assert product(24, 40) == ["mxep.cuda.grouped_mm_bf16"]
+    for n, k in ((20, 40), (24, 36)):
+        (ptx,) = product(n, k)
+        assert f".visible .entry {ops.OPS['grouped_mm_bf16'].kernel.__name__}(" in ptx
+    with (
+        force_implementation("cuda"),
+        pytest.raises(NotImplementedError, match="K in multiples of 8, this is 36"),
+    ):
+        product(24, 36)
 
 
 def test_what_runs_and_why_the_rest_does_not() -> None:

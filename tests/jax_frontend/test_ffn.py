@@ -15,6 +15,7 @@ from mxep.jax_frontend import (
     Recipe,
     a2a_combine_hp_fwd_mxfp8_bwd,
     grouped_swiglu_ffn,
+    lower_for,
     mxfp8_grouped_mm,
     plan_exchange,
     swiglu,
@@ -162,6 +163,22 @@ def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_inpu
         },
     }  # fmt: skip
     assert kernels(run, X, W1, W3, W2, PROB) == expected[recipe]
+
+
+def test_on_hopper_exact_products_dequantize_what_reads_x_once() -> None:
+    """Rows of x, h and three gradients, tokens of the same, and each weight where it is multiplied."""
+    recipe = Recipe.parse("mxfp8", compute="exact")
+
+    def run(x, w1, w3, w2, prob):
+        y, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], recipe=recipe), x, w1, w3, w2, prob)
+        return y, backward(y)
+
+    with lower_for("sm_90"):
+        found = kernels(run, X, W1, W3, W2, PROB)
+    assert found["dequantize"] == 5 + 5 + 6
+    assert {name: n for name, n in found.items() if name.startswith("grouped")} == {
+        "grouped_mm_bf16": 6, "grouped_wgrad_bf16_t": 3,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", *FOLD])

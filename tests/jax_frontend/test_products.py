@@ -67,6 +67,31 @@ def test_on_a_cpu_auto_is_exact(name: str) -> None:
     np.testing.assert_array_equal(results(auto, LHS, RHS_T, DOUT)[0], ops.grouped_mm_mx(*pairs[0], *pairs[1], ENDS))
 
 
+@pytest.mark.parametrize("name", MX)
+def test_exact_products_on_hopper_multiply_dequantized_operands(name: str) -> None:
+    """Run on this machine's CPU, though traced for Hopper."""
+    recipe = Recipe.parse(name, compute="exact")
+
+    def rows(x):
+        return ops.dequantize(*ops.quantize_row(x))
+
+    def columns(x):
+        return ops.dequantize(*ops.quantize_col(x))
+
+    with lower_for("sm_90"):
+        got = results(recipe, LHS, RHS_T, DOUT)
+        found = kernels(lambda *arrays: results(recipe, *arrays), LHS, RHS_T, DOUT)
+    assert not [op for op in found if op in ("grouped_mm_mx", "grouped_wgrad_mx")]
+    hp = name == "mxfp8_wgrad_with_hp"
+    want = (
+        ops.grouped_mm_bf16(rows(LHS), rows(RHS_T), ENDS),
+        ops.grouped_mm_bf16(rows(DOUT), columns(RHS_T), ENDS),
+        ops.grouped_wgrad_bf16(DOUT, LHS, ENDS) if hp else ops.grouped_wgrad_bf16_t(columns(DOUT), columns(LHS), ENDS),
+    )
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
 @pytest.mark.parametrize(
     ("capability", "form"),
     [("8.0", "mx"), ("8.9", "mx"), ("9.0", "fold"), ("10.0", "mx"), ("10.3", "mx"), ("11.0", "mx"), ("12.0", "mx")],

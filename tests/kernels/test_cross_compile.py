@@ -146,6 +146,9 @@ CASES = {
         grouped_gemm.grouped_wgrad_mx, (*mx(N, M), *mx(K, M), i32(GROUPS)), {"out_dtype": "float32"}, ("mx mma",)
     ),
     "grouped_wgrad_bf16": Case(grouped_gemm.grouped_wgrad_bf16, (bf16(M, N), bf16(M, K), i32(GROUPS)), {}, ("mma",)),
+    "grouped_wgrad_bf16_t": Case(
+        grouped_gemm.grouped_wgrad_bf16_t, (bf16(N, M), bf16(K, M), i32(GROUPS)), {}, ("mma",)
+    ),
     "grouped_mm_fold": Case(
         folded_gemm.grouped_mm_fold, (u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N), i32(GROUPS)), {}, ("fp8 mma",)
     ),
@@ -235,7 +238,7 @@ def test_machine_code(case_name, arch, tmp_path):
 
 
 BLOCK_SCALED = [name for name in CASES if name.startswith(("grouped_mm_mx", "grouped_wgrad_mx"))]
-PRODUCTS = [*BLOCK_SCALED, "grouped_mm_bf16", "grouped_wgrad_bf16"]
+PRODUCTS = [*BLOCK_SCALED, "grouped_mm_bf16", "grouped_wgrad_bf16", "grouped_wgrad_bf16_t"]
 
 
 @pytest.mark.parametrize("case_name", PRODUCTS)
@@ -291,6 +294,7 @@ SMALL = {
     "grouped_wgrad_mx": (grouped_gemm.grouped_wgrad_mx, (*mx(8, 32), *mx(8, 32), i32(1))),
     "grouped_mm_bf16": (grouped_gemm.grouped_mm_bf16, (bf16(1, 5), bf16(1, 3, 5), i32(1))),
     "grouped_wgrad_bf16": (grouped_gemm.grouped_wgrad_bf16, (bf16(1, 3), bf16(1, 5), i32(1))),
+    "grouped_wgrad_bf16_t": (grouped_gemm.grouped_wgrad_bf16_t, (bf16(3, 1), bf16(5, 1), i32(1))),
     "grouped_mm_fold": (folded_gemm.grouped_mm_fold, (u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8), i32(1))),
 }
 

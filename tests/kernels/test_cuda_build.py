@@ -119,6 +119,19 @@ def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> Non
     assert "its CUDA kernel was compiled for sm_90," in cpp_bindings.why_not_cuda("grouped_mm_fold", (10, 0))
 
 
+def test_the_bf16_products_are_tensor_core_instructions_of_hopper_for_either_layout() -> None:
+    """Rows along the dim that is summed over, or (tokens, N) and (tokens, K), which are transposed as they are read."""
+    of = {key: code for key, code in kernels("-sass").items() if "bf16_product" in key[1]}
+    assert len(of) == 6, "M-grouped, K-grouped and K-grouped of transposed operands, in bf16 and fp32"
+    for (target, name), code in of.items():
+        assert target == "sm_90a"
+        products = re.findall(r"\bHGMMA\.64x256x16\.F32\.BF16 R\d+, gdesc\[\w+\](\S*),", code)
+        assert products, name
+        assert set(products) == {".tnspA.tnspB" if "bf16_productILb1ELb1E" in name else ""}, name
+        assert "UTMALDG.2D.MULTICAST" in code, name
+    assert "its CUDA kernel was compiled for sm_90," in cpp_bindings.why_not_cuda("grouped_mm_bf16", (10, 0))
+
+
 def bound() -> cpp_bindings.CudaLaunch:
     launch = quantize.quantize_col.plan(quantize.ArrayType((32, 32), "bfloat16"), arch="sm_90")
     return cpp_bindings.CudaLaunch("quantize_col", [((32, 32), "bfloat16")], launch.out, launch.attrs)

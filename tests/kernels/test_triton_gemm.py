@@ -129,7 +129,11 @@ def test_wgrad_bf16(triton_op, ends, out_dtype):
     rng = np.random.default_rng(1)
     lhs, rhs = normal(rng, 170, 80), normal(rng, 170, 72)
     lhs[ends[-1] if ends else 0 :] = np.nan
-    (got,) = triton_op(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, np.array(ends, np.int32), out_dtype=out_dtype)
+    group_ends = np.array(ends, np.int32)
+    (got,) = triton_op(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=out_dtype)
+    check_k_grouped(got, lhs, rhs, ends)
+    turned = (np.ascontiguousarray(x.T) for x in (lhs, rhs))
+    (got,) = triton_op(grouped_gemm.grouped_wgrad_bf16_t, *turned, group_ends, out_dtype=out_dtype)
     check_k_grouped(got, lhs, rhs, ends)
 
 
@@ -183,6 +187,9 @@ def test_bf16_products_on_sm_100(sm_100_op, out_dtype):
     (got,) = sm_100_op(grouped_gemm.grouped_mm_bf16, lhs, rhs_t, group_ends, out_dtype=out_dtype)
     check_m_grouped(got, lhs, rhs_t, ends)
     (got,) = sm_100_op(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=out_dtype)
+    check_k_grouped(got, lhs, rhs, ends)
+    turned = (np.ascontiguousarray(x.T) for x in (lhs, rhs))
+    (got,) = sm_100_op(grouped_gemm.grouped_wgrad_bf16_t, *turned, group_ends, out_dtype=out_dtype)
     check_k_grouped(got, lhs, rhs, ends)
 
 

@@ -1,4 +1,4 @@
-"""compute="fold": which bytes are multiplied, and when "auto" folds."""
+"""compute="fold" and "exact": which bytes are multiplied, and when "auto" folds."""
 
 import pytest
 import torch
@@ -39,6 +39,27 @@ def test_products_of_folded_operands(mx: bool, wgrad_with_hp: bool) -> None:
     else:
         tokens = (ops.fold_groups(*ops.quantize_col(x), offs) for x in (dout, a))
         assert torch.equal(dw, ops.grouped_wgrad_fold(*(t for pair in tokens for t in pair), offs))
+
+
+@pytest.mark.parametrize("wgrad_with_hp", [False, True])
+def test_exact_products_on_hopper_multiply_dequantized_operands(
+    wgrad_with_hp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, w, offs, dout = operands()
+    a.requires_grad_()
+    w.requires_grad_()
+    monkeypatch.setattr(products, "arch_of", lambda device: "sm_90")
+    monkeypatch.delattr(ops, "grouped_mm_mx")
+    monkeypatch.delattr(ops, "grouped_wgrad_mx")
+    out = mxfp8_grouped_mm(a, w.mT, offs, wgrad_with_hp=wgrad_with_hp, compute="exact")
+    da, dw = torch.autograd.grad(out, [a, w], dout)
+
+    a, w = a.detach(), w.detach()
+    rows, columns = (lambda x, f=f: ops.dequantize(*f(x)) for f in (ops.quantize_row, ops.quantize_col))
+    assert torch.equal(out, ops.grouped_mm_bf16(rows(a), rows(w), offs))
+    assert torch.equal(da, ops.grouped_mm_bf16(rows(dout), columns(w), offs))
+    hp, mx = ops.grouped_wgrad_bf16, ops.grouped_wgrad_bf16_t
+    assert torch.equal(dw, hp(dout, a, offs) if wgrad_with_hp else mx(columns(dout), columns(a), offs))
 
 
 def test_auto_folds_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:

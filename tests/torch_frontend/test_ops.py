@@ -84,6 +84,7 @@ CASES: dict[str, Callable[[], tuple]] = {
     "grouped_mm_bf16": lambda: (rows(80, 40), rows(3, 24, 40), ENDS, "float32"),
     "grouped_wgrad_mx": lambda: (*mx(64, 96), *mx(32, 96), ints(32, 32, 64)),
     "grouped_wgrad_bf16": lambda: (rows(80, 40), rows(80, 24), ENDS),
+    "grouped_wgrad_bf16_t": lambda: (rows(40, 80), rows(24, 80), ENDS),
     "grouped_mm_fold": lambda: (*ops.fold_rows(*mx(80, 64)), *ops.fold_rows(*mx(3, 96, 64)), ENDS),
     "grouped_wgrad_fold": lambda: (*by_group(64, 96), *by_group(32, 96), ints(32, 32, 64)),
     "permute_q_sf": lambda: (*mx(5, 64), ints(4, -1, 0)),

@@ -31,6 +31,7 @@ GEMM_OPS = (
     grouped_gemm.grouped_mm_bf16,
     grouped_gemm.grouped_wgrad_mx,
     grouped_gemm.grouped_wgrad_bf16,
+    grouped_gemm.grouped_wgrad_bf16_t,
     folded_gemm.grouped_mm_fold,
     folded_gemm.grouped_wgrad_fold,
 )
