@@ -4,7 +4,7 @@
 //   K-grouped  out[g, i, j] = sum_m a[m, i] b[m, j]            tokens m of group g; operands (tokens, N) or (N, tokens)
 //
 // A cluster of two CTAs works on two tiles of 128 x 256. They have their rows of B in common, or of A
-// (folded_schedule.cuh): each fetches one half of those for both.
+// (gemm_schedule.cuh): each fetches one half of those for both.
 //
 //   warpgroup 0     TMA: A (128, 64), B (256, 64), in boxes of 64 x 64 --> ring of 4 stages of 48 KiB
 //                                                        |  full: its bytes are there
@@ -19,7 +19,7 @@
 #include <algorithm>
 
 #include "cluster_launch.h"
-#include "folded_schedule.cuh"
+#include "gemm_schedule.cuh"
 #include "ops.h"
 #include "sm90.cuh"
 #include "staged_store.cuh"
@@ -74,12 +74,18 @@ __device__ __forceinline__ void fetch(uint8_t (&to)[kBoxes][kBoxBytes], const CU
   }
 }
 
+// Where a group's first stage begins. Along a row, the copy engine starts at multiples of 16 bytes.
+template <bool kColumns>
+__device__ __forceinline__ int first_of(const Tile& tile) {
+  return kColumns ? tile.k_begin : tile.k_begin / 8 * 8;
+}
+
 template <bool kAlongK, bool kColumns>
 __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
   Schedule<kAlongK, kM, kN> schedule(p);
   Ring ring;
   for (Tile tile; schedule.next(&tile);)
-    for (int k = tile.k_begin; k < tile.k_end; k += kK, ring.advance()) {
+    for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
       uint64_t* full = &s.full[ring.stage];
       Stage& stage = s.stages[ring.stage];
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
@@ -91,17 +97,18 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
   for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
 }
 
-// The first `left` tokens of a stage stay, what follows is the next group's. Of both operands: NaN * 0 is NaN.
+// Tokens first..last - 1 of a stage stay, the others are other groups'. Of both operands: NaN * 0 is NaN.
 template <bool kColumns>
-__device__ __forceinline__ void clear_tokens(Stage& stage, int left) {
+__device__ __forceinline__ void clear_tokens(Stage& stage, int first, int last) {
   uint16_t* values = reinterpret_cast<uint16_t*>(&stage);
   for (int i = threadIdx.x - kWarpgroup; i < sizeof(Stage) / 16; i += kConsumers * kWarpgroup) {
     // 16 bytes of a row: of one token, or of eight tokens, whose place the swizzle changed by row.
-    const int row = i / 8 % kBox, first = kColumns ? row : (i ^ row) % 8 * 8;
-    if (first >= left) {
+    const int row = i / 8 % kBox, token = kColumns ? row : (i ^ row) % 8 * 8, end = kColumns ? row + 1 : token + 8;
+    if (end <= first || token >= last) {
       reinterpret_cast<uint4*>(&stage)[i] = {};
     } else if (!kColumns) {
-      for (int j = left - first; j < 8; ++j) values[i * 8 + j] = 0;
+      for (int j = 0; j < 8; ++j)
+        if (token + j < first || token + j >= last) values[i * 8 + j] = 0;
     }
   }
   shared_to_async_fence();
@@ -119,11 +126,12 @@ __device__ void consume(const Problem& p, Shared& s) {
   for (Tile tile; schedule.next(&tile);) {
     float sum[128] = {};
     int before = -1;  // the stage that the tensor core may still be reading
-    for (int left = tile.k_end - tile.k_begin; left > 0; left -= kK, ring.advance()) {
+    for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
       Stage& stage = s.stages[ring.stage];
       barrier_wait(&s.full[ring.stage], ring.parity);
       // Along the rows, the copy engine has put zeros beyond the end.
-      if (kAlongK && left < kK) clear_tokens<kColumns>(stage, left);
+      if (kAlongK && (k < tile.k_begin || k + kK > tile.k_end))
+        clear_tokens<kColumns>(stage, tile.k_begin - k, tile.k_end - k);
       const uint64_t a = kColumns ? columns_descriptor<kBox>(stage.a[group]) : descriptor(stage.a[group]);
       const uint64_t b = kColumns ? columns_descriptor<kBox>(stage.b) : descriptor(stage.b);
       wgmma_fence();

@@ -5,10 +5,16 @@
 
 #include <cuda_bf16.h>
 
-#include "folded_schedule.cuh"
+#include "gemm_schedule.cuh"
 #include "staged_store.cuh"
 
 namespace mxep::cuda::sm90 {
+
+constexpr int kTileM = 256, kTileN = 128, kTileK = 128;
+
+// Along the tokens, a scale is that of one group.
+template <bool kAlongK>
+using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1>;
 
 constexpr int kNanScale = 255, kOne = 127;
 

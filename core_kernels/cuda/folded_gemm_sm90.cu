@@ -4,7 +4,7 @@
 //   K-grouped  out[g, i, j] = 2^(rs[g, i] + cs[g, j]) sum_m a[i, m] b[j, m]          tokens m of group g
 //
 // A cluster of two CTAs works on two tiles of 256 x 128. They have their rows of B in common, or of A
-// (folded_schedule.cuh): each fetches one half of those for both.
+// (gemm_schedule.cuh): each fetches one half of those for both.
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
 //                                                        |  full: its bytes are there
@@ -24,7 +24,7 @@
 
 #include "cluster_launch.h"
 #include "folded_epilogue.cuh"
-#include "folded_schedule.cuh"
+#include "gemm_schedule.cuh"
 #include "ops.h"
 #include "tensor_map.h"
 
@@ -61,7 +61,7 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
   constexpr uint16_t kBoth = 3;
   const uint32_t rank = cluster_rank();
   const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
-  Schedule<kAlongK> schedule(p);
+  FoldedSchedule<kAlongK> schedule(p);
   Ring ring;
   for (Tile tile; schedule.next(&tile);)
     for (int k = tile.k_begin; k < tile.k_end; k += kTileK, ring.advance()) {
@@ -99,7 +99,7 @@ template <bool kAlongK, typename Out>
 __device__ void consume(const Problem& p, Shared& s) {
   // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
-  Schedule<kAlongK> schedule(p);
+  FoldedSchedule<kAlongK> schedule(p);
   const uint64_t zeros = repeated_descriptor(s.zeros);
   Ring ring;
   int odd = 0;

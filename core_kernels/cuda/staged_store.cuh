@@ -10,7 +10,7 @@
 
 #include <type_traits>
 
-#include "folded_schedule.cuh"
+#include "gemm_schedule.cuh"
 #include "sm90.cuh"
 
 namespace mxep::cuda::sm90 {

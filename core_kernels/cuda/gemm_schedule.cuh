@@ -18,7 +18,7 @@
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kTileM = 256, kTileN = 128, kTileK = 128, kCluster = 2;
+constexpr int kCluster = 2;
 
 // M-grouped: out (rows, cols), M x N, groups of rows; depth is K.
 // K-grouped: out (groups, rows, cols), groups of the contraction dim; depth is all tokens.
@@ -38,8 +38,8 @@ struct Tile {
   bool side_by_side;
 };
 
-// Tiles of kM x kN.
-template <bool kAlongK, int kM = kTileM, int kN = kTileN>
+// Tiles of kM x kN, group ends that are multiples of kEnds.
+template <bool kAlongK, int kM, int kN, int kEnds = 1>
 class Schedule {
  public:
   __device__ explicit Schedule(const Problem& p) : p_(p), next_(blockIdx.x / kCluster) { enter(0); }
@@ -84,8 +84,9 @@ class Schedule {
     group_ = group;
     begin_ = group ? end_ : 0;
     if (group >= p_.groups) return;
-    // Ends that break the contract give wrong sums; they make nobody write outside the output.
-    end_ = min(max(p_.group_ends[group], begin_), kAlongK ? p_.depth : p_.rows);
+    // Ends that break the contract give wrong sums; they make nobody write outside the output or copy from an address
+    // that is not aligned.
+    end_ = min(max(p_.group_ends[group], begin_), kAlongK ? p_.depth : p_.rows) / kEnds * kEnds;
     const int rows = kAlongK ? p_.rows : end_ - begin_;
     const int stacked = tiles(rows, 2 * kM) * tiles(p_.cols, kN);
     const int beside = tiles(rows, kM) * tiles(p_.cols, 2 * kN);
