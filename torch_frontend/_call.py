@@ -22,8 +22,12 @@ from ._launch import Output, bind
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
 
-TOKENS_LAST = ("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups")
-"""Ops whose operands have the tokens along the contiguous dim, in blocks of 32."""
+IN_BLOCKS = {
+    **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, 1)),
+    "quantize_col_fold": (0, 1),
+    "group_scales": (0, BLOCK),
+}
+"""Ops with tokens in blocks of 32: the dim of the first operand that they lie along, and how many an index is."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
@@ -141,8 +145,9 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     arch, out, start = bind(op, types, device, forced(), tuple(options.items()))
     if op.inputs[-1] == "group_ends" and checks_values(device):
         # Blocks that run along the tokens must not cross groups.
-        tokens_dim, multiple = (1, BLOCK) if op.name in TOKENS_LAST else (0, 1)
-        rows = int(options.get("num_rows", inputs[0].shape[tokens_dim]))
+        dim, tokens = IN_BLOCKS.get(op.name, (0, 1))
+        multiple = BLOCK if op.name in IN_BLOCKS else 1
+        rows = int(options.get("num_rows", inputs[0].shape[dim] * tokens))
         check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
     if arch != "cpu" and checks_values(device):
         _check_maps(op, inputs)
