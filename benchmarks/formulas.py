@@ -55,6 +55,23 @@ def quantize_row_fold(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
     row_sf.copy_(largest.flatten(-3).to(torch.uint8))  # -1, a row of NaN blocks, wraps to 255
 
 
+def quantize_row_fold_col_scales(x: Tensor, qf: Tensor, row_sf: Tensor, col_sf: Tensor) -> None:
+    quantize_row_fold(x, qf, row_sf)
+    if not x.is_cuda:
+        torch._dynamo.graph_break()  # as in quantize_both
+    col_sf.copy_(_encode(x.unflatten(0, (-1, 32)).float(), 1)[1].squeeze(1))
+
+
+def quantize_col_fold(x: Tensor, group_sf: Tensor, group_ends: Tensor, qf_t: Tensor) -> None:
+    codes, bytes_ = _encode(x.t().contiguous().unflatten(-1, (-1, 32)).float(), -1)
+    block = torch.arange(0, len(x), 32, dtype=torch.int32, device=x.device)
+    group = torch.searchsorted(group_ends, block, right=True)
+    scale = group_sf[group.clamp(max=len(group_sf) - 1)].t().unsqueeze(-1).int()
+    factor = torch.where(bytes_ == 255, float("nan"), torch.exp2((bytes_.int() - scale).float()))
+    folded = (codes.view(torch.float8_e4m3fn).float() * factor).to(torch.float8_e4m3fn).view(torch.uint8)
+    qf_t.copy_(torch.where(group[:, None] < len(group_sf), folded, 0).flatten(-2))
+
+
 def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
     codes, bytes_ = _encode(x.float(), -1)
     qf.copy_(codes)

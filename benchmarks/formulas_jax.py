@@ -46,6 +46,19 @@ def quantize_row_fold(x: jax.Array) -> Pair:
     return _bits(folded, jnp.uint8).reshape(x.shape), (largest[..., 0] & 255).astype(jnp.uint8)
 
 
+def quantize_row_fold_col_scales(x: jax.Array) -> tuple[jax.Array, ...]:
+    return *quantize_row_fold(x), _encode(x.mT)[1].astype(jnp.uint8).mT
+
+
+def quantize_col_fold(x: jax.Array, group_sf: jax.Array, group_ends: jax.Array) -> tuple[jax.Array]:
+    codes, byte = _encode(x.mT)
+    group = jnp.searchsorted(group_ends, jnp.arange(0, len(x), 32), side="right")
+    scale = group_sf[group.clip(max=len(group_sf) - 1)].mT.astype(jnp.int32)
+    factor = jnp.where(byte == 255, jnp.nan, jnp.exp2((byte - scale).astype(jnp.float32)))
+    folded = _bits((codes.astype(jnp.float32) * factor[..., None]).astype(E4M3), jnp.uint8)
+    return (jnp.where(group[:, None] < len(group_sf), folded, 0).reshape(x.mT.shape),)
+
+
 def quantize_rowwise(x: jax.Array) -> Pair:
     codes, byte = _encode(x, x.shape[-1])
     return _bits(codes, jnp.uint8).reshape(x.shape), byte[..., 0].astype(jnp.uint8)

@@ -29,16 +29,16 @@ NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
 
 
 @triton.jit
-def fold_tile(q_blocks, byte, row, HW_CAST: tl.constexpr):
-    """q (..., B, 32) under scale bytes (..., B), int32 -> the same values under their row's byte (..., 1)."""
+def fold_tile(q_blocks, byte, scale, axis: tl.constexpr, HW_CAST: tl.constexpr):
+    """q in blocks along `axis` under their bytes, int32 without it -> under `scale`, which broadcasts to these."""
     # 448 * 2^-32 rounds to zero, and 2^-254 is no fp32 number
-    shift = tl.maximum(byte - row, -32)
+    shift = tl.maximum(byte - scale, -32)
     factor = tl.where(byte == NAN_BYTE, F32_NAN, (127 + shift) << 23).to(tl.float32, bitcast=True)
-    return f32_to_e4m3(e4m3_to_f32(q_blocks, HW_CAST) * tl.expand_dims(factor, 2), HW_CAST)
+    return f32_to_e4m3(e4m3_to_f32(q_blocks, HW_CAST) * tl.expand_dims(factor, axis), HW_CAST)
 
 
 @triton.jit
-def _store_folded(
+def store_folded(
     q_blocks, sf_tile, m, k, kb, M, qf, row_sf,
     K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,7 @@ def _store_folded(
     byte = sf_tile.to(tl.int32)
     counts = (kb < K // BLOCK_MX)[None, :] & (byte != NAN_BYTE)
     row = tl.max(tl.where(counts, byte, -1), 1)
-    folded = fold_tile(q_blocks, byte, row[:, None], HW_CAST)
+    folded = fold_tile(q_blocks, byte, row[:, None], 2, HW_CAST)
     inside = (m < M)[:, None] & (k < K)[None, :]
     tl.store(qf + m[:, None] * K + k[None, :], tl.reshape(folded, (BLOCK_M, BLOCK_K)), mask=inside)
     tl.store(row_sf + m, tl.where(row < 0, NAN_BYTE, row).to(tl.uint8), mask=m < M)
@@ -63,7 +63,7 @@ def _fold_kernel(
     q_tile = tl.load(q + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
     sf_tile = tl.load(sf + m[:, None] * scales + kb[None, :], mask=(m < M)[:, None] & (kb < scales)[None, :], other=0)
     blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    _store_folded(blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+    store_folded(blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _quantize_fold_kernel(
     v = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
     blocks = tl.reshape(to_f32(v), (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
     q_blocks, sf_tile = quantize_blocks(blocks, 2, rounding, satfinite, HW_CAST)
-    _store_folded(q_blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+    store_folded(q_blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _permute_fold_kernel(
     q_tile = tl.load(start + k[None, :], mask=real & (k < K)[None, :], other=0)
     sf_tile = tl.load(start + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
     blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    _store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+    store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _fold_groups_kernel(
         if group < G:
             byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=0)
             blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))
-            folded = fold_tile(blocks, byte.to(tl.int32), row[:, None], HW_CAST)
+            folded = fold_tile(blocks, byte.to(tl.int32), row[:, None], 2, HW_CAST)
             tl.store(qf + at, tl.reshape(folded, (BLOCK_M, BLOCK_K)), mask=inside)
         else:
             tl.store(qf + at, tl.zeros((BLOCK_M, BLOCK_K), tl.uint8), mask=inside)

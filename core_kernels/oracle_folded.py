@@ -4,13 +4,14 @@
     grouped_wgrad_fold  the same, one scale per row and group of tokens
     fold_groups         bytes, exact
     quantize_rowwise    bytes, exact                                  what the first multiplies, straight from floats
+    quantize_row_fold_col_scales  group_scales  quantize_col_fold     bytes, exact: both operands, from two reads of x
 
 Functions have the names and the argument order of the ops they define.
 """
 
 import numpy as np
 
-from .formats import BLOCK, Rounding
+from .formats import BLOCK, E8M0_NAN, Rounding
 from .oracle import (
     E4M3_VALUES,
     Array,
@@ -21,6 +22,9 @@ from .oracle import (
     k_grouped,
     m_grouped,
     quantize_blocks,
+    quantize_col,
+    quantize_row_fold,
+    to_e4m3,
 )
 
 
@@ -64,3 +68,39 @@ def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
 def quantize_rowwise(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
     """x (..., K) -> qf (..., K), row_sf (...): quantize_row with the row as its one block."""
     return quantize_blocks(x, rounding, satfinite)
+
+
+def quantize_row_fold_col_scales(
+    x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[Array, Array, Array]:
+    """x (M, K) -> qf (M, K), row_sf (M,) of quantize_row_fold, col_sf (M/32, K): quantize_col's sf, as x lies."""
+    col_sf = np.ascontiguousarray(quantize_col(x, rounding, satfinite)[1].T)
+    return *quantize_row_fold(x, rounding, satfinite), col_sf
+
+
+def group_scales(col_sf: Array, group_ends: Array) -> Array:
+    """col_sf (B, K) -> group_sf (G, K): the largest byte of a group's blocks but NaN's 255; 0 for an empty group."""
+    group_sf = np.zeros((len(group_ends), col_sf.shape[1]), np.uint8)
+    for group, rows in enumerate(group_slices(group_ends)):
+        blocks = col_sf[rows.start // BLOCK : rows.stop // BLOCK].astype(np.int32)
+        if len(blocks):
+            largest = np.where(blocks == E8M0_NAN, -1, blocks).max(0)
+            group_sf[group] = np.where(largest < 0, E8M0_NAN, largest)
+    return group_sf
+
+
+def quantize_col_fold(
+    x: Array, group_sf: Array, group_ends: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> Array:
+    """x (M, K), group_sf (G, K) -> qf_t (K, M): quantize_col, each group of columns then under its scale.
+
+    With the scales of group_scales: the qf of fold_groups. Columns past the last end become zeros.
+    """
+    q_t, sf_t = quantize_col(x, rounding, satfinite)
+    qf_t = np.zeros_like(q_t)
+    for group, columns in enumerate(group_slices(group_ends)):
+        byte = sf_t[:, columns.start // BLOCK : columns.stop // BLOCK].astype(np.int32)
+        shift = byte - group_sf[group].astype(np.int32)[:, None]
+        factor = np.where(byte == E8M0_NAN, np.nan, np.ldexp(1.0, shift))
+        qf_t[:, columns] = to_e4m3(E4M3_VALUES[q_t[:, columns]] * np.repeat(factor, BLOCK, axis=1))
+    return qf_t

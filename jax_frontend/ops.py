@@ -3,6 +3,7 @@
     quantize_row   quantize_row_packed   quantize_col   quantize_both   dequantize
     permute_rows   permute_mx            sort_by_expert row_map
     fold_rows      quantize_row_fold     permute_mx_fold                fold_groups
+    quantize_row_fold_col_scales         group_scales   quantize_col_fold
     quantize_rowwise
     block_scales   unblock_scales        combine        combine_bwd
     swiglu         swiglu_row            swiglu_col     swiglu_both
@@ -20,8 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..core_kernels import col_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import combine as combine_ops
-from ..core_kernels import fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import KernelOp
@@ -30,7 +31,7 @@ from ._call import call
 OPS: dict[str, KernelOp] = {
     op.name: op
     for module in (
-        *(quantize, permute, routing, fold, rowwise, scale_layout),
+        *(quantize, permute, routing, fold, col_fold, rowwise, scale_layout),
         *(combine_ops, swiglu_kernels, grouped_gemm, folded_gemm),
     )
     for op in vars(module).values()
@@ -196,6 +197,58 @@ def fold_groups(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> tuple[jax
     """
     qf, group_sf = call(fold.fold_groups, q, sf, group_ends)
     return qf, group_sf
+
+
+def quantize_row_fold_col_scales(
+    x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`quantize_row_fold`, and the scales of `quantize_col`, in one read of x.
+
+    x (M, K) bf16 or fp32 -> qf (M, K), row_sf (M,), col_sf (M/32, K), uint8: col_sf is the transpose of the sf
+    (K, M/32) of `quantize_col`, and the other two are `quantize_row_fold`'s, byte for byte.
+
+    >>> qf, row_sf, col_sf = quantize_row_fold_col_scales(jnp.ones((32, 64)).at[0].set(4.0))
+    >>> row_sf[:2].tolist(), col_sf.shape, int(col_sf[0, 0])  # 4 = 2^8 * 2^-6, and 127 - 6 = 121
+    ([121, 119], (1, 64), 121)
+
+    Raises ValueError unless M and K are multiples of 32 and K is not 0, TypeError for another dtype.
+    """
+    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    qf, row_sf, col_sf = call(col_fold.quantize_row_fold_col_scales, x, **options)
+    return qf, row_sf, col_sf
+
+
+def group_scales(col_sf: jax.Array, group_ends: jax.Array) -> jax.Array:
+    """The group_sf of `fold_groups`: col_sf (M/32, K) uint8, group_ends (G,) int32 -> (G, K) uint8.
+
+    The largest byte of a group's blocks, in which a NaN block (255) has no say; 255 for NaN blocks alone, 0 for an
+    empty group. Groups end at multiples of 32.
+
+    >>> group_scales(jnp.uint8([[3], [255], [7]]), jnp.array([64, 64, 96], jnp.int32)).tolist()
+    [[3], [0], [7]]
+
+    Raises ValueError (shape) or TypeError (dtype).
+    """
+    return call(col_fold.group_scales, col_sf, group_ends)[0]
+
+
+def quantize_col_fold(
+    x: jax.Array, group_sf: jax.Array, group_ends: jax.Array,
+    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
+) -> jax.Array:  # fmt: skip
+    """The qf of `fold_groups` of `quantize_col`, in one read of x (M, K) bf16 or fp32: -> qf_t (K, M) uint8.
+
+    group_sf (G, K) uint8: the `group_scales` of x under the same options, or larger bytes, under which the codes then
+    stand. group_ends (G,) int32, multiples of 32; columns past the last end become zeros.
+
+    >>> x, ends = jnp.ones((64, 32)).at[0].set(4.0), jnp.array([64], jnp.int32)
+    >>> quantize_col_fold(x, jnp.full((1, 32), 121, jnp.uint8), ends)[0, ::32].tolist()  # 256 and 64
+    [120, 104]
+
+    Raises ValueError unless M is a multiple of 32 and group_sf fits, TypeError for other dtypes.
+    """
+    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    return call(col_fold.quantize_col_fold, x, group_sf, group_ends, **options)[0]
 
 
 def block_scales(sf: jax.Array, group_ends: jax.Array) -> jax.Array:

@@ -22,8 +22,14 @@ from ._launch import Output, bind
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
 
-TOKEN_BLOCKS = {"grouped_wgrad_mx": BLOCK, "grouped_wgrad_fold": BLOCK, "fold_groups": BLOCK, "grouped_wgrad_bf16_t": 1}
-"""Ops whose operands have the tokens along the contiguous dim: as many share a scale, and groups do not."""
+TOKENS = {
+    **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, 1, BLOCK)),
+    "grouped_wgrad_bf16_t": (1, 1, 1),
+    "quantize_col_fold": (0, 1, BLOCK),
+    "group_scales": (0, BLOCK, BLOCK),
+}
+"""Where ops with group ends have their tokens: along which dim of the first operand, how many of them an index is, and
+what ends are multiples of, since scales do not cross groups. Others: (0, 1, 1)."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
@@ -140,8 +146,8 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     types = tuple([(t.shape, t.dtype) for t in inputs])
     arch, out, start = bind(op, types, device, forced(), tuple(options.items()))
     if op.inputs[-1] == "group_ends" and checks_values(device):
-        tokens_dim, multiple = int(op.name in TOKEN_BLOCKS), TOKEN_BLOCKS.get(op.name, 1)
-        rows = int(options.get("num_rows", inputs[0].shape[tokens_dim]))
+        dim, tokens, multiple = TOKENS.get(op.name, (0, 1, 1))
+        rows = int(options.get("num_rows", inputs[0].shape[dim] * tokens))
         check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
     if arch != "cpu" and checks_values(device):
         _check_maps(op, inputs)

@@ -1,8 +1,5 @@
 #include "fold.h"
 
-#include <stdexcept>
-#include <string>
-
 #include "ops.h"
 #include "parallel.h"
 
@@ -24,20 +21,15 @@ void fold_rows(const Call& call) {
 }
 
 void fold_groups(const Call& call) {
-  const int64_t rows = call.in[0].dim(0), m = call.in[0].dim(1), scales = call.in[1].dim(1), groups = call.in[2].dim(0);
+  const int64_t rows = call.in[0].dim(0), m = call.in[0].dim(1), scales = call.in[1].dim(1);
   const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
-  const int32_t* ends = call.in[2].as<const int32_t>();
-  for (int64_t g = 0; g < groups; ++g)
-    if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m || ends[g] % kBlock)
-      throw std::invalid_argument("fold_groups: group_ends: got " + std::to_string(ends[g]) + " at index " +
-                                  std::to_string(g) + "; allowed: non-decreasing multiples of 32 from 0 up to " +
-                                  std::to_string(m));
+  const std::span<const int32_t> ends = block_ends("fold_groups", call.in[2], m);
   uint8_t *qf = call.out[0].as<uint8_t>(), *group_sf = call.out[1].as<uint8_t>();
   parallel_ranges(rows, m, [=](int64_t begin, int64_t end) {
     vectorized([=]() MXEP_ALWAYS_INLINE {
       for (int64_t r = begin; r < end; ++r) {
         int64_t first = 0;  // of the group's blocks
-        for (int64_t g = 0; g < groups; ++g) {
+        for (size_t g = 0; g < ends.size(); ++g) {
           const int64_t blocks = ends[g] / kBlock - first, from = r * m + first * kBlock;
           const uint8_t* scale = sf + r * scales + first;
           const int row = row_scale(scale, blocks);

@@ -1,9 +1,13 @@
-// One scale per row: q under its block's scale -> RTNE(q * 2^(sf - row)). Shared by the three ops that fold.
+// One scale per row: q under its block's scale -> RTNE(q * 2^(sf - row)). Shared by the ops that fold.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
+#include <span>
+#include <stdexcept>
+#include <string>
 
+#include "../op.h"
 #include "mx_math.h"
 
 namespace mxep {
@@ -16,6 +20,17 @@ MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
   return row;
 }
 MXEP_INLINE uint8_t row_scale_byte(int row) { return static_cast<uint8_t>(row < 0 ? kE8m0Nan : row); }
+
+// The ends of groups of whole blocks among m tokens. Throws std::invalid_argument for others.
+inline std::span<const int32_t> block_ends(const char* op, const Array& group_ends, int64_t m) {
+  const std::span<const int32_t> ends(group_ends.as<const int32_t>(), static_cast<size_t>(group_ends.dim(0)));
+  for (size_t g = 0; g < ends.size(); ++g)
+    if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m || ends[g] % kBlock)
+      throw std::invalid_argument(std::string(op) + ": group_ends: got " + std::to_string(ends[g]) + " at index " +
+                                  std::to_string(g) + "; allowed: non-decreasing multiples of 32 from 0 up to " +
+                                  std::to_string(m));
+  return ends;
+}
 
 // `out` may be `q`. The factors of 16 blocks are spread out first, so that their values are one long loop.
 MXEP_INLINE void fold_blocks(const uint8_t* q, const uint8_t* sf, int row, uint8_t* out, int64_t blocks) {

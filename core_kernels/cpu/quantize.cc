@@ -2,27 +2,11 @@
 // piece of x that cols, which prefetches, has brought into the cache.
 #include "quantize.h"
 
-#include "fold.h"
 #include "ops.h"
 #include "parallel.h"
 
 namespace mxep {
 namespace {
-
-// The row's scale first, while its values enter the cache; then 16 blocks at a time are quantized and folded.
-template <typename T>
-MXEP_INLINE uint8_t folded_row_of(const T* x, uint8_t* qf, int64_t blocks, ScaleRule rule) {
-  constexpr int kGroup = 16;
-  uint8_t sf[kGroup];
-  int row = -1;
-  for (int64_t b = 0; b < blocks; ++b) row = larger_scale(row, scale_of(x + b * kBlock, rule));
-  for (int64_t first = 0; first < blocks; first += kGroup) {
-    const int64_t count = std::min<int64_t>(kGroup, blocks - first);
-    rows_of(x + first * kBlock, qf + first * kBlock, sf, count, rule);
-    fold_blocks(qf + first * kBlock, sf, row, qf + first * kBlock, count);
-  }
-  return row_scale_byte(row);
-}
 
 // One block of any length: read for its scale, and once more out of the cache.
 template <typename T>
@@ -39,19 +23,6 @@ void quantize_rows(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRul
   vectorized([=]() MXEP_ALWAYS_INLINE { rows_of(x, q, sf, blocks, rule); });
 }
 
-template <typename T>
-void quantize_cols(const T* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
-  vectorized([=]() MXEP_ALWAYS_INLINE { cols_of(x, q, sf, piece, rule); });
-}
-
-template <typename Body>
-void with_data(const Array& x, const Body& body) {
-  if (x.dtype == DType::bf16)
-    body(x.as<const bf16>());
-  else
-    body(x.as<const float>());
-}
-
 // row(x, qf, k) quantizes one row of k values and returns its scale.
 template <typename Row>
 void by_rows(const Call& call, const Row& row) {
@@ -66,22 +37,16 @@ void by_rows(const Call& call, const Row& row) {
   });
 }
 
-// Cuts every matrix of x into pieces and quantizes each along the columns, and along the rows if `q` is given.
-void by_pieces(const Array& x_array, uint8_t* q, uint8_t* sf, uint8_t* q_t, uint8_t* sf_t, ScaleRule rule) {
-  const int64_t batch = x_array.leading(2), m = x_array.dim(-2), k = x_array.dim(-1);
-  with_data(x_array, [&]<typename T>(const T* x) {
-    constexpr int64_t kPieceCols = kPieceRowBytes / sizeof(T);
-    const int64_t down = (m + kPieceRows - 1) / kPieceRows, across = (k + kPieceCols - 1) / kPieceCols;
-    parallel_ranges(batch * down * across, kPieceRows * kPieceRowBytes, [=](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t matrix = i / (down * across), row = i / across % down * kPieceRows, col = i % across * kPieceCols;
-        const Piece piece{std::min(kPieceRows, m - row), std::min(kPieceCols, k - col), k, m, m / kBlock};
-        const int64_t top = matrix * m + row, left = matrix * k + col;
-        quantize_cols(x + top * k + col, q_t + left * m + row, sf_t + (left * m + row) / kBlock, piece, rule);
-        for (int64_t r = top; q && r < top + piece.rows; ++r)
-          quantize_rows(x + r * k + col, q + r * k + col, sf + (r * k + col) / kBlock, piece.cols / kBlock, rule);
-      }
-    });
+// Along the columns, and along the rows if `q` is given.
+void by_columns(const Array& x_array, uint8_t* q, uint8_t* sf, uint8_t* q_t, uint8_t* sf_t, ScaleRule rule) {
+  const int64_t m = x_array.dim(-2), k = x_array.dim(-1);
+  by_pieces(x_array, [=]<typename T>(const T* x, int64_t matrix, int64_t row, int64_t col, Piece piece) {
+    const int64_t top = matrix * m + row, left = matrix * k + col;
+    piece.q_stride = m;
+    piece.sf_stride = m / kBlock;
+    quantize_cols(x + top * k + col, q_t + left * m + row, sf_t + (left * m + row) / kBlock, piece, rule);
+    for (int64_t r = top; q && r < top + piece.rows; ++r)
+      quantize_rows(x + r * k + col, q + r * k + col, sf + (r * k + col) / kBlock, piece.cols / kBlock, rule);
   });
 }
 
@@ -122,12 +87,12 @@ void quantize_rowwise(const Call& call) {
 }
 
 void quantize_col(const Call& call) {
-  by_pieces(call.in[0], nullptr, nullptr, call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(), rule_of(call));
+  by_columns(call.in[0], nullptr, nullptr, call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(), rule_of(call));
 }
 
 void quantize_both(const Call& call) {
-  by_pieces(call.in[0], call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(), call.out[2].as<uint8_t>(),
-            call.out[3].as<uint8_t>(), rule_of(call));
+  by_columns(call.in[0], call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(), call.out[2].as<uint8_t>(),
+             call.out[3].as<uint8_t>(), rule_of(call));
 }
 
 }  // namespace mxep

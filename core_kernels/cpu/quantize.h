@@ -11,7 +11,9 @@
 #include <cstring>
 
 #include "../op.h"
+#include "fold.h"
 #include "mx_math.h"
+#include "parallel.h"
 
 namespace mxep {
 
@@ -42,6 +44,21 @@ MXEP_INLINE void rows_of(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, Sc
     for (int b = 0; b < count; ++b)
       if (sf[first + b] == kE8m0Nan) std::memset(out + b * kBlock, kE4m3Nan, kBlock);
   }
+}
+
+// The row's scale first, while its values enter the cache; then 16 blocks at a time are quantized and folded.
+template <typename T>
+MXEP_INLINE uint8_t folded_row_of(const T* x, uint8_t* qf, int64_t blocks, ScaleRule rule) {
+  constexpr int kGroup = 16;
+  uint8_t sf[kGroup];
+  int row = -1;
+  for (int64_t b = 0; b < blocks; ++b) row = larger_scale(row, scale_of(x + b * kBlock, rule));
+  for (int64_t first = 0; first < blocks; first += kGroup) {
+    const int64_t count = std::min<int64_t>(kGroup, blocks - first);
+    rows_of(x + first * kBlock, qf + first * kBlock, sf, count, rule);
+    fold_blocks(qf + first * kBlock, sf, row, qf + first * kBlock, count);
+  }
+  return row_scale_byte(row);
 }
 
 // A piece of one matrix: at most kPieceRows rows, and the strides of x, q_t and sf_t around it.
@@ -90,6 +107,37 @@ MXEP_INLINE void cols_of(const T* x, uint8_t* q, uint8_t* sf, Piece piece, Scale
       for (int64_t b = 0; b < piece.rows / kBlock; ++b) sf[(col + c) * piece.sf_stride + b] = bytes[b][c];
     }
   }
+}
+
+template <typename T>
+void quantize_cols(const T* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
+  vectorized([=]() MXEP_ALWAYS_INLINE { cols_of(x, q, sf, piece, rule); });
+}
+
+template <typename Body>
+void with_data(const Array& x, const Body& body) {
+  if (x.dtype == DType::bf16)
+    body(x.as<const bf16>());
+  else
+    body(x.as<const float>());
+}
+
+// Cuts every matrix of x into pieces and calls body(x, matrix, row, col, piece) on each, in parallel; the piece's
+// output strides are the body's to set.
+template <typename Body>
+void by_pieces(const Array& x_array, const Body& body) {
+  const int64_t batch = x_array.leading(2), m = x_array.dim(-2), k = x_array.dim(-1);
+  with_data(x_array, [&]<typename T>(const T* x) {
+    constexpr int64_t kPieceCols = kPieceRowBytes / sizeof(T);
+    const int64_t down = (m + kPieceRows - 1) / kPieceRows, across = (k + kPieceCols - 1) / kPieceCols;
+    parallel_ranges(batch * down * across, kPieceRows * kPieceRowBytes, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = i / across % down * kPieceRows, col = i % across * kPieceCols;
+        body(x, i / (down * across), row, col,
+             Piece{std::min(kPieceRows, m - row), std::min(kPieceCols, k - col), k, 0, 0});
+      }
+    });
+  });
 }
 
 // What rounding and satfinite, the attrs of a quantizing op, say.

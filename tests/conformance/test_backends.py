@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 from mxep.core_kernels import (
+    col_fold,
     combine,
     fold,
     folded_gemm,
@@ -29,6 +30,7 @@ BYTES = {
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
     *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
+    *("quantize_row_fold_col_scales", "group_scales", "quantize_col_fold"),
     "quantize_rowwise",
     *("combine", "combine_bwd"),
     *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
@@ -52,7 +54,10 @@ def test_a_backend_has_every_op(name: str) -> None:
 
 
 def test_every_op_is_in_the_table_and_in_the_oracle() -> None:
-    modules = (quantize, permute, routing, fold, rowwise, scale_layout, combine, swiglu, grouped_gemm, folded_gemm)
+    modules = (
+        *(quantize, permute, routing, fold, col_fold, rowwise, scale_layout),
+        *(combine, swiglu, grouped_gemm, folded_gemm),
+    )
     ops = {op.name for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
     assert ops == BYTES | PRODUCTS
     defined = vars(oracle) | vars(oracle_combine) | vars(oracle_swiglu) | vars(oracle_folded)
@@ -87,6 +92,8 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
             {"num_rows": len(lhs[1]), "num_scales": lhs[1].shape[1]},
         ),
         "fold_groups": ((*lhs_t, ends), {}),
+        "group_scales": ((np.ascontiguousarray(lhs_t[1].T), ends), {}),
+        "quantize_col_fold": ((gemm.lhs, oracle_folded.fold_groups(*lhs_t, ends)[1], ends), {}),
         "combine": (COMBINES["padding"].inputs, {}),
         "combine_bwd": (COMBINES["padding"].bwd_inputs, {}),
         "grouped_mm_mx": ((*lhs, *rhs, ends), {}),

@@ -218,6 +218,19 @@ def _groups(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_col(floats(rng, m, N)), _ends(rng, m, 32)
 
 
+def _col_scales(rng: Rng, m: int) -> Tensors:
+    return torch_ops.quantize_row_fold_col_scales(floats(rng, m, K))[2], _ends(rng, m, 32)
+
+
+def _matrix_and_scales(rng: Rng, m: int, dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    x, ends = floats(rng, m, K, dtype=dtype), _ends(rng, m, 32)
+    return x, torch_ops.fold_groups(*torch_ops.quantize_col(x), ends)[1], ends
+
+
+def _matrix_and_scales_fp32(rng: Rng, m: int) -> Tensors:
+    return _matrix_and_scales(rng, m, torch.float32)
+
+
 def _grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
     lhs, rhs, ends = _finite(rng, m, N), _finite(rng, m, K), _ends(rng, m, 32)
     lhs_t, rhs_t = torch_ops.quantize_col(lhs), torch_ops.quantize_col(rhs)
@@ -230,7 +243,10 @@ _OF_MATRICES = (
     *("quantize_row", "quantize_row_packed", "quantize_row_fold", "quantize_rowwise"),
     *("quantize_col", "quantize_both"),
 )
-_COLUMNS = ("quantize_col", "quantize_both", "swiglu_col", "swiglu_both", "swiglu_bwd_col", "swiglu_bwd_both")
+_COLUMNS = (
+    *("quantize_col", "quantize_both", "quantize_row_fold_col_scales", "group_scales", "quantize_col_fold"),
+    *("swiglu_col", "swiglu_both", "swiglu_bwd_col", "swiglu_bwd_both"),
+)
 
 
 def _case(op: str, make: Callable[[Rng, int], Tensors], **options: Any) -> Case:
@@ -251,6 +267,13 @@ CASES = {
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),
     "fold_groups": Case("fold_groups", _groups, multiple=32),
+    "quantize_row_fold_col_scales": _case("quantize_row_fold_col_scales", _matrix),
+    "quantize_row_fold_col_scales_fp32": _case(
+        "quantize_row_fold_col_scales", _matrix_fp32, rounding=1, satfinite=True
+    ),
+    "group_scales": _case("group_scales", _col_scales),
+    "quantize_col_fold": _case("quantize_col_fold", _matrix_and_scales),
+    "quantize_col_fold_fp32": _case("quantize_col_fold", _matrix_and_scales_fp32),
     "block_scales": _case("block_scales", _scales),
     "unblock_scales": Case("unblock_scales", _blocked_scales, lambda m: {"num_rows": m, "num_scales": K // 32}),
     "combine": _case("combine", _combine),

@@ -54,6 +54,9 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "quantize_rowwise": (ops.quantize_rowwise, [bf16(G, N, K)]),
     "permute_mx_fold": (ops.permute_mx_fold, [u8(M, K + K // 32), i32(2 * M)]),
     "fold_groups": (ops.fold_groups, [u8(N, M), u8(N, M // 32), ENDS]),
+    "quantize_row_fold_col_scales": (ops.quantize_row_fold_col_scales, [bf16(M, K)]),
+    "group_scales": (ops.group_scales, [u8(M // 32, K), ENDS]),
+    "quantize_col_fold": (ops.quantize_col_fold, [bf16(M, K), u8(G, K), ENDS]),
     "block_scales": (ops.block_scales, [u8(M, K // 32), ENDS]),
     "unblock_scales": (
         lambda blocked, ends: ops.unblock_scales(blocked, ends, num_rows=M, num_scales=K // 32),

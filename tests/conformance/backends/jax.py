@@ -22,6 +22,7 @@ NAMES = (
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
     *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
+    *("quantize_row_fold_col_scales", "group_scales", "quantize_col_fold"),
     "quantize_rowwise",
     *("combine", "combine_bwd"),
     *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
