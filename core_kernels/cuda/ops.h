@@ -26,7 +26,7 @@ struct CudaOp {
 };
 
 // Known at compile time: the XLA binding makes one handler per entry.
-inline constexpr size_t kNumCudaOps = 11;
+inline constexpr size_t kNumCudaOps = 12;
 std::span<const CudaOp> cuda_ops();
 
 // The compute capabilities that this build has machine code for, as nvcc writes them: 900, 1000.
@@ -39,6 +39,7 @@ void grouped_mm_fold(const Call& call, cudaStream_t stream);
 void grouped_wgrad_fold(const Call& call, cudaStream_t stream);
 void quantize_col(const Call& call, cudaStream_t stream);
 void quantize_both(const Call& call, cudaStream_t stream);
+void quantize_col_fold(const Call& call, cudaStream_t stream);
 void sort_by_expert(const Call& call, cudaStream_t stream);
 void swiglu_row(const Call& call, cudaStream_t stream);
 void swiglu_col(const Call& call, cudaStream_t stream);
