@@ -48,8 +48,39 @@ __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   return codes;
 }
 
-// Two neighbouring columns of a row. Magnitudes order as their bits do, and NaN lies above infinity: an
-// integer max is an amax that propagates NaN. Row maxima travel between lanes in words of kRowsPerWord rows.
+// 2^exponent twice in f16, for `folded`: rounded below 2^-24, as large as f16 has it above 2^15.
+__device__ inline uint32_t f16x2_power(int exponent) {
+  const float power = __uint_as_float(static_cast<uint32_t>(min(exponent, 15) + 127) << 23);
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(both) : "f"(power));
+  return both;
+}
+
+// Codes times a power of two. E4M3 has the only rounding: a product that is more than 2^-10 is an f16 number, and one
+// that is not becomes zero, however f16 rounds it.
+__device__ inline uint32_t folded(uint32_t codes, uint32_t power) {
+  uint32_t result;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      ".reg .b32 a, b;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 a, low;\n"
+      "cvt.rn.f16x2.e4m3x2 b, high;\n"
+      "mul.rn.f16x2 a, a, %2;\n"
+      "mul.rn.f16x2 b, b, %2;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, a;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, b;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(result)
+      : "r"(codes), "r"(power));
+  return result;
+}
+__device__ inline uint4 folded(uint4 codes, uint32_t power) {
+  return make_uint4(folded(codes.x, power), folded(codes.y, power), folded(codes.z, power), folded(codes.w, power));
+}
+
+// Two neighbouring columns of a row. Row maxima travel between lanes in words of kRowsPerWord rows.
 // A factor is a power of two that bf16 holds, so scaling in bf16 rounds only what E4M3 then rounds to zero.
 struct Bf16x2 {
   static constexpr int kRowsPerWord = 2;
@@ -63,8 +94,12 @@ struct Bf16x2 {
   static __device__ Bf16x2 from_bits(uint32_t low, uint32_t high) { return {__byte_perm(low, high, 0x7632)}; }
 
   static __device__ uint32_t pack_word(const uint32_t (&rows)[2]) { return __byte_perm(rows[0], rows[1], 0x7632); }
-  static __device__ uint32_t word_bits(uint32_t word, int row) { return row ? word & 0xFFFF0000u : word << 16; }
-  static __device__ uint32_t max_words(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+  static __device__ uint32_t word_bits(uint32_t word, int row) { return (row ? word : word << 16) & 0x7FFF0000u; }
+  static __device__ uint32_t max_words(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+  }
   // Both columns: a row of a packed word, or fp32 bits (whose upper half bf16 is).
   static __device__ Bf16x2 of_row(uint32_t word, int row) { return {__byte_perm(word, 0, row ? 0x3232 : 0x1010)}; }
   static __device__ Bf16x2 both(uint32_t bits) { return of_row(bits, 1); }
@@ -84,8 +119,12 @@ struct F32x2 {
   }
 
   static __device__ uint32_t pack_word(const uint32_t (&rows)[1]) { return rows[0]; }
-  static __device__ uint32_t word_bits(uint32_t word, int) { return word; }
-  static __device__ uint32_t max_words(uint32_t a, uint32_t b) { return max(a, b); }
+  static __device__ uint32_t word_bits(uint32_t word, int) { return word & 0x7FFFFFFFu; }
+  static __device__ uint32_t max_words(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+  }
   static __device__ F32x2 of_row(uint32_t word, int) { return both(word); }
   static __device__ F32x2 both(uint32_t bits) { return from_bits(bits, bits); }
 };
@@ -94,17 +133,20 @@ using bf16 = uint16_t;
 __device__ inline Bf16x2 pair_of(bf16 left, bf16 right) { return {left | static_cast<uint32_t>(right) << 16}; }
 __device__ inline F32x2 pair_of(float left, float right) { return {left, right}; }
 
-__device__ inline Bf16x2 max_magnitude(Bf16x2 a, Bf16x2 b) { return {__vmaxu2(a.bits, b.bits)}; }
+// The larger magnitudes, NaN where one is, in one instruction; their signs mean nothing.
+__device__ inline Bf16x2 max_magnitude(Bf16x2 a, Bf16x2 b) { return {Bf16x2::max_words(a.bits, b.bits)}; }
 __device__ inline F32x2 max_magnitude(F32x2 a, F32x2 b) {
-  return F32x2::from_bits(max(a.low_bits(), b.low_bits()), max(a.high_bits(), b.high_bits()));
+  return F32x2::from_bits(F32x2::max_words(a.low_bits(), b.low_bits()), F32x2::max_words(a.high_bits(), b.high_bits()));
 }
 
 // A word from the maxima of its rows' left and right columns.
 __device__ inline uint32_t row_word(const Bf16x2 (&rows)[2]) {
   const uint32_t a = rows[0].bits, b = rows[1].bits;
-  return __vmaxu2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+  return Bf16x2::max_words(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
 }
-__device__ inline uint32_t row_word(const F32x2 (&rows)[1]) { return max(rows[0].low_bits(), rows[0].high_bits()); }
+__device__ inline uint32_t row_word(const F32x2 (&rows)[1]) {
+  return F32x2::max_words(rows[0].low_bits(), rows[0].high_bits());
+}
 
 __device__ inline Bf16x2 operator*(Bf16x2 a, Bf16x2 b) {
   Bf16x2 product;

@@ -83,41 +83,83 @@ __device__ void column_codes(const Pair* values, Pair factor, uint4& left, uint4
   right = make_uint4(high[0], high[1], high[2], high[3]);
 }
 
-// Codes and scales of a tile's columns on their way out. A lane has the codes of 16 rows of a column, a chunk.
+// Scale bytes of two neighbouring columns.
+struct TwoScales {
+  uint32_t low, high;
+
+  // Of a block of 32 rows.
+  template <typename Pair>
+  static __device__ TwoScales of(const Pair* values, ScaleRule rule) {
+    Pair largest = values[0];
+#pragma unroll
+    for (int r = 1; r < kBlock; ++r) largest = max_magnitude(largest, values[r]);
+    largest = largest.magnitude();
+    return {e8m0_from_amax(largest.low_bits(), rule), e8m0_from_amax(largest.high_bits(), rule)};
+  }
+  template <typename Pair>
+  __device__ Pair factor() const {
+    return Pair::from_bits(inverse_scale(low), inverse_scale(high));
+  }
+};
+
+// Codes of a tile's columns on their way out. A lane has those of 16 rows of a column, a chunk.
 template <int kRows, int kCols, int kLaneColumns>
-struct Columns {
-  static constexpr int kChunks = kRows / 16, kBlocks = kRows / kBlock;
+struct ColumnCodes {
+  static constexpr int kChunks = kRows / 16;
   uint4 codes[kCols][kChunks];
-  uint8_t scales[kCols][kBlocks];
 
   // Neighbouring lanes put their chunks into different banks, and so do neighbouring chunks.
   static __device__ int swizzled(int chunk, int col) { return chunk ^ (col / kLaneColumns & 7 & (kChunks - 1)); }
 
-  // Scales a block of 32 rows of columns `col` and the next.
+  // Of a block of 32 rows of columns `col` and the next.
   template <typename Pair>
-  __device__ void scale(const Pair* values, ScaleRule rule, int block, int col) {
-    Pair largest = values[0].magnitude();
-#pragma unroll
-    for (int r = 1; r < kBlock; ++r) largest = max_magnitude(largest, values[r].magnitude());
-    const uint32_t low = e8m0_from_amax(largest.low_bits(), rule), high = e8m0_from_amax(largest.high_bits(), rule);
-    scales[col][block] = low;
-    scales[col + 1][block] = high;
-    const Pair factor = Pair::from_bits(inverse_scale(low), inverse_scale(high));
+  __device__ void put(const Pair* values, Pair factor, int block, int col, auto finish) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int chunk = swizzled(2 * block + half, col);
-      column_codes(values + 16 * half, factor, codes[col][chunk], codes[col + 1][chunk]);
+      uint4 left, right;
+      column_codes(values + 16 * half, factor, left, right);
+      codes[col][chunk] = finish(left, 0);
+      codes[col + 1][chunk] = finish(right, 1);
     }
+  }
+
+  // Zeros for a block of a lane's columns.
+  __device__ void clear(int block, int col) {
+#pragma unroll
+    for (int i = 0; i < 2 * kLaneColumns; ++i) codes[col + i / 2][swizzled(2 * block + i % 2, col)] = {};
   }
 
   template <int kThreads>
   __device__ void write(Outputs out, const Grid& grid, const Place& at) const {
-    const int64_t lines = grid.cols - at.col, rows = grid.rows - at.row;
     const int64_t first = (at.batch * grid.cols + at.col) * grid.rows + at.row;
-    write_lines<kThreads>(codes, swizzled, reinterpret_cast<uint4*>(out.q_t + first), grid.rows / 16, lines, rows / 16);
+    write_lines<kThreads>(codes, swizzled, reinterpret_cast<uint4*>(out.q_t + first), grid.rows / 16,
+                          grid.cols - at.col, (grid.rows - at.row) / 16);
+  }
+};
+
+// The same, and the scale bytes of the blocks.
+template <int kRows, int kCols, int kLaneColumns>
+struct Columns : ColumnCodes<kRows, kCols, kLaneColumns> {
+  using Codes = ColumnCodes<kRows, kCols, kLaneColumns>;
+  static constexpr int kBlocks = kRows / kBlock;
+  uint8_t scales[kCols][kBlocks];
+
+  template <typename Pair>
+  __device__ void scale(const Pair* values, ScaleRule rule, int block, int col) {
+    const auto bytes = TwoScales::of(values, rule);
+    scales[col][block] = bytes.low;
+    scales[col + 1][block] = bytes.high;
+    Codes::put(values, bytes.template factor<Pair>(), block, col, [](uint4 codes, int) { return codes; });
+  }
+
+  template <int kThreads>
+  __device__ void write(Outputs out, const Grid& grid, const Place& at) const {
+    Codes::template write<kThreads>(out, grid, at);
+    const int64_t first = ((at.batch * grid.cols + at.col) * grid.rows + at.row) / kBlock;
     write_lines<kThreads>(
-        scales, [](int block, int) { return block; }, out.sf_t + first / kBlock, grid.rows / kBlock, lines,
-        rows / kBlock);
+        scales, [](int block, int) { return block; }, out.sf_t + first, grid.rows / kBlock, grid.cols - at.col,
+        (grid.rows - at.row) / kBlock);
   }
 };
 
