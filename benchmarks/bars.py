@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 OF_A_COPY = {
     "quantize_row": 0.90,
     "quantize_row_fold": 0.90,
-    "quantize_row_fold_col_scales": 0.90,
+    "quantize_row_fold_col_scales": 0.85,
     "quantize_rowwise": 0.90,
     "dequantize": 0.90,
     "quantize_col": 0.85,
