@@ -30,14 +30,23 @@ from . import ops
 from ._call import vary_alike
 from ._checks import check_ends, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray, received, values_of
-from .products import along_tokens, gradient_operands, input_gradient, product, rows_of, tokens_of, weight_gradient
+from .products import (
+    activation,
+    along_tokens,
+    gradient_operands,
+    input_gradient,
+    product,
+    rows_of,
+    tokens_of,
+    weight_gradient,
+)
 from .swiglu import weights
 from .weights import QuantizedWeights, Weights, check_weights, saved, settled
 
 
-def _forward(x, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out, gate and up."""
-    rows, prob = rows_of(x, recipe), weights(prob)  # once for both products
+def _forward(rows, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """out, gate and up, of x as the products multiply it."""
+    prob = weights(prob)
     gate, up = product(rows, w1, group_ends, recipe), product(rows, w3, group_ends, recipe)
     h = ops.swiglu_row(gate, up, prob, rounding=recipe.rounding) if recipe.mx else ops.swiglu(gate, up, prob)
     return product(h, w2, group_ends, recipe), gate, up
@@ -45,14 +54,15 @@ def _forward(x, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _ffn(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
-    out, _, _ = _forward(x, w1, w3, w2, group_ends, prob, recipe)
+    out, _, _ = _forward(rows_of(x, recipe), w1, w3, w2, group_ends, prob, recipe)
     return MXGradArray.wrap(out) if mx_grad else out
 
 
 def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
     x, w1, w3, w2, group_ends, prob = values_of((x, w1, w3, w2, group_ends, prob))
-    out, gate, up = _forward(x, w1, w3, w2, group_ends, prob, recipe)
-    kept = (x, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
+    rows, group_sf = activation(x, group_ends, recipe)
+    out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, recipe)
+    kept = (x, group_sf, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
     return MXGradArray.wrap(out) if mx_grad else out, kept
 
 
@@ -70,14 +80,14 @@ def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):
 
 
 def _ffn_bwd(recipe, mx_grad, residuals, grad):
-    x, w1, w3, w2, group_ends, prob, gate, up = residuals
+    x, group_sf, w1, w3, w2, group_ends, prob, gate, up = residuals
     glu = gate, up, weights(prob)
     dout, dout_tokens = gradient_operands(received(grad), group_ends, recipe)
     dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
     (dgate, dgate_tokens), (dup, dup_tokens), dprob, h_tokens = _swiglu_bwd(dh, *glu, group_ends, recipe)
     dx = input_gradient(dgate, w1, group_ends, recipe, "float32")
     dx = _round(dx + input_gradient(dup, w3, group_ends, recipe, "float32"), x.dtype)
-    x_tokens = tokens_of(x, group_ends, recipe)
+    x_tokens = tokens_of(x, group_ends, recipe, group_sf)
     dw1 = weight_gradient(dgate_tokens, x_tokens, group_ends, w1.dtype)
     dw3 = weight_gradient(dup_tokens, x_tokens, group_ends, w3.dtype)
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)

@@ -3,6 +3,8 @@
 forward   x --quantize rows--> MX [--fold--] --grouped_mm(w along K)--> out
 dgrad     dx <--grouped_mm(w along N)-- [--fold--] MX <--quantize rows-- dout      (or dout is MX already)
 wgrad     dw <--grouped_wgrad-- dout, x     bf16 operands, or both re-quantized along the tokens [and folded]
+
+Saved for the backward: x, and where the weight gradient folds it, the scales of its columns by group.
 """
 
 from typing import Any, cast
@@ -14,12 +16,21 @@ from torch.autograd.function import once_differentiable
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import RECIPES, Compute, Form, Recipe
-from . import ops
 from ._call import require_tensor
 from ._checks import check_devices, check_offs, check_rows, check_token_blocks, check_weights
-from .mx_tensor import MXTensor, plain
-from .products import FLOATS, form_on, input_gradient, is_mx, pad_to_blocks, product, tokens_of, weight_gradient
-from .weights import MX
+from .mx_tensor import plain
+from .products import (
+    FLOATS,
+    activation,
+    form_on,
+    gradient_operands,
+    input_gradient,
+    is_mx,
+    pad_to_blocks,
+    product,
+    tokens_of,
+    weight_gradient,
+)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -33,33 +44,34 @@ class _GroupedMM(torch.autograd.Function):
         form: Form,
         wgrad_with_hp: bool,
         pad: bool,
+        tokens_follow: bool,
         rounding: int,
     ) -> Tensor:
-        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b_t, offs)
+        rows, group_sf = activation(a, form, rounding, offs if tokens_follow else None)
+        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, group_sf, b_t, offs)
         ctx.a_dtype = a.dtype
         ctx.form, ctx.pad, ctx.rounding = form, pad, rounding
         ctx.wgrad_mx = is_mx(form) and not wgrad_with_hp
-        return product(a, b_t.transpose(-2, -1), offs, out_dtype, form, rounding)
+        return product(rows, b_t.transpose(-2, -1), offs, out_dtype, form, rounding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        a, b_t, offs = ctx.saved_tensors
+        a, group_sf, b_t, offs = ctx.saved_tensors
         dout, w, form, rounding = grads[0], b_t.transpose(-2, -1), ctx.form, ctx.rounding
         need_da, need_dw = ctx.needs_input_grad[:2]
         rows, tokens, da, dw = dout, dout, None, None
-        if ctx.wgrad_mx and need_da and need_dw and not ctx.pad and not isinstance(dout, MXTensor):
-            q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), rounding)  # one read for both products
-            rows, tokens = MX(q, sf), MX(q_t, sf_t)
+        if ctx.wgrad_mx and need_da and need_dw and not ctx.pad:
+            rows, tokens = gradient_operands(dout, form, rounding, offs)
         if need_da:
             da = input_gradient(rows, w, offs, ctx.a_dtype, form, rounding)
         if need_dw and ctx.wgrad_mx:
             row_map, ends = pad_to_blocks(offs, a.shape[0]) if ctx.pad else (None, offs)
-            tokens, a = (tokens_of(x, form, rounding, ends, row_map) for x in (tokens, a))
-            dw = weight_gradient(tokens, a, ends, w.dtype)
+            tokens = tokens_of(tokens, form, rounding, ends, row_map)
+            dw = weight_gradient(tokens, tokens_of(a, form, rounding, ends, row_map, group_sf), ends, w.dtype)
         elif need_dw:
             dw = weight_gradient(dout, a, offs, w.dtype)
-        return da, None if dw is None else dw.transpose(-2, -1), None, None, None, None, None, None
+        return da, None if dw is None else dw.transpose(-2, -1), None, None, None, None, None, None, None
 
 
 # Dynamo would trace `backward` with a gradient of the output's type; here an MXTensor may arrive for a
@@ -113,12 +125,14 @@ def mxfp8_grouped_mm(
         if not isinstance(flag, bool):
             allowed = "allowed: bool (there is no kernel_preference here; see capabilities())"
             fail(TypeError, op, name, repr(flag), allowed)
+    # Asked here: where gradients are off, `needs_input_grad` still says what would need one.
     has_wgrad = torch.is_grad_enabled() and B_t.requires_grad
-    if has_wgrad and not wgrad_with_hp and not pad_token_groups_for_grouped_mm:
+    tokens_follow = has_wgrad and not wgrad_with_hp and not pad_token_groups_for_grouped_mm
+    if tokens_follow:
         remedy = "pass wgrad_with_hp=True or pad_token_groups_for_grouped_mm=True"
         check_token_blocks(op, "A", A.shape[0], offs, remedy)
     form, pad = form_on(recipe, A.device), pad_token_groups_for_grouped_mm
-    out = _grouped_mm(A, B_t, offs, out_dtype, form, wgrad_with_hp, pad, int(recipe.rounding))
+    out = _grouped_mm(A, B_t, offs, out_dtype, form, wgrad_with_hp, pad, tokens_follow, int(recipe.rounding))
     return _add_bias(op, out, offs, bias)
 
 
@@ -128,14 +142,14 @@ _to_mxfp8_then_scaled_grouped_mm = mxfp8_grouped_mm
 def bf16_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`mxfp8_grouped_mm` with bf16 operands: same arguments, same checks, nothing quantized."""
     _check_grouped_mm("bf16_grouped_mm", A, B_t, offs, out_dtype)
-    return _grouped_mm(A, B_t, offs, out_dtype, "bf16", True, False, 0)
+    return _grouped_mm(A, B_t, offs, out_dtype, "bf16", True, False, False, 0)
 
 
 def fp8_rowwise_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`mxfp8_grouped_mm` with E4M3 operands under one power of two per row instead of one per 32 values: same
     arguments, same checks. The weight gradient multiplies bf16."""
     _check_grouped_mm("fp8_rowwise_grouped_mm", A, B_t, offs, out_dtype)
-    return _grouped_mm(A, B_t, offs, out_dtype, "row", True, False, int(Rounding.RCEIL))
+    return _grouped_mm(A, B_t, offs, out_dtype, "row", True, False, False, int(Rounding.RCEIL))
 
 
 def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:

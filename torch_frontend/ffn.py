@@ -28,15 +28,15 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from ._checks import check_devices, check_offs, check_rows, check_token_blocks, check_weights
-from .mx_tensor import MXTensor
 from .products import (
     Operand,
+    activation,
     form_on,
+    gradient_operands,
     input_gradient,
     is_mx,
     pad_to_blocks,
     product,
-    rows_of,
     tokens_of,
     weight_gradient,
 )
@@ -52,15 +52,15 @@ class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, offs: Tensor, prob: Tensor,
-        form: Form, wgrad_with_hp: bool, pad: bool, rounding: int,
+        form: Form, wgrad_with_hp: bool, pad: bool, tokens_follow: bool, rounding: int,
     ) -> Tensor:  # fmt: skip
         prob = prob.contiguous()
-        rows = rows_of(x, form, rounding)
+        rows, group_sf = activation(x, form, rounding, offs if tokens_follow else None)
         gate = product(rows, w1, offs, BF16, form, rounding)
         up = product(rows, w3, offs, BF16, form, rounding)
         h = MX(*ops.swiglu_row(gate, up, prob, rounding)) if is_mx(form) else ops.swiglu(gate, up, prob)
         x_is_read = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        ctx.save_for_backward(x if x_is_read else None, w1, w3, w2, offs, prob, gate, up)
+        ctx.save_for_backward(x if x_is_read else None, group_sf, w1, w3, w2, offs, prob, gate, up)
         ctx.x_dtype = x.dtype
         ctx.form, ctx.pad, ctx.rounding = form, pad, rounding
         ctx.wgrad_mx = is_mx(form) and not wgrad_with_hp
@@ -69,7 +69,7 @@ class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, w1, w3, w2, offs, prob, gate, up = ctx.saved_tensors
+        x, group_sf, w1, w3, w2, offs, prob, gate, up = ctx.saved_tensors
         need_x, need_w1, need_w3, need_w2, _, need_prob = ctx.needs_input_grad[:6]
         precision = ctx.form, ctx.rounding
         steps = _Backward(offs, gate, up, prob, ctx)
@@ -83,12 +83,12 @@ class _SwiGLUFFN(torch.autograd.Function):
             if need_x:
                 dx = input_gradient(dgate, w1, offs, torch.float32, *precision)
                 dx = dx.add_(input_gradient(dup, w3, offs, torch.float32, *precision)).to(ctx.x_dtype)
-            x_tokens: Unread = steps.tokens(x) if need_w1 or need_w3 else None
+            x_tokens: Unread = steps.tokens(x, group_sf) if need_w1 or need_w3 else None
             if need_w1:
                 dw1 = weight_gradient(dgate_tokens, x_tokens, steps.token_ends, w1.dtype)
             if need_w3:
                 dw3 = weight_gradient(dup_tokens, x_tokens, steps.token_ends, w3.dtype)
-        return dx, dw1, dw3, dw2, None, dprob, None, None, None, None
+        return dx, dw1, dw3, dw2, None, dprob, None, None, None, None, None
 
 
 class _Backward:
@@ -102,16 +102,17 @@ class _Backward:
         pad = self.wgrad_mx and ctx.pad
         self.row_map, self.token_ends = pad_to_blocks(offs, gate.shape[0]) if pad else (None, offs)
 
-    def tokens(self, x: Tensor | MX) -> Operand:
-        return tokens_of(x, self.form, self.rounding, self.token_ends, self.row_map) if self.wgrad_mx else x
+    def tokens(self, x: Tensor | MX, group_sf: Tensor | None = None) -> Operand:
+        if not self.wgrad_mx:
+            return x
+        return tokens_of(x, self.form, self.rounding, self.token_ends, self.row_map, group_sf)
 
     def output_gradient(self, dout: Tensor, need_tokens: bool) -> tuple[Unread, Unread]:
         """For the rows, and for the tokens."""
         if not need_tokens:
             return dout, None
-        if self.fused and not isinstance(dout, MXTensor):
-            q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), self.rounding)  # one read for both products
-            return MX(q, sf), self.tokens(MX(q_t, sf_t))
+        if self.fused:
+            return gradient_operands(dout, self.form, self.rounding, self.token_ends)
         return dout, self.tokens(dout)
 
     def hidden_tokens(self) -> Operand:
@@ -194,8 +195,10 @@ def grouped_swiglu_ffn(
     prob = weights(op, prob, x.device)
     check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
     check_offs(op, offs, x, groups, "x", "w1")
-    has_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in (w1, w3, w2))
-    if has_wgrad and recipe.wgrad_mx and not pad_token_groups_for_grouped_mm:
+    in_blocks = torch.is_grad_enabled() and recipe.wgrad_mx and not pad_token_groups_for_grouped_mm
+    if in_blocks and any(w.requires_grad for w in (w1, w3, w2)):
         check_token_blocks(op, "x", x.shape[0], offs, "pass pad_token_groups_for_grouped_mm=True")
     form, pad = form_on(recipe, x.device), pad_token_groups_for_grouped_mm
-    return _swiglu_ffn(x, w1, w3, w2, offs, prob, form, recipe.wgrad_with_hp, pad, int(recipe.rounding))
+    tokens_follow = in_blocks and (w1.requires_grad or w3.requires_grad)
+    options = recipe.wgrad_with_hp, pad, tokens_follow, int(recipe.rounding)
+    return _swiglu_ffn(x, w1, w3, w2, offs, prob, form, *options)

@@ -51,6 +51,20 @@ def test_folded_products_are_the_ops_composed(name: str, mx: bool, rounding: str
         np.testing.assert_array_equal(g, w)
 
 
+def test_folding_reads_an_activation_twice_and_no_code_again() -> None:
+    """Rows and the scales of columns, then the folded columns; alone, the product leaves no scales behind."""
+    recipe = Recipe.parse("mxfp8", compute="fold")
+
+    def multiply(lhs, rhs_t):
+        return mxfp8_grouped_mm(lhs, rhs_t, ENDS, recipe=recipe)
+
+    assert kernels(lambda lhs, rhs_t, dout: jax.vjp(multiply, lhs, rhs_t)[1](dout), LHS, RHS_T, DOUT) == {
+        "quantize_row_fold_col_scales": 2, "group_scales": 2, "quantize_col_fold": 2,
+        "quantize_row_fold": 1, "quantize_col": 1, "fold_rows": 1, "grouped_mm_fold": 2, "grouped_wgrad_fold": 1,
+    }  # fmt: skip
+    assert kernels(multiply, LHS, RHS_T) == {"quantize_row_fold": 2, "grouped_mm_fold": 1}
+
+
 @pytest.mark.parametrize("name", MX)
 def test_on_a_cpu_auto_is_exact(name: str) -> None:
     def multiply(recipe):

@@ -1,10 +1,14 @@
-"""compute="fold" and "exact": which bytes are multiplied, and when "auto" folds."""
+"""compute="fold" and "exact": which bytes are multiplied, what is read to make them, and when "auto" folds."""
+
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, products
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compare import sqnr_db
 
@@ -60,6 +64,65 @@ def test_exact_products_on_hopper_multiply_dequantized_operands(
     assert torch.equal(da, ops.grouped_mm_bf16(rows(dout), columns(w), offs))
     hp, mx = ops.grouped_wgrad_bf16, ops.grouped_wgrad_bf16_t
     assert torch.equal(dw, hp(dout, a, offs) if wgrad_with_hp else mx(columns(dout), columns(a), offs))
+
+
+class Kernels(TorchDispatchMode):
+    """How often each op of ours runs within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "mxep":
+            self.found[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+FORWARD = {"quantize_row_fold": 2, "grouped_mm_fold": 1}
+TWO_READS = {"quantize_row_fold_col_scales": 1, "group_scales": 1, "quantize_col_fold": 1}
+GRADIENT_OF_A = {"quantize_col": 1, "fold_rows": 1, "grouped_mm_fold": 1}
+
+
+@pytest.mark.parametrize(
+    ("trained", "kernels"),
+    [
+        ("a", [FORWARD, GRADIENT_OF_A, {"quantize_row_fold": 1}]),
+        ("w", [FORWARD, TWO_READS, {"quantize_row_fold": -1, "quantize_col": 1, "fold_groups": 1,
+                                    "grouped_wgrad_fold": 1}]),
+        ("aw", [FORWARD, TWO_READS, TWO_READS, GRADIENT_OF_A, {"quantize_row_fold": -1, "grouped_wgrad_fold": 1}]),
+    ],
+)  # fmt: skip
+def test_an_activation_is_read_twice_and_no_code_again(trained: str, kernels: list[dict[str, int]]) -> None:
+    """a, and dout where both gradients are asked for: rows and the scales of columns, then the folded columns."""
+    a, w, offs, dout = operands()
+    leaves = [t.requires_grad_() for name, t in (("a", a), ("w", w)) if name in trained]
+    with Kernels() as ran:
+        torch.autograd.grad(mxfp8_grouped_mm(a, w.mT, offs, compute="fold"), leaves, dout)
+    want: Counter[str] = Counter()
+    for part in kernels:
+        want.update(part)
+    assert ran.found == want
+
+
+@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_groups_end_anywhere_and_no_scales_are_left(no_grad: Any) -> None:
+    a, w, _, _ = operands()
+    a, ends = a[:50].contiguous(), torch.tensor([7, 7, 50], dtype=torch.int32)
+    want = mxfp8_grouped_mm(a, w.mT, ends, compute="fold")
+    w.requires_grad_()
+    with no_grad(), Kernels() as ran:
+        assert torch.equal(mxfp8_grouped_mm(a, w.mT, ends, compute="fold"), want)
+    assert ran.found == FORWARD
+
+
+def test_what_is_saved_besides_the_operands_is_a_scale_per_column_and_group() -> None:
+    a, w, offs, _ = operands()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        mxfp8_grouped_mm(a, w.requires_grad_().mT, offs, compute="fold")
+    assert [(t.dtype, tuple(t.shape)) for t in saved if t.dtype == torch.uint8] == [(torch.uint8, (len(ENDS), K))]
+    assert {t.data_ptr() for t in saved if t.dtype == torch.bfloat16} == {a.data_ptr(), w.data_ptr()}
 
 
 def test_auto_folds_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
