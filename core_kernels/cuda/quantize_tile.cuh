@@ -39,6 +39,19 @@ struct Own {
   int col = (threadIdx.x / 32 / T::kDown * 32 + threadIdx.x % 32) * T::kColumns;
 };
 
+// What a thread has of the tile at a place.
+struct Part {
+  int64_t first, cols;  // its first value in all of x; how many columns exist from there on
+  bool exists;
+
+  template <typename T>
+  static __device__ Part of(const Grid& grid, const Place& at) {
+    const Own<T> own;
+    const int64_t row = at.row + own.row, col = at.col + own.col;
+    return {(at.batch * grid.rows + row) * grid.cols + col, grid.cols - col, row < grid.rows && col < grid.cols};
+  }
+};
+
 // scale(values, block, col): what is done to 32 rows of columns `col` and the next.
 template <typename T>
 __device__ void for_column_pairs(const T& tile, auto scale) {
@@ -79,10 +92,9 @@ __device__ Value* at_row(Value* first, uint32_t pitch_nbytes, int r) {
   return reinterpret_cast<Value*>(reinterpret_cast<Byte*>(first) + uint64_t{pitch_nbytes} * r);
 }
 
-// `q`: where the thread's first row goes, if it is there.
+// `q`: where the thread's first row goes, if it exists. keep(row, byte): the scale of its block of a row of the tile.
 template <typename T>
-__device__ void scale_rows(const T& tile, ScaleRule rule, uint8_t* q, uint32_t pitch, bool exist,
-                           uint8_t (&scales)[T::kRows][T::kBlocks]) {
+__device__ void scale_rows(const T& tile, ScaleRule rule, uint8_t* q, uint32_t pitch, bool exists, auto keep) {
   using Pair = typename T::Pair;
   constexpr int kStride = Pair::kRowsPerWord, kOwnWords = T::kWords / T::kBlockLanes;
   uint32_t words[T::kWords];
@@ -96,7 +108,7 @@ __device__ void scale_rows(const T& tile, ScaleRule rule, uint8_t* q, uint32_t p
 #pragma unroll
     for (int i = 0; i < kStride; ++i) {
       const uint32_t byte = e8m0_from_amax(Pair::word_bits(words[w], i), rule);
-      scales[first + w * kStride + i][own.col / kBlock] = byte;
+      keep(first + w * kStride + i, byte);
       factors[i] = inverse_scale(byte);
     }
     words[w] = Pair::pack_word(factors);
@@ -111,11 +123,11 @@ __device__ void scale_rows(const T& tile, ScaleRule rule, uint8_t* q, uint32_t p
       uint8_t* to = at_row(q, pitch, r);
       if constexpr (T::kColumns == 2) {
         const uint32_t codes = e4m3x4(x.low(), x.high(), 0, 0);
-        if (exist) *reinterpret_cast<uint16_t*>(to) = codes;
+        if (exists) *reinterpret_cast<uint16_t*>(to) = codes;
       } else {
         const Pair y = tile.rows[r].at[1] * factor;
         const uint32_t codes = e4m3x4(x.low(), x.high(), y.low(), y.high());
-        if (exist) *reinterpret_cast<uint32_t*>(to) = codes;
+        if (exists) *reinterpret_cast<uint32_t*>(to) = codes;
       }
     }
   }
@@ -135,13 +147,15 @@ __device__ Row load_row(const Value* from, int64_t cols) {
   }
 }
 
-// `from`: the thread's first value; the pitch in bytes fits because there are 32 rows.
+// What does not exist is read from where something is, so that loads need no predicate each.
 template <typename T, bool kVector, typename Value>
-__device__ T load_tile(const Value* from, int64_t pitch, int64_t cols) {
+__device__ T load_tile(const Value* x, const Grid& grid, const Part& part) {
+  const Value* from = part.exists ? x + part.first : x;
+  const auto pitch_nbytes = static_cast<uint32_t>(grid.cols * sizeof(Value));  // fits because there are 32 rows
   T tile;
 #pragma unroll
   for (int r = 0; r < kBlock; ++r)
-    tile.rows[r] = load_row<kVector, typename T::Row>(at_row(from, pitch * sizeof(Value), r), cols);
+    tile.rows[r] = load_row<kVector, typename T::Row>(at_row(from, pitch_nbytes, r), part.cols);
   return tile;
 }
 
