@@ -8,10 +8,44 @@
 // core_kernels/oracle.py and oracle_folded.py define every byte.
 #include "launch.h"
 #include "ops.h"
-#include "quantize_tile.cuh"
+#include "quantize_fold.cuh"
+#include "quantize_walk.cuh"
 
 namespace mxep::cuda {
 namespace {
+
+enum class Form { kCol, kBoth, kColFold };
+
+template <typename T, bool kFold>
+using Stage =
+    std::conditional_t<kFold, ColumnCodes<T::kRows, T::kCols, T::kColumns>, Columns<T::kRows, T::kCols, T::kColumns>>;
+
+// A tile's columns, folded to their groups' scales or not.
+template <typename T, bool kFold, bool kVector, typename Value>
+__global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
+    quantize_tiles(const Value* x, Groups groups, Grid grid, ScaleRule rule, Outputs out) {
+  extern __shared__ uint4 bytes[];
+  auto& columns = *reinterpret_cast<Stage<T, kFold>*>(bytes);
+  const Place at = Place::of<T>(grid, blockIdx.x);
+  const auto part = Part::of<T>(grid, at);
+  // Asked for before x, so that the scales are there when x is.
+  const int32_t ends = kFold ? groups.first_ends() : 0;
+  const T tile = load_tile<T, kVector>(x, grid, part);
+  if constexpr (kFold) {
+    const Own<T> own;
+    const int group = groups.find(at.row + own.row, ends);
+    if (group < groups.count) {
+      const uint8_t* scales = groups.scales + group * grid.cols + at.col + own.col;
+      fold_columns(tile, rule, load_bytes<T, kVector>(scales, part.cols), columns);
+    } else {
+      columns.clear(own.row / kBlock, own.col);
+    }
+  } else {
+    for_column_pairs(tile, [&](const auto* values, int block, int col) { columns.scale(values, rule, block, col); });
+  }
+  __syncthreads();
+  columns.template write<T::kThreads>(out, grid, at);
+}
 
 template <typename Value, Form kForm, bool kVector>
 void quantize(const char* op, const Call& call, Outputs out, cudaStream_t stream) {
@@ -20,16 +54,25 @@ void quantize(const char* op, const Call& call, Outputs out, cudaStream_t stream
   constexpr int kColumns = kVector ? 8 / sizeof(Value) : 2;
   using T = RegisterTile<decltype(pair_of(Value{}, Value{})), kColumns, 8, kForm == Form::kBoth ? 2 : 1>;
   const Array& x = call.in[0];
+  const ScaleRule rule(call.attrs[0], call.attrs[1]);
   // Columns alone: CTAs that run together write whole rows of q_t.
-  const Grid grid = Grid::of<T>(x.leading(2), x.dim(-2), x.dim(-1), kForm == Form::kBoth ? 4 : ~0u);
-  const auto kernel = quantize_tiles<T, kForm, kVector, Value>;
-  constexpr int kBytes = sizeof(Stage<T, kForm>);
-  allow_shared_memory(op, kernel, kBytes);
-  Groups groups{};
-  if constexpr (kForm == Form::kColFold)
-    groups = {call.in[2].as<const int32_t>(), call.in[1].as<const uint8_t>(), static_cast<int>(call.in[2].dim(0))};
-  kernel<<<grid_x(op, grid.tiles()), T::kThreads, kBytes, stream>>>(x.as<const Value>(), groups, grid,
-                                                                    ScaleRule(call.attrs[0], call.attrs[1]), out);
+  const Grid grid = Grid::of<T>(x.leading(2), x.dim(-2), x.dim(-1), kForm == Form::kBoth ? Walks<T>::kDown : ~0u);
+  if constexpr (kForm == Form::kBoth) {
+    const auto walks = Walks<T>::of(grid, multiprocessors(op));
+    const auto kernel = quantize_walks<T, Value>;
+    constexpr int kBytes = sizeof(Walked<T>);
+    allow_shared_memory(op, kernel, kBytes);
+    kernel<<<grid_x(op, walks.ctas(grid)), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, walks, rule, out);
+  } else {
+    constexpr bool kFold = kForm == Form::kColFold;
+    Groups groups{};
+    if constexpr (kFold)
+      groups = {call.in[2].as<const int32_t>(), call.in[1].as<const uint8_t>(), static_cast<int>(call.in[2].dim(0))};
+    const auto kernel = quantize_tiles<T, kFold, kVector, Value>;
+    constexpr int kBytes = sizeof(Stage<T, kFold>);
+    allow_shared_memory(op, kernel, kBytes);
+    kernel<<<grid_x(op, grid.tiles()), T::kThreads, kBytes, stream>>>(x.as<const Value>(), groups, grid, rule, out);
+  }
   check_launch(op);
 }
 

@@ -1,4 +1,4 @@
-"""No row, one row, a ragged number of rows; outputs that held something else before."""
+"""No row, one row, a ragged number of rows; outputs that held something else before; tiles that CTAs walk over."""
 
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -36,6 +36,19 @@ def test_every_byte_of_every_output_is_written(name: str, m: int) -> None:
     case = CASES[name]
     inputs = case.inputs(m=m)
     same_bytes(*(poisoned(byte, lambda: case.torch(*inputs, m=m)) for byte in (0xFF, 0x5A)))
+
+
+@pytest.mark.parametrize("shape", [(82_016, 2016), (2, 40_960, 2048)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_both_has_the_bytes_of_rows_and_of_columns_where_ctas_walk(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """On up to 160 SMs over squares of tiles, on some over columns of tiles too; the last tiles are ragged."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randn(shape, generator=rng, device=DEVICE)
+    x *= torch.exp2(3 * torch.randn(*shape[:-1], 1, generator=rng, device=DEVICE))
+    x = x.to(dtype)
+    got = poisoned(0xFF, lambda: ops.quantize_both(x))
+    want = (*ops.quantize_row(x), *ops.quantize_col(x))
+    assert all(torch.equal(g.view(torch.uint8), w.view(torch.uint8)) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("to", ["", "_row", "_col", "_both"])
