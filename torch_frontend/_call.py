@@ -22,7 +22,7 @@ from ._launch import Output, bind
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
 
-IN_BLOCKS = {
+IN_BLOCKS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, 1)),
     "quantize_col_fold": (0, 1),
     "group_scales": (0, BLOCK),
