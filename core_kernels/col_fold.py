@@ -31,7 +31,7 @@ from .tiles import cdiv, hw_cast, next_power_of_2, row_tiles, tiles
 
 
 @triton.jit
-def _row_kernel(
+def _row_fold_col_scales_kernel(
     x, M, qf, row_sf, col_sf,
     K: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -74,7 +74,7 @@ def _group_scales_kernel(
 
 
 @triton.jit
-def _col_kernel(
+def _col_fold_kernel(
     x, group_sf, group_ends, M, qf_t,
     K: tl.constexpr, G: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -195,11 +195,11 @@ def _plan_col(
 
 _ATTRS = ("rounding", "satfinite")
 quantize_row_fold_col_scales = KernelOp(
-    "quantize_row_fold_col_scales", _row_kernel, ("x",), ("qf", "row_sf", "col_sf"), _ATTRS, _plan_row
+    "quantize_row_fold_col_scales", _row_fold_col_scales_kernel, ("x",), ("qf", "row_sf", "col_sf"), _ATTRS, _plan_row
 )
 group_scales = KernelOp(
     "group_scales", _group_scales_kernel, ("col_sf", "group_ends"), ("group_sf",), (), _plan_group_scales
 )
 quantize_col_fold = KernelOp(
-    "quantize_col_fold", _col_kernel, ("x", "group_sf", "group_ends"), ("qf_t",), _ATTRS, _plan_col
+    "quantize_col_fold", _col_fold_kernel, ("x", "group_sf", "group_ends"), ("qf_t",), _ATTRS, _plan_col
 )

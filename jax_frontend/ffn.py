@@ -11,10 +11,10 @@
     rows      bytes along the rows: straight from swiglu_bwd_both (recipe "mxfp8"), or quantized from bf16
     tokens    recipe "mxfp8": bytes along the tokens, from quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
-Where the recipe folds, bytes are folded just before they are multiplied, those that two products share once; what is
-saved does not change. Recipe "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16
-before they are quantized, so all this gives the bytes of the separate functions; dx alone is rounded once where those
-round thrice.
+Where the recipe folds, bytes are folded just before they are multiplied, those that two products share once; x and
+dout, where they are not MX, in the reads that quantize them, for which the scales of x's columns are saved too. Recipe
+"bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are quantized, so all
+this gives the bytes of the separate functions; dx alone is rounded once where those round thrice.
 """
 
 from functools import partial

@@ -11,7 +11,8 @@
     rows      bytes along the rows: straight from swiglu_bwd_both (recipe "mxfp8"), or quantized from bf16
     tokens    recipe "mxfp8": bytes along the tokens, from quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
-Where the products multiply folded operands, each is folded just before (products.py), once for both of its products.
+Where the products multiply folded operands, each is folded just before (products.py), once for both of its products;
+x and dout, where they are not MX, in the reads that quantize them, for which the scales of x's columns are saved too.
 Recipe "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are
 quantized, so all this gives the bytes of the separate functions. dx alone differs: autograd adds two rounded
 products and rounds again. Where groups must be padded to whole blocks of tokens, dgate, dup and h pass as bf16.
