@@ -38,7 +38,7 @@ _GPU = {
     "permute_mx_fold": Tiles(),
     "fold_groups": Tiles(m=4, k=1024),
     "quantize_row_fold_col_scales": Tiles(),
-    "group_scales": Tiles(m=64, k=128),
+    "group_scales": Tiles(m=256, k=32),
     "quantize_col_fold": Tiles(m=128, k=64),
     "block_scales": Tiles(k=32),
     "unblock_scales": Tiles(m=128, k=64),

@@ -52,12 +52,12 @@ __device__ void exchange_halves(Word* words, Merge merge) {
 }
 
 // Staged lines of kPerLine parts, as many as there are of `lines` x `parts`, to lines `pitch` parts apart. Part i of
-// a line is staged at slot(i, line).
+// a line is staged at slot(i, line). `thread`: this one among those that write.
 template <int kThreads, typename Part, int kLines, int kPerLine, typename Slot>
 __device__ void write_lines(const Part (&staged)[kLines][kPerLine], Slot slot, Part* out, int64_t pitch, int64_t lines,
-                            int64_t parts) {
+                            int64_t parts, uint32_t thread = threadIdx.x) {
   constexpr int kStep = kThreads / kPerLine;
-  const int part = threadIdx.x % kPerLine, first = threadIdx.x / kPerLine;
+  const int part = thread % kPerLine, first = thread / kPerLine;
   if (part >= parts) return;
   out += first * pitch + part;
   const int end = static_cast<int>(min(lines, int64_t{kLines}));
