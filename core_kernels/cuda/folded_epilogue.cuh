@@ -41,8 +41,9 @@ __device__ __forceinline__ void scale_far(float (&sum)[2][64], int (&row_byte)[2
   for (int i = 0; i < 4; ++i) row_byte[i / 2][i % 2] = kOne;
 }
 
-// A sum times two such factors is a normal number of bf16, so that it may be rounded between them.
-__device__ __forceinline__ bool is_near(int byte) { return byte > 87 && byte < 167; }
+// Sums are multiples of 2^-18, the smallest product of two E4M3 numbers. Times two such factors, of 2^-53 to 2^63, they
+// are normal numbers of bf16 or infinite, so that they may be rounded between the two.
+__device__ __forceinline__ bool is_near(int byte) { return byte > 73 && byte < 191; }
 
 // The 64 x 128 sums of a warpgroup, of which this warp has 16 rows from `row` on (counted in the tile), to out.
 // `factor` are those of this thread's two rows, `col_factor` of all its columns, two and two.

@@ -1,7 +1,6 @@
 // Which tile of the output comes when: every cluster walks its share of pairs of tiles, by the group ends it reads.
 //
-//   a pair: two tiles of 256 x 128        side by side             or, where that takes fewer pairs, one above the
-//   other
+//   a pair, two tiles of 256 x 128        side by side             or stacked, where that takes fewer pairs
 //                                         rank 0  rank 1           rank 0  [      ]
 //                                         [      ][      ]         rank 1  [      ]
 //
