@@ -112,7 +112,7 @@ __device__ __forceinline__ void clear_tokens(Stage& stage, int first, int last) 
     }
   }
   shared_to_async_fence();
-  warpgroups_sync<kConsumers>(1);
+  warpgroup_sync<kConsumers>(1);
 }
 
 template <bool kAlongK, bool kColumns, typename Out>

@@ -172,16 +172,13 @@ __device__ __forceinline__ void store_matrices(void* row, uint32_t a, uint32_t b
                : "memory");
 }
 
-// Barrier of the 128 threads of one warpgroup; ids from 1 (0 is __syncthreads).
-__device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
-
-// Barrier of 128 * kCount threads, whole warpgroups.
-template <int kCount>
-__device__ __forceinline__ void warpgroups_sync(int id) {
+// Barrier of the threads of kCount warpgroups, 128 of each; ids from 1 (0 is __syncthreads).
+template <int kCount = 1>
+__device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(128 * kCount) : "memory");
 }
 
-// The same, and whether `vote` holds in all of them.
+// The same of one warpgroup, and whether `vote` holds in all of its threads.
 __device__ __forceinline__ bool warpgroup_all(int id, bool vote) {
   int all;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %2, 0;\nbar.red.and.pred q, %1, 128, p;\nselp.b32 %0, 1, 0, q;\n}"
