@@ -42,6 +42,7 @@ void grouped_wgrad_bf16_t(const Call& call, cudaStream_t stream);
 void grouped_wgrad_fold(const Call& call, cudaStream_t stream);
 void quantize_col(const Call& call, cudaStream_t stream);
 void quantize_both(const Call& call, cudaStream_t stream);
+void quantize_both_fold(const Call& call, cudaStream_t stream);
 void quantize_col_fold(const Call& call, cudaStream_t stream);
 void sort_by_expert(const Call& call, cudaStream_t stream);
 void swiglu_row(const Call& call, cudaStream_t stream);
