@@ -4,86 +4,18 @@
 //                                 qf_t (K, M)  span_sf (S, K)    one per column and span of 256 rows of a group: the
 //                                                                largest so far
 //
-// A CTA has a span's rows of some columns in registers (quantize_tile.cuh) until it knows two things that others find
-// out: how large its rows are elsewhere, and how large its columns were before.
+// A CTA has a span's rows of some columns in registers (quantize_tile.cuh) until it knows how large its columns were
+// before and its rows are elsewhere, which others find out at the same time (look_back.cuh):
 //
-//        across -->                       A tile says what its rows and columns hold as soon as it has looked. Columns
-//        .----.----.----.----.  span 0    ask the tiles above for the largest so far, and walk up until one knows
-//        |  0 |  1 |  2 |  3 |            (Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled
-//        |----|----|----|----|  span 1    Look-back", 2016). Rows ask all tiles beside them.
-//        |  4 |  5 |  6 |  7 |
-//        '----'----'----'----'            A byte that has not been said yet is 0: no other flags, no fences.
+//   load --> scales of all blocks --> say --ask above--> codes of columns --> qf_t
+//                                       '---ask beside--------------------> codes of rows --> qf
 //
-// CTAs are started in the order of their numbers. So those above have started, and those beside start as long as an
-// eighth of the device is free: nobody waits for a tile that cannot come.
-#include "launch.h"
+#include "look_back.cuh"
 #include "ops.h"
 #include "quantize_tile.cuh"
 
 namespace mxep::cuda {
 namespace {
-
-constexpr int kSpan = 256;
-constexpr uint32_t kOnes = 0x01010101u;
-
-// Bytes come four in a word. A magnitude is a scale byte + 1; 0 where there are NaN blocks alone. What is said is one
-// more: of finite values it is at most 249, so that only 255 stands for itself.
-__device__ uint32_t said(uint32_t magnitudes) { return __vaddus4(magnitudes, kOnes); }
-__device__ uint32_t heard(uint32_t words) { return __vsub4(words, kOnes & ~__vcmpeq4(words, ~0u)); }
-__device__ bool all_said(uint32_t words) { return !__vcmpeq4(words, 0); }
-
-// Shared by CTAs that run: past L1.
-__device__ uint32_t listen(const uint32_t* from) {
-  uint32_t words;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(words) : "l"(from));
-  return words;
-}
-__device__ void say(uint32_t* to, uint32_t words) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(words));
-}
-
-struct Problem {
-  const int32_t* ends;
-  int groups;
-  int64_t rows, cols, slots;
-  uint32_t across;
-  uint8_t *qf, *row_sf, *qf_t, *span_sf;
-  // Of a tile's columns in slot s at s * cols: what its rows hold, and what they and all before do. Of 32 rows r of a
-  // tile t across: 32 bytes at r * across + t.
-  uint32_t *own, *largest, *beside;
-
-  __device__ int end_of(int group) const {
-    return static_cast<int>(min(max(int64_t{__ldg(ends + group)}, int64_t{0}), rows) / kBlock * kBlock);
-  }
-};
-
-// The rows of a slot.
-struct Span {
-  int group;          // the number of groups for rows past the last end
-  int64_t first;      // slot of the group
-  int64_t begin, end; // at most kSpan rows; a slot that no span has: none
-
-  // Asked for by whole warps.
-  static __device__ Span of(const Problem& p, int64_t slot) {
-    const int lane = threadIdx.x % 32;
-    Span span{p.groups, 0, 0, p.rows};
-    for (int g = 0; g < p.groups; g += 32) {
-      const bool mine = g + lane < p.groups;
-      const int end = mine ? p.end_of(g + lane) : 0;
-      const uint32_t behind = __ballot_sync(~0u, mine && end / kSpan + g + lane >= slot);
-      if (!behind) continue;
-      const int at = __ffs(behind) - 1;
-      span.group = g + at;
-      span.end = __shfl_sync(~0u, end, at);
-      break;
-    }
-    const int64_t start = span.group ? p.end_of(span.group - 1) : 0;
-    span.first = start / kSpan + span.group;
-    span.begin = start + (slot - span.first) * kSpan;
-    span.end = min(span.end, span.begin + kSpan);
-    return span;
-  }
-};
 
 template <typename T>
 struct Shared {
@@ -137,62 +69,6 @@ __device__ uint32_t row_bytes(const T& tile, ScaleRule rule) {
   return bytes;
 }
 
-// What four columns' scales are from this span on. `magnitudes`: of its rows.
-__device__ uint32_t running_scales(const Problem& p, const Span& span, int64_t slot, int64_t col, uint32_t magnitudes) {
-  // The first has an octave to spare, so that few later ones raise the scale: then a product has to scale its sums.
-  if (slot == span.first) magnitudes = __vaddus4(magnitudes, __vminu4(magnitudes, kOnes));
-  const int64_t at = (slot * p.cols + col) / 4, pitch = p.cols / 4;
-  uint32_t words = said(magnitudes);
-  say(p.own + at, words);
-  constexpr int kAtOnce = 4;  // while those above wait too, one answer after the other would take as long as a tile
-  const int64_t above = slot - span.first;
-  bool all = false;
-  for (int64_t back = 1; back <= above && !all;) {
-    uint32_t largest[kAtOnce], own[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t from = at - min(back + i, above) * pitch;
-      largest[i] = listen(p.largest + from);
-      own[i] = listen(p.own + from);
-    }
-    bool next = true;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      next = next && !all && (all_said(largest[i]) || all_said(own[i]));
-      if (!next) continue;
-      all = all_said(largest[i]);
-      words = __vmaxu4(words, all ? largest[i] : own[i]);
-      ++back;
-    }
-  }
-  say(p.largest + at, words);
-  return __vsubus4(heard(words), kOnes);
-}
-
-// The largest magnitudes of a lane's own rows of all tiles across.
-template <typename T>
-__device__ uint32_t row_magnitudes(const uint32_t* beside, uint32_t across) {
-  constexpr int kAtOnce = 8;
-  const uint32_t lane = threadIdx.x % 32, end = across * (kBlock / 4);
-  uint32_t largest = kOnes;
-  for (uint32_t first = lane; first - lane < end; first += 32 * kAtOnce) {
-    uint32_t words[kAtOnce];
-    bool missing;
-    do {
-      missing = false;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) words[i] = first + i * 32 < end ? listen(beside + first + i * 32) : kOnes;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) missing |= !all_said(words[i]);
-    } while (__any_sync(~0u, missing));
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) largest = __vmaxu4(largest, words[i]);
-  }
-  largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 8));
-  largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 16));
-  return heard(largest);
-}
-
 // Codes of a tile's rows. `bytes`: their blocks' scales, `magnitudes`: of all of them, both of the lane's own rows.
 template <typename T>
 __device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, uint8_t* qf, uint32_t pitch,
@@ -223,7 +99,8 @@ __device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, ui
       const int r = w * kStride + i;
       const auto& row = tile.rows[r];
       const Pair by = Pair::of_row(factor, i), x = row.at[0] * by, y = row.at[T::kPairs - 1] * by;
-      const uint32_t codes = folded(e4m3x4(x.low(), x.high(), y.low(), y.high()), __byte_perm(power, 0, i ? 0x3232 : 0x1010));
+      const uint32_t codes =
+          folded(e4m3x4(x.low(), x.high(), y.low(), y.high()), __byte_perm(power, 0, i ? 0x3232 : 0x1010));
       if (exists) *reinterpret_cast<ColumnBytes<T>*>(at_row(qf, pitch, r)) = static_cast<ColumnBytes<T>>(codes);
     }
   }
@@ -231,7 +108,7 @@ __device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, ui
 
 template <typename T, typename Value>
 __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
-    both_fold(const Value* x, const __grid_constant__ Problem p, ScaleRule rule) {
+    both_fold(const Value* x, const __grid_constant__ BothFold p, ScaleRule rule) {
   extern __shared__ uint4 memory[];
   auto& s = *reinterpret_cast<Shared<T>*>(memory);
   constexpr int kWordsAcross = T::kCols / 4;
@@ -257,7 +134,8 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
   uint32_t* beside = p.beside + row / kBlock * p.across * (kBlock / 4);
   uint32_t largest = exists ? __vadd4(rows, kOnes) : 0;
 #pragma unroll
-  for (int step = T::kBlockLanes; step < 32; step *= 2) largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, step));
+  for (int step = T::kBlockLanes; step < 32; step *= 2)
+    largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, step));
   largest = OwnRows<T>::by_fours(largest);
   if (row < span.end && lane < kBlock / 4) say(beside + across * (kBlock / 4) + lane, said(largest));
   __syncthreads();
@@ -274,7 +152,8 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
     }
     __syncthreads();
     for_column_pairs(tile, [&](const typename T::Pair* values, int block, int col) {
-      const uint32_t low = columns >> col % T::kColumns * 8 & 0xFF, high = columns >> (col % T::kColumns * 8 + 8) & 0xFF;
+      const uint32_t low = columns >> col % T::kColumns * 8 & 0xFF,
+                     high = columns >> (col % T::kColumns * 8 + 8) & 0xFF;
       // 448 * 2^-32 is zero, and so is what is smaller.
       const uint32_t powers[] = {f16x2_power(max(static_cast<int>(low - s.scales[col]), -32)),
                                  f16x2_power(max(static_cast<int>(high - s.scales[col + 1]), -32))};
@@ -290,7 +169,7 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
                            (span.end - span.begin) / 16);
 
   if (row >= span.end) return;  // a whole warp
-  const uint32_t fours = row_magnitudes<T>(beside, p.across);
+  const uint32_t fours = row_magnitudes(beside, p.across);
   if (across == 0 && lane < kBlock / 4) reinterpret_cast<uint32_t*>(p.row_sf + row)[lane] = __vsub4(fours, kOnes);
   fold_rows(tile, rows, OwnRows<T>::of_fours(fours), p.qf + row * p.cols + col, static_cast<uint32_t>(p.cols), exists);
 }
@@ -299,7 +178,7 @@ template <typename Value>
 void launch(const char* op, const Call& call, cudaStream_t stream) {
   using T = RegisterTile<decltype(pair_of(Value{}, Value{})), 8 / sizeof(Value), kSpan / kBlock, 1>;
   const Array &x = call.in[0], &ends = call.in[1];
-  Problem p{};
+  BothFold p{};
   p.ends = ends.as<const int32_t>();
   p.groups = static_cast<int>(ends.dim(0));
   p.rows = x.dim(0);
@@ -316,8 +195,8 @@ void launch(const char* op, const Call& call, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared<T>);
   allow_shared_memory(op, kernel, kBytes);
   // One more: where the rows past the last end begin, a span may begin too.
-  kernel<<<grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream>>>(x.as<const Value>(), p,
-                                                                                ScaleRule(call.attrs[0], call.attrs[1]));
+  kernel<<<grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream>>>(
+      x.as<const Value>(), p, ScaleRule(call.attrs[0], call.attrs[1]));
   check_launch(op);
 }
 

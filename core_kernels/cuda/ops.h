@@ -1,7 +1,7 @@
 // The CUDA implementations and their op table: the ops for which Triton is not fast enough, no others.
 //
 //   torch: pointers, device, stream --.
-//                                     +--> run(call, stream) --> one launch, nothing else
+//                                     +--> run(call, stream) --> what it launches, nothing else
 //   XLA: buffers, stream -------------'
 //
 // This header needs no CUDA toolkit. A kernel's file includes op.h and CUDA's headers, never torch, XLA or Python.
@@ -43,7 +43,6 @@ void grouped_wgrad_fold(const Call& call, cudaStream_t stream);
 void quantize_col(const Call& call, cudaStream_t stream);
 void quantize_both(const Call& call, cudaStream_t stream);
 void quantize_both_fold(const Call& call, cudaStream_t stream);
-void quantize_col_fold(const Call& call, cudaStream_t stream);
 void sort_by_expert(const Call& call, cudaStream_t stream);
 void swiglu_row(const Call& call, cudaStream_t stream);
 void swiglu_col(const Call& call, cudaStream_t stream);
