@@ -1,15 +1,19 @@
-// Folded FP8 grouped products on Hopper: one scale per row of either operand, applied once, in the epilogue.
+// Folded FP8 grouped products on Hopper: one scale per row of either operand, applied once, in the epilogue. K-grouped
+// one per row and span of 256 tokens: the sums are kept in units of the span's scales, which never fall, and change
+// them where a scale rises.
 //
 //   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k]             rows m of group g
-//   K-grouped  out[g, i, j] = 2^(rs[g, i] + cs[g, j]) sum_m a[i, m] b[j, m]          tokens m of group g
+//   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
 // A cluster of two CTAs works on two tiles of 256 x 128. They have their rows of B in common, or of A
 // (gemm_schedule.cuh): each fetches one half of those for both.
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
-//                                                        |  full: its bytes are there
+//     K-grouped     scales of the span before and of this one --> what rises, with the stage that begins the span
+//                                                        |  full: its bytes are there, and all is said of rises
 //                                                        |  empty: all consumers of both CTAs are through with it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 rows each
+//                        where something rises: sum --folded_epilogue.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //
 // The tensor core aligns the terms of a sum to the largest and keeps about 14 bits: `partial` is what it may sum, 128
@@ -44,6 +48,7 @@ struct Shared {
   alignas(128) uint8_t staging[8][kStagingBytes];
   __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
   uint64_t full[kStages], empty[kStages];
+  Rises rises[kStages];  // K-grouped
 };
 static_assert(sizeof(Shared) <= 227 * 1024);
 
@@ -81,6 +86,46 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
     }
   // The other CTA's consumers still arrive on this CTA's barriers.
   for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+}
+
+// Says of every stage what rises where its tokens begin. A warp for the rows of either consuming warpgroup, one for the
+// columns; four neighbours a lane. Spans begin with stages: both are counted from the first token of the group.
+__device__ void find_rises(const Problem& p, int part, Shared& s) {
+  const bool columns = part == kColumnRises;
+  const int lane = threadIdx.x % 32, line = lane * 4, first = columns ? line : part * kWarpgroup + line;
+  const int pitch = columns ? p.cols : p.rows;
+  FoldedSchedule<true> schedule(p);
+  Ring ring;
+  for (Tile tile; schedule.next(&tile);) {
+    const int left = (columns ? tile.cols : tile.rows) - first;  // what the tile has from this lane's first on
+    const uint8_t* scale = (columns ? p.col_scale + tile.b_row : p.row_scale + tile.a_row) + tile.slot * pitch + first;
+    const int tokens = tile.k_end - tile.k_begin;
+    for (int token = 0; token < tokens; token += kTileK, ring.advance()) {
+      int power[4] = {kOne, kOne, kOne, kOne};
+      if (token > 0 && token % kSpan == 0) {  // nothing is summed yet where a group begins
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (i < left) power[i] = max(kOne - (scale[i + pitch] - scale[i]), 0);
+        scale += pitch;
+      }
+      // Fetched before: by the time that the stage is free the bytes are there.
+      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+      Rises& rises = s.rises[ring.stage];
+      bool rose = false;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rose |= power[i] != kOne;
+      const uint32_t raised = __ballot_sync(~0u, rose);
+      if (raised) {
+        const auto byte = [&](int i) { return static_cast<uint8_t>(power[i]); };
+        *reinterpret_cast<uchar4*>(&rises.power[part][line]) = {byte(0), byte(1), byte(2), byte(3)};
+        __syncwarp();
+      }
+      if (lane == 0) {
+        rises.raised[part] = raised;
+        barrier_arrive(&s.full[ring.stage], cluster_rank());
+      }
+    }
+  }
 }
 
 // Starts partial = a (64, 32 * steps) b (128, 32 * steps)^T. 32 bytes further along a row are 2 in a descriptor. The
@@ -121,12 +166,18 @@ __device__ void consume(const Problem& p, Shared& s) {
       const int steps = kAlongK ? min(left, kTileK) / 32 : kTileK / 32;
       barrier_wait(&s.full[ring.stage], ring.parity);
       const uint64_t b = descriptor(s.b[ring.stage]);
+      // Read before and used behind the first product: nobody waits for it.
+      const Rises& rises = s.rises[ring.stage];
+      const uint32_t raised_rows = kAlongK ? rises.raised[group] : 0;
+      const uint32_t raised_cols = kAlongK ? rises.raised[kColumnRises] : 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint64_t a = descriptor(s.a[ring.stage] + (group * kWarpgroup + half * 64) * kTileK);
         float partial[64];
         start(partial, a, b, zeros, steps);
         wgmma_wait();
+        if (half == 0 && (raised_rows | raised_cols))
+          rescale(sum, warp % 4 * 16, raised_rows, rises.power[group], raised_cols, rises.power[kColumnRises]);
         if (half == 1 && lane < kCluster) barrier_arrive(&s.empty[ring.stage], lane);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
@@ -139,7 +190,9 @@ __device__ void consume(const Problem& p, Shared& s) {
     bool near = is_near(col_byte);
 #pragma unroll
     for (int i = 0; i < 4; ++i) near &= is_near(row_byte[i / 2][i % 2]);
-    if (!warpgroup_all(1 + group, near)) {
+    // The vote tells the compiler that all lanes go the same way. Else it doubles the rest of the tile, takes the loop
+    // over tiles for one in which lanes part, and feeds descriptors from registers of their own.
+    if (!__all_sync(~0u, warpgroup_all(1 + group, near))) {
       scale_far(sum, row_byte, col_factor);
       warpgroup_sync(1 + group);
       col_factor[col] = 1;
@@ -166,7 +219,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     prefetch(&a);
     prefetch(&b);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], 1);
+      barrier_init(&s.full[i], kAlongK ? 1 + kRiseParts : 1);
       barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
     }
     barrier_init_fence();
@@ -176,7 +229,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
-    if (threadIdx.x == 0) produce<kAlongK>(p, &a, &b, s);
+    const int warp = kAlongK ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
+    if (warp == 0) {
+      if (threadIdx.x == 0) produce<kAlongK>(p, &a, &b, s);
+    } else {
+      find_rises(p, warp - 1, s);
+    }
   } else {
     take_registers<240>();
     constexpr int kConsumers = kThreads - kWarpgroup;
@@ -201,7 +259,7 @@ void launch(const char* op, const Call& call, Problem p, int64_t b_rows, cudaStr
   p.out = call.out[0].data;
   // Rows of operands and scales are counted in 32 bits, as the copy engine counts them; tiles reach beyond the last.
   const int64_t a_rows = call.in[0].dim(0), depth = call.in[0].dim(1);
-  const int64_t scales = kAlongK ? p.groups * std::max(a_rows, b_rows) : a_rows;
+  const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : a_rows;
   if (std::max({b_rows, scales, depth}) > INT32_MAX - 2 * kTileM)
     throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows, columns or scales");
   const CUtensorMap a = byte_matrix(op, call.in[0].data, p.rows, p.depth, kHalfA);

@@ -18,12 +18,13 @@
 namespace mxep::cuda::sm90 {
 
 constexpr int kCluster = 2;
+constexpr int kSpan = 256;  // tokens that have one scale per row of a K-grouped operand
 
 // M-grouped: out (rows, cols), M x N, groups of rows; depth is K.
 // K-grouped: out (groups, rows, cols), groups of the contraction dim; depth is all tokens.
 struct Problem {
   const int32_t* group_ends;
-  const uint8_t *row_scale, *col_scale;  // E8M0; (M,) and (G, N), or (G, rows) and (G, cols)
+  const uint8_t *row_scale, *col_scale;  // E8M0; (M,) and (G, N), or (S, rows) and (S, cols), S slots of spans
   void* out;
   int groups, rows, cols, depth;
 };
@@ -32,7 +33,8 @@ struct Problem {
 struct Tile {
   int a_row, b_row, k_begin, k_end;
   int64_t out;               // of its first value
-  int row_scale, col_scale;  // of its first row and column
+  int row_scale, col_scale;  // of its first row and column; K-grouped: those of the group's last span
+  int slot;                  // K-grouped: of the group's first span; the others' follow
   int rows, cols;            // that belong to it; at most 0: none, the other tile of its pair has some
   bool side_by_side;
 };
@@ -56,16 +58,18 @@ class Schedule {
     const int rank = blockIdx.x % kCluster;
     const int i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kM;
     const int j = (side_by_side_ ? pair_n * kCluster + rank : pair_n) * kN;
-    const int64_t row = kAlongK ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out and of its scales
-    const int col_scale = group_ * p_.cols + j;
+    const int64_t row = kAlongK ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out
+    const int weight_row = group_ * p_.cols + j;
+    const int slot = begin_ / kSpan + group_, last_slot = slot + (end_ - begin_ - 1) / kSpan;
     *tile = {
         .a_row = kAlongK ? i : static_cast<int>(row),
-        .b_row = kAlongK ? j : col_scale,
+        .b_row = kAlongK ? j : weight_row,
         .k_begin = kAlongK ? begin_ : 0,
         .k_end = kAlongK ? end_ : p_.depth,
         .out = row * p_.cols + j,
-        .row_scale = static_cast<int>(row),
-        .col_scale = col_scale,
+        .row_scale = kAlongK ? last_slot * p_.rows + i : static_cast<int>(row),
+        .col_scale = kAlongK ? last_slot * p_.cols + j : weight_row,
+        .slot = slot,
         .rows = (kAlongK ? p_.rows : end_ - begin_) - i,
         .cols = p_.cols - j,
         .side_by_side = side_by_side_,
