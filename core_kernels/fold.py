@@ -25,7 +25,7 @@ import math
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, E8M0_NAN, SPAN, Rounding, spans
+from .formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, F32_NAN, e4m3_to_f32, f32_to_e4m3, quantize_blocks, to_f32
 from .permute import check_map, packed_blocks
@@ -34,6 +34,7 @@ from .tiles import cdiv, hw_cast, row_tiles, tiles
 
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
 SPAN_MX: tl.constexpr = tl.constexpr(SPAN)
+HEADROOM_MX: tl.constexpr = tl.constexpr(HEADROOM)
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def _fold_groups_kernel(
             byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=NAN_BYTE)
             byte = byte.to(tl.int32)
             here = tl.max(tl.where(byte == NAN_BYTE, 0, byte + 1), 1)
-            headroom = tl.where((b0 == start) & (here > 0), 1, 0)
+            headroom = tl.where((b0 == start) & (here > 0), HEADROOM_MX, 0)
             largest = tl.maximum(largest, tl.minimum(here + headroom, NAN_BYTE))
             scale = tl.maximum(largest - 1, 0)
             blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))

@@ -11,6 +11,10 @@ BLOCK = 32
 """Values that share one scale (MX v1.0, section 5.2)."""
 SPAN = 256
 """Tokens of one group that share one scale per row where the weight gradient multiplies folded operands."""
+HEADROOM = 2
+"""Octaves that the scale of a group's first span has to spare: where a later span raises it, a product has to scale
+its sums. Two make that rare in normal and SwiGLU data; a code loses its last bits 2^13 instead of 2^15 below the
+largest."""
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value, S.1111.110 (OFP8 v1.0, table 2)."""

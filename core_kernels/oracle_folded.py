@@ -11,7 +11,7 @@ Functions have the names and the argument order of the ops they define.
 
 import numpy as np
 
-from .formats import BLOCK, E8M0_NAN, SPAN, Rounding, spans
+from .formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
 from .oracle import (
     E4M3_VALUES,
     Array,
@@ -65,7 +65,7 @@ def grouped_wgrad_fold(
 def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
     """q (R, M), sf (R, M/32) -> qf (R, M), span_sf (S, R): every span of a group under the largest scale so far.
 
-    The group's first span has one octave more than it needs, so that those after it seldom raise the scale. A NaN
+    The group's first span has HEADROOM octaves more than it needs, so that those after it seldom raise the scale. A NaN
     block has no say in any scale and becomes elements 0x7F. Columns past the last end become zeros, and so do the
     scales of slots without a span.
     """
@@ -76,7 +76,7 @@ def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
         for i, (slot, columns) in enumerate(group):
             byte = sf[:, columns.start // BLOCK : columns.stop // BLOCK].astype(np.int32)
             m_i = np.where(byte == E8M0_NAN, 0, byte + 1).max(1)
-            c_i = np.where(m_i > 0, np.minimum(m_i + 1, E8M0_NAN), 0) if i == 0 else m_i
+            c_i = np.where(m_i > 0, np.minimum(m_i + HEADROOM, E8M0_NAN), 0) if i == 0 else m_i
             largest = np.maximum(largest, c_i)
             span_sf[slot] = np.maximum(largest - 1, 0)
             shift = byte - span_sf[slot].astype(np.int32)[:, None]

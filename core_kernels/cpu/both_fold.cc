@@ -31,7 +31,7 @@ void fold_strip(const T* x, uint8_t* q_t, uint8_t* span_sf, Strip strip, ScaleRu
   int largest[kStripCols] = {};
   int64_t slot = strip.group.slot;
   for (int64_t row = strip.group.begin; row < strip.group.end; row += kSpan, ++slot) {
-    const Piece piece{std::min(kSpan, strip.group.end - row), strip.cols, strip.k, strip.m, kSpanBlocks};
+    const Piece piece{std::min<int64_t>(kSpan, strip.group.end - row), strip.cols, strip.k, strip.m, kSpanBlocks};
     quantize_cols(x + row * strip.k, q_t + row, sf, piece, rule);
     vectorized([&]() MXEP_ALWAYS_INLINE {
       for (int64_t c = 0; c < strip.cols; ++c) {

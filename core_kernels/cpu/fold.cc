@@ -34,7 +34,7 @@ void fold_groups(const Call& call) {
           if (g < ends.size()) {
             int largest = 0;
             for (int64_t token = group.begin; token < group.end; token += kSpan, ++slot) {
-              const int64_t blocks = std::min(kSpan, group.end - token) / kBlock, from = r * m + token;
+              const int64_t blocks = std::min<int64_t>(kSpan, group.end - token) / kBlock, from = r * m + token;
               const uint8_t* scale = sf + r * scales + token / kBlock;
               largest = larger_span(largest, token == group.begin, scale, blocks);
               span_sf[slot * rows + r] = span_scale_byte(largest);

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "../op.h"
+#include "../spans.h"
 #include "mx_math.h"
 
 namespace mxep {
@@ -21,8 +22,6 @@ MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
   return row;
 }
 MXEP_INLINE uint8_t row_scale_byte(int row) { return static_cast<uint8_t>(row < 0 ? kE8m0Nan : row); }
-
-inline constexpr int64_t kSpan = 256;
 
 // Group `g` of tokens and the slots of its spans' scales, as core_kernels/fold.py draws them. Past the last end, at
 // g = ends.size(), come tokens without a group and slots without a span.
@@ -37,10 +36,10 @@ struct SpannedGroup {
 };
 
 // One more than the largest scale byte of a row and group so far, 0 for none: with that of another span's blocks. The
-// group's first span gets an octave of headroom, so that those after it seldom raise the scale.
+// group's first span gets some octaves of headroom, so that those after it seldom raise the scale.
 MXEP_INLINE int larger_span(int largest, bool first, const uint8_t* sf, int64_t blocks) {
   const int here = row_scale(sf, blocks) + 1;
-  return std::max(largest, first && here > 0 ? std::min<int>(here + 1, kE8m0Nan) : here);
+  return std::max(largest, first && here > 0 ? std::min<int>(here + kHeadroom, kE8m0Nan) : here);
 }
 MXEP_INLINE uint8_t span_scale_byte(int largest) { return static_cast<uint8_t>(std::max(largest - 1, 0)); }
 

@@ -15,10 +15,11 @@
 
 #include <cstdint>
 
+#include "../spans.h"
+
 namespace mxep::cuda::sm90 {
 
 constexpr int kCluster = 2;
-constexpr int kSpan = 256;  // tokens that have one scale per row of a K-grouped operand
 
 // M-grouped: out (rows, cols), M x N, groups of rows; depth is K.
 // K-grouped: out (groups, rows, cols), groups of the contraction dim; depth is all tokens.

@@ -12,16 +12,16 @@
 // every slot's CTA says something: nobody waits for ever.
 #pragma once
 
+#include "../spans.h"
 #include "launch.h"
 #include "mx_math.cuh"
 
 namespace mxep::cuda {
 
-inline constexpr int kSpan = 256;
 inline constexpr uint32_t kOnes = 0x01010101u;
 
 // Bytes come four in a word. A magnitude is a scale byte + 1; 0 where there are NaN blocks alone. What is said is one
-// more: of finite values it is at most 249, so that only 255 stands for itself.
+// more: of finite values it is at most 251, so that only 255 stands for itself.
 __device__ inline uint32_t said(uint32_t magnitudes) { return __vaddus4(magnitudes, kOnes); }
 __device__ inline uint32_t heard(uint32_t words) { return __vsub4(words, kOnes & ~__vcmpeq4(words, ~0u)); }
 __device__ inline bool all_said(uint32_t words) { return !__vcmpeq4(words, 0); }
@@ -82,8 +82,7 @@ struct Span {
 // What four columns' scales are from this span on. `magnitudes`: of its rows.
 __device__ inline uint32_t running_scales(const BothFold& p, const Span& span, int64_t slot, int64_t col,
                                           uint32_t magnitudes) {
-  // The first has an octave to spare, so that few later ones raise the scale: then a product has to scale its sums.
-  if (slot == span.first) magnitudes = __vaddus4(magnitudes, __vminu4(magnitudes, kOnes));
+  if (slot == span.first) magnitudes = __vaddus4(magnitudes, __vcmpne4(magnitudes, 0) & kOnes * kHeadroom);
   const int64_t at = (slot * p.cols + col) / 4, pitch = p.cols / 4;
   uint32_t words = said(magnitudes);
   say(p.own + at, words);
