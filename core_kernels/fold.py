@@ -3,14 +3,21 @@
     q (M, K), sf (M, K/32) --fold_rows--> qf (M, K), row_sf (M,)
     x (M, K) ------quantize_row_fold----> the same, x read once
     [q | sf], row_map --permute_mx_fold-> the same, of gathered rows
-    q (R, M), sf (R, M/32), group_ends (G,) --fold_groups--> qf (R, M), group_sf (G, R)
+    q (R, M), sf (R, M/32), group_ends (G,) --fold_groups--> qf (R, M), span_sf (S, R)
 
 row_sf is the row's largest scale byte and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) has no say in
 row_sf and becomes NaN elements, 0x7F: the other blocks keep their values. Only a row of NaN blocks alone has
 row_sf 255. A program holds whole rows: its scale is not known before the last block.
 
-`fold_groups` does the same to every group of columns by itself, each as long as its group, and reads their scales
-twice instead of holding them. An empty group has scale 0, and columns past the last end become zeros.
+`fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, and one more
+in its first span, so that those after it seldom raise the scale. It is written in one walk over the group, before the
+group's largest byte is known, and a product rescales its sums where the scale rose.
+
+    tokens   0 ------- 256 ------- 512 - 544 ------------ 800 - 832   group_ends = [544, 832]
+    spans    | 0       | 1         | 2   | 0              | 1   |
+    slot     0         1           2     3 = 544/256 + 1  4           S = spans(M, G) of them; others stay unused: 0
+
+Columns past the last end become zeros.
 """
 
 import math
@@ -18,7 +25,7 @@ import math
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, E8M0_NAN, Rounding
+from .formats import BLOCK, E8M0_NAN, Rounding, spans
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, F32_NAN, e4m3_to_f32, f32_to_e4m3, quantize_blocks, to_f32
 from .permute import check_map, packed_blocks
@@ -195,7 +202,7 @@ def _plan_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType, *, arc
     require_multiple(op, "q", m, BLOCK, "last dim")
     require_shape(op, "sf", sf, (r, m // BLOCK), "one scale per 32 values of q's last dim")
     groups = group_ends.shape[0]
-    out = (ArrayType(q.shape, "uint8"), ArrayType((groups, r), "uint8"))
+    out = (ArrayType(q.shape, "uint8"), ArrayType((spans(m, groups), r), "uint8"))
     if arch == "cpu":
         return Launch(out, ())
     t = tiles(op, arch)
@@ -216,6 +223,6 @@ quantize_row_fold = KernelOp(
     "quantize_row_fold", _quantize_fold_kernel, ("x",), _OUT, ("rounding", "satfinite"), _plan_quantize_fold
 )
 fold_groups = KernelOp(
-    "fold_groups", _fold_groups_kernel, ("q", "sf", "group_ends"), ("qf", "group_sf"), (), _plan_fold_groups
+    "fold_groups", _fold_groups_kernel, ("q", "sf", "group_ends"), ("qf", "span_sf"), (), _plan_fold_groups
 )
 permute_mx_fold = KernelOp("permute_mx_fold", _permute_fold_kernel, ("packed", "row_map"), _OUT, (), _plan_permute_fold)

@@ -17,7 +17,7 @@ loses nothing.
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, E8M0_NAN
+from .formats import BLOCK, E8M0_NAN, spans
 from .gemm_tile import load_tile, store_tile
 from .grouped_gemm import plan_k_grouped, plan_m_grouped, rows_of_tile
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
@@ -144,9 +144,9 @@ def _plan_wgrad(
     require_shape(op, "rhs_qf", rhs_qf, (k, m), "the tokens of lhs_qf (N, M)")
     require_multiple(op, "rhs_qf", k, COLUMNS, "K", "pad the rows of rhs_qf")
     launch = plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype)
-    groups = group_ends.shape[0]
-    require_shape(op, "lhs_sf", lhs_sf, (groups, n), "one scale per group and row of lhs_qf")
-    require_shape(op, "rhs_sf", rhs_sf, (groups, k), "one scale per group and row of rhs_qf")
+    slots = spans(m, group_ends.shape[0])
+    require_shape(op, "lhs_sf", lhs_sf, (slots, n), "one scale per span and row of lhs_qf")
+    require_shape(op, "rhs_sf", rhs_sf, (slots, k), "one scale per span and row of rhs_qf")
     return launch
 
 

@@ -9,6 +9,8 @@ from enum import IntEnum
 
 BLOCK = 32
 """Values that share one scale (MX v1.0, section 5.2)."""
+SPAN = 256
+"""Tokens of one group that share one scale per row where the weight gradient multiplies folded operands."""
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value, S.1111.110 (OFP8 v1.0, table 2)."""
@@ -58,3 +60,14 @@ class Rounding(IntEnum):
 def packed_width(k: int) -> int:
     """Bytes of one packed row `[q | sf]` of k values: k elements, then k / 32 scales."""
     return k + k // BLOCK
+
+
+def spans(num_tokens: int, num_groups: int) -> int:
+    """Slots that hold the spans of `num_tokens` tokens in `num_groups` groups, however they are split.
+
+    Group g with tokens [begin, end) has ceil((end - begin) / SPAN) of them, from slot begin // SPAN + g on.
+
+    >>> spans(1024, 2)
+    6
+    """
+    return num_tokens // SPAN + num_groups

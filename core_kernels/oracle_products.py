@@ -6,7 +6,7 @@
 form      along the rows                  along the tokens, if `wgrad_mx`; otherwise bf16
 "bf16"    bf16                            -
 "mx"      quantize_row, quantize_col      quantize_col
-"fold"    the same, folded by row         the same, folded by row and group
+"fold"    the same, folded by row         the same, folded by row and span of tokens
 "row"     quantize_rowwise                -
 
 What arrives as (q, sf) is multiplied as it is, folded, or dequantized for a form that is not made of blocks.

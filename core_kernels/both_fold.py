@@ -1,0 +1,63 @@
+"""Both folded operands of an activation from one launch: by row, and by column and span of tokens.
+
+    x (M, K), group_ends (G,) --quantize_both_fold--> qf (M, K), row_sf (M,)        what out = x w^T multiplies
+                                                      qf_t (K, M), span_sf (S, K)   what dw = dout^T x multiplies
+
+          |<---------- K ---------->|
+    32    v v v v ...               v     a row's scale is known when all of the row was read, a column's when 256 rows
+    rows  v v v v ...               v     of its group were: both while the rows are still at hand. The scales of the
+    ...                                   spans before raise a column's, and they come from the scratch memory through
+          v v v v ...               v     which the parts of a launch hand each other the largest bytes so far.
+
+The bytes are those of `quantize_row_fold`, and of `fold_groups` of `quantize_col`. It has no Triton kernel; where
+neither CUDA C++ nor C++ serves, the frontends run these three.
+"""
+
+from .formats import BLOCK, Rounding, spans
+from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank
+from .quantize import FLOATS
+
+
+def scratch_bytes(m: int, k: int, groups: int) -> int:
+    """Bytes of global memory that one launch of the CUDA kernel needs for itself.
+
+    >>> scratch_bytes(256, 32, 1)
+    8320
+    """
+    return 2 * spans(m, groups) * k + 8 * (m + 256 * (groups + 2))
+
+
+def _plan(
+    x: ArrayType, group_ends: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False
+) -> Launch:
+    """On GPUs one output more than the op has: the scratch memory, which the caller drops."""
+    op = "quantize_both_fold"
+    require_dtype(op, "x", x, *FLOATS)
+    require_rank(op, "x", x, 2)
+    require_dtype(op, "group_ends", group_ends, "int32")
+    require_rank(op, "group_ends", group_ends, 1)
+    (m, k), groups = x.shape, group_ends.shape[0]
+    require_multiple(op, "x", m, BLOCK, "dim 0", "pad the groups, see `row_map`")
+    require_multiple(op, "x", k, BLOCK, "last dim")
+    if k == 0:
+        fail(ValueError, op, "K", 0, f"allowed: multiples of {BLOCK} from {BLOCK}; a row without blocks has no scale")
+    out = (
+        ArrayType((m, k), "uint8"),
+        ArrayType((m,), "uint8"),
+        ArrayType((k, m), "uint8"),
+        ArrayType((spans(m, groups), k), "uint8"),
+    )
+    attrs = (int(Rounding(rounding)), int(satfinite))
+    if arch == "cpu":
+        return Launch(out, attrs)
+    return Launch((*out, ArrayType((scratch_bytes(m, k, groups),), "uint8")), attrs)
+
+
+quantize_both_fold = KernelOp(
+    "quantize_both_fold",
+    None,
+    ("x", "group_ends"),
+    ("qf", "row_sf", "qf_t", "span_sf"),
+    ("rounding", "satfinite"),
+    _plan,
+)
