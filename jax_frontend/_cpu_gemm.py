@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core_kernels import quantize
-from ..core_kernels.formats import BLOCK
+from ..core_kernels.formats import BLOCK, SPAN
 from ..core_kernels.launch import ArrayType
 from ._call import call, vary, varying_axes
 
@@ -137,15 +137,17 @@ def _wgrad_bf16_t(lhs_t, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
     return _k_grouped(_widen(lhs_t), _widen(rhs_t), 1, group_ends, out)
 
 
-def _dequantize_groups(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
-    """qf (R, M), sf (G, R); columns past the last end, which nobody reads, get scale 0."""
-    first = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
-    group = jnp.sum(group_ends[:, None] <= first, axis=0)
-    return _dequantize(qf, jnp.take(sf.T, group, axis=1, mode="fill", fill_value=0))
+def _dequantize_spans(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
+    """qf (R, M), sf (S, R); columns past the last end, which nobody reads, get any scale."""
+    token = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
+    group = jnp.sum(group_ends[:, None] <= token, axis=0, dtype=jnp.int32)
+    begin = jnp.pad(group_ends, (1, 0))[group]
+    slot = begin // SPAN + group + (token - begin) // SPAN
+    return _dequantize(qf, jnp.pad(sf, ((0, 1), (0, 0))).at[slot].get(mode="clip").T)
 
 
 def _wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
-    lhs, rhs = _dequantize_groups(lhs_qf, lhs_sf, group_ends), _dequantize_groups(rhs_qf, rhs_sf, group_ends)
+    lhs, rhs = _dequantize_spans(lhs_qf, lhs_sf, group_ends), _dequantize_spans(rhs_qf, rhs_sf, group_ends)
     return _k_grouped(lhs, rhs, 1, group_ends, out)
 
 

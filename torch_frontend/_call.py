@@ -23,13 +23,13 @@ from ._launch import Output, bind
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
 
-TOKENS: dict[str, tuple[int, int, int]] = {
-    **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, 1, BLOCK)),
-    "grouped_wgrad_bf16_t": (1, 1, 1),
-    "quantize_both_fold": (0, 1, BLOCK),
+TOKENS: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, BLOCK)),
+    "grouped_wgrad_bf16_t": (1, 1),
+    "quantize_both_fold": (0, BLOCK),
 }
-"""Where ops with group ends have their tokens: along which dim of the first operand, how many of them an index is, and
-what ends are multiples of, since scales do not cross groups. Others: (0, 1, 1)."""
+"""Where ops with group ends have their tokens: along which dim of the first operand, and what ends are multiples of,
+since scales do not cross groups. Others: (0, 1)."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
@@ -147,8 +147,8 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     types = tuple([(t.shape, t.dtype) for t in inputs])
     arch, out, start = bind(op, types, device, forced(), tuple(options.items()))
     if op.inputs[-1] == "group_ends" and checks_values(device):
-        dim, tokens, multiple = TOKENS.get(op.name, (0, 1, 1))
-        rows = int(options.get("num_rows", inputs[0].shape[dim] * tokens))
+        dim, multiple = TOKENS.get(op.name, (0, 1))
+        rows = int(options.get("num_rows", inputs[0].shape[dim]))
         check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
     if arch != "cpu" and checks_values(device):
         _check_maps(op, inputs)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import cpp_bindings
-from ..core_kernels.formats import BLOCK
+from ..core_kernels.formats import BLOCK, SPAN
 
 
 def _dequantize(q: Tensor, sf: Tensor) -> Tensor:
@@ -80,19 +81,19 @@ def grouped_mm_fold(
     _m_grouped(lhs, lambda g: _dequantize_folded(rhs_qf[g], rhs_sf[g]), group_ends, out)
 
 
-def _dequantize_groups(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
-    """qf (R, M), sf (G, R) -> fp32; columns past the last end, which nobody reads, get any scale."""
-    blocks = group_ends.diff(prepend=group_ends.new_zeros(1)) // BLOCK
-    block_sf = sf.new_zeros(qf.shape[0], qf.shape[1] // BLOCK)
-    owned = sf.T.repeat_interleave(blocks, dim=1)
-    block_sf[:, : owned.shape[1]] = owned
-    return _dequantize(qf, block_sf)
+def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
+    """qf (R, M), sf (S, R) -> fp32; columns past the last end, which nobody reads, get any scale."""
+    token = torch.arange(0, qf.shape[1], BLOCK, dtype=torch.int32)
+    group = torch.searchsorted(group_ends, token, right=True)
+    begin = pad(group_ends, (1, 0))[group]
+    slot = begin // SPAN + group + (token - begin) // SPAN
+    return _dequantize(qf, pad(sf, (0, 0, 0, 1))[slot.clamp(max=len(sf))].T.contiguous())
 
 
 def grouped_wgrad_fold(
     lhs_qf: Tensor, lhs_sf: Tensor, rhs_qf: Tensor, rhs_sf: Tensor, group_ends: Tensor, out: Tensor
 ) -> None:
-    lhs, rhs = _dequantize_groups(lhs_qf, lhs_sf, group_ends), _dequantize_groups(rhs_qf, rhs_sf, group_ends)
+    lhs, rhs = _dequantize_spans(lhs_qf, lhs_sf, group_ends), _dequantize_spans(rhs_qf, rhs_sf, group_ends)
     _k_grouped(lhs, rhs, group_ends, out)
 
 
