@@ -25,7 +25,7 @@ import math
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, E8M0_NAN, Rounding, spans
+from .formats import BLOCK, E8M0_NAN, SPAN, Rounding, spans
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, F32_NAN, e4m3_to_f32, f32_to_e4m3, quantize_blocks, to_f32
 from .permute import check_map, packed_blocks
@@ -33,6 +33,7 @@ from .quantize import FLOATS
 from .tiles import cdiv, hw_cast, row_tiles, tiles
 
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
+SPAN_MX: tl.constexpr = tl.constexpr(SPAN)
 
 
 @triton.jit
@@ -107,37 +108,38 @@ def _permute_fold_kernel(
 
 @triton.jit
 def _fold_groups_kernel(
-    q, sf, group_ends, R, M, qf, group_sf,
-    G: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, sf, group_ends, R, M, qf, span_sf,
+    G: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one group of columns; the columns past the last end count as group G."""
-    BLOCKS: tl.constexpr = BLOCK_K // BLOCK_MX
-    SCALES: tl.constexpr = 4 * BLOCKS  # what the first loop holds costs little
+    """Some rows of one group of columns, span by span; the columns past the last end count as group G."""
+    BLOCKS: tl.constexpr = SPAN_MX // BLOCK_MX
     r, group = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1)
     in_r, pitch = (r < R)[:, None], M // BLOCK_MX
     # Counted in blocks: multiplied by 32 below, the compiler knows it and loads 16 bytes at a time.
     start = tl.minimum(tl.load(group_ends + group - 1, mask=group > 0, other=0), M) // BLOCK_MX
     end = tl.minimum(tl.load(group_ends + group, mask=group < G, other=M), M) // BLOCK_MX
+    slot, end_slot = start // BLOCKS + group, end // BLOCKS + group + (group < G).to(tl.int32)
 
-    row = tl.full((BLOCK_M,), -1, tl.int32)
-    if group < G:
-        for b0 in range(start, end, SCALES):
-            b = b0 + tl.arange(0, SCALES)
-            byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=NAN_BYTE)
-            row = tl.maximum(row, tl.max(tl.where(byte == NAN_BYTE, -1, byte.to(tl.int32)), 1))
-        scale = tl.where(row < 0, NAN_BYTE, row)
-        tl.store(group_sf + group.to(tl.int64) * R + r, tl.where(start < end, scale, 0).to(tl.uint8), mask=r < R)
-
+    largest = tl.zeros((BLOCK_M,), tl.int32)  # one more than the byte; 0: no block had a say
     for b0 in range(start, end, BLOCKS):
-        b, m = b0 + tl.arange(0, BLOCKS), tl.arange(0, BLOCK_K) + b0 * BLOCK_MX
+        b, m = b0 + tl.arange(0, BLOCKS), tl.arange(0, SPAN_MX) + b0 * BLOCK_MX
         inside, at = in_r & (m < end * BLOCK_MX)[None, :], r[:, None] * (pitch * BLOCK_MX) + m[None, :]
         if group < G:
-            byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=0)
+            byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=NAN_BYTE)
+            byte = byte.to(tl.int32)
+            here = tl.max(tl.where(byte == NAN_BYTE, 0, byte + 1), 1)
+            headroom = tl.where((b0 == start) & (here > 0), 1, 0)
+            largest = tl.maximum(largest, tl.minimum(here + headroom, NAN_BYTE))
+            scale = tl.maximum(largest - 1, 0)
             blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))
-            folded = fold_tile(blocks, byte.to(tl.int32), row[:, None], 2, HW_CAST)
-            tl.store(qf + at, tl.reshape(folded, (BLOCK_M, BLOCK_K)), mask=inside)
+            folded = fold_tile(blocks, byte, scale[:, None], 2, HW_CAST)
+            tl.store(qf + at, tl.reshape(folded, (BLOCK_M, SPAN_MX)), mask=inside)
+            tl.store(span_sf + slot.to(tl.int64) * R + r, scale.to(tl.uint8), mask=r < R)
+            slot += 1
         else:
-            tl.store(qf + at, tl.zeros((BLOCK_M, BLOCK_K), tl.uint8), mask=inside)
+            tl.store(qf + at, tl.zeros((BLOCK_M, SPAN_MX), tl.uint8), mask=inside)
+    for unused in range(slot, end_slot):
+        tl.store(span_sf + unused.to(tl.int64) * R + r, tl.zeros((BLOCK_M,), tl.uint8), mask=r < R)
 
 
 def whole_rows(
@@ -211,7 +213,7 @@ def _plan_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType, *, arc
         attrs=(),
         grid=(cdiv(r, t.m), groups + 1),
         scalars={"R": r, "M": m},
-        meta={"G": groups, "HW_CAST": hw_cast(arch), "BLOCK_M": t.m, "BLOCK_K": t.k},
+        meta={"G": groups, "HW_CAST": hw_cast(arch), "BLOCK_M": t.m},
         num_warps=t.num_warps,
         num_stages=t.num_stages,
     )

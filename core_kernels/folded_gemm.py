@@ -1,13 +1,20 @@
-"""Grouped products at the FP8 tensor-core rate: no scale inside the loop, one power of two per row after it.
+"""Grouped products at the FP8 tensor-core rate: no scale per block, one power of two per row after the sums.
 
     M-grouped   lhs (M, K), scales (M,)    x  rhs_t (G, N, K), scales (G, N)  -> out (M, N)
-    K-grouped   lhs_t (N, M), scales (G, N)  x  rhs_t (K, M), scales (G, K)   -> out (G, N, K)
+    K-grouped   lhs_t (N, M), scales (S, N)  x  rhs_t (K, M), scales (S, K)   -> out (G, N, K)
 
                 E4M3 x E4M3 --tensor core, 128 terms--> partial sum --+ fp32--> sum --* 2^(a + b)--> out
 
 Operands are folded: fold.fold_rows gives those of the first, fold.fold_groups those of the second, along whose
-contraction dim every group has a scale of its own and ends at a multiple of 32. Rows past the last end are written
-as zeros, an empty group's weight gradient is zero, and no padding row is read into a real one.
+contraction dim every group ends at a multiple of 32 and has a scale of its own for each span of 256 tokens, none
+smaller than the one before:
+
+    tokens of a group   | span 0  | span 1  | span 2 |
+    scale of a row      2^a       2^a       2^(a+3)         the sum so far * 2^-3, then the products of span 2
+                                                            the sum * 2^(a+3) at the end
+
+Rows past the last end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into
+a real one.
 
 A tensor core of sm_90 aligns the products of a sum to the largest of them and keeps about 14 bits. Its sums are
 therefore added in fp32 after every 128 terms. Both powers of two are applied at once, so that 2^-127 beside 2^127
@@ -17,13 +24,14 @@ loses nothing.
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, E8M0_NAN, spans
+from .formats import BLOCK, E8M0_NAN, SPAN, spans
 from .gemm_tile import load_tile, store_tile
 from .grouped_gemm import plan_k_grouped, plan_m_grouped, rows_of_tile
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, e4m3_to_f32, e8m0_to_f32
 
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
+SPAN_MX: tl.constexpr = tl.constexpr(SPAN)
 CHAIN: tl.constexpr = tl.constexpr(128)
 """Terms that a tensor core sums by itself: CUTLASS and DeepGEMM promote as often."""
 
@@ -48,6 +56,12 @@ def _scaled(acc, row_byte, col_byte):
     half = (row + col) >> 1
     value = acc * e8m0_to_f32(half) * e8m0_to_f32(row + col - half)
     return tl.where((row == NAN_BYTE) | (col == NAN_BYTE), float("nan"), value)
+
+
+@triton.jit
+def _fall(rise):
+    """2^-rise: what sums are multiplied by where their scale rises. Below 2^-126 nothing of them is left."""
+    return tl.where(rise > 126, 0, (127 - rise) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -95,14 +109,20 @@ def _wgrad_kernel(
     # Divided and multiplied, the compiler knows that they are and loads 16 bytes at a time.
     start, end, pitch = start // BLOCK_MX * BLOCK_MX, end // BLOCK_MX * BLOCK_MX, M // BLOCK_MX * BLOCK_MX
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    slot = start // SPAN_MX + group
+    # A scale has no say where there is nothing to scale.
+    row_byte = tl.load(lhs_sf + slot * N + n, mask=in_n & (start < end), other=0).to(tl.int32)
+    col_byte = tl.load(rhs_sf + slot * K + k, mask=in_k & (start < end), other=0).to(tl.int32)
     for m0 in range(start, end, BLOCK_M):
+        span = slot + (m0 - start) // SPAN_MX
+        row_now = tl.load(lhs_sf + span * N + n, mask=in_n, other=0).to(tl.int32)
+        col_now = tl.load(rhs_sf + span * K + k, mask=in_k, other=0).to(tl.int32)
+        acc = acc * _fall(row_now - row_byte)[:, None] * _fall(col_now - col_byte)[None, :]
+        row_byte, col_byte = row_now, col_now
         a = load_tile(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
         b = load_tile(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
         acc = _dot(a, b, acc, HW_CAST)
-    if start < end:  # a scale has no say where there is nothing to scale
-        row_byte = tl.load(lhs_sf + group * N + n, mask=in_n, other=0)
-        acc = _scaled(acc, row_byte, tl.load(rhs_sf + group * K + k, mask=in_k, other=0))
-    store_tile(out, group * N + n, in_n, k0, K, K, acc, HW_CAST, False)
+    store_tile(out, group * N + n, in_n, k0, K, K, _scaled(acc, row_byte, col_byte), HW_CAST, False)
 
 
 def _check_bytes(op: str, **arrays: ArrayType) -> None:

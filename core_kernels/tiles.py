@@ -36,7 +36,7 @@ _GPU = {
     "quantize_row_fold": Tiles(),
     "quantize_rowwise": Tiles(),
     "permute_mx_fold": Tiles(),
-    "fold_groups": Tiles(m=4, k=1024),
+    "fold_groups": Tiles(m=16),
     "block_scales": Tiles(k=32),
     "unblock_scales": Tiles(m=128, k=64),
     "combine": Tiles(m=4, k=1024),

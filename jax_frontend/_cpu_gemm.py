@@ -139,11 +139,11 @@ def _wgrad_bf16_t(lhs_t, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
 
 def _dequantize_spans(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
     """qf (R, M), sf (S, R); columns past the last end, which nobody reads, get any scale."""
-    token = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
-    group = jnp.sum(group_ends[:, None] <= token, axis=0, dtype=jnp.int32)
+    first = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
+    group = jnp.sum(group_ends[:, None] <= first, axis=0, dtype=jnp.int32)
     begin = jnp.pad(group_ends, (1, 0))[group]
-    slot = begin // SPAN + group + (token - begin) // SPAN
-    return _dequantize(qf, jnp.pad(sf, ((0, 1), (0, 0))).at[slot].get(mode="clip").T)
+    slot = begin // SPAN + group + (first - begin) // SPAN
+    return _dequantize(qf, jnp.take(sf.T, slot, axis=1, mode="fill", fill_value=0))
 
 
 def _wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:

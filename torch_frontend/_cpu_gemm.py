@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .. import cpp_bindings
 from ..core_kernels.formats import BLOCK, SPAN
@@ -83,11 +82,12 @@ def grouped_mm_fold(
 
 def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
     """qf (R, M), sf (S, R) -> fp32; columns past the last end, which nobody reads, get any scale."""
-    token = torch.arange(0, qf.shape[1], BLOCK, dtype=torch.int32)
-    group = torch.searchsorted(group_ends, token, right=True)
-    begin = pad(group_ends, (1, 0))[group]
-    slot = begin // SPAN + group + (token - begin) // SPAN
-    return _dequantize(qf, pad(sf, (0, 0, 0, 1))[slot.clamp(max=len(sf))].T.contiguous())
+    first = torch.arange(0, qf.shape[1], BLOCK, dtype=group_ends.dtype)
+    group = torch.searchsorted(group_ends, first, right=True)
+    begin = torch.cat([group_ends.new_zeros(1), group_ends])[group]
+    slot = begin // SPAN + group + (first - begin) // SPAN
+    slots = torch.cat([sf, sf.new_zeros(1, sf.shape[1])])  # what follows the last group may pass them by one
+    return _dequantize(qf, slots[slot].T.contiguous())
 
 
 def grouped_wgrad_fold(

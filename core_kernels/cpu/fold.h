@@ -1,4 +1,5 @@
-// One scale per row: q under its block's scale -> RTNE(q * 2^(sf - row)). Shared by the ops that fold.
+// One scale per row, or per row and span of tokens: q under its block's scale -> RTNE(q * 2^(sf - row)). Shared by the
+// ops that fold.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +21,28 @@ MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
   return row;
 }
 MXEP_INLINE uint8_t row_scale_byte(int row) { return static_cast<uint8_t>(row < 0 ? kE8m0Nan : row); }
+
+inline constexpr int64_t kSpan = 256;
+
+// Group `g` of tokens and the slots of its spans' scales, as core_kernels/fold.py draws them. Past the last end, at
+// g = ends.size(), come tokens without a group and slots without a span.
+struct SpannedGroup {
+  int64_t begin, end, slot, end_slot;
+
+  static SpannedGroup of(std::span<const int32_t> ends, size_t g, int64_t m) {
+    const int64_t index = static_cast<int64_t>(g), begin = g ? ends[g - 1] : 0, slot = begin / kSpan + index;
+    if (g == ends.size()) return {begin, m, slot, m / kSpan + index};
+    return {begin, ends[g], slot, ends[g] / kSpan + index + 1};
+  }
+};
+
+// One more than the largest scale byte of a row and group so far, 0 for none: with that of another span's blocks. The
+// group's first span gets an octave of headroom, so that those after it seldom raise the scale.
+MXEP_INLINE int larger_span(int largest, bool first, const uint8_t* sf, int64_t blocks) {
+  const int here = row_scale(sf, blocks) + 1;
+  return std::max(largest, first && here > 0 ? std::min<int>(here + 1, kE8m0Nan) : here);
+}
+MXEP_INLINE uint8_t span_scale_byte(int largest) { return static_cast<uint8_t>(std::max(largest - 1, 0)); }
 
 // The ends of groups of whole blocks among m tokens. Throws std::invalid_argument for others.
 inline std::span<const int32_t> block_ends(const char* op, const Array& group_ends, int64_t m) {

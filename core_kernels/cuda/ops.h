@@ -26,7 +26,7 @@ struct CudaOp {
 };
 
 // Known at compile time: the XLA binding makes one handler per entry.
-inline constexpr size_t kNumCudaOps = 15;
+inline constexpr size_t kNumCudaOps = 14;
 std::span<const CudaOp> cuda_ops();
 
 // The compute capabilities that this build has machine code for, as nvcc writes them: 900, 1000.
@@ -42,7 +42,6 @@ void grouped_wgrad_bf16_t(const Call& call, cudaStream_t stream);
 void grouped_wgrad_fold(const Call& call, cudaStream_t stream);
 void quantize_col(const Call& call, cudaStream_t stream);
 void quantize_both(const Call& call, cudaStream_t stream);
-void quantize_col_fold(const Call& call, cudaStream_t stream);
 void sort_by_expert(const Call& call, cudaStream_t stream);
 void swiglu_row(const Call& call, cudaStream_t stream);
 void swiglu_col(const Call& call, cudaStream_t stream);

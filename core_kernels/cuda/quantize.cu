@@ -1,48 +1,31 @@
-// Quantize columns, or rows and columns in one read, or columns folded to their groups' scales. Rows alone reach a
-// copy's speed in Triton.
+// Quantize columns, or rows and columns in one read. Rows alone reach a copy's speed in Triton.
 //
 //   x (B, M, K) --8 bytes of 32 rows a lane--> quantize_tile.cuh --> q (B, M, K)    sf (B, M, K/32)
 //                                                                    q_t (B, K, M)  sf_t (B, K, M/32)
-//   x (M, K), group_sf (G, K), group_ends (G,) --the same----------> qf_t (K, M)
 //
-// core_kernels/oracle.py and oracle_folded.py define every byte.
+// core_kernels/oracle.py defines every byte.
 #include "launch.h"
 #include "ops.h"
-#include "quantize_fold.cuh"
+#include "quantize_tile.cuh"
 #include "quantize_walk.cuh"
 
 namespace mxep::cuda {
 namespace {
 
-enum class Form { kCol, kBoth, kColFold };
+enum class Form { kCol, kBoth };
 
-template <typename T, bool kFold>
-using Stage =
-    std::conditional_t<kFold, ColumnCodes<T::kRows, T::kCols, T::kColumns>, Columns<T::kRows, T::kCols, T::kColumns>>;
+template <typename T>
+using Stage = Columns<T::kRows, T::kCols, T::kColumns>;
 
-// A tile's columns, folded to their groups' scales or not.
-template <typename T, bool kFold, bool kVector, typename Value>
+// A tile's columns.
+template <typename T, bool kVector, typename Value>
 __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
-    quantize_tiles(const Value* x, Groups groups, Grid grid, ScaleRule rule, Outputs out) {
+    quantize_tiles(const Value* x, Grid grid, ScaleRule rule, Outputs out) {
   extern __shared__ uint4 bytes[];
-  auto& columns = *reinterpret_cast<Stage<T, kFold>*>(bytes);
+  auto& columns = *reinterpret_cast<Stage<T>*>(bytes);
   const Place at = Place::of<T>(grid, blockIdx.x);
-  const auto part = Part::of<T>(grid, at);
-  // Asked for before x, so that the scales are there when x is.
-  const int32_t ends = kFold ? groups.first_ends() : 0;
-  const T tile = load_tile<T, kVector>(x, grid, part);
-  if constexpr (kFold) {
-    const Own<T> own;
-    const int group = groups.find(at.row + own.row, ends);
-    if (group < groups.count) {
-      const uint8_t* scales = groups.scales + group * grid.cols + at.col + own.col;
-      fold_columns(tile, rule, load_bytes<T, kVector>(scales, part.cols), columns);
-    } else {
-      columns.clear(own.row / kBlock, own.col);
-    }
-  } else {
-    for_column_pairs(tile, [&](const auto* values, int block, int col) { columns.scale(values, rule, block, col); });
-  }
+  const T tile = load_tile<T, kVector>(x, grid, Part::of<T>(grid, at));
+  for_column_pairs(tile, [&](const auto* values, int block, int col) { columns.scale(values, rule, block, col); });
   __syncthreads();
   columns.template write<T::kThreads>(out, grid, at);
 }
@@ -64,14 +47,10 @@ void quantize(const char* op, const Call& call, Outputs out, cudaStream_t stream
     allow_shared_memory(op, kernel, kBytes);
     kernel<<<grid_x(op, walks.ctas(grid)), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, walks, rule, out);
   } else {
-    constexpr bool kFold = kForm == Form::kColFold;
-    Groups groups{};
-    if constexpr (kFold)
-      groups = {call.in[2].as<const int32_t>(), call.in[1].as<const uint8_t>(), static_cast<int>(call.in[2].dim(0))};
-    const auto kernel = quantize_tiles<T, kFold, kVector, Value>;
-    constexpr int kBytes = sizeof(Stage<T, kFold>);
+    const auto kernel = quantize_tiles<T, kVector, Value>;
+    constexpr int kBytes = sizeof(Stage<T>);
     allow_shared_memory(op, kernel, kBytes);
-    kernel<<<grid_x(op, grid.tiles()), T::kThreads, kBytes, stream>>>(x.as<const Value>(), groups, grid, rule, out);
+    kernel<<<grid_x(op, grid.tiles()), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, rule, out);
   }
   check_launch(op);
 }
@@ -103,10 +82,6 @@ void quantize_col(const Call& call, cudaStream_t stream) {
 void quantize_both(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   quantize<Form::kBoth>("quantize_both", call, {out(0), out(1), out(2), out(3)}, stream);
-}
-
-void quantize_col_fold(const Call& call, cudaStream_t stream) {
-  quantize<Form::kColFold>("quantize_col_fold", call, {nullptr, nullptr, call.out[0].as<uint8_t>(), nullptr}, stream);
 }
 
 }  // namespace mxep::cuda
