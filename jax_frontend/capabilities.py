@@ -52,7 +52,7 @@ def _on_cuda(op: KernelOp) -> Capability:
     except NotImplementedError:
         return Capability("", absent)
     if implementation == "parts":
-        return Capability(" and ".join(part.name for part in _device.PARTS[op]), absent)
+        return Capability(", ".join(part.name for part in _device.PARTS[op]), absent)
     if implementation in absent:
         return Capability("", absent)
     sm = "sm_{}{}".format(*_device.compute_capability())

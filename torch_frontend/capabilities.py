@@ -32,7 +32,7 @@ def _uses(name: str, device: torch.device) -> str:
     except NotImplementedError:
         return ""
     if implementation == "parts":
-        return " and ".join(part.name for part in _device.PARTS[OPS[name]])
+        return ", ".join(part.name for part in _device.PARTS[OPS[name]])
     if implementation == "cpp":
         return "torch.matmul on operands dequantized in C++" if name in _cpu_gemm.TABLE else "cpp"
     if device.type == "cpu":
