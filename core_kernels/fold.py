@@ -134,12 +134,12 @@ def _fold_groups_kernel(
             blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))
             folded = fold_tile(blocks, byte, scale[:, None], 2, HW_CAST)
             tl.store(qf + at, tl.reshape(folded, (BLOCK_M, SPAN_MX)), mask=inside)
-            tl.store(span_sf + slot.to(tl.int64) * R + r, scale.to(tl.uint8), mask=r < R)
+            tl.store(span_sf + slot * R + r, scale.to(tl.uint8), mask=r < R)
             slot += 1
         else:
             tl.store(qf + at, tl.zeros((BLOCK_M, SPAN_MX), tl.uint8), mask=inside)
     for unused in range(slot, end_slot):
-        tl.store(span_sf + unused.to(tl.int64) * R + r, tl.zeros((BLOCK_M,), tl.uint8), mask=r < R)
+        tl.store(span_sf + unused * R + r, tl.zeros((BLOCK_M,), tl.uint8), mask=r < R)
 
 
 def whole_rows(

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import pytest
 import triton
 from mxep.core_kernels import (
-    col_fold,
     combine,
     fold,
     folded_gemm,
@@ -27,7 +26,7 @@ from mxep.core_kernels import (
     scale_layout,
     swiglu,
 )
-from mxep.core_kernels.formats import packed_width
+from mxep.core_kernels.formats import packed_width, spans
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -96,19 +95,6 @@ CASES = {
     "quantize_rowwise wide f32": Case(rowwise.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
     "permute_mx_fold": Case(fold.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
     "fold_groups": Case(fold.fold_groups, (*mx(K, M), i32(GROUPS)), {}, QUANTIZE),
-    "quantize_row_fold_col_scales": Case(col_fold.quantize_row_fold_col_scales, (bf16(M, K),), {}, QUANTIZE),
-    "quantize_row_fold_col_scales f32 floor": Case(
-        col_fold.quantize_row_fold_col_scales, (f32(M, K),), {"rounding": 1}, QUANTIZE
-    ),
-    **{
-        f"quantize_row_fold_col_scales {k}": Case(col_fold.quantize_row_fold_col_scales, (bf16(M, k),), {}, QUANTIZE)
-        for k in (2048, 5120, 8192)
-    },
-    "group_scales": Case(col_fold.group_scales, (u8(M // 32, K), i32(GROUPS)), {}, ("ld.global.v4.b32",)),
-    "quantize_col_fold": Case(col_fold.quantize_col_fold, (bf16(M, K), u8(GROUPS, K), i32(GROUPS)), {}, QUANTIZE),
-    "quantize_col_fold f32 satfinite": Case(
-        col_fold.quantize_col_fold, (f32(M, N), u8(GROUPS, N), i32(GROUPS)), {"satfinite": True}, QUANTIZE
-    ),
     "block_scales": Case(scale_layout.block_scales, (u8(M, K // 32), i32(GROUPS))),
     "unblock_scales": Case(
         scale_layout.unblock_scales,
@@ -174,7 +160,7 @@ CASES = {
     ),
     "grouped_wgrad_fold": Case(
         folded_gemm.grouped_wgrad_fold,
-        (u8(N, M), u8(GROUPS, N), u8(K, M), u8(GROUPS, K), i32(GROUPS)),
+        (u8(N, M), u8(spans(M, GROUPS), N), u8(K, M), u8(spans(M, GROUPS), K), i32(GROUPS)),
         {},
         ("fp8 mma",),
     ),
@@ -297,9 +283,6 @@ SMALL = {
     "quantize_rowwise": (rowwise.quantize_rowwise, (bf16(1, 32),)),
     "permute_mx_fold": (fold.permute_mx_fold, (u8(1, 33), i32(1))),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
-    "quantize_row_fold_col_scales": (col_fold.quantize_row_fold_col_scales, (bf16(32, 32),)),
-    "group_scales": (col_fold.group_scales, (u8(1, 1), i32(1))),
-    "quantize_col_fold": (col_fold.quantize_col_fold, (bf16(32, 1), u8(1, 1), i32(1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),
     "swiglu": (swiglu.swiglu, glu(1, 3)),
     "swiglu_row": (swiglu.swiglu_row, glu(1, 32)),
@@ -313,6 +296,7 @@ SMALL = {
     "grouped_wgrad_bf16": (grouped_gemm.grouped_wgrad_bf16, (bf16(1, 3), bf16(1, 5), i32(1))),
     "grouped_wgrad_bf16_t": (grouped_gemm.grouped_wgrad_bf16_t, (bf16(3, 1), bf16(5, 1), i32(1))),
     "grouped_mm_fold": (folded_gemm.grouped_mm_fold, (u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8), i32(1))),
+    "grouped_wgrad_fold": (folded_gemm.grouped_wgrad_fold, (u8(1, 32), u8(1, 1), u8(8, 32), u8(1, 8), i32(1))),
 }
 
 
