@@ -305,10 +305,11 @@ def m_grouped(lhs: Array, rhs_t: Array, group_ends: Array, out_dtype: str) -> Ar
 
 
 def k_grouped(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str) -> Array:
+    out = np.zeros((len(group_ends), lhs.shape[1], rhs.shape[1]))
     with np.errstate(invalid="ignore", over="ignore"):
-        groups = group_slices(group_ends)
-        out = [lhs[rows].astype(np.float64).T @ rhs[rows].astype(np.float64) for rows in groups]
-    return round_to(np.stack(out), out_dtype)
+        for g, rows in enumerate(group_slices(group_ends)):
+            out[g] = lhs[rows].astype(np.float64).T @ rhs[rows].astype(np.float64)
+    return round_to(out, out_dtype)
 
 
 def grouped_mm_mx(

@@ -6,6 +6,7 @@ SORTS      name -> expert ids
 COMBINES   name -> Combine      rows, the slots they fill, probabilities
 GLUS       name -> Glu          what SwiGLU and its gradient read
 GEMMS      name -> Gemm         a grouped product with its group ends
+SPANNED    name -> group ends   groups of several spans of 256 tokens
 """
 
 from dataclasses import dataclass
@@ -357,3 +358,16 @@ RAGGED_GEMMS = {
     "one_token": _gemm("one_token", [0, 1], 1, 64, 32),
     "ragged_tiles": _gemm("ragged_tiles", [1, 1, 70, 203], 210, 160, 264),
 }
+
+SPANNED = {
+    name: np.array(ends, np.int32)
+    for name, ends in {
+        "every_length": [0, 32, 256, 512, 800, 800, 1344],  # of a group: 0, 32, 224, 256, 288, 544 tokens, and slack
+        "ends_between_spans": [96, 640, 1440],
+        "one_group": [1440],
+        "no_tokens": [0, 0],
+        "no_group": [],
+        "one_block_each": list(range(BLOCK, 1441, BLOCK)),
+    }.items()
+}
+"""Group ends among 1440 tokens."""

@@ -10,9 +10,9 @@ from mxep.core_kernels.formats import BLOCK
 
 from .cases import Array, lognormal_blocks, normal, seeded
 
-GROUPS, ROWS, COLUMNS, TERMS = 2, 40, 16, 256
+GROUPS, ROWS, COLUMNS, TERMS = 2, 40, 16, 512
 ROW_ENDS = np.int32([24, 40])
-TERM_ENDS = np.int32([96, 96, 256])
+TERM_ENDS = np.int32([96, 96, 512])
 """Where groups end along the rows of a product, and along the terms of a weight gradient."""
 TIES = "rounded_by_half_a_step"
 LOST = "only_small_blocks_meet_weights"

@@ -8,6 +8,7 @@ Sums are of 4096 terms, of 1024 in Triton's interpreter. dB are seeded, the oper
 (other tests hold them to it) and only the order of a sum differs, so margins are small.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
@@ -159,11 +160,12 @@ def test_what_mxfp8_loses(backend: str, distribution: str, op: str) -> None:
 # --- rows that are as bad as can be ----------------------------------------------------------------------------
 
 
-def value_and_loss(q: Array, sf: Array) -> Pair:
-    """The values of a row of MXFP8, and how far folding may move each."""
+def value_and_loss(q: Array, sf: Array, scale: Array | None = None) -> Pair:
+    """The values of a row of MXFP8, and how far folding may move each; to the row's largest scale, or to `scale`."""
     values = oracle.dequantize64(q, sf)
-    largest = np.where(sf == E8M0_NAN, 0, sf).max(-1, initial=0)
-    scale = oracle.e8m0_value(largest)[..., None]
+    if scale is None:
+        largest = np.where(sf == E8M0_NAN, 0, sf).max(-1, initial=0)
+        scale = oracle.e8m0_value(largest)[..., None]
     size = np.abs(values)
     return values, np.where(size < 2.0**-6 * scale, np.minimum(size, 2.0**-10 * scale), 0)
 
@@ -171,14 +173,14 @@ def value_and_loss(q: Array, sf: Array) -> Pair:
 def folded_bound(got: Array, lhs: list[Pair], rhs: list[Pair], loss_of_tensor_cores: float) -> Array:
     """Checks `got`, group by group, element by element, and returns what folding alone may change.
 
-    Above 2^-6 of its row's scale s an element keeps its bits; below, E4M3's step is 2^-9 s and the nearest value,
-    zero among them, is within d = min(|x|, 2^-10 s). So |error| <= sum(d_a |b| + |a| d_b + d_a d_b), and the bound
-    of a GEMM holds for the sum of what is multiplied, which is at most sum|a||b| plus that.
+    Above 2^-6 of its row's or span's scale s an element keeps its bits; below, E4M3's step is 2^-9 s and the nearest
+    value, zero among them, is within d = min(|x|, 2^-10 s). So |error| <= sum(d_a |b| + |a| d_b + d_a d_b), and the
+    bound of a GEMM holds for the sum of what is multiplied, which is at most sum|a||b| plus that.
     """
     parts = []
     with np.errstate(invalid="ignore"):
         for lhs_group, rhs_group in zip(lhs, rhs, strict=True):
-            (a, da), (b, db) = value_and_loss(*lhs_group), value_and_loss(*rhs_group)
+            (a, da), (b, db) = lhs_group, rhs_group
             loss = da @ np.abs(b).T + np.abs(a) @ db.T + da @ db.T
             parts.append((a @ b.T, np.abs(a) @ np.abs(b).T + loss, loss))
     exact, magnitude, loss = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -187,12 +189,15 @@ def folded_bound(got: Array, lhs: list[Pair], rhs: list[Pair], loss_of_tensor_co
 
 
 def rows_of(pair: Pair, ends: Array) -> list[Pair]:
-    return [(pair[0][rows], pair[1][rows]) for rows in oracle.group_slices(ends)]
+    return [value_and_loss(pair[0][rows], pair[1][rows]) for rows in oracle.group_slices(ends)]
 
 
-def terms_of(pair: Pair, ends: Array) -> list[Pair]:
-    groups = zip(oracle.group_slices(ends), oracle.group_slices(ends // 32), strict=True)
-    return [(pair[0][:, terms], pair[1][:, blocks]) for terms, blocks in groups]
+def terms_of(pair: Pair, span_sf: Array, ends: Array) -> list[Pair]:
+    scale = np.zeros(pair[0].shape)
+    for slot, terms in itertools.chain(*oracle_folded.span_slices(ends)):
+        scale[:, terms] = oracle.e8m0_value(span_sf[slot])[:, None]
+    values, loss = value_and_loss(*pair, scale)
+    return [(values[:, terms], loss[:, terms]) for terms in oracle.group_slices(ends)]
 
 
 @out_dtypes
@@ -202,7 +207,8 @@ def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) 
     lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t)
     folded = *ops["fold_rows"](*lhs), *ops["fold_rows"](*rhs)
     got = ops["grouped_mm_fold"](*folded, ROW_ENDS, out_dtype=out_dtype)
-    loss = folded_bound(got, rows_of(lhs, ROW_ENDS), list(zip(*rhs, strict=True)), check.fp8_chain(backend))
+    weights = [value_and_loss(*group) for group in zip(*rhs, strict=True)]
+    loss = folded_bound(got, rows_of(lhs, ROW_ENDS), weights, check.fp8_chain(backend))
     if name == TIES:
         # here the bound is reached: nothing smaller would do
         exact = oracle.grouped_mm_mx(*lhs, *rhs, ROW_ENDS, "float64")
@@ -213,12 +219,13 @@ def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) 
 @out_dtypes
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_rows_of_a_folded_weight_gradient(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
-    """The same rows, their terms split into groups."""
+    """The same rows, their terms split into groups, the last of them of two spans."""
     case = EXTREMES[name]
     lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t[1])
-    folded = *ops["fold_groups"](*lhs, TERM_ENDS), *ops["fold_groups"](*rhs, TERM_ENDS)
-    got = ops["grouped_wgrad_fold"](*folded, TERM_ENDS, out_dtype=out_dtype)
-    folded_bound(got, terms_of(lhs, TERM_ENDS), terms_of(rhs, TERM_ENDS), check.fp8_chain(backend))
+    a, b = (ops["fold_groups"](*pair, TERM_ENDS) for pair in (lhs, rhs))
+    got = ops["grouped_wgrad_fold"](*a, *b, TERM_ENDS, out_dtype=out_dtype)
+    terms = terms_of(lhs, a[1], TERM_ENDS), terms_of(rhs, b[1], TERM_ENDS)
+    folded_bound(got, *terms, check.fp8_chain(backend))
 
 
 @pytest.mark.parametrize("name", EXTREMES)
@@ -286,8 +293,8 @@ def test_nothing_behind_the_groups_reaches_a_weight_gradient(ops: Ops, op: str) 
             return (np.where(BEHIND[:, None], BF16.type(value), x),)
         pair = oracle.quantize_col(x)
         if op == "grouped_wgrad_fold":
-            qf, group_sf = oracle_folded.fold_groups(*pair, ends)
-            return np.where(BEHIND, np.uint8(q), qf), group_sf
+            qf, span_sf = oracle_folded.fold_groups(*pair, ends)
+            return np.where(BEHIND, np.uint8(q), qf), span_sf
         return np.where(BEHIND, np.uint8(q), pair[0]), np.where(BEHIND[::32], np.uint8(sf), pair[1])
 
     clean = ops[op](*operand(dy, None), *operand(x, None), ends)

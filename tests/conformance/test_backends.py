@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 from mxep.core_kernels import (
-    col_fold,
+    both_fold,
     combine,
     fold,
     folded_gemm,
@@ -30,8 +30,7 @@ BYTES = {
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
     *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
-    *("quantize_row_fold_col_scales", "group_scales", "quantize_col_fold"),
-    "quantize_rowwise",
+    *("quantize_rowwise", "quantize_both_fold"),
     *("combine", "combine_bwd"),
     *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
     *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
@@ -55,7 +54,7 @@ def test_a_backend_has_every_op(name: str) -> None:
 
 def test_every_op_is_in_the_table_and_in_the_oracle() -> None:
     modules = (
-        *(quantize, permute, routing, fold, col_fold, rowwise, scale_layout),
+        *(quantize, permute, routing, fold, both_fold, rowwise, scale_layout),
         *(combine, swiglu, grouped_gemm, folded_gemm),
     )
     ops = {op.name for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
@@ -92,8 +91,7 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
             {"num_rows": len(lhs[1]), "num_scales": lhs[1].shape[1]},
         ),
         "fold_groups": ((*lhs_t, ends), {}),
-        "group_scales": ((np.ascontiguousarray(lhs_t[1].T), ends), {}),
-        "quantize_col_fold": ((gemm.lhs, oracle_folded.fold_groups(*lhs_t, ends)[1], ends), {}),
+        "quantize_both_fold": ((gemm.lhs, ends), {}),
         "combine": (COMBINES["padding"].inputs, {}),
         "combine_bwd": (COMBINES["padding"].bwd_inputs, {}),
         "grouped_mm_mx": ((*lhs, *rhs, ends), {}),

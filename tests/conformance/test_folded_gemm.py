@@ -10,11 +10,11 @@ from importlib import import_module
 import numpy as np
 import pytest
 from mxep.core_kernels import oracle, oracle_folded
-from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.formats import BLOCK, SPAN
 
 from . import check
 from .backends import GEMM_NAMES
-from .cases import BF16, DISTRIBUTIONS, GEMMS, RAGGED_GEMMS, seeded
+from .cases import BF16, DISTRIBUTIONS, GEMMS, RAGGED_GEMMS, SPANNED, seeded
 from .test_fold import every_shift
 
 Ops = Mapping[str, Callable]
@@ -42,6 +42,24 @@ def test_fold_groups_of_any_length(ops: Ops, rows: int, ends: list[int]) -> None
     check.same_bytes(ops["fold_groups"](q, sf, np.int32(ends)), oracle_folded.fold_groups(q, sf, np.int32(ends)))
 
 
+def every_course_of_scales() -> Pair:
+    """q, sf of 1440 tokens: scales that rise by 1, 17 and 200, fall, and begin with NaN or zero blocks; random ones."""
+    rng, block = seeded("courses"), np.arange(1440 // BLOCK)
+    courses = [np.full(len(block), byte) for byte in (0, 100, 254, 255)]
+    courses += [100 + block // 8, 20 + block // 8 * 17, np.where(block < 20, 10, 210), 200 - block]
+    courses += [np.where(block < 9, early, 120) for early in (0, 118, 119, 120, 121, 255)]
+    courses += [np.where(block < 9, 253, 254), np.where(block % 2, 255, 90 + block), np.where(block < 12, 255, 0)]
+    random = [rng.integers(0, 256, (20, len(block))), rng.integers(110, 130, (20, len(block)))]
+    sf = np.concatenate([np.stack(courses), *random]).astype(np.uint8)
+    return rng.integers(0, 256, (len(sf), 1440), np.uint8), sf
+
+
+@pytest.mark.parametrize("name", SPANNED)
+def test_fold_groups_span_by_span(ops: Ops, name: str) -> None:
+    q, sf = every_course_of_scales()
+    check.same_bytes(ops["fold_groups"](q, sf, SPANNED[name]), oracle_folded.fold_groups(q, sf, SPANNED[name]))
+
+
 def test_fold_groups_of_no_columns_or_no_rows(ops: Ops) -> None:
     for shape, ends in (((3, 0), [0, 0]), ((0, 64), [32, 64])):
         q, sf = np.zeros(shape, np.uint8), np.zeros((shape[0], shape[1] // BLOCK), np.uint8)
@@ -49,12 +67,22 @@ def test_fold_groups_of_no_columns_or_no_rows(ops: Ops) -> None:
 
 
 def test_groups_know_nothing_of_each_other(ops: Ops) -> None:
-    """Each group is fold_rows of itself; a NaN block counts in no scale, an empty group has 0, the rest is zeros."""
-    q = np.full((1, 5 * BLOCK), 0x38, np.uint8)  # 1.0
-    sf = np.uint8([[100, 102, 255, 180, 200]])
-    qf, group_sf = ops["fold_groups"](q, sf, np.int32([64, 64, 96, 128]))
-    np.testing.assert_array_equal(group_sf, [[102], [0], [255], [180]])
-    np.testing.assert_array_equal(qf[0, ::BLOCK], [0x28, 0x38, 0x7F, 0x38, 0])
+    """A first span has an octave of headroom, a NaN block counts in no scale, slots and columns of no group are 0."""
+    q = np.full((1, 14 * BLOCK), 0x38, np.uint8)  # 1.0
+    first, second = [100, 102, *[255] * 6], [103, 110]
+    sf = np.uint8([[*first, *second, 255, 180, 0, 200]])
+    qf, span_sf = ops["fold_groups"](q, sf, np.int32([320, 320, 352, 416]))
+    np.testing.assert_array_equal(span_sf, [[103], [110], [0], [0], [181]])
+    codes = [0x20, 0x30, *[0x7F] * 6, 0x04, 0x38, 0x7F, 0x30, 0, 0]
+    np.testing.assert_array_equal(qf[0], np.repeat(np.uint8(codes), BLOCK))
+
+
+def test_a_scale_rises_only_above_the_headroom(ops: Ops) -> None:
+    """By one octave in the second span: none. By two: one. And never again down."""
+    q = np.full((2, 3 * SPAN), 0x38, np.uint8)
+    sf = np.repeat(np.uint8([[100, 101, 90], [100, 102, 90]]), SPAN // BLOCK, axis=1)
+    _, span_sf = ops["fold_groups"](q, sf, np.int32([3 * SPAN]))
+    np.testing.assert_array_equal(span_sf.T, [[101, 101, 101, 0], [101, 102, 102, 0]])
 
 
 # --- the products ---------------------------------------------------------------------------------------
@@ -93,18 +121,62 @@ def test_grouped_wgrad_fold(backend: str, ops: Ops, name: str, out_dtype: str) -
     lhs, rhs = by_group(case.dout, ends), by_group(case.lhs, ends)
     got = ops["grouped_wgrad_fold"](*lhs, *rhs, ends, out_dtype=out_dtype)
     assert got.dtype == oracle.DTYPES[out_dtype]
-    values = [oracle_folded.group_values(*pair, ends).T for pair in (lhs, rhs)]
+    values = [oracle_folded.span_values(*pair, ends).T for pair in (lhs, rhs)]
     check.k_grouped(got, *values, ends, check.fp8_chain(backend))
     assert (got[np.diff(ends, prepend=0) == 0] == 0).all()
+
+
+def rising(rng: np.random.Generator, columns: int, highest: int) -> Array:
+    """(1440, columns) fp32: by column, magnitudes that stay, rise by 1 or by 17 octaves from span to span or by 200 at
+    once, up to about 2^highest. One column begins with a NaN, one with zeros."""
+    span, column = np.arange(1440)[:, None] // SPAN, np.arange(columns)
+    octaves = [span * 0, span - 5, 17 * (span - 5), np.where(span < 2, -200, 0)]
+    x = rng.standard_normal((1440, columns)) * np.exp2(np.choose(column % 4, octaves) + highest)
+    x[100, 5], x[:300, 6] = np.nan, 0
+    return x.astype(np.float32)
+
+
+@backends_with_a_gemm
+@out_dtypes
+@pytest.mark.parametrize("name", SPANNED)
+def test_sums_follow_scales_that_rise(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
+    """Within the bound, and what XLA on a CPU reads as zeros: products below fp32's normal numbers."""
+    rng, ends = seeded("rising"), SPANNED[name]
+    operands = rising(rng, 40, 85), rising(rng, 24, 0)[:, ::-1][:, :8]
+    lhs, rhs = (by_group(x, ends) for x in operands)
+    got = ops["grouped_wgrad_fold"](*lhs, *rhs, ends, out_dtype=out_dtype)
+    a, b = (oracle_folded.span_values(*pair, ends).T for pair in (lhs, rhs))
+    exact, magnitude = (oracle.grouped_wgrad_bf16(*pair, ends, "float64") for pair in ((a, b), (np.abs(a), np.abs(b))))
+    check.gemm_bound(got, exact, magnitude, len(a), check.fp8_chain(backend), len(a) * 2.0**-126)
+
+
+# Of the scale of lhs, of rhs: behind the first of three spans. 2^-126 is the last factor that is not zero.
+RISES = [(0, 0), (1, 0), (0, 1), (17, 17), (126, 0), (0, 127), (60, 70), (200, 0), (0, 200)]
+
+
+@backends_with_a_gemm
+@pytest.mark.parametrize("rises", RISES, ids=str)
+def test_rises_of_known_size(ops: Ops, rises: tuple[int, int]) -> None:
+    """Products of ones, the second group not at a multiple of 256; what no group has is NaN."""
+    ends, tokens = np.int32([640, 1216]), [256, 256, 128]
+    q, sf = np.full((8, 1280), 0x38, np.uint8), []
+    q[:, ends[-1] :] = 0x7F
+    for rise in rises:
+        course = 127 - rise // 2 + np.uint8([0, rise, rise])
+        sf.append(np.repeat(np.uint8([*course, *course, 255])[:, None], 8, axis=1))
+    got = ops["grouped_wgrad_fold"](q, sf[0], q, sf[1], ends, out_dtype="float32")
+    scales = np.exp2(sum((s[:3, 0].astype(np.int32) - 127 for s in sf), np.zeros(3)))
+    want = np.float32([tokens @ scales, [256, 256, 64] @ scales])
+    np.testing.assert_array_equal(got, np.broadcast_to(want[:, None, None], (2, 8, 8)))
 
 
 @backends_with_a_gemm
 def test_no_group_reads_the_next_one(ops: Ops) -> None:
     """Operands of ones and, beyond the group, NaN: ends at every multiple of 32 of a tile's depth, and of 1 of rows."""
     for end in (32, 64, 96, 128, 160, 224):
-        q = np.full((16, 256), 0x38, np.uint8)
+        q = np.full((16, SPAN), 0x38, np.uint8)
         q[:, end:] = 0x7F
-        one = np.full((2, 16), 127, np.uint8)
+        one = np.full((3, 16), 127, np.uint8)
         got = ops["grouped_wgrad_fold"](q, one, q, one, np.int32([end, end]), out_dtype="float32")
         np.testing.assert_array_equal(got, np.stack([np.full((16, 16), end), np.zeros((16, 16))]).astype(np.float32))
     for end in (1, 7, 63, 64, 65, 129):

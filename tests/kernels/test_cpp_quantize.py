@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mxep import cpp_bindings
-from mxep.core_kernels import oracle, oracle_folded, quantize, rowwise
+from mxep.core_kernels import both_fold, oracle, oracle_folded, quantize, rowwise
 from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.launch import ArrayType
 
@@ -192,3 +192,17 @@ def test_subnormals_under_jit():
     attrs = np.array(plan.attrs, np.int64)
     got = jax.jit(lambda x: jax.ffi.ffi_call("test_quantize_row", types)(x, attrs=attrs))(x)
     same_bytes([np.asarray(a) for a in got], oracle.quantize_row(x))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("ends", [[608], [32, 32, 352], [288, 608], [0, 0], []], ids=str)
+def test_both_operands_of_an_activation_between_guards(cpp_op, ends, dtype):
+    x, group_ends = np.random.default_rng(4).standard_t(1, (608, 160)).astype(dtype), np.int32(ends)
+    got = cpp_op(both_fold.quantize_both_fold, x, group_ends)
+    same_bytes(got, oracle_folded.quantize_both_fold(x, group_ends))
+
+
+@pytest.mark.parametrize("ends", [[64, 32], [48], [-32, 64], [128]], ids=str)
+def test_both_operands_refuse_other_ends(cpp_op, ends):
+    with pytest.raises(ValueError, match=r"quantize_both_fold: group_ends: got -?\d+ .* allowed: non-decreasing"):
+        cpp_op(both_fold.quantize_both_fold, np.zeros((96, 32), np.float32), np.int32(ends))

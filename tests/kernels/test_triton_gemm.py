@@ -113,14 +113,16 @@ def test_mm_fold(triton_op, ends, out_dtype):
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("ends", [[32, 128], [0, 0, 96, 96], [160], [0, 0], []], ids=str)
+@pytest.mark.parametrize("ends", [[32, 128], [0, 0, 96, 96], [288, 608], [704], [0, 0], []], ids=str)
 def test_wgrad_fold(triton_op, ends, out_dtype):
+    """Later tokens are larger, so that scales rise in the groups that have several spans."""
     rng, group_ends = np.random.default_rng(5), np.array(ends, np.int32)
-    lhs, rhs = normal(rng, 160, 80), normal(rng, 160, 72)
+    larger = np.exp2(np.arange(704) // 128)[:, None]
+    lhs, rhs = (x * larger.astype(BF16) for x in (normal(rng, 704, 80), normal(rng, 704, 72)))
     lhs[ends[-1] if ends else 0 :] = np.nan
     pairs = [oracle_folded.fold_groups(*oracle.quantize_col(x), group_ends) for x in (lhs, rhs)]
     (got,) = triton_op(folded_gemm.grouped_wgrad_fold, *pairs[0], *pairs[1], group_ends, out_dtype=out_dtype)
-    check_k_grouped(got, *(oracle_folded.group_values(*pair, group_ends).T for pair in pairs), ends)
+    check_k_grouped(got, *(oracle_folded.span_values(*pair, group_ends).T for pair in pairs), ends)
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import col_fold, combine, fold, permute, quantize, routing, rowwise, scale_layout, swiglu
+from mxep.core_kernels import both_fold, combine, fold, permute, quantize, routing, rowwise, scale_layout, swiglu
 from mxep.core_kernels.launch import ArrayType, KernelOp
 
 from .arrays import poisoned, to_numpy, to_torch
@@ -38,9 +38,7 @@ KERNEL_OPS = (
     rowwise.quantize_rowwise,
     fold.permute_mx_fold,
     fold.fold_groups,
-    col_fold.quantize_row_fold_col_scales,
-    col_fold.group_scales,
-    col_fold.quantize_col_fold,
+    both_fold.quantize_both_fold,
     scale_layout.block_scales,
     scale_layout.unblock_scales,
     combine.combine,
