@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 OF_A_COPY = {
     "quantize_row": 0.90,
     "quantize_row_fold": 0.90,
-    "quantize_row_fold_col_scales": 0.85,
     "quantize_rowwise": 0.90,
     "dequantize": 0.90,
     "quantize_col": 0.85,
     "quantize_both": 0.85,
-    "quantize_col_fold": 0.85,
+    "quantize_both_fold": 0.75,
     "permute_mx": 0.85,
     "permute_mx_fold": 0.85,
     "unpermute": 0.85,

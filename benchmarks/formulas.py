@@ -55,21 +55,37 @@ def quantize_row_fold(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
     row_sf.copy_(largest.flatten(-3).to(torch.uint8))  # -1, a row of NaN blocks, wraps to 255
 
 
-def quantize_row_fold_col_scales(x: Tensor, qf: Tensor, row_sf: Tensor, col_sf: Tensor) -> None:
+def _span_scales(sf_t: Tensor, group_ends: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """sf_t (K, M/32) -> the scale of every slot (K, S), the slot of every block, and whether a group has it."""
+    block = torch.arange(0, 32 * sf_t.shape[1], 32, dtype=torch.int32, device=sf_t.device)
+    group = torch.searchsorted(group_ends, block, right=True, out_int32=True)
+    owned, begins = group < len(group_ends), torch.nn.functional.pad(group_ends, (1, 0))
+    slot = begins[group] // 256 + group + (block - begins[group]) // 256
+    slot = slot.clamp(max=num_slots - 1).long()
+    first = begins[:-1] // 256 + torch.arange(len(group_ends), dtype=torch.int32, device=sf_t.device)
+    slots = torch.arange(num_slots, dtype=torch.int32, device=sf_t.device)
+    group_of = torch.searchsorted(first, slots, right=True, out_int32=True) - 1
+    rank = slots - first[group_of]
+    # One more than the byte: 0 is a span without a scale of its own.
+    largest = torch.where(owned & (sf_t != 255), sf_t.int() + 1, 0)
+    largest = largest.new_zeros(len(sf_t), num_slots).scatter_reduce(1, slot.expand_as(largest), largest, "amax")
+    largest = torch.where((rank == 0) & (largest > 0), largest + 1, largest).clamp(max=255)
+    so_far = (largest + 256 * group_of).cummax(1).values - 256 * group_of
+    used = 256 * rank < torch.diff(begins)[group_of]
+    return torch.where(used, so_far - 1, 0).clamp(min=0), slot, owned
+
+
+def quantize_both_fold(x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, span_sf: Tensor) -> None:
     quantize_row_fold(x, qf, row_sf)
     if not x.is_cuda:
         torch._dynamo.graph_break()  # as in quantize_both
-    col_sf.copy_(_encode(x.unflatten(0, (-1, 32)).float(), 1)[1].squeeze(1))
-
-
-def quantize_col_fold(x: Tensor, group_sf: Tensor, group_ends: Tensor, qf_t: Tensor) -> None:
     codes, bytes_ = _encode(x.t().contiguous().unflatten(-1, (-1, 32)).float(), -1)
-    block = torch.arange(0, len(x), 32, dtype=torch.int32, device=x.device)
-    group = torch.searchsorted(group_ends, block, right=True)
-    scale = group_sf[group.clamp(max=len(group_sf) - 1)].t().unsqueeze(-1).int()
-    factor = torch.where(bytes_ == 255, float("nan"), torch.exp2((bytes_.int() - scale).float()))
+    scales, slot, owned = _span_scales(bytes_.squeeze(-1), group_ends, len(span_sf))
+    shift = (bytes_.int() - scales[:, slot].unsqueeze(-1)).float()
+    factor = torch.where(bytes_ == 255, float("nan"), torch.exp2(shift))
     folded = (codes.view(torch.float8_e4m3fn).float() * factor).to(torch.float8_e4m3fn).view(torch.uint8)
-    qf_t.copy_(torch.where(group[:, None] < len(group_sf), folded, 0).flatten(-2))
+    qf_t.copy_(torch.where(owned[:, None], folded, 0).flatten(-2))
+    span_sf.copy_(scales.t())
 
 
 def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:

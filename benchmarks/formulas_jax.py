@@ -46,17 +46,33 @@ def quantize_row_fold(x: jax.Array) -> Pair:
     return _bits(folded, jnp.uint8).reshape(x.shape), (largest[..., 0] & 255).astype(jnp.uint8)
 
 
-def quantize_row_fold_col_scales(x: jax.Array) -> tuple[jax.Array, ...]:
-    return *quantize_row_fold(x), _encode(x.mT)[1].astype(jnp.uint8).mT
+def _span_scales(byte: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Bytes (K, M/32) -> the scale of every slot (K, S), the slot of every block, and whether a group has it."""
+    block, g = 32 * jnp.arange(byte.shape[1]), len(group_ends)
+    num_slots, begins = 32 * byte.shape[1] // 256 + g, jnp.pad(group_ends, (1, 0))
+    group = jnp.searchsorted(group_ends, block, side="right")
+    owned, begin = group < g, begins[group]
+    slot = (begin // 256 + group + (block - begin) // 256).clip(max=num_slots - 1)
+    first, slots = begins[:-1] // 256 + jnp.arange(g), jnp.arange(num_slots)
+    group_of = jnp.searchsorted(first, slots, side="right") - 1
+    rank = slots - first[group_of]
+    # One more than the byte: 0 is a span without a scale of its own.
+    largest = jnp.where(owned & (byte != 255), byte + 1, 0)
+    largest = jnp.zeros((len(byte), num_slots), largest.dtype).at[:, slot].max(largest)
+    largest = jnp.where((rank == 0) & (largest > 0), largest + 1, largest).clip(max=255)
+    so_far = jax.lax.cummax(largest + 256 * group_of, axis=1) - 256 * group_of
+    used = 256 * rank < jnp.diff(begins)[group_of]
+    return jnp.where(used, so_far - 1, 0).clip(min=0), slot, owned
 
 
-def quantize_col_fold(x: jax.Array, group_sf: jax.Array, group_ends: jax.Array) -> tuple[jax.Array]:
+def quantize_both_fold(x: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, ...]:
     codes, byte = _encode(x.mT)
-    group = jnp.searchsorted(group_ends, jnp.arange(0, len(x), 32), side="right")
-    scale = group_sf[group.clip(max=len(group_sf) - 1)].mT.astype(jnp.int32)
-    factor = jnp.where(byte == 255, jnp.nan, jnp.exp2((byte - scale).astype(jnp.float32)))
+    scales, slot, owned = _span_scales(byte, group_ends)
+    shift = (byte - scales[:, slot]).astype(jnp.float32)
+    factor = jnp.where(byte == 255, jnp.nan, jnp.exp2(shift))
     folded = _bits((codes.astype(jnp.float32) * factor[..., None]).astype(E4M3), jnp.uint8)
-    return (jnp.where(group[:, None] < len(group_sf), folded, 0).reshape(x.mT.shape),)
+    qf_t = jnp.where(owned[:, None], folded, 0).reshape(x.mT.shape)
+    return *quantize_row_fold(x), qf_t, scales.astype(jnp.uint8).mT
 
 
 def quantize_rowwise(x: jax.Array) -> Pair:

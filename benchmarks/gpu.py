@@ -123,12 +123,12 @@ def torch_lines(case: Case, device: str, each: Each, failures: list[str]) -> Ite
     run = partial(case.program, torch_call, *case.inputs)
     outputs = run()
     check(case, outputs)
-    nbytes, allocated = case.nbytes(outputs), sum(out.nbytes for out in outputs)
+    nbytes, allocated = case.nbytes(outputs), sum(out.nbytes for out in outputs) + case.scratch
     peers = torch_peers(case, outputs, failures)
     del outputs
     peak = device_timing.peak_nbytes(run)
     if peak not in (None, allocated):
-        failures.append(f"{case.name}: peak memory {peak} bytes, outputs {allocated}")
+        failures.append(f"{case.name}: peak memory {peak} bytes, outputs and scratch {allocated}")
     samples = each({"run": run, "copy": copy_of(nbytes, device), **{name: peer for name, (peer, _) in peers.items()}})
     ours, copy = samples.pop("run"), samples["copy"]
     uses = torch_frontend.capabilities(device)[ops_of(case)[0]].uses

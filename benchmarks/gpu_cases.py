@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.both_fold import scratch_bytes
+from mxep.core_kernels.formats import BLOCK, SPAN, spans
 from torch import Tensor
 
 from .shapes import Layer
@@ -27,6 +28,7 @@ class Case:
     rows, slice_: the CPU repeats a few slices of `slice_` of so many rows.
     formula: the peer's name in formulas.py and formulas_jax.py. read: bytes, if not all inputs once.
     magnitude: of small inputs, sum|terms| of the fp32 sums in the last output; the others are exact.
+    scratch: bytes that the CUDA kernel needs besides inputs and outputs.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     read: int | None = None
     by_bytes: bool = True
     magnitude: Callable[..., Tensor] | None = None
+    scratch: int = 0
 
     def nbytes(self, outputs: Tensors) -> int:
         """The least bytes to read and to write."""
@@ -88,16 +91,13 @@ def combine_bwd_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tens
     return (dy[at], x, local, local.flatten(), probs[at]), (small_drows, dprobs[at])
 
 
-def col_scales_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
-    qf, row_sf, col_sf = outputs
-    return (inputs[0][at],), (qf[at], row_sf[at], col_sf[at.start // BLOCK : at.stop // BLOCK])
-
-
-def groups_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
-    """Some rows of x under the scales of whole groups, which may be larger than their own."""
-    x, group_sf, group_ends = inputs
-    ends = (group_ends - at.start).clamp(0, at.stop - at.start)
-    return (x[at], group_sf, ends), (outputs[0][:, at],)
+def group_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
+    """One of equal groups: the scale of a span follows from all of its group before."""
+    (x, group_ends), (qf, row_sf, qf_t, span_sf) = inputs, outputs
+    length = at.stop - at.start
+    slot = at.start // SPAN + at.start // length
+    slots = slice(slot, slot + spans(length, 1))
+    return (x[at], group_ends[:1]), (qf[at], row_sf[at], qf_t[:, at], span_sf[slots])
 
 
 def whole(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
@@ -138,13 +138,10 @@ def matrix_cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     shape = {"M": m, "K": k}
     for op in ("quantize_row", "quantize_row_fold", "quantize_rowwise", "quantize_col", "quantize_both"):
         yield Case(op, shape, (x,), one(op), rows_part, m, formula=op)
-    op = "quantize_row_fold_col_scales"
-    yield Case(op, shape, (x,), one(op), col_scales_part, m, formula=op)
-    groups = torch.arange(1, layer.local_experts + 1, dtype=torch.int32, device=device)
-    ends = groups * (m // layer.local_experts // BLOCK * BLOCK)
-    (group_sf,) = call("group_scales", call(op, x)[2], ends)
-    yield Case("quantize_col_fold", {**shape, "G": len(ends)}, (x, group_sf, ends), one("quantize_col_fold"),
-               groups_part, m, formula="quantize_col_fold")  # fmt: skip
+    op, g, length = "quantize_both_fold", layer.local_experts, m // layer.local_experts // BLOCK * BLOCK
+    ends = length * torch.arange(1, g + 1, dtype=torch.int32, device=device)
+    yield Case(op, {**shape, "G": g}, (x, ends), one(op), group_part, g * length, length, op,
+               scratch=scratch_bytes(m, k, g))  # fmt: skip
     yield Case("dequantize", shape, call("quantize_row", x), one("dequantize"), rows_part, m, formula="dequantize")
     yield from received_cases(layer, call, x)
 
@@ -221,8 +218,7 @@ def combine_cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
 # By the ops that each makes, so that `--only` builds no inputs in vain.
 FAMILIES: dict[tuple[str, ...], Callable[[Layer, Call, str], Iterator[Case]]] = {
     ("quantize_row", "quantize_row_fold", "quantize_rowwise", "quantize_col", "quantize_both",
-     "quantize_row_fold_col_scales", "quantize_col_fold", "dequantize", "permute_mx", "permute_mx_fold",
-     "unpermute"): matrix_cases,
+     "quantize_both_fold", "dequantize", "permute_mx", "permute_mx_fold", "unpermute"): matrix_cases,
     ("quantize_weights",): weight_cases,
     ("routing",): routing_cases,
     ("swiglu_row_fwd", "swiglu_row_bwd", "swiglu_both_fwd", "swiglu_both_bwd"): swiglu_cases,

@@ -3,7 +3,7 @@
     x (M, K), w (G, N, K), dout (M, N) bf16, ends (G,) multiples of 32
     grouped_mm_fwd        x w^T      -> (M, N)      folded along K
     grouped_mm_dgrad      dout w     -> (M, K)      folded along N
-    grouped_mm_wgrad      dout^T x   -> (G, N, K)   folded along each group's rows
+    grouped_mm_wgrad      dout^T x   -> (G, N, K)   folded along each group's rows, by spans of 256
     grouped_mm_exact      x w^T      -> (M, N)      MXFP8; on Hopper dequantized to bf16 before, in its time
     grouped_mm_autograd   the first three from bf16, weights quantized before
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from mxep.core_kernels.formats import BLOCK, SPAN
 from torch import Tensor
 
 from .formulas import scale
@@ -81,7 +82,7 @@ def rows_error(outputs: Sequence[Tensor], lhs: Pair, rhs: Pair, ends: Tensor, ch
 
 
 def wgrad_error(outputs: Sequence[Tensor], lhs: Pair, rhs: Pair, ends: Tensor, chain: float) -> Error:
-    """Of lhs (N, M), (G, N) x rhs (K, M), (G, K) -> (G, N, K) bf16, an empty group's being zeros."""
+    """Of lhs (N, M), (S, N) x rhs (K, M), (S, K) -> (G, N, K) bf16, an empty group's being zeros."""
     sums = _Sums(chain)
     n, k = (_sampled(0, len(q), ends.device) for q, _ in (lhs, rhs))
     for group, start, end in _groups(ends):
@@ -89,7 +90,10 @@ def wgrad_error(outputs: Sequence[Tensor], lhs: Pair, rhs: Pair, ends: Tensor, c
         if start == end and bool(got.any()):
             raise AssertionError(f"group {group}: no rows, and a weight gradient that is not zero")
         if start < end:
-            a, b = (values_of(q[at, start:end], sf[group, at]) for at, (q, sf) in ((n, lhs), (k, rhs)))
+            # One scale per block of 32, of which a span has eight and its last one fewer.
+            blocks = torch.arange(0, end - start, BLOCK, device=ends.device)
+            slots = start // SPAN + group + blocks // SPAN
+            a, b = (values_of(q[at, start:end], sf[slots][:, at].T) for at, (q, sf) in ((n, lhs), (k, rhs)))
             sums.add(group, got[n][:, k], a, b)
     return sums.result()
 

@@ -6,7 +6,7 @@
        '-- lowering, when the platform is known:
              cpu    the C++ kernel as an XLA FFI call; a grouped GEMM: jax matmuls (_cpu_gemm.py)
              cuda   the CUDA C++ kernel as an XLA FFI call, where there is one (_device.py);
-                    otherwise the Triton kernel through jax-triton (_triton.py)
+                    otherwise the Triton kernel through jax-triton (_triton.py), or other ops, composed
 
 A primitive rather than `jax.lax.platform_dependent`: that traces the branch of every platform, so a
 CPU process would import jax-triton, while a lowering rule runs for its own platform alone.
@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from .. import cpp_bindings
+from ..core_kernels import both_fold, fold, quantize
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _device
 
@@ -82,12 +83,18 @@ _kernel_p.def_impl(partial(xla.apply_primitive, _kernel_p))
 @_kernel_p.def_abstract_eval
 def _abstract_eval(*avals, op: KernelOp, options: Options):
     launch = op.plan(*map(array_type, avals), arch="cpu", **dict(options))
-    return [ShapedArray(out.shape, np.dtype(out.dtype)) for out in launch.out]
+    return [_aval(out) for out in launch.out]
+
+
+def _aval(out: ArrayType) -> ShapedArray:
+    return ShapedArray(out.shape, np.dtype(out.dtype))
 
 
 def _ffi_call(ctx, target: str, launch: Launch, *operands):
+    """The op's outputs; what its kernel needs besides them ends there."""
     attrs = np.array([int(a) for a in launch.attrs], np.int64)
-    return jax.ffi.ffi_lowering(target)(ctx, *operands, attrs=attrs)
+    written = ctx.replace(avals_out=[_aval(out) for out in launch.out])
+    return jax.ffi.ffi_lowering(target)(written, *operands, attrs=attrs)[: len(ctx.avals_out)]
 
 
 def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
@@ -114,8 +121,18 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
         implementation = "triton"
     if implementation == "cuda" and all(launch.grid):
         return _ffi_call(ctx, CUDA_TARGETS[op.name], launch, *operands)
+    if implementation == "parts":
+        return mlir.lower_fun(partial(COMPOSED[op], **dict(options)), multiple_results=True)(ctx, *operands)
     return mlir.lower_fun(partial(_triton.call, op, launch), multiple_results=True)(ctx, *operands)
 
+
+def _quantize_both_fold(x: jax.Array, group_ends: jax.Array, **options: int | bool | str) -> tuple[jax.Array, ...]:
+    columns = call(quantize.quantize_col, x, **options)
+    return *call(fold.quantize_row_fold, x, **options), *call(fold.fold_groups, *columns, group_ends)
+
+
+COMPOSED = {both_fold.quantize_both_fold: _quantize_both_fold}
+"""The ops that `_device.PARTS` names, of their parts."""
 
 mlir.register_lowering(_kernel_p, _lower_cpu, platform="cpu")
 mlir.register_lowering(_kernel_p, _lower_cuda, platform="cuda")

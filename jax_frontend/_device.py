@@ -10,9 +10,16 @@ from typing import Literal, get_args
 import jax
 
 from .. import cpp_bindings
+from ..core_kernels import both_fold, fold, quantize
 from ..core_kernels.launch import KernelOp, fail
 
 Implementation = Literal["cpp", "cuda", "triton"]
+Choice = Literal[Implementation, "parts"]
+
+PARTS: dict[KernelOp, tuple[KernelOp, ...]] = {
+    both_fold.quantize_both_fold: (fold.quantize_row_fold, quantize.quantize_col, fold.fold_groups),
+}
+"""What stands for an op's Triton kernel: others, composed in _call.py, each of which runs as it would alone."""
 
 CAPABILITIES = {"sm_90": (9, 0), "sm_100": (10, 0)}
 _arch = jax.make_user_context(None)
@@ -104,7 +111,7 @@ def choose_on_cpu(op: KernelOp, implementation: Implementation | None) -> Implem
     return "cpp"
 
 
-def choose_on_cuda(op: KernelOp, implementation: Implementation | None) -> tuple[Implementation, str]:
+def choose_on_cuda(op: KernelOp, implementation: Implementation | None) -> tuple[Choice, str]:
     """The implementation on CUDA and the architecture to plan for, "sm_90" or "sm_100".
 
     Raises NotImplementedError where the device or the forced implementation cannot run the op.
@@ -119,6 +126,4 @@ def choose_on_cuda(op: KernelOp, implementation: Implementation | None) -> tuple
         fail(NotImplementedError, op.name, "platform", "cuda with 'cuda' forced", missing)
     if implementation != "triton" and not missing:
         return "cuda", arch
-    if op.kernel is None:
-        fail(NotImplementedError, op.name, "platform", "cuda", f"{missing or 'it has no Triton kernel'}; allowed: cpu")
-    return "triton", arch
+    return "parts" if op in PARTS else "triton", arch

@@ -51,6 +51,8 @@ def _on_cuda(op: KernelOp) -> Capability:
         implementation, arch = _device.choose_on_cuda(op, _device.forced())
     except NotImplementedError:
         return Capability("", absent)
+    if implementation == "parts":
+        return Capability(", ".join(part.name for part in _device.PARTS[op]), absent)
     if implementation in absent:
         return Capability("", absent)
     sm = "sm_{}{}".format(*_device.compute_capability())

@@ -12,7 +12,7 @@
     tokens    recipe "mxfp8": bytes along the tokens, from quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
 Where the recipe folds, bytes are folded just before they are multiplied, those that two products share once; x and
-dout, where they are not MX, in the reads that quantize them, for which the scales of x's columns are saved too. Recipe
+dout, where they are not MX, both ways in one read, and what dw1 and dw3 need of x's tokens is saved instead of x. Recipe
 "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are quantized, so all
 this gives the bytes of the separate functions; dx alone is rounded once where those round thrice.
 """
@@ -41,7 +41,7 @@ from .products import (
     weight_gradient,
 )
 from .swiglu import weights
-from .weights import QuantizedWeights, Weights, check_weights, saved, settled
+from .weights import NoValues, QuantizedWeights, Weights, check_weights, saved, settled
 
 
 def _forward(rows, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -60,9 +60,9 @@ def _ffn(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
 
 def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
     x, w1, w3, w2, group_ends, prob = values_of((x, w1, w3, w2, group_ends, prob))
-    rows, group_sf = activation(x, group_ends, recipe)
+    rows, tokens = activation(x, group_ends, recipe)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, recipe)
-    kept = (x, group_sf, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
+    kept = (NoValues(x.dtype) if tokens else x, tokens, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
     return MXGradArray.wrap(out) if mx_grad else out, kept
 
 
@@ -80,16 +80,16 @@ def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):
 
 
 def _ffn_bwd(recipe, mx_grad, residuals, grad):
-    x, group_sf, w1, w3, w2, group_ends, prob, gate, up = residuals
+    x, tokens, w1, w3, w2, group_ends, prob, gate, up = residuals
     glu = gate, up, weights(prob)
     dout, dout_tokens = gradient_operands(received(grad), group_ends, recipe)
     dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
     (dgate, dgate_tokens), (dup, dup_tokens), dprob, h_tokens = _swiglu_bwd(dh, *glu, group_ends, recipe)
     dx = input_gradient(dgate, w1, group_ends, recipe, "float32")
     dx = _round(dx + input_gradient(dup, w3, group_ends, recipe, "float32"), x.dtype)
-    x_tokens = tokens_of(x, group_ends, recipe, group_sf)
-    dw1 = weight_gradient(dgate_tokens, x_tokens, group_ends, w1.dtype)
-    dw3 = weight_gradient(dup_tokens, x_tokens, group_ends, w3.dtype)
+    tokens = tokens or tokens_of(x, group_ends, recipe)
+    dw1 = weight_gradient(dgate_tokens, tokens, group_ends, w1.dtype)
+    dw3 = weight_gradient(dup_tokens, tokens, group_ends, w3.dtype)
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
     dws = ((w1, dw1), (w3, dw3), (w2, dw2))

@@ -3,8 +3,7 @@
     quantize_row   quantize_row_packed   quantize_col   quantize_both   dequantize
     permute_rows   permute_mx            sort_by_expert row_map
     fold_rows      quantize_row_fold     permute_mx_fold                fold_groups
-    quantize_row_fold_col_scales         group_scales   quantize_col_fold
-    quantize_rowwise
+    quantize_both_fold                   quantize_rowwise
     block_scales   unblock_scales        combine        combine_bwd
     swiglu         swiglu_row            swiglu_col     swiglu_both
     swiglu_bwd     swiglu_bwd_row        swiglu_bwd_col swiglu_bwd_both
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..core_kernels import col_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
+from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import combine as combine_ops
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import BLOCK, Rounding
@@ -31,7 +30,7 @@ from ._call import call
 OPS: dict[str, KernelOp] = {
     op.name: op
     for module in (
-        *(quantize, permute, routing, fold, col_fold, rowwise, scale_layout),
+        *(quantize, permute, routing, fold, both_fold, rowwise, scale_layout),
         *(combine_ops, swiglu_kernels, grouped_gemm, folded_gemm),
     )
     for op in vars(module).values()
@@ -190,65 +189,41 @@ def permute_mx_fold(packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, j
 
 
 def fold_groups(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """q (R, M), sf (R, M/32) uint8, group_ends (G,) int32 -> qf (R, M), group_sf (G, R): fold_rows of each group.
+    """q (R, M), sf (R, M/32) uint8, group_ends (G,) int32 -> qf (R, M), span_sf (`spans(M, G)`, R), uint8.
 
-    Groups are of columns and end at multiples of 32. Columns past the last end become zeros; a group without
-    columns has scale 0.
+    Groups are of columns and end at multiples of 32; core_kernels/fold.py draws their spans of 256 columns. A row's
+    scale in one is the largest so far in the group, with an octave of headroom in the first. Columns past the last end
+    become zeros, unused slots 0.
+
+    >>> q, sf = jnp.full((1, 512), 0x70, jnp.uint8), jnp.repeat(jnp.uint8([100, 102]), 8)[None]
+    >>> qf, span_sf = fold_groups(q, sf, jnp.array([512], jnp.int32))
+    >>> span_sf[:, 0].tolist(), qf[0, ::256].tolist()  # 128 becomes 64 under 2^1, and stays what it is
+    ([101, 102, 0], [104, 112])
+
+    Raises ValueError for shapes that do not fit, TypeError for other dtypes.
     """
-    qf, group_sf = call(fold.fold_groups, q, sf, group_ends)
-    return qf, group_sf
+    qf, span_sf = call(fold.fold_groups, q, sf, group_ends)
+    return qf, span_sf
 
 
-def quantize_row_fold_col_scales(
-    x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`quantize_row_fold`, and the scales of `quantize_col`, in one read of x.
+def quantize_both_fold(
+    x: jax.Array, group_ends: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`quantize_row_fold` of x, and `fold_groups` of its `quantize_col`, in one read of it.
 
-    x (M, K) bf16 or fp32 -> qf (M, K), row_sf (M,), col_sf (M/32, K), uint8: col_sf is the transpose of the sf
-    (K, M/32) of `quantize_col`, and the other two are `quantize_row_fold`'s, byte for byte.
+    x (M, K) bf16 or fp32, group_ends (G,) int32, multiples of 32 -> qf (M, K), row_sf (M,), qf_t (K, M),
+    span_sf (`spans(M, G)`, K), uint8. Columns of qf_t past the last end are zeros.
 
-    >>> qf, row_sf, col_sf = quantize_row_fold_col_scales(jnp.ones((32, 64)).at[0].set(4.0))
-    >>> row_sf[:2].tolist(), col_sf.shape, int(col_sf[0, 0])  # 4 = 2^8 * 2^-6, and 127 - 6 = 121
-    ([121, 119], (1, 64), 121)
+    >>> x = jnp.ones((32, 64)).at[0].set(4.0)
+    >>> qf, row_sf, qf_t, span_sf = quantize_both_fold(x, jnp.array([32], jnp.int32))
+    >>> row_sf[:2].tolist(), span_sf[:, 0].tolist()  # 4 = 2^8 * 2^-6, and 127 - 6 = 121, and an octave
+    ([121, 119], [122])
 
-    Raises ValueError unless M and K are multiples of 32 and K is not 0, TypeError for another dtype.
-    """
-    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
-    qf, row_sf, col_sf = call(col_fold.quantize_row_fold_col_scales, x, **options)
-    return qf, row_sf, col_sf
-
-
-def group_scales(col_sf: jax.Array, group_ends: jax.Array) -> jax.Array:
-    """The group_sf of `fold_groups`: col_sf (M/32, K) uint8, group_ends (G,) int32 -> (G, K) uint8.
-
-    The largest byte of a group's blocks, in which a NaN block (255) has no say; 255 for NaN blocks alone, 0 for an
-    empty group. Groups end at multiples of 32.
-
-    >>> group_scales(jnp.uint8([[3], [255], [7]]), jnp.array([64, 64, 96], jnp.int32)).tolist()
-    [[3], [0], [7]]
-
-    Raises ValueError (shape) or TypeError (dtype).
-    """
-    return call(col_fold.group_scales, col_sf, group_ends)[0]
-
-
-def quantize_col_fold(
-    x: jax.Array, group_sf: jax.Array, group_ends: jax.Array,
-    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
-) -> jax.Array:  # fmt: skip
-    """The qf of `fold_groups` of `quantize_col`, in one read of x (M, K) bf16 or fp32: -> qf_t (K, M) uint8.
-
-    group_sf (G, K) uint8: the `group_scales` of x under the same options, or larger bytes, under which the codes then
-    stand. group_ends (G,) int32, multiples of 32; columns past the last end become zeros.
-
-    >>> x, ends = jnp.ones((64, 32)).at[0].set(4.0), jnp.array([64], jnp.int32)
-    >>> quantize_col_fold(x, jnp.full((1, 32), 121, jnp.uint8), ends)[0, ::32].tolist()  # 256 and 64
-    [120, 104]
-
-    Raises ValueError unless M is a multiple of 32 and group_sf fits, TypeError for other dtypes.
+    Raises ValueError unless M and K are multiples of 32 and K is not 0, TypeError for other dtypes.
     """
     options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
-    return call(col_fold.quantize_col_fold, x, group_sf, group_ends, **options)[0]
+    qf, row_sf, qf_t, span_sf = call(both_fold.quantize_both_fold, x, group_ends, **options)
+    return qf, row_sf, qf_t, span_sf
 
 
 def block_scales(sf: jax.Array, group_ends: jax.Array) -> jax.Array:
@@ -427,7 +402,7 @@ def grouped_wgrad_fold(
     lhs_qf: jax.Array, lhs_sf: jax.Array, rhs_qf: jax.Array, rhs_sf: jax.Array, group_ends: jax.Array,
     *, out_dtype: jax.typing.DTypeLike = "bfloat16",
 ) -> jax.Array:  # fmt: skip
-    """lhs_t (N, M), lhs_sf (G, N) x rhs_t (K, M), rhs_sf (G, K), folded by group -> (G, N, K); ends are
+    """lhs_t (N, M), lhs_sf (S, N) x rhs_t (K, M), rhs_sf (S, K), as `fold_groups` made them -> (G, N, K); ends are
     multiples of 32, and an empty group gives zeros.
 
     Raises ValueError unless M is a multiple of 32 and K of 8.

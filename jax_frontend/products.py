@@ -7,13 +7,13 @@
     form      rows                        tokens, transposed
     "bf16"    bf16                        bf16
     "mx"      q, sf: one per 32           q, sf: one per 32
-    "fold"    q, sf: one per row          q, sf: one per row and group
+    "fold"    q, sf: one per row          q, sf: one per row and span of 256 tokens
     "row"     q, sf: one per row          bf16
 
 MXFP8 is folded here, at the last moment: what travels and what is saved for the backward is not. What is bf16 or fp32
-becomes both folded operands in two reads of it, the second perhaps much later: `activation` and `tokens_of`. Hopper's
-tensor cores take no scales per 32: there form "mx" multiplies dequantized bf16, and what is dequantized here serves all
-of its products. For code below autodiff: no checks, no gradients; recipes are `settled`. Weights and their gradient are
+becomes both folded operands in one read of it, and a backward keeps those of the tokens instead of it: half of the
+memory. Hopper's tensor cores take no scales per 32: there form "mx" multiplies dequantized bf16, and what is
+dequantized here serves all of its products. For code below autodiff: no checks, no gradients; recipes are `settled`. Weights and their gradient are
 (G, N, K), as a linear layer stores them, or (G, K, N) with stored="kn".
 """
 
@@ -92,28 +92,20 @@ def _multiply(rows: Multiplied, weights: jax.Array | Pair | Folded, group_ends, 
     return multiply(*rows, *weights, group_ends, out_dtype=out_dtype)
 
 
-def activation(x: Rows, group_ends: jax.Array, recipe: Recipe) -> tuple[Rows, jax.Array | None]:
-    """x along its rows, and what the same read of x can leave for `tokens_of`: the scales of its columns by group,
-    where the weight gradient folds these and x is not MX yet."""
+def activation(x: Rows, group_ends: jax.Array, recipe: Recipe) -> tuple[Rows, Folded | None]:
+    """x along its rows and, from the same read of x, along the tokens; None there where x is MX already or the weight
+    gradient does not fold."""
     if not (recipe.wgrad_mx and form_of(recipe) == "fold" and isinstance(x, jax.Array)):
         return rows_of(x, recipe), None
-    qf, row_sf, col_sf = ops.quantize_row_fold_col_scales(x, rounding=recipe.rounding)
-    return Folded(qf, row_sf), ops.group_scales(col_sf, group_ends)
+    qf, row_sf, qf_t, span_sf = ops.quantize_both_fold(x, group_ends, rounding=recipe.rounding)
+    return Folded(qf, row_sf), Folded(qf_t, span_sf)
 
 
-def tokens_of(
-    x: jax.Array | MXArray | Pair, group_ends: jax.Array, recipe: Recipe, group_sf: jax.Array | None = None
-) -> Tokens:
-    """What a weight gradient multiplies: bf16, or x (M, K) quantized along the tokens, transposed.
-
-    group_sf: what `activation` left.
-    """
+def tokens_of(x: jax.Array | MXArray | Pair, group_ends: jax.Array, recipe: Recipe) -> Tokens:
+    """What a weight gradient multiplies: bf16, or x (M, K) quantized along the tokens, transposed."""
     if not recipe.wgrad_mx:
         return as_bf16(x)
     values = x.dequantize() if isinstance(x, MXArray) else as_bf16(x) if isinstance(x, tuple) else x
-    if group_sf is not None:
-        qf_t = ops.quantize_col_fold(values, group_sf, group_ends, rounding=recipe.rounding)
-        return Folded(qf_t, group_sf)
     return along_tokens(ops.quantize_col(values, rounding=recipe.rounding), group_ends, recipe)
 
 
@@ -127,8 +119,8 @@ def gradient_operands(dout: jax.Array | Pair, group_ends: jax.Array, recipe: Rec
     if recipe.wgrad_mx and form_of(recipe) == "mx" and isinstance(dout, jax.Array):
         q, sf, q_t, sf_t = ops.quantize_both(dout, rounding=recipe.rounding)  # one read for both products
         return (q, sf), along_tokens((q_t, sf_t), group_ends, recipe)
-    rows, group_sf = activation(dout, group_ends, recipe)
-    return rows, tokens_of(dout, group_ends, recipe, group_sf)
+    rows, tokens = activation(dout, group_ends, recipe)
+    return rows, tokens or tokens_of(dout, group_ends, recipe)
 
 
 def weight_gradient(dout: Tokens, lhs: Tokens, group_ends: jax.Array, out_dtype, stored: Stored = "nk") -> jax.Array:

@@ -6,7 +6,8 @@
 
     dout, lhs: bf16, or both quantized along the tokens --> drhs_t (G, N, K)
 
-Saved for the backward: lhs, and where the weight gradient folds it, the scales of its columns by group.
+Saved for the backward: lhs; or in its place, where the weight gradient folds it, its codes along the tokens, which the
+forward's read of lhs made too: half of the memory of bf16.
 An MXArray enters as the bytes that it is, and so does the gradient that an MXGradArray receives.
 """
 
@@ -24,7 +25,7 @@ from ._checks import check_ends, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray, received, values_of
 from .permute import permute, permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 from .products import activation, gradient_operands, input_gradient, product, tokens_of, weight_gradient
-from .weights import QuantizedWeights, Stored, Weights, check_weights, saved, settled
+from .weights import NoValues, QuantizedWeights, Stored, Weights, check_weights, saved, settled
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -35,17 +36,17 @@ def _grouped_mm(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored):
 
 def _grouped_mm_fwd(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored):
     lhs, rhs, group_ends = values_of((lhs, rhs, group_ends))
-    rows, group_sf = activation(lhs, group_ends, recipe)
+    rows, tokens = activation(lhs, group_ends, recipe)
     out = _grouped_mm(rows, rhs, group_ends, recipe, out_dtype, mx_grad, stored)
-    return out, (lhs, saved(rhs), group_ends, group_sf)
+    return out, (NoValues(lhs.dtype) if tokens else lhs, tokens, saved(rhs), group_ends)
 
 
 def _grouped_mm_bwd(recipe, out_dtype, mx_grad, stored, residuals, grad):
-    lhs, rhs, group_ends, group_sf = residuals
+    lhs, tokens, rhs, group_ends = residuals
     dout, dout_tokens = gradient_operands(received(grad), group_ends, recipe)
     dlhs = input_gradient(dout, rhs, group_ends, recipe, lhs.dtype, stored)
-    lhs_tokens = tokens_of(lhs, group_ends, recipe, group_sf)
-    drhs = weight_gradient(dout_tokens, lhs_tokens, group_ends, rhs.dtype, stored)
+    tokens = tokens or tokens_of(lhs, group_ends, recipe)
+    drhs = weight_gradient(dout_tokens, tokens, group_ends, rhs.dtype, stored)
     dlhs = MXArray.cotangent(dlhs) if isinstance(lhs, MXArray) else dlhs
     return dlhs, rhs.cotangent(drhs) if isinstance(rhs, QuantizedWeights) else drhs, None
 

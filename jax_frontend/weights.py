@@ -27,8 +27,8 @@ Stored = Literal["nk", "kn"]
 
 
 class Folded(NamedTuple):
-    """E4M3 under one scale per row: q (M, K), sf (M,) and weights q (G, N, K), sf (G, N); or per row and group:
-    q (R, tokens), sf (G, R)."""
+    """E4M3 under one scale per row: q (M, K), sf (M,) and weights q (G, N, K), sf (G, N); or per row and span of
+    tokens: q (K, M), sf (`spans(M, G)`, K)."""
 
     q: jax.Array
     sf: jax.Array
@@ -112,14 +112,16 @@ Weights = jax.Array | QuantizedWeights
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _NoValues:
+class NoValues:
+    """Of an array, what a backward that does not read it asks for."""
+
     dtype: jnp.dtype
 
 
 def saved(w: Weights) -> Weights:
     """What a backward needs of w: of values that stand beside their bytes, the dtype."""
     if isinstance(w, QuantizedWeights) and w.as_stored is not None:
-        return dataclasses.replace(w, values=cast(jax.Array, _NoValues(w.dtype)))
+        return dataclasses.replace(w, values=cast(jax.Array, NoValues(w.dtype)))
     return w
 
 

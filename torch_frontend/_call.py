@@ -4,7 +4,7 @@ KernelOp + tensors + options
    |-- check: dense, one device, on a GPU aligned     (user errors, once)
    |-- bind:  the plan and what starts it, cached      (_launch.py)
    |-- allocate: every output, laid out by bind
-   '-- start: C++ on a CPU   |   CUDA C++ or Triton on the GPU's current stream
+   '-- start: C++ on a CPU   |   CUDA C++ or Triton on the GPU's current stream   |   or other ops, composed
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue] -- no stub
 
+from ..core_kernels import both_fold, fold, quantize
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from ._device import forced
@@ -22,14 +23,13 @@ from ._launch import Output, bind
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
 
-TOKENS: dict[str, tuple[int, int, int]] = {
-    **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, 1, BLOCK)),
-    "grouped_wgrad_bf16_t": (1, 1, 1),
-    "quantize_col_fold": (0, 1, BLOCK),
-    "group_scales": (0, BLOCK, BLOCK),
+TOKENS: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, BLOCK)),
+    "grouped_wgrad_bf16_t": (1, 1),
+    "quantize_both_fold": (0, BLOCK),
 }
-"""Where ops with group ends have their tokens: along which dim of the first operand, how many of them an index is, and
-what ends are multiples of, since scales do not cross groups. Others: (0, 1, 1)."""
+"""Where ops with group ends have their tokens: along which dim of the first operand, and what ends are multiples of,
+since scales do not cross groups. Others: (0, 1)."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
@@ -129,7 +129,8 @@ def check_dense(op: KernelOp, tensors: Sequence[Tensor]) -> None:
 
 
 def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
-    """Run one op on dense tensors of one device and return its outputs, freshly allocated.
+    """Run one op on dense tensors of one device and return its outputs, freshly allocated; what its kernel needed
+    besides them is let go.
 
     Raises ValueError, TypeError (see `KernelOp.plan`) and NotImplementedError where the device or the
     forced implementation cannot run it.
@@ -146,11 +147,22 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     types = tuple([(t.shape, t.dtype) for t in inputs])
     arch, out, start = bind(op, types, device, forced(), tuple(options.items()))
     if op.inputs[-1] == "group_ends" and checks_values(device):
-        dim, tokens, multiple = TOKENS.get(op.name, (0, 1, 1))
-        rows = int(options.get("num_rows", inputs[0].shape[dim] * tokens))
+        dim, multiple = TOKENS.get(op.name, (0, 1))
+        rows = int(options.get("num_rows", inputs[0].shape[dim]))
         check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
     if arch != "cpu" and checks_values(device):
         _check_maps(op, inputs)
+    if start is None:
+        return COMPOSED[op](*inputs, **options)
     outputs = allocate(out, device)
     start(inputs, outputs)
-    return tuple(outputs)
+    return tuple(outputs[: len(op.outputs)])
+
+
+def _quantize_both_fold(x: Tensor, group_ends: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
+    columns = call(quantize.quantize_col, x, **options)
+    return *call(fold.quantize_row_fold, x, **options), *call(fold.fold_groups, *columns, group_ends)
+
+
+COMPOSED = {both_fold.quantize_both_fold: _quantize_both_fold}
+"""The ops that `_device.PARTS` names, of their parts."""

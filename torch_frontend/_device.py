@@ -3,6 +3,8 @@
 "cpp"     every op of a CPU
 "cuda"    CUDA C++, for the ops of its table on the GPUs that the build has machine code for
 "triton"  every other op of a GPU; on a CPU under Triton's interpreter, if forced
+
+An op of `PARTS` has no Triton kernel: in its place others run, each as it would alone ("parts").
 """
 
 from collections.abc import Iterator
@@ -13,9 +15,16 @@ from typing import Literal, get_args
 import torch
 
 from .. import cpp_bindings
+from ..core_kernels import both_fold, fold, quantize
 from ..core_kernels.launch import KernelOp, fail
 
 Implementation = Literal["cpp", "cuda", "triton"]
+Choice = Literal[Implementation, "parts"]
+
+PARTS: dict[KernelOp, tuple[KernelOp, ...]] = {
+    both_fold.quantize_both_fold: (fold.quantize_row_fold, quantize.quantize_col, fold.fold_groups),
+}
+"""What stands for an op's Triton kernel: others, composed in _call.py."""
 
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _forced: Implementation | None = None
@@ -69,7 +78,7 @@ def arch_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def choose(op: KernelOp, device: torch.device, forced: Implementation | None) -> tuple[Implementation, str]:
+def choose(op: KernelOp, device: torch.device, forced: Implementation | None) -> tuple[Choice, str]:
     """The implementation, and the architecture to plan for: "cpu", "interpreter", "sm_90" or "sm_100".
 
     Raises NotImplementedError where the device or the forced implementation cannot run the op.
@@ -88,19 +97,17 @@ def choose(op: KernelOp, device: torch.device, forced: Implementation | None) ->
         fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", missing)
     if forced != "triton" and not missing:
         return "cuda", arch
-    if op.kernel is None:
-        fail(NotImplementedError, op.name, "device", device, f"{missing or 'it has no Triton kernel'}; allowed: cpu")
-    return "triton", arch
+    return "parts" if op in PARTS else "triton", arch
 
 
-def _choose_on_cpu(op: KernelOp, forced: Implementation | None) -> tuple[Implementation, str]:
+def _choose_on_cpu(op: KernelOp, forced: Implementation | None) -> tuple[Choice, str]:
     if forced == "cuda":
         fail(NotImplementedError, op.name, "device", "cpu with 'cuda' forced", "allowed: cuda tensors")
     if forced != "triton":
         return "cpp", "cpu"
-    if not interpreted(op):
+    if not all(interpreted(part) for part in PARTS.get(op, (op,))):
         fail(
             NotImplementedError, op.name, "device", "cpu with 'triton' forced",
             "allowed: under Triton's interpreter (set TRITON_INTERPRET=1 before importing triton)",
         )  # fmt: skip
-    return "triton", "interpreter"
+    return "parts" if op in PARTS else "triton", "interpreter"

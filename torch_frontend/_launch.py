@@ -3,6 +3,7 @@
 "cpp"     C++ through DLPack; a grouped GEMM: torch.matmul (_cpu_gemm.py)
 "cuda"    a bound launch: pointers, device, stream
 "triton"  compiled at the first call, then the compiled kernel itself; on a CPU Triton's interpreter
+"parts"   nothing here: _call.py composes other ops
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +30,11 @@ class Output(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """arch: what was planned for. start: runs the op on inputs and outputs."""
+    """arch: what was planned for. start: runs the op on inputs and outputs; None where others are composed."""
 
     arch: str
     outputs: tuple[Output, ...]
-    start: Start
+    start: Start | None
 
 
 @lru_cache(maxsize=4096)
@@ -52,6 +53,8 @@ def bind(
         if forced == "cuda":
             fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
         implementation = "triton"
+    if implementation == "parts":
+        return Bound(arch, (), None)
     if implementation == "cpp":
         start = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, launch)
     elif not all(launch.grid):

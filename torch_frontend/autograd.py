@@ -4,7 +4,8 @@ forward   x --quantize rows--> MX [--fold--] --grouped_mm(w along K)--> out
 dgrad     dx <--grouped_mm(w along N)-- [--fold--] MX <--quantize rows-- dout      (or dout is MX already)
 wgrad     dw <--grouped_wgrad-- dout, x     bf16 operands, or both re-quantized along the tokens [and folded]
 
-Saved for the backward: x, and where the weight gradient folds it, the scales of its columns by group.
+Saved for the backward: x; or in its place, where the weight gradient folds it, its codes along the tokens, which the
+forward's read of x made too: half of the memory of bf16.
 """
 
 from typing import Any, cast
@@ -31,6 +32,7 @@ from .products import (
     tokens_of,
     weight_gradient,
 )
+from .weights import Folded
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -47,8 +49,9 @@ class _GroupedMM(torch.autograd.Function):
         tokens_follow: bool,
         rounding: int,
     ) -> Tensor:
-        rows, group_sf = activation(a, form, rounding, offs if tokens_follow else None)
-        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, group_sf, b_t, offs)
+        rows, tokens = activation(a, form, rounding, offs if tokens_follow else None)
+        kept = (None, *tokens) if tokens else (a if ctx.needs_input_grad[1] else None, None, None)
+        ctx.save_for_backward(*kept, b_t, offs)
         ctx.a_dtype = a.dtype
         ctx.form, ctx.pad, ctx.rounding = form, pad, rounding
         ctx.wgrad_mx = is_mx(form) and not wgrad_with_hp
@@ -57,7 +60,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        a, group_sf, b_t, offs = ctx.saved_tensors
+        a, qf_t, span_sf, b_t, offs = ctx.saved_tensors
         dout, w, form, rounding = grads[0], b_t.transpose(-2, -1), ctx.form, ctx.rounding
         need_da, need_dw = ctx.needs_input_grad[:2]
         rows, tokens, da, dw = dout, dout, None, None
@@ -67,8 +70,9 @@ class _GroupedMM(torch.autograd.Function):
             da = input_gradient(rows, w, offs, ctx.a_dtype, form, rounding)
         if need_dw and ctx.wgrad_mx:
             row_map, ends = pad_to_blocks(offs, a.shape[0]) if ctx.pad else (None, offs)
-            tokens = tokens_of(tokens, form, rounding, ends, row_map)
-            dw = weight_gradient(tokens, tokens_of(a, form, rounding, ends, row_map, group_sf), ends, w.dtype)
+            a = a if qf_t is None else Folded(qf_t, span_sf)
+            tokens, a = (tokens_of(t, form, rounding, ends, row_map) for t in (tokens, a))
+            dw = weight_gradient(tokens, a, ends, w.dtype)
         elif need_dw:
             dw = weight_gradient(dout, a, offs, w.dtype)
         return da, None if dw is None else dw.transpose(-2, -1), None, None, None, None, None, None, None

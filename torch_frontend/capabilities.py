@@ -31,6 +31,8 @@ def _uses(name: str, device: torch.device) -> str:
         implementation, arch = _device.choose(OPS[name], device, _device.forced())
     except NotImplementedError:
         return ""
+    if implementation == "parts":
+        return ", ".join(part.name for part in _device.PARTS[OPS[name]])
     if implementation == "cpp":
         return "torch.matmul on operands dequantized in C++" if name in _cpu_gemm.TABLE else "cpp"
     if device.type == "cpu":

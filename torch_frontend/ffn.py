@@ -12,7 +12,7 @@
     tokens    recipe "mxfp8": bytes along the tokens, from quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
 Where the products multiply folded operands, each is folded just before (products.py), once for both of its products;
-x and dout, where they are not MX, in the reads that quantize them, for which the scales of x's columns are saved too.
+x and dout, where they are not MX, both ways in one read, and what w1 and w3 need of x's tokens is saved instead of x.
 Recipe "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are
 quantized, so all this gives the bytes of the separate functions. dx alone differs: autograd adds two rounded
 products and rounds again. Where groups must be padded to whole blocks of tokens, dgate, dup and h pass as bf16.
@@ -42,7 +42,7 @@ from .products import (
     weight_gradient,
 )
 from .swiglu import weights
-from .weights import MX
+from .weights import MX, Folded
 
 BF16 = torch.bfloat16
 Unread = Any
@@ -56,12 +56,13 @@ class _SwiGLUFFN(torch.autograd.Function):
         form: Form, wgrad_with_hp: bool, pad: bool, tokens_follow: bool, rounding: int,
     ) -> Tensor:  # fmt: skip
         prob = prob.contiguous()
-        rows, group_sf = activation(x, form, rounding, offs if tokens_follow else None)
+        rows, tokens = activation(x, form, rounding, offs if tokens_follow else None)
         gate = product(rows, w1, offs, BF16, form, rounding)
         up = product(rows, w3, offs, BF16, form, rounding)
         h = MX(*ops.swiglu_row(gate, up, prob, rounding)) if is_mx(form) else ops.swiglu(gate, up, prob)
         x_is_read = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        ctx.save_for_backward(x if x_is_read else None, group_sf, w1, w3, w2, offs, prob, gate, up)
+        kept = (None, *tokens) if tokens else (x if x_is_read else None, None, None)
+        ctx.save_for_backward(*kept, w1, w3, w2, offs, prob, gate, up)
         ctx.x_dtype = x.dtype
         ctx.form, ctx.pad, ctx.rounding = form, pad, rounding
         ctx.wgrad_mx = is_mx(form) and not wgrad_with_hp
@@ -70,7 +71,7 @@ class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, group_sf, w1, w3, w2, offs, prob, gate, up = ctx.saved_tensors
+        x, qf_t, span_sf, w1, w3, w2, offs, prob, gate, up = ctx.saved_tensors
         need_x, need_w1, need_w3, need_w2, _, need_prob = ctx.needs_input_grad[:6]
         precision = ctx.form, ctx.rounding
         steps = _Backward(offs, gate, up, prob, ctx)
@@ -84,7 +85,8 @@ class _SwiGLUFFN(torch.autograd.Function):
             if need_x:
                 dx = input_gradient(dgate, w1, offs, torch.float32, *precision)
                 dx = dx.add_(input_gradient(dup, w3, offs, torch.float32, *precision)).to(ctx.x_dtype)
-            x_tokens: Unread = steps.tokens(x, group_sf) if need_w1 or need_w3 else None
+            x = x if qf_t is None else Folded(qf_t, span_sf)
+            x_tokens: Unread = steps.tokens(x) if need_w1 or need_w3 else None
             if need_w1:
                 dw1 = weight_gradient(dgate_tokens, x_tokens, steps.token_ends, w1.dtype)
             if need_w3:
@@ -103,10 +105,10 @@ class _Backward:
         pad = self.wgrad_mx and ctx.pad
         self.row_map, self.token_ends = pad_to_blocks(offs, gate.shape[0]) if pad else (None, offs)
 
-    def tokens(self, x: Tensor | MX, group_sf: Tensor | None = None) -> Operand:
+    def tokens(self, x: Tensor | MX | Folded) -> Operand:
         if not self.wgrad_mx:
             return x
-        return tokens_of(x, self.form, self.rounding, self.token_ends, self.row_map, group_sf)
+        return tokens_of(x, self.form, self.rounding, self.token_ends, self.row_map)
 
     def output_gradient(self, dout: Tensor, need_tokens: bool) -> tuple[Unread, Unread]:
         """For the rows, and for the tokens."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..core_kernels import col_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
+from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import combine as combine_ops
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import Rounding, packed_width
@@ -40,9 +40,7 @@ OPS: dict[str, KernelOp] = {
         rowwise.quantize_rowwise,
         fold.permute_mx_fold,
         fold.fold_groups,
-        col_fold.quantize_row_fold_col_scales,
-        col_fold.group_scales,
-        col_fold.quantize_col_fold,
+        both_fold.quantize_both_fold,
         scale_layout.block_scales,
         scale_layout.unblock_scales,
         combine_ops.combine,
@@ -122,9 +120,7 @@ quantize_row_fold = _define(fold.quantize_row_fold)
 quantize_rowwise = _define(rowwise.quantize_rowwise)
 permute_mx_fold = _define(fold.permute_mx_fold)
 fold_groups = _define(fold.fold_groups)
-quantize_row_fold_col_scales = _define(col_fold.quantize_row_fold_col_scales)
-group_scales = _define(col_fold.group_scales)
-quantize_col_fold = _define(col_fold.quantize_col_fold)
+quantize_both_fold = _define(both_fold.quantize_both_fold)
 block_scales = _define(scale_layout.block_scales)
 unblock_scales = _define(scale_layout.unblock_scales)
 combine = _define(combine_ops.combine)

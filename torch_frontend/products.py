@@ -7,13 +7,13 @@ dw  = dout^T a    tokens      bf16, or along the tokens as the form says; groups
 form      rows                          tokens
 "bf16"    bf16                          bf16
 "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
-"fold"    (q, sf), one sf per row       (q_t, sf), one sf per row and group
+"fold"    (q, sf), one sf per row       (q_t, sf), one sf per row and span of 256 tokens
 "row"     (q, sf), one sf per row       bf16
 
 MX operands are folded here, at the last moment: bytes travel and are saved as MX. What is bf16 or fp32 becomes both
-folded operands in two reads of it, the second perhaps much later: `activation` and `tokens_of`. Hopper's tensor cores
-take no scales per 32: there form "mx" multiplies dequantized bf16, and what is dequantized here serves all of its
-products. For code below autograd: no checks, no gradients. `w` is (G, N, K), as a linear layer stores it.
+folded operands in one read of it, and a backward keeps those of the tokens instead of it: half of the memory. Hopper's
+tensor cores take no scales per 32: there form "mx" multiplies dequantized bf16, and what is dequantized here serves all
+of its products. For code below autograd: no checks, no gradients. `w` is (G, N, K), as a linear layer stores it.
 """
 
 from typing import NamedTuple
@@ -77,34 +77,22 @@ def as_bf16(x: Tensor) -> Tensor:
     return plain(x).to(torch.bfloat16).contiguous()
 
 
-def activation(x: Operand, form: Form, rounding: int, ends: Tensor | None) -> tuple[Operand, Tensor | None]:
-    """x along its last dim as the form multiplies it, and what the same read of x can leave for `tokens_of`: the
-    scales of its columns by group, where these are folded and x is not MX yet. ends: whole blocks of tokens, or None
-    where nobody will ask for x along them."""
+def activation(x: Operand, form: Form, rounding: int, ends: Tensor | None) -> tuple[Operand, Folded | None]:
+    """x along its last dim as the form multiplies it and, from the same read of x, along its rows; None there where x
+    is MX already or the form does not fold. ends: whole blocks of tokens, or None where nobody will ask for x along
+    them."""
     if ends is None or form != "fold" or not isinstance(x, Tensor) or isinstance(x, MXTensor):
         return rows_of(x, form, rounding), None
-    qf, row_sf, col_sf = ops.quantize_row_fold_col_scales(x.contiguous(), rounding)
-    return Folded(qf, row_sf), ops.group_scales(col_sf, ends)
+    qf, row_sf, qf_t, span_sf = ops.quantize_both_fold(x.contiguous(), ends, rounding)
+    return Folded(qf, row_sf), Folded(qf_t, span_sf)
 
 
-def tokens_of(
-    x: Operand,
-    form: Form,
-    rounding: int,
-    ends: Tensor,
-    row_map: Tensor | None = None,
-    group_sf: Tensor | None = None,
-) -> Operand:
-    """x along its rows, which `row_map` pads first, up to `ends`; what is no tensor already runs along them.
-
-    group_sf: what `activation` left, for x without padding.
-    """
+def tokens_of(x: Operand, form: Form, rounding: int, ends: Tensor, row_map: Tensor | None = None) -> Operand:
+    """x along its rows, which `row_map` pads first, up to `ends`; what is no tensor already runs along them."""
     if isinstance(x, Folded | Upcast):
         return x
     if not isinstance(x, MX):
         x = plain(x).contiguous()
-        if group_sf is not None:
-            return Folded(ops.quantize_col_fold(x, group_sf, ends, rounding), group_sf)
         x = MX(*ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding))
     return Folded(*ops.fold_groups(*x, ends)) if form == "fold" else _upcast(x)
 
@@ -114,8 +102,8 @@ def gradient_operands(dout: Tensor, form: Form, rounding: int, ends: Tensor) -> 
     if form == "mx" and not isinstance(dout, MXTensor):
         q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), rounding)  # one read for both products
         return MX(q, sf), _upcast(MX(q_t, sf_t))
-    rows, group_sf = activation(dout, form, rounding, ends)
-    return rows, tokens_of(dout, form, rounding, ends, group_sf=group_sf)
+    rows, tokens = activation(dout, form, rounding, ends)
+    return rows, tokens or tokens_of(dout, form, rounding, ends)
 
 
 def pad_to_blocks(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:

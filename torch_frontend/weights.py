@@ -37,7 +37,8 @@ class MX(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """E4M3 bytes q (..., K) and one E8M0 byte per row of them, sf (...)."""
+    """E4M3 bytes q (..., K) and one E8M0 byte per row of them, sf (...); or, along M tokens in G groups, one per span
+    of them and row: q (K, M), sf (`spans(M, G)`, K)."""
 
     q: Tensor
     sf: Tensor

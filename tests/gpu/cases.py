@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
+from mxep.core_kernels.both_fold import scratch_bytes
 from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
 from mxep.torch_frontend import ops as torch_ops
@@ -38,6 +39,10 @@ class Case:
     @property
     def edges(self) -> tuple[int, ...]:
         return (0, 1, 33) if self.multiple == 1 else (0, 32)
+
+    def scratch(self, m: int) -> int:
+        """Bytes that its CUDA kernel needs besides the outputs."""
+        return scratch_bytes(m, K, GROUPS) if self.op == "quantize_both_fold" else 0
 
     def inputs(self, seed: int = 0, m: int = 96) -> Tensors:
         return tuple(x.to(DEVICE) for x in self.make(Rng().manual_seed(seed), m))
@@ -218,17 +223,12 @@ def _groups(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_col(floats(rng, m, N)), _ends(rng, m, 32)
 
 
-def _col_scales(rng: Rng, m: int) -> Tensors:
-    return torch_ops.quantize_row_fold_col_scales(floats(rng, m, K))[2], _ends(rng, m, 32)
+def _matrix_and_ends(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, K), _ends(rng, m, 32)
 
 
-def _matrix_and_scales(rng: Rng, m: int, dtype: torch.dtype = torch.bfloat16) -> Tensors:
-    x, ends = floats(rng, m, K, dtype=dtype), _ends(rng, m, 32)
-    return x, torch_ops.fold_groups(*torch_ops.quantize_col(x), ends)[1], ends
-
-
-def _matrix_and_scales_fp32(rng: Rng, m: int) -> Tensors:
-    return _matrix_and_scales(rng, m, torch.float32)
+def _matrix_and_ends_fp32(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, K, dtype=torch.float32), _ends(rng, m, 32)
 
 
 def _grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
@@ -244,7 +244,7 @@ _OF_MATRICES = (
     *("quantize_col", "quantize_both"),
 )
 _COLUMNS = (
-    *("quantize_col", "quantize_both", "quantize_row_fold_col_scales", "group_scales", "quantize_col_fold"),
+    *("quantize_col", "quantize_both", "quantize_both_fold"),
     *("swiglu_col", "swiglu_both", "swiglu_bwd_col", "swiglu_bwd_both"),
 )
 
@@ -267,13 +267,8 @@ CASES = {
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),
     "fold_groups": Case("fold_groups", _groups, multiple=32),
-    "quantize_row_fold_col_scales": _case("quantize_row_fold_col_scales", _matrix),
-    "quantize_row_fold_col_scales_fp32": _case(
-        "quantize_row_fold_col_scales", _matrix_fp32, rounding=1, satfinite=True
-    ),
-    "group_scales": _case("group_scales", _col_scales),
-    "quantize_col_fold": _case("quantize_col_fold", _matrix_and_scales),
-    "quantize_col_fold_fp32": _case("quantize_col_fold", _matrix_and_scales_fp32),
+    "quantize_both_fold": _case("quantize_both_fold", _matrix_and_ends),
+    "quantize_both_fold_fp32": _case("quantize_both_fold", _matrix_and_ends_fp32, rounding=1, satfinite=True),
     "block_scales": _case("block_scales", _scales),
     "unblock_scales": Case("unblock_scales", _blocked_scales, lambda m: {"num_rows": m, "num_scales": K // 32}),
     "combine": _case("combine", _combine),

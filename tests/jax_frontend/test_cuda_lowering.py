@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
-from mxep.jax_frontend import capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
+from mxep.core_kernels.formats import spans
+from mxep.jax_frontend import _device, capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
 
 M, K, N, G = 64, 64, 96, 3
 
@@ -37,6 +38,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 ENDS = i32(G)
+SPANS = spans(M, G)
 GLU = [bf16(M, K), bf16(M, K), jax.ShapeDtypeStruct((M,), jnp.float32)]
 NO_PROB = [jax.ShapeDtypeStruct((0,), jnp.float32)]
 CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
@@ -54,9 +56,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "quantize_rowwise": (ops.quantize_rowwise, [bf16(G, N, K)]),
     "permute_mx_fold": (ops.permute_mx_fold, [u8(M, K + K // 32), i32(2 * M)]),
     "fold_groups": (ops.fold_groups, [u8(N, M), u8(N, M // 32), ENDS]),
-    "quantize_row_fold_col_scales": (ops.quantize_row_fold_col_scales, [bf16(M, K)]),
-    "group_scales": (ops.group_scales, [u8(M // 32, K), ENDS]),
-    "quantize_col_fold": (ops.quantize_col_fold, [bf16(M, K), u8(G, K), ENDS]),
+    "quantize_both_fold": (ops.quantize_both_fold, [bf16(M, K), ENDS]),
     "block_scales": (ops.block_scales, [u8(M, K // 32), ENDS]),
     "unblock_scales": (
         lambda blocked, ends: ops.unblock_scales(blocked, ends, num_rows=M, num_scales=K // 32),
@@ -78,8 +78,9 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "grouped_wgrad_bf16": (ops.grouped_wgrad_bf16, [bf16(M, N), bf16(M, K), ENDS]),
     "grouped_wgrad_bf16_t": (ops.grouped_wgrad_bf16_t, [bf16(N, M), bf16(K, M), ENDS]),
     "grouped_mm_fold": (ops.grouped_mm_fold, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), ENDS]),
-    "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(G, N), u8(K, M), u8(G, K), ENDS]),
+    "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(SPANS, N), u8(K, M), u8(SPANS, K), ENDS]),
 }
+COMPOSED = {op.name: [part.name for part in parts] for op, parts in _device.PARTS.items()}
 
 
 def kernels(lowered: jax.stages.Lowered) -> list[str]:
@@ -127,7 +128,7 @@ def test_the_table_names_every_op() -> None:
 
 
 @pytest.mark.parametrize(("arch", "target"), [("sm_90", ".target sm_90a"), ("sm_100", ".target sm_100a")])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in COMPOSED])
 def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> None:
     with force_implementation("triton"):
         (ptx,) = kernels(lower(name, arch))
@@ -136,6 +137,14 @@ def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> N
     # Without `.rn` XLA's ptxas may fuse a multiplication and an addition; what Triton fused is an fma.
     assert not re.search(r"\b(mul|add|sub)\.f32(x2)?\b", ptx)
     assert ("fma.rn.f32" in ptx) == name.startswith("swiglu")
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("name", COMPOSED)
+def test_an_op_without_a_triton_kernel_becomes_others(name: str, arch: str) -> None:
+    with force_implementation("triton"):
+        assert all(ops_of(lower(name, arch))[part] == 1 for part in COMPOSED[name])
+        assert len(kernels(lower(name, arch))) == len(COMPOSED[name])
 
 
 @pytest.mark.parametrize("name", ["grouped_mm_mx", "grouped_wgrad_mx"])
@@ -148,6 +157,9 @@ def test_blackwells_tensor_cores_take_the_scales(name: str) -> None:
 @pytest.mark.parametrize("name", cpp_bindings.CUDA_OPS)
 def test_an_op_of_the_cuda_table_becomes_a_call_to_it(name: str, arch: str, capability: tuple[int, int]) -> None:
     lowered = lower(name, arch)
+    if capability not in cpp_bindings.cuda_op_archs[name] and name in COMPOSED:
+        assert len(kernels(lowered)) == len(COMPOSED[name])
+        return
     if capability not in cpp_bindings.cuda_op_archs[name]:
         (ptx,) = kernels(lowered)
         assert f".visible .entry {ops.OPS[name].kernel.__name__}(" in ptx, "Triton where the table has no machine code"

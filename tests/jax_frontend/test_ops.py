@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import capabilities, ops
+from mxep.jax_frontend import _call, capabilities, ops
 
 
 def floats(*shape: int, seed: int = 0) -> jax.Array:
@@ -37,6 +38,8 @@ Q, SF = jnp.zeros((64, 64), jnp.uint8), jnp.zeros((64, 2), jnp.uint8)
         (lambda: ops.sort_by_expert(ENDS, 0), ValueError, "num_experts: got 0"),
         (lambda: ops.row_map(ENDS, num_rows=64, num_local_experts=3), ValueError, "ep_degree"),
         (lambda: ops.row_map(ENDS, num_rows=64, num_local_experts=2, alignment=16), ValueError, "alignment: got 16"),
+        (lambda: ops.quantize_both_fold(floats(4, 32), ENDS), ValueError, "quantize_both_fold: x: got dim 0 = 4"),
+        (lambda: ops.quantize_both_fold(floats(64, 32), floats(2)), TypeError, "group_ends: got dtype bfloat16"),
         (lambda: ops.grouped_mm_bf16(floats(64, 32), floats(2, 32, 64), ENDS), ValueError, "contraction dim"),
         (lambda: ops.grouped_mm_bf16(floats(64, 32), floats(3, 32, 32), ENDS), ValueError, "one end per group"),
     ],
@@ -44,6 +47,16 @@ Q, SF = jnp.zeros((64, 64), jnp.uint8), jnp.zeros((64, 2), jnp.uint8)
 def test_a_bad_argument_is_named_while_tracing(call, error, message, jit: bool) -> None:
     with pytest.raises(error, match=message):
         jax.jit(call)() if jit else call()
+
+
+@pytest.mark.parametrize("ends", [[32, 32, 64], [512, 640], [0]])
+@pytest.mark.parametrize("options", [{"rounding": 0, "satfinite": False}, {"rounding": 1, "satfinite": True}])
+def test_composed_both_fold_has_the_bytes_of_its_kernel(ends: list[int], options: dict) -> None:
+    op, x = ops.OPS["quantize_both_fold"], floats(672, 64)
+    arrays = (x, jnp.array(ends, jnp.int32))
+    composed = jax.jit(partial(_call.COMPOSED[op], **options))(*arrays)
+    for got, want in zip(composed, jax.jit(partial(_call.call, op, **options))(*arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_vmap_is_refused() -> None:

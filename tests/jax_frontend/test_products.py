@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mxep.core_kernels.formats import spans
 from mxep.jax_frontend import MXArray, Recipe, lower_for, mxfp8_grouped_mm, ops
 from mxep.jax_frontend.weights import form_of
 
@@ -51,18 +52,27 @@ def test_folded_products_are_the_ops_composed(name: str, mx: bool, rounding: str
         np.testing.assert_array_equal(g, w)
 
 
-def test_folding_reads_an_activation_twice_and_no_code_again() -> None:
-    """Rows and the scales of columns, then the folded columns; alone, the product leaves no scales behind."""
+def test_folding_reads_an_activation_once() -> None:
+    """For both of its operands; without a gradient the product makes one."""
     recipe = Recipe.parse("mxfp8", compute="fold")
 
     def multiply(lhs, rhs_t):
         return mxfp8_grouped_mm(lhs, rhs_t, ENDS, recipe=recipe)
 
     assert kernels(lambda lhs, rhs_t, dout: jax.vjp(multiply, lhs, rhs_t)[1](dout), LHS, RHS_T, DOUT) == {
-        "quantize_row_fold_col_scales": 2, "group_scales": 2, "quantize_col_fold": 2,
-        "quantize_row_fold": 1, "quantize_col": 1, "fold_rows": 1, "grouped_mm_fold": 2, "grouped_wgrad_fold": 1,
+        "quantize_both_fold": 2, "quantize_row_fold": 1, "quantize_col": 1, "fold_rows": 1, "grouped_mm_fold": 2,
+        "grouped_wgrad_fold": 1,
     }  # fmt: skip
     assert kernels(multiply, LHS, RHS_T) == {"quantize_row_fold": 2, "grouped_mm_fold": 1}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_saved_of_an_activation_is_its_codes_along_the_tokens(dtype: str) -> None:
+    recipe = Recipe.parse("mxfp8", compute="fold")
+    _, backward = jax.vjp(lambda *a: mxfp8_grouped_mm(*a, ENDS, recipe=recipe), LHS.astype(dtype), RHS_T)
+    saved = [(a.dtype.name, a.shape) for a in jax.tree.leaves(backward)]
+    codes = [("uint8", (K, M)), ("uint8", (spans(M, len(SIZES)), K))]
+    assert sorted(saved) == sorted([*codes, ("bfloat16", RHS_T.shape), ("int32", ENDS.shape)])
 
 
 @pytest.mark.parametrize("name", MX)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from mxep.core_kernels.formats import spans
 from mxep.core_kernels.recipe import RECIPES, Recipe
 from mxep.torch_frontend import (
     MXTensor,
@@ -165,16 +166,20 @@ def test_frozen_inputs_get_nothing_and_the_rest_the_same(recipe: str, frozen: st
         assert t.grad is None or torch.equal(t.grad, everything[name]), name
 
 
-def test_only_x_gate_and_up_are_saved() -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 folded"])
+def test_only_x_gate_and_up_are_saved(recipe: str) -> None:
+    """Of x, where its tokens are folded, their codes and scales."""
     inputs = operands()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         x, w1, w3, w2, prob = inputs.values()
-        grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, "mxfp8")
+        grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, RUNS[recipe])
     leaves = {id(t) for t in inputs.values()}
     kept = [tuple(t.shape) for t in saved if id(t) not in leaves and t.data_ptr() not in
             {leaf.data_ptr() for leaf in inputs.values()} and t.dtype != torch.int32]  # fmt: skip
-    assert kept == [(ROWS, HIDDEN), (ROWS, HIDDEN)]
+    of_x = [(D, ROWS), (spans(ROWS, len(ENDS)), D)]
+    assert kept == [*(of_x if RUNS[recipe].compute == "fold" else []), (ROWS, HIDDEN), (ROWS, HIDDEN)]
+    assert any(t.data_ptr() == x.data_ptr() for t in saved) == (RUNS[recipe].compute != "fold")
 
 
 def test_x_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from mxep.core_kernels.formats import spans
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, products
 from torch import Tensor
@@ -80,7 +81,7 @@ class Kernels(TorchDispatchMode):
 
 
 FORWARD = {"quantize_row_fold": 2, "grouped_mm_fold": 1}
-TWO_READS = {"quantize_row_fold_col_scales": 1, "group_scales": 1, "quantize_col_fold": 1}
+BOTH_WAYS = {"quantize_both_fold": 1}
 GRADIENT_OF_A = {"quantize_col": 1, "fold_rows": 1, "grouped_mm_fold": 1}
 
 
@@ -88,13 +89,13 @@ GRADIENT_OF_A = {"quantize_col": 1, "fold_rows": 1, "grouped_mm_fold": 1}
     ("trained", "kernels"),
     [
         ("a", [FORWARD, GRADIENT_OF_A, {"quantize_row_fold": 1}]),
-        ("w", [FORWARD, TWO_READS, {"quantize_row_fold": -1, "quantize_col": 1, "fold_groups": 1,
+        ("w", [FORWARD, BOTH_WAYS, {"quantize_row_fold": -1, "quantize_col": 1, "fold_groups": 1,
                                     "grouped_wgrad_fold": 1}]),
-        ("aw", [FORWARD, TWO_READS, TWO_READS, GRADIENT_OF_A, {"quantize_row_fold": -1, "grouped_wgrad_fold": 1}]),
+        ("aw", [FORWARD, BOTH_WAYS, BOTH_WAYS, GRADIENT_OF_A, {"quantize_row_fold": -1, "grouped_wgrad_fold": 1}]),
     ],
 )  # fmt: skip
-def test_an_activation_is_read_twice_and_no_code_again(trained: str, kernels: list[dict[str, int]]) -> None:
-    """a, and dout where both gradients are asked for: rows and the scales of columns, then the folded columns."""
+def test_an_activation_is_read_once(trained: str, kernels: list[dict[str, int]]) -> None:
+    """a, and dout where both gradients are asked for."""
     a, w, offs, dout = operands()
     leaves = [t.requires_grad_() for name, t in (("a", a), ("w", w)) if name in trained]
     with Kernels() as ran:
@@ -106,7 +107,7 @@ def test_an_activation_is_read_twice_and_no_code_again(trained: str, kernels: li
 
 
 @pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_groups_end_anywhere_and_no_scales_are_left(no_grad: Any) -> None:
+def test_without_gradients_groups_end_anywhere_and_tokens_are_not_folded(no_grad: Any) -> None:
     a, w, _, _ = operands()
     a, ends = a[:50].contiguous(), torch.tensor([7, 7, 50], dtype=torch.int32)
     want = mxfp8_grouped_mm(a, w.mT, ends, compute="fold")
@@ -116,13 +117,15 @@ def test_without_gradients_groups_end_anywhere_and_no_scales_are_left(no_grad: A
     assert ran.found == FORWARD
 
 
-def test_what_is_saved_besides_the_operands_is_a_scale_per_column_and_group() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_saved_of_an_activation_is_its_codes_along_the_tokens(dtype: torch.dtype) -> None:
     a, w, offs, _ = operands()
+    a = a.to(dtype)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         mxfp8_grouped_mm(a, w.requires_grad_().mT, offs, compute="fold")
-    assert [(t.dtype, tuple(t.shape)) for t in saved if t.dtype == torch.uint8] == [(torch.uint8, (len(ENDS), K))]
-    assert {t.data_ptr() for t in saved if t.dtype == torch.bfloat16} == {a.data_ptr(), w.data_ptr()}
+    assert [tuple(t.shape) for t in saved if t.dtype == torch.uint8] == [(K, M), (spans(M, len(ENDS)), K)]
+    assert {t.data_ptr() for t in saved if t.dtype != torch.uint8} == {w.data_ptr(), offs.data_ptr()}
 
 
 def test_auto_folds_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:

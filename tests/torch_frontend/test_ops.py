@@ -68,9 +68,7 @@ CASES: dict[str, Callable[[], tuple]] = {
     "quantize_rowwise": lambda: (rows(5, 64), 1),
     "permute_mx_fold": lambda: (ops.quantize_row_packed(rows(5, 64)), ints(4, -1, 0)),
     "fold_groups": lambda: (*mx(40, 96), ints(32, 32, 64)),
-    "quantize_row_fold_col_scales": lambda: (rows(96, 64), 1),
-    "group_scales": lambda: (u8(3, 40), ints(32, 32, 64)),
-    "quantize_col_fold": lambda: (rows(96, 7), u8(3, 7) + 127, ints(32, 32, 64), 0, True),
+    "quantize_both_fold": lambda: (rows(96, 64), ints(32, 32, 64), 1),
     "block_scales": lambda: (mx(80, 64)[1], ENDS),
     "unblock_scales": lambda: (ops.block_scales(mx(80, 64)[1], ENDS), ENDS, 80, 2),
     "swiglu": lambda: glu(5, 7)[1:],
@@ -208,22 +206,14 @@ def bwd(**changed: Tensor) -> tuple[Tensor, ...]:
         (ValueError, r"sf: got shape", "fold_rows", (mx(4, 64)[0], mx(4, 32)[1])),
         (ValueError, r"group_ends: got \[32, 48\]", "fold_groups", (u8(4, 64), u8(4, 2), ints(32, 48))),
         (ValueError, r"q: got last dim = 40", "fold_groups", (u8(4, 40), u8(4, 1), ints(32))),
-        (ValueError, r"K: got 0", "quantize_row_fold_col_scales", (rows(32, 0),)),
-        (ValueError, r"x: got dim 0 \(scaled along\) = 4", "quantize_row_fold_col_scales", (A,)),
-        (ValueError, r"x: got last dim = 40", "quantize_row_fold_col_scales", (rows(32, 40),)),
-        (ValueError, r"x: got shape \(2, 8, 32\); allowed: 2 dims", "quantize_row_fold_col_scales", (W,)),
-        (ValueError, r"group_ends: got \[32, 80\]", "group_scales", (u8(3, 40), ints(32, 80))),
-        (ValueError, r"group_ends: got \[32, 128\]; .* up to 96", "group_scales", (u8(3, 40), ints(32, 128))),
-        (TypeError, r"col_sf: got dtype bfloat16", "group_scales", (A, ints(32))),
-        (ValueError, r"group_ends: got \[8\]", "quantize_col_fold", (rows(32, 7), u8(1, 7), ints(8))),
-        (
-            ValueError,
-            r"group_sf: got shape \(2, 7\); allowed: \(1, 7\)",
-            "quantize_col_fold",
-            (rows(32, 7), u8(2, 7), ints(32)),
-        ),
-        (ValueError, r"x: got dim 0 \(scaled along\) = 4", "quantize_col_fold", (A, u8(1, 32), ints(0))),
-        (TypeError, r"x: got dtype uint8", "quantize_col_fold", (u8(32, 7), u8(1, 7), ints(32))),
+        (ValueError, r"K: got 0", "quantize_both_fold", (rows(32, 0), ints(32))),
+        (ValueError, r"x: got dim 0 = 4; .*pad the groups", "quantize_both_fold", (A, ints(0))),
+        (ValueError, r"x: got last dim = 40", "quantize_both_fold", (rows(32, 40), ints(32))),
+        (ValueError, r"x: got shape \(2, 8, 32\); allowed: 2 dims", "quantize_both_fold", (W, ints(0))),
+        (TypeError, r"x: got dtype uint8", "quantize_both_fold", (u8(32, 32), ints(32))),
+        (ValueError, r"group_ends: got \[32, 80\]; allowed: mult", "quantize_both_fold", (rows(96, 32), ints(32, 80))),
+        (ValueError, r"group_ends: got \[128\]; .* up to 96", "quantize_both_fold", (rows(96, 32), ints(128))),
+        (TypeError, r"group_ends: got dtype int64", "quantize_both_fold", (rows(32, 32), ints(32).long())),
         (ValueError, r"rhs_qf: got N = 12", "grouped_mm_fold", (u8(4, 32), u8(4), u8(1, 12, 32), u8(1, 12), ints(4))),
         (ValueError, r"lhs_qf: got K = 0", "grouped_mm_fold", (u8(4, 0), u8(4), u8(1, 8, 0), u8(1, 8), ints(4))),
         (ValueError, r"rhs_sf: got shape", "grouped_mm_fold", (u8(4, 32), u8(4), u8(1, 8, 32), u8(1, 9), ints(4))),
@@ -311,11 +301,17 @@ import torch._dynamo.testing
 from mxep.torch_frontend import capabilities, force_implementation, ops
 x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 ids = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
-runs = [lambda: ops.quantize_row(x), lambda: ops.sort_by_expert(ids, 3), lambda: (ops.permute_rows(x, ids),)]
+runs = [
+    lambda: ops.quantize_row(x),
+    lambda: ops.sort_by_expert(ids, 3),
+    lambda: (ops.permute_rows(x, ids),),
+    lambda: ops.quantize_both_fold(x[:32], ids[1:2] + 32),
+]
 for run in runs:
     want = run()
     with force_implementation("triton"):
         assert capabilities()["quantize_row"].uses == "triton, interpreter"
+        assert capabilities()["quantize_both_fold"].uses == "quantize_row_fold, quantize_col, fold_groups"
         assert all(torch.equal(g, w) for g, w in zip(run(), want, strict=True))
 """
 
@@ -394,5 +390,35 @@ def test_a_gpu_that_nothing_was_compiled_for_says_what_runs_instead(capability: 
     _device.compute_capability.cache_clear()
     with mock.patch.object(cpp_bindings, "cuda_archs", ()):
         built_without = capabilities("cuda:0")["quantize_col"]
+        composed = capabilities("cuda:0")["quantize_both_fold"]
     assert built_without.uses == "triton, sm_90"
     assert "`make install-gpu`" in built_without.absent["cuda"]
+    assert composed.uses == "quantize_row_fold, quantize_col, fold_groups"
+    assert set(composed.absent) == {"cpp", "cuda"}
+
+
+@pytest.mark.parametrize("ends", [(32, 32, 64), (512, 640), (0,)])
+def test_composed_both_fold_has_the_bytes_of_its_kernel(ends: tuple[int, ...]) -> None:
+    op, x = ops.OPS["quantize_both_fold"], rows(672, 64)
+    for options in ({}, {"rounding": 1, "satfinite": True}):
+        composed = _call.COMPOSED[op](x, ints(*ends), **options)
+        for got, want in zip(composed, ops.quantize_both_fold(x, ints(*ends), **options), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_what_a_kernel_needs_besides_its_outputs_is_let_go() -> None:
+    """As on a GPU, where the plan of quantize_both_fold has an output more than the op."""
+    op, x, ends = ops.OPS["quantize_both_fold"], rows(32, 64), ints(32)
+    want = ops.quantize_both_fold(x, ends)
+    types = tuple(_launch.array_type(t.shape, t.dtype) for t in (x, ends))
+    outputs = tuple(map(_launch._output, op.plan(*types, arch="sm_90").out))
+    assert len(outputs) == len(want) + 1
+
+    def start(inputs: list[Tensor], written: list[Tensor]) -> None:
+        for out, value in zip(written[:-1], want, strict=True):
+            out.copy_(value)
+
+    with mock.patch.object(_call, "bind", return_value=_launch.Bound("cpu", outputs, start)):
+        got = ops.quantize_both_fold(x, ends)
+    assert len(got) == len(want)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
