@@ -118,7 +118,7 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
     if implementation == "cuda" and launch.not_in_cuda:
         if _device.forced() == "cuda":
             fail(NotImplementedError, op.name, "platform", "cuda with 'cuda' forced", launch.not_in_cuda)
-        implementation = "triton"
+        implementation = _device.without_cuda(op)
     if implementation == "cuda" and all(launch.grid):
         return _ffi_call(ctx, CUDA_TARGETS[op.name], launch, *operands)
     if implementation == "parts":

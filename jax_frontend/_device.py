@@ -111,6 +111,11 @@ def choose_on_cpu(op: KernelOp, implementation: Implementation | None) -> Implem
     return "cpp"
 
 
+def without_cuda(op: KernelOp) -> Choice:
+    """What runs an op on a GPU where CUDA C++ does not."""
+    return "parts" if op in PARTS else "triton"
+
+
 def choose_on_cuda(op: KernelOp, implementation: Implementation | None) -> tuple[Choice, str]:
     """The implementation on CUDA and the architecture to plan for, "sm_90" or "sm_100".
 
@@ -126,4 +131,4 @@ def choose_on_cuda(op: KernelOp, implementation: Implementation | None) -> tuple
         fail(NotImplementedError, op.name, "platform", "cuda with 'cuda' forced", missing)
     if implementation != "triton" and not missing:
         return "cuda", arch
-    return "parts" if op in PARTS else "triton", arch
+    return without_cuda(op), arch

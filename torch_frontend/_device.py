@@ -78,6 +78,11 @@ def arch_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+def without_cuda(op: KernelOp) -> Choice:
+    """What runs an op on a GPU where CUDA C++ does not."""
+    return "parts" if op in PARTS else "triton"
+
+
 def choose(op: KernelOp, device: torch.device, forced: Implementation | None) -> tuple[Choice, str]:
     """The implementation, and the architecture to plan for: "cpu", "interpreter", "sm_90" or "sm_100".
 
@@ -97,7 +102,7 @@ def choose(op: KernelOp, device: torch.device, forced: Implementation | None) ->
         fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", missing)
     if forced != "triton" and not missing:
         return "cuda", arch
-    return "parts" if op in PARTS else "triton", arch
+    return without_cuda(op), arch
 
 
 def _choose_on_cpu(op: KernelOp, forced: Implementation | None) -> tuple[Choice, str]:

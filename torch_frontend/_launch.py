@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import cpp_bindings
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
-from ._device import Implementation, choose
+from ._device import Implementation, choose, without_cuda
 
 Start = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
 
@@ -52,7 +52,7 @@ def bind(
     if implementation == "cuda" and launch.not_in_cuda:
         if forced == "cuda":
             fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
-        implementation = "triton"
+        implementation = without_cuda(op)
     if implementation == "parts":
         return Bound(arch, (), None)
     if implementation == "cpp":

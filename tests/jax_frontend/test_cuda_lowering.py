@@ -127,6 +127,13 @@ def test_the_table_names_every_op() -> None:
     assert CALLS.keys() == ops.OPS.keys()
 
 
+def test_rows_wider_than_the_cuda_kernel_takes_are_folded_in_parts() -> None:
+    for k, expected in ((16384, ["quantize_both_fold"]), (16384 + 32, COMPOSED["quantize_both_fold"])):
+        with lower_for("sm_90"):
+            lowered = jax.jit(ops.quantize_both_fold).trace(bf16(M, k), ENDS).lower(lowering_platforms=("cuda",))
+        assert ops_of(lowered) == Counter(expected)
+
+
 @pytest.mark.parametrize(("arch", "target"), [("sm_90", ".target sm_90a"), ("sm_100", ".target sm_100a")])
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in COMPOSED])
 def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> None:
