@@ -141,7 +141,7 @@ def matrix_cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     op, g, length = "quantize_both_fold", layer.local_experts, m // layer.local_experts // BLOCK * BLOCK
     ends = length * torch.arange(1, g + 1, dtype=torch.int32, device=device)
     yield Case(op, {**shape, "G": g}, (x, ends), one(op), group_part, g * length, length, op,
-               scratch=scratch_bytes(m, k, g))  # fmt: skip
+               scratch=scratch_bytes(m, k, g, "bfloat16"))  # fmt: skip
     yield Case("dequantize", shape, call("quantize_row", x), one("dequantize"), rows_part, m, formula="dequantize")
     yield from received_cases(layer, call, x)
 

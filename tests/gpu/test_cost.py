@@ -15,7 +15,7 @@ def test_nothing_but_the_outputs_and_a_kernels_scratch_is_allocated(name: str, m
     case = CASES[name]
     inputs = case.inputs(m=m)
     outputs = case.torch(*inputs, m=m)  # compiles
-    nbytes = sum(out.nbytes for out in outputs) + case.scratch(m)
+    nbytes = sum(out.nbytes for out in outputs) + case.scratch(inputs)
     del outputs
     assert device_timing.peak_nbytes(lambda: case.torch(*inputs, m=m)) == nbytes
 
@@ -24,8 +24,9 @@ def test_nothing_but_the_outputs_and_a_kernels_scratch_is_allocated(name: str, m
 def test_xla_sets_nothing_aside_for_an_op(name: str) -> None:
     """But for a kernel's scratch, a table of the outputs' addresses, and constants in place of empty arrays."""
     case = CASES[name]
-    compiled = case.jitted(4096).lower(*map(to_numpy, case.inputs(m=4096))).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 1024 + case.scratch(4096)
+    inputs = case.inputs(m=4096)
+    compiled = case.jitted(4096).lower(*map(to_numpy, inputs)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024 + case.scratch(inputs)
 
 
 @pytest.mark.parametrize("name", CASES)
