@@ -75,7 +75,9 @@ def _span_scales(sf_t: Tensor, group_ends: Tensor, num_slots: int) -> tuple[Tens
     return torch.where(used, so_far - 1, 0).clamp(min=0), slot, owned
 
 
-def quantize_both_fold(x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, span_sf: Tensor) -> None:
+def quantize_both_fold(
+    x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, span_sf: Tensor
+) -> None:
     quantize_row_fold(x, qf, row_sf)
     if not x.is_cuda:
         torch._dynamo.graph_break()  # as in quantize_both
