@@ -4,6 +4,7 @@ Each formula writes into outputs that exist already, as the kernels do; the comp
 """
 
 import torch
+from mxep.core_kernels.formats import HEADROOM
 from torch import Tensor
 
 
@@ -69,7 +70,7 @@ def _span_scales(sf_t: Tensor, group_ends: Tensor, num_slots: int) -> tuple[Tens
     # One more than the byte: 0 is a span without a scale of its own.
     largest = torch.where(owned & (sf_t != 255), sf_t.int() + 1, 0)
     largest = largest.new_zeros(len(sf_t), num_slots).scatter_reduce(1, slot.expand_as(largest), largest, "amax")
-    largest = torch.where((rank == 0) & (largest > 0), largest + 1, largest).clamp(max=255)
+    largest = torch.where((rank == 0) & (largest > 0), largest + HEADROOM, largest).clamp(max=255)
     so_far = (largest + 256 * group_of).cummax(1).values - 256 * group_of
     used = 256 * rank < torch.diff(begins)[group_of]
     return torch.where(used, so_far - 1, 0).clamp(min=0), slot, owned

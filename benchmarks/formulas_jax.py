@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from mxep.core_kernels.formats import HEADROOM
 
 Pair = tuple[jax.Array, jax.Array]
 E4M3 = jnp.float8_e4m3fn
@@ -59,7 +60,7 @@ def _span_scales(byte: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax
     # One more than the byte: 0 is a span without a scale of its own.
     largest = jnp.where(owned & (byte != 255), byte + 1, 0)
     largest = jnp.zeros((len(byte), num_slots), largest.dtype).at[:, slot].max(largest)
-    largest = jnp.where((rank == 0) & (largest > 0), largest + 1, largest).clip(max=255)
+    largest = jnp.where((rank == 0) & (largest > 0), largest + HEADROOM, largest).clip(max=255)
     so_far = jax.lax.cummax(largest + 256 * group_of, axis=1) - 256 * group_of
     used = 256 * rank < jnp.diff(begins)[group_of]
     return jnp.where(used, so_far - 1, 0).clip(min=0), slot, owned

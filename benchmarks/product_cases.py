@@ -4,8 +4,11 @@
     grouped_mm_fwd        x w^T      -> (M, N)      folded along K
     grouped_mm_dgrad      dout w     -> (M, K)      folded along N
     grouped_mm_wgrad      dout^T x   -> (G, N, K)   folded along each group's rows, by spans of 256
-    grouped_mm_exact      x w^T      -> (M, N)      MXFP8; on Hopper dequantized to bf16 before, in its time
+    grouped_mm_exact      x w^T      -> (M, N)      MXFP8; on Hopper dequantized to bf16
     grouped_mm_autograd   the first three from bf16, weights quantized before
+
+On Hopper grouped_mm_exact dequantizes x in its time and w before ("weights dequantized before"): torch keeps weights so
+until they change, and JAX in QuantizedWeights.
 
 A small grouped_mm_fwd begins with x in bf16 ("operands bf16"): what quantizing it costs is in its time.
 """
@@ -114,14 +117,15 @@ def _dense(a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> dict[str, Callable[[],
 
 def _op_case(
     name: str, p: Product, kernel: str, lhs: Pair, rhs: Pair, o: Operands, error: Callable[..., Error],
-    program: Callable[..., Tensors] | None = None, **more: Any,
+    program: Callable[..., Tensors] | None = None, w: Tensor | None = None, **more: Any,
 ) -> ProductCase:  # fmt: skip
-    """`program`: what runs, where that is more than `kernel`."""
-    inputs, flops = (*lhs, *rhs, o.ends), 2 * p.M * p.N * p.K
+    """`program`: what runs, where that is more than `kernel`; `w`: rhs dequantized, where it takes that."""
+    inputs, flops = (*lhs, *(rhs if w is None else (w,)), o.ends), 2 * p.M * p.N * p.K
+    shape = p._asdict() if w is None else {**p._asdict(), "weights": "dequantized before"}
     program = program or one(kernel)
     chain = FP8_CHAIN if kernel.endswith("fold") and o.x.is_cuda else 0.0
     return ProductCase(
-        name, p._asdict(), kernel, flops, sum(x.nbytes for x in inputs),
+        name, shape, kernel, flops, sum(x.nbytes for x in inputs),
         run=partial(program, torch_call, *inputs),
         compiled=partial(_compiled, program, *inputs),
         check=partial(error, lhs=lhs, rhs=rhs, ends=o.ends, chain=chain),
@@ -171,17 +175,22 @@ def weight_gradient(p: Product, o: Operands) -> ProductCase:
     )  # fmt: skip
 
 
-def _dequantized_first(call: Call, lhs_q: Any, lhs_sf: Any, rhs_q: Any, rhs_sf: Any, ends: Any) -> tuple[Any, ...]:
+def on_hopper(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def _dequantized_first(call: Call, lhs_q: Any, lhs_sf: Any, w: Any, ends: Any) -> tuple[Any, ...]:
     """What form "mx" is in both frontends where the tensor cores take no scales per 32."""
-    return call("grouped_mm_bf16", *call("dequantize", lhs_q, lhs_sf), *call("dequantize", rhs_q, rhs_sf), ends)
+    return call("grouped_mm_bf16", *call("dequantize", lhs_q, lhs_sf), w, ends)
 
 
 def exact(p: Product, o: Operands) -> ProductCase:
     lhs, rhs = (_pair("quantize_row", x) for x in (o.x, o.w))
-    hopper = o.x.is_cuda and torch.cuda.get_device_capability(o.x.device)[0] == 9
-    kernel, program = ("grouped_mm_bf16", _dequantized_first) if hopper else ("grouped_mm_mx", None)
+    kernel, program, w = "grouped_mm_mx", None, None
+    if on_hopper(o.x):
+        kernel, program, (w,) = "grouped_mm_bf16", _dequantized_first, torch_call("dequantize", *rhs)
     return _op_case(
-        "grouped_mm_exact", p, kernel, lhs, rhs, o, rows_error, program,
+        "grouped_mm_exact", p, kernel, lhs, rhs, o, rows_error, program, w,
         peers={BF16: _alone(product_peers.grouped_bf16, o.x, o.w, o.ends)},
         dense=_dense(lhs[0], rhs[0][0], o.x, o.w[0]),
         same_bytes=False,

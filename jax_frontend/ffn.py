@@ -12,9 +12,9 @@
     tokens    recipe "mxfp8": bytes along the tokens, from quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
 Where the recipe folds, bytes are folded just before they are multiplied, those that two products share once; x and
-dout, where they are not MX, both ways in one read, and what dw1 and dw3 need of x's tokens is saved instead of x. Recipe
-"bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are quantized, so all
-this gives the bytes of the separate functions; dx alone is rounded once where those round thrice.
+dout, where they are not MX, both ways in one read, and what dw1 and dw3 need of x's tokens is saved instead of x.
+Recipe "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are quantized, so
+all this gives the bytes of the separate functions; dx alone is rounded once where those round thrice.
 """
 
 from functools import partial

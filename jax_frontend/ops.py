@@ -192,13 +192,13 @@ def fold_groups(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> tuple[jax
     """q (R, M), sf (R, M/32) uint8, group_ends (G,) int32 -> qf (R, M), span_sf (`spans(M, G)`, R), uint8.
 
     Groups are of columns and end at multiples of 32; core_kernels/fold.py draws their spans of 256 columns. A row's
-    scale in one is the largest so far in the group, with an octave of headroom in the first. Columns past the last end
-    become zeros, unused slots 0.
+    scale in one is the largest so far in the group, with two octaves of headroom in the first. Columns past the last
+    end become zeros, unused slots 0.
 
-    >>> q, sf = jnp.full((1, 512), 0x70, jnp.uint8), jnp.repeat(jnp.uint8([100, 102]), 8)[None]
+    >>> q, sf = jnp.full((1, 512), 0x70, jnp.uint8), jnp.repeat(jnp.uint8([100, 104]), 8)[None]
     >>> qf, span_sf = fold_groups(q, sf, jnp.array([512], jnp.int32))
-    >>> span_sf[:, 0].tolist(), qf[0, ::256].tolist()  # 128 becomes 64 under 2^1, and stays what it is
-    ([101, 102, 0], [104, 112])
+    >>> span_sf[:, 0].tolist(), qf[0, ::256].tolist()  # 128 becomes 32 under 2^2, and stays what it is
+    ([102, 104, 0], [96, 112])
 
     Raises ValueError for shapes that do not fit, TypeError for other dtypes.
     """
@@ -216,8 +216,8 @@ def quantize_both_fold(
 
     >>> x = jnp.ones((32, 64)).at[0].set(4.0)
     >>> qf, row_sf, qf_t, span_sf = quantize_both_fold(x, jnp.array([32], jnp.int32))
-    >>> row_sf[:2].tolist(), span_sf[:, 0].tolist()  # 4 = 2^8 * 2^-6, and 127 - 6 = 121, and an octave
-    ([121, 119], [122])
+    >>> row_sf[:2].tolist(), span_sf[:, 0].tolist()  # 4 = 2^8 * 2^-6, and 127 - 6 = 121, and two octaves
+    ([121, 119], [123])
 
     Raises ValueError unless M and K are multiples of 32 and K is not 0, TypeError for other dtypes.
     """

@@ -13,34 +13,33 @@
 MXFP8 is folded here, at the last moment: what travels and what is saved for the backward is not. What is bf16 or fp32
 becomes both folded operands in one read of it, and a backward keeps those of the tokens instead of it: half of the
 memory. Hopper's tensor cores take no scales per 32: there form "mx" multiplies dequantized bf16, and what is
-dequantized here serves all of its products. For code below autodiff: no checks, no gradients; recipes are `settled`. Weights and their gradient are
-(G, N, K), as a linear layer stores them, or (G, K, N) with stored="kn".
+dequantized here serves all of its products. For code below autodiff: no checks, no gradients; recipes are `settled`.
+Weights and their gradient are (G, N, K), as a linear layer stores them, or (G, K, N) with stored="kn".
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..core_kernels.recipe import Recipe
-from . import _device, ops
+from . import ops
 from .mx_array import MXArray
-from .weights import Folded, Pair, Stored, Weights, along_k, along_n, form_of, quantized
+from .weights import (
+    Folded,
+    Pair,
+    Quantized,
+    Stored,
+    Upcast,
+    Weights,
+    along_k,
+    along_n,
+    as_multiplied,
+    form_of,
+    quantized,
+)
 
-
-class Upcast(NamedTuple):
-    """An MXFP8 operand dequantized to bf16: what form "mx" multiplies on sm_90."""
-
-    x: jax.Array
-
-
-Multiplied = jax.Array | Pair | Folded | Upcast
+Multiplied = jax.Array | Quantized
 Rows = MXArray | Multiplied
 Tokens = Multiplied
-
-
-def _upcast(pair: Pair) -> Pair | Upcast:
-    return Upcast(as_bf16(pair)) if _device.arch() == "sm_90" else pair
 
 
 def rows_of(x: Rows, recipe: Recipe) -> Multiplied:
@@ -54,14 +53,14 @@ def rows_of(x: Rows, recipe: Recipe) -> Multiplied:
     if isinstance(x, tuple) and form_of(recipe) == "row":
         x = as_bf16(x)
     if not isinstance(x, tuple):
-        x = quantized(x, recipe)
-    elif form_of(recipe) == "fold":
-        x = Folded(*ops.fold_rows(*x))
-    return x if isinstance(x, Folded) else _upcast(x)
+        return quantized(x, recipe)
+    return Folded(*ops.fold_rows(*x)) if form_of(recipe) == "fold" else as_multiplied(x)
 
 
-def as_bf16(x: jax.Array | MXArray | Pair) -> jax.Array:
+def as_bf16(x: jax.Array | MXArray | Pair | Upcast) -> jax.Array:
     """bf16, of the same values as far as that holds them."""
+    if isinstance(x, Upcast):
+        return x.x
     if isinstance(x, tuple):
         return ops.dequantize(*x, out_dtype="bfloat16")
     return as_bf16((x.q, x.sf)) if isinstance(x, MXArray) else x.astype(jnp.bfloat16)
@@ -81,13 +80,16 @@ def input_gradient(
     return _multiply(rows_of(dout, recipe), along_n(rhs, recipe, stored), group_ends, out_dtype)
 
 
-def _multiply(rows: Multiplied, weights: jax.Array | Pair | Folded, group_ends, out_dtype) -> jax.Array:
+def _multiply(rows: Multiplied, weights: Multiplied, group_ends, out_dtype) -> jax.Array:
     if isinstance(rows, jax.Array):
         assert isinstance(weights, jax.Array)
         return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
     assert not isinstance(weights, jax.Array)
-    if isinstance(rows, Upcast):
-        return ops.grouped_mm_bf16(rows.x, as_bf16(weights), group_ends, out_dtype=out_dtype)
+    # Weights may have been quantized for another device than this program is for.
+    if isinstance(rows, Upcast) or isinstance(weights, Upcast):
+        assert not isinstance(rows, Folded)
+        assert not isinstance(weights, Folded)
+        return ops.grouped_mm_bf16(as_bf16(rows), as_bf16(weights), group_ends, out_dtype=out_dtype)
     multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
     return multiply(*rows, *weights, group_ends, out_dtype=out_dtype)
 
@@ -109,9 +111,9 @@ def tokens_of(x: jax.Array | MXArray | Pair, group_ends: jax.Array, recipe: Reci
     return along_tokens(ops.quantize_col(values, rounding=recipe.rounding), group_ends, recipe)
 
 
-def along_tokens(pair: Pair, group_ends: jax.Array, recipe: Recipe) -> Pair | Folded | Upcast:
+def along_tokens(pair: Pair, group_ends: jax.Array, recipe: Recipe) -> Quantized:
     """q (K, M) and sf along the tokens, in the form that the recipe multiplies."""
-    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) == "fold" else _upcast(pair)
+    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) == "fold" else as_multiplied(pair)
 
 
 def gradient_operands(dout: jax.Array | Pair, group_ends: jax.Array, recipe: Recipe) -> tuple[Rows, Tokens]:
@@ -131,7 +133,7 @@ def weight_gradient(dout: Tokens, lhs: Tokens, group_ends: jax.Array, out_dtype,
         return ops.grouped_wgrad_bf16(a, b, group_ends, out_dtype=out_dtype)
     if isinstance(a, Upcast):
         assert isinstance(b, Upcast)
-        return ops.grouped_wgrad_bf16_t(a.x, b.x, group_ends, out_dtype=out_dtype)
+        return ops.grouped_wgrad_bf16_t(*a, *b, group_ends, out_dtype=out_dtype)
     assert not isinstance(b, jax.Array | Upcast)
     multiply = ops.grouped_wgrad_fold if isinstance(a, Folded) else ops.grouped_wgrad_mx
     return multiply(*a, *b, group_ends, out_dtype=out_dtype)

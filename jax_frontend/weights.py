@@ -4,7 +4,8 @@
     w (G, N, K) --along K, as it lies---> q (G, N, K), sf per 32     q, sf (G, N)     out  = lhs w^T
                 '-along N, transposed---> q (G, K, N), sf per 32     q, sf (G, K)     dlhs = dout w
 
-Weights stored (G, K, N) swap the two: along N they are read as they lie, along K the kernel transposes them.
+On Hopper form "mx" multiplies these dequantized, and that is what stands for them. Weights stored (G, K, N) swap the
+two: along N they are read as they lie, along K the kernel transposes them.
 """
 
 import dataclasses
@@ -34,6 +35,20 @@ class Folded(NamedTuple):
     sf: jax.Array
 
 
+class Upcast(NamedTuple):
+    """MXFP8 dequantized to bf16: what form "mx" multiplies on sm_90."""
+
+    x: jax.Array
+
+
+Quantized = Pair | Folded | Upcast
+
+
+def as_multiplied(pair: Pair) -> Pair | Upcast:
+    """MXFP8 in the way that the tensor cores of a program that is traced now take it."""
+    return Upcast(ops.dequantize(*pair)) if _device.arch() == "sm_90" else pair
+
+
 def form_of(recipe: Recipe) -> Form:
     """What the recipe's products multiply in a program that is traced now."""
     return recipe.form(_device.arch())
@@ -45,22 +60,22 @@ def settled(recipe: Recipe | str) -> Recipe:
     return dataclasses.replace(recipe, compute="fold" if form_of(recipe) == "fold" else "exact")
 
 
-def quantized(x: jax.Array, recipe: Recipe) -> Pair | Folded:
+def quantized(x: jax.Array, recipe: Recipe) -> Quantized:
     """x (..., M, K) along its last dim, in the form that the recipe multiplies."""
     form = form_of(recipe)
     if form == "mx":
-        return ops.quantize_row(x, rounding=recipe.rounding)
+        return as_multiplied(ops.quantize_row(x, rounding=recipe.rounding))
     quantize = ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise
     return Folded(*quantize(x, rounding=recipe.rounding))
 
 
-def quantized_transposed(w: jax.Array, recipe: Recipe) -> Pair | Folded:
+def quantized_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
     """w (G, N, K) along N -> q (G, K, N), in the form that the recipe multiplies."""
     form = form_of(recipe)
     if form == "row":
         return quantized(w.mT, recipe)
     turned = ops.quantize_col(w, rounding=recipe.rounding)
-    return turned if form == "mx" else Folded(*ops.fold_rows(*turned))
+    return as_multiplied(turned) if form == "mx" else Folded(*ops.fold_rows(*turned))
 
 
 @jax.tree_util.register_dataclass
@@ -69,13 +84,14 @@ class QuantizedWeights:
     """Weights with the bytes that the products multiply in their place; made by `quantize_weights`.
 
     values (G, N, K): bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is
-    the weight gradient. as_stored, transposed: q and sf (uint8) along the last dim and along dim 1; None for recipe
-    "bf16". form, rounding: how they were made, static. Every array's first dim is G: one PartitionSpec serves all.
+    the weight gradient. as_stored, transposed: q and sf (uint8) along the last dim and along dim 1, or what they
+    dequantize to (bf16) where exact products multiply that, on Hopper; None for recipe "bf16". form, rounding: how they
+    were made, static. Every array's first dim is G: one PartitionSpec serves all.
     """
 
     values: jax.Array
-    as_stored: Pair | Folded | None
-    transposed: Pair | Folded | None
+    as_stored: Quantized | None
+    transposed: Quantized | None
     form: Form = dataclasses.field(metadata={"static": True})
     rounding: Rounding = dataclasses.field(metadata={"static": True})
 
@@ -140,7 +156,8 @@ def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_h
         grads = jax.tree.map(jnp.add, *(jax.grad(loss)(params, x) for x in microbatches))
 
     The bytes are integers and have no gradient; `jax.grad(..., allow_int=True)` with respect to the whole gives them
-    float0. "auto" chooses their form here. Works under jit, shard_map and remat, and where w is differentiated.
+    float0, and zeros to what stands for them in bf16. "auto" chooses their form here. Works under jit, shard_map and
+    remat, and where w is differentiated.
 
     >>> quantize_weights(jnp.ones((2, 32, 64))).as_stored[1].shape
     (2, 32, 2)
@@ -173,17 +190,17 @@ def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
         fail(ValueError, op, argument, got, f"{allowed}; call quantize_weights with that recipe")
 
 
-def along_k(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Pair | Folded:
+def along_k(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Quantized:
     """The right operand (G, N, K) of a product over K."""
     return _as_stored(w, recipe) if stored == "nk" else _transposed(w, recipe)
 
 
-def along_n(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Pair | Folded:
+def along_n(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Quantized:
     """The right operand (G, K, N) of a product over N."""
     return _transposed(w, recipe) if stored == "nk" else _as_stored(w, recipe)
 
 
-def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Pair | Folded:
+def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
     if isinstance(w, QuantizedWeights):
         if w.as_stored is not None:
             return w.as_stored
@@ -191,7 +208,7 @@ def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Pair | Folded:
     return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else quantized(w, recipe)
 
 
-def _transposed(w: Weights, recipe: Recipe) -> jax.Array | Pair | Folded:
+def _transposed(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
     if isinstance(w, QuantizedWeights):
         if w.transposed is not None:
             return w.transposed

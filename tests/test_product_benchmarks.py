@@ -122,6 +122,20 @@ def test_every_product_is_checked_compared_and_reported(
     assert (tmp_path / "products.svg").read_bytes() == first
 
 
+def test_an_exact_product_on_hopper_says_that_its_weights_were_dequantized_before(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import product_cases
+
+    monkeypatch.setattr(product_cases, "on_hopper", lambda x: True)
+    lines = bench.rehearsed("grouped_mm_exact")
+    assert {line.frontend for line in lines} == {"torch", "jax"}
+    m, k, n, g = 256, 64, 32, 4
+    for line in lines:
+        assert line.case["weights"] == "dequantized before"
+        assert line.nbytes == m * (k + k // 32) + 2 * g * n * k + 4 * g + 2 * m * n
+
+
 def test_shares_and_ratios_of_known_times(bench: Any) -> None:
     """A dense product counts as often as its operations fit into ours: three times in forward and gradients."""
     from benchmarks import shapes

@@ -16,8 +16,6 @@ tensor cores take no scales per 32: there form "mx" multiplies dequantized bf16,
 of its products. For code below autograd: no checks, no gradients. `w` is (G, N, K), as a linear layer stores it.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -26,18 +24,12 @@ from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from ._device import arch_of
 from .mx_tensor import MXTensor, plain
-from .weights import MX, Folded, along_k, along_n, quantize_rows
+from .weights import MX, Folded, Quantized, Upcast, along_k, along_n, as_multiplied, quantize_rows
 
 FLOATS = (torch.bfloat16, torch.float32)
 
 
-class Upcast(NamedTuple):
-    """An MX operand dequantized to bf16: what form "mx" multiplies on sm_90."""
-
-    x: Tensor
-
-
-Operand = Tensor | MX | Folded | Upcast
+Operand = Tensor | Quantized
 
 
 def form_on(recipe: Recipe, device: torch.device) -> Form:
@@ -54,10 +46,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _upcast(x: MX) -> MX | Upcast:
-    return Upcast(ops.dequantize(*x)) if arch_of(x.q.device) == "sm_90" else x
-
-
 def rows_of(x: Operand, form: Form, rounding: int) -> Operand:
     """x along its last dim as the form multiplies it; a Folded or Upcast as it is."""
     if isinstance(x, Folded | Upcast):
@@ -68,9 +56,8 @@ def rows_of(x: Operand, form: Form, rounding: int) -> Operand:
     if isinstance(x, MXTensor) and form != "row":
         x = MX(x.q.contiguous(), x.sf.contiguous())
     if isinstance(x, MX):
-        return _upcast(x) if form == "mx" else Folded(*ops.fold_rows(*x))
-    rows = quantize_rows(plain(x).contiguous(), form, rounding)
-    return _upcast(rows) if isinstance(rows, MX) else rows
+        return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
+    return quantize_rows(plain(x).contiguous(), form, rounding)
 
 
 def as_bf16(x: Tensor) -> Tensor:
@@ -94,14 +81,14 @@ def tokens_of(x: Operand, form: Form, rounding: int, ends: Tensor, row_map: Tens
     if not isinstance(x, MX):
         x = plain(x).contiguous()
         x = MX(*ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding))
-    return Folded(*ops.fold_groups(*x, ends)) if form == "fold" else _upcast(x)
+    return Folded(*ops.fold_groups(*x, ends)) if form == "fold" else as_multiplied(x)
 
 
 def gradient_operands(dout: Tensor, form: Form, rounding: int, ends: Tensor) -> tuple[Operand, Operand]:
     """What the input gradient multiplies, and what the weight gradient does along the tokens, in whole blocks."""
     if form == "mx" and not isinstance(dout, MXTensor):
         q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), rounding)  # one read for both products
-        return MX(q, sf), _upcast(MX(q_t, sf_t))
+        return MX(q, sf), as_multiplied(MX(q_t, sf_t))
     rows, tokens = activation(dout, form, rounding, ends)
     return rows, tokens or tokens_of(dout, form, rounding, ends)
 
@@ -130,9 +117,9 @@ def input_gradient(dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtyp
     return _multiply(rows, along_n(w, form, rounding), offs, out_dtype)
 
 
-def _multiply(rows: MX | Folded | Upcast, w: MX | Folded, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _multiply(rows: Quantized, w: Quantized, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     if isinstance(rows, Upcast):
-        return ops.grouped_mm_bf16(rows.x, ops.dequantize(*w), offs, dtype_name(out_dtype))
+        return ops.grouped_mm_bf16(*rows, *w, offs, dtype_name(out_dtype))
     multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
     return multiply(*rows, *w, offs, dtype_name(out_dtype))
 
@@ -144,7 +131,7 @@ def weight_gradient(dout: Operand, a: Operand, offs: Tensor, out_dtype: torch.dt
         return ops.grouped_wgrad_bf16(as_bf16(dout), as_bf16(a), offs, dtype_name(out_dtype))
     if isinstance(dout, Upcast):
         assert isinstance(a, Upcast)
-        return ops.grouped_wgrad_bf16_t(dout.x, a.x, offs, dtype_name(out_dtype))
+        return ops.grouped_wgrad_bf16_t(*dout, *a, offs, dtype_name(out_dtype))
     assert not isinstance(a, Tensor)
     multiply = ops.grouped_wgrad_fold if isinstance(dout, Folded) else ops.grouped_wgrad_mx
     return multiply(*dout, *a, offs, dtype_name(out_dtype))

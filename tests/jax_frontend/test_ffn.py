@@ -157,10 +157,10 @@ def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_inpu
             "quantize_row_fold": 1 + 3 + 3, "quantize_col": 3, "fold_rows": 3 + 1, "grouped_mm_fold": 6,
             "grouped_wgrad_bf16": 3, "swiglu_row": 1, "swiglu": 1, "swiglu_bwd": 1,
         },
-        # x and dout both ways in one read each; rows and tokens of h and of two gradients come from SwiGLU as MX and are
-        # folded
+        # x and dout in one read each; rows and tokens of h and of two gradients come from SwiGLU as MX and are folded
         "mxfp8 fold": {
-            "quantize_both_fold": 2, "quantize_row_fold": 3, "quantize_col": 3, "fold_rows": 3 + 3, "fold_groups": 3, "grouped_mm_fold": 6, "grouped_wgrad_fold": 3,
+            "quantize_both_fold": 2, "quantize_row_fold": 3, "quantize_col": 3,
+            "fold_rows": 3 + 3, "fold_groups": 3, "grouped_mm_fold": 6, "grouped_wgrad_fold": 3,
             "swiglu_row": 1, "swiglu_col": 1, "swiglu_bwd_both": 1,
         },
     }  # fmt: skip

@@ -140,8 +140,9 @@ def test_a_backward_multiplies_what_its_forward_did() -> None:
         np.testing.assert_array_equal(g, w)
 
 
-# Measured at least 120.8 dB, less a margin of 10; bytes are compared above. Normal numbers alone fold without a loss at
-# these sizes, so one block along every dim is 300 times larger.
+# Measured at least 120.8 dB along the rows and 103.5 along the tokens, whose scales have octaves to spare, less a
+# margin of 10; bytes are compared above. Normal numbers alone fold without a loss at these sizes, so one block along
+# every dim is 300 times larger.
 @pytest.mark.parametrize("name", MX)
 def test_folding_loses_little(name: str) -> None:
     m, n, k = (jnp.where(jnp.arange(size) // 32 == 1, 300.0, 1.0).astype(jnp.float32) for size in (M, N, K))
@@ -151,5 +152,5 @@ def test_folding_loses_little(name: str) -> None:
         results(Recipe.parse(name, compute=compute), lhs, rhs_t, dout.astype(jnp.float32))
         for compute in ("fold", "exact")
     )
-    for g, w in zip(fold, exact, strict=True):
-        assert sqnr(g, w) > 110.8
+    for g, w, least in zip(fold, exact, (110.8, 110.8, 93.5), strict=True):
+        assert sqnr(g, w) > least

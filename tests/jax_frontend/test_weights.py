@@ -117,6 +117,42 @@ def test_no_weight_is_quantized_where_it_is_used(recipe: Recipe) -> None:
     assert {k: n for k, n in rows_only.items() if "quantize" in k}.items() <= once.items()
 
 
+EXACT = Recipe.parse("mxfp8", compute="exact")
+
+
+def test_exact_products_on_hopper_dequantize_them_once() -> None:
+    """Run on this machine's CPU, though traced for Hopper."""
+    with lower_for("sm_90"):
+        cached = quantize_all(PARAMS, EXACT)
+        got = jax.jit(partial(of_cached, recipe=EXACT))(X, PARAMS, cached, DY)
+        same(got, jax.jit(partial(of_arrays, recipe=EXACT))(X, PARAMS, DY))
+        found = kernels(partial(of_cached, recipe=EXACT), X, PARAMS, cached, DY)
+        assert kernels(lambda p: quantize_all(p, EXACT), PARAMS)["dequantize"] == 6
+    assert found["dequantize"] == 5 + 5, "rows of x, h and three gradients, tokens of the same"
+    w = PARAMS["w1"]
+    kept = cached["w1"].as_stored, cached["w1"].transposed
+    same(tuple(k.x for k in kept), tuple(ops.dequantize(*f(w)) for f in (ops.quantize_row, ops.quantize_col)))
+
+
+@pytest.mark.parametrize(("made_for", "used_for"), [("sm_90", "sm_100"), ("sm_100", "sm_90")])
+def test_exact_products_take_weights_that_another_device_made(made_for: str, used_for: str) -> None:
+    with lower_for(made_for):
+        cached = quantize_all(PARAMS, EXACT)
+    with lower_for(used_for):
+        got = jax.jit(partial(of_cached, recipe=EXACT))(X, PARAMS, cached, DY)
+        same(got, jax.jit(partial(of_arrays, recipe=EXACT))(X, PARAMS, DY))
+
+
+def test_what_stands_for_bytes_in_bf16_has_no_gradient() -> None:
+    with lower_for("sm_90"):
+        cached = quantize_all(PARAMS, EXACT)
+        grads = jax.jit(jax.grad(lambda w: loss(X, w, DY, EXACT)))(cached)
+        _, (_, want) = jax.jit(partial(of_arrays, recipe=EXACT))(X, PARAMS, DY)
+    for name, grad in grads.items():
+        np.testing.assert_array_equal(grad.values, want[name])
+        assert not any(leaf.any() for leaf in (*grad.as_stored, *grad.transposed))
+
+
 def test_of_weights_a_backward_keeps_the_bytes_alone() -> None:
     cached = quantize_all(PARAMS, "mxfp8")
     _, backward = jax.vjp(lambda x, p: ffn(x, put_in(cached, p), "mxfp8"), X, PARAMS)

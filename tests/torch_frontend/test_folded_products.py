@@ -7,7 +7,7 @@ import pytest
 import torch
 from mxep.core_kernels.formats import spans
 from mxep.core_kernels.recipe import Recipe
-from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, products
+from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, products, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,8 +33,8 @@ def test_products_of_folded_operands(mx: bool, wgrad_with_hp: bool) -> None:
     da, dw = torch.autograd.grad(out, [lhs, w], MXTensor.quantize(dout) if mx else dout)
 
     w = w.detach()
-    rows, weights = ops.quantize_row_fold(a), ops.quantize_row_fold(w)
-    assert torch.equal(out, ops.grouped_mm_fold(*rows, *weights, offs))
+    rows, columns = ops.quantize_row_fold(a), ops.quantize_row_fold(w)
+    assert torch.equal(out, ops.grouped_mm_fold(*rows, *columns, offs))
     turned = ops.fold_rows(*ops.quantize_col(w))
     assert torch.equal(da, ops.grouped_mm_fold(*ops.quantize_row_fold(dout), *turned, offs))
     if mx:
@@ -53,7 +53,7 @@ def test_exact_products_on_hopper_multiply_dequantized_operands(
     a, w, offs, dout = operands()
     a.requires_grad_()
     w.requires_grad_()
-    monkeypatch.setattr(products, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(weights, "arch_of", lambda device: "sm_90")
     monkeypatch.delattr(ops, "grouped_mm_mx")
     monkeypatch.delattr(ops, "grouped_wgrad_mx")
     out = mxfp8_grouped_mm(a, w.mT, offs, wgrad_with_hp=wgrad_with_hp, compute="exact")

@@ -26,7 +26,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         monkeypatch.setattr(ops, name, spy)
 
-    for name in ("quantize_row", "quantize_col", "quantize_row_fold"):
+    for name in ("quantize_row", "quantize_col", "quantize_row_fold", "dequantize"):
         spied(name)
     weights._kept.clear()
     yield calls
@@ -59,6 +59,26 @@ def test_once_for_several_steps_of_one_weight(compute: str, ops_of_a_step: list[
     assert quantized == 2 * ops_of_a_step
     step(w, compute="fold" if compute == "exact" else "exact")
     assert len(quantized) == 3 * len(ops_of_a_step)
+
+
+def test_exact_products_on_hopper_keep_them_dequantized(quantized: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    w, once = parameter(), ["quantize_row", "dequantize", "quantize_col", "dequantize"]
+    want = step(w, compute="exact")
+    weights._kept.clear()
+    quantized.clear()
+    monkeypatch.setattr(weights, "arch_of", lambda device: "sm_90")
+    for _ in range(3):
+        assert torch.equal(step(w, compute="exact"), want)
+    assert quantized == once
+    along_k, along_n = (kept.x for kept in weights._kept[w].operands.values())
+    assert torch.equal(along_k, ops.dequantize(*ops.quantize_row(w.detach())))
+    assert torch.equal(along_n, ops.dequantize(*ops.quantize_col(w.detach())))
+    quantized.clear()
+    written_in_place(w)
+    assert not torch.equal(step(w, compute="exact"), want)
+    assert quantized == once
+    step(w, compute="fold")
+    assert quantized == [*once, "quantize_row_fold", "quantize_col"]
 
 
 def written_in_place(w: nn.Parameter) -> None:
