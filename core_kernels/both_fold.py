@@ -18,7 +18,6 @@ from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_mu
 from .quantize import FLOATS
 from .tiles import cdiv
 
-
 TILE_BYTES = 256
 """Of a row of x, that one tile of the CUDA kernel has."""
 TILES_ACROSS = 128
