@@ -125,12 +125,43 @@ def pad_to_blocks(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return row_map, ends
 
 
-def product(a: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int) -> Tensor:
-    """a (M, K) x w (G, N, K) -> (M, N); rows past the last end are zeros."""
+def product(
+    a: Operand,
+    w: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    form: Form,
+    rounding: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a (M, K) x w (G, N, K) [+ bias (G, N) fp32], rounded once -> (M, N); rows past the last end are zeros."""
     rows = rows_of(a, form, rounding)
+    if bias is not None and isinstance(rows, Folded):
+        weights = along_k(w, form, rounding)
+        return ops.grouped_mm_fold_bias(*rows, *weights, bias.contiguous(), offs, dtype_name(out_dtype))
+    if bias is not None:  # the other products take none: added to their sums
+        sums = product(rows, w, offs, torch.float32, form, rounding)
+        return (sums + bias_of_rows(bias, offs, sums.shape[0])).to(out_dtype)
     if isinstance(rows, Tensor):
         return ops.grouped_mm_bf16(rows, w.to(torch.bfloat16), offs, dtype_name(out_dtype))
     return _multiply(rows, along_k(w, form, rounding), offs, out_dtype)
+
+
+def group_lengths(offs: Tensor, rows: int) -> Tensor:
+    """Rows of each group, and after them those past the last end: (G + 1,) int64."""
+    return torch.diff(offs, prepend=offs.new_zeros(1), append=offs.new_full((1,), rows)).long()
+
+
+def bias_of_rows(bias: Tensor, offs: Tensor, rows: int) -> Tensor:
+    """bias (G, N) -> (rows, N): each row's group's; zeros past the last end."""
+    padded = torch.nn.functional.pad(bias, (0, 0, 0, 1))
+    return padded.repeat_interleave(group_lengths(offs, rows), dim=0, output_size=rows)
+
+
+def bias_gradient(dout: Tensor, offs: Tensor) -> Tensor:
+    """dout (M, N) -> (G, N) fp32: the sums of each group's rows."""
+    sums = torch.segment_reduce(plain(dout).float(), "sum", lengths=group_lengths(offs, dout.shape[0]), axis=0)
+    return sums[:-1]
 
 
 def input_gradient(dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int) -> Tensor:
