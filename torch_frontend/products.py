@@ -147,21 +147,24 @@ def product(
     return _multiply(rows, along_k(w, form, rounding), offs, out_dtype)
 
 
-def group_lengths(offs: Tensor, rows: int) -> Tensor:
-    """Rows of each group, and after them those past the last end: (G + 1,) int64."""
-    return torch.diff(offs, prepend=offs.new_zeros(1), append=offs.new_full((1,), rows)).long()
-
-
 def bias_of_rows(bias: Tensor, offs: Tensor, rows: int) -> Tensor:
     """bias (G, N) -> (rows, N): each row's group's; zeros past the last end."""
-    padded = torch.nn.functional.pad(bias, (0, 0, 0, 1))
-    return padded.repeat_interleave(group_lengths(offs, rows), dim=0, output_size=rows)
+    group = torch.searchsorted(offs, torch.arange(rows, dtype=offs.dtype, device=offs.device), right=True)
+    return torch.nn.functional.pad(bias, (0, 0, 0, 1))[group]
 
 
 def bias_gradient(dout: Tensor, offs: Tensor) -> Tensor:
-    """dout (M, N) -> (G, N) fp32: the sums of each group's rows."""
-    sums = torch.segment_reduce(plain(dout).float(), "sum", lengths=group_lengths(offs, dout.shape[0]), axis=0)
-    return sums[:-1]
+    """dout (M, N) -> (G, N) fp32: each group's sum of rows, as the product of dout^T and ones.
+
+    fp32 is summed as two bf16 numbers, which leave out 2^-17 of it.
+    """
+    dout = plain(dout)
+    high = dout.to(torch.bfloat16).contiguous()
+    parts = [high]
+    if dout.dtype == torch.float32:
+        parts.append(torch.where(high.isfinite(), dout - high, 0).to(torch.bfloat16).contiguous())
+    ones = torch.ones_like(high[:, :8], memory_format=torch.contiguous_format)
+    return torch.stack([ops.grouped_wgrad_bf16(part, ones, offs, "float32")[..., 0] for part in parts]).sum(0)
 
 
 def input_gradient(dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int) -> Tensor:
