@@ -5,6 +5,7 @@
     rhs_t (G, N, K) ------'                rhs_t quantized along N (transposed) '
 
     dout, lhs: bf16, or both quantized along the tokens --> drhs_t (G, N, K)
+    bias (G, N), if any, is added to out's sums; dbias: sums of dout's rows, as a product with ones
 
 Saved for the backward: lhs, and where the weight gradient folds it, the scales of its columns by group.
 An MXArray enters as the bytes that it is, and so does the gradient that an MXGradArray receives.

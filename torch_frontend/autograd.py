@@ -1,8 +1,9 @@
 """The grouped product and its gradient.
 
-forward   x --quantize rows--> MX [--fold--] --grouped_mm(w along K)--> out
+forward   x --quantize rows--> MX [--fold--] --grouped_mm(w along K) [+ bias]--> out
 dgrad     dx <--grouped_mm(w along N)-- [--fold--] MX <--quantize rows-- dout      (or dout is MX already)
 wgrad     dw <--grouped_wgrad-- dout, x     bf16 operands, or both re-quantized along the tokens [and folded]
+dbias     sums of dout's rows, as a product with ones
 
 Saved for the backward: x, and where the weight gradient folds it, the scales of its columns by group.
 """
