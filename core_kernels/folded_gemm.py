@@ -1,9 +1,9 @@
 """Grouped products at the FP8 tensor-core rate: no scale per block, one power of two per row after the sums.
 
-    M-grouped   lhs (M, K), scales (M,)    x  rhs_t (G, N, K), scales (G, N)  -> out (M, N)
+    M-grouped   lhs (M, K), scales (M,)    x  rhs_t (G, N, K), scales (G, N)  -> out (M, N), bias (G, N) or none
     K-grouped   lhs_t (N, M), scales (S, N)  x  rhs_t (K, M), scales (S, K)   -> out (G, N, K)
 
-                E4M3 x E4M3 --tensor core, 128 terms--> partial sum --+ fp32--> sum --* 2^(a + b)--> out
+                E4M3 x E4M3 --tensor core, 128 terms--> partial sum --+ fp32--> sum --* 2^(a + b) [+ bias]--> out
 
 Operands are folded: fold.fold_rows gives those of the first, fold.fold_groups those of the second, along whose
 contraction dim every group ends at a multiple of 32 and has a scale of its own for each span of 256 tokens, none
@@ -18,7 +18,7 @@ a real one.
 
 A tensor core of sm_90 aligns the products of a sum to the largest of them and keeps about 14 bits. Its sums are
 therefore added in fp32 after every 128 terms. Both powers of two are applied at once, so that 2^-127 beside 2^127
-loses nothing.
+loses nothing. A bias is added in fp32 too, before the one rounding to the output; rows past the last end have none.
 """
 
 import triton
@@ -65,11 +65,12 @@ def _fall(rise):
 
 
 @triton.jit
-def _mm_kernel(
-    lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+def _mm_tile(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """One tile of out."""
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n0 = (tl.program_id(0) % n_tiles) * BLOCK_N
     rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
@@ -85,7 +86,33 @@ def _mm_kernel(
             acc = _dot(a, b, acc, HW_CAST)
         row_byte = tl.load(lhs_sf + row, mask=in_m, other=0)
         acc = _scaled(acc, row_byte, tl.load(rhs_sf + weight_row, mask=in_n, other=0))
+        if HAS_BIAS:
+            acc += tl.load(bias + weight_row, mask=in_n, other=0.0)[None, :]
     store_tile(out, row, in_m, n0, N, N, acc, HW_CAST, False)
+
+
+@triton.jit
+def _mm_kernel(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _mm_tile(
+        lhs_qf, lhs_sf, rhs_qf, rhs_sf, None, group_ends, M, out,
+        G, N, K, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def _mm_bias_kernel(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _mm_tile(
+        lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
+        G, N, K, True, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -135,11 +162,7 @@ def _check_contraction(op: str, name: str, qf: ArrayType, rank: int, what: str) 
     require_multiple(op, name, qf.shape[-1], BLOCK, what)
 
 
-def _plan_mm(
-    lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
-    *, arch: str, out_dtype: str = "bfloat16",
-) -> Launch:  # fmt: skip
-    op = "grouped_mm_fold"
+def _check_mm(op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType) -> None:
     _check_bytes(op, lhs_qf=lhs_qf, lhs_sf=lhs_sf, rhs_qf=rhs_qf, rhs_sf=rhs_sf)
     _check_contraction(op, "lhs_qf", lhs_qf, 2, "K")
     _check_contraction(op, "rhs_qf", rhs_qf, 3, "K")
@@ -148,6 +171,25 @@ def _plan_mm(
     require_multiple(op, "rhs_qf", rhs_qf.shape[1], COLUMNS, "N", "pad the rows of the weights")
     require_shape(op, "lhs_sf", lhs_sf, lhs_qf.shape[:1], "one scale per row of lhs_qf")
     require_shape(op, "rhs_sf", rhs_sf, rhs_qf.shape[:2], "one scale per row of rhs_qf")
+
+
+def _plan_mm(
+    lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
+    *, arch: str, out_dtype: str = "bfloat16",
+) -> Launch:  # fmt: skip
+    op = "grouped_mm_fold"
+    _check_mm(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
+    return plan_m_grouped(op, arch, lhs_qf, rhs_qf, group_ends, out_dtype)
+
+
+def _plan_mm_bias(
+    lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, bias: ArrayType, group_ends: ArrayType,
+    *, arch: str, out_dtype: str = "bfloat16",
+) -> Launch:  # fmt: skip
+    op = "grouped_mm_fold_bias"
+    _check_mm(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
+    require_dtype(op, "bias", bias, "float32")
+    require_shape(op, "bias", bias, rhs_qf.shape[:2], "one value per row of rhs_qf")
     return plan_m_grouped(op, arch, lhs_qf, rhs_qf, group_ends, out_dtype)
 
 
@@ -172,4 +214,7 @@ def _plan_wgrad(
 
 _INPUTS = ("lhs_qf", "lhs_sf", "rhs_qf", "rhs_sf", "group_ends")
 grouped_mm_fold = KernelOp("grouped_mm_fold", _mm_kernel, _INPUTS, ("out",), (), _plan_mm)
+grouped_mm_fold_bias = KernelOp(
+    "grouped_mm_fold_bias", _mm_bias_kernel, (*_INPUTS[:-1], "bias", "group_ends"), ("out",), (), _plan_mm_bias
+)
 grouped_wgrad_fold = KernelOp("grouped_wgrad_fold", _wgrad_kernel, _INPUTS, ("out",), (), _plan_wgrad)

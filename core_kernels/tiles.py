@@ -58,6 +58,7 @@ _GPU = {
     "grouped_wgrad_bf16_t": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     # 128 along the contraction dim: what the tensor core sums before it is added in fp32 (folded_gemm.py)
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
+    "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
 # Chosen by compiling, not by measuring, as no sm_100 was at hand: the largest sums that fit tensor memory beside their

@@ -54,8 +54,10 @@ def _varying_zeros(shape: tuple[int, ...], dtype: str, *like: jax.Array) -> jax.
     return vary(jnp.zeros(shape, dtype), varying_axes(*like))
 
 
-def _m_grouped(lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, out: ArrayType) -> jax.Array:
-    """Both operands fp32."""
+def _m_grouped(
+    lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, out: ArrayType, bias: jax.Array | None = None
+) -> jax.Array:
+    """All fp32; bias (G, N)."""
     rows, tile = lhs.shape[0], min(TILE, lhs.shape[0])
     dtype = jnp.dtype(out.dtype)
     # The carry holds bits: XLA:CPU updates a bf16 array by converting all of it to fp32 and back, per tile.
@@ -66,13 +68,14 @@ def _m_grouped(lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, out: Arr
 
         def body(first, mask, result):
             product = lax.dynamic_slice_in_dim(lhs, first, tile) @ weight.T
+            product = product if bias is None else product + bias[g]
             new = lax.bitcast_convert_type(product.astype(dtype), bits)
             kept = lax.dynamic_slice_in_dim(result, first, tile)
             return lax.dynamic_update_slice_in_dim(result, jnp.where(mask[:, None], new, kept), first, 0)
 
         return _tiles(start, end, rows, body, result)
 
-    zeros = _varying_zeros(out.shape, bits, lhs, rhs_t, group_ends)
+    zeros = _varying_zeros(out.shape, bits, lhs, rhs_t, group_ends, *(() if bias is None else (bias,)))
     return lax.bitcast_convert_type(_for_each_group(group_ends, rows, group, zeros), dtype)
 
 
@@ -112,6 +115,10 @@ def _dequantize_folded(qf: jax.Array, sf: jax.Array) -> jax.Array:
 
 def _mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
     return _m_grouped(_dequantize_folded(lhs_qf, lhs_sf), _dequantize_folded(rhs_qf, rhs_sf), group_ends, out)
+
+
+def _mm_fold_bias(lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, *, out: ArrayType) -> jax.Array:
+    return _m_grouped(_dequantize_folded(lhs_qf, lhs_sf), _dequantize_folded(rhs_qf, rhs_sf), group_ends, out, bias)
 
 
 def _widen(x: jax.Array) -> jax.Array:
@@ -158,6 +165,7 @@ GEMMS = {
     "grouped_wgrad_bf16": _wgrad_bf16,
     "grouped_wgrad_bf16_t": _wgrad_bf16_t,
     "grouped_mm_fold": _mm_fold,
+    "grouped_mm_fold_bias": _mm_fold_bias,
     "grouped_wgrad_fold": _wgrad_fold,
 }
 """Op name -> function of the op's inputs and of the output's type."""

@@ -9,6 +9,7 @@
     swiglu_bwd     swiglu_bwd_row        swiglu_bwd_col swiglu_bwd_both
     grouped_mm_mx  grouped_mm_bf16       grouped_wgrad_mx               grouped_wgrad_bf16
     grouped_mm_fold                      grouped_wgrad_fold             grouped_wgrad_bf16_t
+    grouped_mm_fold_bias
 
 E4M3 data (`q`) and E8M0 scales (`sf`) are uint8. All functions are pure, trace under jit, shard_map and
 remat, and raise ValueError (shape, value) or TypeError (dtype) while tracing. Formats: OCP Microscaling
@@ -396,6 +397,16 @@ def grouped_mm_fold(
     """
     name = jnp.dtype(out_dtype).name
     return call(folded_gemm.grouped_mm_fold, lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype=name)[0]
+
+
+def grouped_mm_fold_bias(
+    lhs_qf: jax.Array, lhs_sf: jax.Array, rhs_qf: jax.Array, rhs_sf: jax.Array, bias: jax.Array,
+    group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16",
+) -> jax.Array:  # fmt: skip
+    """`grouped_mm_fold` + bias (G, N) fp32, each group's row of it, rounded once; zeros past group_ends[-1]."""
+    name = jnp.dtype(out_dtype).name
+    operands = (lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends)
+    return call(folded_gemm.grouped_mm_fold_bias, *operands, out_dtype=name)[0]
 
 
 def grouped_wgrad_fold(

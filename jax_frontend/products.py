@@ -19,6 +19,7 @@ Weights and their gradient are (G, N, K), as a linear layer stores them, or (G, 
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..core_kernels.recipe import Recipe
 from . import ops
@@ -67,10 +68,40 @@ def as_bf16(x: jax.Array | MXArray | Pair | Upcast) -> jax.Array:
 
 
 def product(
-    lhs: Rows, rhs: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype="bfloat16", stored: Stored = "nk"
-) -> jax.Array:
-    """lhs (M, K) x rhs -> (M, N), as the recipe multiplies."""
-    return _multiply(rows_of(lhs, recipe), along_k(rhs, recipe, stored), group_ends, out_dtype)
+    lhs: Rows, rhs: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype="bfloat16", stored: Stored = "nk",
+    bias: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """lhs (M, K) x rhs [+ bias (G, N) fp32], rounded once -> (M, N), as the recipe multiplies."""
+    rows, weights = rows_of(lhs, recipe), along_k(rhs, recipe, stored)
+    if bias is None:
+        return _multiply(rows, weights, group_ends, out_dtype)
+    if isinstance(rows, Folded):
+        assert isinstance(weights, Folded)
+        return ops.grouped_mm_fold_bias(*rows, *weights, bias, group_ends, out_dtype=out_dtype)
+    sums = _multiply(rows, weights, group_ends, "float32")  # the other products take none: added to their sums
+    return (sums + bias_of_rows(bias, group_ends, sums.shape[0])).astype(out_dtype)
+
+
+def bias_of_rows(bias: jax.Array, group_ends: jax.Array, rows: int) -> jax.Array:
+    """bias (G, N) -> (rows, N): each row's group's; zeros past the last end."""
+    group = jnp.searchsorted(group_ends, jnp.arange(rows, dtype=group_ends.dtype), side="right")
+    return jnp.pad(bias, ((0, 1), (0, 0)))[group]
+
+
+def bias_gradient(dout: jax.Array | Pair, group_ends: jax.Array) -> jax.Array:
+    """dout (M, N) -> (G, N) fp32: each group's sum of rows, as the product of dout^T and ones.
+
+    fp32 is summed as two bf16 numbers, which leave out 2^-17 of it.
+    """
+    high = as_bf16(dout)
+    parts = [high]
+    if isinstance(dout, jax.Array) and dout.dtype == jnp.float32:
+        # Said explicitly: of a conversion to bf16 and back, XLA may leave nothing.
+        kept = lax.reduce_precision(dout, 8, 7)
+        parts.append(as_bf16(jnp.where(jnp.isfinite(kept), dout - kept, 0)))
+    ones = jnp.ones_like(high[:, :8])
+    sums = [ops.grouped_wgrad_bf16(part, ones, group_ends, out_dtype="float32")[..., 0] for part in parts]
+    return jnp.stack(sums).sum(0)
 
 
 def input_gradient(

@@ -5,6 +5,7 @@
     rhs_t (G, N, K) ------'                rhs_t quantized along N (transposed) '
 
     dout, lhs: bf16, or both quantized along the tokens --> drhs_t (G, N, K)
+    bias (G, N), if any, is added to out's sums; dbias: sums of dout's rows, as a product with ones
 
 Saved for the backward: lhs; or in its place, where the weight gradient folds it, its codes along the tokens, which the
 forward's read of lhs made too: half of the memory of bf16.
@@ -24,40 +25,42 @@ from ._call import vary_alike
 from ._checks import check_ends, check_floats, check_integers
 from .mx_array import MXArray, MXGradArray, received, values_of
 from .permute import permute, permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
-from .products import activation, gradient_operands, input_gradient, product, tokens_of, weight_gradient
+from .products import activation, bias_gradient, gradient_operands, input_gradient, product, tokens_of, weight_gradient
 from .weights import NoValues, QuantizedWeights, Stored, Weights, check_weights, saved, settled
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _grouped_mm(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored):
-    out = product(lhs, rhs, group_ends, recipe, out_dtype, stored)
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _grouped_mm(lhs, rhs, group_ends, bias, recipe, out_dtype, mx_grad, stored):
+    out = product(lhs, rhs, group_ends, recipe, out_dtype, stored, bias)
     return MXGradArray.wrap(out) if mx_grad else out
 
 
-def _grouped_mm_fwd(lhs, rhs, group_ends, recipe, out_dtype, mx_grad, stored):
-    lhs, rhs, group_ends = values_of((lhs, rhs, group_ends))
+def _grouped_mm_fwd(lhs, rhs, group_ends, bias, recipe, out_dtype, mx_grad, stored):
+    lhs, rhs, group_ends, bias = values_of((lhs, rhs, group_ends, bias))
     rows, tokens = activation(lhs, group_ends, recipe)
-    out = _grouped_mm(rows, rhs, group_ends, recipe, out_dtype, mx_grad, stored)
-    return out, (NoValues(lhs.dtype) if tokens else lhs, tokens, saved(rhs), group_ends)
+    out = _grouped_mm(rows, rhs, group_ends, bias, recipe, out_dtype, mx_grad, stored)
+    return out, (NoValues(lhs.dtype) if tokens else lhs, tokens, saved(rhs), group_ends, bias)
 
 
 def _grouped_mm_bwd(recipe, out_dtype, mx_grad, stored, residuals, grad):
-    lhs, tokens, rhs, group_ends = residuals
-    dout, dout_tokens = gradient_operands(received(grad), group_ends, recipe)
+    lhs, tokens, rhs, group_ends, bias = residuals
+    grad = received(grad)
+    dbias = None if bias is None else bias_gradient(grad, group_ends)
+    dout, dout_tokens = gradient_operands(grad, group_ends, recipe)
     dlhs = input_gradient(dout, rhs, group_ends, recipe, lhs.dtype, stored)
     tokens = tokens or tokens_of(lhs, group_ends, recipe)
     drhs = weight_gradient(dout_tokens, tokens, group_ends, rhs.dtype, stored)
     dlhs = MXArray.cotangent(dlhs) if isinstance(lhs, MXArray) else dlhs
-    return dlhs, rhs.cotangent(drhs) if isinstance(rhs, QuantizedWeights) else drhs, None
+    return dlhs, rhs.cotangent(drhs) if isinstance(rhs, QuantizedWeights) else drhs, None, dbias
 
 
 _grouped_mm.defvjp(_grouped_mm_fwd, _grouped_mm_bwd, symbolic_zeros=True)
-_grouped_mm_jitted = jax.jit(_grouped_mm, static_argnums=(3, 4, 5, 6), inline=True)  # as permute.py's
+_grouped_mm_jitted = jax.jit(_grouped_mm, static_argnums=(4, 5, 6, 7), inline=True)  # as permute.py's
 
 
 def grouped_mm(
     lhs: jax.Array | MXArray, rhs: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype: jax.typing.DTypeLike,
-    *, mx_grad: bool = False, stored: Stored = "nk", pad: bool = False,
+    *, bias: jax.Array | None = None, mx_grad: bool = False, stored: Stored = "nk", pad: bool = False,
 ) -> jax.Array | MXGradArray:  # fmt: skip
     """The product below the checks of its public forms; `pad` aligns the groups to the recipe and unpads the result."""
     maps = None
@@ -65,8 +68,8 @@ def grouped_mm(
         move: Any = permute_mxfp8_fwd_hp_bwd if isinstance(lhs, MXArray) else permute
         lhs, maps = move(lhs, jnp.diff(group_ends, prepend=0), 1, rhs.shape[0], recipe.alignment)
         group_ends = maps.group_ends
-    lhs, rhs, group_ends = vary_alike(lhs, rhs, group_ends)
-    out = _grouped_mm_jitted(lhs, rhs, group_ends, recipe, jnp.dtype(out_dtype).name, mx_grad, stored)
+    lhs, rhs, group_ends, bias = vary_alike(lhs, rhs, group_ends, bias)
+    out = _grouped_mm_jitted(lhs, rhs, group_ends, bias, recipe, jnp.dtype(out_dtype).name, mx_grad, stored)
     return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out
 
 
@@ -76,17 +79,20 @@ def mxfp8_grouped_mm(
     group_ends: jax.Array | None = None,
     *,
     group_sizes: jax.Array | None = None,
+    bias: jax.Array | None = None,
     recipe: Recipe | str = "mxfp8_wgrad_with_hp",
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     mx_grad: bool = False,
     pad_token_groups: bool = False,
 ) -> jax.Array | MXGradArray:
-    """One matrix product per group of rows, quantized to MXFP8 on the way; differentiable in A and rhs_t.
+    """One matrix product per group of rows, quantized to MXFP8 on the way; differentiable in A, rhs_t and bias.
 
     A: (M, K) bf16 or fp32, quantized here, or an MXArray, used as it is.
     rhs_t: (G, N, K) bf16 or fp32, each group's weight transposed, as a linear layer stores it, quantized here, or
         QuantizedWeights of it, made with the same recipe; their `values` get the gradient.
     group_ends: (G,) int32, where each group ends; or group_sizes (G,) int32. Rows past the last end give zeros.
+    bias: (N,) for all groups or (G, N), one per group, bf16 or fp32; None. It is added to the sums, before they are
+        rounded to out_dtype.
     recipe: "mxfp8_wgrad_with_hp" multiplies bf16 in the weight gradient; "mxfp8" quantizes its operands along
         the tokens, so groups must end at multiples of 32 (pad_token_groups pads them here and unpads the
         result); "bf16" quantizes nothing and takes no MXArray. `Recipe.compute` says whether MXFP8 is multiplied as
@@ -115,10 +121,22 @@ def mxfp8_grouped_mm(
         fail(TypeError, op, "A", f"MXArray with recipe {recipe.name!r}", "allowed: an array; call A.dequantize()")
     if rhs_t.ndim != 3 or len(A.shape) != 2:
         fail(ValueError, op, "A, rhs_t", f"shapes {A.shape}, {rhs_t.shape}", "allowed: (M, K) and (G, N, K)")
+    if bias is not None:
+        bias = _checked_bias(op, bias, rhs_t)
     if recipe.operands != "bf16":
         require_multiple(op, "rhs_t", rhs_t.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
         if recipe.wgrad_mx and not pad_token_groups:
             require_multiple(op, "A", A.shape[0], BLOCK, "rows", "the weight gradient quantizes along them")
     aligned = recipe.wgrad_mx and not pad_token_groups
     check_ends(op, ends, A.shape[0], BLOCK if aligned else 1)
-    return grouped_mm(A, rhs_t, ends, recipe, out_dtype, mx_grad=mx_grad, pad=pad_token_groups)
+    return grouped_mm(A, rhs_t, ends, recipe, out_dtype, bias=bias, mx_grad=mx_grad, pad=pad_token_groups)
+
+
+def _checked_bias(op: str, bias: jax.Array, rhs_t: Weights) -> jax.Array:
+    """(G, N) fp32."""
+    groups, n, _ = rhs_t.shape
+    check_floats(op, "bias", bias)
+    if bias.shape not in ((n,), (groups, n)):
+        fail(ValueError, op, "bias", f"shape {bias.shape}", f"allowed: ({n},) or ({groups}, {n})")
+    # in this order, so that the gradient is rounded after all sums
+    return jnp.broadcast_to(jnp.asarray(bias).astype(jnp.float32), (groups, n))

@@ -29,12 +29,15 @@ def _groups(group_ends: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _m_grouped(lhs: Tensor, rhs_t: Callable[[int], Tensor], group_ends: Tensor, out: Tensor) -> None:
+def _m_grouped(
+    lhs: Tensor, rhs_t: Callable[[int], Tensor], group_ends: Tensor, out: Tensor, bias: Tensor | None = None
+) -> None:
     end = 0
     for group, rows in _groups(group_ends):
         end = rows.stop
         if rows.start < rows.stop:
-            out[rows] = lhs[rows] @ rhs_t(group).T
+            product = lhs[rows] @ rhs_t(group).T
+            out[rows] = product if bias is None else product + bias[group]
     out[end:] = 0
 
 
@@ -80,6 +83,13 @@ def grouped_mm_fold(
     _m_grouped(lhs, lambda g: _dequantize_folded(rhs_qf[g], rhs_sf[g]), group_ends, out)
 
 
+def grouped_mm_fold_bias(
+    lhs_qf: Tensor, lhs_sf: Tensor, rhs_qf: Tensor, rhs_sf: Tensor, bias: Tensor, group_ends: Tensor, out: Tensor
+) -> None:
+    lhs = _dequantize_folded(lhs_qf, lhs_sf)
+    _m_grouped(lhs, lambda g: _dequantize_folded(rhs_qf[g], rhs_sf[g]), group_ends, out, bias)
+
+
 def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
     """qf (R, M), sf (S, R) -> fp32; columns past the last end, which nobody reads, get any scale."""
     first = torch.arange(0, qf.shape[1], BLOCK, dtype=group_ends.dtype)
@@ -104,6 +114,7 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_wgrad_bf16": grouped_wgrad_bf16,
     "grouped_wgrad_bf16_t": grouped_wgrad_bf16_t,
     "grouped_mm_fold": grouped_mm_fold,
+    "grouped_mm_fold_bias": grouped_mm_fold_bias,
     "grouped_wgrad_fold": grouped_wgrad_fold,
 }
 """Ops that run here on a CPU instead of in C++: inputs, then the one output to fill."""

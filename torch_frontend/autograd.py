@@ -1,8 +1,9 @@
 """The grouped product and its gradient.
 
-forward   x --quantize rows--> MX [--fold--] --grouped_mm(w along K)--> out
+forward   x --quantize rows--> MX [--fold--] --grouped_mm(w along K) [+ bias]--> out
 dgrad     dx <--grouped_mm(w along N)-- [--fold--] MX <--quantize rows-- dout      (or dout is MX already)
 wgrad     dw <--grouped_wgrad-- dout, x     bf16 operands, or both re-quantized along the tokens [and folded]
+dbias     sums of dout's rows, as a product with ones
 
 Saved for the backward: x; or in its place, where the weight gradient folds it, its codes along the tokens, which the
 forward's read of x made too: half of the memory of bf16.
@@ -19,10 +20,10 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import RECIPES, Compute, Form, Recipe
 from ._call import require_tensor
 from ._checks import check_devices, check_offs, check_rows, check_token_blocks, check_weights
-from .mx_tensor import plain
 from .products import (
     FLOATS,
     activation,
+    bias_gradient,
     form_on,
     gradient_operands,
     input_gradient,
@@ -42,6 +43,7 @@ class _GroupedMM(torch.autograd.Function):
         a: Tensor,
         b_t: Tensor,
         offs: Tensor,
+        bias: Tensor | None,
         out_dtype: torch.dtype,
         form: Form,
         wgrad_with_hp: bool,
@@ -55,7 +57,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.a_dtype = a.dtype
         ctx.form, ctx.pad, ctx.rounding = form, pad, rounding
         ctx.wgrad_mx = is_mx(form) and not wgrad_with_hp
-        return product(rows, b_t.transpose(-2, -1), offs, out_dtype, form, rounding)
+        return product(rows, b_t.transpose(-2, -1), offs, out_dtype, form, rounding, bias)
 
     @staticmethod
     @once_differentiable
@@ -63,7 +65,7 @@ class _GroupedMM(torch.autograd.Function):
         a, qf_t, span_sf, b_t, offs = ctx.saved_tensors
         dout, w, form, rounding = grads[0], b_t.transpose(-2, -1), ctx.form, ctx.rounding
         need_da, need_dw = ctx.needs_input_grad[:2]
-        rows, tokens, da, dw = dout, dout, None, None
+        rows, tokens, da, dw, dbias = dout, dout, None, None, None
         if ctx.wgrad_mx and need_da and need_dw and not ctx.pad:
             rows, tokens = gradient_operands(dout, form, rounding, offs)
         if need_da:
@@ -75,7 +77,9 @@ class _GroupedMM(torch.autograd.Function):
             dw = weight_gradient(tokens, a, ends, w.dtype)
         elif need_dw:
             dw = weight_gradient(dout, a, offs, w.dtype)
-        return da, None if dw is None else dw.transpose(-2, -1), None, None, None, None, None, None, None
+        if ctx.needs_input_grad[3]:
+            dbias = bias_gradient(dout, offs)
+        return da, None if dw is None else dw.transpose(-2, -1), None, dbias, *[None] * 6
 
 
 # Dynamo would trace `backward` with a gradient of the output's type; here an MXTensor may arrive for a
@@ -101,7 +105,8 @@ def mxfp8_grouped_mm(
     A: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor that already is.
     B_t: (G, K, N), the transpose of a contiguous (G, N, K), bfloat16 or float32; K, N multiples of 32.
     offs: (G,) int32, where each group of rows ends; rows past the last end give zeros.
-    bias: (N,) for all groups or (G, N), one per group; None.
+    bias: (N,) for all groups or (G, N), one per group, bfloat16 or float32; None. It is added to the sums, before they
+        are rounded to out_dtype.
     out_dtype: bfloat16 or float32. The gradient of A has A's dtype, that of B_t has B_t's.
     wgrad_with_hp: weight gradient from bf16 operands; False: from operands re-quantized along the
         tokens, which needs ends that are multiples of 32, or the padding below.
@@ -122,6 +127,8 @@ def mxfp8_grouped_mm(
     op = "mxfp8_grouped_mm"
     recipe = Recipe.parse(RECIPES["mxfp8"], rounding=Rounding.parse(scale_calculation_mode), compute=compute)
     _check_grouped_mm(op, A, B_t, offs, out_dtype)
+    if bias is not None:
+        bias = _checked_bias(op, bias, B_t)
     for name, flag in (
         ("wgrad_with_hp", wgrad_with_hp),
         ("pad_token_groups_for_grouped_mm", pad_token_groups_for_grouped_mm),
@@ -136,8 +143,7 @@ def mxfp8_grouped_mm(
         remedy = "pass wgrad_with_hp=True or pad_token_groups_for_grouped_mm=True"
         check_token_blocks(op, "A", A.shape[0], offs, remedy)
     form, pad = form_on(recipe, A.device), pad_token_groups_for_grouped_mm
-    out = _grouped_mm(A, B_t, offs, out_dtype, form, wgrad_with_hp, pad, tokens_follow, int(recipe.rounding))
-    return _add_bias(op, out, offs, bias)
+    return _grouped_mm(A, B_t, offs, bias, out_dtype, form, wgrad_with_hp, pad, tokens_follow, int(recipe.rounding))
 
 
 _to_mxfp8_then_scaled_grouped_mm = mxfp8_grouped_mm
@@ -146,14 +152,14 @@ _to_mxfp8_then_scaled_grouped_mm = mxfp8_grouped_mm
 def bf16_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`mxfp8_grouped_mm` with bf16 operands: same arguments, same checks, nothing quantized."""
     _check_grouped_mm("bf16_grouped_mm", A, B_t, offs, out_dtype)
-    return _grouped_mm(A, B_t, offs, out_dtype, "bf16", True, False, False, 0)
+    return _grouped_mm(A, B_t, offs, None, out_dtype, "bf16", True, False, False, 0)
 
 
 def fp8_rowwise_grouped_mm(A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`mxfp8_grouped_mm` with E4M3 operands under one power of two per row instead of one per 32 values: same
     arguments, same checks. The weight gradient multiplies bf16."""
     _check_grouped_mm("fp8_rowwise_grouped_mm", A, B_t, offs, out_dtype)
-    return _grouped_mm(A, B_t, offs, out_dtype, "row", True, False, False, int(Rounding.RCEIL))
+    return _grouped_mm(A, B_t, offs, None, out_dtype, "row", True, False, False, int(Rounding.RCEIL))
 
 
 def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: torch.dtype) -> None:
@@ -174,42 +180,13 @@ def _check_grouped_mm(op: str, A: Tensor, B_t: Tensor, offs: Tensor, out_dtype: 
     check_offs(op, offs, A, groups, "A", "B_t")
 
 
-class _AddBias(torch.autograd.Function):
-    """out (M, N) + its group's row of bias (G, N); the gradient of out passes as it came, MX or not."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
-        # One more group of zeros takes the rows past the last end.
-        lengths = torch.diff(offs, prepend=offs.new_zeros(1), append=offs.new_full((1,), out.shape[0])).long()
-        ctx.save_for_backward(lengths)
-        ctx.dtype = bias.dtype
-        rows = torch.nn.functional.pad(bias.float(), (0, 0, 0, 1)).repeat_interleave(
-            lengths, dim=0, output_size=out.shape[0]
-        )
-        return (out.float() + rows).to(out.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (lengths,) = ctx.saved_tensors
-        sums = torch.segment_reduce(plain(grads[0]).float(), "sum", lengths=lengths, axis=0)
-        return grads[0], sums[:-1].to(ctx.dtype), None
-
-
-@torch.compiler.allow_in_graph
-def _with_bias(*args: Any) -> Tensor:
-    return cast(Tensor, _AddBias.apply(*args))
-
-
-def _add_bias(op: str, out: Tensor, offs: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return out
-    n, groups = out.shape[1], offs.shape[0]
+def _checked_bias(op: str, bias: Tensor, B_t: Tensor) -> Tensor:
+    """(G, N) fp32."""
+    groups, _, n = B_t.shape
     require_tensor(op, "bias", bias)
     if bias.dtype not in FLOATS:
         fail(TypeError, op, "bias", f"dtype {bias.dtype}", "allowed: bfloat16 or float32")
     if bias.shape not in ((n,), (groups, n)):
         fail(ValueError, op, "bias", f"shape {tuple(bias.shape)}", f"allowed: ({n},) or ({groups}, {n})")
-    if bias.device != out.device:
-        fail(ValueError, op, "bias", f"device {bias.device}", f"allowed: {out.device}; move it with .to()")
-    return _with_bias(out, bias.expand(groups, n), offs)
+    check_devices(op, "B_t", B_t.device, bias=bias)
+    return bias.float().expand(groups, n)  # in this order, so that the gradient is rounded after all sums

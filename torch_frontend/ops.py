@@ -59,6 +59,7 @@ OPS: dict[str, KernelOp] = {
         grouped_gemm.grouped_wgrad_bf16,
         grouped_gemm.grouped_wgrad_bf16_t,
         folded_gemm.grouped_mm_fold,
+        folded_gemm.grouped_mm_fold_bias,
         folded_gemm.grouped_wgrad_fold,
     )
 }
@@ -139,6 +140,7 @@ grouped_wgrad_mx = _define(grouped_gemm.grouped_wgrad_mx)
 grouped_wgrad_bf16 = _define(grouped_gemm.grouped_wgrad_bf16)
 grouped_wgrad_bf16_t = _define(grouped_gemm.grouped_wgrad_bf16_t)
 grouped_mm_fold = _define(folded_gemm.grouped_mm_fold)
+grouped_mm_fold_bias = _define(folded_gemm.grouped_mm_fold_bias)
 grouped_wgrad_fold = _define(folded_gemm.grouped_wgrad_fold)
 
 

@@ -100,12 +100,46 @@ def pad_to_blocks(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return row_map, ends
 
 
-def product(a: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int) -> Tensor:
-    """a (M, K) x w (G, N, K) -> (M, N); rows past the last end are zeros."""
+def product(
+    a: Operand,
+    w: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    form: Form,
+    rounding: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a (M, K) x w (G, N, K) [+ bias (G, N) fp32], rounded once -> (M, N); rows past the last end are zeros."""
     rows = rows_of(a, form, rounding)
+    if bias is not None and isinstance(rows, Folded):
+        weights = along_k(w, form, rounding)
+        return ops.grouped_mm_fold_bias(*rows, *weights, bias.contiguous(), offs, dtype_name(out_dtype))
+    if bias is not None:  # the other products take none: added to their sums
+        sums = product(rows, w, offs, torch.float32, form, rounding)
+        return (sums + bias_of_rows(bias, offs, sums.shape[0])).to(out_dtype)
     if isinstance(rows, Tensor):
         return ops.grouped_mm_bf16(rows, w.to(torch.bfloat16), offs, dtype_name(out_dtype))
     return _multiply(rows, along_k(w, form, rounding), offs, out_dtype)
+
+
+def bias_of_rows(bias: Tensor, offs: Tensor, rows: int) -> Tensor:
+    """bias (G, N) -> (rows, N): each row's group's; zeros past the last end."""
+    group = torch.searchsorted(offs, torch.arange(rows, dtype=offs.dtype, device=offs.device), right=True)
+    return torch.nn.functional.pad(bias, (0, 0, 0, 1))[group]
+
+
+def bias_gradient(dout: Tensor, offs: Tensor) -> Tensor:
+    """dout (M, N) -> (G, N) fp32: each group's sum of rows, as the product of dout^T and ones.
+
+    fp32 is summed as two bf16 numbers, which leave out 2^-17 of it.
+    """
+    dout = plain(dout)
+    high = dout.to(torch.bfloat16).contiguous()
+    parts = [high]
+    if dout.dtype == torch.float32:
+        parts.append(torch.where(high.isfinite(), dout - high, 0).to(torch.bfloat16).contiguous())
+    ones = torch.ones_like(high[:, :8], memory_format=torch.contiguous_format)
+    return torch.stack([ops.grouped_wgrad_bf16(part, ones, offs, "float32")[..., 0] for part in parts]).sum(0)
 
 
 def input_gradient(dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int) -> Tensor:

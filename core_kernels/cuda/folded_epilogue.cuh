@@ -2,6 +2,7 @@
 //
 //   between spans of tokens   sum --x 2^-rise of the row--x 2^-rise of the column--> sum     where a scale rose
 //   to the output             sum --x 2^row--round--x 2^column--> out                        two powers, one rounding
+//                             sum --x 2^row--x 2^column + bias--round--> out
 #pragma once
 
 #include <cuda_bf16.h>
@@ -80,13 +81,34 @@ __device__ __forceinline__ void scale_far(float (&sum)[2][64], int (&row_byte)[2
 // are normal numbers of bf16 or infinite, so that they may be rounded between the two.
 __device__ __forceinline__ bool is_near(int byte) { return byte > 73 && byte < 191; }
 
+// Applies near scales and adds the bias. Powers of two round nothing, so that fp32 rounds once. Before the sums are
+// stored and not on the way: the registers of the store do not hold a third operand.
+__device__ __forceinline__ void scale_and_add(float (&sum)[2][64], const int (&row_byte)[2][2],
+                                              const __nv_bfloat16* col_factor, const float* bias) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const int col = i * 8 + threadIdx.x % 4 * 2;
+    const float2 factor = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(col_factor + col));
+    const float2 add = *reinterpret_cast<const float2*>(bias + col);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float* x = &sum[j / 2][i * 4 + j % 2 * 2];
+      const float row_factor = __int_as_float(row_byte[j / 2][j % 2] << 23);
+      x[0] = fmaf(x[0] * row_factor, factor.x, add.x);
+      x[1] = fmaf(x[1] * row_factor, factor.y, add.y);
+    }
+  }
+}
+
 // The 64 x 128 sums of a warpgroup, of which this warp has 16 rows from `row` on (counted in the tile), to out.
-// `factor` are those of this thread's two rows, `col_factor` of all its columns, two and two.
-template <typename Out>
+// `factor` are those of this thread's two rows, `col_factor` of all its columns, two and two; kScaled: the sums have
+// been multiplied by them.
+template <typename Out, bool kScaled = false>
 __device__ __forceinline__ void store(const Problem& p, const Tile& tile, int row, const float (&sum)[64],
                                       const float (&factor)[2], const __nv_bfloat162 (&col_factor)[16],
                                       uint8_t* staging) {
   const auto scaled = [&](int at, int of) {
+    if constexpr (kScaled) return rounded<Out>(sum[at], sum[at + 1]);
     const Two<Out> row_scaled = rounded<Out>(sum[at] * factor[of], sum[at + 1] * factor[of]);
     if constexpr (sizeof(Out) == 2) {
       return __hmul2(row_scaled, col_factor[at / 4]);

@@ -2,7 +2,7 @@
 // one per row and span of 256 tokens: the sums are kept in units of the span's scales, which never fall, and change
 // them where a scale rises.
 //
-//   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k]             rows m of group g
+//   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k] [+ bias[g, n]]      rows m of group g
 //   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
 // A cluster of two CTAs works on two tiles of 256 x 128. They have their rows of B in common, or of A
@@ -50,7 +50,14 @@ struct Shared {
   uint64_t full[kStages], empty[kStages];
   Rises rises[kStages];  // K-grouped
 };
-static_assert(sizeof(Shared) <= 227 * 1024);
+
+struct SharedWithBias : Shared {
+  float bias[2][2][kTileN];  // as col_factor
+};
+static_assert(sizeof(SharedWithBias) <= 227 * 1024);
+
+template <bool kBias>
+using SharedOf = std::conditional_t<kBias, SharedWithBias, Shared>;
 
 // Where a role is in the ring of stages.
 struct Ring {
@@ -140,8 +147,8 @@ __device__ __forceinline__ void start(float (&partial)[64], uint64_t a, uint64_t
   wgmma_commit();
 }
 
-template <bool kAlongK, typename Out>
-__device__ void consume(const Problem& p, Shared& s) {
+template <bool kAlongK, typename Out, bool kBias>
+__device__ void consume(const Problem& p, SharedOf<kBias>& s) {
   // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   FoldedSchedule<kAlongK> schedule(p);
@@ -153,6 +160,8 @@ __device__ void consume(const Problem& p, Shared& s) {
     const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
     const bool any = tile.k_begin < tile.k_end;
     const int col_byte = any && col < tile.cols ? p.col_scale[tile.col_scale + col] : kOne;
+    [[maybe_unused]] float col_bias = 0;
+    if constexpr (kBias) col_bias = col < tile.cols ? p.bias[tile.col_scale + col] : 0;
     int row_byte[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -187,6 +196,7 @@ __device__ void consume(const Problem& p, Shared& s) {
     // Two buffers: when this one is written again, every warp has passed the barrier of the tile between.
     __nv_bfloat16* col_factor = s.col_factor[group][odd];
     col_factor[col] = __ushort_as_bfloat16(col_byte << 7);
+    if constexpr (kBias) s.bias[group][odd][col] = col_bias;
     bool near = is_near(col_byte);
 #pragma unroll
     for (int i = 0; i < 4; ++i) near &= is_near(row_byte[i / 2][i % 2]);
@@ -198,23 +208,24 @@ __device__ void consume(const Problem& p, Shared& s) {
       col_factor[col] = 1;
       warpgroup_sync(1 + group);
     }
+    if constexpr (kBias) scale_and_add(sum, row_byte, col_factor, s.bias[group][odd]);
     __nv_bfloat162 cols[16];  // of this thread
 #pragma unroll
     for (int i = 0; i < 16; ++i) cols[i] = *reinterpret_cast<const __nv_bfloat162*>(col_factor + i * 8 + lane % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor[2] = {__int_as_float(row_byte[half][0] << 23), __int_as_float(row_byte[half][1] << 23)};
-      store<Out>(p, tile, row + half * 64, sum[half], factor, cols, s.staging[warp]);
+      store<Out, kBias>(p, tile, row + half * 64, sum[half], factor, cols, s.staging[warp]);
     }
   }
 }
 
-template <bool kAlongK, typename Out>
+template <bool kAlongK, typename Out, bool kBias>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     folded_product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                    const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
-  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  auto& s = *reinterpret_cast<SharedOf<kBias>*>(bytes);
   if (threadIdx.x == 0) {
     prefetch(&a);
     prefetch(&b);
@@ -240,20 +251,22 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     constexpr int kConsumers = kThreads - kWarpgroup;
     if constexpr (!kAlongK)
       clear_rest<Out>(p, blockIdx.x * int64_t{kConsumers} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kConsumers});
-    consume<kAlongK, Out>(p, s);
+    consume<kAlongK, Out, kBias>(p, s);
   }
 }
 
-template <bool kAlongK, typename Out>
+template <bool kAlongK, typename Out, bool kBias>
 void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
-  const int ctas = resident_ctas<folded_product<kAlongK, Out>>(op, kCluster, kThreads, sizeof(Shared));
-  folded_product<kAlongK, Out><<<ctas, kThreads, sizeof(Shared), stream>>>(a, b, p);
+  constexpr size_t kBytes = sizeof(SharedOf<kBias>);
+  const int ctas = resident_ctas<folded_product<kAlongK, Out, kBias>>(op, kCluster, kThreads, kBytes);
+  folded_product<kAlongK, Out, kBias><<<ctas, kThreads, kBytes, stream>>>(a, b, p);
   check_launch(op);
 }
 
-template <bool kAlongK>
+template <bool kAlongK, bool kBias = false>
 void launch(const char* op, const Call& call, Problem p, int64_t b_rows, cudaStream_t stream) {
-  p.group_ends = call.in[4].as<const int32_t>();
+  p.group_ends = call.in.back().as<const int32_t>();
+  if (kBias) p.bias = call.in[4].as<const float>();
   p.row_scale = call.in[1].as<const uint8_t>();
   p.col_scale = call.in[3].as<const uint8_t>();
   p.out = call.out[0].data;
@@ -265,25 +278,32 @@ void launch(const char* op, const Call& call, Problem p, int64_t b_rows, cudaStr
   const CUtensorMap a = byte_matrix(op, call.in[0].data, p.rows, p.depth, kHalfA);
   const CUtensorMap b = byte_matrix(op, call.in[2].data, b_rows, p.depth, kHalfB);
   if (call.out[0].dtype == DType::bf16) {
-    launch_as<kAlongK, __nv_bfloat16>(op, a, b, p, stream);
+    launch_as<kAlongK, __nv_bfloat16, kBias>(op, a, b, p, stream);
   } else {
-    launch_as<kAlongK, float>(op, a, b, p, stream);
+    launch_as<kAlongK, float, kBias>(op, a, b, p, stream);
   }
 }
 
-}  // namespace
-}  // namespace sm90
-
-void grouped_mm_fold(const Call& call, cudaStream_t stream) {
+template <bool kBias>
+void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
   const Array &lhs = call.in[0], &rhs = call.in[2];
-  sm90::Problem p{};
+  Problem p{};
   p.groups = static_cast<int>(rhs.dim(0));
   p.rows = static_cast<int>(lhs.dim(0));
   p.cols = static_cast<int>(rhs.dim(1));
   p.depth = static_cast<int>(lhs.dim(1));
   if (p.groups == 0)  // no weights, so no tensor map of them: every row is past the last end
-    return check("grouped_mm_fold", cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
-  sm90::launch<false>("grouped_mm_fold", call, p, rhs.leading(1), stream);
+    return check(op, cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
+  launch<false, kBias>(op, call, p, rhs.leading(1), stream);
+}
+
+}  // namespace
+}  // namespace sm90
+
+void grouped_mm_fold(const Call& call, cudaStream_t stream) { sm90::m_grouped<false>("grouped_mm_fold", call, stream); }
+
+void grouped_mm_fold_bias(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<true>("grouped_mm_fold_bias", call, stream);
 }
 
 void grouped_wgrad_fold(const Call& call, cudaStream_t stream) {

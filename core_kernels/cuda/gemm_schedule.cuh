@@ -28,6 +28,7 @@ struct Problem {
   const uint8_t *row_scale, *col_scale;  // E8M0; (M,) and (G, N), or (S, rows) and (S, cols), S slots of spans
   void* out;
   int groups, rows, cols, depth;
+  const float* bias;  // of folded_gemm_sm90.cu: (G, N) or none
 };
 
 // One CTA's part of the output, and what of the operands it takes.

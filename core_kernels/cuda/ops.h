@@ -26,7 +26,7 @@ struct CudaOp {
 };
 
 // Known at compile time: the XLA binding makes one handler per entry.
-inline constexpr size_t kNumCudaOps = 15;
+inline constexpr size_t kNumCudaOps = 16;
 std::span<const CudaOp> cuda_ops();
 
 // The compute capabilities that this build has machine code for, as nvcc writes them: 900, 1000.
@@ -37,6 +37,7 @@ void run_on(int device, const CudaOp& op, const Call& call, cudaStream_t stream)
 
 void grouped_mm_bf16(const Call& call, cudaStream_t stream);
 void grouped_mm_fold(const Call& call, cudaStream_t stream);
+void grouped_mm_fold_bias(const Call& call, cudaStream_t stream);
 void grouped_wgrad_bf16(const Call& call, cudaStream_t stream);
 void grouped_wgrad_bf16_t(const Call& call, cudaStream_t stream);
 void grouped_wgrad_fold(const Call& call, cudaStream_t stream);

@@ -46,6 +46,7 @@ std::span<const CudaOp> cuda_ops() {
       {"grouped_wgrad_bf16", 3, 1, 0, grouped_wgrad_bf16, 900},
       {"grouped_wgrad_bf16_t", 3, 1, 0, grouped_wgrad_bf16_t, 900},
       {"grouped_mm_fold", 5, 1, 0, grouped_mm_fold, 900},
+      {"grouped_mm_fold_bias", 6, 1, 0, grouped_mm_fold_bias, 900},
       {"grouped_wgrad_fold", 5, 1, 0, grouped_wgrad_fold, 900},
   };
   static_assert(std::size(kOps) == kNumCudaOps);

@@ -37,7 +37,7 @@ BYTES = {
 }
 PRODUCTS = {
     *("grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"),
-    *("grouped_mm_fold", "grouped_wgrad_fold", "grouped_wgrad_bf16_t"),
+    *("grouped_mm_fold", "grouped_mm_fold_bias", "grouped_wgrad_fold", "grouped_wgrad_bf16_t"),
 }
 OPS_OF = {"cpp": BYTES, "triton": BYTES | PRODUCTS, "torch": BYTES | PRODUCTS, "jax": BYTES | PRODUCTS}
 
@@ -100,6 +100,7 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         "grouped_wgrad_bf16": ((gemm.dout, gemm.lhs, ends), {}),
         "grouped_wgrad_bf16_t": ((np.ascontiguousarray(gemm.dout.T), np.ascontiguousarray(gemm.lhs.T), ends), {}),
         "grouped_mm_fold": ((*folded, ends), {}),
+        "grouped_mm_fold_bias": ((*folded, np.ones(folded[3].shape, np.float32), ends), {}),
         "grouped_wgrad_fold": ((*folded_t, ends), {}),
     }
 

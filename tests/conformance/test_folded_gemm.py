@@ -114,6 +114,43 @@ def test_grouped_mm_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> N
 
 @backends_with_a_gemm
 @out_dtypes
+@pytest.mark.parametrize("name", M_GROUPED)
+def test_grouped_mm_fold_bias(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
+    """The bias is a term of the sum; what lies past the last end and a group without rows have none."""
+    case, ends = M_GROUPED[name], M_GROUPED[name].group_ends
+    operands = *by_row(case.lhs), *by_row(case.rhs_t)
+    bias = (seeded(f"bias {name}").standard_normal(case.rhs_t.shape[:2]) * 30).astype(np.float32)
+    bias[np.diff(ends, prepend=0) == 0] = np.nan
+    got = ops["grouped_mm_fold_bias"](*operands, bias, ends, out_dtype=out_dtype)
+    assert got.dtype == oracle.DTYPES[out_dtype]
+    exact, magnitude = (
+        oracle_folded.grouped_mm_fold_bias(lhs, operands[1], rhs, operands[3], b, ends, "float64")
+        for lhs, rhs, b in (
+            (operands[0], operands[2], bias),
+            (operands[0] & 0x7F, operands[2] & 0x7F, np.abs(bias)),
+        )
+    )
+    check.gemm_bound(got, exact, magnitude, case.lhs.shape[1] + 1, check.fp8_chain(backend))
+    assert (got[ends[-1] :] == 0).all()
+
+
+@backends_with_a_gemm
+@out_dtypes
+def test_sum_and_bias_are_rounded_once(ops: Ops, out_dtype: str) -> None:
+    """257 is no bf16 number, 257 + 1 is one; every column has a bias of its own, every group too."""
+    lhs = np.zeros((70, 32), np.uint8)
+    lhs[:, :2] = 0x58, 0x38  # 16, 1
+    rhs, one = np.broadcast_to(lhs[0], (2, 136, 32)).copy(), np.full((2, 136), 127, np.uint8)
+    bias = np.arange(1, 273, dtype=np.float32).reshape(2, 136) * 2 - 1
+    ends = np.int32([33, 65])
+    got = ops["grouped_mm_fold_bias"](lhs, one[0, :70], rhs, one, bias, ends, out_dtype=out_dtype)
+    want = np.zeros((70, 136))
+    want[:33], want[33:65] = 257 + bias[0], 257 + bias[1]
+    check.same_bytes(got, oracle.round_to(want, out_dtype))
+
+
+@backends_with_a_gemm
+@out_dtypes
 @pytest.mark.parametrize("name", GEMMS)
 def test_grouped_wgrad_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
     case = GEMMS[name]
@@ -219,6 +256,21 @@ def test_scales_far_apart(backend: str, ops: Ops, row: int, col: int, out_dtype:
         want = 0
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(got.astype(np.float32), np.full((40, 8), want).astype(np.float32))
+
+
+@backends_with_a_gemm
+@out_dtypes
+@pytest.mark.parametrize(("row", "col"), [pair for pair in FAR if 0 not in pair])
+def test_a_bias_beside_scales_far_apart(ops: Ops, row: int, col: int, out_dtype: str) -> None:
+    """32 products of ones less a quarter of their sum: exact, NaN, or infinite where the products are."""
+    ones = np.full((40, 32), 0x38, np.uint8)
+    rhs, rhs_sf = ones[None, :8], np.full((1, 8), col, np.uint8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = np.float32(32 * oracle.e8m0_value(np.uint8(row)) * oracle.e8m0_value(np.uint8(col)))
+    bias = np.full((1, 8), -product / 4 if np.isfinite(product) else -1, np.float32)
+    sf, ends = np.full(40, row, np.uint8), np.int32([40])
+    got = ops["grouped_mm_fold_bias"](ones, sf, rhs, rhs_sf, bias, ends, out_dtype=out_dtype)
+    np.testing.assert_array_equal(got.astype(np.float32), np.full((40, 8), product + bias[0, 0]))
 
 
 # --- what folding costs ----------------------------------------------------------------------------------

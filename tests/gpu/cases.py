@@ -222,6 +222,11 @@ def _grouped_mm_fold(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_row_fold(lhs), *torch_ops.quantize_row_fold(rhs_t), ends
 
 
+def _grouped_mm_fold_bias(rng: Rng, m: int) -> Tensors:
+    *operands, ends = _grouped_mm_fold(rng, m)
+    return *operands, torch.randn(GROUPS, N, generator=rng), ends
+
+
 def _groups(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_col(floats(rng, m, N)), _ends(rng, m, 32)
 
@@ -294,6 +299,8 @@ CASES = {
     ),
     "grouped_mm_fold": _case("grouped_mm_fold", _grouped_mm_fold),
     "grouped_mm_fold_fp32": _case("grouped_mm_fold", _grouped_mm_fold, out_dtype="float32"),
+    "grouped_mm_fold_bias": _case("grouped_mm_fold_bias", _grouped_mm_fold_bias),
+    "grouped_mm_fold_bias_fp32": _case("grouped_mm_fold_bias", _grouped_mm_fold_bias, out_dtype="float32"),
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", _grouped_wgrad_fold, multiple=32),
 }
 EDGES = [(name, m) for name, case in CASES.items() for m in case.edges]

@@ -59,6 +59,31 @@ def test_a_graph_quantizes_the_weights_that_it_finds(compute: str) -> None:
     assert not equal(captured, before)
 
 
+@pytest.mark.parametrize("compute", ["exact", "fold"])
+def test_a_graph_holds_a_bias_and_its_gradient(compute: str) -> None:
+    x, w, offs = operands(0)
+    bias = nn.Parameter(torch.randn(len(ENDS), N, device=DEVICE))
+
+    def run() -> tuple[Tensor, ...]:
+        out = mxfp8_grouped_mm(x, w.mT, offs, bias, compute=compute)
+        return out.detach(), *torch.autograd.grad(out, (x, w, bias), torch.ones_like(out))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        bias.mul_(3)
+    graph.replay()
+    assert equal(captured, run())
+    counts = torch.tensor(ENDS, device=DEVICE).diff(prepend=torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    assert captured[-1].eq(counts[:, None]).all()
+
+
 def within_the_bound(got: Tensor, a: Tensor, b: Tensor) -> bool:
     """got, fp32, is a (R, T) x b (C, T): the bound of conformance/check.py, on the GPU."""
     a, b = a.double(), b.double()

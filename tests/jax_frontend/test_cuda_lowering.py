@@ -78,6 +78,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "grouped_wgrad_bf16": (ops.grouped_wgrad_bf16, [bf16(M, N), bf16(M, K), ENDS]),
     "grouped_wgrad_bf16_t": (ops.grouped_wgrad_bf16_t, [bf16(N, M), bf16(K, M), ENDS]),
     "grouped_mm_fold": (ops.grouped_mm_fold, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), ENDS]),
+    "grouped_mm_fold_bias": (ops.grouped_mm_fold_bias, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), f32(G, N), ENDS]),
     "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(SPANS, N), u8(K, M), u8(SPANS, K), ENDS]),
 }
 COMPOSED = {op.name: [part.name for part in parts] for op, parts in _device.PARTS.items()}

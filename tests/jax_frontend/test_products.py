@@ -75,6 +75,19 @@ def test_what_is_saved_of_an_activation_is_its_codes_along_the_tokens(dtype: str
     assert sorted(saved) == sorted([*codes, ("bfloat16", RHS_T.shape), ("int32", ENDS.shape)])
 
 
+@pytest.mark.parametrize("shape", [(N,), (3, N)])
+def test_a_bias_is_added_by_the_product(shape: tuple[int, ...]) -> None:
+    recipe, bias = Recipe.parse("mxfp8", compute="fold"), normal(*shape, seed=3)
+
+    def multiply(lhs, rhs_t, bias):
+        return mxfp8_grouped_mm(lhs, rhs_t, ENDS, bias=bias, recipe=recipe)
+
+    assert kernels(multiply, LHS, RHS_T, bias) == {"quantize_row_fold": 2, "grouped_mm_fold_bias": 1}
+    operands = *ops.quantize_row_fold(LHS), *ops.quantize_row_fold(RHS_T)
+    per_group = jnp.broadcast_to(bias.astype(jnp.float32), (3, N))
+    np.testing.assert_array_equal(multiply(LHS, RHS_T, bias), ops.grouped_mm_fold_bias(*operands, per_group, ENDS))
+
+
 @pytest.mark.parametrize("name", MX)
 def test_on_a_cpu_auto_is_exact(name: str) -> None:
     def multiply(recipe):

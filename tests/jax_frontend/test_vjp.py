@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mxep.core_kernels.recipe import Compute
 from mxep.jax_frontend import (
     MXArray,
     MXGradArray,
@@ -63,6 +64,52 @@ def test_the_grouped_product_and_its_gradients_are_those_of_floats(recipe: str, 
     assert (out.dtype, dlhs.dtype, drhs.dtype) == (jnp.bfloat16, lhs.dtype, RHS_T.dtype)
     assert not np.asarray(drhs[1], np.float32).any(), "an empty group"
     assert not np.asarray(dlhs[sum(SIZES) :], np.float32).any(), "rows past the last group"
+
+
+@pytest.mark.parametrize(("per_group", "out_dtype"), [(True, "bfloat16"), (False, "float32")])
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    [("mxfp8_wgrad_with_hp", "exact"), ("mxfp8", "fold"), ("fp8_rowwise", "exact"), ("bf16", "exact")],
+)
+def test_a_bias_and_its_gradient(name: str, compute: Compute, per_group: bool, out_dtype: str) -> None:
+    """Added once in fp32, to the rows of groups alone; no other gradient sees it."""
+    recipe = Recipe.parse(name, compute=compute)
+    bias = normal(*((3, N) if per_group else (N,)), seed=3, dtype="float32")
+    dout = jnp.where(jnp.arange(M)[:, None] < ENDS[-1], DOUT, jnp.nan).astype(out_dtype)
+    dout = dout * (1 + 2.0**-12) if out_dtype == "float32" else dout  # more bits than bf16 has
+
+    @partial(jax.jit, static_argnames="out_dtype")
+    def multiply(lhs, rhs_t, bias, out_dtype):
+        return mxfp8_grouped_mm(lhs, rhs_t, ENDS, bias=bias, recipe=recipe, out_dtype=out_dtype)
+
+    out, backward = jax.vjp(partial(multiply, out_dtype=out_dtype), LHS, RHS_T, bias)
+    group = np.searchsorted(ENDS, np.arange(M), side="right")
+    rows = np.pad(np.broadcast_to(bias, (3, N)), ((0, 1), (0, 0)))[group]
+    want = (multiply(LHS, RHS_T, None, "float32") + rows).astype(out_dtype)
+    np.testing.assert_array_equal(out, want)
+    dlhs, drhs, dbias = backward(dout)
+    without, backward = jax.vjp(lambda *a: multiply(*a, None, out_dtype), LHS, RHS_T)
+    for got, want in zip((dlhs, drhs), backward(dout), strict=True):
+        np.testing.assert_array_equal(got, want)
+    sums = np.stack([np.asarray(dout, np.float64)[group == g].sum(0) for g in range(3)])
+    np.testing.assert_allclose(dbias, sums if per_group else sums.sum(0), rtol=1e-5, atol=1e-4)
+    assert (without.dtype, dbias.dtype) == (out.dtype, bias.dtype)
+
+
+def test_a_bias_receives_the_bytes_that_the_product_does() -> None:
+    exchange = plan_exchange(jnp.array([M], jnp.int32), None, num_rows=M)
+    sizes, bias = jnp.array([33, 0, 95], jnp.int32), normal(3, N, seed=3)
+
+    def loss(bias, mx_grad: bool):
+        out = mxfp8_grouped_mm(LHS, RHS_T, group_sizes=sizes, bias=bias, mx_grad=mx_grad, pad_token_groups=True)
+        sent = a2a_combine_hp_fwd_mxfp8_bwd(out, exchange) if mx_grad else out
+        return (sent * DOUT).astype(jnp.float32).sum()
+
+    values = np.asarray(MXArray.quantize(DOUT).dequantize(), np.float32), np.asarray(DOUT, np.float32)
+    for mx_grad, dout in zip((True, False), values, strict=True):
+        sums = np.stack([dout[:33].sum(0), np.zeros(N), dout[33:128].sum(0)])
+        got = jax.jit(jax.grad(loss), static_argnums=1)(bias, mx_grad)
+        np.testing.assert_array_equal(got, sums.astype(got.dtype))
 
 
 def to_experts_and_back(x, rhs_t, mx_grad: bool, **options):
@@ -281,6 +328,12 @@ def test_quantizing_and_dequantizing_pass_the_gradient() -> None:
         (lambda: mxfp8_grouped_mm(LHS, RHS_T, jnp.array([64, 32, 96], jnp.int32)), ValueError, "do not decrease"),
         (lambda: mxfp8_grouped_mm(LHS, RHS_T, jnp.array([64, 96, 193], jnp.int32)), ValueError, "at most 192"),
         (lambda: mxfp8_grouped_mm(LHS, RHS_T, ENDS - 1, recipe="mxfp8"), ValueError, "multiples of 32"),
+        (lambda: mxfp8_grouped_mm(LHS, RHS_T, ENDS, bias=ENDS), TypeError, "bias: got dtype int32"),
+        (
+            lambda: mxfp8_grouped_mm(LHS, RHS_T, ENDS, bias=LHS[0]),
+            ValueError,
+            r"bias: got shape \(64,\); allowed: \(96,\)",
+        ),
         (lambda: permute(LHS, jnp.array([1, 2], jnp.int32), 1, 3), ValueError, "num_tokens_per_expert: got shape"),
         (lambda: permute(LHS, jnp.array([100, 100], jnp.int32), 1, 2), ValueError, "at most 192"),
         (lambda: permute(LHS, jnp.array([1, 2], jnp.int32), 1, 2, 33), ValueError, "alignment: got 33"),

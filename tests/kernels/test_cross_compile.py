@@ -158,6 +158,18 @@ CASES = {
         {"out_dtype": "float32"},
         ("fp8 mma",),
     ),
+    "grouped_mm_fold_bias": Case(
+        folded_gemm.grouped_mm_fold_bias,
+        (u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N), f32(GROUPS, N), i32(GROUPS)),
+        {},
+        ("fp8 mma",),
+    ),
+    "grouped_mm_fold_bias f32": Case(
+        folded_gemm.grouped_mm_fold_bias,
+        (u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N), f32(GROUPS, N), i32(GROUPS)),
+        {"out_dtype": "float32"},
+        ("fp8 mma",),
+    ),
     "grouped_wgrad_fold": Case(
         folded_gemm.grouped_wgrad_fold,
         (u8(N, M), u8(spans(M, GROUPS), N), u8(K, M), u8(spans(M, GROUPS), K), i32(GROUPS)),
@@ -296,6 +308,10 @@ SMALL = {
     "grouped_wgrad_bf16": (grouped_gemm.grouped_wgrad_bf16, (bf16(1, 3), bf16(1, 5), i32(1))),
     "grouped_wgrad_bf16_t": (grouped_gemm.grouped_wgrad_bf16_t, (bf16(3, 1), bf16(5, 1), i32(1))),
     "grouped_mm_fold": (folded_gemm.grouped_mm_fold, (u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8), i32(1))),
+    "grouped_mm_fold_bias": (
+        folded_gemm.grouped_mm_fold_bias,
+        (u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8), f32(1, 8), i32(1)),
+    ),
     "grouped_wgrad_fold": (folded_gemm.grouped_wgrad_fold, (u8(1, 32), u8(1, 1), u8(8, 32), u8(1, 8), i32(1))),
 }
 

@@ -46,6 +46,18 @@ def test_products_of_folded_operands(mx: bool, wgrad_with_hp: bool) -> None:
         assert torch.equal(dw, ops.grouped_wgrad_fold(*(t for pair in tokens for t in pair), offs))
 
 
+@pytest.mark.parametrize("shape", [(N,), (3, N)])
+def test_a_bias_is_added_by_the_product(shape: tuple[int, ...]) -> None:
+    a, w, offs, _ = operands()
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with Kernels() as ran:
+        out = mxfp8_grouped_mm(a, w.mT, offs, bias, compute="fold")
+    assert ran.found == {"quantize_row_fold": 2, "grouped_mm_fold_bias": 1}
+    rows, weights = ops.quantize_row_fold(a), ops.quantize_row_fold(w)
+    per_group = bias.float().expand(3, N).contiguous()
+    assert torch.equal(out, ops.grouped_mm_fold_bias(*rows, *weights, per_group, offs))
+
+
 @pytest.mark.parametrize("wgrad_with_hp", [False, True])
 def test_exact_products_on_hopper_multiply_dequantized_operands(
     wgrad_with_hp: bool, monkeypatch: pytest.MonkeyPatch

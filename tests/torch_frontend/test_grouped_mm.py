@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mxep.core_kernels.recipe import Compute
 from mxep.torch_frontend import MXTensor, Rounding, bf16_grouped_mm, mxfp8_grouped_mm, ops
 from torch import Tensor
 
@@ -97,12 +98,13 @@ def test_any_counts_with_padding() -> None:
 
 @pytest.mark.parametrize("mx_grad", [True, False])
 @pytest.mark.parametrize("per_group", [True, False])
-def test_bias(per_group: bool, mx_grad: bool) -> None:
+@pytest.mark.parametrize("compute", ["exact", "fold"])
+def test_bias(compute: Compute, per_group: bool, mx_grad: bool) -> None:
     """Added once in fp32, to the rows of groups alone; its gradient is theirs, whatever form dout comes in."""
     a, w, offs = operands()
     bias = randn(*((3, N) if per_group else (N,)), seed=3, dtype=torch.float32).requires_grad_()
-    exact = mxfp8_grouped_mm(a, w.mT, offs, out_dtype=torch.float32, wgrad_with_hp=True)
-    out = mxfp8_grouped_mm(a, w.mT, offs, bias, out_dtype=torch.float32, wgrad_with_hp=True)
+    exact = mxfp8_grouped_mm(a, w.mT, offs, out_dtype=torch.float32, wgrad_with_hp=True, compute=compute)
+    out = mxfp8_grouped_mm(a, w.mT, offs, bias, out_dtype=torch.float32, wgrad_with_hp=True, compute=compute)
     dout = randn(128, N, seed=2).float()
     values = rowwise(dout) if mx_grad else dout
     (dbias,) = torch.autograd.grad(out, bias, MXTensor.quantize(dout) if mx_grad else dout)
@@ -111,6 +113,22 @@ def test_bias(per_group: bool, mx_grad: bool) -> None:
     for g, rows in GROUPS:
         assert torch.equal(out[rows], exact[rows] + (bias[g] if per_group else bias))
     assert (out[ENDS[-1] :] == 0).all()
+
+
+@pytest.mark.parametrize("compute", ["exact", "fold"])
+def test_a_bias_changes_no_other_gradient_and_bf16_is_rounded_once(compute: Compute) -> None:
+    a, w, offs = operands()
+    bias = randn(3, N, seed=3).requires_grad_()
+    dout = randn(128, N, seed=2)
+    out = mxfp8_grouped_mm(a, w.mT, offs, bias, compute=compute)
+    assert torch.equal(out, mxfp8_grouped_mm(a, w.mT, offs, bias, torch.float32, compute=compute).bfloat16())
+    da, dw, dbias = torch.autograd.grad(out, [a, w, bias], dout)
+    assert dbias.dtype == bias.dtype
+    without = mxfp8_grouped_mm(a, w.mT, offs, compute=compute)
+    for got, want in zip((da, dw), torch.autograd.grad(without, [a, w], dout), strict=True):
+        assert torch.equal(got, want)
+    alone = mxfp8_grouped_mm(a.detach(), w.detach().mT, offs, bias, compute=compute)
+    assert torch.equal(torch.autograd.grad(alone, bias, dout)[0], dbias)
 
 
 def test_autocast_changes_no_product() -> None:
@@ -164,19 +182,21 @@ def test_float32_parameters_get_float32_gradients() -> None:
 
 @pytest.mark.parametrize("wgrad_with_hp", [True, False])
 @pytest.mark.parametrize("mx_input", [True, False])
-def test_whole_graph_forward_and_backward(wgrad_with_hp: bool, mx_input: bool) -> None:
+@pytest.mark.parametrize("compute", ["exact", "fold"])
+def test_whole_graph_forward_and_backward(compute: Compute, wgrad_with_hp: bool, mx_input: bool) -> None:
     torch._dynamo.reset()
 
-    def run(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    def run(a: Tensor, w: Tensor, offs: Tensor, bias: Tensor) -> Tensor:
         rows = MXTensor.quantize(a) if mx_input else a
-        return mxfp8_grouped_mm(rows, w.mT, offs, wgrad_with_hp=wgrad_with_hp)
+        return mxfp8_grouped_mm(rows, w.mT, offs, bias, wgrad_with_hp=wgrad_with_hp, compute=compute)
 
     a, w, offs = operands()
-    dout = randn(128, N, seed=2)
-    want = run(a, w, offs)
-    got = torch.compile(run, fullgraph=True)(a, w, offs)
+    dout, bias = randn(128, N, seed=2), randn(N, seed=3).requires_grad_()
+    leaves = [a, w, bias]
+    want = run(a, w, offs, bias)
+    got = torch.compile(run, fullgraph=True)(a, w, offs, bias)
     assert torch.equal(got, want)
-    for g, h in zip(torch.autograd.grad(got, [a, w], dout), torch.autograd.grad(want, [a, w], dout), strict=True):
+    for g, h in zip(torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, leaves, dout), strict=True):
         assert torch.equal(g, h)
 
 
@@ -217,6 +237,8 @@ BAD = {
     "offs elsewhere": (ValueError, r"offs: got device meta; allowed: cpu", (A, W.mT, OFFS.to("meta")), {}),
     "out dtype": (TypeError, r"out_dtype: got torch.float16", (A, W.mT, OFFS), {"out_dtype": torch.float16}),
     "bias": (ValueError, r"bias: got shape \(3,\); allowed: \(96,\) or", (A, W.mT, OFFS, torch.zeros(3)), {}),
+    "bias dtype": (TypeError, r"bias: got dtype torch.float64", (A, W.mT, OFFS, torch.zeros(N).double()), {}),
+    "bias elsewhere": (ValueError, r"bias: got device meta; ", (A, W.mT, OFFS, torch.ones(N).to("meta")), {}),
     "rounding": (ValueError, r"rounding: got 'up'", (A, W.mT, OFFS), {"scale_calculation_mode": "up"}),
     "a preference": (TypeError, r"wgrad_with_hp: .*see capabilities", (A, W.mT, OFFS), {"wgrad_with_hp": "auto"}),
 }  # fmt: skip

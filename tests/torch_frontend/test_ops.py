@@ -87,6 +87,13 @@ CASES: dict[str, Callable[[], tuple]] = {
     "grouped_wgrad_bf16": lambda: (rows(80, 40), rows(80, 24), ENDS),
     "grouped_wgrad_bf16_t": lambda: (rows(40, 80), rows(24, 80), ENDS),
     "grouped_mm_fold": lambda: (*ops.fold_rows(*mx(80, 64)), *ops.fold_rows(*mx(3, 96, 64)), ENDS),
+    "grouped_mm_fold_bias": lambda: (
+        *ops.fold_rows(*mx(80, 64)),
+        *ops.fold_rows(*mx(3, 96, 64)),
+        rows(3, 96, dtype=torch.float32),
+        ENDS,
+        "float32",
+    ),
     "grouped_wgrad_fold": lambda: (*by_group(64, 96), *by_group(32, 96), ints(32, 32, 64)),
     "permute_q_sf": lambda: (*mx(5, 64), ints(4, -1, 0)),
 }
@@ -217,6 +224,18 @@ def bwd(**changed: Tensor) -> tuple[Tensor, ...]:
         (ValueError, r"rhs_qf: got N = 12", "grouped_mm_fold", (u8(4, 32), u8(4), u8(1, 12, 32), u8(1, 12), ints(4))),
         (ValueError, r"lhs_qf: got K = 0", "grouped_mm_fold", (u8(4, 0), u8(4), u8(1, 8, 0), u8(1, 8), ints(4))),
         (ValueError, r"rhs_sf: got shape", "grouped_mm_fold", (u8(4, 32), u8(4), u8(1, 8, 32), u8(1, 9), ints(4))),
+        (
+            ValueError,
+            r"bias: got shape \(8,\); allowed: \(1, 8\), one value per row of rhs_qf",
+            "grouped_mm_fold_bias",
+            (u8(4, 32), u8(4), u8(1, 8, 32), u8(1, 8), torch.zeros(8), ints(4)),
+        ),
+        (
+            TypeError,
+            r"bias: got dtype bfloat16; allowed: float32",
+            "grouped_mm_fold_bias",
+            (u8(4, 32), u8(4), u8(1, 8, 32), u8(1, 8), rows(1, 8), ints(4)),
+        ),
         (ValueError, r"group_ends: got \[48\]", "grouped_wgrad_fold", (*(u8(8, 64), u8(1, 8)) * 2, ints(48))),
         (ValueError, r"lhs_sf: got shape", "grouped_wgrad_fold", (u8(8, 64), u8(2, 8), u8(8, 64), u8(1, 8), ints(64))),
         (ValueError, r"rhs_qf: got K = 4", "grouped_wgrad_fold", (u8(8, 64), u8(1, 8), u8(4, 64), u8(1, 4), ints(64))),

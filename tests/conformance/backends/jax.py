@@ -27,7 +27,7 @@ NAMES = (
     *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
     *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
     *("grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"),
-    *("grouped_mm_fold", "grouped_wgrad_fold", "grouped_wgrad_bf16_t"),
+    *("grouped_mm_fold", "grouped_mm_fold_bias", "grouped_wgrad_fold", "grouped_wgrad_bf16_t"),
 )
 
 

@@ -33,6 +33,7 @@ GEMM_OPS = (
     grouped_gemm.grouped_wgrad_bf16,
     grouped_gemm.grouped_wgrad_bf16_t,
     folded_gemm.grouped_mm_fold,
+    folded_gemm.grouped_mm_fold_bias,
     folded_gemm.grouped_wgrad_fold,
 )
 OPS: dict[str, Callable] = {op.name: partial(run, op) for op in (*KERNEL_OPS, *GEMM_OPS)}
