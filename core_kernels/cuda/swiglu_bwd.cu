@@ -3,7 +3,7 @@
 //
 //   dh, gate, up (M, F)           a band of 4 warps loads whole lines of its 32 rows, 256 bytes each
 //        |
-//        | cp.async, a row of each quad 3 rows ahead
+//        | cp.async, a row of each quad 2 or 3 rows ahead
 //        v
 //   ring of 4 rows a quad         a warp takes its 32 x 32 values, a block both ways, 4 rows of 8 columns a lane
 //        |
@@ -33,7 +33,6 @@ struct Tile {
   static constexpr int kPairs = 4, kPieces = kCols / 8, kBlockLanes = kBlock / 8;  // as SharedTile has them
   static constexpr int kTallest = 2, kStripRows = kTallest * kRows;  // more staged rows leave the ring no room
   static constexpr int kChunks = kStripRows / 16, kBlocks = kStripRows / kBlock;  // of a staged column
-  static constexpr int kAhead = kRowsAtOnce - 1;  // rows; the fourth slot is the one that is read
 };
 
 struct Strips {
@@ -102,28 +101,52 @@ struct Patch {
   }
 };
 
-// Starts the loads of row r of a patch; zeros where the matrix has nothing. kVector: rows start at multiples of 16
-// bytes. Single values go through registers and have arrived when this returns.
-template <bool kVector>
+// Starts to load kBytes, a multiple of which both addresses are, into shared memory; zeros where nothing exists.
+template <int kBytes>
+__device__ void load_async(void* to, const void* from, bool exists) {
+  const auto slot = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const int bytes = exists ? kBytes : 0;
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(slot), "l"(from), "r"(bytes) : "memory");
+  else  // L1 keeps the rest of the sector for the loads beside this one
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(slot), "l"(from), "n"(kBytes), "r"(bytes)
+                 : "memory");
+}
+
+// Starts the loads of row r of a patch; zeros where the matrix has nothing. Rows start at multiples of kBytes. Single
+// values, 2 bytes, go through registers and have arrived when this returns.
+template <int kBytes>
 __device__ void fetch(const Inputs& in, const Strips& strips, const Patch& patch, int r, int to, Memory& memory) {
   const bool exists = r < patch.rows;
   const int64_t offset = exists ? patch.offset + r * strips.cols : 0;
-#pragma unroll(kVector ? 3 : 1)  // single values of one matrix at a time, or the registers do not suffice
+#pragma unroll(kBytes > 2 ? 3 : 1)  // single values of one matrix at a time, or the registers do not suffice
   for (int i = 0; i < 3; ++i) {
     const bf16* from = (i == 0 ? in.dh : i == 1 ? in.gate : in.up) + offset;
     Piece& slot = memory.ring[r][i][to];
-    if constexpr (kVector)
-      asm volatile(
-          "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(&slot))),
-          "l"(from), "r"(exists ? 16 : 0)
-          : "memory");
-    else
+    if constexpr (kBytes > 2) {
+      load_async<kBytes>(&slot, from, exists);
+#pragma unroll
+      for (int first = kBytes / 2; first < 8; first += kBytes / 2) {
+        const bool more = exists && first < patch.columns;
+        load_async<kBytes>(&slot.at[first / 2], more ? from + first : from, more);
+      }
+    } else {
       slot = load_piece<false>(from, exists, patch.columns);
+    }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// For this thread's part of the oldest row that was fetched.
-__device__ void wait_for_row() { asm volatile("cp.async.wait_group %0;" ::"n"(Tile::kAhead - 1) : "memory"); }
+
+// How many rows are fetched ahead; the ring has room for 3 beside the one that is read. On an H200 two instead of three
+// cost columns alone 4%; both ways, with more to write, they gain 1.4% at F = 5120 and cost 0.7% at 2048.
+template <bool kRow>
+inline constexpr int kAhead = kRow ? 2 : kRowsAtOnce - 1;
+
+// For this thread's part of the oldest of kFetched rows.
+template <int kFetched>
+__device__ void wait_for_row() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kFetched - 1) : "memory");
+}
 
 // Where 16 codes of a staged column lie: a warp's words of 8 such chunks, two of every eighth column, are in all banks.
 __device__ int swizzled(int chunk, int line) { return chunk ^ (line / 4 & 7); }
@@ -160,6 +183,18 @@ __device__ void scale_warp(const Piece (&pieces)[kRowsAtOnce], ScaleRule rule, i
   }
 }
 
+// L2 keeps what it is told to longer than all that the kernel streams through it. A CTA has a quarter of a sector of
+// sf_t at most, its neighbours have the rest some microseconds before or after: their parts meet in L2, and DRAM gets
+// a whole sector instead of four parts, each of which would cost as much. Sectors of sf are whole, but
+// those beside them follow tiles later: to keep them as well gained 1% at F = 5120 on an H200.
+struct StoreToKeep {
+  __device__ void operator()(uint8_t* to, uint8_t byte) const {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("st.global.L2::cache_hint.u8 [%0], %1, %2;" ::"l"(to), "r"(uint32_t{byte}), "l"(policy) : "memory");
+  }
+};
+
 // What a group has staged of its 32 columns goes out: `rows` of the strip and `cols` of the columns exist, whose first
 // value is at `first`.
 __device__ void write_columns(const Memory& memory, int which, const Own& own, uint8_t* q_t, uint8_t* sf_t,
@@ -169,10 +204,10 @@ __device__ void write_columns(const Memory& memory, int which, const Own& own, u
                                    pitch / 16, cols, rows / 16, thread);
   write_lines<Tile::kGroupThreads>(
       memory.col_scales[which][own.group], [](int block, int) { return block; }, sf_t + first / kBlock, pitch / kBlock,
-      cols, rows / kBlock, thread);
+      cols, rows / kBlock, thread, StoreToKeep{});
 }
 
-template <bool kRow, bool kVector>
+template <bool kRow, int kBytes>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_tiles(Inputs in, Strips strips, ScaleRule rule, Outputs dgate_out, Outputs dup_out, float* dprob) {
   extern __shared__ uint4 bytes[];
@@ -185,7 +220,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   uint32_t strip = blockIdx.x;
   Patch patch = Patch::of(strips, {strip, 0, 0}, own);
 #pragma unroll
-  for (int r = 0; r < Tile::kAhead; ++r) fetch<kVector>(in, strips, patch, r, to, memory);
+  for (int r = 0; r < kAhead<kRow>; ++r) fetch<kBytes>(in, strips, patch, r, to, memory);
   memory.table.fill();
 
   while (strip < strips.count) {
@@ -208,11 +243,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         const float prob[kRowsAtOnce] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
-          // Row r of the whole band has come, and the slot that row r - 1 was read from is free.
-          wait_for_row();
+          // Row r of the whole band has come, and the slots that the rows before it were read from are free.
+          wait_for_row<kAhead<kRow>>();
           own.sync_band();
-          if (r == 1) patch = Patch::of(strips, next, own);
-          fetch<kVector>(in, strips, patch, (r + Tile::kAhead) % kRowsAtOnce, to, memory);
+          if (r == kRowsAtOnce - kAhead<kRow>) patch = Patch::of(strips, next, own);
+          fetch<kBytes>(in, strips, patch, (r + kAhead<kRow>) % kRowsAtOnce, to, memory);
           const auto& [dh, gate, up] = memory.ring[r];
           backward(dh[from], gate[from], up[from], memory.table, prob[r], dgate[r], dup[r], sums[r]);
         }
@@ -248,8 +283,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         const int64_t first = (strip_row * strips.cols + first_col) / kBlock, pitch = strips.cols / kBlock;
         const int64_t scales = min(pitch - first_col / kBlock, int64_t{kSector});
         const auto as_is = [](int i, int) { return i; };
-        write_lines<Tile::kThreads>(memory.row_scales[0], as_is, dgate_out.sf + first, pitch, rows_here, scales);
-        write_lines<Tile::kThreads>(memory.row_scales[1], as_is, dup_out.sf + first, pitch, rows_here, scales);
+#pragma unroll 1  // twice the addresses do not fit Blackwell's registers
+        for (int which = 0; which < 2; ++which)
+          write_lines<Tile::kThreads>(memory.row_scales[which], as_is, (which ? dup_out.sf : dgate_out.sf) + first,
+                                      pitch, rows_here, scales, threadIdx.x, StoreToKeep{});
         __syncthreads();
       }
     }
@@ -264,7 +301,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
 }
 
-template <bool kRow, bool kVector>
+template <bool kRow, int kBytes>
 void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaStream_t stream) {
   if (finished_if_empty(op, call, stream)) return;
   const int64_t rows = call.in[1].dim(0), cols = call.in[1].dim(1), ctas = multiprocessors(op);
@@ -273,7 +310,7 @@ void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaSt
   const int64_t tall = rounds(Tile::kTallest) > rounds(1) ? 1 : Tile::kTallest;
   const Strips strips{rows, cols, static_cast<uint32_t>(ceil_div(rows, tall * Tile::kRows)),
                       static_cast<uint32_t>(ceil_div(cols, Tile::kCols)), static_cast<uint32_t>(tall)};
-  const auto kernel = backward_tiles<kRow, kVector>;
+  const auto kernel = backward_tiles<kRow, kBytes>;
   allow_shared_memory(op, kernel, sizeof(Memory));
   kernel<<<std::min<int64_t>(strips.count, ctas), Tile::kThreads, sizeof(Memory), stream>>>(
       Inputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), dgate, dup, call.out.back().as<float>());
@@ -284,15 +321,17 @@ void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaSt
 
 void swiglu_bwd_col(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
-  const bool vector = call.in[0].dim(1) % 8 == 0;  // rows start at multiples of 16 bytes
-  (vector ? launch<false, true> : launch<false, false>)("swiglu_bwd_col", call, {nullptr, nullptr, out(0), out(1)},
-                                                        {nullptr, nullptr, out(2), out(3)}, stream);
+  const int64_t cols = call.in[0].dim(1);
+  const auto launch_widest = cols % 8 == 0   ? launch<false, 16>
+                             : cols % 4 == 0 ? launch<false, 8>
+                             : cols % 2 == 0 ? launch<false, 4>
+                                             : launch<false, 2>;
+  launch_widest("swiglu_bwd_col", call, {nullptr, nullptr, out(0), out(1)}, {nullptr, nullptr, out(2), out(3)}, stream);
 }
 
 void swiglu_bwd_both(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
-  launch<true, true>("swiglu_bwd_both", call, {out(0), out(1), out(2), out(3)}, {out(4), out(5), out(6), out(7)},
-                     stream);
+  launch<true, 16>("swiglu_bwd_both", call, {out(0), out(1), out(2), out(3)}, {out(4), out(5), out(6), out(7)}, stream);
 }
 
 }  // namespace mxep::cuda

@@ -51,11 +51,18 @@ __device__ void exchange_halves(Word* words, Merge merge) {
   if constexpr (kStep > 1 && kHalf > 1) exchange_halves<kStep / 2, kHalf / 2>(words, merge);
 }
 
+struct PlainStore {
+  template <typename Part>
+  __device__ void operator()(Part* to, const Part& part) const {
+    *to = part;
+  }
+};
+
 // Staged lines of kPerLine parts, as many as there are of `lines` x `parts`, to lines `pitch` parts apart. Part i of
 // a line is staged at slot(i, line). `thread`: this one among those that write.
-template <int kThreads, typename Part, int kLines, int kPerLine, typename Slot>
+template <int kThreads, typename Part, int kLines, int kPerLine, typename Slot, typename Store = PlainStore>
 __device__ void write_lines(const Part (&staged)[kLines][kPerLine], Slot slot, Part* out, int64_t pitch, int64_t lines,
-                            int64_t parts, uint32_t thread = threadIdx.x) {
+                            int64_t parts, uint32_t thread = threadIdx.x, Store store = {}) {
   constexpr int kStep = kThreads / kPerLine;
   const int part = thread % kPerLine, first = thread / kPerLine;
   if (part >= parts) return;
@@ -64,7 +71,7 @@ __device__ void write_lines(const Part (&staged)[kLines][kPerLine], Slot slot, P
 #pragma unroll
   for (int i = 0; i < (kLines + kStep - 1) / kStep; ++i, out += kStep * pitch) {
     const int line = first + i * kStep;
-    if (line < end) *out = staged[line][slot(part, line)];
+    if (line < end) store(out, staged[line][slot(part, line)]);
   }
 }
 

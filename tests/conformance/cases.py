@@ -309,7 +309,9 @@ RAGGED_GLUS = {
 """M is no multiple of 32: nothing to scale along columns."""
 ODD_GLUS = {"odd_width": _glu("odd_width", (5, 37), True), "no_columns": _glu("no_columns", (3, 0), True)}
 """Neither is F: bf16 out alone."""
-GLUS = _glu_cases() | RAGGED_GLUS | ODD_GLUS
+UNALIGNED_GLUS = {f"rows_of_{width}": _glu(f"rows_of_{width}", (64, width), True) for width in (133, 134, 140)}
+"""F alone is none, rows start at multiples of 2, 4 and 8 bytes: bf16 out, or columns."""
+GLUS = _glu_cases() | RAGGED_GLUS | ODD_GLUS | UNALIGNED_GLUS
 
 
 # --- grouped GEMM -----------------------------------------------------------------------------------------

@@ -12,15 +12,20 @@ from mxep.core_kernels import oracle_swiglu
 from mxep.core_kernels.formats import Rounding
 
 from . import backends, check
-from .cases import BF16, GLUS, ODD_GLUS, RAGGED_GLUS, Glu
+from .cases import BF16, GLUS, ODD_GLUS, RAGGED_GLUS, UNALIGNED_GLUS, Glu
 
 Ops = Mapping[str, Callable]
 KINDS = ("", "_row", "_col", "_both")
+NOT_QUANTIZED = (
+    dict.fromkeys(RAGGED_GLUS, ("_col", "_both"))
+    | dict.fromkeys(ODD_GLUS, ("_row", "_col", "_both"))
+    | dict.fromkeys(UNALIGNED_GLUS, ("_row", "_both"))
+)
 ALL = [
     pytest.param(kind, name, id=f"{kind or 'bf16'}-{name}")
     for name in GLUS
     for kind in KINDS
-    if kind == "" or (kind == "_row" and name not in ODD_GLUS) or (name not in ODD_GLUS and name not in RAGGED_GLUS)
+    if kind not in NOT_QUANTIZED.get(name, ())
 ]
 MODES = [(rounding, satfinite) for rounding in Rounding for satfinite in (False, True)]
 
