@@ -44,6 +44,7 @@ struct Shared {
   alignas(1024) Stage stages[kStages];
   alignas(128) uint8_t staging[4 * kConsumers][kStagingBytes];
   uint64_t full[kStages], empty[kStages];
+  Shares shares;  // K-grouped
 };
 static_assert(sizeof(Shared) <= 227 * 1024);
 
@@ -82,7 +83,7 @@ __device__ __forceinline__ int first_of(const Tile& tile) {
 
 template <bool kAlongK, bool kColumns>
 __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
-  Schedule<kAlongK, kM, kN> schedule(p);
+  Schedule<kAlongK, kM, kN> schedule(p, s.shares);
   Ring ring;
   for (Tile tile; schedule.next(&tile);)
     for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
@@ -121,7 +122,7 @@ __device__ void consume(const Problem& p, Shared& s) {
   constexpr int kStep = (kColumns ? 16 * 128 : 32) / 16;
   // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
-  Schedule<kAlongK, kM, kN> schedule(p);
+  Schedule<kAlongK, kM, kN> schedule(p, s.shares);
   Ring ring;
   for (Tile tile; schedule.next(&tile);) {
     float sum[128] = {};
@@ -164,6 +165,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
     barrier_init_fence();
   }
+  if constexpr (kAlongK) Schedule<true, kM, kN>::share_out<kThreads>(p, s.shares);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();

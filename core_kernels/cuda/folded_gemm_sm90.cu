@@ -49,6 +49,7 @@ struct Shared {
   __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
   uint64_t full[kStages], empty[kStages];
   Rises rises[kStages];  // K-grouped
+  Shares shares;         // K-grouped
 };
 
 struct SharedWithBias : Shared {
@@ -73,7 +74,7 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
   constexpr uint16_t kBoth = 3;
   const uint32_t rank = cluster_rank();
   const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
-  FoldedSchedule<kAlongK> schedule(p);
+  FoldedSchedule<kAlongK> schedule(p, s.shares);
   Ring ring;
   for (Tile tile; schedule.next(&tile);)
     for (int k = tile.k_begin; k < tile.k_end; k += kTileK, ring.advance()) {
@@ -101,7 +102,7 @@ __device__ void find_rises(const Problem& p, int part, Shared& s) {
   const bool columns = part == kColumnRises;
   const int lane = threadIdx.x % 32, line = lane * 4, first = columns ? line : part * kWarpgroup + line;
   const int pitch = columns ? p.cols : p.rows;
-  FoldedSchedule<true> schedule(p);
+  FoldedSchedule<true> schedule(p, s.shares);
   Ring ring;
   for (Tile tile; schedule.next(&tile);) {
     const int left = (columns ? tile.cols : tile.rows) - first;  // what the tile has from this lane's first on
@@ -151,7 +152,7 @@ template <bool kAlongK, typename Out, bool kBias>
 __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
   // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
-  FoldedSchedule<kAlongK> schedule(p);
+  FoldedSchedule<kAlongK> schedule(p, s.shares);
   const uint64_t zeros = repeated_descriptor(s.zeros);
   Ring ring;
   int odd = 0;
@@ -236,6 +237,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   }
   if (threadIdx.x < sizeof(s.zeros) / 16) reinterpret_cast<uint4*>(s.zeros)[threadIdx.x] = {};
+  if constexpr (kAlongK) FoldedSchedule<true>::share_out<kThreads>(p, s.shares);
   shared_to_async_fence();
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {

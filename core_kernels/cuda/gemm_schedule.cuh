@@ -1,4 +1,5 @@
 // Which tile of the output comes when: every cluster walks its share of pairs of tiles, by the group ends it reads.
+// M-grouped the pairs of all groups go round, K-grouped they are shared out by the time they take (tile_shares.cuh).
 //
 //   a pair, two tiles of 256 x 128        side by side             or stacked, where that takes fewer pairs
 //                                         rank 0  rank 1           rank 0  [      ]
@@ -16,6 +17,7 @@
 #include <cstdint>
 
 #include "../spans.h"
+#include "tile_shares.cuh"
 
 namespace mxep::cuda::sm90 {
 
@@ -45,16 +47,38 @@ struct Tile {
 template <bool kAlongK, int kM, int kN, int kEnds = 1>
 class Schedule {
  public:
-  __device__ explicit Schedule(const Problem& p) : p_(p), next_(blockIdx.x / kCluster) { enter(0); }
+  // K-grouped: for all threads of a CTA, before the first barrier of the cluster.
+  template <int kThreads>
+  static __device__ void share_out(const Problem& p, Shares& shares) {
+    const int pairs = min(pairs_stacked(p.rows, p.cols), pairs_beside(p.rows, p.cols));
+    sm90::share_out<kThreads>(p.group_ends, p.groups, p.depth, pairs, blockIdx.x / kCluster, gridDim.x / kCluster,
+                              shares);
+  }
+
+  // M-grouped, nobody reads `shares`.
+  __device__ Schedule(const Problem& p, const Shares& shares)
+      : p_(p), shares_(shares), next_(kAlongK ? 0 : blockIdx.x / kCluster) {
+    enter(0);
+  }
 
   __device__ bool next(Tile* tile) {
-    while (group_ < p_.groups && next_ >= pairs_m_ * pairs_n_) {
-      next_ -= pairs_m_ * pairs_n_;
-      enter(group_ + 1);
+    int pair;  // of the group
+    if constexpr (kAlongK) {
+      if (next_ == shares_.count) return false;
+      const int number = shares_.number(next_), pairs = pairs_m_ * pairs_n_, i = number / pairs;
+      const int group = shares_.noted ? shares_.order[i] : i;
+      if (group != group_) enter(group);
+      pair = number - i * pairs;
+    } else {
+      while (group_ < p_.groups && next_ >= pairs_m_ * pairs_n_) {
+        next_ -= pairs_m_ * pairs_n_;
+        enter(group_ + 1);
+      }
+      if (group_ >= p_.groups) return false;
+      pair = next_;
     }
-    if (group_ >= p_.groups) return false;
     const int height = side_by_side_ ? 2 * kPanel : kPanel, columns = pairs_n_;
-    const int panel = next_ / (height * columns), in_panel = next_ % (height * columns);
+    const int panel = pair / (height * columns), in_panel = pair % (height * columns);
     const int in_column = min(height, pairs_m_ - panel * height);
     const int pair_m = panel * height + in_panel % in_column, pair_n = in_panel / in_column;
     const int rank = blockIdx.x % kCluster;
@@ -76,7 +100,7 @@ class Schedule {
         .cols = p_.cols - j,
         .side_by_side = side_by_side_,
     };
-    next_ += gridDim.x / kCluster;
+    next_ += kAlongK ? 1 : gridDim.x / kCluster;
     return true;
   }
 
@@ -85,23 +109,31 @@ class Schedule {
 
   static __device__ int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 
+  static __device__ int pairs_stacked(int rows, int cols) { return tiles(rows, 2 * kM) * tiles(cols, kN); }
+  static __device__ int pairs_beside(int rows, int cols) { return tiles(rows, kM) * tiles(cols, 2 * kN); }
+
   __device__ void enter(int group) {
     group_ = group;
-    begin_ = group ? end_ : 0;
-    if (group >= p_.groups) return;
-    // Ends that break the contract give wrong sums; they make nobody write outside the output or copy from an address
-    // that is not aligned.
-    end_ = min(max(p_.group_ends[group], begin_), kAlongK ? p_.depth : p_.rows) / kEnds * kEnds;
+    if constexpr (kAlongK) {
+      const Tokens tokens = tokens_of<kEnds>(p_.group_ends, group, p_.depth);
+      begin_ = tokens.begin;
+      end_ = tokens.end;
+    } else {
+      begin_ = group ? end_ : 0;
+      if (group >= p_.groups) return;
+      // Ends that break the contract make nobody write outside the output.
+      end_ = min(max(p_.group_ends[group], begin_), p_.rows) / kEnds * kEnds;
+    }
     const int rows = kAlongK ? p_.rows : end_ - begin_;
-    const int stacked = tiles(rows, 2 * kM) * tiles(p_.cols, kN);
-    const int beside = tiles(rows, kM) * tiles(p_.cols, 2 * kN);
+    const int stacked = pairs_stacked(rows, p_.cols), beside = pairs_beside(rows, p_.cols);
     side_by_side_ = kM > kN ? beside <= stacked : beside < stacked;
     pairs_m_ = tiles(rows, side_by_side_ ? kM : 2 * kM);
     pairs_n_ = tiles(p_.cols, side_by_side_ ? 2 * kN : kN);
   }
 
   const Problem& p_;
-  int next_;  // counted in the group
+  const Shares& shares_;
+  int next_;  // counted in the group; K-grouped, in this cluster's share
   int group_ = 0, begin_ = 0, end_ = 0;
   int pairs_m_ = 0, pairs_n_ = 0;
   bool side_by_side_ = false;
