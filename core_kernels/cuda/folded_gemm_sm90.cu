@@ -48,8 +48,10 @@ struct Shared {
   alignas(128) uint8_t staging[8][kStagingBytes];
   __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
   uint64_t full[kStages], empty[kStages];
-  Rises rises[kStages];  // K-grouped
-  Shares shares;         // K-grouped
+  Tile tiles[2];
+  uint64_t tile_full[2], tile_empty[2];  // as those of stages
+  Rises rises[kStages];                  // K-grouped
+  Shares shares;                         // K-grouped
 };
 
 struct SharedWithBias : Shared {
@@ -69,6 +71,35 @@ struct Ring {
   }
 };
 
+// Tiles, from the one thread that works out which they are, ahead of those who compute: divisions take a while.
+struct Tiles {
+  Shared& s;
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ void put(const Tile& tile) {
+    barrier_wait(&s.tile_empty[slot], parity ^ 1);
+    s.tiles[slot] = tile;
+    barrier_arrive(&s.tile_full[slot], cluster_rank());
+    advance();
+  }
+  // Asked for by whole warps.
+  __device__ bool next(Tile* tile) {
+    barrier_wait(&s.tile_full[slot], parity);
+    *tile = s.tiles[slot];
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(&s.tile_empty[slot], cluster_rank());
+    advance();
+    return __shfl_sync(~0u, tile->exists, 0);
+  }
+
+ private:
+  __device__ void advance() {
+    slot ^= 1;
+    parity ^= slot == 0;
+  }
+};
+
 template <bool kAlongK>
 __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
   constexpr uint16_t kBoth = 3;
@@ -76,7 +107,9 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
   const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
   FoldedSchedule<kAlongK> schedule(p, s.shares);
   Ring ring;
-  for (Tile tile; schedule.next(&tile);)
+  Tiles tiles{s};
+  for (Tile tile; schedule.next(&tile);) {
+    tiles.put(tile);
     for (int k = tile.k_begin; k < tile.k_end; k += kTileK, ring.advance()) {
       uint64_t* full = &s.full[ring.stage];
       uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
@@ -92,6 +125,8 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
         load_box_multicast(to_b + at_b * kTileK, b, full, k, tile.b_row + at_b, kBoth);
       }
     }
+  }
+  tiles.put({});  // no more
   // The other CTA's consumers still arrive on this CTA's barriers.
   for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
 }
@@ -102,9 +137,9 @@ __device__ void find_rises(const Problem& p, int part, Shared& s) {
   const bool columns = part == kColumnRises;
   const int lane = threadIdx.x % 32, line = lane * 4, first = columns ? line : part * kWarpgroup + line;
   const int pitch = columns ? p.cols : p.rows;
-  FoldedSchedule<true> schedule(p, s.shares);
+  Tiles tiles{s};
   Ring ring;
-  for (Tile tile; schedule.next(&tile);) {
+  for (Tile tile; tiles.next(&tile);) {
     const int left = (columns ? tile.cols : tile.rows) - first;  // what the tile has from this lane's first on
     const uint8_t* scale = (columns ? p.col_scale + tile.b_row : p.row_scale + tile.a_row) + tile.slot * pitch + first;
     const int tokens = tile.k_end - tile.k_begin;
@@ -142,7 +177,7 @@ __device__ __forceinline__ void start(float (&partial)[64], uint64_t a, uint64_t
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kTileK / 32; ++step) {
-    const bool real = step < steps;
+    const bool real = step == 0 || step < steps;  // no stage is empty
     wgmma_e4m3(partial, real ? a + step * 2 : zeros, real ? b + step * 2 : zeros, step != 0);
   }
   wgmma_commit();
@@ -152,11 +187,12 @@ template <bool kAlongK, typename Out, bool kBias>
 __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
   // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
-  FoldedSchedule<kAlongK> schedule(p, s.shares);
+  const Addresses at(s);
+  Tiles tiles{s};
   const uint64_t zeros = repeated_descriptor(s.zeros);
   Ring ring;
   int odd = 0;
-  for (Tile tile; schedule.next(&tile); odd ^= 1) {
+  for (Tile tile; tiles.next(&tile); odd ^= 1) {
     // Fetched now and used after the products. A scale has no say where there is nothing to scale.
     const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
     const bool any = tile.k_begin < tile.k_end;
@@ -171,24 +207,24 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
     }
 
     float sum[2][64] = {};
-    for (int left = tile.k_end - tile.k_begin; left > 0; left -= kTileK, ring.advance()) {
+    for (int left = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0); left > 0; left -= kTileK, ring.advance()) {
       // Along K, a stage is zeros beyond the end of a row; along the tokens it goes on with the next group.
       const int steps = kAlongK ? min(left, kTileK) / 32 : kTileK / 32;
-      barrier_wait(&s.full[ring.stage], ring.parity);
-      const uint64_t b = descriptor(s.b[ring.stage]);
+      barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
+      const uint64_t b = descriptor(at.of(s.b) + ring.stage * kBytesB);
       // Read before and used behind the first product: nobody waits for it.
       const Rises& rises = s.rises[ring.stage];
       const uint32_t raised_rows = kAlongK ? rises.raised[group] : 0;
       const uint32_t raised_cols = kAlongK ? rises.raised[kColumnRises] : 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint64_t a = descriptor(s.a[ring.stage] + (group * kWarpgroup + half * 64) * kTileK);
+        const uint64_t a = descriptor(at.of(s.a) + ring.stage * kBytesA + (group * kWarpgroup + half * 64) * kTileK);
         float partial[64];
         start(partial, a, b, zeros, steps);
         wgmma_wait();
         if (half == 0 && (raised_rows | raised_cols))
           rescale(sum, warp % 4 * 16, raised_rows, rises.power[group], raised_cols, rises.power[kColumnRises]);
-        if (half == 1 && lane < kCluster) barrier_arrive(&s.empty[ring.stage], lane);
+        if (half == 1 && lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
       }
@@ -233,6 +269,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], kAlongK ? 1 + kRiseParts : 1);
       barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
+    }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&s.tile_full[i], 1);
+      barrier_init(&s.tile_empty[i], 8 + (kAlongK ? kRiseParts : 0));
     }
     barrier_init_fence();
   }

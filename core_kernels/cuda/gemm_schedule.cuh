@@ -40,7 +40,7 @@ struct Tile {
   int row_scale, col_scale;  // of its first row and column; K-grouped: those of the group's last span
   int slot;                  // K-grouped: of the group's first span; the others' follow
   int rows, cols;            // that belong to it; at most 0: none, the other tile of its pair has some
-  bool side_by_side;
+  bool side_by_side, exists;
 };
 
 // Tiles of kM x kN, group ends that are multiples of kEnds.
@@ -99,6 +99,7 @@ class Schedule {
         .rows = (kAlongK ? p_.rows : end_ - begin_) - i,
         .cols = p_.cols - j,
         .side_by_side = side_by_side_,
+        .exists = true,
     };
     next_ += kAlongK ? 1 : gridDim.x / kCluster;
     return true;

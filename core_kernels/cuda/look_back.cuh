@@ -41,6 +41,7 @@ struct BothFold {
   int groups;
   int64_t rows, cols, slots;
   uint32_t across;
+  int64_t ahead;  // rows
   uint8_t *qf, *row_sf, *qf_t, *span_sf;
   // Of a tile's columns in slot s at s * cols: what its rows hold, and what they and all before do. Of 32 rows r of a
   // tile t across: 32 bytes at r * across + t.

@@ -11,6 +11,25 @@ namespace mxep::cuda::sm90 {
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+__device__ __forceinline__ uint32_t shared_address(uint32_t address) { return address; }
+
+// Addresses in the shared memory of this CTA, which whole warps ask for. For a pointer's the compiler may ask again
+// where shared memory begins wherever one is used, in a loop at every turn, and wait for the answer: 4% of a product.
+// What comes from a shuffle it keeps in a register of the warp.
+template <typename Shared>
+class Addresses {
+ public:
+  __device__ explicit Addresses(const Shared& s) : s_(s), base_(__shfl_sync(~0u, shared_address(&s), 0)) {}
+
+  template <typename Member>
+  __device__ uint32_t of(const Member& member) const {
+    return base_ + static_cast<uint32_t>(reinterpret_cast<const char*>(&member) - reinterpret_cast<const char*>(&s_));
+  }
+
+ private:
+  const Shared& s_;
+  uint32_t base_;
+};
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
@@ -22,7 +41,7 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// ---- mbarrier
+// ---- mbarrier. An Address is a pointer to shared memory or a shared_address.
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
@@ -39,7 +58,8 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
 }
 
 // Arrives on the same barrier of CTA `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t rank) {
+template <typename Address>
+__device__ __forceinline__ void barrier_arrive(Address barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -48,7 +68,8 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t rank)
       : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+template <typename Address>
+__device__ __forceinline__ void barrier_wait(Address barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\n"
@@ -86,7 +107,8 @@ __device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* 
 // ---- wgmma
 
 // Rows of 128 bytes in the 128-byte swizzle, eight rows (1024 bytes) to a core group; 1024-byte aligned.
-__device__ __forceinline__ uint64_t descriptor(const void* tile) {
+template <typename Address>
+__device__ __forceinline__ uint64_t descriptor(Address tile) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32;
   return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | (shared_address(tile) & 0x3FFFF) >> 4;
 }
