@@ -22,8 +22,8 @@
 // The two warpgroups take no turns: left alone, one adds while the tensor cores work for the other often enough, and
 // every order tried between them cost 1 to 3%.
 //
-// CTAs are persistent and read the group ends themselves. Rows of the next group or array that a tile covers are
-// computed and not stored.
+// CTAs are persistent; one thread of each reads the group ends and hands the tiles on (tile_queue.cuh). Rows of the next
+// group or array that a tile covers are computed and not stored.
 #include <algorithm>
 
 #include "cluster_launch.h"
@@ -31,6 +31,7 @@
 #include "gemm_schedule.cuh"
 #include "ops.h"
 #include "tensor_map.h"
+#include "tile_queue.cuh"
 
 namespace mxep::cuda {
 namespace sm90 {
@@ -48,10 +49,9 @@ struct Shared {
   alignas(128) uint8_t staging[8][kStagingBytes];
   __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
   uint64_t full[kStages], empty[kStages];
-  Tile tiles[2];
-  uint64_t tile_full[2], tile_empty[2];  // as those of stages
-  Rises rises[kStages];                  // K-grouped
-  Shares shares;                         // K-grouped
+  TileSlots tiles;
+  Rises rises[kStages];  // K-grouped
+  Shares shares;         // K-grouped
 };
 
 struct SharedWithBias : Shared {
@@ -71,35 +71,6 @@ struct Ring {
   }
 };
 
-// Tiles, from the one thread that works out which they are, ahead of those who compute: divisions take a while.
-struct Tiles {
-  Shared& s;
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ void put(const Tile& tile) {
-    barrier_wait(&s.tile_empty[slot], parity ^ 1);
-    s.tiles[slot] = tile;
-    barrier_arrive(&s.tile_full[slot], cluster_rank());
-    advance();
-  }
-  // Asked for by whole warps.
-  __device__ bool next(Tile* tile) {
-    barrier_wait(&s.tile_full[slot], parity);
-    *tile = s.tiles[slot];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&s.tile_empty[slot], cluster_rank());
-    advance();
-    return __shfl_sync(~0u, tile->exists, 0);
-  }
-
- private:
-  __device__ void advance() {
-    slot ^= 1;
-    parity ^= slot == 0;
-  }
-};
-
 template <bool kAlongK>
 __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
   constexpr uint16_t kBoth = 3;
@@ -107,7 +78,7 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
   const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
   FoldedSchedule<kAlongK> schedule(p, s.shares);
   Ring ring;
-  Tiles tiles{s};
+  TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
     for (int k = tile.k_begin; k < tile.k_end; k += kTileK, ring.advance()) {
@@ -137,7 +108,7 @@ __device__ void find_rises(const Problem& p, int part, Shared& s) {
   const bool columns = part == kColumnRises;
   const int lane = threadIdx.x % 32, line = lane * 4, first = columns ? line : part * kWarpgroup + line;
   const int pitch = columns ? p.cols : p.rows;
-  Tiles tiles{s};
+  TileQueue tiles(s.tiles);
   Ring ring;
   for (Tile tile; tiles.next(&tile);) {
     const int left = (columns ? tile.cols : tile.rows) - first;  // what the tile has from this lane's first on
@@ -188,7 +159,7 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
   // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
-  Tiles tiles{s};
+  TileQueue tiles(s.tiles);
   const uint64_t zeros = repeated_descriptor(s.zeros);
   Ring ring;
   int odd = 0;
@@ -270,10 +241,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       barrier_init(&s.full[i], kAlongK ? 1 + kRiseParts : 1);
       barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
     }
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(&s.tile_full[i], 1);
-      barrier_init(&s.tile_empty[i], 8 + (kAlongK ? kRiseParts : 0));
-    }
+    s.tiles.init(8 + (kAlongK ? kRiseParts : 0));
     barrier_init_fence();
   }
   if (threadIdx.x < sizeof(s.zeros) / 16) reinterpret_cast<uint4*>(s.zeros)[threadIdx.x] = {};
