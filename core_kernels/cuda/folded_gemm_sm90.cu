@@ -22,8 +22,8 @@
 // The two warpgroups take no turns: left alone, one adds while the tensor cores work for the other often enough, and
 // every order tried between them cost 1 to 3%.
 //
-// CTAs are persistent; one thread of each reads the group ends and hands the tiles on (tile_queue.cuh). Rows of the next
-// group or array that a tile covers are computed and not stored.
+// CTAs are persistent; one thread of each reads the group ends and hands the tiles on (tile_queue.cuh). Rows of the
+// next group or array that a tile covers are computed and not stored.
 #include <algorithm>
 
 #include "cluster_launch.h"
