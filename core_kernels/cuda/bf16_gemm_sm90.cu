@@ -24,6 +24,7 @@
 #include "sm90.cuh"
 #include "staged_store.cuh"
 #include "tensor_map.h"
+#include "tile_queue.cuh"
 
 namespace mxep::cuda {
 namespace sm90 {
@@ -44,6 +45,7 @@ struct Shared {
   alignas(1024) Stage stages[kStages];
   alignas(128) uint8_t staging[4 * kConsumers][kStagingBytes];
   uint64_t full[kStages], empty[kStages];
+  TileSlots tiles;
   Shares shares;  // K-grouped
 };
 static_assert(sizeof(Shared) <= 227 * 1024);
@@ -84,8 +86,10 @@ __device__ __forceinline__ int first_of(const Tile& tile) {
 template <bool kAlongK, bool kColumns>
 __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
   Schedule<kAlongK, kM, kN> schedule(p, s.shares);
+  TileQueue tiles(s.tiles);
   Ring ring;
-  for (Tile tile; schedule.next(&tile);)
+  for (Tile tile; schedule.next(&tile);) {
+    tiles.put(tile);
     for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
       uint64_t* full = &s.full[ring.stage];
       Stage& stage = s.stages[ring.stage];
@@ -94,6 +98,8 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
       fetch<kColumns>(stage.a, a, full, tile.a_row, k, tile.side_by_side);
       fetch<kColumns>(stage.b, b, full, tile.b_row, k, !tile.side_by_side);
     }
+  }
+  tiles.put({});  // no more
   // The other CTA's consumers still arrive on this CTA's barriers.
   for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
 }
@@ -122,29 +128,32 @@ __device__ void consume(const Problem& p, Shared& s) {
   constexpr int kStep = (kColumns ? 16 * 128 : 32) / 16;
   // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
-  Schedule<kAlongK, kM, kN> schedule(p, s.shares);
+  const Addresses at(s);
+  TileQueue tiles(s.tiles);
   Ring ring;
-  for (Tile tile; schedule.next(&tile);) {
+  for (Tile tile; tiles.next(&tile);) {
     float sum[128] = {};
     int before = -1;  // the stage that the tensor core may still be reading
-    for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
+    const int end = __shfl_sync(~0u, tile.k_end, 0);
+    for (int k = __shfl_sync(~0u, first_of<kColumns>(tile), 0); k < end; k += kK, ring.advance()) {
       Stage& stage = s.stages[ring.stage];
-      barrier_wait(&s.full[ring.stage], ring.parity);
+      barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
       // Along the rows, the copy engine has put zeros beyond the end.
       if (kAlongK && (k < tile.k_begin || k + kK > tile.k_end))
         clear_tokens<kColumns>(stage, tile.k_begin - k, tile.k_end - k);
-      const uint64_t a = kColumns ? columns_descriptor<kBox>(stage.a[group]) : descriptor(stage.a[group]);
-      const uint64_t b = kColumns ? columns_descriptor<kBox>(stage.b) : descriptor(stage.b);
+      const uint32_t first_a = at.of(stage.a[group]), first_b = at.of(stage.b);
+      const uint64_t a = kColumns ? columns_descriptor<kBox>(first_a) : descriptor(first_a);
+      const uint64_t b = kColumns ? columns_descriptor<kBox>(first_b) : descriptor(first_b);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kK / 16; ++step) wgmma_bf16<kColumns>(sum, a + step * kStep, b + step * kStep);
       wgmma_commit();
       wgmma_wait<1>();
-      if (before >= 0 && lane < kCluster) barrier_arrive(&s.empty[before], lane);
+      if (before >= 0 && lane < kCluster) barrier_arrive(at.of(s.empty) + before * 8, lane);
       before = ring.stage;
     }
     wgmma_wait<0>();
-    if (before >= 0 && lane < kCluster) barrier_arrive(&s.empty[before], lane);
+    if (before >= 0 && lane < kCluster) barrier_arrive(at.of(s.empty) + before * 8, lane);
     const auto pair = [&](int at, int) { return rounded<Out>(sum[at], sum[at + 1]); };
     store_rows<Out, kN>(p, tile, group * 64 + warp % 4 * 16, pair, s.staging[warp]);
   }
@@ -163,6 +172,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], 4 * kConsumers * kCluster);  // every consuming warp of both CTAs
     }
+    s.tiles.init(4 * kConsumers);
     barrier_init_fence();
   }
   if constexpr (kAlongK) Schedule<true, kM, kN>::share_out<kThreads>(p, s.shares);

@@ -1,7 +1,7 @@
 // What is done to a warp's sums.
 //
 //   between spans of tokens   sum --x 2^-rise of the row--x 2^-rise of the column--> sum     where a scale rose
-//   to the output             sum --x 2^row--round--x 2^column--> out                        two powers, one rounding
+//   to the output             sum --round--x 2^row--x 2^column--> out                        two powers, one rounding
 //                             sum --x 2^row--x 2^column + bias--round--> out
 #pragma once
 
@@ -78,7 +78,7 @@ __device__ __forceinline__ void scale_far(float (&sum)[2][64], int (&row_byte)[2
 }
 
 // Sums are multiples of 2^-18, the smallest product of two E4M3 numbers. Times two such factors, of 2^-53 to 2^63, they
-// are normal numbers of bf16 or infinite, so that they may be rounded between the two.
+// are normal numbers of bf16 or infinite, so that they may be rounded before.
 __device__ __forceinline__ bool is_near(int byte) { return byte > 73 && byte < 191; }
 
 // Applies near scales and adds the bias. Powers of two round nothing, so that fp32 rounds once. Before the sums are
@@ -109,12 +109,12 @@ __device__ __forceinline__ void store(const Problem& p, const Tile& tile, int ro
                                       uint8_t* staging) {
   const auto scaled = [&](int at, int of) {
     if constexpr (kScaled) return rounded<Out>(sum[at], sum[at + 1]);
-    const Two<Out> row_scaled = rounded<Out>(sum[at] * factor[of], sum[at + 1] * factor[of]);
     if constexpr (sizeof(Out) == 2) {
-      return __hmul2(row_scaled, col_factor[at / 4]);
+      const auto row_factor = __bfloat162bfloat162(__float2bfloat16_rn(factor[of]));
+      return __hmul2(__hmul2(rounded<Out>(sum[at], sum[at + 1]), row_factor), col_factor[at / 4]);
     } else {
       const float2 cols = __bfloat1622float2(col_factor[at / 4]);
-      return float2{row_scaled.x * cols.x, row_scaled.y * cols.y};
+      return float2{sum[at] * factor[of] * cols.x, sum[at + 1] * factor[of] * cols.y};
     }
   };
   store_rows<Out, kTileN>(p, tile, row, scaled, staging);

@@ -116,8 +116,8 @@ __device__ __forceinline__ uint64_t descriptor(Address tile) {
 // Boxes of 64 columns (128 bytes) by kRows rows in the same swizzle, one after the other: the matrix transposed, so
 // that its contiguous dim is not the one that is summed over. Eight rows follow each other, boxes kRows * 128 bytes
 // apart.
-template <int kRows>
-__device__ __forceinline__ uint64_t columns_descriptor(const void* boxes) {
+template <int kRows, typename Address>
+__device__ __forceinline__ uint64_t columns_descriptor(Address boxes) {
   return (descriptor(boxes) & ~(uint64_t{0x3FFF} << 16)) | uint64_t{kRows * 128 >> 4} << 16;
 }
 

@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         const int64_t first = (strip_row * strips.cols + first_col) / kBlock, pitch = strips.cols / kBlock;
         const int64_t scales = min(pitch - first_col / kBlock, int64_t{kSector});
         const auto as_is = [](int i, int) { return i; };
-#pragma unroll 1  // twice the addresses do not fit Blackwell's registers
+#pragma unroll
         for (int which = 0; which < 2; ++which)
           write_lines<Tile::kThreads>(memory.row_scales[which], as_is, (which ? dup_out.sf : dgate_out.sf) + first,
                                       pitch, rows_here, scales, threadIdx.x, StoreToKeep{});
