@@ -70,9 +70,10 @@ def test_every_op_that_is_declared_is_in_the_table() -> None:
     assert sorted(declared) == sorted(cpp_bindings.CUDA_OPS)
 
 
-SPILLED = {"backward_rows": 32}
+SPILLED = {"backward_rows": 32, "backward_tilesILb1": 24}
 """Bytes a thread may spill. SwiGLU's gradient along rows runs 512 threads of 128 registers; spilling this much it
-reaches 0.94 of a copy's bandwidth on an H200."""
+reaches 0.94 of a copy's bandwidth on an H200. Along both, 24 on sm_100a alone, of addresses of a strip's end: in a loop
+that needs none it is 1.4% slower on an H200."""
 
 
 def spilled(name: str) -> int:
