@@ -1,6 +1,6 @@
 """`python -m benchmarks.readme`: write the README's figures from the recorded lines, between its two markers.
 
-results/cpu.jsonl, h200.jsonl --newest commit of each table--> tables --> README.md   (a test compares the two)
+results/cpu.jsonl, h200.jsonl --newest commit of each op--> tables --> README.md   (a test compares the two)
                                                             '-> roofline.py's picture, if there are products
 """
 

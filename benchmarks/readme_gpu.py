@@ -43,7 +43,7 @@ def gpu(rows: list[Row]) -> str:
     host = [row["us"] for row in rows if row["op"] == "host_overhead"]
     versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
     lines = [
-        f"{rows[0]['hardware']}, {versions}; medians of one run, exact bytes checked before timing.",
+        f"{rows[0]['hardware']}, {versions}; medians, an op's lines of one run, exact bytes checked before timing.",
         "Reached: share of a device copy's bandwidth (`routing`: microseconds), required in brackets. "
         f"JAX / torch: device time, at most {JAX_OVER_TORCH}.",
         "",

@@ -119,14 +119,15 @@ def record(run: Run, line: Line, path: Path) -> None:
 
 
 def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[dict[str, Any]]:
-    """Of the lines about the ops wanted those of the last commit that has any; of two about the same the later one.
+    """Of each op wanted the lines of the last commit that has any; of two about the same the later one.
 
     [] without a file or such lines.
     """
     path = RESULTS / f"{name}.jsonl"
     rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     rows = [row for row in rows if wanted(row["op"])]
-    of_commit = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    last = {row["op"]: row["commit"] for row in rows}
+    of_commit = [row for row in rows if row["commit"] == last[row["op"]]]
     return list({(r["op"], r["frontend"], str(r["case"]), r["peer"]): r for r in of_commit}.values())
 
 
