@@ -205,6 +205,12 @@ void launch(const char* op, const Call& call, cudaStream_t stream) {
   p.largest = p.own + p.slots * p.cols / 4;
   p.beside = p.largest + p.slots * p.cols / 4;
   check(op, cudaMemsetAsync(p.own, 0, call.out[4].nbytes(), stream));
+  // A part of a device may be too small for the tiles of a row, which wait for each other.
+  const unsigned at_once = multiprocessors(op) * (512 / T::kThreads);
+  if (p.across > at_once)
+    throw std::runtime_error(std::string(op) + ": x: got rows of " + std::to_string(p.cols) +
+                             " values; allowed on a device with so few multiprocessors: " +
+                             std::to_string(at_once * T::kCols) + "; force_implementation(\"triton\") takes them");
   const auto kernel = both_fold<T, Value>;
   constexpr int kBytes = sizeof(Shared<T>);
   allow_shared_memory(op, kernel, kBytes);

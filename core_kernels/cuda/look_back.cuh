@@ -8,8 +8,8 @@
 //        '----'----'----'----'            A byte that has not been said yet is 0: no other flags, no fences.
 //
 // CTAs start in the order of their numbers, so those above have started. Those beside start as long as the device holds
-// as many CTAs as a row has tiles; the plan sees to that. Group ends that break the contract give wrong bytes, but
-// every slot's CTA says something: nobody waits for ever.
+// as many CTAs as a row has tiles; plan and launch see to that. Group ends that break the contract give wrong bytes,
+// but every slot's CTA says something: nobody waits for ever.
 #pragma once
 
 #include "../spans.h"
