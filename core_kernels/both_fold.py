@@ -13,6 +13,10 @@ The bytes are those of `quantize_row_fold`, and of `fold_groups` of `quantize_co
 neither CUDA C++ nor C++ serves, the frontends run these three.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from . import fold, quantize
 from .formats import BLOCK, Rounding, spans
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank
 from .quantize import FLOATS
@@ -80,3 +84,14 @@ quantize_both_fold = KernelOp(
     ("rounding", "satfinite"),
     _plan,
 )
+
+PARTS: dict[KernelOp, tuple[KernelOp, ...]] = {
+    quantize_both_fold: (fold.quantize_row_fold, quantize.quantize_col, fold.fold_groups),
+}
+"""What stands for an op's Triton kernel: others, each of which runs as it would alone."""
+
+
+def composed(call: Callable[..., tuple[Any, ...]], x: Any, group_ends: Any, **options: Any) -> tuple[Any, ...]:
+    """quantize_both_fold of its parts. call: a frontend's, which runs one op on its arrays."""
+    columns = call(quantize.quantize_col, x, **options)
+    return *call(fold.quantize_row_fold, x, **options), *call(fold.fold_groups, *columns, group_ends)

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
 from .. import cpp_bindings
-from ..core_kernels import both_fold, fold, quantize
+from ..core_kernels import both_fold
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _device
 
@@ -126,13 +126,8 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
     return mlir.lower_fun(partial(_triton.call, op, launch), multiple_results=True)(ctx, *operands)
 
 
-def _quantize_both_fold(x: jax.Array, group_ends: jax.Array, **options: int | bool | str) -> tuple[jax.Array, ...]:
-    columns = call(quantize.quantize_col, x, **options)
-    return *call(fold.quantize_row_fold, x, **options), *call(fold.fold_groups, *columns, group_ends)
-
-
-COMPOSED = {both_fold.quantize_both_fold: _quantize_both_fold}
-"""The ops that `_device.PARTS` names, of their parts."""
+COMPOSED = {both_fold.quantize_both_fold: partial(both_fold.composed, call)}
+"""The ops that `both_fold.PARTS` names, of their parts."""
 
 mlir.register_lowering(_kernel_p, _lower_cpu, platform="cpu")
 mlir.register_lowering(_kernel_p, _lower_cuda, platform="cuda")

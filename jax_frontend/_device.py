@@ -10,16 +10,11 @@ from typing import Literal, get_args
 import jax
 
 from .. import cpp_bindings
-from ..core_kernels import both_fold, fold, quantize
+from ..core_kernels.both_fold import PARTS
 from ..core_kernels.launch import KernelOp, fail
 
 Implementation = Literal["cpp", "cuda", "triton"]
 Choice = Literal[Implementation, "parts"]
-
-PARTS: dict[KernelOp, tuple[KernelOp, ...]] = {
-    both_fold.quantize_both_fold: (fold.quantize_row_fold, quantize.quantize_col, fold.fold_groups),
-}
-"""What stands for an op's Triton kernel: others, composed in _call.py, each of which runs as it would alone."""
 
 CAPABILITIES = {"sm_90": (9, 0), "sm_100": (10, 0)}
 _arch = jax.make_user_context(None)

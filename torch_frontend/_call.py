@@ -9,12 +9,13 @@ KernelOp + tensors + options
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue] -- no stub
 
-from ..core_kernels import both_fold, fold, quantize
+from ..core_kernels import both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from ._device import forced
@@ -159,10 +160,5 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     return tuple(outputs[: len(op.outputs)])
 
 
-def _quantize_both_fold(x: Tensor, group_ends: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
-    columns = call(quantize.quantize_col, x, **options)
-    return *call(fold.quantize_row_fold, x, **options), *call(fold.fold_groups, *columns, group_ends)
-
-
-COMPOSED = {both_fold.quantize_both_fold: _quantize_both_fold}
-"""The ops that `_device.PARTS` names, of their parts."""
+COMPOSED = {both_fold.quantize_both_fold: partial(both_fold.composed, call)}
+"""The ops that `both_fold.PARTS` names, of their parts."""

@@ -15,16 +15,11 @@ from typing import Literal, get_args
 import torch
 
 from .. import cpp_bindings
-from ..core_kernels import both_fold, fold, quantize
+from ..core_kernels.both_fold import PARTS
 from ..core_kernels.launch import KernelOp, fail
 
 Implementation = Literal["cpp", "cuda", "triton"]
 Choice = Literal[Implementation, "parts"]
-
-PARTS: dict[KernelOp, tuple[KernelOp, ...]] = {
-    both_fold.quantize_both_fold: (fold.quantize_row_fold, quantize.quantize_col, fold.fold_groups),
-}
-"""What stands for an op's Triton kernel: others, composed in _call.py."""
 
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _forced: Implementation | None = None
