@@ -119,7 +119,7 @@ __device__ __forceinline__ void clear_tokens(Stage& stage, int first, int last) 
     }
   }
   shared_to_async_fence();
-  warpgroup_sync<kConsumers>(1);
+  threads_sync<kConsumers * kWarpgroup>(1);
 }
 
 template <bool kAlongK, bool kColumns, typename Out>
@@ -142,8 +142,8 @@ __device__ void consume(const Problem& p, Shared& s) {
       if (kAlongK && (k < tile.k_begin || k + kK > tile.k_end))
         clear_tokens<kColumns>(stage, tile.k_begin - k, tile.k_end - k);
       const uint32_t first_a = at.of(stage.a[group]), first_b = at.of(stage.b);
-      const uint64_t a = kColumns ? columns_descriptor<kBox>(first_a) : descriptor(first_a);
-      const uint64_t b = kColumns ? columns_descriptor<kBox>(first_b) : descriptor(first_b);
+      const uint32_t a = kColumns ? columns_descriptor<kBox>(first_a) : descriptor(first_a);
+      const uint32_t b = kColumns ? columns_descriptor<kBox>(first_b) : descriptor(first_b);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kK / 16; ++step) wgmma_bf16<kColumns>(sum, a + step * kStep, b + step * kStep);

@@ -1,8 +1,7 @@
-// What is done to a warp's sums.
+// A warp's sums to the output: two powers of two and one rounding.
 //
-//   between spans of tokens   sum --x 2^-rise of the row--x 2^-rise of the column--> sum     where a scale rose
-//   to the output             sum --round--x 2^row--x 2^column--> out                        two powers, one rounding
-//                             sum --x 2^row--x 2^column + bias--round--> out
+//   sum --round--x 2^row--x 2^column--> out
+//   sum --x 2^row--x 2^column + bias--round--> out
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,40 +18,6 @@ template <bool kAlongK>
 using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1>;
 
 constexpr int kNanScale = 255, kOne = 127;
-
-// By how much the scales of a tile rise at the first token of a stage, rows of warpgroup 0, of warpgroup 1, columns.
-constexpr int kRiseParts = 3, kColumnRises = 2;
-struct Rises {
-  uint32_t raised[kRiseParts];                // a bit for every four neighbours, set where one rises
-  alignas(4) uint8_t power[kRiseParts][128];  // 127 - rise, at least 0; left alone where nothing of the part rises
-};
-
-// Takes a warp's sums, rows `row` and on of either product of its warpgroup, to larger units. Few rise at a time, so
-// sums are looked at by eight rows or columns.
-__device__ __forceinline__ void rescale(float (&sum)[2][64], int row, uint32_t raised_rows, const uint8_t* row_power,
-                                        uint32_t raised_cols, const uint8_t* col_power) {
-  const int lane = threadIdx.x % 32;
-  const auto factor = [](int power) { return __int_as_float(power << 23); };  // 0 stands for everything below 2^-126
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int half = i / 2, of = i % 2, at = row + half * 64 + of * 8;
-    if ((raised_rows >> at / 4 & 3) == 0) continue;
-    const float f = factor(row_power[at + lane / 4]);
-#pragma unroll
-    for (int j = 2 * of; j < 64; j += 4) {
-      sum[half][j] *= f;
-      sum[half][j + 1] *= f;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if ((raised_cols >> i * 2 & 3) == 0) continue;
-    const auto two = *reinterpret_cast<const uchar2*>(col_power + i * 8 + lane % 4 * 2);
-    const float f[2] = {factor(two.x), factor(two.y)};
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sum[j / 4][i * 4 + j % 4] *= f[j % 2];
-  }
-}
 
 // 2^(byte - 127); the smallest is a subnormal number.
 __device__ __forceinline__ float power(int byte) { return __int_as_float(byte ? byte << 23 : 0x00400000); }

@@ -9,18 +9,21 @@
 // (gemm_schedule.cuh): each fetches one half of those for both.
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
-//     K-grouped     scales of the span before and of this one --> what rises, with the stage that begins the span
-//                                                        |  full: its bytes are there, and all is said of rises
+//     K-grouped     look ahead: scales of spans --> notes of what rises (folded_rises.cuh)
+//                               a group's last stage, where it ends amid one: the next group's tokens --> zeros
+//                                                        |  full: its bytes are there
 //                                                        |  empty: all consumers of both CTAs are through with it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 rows each
-//                        where something rises: sum --folded_epilogue.cuh--> sum
+//                        while one runs, where something rises: sum --folded_rises.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //
 // The tensor core aligns the terms of a sum to the largest and keeps about 14 bits: `partial` is what it may sum, 128
 // terms. Both sums and `partial` take 192 of a thread's 240 registers. 48 KiB a stage make four the most that fit.
 //
 // The two warpgroups take no turns: left alone, one adds while the tensor cores work for the other often enough, and
-// every order tried between them cost 1 to 3%.
+// every order tried between them cost 1 to 3%, as it did to hold one back by a stage or more. From `full` to the
+// product, and from the product to the additions, is time that the other does not always fill: what else there is to do
+// is done while a product runs, or by other warps.
 //
 // CTAs are persistent; one thread of each reads the group ends and hands the tiles on (tile_queue.cuh). Rows of the
 // next group or array that a tile covers are computed and not stored.
@@ -28,6 +31,7 @@
 
 #include "cluster_launch.h"
 #include "folded_epilogue.cuh"
+#include "folded_rises.cuh"
 #include "gemm_schedule.cuh"
 #include "ops.h"
 #include "tensor_map.h"
@@ -45,13 +49,13 @@ constexpr int kHalfA = kTileM / kCluster, kHalfB = kTileN / kCluster;  // rows o
 struct Shared {
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
-  alignas(1024) uint8_t zeros[1024];  // eight rows that stand for all; as many bytes as all would have follow
   alignas(128) uint8_t staging[8][kStagingBytes];
   __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
   uint64_t full[kStages], empty[kStages];
   TileSlots tiles;
-  Rises rises[kStages];  // K-grouped
-  Shares shares;         // K-grouped
+  uint64_t landed[kStages];  // K-grouped: in place of `full`, of a stage that is not whole
+  RiseSlots rises;           // K-grouped
+  Shares shares;             // K-grouped
 };
 
 struct SharedWithBias : Shared {
@@ -85,6 +89,7 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
       uint64_t* full = &s.full[ring.stage];
       uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+      if (kAlongK && k + kTileK > tile.k_end) full = &s.landed[ring.stage];
       barrier_expect(full, kBytesA + kBytesB);
       if (tile.side_by_side) {
         load_box_multicast(to_a + at_a * kTileK, a, full, k, tile.a_row + at_a, kBoth);
@@ -102,55 +107,42 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
   for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
 }
 
-// Says of every stage what rises where its tokens begin. A warp for the rows of either consuming warpgroup, one for the
-// columns; four neighbours a lane. Spans begin with stages: both are counted from the first token of the group.
-__device__ void find_rises(const Problem& p, int part, Shared& s) {
-  const bool columns = part == kColumnRises;
-  const int lane = threadIdx.x % 32, line = lane * 4, first = columns ? line : part * kWarpgroup + line;
-  const int pitch = columns ? p.cols : p.rows;
+// Clears what a tile's last stage has of the next group's tokens, from `tokens` on: a warp for every part of its rows.
+// A row's 16-byte chunks lie as in load_box.
+__device__ void cut_off(Shared& s, int part, int stage, uint32_t parity, int tokens) {
+  const int lane = threadIdx.x % 32;
+  uint8_t* rows = part == kColumnRises ? s.b[stage] : s.a[stage] + part * kWarpgroup * kTileK;
+  barrier_wait(&s.landed[stage], parity);
+  for (int row = lane; row < kWarpgroup; row += 32)
+    for (int chunk = tokens / 16; chunk < kTileK / 16; ++chunk)
+      *reinterpret_cast<uint4*>(rows + row * kTileK + (chunk ^ row % 8) * 16) = {};
+  shared_to_async_fence();
+  threads_sync<kRiseParts * 32>(3);
+  if (part == 0 && lane == 0) barrier_arrive(&s.full[stage], cluster_rank());
+}
+
+// K-grouped: what consumers are spared.
+__device__ void look_ahead(const Problem& p, int part, Shared& s) {
   TileQueue tiles(s.tiles);
-  Ring ring;
+  RiseQueue notes(s.rises);
+  int stage = 0;
+  uint32_t landed = 0;  // of every stage, the parity of what it waits for
   for (Tile tile; tiles.next(&tile);) {
-    const int left = (columns ? tile.cols : tile.rows) - first;  // what the tile has from this lane's first on
-    const uint8_t* scale = (columns ? p.col_scale + tile.b_row : p.row_scale + tile.a_row) + tile.slot * pitch + first;
-    const int tokens = tile.k_end - tile.k_begin;
-    for (int token = 0; token < tokens; token += kTileK, ring.advance()) {
-      int power[4] = {kOne, kOne, kOne, kOne};
-      if (token > 0 && token % kSpan == 0) {  // nothing is summed yet where a group begins
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (i < left) power[i] = max(kOne - (scale[i + pitch] - scale[i]), 0);
-        scale += pitch;
-      }
-      // Fetched before: by the time that the stage is free the bytes are there.
-      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      Rises& rises = s.rises[ring.stage];
-      bool rose = false;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rose |= power[i] != kOne;
-      const uint32_t raised = __ballot_sync(~0u, rose);
-      if (raised) {
-        const auto byte = [&](int i) { return static_cast<uint8_t>(power[i]); };
-        *reinterpret_cast<uchar4*>(&rises.power[part][line]) = {byte(0), byte(1), byte(2), byte(3)};
-        __syncwarp();
-      }
-      if (lane == 0) {
-        rises.raised[part] = raised;
-        barrier_arrive(&s.full[ring.stage], cluster_rank());
-      }
-    }
+    note_rises(p, part, tile, notes);
+    const int tokens = tile.k_end - tile.k_begin, rest = tokens % kTileK;
+    stage = (stage + tokens / kTileK) % kStages;
+    if (rest == 0) continue;
+    cut_off(s, part, stage, landed >> stage & 1, rest);
+    landed ^= 1 << stage;
+    stage = (stage + 1) % kStages;
   }
 }
 
-// Starts partial = a (64, 32 * steps) b (128, 32 * steps)^T. 32 bytes further along a row are 2 in a descriptor. The
-// other steps multiply zeros: a branch around wgmma costs a quarter of the rate.
-__device__ __forceinline__ void start(float (&partial)[64], uint64_t a, uint64_t b, uint64_t zeros, int steps) {
+// Starts partial = a (64, 128) b (128, 128)^T. 32 bytes further along a row are 2 in a descriptor.
+__device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b) {
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kTileK / 32; ++step) {
-    const bool real = step == 0 || step < steps;  // no stage is empty
-    wgmma_e4m3(partial, real ? a + step * 2 : zeros, real ? b + step * 2 : zeros, step != 0);
-  }
+  for (int step = 0; step < kTileK / 32; ++step) wgmma_e4m3(partial, a + step * 2, b + step * 2, step != 0);
   wgmma_commit();
 }
 
@@ -160,7 +152,7 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
   TileQueue tiles(s.tiles);
-  const uint64_t zeros = repeated_descriptor(s.zeros);
+  RiseQueue notes(s.rises);
   Ring ring;
   int odd = 0;
   for (Tile tile; tiles.next(&tile); odd ^= 1) {
@@ -178,28 +170,24 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
     }
 
     float sum[2][64] = {};
-    for (int left = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0); left > 0; left -= kTileK, ring.advance()) {
-      // Along K, a stage is zeros beyond the end of a row; along the tokens it goes on with the next group.
-      const int steps = kAlongK ? min(left, kTileK) / 32 : kTileK / 32;
+    const int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
+    int look = kSpan;  // where to look at the notes
+    for (int k = 0; k < depth; k += kTileK, ring.advance()) {
       barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
-      const uint64_t b = descriptor(at.of(s.b) + ring.stage * kBytesB);
-      // Read before and used behind the first product: nobody waits for it.
-      const Rises& rises = s.rises[ring.stage];
-      const uint32_t raised_rows = kAlongK ? rises.raised[group] : 0;
-      const uint32_t raised_cols = kAlongK ? rises.raised[kColumnRises] : 0;
+      const uint32_t b = descriptor(at.of(s.b) + ring.stage * kBytesB);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint64_t a = descriptor(at.of(s.a) + ring.stage * kBytesA + (group * kWarpgroup + half * 64) * kTileK);
+        const uint32_t a = descriptor(at.of(s.a) + ring.stage * kBytesA + (group * kWarpgroup + half * 64) * kTileK);
         float partial[64];
-        start(partial, a, b, zeros, steps);
+        start(partial, a, b);
+        if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
         wgmma_wait();
-        if (half == 0 && (raised_rows | raised_cols))
-          rescale(sum, warp % 4 * 16, raised_rows, rises.power[group], raised_cols, rises.power[kColumnRises]);
         if (half == 1 && lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
       }
     }
+    if (kAlongK && depth > kSpan) notes.read();
 
     // Two buffers: when this one is written again, every warp has passed the barrier of the tile between.
     __nv_bfloat16* col_factor = s.col_factor[group][odd];
@@ -210,11 +198,11 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
     for (int i = 0; i < 4; ++i) near &= is_near(row_byte[i / 2][i % 2]);
     // The vote tells the compiler that all lanes go the same way. Else it doubles the rest of the tile, takes the loop
     // over tiles for one in which lanes part, and feeds descriptors from registers of their own.
-    if (!__all_sync(~0u, warpgroup_all(1 + group, near))) {
+    if (!__all_sync(~0u, threads_all(1 + group, near))) {
       scale_far(sum, row_byte, col_factor);
-      warpgroup_sync(1 + group);
+      threads_sync(1 + group);
       col_factor[col] = 1;
-      warpgroup_sync(1 + group);
+      threads_sync(1 + group);
     }
     if constexpr (kBias) scale_and_add(sum, row_byte, col_factor, s.bias[group][odd]);
     __nv_bfloat162 cols[16];  // of this thread
@@ -238,15 +226,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     prefetch(&a);
     prefetch(&b);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], kAlongK ? 1 + kRiseParts : 1);
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.landed[i], 1);
       barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
     }
     s.tiles.init(8 + (kAlongK ? kRiseParts : 0));
+    s.rises.init(8);
     barrier_init_fence();
   }
-  if (threadIdx.x < sizeof(s.zeros) / 16) reinterpret_cast<uint4*>(s.zeros)[threadIdx.x] = {};
   if constexpr (kAlongK) FoldedSchedule<true>::share_out<kThreads>(p, s.shares);
-  shared_to_async_fence();
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
@@ -254,7 +242,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       if (threadIdx.x == 0) produce<kAlongK>(p, &a, &b, s);
     } else {
-      find_rises(p, warp - 1, s);
+      look_ahead(p, warp - 1, s);
     }
   } else {
     take_registers<240>();

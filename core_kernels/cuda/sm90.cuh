@@ -106,24 +106,23 @@ __device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* 
 
 // ---- wgmma
 
+// Matrices in shared memory, as the low words of their descriptors: 16 bytes further are 1 more. The high word is the
+// same for all, 128-byte swizzle and 1024 bytes from one eight rows to the next. Sums of whole descriptors, with a
+// carry that never comes, keep a product waiting for its next step: 1%.
+#define MXEP_DESCRIPTORS(a, b) "mov.b64 a, {" a ", 0x40000040};\nmov.b64 b, {" b ", 0x40000040};\n"
+
 // Rows of 128 bytes in the 128-byte swizzle, eight rows (1024 bytes) to a core group; 1024-byte aligned.
 template <typename Address>
-__device__ __forceinline__ uint64_t descriptor(Address tile) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kEightRows | (uint64_t{1} << 16) | (shared_address(tile) & 0x3FFFF) >> 4;
+__device__ __forceinline__ uint32_t descriptor(Address tile) {
+  return 1 << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 
 // Boxes of 64 columns (128 bytes) by kRows rows in the same swizzle, one after the other: the matrix transposed, so
 // that its contiguous dim is not the one that is summed over. Eight rows follow each other, boxes kRows * 128 bytes
 // apart.
 template <int kRows, typename Address>
-__device__ __forceinline__ uint64_t columns_descriptor(Address boxes) {
-  return (descriptor(boxes) & ~(uint64_t{0x3FFF} << 16)) | uint64_t{kRows * 128 >> 4} << 16;
-}
-
-// The same eight rows over and over: no bytes from one core group to the next.
-__device__ __forceinline__ uint64_t repeated_descriptor(const void* rows) {
-  return descriptor(rows) & ~(uint64_t{0x3FFF} << 32);
+__device__ __forceinline__ uint32_t columns_descriptor(Address boxes) {
+  return (kRows * 128 >> 4) << 16 | (shared_address(boxes) & 0x3FFFF) >> 4;
 }
 
 // What this thread wrote to shared memory shows to wgmma and to the copy engine after the next barrier.
@@ -142,25 +141,25 @@ __device__ __forceinline__ void wgmma_wait() {
       "+f"(d[i + 7])
 
 // d (64, 128) = a (64, 32) b (128, 32)^T [+ d], E4M3 in, fp32 out; 64 values a thread.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t b, bool accumulate) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n" MXEP_DESCRIPTORS("%64", "%65")
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1;\n}"
+      "a, b, p, 1, 1;\n}"
       : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
         MXEP_R8(d, 56)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+      : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
 }
 
 // d (64, 256) += a (64, 16) b (256, 16)^T, bf16 in, fp32 out; 128 values a thread. kColumns: of `columns_descriptor`s.
 template <bool kColumns>
-__device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint32_t a, uint32_t b) {
   asm volatile(
-      "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.eq.b32 p, 0, 0;\n" MXEP_DESCRIPTORS("%128", "%129")
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -170,13 +169,14 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint64_t a, uint64_t
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, %130, %130;\n}"
+      "a, b, p, 1, 1, %130, %130;\n}"
       : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
         MXEP_R8(d, 56), MXEP_R8(d, 64), MXEP_R8(d, 72), MXEP_R8(d, 80), MXEP_R8(d, 88), MXEP_R8(d, 96), MXEP_R8(d, 104),
         MXEP_R8(d, 112), MXEP_R8(d, 120)
-      : "l"(a), "l"(b), "n"(static_cast<int>(kColumns)));
+      : "r"(a), "r"(b), "n"(static_cast<int>(kColumns)));
 }
 #undef MXEP_R8
+#undef MXEP_DESCRIPTORS
 
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
@@ -194,18 +194,19 @@ __device__ __forceinline__ void store_matrices(void* row, uint32_t a, uint32_t b
                : "memory");
 }
 
-// Barrier of the threads of kCount warpgroups, 128 of each; ids from 1 (0 is __syncthreads).
-template <int kCount = 1>
-__device__ __forceinline__ void warpgroup_sync(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(128 * kCount) : "memory");
+// Barrier of kThreads threads, by default one warpgroup; ids from 1 (0 is __syncthreads).
+template <int kThreads = 128>
+__device__ __forceinline__ void threads_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// The same of one warpgroup, and whether `vote` holds in all of its threads.
-__device__ __forceinline__ bool warpgroup_all(int id, bool vote) {
+// The same, and whether `vote` holds in all of them.
+template <int kThreads = 128>
+__device__ __forceinline__ bool threads_all(int id, bool vote) {
   int all;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %2, 0;\nbar.red.and.pred q, %1, 128, p;\nselp.b32 %0, 1, 0, q;\n}"
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %2, 0;\nbar.red.and.pred q, %1, %3, p;\nselp.b32 %0, 1, 0, q;\n}"
                : "=r"(all)
-               : "r"(id), "r"(static_cast<int>(vote))
+               : "r"(id), "r"(static_cast<int>(vote)), "n"(kThreads)
                : "memory");
   return all;
 }

@@ -20,7 +20,7 @@
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kMostGroups = 64, kMostClusters = 96, kMostNoted = 2048;
+constexpr int kMostGroups = 64, kMostClusters = 96, kMostNoted = 384;
 
 // Of one cluster. Pairs are numbered group by group, in the order in which groups are taken.
 struct Shares {
