@@ -74,9 +74,7 @@ def calls_in_a_batch(candidate: tuple[Callable[[], Any], Callable[[Any], object]
     return min(max(int(BATCH_US / estimate.us), 4), 200)
 
 
-def host(
-    candidates: Candidates, wait: Callable[[], object], stretches: int = 20, calls: int = 100
-) -> dict[str, Sample]:
+def host(candidates: Candidates, wait: Callable[[], object], stretches: int = 60, calls: int = 50) -> dict[str, Sample]:
     """Host time of each call, of the stretch with the lowest median: what else the machine does makes a call slower,
     never faster. Waits between stretches, so that no call finds the launch queue full."""
     times: dict[str, list[list[float]]] = {name: [] for name in candidates}

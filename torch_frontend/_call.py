@@ -1,8 +1,8 @@
 """From an op to tensors: the checks around every call.
 
 KernelOp + tensors + options
-   |-- check: dense, one device, on a GPU aligned     (user errors, once)
-   |-- bind:  the plan and what starts it, cached      (_launch.py)
+   |-- bind:  one device, dense, the plan, what starts it   (_launch.py; once per layouts, then cached)
+   |-- check: on a CPU, the values of group ends
    |-- allocate: every output, laid out by bind
    '-- start: C++ on a CPU   |   CUDA C++ or Triton on the GPU's current stream   |   or other ops, composed
 """
@@ -10,6 +10,7 @@ KernelOp + tensors + options
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ..core_kernels import both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from ._device import forced
-from ._launch import Output, bind
+from ._launch import FLOAT8, Output, bind
 
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
@@ -31,8 +32,6 @@ TOKENS: dict[str, tuple[int, int]] = {
 }
 """Where ops with group ends have their tokens: along which dim of the first operand, and what ends are multiples of,
 since scales do not cross groups. Others: (0, 1)."""
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
 @contextmanager
@@ -103,58 +102,34 @@ def allocate(outputs: Sequence[Output], device: torch.device) -> list[Tensor]:
     return [torch.empty(output.shape, dtype=output.dtype, device=device) for output in outputs]
 
 
-def check_devices(op: KernelOp, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all tensors are on the first one's device."""
-    device = tensors[0].device
-    for i, tensor in enumerate(tensors):
-        if tensor.device != device:
-            allowed = f"allowed: {device}, where {op.inputs[0]} is; move it with .to()"
-            fail(ValueError, op.name, op.inputs[i], f"device {tensor.device}", allowed)
-
-
-def _alignment(tensor: Tensor) -> int:
-    return 16 if tensor.is_cuda else 1
-
-
-def check_dense(op: KernelOp, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all tensors are row-major and, on a GPU, start at a multiple of 16 bytes."""
-    alignment = _alignment(tensors[0])
-    for i, tensor in enumerate(tensors):
-        if not tensor.is_contiguous():
-            got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-            fail(ValueError, op.name, op.inputs[i], got, "allowed: contiguous tensors; call .contiguous()")
-        if tensor.data_ptr() % alignment:
-            got = f"data_ptr() {tensor.data_ptr():#x}, storage_offset {tensor.storage_offset()}"
-            allowed = f"allowed: multiples of {alignment} bytes on a GPU; call .clone()"
-            fail(ValueError, op.name, op.inputs[i], got, allowed)
-
-
 def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
     """Run one op on dense tensors of one device and return its outputs, freshly allocated; what its kernel needed
     besides them is let go.
 
-    Raises ValueError, TypeError (see `KernelOp.plan`) and NotImplementedError where the device or the
+    Raises ValueError, TypeError (see `bind` and `KernelOp.plan`) and NotImplementedError where the device or the
     forced implementation cannot run it.
     """
-    inputs = [as_bytes(t.detach() if t.requires_grad else t) for t in tensors]
-    device, alignment = inputs[0].device, _alignment(inputs[0])
-    for t in inputs:
-        if t.device != device or not t.is_contiguous() or t.data_ptr() % alignment:
-            check_devices(op, inputs)
-            check_dense(op, inputs)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    return run(op, tensors, tuple(options.items()))
+
+
+def run(op: KernelOp, tensors: Sequence[Tensor], options: tuple[tuple[str, Any], ...]) -> tuple[Tensor, ...]:
+    """`call` with options in the order of the op's plan: what an op of `torch.ops.mxep` is made of."""
+    inputs = [t.detach() if t.requires_grad else t for t in tensors]
+    layouts = tuple([(t.shape, t.dtype, t.device, t.stride()) for t in inputs])
+    arch, device, fp8, out, start = bind(op, layouts, forced(), options)
+    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):  # where outputs are allocated and Triton launches
-            return call(op, *inputs, **options)
-    types = tuple([(t.shape, t.dtype) for t in inputs])
-    arch, out, start = bind(op, types, device, forced(), tuple(options.items()))
+            return run(op, inputs, options)
+    if fp8:
+        inputs = [as_bytes(t) for t in inputs]
     if op.inputs[-1] == "group_ends" and checks_values(device):
         dim, multiple = TOKENS.get(op.name, (0, 1))
-        rows = int(options.get("num_rows", inputs[0].shape[dim]))
+        rows = int(dict(options).get("num_rows", inputs[0].shape[dim]))
         check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
     if arch != "cpu" and checks_values(device):
         _check_maps(op, inputs)
     if start is None:
-        return COMPOSED[op](*inputs, **options)
+        return COMPOSED[op](*inputs, **dict(options))
     outputs = allocate(out, device)
     start(inputs, outputs)
     return tuple(outputs[: len(op.outputs)])

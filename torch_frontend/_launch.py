@@ -1,4 +1,4 @@
-"""What starts an op, decided once per op, types, device and options: the plan, and a function of the tensors alone.
+"""What starts an op, decided once per op, layouts and options: the plan, and a function of the tensors alone.
 
 "cpp"     C++ through DLPack; a grouped GEMM: torch.matmul (_cpu_gemm.py)
 "cuda"    a bound launch: pointers, device, stream
@@ -19,6 +19,10 @@ from . import _cpu_gemm
 from ._device import Implementation, choose, without_cuda
 
 Start = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
+"""shape, dtype, device, strides."""
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
 class Output(NamedTuple):
@@ -30,9 +34,12 @@ class Output(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """arch: what was planned for. start: runs the op on inputs and outputs; None where others are composed."""
+    """arch: what was planned for. fp8: some inputs are to be viewed as bytes first. start: runs the op on inputs and
+    outputs; None where others are composed."""
 
     arch: str
+    device: torch.device
+    fp8: bool
     outputs: tuple[Output, ...]
     start: Start | None
 
@@ -40,21 +47,25 @@ class Bound(NamedTuple):
 @lru_cache(maxsize=4096)
 def bind(
     op: KernelOp,
-    types: tuple[tuple[torch.Size, torch.dtype], ...],
-    device: torch.device,
+    layouts: tuple[Layout, ...],
     forced: Implementation | None,
     options: tuple[tuple[str, Any], ...],
 ) -> Bound:
-    """Everything about a call but the tensors. Raises what `choose` and `KernelOp.plan` raise."""
+    """Everything about a call but the tensors. Raises ValueError unless these are row-major and on one device, and what
+    `choose` and `KernelOp.plan` raise."""
+    check_devices(op, [device for _, _, device, _ in layouts])
+    _check_dense(op, layouts)
+    device = layouts[0][2]
     implementation, arch = choose(op, device, forced)
-    inputs = tuple(array_type(*t) for t in types)
+    inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in layouts)
+    fp8 = any(dtype in FLOAT8 for _, dtype, _, _ in layouts)
     launch = op.plan(*inputs, arch=arch, **dict(options))
     if implementation == "cuda" and launch.not_in_cuda:
         if forced == "cuda":
             fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
         implementation = without_cuda(op)
     if implementation == "parts":
-        return Bound(arch, (), None)
+        return Bound(arch, device, fp8, (), None)
     if implementation == "cpp":
         start = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, launch)
     elif not all(launch.grid):
@@ -63,7 +74,32 @@ def bind(
         start = _cuda(op, launch, inputs, device.index)
     else:
         start = _triton(op, launch, device.index) if device.type == "cuda" else _interpreter(op, launch)
-    return Bound(arch, tuple(map(_output, launch.out)), start)
+    return Bound(arch, device, fp8, tuple(map(_output, launch.out)), start)
+
+
+def check_devices(op: KernelOp, devices: Sequence[torch.device]) -> None:
+    """Raise ValueError unless all inputs are on the first one's device."""
+    for i, device in enumerate(devices):
+        if device != devices[0]:
+            allowed = f"allowed: {devices[0]}, where {op.inputs[0]} is; move it with .to()"
+            fail(ValueError, op.name, op.inputs[i], f"device {device}", allowed)
+
+
+def _check_dense(op: KernelOp, layouts: Sequence[Layout]) -> None:
+    for i, (shape, _, _, strides) in enumerate(layouts):
+        if not torch.empty_strided(shape, strides, device="meta").is_contiguous():
+            got = f"shape {tuple(shape)} with strides {strides}"
+            fail(ValueError, op.name, op.inputs[i], got, "allowed: contiguous tensors; call .contiguous()")
+
+
+def _addresses(op: KernelOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[int]:
+    """Of all tensors of a launch; ValueError where one is not a multiple of 16 bytes."""
+    addresses = [t.data_ptr() for t in (*inputs, *outputs)]
+    for i, address in enumerate(addresses):
+        if address % 16:
+            got = f"data_ptr() {address:#x}, storage_offset {inputs[i].storage_offset()}"
+            fail(ValueError, op.name, op.inputs[i], got, "allowed: multiples of 16 bytes on a GPU; call .clone()")
+    return addresses
 
 
 def _output(array: ArrayType) -> Output:
@@ -72,7 +108,8 @@ def _output(array: ArrayType) -> Output:
 
 
 def array_type(shape: torch.Size, dtype: torch.dtype) -> ArrayType:
-    return ArrayType(tuple(shape), str(dtype).removeprefix("torch."))
+    """E4M3 and E8M0 are bytes to every kernel."""
+    return ArrayType(tuple(shape), "uint8" if dtype in FLOAT8 else str(dtype).removeprefix("torch."))
 
 
 def _nothing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -96,7 +133,7 @@ def _matmul(op: KernelOp) -> Start:
 def _cuda(op: KernelOp, launch: Launch, inputs: tuple[ArrayType, ...], index: int) -> Start:
     launched = cpp_bindings.CudaLaunch(op.name, inputs, launch.out, [int(a) for a in launch.attrs])
     current_stream = torch._C._cuda_getCurrentRawStream
-    return lambda inputs, outputs: launched([t.data_ptr() for t in (*inputs, *outputs)], index, current_stream(index))
+    return lambda inputs, outputs: launched(_addresses(op, inputs, outputs), index, current_stream(index))
 
 
 def _triton_options(launch: Launch) -> dict[str, Any]:
@@ -121,11 +158,12 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
     def start(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         nonlocal kernel, constexprs
         if kernel is None:
+            _addresses(op, inputs, outputs)
             args = (*inputs, *scalars, *outputs)
             constexprs = [options[name] for name in op.kernel.arg_names[len(args) :]]
             kernel = op.kernel[grid](*args, **options)
         else:
-            pointers = [t.data_ptr() for t in (*inputs, *outputs)]
+            pointers = _addresses(op, inputs, outputs)
             n = len(inputs)
             kernel[grid](*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=current_stream(index))
 

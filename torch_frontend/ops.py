@@ -19,8 +19,8 @@ from ..core_kernels import combine as combine_ops
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import Rounding, packed_width
 from ..core_kernels.launch import KernelOp
-from ._call import as_bytes, call, check_devices
-from ._launch import array_type
+from ._call import as_bytes, call, run
+from ._launch import array_type, check_devices
 from ._register import register
 
 OPS: dict[str, KernelOp] = {
@@ -90,13 +90,13 @@ def _define(op: KernelOp) -> OpOverload:
     num_inputs, names = len(op.inputs), tuple(_options(op))
 
     # The dispatcher passes arguments by position and leaves out trailing ones that equal their defaults.
-    def run(*args: Any) -> Any:
-        outputs = call(op, *args[:num_inputs], **dict(zip(names, args[num_inputs:], strict=False)))
+    def eager(*args: Any) -> Any:
+        outputs = run(op, args[:num_inputs], tuple(zip(names, args[num_inputs:], strict=False)))
         return outputs[0] if len(outputs) == 1 else outputs
 
     def fake(*args: Any) -> Any:
-        tensors = [as_bytes(t) for t in args[:num_inputs]]
-        check_devices(op, tensors)
+        tensors = args[:num_inputs]
+        check_devices(op, [t.device for t in tensors])
         # Not `op.plan`: its cache hashes shapes, and symbolic sizes have no hash.
         types = (array_type(t.shape, t.dtype) for t in tensors)
         launch = op.make_plan(*types, arch="cpu", **dict(zip(names, args[num_inputs:], strict=False)))
@@ -104,7 +104,7 @@ def _define(op: KernelOp) -> OpOverload:
         outputs = tuple(torch.empty(a.shape, dtype=getattr(torch, a.dtype), device=device) for a in launch.out)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    return register(op.name, schema(op), run, fake)
+    return register(op.name, schema(op), eager, fake)
 
 
 quantize_row = _define(quantize.quantize_row)

@@ -211,11 +211,11 @@ void launch(const char* op, const Call& call, cudaStream_t stream) {
     throw std::runtime_error(std::string(op) + ": x: got rows of " + std::to_string(p.cols) +
                              " values; allowed on a device with so few multiprocessors: " +
                              std::to_string(at_once * T::kCols) + "; force_implementation(\"triton\") takes them");
-  const auto kernel = both_fold<T, Value>;
+  constexpr auto kKernel = both_fold<T, Value>;
   constexpr int kBytes = sizeof(Shared<T>);
-  allow_shared_memory(op, kernel, kBytes);
+  allow_shared_memory<kKernel>(op, kBytes);
   // One more: where the rows past the last end begin, a span may begin too.
-  kernel<<<grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream>>>(
+  kKernel<<<grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream>>>(
       x.as<const Value>(), p, ScaleRule(call.attrs[0], call.attrs[1]));
   check_launch(op);
 }

@@ -1,9 +1,6 @@
 // Kernels of clusters that stay as long as there is work.
 #pragma once
 
-#include <array>
-#include <atomic>
-
 #include "launch.h"
 
 namespace mxep::cuda {
@@ -17,7 +14,7 @@ int resident_ctas(const char* op, unsigned cluster, unsigned threads, size_t sha
   check(op, cudaGetDevice(&device));
   std::atomic<int>& ctas = known[device % known.size()];
   if (ctas == 0) {
-    allow_shared_memory(op, kKernel, static_cast<int>(shared_bytes));
+    allow_shared_memory<kKernel>(op, static_cast<int>(shared_bytes));
     cudaLaunchConfig_t config{.gridDim = cluster, .blockDim = threads, .dynamicSmemBytes = shared_bytes};
     cudaLaunchAttribute attribute{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {cluster, 1, 1}}};
     config.attrs = &attribute;

@@ -21,9 +21,9 @@
 // terms. Both sums and `partial` take 192 of a thread's 240 registers. 48 KiB a stage make four the most that fit.
 //
 // The two warpgroups take no turns: left alone, one adds while the tensor cores work for the other often enough, and
-// every order tried between them cost 1 to 3%, as it did to hold one back by a stage or more. From `full` to the
-// product, and from the product to the additions, is time that the other does not always fill: what else there is to do
-// is done while a product runs, or by other warps.
+// every order tried between them cost 1 to 3%, as it did to hold one back by a stage or more. From its additions to its
+// next product is time that the other does not always fill: ten instructions there cost 1 to 4%. What else there is to
+// do is done among the additions, while a product runs, or by other warps.
 //
 // CTAs are persistent; one thread of each reads the group ends and hands the tiles on (tile_queue.cuh). Rows of the
 // next group or array that a tile covers are computed and not stored.
@@ -153,6 +153,10 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
   const Addresses at(s);
   TileQueue tiles(s.tiles);
   RiseQueue notes(s.rises);
+  // Of the next stage: found out among the additions of the one before, so that a product follows them at once.
+  const uint32_t first_a = descriptor(at.of(s.a) + group * kWarpgroup * kTileK), first_b = descriptor(at.of(s.b));
+  uint32_t a = first_a, b = first_b;
+  uint32_t is_full = 0;
   Ring ring;
   int odd = 0;
   for (Tile tile; tiles.next(&tile); odd ^= 1) {
@@ -172,17 +176,21 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
     float sum[2][64] = {};
     const int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
     int look = kSpan;  // where to look at the notes
-    for (int k = 0; k < depth; k += kTileK, ring.advance()) {
-      barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
-      const uint32_t b = descriptor(at.of(s.b) + ring.stage * kBytesB);
+    for (int k = 0; k < depth; k += kTileK) {
+      barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t a = descriptor(at.of(s.a) + ring.stage * kBytesA + (group * kWarpgroup + half * 64) * kTileK);
         float partial[64];
-        start(partial, a, b);
+        start(partial, a + half * (64 * kTileK / 16), b);
         if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
         wgmma_wait();
-        if (half == 1 && lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
+        if (half == 1) {
+          if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
+          ring.advance();
+          a = first_a + ring.stage * (kBytesA / 16);
+          b = first_b + ring.stage * (kBytesB / 16);
+          is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
+        }
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
       }

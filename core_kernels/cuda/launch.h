@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -26,10 +28,18 @@ inline unsigned grid_x(const char* op, int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
-// Before a launch with more than 48 KiB of dynamic shared memory: the kernel has to say so.
-template <typename Kernel>
-void allow_shared_memory(const char* op, Kernel* kernel, int bytes) {
-  if (bytes > 48 * 1024) check(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+// Before a launch with more than 48 KiB of dynamic shared memory the kernel has to say so: once on every device, always
+// with the same number.
+template <auto kKernel>
+void allow_shared_memory(const char* op, int bytes) {
+  static std::array<std::atomic<bool>, 64> said{};
+  if (bytes <= 48 * 1024) return;
+  int device;
+  check(op, cudaGetDevice(&device));
+  std::atomic<bool>& here = said[device % said.size()];
+  if (here) return;
+  check(op, cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  here = true;
 }
 
 // Of the current device: CTAs of a kernel that walks over its work, one on each.

@@ -42,15 +42,15 @@ void quantize(const char* op, const Call& call, Outputs out, cudaStream_t stream
   const Grid grid = Grid::of<T>(x.leading(2), x.dim(-2), x.dim(-1), kForm == Form::kBoth ? Walks<T>::kDown : ~0u);
   if constexpr (kForm == Form::kBoth) {
     const auto walks = Walks<T>::of(grid, multiprocessors(op));
-    const auto kernel = quantize_walks<T, Value>;
+    constexpr auto kKernel = quantize_walks<T, Value>;
     constexpr int kBytes = sizeof(Walked<T>);
-    allow_shared_memory(op, kernel, kBytes);
-    kernel<<<grid_x(op, walks.ctas(grid)), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, walks, rule, out);
+    allow_shared_memory<kKernel>(op, kBytes);
+    kKernel<<<grid_x(op, walks.ctas(grid)), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, walks, rule, out);
   } else {
-    const auto kernel = quantize_tiles<T, kVector, Value>;
+    constexpr auto kKernel = quantize_tiles<T, kVector, Value>;
     constexpr int kBytes = sizeof(Stage<T>);
-    allow_shared_memory(op, kernel, kBytes);
-    kernel<<<grid_x(op, grid.tiles()), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, rule, out);
+    allow_shared_memory<kKernel>(op, kBytes);
+    kKernel<<<grid_x(op, grid.tiles()), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, rule, out);
   }
   check_launch(op);
 }

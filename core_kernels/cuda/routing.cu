@@ -162,9 +162,9 @@ void sort_by_expert(const Call& call, cudaStream_t stream) {
     sum_counts<<<(experts + 31) / 32, 1024, 0, stream>>>(order, blocks, experts, inverse, counts);
     check_launch("sort_by_expert");
   }
-  const int bytes = experts * (sizeof(int) + kWarps * sizeof(uint16_t));
-  allow_shared_memory("sort_by_expert", place_slots, bytes);
-  place_slots<<<blocks, kThreads, bytes, stream>>>(ids, num_slots, experts, order, inverse, counts);
+  constexpr int kBytes = sizeof(int) + kWarps * sizeof(uint16_t);  // of an expert
+  allow_shared_memory<place_slots>("sort_by_expert", kMaxExperts * kBytes);
+  place_slots<<<blocks, kThreads, experts * kBytes, stream>>>(ids, num_slots, experts, order, inverse, counts);
   check_launch("sort_by_expert");
 }
 

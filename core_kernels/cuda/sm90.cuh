@@ -79,6 +79,33 @@ __device__ __forceinline__ void barrier_wait(Address barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether a wait would be over at once, 1 or 0: a bool would be packed into a byte and taken out again.
+template <typename Address>
+__device__ __forceinline__ uint32_t barrier_test(Address barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n}"
+      : "=r"(over)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return over;
+}
+
+// Waits unless a test has said that it is over.
+template <typename Address>
+__device__ __forceinline__ void barrier_wait_unless(uint32_t over, Address barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nsetp.ne.b32 done, %2, 0;\n@done bra over;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "over:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity), "r"(over)
+      : "memory");
+}
+
 // ---- TMA
 
 __device__ __forceinline__ void prefetch(const CUtensorMap* map) {

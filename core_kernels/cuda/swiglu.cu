@@ -103,10 +103,10 @@ void launch(const char* op, const Call& call, Outputs out, cudaStream_t stream) 
   const Array &gate = call.in[0], &up = call.in[1], &prob = call.in[2];
   const Grid grid = Grid::of<T>(1, gate.dim(0), gate.dim(1), kRow ? 4 : ~0u);
   const Inputs in{gate.as<const bf16>(), up.as<const bf16>(), prob.dim(0) ? prob.as<const float>() : nullptr};
-  const auto kernel = swiglu_tiles<T, kRow, kCol, kVector>;
+  constexpr auto kKernel = swiglu_tiles<T, kRow, kCol, kVector>;
   constexpr int kBytes = sizeof(Memory<T, kCol>);
-  allow_shared_memory(op, kernel, kBytes);
-  kernel<<<std::min(grid_x(op, grid.tiles()), multiprocessors(op)), T::kThreads, kBytes, stream>>>(
+  allow_shared_memory<kKernel>(op, kBytes);
+  kKernel<<<std::min(grid_x(op, grid.tiles()), multiprocessors(op)), T::kThreads, kBytes, stream>>>(
       in, grid, ScaleRule(call.attrs[0], call.attrs[1]), out);
   check_launch(op);
 }

@@ -310,9 +310,9 @@ void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaSt
   const int64_t tall = rounds(Tile::kTallest) > rounds(1) ? 1 : Tile::kTallest;
   const Strips strips{rows, cols, static_cast<uint32_t>(ceil_div(rows, tall * Tile::kRows)),
                       static_cast<uint32_t>(ceil_div(cols, Tile::kCols)), static_cast<uint32_t>(tall)};
-  const auto kernel = backward_tiles<kRow, kBytes>;
-  allow_shared_memory(op, kernel, sizeof(Memory));
-  kernel<<<std::min<int64_t>(strips.count, ctas), Tile::kThreads, sizeof(Memory), stream>>>(
+  constexpr auto kKernel = backward_tiles<kRow, kBytes>;
+  allow_shared_memory<kKernel>(op, sizeof(Memory));
+  kKernel<<<std::min<int64_t>(strips.count, ctas), Tile::kThreads, sizeof(Memory), stream>>>(
       Inputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), dgate, dup, call.out.back().as<float>());
   check_launch(op);
 }

@@ -116,7 +116,7 @@ void swiglu_bwd_row(const Call& call, cudaStream_t stream) {
   if (finished_if_empty(kOp, call, stream)) return;
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   const Grid grid = Grid::of<T>(1, call.in[1].dim(0), call.in[1].dim(1), 1);
-  allow_shared_memory(kOp, backward_rows, sizeof(Memory));
+  allow_shared_memory<backward_rows>(kOp, sizeof(Memory));
   backward_rows<<<std::min(grid.strips, multiprocessors(kOp)), T::kThreads, sizeof(Memory), stream>>>(
       Inputs::of(call), grid, ScaleRule(call.attrs[0], call.attrs[1]), {out(0), out(1), nullptr, nullptr},
       {out(2), out(3), nullptr, nullptr}, call.out.back().as<float>());

@@ -386,9 +386,9 @@ def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes(capability: Cal
     capability(9, 0)
 
     def sort_by(num_experts: int, forced: _device.Implementation | None = None) -> object:
-        types, options = ((torch.Size([64]), torch.int32),), (("num_experts", num_experts),)
+        layouts = ((torch.Size([64]), torch.int32, torch.device("cuda", 0), (1,)),)
         bind = _launch.bind.__wrapped__  # past the cache, which would keep what is patched here
-        return bind(ops.OPS["sort_by_expert"], types, torch.device("cuda", 0), forced, options).start
+        return bind(ops.OPS["sort_by_expert"], layouts, forced, (("num_experts", num_experts),)).start
 
     with (
         mock.patch.object(_launch, "_cuda", return_value="cuda"),
@@ -437,7 +437,7 @@ def test_what_a_kernel_needs_besides_its_outputs_is_let_go() -> None:
         for out, value in zip(written[:-1], want, strict=True):
             out.copy_(value)
 
-    with mock.patch.object(_call, "bind", return_value=_launch.Bound("cpu", outputs, start)):
+    with mock.patch.object(_call, "bind", return_value=_launch.Bound("cpu", x.device, False, outputs, start)):
         got = ops.quantize_both_fold(x, ends)
     assert len(got) == len(want)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
