@@ -2,7 +2,7 @@
 
 KernelOp + tensors + options
    |-- bind:  one device, dense, the plan, what starts it   (_launch.py; once per layouts, then cached)
-   |-- check: on a CPU, the values of group ends
+   |-- check: on a GPU, addresses; on a CPU, the values of group ends
    |-- allocate: every output, laid out by bind
    '-- start: C++ on a CPU   |   CUDA C++ or Triton on the GPU's current stream   |   or other ops, composed
 """
@@ -20,7 +20,7 @@ from ..core_kernels import both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from ._device import forced
-from ._launch import FLOAT8, Output, bind
+from ._launch import FLOAT8, Output, bind, check_aligned
 
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
@@ -117,9 +117,11 @@ def run(op: KernelOp, tensors: Sequence[Tensor], options: tuple[tuple[str, Any],
     inputs = [t.detach() if t.requires_grad else t for t in tensors]
     layouts = tuple([(t.shape, t.dtype, t.device, t.stride()) for t in inputs])
     arch, device, fp8, out, start = bind(op, layouts, forced(), options)
-    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):  # where outputs are allocated and Triton launches
-            return run(op, inputs, options)
+    if device.type == "cuda":
+        if device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):  # where outputs are allocated and Triton launches
+                return run(op, inputs, options)
+        check_aligned(op, inputs)
     if fp8:
         inputs = [as_bytes(t) for t in inputs]
     if op.inputs[-1] == "group_ends" and checks_values(device):

@@ -92,14 +92,12 @@ def _check_dense(op: KernelOp, layouts: Sequence[Layout]) -> None:
             fail(ValueError, op.name, op.inputs[i], got, "allowed: contiguous tensors; call .contiguous()")
 
 
-def _addresses(op: KernelOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[int]:
-    """Of all tensors of a launch; ValueError where one is not a multiple of 16 bytes."""
-    addresses = [t.data_ptr() for t in (*inputs, *outputs)]
-    for i, address in enumerate(addresses):
-        if address % 16:
-            got = f"data_ptr() {address:#x}, storage_offset {inputs[i].storage_offset()}"
+def check_aligned(op: KernelOp, inputs: Sequence[Tensor]) -> None:
+    """Raise ValueError unless all inputs, of a GPU, start at a multiple of 16 bytes."""
+    for i, tensor in enumerate(inputs):
+        if tensor.data_ptr() % 16:
+            got = f"data_ptr() {tensor.data_ptr():#x}, storage_offset {tensor.storage_offset()}"
             fail(ValueError, op.name, op.inputs[i], got, "allowed: multiples of 16 bytes on a GPU; call .clone()")
-    return addresses
 
 
 def _output(array: ArrayType) -> Output:
@@ -133,7 +131,7 @@ def _matmul(op: KernelOp) -> Start:
 def _cuda(op: KernelOp, launch: Launch, inputs: tuple[ArrayType, ...], index: int) -> Start:
     launched = cpp_bindings.CudaLaunch(op.name, inputs, launch.out, [int(a) for a in launch.attrs])
     current_stream = torch._C._cuda_getCurrentRawStream
-    return lambda inputs, outputs: launched(_addresses(op, inputs, outputs), index, current_stream(index))
+    return lambda inputs, outputs: launched([t.data_ptr() for t in (*inputs, *outputs)], index, current_stream(index))
 
 
 def _triton_options(launch: Launch) -> dict[str, Any]:
@@ -158,12 +156,11 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
     def start(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         nonlocal kernel, constexprs
         if kernel is None:
-            _addresses(op, inputs, outputs)
             args = (*inputs, *scalars, *outputs)
             constexprs = [options[name] for name in op.kernel.arg_names[len(args) :]]
             kernel = op.kernel[grid](*args, **options)
         else:
-            pointers = _addresses(op, inputs, outputs)
+            pointers = [t.data_ptr() for t in (*inputs, *outputs)]
             n = len(inputs)
             kernel[grid](*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=current_stream(index))
 

@@ -208,6 +208,26 @@ def test_rises_of_known_size(ops: Ops, rises: tuple[int, int]) -> None:
 
 
 @backends_with_a_gemm
+def test_scales_that_rise_all_along_a_group(ops: Ops) -> None:
+    """Products of ones in groups of 35, 0, 1 and 18 spans, whose scales rise up to four times by row: sums that fp32
+    holds exactly. What no group has is NaN."""
+    rng, ends, tokens = seeded("along"), np.int32([8800, 8800, 8832, 13344]), 13568
+    operands = []
+    for rows in (201, 16):
+        q = np.full((rows, tokens), 0x38, np.uint8)
+        q[:, ends[-1] :] = 0x7F
+        sf = np.full((tokens // SPAN + len(ends), rows), 255, np.uint8)
+        for group in oracle_folded.span_slices(ends):
+            rises = np.zeros(rows, np.uint8)
+            for slot, _ in group:
+                sf[slot] = 120 + rises
+                rises = np.minimum(rises + (rng.random(rows) < 0.1), 4)
+        operands += [q, sf]
+    got = ops["grouped_wgrad_fold"](*operands, ends, out_dtype="float32")
+    np.testing.assert_array_equal(got, oracle_folded.grouped_wgrad_fold(*operands, ends, "float32"))
+
+
+@backends_with_a_gemm
 def test_no_group_reads_the_next_one(ops: Ops) -> None:
     """Operands of ones and, beyond the group, NaN: ends at every multiple of 32 of a tile's depth, and of 1 of rows."""
     for end in (32, 64, 96, 128, 160, 224):

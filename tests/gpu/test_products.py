@@ -1,8 +1,11 @@
-"""The differentiable product on a GPU: what "auto" multiplies, CUDA graphs, streams, and weights that change; bf16
-products of more tiles than a GPU holds at a time."""
+"""The differentiable product on a GPU: what "auto" multiplies, CUDA graphs, streams, and weights that change; products
+of more tiles than a GPU holds at a time."""
 
+import numpy as np
 import pytest
 import torch
+from mxep.core_kernels.formats import spans
+from mxep.core_kernels.oracle_folded import span_slices
 from mxep.torch_frontend import keep_quantized_weights, mxfp8_grouped_mm, ops, weights
 from torch import Tensor, nn
 
@@ -112,6 +115,49 @@ def test_bf16_products_of_many_tiles() -> None:
         assert within_the_bound(out[rows], x[rows], w[g])
         for grad in grads:
             assert within_the_bound(grad[g], dout[rows].T, x[rows].T)
+
+
+def test_folded_products_of_many_tiles() -> None:
+    """Of ones, zeros and minus ones: fp32 holds every sum exactly. Scales rise along the groups, whose last stages are
+    short, and behind the last is NaN."""
+    m, n, k, ends = 9696, 1544, 1032, (32, 32, 4512, 4832, 9632)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def random(codes: tuple[int, ...], *shape: int) -> Tensor:
+        of = torch.randint(len(codes), shape, generator=generator, device=DEVICE)
+        return torch.tensor(codes, dtype=torch.uint8, device=DEVICE)[of]
+
+    def values(q: Tensor, sf: Tensor) -> Tensor:
+        return q.view(torch.float8_e4m3fn).double() * torch.exp2(sf.double() - 127)
+
+    offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    ones, scales = (0x38, 0, 0xB8), (118, 119, 120)
+    x, w = random(ones, m, 352), random(ones, len(ends), n, 352)
+    x[ends[-1] :] = 0x7F
+    x_sf, w_sf = random(scales, m), random(scales, len(ends), n)
+    out = ops.grouped_mm_fold(x, x_sf, w, w_sf, offs, "float32")
+    assert out[ends[-1] :].eq(0).all()
+
+    operands, slots = [], span_slices(np.int32(ends))
+    for rows in (n, k):
+        q, sf = random(ones, rows, m), torch.full((spans(m, len(ends)), rows), 255, dtype=torch.uint8, device=DEVICE)
+        q[:, ends[-1] :] = 0x7F
+        for group in slots:
+            rises = random((0,) * 31 + (1,), len(group), rows).cumsum(0)
+            for (slot, _), rise in zip(group, rises, strict=True):
+                sf[slot] = 120 + rise.clamp(max=4)
+        operands += [q, sf]
+    grads = ops.grouped_wgrad_fold(*operands, offs, "float32")
+
+    a_q, a_sf, b_q, b_sf = operands
+    for g, group in enumerate(slots):
+        rows = slice(ends[g - 1] if g else 0, ends[g])
+        want = values(x[rows], x_sf[rows, None]) @ values(w[g], w_sf[g, :, None]).T
+        assert torch.equal(out[rows], want.float())
+        want = torch.zeros(n, k, dtype=torch.float64, device=DEVICE)
+        for slot, tokens in group:
+            want += values(a_q[:, tokens], a_sf[slot, :, None]) @ values(b_q[:, tokens], b_sf[slot, :, None]).T
+        assert torch.equal(grads[g], want.float())
 
 
 def test_every_stream_keeps_bytes_of_its_own() -> None:
