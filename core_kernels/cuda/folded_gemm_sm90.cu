@@ -117,7 +117,7 @@ __device__ void cut_off(Shared& s, int part, int stage, uint32_t parity, int tok
     for (int chunk = tokens / 16; chunk < kTileK / 16; ++chunk)
       *reinterpret_cast<uint4*>(rows + row * kTileK + (chunk ^ row % 8) * 16) = {};
   shared_to_async_fence();
-  threads_sync<kRiseParts * 32>(3);
+  threads_sync<kRiseParts * 32>(3);  // 1 and 2 are the consumers'
   if (part == 0 && lane == 0) barrier_arrive(&s.full[stage], cluster_rank());
 }
 
