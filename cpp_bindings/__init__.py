@@ -5,7 +5,7 @@
 
 And the CUDA C++ kernels, for the ops where Triton is not fast enough; a build without nvcc has none:
 
-    CudaLaunch("quantize_col", [x], [q_t, sf_t], attrs)        types in, bound once; call it with pointers
+    CudaLaunch(exchange, 0, "quantize_col", [x], [q_t, sf_t], attrs)    types in, bound once; call it with tensors
     cuda_ffi_targets()["quantize_col"]                         the same op as an XLA FFI capsule
 
 Callers must plan first (`KernelOp.plan`): it checks arguments and sizes the outputs, which nothing here does again.
@@ -15,6 +15,7 @@ Callers must plan first (`KernelOp.plan`): it checks arguments and sizes the out
 try:
     from ._ops import (
         CudaLaunch,
+        Exchange,
         cuda_archs,
         cuda_ffi_targets,
         cuda_op_archs,
@@ -32,6 +33,7 @@ except ImportError as error:
 __all__ = [
     "CUDA_OPS",
     "CudaLaunch",
+    "Exchange",
     "cuda_archs",
     "cuda_ffi_targets",
     "cuda_op_archs",

@@ -26,8 +26,18 @@ cuda_archs: tuple[tuple[int, int], ...]
 cuda_op_archs: dict[str, tuple[tuple[int, int], ...]]
 """CUDA op -> those of `cuda_archs` that it has machine code for."""
 
+class Exchange:
+    """How a type of arrays, like torch.Tensor, says what they are without a call into Python: the table of C functions
+    that it carries as `__dlpack_c_exchange_api__` (DLPack 1.3). Raises TypeError for a type without one.
+    """
+
+    def __init__(self, type: type) -> None: ...
+    def layouts(self, arrays: tuple[Any, ...]) -> bytes | None:
+        """Equal for arrays that are equal in dtypes, devices, shapes and strides and, on a GPU, as far off a multiple
+        of 16 bytes. None where DLPack has no words for one of them."""
+
 class CudaLaunch:
-    """A CUDA op bound to the types of its arrays, `(shape, dtype name)` each, and to its attributes.
+    """A CUDA op on a device, bound to the types of its arrays, `(shape, dtype name)` each, and to its attributes.
 
     Raises ValueError for an unknown op or another number of arrays, TypeError for another dtype. None in a build
     without nvcc.
@@ -35,13 +45,16 @@ class CudaLaunch:
 
     def __init__(
         self,
+        exchange: Exchange,
+        device: int,
         name: str,
         inputs: Sequence[tuple[Sequence[int], str]],
         outputs: Sequence[tuple[Sequence[int], str]],
         attrs: Sequence[int],
     ) -> None: ...
-    def __call__(self, pointers: Sequence[int], device: int, stream: int) -> None:
-        """Launch on a stream of a device, inputs then outputs; every address a multiple of 16.
+    def __call__(self, inputs: tuple[Any, ...], outputs: list[Any]) -> None:
+        """Launch on the stream that the arrays' framework works on. They are dense, of the types bound here, on that
+        device, and start at multiples of 16 bytes: of all this nothing is looked at again.
 
         Releases the GIL, allocates nothing, waits for nothing. Raises RuntimeError if CUDA refuses the launch.
         """

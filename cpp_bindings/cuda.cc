@@ -1,14 +1,15 @@
 // The CUDA op table of core_kernels/cuda/ops.h, exposed twice.
 //
-//   torch: a plan   --> CudaLaunch(name, inputs, outputs, attrs)     once per cached plan
-//          pointers --> launch(pointers, device, stream) --.         every call
-//                                                          +--> CudaOp.run(call, stream)
-//   XLA:   buffers  --> cuda_ffi_targets()[name] ----------'
+//   torch: a plan  --> CudaLaunch(exchange, device, name, inputs, outputs, attrs)     once per cached plan
+//          tensors --> launch(inputs, outputs) ----.                                  every call
+//                                                  +--> CudaOp.run(call, stream)
+//   XLA:   buffers --> cuda_ffi_targets()[name] ---'
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
@@ -17,6 +18,7 @@
 
 #include "bindings.h"
 #include "cuda/ops.h"
+#include "exchange.h"
 #include "ffi.h"
 
 namespace nb = nanobind;
@@ -52,11 +54,17 @@ void require_count(const CudaOp& op, const char* what, size_t got, size_t allowe
                                 "; allowed: " + std::to_string(allowed));
 }
 
-// Everything about a launch but the pointers: what a call passes is one integer per array.
+// Everything about a launch but where its arrays are: a call asks for their addresses and for the stream.
 class CudaLaunch {
  public:
-  CudaLaunch(const std::string& name, ArrayTypes inputs, ArrayTypes outputs, std::vector<int64_t> attrs)
-      : op_(find_op(name)), types_(std::move(inputs)), num_inputs_(types_.size()), attrs_(std::move(attrs)) {
+  CudaLaunch(const Exchange& exchange, int device, const std::string& name, ArrayTypes inputs, ArrayTypes outputs,
+             std::vector<int64_t> attrs)
+      : exchange_(exchange),
+        device_(device),
+        op_(find_op(name)),
+        types_(std::move(inputs)),
+        num_inputs_(types_.size()),
+        attrs_(std::move(attrs)) {
     require_count(op_, "inputs", num_inputs_, op_.num_inputs);
     require_count(op_, "outputs", outputs.size(), op_.num_outputs);
     require_count(op_, "attrs", attrs_.size(), op_.num_attrs);
@@ -66,23 +74,35 @@ class CudaLaunch {
   }
   CudaLaunch(const CudaLaunch&) = delete;  // arrays_ points into types_
 
-  void operator()(const std::vector<uintptr_t>& pointers, int device, uintptr_t stream) const {
-    require_count(op_, "pointers", pointers.size(), arrays_.size());
+  void operator()(const nb::tuple& inputs, const nb::list& outputs) const {
+    require_count(op_, "inputs", inputs.size(), num_inputs_);
+    require_count(op_, "outputs", outputs.size(), arrays_.size() - num_inputs_);
     // A copy, because threads may launch at the same time.
     std::array<Array, kMostArrays> arrays;
-    for (size_t i = 0; i < pointers.size(); ++i) {
-      arrays[i] = arrays_[i];
-      arrays[i].data = reinterpret_cast<void*>(pointers[i]);
-    }
+    std::copy(arrays_.begin(), arrays_.end(), arrays.begin());
+    Array* next = arrays.data();
+    for (nb::handle array : inputs) next++->data = address(array);
+    for (nb::handle array : outputs) next++->data = address(array);
     const std::span<const Array> all(arrays.data(), arrays_.size());
+    const auto stream = static_cast<cudaStream_t>(exchange_.cuda_stream(device_));
     // A launch waits when the stream's queue is full.
     nb::gil_scoped_release unlocked;
-    cuda::run_on(device, op_, {all.first(num_inputs_), all.subspan(num_inputs_), attrs_},
-                 reinterpret_cast<cudaStream_t>(stream));
+    cuda::run_on(device_, op_, {all.first(num_inputs_), all.subspan(num_inputs_), attrs_}, stream);
   }
 
  private:
+  void* address(nb::handle array) const {
+    nb::dlpack::dltensor found;
+    if (!exchange_.read(array, &found))
+      throw nb::type_error(
+          (std::string(op_.name) + ": arrays: got a " + nb::inst_name(array).c_str() + "; allowed: dense arrays")
+              .c_str());
+    return static_cast<char*>(found.data) + found.byte_offset;
+  }
+
   static constexpr size_t kMostArrays = 16;
+  const Exchange exchange_;
+  const int device_;
   const CudaOp& op_;
   ArrayTypes types_;
   size_t num_inputs_;
@@ -138,9 +158,9 @@ void bind_cuda(nb::module_& m) {
   m.attr("cuda_op_archs") = op_archs();
   m.def("cuda_ffi_targets", [] { return targets(std::make_index_sequence<cuda::kNumCudaOps>()); });
   nb::class_<CudaLaunch>(m, "CudaLaunch")
-      .def(nb::init<const std::string&, ArrayTypes, ArrayTypes, std::vector<int64_t>>(), "name"_a, "inputs"_a,
-           "outputs"_a, "attrs"_a)
-      .def("__call__", &CudaLaunch::operator(), "pointers"_a, "device"_a, "stream"_a);
+      .def(nb::init<const Exchange&, int, const std::string&, ArrayTypes, ArrayTypes, std::vector<int64_t>>(),
+           "exchange"_a, "device"_a, "name"_a, "inputs"_a, "outputs"_a, "attrs"_a)
+      .def("__call__", &CudaLaunch::operator(), "inputs"_a, "outputs"_a);
 }
 
 }  // namespace mxep

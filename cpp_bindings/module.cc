@@ -9,6 +9,7 @@ NB_MODULE(_ops, m) {
   // Bound launches live in caches of the frontends, which Python does not empty when it exits.
   nb::set_leak_warnings(false);
   mxep::bind_cpu(m);
+  mxep::bind_exchange(m);
   mxep::bind_ffi(m);
 #ifdef MXEP_CUDA
   mxep::bind_cuda(m);

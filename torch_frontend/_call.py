@@ -1,8 +1,8 @@
 """From an op to tensors: the checks around every call.
 
 KernelOp + tensors + options
-   |-- bind:  one device, dense, the plan, what starts it   (_launch.py; once per layouts, then cached)
-   |-- check: on a GPU, addresses; on a CPU, the values of group ends
+   |-- bind:  one device, dense, aligned, the plan, what starts it   (_launch.py; once per layouts, then known)
+   |-- check: on a CPU, the values of group ends
    |-- allocate: every output, laid out by bind
    '-- start: C++ on a CPU   |   CUDA C++ or Triton on the GPU's current stream   |   or other ops, composed
 """
@@ -20,7 +20,7 @@ from ..core_kernels import both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from ._device import forced
-from ._launch import FLOAT8, Output, bind, check_aligned
+from ._launch import Outputs, bind, plain
 
 # Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
 _debug = False
@@ -68,6 +68,16 @@ def check_ends(op: str, argument: str, group_ends: Tensor, rows: int, multiple: 
         fail(ValueError, op, argument, ends, f"allowed: multiples of {multiple}; {remedy}")
 
 
+def _check_values(op: KernelOp, inputs: Sequence[Tensor], options: dict[str, Any], arch: str) -> None:
+    """Raise ValueError unless the op's ends end groups of its tokens and its maps lead to what is there."""
+    if op.inputs[-1] == "group_ends":
+        dim, multiple = TOKENS.get(op.name, (0, 1))
+        rows = int(options.get("num_rows", inputs[0].shape[dim]))
+        check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
+    if arch != "cpu":  # the C++ kernels look at maps themselves
+        _check_maps(op, inputs)
+
+
 def _check_maps(op: KernelOp, inputs: Sequence[Tensor]) -> None:
     """Raise ValueError unless the op's maps lead to -1 or to what is there. Reads the values."""
     given = dict(zip(op.inputs, inputs, strict=True))
@@ -84,22 +94,17 @@ def _check_maps(op: KernelOp, inputs: Sequence[Tensor]) -> None:
             fail(ValueError, op.name, name, f"{low} to {high}", f"allowed: -1 (padding) or an index below {limit}")
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View E4M3 or E8M0 tensors as the uint8 that crosses every boundary; others pass."""
-    return tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
-
-
 def require_tensor(op: str, argument: str, value: object) -> None:
     """Raise TypeError unless the value is a tensor."""
     if not isinstance(value, Tensor):
         fail(TypeError, op, argument, f"a {type(value).__name__}", "allowed: a torch.Tensor")
 
 
-def allocate(outputs: Sequence[Output], device: torch.device) -> list[Tensor]:
+def allocate(outputs: Outputs, device: torch.device) -> list[Tensor]:
     """Fresh outputs; on a GPU the current one, by the call that torch.compile's programs make: no dispatcher."""
     if device.type == "cuda":
-        return [_empty_strided_cuda(*output) for output in outputs]
-    return [torch.empty(output.shape, dtype=output.dtype, device=device) for output in outputs]
+        return list(map(_empty_strided_cuda, *outputs))
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in zip(*outputs, strict=True)]
 
 
 def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
@@ -109,31 +114,22 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     Raises ValueError, TypeError (see `bind` and `KernelOp.plan`) and NotImplementedError where the device or the
     forced implementation cannot run it.
     """
-    return run(op, tensors, tuple(options.items()))
+    return run(op, tensors, tuple(options), tuple(options.values()))
 
 
-def run(op: KernelOp, tensors: Sequence[Tensor], options: tuple[tuple[str, Any], ...]) -> tuple[Tensor, ...]:
-    """`call` with options in the order of the op's plan: what an op of `torch.ops.mxep` is made of."""
-    inputs = [t.detach() if t.requires_grad else t for t in tensors]
-    layouts = tuple([(t.shape, t.dtype, t.device, t.stride()) for t in inputs])
-    arch, device, fp8, out, start = bind(op, layouts, forced(), options)
-    if device.type == "cuda":
-        if device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):  # where outputs are allocated and Triton launches
-                return run(op, inputs, options)
-        check_aligned(op, inputs)
-    if fp8:
-        inputs = [as_bytes(t) for t in inputs]
-    if op.inputs[-1] == "group_ends" and checks_values(device):
-        dim, multiple = TOKENS.get(op.name, (0, 1))
-        rows = int(dict(options).get("num_rows", inputs[0].shape[dim]))
-        check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
-    if arch != "cpu" and checks_values(device):
-        _check_maps(op, inputs)
+def run(op: KernelOp, tensors: tuple[Tensor, ...], names: tuple[str, ...], values: tuple) -> tuple[Tensor, ...]:
+    """`call` with `names[i]=values[i]` for as many values as there are: what an op of `torch.ops.mxep` is made of."""
+    arch, device, out, start = bind(op, tensors, forced(), names, values)
+    on_gpu = device.type == "cuda"
+    if on_gpu and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):  # where outputs are allocated and Triton launches
+            return run(op, tensors, names, values)
+    if _debug or not on_gpu:
+        _check_values(op, tensors, dict(zip(names, values, strict=False)), arch)
     if start is None:
-        return COMPOSED[op](*inputs, **dict(options))
+        return COMPOSED[op](*plain(tensors), **dict(zip(names, values, strict=False)))
     outputs = allocate(out, device)
-    start(inputs, outputs)
+    start(tensors, outputs)
     return tuple(outputs[: len(op.outputs)])
 
 

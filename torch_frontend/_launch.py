@@ -1,13 +1,15 @@
 """What starts an op, decided once per op, layouts and options: the plan, and a function of the tensors alone.
 
+    tensors --> layouts --.-- known: Bound
+    op, options ----------'-- new: checks, implementation, plan --> Bound, kept
+
 "cpp"     C++ through DLPack; a grouped GEMM: torch.matmul (_cpu_gemm.py)
-"cuda"    a bound launch: pointers, device, stream
+"cuda"    a bound launch, which reads the tensors' addresses itself
 "triton"  compiled at the first call, then the compiled kernel itself; on a CPU Triton's interpreter
 "parts"   nothing here: _call.py composes other ops
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,54 +20,84 @@ from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
 from ._device import Implementation, choose, without_cuda
 
-Start = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+Start = Callable[[tuple[Tensor, ...], list[Tensor]], Any]
 Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 """shape, dtype, device, strides."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
-class Output(NamedTuple):
-    """What to allocate: a dense row-major array."""
+class Outputs(NamedTuple):
+    """What to allocate: dense row-major arrays, one after the other in each of these."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, arrays: Sequence[ArrayType]) -> "Outputs":
+        strides = (torch.empty(array.shape, device="meta").stride() for array in arrays)
+        return cls(
+            tuple(array.shape for array in arrays),
+            tuple(strides),
+            tuple(getattr(torch, array.dtype) for array in arrays),
+        )
 
 
 class Bound(NamedTuple):
-    """arch: what was planned for. fp8: some inputs are to be viewed as bytes first. start: runs the op on inputs and
-    outputs; None where others are composed."""
+    """arch: what was planned for. start: runs the op on inputs and outputs; None where others are composed."""
 
     arch: str
     device: torch.device
-    fp8: bool
-    outputs: tuple[Output, ...]
+    outputs: Outputs
     start: Start | None
 
 
-@lru_cache(maxsize=4096)
+_EXCHANGE = cpp_bindings.Exchange(Tensor)
+_MOST_KNOWN = 4096
+_known: dict[tuple[Any, ...], Bound] = {}
+
+
 def bind(
-    op: KernelOp,
-    layouts: tuple[Layout, ...],
-    forced: Implementation | None,
-    options: tuple[tuple[str, Any], ...],
+    op: KernelOp, tensors: tuple[Tensor, ...], forced: Implementation | None, names: tuple[str, ...], values: tuple
 ) -> Bound:
-    """Everything about a call but the tensors. Raises ValueError unless these are row-major and on one device, and what
-    `choose` and `KernelOp.plan` raise."""
+    """What runs the op on tensors laid out like these, with `names[i]=values[i]` for as many values as there are.
+
+    Raises ValueError unless the tensors are row-major, on one device and, on a GPU, aligned to 16 bytes, and what
+    `choose` and `KernelOp.plan` raise.
+    """
+    layouts = _EXCHANGE.layouts(tensors)
+    key = (op, layouts, forced, names, values)
+    bound = _known.get(key)
+    if bound is None:
+        bound = decide(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
+        if bound.device.type == "cuda":
+            _check_aligned(op, tensors)
+        if layouts is not None:
+            if len(_known) >= _MOST_KNOWN:
+                _known.pop(next(iter(_known)), None)  # the oldest, unless another thread was faster
+            _known[key] = bound
+    return bound
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
+def decide(op: KernelOp, layouts: Sequence[Layout], forced: Implementation | None, **options: Any) -> Bound:
+    """`bind` for layouts alone: everything about a call but the tensors."""
     check_devices(op, [device for _, _, device, _ in layouts])
     _check_dense(op, layouts)
     device = layouts[0][2]
     implementation, arch = choose(op, device, forced)
     inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in layouts)
-    fp8 = any(dtype in FLOAT8 for _, dtype, _, _ in layouts)
-    launch = op.plan(*inputs, arch=arch, **dict(options))
+    launch = op.plan(*inputs, arch=arch, **options)
     if implementation == "cuda" and launch.not_in_cuda:
         if forced == "cuda":
             fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
         implementation = without_cuda(op)
     if implementation == "parts":
-        return Bound(arch, device, fp8, (), None)
+        return Bound(arch, device, Outputs.of(()), None)
     if implementation == "cpp":
         start = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, launch)
     elif not all(launch.grid):
@@ -74,7 +106,7 @@ def bind(
         start = _cuda(op, launch, inputs, device.index)
     else:
         start = _triton(op, launch, device.index) if device.type == "cuda" else _interpreter(op, launch)
-    return Bound(arch, device, fp8, tuple(map(_output, launch.out)), start)
+    return Bound(arch, device, Outputs.of(launch.out), start)
 
 
 def check_devices(op: KernelOp, devices: Sequence[torch.device]) -> None:
@@ -92,17 +124,11 @@ def _check_dense(op: KernelOp, layouts: Sequence[Layout]) -> None:
             fail(ValueError, op.name, op.inputs[i], got, "allowed: contiguous tensors; call .contiguous()")
 
 
-def check_aligned(op: KernelOp, inputs: Sequence[Tensor]) -> None:
-    """Raise ValueError unless all inputs, of a GPU, start at a multiple of 16 bytes."""
+def _check_aligned(op: KernelOp, inputs: Sequence[Tensor]) -> None:
     for i, tensor in enumerate(inputs):
         if tensor.data_ptr() % 16:
             got = f"data_ptr() {tensor.data_ptr():#x}, storage_offset {tensor.storage_offset()}"
             fail(ValueError, op.name, op.inputs[i], got, "allowed: multiples of 16 bytes on a GPU; call .clone()")
-
-
-def _output(array: ArrayType) -> Output:
-    strides = torch.empty(array.shape, device="meta").stride()
-    return Output(array.shape, strides, getattr(torch, array.dtype))
 
 
 def array_type(shape: torch.Size, dtype: torch.dtype) -> ArrayType:
@@ -114,24 +140,32 @@ def _nothing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """No output has a byte."""
 
 
+def plain(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As those who look at more than addresses want them: E4M3 and E8M0 as uint8, none with a gradient."""
+    return [as_bytes(t.detach()) for t in tensors]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View E4M3 or E8M0 tensors as the uint8 that crosses every boundary; others pass."""
+    return tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
+
+
 def _cpp(op: KernelOp, launch: Launch) -> Start:
     attrs = [int(a) for a in launch.attrs]
-    return lambda inputs, outputs: cpp_bindings.run(op.name, inputs, outputs, attrs)
+    return lambda inputs, outputs: cpp_bindings.run(op.name, plain(inputs), outputs, attrs)
 
 
 def _matmul(op: KernelOp) -> Start:
     def start(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         # An exact product does not become another one under the caller's autocast.
         with torch.autocast("cpu", enabled=False):
-            _cpu_gemm.TABLE[op.name](*inputs, *outputs)
+            _cpu_gemm.TABLE[op.name](*plain(inputs), *outputs)
 
     return start
 
 
 def _cuda(op: KernelOp, launch: Launch, inputs: tuple[ArrayType, ...], index: int) -> Start:
-    launched = cpp_bindings.CudaLaunch(op.name, inputs, launch.out, [int(a) for a in launch.attrs])
-    current_stream = torch._C._cuda_getCurrentRawStream
-    return lambda inputs, outputs: launched([t.data_ptr() for t in (*inputs, *outputs)], index, current_stream(index))
+    return cpp_bindings.CudaLaunch(_EXCHANGE, index, op.name, inputs, launch.out, [int(a) for a in launch.attrs])
 
 
 def _triton_options(launch: Launch) -> dict[str, Any]:
@@ -142,7 +176,7 @@ def _triton_options(launch: Launch) -> dict[str, Any]:
 
 def _interpreter(op: KernelOp, launch: Launch) -> Start:
     scalars, options = launch.scalars.values(), _triton_options(launch)
-    return lambda inputs, outputs: op.kernel[launch.grid](*inputs, *scalars, *outputs, **options)
+    return lambda inputs, outputs: op.kernel[launch.grid](*plain(inputs), *scalars, *outputs, **options)
 
 
 def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
@@ -151,17 +185,17 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
     scalars, options = tuple(launch.scalars.values()), _triton_options(launch)
     grid = (*launch.grid, 1, 1)[:3]
     current_stream = torch._C._cuda_getCurrentRawStream
-    kernel, constexprs = None, []
+    compiled, constexprs = None, []
 
-    def start(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        nonlocal kernel, constexprs
-        if kernel is None:
-            args = (*inputs, *scalars, *outputs)
+    def start(inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> None:
+        nonlocal compiled, constexprs
+        if compiled is None:
+            args = (*plain(inputs), *scalars, *outputs)
             constexprs = [options[name] for name in op.kernel.arg_names[len(args) :]]
-            kernel = op.kernel[grid](*args, **options)
+            compiled = op.kernel[grid](*args, **options)[grid]
         else:
             pointers = [t.data_ptr() for t in (*inputs, *outputs)]
             n = len(inputs)
-            kernel[grid](*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=current_stream(index))
+            compiled(*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=current_stream(index))
 
     return start

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload
 
 _LIBRARY = torch.library.Library("mxep", "DEF")
@@ -39,6 +40,14 @@ class _NoGradient(torch.autograd.Function):
         raise RuntimeError(f"{ctx.overload}: no autograd formula; the differentiable functions are in autograd.py")
 
 
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, with a mark on its code: where a graph breaks, torch.compile looks into what runs next, and
+    nothing of an op is to be compiled. `torch.compiler.disable` wraps instead, half a microsecond a call."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
 def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
     """Register `run` and its fake rule as `torch.ops.mxep.<name>`; both take their arguments by position."""
     _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
@@ -52,9 +61,8 @@ def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & _BELOW_AUTOGRAD, *args)
 
-    # A compiled function that calls the op must not have its inside compiled.
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, torch.compiler.disable(run), key)
-    _LIBRARY.impl(name, torch.compiler.disable(autograd), "Autograd", with_keyset=True)
+        _LIBRARY.impl(name, _not_compiled(run), key)
+    _LIBRARY.impl(name, _not_compiled(autograd), "Autograd", with_keyset=True)
     torch.library.register_fake(f"mxep::{name}", fake, lib=_LIBRARY)
     return overload

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from . import ops
-from ._call import as_bytes
+from ._launch import as_bytes
 
 aten = torch.ops.aten
 

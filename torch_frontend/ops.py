@@ -19,8 +19,8 @@ from ..core_kernels import combine as combine_ops
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import Rounding, packed_width
 from ..core_kernels.launch import KernelOp
-from ._call import as_bytes, call, run
-from ._launch import array_type, check_devices
+from ._call import call, run
+from ._launch import array_type, as_bytes, check_devices
 from ._register import register
 
 OPS: dict[str, KernelOp] = {
@@ -91,7 +91,7 @@ def _define(op: KernelOp) -> OpOverload:
 
     # The dispatcher passes arguments by position and leaves out trailing ones that equal their defaults.
     def eager(*args: Any) -> Any:
-        outputs = run(op, args[:num_inputs], tuple(zip(names, args[num_inputs:], strict=False)))
+        outputs = run(op, args[:num_inputs], names, args[num_inputs:])
         return outputs[0] if len(outputs) == 1 else outputs
 
     def fake(*args: Any) -> Any:

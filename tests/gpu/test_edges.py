@@ -1,12 +1,12 @@
 """No row, one row, a ragged number of rows; outputs that held something else before; tiles that CTAs walk over."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 from mxep.torch_frontend import _call, ops
-from mxep.torch_frontend._launch import Output
+from mxep.torch_frontend._launch import Outputs
 
 from .cases import CASES, DEVICE, EDGES, same_bytes
 
@@ -21,8 +21,8 @@ def test_torch_and_jax_give_the_same_bytes_for_few_rows(name: str, m: int) -> No
 def poisoned(byte: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
     """What `run` leaves in outputs that held `byte` before; 0xFF is NaN in every float and -1 in int32."""
 
-    def allocate(outputs: Sequence[Output], device: torch.device) -> list[torch.Tensor]:
-        filled = [torch.empty(output.shape, dtype=output.dtype, device=device) for output in outputs]
+    def allocate(outputs: Outputs, device: torch.device) -> list[torch.Tensor]:
+        filled = [torch.empty(s, dtype=d, device=device) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True)]
         for out in filled:
             out.view(-1).view(torch.uint8).fill_(byte)
         return filled

@@ -55,12 +55,13 @@ def test_a_tensor_on_another_device(name: str, i: int) -> None:
 
 @pytest.fixture
 def no_choice_is_cached() -> Iterator[None]:
-    caches = (_launch.bind, _device.compute_capability)
-    for cached in caches:
-        cached.cache_clear()
+    def forget() -> None:
+        _launch._known.clear()
+        _device.compute_capability.cache_clear()
+
+    forget()
     yield
-    for cached in caches:
-        cached.cache_clear()
+    forget()
 
 
 WHAT_WOULD_WORK = r"sm_80; allowed: sm_89 and newer; on a CPU the C\+\+ kernels run"

@@ -47,6 +47,8 @@ def test_the_module_holds_machine_code_for_both_chips() -> None:
     assert "ptxasOptions" not in dump("--list-ptx"), "no PTX, which a driver would compile at the first call"
 
 
+EXCHANGE = cpp_bindings.Exchange(torch.Tensor)
+EMPTY = torch.empty(0)
 SCRATCH = {"quantize_both_fold": 1}
 """Outputs besides the op's own, which the frontends drop."""
 
@@ -57,11 +59,11 @@ def test_the_table_names_ops_that_the_plans_describe() -> None:
         op = ops.OPS[name]
         arrays, outputs = [((32, 32), "uint8")] * 12, len(op.outputs) + SCRATCH.get(name, 0)
         with pytest.raises(ValueError, match=f"{name}: inputs: got 12; allowed: {len(op.inputs)}$"):
-            cpp_bindings.CudaLaunch(name, arrays, arrays, [])
+            cpp_bindings.CudaLaunch(EXCHANGE, 0, name, arrays, arrays, [])
         with pytest.raises(ValueError, match=f"{name}: outputs: got 12; allowed: {outputs}$"):
-            cpp_bindings.CudaLaunch(name, arrays[: len(op.inputs)], arrays, [])
+            cpp_bindings.CudaLaunch(EXCHANGE, 0, name, arrays[: len(op.inputs)], arrays, [])
         with pytest.raises(ValueError, match=f"{name}: attrs: got 9; allowed: {len(op.attrs)}$"):
-            cpp_bindings.CudaLaunch(name, arrays[: len(op.inputs)], arrays[:outputs], [0] * 9)
+            cpp_bindings.CudaLaunch(EXCHANGE, 0, name, arrays[: len(op.inputs)], arrays[:outputs], [0] * 9)
 
 
 def test_every_op_that_is_declared_is_in_the_table() -> None:
@@ -140,22 +142,26 @@ def test_the_bf16_products_are_tensor_core_instructions_of_hopper_for_either_lay
 
 def bound() -> cpp_bindings.CudaLaunch:
     launch = quantize.quantize_col.plan(quantize.ArrayType((32, 32), "bfloat16"), arch="sm_90")
-    return cpp_bindings.CudaLaunch("quantize_col", [((32, 32), "bfloat16")], launch.out, launch.attrs)
+    return cpp_bindings.CudaLaunch(EXCHANGE, 0, "quantize_col", [((32, 32), "bfloat16")], launch.out, launch.attrs)
 
 
 def test_a_bound_launch_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="quantize_col: pointers: got 2; allowed: 3"):
-        bound()([0, 0], 0, 0)
+    with pytest.raises(ValueError, match="quantize_col: inputs: got 2; allowed: 1"):
+        bound()((EMPTY, EMPTY), [EMPTY])
+    with pytest.raises(ValueError, match="quantize_col: outputs: got 1; allowed: 2"):
+        bound()((EMPTY,), [EMPTY])
+    with pytest.raises(TypeError, match="quantize_col: arrays: got a str; allowed: dense arrays"):
+        bound()((EMPTY,), [EMPTY, "q"])
     with pytest.raises(ValueError, match="CudaLaunch: name: got 'fold'; allowed: "):
-        cpp_bindings.CudaLaunch("fold", [], [], [])
+        cpp_bindings.CudaLaunch(EXCHANGE, 0, "fold", [], [], [])
     with pytest.raises(TypeError, match="quantize_col: dtype: got float16; allowed: uint8, int32"):
-        cpp_bindings.CudaLaunch("quantize_col", [((32, 32), "float16")], [((32, 32), "uint8")] * 2, [0, 0])
+        cpp_bindings.CudaLaunch(EXCHANGE, 0, "quantize_col", [((32, 32), "float16")], [((32, 32), "uint8")] * 2, [0, 0])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which null pointers would upset")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which addresses of the CPU would upset")
 def test_without_a_driver_the_module_imports_and_a_launch_says_what_cuda_says() -> None:
     with pytest.raises(RuntimeError, match=r"quantize_col: CUDA: .*\(cudaError\w+\)"):
-        bound()([0, 0, 0], 0, 0)
+        bound()((EMPTY,), [EMPTY, EMPTY])
 
 
 def test_why_an_op_has_no_cuda_kernel() -> None:

@@ -132,6 +132,27 @@ def test_one_graph_for_all_numbers_of_rows() -> None:
     assert counter.frame_count == 1
 
 
+def test_nothing_of_an_op_is_compiled_where_a_graph_breaks() -> None:
+    """Inside `try` the rest of the frame runs as it is, and what that calls is looked at frame by frame."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            torch._dynamo.graph_break()
+            return ops.quantize_row(x)
+        finally:
+            pass
+
+    x = rows(4, 64)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert all(
+                torch.equal(g, w) for g, w in zip(torch.compile(quantize, backend=counter)(x), quantize(x), strict=True)
+            )
+    assert counter.frame_count == 0
+
+
 def test_schemas_are_typed() -> None:
     assert str(torch.ops.mxep.row_map.default._schema) == (
         "mxep::row_map(Tensor counts, SymInt num_rows, SymInt num_local_experts, SymInt alignment=32, "
@@ -387,8 +408,7 @@ def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes(capability: Cal
 
     def sort_by(num_experts: int, forced: _device.Implementation | None = None) -> object:
         layouts = ((torch.Size([64]), torch.int32, torch.device("cuda", 0), (1,)),)
-        bind = _launch.bind.__wrapped__  # past the cache, which would keep what is patched here
-        return bind(ops.OPS["sort_by_expert"], layouts, forced, (("num_experts", num_experts),)).start
+        return _launch.decide(ops.OPS["sort_by_expert"], layouts, forced, num_experts=num_experts).start
 
     with (
         mock.patch.object(_launch, "_cuda", return_value="cuda"),
@@ -430,14 +450,14 @@ def test_what_a_kernel_needs_besides_its_outputs_is_let_go() -> None:
     op, x, ends = ops.OPS["quantize_both_fold"], rows(32, 64), ints(32)
     want = ops.quantize_both_fold(x, ends)
     types = tuple(_launch.array_type(t.shape, t.dtype) for t in (x, ends))
-    outputs = tuple(map(_launch._output, op.plan(*types, arch="sm_90").out))
-    assert len(outputs) == len(want) + 1
+    outputs = _launch.Outputs.of(op.plan(*types, arch="sm_90").out)
+    assert len(outputs.shapes) == len(want) + 1
 
     def start(inputs: list[Tensor], written: list[Tensor]) -> None:
         for out, value in zip(written[:-1], want, strict=True):
             out.copy_(value)
 
-    with mock.patch.object(_call, "bind", return_value=_launch.Bound("cpu", x.device, False, outputs, start)):
+    with mock.patch.object(_call, "bind", return_value=_launch.Bound("cpu", x.device, outputs, start)):
         got = ops.quantize_both_fold(x, ends)
     assert len(got) == len(want)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))

@@ -1,6 +1,6 @@
 """Triton's interpreter, through the torch frontend's launcher, on poisoned outputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,15 +10,15 @@ import torch
 from mxep.core_kernels import folded_gemm, grouped_gemm
 from mxep.core_kernels.launch import KernelOp
 from mxep.torch_frontend import _call, force_implementation
-from mxep.torch_frontend._launch import Output
+from mxep.torch_frontend._launch import Outputs
 
 from .arrays import poisoned, to_numpy, to_torch
 from .cpp import KERNEL_OPS, POISON
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
-    def allocate(outputs: Sequence[Output], device: torch.device) -> list[torch.Tensor]:
-        return [poisoned(output.shape, output.dtype, poison) for output in outputs]
+    def allocate(outputs: Outputs, device: torch.device) -> list[torch.Tensor]:
+        return [poisoned(s, d, poison) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True)]
 
     quiet = np.errstate(all="ignore")  # the interpreter is numpy, and overflow is among the cases
     with mock.patch.object(_call, "allocate", allocate), force_implementation("triton"), quiet:
