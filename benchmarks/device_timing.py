@@ -6,7 +6,7 @@ its neighbours before it.
 events    one launch between two CUDA events, caches cold: an op against a copy of as many bytes
 batches   N launches, then one wait, divided by N: the same clock for torch and for JAX, whose stream
           takes no events from outside; the one wait adds the same to both
-host      what a call costs before it returns, without waiting for the device; the quietest stretch of many
+host      what a call costs before it returns, without waiting for the device; the quietest of many stretches of calls
 """
 
 import gc
@@ -26,6 +26,7 @@ L2_NBYTES = 256 << 20  # several times an H200's L2
 BUSY_CYCLES = 1_000_000
 # JAX needs a tenth of a millisecond to start a first program on an idle device: a percent of a batch of this length.
 BATCH_US = 50_000
+MOST_CALLS = 200
 
 
 def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
@@ -71,28 +72,30 @@ def batches(
 def calls_in_a_batch(candidate: tuple[Callable[[], Any], Callable[[Any], object]]) -> int:
     """As many calls as take `BATCH_US`, at least 4."""
     (estimate,) = batches({"run": candidate}, calls=4, rounds=1).values()
-    return min(max(int(BATCH_US / estimate.us), 4), 200)
+    return min(max(int(BATCH_US / estimate.us), 4), MOST_CALLS)
 
 
 def host(candidates: Candidates, wait: Callable[[], object], stretches: int = 60, calls: int = 50) -> dict[str, Sample]:
-    """Host time of each call, of the stretch with the lowest median: what else the machine does makes a call slower,
-    never faster. Waits between stretches, so that no call finds the launch queue full."""
+    """Host time of each call, of the stretch of calls with the lowest median: what else the machine does makes a call
+    slower, never faster, and for longer than a candidate's stretches would take in a row. Waits between stretches, so
+    that no call finds the launch queue full."""
     times: dict[str, list[list[float]]] = {name: [] for name in candidates}
     gc.disable()
     try:
-        for _ in range(stretches + 1):
-            wait()
-            for name in candidates:
-                times[name].append([])
-            for _ in range(calls):
-                for name, run in candidates.items():
-                    start = time.perf_counter()
-                    run()
-                    times[name][-1].append(time.perf_counter() - start)
+        for round_ in range(stretches + 1):
+            for name, run in _in_turn(candidates, round_):
+                wait()
+                times[name].append([_seconds(run) for _ in range(calls)])
     finally:
         gc.enable()
         wait()
     return {name: summarize(min(found[1:], key=statistics.median)) for name, found in times.items()}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def peak_nbytes(run: Callable[[], object]) -> int | None:

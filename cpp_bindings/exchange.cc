@@ -24,11 +24,14 @@ void append(std::string& key, const auto* values, size_t count) {
 }  // namespace
 
 Exchange::Exchange(nb::handle type) {
-  nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
-  table_ = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-  if (!table_) nb::raise_python_error();
-  if (table_->version.major != nb::dlpack::major_version || !table_->read)
-    throw nb::type_error("Exchange: type: its table is of another DLPack version, or it cannot be read without a copy");
+  constexpr const char* kName = "dlpack_exchange_api";
+  const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
+  if (PyCapsule_IsValid(capsule.ptr(), kName))
+    table_ = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), kName));
+  if (!table_ || table_->version.major != nb::dlpack::major_version || !table_->read)
+    throw nb::type_error((std::string("Exchange: type: got ") + nb::repr(type).c_str() +
+                          "; allowed: arrays with the C functions of DLPack 1 (torch.Tensor from torch 2.11 on)")
+                             .c_str());
 }
 
 bool Exchange::read(nb::handle array, nb::dlpack::dltensor* out) const {

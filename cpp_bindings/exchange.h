@@ -40,7 +40,7 @@ class Exchange {
   void* cuda_stream(int device) const;
 
  private:
-  const ExchangeTable* table_;
+  const ExchangeTable* table_ = nullptr;
 };
 
 }  // namespace mxep

@@ -15,6 +15,7 @@ from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload
 
 _LIBRARY = torch.library.Library("mxep", "DEF")
+_is_grad_enabled, _any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 # Whole sets as integers, which Python compares in a fraction of the time that it takes to ask a set for its keys.
 _PLAIN = {
@@ -54,7 +55,7 @@ def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     overload = getattr(torch.ops.mxep, name).default
 
     def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if _is_grad_enabled() and _any_requires_grad(*args):
             return _NoGradient.apply(overload, keyset & _BELOW_AUTOGRAD, *args)
         if keyset.raw_repr() in _PLAIN:
             return run(*args)

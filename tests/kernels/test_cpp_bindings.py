@@ -69,3 +69,30 @@ def test_refusals_reach_jax():
         jax.jit(lambda i: call(x, i, attrs=np.array([], np.int64)))(np.int32([9]))
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT: permute_rows: attrs do not match"):
         jax.jit(lambda i: call(x, i, attrs=np.array([1], np.int64)))(np.int32([0]))
+
+
+EXCHANGE = cpp_bindings.Exchange(torch.Tensor)
+X = torch.zeros(4, 6)
+
+
+def test_arrays_that_are_laid_out_alike_have_the_same_layouts():
+    assert EXCHANGE.layouts((X, X)) == EXCHANGE.layouts((torch.ones(4, 6), torch.nn.Parameter(X)))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(X,), (X, X, X), (X, X[:3]), (X, X.view(6, 4)), (X, X.view(24)), (X, X.int()), (X, torch.zeros(6, 4).t())],
+    ids=["fewer", "more", "rows", "shape", "dims", "dtype", "strides"],
+)
+def test_arrays_that_differ_have_other_layouts(other):
+    assert EXCHANGE.layouts(other) not in (None, EXCHANGE.layouts((X, X)))
+
+
+@pytest.mark.parametrize("unknown", [X.to_sparse(), X.to("meta"), "x", None], ids=["sparse", "meta", "str", "None"])
+def test_what_dlpack_has_no_words_for_has_no_layouts(unknown):
+    assert EXCHANGE.layouts((X, unknown)) is None
+
+
+def test_a_type_without_c_functions():
+    with pytest.raises(TypeError, match="Exchange: type: got <class 'list'>; allowed: .* torch\.Tensor from"):
+        cpp_bindings.Exchange(list)
