@@ -94,5 +94,5 @@ def test_what_dlpack_has_no_words_for_has_no_layouts(unknown):
 
 
 def test_a_type_without_c_functions():
-    with pytest.raises(TypeError, match="Exchange: type: got <class 'list'>; allowed: .* torch\.Tensor from"):
+    with pytest.raises(TypeError, match=r"Exchange: type: got <class .list.>; allowed: .* from torch 2\.11 on"):
         cpp_bindings.Exchange(list)
