@@ -4,8 +4,9 @@ Every other round goes backwards: how fast the card runs follows what it did bef
 its neighbours before it.
 
 events    one launch between two CUDA events, caches cold: an op against a copy of as many bytes
-batches   N launches, then one wait, divided by N: the same clock for torch and for JAX, whose stream
-          takes no events from outside; the one wait adds the same to both
+programs  the same clock for torch and for JAX, whose stream takes no events from outside:
+ batches    N launches, then one wait, divided by N; the one wait adds the same to both
+ kernels    what CUPTI saw the kernels take, for programs that the device runs faster than a host starts them
 host      what a call costs before it returns, without waiting for the device; the quietest of many stretches of calls
 """
 
@@ -16,17 +17,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from .timing import Sample, summarize
 
 T = TypeVar("T")
 Candidates = Mapping[str, Callable[[], object]]
+Program = tuple[Callable[[], Any], Callable[[Any], object]]
+"""A call, and what waits for its result."""
+Programs = Mapping[str, Program]
 L2_NBYTES = 256 << 20  # several times an H200's L2
 # The device is busy for about half a millisecond while the host enqueues what is timed: no launch gap is measured.
 BUSY_CYCLES = 1_000_000
 # JAX needs a tenth of a millisecond to start a first program on an idle device: a percent of a batch of this length.
 BATCH_US = 50_000
-MOST_CALLS = 200
+# What a framework may take to start a program, and more on a busy host.
+SHORT_US = 250
 
 
 def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
@@ -50,13 +56,19 @@ def events(candidates: Candidates, rounds: int = 21) -> dict[str, Sample]:
     return {name: summarize(seconds[2:]) for name, seconds in times.items()}
 
 
-def batches(
-    candidates: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]], calls: int, rounds: int = 7
-) -> dict[str, Sample]:
-    """Time per call of `calls` calls in a row. A candidate is a call and what waits for its result.
+def programs(candidates: Programs) -> dict[str, Sample]:
+    """Device time of each candidate. The first one's length decides on the clock.
 
     Results are dropped as they come, so that one buffer after another is reused.
     """
+    (estimate,) = batches(dict([next(iter(candidates.items()))]), calls=4, rounds=1).values()
+    if estimate.us < SHORT_US and torch.cuda.is_available():
+        return kernels(candidates)
+    return batches(candidates, min(max(int(BATCH_US / estimate.us), 4), 200))
+
+
+def batches(candidates: Programs, calls: int, rounds: int = 7) -> dict[str, Sample]:
+    """Time per call of `calls` calls in a row."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(rounds + 1):
         for name, (run, wait) in _in_turn(candidates, round_):
@@ -69,10 +81,22 @@ def batches(
     return {name: summarize(seconds[1:]) for name, seconds in times.items()}
 
 
-def calls_in_a_batch(candidate: tuple[Callable[[], Any], Callable[[Any], object]]) -> int:
-    """As many calls as take `BATCH_US`, at least 4."""
-    (estimate,) = batches({"run": candidate}, calls=4, rounds=1).values()
-    return min(max(int(BATCH_US / estimate.us), 4), MOST_CALLS)
+def kernels(candidates: Programs, calls: int = 50, rounds: int = 7) -> dict[str, Sample]:
+    """Time per call that kernels, copies and fills run, of whatever framework, without the gaps between them. Raises
+    RuntimeError if nothing ran that CUPTI sees."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_ in range(rounds + 1):
+        for name, (run, wait) in _in_turn(candidates, round_):
+            wait(run())
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                for _ in range(calls - 1):
+                    run()
+                wait(run())
+            us = sum(event.device_time for event in seen.events() or () if event.device_type.name == "CUDA")
+            if not us:
+                raise RuntimeError(f"kernels: {name}: the profiler saw nothing run on a GPU")
+            times[name].append(us / 1e6 / calls)
+    return {name: summarize(seconds[1:]) for name, seconds in times.items()}
 
 
 def host(candidates: Candidates, wait: Callable[[], object], stretches: int = 60, calls: int = 50) -> dict[str, Sample]:

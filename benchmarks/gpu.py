@@ -1,7 +1,7 @@
 """The kernels on one GPU, from torch and from JAX, against a device copy of as many bytes and against compilers.
 
     gpu_cases.py --torch--> outputs --the CPU's bytes, on a few rows?--> events:  run | copy | torch.compile
-                  '--JAX--> outputs --torch's bytes, all of them?------> batches: JAX | torch | copy | jax.jit
+                  '--JAX--> outputs --torch's bytes, all of them?------> programs: JAX | torch | copy | jax.jit
     product_cases.py ------> gpu_products.py, the grouped products
 
 Both frameworks read the same arrays (DLPack). A case or a peer that fails is printed and ends the run with an error
@@ -24,8 +24,6 @@ from .gpu_cases import FAMILIES, Case, Tensors, cases
 from .results import Line
 from .shapes import H200_LAYER, H200_PRODUCTS, TINY_LAYER, Layer, Products
 from .timing import Sample
-
-STARTED_AT_ONCE = 8
 
 
 def ops_of(case: Case) -> tuple[str, ...]:
@@ -139,72 +137,33 @@ def torch_lines(case: Case, device: str, each: Each, failures: list[str]) -> Ite
         yield _line(case, "torch", nbytes, ours, name, theirs, copy, peak, uses, differ)
 
 
-Timed = tuple[Callable[[], Any], Callable[[Any], object]]
-
-
-def _started(
-    case: Case, peer: Callable[..., Any] | None, sets: Sequence[Tensors], nbytes: int, device: str
-) -> dict[str, Timed]:
-    """What runs the case on each set of inputs: JAX, torch and JAX's peer, each in one start, and as many copies."""
-    arrays = [tuple(map(jax.dlpack.from_dlpack, inputs)) for inputs in sets]
-
-    def compiled(program: Callable[..., Any]) -> Timed:
-        on_each = jax.jit(lambda arrays: [program(*of_one) for of_one in arrays])
-        return partial(on_each.lower(arrays).compile(), arrays), jax.block_until_ready
-
-    def run() -> object:
-        return [case.program(torch_call, *inputs) for inputs in sets]
-
-    def copies() -> None:
-        for _ in sets:
-            copy()
-
-    copy, wait = copy_of(nbytes, device), torch_wait(device)
-    # One call after the other would take the host longer than the device.
-    start = _graph_of(run).replay if len(sets) > 1 and device == "cuda" else run
-    peers = {"jax_jit": compiled(peer)} if peer else {}
-    ours = compiled(partial(case.program, jax_call))
-    return {"run": ours, "torch_frontend": (start, wait), "copy": (copies, wait), **peers}
-
-
-def _graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def _jax_samples(case: Case, peer: Callable[..., Any] | None, nbytes: int, device: str) -> dict[str, Sample]:
-    """Time of one program. What takes the device less time than a framework takes to start it is started several times
-    at once, on inputs of its own."""
-    sets = [case.inputs]
-    candidates = _started(case, peer, sets, nbytes, device)
-    calls = device_timing.calls_in_a_batch(candidates["run"])
-    if calls == device_timing.MOST_CALLS:
-        sets = [case.inputs, *(tuple(x.clone() for x in case.inputs) for _ in range(STARTED_AT_ONCE - 1))]
-        candidates = _started(case, peer, sets, nbytes, device)
-        calls = device_timing.calls_in_a_batch(candidates["run"])
-    samples = device_timing.batches(candidates, calls)
-    return {name: sample._replace(us=round(sample.us / len(sets), 2)) for name, sample in samples.items()}
-
-
 def jax_lines(case: Case, device: str, failures: list[str]) -> Iterator[Line]:
+    run = partial(case.program, torch_call, *case.inputs)
     arrays = tuple(map(jax.dlpack.from_dlpack, case.inputs))
     compiled = jax.jit(partial(case.program, jax_call)).lower(*arrays).compile()
-    outputs = case.program(torch_call, *case.inputs)
-    require_same(case, "torch's, from JAX", tuple(map(torch.from_dlpack, compiled(*arrays))), outputs)
+    outputs = run()
+    theirs = tuple(map(torch.from_dlpack, compiled(*arrays)))
+    require_same(case, "torch's, from JAX", theirs, outputs)
+    del theirs
     nbytes = case.nbytes(outputs)
-    peer, differ = None, {}
+    copy, wait = copy_of(nbytes, device), torch_wait(device)
+    candidates: dict[str, device_timing.Program] = {
+        "run": (partial(compiled, *arrays), jax.block_until_ready),
+        "torch_frontend": (run, wait),
+        "copy": (copy, wait),
+    }
+    differ: dict[str, int] = {}
     if case.formula and hasattr(formulas_jax, case.formula):
         try:
-            formula = getattr(formulas_jax, case.formula)
-            pairs = zip(jax.jit(formula)(*arrays), outputs, strict=True)
-            differ["jax_jit"] = sum(differing(torch.from_dlpack(a), b) for a, b in pairs)
-            peer = formula
+            peer = jax.jit(getattr(formulas_jax, case.formula)).lower(*arrays).compile()
+            differ["jax_jit"] = sum(
+                differing(torch.from_dlpack(a), b) for a, b in zip(peer(*arrays), outputs, strict=True)
+            )
+            candidates["jax_jit"] = partial(peer, *arrays), jax.block_until_ready
         except Exception:
             failed(f"{case.name}: peer jax_jit", failures)
     del outputs
-    samples = _jax_samples(case, peer, nbytes, device)
+    samples = device_timing.programs(candidates)
     memory = compiled.memory_analysis()
     peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
     uses = jax_frontend.capabilities()[ops_of(case)[0]].uses

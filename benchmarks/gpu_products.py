@@ -1,7 +1,7 @@
 """The grouped products on one GPU, from torch and from JAX, against torch's own, cuBLAS's dense ones and XLA's.
 
     product_cases.py --torch--> outputs --product_checks.py: fp64--> events:  run | peers | dense products | copy
-                      '--JAX--> outputs --the same, torch's bytes--> batches: JAX | torch | dense FP8 | ragged_dot
+                      '--JAX--> outputs --the same, torch's bytes--> programs: JAX | torch | dense FP8 | ragged_dot
 
 Rates are compared inside one round: the card works at its power limit and its clock follows what it multiplies.
 """
@@ -138,7 +138,7 @@ def jax_lines(case: ProductCase, device: str, failures: list[str]) -> Iterator[L
     del theirs
 
     wait = torch_wait(device)
-    candidates: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    candidates: dict[str, device_timing.Program] = {
         "run": (partial(compiled, *arguments), jax.block_until_ready),
         "torch_frontend": (case.run, wait),
     }
@@ -153,7 +153,7 @@ def jax_lines(case: ProductCase, device: str, failures: list[str]) -> Iterator[L
         except Exception:
             failed(f"{case.name}: peer {name}", failures)
     del ours
-    samples = device_timing.batches(candidates, device_timing.calls_in_a_batch(candidates["run"]))
+    samples = device_timing.programs(candidates)
     memory: Any = getattr(compiled, "memory_analysis", lambda: None)()
     peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
     shown = [name for name in samples if name == "torch_frontend" or name in case.jax_peers]

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -33,19 +32,6 @@ def rehearsed(gpu: Any, *only: str) -> list[Any]:
     named = only or (*(name for family in gpu_cases.FAMILIES for name in family), "host_overhead")
     each = partial(timing.interleaved, rounds=1)
     return list(gpu.lines(named, shapes.TINY_LAYER, shapes.TINY_PRODUCTS, "cpu", each))
-
-
-def test_short_programs_are_started_several_at_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import device_timing
-
-    monkeypatch.setattr(device_timing, "MOST_CALLS", 4)
-    started = mock.Mock(side_effect=gpu._started)
-    monkeypatch.setattr(gpu, "_started", started)
-    lines = [line for line in rehearsed(gpu, "routing") if line.frontend == "jax"]
-    assert [line.peer for line in lines] == ["torch_frontend"]
-    one, many = (call.args[2] for call in started.call_args_list)
-    assert (len(one), len(many)) == (1, gpu.STARTED_AT_ONCE)
-    assert len({x.data_ptr() for (x,) in many}) == len(many), "equal inputs would be one program to XLA"
 
 
 def test_every_op_is_checked_compared_and_reported(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

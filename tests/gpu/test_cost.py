@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import pytest
 import torch
 from mxep.torch_frontend import ops
@@ -30,6 +31,20 @@ def test_xla_sets_nothing_aside_for_an_op(name: str) -> None:
     inputs = case.inputs(m=4096)
     compiled = case.jitted(4096).lower(*map(to_numpy, inputs)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1024 + case.scratch(inputs)
+
+
+def test_the_profiler_sees_the_kernels_of_both_frameworks() -> None:
+    case = CASES["quantize_row"]
+    inputs = case.inputs(m=4096)
+    arrays = tuple(map(to_numpy, inputs))
+    programs = {
+        "torch": (lambda: case.torch(*inputs, m=4096), lambda _: torch.cuda.synchronize()),
+        "jax": (lambda: case.jitted(4096)(*arrays), jax.block_until_ready),
+    }
+    samples = device_timing.kernels(programs, calls=3, rounds=1)
+    assert all(sample.us > 0 for sample in samples.values()), samples
+    with pytest.raises(RuntimeError, match="kernels: nothing: the profiler saw nothing run on a GPU"):
+        device_timing.kernels({"nothing": (lambda: None, lambda _: None)}, calls=3)
 
 
 @pytest.fixture(scope="module")
