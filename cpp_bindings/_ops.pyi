@@ -52,7 +52,7 @@ class CudaLaunch:
         outputs: Sequence[tuple[Sequence[int], str]],
         attrs: Sequence[int],
     ) -> None: ...
-    def __call__(self, inputs: tuple[Any, ...], outputs: list[Any]) -> None:
+    def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         """Launch on the stream that the arrays' framework works on. They are dense, of the types bound here, on that
         device, and start at multiples of 16 bytes: of all this nothing is looked at again.
 

@@ -74,7 +74,7 @@ class CudaLaunch {
   }
   CudaLaunch(const CudaLaunch&) = delete;  // arrays_ points into types_
 
-  void operator()(const nb::tuple& inputs, const nb::list& outputs) const {
+  void operator()(const nb::tuple& inputs, const nb::tuple& outputs) const {
     require_count(op_, "inputs", inputs.size(), num_inputs_);
     require_count(op_, "outputs", outputs.size(), arrays_.size() - num_inputs_);
     // A copy, because threads may launch at the same time.

@@ -100,11 +100,12 @@ def require_tensor(op: str, argument: str, value: object) -> None:
         fail(TypeError, op, argument, f"a {type(value).__name__}", "allowed: a torch.Tensor")
 
 
-def allocate(outputs: Outputs, device: torch.device) -> list[Tensor]:
-    """Fresh outputs; on a GPU the current one, by the call that torch.compile's programs make: no dispatcher."""
-    if device.type == "cuda":
-        return list(map(_empty_strided_cuda, *outputs))
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in zip(*outputs, strict=True)]
+def allocate(outputs: Outputs, index: int | None) -> tuple[Tensor, ...]:
+    """Fresh outputs on a CPU (None) or on the current GPU, by the call that torch.compile's programs make: no
+    dispatcher."""
+    if index is not None:
+        return tuple(map(_empty_strided_cuda, *outputs))
+    return tuple(torch.empty(shape, dtype=dtype, device="cpu") for shape, _, dtype in zip(*outputs, strict=True))
 
 
 def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
@@ -119,18 +120,17 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
 
 def run(op: KernelOp, tensors: tuple[Tensor, ...], names: tuple[str, ...], values: tuple) -> tuple[Tensor, ...]:
     """`call` with `names[i]=values[i]` for as many values as there are: what an op of `torch.ops.mxep` is made of."""
-    arch, device, out, start = bind(op, tensors, forced(), names, values)
-    on_gpu = device.type == "cuda"
-    if on_gpu and device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):  # where outputs are allocated and Triton launches
+    arch, index, out, start = bind(op, tensors, forced(), names, values)
+    if index is not None and index != torch._C._cuda_getDevice():
+        with torch.cuda.device(index):  # where outputs are allocated and Triton launches
             return run(op, tensors, names, values)
-    if _debug or not on_gpu:
+    if _debug or index is None:
         _check_values(op, tensors, dict(zip(names, values, strict=False)), arch)
     if start is None:
         return COMPOSED[op](*plain(tensors), **dict(zip(names, values, strict=False)))
-    outputs = allocate(out, device)
+    outputs = allocate(out, index)
     start(tensors, outputs)
-    return tuple(outputs[: len(op.outputs)])
+    return outputs[: len(op.outputs)]
 
 
 COMPOSED = {both_fold.quantize_both_fold: partial(both_fold.composed, call)}

@@ -20,7 +20,7 @@ from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
 from ._device import Implementation, choose, without_cuda
 
-Start = Callable[[tuple[Tensor, ...], list[Tensor]], Any]
+Start = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Any]
 Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 """shape, dtype, device, strides."""
 
@@ -45,10 +45,11 @@ class Outputs(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """arch: what was planned for. start: runs the op on inputs and outputs; None where others are composed."""
+    """arch: what was planned for. index: the GPU's; None on a CPU. start: runs the op on inputs and outputs; None where
+    others are composed."""
 
     arch: str
-    device: torch.device
+    index: int | None
     outputs: Outputs
     start: Start | None
 
@@ -71,7 +72,7 @@ def bind(
     bound = _known.get(key)
     if bound is None:
         bound = decide(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
-        if bound.device.type == "cuda":
+        if bound.index is not None:
             _check_aligned(op, tensors)
         if layouts is not None:
             if len(_known) >= _MOST_KNOWN:
@@ -89,6 +90,7 @@ def decide(op: KernelOp, layouts: Sequence[Layout], forced: Implementation | Non
     check_devices(op, [device for _, _, device, _ in layouts])
     _check_dense(op, layouts)
     device = layouts[0][2]
+    index = device.index if device.type == "cuda" else None
     implementation, arch = choose(op, device, forced)
     inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in layouts)
     launch = op.plan(*inputs, arch=arch, **options)
@@ -97,7 +99,7 @@ def decide(op: KernelOp, layouts: Sequence[Layout], forced: Implementation | Non
             fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
         implementation = without_cuda(op)
     if implementation == "parts":
-        return Bound(arch, device, Outputs.of(()), None)
+        return Bound(arch, index, Outputs.of(()), None)
     if implementation == "cpp":
         start = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, launch)
     elif not all(launch.grid):
@@ -105,8 +107,8 @@ def decide(op: KernelOp, layouts: Sequence[Layout], forced: Implementation | Non
     elif implementation == "cuda":
         start = _cuda(op, launch, inputs, device.index)
     else:
-        start = _triton(op, launch, device.index) if device.type == "cuda" else _interpreter(op, launch)
-    return Bound(arch, device, Outputs.of(launch.out), start)
+        start = _interpreter(op, launch) if index is None else _triton(op, launch, index)
+    return Bound(arch, index, Outputs.of(launch.out), start)
 
 
 def check_devices(op: KernelOp, devices: Sequence[torch.device]) -> None:
@@ -187,7 +189,7 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
     current_stream = torch._C._cuda_getCurrentRawStream
     compiled, constexprs = None, []
 
-    def start(inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> None:
+    def start(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         nonlocal compiled, constexprs
         if compiled is None:
             args = (*plain(inputs), *scalars, *outputs)

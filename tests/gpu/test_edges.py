@@ -21,11 +21,11 @@ def test_torch_and_jax_give_the_same_bytes_for_few_rows(name: str, m: int) -> No
 def poisoned(byte: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
     """What `run` leaves in outputs that held `byte` before; 0xFF is NaN in every float and -1 in int32."""
 
-    def allocate(outputs: Outputs, device: torch.device) -> list[torch.Tensor]:
-        filled = [torch.empty(s, dtype=d, device=device) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True)]
+    def allocate(outputs: Outputs, index: int) -> tuple[torch.Tensor, ...]:
+        filled = [torch.empty(s, dtype=d, device=index) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True)]
         for out in filled:
             out.view(-1).view(torch.uint8).fill_(byte)
-        return filled
+        return tuple(filled)
 
     with mock.patch.object(_call, "allocate", allocate):
         return run()

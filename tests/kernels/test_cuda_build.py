@@ -147,11 +147,11 @@ def bound() -> cpp_bindings.CudaLaunch:
 
 def test_a_bound_launch_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="quantize_col: inputs: got 2; allowed: 1"):
-        bound()((EMPTY, EMPTY), [EMPTY])
+        bound()((EMPTY, EMPTY), (EMPTY,))
     with pytest.raises(ValueError, match="quantize_col: outputs: got 1; allowed: 2"):
-        bound()((EMPTY,), [EMPTY])
+        bound()((EMPTY,), (EMPTY,))
     with pytest.raises(TypeError, match="quantize_col: arrays: got a str; allowed: dense arrays"):
-        bound()((EMPTY,), [EMPTY, "q"])
+        bound()((EMPTY,), (EMPTY, "q"))
     with pytest.raises(ValueError, match="CudaLaunch: name: got 'fold'; allowed: "):
         cpp_bindings.CudaLaunch(EXCHANGE, 0, "fold", [], [], [])
     with pytest.raises(TypeError, match="quantize_col: dtype: got float16; allowed: uint8, int32"):
@@ -161,7 +161,7 @@ def test_a_bound_launch_refuses_what_does_not_fit() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which addresses of the CPU would upset")
 def test_without_a_driver_the_module_imports_and_a_launch_says_what_cuda_says() -> None:
     with pytest.raises(RuntimeError, match=r"CUDA(.|\n)*cudaError\w+"):
-        bound()((EMPTY,), [EMPTY, EMPTY])
+        bound()((EMPTY,), (EMPTY, EMPTY))
 
 
 def test_why_an_op_has_no_cuda_kernel() -> None:

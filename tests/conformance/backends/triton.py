@@ -17,8 +17,8 @@ from .cpp import KERNEL_OPS, POISON
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
-    def allocate(outputs: Outputs, device: torch.device) -> list[torch.Tensor]:
-        return [poisoned(s, d, poison) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True)]
+    def allocate(outputs: Outputs, index: None) -> tuple[torch.Tensor, ...]:
+        return tuple(poisoned(s, d, poison) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True))
 
     quiet = np.errstate(all="ignore")  # the interpreter is numpy, and overflow is among the cases
     with mock.patch.object(_call, "allocate", allocate), force_implementation("triton"), quiet:
