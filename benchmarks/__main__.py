@@ -5,6 +5,7 @@ cases --check, interleaved timing--> Line --> the terminal, with the bar that it
 """
 
 import argparse
+import os
 import re
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +39,7 @@ def main() -> None:
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"section: got {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
 
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes what torch needs beside it
     gpu = results.gpu_name()
     here = "gpu" if gpu else "cpu"
     for section in args.sections or [name for name, on in SECTIONS.items() if on == here]:
