@@ -1,7 +1,8 @@
 """Time on the GPU and on the host that feeds it; every candidate runs once per round (see timing.py).
 
-Every other round goes backwards: how fast the card runs follows what it did before, and each candidate has had both of
-its neighbours before it.
+Every other round goes backwards: how fast the card runs follows what it did before. A sample is the mean of a round
+forth and one back, in which a candidate had both of its neighbours before it: without that, the samples of one at the
+card's power limit are of two kinds, up to 10% apart, and their median is of either.
 
 events    one launch between two CUDA events, caches cold: an op against a copy of as many bytes
 programs  the same clock for torch and for JAX, whose stream takes no events from outside:
@@ -39,11 +40,17 @@ def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
     return list(candidates.items())[:: -1 if round_ % 2 else 1]
 
 
-def events(candidates: Candidates, rounds: int = 21) -> dict[str, Sample]:
+def _there_and_back(times: Mapping[str, list[float]]) -> dict[str, Sample]:
+    """Of seconds round by round, an even number of them."""
+    both = {name: zip(seconds[::2], seconds[1::2], strict=True) for name, seconds in times.items()}
+    return {name: summarize([(a + b) / 2 for a, b in pairs]) for name, pairs in both.items()}
+
+
+def events(candidates: Candidates, samples: int = 15) -> dict[str, Sample]:
     """Device time of each candidate; two rounds that warm up are not counted."""
     evict = torch.ones(L2_NBYTES // 4, dtype=torch.int32, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_ in range(rounds + 2):
+    for round_ in range(2 + 2 * samples):
         for name, run in _in_turn(candidates, round_):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             evict.max()  # reading leaves clean lines: nothing of this is written back while the candidate runs
@@ -53,7 +60,7 @@ def events(candidates: Candidates, rounds: int = 21) -> dict[str, Sample]:
             end.record()
             end.synchronize()
             times[name].append(start.elapsed_time(end) / 1e3)
-    return {name: summarize(seconds[2:]) for name, seconds in times.items()}
+    return _there_and_back({name: seconds[2:] for name, seconds in times.items()})
 
 
 def programs(candidates: Programs) -> dict[str, Sample]:
@@ -61,16 +68,16 @@ def programs(candidates: Programs) -> dict[str, Sample]:
 
     Results are dropped as they come, so that one buffer after another is reused.
     """
-    (estimate,) = batches(dict([next(iter(candidates.items()))]), calls=4, rounds=1).values()
+    (estimate,) = batches(dict([next(iter(candidates.items()))]), calls=4, samples=1).values()
     if estimate.us < SHORT_US and torch.cuda.is_available():
         return kernels(candidates)
     return batches(candidates, min(max(int(BATCH_US / estimate.us), 4), 200))
 
 
-def batches(candidates: Programs, calls: int, rounds: int = 7) -> dict[str, Sample]:
-    """Time per call of `calls` calls in a row."""
+def batches(candidates: Programs, calls: int, samples: int = 4) -> dict[str, Sample]:
+    """Time per call of `calls` calls in a row; the first round warms up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_ in range(rounds + 1):
+    for round_ in range(1 + 2 * samples):
         for name, (run, wait) in _in_turn(candidates, round_):
             wait(run())
             start = time.perf_counter()
@@ -78,14 +85,14 @@ def batches(candidates: Programs, calls: int, rounds: int = 7) -> dict[str, Samp
                 run()
             wait(run())
             times[name].append((time.perf_counter() - start) / calls)
-    return {name: summarize(seconds[1:]) for name, seconds in times.items()}
+    return _there_and_back({name: seconds[1:] for name, seconds in times.items()})
 
 
-def kernels(candidates: Programs, calls: int = 50, rounds: int = 7) -> dict[str, Sample]:
+def kernels(candidates: Programs, calls: int = 50, samples: int = 4) -> dict[str, Sample]:
     """Time per call that kernels, copies and fills run, of whatever framework, without the gaps between them. Raises
     RuntimeError if nothing ran that CUPTI sees."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for round_ in range(rounds + 1):
+    for round_ in range(1 + 2 * samples):
         for name, (run, wait) in _in_turn(candidates, round_):
             wait(run())
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -96,7 +103,7 @@ def kernels(candidates: Programs, calls: int = 50, rounds: int = 7) -> dict[str,
             if not us:
                 raise RuntimeError(f"kernels: {name}: the profiler saw nothing run on a GPU")
             times[name].append(us / 1e6 / calls)
-    return {name: summarize(seconds[1:]) for name, seconds in times.items()}
+    return _there_and_back({name: seconds[1:] for name, seconds in times.items()})
 
 
 def host(candidates: Candidates, wait: Callable[[], object], stretches: int = 60, calls: int = 50) -> dict[str, Sample]:

@@ -19,7 +19,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     # The formulas as they stand: compiling them for a CPU takes minutes and is not what runs on a GPU.
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, rounds=1))
+    monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, samples=1))
     monkeypatch.setattr(device_timing, "BATCH_US", 1)
     monkeypatch.setattr(device_timing, "host", partial(device_timing.host, stretches=1, calls=1))
     return gpu

@@ -55,7 +55,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     from benchmarks import device_timing, gpu, gpu_products, shapes, timing
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
-    monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, rounds=1))
+    monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, samples=1))
     monkeypatch.setattr(device_timing, "BATCH_US", 1)
 
     def rehearsed(*only: str, products: Any = shapes.TINY_PRODUCTS, each: Any = None) -> list[Any]:
@@ -267,8 +267,16 @@ def test_a_round_goes_forth_and_the_next_back(bench: Any) -> None:
     from benchmarks import device_timing
 
     order: list[str] = []
-    device_timing.batches({n: (partial(order.append, n), lambda _: None) for n in "abc"}, calls=1, rounds=1)
-    assert order == ["a", "a", "b", "b", "c", "c", "c", "c", "b", "b", "a", "a"]
+    device_timing.batches({n: (partial(order.append, n), lambda _: None) for n in "abc"}, calls=1, samples=1)
+    assert "".join(order[::2]) == "abc" + "cba" + "abc"
+
+
+def test_a_sample_is_of_a_round_forth_and_one_back(bench: Any) -> None:
+    """Where every other round takes longer, all samples are alike."""
+    from benchmarks import device_timing
+
+    found = device_timing._there_and_back({"slow on the way back": [1.0, 1.2, 1.0, 1.2, 1.0, 1.2]})
+    assert {(s.us, s.spread, s.n) for s in found.values()} == {(1.1e6, 0.0, 3)}
 
 
 def test_group_ends(bench: Any) -> None:

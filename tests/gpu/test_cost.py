@@ -41,7 +41,7 @@ def test_the_profiler_sees_the_kernels_of_both_frameworks() -> None:
         "torch": (lambda: case.torch(*inputs, m=4096), lambda _: torch.cuda.synchronize()),
         "jax": (lambda: case.jitted(4096)(*arrays), jax.block_until_ready),
     }
-    samples = device_timing.kernels(programs, calls=3, rounds=1)
+    samples = device_timing.kernels(programs, calls=3, samples=1)
     assert all(sample.us > 0 for sample in samples.values()), samples
     with pytest.raises(RuntimeError, match="kernels: nothing: the profiler saw nothing run on a GPU"):
         device_timing.kernels({"nothing": (lambda: None, lambda _: None)}, calls=3)
