@@ -50,15 +50,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= 227 * 1024);
 
-// Where a role is in the ring of stages.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 // Boxes of the rows from `row` on, at `k` of the dim that is summed over; `shared`: half of them, for both CTAs.
 template <bool kColumns, int kBoxes>
 __device__ __forceinline__ void fetch(uint8_t (&to)[kBoxes][kBoxBytes], const CUtensorMap* map, uint64_t* full, int row,
@@ -87,7 +78,7 @@ template <bool kAlongK, bool kColumns>
 __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
   Schedule<kAlongK, kM, kN> schedule(p, s.shares);
   TileQueue tiles(s.tiles);
-  Ring ring;
+  Ring<kStages> ring;
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
     for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
@@ -100,8 +91,7 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
     }
   }
   tiles.put({});  // no more
-  // The other CTA's consumers still arrive on this CTA's barriers.
-  for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+  ring.drain(s.empty);
 }
 
 // Tokens first..last - 1 of a stage stay, the others are other groups'. Of both operands: NaN * 0 is NaN.
@@ -130,7 +120,7 @@ __device__ void consume(const Problem& p, Shared& s) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
   TileQueue tiles(s.tiles);
-  Ring ring;
+  Ring<kStages> ring;
   for (Tile tile; tiles.next(&tile);) {
     float sum[128] = {};
     int before = -1;  // the stage that the tensor core may still be reading

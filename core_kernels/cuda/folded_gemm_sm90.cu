@@ -66,22 +66,13 @@ static_assert(sizeof(SharedWithBias) <= 227 * 1024);
 template <bool kBias>
 using SharedOf = std::conditional_t<kBias, SharedWithBias, Shared>;
 
-// Where a role is in the ring of stages.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 template <bool kAlongK>
 __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
   constexpr uint16_t kBoth = 3;
   const uint32_t rank = cluster_rank();
   const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
   FoldedSchedule<kAlongK> schedule(p, s.shares);
-  Ring ring;
+  Ring<kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
@@ -103,8 +94,7 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
     }
   }
   tiles.put({});  // no more
-  // The other CTA's consumers still arrive on this CTA's barriers.
-  for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+  ring.drain(s.empty);
 }
 
 // Clears what a tile's last stage has of the next group's tokens, from `tokens` on: a warp for every part of its rows.
@@ -157,7 +147,7 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
   const uint32_t first_a = descriptor(at.of(s.a) + group * kWarpgroup * kTileK), first_b = descriptor(at.of(s.b));
   uint32_t a = first_a, b = first_b;
   uint32_t is_full = 0;
-  Ring ring;
+  Ring<kStages> ring;
   int odd = 0;
   for (Tile tile; tiles.next(&tile); odd ^= 1) {
     // Fetched now and used after the products. A scale has no say where there is nothing to scale.

@@ -106,6 +106,22 @@ __device__ __forceinline__ void barrier_wait_unless(uint32_t over, Address barri
       : "memory");
 }
 
+// Where a role is in a ring of stages. Whoever fills one waits for `empty` with the other parity: all are, at first.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+
+  // Until every stage is empty: before that, consumers of the other CTA still arrive on this CTA's barriers.
+  __device__ void drain(uint64_t (&empty)[kStages]) {
+    for (int i = 0; i < kStages; ++i, advance()) barrier_wait(&empty[stage], parity ^ 1);
+  }
+};
+
 // ---- TMA
 
 __device__ __forceinline__ void prefetch(const CUtensorMap* map) {
