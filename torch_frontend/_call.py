@@ -118,16 +118,18 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
     return run(op, tensors, tuple(options), tuple(options.values()))
 
 
-def run(op: KernelOp, tensors: tuple[Tensor, ...], names: tuple[str, ...], values: tuple) -> tuple[Tensor, ...]:
+def run(
+    op: KernelOp, tensors: tuple[Tensor, ...], names: tuple[str, ...], values: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
     """`call` with `names[i]=values[i]` for as many values as there are: what an op of `torch.ops.mxep` is made of."""
-    arch, index, out, start = bind(op, tensors, forced(), names, values)
+    arch, index, options, out, start = bind(op, tensors, forced(), names, values)
     if index is not None and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):  # where outputs are allocated and Triton launches
             return run(op, tensors, names, values)
     if _debug or index is None:
-        _check_values(op, tensors, dict(zip(names, values, strict=False)), arch)
+        _check_values(op, tensors, options, arch)
     if start is None:
-        return COMPOSED[op](*plain(tensors), **dict(zip(names, values, strict=False)))
+        return COMPOSED[op](*plain(tensors), **options)
     outputs = allocate(out, index)
     start(tensors, outputs)
     return outputs[: len(op.outputs)]

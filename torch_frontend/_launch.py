@@ -45,11 +45,12 @@ class Outputs(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """arch: what was planned for. index: the GPU's; None on a CPU. start: runs the op on inputs and outputs; None where
-    others are composed."""
+    """arch: what was planned for, with these options. index: the GPU's; None on a CPU. start: runs the op on inputs and
+    outputs; None where others are composed."""
 
     arch: str
     index: int | None
+    options: dict[str, Any]
     outputs: Outputs
     start: Start | None
 
@@ -99,7 +100,7 @@ def decide(op: KernelOp, layouts: Sequence[Layout], forced: Implementation | Non
             fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
         implementation = without_cuda(op)
     if implementation == "parts":
-        return Bound(arch, index, Outputs.of(()), None)
+        return Bound(arch, index, options, Outputs.of(()), None)
     if implementation == "cpp":
         start = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, launch)
     elif not all(launch.grid):
@@ -108,7 +109,7 @@ def decide(op: KernelOp, layouts: Sequence[Layout], forced: Implementation | Non
         start = _cuda(op, launch, inputs, device.index)
     else:
         start = _interpreter(op, launch) if index is None else _triton(op, launch, index)
-    return Bound(arch, index, Outputs.of(launch.out), start)
+    return Bound(arch, index, options, Outputs.of(launch.out), start)
 
 
 def check_devices(op: KernelOp, devices: Sequence[torch.device]) -> None:
