@@ -36,7 +36,7 @@ from .mx_tensor import MXTensor
 from .parallel import MXFP8ExpertParallel
 from .permute import gather_rows, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
 from .swiglu import swiglu
-from .weights import keep_quantized_weights
+from .weights import QuantizedWeights, quantize_weights
 
 ScaleCalculationMode = Rounding
 
@@ -47,6 +47,7 @@ __all__ = [
     "MXTensor",
     "MoE",
     "MoEStats",
+    "QuantizedWeights",
     "Recipe",
     "Rounding",
     "ScaleCalculationMode",
@@ -61,10 +62,10 @@ __all__ = [
     "fp8_rowwise_grouped_mm",
     "gather_rows",
     "grouped_swiglu_ffn",
-    "keep_quantized_weights",
     "mxfp8_grouped_mm",
     "ops",
     "permute_mxfp8_fwd_hp_bwd",
+    "quantize_weights",
     "spread_rows",
     "swiglu",
     "to_mxfp8_a2a_dequant",

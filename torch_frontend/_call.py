@@ -7,8 +7,8 @@ KernelOp + tensors + options
    '-- start: C++ on a CPU   |   CUDA C++ or Triton on the GPU's current stream   |   or other ops, composed
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,11 @@ from torch._C._dynamo.guards import _empty_strided_cuda  # pyright: ignore[repor
 from ..core_kernels import both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
-from ._device import forced
+from . import _settings
 from ._launch import Outputs, bind, plain
 
-# Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
-_debug = False
+FLOATS = (torch.bfloat16, torch.float32)
+"""What is quantized, and what the products give."""
 
 TOKENS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, BLOCK)),
@@ -34,23 +34,18 @@ TOKENS: dict[str, tuple[int, int]] = {
 since scales do not cross groups. Others: (0, 1)."""
 
 
-@contextmanager
-def debug_checks() -> Iterator[None]:
+def debug_checks() -> AbstractContextManager[None]:
     """Within the block check the values of group ends, counts, row maps and slots on CUDA too, with a host sync each.
 
-    On a CPU they are always checked. The setting is process-wide.
+    On a CPU they are always checked. The setting is this thread's, or this asyncio task's; a backward runs in that of
+    its forward.
     """
-    global _debug
-    before, _debug = _debug, True
-    try:
-        yield
-    finally:
-        _debug = before
+    return _settings.debug.within(True)
 
 
 def checks_values(device: torch.device) -> bool:
     """Whether data-dependent contracts are checked for tensors of this device."""
-    return _debug or device.type == "cpu"
+    return _settings.debug.value or device.type == "cpu"
 
 
 def check_ends(op: str, argument: str, group_ends: Tensor, rows: int, multiple: int = 1, remedy: str = "") -> None:
@@ -122,11 +117,11 @@ def run(
     op: KernelOp, tensors: tuple[Tensor, ...], names: tuple[str, ...], values: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """`call` with `names[i]=values[i]` for as many values as there are: what an op of `torch.ops.mxep` is made of."""
-    arch, index, options, out, start = bind(op, tensors, forced(), names, values)
+    arch, index, options, out, start = bind(op, tensors, _settings.forced.value, names, values)
     if index is not None and index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):  # where outputs are allocated and Triton launches
             return run(op, tensors, names, values)
-    if _debug or index is None:
+    if index is None or _settings.debug.value:
         _check_values(op, tensors, options, arch)
     if start is None:
         return COMPOSED[op](*plain(tensors), **options)

@@ -5,9 +5,7 @@ from torch import Tensor
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
-from ._call import check_ends, checks_values, require_tensor
-from .mx_tensor import MXTensor
-from .products import FLOATS
+from ._call import FLOATS, check_ends, checks_values, require_tensor
 
 
 def check_rows(op: str, name: str, x: Tensor) -> None:
@@ -17,17 +15,6 @@ def check_rows(op: str, name: str, x: Tensor) -> None:
         fail(TypeError, op, name, f"dtype {x.dtype}", "allowed: bfloat16 or float32 (or an MXTensor)")
     if x.dim() != 2:
         fail(ValueError, op, name, f"shape {tuple(x.shape)}", "allowed: 2 dims")
-
-
-def check_weights(op: str, name: str, w: Tensor) -> None:
-    """Raise unless w has three dims, the last two of them multiples of 32, in bf16 or fp32."""
-    require_tensor(op, name, w)
-    if isinstance(w, MXTensor):
-        fail(TypeError, op, name, "an MXTensor", "allowed: bfloat16 or float32 weights, quantized here")
-    if w.dtype not in FLOATS:
-        fail(TypeError, op, name, f"dtype {w.dtype}", "allowed: bfloat16 or float32")
-    if w.dim() != 3:
-        fail(ValueError, op, name, f"shape {tuple(w.shape)}", "allowed: 3 dims")
 
 
 def check_offs(op: str, offs: Tensor, x: Tensor, groups: int, x_name: str, weights: str) -> None:

@@ -7,8 +7,7 @@
 An op of `PARTS` has no Triton kernel: in its place others run, each as it would alone ("parts").
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Literal, get_args
 
@@ -17,37 +16,29 @@ import torch
 from .. import cpp_bindings
 from ..core_kernels.both_fold import PARTS
 from ..core_kernels.launch import KernelOp, fail
+from . import _settings
 
 Implementation = Literal["cpp", "cuda", "triton"]
 Choice = Literal[Implementation, "parts"]
 
-# Process-wide rather than per thread or per context: autograd runs CUDA backward in threads of its own.
-_forced: Implementation | None = None
 
-
-@contextmanager
-def force_implementation(implementation: Implementation | None) -> Iterator[None]:
+def force_implementation(implementation: Implementation | None) -> AbstractContextManager[None]:
     """Within the block run every op with "cpp", "cuda" or "triton"; None restores the choice: C++ on a CPU, on a GPU
     CUDA C++ for the ops of its table and Triton for the others.
 
     On a CPU "triton" needs Triton's interpreter (TRITON_INTERPRET=1 before triton is imported). An
     implementation that cannot run on the tensors given raises NotImplementedError; none is replaced
-    silently. The setting is process-wide: it holds for backward threads too.
+    silently. The setting is this thread's, or this asyncio task's; a backward runs in that of its forward.
     """
-    global _forced
     if implementation not in (*get_args(Implementation), None):
         allowed = "allowed: 'cpp', 'cuda', 'triton', None"
         fail(ValueError, "force_implementation", "implementation", repr(implementation), allowed)
-    before, _forced = _forced, implementation
-    try:
-        yield
-    finally:
-        _forced = before
+    return _settings.forced.within(implementation)
 
 
 def forced() -> Implementation | None:
     """What `force_implementation` says."""
-    return _forced
+    return _settings.forced.value
 
 
 def interpreted(op: KernelOp) -> bool:

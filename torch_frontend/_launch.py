@@ -56,8 +56,35 @@ class Bound(NamedTuple):
 
 
 _EXCHANGE = cpp_bindings.Exchange(Tensor)
-_MOST_KNOWN = 4096
-_known: dict[tuple[Any, ...], Bound] = {}
+
+
+class Known:
+    """What was decided, by its key, for the last 2048 to 4096 keys in use.
+
+    Two generations: what is used moves to the recent one, and when that is full, it becomes the former one, whose rest
+    is let go. Every step is one operation on a dict: threads need no lock.
+    """
+
+    MOST = 2048
+
+    def __init__(self) -> None:
+        self.recent: dict[tuple[Any, ...], Bound] = {}
+        self.former: dict[tuple[Any, ...], Bound] = {}
+
+    def get(self, key: tuple[Any, ...]) -> Bound | None:
+        """For a key that `recent` does not have."""
+        bound = self.former.get(key)
+        if bound is not None:
+            self.put(key, bound)
+        return bound
+
+    def put(self, key: tuple[Any, ...], bound: Bound) -> None:
+        if len(self.recent) >= self.MOST:
+            self.former, self.recent = self.recent, {}
+        self.recent[key] = bound
+
+
+_known = Known()
 
 
 def bind(
@@ -70,15 +97,15 @@ def bind(
     """
     layouts = _EXCHANGE.layouts(tensors)
     key = (op, layouts, forced, names, values)
-    bound = _known.get(key)
+    bound = _known.recent.get(key)
+    if bound is None:
+        bound = _known.get(key)
     if bound is None:
         bound = decide(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
         if bound.index is not None:
             _check_aligned(op, tensors)
         if layouts is not None:
-            if len(_known) >= _MOST_KNOWN:
-                _known.pop(next(iter(_known)), None)  # the oldest, unless another thread was faster
-            _known[key] = bound
+            _known.put(key, bound)
     return bound
 
 

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
+
+from ..core_kernels.launch import fail
 
 _LIBRARY = torch.library.Library("mxep", "DEF")
 _is_grad_enabled, _any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
+_transformed = torch._C._are_functorch_transforms_active
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 # Whole sets as integers, which Python compares in a fraction of the time that it takes to ask a set for its keys.
 _PLAIN = {
@@ -27,8 +31,11 @@ _PLAIN = {
 }
 
 
+_NO_GRADIENT = "allowed: none, ops are bytes in, bytes out; the differentiable functions are in mxep.torch_frontend"
+
+
 class _NoGradient(torch.autograd.Function):
-    """The op's outputs; a RuntimeError if anyone asks for their gradient."""
+    """The op's outputs; a NotImplementedError if anyone asks for their gradient."""
 
     @staticmethod
     def forward(ctx, overload: OpOverload, below: torch._C.DispatchKeySet, *args: Any):
@@ -38,7 +45,11 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Any):
-        raise RuntimeError(f"{ctx.overload}: no autograd formula; the differentiable functions are in autograd.py")
+        fail(NotImplementedError, str(ctx.overload), "gradient", "a request for it", _NO_GRADIENT)
+
+
+def _has_tangent(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and forward_ad.unpack_dual(argument).tangent is not None
 
 
 def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +66,12 @@ def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     overload = getattr(torch.ops.mxep, name).default
 
     def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        # The level's number is -1 outside of forward mode.
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            fail(NotImplementedError, str(overload), "inputs", "tangents of forward mode", _NO_GRADIENT)
         if _is_grad_enabled() and _any_requires_grad(*args):
+            if _transformed():
+                fail(NotImplementedError, str(overload), "inputs", "tensors of torch.func.grad", _NO_GRADIENT)
             return _NoGradient.apply(overload, keyset & _BELOW_AUTOGRAD, *args)
         if keyset.raw_repr() in _PLAIN:
             return run(*args)

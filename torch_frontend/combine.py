@@ -7,15 +7,15 @@ rows (R, D) --combine--> y (T, D)          without probabilities no row is saved
 drows (R, D) <--gather-- dy (T, D)         a copy of each token's row to its slots
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
+from ._differentiable import differentiable
 from .mx_tensor import plain
 from .products import dtype_name
 
@@ -34,7 +34,6 @@ class _Weighted(torch.autograd.Function):
         return ops.combine(rows, slots, probs, dtype_name(out_dtype))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, probs, slots, order = ctx.saved_tensors
         drows, dprobs = ops.combine_bwd(plain(grads[0]).contiguous(), rows, slots, order, probs)
@@ -50,21 +49,13 @@ class _Plain(torch.autograd.Function):
         return sum_slots(rows, slots, out_dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         return ops.permute_rows(plain(grads[0]).to(ctx.dtype).contiguous(), token), None, None, None
 
 
-# As in autograd.py: an MXTensor may arrive as the gradient.
-@torch.compiler.allow_in_graph
-def _weighted(*args: Any) -> Tensor:
-    return cast(Tensor, _Weighted.apply(*args))
-
-
-@torch.compiler.allow_in_graph
-def _plain(*args: Any) -> Tensor:
-    return cast(Tensor, _Plain.apply(*args))
+_weighted = differentiable("weighted_combine", _Weighted)
+_plain = differentiable("weighted_combine", _Plain)
 
 
 def weighted_combine(

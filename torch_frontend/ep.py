@@ -15,24 +15,26 @@ quantized once: its copies are its bytes. A group of one rank, or none at all, s
 torch.distributed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.tensor import DTensor
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
+from ._call import FLOATS
+from ._differentiable import differentiable
 from .combine import sum_slots
 from .mx_tensor import MXTensor, plain
 from .permute import RowMaps, gather_rows, map_rows, spread_rows
-from .products import FLOATS
 
 Splits = Sequence[int]
 
@@ -90,10 +92,11 @@ class _AllToAll(torch.autograd.Function):
         )
         if mx_fwd:
             return _all_to_all_mx(x, output_splits, input_splits, group_name, rounding)
+        if _degree(group_name) == 1:  # what arrives is memory of its own, from one rank as from several
+            return x.clone(memory_format=torch.contiguous_format)
         return _all_to_all(x.contiguous(), output_splits, input_splits, group_name)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output_splits, input_splits = ctx.splits
         if ctx.mx_bwd:
@@ -117,7 +120,6 @@ class _DispatchTokens(torch.autograd.Function):
         return _unpacked(_all_to_all(packed, output_splits, input_splits, group_name), x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,), (output_splits, input_splits) = ctx.saved_tensors, ctx.splits
         rows = _all_to_all(plain(grads[0]).contiguous(), output_splits, input_splits, ctx.group_name)
@@ -132,27 +134,15 @@ class _AllToAllDequantized(torch.autograd.Function):
         return plain(_all_to_all_mx(x, output_splits, input_splits, group_name, Rounding.RCEIL))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output_splits, input_splits = ctx.splits
         dx = plain(_all_to_all_mx(grads[0], output_splits, input_splits, ctx.group_name, Rounding.RCEIL))
         return dx, None, None, None
 
 
-# As in autograd.py: an MXTensor gradient may arrive where the output was plain.
-@torch.compiler.allow_in_graph
-def _exchange(*args: Any) -> Tensor:
-    return cast(Tensor, _AllToAll.apply(*args))
-
-
-@torch.compiler.allow_in_graph
-def _exchange_tokens(*args: Any) -> Tensor:
-    return cast(Tensor, _DispatchTokens.apply(*args))
-
-
-@torch.compiler.allow_in_graph
-def _exchange_dequantized(*args: Any) -> Tensor:
-    return cast(Tensor, _AllToAllDequantized.apply(*args))
+_exchange = differentiable("all-to-all", _AllToAll)
+_exchange_tokens = differentiable("dispatch", _DispatchTokens)
+_exchange_dequantized = differentiable("to_mxfp8_a2a_dequant", _AllToAllDequantized)
 
 
 def a2a_dispatch_mxfp8_fwd_hp_bwd(
@@ -237,10 +227,20 @@ def _checked(op: str, x: Tensor, output_splits: Splits, input_splits: Splits, gr
     return name
 
 
+class Ranks(NamedTuple):
+    """The ranks that share a layer's experts. gradient_divisor: what a weight's gradient, which comes from the tokens
+    of all ranks, is divided by."""
+
+    group_name: str
+    degree: int
+    gradient_divisor: int
+
+
 class Route(NamedTuple):
-    """What `combine` needs to undo a `dispatch`."""
+    """What `combine` needs to undo a `dispatch`; counts (E,): rows of all ranks per expert."""
 
     maps: RowMaps
+    counts: Tensor
     output_splits: list[int]
     input_splits: list[int]
     group_name: str
@@ -276,22 +276,33 @@ def dispatch(
         rows = spread_rows(*rows)
     num_rows = (rows.order if isinstance(rows, TokenCopies) else rows).shape[0]
     if degree == 1:
-        received, output_splits, input_splits = counts, [num_rows], [num_rows]
+        received, totals, output_splits, input_splits = counts, counts, [num_rows], [num_rows]
     else:
-        equal = [counts.shape[0] // degree] * degree
-        received = _exchange(counts, equal, equal, group_name, False, False, 0)
+        received, totals = _exchange_counts(counts, group_name, degree)
         # torch's all-to-all takes its splits from the host: the one sync of the layer.
         output_splits, input_splits = torch.stack([received, counts]).view(2, degree, -1).sum(-1).tolist()
     splits = output_splits, input_splits
+    arrived: Tensor
     if isinstance(rows, TokenCopies):
-        rows = _exchange_tokens(*rows, *splits, group_name, int(recipe.rounding))
+        arrived = _exchange_tokens(*rows, *splits, group_name, int(recipe.rounding))
     elif recipe.mx:
-        rows = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, *splits, group_name, recipe.rounding)
+        arrived = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, *splits, group_name, recipe.rounding)
     else:
-        rows = a2a_combine_hp_fwd_mxfp8_bwd(rows, *splits, group_name, mxfp8_bwd=False)
-    maps = map_rows("dispatch", rows, received, degree, counts.shape[0] // degree, recipe.alignment)
-    groups = gather_rows(rows, maps.row_map, maps.inverse)
-    return groups, maps.padded_counts, Route(maps, output_splits, input_splits, group_name, recipe)
+        arrived = a2a_combine_hp_fwd_mxfp8_bwd(rows, *splits, group_name, mxfp8_bwd=False)
+    maps = map_rows("dispatch", arrived, received, degree, counts.shape[0] // degree, recipe.alignment)
+    groups = gather_rows(arrived, maps.row_map, maps.inverse)
+    return groups, maps.padded_counts, Route(maps, totals, output_splits, input_splits, group_name, recipe)
+
+
+@torch.compiler.allow_in_graph  # Dynamo cannot look up a group
+def _exchange_counts(counts: Tensor, group_name: str, degree: int) -> tuple[Tensor, Tensor]:
+    """What this rank receives per rank and local expert, (E,), and the rows of all ranks per expert, (E,).
+
+    All ranks get all counts: so few numbers take no longer, and the balance of the whole batch is known."""
+    splits, local = [counts.shape[0]] * degree, counts.shape[0] // degree
+    everyones = _all_to_all(counts.repeat(degree), splits, splits, group_name).view(degree, -1)
+    first = _group(group_name).rank() * local
+    return everyones[:, first : first + local].reshape(-1), everyones.sum(0, dtype=counts.dtype)
 
 
 def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
@@ -310,3 +321,68 @@ def combine(groups: Tensor, route: Route) -> Tensor:
     rows = gather_rows(groups, route.maps.inverse, route.maps.row_map)
     back = route.input_splits, route.output_splits
     return a2a_combine_hp_fwd_mxfp8_bwd(rows, *back, route.group_name, route.recipe.rounding, mxfp8_bwd=route.recipe.mx)
+
+
+# A graph that ends in MX rows is traced for MX gradients, but theirs are plain (pytorch/pytorch#172556), and the other
+# way round for one that begins where they end. So unless Dynamo may keep the splits as symbols and trace on, these run
+# outside of compiled graphs.
+_dispatch_eagerly: Callable[..., Any] = torch.compiler.disable(dispatch)
+_probs_eagerly: Callable[..., Any] = torch.compiler.disable(dispatch_probs)
+_combine_eagerly: Callable[..., Any] = torch.compiler.disable(combine)
+
+
+def send_rows(rows: Tensor | TokenCopies, counts: Tensor, recipe: Recipe, ranks: Ranks) -> tuple[Tensor, Tensor, Route]:
+    """`dispatch` over these ranks, compiled where Dynamo can."""
+    send = dispatch if dynamo_config.capture_scalar_outputs else _dispatch_eagerly
+    return send(rows, counts, recipe, ranks.group_name, ranks.degree)
+
+
+def send_probs(probs: Tensor, route: Route) -> Tensor:
+    """`dispatch_probs`, compiled where Dynamo can."""
+    return (dispatch_probs if dynamo_config.capture_scalar_outputs else _probs_eagerly)(probs, route)
+
+
+def receive_rows(groups: Tensor, route: Route) -> Tensor:
+    """`combine`, compiled where Dynamo can."""
+    return (combine if dynamo_config.capture_scalar_outputs else _combine_eagerly)(groups, route)
+
+
+class _DivideGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.divisor, None
+
+
+class _ReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, divisor: int) -> Tensor:
+        ctx.group_name, ctx.divisor = group_name, divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total = funcol.wait_tensor(funcol.all_reduce(grads[0].contiguous(), "sum", _group(ctx.group_name)))
+        return total / ctx.divisor, None, None
+
+
+_divide_gradient = differentiable("MXFP8ExpertParallel", _DivideGradient)
+_reduce_gradient = differentiable("MXFP8ExpertParallel", _ReduceGradient)
+
+
+def sharded(parameter: Tensor, ranks: Ranks | None) -> Tensor:
+    """This rank's part of a weight with `Shard(0)`, or the plain weight itself; differentiable."""
+    part = cast(Tensor, parameter.to_local()) if isinstance(parameter, DTensor) else parameter
+    return part if ranks is None or ranks.gradient_divisor == 1 else _divide_gradient(part, ranks.gradient_divisor)
+
+
+def replicated(parameter: Tensor, ranks: Ranks | None) -> Tensor:
+    """A weight with `Replicate()`, whose gradient is reduced over the ranks, or the plain weight itself;
+    differentiable."""
+    if not isinstance(parameter, DTensor) or ranks is None:
+        return parameter
+    return _reduce_gradient(parameter.to_local(), ranks.group_name, ranks.gradient_divisor)

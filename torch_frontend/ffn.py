@@ -18,31 +18,45 @@ quantized, so all this gives the bytes of the separate functions. dx alone diffe
 products and rounds again. Where groups must be padded to whole blocks of tokens, dgate, dup and h pass as bf16.
 """
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from . import ops
-from ._checks import check_devices, check_offs, check_rows, check_token_blocks, check_weights
+from ._checks import check_devices, check_offs, check_rows, check_token_blocks
+from ._differentiable import differentiable
+from .autograd import How
 from .products import (
     Operand,
     activation,
     form_on,
     gradient_operands,
-    input_gradient,
     is_mx,
     pad_to_blocks,
     product,
+    rows_of,
     tokens_of,
     weight_gradient,
 )
-from .swiglu import weights
-from .weights import MX, Folded
+from .swiglu import weights as row_weights
+from .weights import (
+    MX,
+    Folded,
+    Held,
+    QuantizedWeights,
+    Weights,
+    along_n,
+    check_float_weights,
+    check_held,
+    for_call,
+    stays,
+)
 
 BF16 = torch.bfloat16
 Unread = Any
@@ -52,58 +66,71 @@ Unread = Any
 class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, offs: Tensor, prob: Tensor,
-        form: Form, wgrad_with_hp: bool, pad: bool, tokens_follow: bool, rounding: int,
+        ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, prob: Tensor,
+        held: tuple[Held, Held, Held], offs: Tensor, how: How, stay: bool,
     ) -> Tensor:  # fmt: skip
-        prob = prob.contiguous()
-        rows, tokens = activation(x, form, rounding, offs if tokens_follow else None)
-        gate = product(rows, w1, offs, BF16, form, rounding)
-        up = product(rows, w3, offs, BF16, form, rounding)
+        prob, (form, rounding, *_) = prob.contiguous(), how
+        need_x, need_w1, need_w3, _, need_prob = ctx.needs_input_grad[:5]
+        need_dh = need_x or need_w1 or need_w3 or need_prob
+        both_ways = how.tokens_follow and (need_w1 or need_w3)
+        rows, tokens = activation(x, form, rounding, offs if both_ways else None)
+        ways = [
+            for_call(w, h, form, rounding, need and stay)
+            for w, h, need in zip((w1, w3, w2), held, (need_x, need_x, need_dh), strict=True)
+        ]
+        (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = ways
+        gate, up = product(rows, gate_w, offs, BF16), product(rows, up_w, offs, BF16)
         h = MX(*ops.swiglu_row(gate, up, prob, rounding)) if is_mx(form) else ops.swiglu(gate, up, prob)
-        x_is_read = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        kept = (None, *tokens) if tokens else (x if x_is_read else None, None, None)
-        ctx.save_for_backward(*kept, w1, w3, w2, offs, prob, gate, up)
-        ctx.x_dtype = x.dtype
-        ctx.form, ctx.pad, ctx.rounding = form, pad, rounding
-        ctx.wgrad_mx = is_mx(form) and not wgrad_with_hp
-        return product(h, w2, offs, BF16, form, rounding)
+        saved = (
+            (tokens or x) if need_w1 or need_w3 else None,
+            (gate_t or w1, up_t or w3) if need_x else None,
+            (down_t or w2) if need_dh else None,
+            (offs, prob, gate, up),
+        )
+        leaves, ctx.spec = tree_flatten(saved)
+        ctx.save_for_backward(*leaves)
+        ctx.dtypes, ctx.how = (x.dtype, w1.dtype, w3.dtype, w2.dtype), how
+        return product(rows_of(h, form, rounding), down_w, offs, BF16)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, qf_t, span_sf, w1, w3, w2, offs, prob, gate, up = ctx.saved_tensors
-        need_x, need_w1, need_w3, need_w2, _, need_prob = ctx.needs_input_grad[:6]
-        precision = ctx.form, ctx.rounding
-        steps = _Backward(offs, gate, up, prob, ctx)
+        x, in_weights, w2, (offs, prob, gate, up) = tree_unflatten(ctx.saved_tensors, ctx.spec)
+        need_x, need_w1, need_w3, need_w2, need_prob = ctx.needs_input_grad[:5]
+        x_dtype, w1_dtype, w3_dtype, w2_dtype = ctx.dtypes
+        steps = _Backward(offs, gate, up, prob, ctx.how)
         dx = dw1 = dw3 = dw2 = dprob = None
         dout, dout_tokens = steps.output_gradient(grads[0], need_w2)
         if need_w2:
-            dw2 = weight_gradient(dout_tokens, steps.hidden_tokens(), steps.token_ends, w2.dtype)
+            dw2 = weight_gradient(dout_tokens, steps.hidden_tokens(), steps.token_ends, w2_dtype)
         if need_x or need_w1 or need_w3 or need_prob:
-            dh = input_gradient(dout, w2, offs, BF16, *precision)
+            dh = steps.input_gradient(dout, w2, BF16)
             (dgate, dgate_tokens), (dup, dup_tokens), dprob = steps.swiglu(dh, need_x, need_w1 or need_w3)
             if need_x:
-                dx = input_gradient(dgate, w1, offs, torch.float32, *precision)
-                dx = dx.add_(input_gradient(dup, w3, offs, torch.float32, *precision)).to(ctx.x_dtype)
-            x = x if qf_t is None else Folded(qf_t, span_sf)
+                dx = steps.input_gradient(dgate, in_weights[0], torch.float32)
+                dx = dx.add_(steps.input_gradient(dup, in_weights[1], torch.float32)).to(x_dtype)
             x_tokens: Unread = steps.tokens(x) if need_w1 or need_w3 else None
             if need_w1:
-                dw1 = weight_gradient(dgate_tokens, x_tokens, steps.token_ends, w1.dtype)
+                dw1 = weight_gradient(dgate_tokens, x_tokens, steps.token_ends, w1_dtype)
             if need_w3:
-                dw3 = weight_gradient(dup_tokens, x_tokens, steps.token_ends, w3.dtype)
-        return dx, dw1, dw3, dw2, None, dprob, None, None, None, None, None
+                dw3 = weight_gradient(dup_tokens, x_tokens, steps.token_ends, w3_dtype)
+        return dx, dw1, dw3, dw2, dprob, None, None, None, None
 
 
 class _Backward:
     """The operands of the backward products, in the forms that a recipe multiplies."""
 
-    def __init__(self, offs: Tensor, gate: Tensor, up: Tensor, prob: Tensor, ctx: Any) -> None:
-        self.glu, self.rounding = (gate, up, prob), ctx.rounding
-        self.form = ctx.form
-        self.wgrad_mx = ctx.wgrad_mx
-        self.fused = self.wgrad_mx and not ctx.pad
-        pad = self.wgrad_mx and ctx.pad
+    def __init__(self, offs: Tensor, gate: Tensor, up: Tensor, prob: Tensor, how: How) -> None:
+        self.glu, self.offs = (gate, up, prob), offs
+        self.form: Form = how.form
+        self.rounding, self.wgrad_mx = how.rounding, how.wgrad_mx
+        self.fused = how.wgrad_mx and not how.pad
+        pad = how.wgrad_mx and how.pad
         self.row_map, self.token_ends = pad_to_blocks(offs, gate.shape[0]) if pad else (None, offs)
+
+    def input_gradient(self, dout: Unread, w: Operand, out_dtype: torch.dtype) -> Tensor:
+        """dout (M, N) x w (G, N, K), which may be along N already -> (M, K)."""
+        w = along_n(w, self.form, self.rounding) if isinstance(w, Tensor) else w
+        return product(rows_of(dout, self.form, self.rounding), w, self.offs, out_dtype)
 
     def tokens(self, x: Tensor | MX | Folded) -> Operand:
         if not self.wgrad_mx:
@@ -143,43 +170,71 @@ class _Backward:
         return (dgate, self.tokens(dgate)), (dup, self.tokens(dup)), dprob
 
 
-# As in autograd.py: an MXTensor may arrive as the gradient.
-@torch.compiler.allow_in_graph
-def _swiglu_ffn(*args: Any) -> Tensor:
-    return cast(Tensor, _SwiGLUFFN.apply(*args))
+_swiglu_ffn = differentiable("grouped_swiglu_ffn", _SwiGLUFFN)
 
 
 def grouped_swiglu_ffn(
     x: Tensor,
-    w1: Tensor,
-    w3: Tensor,
-    w2: Tensor,
+    w1: Weights,
+    w3: Weights,
+    w2: Weights,
     offs: Tensor,
     prob: Tensor | None = None,
     recipe: Recipe | str = "mxfp8_wgrad_with_hp",
-    pad_token_groups_for_grouped_mm: bool = False,
+    pad_token_groups_for_grouped_mm: bool = True,
 ) -> Tensor:
     """(silu(x w1^T) * (x w3^T) * prob) w2^T for each group of rows; differentiable in x, the weights and prob.
 
     x: (P, D) bfloat16 or float32, quantized here, once; or an MXTensor that already is (recipe "bf16" takes its
         values).
-    w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D, F multiples of 32.
+    w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D, F multiples of 32. Or QuantizedWeights of
+        these, whose `values` get the gradients.
     offs: (G,) int32, where each group of rows ends; rows past the last end give zeros.
     prob: (P,) float32, a weight for each row of h; None: all weigh one.
-    recipe: a Recipe or its name. "mxfp8" quantizes along the tokens for the weight gradients, which needs ends
-        that are multiples of 32, or pad_token_groups_for_grouped_mm=True.
+    recipe: a Recipe or its name.
+    pad_token_groups_for_grouped_mm: recipe "mxfp8" quantizes along the tokens for the weight gradients, in blocks of
+        32. True pads the groups there, so that any offs are allowed. False, for offs that are multiples of 32 already,
+        saves those passes; the weight gradients of a group whose offs are not are NaN.
 
     Returns (P, D) bfloat16. The gradient of x has x's dtype, those of the weights theirs. The gradient that arrives
-    may be an MXTensor. Raises ValueError (shapes, layout, ends) and TypeError (dtypes), as `mxfp8_grouped_mm` does.
+    may be an MXTensor. Raises ValueError (shapes, layout, offs) and TypeError (dtypes), as `mxfp8_grouped_mm` does.
 
     >>> x, w = torch.ones(1, 32), torch.full((1, 32, 32), 1 / 32)
     >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1], dtype=torch.int32))[0, 0].item()  # sigmoid(1) = 0.731
     0.75
     """
-    op, recipe = "grouped_swiglu_ffn", Recipe.parse(recipe)
+    op = "grouped_swiglu_ffn"
+    if not isinstance(pad_token_groups_for_grouped_mm, bool):
+        got = repr(pad_token_groups_for_grouped_mm)
+        fail(TypeError, op, "pad_token_groups_for_grouped_mm", got, "allowed: bool")
+    stay = all(not isinstance(w, Tensor) or stays(w) for w in (w1, w3, w2))
+    return swiglu_ffn(op, x, (w1, w3, w2), offs, prob, Recipe.parse(recipe), pad_token_groups_for_grouped_mm, stay)
+
+
+def swiglu_ffn(
+    op: str,
+    x: Tensor,
+    weights: Sequence[Weights],
+    offs: Tensor,
+    prob: Tensor | None,
+    recipe: Recipe,
+    pad: bool,
+    stay: bool,
+) -> Tensor:
+    """`grouped_swiglu_ffn` of w1, w3, w2, with its checks. stay: what the backward needs of the weights' bytes may
+    live until then (`stays`)."""
     check_rows(op, "x", x)
-    for name, w in (("w1", w1), ("w3", w3), ("w2", w2)):
-        check_weights(op, name, w)
+    values, held = [], []
+    for name, w in zip(("w1", "w3", "w2"), weights, strict=True):
+        if isinstance(w, QuantizedWeights):
+            check_held(op, name, w, form_on(recipe, x.device), recipe.rounding)
+            held.append((w.as_stored, w.transposed))
+            values.append(w.values)
+        else:
+            check_float_weights(op, name, w)
+            held.append(None)
+            values.append(w)
+    w1, w3, w2 = values
     groups, f, d = w1.shape
     if x.shape[1] != d:
         fail(ValueError, op, "x", f"shape {tuple(x.shape)}", f"allowed: (P, {d}), the D of w1 (G, F, D)")
@@ -192,16 +247,11 @@ def grouped_swiglu_ffn(
     for name, w in (("w1", w1), ("w3", w3), ("w2", w2)):
         if not w.is_contiguous():
             fail(ValueError, op, name, f"strides {w.stride()}", "allowed: contiguous weights; call .contiguous()")
-    if not isinstance(pad_token_groups_for_grouped_mm, bool):
-        got = repr(pad_token_groups_for_grouped_mm)
-        fail(TypeError, op, "pad_token_groups_for_grouped_mm", got, "allowed: bool")
-    prob = weights(op, prob, x.device)
+    prob = row_weights(op, prob, x.device)
     check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
     check_offs(op, offs, x, groups, "x", "w1")
-    in_blocks = torch.is_grad_enabled() and recipe.wgrad_mx and not pad_token_groups_for_grouped_mm
-    if in_blocks and any(w.requires_grad for w in (w1, w3, w2)):
+    wgrad_follows = torch.is_grad_enabled() and any(w.requires_grad for w in (w1, w3, w2))
+    how = How.of(recipe, x.device, pad, wgrad_follows)
+    if how.tokens_follow:
         check_token_blocks(op, "x", x.shape[0], offs, "pass pad_token_groups_for_grouped_mm=True")
-    form, pad = form_on(recipe, x.device), pad_token_groups_for_grouped_mm
-    tokens_follow = in_blocks and (w1.requires_grad or w3.requires_grad)
-    options = recipe.wgrad_with_hp, pad, tokens_follow, int(recipe.rounding)
-    return _swiglu_ffn(x, w1, w3, w2, offs, prob, form, *options)
+    return _swiglu_ffn(x, w1, w3, w2, prob, tuple(held), offs, how, stay)

@@ -16,6 +16,8 @@ then reads no rows, so none are saved: T K D 2 bytes of activations less, for 4 
 T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups      suffixes below name the dims
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,21 +30,32 @@ from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import require_tensor
 from .combine import weighted_combine
-from .ep import TokenCopies, a2a_dispatch_mxfp8_fwd_hp_bwd
-from .ffn import grouped_swiglu_ffn
+from .ep import (
+    Ranks,
+    TokenCopies,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    receive_rows,
+    replicated,
+    send_probs,
+    send_rows,
+    sharded,
+)
+from .ffn import swiglu_ffn
 from .mx_tensor import quantize_gradient
-from .parallel import DEFAULT_RECIPE
 from .permute import RowMaps, gather_rows, spread_rows
-from .weights import local
+from .weights import QuantizedWeights, quantize_weights, stays
 
+DEFAULT_RECIPE = "mxfp8_wgrad_with_hp"
 SCORES = ("softmax", "sigmoid")
 PROB_IN = ("combine", "swiglu")
 
 
 class MoEStats(NamedTuple):
-    """counts (E,) int32: rows that this rank's tokens send to each expert. aux_loss: fp32 scalar,
-    E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch Transformer,
-    equation 4). overflow: int32 scalar, rows that did not fit; always 0 here, nothing is dropped."""
+    """counts (E,) int32: rows that the tokens of all ranks send to each expert.
+    aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
+        Transformer, equation 4). The fractions are of the tokens of all ranks, the probabilities of this rank's; the mean over the
+        ranks is the auxiliary loss of the whole batch, and so is its gradient.
+    overflow: int32 scalar, rows that did not fit; always 0 here, nothing is dropped."""
 
     counts: Tensor
     aux_loss: Tensor
@@ -58,12 +71,17 @@ class GroupedExperts(nn.Module):
     """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
 
     forward(groups, padded_counts, probs=None): groups (P, D), rows of each local expert in one padded group, bf16 or
-    MXTensor; padded_counts (local experts,) integers; probs (P,) float32 weigh the rows of silu(w1 x) * w3 x.
-    Returns (P, D) bf16. Computes in bf16 or MXFP8, see `grouped_swiglu_ffn`.
+    MXTensor; padded_counts (local experts,) integers, multiples of 32; probs (P,) float32 weigh the rows of
+    silu(w1 x) * w3 x. Returns (P, D) bf16. Computes in bf16 or MXFP8, see `grouped_swiglu_ffn`. Under
+    MXFP8ExpertParallel the groups are those that `dispatch` returned on this rank.
+
+    Raises ValueError and TypeError on sizes, recipes and counts that are not allowed.
     """
 
-    expert_parallel: int | None = None
-    """Ranks that share the experts, set by MXFP8ExpertParallel, which then also routes the tokens."""
+    expert_parallel: Ranks | None = None
+    """Ranks that share the experts, set by MXFP8ExpertParallel; `MoE` then sends them its tokens."""
+
+    _held: "_Held | None" = None
 
     def __init__(
         self,
@@ -75,7 +93,8 @@ class GroupedExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.recipe = Recipe.parse(recipe)
+        _check_sizes("GroupedExperts", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
+        self.num_experts, self.recipe = num_experts, Recipe.parse(recipe)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, dtype=dtype, device=device))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
@@ -85,10 +104,99 @@ class GroupedExperts(nn.Module):
         for w in (self.w1, self.w2, self.w3):
             nn.init.trunc_normal_(w, std=w.shape[-1] ** -0.5)
 
+    def extra_repr(self) -> str:
+        e, f, d = self.w1.shape
+        return f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}"
+
     def forward(self, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None = None) -> Tensor:
+        op = "GroupedExperts"
+        require_tensor(op, "padded_counts", padded_counts)
+        if padded_counts.dtype not in (torch.int32, torch.int64):
+            fail(TypeError, op, "padded_counts", f"dtype {padded_counts.dtype}", "allowed: int32 or int64")
+        parameters = self.w1, self.w3, self.w2
+        weights = tuple(sharded(w, self.expert_parallel) for w in parameters)
+        if padded_counts.shape != (weights[0].shape[0],):
+            allowed = f"allowed: ({weights[0].shape[0]},), one count per expert of this rank"
+            fail(ValueError, op, "padded_counts", f"shape {tuple(padded_counts.shape)}", allowed)
         ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
-        w1, w3, w2 = map(local, (self.w1, self.w3, self.w2))
-        return grouped_swiglu_ffn(groups_PD, w1, w3, w2, ends, probs_P, self.recipe)
+        if self._held is not None:
+            weights = self._held.weights_of(parameters, weights)
+        stay = all(stays(w) for w in parameters)
+        return swiglu_ffn(op, groups_PD, weights, ends, probs_P, self.recipe, False, stay)
+
+    @contextmanager
+    def weights_held(self) -> Iterator[None]:
+        """Within the block the weights are quantized once, at its beginning, and not in every call.
+
+        For microbatches of one optimizer step, evaluation and serving. They are 2.06 bytes per weight more, 4 for
+        exact products on Hopper. Calls and the end of the block raise RuntimeError if a weight was written since, as
+        far as version counters tell: they do not count writes through `.data`, collectives or other processes.
+
+        >>> experts = GroupedExperts(32, 64, num_experts=2)
+        >>> with experts.weights_held():
+        ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
+
+        Raises ValueError for weights that FSDP has sharded: they are gathered in every call.
+        """
+        before, held = self._held, _Held.of(self)
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = before
+        held.check((self.w1, self.w3, self.w2))
+
+
+class _Held(NamedTuple):
+    """Quantized w1, w3 and w2, and what tells that one of them was written since."""
+
+    quantized: tuple[QuantizedWeights, ...]
+    states: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, experts: GroupedExperts) -> "_Held":
+        parameters = experts.w1, experts.w3, experts.w2
+        degree = experts.expert_parallel.degree if experts.expert_parallel else 1
+        parts = tuple(sharded(w, None) for w in parameters)
+        for name, part, w in zip(("w1", "w3", "w2"), parts, parameters, strict=True):
+            whole = (experts.num_experts // degree, *w.shape[1:])
+            if part.shape != whole:
+                got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
+                fail(ValueError, "weights_held", name, got, allowed)
+        return cls(tuple(quantize_weights(p, experts.recipe) for p in parts), tuple(map(_state, parameters)))
+
+    def check(self, parameters: tuple[Tensor, ...]) -> None:
+        for name, w, state in zip(("w1", "w3", "w2"), parameters, self.states, strict=True):
+            if _state(w) != state:
+                allowed = "allowed: none; leave the block, write, and enter it again"
+                fail(RuntimeError, "weights_held", name, "a write within the block", allowed)
+
+    def weights_of(self, parameters: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> tuple[QuantizedWeights, ...]:
+        """The bytes, for values that get the gradients."""
+        if not torch.compiler.is_compiling():
+            self.check(parameters)
+        return tuple(held.with_values(w) for held, w in zip(self.quantized, values, strict=True))
+
+
+@torch.no_grad()
+def _state(parameter: Tensor) -> tuple[int, ...]:
+    # A DTensor counts its own writes, its local part those through `to_local()`.
+    part = sharded(parameter, None)
+    return parameter._version, part._version, part.data_ptr()
+
+
+def _check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> None:
+    """Raise unless all are positive ints, the first ones multiples of 32."""
+    for name, size in (blocks | others).items():
+        if type(size) is not int:
+            fail(TypeError, op, name, repr(size), "allowed: an int")
+    for name, size in blocks.items():
+        if size <= 0 or size % BLOCK:
+            fail(ValueError, op, name, size, f"allowed: positive multiples of {BLOCK}")
+    for name, size in others.items():
+        if size <= 0:
+            fail(ValueError, op, name, size, "allowed: at least 1")
 
 
 class MoE(nn.Module):
@@ -101,7 +209,8 @@ class MoE(nn.Module):
     "swiglu", whose result is then rounded; the combine saves no rows for its gradient there.
 
     forward(x): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). For expert parallelism:
-    `parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens.
+    `parallelize_module(moe, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens, and `MXFP8ExpertParallel` says
+    what the loss and the gradients are.
 
     Raises ValueError and TypeError on sizes, names and dtypes that are not allowed.
 
@@ -126,13 +235,7 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"dim": dim, "hidden_dim": hidden_dim, "num_experts": num_experts, "top_k": top_k}
-        for name, size in sizes.items():
-            if type(size) is not int:
-                fail(TypeError, "MoE", name, repr(size), "allowed: an int")
-        for name, size in (("dim", dim), ("hidden_dim", hidden_dim)):
-            if size <= 0 or size % BLOCK:
-                fail(ValueError, "MoE", name, size, f"allowed: positive multiples of {BLOCK}")
+        _check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts, "top_k": top_k})
         if not 1 <= top_k <= num_experts:
             fail(ValueError, "MoE", "top_k", top_k, f"allowed: 1 to num_experts = {num_experts}")
         if score_func not in SCORES:
@@ -144,6 +247,14 @@ class MoE(nn.Module):
         self.router = nn.Linear(dim, num_experts, bias=False, dtype=dtype, device=device)
         self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device)
 
+    def reset_parameters(self) -> None:
+        self.router.reset_parameters()
+        self.experts.reset_parameters()
+
+    def weights_held(self) -> AbstractContextManager[None]:
+        """`GroupedExperts.weights_held` of the experts."""
+        return self.experts.weights_held()
+
     def forward(self, x: Tensor) -> tuple[Tensor, MoEStats]:
         require_tensor("MoE", "x", x)
         if x.dtype not in (torch.bfloat16, torch.float32):
@@ -154,20 +265,23 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, dim)
         probs_TK, experts_TK, scores_TE = self._route(x_TD)
         order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).to(torch.int32), self.num_experts)
-        run = self._on_one_device if self.experts.expert_parallel is None else self._across_ranks
-        y_TD = run(x_TD, probs_TK, order, inverse, counts)
-        y = y_TD.view(x.shape)
-        fraction_E = counts.float() / max(experts_TK.numel(), 1)
-        mean_prob_E = scores_TE.sum(0) / max(x_TD.shape[0], 1)
-        aux_loss = self.num_experts * (fraction_E * mean_prob_E).sum()
-        return y, MoEStats(counts, aux_loss, counts.new_zeros(()))
+        ranks = self.experts.expert_parallel
+        if ranks is None:
+            y_TD = self._on_one_device(x_TD, probs_TK, order, inverse, counts)
+        else:
+            y_TD, counts = self._across_ranks(x_TD, probs_TK, order, inverse, counts, ranks)
+        rows = counts.sum().clamp_min(1)
+        mean_prob_E = scores_TE.sum(0) / (rows / (self.top_k * (ranks.degree if ranks else 1)))
+        aux_loss = self.num_experts * (counts / rows * mean_prob_E).sum()
+        return y_TD.view(x.shape), MoEStats(counts, aux_loss, counts.new_zeros(()))
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities.
 
         Of equal scores the lower expert comes first."""
+        router = replicated(self.router.weight, self.experts.expert_parallel)
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = F.linear(x_TD.float(), self.router.weight.float())
+            logits_TE = F.linear(x_TD.float(), router.float())
         scores_TE = logits_TE.softmax(-1) if self.score_func == "softmax" else logits_TE.sigmoid()
         # A stable sort: topk leaves open which of equal scores it takes, and JAX takes the lower expert.
         sorted_TE, experts_TE = scores_TE.sort(dim=-1, descending=True, stable=True)
@@ -195,10 +309,15 @@ class MoE(nn.Module):
             out = quantize_gradient(out, int(recipe.rounding))
         return weighted_combine(out, probs, rows.view(-1, self.top_k), order_P, x_TD.dtype)
 
-    def _across_ranks(self, x_TD: Tensor, probs_TK: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
+    def _across_ranks(
+        self, x_TD: Tensor, probs_TK: Tensor, order: Tensor, inverse: Tensor, counts: Tensor, ranks: Ranks
+    ) -> tuple[Tensor, Tensor]:
+        """y, and the rows of all ranks per expert."""
         rows = TokenCopies(x_TD.to(torch.bfloat16), order, inverse, self.top_k)
         travelling, probs = (), probs_TK
         if self.prob_in == "swiglu":
             travelling, probs = (gather_rows(probs_TK.reshape(-1, 1), order, inverse).squeeze(1),), None
-        out = self.experts(rows, counts, *travelling)
-        return weighted_combine(out, probs, inverse.view(-1, self.top_k), order, x_TD.dtype)
+        groups, padded_counts, route = send_rows(rows, counts, self.experts.recipe, ranks)
+        out = self.experts(groups, padded_counts, *(send_probs(p, route) for p in travelling))
+        y_TD = weighted_combine(receive_rows(out, route), probs, inverse.view(-1, self.top_k), order, x_TD.dtype)
+        return y_TD, route.counts

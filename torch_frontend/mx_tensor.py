@@ -9,15 +9,15 @@ one buffer; nothing here copies them apart.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from . import ops
+from ._differentiable import differentiable
 from ._launch import as_bytes
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ class MXTensor(Tensor):
         Differentiable: the gradient passes through unchanged. Raises ValueError when K is not a
         multiple of 32, TypeError for other dtypes.
         """
-        return cast(MXTensor, _Quantize.apply(x, int(Rounding.parse(rounding))))
+        return _quantize(x, int(Rounding.parse(rounding)))
 
     @property
     def qdata(self) -> Tensor:
@@ -81,7 +81,7 @@ class MXTensor(Tensor):
     def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
         """Return the values in `output_dtype` (default: orig_dtype). Exact in float32, and in bfloat16
         unless a value leaves its range. Differentiable: the gradient passes through unchanged."""
-        return cast(Tensor, _Dequantize.apply(self, output_dtype or self.orig_dtype))
+        return _dequantize(self, output_dtype or self.orig_dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["q", "sf"], self.orig_dtype
@@ -107,7 +107,10 @@ class MXTensor(Tensor):
         rule = _RULES.get(func)
         if rule is not None:
             return rule(func, *args, **(kwargs or {}))
-        remedy = "allowed: the functions of mxep.torch_frontend; call .dequantize() first for anything else"
+        remedy = (
+            "allowed: the functions of mxep.torch_frontend; for anything else call .dequantize() first; where it is a "
+            "gradient that arrives here, pass mxfp8_bwd=False to a2a_combine_hp_fwd_mxfp8_bwd"
+        )
         return fail(NotImplementedError, str(func), "argument", "an MXTensor", remedy)
 
 
@@ -118,7 +121,6 @@ class _Quantize(torch.autograd.Function):
         return MXTensor(q, sf, x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -130,7 +132,6 @@ class _Dequantize(torch.autograd.Function):
         return _values(mx, dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].to(ctx.dtype), None
 
@@ -142,16 +143,15 @@ class _QuantizeGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         q, sf = ops.quantize_row(plain(grads[0]).contiguous(), ctx.rounding)
         return MXTensor(q, sf, grads[0].dtype), None
 
 
-@torch.compiler.allow_in_graph
-def quantize_gradient(x: Tensor, rounding: int) -> Tensor:
-    """x itself, (M, K); its gradient leaves as an MXTensor."""
-    return cast(Tensor, _QuantizeGradient.apply(x, rounding))
+_quantize = differentiable("MXTensor.quantize", _Quantize)
+_dequantize = differentiable("MXTensor.dequantize", _Dequantize)
+quantize_gradient = differentiable("quantize_gradient", _QuantizeGradient)
+"""quantize_gradient(x, rounding): x itself, (M, K); its gradient leaves as an MXTensor."""
 
 
 def _values(mx: MXTensor, dtype: torch.dtype) -> Tensor:
@@ -163,7 +163,8 @@ def plain(x: Tensor) -> Tensor:
     return _values(x, x.orig_dtype) if isinstance(x, MXTensor) else x
 
 
-# What autograd does with a value on its way: save it, alias it, add two gradients, cast a gradient.
+# What autograd and its tools do with a value on its way: save it, alias it, add two gradients, cast or move it, look
+# at its values.
 
 
 def _same(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
@@ -183,11 +184,24 @@ def _add(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
     return func(plain(a), plain(b), **kwargs)
 
 
-def _to_copy(func: Any, mx: MXTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> MXTensor:
-    if any(value is not None and value is not False for value in kwargs.values()):
-        fail(NotImplementedError, str(func), "argument", kwargs, "allowed: dtype alone; call .dequantize() first")
-    # The bytes say the same in either dtype.
-    return MXTensor(mx.q, mx.sf, dtype or mx.orig_dtype)
+def _to_copy(
+    func: Any,
+    mx: MXTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    **how: Any,
+) -> MXTensor:
+    if layout not in (None, torch.strided):
+        fail(NotImplementedError, str(func), "layout", layout, "allowed: torch.strided; call .dequantize() first")
+    # The bytes say the same in either dtype: autograd casts a gradient so.
+    q, sf = (part if device in (None, part.device) else func(part, device=device, **how) for part in (mx.q, mx.sf))
+    return MXTensor(q, sf, dtype or mx.orig_dtype)
+
+
+def _of_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*map(plain, args), **kwargs)
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
@@ -198,4 +212,32 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add,
     aten._to_copy.default: _to_copy,
+    # What hooks and anomaly detection ask of a gradient, in its values.
+    **dict.fromkeys(
+        (
+            aten.isnan.default,
+            aten.isinf.default,
+            aten.isfinite.default,
+            aten.abs.default,
+            aten.eq.Tensor,
+            aten.eq.Scalar,
+            aten.ne.Scalar,
+            aten.linalg_vector_norm.default,
+            aten.norm.Scalar,
+            aten.norm.ScalarOpt_dim,
+            aten.sum.default,
+            aten.sum.dim_IntList,
+            aten.mean.default,
+            aten.mean.dim,
+            aten.min.default,
+            aten.max.default,
+            aten.amin.default,
+            aten.amax.default,
+            aten.aminmax.default,
+            aten.std.correction,
+            aten.var.correction,
+            aten.count_nonzero.default,
+        ),
+        _of_values,
+    ),
 }

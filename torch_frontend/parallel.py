@@ -1,94 +1,125 @@
 """Expert parallelism as a ParallelStyle: experts sharded over a mesh, tokens sent to them and back.
 
-parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())
+parallelize_module(moe, mesh, MXFP8ExpertParallel())             the layer: experts sharded, router replicated
+parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())     its experts alone, the router is the caller's
+parallelize_module(experts, mesh, MXFP8ExpertParallel(...))      another module of experts:
 
-(rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
-                         before         w1, w2, w3: DTensor, Shard(0)                   after
+    (rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
+                             before         weights: DTensor, Shard(0)                    after
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
-import torch
-import torch._dynamo.config as dynamo_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from .ep import Route, combine, dispatch, dispatch_probs
+from .ep import Ranks, Route, receive_rows, send_probs, send_rows
+from .moe import DEFAULT_RECIPE, GroupedExperts, MoE
 
-# A graph that ends in MX rows is traced for MX gradients, but theirs are plain (pytorch/pytorch#172556),
-# and the other way round for one that begins where they end. So unless Dynamo may keep the splits as
-# symbols and trace on, the two run outside compiled graphs.
-_dispatch_eagerly: Callable[..., Any] = torch.compiler.disable(dispatch)
-_combine_eagerly: Callable[..., Any] = torch.compiler.disable(combine)
-_probs_eagerly: Callable[..., Any] = torch.compiler.disable(dispatch_probs)
-
-DEFAULT_RECIPE = "mxfp8_wgrad_with_hp"
+Gradients = Literal["mean", "sum"]
 
 
 class MXFP8ExpertParallel(ParallelStyle):
-    """Shard a module of experts over a one-dimensional mesh and route tokens around its forward.
+    """Shard experts over a one-dimensional mesh; every rank has tokens of its own.
 
-    The module's own parameters have experts as dim 0 and become DTensors with `Shard(0)`; every rank
-    must hold the same values before. Its forward is called as `module(rows, counts)` with rows (M, K)
-    sorted by expert, or TokenCopies, and counts (E,) of any integer dtype, and runs on `(groups, padded_counts)`:
-    groups (P, K), an MXTensor if the recipe quantizes, padded_counts (E / ranks,) int32. Probabilities (M,) float32
-    as a third argument travel with the rows and arrive as (P,), zeros for padding.
+    A MoE: its experts become DTensors with `Shard(0)`, its router one with `Replicate()`, both with the values of the
+    mesh's first rank, so that all ranks start alike. GroupedExperts: the same without the router. Another module of
+    experts, whose own parameters have experts as dim 0: its forward is called as `module(rows, counts)` with rows
+    (M, K) sorted by expert, or TokenCopies, and counts (E,) of any integer dtype, and runs on
+    `(groups, padded_counts)`: groups (P, K), an MXTensor if the recipe quantizes, padded_counts (E / ranks,) int32.
+    Probabilities (M,) float32 as a third argument travel with the rows and arrive as (P,), zeros for padding.
 
     recipe: a Recipe or its name; None: the module's own `recipe`, or "mxfp8_wgrad_with_hp".
+    gradients: what a sharded or replicated weight's gradient is. "mean": that of the mean of the ranks' losses, as
+        DistributedDataParallel and FSDP make it of dense weights; a rank's loss is the mean over its tokens, and the
+        caller averages the gradients of all other weights. "sum": that of the sum of the ranks' losses; a rank's loss
+        is a sum over the tokens of all ranks' batch divided by their number, and the caller sums the other gradients.
+        Another module of experts takes "sum" alone: nothing here sees how it reads its weights.
 
-    Raises ValueError when the mesh does not divide the experts, when the mesh has more than one dim,
-    or when `recipe` contradicts the module's own.
+    The router's gradient is reduced over the mesh in the backward. One DTensor for all weights of a layer lets
+    `clip_grad_norm_` and foreach or fused optimizers take them together; weights outside of the layer that are plain
+    tensors are another group of parameters and another call. With FSDP2 shard the experts on the other dim of the
+    mesh, `fully_shard(moe.experts, mesh=mesh["dp"])`, and leave the router to the caller: the style on `moe.experts`.
+
+    Raises ValueError when the mesh does not divide the experts, when the mesh has more than one dim, when `recipe`
+    contradicts the module's own, and for modules without experts.
     """
 
-    def __init__(self, recipe: Recipe | str | None = None) -> None:
+    def __init__(self, recipe: Recipe | str | None = None, gradients: Gradients = "mean") -> None:
         super().__init__()
         self.recipe = None if recipe is None else Recipe.parse(recipe)
+        if gradients not in get_args(Gradients):
+            allowed = "allowed: 'mean' or 'sum'"
+            fail(ValueError, "MXFP8ExpertParallel", "gradients", repr(gradients), allowed)
+        self.gradients = gradients
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own = getattr(module, "recipe", None)
+        experts = module.experts if isinstance(module, MoE) else module
+        ours = isinstance(experts, GroupedExperts)
+        own = getattr(experts, "recipe", None)
         recipe = self.recipe or Recipe.parse(own or DEFAULT_RECIPE)
-        if own is not None and Recipe.parse(own) != recipe:
-            fail(ValueError, "MXFP8ExpertParallel", "recipe", recipe, f"allowed: the module's own, {own}, or None")
-        if getattr(module, "expert_parallel", None) is not None:
-            fail(ValueError, "MXFP8ExpertParallel", "module", "experts that are parallel already", "allowed: once")
-        if device_mesh.ndim != 1:
-            allowed = 'allowed: one dim; pick it with mesh["ep"]'
-            fail(ValueError, "MXFP8ExpertParallel", "device_mesh", f"{device_mesh.ndim} dims", allowed)
-        ranks = device_mesh.size()
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.shape[0] % ranks:
-                allowed = f"allowed: a number of experts that the mesh of {ranks} ranks divides"
-                fail(ValueError, "MXFP8ExpertParallel", name, f"{parameter.shape[0]} experts", allowed)
-        _shard(module, device_mesh)
-        group_name = device_mesh.get_group().group_name
-        routes: list[Route] = []
-
-        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-            rows, counts, *probs = args
-            whole = dynamo_config.capture_scalar_outputs
-            send, send_probs = (dispatch, dispatch_probs) if whole else (_dispatch_eagerly, _probs_eagerly)
-            groups, padded_counts, route = send(rows, counts, recipe, group_name, ranks)
-            routes.append(route)
-            return groups, padded_counts, *(send_probs(p, route) for p in probs)
-
-        def after(module: nn.Module, args: tuple[Any, ...], groups: Tensor | None) -> Tensor | None:
-            # Called after a failed forward too (groups is None), so that no route outlives its call.
-            route = routes.pop() if routes else None
-            receive = combine if dynamo_config.capture_scalar_outputs else _combine_eagerly
-            return None if groups is None or route is None else receive(groups, route)
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after, always_call=True)
-        module.expert_parallel = ranks  # type: ignore[assignment]
+        self._check(experts, ours, own, recipe, device_mesh)
+        ranks = Ranks(
+            device_mesh.get_group().group_name,
+            device_mesh.size(),
+            device_mesh.size() if self.gradients == "mean" else 1,
+        )
+        _distribute(experts, device_mesh, Shard(0))
+        if isinstance(module, MoE):
+            _distribute(module.router, device_mesh, Replicate())
+        if not ours:
+            hooks = _Hooks(recipe, ranks)
+            experts.register_forward_pre_hook(hooks.before)
+            experts.register_forward_hook(hooks.after, always_call=True)
+        experts.expert_parallel = ranks  # type: ignore[assignment]
         return module
 
+    def _check(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
+        op = "MXFP8ExpertParallel"
+        if own is not None and Recipe.parse(own) != recipe:
+            fail(ValueError, op, "recipe", recipe, f"allowed: the module's own, {own}, or None")
+        if getattr(experts, "expert_parallel", None) is not None:
+            fail(ValueError, op, "module", "experts that are parallel already", "allowed: once")
+        if not ours and self.gradients != "sum":
+            allowed = f"allowed: gradients='sum' for a {type(experts).__name__}; MoE and GroupedExperts take both"
+            fail(ValueError, op, "gradients", repr(self.gradients), allowed)
+        if mesh.ndim != 1:
+            fail(ValueError, op, "device_mesh", f"{mesh.ndim} dims", 'allowed: one dim; pick it with mesh["ep"]')
+        parameters = dict(experts.named_parameters(recurse=False))
+        if not parameters or any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear):
+            allowed = "allowed: a MoE, its experts, or a module whose own parameters have experts as dim 0"
+            fail(ValueError, op, "module", f"a {type(experts).__name__}", allowed)
+        for name, parameter in parameters.items():
+            if parameter.shape[0] % mesh.size():
+                allowed = f"allowed: a number of experts that the mesh of {mesh.size()} ranks divides"
+                fail(ValueError, op, name, f"{parameter.shape[0]} experts", allowed)
 
-def _shard(module: nn.Module, mesh: DeviceMesh) -> None:
+
+class _Hooks:
+    """What runs around the forward of a module of experts that knows nothing of ranks."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        self.recipe, self.ranks = recipe, ranks
+        self.routes: list[Route] = []  # of forwards that have begun and not ended
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        rows, counts, *probs = args
+        groups, padded_counts, route = send_rows(rows, counts, self.recipe, self.ranks)
+        self.routes.append(route)
+        return groups, padded_counts, *(send_probs(p, route) for p in probs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], groups: Tensor | None) -> Tensor | None:
+        # Called after a failed forward too (groups is None), so that no route outlives its call.
+        route = self.routes.pop() if self.routes else None
+        return None if groups is None or route is None else receive_rows(groups, route)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
-        sharded = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]), requires_grad=parameter.requires_grad)
-        module.register_parameter(name, sharded)
+        spread = nn.Parameter(distribute_tensor(parameter, mesh, [placement]), requires_grad=parameter.requires_grad)
+        module.register_parameter(name, spread)

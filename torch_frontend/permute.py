@@ -8,16 +8,16 @@ MX rows stay MX, forward and backward; padding (-1 in a map) is zeros.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import checks_values, require_tensor
+from ._differentiable import differentiable
 from .combine import sum_slots
 from .mx_tensor import MXTensor, plain
 
@@ -39,7 +39,6 @@ class _Gather(torch.autograd.Function):
         return _gather(x, row_map)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return _gather(grads[0], inverse), None, None
@@ -52,14 +51,16 @@ def _gather(x: Tensor, row_map: Tensor) -> Tensor:
     return ops.permute_rows(x.contiguous(), row_map)
 
 
-@torch.compiler.allow_in_graph
+_gathered = differentiable("gather_rows", _Gather)
+
+
 def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
     """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
 
     x: (M, K) bfloat16, float32 or MXTensor; row_map: (P,) int32; inverse: (M,) int32, the map back.
     An MXTensor comes out as one, and an MXTensor gradient goes in as one.
     """
-    return cast(Tensor, _Gather.apply(x, row_map, inverse))
+    return _gathered(x, row_map, inverse)
 
 
 class _Spread(torch.autograd.Function):
@@ -72,14 +73,15 @@ class _Spread(torch.autograd.Function):
         return _gather(x, order // copies)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         dx = sum_slots(plain(grads[0]), inverse.view(-1, ctx.copies), grads[0].dtype)
         return dx, None, None, None
 
 
-@torch.compiler.allow_in_graph
+_spread = differentiable("spread_rows", _Spread)
+
+
 def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
     """Copy each token to its `copies` slots: out[i] = x[order[i] // copies], zeros where order is -1.
 
@@ -87,7 +89,7 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tenso
     each row of the result fills; inverse: (T * copies,) int32, the way back. For `order` and `inverse` of
     `sort_by_expert` P is T * copies. The gradient of a token is the fp32 sum over its slots, rounded once.
     """
-    return cast(Tensor, _Spread.apply(x, order, inverse, copies))
+    return _spread(x, order, inverse, copies)
 
 
 def map_rows(op: str, x: Tensor, counts: Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> RowMaps:

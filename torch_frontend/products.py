@@ -13,7 +13,7 @@ form      rows                          tokens
 MX operands are folded here, at the last moment: bytes travel and are saved as MX. What is bf16 or fp32 becomes both
 folded operands in one read of it, and a backward keeps those of the tokens instead of it: half of the memory. Hopper's
 tensor cores take no scales per 32: there form "mx" multiplies dequantized bf16, and what is dequantized here serves all
-of its products. For code below autograd: no checks, no gradients. `w` is (G, N, K), as a linear layer stores it.
+of its products. For code below autograd: no checks, no gradients.
 """
 
 import torch
@@ -24,12 +24,7 @@ from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from ._device import arch_of
 from .mx_tensor import MXTensor, plain
-from .weights import MX, Folded, Quantized, Upcast, along_k, along_n, as_multiplied, quantize_rows
-
-FLOATS = (torch.bfloat16, torch.float32)
-
-
-Operand = Tensor | Quantized
+from .weights import MX, Folded, Operand, Upcast, as_multiplied, quantize_rows
 
 
 def form_on(recipe: Recipe, device: torch.device) -> Form:
@@ -100,26 +95,23 @@ def pad_to_blocks(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return row_map, ends
 
 
-def product(
-    a: Operand,
-    w: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    form: Form,
-    rounding: int,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """a (M, K) x w (G, N, K) [+ bias (G, N) fp32], rounded once -> (M, N); rows past the last end are zeros."""
-    rows = rows_of(a, form, rounding)
+def product(rows: Operand, w: Operand, offs: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """rows (M, K) x w (G, N, K) [+ bias (G, N) fp32], rounded once -> (M, N); rows past the last end are zeros.
+
+    Both in one form: of an activation and the weights along K, or of a gradient and the weights along N.
+    """
+    name = dtype_name(out_dtype)
     if bias is not None and isinstance(rows, Folded):
-        weights = along_k(w, form, rounding)
-        return ops.grouped_mm_fold_bias(*rows, *weights, bias.contiguous(), offs, dtype_name(out_dtype))
+        return ops.grouped_mm_fold_bias(*rows, *w, bias.contiguous(), offs, name)
     if bias is not None:  # the other products take none: added to their sums
-        sums = product(rows, w, offs, torch.float32, form, rounding)
+        sums = product(rows, w, offs, torch.float32)
         return (sums + bias_of_rows(bias, offs, sums.shape[0])).to(out_dtype)
     if isinstance(rows, Tensor):
-        return ops.grouped_mm_bf16(rows, w.to(torch.bfloat16), offs, dtype_name(out_dtype))
-    return _multiply(rows, along_k(w, form, rounding), offs, out_dtype)
+        return ops.grouped_mm_bf16(rows, w, offs, name)
+    if isinstance(rows, Upcast):
+        return ops.grouped_mm_bf16(*rows, *w, offs, name)
+    multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
+    return multiply(*rows, *w, offs, name)
 
 
 def bias_of_rows(bias: Tensor, offs: Tensor, rows: int) -> Tensor:
@@ -140,22 +132,6 @@ def bias_gradient(dout: Tensor, offs: Tensor) -> Tensor:
         parts.append(torch.where(high.isfinite(), dout - high, 0).to(torch.bfloat16).contiguous())
     ones = torch.ones_like(high[:, :8], memory_format=torch.contiguous_format)
     return torch.stack([ops.grouped_wgrad_bf16(part, ones, offs, "float32")[..., 0] for part in parts]).sum(0)
-
-
-def input_gradient(dout: Operand, w: Tensor, offs: Tensor, out_dtype: torch.dtype, form: Form, rounding: int) -> Tensor:
-    """dout (M, N) x w (G, N, K) -> (M, K)."""
-    rows = rows_of(dout, form, rounding)
-    if isinstance(rows, Tensor):
-        w_t = w.transpose(-2, -1).to(torch.bfloat16).contiguous()
-        return ops.grouped_mm_bf16(rows, w_t, offs, dtype_name(out_dtype))
-    return _multiply(rows, along_n(w, form, rounding), offs, out_dtype)
-
-
-def _multiply(rows: Quantized, w: Quantized, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    if isinstance(rows, Upcast):
-        return ops.grouped_mm_bf16(*rows, *w, offs, dtype_name(out_dtype))
-    multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
-    return multiply(*rows, *w, offs, dtype_name(out_dtype))
 
 
 def weight_gradient(dout: Operand, a: Operand, offs: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -3,14 +3,14 @@
 gate, up, prob --swiglu--> h          dgate, dup, dprob <--swiglu_bwd-- dh, gate, up, prob
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from ._call import require_tensor
+from ._differentiable import differentiable
 from .mx_tensor import plain
 
 
@@ -22,15 +22,11 @@ class _SwiGLU(torch.autograd.Function):
         return ops.swiglu(gate, up, prob)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return ops.swiglu_bwd(plain(grads[0]).contiguous(), *ctx.saved_tensors)
 
 
-# As in autograd.py: an MXTensor may arrive as the gradient.
-@torch.compiler.allow_in_graph
-def _swiglu(*args: Any) -> Tensor:
-    return cast(Tensor, _SwiGLU.apply(*args))
+_swiglu = differentiable("swiglu", _SwiGLU)
 
 
 def weights(op: str, prob: Tensor | None, device: torch.device) -> Tensor:

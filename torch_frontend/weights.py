@@ -1,33 +1,29 @@
-"""Weights as the products multiply them, quantized once and kept until they change.
+"""Weights as the products multiply them: quantized in the call that uses them, or once for many calls by the user.
 
-    w (G, N, K) --along K--> q (G, N, K), sf    out = a w^T
-                '-along N--> q (G, K, N), sf    da  = dout w       form "mx" on sm_90: these dequantized, in bf16
+    w (G, N, K) --along K--> q (G, N, K), sf    out = a w^T        "as stored"
+                '-along N--> q (G, K, N), sf    da  = dout w       "transposed"    one read of w makes both
 
-    kept by parameter:  {(view, orientation, form, rounding, stream): what is multiplied}
-    let go              when the parameter's version counter or memory is another, when any torch optimizer has
-                        stepped, and with the parameter
+Form "mx" on sm_90 multiplies these dequantized, in bf16. Form "bf16" quantizes nothing.
 
-The version counter sees every in-place write but those through `.data`, which old optimizers use: hence the hook. A
-DTensor counts itself, not its local part: `local` says whose part a tensor is. What FSDP2 gathers is written behind
-the counter's back too, and freed after each use. Its counter stays 0, so nothing is kept of a tensor that nobody has
-written in place since it was made.
+A call quantizes the weights that it is given, and what its backward needs of them lives until then. Nothing is kept for
+the next call: no version counter sees `.data`, collectives or another process write. Who wants to quantize once for
+several microbatches, an evaluation or serving says so, and holds the result: `quantize_weights`.
 """
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+import dataclasses
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..core_kernels.recipe import Form
+from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Form, Recipe
 from . import ops
+from ._call import FLOATS, require_tensor
 from ._device import arch_of
+from .mx_tensor import MXTensor
 
 
 class MX(NamedTuple):
@@ -52,55 +48,128 @@ class Upcast(NamedTuple):
 
 
 Quantized = MX | Folded | Upcast
+Operand = Tensor | Quantized
+"""What a product multiplies: bf16, or bytes."""
 
 
-class _Kept(NamedTuple):
-    state: tuple[int, int]
-    operands: dict[tuple[Any, ...], Quantized]
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """Weights with the bytes that the products multiply in their place; made by `quantize_weights`.
 
-
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_keep = True
-
-
-def _forget(*_: Any) -> None:
-    _kept.clear()
-
-
-register_optimizer_step_post_hook(_forget)
-
-
-@contextmanager
-def keep_quantized_weights(keep: bool) -> Iterator[None]:
-    """Within the block keep quantized weights between calls, or (False) quantize them in every call and keep none.
-
-    They are kept by default, in both orientations, until the weight changes: 2.06 bytes per weight, and 4 for exact
-    products on Hopper, which multiply them dequantized. Pass False where memory is short, or where weights are written
-    through `.data` by something that is no torch optimizer. The setting is process-wide. In compiled functions, in
-    CUDA graphs, under FSDP2 and before a weight's first in-place write (initialisation is one) weights are quantized
-    where they are used.
-
-    >>> with keep_quantized_weights(False):
-    ...     y = layer(x)
+    values (G, N, K): bf16 or fp32, gets the weight gradient; forward and input gradient do not read it. as_stored,
+    transposed: bytes along K and along N; None for recipe "bf16". form, rounding: how they were made.
     """
-    global _keep
-    before, _keep = _keep, keep
-    _forget()
-    try:
-        yield
-    finally:
-        _keep = before
+
+    values: Tensor
+    as_stored: Quantized | None
+    transposed: Quantized | None
+    form: Form
+    rounding: Rounding
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weight gradient comes in."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.values.requires_grad
+
+    def with_values(self, values: Tensor) -> "QuantizedWeights":
+        """The same bytes for values that are differentiated: the parameter that they were quantized from.
+
+        Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
+        """
+        check_float_weights("with_values", "values", values)
+        if values.shape != self.values.shape:
+            got, allowed = f"shape {tuple(values.shape)}", f"allowed: {tuple(self.values.shape)}"
+            fail(ValueError, "with_values", "values", got, allowed)
+        return dataclasses.replace(self, values=values)
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; differentiable."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    part = cast(Tensor, parameter.to_local())
-    if not torch.compiler.is_compiling() and part._base is not None:
-        _owners[part._base] = weakref.ref(parameter)
-    return part
+Weights = Tensor | QuantizedWeights
+Held = tuple[Quantized | None, Quantized | None] | None
+"""`as_stored` and `transposed` of QuantizedWeights; None for a plain weight."""
+
+
+def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8_wgrad_with_hp") -> QuantizedWeights:
+    """Quantize w (G, N, K) along both of its last dims, for all calls until it changes.
+
+    w: contiguous, bf16 or fp32, as a linear layer stores it; K, N multiples of 32. `mxfp8_grouped_mm` and
+    `grouped_swiglu_ffn` take the result wherever they take weights, with a recipe of the same form and rounding, and
+    give w its gradient. The bytes are of w as it is now: whoever writes to w quantizes again. The experts of a layer
+    have `GroupedExperts.weights_held`.
+
+    They are 2.06 bytes per weight; 4 for exact products on Hopper, which multiply them dequantized. "auto" chooses
+    their form by w's device.
+
+    >>> w = torch.ones(2, 32, 64, requires_grad=True)
+    >>> held = quantize_weights(w, "mxfp8")
+    >>> held.as_stored.sf.shape, held.transposed.sf.shape
+    (torch.Size([2, 32, 2]), torch.Size([2, 64, 1]))
+
+    Raises ValueError (shape, layout), TypeError (dtype).
+    """
+    op, recipe = "quantize_weights", Recipe.parse(recipe)
+    check_float_weights(op, "w", w)
+    for dim in (1, 2):
+        if w.shape[dim] % BLOCK and recipe.operands != "bf16":
+            fail(ValueError, op, "w", f"dim {dim} = {w.shape[dim]}", f"allowed: multiples of {BLOCK}")
+    if not w.is_contiguous():
+        fail(ValueError, op, "w", f"strides {w.stride()}", "allowed: a contiguous (G, N, K)")
+    form, rounding = recipe.form(arch_of(w.device)), recipe.rounding
+    if form == "bf16":
+        return QuantizedWeights(w, None, None, form, rounding)
+    return QuantizedWeights(w, *both_ways(w.detach(), form, int(rounding)), form, rounding)
+
+
+def check_float_weights(op: str, argument: str, w: object) -> None:
+    """Raise unless w is a plain (G, N, K) or (G, K, N) in bf16 or fp32."""
+    require_tensor(op, argument, w)
+    assert isinstance(w, Tensor)
+    if isinstance(w, DTensor):
+        fail(TypeError, op, argument, "a DTensor", "allowed: this rank's part of it: .to_local()")
+    if isinstance(w, MXTensor):
+        fail(TypeError, op, argument, "an MXTensor", "allowed: bfloat16 or float32 weights, or quantize_weights(w)")
+    if w.dtype not in FLOATS:
+        fail(TypeError, op, argument, f"dtype {w.dtype}", "allowed: bfloat16 or float32")
+    if w.dim() != 3:
+        fail(ValueError, op, argument, f"shape {tuple(w.shape)}", "allowed: 3 dims")
+
+
+def check_held(op: str, argument: str, w: QuantizedWeights, form: Form, rounding: Rounding) -> None:
+    """Raise ValueError unless w was quantized as the call multiplies."""
+    if w.form != form or (form != "bf16" and w.rounding != rounding):
+        got = f"QuantizedWeights of form {w.form!r} with {w.rounding.name}"
+        allowed = f"allowed: form {form!r} with {rounding.name}; call quantize_weights with this call's recipe"
+        fail(ValueError, op, argument, got, allowed)
+
+
+def stays(w: Tensor) -> bool:
+    """Whether the memory of w outlives the forward, so that bytes of it may as well.
+
+    FSDP2 frees what it gathered when the forward is over. What it gathers is a leaf that nobody has written in place:
+    its version counter stays 0. Weights that merely look so are quantized once more in the backward.
+    """
+    owner = w._base if w._base is not None else w
+    return torch.compiler.is_compiling() or not owner.is_leaf or owner._version > 0
+
+
+def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[Operand, Quantized | None]:
+    """w along K and along N; None there unless it is held or `both` are asked for."""
+    if form == "bf16":
+        return w.to(torch.bfloat16), None
+    if held is not None and held[0] is not None:
+        return held[0], held[1]
+    return both_ways(w, form, rounding) if both else (along_k(w, form, rounding), None)
 
 
 def as_multiplied(x: MX) -> MX | Upcast:
@@ -110,53 +179,29 @@ def as_multiplied(x: MX) -> MX | Upcast:
 
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     """w (G, N, K) -> q (G, N, K), quantized along its last dim."""
-    return _quantized(w, "k", form, rounding)
+    return quantize_rows(w.contiguous(), form, rounding)
 
 
-def along_n(w: Tensor, form: Form, rounding: int) -> Quantized:
-    """w (G, N, K) -> q (G, K, N), quantized along N."""
-    return _quantized(w, "n", form, rounding)
-
-
-def _quantized(w: Tensor, along: str, form: Form, rounding: int) -> Quantized:
-    operands = _operands_of(w)
-    if operands is None:
-        return _quantize(w, along, form, rounding)
-    stream = torch.cuda.current_stream(w.device) if w.is_cuda else None
-    key = (w.storage_offset(), w.shape, w.stride(), along, form, rounding, stream)
-    if key not in operands:
-        operands[key] = _quantize(w, along, form, rounding)
-    return operands[key]
-
-
-def _operands_of(w: Tensor) -> dict[tuple[Any, ...], Quantized] | None:
-    """What is kept of the parameter that w is, or is a view of, as it is now; None where nothing may be kept."""
-    base = w._base if w._base is not None else w
-    # A trace would hold this call's bytes for all calls, and so would a graph that is being captured. What is
-    # computed from a parameter lives for one call alone.
-    traced = type(base) not in (Tensor, nn.Parameter) or is_in_torch_dispatch_mode()
-    if not _keep or traced or not base.is_leaf or base.is_inference():
-        return None
-    if w.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    owner = _owners[base]() if base in _owners else base
-    if owner is None or not owner._version:
-        return None
-    state = (owner._version, base.data_ptr())
-    kept = _kept.get(base)
-    if kept is None or kept.state != state:
-        kept = _kept[base] = _Kept(state, {})
-    return kept.operands
-
-
-def _quantize(w: Tensor, along: str, form: Form, rounding: int) -> Quantized:
-    w = w.contiguous()
-    if along == "k":
-        return quantize_rows(w, form, rounding)
+def along_n(w: Tensor, form: Form, rounding: int) -> Operand:
+    """w (G, N, K) -> (G, K, N), quantized along N."""
+    if form == "bf16":
+        return w.transpose(-2, -1).to(torch.bfloat16).contiguous()
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
-    turned = MX(*ops.quantize_col(w, rounding))
-    return as_multiplied(turned) if form == "mx" else Folded(*ops.fold_rows(*turned))
+    return _in_form(MX(*ops.quantize_col(w.contiguous(), rounding)), form)
+
+
+def both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
+    """w (G, N, K) along K, as it lies, and along N, transposed; MX of one read."""
+    if form == "row":
+        w_t = w.transpose(-2, -1).contiguous()
+        return quantize_rows(w.contiguous(), form, rounding), quantize_rows(w_t, form, rounding)
+    q, sf, q_t, sf_t = ops.quantize_both(w.contiguous(), rounding)
+    return _in_form(MX(q, sf), form), _in_form(MX(q_t, sf_t), form)
+
+
+def _in_form(x: MX, form: Form) -> Quantized:
+    return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
 
 
 def quantize_rows(x: Tensor, form: Form, rounding: int) -> Quantized:

@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import ep_training
 import ep_weights
 import pytest
 import torch
@@ -32,7 +33,7 @@ from mxep.torch_frontend import (
     unpermute_hp_fwd_mxfp8_bwd,
 )
 from mxep.torch_frontend import _to_mxfp8_then_scaled_grouped_mm as mxfp8_gmm
-from mxep.torch_frontend.ep import Route
+from mxep.torch_frontend.ep import Route, dispatch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint.state_dict import (
@@ -63,7 +64,7 @@ def parallel_layer(
 ) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
     moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
-    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())
+    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(gradients="sum"))
     return moe, mesh
 
 
@@ -190,7 +191,7 @@ def tutorial_flow() -> None:
     mesh, results = mesh_of(2), []
     counts = torch.tensor([[5, 0, 9, 2, 0, 0, 7, 1], [0, 0, 3, 0, 0, 6, 0, 15]])[mesh.get_local_rank()]
     rows = torch.randn(24, D, generator=torch.Generator().manual_seed(RANK)).bfloat16()
-    for style in (HandMadeStyle(), MXFP8ExpertParallel()):
+    for style in (HandMadeStyle(), MXFP8ExpertParallel(gradients="sum")):
         torch.manual_seed(0)
         experts = parallelize_module(Experts(), mesh, style)
         x = rows.clone().requires_grad_()
@@ -212,7 +213,7 @@ def empty_rank_and_hot_expert() -> None:
     y, stats = moe(x)
     y.sum().backward()
     assert y.shape == x.shape
-    assert sorted(stats.counts.tolist())[-2:] == [len(x), len(x)]
+    assert sorted(stats.counts.tolist()) == [0] * 6 + [36, 36]  # of all ranks
     w = moe.experts.w1.grad
     assert isinstance(w, DTensor)
     full = w.redistribute(mesh, [Replicate()]).to_local()
@@ -338,10 +339,19 @@ def bad_input() -> None:
     moe, _ = parallel_layer(4)
     raises(ValueError, "parallel already", lambda: parallelize_module(moe.experts, mesh, MXFP8ExpertParallel()))
     rows = x.bfloat16()
-    raises(ValueError, "(E,) with E a multiple of 4", lambda: moe.experts(rows, torch.tensor([4, 4, 0])))
-    raises(ValueError, "input_splits", lambda: moe.experts(rows, torch.ones(E, dtype=torch.int32)[:4] * 3))
+    raises(
+        ValueError, "padded_counts: got shape (3,); allowed: (2,)", lambda: moe.experts(rows, torch.tensor([4, 4, 0]))
+    )
+    exchange = partial(dispatch, rows, recipe=RECIPES["mxfp8"], group_name=name, degree=4)
+    raises(ValueError, "(E,) with E a multiple of 4", lambda: exchange(torch.tensor([4, 4, 0])))
+    raises(ValueError, "input_splits", lambda: exchange(torch.ones(E, dtype=torch.int32)[:4] * 3))
 
 
+PROGRAMS = (
+    (2, "mxfp8_wgrad_with_hp", "mean", "combine"),
+    (4, "mxfp8", "mean", "swiglu"),
+    (2, "bf16", "sum", "combine"),
+)
 CHECKS: dict[str, Callable[[], None]] = {
     **{
         f"equal_to_dense[{ep}-{run}-{prob_in}]": partial(equal_to_dense, ep, run, prob_in)
@@ -356,8 +366,18 @@ CHECKS: dict[str, Callable[[], None]] = {
     "dispatch_is_one_collective": dispatch_is_one_collective,
     "a_token_is_quantized_once": a_token_is_quantized_once,
     "several_layers_and_recomputation": several_layers_and_recomputation,
-    "kept_of_sharded_experts": lambda: ep_weights.kept_of_sharded_experts(parallel_layer),
-    "nothing_kept_of_gathered_weights": lambda: ep_weights.nothing_kept_of_gathered_weights(RANKS),
+    "saved_of_sharded_experts": lambda: ep_weights.saved_of_sharded_experts(parallel_layer),
+    "nothing_saved_of_gathered_weights": lambda: ep_weights.nothing_saved_of_gathered_weights(RANKS),
+    "writes_to_the_local_part": lambda: ep_weights.writes_to_the_local_part(parallel_layer),
+    "collectives_on_the_weight": ep_weights.collectives_on_the_weight,
+    **{
+        f"ranks_train_as_one_process[{ep}-{'-'.join(how)}]": lambda ep=ep, how=how: (
+            ep_training.ranks_train_as_one_process(mesh_of(ep), *how)
+        )
+        for ep, *how in PROGRAMS
+    },
+    "one_norm_one_optimizer": lambda: ep_training.one_norm_one_optimizer(mesh_of(2)),
+    "saved_moved_and_cast": lambda: ep_training.saved_moved_and_cast(mesh_of(4)),
     "bad_input": bad_input,
     "compiled_layer[combine]": partial(compiled_layer, "combine"),
     "compiled_layer[swiglu]": partial(compiled_layer, "swiglu"),

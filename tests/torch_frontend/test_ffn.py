@@ -173,7 +173,7 @@ def test_only_x_gate_and_up_are_saved(recipe: str) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         x, w1, w3, w2, prob = inputs.values()
-        grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, RUNS[recipe])
+        grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, RUNS[recipe], False)
     leaves = {id(t) for t in inputs.values()}
     kept = [tuple(t.shape) for t in saved if id(t) not in leaves and t.data_ptr() not in
             {leaf.data_ptr() for leaf in inputs.values()} and t.dtype != torch.int32]  # fmt: skip
@@ -231,7 +231,11 @@ BAD = {
     "int64 offs": (TypeError, r"offs: got torch.int64", (X, W1, W3, W2, ends().long())),
     "offs of another number": (ValueError, r"offs: got shape \(2,\); allowed: \(3,\)", (X, W1, W3, W2, ends(1, 2))),
     "past P": (ValueError, r"offs: got \[32, 32, 160\]", (X, W1, W3, W2, ends(32, 32, 160))),
-    "unaligned": (ValueError, r"offs: .*multiples of 32; pass pad_token", (X, TRAINED, W3, W2, ends(1, 2, 3))),
+    "unaligned": (
+        ValueError,
+        r"offs: .*multiples of 32; pass pad_token",
+        (X, TRAINED, W3, W2, ends(1, 2, 3), PROB, "mxfp8", False),
+    ),
     "prob elsewhere": (ValueError, r"prob: got device meta", (X, W1, W3, W2, ends(), PROB.to("meta"))),
     "shape of prob": (ValueError, r"swiglu_row: prob: got shape \(1,\)", (X, W1, W3, W2, ends(), PROB[:1])),
     "recipe": (ValueError, r"recipe: got 'fp4'", (X, W1, W3, W2, ends(), PROB, "fp4")),

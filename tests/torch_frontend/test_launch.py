@@ -162,15 +162,17 @@ def test_what_a_kernel_needs_besides_its_outputs_is_let_go() -> None:
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_what_runs_an_op_is_decided_once_per_layouts_and_the_oldest_are_forgotten() -> None:
+def test_what_runs_an_op_is_decided_once_per_layouts_in_use() -> None:
+    """Layouts in use are known for as long as others come and go, and memory is bounded."""
     with (
-        mock.patch.object(_launch, "_known", {}),
-        mock.patch.object(_launch, "_MOST_KNOWN", 2),
+        mock.patch.object(_launch, "_known", _launch.Known()) as known,
+        mock.patch.object(_launch.Known, "MOST", 2),
         mock.patch.object(_launch, "decide", wraps=_launch.decide) as decide,
     ):
-        for m, decided in ((1, 1), (1, 1), (2, 2), (1, 2), (3, 3), (2, 3), (1, 4)):
+        for m, decided in ((1, 1), (1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (4, 4), (1, 4), (5, 5), (1, 5), (3, 6)):
             q, _ = ops.quantize_row(rows(m, 32))
             assert (q.shape, decide.call_count) == ((m, 32), decided)
+            assert len(known.recent) + len(known.former) <= 4
 
 
 def test_what_dlpack_has_no_words_for_is_refused_in_ours() -> None:

@@ -65,7 +65,6 @@ def test_a_cast_keeps_the_bytes(x: Tensor) -> None:
         ("aten.view", lambda mx: mx.view(-1)),
         ("aten.add_", lambda mx: mx.add_(1)),
         ("aten.slice", lambda mx: mx[:2]),
-        ("aten._to_copy", lambda mx: mx.to("meta")),
     ],
 )
 def test_other_operations_name_the_remedy(x: Tensor, name: str, run) -> None:

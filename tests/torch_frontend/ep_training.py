@@ -1,0 +1,91 @@
+"""Checks of ep_ranks.py: a layer in a training script, as the README shows it, against one process."""
+
+import copy
+import io
+
+import torch
+import torch.distributed as dist
+from mxep.torch_frontend import MoE, MXFP8ExpertParallel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+D, HIDDEN, E, TOP_K, TOKENS = 64, 96, 8, 2, 48
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def trained(moe: MoE, x: Tensor, scale: float, aux: float) -> list[Tensor]:
+    """The weights after ten steps of SGD on the mean over x's tokens, times `scale`."""
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.5)
+    for _ in range(10):
+        y, stats = moe(x)
+        (scale * ((y - x.flip(-1)).square().mean() + aux * stats.aux_loss)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(p) for p in moe.parameters()]
+
+
+def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, prob_in: str) -> None:
+    """Ranks that start from seeds of their own and take a part of the batch each."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    first = dist.get_global_rank(mesh.get_group(), 0)
+    torch.manual_seed(first)
+    alone = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in)
+    torch.manual_seed(dist.get_rank())
+    moe = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in)
+    parallelize_module(moe, mesh, MXFP8ExpertParallel(gradients=gradients))
+    before = [p.detach().clone() for p in alone.parameters()]
+    for p, other in zip(moe.parameters(), before, strict=True):
+        assert torch.equal(whole(p), other)
+    x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(first))
+    want = trained(alone, x, 1.0, 0.1)
+    got = trained(moe, x.chunk(ranks)[rank], 1.0 if gradients == "mean" else 1 / ranks, 0.1)
+    for one, other, start in zip(got, want, before, strict=True):
+        assert not torch.equal(other, start)
+        # Measured: at most 4.1e-5 of the largest change, in bf16; sums over tokens are ordered otherwise. An expert
+        # gradient that is `ranks` times too large, or a router that is not reduced, is off by more than a tenth.
+        torch.testing.assert_close(one, other, rtol=0, atol=4e-4 * (other - start).abs().max().item())
+
+
+def one_norm_one_optimizer(mesh: DeviceMesh) -> None:
+    """Router and experts in one `clip_grad_norm_` and one fused or foreach optimizer; the norm is one process's."""
+    torch.manual_seed(0)
+    alone = MoE(D, HIDDEN, E, TOP_K)
+    moe = copy.deepcopy(alone)
+    parallelize_module(moe, mesh, MXFP8ExpertParallel())
+    x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
+    alone(x)[0].square().mean().backward()
+    moe(x.chunk(mesh.size())[mesh.get_local_rank()])[0].square().mean().backward()
+    want = nn.utils.clip_grad_norm_(alone.parameters(), 1e-3)
+    got = nn.utils.clip_grad_norm_(moe.parameters(), 1e-3, foreach=True)
+    torch.testing.assert_close(whole(got), want, rtol=1e-5, atol=0)
+    for options in ({"fused": True}, {"foreach": True}):
+        torch.optim.AdamW(moe.parameters(), **options).step()
+    assert isinstance(moe.router.weight, DTensor)
+    assert moe.router.weight.placements == (Replicate(),)
+    ours = moe.router.weight.to_local().detach().clone()
+    dist.broadcast(ours, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+    assert torch.equal(ours, moe.router.weight.to_local())
+
+
+def saved_moved_and_cast(mesh: DeviceMesh) -> None:
+    """`torch.save` of the module, casts and copies after a forward."""
+    torch.manual_seed(0)
+    moe = MoE(D, HIDDEN, E, TOP_K)
+    parallelize_module(moe, mesh, MXFP8ExpertParallel())
+    x = torch.randn(8, D)
+    y = moe(x)[0]
+    y.sum().backward()
+    moe.zero_grad()
+    file = io.BytesIO()
+    torch.save(moe, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(again(x)[0], y)
+    assert torch.equal(copy.deepcopy(moe)(x)[0], y)
+    moe.to(torch.bfloat16).to(torch.float32)
+    moe(x)[0].sum().backward()

@@ -1,0 +1,59 @@
+"""An autograd.Function as a differentiable function of this package.
+
+    forward   --> settings noted --> Function.forward
+    backward  --> create_graph? an error --> settings of the forward --> Function.backward
+
+PyTorch lets a Function without a second derivative return gradients that count as constants: a gradient penalty adds
+nothing, without a word. Here every way to ask for more than a first derivative raises.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from ..core_kernels.launch import fail
+from . import _settings
+
+_transformed = torch._C._are_functorch_transforms_active
+
+
+def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, for eager and compiled code, with errors that name `op`.
+
+    The function raises NotImplementedError within torch.func's transforms and in forward mode, and its backward where a
+    graph of it is asked for (create_graph=True). The backward runs in the settings of the forward, whatever thread
+    autograd chooses.
+    """
+    forward, backward = function.forward, function.backward
+
+    def noted_forward(ctx: Any, *args: Any) -> Any:
+        ctx.settings = _settings.snapshot()
+        return forward(ctx, *args)
+
+    def first_backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            remedy = "allowed: first derivatives: backward() and torch.autograd.grad() without create_graph"
+            fail(NotImplementedError, op, "backward", "create_graph=True", remedy)
+        with _settings.restored(ctx.settings):
+            return backward(ctx, *grads)
+
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        fail(NotImplementedError, op, "inputs", "tangents of forward mode", _REVERSE_MODE)
+
+    function.forward = staticmethod(noted_forward)  # type: ignore[method-assign]
+    function.backward = staticmethod(first_backward)  # type: ignore[method-assign]
+    function.jvp = staticmethod(jvp)  # type: ignore[method-assign]
+
+    # Dynamo would trace `backward` with a gradient of the output's type; here an MXTensor may arrive for a plain
+    # output. AOTAutograd, which runs the real engine, handles it: Dynamo passes these calls on.
+    @torch.compiler.allow_in_graph
+    def apply(*args: Any) -> Any:
+        if _transformed():
+            fail(NotImplementedError, op, "inputs", "tensors of a torch.func transform", _REVERSE_MODE)
+        return function.apply(*args)
+
+    return apply
+
+
+_REVERSE_MODE = "allowed: reverse mode: backward() and torch.autograd.grad(); no torch.func.grad, vmap, jvp"

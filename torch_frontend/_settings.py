@@ -1,0 +1,61 @@
+"""Settings that hold within a block of code, per thread and per task of asyncio.
+
+    with force_implementation("triton"):     value = the one of the innermost block that has not ended
+        with debug_checks(): ...
+
+Blocks may end in any order: each takes away what it said and nothing else. Autograd runs the backward of GPU tensors in
+threads of its own; _differentiable.py carries the settings of the forward there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Setting(Generic[T]):
+    """A value of the current context, `default` outside of all blocks."""
+
+    def __init__(self, name: str, default: T) -> None:
+        self.default = default
+        # One (marker, value) per block: two blocks with equal values are told apart.
+        self.blocks: ContextVar[tuple[tuple[object, T], ...]] = ContextVar(f"mxep_{name}", default=())
+
+    @property
+    def value(self) -> T:
+        blocks = self.blocks.get()
+        return blocks[-1][1] if blocks else self.default
+
+    @contextmanager
+    def within(self, value: T) -> Iterator[None]:
+        block = (object(), value)
+        self.blocks.set((*self.blocks.get(), block))
+        try:
+            yield
+        finally:
+            self.blocks.set(tuple(other for other in self.blocks.get() if other is not block))
+
+
+forced: Setting[Any] = Setting("forced", None)
+"""What `force_implementation` says."""
+debug: Setting[bool] = Setting("debug", False)
+"""Whether `debug_checks` holds."""
+
+Snapshot = tuple[Any, bool]
+
+
+def snapshot() -> Snapshot:
+    """The settings as they are, for `restored`."""
+    return forced.value, debug.value
+
+
+@contextmanager
+def restored(settings: Snapshot) -> Iterator[None]:
+    """Within the block the settings are those of a snapshot."""
+    if settings == snapshot():
+        yield
+        return
+    with forced.within(settings[0]), debug.within(settings[1]):
+        yield
