@@ -195,7 +195,7 @@ def grouped_swiglu_ffn(
     if not isinstance(pad_token_groups_for_grouped_mm, bool):
         got = repr(pad_token_groups_for_grouped_mm)
         fail(TypeError, op, "pad_token_groups_for_grouped_mm", got, "allowed: bool")
-    prob = weights(op, prob, x.device)
+    prob = weights(op, prob, x)
     check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
     check_offs(op, offs, x, groups, "x", "w1")
     in_blocks = torch.is_grad_enabled() and recipe.wgrad_mx and not pad_token_groups_for_grouped_mm

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
+from ._checks import check_devices, check_plain, check_shape
 from .mx_tensor import plain
 
 
@@ -33,11 +35,15 @@ def _swiglu(*args: Any) -> Tensor:
     return cast(Tensor, _SwiGLU.apply(*args))
 
 
-def weights(op: str, prob: Tensor | None, device: torch.device) -> Tensor:
-    """`prob` as the ops take it: an empty tensor where every row weighs one."""
+def weights(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
+    """`prob` as the ops take it: an empty tensor where every row weighs one; raises unless it has one per row."""
     if prob is None:
-        return torch.empty(0, dtype=torch.float32, device=device)
+        return torch.empty(0, dtype=torch.float32, device=rows.device)
     require_tensor(op, "prob", prob)
+    if prob.dtype != torch.float32:
+        fail(TypeError, op, "prob", f"dtype {prob.dtype}", "allowed: float32")
+    check_shape(op, "prob", prob, (rows.shape[0],))
+    check_devices(op, "the rows", rows.device, prob=prob)
     return prob
 
 
@@ -52,6 +58,13 @@ def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None) -> Tensor:
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    require_tensor("swiglu", "gate", gate)
-    require_tensor("swiglu", "up", up)
-    return _swiglu(gate, up, weights("swiglu", prob, gate.device))
+    op = "swiglu"
+    for name, x in (("gate", gate), ("up", up)):
+        check_plain(op, name, x)
+        require_tensor(op, name, x)
+        if x.dtype != torch.bfloat16:
+            fail(TypeError, op, name, f"dtype {x.dtype}", "allowed: bfloat16")
+    check_shape(op, "gate", gate, ("M", "F"))
+    check_shape(op, "up", up, tuple(gate.shape))
+    check_devices(op, "gate", gate.device, up=up)
+    return _swiglu(gate, up, weights(op, prob, gate))

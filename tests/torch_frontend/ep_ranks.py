@@ -339,7 +339,7 @@ def bad_input() -> None:
     raises(ValueError, "parallel already", lambda: parallelize_module(moe.experts, mesh, MXFP8ExpertParallel()))
     rows = x.bfloat16()
     raises(ValueError, "(E,) with E a multiple of 4", lambda: moe.experts(rows, torch.tensor([4, 4, 0])))
-    raises(ValueError, "input_splits", lambda: moe.experts(rows, torch.ones(E, dtype=torch.int32)[:4] * 3))
+    raises(ValueError, "num_tokens_per_expert", lambda: moe.experts(rows, torch.ones(E, dtype=torch.int32)[:4] * 3))
 
 
 CHECKS: dict[str, Callable[[], None]] = {

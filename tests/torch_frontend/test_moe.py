@@ -204,7 +204,7 @@ def test_training_lowers_the_loss() -> None:
         (ValueError, r"MoE: score_func: got 'relu'", lambda: MoE(D, HIDDEN, E, 2, score_func="relu")),  # type: ignore[arg-type]
         (ValueError, r"MoE: prob_in: got 'router'; allowed: 'combine' or 'swiglu'",
          lambda: MoE(D, HIDDEN, E, 2, prob_in="router")),  # type: ignore[arg-type]
-        (ValueError, r"recipe: got 'fp4'; allowed are 'bf16'", lambda: MoE(D, HIDDEN, E, 2, recipe="fp4")),
+        (ValueError, r"recipe: got 'fp4'; allowed: 'bf16'", lambda: MoE(D, HIDDEN, E, 2, recipe="fp4")),
         (TypeError, r"recipe: got int", lambda: GroupedExperts(D, HIDDEN, E, recipe=8)),  # type: ignore[arg-type]
         (TypeError, r"MoE: x: got dtype torch.float16", lambda: layer()(tokens(3).half())),
         (ValueError, r"MoE: x: got shape \(3, 32\); allowed: \(..., 64\)", lambda: layer()(tokens(3)[:, :32])),
