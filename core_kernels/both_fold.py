@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import fold, quantize
-from .formats import BLOCK, Rounding, spans
+from .formats import BLOCK, Rounding, scale_attrs, spans
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank
 from .quantize import FLOATS
 from .tiles import cdiv
@@ -60,14 +60,15 @@ def _plan(
     require_multiple(op, "x", m, BLOCK, "dim 0", "pad the groups, see `row_map`")
     require_multiple(op, "x", k, BLOCK, "last dim")
     if k == 0:
-        fail(ValueError, op, "K", 0, f"allowed: multiples of {BLOCK} from {BLOCK}; a row without blocks has no scale")
+        allowed = f"allowed: multiples of {BLOCK} from {BLOCK}; a row without blocks has no scale"
+        fail(ValueError, op, "x", "K = 0", allowed)
     out = (
         ArrayType((m, k), "uint8"),
         ArrayType((m,), "uint8"),
         ArrayType((k, m), "uint8"),
         ArrayType((spans(m, groups), k), "uint8"),
     )
-    attrs = (int(Rounding(rounding)), int(satfinite))
+    attrs = tuple(scale_attrs(op, rounding, satfinite).values())
     if arch == "cpu":
         return Launch(out, attrs)
     scratch = ArrayType((scratch_bytes(m, k, groups, x.dtype),), "uint8")

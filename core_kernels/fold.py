@@ -25,7 +25,7 @@ import math
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
+from .formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, scale_attrs, spans
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, F32_NAN, e4m3_to_f32, f32_to_e4m3, quantize_blocks, to_f32
 from .permute import check_map, packed_blocks
@@ -144,12 +144,19 @@ def _fold_groups_kernel(
 
 
 def whole_rows(
-    op: str, arch: str, shape: tuple[int, ...], attrs: dict[str, int], scalars: dict[str, int] | None = None
+    op: str,
+    argument: str,
+    arch: str,
+    shape: tuple[int, ...],
+    attrs: dict[str, int],
+    scalars: dict[str, int] | None = None,
 ) -> Launch:
-    """Outputs and whole-row tiles of qf with this shape; `scalars` if they are not its number of rows."""
+    """Outputs and whole-row tiles of qf with this shape, of `argument`; `scalars` if they are not its number of
+    rows."""
     *lead, k = shape
     if k == 0:
-        fail(ValueError, op, "K", 0, f"allowed: multiples of {BLOCK} from {BLOCK}; a row without blocks has no scale")
+        allowed = f"allowed: multiples of {BLOCK} from {BLOCK}; a row without blocks has no scale"
+        fail(ValueError, op, argument, "K = 0", allowed)
     out = (ArrayType(shape, "uint8"), ArrayType(tuple(lead), "uint8"))
     if arch == "cpu":
         return Launch(out, tuple(attrs.values()))
@@ -173,7 +180,7 @@ def _plan_fold(q: ArrayType, sf: ArrayType, *, arch: str) -> Launch:
     require_rank(op, "q", q, 2, 3)
     require_multiple(op, "q", q.shape[-1], BLOCK, "last dim")
     require_shape(op, "sf", sf, (*q.shape[:-1], q.shape[-1] // BLOCK), "one scale per 32 values of q's last dim")
-    return whole_rows(op, arch, q.shape, {})
+    return whole_rows(op, "q", arch, q.shape, {})
 
 
 def _plan_quantize_fold(
@@ -183,7 +190,7 @@ def _plan_quantize_fold(
     require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")
-    return whole_rows(op, arch, x.shape, {"rounding": int(Rounding(rounding)), "satfinite": int(satfinite)})
+    return whole_rows(op, "x", arch, x.shape, scale_attrs(op, rounding, satfinite))
 
 
 def _plan_permute_fold(packed: ArrayType, row_map: ArrayType, *, arch: str) -> Launch:
@@ -191,7 +198,7 @@ def _plan_permute_fold(packed: ArrayType, row_map: ArrayType, *, arch: str) -> L
     blocks = packed_blocks(op, packed)
     check_map(op, row_map)
     p = row_map.shape[0]
-    return whole_rows(op, arch, (p, blocks * BLOCK), {}, {"R": packed.shape[0], "P": p})
+    return whole_rows(op, "packed", arch, (p, blocks * BLOCK), {}, {"R": packed.shape[0], "P": p})
 
 
 def _plan_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType, *, arch: str) -> Launch:

@@ -5,7 +5,9 @@ OCP 8-bit Floating Point Specification (OFP8) v1.0 for E4M3. RCEIL is what cuBLA
 Transformer Engine and the sm_100 conversion instruction compute.
 """
 
-from enum import IntEnum
+from enum import Enum, IntEnum
+
+from .launch import fail
 
 BLOCK = 32
 """Values that share one scale (MX v1.0, section 5.2)."""
@@ -45,20 +47,29 @@ class Rounding(IntEnum):
     FLOOR = 1
 
     @classmethod
-    def parse(cls, value: "Rounding | str") -> "Rounding":
-        """Accept a Rounding, or its name in any case (`"rceil"`, `"FLOOR"`).
+    def parse(cls, value: "Rounding | str | Enum", op: str = "Rounding", argument: str = "rounding") -> "Rounding":
+        """Accept a Rounding, its name in any case (`"rceil"`, `"FLOOR"`), or the member of that name of another
+        enumeration, as torchao's `ScaleCalculationMode` is.
 
-        Raises ValueError for any other string, TypeError for any other type.
+        Raises ValueError for any other name, TypeError for any other type; both name `op` and `argument`.
         """
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, str):
-            try:
-                return cls[value.upper()]
-            except KeyError:
-                names = ", ".join(repr(m.name.lower()) for m in cls)
-                raise ValueError(f"rounding: got {value!r}; allowed are {names}") from None
-        raise TypeError(f"rounding: got {value!r} of type {type(value).__name__}; pass a Rounding or its name")
+        name = value.name if isinstance(value, Enum) else value
+        if not isinstance(name, str):
+            fail(TypeError, op, argument, repr(value), "allowed: a Rounding or its name")
+        if name.upper() not in cls.__members__:
+            names = ", ".join(repr(m.name.lower()) for m in cls)
+            fail(ValueError, op, argument, repr(name), f"allowed: {names}")
+        return cls[name.upper()]
+
+
+def scale_attrs(op: str, rounding: int, satfinite: bool) -> dict[str, int]:
+    """What an op that chooses scales tells its kernel; raises unless `rounding` is a Rounding's number."""
+    if rounding not in tuple(Rounding):
+        allowed = f"allowed: {', '.join(f'{m.value} ({m.name})' for m in Rounding)}"
+        fail(ValueError if isinstance(rounding, int) else TypeError, op, "rounding", repr(rounding), allowed)
+    if satfinite not in (False, True):
+        fail(TypeError, op, "satfinite", repr(satfinite), "allowed: a bool")
+    return {"rounding": int(rounding), "satfinite": int(satfinite)}
 
 
 def packed_width(k: int) -> int:

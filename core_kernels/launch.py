@@ -97,6 +97,14 @@ def require_shape(op: str, argument: str, array: ArrayType, shape: tuple[int, ..
         fail(ValueError, op, argument, f"shape {array.shape}", f"allowed: {shape}, {why}")
 
 
+def require_size(op: str, argument: str, size: int, least: int = 0) -> None:
+    """Raise ValueError unless a size is from `least` up to what an int32 index counts; a symbol's is not looked at."""
+    if not hasattr(size, "__index__"):
+        fail(TypeError, op, argument, repr(size), "allowed: an int")
+    if isinstance(size, int) and not least <= size < 2**31:
+        fail(ValueError, op, argument, size, f"allowed: {least} to {2**31 - 1}")
+
+
 def require_multiple(op: str, argument: str, size: int, multiple: int, what: str, remedy: str = "") -> None:
     """Raise ValueError unless `size` is a multiple; `what` names the dim, `remedy` says what to do."""
     if size % multiple:

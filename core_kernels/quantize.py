@@ -15,7 +15,7 @@ import math
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, Rounding, packed_width
+from .formats import BLOCK, Rounding, packed_width, scale_attrs
 from .launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, dequantize_blocks, f32_to_bf16, quantize_blocks, to_f32
 from .tiles import cdiv, hw_cast, tiles
@@ -192,14 +192,11 @@ def _batched(shape: tuple[int, ...]) -> tuple[int, int, int]:
     return math.prod(lead), m, k
 
 
-def _attrs(rounding: Rounding, satfinite: bool) -> dict[str, int]:
-    return {"rounding": int(Rounding(rounding)), "satfinite": int(satfinite)}
-
-
 def _plan_row(x: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Launch:
     _check("quantize_row", x, 2, 3)
     require_multiple("quantize_row", "x", x.shape[-1], BLOCK, "last dim")
-    return _rows_launch("quantize_row", arch, _row_types(x), _attrs(rounding, satfinite), *_flat(x.shape))
+    attrs = scale_attrs("quantize_row", rounding, satfinite)
+    return _rows_launch("quantize_row", arch, _row_types(x), attrs, *_flat(x.shape))
 
 
 def _plan_row_packed(
@@ -209,13 +206,15 @@ def _plan_row_packed(
     m, k = x.shape
     require_multiple("quantize_row_packed", "x", k, BLOCK, "last dim")
     out = (ArrayType((m, packed_width(k)), "uint8"),)
-    return _rows_launch("quantize_row_packed", arch, out, _attrs(rounding, satfinite), 1, m, k)
+    attrs = scale_attrs("quantize_row_packed", rounding, satfinite)
+    return _rows_launch("quantize_row_packed", arch, out, attrs, 1, m, k)
 
 
 def _plan_col(x: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Launch:
     _check("quantize_col", x, 2, 3)
     require_multiple("quantize_col", "x", x.shape[-2], BLOCK, "dim -2 (the scaled one)")
-    return _rows_launch("quantize_col", arch, _col_types(x), _attrs(rounding, satfinite), *_batched(x.shape))
+    attrs = scale_attrs("quantize_col", rounding, satfinite)
+    return _rows_launch("quantize_col", arch, _col_types(x), attrs, *_batched(x.shape))
 
 
 def _plan_both(x: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Launch:
@@ -223,7 +222,8 @@ def _plan_both(x: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, 
     require_multiple("quantize_both", "x", x.shape[-1], BLOCK, "last dim")
     require_multiple("quantize_both", "x", x.shape[-2], BLOCK, "dim -2")
     out = _row_types(x) + _col_types(x)
-    return _rows_launch("quantize_both", arch, out, _attrs(rounding, satfinite), *_batched(x.shape))
+    attrs = scale_attrs("quantize_both", rounding, satfinite)
+    return _rows_launch("quantize_both", arch, out, attrs, *_batched(x.shape))
 
 
 def _plan_dequantize(q: ArrayType, sf: ArrayType, *, arch: str, out_dtype: str = "bfloat16") -> Launch:

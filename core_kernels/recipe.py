@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from .formats import BLOCK, Rounding
+from .launch import fail
 
 Operands = Literal["bf16", "mxfp8", "fp8_rowwise"]
 Compute = Literal["auto", "exact", "fold"]
@@ -37,15 +38,18 @@ class Recipe:
     alignment: int = BLOCK
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rounding", Rounding.parse(self.rounding))
+        object.__setattr__(self, "rounding", Rounding.parse(self.rounding, "Recipe"))
         for field, allowed in (("operands", get_args(Operands)), ("compute", get_args(Compute))):
             if getattr(self, field) not in allowed:
-                got, names = repr(getattr(self, field)), ", ".join(map(repr, allowed))
-                raise ValueError(f"Recipe: {field}: got {got}; allowed are {names}")
+                names = ", ".join(map(repr, allowed))
+                fail(ValueError, "Recipe", field, repr(getattr(self, field)), f"allowed: {names}")
+        for field, kind in (("name", str), ("wgrad_with_hp", bool), ("alignment", int)):
+            if type(getattr(self, field)) is not kind:
+                fail(TypeError, "Recipe", field, repr(getattr(self, field)), f"allowed: {kind.__name__}")
         if self.operands == "fp8_rowwise" and not self.wgrad_with_hp:
-            raise ValueError("Recipe: wgrad_with_hp: got False with operands 'fp8_rowwise'; allowed is True")
-        if self.alignment <= 0 or self.alignment % BLOCK:
-            raise ValueError(f"Recipe: alignment: got {self.alignment}; allowed are positive multiples of {BLOCK}")
+            fail(ValueError, "Recipe", "wgrad_with_hp", "False with operands 'fp8_rowwise'", "allowed: True")
+        if not BLOCK <= self.alignment < 2**31 or self.alignment % BLOCK:
+            fail(ValueError, "Recipe", "alignment", self.alignment, f"allowed: positive multiples of {BLOCK}")
 
     @property
     def mx(self) -> bool:
@@ -72,14 +76,15 @@ class Recipe:
 
         Raises ValueError for an unknown name, TypeError for another type.
         """
+        names = ", ".join(map(repr, RECIPES))
         if isinstance(value, str):
             if value not in RECIPES:
-                raise ValueError(f"recipe: got {value!r}; allowed are {', '.join(map(repr, RECIPES))}")
+                fail(ValueError, "Recipe", "recipe", repr(value), f"allowed: {names}")
             value = RECIPES[value]
         if not isinstance(value, cls):
-            raise TypeError(
-                f"recipe: got {type(value).__name__}; pass a Recipe or one of {', '.join(map(repr, RECIPES))}"
-            )
+            fail(TypeError, "Recipe", "recipe", f"{type(value).__name__}", f"allowed: a Recipe or one of {names}")
+        for unknown in [name for name in changes if name not in cls.__match_args__]:
+            fail(TypeError, "Recipe", unknown, repr(changes[unknown]), "allowed: the fields of a Recipe")
         return replace(value, **changes) if changes else value
 
 

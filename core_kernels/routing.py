@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .formats import BLOCK
-from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank
+from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_size
 from .tiles import next_power_of_2, tiles
 
 CUDA_EXPERTS = 4096
@@ -113,8 +113,7 @@ def _plan_sort(expert_ids: ArrayType, *, arch: str, num_experts: int) -> Launch:
     op = "sort_by_expert"
     require_dtype(op, "expert_ids", expert_ids, "int32")
     require_rank(op, "expert_ids", expert_ids, 1)
-    if num_experts < 1:
-        fail(ValueError, op, "num_experts", num_experts, "allowed: at least 1")
+    require_size(op, "num_experts", num_experts, 1)
     t = ArrayType(expert_ids.shape, "int32")
     out = (t, t, ArrayType((num_experts,), "int32"))
     if arch == "cpu":
@@ -142,18 +141,23 @@ def _plan_row_map(
     op = "row_map"
     require_dtype(op, "counts", counts, "int32")
     require_rank(op, "counts", counts, 1)
-    if num_local_experts < 1:
-        fail(ValueError, op, "num_local_experts", num_local_experts, "allowed: at least 1")
+    require_size(op, "num_rows", num_rows)
+    require_size(op, "num_local_experts", num_local_experts, 1)
     require_multiple(
         op, "counts", counts.shape[0], num_local_experts, "length", "pass ep_degree * num_local_experts counts"
     )
-    if alignment <= 0 or alignment % BLOCK:
+    require_size(op, "alignment", alignment, BLOCK)
+    if alignment % BLOCK:
         fail(ValueError, op, "alignment", alignment, f"allowed: positive multiples of {BLOCK}")
     ranks = counts.shape[0] // num_local_experts
-    if rank_rows < 0 or (rank_rows and rank_rows * ranks != num_rows):
+    require_size(op, "rank_rows", rank_rows)
+    if rank_rows and rank_rows * ranks != num_rows:
         fail(ValueError, op, "rank_rows", rank_rows, f"allowed: 0, or num_rows / ranks = {num_rows} / {ranks}")
+    padded = padded_rows(num_rows, num_local_experts, alignment)
+    if isinstance(padded, int) and padded >= 2**31:
+        fail(ValueError, op, "num_rows", f"{num_rows}, padded to {padded}", f"allowed: {2**31 - 1} rows with padding")
     out = (
-        ArrayType((padded_rows(num_rows, num_local_experts, alignment),), "int32"),
+        ArrayType((padded,), "int32"),
         ArrayType((num_rows,), "int32"),
         ArrayType((num_local_experts,), "int32"),
         ArrayType((num_local_experts,), "int32"),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .fold import whole_rows
-from .formats import BLOCK, Rounding
+from .formats import BLOCK, Rounding, scale_attrs
 from .launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank
 from .mx_math import quantize_blocks, to_f32
 from .quantize import FLOATS
@@ -39,7 +39,7 @@ def _plan(x: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, satfi
     require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")  # what the products take
-    return whole_rows(op, arch, x.shape, {"rounding": int(Rounding(rounding)), "satfinite": int(satfinite)})
+    return whole_rows(op, "x", arch, x.shape, scale_attrs(op, rounding, satfinite))
 
 
 quantize_rowwise = KernelOp(

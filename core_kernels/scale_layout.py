@@ -12,7 +12,7 @@ groups. Padding is 0, and so is what lies past the last group. Source: cuBLAS, "
 import triton
 import triton.language as tl
 
-from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_rank, require_shape
+from .launch import ArrayType, KernelOp, Launch, require_dtype, require_rank, require_shape, require_size
 from .tiles import cdiv, next_power_of_2, tiles
 
 TILE_ROWS, TILE_SCALES = 128, 4
@@ -103,8 +103,7 @@ def _plan_unblock(blocked: ArrayType, group_ends: ArrayType, *, arch: str, num_r
     op = "unblock_scales"
     _check(op, "blocked", blocked, group_ends)
     for name, value in (("num_rows", num_rows), ("num_scales", num_scales)):
-        if value < 0:
-            fail(ValueError, op, name, value, "allowed: at least 0")
+        require_size(op, name, value)
     groups = group_ends.shape[0]
     shape = _blocked_shape(num_rows, num_scales, groups)
     require_shape(op, "blocked", blocked, shape, f"what {groups} groups of {num_rows} x {num_scales} scales take")

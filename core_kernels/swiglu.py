@@ -16,7 +16,7 @@ free. That sum needs whole rows: a backward program with `prob` walks along its 
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, EXP2_COEFFICIENTS, LOG2E, Rounding
+from .formats import BLOCK, EXP2_COEFFICIENTS, LOG2E, Rounding, scale_attrs
 from .launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, f32_to_bf16, fma, reciprocal, round_to_bf16, to_f32
 from .quantize import store_quantized
@@ -273,7 +273,7 @@ def _define(op: str, kernel: object, inputs: tuple[str, ...], row: bool = False,
     def plan_quantized(
         *arrays: ArrayType, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False
     ) -> Launch:
-        return launch(arrays, arch, {"rounding": int(Rounding(rounding)), "satfinite": int(satfinite)})
+        return launch(arrays, arch, scale_attrs(op, rounding, satfinite))
 
     attrs, make_plan = (("rounding", "satfinite"), plan_quantized) if quantized else ((), plan)
     return KernelOp(op, kernel, inputs, outputs, attrs, make_plan)

@@ -90,9 +90,12 @@ def _check_maps(op: KernelOp, inputs: Sequence[Tensor]) -> None:
 
 
 def require_tensor(op: str, argument: str, value: object) -> None:
-    """Raise TypeError unless the value is a tensor."""
+    """Raise TypeError unless the value is a tensor with strides."""
     if not isinstance(value, Tensor):
         fail(TypeError, op, argument, f"a {type(value).__name__}", "allowed: a torch.Tensor")
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        fail(TypeError, op, argument, got, "allowed: dense tensors; call .to_dense() or .to_padded_tensor(0)")
 
 
 def allocate(outputs: Outputs, index: int | None) -> tuple[Tensor, ...]:

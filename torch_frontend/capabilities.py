@@ -4,6 +4,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
+from ..core_kernels.launch import fail
 from . import _cpu_gemm, _device
 from .ops import OPS
 
@@ -22,8 +23,21 @@ def capabilities(device: torch.device | str | None = None) -> dict[str, Capabili
     >>> capabilities("cpu")["quantize_row"].uses
     'cpp'
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _existing(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     return {name: Capability(_uses(name, device), _absent(name, device)) for name in OPS}
+
+
+def _existing(device: torch.device | str) -> torch.device:
+    try:
+        named = torch.device(device)
+        if named.type == "cuda":
+            _device.compute_capability(named)
+    except NotImplementedError:  # of an old GPU each op says so itself
+        return torch.device(device)
+    except (AssertionError, RuntimeError, TypeError):
+        allowed = "allowed: a torch.device of this machine or its name"
+        fail(ValueError, "capabilities", "device", repr(device), allowed)
+    return named
 
 
 def _uses(name: str, device: torch.device) -> str:

@@ -15,6 +15,15 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
+from ._checks import (
+    check_devices,
+    check_floats,
+    check_out_dtype,
+    check_plain,
+    check_shape,
+    check_way_back,
+    index_map,
+)
 from ._differentiable import differentiable
 from .mx_tensor import plain
 from .products import dtype_name
@@ -64,29 +73,32 @@ def weighted_combine(
     """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
 
     rows: (R, D) bfloat16 or float32. probs: (T, K) float32, or None for an unweighted sum, which saves no rows for
-    its gradient. slots: (T, K) int32, the row of each slot, -1 for none. order: (R,) int32, the way back: the slot
-    t * K + k that a row fills, -1 for padding, whose gradient is zeros. out_dtype: None is that of rows.
+    its gradient. slots: (T, K), the row of each slot, -1 for none. order: (R,), the way back: the slot t * K + k that a
+    row fills, -1 for padding, whose gradient is zeros; both int32 or int64. out_dtype: None is that of rows.
     Returns (T, D). Gradients: of rows in their dtype, of probs in float32.
 
     >>> slots, order = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
     >>> weighted_combine(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.5, 0.25]]), slots, order).tolist()
     [[1.25]]
 
-    Raises ValueError (shapes, slots outside the rows) and TypeError (dtypes).
+    Raises ValueError (shapes, devices; on a CPU and within `debug_checks()` slots outside the rows and an order that is
+    not their way back) and TypeError (dtypes).
     """
     op = "weighted_combine"
-    for name, argument in (("rows", rows), ("slots", slots), ("order", order)):
-        require_tensor(op, name, argument)
-    if slots.dim() != 2:
-        fail(ValueError, op, "slots", f"shape {tuple(slots.shape)}", "allowed: (T, K)")
-    out_dtype = out_dtype or rows.dtype
-    if torch.compiler.is_compiling():
-        # What an all-to-all returned has a sum of symbols for its rows; the op's check must not guess.
-        torch._check(rows.shape[0] == order.shape[0])
-    elif order.shape != rows.shape[:1]:
-        # Only the gradient reads it.
-        fail(ValueError, op, "order", f"shape {tuple(order.shape)}", f"allowed: ({rows.shape[0]},), one slot per row")
+    check_plain(op, "rows", rows)
+    check_floats(op, "rows", rows)
+    slots = index_map(op, "slots", slots, rows.device, rows.shape[0], ("T", "K"))
+    if slots.shape[1] < 1:
+        fail(ValueError, op, "slots", f"shape {tuple(slots.shape)}", "allowed: (T, K), K at least 1")
+    order = index_map(op, "order", order, rows.device, slots.numel(), rows.shape[:1])
+    check_way_back(op, "order", slots.view(-1), order)
+    out_dtype = rows.dtype if out_dtype is None else out_dtype
+    check_out_dtype(op, out_dtype)
     if probs is None:
         return _plain(rows, slots, order, out_dtype)
     require_tensor(op, "probs", probs)
+    if probs.dtype != torch.float32:
+        fail(TypeError, op, "probs", f"dtype {probs.dtype}", "allowed: float32")
+    check_shape(op, "probs", probs, tuple(slots.shape))
+    check_devices(op, "rows", rows.device, probs=probs)
     return _weighted(rows, probs, slots, order, out_dtype)

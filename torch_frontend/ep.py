@@ -15,7 +15,7 @@ quantized once: its copies are its bytes. A group of one rank, or none at all, s
 torch.distributed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,39 +23,21 @@ import torch._dynamo.config as dynamo_config
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.tensor import DTensor
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
-from ._call import FLOATS
+from ._call import require_tensor
+from ._checks import check_counts, check_devices, check_shape, require_total
 from ._differentiable import differentiable
+from ._ranks import Splits, check_travelling, checked_all_to_all
+from ._ranks import degree_of as _degree
+from ._ranks import group_of as _group
 from .combine import sum_slots
 from .mx_tensor import MXTensor, plain
-from .permute import RowMaps, gather_rows, map_rows, spread_rows
-
-Splits = Sequence[int]
-
-
-def _name_of(group: "str | dist.ProcessGroup | None") -> str:
-    """The name of a process group; "" for a process alone. None is the default group where there is one."""
-    if isinstance(group, str):
-        return group
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return ""
-        group = cast(dist.ProcessGroup, dist.group.WORLD)
-    return group.group_name
-
-
-def _group(group_name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(cast(Any, group_name))
-
-
-def _degree(group_name: str) -> int:
-    return _group(group_name).size() if group_name else 1
+from .permute import RowMaps, check_copies, gather_rows, map_rows, spread_rows
+from .shards import Ranks
 
 
 def _all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
@@ -160,11 +142,12 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     default group, or this process alone where torch.distributed is not initialised.
 
     Returns an MXTensor (sum(output_splits), K). Raises ValueError when the splits do not fit the input
-    or the group, TypeError for other dtypes.
+    or the group, TypeError for other dtypes. Over gloo, and within `debug_checks()` over any group, the ranks compare
+    their arguments first: what is wrong on one of them, or between two, raises on all, and nothing is sent. Over other
+    groups a rank looks at its own arguments alone.
     """
-    op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
-    name = _checked(op, input, output_splits, input_splits, group_name, block_size)
-    rounding = int(Rounding.parse(scaling_mode))
+    op, options = "a2a_dispatch_mxfp8_fwd_hp_bwd", (scaling_mode, block_size)
+    name, rounding = checked_all_to_all(op, input, output_splits, input_splits, "group_name", group_name, *options)
     return cast(MXTensor, _exchange(input, list(output_splits), list(input_splits), name, True, False, rounding))
 
 
@@ -185,9 +168,8 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 
     Returns (sum(output_splits), K) of input's dtype. Raises ValueError and TypeError likewise.
     """
-    op = "a2a_combine_hp_fwd_mxfp8_bwd"
-    name = _checked(op, input, output_splits, input_splits, group_name, block_size)
-    rounding = int(Rounding.parse(scaling_mode))
+    op, options = "a2a_combine_hp_fwd_mxfp8_bwd", (scaling_mode, block_size, mxfp8_bwd)
+    name, rounding = checked_all_to_all(op, input, output_splits, input_splits, "group_name", group_name, *options)
     return _exchange(input, list(output_splits), list(input_splits), name, False, mxfp8_bwd, rounding)
 
 
@@ -199,41 +181,8 @@ def to_mxfp8_a2a_dequant(
     A differentiable drop-in for `all_to_all_single_autograd`. Arguments, errors and result as in
     `a2a_dispatch_mxfp8_fwd_hp_bwd`, but dequantized.
     """
-    name = _checked("to_mxfp8_a2a_dequant", input, output_splits, input_splits, group, BLOCK)
+    name, _ = checked_all_to_all("to_mxfp8_a2a_dequant", input, output_splits, input_splits, "group", group)
     return _exchange_dequantized(input, list(output_splits), list(input_splits), name)
-
-
-def _checked(op: str, x: Tensor, output_splits: Splits, input_splits: Splits, group: Any, block_size: int) -> str:
-    if isinstance(x, MXTensor) or x.dtype not in FLOATS:
-        got = "an MXTensor" if isinstance(x, MXTensor) else f"dtype {x.dtype}"
-        fail(TypeError, op, "input", got, "allowed: bfloat16 or float32 tensors")
-    if x.dim() != 2 or x.shape[1] % BLOCK:
-        fail(ValueError, op, "input", f"shape {tuple(x.shape)}", f"allowed: (M, K) with K a multiple of {BLOCK}")
-    if block_size != BLOCK:
-        fail(ValueError, op, "block_size", block_size, f"allowed: {BLOCK}, the block of MXFP8")
-    name = _name_of(group)
-    # While compiling, splits may be symbols without a value: the collective checks them when it runs.
-    if not torch.compiler.is_compiling():
-        degree = _degree(name)
-        for argument, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
-            if len(splits) != degree or any(size < 0 for size in splits):
-                allowed = f"allowed: {degree} counts, one per rank of the group, at least 0"
-                fail(ValueError, op, argument, list(splits), allowed)
-        if sum(input_splits) != x.shape[0]:
-            got = f"{list(input_splits)}, in total {sum(input_splits)}"
-            fail(ValueError, op, "input_splits", got, f"allowed: a total of {x.shape[0]}, the rows of input")
-        if degree == 1 and output_splits[0] != input_splits[0]:
-            fail(ValueError, op, "output_splits", list(output_splits), f"allowed: {list(input_splits)}, what is sent")
-    return name
-
-
-class Ranks(NamedTuple):
-    """The ranks that share a layer's experts. gradient_divisor: what a weight's gradient, which comes from the tokens
-    of all ranks, is divided by."""
-
-    group_name: str
-    degree: int
-    gradient_divisor: int
 
 
 class Route(NamedTuple):
@@ -258,38 +207,56 @@ class TokenCopies(NamedTuple):
 
 
 def dispatch(
-    rows: Tensor | TokenCopies, counts: Tensor, recipe: Recipe, group_name: str = "", degree: int = 1
+    rows: Tensor | TokenCopies,
+    counts: Tensor,
+    recipe: Recipe,
+    group_name: str = "",
+    degree: int = 1,
+    experts: tuple[int, str] | None = None,
+    probs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Route]:
     """Send rows to their experts' ranks and lay them out in padded groups.
 
     rows: (M, K), sorted by expert, or TokenCopies. counts: (E,) rows per expert, any integer dtype; E a multiple of
     the group's size. group_name and degree: a group's name and size; by default a process alone, which sends
-    nothing and syncs nothing.
+    nothing and syncs nothing. experts: their number on all ranks together and the type of the group's device. probs:
+    (M,) float32, what `dispatch_probs` is going to send; it is checked here.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes;
-    padded_counts (E / ranks,) int32; route for `combine`. Raises ValueError on counts that do not fit.
+    padded_counts (E / ranks,) int32; route for `combine`. Raises TypeError and ValueError on arguments that do not fit.
+    A rank that is about to raise says so in the exchange of counts, so that all ranks raise and no row is sent. It can
+    where it knows `experts`; what no rank can see before is a number of experts that differs between ranks.
     """
-    if counts.dim() != 1 or counts.shape[0] % degree:
-        allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
-        fail(ValueError, "dispatch", "num_tokens_per_expert", f"shape {tuple(counts.shape)}", allowed)
-    if isinstance(rows, TokenCopies) and not recipe.mx:
-        rows = spread_rows(*rows)
-    num_rows = (rows.order if isinstance(rows, TokenCopies) else rows).shape[0]
+    error = None
+    try:
+        rows, num_rows = _checked_dispatch(rows, counts, recipe, degree, experts, probs)
+    except (TypeError, ValueError) as found:
+        if degree == 1 or experts is None:
+            raise
+        error, num_rows = found, 0
     if degree == 1:
         received, totals, output_splits, input_splits = counts, counts, [num_rows], [num_rows]
     else:
-        received, totals = _exchange_counts(counts, group_name, degree)
+        if error is None:
+            fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
+            sent = torch.where(fits, counts.to(torch.int32), -1)
+        else:
+            assert experts is not None
+            sent = torch.full(experts[:1], -1, dtype=torch.int32, device=experts[1])
+        received, totals = _exchange_counts(sent, group_name, degree)
         # torch's all-to-all takes its splits from the host: the one sync of the layer.
-        output_splits, input_splits = torch.stack([received, counts]).view(2, degree, -1).sum(-1).tolist()
+        output_splits, input_splits = torch.stack([received, sent]).view(2, degree, -1).sum(-1).tolist()
+        if error is not None:
+            raise error
+        if not torch.compiler.is_compiling():
+            _check_received(counts, num_rows, output_splits)
     splits = output_splits, input_splits
     arrived: Tensor
     if isinstance(rows, TokenCopies):
         arrived = _exchange_tokens(*rows, *splits, group_name, int(recipe.rounding))
-    elif recipe.mx:
-        arrived = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, *splits, group_name, recipe.rounding)
     else:
-        arrived = a2a_combine_hp_fwd_mxfp8_bwd(rows, *splits, group_name, mxfp8_bwd=False)
-    maps = map_rows("dispatch", arrived, received, degree, counts.shape[0] // degree, recipe.alignment)
+        arrived = _exchange(rows, *splits, group_name, recipe.mx, False, int(recipe.rounding))
+    maps = map_rows("dispatch", arrived, received, degree, received.shape[0] // degree, recipe.alignment)
     groups = gather_rows(arrived, maps.row_map, maps.inverse)
     return groups, maps.padded_counts, Route(maps, totals, output_splits, input_splits, group_name, recipe)
 
@@ -305,6 +272,49 @@ def _exchange_counts(counts: Tensor, group_name: str, degree: int) -> tuple[Tens
     return everyones[:, first : first + local].reshape(-1), everyones.sum(0, dtype=counts.dtype)
 
 
+def _checked_dispatch(
+    rows: Tensor | TokenCopies,
+    counts: Tensor,
+    recipe: Recipe,
+    degree: int,
+    experts: tuple[int, str] | None,
+    probs: Tensor | None,
+) -> tuple[Tensor | TokenCopies, int]:
+    """What to send and how many rows it is, or what is wrong with an argument of this rank."""
+    op = "dispatch"
+    x = rows.x if isinstance(rows, TokenCopies) else rows
+    check_travelling(op, "rows", x, recipe.mx)
+    if experts is not None and x.device.type != experts[1]:
+        fail(ValueError, op, "rows", f"device {x.device}", f"allowed: {experts[1]}, where the group of the experts is")
+    if isinstance(rows, TokenCopies):
+        order, inverse = check_copies(op, x, rows.order, rows.inverse, rows.copies)
+        rows = TokenCopies(x, order, inverse, rows.copies) if recipe.mx else spread_rows(x, order, inverse, rows.copies)
+    num_rows = (rows.order if isinstance(rows, TokenCopies) else rows).shape[0]
+    name = "num_tokens_per_expert"
+    check_counts(op, name, counts, x.device)
+    check_shape(op, name, counts, (experts[0],) if experts else ("E",))
+    if counts.shape[0] == 0 or counts.shape[0] % degree:
+        allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
+        fail(ValueError, op, name, f"shape {tuple(counts.shape)}", allowed)
+    if probs is not None:
+        require_tensor(op, "probs", probs)
+        if probs.dtype != torch.float32:
+            fail(TypeError, op, "probs", f"dtype {probs.dtype}", "allowed: float32")
+        check_shape(op, "probs", probs, (num_rows,))
+        check_devices(op, "rows", x.device, probs=probs)
+    return rows, num_rows
+
+
+def _check_received(counts: Tensor, num_rows: int, output_splits: list[int]) -> None:
+    """Raise ValueError if this rank's counts are wrong, or another rank said -1."""
+    op, name = "dispatch", "num_tokens_per_expert"
+    failed = [rank for rank, size in enumerate(output_splits) if size < 0]
+    if failed:
+        require_total(op, name, counts, num_rows)
+        allowed = f"allowed: counts of at least 0 from every rank; the error of rank {failed[0]} says what is wrong"
+        fail(ValueError, op, name, f"-1 from rank {failed[0]}", allowed)
+
+
 def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
     """Send each row's probability where `dispatch` sent the row: (M,) float32 -> (P,), zeros for padding.
 
@@ -318,9 +328,10 @@ def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
 
 def combine(groups: Tensor, route: Route) -> Tensor:
     """Take expert outputs (P, N) back to where their rows came from -> (M, N)."""
+    check_travelling("combine", "groups", groups, route.recipe.mx)
     rows = gather_rows(groups, route.maps.inverse, route.maps.row_map)
-    back = route.input_splits, route.output_splits
-    return a2a_combine_hp_fwd_mxfp8_bwd(rows, *back, route.group_name, route.recipe.rounding, mxfp8_bwd=route.recipe.mx)
+    back, recipe = (route.input_splits, route.output_splits), route.recipe
+    return _exchange(rows, *back, route.group_name, False, recipe.mx, int(recipe.rounding))
 
 
 # A graph that ends in MX rows is traced for MX gradients, but theirs are plain (pytorch/pytorch#172556), and the other
@@ -331,10 +342,13 @@ _probs_eagerly: Callable[..., Any] = torch.compiler.disable(dispatch_probs)
 _combine_eagerly: Callable[..., Any] = torch.compiler.disable(combine)
 
 
-def send_rows(rows: Tensor | TokenCopies, counts: Tensor, recipe: Recipe, ranks: Ranks) -> tuple[Tensor, Tensor, Route]:
+def send_rows(
+    rows: Tensor | TokenCopies, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None = None
+) -> tuple[Tensor, Tensor, Route]:
     """`dispatch` over these ranks, compiled where Dynamo can."""
     send = dispatch if dynamo_config.capture_scalar_outputs else _dispatch_eagerly
-    return send(rows, counts, recipe, ranks.group_name, ranks.degree)
+    experts = ranks.num_experts, ranks.device_type
+    return send(rows, counts, recipe, ranks.group_name, ranks.degree, experts, probs)
 
 
 def send_probs(probs: Tensor, route: Route) -> Tensor:
@@ -345,44 +359,3 @@ def send_probs(probs: Tensor, route: Route) -> Tensor:
 def receive_rows(groups: Tensor, route: Route) -> Tensor:
     """`combine`, compiled where Dynamo can."""
     return (combine if dynamo_config.capture_scalar_outputs else _combine_eagerly)(groups, route)
-
-
-class _DivideGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
-        ctx.divisor = divisor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.divisor, None
-
-
-class _ReduceGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, divisor: int) -> Tensor:
-        ctx.group_name, ctx.divisor = group_name, divisor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total = funcol.wait_tensor(funcol.all_reduce(grads[0].contiguous(), "sum", _group(ctx.group_name)))
-        return total / ctx.divisor, None, None
-
-
-_divide_gradient = differentiable("MXFP8ExpertParallel", _DivideGradient)
-_reduce_gradient = differentiable("MXFP8ExpertParallel", _ReduceGradient)
-
-
-def sharded(parameter: Tensor, ranks: Ranks | None) -> Tensor:
-    """This rank's part of a weight with `Shard(0)`, or the plain weight itself; differentiable."""
-    part = cast(Tensor, parameter.to_local()) if isinstance(parameter, DTensor) else parameter
-    return part if ranks is None or ranks.gradient_divisor == 1 else _divide_gradient(part, ranks.gradient_divisor)
-
-
-def replicated(parameter: Tensor, ranks: Ranks | None) -> Tensor:
-    """A weight with `Replicate()`, whose gradient is reduced over the ranks, or the plain weight itself;
-    differentiable."""
-    if not isinstance(parameter, DTensor) or ranks is None:
-        return parameter
-    return _reduce_gradient(parameter.to_local(), ranks.group_name, ranks.gradient_divisor)

@@ -247,7 +247,7 @@ def swiglu_ffn(
     for name, w in (("w1", w1), ("w3", w3), ("w2", w2)):
         if not w.is_contiguous():
             fail(ValueError, op, name, f"strides {w.stride()}", "allowed: contiguous weights; call .contiguous()")
-    prob = row_weights(op, prob, x.device)
+    prob = row_weights(op, prob, x)
     check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
     check_offs(op, offs, x, groups, "x", "w1")
     wgrad_follows = torch.is_grad_enabled() and any(w.requires_grad for w in (w1, w3, w2))

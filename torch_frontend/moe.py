@@ -30,19 +30,11 @@ from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import require_tensor
 from .combine import weighted_combine
-from .ep import (
-    Ranks,
-    TokenCopies,
-    a2a_dispatch_mxfp8_fwd_hp_bwd,
-    receive_rows,
-    replicated,
-    send_probs,
-    send_rows,
-    sharded,
-)
+from .ep import TokenCopies, a2a_dispatch_mxfp8_fwd_hp_bwd, receive_rows, send_probs, send_rows
 from .ffn import swiglu_ffn
 from .mx_tensor import quantize_gradient
 from .permute import RowMaps, gather_rows, spread_rows
+from .shards import Ranks, replicated, sharded
 from .weights import QuantizedWeights, quantize_weights, stays
 
 DEFAULT_RECIPE = "mxfp8_wgrad_with_hp"
@@ -317,7 +309,7 @@ class MoE(nn.Module):
         travelling, probs = (), probs_TK
         if self.prob_in == "swiglu":
             travelling, probs = (gather_rows(probs_TK.reshape(-1, 1), order, inverse).squeeze(1),), None
-        groups, padded_counts, route = send_rows(rows, counts, self.experts.recipe, ranks)
+        groups, padded_counts, route = send_rows(rows, counts, self.experts.recipe, ranks, *travelling)
         out = self.experts(groups, padded_counts, *(send_probs(p, route) for p in travelling))
         y_TD = weighted_combine(receive_rows(out, route), probs, inverse.view(-1, self.top_k), order, x_TD.dtype)
         return y_TD, route.counts

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from . import ops
+from ._call import require_tensor
 from ._differentiable import differentiable
 from ._launch import as_bytes
 
@@ -41,19 +42,27 @@ class MXTensor(Tensor):
     sf: Tensor
     orig_dtype: torch.dtype
 
+    # What torchao's MXTensor says of itself; here there is one format in one layout.
+    elem_dtype = torch.float8_e4m3fn
+    block_size = BLOCK
+    is_swizzled_scales = False
+
     # Results of other operations are what those operations return, never wrapped again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, q: Tensor, sf: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
+        for name, part, float8 in (("q", q, torch.float8_e4m3fn), ("sf", sf, torch.float8_e8m0fnu)):
+            require_tensor("MXTensor", name, part)
+            if isinstance(part, MXTensor) or part.dtype not in (torch.uint8, float8):
+                got = "an MXTensor" if isinstance(part, MXTensor) else f"dtype {part.dtype}"
+                fail(TypeError, "MXTensor", name, got, f"allowed: uint8 or {float8}")
         q, sf = as_bytes(q), as_bytes(sf)
-        for name, part in (("q", q), ("sf", sf)):
-            if part.dtype != torch.uint8:
-                fail(TypeError, "MXTensor", name, f"dtype {part.dtype}", "allowed: uint8 or its float8 dtype")
-        if orig_dtype not in (torch.bfloat16, torch.float32):
-            fail(TypeError, "MXTensor", "orig_dtype", orig_dtype, "allowed: torch.bfloat16 or torch.float32")
-        if q.dim() == 0 or q.shape[-1] % BLOCK or sf.shape != (*q.shape[:-1], q.shape[-1] // BLOCK):
-            allowed = "allowed: q (..., K) with K a multiple of 32, and one scale per 32 values"
+        _check_float("MXTensor", "orig_dtype", orig_dtype)
+        if q.dim() == 0 or q.shape[-1] % BLOCK:
+            fail(ValueError, "MXTensor", "q", f"shape {tuple(q.shape)}", f"allowed: (..., K), K a multiple of {BLOCK}")
+        if sf.shape != (*q.shape[:-1], q.shape[-1] // BLOCK):
+            allowed = f"allowed: {(*q.shape[:-1], q.shape[-1] // BLOCK)}, one scale per {BLOCK} values"
             fail(ValueError, "MXTensor", "sf", f"shape {tuple(sf.shape)} for q {tuple(q.shape)}", allowed)
         if q.device != sf.device:
             fail(ValueError, "MXTensor", "sf", f"device {sf.device}", f"allowed: {q.device}, where q is")
@@ -68,7 +77,49 @@ class MXTensor(Tensor):
         Differentiable: the gradient passes through unchanged. Raises ValueError when K is not a
         multiple of 32, TypeError for other dtypes.
         """
-        return _quantize(x, int(Rounding.parse(rounding)))
+        return _quantized("MXTensor.quantize", "x", x, Rounding.parse(rounding, "MXTensor.quantize"))
+
+    @staticmethod
+    def to_mx(
+        data_hp: Tensor,
+        elem_dtype: torch.dtype,
+        block_size: int = BLOCK,
+        scaling_mode: "Rounding | str" = Rounding.FLOOR,
+        kernel_preference: Any = None,
+        act_quant_kwargs: None = None,
+        is_swizzled_scales: bool = False,
+        mxfp8_dim0_cast_kernel_choice: Any = None,
+    ) -> "MXTensor":
+        """`quantize` as torchao's `MXTensor.to_mx` is called, with its defaults: FLOOR.
+
+        elem_dtype is torch.float8_e4m3fn, block_size 32, act_quant_kwargs None, is_swizzled_scales False; any other
+        value raises ValueError. Which kernel runs depends on the device alone: kernel_preference and
+        mxfp8_dim0_cast_kernel_choice change nothing.
+
+        >>> MXTensor.to_mx(torch.full((1, 32), 3.0), torch.float8_e4m3fn, scaling_mode="rceil").scale[0, 0].item()
+        0.0078125
+        """
+        op = "MXTensor.to_mx"
+        _check_torchao(op, elem_dtype, block_size, act_quant_kwargs, is_swizzled_scales)
+        return _quantized(op, "data_hp", data_hp, Rounding.parse(scaling_mode, op, "scaling_mode"))
+
+    @staticmethod
+    def from_qdata_and_scales(
+        qdata: Tensor,
+        scales: Tensor,
+        orig_dtype: torch.dtype,
+        *,
+        block_size: int = BLOCK,
+        kernel_preference: Any = None,
+        act_quant_kwargs: None = None,
+        is_swizzled_scales: bool = False,
+    ) -> "MXTensor":
+        """`MXTensor(q, sf, orig_dtype)` as torchao calls it. qdata: (..., K) float8_e4m3fn, scales: (..., K/32)
+        float8_e8m0fnu, one per block, row-major. The other arguments and errors as in `to_mx`."""
+        op = "MXTensor.from_qdata_and_scales"
+        require_tensor(op, "qdata", qdata)
+        _check_torchao(op, qdata.dtype, block_size, act_quant_kwargs, is_swizzled_scales, "qdata")
+        return MXTensor(qdata, scales, orig_dtype)
 
     @property
     def qdata(self) -> Tensor:
@@ -81,6 +132,8 @@ class MXTensor(Tensor):
     def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
         """Return the values in `output_dtype` (default: orig_dtype). Exact in float32, and in bfloat16
         unless a value leaves its range. Differentiable: the gradient passes through unchanged."""
+        if output_dtype is not None:
+            _check_float("MXTensor.dequantize", "output_dtype", output_dtype)
         return _dequantize(self, output_dtype or self.orig_dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
@@ -112,6 +165,37 @@ class MXTensor(Tensor):
             "gradient that arrives here, pass mxfp8_bwd=False to a2a_combine_hp_fwd_mxfp8_bwd"
         )
         return fail(NotImplementedError, str(func), "argument", "an MXTensor", remedy)
+
+
+def _check_float(op: str, argument: str, dtype: object) -> None:
+    if dtype is not torch.bfloat16 and dtype is not torch.float32:
+        fail(TypeError, op, argument, repr(dtype), "allowed: torch.bfloat16 or torch.float32")
+
+
+def _check_torchao(
+    op: str, elem_dtype: Any, block_size: Any, act_quant_kwargs: Any, is_swizzled_scales: Any, name: str = "elem_dtype"
+) -> None:
+    """Raise ValueError unless torchao's description of a format is of the only one here."""
+    for argument, value, allowed, why in (
+        (name, elem_dtype, torch.float8_e4m3fn, "the elements of MXFP8 here"),
+        ("block_size", block_size, BLOCK, "the block of MXFP8"),
+        ("act_quant_kwargs", act_quant_kwargs, None, "quantize activations where they are multiplied"),
+        ("is_swizzled_scales", is_swizzled_scales, False, "one row of scales per row; see the op unblock_scales"),
+    ):
+        if type(value) is not type(allowed) or value != allowed:
+            fail(ValueError, op, argument, repr(value), f"allowed: {allowed}, {why}")
+
+
+def _quantized(op: str, argument: str, x: Tensor, rounding: Rounding) -> MXTensor:
+    require_tensor(op, argument, x)
+    if isinstance(x, MXTensor):
+        fail(TypeError, op, argument, "an MXTensor", "allowed: bfloat16 or float32 tensors; call .dequantize() first")
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        fail(TypeError, op, argument, f"dtype {x.dtype}", "allowed: bfloat16 or float32")
+    if x.dim() not in (2, 3) or x.shape[-1] % BLOCK:
+        allowed = f"allowed: (M, K) or (G, M, K), K a multiple of {BLOCK}"
+        fail(ValueError, op, argument, f"shape {tuple(x.shape)}", allowed)
+    return _quantize(x.contiguous(), int(rounding))
 
 
 class _Quantize(torch.autograd.Function):

@@ -18,8 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from .ep import Ranks, Route, receive_rows, send_probs, send_rows
+from .ep import Route, receive_rows, send_probs, send_rows
 from .moe import DEFAULT_RECIPE, GroupedExperts, MoE
+from .shards import Ranks
 
 Gradients = Literal["mean", "sum"]
 
@@ -67,6 +68,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         ranks = Ranks(
             device_mesh.get_group().group_name,
             device_mesh.size(),
+            next(experts.parameters(recurse=False)).shape[0],
+            device_mesh.device_type,
             device_mesh.size() if self.gradients == "mean" else 1,
         )
         _distribute(experts, device_mesh, Shard(0))
@@ -109,7 +112,7 @@ class _Hooks:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         rows, counts, *probs = args
-        groups, padded_counts, route = send_rows(rows, counts, self.recipe, self.ranks)
+        groups, padded_counts, route = send_rows(rows, counts, self.recipe, self.ranks, *probs)
         self.routes.append(route)
         return groups, padded_counts, *(send_probs(p, route) for p in probs)
 

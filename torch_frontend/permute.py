@@ -16,7 +16,16 @@ from torch import Tensor
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from . import ops
-from ._call import checks_values, require_tensor
+from ._checks import (
+    check_counts,
+    check_flag,
+    check_floats,
+    check_int,
+    check_way_back,
+    index_map,
+    reads_values,
+    require_total,
+)
 from ._differentiable import differentiable
 from .combine import sum_slots
 from .mx_tensor import MXTensor, plain
@@ -57,9 +66,21 @@ _gathered = differentiable("gather_rows", _Gather)
 def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
     """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
 
-    x: (M, K) bfloat16, float32 or MXTensor; row_map: (P,) int32; inverse: (M,) int32, the map back.
+    x: (M, K) bfloat16, float32 or MXTensor; row_map: (P,), inverse: (M,), the map back; both int32 or int64.
     An MXTensor comes out as one, and an MXTensor gradient goes in as one.
+
+    >>> there, back = torch.tensor([1, -1, 0]), torch.tensor([2, 0])
+    >>> gather_rows(torch.tensor([[1.0], [2.0]]), there, back).tolist()
+    [[2.0], [0.0], [1.0]]
+
+    Raises TypeError (dtypes) and ValueError (shapes, devices; on a CPU and within `debug_checks()` maps that lead to
+    no row, and an inverse that is none).
     """
+    op = "gather_rows"
+    check_floats(op, "x", x)
+    row_map = index_map(op, "row_map", row_map, x.device, x.shape[0], ("P",))
+    inverse = index_map(op, "inverse", inverse, x.device, row_map.shape[0], (x.shape[0],))
+    check_way_back(op, "inverse", row_map, inverse)
     return _gathered(x, row_map, inverse)
 
 
@@ -85,28 +106,38 @@ _spread = differentiable("spread_rows", _Spread)
 def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
     """Copy each token to its `copies` slots: out[i] = x[order[i] // copies], zeros where order is -1.
 
-    x: (T, D) bfloat16, float32 or MXTensor, whose bytes are copied; order: (P,) int32, the slot t * copies + c that
-    each row of the result fills; inverse: (T * copies,) int32, the way back. For `order` and `inverse` of
-    `sort_by_expert` P is T * copies. The gradient of a token is the fp32 sum over its slots, rounded once.
+    x: (T, D) bfloat16, float32 or MXTensor, whose bytes are copied; order: (P,), the slot t * copies + c that each
+    row of the result fills; inverse: (T * copies,), the way back; both int32 or int64. copies: at least 1. For `order`
+    and `inverse` of `sort_by_expert` P is T * copies. The gradient of a token is the fp32 sum over its slots, rounded
+    once.
+
+    >>> spread_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([2, 0, 1, 3]), torch.tensor([1, 2, 0, 3]), 2).tolist()
+    [[2.0], [1.0], [1.0], [2.0]]
+
+    Raises TypeError and ValueError as `gather_rows` does.
     """
-    return _spread(x, order, inverse, copies)
+    return _spread(x, *check_copies("spread_rows", x, order, inverse, copies), copies)
+
+
+def check_copies(op: str, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+    """order and inverse as int32; raises unless they lay out `copies` copies of the rows of x."""
+    check_floats(op, "x", x)
+    check_int(op, "copies", copies, 1)
+    slots = x.shape[0] * copies
+    order = index_map(op, "order", order, x.device, slots, ("P",))
+    inverse = index_map(op, "inverse", inverse, x.device, order.shape[0], (slots,))
+    check_way_back(op, "inverse", order, inverse)
+    return order, inverse
 
 
 def map_rows(op: str, x: Tensor, counts: Tensor, ep_degree: int, num_local_experts: int, alignment: int) -> RowMaps:
     """Check counts (ep_degree * num_local_experts,) of any integer dtype and plan the padded groups of x's rows."""
-    require_tensor(op, "num_tokens_per_expert", counts)
-    if counts.dtype.is_floating_point or counts.dtype.is_complex or counts.dtype == torch.bool:
-        fail(TypeError, op, "num_tokens_per_expert", f"dtype {counts.dtype}", "allowed: integers")
+    check_counts(op, "num_tokens_per_expert", counts, x.device)
     if counts.shape != (ep_degree * num_local_experts,):
         allowed = f"allowed: ({ep_degree * num_local_experts},) = ep_degree * num_local_experts"
         fail(ValueError, op, "num_tokens_per_expert", f"shape {tuple(counts.shape)}", allowed)
-    if counts.device != x.device:
-        allowed = f"allowed: {x.device}, where the rows are; move it with .to()"
-        fail(ValueError, op, "num_tokens_per_expert", f"device {counts.device}", allowed)
-    # While compiling there are no values; the op checks them again when it runs.
-    if not torch.compiler.is_compiling() and checks_values(counts.device) and int(counts.sum()) != x.shape[0]:
-        got = f"{counts.tolist()}, in total {int(counts.sum())}"
-        fail(ValueError, op, "num_tokens_per_expert", got, f"allowed: a total of {x.shape[0]}, the rows received")
+    if reads_values(counts):
+        require_total(op, "num_tokens_per_expert", counts, x.shape[0])
     counts = counts.to(torch.int32).contiguous()
     return RowMaps(*ops.row_map(counts, x.shape[0], num_local_experts, alignment))
 
@@ -124,7 +155,7 @@ def permute_mxfp8_fwd_hp_bwd(
 
     mx_tensor: MXTensor (M, K), or bf16/fp32 rows. num_tokens_per_expert: (ep_degree * num_local_experts,),
     any integer dtype, on the rows' device. group_size_multiple_of: a positive multiple of 32; an empty
-    expert still gets one aligned group. The last two arguments are torchao's and change nothing here.
+    expert still gets one aligned group. The last two arguments are torchao's, bools, and change nothing here.
 
     Returns (padded_shape, rows, permuted_indices, padded_counts, group_end_offsets): padded_shape =
     (M + 1, K); rows (P, K) like mx_tensor; permuted_indices (P,) int32, -1 for padding, which is zeros;
@@ -132,8 +163,17 @@ def permute_mxfp8_fwd_hp_bwd(
     (or what it came as) and goes back to M rows. Raises ValueError and TypeError on counts that do not fit.
     """
     op = "permute_mxfp8_fwd_hp_bwd"
+    check_floats(op, "mx_tensor", mx_tensor)
+    check_int(op, "ep_degree", ep_degree, 1)
+    check_int(op, "num_local_experts", num_local_experts, 1)
+    check_int(op, "group_size_multiple_of", group_size_multiple_of, BLOCK)
+    if group_size_multiple_of % BLOCK:
+        allowed = f"allowed: positive multiples of {BLOCK}"
+        fail(ValueError, op, "group_size_multiple_of", group_size_multiple_of, allowed)
+    check_flag(op, "use_mxfp8", use_mxfp8)
+    check_flag(op, "use_triton_for_bwd", use_triton_for_bwd)
     maps = map_rows(op, mx_tensor, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
-    rows = gather_rows(mx_tensor, maps.row_map, maps.inverse)
+    rows = _gathered(mx_tensor, maps.row_map, maps.inverse)
     padded_shape = torch.Size((mx_tensor.shape[0] + 1, mx_tensor.shape[1]))
     return padded_shape, rows, maps.row_map, maps.padded_counts, maps.group_ends
 
@@ -141,28 +181,24 @@ def permute_mxfp8_fwd_hp_bwd(
 def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_shape: Sequence[int]) -> Tensor:
     """Bring expert outputs back to the order in which the rows were received.
 
-    input: (P, N) bfloat16 or float32; permuted_indices (P,) int32 and padded_shape (M + 1, K or N) as
+    input: (P, N) bfloat16 or float32; permuted_indices (P,) int32 or int64 and padded_shape (M + 1, K or N) as
     `permute_mxfp8_fwd_hp_bwd` returned them. Returns (M, N). The gradient is permuted as it comes:
     an MXTensor leaves as an MXTensor, without being dequantized. Raises ValueError on other shapes.
     """
     op = "unpermute_hp_fwd_mxfp8_bwd"
-    require_tensor(op, "input", input)
-    require_tensor(op, "permuted_indices", permuted_indices)
-    if permuted_indices.dtype != torch.int32:
-        fail(TypeError, op, "permuted_indices", f"dtype {permuted_indices.dtype}", "allowed: int32")
-    if len(padded_shape) != 2 or padded_shape[0] < 1:
+    check_floats(op, "input", input)
+    if not isinstance(padded_shape, tuple | list):
+        fail(TypeError, op, "padded_shape", repr(padded_shape), "allowed: (rows + 1, dim)")
+    if len(padded_shape) != 2:
         fail(ValueError, op, "padded_shape", tuple(padded_shape), "allowed: (rows + 1, dim)")
-    if permuted_indices.shape != (input.shape[0],):
-        allowed = f"allowed: ({input.shape[0]},), one index per row of input"
-        fail(ValueError, op, "permuted_indices", f"shape {tuple(permuted_indices.shape)}", allowed)
+    for size, least in zip(padded_shape, (1, 0), strict=True):
+        check_int(op, "padded_shape", size, least)
     rows = padded_shape[0] - 1
-    if not torch.compiler.is_compiling() and checks_values(input.device) and input.shape[0]:
-        low, high = permuted_indices.min().item(), permuted_indices.max().item()
-        if low < -1 or high >= rows:
-            allowed = f"allowed: -1 to {rows - 1}, the rows of padded_shape less its last"
-            fail(ValueError, op, "permuted_indices", f"values from {low} to {high}", allowed)
+    shape = input.shape[:1]
+    permuted_indices = index_map(op, "permuted_indices", permuted_indices, input.device, rows, shape)
     # Padding rows all write the one slot behind the real ones, which is dropped.
     targets = torch.where(permuted_indices < 0, rows, permuted_indices).long()
     sources = torch.arange(input.shape[0], dtype=torch.int32, device=input.device)
     inverse = permuted_indices.new_full((rows + 1,), -1).scatter_(0, targets, sources)[:rows]
-    return gather_rows(input, inverse.contiguous(), permuted_indices)
+    check_way_back(op, "permuted_indices", permuted_indices, inverse)
+    return _gathered(input, inverse, permuted_indices)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
+from ._checks import check_devices, check_plain, check_shape
 from ._differentiable import differentiable
 from .mx_tensor import plain
 
@@ -29,11 +31,15 @@ class _SwiGLU(torch.autograd.Function):
 _swiglu = differentiable("swiglu", _SwiGLU)
 
 
-def weights(op: str, prob: Tensor | None, device: torch.device) -> Tensor:
-    """`prob` as the ops take it: an empty tensor where every row weighs one."""
+def weights(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
+    """`prob` as the ops take it: an empty tensor where every row weighs one; raises unless it has one per row."""
     if prob is None:
-        return torch.empty(0, dtype=torch.float32, device=device)
+        return torch.empty(0, dtype=torch.float32, device=rows.device)
     require_tensor(op, "prob", prob)
+    if prob.dtype != torch.float32:
+        fail(TypeError, op, "prob", f"dtype {prob.dtype}", "allowed: float32")
+    check_shape(op, "prob", prob, (rows.shape[0],))
+    check_devices(op, "the rows", rows.device, prob=prob)
     return prob
 
 
@@ -48,6 +54,13 @@ def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None) -> Tensor:
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    require_tensor("swiglu", "gate", gate)
-    require_tensor("swiglu", "up", up)
-    return _swiglu(gate, up, weights("swiglu", prob, gate.device))
+    op = "swiglu"
+    for name, x in (("gate", gate), ("up", up)):
+        check_plain(op, name, x)
+        require_tensor(op, name, x)
+        if x.dtype != torch.bfloat16:
+            fail(TypeError, op, name, f"dtype {x.dtype}", "allowed: bfloat16")
+    check_shape(op, "gate", gate, ("M", "F"))
+    check_shape(op, "up", up, tuple(gate.shape))
+    check_devices(op, "gate", gate.device, up=up)
+    return _swiglu(gate, up, weights(op, prob, gate))

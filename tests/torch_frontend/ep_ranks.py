@@ -344,7 +344,7 @@ def bad_input() -> None:
     )
     exchange = partial(dispatch, rows, recipe=RECIPES["mxfp8"], group_name=name, degree=4)
     raises(ValueError, "(E,) with E a multiple of 4", lambda: exchange(torch.tensor([4, 4, 0])))
-    raises(ValueError, "input_splits", lambda: exchange(torch.ones(E, dtype=torch.int32)[:4] * 3))
+    raises(ValueError, "num_tokens_per_expert", lambda: exchange(torch.ones(E, dtype=torch.int32)[:4] * 3))
 
 
 PROGRAMS = (

@@ -53,9 +53,11 @@ def nothing_saved_of_gathered_weights(ranks: int) -> None:
         torch.manual_seed(0)
         return MoE(D, HIDDEN, E, TOP_K, recipe="mxfp8")
 
-    moe = fully_shard(layer(), mesh=init_device_mesh("cpu", (ranks,)))
-    assert saved_weights(moe) == 0
-    for one, other in zip(trained(moe), trained(layer()), strict=True):
+    def gathered() -> MoE:
+        return fully_shard(layer(), mesh=init_device_mesh("cpu", (ranks,)))
+
+    assert saved_weights(gathered()) == 0
+    for one, other in zip(trained(gathered()), trained(layer()), strict=True):
         # All ranks have the same tokens; the mean of equal gradients is rounded once more.
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 

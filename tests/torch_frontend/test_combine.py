@@ -99,5 +99,5 @@ def test_bad_input() -> None:
         weighted_combine(rows, probs, slots, order[1:])
     with pytest.raises(ValueError, match=r"combine: probs: got shape \(9, 2\)"):
         weighted_combine(rows, probs[:, :2], slots, order)
-    with pytest.raises(TypeError, match="combine: out_dtype: got dtype float16"):
+    with pytest.raises(TypeError, match=r"combine: out_dtype: got torch\.float16"):
         weighted_combine(rows, probs, slots, order, torch.float16)

@@ -228,7 +228,7 @@ BAD = {
     "w2 turned": (ValueError, r"w2: got shape \(3, 96, 64\)", (X, W1, W3, W1, ends())),
     "strided": (ValueError, r"w2: got strides .*call .contiguous\(\)", (X, W1, W3, W3.mT, ends())),
     "F not of 32": (ValueError, r"w1: got F = 40", (X, W1[:, :40], W3[:, :40], W2[..., :40], ends())),
-    "int64 offs": (TypeError, r"offs: got torch.int64", (X, W1, W3, W2, ends().long())),
+    "int16 offs": (TypeError, r"offs: got dtype torch.int16", (X, W1, W3, W2, ends().short())),
     "offs of another number": (ValueError, r"offs: got shape \(2,\); allowed: \(3,\)", (X, W1, W3, W2, ends(1, 2))),
     "past P": (ValueError, r"offs: got \[32, 32, 160\]", (X, W1, W3, W2, ends(32, 32, 160))),
     "unaligned": (
@@ -237,7 +237,7 @@ BAD = {
         (X, TRAINED, W3, W2, ends(1, 2, 3), PROB, "mxfp8", False),
     ),
     "prob elsewhere": (ValueError, r"prob: got device meta", (X, W1, W3, W2, ends(), PROB.to("meta"))),
-    "shape of prob": (ValueError, r"swiglu_row: prob: got shape \(1,\)", (X, W1, W3, W2, ends(), PROB[:1])),
+    "shape of prob": (ValueError, r"prob: got shape \(1,\)", (X, W1, W3, W2, ends(), PROB[:1])),
     "recipe": (ValueError, r"recipe: got 'fp4'", (X, W1, W3, W2, ends(), PROB, "fp4")),
     "pad": (TypeError, r"pad_token_groups_for_grouped_mm: got 1", (X, W1, W3, W2, ends(), PROB, "bf16", 1)),
 }

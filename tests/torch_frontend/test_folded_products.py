@@ -164,5 +164,5 @@ def test_the_form_on_a_gpu(capability: tuple[int, int], form: str, monkeypatch: 
 
 def test_bad_compute() -> None:
     a, w, offs, _ = operands()
-    with pytest.raises(ValueError, match="compute: got 'fast'; allowed are 'auto', 'exact', 'fold'"):
+    with pytest.raises(ValueError, match="compute: got 'fast'; allowed: 'auto', 'exact', 'fold'"):
         mxfp8_grouped_mm(a, w.mT, offs, compute="fast")

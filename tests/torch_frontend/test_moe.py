@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mxep.torch_frontend import GroupedExperts, MoE, Recipe, ops
-from mxep.torch_frontend.ep import Ranks
+from mxep.torch_frontend.shards import Ranks
 from torch import Tensor
 
 from .compare import sqnr_db
@@ -86,7 +86,7 @@ def test_one_device_computes_what_a_dispatch_to_itself_does(recipe: str, prob_in
     inputs = (x, *moe.parameters())
     want, _ = moe(x)
     want = (want, *torch.autograd.grad(want, inputs, dy))
-    moe.experts.expert_parallel = Ranks("", 1, 1)
+    moe.experts.expert_parallel = Ranks("", 1, E, "cpu")
     got, _ = moe(x)
     got = (got, *torch.autograd.grad(got, inputs, dy))
     assert all(map(torch.equal, got, want))
@@ -197,7 +197,7 @@ def test_training_lowers_the_loss() -> None:
         (ValueError, r"MoE: score_func: got 'relu'", lambda: MoE(D, HIDDEN, E, 2, score_func="relu")),  # type: ignore[arg-type]
         (ValueError, r"MoE: prob_in: got 'router'; allowed: 'combine' or 'swiglu'",
          lambda: MoE(D, HIDDEN, E, 2, prob_in="router")),  # type: ignore[arg-type]
-        (ValueError, r"recipe: got 'fp4'; allowed are 'bf16'", lambda: MoE(D, HIDDEN, E, 2, recipe="fp4")),
+        (ValueError, r"recipe: got 'fp4'; allowed: 'bf16'", lambda: MoE(D, HIDDEN, E, 2, recipe="fp4")),
         (TypeError, r"recipe: got int", lambda: GroupedExperts(D, HIDDEN, E, recipe=8)),  # type: ignore[arg-type]
         (TypeError, r"MoE: x: got dtype torch.float16", lambda: layer()(tokens(3).half())),
         (ValueError, r"MoE: x: got shape \(3, 32\); allowed: \(..., 64\)", lambda: layer()(tokens(3)[:, :32])),

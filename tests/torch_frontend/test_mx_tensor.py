@@ -82,7 +82,7 @@ def test_bad_parts() -> None:
         MXTensor(q, sf, torch.float16)
     with pytest.raises(ValueError, match="MXTensor: sf: got device meta"):
         MXTensor(q, sf.to("meta"))
-    with pytest.raises(ValueError, match="rounding: got 'up'; allowed are 'rceil', 'floor'"):
+    with pytest.raises(ValueError, match="rounding: got 'up'; allowed: 'rceil', 'floor'"):
         MXTensor.quantize(torch.zeros(1, 32), "up")
 
 

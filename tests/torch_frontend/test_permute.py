@@ -122,12 +122,12 @@ def test_copies_may_lie_in_padded_groups(mx: bool) -> None:
 
 X = randn(ROWS, K)
 BAD = {
-    "float counts": (TypeError, r"dtype torch.float32; allowed: integers", (X, torch.ones(6), 2, 3)),
+    "float counts": (TypeError, r"dtype torch.float32; allowed: int32", (X, torch.ones(6), 2, 3)),
     "length": (ValueError, r"shape \(5,\); allowed: \(6,\)", (X, torch.tensor(COUNTS[:5]), 2, 3)),
-    "total": (ValueError, r"in total 45; allowed: a total of 46", (X, torch.tensor([1, *COUNTS[1:]]), 2, 3)),
-    "negative": (ValueError, r"counts: got -1", (X, torch.tensor([3, -1, *COUNTS[2:]]), 2, 3)),
+    "total": (ValueError, r"in total 45; .* a total of 46", (X, torch.tensor([1, *COUNTS[1:]]), 2, 3)),
+    "negative": (ValueError, r"-1, .*allowed: counts of at least 0", (X, torch.tensor([3, -1, *COUNTS[2:]]), 2, 3)),
     "elsewhere": (ValueError, r"device meta; allowed: cpu", (X, torch.tensor(COUNTS).to("meta"), 2, 3)),
-    "alignment": (ValueError, r"alignment: got 48; allowed: positive multiples", (X, torch.tensor(COUNTS), 2, 3, 48)),
+    "alignment": (ValueError, r"multiple_of: got 48; allowed: positive", (X, torch.tensor(COUNTS), 2, 3, 48)),
 }  # fmt: skip
 
 
@@ -161,9 +161,9 @@ def test_whole_graph() -> None:
 
 def test_un_permute_checks_the_indices() -> None:
     _, rows, indices, *_ = permute(randn(ROWS, K))
-    with pytest.raises(TypeError, match=r"permuted_indices: got dtype torch\.int64"):
-        unpermute_hp_fwd_mxfp8_bwd(rows, indices.long(), (ROWS + 1, K))
-    with pytest.raises(ValueError, match="permuted_indices: got values from -1 to 45; allowed: -1 to 39"):
+    with pytest.raises(TypeError, match=r"permuted_indices: got dtype torch\.int16"):
+        unpermute_hp_fwd_mxfp8_bwd(rows, indices.short(), (ROWS + 1, K))
+    with pytest.raises(ValueError, match=r"permuted_indices: got -1 to 45; allowed: -1 \(none\) or an index below 40"):
         unpermute_hp_fwd_mxfp8_bwd(rows, indices, (41, K))
     with pytest.raises(TypeError, match="input: got a list"):
         unpermute_hp_fwd_mxfp8_bwd([1], indices, (ROWS + 1, K))

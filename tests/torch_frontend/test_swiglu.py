@@ -78,7 +78,7 @@ def test_bad_input() -> None:
         swiglu([gate], up)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="swiglu: prob: got a float"):
         swiglu(gate, up, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="swiglu: gate: got dtype float32; allowed: bfloat16"):
+    with pytest.raises(TypeError, match=r"swiglu: gate: got dtype torch\.float32; allowed: bfloat16"):
         swiglu(gate.float(), up)
     with pytest.raises(ValueError, match=r"swiglu: prob: got shape \(37, 1\)"):
         swiglu(gate, up, prob[:, None])

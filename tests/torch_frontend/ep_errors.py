@@ -1,0 +1,134 @@
+"""One of two ranks over gloo: what is wrong on one raises on both, nothing waits; started by test_ep_errors.py.
+
+python ep_errors.py RANK STORE OUT      OUT/rank{RANK}: a check that passed per line
+
+Each check gives one rank a bad argument, or the two ranks arguments that contradict each other. A rank that is not told
+waits for the other until the time-out, which ends it.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from mxep.core_kernels.recipe import RECIPES
+from mxep.torch_frontend import (
+    TokenCopies,
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    to_mxfp8_a2a_dequant,
+)
+from mxep.torch_frontend.ep import combine, dispatch
+from torch import Tensor
+
+RANK, RANKS, E, D = int(sys.argv[1]), 2, 4, 64
+X = torch.ones(6, D).bfloat16()
+COUNTS = torch.tensor([1, 2, 3, 0])
+GROUP = "default"
+
+
+def raises(words: str, others_words: str, run: Callable[[], object], error: type[Exception] = ValueError) -> None:
+    """`run` raises `error` with `words` on rank 0, and ValueError with `others_words` on rank 1."""
+    wanted = (error, words) if RANK == 0 else (ValueError, others_words)
+    with pytest.raises(wanted[0], match=re.escape(wanted[1])):
+        run()
+
+
+def send(rows: object = X, counts: object = COUNTS, probs: object = None) -> None:
+    """`dispatch` with these arguments on rank 0, and with right ones on rank 1."""
+    mine = (rows, counts, probs) if RANK == 0 else (X, COUNTS, None)
+    dispatch(*mine[:2], RECIPES["mxfp8"], GROUP, RANKS, (E, "cpu"), mine[2])  # type: ignore[arg-type]
+
+
+def bad_arguments_of_dispatch() -> None:
+    told = (
+        "dispatch: num_tokens_per_expert: got -1 from rank 0; allowed: counts of at least 0 from every rank; the error"
+    )
+    order = torch.arange(6, dtype=torch.int32)
+    for error, words, arguments in (
+        (TypeError, "num_tokens_per_expert: got a NoneType; allowed: a torch.Tensor", {"counts": None}),
+        (TypeError, "num_tokens_per_expert: got a list", {"counts": [1, 2, 3, 0]}),
+        (TypeError, "num_tokens_per_expert: got dtype torch.float32; allowed: int32", {"counts": COUNTS.float()}),
+        (ValueError, "num_tokens_per_expert: got shape (6,); allowed: (4,)", {"counts": torch.ones(6).long()}),
+        (ValueError, "got [7, -1, 0, 0], in total 6; allowed: counts of", {"counts": torch.tensor([7, -1, 0, 0])}),
+        (ValueError, "in total 7; allowed: counts of at least 0, a total of 6", {"counts": torch.tensor([1, 2, 3, 1])}),
+        (TypeError, "rows: got dtype torch.float16", {"rows": X.half()}),
+        (ValueError, "rows: got shape (6, 40); allowed: (M, K) with K a multiple of 32", {"rows": X[:, :40]}),
+        (TypeError, "rows: got a NoneType", {"rows": None}),
+        (ValueError, "inverse: got shape (6,); allowed: (12,)", {"rows": TokenCopies(X, order, order, 2)}),
+        (ValueError, "probs: got shape (5,); allowed: (6,)", {"probs": torch.ones(5)}),
+    ):
+        raises(words, told, lambda arguments=arguments: send(**arguments), error)
+
+
+def counts_of_two_dtypes() -> None:
+    """int64 on one rank, int32 and uint8 on the other: they travel as int32."""
+    for mine in (COUNTS, COUNTS.int(), COUNTS.to(torch.uint8)):
+        counts = mine if RANK else COUNTS
+        groups, padded, route = dispatch(X, counts, RECIPES["mxfp8"], GROUP, RANKS, (E, "cpu"))
+        assert (route.output_splits, route.input_splits) == ([3, 3], [3, 3])
+        assert padded.tolist() == [32, 32]
+        assert torch.equal(combine(groups.dequantize(), route), X)  # type: ignore[attr-defined]
+
+
+def bad_arguments_of_an_all_to_all() -> None:
+    fair: list[int] = [3, 3]
+    for function in (a2a_dispatch_mxfp8_fwd_hp_bwd, a2a_combine_hp_fwd_mxfp8_bwd, to_mxfp8_a2a_dequant):
+
+        def both(x: object = X, received: object = fair, sent: object = fair, function: Callable = function) -> Tensor:
+            return function(*((x, received, sent) if RANK == 0 else (X, fair, fair)))
+
+        told = (
+            f"{function.__name__}: input: got bad arguments on rank 0; allowed: valid arguments on all ranks; the error"
+        )
+        raises("input: got a NoneType; allowed: a torch.Tensor", told, lambda both=both: both(None), TypeError)
+        raises("input_splits: got a NoneType", told, lambda both=both: both(sent=None), TypeError)
+        raises("output_splits: got a int", told, lambda both=both: both(received=3), TypeError)
+        raises("output_splits: got a Tensor; allowed: a list of ints; call .tolist()", told,
+               lambda both=both: both(received=torch.tensor(3)), TypeError)  # fmt: skip
+        raises("input_splits: got [9, -3]; allowed: 2 counts", told, lambda both=both: both(sent=[9, -3]))
+        raises("output_splits: got [2, 3]; allowed: 3 from rank 0, what this rank sends itself", told,
+               lambda both=both: both(received=[2, 3]))  # fmt: skip
+        pair = "output_splits: got 4 from rank 1 on rank 0; allowed: 3, its input_splits there"
+        raises(pair, pair, lambda both=both: both(received=[3, 4]))
+        raises("rows of 128 bytes on rank 1; allowed: 256", "rows of 256 bytes on rank 0; allowed: 128",
+               lambda both=both: both(X.float()))  # fmt: skip
+        assert both().shape == X.shape
+
+
+def groups_that_are_none() -> None:
+    """Found by each rank alone: what is no group has no ranks to tell."""
+    one = dist.new_group([0])
+    for group, error, words in (
+        (7, TypeError, "group_name: got 7; allowed: a group of this rank, its name, or None"),
+        ("nowhere", ValueError, "group_name: got 'nowhere'; allowed: the name of a group of this rank"),
+        (one if RANK else 1.5, TypeError, "a group that this rank is not in" if RANK else "group_name: got 1.5"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            a2a_dispatch_mxfp8_fwd_hp_bwd(X, [3, 3], [3, 3], group)  # type: ignore[arg-type]
+
+
+CHECKS = [bad_arguments_of_dispatch, counts_of_two_dtypes, bad_arguments_of_an_all_to_all, groups_that_are_none]
+
+
+def main(store: str, out: str) -> None:
+    global GROUP
+    torch.set_num_threads(1)
+    options = {"rank": RANK, "world_size": RANKS, "timeout": timedelta(seconds=30)}
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), **options)
+    assert dist.group.WORLD is not None
+    GROUP = dist.group.WORLD.group_name
+    for check in CHECKS:
+        check()
+        with Path(out, f"rank{RANK}").open("a") as passed:
+            passed.write(check.__name__ + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[2:])

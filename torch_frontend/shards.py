@@ -1,0 +1,67 @@
+"""Weights spread over ranks: the part that this rank multiplies, and what becomes of its gradient.
+
+Shard(0)      experts    --to_local--> part     gradient: of the tokens of all ranks  -- / divisor --> DTensor
+Replicate()   router     --to_local--> weight   gradient: of this rank's tokens -- all-reduce, / divisor --> DTensor
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.tensor import DTensor
+
+from ._differentiable import differentiable
+from ._ranks import group_of
+
+
+class Ranks(NamedTuple):
+    """The ranks that share a layer's experts: their group, how many they are, the experts of all of them together, the
+    type of their devices, and what the gradient of a weight, which sums over the ranks, is divided by."""
+
+    group_name: str
+    degree: int
+    num_experts: int
+    device_type: str
+    gradient_divisor: int = 1
+
+
+class _DivideGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.divisor, None
+
+
+class _ReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str, divisor: int) -> Tensor:
+        ctx.group_name, ctx.divisor = group_name, divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total = funcol.wait_tensor(funcol.all_reduce(grads[0].contiguous(), "sum", group_of(ctx.group_name)))
+        return total / ctx.divisor, None, None
+
+
+_divide_gradient = differentiable("MXFP8ExpertParallel", _DivideGradient)
+_reduce_gradient = differentiable("MXFP8ExpertParallel", _ReduceGradient)
+
+
+def sharded(parameter: Tensor, ranks: Ranks | None) -> Tensor:
+    """This rank's part of a weight with `Shard(0)`, or the plain weight itself; differentiable."""
+    part = cast(Tensor, parameter.to_local()) if isinstance(parameter, DTensor) else parameter
+    return part if ranks is None or ranks.gradient_divisor == 1 else _divide_gradient(part, ranks.gradient_divisor)
+
+
+def replicated(parameter: Tensor, ranks: Ranks | None) -> Tensor:
+    """A weight with `Replicate()`, whose gradient is reduced over the ranks, or the plain weight itself;
+    differentiable."""
+    if not isinstance(parameter, DTensor) or ranks is None:
+        return parameter
+    return _reduce_gradient(parameter.to_local(), ranks.group_name, ranks.gradient_divisor)
