@@ -37,7 +37,7 @@ TIMES_AS_LONG = {
     ("grouped_mm_exact", "torch_grouped_mm_bf16"): 0.9,
     ("grouped_mm_fwd", "jax_ragged_dot_bf16"): 10.0,
 }
-# By recipe; the second where K is small, which the quantizing weighs more on.
+# By recipe, with held weights; the second where K is small, which the quantizing weighs more on.
 AUTOGRAD_TIMES_AS_LONG = {"mxfp8": (1.6, 1.45), "mxfp8_wgrad_with_hp": (1.35, 1.2)}
 SMALL_K = 2048
 OF_DENSE_FP8, FROM_K = 0.88, 7168
@@ -59,7 +59,9 @@ def _least(row: Mapping[str, Any]) -> float | None:
     op, peer, case = row["op"], row["peer"], row["case"]
     if peer == "torch_grouped_mm_bf16" and case.get("operands") == "bf16":
         return SMALL_TIMES_AS_LONG
-    if peer == "torch_grouped_mm_bf16" and op == "grouped_mm_autograd":
+    if op == "grouped_mm_autograd":
+        if peer != "torch_grouped_mm_bf16" or case.get("weights") != "held":
+            return None
         return AUTOGRAD_TIMES_AS_LONG[case["recipe"]][case["K"] <= SMALL_K]
     return TIMES_AS_LONG.get((op, peer))
 

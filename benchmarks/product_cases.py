@@ -5,10 +5,10 @@
     grouped_mm_dgrad      dout w     -> (M, K)      folded along N
     grouped_mm_wgrad      dout^T x   -> (G, N, K)   folded along each group's rows, by spans of 256
     grouped_mm_exact      x w^T      -> (M, N)      MXFP8; on Hopper dequantized to bf16
-    grouped_mm_autograd   the first three from bf16, weights quantized before
+    grouped_mm_autograd   the first three from bf16, weights included; or with "weights held": quantized before
 
-On Hopper grouped_mm_exact dequantizes x in its time and w before ("weights dequantized before"): torch keeps weights so
-until they change, and JAX in QuantizedWeights.
+On Hopper grouped_mm_exact dequantizes x in its time and w before ("weights dequantized before"): so QuantizedWeights
+hold them.
 
 A small grouped_mm_fwd begins with x in bf16 ("operands bf16"): what quantizing it costs is in its time.
 """
@@ -197,15 +197,16 @@ def exact(p: Product, o: Operands) -> ProductCase:
     )  # fmt: skip
 
 
-def autograd(p: Product, o: Operands, recipe_name: str) -> ProductCase:
+def autograd(p: Product, o: Operands, recipe_name: str, held: bool) -> ProductCase:
     recipe = Recipe.parse(recipe_name, compute="fold")
     x, w = (t.detach().requires_grad_() for t in (o.x, o.w))  # the same memory, leaves of this case alone
     with torch.no_grad():
-        w.mul_(1)  # as an optimizer has: torch keeps nothing quantized of a weight that was never written
+        w.mul_(1)  # as an optimizer has: a weight that was never written may be one that FSDP2 gathered
+    weights = product_calls.torch_weights(w, recipe) if held else w
     bf16 = partial(product_peers.autograd, product_peers.grouped_bf16, x, w, o.ends, o.dout)
 
     def product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        return product_calls.torch_product(x, w, ends, recipe)
+        return product_calls.torch_product(x, weights, ends, recipe)
 
     def check(outputs: Tensors) -> Error:
         db = sqnr_db(outputs, bf16(), o.ends)
@@ -215,11 +216,12 @@ def autograd(p: Product, o: Operands, recipe_name: str) -> ProductCase:
 
     def compiled() -> Compiled:
         arrays = tuple(map(jax.dlpack.from_dlpack, (o.x, o.w, o.ends, o.dout)))
-        return product_calls.jax_autograd(*arrays, recipe=recipe)
+        return product_calls.jax_autograd(*arrays, recipe=recipe, held=held)
 
     a, b = (_pair("quantize_row", t)[0] for t in (o.x, o.w[0]))
     return ProductCase(
-        "grouped_mm_autograd", {**p._asdict(), "recipe": recipe_name}, "grouped_mm_fold",
+        "grouped_mm_autograd", {**p._asdict(), "recipe": recipe_name, **({"weights": "held"} if held else {})},
+        "grouped_mm_fold",
         flops=6 * p.M * p.N * p.K,
         read=sum(t.nbytes for t in o),
         run=partial(product_peers.autograd, product, x, w, o.ends, o.dout),
@@ -238,7 +240,11 @@ CASES: tuple[tuple[str, Callable[[Product, Operands], ProductCase]], ...] = (
     ("grouped_mm_dgrad", input_gradient),
     ("grouped_mm_wgrad", weight_gradient),
     ("grouped_mm_exact", exact),
-    *(("grouped_mm_autograd", partial(autograd, recipe_name=recipe)) for recipe in RECIPES),
+    *(
+        ("grouped_mm_autograd", partial(autograd, recipe_name=recipe, held=held))
+        for recipe in RECIPES
+        for held in (False, True)
+    ),
 )
 
 

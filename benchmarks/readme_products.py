@@ -94,7 +94,8 @@ def products(rows: list[Row], picture: Path = PICTURE) -> str:
         f"Grouped products, {rows[0]['hardware']}, {versions}; medians of one run, errors checked in fp64 before.",
         f"Of dense FP8: of cuBLAS's rate with fast accumulation at the same K; {OF_DENSE_FP8} required from K {FROM_K} "
         f"on. Takes: its time in ours, at least that in brackets.\nJAX / torch: at most {JAX_PRODUCT_OVER_TORCH}. "
-        f"With `operands bf16` and in the gradients' line everything is quantized within the time, but the weights.\n"
+        f"With `operands bf16` the activations are quantized within the time, and in the gradients' lines everything; "
+        f"but weights that are held.\n"
         f"Published, not measured here: DeepGEMM's grouped FP8 products on an H800, {low} to {high} TF/s "
         f"([source]({DEEPGEMM_SOURCE})).",
         "",

@@ -6,7 +6,7 @@ Every rank holds E / ep whole experts and all the dense weights, and takes its s
 
     loss of a rank = mean over its tokens;  loss = mean over ranks
     dense gradient  = mean over ranks (one all-reduce of one flat buffer)
-    expert gradient = sum over all tokens, which came through the all-to-all; divided by ep
+    expert gradient = mean over ranks too: of all tokens, which came through the all-to-all (MXFP8ExpertParallel)
 """
 
 import os
@@ -60,7 +60,7 @@ class Trainer:
             mesh = init_device_mesh("cpu", (ep,), mesh_dim_names=("ep",))
             for layer in self.model.modules():
                 if isinstance(layer, MoE):
-                    parallelize_module(layer.experts, mesh, MXFP8ExpertParallel(recipe))
+                    parallelize_module(layer.experts, mesh, MXFP8ExpertParallel(recipe, gradients="mean"))
         self.params = dict(self.model.named_parameters())
         self.dense = [p for name, p in self.params.items() if not is_expert(name)]
         self.experts = [p for name, p in self.params.items() if is_expert(name)]
@@ -103,8 +103,6 @@ class Trainer:
         (loss + self.config.aux_loss_weight * aux_loss).backward()
 
         dense, experts = ([gradient(p) for p in params] for params in (self.dense, self.experts))
-        for grad in experts:
-            grad.div_(self.ep)
         expert_sum = torch.stack([grad.square().sum() for grad in experts]).sum()
         # One collective a step: the dense gradients and the three scalars travel together.
         flat = torch.cat([*(grad.flatten() for grad in dense), torch.stack((loss, aux_loss, expert_sum)).detach()])
