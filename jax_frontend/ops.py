@@ -231,9 +231,9 @@ def quantize_both_fold(
 def count_fold_loss(q: jax.Array, sf: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Per row, what folding each block under the scale byte `target` does to its values.
 
-    q (..., M, K), sf, target (..., M, K/32) uint8 -> nonzero, rounded, flushed (..., M) int32: values that are not zero,
-    those of them that change in E4M3's subnormals, and those that become zero. A NaN counts nowhere, nor does a block
-    whose sf or target is 255; a target below a block's scale takes nothing.
+    q (..., M, K), sf, target (..., M, K/32) uint8 -> nonzero, rounded, flushed (..., M) int32: values that are not
+    zero, those of them that change in E4M3's subnormals, and those that become zero. A NaN counts nowhere, nor does a
+    block whose sf or target is 255; a target below a block's scale takes nothing.
 
     >>> q, target = jnp.full((3, 32), 0x39, jnp.uint8), jnp.full((3, 1), 127, jnp.uint8)  # 1.125, and 2^0
     >>> sf = jnp.uint8([[121], [120], [111]])  # 1.125 * 2^-6 is 9 * 2^-9, an octave below are 4.5 * 2^-9
