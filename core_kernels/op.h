@@ -59,7 +59,7 @@ struct Op {
 void run_op(const Op& op, const Call& call);
 
 // Known at compile time: the XLA binding makes one handler per entry.
-inline constexpr size_t kNumCpuOps = 27;
+inline constexpr size_t kNumCpuOps = 28;
 std::span<const Op> cpu_ops();
 
 }  // namespace mxep

@@ -4,6 +4,7 @@
     grouped_mm_fold_bias  the same, + bias before the one rounding
     grouped_wgrad_fold  the same, one scale per row and span of 256 tokens
     fold_groups         bytes, exact
+    count_fold_loss     counts, exact                                 what a fold takes
     quantize_rowwise    bytes, exact                                  what the first multiplies, straight from floats
     quantize_both_fold  bytes, exact                                  both operands of an activation
 
@@ -96,6 +97,22 @@ def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
             factor = np.where(byte == E8M0_NAN, np.nan, np.ldexp(1.0, shift))
             qf[:, columns] = to_e4m3(E4M3_VALUES[q[:, columns]] * np.repeat(factor, BLOCK, axis=1))
     return qf, span_sf
+
+
+def count_fold_loss(q: Array, sf: Array, target: Array) -> tuple[Array, Array, Array]:
+    """q (..., K), sf, target (..., K/32) -> nonzero, rounded, flushed (...) int32, of values folded under the target.
+
+    A NaN counts nowhere, nor does a value of a block whose sf or target is 255. A target below a block's scale takes
+    nothing.
+    """
+    here = np.repeat((sf != E8M0_NAN) & (target != E8M0_NAN), BLOCK, axis=-1)
+    shift = np.minimum(sf.astype(np.int32) - target, 0)
+    value = E4M3_VALUES[q] * np.repeat(np.ldexp(1.0, shift), BLOCK, axis=-1)
+    folded = E4M3_VALUES[to_e4m3(value)]
+    nonzero = here & (np.abs(value) > 0)  # not NaN either
+    flushed = nonzero & (folded == 0)
+    rounded = nonzero & (folded != value) & ~flushed
+    return nonzero.sum(-1, dtype="i4"), rounded.sum(-1, dtype="i4"), flushed.sum(-1, dtype="i4")
 
 
 def quantize_rowwise(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:

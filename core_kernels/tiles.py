@@ -37,6 +37,7 @@ _GPU = {
     "quantize_rowwise": Tiles(),
     "permute_mx_fold": Tiles(),
     "fold_groups": Tiles(m=16),
+    "count_fold_loss": Tiles(m=8, k=512),
     "block_scales": Tiles(k=32),
     "unblock_scales": Tiles(m=128, k=64),
     "combine": Tiles(m=4, k=1024),

@@ -13,6 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("mxep.jax_frontend needs jax: pip install 'mxep[jax]'") from error
 
+from ..core_kernels.fold_report import NumericsReport
 from ..core_kernels.formats import Rounding
 from ..core_kernels.recipe import RECIPES, Recipe
 from . import moe, ops
@@ -31,6 +32,7 @@ from .ep import (
 from .ffn import grouped_swiglu_ffn
 from .moe import MoEConfig, MoEStats
 from .mx_array import MXArray, MXGradArray
+from .numerics import numerics_report
 from .ops import ExpertOrder, RowMap
 from .permute import (
     gather_rows,
@@ -53,6 +55,7 @@ __all__ = [
     "MXGradArray",
     "MoEConfig",
     "MoEStats",
+    "NumericsReport",
     "QuantizedWeights",
     "Recipe",
     "Rounding",
@@ -67,6 +70,7 @@ __all__ = [
     "lower_for",
     "moe",
     "mxfp8_grouped_mm",
+    "numerics_report",
     "of_tokens",
     "ops",
     "permute",

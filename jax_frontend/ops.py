@@ -3,7 +3,7 @@
     quantize_row   quantize_row_packed   quantize_col   quantize_both   dequantize
     permute_rows   permute_mx            sort_by_expert row_map
     fold_rows      quantize_row_fold     permute_mx_fold                fold_groups
-    quantize_both_fold                   quantize_rowwise
+    quantize_both_fold                   quantize_rowwise               count_fold_loss
     block_scales   unblock_scales        combine        combine_bwd
     swiglu         swiglu_row            swiglu_col     swiglu_both
     swiglu_bwd     swiglu_bwd_row        swiglu_bwd_col swiglu_bwd_both
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import combine as combine_ops
+from ..core_kernels import fold_loss as fold_loss_kernels
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import KernelOp
@@ -32,7 +33,7 @@ OPS: dict[str, KernelOp] = {
     op.name: op
     for module in (
         *(quantize, permute, routing, fold, both_fold, rowwise, scale_layout),
-        *(combine_ops, swiglu_kernels, grouped_gemm, folded_gemm),
+        *(fold_loss_kernels, combine_ops, swiglu_kernels, grouped_gemm, folded_gemm),
     )
     for op in vars(module).values()
     if isinstance(op, KernelOp)
@@ -225,6 +226,24 @@ def quantize_both_fold(
     options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
     qf, row_sf, qf_t, span_sf = call(both_fold.quantize_both_fold, x, group_ends, **options)
     return qf, row_sf, qf_t, span_sf
+
+
+def count_fold_loss(q: jax.Array, sf: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Per row, what folding each block under the scale byte `target` does to its values.
+
+    q (..., M, K), sf, target (..., M, K/32) uint8 -> nonzero, rounded, flushed (..., M) int32: values that are not
+    zero, those of them that change in E4M3's subnormals, and those that become zero. A NaN counts nowhere, nor does a
+    block whose sf or target is 255; a target below a block's scale takes nothing.
+
+    >>> q, target = jnp.full((3, 32), 0x39, jnp.uint8), jnp.full((3, 1), 127, jnp.uint8)  # 1.125, and 2^0
+    >>> sf = jnp.uint8([[121], [120], [111]])  # 1.125 * 2^-6 is 9 * 2^-9, an octave below are 4.5 * 2^-9
+    >>> [count.tolist() for count in count_fold_loss(q, sf, target)]
+    [[32, 32, 32], [0, 32, 0], [0, 0, 32]]
+
+    Raises ValueError for shapes that do not fit, TypeError for other dtypes.
+    """
+    nonzero, rounded, flushed = call(fold_loss_kernels.count_fold_loss, q, sf, target)
+    return nonzero, rounded, flushed
 
 
 def block_scales(sf: jax.Array, group_ends: jax.Array) -> jax.Array:

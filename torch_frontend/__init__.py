@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
         "mxep.torch_frontend: PyTorch is missing; install it with `pip install 'mxep[torch]'`"
     ) from error
 
+from ..core_kernels.fold_report import NumericsReport
 from ..core_kernels.formats import Rounding
 from ..core_kernels.recipe import Recipe
 from . import ops
@@ -33,6 +34,7 @@ from .ep import (
 from .ffn import grouped_swiglu_ffn
 from .moe import GroupedExperts, MoE, MoEStats
 from .mx_tensor import MXTensor
+from .numerics import numerics_report
 from .parallel import MXFP8ExpertParallel
 from .permute import gather_rows, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
 from .swiglu import swiglu
@@ -47,6 +49,7 @@ __all__ = [
     "MXTensor",
     "MoE",
     "MoEStats",
+    "NumericsReport",
     "QuantizedWeights",
     "Recipe",
     "Rounding",
@@ -63,6 +66,7 @@ __all__ = [
     "gather_rows",
     "grouped_swiglu_ffn",
     "mxfp8_grouped_mm",
+    "numerics_report",
     "ops",
     "permute_mxfp8_fwd_hp_bwd",
     "quantize_weights",

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import combine as combine_ops
+from ..core_kernels import fold_loss as fold_loss_kernels
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import Rounding, packed_width
 from ..core_kernels.launch import KernelOp
@@ -41,6 +42,7 @@ OPS: dict[str, KernelOp] = {
         fold.permute_mx_fold,
         fold.fold_groups,
         both_fold.quantize_both_fold,
+        fold_loss_kernels.count_fold_loss,
         scale_layout.block_scales,
         scale_layout.unblock_scales,
         combine_ops.combine,
@@ -122,6 +124,7 @@ quantize_rowwise = _define(rowwise.quantize_rowwise)
 permute_mx_fold = _define(fold.permute_mx_fold)
 fold_groups = _define(fold.fold_groups)
 quantize_both_fold = _define(both_fold.quantize_both_fold)
+count_fold_loss = _define(fold_loss_kernels.count_fold_loss)
 block_scales = _define(scale_layout.block_scales)
 unblock_scales = _define(scale_layout.unblock_scales)
 combine = _define(combine_ops.combine)

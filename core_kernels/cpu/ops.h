@@ -19,6 +19,7 @@ void quantize_row_fold(const Call& call);
 void quantize_rowwise(const Call& call);
 void permute_mx_fold(const Call& call);
 void fold_groups(const Call& call);
+void count_fold_loss(const Call& call);
 void quantize_both_fold(const Call& call);
 void block_scales(const Call& call);
 void unblock_scales(const Call& call);

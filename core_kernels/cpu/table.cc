@@ -45,6 +45,7 @@ std::span<const Op> cpu_ops() {
       {"quantize_rowwise", 1, 2, 2, quantize_rowwise},
       {"permute_mx_fold", 2, 2, 0, permute_mx_fold},
       {"fold_groups", 3, 2, 0, fold_groups},
+      {"count_fold_loss", 3, 3, 0, count_fold_loss},
       {"quantize_both_fold", 2, 4, 2, quantize_both_fold},
       {"block_scales", 2, 1, 0, block_scales},
       {"unblock_scales", 2, 1, 0, unblock_scales},

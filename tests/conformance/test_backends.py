@@ -8,6 +8,7 @@ from mxep.core_kernels import (
     both_fold,
     combine,
     fold,
+    fold_loss,
     folded_gemm,
     grouped_gemm,
     oracle,
@@ -30,7 +31,7 @@ BYTES = {
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
     *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
-    *("quantize_rowwise", "quantize_both_fold"),
+    *("quantize_rowwise", "quantize_both_fold", "count_fold_loss"),
     *("combine", "combine_bwd"),
     *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
     *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
@@ -55,7 +56,7 @@ def test_a_backend_has_every_op(name: str) -> None:
 def test_every_op_is_in_the_table_and_in_the_oracle() -> None:
     modules = (
         *(quantize, permute, routing, fold, both_fold, rowwise, scale_layout),
-        *(combine, swiglu, grouped_gemm, folded_gemm),
+        *(fold_loss, combine, swiglu, grouped_gemm, folded_gemm),
     )
     ops = {op.name for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
     assert ops == BYTES | PRODUCTS
@@ -92,6 +93,7 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         ),
         "fold_groups": ((*lhs_t, ends), {}),
         "quantize_both_fold": ((gemm.lhs, ends), {}),
+        "count_fold_loss": ((*lhs, np.full_like(lhs[1], 127)), {}),
         "combine": (COMBINES["padding"].inputs, {}),
         "combine_bwd": (COMBINES["padding"].bwd_inputs, {}),
         "grouped_mm_mx": ((*lhs, *rhs, ends), {}),

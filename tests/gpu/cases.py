@@ -227,6 +227,11 @@ def _grouped_mm_fold_bias(rng: Rng, m: int) -> Tensors:
     return *operands, torch.randn(GROUPS, N, generator=rng), ends
 
 
+def _mx_and_target(rng: Rng, m: int) -> Tensors:
+    q, sf = _mx(rng, m)
+    return q, sf, torch.randint(100, 140, sf.shape, generator=rng).byte()
+
+
 def _groups(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_col(floats(rng, m, N)), _ends(rng, m, 32)
 
@@ -274,6 +279,7 @@ CASES = {
     "sort_by_expert": _case("sort_by_expert", _expert_ids, num_experts=9),
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),
+    "count_fold_loss": _case("count_fold_loss", _mx_and_target),
     "fold_groups": Case("fold_groups", _groups, multiple=32),
     "quantize_both_fold": _case("quantize_both_fold", _matrix_and_ends),
     "quantize_both_fold_fp32": _case("quantize_both_fold", _matrix_and_ends_fp32, rounding=1, satfinite=True),

@@ -6,7 +6,9 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["capabilities", "moe", "mx_array", "ops", "ragged_dot", "vjp", "weights"])
+@pytest.mark.parametrize(
+    "module", ["capabilities", "moe", "mx_array", "numerics", "ops", "ragged_dot", "vjp", "weights"]
+)
 def test_examples(module: str) -> None:
     source = importlib.import_module(f"mxep.jax_frontend.{module}")
     results = doctest.testmod(source)

@@ -5,12 +5,23 @@ import numpy as np
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import both_fold, combine, fold, permute, quantize, routing, rowwise, scale_layout, swiglu
+from mxep.core_kernels import (
+    both_fold,
+    combine,
+    fold,
+    fold_loss,
+    permute,
+    quantize,
+    routing,
+    rowwise,
+    scale_layout,
+    swiglu,
+)
 from mxep.core_kernels.launch import KernelOp
 
 OPS = [
     op
-    for module in (quantize, permute, routing, fold, both_fold, rowwise, scale_layout, combine, swiglu)
+    for module in (quantize, permute, routing, fold, both_fold, fold_loss, rowwise, scale_layout, combine, swiglu)
     for op in vars(module).values()
     if isinstance(op, KernelOp)
 ]

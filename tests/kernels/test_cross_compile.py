@@ -17,6 +17,7 @@ import triton
 from mxep.core_kernels import (
     combine,
     fold,
+    fold_loss,
     folded_gemm,
     grouped_gemm,
     permute,
@@ -72,6 +73,7 @@ class Case(NamedTuple):
 
 VECTORS = ("ld.global.v4.b32", "st.global.v4.b32")
 QUANTIZE = (*VECTORS, "cvt.rn.satfinite.e4m3x2.f32")
+COUNT = ("ld.global.v4.b32", "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2")
 CASES = {
     "quantize_row": Case(quantize.quantize_row, (bf16(M, K),), {}, QUANTIZE),
     "quantize_row f32": Case(quantize.quantize_row, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
@@ -95,6 +97,8 @@ CASES = {
     "quantize_rowwise wide f32": Case(rowwise.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
     "permute_mx_fold": Case(fold.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
     "fold_groups": Case(fold.fold_groups, (*mx(K, M), i32(GROUPS)), {}, QUANTIZE),
+    "count_fold_loss": Case(fold_loss.count_fold_loss, (*mx(M, K), u8(M, K // 32)), {}, COUNT),
+    "count_fold_loss 3D": Case(fold_loss.count_fold_loss, (*mx(GROUPS, N, K), u8(GROUPS, N, K // 32)), {}, COUNT),
     "block_scales": Case(scale_layout.block_scales, (u8(M, K // 32), i32(GROUPS))),
     "unblock_scales": Case(
         scale_layout.unblock_scales,
@@ -295,6 +299,7 @@ SMALL = {
     "quantize_rowwise": (rowwise.quantize_rowwise, (bf16(1, 32),)),
     "permute_mx_fold": (fold.permute_mx_fold, (u8(1, 33), i32(1))),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
+    "count_fold_loss": (fold_loss.count_fold_loss, (*mx(1, 32), u8(1, 1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),
     "swiglu": (swiglu.swiglu, glu(1, 3)),
     "swiglu_row": (swiglu.swiglu_row, glu(1, 32)),

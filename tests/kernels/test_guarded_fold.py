@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from mxep.core_kernels import fold, oracle, oracle_folded, scale_layout
+from mxep.core_kernels import fold, fold_loss, oracle, oracle_folded, scale_layout
 
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 32), (5, 96), (65, 544)])
@@ -14,6 +14,7 @@ def test_folds(guarded_op, rows, k):
     for got, want in (
         (guarded_op(fold.fold_rows, q, sf), oracle.fold_rows(q, sf)),
         (guarded_op(fold.permute_mx_fold, packed, row_map), oracle.permute_mx_fold(packed, row_map)),
+        (guarded_op(fold_loss.count_fold_loss, q, sf, sf[::-1]), oracle_folded.count_fold_loss(q, sf, sf[::-1])),
     ):
         for g, w in zip(got, want, strict=True):
             np.testing.assert_array_equal(g, w)

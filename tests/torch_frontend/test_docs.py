@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["autograd", "capabilities", "moe", "mx_tensor"])
+@pytest.mark.parametrize("module", ["autograd", "capabilities", "moe", "mx_tensor", "numerics"])
 def test_examples(module: str) -> None:
     source = importlib.import_module(f"mxep.torch_frontend.{module}")
     results = doctest.testmod(source)

@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import both_fold, combine, fold, permute, quantize, routing, rowwise, scale_layout, swiglu
+from mxep.core_kernels import (
+    both_fold,
+    combine,
+    fold,
+    fold_loss,
+    permute,
+    quantize,
+    routing,
+    rowwise,
+    scale_layout,
+    swiglu,
+)
 from mxep.core_kernels.launch import ArrayType, KernelOp
 
 from .arrays import poisoned, to_numpy, to_torch
@@ -39,6 +50,7 @@ KERNEL_OPS = (
     fold.permute_mx_fold,
     fold.fold_groups,
     both_fold.quantize_both_fold,
+    fold_loss.count_fold_loss,
     scale_layout.block_scales,
     scale_layout.unblock_scales,
     combine.combine,

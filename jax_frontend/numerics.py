@@ -1,0 +1,175 @@
+"""What `compute="fold"` would take from a layer: its operands, folded beside the unfolded ones.
+
+    x, params --route, quantize, multiply--> x  w1  w3  gate  up  h  w2          forward
+    dout -----gather, quantize, multiply---> dout  w2_t  dh  dgate  dup  w1_t  w3_t   backward, as far as operands go
+                                             x_t  h_t  dout_t  dgate_t  dup_t    recipe "mxfp8"
+    each --fold--> counts, energies --> core_kernels/fold_report.py
+
+The products are the exact ones, on any device: what a fold takes is asked of operands that no fold has changed.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from ..core_kernels.fold_report import Measured, NumericsReport, report, row_slices, slots_of_blocks
+from ..core_kernels.formats import BLOCK, E8M0_NAN
+from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
+from . import moe, ops
+from ._checks import check_floats
+from .weights import QuantizedWeights
+
+OP = "numerics_report"
+Pair = tuple[jax.Array, jax.Array]
+
+
+def numerics_report(
+    params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Array | None = None
+) -> NumericsReport:
+    """What folding the operands of a layer takes from them, for these tokens: whether compute="exact" is needed.
+
+    params: as `moe.apply` takes them without a mesh axis. x: (..., D) bf16 or fp32. dout: the gradient of the layer's
+    output, like x; None draws normal values from a fixed seed. The report covers what the recipe multiplies in MXFP8,
+    whatever its compute: activations, weights in both orientations, gradients; with recipe "mxfp8" the forms along the
+    tokens too. No row is dropped, whatever the capacity.
+
+    Runs forward and backward once, eagerly and without `jax.grad`, and reads results on the host.
+
+    >>> config = moe.MoEConfig(64, 128, num_experts=2, top_k=1, recipe="mxfp8")
+    >>> params, tokens = moe.init(jax.random.key(0), config), jax.random.normal(jax.random.key(1), (512, 64))
+    >>> numerics_report(params, tokens, config).lossy()
+    ()
+    >>> channels = jnp.where(jnp.arange(64) < 32, 2.0**16, 1.0)  # the first 32 larger, their weights smaller
+    >>> router, experts = params["router"] / channels, dict(params["experts"])
+    >>> experts["w1"], experts["w3"] = experts["w1"] / channels, experts["w3"] / channels
+    >>> numerics_report({"router": router, "experts": experts}, tokens * channels, config).lossy()
+    ('x', 'w1', 'w3')
+
+    Raises ValueError (shapes, a recipe that folds nothing), TypeError (dtypes), NotImplementedError inside of jit, grad
+    and shard_map.
+    """
+    recipe = _check(params, x, config, dout)
+    rounding = recipe.rounding
+    w1, w3, w2 = (_values_of(params["experts"][name]) for name in ("w1", "w3", "w2"))
+    x_TD = jnp.asarray(x).reshape(-1, config.dim)
+    dout = jax.random.normal(jax.random.key(0), x.shape, x.dtype) if dout is None else jnp.asarray(dout)
+
+    probs_TK, experts_TK, _ = moe._route(params["router"], x_TD, config)
+    order, _, counts = ops.sort_by_expert(experts_TK.reshape(-1), config.num_experts)
+    maps = ops.row_map(
+        counts, num_rows=order.shape[0], num_local_experts=config.num_experts, alignment=recipe.alignment
+    )
+    ends, slot_P = maps.group_ends, jnp.append(order, -1)[maps.row_map]
+    token_P = slot_P // config.top_k  # -1 stays -1
+    prob_P = jnp.append(probs_TK.reshape(-1), 0.0)[slot_P]
+    in_swiglu = prob_P if config.prob_in == "swiglu" else prob_P[:0]
+
+    of: dict[str, Measured] = {}
+    ends_of_rows = np.asarray(ends)
+
+    def rows(name: str, pair: Pair) -> Pair:
+        of[name] = _rows(*pair, row_slices(ends_of_rows))
+        return pair
+
+    def weight(name: str, pair: Pair) -> Pair:
+        groups, n, _ = pair[0].shape
+        q, sf = (t.reshape(groups * n, t.shape[2]) for t in pair)
+        of[name] = _rows(q, sf, row_slices(np.arange(1, groups + 1) * n))
+        return pair
+
+    def tokens(name: str, pair: Pair) -> None:
+        of[name] = _tokens(*pair, ends)
+
+    packed = ops.quantize_row_packed(x_TD.astype(jnp.bfloat16), rounding=rounding)
+    x_P = rows("x", ops.permute_mx(packed, token_P))
+    gate = ops.grouped_mm_mx(*x_P, *weight("w1", ops.quantize_row(w1, rounding=rounding)), ends)
+    up = ops.grouped_mm_mx(*x_P, *weight("w3", ops.quantize_row(w3, rounding=rounding)), ends)
+    rows("h", ops.swiglu_row(gate, up, in_swiglu, rounding=rounding))
+    weight("w2", ops.quantize_row(w2, rounding=rounding))
+
+    dout_P = ops.permute_rows(dout.reshape(x_TD.shape), token_P).astype(jnp.float32)
+    dout_P = dout_P if config.prob_in == "swiglu" else dout_P * prob_P[:, None]
+    d_P = rows("dout", ops.quantize_row(dout_P.astype(jnp.bfloat16), rounding=rounding))
+    dh = ops.grouped_mm_mx(*d_P, *weight("w2_t", ops.quantize_col(w2, rounding=rounding)), ends)
+    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu)
+    rows("dgate", ops.quantize_row(dgate, rounding=rounding))
+    weight("w1_t", ops.quantize_col(w1, rounding=rounding))
+    rows("dup", ops.quantize_row(dup, rounding=rounding))
+    weight("w3_t", ops.quantize_col(w3, rounding=rounding))
+
+    if recipe.wgrad_mx:
+        tokens("x_t", ops.quantize_col(ops.dequantize(*x_P), rounding=rounding))
+        tokens("dgate_t", ops.quantize_col(dgate, rounding=rounding))
+        tokens("dup_t", ops.quantize_col(dup, rounding=rounding))
+        tokens("h_t", ops.swiglu_col(gate, up, in_swiglu, rounding=rounding))
+        tokens("dout_t", ops.quantize_col(ops.dequantize(*d_P), rounding=rounding))
+    return report(of)
+
+
+def _check(params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Array | None) -> Recipe:
+    if not isinstance(config, moe.MoEConfig):
+        fail(TypeError, OP, "config", f"a {type(config).__name__}", "allowed: a MoEConfig")
+    recipe = Recipe.parse(config.recipe)
+    if not recipe.mx:
+        got = f"recipe {recipe.name!r}"
+        fail(ValueError, OP, "config", got, "allowed: 'mxfp8' or 'mxfp8_wgrad_with_hp'; others fold nothing")
+    for name, value in (("x", x), *((("dout", dout),) if dout is not None else ())):
+        check_floats(OP, name, value)
+    for name, value in (("params", params), ("x", x), ("dout", dout)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            fail(NotImplementedError, OP, name, "a traced value", "allowed: arrays; call it outside of jit and grad")
+    if x.ndim < 1 or x.shape[-1] != config.dim:
+        fail(ValueError, OP, "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
+    if dout is not None and dout.shape != x.shape:
+        fail(ValueError, OP, "dout", f"shape {dout.shape}", f"allowed: {x.shape}, x's")
+    moe._check_params(params, config, None)
+    return recipe
+
+
+def _values_of(w: jax.Array | QuantizedWeights) -> jax.Array:
+    return w.values if isinstance(w, QuantizedWeights) else w
+
+
+def _rows(q: jax.Array, sf: jax.Array, groups: tuple[slice, ...]) -> Measured:
+    """Folded to one scale per row."""
+    qf, row_sf = ops.fold_rows(q, sf)
+    return _measured(q, sf, qf, jnp.broadcast_to(row_sf[:, None], sf.shape), groups)
+
+
+def _tokens(q: jax.Array, sf: jax.Array, ends: jax.Array) -> Measured:
+    """Folded to one scale per row and span of tokens."""
+    qf, span_sf = ops.fold_groups(q, sf, ends)
+    slots = slots_of_blocks(np.asarray(ends), sf.shape[1])
+    target = jnp.where(slots < 0, np.uint8(E8M0_NAN), span_sf[np.maximum(slots, 0)].T)
+    return _measured(q, sf, qf, target, (slice(0, q.shape[0]),))
+
+
+def _measured(q: jax.Array, sf: jax.Array, qf: jax.Array, target: jax.Array, groups: tuple[slice, ...]) -> Measured:
+    """q (R, K), its scales (R, K/32), its fold and the scale bytes that its blocks are folded under."""
+    counts, (signal, noise), top = jax.device_get(_measure(q, sf, qf, target))
+    nonzero, rounded, flushed = (int(n.sum(dtype=np.int64)) for n in counts)
+    return Measured((nonzero, rounded, flushed), signal, noise, top, groups)
+
+
+@jax.jit
+def _measure(q: jax.Array, sf: jax.Array, qf: jax.Array, target: jax.Array):
+    """Counts per row; per row and block the squares of values and of what the fold changed, in units of the row's top
+    scale; that scale."""
+    top = jnp.where(target == E8M0_NAN, 0, target).max(1)
+    nan = (sf == E8M0_NAN) | (target == E8M0_NAN)
+    value, folded = _values(q, sf, top, nan), _values(qf, target, top, nan)
+    energies = jnp.square(value).sum(-1), jnp.square(value - folded).sum(-1)
+    return ops.count_fold_loss(q, sf, target), energies, top
+
+
+def _values(q: jax.Array, byte: jax.Array, top: jax.Array, nan: jax.Array) -> jax.Array:
+    """(R, K/32, 32) fp32 in units of the row's top scale; zeros for NaN."""
+    # What lies 2^-60 below the top counts as much there: its squares are fp32 numbers, and it is lost all the same.
+    shift = jnp.clip(byte.astype(jnp.int32) - top[:, None].astype(jnp.int32), -60, 0)
+    scale = lax.bitcast_convert_type(jnp.where(nan, 0, (127 + shift) << 23), jnp.float32)
+    value = lax.bitcast_convert_type(q, jnp.float8_e4m3fn).astype(jnp.float32)
+    value = jnp.where(jnp.isnan(value), 0, value).reshape(*byte.shape, BLOCK)
+    return value * scale[..., None]
