@@ -119,12 +119,12 @@ def _fold_groups_kernel(
     BLOCKS: tl.constexpr = SPAN_MX // BLOCK_MX
     r, group = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1)
     in_r, pitch = (r < R)[:, None], M // BLOCK_MX
-    start = tl.load(group_ends + group - 1, mask=group > 0, other=0)
-    end = tl.load(group_ends + group, mask=group < G, other=M)
-    start, end, whole = tokens_of(start, end, M, BLOCK_MX)
+    before = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    tokens = tokens_of(before, tl.load(group_ends + group, mask=group < G, other=M), M, BLOCK_MX)
+    first, last, whole = tokens
     broken = (group < G) & (whole == 0)
     # Counted in blocks: multiplied by 32 below, the compiler knows it and loads 16 bytes at a time.
-    start, end = start // BLOCK_MX, end // BLOCK_MX
+    start, end = first // BLOCK_MX, last // BLOCK_MX
     slot, end_slot = start // BLOCKS + group, end // BLOCKS + group + (group < G).to(tl.int32)
 
     largest = tl.zeros((BLOCK_M,), tl.int32)  # one more than the byte; 0: no block had a say

@@ -131,9 +131,9 @@ def _wgrad_kernel(
     group = (tile // (n_tiles * k_tiles)).to(tl.int64)
     in_n, in_k = n < N, k < K
 
-    start = tl.load(group_ends + group - 1, mask=group > 0, other=0)
-    end = tl.load(group_ends + group)
-    start, end, whole = tokens_of(start, end, M, BLOCK_MX)
+    before = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    tokens = tokens_of(before, tl.load(group_ends + group), M, BLOCK_MX)
+    start, end, whole = tokens
     pitch = M // BLOCK_MX * BLOCK_MX
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     slot = start // SPAN_MX + group

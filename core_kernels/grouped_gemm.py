@@ -102,9 +102,9 @@ def _k_grouped_tile(
     in_n, in_k = n < N, k < K
     row = n.to(tl.int64)
 
-    start = tl.load(group_ends + group - 1, mask=group > 0, other=0)
-    end = tl.load(group_ends + group)
-    start, end, whole = tokens_of(start, end, M, BLOCK_MX if MX else 1)  # a block of 32 tokens shares a scale
+    before = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    tokens = tokens_of(before, tl.load(group_ends + group), M, BLOCK_MX if MX else 1)  # 32 tokens share a scale
+    start, end, whole = tokens
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if MX:
         pitch = M // BLOCK_MX * BLOCK_MX
