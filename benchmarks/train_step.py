@@ -82,7 +82,6 @@ def sqnr_db(got: torch.Tensor, expected: torch.Tensor) -> float:
 def _rank(rank: int, port: int, threads: int, queue: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(threads)
-    cpp_bindings.set_num_threads(threads)
     dist.init_process_group("gloo")
     config = PRESETS[PRESET]
     weights = initial_weights(config)

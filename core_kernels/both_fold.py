@@ -9,6 +9,8 @@
     ...                                   spans before raise a column's, and they come from the scratch memory through
           v v v v ...               v     which the parts of a launch hand each other the largest bytes so far.
 
+An end that is no multiple of 32 does to the scales of spans what it does in `fold_groups`.
+
 The bytes are those of `quantize_row_fold`, and of `fold_groups` of `quantize_col`. It has no Triton kernel; where
 neither CUDA C++ nor C++ serves, the frontends run these three.
 """
@@ -25,7 +27,12 @@ from .tiles import cdiv
 TILE_BYTES = 256
 """Of a row of x, that one tile of the CUDA kernel has."""
 TILES_ACROSS = 128
-"""Tiles of a row that wait for each other: fewer than half of the CTAs that an H100 or H200 runs at a time."""
+"""Tiles of a row, which ask each other: fewer than half of the CTAs that an H100 or H200 runs at a time. Of more, some
+cannot start beside the others, which then look themselves at what those hold: the parts are faster."""
+POLLS = 256
+"""How often a warp asks in vain before it looks itself. A round takes about a microsecond and an answer as long as a
+tile's load, with other kernels on the device some tens of microseconds: a launch that is alone never gets there, one
+whose tiles cannot run side by side loses a fraction of a millisecond with the tiles of 256 rows."""
 
 
 def tiles_across(k: int, dtype: str) -> int:
@@ -50,7 +57,8 @@ def scratch_bytes(m: int, k: int, groups: int, dtype: str) -> int:
 def _plan(
     x: ArrayType, group_ends: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False
 ) -> Launch:
-    """On GPUs one output more than the op has: the scratch memory, which the caller drops."""
+    """On GPUs one output more than the op has, the scratch memory, which the caller drops, and one attribute more:
+    `POLLS`."""
     op = "quantize_both_fold"
     require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2)
@@ -73,8 +81,8 @@ def _plan(
         return Launch(out, attrs)
     scratch = ArrayType((scratch_bytes(m, k, groups, x.dtype),), "uint8")
     wide = tiles_across(k, x.dtype) > TILES_ACROSS
-    absent = f"its tiles wait for each other across a row, of at most {TILES_ACROSS * TILE_BYTES} bytes" if wide else ""
-    return Launch((*out, scratch), attrs, not_in_cuda=absent)
+    absent = f"its tiles ask each other across a row, of at most {TILES_ACROSS * TILE_BYTES} bytes" if wide else ""
+    return Launch((*out, scratch), (*attrs, POLLS), not_in_cuda=absent)
 
 
 quantize_both_fold = KernelOp(

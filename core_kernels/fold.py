@@ -17,7 +17,9 @@ group's largest byte is known, and a product rescales its sums where the scale r
     spans    | 0       | 1         | 2   | 0              | 1   |
     slot     0         1           2     3 = 544/256 + 1  4           S = spans(M, G) of them; others stay unused: 0
 
-Columns past the last end become zeros.
+Columns past the last end become zeros. On a GPU, where nobody looks at ends, one that is no multiple of 32 counts as
+the multiple below it, and all slots of the groups on both sides of it have scale 255, NaN. So have those of groups that
+end before they begin or beyond M.
 """
 
 import math
@@ -26,6 +28,7 @@ import triton
 import triton.language as tl
 
 from .formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, scale_attrs, spans
+from .gemm_tile import tokens_of
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, F32_NAN, e4m3_to_f32, f32_to_e4m3, quantize_blocks, to_f32
 from .permute import check_map, packed_blocks
@@ -116,9 +119,12 @@ def _fold_groups_kernel(
     BLOCKS: tl.constexpr = SPAN_MX // BLOCK_MX
     r, group = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1)
     in_r, pitch = (r < R)[:, None], M // BLOCK_MX
+    before = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    tokens = tokens_of(before, tl.load(group_ends + group, mask=group < G, other=M), M, BLOCK_MX)
+    first, last, whole = tokens
+    broken = (group < G) & (whole == 0)
     # Counted in blocks: multiplied by 32 below, the compiler knows it and loads 16 bytes at a time.
-    start = tl.minimum(tl.load(group_ends + group - 1, mask=group > 0, other=0), M) // BLOCK_MX
-    end = tl.minimum(tl.load(group_ends + group, mask=group < G, other=M), M) // BLOCK_MX
+    start, end = first // BLOCK_MX, last // BLOCK_MX
     slot, end_slot = start // BLOCKS + group, end // BLOCKS + group + (group < G).to(tl.int32)
 
     largest = tl.zeros((BLOCK_M,), tl.int32)  # one more than the byte; 0: no block had a say
@@ -135,12 +141,13 @@ def _fold_groups_kernel(
             blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))
             folded = fold_tile(blocks, byte, scale[:, None], 2, HW_CAST)
             tl.store(qf + at, tl.reshape(folded, (BLOCK_M, SPAN_MX)), mask=inside)
-            tl.store(span_sf + slot * R + r, scale.to(tl.uint8), mask=r < R)
+            tl.store(span_sf + slot * R + r, tl.where(broken, NAN_BYTE, scale).to(tl.uint8), mask=r < R)
             slot += 1
         else:
             tl.store(qf + at, tl.zeros((BLOCK_M, SPAN_MX), tl.uint8), mask=inside)
     for unused in range(slot, end_slot):
-        tl.store(span_sf + unused * R + r, tl.zeros((BLOCK_M,), tl.uint8), mask=r < R)
+        no_scale = tl.zeros((BLOCK_M,), tl.int32) + tl.where(broken, NAN_BYTE, 0)
+        tl.store(span_sf + unused * R + r, no_scale.to(tl.uint8), mask=r < R)
 
 
 def whole_rows(

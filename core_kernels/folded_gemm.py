@@ -14,7 +14,8 @@ smaller than the one before:
                                                             the sum * 2^(a+3) at the end
 
 Rows past the last end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into
-a real one.
+a real one. On a GPU nobody looks at ends: the weight gradients of the groups on both sides of one that is no multiple
+of 32 are NaN in every element, and so are those of groups that end before they begin or beyond M.
 
 A tensor core of sm_90 aligns the products of a sum to the largest of them and keeps about 14 bits. Its sums are
 therefore added in fp32 after every 128 terms. Both powers of two are applied at once, so that 2^-127 beside 2^127
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .formats import BLOCK, E8M0_NAN, SPAN, spans
-from .gemm_tile import load_tile, store_tile
+from .gemm_tile import load_tile, store_tile, tokens_of
 from .grouped_gemm import plan_k_grouped, plan_m_grouped, rows_of_tile
 from .launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX, e4m3_to_f32, e8m0_to_f32
@@ -88,7 +89,7 @@ def _mm_tile(
         acc = _scaled(acc, row_byte, tl.load(rhs_sf + weight_row, mask=in_n, other=0))
         if HAS_BIAS:
             acc += tl.load(bias + weight_row, mask=in_n, other=0.0)[None, :]
-    store_tile(out, row, in_m, n0, N, N, acc, HW_CAST, False)
+    store_tile(out, row, in_m, n0, N, N, acc, True, HW_CAST, False)
 
 
 @triton.jit
@@ -130,11 +131,10 @@ def _wgrad_kernel(
     group = (tile // (n_tiles * k_tiles)).to(tl.int64)
     in_n, in_k = n < N, k < K
 
-    start = tl.load(group_ends + group - 1, mask=group > 0, other=0)
-    end = tl.minimum(tl.load(group_ends + group), M)
-    tl.device_assert((start % BLOCK_MX == 0) & (end % BLOCK_MX == 0), "group_ends: allowed: multiples of 32")
-    # Divided and multiplied, the compiler knows that they are and loads 16 bytes at a time.
-    start, end, pitch = start // BLOCK_MX * BLOCK_MX, end // BLOCK_MX * BLOCK_MX, M // BLOCK_MX * BLOCK_MX
+    before = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    tokens = tokens_of(before, tl.load(group_ends + group), M, BLOCK_MX)
+    start, end, whole = tokens
+    pitch = M // BLOCK_MX * BLOCK_MX
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     slot = start // SPAN_MX + group
     # A scale has no say where there is nothing to scale.
@@ -149,7 +149,7 @@ def _wgrad_kernel(
         a = load_tile(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
         b = load_tile(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
         acc = _dot(a, b, acc, HW_CAST)
-    store_tile(out, group * N + n, in_n, k0, K, K, _scaled(acc, row_byte, col_byte), HW_CAST, False)
+    store_tile(out, group * N + n, in_n, k0, K, K, _scaled(acc, row_byte, col_byte), whole, HW_CAST, False)
 
 
 def _check_bytes(op: str, **arrays: ArrayType) -> None:

@@ -101,17 +101,33 @@ def dot_mx(a, a_sf, b, b_sf, acc, step, HW_CAST: tl.constexpr, TCGEN05: tl.const
 
 
 @triton.jit
-def store_tile(out, row, in_rows, c0, c_end, PITCH, value, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr):
-    """fp32 sums as out's dtype; nothing where a row or column is outside.
+def tokens_of(start, end, M, MULTIPLE: tl.constexpr):
+    """Where a group's tokens are by its ends, and whether it is whole: both are multiples of MULTIPLE and in 0..M, and
+    it does not end before it begins.
+
+    Nobody looks at ends on the host. Each counts as the multiple below it, within 0..M, so that nobody reads outside;
+    and what depends on a group that is not whole is NaN, since a wrong number would show nowhere.
+    """
+    whole = (start >= 0) & (start <= end) & (end <= M) & (((start | end) % MULTIPLE) == 0)
+    # Divided and multiplied, the compiler knows that they are multiples and loads 16 bytes at a time.
+    start = tl.minimum(tl.maximum(start, 0), M) // MULTIPLE * MULTIPLE
+    end = tl.minimum(tl.maximum(end, 0), M) // MULTIPLE * MULTIPLE
+    return start, end, whole
+
+
+@triton.jit
+def store_tile(out, row, in_rows, c0, c_end, PITCH, value, whole, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr):
+    """fp32 sums as out's dtype, NaN unless they are `whole`; nothing where a row or column is outside.
 
     TCGEN05: in pieces of 64 columns. The others wait in tensor memory, and registers do not spill.
     """
     if TCGEN05 and value.shape[1] > PIECE:
         HALF: tl.constexpr = value.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(value, (value.shape[0], 2, HALF)), (0, 2, 1)))
-        store_tile(out, row, in_rows, c0, c_end, PITCH, left, HW_CAST, TCGEN05)
-        store_tile(out, row, in_rows, c0 + HALF, c_end, PITCH, right, HW_CAST, TCGEN05)
+        store_tile(out, row, in_rows, c0, c_end, PITCH, left, whole, HW_CAST, TCGEN05)
+        store_tile(out, row, in_rows, c0 + HALF, c_end, PITCH, right, whole, HW_CAST, TCGEN05)
     else:
+        value = tl.where(whole, value, float("nan"))
         if out.dtype.element_ty == tl.bfloat16:
             value = f32_to_bf16(value, HW_CAST)
         c = c0 + tl.arange(0, value.shape[1])

@@ -7,10 +7,14 @@
 Operands are MXFP8 (q and sf, scaled along the contraction dim, which is the contiguous one) or bf16.
 `group_ends` (G,) holds where each group ends along M; it is read on the device. Rows past the last
 end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into a
-real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) too, as they lie; the MXFP8 one needs ends that
-are multiples of 32. Sums are fp32. What is multiplied is bf16 on sm_90 (mx_math.dequantize_operand: its range) and E4M3
-with its scales on sm_100 (gemm_tile.dot_mx). On sm_90 bf16 operands are multiplied in CUDA C++, which is why both
-frontends dequantize before their products there.
+real one. The bf16 K-grouped product reads lhs (M, N) and rhs (M, K) too, as they lie, and takes any ends in order; the
+MXFP8 one needs ends that are multiples of 32. On a GPU nobody looks at ends: the weight gradients of the groups on both
+sides of one that is no such multiple are NaN in every element, and so are those of groups that end before they begin or
+beyond M.
+
+Sums are fp32. What is multiplied is bf16 on sm_90 (mx_math.dequantize_operand: its range) and E4M3 with its scales on
+sm_100 (gemm_tile.dot_mx). On sm_90 bf16 operands are multiplied in CUDA C++, which is why both frontends dequantize
+before their products there.
 """
 
 import math
@@ -20,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .formats import BLOCK
-from .gemm_tile import dot_bf16, dot_mx, e4m3_pointer, load_scales, load_tile, store_tile
+from .gemm_tile import dot_bf16, dot_mx, e4m3_pointer, load_scales, load_tile, store_tile, tokens_of
 from .launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank, require_shape
 from .mx_math import BLOCK_MX
 from .tiles import Tiles, cdiv, hw_cast, next_power_of_2, tcgen05, tiles
@@ -78,7 +82,7 @@ def _m_grouped_tile(
             a = load_tile(lhs, row, in_m, k0, K, K, BLOCK_K)
             b = load_tile(rhs, weight_row, in_n, k0, K, K, BLOCK_K)
             acc = dot_bf16(a, tl.trans(b), acc, k0, HW_CAST, TCGEN05)
-    store_tile(out, row, in_m, n0, N, N, acc, HW_CAST, TCGEN05)
+    store_tile(out, row, in_m, n0, N, N, acc, True, HW_CAST, TCGEN05)
 
 
 @triton.jit
@@ -98,14 +102,12 @@ def _k_grouped_tile(
     in_n, in_k = n < N, k < K
     row = n.to(tl.int64)
 
-    start = tl.load(group_ends + group - 1, mask=group > 0, other=0)
-    end = tl.minimum(tl.load(group_ends + group), M)
+    before = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    tokens = tokens_of(before, tl.load(group_ends + group), M, BLOCK_MX if MX else 1)  # 32 tokens share a scale
+    start, end, whole = tokens
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if MX:
-        # A block of 32 tokens shares a scale, so ends are multiples of 32: divided and multiplied, the compiler
-        # knows it too and loads 16 bytes at a time.
-        tl.device_assert((start % BLOCK_MX == 0) & (end % BLOCK_MX == 0), "group_ends: allowed: multiples of 32")
-        start, end, pitch = start // BLOCK_MX * BLOCK_MX, end // BLOCK_MX * BLOCK_MX, M // BLOCK_MX * BLOCK_MX
+        pitch = M // BLOCK_MX * BLOCK_MX
         # A group's first scale lies at any byte, and no copy to shared memory takes single bytes: TCGEN05 loads the
         # next step's into registers while it multiplies.
         AHEAD: tl.constexpr = BLOCK_M if TCGEN05 else 0
@@ -131,7 +133,7 @@ def _k_grouped_tile(
             a = load_tile(lhs, m.to(tl.int64), m < end, n0, N, N, BLOCK_N)
             b = load_tile(rhs, m.to(tl.int64), m < end, k0, K, K, BLOCK_K)
             acc = dot_bf16(tl.trans(a), b, acc, m0, HW_CAST, TCGEN05)
-    store_tile(out, group.to(tl.int64) * N + row, in_n, k0, K, K, acc, HW_CAST, TCGEN05)
+    store_tile(out, group.to(tl.int64) * N + row, in_n, k0, K, K, acc, whole, HW_CAST, TCGEN05)
 
 
 @triton.jit

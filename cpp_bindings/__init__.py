@@ -22,7 +22,6 @@ try:
         ffi_targets,
         num_threads,
         run,
-        set_num_threads,
     )
 except ImportError as error:
     raise ImportError(
@@ -40,7 +39,6 @@ __all__ = [
     "ffi_targets",
     "num_threads",
     "run",
-    "set_num_threads",
     "why_not_cuda",
 ]
 

@@ -1,8 +1,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-def run(name: str, inputs: Sequence[Any], outputs: Sequence[Any], attrs: Sequence[int]) -> None:
+def run(
+    name: str, inputs: Sequence[Any], outputs: Sequence[Any], attrs: Sequence[int], num_threads: int | None = None
+) -> None:
     """Run a C++ op on CPU arrays that speak DLPack; writes every byte of `outputs`.
+
+    num_threads: that this call may use, at least 1; None: `num_threads()`. The child of a fork has one.
 
     Releases the GIL. Raises ValueError when the data break the op's contract (a row map that points outside
     its input), for an unknown op, a strided array or one on another device; TypeError for another dtype.
@@ -15,10 +19,8 @@ def ffi_targets() -> dict[str, Any]:
     """
 
 def num_threads() -> int:
-    """Threads that one op may use; the OpenMP default (OMP_NUM_THREADS, or all cores) until set."""
-
-def set_num_threads(n: int) -> None:
-    """Set the threads that one op may use, for the whole process. Raises ValueError below 1."""
+    """Threads that an op may use where its call says nothing, as XLA's calls do: as many as OpenMP would
+    (OMP_NUM_THREADS, or all cores) when the module was loaded; one in the child of a fork."""
 
 cuda_archs: tuple[tuple[int, int], ...]
 """Compute capabilities that this build has CUDA machine code for; empty in a build without nvcc."""

@@ -6,9 +6,11 @@
 // arrays are checked again; a call with other sizes than the plan's reads and writes out of bounds.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -71,29 +73,26 @@ std::vector<Array> arrays_of(const Op& op, const char* kind, const std::vector<A
 }
 
 void run(std::string_view name, const std::vector<AnyInput>& inputs, const std::vector<AnyOutput>& outputs,
-         const std::vector<int64_t>& attrs) {
+         const std::vector<int64_t>& attrs, std::optional<int> threads) {
   const Op& op = find_op(name);
+  if (threads && *threads < 1)
+    throw std::invalid_argument("run: num_threads: got " + std::to_string(*threads) + "; allowed: at least 1");
   const auto in = arrays_of(op, "input", inputs, op.num_inputs);
   const auto out = arrays_of(op, "output", outputs, op.num_outputs);
   if (attrs.size() != static_cast<size_t>(op.num_attrs))
     throw std::invalid_argument(std::string(op.name) + ": attrs: got " + std::to_string(attrs.size()) +
                                 "; allowed: " + std::to_string(op.num_attrs));
   nb::gil_scoped_release unlocked;
+  const Threads at_most(threads.value_or(0));
   run_op(op, {in, out, attrs});
-}
-
-void set_threads(int n) {
-  if (n < 1) throw std::invalid_argument("set_num_threads: n: got " + std::to_string(n) + "; allowed: at least 1");
-  set_num_threads(n);
 }
 
 }  // namespace
 
 void bind_cpu(nb::module_& m) {
   using namespace nb::literals;
-  m.def("run", &run, "name"_a, "inputs"_a, "outputs"_a, "attrs"_a);
+  m.def("run", &run, "name"_a, "inputs"_a, "outputs"_a, "attrs"_a, "num_threads"_a = nb::none());
   m.def("num_threads", &num_threads);
-  m.def("set_num_threads", &set_threads, "n"_a);
 }
 
 }  // namespace mxep

@@ -18,7 +18,7 @@ from ..core_kernels.formats import BLOCK, SPAN
 
 def _dequantize(q: Tensor, sf: Tensor) -> Tensor:
     out = torch.empty(q.shape, dtype=torch.float32)
-    cpp_bindings.run("dequantize", [q, sf], [out], [])
+    cpp_bindings.run("dequantize", [q, sf], [out], [], torch.get_num_threads())
     return out
 
 

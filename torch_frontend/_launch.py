@@ -182,7 +182,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _cpp(op: KernelOp, launch: Launch) -> Start:
     attrs = [int(a) for a in launch.attrs]
-    return lambda inputs, outputs: cpp_bindings.run(op.name, plain(inputs), outputs, attrs)
+    return lambda inputs, outputs: cpp_bindings.run(op.name, plain(inputs), outputs, attrs, torch.get_num_threads())
 
 
 def _matmul(op: KernelOp) -> Start:

@@ -1,16 +1,31 @@
 #include "parallel.h"
 
 #include <omp.h>
+#include <pthread.h>
 
 #include <atomic>
 
 namespace mxep {
 namespace {
-// One number for the module: omp_set_num_threads is per calling thread, and XLA calls from its own.
-std::atomic<int> g_num_threads{omp_get_max_threads()};
+
+// Not omp_get_max_threads() of a call's thread: XLA calls from its own, and torch may bring another OpenMP.
+const int g_at_most = omp_get_max_threads();
+thread_local int t_at_most = 0;
+
+std::atomic<bool> g_forked{false};
+[[maybe_unused]] const int g_registered =
+    pthread_atfork(nullptr, nullptr, [] { g_forked.store(true, std::memory_order_relaxed); });
+
 }  // namespace
 
-int num_threads() { return g_num_threads.load(std::memory_order_relaxed); }
-void set_num_threads(int n) { g_num_threads.store(n, std::memory_order_relaxed); }
+int num_threads() {
+  if (g_forked.load(std::memory_order_relaxed)) return 1;
+  return t_at_most ? t_at_most : g_at_most;
+}
+
+Threads::Threads(int n) : before_(t_at_most) {
+  if (n) t_at_most = n;
+}
+Threads::~Threads() { t_at_most = before_; }
 
 }  // namespace mxep

@@ -6,8 +6,21 @@
 
 namespace mxep {
 
+// Threads that an op on the calling thread may use: as many as a Threads here allows, else OpenMP's own number when the
+// module was loaded. One in the child of a fork: its parent's team is not there, and OpenMP would wait for it.
 int num_threads();
-void set_num_threads(int n);
+
+// While it lives, ops on this thread use at most `n` threads; 0 changes nothing.
+class Threads {
+ public:
+  explicit Threads(int n);
+  ~Threads();
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+
+ private:
+  int before_;
+};
 
 // The default environment: round to nearest even, subnormals kept. XLA:CPU runs its threads with
 // subnormals flushed to zero, and a block scale of 2^-127 is one.

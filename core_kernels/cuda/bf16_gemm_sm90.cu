@@ -123,6 +123,10 @@ __device__ void consume(const Problem& p, Shared& s) {
   Ring<kStages> ring;
   for (Tile tile; tiles.next(&tile);) {
     float sum[128] = {};
+    if (kAlongK && !__shfl_sync(~0u, tile.whole, 0)) {
+#pragma unroll
+      for (int i = 0; i < 128; ++i) sum[i] = __int_as_float(0x7FC00000);
+    }
     int before = -1;  // the stage that the tensor core may still be reading
     const int end = __shfl_sync(~0u, tile.k_end, 0);
     for (int k = __shfl_sync(~0u, first_of<kColumns>(tile), 0); k < end; k += kK, ring.advance()) {
@@ -182,9 +186,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 template <bool kAlongK, bool kColumns, typename Out>
 void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
   constexpr auto kKernel = bf16_product<kAlongK, kColumns, Out>;
-  const int ctas = resident_ctas<kKernel>(op, kCluster, kThreads, sizeof(Shared));
-  kKernel<<<ctas, kThreads, sizeof(Shared), stream>>>(a, b, p);
-  check_launch(op);
+  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, sizeof(Shared));
+  launch_kernel(op, kKernel, ctas, kThreads, sizeof(Shared), stream, a, b, p);
 }
 
 // `a` and `b` seen as matrices, with all their leading dims as rows.

@@ -10,6 +10,7 @@
 //   load --> scales of all blocks --> say --ask above--> codes of columns --> qf_t
 //                                       '---ask beside--------------------> codes of rows --> qf
 //
+#include "driver.h"
 #include "look_back.cuh"
 #include "ops.h"
 #include "quantize_tile.cuh"
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
   const Span span = Span::of(p, slot);
   const bool word = threadIdx.x < kWordsAcross && right < p.cols && slot < p.slots;  // of four columns, this thread's
   if (word && (span.group == p.groups || span.begin >= span.end)) {
-    *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = 0;
+    *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, 0);
     say(p.largest + (slot * p.cols + right) / 4, said(0));
   }
   if (span.begin >= span.end) return;
@@ -158,9 +159,9 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
 #pragma unroll
       for (int i = 0; i < T::kDown; ++i)
         magnitudes = __vmaxu4(magnitudes, reinterpret_cast<const uint32_t*>(s.magnitudes[i])[threadIdx.x]);
-      const uint32_t scales = running_scales(p, span, slot, right, magnitudes);
+      const uint32_t scales = running_scales(x, p, rule, span, slot, right, magnitudes);
       reinterpret_cast<uint32_t*>(s.scales)[threadIdx.x] = scales;
-      *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = scales;
+      *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, scales);
     }
     __syncthreads();
     for_column_pairs(tile, [&](const typename T::Pair* values, int block, int col) {
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
                            (span.end - span.begin) / 16);
 
   if (row >= span.end) return;  // a whole warp
-  const uint32_t fours = row_magnitudes(beside, p.across);
+  const uint32_t fours = row_magnitudes<T>(x, p, rule, row);
   if (across == 0 && lane < kBlock / 4) reinterpret_cast<uint32_t*>(p.row_sf + row)[lane] = __vsub4(fours, kOnes);
   fold_rows(tile, rows, OwnRows<T>::of_fours(fours), p.qf + row * p.cols + col, static_cast<uint32_t>(p.cols), exists);
 }
@@ -199,25 +200,19 @@ void launch(const char* op, const Call& call, cudaStream_t stream) {
   p.across = static_cast<uint32_t>(ceil_div(p.cols, T::kCols));
   // About 100 CTAs ahead, of 264 that an H200 runs at a time: from 130 on, L2 loses some lines before they are read.
   p.ahead = ceil_div(100, p.across) * kSpan;
+  p.polls = static_cast<int>(call.attrs[2]);
   uint8_t** outputs[] = {&p.qf, &p.row_sf, &p.qf_t, &p.span_sf};
   for (int i = 0; i < 4; ++i) *outputs[i] = call.out[i].as<uint8_t>();
   p.own = call.out[4].as<uint32_t>();
   p.largest = p.own + p.slots * p.cols / 4;
   p.beside = p.largest + p.slots * p.cols / 4;
   check(op, cudaMemsetAsync(p.own, 0, call.out[4].nbytes(), stream));
-  // A part of a device may be too small for the tiles of a row, which wait for each other.
-  const unsigned at_once = multiprocessors(op) * (512 / T::kThreads);
-  if (p.across > at_once)
-    throw std::runtime_error(std::string(op) + ": x: got rows of " + std::to_string(p.cols) +
-                             " values; allowed on a device with so few multiprocessors: " +
-                             std::to_string(at_once * T::kCols) + "; force_implementation(\"triton\") takes them");
   constexpr auto kKernel = both_fold<T, Value>;
   constexpr int kBytes = sizeof(Shared<T>);
-  allow_shared_memory<kKernel>(op, kBytes);
+  allow_shared_memory<kKernel>(op, stream, kBytes);
   // One more: where the rows past the last end begin, a span may begin too.
-  kKernel<<<grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream>>>(
-      x.as<const Value>(), p, ScaleRule(call.attrs[0], call.attrs[1]));
-  check_launch(op);
+  launch_kernel(op, kKernel, grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream, x.as<const Value>(), p,
+                ScaleRule(call.attrs[0], call.attrs[1]));
 }
 
 }  // namespace

@@ -153,7 +153,8 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
     // Fetched now and used after the products. A scale has no say where there is nothing to scale.
     const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
     const bool any = tile.k_begin < tile.k_end;
-    const int col_byte = any && col < tile.cols ? p.col_scale[tile.col_scale + col] : kOne;
+    int col_byte = any && col < tile.cols ? p.col_scale[tile.col_scale + col] : kOne;
+    if (kAlongK && !tile.whole) col_byte = kNanScale;
     [[maybe_unused]] float col_bias = 0;
     if constexpr (kBias) col_bias = col < tile.cols ? p.bias[tile.col_scale + col] : 0;
     int row_byte[2][2];
@@ -254,9 +255,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 template <bool kAlongK, typename Out, bool kBias>
 void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedOf<kBias>);
-  const int ctas = resident_ctas<folded_product<kAlongK, Out, kBias>>(op, kCluster, kThreads, kBytes);
-  folded_product<kAlongK, Out, kBias><<<ctas, kThreads, kBytes, stream>>>(a, b, p);
-  check_launch(op);
+  constexpr auto kKernel = folded_product<kAlongK, Out, kBias>;
+  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, kBytes);
+  launch_kernel(op, kKernel, ctas, kThreads, kBytes, stream, a, b, p);
 }
 
 template <bool kAlongK, bool kBias = false>

@@ -41,6 +41,7 @@ struct Tile {
   int slot;                  // K-grouped: of the group's first span; the others' follow
   int rows, cols;            // that belong to it; at most 0: none, the other tile of its pair has some
   bool side_by_side, exists;
+  bool whole;  // K-grouped: the group; the sums of others are NaN
 };
 
 // Tiles of kM x kN, group ends that are multiples of kEnds.
@@ -100,6 +101,7 @@ class Schedule {
         .cols = p_.cols - j,
         .side_by_side = side_by_side_,
         .exists = true,
+        .whole = whole_,
     };
     next_ += kAlongK ? 1 : gridDim.x / kCluster;
     return true;
@@ -119,6 +121,7 @@ class Schedule {
       const Tokens tokens = tokens_of<kEnds>(p_.group_ends, group, p_.depth);
       begin_ = tokens.begin;
       end_ = tokens.end;
+      whole_ = tokens.whole;
     } else {
       begin_ = group ? end_ : 0;
       if (group >= p_.groups) return;
@@ -137,7 +140,7 @@ class Schedule {
   int next_;  // counted in the group; K-grouped, in this cluster's share
   int group_ = 0, begin_ = 0, end_ = 0;
   int pairs_m_ = 0, pairs_n_ = 0;
-  bool side_by_side_ = false;
+  bool side_by_side_ = false, whole_ = true;
 };
 
 }  // namespace mxep::cuda::sm90

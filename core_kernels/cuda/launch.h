@@ -3,43 +3,38 @@
 
 #include <cuda_runtime.h>
 
-#include <array>
-#include <atomic>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "../op.h"
 
 namespace mxep::cuda {
 
-// Throws std::runtime_error that names the op and says what CUDA says.
+// Throws std::runtime_error that names the op and says what CUDA says. A refusal that is thrown is none that CUDA still
+// has to tell somebody.
 inline void check(const char* op, cudaError_t status) {
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string(op) + ": CUDA: " + cudaGetErrorString(status) + " (" +
-                             cudaGetErrorName(status) + ")");
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  throw std::runtime_error(std::string(op) + ": CUDA: " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
+                           ")");
 }
 
-// After a launch. An error of an earlier kernel that had not been asked for yet shows here too.
-inline void check_launch(const char* op) { check(op, cudaGetLastError()); }
+// Starts `ctas` of a kernel. What CUDA says is said of this launch: cudaGetLastError would also tell what others left
+// behind, and they would never hear of it.
+template <typename... Params, typename... Args>
+void launch_kernel(const char* op, void (*kernel)(Params...), unsigned ctas, unsigned threads, size_t shared_bytes,
+                   cudaStream_t stream, Args&&... args) {
+  const cudaLaunchConfig_t config{
+      .gridDim = ctas, .blockDim = threads, .dynamicSmemBytes = shared_bytes, .stream = stream};
+  check(op, cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
+}
 
 // Blocks along x, the only grid axis that holds more than 65535.
 inline unsigned grid_x(const char* op, int64_t blocks) {
   if (blocks > 0x7FFFFFFF) throw std::runtime_error(std::string(op) + ": the arrays need more than 2^31 - 1 blocks");
   return static_cast<unsigned>(blocks);
-}
-
-// Before a launch with more than 48 KiB of dynamic shared memory the kernel has to say so: once on every device, always
-// with the same number.
-template <auto kKernel>
-void allow_shared_memory(const char* op, int bytes) {
-  static std::array<std::atomic<bool>, 64> said{};
-  if (bytes <= 48 * 1024) return;
-  int device;
-  check(op, cudaGetDevice(&device));
-  std::atomic<bool>& here = said[device % said.size()];
-  if (here) return;
-  check(op, cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  here = true;
 }
 
 // Of the current device: CTAs of a kernel that walks over its work, one on each.

@@ -7,18 +7,20 @@
 //        |  4 |  5 |  6 |  7 |
 //        '----'----'----'----'            A byte that has not been said yet is 0: no other flags, no fences.
 //
-// CTAs start in the order of their numbers, so those above have started. Those beside start as long as the device holds
-// as many CTAs as a row has tiles; plan and launch see to that. Group ends that break the contract give wrong bytes,
-// but every slot's CTA says something: nobody waits for ever.
+// As a rule CTAs start in the order of their numbers and the device holds more of them than a row has tiles: an answer
+// is microseconds away. Nothing hangs on it. Other kernels, priorities of streams, a green context or a share of MPS
+// may keep a neighbour from starting until this CTA has left. So who has asked `polls` times in vain asks no more: it
+// looks at x itself, where the answer comes from, and says it in its neighbour's place (look_beyond.cuh). Both say the
+// same.
 #pragma once
 
 #include "../spans.h"
 #include "launch.h"
+#include "look_beyond.cuh"
 #include "mx_math.cuh"
+#include "tokens.cuh"
 
 namespace mxep::cuda {
-
-inline constexpr uint32_t kOnes = 0x01010101u;
 
 // Bytes come four in a word. A magnitude is a scale byte + 1; 0 where there are NaN blocks alone. What is said is one
 // more: of finite values it is at most 251, so that only 255 stands for itself.
@@ -42,13 +44,16 @@ struct BothFold {
   int64_t rows, cols, slots;
   uint32_t across;
   int64_t ahead;  // rows
+  int polls;      // in vain, of a warp for its columns and for its rows; then it looks itself
   uint8_t *qf, *row_sf, *qf_t, *span_sf;
   // Of a tile's columns in slot s at s * cols: what its rows hold, and what they and all before do. Of 32 rows r of a
   // tile t across: 32 bytes at r * across + t.
   uint32_t *own, *largest, *beside;
 
-  __device__ int end_of(int group) const {
-    return static_cast<int>(min(max(int64_t{__ldg(ends + group)}, int64_t{0}), rows) / kBlock * kBlock);
+  __device__ int end_of(int group) const { return cuda::end_of<kBlock>(ends, group, rows); }
+  // What stands in the place of `scales` of a group's spans, and of its slot without a span.
+  __device__ uint32_t unless_broken(int group, uint32_t scales) const {
+    return group == groups || is_whole<kBlock>(ends, group, rows) ? scales : ~0u;
   }
 };
 
@@ -81,14 +86,17 @@ struct Span {
 };
 
 // What four columns' scales are from this span on. `magnitudes`: of its rows.
-__device__ inline uint32_t running_scales(const BothFold& p, const Span& span, int64_t slot, int64_t col,
-                                          uint32_t magnitudes) {
-  if (slot == span.first) magnitudes = __vaddus4(magnitudes, __vcmpne4(magnitudes, 0) & kOnes * kHeadroom);
-  const int64_t at = (slot * p.cols + col) / 4, pitch = p.cols / 4;
-  uint32_t words = said(magnitudes);
+template <typename Value>
+__device__ uint32_t running_scales(const Value* x, const BothFold& p, ScaleRule rule, const Span& span, int64_t slot,
+                                   int64_t col, uint32_t magnitudes) {
+  const auto with_headroom = [](uint32_t of_first) {
+    return __vaddus4(of_first, __vcmpne4(of_first, 0) & kOnes * kHeadroom);
+  };
+  const int64_t at = (slot * p.cols + col) / 4, pitch = p.cols / 4, above = slot - span.first;
+  uint32_t words = said(above == 0 ? with_headroom(magnitudes) : magnitudes);
   say(p.own + at, words);
   constexpr int kAtOnce = 4;  // while those above wait too, one answer after the other would take as long as a tile
-  const int64_t above = slot - span.first;
+  int polls = p.polls;
   bool all = false;
   for (int64_t back = 1; back <= above && !all;) {
     uint32_t largest[kAtOnce], own[kAtOnce];
@@ -107,17 +115,27 @@ __device__ inline uint32_t running_scales(const BothFold& p, const Span& span, i
       words = __vmaxu4(words, all ? largest[i] : own[i]);
       ++back;
     }
+    if (next || all || --polls >= 0) continue;
+    magnitudes = look_down(x + (span.begin - back * kSpan) * p.cols + col, p.cols, rule);
+    const uint32_t found = said(back == above ? with_headroom(magnitudes) : magnitudes);
+    say(p.own + at - back * pitch, found);
+    words = __vmaxu4(words, found);
+    ++back;
   }
   say(p.largest + at, words);
   return __vsubus4(heard(words), kOnes);
 }
 
-// The largest magnitudes of a warp's 32 rows in all tiles across; a lane's are of rows lane % 8 * 4 to + 3.
-__device__ inline uint32_t row_magnitudes(const uint32_t* beside, uint32_t across) {
+// The largest magnitudes in all tiles across of a warp's 32 rows, `row` and on; a lane's are of rows lane % 8 * 4 to
+// + 3.
+template <typename T, typename Value>
+__device__ uint32_t row_magnitudes(const Value* x, const BothFold& p, ScaleRule rule, int64_t row) {
   constexpr int kAtOnce = 8;
-  const uint32_t lane = threadIdx.x % 32, end = across * (kBlock / 4);
+  uint32_t* beside = p.beside + row / kBlock * p.across * (kBlock / 4);
+  const uint32_t lane = threadIdx.x % 32, end = p.across * (kBlock / 4);
+  int polls = p.polls;
   uint32_t largest = kOnes;
-  for (uint32_t first = lane; first - lane < end; first += 32 * kAtOnce) {
+  for (uint32_t first = lane; first - lane < end && polls >= 0; first += 32 * kAtOnce) {
     uint32_t words[kAtOnce];
     bool missing;
     do {
@@ -126,12 +144,21 @@ __device__ inline uint32_t row_magnitudes(const uint32_t* beside, uint32_t acros
       for (int i = 0; i < kAtOnce; ++i) words[i] = first + i * 32 < end ? listen(beside + first + i * 32) : kOnes;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) missing |= !all_said(words[i]);
-    } while (__any_sync(~0u, missing));
+    } while (__any_sync(~0u, missing) && --polls >= 0);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) largest = __vmaxu4(largest, words[i]);
   }
   largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 8));
   largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 16));
+#pragma unroll 1
+  for (uint32_t tile = 0; polls < 0 && tile < p.across; ++tile, beside += kBlock / 4) {
+    uint32_t words = listen(beside + lane % 8);
+    if (!__all_sync(~0u, all_said(words))) {
+      words = said(look_across<T>(x, p.cols, rule, row, int64_t{tile} * T::kCols));
+      if (lane < kBlock / 4) say(beside + lane, words);
+    }
+    largest = __vmaxu4(largest, words);
+  }
   return heard(largest);
 }
 

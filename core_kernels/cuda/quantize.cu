@@ -4,7 +4,7 @@
 //                                                                    q_t (B, K, M)  sf_t (B, K, M/32)
 //
 // core_kernels/oracle.py defines every byte.
-#include "launch.h"
+#include "driver.h"
 #include "ops.h"
 #include "quantize_tile.cuh"
 #include "quantize_walk.cuh"
@@ -44,15 +44,16 @@ void quantize(const char* op, const Call& call, Outputs out, cudaStream_t stream
     const auto walks = Walks<T>::of(grid, multiprocessors(op));
     constexpr auto kKernel = quantize_walks<T, Value>;
     constexpr int kBytes = sizeof(Walked<T>);
-    allow_shared_memory<kKernel>(op, kBytes);
-    kKernel<<<grid_x(op, walks.ctas(grid)), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, walks, rule, out);
+    allow_shared_memory<kKernel>(op, stream, kBytes);
+    launch_kernel(op, kKernel, grid_x(op, walks.ctas(grid)), T::kThreads, kBytes, stream, x.as<const Value>(), grid,
+                  walks, rule, out);
   } else {
     constexpr auto kKernel = quantize_tiles<T, kVector, Value>;
     constexpr int kBytes = sizeof(Stage<T>);
-    allow_shared_memory<kKernel>(op, kBytes);
-    kKernel<<<grid_x(op, grid.tiles()), T::kThreads, kBytes, stream>>>(x.as<const Value>(), grid, rule, out);
+    allow_shared_memory<kKernel>(op, stream, kBytes);
+    launch_kernel(op, kKernel, grid_x(op, grid.tiles()), T::kThreads, kBytes, stream, x.as<const Value>(), grid, rule,
+                  out);
   }
-  check_launch(op);
 }
 
 template <typename Value, Form kForm>

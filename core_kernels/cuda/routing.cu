@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "launch.h"
+#include "driver.h"
 #include "ops.h"
 
 namespace mxep::cuda {
@@ -148,24 +148,23 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void sort_by_expert(const Call& call, cudaStream_t stream) {
+  const char* op = "sort_by_expert";
   const int64_t num_slots = call.in[0].dim(0), num_experts = call.attrs[0];
   if (num_experts > kMaxExperts)
-    throw std::invalid_argument("sort_by_expert: num_experts: got " + std::to_string(num_experts) +
+    throw std::invalid_argument(std::string(op) + ": num_experts: got " + std::to_string(num_experts) +
                                 "; allowed: at most " + std::to_string(kMaxExperts) + " in CUDA");
   const int* ids = call.in[0].as<const int>();
   int *order = call.out[0].as<int>(), *inverse = call.out[1].as<int>(), *counts = call.out[2].as<int>();
   const int experts = static_cast<int>(num_experts);
   const int blocks = static_cast<int>(std::max<int64_t>((num_slots + kSlots - 1) / kSlots, 1));
   if (blocks > 1) {
-    count_slots<<<blocks, kThreads, experts * sizeof(int), stream>>>(ids, num_slots, experts, order);
-    check_launch("sort_by_expert");
-    sum_counts<<<(experts + 31) / 32, 1024, 0, stream>>>(order, blocks, experts, inverse, counts);
-    check_launch("sort_by_expert");
+    launch_kernel(op, count_slots, blocks, kThreads, experts * sizeof(int), stream, ids, num_slots, experts, order);
+    launch_kernel(op, sum_counts, (experts + 31) / 32, 1024, 0, stream, order, blocks, experts, inverse, counts);
   }
   constexpr int kBytes = sizeof(int) + kWarps * sizeof(uint16_t);  // of an expert
-  allow_shared_memory<place_slots>("sort_by_expert", kMaxExperts * kBytes);
-  place_slots<<<blocks, kThreads, experts * kBytes, stream>>>(ids, num_slots, experts, order, inverse, counts);
-  check_launch("sort_by_expert");
+  allow_shared_memory<place_slots>(op, stream, kMaxExperts * kBytes);
+  launch_kernel(op, place_slots, blocks, kThreads, experts * kBytes, stream, ids, num_slots, experts, order, inverse,
+                counts);
 }
 
 }  // namespace mxep::cuda

@@ -41,7 +41,9 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// ---- mbarrier. An Address is a pointer to shared memory or a shared_address.
+// ---- mbarrier. An Address is a pointer to shared memory or a shared_address. No wait here can last for ever: who
+// arrives is the copy engine or a CTA of the same cluster, all of whose CTAs start together; clusters never wait for
+// each other.
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));

@@ -5,7 +5,7 @@
 // A CTA walks over tiles: its table of sigmoids is made once. core_kernels/oracle_swiglu.py defines every byte.
 #include <algorithm>
 
-#include "launch.h"
+#include "driver.h"
 #include "ops.h"
 #include "swiglu_math.cuh"
 #include "swiglu_tile.cuh"
@@ -105,10 +105,9 @@ void launch(const char* op, const Call& call, Outputs out, cudaStream_t stream) 
   const Inputs in{gate.as<const bf16>(), up.as<const bf16>(), prob.dim(0) ? prob.as<const float>() : nullptr};
   constexpr auto kKernel = swiglu_tiles<T, kRow, kCol, kVector>;
   constexpr int kBytes = sizeof(Memory<T, kCol>);
-  allow_shared_memory<kKernel>(op, kBytes);
-  kKernel<<<std::min(grid_x(op, grid.tiles()), multiprocessors(op)), T::kThreads, kBytes, stream>>>(
-      in, grid, ScaleRule(call.attrs[0], call.attrs[1]), out);
-  check_launch(op);
+  allow_shared_memory<kKernel>(op, stream, kBytes);
+  launch_kernel(op, kKernel, std::min(grid_x(op, grid.tiles()), multiprocessors(op)), T::kThreads, kBytes, stream, in,
+                grid, ScaleRule(call.attrs[0], call.attrs[1]), out);
 }
 
 }  // namespace

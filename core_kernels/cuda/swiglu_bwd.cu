@@ -20,6 +20,7 @@
 // along each, down before across. core_kernels/oracle_swiglu.py defines every byte but dprob's.
 #include <algorithm>
 
+#include "driver.h"
 #include "ops.h"
 #include "swiglu_bwd.cuh"
 
@@ -311,10 +312,10 @@ void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaSt
   const Strips strips{rows, cols, static_cast<uint32_t>(ceil_div(rows, tall * Tile::kRows)),
                       static_cast<uint32_t>(ceil_div(cols, Tile::kCols)), static_cast<uint32_t>(tall)};
   constexpr auto kKernel = backward_tiles<kRow, kBytes>;
-  allow_shared_memory<kKernel>(op, sizeof(Memory));
-  kKernel<<<std::min<int64_t>(strips.count, ctas), Tile::kThreads, sizeof(Memory), stream>>>(
-      Inputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), dgate, dup, call.out.back().as<float>());
-  check_launch(op);
+  allow_shared_memory<kKernel>(op, stream, sizeof(Memory));
+  launch_kernel(op, kKernel, std::min<int64_t>(strips.count, ctas), Tile::kThreads, sizeof(Memory), stream,
+                Inputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), dgate, dup,
+                call.out.back().as<float>());
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 // while another's values are worked on, without a ring in shared memory.
 #include <algorithm>
 
+#include "driver.h"
 #include "ops.h"
 #include "swiglu_bwd.cuh"
 
@@ -116,11 +117,11 @@ void swiglu_bwd_row(const Call& call, cudaStream_t stream) {
   if (finished_if_empty(kOp, call, stream)) return;
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   const Grid grid = Grid::of<T>(1, call.in[1].dim(0), call.in[1].dim(1), 1);
-  allow_shared_memory<backward_rows>(kOp, sizeof(Memory));
-  backward_rows<<<std::min(grid.strips, multiprocessors(kOp)), T::kThreads, sizeof(Memory), stream>>>(
-      Inputs::of(call), grid, ScaleRule(call.attrs[0], call.attrs[1]), {out(0), out(1), nullptr, nullptr},
-      {out(2), out(3), nullptr, nullptr}, call.out.back().as<float>());
-  check_launch(kOp);
+  allow_shared_memory<backward_rows>(kOp, stream, sizeof(Memory));
+  launch_kernel(kOp, backward_rows, std::min(grid.strips, multiprocessors(kOp)), T::kThreads, sizeof(Memory), stream,
+                Inputs::of(call), grid, ScaleRule(call.attrs[0], call.attrs[1]),
+                Outputs{out(0), out(1), nullptr, nullptr}, Outputs{out(2), out(3), nullptr, nullptr},
+                call.out.back().as<float>());
 }
 
 }  // namespace mxep::cuda

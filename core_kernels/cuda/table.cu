@@ -34,7 +34,7 @@ std::span<const CudaOp> cuda_ops() {
       // name, inputs, outputs, attrs, run, only
       {"quantize_col", 1, 2, 2, quantize_col},
       {"quantize_both", 1, 4, 2, quantize_both},
-      {"quantize_both_fold", 2, 5, 2, quantize_both_fold},
+      {"quantize_both_fold", 2, 5, 3, quantize_both_fold},
       {"sort_by_expert", 1, 3, 1, sort_by_expert},
       {"swiglu_row", 3, 2, 2, swiglu_row},
       {"swiglu_col", 3, 2, 2, swiglu_col},

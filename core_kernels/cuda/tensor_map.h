@@ -1,27 +1,14 @@
 // Tensor maps: what the copy engine must know of a matrix to fetch boxes of it.
 #pragma once
 
-#include <cuda.h>
-
-#include <cstdint>
-
-#include "launch.h"
+#include "driver.h"
 
 namespace mxep::cuda {
 
 // Boxes of `box_rows` rows of 128 bytes of a matrix of bytes, in the 128-byte swizzle that wgmma reads. `pitch`, the
 // length of a row, is a multiple of 16, as are addresses. The map lives as long as its copy in a launch's arguments.
 inline CUtensorMap byte_matrix(const char* op, const void* data, int64_t rows, int64_t pitch, int box_rows) {
-  // Taken from the driver at run time: a module linked against libcuda could not be imported without a driver.
-  static const auto encode = [op] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(op, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess)
-      throw std::runtime_error(std::string(op) + ": CUDA: the driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-
+  static const auto encode = driver_function<decltype(cuTensorMapEncodeTiled)>(op, "cuTensorMapEncodeTiled");
   CUtensorMap map;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(pitch), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(pitch)};  // of all dims but the first

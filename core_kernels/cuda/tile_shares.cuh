@@ -18,6 +18,8 @@
 #include <climits>
 #include <cstdint>
 
+#include "tokens.cuh"
+
 namespace mxep::cuda::sm90 {
 
 constexpr int kMostGroups = 64, kMostClusters = 96, kMostNoted = 384;
@@ -36,19 +38,6 @@ struct Shares {
 
   __device__ int number(int i) const { return noted ? numbers[i] : first + i * stride; }
 };
-
-struct Tokens {
-  int begin, end;
-};
-
-// Tokens of a group, from ends that are multiples of kEnds. Ends that break the contract give wrong sums; they make
-// nobody read outside the operands or copy from an address that is not aligned.
-template <int kEnds = 1>
-__device__ inline Tokens tokens_of(const int32_t* group_ends, int group, int tokens) {
-  const auto end_of = [&](int g) { return min(max(group_ends[g], 0), tokens) / kEnds * kEnds; };
-  const int begin = group ? end_of(group - 1) : 0;
-  return {begin, max(end_of(group), begin)};
-}
 
 // For all threads of a CTA of `cluster`, one of `clusters`; they see the result after the next barrier.
 template <int kThreads>
@@ -71,7 +60,7 @@ __device__ void share_out(const int32_t* group_ends, int groups, int tokens, int
   const int unit = tokens / 16384 + 32;
   int length = 0;
   if (thread < groups) {
-    const Tokens t = tokens_of(group_ends, thread, tokens);
+    const Tokens t = tokens_of<1>(group_ends, thread, tokens);
     s.length[thread] = length = 1 + (t.end - t.begin + kTokensOfAnEnd) / unit;
   }
   if (thread < kMostClusters) s.free_at[0][thread] = s.free_at[1][thread] = thread < clusters ? thread : INT_MAX;

@@ -68,8 +68,8 @@ def test_output_that_cannot_be_written():
 
 @pytest.mark.parametrize("n", [0, -3])
 def test_thread_counts(n):
-    with pytest.raises(ValueError, match=f"set_num_threads: n: got {n}; allowed: at least 1"):
-        cpp_bindings.set_num_threads(n)
+    with pytest.raises(ValueError, match=f"run: num_threads: got {n}; allowed: at least 1"):
+        cpp_bindings.run("fold_rows", [], [], [], n)
 
 
 def test_refusals_reach_jax():

@@ -1,6 +1,7 @@
 """The C++ quantizers against the oracle where it is exhaustive or awkward; conformance has the ordinary cases."""
 
 import threading
+from functools import partial
 
 import jax
 import ml_dtypes
@@ -131,14 +132,10 @@ def subnormals() -> np.ndarray:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_bytes_do_not_depend_on_threads(cpp_op, threads):
+def test_bytes_do_not_depend_on_threads(cpp_op, monkeypatch, threads):
     x = awkward_fp32(np.random.default_rng(3), (1056, 1056)).astype(BF16)
-    before = cpp_bindings.num_threads()
-    cpp_bindings.set_num_threads(threads)
-    try:
-        same_bytes(all_ops(cpp_op, x), oracle_ops(x))
-    finally:
-        cpp_bindings.set_num_threads(before)
+    monkeypatch.setattr(cpp_bindings, "run", partial(cpp_bindings.run, num_threads=threads))
+    same_bytes(all_ops(cpp_op, x), oracle_ops(x))
 
 
 def test_caller_that_flushes_subnormals(cpp_op):
@@ -166,20 +163,18 @@ def test_threads_made_while_the_caller_flushes_keep_subnormals():
 
     def call_with_flush() -> None:
         torch.set_flush_denormal(True)
-        cpp_bindings.run("quantize_row", [x], out, [0, 0])
+        cpp_bindings.run("quantize_row", [x], out, [0, 0], num_threads=2)
         torch.set_flush_denormal(False)
         sums.append(x + 0)
 
-    threads = cpp_bindings.num_threads(), torch.get_num_threads()
-    cpp_bindings.set_num_threads(2)
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         thread = threading.Thread(target=call_with_flush)
         thread.start()
         thread.join()
     finally:
-        cpp_bindings.set_num_threads(threads[0])
-        torch.set_num_threads(threads[1])
+        torch.set_num_threads(threads)
     assert torch.equal(sums[0], x)
 
 

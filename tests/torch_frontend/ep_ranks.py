@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mxep.core_kernels.recipe import RECIPES, Recipe
-from mxep.cpp_bindings import set_num_threads
 from mxep.torch_frontend import (
     MoE,
     MXFP8ExpertParallel,
@@ -386,7 +385,6 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 def main(store: str, out: str) -> None:
     torch.set_num_threads(1)
-    set_num_threads(1)
     # A rank that waits this long waits for one that failed.
     options = {"rank": RANK, "world_size": RANKS, "timeout": timedelta(seconds=120)}
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), **options)

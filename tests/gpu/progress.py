@@ -1,0 +1,106 @@
+"""quantize_both_fold where its CTAs cannot count on each other, in a process of its own that can be given up:
+`python progress.py streams`, `python progress.py green`. It ends with an error where a byte is wrong."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from cases import DEVICE, floats
+from mxep.core_kernels.both_fold import tiles_across
+from mxep.torch_frontend import force_implementation, ops
+from torch import Tensor
+from torch.cuda.green_contexts import GreenContext
+
+Tensors = tuple[Tensor, ...]
+WIDTHS = ((torch.bfloat16, 16384), (torch.float32, 7168), (torch.bfloat16, 7168))
+"""128, 112 and 56 tiles across: an H100 or H200 runs 264 CTAs at a time, in eight of its SMs 16."""
+ROWS = (256, 1056, 4096)
+
+
+def inputs(rows: int, width: int, dtype: torch.dtype) -> Tensors:
+    """Three groups of whole blocks, one of them empty, and rows behind them."""
+    x = floats(torch.Generator().manual_seed(rows + width), rows, width, dtype=dtype).to(DEVICE)
+    ends = torch.tensor([rows // 3, rows // 3, rows - 32], dtype=torch.int32) // 32 * 32
+    return x, ends.to(DEVICE)
+
+
+def cases() -> Iterator[tuple[str, Tensors, Tensors]]:
+    """What it is, the inputs, and the bytes of the parts."""
+    for dtype, width in WIDTHS:
+        for rows in ROWS:
+            given = inputs(rows, width, dtype)
+            with force_implementation("triton"):
+                want = ops.quantize_both_fold(*given)
+            across = tiles_across(width, str(dtype).removeprefix("torch."))
+            yield f"{rows} x {width} {dtype}, {across} tiles across", given, want
+
+
+def wrong_bytes(got: Tensors, want: Tensors) -> Tensor:
+    return torch.stack([g.ne(w).sum() for g, w in zip(got, want, strict=True)]).sum()
+
+
+def product() -> Callable[[], Tensor]:
+    """A grouped product that fills the device for a while."""
+    rng = torch.Generator().manual_seed(1)
+    lhs, rhs = (torch.randn(shape, generator=rng).bfloat16().to(DEVICE) for shape in ((4096, 2048), (4, 2048, 2048)))
+    operands = *ops.quantize_row_fold(lhs), *ops.quantize_row_fold(rhs)
+    ends = torch.tensor([1000, 1000, 3000, 4096], dtype=torch.int32, device=DEVICE)
+    return lambda: ops.grouped_mm_fold(*operands, ends)
+
+
+def streams() -> None:
+    """Eight streams of four priorities, each with the op, products, sleeps and comparisons in an order of its own."""
+    known, multiply = list(cases()), product()
+    want_product = multiply()
+    side = [torch.cuda.Stream(priority=-(i % 4)) for i in range(8)]
+    wrong = [torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in side]
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for turn in range(6 * len(known)):
+        gate = torch.cuda.Event()
+        torch.cuda._sleep(10_000_000)  # some 5 ms, within which every stream gets its work
+        gate.record()
+        for i, stream in enumerate(side):
+            with torch.cuda.stream(stream), force_implementation("cuda"):
+                stream.wait_event(gate)
+                if (turn + i) % 3 == 0:
+                    torch.cuda._sleep(20_000 * i)
+                _, given, want = known[(turn + 3 * i) % len(known)]
+                got = [ops.quantize_both_fold(*given) for _ in range(3)]
+                if (turn + i) % 4 == 0:
+                    wrong[i] += multiply().ne(want_product).sum()
+                for outputs in got:
+                    wrong[i] += wrong_bytes(outputs, want)
+    torch.cuda.synchronize()
+    found = [int(n) for n in wrong]
+    print(f"streams: {time.perf_counter() - begin:.2f} s, wrong bytes by stream: {found}")
+    assert not any(found)
+
+
+def green() -> None:
+    """Eight SMs, where most tiles of a row start when others have left."""
+    context = GreenContext.create(num_sms=8, device_id=torch.cuda.current_device())
+
+    def ms(run: Callable[[], Tensors]) -> tuple[float, Tensors]:
+        """The second of two runs: the first loads the kernel and finds memory."""
+        run()
+        torch.cuda.current_stream().synchronize()
+        begin = time.perf_counter()
+        got = run()
+        torch.cuda.current_stream().synchronize()
+        return 1e3 * (time.perf_counter() - begin), got
+
+    for what, given, want in cases():
+        with force_implementation("cuda"):
+            whole_ms, _ = ms(lambda given=given: ops.quantize_both_fold(*given))
+            context.set_context()
+            green_ms, got = ms(lambda given=given: ops.quantize_both_fold(*given))
+            context.pop_context()
+        torch.cuda.synchronize()
+        print(f"green: {what}: {green_ms:.2f} ms, on the whole device {whole_ms:.2f} ms", flush=True)
+        assert int(wrong_bytes(got, want)) == 0
+
+
+if __name__ == "__main__":
+    {"streams": streams, "green": green}[sys.argv[1]]()

@@ -1,0 +1,69 @@
+"""No launch of quantize_both_fold waits for ever, whatever keeps its CTAs from running side by side: streams of several
+priorities, a green context of few SMs, no patience at all. The bytes are those of its parts.
+
+Its grouped products wait within a cluster alone.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mxep import cpp_bindings
+from mxep.core_kernels.both_fold import quantize_both_fold
+from mxep.core_kernels.launch import ArrayType
+from mxep.torch_frontend import force_implementation, ops
+from torch import Tensor
+
+from .cases import DEVICE, floats, same_bytes
+
+SCRIPT = Path(__file__).with_name("progress.py")
+EXCHANGE = cpp_bindings.Exchange(Tensor)
+
+
+@pytest.mark.parametrize("where", ["streams", "green"])
+def test_it_ends_with_the_right_bytes(where: str) -> None:
+    """Seconds where it does not wait for ever."""
+    run = subprocess.run([sys.executable, str(SCRIPT), where], capture_output=True, text=True, timeout=180)
+    print(run.stdout)
+    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+
+
+def impatient(x: Tensor, ends: Tensor, polls: int = 0, **options: int) -> tuple[Tensor, ...]:
+    """The op by a launch whose warps ask once and then look themselves at what has not been said."""
+    types = [ArrayType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (x, ends)]
+    major, _ = torch.cuda.get_device_capability()
+    launch = quantize_both_fold.plan(*types, arch="sm_90" if major == 9 else "sm_100", **options)
+    outputs = tuple(torch.empty(out.shape, dtype=getattr(torch, out.dtype), device=DEVICE) for out in launch.out)
+    attrs = [int(a) for a in (*launch.attrs[:-1], polls)]
+    start = cpp_bindings.CudaLaunch(EXCHANGE, x.device.index, quantize_both_fold.name, types, launch.out, attrs)
+    start((x, ends), outputs)
+    return outputs[: len(quantize_both_fold.outputs)]
+
+
+ENDS = {
+    "one group": lambda m: [m],
+    "groups and rows behind": lambda m: [0, m // 5, m // 5, m // 2, m - 96],
+    "no group": lambda m: [],
+    "no multiples": lambda m: [m // 5 + 7, m // 2, m],
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(16384, 96), (8192, 160), (2080, 7168)])
+def test_who_looks_itself_finds_the_same(shape: tuple[int, int], dtype: torch.dtype, ends: str) -> None:
+    """64 spans below each other, which start together; a tile that is not full; 112 or 56 tiles beside each other.
+    Magnitudes rise from span to span, so that a span that was missed would show."""
+    m, k = shape
+    x = floats(torch.Generator().manual_seed(k), m, k, dtype=torch.float32).to(DEVICE)
+    x *= torch.exp2(torch.arange(m, device=DEVICE).div(300, rounding_mode="floor") % 40 - 20)[:, None]
+    x = x.to(dtype)
+    multiple = 1 if ends == "no multiples" else 32
+    group_ends = torch.tensor([end // multiple * multiple for end in ENDS[ends](m)], dtype=torch.int32, device=DEVICE)
+    for options in ({}, {"rounding": 1, "satfinite": True}):
+        with force_implementation("triton"):
+            want = ops.quantize_both_fold(x, group_ends, **options)
+        for polls in (0, 0, 3):
+            same_bytes(impatient(x, group_ends, polls, **options), want)
