@@ -236,6 +236,7 @@ X = torch.zeros(4, 64)
         (TypeError, r"x: got dtype torch.float64; allowed: bfloat16 or float32", {}, X.double(), None),
         (TypeError, r"x: got a ndarray; allowed: a torch.Tensor", {}, X.numpy(), None),
         (TypeError, r"dout: got dtype torch.int64", {}, X, X.long()),
+        (ValueError, r"dout: got NaN or infinity; allowed: finite values", {}, X, X + float("inf")),
     ],
 )
 def test_torch_names_a_bad_argument(error, message: str, options: dict, x, dout) -> None:
@@ -272,6 +273,7 @@ XJ = jnp.zeros((4, 64))
         (ValueError, r"x: got shape \(4, 32\); allowed: \(..., 64\)", lambda f: f(PARAMS, XJ[:, :32], CONFIG)),
         (ValueError, r"dout: got shape \(4, 32\); allowed: \(4, 64\)", lambda f: f(PARAMS, XJ, CONFIG, XJ[:, :32])),
         (TypeError, r"x: got dtype int32", lambda f: f(PARAMS, XJ.astype("int32"), CONFIG)),
+        (ValueError, r"dout: got NaN or infinity; allowed: finite", lambda f: f(PARAMS, XJ, CONFIG, XJ + jnp.nan)),
         (TypeError, r"config: got a dict; allowed: a MoEConfig", lambda f: f(PARAMS, XJ, {})),
         (NotImplementedError, r"x: got a traced value", lambda f: jax.jit(lambda x: f(PARAMS, x, CONFIG))(XJ)),
         (NotImplementedError, r"params: got a traced value", lambda f: jax.grad(lambda p: f(p, XJ, CONFIG))(PARAMS)),

@@ -33,7 +33,8 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     draws normal values from a fixed seed. The report covers what the recipe multiplies in MXFP8, whatever its compute:
     activations, weights in both orientations, gradients; with recipe "mxfp8" the forms along the tokens too.
 
-    Runs forward and backward once without autograd and reads results on the host; nothing of the layer changes.
+    Runs forward and backward once without autograd; nothing of the layer changes. Results are read on the host, where
+    an operand takes a quarter of a byte per value: some thousand tokens are enough.
 
     >>> layer = MoE(64, 128, num_experts=2, top_k=1, recipe="mxfp8")
     >>> tokens = torch.randn(512, 64)
@@ -47,8 +48,8 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     >>> numerics_report(layer, tokens).lossy()
     ('x', 'w1', 'w3')
 
-    Raises ValueError (shapes, devices, a recipe that folds nothing), TypeError (dtypes), NotImplementedError where the
-    experts are sharded.
+    Raises ValueError (shapes, devices, NaN, a recipe that folds nothing), TypeError (dtypes), NotImplementedError where
+    the experts are sharded.
     """
     _check(moe, x, dout)
     recipe, rounding, top_k = moe.experts.recipe, int(moe.experts.recipe.rounding), moe.top_k
@@ -132,6 +133,9 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
         fail(ValueError, OP, "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
     if dout is not None and dout.shape != x.shape:
         fail(ValueError, OP, "dout", f"shape {tuple(dout.shape)}", f"allowed: {tuple(x.shape)}, x's")
+    for name, value in {**weights, "x": x, "dout": dout}.items():
+        if value is not None and not value.isfinite().all():
+            fail(ValueError, OP, name, "NaN or infinity", "allowed: finite values; what is none has no SQNR")
 
 
 def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...]) -> Measured:
