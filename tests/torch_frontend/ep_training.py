@@ -1,4 +1,5 @@
-"""Checks of ep_ranks.py: a layer in a training script, as the README shows it, against one process."""
+"""Checks of ep_ranks.py and of tests/gpu/ranks.py: a layer in a training script, as the README shows it, against one
+process."""
 
 import copy
 import io
@@ -34,14 +35,15 @@ def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, pr
     ranks, rank = mesh.size(), mesh.get_local_rank()
     first = dist.get_global_rank(mesh.get_group(), 0)
     torch.manual_seed(first)
-    alone = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in)
+    device = mesh.device_type
+    alone = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in).to(device)
     torch.manual_seed(dist.get_rank())
-    moe = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in)
+    moe = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in).to(device)
     parallelize_module(moe, mesh, MXFP8ExpertParallel(gradients=gradients))
     before = [p.detach().clone() for p in alone.parameters()]
     for p, other in zip(moe.parameters(), before, strict=True):
         assert torch.equal(whole(p), other)
-    x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(first))
+    x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(first)).to(device)
     want = trained(alone, x, 1.0, 0.1)
     got = trained(moe, x.chunk(ranks)[rank], 1.0 if gradients == "mean" else 1 / ranks, 0.1)
     for one, other, start in zip(got, want, before, strict=True):
@@ -54,10 +56,10 @@ def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, pr
 def one_norm_one_optimizer(mesh: DeviceMesh) -> None:
     """Router and experts in one `clip_grad_norm_` and one fused or foreach optimizer; the norm is one process's."""
     torch.manual_seed(0)
-    alone = MoE(D, HIDDEN, E, TOP_K)
+    alone = MoE(D, HIDDEN, E, TOP_K).to(mesh.device_type)
     moe = copy.deepcopy(alone)
     parallelize_module(moe, mesh, MXFP8ExpertParallel())
-    x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1)).to(mesh.device_type)
     alone(x)[0].square().mean().backward()
     moe(x.chunk(mesh.size())[mesh.get_local_rank()])[0].square().mean().backward()
     want = nn.utils.clip_grad_norm_(alone.parameters(), 1e-3)
@@ -75,9 +77,9 @@ def one_norm_one_optimizer(mesh: DeviceMesh) -> None:
 def saved_moved_and_cast(mesh: DeviceMesh) -> None:
     """`torch.save` of the module, casts and copies after a forward."""
     torch.manual_seed(0)
-    moe = MoE(D, HIDDEN, E, TOP_K)
+    moe = MoE(D, HIDDEN, E, TOP_K).to(mesh.device_type)
     parallelize_module(moe, mesh, MXFP8ExpertParallel())
-    x = torch.randn(8, D)
+    x = torch.randn(8, D, device=mesh.device_type)
     y = moe(x)[0]
     y.sum().backward()
     moe.zero_grad()

@@ -1,0 +1,41 @@
+"""One process per GPU over NCCL, started by test_ranks.py with torchrun: the checks of expert parallelism in training.
+
+torchrun --standalone --nproc-per-node N tests/gpu/ranks.py
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "torch_frontend"))
+import ep_training
+
+PROGRAMS = (
+    ("mxfp8_wgrad_with_hp", "mean", "combine"),
+    ("mxfp8", "mean", "swiglu"),
+    ("mxfp8", "sum", "combine"),
+    ("bf16", "sum", "combine"),
+)
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for how in PROGRAMS:
+        ep_training.ranks_train_as_one_process(mesh, *how)
+    ep_training.one_norm_one_optimizer(mesh)
+    ep_training.saved_moved_and_cast(mesh)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"{mesh.size()} ranks: {len(PROGRAMS) + 2} checks passed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Expert parallelism over NCCL, a process on every GPU of this machine (up to eight): trains as one process does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+
+
+def test_ranks_on_gpus_train_as_one_process() -> None:
+    ranks = min(torch.cuda.device_count(), 8)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = subprocess.run([*launcher, str(SCRIPT)], capture_output=True, text=True, timeout=300)
+    print(run.stdout)
+    assert run.returncode == 0, run.stdout + run.stderr[-8000:]
+    assert f"{ranks} ranks: 6 checks passed" in run.stdout
