@@ -22,8 +22,9 @@ Function* driver_function(const char* op, const char* name) {
   return reinterpret_cast<Function*>(function);
 }
 
-// The context in which a stream's kernels run, as a number that no other context of the process ever has. 0 where there
-// is none yet: the next call of the run time makes the device's own the current one.
+// The context in which a stream's kernels run, as a number of 48 bits that no other context of the process has: of its
+// number, which is never given twice, and its address, which differs from a green context to its device's own. 0 where
+// there is none yet: the next call of the run time makes the device's own the current one.
 inline uint64_t context_of(const char* op, cudaStream_t stream) {
   static const auto current = driver_function<decltype(cuCtxGetCurrent)>(op, "cuCtxGetCurrent");
   static const auto of_stream = driver_function<decltype(cuStreamGetCtx)>(op, "cuStreamGetCtx");
@@ -36,7 +37,8 @@ inline uint64_t context_of(const char* op, cudaStream_t stream) {
   if (status != CUDA_SUCCESS)
     throw std::runtime_error(std::string(op) + ": CUDA: the driver does not know the context of the stream (error " +
                              std::to_string(status) + ")");
-  return id;
+  constexpr uint64_t kSpread = 0x9E3779B97F4A7C15u;  // odd: different numbers stay different
+  return context ? (id * kSpread ^ reinterpret_cast<uintptr_t>(context)) & 0xFFFFFFFFFFFFu : 0;
 }
 
 // What is asked once in every context: the green contexts of a device have some of its multiprocessors each. Answers
