@@ -83,7 +83,7 @@ def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
     check_floats(op, "x", x)
     row_map = index_map(op, "row_map", row_map, x.device, x.shape[0], ("P",))
     inverse = index_map(op, "inverse", inverse, x.device, row_map.shape[0], (x.shape[0],))
-    check_way_back(op, "inverse", row_map, inverse)
+    check_way_back(op, "row_map", row_map, "inverse", inverse)
     return _gather_rows(x, row_map, inverse)
 
 
@@ -132,7 +132,7 @@ def check_copies(op: str, x: Tensor, order: Tensor, inverse: Tensor, copies: int
     slots = x.shape[0] * copies
     order = index_map(op, "order", order, x.device, slots, ("P",))
     inverse = index_map(op, "inverse", inverse, x.device, order.shape[0], (slots,))
-    check_way_back(op, "inverse", order, inverse)
+    check_way_back(op, "order", order, "inverse", inverse)
     return order, inverse
 
 
@@ -202,9 +202,13 @@ def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_s
     rows = padded_shape[0] - 1
     shape = input.shape[:1]
     permuted_indices = index_map(op, "permuted_indices", permuted_indices, input.device, rows, shape)
+    if reads_values(permuted_indices):
+        used = permuted_indices[permuted_indices >= 0]
+        if used.unique().numel() < used.numel():
+            twice = f"{used.numel() - used.unique().numel()} indices that came before"
+            fail(ValueError, op, "permuted_indices", twice, "allowed: each row of padded_shape once")
     # Padding rows all write the one slot behind the real ones, which is dropped.
     targets = torch.where(permuted_indices < 0, rows, permuted_indices).long()
     sources = torch.arange(input.shape[0], dtype=torch.int32, device=input.device)
     inverse = permuted_indices.new_full((rows + 1,), -1).scatter_(0, targets, sources)[:rows]
-    check_way_back(op, "permuted_indices", permuted_indices, inverse)
     return _gather_rows(input, inverse, permuted_indices)
