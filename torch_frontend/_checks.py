@@ -21,8 +21,7 @@ INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 def reads_values(x: Tensor) -> bool:
     """Whether the values of x are checked here."""
-    known = not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
-    return known and checks_values(x.device)
+    return checks_values(x.device) and not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
 
 
 def check_floats(op: str, name: str, x: Tensor, dims: int = 2) -> None:

@@ -155,7 +155,7 @@ def _is_packed(q: Tensor, sf: Tensor) -> bool:
 
 
 def _checked_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
-    op = "permute_q_sf"
+    op, q, sf = "permute_q_sf", as_bytes(q), as_bytes(sf)
     types = [array_type(t.shape, t.dtype) for t in (q, sf, row_map)]
     for name, array in zip(("q", "sf"), types, strict=False):
         require_dtype(op, name, array, "uint8")
@@ -163,7 +163,7 @@ def _checked_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tenso
     require_multiple(op, "q", q.shape[1], BLOCK, "last dim")
     require_shape(op, "sf", types[1], (q.shape[0], q.shape[1] // BLOCK), "one scale per 32 values of q's last dim")
     permute.check_map(op, types[2])
-    return as_bytes(q), as_bytes(sf)
+    return q, sf
 
 
 def _permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,8 @@ def _gather(x: Tensor, row_map: Tensor) -> Tensor:
 
 
 @torch.compiler.allow_in_graph
-def _gather_rows(*args: Any) -> Tensor:
+def gather(*args: Any) -> Tensor:
+    """`gather_rows` without its checks."""
     return cast(Tensor, _Gather.apply(*args))
 
 
@@ -84,7 +85,7 @@ def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
     row_map = index_map(op, "row_map", row_map, x.device, x.shape[0], ("P",))
     inverse = index_map(op, "inverse", inverse, x.device, row_map.shape[0], (x.shape[0],))
     check_way_back(op, "row_map", row_map, "inverse", inverse)
-    return _gather_rows(x, row_map, inverse)
+    return gather(x, row_map, inverse)
 
 
 class _Spread(torch.autograd.Function):
@@ -105,7 +106,8 @@ class _Spread(torch.autograd.Function):
 
 
 @torch.compiler.allow_in_graph
-def _spread_rows(*args: Any) -> Tensor:
+def spread(*args: Any) -> Tensor:
+    """`spread_rows` without its checks."""
     return cast(Tensor, _Spread.apply(*args))
 
 
@@ -122,7 +124,7 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tenso
 
     Raises TypeError and ValueError as `gather_rows` does.
     """
-    return _spread_rows(x, *check_copies("spread_rows", x, order, inverse, copies), copies)
+    return spread(x, *check_copies("spread_rows", x, order, inverse, copies), copies)
 
 
 def check_copies(op: str, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> tuple[Tensor, Tensor]:
@@ -179,7 +181,7 @@ def permute_mxfp8_fwd_hp_bwd(
     check_flag(op, "use_mxfp8", use_mxfp8)
     check_flag(op, "use_triton_for_bwd", use_triton_for_bwd)
     maps = map_rows(op, mx_tensor, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
-    rows = _gather_rows(mx_tensor, maps.row_map, maps.inverse)
+    rows = gather(mx_tensor, maps.row_map, maps.inverse)
     padded_shape = torch.Size((mx_tensor.shape[0] + 1, mx_tensor.shape[1]))
     return padded_shape, rows, maps.row_map, maps.padded_counts, maps.group_ends
 
@@ -211,4 +213,4 @@ def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_s
     targets = torch.where(permuted_indices < 0, rows, permuted_indices).long()
     sources = torch.arange(input.shape[0], dtype=torch.int32, device=input.device)
     inverse = permuted_indices.new_full((rows + 1,), -1).scatter_(0, targets, sources)[:rows]
-    return _gather_rows(input, inverse, permuted_indices)
+    return gather(input, inverse, permuted_indices)
