@@ -166,6 +166,7 @@ def _check_mm(op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, 
     _check_bytes(op, lhs_qf=lhs_qf, lhs_sf=lhs_sf, rhs_qf=rhs_qf, rhs_sf=rhs_sf)
     _check_contraction(op, "lhs_qf", lhs_qf, 2, "K")
     _check_contraction(op, "rhs_qf", rhs_qf, 3, "K")
+    require_shape(op, "lhs_qf", lhs_qf, (lhs_qf.shape[0], rhs_qf.shape[2]), "the contraction dim of rhs_qf")
     if lhs_qf.shape[1] == 0:
         fail(ValueError, op, "lhs_qf", "K = 0", f"allowed: multiples of {BLOCK} from {BLOCK}")
     require_multiple(op, "rhs_qf", rhs_qf.shape[1], COLUMNS, "N", "pad the rows of the weights")

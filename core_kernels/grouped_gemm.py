@@ -280,6 +280,8 @@ def _plan_mm_mx(
 ) -> Launch:  # fmt: skip
     _check_mx("grouped_mm_mx", "lhs", lhs_q, lhs_sf, 2)
     _check_mx("grouped_mm_mx", "rhs", rhs_q, rhs_sf, 3)
+    shape = lhs_q.shape[0], rhs_q.shape[2]
+    require_shape("grouped_mm_mx", "lhs_q", lhs_q, shape, "the contraction dim of rhs_q")
     return plan_m_grouped("grouped_mm_mx", arch, lhs_q, rhs_q, group_ends, out_dtype, TCGEN05=tcgen05(arch))
 
 

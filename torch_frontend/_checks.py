@@ -20,8 +20,7 @@ INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 def reads_values(x: Tensor) -> bool:
     """Whether the values of x are checked here."""
-    known = not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
-    return known and checks_values(x.device)
+    return checks_values(x.device) and not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
 
 
 def check_floats(op: str, name: str, x: Tensor, dims: int = 2) -> None:
@@ -144,14 +143,15 @@ def index_map(op: str, name: str, index: Tensor, device: torch.device, limit: An
     return index.to(torch.int32).contiguous()
 
 
-def check_way_back(op: str, name: str, there: Tensor, back: Tensor) -> None:
-    """Raise ValueError unless, where values are read, back[there[i]] is i wherever there[i] is an index: a gradient
-    that goes back by another map is wrong."""
+def check_way_back(op: str, there_name: str, there: Tensor, back_name: str, back: Tensor) -> None:
+    """Raise ValueError unless, where values are read, each of two maps is the other's way back: a gradient that goes
+    back by another map is wrong."""
     if not reads_values(there):
         return
-    rows = (there >= 0).nonzero().squeeze(1)
-    wrong = back[there[rows].long()] != rows
-    if wrong.any():
-        i = int(rows[wrong][0])
-        got = f"{int(back[there[i].long()])} at {int(there[i])}"
-        fail(ValueError, op, name, got, f"allowed: the way back, here {i}")
+    for name, one, other_name, other in ((back_name, back, there_name, there), (there_name, there, back_name, back)):
+        rows = (other >= 0).nonzero().squeeze(1)
+        wrong = one[other[rows].long()] != rows
+        if wrong.any():
+            i = int(rows[wrong][0])
+            at = int(other[i])
+            fail(ValueError, op, name, f"{int(one[at])} at {at}", f"allowed: {i}, since {other_name} has {at} at {i}")

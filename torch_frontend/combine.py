@@ -91,7 +91,7 @@ def weighted_combine(
     if slots.shape[1] < 1:
         fail(ValueError, op, "slots", f"shape {tuple(slots.shape)}", "allowed: (T, K), K at least 1")
     order = index_map(op, "order", order, rows.device, slots.numel(), rows.shape[:1])
-    check_way_back(op, "order", slots.view(-1), order)
+    check_way_back(op, "slots", slots.view(-1), "order", order)
     out_dtype = rows.dtype if out_dtype is None else out_dtype
     check_out_dtype(op, out_dtype)
     if probs is None:

@@ -36,7 +36,7 @@ from ._ranks import degree_of as _degree
 from ._ranks import group_of as _group
 from .combine import sum_slots
 from .mx_tensor import MXTensor, plain
-from .permute import RowMaps, check_copies, gather_rows, map_rows, spread_rows
+from .permute import RowMaps, check_copies, gather, map_rows, spread
 from .shards import Ranks
 
 
@@ -257,7 +257,7 @@ def dispatch(
     else:
         arrived = _exchange(rows, *splits, group_name, recipe.mx, False, int(recipe.rounding))
     maps = map_rows("dispatch", arrived, received, degree, received.shape[0] // degree, recipe.alignment)
-    groups = gather_rows(arrived, maps.row_map, maps.inverse)
+    groups = gather(arrived, maps.row_map, maps.inverse)
     return groups, maps.padded_counts, Route(maps, totals, output_splits, input_splits, group_name, recipe)
 
 
@@ -288,7 +288,7 @@ def _checked_dispatch(
         fail(ValueError, op, "rows", f"device {x.device}", f"allowed: {experts[1]}, where the group of the experts is")
     if isinstance(rows, TokenCopies):
         order, inverse = check_copies(op, x, rows.order, rows.inverse, rows.copies)
-        rows = TokenCopies(x, order, inverse, rows.copies) if recipe.mx else spread_rows(x, order, inverse, rows.copies)
+        rows = TokenCopies(x, order, inverse, rows.copies) if recipe.mx else spread(x, order, inverse, rows.copies)
     num_rows = (rows.order if isinstance(rows, TokenCopies) else rows).shape[0]
     name = "num_tokens_per_expert"
     check_counts(op, name, counts, x.device)
@@ -323,13 +323,14 @@ def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
     received = _exchange(
         probs.unsqueeze(1), route.output_splits, route.input_splits, route.group_name, False, False, 0
     )  # fmt: skip
-    return gather_rows(received, route.maps.row_map, route.maps.inverse).squeeze(1)
+    return gather(received, route.maps.row_map, route.maps.inverse).squeeze(1)
 
 
 def combine(groups: Tensor, route: Route) -> Tensor:
     """Take expert outputs (P, N) back to where their rows came from -> (M, N)."""
     check_travelling("combine", "groups", groups, route.recipe.mx)
-    rows = gather_rows(groups, route.maps.inverse, route.maps.row_map)
+    check_shape("combine", "groups", groups, (route.maps.row_map.shape[0], "N"))
+    rows = gather(groups, route.maps.inverse, route.maps.row_map)
     back, recipe = (route.input_splits, route.output_splits), route.recipe
     return _exchange(rows, *back, route.group_name, False, recipe.mx, int(recipe.rounding))
 

@@ -33,7 +33,7 @@ from .combine import weighted_combine
 from .ep import TokenCopies, a2a_dispatch_mxfp8_fwd_hp_bwd, receive_rows, send_probs, send_rows
 from .ffn import swiglu_ffn
 from .mx_tensor import quantize_gradient
-from .permute import RowMaps, gather_rows, spread_rows
+from .permute import RowMaps, gather, spread
 from .shards import Ranks, replicated, sharded
 from .weights import QuantizedWeights, quantize_weights, stays
 
@@ -292,10 +292,10 @@ class MoE(nn.Module):
         if recipe.mx:
             # To this process alone, which sends nothing. Copies of a row have the row's bytes.
             x = a2a_dispatch_mxfp8_fwd_hp_bwd(x, tokens, tokens, "", recipe.rounding)
-        groups = spread_rows(x, order_P, rows, self.top_k)
+        groups = spread(x, order_P, rows, self.top_k)
         prob_P, probs = (), probs_TK
         if self.prob_in == "swiglu":
-            prob_P, probs = (gather_rows(probs_TK.reshape(-1, 1), order_P, rows).squeeze(1),), None
+            prob_P, probs = (gather(probs_TK.reshape(-1, 1), order_P, rows).squeeze(1),), None
         out = self.experts(groups, maps.padded_counts, *prob_P)
         if recipe.mx:
             out = quantize_gradient(out, int(recipe.rounding))
@@ -308,7 +308,7 @@ class MoE(nn.Module):
         rows = TokenCopies(x_TD.to(torch.bfloat16), order, inverse, self.top_k)
         travelling, probs = (), probs_TK
         if self.prob_in == "swiglu":
-            travelling, probs = (gather_rows(probs_TK.reshape(-1, 1), order, inverse).squeeze(1),), None
+            travelling, probs = (gather(probs_TK.reshape(-1, 1), order, inverse).squeeze(1),), None
         groups, padded_counts, route = send_rows(rows, counts, self.experts.recipe, ranks, *travelling)
         out = self.experts(groups, padded_counts, *(send_probs(p, route) for p in travelling))
         y_TD = weighted_combine(receive_rows(out, route), probs, inverse.view(-1, self.top_k), order, x_TD.dtype)

@@ -52,20 +52,8 @@ class MXTensor(Tensor):
 
     @staticmethod
     def __new__(cls, q: Tensor, sf: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
-        for name, part, float8 in (("q", q, torch.float8_e4m3fn), ("sf", sf, torch.float8_e8m0fnu)):
-            require_tensor("MXTensor", name, part)
-            if isinstance(part, MXTensor) or part.dtype not in (torch.uint8, float8):
-                got = "an MXTensor" if isinstance(part, MXTensor) else f"dtype {part.dtype}"
-                fail(TypeError, "MXTensor", name, got, f"allowed: uint8 or {float8}")
+        _check_parts("MXTensor", "q", q, "sf", sf, orig_dtype)
         q, sf = as_bytes(q), as_bytes(sf)
-        _check_float("MXTensor", "orig_dtype", orig_dtype)
-        if q.dim() == 0 or q.shape[-1] % BLOCK:
-            fail(ValueError, "MXTensor", "q", f"shape {tuple(q.shape)}", f"allowed: (..., K), K a multiple of {BLOCK}")
-        if sf.shape != (*q.shape[:-1], q.shape[-1] // BLOCK):
-            allowed = f"allowed: {(*q.shape[:-1], q.shape[-1] // BLOCK)}, one scale per {BLOCK} values"
-            fail(ValueError, "MXTensor", "sf", f"shape {tuple(sf.shape)} for q {tuple(q.shape)}", allowed)
-        if q.device != sf.device:
-            fail(ValueError, "MXTensor", "sf", f"device {sf.device}", f"allowed: {q.device}, where q is")
         self = Tensor._make_wrapper_subclass(cls, q.shape, dtype=orig_dtype, device=q.device)
         self.q, self.sf, self.orig_dtype = q, sf, orig_dtype
         return self
@@ -119,6 +107,7 @@ class MXTensor(Tensor):
         op = "MXTensor.from_qdata_and_scales"
         require_tensor(op, "qdata", qdata)
         _check_torchao(op, qdata.dtype, block_size, act_quant_kwargs, is_swizzled_scales, "qdata")
+        _check_parts(op, "qdata", qdata, "scales", scales, orig_dtype)
         return MXTensor(qdata, scales, orig_dtype)
 
     @property
@@ -167,6 +156,23 @@ class MXTensor(Tensor):
         return fail(NotImplementedError, str(func), "argument", "an MXTensor", remedy)
 
 
+def _check_parts(op: str, q_name: str, q: Tensor, sf_name: str, sf: Tensor, orig_dtype: object) -> None:
+    """Raise unless q and sf are the two parts of MX rows."""
+    for name, part, float8 in ((q_name, q, torch.float8_e4m3fn), (sf_name, sf, torch.float8_e8m0fnu)):
+        require_tensor(op, name, part)
+        if isinstance(part, MXTensor) or part.dtype not in (torch.uint8, float8):
+            got = "an MXTensor" if isinstance(part, MXTensor) else f"dtype {part.dtype}"
+            fail(TypeError, op, name, got, f"allowed: uint8 or {float8}")
+    _check_float(op, "orig_dtype", orig_dtype)
+    if q.dim() == 0 or q.shape[-1] % BLOCK:
+        fail(ValueError, op, q_name, f"shape {tuple(q.shape)}", f"allowed: (..., K), K a multiple of {BLOCK}")
+    if sf.shape != (*q.shape[:-1], q.shape[-1] // BLOCK):
+        allowed = f"allowed: {(*q.shape[:-1], q.shape[-1] // BLOCK)}, one scale per {BLOCK} values of {q_name}"
+        fail(ValueError, op, sf_name, f"shape {tuple(sf.shape)}", allowed)
+    if q.device != sf.device:
+        fail(ValueError, op, sf_name, f"device {sf.device}", f"allowed: {q.device}, where {q_name} is")
+
+
 def _check_float(op: str, argument: str, dtype: object) -> None:
     if dtype is not torch.bfloat16 and dtype is not torch.float32:
         fail(TypeError, op, argument, repr(dtype), "allowed: torch.bfloat16 or torch.float32")
@@ -180,7 +186,7 @@ def _check_torchao(
         (name, elem_dtype, torch.float8_e4m3fn, "the elements of MXFP8 here"),
         ("block_size", block_size, BLOCK, "the block of MXFP8"),
         ("act_quant_kwargs", act_quant_kwargs, None, "quantize activations where they are multiplied"),
-        ("is_swizzled_scales", is_swizzled_scales, False, "one row of scales per row; see the op unblock_scales"),
+        ("is_swizzled_scales", is_swizzled_scales, False, "scales in rows; call ops.unblock_scales"),
     ):
         if type(value) is not type(allowed) or value != allowed:
             fail(ValueError, op, argument, repr(value), f"allowed: {allowed}, {why}")

@@ -18,8 +18,8 @@ from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, 
 from ..core_kernels import combine as combine_ops
 from ..core_kernels import fold_loss as fold_loss_kernels
 from ..core_kernels import swiglu as swiglu_kernels
-from ..core_kernels.formats import Rounding, packed_width
-from ..core_kernels.launch import KernelOp
+from ..core_kernels.formats import BLOCK, Rounding, packed_width
+from ..core_kernels.launch import KernelOp, require_dtype, require_multiple, require_rank, require_shape
 from ._call import call, run
 from ._launch import array_type, as_bytes, check_devices
 from ._register import register
@@ -157,8 +157,20 @@ def _is_packed(q: Tensor, sf: Tensor) -> bool:
     )
 
 
+def _checked_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
+    op, q, sf = "permute_q_sf", as_bytes(q), as_bytes(sf)
+    types = [array_type(t.shape, t.dtype) for t in (q, sf, row_map)]
+    for name, array in zip(("q", "sf"), types, strict=False):
+        require_dtype(op, name, array, "uint8")
+        require_rank(op, name, array, 2)
+    require_multiple(op, "q", q.shape[1], BLOCK, "last dim")
+    require_shape(op, "sf", types[1], (q.shape[0], q.shape[1] // BLOCK), "one scale per 32 values of q's last dim")
+    permute.check_map(op, types[2])
+    return q, sf
+
+
 def _permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
-    q, sf = as_bytes(q), as_bytes(sf)
+    q, sf = _checked_q_sf(q, sf, row_map)
     if _is_packed(q, sf):
         width = packed_width(q.shape[1])
         packed = q.as_strided((q.shape[0], width), (width, 1))
@@ -169,6 +181,7 @@ def _permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tenso
 
 
 def _fake_permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
+    q, sf = _checked_q_sf(q, sf, row_map)
     rows = row_map.shape[0]
     return q.new_empty((rows, q.shape[1]), dtype=torch.uint8), sf.new_empty((rows, sf.shape[1]), dtype=torch.uint8)
 

@@ -60,7 +60,8 @@ def _gather(x: Tensor, row_map: Tensor) -> Tensor:
     return ops.permute_rows(x.contiguous(), row_map)
 
 
-_gathered = differentiable("gather_rows", _Gather)
+gather = differentiable("gather_rows", _Gather)
+"""`gather_rows` without its checks."""
 
 
 def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
@@ -80,8 +81,8 @@ def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
     check_floats(op, "x", x)
     row_map = index_map(op, "row_map", row_map, x.device, x.shape[0], ("P",))
     inverse = index_map(op, "inverse", inverse, x.device, row_map.shape[0], (x.shape[0],))
-    check_way_back(op, "inverse", row_map, inverse)
-    return _gathered(x, row_map, inverse)
+    check_way_back(op, "row_map", row_map, "inverse", inverse)
+    return gather(x, row_map, inverse)
 
 
 class _Spread(torch.autograd.Function):
@@ -100,7 +101,8 @@ class _Spread(torch.autograd.Function):
         return dx, None, None, None
 
 
-_spread = differentiable("spread_rows", _Spread)
+spread = differentiable("spread_rows", _Spread)
+"""`spread_rows` without its checks."""
 
 
 def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -116,7 +118,7 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tenso
 
     Raises TypeError and ValueError as `gather_rows` does.
     """
-    return _spread(x, *check_copies("spread_rows", x, order, inverse, copies), copies)
+    return spread(x, *check_copies("spread_rows", x, order, inverse, copies), copies)
 
 
 def check_copies(op: str, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +128,7 @@ def check_copies(op: str, x: Tensor, order: Tensor, inverse: Tensor, copies: int
     slots = x.shape[0] * copies
     order = index_map(op, "order", order, x.device, slots, ("P",))
     inverse = index_map(op, "inverse", inverse, x.device, order.shape[0], (slots,))
-    check_way_back(op, "inverse", order, inverse)
+    check_way_back(op, "order", order, "inverse", inverse)
     return order, inverse
 
 
@@ -173,7 +175,7 @@ def permute_mxfp8_fwd_hp_bwd(
     check_flag(op, "use_mxfp8", use_mxfp8)
     check_flag(op, "use_triton_for_bwd", use_triton_for_bwd)
     maps = map_rows(op, mx_tensor, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of)
-    rows = _gathered(mx_tensor, maps.row_map, maps.inverse)
+    rows = gather(mx_tensor, maps.row_map, maps.inverse)
     padded_shape = torch.Size((mx_tensor.shape[0] + 1, mx_tensor.shape[1]))
     return padded_shape, rows, maps.row_map, maps.padded_counts, maps.group_ends
 
@@ -196,9 +198,13 @@ def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_s
     rows = padded_shape[0] - 1
     shape = input.shape[:1]
     permuted_indices = index_map(op, "permuted_indices", permuted_indices, input.device, rows, shape)
+    if reads_values(permuted_indices):
+        used = permuted_indices[permuted_indices >= 0]
+        if used.unique().numel() < used.numel():
+            twice = f"{used.numel() - used.unique().numel()} indices that came before"
+            fail(ValueError, op, "permuted_indices", twice, "allowed: each row of padded_shape once")
     # Padding rows all write the one slot behind the real ones, which is dropped.
     targets = torch.where(permuted_indices < 0, rows, permuted_indices).long()
     sources = torch.arange(input.shape[0], dtype=torch.int32, device=input.device)
     inverse = permuted_indices.new_full((rows + 1,), -1).scatter_(0, targets, sources)[:rows]
-    check_way_back(op, "permuted_indices", permuted_indices, inverse)
-    return _gathered(input, inverse, permuted_indices)
+    return gather(input, inverse, permuted_indices)

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from mxep.torch_frontend import MXTensor, ops, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
+from mxep.torch_frontend import (
+    MXTensor,
+    gather_rows,
+    ops,
+    permute_mxfp8_fwd_hp_bwd,
+    spread_rows,
+    unpermute_hp_fwd_mxfp8_bwd,
+    weighted_combine,
+)
 from torch import Tensor
 
 # Two ranks, three local experts, the second of which nobody chose.
@@ -167,3 +175,33 @@ def test_un_permute_checks_the_indices() -> None:
         unpermute_hp_fwd_mxfp8_bwd(rows, indices, (41, K))
     with pytest.raises(TypeError, match="input: got a list"):
         unpermute_hp_fwd_mxfp8_bwd([1], indices, (ROWS + 1, K))
+
+
+def test_maps_may_be_int64() -> None:
+    """What `cumsum` and advanced indexing give, forward and backward."""
+    x, order, inverse = (
+        randn(3, K).requires_grad_(),
+        torch.tensor([4, -1, 0, 2, 5, 1, 3]),
+        torch.tensor([2, 5, 3, 6, 0, 4]),
+    )
+    probs = torch.rand(3, 2).requires_grad_()
+    results = []
+    for dtype in (torch.int32, torch.int64):
+        there, back = order.to(dtype), inverse.to(dtype)
+        rows = spread_rows(x, there, back, 2)
+        kept = gather_rows(rows, back, there)
+        rows = unpermute_hp_fwd_mxfp8_bwd(kept, back, (rows.shape[0] + 1, K))
+        y = weighted_combine(rows, probs, back.view(3, 2), there)
+        results.append([y, *torch.autograd.grad(y, (x, probs), randn(3, K, seed=1))])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_map_that_is_not_the_way_back() -> None:
+    there, back = torch.tensor([2, -1, 0, 1]), torch.tensor([2, 3, 0])
+    gather_rows(randn(3, K), there, back)
+    for wrong in ([2, 3, 1], [3, 2, 0], [2, 3, -1]):
+        with pytest.raises(ValueError, match=r"gather_rows: (inverse|row_map): got -?\d at \d; allowed: \d, since"):
+            gather_rows(randn(3, K), there, torch.tensor(wrong))
+    with pytest.raises(ValueError, match="permuted_indices: got 1 indices that came before"):
+        unpermute_hp_fwd_mxfp8_bwd(randn(4, K), torch.tensor([2, -1, 0, 2]), (4, K))

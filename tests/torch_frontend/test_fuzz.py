@@ -1,0 +1,315 @@
+"""One bad argument per call, of every public function, class and op: it returns what it documents, or raises an error
+that names the function, the argument, what came and what is allowed. ../bad_values.py says what is drawn.
+
+PUBLIC   name -> (call, valid arguments)      arrays as bad_values.Array; floats get a gradient, which is asked for
+OPS      name -> valid arguments              from the schemas; what the schema itself refuses, PyTorch says
+"""
+
+import re
+import runpy
+from collections.abc import Callable, Collection
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mxep import torch_frontend as mt
+from mxep.torch_frontend import MXTensor, ops
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .test_ops import CASES
+
+bad_values = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "bad_values.py")))
+Array = bad_values.Array
+SEED, NUMBER = 0, 2000
+
+RECORDS = {"Capability", "MoEStats", "TokenCopies"}
+"""Tuples that check nothing by themselves."""
+SAME = {"ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"}
+"""Other names of what is in the table."""
+RUNS_AS = {"permute_q_sf": "permute_mx"}
+NO_ARGUMENTS = {"ops", "debug_checks"}
+
+
+def array(x: Tensor) -> Any:
+    values = x.double() if x.is_floating_point() else x.long()
+    return Array(values.numpy(), str(x.dtype).removeprefix("torch."))
+
+
+def floats(*shape: int, dtype: str = "bfloat16") -> Any:
+    return Array(np.random.default_rng(0).standard_normal(shape), dtype)
+
+
+def ints(*values: int, dtype: str = "int32") -> Any:
+    return Array(np.array(values, np.int64), dtype)
+
+
+def tensor(value: Any) -> Any:
+    """The value as torch's; what it holds of arrays too."""
+    if not isinstance(value, Array):
+        return value
+    x = torch.from_numpy(np.array(value.values))
+    x = x.nan_to_num(0, 0, 0) if value.values.dtype.kind == "f" and not value.dtype.startswith(("f", "b", "c")) else x
+    return x.to(getattr(torch, value.dtype))
+
+
+def product(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function of weights as they are stored, (G, N, K)."""
+
+    def call(B_t: Any, **rest: Any) -> Tensor:
+        stored = isinstance(B_t, Tensor) and not isinstance(B_t, MXTensor) and B_t.layout == torch.strided
+        return function(B_t=B_t.mT if stored and B_t.dim() >= 2 else B_t, **rest)
+
+    return call
+
+
+def of_elements(qdata: Any, **rest: Any) -> MXTensor:
+    is_bytes = isinstance(qdata, Tensor) and qdata.dtype == torch.uint8 and qdata.layout == torch.strided
+    elements = qdata.view(torch.float8_e4m3fn) if is_bytes and not qdata.is_nested else qdata
+    return MXTensor.from_qdata_and_scales(elements, **rest)
+
+
+def _entered(context: Any) -> None:
+    with context:
+        pass
+
+
+PRODUCT: dict[str, Any] = {"A": floats(64, 32), "B_t": floats(2, 64, 32), "offs": ints(32, 64)}
+OUT = {"out_dtype": torch.bfloat16}
+EXCHANGE: dict[str, Any] = {"input": floats(6, 32), "output_splits": [6], "input_splits": [6]}
+SCALES = {"scaling_mode": "rceil", "block_size": 32}
+SIZES: dict[str, Any] = {"dim": 32, "hidden_dim": 64, "num_experts": 2}
+MX_PARTS = {"q": array(ops.quantize_row(torch.ones(4, 64))[0]), "sf": array(ops.quantize_row(torch.ones(4, 64))[1])}
+WAYS = {"row_map": ints(2, -1, 0, 1), "inverse": ints(2, 3, 0)}
+
+PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "mxfp8_grouped_mm": (
+        product(mt.mxfp8_grouped_mm),
+        {
+            **PRODUCT, "bias": floats(2, 64), **OUT, "wgrad_with_hp": True, "scale_calculation_mode": "rceil",
+            "pad_token_groups_for_grouped_mm": True, "compute": "exact",
+        },
+    ),
+    "bf16_grouped_mm": (product(mt.bf16_grouped_mm), {**PRODUCT, **OUT}),
+    "fp8_rowwise_grouped_mm": (product(mt.fp8_rowwise_grouped_mm), {**PRODUCT, **OUT}),
+    "grouped_swiglu_ffn": (
+        mt.grouped_swiglu_ffn,
+        {
+            "x": floats(64, 32), "w1": floats(2, 96, 32), "w3": floats(2, 96, 32), "w2": floats(2, 32, 96),
+            "offs": ints(32, 64), "prob": floats(64, dtype="float32"), "recipe": "mxfp8",
+            "pad_token_groups_for_grouped_mm": False,
+        },
+    ),
+    "swiglu": (mt.swiglu, {"gate": floats(5, 7), "up": floats(5, 7), "prob": floats(5, dtype="float32")}),
+    "gather_rows": (mt.gather_rows, {"x": floats(3, 32), **WAYS}),
+    "spread_rows": (
+        mt.spread_rows, {"x": floats(2, 32), "order": ints(2, 0, 1, 3), "inverse": ints(1, 2, 0, 3), "copies": 2}
+    ),
+    "weighted_combine": (
+        mt.weighted_combine,
+        {
+            "rows": floats(4, 32), "probs": floats(2, 2, dtype="float32"),
+            "slots": array(torch.tensor([[2, 0], [3, 1]])), "order": ints(1, 3, 0, 2), **OUT,
+        },
+    ),
+    "permute_mxfp8_fwd_hp_bwd": (
+        mt.permute_mxfp8_fwd_hp_bwd,
+        {
+            "mx_tensor": floats(6, 32), "num_tokens_per_expert": ints(1, 2, 3, 0), "ep_degree": 2,
+            "num_local_experts": 2, "group_size_multiple_of": 32, "use_mxfp8": True, "use_triton_for_bwd": True,
+        },
+    ),
+    "unpermute_hp_fwd_mxfp8_bwd": (
+        mt.unpermute_hp_fwd_mxfp8_bwd,
+        {"input": floats(4, 32), "permuted_indices": ints(2, -1, 0, 1), "padded_shape": (4, 32)},
+    ),
+    "a2a_dispatch_mxfp8_fwd_hp_bwd": (mt.a2a_dispatch_mxfp8_fwd_hp_bwd, {**EXCHANGE, "group_name": "", **SCALES}),
+    "a2a_combine_hp_fwd_mxfp8_bwd": (
+        mt.a2a_combine_hp_fwd_mxfp8_bwd, {**EXCHANGE, "group_name": "", **SCALES, "mxfp8_bwd": False}
+    ),
+    "to_mxfp8_a2a_dequant": (mt.to_mxfp8_a2a_dequant, {**EXCHANGE, "group": ""}),
+    "MXTensor": (MXTensor, {**MX_PARTS, "orig_dtype": torch.bfloat16}),
+    "MXTensor.quantize": (MXTensor.quantize, {"x": floats(4, 64), "rounding": "rceil"}),
+    "MXTensor.dequantize": (
+        lambda output_dtype: MXTensor.quantize(torch.ones(4, 64)).dequantize(output_dtype),
+        {"output_dtype": torch.float32},
+    ),
+    "MXTensor.to_mx": (
+        MXTensor.to_mx,
+        {
+            "data_hp": floats(4, 64), "elem_dtype": torch.float8_e4m3fn, "block_size": 32, "scaling_mode": "floor",
+            "act_quant_kwargs": None, "is_swizzled_scales": False,
+        },
+    ),
+    "MXTensor.from_qdata_and_scales": (
+        of_elements,
+        {
+            "qdata": MX_PARTS["q"], "scales": MX_PARTS["sf"], "orig_dtype": torch.bfloat16, "block_size": 32,
+            "act_quant_kwargs": None, "is_swizzled_scales": False,
+        },
+    ),
+    "Recipe": (
+        mt.Recipe,
+        {
+            "name": "mine", "operands": "mxfp8", "wgrad_with_hp": True, "rounding": "rceil", "compute": "exact",
+            "alignment": 32,
+        },
+    ),
+    "Recipe.parse": (
+        lambda recipe, alignment: mt.Recipe.parse(recipe, alignment=alignment), {"recipe": "mxfp8", "alignment": 64}
+    ),
+    "Rounding": (lambda rounding: mt.Rounding.parse(rounding), {"rounding": "rceil"}),
+    "GroupedExperts": (mt.GroupedExperts, {**SIZES, "recipe": "mxfp8"}),
+    "GroupedExperts.forward": (
+        lambda **given: mt.GroupedExperts(32, 64, 2)(**given),
+        {"groups_PD": floats(64, 32), "padded_counts": ints(32, 32), "probs_P": floats(64, dtype="float32")},
+    ),
+    "MoE": (
+        mt.MoE,
+        {**SIZES, "top_k": 1, "score_func": "softmax", "normalize": True, "recipe": "mxfp8", "prob_in": "combine"},
+    ),
+    "MoE.forward": (lambda x: mt.MoE(32, 64, 2, 1)(x), {"x": floats(5, 32)}),
+    "MXFP8ExpertParallel": (mt.MXFP8ExpertParallel, {"recipe": "mxfp8"}),
+    "capabilities": (mt.capabilities, {"device": "cpu"}),
+    "force_implementation": (
+        lambda implementation: _entered(mt.force_implementation(implementation)), {"implementation": "cpp"}
+    ),
+}  # fmt: skip
+
+RETURNS = (Tensor, tuple, dict, torch.nn.Module, mt.Recipe, mt.Rounding, mt.MXFP8ExpertParallel, type(None))
+
+
+@cache
+def op_table() -> dict[str, dict[str, Any]]:
+    """The valid arguments of test_ops.py by name; options that it leaves out have their defaults."""
+    table = {}
+    for name, arguments in CASES.items():
+        schema = getattr(torch.ops.mxep, name).default._schema.arguments
+        given = [array(value) if isinstance(value, Tensor) else value for value in arguments()]
+        given += [argument.default_value for argument in schema[len(given) :]]
+        table[name] = dict(zip([argument.name for argument in schema], given, strict=True))
+    return table
+
+
+def outcome(case: Any) -> str:
+    """What is wrong with what the call does; "" if nothing is."""
+    public = case.call in PUBLIC
+    call, good = PUBLIC[case.call] if public else (getattr(torch.ops.mxep, case.call), op_table()[case.call])
+    given = {name: tensor(value) for name, value in (good | {case.argument: case.bad.value}).items()}
+    torch.manual_seed(0)
+    try:
+        if not public:
+            return returned(call(**given))
+        leaves = [x.requires_grad_() for x in given.values() if isinstance(x, Tensor) and x.dtype in mt._checks.FLOATS]
+        result = call(**given)
+        if leaves:
+            backward(result)
+        return returned(result)
+    except Exception as error:
+        if not public and re.search(r"mxep(::|\.)\w+|Overflow when unpacking", str(error)):
+            return ""  # refused by the schema, or by the class of the tensor
+        names = {case.call, case.call.split(".")[0], "Recipe", RUNS_AS.get(case.call)}
+        said = bad_values.complaint(error, names, good.keys())
+        return "" if said.startswith("says not") and "; allowed: " in said else said
+
+
+def returned(result: Any) -> str:
+    return "" if isinstance(result, RETURNS) else f"returned {result!r}"
+
+
+def backward(result: Any) -> None:
+    for out in result if isinstance(result, tuple) else (result,):
+        if isinstance(out, Tensor) and out.requires_grad:
+            (out.dequantize() if isinstance(out, MXTensor) else out).sum().backward()
+
+
+EXOTIC: dict[str, Callable[[Tensor], Any]] = {
+    "sparse": lambda x: x.to_sparse(),
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
+    "MXTensor": lambda x: MXTensor.quantize(torch.ones(x.shape[0], 32)),
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
+    "float4": lambda x: torch.zeros(x.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "transposed": lambda x: x.mT.contiguous().mT if x.dim() > 1 else torch.stack([x, x], 1)[:, 0],
+    "negative view": lambda x: x.to(torch.complex64).conj().imag.to(x.dtype),
+}
+"""What else a tensor can be, made of the valid one."""
+
+
+def exotic_cases(calls: dict[str, dict[str, Any]]) -> list[Any]:
+    return [
+        bad_values.Case(name, argument, bad_values.Bad(kind, make(tensor(good))))
+        for name, arguments in calls.items()
+        for argument, good in arguments.items()
+        if isinstance(good, Array)
+        for kind, make in EXOTIC.items()
+    ]
+
+
+PENDING: dict[str, Collection[str]] = {
+    "keep_quantized_weights": (),
+    "GroupedExperts": SIZES.keys(),
+    "GroupedExperts.forward": ("groups_PD", "padded_counts", "probs_P"),
+    "MoE": SIZES.keys(),
+    "MoE.forward": ("x",),
+    "mxfp8_grouped_mm": ("offs", "scale_calculation_mode"),
+    "bf16_grouped_mm": ("offs",),
+    "fp8_rowwise_grouped_mm": ("offs", "B_t"),
+    "grouped_swiglu_ffn": ("offs",),
+}
+"""Arguments that their functions do not check yet."""
+
+
+def pending(case: Any) -> bool:
+    return (case.call not in PUBLIC and case.bad.value is None) or case.argument in PENDING.get(case.call, ())
+
+
+def huge(case: Any) -> bool:
+    """Sizes that are allowed and take more memory than a test has."""
+    return case.argument in ("dim", "hidden_dim", "num_experts") and case.bad.value in (2**31 - 1, 2**31)
+
+
+def calls_of(table: str) -> dict[str, dict[str, Any]]:
+    return op_table() if table == "ops" else {name: good for name, (_, good) in PUBLIC.items()}
+
+
+def check(cases: list[Any]) -> None:
+    wrong = [f"{case}: {said}" for case in cases if not (huge(case) or pending(case)) and (said := outcome(case))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("table", ["public", "ops"])
+def test_valid_arguments(table: str) -> None:
+    """Without this a table of wrong arguments would pass: every call would raise, and well."""
+    for name, good in calls_of(table).items():
+        call = PUBLIC[name][0] if table == "public" else getattr(torch.ops.mxep, name)
+        call(**{argument: tensor(value) for argument, value in good.items()})
+
+
+@pytest.mark.parametrize("table", ["public", "ops"])
+def test_one_bad_argument(table: str) -> None:
+    check(bad_values.draw(calls_of(table), NUMBER, SEED))
+
+
+@pytest.mark.parametrize("table", ["public", "ops"])
+def test_one_tensor_of_another_kind(table: str) -> None:
+    check(exotic_cases(calls_of(table)))
+
+
+def test_the_values_of_fake_tensors_are_not_read() -> None:
+    """A memory estimator runs without values. Experts are left out: PyTorch reads values to initialise them."""
+    with FakeTensorMode() as mode:
+        for name, (call, good) in PUBLIC.items():
+            if not name.startswith(("MoE", "GroupedExperts")):
+                given = {argument: tensor(value) for argument, value in good.items()}
+                call(**{k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in given.items()})
+
+
+def test_nothing_is_forgotten() -> None:
+    known = {name.split(".")[0] for name in PUBLIC} | RECORDS | SAME | NO_ARGUMENTS | PENDING.keys()
+    assert set(mt.__all__) - known == set()
+    assert set(op_table()) == {*ops.OPS, "permute_q_sf"}
