@@ -1,0 +1,129 @@
+"""One bad argument per call, for the fuzz tests of both frontends: what is drawn, and what an error must say.
+
+    table of valid calls --draw(seed)--> Case(call, argument, Bad) --the frontend's values--> returns | complaint(error)
+
+Nothing here knows a framework: arrays are `Array`, numpy values with the name of a dtype, which a frontend's test turns
+into its own (`jnp.asarray(a.values).astype(a.dtype)`, `torch.from_numpy(a.values).to(getattr(torch, a.dtype))`).
+Everything else of a call is plain Python, or an object of the frontend, which gets what no object of its kind is.
+"""
+
+import random
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Array(NamedTuple):
+    """values: float64 or int64. dtype: a name that numpy, torch and JAX share, "bfloat16" among them."""
+
+    values: np.ndarray
+    dtype: str
+
+
+class Bad(NamedTuple):
+    """kind says what is wrong with the value: "none", "type", "dtype", "rank", "size", "empty", "value"."""
+
+    kind: str
+    value: Any
+
+
+class Case(NamedTuple):
+    """One call to make: all of `call`'s valid arguments, with `argument` replaced by the bad value."""
+
+    call: str
+    argument: str
+    bad: Bad
+
+    def __str__(self) -> str:
+        value = self.bad.value
+        if isinstance(value, Array):
+            value = f"{value.dtype}{list(value.values.shape)}"
+        return f"{self.call}({self.argument}={value}), bad {self.bad.kind}"
+
+
+DTYPES = ("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "bool", "complex64")
+
+
+def bad_values(good: Any) -> list[Bad]:
+    """What is not `good` but stands where it stood; some of it may be valid all the same, as another dtype can be."""
+    types = [Bad("none", None), Bad("type", "x"), Bad("type", [1, 2]), Bad("type", object()), Bad("type", {"a": 1})]
+    if isinstance(good, Array):
+        return [*types, Bad("type", 3), Bad("type", 0.5), *_bad_arrays(good)]
+    if isinstance(good, bool):
+        return types
+    if isinstance(good, int):
+        huge = (2**31 - 1, 2**31, 2**63, -(2**63))
+        numbers = (-1, 0, 1, 7, 1.5, float("nan"), float("inf"), *huge)
+        return [*types, *(Bad("value", number) for number in numbers)]
+    if isinstance(good, str):
+        return [*types, Bad("type", 7), Bad("value", ""), Bad("value", "int32"), Bad("value", "complex64")]
+    return [*types, Bad("type", 7), Bad("type", 0.5), Bad("type", Array(np.zeros(3), "float32"))]
+
+
+def _bad_arrays(good: Array) -> Iterator[Bad]:
+    values, dtype = good
+    for other in DTYPES:
+        if other != dtype:
+            yield Bad("dtype", Array(values, other))
+    yield Bad("rank", Array(values[None], dtype))
+    yield Bad("rank", Array(np.zeros(()), dtype))
+    if values.ndim > 1:
+        yield Bad("rank", Array(values[0], dtype))
+        yield Bad("size", Array(values.swapaxes(0, -1).copy(), dtype))
+    for axis in range(values.ndim):
+        size = values.shape[axis]
+        for wanted in (size + 1, size - 1, 2 * size, 2 * size + 32, 1):
+            if size and wanted not in (0, size):
+                yield Bad("size", Array(values.take(np.arange(wanted) % size, axis), dtype))
+        yield Bad("empty", Array(values.take([], axis), dtype))
+    yield Bad("empty", Array(np.zeros((0,) * values.ndim), dtype))
+    if dtype.startswith("int"):
+        fills = (-1, -(2**31), 2**30, 2**31 - 1, 1, 0)
+    else:
+        fills = () if dtype == "uint8" else (np.nan, np.inf, -np.inf, 3e38)
+    for fill in fills:
+        yield Bad("value", Array(np.full_like(values, fill), dtype))
+        if values.size:
+            some = values.copy()
+            some.flat[some.size // 2] = fill
+            yield Bad("value", Array(some, dtype))
+
+
+def draw(calls: Mapping[str, Mapping[str, Any]], number: int, seed: int) -> list[Case]:
+    """`number` different cases of the table {name of a call: {argument: valid value}}, the same for the same seed.
+
+    Calls take turns, so that each has its share whatever the number of its arguments.
+    """
+    rng = random.Random(seed)
+    stacks = []
+    for call, arguments in calls.items():
+        cases = [Case(call, name, bad) for name, good in arguments.items() for bad in bad_values(good)]
+        rng.shuffle(cases)
+        stacks.append(cases)
+    drawn = []
+    while len(drawn) < number and any(stacks):
+        drawn += [stack.pop() for stack in stacks if stack]
+    return drawn[:number]
+
+
+GRAMMAR = re.compile(r"(?P<op>[\w.]+): (?P<argument>[^:]+): got (?P<got>.+); (?P<remedy>.+)", re.DOTALL)
+REMEDY = re.compile(r"\b(allowed|pass|call|use|make)\b")
+
+
+def complaint(error: BaseException, ops: Collection[str], arguments: Collection[str]) -> str:
+    """Why an error is no user error of this package; "" if it is one.
+
+    ops: names of functions and ops that an error may begin with. arguments: names of which its second part has one.
+    """
+    if type(error) not in (ValueError, TypeError, NotImplementedError):
+        return f"{type(error).__name__} is no ValueError, TypeError or NotImplementedError: {error}"
+    said = GRAMMAR.fullmatch(str(error))
+    if said is None:
+        return f'not "op: argument: got ...; allowed: ...": {error}'
+    if said["op"] not in ops:
+        return f"{said['op']!r} is no function or op: {error}"
+    if not set(re.findall(r"\w+", said["argument"])) & set(arguments):
+        return f"{said['argument']!r} is no argument: {error}"
+    return "" if REMEDY.search(said["remedy"]) else f"says not what is allowed: {error}"
