@@ -13,7 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
 
-from ..core_kernels.launch import fail
+from ..core_kernels.formats import BLOCK
+from ..core_kernels.launch import fail, require_multiple
 
 FLOATS = ("bfloat16", "float32")
 
@@ -39,6 +40,14 @@ def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed:
         checkify.debug_check(ok, f"{op}: {argument}: got {{got}}; {allowed}", got=got)
     elif not ok:
         fail(ValueError, op, argument, got, allowed)
+
+
+def check_blocks(op: str, argument: str, rows: int, group_ends: jax.Array, whole: bool) -> None:
+    """Group ends fit the rows; with `whole` both are multiples of 32, as a weight gradient along the tokens needs."""
+    remedy = "the weight gradient quantizes along them; use pad_token_groups=True"
+    if whole:
+        require_multiple(op, argument, rows, BLOCK, "rows", remedy)
+    check_ends(op, group_ends, rows, BLOCK if whole else 1)
 
 
 def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None:

@@ -246,4 +246,6 @@ def _experts(
         return jax.tree.map(lambda leaf: vary(leaf, axes), experts[name])
 
     weights = local("w1"), local("w3"), local("w2")
-    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, recipe=recipe, mx_grad=recipe.mx)
+    # The groups are padded already.
+    options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False}
+    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, **options)

@@ -179,6 +179,11 @@ def values_of(primals: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
 
 
+def differentiated(primals: Any) -> bool:
+    """Whether any leaf of what `values_of` takes has a gradient."""
+    return any(leaf.perturbed for leaf in jax.tree.leaves(primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed")))
+
+
 def pack(q: jax.Array, sf: jax.Array) -> jax.Array:
     return jnp.concatenate([q, sf], axis=1)
 

@@ -94,6 +94,12 @@ def permute(
     return gather_rows(x, maps.row_map, maps.inverse), maps
 
 
+def pad_groups(x: Any, group_ends: jax.Array, alignment: int) -> tuple[Any, RowMap]:
+    """Rows of groups of any size to groups of multiples of `alignment` rows; the unpermute takes the padding out."""
+    move: Any = permute_mxfp8_fwd_hp_bwd if isinstance(x, MXArray) else permute
+    return move(x, jnp.diff(group_ends, prepend=0), 1, group_ends.shape[0], alignment)
+
+
 def _row_map(x, counts, ep_degree, num_local_experts, alignment, rank_rows) -> RowMap:
     check_integers("permute", "num_tokens_per_expert", counts)
     if counts.shape != (ep_degree * num_local_experts,):

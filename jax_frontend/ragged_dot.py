@@ -57,6 +57,6 @@ def ragged_dot_mxfp8(
     sizes = jnp.asarray(group_sizes).astype(jnp.int32)
     check_counts(op, sizes, 1, lhs.shape[0], "group_sizes")
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    out = grouped_mm(lhs, rhs, ends, recipe, out_dtype, stored="kn", pad=recipe.wgrad_mx)
+    out = grouped_mm(lhs, rhs, ends, recipe, out_dtype, stored="kn")
     assert isinstance(out, jax.Array)
     return out
