@@ -27,8 +27,9 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from . import ops
-from ._call import vary_alike
-from ._checks import check_blocks, check_floats, check_integers
+from ._call import jitted
+from ._checks import check_blocks, check_floats, check_shape, check_type
+from ._derivatives import arguments, reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .permute import gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
@@ -107,7 +108,7 @@ def _round(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 _ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)
-_ffn_jitted = jax.jit(_ffn, static_argnums=(6, 7), inline=True)  # as permute.py's
+_ffn_jitted = jitted(_ffn, 6, 7)
 
 
 def grouped_swiglu_ffn(
@@ -137,7 +138,9 @@ def grouped_swiglu_ffn(
     Raises ValueError for shapes that do not fit each other or the recipe and for QuantizedWeights of another recipe,
     TypeError for other dtypes.
     """
-    op, recipe = "grouped_swiglu_ffn", settled(recipe)
+    op, recipe = "grouped_swiglu_ffn", settled("grouped_swiglu_ffn", recipe)
+    check_type(op, "mx_grad", mx_grad, bool)
+    check_type(op, "pad_token_groups", pad_token_groups, bool)
     if not isinstance(x, MXArray):
         check_floats(op, "x", x, " or an MXArray")
     elif not recipe.mx:
@@ -151,14 +154,17 @@ def grouped_swiglu_ffn(
     for (name, shape), weight in zip(shapes.items(), (w1, w3, w2), strict=True):
         if weight.shape != shape:
             fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
-    check_integers(op, "group_ends", group_ends)
+    check_shape(op, "group_ends", group_ends, w1.shape[:1], "one end per group of w1", "int")
+    if prob is not None:
+        check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
     if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
+    x, w1, w3, w2, prob = reverse_only(op, (x, w1, w3, w2, prob))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     maps = None
     if pad_token_groups and recipe.wgrad_mx:
         x, maps = pad_groups(x, group_ends, recipe.alignment)
         group_ends = maps.group_ends
         prob = None if prob is None else gather_rows(prob[:, None], maps.row_map, maps.inverse)[:, 0]
-    out = _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob), recipe, mx_grad)
+    out = _ffn_jitted(*arguments(op, x, w1, w3, w2, group_ends, prob), recipe, mx_grad)
     return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out

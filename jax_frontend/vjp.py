@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
-from ._call import vary_alike
-from ._checks import check_blocks, check_floats, check_integers
+from ._call import jitted
+from ._checks import check_blocks, check_floats, check_integers, check_shape, check_type, dtype_name
+from ._derivatives import arguments, reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .permute import pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import activation, bias_gradient, gradient_operands, input_gradient, product, tokens_of, weight_gradient
@@ -56,11 +57,12 @@ def _grouped_mm_bwd(recipe, out_dtype, mx_grad, stored, residuals, grad):
 
 
 _grouped_mm.defvjp(_grouped_mm_fwd, _grouped_mm_bwd, symbolic_zeros=True)
-_grouped_mm_jitted = jax.jit(_grouped_mm, static_argnums=(4, 5, 6, 7), inline=True)  # as permute.py's
+_grouped_mm_jitted = jitted(_grouped_mm, 4, 5, 6, 7)
 
 
 def grouped_mm(
-    lhs: jax.Array | MXArray, rhs: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype: jax.typing.DTypeLike,
+    op: str, lhs: jax.Array | MXArray, rhs: Weights, group_ends: jax.Array, recipe: Recipe,
+    out_dtype: str,
     *, bias: jax.Array | None = None, mx_grad: bool = False, stored: Stored = "nk", pad: bool = True,
 ) -> jax.Array | MXGradArray:  # fmt: skip
     """The product below the checks of its public forms; `pad` gives the recipe whole blocks and unpads the result."""
@@ -68,8 +70,8 @@ def grouped_mm(
     if pad and recipe.wgrad_mx:
         lhs, maps = pad_groups(lhs, group_ends, recipe.alignment)
         group_ends = maps.group_ends
-    lhs, rhs, group_ends, bias = vary_alike(lhs, rhs, group_ends, bias)
-    out = _grouped_mm_jitted(lhs, rhs, group_ends, bias, recipe, jnp.dtype(out_dtype).name, mx_grad, stored)
+    lhs, rhs, group_ends, bias = arguments(op, lhs, rhs, group_ends, bias)
+    out = _grouped_mm_jitted(lhs, rhs, group_ends, bias, recipe, out_dtype, mx_grad, stored)
     return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out
 
 
@@ -110,7 +112,10 @@ def mxfp8_grouped_mm(
     Raises ValueError if K or N is no multiple of 32, for an unknown recipe, QuantizedWeights of another one, or if
     not exactly one of group_ends and group_sizes is given; TypeError for other dtypes.
     """
-    op, recipe = "mxfp8_grouped_mm", settled(recipe)
+    op = "mxfp8_grouped_mm"
+    recipe, out_dtype = settled(op, recipe), dtype_name(op, "out_dtype", out_dtype)
+    check_type(op, "mx_grad", mx_grad, bool)
+    check_type(op, "pad_token_groups", pad_token_groups, bool)
     if (group_ends is None) == (group_sizes is None):
         fail(ValueError, op, "group_ends", "both or neither of group_ends, group_sizes", "allowed: exactly one")
     given = group_ends if group_sizes is None else group_sizes
@@ -123,12 +128,14 @@ def mxfp8_grouped_mm(
         fail(TypeError, op, "A", f"MXArray with recipe {recipe.name!r}", "allowed: an array; call A.dequantize()")
     if rhs_t.ndim != 3 or len(A.shape) != 2:
         fail(ValueError, op, "A, rhs_t", f"shapes {A.shape}, {rhs_t.shape}", "allowed: (M, K) and (G, N, K)")
+    check_shape(op, "group_ends", ends, rhs_t.shape[:1], "one end per group of rhs_t", "int")
     if bias is not None:
         bias = _checked_bias(op, bias, rhs_t)
     if recipe.operands != "bf16":
         require_multiple(op, "rhs_t", rhs_t.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
+    A, rhs_t, bias = reverse_only(op, (A, rhs_t, bias))
     check_blocks(op, "A", A.shape[0], ends, recipe.wgrad_mx and not pad_token_groups)
-    return grouped_mm(A, rhs_t, ends, recipe, out_dtype, bias=bias, mx_grad=mx_grad, pad=pad_token_groups)
+    return grouped_mm(op, A, rhs_t, ends, recipe, out_dtype, bias=bias, mx_grad=mx_grad, pad=pad_token_groups)
 
 
 def _checked_bias(op: str, bias: jax.Array, rhs_t: Weights) -> jax.Array:

@@ -20,7 +20,7 @@ from jax import lax
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
-from ..core_kernels.recipe import Form, Recipe
+from ..core_kernels.recipe import RECIPES, Form, Recipe
 from . import _device, ops
 from ._checks import check_floats
 
@@ -61,9 +61,17 @@ def form_of(recipe: Recipe) -> Form:
     return recipe.form(_device.arch())
 
 
-def settled(recipe: Recipe | str) -> Recipe:
+def recipe_of(op: str, recipe: object) -> Recipe:
+    """`Recipe.parse`, whose errors name the op."""
+    if isinstance(recipe, Recipe) or (isinstance(recipe, str) and recipe in RECIPES):
+        return Recipe.parse(recipe)
+    error = ValueError if isinstance(recipe, str) else TypeError
+    fail(error, op, "recipe", repr(recipe), f"allowed: a Recipe or one of {', '.join(map(repr, RECIPES))}")
+
+
+def settled(op: str, recipe: Recipe | str) -> Recipe:
     """The recipe without "auto": what a forward multiplied its backward does, wherever that is traced."""
-    recipe = Recipe.parse(recipe)
+    recipe = recipe_of(op, recipe)
     return dataclasses.replace(recipe, compute="fold" if form_of(recipe) == "fold" else "exact")
 
 
@@ -208,7 +216,7 @@ def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_h
 
     Raises ValueError unless w has 3 dims, N and K multiples of 32, TypeError for another dtype.
     """
-    op, recipe = "quantize_weights", settled(recipe)
+    op, recipe = "quantize_weights", settled("quantize_weights", recipe)
     check_floats(op, "w", w)
     if w.ndim != 3:
         fail(ValueError, op, "w", f"shape {w.shape}", "allowed: (G, N, K)")

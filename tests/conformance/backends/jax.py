@@ -81,7 +81,7 @@ def grouped_mm(
 @partial(jax.jit, static_argnames=("ranks", "alignment"))
 def _permute(rows, counts, dout, ranks: int, alignment: int):
     groups, groups_vjp, maps = jax.vjp(
-        lambda x: mxep.permute(x, counts, ranks, counts.shape[0] // ranks, alignment), rows, has_aux=True
+        lambda x: mxep.permute(x, counts, ranks, counts.shape[0] // ranks, alignment, rank_rows=0), rows, has_aux=True
     )
     back, back_vjp = jax.vjp(lambda x: mxep.unpermute_hp_fwd_mxfp8_bwd(x, maps), dout)
     return groups, *groups_vjp(dout), back, *back_vjp(rows)
