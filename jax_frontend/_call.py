@@ -12,18 +12,20 @@ A primitive rather than `jax.lax.platform_dependent`: that traces the branch of 
 CPU process would import jax-triton, while a lowering rule runs for its own platform alone.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 
 from .. import cpp_bindings
 from ..core_kernels import both_fold
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _device
+from ._checks import dtype_name, rounding_of
 
 Options = tuple[tuple[str, int | bool | str], ...]
 
@@ -59,19 +61,31 @@ def vary_alike(*trees):
     return jax.tree.map(lambda x: vary(x, axes), trees)
 
 
-def call(op: KernelOp, *arrays: jax.Array, **options: int | bool | str) -> tuple[jax.Array, ...]:
+def _option(op: KernelOp, name: str, value: object) -> int | bool | str:
+    """An option as plans take it, from what the user gave."""
+    if name == "rounding":
+        return rounding_of(op.name, name, value)
+    if name == "out_dtype":
+        return dtype_name(op.name, name, value)
+    if not isinstance(value, int | str):
+        fail(TypeError, op.name, name, repr(value), "allowed: an int, a bool or a name")
+    return value
+
+
+def call(op: KernelOp, *arrays: jax.Array, **options: object) -> tuple[jax.Array, ...]:
     """Run one op on arrays and return its outputs; works under jit, shard_map and remat.
 
     Raises ValueError or TypeError (see `KernelOp.plan`) while tracing, and NotImplementedError while
     lowering where the platform has no kernel for the op.
     """
     for name, x in zip(op.inputs, arrays, strict=False):
-        if not hasattr(x, "dtype"):
+        if not isinstance(x, jax.Array | np.ndarray):
             fail(TypeError, op.name, name, type(x).__name__, "allowed: a jax array")
-    op.plan(*map(array_type, arrays), arch="cpu", **options)
+    given = {name: _option(op, name, value) for name, value in options.items()}
+    op.plan(*map(array_type, arrays), arch="cpu", **given)
     # A kernel's outputs vary wherever one of its inputs does; a primitive of ours has no rule for it.
     axes = varying_axes(*arrays)
-    outputs = _kernel_p.bind(*arrays, op=op, options=tuple(sorted(options.items())))
+    outputs = _kernel_p.bind(*arrays, op=op, options=tuple(sorted(given.items())))
     return tuple(vary(x, axes) for x in outputs)
 
 
@@ -137,4 +151,25 @@ def _no_vmap(*_args, op: KernelOp, **_params):
     fail(NotImplementedError, op.name, "transform", "jax.vmap", "allowed: batch dims of the op itself, or jax.lax.map")
 
 
+def _no_derivative(*_args, op: KernelOp, **_params):
+    allowed = "allowed: jax.grad, once, of the functions of mxep.jax_frontend, or jax.lax.stop_gradient of its inputs"
+    fail(NotImplementedError, op.name, "transform", "a derivative of the op itself, or a second one", allowed)
+
+
 batching.primitive_batchers[_kernel_p] = _no_vmap
+ad.primitive_jvps[_kernel_p] = _no_derivative
+
+
+def jitted(function: Callable, *static: int) -> Callable:
+    """One program of `function`, inlined into what calls it; jax.disable_jit() leaves it one.
+
+    Eager shard_map takes no custom_vjp with symbolic zeros, and jaxlib 0.11.2 no empty array across the parts that it
+    compiles by itself.
+    """
+    program = jax.jit(function, static_argnums=static, inline=True)
+
+    def run(*arguments):
+        with jax.disable_jit(False):
+            return program(*arguments)
+
+    return run

@@ -7,13 +7,16 @@ inside `checkify.checkify(jax.jit(f))`   an error that the caller takes out: `er
 inside jax.jit alone                     nothing: XLA removes the check
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
 
-from ..core_kernels.launch import fail
+from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.launch import fail, require_multiple
 
 FLOATS = ("bfloat16", "float32")
 
@@ -26,11 +29,78 @@ def check_floats(op: str, argument: str, x: object, other: str = "") -> None:
         fail(TypeError, op, argument, got, f"allowed: a bfloat16 or float32 array{other}")
 
 
-def check_integers(op: str, argument: str, x: object) -> None:
+def check_type(op: str, argument: str, x: object, *kinds: type) -> None:
+    """TypeError unless x is of one of the kinds."""
+    if not isinstance(x, kinds):
+        fail(TypeError, op, argument, type(x).__name__, f"allowed: {' or '.join(kind.__name__ for kind in kinds)}")
+
+
+def check_size(op: str, argument: str, x: Any, least: int = 0) -> None:
+    """TypeError unless x is an int, ValueError unless it is from `least` up to what an int32 index counts."""
+    if isinstance(x, bool) or not hasattr(x, "__index__") or isinstance(x, jax.Array | np.ndarray):
+        fail(TypeError, op, argument, repr(x), "allowed: an int")
+    if not least <= int(x) < 2**31:
+        fail(ValueError, op, argument, x, f"allowed: {least} to {2**31 - 1}")
+
+
+def check_integers(op: str, argument: str, x: object, other: str = "") -> None:
     """TypeError unless x is an array of integers."""
     is_array = isinstance(x, jax.Array | np.ndarray)
     if not is_array or not jnp.issubdtype(x.dtype, jnp.integer):
-        fail(TypeError, op, argument, f"dtype {x.dtype}" if is_array else type(x).__name__, "allowed: an int32 array")
+        got = f"dtype {x.dtype}" if is_array else type(x).__name__
+        fail(TypeError, op, argument, got, f"allowed: an int32 array{other}")
+
+
+def check_shape(op: str, argument: str, x: object, shape: tuple[int, ...], why: str, dtype: str) -> None:
+    """TypeError unless x is an array of this dtype ("int": any of integers), ValueError unless of this shape."""
+    if dtype == "int":
+        check_integers(op, argument, x)
+    elif not isinstance(x, jax.Array | np.ndarray) or np.dtype(x.dtype).name != dtype:
+        got = f"dtype {x.dtype}" if isinstance(x, jax.Array | np.ndarray) else type(x).__name__
+        fail(TypeError, op, argument, got, f"allowed: {dtype}")
+    assert isinstance(x, jax.Array | np.ndarray)
+    if x.shape != shape:
+        fail(ValueError, op, argument, f"shape {x.shape}", f"allowed: {shape}, {why}")
+
+
+def check_matrix(op: str, argument: str, x: Any) -> None:
+    """ValueError unless x, an array or one of MX, has two dims."""
+    if len(x.shape) != 2:
+        fail(ValueError, op, argument, f"shape {x.shape}", "allowed: 2 dims")
+
+
+def check_vector(op: str, argument: str, x: Any) -> None:
+    """TypeError unless x is an array of integers, ValueError unless it has one dim."""
+    check_integers(op, argument, x)
+    if x.ndim != 1:
+        fail(ValueError, op, argument, f"shape {x.shape}", "allowed: 1 dim")
+
+
+def check_bytes(op: str, argument: str, x: Any) -> None:
+    """TypeError unless x is an array of uint8, ValueError unless it has two dims."""
+    if not isinstance(x, jax.Array | np.ndarray) or x.dtype != np.uint8:
+        fail(TypeError, op, argument, getattr(x, "dtype", type(x).__name__), "allowed: a uint8 array")
+    check_matrix(op, argument, x)
+
+
+def dtype_name(op: str, argument: str, dtype: Any, allowed: tuple[str, ...] = FLOATS) -> str:
+    """The name of a dtype, or of what stands for one; TypeError unless it is among the allowed."""
+    try:
+        name = None if dtype is None else jnp.dtype(dtype).name
+    except (TypeError, ValueError):
+        name = None
+    if name not in allowed:
+        fail(TypeError, op, argument, name or repr(dtype), f"allowed: {' or '.join(allowed)}")
+    return name
+
+
+def rounding_of(op: str, argument: str, rounding: Any) -> Rounding:
+    """`Rounding.parse`, whose errors name the op."""
+    try:
+        return Rounding.parse(rounding)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(repr(member.name.lower()) for member in Rounding)
+        fail(type(error), op, argument, repr(rounding), f"allowed: a Rounding, or its name: {names}")
 
 
 def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed: str) -> None:
@@ -39,6 +109,14 @@ def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed:
         checkify.debug_check(ok, f"{op}: {argument}: got {{got}}; {allowed}", got=got)
     elif not ok:
         fail(ValueError, op, argument, got, allowed)
+
+
+def check_blocks(op: str, argument: str, rows: int, group_ends: jax.Array, whole: bool) -> None:
+    """Group ends fit the rows; with `whole` both are multiples of 32, as a weight gradient along the tokens needs."""
+    remedy = "the weight gradient quantizes along them; use pad_token_groups=True"
+    if whole:
+        require_multiple(op, argument, rows, BLOCK, "rows", remedy)
+    check_ends(op, group_ends, rows, BLOCK if whole else 1)
 
 
 def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None:
@@ -51,6 +129,11 @@ def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None
 
 def check_counts(op: str, counts: jax.Array, parts: int, rows: int, argument: str = "num_tokens_per_expert") -> None:
     """Counts are not negative, and each of the `parts` parts of them fits into `rows` rows."""
-    ok = (counts >= 0).all() & (counts.reshape(parts, -1).sum(1) <= rows).all()
+    each = counts.astype(jnp.int32).reshape(parts, -1)
+    # High and low halves by themselves: a sum of counts that fit an int32 need not.
+    low = (each & 0xFFFF).sum(1)
+    high, low = (each >> 16).sum(1) + (low >> 16), low & 0xFFFF
+    fits = (high < rows >> 16) | ((high == rows >> 16) & (low <= rows & 0xFFFF))
+    ok = (counts >= 0).all() & fits.all()
     allowed = f"allowed: counts of at least 0 that sum to at most {rows}, the rows they count"
     check_values(ok, op, argument, counts, allowed)

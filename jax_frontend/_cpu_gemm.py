@@ -132,8 +132,16 @@ def _mm_bf16(lhs, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
     return _m_grouped(_widen(lhs), _widen(rhs_t), group_ends, out)
 
 
+def _of_whole_blocks(dw: jax.Array, group_ends: jax.Array, tokens: int) -> jax.Array:
+    """dw (G, N, K), NaN for a group of which an end cuts a block of 32 tokens or lies beyond them: as on a GPU."""
+    begin = jnp.pad(group_ends, (1, 0))[:-1]
+    whole = (begin >= 0) & (begin <= group_ends) & (group_ends <= tokens) & ((begin | group_ends) % BLOCK == 0)
+    return jnp.where(whole[:, None, None], dw, jnp.nan)
+
+
 def _wgrad_mx(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
-    return _k_grouped(_dequantize(lhs_q, lhs_sf), _dequantize(rhs_q, rhs_sf), 1, group_ends, out)
+    dw = _k_grouped(_dequantize(lhs_q, lhs_sf), _dequantize(rhs_q, rhs_sf), 1, group_ends, out)
+    return _of_whole_blocks(dw, group_ends, lhs_q.shape[1])
 
 
 def _wgrad_bf16(lhs, rhs, group_ends, *, out: ArrayType) -> jax.Array:
@@ -155,7 +163,7 @@ def _dequantize_spans(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> ja
 
 def _wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
     lhs, rhs = _dequantize_spans(lhs_qf, lhs_sf, group_ends), _dequantize_spans(rhs_qf, rhs_sf, group_ends)
-    return _k_grouped(lhs, rhs, 1, group_ends, out)
+    return _of_whole_blocks(_k_grouped(lhs, rhs, 1, group_ends, out), group_ends, lhs_qf.shape[1])
 
 
 GEMMS = {

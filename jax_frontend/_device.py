@@ -28,7 +28,7 @@ def lower_for(arch: str) -> Iterator[None]:
 
     Raises ValueError for another architecture.
     """
-    if arch not in CAPABILITIES:
+    if not isinstance(arch, str) or arch not in CAPABILITIES:
         fail(ValueError, "lower_for", "arch", repr(arch), f"allowed: {', '.join(map(repr, CAPABILITIES))}")
     with _arch(arch):
         yield

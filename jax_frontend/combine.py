@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from ..core_kernels.formats import Rounding
-from ..core_kernels.launch import fail
 from . import ops
-from ._call import vary_alike
-from ._checks import check_floats, check_integers
+from ._call import jitted
+from ._checks import check_floats, check_integers, check_matrix, check_shape, dtype_name, rounding_of
+from ._derivatives import arguments
 from .mx_array import MXGradArray
 
 
@@ -31,7 +31,7 @@ class _How(NamedTuple):
     rounding: Rounding | None
 
 
-@partial(jax.jit, inline=True)  # as swiglu.py's, for the empty array
+@jitted
 def sum_slots(rows: jax.Array, slots: jax.Array) -> jax.Array:
     """y[t] = the fp32 sum over k of rows[slots[t, k]], rounded once to rows' dtype; for code below autodiff."""
     return ops.combine(rows, slots, jnp.zeros(0, jnp.float32), out_dtype=rows.dtype)
@@ -82,7 +82,7 @@ def _plain_bwd(how, token, dy):
 
 
 _plain.defvjp(_plain_fwd, _plain_bwd)
-_plain_jitted = jax.jit(_plain, static_argnums=3, inline=True)  # as swiglu.py's, for the empty array
+_plain_jitted = jitted(_plain, 3)
 
 
 def weighted_combine(
@@ -108,17 +108,19 @@ def weighted_combine(
 
     Raises ValueError for shapes that do not fit each other, TypeError for other dtypes.
     """
-    op, rounding = "weighted_combine", None
-    check_integers(op, "order", order)
-    if isinstance(rows, MXGradArray):
-        rows, rounding = rows.once(op), Rounding.parse(scaling_mode)
-    else:
+    op, rounding = "weighted_combine", rounding_of("weighted_combine", "scaling_mode", scaling_mode)
+    if not isinstance(rows, MXGradArray):
         check_floats(op, "rows", rows, " or an MXGradArray")
-    if order.shape != rows.shape[:1]:
-        # Only the gradient reads it.
-        fail(ValueError, op, "order", f"shape {order.shape}", f"allowed: ({rows.shape[0]},), one slot per row")
+    check_matrix(op, "rows", rows)
+    check_integers(op, "slots", slots)
+    check_matrix(op, "slots", slots)
+    if probs is not None:
+        check_shape(op, "probs", probs, slots.shape, "as slots", "float32")
+    check_shape(op, "order", order, rows.shape[:1], "one slot per row", "int")  # only the gradient reads it
     dtype = jnp.dtype(rows.dtype).name
-    how = _How(dtype, dtype if out_dtype is None else jnp.dtype(out_dtype).name, rounding)
+    out_dtype = dtype if out_dtype is None else dtype_name(op, "out_dtype", out_dtype)
+    how = _How(dtype, out_dtype, rounding if isinstance(rows, MXGradArray) else None)
+    rows = rows.once(op) if isinstance(rows, MXGradArray) else rows
     if probs is None:
-        return _plain_jitted(*vary_alike(rows, slots, order), how)
-    return _weighted(*vary_alike(rows, probs, slots, order), how)
+        return _plain_jitted(*arguments(op, rows, slots, order), how)
+    return _weighted(*arguments(op, rows, probs, slots, order), how)

@@ -21,10 +21,13 @@ from jax import lax
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from . import ops
-from ._call import vary_alike
-from ._checks import check_counts, check_floats, check_integers
+from ._checks import check_counts, check_floats, check_integers, check_size, check_type, rounding_of
+from ._derivatives import arguments
 from .combine import sum_slots
 from .mx_array import MXArray, MXGradArray
+
+Axes = str | tuple[str, ...]
+"""One mesh axis or several, of which the first varies slowest."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +45,7 @@ class Exchange:
     slots: jax.Array
     recv_counts: jax.Array
     overflow: jax.Array
-    axis_name: str | None = dataclasses.field(metadata={"static": True})
+    axis_name: Axes | None = dataclasses.field(metadata={"static": True})
     ep_degree: int = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
     copies: int = dataclasses.field(default=1, metadata={"static": True})
@@ -53,24 +56,26 @@ class Exchange:
         return self.slots.shape[0] // self.copies
 
 
-def axis_size(op: str, axis_name: str | None) -> int:
-    """Ranks along a mesh axis of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
+def axis_size(op: str, axes: Axes | None, argument: str = "axis_name") -> int:
+    """Ranks along mesh axes of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
+    allowed = "allowed: a mesh axis of the enclosing jax.shard_map, a tuple of them, or None"
+    names = axes if isinstance(axes, tuple) else (axes,)
+    if axes is not None and not all(isinstance(name, str) for name in names):
+        fail(TypeError, op, argument, repr(axes), allowed)
     try:
-        return 1 if axis_name is None else lax.axis_size(axis_name)
+        return 1 if axes is None else lax.axis_size(axes)
     except NameError:
-        fail(
-            ValueError, op, "axis_name", repr(axis_name), "allowed: a mesh axis of the enclosing jax.shard_map, or None"
-        )
+        fail(ValueError, op, argument, repr(axes), allowed)
 
 
 def plan_exchange(
-    num_tokens_per_expert: jax.Array, axis_name: str | None, *, num_rows: int, capacity: int | None = None
+    num_tokens_per_expert: jax.Array, axis_name: Axes | None, *, num_rows: int, capacity: int | None = None
 ) -> Exchange:
     """Lay out the all-to-all of rows that are sorted by expert; exchanges the counts.
 
     num_tokens_per_expert: (E,) int32, local rows of each of the E experts; rank r of the mesh axis owns
         experts [r * E / ep, (r + 1) * E / ep). num_rows: T, local rows, at least the sum of the counts.
-    axis_name: mesh axis of the enclosing shard_map; None for no parallelism (one rank, no collective).
+    axis_name: mesh axis of the enclosing shard_map, or a tuple of them; None for no parallelism, one rank.
     capacity: rows reserved per pair of ranks; None reserves num_rows and is dropless.
 
     Raises ValueError for a capacity below 1, or an axis whose size does not divide E; TypeError for counts that
@@ -78,14 +83,18 @@ def plan_exchange(
     """
     op = "plan_exchange"
     check_integers(op, "num_tokens_per_expert", num_tokens_per_expert)
+    if num_tokens_per_expert.ndim != 1 or not num_tokens_per_expert.size:
+        got = f"shape {num_tokens_per_expert.shape}"
+        fail(ValueError, op, "num_tokens_per_expert", got, "allowed: (E,), one count per expert")
+    check_size(op, "num_rows", num_rows)
+    if capacity is not None:
+        check_size(op, "capacity", capacity, 1)
     num_experts, ep_degree = num_tokens_per_expert.shape[0], axis_size(op, axis_name)
     if num_experts % ep_degree:
         fail(
             ValueError, op, "num_tokens_per_expert", f"{num_experts} experts",
             f"allowed: multiples of the {ep_degree} ranks of mesh axis {axis_name!r}",
         )  # fmt: skip
-    if capacity is not None and capacity < 1:
-        fail(ValueError, op, "capacity", capacity, "allowed: at least 1, or None for dropless")
     check_counts(op, num_tokens_per_expert, 1, num_rows)
     capacity = num_rows if capacity is None else min(capacity, num_rows)
 
@@ -100,7 +109,8 @@ def plan_exchange(
     slot = jnp.arange(capacity, dtype=jnp.int32)
     sources = jnp.where(slot < sent[:, None], rank_starts[:, None] + slot, -1).reshape(-1)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    rank = jnp.minimum(jnp.searchsorted(rank_ends, row, side="right"), ep_degree - 1).astype(jnp.int32)
+    # Not jnp.searchsorted: JAX 0.10.2 takes none where some mesh axes are automatic.
+    rank = jnp.minimum((row[:, None] >= rank_ends).sum(1, dtype=jnp.int32), ep_degree - 1)
     place = row - rank_starts[rank]
     slots = jnp.where(place < sent[rank], rank * capacity + place, -1)
     return Exchange(
@@ -117,15 +127,30 @@ def plan_exchange(
 def of_tokens(exchange: Exchange, order: jax.Array, inverse: jax.Array, copies: int) -> Exchange:
     """The dispatch of T tokens straight to the wire, each to `copies` slots, without the copies in between.
 
-    exchange: planned for the T * copies rows that are sorted by expert. order, inverse: as `sort_by_expert` returns
-    them. The bytes on the wire are the same; what comes back, a gradient or through a combine, is summed over a
-    token's slots in fp32 and rounded once.
+    exchange: planned for the T * copies rows that are sorted by expert. order, inverse: (T * copies,) int32, as
+    `sort_by_expert` returns them. The bytes on the wire are the same; what comes back, a gradient or through a combine,
+    is summed over a token's slots in fp32 and rounded once.
+
+    Raises ValueError unless order and inverse have one slot for each of the exchange's rows, whose number `copies`
+    divides, TypeError for another kind of argument.
     """
+    op = "of_tokens"
+    check_type(op, "exchange", exchange, Exchange)
+    if exchange.copies != 1:
+        fail(ValueError, op, "exchange", "an exchange of tokens", "allowed: one of rows, as `plan_exchange` makes it")
+    check_size(op, "copies", copies, 1)
+    rows = exchange.num_rows
+    if rows % copies:
+        fail(ValueError, op, "copies", copies, f"allowed: divisors of {rows}, the exchange's rows")
+    for name, slots in (("order", order), ("inverse", inverse)):
+        check_integers(op, name, slots)
+        if slots.shape != (rows,):
+            fail(ValueError, op, name, f"shape {slots.shape}", f"allowed: ({rows},), one slot for each row")
     tokens = jnp.append(order, -1)[exchange.sources] // copies  # -1 picks the -1 appended, and stays -1
     return dataclasses.replace(exchange, sources=tokens, slots=exchange.slots[inverse], copies=copies)
 
 
-def _all_to_all(x: jax.Array, axis_name: str | None) -> jax.Array:
+def _all_to_all(x: jax.Array, axis_name: Axes | None) -> jax.Array:
     if axis_name is None:
         return x
     # XLA:CPU widens a bf16 collective to fp32; bits stay as narrow as they are, on every platform.
@@ -173,13 +198,15 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
 ) -> MXArray:
     """Send rows to their experts' ranks: forward as packed MXFP8 bytes, backward as bf16 (or input's dtype).
 
-    input: (T, D) bf16 or fp32, sorted by expert. Returns an MXArray (ep * capacity, D): source rank s's rows
-    start at s * capacity; pass `exchange.recv_counts` and `rank_rows=exchange.capacity` to the permute.
+    input: (T, D) bf16 or fp32, sorted by expert. Returns an MXArray (ep * capacity, D), for the permute: source rank
+    s's rows start at s * capacity, and `exchange.recv_counts` says how many there are.
 
     Raises ValueError if D is no multiple of 32 or T is not what the exchange was planned for.
     """
-    _check_rows("a2a_dispatch_mxfp8_fwd_hp_bwd", input, exchange.num_rows, "the exchange's local rows")
-    return _dispatch(*vary_alike(input, exchange), Rounding.parse(scaling_mode))
+    op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
+    check_type(op, "exchange", exchange, Exchange)
+    _check_rows(op, input, exchange.num_rows, "the exchange's local rows")
+    return _dispatch(*arguments(op, input, exchange), rounding_of(op, "scaling_mode", scaling_mode))
 
 
 # --- combine ---------------------------------------------------------------------------------------
@@ -224,14 +251,16 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     Raises ValueError if N is no multiple of 32 or the rows are not the exchange's.
     """
     op = "a2a_combine_hp_fwd_mxfp8_bwd"
+    check_type(op, "exchange", exchange, Exchange)
+    check_type(op, "mxfp8_bwd", mxfp8_bwd, bool)
     values = input.value if isinstance(input, MXGradArray) else input
     _check_rows(op, values, exchange.sources.shape[0], "ep_degree * capacity rows", " or an MXGradArray")
     if not mxfp8_bwd:
-        return _combine(*vary_alike(values, exchange))
+        return _combine(*arguments(op, values, exchange))
     require_multiple(op, "input", input.shape[1], BLOCK, "last dim", "the backward quantizes along it")
     if isinstance(input, MXGradArray):
-        return _combine_mx(*vary_alike(input.once(op), exchange), Rounding.parse(scaling_mode))
-    return _dequantized(*vary_alike(input, exchange), Rounding.parse(scaling_mode), "combine")
+        return _combine_mx(*arguments(op, input.once(op), exchange), rounding_of(op, "scaling_mode", scaling_mode))
+    return _dequantized(*arguments(op, input, exchange), rounding_of(op, "scaling_mode", scaling_mode), "combine")
 
 
 # --- MXFP8 on the wire, floats on both sides ---------------------------------------------------------
@@ -266,16 +295,21 @@ def to_mxfp8_a2a_dequant(
     input: (T, D) -> (ep * capacity, D); with reverse=True the way back, (ep * capacity, D) -> (T, D).
     bf16 or fp32 in, the same dtype out. Raises ValueError if D is no multiple of 32.
     """
+    op = "to_mxfp8_a2a_dequant"
+    check_type(op, "exchange", exchange, Exchange)
+    check_type(op, "reverse", reverse, bool)
     rows = exchange.sources.shape[0] if reverse else exchange.num_rows
-    _check_rows("to_mxfp8_a2a_dequant", input, rows, "the exchange's rows")
+    _check_rows(op, input, rows, "the exchange's rows")
     leg = "reverse" if reverse else "forward"
-    return _dequantized(*vary_alike(input, exchange), Rounding.parse(scaling_mode), leg)
+    return _dequantized(*arguments(op, input, exchange), rounding_of(op, "scaling_mode", scaling_mode), leg)
 
 
 def a2a_dispatch(input: jax.Array, exchange: Exchange) -> jax.Array:
     """`a2a_dispatch_mxfp8_fwd_hp_bwd` without MXFP8: (T, D) -> (ep * capacity, D), its gradient likewise."""
-    _check_rows("a2a_dispatch", input, exchange.num_rows, "the exchange's local rows")
-    return _dispatch_hp(*vary_alike(input, exchange))
+    op = "a2a_dispatch"
+    check_type(op, "exchange", exchange, Exchange)
+    _check_rows(op, input, exchange.num_rows, "the exchange's local rows")
+    return _dispatch_hp(*arguments(op, input, exchange))
 
 
 @jax.custom_vjp

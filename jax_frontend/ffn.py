@@ -2,7 +2,7 @@
 
     forward (MXFP8)
       x --rows--> q, sf --w1--> gate --.
-                    '-----w3--> up ----+--swiglu_row--> q, sf --w2--> out        saved: x, gate, up
+                    '-----w3--> up ----+--swiglu_row--> q, sf --w2--> out        saved: x, gate, up, weights' bytes
     backward
       dout --rows--w2--> dh --swiglu_bwd--> dgate, dup --rows----w1 + w3--> dx  (fp32 sum, rounded once)
         |                                       '--------tokens--with x's--> dw1, dw3
@@ -27,9 +27,11 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from . import ops
-from ._call import vary_alike
-from ._checks import check_ends, check_floats, check_integers
-from .mx_array import MXArray, MXGradArray, received, values_of
+from ._call import jitted
+from ._checks import check_blocks, check_floats, check_shape, check_type
+from ._derivatives import arguments, reverse_only
+from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
+from .permute import gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     activation,
     along_tokens,
@@ -41,7 +43,7 @@ from .products import (
     weight_gradient,
 )
 from .swiglu import weights
-from .weights import NoValues, QuantizedWeights, Weights, check_weights, saved, settled
+from .weights import NoValues, Weights, check_weights, cotangent_of, held, saved, settled
 
 
 def _forward(rows, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -59,7 +61,9 @@ def _ffn(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
 
 
 def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
+    x_grad, h_grad = differentiated(x), differentiated((x, w1, w3, prob))
     x, w1, w3, w2, group_ends, prob = values_of((x, w1, w3, w2, group_ends, prob))
+    w1, w3, w2 = held(w1, recipe, x_grad), held(w3, recipe, x_grad), held(w2, recipe, h_grad)
     rows, tokens = activation(x, group_ends, recipe)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, recipe)
     kept = (NoValues(x.dtype) if tokens else x, tokens, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
@@ -92,8 +96,7 @@ def _ffn_bwd(recipe, mx_grad, residuals, grad):
     dw3 = weight_gradient(dup_tokens, tokens, group_ends, w3.dtype)
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
-    dws = ((w1, dw1), (w3, dw3), (w2, dw2))
-    dws = (w.cotangent(dw) if isinstance(w, QuantizedWeights) else dw for w, dw in dws)
+    dws = (cotangent_of(w, dw) for w, dw in ((w1, dw1), (w3, dw3), (w2, dw2)))
     return dx, *dws, None, None if prob is None else dprob
 
 
@@ -105,7 +108,7 @@ def _round(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 _ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)
-_ffn_jitted = jax.jit(_ffn, static_argnums=(6, 7), inline=True)  # as permute.py's
+_ffn_jitted = jitted(_ffn, 6, 7)
 
 
 def grouped_swiglu_ffn(
@@ -118,13 +121,14 @@ def grouped_swiglu_ffn(
     *,
     recipe: Recipe | str = "mxfp8_wgrad_with_hp",
     mx_grad: bool = False,
+    pad_token_groups: bool = True,
 ) -> jax.Array | MXGradArray:
     """(silu(x w1^T) * (x w3^T) * prob) w2^T for each group of rows; differentiable in x, the weights and prob.
 
     x: (P, D) bf16 or fp32, quantized here, once, or an MXArray, used as it is. w1, w3: (G, F, D), w2: (G, D, F),
     bf16 or fp32, as a linear layer stores them, or QuantizedWeights of these, made with the same recipe.
     group_ends: (G,) int32, where each group ends; rows past the last end give zeros. prob: (P,) fp32, a weight per
-    row of h. recipe, mx_grad: as in `mxfp8_grouped_mm`.
+    row of h. recipe, mx_grad, pad_token_groups: as in `mxfp8_grouped_mm`.
     Returns (P, D) bf16, or an MXGradArray of it. The gradient of x has x's dtype, those of the weights theirs.
 
     >>> x, w = jnp.ones((1, 32)), jnp.full((1, 32, 32), 1 / 32)
@@ -134,7 +138,9 @@ def grouped_swiglu_ffn(
     Raises ValueError for shapes that do not fit each other or the recipe and for QuantizedWeights of another recipe,
     TypeError for other dtypes.
     """
-    op, recipe = "grouped_swiglu_ffn", settled(recipe)
+    op, recipe = "grouped_swiglu_ffn", settled("grouped_swiglu_ffn", recipe)
+    check_type(op, "mx_grad", mx_grad, bool)
+    check_type(op, "pad_token_groups", pad_token_groups, bool)
     if not isinstance(x, MXArray):
         check_floats(op, "x", x, " or an MXArray")
     elif not recipe.mx:
@@ -148,11 +154,17 @@ def grouped_swiglu_ffn(
     for (name, shape), weight in zip(shapes.items(), (w1, w3, w2), strict=True):
         if weight.shape != shape:
             fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
-    check_integers(op, "group_ends", group_ends)
+    check_shape(op, "group_ends", group_ends, w1.shape[:1], "one end per group of w1", "int")
+    if prob is not None:
+        check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
     if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
-    aligned = recipe.wgrad_mx
-    if aligned:
-        require_multiple(op, "x", x.shape[0], BLOCK, "rows", "the weight gradient quantizes along them")
-    check_ends(op, group_ends, x.shape[0], BLOCK if aligned else 1)
-    return _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob), recipe, mx_grad)
+    x, w1, w3, w2, prob = reverse_only(op, (x, w1, w3, w2, prob))
+    check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
+    maps = None
+    if pad_token_groups and recipe.wgrad_mx:
+        x, maps = pad_groups(x, group_ends, recipe.alignment)
+        group_ends = maps.group_ends
+        prob = None if prob is None else gather_rows(prob[:, None], maps.row_map, maps.inverse)[:, 0]
+    out = _ffn_jitted(*arguments(op, x, w1, w3, w2, group_ends, prob), recipe, mx_grad)
+    return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out

@@ -16,6 +16,7 @@ T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -26,12 +27,14 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ep, ops
 from ._call import vary, varying_axes
-from ._checks import check_floats
+from ._checks import check_floats, check_type, dtype_name
+from ._derivatives import reverse_only
 from .combine import weighted_combine
+from .ep import Axes
 from .ffn import grouped_swiglu_ffn
 from .mx_array import MXArray, MXGradArray
 from .permute import gather_rows, permute, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
-from .weights import Weights, check_weights, settled
+from .weights import Weights, check_weights, recipe_of, settled
 
 Params = dict[str, Any]
 SCORES = ("softmax", "sigmoid")
@@ -39,9 +42,9 @@ PROB_IN = ("combine", "swiglu")
 
 
 class MoEStats(NamedTuple):
-    """counts (E,) int32: rows that this rank's tokens send to each expert. aux_loss: fp32 scalar,
-    E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch Transformer,
-    equation 4). overflow () int32: this rank's rows that did not fit the capacity; 0 when dropless."""
+    """Of all ranks' tokens, the same on every rank. counts (E,) int32: rows that go to each expert. aux_loss: fp32
+    scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch Transformer, equation 4).
+    overflow () int32: rows that did not fit the capacity; 0 when dropless."""
 
     counts: jax.Array
     aux_loss: jax.Array
@@ -83,20 +86,30 @@ class MoEConfig:
                 fail(ValueError, "MoEConfig", name, size, f"allowed: positive multiples of {BLOCK}")
         if not 1 <= self.top_k <= self.num_experts:
             fail(ValueError, "MoEConfig", "top_k", self.top_k, f"allowed: 1 to num_experts = {self.num_experts}")
-        if self.prob_in not in PROB_IN:
-            allowed = f"allowed: {' or '.join(map(repr, PROB_IN))}"
-            fail(ValueError, "MoEConfig", "prob_in", repr(self.prob_in), allowed)
-        if self.score_func not in SCORES:
-            names = " or ".join(map(repr, SCORES))
-            fail(ValueError, "MoEConfig", "score_func", repr(self.score_func), f"allowed: {names}")
+        for name, names in (("prob_in", PROB_IN), ("score_func", SCORES)):
+            if getattr(self, name) not in names:
+                allowed = f"allowed: {' or '.join(map(repr, names))}"
+                fail(ValueError, "MoEConfig", name, repr(getattr(self, name)), allowed)
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
-        object.__setattr__(self, "recipe", Recipe.parse(self.recipe))
+        check_type("MoEConfig", "normalize", self.normalize, bool)
+        object.__setattr__(self, "recipe", recipe_of("MoEConfig", self.recipe))
 
 
 def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
     """Draw {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normals
-    of deviation 1 / sqrt(fan in)."""
+    of deviation 1 / sqrt(fan in).
+
+    Raises TypeError unless key is one of jax.random, config a MoEConfig and dtype bf16 or fp32."""
+    op = "moe.init"
+    check_type(op, "config", config, MoEConfig)
+    dtype = dtype_name(op, "dtype", dtype)
+    is_key = isinstance(key, jax.Array) and (
+        (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and not key.ndim) or (key.dtype == jnp.uint32 and key.ndim == 1)
+    )
+    if not is_key:
+        got = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
+        fail(TypeError, op, "key", got, "allowed: one key of jax.random")
     e, d, f = config.num_experts, config.dim, config.hidden_dim
     shapes = {"router": (e, d), "w1": (e, f, d), "w2": (e, d, f), "w3": (e, f, d)}
     drawn = {
@@ -107,14 +120,30 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
 
 
 def apply(
-    params: Params, x: jax.Array, config: MoEConfig, *, axis_name: str | None = None
+    params: Params, x: jax.Array, config: MoEConfig, *, axis_name: Axes | None = None, token_axes: Axes | None = None
 ) -> tuple[jax.Array, MoEStats]:
     """Run the layer on this device's tokens: x (..., D) bf16 or fp32 -> (y like x, MoEStats).
 
-    params: as `init` makes them. With axis_name, inside `jax.shard_map`: params["experts"] holds this rank's
-    E / ep experts (shard the first dim), params["router"] all of them, and x this rank's tokens.
-    An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)` holds the bytes that the
-    layer makes of w.
+    Expert parallelism is axis_name, a mesh axis or a tuple of them, inside `jax.shard_map`: params["experts"] holds
+    this rank's E / ep experts (shard the first dim), params["router"] all of them, and x this rank's tokens. Sharded
+    experts under jit alone give the same numbers and no parallelism: XLA gathers them on every device.
+    token_axes: the mesh axes that tokens are split over, where axis_name is not all of them: on a mesh of data and
+    expert ranks ("data", "ep"). The stats are sums and means over these, so their PartitionSpec is P().
+    params: as `init` makes them. An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)`
+    holds the bytes that the layer makes of w.
+
+    Nothing is left to reduce: of parameters that are P() on an axis, JAX sums the gradient over it. The loss is a mean
+    over the global batch, computed outside of shard_map or by psum inside it, plus a weight times `aux_loss`:
+
+        def layer(params, x):
+            return moe.apply(params, x, config, axis_name="ep")
+
+        specs = {"router": P(), "experts": P("ep")}
+        layer = jax.shard_map(layer, mesh=mesh, in_specs=(specs, P("ep")), out_specs=(P("ep"), P()))
+
+        def loss(params, x, target):
+            y, stats = layer(params, x)
+            return ((y - target) ** 2).mean() + 0.01 * stats.aux_loss
 
     >>> config = MoEConfig(32, 64, num_experts=4, top_k=2)
     >>> y, stats = apply(init(jax.random.key(0), config), jnp.ones((5, 32)), config)
@@ -124,10 +153,15 @@ def apply(
     Raises ValueError where x, params, config and the mesh axis do not fit each other or QuantizedWeights are another
     recipe's, TypeError for dtypes.
     """
-    check_floats("moe.apply", "x", x)
+    op = "moe.apply"
+    check_type(op, "config", config, MoEConfig)
+    check_floats(op, "x", x)
     if x.ndim < 1 or x.shape[-1] != config.dim:
-        fail(ValueError, "moe.apply", "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
+        fail(ValueError, op, "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
     _check_params(params, config, axis_name)
+    token_axes = axis_name if token_axes is None else token_axes
+    replicas = ep.axis_size(op, token_axes, "token_axes")
+    params, x = reverse_only(op, (params, x), rows="x (..., D) with any leading dims")
     x_TD = x.reshape(-1, config.dim)
     probs_TK, experts_TK, scores_TE = _route(params["router"], x_TD, config)
     order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1), config.num_experts)
@@ -137,14 +171,26 @@ def apply(
         y_TD = _on_one_device(params["experts"], x_TD, routing, config)
     else:
         y_TD, overflow = _across_ranks(params["experts"], x_TD, routing, config, axis_name)
-    fraction_E = counts.astype(jnp.float32) / max(experts_TK.size, 1)
-    mean_prob_E = scores_TE.sum(0) / max(x_TD.shape[0], 1)
+    counts, overflow, scores_E = (_total(s, token_axes) for s in (counts, overflow, scores_TE.sum(0)))
+    fraction_E = counts.astype(jnp.float32) / max(replicas * experts_TK.size, 1)
+    mean_prob_E = scores_E / max(replicas * x_TD.shape[0], 1)
     aux_loss = config.num_experts * (fraction_E * mean_prob_E).sum()
     return y_TD.reshape(x.shape), MoEStats(counts, aux_loss, overflow)
 
 
-def _check_params(params: Params, config: MoEConfig, axis_name: str | None) -> None:
-    recipe = settled(config.recipe)
+def _total(x: jax.Array, axes: Axes | None) -> jax.Array:
+    """x summed over the ranks of mesh axes; a gradient goes back to each of them."""
+    if axes is None:
+        return x
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    return jax.lax.psum(vary(x, axes), axes)
+
+
+def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> None:
+    layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3', as `moe.init` makes them"
+    if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
+        fail(TypeError, "moe.apply", "params", type(params).__name__, layout)
+    recipe = settled("moe.apply", config.recipe)
     e, d, f = config.num_experts, config.dim, config.hidden_dim
     ranks = ep.axis_size("moe.apply", axis_name)
     if e % ranks:
@@ -155,7 +201,6 @@ def _check_params(params: Params, config: MoEConfig, axis_name: str | None) -> N
     for name, shape in allowed.items():
         holder = params if name == "router" else params.get("experts", {})
         if name not in holder:
-            layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3', as `moe.init` makes them"
             fail(ValueError, "moe.apply", "params", f"no {name!r}", layout)
         if name == "router":
             check_floats("moe.apply", "params 'router'", holder[name])
@@ -213,20 +258,18 @@ def _on_one_device(experts: Params, x_TD: jax.Array, routing: _Routing, config: 
 
 
 def _across_ranks(
-    experts: Params, x_TD: jax.Array, routing: _Routing, config: MoEConfig, axis_name: str | None
+    experts: Params, x_TD: jax.Array, routing: _Routing, config: MoEConfig, axis_name: Axes | None
 ) -> tuple[jax.Array, jax.Array]:
     """y, and how many rows did not fit."""
     recipe, out_dtype = Recipe.parse(config.recipe), x_TD.dtype
     order, inverse = routing.order, routing.inverse.reshape(-1)
     exchange = ep.plan_exchange(routing.counts, axis_name, num_rows=order.shape[0], capacity=config.capacity)
-    num_local_experts = config.num_experts // exchange.ep_degree
-    layout = (exchange.recv_counts, exchange.ep_degree, num_local_experts, recipe.alignment)
     tokens, x_TD = ep.of_tokens(exchange, order, inverse, config.top_k), x_TD.astype(jnp.bfloat16)
     if recipe.mx:
         received = ep.a2a_dispatch_mxfp8_fwd_hp_bwd(x_TD, tokens, recipe.rounding)
-        groups, maps = permute_mxfp8_fwd_hp_bwd(received, *layout, rank_rows=exchange.capacity)
+        groups, maps = permute_mxfp8_fwd_hp_bwd(received, exchange, group_size_multiple_of=recipe.alignment)
     else:
-        groups, maps = permute(ep.a2a_dispatch(x_TD, tokens), *layout, rank_rows=exchange.capacity)
+        groups, maps = permute(ep.a2a_dispatch(x_TD, tokens), exchange, group_size_multiple_of=recipe.alignment)
     prob_P, probs_TK = None, routing.probs
     if config.prob_in == "swiglu":
         sent = ep.a2a_dispatch(gather_rows(probs_TK.reshape(-1, 1), order, inverse), exchange)
@@ -246,4 +289,6 @@ def _experts(
         return jax.tree.map(lambda leaf: vary(leaf, axes), experts[name])
 
     weights = local("w1"), local("w3"), local("w2")
-    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, recipe=recipe, mx_grad=recipe.mx)
+    # The groups are padded already.
+    options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False}
+    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, **options)

@@ -24,9 +24,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ..core_kernels.formats import BLOCK, Rounding
-from ..core_kernels.launch import fail
+from ..core_kernels.launch import fail, require_multiple
 from . import ops
 from ._call import vary, varying_axes
+from ._checks import check_bytes, check_floats, check_matrix, dtype_name, rounding_of
+from ._derivatives import arguments
 
 E8M0_NAN = np.uint8(255)
 
@@ -61,12 +63,26 @@ class MXArray:
 
     @classmethod
     def from_bytes(cls, q: jax.Array, sf: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
-        """Wrap E4M3 data and E8M0 scales (uint8). Whatever made the bytes gets no gradient."""
+        """Wrap E4M3 data and E8M0 scales (uint8). Whatever made the bytes gets no gradient.
+
+        Raises ValueError unless q is (M, K) and sf (M, K/32), TypeError for other dtypes."""
+        op = "MXArray.from_bytes"
+        dtype = dtype_name(op, "dtype", dtype)
+        for name, x in (("q", q), ("sf", sf)):
+            check_bytes(op, name, x)
+        if sf.shape[0] != q.shape[0] or BLOCK * sf.shape[1] != q.shape[1]:
+            fail(ValueError, op, "sf", f"shape {sf.shape} with q {q.shape}", "allowed: (M, K/32) with (M, K)")
         return cls(q, sf, vary(jnp.zeros(q.shape, dtype), varying_axes(q, sf)))
 
     @classmethod
     def from_packed(cls, packed: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
-        """Wrap wire rows `[q | sf]` (M, K + K/32) uint8. Whatever made the bytes gets no gradient."""
+        """Wrap wire rows `[q | sf]` (M, K + K/32) uint8. Whatever made the bytes gets no gradient.
+
+        Raises ValueError for another width, TypeError for other dtypes."""
+        op = "MXArray.from_packed"
+        check_bytes(op, "packed", packed)
+        require_multiple(op, "packed", packed.shape[1], BLOCK + 1, "last dim", "32 elements and their scale")
+        dtype = dtype_name(op, "dtype", dtype)
         k = packed.shape[1] // (BLOCK + 1) * BLOCK
         return cls.from_bytes(packed[:, :k], packed[:, k:], dtype)
 
@@ -79,11 +95,15 @@ class MXArray:
 
         Raises ValueError if K is no multiple of 32, TypeError for another dtype.
         """
-        return _quantize(x, Rounding.parse(rounding))
+        op = "MXArray.quantize"
+        check_floats(op, "x", x)
+        check_matrix(op, "x", x)
+        rounding = rounding_of(op, "rounding", rounding)
+        return _quantize(*arguments(op, x), rounding)
 
     def dequantize(self) -> jax.Array:
         """(M, K) in `dtype`; differentiable, the gradient passes unchanged."""
-        return _dequantize(self)
+        return _dequantize(*arguments("MXArray.dequantize", self))
 
     def packed(self) -> jax.Array:
         """Wire rows `[q | sf]`; of an array that came from wire rows, XLA returns those without a copy.
@@ -122,6 +142,17 @@ class MXGradArray:
     def dtype(self) -> jnp.dtype:
         return self.value.dtype
 
+    def __getattr__(self, name: str) -> Any:
+        allowed = "the functions that take an MXGradArray, once; `.value` elsewhere, whose gradient is float"
+        raise AttributeError(f"MXGradArray: attribute: got {name!r}; allowed: {allowed}")
+
+    def _no_arithmetic(self, *_: object) -> Any:
+        allowed = "allowed: the functions that take one, once; use `.value` elsewhere, whose gradient is float"
+        fail(TypeError, "MXGradArray", "operand", "an MXGradArray in arithmetic", allowed)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
+    __neg__ = __pow__ = __matmul__ = __rmatmul__ = __getitem__ = _no_arithmetic
+
     def once(self, op: str) -> "MXGradArray":
         """This array, for the one op that takes its gradient; ValueError for a second one."""
         if self.__dict__.get("_taken"):
@@ -132,6 +163,13 @@ class MXGradArray:
 
     @classmethod
     def wrap(cls, value: jax.Array) -> "MXGradArray":
+        """value (M, N) bf16 or fp32 with companions that nobody else reads: the gradient that comes back on them is
+        for the code that wraps, below autodiff. Raises ValueError unless N is a multiple of 32."""
+        op = "MXGradArray.wrap"
+        check_floats(op, "value", value)
+        if value.ndim != 2:
+            fail(ValueError, op, "value", f"shape {value.shape}", "allowed: (M, N)")
+        require_multiple(op, "value", value.shape[1], BLOCK, "last dim", "its gradient is quantized along it")
         m, n = value.shape
         axes = varying_axes(value)
         zeros = jnp.zeros((m, n), jnp.float8_e4m3fn), jnp.zeros((m, n // BLOCK), jnp.bfloat16), jnp.zeros(1)
@@ -167,16 +205,25 @@ def received(grad: jax.Array | MXGradArray) -> jax.Array | tuple[jax.Array, jax.
     if not isinstance(grad, MXGradArray):
         return grad
     value, mx = grad.poisoned()
-    if value is None or mx is None:
-        present = mx if value is None else value
-        assert present is not None, "JAX asks for no gradient where none came"
-        return present
+    if value is None:
+        if mx is not None:
+            return mx
+        got = "no gradient, as where `.value` was wrapped anew"
+        allowed = "allowed: the MXGradArray itself to one unpermute or combine, `.value` elsewhere, or stop_gradient"
+        fail(ValueError, "MXGradArray", "cotangent", got, allowed)
+    if mx is None:
+        return value
     return value + ops.dequantize(*mx, out_dtype=value.dtype)
 
 
 def values_of(primals: Any) -> Any:
     """With symbolic_zeros, JAX hands every leaf of an argument over as (value, perturbed)."""
     return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+
+
+def differentiated(primals: Any) -> bool:
+    """Whether any leaf of what `values_of` takes has a gradient."""
+    return any(leaf.perturbed for leaf in jax.tree.leaves(primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed")))
 
 
 def pack(q: jax.Array, sf: jax.Array) -> jax.Array:

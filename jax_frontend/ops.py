@@ -19,7 +19,6 @@ Formats v1.0. In a jit that shards its arrays without shard_map, XLA gathers a k
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import combine as combine_ops
@@ -73,7 +72,7 @@ def quantize_row(
 
     Raises ValueError if K is no multiple of 32, TypeError for another dtype. Source: MX v1.0, section 6.3.
     """
-    q, sf = call(quantize.quantize_row, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    q, sf = call(quantize.quantize_row, x, rounding=rounding, satfinite=satfinite)
     return q, sf
 
 
@@ -81,7 +80,7 @@ def quantize_row_packed(
     x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
 ) -> jax.Array:
     """As `quantize_row`, as one wire row per token: x (M, K) -> [q | sf] (M, K + K/32) uint8."""
-    return call(quantize.quantize_row_packed, x, rounding=Rounding.parse(rounding), satfinite=satfinite)[0]
+    return call(quantize.quantize_row_packed, x, rounding=rounding, satfinite=satfinite)[0]
 
 
 def quantize_col(
@@ -91,7 +90,7 @@ def quantize_col(
 
     Raises ValueError if M is no multiple of 32, TypeError unless x is bf16 or fp32.
     """
-    q_t, sf_t = call(quantize.quantize_col, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    q_t, sf_t = call(quantize.quantize_col, x, rounding=rounding, satfinite=satfinite)
     return q_t, sf_t
 
 
@@ -99,13 +98,13 @@ def quantize_both(
     x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """`quantize_row` and `quantize_col` in one read of x: -> q, sf, q_t, sf_t."""
-    q, sf, q_t, sf_t = call(quantize.quantize_both, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    q, sf, q_t, sf_t = call(quantize.quantize_both, x, rounding=rounding, satfinite=satfinite)
     return q, sf, q_t, sf_t
 
 
 def dequantize(q: jax.Array, sf: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16") -> jax.Array:
     """q (..., M, K), sf (..., M, K/32) uint8 -> x (..., M, K) bf16 or fp32; exact in fp32."""
-    return call(quantize.dequantize, q, sf, out_dtype=jnp.dtype(out_dtype).name)[0]
+    return call(quantize.dequantize, q, sf, out_dtype=out_dtype)[0]
 
 
 def permute_rows(x: jax.Array, row_map: jax.Array) -> jax.Array:
@@ -164,7 +163,7 @@ def quantize_row_fold(
     x: jax.Array, *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize_row` and `fold_rows` in one read of x: (..., M, K) -> qf (..., M, K), row_sf (..., M)."""
-    qf, row_sf = call(fold.quantize_row_fold, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    qf, row_sf = call(fold.quantize_row_fold, x, rounding=rounding, satfinite=satfinite)
     return qf, row_sf
 
 
@@ -180,7 +179,7 @@ def quantize_rowwise(
     A NaN or an infinity in a row makes its scale 255 and all its elements 0x7F. Raises ValueError if K is 0 or no
     multiple of 32, TypeError for another dtype.
     """
-    qf, row_sf = call(rowwise.quantize_rowwise, x, rounding=Rounding.parse(rounding), satfinite=satfinite)
+    qf, row_sf = call(rowwise.quantize_rowwise, x, rounding=rounding, satfinite=satfinite)
     return qf, row_sf
 
 
@@ -223,7 +222,7 @@ def quantize_both_fold(
 
     Raises ValueError unless M and K are multiples of 32 and K is not 0, TypeError for other dtypes.
     """
-    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    options = {"rounding": rounding, "satfinite": satfinite}
     qf, row_sf, qf_t, span_sf = call(both_fold.quantize_both_fold, x, group_ends, **options)
     return qf, row_sf, qf_t, span_sf
 
@@ -272,7 +271,7 @@ def combine(
 
     Raises ValueError for shapes that do not fit, TypeError for other dtypes.
     """
-    return call(combine_ops.combine, rows, slots, probs, out_dtype=jnp.dtype(out_dtype).name)[0]
+    return call(combine_ops.combine, rows, slots, probs, out_dtype=out_dtype)[0]
 
 
 def combine_bwd(
@@ -304,7 +303,7 @@ def swiglu_row(
     *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`quantize_row` of `swiglu`, h never stored: -> q (M, F), sf (M, F/32); F a multiple of 32."""
-    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    options = {"rounding": rounding, "satfinite": satfinite}
     q, sf = call(swiglu_kernels.swiglu_row, gate, up, prob, **options)
     return q, sf
 
@@ -314,7 +313,7 @@ def swiglu_col(
     *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`quantize_col` of `swiglu`, h never stored: -> q (F, M), sf (F, M/32); M a multiple of 32."""
-    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    options = {"rounding": rounding, "satfinite": satfinite}
     q_t, sf_t = call(swiglu_kernels.swiglu_col, gate, up, prob, **options)
     return q_t, sf_t
 
@@ -324,7 +323,7 @@ def swiglu_both(
     *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """`quantize_both` of `swiglu`, h never stored: -> q, sf, q_t, sf_t; M and F multiples of 32."""
-    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    options = {"rounding": rounding, "satfinite": satfinite}
     q, sf, q_t, sf_t = call(swiglu_kernels.swiglu_both, gate, up, prob, **options)
     return q, sf, q_t, sf_t
 
@@ -342,7 +341,7 @@ def swiglu_bwd_row(
     *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`swiglu_bwd` with `quantize_row` of dgate and of dup: -> q, sf of dgate, q, sf of dup, dprob."""
-    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    options = {"rounding": rounding, "satfinite": satfinite}
     return call(swiglu_kernels.swiglu_bwd_row, dh, gate, up, prob, **options)
 
 
@@ -351,7 +350,7 @@ def swiglu_bwd_col(
     *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`swiglu_bwd` with `quantize_col` of dgate and of dup: -> q_t, sf_t of dgate, q_t, sf_t of dup, dprob."""
-    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    options = {"rounding": rounding, "satfinite": satfinite}
     return call(swiglu_kernels.swiglu_bwd_col, dh, gate, up, prob, **options)
 
 
@@ -360,7 +359,7 @@ def swiglu_bwd_both(
     *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`swiglu_bwd` with `quantize_both` of dgate and of dup: -> q, sf, q_t, sf_t of dgate, then of dup, dprob."""
-    options = {"rounding": Rounding.parse(rounding), "satfinite": satfinite}
+    options = {"rounding": rounding, "satfinite": satfinite}
     return call(swiglu_kernels.swiglu_bwd_both, dh, gate, up, prob, **options)
 
 
@@ -369,16 +368,14 @@ def grouped_mm_mx(
     *, out_dtype: jax.typing.DTypeLike = "bfloat16",
 ) -> jax.Array:  # fmt: skip
     """lhs (M, K) x rhs_t (G, N, K), both MXFP8 along K -> (M, N); rows past group_ends[-1] are zeros."""
-    name = jnp.dtype(out_dtype).name
-    return call(grouped_gemm.grouped_mm_mx, lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out_dtype=name)[0]
+    return call(grouped_gemm.grouped_mm_mx, lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out_dtype=out_dtype)[0]
 
 
 def grouped_mm_bf16(
     lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
 ) -> jax.Array:
     """lhs (M, K) x rhs_t (G, N, K), both bf16 -> (M, N), accumulated in fp32."""
-    name = jnp.dtype(out_dtype).name
-    return call(grouped_gemm.grouped_mm_bf16, lhs, rhs_t, group_ends, out_dtype=name)[0]
+    return call(grouped_gemm.grouped_mm_bf16, lhs, rhs_t, group_ends, out_dtype=out_dtype)[0]
 
 
 def grouped_wgrad_mx(
@@ -386,24 +383,21 @@ def grouped_wgrad_mx(
     *, out_dtype: jax.typing.DTypeLike = "bfloat16",
 ) -> jax.Array:  # fmt: skip
     """lhs_t (N, M) x rhs_t (K, M), both MXFP8 along M -> (G, N, K); zeros for an empty group."""
-    name = jnp.dtype(out_dtype).name
-    return call(grouped_gemm.grouped_wgrad_mx, lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out_dtype=name)[0]
+    return call(grouped_gemm.grouped_wgrad_mx, lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out_dtype=out_dtype)[0]
 
 
 def grouped_wgrad_bf16(
     lhs: jax.Array, rhs: jax.Array, group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
 ) -> jax.Array:
     """lhs (M, N) x rhs (M, K), both bf16 -> (G, N, K): lhs.T @ rhs of each group, accumulated in fp32."""
-    name = jnp.dtype(out_dtype).name
-    return call(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=name)[0]
+    return call(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=out_dtype)[0]
 
 
 def grouped_wgrad_bf16_t(
     lhs_t: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16"
 ) -> jax.Array:
     """lhs_t (N, M) x rhs_t (K, M), both bf16 -> (G, N, K): `grouped_wgrad_bf16` of the transposed operands."""
-    name = jnp.dtype(out_dtype).name
-    return call(grouped_gemm.grouped_wgrad_bf16_t, lhs_t, rhs_t, group_ends, out_dtype=name)[0]
+    return call(grouped_gemm.grouped_wgrad_bf16_t, lhs_t, rhs_t, group_ends, out_dtype=out_dtype)[0]
 
 
 def grouped_mm_fold(
@@ -414,8 +408,7 @@ def grouped_mm_fold(
 
     Raises ValueError unless K is a multiple of 32 and N of 8.
     """
-    name = jnp.dtype(out_dtype).name
-    return call(folded_gemm.grouped_mm_fold, lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype=name)[0]
+    return call(folded_gemm.grouped_mm_fold, lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype=out_dtype)[0]
 
 
 def grouped_mm_fold_bias(
@@ -423,9 +416,8 @@ def grouped_mm_fold_bias(
     group_ends: jax.Array, *, out_dtype: jax.typing.DTypeLike = "bfloat16",
 ) -> jax.Array:  # fmt: skip
     """`grouped_mm_fold` + bias (G, N) fp32, each group's row of it, rounded once; zeros past group_ends[-1]."""
-    name = jnp.dtype(out_dtype).name
     operands = (lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends)
-    return call(folded_gemm.grouped_mm_fold_bias, *operands, out_dtype=name)[0]
+    return call(folded_gemm.grouped_mm_fold_bias, *operands, out_dtype=out_dtype)[0]
 
 
 def grouped_wgrad_fold(
@@ -437,5 +429,4 @@ def grouped_wgrad_fold(
 
     Raises ValueError unless M is a multiple of 32 and K of 8.
     """
-    name = jnp.dtype(out_dtype).name
-    return call(folded_gemm.grouped_wgrad_fold, lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype=name)[0]
+    return call(folded_gemm.grouped_wgrad_fold, lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype=out_dtype)[0]

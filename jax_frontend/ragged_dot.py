@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
-from ._checks import check_counts, check_floats, check_integers
+from ._checks import check_counts, check_floats, check_integers, dtype_name
+from ._derivatives import reverse_only
 from .vjp import grouped_mm
 from .weights import Weights, check_weights, settled
 
@@ -39,7 +40,7 @@ def ragged_dot_mxfp8(
     Raises ValueError if K or N is no multiple of 32, for shapes that do not fit, an unknown recipe or QuantizedWeights
     of another one; TypeError for other dtypes.
     """
-    op, recipe = "ragged_dot_mxfp8", settled(recipe)
+    op, recipe = "ragged_dot_mxfp8", settled("ragged_dot_mxfp8", recipe)
     check_floats(op, "lhs", lhs)
     check_weights(op, "rhs", rhs, recipe)
     check_integers(op, "group_sizes", group_sizes)
@@ -51,12 +52,13 @@ def ragged_dot_mxfp8(
     if recipe.operands != "bf16":
         require_multiple(op, "rhs", rhs.shape[1], BLOCK, "dim 1, K,", "the product quantizes along it")
         require_multiple(op, "rhs", rhs.shape[2], BLOCK, "dim 2, N,", "the input gradient quantizes along it")
-    out_dtype = jnp.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)).name
-    if out_dtype not in ("bfloat16", "float32"):
-        fail(TypeError, op, "preferred_element_type", out_dtype, "allowed: bfloat16, float32, None")
+    out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype).name
+    if preferred_element_type is not None:
+        out_dtype = dtype_name(op, "preferred_element_type", preferred_element_type)
     sizes = jnp.asarray(group_sizes).astype(jnp.int32)
     check_counts(op, sizes, 1, lhs.shape[0], "group_sizes")
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    out = grouped_mm(lhs, rhs, ends, recipe, out_dtype, stored="kn", pad=recipe.wgrad_mx)
+    lhs, rhs = reverse_only(op, (lhs, rhs))
+    out = grouped_mm(op, lhs, rhs, ends, recipe, out_dtype, stored="kn")
     assert isinstance(out, jax.Array)
     return out

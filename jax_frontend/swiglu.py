@@ -6,9 +6,12 @@ dgate, dup, dprob <--swiglu_bwd-- dh, gate, up, prob
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import ops
-from ._call import vary_alike
+from ._call import jitted
+from ._checks import check_type
+from ._derivatives import arguments
 
 
 def weights(prob: jax.Array | None) -> jax.Array:
@@ -32,7 +35,7 @@ def _swiglu_bwd(inputs, dh):
 
 
 _swiglu.defvjp(lambda *inputs: (_swiglu(*inputs), inputs), _swiglu_bwd)
-_swiglu_jitted = jax.jit(_swiglu, inline=True)
+_swiglu_jitted = jitted(_swiglu)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None) -> jax.Array:
@@ -47,4 +50,6 @@ def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None) -> jax
 
     Raises ValueError (shape) or TypeError (dtype). Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _swiglu_jitted(*vary_alike(gate, up, prob))
+    for name, x in (("gate", gate), ("up", up), *(() if prob is None else (("prob", prob),))):
+        check_type("swiglu", name, x, jax.Array, np.ndarray)
+    return _swiglu_jitted(*arguments("swiglu", gate, up, prob))

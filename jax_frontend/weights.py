@@ -1,15 +1,18 @@
-"""Weights as the products multiply them, quantized where they are used or once for many uses.
+"""Weights as the products multiply them, quantized for one call and its backward or once for many calls.
 
                                           form "mx"                  form "fold", "row"
     w (G, N, K) --along K, as it lies---> q (G, N, K), sf per 32     q, sf (G, N)     out  = lhs w^T
                 '-along N, transposed---> q (G, K, N), sf per 32     q, sf (G, K)     dlhs = dout w
 
-On Hopper form "mx" multiplies these dequantized, and that is what stands for them. Weights stored (G, K, N) swap the
-two: along N they are read as they lie, along K the kernel transposes them.
+A call that is differentiated makes both from one read of w and keeps those of its backward; without a gradient it makes
+the first alone. What shall serve several calls the user holds: `quantize_weights`.
+
+On Hopper form "mx" multiplies these dequantized, and that is what stands for them in QuantizedWeights. Weights stored
+(G, K, N) swap the two: along N they are read as they lie, along K the kernel transposes them.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from jax import lax
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
-from ..core_kernels.recipe import Form, Recipe
+from ..core_kernels.recipe import RECIPES, Form, Recipe
 from . import _device, ops
 from ._checks import check_floats
 
@@ -49,14 +52,26 @@ def as_multiplied(pair: Pair) -> Pair | Upcast:
     return Upcast(ops.dequantize(*pair)) if _device.arch() == "sm_90" else pair
 
 
+def _on_this_device(x: Quantized) -> Quantized:
+    return x if isinstance(x, Folded | Upcast) else as_multiplied(x)
+
+
 def form_of(recipe: Recipe) -> Form:
     """What the recipe's products multiply in a program that is traced now."""
     return recipe.form(_device.arch())
 
 
-def settled(recipe: Recipe | str) -> Recipe:
+def recipe_of(op: str, recipe: object) -> Recipe:
+    """`Recipe.parse`, whose errors name the op."""
+    if isinstance(recipe, Recipe) or (isinstance(recipe, str) and recipe in RECIPES):
+        return Recipe.parse(recipe)
+    error = ValueError if isinstance(recipe, str) else TypeError
+    fail(error, op, "recipe", repr(recipe), f"allowed: a Recipe or one of {', '.join(map(repr, RECIPES))}")
+
+
+def settled(op: str, recipe: Recipe | str) -> Recipe:
     """The recipe without "auto": what a forward multiplied its backward does, wherever that is traced."""
-    recipe = Recipe.parse(recipe)
+    recipe = recipe_of(op, recipe)
     return dataclasses.replace(recipe, compute="fold" if form_of(recipe) == "fold" else "exact")
 
 
@@ -76,6 +91,16 @@ def quantized_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
         return quantized(w.mT, recipe)
     turned = ops.quantize_col(w, rounding=recipe.rounding)
     return as_multiplied(turned) if form == "mx" else Folded(*ops.fold_rows(*turned))
+
+
+def quantized_both(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
+    """`quantized` and `quantized_transposed` from one read of w, MXFP8 not dequantized yet."""
+    if form_of(recipe) == "row":
+        return quantized(w, recipe), quantized(w.mT, recipe)
+    q, sf, q_t, sf_t = ops.quantize_both(w, rounding=recipe.rounding)
+    if form_of(recipe) == "fold":
+        return Folded(*ops.fold_rows(q, sf)), Folded(*ops.fold_rows(q_t, sf_t))
+    return (q, sf), (q_t, sf_t)
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +143,7 @@ class QuantizedWeights:
             fail(ValueError, "with_values", "values", f"shape {values.shape}", f"allowed: {self.values.shape}")
         return dataclasses.replace(self, values=values)
 
-    def cotangent(self, grad: jax.Array) -> "QuantizedWeights":
+    def cotangent(self, grad: jax.Array) -> Any:
         """The cotangent of weights whose values have gradient `grad`: bytes have none."""
         return dataclasses.replace(self, values=grad, as_stored=None, transposed=None)
 
@@ -134,11 +159,38 @@ class NoValues:
     dtype: jnp.dtype
 
 
-def saved(w: Weights) -> Weights:
-    """What a backward needs of w: of values that stand beside their bytes, the dtype."""
-    if isinstance(w, QuantizedWeights) and w.as_stored is not None:
-        return dataclasses.replace(w, values=cast(jax.Array, NoValues(w.dtype)))
-    return w
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Held(QuantizedWeights):
+    """The bytes of an array for one call and its backward, whose cotangent is the array's."""
+
+    def cotangent(self, grad: jax.Array) -> jax.Array:
+        return grad
+
+
+def held(w: Weights, recipe: Recipe, backward: bool) -> Weights:
+    """w for a forward and its backward. Without an input gradient the two do not share a read of w: XLA then drops the
+    second. It may not be left out here: what JAX saves has one structure, whichever arguments are differentiated.
+    """
+    if isinstance(w, QuantizedWeights) or form_of(recipe) == "bf16":
+        return w
+    both = quantized_both(w, recipe) if backward else (quantized(w, recipe), quantized_transposed(w, recipe))
+    return _Held(w, *both, form_of(recipe), recipe.rounding)
+
+
+def saved(w: Weights, stored: Stored = "nk") -> Weights:
+    """What a backward needs of w: of values that stand beside their bytes, the dtype and the bytes along N."""
+    if not isinstance(w, QuantizedWeights) or w.as_stored is None:
+        return w
+    values = cast(jax.Array, NoValues(w.dtype))
+    if stored == "nk":
+        return dataclasses.replace(w, values=values, as_stored=None)
+    return dataclasses.replace(w, values=values, transposed=None)
+
+
+def cotangent_of(w: Weights, grad: jax.Array) -> Any:
+    """The cotangent of w, as `saved` left it, from its gradient."""
+    return w.cotangent(grad) if isinstance(w, QuantizedWeights) else grad
 
 
 def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_hp") -> QuantizedWeights:
@@ -164,7 +216,7 @@ def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_h
 
     Raises ValueError unless w has 3 dims, N and K multiples of 32, TypeError for another dtype.
     """
-    op, recipe = "quantize_weights", settled(recipe)
+    op, recipe = "quantize_weights", settled("quantize_weights", recipe)
     check_floats(op, "w", w)
     if w.ndim != 3:
         fail(ValueError, op, "w", f"shape {w.shape}", "allowed: (G, N, K)")
@@ -174,7 +226,8 @@ def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_h
     require_multiple(op, "w", w.shape[1], BLOCK, "dim 1", "the input gradient quantizes along it")
     require_multiple(op, "w", w.shape[2], BLOCK, "dim 2", "the product quantizes along it")
     fixed = lax.stop_gradient(w)
-    return QuantizedWeights(w, quantized(fixed, recipe), quantized_transposed(fixed, recipe), form, recipe.rounding)
+    as_stored, transposed = map(_on_this_device, quantized_both(fixed, recipe))
+    return QuantizedWeights(w, as_stored, transposed, form, recipe.rounding)
 
 
 def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:

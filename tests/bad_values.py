@@ -108,7 +108,7 @@ def draw(calls: Mapping[str, Mapping[str, Any]], number: int, seed: int) -> list
     return drawn[:number]
 
 
-GRAMMAR = re.compile(r"(?P<op>[\w.]+): (?P<argument>[^:]+): got (?P<got>.+); (?P<remedy>.+)", re.DOTALL)
+GRAMMAR = re.compile(r"(?P<op>[\w.]+): (?P<argument>[^:]+): got (?P<got>.+?); (?P<remedy>.+)", re.DOTALL)
 REMEDY = re.compile(r"\b(allowed|pass|call|use|make)\b")
 
 

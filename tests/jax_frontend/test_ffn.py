@@ -29,6 +29,7 @@ X, DY = normal(M, D), normal(M, D, seed=1)
 W1, W3, W2 = (normal(3, *shape, seed=seed) / 8 for seed, shape in ((2, (F, D)), (3, (F, D)), (4, (D, F))))
 PROB = jnp.asarray(np.random.default_rng(5).random(M), jnp.float32)
 NAMES = ("x", "w1", "w3", "w2", "prob")
+whole_blocks = partial(grouped_swiglu_ffn, recipe="mxfp8", pad_token_groups=False)
 
 
 def formula(x, w1, w3, w2, prob):
@@ -106,11 +107,12 @@ def test_fused_is_composed(recipe: str, kind: str, weighted: bool) -> None:
         return x if kind == "float" else MXArray.quantize(x)
 
     def fused(x, w1, w3, w2, prob=None):
-        return one_rank(grouped_swiglu_ffn(operand(x), w1, w3, w2, ENDS, prob, recipe=recipe, mx_grad=mx_grad), mx_grad)
+        options = {"recipe": recipe, "mx_grad": mx_grad, "pad_token_groups": False}
+        return one_rank(grouped_swiglu_ffn(operand(x), w1, w3, w2, ENDS, prob, **options), mx_grad)
 
     def composed(x, w1, w3, w2, prob=None):
         x = operand(x)
-        mm = partial(mxfp8_grouped_mm, group_ends=ENDS, recipe=recipe)
+        mm = partial(mxfp8_grouped_mm, group_ends=ENDS, recipe=recipe, pad_token_groups=False)
         h = swiglu(mm(x, w1), mm(x, w3), prob)
         return one_rank(mm(h, w2, mx_grad=mx_grad), mx_grad)
 
@@ -119,6 +121,26 @@ def test_fused_is_composed(recipe: str, kind: str, weighted: bool) -> None:
     want = (want[0], want[1].astype(jnp.bfloat16), *want[2:])
     for name, g, w in zip(("y", *NAMES), got, want, strict=False):
         np.testing.assert_array_equal(g, w, err_msg=name)
+
+
+@pytest.mark.parametrize("mx", [False, True])
+def test_groups_of_any_size_are_padded(mx: bool) -> None:
+    """To the bytes of whole groups of which all rows but these are zeros."""
+    sizes, whole = [33, 0, 95], [64, 32, 96]
+    rows = np.concatenate([begin + np.arange(n) for begin, n in zip(np.cumsum([0, *whole]), sizes, strict=False)])
+
+    def padded(x, w1, w3, w2, prob):
+        x = MXArray.quantize(x) if mx else x
+        return grouped_swiglu_ffn(x, w1, w3, w2, jnp.cumsum(jnp.array(sizes)), prob, recipe="mxfp8")
+
+    def by_hand(x, w1, w3, w2, prob):
+        x, prob = (jnp.zeros((sum(whole), *a.shape[1:]), a.dtype).at[rows].set(a) for a in (x, prob))
+        x = MXArray.quantize(x) if mx else x
+        return whole_blocks(x, w1, w3, w2, jnp.cumsum(jnp.array(whole)), prob)[rows]
+
+    dy, x, prob = (a[: sum(sizes)] for a in (DY, X, PROB))
+    for g, w in zip(results(padded, dy, x, W1, W3, W2, prob), results(by_hand, dy, x, W1, W3, W2, prob), strict=True):
+        np.testing.assert_array_equal(g, w)
 
 
 def test_a_wide_x_gets_the_unrounded_sum() -> None:
@@ -133,10 +155,9 @@ def test_a_wide_x_gets_the_unrounded_sum() -> None:
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *FOLD])
 def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_input(recipe: str) -> None:
-    def run(x, w1, w3, w2, prob):
-        y, backward = jax.vjp(
-            lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], recipe=FOLD.get(recipe, recipe)), x, w1, w3, w2, prob
-        )
+    def run(*arguments):
+        options = {"recipe": FOLD.get(recipe, recipe), "pad_token_groups": False}
+        y, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], **options), *arguments)
         return y, backward(y)
 
     expected = {
@@ -146,21 +167,21 @@ def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_inpu
             "swiglu_bwd": 1,
         },
         "mxfp8_wgrad_with_hp": {
-            "quantize_row": 1 + 3 + 3, "quantize_col": 3, "grouped_mm_mx": 6, "grouped_wgrad_bf16": 3,
+            "quantize_row": 1 + 3, "quantize_both": 3, "grouped_mm_mx": 6, "grouped_wgrad_bf16": 3,
             "swiglu_row": 1, "swiglu": 1, "swiglu_bwd": 1,
         },
         "mxfp8": {
-            "quantize_row": 1 + 3, "quantize_col": 3 + 1, "quantize_both": 1, "grouped_mm_mx": 6,
+            "quantize_row": 1, "quantize_col": 1, "quantize_both": 3 + 1, "grouped_mm_mx": 6,
             "grouped_wgrad_mx": 3, "swiglu_row": 1, "swiglu_col": 1, "swiglu_bwd_both": 1,
         },
         "mxfp8_wgrad_with_hp fold": {
-            "quantize_row_fold": 1 + 3 + 3, "quantize_col": 3, "fold_rows": 3 + 1, "grouped_mm_fold": 6,
+            "quantize_row_fold": 1 + 3, "quantize_both": 3, "fold_rows": 3 * 2 + 1, "grouped_mm_fold": 6,
             "grouped_wgrad_bf16": 3, "swiglu_row": 1, "swiglu": 1, "swiglu_bwd": 1,
         },
         # x and dout in one read each; rows and tokens of h and of two gradients come from SwiGLU as MX and are folded
         "mxfp8 fold": {
-            "quantize_both_fold": 2, "quantize_row_fold": 3, "quantize_col": 3,
-            "fold_rows": 3 + 3, "fold_groups": 3, "grouped_mm_fold": 6, "grouped_wgrad_fold": 3,
+            "quantize_both_fold": 2, "quantize_both": 3,
+            "fold_rows": 3 * 2 + 3, "fold_groups": 3, "grouped_mm_fold": 6, "grouped_wgrad_fold": 3,
             "swiglu_row": 1, "swiglu_col": 1, "swiglu_bwd_both": 1,
         },
     }  # fmt: skip
@@ -172,7 +193,8 @@ def test_on_hopper_exact_products_dequantize_what_reads_x_once() -> None:
     recipe = Recipe.parse("mxfp8", compute="exact")
 
     def run(x, w1, w3, w2, prob):
-        y, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], recipe=recipe), x, w1, w3, w2, prob)
+        options = {"recipe": recipe, "pad_token_groups": False}
+        y, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(*a[:4], ENDS, a[4], **options), x, w1, w3, w2, prob)
         return y, backward(y)
 
     with lower_for("sm_90"):
@@ -185,8 +207,8 @@ def test_on_hopper_exact_products_dequantize_what_reads_x_once() -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", *FOLD])
 def test_x_gate_and_up_are_what_is_saved(recipe: str) -> None:
-    x = MXArray.quantize(X)
-    _, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(x, *a, ENDS, PROB, recipe=FOLD.get(recipe, recipe)), W1, W3, W2)
+    x, options = MXArray.quantize(X), {"recipe": FOLD.get(recipe, recipe), "pad_token_groups": False}
+    _, backward = jax.vjp(lambda *a: grouped_swiglu_ffn(x, *a, ENDS, PROB, **options), W1, W3, W2)
     saved = sorted((str(a.dtype), a.shape) for a in jax.tree.leaves(backward) if a.shape[:1] == (M,) and a.size)
     rows = [("bfloat16", (M, F))] * 2 + [("float32", (M,)), ("uint8", (M, D // 32)), ("uint8", (M, D))]
     assert [s for s in saved if s != ("bfloat16", (M, D))] == rows, "besides the carrier, which compiles away"
@@ -251,9 +273,9 @@ def test_checkify_finds_a_bad_value_inside_jit() -> None:
         (lambda: grouped_swiglu_ffn(X, W1, W3, W2, ENDS, PROB[1:]), ValueError, "prob: got shape"),
         (lambda: grouped_swiglu_ffn(X, W1, W3, W2, ENDS, PROB.astype("bfloat16")), TypeError, "prob: got dtype"),
         (lambda: grouped_swiglu_ffn(X, W1[:, :33], W3[:, :33], W2[..., :33], ENDS), ValueError, "F, = 33"),
-        (lambda: grouped_swiglu_ffn(X[:33], W1, W3, W2, ENDS, recipe="mxfp8"), ValueError, "rows = 33"),
+        (lambda: whole_blocks(X[:33], W1, W3, W2, ENDS), ValueError, "rows = 33.*use pad_token_groups=True"),
         (lambda: grouped_swiglu_ffn(X, W1, W3, W2, ENDS + 1), ValueError, "group_ends: .* at most 160"),
-        (lambda: grouped_swiglu_ffn(X, W1, W3, W2, ENDS - 1, recipe="mxfp8"), ValueError, "multiples of 32"),
+        (lambda: whole_blocks(X, W1, W3, W2, ENDS - 1), ValueError, "multiples of 32"),
         (lambda: grouped_swiglu_ffn(X, W1, W3, W2, jnp.ones(3)), TypeError, "group_ends: got dtype float32"),
         (lambda: swiglu(X, X[:3]), ValueError, "swiglu: up: got shape"),
         (lambda: swiglu(X.astype("float32"), X), TypeError, "swiglu: gate: got dtype float32"),

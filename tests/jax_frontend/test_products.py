@@ -1,5 +1,6 @@
 """Which form the products multiply, and that folded ones are the ops composed, to the byte."""
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +17,7 @@ from .references import kernels, normal, sqnr
 M, K, N, SIZES = 192, 64, 96, [64, 0, 96]
 ENDS = jnp.asarray(np.cumsum(SIZES), jnp.int32)
 LHS, RHS_T, DOUT = normal(M, K), normal(len(SIZES), N, K, seed=1), normal(M, N, seed=2)
+whole_blocks = partial(mxfp8_grouped_mm, pad_token_groups=False)
 MX = ["mxfp8_wgrad_with_hp", "mxfp8"]
 
 
@@ -24,7 +26,7 @@ def results(recipe: Recipe, lhs: jax.Array, rhs_t: jax.Array, dout: jax.Array, m
 
     def multiply(lhs, rhs_t):
         lhs = MXArray.quantize(lhs, recipe.rounding) if mx else lhs
-        return mxfp8_grouped_mm(lhs, rhs_t, ENDS, recipe=recipe, out_dtype=dout.dtype)
+        return whole_blocks(lhs, rhs_t, ENDS, recipe=recipe, out_dtype=dout.dtype)
 
     out, backward = jax.vjp(jax.jit(multiply), lhs, rhs_t)
     return out, *backward(dout)
@@ -57,22 +59,22 @@ def test_folding_reads_an_activation_once() -> None:
     recipe = Recipe.parse("mxfp8", compute="fold")
 
     def multiply(lhs, rhs_t):
-        return mxfp8_grouped_mm(lhs, rhs_t, ENDS, recipe=recipe)
+        return whole_blocks(lhs, rhs_t, ENDS, recipe=recipe)
 
     assert kernels(lambda lhs, rhs_t, dout: jax.vjp(multiply, lhs, rhs_t)[1](dout), LHS, RHS_T, DOUT) == {
-        "quantize_both_fold": 2, "quantize_row_fold": 1, "quantize_col": 1, "fold_rows": 1, "grouped_mm_fold": 2,
-        "grouped_wgrad_fold": 1,
+        "quantize_both_fold": 2, "quantize_both": 1, "fold_rows": 2, "grouped_mm_fold": 2, "grouped_wgrad_fold": 1,
     }  # fmt: skip
     assert kernels(multiply, LHS, RHS_T) == {"quantize_row_fold": 2, "grouped_mm_fold": 1}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_is_saved_of_an_activation_is_its_codes_along_the_tokens(dtype: str) -> None:
+def test_what_is_saved_is_codes_of_tokens_and_of_the_transposed_weights(dtype: str) -> None:
     recipe = Recipe.parse("mxfp8", compute="fold")
-    _, backward = jax.vjp(lambda *a: mxfp8_grouped_mm(*a, ENDS, recipe=recipe), LHS.astype(dtype), RHS_T)
+    _, backward = jax.vjp(lambda *a: whole_blocks(*a, ENDS, recipe=recipe), LHS.astype(dtype), RHS_T)
     saved = [(a.dtype.name, a.shape) for a in jax.tree.leaves(backward)]
-    codes = [("uint8", (K, M)), ("uint8", (spans(M, len(SIZES)), K))]
-    assert sorted(saved) == sorted([*codes, ("bfloat16", RHS_T.shape), ("int32", ENDS.shape)])
+    tokens = [("uint8", (K, M)), ("uint8", (spans(M, len(SIZES)), K))]
+    weights = [("uint8", (len(SIZES), K, N)), ("uint8", (len(SIZES), K))]
+    assert sorted(saved) == sorted([*tokens, *weights, ("int32", ENDS.shape)])
 
 
 @pytest.mark.parametrize("shape", [(N,), (3, N)])
@@ -80,7 +82,7 @@ def test_a_bias_is_added_by_the_product(shape: tuple[int, ...]) -> None:
     recipe, bias = Recipe.parse("mxfp8", compute="fold"), normal(*shape, seed=3)
 
     def multiply(lhs, rhs_t, bias):
-        return mxfp8_grouped_mm(lhs, rhs_t, ENDS, bias=bias, recipe=recipe)
+        return whole_blocks(lhs, rhs_t, ENDS, bias=bias, recipe=recipe)
 
     assert kernels(multiply, LHS, RHS_T, bias) == {"quantize_row_fold": 2, "grouped_mm_fold_bias": 1}
     operands = *ops.quantize_row_fold(LHS), *ops.quantize_row_fold(RHS_T)
@@ -91,9 +93,7 @@ def test_a_bias_is_added_by_the_product(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", MX)
 def test_on_a_cpu_auto_is_exact(name: str) -> None:
     def multiply(recipe):
-        return lambda lhs, rhs_t, dout: jax.vjp(lambda *a: mxfp8_grouped_mm(*a, ENDS, recipe=recipe), lhs, rhs_t)[1](
-            dout
-        )
+        return lambda lhs, rhs_t, dout: jax.vjp(lambda *a: whole_blocks(*a, ENDS, recipe=recipe), lhs, rhs_t)[1](dout)
 
     auto, exact, fold = (Recipe.parse(name, compute=compute) for compute in ("auto", "exact", "fold"))
     found = kernels(multiply(auto), LHS, RHS_T, DOUT)
@@ -147,7 +147,7 @@ def test_auto_folds_on_hopper_alone(capability: str, form: str) -> None:
 def test_a_backward_multiplies_what_its_forward_did() -> None:
     """Run on this machine's CPU, though traced for Hopper; the backward is traced outside of the block."""
     with lower_for("sm_90"):
-        out, backward = jax.vjp(lambda *a: mxfp8_grouped_mm(*a, ENDS), LHS, RHS_T)
+        out, backward = jax.vjp(lambda *a: whole_blocks(*a, ENDS), LHS, RHS_T)
     want = results(Recipe.parse("mxfp8_wgrad_with_hp", compute="fold"), LHS, RHS_T, DOUT)
     for g, w in zip((out, *backward(DOUT)), want, strict=True):
         np.testing.assert_array_equal(g, w)

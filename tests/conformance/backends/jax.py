@@ -60,7 +60,8 @@ def _grouped_mm(a, b_t, group_ends, dout, recipe: Recipe):
     def forward(a, w):
         # bf16 products take no mxep.MXArray, see its docstring
         a = a.dequantize() if isinstance(a, mxep.MXArray) and not recipe.mx else a
-        out = mxep.mxfp8_grouped_mm(a, w, group_ends, recipe=recipe, mx_grad=isinstance(dout, tuple))
+        options = {"recipe": recipe, "mx_grad": isinstance(dout, tuple), "pad_token_groups": False}
+        out = mxep.mxfp8_grouped_mm(a, w, group_ends, **options)
         return with_mx_gradient(out, *dout) if isinstance(dout, tuple) else out
 
     a = mxep.MXArray.from_bytes(*a) if isinstance(a, tuple) else a
@@ -80,7 +81,7 @@ def grouped_mm(
 @partial(jax.jit, static_argnames=("ranks", "alignment"))
 def _permute(rows, counts, dout, ranks: int, alignment: int):
     groups, groups_vjp, maps = jax.vjp(
-        lambda x: mxep.permute(x, counts, ranks, counts.shape[0] // ranks, alignment), rows, has_aux=True
+        lambda x: mxep.permute(x, counts, ranks, counts.shape[0] // ranks, alignment, rank_rows=0), rows, has_aux=True
     )
     back, back_vjp = jax.vjp(lambda x: mxep.unpermute_hp_fwd_mxfp8_bwd(x, maps), dout)
     return groups, *groups_vjp(dout), back, *back_vjp(rows)

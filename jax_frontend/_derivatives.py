@@ -1,0 +1,65 @@
+"""The transforms that the differentiable functions take: reverse mode, once. Others raise, in the function's name.
+
+f(x)  =  the kernels' f of guard(x)        guard: the identity, on every float argument
+
+jax.grad, jax.vjp              guard's tangent is `linear`, which is transposed, never run: nothing is compiled
+jax.jvp, jacfwd, linearize     run `linear`: NotImplementedError
+jax.vmap                       guard: NotImplementedError
+grad of grad, an op's own      the kernels' primitive (_call.py), which has no derivative: NotImplementedError
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..core_kernels.launch import fail
+from ._call import vary_alike
+
+_guard_p, _linear_p = Primitive("mxep_guard"), Primitive("mxep_linear")
+
+
+def reverse_only(op: str, tree: Any, rows: str = "all rows in one call") -> Any:
+    """The arguments of `op`, which refuse every other transform from here on. rows: what to do instead of a vmap."""
+    return jax.tree.map(lambda leaf: _guard_p.bind(leaf, op=op, rows=rows) if _is_float(leaf) else leaf, tree)
+
+
+def arguments(op: str, *trees: Any) -> tuple[Any, ...]:
+    """`vary_alike` of the arguments of a differentiable function, which is not differentiated in another way."""
+    return reverse_only(op, vary_alike(*trees))
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _guard_jvp(primals, tangents, *, op: str, rows: str):
+    (x,), (tangent,) = primals, tangents
+    if not isinstance(tangent, ad.Zero):
+        tangent = _linear_p.bind(tangent, op=op)
+    return _guard_p.bind(x, op=op, rows=rows), tangent
+
+
+def _no_forward_mode(*_args, op: str, **_params):
+    allowed = "allowed: jax.grad, jax.vjp and jax.jacrev, once"
+    fail(NotImplementedError, op, "transform", "forward mode (jax.jvp, jacfwd, linearize, hessian)", allowed)
+
+
+def _no_vmap(*_args, op: str, rows: str):
+    fail(NotImplementedError, op, "transform", "jax.vmap", f"allowed: {rows}, without the vmap; or jax.lax.map")
+
+
+_guard_p.def_impl(lambda x, **_: x)
+_guard_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_guard_p, lambda _ctx, x, **_: [x])
+ad.primitive_jvps[_guard_p] = _guard_jvp
+batching.primitive_batchers[_guard_p] = _no_vmap
+
+_linear_p.def_impl(_no_forward_mode)
+_linear_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_linear_p, _no_forward_mode)
+ad.primitive_jvps[_linear_p] = _no_forward_mode
+ad.primitive_transposes[_linear_p] = lambda ct, _x, **_: [ct]
+batching.primitive_batchers[_linear_p] = _no_forward_mode

@@ -1,0 +1,250 @@
+"""One bad argument per call of every public function: it returns, or raises an error of this package that names it."""
+
+import importlib.util
+import inspect
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mxep import jax_frontend as mxep
+from mxep.jax_frontend import MoEConfig, MXArray, Rounding, ops
+
+from .references import normal
+
+SPEC = importlib.util.spec_from_file_location("bad_values", Path(__file__).parents[1] / "bad_values.py")
+assert SPEC
+assert SPEC.loader
+bad_values = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(bad_values)
+
+M, K, N, F, G, T, TOP_K = 64, 64, 32, 32, 2, 32, 2
+X, W = normal(M, K), normal(G, N, K, seed=1)
+W1, W2 = normal(G, F, K, seed=2), normal(G, K, F, seed=3)
+GATE, PROB, NONE = normal(M, F, seed=4), jnp.full(M, 0.5), jnp.zeros(0)
+ENDS, COUNTS = jnp.array([32, 64], jnp.int32), jnp.array([30, 34], jnp.int32)
+MX = MXArray.quantize(X)
+Q, SF, Q_T, SF_T = ops.quantize_both(X)
+WQ, WSF = ops.quantize_row(W)
+XF, WF = ops.fold_rows(Q, SF), ops.fold_rows(WQ, WSF)
+TF = ops.fold_groups(Q_T, SF_T, ENDS)
+PACKED = ops.quantize_row_packed(X)
+IDS = jnp.arange(M, dtype=jnp.int32) % G
+ORDER, INVERSE, _ = ops.sort_by_expert(IDS, G)
+SLOTS, TOKEN_PROBS, DY = INVERSE.reshape(T, TOP_K), jnp.full((T, TOP_K), 0.5), normal(T, K, seed=5)
+EXCHANGE = mxep.plan_exchange(COUNTS, None, num_rows=M)
+MAPS = ops.row_map(COUNTS, num_rows=M, num_local_experts=G)
+PADDED = normal(MAPS.row_map.shape[0], K, seed=6)
+BLOCKED = ops.block_scales(SF, ENDS)
+CONFIG = MoEConfig(K, F, num_experts=G, top_k=1)
+PARAMS = {"router": normal(G, K, dtype="float32"), "experts": {"w1": W1, "w3": W1, "w2": W2}}
+HELD = mxep.quantize_weights(W)
+SCALES = {"rounding": "rceil", "satfinite": False}
+GLU = {"gate": GATE, "up": GATE, "prob": PROB}
+PRODUCT = {"recipe": "mxfp8", "mx_grad": False, "pad_token_groups": True}
+PERMUTED = {
+    "num_tokens_per_expert": COUNTS, "ep_degree": 1, "num_local_experts": G, "group_size_multiple_of": 32,
+    "rank_rows": M,
+}  # fmt: skip
+
+
+def products(names: str, *operands: jax.Array) -> dict[str, Any]:
+    return dict(zip(names.split(), operands, strict=True)) | {"group_ends": ENDS, "out_dtype": "float32"}
+
+
+QUANTIZED = "lhs_q lhs_sf rhs_q rhs_sf"
+FOLDED = "lhs_qf lhs_sf rhs_qf rhs_sf"
+CALLS: dict[str, dict[str, Any]] = {
+    "MXArray.from_bytes": {"q": Q, "sf": SF, "dtype": "bfloat16"},
+    "MXArray.from_packed": {"packed": PACKED, "dtype": "bfloat16"},
+    "MXArray.quantize": {"x": X, "rounding": "rceil"},
+    "MXGradArray.wrap": {"value": X},
+    "MoEConfig": {
+        "dim": K,
+        "hidden_dim": F,
+        "num_experts": G,
+        "top_k": 1,
+        "score_func": "softmax",
+        "normalize": True,
+        "recipe": "mxfp8",
+        "capacity": 8,
+        "prob_in": "combine",
+    },
+    "QuantizedWeights.with_values": {"values": W},
+    "a2a_combine_hp_fwd_mxfp8_bwd": {
+        "input": X,
+        "exchange": EXCHANGE,
+        "scaling_mode": Rounding.RCEIL,
+        "mxfp8_bwd": True,
+    },
+    "a2a_dispatch": {"input": X, "exchange": EXCHANGE},
+    "a2a_dispatch_mxfp8_fwd_hp_bwd": {"input": X, "exchange": EXCHANGE, "scaling_mode": "rceil"},
+    "capabilities": {"platform": "cpu"},
+    "force_implementation": {"implementation": "cpp"},
+    "gather_rows": {"x": X, "row_map": MAPS.row_map, "inverse": MAPS.inverse},
+    "grouped_swiglu_ffn": {"x": X, "w1": W1, "w3": W1, "w2": W2, "group_ends": ENDS, "prob": PROB, **PRODUCT},
+    "lower_for": {"arch": "sm_90"},
+    "moe.apply": {"params": PARAMS, "x": X, "config": CONFIG, "axis_name": None, "token_axes": None},
+    "moe.init": {"key": jax.random.key(0), "config": CONFIG, "dtype": "float32"},
+    "mxfp8_grouped_mm": {
+        "A": X,
+        "rhs_t": W,
+        "group_ends": ENDS,
+        "group_sizes": None,
+        "bias": normal(G, N),
+        "out_dtype": "float32",
+        **PRODUCT,
+    },
+    "of_tokens": {"exchange": EXCHANGE, "order": ORDER, "inverse": INVERSE, "copies": TOP_K},
+    "permute": {"x": X, **PERMUTED},
+    "permute_mxfp8_fwd_hp_bwd": {"mx": MX, **PERMUTED},
+    "plan_exchange": {"num_tokens_per_expert": COUNTS, "axis_name": None, "num_rows": M, "capacity": 40},
+    "quantize_weights": {"w": W, "recipe": "mxfp8"},
+    "ragged_dot_mxfp8": {
+        "lhs": X,
+        "rhs": W.mT,
+        "group_sizes": COUNTS,
+        "recipe": "mxfp8",
+        "preferred_element_type": "float32",
+    },
+    "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "copies": TOP_K},
+    "swiglu": GLU,
+    "to_mxfp8_a2a_dequant": {"input": X, "exchange": EXCHANGE, "scaling_mode": "rceil", "reverse": False},
+    "unpermute_hp_fwd_mxfp8_bwd": {"input": PADDED, "maps": MAPS},
+    "weighted_combine": {
+        "rows": X,
+        "probs": TOKEN_PROBS,
+        "slots": SLOTS,
+        "order": ORDER,
+        "out_dtype": "float32",
+        "scaling_mode": "rceil",
+    },
+    "ops.block_scales": {"sf": SF, "group_ends": ENDS},
+    "ops.combine": {"rows": X, "slots": SLOTS, "probs": TOKEN_PROBS, "out_dtype": "float32"},
+    "ops.combine_bwd": {"dy": DY, "rows": X, "slots": SLOTS, "order": ORDER, "probs": TOKEN_PROBS},
+    "ops.dequantize": {"q": Q, "sf": SF, "out_dtype": "float32"},
+    "ops.fold_groups": {"q": Q_T, "sf": SF_T, "group_ends": ENDS},
+    "ops.fold_rows": {"q": Q, "sf": SF},
+    "ops.grouped_mm_bf16": products("lhs rhs_t", X, W),
+    "ops.grouped_mm_fold": products(FOLDED, *XF, *WF),
+    "ops.grouped_mm_fold_bias": {**products(FOLDED, *XF, *WF), "bias": normal(G, N, dtype="float32")},
+    "ops.grouped_mm_mx": products(QUANTIZED, Q, SF, WQ, WSF),
+    "ops.grouped_wgrad_bf16": products("lhs rhs", GATE, X),
+    "ops.grouped_wgrad_bf16_t": products("lhs_t rhs_t", GATE.T, X.T),
+    "ops.grouped_wgrad_fold": products(FOLDED, *TF, *TF),
+    "ops.grouped_wgrad_mx": products(QUANTIZED, Q_T, SF_T, Q_T, SF_T),
+    "ops.permute_mx": {"packed": PACKED, "row_map": MAPS.row_map},
+    "ops.permute_mx_fold": {"packed": PACKED, "row_map": MAPS.row_map},
+    "ops.permute_rows": {"x": X, "row_map": MAPS.row_map},
+    "ops.quantize_both": {"x": X, **SCALES},
+    "ops.quantize_both_fold": {"x": X, "group_ends": ENDS, **SCALES},
+    "ops.quantize_col": {"x": X, **SCALES},
+    "ops.quantize_row": {"x": X, **SCALES},
+    "ops.quantize_row_fold": {"x": X, **SCALES},
+    "ops.quantize_row_packed": {"x": X, **SCALES},
+    "ops.quantize_rowwise": {"x": X, **SCALES},
+    "ops.row_map": {"counts": COUNTS, "num_rows": M, "num_local_experts": G, "alignment": 32, "rank_rows": M},
+    "ops.sort_by_expert": {"expert_ids": IDS, "num_experts": G},
+    "ops.swiglu": GLU,
+    "ops.swiglu_both": {**GLU, **SCALES},
+    "ops.swiglu_bwd": {"dh": GATE, **GLU},
+    "ops.swiglu_bwd_both": {"dh": GATE, **GLU, **SCALES},
+    "ops.swiglu_bwd_col": {"dh": GATE, **GLU, **SCALES},
+    "ops.swiglu_bwd_row": {"dh": GATE, **GLU, **SCALES},
+    "ops.swiglu_col": {**GLU, **SCALES},
+    "ops.swiglu_row": {**GLU, **SCALES},
+    "ops.unblock_scales": {"blocked": BLOCKED, "group_ends": ENDS, "num_rows": M, "num_scales": K // 32},
+}
+# Records, whose fields nobody checks before a function takes them; and what core_kernels' own tests fuzz.
+RECORDS = {
+    "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
+    "Recipe", "Rounding",
+}  # fmt: skip
+
+
+def function(name: str) -> Any:
+    if name == "QuantizedWeights.with_values":
+        return HELD.with_values
+    found: Any = mxep
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def described(value: Any) -> Any:
+    """A value of the table, as `bad_values` takes it."""
+    if isinstance(value, jax.Array) and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        wide = np.float64 if jnp.issubdtype(value.dtype, jnp.floating) else np.int64
+        return bad_values.Array(np.asarray(value).astype(wide), value.dtype.name)
+    return value
+
+
+def converted(value: Any) -> Any:
+    if not isinstance(value, bad_values.Array):
+        return value
+    # What jax.numpy has without x64; a wider dtype comes as numpy's.
+    wide = value.dtype in ("float64", "int64", "complex64")
+    with np.errstate(all="ignore"):
+        narrow = value.values.astype(value.dtype if wide else jnp.dtype(value.dtype))
+    return narrow if wide else jnp.asarray(narrow)
+
+
+def run(name: str, given: dict[str, Any], eager: bool) -> None:
+    """Call and wait for the result, or trace alone, which knows no values and compiles nothing."""
+
+    def call() -> list[jax.Array]:
+        result = function(name)(**given)
+        if isinstance(result, AbstractContextManager):
+            with result:
+                return []
+        return [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
+
+    jax.block_until_ready(call()) if eager else jax.make_jaxpr(call)()
+
+
+def of_kernel(error: Exception) -> Exception:
+    """What a C++ kernel says of a value comes through XLA."""
+    said = str(error)
+    return ValueError(said.removeprefix("INVALID_ARGUMENT: ")) if said.startswith("INVALID_ARGUMENT: ") else error
+
+
+NAMES = {
+    *(name.removeprefix("ops.") for name in CALLS), *ops.OPS, "with_values", "Recipe", "Rounding",
+}  # fmt: skip
+PARAMETERS = {
+    *(parameter for call in CALLS for parameter in inspect.signature(function(call)).parameters),
+    *(name for op in ops.OPS.values() for name in op.inputs),
+    *("operands", "compute", "wgrad_with_hp", "alignment"),
+}
+
+
+def fuzz(number: int, seed: int, eager: bool = False) -> list[str]:
+    """The calls that neither return nor raise as they should, with what is wrong. Bad values are always eager."""
+    failures = []
+    table = {name: {key: described(value) for key, value in given.items()} for name, given in CALLS.items()}
+    for case in bad_values.draw(table, number, seed):
+        try:
+            run(
+                case.call,
+                {**CALLS[case.call], case.argument: converted(case.bad.value)},
+                eager or case.bad.kind == "value",
+            )
+        except Exception as error:
+            if why := bad_values.complaint(of_kernel(error), NAMES, PARAMETERS):
+                failures.append(f"{case}: {why}")
+    return failures
+
+
+def test_the_table_has_every_function_and_argument() -> None:
+    public = {name for name in mxep.__all__ if callable(getattr(mxep, name))} - RECORDS
+    mine = {f"ops.{n}" for n, f in vars(ops).items() if inspect.isfunction(f) and f.__module__ == ops.__name__}
+    assert public | mine <= set(CALLS)
+    for name, given in CALLS.items():
+        assert set(given) == set(inspect.signature(function(name)).parameters), name
+        run(name, given, eager=False)
+
+
+def test_a_bad_argument_is_named_or_taken() -> None:
+    assert not fuzz(400, seed=0)
