@@ -4,7 +4,8 @@ Values (ends, counts, maps) are read on a CPU and within `debug_checks()`, where
 FakeTensorMode's tensors have shapes alone.
 """
 
-from typing import Any
+from enum import Enum
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Compute
 from ._call import FLOATS, check_ends, checks_values, require_tensor
 from .mx_tensor import MXTensor
 
@@ -49,6 +51,26 @@ def check_out_dtype(op: str, dtype: object) -> None:
         fail(TypeError, op, "out_dtype", repr(dtype), "allowed: torch.bfloat16 or torch.float32")
 
 
+def recipe_compute(op: str, kernel_preference: Any, compute: Any) -> Any:
+    """`compute`, or "exact" where torchao's kernel_preference is EMULATED; raises unless the two agree."""
+    name = kernel_preference.name if isinstance(kernel_preference, Enum) else kernel_preference
+    if not isinstance(name, str) or name.lower() not in ("auto", "emulated"):
+        error = ValueError if isinstance(name, str) else TypeError
+        allowed = (
+            "allowed: 'auto' or 'emulated', or torchao's members of these names; call force_implementation for more"
+        )
+        fail(error, op, "kernel_preference", repr(name), allowed)
+    if compute not in get_args(Compute):
+        fail(ValueError, op, "compute", repr(compute), f"allowed: {', '.join(map(repr, get_args(Compute)))}")
+    if name.lower() == "auto":
+        return compute
+    if compute == "fold":
+        fail(
+            ValueError, op, "kernel_preference", f"{name!r} with compute 'fold'", "allowed: 'auto'; or compute='exact'"
+        )
+    return "exact"
+
+
 def check_flag(op: str, name: str, flag: object) -> None:
     """Raise TypeError unless the flag is a bool."""
     if not isinstance(flag, bool):
@@ -79,7 +101,7 @@ def check_shape(op: str, name: str, x: Tensor, shape: tuple[Any, ...]) -> None:
         fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: ({sizes})")
 
 
-def check_devices(op: str, x: str, device: torch.device, **others: Tensor) -> None:
+def check_devices(op: str, x: str, device: torch.device, /, **others: Tensor) -> None:
     """Raise unless the others are where x is."""
     for name, other in others.items():
         if other.device != device:
@@ -98,7 +120,7 @@ def check_offs(op: str, offs: Tensor, x: Tensor, groups: int, x_name: str, weigh
     check_devices(op, x_name, x.device, offs=offs)
     if reads_values(offs):  # a compiled program's op checks them again when it runs
         check_ends(op, "offs", offs, x.shape[0])
-    return offs.to(torch.int32)
+    return offs.to(torch.int32).contiguous()
 
 
 def check_token_blocks(op: str, name: str, rows: int, offs: Tensor, remedy: str) -> None:
@@ -125,6 +147,24 @@ def require_total(op: str, name: str, counts: Tensor, rows: int) -> None:
     if any(n < 0 for n in values) or sum(values) != rows:
         got = f"{values}, in total {sum(values)}"
         fail(ValueError, op, name, got, f"allowed: counts of at least 0, a total of {rows}, the rows")
+
+
+def require_rows(op: str, name: str, counts: Tensor, rows: int) -> None:
+    """Raise ValueError unless counts are at least 0 and no more than the rows in total. Reads the values."""
+    values = counts.tolist()
+    if any(n < 0 for n in values) or sum(values) > rows:
+        got = f"{values}, in total {sum(values)}"
+        fail(ValueError, op, name, got, f"allowed: counts of at least 0, a total up to {rows}, the rows")
+
+
+def check_probs(op: str, name: str, probs: Tensor, shape: tuple[Any, ...], device: torch.device) -> None:
+    """Raise unless probs is float32, of this shape and where the rows are."""
+    check_plain(op, name, probs)
+    require_tensor(op, name, probs)
+    if probs.dtype != torch.float32:
+        fail(TypeError, op, name, f"dtype {probs.dtype}", "allowed: float32")
+    check_shape(op, name, probs, shape)
+    check_devices(op, "the rows", device, **{name: probs})
 
 
 def index_map(op: str, name: str, index: Tensor, device: torch.device, limit: Any, shape: tuple[Any, ...]) -> Tensor:

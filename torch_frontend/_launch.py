@@ -101,6 +101,9 @@ def bind(
     if bound is None:
         bound = _known.get(key)
     if bound is None:
+        for name, tensor in zip(op.inputs, tensors, strict=True):  # a schema lets None pass
+            if not isinstance(tensor, Tensor):
+                fail(TypeError, op.name, name, f"a {type(tensor).__name__}", "allowed: a torch.Tensor")
         bound = decide(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
         if bound.index is not None:
             _check_aligned(op, tensors)

@@ -19,7 +19,15 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import RECIPES, Compute, Form, Recipe
 from ._call import FLOATS, require_tensor
-from ._checks import check_devices, check_offs, check_rows, check_token_blocks
+from ._checks import (
+    check_devices,
+    check_flag,
+    check_offs,
+    check_out_dtype,
+    check_rows,
+    check_token_blocks,
+    recipe_compute,
+)
 from ._differentiable import differentiable
 from .products import (
     activation,
@@ -111,6 +119,7 @@ def mxfp8_grouped_mm(
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    kernel_preference: Any = "auto",
     wgrad_with_hp: bool = False,
     scale_calculation_mode: Rounding | str = Rounding.RCEIL,
     pad_token_groups_for_grouped_mm: bool = True,
@@ -121,10 +130,11 @@ def mxfp8_grouped_mm(
     A: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor that already is.
     B_t: (G, K, N), the transpose of a contiguous (G, N, K), bfloat16 or float32, quantized here; or the
         QuantizedWeights of that (G, N, K), whose `values` get the gradient. K, N multiples of 32.
-    offs: (G,) int32, where each group of rows ends; rows past the last end give zeros.
+    offs: (G,) int32 or int64, where each group of rows ends; rows past the last end give zeros.
     bias: (N,) for all groups or (G, N), one per group, bfloat16 or float32; None. It is added to the sums, before they
         are rounded to out_dtype.
     out_dtype: bfloat16 or float32. The gradient of A has A's dtype, that of B_t has B_t's.
+    kernel_preference: "auto", or "emulated" for compute="exact"; torchao's `KernelPreference` is taken by name.
     wgrad_with_hp: weight gradient from bf16 operands; False: from operands re-quantized along the tokens.
     scale_calculation_mode: a `Rounding` or its name.
     pad_token_groups_for_grouped_mm: pad groups to 32 rows where blocks run along the tokens, so that any offs are
@@ -141,14 +151,11 @@ def mxfp8_grouped_mm(
     >>> mxfp8_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
     [32.0, 32.0, 0.0]
     """
-    op, rounding = "mxfp8_grouped_mm", Rounding.parse(scale_calculation_mode)
-    for name, flag in (
-        ("wgrad_with_hp", wgrad_with_hp),
-        ("pad_token_groups_for_grouped_mm", pad_token_groups_for_grouped_mm),
-    ):
-        if not isinstance(flag, bool):
-            allowed = "allowed: bool (there is no kernel_preference here; see capabilities())"
-            fail(TypeError, op, name, repr(flag), allowed)
+    op = "mxfp8_grouped_mm"
+    rounding = Rounding.parse(scale_calculation_mode, op, "scale_calculation_mode")
+    compute = recipe_compute(op, kernel_preference, compute)
+    check_flag(op, "wgrad_with_hp", wgrad_with_hp)
+    check_flag(op, "pad_token_groups_for_grouped_mm", pad_token_groups_for_grouped_mm)
     recipe = Recipe.parse(RECIPES["mxfp8"], rounding=rounding, compute=compute, wgrad_with_hp=wgrad_with_hp)
     return _checked_grouped_mm(op, A, B_t, offs, bias, out_dtype, recipe, pad_token_groups_for_grouped_mm)
 
@@ -185,19 +192,20 @@ def _checked_grouped_mm(
     else:
         check_float_weights(op, "B_t", B_t)
         w = B_t.transpose(-2, -1)
-    if out_dtype not in FLOATS:
-        fail(TypeError, op, "out_dtype", out_dtype, "allowed: torch.bfloat16 or torch.float32")
+    check_out_dtype(op, out_dtype)
     groups, n, k = w.shape
     if A.shape[1] != k:
         fail(ValueError, op, "A", f"shape {tuple(A.shape)}", f"allowed: (M, {k}), the K of B_t (G, K, N)")
     for name, size in (("K", k), ("N", n)):
         if size % BLOCK:
             fail(ValueError, op, "B_t", f"{name} = {size}", f"allowed: multiples of {BLOCK}")
+    if recipe.operands == "fp8_rowwise" and not n:
+        fail(ValueError, op, "B_t", "N = 0", f"allowed: N from {BLOCK}; a row without values has no scale")
     if not w.is_contiguous():
         allowed = "allowed: the transpose of a contiguous (G, N, K): w.transpose(-2, -1)"
         fail(ValueError, op, "B_t", f"shape {tuple(w.mT.shape)} with strides {w.mT.stride()}", allowed)
     check_devices(op, "A", A.device, B_t=w)
-    check_offs(op, offs, A, groups, "A", "B_t")
+    offs = check_offs(op, offs, A, groups, "A", "B_t")
     if bias is not None:
         bias = _checked_bias(op, bias, w)
     # Asked here: where gradients are off, `needs_input_grad` still says what would need one.

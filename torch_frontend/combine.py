@@ -14,13 +14,11 @@ from torch import Tensor
 
 from ..core_kernels.launch import fail
 from . import ops
-from ._call import require_tensor
 from ._checks import (
-    check_devices,
     check_floats,
     check_out_dtype,
     check_plain,
-    check_shape,
+    check_probs,
     check_way_back,
     index_map,
 )
@@ -96,9 +94,5 @@ def weighted_combine(
     check_out_dtype(op, out_dtype)
     if probs is None:
         return _plain(rows, slots, order, out_dtype)
-    require_tensor(op, "probs", probs)
-    if probs.dtype != torch.float32:
-        fail(TypeError, op, "probs", f"dtype {probs.dtype}", "allowed: float32")
-    check_shape(op, "probs", probs, tuple(slots.shape))
-    check_devices(op, "rows", rows.device, probs=probs)
+    check_probs(op, "probs", probs, tuple(slots.shape), rows.device)
     return _weighted(rows, probs, slots, order, out_dtype)

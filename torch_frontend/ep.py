@@ -28,8 +28,7 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
-from ._call import require_tensor
-from ._checks import check_counts, check_devices, check_shape, require_total
+from ._checks import check_counts, check_probs, check_shape, require_total
 from ._differentiable import differentiable
 from ._ranks import Splits, check_travelling, checked_all_to_all
 from ._ranks import degree_of as _degree
@@ -297,11 +296,7 @@ def _checked_dispatch(
         allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
         fail(ValueError, op, name, f"shape {tuple(counts.shape)}", allowed)
     if probs is not None:
-        require_tensor(op, "probs", probs)
-        if probs.dtype != torch.float32:
-            fail(TypeError, op, "probs", f"dtype {probs.dtype}", "allowed: float32")
-        check_shape(op, "probs", probs, (num_rows,))
-        check_devices(op, "rows", x.device, probs=probs)
+        check_probs(op, "probs", probs, (num_rows,), x.device)
     return rows, num_rows
 
 

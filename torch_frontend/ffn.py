@@ -29,7 +29,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from . import ops
-from ._checks import check_devices, check_offs, check_rows, check_token_blocks
+from ._checks import check_devices, check_flag, check_offs, check_rows, check_token_blocks
 from ._differentiable import differentiable
 from .autograd import How
 from .products import (
@@ -189,7 +189,7 @@ def grouped_swiglu_ffn(
         values).
     w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D, F multiples of 32. Or QuantizedWeights of
         these, whose `values` get the gradients.
-    offs: (G,) int32, where each group of rows ends; rows past the last end give zeros.
+    offs: (G,) int32 or int64, where each group of rows ends; rows past the last end give zeros.
     prob: (P,) float32, a weight for each row of h; None: all weigh one.
     recipe: a Recipe or its name.
     pad_token_groups_for_grouped_mm: recipe "mxfp8" quantizes along the tokens for the weight gradients, in blocks of
@@ -204,9 +204,7 @@ def grouped_swiglu_ffn(
     0.75
     """
     op = "grouped_swiglu_ffn"
-    if not isinstance(pad_token_groups_for_grouped_mm, bool):
-        got = repr(pad_token_groups_for_grouped_mm)
-        fail(TypeError, op, "pad_token_groups_for_grouped_mm", got, "allowed: bool")
+    check_flag(op, "pad_token_groups_for_grouped_mm", pad_token_groups_for_grouped_mm)
     stay = all(not isinstance(w, Tensor) or stays(w) for w in (w1, w3, w2))
     return swiglu_ffn(op, x, (w1, w3, w2), offs, prob, Recipe.parse(recipe), pad_token_groups_for_grouped_mm, stay)
 
@@ -249,7 +247,7 @@ def swiglu_ffn(
             fail(ValueError, op, name, f"strides {w.stride()}", "allowed: contiguous weights; call .contiguous()")
     prob = row_weights(op, prob, x)
     check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
-    check_offs(op, offs, x, groups, "x", "w1")
+    offs = check_offs(op, offs, x, groups, "x", "w1")
     wgrad_follows = torch.is_grad_enabled() and any(w.requires_grad for w in (w1, w3, w2))
     how = How.of(recipe, x.device, pad, wgrad_follows)
     if how.tokens_follow:

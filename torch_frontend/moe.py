@@ -29,6 +29,17 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import require_tensor
+from ._checks import (
+    check_counts,
+    check_devices,
+    check_floats,
+    check_int,
+    check_plain,
+    check_probs,
+    check_shape,
+    reads_values,
+    require_rows,
+)
 from .combine import weighted_combine
 from .ep import TokenCopies, a2a_dispatch_mxfp8_fwd_hp_bwd, receive_rows, send_probs, send_rows
 from .ffn import swiglu_ffn
@@ -101,15 +112,17 @@ class GroupedExperts(nn.Module):
         return f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}"
 
     def forward(self, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None = None) -> Tensor:
-        op = "GroupedExperts"
-        require_tensor(op, "padded_counts", padded_counts)
-        if padded_counts.dtype not in (torch.int32, torch.int64):
-            fail(TypeError, op, "padded_counts", f"dtype {padded_counts.dtype}", "allowed: int32 or int64")
+        op = "GroupedExperts.forward"
         parameters = self.w1, self.w3, self.w2
         weights = tuple(sharded(w, self.expert_parallel) for w in parameters)
-        if padded_counts.shape != (weights[0].shape[0],):
-            allowed = f"allowed: ({weights[0].shape[0]},), one count per expert of this rank"
-            fail(ValueError, op, "padded_counts", f"shape {tuple(padded_counts.shape)}", allowed)
+        check_floats(op, "groups_PD", groups_PD)
+        check_shape(op, "groups_PD", groups_PD, ("P", weights[0].shape[2]))
+        check_counts(op, "padded_counts", padded_counts, groups_PD.device)
+        check_shape(op, "padded_counts", padded_counts, (weights[0].shape[0],))
+        if reads_values(padded_counts):
+            require_rows(op, "padded_counts", padded_counts, groups_PD.shape[0])
+        if probs_P is not None:
+            check_probs(op, "probs_P", probs_P, groups_PD.shape[:1], groups_PD.device)
         ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
         if self._held is not None:
             weights = self._held.weights_of(parameters, weights)
@@ -181,14 +194,10 @@ def _state(parameter: Tensor) -> tuple[int, ...]:
 def _check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> None:
     """Raise unless all are positive ints, the first ones multiples of 32."""
     for name, size in (blocks | others).items():
-        if type(size) is not int:
-            fail(TypeError, op, name, repr(size), "allowed: an int")
+        check_int(op, name, size, 1)
     for name, size in blocks.items():
-        if size <= 0 or size % BLOCK:
+        if size % BLOCK:
             fail(ValueError, op, name, size, f"allowed: positive multiples of {BLOCK}")
-    for name, size in others.items():
-        if size <= 0:
-            fail(ValueError, op, name, size, "allowed: at least 1")
 
 
 class MoE(nn.Module):
@@ -248,7 +257,9 @@ class MoE(nn.Module):
         return self.experts.weights_held()
 
     def forward(self, x: Tensor) -> tuple[Tensor, MoEStats]:
+        check_plain("MoE", "x", x)
         require_tensor("MoE", "x", x)
+        check_devices("MoE", "the router", self.router.weight.device, x=x)
         if x.dtype not in (torch.bfloat16, torch.float32):
             fail(TypeError, "MoE", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")
         dim = self.router.in_features
@@ -272,7 +283,8 @@ class MoE(nn.Module):
 
         Of equal scores the lower expert comes first."""
         router = replicated(self.router.weight, self.experts.expert_parallel)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        kind = "cpu" if x_TD.is_meta else x_TD.device.type  # meta has no autocast
+        with torch.autocast(kind, enabled=False):
             logits_TE = F.linear(x_TD.float(), router.float())
         scores_TE = logits_TE.softmax(-1) if self.score_func == "softmax" else logits_TE.sigmoid()
         # A stable sort: topk leaves open which of equal scores it takes, and JAX takes the lower expert.

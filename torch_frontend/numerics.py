@@ -18,6 +18,7 @@ from ..core_kernels.formats import BLOCK, E8M0_NAN
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
+from ._checks import check_plain
 from .moe import MoE
 
 OP = "numerics_report"
@@ -123,6 +124,7 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
             continue
         require_tensor(OP, name, value)
         assert value is not None
+        check_plain(OP, name, value)
         if value.dtype not in (torch.bfloat16, torch.float32):
             fail(TypeError, OP, name, f"dtype {value.dtype}", "allowed: bfloat16 or float32")
         if value.device != moe.router.weight.device:

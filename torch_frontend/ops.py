@@ -20,7 +20,7 @@ from ..core_kernels import fold_loss as fold_loss_kernels
 from ..core_kernels import swiglu as swiglu_kernels
 from ..core_kernels.formats import BLOCK, Rounding, packed_width
 from ..core_kernels.launch import KernelOp, require_dtype, require_multiple, require_rank, require_shape
-from ._call import call, run
+from ._call import call, require_tensor, run
 from ._launch import array_type, as_bytes, check_devices
 from ._register import register
 
@@ -158,7 +158,10 @@ def _is_packed(q: Tensor, sf: Tensor) -> bool:
 
 
 def _checked_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
-    op, q, sf = "permute_q_sf", as_bytes(q), as_bytes(sf)
+    op = "permute_q_sf"
+    for name, tensor in (("q", q), ("sf", sf), ("row_map", row_map)):
+        require_tensor(op, name, tensor)
+    q, sf = as_bytes(q), as_bytes(sf)
     types = [array_type(t.shape, t.dtype) for t in (q, sf, row_map)]
     for name, array in zip(("q", "sf"), types, strict=False):
         require_dtype(op, name, array, "uint8")

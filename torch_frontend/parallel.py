@@ -94,9 +94,12 @@ class MXFP8ExpertParallel(ParallelStyle):
         if mesh.ndim != 1:
             fail(ValueError, op, "device_mesh", f"{mesh.ndim} dims", 'allowed: one dim; pick it with mesh["ep"]')
         parameters = dict(experts.named_parameters(recurse=False))
-        if not parameters or any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear):
+        numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
+        shapeless = any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)
+        if len(numbers) != 1 or shapeless:
+            got = f"a {type(experts).__name__} with parameters {', '.join(parameters) or 'of submodules alone'}"
             allowed = "allowed: a MoE, its experts, or a module whose own parameters have experts as dim 0"
-            fail(ValueError, op, "module", f"a {type(experts).__name__}", allowed)
+            fail(ValueError, op, "module", got, allowed)
         for name, parameter in parameters.items():
             if parameter.shape[0] % mesh.size():
                 allowed = f"allowed: a number of experts that the mesh of {mesh.size()} ranks divides"
@@ -111,6 +114,9 @@ class _Hooks:
         self.routes: list[Route] = []  # of forwards that have begun and not ended
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        if len(args) not in (2, 3):
+            allowed = "allowed: (rows, counts), or (rows, counts, probs)"
+            fail(TypeError, "MXFP8ExpertParallel", "module", f"called with {len(args)} arguments", allowed)
         rows, counts, *probs = args
         groups, padded_counts, route = send_rows(rows, counts, self.recipe, self.ranks, *probs)
         self.routes.append(route)

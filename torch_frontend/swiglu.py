@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
-from ._checks import check_devices, check_plain, check_shape
+from ._checks import check_devices, check_plain, check_probs, check_shape
 from ._differentiable import differentiable
 from .mx_tensor import plain
 
@@ -35,11 +35,7 @@ def weights(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
     """`prob` as the ops take it: an empty tensor where every row weighs one; raises unless it has one per row."""
     if prob is None:
         return torch.empty(0, dtype=torch.float32, device=rows.device)
-    require_tensor(op, "prob", prob)
-    if prob.dtype != torch.float32:
-        fail(TypeError, op, "prob", f"dtype {prob.dtype}", "allowed: float32")
-    check_shape(op, "prob", prob, (rows.shape[0],))
-    check_devices(op, "the rows", rows.device, prob=prob)
+    check_probs(op, "prob", prob, rows.shape[:1], rows.device)
     return prob
 
 

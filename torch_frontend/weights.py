@@ -11,7 +11,7 @@ several microbatches, an evaluation or serving says so, and holds the result: `q
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from . import ops
-from ._call import FLOATS, require_tensor
+from ._checks import check_floats
 from ._device import arch_of
 from .mx_tensor import MXTensor
 
@@ -88,10 +88,10 @@ class QuantizedWeights:
 
         Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
         """
-        check_float_weights("with_values", "values", values)
+        check_float_weights("QuantizedWeights.with_values", "values", values)
         if values.shape != self.values.shape:
             got, allowed = f"shape {tuple(values.shape)}", f"allowed: {tuple(self.values.shape)}"
-            fail(ValueError, "with_values", "values", got, allowed)
+            fail(ValueError, "QuantizedWeights.with_values", "values", got, allowed)
         return dataclasses.replace(self, values=values)
 
 
@@ -133,16 +133,11 @@ def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8_wgrad_with_hp") ->
 
 def check_float_weights(op: str, argument: str, w: object) -> None:
     """Raise unless w is a plain (G, N, K) or (G, K, N) in bf16 or fp32."""
-    require_tensor(op, argument, w)
-    assert isinstance(w, Tensor)
     if isinstance(w, DTensor):
         fail(TypeError, op, argument, "a DTensor", "allowed: this rank's part of it: .to_local()")
     if isinstance(w, MXTensor):
         fail(TypeError, op, argument, "an MXTensor", "allowed: bfloat16 or float32 weights, or quantize_weights(w)")
-    if w.dtype not in FLOATS:
-        fail(TypeError, op, argument, f"dtype {w.dtype}", "allowed: bfloat16 or float32")
-    if w.dim() != 3:
-        fail(ValueError, op, argument, f"shape {tuple(w.shape)}", "allowed: 3 dims")
+    check_floats(op, argument, cast(Tensor, w), 3)
 
 
 def check_held(op: str, argument: str, w: QuantizedWeights, form: Form, rounding: Rounding) -> None:

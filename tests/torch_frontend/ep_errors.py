@@ -17,13 +17,17 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.recipe import RECIPES
 from mxep.torch_frontend import (
+    MXFP8ExpertParallel,
+    MXTensor,
     TokenCopies,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
 )
 from mxep.torch_frontend.ep import combine, dispatch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 RANK, RANKS, E, D = int(sys.argv[1]), 2, 4, 64
 X = torch.ones(6, D).bfloat16()
@@ -112,7 +116,47 @@ def groups_that_are_none() -> None:
             a2a_dispatch_mxfp8_fwd_hp_bwd(X, [3, 3], [3, 3], group)  # type: ignore[arg-type]
 
 
-CHECKS = [bad_arguments_of_dispatch, counts_of_two_dtypes, bad_arguments_of_an_all_to_all, groups_that_are_none]
+class Experts(nn.Module):
+    """Rows come back as they went through the wire."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(E, D, D))
+
+    def forward(self, groups: Tensor, padded_counts: Tensor, probs: Tensor | None = None) -> Tensor:
+        assert isinstance(groups, MXTensor)
+        return groups.dequantize()
+
+
+def bad_arguments_of_parallel_experts() -> None:
+    mesh, style = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",)), MXFP8ExpertParallel(gradients="sum")
+    for module, told in (
+        (nn.Sequential(nn.Linear(D, D)), "a Sequential with parameters of submodules alone"),
+        (nn.Linear(D, D, bias=False), "a Linear with parameters weight"),
+    ):
+        with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: module: got {told}"):
+            parallelize_module(module, mesh, style)
+    with pytest.raises(ValueError, match=r"gradients: got 'mean'; allowed: gradients='sum' for a Experts"):
+        parallelize_module(Experts(), mesh, MXFP8ExpertParallel())
+    experts = parallelize_module(Experts(), mesh, style)
+    with pytest.raises(TypeError, match=r"module: got called with 1 arguments; allowed: \(rows, counts\)"):
+        experts(X)
+    for error, counts in ((TypeError, None), (ValueError, COUNTS - 1), (ValueError, COUNTS[:3])):
+        told = "num_tokens_per_expert: got -1 from rank 0"
+        raises("dispatch: num_tokens_per_expert: got", told, lambda c=counts: experts(X, COUNTS if RANK else c), error)
+    weights = torch.ones(6).bfloat16() if RANK == 0 else torch.ones(6)
+    raises("probs: got dtype torch.bfloat16", told, lambda: experts(X, COUNTS, weights), TypeError)
+    one, other = (experts(X, counts) for counts in (COUNTS, COUNTS.int() if RANK else COUNTS))
+    assert torch.equal(one, other)
+
+
+CHECKS = [
+    bad_arguments_of_dispatch,
+    counts_of_two_dtypes,
+    bad_arguments_of_an_all_to_all,
+    groups_that_are_none,
+    bad_arguments_of_parallel_experts,
+]
 
 
 def main(store: str, out: str) -> None:

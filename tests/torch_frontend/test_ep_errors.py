@@ -10,6 +10,7 @@ CHECKS = [
     "counts_of_two_dtypes",
     "bad_arguments_of_an_all_to_all",
     "groups_that_are_none",
+    "bad_arguments_of_parallel_experts",
 ]
 
 

@@ -43,7 +43,7 @@ def mm(x: Tensor, w: Tensor, offs: Tensor, name: str, pad: bool, out_dtype=torch
     if not recipe.mx:
         return {"bf16": bf16_grouped_mm, "fp8_rowwise": fp8_rowwise_grouped_mm}[name](x, w.mT, offs, out_dtype)
     options = {"pad_token_groups_for_grouped_mm": pad, "compute": recipe.compute}
-    return mxfp8_grouped_mm(x, w.mT, offs, None, out_dtype, recipe.wgrad_with_hp, **options)
+    return mxfp8_grouped_mm(x, w.mT, offs, None, out_dtype, wgrad_with_hp=recipe.wgrad_with_hp, **options)
 
 
 def composed(

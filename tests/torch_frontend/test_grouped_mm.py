@@ -235,8 +235,8 @@ BAD = {
     "bias": (ValueError, r"bias: got shape \(3,\); allowed: \(96,\) or", (A, W.mT, OFFS, torch.zeros(3)), {}),
     "bias dtype": (TypeError, r"bias: got dtype torch.float64", (A, W.mT, OFFS, torch.zeros(N).double()), {}),
     "bias elsewhere": (ValueError, r"bias: got device meta; ", (A, W.mT, OFFS, torch.ones(N).to("meta")), {}),
-    "rounding": (ValueError, r"rounding: got 'up'", (A, W.mT, OFFS), {"scale_calculation_mode": "up"}),
-    "a preference": (TypeError, r"wgrad_with_hp: .*see capabilities", (A, W.mT, OFFS), {"wgrad_with_hp": "auto"}),
+    "rounding": (ValueError, r"scale_calculation_mode: got 'up'", (A, W.mT, OFFS), {"scale_calculation_mode": "up"}),
+    "a preference": (TypeError, r"wgrad_with_hp: got 'auto'", (A, W.mT, OFFS), {"wgrad_with_hp": "auto"}),
 }  # fmt: skip
 
 

@@ -22,10 +22,21 @@ class ScaleCalculationMode(enum.Enum):
     EVEN = "even"
 
 
+class KernelPreference(str, enum.Enum):  # noqa: UP042 -- as torchao has it
+    AUTO = "auto"
+    TORCH = "torch"
+    MSLK = "mslk"
+    EMULATED = "emulated"
+
+
 A, W, OFFS = rows(96, 64), rows(2, 32, 64), ints(32, 96)
 E4M3 = torch.float8_e4m3fn
 
 CALLS = {
+    "_to_mxfp8_then_scaled_grouped_mm": [
+        "A", "B_t", "offs", "bias", "out_dtype", "kernel_preference", "wgrad_with_hp", "scale_calculation_mode",
+        "pad_token_groups_for_grouped_mm", "compute",
+    ],
     "a2a_dispatch_mxfp8_fwd_hp_bwd": [
         "input", "output_splits", "input_splits", "group_name", "scaling_mode", "block_size",
     ],
@@ -46,7 +57,7 @@ CALLS = {
         "qdata", "scales", "orig_dtype", "block_size", "kernel_preference", "act_quant_kwargs", "is_swizzled_scales",
     ],
 }  # fmt: skip
-"""torchao's arguments, in its order."""
+"""torchao's arguments, in its order; `compute` is ours."""
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -73,6 +84,28 @@ def test_torchaos_enumeration_of_scale_modes() -> None:
     for mode in (ScaleCalculationMode.CEIL, ScaleCalculationMode.EVEN):
         with pytest.raises(ValueError, match=f"scaling_mode: got '{mode.name}'; allowed: 'rceil', 'floor'"):
             MXTensor.to_mx(x, E4M3, 32, mode)  # type: ignore[arg-type]
+
+
+def test_torchaos_kernel_preference() -> None:
+    args = (A, W.mT, OFFS, None, torch.bfloat16)
+    folded = mxfp8_grouped_mm(*args, compute="fold")
+    exact = mxfp8_grouped_mm(*args, compute="exact")
+    assert torch.equal(mxfp8_grouped_mm(*args, KernelPreference.AUTO, compute="fold"), folded)
+    assert torch.equal(mxfp8_grouped_mm(*args, KernelPreference.EMULATED), exact)
+    for other, words in (
+        (KernelPreference.TORCH, "got 'TORCH'; allowed: 'auto' or 'emulated'"),
+        ("mslk", "got 'mslk'"),
+    ):
+        with pytest.raises(ValueError, match=f"mxfp8_grouped_mm: kernel_preference: {words}"):
+            mxfp8_grouped_mm(*args, other)
+    with pytest.raises(ValueError, match="got 'EMULATED' with compute 'fold'"):
+        mxfp8_grouped_mm(*args, KernelPreference.EMULATED, compute="fold")
+    with pytest.raises(TypeError, match="kernel_preference: got True"):
+        mxfp8_grouped_mm(*args, True)  # wgrad_with_hp comes after it
+
+
+def test_ends_of_int64() -> None:
+    assert torch.equal(mxfp8_grouped_mm(A, W.mT, OFFS.long()), mxfp8_grouped_mm(A, W.mT, OFFS))
 
 
 def test_to_mx_and_from_qdata_and_scales() -> None:
@@ -131,9 +164,10 @@ def test_groups_of_any_size() -> None:
     """No padding where the weight gradient is bf16, and the same results with it where it is MXFP8."""
     ends = ints(5, 90)
     plain = mxfp8_grouped_mm(A, W.mT, ends, wgrad_with_hp=True)
-    assert torch.equal(plain, mxfp8_grouped_mm(A, W.mT, ends, pad_token_groups_for_grouped_mm=True))
+    w = W.clone().requires_grad_()
+    assert torch.equal(plain, mxfp8_grouped_mm(A, w.mT, ends))
     with pytest.raises(ValueError, match=r"offs: got .* allowed: multiples of 32"):
-        mxfp8_grouped_mm(A, W.clone().requires_grad_().mT, ends)
+        mxfp8_grouped_mm(A, w.mT, ends, pad_token_groups_for_grouped_mm=False)
 
 
 def test_other_operations_on_an_mxtensor_raise() -> None:
