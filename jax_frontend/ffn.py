@@ -27,9 +27,9 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from . import ops
-from ._call import jitted
+from ._call import jitted, vary_alike
 from ._checks import check_blocks, check_floats, check_shape, check_type
-from ._derivatives import arguments, reverse_only
+from ._derivatives import reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .permute import gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
@@ -166,5 +166,5 @@ def grouped_swiglu_ffn(
         x, maps = pad_groups(x, group_ends, recipe.alignment)
         group_ends = maps.group_ends
         prob = None if prob is None else gather_rows(prob[:, None], maps.row_map, maps.inverse)[:, 0]
-    out = _ffn_jitted(*arguments(op, x, w1, w3, w2, group_ends, prob), recipe, mx_grad)
+    out = _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob), recipe, mx_grad)
     return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out

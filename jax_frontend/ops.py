@@ -14,11 +14,18 @@
 E4M3 data (`q`) and E8M0 scales (`sf`) are uint8. All functions are pure, trace under jit, shard_map and
 remat, and raise ValueError (shape, value) or TypeError (dtype) while tracing. Formats: OCP Microscaling
 Formats v1.0. In a jit that shards its arrays without shard_map, XLA gathers a kernel's inputs first.
+
+`jax.export.export` must be told of the kernels, which are custom calls ("mxep.cuda." on a GPU), and what is serialized
+has taken its checks of values out by `checkify.checkify` first:
+
+    kernels = [jax.export.DisabledSafetyCheck.custom_call(f"mxep.{op}") for op in ops.OPS]
+    jax.export.export(jax.jit(f), disabled_checks=kernels)(x)
 """
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp  # noqa: F401
 
 from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
 from ..core_kernels import combine as combine_ops

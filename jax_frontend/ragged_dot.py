@@ -59,6 +59,6 @@ def ragged_dot_mxfp8(
     check_counts(op, sizes, 1, lhs.shape[0], "group_sizes")
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     lhs, rhs = reverse_only(op, (lhs, rhs))
-    out = grouped_mm(op, lhs, rhs, ends, recipe, out_dtype, stored="kn")
+    out = grouped_mm(lhs, rhs, ends, recipe, out_dtype, stored="kn")
     assert isinstance(out, jax.Array)
     return out

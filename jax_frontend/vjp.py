@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
-from ._call import jitted
+from ._call import jitted, vary_alike
 from ._checks import check_blocks, check_floats, check_integers, check_shape, check_type, dtype_name
-from ._derivatives import arguments, reverse_only
+from ._derivatives import reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .permute import pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import activation, bias_gradient, gradient_operands, input_gradient, product, tokens_of, weight_gradient
@@ -61,7 +61,7 @@ _grouped_mm_jitted = jitted(_grouped_mm, 4, 5, 6, 7)
 
 
 def grouped_mm(
-    op: str, lhs: jax.Array | MXArray, rhs: Weights, group_ends: jax.Array, recipe: Recipe,
+    lhs: jax.Array | MXArray, rhs: Weights, group_ends: jax.Array, recipe: Recipe,
     out_dtype: str,
     *, bias: jax.Array | None = None, mx_grad: bool = False, stored: Stored = "nk", pad: bool = True,
 ) -> jax.Array | MXGradArray:  # fmt: skip
@@ -70,7 +70,7 @@ def grouped_mm(
     if pad and recipe.wgrad_mx:
         lhs, maps = pad_groups(lhs, group_ends, recipe.alignment)
         group_ends = maps.group_ends
-    lhs, rhs, group_ends, bias = arguments(op, lhs, rhs, group_ends, bias)
+    lhs, rhs, group_ends, bias = vary_alike(lhs, rhs, group_ends, bias)
     out = _grouped_mm_jitted(lhs, rhs, group_ends, bias, recipe, out_dtype, mx_grad, stored)
     return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out
 
@@ -135,7 +135,7 @@ def mxfp8_grouped_mm(
         require_multiple(op, "rhs_t", rhs_t.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
     A, rhs_t, bias = reverse_only(op, (A, rhs_t, bias))
     check_blocks(op, "A", A.shape[0], ends, recipe.wgrad_mx and not pad_token_groups)
-    return grouped_mm(op, A, rhs_t, ends, recipe, out_dtype, bias=bias, mx_grad=mx_grad, pad=pad_token_groups)
+    return grouped_mm(A, rhs_t, ends, recipe, out_dtype, bias=bias, mx_grad=mx_grad, pad=pad_token_groups)
 
 
 def _checked_bias(op: str, bias: jax.Array, rhs_t: Weights) -> jax.Array:

@@ -17,6 +17,8 @@ from mxep.jax_frontend import (
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     of_tokens,
     ops,
+    permute,
+    permute_mxfp8_fwd_hp_bwd,
     plan_exchange,
     spread_rows,
     to_mxfp8_a2a_dequant,
@@ -133,6 +135,34 @@ def _requantized(x: jax.Array) -> jax.Array:
     return MXArray.quantize(x).dequantize()
 
 
+def test_the_permute_takes_the_exchange() -> None:
+    """Which says how many rows a rank's part has, with slack too."""
+
+    def both(counts, rows):
+        exchange = plan_exchange(counts.reshape(-1), "ep", num_rows=TOKENS, capacity=5)
+        there = a2a_dispatch(rows, exchange)
+        by_hand = permute(there, exchange.recv_counts, RANKS, EXPERTS // RANKS, rank_rows=5)
+        mx, maps = permute_mxfp8_fwd_hp_bwd(MXArray.quantize(there), exchange)
+        return permute(there, exchange), by_hand, (mx.dequantize(), maps)
+
+    for alone, by_hand, mx in per_rank(both, COUNTS, ROWS):
+        for got, want in zip(jax.tree.leaves(alone), jax.tree.leaves(by_hand), strict=True):
+            np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(mx[0], MXArray.quantize(by_hand[0]).dequantize())
+
+
+def test_another_mesh_axis_may_be_automatic() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def there_and_back(counts, rows):
+        exchange = plan_exchange(counts, "ep", num_rows=TOKENS)
+        return a2a_combine_hp_fwd_mxfp8_bwd(a2a_dispatch(rows, exchange), exchange)
+
+    specs = {"in_specs": (P("ep"), P("ep")), "out_specs": P("ep"), "axis_names": {"ep"}}
+    run = jax.jit(jax.shard_map(there_and_back, mesh=mesh, **specs))
+    np.testing.assert_array_equal(run(jnp.full(8, 3, jnp.int32), ROWS[: 2 * TOKENS]), ROWS[: 2 * TOKENS])
+
+
 def test_without_an_axis_nothing_is_sent() -> None:
     exchange = plan_exchange(jnp.array([3, 0, 9], jnp.int32), None, num_rows=TOKENS)
     np.testing.assert_array_equal(a2a_dispatch(ROWS[:TOKENS], exchange), ROWS[:TOKENS])
@@ -147,8 +177,20 @@ def one_rank(counts: int = 4, **options) -> Callable:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (one_rank(capacity=0), "capacity: got 0; allowed: at least 1"),
+        (one_rank(capacity=0), "capacity: got 0; allowed: 1 to "),
         (one_rank(counts=5), "at most 12"),
+        (lambda: plan_exchange(jnp.full(4, 2**30, jnp.int32), None, num_rows=TOKENS), "at most 12, the rows"),
+        (lambda: plan_exchange(jnp.array([13, -1], jnp.int32), None, num_rows=TOKENS), "counts of at least 0"),
+        (
+            lambda: plan_exchange(jnp.full((2, 2), 3, jnp.int32), None, num_rows=TOKENS),
+            r"shape \(2, 2\); allowed: \(E,\)",
+        ),
+        (lambda: of_tokens(one_rank()(), jnp.arange(12), jnp.arange(13), 2), r"inverse: got shape \(13,\)"),
+        (lambda: of_tokens(one_rank()(), jnp.arange(12), jnp.arange(12), 5), "copies: got 5; allowed: divisors of 12"),
+        (lambda: permute(ROWS[:12], jnp.array([6, 6], jnp.int32), 2, 1), "rank_rows: got none for 2 ranks; .*Exchange"),
+        (lambda: permute(ROWS[:13], one_rank()()), r"x: got shape \(13, 64\); allowed: 12 rows, what the exchange"),
+        (lambda: permute(ROWS[:12], one_rank()(), 1, 4), "num_tokens_per_expert: got an Exchange beside"),
+        (lambda: MXGradArray.wrap(normal(12, 48)), "MXGradArray.wrap: value: got last dim = 48"),
         (lambda: plan_exchange(jnp.zeros(8, jnp.int32), "nowhere", num_rows=4), "axis_name: got 'nowhere'"),
         (lambda: a2a_dispatch_mxfp8_fwd_hp_bwd(normal(5, 64), one_rank()()), r"shape \(5, 64\); allowed: \(12, D\)"),
         (lambda: a2a_dispatch_mxfp8_fwd_hp_bwd(normal(12, 40), one_rank()()), "multiples of 32"),
@@ -165,6 +207,8 @@ def test_a_bad_argument_is_named(call, message) -> None:
     ("call", "message"),
     [
         (lambda: plan_exchange(jnp.ones(4), None, num_rows=TOKENS), "num_tokens_per_expert: got dtype float32"),
+        (lambda: of_tokens(one_rank()(), jnp.ones(12), jnp.arange(12), 2), "order: got dtype float32"),
+        (lambda: MXGradArray.wrap(ROWS[:12]) * 2, r"MXGradArray: operand: .* use `\.value`"),
         (lambda: a2a_dispatch_mxfp8_fwd_hp_bwd(_mx(), one_rank()()), "input: got MXArray"),
         (lambda: a2a_dispatch(_mx(), one_rank()()), "input: got MXArray"),
         (lambda: a2a_combine_hp_fwd_mxfp8_bwd(_mx(), one_rank()()), "input: got MXArray; .* or an MXGradArray"),

@@ -91,10 +91,10 @@ def parallel(ranks: int, recipe: str, check_vma: bool = True, **changes):
     mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), ("ep",))
 
     def one_rank(params, x):
-        y, stats = moe.apply(params, x, layer_config, axis_name="ep")
-        return y, jax.tree.map(lambda s: s[None], stats)
+        return moe.apply(params, x, layer_config, axis_name="ep")
 
-    layer = jax.shard_map(one_rank, mesh=mesh, in_specs=(SPECS, P("ep")), out_specs=P("ep"), check_vma=check_vma)
+    outputs = P("ep"), P()
+    layer = jax.shard_map(one_rank, mesh=mesh, in_specs=(SPECS, P("ep")), out_specs=outputs, check_vma=check_vma)
 
     @jax.jit
     def run(params, x, dy):
@@ -115,8 +115,9 @@ def test_any_number_of_devices_gives_the_answer_of_one(recipe: str, ranks: int, 
     y_ep, stats_ep, grads_ep = parallel(ranks, recipe, check_vma, prob_in=prob_in)(PARAMS, X, DY)
     # The router's product and each token's sum are the same numbers in another order of fp32 additions.
     np.testing.assert_allclose(y_ep, y, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(stats_ep.counts.sum(0), stats.counts)
-    assert stats_ep.overflow.tolist() == [0] * ranks
+    np.testing.assert_array_equal(stats_ep.counts, stats.counts)
+    np.testing.assert_allclose(stats_ep.aux_loss, stats.aux_loss, rtol=1e-6)
+    assert int(stats_ep.overflow) == 0
     for name, want in names(grads).items():
         got = names(grads_ep)[name]
         # A weight's gradient is rounded to bf16 after a sum over tokens in another order: a few last bits.
@@ -156,6 +157,57 @@ def test_replicas_of_the_experts_add_their_gradients_in_fp32(recipe: str) -> Non
     assert not [kind for kind in sums if "bf16" in kind]
 
 
+def train(apply, steps: int):
+    """A loss whose gradient comes through y and through aux_loss; ten steps of SGD on it."""
+
+    def loss(params, x):
+        y, stats = apply(params, x)
+        return ((y - DY) ** 2).mean() + 0.01 * stats.aux_loss, (y, stats)
+
+    @jax.jit
+    def step(params, x):
+        (value, (y, stats)), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
+        return value, y, stats, grads, jax.tree.map(lambda p, g: p - 5 * g, params, grads)
+
+    first, params = step(PARAMS, X), PARAMS
+    for _ in range(steps):
+        *_, params = step(params, X)
+    return first, params
+
+
+ONE = config("bf16")
+
+
+@cache
+def one_device():
+    return train(lambda p, x: moe.apply(p, x, ONE), 10)
+
+
+# Measured: y equal, gradients 135 dB, what ten steps change 61.7 dB, as roundings to bf16 part; less a margin.
+@pytest.mark.parametrize(
+    ("shape", "check_vma"), [((1, 2), True), ((1, 4), True), ((2, 2), True), ((2, 2), False)], ids=str
+)
+def test_a_mesh_trains_as_one_device(shape: tuple[int, int], check_vma: bool) -> None:
+    """The stats leave shard_map as they are, and nothing is left to reduce."""
+    mesh = Mesh(np.array(jax.devices("cpu")[: shape[0] * shape[1]]).reshape(shape), ("data", "ep"))
+    tokens = P(("data", "ep"))
+    layer = jax.shard_map(
+        lambda p, x: moe.apply(p, x, ONE, axis_name="ep", token_axes=("data", "ep")),
+        mesh=mesh, in_specs=(SPECS, tokens), out_specs=(tokens, P()), check_vma=check_vma,
+    )  # fmt: skip
+    (value, y, stats, grads, _), trained = train(layer, 10)
+    (value_1, y_1, stats_1, grads_1, _), trained_1 = one_device()
+    np.testing.assert_allclose(value, value_1, rtol=1e-6)
+    np.testing.assert_allclose(y, y_1, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(stats.counts, stats_1.counts)
+    np.testing.assert_allclose(stats.aux_loss, stats_1.aux_loss, rtol=1e-6)
+    change, change_1 = (jax.tree.map(jnp.subtract, p, PARAMS) for p in (trained, trained_1))
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_1), strict=True):
+        assert sqnr(got, want) > 120
+    for got, want in zip(jax.tree.leaves(change), jax.tree.leaves(change_1), strict=True):
+        assert sqnr(got, want) > 55
+
+
 def test_a_capacity_drops_rows_and_says_so() -> None:
     """Two ranks, 20 rows per pair: what does not fit adds nothing to its token and gets no gradient."""
     capacity, ranks = 20, 2
@@ -172,7 +224,7 @@ def test_a_capacity_drops_rows_and_says_so() -> None:
             dropped += len(sent[capacity:])
             for expert, token, k in sent[:capacity]:
                 kept[token, expert] = probs[token, k]
-    assert int(stats.overflow.sum()) == dropped > 0
+    assert int(stats.overflow) == dropped > 0
 
     def reference(params, x):
         w = params["experts"]
@@ -275,6 +327,12 @@ def test_what_does_not_fit_the_config_is_named() -> None:
         )
     with pytest.raises(ValueError, match="params: got no 'w1'"):
         moe.apply({"router": PARAMS["router"]}, X, config())
+    with pytest.raises(TypeError, match="params: got NoneType; allowed: 'router' and 'experts'"):
+        moe.apply(None, X, config())
+    with pytest.raises(TypeError, match="config: got str; allowed: MoEConfig"):
+        moe.apply(PARAMS, X, "x")
+    with pytest.raises(ValueError, match=r"token_axes: got \('data', 'nowhere'\); allowed: a mesh axis"):
+        moe.apply(PARAMS, X, config(), token_axes=("data", "nowhere"))
     with pytest.raises(ValueError, match=r"x: got shape \(100, 32\)"):
         moe.apply(PARAMS, X[:, :32], config())
     with pytest.raises(ValueError, match=r"params 'w1': got shape .* on each of 1 ranks"):

@@ -50,7 +50,9 @@ def test_a_bad_argument_is_named_while_tracing(call, error, message, jit: bool) 
 
 
 @pytest.mark.parametrize("ends", [[32, 32, 64], [512, 640], [0]])
-@pytest.mark.parametrize("options", [{"rounding": 0, "satfinite": False}, {"rounding": 1, "satfinite": True}])
+@pytest.mark.parametrize(
+    "options", [{"rounding": "rceil", "satfinite": False}, {"rounding": "floor", "satfinite": True}]
+)
 def test_composed_both_fold_has_the_bytes_of_its_kernel(ends: list[int], options: dict) -> None:
     op, x = ops.OPS["quantize_both_fold"], floats(672, 64)
     arrays = (x, jnp.array(ends, jnp.int32))
@@ -131,3 +133,12 @@ def test_a_missing_part_is_named(missing: str, message: str) -> None:
     assert ran.returncode != 0
     assert "ImportError" in ran.stderr
     assert message in ran.stderr
+
+
+def test_export_is_told_of_the_kernels() -> None:
+    """As the module's docstring says."""
+    kernels = [jax.export.DisabledSafetyCheck.custom_call(f"mxep.{op}") for op in ops.OPS]
+    exported = jax.export.export(jax.jit(ops.quantize_row), disabled_checks=kernels)
+    x = floats(2, 64)
+    for got, want in zip(exported(x).call(x), ops.quantize_row(x), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -238,6 +238,19 @@ def test_a_branch_that_was_not_taken_did_not_read() -> None:
         np.testing.assert_array_equal(jax.jit(jax.grad(loss))(LHS, which), expected if which else 0 * expected)
 
 
+def test_a_gradient_that_is_lost_is_missed() -> None:
+    """A value wrapped anew takes the bytes of its gradient elsewhere."""
+
+    def loss(lhs):
+        out = mxfp8_grouped_mm(lhs, RHS_T, ENDS, mx_grad=True)
+        exchange = plan_exchange(jnp.array([M], jnp.int32), None, num_rows=M)
+        again = MXGradArray.wrap(out.value)
+        return a2a_combine_hp_fwd_mxfp8_bwd(again, exchange).astype(jnp.float32).sum()
+
+    with pytest.raises(ValueError, match=r"MXGradArray: cotangent: got no gradient.*; allowed: the MXGradArray "):
+        jax.grad(loss)(LHS)
+
+
 def test_inside_jit_a_promise_of_whole_blocks_that_is_not_kept_gives_nan() -> None:
     """Where an end cuts a block: the groups on both of its sides. An op that folds refuses on a CPU, when it runs."""
 
@@ -282,7 +295,7 @@ def test_permuting_moves_rows_and_gradients_through_one_map() -> None:
     rows, groups = normal(5, 64), normal(96, 64, seed=1)
     counts = jnp.array([1, 1, 2, 1], jnp.int32)  # two ranks of two experts
     mx = MXArray.quantize(rows)
-    (moved, maps), backward = jax.vjp(lambda mx: permute_mxfp8_fwd_hp_bwd(mx, counts, 2, 2), mx)
+    (moved, maps), backward = jax.vjp(lambda mx: permute_mxfp8_fwd_hp_bwd(mx, counts, 2, 2, rank_rows=0), mx)
     expected = np.zeros((96, 64), np.float32)
     expected[[0, 1, 2, 32, 33]] = np.asarray(mx.dequantize(), np.float32)[[0, 2, 3, 1, 4]]
     np.testing.assert_array_equal(moved.dequantize().astype(np.float32), expected)

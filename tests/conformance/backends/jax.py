@@ -196,9 +196,10 @@ def ranked_layer(config: mxep.MoEConfig, degree: int) -> Callable:
     @partial(jax.jit, compiler_options=EXACT)
     def run(params, x, dy):
         specs = {"router": PartitionSpec(), "experts": spec}
-        ranks = jax.shard_map(one_rank, mesh=mesh(degree), in_specs=(specs, spec), out_specs=spec)
+        outputs = (spec, PartitionSpec())
+        ranks = jax.shard_map(one_rank, mesh=mesh(degree), in_specs=(specs, spec), out_specs=outputs)
         y, backward, counts = jax.vjp(ranks, params, x, has_aux=True)
-        return y, counts.reshape(degree, -1).sum(0), backward(dy)
+        return y, counts, backward(dy)
 
     return run
 
