@@ -20,8 +20,8 @@ def jax_weights(w: jax.Array, recipe: Recipe) -> jax_frontend.QuantizedWeights:
 
 
 def jax_product(x: jax.Array, weights: Any, ends: jax.Array, recipe: Recipe) -> Any:
-    """x (M, K), what `jax_weights` made -> (M, N)."""
-    return jax_frontend.mxfp8_grouped_mm(x, weights, ends, recipe=recipe)
+    """x (M, K), what `jax_weights` made -> (M, N); groups of whole blocks."""
+    return jax_frontend.mxfp8_grouped_mm(x, weights, ends, recipe=recipe, pad_token_groups=False)
 
 
 def jax_autograd(
