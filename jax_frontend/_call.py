@@ -62,8 +62,8 @@ def vary_alike(*trees):
 
 
 def _option(op: KernelOp, name: str, value: object) -> int | bool | str:
-    """An option as plans take it, from what the user gave."""
-    if name == "rounding":
+    """An option as plans take it, from what the user gave, or a plan."""
+    if name == "rounding" and not isinstance(value, int):
         return rounding_of(op.name, name, value)
     if name == "out_dtype":
         return dtype_name(op.name, name, value)
