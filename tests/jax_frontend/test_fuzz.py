@@ -127,6 +127,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.dequantize": {"q": Q, "sf": SF, "out_dtype": "float32"},
     "ops.fold_groups": {"q": Q_T, "sf": SF_T, "group_ends": ENDS},
     "ops.fold_rows": {"q": Q, "sf": SF},
+    "ops.count_fold_loss": {"q": Q, "sf": SF, "target": SF},
     "ops.grouped_mm_bf16": products("lhs rhs_t", X, W),
     "ops.grouped_mm_fold": products(FOLDED, *XF, *WF),
     "ops.grouped_mm_fold_bias": {**products(FOLDED, *XF, *WF), "bias": normal(G, N, dtype="float32")},
@@ -157,8 +158,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.swiglu_row": {**GLU, **SCALES},
     "ops.unblock_scales": {"blocked": BLOCKED, "group_ends": ENDS, "num_rows": M, "num_scales": K // 32},
 }
-# Records, whose fields nobody checks before a function takes them; and what core_kernels' own tests fuzz.
+# Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report,
+# which reads values and is no function of jit (tests/test_numerics_report.py).
 RECORDS = {
+    "NumericsReport", "numerics_report",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
     "Recipe", "Rounding",
 }  # fmt: skip
