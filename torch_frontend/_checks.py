@@ -22,7 +22,8 @@ INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 def reads_values(x: Tensor) -> bool:
     """Whether the values of x are checked here."""
-    return checks_values(x.device) and not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
+    # In this order: Dynamo does not trace what follows.
+    return not torch.compiler.is_compiling() and checks_values(x.device) and not (x.is_meta or is_fake(x))
 
 
 def check_floats(op: str, name: str, x: Tensor, dims: int = 2) -> None:

@@ -39,7 +39,9 @@ class TorchRanks:
         """The layer on `degree` ranks, put together: y, counts, and the gradients of x, router, w1, w2, w3."""
         parts = [self._strip(file, f"{degree}/{name}/{recipe}/") for file in self.files[:degree]]
         together = {key: np.concatenate([part[key] for part in parts]) for key in ("y", "x", "w1", "w2", "w3")}
-        return together | {key: np.sum([part[key] for part in parts], 0) for key in ("counts", "router")}
+        counts = [part["counts"] for part in parts]
+        assert all((of_rank == counts[0]).all() for of_rank in counts)  # of all ranks' tokens
+        return together | {"counts": counts[0], "router": np.sum([part["router"] for part in parts], 0)}
 
     def wire(self, name: str) -> list[dict[str, Array]]:
         """Per rank: q, sf, rows.grad, back, grad.q, grad.sf."""

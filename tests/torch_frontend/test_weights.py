@@ -209,7 +209,7 @@ def test_nothing_outlives_the_call() -> None:
         moe(x)[0].sum().backward()
     with torch.no_grad():
         moe(x)
-    assert tensors() == before
+    assert tensors() <= before  # what other tests left behind may go meanwhile
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "bf16", "folded"])
