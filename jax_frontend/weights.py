@@ -193,7 +193,7 @@ def cotangent_of(w: Weights, grad: jax.Array) -> Any:
     return w.cotangent(grad) if isinstance(w, QuantizedWeights) else grad
 
 
-def quantize_weights(w: jax.Array, *, recipe: Recipe | str = "mxfp8_wgrad_with_hp") -> QuantizedWeights:
+def quantize_weights(w: jax.Array, recipe: Recipe | str = "mxfp8_wgrad_with_hp") -> QuantizedWeights:
     """Quantize w (G, N, K) bf16 or fp32 along both of its dims, for all products until the next optimizer step.
 
     `mxfp8_grouped_mm`, `ragged_dot_mxfp8`, `grouped_swiglu_ffn` and `moe.apply` take the result wherever they take

@@ -188,7 +188,8 @@ class _Held(NamedTuple):
 def _state(parameter: Tensor) -> tuple[int, ...]:
     # A DTensor counts its own writes, its local part those through `to_local()`.
     part = sharded(parameter, None)
-    return parameter._version, part._version, part.data_ptr()
+    versions = (0, 0) if parameter.is_inference() else (parameter._version, part._version)  # inference counts nothing
+    return *versions, part.data_ptr()
 
 
 def _check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> None:

@@ -154,8 +154,10 @@ def stays(w: Tensor) -> bool:
     FSDP2 frees what it gathered when the forward is over. What it gathers is a leaf that nobody has written in place:
     its version counter stays 0. Weights that merely look so are quantized once more in the backward.
     """
+    if torch.compiler.is_compiling():
+        return True
     owner = w._base if w._base is not None else w
-    return torch.compiler.is_compiling() or not owner.is_leaf or owner._version > 0
+    return not owner.is_leaf or owner.is_inference() or owner._version > 0
 
 
 def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[Operand, Quantized | None]:

@@ -299,6 +299,17 @@ def test_writes_within_the_block_raise() -> None:
     assert experts._held is None
 
 
+def test_inference_tensors() -> None:
+    """They count no writes."""
+    with torch.inference_mode():
+        w = parameter().detach().clone()
+        assert torch.equal(mxfp8_grouped_mm(X, w.mT, ENDS), mxfp8_grouped_mm(X, parameter().mT, ENDS))
+        experts = GroupedExperts(64, 96, num_experts=2)
+        with experts.weights_held():
+            held = experts(X, torch.tensor([32, 32]))
+        assert torch.equal(held, experts(X, torch.tensor([32, 32])))
+
+
 def test_ema_weights_around_an_evaluation() -> None:
     """Weights that came and went through `.data` are not trained on."""
 
