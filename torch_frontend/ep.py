@@ -347,6 +347,13 @@ def send_rows(
     return send(rows, counts, recipe, ranks.group_name, ranks.degree, experts, probs)
 
 
+def refuse(ranks: Ranks) -> None:
+    """Take part in the exchange of counts of a `dispatch` that this rank will not make, so that all ranks raise."""
+    if ranks.degree > 1:
+        refused = torch.full((ranks.num_experts,), -1, dtype=torch.int32, device=ranks.device_type)
+        _exchange_counts(refused, ranks.group_name, ranks.degree)
+
+
 def send_probs(probs: Tensor, route: Route) -> Tensor:
     """`dispatch_probs`, compiled where Dynamo can."""
     return (dispatch_probs if dynamo_config.capture_scalar_outputs else _probs_eagerly)(probs, route)

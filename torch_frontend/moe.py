@@ -41,7 +41,7 @@ from ._checks import (
     require_rows,
 )
 from .combine import weighted_combine
-from .ep import TokenCopies, a2a_dispatch_mxfp8_fwd_hp_bwd, receive_rows, send_probs, send_rows
+from .ep import TokenCopies, a2a_dispatch_mxfp8_fwd_hp_bwd, receive_rows, refuse, send_probs, send_rows
 from .ffn import swiglu_ffn
 from .mx_tensor import quantize_gradient
 from .permute import RowMaps, gather, spread
@@ -258,18 +258,16 @@ class MoE(nn.Module):
         return self.experts.weights_held()
 
     def forward(self, x: Tensor) -> tuple[Tensor, MoEStats]:
-        check_plain("MoE", "x", x)
-        require_tensor("MoE", "x", x)
-        check_devices("MoE", "the router", self.router.weight.device, x=x)
-        if x.dtype not in (torch.bfloat16, torch.float32):
-            fail(TypeError, "MoE", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")
-        dim = self.router.in_features
-        if x.dim() < 1 or x.shape[-1] != dim:
-            fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
-        x_TD = x.reshape(-1, dim)
+        ranks = self.experts.expert_parallel
+        try:
+            self._check(x)
+        except (TypeError, ValueError):
+            if ranks is not None:
+                refuse(ranks)
+            raise
+        x_TD = x.reshape(-1, x.shape[-1])
         probs_TK, experts_TK, scores_TE = self._route(x_TD)
         order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).to(torch.int32), self.num_experts)
-        ranks = self.experts.expert_parallel
         if ranks is None:
             y_TD = self._on_one_device(x_TD, probs_TK, order, inverse, counts)
         else:
@@ -278,6 +276,16 @@ class MoE(nn.Module):
         mean_prob_E = scores_TE.sum(0) / (rows / (self.top_k * (ranks.degree if ranks else 1)))
         aux_loss = self.num_experts * (counts / rows * mean_prob_E).sum()
         return y_TD.view(x.shape), MoEStats(counts, aux_loss, counts.new_zeros(()))
+
+    def _check(self, x: Tensor) -> None:
+        check_plain("MoE", "x", x)
+        require_tensor("MoE", "x", x)
+        check_devices("MoE", "the router", self.router.weight.device, x=x)
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            fail(TypeError, "MoE", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")
+        dim = self.router.in_features
+        if x.dim() < 1 or x.shape[-1] != dim:
+            fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
 
     def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities.

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.recipe import RECIPES
 from mxep.torch_frontend import (
+    MoE,
     MXFP8ExpertParallel,
     MXTensor,
     TokenCopies,
@@ -147,6 +148,10 @@ def bad_arguments_of_parallel_experts() -> None:
         raises("dispatch: num_tokens_per_expert: got", told, lambda c=counts: experts(X, COUNTS if RANK else c), error)
     weights = torch.ones(6).bfloat16() if RANK == 0 else torch.ones(6)
     raises("probs: got dtype torch.bfloat16", told, lambda: experts(X, COUNTS, weights), TypeError)
+    layer = parallelize_module(MoE(D, 96, E, 1), mesh, MXFP8ExpertParallel())
+    for error, x in ((TypeError, X.half()), (ValueError, X[:, :32]), (TypeError, None)):
+        raises("MoE: x: got", told, lambda x=x: layer(X if RANK else x), error)
+    layer(X)
     one, other = (experts(X, counts) for counts in (COUNTS, COUNTS.int() if RANK else COUNTS))
     assert torch.equal(one, other)
 
