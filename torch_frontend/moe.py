@@ -54,10 +54,10 @@ PROB_IN = ("combine", "swiglu")
 
 
 class MoEStats(NamedTuple):
-    """counts (E,) int32: rows that the tokens of all ranks send to each expert.
+    """Of the ranks that share the experts. counts (E,) int32: rows that the tokens of all of them send to each expert.
     aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
         Transformer, equation 4). The fractions are of the tokens of all ranks, the probabilities of this rank's; the
-        mean over the ranks is the auxiliary loss of the whole batch, and so is its gradient.
+        mean over the ranks is the auxiliary loss of their batch, and so is its gradient.
     overflow: int32 scalar, rows that did not fit; always 0 here, nothing is dropped."""
 
     counts: Tensor

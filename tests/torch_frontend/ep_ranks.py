@@ -375,6 +375,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         )
         for ep, *how in PROGRAMS
     },
+    "sharded_twice[bf16]": partial(ep_training.sharded_twice, "bf16"),
+    "sharded_twice[mxfp8]": partial(ep_training.sharded_twice, "mxfp8"),
     "one_norm_one_optimizer": lambda: ep_training.one_norm_one_optimizer(mesh_of(2)),
     "saved_moved_and_cast": lambda: ep_training.saved_moved_and_cast(mesh_of(4)),
     "bad_input": bad_input,
