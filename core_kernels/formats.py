@@ -56,10 +56,13 @@ class Rounding(IntEnum):
         name = value.name if isinstance(value, Enum) else value
         if not isinstance(name, str):
             fail(TypeError, op, argument, repr(value), "allowed: a Rounding or its name")
-        if name.upper() not in cls.__members__:
-            names = ", ".join(repr(m.name.lower()) for m in cls)
-            fail(ValueError, op, argument, repr(name), f"allowed: {names}")
-        return cls[name.upper()]
+        if name.upper() not in _ROUNDINGS:
+            fail(ValueError, op, argument, repr(name), f"allowed: {', '.join(repr(n.lower()) for n in _ROUNDINGS)}")
+        return _ROUNDINGS[name.upper()]
+
+
+_ROUNDINGS = {mode.name: mode for mode in Rounding}
+"""By name; torch.compile does not trace an enumeration's own table of members."""
 
 
 def scale_attrs(op: str, rounding: int, satfinite: bool) -> dict[str, int]:

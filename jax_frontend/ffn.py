@@ -57,7 +57,7 @@ def _forward(rows, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Ar
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _ffn(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
     out, _, _ = _forward(rows_of(x, recipe), w1, w3, w2, group_ends, prob, recipe)
-    return MXGradArray.wrap(out) if mx_grad else out
+    return MXGradArray.of(out) if mx_grad else out
 
 
 def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
@@ -67,7 +67,7 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
     rows, tokens = activation(x, group_ends, recipe)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, recipe)
     kept = (NoValues(x.dtype) if tokens else x, tokens, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
-    return MXGradArray.wrap(out) if mx_grad else out, kept
+    return MXGradArray.of(out) if mx_grad else out, kept
 
 
 def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):

@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from . import ops
-from ._call import vary, varying_axes
+from ._call import jitted, vary, varying_axes
 from ._checks import check_bytes, check_floats, check_matrix, dtype_name, rounding_of
 from ._derivatives import arguments
 
@@ -163,15 +163,21 @@ class MXGradArray:
 
     @classmethod
     def wrap(cls, value: jax.Array) -> "MXGradArray":
-        """value (M, N) bf16 or fp32 with companions that nobody else reads: the gradient that comes back on them is
-        for the code that wraps, below autodiff. Raises ValueError unless N is a multiple of 32."""
+        """value (M, N) bf16 or fp32, whose gradient arrives in MXFP8 and goes on dequantized.
+
+        Raises ValueError unless N is a multiple of 32."""
         op = "MXGradArray.wrap"
         check_floats(op, "value", value)
         if value.ndim != 2:
             fail(ValueError, op, "value", f"shape {value.shape}", "allowed: (M, N)")
         require_multiple(op, "value", value.shape[1], BLOCK, "last dim", "its gradient is quantized along it")
-        m, n = value.shape
-        axes = varying_axes(value)
+        return _wrapped(*arguments(op, value))
+
+    @classmethod
+    def of(cls, value: jax.Array) -> "MXGradArray":
+        """value (M, N) with companions that nobody else reads: the gradient that comes back on them is for the code
+        that makes them, below autodiff."""
+        (m, n), axes = value.shape, varying_axes(value)
         zeros = jnp.zeros((m, n), jnp.float8_e4m3fn), jnp.zeros((m, n // BLOCK), jnp.bfloat16), jnp.zeros(1)
         return cls(value, *(vary(x, axes) for x in zeros))
 
@@ -208,9 +214,8 @@ def received(grad: jax.Array | MXGradArray) -> jax.Array | tuple[jax.Array, jax.
     if value is None:
         if mx is not None:
             return mx
-        got = "no gradient, as where `.value` was wrapped anew"
         allowed = "allowed: the MXGradArray itself to one unpermute or combine, `.value` elsewhere, or stop_gradient"
-        fail(ValueError, "MXGradArray", "cotangent", got, allowed)
+        fail(ValueError, "MXGradArray", "cotangent", "no gradient", allowed)
     if mx is None:
         return value
     return value + ops.dequantize(*mx, out_dtype=value.dtype)
@@ -240,6 +245,20 @@ def _dequantize(mx: MXArray) -> jax.Array:
 
 
 _dequantize.defvjp(lambda mx: (_dequantize(mx), None), lambda _, grad: (MXArray.cotangent(grad),))
+
+
+@jax.custom_vjp
+def _wrap(value: jax.Array) -> MXGradArray:
+    return MXGradArray.of(value)
+
+
+def _wrap_bwd(like: jax.Array, grad: MXGradArray) -> tuple[jax.Array]:
+    grad = received(grad)
+    return (ops.dequantize(*grad, out_dtype=like.dtype) if isinstance(grad, tuple) else grad,)
+
+
+_wrap.defvjp(lambda x: (_wrap(x.value), jnp.zeros(0, x.value.dtype)), _wrap_bwd, symbolic_zeros=True)
+_wrapped = jitted(_wrap)
 
 _quantize = jax.custom_vjp(lambda x, rounding: _quantize_fwd(x, rounding)[0], nondiff_argnums=(1,))
 _quantize.defvjp(_quantize_fwd, lambda rounding, _, grad: (grad.carrier,))

@@ -217,12 +217,12 @@ def gather_rows(x: jax.Array, row_map: jax.Array, inverse: jax.Array) -> jax.Arr
 
 @jax.custom_vjp
 def _ungather_mx(x: MXGradArray, row_map: jax.Array, inverse: jax.Array) -> MXGradArray:
-    return MXGradArray.wrap(ops.permute_rows(x.value, inverse))
+    return MXGradArray.of(ops.permute_rows(x.value, inverse))
 
 
 def _ungather_mx_fwd(x, row_map, inverse):
     # symbolic_zeros hands every leaf over as (value, perturbed).
-    return _ungather_mx(MXGradArray.wrap(x.value.value), row_map.value, inverse.value), row_map.value
+    return _ungather_mx(MXGradArray.of(x.value.value), row_map.value, inverse.value), row_map.value
 
 
 def _ungather_mx_bwd(row_map, grad: MXGradArray):

@@ -32,7 +32,7 @@ from .weights import NoValues, Stored, Weights, check_weights, cotangent_of, hel
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _grouped_mm(lhs, rhs, group_ends, bias, recipe, out_dtype, mx_grad, stored):
     out = product(lhs, rhs, group_ends, recipe, out_dtype, stored, bias)
-    return MXGradArray.wrap(out) if mx_grad else out
+    return MXGradArray.of(out) if mx_grad else out
 
 
 def _grouped_mm_fwd(lhs, rhs, group_ends, bias, recipe, out_dtype, mx_grad, stored):

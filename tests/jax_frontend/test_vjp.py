@@ -238,17 +238,20 @@ def test_a_branch_that_was_not_taken_did_not_read() -> None:
         np.testing.assert_array_equal(jax.jit(jax.grad(loss))(LHS, which), expected if which else 0 * expected)
 
 
-def test_a_gradient_that_is_lost_is_missed() -> None:
-    """A value wrapped anew takes the bytes of its gradient elsewhere."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_value_that_is_wrapped_anew_gets_its_gradient(compiled: bool) -> None:
+    """Dequantized on the way: the bytes go to the new companions."""
 
-    def loss(lhs):
+    def loss(lhs, anew: bool):
         out = mxfp8_grouped_mm(lhs, RHS_T, ENDS, mx_grad=True)
         exchange = plan_exchange(jnp.array([M], jnp.int32), None, num_rows=M)
-        again = MXGradArray.wrap(out.value)
-        return a2a_combine_hp_fwd_mxfp8_bwd(again, exchange).astype(jnp.float32).sum()
+        sent = MXGradArray.wrap(out.value) if anew else out
+        return (a2a_combine_hp_fwd_mxfp8_bwd(sent, exchange).astype(jnp.float32) * DOUT).sum()
 
-    with pytest.raises(ValueError, match=r"MXGradArray: cotangent: got no gradient.*; allowed: the MXGradArray "):
-        jax.grad(loss)(LHS)
+    gradient = jax.grad(loss)
+    gradient = jax.jit(gradient, static_argnums=1) if compiled else gradient
+    assert np.array_equal(gradient(LHS, True), gradient(LHS, False))
+    assert np.abs(gradient(LHS, True)).max() > 0
 
 
 def test_inside_jit_a_promise_of_whole_blocks_that_is_not_kept_gives_nan() -> None:
