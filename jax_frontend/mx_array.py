@@ -253,8 +253,8 @@ def _wrap(value: jax.Array) -> MXGradArray:
 
 
 def _wrap_bwd(like: jax.Array, grad: MXGradArray) -> tuple[jax.Array]:
-    grad = received(grad)
-    return (ops.dequantize(*grad, out_dtype=like.dtype) if isinstance(grad, tuple) else grad,)
+    came = received(grad)
+    return (ops.dequantize(*came, out_dtype=like.dtype) if isinstance(came, tuple) else came,)
 
 
 _wrap.defvjp(lambda x: (_wrap(x.value), jnp.zeros(0, x.value.dtype)), _wrap_bwd, symbolic_zeros=True)
