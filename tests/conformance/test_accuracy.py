@@ -188,7 +188,7 @@ def folded_bound(got: Array, lhs: list[Pair], rhs: list[Pair], loss_of_tensor_co
     return loss
 
 
-def rows_of(pair: Pair, ends: Array) -> list[Pair]:
+def row_operand(pair: Pair, ends: Array) -> list[Pair]:
     return [value_and_loss(pair[0][rows], pair[1][rows]) for rows in oracle.group_slices(ends)]
 
 
@@ -208,7 +208,7 @@ def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) 
     folded = *ops["fold_rows"](*lhs), *ops["fold_rows"](*rhs)
     got = ops["grouped_mm_fold"](*folded, ROW_ENDS, out_dtype=out_dtype)
     weights = [value_and_loss(*group) for group in zip(*rhs, strict=True)]
-    loss = folded_bound(got, rows_of(lhs, ROW_ENDS), weights, check.fp8_chain(backend))
+    loss = folded_bound(got, row_operand(lhs, ROW_ENDS), weights, check.fp8_chain(backend))
     if name == TIES:
         # here the bound is reached: nothing smaller would do
         exact = oracle.grouped_mm_mx(*lhs, *rhs, ROW_ENDS, "float64")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import torch_frontend as mxep
+from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import ops
 
 from ..layers import RUNS
@@ -43,13 +44,8 @@ def grouped_mm(
     """out (M, N), da (M, K), db_t (G, K, N); `a` and `dout` are floats or MX pairs."""
     a_ = (mx(a) if isinstance(a, tuple) else to_torch(a)).requires_grad_()
     w = to_torch(np.swapaxes(b_t, 1, 2)).requires_grad_()
-    ends, recipe = to_torch(group_ends), RUNS[run]
-    if recipe.mx:
-        options = {"wgrad_with_hp": recipe.wgrad_with_hp, "compute": recipe.compute}
-        out = mxep.mxfp8_grouped_mm(a_, w.mT, ends, scale_calculation_mode=rounding, **options)
-    else:
-        multiply = mxep.bf16_grouped_mm if recipe.operands == "bf16" else mxep.fp8_rowwise_grouped_mm
-        out = multiply(a_, w.mT, ends)
+    recipe = Recipe.parse(RUNS[run], rounding=rounding)
+    out = mxep.grouped_mm(a_, w, to_torch(group_ends), recipe=recipe)
     out.backward(mx(dout) if isinstance(dout, tuple) else to_torch(dout))
     return to_numpy(out), to_numpy(a_.grad), np.swapaxes(to_numpy(w.grad), 1, 2)
 
