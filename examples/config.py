@@ -1,7 +1,7 @@
 """Sizes, schedule and command line of both training scripts.
 
 `python -m examples.train_jax` and `torchrun ... -m examples.train_torch` take the same flags and build
-the same `Config`, so two runs with the same flags differ in the framework alone.
+the same `Config`, so two runs with the same flags differ only in the framework.
 """
 
 import argparse
