@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels.both_fold import quantize_both_fold
+from mxep.core_kernels.fold.plan_both import quantize_both_fold
 from mxep.core_kernels.launch import ArrayType
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
