@@ -44,7 +44,7 @@ class Checkpoint:
 def save_checkpoint(out: Path, state: Checkpoint, config: Mapping[str, Any]) -> Path:
     """Write `out/step-NNNNNN` atomically, then delete all but the last two checkpoints up to this step.
 
-    Checkpoints of later steps stay. They belong to another run, because a run resumes from its last complete one."""
+    Checkpoints of later steps stay. They belong to another run, because a run resumes from its last checkpoint."""
     target = out / f"step-{state.step:06d}"
     partial = out / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)

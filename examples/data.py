@@ -17,7 +17,7 @@ import numpy as np
 from .config import Config
 
 HOLD_OUT_EVERY = 10
-INSTALLED_PACKAGES = {"site-packages", "dist-packages"}  # these folders are inside the standard library's
+INSTALLED_PACKAGES = {"site-packages", "dist-packages"}  # subfolders of the standard library
 
 
 def library_files() -> list[Path]:

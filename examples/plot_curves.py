@@ -2,7 +2,7 @@
 
     python -m examples.plot_curves runs/small      reads runs/small/{torch,jax}-{bf16,mxfp8}/log.jsonl
 
-Writes curves.png to the same folder, prints two comparisons, and exits with 1 if one of them fails:
+Writes curves.png to the same folder, prints the comparisons, and exits with 1 if one of them fails:
 
 - PyTorch is within 1% of JAX at every logged step, for each precision;
 - the held-out loss of MXFP8 is within 1% of bf16, for each framework.

@@ -17,7 +17,7 @@ import numpy as np
 
 
 class Array(NamedTuple):
-    """values: float64 or int64. dtype: a name that numpy, torch and JAX share, "bfloat16" among them."""
+    """values: float64 or int64. dtype: a name that torch and JAX share, for example "bfloat16"."""
 
     values: np.ndarray
     dtype: str

@@ -85,7 +85,7 @@ def same_bytes(got: Any, want: Any) -> None:
 
 
 def floats(rng: Rng, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal values with a magnitude per row. One in 500 is NaN, infinite, zero or subnormal in fp32."""
+    """Normal values; every row has its own magnitude. One in 500 is NaN, infinite, zero or subnormal in fp32."""
     x = torch.randn(shape, generator=rng) * torch.exp2(3 * torch.randn(*shape[:-1], 1, generator=rng))
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.0**-130, 0.0])
     chosen = special[torch.randint(0, 5, shape, generator=rng)]

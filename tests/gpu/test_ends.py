@@ -12,15 +12,15 @@ from .cases import DEVICE, floats, same_bytes
 
 TOKENS = 1440
 UNALIGNED = {
-    "both sides": ([20, 64, 1440], [0, 1]),
-    "one after the other": ([33, 33, 320, 1440], [0, 1, 2]),
-    "within one block": ([65, 70, 96], [0, 1, 2]),
-    "a later span of 256 tokens": ([288, 564, 1248], [1, 2]),
+    "an end inside a block": ([20, 64, 1440], [0, 1]),
+    "two equal ends inside a block": ([33, 33, 320, 1440], [0, 1, 2]),
+    "a group inside one block": ([65, 70, 96], [0, 1, 2]),
+    "an end in a later span of 256 tokens": ([288, 564, 1248], [1, 2]),
 }
 OUT_OF_ORDER = {
-    "before it begins": ([64, 32, 1440], [1]),
-    "beyond all tokens": ([0, 64, 1472], [2]),
-    "below zero": ([-32, 64], [0, 1]),
+    "an end before its begin": ([64, 32, 1440], [1]),
+    "an end past the last token": ([0, 64, 1472], [2]),
+    "a negative end": ([-32, 64], [0, 1]),
 }
 BROKEN = UNALIGNED | OUT_OF_ORDER
 """Group ends, and the groups that become NaN."""

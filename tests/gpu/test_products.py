@@ -181,7 +181,7 @@ def test_held_weights_give_the_same_bytes(compute: str) -> None:
 
 @pytest.mark.parametrize("compute", ["exact", "fold"])
 def test_unaligned_ends_need_no_synchronisation(compute: str) -> None:
-    """Groups are padded by default. With padding off, an unaligned end gives NaN, never a wrong value."""
+    """By default groups are padded. Unpadded, an unaligned end gives NaN, unless the operands are dequantized."""
     x, w, _ = operands(0)
     offs = torch.tensor([20, 64, 190], dtype=torch.int32, device=DEVICE)
     want = step(x, w, offs, "exact")

@@ -67,7 +67,7 @@ def test_two_processes_under_mps_finish_with_the_right_bytes(mps: dict[str, str]
 
 
 def launch_with_polls(x: Tensor, ends: Tensor, polls: int = 0, **options: int) -> tuple[Tensor, ...]:
-    """Runs the op. A warp that has polled `polls` times more in vain computes the missing maxima from x itself."""
+    """Runs the op. After `polls` + 1 polls without an answer, a warp computes the missing maxima from x itself."""
     types = [ArrayType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (x, ends)]
     major, _ = torch.cuda.get_device_capability()
     launch = quantize_both_fold.plan(*types, arch="sm_90" if major == 9 else "sm_100", **options)
