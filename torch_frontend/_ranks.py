@@ -4,18 +4,17 @@ a rank's arguments --check--> fine or an error --all-gather--> the table of all 
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ._call import checks_values
 from ._checks import check_flag, check_floats, check_int, check_plain
+from ._torch_private import group_named, is_fake, name_of_group
 
 Splits = Sequence[int]
 
@@ -27,25 +26,21 @@ def name_of(op: str, argument: str, group: "str | dist.ProcessGroup | None") -> 
             return ""
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
-        return group.group_name
+        return name_of_group(group)
     if not isinstance(group, str):
         outside = group is dist.GroupMember.NON_GROUP_MEMBER
         got = "a group that this rank is not in" if outside else repr(group)
         fail(TypeError, op, argument, got, "allowed: a group of this rank, its name, or None")
     if group and not torch.compiler.is_compiling():
         try:
-            group_of(group)
+            group_named(group)
         except (RuntimeError, ValueError):
             fail(ValueError, op, argument, repr(group), "allowed: the name of a group of this rank")
     return group
 
 
-def group_of(group_name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(cast(Any, group_name))
-
-
 def degree_of(group_name: str) -> int:
-    return group_of(group_name).size() if group_name else 1
+    return group_named(group_name).size() if group_name else 1
 
 
 def checked_all_to_all(
@@ -76,7 +71,7 @@ def checked_all_to_all(
     except (TypeError, ValueError) as found:
         error = found
     if not (torch.compiler.is_compiling() or is_fake(x) or degree_of(name) == 1):
-        over = torch.device("cpu" if dist.get_backend(group_of(name)) == "gloo" else "cuda")
+        over = torch.device("cpu" if dist.get_backend(group_named(name)) == "gloo" else "cuda")
         if checks_values(over):
             compare_ranks(op, x, output_splits, input_splits, name, error)
     if error is not None:
@@ -94,7 +89,7 @@ def check_travelling(op: str, argument: str, x: Tensor, blocks: bool) -> None:
 
 def check_splits(op: str, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> None:
     """Raise unless the splits are lists of one count per rank that say the same of x and of each other."""
-    degree, rank = (degree_of(group_name), group_of(group_name).rank()) if group_name else (1, 0)
+    degree, rank = (degree_of(group_name), group_named(group_name).rank()) if group_name else (1, 0)
     for argument, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
         if not isinstance(splits, list | tuple):
             allowed = "allowed: a list of ints; call .tolist() on a tensor"
@@ -118,7 +113,7 @@ def compare_ranks(
     """Raise on every rank what is wrong on one of them (this one's `error` among it) or between two. A collective."""
     mine = None if error else (x.shape[1] * x.element_size(), list(output_splits), list(input_splits))
     table: list[Any] = [None] * degree_of(group_name)
-    dist.all_gather_object(table, mine, group=group_of(group_name))
+    dist.all_gather_object(table, mine, group=group_named(group_name))
     if error is not None:
         raise error
     for rank, row in enumerate(table):

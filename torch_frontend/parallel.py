@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ._torch_private import name_of_group
 from .ep import Route, receive_rows, send_probs, send_rows
 from .moe import DEFAULT_RECIPE, GroupedExperts, MoE
 from .shards import Ranks
@@ -66,7 +67,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         recipe = self.recipe or Recipe.parse(own or DEFAULT_RECIPE)
         self._check(experts, ours, own, recipe, device_mesh)
         ranks = Ranks(
-            device_mesh.get_group().group_name,
+            name_of_group(device_mesh.get_group()),
             device_mesh.size(),
             next(experts.parameters(recurse=False)).shape[0],
             device_mesh.device_type,
