@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core_kernels import both_fold
+from ..core_kernels.fold import plan_both as both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from . import _settings

@@ -275,9 +275,21 @@ def _private_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _collectives.wait_tensor(_collectives.all_reduce(x, "sum", group))
 
 
+def _public_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    everyones = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(everyones, x, group=group)
+    return everyones
+
+
+def _private_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _collectives.wait_tensor(_collectives.all_gather_tensor(x, 0, group))
+
+
 # Collectives with a result of their own, which torch.compile traces.
 _collectives = _private("torch.distributed._functional_collectives")
 all_to_all = _private_all_to_all if _collectives else _public_all_to_all
 """all_to_all(x, output_splits, input_splits, group): rows received; x is contiguous."""
 all_reduce = _private_all_reduce if _collectives else _public_all_reduce
 """all_reduce(x, group): the sum of x over the ranks; x is contiguous and stays as it is."""
+all_gather = _private_all_gather if _collectives else _public_all_gather
+"""all_gather(x, group): the rows x of all ranks, in the order of the ranks; x is contiguous."""
