@@ -276,9 +276,9 @@ def _private_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _public_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    everyones = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(everyones, x, group=group)
-    return everyones
+    everyones = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(everyones, x, group=group)
+    return torch.cat(everyones)
 
 
 def _private_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
