@@ -1,0 +1,36 @@
+"""Cases of the family `fold`: quantize or permute, and rescale to one scale per row, or per row and 256 tokens."""
+
+from collections.abc import Iterator
+
+import torch
+from mxep.core_kernels.both_fold import scratch_bytes
+from mxep.core_kernels.formats import BLOCK, SPAN, spans
+
+from .case import Call, Case, Tensors, gather_part, one, rows_part, values
+from .permute import received
+from .shapes import Layer
+
+OPS = ("quantize_row_fold", "quantize_both_fold", "permute_mx_fold")
+
+
+def group_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
+    """One of several equal groups: the scale of a chunk of 256 tokens depends on the earlier chunks of its group."""
+    (x, group_ends), (qf, row_sf, qf_t, chunk_sf) = inputs, outputs
+    length = at.stop - at.start
+    slot = at.start // SPAN + at.start // length
+    slots = slice(slot, slot + spans(length, 1))
+    return (x[at], group_ends[:1]), (qf[at], row_sf[at], qf_t[:, at], chunk_sf[slots])
+
+
+def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
+    m, k, g = layer.tokens, layer.dim, layer.local_experts
+    x, shape = values(m, k, device=device), {"M": m, "K": k}
+    op = "quantize_row_fold"
+    yield Case(op, shape, (x,), one(op), rows_part, m, formula=op)
+    op, length = "quantize_both_fold", m // g // BLOCK * BLOCK
+    ends = length * torch.arange(1, g + 1, dtype=torch.int32, device=device)
+    yield Case(op, {**shape, "G": g}, (x, ends), one(op), group_part, g * length, length, op,
+               scratch=scratch_bytes(m, k, g, "bfloat16"))  # fmt: skip
+    r = received(layer, call, x)
+    op = "permute_mx_fold"
+    yield Case(op, r.shape, (r.packed, r.row_map), one(op), gather_part, len(r.row_map), read=r.read)

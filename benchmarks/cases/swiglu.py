@@ -1,0 +1,30 @@
+"""Cases of the family `swiglu`: forward and backward, quantized along rows or along both dims on the way out."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .case import Call, Case, one, rows_part, values
+from .shapes import Layer
+
+OPS = ("swiglu_row_fwd", "swiglu_row_bwd", "swiglu_both_fwd", "swiglu_both_bwd")
+
+
+def _prob_gradient_terms(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor) -> Tensor:
+    return (dh.double() * torch.nn.functional.silu(gate.double()) * up.double()).abs().sum(-1)
+
+
+def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
+    m = layer.tokens
+    prob = torch.rand(m, generator=torch.Generator(device).manual_seed(m), device=device)
+    for f in layer.hiddens:
+        gate, up, dh = values(3, m, f, device=device, octaves=0.5)
+        shape = {"M": m, "F": f}
+        # Peers are compiled at the first width only: the second would double the time of a run.
+        for kind in ("row", "both"):
+            formula = f"swiglu_{kind}" if f == layer.hiddens[0] else None
+            yield Case(f"swiglu_{kind}_fwd", shape, (gate, up, prob), one(f"swiglu_{kind}"), rows_part, m,
+                       formula=formula)  # fmt: skip
+            yield Case(f"swiglu_{kind}_bwd", shape, (dh, gate, up, prob), one(f"swiglu_bwd_{kind}"), rows_part, m,
+                       formula=formula and f"swiglu_bwd_{kind}", magnitude=_prob_gradient_terms)  # fmt: skip
