@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from mxep.core_kernels.both_fold import scratch_bytes
+from mxep.core_kernels.fold.plan_both import scratch_bytes
 from mxep.core_kernels.formats import BLOCK, SPAN, spans
 
 from .case import Call, Case, Tensors, gather_part, one, rows_part, values
