@@ -1,4 +1,4 @@
-"""Cases of the family `fold`: quantize or permute, and rescale to one scale per row, or per row and 256 tokens."""
+"""Cases of the family `fold`: quantize, then rescale to one scale per row, or per feature and 256 tokens."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,10 @@ import torch
 from mxep.core_kernels.fold.plan_both import scratch_bytes
 from mxep.core_kernels.formats import BLOCK, SPAN, spans
 
-from .case import Call, Case, Tensors, gather_part, one, rows_part, values
-from .permute import received
+from .case import Call, Case, Tensors, one, rows_part, values
 from .shapes import Layer
 
-OPS = ("quantize_row_fold", "quantize_both_fold", "permute_mx_fold")
+OPS = ("quantize_row_fold", "quantize_both_fold")
 
 
 def group_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
@@ -31,6 +30,3 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     ends = length * torch.arange(1, g + 1, dtype=torch.int32, device=device)
     yield Case(op, {**shape, "G": g}, (x, ends), one(op), group_part, g * length, length, op,
                scratch=scratch_bytes(m, k, g, "bfloat16"))  # fmt: skip
-    r = received(layer, call, x)
-    op = "permute_mx_fold"
-    yield Case(op, r.shape, (r.packed, r.row_map), one(op), gather_part, len(r.row_map), read=r.read)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .bars import AT_MOST_US, JAX_OVER_TORCH, bar
+from .bars import AT_MOST_US, JAX_OVER_TORCH, OF_A_COPY, bar
 
 Row = dict[str, Any]
 COLUMNS = ("op", "shape", "kernel", "time in ms (spread)", "reached (required)",
@@ -42,12 +42,13 @@ def machine(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The section with the table and the host time; "" without lines."""
+    """The section with the table and the host time; "" without lines. Recorded ops without a bar are left out."""
     if not rows:
         return ""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["op"], shape_of(row)), []).append(row)
+        if row["op"] in {**OF_A_COPY, **AT_MOST_US}:
+            groups.setdefault((row["op"], shape_of(row)), []).append(row)
     host = [row["us"] for row in rows if row["op"] == "host_overhead"]
     lines = [
         "## Ops, on a GPU",
