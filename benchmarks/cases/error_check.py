@@ -116,6 +116,6 @@ def sqnr_db(got: Sequence[Tensor], want: Sequence[Tensor], ends: Tensor) -> floa
             signal += float(y.square().sum())
             noise += float((x - y).square().sum())
         if not (math.isfinite(signal) and math.isfinite(noise) and signal):
-            raise AssertionError(f"output of shape {tuple(a.shape)}: not finite, or zeros alone")
+            raise AssertionError(f"output of shape {tuple(a.shape)}: not finite, or all zeros")
         smallest = min(smallest, _db(signal, noise))
     return smallest

@@ -24,7 +24,7 @@ from .calls import torch_call
 from .case import Call, Tensors, one
 from .error_check import FP8_CHAIN, Error, Pair, rows_error, wgrad_error
 from .grouped_gemm_autograd import RECIPES, autograd
-from .grouped_gemm_case import Operands, ProductCase, alone, compiled_ops, dense_products, operands, pair
+from .grouped_gemm_case import Operands, ProductCase, one_output, compiled_ops, dense_products, operands, pair
 from .shapes import Product
 
 OPS = ("grouped_mm_fwd", "grouped_mm_dgrad", "grouped_mm_wgrad", "grouped_mm_exact", "grouped_mm_autograd")
@@ -52,12 +52,12 @@ def _op_case(
 
 def _row_scaled(lhs: Pair, rhs: Pair, ends: Tensor) -> Callable[[], Tensors]:
     pairs = *products.row_scaled(*lhs), *products.row_scaled(*rhs)
-    return alone(products.grouped_fp8, *pairs, ends)
+    return one_output(products.grouped_fp8, *pairs, ends)
 
 
 def forward(p: Product, o: Operands) -> ProductCase:
     lhs, rhs = (pair("quantize_row_fold", x) for x in (o.x, o.w))
-    peers = {BF16: alone(products.grouped_bf16, o.x, o.w, o.ends), ROW_SCALED: _row_scaled(lhs, rhs, o.ends)}
+    peers = {BF16: one_output(products.grouped_bf16, o.x, o.w, o.ends), ROW_SCALED: _row_scaled(lhs, rhs, o.ends)}
     return _op_case(
         "grouped_mm_fwd", p, "grouped_mm_fold", lhs, rhs, o, rows_error,
         peers=peers,
@@ -69,7 +69,7 @@ def forward(p: Product, o: Operands) -> ProductCase:
 def input_gradient(p: Product, o: Operands) -> ProductCase:
     lhs, rhs = pair("quantize_row_fold", o.dout), pair("fold_rows", *pair("quantize_col", o.w))
     peers = {
-        BF16: alone(products.grouped_bf16_dgrad, o.dout, o.w, o.ends),
+        BF16: one_output(products.grouped_bf16_dgrad, o.dout, o.w, o.ends),
         ROW_SCALED: _row_scaled(lhs, rhs, o.ends),
     }
     return _op_case(
@@ -85,7 +85,7 @@ def weight_gradient(p: Product, o: Operands) -> ProductCase:
     a, b = rhs[0].view(p.M, p.K), lhs[0].view(-1)[: p.N * p.K].view(p.N, p.K)
     return _op_case(
         "grouped_mm_wgrad", p, "grouped_wgrad_fold", lhs, rhs, o, wgrad_error,
-        peers={BF16: alone(products.grouped_bf16_wgrad, o.dout, o.x, o.ends)},
+        peers={BF16: one_output(products.grouped_bf16_wgrad, o.dout, o.x, o.ends)},
         dense=dense_products(a, b, o.x, o.w[0]),
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def exact(p: Product, o: Operands) -> ProductCase:
         kernel, program, (w,) = "grouped_mm_bf16", _dequantized_first, torch_call("dequantize", *rhs)
     return _op_case(
         "grouped_mm_exact", p, kernel, lhs, rhs, o, rows_error, program, w,
-        peers={BF16: alone(products.grouped_bf16, o.x, o.w, o.ends)},
+        peers={BF16: one_output(products.grouped_bf16, o.x, o.w, o.ends)},
         dense=dense_products(lhs[0], rhs[0][0], o.x, o.w[0]),
         same_bytes=False,
     )  # fmt: skip
@@ -149,6 +149,6 @@ def small_case(p: Product, device: str) -> ProductCase:
         run=partial(program, torch_call, *inputs),
         compiled=partial(compiled_ops, program, *inputs),
         check=check,
-        peers={BF16: alone(products.grouped_bf16, x, w, ends)},
+        peers={BF16: one_output(products.grouped_bf16, x, w, ends)},
         ends=ends,
     )  # fmt: skip

@@ -83,7 +83,8 @@ def compiled_ops(program: Callable[..., Any], *inputs: Tensor) -> Compiled:
     return jax.jit(partial(program, jax_call)).lower(*arrays).compile(), arrays
 
 
-def alone(peer: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensors]:
+def one_output(peer: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensors]:
+    """A peer with one output as a program."""
     return lambda: (peer(*args),)
 
 
