@@ -1,4 +1,4 @@
-"""The frontends share their public names; docs/frontends.md lists every name that only one of them exports."""
+"""Both frontends export the same names; docs/frontends.md lists the exceptions."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from mxep import jax_frontend, torch_frontend
 PAGE = Path(__file__).parents[1] / "docs" / "frontends.md"
 
 
-def test_a_name_of_one_frontend_is_in_the_table_of_differences() -> None:
+def test_the_page_lists_names_that_only_one_frontend_exports() -> None:
     text = PAGE.read_text()
-    alone = set(torch_frontend.__all__) ^ set(jax_frontend.__all__)
-    assert alone
-    assert not {name for name in alone if f"`{name}`" not in text}
+    only_one = set(torch_frontend.__all__) ^ set(jax_frontend.__all__)
+    assert only_one
+    assert not {name for name in only_one if f"`{name}`" not in text}
 
 
 def test_every_exported_name_exists() -> None:

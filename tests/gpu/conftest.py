@@ -1,9 +1,9 @@
-"""These tests are for a machine with a GPU; on another one they are not collected (`tests/test_gpu_cases.py` is)."""
+"""Without a GPU, pytest does not collect these tests; `tests/test_gpu_cases.py` runs their cases on a CPU."""
 
 import os
 
 import torch
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with torch and with other workers
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with torch and other workers
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]

@@ -1,7 +1,7 @@
-"""More than 2^31 elements: 300000 x 8192, its permutation, its SwiGLU and its combine, right to the byte.
+"""Ops on arrays of more than 2^31 elements: 300000 x 8192, its permutation, its SwiGLU and its combine.
 
-The inputs and slices are the benchmark's: the first, the middle and the last rows and those where an array passes
-2^31 elements, against C++ on the CPU; of transposed outputs the columns that come from these rows.
+The test compares bytes of slices with C++ on the CPU: the first, the middle and the last rows, and the rows around
+element 2^31; of transposed outputs, the columns of these rows. Inputs and slices are the benchmark's.
 """
 
 import pytest
