@@ -143,6 +143,7 @@ def lines(
 
 
 def _made(shape: MoELayer, device: str) -> Iterator[tuple[LayerInputs, Callable[[], Tensors]]]:
+    torch.compiler.reset()  # Dynamo recompiles a function eight times at most, then runs it uncompiled
     inputs = layer_inputs(shape, device)
     # The router in fp32, as in ours: bf16 logits select other experts for some tokens.
     yield inputs, torch_programs(plain_torch_layer(inputs, torch.float32), inputs)["moe_layer_fwd_bwd"]

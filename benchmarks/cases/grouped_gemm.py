@@ -24,7 +24,7 @@ from .calls import torch_call
 from .case import Call, Tensors, one
 from .error_check import FP8_CHAIN, Error, Pair, rows_error, wgrad_error
 from .grouped_gemm_autograd import RECIPES, autograd
-from .grouped_gemm_case import Operands, ProductCase, one_output, compiled_ops, dense_products, operands, pair
+from .grouped_gemm_case import Operands, ProductCase, compiled_ops, dense_products, one_output, operands, pair
 from .shapes import Product
 
 OPS = ("grouped_mm_fwd", "grouped_mm_dgrad", "grouped_mm_wgrad", "grouped_mm_exact", "grouped_mm_autograd")
