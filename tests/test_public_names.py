@@ -1,14 +1,14 @@
-"""Both frontends export the same names; the README lists the exceptions."""
+"""Both frontends export the same names; docs/frontends.md lists the exceptions."""
 
 from pathlib import Path
 
 from mxep import jax_frontend, torch_frontend
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "frontends.md"
 
 
-def test_the_readme_lists_names_that_only_one_frontend_exports() -> None:
-    text = README.read_text()
+def test_the_page_lists_names_that_only_one_frontend_exports() -> None:
+    text = PAGE.read_text()
     only_one = set(torch_frontend.__all__) ^ set(jax_frontend.__all__)
     assert only_one
     assert not {name for name in only_one if f"`{name}`" not in text}

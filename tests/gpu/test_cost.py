@@ -7,8 +7,8 @@ import pytest
 import torch
 from mxep.torch_frontend import ops
 
-from benchmarks import device_timing
-from benchmarks.bars import AT_MOST_US
+from benchmarks.figures import device_timing
+from benchmarks.figures.bars import AT_MOST_US
 
 from .cases import CASES, to_numpy
 
