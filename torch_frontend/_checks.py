@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ._call import FLOATS, check_ends, checks_values, require_tensor
+from ._torch_private import check, is_fake
 from .mx_tensor import MXTensor
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -70,7 +70,7 @@ def check_shape(op: str, name: str, x: Tensor, shape: tuple[Any, ...]) -> None:
             continue
         if torch.compiler.is_compiling():
             # After an all-to-all the number of rows is a sum of symbols: the check runs with the program.
-            torch._check(size == wanted)
+            check(size == wanted)
         else:
             right = right and size == wanted
     if not right:

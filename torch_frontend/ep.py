@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as funcol
 
 from ..core_kernels.formats import Rounding
 from . import ops
 from ._differentiable import differentiable
-from ._ranks import Splits, checked_all_to_all, degree_of, group_of
+from ._ranks import Splits, checked_all_to_all, degree_of
+from ._torch_private import all_to_all as _collective
+from ._torch_private import group_named
 from .mx_tensor import MXTensor, dequantized
 from .weighted_combine import sum_slots
 
@@ -42,8 +43,7 @@ def all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits, group_nam
     """Rows of x between the ranks of a group; no gradient. The result of one rank is x itself."""
     if degree_of(group_name) == 1:
         return x
-    group = group_of(group_name)
-    return funcol.wait_tensor(funcol.all_to_all_single(x, list(output_splits), list(input_splits), group))
+    return _collective(x, list(output_splits), list(input_splits), group_named(group_name))
 
 
 def _all_to_all_mx(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, rounding: int) -> MXTensor:

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._call import FLOATS, require_tensor
 from ._checks import check_devices, check_flag, check_floats, check_group_ends, check_token_blocks, out_dtype_of
-from ._differentiable import differentiable
+from ._differentiable import differentiable, save, saved_by
 from .products import (
     ProductOptions,
     bias_gradient,
@@ -48,14 +47,13 @@ class _GroupedMM(torch.autograd.Function):
         rows, tokens = quantize_activation(x, form, rounding, group_ends if options.whole_blocks else None)
         w_k, w_n = for_call(w, held, form, rounding, need_x and outlives_forward(w))
         saved = (tokens or x) if need_w else None, w_n or w if need_x else None, group_ends
-        leaves, ctx.spec = tree_flatten(saved)
-        ctx.save_for_backward(*leaves)
+        save(ctx, saved)
         ctx.dtypes, ctx.options = (x.dtype, w.dtype), options
         return product(rows, w_k, group_ends, out_dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_n, group_ends = tree_unflatten(ctx.saved_tensors, ctx.spec)
+        x, w_n, group_ends = saved_by(ctx)
         (x_dtype, w_dtype), options = ctx.dtypes, ctx.options
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         dout, form, rounding = grads[0], options.form, options.rounding

@@ -36,6 +36,7 @@ from ._checks import (
     reads_values,
     require_rows,
 )
+from ._torch_private import version_of
 from .ffn import swiglu_ffn
 from .permute import sort_by_expert
 from .pipeline import TokenReplicas, combine, dispatch_over, dispatch_probs, refuse
@@ -200,9 +201,7 @@ class _HeldWeights(NamedTuple):
 def _state(parameter: Tensor) -> tuple[int, ...]:
     # A DTensor counts the writes to itself, its local part those through `to_local()`.
     part = sharded(parameter, None)
-    # Inference tensors have no version counter.
-    versions = (0, 0) if parameter.is_inference() else (parameter._version, part._version)
-    return *versions, part.data_ptr()
+    return version_of(parameter), version_of(part), part.data_ptr()
 
 
 def _check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> None:

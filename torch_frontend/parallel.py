@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._ranks import agree
+from ._torch_private import name_of_group
 from .moe import GroupedExperts, MoE
 from .pipeline import Route, combine, dispatch_over, dispatch_probs
 from .shards import Ranks
@@ -76,7 +77,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         recipe = self.recipe or Recipe.parse(own or "mxfp8")
         self._check_on_all_ranks(experts, ours, own, recipe, device_mesh)
         ranks = Ranks(
-            device_mesh.get_group().group_name,
+            name_of_group(device_mesh.get_group()),
             device_mesh.size(),
             next(experts.parameters(recurse=False)).shape[0],
             device_mesh.device_type,
@@ -103,7 +104,7 @@ class MXFP8ExpertParallel(ParallelStyle):
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
         arguments = {"recipe": recipe, "gradients": self.gradients, "parameters": parameters}
-        agree("MXFP8ExpertParallel", mesh.get_group().group_name, arguments, error)
+        agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error)
 
     def _check(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
         op = "MXFP8ExpertParallel"

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch.distributed as dist
 from torch import Tensor
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._checks import check_counts, check_probs, check_shape, out_dtype_of, require_total
-from ._ranks import can_compare, check_rows_to_send, compare_experts, degree_of, group_of, name_of
+from ._ranks import can_compare, check_rows_to_send, compare_experts, degree_of, name_of
+from ._torch_private import captures_splits, group_named
 from .ep import TokenReplicas, all_to_all, exchange_replicas, exchange_rows
 from .mx_tensor import MXTensor, quantize_gradient
 from .permute import RowMap, check_replicas, gather, map_rows, spread
@@ -105,7 +105,7 @@ def dispatch_over(
             x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.mx else rows
             groups = gather(x, row_map.row_map, row_map.inverse)
         return groups, row_map.padded_counts, route
-    send = _send if dynamo_config.capture_scalar_outputs else _send_eagerly
+    send = _send if captures_splits() else _send_eagerly
     return send(rows, counts, recipe, ranks, probs)
 
 
@@ -179,7 +179,7 @@ def _exchange_counts(counts: Tensor, group_name: str, degree: int) -> tuple[Tens
     the whole batch."""
     splits, local = [counts.shape[0]] * degree, counts.shape[0] // degree
     of_all = all_to_all(counts.repeat(degree), splits, splits, group_name).view(degree, -1)
-    first = group_of(group_name).rank() * local
+    first = group_named(group_name).rank() * local
     return of_all[:, first : first + local].reshape(-1), of_all.sum(0, dtype=counts.dtype)
 
 
@@ -237,7 +237,7 @@ def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
         column = gather(column, route.order, route.slots)
         if len(route.input_splits) == 1:
             return column.squeeze(1)
-    exchange = dynamo_config.capture_scalar_outputs or len(route.input_splits) == 1
+    exchange = captures_splits() or len(route.input_splits) == 1
     return (_send_probs if exchange else _send_probs_eagerly)(column, route).squeeze(1)
 
 
@@ -283,7 +283,7 @@ def combine(
 
 
 def _receive_rows(groups: Tensor, route: Route) -> Tensor:
-    exchange = dynamo_config.capture_scalar_outputs or len(route.input_splits) == 1
+    exchange = captures_splits() or len(route.input_splits) == 1
     return (_receive if exchange else _receive_eagerly)(groups, route)
 
 

@@ -1,0 +1,89 @@
+"""The bars that figures on a GPU must reach, and whether a recorded line reaches its bar.
+
+>>> print(bar({"op": "quantize_col", "frontend": "torch", "peer": "copy", "of_roof": 0.87}))
+of a copy 0.85: 0.87 ok
+
+The bar of a grouped product is the peer's time divided by ours, or the share of cuBLAS's dense FP8 rate.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+# Share of a device copy's bandwidth, by op.
+OF_A_COPY = {
+    "quantize_row": 0.90,
+    "quantize_row_fold": 0.90,
+    "quantize_rowwise": 0.90,
+    "dequantize": 0.90,
+    "quantize_col": 0.85,
+    "quantize_both": 0.85,
+    "quantize_both_fold": 0.75,
+    "permute_mx": 0.85,
+    "unpermute": 0.85,
+    "combine": 0.85,
+    "swiglu_row_fwd": 0.85,
+    "swiglu_row_bwd": 0.85,
+    "swiglu_both_bwd": 0.85,
+    "quantize_weights": 0.80,
+}
+AT_MOST_US = {"routing": 100.0, "host_overhead": 30.0}
+JAX_OVER_TORCH = 1.05
+JAX_PRODUCT_OVER_TORCH = 1.03
+# Time of the peer divided by ours, by op and peer.
+TIMES_AS_LONG = {
+    ("grouped_mm_fwd", "torch_grouped_mm_bf16"): 1.8,
+    ("grouped_mm_fwd", "torch_scaled_grouped_mm"): 1.1,
+    ("grouped_mm_wgrad", "torch_grouped_mm_bf16"): 1.65,
+    ("grouped_mm_exact", "torch_grouped_mm_bf16"): 0.9,
+    ("grouped_mm_fwd", "jax_ragged_dot_bf16"): 10.0,
+}
+# By recipe, weights held: at K above SMALL_K, and at most SMALL_K, where quantization is a larger share of the time.
+AUTOGRAD_TIMES_AS_LONG = {"mxfp8": (1.6, 1.45), "mxfp8_wgrad_with_hp": (1.35, 1.2)}
+SMALL_K = 2048
+OF_DENSE_FP8, FROM_K = 0.88, 7168
+SMALL_TIMES_AS_LONG = 1.0
+
+
+class Bar(NamedTuple):
+    what: str
+    required: float
+    measured: float
+    met: bool
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.required:g}: {self.measured:.2f} {'ok' if self.met else 'MISSED'}"
+
+
+def _least(row: Mapping[str, Any]) -> float | None:
+    """The least ratio of the peer's time to ours."""
+    op, peer, case = row["op"], row["peer"], row["case"]
+    if peer == "torch_grouped_mm_bf16" and case.get("operands") == "bf16":
+        return SMALL_TIMES_AS_LONG
+    if op == "grouped_mm_autograd":
+        if peer != "torch_grouped_mm_bf16" or case.get("weights") != "held":
+            return None
+        return AUTOGRAD_TIMES_AS_LONG[case["recipe"]][case["K"] <= SMALL_K]
+    return TIMES_AS_LONG.get((op, peer))
+
+
+def _product_bar(row: Mapping[str, Any]) -> Bar | None:
+    if row["op"] == "grouped_mm_fwd" and row["peer"] == "cublas_fp8" and row["case"]["K"] >= FROM_K:
+        return Bar("of dense FP8", OF_DENSE_FP8, row["of_roof"], row["of_roof"] >= OF_DENSE_FP8)
+    least = _least(row)
+    return None if least is None else Bar("x", least, row["ratio"], row["ratio"] >= least)
+
+
+def bar(row: Mapping[str, Any]) -> Bar | None:
+    """The bar of a line, which depends on its op and its peer; None without one."""
+    op, peer = row["op"], row["peer"]
+    product = op.startswith("grouped_mm_")
+    if peer == "torch_frontend":
+        most, over = JAX_PRODUCT_OVER_TORCH if product else JAX_OVER_TORCH, row["us"] / row["peer_us"]
+        return Bar("JAX / torch", most, over, over <= most)
+    if product:
+        return _product_bar(row)
+    if peer == "copy" and op in OF_A_COPY:
+        return Bar("of a copy", OF_A_COPY[op], row["of_roof"], row["of_roof"] >= OF_A_COPY[op])
+    if peer == "copy" and op in AT_MOST_US:
+        return Bar("us", AT_MOST_US[op], row["us"], row["us"] < AT_MOST_US[op])
+    return None

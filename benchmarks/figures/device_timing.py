@@ -1,0 +1,153 @@
+"""Time on the GPU, and of the host that feeds it. Every candidate runs once per round (timing.py).
+
+events    one launch between two CUDA events, caches cold: torch programs
+programs  one clock for torch and JAX, whose stream takes no events from outside:
+ batches    N launches, then one wait, divided by N; the wait adds the same to both
+ kernels    the time of the kernels in CUPTI's record, for programs that run faster than a host launches them
+host      the time until an eager call returns, without waiting for the device; the quietest of many stretches of calls
+
+Every other round runs backwards, and a sample is the mean of a round and the next. The clock of the card follows the
+load before a candidate: without the pairing, a candidate near the power limit has two kinds of samples, up to 10%
+apart, and their median is either of them.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from .timing import Sample, summarize
+
+T = TypeVar("T")
+Candidates = Mapping[str, Callable[[], object]]
+Program = tuple[Callable[[], Any], Callable[[Any], object]]
+"""A call, and a function that waits for its result."""
+Programs = Mapping[str, Program]
+Each = Callable[[Candidates], dict[str, Sample]]
+"""A clock: candidates -> a sample of each."""
+L2_NBYTES = 256 << 20  # several times an H200's L2
+# Keeps the device busy for about half a millisecond while the host enqueues the candidate: no launch gap is measured.
+BUSY_CYCLES = 1_000_000
+# JAX takes a tenth of a millisecond to launch a first program on an idle device: 0.2% of a batch of this length.
+BATCH_US = 50_000
+# Upper bound of the host time of a framework's launch on a busy host.
+SHORT_US = 250
+
+
+def torch_wait(device: str) -> Callable[[object], None]:
+    """A function that waits for torch's work on the device, whatever its argument."""
+    return (lambda _: torch.cuda.synchronize()) if device == "cuda" else lambda _: None
+
+
+def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
+    return list(candidates.items())[:: -1 if round_ % 2 else 1]
+
+
+def _there_and_back(times: Mapping[str, list[float]]) -> dict[str, Sample]:
+    """Seconds per round -> samples of two rounds each; the number of rounds is even."""
+    both = {name: zip(seconds[::2], seconds[1::2], strict=True) for name, seconds in times.items()}
+    return {name: summarize([(a + b) / 2 for a, b in pairs]) for name, pairs in both.items()}
+
+
+def events(candidates: Candidates, samples: int = 15) -> dict[str, Sample]:
+    """Device time of each candidate; the first two rounds warm up and are not counted."""
+    evict = torch.ones(L2_NBYTES // 4, dtype=torch.int32, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_ in range(2 + 2 * samples):
+        for name, run in _in_turn(candidates, round_):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            evict.max()  # a read leaves clean cache lines: nothing is written back while the candidate runs
+            torch.cuda._sleep(BUSY_CYCLES)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / 1e3)
+    return _there_and_back({name: seconds[2:] for name, seconds in times.items()})
+
+
+def programs(candidates: Programs) -> dict[str, Sample]:
+    """Device time of each candidate. The length of the first one selects the clock.
+
+    Results are dropped at once, so that buffers are reused.
+    """
+    (estimate,) = batches(dict([next(iter(candidates.items()))]), calls=4, samples=1).values()
+    if estimate.us < SHORT_US and torch.cuda.is_available():
+        return kernels(candidates)
+    return batches(candidates, min(max(int(BATCH_US / estimate.us), 4), 200))
+
+
+def batches(candidates: Programs, calls: int, samples: int = 4) -> dict[str, Sample]:
+    """Time per call of `calls` calls in a row; the first round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_ in range(1 + 2 * samples):
+        for name, (run, wait) in _in_turn(candidates, round_):
+            wait(run())
+            start = time.perf_counter()
+            for _ in range(calls - 1):
+                run()
+            wait(run())
+            times[name].append((time.perf_counter() - start) / calls)
+    return _there_and_back({name: seconds[1:] for name, seconds in times.items()})
+
+
+def kernels(candidates: Programs, calls: int = 50, samples: int = 4) -> dict[str, Sample]:
+    """Time per call of kernels, copies and fills of any framework, without the gaps between them.
+
+    Raises RuntimeError if CUPTI recorded nothing.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_ in range(1 + 2 * samples):
+        for name, (run, wait) in _in_turn(candidates, round_):
+            wait(run())
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                for _ in range(calls - 1):
+                    run()
+                wait(run())
+            us = sum(event.device_time for event in seen.events() or () if event.device_type.name == "CUDA")
+            if not us:
+                raise RuntimeError(f"kernels: {name}: the profiler saw nothing run on a GPU")
+            times[name].append(us / 1e6 / calls)
+    return _there_and_back({name: seconds[1:] for name, seconds in times.items()})
+
+
+def host(candidates: Candidates, wait: Callable[[], object], stretches: int = 60, calls: int = 50) -> dict[str, Sample]:
+    """Host time of a call, from the stretch of calls with the lowest median.
+
+    Other work of the machine makes a call slower, never faster, and lasts longer than one stretch: the stretches of
+    all candidates alternate. The wait between stretches keeps the launch queue from filling up.
+    """
+    times: dict[str, list[list[float]]] = {name: [] for name in candidates}
+    gc.disable()
+    try:
+        for round_ in range(stretches + 1):
+            for name, run in _in_turn(candidates, round_):
+                wait()
+                times[name].append([_seconds(run) for _ in range(calls)])
+    finally:
+        gc.enable()
+        wait()
+    return {name: summarize(min(found[1:], key=statistics.median)) for name, found in times.items()}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def peak_nbytes(run: Callable[[], object]) -> int | None:
+    """Peak of the bytes requested from torch's CUDA allocator by `run`, its result included; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = run()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    del result
+    return peak
