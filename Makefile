@@ -28,6 +28,11 @@ test: .venv/.dev
 faults: .venv/.dev
 	$(BIN)/python -m tests.faults.run
 
+# Lines that the tests run, in Python and in C++; an hour on two cores. The next `make test` builds the extension again.
+coverage: .venv/.dev
+	$(PIP) pytest-cov gcovr
+	tests/coverage.sh
+
 # Into the environment of $(PYTHON), which has torch or jax for CUDA already, and jaxlib, nanobind and
 # scikit-build-core to build with. Downloads nothing; fails without nvcc.
 install-gpu:
