@@ -85,6 +85,12 @@ def _plan(
     return Launch((*out, scratch), (*attrs, POLLS), not_in_cuda=absent)
 
 
+def _composed(call: Callable[..., tuple[Any, ...]], x: Any, group_ends: Any, **options: Any) -> tuple[Any, ...]:
+    rows = call(fold.quantize_row_fold, x, **options)
+    columns = call(quantize.quantize_col, x, **options)
+    return *rows, *call(fold.fold_groups, *columns, group_ends)
+
+
 quantize_both_fold = KernelOp(
     "quantize_both_fold",
     None,
@@ -92,15 +98,5 @@ quantize_both_fold = KernelOp(
     ("qf", "row_sf", "qf_t", "span_sf"),
     ("rounding", "satfinite"),
     _plan,
+    _composed,
 )
-
-PARTS: dict[KernelOp, tuple[KernelOp, ...]] = {
-    quantize_both_fold: (fold.quantize_row_fold, quantize.quantize_col, fold.fold_groups),
-}
-"""What stands for an op's Triton kernel: others, each of which runs as it would alone."""
-
-
-def composed(call: Callable[..., tuple[Any, ...]], x: Any, group_ends: Any, **options: Any) -> tuple[Any, ...]:
-    """quantize_both_fold of its parts. call: a frontend's, which runs one op on its arrays."""
-    columns = call(quantize.quantize_col, x, **options)
-    return *call(fold.quantize_row_fold, x, **options), *call(fold.fold_groups, *columns, group_ends)

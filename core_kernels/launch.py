@@ -57,6 +57,22 @@ class KernelOp:
     outputs: tuple[str, ...]
     attrs: tuple[str, ...]
     make_plan: Callable[..., Launch]
+    compose: Callable[..., tuple[Any, ...]] | None = None
+    """For an op without a Triton kernel: `compose(call, *arrays, **options)` runs other ops in its place, each through
+    `call(op, *arrays, **options)` of a frontend."""
+
+    @property
+    def parts(self) -> "tuple[KernelOp, ...]":
+        """The ops that `compose` runs; none for an op with a Triton kernel."""
+        ran: list[KernelOp] = []
+
+        def record(op: KernelOp, *_arrays: Any, **_options: Any) -> tuple[None, ...]:
+            ran.append(op)
+            return (None,) * len(op.outputs)
+
+        if self.compose is not None:
+            self.compose(record, *self.inputs)
+        return tuple(ran)
 
     def plan(self, *inputs: ArrayType, arch: str, **options: Any) -> Launch:
         """Check the inputs and options and size the launch for `arch` (see tiles.py); cached.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from .dispatch import facts
 from .formats import BLOCK, Rounding
 from .launch import fail
 
@@ -62,10 +63,10 @@ class Recipe:
         return self.mx and not self.wgrad_with_hp
 
     def form(self, arch: str) -> Form:
-        """What the products multiply on "cpu" or a GPU, "sm_90" for Hopper."""
+        """What the products multiply on an architecture, by its name: "cpu", "sm_90"."""
         if not self.mx:
             return "bf16" if self.operands == "bf16" else "row"
-        return "fold" if self.compute == "fold" or (self.compute == "auto" and arch == "sm_90") else "mx"
+        return "fold" if self.compute == "fold" or (self.compute == "auto" and facts(arch).folds) else "mx"
 
     @classmethod
     def parse(cls, value: "Recipe | str", **changes: object) -> "Recipe":

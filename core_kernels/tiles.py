@@ -8,6 +8,7 @@ entries a few percent faster that use every register were left out. sm_100 takes
 
 from typing import NamedTuple
 
+from .dispatch import facts
 from .launch import fail
 
 ARCHS = ("cpu", "interpreter", "sm_90", "sm_100")
@@ -94,12 +95,12 @@ def next_power_of_2(n: int) -> int:
 
 def hw_cast(arch: str) -> bool:
     """Whether `arch` converts to and from E4M3 and computes in bf16 itself; the interpreter does neither."""
-    return arch != "interpreter"
+    return facts(arch).hw_cast
 
 
 def tcgen05(arch: str) -> bool:
     """Whether `arch` has the tensor cores that take E8M0 scales and keep their sums in a memory of their own."""
-    return arch == "sm_100"
+    return facts(arch).tcgen05
 
 
 def tiles(op: str, arch: str, *, row_width: int | None = None) -> Tiles:

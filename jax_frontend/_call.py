@@ -22,7 +22,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from .. import cpp_bindings
-from ..core_kernels import both_fold
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _device
 from ._checks import dtype_name, rounding_of
@@ -114,8 +113,8 @@ def _ffi_call(ctx, target: str, launch: Launch, *operands):
 def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
     from . import _cpu_gemm
 
-    _device.choose_on_cpu(op, _device.forced())
-    launch = op.plan(*map(array_type, ctx.avals_in), arch="cpu", **dict(options))
+    _, arch = _device.choose(op, "cpu", _device.forced())
+    launch = op.plan(*map(array_type, ctx.avals_in), arch=arch, **dict(options))
     if op.name in CPP_TARGETS:
         return _ffi_call(ctx, CPP_TARGETS[op.name], launch, *operands)
     if op.name in _cpu_gemm.GEMMS:
@@ -127,21 +126,17 @@ def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
 def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
     from . import _triton
 
-    implementation, arch = _device.choose_on_cuda(op, _device.forced())
+    implementation, arch = _device.choose(op, "cuda", _device.forced())
     launch = op.plan(*map(array_type, ctx.avals_in), arch=arch, **dict(options))
     if implementation == "cuda" and launch.not_in_cuda:
-        if _device.forced() == "cuda":
-            fail(NotImplementedError, op.name, "platform", "cuda with 'cuda' forced", launch.not_in_cuda)
-        implementation = _device.without_cuda(op)
+        implementation, _ = _device.choose(op, "cuda", _device.forced(), launch.not_in_cuda)
     if implementation == "cuda" and all(launch.grid):
         return _ffi_call(ctx, CUDA_TARGETS[op.name], launch, *operands)
-    if implementation == "parts":
-        return mlir.lower_fun(partial(COMPOSED[op], **dict(options)), multiple_results=True)(ctx, *operands)
+    if op.compose:
+        composed = partial(op.compose, call, **dict(options))
+        return mlir.lower_fun(composed, multiple_results=True)(ctx, *operands)
     return mlir.lower_fun(partial(_triton.call, op, launch), multiple_results=True)(ctx, *operands)
 
-
-COMPOSED = {both_fold.quantize_both_fold: partial(both_fold.composed, call)}
-"""The ops that `both_fold.PARTS` names, of their parts."""
 
 mlir.register_lowering(_kernel_p, _lower_cpu, platform="cpu")
 mlir.register_lowering(_kernel_p, _lower_cuda, platform="cuda")

@@ -9,14 +9,12 @@ KernelOp + tensors + options
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue] -- no stub
 
-from ..core_kernels import both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from . import _settings
@@ -127,11 +125,8 @@ def run(
     if index is None or _settings.debug.value:
         _check_values(op, tensors, options, arch)
     if start is None:
-        return COMPOSED[op](*plain(tensors), **options)
+        assert op.compose is not None
+        return op.compose(call, *plain(tensors), **options)
     outputs = allocate(out, index)
     start(tensors, outputs)
     return outputs[: len(op.outputs)]
-
-
-COMPOSED = {both_fold.quantize_both_fold: partial(both_fold.composed, call)}
-"""The ops that `both_fold.PARTS` names, of their parts."""

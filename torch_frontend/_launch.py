@@ -6,7 +6,7 @@
 "cpp"     C++ through DLPack; a grouped GEMM: torch.matmul (_cpu_gemm.py)
 "cuda"    a bound launch, which reads the tensors' addresses itself
 "triton"  compiled at the first call, then the compiled kernel itself; on a CPU Triton's interpreter
-"parts"   nothing here: _call.py composes other ops
+An op without a Triton kernel is composed of other ops, which _call.py runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import cpp_bindings
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
-from ._device import Implementation, choose, without_cuda
+from ._device import Implementation, choose
 
 Start = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Any]
 Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
@@ -126,10 +126,8 @@ def decide(op: KernelOp, layouts: Sequence[Layout], forced: Implementation | Non
     inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in layouts)
     launch = op.plan(*inputs, arch=arch, **options)
     if implementation == "cuda" and launch.not_in_cuda:
-        if forced == "cuda":
-            fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
-        implementation = without_cuda(op)
-    if implementation == "parts":
+        implementation, _ = choose(op, device, forced, launch.not_in_cuda)
+    if implementation == "triton" and op.compose:
         return Bound(arch, index, options, Outputs.of(()), None)
     if implementation == "cpp":
         start = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, launch)

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
 from mxep.core_kernels.formats import spans
-from mxep.jax_frontend import _device, capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
+from mxep.jax_frontend import capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
 
 M, K, N, G = 64, 64, 96, 3
 
@@ -82,7 +82,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "grouped_mm_fold_bias": (ops.grouped_mm_fold_bias, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), f32(G, N), ENDS]),
     "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(SPANS, N), u8(K, M), u8(SPANS, K), ENDS]),
 }
-COMPOSED = {op.name: [part.name for part in parts] for op, parts in _device.PARTS.items()}
+COMPOSED = {name: [part.name for part in op.parts] for name, op in ops.OPS.items() if op.compose}
 
 
 def kernels(lowered: jax.stages.Lowered) -> list[str]:
@@ -192,7 +192,7 @@ def test_what_is_forced_is_part_of_the_key_of_jaxs_caches() -> None:
 def test_a_forced_implementation_runs_or_raises() -> None:
     with force_implementation("cuda"), pytest.raises(NotImplementedError, match=r"row_map: .*no CUDA kernel for it"):
         lower("row_map", "sm_90")
-    with force_implementation("cpp"), pytest.raises(NotImplementedError, match=r"row_map: .*allowed: cpu"):
+    with force_implementation("cpp"), pytest.raises(NotImplementedError, match=r"row_map: .*allowed: a CPU"):
         lower("row_map", "sm_90")
     for gpu in ("cuda", "triton"):
         with force_implementation(gpu), pytest.raises(NotImplementedError, match=f"cpu with '{gpu}' forced"):
