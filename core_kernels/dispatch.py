@@ -188,7 +188,7 @@ def capability(
         return Capability("", reasons)
     if implementation == "cpp":
         return Capability(f"{matmul} on operands dequantized in C++" if matmul else "cpp", reasons)
-    if implementation == "triton" and op.kernel is None:
+    if implementation == "triton" and op.compose:
         return Capability(", ".join(part.name for part in op.parts), reasons)
     name = arch if device.capability is None else arch_name(device.capability)
     where = name if name == arch else f"{name} with the tiles of {arch}"

@@ -55,7 +55,8 @@ def choose(op: KernelOp, device: torch.device, forced: Implementation | None, no
     Raises NotImplementedError where the device or the forced implementation cannot run the op.
     """
     found = describe(device)
-    return dispatch.choose(op, found, forced, no_cuda or _no_cuda(op, found), _no_triton(op, found))
+    no_triton = _no_triton(op, found) if forced == "triton" else ""  # without need, triton is not imported
+    return dispatch.choose(op, found, forced, no_cuda or _no_cuda(op, found), no_triton)
 
 
 def capability(op: KernelOp, device: torch.device, matmul: str) -> Capability:
@@ -69,10 +70,12 @@ def _no_cuda(op: KernelOp, device: Device) -> str:
 
 
 def _no_triton(op: KernelOp, device: Device) -> str:
-    if device.platform != "cpu" or all(map(_interpreted, op.parts or (op,))):
+    if device.platform != "cpu":
+        return ""
+    try:
+        kernels = [part.triton_kernel() for part in op.parts or (op,)]
+    except ModuleNotFoundError:
+        return "allowed: 'cpp'; triton is missing: pip install triton"
+    if all(type(kernel).__name__ == "InterpretedFunction" for kernel in kernels):
         return ""
     return "allowed: 'cpp'; 'triton' under its interpreter (set TRITON_INTERPRET=1 before importing triton)"
-
-
-def _interpreted(op: KernelOp) -> bool:
-    return type(op.kernel).__name__ == "InterpretedFunction"

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 import numpy as np
-from mxep.core_kernels import oracle
+from mxep.core_kernels.grouped_gemm import oracle
 
 Array = np.ndarray
 EPS = 2.0**-23  # fp32
@@ -11,7 +11,8 @@ C = 1.0  # the bound's constant: an fp32 sum in any order stays below half of it
 FP8_CHAIN = 2.0**-9
 """What an FP8 tensor core of sm_90 may lose of sum|a||b|: it aligns 32 products and the sum so far to the largest of
 them and cuts each below 2^-13 of it. At worst that is 33 * 2^-13 for every 32 terms; measured 2^-11 where a group has
-32 terms of widely spread magnitudes, 2^-14 at 7168. The distance in dB (test_folded_gemm.py) is the sharper test."""
+32 terms of widely spread magnitudes, 2^-14 at 7168. The distance in dB is the sharper test: see
+test_grouped_gemm_folded.py."""
 HALF_ULP = {"bfloat16": 2.0**-8, "float32": 2.0**-24}  # relative to the power of two at or below a value
 SMALLEST = {"bfloat16": 2.0**-134, "float32": 2.0**-150}  # half of the smallest subnormal
 

@@ -8,7 +8,7 @@ from . import backends
 
 # No Triton in these: the normal process runs them.
 collect_ignore = (
-    ["test_references.py", "test_oracle.py", "test_oracle_swiglu.py", "test_end_to_end.py", "test_expert_parallel.py"]
+    ["test_references.py", "test_oracle.py", "test_swiglu_oracle.py", "test_end_to_end.py", "test_expert_parallel.py"]
     if backends.INTERPRETER
     else []
 )

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mxep.core_kernels import oracle, oracle_layer
 from mxep.core_kernels.recipe import RECIPES, Recipe
+from mxep.core_kernels.reference import collectives
+from mxep.core_kernels.reference import layer as layer_oracle
 
 from .cases import BF16, Array, lognormal_blocks, seeded
 
@@ -49,9 +50,9 @@ class Layer:
     def reference(self) -> tuple[Array, dict[str, Array]]:
         """y and the gradients in fp64, nothing quantized."""
         arguments = self.params | self.routing
-        grads = oracle_layer.moe_layer_vjp(self.dy, self.x, **arguments)
+        grads = layer_oracle.moe_layer_vjp(self.dy, self.x, **arguments)
         names = ("x", "router", "w1", "w3", "w2")
-        return oracle_layer.moe_layer(self.x, **arguments), dict(zip(names, grads, strict=True))
+        return layer_oracle.moe_layer(self.x, **arguments), dict(zip(names, grads, strict=True))
 
 
 def _layer(
@@ -106,7 +107,7 @@ class Wire:
     splits: tuple[tuple[int, ...], ...]
 
     def received(self) -> list[Array]:
-        return oracle.all_to_all(self.rows, self.splits)
+        return collectives.all_to_all(self.rows, self.splits)
 
 
 def _wire(name: str, splits: tuple[tuple[int, ...], ...]) -> Wire:

@@ -4,28 +4,26 @@ import os
 
 import numpy as np
 import pytest
-from mxep.core_kernels import (
-    both_fold,
-    combine,
-    fold,
-    fold_loss,
-    folded_gemm,
-    grouped_gemm,
-    oracle,
-    oracle_combine,
-    oracle_folded,
-    oracle_swiglu,
-    permute,
-    quantize,
-    routing,
-    rowwise,
-    scale_layout,
-    swiglu,
-)
+from mxep.core_kernels.combine import plan as combine
+from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_both as both_fold
+from mxep.core_kernels.fold import plan_loss as fold_loss
+from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
+from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.launch import KernelOp
+from mxep.core_kernels.permute import plan as permute
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.routing import oracle as routing_oracle
+from mxep.core_kernels.routing import plan as routing
+from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
+from mxep.core_kernels.scale_layout import plan as scale_layout
+from mxep.core_kernels.swiglu import plan as swiglu
 
 from . import backends, check
 from .cases import COMBINES, GEMMS, GLUS, MAPS, QUANTIZE, SORTS
+from .definitions import DEFINITIONS
 
 BYTES = {
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
@@ -55,31 +53,30 @@ def test_a_backend_has_every_op(name: str) -> None:
 
 def test_every_op_is_in_the_table_and_in_the_oracle() -> None:
     modules = (
-        *(quantize, permute, routing, fold, both_fold, rowwise, scale_layout),
+        *(quantize, permute, routing, fold, both_fold, scale_layout),
         *(fold_loss, combine, swiglu, grouped_gemm, folded_gemm),
     )
     ops = {op.name for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
     assert ops == BYTES | PRODUCTS
-    defined = vars(oracle) | vars(oracle_combine) | vars(oracle_swiglu) | vars(oracle_folded)
-    assert all(callable(defined[name]) for name in ops)
+    assert ops <= set(DEFINITIONS)
 
 
 def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
     """One call of every op, with padding, slack and an empty group in it: what a kernel might leave out."""
     x, gemm, layout = QUANTIZE["normal"], GEMMS["empty_experts"], MAPS["fixed_capacity"]
-    rows = oracle.row_map(layout.flat, **layout.options)[0]
-    packed = oracle.quantize_row_packed(x)[: layout.num_rows]
-    lhs, rhs = oracle.quantize_row(gemm.lhs), oracle.quantize_row(gemm.rhs_t)
-    lhs_t, dout_t = oracle.quantize_col(gemm.lhs), oracle.quantize_col(gemm.dout)
+    rows = routing_oracle.row_map(layout.flat, **layout.options)[0]
+    packed = quantize_oracle.quantize_row_packed(x)[: layout.num_rows]
+    lhs, rhs = quantize_oracle.quantize_row(gemm.lhs), quantize_oracle.quantize_row(gemm.rhs_t)
+    lhs_t, dout_t = quantize_oracle.quantize_col(gemm.lhs), quantize_oracle.quantize_col(gemm.dout)
     ends = gemm.group_ends
-    folded, folded_t = (*oracle.fold_rows(*lhs), *oracle.fold_rows(*rhs)), []
+    folded, folded_t = (*fold_oracle.fold_rows(*lhs), *fold_oracle.fold_rows(*rhs)), []
     for operand in (dout_t, lhs_t):
-        folded_t += oracle_folded.fold_groups(*operand, ends)
+        folded_t += fold_oracle.fold_groups(*operand, ends)
     calls = {name: ((x,), {}) for name in BYTES if name.startswith("quantize")}
     calls |= {name: (GLUS["normal"].forward, {}) for name in BYTES if name.startswith("swiglu")}
     calls |= {name: (GLUS["normal"].backward, {}) for name in BYTES if name.startswith("swiglu_bwd")}
     return calls | {
-        "dequantize": (oracle.quantize_row(x), {}),
+        "dequantize": (quantize_oracle.quantize_row(x), {}),
         "permute_rows": ((x, rows), {}),
         "permute_mx": ((packed, rows), {}),
         "sort_by_expert": ((SORTS["empty_experts"][0],), {"num_experts": SORTS["empty_experts"][1]}),
@@ -88,7 +85,7 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         "permute_mx_fold": ((packed, rows), {}),
         "block_scales": ((lhs[1], ends), {}),
         "unblock_scales": (
-            (oracle.block_scales(lhs[1], ends), ends),
+            (scale_layout_oracle.block_scales(lhs[1], ends), ends),
             {"num_rows": len(lhs[1]), "num_scales": lhs[1].shape[1]},
         ),
         "fold_groups": ((*lhs_t, ends), {}),

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from mxep.core_kernels import oracle
+from mxep.core_kernels import oracle_math
 from mxep.core_kernels.formats import BLOCK, E8M0_NAN, Rounding
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.routing import oracle as routing_oracle
 
 from . import backends, check
 from .cases import BF16
@@ -30,7 +32,7 @@ EACH_BACKEND = pytest.mark.parametrize("name", backends.NAMES)  # hypothesis ref
 @given(x=ARRAYS, rounding=ROUNDINGS, satfinite=st.booleans())
 def test_any_bits_quantize_to_the_oracles_bytes(name: str, x: np.ndarray, rounding: Rounding, satfinite: bool) -> None:
     got = backends.ops(name)["quantize_both"](x, rounding=rounding, satfinite=satfinite)
-    check.same_bytes(got, oracle.quantize_both(x, rounding=rounding, satfinite=satfinite))
+    check.same_bytes(got, quantize_oracle.quantize_both(x, rounding=rounding, satfinite=satfinite))
 
 
 @EACH_BACKEND
@@ -49,10 +51,10 @@ def test_dequantize_is_exact_and_requantizing_keeps_the_values(name: str, x: np.
     ops = backends.ops(name)
     q, sf = ops["quantize_row"](x, rounding=rounding)
     values = ops["dequantize"](q, sf, out_dtype="float32")
-    np.testing.assert_array_equal(values.astype(np.float64), oracle.dequantize(q, sf, "float64"))
+    np.testing.assert_array_equal(values.astype(np.float64), quantize_oracle.dequantize(q, sf, "float64"))
     # bf16 holds every value but those below its smallest subnormal and FLOOR's largest ones
     narrow = ops["dequantize"](q, sf, out_dtype="bfloat16")
-    check.same_bytes(narrow, oracle.round_to(values.astype(np.float64), "bfloat16"))
+    check.same_bytes(narrow, oracle_math.round_to(values.astype(np.float64), "bfloat16"))
     again = ops["dequantize"](*ops["quantize_row"](values, rounding=rounding), out_dtype="float32")
     check.same_bytes(again, values)
 
@@ -79,7 +81,7 @@ def test_what_a_scale_promises(name: str, x: np.ndarray, rounding: Rounding) -> 
     finite = np.isfinite(blocks).all(-1)
     np.testing.assert_array_equal(sf == E8M0_NAN, ~finite)
     if rounding is Rounding.RCEIL:
-        top = np.abs(blocks[finite]).max(-1, initial=0) / oracle.e8m0_value(sf[finite])
+        top = np.abs(blocks[finite]).max(-1, initial=0) / oracle_math.e8m0_value(sf[finite])
         # byte 0 may be one fp32 rounding too small, see test_references.py
         assert (top <= 448 * (1 + 2.0**-23)).all()
 
@@ -93,7 +95,7 @@ def test_a_row_map_is_a_permutation_with_aligned_groups(
     rows = int(counts.sum())
     options = {"num_rows": rows, "num_local_experts": experts, "alignment": alignment}
     row_map, inverse, padded, ends = backends.ops(name)["row_map"](counts, **options)
-    check.same_bytes((row_map, inverse, padded, ends), oracle.row_map(counts, **options))
+    check.same_bytes((row_map, inverse, padded, ends), routing_oracle.row_map(counts, **options))
     np.testing.assert_array_equal(np.sort(row_map[row_map >= 0]), np.arange(rows))
     np.testing.assert_array_equal(row_map[inverse], np.arange(rows))
     np.testing.assert_array_equal(np.cumsum(padded), ends)

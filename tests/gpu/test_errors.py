@@ -56,8 +56,8 @@ def test_a_tensor_on_another_device(name: str, i: int) -> None:
 @pytest.fixture
 def no_choice_is_cached() -> Iterator[None]:
     def forget() -> None:
-        _launch._known.recent.clear()
-        _launch._known.former.clear()
+        _launch._prepared.recent.clear()
+        _launch._prepared.former.clear()
         _device.compute_capability.cache_clear()
 
     forget()

@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 import torch
+from mxep.core_kernels.fold.oracle import span_slices
 from mxep.core_kernels.formats import spans
-from mxep.core_kernels.oracle_folded import span_slices
 from mxep.torch_frontend import MoE, Recipe, force_implementation, mxfp8_grouped_mm, ops, quantize_weights
 from mxep.torch_frontend._device import forced
 from torch import Tensor, nn

@@ -7,19 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import (
-    both_fold,
-    combine,
-    fold,
-    fold_loss,
-    permute,
-    quantize,
-    routing,
-    rowwise,
-    scale_layout,
-    swiglu,
-)
+from mxep.core_kernels.combine import plan as combine
+from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_both as both_fold
+from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.launch import ArrayType, KernelOp
+from mxep.core_kernels.permute import plan as permute
+from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.routing import plan as routing
+from mxep.core_kernels.scale_layout import plan as scale_layout
+from mxep.core_kernels.swiglu import plan as swiglu
 
 from .arrays import poisoned, to_numpy, to_torch
 
@@ -27,9 +24,9 @@ POISON = 0xA5
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
-    launch = op.plan(*(ArrayType(x.shape, x.dtype.name) for x in inputs), arch="cpu", **options)
-    outputs = [poisoned(out.shape, getattr(torch, out.dtype), poison) for out in launch.out]
-    cpp_bindings.run(op.name, [to_torch(x) for x in inputs], outputs, [int(a) for a in launch.attrs])
+    signature = op.signature(*(ArrayType(x.shape, x.dtype.name) for x in inputs), **options)
+    outputs = [poisoned(out.shape, getattr(torch, out.dtype), poison) for out in signature.out]
+    cpp_bindings.run(op.name, [to_torch(x) for x in inputs], outputs, list(signature.attrs.values()))
     results = tuple(map(to_numpy, outputs))
     return results if len(results) > 1 else results[0]
 
@@ -46,7 +43,7 @@ KERNEL_OPS = (
     routing.row_map,
     fold.fold_rows,
     fold.quantize_row_fold,
-    rowwise.quantize_rowwise,
+    quantize.quantize_rowwise,
     fold.permute_mx_fold,
     fold.fold_groups,
     both_fold.quantize_both_fold,

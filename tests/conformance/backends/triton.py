@@ -7,7 +7,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from mxep.core_kernels import folded_gemm, grouped_gemm
+from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
+from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.launch import KernelOp
 from mxep.torch_frontend import _call, force_implementation
 from mxep.torch_frontend._launch import Outputs

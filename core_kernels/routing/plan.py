@@ -1,0 +1,135 @@
+"""Positions of tokens: the stable sort by expert, and the map from received rows to padded groups.
+
+    expert_ids (T,) --sort_by_expert--> order (T,)    slots grouped by expert, stable
+                                        inverse (T,)  the inverse permutation of order
+                                        counts (E,)
+
+Rows arrive rank-major (rank, then local expert). The grouped GEMM takes them expert-major, each group padded to
+`alignment` rows; an empty expert gets one aligned group:
+
+    received   | rank 0: e0 e0 e1 | rank 1: e0 e1 e1 |        counts = [2, 1, 1, 2], 2 local experts
+    padded     | e0 e0 e0 -1 ...  | e1 e1 e1 -1 ...  |        alignment rows each
+    row_map    | 0  1  3  -1 ...  | 2  4  5  -1 ...  | -1 ... to the end of the buffer
+
+`row_map` gathers into padded order. `inverse` gathers back; it is -1 where a received row holds no token, which is the
+slack of a fixed-capacity buffer. All indices are int32; addresses are 64-bit.
+"""
+
+from ..formats import BLOCK
+from ..launch import (
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    fail,
+    require_dtype,
+    require_multiple,
+    require_rank,
+    require_size,
+)
+from ..tiles import next_power_of_2, tiles
+
+CUDA_EXPERTS = 4096
+"""The most experts of the CUDA C++ kernel, whose outputs hold a count per expert and block of slots in between."""
+
+
+def padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
+    """Rows that hold any split of `num_rows` over the experts, each group padded to `alignment`."""
+    return -(-(num_rows + num_local_experts * alignment) // alignment) * alignment
+
+
+def _check_sort(expert_ids: ArrayType, *, num_experts: int) -> Signature:
+    op = "sort_by_expert"
+    require_dtype(op, "expert_ids", expert_ids, "int32")
+    require_rank(op, "expert_ids", expert_ids, 1)
+    require_size(op, "num_experts", num_experts, 1)
+    t = ArrayType(expert_ids.shape, "int32")
+    return Signature((t, t, ArrayType((num_experts,), "int32")), {"num_experts": num_experts})
+
+
+def _tile_sort(call: Call, arch: str) -> Tiling:
+    (slots,), (num_experts,), t = call.inputs[0].shape, call.out[2].shape, tiles(call.op, arch)
+    many = f"allowed: triton; its CUDA kernel takes up to {CUDA_EXPERTS} experts, these are {num_experts}"
+    unsupported = many if num_experts > CUDA_EXPERTS else ""
+    return t.tiling((num_experts,), {"T": slots}, BLOCK_M=t.m)._replace(cuda_unsupported=unsupported)
+
+
+def _check_row_map(
+    counts: ArrayType, *, num_rows: int, num_local_experts: int, alignment: int = BLOCK, rank_rows: int = 0
+) -> Signature:
+    op = "row_map"
+    require_dtype(op, "counts", counts, "int32")
+    require_rank(op, "counts", counts, 1)
+    require_size(op, "num_rows", num_rows)
+    require_size(op, "num_local_experts", num_local_experts, 1)
+    require_multiple(
+        op, "counts", counts.shape[0], num_local_experts, "length", "pass ep_degree * num_local_experts counts"
+    )
+    require_size(op, "alignment", alignment, BLOCK)
+    if alignment % BLOCK:
+        fail(ValueError, op, "alignment", alignment, f"allowed: positive multiples of {BLOCK}")
+    ranks = counts.shape[0] // num_local_experts
+    require_size(op, "rank_rows", rank_rows)
+    if rank_rows and rank_rows * ranks != num_rows:
+        fail(ValueError, op, "rank_rows", rank_rows, f"allowed: 0, or num_rows / ranks = {num_rows} / {ranks}")
+    padded = padded_rows(num_rows, num_local_experts, alignment)
+    if isinstance(padded, int) and padded >= 2**31:
+        fail(ValueError, op, "num_rows", f"{num_rows}, padded to {padded}", f"allowed: {2**31 - 1} rows with padding")
+    shapes = (padded,), (num_rows,), (num_local_experts,), (num_local_experts,)
+    attrs = {"num_local_experts": num_local_experts, "alignment": alignment, "rank_rows": rank_rows}
+    return Signature(tuple(ArrayType(shape, "int32") for shape in shapes), attrs)
+
+
+def _tile_row_map(call: Call, arch: str) -> Tiling:
+    (counts,), (padded,), (num_rows,), (experts,), _ = (array.shape for array in (*call.inputs, *call.out))
+    ranks, t = counts // experts, tiles(call.op, arch)
+    scalars = {"NUM_ROWS": num_rows, "P": padded}
+    blocks = {"BLOCK_R": next_power_of_2(ranks), "BLOCK_E": next_power_of_2(experts), "BLOCK_M": t.m}
+    # Without a rank there still is padding to write.
+    return t.tiling((max(ranks, 1) * experts,), scalars, RANKS=ranks, **blocks)
+
+
+sort_by_expert = KernelOp(
+    "sort_by_expert",
+    """The stable sort of slots by expert.
+
+    expert_ids: (T,) int32, 0 to num_experts - 1. num_experts: positive.
+    Returns order (T,) int32, slots grouped by expert; inverse (T,) int32, the position of each slot in order; counts
+    (num_experts,) int32, slots of each expert.
+
+    >>> [x.tolist() for x in ops.sort_by_expert(xp.asarray([1, 0, 1], dtype=xp.int32), 2)]
+    [[1, 0, 2], [1, 0, 2], [1, 2]]
+
+    Raises ValueError (shape, on a CPU also an expert that does not exist) or TypeError (dtype).
+    """,
+    ("expert_ids",),
+    ("order", "inverse", "counts"),
+    _check_sort,
+    _tile_sort,
+    "routing.kernel:sort_kernel",
+)
+row_map = KernelOp(
+    "row_map",
+    """The map from rank-major received rows to padded expert-major rows.
+
+    counts: (ranks * num_local_experts,) int32, rows received from each rank for each local expert.
+    num_rows: rows of the receive buffer. rank_rows: rows of the part of each rank; 0 if the parts follow each other
+    without slack. alignment: rows that each group is padded to, a positive multiple of 32.
+    Returns row_map (P,) int32: padded row i is received row row_map[i], -1 for padding; inverse (num_rows,) int32:
+    received row j is padded row inverse[j], -1 without a token; padded_counts and group_ends (num_local_experts,)
+    int32: rows of each group with padding, and where it ends.
+
+    >>> counts = xp.asarray([2, 1], dtype=xp.int32)
+    >>> row_map, inverse, padded_counts, group_ends = ops.row_map(counts, num_rows=3, num_local_experts=2)
+    >>> inverse.tolist(), group_ends.tolist()
+    ([0, 1, 32], [32, 64])
+
+    Raises ValueError (shape, sizes, on a CPU also counts beyond num_rows) or TypeError (dtype).
+    """,
+    ("counts",),
+    ("row_map", "inverse", "padded_counts", "group_ends"),
+    _check_row_map,
+    _tile_row_map,
+    "routing.kernel:row_map_kernel",
+)
