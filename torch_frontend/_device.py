@@ -10,6 +10,7 @@ from ..core_kernels import dispatch
 from ..core_kernels.dispatch import Capability, Choice, Device, Implementation
 from ..core_kernels.launch import KernelOp
 from . import _settings
+from ._torch_private import no_cuda_launch
 
 
 def force_implementation(implementation: Implementation | None) -> AbstractContextManager[None]:
@@ -66,7 +67,7 @@ def capability(op: KernelOp, device: torch.device, matmul: str) -> Capability:
 
 
 def _no_cuda(op: KernelOp, device: Device) -> str:
-    return cpp_bindings.why_not_cuda(op.name, device.capability) if device.capability else ""
+    return (cpp_bindings.why_not_cuda(op.name, device.capability) or no_cuda_launch) if device.capability else ""
 
 
 def _no_triton(op: KernelOp, device: Device) -> str:

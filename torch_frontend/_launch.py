@@ -19,6 +19,7 @@ from .. import cpp_bindings
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
 from ._device import Implementation, choose
+from ._torch_private import exchange, layouts, raw_stream
 
 Runner = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Any]
 """Runs an op on inputs and outputs."""
@@ -61,9 +62,6 @@ class PreparedCall(NamedTuple):
     runner: Runner | None
 
 
-_EXCHANGE = cpp_bindings.Exchange(Tensor)
-
-
 class PreparedCalls:
     """The prepared calls of the last 2048 to 4096 keys in use.
 
@@ -101,8 +99,8 @@ def prepare(
     Raises ValueError unless the tensors are row-major, on one device and, on a GPU, aligned to 16 bytes, and the errors
     of `choose` and `KernelOp.check`.
     """
-    layouts = _EXCHANGE.layouts(tensors)
-    key = (op, layouts, forced, names, values)
+    found = layouts(tensors)
+    key = (op, found, forced, names, values)
     call = _prepared.recent.get(key)
     if call is None:
         call = _prepared.get(key)
@@ -113,7 +111,7 @@ def prepare(
         call = prepare_uncached(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
         if call.index is not None:
             _check_aligned(op, tensors)
-        if layouts is not None:
+        if found is not None:
             _prepared.put(key, call)
     return call
 
@@ -123,15 +121,15 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def prepare_uncached(
-    op: KernelOp, layouts: Sequence[Layout], forced: Implementation | None, **options: Any
+    op: KernelOp, tensors: Sequence[Layout], forced: Implementation | None, **options: Any
 ) -> PreparedCall:
     """`prepare` for layouts alone."""
-    check_devices(op, [device for _, _, device, _ in layouts])
-    _check_dense(op, layouts)
-    device = layouts[0][2]
+    check_devices(op, [device for _, _, device, _ in tensors])
+    _check_dense(op, tensors)
+    device = tensors[0][2]
     index = device.index if device.type == "cuda" else None
     implementation, arch = choose(op, device, forced)
-    inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in layouts)
+    inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in tensors)
     out, attrs, tokens = op.signature(*inputs, **options)
     if implementation == "cpp":
         runner = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, tuple(attrs.values()))
@@ -140,8 +138,9 @@ def prepare_uncached(
     if implementation == "cuda" and launch.cuda_unsupported:
         implementation, _ = choose(op, device, forced, launch.cuda_unsupported)
     if implementation == "cuda" and all(launch.grid):
+        assert exchange is not None  # without it `choose` returns "triton"
         written = (*out, *launch.scratch)
-        runner = cpp_bindings.CudaLaunch(_EXCHANGE, device.index, op.name, inputs, written, launch.cuda_attrs)
+        runner = cpp_bindings.CudaLaunch(exchange, device.index, op.name, inputs, written, launch.cuda_attrs)
         return PreparedCall(arch, index, options, tokens, Outputs.of(written), runner)
     if op.compose:
         return PreparedCall(arch, index, options, tokens, Outputs.of(()), None)
@@ -222,7 +221,6 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Runner:
     than the rest of the call, and everything that it reads is fixed here (pointers are aligned to 16 bytes)."""
     kernel, scalars, options = op.triton_kernel(), tuple(launch.scalars.values()), _triton_options(launch)
     grid = (*launch.grid, 1, 1)[:3]
-    current_stream = torch._C._cuda_getCurrentRawStream
     compiled, constexprs = None, []
 
     def runner(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -234,6 +232,6 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Runner:
         else:
             pointers = [t.data_ptr() for t in (*inputs, *outputs)]
             n = len(inputs)
-            compiled(*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=current_stream(index))
+            compiled(*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=raw_stream(index))
 
     return runner

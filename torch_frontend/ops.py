@@ -9,11 +9,11 @@ dtypes and errors of an op.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ..core_kernels import registry
 from ..core_kernels.formats import BLOCK, Rounding, packed_width
@@ -42,7 +42,7 @@ def schema(op: KernelOp) -> str:
     return f"({', '.join(arguments)}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
 
 
-def _define(op: KernelOp) -> OpOverload:
+def _define(op: KernelOp) -> Callable[..., Any]:
     num_inputs, names = len(op.inputs), tuple(op.options)
 
     # The dispatcher passes arguments by position and leaves out trailing ones that equal their defaults.
@@ -63,7 +63,7 @@ def _define(op: KernelOp) -> OpOverload:
     return _documented(register(op.name, schema(op), eager, fake), op)
 
 
-def _documented(overload: OpOverload, op: KernelOp) -> OpOverload:
+def _documented(overload: Callable[..., Any], op: KernelOp) -> Callable[..., Any]:
     """The overload itself, with the signature and the documentation of the op: a wrapper would cost time."""
     result = Tensor if len(op.outputs) == 1 else tuple[(Tensor,) * len(op.outputs)]
     signature = registry.signature(op, Tensor, result)
@@ -71,7 +71,7 @@ def _documented(overload: OpOverload, op: KernelOp) -> OpOverload:
         p.replace(annotation=int, default=int(p.default)) if p.annotation is Rounding else p
         for p in signature.parameters.values()
     ]
-    overload.__signature__ = signature = signature.replace(parameters=parameters)
+    overload.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
     shown = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
     returned = ", ".join(op.outputs)
     overload.__doc__ = f"{op.name}{shown} -> {returned}\n\n{registry.docstring(op, 'torch')}"
