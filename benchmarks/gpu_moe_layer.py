@@ -113,10 +113,10 @@ def jax_lines(
             }
             if fits and not held:
                 try:
-                    peer, _ = candidates[RAGGED_DOT] = _ragged_dot(inputs, op)
-                    jax.block_until_ready(peer())
+                    peer, wait_for = _ragged_dot(inputs, op)
+                    wait_for(peer())
+                    candidates[RAGGED_DOT] = peer, wait_for
                 except Exception:
-                    del candidates[RAGGED_DOT]
                     failed(f"{op} in JAX: peer {RAGGED_DOT}", failures)
             memory: Any = getattr(program, "memory_analysis", lambda: None)()
             peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
@@ -135,6 +135,7 @@ def lines(
             for held in (False, True):
                 what = f"moe_layer {tuple(shape)}{', weights held' if held else ''}"
                 yield from guarded(what, torch_lines(inputs, expected, named, held, each), failures)
+                torch.cuda.empty_cache()  # memory for JAX
                 in_jax = jax_lines(inputs, expected, named, held, device, failures)
                 yield from guarded(f"{what} in JAX", in_jax, failures)
             del inputs, reference, expected

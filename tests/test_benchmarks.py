@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_ops
+from benchmarks import gpu, gpu_moe_layer, gpu_ops
 from benchmarks.cases import families, moe_layer, shapes
 from benchmarks.figures import bars, device_timing, results, table_moe_layer, table_ops, timing
 from benchmarks.peers import moe_layer as plain
@@ -81,6 +81,18 @@ def test_the_layer_is_checked_compared_and_reported(tmp_path: Path, monkeypatch:
     rows = recorded(lines, tmp_path, monkeypatch)
     assert table_moe_layer.table(rows).count("\n| forward") == 4
     assert table_moe_layer.table([row for row in rows if row["frontend"] == "jax"]).count("\n| forward") == 3
+
+
+def test_a_peer_that_fails_loses_its_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(gpu_moe_layer, "jax_layer", out_of_memory)
+    lines: list[Any] = []
+    run = gpu.lines(["moe_layer_fwd"], shapes.TINY, "cpu", partial(timing.interleaved, rounds=1))
+    with pytest.raises(RuntimeError, match=r"^gpu: moe_layer_fwd in JAX: peer ragged_dot$"):
+        lines.extend(run)
+    assert {line.peer for line in lines if line.frontend == "jax"} == {"plain_torch_bf16", "torch_frontend"}
 
 
 def test_a_wrong_layer_is_an_error() -> None:
