@@ -3,6 +3,7 @@
 The figures mean nothing. test_product_benchmarks.py does the same for the grouped products.
 """
 
+import doctest
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -106,6 +107,13 @@ def test_a_wrong_layer_is_an_error() -> None:
         outputs = tuple(out * 1.3 if i == wrong else out for i, out in enumerate(got))
         with pytest.raises(AssertionError, match=rf": {name}: \d+\.\d dB from bf16; expected 21.0 or more"):
             moe_layer.check(inputs, want, outputs)
+
+
+@pytest.mark.parametrize("module", [bars, gpu, results])
+def test_examples_in_docstrings(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted
+    assert not found.failed
 
 
 def test_names_of_ops_and_of_families() -> None:
