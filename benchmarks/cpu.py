@@ -14,8 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import oracle, permute, quantize, routing
+from mxep.core_kernels import oracle_math
 from mxep.core_kernels.launch import ArrayType, KernelOp
+from mxep.core_kernels.permute import oracle as permute_oracle
+from mxep.core_kernels.permute import plan as permute
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.routing import oracle as routing_oracle
+from mxep.core_kernels.routing import plan as routing
 from mxep.torch_frontend import ops
 from torch import Tensor
 
@@ -50,7 +56,7 @@ def data(m: int, k: int) -> Tensor:
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
-    return x.view(torch.uint16).numpy().view(oracle.DTYPES["bfloat16"]) if x.dtype == torch.bfloat16 else x.numpy()
+    return x.view(torch.uint16).numpy().view(oracle_math.DTYPES["bfloat16"]) if x.dtype == torch.bfloat16 else x.numpy()
 
 
 def outputs_of(op: KernelOp, inputs: Tensors, options: Mapping[str, Any]) -> tuple[Tensors, tuple[int, ...]]:
@@ -66,13 +72,13 @@ def matrix_cases(shape: Matrix) -> Iterator[Case]:
     q, sf = ops.quantize_row(x)
     case = {**shape._asdict(), "rounding": "rceil"}
     yield Case("quantize_row", quantize.quantize_row, (x,), {}, case, formulas.quantize_row,
-               lambda: oracle.quantize_row(head))  # fmt: skip
+               lambda: quantize_oracle.quantize_row(head))  # fmt: skip
     yield Case("quantize_col", quantize.quantize_col, (x,), {}, case, formulas.quantize_col,
-               lambda: oracle.quantize_col(left))  # fmt: skip
+               lambda: quantize_oracle.quantize_col(left))  # fmt: skip
     yield Case("quantize_both", quantize.quantize_both, (x,), {}, case, formulas.quantize_both,
-               lambda: (*oracle.quantize_row(head), *oracle.quantize_col(left)))  # fmt: skip
+               lambda: (*quantize_oracle.quantize_row(head), *quantize_oracle.quantize_col(left)))  # fmt: skip
     yield Case("dequantize", quantize.dequantize, (q, sf), {}, case, formulas.dequantize,
-               lambda: (oracle.dequantize(q[:SLICE].numpy(), sf[:SLICE].numpy()),))  # fmt: skip
+               lambda: (quantize_oracle.dequantize(q[:SLICE].numpy(), sf[:SLICE].numpy()),))  # fmt: skip
 
 
 def received_cases(shape: Received) -> Iterator[Case]:
@@ -85,11 +91,11 @@ def received_cases(shape: Received) -> Iterator[Case]:
     ids = torch.from_numpy(rng.integers(0, pairs, shape.M, np.int32))
     case = {**shape._asdict(), "routing": "skewed"}
     yield Case("permute_mx", permute.permute_mx, (packed, row_map), {}, case, formulas.permute_mx,
-               lambda: oracle.permute_mx(packed.numpy(), row_map[:SLICE].numpy()))  # fmt: skip
+               lambda: permute_oracle.permute_mx(packed.numpy(), row_map[:SLICE].numpy()))  # fmt: skip
     yield Case("unpermute", permute.permute_rows, (padded, inverse), {}, case, formulas.permute_rows,
-               lambda: (oracle.permute_rows(to_numpy(padded), inverse[:SLICE].numpy()),))  # fmt: skip
+               lambda: (permute_oracle.permute_rows(to_numpy(padded), inverse[:SLICE].numpy()),))  # fmt: skip
     yield Case("routing", routing.sort_by_expert, (ids,), {"num_experts": pairs}, case, formulas.sort_by_expert,
-               lambda: oracle.sort_by_expert(ids.numpy(), pairs), by_bytes=False)  # fmt: skip
+               lambda: routing_oracle.sort_by_expert(ids.numpy(), pairs), by_bytes=False)  # fmt: skip
 
 
 def measure(case: Case) -> Iterator[Line]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mxep.core_kernels.both_fold import scratch_bytes
+from mxep.core_kernels.fold.plan_both import scratch_bytes
 from mxep.core_kernels.formats import BLOCK, SPAN, spans
 from torch import Tensor
 

@@ -38,7 +38,7 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # looks for a driver at the first call: the module imports without one
 
-file(GLOB MXEP_CUDA_SOURCES CONFIGURE_DEPENDS core_kernels/cuda/*.cu)
+file(GLOB MXEP_CUDA_SOURCES CONFIGURE_DEPENDS core_kernels/*/*.cu)
 # A kernel of Hopper's own instructions says so in its file's name: the table names that chip for it.
 set(MXEP_HOPPER_SOURCES ${MXEP_CUDA_SOURCES})
 list(FILTER MXEP_HOPPER_SOURCES INCLUDE REGEX "_sm90\\.cu$")
@@ -50,6 +50,7 @@ set_target_properties(mxep_cuda_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
 # No contraction, which is nvcc's default: an fma rounds once where the contract rounds twice. No flushing of subnormals:
 # the smallest scale, 2^-127, is one.
 foreach(library mxep_cuda mxep_cuda_sm90)
+  target_include_directories(${library} PRIVATE core_kernels)
   target_compile_options(${library} PRIVATE -O3 -fmad=false -ftz=false -Xcompiler=-Wall -Xptxas=-warn-spills)
 endforeach()
 

@@ -1,6 +1,6 @@
 // The C++ ABI of a kernel: dense arrays in, dense arrays out, integers beside them.
 //
-//   Python plan (core_kernels/*.py) --- sizes outputs, checks arguments ---.
+//   Python plan (core_kernels/*/plan.py) --- sizes outputs, checks arguments ---.
 //                                                                          v
 //   torch tensor --DLPack--.                                        one Op table entry
 //                          +--> Array[] in, Array[] out, attrs[] -->  run(call)

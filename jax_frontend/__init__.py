@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("mxep.jax_frontend needs jax: pip install 'mxep[jax]'") from error
 
-from ..core_kernels.fold_report import NumericsReport
+from ..core_kernels.fold.report import NumericsReport
 from ..core_kernels.formats import Rounding
 from ..core_kernels.recipe import RECIPES, Recipe
 from . import moe, ops

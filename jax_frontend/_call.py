@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from .. import cpp_bindings
-from ..core_kernels import both_fold
+from ..core_kernels.fold import plan_both as both_fold
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _device
 from ._checks import dtype_name, rounding_of

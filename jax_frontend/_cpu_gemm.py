@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core_kernels import quantize
 from ..core_kernels.formats import BLOCK, SPAN
 from ..core_kernels.launch import ArrayType
+from ..core_kernels.quantize import plan as quantize
 from ._call import call, vary, varying_axes
 
 TILE = 128

@@ -3,7 +3,7 @@
     x, params --route, quantize, multiply--> x  w1  w3  gate  up  h  w2          forward
     dout -----gather, quantize, multiply---> dout  w2_t  dh  dgate  dup  w1_t  w3_t   backward, as far as operands go
                                              x_t  h_t  dout_t  dgate_t  dup_t    recipe "mxfp8"
-    each --fold--> counts, energies --> core_kernels/fold_report.py
+    each --fold--> counts, energies --> core_kernels/fold/report.py
 
 The products are the exact ones, on any device: what a fold takes is asked of operands that no fold has changed.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ..core_kernels.fold_report import Measured, NumericsReport, report, row_slices, slots_of_blocks
+from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, slots_of_blocks
 from ..core_kernels.formats import BLOCK, E8M0_NAN
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe

@@ -27,18 +27,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp  # noqa: F401
 
-from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
-from ..core_kernels import combine as combine_ops
-from ..core_kernels import fold_loss as fold_loss_kernels
-from ..core_kernels import swiglu as swiglu_kernels
+from ..core_kernels.combine import plan as combine_ops
+from ..core_kernels.fold import plan as fold
+from ..core_kernels.fold import plan_both as both_fold
+from ..core_kernels.fold import plan_loss as fold_loss_kernels
 from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.grouped_gemm import plan as grouped_gemm
+from ..core_kernels.grouped_gemm import plan_folded as folded_gemm
 from ..core_kernels.launch import KernelOp
+from ..core_kernels.permute import plan as permute
+from ..core_kernels.quantize import plan as quantize
+from ..core_kernels.routing import plan as routing
+from ..core_kernels.scale_layout import plan as scale_layout
+from ..core_kernels.swiglu import plan as swiglu_kernels
 from ._call import call
 
 OPS: dict[str, KernelOp] = {
     op.name: op
     for module in (
-        *(quantize, permute, routing, fold, both_fold, rowwise, scale_layout),
+        *(quantize, permute, routing, fold, both_fold, scale_layout),
         *(fold_loss_kernels, combine_ops, swiglu_kernels, grouped_gemm, folded_gemm),
     )
     for op in vars(module).values()
@@ -186,7 +193,7 @@ def quantize_rowwise(
     A NaN or an infinity in a row makes its scale 255 and all its elements 0x7F. Raises ValueError if K is 0 or no
     multiple of 32, TypeError for another dtype.
     """
-    qf, row_sf = call(rowwise.quantize_rowwise, x, rounding=rounding, satfinite=satfinite)
+    qf, row_sf = call(quantize.quantize_rowwise, x, rounding=rounding, satfinite=satfinite)
     return qf, row_sf
 
 
@@ -199,9 +206,9 @@ def permute_mx_fold(packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, j
 def fold_groups(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax.Array]:
     """q (R, M), sf (R, M/32) uint8, group_ends (G,) int32 -> qf (R, M), span_sf (`spans(M, G)`, R), uint8.
 
-    Groups are of columns and end at multiples of 32; core_kernels/fold.py draws their spans of 256 columns. A row's
-    scale in one is the largest so far in the group, with two octaves of headroom in the first. Columns past the last
-    end become zeros, unused slots 0.
+    Groups are of columns and end at multiples of 32; core_kernels/fold/plan.py draws their spans of 256 columns. A
+    row's scale in one is the largest so far in the group, with two octaves of headroom in the first. Columns past the
+    last end become zeros, unused slots 0.
 
     >>> q, sf = jnp.full((1, 512), 0x70, jnp.uint8), jnp.repeat(jnp.uint8([100, 104]), 8)[None]
     >>> qf, span_sf = fold_groups(q, sf, jnp.array([512], jnp.int32))
@@ -253,7 +260,7 @@ def count_fold_loss(q: jax.Array, sf: jax.Array, target: jax.Array) -> tuple[jax
 
 
 def block_scales(sf: jax.Array, group_ends: jax.Array) -> jax.Array:
-    """sf (M, S) uint8, group_ends (G,) int32 -> (P, S4): 128 x 4 tiles of 512 bytes, as scale_layout.py draws them.
+    """sf (M, S) uint8, group_ends (G,) int32 -> (P, S4): tiles of 128 x 4 in 512 bytes: see scale_layout/plan.py.
 
     P = M + 127 * G rounded down to 128, S4 = S rounded up to 4. Every group starts a tile; padding is 0.
     """

@@ -1,12 +1,24 @@
-"""Who may import whom, read from the source; and that one framework never drags in the other.
+"""The allowed imports, read from the source; and a test that importing one framework does not import the other.
 
-core_kernels   -> standard library, numpy, triton       oracle*: ml_dtypes, and of core_kernels formats and oracles
+core_kernels   -> standard library, numpy, triton       an oracle: numpy, ml_dtypes, formats and other oracles alone
 cpp_bindings   -> its own extension
 torch_frontend -> core_kernels, cpp_bindings, torch
 jax_frontend   -> core_kernels, cpp_bindings, jax       jax_triton in one file, inside a function
+
+Inside core_kernels a family imports itself, the shared files and the families below it; C++ and CUDA headers follow
+the same arrows.
+
+    quantize  permute  routing  scale_layout  combine
+       ^  ^      ^
+       |  '------+---- fold
+       |               ^
+    swiglu        grouped_gemm       reference: the oracles of all families
+
+    oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> both
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +36,24 @@ ROOMS = {
 }
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 
+CORE = ROOT / "core_kernels"
+BELOW = {
+    "quantize": set(),
+    "permute": set(),
+    "routing": set(),
+    "scale_layout": set(),
+    "combine": set(),
+    "fold": {"quantize", "permute"},
+    "swiglu": {"quantize"},
+    "grouped_gemm": {"quantize", "fold"},
+}
+"""The families that each family may import."""
+BELOW["reference"] = set(BELOW)
+SHARED_TRITON = {"formats", "mx_math", "tokens"}
+"""The files at the top of core_kernels that a Triton kernel may import."""
+CPP_SHARED = {"cpu", "cuda"}
+"""The folders of C++ and CUDA files that all families share."""
+
 
 class Import(NamedTuple):
     module: str  # dotted, from the root of the repository for our own
@@ -34,7 +64,7 @@ def imports(path: Path) -> Iterator[Import]:
     """Every import of the file; `from ..core_kernels import formats` reads as `core_kernels.formats`."""
     package = path.relative_to(ROOT).parent.parts
 
-    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
                 yield from (Import(alias.name, lazy) for alias in child.names)
@@ -43,29 +73,84 @@ def imports(path: Path) -> Iterator[Import]:
                 base += [child.module] if child.module else []
                 yield from (Import(".".join([*base, alias.name]), lazy) for alias in child.names)
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from walk(child, lazy or inside)
+            yield from visit(child, lazy or inside)
 
-    return walk(ast.parse(path.read_text()), False)
+    return visit(ast.parse(path.read_text()), False)
 
 
 def top(module: str) -> str:
     return module.partition(".")[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def is_oracle(path: Path) -> bool:
+    return path.parent.name == "reference" or path.name.startswith("oracle")
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_file_imports_only_what_its_room_allows(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]
     allowed = ROOMS[room] | {room} | sys.stdlib_module_names
-    oracle = room == "core_kernels" and path.name.startswith("oracle")
-    if oracle:
+    if room == "core_kernels" and is_oracle(path):
         allowed = allowed - {"triton"} | {"ml_dtypes"}
     for module, lazy in imports(path):
         if top(module) == "jax_triton":
             assert (room, lazy) == ("jax_frontend", True), f"{module}: only lazily, in the JAX frontend"
             continue
         assert top(module) in allowed, f"{module}: {room} may import {sorted(ROOMS[room])}"
-        if oracle and top(module) == "core_kernels":
-            assert module.startswith(("core_kernels.formats.", "core_kernels.oracle")), f"{module}: formats and oracles"
+
+
+def core_imports(path: Path) -> Iterator[tuple[str, str]]:
+    """(folder or "", file) of every import of core_kernels: "fold", "plan" or "", "formats"."""
+    for module, _ in imports(path):
+        parts = module.split(".")
+        if parts[0] != "core_kernels":
+            continue
+        if (CORE / f"{parts[1]}.py").exists():
+            yield "", parts[1]
+        else:
+            assert (CORE / parts[1] / f"{parts[2]}.py").exists(), f"{module}: import a file, then its names"
+            yield parts[1], parts[2]
+
+
+@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=name_of)
+def test_a_family_imports_itself_and_families_below_it(path: Path) -> None:
+    """Files at the top of core_kernels import each other; oracles import formats and oracles, kernels no plan."""
+    family = path.parent.name if path.parent != CORE else ""
+    for folder, file in core_imports(path):
+        if not family:
+            assert folder == "", f"{folder}.{file}: a shared file imports no family"
+        elif folder not in ("", family):
+            assert folder in BELOW[family], f"{folder}.{file}: {family} may import {sorted(BELOW[family])}"
+        if is_oracle(path):
+            assert file == "formats" or is_oracle(CORE / folder / f"{file}.py"), f"{file}: formats and oracles"
+        if path.name.startswith("kernel"):
+            allowed = file.startswith("kernel") if folder else file in SHARED_TRITON
+            assert allowed, f"{folder}.{file}: {sorted(SHARED_TRITON)} and kernels"
+
+
+def test_every_family_is_listed() -> None:
+    folders = {path.name for path in CORE.iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(BELOW)
+    assert all(below <= set(BELOW) for below in BELOW.values())
+
+
+SOURCES = sorted(path for path in CORE.rglob("*.*") if path.suffix in (".h", ".cc", ".cuh", ".cu"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_a_cpp_file_includes_its_family_and_families_below_it(path: Path) -> None:
+    family = path.parent.name if path.parent != CORE else ""
+    for include in re.findall(r'#include "([^"]+)"', path.read_text()):
+        assert (CORE / include).exists(), f"{include}: includes begin at core_kernels"
+        folder = include.partition("/")[0] if "/" in include else ""
+        if family in BELOW:
+            assert folder in {"", family} | CPP_SHARED | BELOW[family], f"{include}: {family} includes {BELOW[family]}"
+        else:
+            assert folder in ("", family), f"{include}: a shared file includes no family"
 
 
 def test_jax_triton_is_named_in_one_file() -> None:
@@ -86,7 +171,10 @@ def test_the_frontends_use_the_same_file_names() -> None:
     [
         ("mxep.torch_frontend", ["jax", "jaxlib", "jax_triton"]),
         ("mxep.jax_frontend", ["torch", "jax_triton"]),
-        ("mxep.core_kernels.oracle", ["torch", "jax", "triton"]),
+        *(
+            (f"mxep.core_kernels.{family}.oracle", ["torch", "jax", "triton"])
+            for family in sorted(set(BELOW) - {"reference"})
+        ),
     ],
 )
 def test_importing_does_not_drag_in(module: str, forbidden: list[str]) -> None:

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from mxep import jax_frontend as mxep_jax
 from mxep import torch_frontend as mxep_torch
-from mxep.core_kernels import oracle, oracle_folded
-from mxep.core_kernels.fold_report import OPERANDS, Measured, NumericsReport
+from mxep.core_kernels import oracle_math
+from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.fold.report import OPERANDS, Measured, NumericsReport
 from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.quantize import oracle as quantize_oracle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -66,8 +68,8 @@ def left_db(got: Array, want: Array) -> float:
 
 
 def folded_rows(q: Array, sf: Array) -> Array:
-    qf, row_sf = oracle.fold_rows(q, sf)
-    return oracle.E4M3_VALUES[qf] * oracle.e8m0_value(row_sf)[..., None]
+    qf, row_sf = fold_oracle.fold_rows(q, sf)
+    return oracle_math.E4M3_VALUES[qf] * oracle_math.e8m0_value(row_sf)[..., None]
 
 
 # What both folds leave of x w1^T, K = 1024: 55.2 dB, 37.6, 22.1, 10.6 and 0.9, so that 28.4 dB from full precision
@@ -77,8 +79,8 @@ def folded_rows(q: Array, sf: Array) -> Array:
 def test_the_advice_is_right_where_a_fold_loses(report: Callable, hot: int) -> None:
     params, x, dout = drawn(1024, 64, 1, 128, hot)
     found = report(params, x, dout, 1)
-    operands = [oracle.quantize_row(t) for t in (x.astype(oracle.DTYPES["bfloat16"]), params["w1"][0])]
-    a, b = (oracle.dequantize64(*pair) for pair in operands)
+    operands = [quantize_oracle.quantize_row(t) for t in (x.astype(oracle_math.DTYPES["bfloat16"]), params["w1"][0])]
+    a, b = (quantize_oracle.dequantize64(*pair) for pair in operands)
     a_folded, b_folded = (folded_rows(*pair) for pair in operands)
     losses = found.operands["x"], found.operands["w1"]
     predicted = -10 * np.log10(sum(10 ** (-loss.product_db / 10) for loss in losses))
@@ -100,22 +102,24 @@ def test_operands_of_one_expert_are_the_layers(report: Callable, recipe: str) ->
     params, x, dout = drawn(64, 96, 1, 320, 12)
     found = report(params, x, dout, 1, recipe=recipe).operands
     assert list(found) == [name for name in OPERANDS if recipe == "mxfp8" or not name.endswith("_t") or name[0] == "w"]
-    rounded = {name: t.astype(oracle.DTYPES["bfloat16"]) for name, t in (("x", x), ("dout", dout))}
+    rounded = {name: t.astype(oracle_math.DTYPES["bfloat16"]) for name, t in (("x", x), ("dout", dout))}
     rows = {**rounded, **{name: params[name][0] for name in ("w1", "w3", "w2")}}
     rows |= {f"{name}_t": params[name][0].T for name in ("w1", "w3", "w2")}
     for name, t in rows.items():
-        q, sf = oracle.quantize_row(np.ascontiguousarray(t))
+        q, sf = quantize_oracle.quantize_row(np.ascontiguousarray(t))
         target = np.repeat(sf.max(1, keepdims=True), sf.shape[1], axis=1)
-        counts = [int(count.sum()) for count in oracle_folded.count_fold_loss(q, sf, target)]
+        counts = [int(count.sum()) for count in fold_oracle.count_fold_loss(q, sf, target)]
         assert list(found[name][1:4]) == counts, name
         with np.errstate(divide="ignore"):
-            assert found[name].sqnr_db == pytest.approx(left_db(folded_rows(q, sf), oracle.dequantize64(q, sf)), 1e-5)
+            assert found[name].sqnr_db == pytest.approx(
+                left_db(folded_rows(q, sf), quantize_oracle.dequantize64(q, sf)), 1e-5
+            )
     if recipe == "mxfp8":
         ends = np.int32([320])
         for name, t in rounded.items():
-            q, sf = oracle.quantize_col(oracle.dequantize(*oracle.quantize_row(t)))
-            qf, span_sf = oracle_folded.fold_groups(q, sf, ends)
-            values, folded = oracle.dequantize64(q, sf), oracle_folded.span_values(qf, span_sf, ends)
+            q, sf = quantize_oracle.quantize_col(quantize_oracle.dequantize(*quantize_oracle.quantize_row(t)))
+            qf, span_sf = fold_oracle.fold_groups(q, sf, ends)
+            values, folded = quantize_oracle.dequantize64(q, sf), fold_oracle.span_values(qf, span_sf, ends)
             loss = found[f"{name}_t"]
             assert loss.rounded + loss.flushed == np.sum(values != folded)
             assert loss.sqnr_db == pytest.approx(left_db(folded, values), 1e-5)

@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
         "mxep.torch_frontend: PyTorch is missing; install it with `pip install 'mxep[torch]'`"
     ) from error
 
-from ..core_kernels.fold_report import NumericsReport
+from ..core_kernels.fold.report import NumericsReport
 from ..core_kernels.formats import Rounding
 from ..core_kernels.recipe import Recipe
 from . import ops

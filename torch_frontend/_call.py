@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import _empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue] -- no stub
 
-from ..core_kernels import both_fold
+from ..core_kernels.fold import plan_both as both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from . import _settings

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 
 from .. import cpp_bindings
-from ..core_kernels.both_fold import PARTS
+from ..core_kernels.fold.plan_both import PARTS
 from ..core_kernels.launch import KernelOp, fail
 from . import _settings
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
-from ._call import checks_values
 from ._checks import check_flag, check_floats, check_int, check_plain
 
 Splits = Sequence[int]
@@ -61,7 +61,9 @@ def checked_all_to_all(
 ) -> tuple[str, int]:
     """The group's name and the rounding; raises unless an all-to-all of these arguments can run.
 
-    Over gloo, and within `debug_checks()` over any group, it raises on all ranks what is wrong on one.
+    The ranks compare their arguments first, so that what is wrong on one raises on all: one small all-gather, which the
+    host waits for. Under torch.compile, and while a CUDA graph is captured, where nothing can wait, a rank looks at its
+    own arguments alone.
     """
     name, rounding, error = name_of(op, group_argument, group), 0, None
     try:
@@ -75,10 +77,8 @@ def checked_all_to_all(
             check_splits(op, x, output_splits, input_splits, name)
     except (TypeError, ValueError) as found:
         error = found
-    if not (torch.compiler.is_compiling() or is_fake(x) or degree_of(name) == 1):
-        over = torch.device("cpu" if dist.get_backend(group_of(name)) == "gloo" else "cuda")
-        if checks_values(over):
-            compare_ranks(op, x, output_splits, input_splits, name, error)
+    if can_compare(name) and not is_fake(x):  # is_fake last: torch.compile of 2.11 cannot trace it
+        compare_all_to_all(op, x, output_splits, input_splits, name, error)
     if error is not None:
         raise error
     return name, rounding
@@ -112,26 +112,73 @@ def check_splits(op: str, x: Tensor, output_splits: Splits, input_splits: Splits
         fail(ValueError, op, "output_splits", list(output_splits), allowed)
 
 
-def compare_ranks(
+def can_compare(group_name: str) -> bool:
+    """Whether there are other ranks and the host may wait for them now."""
+    if torch.compiler.is_compiling() or degree_of(group_name) == 1 or dist.get_backend(group_of(group_name)) == "fake":
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def table_of_ranks(values: Sequence[int], group_name: str) -> list[list[int]]:
+    """Row r: the values of rank r, as many on each. An all-gather of int64, on a CPU where the group has a backend for
+    it; the host waits."""
+    group = group_of(group_name)
+    on_cpu = "cpu:" in dist.get_backend_config(group)
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    table = funcol.wait_tensor(funcol.all_gather_tensor(mine, 0, group))
+    return table.view(group.size(), -1).tolist()
+
+
+def raise_of_ranks(op: str, argument: str, failed: Sequence[bool], error: Exception | None) -> None:
+    """Raise this rank's error, or on the other ranks that a rank failed."""
+    if error is not None:
+        raise error
+    if any(failed):
+        rank = list(failed).index(True)
+        allowed = f"allowed: valid arguments on all ranks; the error of rank {rank} says what is wrong"
+        fail(ValueError, op, argument, f"bad arguments on rank {rank}", allowed)
+
+
+def compare_all_to_all(
     op: str, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, error: Exception | None
 ) -> None:
     """Raise on every rank what is wrong on one of them (this one's `error` among it) or between two. A collective."""
-    mine = None if error else (x.shape[1] * x.element_size(), list(output_splits), list(input_splits))
-    table: list[Any] = [None] * degree_of(group_name)
-    dist.all_gather_object(table, mine, group=group_of(group_name))
-    if error is not None:
-        raise error
-    for rank, row in enumerate(table):
-        if row is None:
-            allowed = f"allowed: valid arguments on all ranks; the error of rank {rank} says what is wrong"
-            fail(ValueError, op, "input", f"bad arguments on rank {rank}", allowed)
-    assert mine is not None
-    for rank, (width, _, sent) in enumerate(table):
+    degree = degree_of(group_name)
+    mine = [-1] * (1 + 2 * degree) if error else [x.shape[1] * x.element_size(), *output_splits, *input_splits]
+    table = table_of_ranks(mine, group_name)
+    raise_of_ranks(op, "input", [row[0] < 0 for row in table], error)
+    for rank, (width, *_) in enumerate(table):
         if width != mine[0]:
             allowed = f"allowed: {mine[0]} bytes, as here: one K and one dtype"
             fail(ValueError, op, "input", f"rows of {width} bytes on rank {rank}", allowed)
-        for other, size in enumerate(sent):
-            expected = table[other][1][rank]
+        for other, size in enumerate(table[rank][1 + degree :]):
+            expected = table[other][1 + rank]
             if size != expected:
                 got = f"{expected} from rank {rank} on rank {other}"
                 fail(ValueError, op, "output_splits", got, f"allowed: {size}, its input_splits there")
+
+
+def compare_experts(op: str, experts: int, group_name: str, error: Exception | None) -> None:
+    """Raise on every rank what is wrong on one of them, or where the number of experts differs. A collective."""
+    table = [row[0] for row in table_of_ranks([-1 if error else experts], group_name)]
+    raise_of_ranks(op, "rows", [number < 0 for number in table], error)
+    for rank, number in enumerate(table):
+        if number != experts:
+            fail(ValueError, op, "counts", f"{number} experts on rank {rank}", f"allowed: {experts}, as here")
+
+
+def agree(op: str, group_name: str, arguments: dict[str, Any], error: Exception | None) -> None:
+    """Raise on every rank what is wrong on one of them, or an argument that differs between ranks. Once per layer:
+    objects travel."""
+    if not can_compare(group_name):
+        if error is not None:
+            raise error
+        return
+    table: list[Any] = [None] * degree_of(group_name)
+    dist.all_gather_object(table, None if error else arguments, group=group_of(group_name))
+    raise_of_ranks(op, "module", [theirs is None for theirs in table], error)
+    for rank, theirs in enumerate(table):
+        for argument, value in arguments.items():
+            if theirs[argument] != value:
+                fail(ValueError, op, argument, f"{theirs[argument]} on rank {rank}", f"allowed: {value}, as here")

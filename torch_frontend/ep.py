@@ -30,7 +30,7 @@ from ..core_kernels.recipe import Recipe
 from . import ops
 from ._checks import check_counts, check_probs, check_shape, require_total
 from ._differentiable import differentiable
-from ._ranks import Splits, check_travelling, checked_all_to_all
+from ._ranks import Splits, can_compare, check_travelling, checked_all_to_all, compare_experts
 from ._ranks import degree_of as _degree
 from ._ranks import group_of as _group
 from .combine import sum_slots
@@ -141,9 +141,9 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     default group, or this process alone where torch.distributed is not initialised.
 
     Returns an MXTensor (sum(output_splits), K). Raises ValueError when the splits do not fit the input
-    or the group, TypeError for other dtypes. Over gloo, and within `debug_checks()` over any group, the ranks compare
-    their arguments first: what is wrong on one of them, or between two, raises on all, and nothing is sent. Over other
-    groups a rank looks at its own arguments alone.
+    or the group, TypeError for other dtypes. The ranks compare their arguments first, one small all-gather that the
+    host waits for: what is wrong on one of them, or between two, raises on all, and nothing is sent. Under
+    torch.compile and while a CUDA graph is captured a rank checks its own arguments alone.
     """
     op, options = "a2a_dispatch_mxfp8_fwd_hp_bwd", (scaling_mode, block_size)
     name, rounding = checked_all_to_all(op, input, output_splits, input_splits, "group_name", group_name, *options)
@@ -223,16 +223,19 @@ def dispatch(
 
     Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes;
     padded_counts (E / ranks,) int32; route for `combine`. Raises TypeError and ValueError on arguments that do not fit.
-    A rank that is about to raise says so in the exchange of counts, so that all ranks raise and no row is sent. It can
-    where it knows `experts`; what no rank can see before is a number of experts that differs between ranks.
+    What is wrong on one rank raises on all of them, and no row is sent: where `experts` is given, which all ranks have
+    agreed on, the verdict travels with the counts; otherwise in a small all-gather before.
     """
     error = None
     try:
         rows, num_rows = _checked_dispatch(rows, counts, recipe, degree, experts, probs)
     except (TypeError, ValueError) as found:
-        if degree == 1 or experts is None:
-            raise
         error, num_rows = found, 0
+    if experts is None:
+        if can_compare(group_name):
+            compare_experts("dispatch", -1 if error else counts.shape[0], group_name, error)
+        elif error is not None:
+            raise error
     if degree == 1:
         received, totals, output_splits, input_splits = counts, counts, [num_rows], [num_rows]
     else:

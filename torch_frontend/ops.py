@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..core_kernels import both_fold, fold, folded_gemm, grouped_gemm, permute, quantize, routing, rowwise, scale_layout
-from ..core_kernels import combine as combine_ops
-from ..core_kernels import fold_loss as fold_loss_kernels
-from ..core_kernels import swiglu as swiglu_kernels
+from ..core_kernels.combine import plan as combine_ops
+from ..core_kernels.fold import plan as fold
+from ..core_kernels.fold import plan_both as both_fold
+from ..core_kernels.fold import plan_loss as fold_loss_kernels
 from ..core_kernels.formats import BLOCK, Rounding, packed_width
+from ..core_kernels.grouped_gemm import plan as grouped_gemm
+from ..core_kernels.grouped_gemm import plan_folded as folded_gemm
 from ..core_kernels.launch import KernelOp, require_dtype, require_multiple, require_rank, require_shape
+from ..core_kernels.permute import plan as permute
+from ..core_kernels.quantize import plan as quantize
+from ..core_kernels.routing import plan as routing
+from ..core_kernels.scale_layout import plan as scale_layout
+from ..core_kernels.swiglu import plan as swiglu_kernels
 from ._call import call, require_tensor, run
 from ._launch import array_type, as_bytes, check_devices
 from ._register import register
@@ -38,7 +45,7 @@ OPS: dict[str, KernelOp] = {
         routing.row_map,
         fold.fold_rows,
         fold.quantize_row_fold,
-        rowwise.quantize_rowwise,
+        quantize.quantize_rowwise,
         fold.permute_mx_fold,
         fold.fold_groups,
         both_fold.quantize_both_fold,
@@ -120,7 +127,7 @@ sort_by_expert = _define(routing.sort_by_expert)
 row_map = _define(routing.row_map)
 fold_rows = _define(fold.fold_rows)
 quantize_row_fold = _define(fold.quantize_row_fold)
-quantize_rowwise = _define(rowwise.quantize_rowwise)
+quantize_rowwise = _define(quantize.quantize_rowwise)
 permute_mx_fold = _define(fold.permute_mx_fold)
 fold_groups = _define(fold.fold_groups)
 quantize_both_fold = _define(both_fold.quantize_both_fold)

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ._ranks import agree
 from .ep import Route, receive_rows, send_probs, send_rows
 from .moe import DEFAULT_RECIPE, GroupedExperts, MoE
 from .shards import Ranks
@@ -48,7 +49,8 @@ class MXFP8ExpertParallel(ParallelStyle):
     mesh, `fully_shard(moe.experts, mesh=mesh["dp"])`, and leave the router to the caller: the style on `moe.experts`.
 
     Raises ValueError when the mesh does not divide the experts, when the mesh has more than one dim, when `recipe`
-    contradicts the module's own, and for modules without experts.
+    contradicts the module's own, for modules without experts, and where these differ between ranks. An error of one
+    rank is raised on all.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, gradients: Gradients = "mean") -> None:
@@ -64,7 +66,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         ours = isinstance(experts, GroupedExperts)
         own = getattr(experts, "recipe", None)
         recipe = self.recipe or Recipe.parse(own or DEFAULT_RECIPE)
-        self._check(experts, ours, own, recipe, device_mesh)
+        self._check_on_all_ranks(experts, ours, own, recipe, device_mesh)
         ranks = Ranks(
             device_mesh.get_group().group_name,
             device_mesh.size(),
@@ -81,6 +83,19 @@ class MXFP8ExpertParallel(ParallelStyle):
             experts.register_forward_hook(hooks.after, always_call=True)
         experts.expert_parallel = ranks  # type: ignore[assignment]
         return module
+
+    def _check_on_all_ranks(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
+        """Raise on all ranks what is wrong on one, and where they are about to share experts that differ."""
+        error = None
+        try:
+            self._check(experts, ours, own, recipe, mesh)
+        except (TypeError, ValueError) as found:
+            if mesh.ndim != 1:  # no group to tell
+                raise
+            error = found
+        parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
+        arguments = {"recipe": recipe, "gradients": self.gradients, "parameters": parameters}
+        agree("MXFP8ExpertParallel", mesh.get_group().group_name, arguments, error)
 
     def _check(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
         op = "MXFP8ExpertParallel"

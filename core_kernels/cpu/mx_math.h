@@ -1,12 +1,12 @@
 // MXFP8 arithmetic on one value: amax -> E8M0 byte, f32 -> E4M3, and back.
 //
-// core_kernels/oracle.py is the definition. No branch depends on data, so loops over these vectorise.
+// core_kernels/quantize/oracle.py is the definition. No branch depends on data, so loops over these vectorise.
 #pragma once
 
 #include <bit>
 #include <cstdint>
 
-#include "simd.h"
+#include "cpu/simd.h"
 
 namespace mxep {
 

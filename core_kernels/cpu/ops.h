@@ -1,7 +1,7 @@
 // The CPU implementations behind the op table.
 #pragma once
 
-#include "../op.h"
+#include "op.h"
 
 namespace mxep {
 

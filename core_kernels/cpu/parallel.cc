@@ -1,4 +1,4 @@
-#include "parallel.h"
+#include "cpu/parallel.h"
 
 #include <omp.h>
 #include <pthread.h>

@@ -2,7 +2,7 @@
 
 #include <iterator>
 
-#include "ops.h"
+#include "cpu/ops.h"
 
 namespace mxep {
 namespace {

@@ -1,7 +1,7 @@
 // Kernels of clusters that stay as long as there is work.
 #pragma once
 
-#include "driver.h"
+#include "cuda/driver.h"
 
 namespace mxep::cuda {
 

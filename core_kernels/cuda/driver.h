@@ -7,7 +7,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "launch.h"
+#include "cuda/launch.h"
 
 namespace mxep::cuda {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "../op.h"
+#include "op.h"
 
 namespace mxep::cuda {
 

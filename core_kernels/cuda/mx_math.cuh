@@ -1,6 +1,6 @@
 // MXFP8 arithmetic on the device: amax bits -> E8M0 byte -> factor, values -> E4M3 codes.
 //
-// core_kernels/oracle.py is the definition and cpu/mx_math.h the same steps in plain C++. Values come in
+// core_kernels/quantize/oracle.py is the definition and cpu/mx_math.h the same steps in plain C++. Values come in
 // pairs of neighbouring columns: two bf16 share a register and most instructions.
 #pragma once
 

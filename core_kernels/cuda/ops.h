@@ -7,7 +7,7 @@
 // This header needs no CUDA toolkit. A kernel's file includes op.h and CUDA's headers, never torch, XLA or Python.
 #pragma once
 
-#include "../op.h"
+#include "op.h"
 
 typedef struct CUstream_st* cudaStream_t;  // as CUDA's own headers say
 

@@ -1,7 +1,7 @@
 #include <iterator>
 
-#include "launch.h"
-#include "ops.h"
+#include "cuda/launch.h"
+#include "cuda/ops.h"
 
 namespace mxep::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // Tensor maps: what the copy engine must know of a matrix to fetch boxes of it.
 #pragma once
 
-#include "driver.h"
+#include "cuda/driver.h"
 
 namespace mxep::cuda {
 

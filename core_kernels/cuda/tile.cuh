@@ -1,8 +1,8 @@
 // What all quantizing kernels share: where tiles lie, how lanes trade values, how staged lines leave.
 #pragma once
 
-#include "launch.h"
-#include "mx_math.cuh"
+#include "cuda/launch.h"
+#include "cuda/mx_math.cuh"
 
 namespace mxep::cuda {
 

@@ -20,9 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..formats import BLOCK, Rounding
-from ..oracle import Array, Pair, permute_rows, round_to, row_map
-from ..oracle_products import grouped_mm, grouped_mm_vjp
-from ..oracle_swiglu import swiglu, swiglu_bwd
+from ..oracle_math import Array, Pair, round_to
+from ..permute.oracle import permute_rows
+from ..routing.oracle import row_map
+from ..swiglu.oracle import swiglu, swiglu_bwd
+from .products import grouped_mm, grouped_mm_vjp
 
 Rows = Array | Pair
 

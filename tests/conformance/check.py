@@ -4,7 +4,7 @@ Grouped products are compared here with the oracle's fp64 sums; a feed-forward o
 """
 
 import numpy as np
-from mxep.core_kernels import oracle
+from mxep.core_kernels.grouped_gemm import oracle
 
 from ..compare import gemm_bound, same_bytes, sqnr_db
 from .backends import offers

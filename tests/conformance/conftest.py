@@ -7,7 +7,7 @@ import pytest
 
 from . import backends
 
-OF_THE_DEFINITION = ("test_references.py", "test_oracle.py", "test_oracle_swiglu.py", "test_check.py", "test_readme.py")
+OF_THE_DEFINITION = ("test_references.py", "test_oracle.py", "test_swiglu_oracle.py", "test_check.py", "test_readme.py")
 """Tests without an adapter."""
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mxep.core_kernels import oracle, oracle_layer
 from mxep.core_kernels.recipe import RECIPES, Recipe
-from mxep.core_kernels.reference import ffn
+from mxep.core_kernels.reference import collectives, ffn
+from mxep.core_kernels.reference import layer as layer_oracle
 
 from .cases import BF16, Array, lognormal_blocks, seeded
 
@@ -96,22 +96,22 @@ class Layer:
 
     def rows(self) -> Array:
         """(E, T) bool: the tokens that choose each expert."""
-        ids, _ = oracle_layer.route(self.x.astype(np.float64) @ self.params["router"].T, **self.routing)
+        ids, _ = layer_oracle.route(self.x.astype(np.float64) @ self.params["router"].T, **self.routing)
         return (ids == np.arange(self.num_experts)[:, None, None]).any(-1)
 
     def unquantized(self) -> dict[str, Array]:
         """ "y" and the gradients in fp64 without any rounding."""
         arguments = self.params | self.routing
-        grads = oracle_layer.moe_layer_vjp(self.dy, self.x, **arguments)
+        grads = layer_oracle.moe_layer_vjp(self.dy, self.x, **arguments)
         names = ("y", "x", "router", "w1", "w3", "w2")
-        return dict(zip(names, (oracle_layer.moe_layer(self.x, **arguments), *grads), strict=True))
+        return dict(zip(names, (layer_oracle.moe_layer(self.x, **arguments), *grads), strict=True))
 
     def reference(self, run: str) -> dict[str, Array]:
         """The quantized definition: "y" and the gradients."""
-        parameters = oracle_layer.Parameters(**self.params)
-        options = oracle_layer.Options(precision=precision(run), **self.options)
-        dx, grads = oracle_layer.quantized_layer_vjp(self.dy, self.x, parameters, options)
-        return {"y": oracle_layer.quantized_layer(self.x, parameters, options), "x": dx, **grads._asdict()}
+        parameters = layer_oracle.Parameters(**self.params)
+        options = layer_oracle.Options(precision=precision(run), **self.options)
+        dx, grads = layer_oracle.quantized_layer_vjp(self.dy, self.x, parameters, options)
+        return {"y": layer_oracle.quantized_layer(self.x, parameters, options), "x": dx, **grads._asdict()}
 
 
 def _layer(
@@ -166,7 +166,7 @@ class Wire:
     splits: tuple[tuple[int, ...], ...]
 
     def received(self) -> list[Array]:
-        return oracle.all_to_all(self.rows, self.splits)
+        return collectives.all_to_all(self.rows, self.splits)
 
 
 def _wire(name: str, splits: tuple[tuple[int, ...], ...]) -> Wire:

@@ -15,14 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle, oracle_folded
+from mxep.core_kernels import oracle_math
+from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.formats import E4M3_NAN, E8M0_NAN
+from mxep.core_kernels.grouped_gemm import oracle as grouped_gemm_oracle
+from mxep.core_kernels.grouped_gemm import oracle_folded
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.routing import oracle as routing_oracle
 
 from . import check
 from .backends import INTERPRETER
 from .cases import BF16, DISTRIBUTIONS, seeded
 from .extremes import EXTREMES, LOST, ROW_ENDS, TERM_ENDS, TERMS, TIES
-from .test_folded_gemm import floor_db
+from .test_grouped_gemm_folded import floor_db
 
 Ops = Mapping[str, Callable]
 Array = np.ndarray
@@ -97,8 +102,8 @@ class Forward(NamedTuple):
 def forward(distribution: str) -> Forward:
     rng, draw = seeded(f"accuracy {distribution}"), DISTRIBUTIONS[distribution]
     lhs, rhs = (draw(rng, shape).astype(BF16) for shape in ((96, LENGTH), (3, 64, LENGTH)))
-    a, b = (oracle.dequantize64(*oracle.quantize_row(x)) for x in (lhs, rhs))
-    full, exact = (oracle.m_grouped(*pair, ENDS, "float64") for pair in ((lhs, rhs), (a, b)))
+    a, b = (quantize_oracle.dequantize64(*quantize_oracle.quantize_row(x)) for x in (lhs, rhs))
+    full, exact = (grouped_gemm_oracle.m_grouped(*pair, ENDS, "float64") for pair in ((lhs, rhs), (a, b)))
     return Forward((lhs, rhs), (a, b), full, exact)
 
 
@@ -118,11 +123,12 @@ def product_of(ops: Ops) -> Callable[..., Array]:
 @each_distribution
 def test_the_table_is_that_of_the_definition(distribution: str) -> None:
     """The oracle, with fp64 sums, is within the margins of the table, above and below."""
-    folded = [oracle.fold_rows(*oracle.quantize_row(x)) for x in forward(distribution).operands]
+    folded = [fold_oracle.fold_rows(*quantize_oracle.quantize_row(x)) for x in forward(distribution).operands]
     out = oracle_folded.grouped_mm_fold(*folded[0], *folded[1], ENDS, "float32")
     exact, full, case = forward(distribution).exact, forward(distribution).full, backward(distribution)
-    twice = [oracle.quantize_col(oracle.dequantize(*oracle.quantize_row(x))) for x in (case.dy, case.x)]
-    wgrad = check.sqnr_db(oracle.grouped_wgrad_mx(*twice[0], *twice[1], TOKEN_ENDS), case.full)
+    sent = [quantize_oracle.dequantize(*quantize_oracle.quantize_row(x)) for x in (case.dy, case.x)]
+    twice = [quantize_oracle.quantize_col(x) for x in sent]
+    wgrad = check.sqnr_db(grouped_gemm_oracle.grouped_wgrad_mx(*twice[0], *twice[1], TOKEN_ENDS), case.full)
     measured = check.sqnr_db(out, exact), check.sqnr_db(exact, full), wgrad
     assert (np.abs(np.subtract(measured, MEASURED[distribution])) <= MARGIN).all()
 
@@ -168,10 +174,10 @@ def test_what_mxfp8_loses(product_of: Callable, distribution: str, op: str) -> N
 
 def value_and_loss(q: Array, sf: Array, scale: Array | None = None) -> Pair:
     """The values of a row of MXFP8, and how far folding may move each; to the row's largest scale, or to `scale`."""
-    values = oracle.dequantize64(q, sf)
+    values = quantize_oracle.dequantize64(q, sf)
     if scale is None:
         largest = np.where(sf == E8M0_NAN, 0, sf).max(-1, initial=0)
-        scale = oracle.e8m0_value(largest)[..., None]
+        scale = oracle_math.e8m0_value(largest)[..., None]
     size = np.abs(values)
     return values, np.where(size < 2.0**-6 * scale, np.minimum(size, 2.0**-10 * scale), 0)
 
@@ -195,15 +201,15 @@ def folded_bound(got: Array, lhs: list[Pair], rhs: list[Pair], loss_of_tensor_co
 
 
 def rows_of(pair: Pair, ends: Array) -> list[Pair]:
-    return [value_and_loss(pair[0][rows], pair[1][rows]) for rows in oracle.group_slices(ends)]
+    return [value_and_loss(pair[0][rows], pair[1][rows]) for rows in oracle_math.group_slices(ends)]
 
 
 def terms_of(pair: Pair, span_sf: Array, ends: Array) -> list[Pair]:
     scale = np.zeros(pair[0].shape)
-    for slot, terms in itertools.chain(*oracle_folded.span_slices(ends)):
-        scale[:, terms] = oracle.e8m0_value(span_sf[slot])[:, None]
+    for slot, terms in itertools.chain(*fold_oracle.span_slices(ends)):
+        scale[:, terms] = oracle_math.e8m0_value(span_sf[slot])[:, None]
     values, loss = value_and_loss(*pair, scale)
-    return [(values[:, terms], loss[:, terms]) for terms in oracle.group_slices(ends)]
+    return [(values[:, terms], loss[:, terms]) for terms in oracle_math.group_slices(ends)]
 
 
 @needs("grouped_mm_fold")
@@ -218,7 +224,7 @@ def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) 
     loss = folded_bound(got, rows_of(lhs, ROW_ENDS), weights, check.fp8_chain(backend))
     if name == TIES:
         # here the bound is reached: nothing smaller would do
-        exact = oracle.grouped_mm_mx(*lhs, *rhs, ROW_ENDS, "float64")
+        exact = grouped_gemm_oracle.grouped_mm_mx(*lhs, *rhs, ROW_ENDS, "float64")
         error = np.abs(got.astype(np.float64) - exact)[: ROW_ENDS[0]]
         assert (error >= 0.99 * loss[: ROW_ENDS[0]]).all()
 
@@ -242,10 +248,10 @@ def test_extreme_rows_on_the_exact_path(ops: Ops, name: str) -> None:
     case = EXTREMES[name]
     lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t)
     got = ops["grouped_mm_mx"](*lhs, *rhs, ROW_ENDS, out_dtype="float32")
-    check.m_grouped(got, oracle.dequantize64(*lhs), oracle.dequantize64(*rhs), ROW_ENDS)
+    check.m_grouped(got, quantize_oracle.dequantize64(*lhs), quantize_oracle.dequantize64(*rhs), ROW_ENDS)
     rhs = ops["quantize_row"](case.rhs_t[1])
     got = ops["grouped_wgrad_mx"](*lhs, *rhs, TERM_ENDS, out_dtype="float32")
-    check.k_grouped(got, oracle.dequantize64(*lhs).T, oracle.dequantize64(*rhs).T, TERM_ENDS)
+    check.k_grouped(got, quantize_oracle.dequantize64(*lhs).T, quantize_oracle.dequantize64(*rhs).T, TERM_ENDS)
 
 
 @needs("grouped_mm_fold", "grouped_mm_mx")
@@ -258,7 +264,7 @@ def test_only_the_fold_loses_small_blocks(ops: Ops) -> None:
 
 # --- padding ---------------------------------------------------------------------------------------------------
 
-PADDED = oracle.row_map(np.int32([5, 40, 33, 0, 9, 20]), num_rows=107, num_local_experts=3)
+PADDED = routing_oracle.row_map(np.int32([5, 40, 33, 0, 9, 20]), num_rows=107, num_local_experts=3)
 """Two ranks, three experts: padding inside every group and behind the last."""
 BEHIND = np.arange(len(PADDED[0])) >= PADDED[3][-1]
 REAL = PADDED[0] >= 0
@@ -278,10 +284,10 @@ def test_nothing_reaches_a_real_row(ops: Ops, op: str) -> None:
     rng, ends = seeded("padding rows"), PADDED[3]
     x = np.where(REAL[:, None], rng.standard_normal((len(REAL), 160)), 0).astype(BF16)
     w = rng.standard_normal((3, 48, 160)).astype(BF16)
-    fold = oracle.fold_rows if op == "grouped_mm_fold" else lambda *pair: pair
+    fold = fold_oracle.fold_rows if op == "grouped_mm_fold" else lambda *pair: pair
     floats = op == "grouped_mm_bf16"
-    lhs = (x,) if floats else fold(*oracle.quantize_row(x))
-    rhs = (w,) if floats else fold(*oracle.quantize_row(w))
+    lhs = (x,) if floats else fold(*quantize_oracle.quantize_row(x))
+    rhs = (w,) if floats else fold(*quantize_oracle.quantize_row(w))
     clean = ops[op](*lhs, *rhs, ends)
     assert clean[REAL].all()
     for q, sf, value in POISONS:
@@ -301,9 +307,9 @@ def test_nothing_behind_the_groups_reaches_a_weight_gradient(ops: Ops, op: str) 
         q, sf, value = poisoned or (0, 0, 0)
         if op == "grouped_wgrad_bf16":
             return (np.where(BEHIND[:, None], BF16.type(value), x),)
-        pair = oracle.quantize_col(x)
+        pair = quantize_oracle.quantize_col(x)
         if op == "grouped_wgrad_fold":
-            qf, span_sf = oracle_folded.fold_groups(*pair, ends)
+            qf, span_sf = fold_oracle.fold_groups(*pair, ends)
             return np.where(BEHIND, np.uint8(q), qf), span_sf
         return np.where(BEHIND, np.uint8(q), pair[0]), np.where(BEHIND[::32], np.uint8(sf), pair[1])
 
@@ -331,8 +337,10 @@ class Backward(NamedTuple):
 def backward(distribution: str) -> Backward:
     rng, draw = seeded(f"accuracy of dw, {distribution}"), DISTRIBUTIONS[distribution]
     dy, x = (draw(rng, (LENGTH, 64)).astype(BF16) for _ in range(2))
-    full = oracle.grouped_wgrad_bf16(dy, x, TOKEN_ENDS, "float64")
-    once = oracle.grouped_wgrad_mx(*oracle.quantize_col(dy), *oracle.quantize_col(x), TOKEN_ENDS, "float64")
+    full = grouped_gemm_oracle.grouped_wgrad_bf16(dy, x, TOKEN_ENDS, "float64")
+    once = grouped_gemm_oracle.grouped_wgrad_mx(
+        *quantize_oracle.quantize_col(dy), *quantize_oracle.quantize_col(x), TOKEN_ENDS, "float64"
+    )
     return Backward(dy, x, full, check.sqnr_db(once, full))
 
 
@@ -342,7 +350,7 @@ def test_a_folded_weight_gradient_cannot_be_told_from_rounding(ops: Ops, distrib
     """Its scales have two octaves to spare and are those of the largest tokens so far. Measured on CPUs: 0.002 dB at
     most, 0.11 where blocks are log-normal, which in fp32 leaves 71.7 dB."""
     pairs = [ops["quantize_col"](x) for x in (backward(distribution).dy, backward(distribution).x)]
-    exact = oracle.grouped_wgrad_mx(*pairs[0], *pairs[1], TOKEN_ENDS, "float64")
+    exact = grouped_gemm_oracle.grouped_wgrad_mx(*pairs[0], *pairs[1], TOKEN_ENDS, "float64")
     pairs = [ops["fold_groups"](*pair, TOKEN_ENDS) for pair in pairs]
     got = ops["grouped_wgrad_fold"](*pairs[0], *pairs[1], TOKEN_ENDS)
     assert check.sqnr_db(got, exact) >= floor_db(exact) - 0.5

@@ -5,10 +5,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle, oracle_combine, oracle_folded, oracle_swiglu
+from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.routing import oracle as routing_oracle
+from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
 
 from . import backends, check
 from .cases import COMBINES, GEMMS, GLUS, MAPS, QUANTIZE, SORTS
+from .definitions import DEFINITIONS
 
 
 def test_every_adapter_of_this_process_runs() -> None:
@@ -25,26 +29,25 @@ def test_an_adapter_has_ops_of_the_suite(backend: str) -> None:
 
 
 def test_every_op_has_a_definition() -> None:
-    defined = vars(oracle) | vars(oracle_combine) | vars(oracle_swiglu) | vars(oracle_folded)
-    assert all(callable(defined[name]) for name in backends.KERNEL_OPS)
+    assert backends.KERNEL_OPS.keys() <= DEFINITIONS.keys()
 
 
 def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
     """One call of every op, with padding, slack and an empty group in it: what a kernel might leave out."""
     x, gemm, layout = QUANTIZE["normal"], GEMMS["empty_experts"], MAPS["fixed_capacity"]
-    rows = oracle.row_map(layout.flat, **layout.options)[0]
-    packed = oracle.quantize_row_packed(x)[: layout.num_rows]
-    lhs, rhs = oracle.quantize_row(gemm.lhs), oracle.quantize_row(gemm.rhs_t)
-    lhs_t, dout_t = oracle.quantize_col(gemm.lhs), oracle.quantize_col(gemm.dout)
+    rows = routing_oracle.row_map(layout.flat, **layout.options)[0]
+    packed = quantize_oracle.quantize_row_packed(x)[: layout.num_rows]
+    lhs, rhs = quantize_oracle.quantize_row(gemm.lhs), quantize_oracle.quantize_row(gemm.rhs_t)
+    lhs_t, dout_t = quantize_oracle.quantize_col(gemm.lhs), quantize_oracle.quantize_col(gemm.dout)
     ends = gemm.group_ends
-    folded, folded_t = (*oracle.fold_rows(*lhs), *oracle.fold_rows(*rhs)), []
+    folded, folded_t = (*fold_oracle.fold_rows(*lhs), *fold_oracle.fold_rows(*rhs)), []
     for operand in (dout_t, lhs_t):
-        folded_t += oracle_folded.fold_groups(*operand, ends)
+        folded_t += fold_oracle.fold_groups(*operand, ends)
     calls = {name: ((x,), {}) for name in backends.BYTES if name.startswith("quantize")}
     calls |= {name: (GLUS["normal"].forward, {}) for name in backends.BYTES if name.startswith("swiglu")}
     calls |= {name: (GLUS["normal"].backward, {}) for name in backends.BYTES if name.startswith("swiglu_bwd")}
     return calls | {
-        "dequantize": (oracle.quantize_row(x), {}),
+        "dequantize": (quantize_oracle.quantize_row(x), {}),
         "permute_rows": ((x, rows), {}),
         "permute_mx": ((packed, rows), {}),
         "sort_by_expert": ((SORTS["empty_experts"][0],), {"num_experts": SORTS["empty_experts"][1]}),
@@ -53,7 +56,7 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         "permute_mx_fold": ((packed, rows), {}),
         "block_scales": ((lhs[1], ends), {}),
         "unblock_scales": (
-            (oracle.block_scales(lhs[1], ends), ends),
+            (scale_layout_oracle.block_scales(lhs[1], ends), ends),
             {"num_rows": len(lhs[1]), "num_scales": lhs[1].shape[1]},
         ),
         "fold_groups": ((*lhs_t, ends), {}),

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle
+from mxep.core_kernels.grouped_gemm import oracle
 
 from . import check
 from .cases import BF16, GEMMS

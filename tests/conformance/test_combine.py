@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mxep.core_kernels import oracle, oracle_combine
+from mxep.core_kernels.combine import oracle as combine_oracle
+from mxep.core_kernels.permute import oracle as permute_oracle
 
 from . import check
 from .cases import BF16, COMBINES, Combine, seeded
@@ -19,7 +20,7 @@ Ops = Mapping[str, Callable]
 @pytest.mark.parametrize("name", COMBINES)
 def test_combine(ops: Ops, name: str, out_dtype: str) -> None:
     inputs = COMBINES[name].inputs
-    check.same_bytes(ops["combine"](*inputs, out_dtype=out_dtype), oracle_combine.combine(*inputs, out_dtype))
+    check.same_bytes(ops["combine"](*inputs, out_dtype=out_dtype), combine_oracle.combine(*inputs, out_dtype))
 
 
 def dprobs_bound(got: np.ndarray, case: Combine) -> None:
@@ -38,7 +39,7 @@ def dprobs_bound(got: np.ndarray, case: Combine) -> None:
 def test_combine_bwd(ops: Ops, name: str) -> None:
     case = COMBINES[name]
     drows, dprobs = ops["combine_bwd"](*case.bwd_inputs)
-    want, _ = oracle_combine.combine_bwd(*case.bwd_inputs)
+    want, _ = combine_oracle.combine_bwd(*case.bwd_inputs)
     check.same_bytes(drows, want)
     if case.probs.ndim == 2:
         dprobs_bound(dprobs, case)
@@ -69,7 +70,7 @@ def test_top_1_without_probabilities_is_a_gather(ops: Ops) -> None:
     rng = seeded("gather")
     x, row_map = rng.standard_normal((20, 96)).astype(BF16), rng.integers(-1, 20, 50).astype(np.int32)
     got = ops["combine"](x, row_map[:, None], np.zeros(0, np.float32))
-    check.same_bytes(got, oracle.permute_rows(x, row_map))
+    check.same_bytes(got, permute_oracle.permute_rows(x, row_map))
 
 
 @given(data=st.data())

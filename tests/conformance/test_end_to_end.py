@@ -12,8 +12,12 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle, oracle_layer, oracle_products
+from mxep.core_kernels.permute import oracle as permute_oracle
+from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.recipe import Recipe
+from mxep.core_kernels.reference import layer as layer_oracle
+from mxep.core_kernels.reference import products as product_oracle
+from mxep.core_kernels.routing import oracle as routing_oracle
 
 from . import check
 from .backends import adapter, dense_layer
@@ -43,8 +47,8 @@ def products(
 ) -> tuple[Array, Array, Array]:
     """out, da and db_t by definition."""
     form, rest = recipe.form("cpu"), (recipe.rounding, out_dtype)
-    out = oracle_products.grouped_mm(a, b_t, group_ends, form, *rest)
-    return out, *oracle_products.grouped_mm_vjp(dout, a, b_t, group_ends, form, recipe.wgrad_mx, *rest)
+    out = product_oracle.grouped_mm(a, b_t, group_ends, form, *rest)
+    return out, *product_oracle.grouped_mm_vjp(dout, a, b_t, group_ends, form, recipe.wgrad_mx, *rest)
 
 
 @needs("grouped_mm")
@@ -54,8 +58,8 @@ def products(
 def test_grouped_mm_and_its_gradients(frontend: ModuleType, backend: str, name: str, run: str, mx: bool) -> None:
     """mx: the activations and the gradient arrive quantized, as they do from a dispatch and from a combine."""
     case, recipe = GEMMS[name], RUNS[run]
-    a: Rows = oracle.quantize_row(case.lhs) if mx else case.lhs
-    dout: Rows = oracle.quantize_row(case.dout) if mx else case.dout
+    a: Rows = quantize_oracle.quantize_row(case.lhs) if mx else case.lhs
+    dout: Rows = quantize_oracle.quantize_row(case.dout) if mx else case.dout
     b_t = np.swapaxes(case.rhs_t, 1, 2)
     results = frontend.grouped_mm(a, b_t, case.group_ends, dout, recipe)
 
@@ -91,14 +95,14 @@ def test_grouped_mm_uses_the_rounding_it_is_given(frontend: ModuleType, rounding
 @pytest.mark.parametrize("name", [name for name, case in MAPS.items() if not case.rank_rows and not case.slack])
 def test_permute_and_unpermute_and_their_gradients(frontend: ModuleType, name: str, dtype: np.dtype) -> None:
     case = MAPS[name]
-    row_map, inverse, *_ = oracle.row_map(case.flat, **case.options)
+    row_map, inverse, *_ = routing_oracle.row_map(case.flat, **case.options)
     rng = seeded(name)
     rows, dout = (rng.standard_normal((m, 64)).astype(dtype) for m in (case.num_rows, len(row_map)))
     groups, drows, back, dback = frontend.permute(rows, case.flat, len(case.counts), dout, case.alignment)
-    check.same_bytes(groups, oracle.permute_rows(rows, row_map))
-    check.same_bytes(drows, oracle.permute_rows_vjp(dout, row_map, case.num_rows))
-    check.same_bytes(back, oracle.permute_rows(dout, inverse))
-    check.same_bytes(dback, oracle.permute_rows_vjp(rows, inverse, len(row_map)))
+    check.same_bytes(groups, permute_oracle.permute_rows(rows, row_map))
+    check.same_bytes(drows, permute_oracle.permute_rows_vjp(dout, row_map, case.num_rows))
+    check.same_bytes(back, permute_oracle.permute_rows(dout, inverse))
+    check.same_bytes(dback, permute_oracle.permute_rows_vjp(rows, inverse, len(row_map)))
 
 
 # dB of the worst expert from the quantized definition: measured on CPUs at least 66.9, less 10. The 66.9 are one bf16
@@ -140,11 +144,11 @@ def test_what_the_recipe_costs_a_layer_and_its_statistics(backend: str, name: st
     y, stats, grads = dense_layer(backend, name, run)
 
     logits = case.x.astype(np.float64) @ case.params["router"].T
-    ids, _ = oracle_layer.route(logits, **case.routing)
+    ids, _ = layer_oracle.route(logits, **case.routing)
     counts = np.bincount(ids.reshape(-1), minlength=case.num_experts)
     np.testing.assert_array_equal(stats["counts"], counts)
     assert stats["overflow"] == 0
-    probabilities = oracle_layer.scores(logits, case.score)
+    probabilities = layer_oracle.scores(logits, case.score)
     probabilities /= probabilities.sum(-1, keepdims=True)
     aux_loss = case.num_experts * np.sum(counts / ids.size * probabilities.mean(0))
     np.testing.assert_allclose(stats["aux_loss"], aux_loss, rtol=1e-5)

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle
+from mxep.core_kernels.quantize import oracle
+from mxep.core_kernels.reference import collectives
 
 from . import check
 from .backends import adapter, dense_layer
@@ -97,11 +98,11 @@ def test_the_bytes_on_the_wire_are_the_oracles(ranks: Any, name: str) -> None:
     """Dispatch forward and combine backward carry MX bytes, the other two legs bf16; each received row exact."""
     case = WIRE[name]
     got, received = ranks.wire(name), case.received()
-    packed = oracle.all_to_all([oracle.quantize_row_packed(rows) for rows in case.rows], case.splits)
+    packed = collectives.all_to_all([oracle.quantize_row_packed(rows) for rows in case.rows], case.splits)
     for rank in range(RANKS):
         part, k = got[rank], case.rows[rank].shape[1]
         want = packed[rank][:, :k], packed[rank][:, k:]
         check.same_bytes((part["q"], part["sf"]), want)
         check.same_bytes((part["grad.q"], part["grad.sf"]), want)
         check.same_bytes(part["back"].view(BF16), case.rows[rank])
-        check.same_bytes(part["rows.grad"].view(BF16), oracle.all_to_all_vjp(received, case.splits)[rank])
+        check.same_bytes(part["rows.grad"].view(BF16), collectives.all_to_all_vjp(received, case.splits)[rank])

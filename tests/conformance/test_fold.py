@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from mxep.core_kernels import oracle
+from mxep.core_kernels import oracle_math
+from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.formats import BLOCK, Rounding
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.routing import oracle as routing_oracle
 
 from . import check
 from .cases import BF16, DISTRIBUTIONS, MAPS, QUANTIZE, seeded
@@ -28,7 +31,7 @@ def every_shift() -> tuple[np.ndarray, np.ndarray]:
 
 def test_fold_every_element_by_every_shift(ops: Ops) -> None:
     q, sf = every_shift()
-    check.same_bytes(ops["fold_rows"](q, sf), oracle.fold_rows(q, sf))
+    check.same_bytes(ops["fold_rows"](q, sf), fold_oracle.fold_rows(q, sf))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 32), (37, 544), (3, 5, 96)])
@@ -36,7 +39,7 @@ def test_fold_shapes(ops: Ops, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(3)
     q = rng.integers(0, 256, shape, np.uint8)
     sf = rng.integers(100, 140, (*shape[:-1], shape[-1] // BLOCK), np.uint8)
-    check.same_bytes(ops["fold_rows"](q, sf), oracle.fold_rows(q, sf))
+    check.same_bytes(ops["fold_rows"](q, sf), fold_oracle.fold_rows(q, sf))
 
 
 def test_a_nan_block_stays_nan_and_leaves_the_others_alone(ops: Ops) -> None:
@@ -51,18 +54,18 @@ def test_a_nan_block_stays_nan_and_leaves_the_others_alone(ops: Ops) -> None:
 @pytest.mark.parametrize("name", QUANTIZE)
 def test_quantize_row_fold(ops: Ops, name: str, rounding: Rounding) -> None:
     x = QUANTIZE[name]
-    want = oracle.fold_rows(*oracle.quantize_row(x, rounding, True))
+    want = fold_oracle.fold_rows(*quantize_oracle.quantize_row(x, rounding, True))
     check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding, satfinite=True), want)
-    check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding), oracle.quantize_row_fold(x, rounding))
+    check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding), fold_oracle.quantize_row_fold(x, rounding))
 
 
 @pytest.mark.parametrize("k", [32, 160])
 @pytest.mark.parametrize("name", MAPS)
 def test_permute_mx_fold(ops: Ops, name: str, k: int) -> None:
     case = MAPS[name]
-    row_map = oracle.row_map(case.flat, **case.options)[0]
+    row_map = routing_oracle.row_map(case.flat, **case.options)[0]
     packed = seeded(name).integers(0, 256, (case.num_rows, k + k // BLOCK), np.uint8)
-    check.same_bytes(ops["permute_mx_fold"](packed, row_map), oracle.permute_mx_fold(packed, row_map))
+    check.same_bytes(ops["permute_mx_fold"](packed, row_map), fold_oracle.permute_mx_fold(packed, row_map))
 
 
 @given(data=st.data())
@@ -84,12 +87,12 @@ FOLDED_PRODUCT = {"normal": 133.3, "swiglu": 115.3, "hot_columns": 103.2, "stude
 def folded_db(fold: Callable, distribution: str) -> float:
     rng = seeded(f"fold {distribution}")
     draws = (DISTRIBUTIONS[distribution], DISTRIBUTIONS["normal"])
-    pairs = [oracle.quantize_row(draw(rng, (128, 4096)).astype(BF16)) for draw in draws]
+    pairs = [quantize_oracle.quantize_row(draw(rng, (128, 4096)).astype(BF16)) for draw in draws]
     folded = []
     for pair in pairs:
         qf, row_sf = fold(*pair)
-        folded.append(oracle.E4M3_VALUES[qf] * oracle.e8m0_value(row_sf)[:, None])
-    a, b = (oracle.dequantize64(*pair) for pair in pairs)
+        folded.append(oracle_math.E4M3_VALUES[qf] * oracle_math.e8m0_value(row_sf)[:, None])
+    a, b = (quantize_oracle.dequantize64(*pair) for pair in pairs)
     return check.sqnr_db(folded[0] @ folded[1].T, a @ b.T)
 
 

@@ -1,12 +1,20 @@
 """The oracle against the text of the contract: values worked out by hand, and numpy's own casts."""
 
 import doctest
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle, oracle_layer
+from mxep.core_kernels import oracle_math
 from mxep.core_kernels.formats import Rounding
+from mxep.core_kernels.grouped_gemm import oracle as grouped_gemm_oracle
+from mxep.core_kernels.permute import oracle as permute_oracle
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.reference import collectives
+from mxep.core_kernels.reference import layer as layer_oracle
+from mxep.core_kernels.routing import oracle as routing_oracle
+from mxep.core_kernels.swiglu import oracle as swiglu_oracle
 
 from .cases import BF16, seeded
 
@@ -17,8 +25,9 @@ def block(*head: float) -> np.ndarray:
     return x
 
 
-def test_its_examples_run() -> None:
-    result = doctest.testmod(oracle)
+@pytest.mark.parametrize("module", [oracle_math, routing_oracle, swiglu_oracle], ids=lambda module: module.__name__)
+def test_its_examples_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
     assert (result.failed, result.attempted > 0) == (0, True)
 
 
@@ -41,8 +50,8 @@ def test_its_examples_run() -> None:
     ],
 )
 def test_scale_bytes(amax: float, rceil: int, floor: int) -> None:
-    assert oracle.scale_byte(np.float32(amax), Rounding.RCEIL) == rceil
-    assert oracle.scale_byte(np.float32(amax), Rounding.FLOOR) == floor
+    assert oracle_math.scale_byte(np.float32(amax), Rounding.RCEIL) == rceil
+    assert oracle_math.scale_byte(np.float32(amax), Rounding.FLOOR) == floor
 
 
 @pytest.mark.parametrize(
@@ -65,58 +74,59 @@ def test_scale_bytes(amax: float, rceil: int, floor: int) -> None:
     ],
 )
 def test_elements(value: float, code: int) -> None:
-    assert oracle.to_e4m3(np.array([value])) == code
+    assert oracle_math.to_e4m3(np.array([value])) == code
 
 
 def test_special_blocks() -> None:
-    q, sf = oracle.quantize_row(block(1.0, np.inf))
+    q, sf = quantize_oracle.quantize_row(block(1.0, np.inf))
     assert (sf.item(), set(q[0])) == (255, {0x7F})
-    q, sf = oracle.quantize_row(block(1.0, -np.inf, 2.0**127), satfinite=True)
+    q, sf = quantize_oracle.quantize_row(block(1.0, -np.inf, 2.0**127), satfinite=True)
     assert (sf.item(), *q[0, :3]) == (254, 0, 0xFE, 0x38)
-    q, sf = oracle.quantize_row(block(1.0, np.inf, np.nan), satfinite=True)
+    q, sf = quantize_oracle.quantize_row(block(1.0, np.inf, np.nan), satfinite=True)
     assert (sf.item(), set(q[0])) == (255, {0x7F})
-    q, sf = oracle.quantize_row(block(-0.0))
+    q, sf = quantize_oracle.quantize_row(block(-0.0))
     assert (sf.item(), q[0, 0], q[0, 1]) == (0, 0x80, 0)
-    q, sf = oracle.quantize_row(block(2.0**-127, -(2.0**-136), 2.0**-137))
+    q, sf = quantize_oracle.quantize_row(block(2.0**-127, -(2.0**-136), 2.0**-137))
     assert (sf.item(), *q[0, :3]) == (0, 0x38, 0x81, 0)
 
 
 def test_amax_is_never_rounded_to_bf16() -> None:
     just_above = np.nextafter(np.float32(448), np.float32(449))  # 448 in bf16
-    assert oracle.quantize_row(block(just_above))[1].item() == 128
+    assert quantize_oracle.quantize_row(block(just_above))[1].item() == 128
 
 
 def test_rounding_to_bf16_is_one_rounding() -> None:
     x = seeded("bf16").integers(0, 2**32, 200_000, np.uint32).view(np.float32)
     x = x[~np.isnan(x)]
     np.testing.assert_array_equal(
-        oracle.round_to(x.astype(np.float64), "bfloat16").view(np.uint16), x.astype(ml_dtypes.bfloat16).view(np.uint16)
+        oracle_math.round_to(x.astype(np.float64), "bfloat16").view(np.uint16),
+        x.astype(ml_dtypes.bfloat16).view(np.uint16),
     )
     # just above a tie by less than fp32 can hold: a cast through fp32 would round down to even
-    assert oracle.round_to(np.array([1 + 2.0**-8 + 2.0**-40]), "bfloat16")[0] == BF16.type(1 + 2.0**-7)
+    assert oracle_math.round_to(np.array([1 + 2.0**-8 + 2.0**-40]), "bfloat16")[0] == BF16.type(1 + 2.0**-7)
 
 
 def test_groups_of_a_product() -> None:
     lhs, rhs_t = np.ones((5, 2), BF16), np.ones((3, 1, 2), BF16) * np.arange(1, 4).reshape(3, 1, 1).astype(BF16)
     lhs[4] = np.nan
-    out = oracle.grouped_mm_bf16(lhs, rhs_t, np.int32([1, 1, 4]), "float32")
+    out = grouped_gemm_oracle.grouped_mm_bf16(lhs, rhs_t, np.int32([1, 1, 4]), "float32")
     np.testing.assert_array_equal(out, [[2], [6], [6], [6], [0]])
-    grad = oracle.grouped_wgrad_bf16(lhs[:, :1], lhs, np.int32([1, 1, 4]), "float32")
+    grad = grouped_gemm_oracle.grouped_wgrad_bf16(lhs[:, :1], lhs, np.int32([1, 1, 4]), "float32")
     np.testing.assert_array_equal(grad, [[[1, 1]], [[0, 0]], [[3, 3]]])
 
 
 def test_all_to_all_and_its_gradient() -> None:
     sent = [np.int32([[1], [2], [3]]), np.int32([[4], [5]])]
     splits = [[1, 2], [0, 2]]
-    received = oracle.all_to_all(sent, splits)
+    received = collectives.all_to_all(sent, splits)
     np.testing.assert_array_equal(received[0], [[1]])
     np.testing.assert_array_equal(received[1], [[2], [3], [4], [5]])
-    for back, was in zip(oracle.all_to_all_vjp(received, splits), sent, strict=True):
+    for back, was in zip(collectives.all_to_all_vjp(received, splits), sent, strict=True):
         np.testing.assert_array_equal(back, was)
 
 
 def test_permute_gradient_adds_up() -> None:
-    dx = oracle.permute_rows_vjp(np.float32([[1], [2], [4], [8]]), np.int32([1, -1, 1, 0]), 3)
+    dx = permute_oracle.permute_rows_vjp(np.float32([[1], [2], [4], [8]]), np.int32([1, -1, 1, 0]), 3)
     np.testing.assert_array_equal(dx, [[8], [5], [0]])
 
 
@@ -128,9 +138,9 @@ def test_the_layers_gradient_is_that_of_the_layer(score: str, normalize: bool) -
     arguments = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     options = {"top_k": 2, "score": score, "normalize": normalize}
     dy = rng.standard_normal((6, 8))
-    grads = oracle_layer.moe_layer_vjp(dy, **arguments, **options)
+    grads = layer_oracle.moe_layer_vjp(dy, **arguments, **options)
     for (name, value), grad in zip(arguments.items(), grads, strict=True):
         direction, h = rng.standard_normal(value.shape), 1e-5
-        ahead = oracle_layer.moe_layer(**(arguments | options | {name: value + h * direction}))
-        behind = oracle_layer.moe_layer(**(arguments | options | {name: value - h * direction}))
+        ahead = layer_oracle.moe_layer(**(arguments | options | {name: value + h * direction}))
+        behind = layer_oracle.moe_layer(**(arguments | options | {name: value - h * direction}))
         np.testing.assert_allclose(np.sum((ahead - behind) * dy) / (2 * h), np.sum(grad * direction), rtol=1e-6)

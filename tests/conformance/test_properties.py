@@ -6,8 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from mxep.core_kernels import oracle
+from mxep.core_kernels import oracle_math
 from mxep.core_kernels.formats import BLOCK, E8M0_NAN, Rounding
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.routing import oracle as routing_oracle
 
 from . import check
 from .cases import BF16
@@ -30,7 +32,7 @@ ARRAYS = SHAPES.flatmap(floats)
 @given(x=ARRAYS, rounding=ROUNDINGS, satfinite=st.booleans())
 def test_any_bits_quantize_to_the_oracles_bytes(ops: Ops, x: np.ndarray, rounding: Rounding, satfinite: bool) -> None:
     got = ops["quantize_both"](x, rounding=rounding, satfinite=satfinite)
-    check.same_bytes(got, oracle.quantize_both(x, rounding=rounding, satfinite=satfinite))
+    check.same_bytes(got, quantize_oracle.quantize_both(x, rounding=rounding, satfinite=satfinite))
 
 
 @given(x=ARRAYS, rounding=ROUNDINGS)
@@ -45,10 +47,10 @@ def test_both_is_row_and_col_and_packed_is_row(ops: Ops, x: np.ndarray, rounding
 def test_dequantize_is_exact_and_requantizing_keeps_the_values(ops: Ops, x: np.ndarray, rounding: Rounding) -> None:
     q, sf = ops["quantize_row"](x, rounding=rounding)
     values = ops["dequantize"](q, sf, out_dtype="float32")
-    np.testing.assert_array_equal(values.astype(np.float64), oracle.dequantize(q, sf, "float64"))
+    np.testing.assert_array_equal(values.astype(np.float64), quantize_oracle.dequantize(q, sf, "float64"))
     # bf16 holds every value but those below its smallest subnormal and FLOOR's largest ones
     narrow = ops["dequantize"](q, sf, out_dtype="bfloat16")
-    check.same_bytes(narrow, oracle.round_to(values.astype(np.float64), "bfloat16"))
+    check.same_bytes(narrow, oracle_math.round_to(values.astype(np.float64), "bfloat16"))
     again = ops["dequantize"](*ops["quantize_row"](values, rounding=rounding), out_dtype="float32")
     check.same_bytes(again, values)
 
@@ -72,7 +74,7 @@ def test_what_a_scale_promises(ops: Ops, x: np.ndarray, rounding: Rounding) -> N
     finite = np.isfinite(blocks).all(-1)
     np.testing.assert_array_equal(sf == E8M0_NAN, ~finite)
     if rounding is Rounding.RCEIL:
-        top = np.abs(blocks[finite]).max(-1, initial=0) / oracle.e8m0_value(sf[finite])
+        top = np.abs(blocks[finite]).max(-1, initial=0) / oracle_math.e8m0_value(sf[finite])
         # byte 0 may be one fp32 rounding too small, see test_references.py
         assert (top <= 448 * (1 + 2.0**-23)).all()
 
@@ -85,7 +87,7 @@ def test_a_row_map_is_a_permutation_with_aligned_groups(
     rows = int(counts.sum())
     options = {"num_rows": rows, "num_local_experts": experts, "alignment": alignment}
     row_map, inverse, padded, ends = ops["row_map"](counts, **options)
-    check.same_bytes((row_map, inverse, padded, ends), oracle.row_map(counts, **options))
+    check.same_bytes((row_map, inverse, padded, ends), routing_oracle.row_map(counts, **options))
     np.testing.assert_array_equal(np.sort(row_map[row_map >= 0]), np.arange(rows))
     np.testing.assert_array_equal(row_map[inverse], np.arange(rows))
     np.testing.assert_array_equal(np.cumsum(padded), ends)

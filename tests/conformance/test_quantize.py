@@ -5,8 +5,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle
 from mxep.core_kernels.formats import BLOCK, Rounding
+from mxep.core_kernels.quantize import oracle
 
 from . import check
 from .cases import QUANTIZE, ROW_ONLY

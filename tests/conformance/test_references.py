@@ -17,8 +17,9 @@ import gfloat
 import numpy as np
 import pytest
 from gfloat.formats import format_info_mxfp8_e4m3, format_info_ocp_e4m3, format_info_ocp_e8m0
-from mxep.core_kernels import oracle
+from mxep.core_kernels import oracle_math
 from mxep.core_kernels.formats import BLOCK, E4M3_NAN, Rounding
+from mxep.core_kernels.quantize import oracle
 from onnx import TensorProto as T
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
@@ -146,10 +147,10 @@ def gfloat_values(q: np.ndarray, sf: np.ndarray) -> np.ndarray:
 def test_gfloat_knows_the_same_256_elements_and_scales() -> None:
     codes = np.arange(256, dtype=np.uint8)
     elements = [gfloat.decode_float(format_info_ocp_e4m3, int(c)).fval for c in codes]
-    np.testing.assert_array_equal(oracle.E4M3_VALUES, elements)
-    np.testing.assert_array_equal(np.signbit(oracle.E4M3_VALUES[[0, 0x80]]), [False, True])
+    np.testing.assert_array_equal(oracle_math.E4M3_VALUES, elements)
+    np.testing.assert_array_equal(np.signbit(oracle_math.E4M3_VALUES[[0, 0x80]]), [False, True])
     scales = [gfloat.decode_float(format_info_ocp_e8m0, int(c)).fval for c in codes]
-    np.testing.assert_array_equal(oracle.e8m0_value(codes), scales)
+    np.testing.assert_array_equal(oracle_math.e8m0_value(codes), scales)
 
 
 def test_gfloat_row_of_the_table_the_one_amax_that_fp32_division_rounds_onto_a_power_of_two() -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle
+from mxep.core_kernels.permute import oracle as permute_oracle
+from mxep.core_kernels.routing import oracle as routing_oracle
 
 from . import check
 from .cases import BF16, MAPS, SORTS
@@ -16,13 +17,13 @@ Ops = Mapping[str, Callable]
 def test_sort_by_expert(ops: Ops, name: str) -> None:
     expert_ids, num_experts = SORTS[name]
     got = ops["sort_by_expert"](expert_ids, num_experts=num_experts)
-    check.same_bytes(got, oracle.sort_by_expert(expert_ids, num_experts))
+    check.same_bytes(got, routing_oracle.sort_by_expert(expert_ids, num_experts))
 
 
 @pytest.mark.parametrize("name", MAPS)
 def test_row_map(ops: Ops, name: str) -> None:
     case = MAPS[name]
-    check.same_bytes(ops["row_map"](case.flat, **case.options), oracle.row_map(case.flat, **case.options))
+    check.same_bytes(ops["row_map"](case.flat, **case.options), routing_oracle.row_map(case.flat, **case.options))
 
 
 def random_rows(name: str, rows: int, dtype: np.dtype, width: int) -> np.ndarray:
@@ -35,18 +36,20 @@ def random_rows(name: str, rows: int, dtype: np.dtype, width: int) -> np.ndarray
 @pytest.mark.parametrize("name", MAPS)
 def test_permute_rows_there_and_back(ops: Ops, name: str, dtype: np.dtype) -> None:
     case = MAPS[name]
-    row_map, inverse, *_ = oracle.row_map(case.flat, **case.options)
+    row_map, inverse, *_ = routing_oracle.row_map(case.flat, **case.options)
     x = random_rows(name, case.num_rows, dtype, 33 if dtype.itemsize == 1 else 40)
     padded = ops["permute_rows"](x, row_map)
     bits = np.dtype(f"u{dtype.itemsize}")
-    check.same_bytes(padded.view(bits), oracle.permute_rows(x, row_map).view(bits))
-    check.same_bytes(ops["permute_rows"](padded, inverse).view(bits), oracle.permute_rows(padded, inverse).view(bits))
+    check.same_bytes(padded.view(bits), permute_oracle.permute_rows(x, row_map).view(bits))
+    check.same_bytes(
+        ops["permute_rows"](padded, inverse).view(bits), permute_oracle.permute_rows(padded, inverse).view(bits)
+    )
 
 
 @pytest.mark.parametrize("k", [32, 160])
 @pytest.mark.parametrize("name", MAPS)
 def test_permute_mx(ops: Ops, name: str, k: int) -> None:
     case = MAPS[name]
-    row_map = oracle.row_map(case.flat, **case.options)[0]
+    row_map = routing_oracle.row_map(case.flat, **case.options)[0]
     packed = random_rows(name, case.num_rows, np.dtype(np.uint8), k + k // 32)
-    check.same_bytes(ops["permute_mx"](packed, row_map), oracle.permute_mx(packed, row_map))
+    check.same_bytes(ops["permute_mx"](packed, row_map), permute_oracle.permute_mx(packed, row_map))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mxep.core_kernels import oracle
+from mxep.core_kernels.scale_layout import oracle
 
 from . import check
 from .cases import seeded

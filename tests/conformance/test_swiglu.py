@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from mxep.core_kernels import oracle_swiglu
 from mxep.core_kernels.formats import Rounding
+from mxep.core_kernels.swiglu import oracle
 
 from . import check
 from .cases import BF16, GLUS, ODD_GLUS, RAGGED_GLUS, UNALIGNED_GLUS, Glu
@@ -33,7 +33,7 @@ MODES = [(rounding, satfinite) for rounding in Rounding for satfinite in (False,
 @cache
 def expected(op: str, name: str, *mode: object):
     case = GLUS[name]
-    return getattr(oracle_swiglu, op)(*(case.backward if "bwd" in op else case.forward), *mode)
+    return getattr(oracle, op)(*(case.backward if "bwd" in op else case.forward), *mode)
 
 
 def dprob_bound(got: np.ndarray, case: Glu) -> None:
@@ -41,7 +41,7 @@ def dprob_bound(got: np.ndarray, case: Glu) -> None:
     assert (got.shape, got.dtype) == (case.prob.shape, np.float32)
     if len(case.prob):
         with np.errstate(invalid="ignore"):
-            terms = oracle_swiglu.dprob_terms(case.dh, case.gate, case.up).astype(np.float64)
+            terms = oracle.dprob_terms(case.dh, case.gate, case.up).astype(np.float64)
             exact = np.where(np.abs(terms.sum(-1)) > np.finfo(np.float32).max, np.inf * terms.sum(-1), terms.sum(-1))
         check.gemm_bound(got, exact, np.abs(terms).sum(-1), terms.shape[1])
 

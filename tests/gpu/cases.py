@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
-from mxep.core_kernels.both_fold import scratch_bytes
+from mxep.core_kernels.fold.plan_both import scratch_bytes
 from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
 from mxep.torch_frontend import ops as torch_ops

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from cases import DEVICE, floats
-from mxep.core_kernels.both_fold import tiles_across
+from mxep.core_kernels.fold.plan_both import tiles_across
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 from torch.cuda.green_contexts import GreenContext

@@ -1,17 +1,21 @@
 """No launch of quantize_both_fold waits for ever, whatever keeps its CTAs from running side by side: streams of several
-priorities, a green context of few SMs, no patience at all. The bytes are those of its parts.
+priorities, a green context of few SMs, two processes under MPS, no patience at all. The bytes are those of its parts.
 
 Its grouped products wait within a cluster alone.
 """
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels.both_fold import quantize_both_fold
+from mxep.core_kernels.fold.plan_both import quantize_both_fold
 from mxep.core_kernels.launch import ArrayType
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
@@ -19,6 +23,7 @@ from torch import Tensor
 from .cases import DEVICE, floats, same_bytes
 
 SCRIPT = Path(__file__).with_name("progress.py")
+MPS = "nvidia-cuda-mps-control"
 EXCHANGE = cpp_bindings.Exchange(Tensor)
 
 
@@ -28,6 +33,36 @@ def test_it_ends_with_the_right_bytes(where: str) -> None:
     run = subprocess.run([sys.executable, str(SCRIPT), where], capture_output=True, text=True, timeout=180)
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+
+
+@pytest.fixture
+def mps() -> Iterator[dict[str, str]]:
+    """The environment of a client of a Multi-Process Service that ends with the test. Unix sockets want short paths."""
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+        client = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        subprocess.run([MPS, "-d"], env=client, check=True, timeout=30)
+        try:
+            yield {**client, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
+            servers = subprocess.run(
+                [MPS], input="get_server_list\n", env=client, capture_output=True, text=True, timeout=30
+            )
+            assert servers.stdout.split(), "no process was a client of the service"
+        finally:
+            subprocess.run([MPS], input="quit\n", env=client, text=True, check=True, timeout=30)
+
+
+@pytest.mark.skipif(shutil.which(MPS) is None, reason="the driver here has no nvidia-cuda-mps-control")
+def test_two_processes_in_halves_of_the_device_end_with_the_right_bytes(mps: dict[str, str]) -> None:
+    """Their CTAs run beside each other, each process's in at most half of the SMs."""
+    command = [sys.executable, str(SCRIPT), "streams"]
+    clients = [subprocess.Popen(command, env=mps, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
+    try:
+        texts = [client.communicate(timeout=180)[0].decode() for client in clients]
+    finally:
+        for client in clients:
+            client.kill()
+    print(*texts)
+    assert [client.returncode for client in clients] == [0, 0], texts
 
 
 def impatient(x: Tensor, ends: Tensor, polls: int = 0, **options: int) -> tuple[Tensor, ...]:

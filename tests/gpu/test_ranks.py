@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "torch_frontend"))
+from test_ep_errors import run_two_ranks  # pyright: ignore[reportMissingImports]
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
@@ -16,3 +20,8 @@ def test_ranks_on_gpus_train_as_one_process() -> None:
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-8000:]
     assert f"{ranks} ranks: 6 checks passed" in run.stdout
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks over NCCL need two GPUs")
+def test_an_error_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    run_two_ranks(tmp_path, "nccl")

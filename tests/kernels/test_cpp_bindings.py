@@ -5,23 +5,20 @@ import numpy as np
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import (
-    both_fold,
-    combine,
-    fold,
-    fold_loss,
-    permute,
-    quantize,
-    routing,
-    rowwise,
-    scale_layout,
-    swiglu,
-)
+from mxep.core_kernels.combine import plan as combine
+from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_both as both_fold
+from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.launch import KernelOp
+from mxep.core_kernels.permute import plan as permute
+from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.routing import plan as routing
+from mxep.core_kernels.scale_layout import plan as scale_layout
+from mxep.core_kernels.swiglu import plan as swiglu
 
 OPS = [
     op
-    for module in (quantize, permute, routing, fold, both_fold, fold_loss, rowwise, scale_layout, combine, swiglu)
+    for module in (quantize, permute, routing, fold, both_fold, fold_loss, scale_layout, combine, swiglu)
     for op in vars(module).values()
     if isinstance(op, KernelOp)
 ]

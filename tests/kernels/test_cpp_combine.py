@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mxep.core_kernels import combine, oracle_combine
+from mxep.core_kernels.combine import oracle
+from mxep.core_kernels.combine import plan as combine
 
 EMPTY = np.zeros(0, np.float32)
 
@@ -34,9 +35,9 @@ def test_combine(cpp_op, tokens, top_k, padding, d, weighted, seed):
     )
     probs = probs if weighted else EMPTY
     (y,) = cpp_op(combine.combine, rows, slots, probs, out_dtype="float32")
-    np.testing.assert_array_equal(y, oracle_combine.combine(rows, slots, probs, "float32"))
+    np.testing.assert_array_equal(y, oracle.combine(rows, slots, probs, "float32"))
     got = cpp_op(combine.combine_bwd, dy, rows, slots, order, probs)
-    for g, w in zip(got, oracle_combine.combine_bwd(dy, rows, slots, order, probs), strict=True):
+    for g, w in zip(got, oracle.combine_bwd(dy, rows, slots, order, probs), strict=True):
         np.testing.assert_array_equal(g, w)
 
 

@@ -11,9 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mxep import cpp_bindings
-from mxep.core_kernels import both_fold, oracle, oracle_folded, quantize, rowwise
+from mxep.core_kernels import oracle_math
+from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.fold import plan_both as both_fold
 from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.launch import ArrayType
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.quantize import plan as quantize
+
+from ..compare import same_bytes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 EVERY_BF16 = np.arange(1 << 16, dtype=np.uint16)
@@ -22,12 +28,6 @@ RULES = [
     for rounding in Rounding
     for satfinite in (False, True)
 ]
-
-
-def same_bytes(got, expected) -> None:
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def bf16(bits: np.ndarray) -> np.ndarray:
@@ -41,7 +41,7 @@ def test_every_bf16_as_amax(cpp_op, rule):
     smaller = np.random.default_rng(0).random((1 << 16, BLOCK)) * (magnitude + 1)
     x = smaller.astype(np.uint16) ^ np.uint16(0x8000) * (np.arange(BLOCK, dtype=np.uint16) % 2)
     x[:, 5] = EVERY_BF16
-    same_bytes(cpp_op(quantize.quantize_row, bf16(x), **rule), oracle.quantize_row(bf16(x), **rule))
+    same_bytes(cpp_op(quantize.quantize_row, bf16(x), **rule), quantize_oracle.quantize_row(bf16(x), **rule))
 
 
 @pytest.mark.parametrize("amax", [2.0**-126, 2.0**-118 * 1.75, 2.0**-9, 1.0, 448.0, 3.0e38])
@@ -52,7 +52,7 @@ def test_every_bf16_as_element(cpp_op, amax, rounding):
     elements = np.where(top >= (EVERY_BF16 & 0x7FFF), EVERY_BF16, top)
     elements = np.pad(elements, (0, -len(elements) % (BLOCK - 1))).reshape(-1, BLOCK - 1)
     x = bf16(np.concatenate([np.full((len(elements), 1), top), elements], axis=1))
-    same_bytes(cpp_op(quantize.quantize_row, x, rounding=rounding), oracle.quantize_row(x, rounding=rounding))
+    same_bytes(cpp_op(quantize.quantize_row, x, rounding=rounding), quantize_oracle.quantize_row(x, rounding=rounding))
 
 
 def awkward_fp32(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -69,19 +69,19 @@ def test_fp32_bits(cpp_op, rule):
     x[:300, 0] = np.arange(0x04600001 - 150, 0x04600001 + 150, dtype=np.uint32).view(np.float32)  # see mx_math.h
     x[:300, 1:] *= np.float32(2.0**-30)
     x[300, 7], x[301, 7], x[302, :2] = np.inf, np.nan, (np.nan, -np.inf)
-    same_bytes(cpp_op(quantize.quantize_row, x, **rule), oracle.quantize_row(x, **rule))
+    same_bytes(cpp_op(quantize.quantize_row, x, **rule), quantize_oracle.quantize_row(x, **rule))
 
 
 def test_fp32_ties(cpp_op):
     """Halfway between neighbouring E4M3 values, and the fp32 values beside it, under scales 2^-127 to 2^100."""
-    values = oracle.E4M3_VALUES[:0x7F]
+    values = oracle_math.E4M3_VALUES[:0x7F]
     middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
     near = np.concatenate([np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.float32(449))])
     near = np.concatenate([near, -near])
     near = np.pad(near, (0, -len(near) % (BLOCK - 1))).reshape(-1, BLOCK - 1)
     block = np.concatenate([np.full((len(near), 1), 448, np.float32), near], axis=1)
     x = np.concatenate([np.ldexp(block, e).astype(np.float32) for e in (-127, -126, -40, 0, 100)])
-    same_bytes(cpp_op(quantize.quantize_row, x), oracle.quantize_row(x))
+    same_bytes(cpp_op(quantize.quantize_row, x), quantize_oracle.quantize_row(x))
 
 
 SHAPES = {
@@ -95,7 +95,7 @@ SHAPES = {
 @given(k=st.sampled_from([0, 1, 31, 33, 100, 1056]), **SHAPES)
 def test_cols_of_any_width(cpp_op, batch, m, k, dtype, seed):
     x = awkward_fp32(np.random.default_rng(seed), (*batch, m, k)).astype(dtype)
-    same_bytes(cpp_op(quantize.quantize_col, x), oracle.quantize_col(x))
+    same_bytes(cpp_op(quantize.quantize_col, x), quantize_oracle.quantize_col(x))
 
 
 @given(k=st.sampled_from([0, 32, 96, 1056, 2080]), **SHAPES)
@@ -116,13 +116,13 @@ def test_packed_is_row_side_by_side(cpp_op, m, k, seed):
 def all_ops(run, x: np.ndarray) -> tuple[np.ndarray, ...]:
     both = run(quantize.quantize_both, x)
     back = run(quantize.dequantize, *both[:2], out_dtype="float32")
-    return *both, *run(quantize.quantize_row_packed, x), *back, *run(rowwise.quantize_rowwise, x)
+    return *both, *run(quantize.quantize_row_packed, x), *back, *run(quantize.quantize_rowwise, x)
 
 
 def oracle_ops(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    both = oracle.quantize_both(x)
-    back = oracle.dequantize(*both[:2], out_dtype="float32")
-    return *both, oracle.quantize_row_packed(x), back, *oracle_folded.quantize_rowwise(x)
+    both = quantize_oracle.quantize_both(x)
+    back = quantize_oracle.dequantize(*both[:2], out_dtype="float32")
+    return *both, quantize_oracle.quantize_row_packed(x), back, *quantize_oracle.quantize_rowwise(x)
 
 
 def subnormals() -> np.ndarray:
@@ -186,7 +186,7 @@ def test_subnormals_under_jit():
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in plan.out]
     attrs = np.array(plan.attrs, np.int64)
     got = jax.jit(lambda x: jax.ffi.ffi_call("test_quantize_row", types)(x, attrs=attrs))(x)
-    same_bytes([np.asarray(a) for a in got], oracle.quantize_row(x))
+    same_bytes([np.asarray(a) for a in got], quantize_oracle.quantize_row(x))
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=["bf16", "f32"])
@@ -194,7 +194,7 @@ def test_subnormals_under_jit():
 def test_both_operands_of_an_activation_between_guards(cpp_op, ends, dtype):
     x, group_ends = np.random.default_rng(4).standard_t(1, (608, 160)).astype(dtype), np.int32(ends)
     got = cpp_op(both_fold.quantize_both_fold, x, group_ends)
-    same_bytes(got, oracle_folded.quantize_both_fold(x, group_ends))
+    same_bytes(got, fold_oracle.quantize_both_fold(x, group_ends))
 
 
 @pytest.mark.parametrize("ends", [[64, 32], [48], [-32, 64], [128]], ids=str)

@@ -14,21 +14,18 @@ from typing import NamedTuple
 
 import pytest
 import triton
-from mxep.core_kernels import (
-    combine,
-    fold,
-    fold_loss,
-    folded_gemm,
-    grouped_gemm,
-    permute,
-    quantize,
-    routing,
-    rowwise,
-    scale_layout,
-    swiglu,
-)
+from mxep.core_kernels.combine import plan as combine
+from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.formats import packed_width, spans
+from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
+from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.launch import ArrayType, KernelOp
+from mxep.core_kernels.permute import plan as permute
+from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.routing import plan as routing
+from mxep.core_kernels.scale_layout import plan as scale_layout
+from mxep.core_kernels.swiglu import plan as swiglu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -90,11 +87,11 @@ CASES = {
     "fold_rows": Case(fold.fold_rows, mx(M, K), {}, QUANTIZE),
     "quantize_row_fold": Case(fold.quantize_row_fold, (bf16(M, K),), {}, QUANTIZE),
     "quantize_row_fold f32": Case(fold.quantize_row_fold, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
-    "quantize_rowwise": Case(rowwise.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),
-    "quantize_rowwise 3D floor": Case(rowwise.quantize_rowwise, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
-    "quantize_rowwise f32 satfinite": Case(rowwise.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
-    "quantize_rowwise wide": Case(rowwise.quantize_rowwise, (bf16(M, 16384),), {}, QUANTIZE),
-    "quantize_rowwise wide f32": Case(rowwise.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
+    "quantize_rowwise": Case(quantize.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),
+    "quantize_rowwise 3D floor": Case(quantize.quantize_rowwise, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
+    "quantize_rowwise f32 satfinite": Case(quantize.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
+    "quantize_rowwise wide": Case(quantize.quantize_rowwise, (bf16(M, 16384),), {}, QUANTIZE),
+    "quantize_rowwise wide f32": Case(quantize.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
     "permute_mx_fold": Case(fold.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
     "fold_groups": Case(fold.fold_groups, (*mx(K, M), i32(GROUPS)), {}, QUANTIZE),
     "count_fold_loss": Case(fold_loss.count_fold_loss, (*mx(M, K), u8(M, K // 32)), {}, COUNT),
@@ -296,7 +293,7 @@ SMALL = {
     "permute_mx": (permute.permute_mx, (u8(1, 33), i32(1))),
     "fold_rows": (fold.fold_rows, mx(1, 32)),
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
-    "quantize_rowwise": (rowwise.quantize_rowwise, (bf16(1, 32),)),
+    "quantize_rowwise": (quantize.quantize_rowwise, (bf16(1, 32),)),
     "permute_mx_fold": (fold.permute_mx_fold, (u8(1, 33), i32(1))),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
     "count_fold_loss": (fold_loss.count_fold_loss, (*mx(1, 32), u8(1, 1))),

@@ -1,6 +1,6 @@
 """The CUDA C++ kernels are machine code for Hopper and Blackwell inside the module, on a machine without a GPU.
 
-    core_kernels/cuda/*.cu --nvcc--> _ops.so --cuobjdump--> targets, resource usage, SASS
+    core_kernels/*/*.cu --nvcc--> _ops.so --cuobjdump--> targets, resource usage, SASS
 
 Nothing here is skipped without nvcc: `make test` brings one, and a build without CUDA kernels fails.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 from mxep import cpp_bindings
-from mxep.core_kernels import quantize
+from mxep.core_kernels.quantize import plan as quantize
 from mxep.cpp_bindings import _ops
 from mxep.torch_frontend import ops
 

@@ -2,7 +2,11 @@
 
 import numpy as np
 import pytest
-from mxep.core_kernels import fold, fold_loss, oracle, oracle_folded, scale_layout
+from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_loss as fold_loss
+from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
+from mxep.core_kernels.scale_layout import plan as scale_layout
 
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 32), (5, 96), (65, 544)])
@@ -12,9 +16,9 @@ def test_folds(guarded_op, rows, k):
     row_map = rng.integers(-1, rows, 70, np.int32)
     packed = np.concatenate([q, sf], axis=1)
     for got, want in (
-        (guarded_op(fold.fold_rows, q, sf), oracle.fold_rows(q, sf)),
-        (guarded_op(fold.permute_mx_fold, packed, row_map), oracle.permute_mx_fold(packed, row_map)),
-        (guarded_op(fold_loss.count_fold_loss, q, sf, sf[::-1]), oracle_folded.count_fold_loss(q, sf, sf[::-1])),
+        (guarded_op(fold.fold_rows, q, sf), fold_oracle.fold_rows(q, sf)),
+        (guarded_op(fold.permute_mx_fold, packed, row_map), fold_oracle.permute_mx_fold(packed, row_map)),
+        (guarded_op(fold_loss.count_fold_loss, q, sf, sf[::-1]), fold_oracle.count_fold_loss(q, sf, sf[::-1])),
     ):
         for g, w in zip(got, want, strict=True):
             np.testing.assert_array_equal(g, w)
@@ -24,7 +28,7 @@ def test_folds(guarded_op, rows, k):
 def test_fold_groups(guarded_op, ends):
     rng, group_ends = np.random.default_rng(2), np.int32(ends)
     q, sf = rng.integers(0, 256, (7, 608), np.uint8), rng.integers(110, 140, (7, 19), np.uint8)
-    got, want = guarded_op(fold.fold_groups, q, sf, group_ends), oracle_folded.fold_groups(q, sf, group_ends)
+    got, want = guarded_op(fold.fold_groups, q, sf, group_ends), fold_oracle.fold_groups(q, sf, group_ends)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_array_equal(g, w)
 
@@ -33,6 +37,6 @@ def test_fold_groups(guarded_op, ends):
 def test_scale_layout(guarded_op, ends):
     sf, group_ends = np.random.default_rng(1).integers(0, 256, (300, 9), np.uint8), np.int32(ends)
     (blocked,) = guarded_op(scale_layout.block_scales, sf, group_ends)
-    np.testing.assert_array_equal(blocked, oracle.block_scales(sf, group_ends))
+    np.testing.assert_array_equal(blocked, scale_layout_oracle.block_scales(sf, group_ends))
     (back,) = guarded_op(scale_layout.unblock_scales, blocked, group_ends, num_rows=300, num_scales=9)
-    np.testing.assert_array_equal(back, oracle.unblock_scales(blocked, group_ends, 300, 9))
+    np.testing.assert_array_equal(back, scale_layout_oracle.unblock_scales(blocked, group_ends, 300, 9))

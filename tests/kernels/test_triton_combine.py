@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from mxep.core_kernels import combine, oracle_combine
+from mxep.core_kernels.combine import oracle
+from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.launch import ArrayType
 
 
@@ -26,10 +27,10 @@ def test_combine(triton_op, tokens, top_k, padding, d):
         rng.integers(-8, 9, shape).astype(np.float32) for shape in ((len(order), d), slots.shape, (tokens, d))
     )
     (y,) = triton_op(combine.combine, rows, slots, probs)
-    np.testing.assert_array_equal(y, oracle_combine.combine(rows, slots, probs))
+    np.testing.assert_array_equal(y, oracle.combine(rows, slots, probs))
     for p in (probs, np.zeros(0, np.float32)):
         got = triton_op(combine.combine_bwd, dy, rows, slots, order, p)
-        for g, w in zip(got, oracle_combine.combine_bwd(dy, rows, slots, order, p), strict=True):
+        for g, w in zip(got, oracle.combine_bwd(dy, rows, slots, order, p), strict=True):
             np.testing.assert_array_equal(g, w)
 
 

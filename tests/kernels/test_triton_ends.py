@@ -4,8 +4,11 @@ interpreter. Every other group is what it would be, and no byte outside is read 
 import ml_dtypes
 import numpy as np
 import pytest
-from mxep.core_kernels import fold, folded_gemm, grouped_gemm, oracle_folded
+from mxep.core_kernels.fold import oracle
+from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.formats import BLOCK, SPAN, spans
+from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
+from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 
 TOKENS = 608
 NO_MULTIPLES = {
@@ -64,7 +67,7 @@ def test_fold_groups(triton_op, name):
     rng, below = np.random.default_rng(4), np.int32(ends) // BLOCK * BLOCK
     q, sf = rng.integers(0, 256, (7, TOKENS), np.uint8), rng.integers(110, 140, (7, TOKENS // BLOCK), np.uint8)
     qf, span_sf = triton_op(fold.fold_groups, q, sf, np.int32(ends))
-    want, want_sf = oracle_folded.fold_groups(q, sf, below)
+    want, want_sf = oracle.fold_groups(q, sf, below)
     for g in broken:
         begin = below[g - 1] if g else 0
         want_sf[begin // SPAN + g : below[g] // SPAN + g + 1] = 255

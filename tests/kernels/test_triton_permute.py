@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from mxep.core_kernels import oracle, permute
 from mxep.core_kernels.launch import ArrayType
+from mxep.core_kernels.permute import oracle
+from mxep.core_kernels.permute import plan as permute
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.uint8], ids=["bf16", "f32", "u8"])

@@ -3,8 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle, quantize
+from mxep.core_kernels import oracle_math
 from mxep.core_kernels.formats import Rounding
+from mxep.core_kernels.quantize import oracle
+from mxep.core_kernels.quantize import plan as quantize
 
 BF16 = ml_dtypes.bfloat16
 
@@ -96,7 +98,7 @@ def test_every_scale_boundary(triton_op, rounding):
 
 def test_every_e4m3_tie(triton_op):
     """Values halfway between neighbouring E4M3 values and one ulp to either side, under scale 1."""
-    values = oracle.E4M3_VALUES[:0x7F]
+    values = oracle_math.E4M3_VALUES[:0x7F]
     ties = ((values[:-1] + values[1:]) / 2).astype(np.float32)
     x = np.concatenate([np.nextafter(ties, np.float32(0)), ties, np.nextafter(ties, np.float32(1e9))])
     x = np.concatenate([x, -x])

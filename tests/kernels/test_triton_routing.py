@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from mxep.core_kernels import oracle, routing
+from mxep.core_kernels.routing import oracle
+from mxep.core_kernels.routing import plan as routing
 
 
 def check_equal(op, got, want):

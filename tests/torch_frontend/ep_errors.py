@@ -1,6 +1,7 @@
-"""One of two ranks over gloo: what is wrong on one raises on both, nothing waits; started by test_ep_errors.py.
+"""One of two ranks: what is wrong on one raises on both, nothing waits; started by test_ep_errors.py and, over NCCL, by
+tests/gpu/test_ranks.py.
 
-python ep_errors.py RANK STORE OUT      OUT/rank{RANK}: a check that passed per line
+python ep_errors.py RANK STORE OUT BACKEND      OUT/rank{RANK}: a check that passed per line
 
 Each check gives one rank a bad argument, or the two ranks arguments that contradict each other. A rank that is not told
 waits for the other until the time-out, which ends it.
@@ -32,8 +33,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 RANK, RANKS, E, D = int(sys.argv[1]), 2, 4, 64
-X = torch.ones(6, D).bfloat16()
-COUNTS = torch.tensor([1, 2, 3, 0])
+BACKEND = sys.argv[4]
+DEVICE = torch.device("cuda", RANK) if BACKEND == "nccl" else torch.device("cpu")
+X = torch.ones(6, D, device=DEVICE).bfloat16()
+COUNTS = torch.tensor([1, 2, 3, 0], device=DEVICE)
 GROUP = "default"
 
 
@@ -47,35 +50,61 @@ def raises(words: str, others_words: str, run: Callable[[], object], error: type
 def send(rows: object = X, counts: object = COUNTS, probs: object = None) -> None:
     """`dispatch` with these arguments on rank 0, and with right ones on rank 1."""
     mine = (rows, counts, probs) if RANK == 0 else (X, COUNTS, None)
-    dispatch(*mine[:2], RECIPES["mxfp8"], GROUP, RANKS, (E, "cpu"), mine[2])  # type: ignore[arg-type]
+    dispatch(*mine[:2], RECIPES["mxfp8"], GROUP, RANKS, (E, DEVICE.type), mine[2])  # type: ignore[arg-type]
 
 
 def bad_arguments_of_dispatch() -> None:
     told = (
         "dispatch: num_tokens_per_expert: got -1 from rank 0; allowed: counts of at least 0 from every rank; the error"
     )
-    order = torch.arange(6, dtype=torch.int32)
+    order = torch.arange(6, dtype=torch.int32, device=DEVICE)
     for error, words, arguments in (
         (TypeError, "num_tokens_per_expert: got a NoneType; allowed: a torch.Tensor", {"counts": None}),
         (TypeError, "num_tokens_per_expert: got a list", {"counts": [1, 2, 3, 0]}),
         (TypeError, "num_tokens_per_expert: got dtype torch.float32; allowed: int32", {"counts": COUNTS.float()}),
-        (ValueError, "num_tokens_per_expert: got shape (6,); allowed: (4,)", {"counts": torch.ones(6).long()}),
-        (ValueError, "got [7, -1, 0, 0], in total 6; allowed: counts of", {"counts": torch.tensor([7, -1, 0, 0])}),
-        (ValueError, "in total 7; allowed: counts of at least 0, a total of 6", {"counts": torch.tensor([1, 2, 3, 1])}),
+        (
+            ValueError,
+            "num_tokens_per_expert: got shape (6,); allowed: (4,)",
+            {"counts": torch.ones(6, device=DEVICE).long()},
+        ),
+        (
+            ValueError,
+            "got [7, -1, 0, 0], in total 6; allowed: counts of",
+            {"counts": torch.tensor([7, -1, 0, 0], device=DEVICE)},
+        ),
+        (
+            ValueError,
+            "in total 7; allowed: counts of at least 0, a total of 6",
+            {"counts": torch.tensor([1, 2, 3, 1], device=DEVICE)},
+        ),
         (TypeError, "rows: got dtype torch.float16", {"rows": X.half()}),
         (ValueError, "rows: got shape (6, 40); allowed: (M, K) with K a multiple of 32", {"rows": X[:, :40]}),
         (TypeError, "rows: got a NoneType", {"rows": None}),
         (ValueError, "inverse: got shape (6,); allowed: (12,)", {"rows": TokenCopies(X, order, order, 2)}),
-        (ValueError, "probs: got shape (5,); allowed: (6,)", {"probs": torch.ones(5)}),
+        (ValueError, "probs: got shape (5,); allowed: (6,)", {"probs": torch.ones(5, device=DEVICE)}),
     ):
         raises(words, told, lambda arguments=arguments: send(**arguments), error)
+
+
+def experts_that_nobody_agreed_on() -> None:
+    """`dispatch` without `experts`: their number may differ, and a bad argument is told before the counts."""
+
+    def by_hand(rows: object = X, counts: object = COUNTS) -> None:
+        mine = (rows, counts) if RANK == 0 else (X, COUNTS)
+        dispatch(*mine, RECIPES["mxfp8"], GROUP, RANKS)  # type: ignore[arg-type]
+
+    told = "dispatch: rows: got bad arguments on rank 0; allowed: valid arguments on all ranks; the error of rank 0"
+    raises("rows: got dtype torch.float16", told, lambda: by_hand(X.half()), TypeError)
+    raises("counts: got 4 experts on rank 1; allowed: 2", "counts: got 2 experts on rank 0; allowed: 4",
+           lambda: by_hand(counts=torch.tensor([3, 3], device=DEVICE)))  # fmt: skip
+    by_hand()
 
 
 def counts_of_two_dtypes() -> None:
     """int64 on one rank, int32 and uint8 on the other: they travel as int32."""
     for mine in (COUNTS, COUNTS.int(), COUNTS.to(torch.uint8)):
         counts = mine if RANK else COUNTS
-        groups, padded, route = dispatch(X, counts, RECIPES["mxfp8"], GROUP, RANKS, (E, "cpu"))
+        groups, padded, route = dispatch(X, counts, RECIPES["mxfp8"], GROUP, RANKS, (E, DEVICE.type))
         assert (route.output_splits, route.input_splits) == ([3, 3], [3, 3])
         assert padded.tolist() == [32, 32]
         assert torch.equal(combine(groups.dequantize(), route), X)  # type: ignore[attr-defined]
@@ -131,7 +160,7 @@ class Experts(nn.Module):
 
 
 def bad_arguments_of_parallel_experts() -> None:
-    mesh, style = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",)), MXFP8ExpertParallel(gradients="sum")
+    mesh, style = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("ep",)), MXFP8ExpertParallel(gradients="sum")
     for module, told in (
         (nn.Sequential(nn.Linear(D, D)), "a Sequential with parameters of submodules alone"),
         (nn.Linear(D, D, bias=False), "a Linear with parameters weight"),
@@ -140,15 +169,24 @@ def bad_arguments_of_parallel_experts() -> None:
             parallelize_module(module, mesh, style)
     with pytest.raises(ValueError, match=r"gradients: got 'mean'; allowed: gradients='sum' for a Experts"):
         parallelize_module(Experts(), mesh, MXFP8ExpertParallel())
-    experts = parallelize_module(Experts(), mesh, style)
+    module = nn.Linear(D, D) if RANK == 0 else Experts()
+    raises("module: got a Linear with parameters weight", "module: got bad arguments on rank 0; allowed: valid",
+           lambda: parallelize_module(module, mesh, style))  # fmt: skip
+    module = MoE(D, 96, E if RANK == 0 else 2 * E, 1)
+    raises("parameters: got w1 (8, 96, 64)", "parameters: got w1 (4, 96, 64)",
+           lambda: parallelize_module(module, mesh, MXFP8ExpertParallel()))  # fmt: skip
+    module = MoE(D, 96, E, 1, recipe="bf16" if RANK == 0 else "mxfp8")
+    raises("recipe: got Recipe(name='mxfp8'", "recipe: got Recipe(name='bf16'",
+           lambda: parallelize_module(module, mesh, MXFP8ExpertParallel()))  # fmt: skip
+    experts = parallelize_module(Experts().to(DEVICE), mesh, style)
     with pytest.raises(TypeError, match=r"module: got called with 1 arguments; allowed: \(rows, counts\)"):
         experts(X)
     for error, counts in ((TypeError, None), (ValueError, COUNTS - 1), (ValueError, COUNTS[:3])):
         told = "num_tokens_per_expert: got -1 from rank 0"
         raises("dispatch: num_tokens_per_expert: got", told, lambda c=counts: experts(X, COUNTS if RANK else c), error)
-    weights = torch.ones(6).bfloat16() if RANK == 0 else torch.ones(6)
+    weights = torch.ones(6, device=DEVICE, dtype=torch.float32 if RANK else torch.bfloat16)
     raises("probs: got dtype torch.bfloat16", told, lambda: experts(X, COUNTS, weights), TypeError)
-    layer = parallelize_module(MoE(D, 96, E, 1), mesh, MXFP8ExpertParallel())
+    layer = parallelize_module(MoE(D, 96, E, 1).to(DEVICE), mesh, MXFP8ExpertParallel())
     for error, x in ((TypeError, X.half()), (ValueError, X[:, :32]), (TypeError, None)):
         raises("MoE: x: got", told, lambda x=x: layer(X if RANK else x), error)
     layer(X)
@@ -158,6 +196,7 @@ def bad_arguments_of_parallel_experts() -> None:
 
 CHECKS = [
     bad_arguments_of_dispatch,
+    experts_that_nobody_agreed_on,
     counts_of_two_dtypes,
     bad_arguments_of_an_all_to_all,
     groups_that_are_none,
@@ -169,7 +208,9 @@ def main(store: str, out: str) -> None:
     global GROUP
     torch.set_num_threads(1)
     options = {"rank": RANK, "world_size": RANKS, "timeout": timedelta(seconds=30)}
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), **options)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group(BACKEND, store=dist.FileStore(store, RANKS), **options)
     assert dist.group.WORLD is not None
     GROUP = dist.group.WORLD.group_name
     for check in CHECKS:
@@ -181,4 +222,4 @@ def main(store: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[2:])
+    main(*sys.argv[2:4])

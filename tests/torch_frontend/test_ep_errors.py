@@ -1,4 +1,5 @@
-"""What is wrong on one rank raises on all: two processes over gloo; the checks themselves are in ep_errors.py."""
+"""What is wrong on one rank raises on all: two processes over gloo, over NCCL from tests/gpu/test_ranks.py; the checks
+themselves are in ep_errors.py."""
 
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("ep_errors.py")
 CHECKS = [
     "bad_arguments_of_dispatch",
+    "experts_that_nobody_agreed_on",
     "counts_of_two_dtypes",
     "bad_arguments_of_an_all_to_all",
     "groups_that_are_none",
@@ -15,7 +17,12 @@ CHECKS = [
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    commands = [[sys.executable, str(SCRIPT), str(rank), str(tmp_path / "store"), str(tmp_path)] for rank in (0, 1)]
+    run_two_ranks(tmp_path, "gloo")
+
+
+def run_two_ranks(tmp_path: Path, backend: str) -> None:
+    paths = [str(tmp_path / "store"), str(tmp_path)]
+    commands = [[sys.executable, str(SCRIPT), str(rank), *paths, backend] for rank in (0, 1)]
     ranks = [subprocess.Popen(c, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for c in commands]
     try:
         errors = "\n".join(rank.communicate(timeout=120)[1] for rank in ranks)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import quantize
+from mxep.core_kernels.quantize import plan as quantize
 from mxep.torch_frontend import _call, _device, _launch, capabilities, force_implementation, ops
 from torch import Tensor
 

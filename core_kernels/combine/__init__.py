@@ -1,0 +1,1 @@
+"""The weighted sum of a token's expert rows."""

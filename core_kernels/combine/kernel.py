@@ -1,0 +1,103 @@
+"""Triton kernels of the top-k combine and its gradient; plan.py draws the slots.
+
+Both ways are token-major. Forward, a program owns a few tokens and a tile of columns. Backward, it owns one token
+and all its columns: dy is read once for the K rows, and dprobs is one program's sum, in a fixed order. The padding
+rows are the last programs of the same launch. Memory-bound; rows are addressed with 64 bits.
+"""
+
+import triton
+import triton.language as tl
+
+from ..mx_math import f32_to_bf16, to_f32
+
+
+@triton.jit
+def _store(out, value, mask, HW_CAST: tl.constexpr):
+    """f32 values, rounded to bf16 where `out` points to that."""
+    if out.dtype.element_ty == tl.bfloat16:
+        tl.store(out, f32_to_bf16(value, HW_CAST), mask=mask)
+    else:
+        tl.store(out, value, mask=mask)
+
+
+@triton.jit
+def combine_kernel(
+    rows, slots, probs, R, T, y,
+    D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr, TILES: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of y (T, D); TILES tiles lie side by side."""
+    tile = tl.program_id(0)
+    t = (tile // TILES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = (tile % TILES) * BLOCK_K + tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(slots + t * K + k, mask=t < T, other=-1).to(tl.int64)
+        tl.device_assert((row >= -1) & (row < R), "slots point outside the rows")
+        real = (row >= 0) & (row < R)
+        x = to_f32(tl.load(rows + row[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0))
+        # A slot without a row adds 0, which leaves acc as it is: a sum that starts at +0 is never -0.
+        if WEIGHTED:
+            p = tl.load(probs + t * K + k, mask=real, other=0.0)
+            acc += p[:, None] * x
+        else:
+            acc += x
+    _store(y + t[:, None] * D + d[None, :], acc, (t < T)[:, None] & (d < D)[None, :], HW_CAST)
+
+
+@triton.jit
+def _token(
+    dy, rows, slots, probs, R, t, drows, dprobs,
+    D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The BLOCK_S >= K slots of token t: their rows of drows and their dprobs."""
+    k = tl.arange(0, BLOCK_S)
+    row = tl.load(slots + t * K + k, mask=k < K, other=-1).to(tl.int64)
+    tl.device_assert((row >= -1) & (row < R), "slots point outside the rows")
+    real = (row >= 0) & (row < R)
+    dots = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+    if WEIGHTED:
+        p = tl.load(probs + t * K + k, mask=real, other=0.0)
+    for d0 in range(0, D, BLOCK_K):
+        d = d0 + tl.arange(0, BLOCK_K)
+        inside = real[:, None] & (d < D)[None, :]
+        place = row[:, None] * D + d[None, :]
+        g = to_f32(tl.load(dy + t * D + d, mask=d < D, other=0.0))[None, :]
+        if WEIGHTED:
+            x = to_f32(tl.load(rows + place, mask=inside, other=0.0))
+            # Where there is no row, an infinity of dy must not meet the zero that stands for it.
+            dots += tl.where(inside, g * x, 0.0)
+            _store(drows + place, p[:, None] * g, inside, HW_CAST)
+        else:
+            _store(drows + place, tl.broadcast_to(g, (BLOCK_S, BLOCK_K)), inside, HW_CAST)
+    if WEIGHTED:
+        tl.store(dprobs + t * K + k, tl.sum(dots, 1), mask=k < K)
+
+
+@triton.jit
+def _padding(order, R, first, drows, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Zeros in those of BLOCK_M rows that no slot fills."""
+    r = first + tl.arange(0, BLOCK_M)
+    empty = tl.load(order + r, mask=r < R, other=0) < 0
+    if tl.max(empty.to(tl.int32), 0) > 0:
+        for d0 in range(0, D, BLOCK_K):
+            d = d0 + tl.arange(0, BLOCK_K)
+            zeros = tl.zeros((BLOCK_M, BLOCK_K), drows.dtype.element_ty)
+            tl.store(drows + r[:, None] * D + d[None, :], zeros, mask=empty[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def combine_bwd_kernel(
+    dy, rows, slots, order, probs, R, T, drows, dprobs,
+    D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The first T programs own a token each, the rest BLOCK_M rows each."""
+    i = tl.program_id(0)
+    if i < T:
+        _token(
+            dy, rows, slots, probs, R, i.to(tl.int64), drows, dprobs, D, K, WEIGHTED, HW_CAST, BLOCK_S, BLOCK_K
+        )  # fmt: skip
+    else:
+        _padding(order, R, (i - T).to(tl.int64) * BLOCK_M, drows, D, BLOCK_M, BLOCK_K)

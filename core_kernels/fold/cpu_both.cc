@@ -1,0 +1,80 @@
+// Folded rows, and folded columns under the scales of their groups' spans: plan_both.py says what both
+// are for. The columns are walked group by group in strips, so that a strip's largest scales stay at hand:
+//
+//   strip      0       1       2
+//            .-------.-------.---.
+//   group 0  | span  | span  |   |   a span's columns are quantized, and folded while they are in the cache
+//            | span  | ...   |   |
+//   group 1  | span  |       |   |   every group starts anew
+//            '-------'-------'---'
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "fold/cpu.h"
+#include "quantize/cpu.h"
+
+namespace mxep {
+namespace {
+
+constexpr int64_t kStripCols = 128, kSpanBlocks = kSpan / kBlock;
+static_assert(kSpan <= kPieceRows);
+
+// Columns of one group: all of its tokens, and all slots of their scales.
+struct Strip {
+  SpannedGroup group;
+  int64_t m, k, cols;
+};
+
+// q_t and span_sf begin at the strip's first column.
+template <typename T>
+void fold_strip(const T* x, uint8_t* q_t, uint8_t* span_sf, Strip strip, ScaleRule rule) {
+  uint8_t sf[kStripCols * kSpanBlocks];
+  int largest[kStripCols] = {};
+  int64_t slot = strip.group.slot;
+  for (int64_t row = strip.group.begin; row < strip.group.end; row += kSpan, ++slot) {
+    const Piece piece{std::min<int64_t>(kSpan, strip.group.end - row), strip.cols, strip.k, strip.m, kSpanBlocks};
+    quantize_cols(x + row * strip.k, q_t + row, sf, piece, rule);
+    vectorized([&]() MXEP_ALWAYS_INLINE {
+      for (int64_t c = 0; c < strip.cols; ++c) {
+        uint8_t* codes = q_t + c * strip.m + row;
+        const uint8_t* bytes = sf + c * kSpanBlocks;
+        largest[c] = larger_span(largest[c], row == strip.group.begin, bytes, piece.rows / kBlock);
+        span_sf[slot * strip.k + c] = span_scale_byte(largest[c]);
+        fold_blocks(codes, bytes, span_scale_byte(largest[c]), codes, piece.rows / kBlock);
+      }
+    });
+  }
+  for (; slot < strip.group.end_slot; ++slot) std::memset(span_sf + slot * strip.k, 0, strip.cols);
+}
+
+void clear_strip(uint8_t* q_t, uint8_t* span_sf, Strip strip) {
+  const SpannedGroup rest = strip.group;
+  for (int64_t c = 0; c < strip.cols; ++c) std::memset(q_t + c * strip.m + rest.begin, 0, strip.m - rest.begin);
+  for (int64_t s = rest.slot; s < rest.end_slot; ++s) std::memset(span_sf + s * strip.k, 0, strip.cols);
+}
+
+}  // namespace
+
+void quantize_both_fold(const Call& call) {
+  const int64_t m = call.in[0].dim(0), k = call.in[0].dim(1), strips = (k + kStripCols - 1) / kStripCols;
+  const std::span<const int32_t> ends = block_ends("quantize_both_fold", call.in[1], m);
+  quantize_row_fold({call.in.first(1), call.out.first(2), call.attrs});
+  uint8_t *qf_t = call.out[2].as<uint8_t>(), *span_sf = call.out[3].as<uint8_t>();
+  const ScaleRule rule = rule_of(call);
+  const int64_t parts = static_cast<int64_t>(ends.size()) + 1;  // the last one is what no group has
+  with_data(call.in[0], [&]<typename T>(const T* x) {
+    const int64_t bytes = m * std::min(k, kStripCols) * static_cast<int64_t>(sizeof(T)) / parts;
+    parallel_ranges(strips * parts, bytes, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t col = i / parts * kStripCols;
+        const size_t g = static_cast<size_t>(i % parts);
+        const Strip strip{SpannedGroup::of(ends, g, m), m, k, std::min(kStripCols, k - col)};
+        if (g < ends.size())
+          fold_strip(x + col, qf_t + col * m, span_sf + col, strip, rule);
+        else
+          clear_strip(qf_t + col * m, span_sf + col, strip);
+      }
+    });
+  });
+}
+
+}  // namespace mxep

@@ -1,0 +1,125 @@
+"""Triton kernels that fold; plan.py draws what they write.
+
+A program holds whole rows of a tile: a row's scale is not known before its last block.
+"""
+
+import triton
+import triton.language as tl
+
+from ..formats import E8M0_NAN, HEADROOM, SPAN
+from ..mx_math import BLOCK_MX, F32_NAN, e4m3_to_f32, f32_to_e4m3, quantize_blocks, to_f32
+from ..tokens import tokens_of
+
+NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
+SPAN_MX: tl.constexpr = tl.constexpr(SPAN)
+HEADROOM_MX: tl.constexpr = tl.constexpr(HEADROOM)
+
+
+@triton.jit
+def fold_tile(q_blocks, byte, scale, axis: tl.constexpr, HW_CAST: tl.constexpr):
+    """q in blocks along `axis` under their bytes, int32 without it -> under `scale`, which broadcasts to these."""
+    # 448 * 2^-32 rounds to zero, and 2^-254 is no fp32 number
+    shift = tl.maximum(byte - scale, -32)
+    factor = tl.where(byte == NAN_BYTE, F32_NAN, (127 + shift) << 23).to(tl.float32, bitcast=True)
+    return f32_to_e4m3(e4m3_to_f32(q_blocks, HW_CAST) * tl.expand_dims(factor, axis), HW_CAST)
+
+
+@triton.jit
+def store_folded(
+    q_blocks, sf_tile, m, k, kb, M, qf, row_sf,
+    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Fold rows m, given as q (BLOCK_M, BLOCK_K / 32, 32) and sf (BLOCK_M, BLOCK_K / 32), and store them."""
+    byte = sf_tile.to(tl.int32)
+    counts = (kb < K // BLOCK_MX)[None, :] & (byte != NAN_BYTE)
+    row = tl.max(tl.where(counts, byte, -1), 1)
+    folded = fold_tile(q_blocks, byte, row[:, None], 2, HW_CAST)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    tl.store(qf + m[:, None] * K + k[None, :], tl.reshape(folded, (BLOCK_M, BLOCK_K)), mask=inside)
+    tl.store(row_sf + m, tl.where(row < 0, NAN_BYTE, row).to(tl.uint8), mask=m < M)
+
+
+@triton.jit
+def fold_kernel(
+    q, sf, M, qf, row_sf,
+    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
+    scales: tl.constexpr = K // BLOCK_MX
+    q_tile = tl.load(q + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
+    sf_tile = tl.load(sf + m[:, None] * scales + kb[None, :], mask=(m < M)[:, None] & (kb < scales)[None, :], other=0)
+    blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
+    store_folded(blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def quantize_fold_kernel(
+    x, M, qf, row_sf,
+    K: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
+    v = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
+    blocks = tl.reshape(to_f32(v), (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
+    q_blocks, sf_tile = quantize_blocks(blocks, 2, rounding, satfinite, HW_CAST)
+    store_folded(q_blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def permute_fold_kernel(
+    packed, row_map, R, P, qf, row_sf,
+    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
+    scales: tl.constexpr = K // BLOCK_MX
+    row = tl.load(row_map + i, mask=i < P, other=-1).to(tl.int64)
+    tl.device_assert((row >= -1) & (row < R), "row_map points outside the input")
+    real = ((row >= 0) & (row < R))[:, None]
+    start = packed + row[:, None] * (K + scales)
+    q_tile = tl.load(start + k[None, :], mask=real & (k < K)[None, :], other=0)
+    sf_tile = tl.load(start + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
+    blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
+    store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def fold_groups_kernel(
+    q, sf, group_ends, R, M, qf, span_sf,
+    G: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one group of columns, span by span; the columns past the last end count as group G."""
+    BLOCKS: tl.constexpr = SPAN_MX // BLOCK_MX
+    r, group = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1)
+    in_r, pitch = (r < R)[:, None], M // BLOCK_MX
+    before = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    tokens = tokens_of(before, tl.load(group_ends + group, mask=group < G, other=M), M, BLOCK_MX)
+    first, last, whole = tokens
+    broken = (group < G) & (whole == 0)
+    # Counted in blocks: multiplied by 32 below, the compiler knows it and loads 16 bytes at a time.
+    start, end = first // BLOCK_MX, last // BLOCK_MX
+    slot, end_slot = start // BLOCKS + group, end // BLOCKS + group + (group < G).to(tl.int32)
+
+    largest = tl.zeros((BLOCK_M,), tl.int32)  # one more than the byte; 0: no block had a say
+    for b0 in range(start, end, BLOCKS):
+        b, m = b0 + tl.arange(0, BLOCKS), tl.arange(0, SPAN_MX) + b0 * BLOCK_MX
+        inside, at = in_r & (m < end * BLOCK_MX)[None, :], r[:, None] * (pitch * BLOCK_MX) + m[None, :]
+        if group < G:
+            byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=NAN_BYTE)
+            byte = byte.to(tl.int32)
+            here = tl.max(tl.where(byte == NAN_BYTE, 0, byte + 1), 1)
+            headroom = tl.where((b0 == start) & (here > 0), HEADROOM_MX, 0)
+            largest = tl.maximum(largest, tl.minimum(here + headroom, NAN_BYTE))
+            scale = tl.maximum(largest - 1, 0)
+            blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))
+            folded = fold_tile(blocks, byte, scale[:, None], 2, HW_CAST)
+            tl.store(qf + at, tl.reshape(folded, (BLOCK_M, SPAN_MX)), mask=inside)
+            tl.store(span_sf + slot * R + r, tl.where(broken, NAN_BYTE, scale).to(tl.uint8), mask=r < R)
+            slot += 1
+        else:
+            tl.store(qf + at, tl.zeros((BLOCK_M, SPAN_MX), tl.uint8), mask=inside)
+    for unused in range(slot, end_slot):
+        no_scale = tl.zeros((BLOCK_M,), tl.int32) + tl.where(broken, NAN_BYTE, 0)
+        tl.store(span_sf + unused * R + r, no_scale.to(tl.uint8), mask=r < R)

@@ -1,0 +1,95 @@
+"""The definition of folding in numpy: bytes and counts, exact."""
+
+import numpy as np
+
+from ..formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
+from ..oracle_math import E4M3_VALUES, Array, Pair, e8m0_value, group_slices, to_e4m3
+from ..permute.oracle import permute_mx
+from ..quantize.oracle import quantize_col, quantize_row
+
+
+def fold_rows(q: Array, sf: Array) -> Pair:
+    """q (..., K), sf (..., K/32) -> qf (..., K), row_sf (...): all blocks under the row's largest scale.
+
+    A NaN block (byte 255) has no say in the row's scale and becomes elements 0x7F; a row of NaN blocks has 255.
+    """
+    largest = np.where(sf == E8M0_NAN, -1, sf.astype(np.int32)).max(-1)
+    factor = np.where(sf == E8M0_NAN, np.nan, np.ldexp(1.0, sf.astype(np.int32) - largest[..., None]))
+    row_sf = np.where(largest < 0, E8M0_NAN, largest).astype(np.uint8)
+    return to_e4m3(E4M3_VALUES[q] * np.repeat(factor, BLOCK, axis=-1)), row_sf
+
+
+def quantize_row_fold(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
+    """x (..., K) -> qf (..., K), row_sf (...)."""
+    return fold_rows(*quantize_row(x, rounding, satfinite))
+
+
+def permute_mx_fold(packed: Array, row_map: Array) -> Pair:
+    """packed (R, K + K/32), row_map (P,) -> qf (P, K), row_sf (P,)."""
+    return fold_rows(*permute_mx(packed, row_map))
+
+
+def span_slices(group_ends: Array) -> list[list[tuple[int, slice]]]:
+    """Each group's spans in their order: the slot of its scales, and its tokens."""
+    return [
+        [
+            (group.start // SPAN + g + i, slice(begin, min(begin + SPAN, group.stop)))
+            for i, begin in enumerate(range(group.start, group.stop, SPAN))
+        ]
+        for g, group in enumerate(group_slices(group_ends))
+    ]
+
+
+def span_values(qf: Array, span_sf: Array, group_ends: Array) -> Array:
+    """qf (R, M), span_sf (S, R) -> the values (R, M); columns past the last end are zeros."""
+    out = np.zeros(qf.shape)
+    for slot, columns in (span for group in span_slices(group_ends) for span in group):
+        out[:, columns] = E4M3_VALUES[qf[:, columns]] * e8m0_value(span_sf[slot])[:, None]
+    return out
+
+
+def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
+    """q (R, M), sf (R, M/32) -> qf (R, M), span_sf (S, R): every span of a group under the largest scale so far.
+
+    The group's first span has HEADROOM octaves more than it needs, so that those after it seldom raise the scale. A NaN
+    block has no say in any scale and becomes elements 0x7F. Columns past the last end become zeros, and so do the
+    scales of slots without a span.
+    """
+    rows, m = q.shape
+    qf, span_sf = np.zeros_like(q), np.zeros((spans(m, len(group_ends)), rows), np.uint8)
+    for group in span_slices(group_ends):
+        largest = np.zeros(rows, np.int32)  # one more than the scale byte; 0 where no block had a say so far
+        for i, (slot, columns) in enumerate(group):
+            byte = sf[:, columns.start // BLOCK : columns.stop // BLOCK].astype(np.int32)
+            m_i = np.where(byte == E8M0_NAN, 0, byte + 1).max(1)
+            c_i = np.where(m_i > 0, np.minimum(m_i + HEADROOM, E8M0_NAN), 0) if i == 0 else m_i
+            largest = np.maximum(largest, c_i)
+            span_sf[slot] = np.maximum(largest - 1, 0)
+            shift = byte - span_sf[slot].astype(np.int32)[:, None]
+            factor = np.where(byte == E8M0_NAN, np.nan, np.ldexp(1.0, shift))
+            qf[:, columns] = to_e4m3(E4M3_VALUES[q[:, columns]] * np.repeat(factor, BLOCK, axis=1))
+    return qf, span_sf
+
+
+def quantize_both_fold(
+    x: Array, group_ends: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[Array, Array, Array, Array]:
+    """x (M, K) -> qf (M, K), row_sf (M,) of quantize_row_fold; qf_t (K, M), span_sf (S, K): quantize_col's, folded."""
+    columns = fold_groups(*quantize_col(x, rounding, satfinite), group_ends)
+    return *quantize_row_fold(x, rounding, satfinite), *columns
+
+
+def count_fold_loss(q: Array, sf: Array, target: Array) -> tuple[Array, Array, Array]:
+    """q (..., K), sf, target (..., K/32) -> nonzero, rounded, flushed (...) int32, of values folded under the target.
+
+    A NaN counts nowhere, nor does a value of a block whose sf or target is 255. A target below a block's scale takes
+    nothing.
+    """
+    here = np.repeat((sf != E8M0_NAN) & (target != E8M0_NAN), BLOCK, axis=-1)
+    shift = np.minimum(sf.astype(np.int32) - target, 0)
+    value = E4M3_VALUES[q] * np.repeat(np.ldexp(1.0, shift), BLOCK, axis=-1)
+    folded = E4M3_VALUES[to_e4m3(value)]
+    nonzero = here & (np.abs(value) > 0)  # not NaN either
+    flushed = nonzero & (folded == 0)
+    rounded = nonzero & (folded != value) & ~flushed
+    return nonzero.sum(-1, dtype="i4"), rounded.sum(-1, dtype="i4"), flushed.sum(-1, dtype="i4")

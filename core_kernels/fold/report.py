@@ -1,0 +1,176 @@
+"""What the folds of a layer cost its products, from counts and energies of the operands.
+
+    q, sf --fold--> qf, target          of every operand, in a frontend
+      counts    nonzero, rounded, flushed                                  (plan_loss.py)
+      signal    per row and block of 32 along the contraction: the sum of value^2
+      noise     the same of (value - folded value)^2
+
+    product a x b^T     row i of a:   sum over blocks of noise_a[i] * energy_b
+                                      ----------------------------------------   the share of row i of the product
+                                      sum over blocks of signal_a[i] * energy_b  that folding a takes, mean over signs
+
+The mean of this share over rows is what folding an operand costs a product. noise_a against signal_a is not: where
+some channels of x are 2^16 larger and their weights 2^16 smaller, every channel counts alike; a fold of x flushes many
+of the others and keeps 90 dB of its own energy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..formats import BLOCK, E8M0_NAN, SPAN
+
+ADVISED_DB = 40.0
+"""A fold that leaves a product less is advised against. MXFP8 itself is 27 to 30 dB from full precision; an operand at
+40 dB takes another 0.3 dB."""
+OPERANDS = {
+    **dict.fromkeys(("x", "w1", "w3"), "D"),
+    **dict.fromkeys(("h", "w2"), "F"),
+    **dict.fromkeys(("dout", "w2_t"), "D"),
+    **dict.fromkeys(("dgate", "w1_t", "dup", "w3_t"), "F"),
+    **dict.fromkeys(("x_t", "dgate_t", "dup_t", "h_t", "dout_t"), "tokens"),
+}
+"""What the products multiply, and along which dim: forward, input gradient, weight gradient of recipe "mxfp8"."""
+PRODUCTS = (
+    *(("x", "w1"), ("x", "w3"), ("h", "w2")),
+    *(("dout", "w2_t"), ("dgate", "w1_t"), ("dup", "w3_t")),
+    *(("dgate_t", "x_t"), ("dup_t", "x_t"), ("dout_t", "h_t")),
+)
+
+
+class Measured(NamedTuple):
+    """Of one operand of R rows and B blocks.
+
+    counts: nonzero, rounded, flushed. signal, noise: (R, B) fp32, in units of 2^(2 (top - 127)) of the row. top: (R,)
+    uint8, the largest scale byte that a block of the row is folded under. groups: the rows of each expert; one of all
+    rows where the blocks run along the tokens.
+    """
+
+    counts: tuple[int, int, int]
+    signal: np.ndarray
+    noise: np.ndarray
+    top: np.ndarray
+    groups: tuple[slice, ...]
+
+    def sizes(self) -> np.ndarray:
+        """(R,) fp32: 2^(2 (top - 127)) of each row over that of the largest; zeros for a row of NaN."""
+        top = np.where(self.top == E8M0_NAN, 0, self.top).astype(np.int32)
+        return np.ldexp(np.float32(1), np.maximum(2 * (top - top.max(initial=0)), -126)) * (self.top != E8M0_NAN)
+
+    def sqnr_db(self) -> float:
+        """Of the folded operand against the unfolded one."""
+        size = self.sizes().astype(np.float64)
+        return decibels(size @ self.signal.sum(1, np.float64), size @ self.noise.sum(1, np.float64))
+
+    def product_db(self, other: "Measured") -> float:
+        """What folding this operand leaves of its product with the other one."""
+        size, shares = other.sizes(), []
+        for rows, columns in zip(self.groups, other.groups, strict=True):
+            energy = size[columns] @ other.signal[columns]
+            signal, noise = self.signal[rows] @ energy, self.noise[rows] @ energy
+            shares.append(noise[signal > 0] / signal[signal > 0])
+        share = np.concatenate(shares)
+        return decibels(len(share), share.sum(dtype=np.float64))
+
+
+class OperandLoss(NamedTuple):
+    """What the fold takes from one operand.
+
+    along: the dim that a scale per 32 runs along: "D", "F" or "tokens".
+    nonzero: values that are not zero; rounded, flushed: those of them that lose bits, and that become zero.
+    sqnr_db: the folded operand against the unfolded one.
+    product_db: the products that read it, this operand folded, against the same of unfolded operands; every row counts
+        alike, and the least of them is given. What is computed is the mean over random signs of the values.
+    """
+
+    along: str
+    nonzero: int
+    rounded: int
+    flushed: int
+    sqnr_db: float
+    product_db: float
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """What `compute="fold"` takes from the operands of a layer; `print` it for a table.
+
+    operands: by name, in the order of forward, input gradient and weight gradient. "x", "w1", "w3", "h", "w2", "dout",
+        "dgate", "dup" as in the layer; with "_t" those that run along the other dim.
+    """
+
+    operands: Mapping[str, OperandLoss]
+
+    def worst(self) -> str:
+        """The name of the operand whose fold costs its products most."""
+        return min(self.operands, key=lambda name: self.operands[name].product_db)
+
+    def lossy(self) -> tuple[str, ...]:
+        """The operands whose fold leaves less than 40 dB of a product; where there are any, use compute="exact"."""
+        return tuple(name for name, loss in self.operands.items() if loss.product_db < ADVISED_DB)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'operand':8}{'along':>7}{'nonzero':>13}{'rounded':>10}{'flushed':>10}{'SQNR':>9}{'in products':>14}"
+        ]
+        for name, loss in self.operands.items():
+            shares = (f"{100 * count / max(loss.nonzero, 1):.3f}%" for count in (loss.rounded, loss.flushed))
+            counts = f"{loss.nonzero:13}{next(shares):>10}{next(shares):>10}"
+            lines.append(f"{name:8}{loss.along:>7}{counts}{loss.sqnr_db:6.1f} dB{loss.product_db:11.1f} dB")
+        return "\n".join((*lines, self._advice()))
+
+    def _advice(self) -> str:
+        worst = self.worst()
+        least = f"Folding {worst} leaves {self.operands[worst].product_db:.1f} dB of its products, the least of all"
+        if self.lossy():
+            lossy = ", ".join(self.lossy())
+            return f"{least}.\nUse compute='exact': {lossy} below {ADVISED_DB:.0f} dB, where MXFP8 itself has 27 to 30."
+        return f"{least}.\ncompute='fold' is safe here: MXFP8 itself has 27 to 30 dB."
+
+
+def report(measured: Mapping[str, Measured]) -> NumericsReport:
+    """The report of the operands that there are; of a product both."""
+    product_db = dict.fromkeys(measured, np.inf)
+    for a, b in PRODUCTS:
+        if a in measured:
+            product_db[a] = min(product_db[a], measured[a].product_db(measured[b]))
+            product_db[b] = min(product_db[b], measured[b].product_db(measured[a]))
+    losses = {
+        name: OperandLoss(along, *measured[name].counts, measured[name].sqnr_db(), product_db[name])
+        for name, along in OPERANDS.items()
+        if name in measured
+    }
+    return NumericsReport(losses)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10 of signal over noise; infinite without noise.
+
+    >>> decibels(200.0, 2.0)
+    20.0
+    """
+    return float(10 * np.log10(signal / noise)) if noise > 0 else np.inf
+
+
+def row_slices(group_ends: np.ndarray) -> tuple[slice, ...]:
+    """The rows of each group.
+
+    >>> row_slices(np.array([32, 96]))
+    (slice(0, 32, None), slice(32, 96, None))
+    """
+    return tuple(slice(int(a), int(b)) for a, b in zip([0, *group_ends], group_ends, strict=False))
+
+
+def slots_of_blocks(group_ends: np.ndarray, num_blocks: int) -> np.ndarray:
+    """The slot of each block's span in `fold_groups`' span_sf, -1 past the last end.
+
+    >>> slots_of_blocks(np.array([288, 320]), 11)
+    array([ 0,  0,  0,  0,  0,  0,  0,  0,  1,  2, -1])
+    """
+    token = np.arange(num_blocks) * BLOCK
+    group = np.searchsorted(group_ends, token, side="right")
+    start = np.concatenate([[0], group_ends])[group]
+    slot = start // SPAN + group + (token - start) // SPAN
+    return np.where(group < len(group_ends), slot, -1)

@@ -1,0 +1,1 @@
+"""Matrix products with one weight matrix per expert."""

@@ -1,0 +1,252 @@
+// bf16 grouped products on Hopper.
+//
+//   M-grouped  out[m, n] = sum_k a[m, k] b[g, n, k]            rows m of group g
+//   K-grouped  out[g, i, j] = sum_m a[m, i] b[m, j]            tokens m of group g; operands (tokens, N) or (N, tokens)
+//
+// A cluster of two CTAs works on two tiles of 128 x 256. They have their rows of B in common, or of A
+// (schedule.cuh): each fetches one half of those for both.
+//
+//   warpgroup 0     TMA: A (128, 64), B (256, 64), in boxes of 64 x 64 --> ring of 4 stages of 48 KiB
+//                                                        |  full: its bytes are there
+//                                                        |  empty: all consumers of both CTAs are through with it
+//   warpgroups 1, 2      64 x 256 x 64 --> sum, 128 registers of a thread; the next stage is issued before this is done
+//                        end of the tile: sum --staged_store.cuh--> out
+//
+// The tensor core reads B once per 64 rows of A: of all tiles whose sums fit the registers this one takes the fewest
+// bytes of shared memory per product. CTAs are persistent and read the group ends themselves. Rows of the next group or
+// array that a tile covers are computed and not stored; tokens of the next group would enter the sums: they become
+// zeros.
+#include <algorithm>
+
+#include "cuda/cluster_launch.h"
+#include "cuda/ops.h"
+#include "cuda/sm90.cuh"
+#include "cuda/tensor_map.h"
+#include "grouped_gemm/schedule.cuh"
+#include "grouped_gemm/staged_store.cuh"
+#include "grouped_gemm/tile_queue.cuh"
+
+namespace mxep::cuda {
+namespace sm90 {
+namespace {
+
+constexpr int kM = 128, kN = 256, kK = 64;
+constexpr int kStages = 4, kWarpgroup = 128, kConsumers = kM / 64;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+constexpr int kBox = 64, kBoxBytes = kBox * kK * 2;
+static_assert(kBox == kK, "boxes of either orientation are equal");
+
+struct Stage {
+  uint8_t a[kM / kBox][kBoxBytes];
+  uint8_t b[kN / kBox][kBoxBytes];
+};
+
+struct Shared {
+  alignas(1024) Stage stages[kStages];
+  alignas(128) uint8_t staging[4 * kConsumers][kStagingBytes];
+  uint64_t full[kStages], empty[kStages];
+  TileSlots tiles;
+  Shares shares;  // K-grouped
+};
+static_assert(sizeof(Shared) <= 227 * 1024);
+
+// Boxes of the rows from `row` on, at `k` of the dim that is summed over; `shared`: half of them, for both CTAs.
+template <bool kColumns, int kBoxes>
+__device__ __forceinline__ void fetch(uint8_t (&to)[kBoxes][kBoxBytes], const CUtensorMap* map, uint64_t* full, int row,
+                                      int k, bool shared) {
+  constexpr uint16_t kBoth = 3;
+  const int share = shared ? kBoxes / kCluster : kBoxes;
+  const int first = shared ? cluster_rank() * share : 0;
+  for (int i = first; i < first + share; ++i) {
+    const int r = row + i * kBox;
+    const int x = (kColumns ? r : k) * 2, y = kColumns ? k : r;
+    if (shared) {
+      load_box_multicast(to[i], map, full, x, y, kBoth);
+    } else {
+      load_box(to[i], map, full, x, y);
+    }
+  }
+}
+
+// Where a group's first stage begins. Along a row, the copy engine starts at multiples of 16 bytes.
+template <bool kColumns>
+__device__ __forceinline__ int first_of(const Tile& tile) {
+  return kColumns ? tile.k_begin : tile.k_begin / 8 * 8;
+}
+
+template <bool kAlongK, bool kColumns>
+__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
+  Schedule<kAlongK, kM, kN> schedule(p, s.shares);
+  TileQueue tiles(s.tiles);
+  Ring<kStages> ring;
+  for (Tile tile; schedule.next(&tile);) {
+    tiles.put(tile);
+    for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
+      uint64_t* full = &s.full[ring.stage];
+      Stage& stage = s.stages[ring.stage];
+      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+      barrier_expect(full, sizeof(Stage));
+      fetch<kColumns>(stage.a, a, full, tile.a_row, k, tile.side_by_side);
+      fetch<kColumns>(stage.b, b, full, tile.b_row, k, !tile.side_by_side);
+    }
+  }
+  tiles.put({});  // no more
+  ring.drain(s.empty);
+}
+
+// Tokens first..last - 1 of a stage stay, the others are other groups'. Of both operands: NaN * 0 is NaN.
+template <bool kColumns>
+__device__ __forceinline__ void clear_tokens(Stage& stage, int first, int last) {
+  uint16_t* values = reinterpret_cast<uint16_t*>(&stage);
+  for (int i = threadIdx.x - kWarpgroup; i < sizeof(Stage) / 16; i += kConsumers * kWarpgroup) {
+    // 16 bytes of a row: of one token, or of eight tokens, whose place the swizzle changed by row.
+    const int row = i / 8 % kBox, token = kColumns ? row : (i ^ row) % 8 * 8, end = kColumns ? row + 1 : token + 8;
+    if (end <= first || token >= last) {
+      reinterpret_cast<uint4*>(&stage)[i] = {};
+    } else if (!kColumns) {
+      for (int j = 0; j < 8; ++j)
+        if (token + j < first || token + j >= last) values[i * 8 + j] = 0;
+    }
+  }
+  shared_to_async_fence();
+  threads_sync<kConsumers * kWarpgroup>(1);
+}
+
+template <bool kAlongK, bool kColumns, typename Out>
+__device__ void consume(const Problem& p, Shared& s) {
+  // 16 of the 64 that are summed over lie 32 bytes along a row, or 16 rows on.
+  constexpr int kStep = (kColumns ? 16 * 128 : 32) / 16;
+  // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
+  const Addresses at(s);
+  TileQueue tiles(s.tiles);
+  Ring<kStages> ring;
+  for (Tile tile; tiles.next(&tile);) {
+    float sum[128] = {};
+    if (kAlongK && !__shfl_sync(~0u, tile.whole, 0)) {
+#pragma unroll
+      for (int i = 0; i < 128; ++i) sum[i] = __int_as_float(0x7FC00000);
+    }
+    int before = -1;  // the stage that the tensor core may still be reading
+    const int end = __shfl_sync(~0u, tile.k_end, 0);
+    for (int k = __shfl_sync(~0u, first_of<kColumns>(tile), 0); k < end; k += kK, ring.advance()) {
+      Stage& stage = s.stages[ring.stage];
+      barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
+      // Along the rows, the copy engine has put zeros beyond the end.
+      if (kAlongK && (k < tile.k_begin || k + kK > tile.k_end))
+        clear_tokens<kColumns>(stage, tile.k_begin - k, tile.k_end - k);
+      const uint32_t first_a = at.of(stage.a[group]), first_b = at.of(stage.b);
+      const uint32_t a = kColumns ? columns_descriptor<kBox>(first_a) : descriptor(first_a);
+      const uint32_t b = kColumns ? columns_descriptor<kBox>(first_b) : descriptor(first_b);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kK / 16; ++step) wgmma_bf16<kColumns>(sum, a + step * kStep, b + step * kStep);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (before >= 0 && lane < kCluster) barrier_arrive(at.of(s.empty) + before * 8, lane);
+      before = ring.stage;
+    }
+    wgmma_wait<0>();
+    if (before >= 0 && lane < kCluster) barrier_arrive(at.of(s.empty) + before * 8, lane);
+    const auto pair = [&](int at, int) { return rounded<Out>(sum[at], sum[at + 1]); };
+    store_rows<Out, kN>(p, tile, group * 64 + warp % 4 * 16, pair, s.staging[warp]);
+  }
+}
+
+template <bool kAlongK, bool kColumns, typename Out>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    bf16_product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                 const __grid_constant__ Problem p) {
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  if (threadIdx.x == 0) {
+    prefetch(&a);
+    prefetch(&b);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.empty[i], 4 * kConsumers * kCluster);  // every consuming warp of both CTAs
+    }
+    s.tiles.init(4 * kConsumers);
+    barrier_init_fence();
+  }
+  if constexpr (kAlongK) Schedule<true, kM, kN>::share_out<kThreads>(p, s.shares);
+  cluster_sync();
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x == 0) produce<kAlongK, kColumns>(p, &a, &b, s);
+  } else {
+    take_registers<240>();
+    constexpr int kClearing = kConsumers * kWarpgroup;
+    if constexpr (!kAlongK)
+      clear_rest<Out>(p, blockIdx.x * int64_t{kClearing} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kClearing});
+    consume<kAlongK, kColumns, Out>(p, s);
+  }
+}
+
+template <bool kAlongK, bool kColumns, typename Out>
+void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
+  constexpr auto kKernel = bf16_product<kAlongK, kColumns, Out>;
+  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, sizeof(Shared));
+  launch_kernel(op, kKernel, ctas, kThreads, sizeof(Shared), stream, a, b, p);
+}
+
+// `a` and `b` seen as matrices, with all their leading dims as rows.
+template <bool kAlongK, bool kColumns>
+void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[1];
+  p.group_ends = call.in[2].as<const int32_t>();
+  p.out = call.out[0].data;
+  // The copy engine counts rows, and bytes of a row, in 32 bits; tiles reach beyond the last.
+  if (std::max({lhs.leading(1), rhs.leading(1), 2 * lhs.dim(-1), 2 * rhs.dim(-1)}) > INT32_MAX - 4 * kN)
+    throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows or 2^30 columns");
+  const CUtensorMap a = byte_matrix(op, lhs.data, lhs.leading(1), 2 * lhs.dim(-1), kBox);
+  const CUtensorMap b = byte_matrix(op, rhs.data, rhs.leading(1), 2 * rhs.dim(-1), kBox);
+  if (call.out[0].dtype == DType::bf16) {
+    launch_as<kAlongK, kColumns, __nv_bfloat16>(op, a, b, p, stream);
+  } else {
+    launch_as<kAlongK, kColumns, float>(op, a, b, p, stream);
+  }
+}
+
+// Sums of nothing. An operand without a byte has no tensor map.
+void clear(const char* op, const Array& out, cudaStream_t stream) {
+  check(op, cudaMemsetAsync(out.data, 0, out.nbytes(), stream));
+}
+
+}  // namespace
+}  // namespace sm90
+
+void grouped_mm_bf16(const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[1];
+  sm90::Problem p{};
+  p.groups = static_cast<int>(rhs.dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(rhs.dim(1));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.groups == 0 || p.depth == 0) return sm90::clear("grouped_mm_bf16", call.out[0], stream);
+  sm90::launch<false, false>("grouped_mm_bf16", call, p, stream);
+}
+
+void grouped_wgrad_bf16(const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[1];
+  sm90::Problem p{};
+  p.groups = static_cast<int>(call.in[2].dim(0));
+  p.rows = static_cast<int>(lhs.dim(1));
+  p.cols = static_cast<int>(rhs.dim(1));
+  p.depth = static_cast<int>(lhs.dim(0));
+  if (p.depth == 0) return sm90::clear("grouped_wgrad_bf16", call.out[0], stream);
+  sm90::launch<true, true>("grouped_wgrad_bf16", call, p, stream);
+}
+
+void grouped_wgrad_bf16_t(const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[1];
+  sm90::Problem p{};
+  p.groups = static_cast<int>(call.in[2].dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(rhs.dim(0));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.depth == 0) return sm90::clear("grouped_wgrad_bf16_t", call.out[0], stream);
+  sm90::launch<true, false>("grouped_wgrad_bf16_t", call, p, stream);
+}
+
+}  // namespace mxep::cuda

@@ -1,0 +1,318 @@
+// Folded FP8 grouped products on Hopper: one scale per row of either operand, applied once, in the epilogue. K-grouped
+// one per row and span of 256 tokens: the sums are kept in units of the span's scales, which never fall, and change
+// them where a scale rises.
+//
+//   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k] [+ bias[g, n]]      rows m of group g
+//   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
+//
+// A cluster of two CTAs works on two tiles of 256 x 128. They have their rows of B in common, or of A
+// (schedule.cuh): each fetches one half of those for both.
+//
+//   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
+//     K-grouped     look ahead: scales of spans --> notes of what rises (rescale_accumulator.cuh)
+//                               a group's last stage, where it ends amid one: the next group's tokens --> zeros
+//                                                        |  full: its bytes are there
+//                                                        |  empty: all consumers of both CTAs are through with it
+//   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 rows each
+//                        while one runs, where something rises: sum --rescale_accumulator.cuh--> sum
+//                        end of the tile: sum --folded_epilogue.cuh--> out
+//
+// The tensor core aligns the terms of a sum to the largest and keeps about 14 bits: `partial` is what it may sum, 128
+// terms. Both sums and `partial` take 192 of a thread's 240 registers. 48 KiB a stage make four the most that fit.
+//
+// The two warpgroups take no turns: left alone, one adds while the tensor cores work for the other often enough, and
+// every order tried between them cost 1 to 3%, as it did to hold one back by a stage or more. From its additions to its
+// next product is time that the other does not always fill: ten instructions there cost 1 to 4%. What else there is to
+// do is done among the additions, while a product runs, or by other warps.
+//
+// CTAs are persistent; one thread of each reads the group ends and hands the tiles on (tile_queue.cuh). Rows of the
+// next group or array that a tile covers are computed and not stored.
+#include <algorithm>
+
+#include "cuda/cluster_launch.h"
+#include "cuda/ops.h"
+#include "cuda/tensor_map.h"
+#include "grouped_gemm/folded_epilogue.cuh"
+#include "grouped_gemm/rescale_accumulator.cuh"
+#include "grouped_gemm/schedule.cuh"
+#include "grouped_gemm/tile_queue.cuh"
+
+namespace mxep::cuda {
+namespace sm90 {
+namespace {
+
+constexpr int kStages = 4, kWarpgroup = 128;
+constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
+constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kHalfA = kTileM / kCluster, kHalfB = kTileN / kCluster;  // rows of a box
+
+struct Shared {
+  alignas(1024) uint8_t a[kStages][kBytesA];
+  alignas(1024) uint8_t b[kStages][kBytesB];
+  alignas(128) uint8_t staging[8][kStagingBytes];
+  __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
+  uint64_t full[kStages], empty[kStages];
+  TileSlots tiles;
+  uint64_t landed[kStages];  // K-grouped: in place of `full`, of a stage that is not whole
+  RiseSlots rises;           // K-grouped
+  Shares shares;             // K-grouped
+};
+
+struct SharedWithBias : Shared {
+  float bias[2][2][kTileN];  // as col_factor
+};
+static_assert(sizeof(SharedWithBias) <= 227 * 1024);
+
+template <bool kBias>
+using SharedOf = std::conditional_t<kBias, SharedWithBias, Shared>;
+
+template <bool kAlongK>
+__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
+  constexpr uint16_t kBoth = 3;
+  const uint32_t rank = cluster_rank();
+  const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
+  FoldedSchedule<kAlongK> schedule(p, s.shares);
+  Ring<kStages> ring;
+  TileQueue tiles(s.tiles);
+  for (Tile tile; schedule.next(&tile);) {
+    tiles.put(tile);
+    for (int k = tile.k_begin; k < tile.k_end; k += kTileK, ring.advance()) {
+      uint64_t* full = &s.full[ring.stage];
+      uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
+      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+      if (kAlongK && k + kTileK > tile.k_end) full = &s.landed[ring.stage];
+      barrier_expect(full, kBytesA + kBytesB);
+      if (tile.side_by_side) {
+        load_box_multicast(to_a + at_a * kTileK, a, full, k, tile.a_row + at_a, kBoth);
+        load_box(to_b, b, full, k, tile.b_row);
+        load_box(to_b + kHalfB * kTileK, b, full, k, tile.b_row + kHalfB);
+      } else {
+        load_box(to_a, a, full, k, tile.a_row);
+        load_box(to_a + kHalfA * kTileK, a, full, k, tile.a_row + kHalfA);
+        load_box_multicast(to_b + at_b * kTileK, b, full, k, tile.b_row + at_b, kBoth);
+      }
+    }
+  }
+  tiles.put({});  // no more
+  ring.drain(s.empty);
+}
+
+// Clears what a tile's last stage has of the next group's tokens, from `tokens` on: a warp for every part of its rows.
+// A row's 16-byte chunks lie as in load_box.
+__device__ void cut_off(Shared& s, int part, int stage, uint32_t parity, int tokens) {
+  const int lane = threadIdx.x % 32;
+  uint8_t* rows = part == kColumnRises ? s.b[stage] : s.a[stage] + part * kWarpgroup * kTileK;
+  barrier_wait(&s.landed[stage], parity);
+  for (int row = lane; row < kWarpgroup; row += 32)
+    for (int chunk = tokens / 16; chunk < kTileK / 16; ++chunk)
+      *reinterpret_cast<uint4*>(rows + row * kTileK + (chunk ^ row % 8) * 16) = {};
+  shared_to_async_fence();
+  threads_sync<kRiseParts * 32>(3);  // 1 and 2 are the consumers'
+  if (part == 0 && lane == 0) barrier_arrive(&s.full[stage], cluster_rank());
+}
+
+// K-grouped: what consumers are spared.
+__device__ void look_ahead(const Problem& p, int part, Shared& s) {
+  TileQueue tiles(s.tiles);
+  RiseQueue notes(s.rises);
+  int stage = 0;
+  uint32_t landed = 0;  // of every stage, the parity of what it waits for
+  for (Tile tile; tiles.next(&tile);) {
+    note_rises(p, part, tile, notes);
+    const int tokens = tile.k_end - tile.k_begin, rest = tokens % kTileK;
+    stage = (stage + tokens / kTileK) % kStages;
+    if (rest == 0) continue;
+    cut_off(s, part, stage, landed >> stage & 1, rest);
+    landed ^= 1 << stage;
+    stage = (stage + 1) % kStages;
+  }
+}
+
+// Starts partial = a (64, 128) b (128, 128)^T. 32 bytes further along a row are 2 in a descriptor.
+__device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kTileK / 32; ++step) wgmma_e4m3(partial, a + step * 2, b + step * 2, step != 0);
+  wgmma_commit();
+}
+
+template <bool kAlongK, typename Out, bool kBias>
+__device__ void consume(const Problem& p, SharedOf<kBias>& s) {
+  // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
+  const Addresses at(s);
+  TileQueue tiles(s.tiles);
+  RiseQueue notes(s.rises);
+  // Of the next stage: found out among the additions of the one before, so that a product follows them at once.
+  const uint32_t first_a = descriptor(at.of(s.a) + group * kWarpgroup * kTileK), first_b = descriptor(at.of(s.b));
+  uint32_t a = first_a, b = first_b;
+  uint32_t is_full = 0;
+  Ring<kStages> ring;
+  int odd = 0;
+  for (Tile tile; tiles.next(&tile); odd ^= 1) {
+    // Fetched now and used after the products. A scale has no say where there is nothing to scale.
+    const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
+    const bool any = tile.k_begin < tile.k_end;
+    int col_byte = any && col < tile.cols ? p.col_scale[tile.col_scale + col] : kOne;
+    if (kAlongK && !tile.whole) col_byte = kNanScale;
+    [[maybe_unused]] float col_bias = 0;
+    if constexpr (kBias) col_bias = col < tile.cols ? p.bias[tile.col_scale + col] : 0;
+    int row_byte[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = row + i / 2 * 64 + i % 2 * 8 + lane / 4;
+      row_byte[i / 2][i % 2] = any && r < tile.rows ? p.row_scale[tile.row_scale + r] : kOne;
+    }
+
+    float sum[2][64] = {};
+    const int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
+    int look = kSpan;  // where to look at the notes
+    for (int k = 0; k < depth; k += kTileK) {
+      barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float partial[64];
+        start(partial, a + half * (64 * kTileK / 16), b);
+        if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
+        wgmma_wait();
+        if (half == 1) {
+          if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
+          ring.advance();
+          a = first_a + ring.stage * (kBytesA / 16);
+          b = first_b + ring.stage * (kBytesB / 16);
+          is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
+        }
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
+      }
+    }
+    if (kAlongK && depth > kSpan) notes.read();
+
+    // Two buffers: when this one is written again, every warp has passed the barrier of the tile between.
+    __nv_bfloat16* col_factor = s.col_factor[group][odd];
+    col_factor[col] = __ushort_as_bfloat16(col_byte << 7);
+    if constexpr (kBias) s.bias[group][odd][col] = col_bias;
+    bool near = is_near(col_byte);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) near &= is_near(row_byte[i / 2][i % 2]);
+    // The vote tells the compiler that all lanes go the same way. Else it doubles the rest of the tile, takes the loop
+    // over tiles for one in which lanes part, and feeds descriptors from registers of their own.
+    if (!__all_sync(~0u, threads_all(1 + group, near))) {
+      scale_far(sum, row_byte, col_factor);
+      threads_sync(1 + group);
+      col_factor[col] = 1;
+      threads_sync(1 + group);
+    }
+    if constexpr (kBias) scale_and_add(sum, row_byte, col_factor, s.bias[group][odd]);
+    __nv_bfloat162 cols[16];  // of this thread
+#pragma unroll
+    for (int i = 0; i < 16; ++i) cols[i] = *reinterpret_cast<const __nv_bfloat162*>(col_factor + i * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float factor[2] = {__int_as_float(row_byte[half][0] << 23), __int_as_float(row_byte[half][1] << 23)};
+      store<Out, kBias>(p, tile, row + half * 64, sum[half], factor, cols, s.staging[warp]);
+    }
+  }
+}
+
+template <bool kAlongK, typename Out, bool kBias>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    folded_product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                   const __grid_constant__ Problem p) {
+  extern __shared__ __align__(1024) uint8_t bytes[];
+  auto& s = *reinterpret_cast<SharedOf<kBias>*>(bytes);
+  if (threadIdx.x == 0) {
+    prefetch(&a);
+    prefetch(&b);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&s.full[i], 1);
+      barrier_init(&s.landed[i], 1);
+      barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
+    }
+    s.tiles.init(8 + (kAlongK ? kRiseParts : 0));
+    s.rises.init(8);
+    barrier_init_fence();
+  }
+  if constexpr (kAlongK) FoldedSchedule<true>::share_out<kThreads>(p, s.shares);
+  cluster_sync();
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    const int warp = kAlongK ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
+    if (warp == 0) {
+      if (threadIdx.x == 0) produce<kAlongK>(p, &a, &b, s);
+    } else {
+      look_ahead(p, warp - 1, s);
+    }
+  } else {
+    take_registers<240>();
+    constexpr int kConsumers = kThreads - kWarpgroup;
+    if constexpr (!kAlongK)
+      clear_rest<Out>(p, blockIdx.x * int64_t{kConsumers} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kConsumers});
+    consume<kAlongK, Out, kBias>(p, s);
+  }
+}
+
+template <bool kAlongK, typename Out, bool kBias>
+void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
+  constexpr size_t kBytes = sizeof(SharedOf<kBias>);
+  constexpr auto kKernel = folded_product<kAlongK, Out, kBias>;
+  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, kBytes);
+  launch_kernel(op, kKernel, ctas, kThreads, kBytes, stream, a, b, p);
+}
+
+template <bool kAlongK, bool kBias = false>
+void launch(const char* op, const Call& call, Problem p, int64_t b_rows, cudaStream_t stream) {
+  p.group_ends = call.in.back().as<const int32_t>();
+  if (kBias) p.bias = call.in[4].as<const float>();
+  p.row_scale = call.in[1].as<const uint8_t>();
+  p.col_scale = call.in[3].as<const uint8_t>();
+  p.out = call.out[0].data;
+  // Rows of operands and scales are counted in 32 bits, as the copy engine counts them; tiles reach beyond the last.
+  const int64_t a_rows = call.in[0].dim(0), depth = call.in[0].dim(1);
+  const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : a_rows;
+  if (std::max({b_rows, scales, depth}) > INT32_MAX - 2 * kTileM)
+    throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows, columns or scales");
+  const CUtensorMap a = byte_matrix(op, call.in[0].data, p.rows, p.depth, kHalfA);
+  const CUtensorMap b = byte_matrix(op, call.in[2].data, b_rows, p.depth, kHalfB);
+  if (call.out[0].dtype == DType::bf16) {
+    launch_as<kAlongK, __nv_bfloat16, kBias>(op, a, b, p, stream);
+  } else {
+    launch_as<kAlongK, float, kBias>(op, a, b, p, stream);
+  }
+}
+
+template <bool kBias>
+void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[2];
+  Problem p{};
+  p.groups = static_cast<int>(rhs.dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(rhs.dim(1));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.groups == 0)  // no weights, so no tensor map of them: every row is past the last end
+    return check(op, cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
+  launch<false, kBias>(op, call, p, rhs.leading(1), stream);
+}
+
+}  // namespace
+}  // namespace sm90
+
+void grouped_mm_fold(const Call& call, cudaStream_t stream) { sm90::m_grouped<false>("grouped_mm_fold", call, stream); }
+
+void grouped_mm_fold_bias(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<true>("grouped_mm_fold_bias", call, stream);
+}
+
+void grouped_wgrad_fold(const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[2];
+  sm90::Problem p{};
+  p.groups = static_cast<int>(call.in[4].dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(rhs.dim(0));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.depth == 0)  // no tokens, so no tensor map of them
+    return check("grouped_wgrad_fold", cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
+  sm90::launch<true>("grouped_wgrad_fold", call, p, rhs.dim(0), stream);
+}
+
+}  // namespace mxep::cuda

@@ -1,0 +1,132 @@
+"""Triton kernels of the grouped products of folded operands; plan_folded.py draws the operands.
+
+A tensor core of sm_90 aligns the products of a sum to the largest of them and keeps about 14 bits. Its sums are
+therefore added in fp32 after every 128 terms. Both powers of two are applied at once, so that 2^-127 beside 2^127
+loses nothing. A bias is added in fp32 too, before the one rounding to the output; rows past the last end have none.
+"""
+
+import triton
+import triton.language as tl
+
+from ..formats import E8M0_NAN, SPAN
+from ..mx_math import BLOCK_MX, e4m3_to_f32, e8m0_to_f32
+from ..tokens import tokens_of
+from .kernel import rows_of_tile
+from .kernel_tile import load_tile, store_tile
+
+NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
+SPAN_MX: tl.constexpr = tl.constexpr(SPAN)
+CHAIN: tl.constexpr = tl.constexpr(128)
+"""Terms that a tensor core sums by itself: CUTLASS and DeepGEMM promote as often."""
+
+
+@triton.jit
+def _dot(a, b, acc, HW_CAST: tl.constexpr):
+    """acc + a b^T of E4M3 bytes."""
+    if HW_CAST:
+        a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+        return tl.dot(a, tl.trans(b), acc, max_num_imprecise_acc=CHAIN)
+    else:
+        return tl.dot(e4m3_to_f32(a, False), tl.trans(e4m3_to_f32(b, False)), acc, input_precision="ieee")
+
+
+@triton.jit
+def _scaled(acc, row_byte, col_byte):
+    """acc * 2^(row_byte + col_byte - 254), in two halves: half of the way is in range wherever the end is."""
+    row, col = row_byte.to(tl.int32)[:, None], col_byte.to(tl.int32)[None, :]
+    half = (row + col) >> 1
+    value = acc * e8m0_to_f32(half) * e8m0_to_f32(row + col - half)
+    return tl.where((row == NAN_BYTE) | (col == NAN_BYTE), float("nan"), value)
+
+
+@triton.jit
+def _fall(rise):
+    """2^-rise: what sums are multiplied by where their scale rises. Below 2^-126 nothing of them is left."""
+    return tl.where(rise > 126, 0, (127 - rise) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mm_tile(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of out."""
+    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    n0 = (tl.program_id(0) % n_tiles) * BLOCK_N
+    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
+    group, m0, end = rows
+    m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+    in_m, in_n = m < end, n < N
+    row, weight_row = m.to(tl.int64), group.to(tl.int64) * N + n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if group < G:
+        for k0 in range(0, K, BLOCK_K):
+            a = load_tile(lhs_qf, row, in_m, k0, K, K, BLOCK_K)
+            b = load_tile(rhs_qf, weight_row, in_n, k0, K, K, BLOCK_K)
+            acc = _dot(a, b, acc, HW_CAST)
+        row_byte = tl.load(lhs_sf + row, mask=in_m, other=0)
+        acc = _scaled(acc, row_byte, tl.load(rhs_sf + weight_row, mask=in_n, other=0))
+        if HAS_BIAS:
+            acc += tl.load(bias + weight_row, mask=in_n, other=0.0)[None, :]
+    store_tile(out, row, in_m, n0, N, N, acc, True, HW_CAST, False)
+
+
+@triton.jit
+def mm_kernel(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _mm_tile(
+        lhs_qf, lhs_sf, rhs_qf, rhs_sf, None, group_ends, M, out,
+        G, N, K, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def mm_bias_kernel(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _mm_tile(
+        lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
+        G, N, K, True, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def wgrad_kernel(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, M, out,
+    N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    tile = tl.program_id(0)
+    n = (tile // k_tiles % n_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k0 = (tile % k_tiles) * BLOCK_K
+    k = k0 + tl.arange(0, BLOCK_K)
+    group = (tile // (n_tiles * k_tiles)).to(tl.int64)
+    in_n, in_k = n < N, k < K
+
+    before = tl.load(group_ends + group - 1, mask=group > 0, other=0)
+    tokens = tokens_of(before, tl.load(group_ends + group), M, BLOCK_MX)
+    start, end, whole = tokens
+    pitch = M // BLOCK_MX * BLOCK_MX
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    slot = start // SPAN_MX + group
+    # A scale has no say where there is nothing to scale.
+    row_byte = tl.load(lhs_sf + slot * N + n, mask=in_n & (start < end), other=0).to(tl.int32)
+    col_byte = tl.load(rhs_sf + slot * K + k, mask=in_k & (start < end), other=0).to(tl.int32)
+    for m0 in range(start, end, BLOCK_M):
+        span = slot + (m0 - start) // SPAN_MX
+        row_now = tl.load(lhs_sf + span * N + n, mask=in_n, other=0).to(tl.int32)
+        col_now = tl.load(rhs_sf + span * K + k, mask=in_k, other=0).to(tl.int32)
+        acc = acc * _fall(row_now - row_byte)[:, None] * _fall(col_now - col_byte)[None, :]
+        row_byte, col_byte = row_now, col_now
+        a = load_tile(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
+        b = load_tile(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
+        acc = _dot(a, b, acc, HW_CAST)
+    store_tile(out, group * N + n, in_n, k0, K, K, _scaled(acc, row_byte, col_byte), whole, HW_CAST, False)

@@ -1,0 +1,1 @@
+"""Rows gathered through a row map."""

@@ -1,0 +1,1 @@
+"""Quantization to MXFP8 and back."""

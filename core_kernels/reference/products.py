@@ -1,0 +1,81 @@
+"""The grouped product and its gradients by definition, in the forms in which a recipe has its operands multiplied.
+
+    out = a b        a along K, b along K          db = a^T dout    both along the tokens
+    da  = dout b^T   dout along N, b along N
+
+form      along the rows                  along the tokens, if `wgrad_mx`; otherwise bf16
+"bf16"    bf16                            -
+"mx"      quantize_row, quantize_col      quantize_col
+"fold"    the same, folded by row         the same, folded by row and span of tokens
+"row"     quantize_rowwise                -
+
+What arrives as (q, sf) is multiplied as it is, folded, or dequantized for a form that is not made of blocks.
+"""
+
+import numpy as np
+
+from ..fold.oracle import fold_groups, fold_rows
+from ..formats import Rounding
+from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
+from ..grouped_gemm.oracle_folded import grouped_mm_fold, grouped_wgrad_fold
+from ..oracle_math import Array, Pair, round_to
+from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
+
+
+def _values(x: Array | Pair) -> Array:
+    return dequantize(*x) if isinstance(x, tuple) else x
+
+
+def _as_bf16(x: Array | Pair) -> Array:
+    return round_to(_values(x).astype(np.float64), "bfloat16")
+
+
+def _rows(x: Array | Pair, form: str, rounding: Rounding | str) -> Pair:
+    if form == "row":
+        return quantize_rowwise(_values(x), rounding)
+    pair = x if isinstance(x, tuple) else quantize_row(x, rounding)
+    return fold_rows(*pair) if form == "fold" else pair
+
+
+def _product(x: Array | Pair, w: Array, group_ends: Array, form: str, rounding: Rounding | str, dtype: str) -> Array:
+    """x along its last dim, w (G, N, K) along its last."""
+    if form == "bf16":
+        return grouped_mm_bf16(_as_bf16(x), _as_bf16(w), group_ends, dtype)
+    multiply = grouped_mm_mx if form == "mx" else grouped_mm_fold
+    return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding), group_ends, dtype)
+
+
+def grouped_mm(
+    a: Array | Pair,
+    b_t: Array,
+    group_ends: Array,
+    form: str,
+    rounding: Rounding | str = Rounding.RCEIL,
+    out_dtype: str = "bfloat16",
+) -> Array:
+    """a (M, K) floats or its (q, sf), b_t (G, K, N) floats -> out (M, N)."""
+    b = np.ascontiguousarray(np.swapaxes(b_t, 1, 2))
+    return _product(a, b, group_ends, form, rounding, out_dtype)
+
+
+def grouped_mm_vjp(
+    dout: Array | Pair,
+    a: Array | Pair,
+    b_t: Array,
+    group_ends: Array,
+    form: str,
+    wgrad_mx: bool,
+    rounding: Rounding | str = Rounding.RCEIL,
+    out_dtype: str = "bfloat16",
+) -> Pair:
+    """dout (M, N), floats or its (q, sf) -> da (M, K), db_t (G, K, N)."""
+    da = _product(dout, np.ascontiguousarray(b_t), group_ends, form, rounding, out_dtype)
+    if not wgrad_mx:
+        db = grouped_wgrad_bf16(_as_bf16(dout), _as_bf16(a), group_ends, out_dtype)
+        return da, np.swapaxes(db, 1, 2)
+    dout_t, a_t = (quantize_col(_values(x), rounding) for x in (dout, a))
+    multiply = grouped_wgrad_mx
+    if form == "fold":
+        dout_t, a_t = (fold_groups(*pair, group_ends) for pair in (dout_t, a_t))
+        multiply = grouped_wgrad_fold
+    return da, np.swapaxes(multiply(*dout_t, *a_t, group_ends, out_dtype), 1, 2)

@@ -1,0 +1,1 @@
+"""Where every token goes: the sort by expert, and the map from received rows to padded groups."""

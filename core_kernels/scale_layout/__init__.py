@@ -1,0 +1,1 @@
+"""Scales in the layout of Blackwell's tensor cores."""

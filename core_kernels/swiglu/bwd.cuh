@@ -1,0 +1,55 @@
+// SwiGLU's gradient on 8 values of a row, and what a launch of it needs, for rows alone and for columns.
+// oracle.py defines the fp32 operations and their order.
+#pragma once
+
+#include "cuda/launch.h"
+#include "swiglu/math.cuh"
+#include "swiglu/tile.cuh"
+
+namespace mxep::cuda {
+
+inline constexpr int kSector = 32;  // bytes; DRAM pays for parts of one as for many sectors
+
+struct Inputs {
+  const bf16 *dh, *gate, *up;
+  const float* prob;  // null: every row weighs one, and there is no dprob
+
+  static Inputs of(const Call& call) {
+    const Array& prob = call.in[3];
+    return {call.in[0].as<const bf16>(), call.in[1].as<const bf16>(), call.in[2].as<const bf16>(),
+            prob.dim(0) ? prob.as<const float>() : nullptr};
+  }
+};
+
+// Whether there is nothing to quantize. The dprob of rows without columns is zero, the sum of nothing.
+inline bool finished_if_empty(const char* op, const Call& call, cudaStream_t stream) {
+  const Array &gate = call.in[1], &dprob = call.out.back();
+  if (gate.dim(0) && gate.dim(1)) return false;
+  check(op, cudaMemsetAsync(dprob.data, 0, dprob.nbytes(), stream));
+  return true;
+}
+
+// Adds to `sum` what the values give to their row's dprob.
+__device__ inline void backward(const Piece& dh, const Piece& gate, const Piece& up, const SigmoidTable& table,
+                                float prob, Piece& dgate, Piece& dup, float& sum) {
+  const auto one = [&](float g, float u, float d, float sigmoid, float& new_gate, float& new_up) {
+    const float silu = __fmul_rn(g, sigmoid);
+    const float slope = __fadd_rn(sigmoid, __fmul_rn(silu, __fsub_rn(1.0f, sigmoid)));
+    sum = __fmaf_rn(d, __fmul_rn(silu, u), sum);
+    d = __fmul_rn(d, prob);
+    new_up = __fmul_rn(d, silu);
+    new_gate = __fmul_rn(__fmul_rn(d, u), slope);
+  };
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const Bf16x2 g = gate.at[p], u = up.at[p], d = dh.at[p];
+    float low, high, gates[2], ups[2];
+    table.look_up(g, low, high);
+    one(g.low(), u.low(), d.low(), low, gates[0], ups[0]);
+    one(g.high(), u.high(), d.high(), high, gates[1], ups[1]);
+    dgate.at[p] = round_to_bf16(gates[0], gates[1]);
+    dup.at[p] = round_to_bf16(ups[0], ups[1]);
+  }
+}
+
+}  // namespace mxep::cuda

@@ -1,0 +1,156 @@
+// SwiGLU and its gradient, quantized while what was computed is in the cache.
+//
+//   gate, up, dh --512 values of a row--> bf16 results --rows_of--> q, sf
+//                                              '--128 such rows--cols_of--> q_t, sf_t
+//
+// oracle.py is the definition: every operation rounds on its own but for the fma written here.
+// A row without a weight weighs 1, which changes no bit.
+#include "quantize/cpu.h"
+
+#include <cmath>
+
+#include "cpu/mx_math.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+
+namespace mxep {
+namespace {
+
+constexpr int64_t kChunk = 512, kStripRows = 128;
+constexpr int64_t kStride = kChunk + kBlock;  // rows of the scratch do not share a cache set
+constexpr int64_t kScratch = kStripRows * kStride;
+constexpr int kLanes = 16;  // of the sum that is dprob
+
+// 1 / (1 + e^-g) through t = 2^(-|g| log2 e).
+MXEP_INLINE float sigmoid(float g) {
+  constexpr float kMinusLog2e = -1.44269502f;
+  constexpr float kMagic = 12583039.0f;  // 1.5 * 2^23 + 127
+  const float scaled = std::bit_cast<float>(magnitude(g)) * kMinusLog2e;
+  const float y = scaled > -127.0f ? scaled : -127.0f;
+  const float m = y + kMagic;  // its lowest bits: the nearest integer plus 127
+  const float f = y - (m - kMagic);
+  float p = 0.00132647f;
+  p = __builtin_fmaf(p, f, 0.0096715f);
+  p = __builtin_fmaf(p, f, 0.05550734f);
+  p = __builtin_fmaf(p, f, 0.24022242f);
+  p = __builtin_fmaf(p, f, 0.69314698f);
+  p = __builtin_fmaf(p, f, 1.0f);
+  const float t = p * std::bit_cast<float>(std::bit_cast<uint32_t>(m) << 23);
+  const float r = 1.0f / (1.0f + t);
+  return g < 0 ? t * r : r;
+}
+
+MXEP_INLINE void forward_of(const bf16* gate, const bf16* up, float prob, int64_t n, bf16* h) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float g = to_f32(gate[i]);
+    h[i] = bf16_from_f32(((g * sigmoid(g)) * to_f32(up[i])) * prob);
+  }
+}
+
+// Returns what these n <= kChunk values add to dprob.
+MXEP_INLINE float backward_of(const bf16* dh, const bf16* gate, const bf16* up, float prob, int64_t n, bf16* dgate,
+                              bf16* dup) {
+  alignas(64) float term[kChunk];
+  for (int64_t i = 0; i < n; ++i) {
+    const float g = to_f32(gate[i]), u = to_f32(up[i]), dy = to_f32(dh[i]), d = dy * prob;
+    const float sig = sigmoid(g), silu = g * sig;
+    term[i] = dy * (silu * u);
+    dgate[i] = bf16_from_f32((d * u) * (sig + silu * (1.0f - sig)));
+    dup[i] = bf16_from_f32(d * silu);
+  }
+  const int64_t whole = (n + kLanes - 1) / kLanes * kLanes;
+  for (int64_t i = n; i < whole; ++i) term[i] = 0;
+  float lane[kLanes] = {};
+  for (int64_t i = 0; i < whole; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) lane[j] += term[i + j];
+  float sum = 0;
+  for (int j = 0; j < kLanes; ++j) sum += lane[j];
+  return sum;
+}
+
+// Where an (M, F) result goes: to x in bf16, or quantized along rows, columns or both.
+struct Result {
+  bf16* x = nullptr;
+  uint8_t *q = nullptr, *sf = nullptr, *q_t = nullptr, *sf_t = nullptr;
+};
+
+enum Along { kNone, kRows, kCols, kBoth };
+
+Result result_of(std::span<const Array> out, Along along) {
+  if (along == kNone) return {out[0].as<bf16>()};
+  const auto bytes = [&](int i) { return out[i].as<uint8_t>(); };
+  if (along == kRows) return {nullptr, bytes(0), bytes(1)};
+  if (along == kCols) return {nullptr, nullptr, nullptr, bytes(0), bytes(1)};
+  return {nullptr, bytes(0), bytes(1), bytes(2), bytes(3)};
+}
+
+// Rows [top, top + rows) of N results. compute(row, at, n, out) fills out[i][0..n) with the n values at offset `at`.
+template <int N, typename Compute>
+MXEP_INLINE void strip_of(const Result (&results)[N], bf16* scratch, int64_t top, int64_t rows, int64_t m, int64_t f,
+                          ScaleRule rule, const Compute& compute) {
+  for (int64_t col = 0; col < f; col += kChunk) {
+    const int64_t n = std::min(kChunk, f - col);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (top + r) * f + col;
+      bf16* out[N];
+      for (int i = 0; i < N; ++i)
+        out[i] = results[i].x ? results[i].x + at : scratch + i * kScratch + (results[i].q_t ? r * kStride : 0);
+      compute(top + r, at, n, out);
+      for (int i = 0; i < N; ++i)
+        if (results[i].q) rows_of(out[i], results[i].q + at, results[i].sf + at / kBlock, n / kBlock, rule);
+    }
+    for (int i = 0; i < N; ++i)
+      if (results[i].q_t)
+        cols_of(scratch + i * kScratch, results[i].q_t + col * m + top, results[i].sf_t + (col * m + top) / kBlock,
+                {rows, n, kStride, m, m / kBlock}, rule);
+  }
+}
+
+template <int N, typename Compute>
+void by_strips(const Result (&results)[N], const Array& gate, ScaleRule rule, const Compute& compute) {
+  const int64_t m = gate.dim(0), f = gate.dim(1), height = results[0].q_t ? kStripRows : 8;
+  const int64_t strips = (m + height - 1) / height;
+  parallel_ranges(strips, height * f * 2 * static_cast<int64_t>(sizeof(bf16)), [=](int64_t begin, int64_t end) {
+    alignas(64) static thread_local bf16 buffer[N * kScratch];
+    bf16* scratch = buffer;
+    for (int64_t s = begin; s < end; ++s) {
+      const int64_t top = s * height, rows = std::min(height, m - top);
+      vectorized([&]() MXEP_ALWAYS_INLINE { strip_of(results, scratch, top, rows, m, f, rule, compute); });
+    }
+  });
+}
+
+void forward(const Call& call, Along along) {
+  const bf16 *gate = call.in[0].as<const bf16>(), *up = call.in[1].as<const bf16>();
+  const float* prob = call.in[2].dim(0) ? call.in[2].as<const float>() : nullptr;
+  const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out)
+                           MXEP_ALWAYS_INLINE { forward_of(gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0]); };
+  by_strips({result_of(call.out, along)}, call.in[0], along ? rule_of(call) : ScaleRule{}, compute);
+}
+
+void backward(const Call& call, Along along) {
+  const bf16 *dh = call.in[0].as<const bf16>(), *gate = call.in[1].as<const bf16>(), *up = call.in[2].as<const bf16>();
+  const float* prob = call.in[3].dim(0) ? call.in[3].as<const float>() : nullptr;
+  const auto half = call.out.size() / 2;
+  float* dprob = call.out.back().as<float>();
+  if (prob) std::fill_n(dprob, call.in[3].dim(0), 0.0f);
+  const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out) MXEP_ALWAYS_INLINE {
+    const float sum = backward_of(dh + at, gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0], out[1]);
+    if (prob) dprob[row] += sum;
+  };
+  const Result results[] = {result_of(call.out.first(half), along), result_of(call.out.subspan(half, half), along)};
+  by_strips(results, call.in[1], along ? rule_of(call) : ScaleRule{}, compute);
+}
+
+}  // namespace
+
+void swiglu(const Call& call) { forward(call, kNone); }
+void swiglu_row(const Call& call) { forward(call, kRows); }
+void swiglu_col(const Call& call) { forward(call, kCols); }
+void swiglu_both(const Call& call) { forward(call, kBoth); }
+void swiglu_bwd(const Call& call) { backward(call, kNone); }
+void swiglu_bwd_row(const Call& call) { backward(call, kRows); }
+void swiglu_bwd_col(const Call& call) { backward(call, kCols); }
+void swiglu_bwd_both(const Call& call) { backward(call, kBoth); }
+
+}  // namespace mxep

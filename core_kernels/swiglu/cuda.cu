@@ -1,0 +1,132 @@
+// SwiGLU forward, h quantized where it is made.
+//
+//   gate, up (M, F), prob (M,) --> h in registers, rounded to bf16 --tile.cuh--> q, sf | q_t, sf_t | both
+//
+// A CTA walks over tiles: its table of sigmoids is made once. oracle.py defines every byte.
+#include <algorithm>
+
+#include "cuda/driver.h"
+#include "cuda/ops.h"
+#include "swiglu/math.cuh"
+#include "swiglu/tile.cuh"
+
+namespace mxep::cuda {
+namespace {
+
+struct Inputs {
+  const bf16 *gate, *up;
+  const float* prob;  // null: every row weighs one
+};
+
+struct Fetched {
+  Piece gate[kRowsAtOnce], up[kRowsAtOnce];
+  float prob[kRowsAtOnce];
+};
+
+template <bool kVector>
+__device__ Fetched fetch(const Inputs& in, const Grid& grid, const Place& at, const Spot& spot) {
+  Fetched fetched;
+  const bf16 *gate = in.gate + spot.offset, *up = in.up + spot.offset;
+#pragma unroll
+  for (int r = 0; r < kRowsAtOnce; ++r, gate += grid.cols, up += grid.cols) {
+    fetched.gate[r] = load_piece<kVector>(gate, r < spot.rows, spot.columns);
+    fetched.up[r] = load_piece<kVector>(up, r < spot.rows, spot.columns);
+    fetched.prob[r] = in.prob && r < spot.rows ? __ldg(in.prob + at.row + spot.row + r) : 1.0f;
+  }
+  return fetched;
+}
+
+__device__ void forward(const Fetched& from, const SigmoidTable& table, Piece (&h)[kRowsAtOnce]) {
+#pragma unroll
+  for (int r = 0; r < kRowsAtOnce; ++r)
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const Bf16x2 g = from.gate[r].at[p], u = from.up[r].at[p];
+      float low, high;
+      table.look_up(g, low, high);
+      low = __fmul_rn(__fmul_rn(__fmul_rn(g.low(), low), u.low()), from.prob[r]);
+      high = __fmul_rn(__fmul_rn(__fmul_rn(g.high(), high), u.high()), from.prob[r]);
+      h[r].at[p] = round_to_bf16(low, high);
+    }
+}
+
+template <typename T, bool kCol>
+struct Memory {
+  SigmoidTable table;
+};
+template <typename T>
+struct Memory<T, true> {
+  typename T::Values h;
+  typename T::Columns columns;
+  SigmoidTable table;
+};
+
+template <typename T, bool kRow, bool kCol, bool kVector>
+__global__ void __launch_bounds__(T::kThreads, 1) swiglu_tiles(Inputs in, Grid grid, ScaleRule rule, Outputs out) {
+  extern __shared__ uint4 bytes[];
+  auto& memory = *reinterpret_cast<Memory<T, kCol>*>(bytes);
+  const uint32_t tiles = grid.all_strips * grid.tiles_across;
+  Place at = Place::of<T>(grid, blockIdx.x);
+  Fetched fetched = fetch<kVector>(in, grid, at, Spot::of<T>(grid, at, 0));
+  memory.table.fill();
+  __syncthreads();
+  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    // Past its last tile a CTA fetches that once more.
+    const Place next = Place::of<T>(grid, tile + gridDim.x < tiles ? tile + gridDim.x : tile);
+#pragma unroll
+    for (int pass = 0; pass < T::kPasses; ++pass) {
+      const Spot spot = Spot::of<T>(grid, at, pass);
+      Piece h[kRowsAtOnce];
+      forward(fetched, memory.table, h);
+      const bool done = pass + 1 == T::kPasses;
+      const Place& then = done ? next : at;
+      fetched = fetch<kVector>(in, grid, then, Spot::of<T>(grid, then, done ? 0 : pass + 1));
+      if constexpr (kRow)
+        scale_rows<T>(h, rule, spot.rows, out.q + spot.offset, grid.cols, out.sf + spot.offset / kBlock,
+                      grid.cols / kBlock);
+      if constexpr (kCol) keep<T>(h, spot, memory.h);
+    }
+    if constexpr (kCol) {
+      __syncthreads();
+      scale_columns<T>(memory.h, rule, memory.columns);
+      __syncthreads();
+      memory.columns.template write<T::kThreads>(out, grid, at);
+    }
+    at = next;
+  }
+}
+
+template <bool kRow, bool kCol, bool kVector>
+void launch(const char* op, const Call& call, Outputs out, cudaStream_t stream) {
+  // Single values take more registers to load than 512 threads have.
+  using T = SharedTile<kVector ? 256 : 128, 128>;
+  const Array &gate = call.in[0], &up = call.in[1], &prob = call.in[2];
+  const Grid grid = Grid::of<T>(1, gate.dim(0), gate.dim(1), kRow ? 4 : ~0u);
+  const Inputs in{gate.as<const bf16>(), up.as<const bf16>(), prob.dim(0) ? prob.as<const float>() : nullptr};
+  constexpr auto kKernel = swiglu_tiles<T, kRow, kCol, kVector>;
+  constexpr int kBytes = sizeof(Memory<T, kCol>);
+  allow_shared_memory<kKernel>(op, stream, kBytes);
+  launch_kernel(op, kKernel, std::min(grid_x(op, grid.tiles()), multiprocessors(op)), T::kThreads, kBytes, stream, in,
+                grid, ScaleRule(call.attrs[0], call.attrs[1]), out);
+}
+
+}  // namespace
+
+void swiglu_row(const Call& call, cudaStream_t stream) {
+  const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
+  launch<true, false, true>("swiglu_row", call, {out(0), out(1), nullptr, nullptr}, stream);
+}
+
+void swiglu_col(const Call& call, cudaStream_t stream) {
+  const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
+  const bool vector = call.in[0].dim(1) % 8 == 0;  // rows start at multiples of 16 bytes
+  (vector ? launch<false, true, true> : launch<false, true, false>)("swiglu_col", call,
+                                                                    {nullptr, nullptr, out(0), out(1)}, stream);
+}
+
+void swiglu_both(const Call& call, cudaStream_t stream) {
+  const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
+  launch<true, true, true>("swiglu_both", call, {out(0), out(1), out(2), out(3)}, stream);
+}
+
+}  // namespace mxep::cuda

@@ -1,0 +1,201 @@
+"""Triton kernels of SwiGLU and its gradient; plan.py draws what they write.
+
+dprob's sum needs whole rows: a backward program with `prob` walks along its rows, one without it need not.
+"""
+
+import triton
+import triton.language as tl
+
+from ..formats import EXP2_COEFFICIENTS, LOG2E
+from ..mx_math import BLOCK_MX, f32_to_bf16, fma, reciprocal, round_to_bf16, to_f32
+from ..quantize.kernel import store_quantized
+
+MINUS_LOG2E: tl.constexpr = tl.constexpr(-LOG2E)
+C1, C2, C3, C4, C5 = map(tl.constexpr, EXP2_COEFFICIENTS)
+MAGIC: tl.constexpr = tl.constexpr(12583039.0)
+"""1.5 * 2^23 + 127: added to a number of [-127, 0] it leaves the nearest integer plus 127 in the lowest bits."""
+
+
+@triton.jit
+def _sigmoid(g, HW_CAST: tl.constexpr):
+    """1 / (1 + e^-g) through t = 2^(-|g| log2 e), the same bits everywhere; t below 2^-126 is 0."""
+    y = tl.maximum(tl.abs(g) * MINUS_LOG2E, -127.0)
+    m = y + MAGIC
+    f = y - (m - MAGIC)
+    p = tl.full(f.shape, C5, tl.float32)
+    p = fma(p, f, tl.full(f.shape, C4, tl.float32), HW_CAST)
+    p = fma(p, f, tl.full(f.shape, C3, tl.float32), HW_CAST)
+    p = fma(p, f, tl.full(f.shape, C2, tl.float32), HW_CAST)
+    p = fma(p, f, tl.full(f.shape, C1, tl.float32), HW_CAST)
+    p = fma(p, f, tl.full(f.shape, 1.0, tl.float32), HW_CAST)
+    t = p * (m.to(tl.uint32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+    r = reciprocal(1.0 + t, HW_CAST)
+    return tl.where(g < 0, t * r, r)
+
+
+@triton.jit
+def _forward_tile(
+    gate, up, prob, M,
+    h, q, sf, q_t, sf_t,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One (BLOCK_M, BLOCK_K) tile of h, stored in bf16 or quantized along rows, columns or both."""
+    tile = tl.program_id(0)
+    k_tiles: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K
+    m, k = m0 + tl.arange(0, BLOCK_M), k0 + tl.arange(0, BLOCK_K)
+    at, inside = m[:, None] * F + k[None, :], (m < M)[:, None] & (k < F)[None, :]
+    g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
+    u = to_f32(tl.load(up + at, mask=inside, other=0.0))
+    v = (g * _sigmoid(g, HW_CAST)) * u
+    if WEIGHTED:
+        v = v * tl.load(prob + m, mask=m < M, other=0.0)[:, None]
+    if ROW or COL:
+        store_quantized(
+            round_to_bf16(v, HW_CAST), m0, k0, 0, M, q, sf, q_t, sf_t, F, F, F // BLOCK_MX, ROW, COL,
+            rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+    else:
+        tl.store(h + at, f32_to_bf16(v, HW_CAST), mask=inside)
+
+
+@triton.jit
+def _backward_strip(
+    dh, gate, up, prob, M,
+    dgate, dup, q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, dprob,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of dgate and dup, tile by tile from left to right; q* hold dgate, up_q* hold dup.
+
+    Programs along axis 1 share the tiles of a strip; with `prob` there is one, and it sums dprob on its way.
+    """
+    m0 = tl.program_id(0).to(tl.int64) * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
+    total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    if WEIGHTED:
+        p = tl.load(prob + m, mask=m < M, other=0.0)[:, None]
+    for k0 in range(tl.program_id(1) * BLOCK_K, F, tl.num_programs(1) * BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        at, inside = m[:, None] * F + k[None, :], (m < M)[:, None] & (k < F)[None, :]
+        g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
+        u = to_f32(tl.load(up + at, mask=inside, other=0.0))
+        d = to_f32(tl.load(dh + at, mask=inside, other=0.0))
+        sig = _sigmoid(g, HW_CAST)
+        silu = g * sig
+        if WEIGHTED:
+            total += d * (silu * u)
+            d = d * p
+        v_gate, v_up = (d * u) * (sig + silu * (1.0 - sig)), d * silu
+        if ROW or COL:
+            store_quantized(
+                round_to_bf16(v_gate, HW_CAST), m0, k0, 0, M, q, sf, q_t, sf_t, F, F, F // BLOCK_MX, ROW, COL,
+                rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+            store_quantized(
+                round_to_bf16(v_up, HW_CAST), m0, k0, 0, M, up_q, up_sf, up_q_t, up_sf_t, F, F, F // BLOCK_MX, ROW, COL,
+                rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+            )  # fmt: skip
+        else:
+            tl.store(dgate + at, f32_to_bf16(v_gate, HW_CAST), mask=inside)
+            tl.store(dup + at, f32_to_bf16(v_up, HW_CAST), mask=inside)
+    if WEIGHTED:
+        tl.store(dprob + m, tl.sum(total, 1), mask=m < M)
+
+
+@triton.jit
+def forward_kernel(
+    gate, up, prob, M, h,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _forward_tile(
+        gate, up, prob, M, h, None, None, None, None, F, WEIGHTED, False, False, 0, 0, HW_CAST, BLOCK_M, BLOCK_K
+    )
+
+
+@triton.jit
+def row_kernel(
+    gate, up, prob, M, q, sf,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _forward_tile(
+        gate, up, prob, M, None, q, sf, None, None, F, WEIGHTED, True, False,
+        rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def col_kernel(
+    gate, up, prob, M, q_t, sf_t,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _forward_tile(
+        gate, up, prob, M, None, None, None, q_t, sf_t, F, WEIGHTED, False, True,
+        rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def both_kernel(
+    gate, up, prob, M, q, sf, q_t, sf_t,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _forward_tile(
+        gate, up, prob, M, None, q, sf, q_t, sf_t, F, WEIGHTED, True, True,
+        rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def bwd_kernel(
+    dh, gate, up, prob, M, dgate, dup, dprob,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _backward_strip(
+        dh, gate, up, prob, M, dgate, dup, None, None, None, None, None, None, None, None, dprob,
+        F, WEIGHTED, False, False, 0, 0, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def bwd_row_kernel(
+    dh, gate, up, prob, M, dgate_q, dgate_sf, dup_q, dup_sf, dprob,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _backward_strip(
+        dh, gate, up, prob, M, None, None, dgate_q, dgate_sf, None, None, dup_q, dup_sf, None, None, dprob,
+        F, WEIGHTED, True, False, rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def bwd_col_kernel(
+    dh, gate, up, prob, M, dgate_q_t, dgate_sf_t, dup_q_t, dup_sf_t, dprob,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _backward_strip(
+        dh, gate, up, prob, M, None, None, None, None, dgate_q_t, dgate_sf_t, None, None, dup_q_t, dup_sf_t, dprob,
+        F, WEIGHTED, False, True, rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def bwd_both_kernel(
+    dh, gate, up, prob, M,
+    dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, dprob,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _backward_strip(
+        dh, gate, up, prob, M, None, None,
+        dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, dprob,
+        F, WEIGHTED, True, True, rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
