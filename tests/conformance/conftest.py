@@ -7,8 +7,8 @@ import pytest
 
 from . import backends
 
-OF_THE_DEFINITION = ("test_references.py", "test_oracle.py", "test_swiglu_oracle.py", "test_check.py", "test_readme.py")
-"""Tests without an adapter."""
+WITHOUT_ADAPTER = ("test_adapter.py", "test_check.py", "test_oracle.py", "test_references.py", "test_swiglu_oracle.py")
+"""Tests of the definition and of the suite itself."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,10 +22,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The tests of the definition run once: in the normal process, without the option."""
-    here = collection_path.parent == Path(__file__).parent
-    once = config.getoption("backend", None) or backends.INTERPRETER
-    return True if here and once and collection_path.name in OF_THE_DEFINITION else None
+    """Tests without an adapter run in the normal process alone, and not with the option."""
+    if collection_path.parent != Path(__file__).parent or collection_path.name not in WITHOUT_ADAPTER:
+        return None
+    return True if config.getoption("backend", None) or backends.INTERPRETER else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
