@@ -20,7 +20,7 @@ from mxep.core_kernels.reference import products as product_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
 
 from . import check
-from .backends import adapter, dense_layer
+from .backends import adapter, dense_layer, offers
 from .cases import BF16, GEMMS, MAPS, seeded
 from .layers import FFN, LAYER_RUNS, LAYERS, RUNS
 
@@ -106,18 +106,29 @@ def test_permute_and_unpermute_and_their_gradients(frontend: ModuleType, name: s
 
 
 # dB of the worst expert from the quantized definition: measured on CPUs at least 66.9, less 10. The 66.9 are one bf16
-# value of an expert with few rows, which rounds the other way; another matmul sums in another order. An expert
-# that is 5% off is at 26 dB (test_check.py).
-DEFINITION_DB = 56.9
+# value of an expert with few rows, which rounds the other way; another matmul sums in another order. An expert that is
+# 5% off is at 26 dB (test_check.py).
+CPU_DB = 56.9
+GPU_DB = 45.0
+# FP8 tensor cores of sm_90 cut products (check.py). Some bf16 values then round the other way, and with them about one
+# E4M3 code in a hundred. The definition with sums as in check.py is at 38.0 dB from the one with fp64 sums, less 3.
+FP8_TENSOR_CORE_DB = 35.0
+
+
+def definition_db(backend: str, run: str) -> float:
+    """The least dB of an expert."""
+    if not offers(backend, "FP8_TENSOR_CORES"):
+        return CPU_DB
+    return FP8_TENSOR_CORE_DB if RUNS[run].form("cpu") in ("fold", "row") else GPU_DB
 
 
 @needs("swiglu_ffn")
 @pytest.mark.parametrize("run", RUNS)
-def test_each_expert_of_a_feed_forward(frontend: ModuleType, run: str) -> None:
+def test_each_expert_of_a_feed_forward(frontend: ModuleType, backend: str, run: str) -> None:
     """Floats in; a layer passes MXFP8 rows. Groups of any size are padded for the weight gradient."""
     got = frontend.swiglu_ffn(FFN.x, FFN.weights, FFN.group_ends, FFN.prob, FFN.dout, RUNS[run])
     decibels = check.expert_db(got, FFN.reference(run), FFN.rows())
-    assert min(decibels.values()) > DEFINITION_DB, decibels
+    assert min(decibels.values()) > definition_db(backend, run), decibels
     for key in ("out", "x"):
         assert not got[key][FFN.group_ends[-1] :].any()
 
@@ -128,13 +139,13 @@ def test_each_expert_of_a_layer(backend: str, name: str, run: str) -> None:
     case = LAYERS[name]
     y, _, grads = dense_layer(backend, name, run)
     decibels = check.expert_db({"y": y, **grads}, case.reference(run), case.rows())
-    assert min(decibels.values()) > DEFINITION_DB, decibels
+    assert min(decibels.values()) > definition_db(backend, run), decibels
 
 
 # dB of a layer from the same layer in fp64 without quantization: what the recipe costs. Measured in either framework at
-# least 44.8 for bf16 and 22.5 else, of the router's gradient, a difference of products, 43.0 and 16.2; less 0.25.
-LAYER_DB = {run: 44.5 if run == "bf16" else 22.2 for run in RUNS}
-ROUTER_DB = {run: 42.7 if run == "bf16" else 15.9 for run in RUNS}
+# least 44.8 for bf16 and 22.5 else, of the router's gradient, a difference of products, 43.0 and 16.2; less 0.5.
+LAYER_DB = {run: 44.3 if run == "bf16" else 22.0 for run in RUNS}
+ROUTER_DB = {run: 42.5 if run == "bf16" else 15.7 for run in RUNS}
 
 
 @needs("moe")
