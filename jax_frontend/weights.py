@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..core_kernels.dispatch import facts
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import RECIPES, Form, Recipe
@@ -49,7 +50,7 @@ Quantized = MX | Folded | Upcast
 
 def as_multiplied(pair: MX) -> MX | Upcast:
     """MXFP8 as the tensor cores of a program traced now read it: dequantized to bf16 for sm_90."""
-    return Upcast(ops.dequantize(*pair)) if _device.arch() == "sm_90" else pair
+    return Upcast(ops.dequantize(*pair)) if facts(_device.arch()).upcasts else pair
 
 
 def _on_this_device(x: Quantized) -> Quantized:

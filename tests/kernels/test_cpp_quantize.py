@@ -19,6 +19,8 @@ from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.quantize import plan as quantize
 
+from ..compare import same_bytes
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 EVERY_BF16 = np.arange(1 << 16, dtype=np.uint16)
 RULES = [
@@ -26,12 +28,6 @@ RULES = [
     for rounding in Rounding
     for satfinite in (False, True)
 ]
-
-
-def same_bytes(got, expected) -> None:
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def bf16(bits: np.ndarray) -> np.ndarray:
@@ -186,9 +182,9 @@ def test_subnormals_under_jit():
     """XLA:CPU flushes subnormals in its threads; the op must not."""
     x = subnormals()
     jax.ffi.register_ffi_target("test_quantize_row", cpp_bindings.ffi_targets()["quantize_row"], platform="cpu")
-    plan = quantize.quantize_row.plan(ArrayType(x.shape, "float32"), arch="cpu")
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in plan.out]
-    attrs = np.array(plan.attrs, np.int64)
+    signature = quantize.quantize_row.signature(ArrayType(x.shape, "float32"))
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in signature.out]
+    attrs = np.array(list(signature.attrs.values()), np.int64)
     got = jax.jit(lambda x: jax.ffi.ffi_call("test_quantize_row", types)(x, attrs=attrs))(x)
     same_bytes([np.asarray(a) for a in got], quantize_oracle.quantize_row(x))
 

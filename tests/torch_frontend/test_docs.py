@@ -6,11 +6,16 @@ import inspect
 import pkgutil
 
 import pytest
+import torch
 from mxep import torch_frontend
+from mxep.torch_frontend import ops
 
-MODULES = [module.name for module in pkgutil.iter_modules(torch_frontend.__path__) if not module.name.startswith("_")]
+MODULES = [m.name for m in pkgutil.iter_modules(torch_frontend.__path__) if not m.name.startswith("_")]
+MODULES.remove("ops")  # its examples are in the registry, below
 NAMES = {name: getattr(torch_frontend, name) for name in torch_frontend.__all__}
 """The examples use the public names without importing them."""
+SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
+"""They change how later calls run: an example has nothing to show."""
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -20,10 +25,23 @@ def test_examples(module: str) -> None:
     assert results.failed == 0
 
 
-SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
-"""They change how later calls run: an example has nothing to show."""
-
-
 def test_every_public_function_has_an_example() -> None:
     functions = {name for name, value in NAMES.items() if inspect.isfunction(value)} - SETTINGS
     assert not {name for name in functions if ">>>" not in (NAMES[name].__doc__ or "")}
+
+
+@pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if ">>>" in op.doc])
+def test_examples_of_ops(name: str) -> None:
+    globs = {"ops": ops, "torch": torch}
+    example = doctest.DocTestParser().get_doctest(getattr(ops, name).__doc__, globs, name, None, 0)
+    results = doctest.DocTestRunner().run(example)
+    assert results.failed == 0
+    assert results.attempted > 0
+
+
+def test_ops_have_signatures_and_documentation() -> None:
+    for name, op in ops.OPS.items():
+        function = getattr(ops, name)
+        assert tuple(inspect.signature(function).parameters) == (*op.inputs, *op.options)
+        assert all(argument in function.__doc__ for argument in (*op.inputs, *op.outputs, *op.options)), name
+        assert all(word in function.__doc__ for word in ("Returns ", "Raises ")), name
