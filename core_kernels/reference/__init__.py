@@ -1,1 +1,1 @@
-"""Whole functions by definition, made of the ops' definitions: what a frontend's function is compared with."""
+"""Whole functions by definition, composed of the definitions of the ops; the frontends are compared with them."""

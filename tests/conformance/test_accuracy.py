@@ -1,17 +1,17 @@
-"""How far the grouped products are from what they approximate: every step on the backend under test, from bf16 on.
+"""How far the grouped products are from what they approximate. Every step from bf16 on runs on the backend under test.
 
     x --quantize--> MXFP8 --fold--> folded --product--> out
     |                 |                                  |
     full precision    exact: the product of these        judged: in dB from either, and by a bound
 
-Sums are of 4096 terms, of 1024 in Triton's interpreter. dB are seeded, the operands' bytes are the same everywhere
-(other tests hold them to it) and only the order of a sum differs, so margins are small.
+Sums have 4096 terms, in Triton's interpreter 1024. Cases are seeded, the bytes of the operands are the same on every
+backend (other tests require it) and only the order of a sum differs, so the margins are small.
 """
 
 import itertools
 from collections.abc import Callable, Mapping
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,12 +19,13 @@ from mxep.core_kernels import oracle_math
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.formats import E4M3_NAN, E8M0_NAN
 from mxep.core_kernels.grouped_gemm import oracle as grouped_gemm_oracle
+from mxep.core_kernels.grouped_gemm import oracle_folded
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
 
-from . import backends, check
+from . import check
+from .backends import INTERPRETER
 from .cases import BF16, DISTRIBUTIONS, seeded
-from .definitions import DEFINITIONS
 from .extremes import EXTREMES, LOST, ROW_ENDS, TERM_ENDS, TERMS, TIES
 from .test_grouped_gemm_folded import floor_db
 
@@ -32,25 +33,15 @@ Ops = Mapping[str, Callable]
 Array = np.ndarray
 Pair = tuple[Array, Array]
 
-PRODUCERS = backends.GEMM_NAMES if backends.INTERPRETER else ("oracle", *backends.GEMM_NAMES)
-LENGTH = 1024 if backends.INTERPRETER else 4096
+LENGTH = 1024 if INTERPRETER else 4096
+needs = pytest.mark.needs
 each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 
 
-def ops_of(backend: str) -> Ops:
-    return DEFINITIONS if backend == "oracle" else backends.ops(backend)
-
-
-@pytest.fixture(params=PRODUCERS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """The name of a backend that multiplies, or the definition."""
-    return request.param
-
-
-@pytest.fixture
-def ops(backend: str) -> Ops:
-    return ops_of(backend)
+def needed(*ops: str) -> list[Any]:
+    """A parameter of each op, for the backends that offer it."""
+    return [pytest.param(op, marks=needs(op)) for op in ops]
 
 
 # --- the measured table ----------------------------------------------------------------------------------
@@ -85,7 +76,7 @@ MEASURED = {
     },
 }[LENGTH]
 MARGIN = Decibels(folded=1, mxfp8=0.25, wgrad=0.25)
-"""A fold that truncates loses 1.1 to 3.5 dB (0.3 of normal data's); FLOOR scales, which saturate, 0.28 and more."""
+"""A fold that truncates loses 1.1 to 3.5 dB (0.3 dB of normal data); FLOOR scales, which saturate, 0.28 dB and more."""
 
 TENSOR_CORE = {"normal": 78.1, "swiglu": 72.3, "hot_columns": 70.4, "student_t": 67.9, "lognormal_blocks": 80.5}
 """`folded` where FP8 tensor cores sum, on an H200. The model in check.py (32 products and the sum so far, each cut
@@ -116,48 +107,65 @@ def forward(distribution: str) -> Forward:
     return Forward((lhs, rhs), (a, b), full, exact)
 
 
-@cache
-def quantized(backend: str, distribution: str) -> list[Pair]:
-    return [ops_of(backend)["quantize_row"](x) for x in forward(distribution).operands]
-
-
-@cache
-def product(backend: str, distribution: str, op: str, out_dtype: str) -> Array:
-    ops, pairs = ops_of(backend), quantized(backend, distribution)
+def product(ops: Ops, distribution: str, op: str, out_dtype: str) -> Array:
+    pairs = [ops["quantize_row"](x) for x in forward(distribution).operands]
     if op == "grouped_mm_fold":
         pairs = [ops["fold_rows"](*pair) for pair in pairs]
     return ops[op](*pairs[0], *pairs[1], ENDS, out_dtype=out_dtype)
 
 
+@pytest.fixture(scope="module")
+def product_of(ops: Ops) -> Callable[..., Array]:
+    """`product` of the adapter, computed once for each of its arguments."""
+    return cache(partial(product, ops))
+
+
+@each_distribution
+def test_the_table_is_that_of_the_definition(distribution: str) -> None:
+    """The oracle, with fp64 sums, is within the margins of the table, above and below."""
+    folded = [fold_oracle.fold_rows(*quantize_oracle.quantize_row(x)) for x in forward(distribution).operands]
+    out = oracle_folded.grouped_mm_fold(*folded[0], *folded[1], ENDS, "float32")
+    exact, full, case = forward(distribution).exact, forward(distribution).full, backward(distribution)
+    sent = [quantize_oracle.dequantize(*quantize_oracle.quantize_row(x)) for x in (case.dy, case.x)]
+    twice = [quantize_oracle.quantize_col(x) for x in sent]
+    wgrad = check.sqnr_db(grouped_gemm_oracle.grouped_wgrad_mx(*twice[0], *twice[1], TOKEN_ENDS), case.full)
+    measured = check.sqnr_db(out, exact), check.sqnr_db(exact, full), wgrad
+    assert (np.abs(np.subtract(measured, MEASURED[distribution])) <= MARGIN).all()
+
+
+@needs("grouped_mm_mx")
 @each_distribution
 @pytest.mark.parametrize("op", ["grouped_mm_mx", "grouped_mm_fold"])
-def test_in_bf16_neither_path_can_be_told_from_rounding(backend: str, distribution: str, op: str) -> None:
+def test_in_bf16_neither_path_can_be_told_from_rounding(product_of: Callable, distribution: str, op: str) -> None:
     """Within 0.5 dB of rounding the exact product. Measured: 0 dB on the exact path, 0.006 at most folded, and 0.15 as
     FP8 tensor cores sum."""
     exact = forward(distribution).exact
-    assert check.sqnr_db(product(backend, distribution, op, "bfloat16"), exact) >= floor_db(exact) - 0.5
+    assert check.sqnr_db(product_of(distribution, op, "bfloat16"), exact) >= floor_db(exact) - 0.5
 
 
+@needs("grouped_mm_fold")
 @each_distribution
-def test_what_a_folded_product_loses(backend: str, distribution: str) -> None:
-    got = product(backend, distribution, "grouped_mm_fold", "float32")
+def test_what_a_folded_product_loses(product_of: Callable, backend: str, distribution: str) -> None:
+    got = product_of(distribution, "grouped_mm_fold", "float32")
     threshold = MEASURED[distribution].folded - MARGIN.folded
     if check.fp8_chain(backend):
         threshold = min(threshold, TENSOR_CORE[distribution] - TENSOR_CORE_MARGIN)
     assert check.sqnr_db(got, forward(distribution).exact) >= threshold
 
 
+@needs("grouped_mm_mx")
 @each_distribution
 @out_dtypes
-def test_the_exact_path_over_many_terms(backend: str, distribution: str, out_dtype: str) -> None:
-    got = product(backend, distribution, "grouped_mm_mx", out_dtype)
+def test_the_exact_path_over_many_terms(product_of: Callable, distribution: str, out_dtype: str) -> None:
+    got = product_of(distribution, "grouped_mm_mx", out_dtype)
     check.m_grouped(got, *forward(distribution).values, ENDS)
 
 
+@needs("grouped_mm_mx")
 @each_distribution
 @pytest.mark.parametrize("op", ["grouped_mm_mx", "grouped_mm_fold"])
-def test_what_mxfp8_loses(backend: str, distribution: str, op: str) -> None:
-    got = product(backend, distribution, op, "bfloat16")
+def test_what_mxfp8_loses(product_of: Callable, distribution: str, op: str) -> None:
+    got = product_of(distribution, op, "bfloat16")
     assert check.sqnr_db(got, forward(distribution).full) >= MEASURED[distribution].mxfp8 - MARGIN.mxfp8
 
 
@@ -204,6 +212,7 @@ def terms_of(pair: Pair, span_sf: Array, ends: Array) -> list[Pair]:
     return [(values[:, terms], loss[:, terms]) for terms in oracle_math.group_slices(ends)]
 
 
+@needs("grouped_mm_fold")
 @out_dtypes
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
@@ -220,6 +229,7 @@ def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) 
         assert (error >= 0.99 * loss[: ROW_ENDS[0]]).all()
 
 
+@needs("grouped_wgrad_fold")
 @out_dtypes
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_rows_of_a_folded_weight_gradient(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
@@ -232,6 +242,7 @@ def test_extreme_rows_of_a_folded_weight_gradient(backend: str, ops: Ops, name: 
     folded_bound(got, *terms, check.fp8_chain(backend))
 
 
+@needs("grouped_mm_mx", "grouped_wgrad_mx")
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_rows_on_the_exact_path(ops: Ops, name: str) -> None:
     case = EXTREMES[name]
@@ -243,6 +254,7 @@ def test_extreme_rows_on_the_exact_path(ops: Ops, name: str) -> None:
     check.k_grouped(got, quantize_oracle.dequantize64(*lhs).T, quantize_oracle.dequantize64(*rhs).T, TERM_ENDS)
 
 
+@needs("grouped_mm_fold", "grouped_mm_mx")
 def test_only_the_fold_loses_small_blocks(ops: Ops) -> None:
     case = EXTREMES[LOST]
     lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t)
@@ -266,7 +278,7 @@ def poison(pair: Pair, rows: Array, q: int, sf: int) -> Pair:
     return spoiled
 
 
-@pytest.mark.parametrize("op", ["grouped_mm_mx", "grouped_mm_fold", "grouped_mm_bf16"])
+@pytest.mark.parametrize("op", needed("grouped_mm_mx", "grouped_mm_fold", "grouped_mm_bf16"))
 def test_nothing_reaches_a_real_row(ops: Ops, op: str) -> None:
     """NaN and infinity in padding rows, in the groups and behind them, change no byte of another row."""
     rng, ends = seeded("padding rows"), PADDED[3]
@@ -285,7 +297,7 @@ def test_nothing_reaches_a_real_row(ops: Ops, op: str) -> None:
         check.same_bytes(got[BEHIND], np.zeros_like(clean[BEHIND]))
 
 
-@pytest.mark.parametrize("op", ["grouped_wgrad_mx", "grouped_wgrad_fold", "grouped_wgrad_bf16"])
+@pytest.mark.parametrize("op", needed("grouped_wgrad_mx", "grouped_wgrad_fold", "grouped_wgrad_bf16"))
 def test_nothing_behind_the_groups_reaches_a_weight_gradient(ops: Ops, op: str) -> None:
     """Padding inside a group is zeros by contract: there it is part of the sum."""
     rng, ends = seeded("padding terms"), PADDED[3]
@@ -332,6 +344,7 @@ def backward(distribution: str) -> Backward:
     return Backward(dy, x, full, check.sqnr_db(once, full))
 
 
+@needs("grouped_wgrad_fold")
 @each_distribution
 def test_a_folded_weight_gradient_cannot_be_told_from_rounding(ops: Ops, distribution: str) -> None:
     """Its scales have two octaves to spare and are those of the largest tokens so far. Measured on CPUs: 0.002 dB at
@@ -343,6 +356,7 @@ def test_a_folded_weight_gradient_cannot_be_told_from_rounding(ops: Ops, distrib
     assert check.sqnr_db(got, exact) >= floor_db(exact) - 0.5
 
 
+@needs("grouped_wgrad_fold", "grouped_wgrad_mx")
 @each_distribution
 def test_a_weight_gradient_of_what_was_dispatched_in_mxfp8(ops: Ops, distribution: str) -> None:
     """Activations and gradients came quantized along their rows and are quantized along the tokens again.

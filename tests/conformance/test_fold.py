@@ -13,7 +13,7 @@ from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
 
-from . import backends, check
+from . import check
 from .cases import BF16, DISTRIBUTIONS, MAPS, QUANTIZE, seeded
 
 Ops = Mapping[str, Callable]
@@ -68,10 +68,8 @@ def test_permute_mx_fold(ops: Ops, name: str, k: int) -> None:
     check.same_bytes(ops["permute_mx_fold"](packed, row_map), fold_oracle.permute_mx_fold(packed, row_map))
 
 
-@pytest.mark.parametrize("name", backends.NAMES)
 @given(data=st.data())
-def test_fusing_changes_no_byte_and_folding_twice_neither(name: str, data: st.DataObject) -> None:
-    ops = backends.ops(name)
+def test_fusing_changes_no_byte_and_folding_twice_neither(ops: Ops, data: st.DataObject) -> None:
     x = data.draw(hnp.arrays(np.uint16, (8, 96), elements=st.integers(0, 2**16 - 1))).view(BF16)
     row_map = data.draw(hnp.arrays(np.int32, 40, elements=st.integers(-1, 7)))
     qf, row_sf = ops["fold_rows"](*ops["quantize_row"](x))

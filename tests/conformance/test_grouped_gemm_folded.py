@@ -1,11 +1,9 @@
-"""The folded products and fold_groups: bytes, the bound of the contract, and the distance to the unfolded product.
+"""fold_groups: exact bytes. Folded products: the error bound of tests/compare.py, and dB from the unfolded products.
 
-|error| <= (c * eps_fp32 * K + what FP8 tensor cores lose) * sum|a||b| + half an ulp of the output (check.py). Operands
-are quantized and folded by the oracle, so that a product is judged alone.
+The oracle quantizes and folds the operands, so that the product alone is under test.
 """
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from mxep.core_kernels.grouped_gemm import oracle_folded
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 
 from . import check
-from .backends import GEMM_NAMES
+from .backends import offers
 from .cases import BF16, DISTRIBUTIONS, GEMMS, RAGGED_GEMMS, SPANNED, seeded
 from .test_fold import every_shift
 
@@ -25,7 +23,7 @@ Ops = Mapping[str, Callable]
 Array = np.ndarray
 Pair = tuple[Array, Array]
 M_GROUPED = GEMMS | RAGGED_GEMMS
-backends_with_a_gemm = pytest.mark.parametrize("backend", GEMM_NAMES, indirect=True)
+needs = pytest.mark.needs
 out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 
 # --- fold_groups ------------------------------------------------------------------------------------
@@ -70,7 +68,7 @@ def test_fold_groups_of_no_columns_or_no_rows(ops: Ops) -> None:
         check.same_bytes(ops["fold_groups"](q, sf, np.int32(ends)), fold_oracle.fold_groups(q, sf, np.int32(ends)))
 
 
-def test_groups_know_nothing_of_each_other(ops: Ops) -> None:
+def test_groups_are_independent(ops: Ops) -> None:
     """A first span has two octaves of headroom, a NaN block counts in no scale, slots and columns of no group are 0."""
     q = np.full((1, 14 * BLOCK), 0x38, np.uint8)  # 1.0
     first, second = [100, 102, *[255] * 6], [103, 110]
@@ -104,7 +102,7 @@ def row_values(pair: Pair) -> Array:
     return oracle_math.E4M3_VALUES[pair[0]] * oracle_math.e8m0_value(pair[1])[..., None]
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_fold")
 @out_dtypes
 @pytest.mark.parametrize("name", M_GROUPED)
 def test_grouped_mm_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
@@ -116,7 +114,7 @@ def test_grouped_mm_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> N
     assert (got[case.group_ends[-1] :] == 0).all()
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_fold_bias")
 @out_dtypes
 @pytest.mark.parametrize("name", M_GROUPED)
 def test_grouped_mm_fold_bias(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
@@ -138,7 +136,7 @@ def test_grouped_mm_fold_bias(backend: str, ops: Ops, name: str, out_dtype: str)
     assert (got[ends[-1] :] == 0).all()
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_fold_bias")
 @out_dtypes
 def test_sum_and_bias_are_rounded_once(ops: Ops, out_dtype: str) -> None:
     """257 is no bf16 number, 257 + 1 is one; every column has a bias of its own, every group too."""
@@ -153,7 +151,7 @@ def test_sum_and_bias_are_rounded_once(ops: Ops, out_dtype: str) -> None:
     check.same_bytes(got, oracle_math.round_to(want, out_dtype))
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_fold")
 @out_dtypes
 @pytest.mark.parametrize("name", GEMMS)
 def test_grouped_wgrad_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
@@ -177,7 +175,7 @@ def rising(rng: np.random.Generator, columns: int, highest: int) -> Array:
     return x.astype(np.float32)
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_fold")
 @out_dtypes
 @pytest.mark.parametrize("name", SPANNED)
 def test_sums_follow_scales_that_rise(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
@@ -197,7 +195,7 @@ def test_sums_follow_scales_that_rise(backend: str, ops: Ops, name: str, out_dty
 RISES = [(0, 0), (1, 0), (0, 1), (17, 17), (126, 0), (0, 127), (60, 70), (200, 0), (0, 200)]
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_fold")
 @pytest.mark.parametrize("rises", RISES, ids=str)
 def test_rises_of_known_size(ops: Ops, rises: tuple[int, int]) -> None:
     """Products of ones, the second group not at a multiple of 256; what no group has is NaN."""
@@ -213,7 +211,7 @@ def test_rises_of_known_size(ops: Ops, rises: tuple[int, int]) -> None:
     np.testing.assert_array_equal(got, np.broadcast_to(want[:, None, None], (2, 8, 8)))
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_fold")
 def test_scales_that_rise_all_along_a_group(ops: Ops) -> None:
     """Products of ones in groups of 35, 0, 1 and 18 spans, whose scales rise up to four times by row: sums that fp32
     holds exactly. What no group has is NaN."""
@@ -233,7 +231,7 @@ def test_scales_that_rise_all_along_a_group(ops: Ops) -> None:
     np.testing.assert_array_equal(got, oracle_folded.grouped_wgrad_fold(*operands, ends, "float32"))
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_fold", "grouped_wgrad_fold")
 def test_no_group_reads_the_next_one(ops: Ops) -> None:
     """Operands of ones and, beyond the group, NaN: ends at every multiple of 32 of a tile's depth, and of 1 of rows."""
     for end in (32, 64, 96, 128, 160, 224):
@@ -250,7 +248,7 @@ def test_no_group_reads_the_next_one(ops: Ops) -> None:
         np.testing.assert_array_equal(got, np.where(np.arange(160)[:, None] < end, 64, np.zeros((160, 8), np.float32)))
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_fold")
 def test_an_empty_group_is_zero_whatever_its_scales(ops: Ops) -> None:
     q, sf = np.zeros((8, 32), np.uint8), np.uint8([[255] * 8, [127] * 8])
     got = ops["grouped_wgrad_fold"](q, sf, q, sf, np.int32([0, 32]), out_dtype="float32")
@@ -263,7 +261,7 @@ FAR = [(0, 254), (254, 0), (64, 190), (20, 230), (0, 127), (127, 255), (255, 0)]
 FAR += [(74, 74), (73, 74), (74, 73), (190, 186), (191, 186), (186, 191), (73, 191)]
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_fold")
 @out_dtypes
 @pytest.mark.parametrize(("row", "col"), FAR)
 def test_scales_far_apart(backend: str, ops: Ops, row: int, col: int, out_dtype: str) -> None:
@@ -273,18 +271,13 @@ def test_scales_far_apart(backend: str, ops: Ops, row: int, col: int, out_dtype:
     got = ops["grouped_mm_fold"](ones, np.full(40, row, np.uint8), rhs, rhs_sf, np.int32([40]), out_dtype=out_dtype)
     with np.errstate(invalid="ignore"):
         want = 32 * oracle_math.e8m0_value(np.uint8(row)) * oracle_math.e8m0_value(np.uint8(col))
-    if (
-        backend == "jax"
-        and import_module("jax").default_backend() == "cpu"
-        and 0 in (row, col)
-        and 255 not in (row, col)
-    ):
+    if offers(backend, "FLUSHES_SUBNORMALS") and 0 in (row, col) and 255 not in (row, col):
         want = 0
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(got.astype(np.float32), np.full((40, 8), want).astype(np.float32))
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_fold_bias")
 @out_dtypes
 @pytest.mark.parametrize(("row", "col"), [pair for pair in FAR if 0 not in pair])
 def test_a_bias_beside_scales_far_apart(ops: Ops, row: int, col: int, out_dtype: str) -> None:
@@ -307,9 +300,9 @@ def floor_db(exact: Array) -> float:
     return check.sqnr_db(oracle_math.round_to(exact, "bfloat16"), exact)
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_fold")
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_nobody_can_tell(ops: Ops, distribution: str) -> None:
+def test_a_folded_product_in_bf16_is_at_the_floor_of_rounding(ops: Ops, distribution: str) -> None:
     """Within 0.5 dB of the bf16-rounding floor, against the product of the unfolded operands."""
     rng, ends = seeded(f"tell {distribution}"), np.int32([64, 160])
     lhs = DISTRIBUTIONS[distribution](rng, (160, 2048)).astype(BF16)
@@ -320,9 +313,9 @@ def test_nobody_can_tell(ops: Ops, distribution: str) -> None:
     assert check.sqnr_db(got, exact) >= floor_db(exact) - 0.5
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_fold")
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_nobody_can_tell_the_weight_gradient(ops: Ops, distribution: str) -> None:
+def test_a_folded_weight_gradient_in_bf16_is_at_the_floor_of_rounding(ops: Ops, distribution: str) -> None:
     rng, ends = seeded(f"wgrad {distribution}"), np.int32([1024, 1024, 2048])
     dout = DISTRIBUTIONS["normal"](rng, (2048, 96)).astype(BF16)
     lhs = DISTRIBUTIONS[distribution](rng, (2048, 64)).astype(BF16)

@@ -11,7 +11,7 @@ from mxep.core_kernels import oracle_math
 from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.quantize import oracle
 
-from . import backends, check
+from . import check
 from .cases import BF16, QUANTIZE, seeded
 
 Ops = Mapping[str, Callable]
@@ -85,11 +85,9 @@ def test_a_bad_value_spoils_its_row_alone(ops: Ops) -> None:
     np.testing.assert_array_equal(qf, np.repeat(np.uint8([[0x78], [0x7F], [0x78]]), 2 * BLOCK, axis=1))
 
 
-@pytest.mark.parametrize("name", backends.NAMES)
 @given(data=st.data())
-def test_beside_the_ops_with_a_scale_per_block(name: str, data: st.DataObject) -> None:
+def test_beside_the_ops_with_a_scale_per_block(ops: Ops, data: st.DataObject) -> None:
     """A row of one block is `quantize_row`'s; the scale of a finite row is `quantize_row_fold`'s."""
-    ops = backends.ops(name)
     x = data.draw(hnp.arrays(np.uint16, (8, 96), elements=st.integers(0, 2**16 - 1))).view(BF16)
     blocks = np.ascontiguousarray(x[:, :BLOCK])
     q, sf = ops["quantize_row"](blocks)

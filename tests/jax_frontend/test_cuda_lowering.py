@@ -148,6 +148,14 @@ def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> N
     assert ("fma.rn.f32" in ptx) == name.startswith("swiglu")
 
 
+@pytest.mark.parametrize("arch", ["sm_89", "sm_120"])
+@pytest.mark.parametrize("name", ["quantize_col", "grouped_mm_fold"])
+def test_a_gpu_without_tiles_or_machine_code_of_its_own_runs_triton(name: str, arch: str) -> None:
+    (ptx,) = kernels(lower(name, arch))
+    assert f".visible .entry {ops.OPS[name].triton_kernel().__name__}(" in ptx
+    assert f".target {arch}" in ptx
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", COMPOSED)
 def test_an_op_without_a_triton_kernel_becomes_others(name: str, arch: str) -> None:

@@ -103,9 +103,8 @@ def equal_to_dense(ep: int, run: str, prob_in) -> None:
         experts = slice(mesh.get_local_rank() * E // ep, (mesh.get_local_rank() + 1) * E // ep)
         pairs[name] = (w.grad.to_local(), getattr(dense.experts, name).grad[experts])
     for name, (one, other) in pairs.items():
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-9 * other.abs().max().item(), msg=f"{name} {{}}")
-        # Measured: equal bit for bit. Another BLAS may order its sums by the number of rows.
-        assert sqnr_db(one, other) > 50, (name, sqnr_db(one, other))
+        # Measured: equal bit for bit. A value that rounds to another bf16 leaves less than 90 dB.
+        assert sqnr_db(one, other) > 100, (name, sqnr_db(one, other))
 
 
 def reload_between_degrees() -> None:

@@ -5,7 +5,7 @@ import torch
 from mxep.torch_frontend import ops, weighted_combine
 from torch import Tensor
 
-from .compare import sqnr_db
+from ..compare import sqnr_db
 
 T, K, D = 9, 3, 40
 

@@ -16,7 +16,7 @@ from mxep.torch_frontend import (
 )
 from torch import Tensor
 
-from .compare import sqnr_db
+from ..compare import sqnr_db
 
 D, HIDDEN, ROWS, ENDS = 64, 96, 128, (32, 32, 96)  # the second group is empty; rows 96.. belong to nobody
 NAMES = ("x", "w1", "w3", "w2", "prob")

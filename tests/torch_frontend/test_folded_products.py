@@ -11,7 +11,7 @@ from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, produc
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .compare import sqnr_db
+from ..compare import sqnr_db
 
 M, K, N, ENDS = 160, 96, 64, (64, 64, 128)
 
