@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
 from mxep.core_kernels.formats import spans
-from mxep.jax_frontend import capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
+from mxep.jax_frontend import capabilities, force_implementation, grouped_mm, lower_for, moe, ops
 
 from ..samples import sample
 
@@ -283,7 +283,7 @@ def test_the_gradient_of_the_layer_is_our_kernels_and_folds_on_hopper(arch: str,
 
 def test_one_program_is_traced_for_each_architecture() -> None:
     """What "auto" decides is part of the key of JAX's caches."""
-    multiply = jax.jit(jax.grad(lambda *a: mxfp8_grouped_mm(*a, recipe="mxfp8").astype(jnp.float32).sum()))
+    multiply = jax.jit(jax.grad(lambda *a: grouped_mm(*a, recipe="mxfp8").astype(jnp.float32).sum()))
     found = []
     for arch in ("sm_90", "sm_100", "sm_90"):
         with lower_for(arch):
