@@ -12,6 +12,7 @@ import numpy as np
 from mxep import jax_frontend as mxep
 from mxep.jax_frontend import MoEConfig, MXArray, Rounding, ops
 
+from ..samples import sample, sample_arrays
 from .references import normal
 
 SPEC = importlib.util.spec_from_file_location("bad_values", Path(__file__).parents[1] / "bad_values.py")
@@ -165,6 +166,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 # Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report,
 # which reads values and is no function of jit (tests/test_numerics_report.py).
+for _name, _op in ops.OPS.items():
+    if f"ops.{_name}" not in CALLS:
+        _defaults = {key: option.default for key, option in _op.options.items()}
+        _arrays = dict(zip(_op.inputs, map(jnp.asarray, sample_arrays(_op)), strict=True))
+        CALLS[f"ops.{_name}"] = {**_arrays, **_defaults, **sample(_op)[1]}
 RECORDS = {
     "NumericsReport", "numerics_report",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
