@@ -1,4 +1,4 @@
-"""fold_rows, alone and inside quantize and permute: every byte, and what folding costs a product."""
+"""fold_rows, alone and fused with quantize and permute: exact bytes; and the dB that folding costs a product."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +20,7 @@ Ops = Mapping[str, Callable]
 
 
 def every_shift() -> tuple[np.ndarray, np.ndarray]:
-    """Every element under every scale byte, beside a block that sets the row's scale: q (4096, 96), sf (4096, 3)."""
+    """Every element under every scale byte, next to a block that sets the row's scale: q (4096, 96), sf (4096, 3)."""
     rng = seeded("shifts")
     q = np.tile(np.arange(256, dtype=np.uint8).reshape(8, 1, BLOCK), (1, 256, 2)).reshape(2048, 2 * BLOCK)
     q = np.concatenate([np.concatenate([q, q]), rng.integers(0, 256, (4096, BLOCK), np.uint8)], axis=1)
@@ -79,8 +79,8 @@ def test_fusing_changes_no_byte_and_folding_twice_neither(ops: Ops, data: st.Dat
     check.same_bytes(ops["permute_mx_fold"](packed, row_map), ops["fold_rows"](*ops["permute_mx"](packed, row_map)))
 
 
-# dB of the product of two folded operands, the distribution and a normal one, against that of the unfolded ones;
-# K = 4096, one scale per row: measured 134.3, 116.3, 104.2, 91.0 and 88.6, less 1.
+# dB of the product of two folded operands, one of the distribution and one normal, from the product of the unfolded
+# ones; K = 4096, one scale per row: measured 134.3, 116.3, 104.2, 91.0 and 88.6, less 1.
 FOLDED_PRODUCT = {"normal": 133.3, "swiglu": 115.3, "hot_columns": 103.2, "student_t": 90.0, "lognormal_blocks": 87.6}
 
 
