@@ -18,12 +18,10 @@ OF_A_COPY = {
     "quantize_both": 0.85,
     "quantize_both_fold": 0.75,
     "permute_mx": 0.85,
-    "permute_mx_fold": 0.85,
     "unpermute": 0.85,
     "combine": 0.85,
     "swiglu_row_fwd": 0.85,
     "swiglu_row_bwd": 0.85,
-    "swiglu_both_fwd": 0.85,
     "swiglu_both_bwd": 0.85,
     "quantize_weights": 0.80,
 }

@@ -98,10 +98,6 @@ def swiglu_row(gate: jax.Array, up: jax.Array, prob: jax.Array) -> Pair:
     return quantize_row(_swiglu(gate, up, prob))
 
 
-def swiglu_both(gate: jax.Array, up: jax.Array, prob: jax.Array) -> tuple[jax.Array, ...]:
-    return quantize_both(_swiglu(gate, up, prob))
-
-
 def _swiglu_bwd(
     dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -157,7 +157,6 @@ def received_cases(layer: Layer, call: Call, x: Tensor) -> Iterator[Case]:
     p, read = len(row_map), m * packed.shape[1] + row_map.nbytes
     yield Case("permute_mx", shape, (packed, row_map), one("permute_mx"), gather_part, p, read=read,
                formula="permute_mx")  # fmt: skip
-    yield Case("permute_mx_fold", shape, (packed, row_map), one("permute_mx_fold"), gather_part, p, read=read)
     del packed
     (padded,) = call("permute_rows", x, row_map)
     yield Case("unpermute", shape, (padded, inverse), one("permute_rows"), gather_part, m,
@@ -179,12 +178,12 @@ def swiglu_cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
         gate, up, dh = values(3, m, f, device=device, octaves=0.5)
         shape = {"M": m, "F": f}
         # Peers are compiled for the first width alone: the second would double the time of a run.
+        compiled = f == layer.hiddens[0]
+        yield Case("swiglu_row_fwd", shape, (gate, up, prob), one("swiglu_row"), rows_part, m,
+                   formula="swiglu_row" if compiled else None)  # fmt: skip
         for kind in ("row", "both"):
-            formula = f"swiglu_{kind}" if f == layer.hiddens[0] else None
-            yield Case(f"swiglu_{kind}_fwd", shape, (gate, up, prob), one(f"swiglu_{kind}"), rows_part, m,
-                       formula=formula)  # fmt: skip
             yield Case(f"swiglu_{kind}_bwd", shape, (dh, gate, up, prob), one(f"swiglu_bwd_{kind}"), rows_part, m,
-                       formula=formula and f"swiglu_bwd_{kind}", magnitude=_swiglu_terms)  # fmt: skip
+                       formula=f"swiglu_bwd_{kind}" if compiled else None, magnitude=_swiglu_terms)  # fmt: skip
 
 
 def routing_cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
@@ -218,10 +217,10 @@ def combine_cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
 # By the ops that each makes, so that `--only` builds no inputs in vain.
 FAMILIES: dict[tuple[str, ...], Callable[[Layer, Call, str], Iterator[Case]]] = {
     ("quantize_row", "quantize_row_fold", "quantize_rowwise", "quantize_col", "quantize_both",
-     "quantize_both_fold", "dequantize", "permute_mx", "permute_mx_fold", "unpermute"): matrix_cases,
+     "quantize_both_fold", "dequantize", "permute_mx", "unpermute"): matrix_cases,
     ("quantize_weights",): weight_cases,
     ("routing",): routing_cases,
-    ("swiglu_row_fwd", "swiglu_row_bwd", "swiglu_both_fwd", "swiglu_both_bwd"): swiglu_cases,
+    ("swiglu_row_fwd", "swiglu_row_bwd", "swiglu_both_bwd"): swiglu_cases,
     ("combine",): combine_cases,
 }  # fmt: skip
 

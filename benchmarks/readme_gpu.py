@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .bars import JAX_OVER_TORCH, bar
+from .bars import AT_MOST_US, JAX_OVER_TORCH, OF_A_COPY, bar
 
 Row = dict[str, Any]
 COLUMNS = ("op", "shape", "kernel", "ms (spread)", "reached (required)",
@@ -36,10 +36,11 @@ def _cells(op: str, rows: list[Row]) -> tuple[str, ...]:
 
 
 def gpu(rows: list[Row]) -> str:
-    """The table, and the host's time in a line below it."""
+    """The table, and the host's time in a line below it. Lines of an op that has no bar any more stay in the record."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["op"], _shape(row)), []).append(row)
+        if row["op"] in OF_A_COPY.keys() | AT_MOST_US.keys():
+            groups.setdefault((row["op"], _shape(row)), []).append(row)
     host = [row["us"] for row in rows if row["op"] == "host_overhead"]
     versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
     lines = [

@@ -2,10 +2,10 @@
 
     quantize_row   quantize_row_packed   quantize_col   quantize_both   dequantize
     permute_rows   permute_mx            sort_by_expert row_map
-    fold_rows      quantize_row_fold     permute_mx_fold                fold_groups
+    fold_rows      quantize_row_fold     fold_groups
     quantize_both_fold                   quantize_rowwise               count_fold_loss
     block_scales   unblock_scales        combine        combine_bwd
-    swiglu         swiglu_row            swiglu_col     swiglu_both
+    swiglu         swiglu_row            swiglu_col
     swiglu_bwd     swiglu_bwd_row        swiglu_bwd_col swiglu_bwd_both
     grouped_mm_mx  grouped_mm_bf16       grouped_wgrad_mx               grouped_wgrad_bf16
     grouped_mm_fold                      grouped_wgrad_fold             grouped_wgrad_bf16_t
@@ -197,12 +197,6 @@ def quantize_rowwise(
     return qf, row_sf
 
 
-def permute_mx_fold(packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`permute_mx` and `fold_rows` in one read: packed (R, K + K/32), row_map (P,) -> qf (P, K), row_sf (P,)."""
-    qf, row_sf = call(fold.permute_mx_fold, packed, row_map)
-    return qf, row_sf
-
-
 def fold_groups(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax.Array]:
     """q (R, M), sf (R, M/32) uint8, group_ends (G,) int32 -> qf (R, M), span_sf (`spans(M, G)`, R), uint8.
 
@@ -330,16 +324,6 @@ def swiglu_col(
     options = {"rounding": rounding, "satfinite": satfinite}
     q_t, sf_t = call(swiglu_kernels.swiglu_col, gate, up, prob, **options)
     return q_t, sf_t
-
-
-def swiglu_both(
-    gate: jax.Array, up: jax.Array, prob: jax.Array,
-    *, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """`quantize_both` of `swiglu`, h never stored: -> q, sf, q_t, sf_t; M and F multiples of 32."""
-    options = {"rounding": rounding, "satfinite": satfinite}
-    q, sf, q_t, sf_t = call(swiglu_kernels.swiglu_both, gate, up, prob, **options)
-    return q, sf, q_t, sf_t
 
 
 def swiglu_bwd(

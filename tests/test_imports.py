@@ -9,10 +9,10 @@ Inside core_kernels a family imports itself, the shared files and the families b
 the same arrows.
 
     quantize  permute  routing  scale_layout  combine
-       ^  ^      ^
-       |  '------+---- fold
-       |               ^
-    swiglu        grouped_gemm       reference: the oracles of all families
+       ^  ^
+       |  '---- fold
+       |         ^
+    swiglu  grouped_gemm       reference: the oracles of all families
 
     oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> both
 """
@@ -43,7 +43,7 @@ BELOW = {
     "routing": set(),
     "scale_layout": set(),
     "combine": set(),
-    "fold": {"quantize", "permute"},
+    "fold": {"quantize"},
     "swiglu": {"quantize"},
     "grouped_gemm": {"quantize", "fold"},
 }

@@ -46,7 +46,6 @@ OPS: dict[str, KernelOp] = {
         fold.fold_rows,
         fold.quantize_row_fold,
         quantize.quantize_rowwise,
-        fold.permute_mx_fold,
         fold.fold_groups,
         both_fold.quantize_both_fold,
         fold_loss_kernels.count_fold_loss,
@@ -57,7 +56,6 @@ OPS: dict[str, KernelOp] = {
         swiglu_kernels.swiglu,
         swiglu_kernels.swiglu_row,
         swiglu_kernels.swiglu_col,
-        swiglu_kernels.swiglu_both,
         swiglu_kernels.swiglu_bwd,
         swiglu_kernels.swiglu_bwd_row,
         swiglu_kernels.swiglu_bwd_col,
@@ -128,7 +126,6 @@ row_map = _define(routing.row_map)
 fold_rows = _define(fold.fold_rows)
 quantize_row_fold = _define(fold.quantize_row_fold)
 quantize_rowwise = _define(quantize.quantize_rowwise)
-permute_mx_fold = _define(fold.permute_mx_fold)
 fold_groups = _define(fold.fold_groups)
 quantize_both_fold = _define(both_fold.quantize_both_fold)
 count_fold_loss = _define(fold_loss_kernels.count_fold_loss)
@@ -139,7 +136,6 @@ combine_bwd = _define(combine_ops.combine_bwd)
 swiglu = _define(swiglu_kernels.swiglu)
 swiglu_row = _define(swiglu_kernels.swiglu_row)
 swiglu_col = _define(swiglu_kernels.swiglu_col)
-swiglu_both = _define(swiglu_kernels.swiglu_both)
 swiglu_bwd = _define(swiglu_kernels.swiglu_bwd)
 swiglu_bwd_row = _define(swiglu_kernels.swiglu_bwd_row)
 swiglu_bwd_col = _define(swiglu_kernels.swiglu_bwd_col)

@@ -68,24 +68,6 @@ def quantize_fold_kernel(
 
 
 @triton.jit
-def permute_fold_kernel(
-    packed, row_map, R, P, qf, row_sf,
-    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
-    scales: tl.constexpr = K // BLOCK_MX
-    row = tl.load(row_map + i, mask=i < P, other=-1).to(tl.int64)
-    tl.device_assert((row >= -1) & (row < R), "row_map points outside the input")
-    real = ((row >= 0) & (row < R))[:, None]
-    start = packed + row[:, None] * (K + scales)
-    q_tile = tl.load(start + k[None, :], mask=real & (k < K)[None, :], other=0)
-    sf_tile = tl.load(start + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
-    blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
-
-
-@triton.jit
 def fold_groups_kernel(
     q, sf, group_ends, R, M, qf, span_sf,
     G: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr,

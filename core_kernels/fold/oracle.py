@@ -4,7 +4,6 @@ import numpy as np
 
 from ..formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
 from ..oracle_math import E4M3_VALUES, Array, Pair, e8m0_value, group_slices, to_e4m3
-from ..permute.oracle import permute_mx
 from ..quantize.oracle import quantize_col, quantize_row
 
 
@@ -22,11 +21,6 @@ def fold_rows(q: Array, sf: Array) -> Pair:
 def quantize_row_fold(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
     """x (..., K) -> qf (..., K), row_sf (...)."""
     return fold_rows(*quantize_row(x, rounding, satfinite))
-
-
-def permute_mx_fold(packed: Array, row_map: Array) -> Pair:
-    """packed (R, K + K/32), row_map (P,) -> qf (P, K), row_sf (P,)."""
-    return fold_rows(*permute_mx(packed, row_map))
 
 
 def span_slices(group_ends: Array) -> list[list[tuple[int, slice]]]:

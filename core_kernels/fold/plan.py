@@ -2,7 +2,6 @@
 
     q (M, K), sf (M, K/32) --fold_rows--> qf (M, K), row_sf (M,)
     x (M, K) ------quantize_row_fold----> the same, x read once
-    [q | sf], row_map --permute_mx_fold-> the same, of gathered rows
     q (R, M), sf (R, M/32), group_ends (G,) --fold_groups--> qf (R, M), span_sf (S, R)
 
 row_sf is the row's largest scale byte and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) has no say in
@@ -24,7 +23,6 @@ end before they begin or beyond M.
 
 from ..formats import BLOCK, Rounding, scale_attrs, spans
 from ..launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank, require_shape
-from ..permute.plan import check_map, packed_blocks
 from ..quantize.plan import FLOATS, whole_rows
 from ..tiles import cdiv, hw_cast, tiles
 from . import kernel
@@ -48,14 +46,6 @@ def _plan_quantize_fold(
     require_rank(op, "x", x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")
     return whole_rows(op, "x", arch, x.shape, scale_attrs(op, rounding, satfinite))
-
-
-def _plan_permute_fold(packed: ArrayType, row_map: ArrayType, *, arch: str) -> Launch:
-    op = "permute_mx_fold"
-    blocks = packed_blocks(op, packed)
-    check_map(op, row_map)
-    p = row_map.shape[0]
-    return whole_rows(op, "packed", arch, (p, blocks * BLOCK), {}, {"R": packed.shape[0], "P": p})
 
 
 def _plan_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType, *, arch: str) -> Launch:
@@ -91,7 +81,4 @@ quantize_row_fold = KernelOp(
 )
 fold_groups = KernelOp(
     "fold_groups", kernel.fold_groups_kernel, ("q", "sf", "group_ends"), ("qf", "span_sf"), (), _plan_fold_groups
-)
-permute_mx_fold = KernelOp(
-    "permute_mx_fold", kernel.permute_fold_kernel, ("packed", "row_map"), _OUT, (), _plan_permute_fold
 )

@@ -79,10 +79,8 @@ def whole_rows(
     arch: str,
     shape: tuple[int, ...],
     attrs: dict[str, int],
-    scalars: dict[str, int] | None = None,
 ) -> Launch:
-    """Outputs and whole-row tiles of qf with this shape, of `argument`; `scalars` if they are not its number of
-    rows."""
+    """Outputs and whole-row tiles of qf with this shape, of `argument`."""
     *lead, k = shape
     if k == 0:
         allowed = f"allowed: multiples of {BLOCK} from {BLOCK}; a row without blocks has no scale"
@@ -96,7 +94,7 @@ def whole_rows(
         out=out,
         attrs=tuple(attrs.values()),
         grid=(cdiv(m, t.m),),
-        scalars=scalars or {"M": m},
+        scalars={"M": m},
         meta={"K": k, **attrs, "HW_CAST": hw_cast(arch), "BLOCK_M": t.m, "BLOCK_K": t.k},
         num_warps=t.num_warps,
         num_stages=t.num_stages,

@@ -41,7 +41,7 @@ def _forward_tile(
     rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One (BLOCK_M, BLOCK_K) tile of h, stored in bf16 or quantized along rows, columns or both."""
+    """One (BLOCK_M, BLOCK_K) tile of h, stored in bf16 or quantized along rows or columns."""
     tile = tl.program_id(0)
     k_tiles: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K
@@ -136,18 +136,6 @@ def col_kernel(
 ):  # fmt: skip
     _forward_tile(
         gate, up, prob, M, None, None, None, q_t, sf_t, F, WEIGHTED, False, True,
-        rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit
-def both_kernel(
-    gate, up, prob, M, q, sf, q_t, sf_t,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _forward_tile(
-        gate, up, prob, M, None, q, sf, q_t, sf_t, F, WEIGHTED, True, True,
         rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
     )  # fmt: skip
 

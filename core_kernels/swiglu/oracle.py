@@ -1,7 +1,7 @@
 """The definition of SwiGLU, h = silu(gate) * up * prob, and of its gradient, in numpy.
 
     swiglu  swiglu_bwd                        bytes, exact, but for dprob: a sum in fp64, rounded once
-    swiglu_row / _col / _both                 what quantizing that bf16 h gives
+    swiglu_row / _col                         what quantizing that bf16 h gives
     swiglu_bwd_row / _col / _both             what quantizing dgate, then dup gives; then dprob
     sigmoid64  swiglu64                       what all this approximates: fp64, nothing rounded
 
@@ -100,11 +100,6 @@ def swiglu_row(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
 def swiglu_col(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
     """-> q_t (F, M), sf_t (F, M/32) of h."""
     return quantize_oracle.quantize_col(swiglu(gate, up, prob), rounding, satfinite)
-
-
-def swiglu_both(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
-    """-> q, sf, q_t, sf_t of h."""
-    return quantize_oracle.quantize_both(swiglu(gate, up, prob), rounding, satfinite)
 
 
 def swiglu_bwd_row(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):

@@ -3,7 +3,6 @@
     gate, up (M, F)  --swiglu---------> h (M, F) bf16         h = silu(gate) * up * prob
       prob (M,)      --swiglu_row-----> quantize_row(h)       for the product with w2
                      --swiglu_col-----> quantize_col(h)       for w2's gradient
-                     --swiglu_both----> both
 
     dh, gate, up     --swiglu_bwd-----> dgate, dup (M, F) bf16, dprob (M,) fp32
       prob           --swiglu_bwd_row-> quantize_row of each; likewise _col and _both
@@ -88,7 +87,6 @@ _FORWARD, _BACKWARD = ("gate", "up", "prob"), ("dh", "gate", "up", "prob")
 swiglu = _define("swiglu", kernels.forward_kernel, _FORWARD)
 swiglu_row = _define("swiglu_row", kernels.row_kernel, _FORWARD, row=True)
 swiglu_col = _define("swiglu_col", kernels.col_kernel, _FORWARD, col=True)
-swiglu_both = _define("swiglu_both", kernels.both_kernel, _FORWARD, row=True, col=True)
 swiglu_bwd = _define("swiglu_bwd", kernels.bwd_kernel, _BACKWARD)
 swiglu_bwd_row = _define("swiglu_bwd_row", kernels.bwd_row_kernel, _BACKWARD, row=True)
 swiglu_bwd_col = _define("swiglu_bwd_col", kernels.bwd_col_kernel, _BACKWARD, col=True)

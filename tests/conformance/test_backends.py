@@ -28,10 +28,10 @@ from .definitions import DEFINITIONS
 BYTES = {
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
-    *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
+    *("fold_rows", "quantize_row_fold", "fold_groups", "block_scales", "unblock_scales"),
     *("quantize_rowwise", "quantize_both_fold", "count_fold_loss"),
     *("combine", "combine_bwd"),
-    *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
+    *("swiglu", "swiglu_row", "swiglu_col"),
     *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
 }
 PRODUCTS = {
@@ -82,7 +82,6 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         "sort_by_expert": ((SORTS["empty_experts"][0],), {"num_experts": SORTS["empty_experts"][1]}),
         "row_map": ((layout.flat,), layout.options),
         "fold_rows": (lhs, {}),
-        "permute_mx_fold": ((packed, rows), {}),
         "block_scales": ((lhs[1], ends), {}),
         "unblock_scales": (
             (scale_layout_oracle.block_scales(lhs[1], ends), ends),

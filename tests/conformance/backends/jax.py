@@ -21,10 +21,10 @@ Pair = tuple[Array, Array]
 NAMES = (
     *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
     *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
-    *("fold_rows", "quantize_row_fold", "permute_mx_fold", "fold_groups", "block_scales", "unblock_scales"),
+    *("fold_rows", "quantize_row_fold", "fold_groups", "block_scales", "unblock_scales"),
     *("quantize_rowwise", "quantize_both_fold", "count_fold_loss"),
     *("combine", "combine_bwd"),
-    *("swiglu", "swiglu_row", "swiglu_col", "swiglu_both"),
+    *("swiglu", "swiglu_row", "swiglu_col"),
     *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
     *("grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"),
     *("grouped_mm_fold", "grouped_mm_fold_bias", "grouped_wgrad_fold", "grouped_wgrad_bf16_t"),
