@@ -1,1 +1,1 @@
-"""Whole functions by definition, made of the ops' definitions: what a frontend's function is compared with."""
+"""Definitions of whole functions, built from the ops' definitions: tests compare the frontends with them."""
