@@ -1,6 +1,6 @@
-"""`python -m benchmarks [cpu | train_step | gpu] [--only quantize_row,combine]`: measure, print, record.
+"""`python -m benchmarks [cpu | train_step | gpu] [--only quantize,combine]`: measure, print, record.
 
-cases --check, interleaved timing--> Line --> the terminal, with the bar that it is held to
+cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
 """
 
@@ -10,9 +10,9 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-from . import results
+from .figures import results
 
-# Section -> where it runs. Its module is imported when it does: JAX on a GPU is of no use to the others.
+# Section -> device. The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
 SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu"}
 
 
@@ -29,17 +29,20 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, compare and record.")
     parser.add_argument(
-        "sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all that this machine runs"
+        "sections",
+        nargs="*",
+        metavar="section",
+        help=f"any of {', '.join(SECTIONS)}; default: those of this machine",
     )
-    parser.add_argument("--only", type=_names, default=[], metavar="OP,OP", help="only these ops of a section")
-    parser.add_argument("--commit", type=_commit, help="the commit that is measured, where there is no git to ask")
+    parser.add_argument("--only", type=_names, default=[], metavar="NAME,NAME", help="only these ops or families")
+    parser.add_argument("--commit", type=_commit, help="the measured commit, for sources without git")
     parser.add_argument("--out", type=Path, help="append the lines here instead of benchmarks/results/<hardware>.jsonl")
-    parser.add_argument("--no-record", action="store_true", help="print the figures and keep none")
+    parser.add_argument("--no-record", action="store_true", help="print the figures, store none")
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"section: got {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
 
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes what torch needs beside it
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
     gpu = results.gpu_name()
     here = "gpu" if gpu else "cpu"
     for section in args.sections or [name for name, on in SECTIONS.items() if on == here]:
@@ -48,7 +51,7 @@ def main() -> None:
             parser.error(f"section: got {section}; allowed: a section of the CPU, this machine has no GPU")
         run = results.Run(f"1x {gpu}" if on_gpu else results.cpu_name(), args.commit or results.clean_commit())
         if args.out and run.commit is None:
-            parser.error("--out: no commit to be named in it; commit the working tree, or without git pass --commit")
+            parser.error("--out: got a working tree without a commit; allowed: a clean tree, or --commit without git")
         path = args.out or results.RESULTS / f"{results.file_name(gpu if on_gpu else None)}.jsonl"
         print(f"\n{section}: {run.hardware}, {run.date}, commit {run.commit}, {run.versions}")
         print(results.row(results.HEADER))
@@ -60,9 +63,9 @@ def main() -> None:
         if recorded:
             print(f"recorded in {path}")
         elif args.no_record:
-            print("not recorded, as asked")
+            print("not recorded: --no-record")
         else:
-            print("not recorded: the working tree differs from its commit; commit first (without git: --commit)")
+            print("not recorded: the working tree differs from its commit; commit first, or pass --commit without git")
 
 
 if __name__ == "__main__":

@@ -1,107 +1,30 @@
-"""The C++ ops on the CPU, against a plain copy of as many bytes and against `torch.compile`.
+"""`python -m benchmarks cpu`: the C++ ops on the CPU, compared with a copy of as many bytes and with `torch.compile`.
 
-    core    cpp_bindings.run and the compiled formula, both into outputs that exist already
-    torch   what a user calls: both sides allocate their outputs
+    core    cpp_bindings.run and the compiled formula, both into existing outputs
+    torch   the public op and the compiled formula; both allocate their outputs
 
-Every case is checked before it is timed: against the oracle on a slice, and against the compiled
-formula on all of it; data are random and never zero.
+Every case is checked before it is timed: a slice against the oracle, all bytes against the compiled formula. Inputs
+are random and never zero.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels import oracle_math
-from mxep.core_kernels.launch import ArrayType, KernelOp
-from mxep.core_kernels.permute import oracle as permute_oracle
-from mxep.core_kernels.permute import plan as permute
-from mxep.core_kernels.quantize import oracle as quantize_oracle
-from mxep.core_kernels.quantize import plan as quantize
-from mxep.core_kernels.routing import oracle as routing_oracle
-from mxep.core_kernels.routing import plan as routing
 from mxep.torch_frontend import ops
 from torch import Tensor
 
-from . import formulas
-from .results import Line
-from .shapes import CPU_MATRICES, CPU_RECEIVED, Matrix, Received
-from .timing import interleaved
-
-Tensors = tuple[Tensor, ...]
-SLICE = 64  # rows or columns that the oracle, which is slow, looks at
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op on one input. `expected` gives the first rows of every output, `by_bytes` whether a copy is its roof."""
-
-    name: str  # in the results
-    op: KernelOp
-    inputs: Tensors
-    options: Mapping[str, Any]
-    shape: Mapping[str, int | str]
-    formula: Callable[..., None]
-    expected: Callable[[], Sequence[np.ndarray]]
-    by_bytes: bool = True
-
-
-def data(m: int, k: int) -> Tensor:
-    """Normal values whose rows and columns differ in magnitude, bf16."""
-    rng = torch.Generator().manual_seed(m + k)
-    scale = torch.exp2(3 * torch.randn(m, 1, generator=rng) + torch.randn(1, k, generator=rng))
-    return (torch.randn(m, k, generator=rng) * scale).bfloat16()
-
-
-def to_numpy(x: Tensor) -> np.ndarray:
-    return x.view(torch.uint16).numpy().view(oracle_math.DTYPES["bfloat16"]) if x.dtype == torch.bfloat16 else x.numpy()
-
-
-def outputs_of(op: KernelOp, inputs: Tensors, options: Mapping[str, Any]) -> tuple[Tensors, tuple[int, ...]]:
-    types = [ArrayType(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in inputs]
-    launch = op.plan(*types, arch="cpu", **options)
-    outputs = tuple(torch.empty(a.shape, dtype=getattr(torch, a.dtype)) for a in launch.out)
-    return outputs, tuple(int(a) for a in launch.attrs)
-
-
-def matrix_cases(shape: Matrix) -> Iterator[Case]:
-    x = data(*shape)
-    head, left = to_numpy(x[:SLICE]), to_numpy(x[:, :SLICE].contiguous())
-    q, sf = ops.quantize_row(x)
-    case = {**shape._asdict(), "rounding": "rceil"}
-    yield Case("quantize_row", quantize.quantize_row, (x,), {}, case, formulas.quantize_row,
-               lambda: quantize_oracle.quantize_row(head))  # fmt: skip
-    yield Case("quantize_col", quantize.quantize_col, (x,), {}, case, formulas.quantize_col,
-               lambda: quantize_oracle.quantize_col(left))  # fmt: skip
-    yield Case("quantize_both", quantize.quantize_both, (x,), {}, case, formulas.quantize_both,
-               lambda: (*quantize_oracle.quantize_row(head), *quantize_oracle.quantize_col(left)))  # fmt: skip
-    yield Case("dequantize", quantize.dequantize, (q, sf), {}, case, formulas.dequantize,
-               lambda: (quantize_oracle.dequantize(q[:SLICE].numpy(), sf[:SLICE].numpy()),))  # fmt: skip
-
-
-def received_cases(shape: Received) -> Iterator[Case]:
-    rng = np.random.default_rng(shape.M)
-    pairs = shape.ranks * shape.G
-    counts = torch.from_numpy(rng.multinomial(shape.M, rng.dirichlet(np.full(pairs, 4.0))).astype(np.int32))
-    row_map, inverse, *_ = ops.row_map(counts, num_rows=shape.M, num_local_experts=shape.G)
-    packed = ops.quantize_row_packed(data(shape.M, shape.K))
-    padded = data(len(row_map), shape.K)
-    ids = torch.from_numpy(rng.integers(0, pairs, shape.M, np.int32))
-    case = {**shape._asdict(), "routing": "skewed"}
-    yield Case("permute_mx", permute.permute_mx, (packed, row_map), {}, case, formulas.permute_mx,
-               lambda: permute_oracle.permute_mx(packed.numpy(), row_map[:SLICE].numpy()))  # fmt: skip
-    yield Case("unpermute", permute.permute_rows, (padded, inverse), {}, case, formulas.permute_rows,
-               lambda: (permute_oracle.permute_rows(to_numpy(padded), inverse[:SLICE].numpy()),))  # fmt: skip
-    yield Case("routing", routing.sort_by_expert, (ids,), {"num_experts": pairs}, case, formulas.sort_by_expert,
-               lambda: routing_oracle.sort_by_expert(ids.numpy(), pairs), by_bytes=False)  # fmt: skip
+from .cases.cpu import Case, Tensors, check, matrix_cases, moved, outputs_of, received_cases
+from .cases.shapes import CPU_MATRICES, CPU_RECEIVED
+from .figures.results import Line
+from .figures.timing import interleaved
 
 
 def measure(case: Case) -> Iterator[Line]:
     outputs, attrs = outputs_of(case.op, case.inputs, case.options)
     theirs, _ = outputs_of(case.op, case.inputs, case.options)
-    torch.compiler.reset()  # dynamo compiles one function for eight inputs, then runs it uncompiled
+    torch.compiler.reset()  # Dynamo recompiles a function eight times at most, then runs it uncompiled
     compiled = torch.compile(case.formula, dynamic=False)
 
     def allocating(*inputs: Tensor) -> Tensors:
@@ -158,25 +81,8 @@ def measure(case: Case) -> Iterator[Line]:
             )
 
 
-def check(case: Case, got: Tensors, formula: Tensors) -> None:
-    """Raise AssertionError unless both sides agree in every byte, and with the oracle on its slice."""
-    for name, a, b, slice_ in zip(case.op.outputs, got, formula, case.expected(), strict=True):
-        if not torch.equal(a, b):
-            raise AssertionError(f"{case.name}: {name}: the two sides differ in {int((a != b).sum())} values")
-        np.testing.assert_array_equal(to_numpy(a[: len(slice_)]), slice_, err_msg=f"{case.name}: {name}: the oracle")
-
-
-def moved(case: Case, outputs: Tensors) -> int:
-    """The least bytes to read and to write. A gather reads each row once, and no padding."""
-    read = sum(x.nbytes for x in case.inputs)
-    if case.op.inputs[-1] == "row_map":
-        x, row_map = case.inputs
-        read = row_map.nbytes + int((row_map >= 0).sum()) * x[0].nbytes
-    return read + sum(out.nbytes for out in outputs)
-
-
 def lines(only: Sequence[str]) -> Iterator[Line]:
-    """Measure every case, or those of the ops named."""
+    """The lines of every case, or of the ops named."""
     torch.set_num_threads(cpp_bindings.num_threads())
     for shape in CPU_MATRICES:
         yield from (line for case in matrix_cases(shape) if not only or case.name in only for line in measure(case))

@@ -1,7 +1,9 @@
-"""Where a training step's time goes: the example's model in PyTorch, experts over two ranks, MXFP8 and bf16.
+"""`python -m benchmarks train_step`: where the time of a training step goes, in MXFP8 and bf16.
+
+The model of the example, in PyTorch, its experts sharded over two ranks.
 
 step --torch.profiler--> self time of every op --KINDS--> matmul | attention | quantize | SwiGLU | permute | all-to-all
-                         wall time less those --------> rest (optimizer, norms, casts, router, Python)
+                         wall time less these ---------> rest (optimizer, norms, casts, router, Python)
 """
 
 import os
@@ -24,15 +26,15 @@ from examples.data import Text
 from examples.train_torch import Trainer
 from examples.weights import initial_weights
 
-from .results import Line
-from .timing import summarize
+from .figures.results import Line
+from .figures.timing import summarize
 
 RANKS, PRESET = 2, "small"
 PRECISIONS = ("mxfp8", "bf16")
 WARM_UP, STEPS, PROFILED = 3, 21, 8
 MIN_SQNR_DB = 28.0  # logits of fresh weights, MXFP8 against bf16: 31.7 dB measured
 
-# An op belongs to the first kind with a matching prefix; its children are counted on their own.
+# An op belongs to the first kind with a matching prefix; its children are counted separately.
 KINDS = {
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "mxep::grouped_"),
     "attention": ("aten::_scaled_dot_product",),
@@ -45,7 +47,7 @@ KINDS = {
 
 @contextmanager
 def named_cpp_ops() -> Iterator[None]:
-    """Within the block the profiler sees every C++ op as `cpp::<name>`, also inside the CPU's grouped GEMM."""
+    """Within the block the profiler records every C++ op as `cpp::<name>`, inside the CPU's grouped GEMM too."""
     run = cpp_bindings.run
 
     def named(name: str, *args: Any) -> None:
@@ -60,7 +62,7 @@ def named_cpp_ops() -> Iterator[None]:
 
 
 def profile(step: Callable[[], object]) -> dict[str, float]:
-    """Share of each kind in the wall time of `PROFILED` steps; they sum to one."""
+    """Share of each kind in the wall time of `PROFILED` steps; the shares sum to 1."""
     with named_cpp_ops(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         for _ in range(PROFILED):
@@ -106,19 +108,19 @@ def _rank(rank: int, port: int, threads: int, queue: Any) -> None:
     shares = {name: profile(step) for name, step in steps.items()}
     if rank == 0:
         queue.put((samples, shares, error))
-    dist.barrier()  # a rank that leaves Python while another still sends to it aborts
+    dist.barrier()  # a rank that exits while another still sends to it aborts
     dist.destroy_process_group()
 
 
 def flops(config: Config) -> int:
-    """6 per token and weight that multiplies it: two forward, four backward. Attention's own products are extra."""
+    """6 per token and weight: 2 forward, 4 backward. The products of attention scores are not counted."""
     dense = config.num_layers * (4 * config.dim**2 + config.dim * config.num_experts) + config.dim * config.vocab_size
     experts = config.num_layers * config.top_k * 3 * config.dim * config.hidden_dim
     return 6 * config.batch_size * config.seq_len * (dense + experts)
 
 
 def lines(only: Sequence[str]) -> Iterator[Line]:
-    """Time the step in both precisions, print both profiles, and give the MXFP8 line with bf16 as its peer."""
+    """Time the step in both precisions, print both profiles, and return the MXFP8 line with bf16 as its peer."""
     if only and "train_step" not in only:
         return
     with socket.socket() as free:

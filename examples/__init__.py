@@ -1,1 +1,1 @@
-"""Training examples: one config, one text, one set of initial weights, two frameworks."""
+"""Training examples: the same config, text and initial weights in two frameworks."""

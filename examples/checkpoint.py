@@ -1,12 +1,12 @@
-"""Checkpoints that either framework writes and either framework reads.
+"""Checkpoints that both frameworks write and read.
 
-    DIR/step-000050/weights.safetensors     fp32, names of weights.py, experts whole (E, ...)
-                    optimizer.safetensors   AdamW's first.<name> and second.<name> moments, fp32
+    DIR/step-000050/weights.safetensors     fp32, names of weights.py, experts unsharded (E, ...)
+                    optimizer.safetensors   AdamW's moments first.<name> and second.<name>, fp32
                     meta.json               step, config, SHA-256 of the two files
 
-A checkpoint is written under a temporary name, flushed to the disk and renamed, so one that has its
-name is whole. With the step, the moments and the weights a run goes on exactly: batches depend on
-(seed, step) alone.
+A checkpoint is written under a temporary name, flushed to disk and then renamed, so a folder with the
+final name is complete. A resumed run continues exactly: a checkpoint holds the step, the weights and the
+moments, and a batch depends on (seed, step) alone.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  gives numpy the dtype by which safetensors returns bf16
+import ml_dtypes  # noqa: F401  registers the numpy dtype that safetensors returns for bf16
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
@@ -33,7 +33,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after `step` updates: weights and AdamW's two moments, all whole."""
+    """Unsharded weights and AdamW moments after `step` updates."""
 
     step: int
     weights: Arrays
@@ -42,9 +42,9 @@ class Checkpoint:
 
 
 def save_checkpoint(out: Path, state: Checkpoint, config: Mapping[str, Any]) -> Path:
-    """Write `out/step-NNNNNN`, whole or not at all, and drop all but the last two up to it.
+    """Write `out/step-NNNNNN` atomically, then delete all but the last two checkpoints up to this step.
 
-    A later one stays: it is none of this run's, since a run goes on from its last whole checkpoint."""
+    Checkpoints of later steps stay. They belong to another run, because a run resumes from its last checkpoint."""
     target = out / f"step-{state.step:06d}"
     partial = out / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -65,10 +65,10 @@ def save_checkpoint(out: Path, state: Checkpoint, config: Mapping[str, Any]) -> 
 
 
 def load_checkpoint(out: Path, config: Mapping[str, Any]) -> Checkpoint | None:
-    """The last whole checkpoint in `out`, or None when it holds no checkpoint at all.
+    """The last complete checkpoint in `out`, or None if `out` holds no checkpoint.
 
-    Raises ValueError when all are damaged, and when the last whole one was written by a run with another
-    config, naming the fields."""
+    Raises ValueError when every checkpoint is damaged, and when the last complete one has another config; the
+    message names the fields that differ."""
     folders = step_folders(out)
     for folder in reversed(folders):
         try:
@@ -76,27 +76,28 @@ def load_checkpoint(out: Path, config: Mapping[str, Any]) -> Checkpoint | None:
             weights = load_file(folder / "weights.safetensors")
             moments = load_file(folder / "optimizer.safetensors")
         except (OSError, ValueError, SafetensorError) as error:
-            print(f"checkpoint: {folder} is damaged, it is passed over: {error}", file=sys.stderr)
+            print(f"checkpoint: {folder} is damaged and is skipped: {error}", file=sys.stderr)
             continue
         differ = sorted(k for k in config.keys() | meta["config"].keys() if config.get(k) != meta["config"].get(k))
         if differ:
-            there = ", ".join(f"{k}={meta['config'].get(k)} there, {config.get(k)} here" for k in differ)
-            raise ValueError(f"--resume: {folder} belongs to another run: {there}; pass its flags or another --out")
+            fields = ", ".join(f"{k} is {meta['config'].get(k)} there and {config.get(k)} here" for k in differ)
+            raise ValueError(f"--resume: {folder} belongs to another run: {fields}; pass its flags or another --out")
         first = {n.removeprefix("first."): a for n, a in moments.items() if n.startswith("first.")}
         second = {n.removeprefix("second."): a for n, a in moments.items() if n.startswith("second.")}
         return Checkpoint(meta["step"], weights, first, second)
     if folders:
         names = ", ".join(folder.name for folder in folders)
-        raise ValueError(f"--resume: {out}: every checkpoint is damaged: {names}; bring one back or pass another --out")
+        raise ValueError(f"--resume: {out}: every checkpoint is damaged: {names}; restore one or pass another --out")
     return None
 
 
 def load_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """The weights of one checkpoint folder, cast to fp32. A folder without meta.json, as another program
-    writes it, is read too; with it, the weights have to be the ones it names.
+    """The weights of one checkpoint folder, cast to fp32.
 
-    Raises ValueError when there are none, when they are damaged or not floats, and when their names and
-    shapes are not `shapes`."""
+    meta.json is optional, so weights of other programs load too. If it exists, its SHA-256 must match.
+
+    Raises ValueError when the weights are missing, damaged or not floats, and when their names and shapes
+    differ from `shapes`."""
     file = folder / FILES[0]
     if not file.is_file():
         raise ValueError(f"--init-from: got {str(folder)!r}; allowed: a checkpoint folder with {file.name} in it")
@@ -104,11 +105,11 @@ def load_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
         if (folder / "meta.json").exists():
             _check_hash(file, _meta_hashes(_read_json(folder)))
         weights = load_file(file)
-    except (OSError, ValueError, TypeError, SafetensorError) as error:  # TypeError: a dtype numpy has no name for
+    except (OSError, ValueError, TypeError, SafetensorError) as error:  # TypeError: numpy lacks the dtype
         raise ValueError(f"--init-from: {file} is damaged or has no numpy dtype: {error}") from error
-    strange = sorted(f"{name} is {array.dtype}" for name, array in weights.items() if array.dtype.name not in FLOATS)
-    if strange:
-        raise ValueError(f"--init-from: {file}: {strange[0]}; allowed: {', '.join(FLOATS)}")
+    not_floats = sorted(f"{name} is {array.dtype}" for name, array in weights.items() if array.dtype.name not in FLOATS)
+    if not_floats:
+        raise ValueError(f"--init-from: {file}: {not_floats[0]}; allowed: {', '.join(FLOATS)}")
     found = {name: array.shape for name, array in weights.items()}
     if found != dict(shapes):
         differ = sorted(n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n))
@@ -121,7 +122,7 @@ def load_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def step_folders(out: Path) -> list[Path]:
-    """The checkpoint folders in `out`, by step; those that a kill left half-written are not among them."""
+    """The complete checkpoint folders in `out`, sorted by step."""
     return sorted((p for p in out.glob("step-*") if re.fullmatch(r"step-\d+", p.name) and p.is_dir()), key=_step)
 
 
@@ -130,13 +131,13 @@ def _step(folder: Path) -> int:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-    """The meta.json of a checkpoint folder, with the hashes of its files checked. Raises ValueError."""
+    """Read meta.json and check the SHA-256 of the two files. Raises ValueError."""
     meta = _read_json(folder)
     hashes = _meta_hashes(meta)
     if not isinstance(meta.get("config"), dict):
-        raise ValueError("meta.json names no config")
+        raise ValueError("meta.json has no config")
     if meta.get("step") != _step(folder):
-        raise ValueError(f"meta.json names step {meta.get('step')}")
+        raise ValueError(f"meta.json has step {meta.get('step')}")
     for name in FILES:
         _check_hash(folder / name, hashes)
     return meta
@@ -152,7 +153,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
 def _meta_hashes(meta: Mapping[str, Any]) -> Mapping[str, Any]:
     hashes = meta.get("sha256")
     if not isinstance(hashes, dict):
-        raise ValueError("meta.json names no sha256 of the files")
+        raise ValueError("meta.json has no sha256 of the files")
     return hashes
 
 
@@ -160,11 +161,11 @@ def _check_hash(file: Path, hashes: Mapping[str, Any]) -> None:
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != hashes.get(file.name):
-        raise ValueError(f"{file.name} has SHA-256 {found}, meta.json names {hashes.get(file.name)}")
+        raise ValueError(f"{file.name} has SHA-256 {found}, meta.json has {hashes.get(file.name)}")
 
 
 def _write(path: Path, data: bytes) -> str:
-    """Write and flush to the disk. Returns the SHA-256 of `data`."""
+    """Write and flush to disk. Returns the SHA-256 of `data`."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -173,7 +174,7 @@ def _write(path: Path, data: bytes) -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """The rename itself must reach the disk, which is the folder's to remember."""
+    """fsync the folder, so that a rename inside it reaches the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""What both training scripts share: the sizes, the schedule and the command line.
+"""Sizes, schedule and command line of both training scripts.
 
-`python -m examples.train_jax` and `torchrun ... -m examples.train_torch` take the same flags and
-build the same `Config` from them, so two runs with the same flags differ in the framework alone.
+`python -m examples.train_jax` and `torchrun ... -m examples.train_torch` take the same flags and build
+the same `Config`, so two runs with the same flags differ only in the framework.
 """
 
 import argparse
@@ -15,16 +15,16 @@ import numpy as np
 
 from .checkpoint import step_folders
 
-RECIPES = {"bf16": "bf16", "mxfp8": "mxfp8_wgrad_with_hp"}  # --precision -> mxep recipe, for the experts
+RECIPES = {"bf16": "bf16", "mxfp8": "mxfp8_wgrad_with_hp"}  # --precision -> mxep recipe of the experts
 LOG_NAME = "log.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A decoder-only byte-level transformer whose every MLP is a Mixture of Experts, and its training.
+    """A byte-level decoder-only transformer with a Mixture of Experts in every layer, and its training.
 
-    Sizes that the experts multiply (`dim`, `hidden_dim`) are multiples of 32, the MXFP8 block.
-    `batch_size` counts the sequences of one step over all ranks; `steps` sets the cosine's length.
+    `dim` and `hidden_dim` are multiples of 32, the MXFP8 block. `batch_size` is the number of sequences per
+    step over all ranks. `steps` is the length of the cosine schedule.
     """
 
     vocab_size: int = 256
@@ -70,7 +70,7 @@ PRESETS = {
 
 
 def learning_rates(config: Config) -> np.ndarray:
-    """The rate of every step, (steps,) float32: linear warm-up, then a cosine down to `final_lr`.
+    """The learning rate of every step, (steps,) float32: linear warm-up, then cosine decay to `final_lr`.
 
     >>> learning_rates(Config(steps=4, warmup_steps=2, peak_lr=1.0, final_lr=0.0)).round(2).tolist()
     [0.5, 1.0, 1.0, 0.5]
@@ -90,23 +90,23 @@ def rope_tables(config: Config) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a weight of that name is split over the ranks, along its first dim, the experts."""
+    """True for expert weights, which are sharded over the ranks along their first dim."""
     return ".experts." in name
 
 
 def is_decayed(shape: Sequence[int]) -> bool:
-    """Weight decay is for matrices; the gains of the norms are vectors."""
+    """True for matrices. Norm gains are vectors and get no weight decay."""
     return len(shape) > 1
 
 
 def parse_args(prog: str, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Config]:
-    """Read the command line both scripts share. Raises SystemExit with the reason on a bad flag."""
+    """Parse the command line of both scripts. Raises SystemExit with the reason on a bad flag."""
     parser = argparse.ArgumentParser(prog=prog, description="Train a small byte-level MoE language model.")
-    parser.add_argument("--precision", choices=tuple(RECIPES), default="mxfp8", help="of the experts")
-    parser.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share experts and batch")
-    parser.add_argument("--data", type=Path, help="a text file or a folder of them (default: this Python's library)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="log.jsonl and checkpoints go here")
-    parser.add_argument("--resume", action="store_true", help="continue from the last whole checkpoint in --out")
+    parser.add_argument("--precision", choices=tuple(RECIPES), default="mxfp8", help="precision of the experts")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="number of expert-parallel ranks")
+    parser.add_argument("--data", type=Path, help="text file or folder of text files (default: the standard library)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of log.jsonl and checkpoints")
+    parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint in --out")
     parser.add_argument("--init-from", type=Path, metavar="CKPT", help="start from the weights of this checkpoint")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="small")
     for flag in ("steps", "seed", "log-every", "eval-every"):
@@ -129,10 +129,10 @@ def parse_args(prog: str, argv: Sequence[str] | None = None) -> tuple[argparse.N
     if ((args.out / LOG_NAME).exists() or step_folders(args.out)) and not args.resume:
         parser.error(f"--out: {args.out} already holds a run; pass --resume to continue it, or another folder")
     if args.resume and args.init_from:
-        parser.error("--init-from: not together with --resume, which brings its own weights")
+        parser.error("--init-from: not together with --resume, which loads its own weights")
     return args, config
 
 
 def describe(config: Config, **extra: Any) -> dict[str, Any]:
-    """The config as plain JSON values, for the log and the checkpoint."""
+    """The config as JSON values, for the log and the checkpoint."""
     return asdict(config) | extra

@@ -3,8 +3,8 @@
     files, sorted --every 10th--> held out: --evenly spaced windows--> eval_batches
                   --the others--> train:    --windows drawn from (seed, step)--> batch(step)
 
-Batches are numpy arrays, so PyTorch and JAX read the same tokens; a rank takes its slice of the
-global batch, so the tokens do not depend on how many ranks there are either.
+Batches are numpy arrays, so PyTorch and JAX train on the same tokens. A rank takes its slice of the
+global batch, so the number of ranks does not change the tokens.
 """
 
 import sysconfig
@@ -17,20 +17,20 @@ import numpy as np
 from .config import Config
 
 HOLD_OUT_EVERY = 10
-NOT_THE_LIBRARY = {"site-packages", "dist-packages"}  # installed packages live below the standard library
+INSTALLED_PACKAGES = {"site-packages", "dist-packages"}  # subfolders of the standard library
 
 
 def library_files() -> list[Path]:
-    """Every `.py` file of the running Python's standard library, sorted by its path in there."""
+    """Every `.py` file of the standard library, sorted by relative path."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [p for p in root.rglob("*.py") if NOT_THE_LIBRARY.isdisjoint(p.parts)]
+    files = [p for p in root.rglob("*.py") if INSTALLED_PACKAGES.isdisjoint(p.parts)]
     return sorted((p for p in files if p.is_file()), key=lambda p: p.relative_to(root).parts)
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or every file below the folder, hidden ones left out, sorted.
+    """`path` itself if it is a file, otherwise all files below it, sorted, without hidden files.
 
-    Raises ValueError when there is nothing at `path` or no file below it."""
+    Raises ValueError when `path` does not exist or has no file below it."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -44,7 +44,7 @@ def text_files(path: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Text:
-    """Training and held-out bytes, uint8 each, and the windows a config cuts from them."""
+    """Training and held-out text, uint8 each, and the batches of windows cut from them."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -52,10 +52,11 @@ class Text:
 
     @classmethod
     def load(cls, path: Path | None, config: Config) -> "Text":
-        """Read `path`, or the standard library when it is None, and split it by file: every tenth is
-        held out. Of a single file the last tenth is.
+        """Read `path`, or the standard library if `path` is None, and hold out every tenth file.
 
-        Raises ValueError when either part is too short for one sequence."""
+        Fewer than ten files hold out the last file; a single file holds out its last tenth.
+
+        Raises ValueError when the training or the held-out text is too short for one sequence."""
         files = library_files() if path is None else text_files(path)
         parts = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
         if len(parts) == 1:
@@ -79,7 +80,7 @@ class Text:
         return self._windows(self.train, rng.integers(0, len(self.train) - self.config.seq_len, self.config.batch_size))
 
     def eval_batches(self) -> Iterator[np.ndarray]:
-        """The same `eval_sequences` held-out windows every time, in batches of at most `batch_size`."""
+        """The `eval_sequences` held-out windows, the same in every call, in batches of at most `batch_size`."""
         starts = np.linspace(0, len(self.held_out) - self.config.seq_len - 1, self.config.eval_sequences).astype(int)
         for i in range(0, len(starts), self.config.batch_size):
             yield self._windows(self.held_out, starts[i : i + self.config.batch_size])

@@ -1,8 +1,8 @@
-"""The training loop, the same for both frameworks.
+"""The training loop of both frameworks.
 
     start (weights, moments, step) -> [ batch(step) -> update -> log | every eval_every: held-out loss, checkpoint ]
 
-`train_torch.Trainer` and `train_jax.Trainer` are the two ways to do what this file asks for.
+`train_torch.Trainer` and `train_jax.Trainer` implement the protocol `Trainer`.
 """
 
 import sys
@@ -20,17 +20,17 @@ from .weights import initial_weights, weight_shapes
 
 
 class Trainer(Protocol):
-    """Holds a model, AdamW's moments and the ranks they are spread over."""
+    """A model and its AdamW moments, sharded over the ranks."""
 
     def __init__(self, config: Config, precision: str, ep: int, start: Checkpoint) -> None: ...
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes log and checkpoints; one of them does."""
+        """True in the one process that writes the log and the checkpoints."""
         ...
 
     def step(self, step: int, batch: np.ndarray) -> Mapping[str, SupportsFloat]:
-        """Train on a global batch. Returns loss, aux_loss, grad_norm before its update."""
+        """Train on one global batch. Returns loss, aux_loss and grad_norm, computed before the update."""
         ...
 
     def evaluate(self, text: Text) -> float:
@@ -38,12 +38,12 @@ class Trainer(Protocol):
         ...
 
     def state(self, step: int) -> Checkpoint:
-        """Weights and moments after `step` updates, whole. Every process calls it."""
+        """Unsharded weights and moments after `step` updates. Collective: every process calls it."""
         ...
 
 
 def train(framework: str, args: Namespace, config: Config, trainer_type: type[Trainer]) -> None:
-    """Run a training from its flags to its last checkpoint. Exits with the reason on bad input."""
+    """Train from the flags to the last checkpoint. Exits with the reason on bad input."""
     try:
         text = Text.load(args.data, config)
         run = describe(config, precision=args.precision, train_bytes=len(text.train), held_out_bytes=len(text.held_out))
@@ -74,7 +74,7 @@ def train(framework: str, args: Namespace, config: Config, trainer_type: type[Tr
 
 
 def first_checkpoint(args: Namespace, config: Config) -> Checkpoint:
-    """Step 0: the weights of --init-from, or fresh ones, and moments of zeros."""
+    """The state at step 0: the weights of --init-from or the initial weights, and zero moments."""
     weights = load_weights(args.init_from, weight_shapes(config)) if args.init_from else initial_weights(config)
     zeros = {name: np.zeros_like(array) for name, array in weights.items()}
     return Checkpoint(0, weights, zeros, zeros)

@@ -1,10 +1,13 @@
-"""Four runs in one picture, and whether they agree.
+"""Plots four runs and checks that they agree.
 
     python -m examples.plot_curves runs/small      reads runs/small/{torch,jax}-{bf16,mxfp8}/log.jsonl
 
-Writes curves.png there, prints the two comparisons, and exits with 1 when one of them fails:
-PyTorch within 1% of JAX at every logged step, for each precision; the held-out loss of MXFP8 within
-1% of bf16, for each framework. Runs of different configs or texts are not compared: that is an error.
+Writes curves.png to the same folder, prints the comparisons, and exits with 1 if one of them fails:
+
+- PyTorch is within 1% of JAX at every logged step, for each precision;
+- the held-out loss of MXFP8 is within 1% of bf16, for each framework.
+
+Runs with different configs or texts are an error.
 """
 
 import argparse
@@ -25,18 +28,20 @@ Curves = dict[str, dict[int, float]]  # "train" and "eval" -> step -> loss
 
 
 def read_runs(root: Path) -> dict[tuple[str, str], Curves]:
-    """The curves of the four runs in `root`. Raises ValueError when a log is not of the run its folder names,
-    and when two runs differ in more than framework, precision and number of ranks."""
+    """The curves of the four runs in `root`.
+
+    Raises ValueError when a log has another framework or precision than the name of its folder, and when two
+    runs differ in more than framework, precision and number of ranks."""
     runs, first = {}, None
     for precision in PRECISIONS:
         for framework in FRAMEWORKS:
             folder = root / f"{framework}-{precision}"
             header, *records = read_log(folder) or [{}]
             if header.get("kind") != "run":
-                raise ValueError(f"{folder / LOG_NAME} does not begin with the record of its run")
+                raise ValueError(f"{folder / LOG_NAME} does not begin with a run record")
             for field, expected in (("framework", framework), ("precision", precision)):
                 if header.get(field) != expected:
-                    raise ValueError(f"{folder / LOG_NAME} is of a run with {field} {header.get(field)}")
+                    raise ValueError(f"{folder / LOG_NAME} has {field} {header.get(field)}, expected {expected}")
             config = {k: v for k, v in header.items() if k not in ("framework", "precision", "ep")}
             first = first or (folder, config)
             differ = sorted(k for k in config.keys() | first[1].keys() if config.get(k) != first[1].get(k))
@@ -50,8 +55,9 @@ def read_runs(root: Path) -> dict[tuple[str, str], Curves]:
 
 
 def difference(a: Curves, b: Curves, kind: str) -> tuple[float, int]:
-    """The largest relative difference of `a` to `b` and the step where it is; a loss that is not a
-    number is infinitely far. Raises ValueError when the two runs did not log the same steps."""
+    """The largest relative difference of `a` to `b`, and its step. NaN counts as infinite.
+
+    Raises ValueError when the runs logged different steps."""
     if a[kind].keys() != b[kind].keys() or not a[kind]:
         raise ValueError(f"the runs logged different {kind} steps: {sorted(a[kind])} and {sorted(b[kind])}")
     relative = {step: abs(loss / b[kind][step] - 1) for step, loss in a[kind].items()}
@@ -60,7 +66,7 @@ def difference(a: Curves, b: Curves, kind: str) -> tuple[float, int]:
 
 
 def compare(runs: dict[tuple[str, str], Curves]) -> bool:
-    """Print every comparison against its limit. Returns whether all hold."""
+    """Print every comparison with its limit. Returns True if all are within it."""
     rows = [
         (f"torch against jax, {precision}, {kind}", difference(runs["torch", precision], runs["jax", precision], kind))
         for precision in PRECISIONS
@@ -79,21 +85,21 @@ def compare(runs: dict[tuple[str, str], Curves]) -> bool:
 
 
 def plot(runs: dict[tuple[str, str], Curves], path: Path) -> None:
-    """Training losses as lines and held-out losses as marks; below, how far each is from JAX in bf16."""
+    """Top: training losses as lines, held-out losses as markers. Bottom: differences from JAX in bf16, in percent."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     base = runs["jax", "bf16"]
     for (framework, precision), curves in runs.items():
         color = {"bf16": "tab:blue", "mxfp8": "tab:orange"}[precision]
-        style, mark = {"torch": ("-", "o"), "jax": ("--", "x")}[framework]
+        style, marker = {"torch": ("-", "o"), "jax": ("--", "x")}[framework]
         *_, last = curves["eval"].values()
-        label = f"{framework} {precision}, held out at the end {last:.4f}"
+        label = f"{framework} {precision}, final held-out loss {last:.4f}"
         losses.plot(curves["train"].keys(), curves["train"].values(), color=color, linestyle=style, label=label)
-        losses.plot(curves["eval"].keys(), curves["eval"].values(), color=color, linestyle="", marker=mark)
-        for kind, line in (("train", {"linestyle": style}), ("eval", {"linestyle": "", "marker": mark})):
+        losses.plot(curves["eval"].keys(), curves["eval"].values(), color=color, linestyle="", marker=marker)
+        for kind, line in (("train", {"linestyle": style}), ("eval", {"linestyle": "", "marker": marker})):
             percent = {step: 100 * (loss / base[kind][step] - 1) for step, loss in curves[kind].items()}
             differences.plot(percent.keys(), percent.values(), color=color, **line)
-    losses.set(ylabel="loss, nats per byte", title="Training (lines) and held-out loss (marks)")
+    losses.set(ylabel="loss, nats per byte", title="Training loss (lines) and held-out loss (markers)")
     losses.legend()
     differences.axhspan(-100 * LIMIT, 100 * LIMIT, color="gray", alpha=0.15)
     differences.set(xlabel="step", ylabel="% from jax bf16")
@@ -102,7 +108,7 @@ def plot(runs: dict[tuple[str, str], Curves], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="examples.plot_curves", description="Compare and draw four runs.")
-    parser.add_argument("runs", type=Path, help="the folder that holds the four runs")
+    parser.add_argument("runs", type=Path, help="folder of the four runs")
     folder = parser.parse_args(argv).runs
     try:
         runs = read_runs(folder)

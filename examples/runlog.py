@@ -4,7 +4,7 @@
     {"kind": "train", "step": 10, "loss": 3.1, "aux_loss": 2.0, "grad_norm": 0.9, "lr": 1e-3, "tokens_per_s": 9000.0}
     {"kind": "eval", "step": 50, "loss": 2.7}
 
-"train" at step s is the loss of batch s before its update; "eval" at step s comes after s updates.
+A "train" record at step s has the loss of batch s before its update. An "eval" record at step s follows s updates.
 """
 
 import json
@@ -20,14 +20,16 @@ from .config import LOG_NAME, Config, learning_rates
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Every whole record of a run; a last line that a killed run left unfinished is dropped."""
+    """All complete records of a run, without the unfinished last line of a killed run."""
     lines = (folder / LOG_NAME).read_text().split("\n")
     return [json.loads(line) for line in lines[:-1]]
 
 
 class RunLog:
-    """Write records and show progress; with `write` False do neither. `start`: the step a resumed run
-    continues at; what the log holds from there on was written after that checkpoint and is dropped."""
+    """Writes records and shows progress; does neither if `write` is False.
+
+    `start` is the first step of a resumed run. Older records from that step on are dropped: they were written
+    after the checkpoint."""
 
     def __init__(self, folder: Path, config: Config, start: int, header: dict[str, Any], write: bool) -> None:
         self._file = _open(folder, start, {"kind": "run"} | header) if write else None
@@ -44,7 +46,7 @@ class RunLog:
         self._bar.update()
 
     def train(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one training record. Its speed is that of the steps since the last record."""
+        """Write one training record. tokens_per_s covers the steps since the last record."""
         speed = self._steps * self._tokens_per_step / (time.perf_counter() - self._clock)
         self._write("train", step, **values, lr=float(self._rates[step]), tokens_per_s=round(speed, 1))
         self._bar.set_postfix(loss=f"{values['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
@@ -57,7 +59,7 @@ class RunLog:
             tqdm.write(f"{self._name}: step {step}: held-out loss {loss:.4f}", file=sys.stderr)
 
     def restart_clock(self) -> None:
-        """Leave what happened since the last step, validation and checkpoint, out of the speed."""
+        """Exclude the time since the last step (evaluation, checkpoint) from tokens_per_s."""
         self._steps, self._clock = 0, time.perf_counter()
 
     def close(self) -> None:
@@ -72,13 +74,13 @@ class RunLog:
 
 
 def _open(folder: Path, start: int, header: dict[str, Any]) -> TextIO:
-    """A log that holds the header and what a resumed run keeps, open for more."""
+    """Open the log for appending. It holds the header and, in a resumed run, the records up to `start`."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = [header]
+    records = [header]
     if start and (folder / LOG_NAME).exists():
-        kept += [r for r in read_log(folder) if r["kind"] != "run" and r["step"] < start + (r["kind"] == "eval")]
+        records += [r for r in read_log(folder) if r["kind"] != "run" and r["step"] < start + (r["kind"] == "eval")]
     path = folder / LOG_NAME
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    partial.write_text("".join(json.dumps(record) + "\n" for record in records))
     partial.replace(path)
     return path.open("a")

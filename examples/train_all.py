@@ -1,8 +1,8 @@
-"""The four runs of `make train`, one after the other, and the plot that checks them.
+"""The four runs of `make train`, one after the other, then the plot and its checks.
 
     torch bf16, torch mxfp8 (torchrun, 2 processes)   jax bf16, jax mxfp8 (one process, 2 devices)
 
-Same weights, same batches; a run has two cores, one for each rank.
+All runs start from the same weights and train on the same batches. A run uses two cores, one per rank.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="examples.train_all", description="Train in both frameworks and both precisions."
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="one folder per run, and curves.png")
-    parser.add_argument("--resume", action="store_true", help="continue what is there instead of starting over")
+    parser.add_argument("--resume", action="store_true", help="continue existing runs instead of starting over")
     args, flags = parser.parse_known_args(argv)
     for framework, module in LAUNCH.items():
         for precision in RECIPES:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 shutil.rmtree(out)
             command = [sys.executable, "-m", *module, "--ep", str(EP), "--precision", precision, "--out", str(out)]
             start = time.perf_counter()
-            # One thread per rank: torchrun's own default, said here so that it does not warn about it.
+            # One thread per rank is torchrun's default; torchrun warns if the variable is not set.
             subprocess.run(
                 [*command, *(["--resume"] if args.resume else []), *flags],
                 check=True,

@@ -1,12 +1,12 @@
-"""Train the small MoE language model in JAX, experts spread over the devices of one process.
+"""Train the small MoE language model in JAX, experts sharded over the devices of one process.
 
     python -m examples.train_jax --ep 2 --precision mxfp8 --out runs/jax
 
-Every device holds E / ep whole experts and all the dense weights, and takes its slice of the batch:
+Every device holds E / ep experts and all dense weights, and trains on its slice of the batch:
 
-    loss of a device = mean over its tokens;  loss = mean over devices
-    dense gradient   = mean over devices (one pmean of the whole tree)
-    expert gradient  = sum over all tokens, which came through the all-to-all; divided by ep
+    loss            = mean over devices of the mean over a device's tokens
+    dense gradient  = mean over devices (one pmean of the whole tree)
+    expert gradient = sum over the tokens of all devices, which arrive by all-to-all, divided by ep
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,12 @@ AXIS = "ep"
 
 
 def spec(name: str) -> P:
-    """Where a weight, its gradient and its moments live: experts split along their first dim."""
+    """Sharding of a weight, its gradient and its moments: experts along their first dim."""
     return P(AXIS) if is_expert(name) else P()
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
-    """Clip by the norm over the whole model, then AdamW; the rate of every step is a table."""
+    """Clipping by the global norm, then AdamW with a table of learning rates."""
     rates = jnp.asarray(learning_rates(config))
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
@@ -55,7 +55,7 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 
 
 class Trainer:
-    """Parameters, optimizer state and the two compiled functions: one step, one held-out batch."""
+    """Parameters, optimizer state, and two compiled functions: training step and held-out loss."""
 
     is_writer = True
 
@@ -63,8 +63,8 @@ class Trainer:
         self.mesh = Mesh(np.array(jax.devices()[:ep]), (AXIS,))
         self.params = self.place(start.weights)
         self.optimizer = optimizer(config)
-        # Every leaf is placed like what the step returns, or its second call would compile again, and
-        # is a buffer of its own, or it could not be donated.
+        # A leaf has the sharding that the step returns; otherwise the second call compiles again.
+        # A leaf has its own buffer; otherwise it cannot be donated.
         count = jax.device_put(np.int32(start.step), NamedSharding(self.mesh, P()))
         state = tree_utils.tree_set(
             self.optimizer.init(self.params), count=count, mu=self.place(start.first), nu=self.place(start.second)
@@ -83,7 +83,7 @@ class Trainer:
             experts = {name: g / ep for name, g in grads.items() if is_expert(name)}
             return jax.lax.pmean(values, AXIS), dense | experts
 
-        # check_vma=False: a gradient is the device's own, and the sums over devices are the two lines above.
+        # check_vma=False: gradients stay per device, and device_grads reduces them over the devices itself.
         sharded = partial(jax.shard_map, mesh=self.mesh, check_vma=False)
         grads_of = sharded(device_grads, in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
 
@@ -101,17 +101,17 @@ class Trainer:
         self._eval = jax.jit(sharded(device_loss, in_specs=(specs, P(AXIS)), out_specs=P()))
 
     def place(self, arrays: Arrays) -> Params:
-        """Whole arrays to the devices that hold them or their parts."""
+        """Copy unsharded arrays to the devices, sharded by `spec`."""
         return {
             name: jax.device_put(a, NamedSharding(self.mesh, spec(name)), may_alias=False) for name, a in arrays.items()
         }
 
     def tokens(self, batch: np.ndarray) -> Array:
-        """A global batch, every device's sequences on it."""
+        """A global batch, sharded by sequence."""
         return jax.device_put(batch, NamedSharding(self.mesh, P(AXIS)))
 
     def step(self, step: int, batch: np.ndarray) -> Mapping[str, Array]:
-        """One update. Returns the loss and auxiliary loss over all devices and the gradient's norm."""
+        """One update. Returns loss and aux_loss over all devices, and the norm of the gradient."""
         self.params, self.opt_state, values = self._step(self.params, self.opt_state, self.tokens(batch))
         return values
 
@@ -124,14 +124,14 @@ class Trainer:
         return total / count
 
     def state(self, step: int) -> Checkpoint:
-        """Weights and moments after `step` updates, whole."""
+        """Unsharded weights and moments after `step` updates."""
         trees = (self.params, tree_utils.tree_get(self.opt_state, "mu"), tree_utils.tree_get(self.opt_state, "nu"))
         return Checkpoint(step, *({name: np.asarray(a) for name, a in tree.items()} for tree in trees))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, config = parse_args(PROG, argv)
-    # Both are read when the first array is made, so after the import is early enough.
+    # JAX reads both settings when it creates the first array, so they take effect after the import.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.ep)
     train("jax", args, config, Trainer)

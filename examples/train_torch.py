@@ -1,12 +1,13 @@
-"""Train the small MoE language model in PyTorch, experts spread over the ranks.
+"""Train the small MoE language model in PyTorch, experts sharded over the ranks.
 
     torchrun --standalone --nproc-per-node 2 -m examples.train_torch --ep 2 --precision mxfp8 --out runs/torch
 
-Every rank holds E / ep whole experts and all the dense weights, and takes its slice of the batch:
+Every rank holds E / ep experts and all dense weights, and trains on its slice of the batch:
 
-    loss of a rank = mean over its tokens;  loss = mean over ranks
+    loss            = mean over ranks of the mean over a rank's tokens
     dense gradient  = mean over ranks (one all-reduce of one flat buffer)
-    expert gradient = mean over ranks too: of all tokens, which came through the all-to-all (MXFP8ExpertParallel)
+    expert gradient = sum over the tokens of all ranks, which arrive by all-to-all, divided by ep
+                      (MXFP8ExpertParallel with gradients="mean")
 """
 
 import os
@@ -32,24 +33,24 @@ PROG = "examples.train_torch"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds; writing to it writes to the tensor."""
+    """This rank's shard of a tensor. It shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient(param: Tensor) -> Tensor:
-    """The gradient of the part of a parameter that this rank holds; writing to it writes to the gradient."""
-    assert param.grad is not None, "every parameter takes part in the loss"
+    """This rank's shard of a parameter's gradient. It shares memory with the gradient."""
+    assert param.grad is not None, "the parameter has no gradient"
     return local(param.grad)
 
 
-def whole(tensor: Tensor) -> np.ndarray:
-    """The whole tensor, gathered from the ranks; all of them call it."""
+def unsharded(tensor: Tensor) -> np.ndarray:
+    """The full tensor. Collective for a DTensor: every rank calls it."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy()
 
 
 class Trainer:
-    """A model, its optimizer and one step of training. Gradients and moments stay where their weight is."""
+    """A model, its optimizer and the training step. Gradients and moments are sharded like their weight."""
 
     def __init__(self, config: Config, precision: str, ep: int, start: Checkpoint) -> None:
         self.config, self.ep = config, ep
@@ -65,7 +66,7 @@ class Trainer:
         self.dense = [p for name, p in self.params.items() if not is_expert(name)]
         self.experts = [p for name, p in self.params.items() if is_expert(name)]
         self.optimizer = torch.optim.AdamW(
-            [  # tensors and DTensors apart: one update of many tensors takes one kind
+            [  # a foreach update cannot mix tensors and DTensors, so experts are a group of their own
                 {"params": [p for p in self.dense if is_decayed(p.shape)]},
                 {"params": [p for p in self.dense if not is_decayed(p.shape)], "weight_decay": 0.0},
                 {"params": self.experts},
@@ -77,19 +78,19 @@ class Trainer:
         self.rates = learning_rates(config)
         for name, param in self.params.items():
             with torch.no_grad():
-                local(param).copy_(self.part(name, start.weights[name]))
+                local(param).copy_(self.shard(name, start.weights[name]))
             moments = {"exp_avg": start.first[name], "exp_avg_sq": start.second[name]}
             state = {key: torch.zeros_like(param) for key in moments}
             for key, array in moments.items():
-                local(state[key]).copy_(self.part(name, array))
+                local(state[key]).copy_(self.shard(name, array))
             self.optimizer.state[param] = {"step": torch.tensor(float(start.step)), **state}
 
     @property
     def is_writer(self) -> bool:
         return self.rank == 0
 
-    def part(self, name: str, array: np.ndarray) -> Tensor:
-        """This rank's part of a whole weight or moment."""
+    def shard(self, name: str, array: np.ndarray) -> Tensor:
+        """This rank's shard of an unsharded weight or moment."""
         tensor = torch.from_numpy(array)
         return tensor.chunk(self.ep)[self.rank] if is_expert(name) else tensor
 
@@ -98,13 +99,13 @@ class Trainer:
         return torch.from_numpy(np.split(batch, self.ep)[self.rank]).long()
 
     def step(self, step: int, batch: np.ndarray) -> dict[str, Tensor]:
-        """One update. Returns the loss and auxiliary loss over all ranks and the gradient's norm."""
+        """One update. Returns loss and aux_loss over all ranks, and the norm of the gradient."""
         loss, aux_loss = self.model.loss(self.tokens(batch))
         (loss + self.config.aux_loss_weight * aux_loss).backward()
 
         dense, experts = ([gradient(p) for p in params] for params in (self.dense, self.experts))
         expert_sum = torch.stack([grad.square().sum() for grad in experts]).sum()
-        # One collective a step: the dense gradients and the three scalars travel together.
+        # One collective per step: the dense gradients and three scalars share one buffer.
         flat = torch.cat([*(grad.flatten() for grad in dense), torch.stack((loss, aux_loss, expert_sum)).detach()])
         if self.ep > 1:
             dist.all_reduce(flat)
@@ -133,18 +134,18 @@ class Trainer:
         return total.item() / count
 
     def state(self, step: int) -> Checkpoint:
-        """Weights and moments after `step` updates, whole. Every rank calls it."""
+        """Unsharded weights and moments after `step` updates. Collective: every rank calls it."""
         moments = {name: self.optimizer.state[param] for name, param in self.params.items()}
         return Checkpoint(
             step,
-            weights={name: whole(param) for name, param in self.params.items()},
-            first={name: whole(moment["exp_avg"]) for name, moment in moments.items()},
-            second={name: whole(moment["exp_avg_sq"]) for name, moment in moments.items()},
+            weights={name: unsharded(param) for name, param in self.params.items()},
+            first={name: unsharded(moment["exp_avg"]) for name, moment in moments.items()},
+            second={name: unsharded(moment["exp_avg_sq"]) for name, moment in moments.items()},
         )
 
 
 def start_ranks(ep: int) -> None:
-    """Join the other ranks. Exits when torchrun started another number of them."""
+    """Join the process group. Exits when the number of processes is not `ep`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != ep:
         sys.exit(
@@ -160,9 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     start_ranks(args.ep)
     train("torch", args, config, Trainer)
     if args.ep > 1:
-        # Gloo's threads drop a collective's tensors after the collective is over, and one that asks for the interpreter
-        # while Python ends aborts. They outlive destroy_process_group, because torch's caches keep the group: so all
-        # ranks wait for each other and leave without Python's end.
+        # Exit without Python's finalization. A thread of Gloo frees the tensors of a collective after its end, and a
+        # thread that takes the GIL during finalization aborts the process. These threads outlive
+        # destroy_process_group, because torch's caches keep the group. The barrier lets every rank finish first.
         dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The initial weights, as numpy arrays under the names that checkpoints use.
+"""The initial weights as numpy arrays, under the names of the checkpoints.
 
     embed.weight (V, D)
     blocks.{i}.attn_norm.weight (D,)   blocks.{i}.attn.qkv.weight (3D, D)   blocks.{i}.attn.out.weight (D, D)
@@ -6,8 +6,8 @@
     blocks.{i}.moe.experts.w1, .w3 (E, H, D)   blocks.{i}.moe.experts.w2 (E, D, H)
     norm.weight (D,)                   head.weight (V, D)
 
-Legend: V vocabulary, D dim, H hidden_dim, E experts. Experts are whole here and in checkpoints,
-whatever number of ranks holds them during training.
+Legend: V vocabulary, D dim, H hidden_dim, E experts. Experts are unsharded here and in checkpoints,
+for any number of ranks in training.
 """
 
 import math
@@ -35,9 +35,11 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(config: Config) -> dict[str, np.ndarray]:
-    """Draw every weight from `config.seed`, float32. Norms are ones; matrices normal with deviation
-    1/sqrt(fan in), which is 1 for the lookup of a byte; those that write into the residual stream
-    smaller by sqrt(2 num_layers); the head 0.02, so that the first loss is close to log(vocab_size)."""
+    """Draw every weight from `config.seed`, float32.
+
+    Norm gains are 1. Matrices are normal with standard deviation 1/sqrt(fan in). The embedding has deviation 1.
+    Matrices that write to the residual stream are smaller by sqrt(2 num_layers). The head has deviation 0.02,
+    so that the first loss is close to log(vocab_size)."""
     rng = np.random.default_rng(config.seed)
     weights = {}
     for name, shape in weight_shapes(config).items():

@@ -1,10 +1,11 @@
-"""One bad argument per call, for the fuzz tests of both frontends: what is drawn, and what an error must say.
+"""Calls with one bad argument, for the fuzz tests of both frontends, and the required form of an error message.
 
     table of valid calls --draw(seed)--> Case(call, argument, Bad) --the frontend's values--> returns | complaint(error)
 
-Nothing here knows a framework: arrays are `Array`, numpy values with the name of a dtype, which a frontend's test turns
-into its own (`jnp.asarray(a.values).astype(a.dtype)`, `torch.from_numpy(a.values).to(getattr(torch, a.dtype))`).
-Everything else of a call is plain Python, or an object of the frontend, which gets what no object of its kind is.
+This file imports no framework. An array is an `Array`: numpy values and the name of a dtype. A frontend's test converts
+it (`jnp.asarray(a.values).astype(a.dtype)`, `torch.from_numpy(a.values).to(getattr(torch, a.dtype))`). The other
+arguments are plain Python values or objects of the frontend. An object of the frontend is replaced by a value of
+another type.
 """
 
 import random
@@ -16,21 +17,21 @@ import numpy as np
 
 
 class Array(NamedTuple):
-    """values: float64 or int64. dtype: a name that numpy, torch and JAX share, "bfloat16" among them."""
+    """values: float64 or int64. dtype: a name that torch and JAX share, for example "bfloat16"."""
 
     values: np.ndarray
     dtype: str
 
 
 class Bad(NamedTuple):
-    """kind says what is wrong with the value: "none", "type", "dtype", "rank", "size", "empty", "value"."""
+    """kind: what is wrong with the value ("none", "type", "dtype", "rank", "size", "empty" or "value")."""
 
     kind: str
     value: Any
 
 
 class Case(NamedTuple):
-    """One call to make: all of `call`'s valid arguments, with `argument` replaced by the bad value."""
+    """One call: the valid arguments of `call`, with `argument` replaced by the bad value."""
 
     call: str
     argument: str
@@ -47,7 +48,7 @@ DTYPES = ("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64",
 
 
 def bad_values(good: Any) -> list[Bad]:
-    """What is not `good` but stands where it stood; some of it may be valid all the same, as another dtype can be."""
+    """Replacements of `good`. Some are valid, for example another dtype that the function accepts."""
     types = [Bad("none", None), Bad("type", "x"), Bad("type", [1, 2]), Bad("type", object()), Bad("type", {"a": 1})]
     if isinstance(good, Array):
         return [*types, Bad("type", 3), Bad("type", 0.5), *_bad_arrays(good)]
@@ -92,9 +93,9 @@ def _bad_arrays(good: Array) -> Iterator[Bad]:
 
 
 def draw(calls: Mapping[str, Mapping[str, Any]], number: int, seed: int) -> list[Case]:
-    """`number` different cases of the table {name of a call: {argument: valid value}}, the same for the same seed.
+    """`number` different cases from the table {name of a call: {argument: valid value}}; a seed fixes them.
 
-    Calls take turns, so that each has its share whatever the number of its arguments.
+    Calls take turns, so that each call gets an equal share, however many arguments it has.
     """
     rng = random.Random(seed)
     stacks = []
@@ -113,17 +114,18 @@ REMEDY = re.compile(r"\b(allowed|pass|call|use|make)\b")
 
 
 def complaint(error: BaseException, ops: Collection[str], arguments: Collection[str]) -> str:
-    """Why an error is no user error of this package; "" if it is one.
+    """Why an error is not a user error of this package; "" if it is one.
 
-    ops: names of functions and ops that an error may begin with. arguments: names of which its second part has one.
+    ops: names of functions and ops with which the message may begin. arguments: names; the second part of the message
+    contains one of them.
     """
     if type(error) not in (ValueError, TypeError, NotImplementedError):
-        return f"{type(error).__name__} is no ValueError, TypeError or NotImplementedError: {error}"
-    said = GRAMMAR.fullmatch(str(error))
-    if said is None:
+        return f"{type(error).__name__} is not a ValueError, TypeError or NotImplementedError: {error}"
+    match = GRAMMAR.fullmatch(str(error))
+    if match is None:
         return f'not "op: argument: got ...; allowed: ...": {error}'
-    if said["op"] not in ops:
-        return f"{said['op']!r} is no function or op: {error}"
-    if not set(re.findall(r"\w+", said["argument"])) & set(arguments):
-        return f"{said['argument']!r} is no argument: {error}"
-    return "" if REMEDY.search(said["remedy"]) else f"says not what is allowed: {error}"
+    if match["op"] not in ops:
+        return f"{match['op']!r} is not a function or op: {error}"
+    if not set(re.findall(r"\w+", match["argument"])) & set(arguments):
+        return f"{match['argument']!r} is not an argument: {error}"
+    return "" if REMEDY.search(match["remedy"]) else f"does not say what is allowed: {error}"

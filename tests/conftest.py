@@ -1,4 +1,4 @@
-"""What has to be set before anything is imported, and the number of skips, which is fixed."""
+"""Settings that must precede all imports, and the check of the number of skips."""
 
 import os
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Expert parallelism in JAX runs on four CPU devices of one process; read once, when jax starts.
+# Expert parallelism in JAX runs on four CPU devices of one process. JAX reads the flag once, at its start.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
-# The same examples in every run; a failure is then a failure for everybody.
+# The same examples in every run, so that a failure is reproducible.
 settings.register_profile("mxep", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.load_profile("mxep")
 
@@ -22,7 +22,7 @@ def expected_skips(mode: str) -> int:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With CI=true (a run of everything), fail when more or fewer tests were skipped than the table says."""
+    """With CI=true (a run of all tests), fail when the number of skips differs from the table."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("CI") != "true" or reporter is None or session.exitstatus != pytest.ExitCode.OK:
         return
@@ -30,6 +30,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     skipped, expected = len(reporter.stats.get("skipped", [])), expected_skips(mode)
     if skipped != expected:
         reporter.write_line(
-            f"\n{skipped} tests were skipped; {EXPECTED_SKIPS.name} says {expected} in {mode} mode", red=True
+            f"\n{skipped} tests were skipped; {EXPECTED_SKIPS.name} has {expected} in {mode} mode", red=True
         )
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,6 +1,10 @@
-"""A rehearsal of the GPU's benchmark on the CPU: every check, peer and line of it at a small size; no figures."""
+"""The GPU benchmark on a CPU, at small sizes: every case, check, peer and line of the ops and of the MoE layer.
+
+The figures mean nothing. test_product_benchmarks.py does the same for the grouped products.
+"""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,41 +13,47 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+from benchmarks import gpu, gpu_ops
+from benchmarks.cases import families, moe_layer, shapes
+from benchmarks.figures import bars, device_timing, results, table_moe_layer, table_ops, timing
+from benchmarks.peers import moe_layer as plain
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import device_timing, gpu
-
-    # The formulas as they stand: compiling them for a CPU takes minutes and is not what runs on a GPU.
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One sample of everything, and formulas as written: compiling them for a CPU takes minutes."""
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, samples=1))
     monkeypatch.setattr(device_timing, "BATCH_US", 1)
     monkeypatch.setattr(device_timing, "host", partial(device_timing.host, stretches=1, calls=1))
-    return gpu
+    plain._swiglu.cache_clear()
+    yield
+    plain._swiglu.cache_clear()
 
 
-def rehearsed(gpu: Any, *only: str) -> list[Any]:
-    """The products have a rehearsal of their own: test_product_benchmarks.py."""
-    from benchmarks import gpu_cases, shapes, timing
-
-    named = only or (*(name for family in gpu_cases.FAMILIES for name in family), "host_overhead")
-    each = partial(timing.interleaved, rounds=1)
-    return list(gpu.lines(named, shapes.TINY_LAYER, shapes.TINY_PRODUCTS, "cpu", each))
+def measured(*only: str) -> list[Any]:
+    return list(gpu.lines(only, shapes.TINY, "cpu", partial(timing.interleaved, rounds=1)))
 
 
-def test_every_op_is_checked_compared_and_reported(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the CPU's bytes, JAX's against torch's, every formula against ours; from a line to the README."""
-    from benchmarks import bars, gpu_cases, readme_gpu, results
+def recorded(lines: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The lines as a later run of the document generator reads them."""
+    monkeypatch.setattr(results, "RESULTS", folder)
+    run = results.Run("1x GPU", "a" * 40)
+    for line in lines:
+        assert results.row(results.cells(line))
+        results.record(run, line, folder / "h200.jsonl")
+    rows = results.newest("h200")
+    assert len(rows) == len(lines)
+    return rows
 
-    lines = rehearsed(gpu)
-    names = {name for family in gpu_cases.FAMILIES for name in family}
-    assert {line.op for line in lines} == names | {"host_overhead"}
-    for name in names:
-        held_to = {b.what for line in lines if line.op == name and (b := bars.bar(asdict(line)))}
-        assert held_to == {"us" if name == "routing" else "of a copy", "JAX / torch"}
+
+def test_every_op_is_checked_compared_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours against the CPU's bytes, JAX against torch, formulas against ours; then the table from the stored lines."""
+    lines = measured(*families.OPS, "host_overhead")
+    assert {line.op for line in lines} == {*families.NAMES, "host_overhead"}
+    for name in families.NAMES:
+        found = {b.what for line in lines if line.op == name and (b := bars.bar(asdict(line)))}
+        assert found == {"us" if name == "routing" else "of a copy", "JAX / torch"}
 
     peers = [line for line in lines if "peer_values_that_differ" in line.error]
     assert {line.peer for line in peers} == {"torch_compile", "jax_jit"}
@@ -51,40 +61,70 @@ def test_every_op_is_checked_compared_and_reported(gpu: Any, tmp_path: Path, mon
     differ = {(line.op, line.peer): line.error["peer_values_that_differ"] for line in peers}
     assert not {peer: n for peer, n in differ.items() if n and peer[0].startswith(same_arithmetic)}
 
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    run = results.Run("1x GPU", "a" * 40)
-    for line in lines:
-        assert results.row(results.cells(line))
-        results.record(run, line, tmp_path / "h200.jsonl")
-    rows = results.newest("h200")
-    assert len(rows) == len(lines)
-    assert readme_gpu.gpu(rows).count("\n| `") == len({(r["op"], readme_gpu._shape(r)) for r in rows}) - len(
-        [r for r in rows if r["op"] == "host_overhead"]
-    )
+    rows = recorded(lines, tmp_path, monkeypatch)
+    shown = {(row["op"], table_ops.shape_of(row)) for row in rows if row["op"] != "host_overhead"}
+    assert table_ops.table(rows).count("\n| `") == len(shown)
+
+
+def test_the_layer_is_checked_compared_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = measured("moe_layer")
+    found = {(line.op, line.frontend, line.case.get("weights"), line.peer) for line in lines}
+    torch_peers, jax_peers = {"plain_torch_bf16"}, {"plain_torch_bf16", "torch_frontend"}
+    assert found == {
+        *((op, "torch", held, peer) for op in moe_layer.OPS for held in (None, "held") for peer in torch_peers),
+        *((op, "jax", None, peer) for op in moe_layer.OPS for peer in (*jax_peers, "ragged_dot")),
+        *(("moe_layer_fwd_bwd", "jax", "held", peer) for peer in jax_peers),
+    }
+    t, d, f, _, k = shapes.TINY.moe_layers[0]
+    assert {line.flops for line in lines} == {2 * 3 * t * k * d * f, 2 * 9 * t * k * d * f}
+    assert all(line.error["grade"] == "sqnr_db" and line.error["sqnr_db"] >= 21 for line in lines)
+    rows = recorded(lines, tmp_path, monkeypatch)
+    assert table_moe_layer.table(rows).count("\n| forward") == 4
+    assert table_moe_layer.table([row for row in rows if row["frontend"] == "jax"]).count("\n| forward") == 3
+
+
+def test_a_wrong_layer_is_an_error() -> None:
+    """30% too much of one output leaves about 10 dB."""
+    inputs = moe_layer.layer_inputs(shapes.TINY.moe_layers[0], "cpu")
+    reference = moe_layer.torch_programs(moe_layer.plain_torch_layer(inputs, torch.float32), inputs)
+    ours = moe_layer.torch_programs(moe_layer.our_torch_layer(inputs), inputs)
+    (want, got) = (programs["moe_layer_fwd_bwd"]() for programs in (reference, ours))
+    assert moe_layer.check(inputs, want, got)["sqnr_db"] > moe_layer.MIN_SQNR_DB
+    for wrong, name in enumerate(moe_layer.OUTPUTS):
+        outputs = tuple(out * 1.3 if i == wrong else out for i, out in enumerate(got))
+        with pytest.raises(AssertionError, match=rf": {name}: \d+\.\d dB from bf16; expected 21.0 or more"):
+            moe_layer.check(inputs, want, outputs)
+
+
+def test_names_of_ops_and_of_families() -> None:
+    assert gpu.ops_named(["moe_layer", "combine"]) == ("combine", "moe_layer_fwd", "moe_layer_fwd_bwd")
+    assert gpu.ops_named(["quantize"]) == families.OPS["quantize"]
+    assert set(gpu.ops_named([])) == {name for names in gpu.FAMILIES.values() for name in names}
+    with pytest.raises(ValueError, match=r"^gpu: ops: got nothing; allowed: combine, dequantize, "):
+        gpu.ops_named(["nothing"])
 
 
 def test_a_wrong_byte_is_an_error_and_the_other_ops_are_measured(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = gpu.torch_call
+    right = gpu_ops.torch_call
 
     def wrong(op: str, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         outputs = right(op, *tensors, **options)
-        if op == "quantize_col" and len(tensors[0]) == 96:  # the whole, not the slice that the check computes
+        if op == "quantize_col" and len(tensors[0]) == 96:  # the whole, not the slice that the CPU recomputes
             outputs[0].view(-1)[-1] += 1
         return outputs
 
-    monkeypatch.setattr(gpu, "torch_call", wrong)
+    monkeypatch.setattr(gpu_ops, "torch_call", wrong)
     with pytest.raises(RuntimeError, match=r"^gpu: quantize_col; quantize_col in JAX$"):
-        rehearsed(gpu, "quantize_col", "quantize_row")
+        measured("quantize_col", "quantize_row")
     errors = capsys.readouterr().err
     assert "output 0: 1 values differ from the CPU's at 64" in errors
     assert "output 0: 1 values differ from torch's, from JAX" in errors
 
 
-def test_bars(gpu: Any) -> None:
-    from benchmarks.bars import bar
-
+def test_bars() -> None:
+    bar = bars.bar
     line = {"op": "quantize_col", "frontend": "torch", "peer": "copy", "of_roof": 0.84, "us": 1.0, "peer_us": 1.0}
     assert str(bar(line)) == "of a copy 0.85: 0.84 MISSED"
     assert str(bar(line | {"of_roof": 0.85})) == "of a copy 0.85: 0.85 ok"
@@ -96,11 +136,9 @@ def test_bars(gpu: Any) -> None:
     assert bar(jax | {"peer": "jax_jit"}) is None
 
 
-def test_figures_of_an_op_are_of_one_commit_and_the_later_of_two(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_figures_of_an_op_have_one_commit_and_later_lines_replace_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks import results
-
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert results.newest("h200") == []
     rows = [{"commit": c, "op": op, "frontend": "torch", "case": {"M": 1}, "peer": "copy", "us": us}

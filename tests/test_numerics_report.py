@@ -1,4 +1,4 @@
-"""numerics_report: the operands are those that a layer multiplies, the decibels those that a product loses."""
+"""numerics_report measures the operands that the layer multiplies, and predicts the error of the products in dB."""
 
 import doctest
 from collections.abc import Callable
@@ -25,8 +25,8 @@ Array = np.ndarray
 Params = dict[str, Array]
 
 
-def drawn(dim: int, hidden: int, experts: int, tokens: int, hot: int = 0) -> tuple[Params, Array, Array]:
-    """Parameters, x and dout. 32 channels of x are 2^hot larger and their weights 2^hot smaller: each counts alike."""
+def make_layer(dim: int, hidden: int, experts: int, tokens: int, hot: int = 0) -> tuple[Params, Array, Array]:
+    """Parameters, x and dout. 32 channels of x are scaled by 2^hot, and their weights by 2^-hot to compensate."""
     rng = np.random.default_rng(7)
     shapes = {"router": (experts, dim), "w1": (experts, hidden, dim), "w3": (experts, hidden, dim)}
     shapes["w2"] = (experts, dim, hidden)
@@ -48,22 +48,22 @@ def torch_layer(params: Params, top_k: int, **options) -> mxep_torch.MoE:
     return moe
 
 
-def of_torch(params: Params, x: Array, dout: Array, top_k: int, **options) -> NumericsReport:
+def torch_report(params: Params, x: Array, dout: Array, top_k: int, **options) -> NumericsReport:
     return mxep_torch.numerics_report(torch_layer(params, top_k, **options), *map(torch.from_numpy, (x, dout)))
 
 
-def of_jax(params: Params, x: Array, dout: Array, top_k: int, **options) -> NumericsReport:
+def jax_report(params: Params, x: Array, dout: Array, top_k: int, **options) -> NumericsReport:
     experts, hidden, dim = params["w1"].shape
     config = mxep_jax.MoEConfig(dim, hidden, experts, top_k, **options)
     tree = {"router": jnp.asarray(params["router"]), "experts": {n: jnp.asarray(params[n]) for n in ("w1", "w3", "w2")}}
     return mxep_jax.numerics_report(tree, jnp.asarray(x), config, jnp.asarray(dout))
 
 
-FRONTENDS = {"torch": of_torch, "jax": of_jax}
-each = pytest.mark.parametrize("report", FRONTENDS.values(), ids=FRONTENDS)
+FRONTENDS = {"torch": torch_report, "jax": jax_report}
+both_frontends = pytest.mark.parametrize("report", FRONTENDS.values(), ids=FRONTENDS)
 
 
-def left_db(got: Array, want: Array) -> float:
+def sqnr(got: Array, want: Array) -> float:
     return float(10 * np.log10(np.sum(want**2) / np.sum((got - want) ** 2)))
 
 
@@ -72,34 +72,35 @@ def folded_rows(q: Array, sf: Array) -> Array:
     return oracle_math.E4M3_VALUES[qf] * oracle_math.e8m0_value(row_sf)[..., None]
 
 
-# What both folds leave of x w1^T, K = 1024: 55.2 dB, 37.6, 22.1, 10.6 and 0.9, so that 28.4 dB from full precision
-# become 28.4, 27.9, 21.2, 10.5 and 0.9. Predicted from energies: at most 0.11 dB from these; allowed 0.5.
-@each
+# SQNR of x w1^T with both operands folded, K = 1024, per value of hot: 55.2, 37.6, 22.1, 10.6 and 0.9 dB.
+# SQNR against full precision: 28.4 dB without folding, and 28.4, 27.9, 21.2, 10.5 and 0.9 dB with it.
+# The predicted values are within 0.11 dB of the measured ones; the test allows 0.5 dB.
+@both_frontends
 @pytest.mark.parametrize("hot", [10, 12, 14, 16, 18])
-def test_the_advice_is_right_where_a_fold_loses(report: Callable, hot: int) -> None:
-    params, x, dout = drawn(1024, 64, 1, 128, hot)
+def test_the_report_predicts_the_loss_of_a_folded_product(report: Callable, hot: int) -> None:
+    params, x, dout = make_layer(1024, 64, 1, 128, hot)
     found = report(params, x, dout, 1)
     operands = [quantize_oracle.quantize_row(t) for t in (x.astype(oracle_math.DTYPES["bfloat16"]), params["w1"][0])]
     a, b = (quantize_oracle.dequantize64(*pair) for pair in operands)
     a_folded, b_folded = (folded_rows(*pair) for pair in operands)
     losses = found.operands["x"], found.operands["w1"]
     predicted = -10 * np.log10(sum(10 ** (-loss.product_db / 10) for loss in losses))
-    assert abs(predicted - left_db(a_folded @ b_folded.T, a @ b.T)) < 0.5
-    # From full precision the product loses more than 0.3 dB where the report says so, and nowhere else.
+    assert abs(predicted - sqnr(a_folded @ b_folded.T, a @ b.T)) < 0.5
+    # The report lists x as lossy if and only if folding costs more than 0.3 dB against full precision.
     full = x.astype(np.float64) @ params["w1"][0].astype(np.float64).T
-    cost = left_db(a @ b.T, full) - left_db(a_folded @ b_folded.T, full)
+    cost = sqnr(a @ b.T, full) - sqnr(a_folded @ b_folded.T, full)
     assert ("x" in found.lossy()) == (cost > 0.3), cost
     assert found.worst() == "x" or not found.lossy()
-    # The operand by itself shows none of it.
-    assert abs(losses[0].sqnr_db - left_db(a_folded, a)) < 0.01
+    # The SQNR of the operand itself does not show the loss.
+    assert abs(losses[0].sqnr_db - sqnr(a_folded, a)) < 0.01
     assert losses[0].sqnr_db > 90
 
 
-@each
+@both_frontends
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
-def test_operands_of_one_expert_are_the_layers(report: Callable, recipe: str) -> None:
-    """One expert takes every token once, in order and with weight 1: its operands are known from outside."""
-    params, x, dout = drawn(64, 96, 1, 320, 12)
+def test_the_report_of_one_expert_measures_the_operands_of_the_layer(report: Callable, recipe: str) -> None:
+    """One expert takes every token once, in order and with weight 1, so the test can compute the operands itself."""
+    params, x, dout = make_layer(64, 96, 1, 320, 12)
     found = report(params, x, dout, 1, recipe=recipe).operands
     assert list(found) == [name for name in OPERANDS if recipe == "mxfp8" or not name.endswith("_t") or name[0] == "w"]
     rounded = {name: t.astype(oracle_math.DTYPES["bfloat16"]) for name, t in (("x", x), ("dout", dout))}
@@ -112,7 +113,7 @@ def test_operands_of_one_expert_are_the_layers(report: Callable, recipe: str) ->
         assert list(found[name][1:4]) == counts, name
         with np.errstate(divide="ignore"):
             assert found[name].sqnr_db == pytest.approx(
-                left_db(folded_rows(q, sf), quantize_oracle.dequantize64(q, sf)), 1e-5
+                sqnr(folded_rows(q, sf), quantize_oracle.dequantize64(q, sf)), 1e-5
             )
     if recipe == "mxfp8":
         ends = np.int32([320])
@@ -122,11 +123,11 @@ def test_operands_of_one_expert_are_the_layers(report: Callable, recipe: str) ->
             values, folded = quantize_oracle.dequantize64(q, sf), fold_oracle.span_values(qf, span_sf, ends)
             loss = found[f"{name}_t"]
             assert loss.rounded + loss.flushed == np.sum(values != folded)
-            assert loss.sqnr_db == pytest.approx(left_db(folded, values), 1e-5)
+            assert loss.sqnr_db == pytest.approx(sqnr(folded, values), 1e-5)
 
 
-def test_a_loss_is_weighed_by_the_energy_of_what_multiplies_it() -> None:
-    """By definition: two groups, rows of very different scales, one of zeros and one of NaN."""
+def test_product_db_weights_errors_by_the_energy_of_the_other_operand() -> None:
+    """Compared with the definition, for two groups and rows of very different scales; one row is zero, one is NaN."""
     rng = np.random.default_rng(1)
 
     def measured(rows: int, groups: tuple[slice, ...]) -> Measured:
@@ -151,20 +152,20 @@ def test_a_loss_is_weighed_by_the_energy_of_what_multiplies_it() -> None:
 
 @pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
 def test_the_frontends_report_the_same(prob_in: str) -> None:
-    params, x, dout = drawn(64, 96, 4, 200, 6)
+    params, x, dout = make_layer(64, 96, 4, 200, 6)
     by_torch, by_jax = (f(params, x, dout, 2, recipe="mxfp8", prob_in=prob_in).operands for f in FRONTENDS.values())
     assert list(by_torch) == list(by_jax) == list(OPERANDS)
     for name, want in by_torch.items():
         got = by_jax[name]
-        if name.startswith(("x", "w")):  # straight from the arguments; the others follow products, in another order
+        if name.startswith(("x", "w")):  # the other operands follow GEMMs, whose summation order differs
             assert got[:4] == want[:4], name
         assert got.nonzero == pytest.approx(want.nonzero, rel=1e-3)
-        assert got[4:] == pytest.approx(want[4:], abs=0.1), name  # here they differ by 4e-7
+        assert got[4:] == pytest.approx(want[4:], abs=0.1), name  # measured: 4e-7
 
 
 @pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
-def test_the_experts_get_the_reported_rows(prob_in: str) -> None:
-    params, x, dout = drawn(64, 96, 4, 200, 12)
+def test_the_experts_receive_the_reported_rows(prob_in: str) -> None:
+    params, x, dout = make_layer(64, 96, 4, 200, 12)
     moe, seen = torch_layer(params, 2, recipe="mxfp8", prob_in=prob_in), {}
 
     def hook(_, inputs, out):
@@ -182,31 +183,31 @@ def test_the_experts_get_the_reported_rows(prob_in: str) -> None:
 
 
 def test_a_report_changes_nothing_and_needs_no_gradient() -> None:
-    params, x, _ = drawn(64, 96, 2, 40)
+    params, x, _ = make_layer(64, 96, 2, 40)
     moe = torch_layer(params, 1)
     before = {name: p.clone() for name, p in moe.named_parameters()}
     tokens = torch.from_numpy(x).requires_grad_()
-    first, again = (mxep_torch.numerics_report(moe, tokens) for _ in range(2))  # dout is the same draw
+    first, again = (mxep_torch.numerics_report(moe, tokens) for _ in range(2))  # the default dout is the same in both
     assert first == again
     assert all(p.grad is None and torch.equal(p, before[name]) for name, p in moe.named_parameters())
     assert tokens.grad is None
     assert mxep_torch.numerics_report(moe, tokens[:0]).lossy() == ()
 
 
-def test_the_table() -> None:
-    params, x, dout = drawn(64, 96, 1, 64, 16)
-    found = of_torch(params, x, dout, 1)
+def test_the_printed_table() -> None:
+    params, x, dout = make_layer(64, 96, 1, 64, 16)
+    found = torch_report(params, x, dout, 1)
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == list(found.operands)
     assert lines[-2].startswith(f"Folding {found.worst()} leaves ")
     assert lines[-1] == "Use compute='exact': x, w1, w3 below 40 dB, where MXFP8 itself has 27 to 30."
-    assert str(of_torch(*drawn(64, 96, 1, 64), 1)).endswith(
+    assert str(torch_report(*make_layer(64, 96, 1, 64), 1)).endswith(
         "compute='fold' is safe here: MXFP8 itself has 27 to 30 dB."
     )
 
 
 class Near(doctest.OutputChecker):
-    """Words as they are, figures within what sums in another order make of them: 1%, or 0.3."""
+    """Compares words exactly, and numbers within 1% or 0.3, because the summation order is free."""
 
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
         pairs = list(zip_longest(want.replace("%", " %").split(), got.replace("%", " %").split()))
@@ -219,7 +220,7 @@ class Near(doctest.OutputChecker):
             return False
 
 
-def test_the_page_shows_what_its_example_prints() -> None:
+def test_the_page_shows_the_output_of_its_example() -> None:
     page = Path(__file__).parents[1] / "docs" / "fold.md"
     example = doctest.DocTestParser().get_doctest(page.read_text(), {}, page.name, str(page), 0)
     results = doctest.DocTestRunner(Near()).run(example)
@@ -248,12 +249,12 @@ def test_torch_names_a_bad_argument(error, message: str, options: dict, x, dout)
         mxep_torch.numerics_report(mxep_torch.MoE(64, 96, 2, 1, **options), x, dout)
 
 
-def test_torch_takes_a_layer() -> None:
+def test_torch_rejects_other_modules() -> None:
     with pytest.raises(TypeError, match="numerics_report: moe: got a Linear; allowed: a MoE"):
         mxep_torch.numerics_report(torch.nn.Linear(64, 64), X)  # pyright: ignore[reportArgumentType]
 
 
-def test_torch_refuses_a_sharded_layer() -> None:
+def test_torch_rejects_a_sharded_layer() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         moe, mesh = mxep_torch.MoE(64, 96, 2, 1), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
@@ -288,7 +289,7 @@ def test_jax_names_a_bad_argument(error, message: str, call: Callable) -> None:
         call(mxep_jax.numerics_report)
 
 
-def test_jax_takes_the_values_of_quantized_weights() -> None:
+def test_jax_accepts_quantized_weights() -> None:
     experts = {name: mxep_jax.quantize_weights(w) for name, w in PARAMS["experts"].items()}
     x = jax.random.normal(jax.random.key(1), (320, 64))
     want = mxep_jax.numerics_report(PARAMS, x, CONFIG)

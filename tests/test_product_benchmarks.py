@@ -1,7 +1,7 @@
-"""The grouped products of the GPU's benchmark on the CPU: cases, checks, peers, lines, bars, table and picture.
+"""The grouped products of the GPU benchmark on a CPU, at small sizes: cases, checks, peers, lines, bars, tables.
 
-Every path runs at a small size but what only a GPU has: `torch._scaled_grouped_mm`, whose arguments torch's own shape
-rule checks here, and the clock. No figure comes of it.
+The figures mean nothing. A GPU alone has the clock and `torch._scaled_grouped_mm`; torch's shape rule checks the
+arguments of the latter here.
 """
 
 import json
@@ -16,7 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[1]
+from benchmarks import gpu, gpu_grouped_gemm
+from benchmarks.cases import error_check, grouped_gemm, shapes
+from benchmarks.cases.grouped_gemm_case import group_ends, operands
+from benchmarks.cases.shapes import Product
+from benchmarks.figures import device_timing, results, roofline, table_grouped_gemm, timing
+from benchmarks.figures.bars import bar
+from benchmarks.figures.timing import Sample
+
 PEERS = {
     "grouped_mm_fwd": {"torch_grouped_mm_bf16", "torch_scaled_grouped_mm"},
     "grouped_mm_dgrad": {"torch_grouped_mm_bf16", "torch_scaled_grouped_mm"},
@@ -52,35 +59,27 @@ def scaled_grouped_mm(
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import device_timing, gpu, gpu_products, shapes, timing
-
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, samples=1))
     monkeypatch.setattr(device_timing, "BATCH_US", 1)
 
-    def rehearsed(*only: str, products: Any = shapes.TINY_PRODUCTS, each: Any = None) -> list[Any]:
-        named = only or gpu_products.OPS
+    def measured(*only: str, products: Any = shapes.TINY.products, each: Any = None) -> list[Any]:
         each = each or partial(timing.interleaved, rounds=1)
-        return list(gpu.lines(named, shapes.TINY_LAYER, products, "cpu", each))
+        return list(gpu.lines(only or ("grouped_gemm",), shapes.TINY._replace(products=products), "cpu", each))
 
-    return SimpleNamespace(rehearsed=rehearsed, gpu_products=gpu_products)
+    return measured
 
 
 def stand_in_times(us: dict[str, float]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """A clock that gives each candidate, by name, the time said."""
-    from benchmarks.timing import Sample
-
     return lambda candidates: {name: Sample(us.get(name, 10.0), 0.01, 1) for name in candidates}
 
 
 def test_every_product_is_checked_compared_and_reported(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every op, recipe, routing and peer; from a line to the README's table and picture."""
-    from benchmarks import bars, readme_products, results, roofline
-
-    lines = bench.rehearsed()
+    """Every op, recipe, routing and peer; then the table and picture from the stored lines."""
+    lines = bench()
     large = [line for line in lines if "operands" not in line.case]
     assert {line.op for line in large} == set(PEERS)
     for line in large:
@@ -107,14 +106,14 @@ def test_every_product_is_checked_compared_and_reported(
     for line in lines:
         assert results.row(results.cells(line))
         results.record(run, line, tmp_path / "h200.jsonl")
-    rows = results.newest("h200", readme_products.is_product)
+    rows = results.newest("h200", table_grouped_gemm.is_product)
     assert len(rows) == len(lines)
-    assert any(bars.bar(row) for row in rows)
-    text = readme_products.products(rows)
-    shapes = {(r["op"], r["case"].get("recipe"), readme_products._shape(r)) for r in rows}
+    assert any(bar(row) for row in rows)
+    text = table_grouped_gemm.table(rows)
+    shapes = {(r["op"], r["case"].get("recipe"), table_grouped_gemm.shape_of(r)) for r in rows}
     assert text.count("\n| forward") + text.count("\n| input") + text.count("\n| weight") == len(shapes)
     assert len([r for r in rows if r["frontend"] == "jax"]) == 9
-    assert "\n| forward" not in readme_products.products([r for r in rows if r["frontend"] == "jax"])
+    assert "\n| forward" not in table_grouped_gemm.table([r for r in rows if r["frontend"] == "jax"])
     for path in (tmp_path / "products.svg", tmp_path / "products.png"):
         roofline.draw(rows, path)
         assert path.stat().st_size > 10_000
@@ -126,10 +125,8 @@ def test_every_product_is_checked_compared_and_reported(
 def test_an_exact_product_on_hopper_says_that_its_weights_were_dequantized_before(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from benchmarks import product_cases
-
-    monkeypatch.setattr(product_cases, "on_hopper", lambda x: True)
-    lines = bench.rehearsed("grouped_mm_exact")
+    monkeypatch.setattr(grouped_gemm, "on_hopper", lambda x: True)
+    lines = bench("grouped_mm_exact")
     assert {line.frontend for line in lines} == {"torch", "jax"}
     m, k, n, g = 256, 64, 32, 4
     for line in lines:
@@ -139,28 +136,23 @@ def test_an_exact_product_on_hopper_says_that_its_weights_were_dequantized_befor
 
 def test_shares_and_ratios_of_known_times(bench: Any) -> None:
     """A dense product counts as often as its operations fit into ours: three times in forward and gradients."""
-    from benchmarks import shapes
-    from benchmarks.bars import bar
-
     times = {"run": 10.0, "cublas_fp8": 9.0, "cublas_bf16": 12.0, "torch_grouped_mm_bf16": 18.0,
              "torch_scaled_grouped_mm": 10.9, "copy": 1.0}  # fmt: skip
     each = stand_in_times(times)
-    skewed = shapes.TINY_PRODUCTS._replace(large=shapes.TINY_PRODUCTS.large[1:], small=())  # torch alone
-    fwd = {line.peer: line for line in bench.rehearsed("grouped_mm_fwd", products=skewed, each=each)}
+    skewed = shapes.TINY.products._replace(large=shapes.TINY.products.large[1:], small=())  # torch alone
+    fwd = {line.peer: line for line in bench("grouped_mm_fwd", products=skewed, each=each)}
     assert (fwd["cublas_fp8"].of_roof, fwd["cublas_fp8"].ratio) == (0.9, 0.9)
     assert (fwd["torch_grouped_mm_bf16"].ratio, fwd["torch_grouped_mm_bf16"].peer_of_roof) == (1.8, 0.667)
     assert fwd["torch_scaled_grouped_mm"].peer_of_roof == round(9 / 10.9, 3)
     assert [str(bar(asdict(fwd[p]))) for p in ("torch_grouped_mm_bf16", "torch_scaled_grouped_mm")] == [
         "x 1.8: 1.80 ok", "x 1.1: 1.09 MISSED"
     ]  # fmt: skip
-    both = {line.peer: line for line in bench.rehearsed("grouped_mm_autograd", products=skewed, each=each)}
+    both = {line.peer: line for line in bench("grouped_mm_autograd", products=skewed, each=each)}
     assert (both["cublas_fp8"].peer_us, both["cublas_fp8"].of_roof) == (27.0, 2.7)
     assert both["torch_grouped_mm_bf16"].peer_of_roof == 2.0
 
 
 def test_bars_of_the_products(bench: Any) -> None:
-    from benchmarks.bars import bar
-
     case = {"M": 131072, "K": 7168, "N": 2048, "G": 8}
     line = {"op": "grouped_mm_fwd", "frontend": "torch", "peer": "cublas_fp8", "of_roof": 0.88, "ratio": 0.88,
             "us": 1.0, "peer_us": 1.0, "case": case}  # fmt: skip
@@ -187,30 +179,25 @@ def test_bars_of_the_products(bench: Any) -> None:
 
 
 def test_a_small_product_grows_until_it_is_not_slower(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import readme_products, shapes
-    from benchmarks.timing import Sample
-
     runs: list[int] = []
 
     def each(candidates: Any) -> Any:
         runs.append(1)
         return {name: Sample(11.0 if name == "run" and len(runs) < 3 else 10.0, 0.0, 1) for name in candidates}
 
-    lines = bench.rehearsed("grouped_mm_fwd", products=shapes.TINY_PRODUCTS._replace(large=()), each=each)
+    lines = bench("grouped_mm_fwd", products=shapes.TINY.products._replace(large=()), each=each)
     assert [line.case["M"] for line in lines if line.peer == "torch_grouped_mm_bf16"] == [128, 256, 512]
     told = "G 4, K 64, N 32, quantization included: not slower from 512 rows on"
     assert told in capsys.readouterr().out
-    rows = [{**asdict(line), "hardware": "1x GPU", "versions": {}} for line in lines]
-    assert "G 4, K 64, N 32: from 512 rows on." in readme_products.products(rows)
+    rows = [{**asdict(line), "hardware": "1x GPU", "versions": {}, "commit": "a" * 40} for line in lines]
+    assert "| 4 | 64 | 32 | 512 |" in table_grouped_gemm.table(rows)
 
 
 def test_a_wrong_product_is_an_error_and_the_others_are_measured(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ours, one value of it; a peer, whose line alone is missing."""
-    from benchmarks import product_cases
-
-    right = product_cases.torch_call
+    right = grouped_gemm.torch_call
 
     def wrong(op: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
         outputs = right(op, *tensors, **options)
@@ -218,10 +205,10 @@ def test_a_wrong_product_is_an_error_and_the_others_are_measured(
             outputs[0][-1, 0, 0] += outputs[0].abs().max()
         return outputs
 
-    monkeypatch.setattr(product_cases, "torch_call", wrong)
+    monkeypatch.setattr(grouped_gemm, "torch_call", wrong)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda a, b, *_, **__: torch.ones(a.shape[0], b.shape[2]))
     with pytest.raises(RuntimeError, match="grouped_mm_wgrad balanced") as error:
-        bench.rehearsed("grouped_mm_wgrad", "grouped_mm_dgrad", each=stand_in_times({}))
+        bench("grouped_mm_wgrad", "grouped_mm_dgrad", each=stand_in_times({}))
     assert str(error.value).startswith("gpu: grouped_mm_dgrad: peer torch_scaled_grouped_mm; ")
     assert "values are past the bound of their sums" in capsys.readouterr().err
 
@@ -230,34 +217,29 @@ def test_bytes_that_differ_on_a_gpu_are_an_error(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where both frontends run the CUDA kernel; elsewhere each sums in its own order."""
-    from benchmarks import shapes
-
-    balanced = shapes.TINY_PRODUCTS._replace(large=shapes.TINY_PRODUCTS.large[:1], small=())
-    monkeypatch.setattr(bench.gpu_products, "differing", lambda a, b: 3)
-    assert any(line.error.get("values_that_differ") == 3 for line in bench.rehearsed("grouped_mm_dgrad",
+    balanced = shapes.TINY.products._replace(large=shapes.TINY.products.large[:1], small=())
+    monkeypatch.setattr(gpu_grouped_gemm, "differing", lambda a, b: 3)
+    assert any(line.error.get("values_that_differ") == 3 for line in bench("grouped_mm_dgrad",
                                                                                      products=balanced))  # fmt: skip
     uses = {"grouped_mm_fold": SimpleNamespace(uses="cuda, sm_90"), "grouped_mm_mx": SimpleNamespace(uses="triton")}
     for frontend in ("torch_frontend", "jax_frontend"):
-        monkeypatch.setattr(getattr(bench.gpu_products, frontend), "capabilities", lambda *_: uses)
+        monkeypatch.setattr(getattr(gpu_grouped_gemm, frontend), "capabilities", lambda *_: uses)
     with pytest.raises(RuntimeError, match=r"^gpu: grouped_mm_dgrad in JAX$"):
-        bench.rehearsed("grouped_mm_dgrad", "grouped_mm_exact", products=balanced, each=stand_in_times({}))
+        bench("grouped_mm_dgrad", "grouped_mm_exact", products=balanced, each=stand_in_times({}))
     assert "3 values differ from torch's" in capsys.readouterr().err
 
 
 def test_a_check_samples_every_tile(bench: Any) -> None:
     """Of groups too long to check whole: the edges, and some rows of every 256; one wrong tile is found."""
-    from benchmarks import product_cases, product_checks
-    from benchmarks.shapes import Product
-
-    rows = product_checks._sampled(1000, 21000, torch.device("cpu"))
+    rows = error_check._sampled(1000, 21000, torch.device("cpu"))
     assert rows.unique().equal(rows)
     assert {1000, 1255, 20744, 20999} <= set(rows.tolist())
     assert set(((rows - 1000) // 256).tolist()) == set(range(79))
     p = Product(4096, 64, 32, 2)
-    o = product_cases.operands(p, "cpu")
+    o = operands(p, "cpu")
     tile = (slice(256, 512), slice(16, 32))
-    for case, where, factor in ((product_cases.forward(p, o), tile, 1.1),
-                                (product_cases.weight_gradient(p, o), (1, 3, 5), float("nan"))):  # fmt: skip
+    for case, where, factor in ((grouped_gemm.forward(p, o), tile, 1.1),
+                                (grouped_gemm.weight_gradient(p, o), (1, 3, 5), float("nan"))):  # fmt: skip
         (out,) = case.run()
         assert case.check((out,))["sqnr_db"] == pytest.approx(55.6, abs=1)
         out[where] *= factor
@@ -266,8 +248,6 @@ def test_a_check_samples_every_tile(bench: Any) -> None:
 
 
 def test_a_round_goes_forth_and_the_next_back(bench: Any) -> None:
-    from benchmarks import device_timing
-
     order: list[str] = []
     device_timing.batches({n: (partial(order.append, n), lambda _: None) for n in "abc"}, calls=1, samples=1)
     assert "".join(order[::2]) == "abc" + "cba" + "abc"
@@ -275,51 +255,42 @@ def test_a_round_goes_forth_and_the_next_back(bench: Any) -> None:
 
 def test_a_sample_is_of_a_round_forth_and_one_back(bench: Any) -> None:
     """Where every other round takes longer, all samples are alike."""
-    from benchmarks import device_timing
-
     found = device_timing._there_and_back({"slow on the way back": [1.0, 1.2, 1.0, 1.2, 1.0, 1.2]})
     assert {(s.us, s.spread, s.n) for s in found.values()} == {(1.1e6, 0.0, 3)}
 
 
 def test_group_ends(bench: Any) -> None:
     """Multiples of 32 up to the last row; skewed: half of the rows in one group and none in the next."""
-    from benchmarks.product_cases import group_ends
-    from benchmarks.shapes import H200_PRODUCTS, TINY_PRODUCTS
-
-    for p in (*H200_PRODUCTS.large, *H200_PRODUCTS.small, *TINY_PRODUCTS.large):
+    for p in (*shapes.H200.products.large, *shapes.H200.products.small, *shapes.TINY.products.large):
         ends = group_ends(p, "cpu")
         sizes = torch.diff(ends, prepend=ends.new_zeros(1))
         assert (len(ends), ends.dtype, int(ends[-1])) == (p.G, torch.int32, p.M)
         assert bool((sizes % 32 == 0).all() & (sizes >= 0).all())
         assert (sizes[0] == p.M // 2 and sizes[1] == 0) if p.routing == "skewed" else bool((sizes > 0).all())
-    assert len(set(torch.diff(group_ends(H200_PRODUCTS.large[0], "cpu")).tolist())) > 4
+    assert len(set(torch.diff(group_ends(shapes.H200.products.large[0], "cpu")).tolist())) > 4
 
 
-def test_readme_says_nothing_of_products_without_lines(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a later run of the products alone leaves the other table as it is."""
-    from benchmarks import readme_products, results
-
+def test_without_lines_there_is_no_table(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later run of the products alone leaves the table of the ops as it is."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    assert readme_products.products(results.newest("h200", readme_products.is_product)) == ""
+    assert table_grouped_gemm.table(results.newest("h200", table_grouped_gemm.is_product)) == ""
     rows = [{"commit": c, "op": op, "frontend": "torch", "case": {}, "peer": "copy"}
             for c, op in (("a", "quantize_row"), ("b", "grouped_mm_fwd"))]  # fmt: skip
     (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert results.newest("h200", readme_products.is_product) == rows[1:]
-    assert results.newest("h200", lambda op: not readme_products.is_product(op)) == rows[:1]
+    assert results.newest("h200", table_grouped_gemm.is_product) == rows[1:]
+    assert results.newest("h200", lambda op: not table_grouped_gemm.is_product(op)) == rows[:1]
 
 
 def test_a_roofline_needs_its_roofs(bench: Any) -> None:
-    from benchmarks.roofline import points, roofs
-
     case = {"M": 131072, "K": 7168, "N": 2048, "G": 8}
     row = {"op": "grouped_mm_fwd", "frontend": "torch", "case": case, "flops": 10**12, "nbytes": 10**9, "us": 1000.0,
            "peer": "cublas_fp8", "peer_us": 800.0}  # fmt: skip
     with pytest.raises(ValueError, match="no line for bf16, copy"):
-        roofs([row])
-    measured = roofs([row, row | {"peer": "cublas_bf16", "peer_us": 1600.0}, row | {"peer": "copy", "peer_us": 250.0}])
+        roofline.roofs([row])
+    measured = roofline.roofs(
+        [row, row | {"peer": "cublas_bf16", "peer_us": 1600.0}, row | {"peer": "copy", "peer_us": 250.0}]
+    )
     assert (measured.nbytes_per_s, measured.ceilings) == (4e12, {"FP8": 1250.0, "bf16": 625.0})
-    ours, bf16 = points([row | {"peer": "torch_grouped_mm_bf16", "peer_us": 2000.0}])
+    ours, bf16 = roofline.points([row | {"peer": "torch_grouped_mm_bf16", "peer_us": 2000.0}])
     assert (ours.intensity, ours.tflops, bf16.tflops) == (1000.0, 1000.0, 500.0)
     assert bf16.intensity == 10**12 / (2 * (131072 * 7168 + 8 * 2048 * 7168 + 131072 * 2048))

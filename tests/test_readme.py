@@ -1,4 +1,4 @@
-"""The README's figures are the recorded ones, and its two programs run."""
+"""The README and docs/: generated parts are up to date, links resolve, every page is in the index, programs run."""
 
 import re
 import subprocess
@@ -7,18 +7,33 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import readme
+
 ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "results" / "README.md")
 
 
-def test_figures_come_from_the_recorded_lines() -> None:
+@pytest.mark.parametrize("path", readme.DOCUMENTS, ids=lambda path: path.name)
+def test_the_generated_parts_are_up_to_date(path: Path) -> None:
     """If this fails: `python -m benchmarks.readme`."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks import readme
-    finally:
-        sys.path.remove(str(ROOT))
-    text = readme.README.read_text()
-    assert readme.with_figures(text) == text
+    text = path.read_text()
+    assert readme.with_generated(text, readme.DOCUMENTS[path]()) == text
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_within_the_repository_resolve(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert not [path.name for path in (ROOT / "docs").glob("*.md") if f"({path.name})" not in index + "(index.md)"]
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import _empty_strided_cuda  # pyright: ignore[reportAttributeAccessIssue] -- no stub
 
 from ..core_kernels.fold import plan_both as both_fold
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from . import _settings
 from ._launch import Outputs, bind, plain
+from ._torch_private import current_gpu, empty_cuda
 
 FLOATS = (torch.bfloat16, torch.float32)
 """What is quantized, and what the products give."""
@@ -99,10 +99,9 @@ def require_tensor(op: str, argument: str, value: object) -> None:
 
 
 def allocate(outputs: Outputs, index: int | None) -> tuple[Tensor, ...]:
-    """Fresh outputs on a CPU (None) or on the current GPU, by the call that torch.compile's programs make: no
-    dispatcher."""
+    """Fresh outputs on a CPU (None) or on the current GPU."""
     if index is not None:
-        return tuple(map(_empty_strided_cuda, *outputs))
+        return tuple(map(empty_cuda, *outputs))
     return tuple(torch.empty(shape, dtype=dtype, device="cpu") for shape, _, dtype in zip(*outputs, strict=True))
 
 
@@ -121,7 +120,7 @@ def run(
 ) -> tuple[Tensor, ...]:
     """`call` with `names[i]=values[i]` for as many values as there are: what an op of `torch.ops.mxep` is made of."""
     arch, index, options, out, start = bind(op, tensors, _settings.forced.value, names, values)
-    if index is not None and index != torch._C._cuda_getDevice():
+    if index is not None and index != current_gpu():
         with torch.cuda.device(index):  # where outputs are allocated and Triton launches
             return run(op, tensors, names, values)
     if index is None or _settings.debug.value:

@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Compute
 from ._call import FLOATS, check_ends, checks_values, require_tensor
+from ._torch_private import check, is_fake
 from .mx_tensor import MXTensor
 
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -94,7 +94,7 @@ def check_shape(op: str, name: str, x: Tensor, shape: tuple[Any, ...]) -> None:
             continue
         if torch.compiler.is_compiling():
             # What an all-to-all returned has a sum of symbols for its rows: to be checked when it runs, not guessed.
-            torch._check(size == wanted)
+            check(size == wanted)
         else:
             right = right and size == wanted
     if not right:

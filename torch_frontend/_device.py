@@ -17,6 +17,7 @@ from .. import cpp_bindings
 from ..core_kernels.fold.plan_both import PARTS
 from ..core_kernels.launch import KernelOp, fail
 from . import _settings
+from ._torch_private import no_cuda_launch
 
 Implementation = Literal["cpp", "cuda", "triton"]
 Choice = Literal[Implementation, "parts"]
@@ -83,7 +84,7 @@ def choose(op: KernelOp, device: torch.device, forced: Implementation | None) ->
     capability = compute_capability(device)
     # Blackwell's data-center chips have tiles of their own; all others take Hopper's.
     arch = "sm_100" if capability[0] in (10, 11) else "sm_90"
-    missing = cpp_bindings.why_not_cuda(op.name, capability)
+    missing = cpp_bindings.why_not_cuda(op.name, capability) or no_cuda_launch
     if forced == "cuda" and missing:
         fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", missing)
     if forced != "triton" and not missing:

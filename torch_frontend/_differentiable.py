@@ -7,15 +7,14 @@ PyTorch lets a Function without a second derivative return gradients that count 
 nothing, without a word. Here every way to ask for more than a first derivative raises.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 
 from ..core_kernels.launch import fail
 from . import _settings
-
-_transformed = torch._C._are_functorch_transforms_active
+from ._torch_private import transformed
 
 
 def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -49,11 +48,40 @@ def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable
     # output. AOTAutograd, which runs the real engine, handles it: Dynamo passes these calls on.
     @torch.compiler.allow_in_graph
     def apply(*args: Any) -> Any:
-        if _transformed():
+        if transformed():
             fail(NotImplementedError, op, "inputs", "tensors of a torch.func transform", _REVERSE_MODE)
         return function.apply(*args)
 
     return apply
+
+
+def save(ctx: Any, values: tuple[Any, ...]) -> None:
+    """`ctx.save_for_backward` for tensors and None in nested tuples."""
+    leaves: list[Any] = []
+
+    def place(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return _like(value, map(place, value))
+        leaves.append(value)
+        return len(leaves) - 1
+
+    ctx.places = place(values)
+    ctx.save_for_backward(*leaves)
+
+
+def saved_by(ctx: Any) -> Any:
+    """The nested tuples given to `save`."""
+    leaves = ctx.saved_tensors
+
+    def value(place: Any) -> Any:
+        return _like(place, map(value, place)) if isinstance(place, tuple) else leaves[place]
+
+    return value(ctx.places)
+
+
+def _like(kind: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """The values as a tuple or, like `kind`, as a NamedTuple."""
+    return kind._make(values) if hasattr(kind, "_make") else tuple(values)  # type: ignore[attr-defined]
 
 
 _REVERSE_MODE = "allowed: reverse mode: backward() and torch.autograd.grad(); no torch.func.grad, vmap, jvp"

@@ -19,6 +19,7 @@ from .. import cpp_bindings
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
 from ._device import Implementation, choose, without_cuda
+from ._torch_private import exchange, layouts, raw_stream
 
 Start = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Any]
 Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
@@ -53,9 +54,6 @@ class Bound(NamedTuple):
     options: dict[str, Any]
     outputs: Outputs
     start: Start | None
-
-
-_EXCHANGE = cpp_bindings.Exchange(Tensor)
 
 
 class Known:
@@ -95,8 +93,8 @@ def bind(
     Raises ValueError unless the tensors are row-major, on one device and, on a GPU, aligned to 16 bytes, and what
     `choose` and `KernelOp.plan` raise.
     """
-    layouts = _EXCHANGE.layouts(tensors)
-    key = (op, layouts, forced, names, values)
+    found = layouts(tensors)
+    key = (op, found, forced, names, values)
     bound = _known.recent.get(key)
     if bound is None:
         bound = _known.get(key)
@@ -107,7 +105,7 @@ def bind(
         bound = decide(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
         if bound.index is not None:
             _check_aligned(op, tensors)
-        if layouts is not None:
+        if found is not None:
             _known.put(key, bound)
     return bound
 
@@ -116,14 +114,14 @@ def layout_of(tensor: Tensor) -> Layout:
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
-def decide(op: KernelOp, layouts: Sequence[Layout], forced: Implementation | None, **options: Any) -> Bound:
+def decide(op: KernelOp, tensors: Sequence[Layout], forced: Implementation | None, **options: Any) -> Bound:
     """`bind` for layouts alone: everything about a call but the tensors."""
-    check_devices(op, [device for _, _, device, _ in layouts])
-    _check_dense(op, layouts)
-    device = layouts[0][2]
+    check_devices(op, [device for _, _, device, _ in tensors])
+    _check_dense(op, tensors)
+    device = tensors[0][2]
     index = device.index if device.type == "cuda" else None
     implementation, arch = choose(op, device, forced)
-    inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in layouts)
+    inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in tensors)
     launch = op.plan(*inputs, arch=arch, **options)
     if implementation == "cuda" and launch.not_in_cuda:
         if forced == "cuda":
@@ -198,7 +196,8 @@ def _matmul(op: KernelOp) -> Start:
 
 
 def _cuda(op: KernelOp, launch: Launch, inputs: tuple[ArrayType, ...], index: int) -> Start:
-    return cpp_bindings.CudaLaunch(_EXCHANGE, index, op.name, inputs, launch.out, [int(a) for a in launch.attrs])
+    assert exchange is not None  # else `choose` does not come here
+    return cpp_bindings.CudaLaunch(exchange, index, op.name, inputs, launch.out, [int(a) for a in launch.attrs])
 
 
 def _triton_options(launch: Launch) -> dict[str, Any]:
@@ -217,7 +216,6 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
     longer than the rest of the call, and all it would look at is fixed here (pointers are aligned to 16 bytes)."""
     scalars, options = tuple(launch.scalars.values()), _triton_options(launch)
     grid = (*launch.grid, 1, 1)[:3]
-    current_stream = torch._C._cuda_getCurrentRawStream
     compiled, constexprs = None, []
 
     def start(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -229,6 +227,6 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
         else:
             pointers = [t.data_ptr() for t in (*inputs, *outputs)]
             n = len(inputs)
-            compiled(*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=current_stream(index))
+            compiled(*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=raw_stream(index))
 
     return start

@@ -4,18 +4,16 @@ a rank's arguments --check--> fine or an error --all-gather--> the table of all 
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.distributed import _functional_collectives as funcol
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ._checks import check_flag, check_floats, check_int, check_plain
+from ._torch_private import all_gather, group_named, is_fake, name_of_group
 
 Splits = Sequence[int]
 
@@ -27,25 +25,21 @@ def name_of(op: str, argument: str, group: "str | dist.ProcessGroup | None") -> 
             return ""
         group = dist.group.WORLD
     if isinstance(group, dist.ProcessGroup):
-        return group.group_name
+        return name_of_group(group)
     if not isinstance(group, str):
         outside = group is dist.GroupMember.NON_GROUP_MEMBER
         got = "a group that this rank is not in" if outside else repr(group)
         fail(TypeError, op, argument, got, "allowed: a group of this rank, its name, or None")
     if group and not torch.compiler.is_compiling():
         try:
-            group_of(group)
+            group_named(group)
         except (RuntimeError, ValueError):
             fail(ValueError, op, argument, repr(group), "allowed: the name of a group of this rank")
     return group
 
 
-def group_of(group_name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(cast(Any, group_name))
-
-
 def degree_of(group_name: str) -> int:
-    return group_of(group_name).size() if group_name else 1
+    return group_named(group_name).size() if group_name else 1
 
 
 def checked_all_to_all(
@@ -94,7 +88,7 @@ def check_travelling(op: str, argument: str, x: Tensor, blocks: bool) -> None:
 
 def check_splits(op: str, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> None:
     """Raise unless the splits are lists of one count per rank that say the same of x and of each other."""
-    degree, rank = (degree_of(group_name), group_of(group_name).rank()) if group_name else (1, 0)
+    degree, rank = (degree_of(group_name), group_named(group_name).rank()) if group_name else (1, 0)
     for argument, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
         if not isinstance(splits, list | tuple):
             allowed = "allowed: a list of ints; call .tolist() on a tensor"
@@ -114,7 +108,11 @@ def check_splits(op: str, x: Tensor, output_splits: Splits, input_splits: Splits
 
 def can_compare(group_name: str) -> bool:
     """Whether there are other ranks and the host may wait for them now."""
-    if torch.compiler.is_compiling() or degree_of(group_name) == 1 or dist.get_backend(group_of(group_name)) == "fake":
+    if (
+        torch.compiler.is_compiling()
+        or degree_of(group_name) == 1
+        or dist.get_backend(group_named(group_name)) == "fake"
+    ):
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
@@ -122,11 +120,11 @@ def can_compare(group_name: str) -> bool:
 def table_of_ranks(values: Sequence[int], group_name: str) -> list[list[int]]:
     """Row r: the values of rank r, as many on each. An all-gather of int64, on a CPU where the group has a backend for
     it; the host waits."""
-    group = group_of(group_name)
+    group = group_named(group_name)
     on_cpu = "cpu:" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(values, dtype=torch.int64, device=device)
-    table = funcol.wait_tensor(funcol.all_gather_tensor(mine, 0, group))
+    table = all_gather(mine, group)
     return table.view(group.size(), -1).tolist()
 
 
@@ -176,7 +174,7 @@ def agree(op: str, group_name: str, arguments: dict[str, Any], error: Exception 
             raise error
         return
     table: list[Any] = [None] * degree_of(group_name)
-    dist.all_gather_object(table, None if error else arguments, group=group_of(group_name))
+    dist.all_gather_object(table, None if error else arguments, group=group_named(group_name))
     raise_of_ranks(op, "module", [theirs is None for theirs in table], error)
     for rank, theirs in enumerate(table):
         for argument, value in arguments.items():

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
@@ -28,7 +27,7 @@ from ._checks import (
     check_token_blocks,
     recipe_compute,
 )
-from ._differentiable import differentiable
+from ._differentiable import differentiable, save, saved_by
 from .products import (
     activation,
     bias_gradient,
@@ -82,14 +81,13 @@ class _GroupedMM(torch.autograd.Function):
         rows, tokens = activation(a, form, rounding, offs if how.tokens_follow else None)
         w_k, w_n = for_call(w, held, form, rounding, need_a and stays(w))
         saved = (tokens or a) if need_w else None, w_n or w if need_a else None, offs
-        leaves, ctx.spec = tree_flatten(saved)
-        ctx.save_for_backward(*leaves)
+        save(ctx, saved)
         ctx.dtypes, ctx.how = (a.dtype, w.dtype), how
         return product(rows, w_k, offs, out_dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        a, w_n, offs = tree_unflatten(ctx.saved_tensors, ctx.spec)
+        a, w_n, offs = saved_by(ctx)
         (a_dtype, w_dtype), how = ctx.dtypes, ctx.how
         need_a, need_w, need_bias = ctx.needs_input_grad[:3]
         dout, form, rounding = grads[0], how.form, how.rounding

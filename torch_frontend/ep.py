@@ -19,10 +19,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as funcol
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
@@ -32,7 +30,7 @@ from ._checks import check_counts, check_probs, check_shape, require_total
 from ._differentiable import differentiable
 from ._ranks import Splits, can_compare, check_travelling, checked_all_to_all, compare_experts
 from ._ranks import degree_of as _degree
-from ._ranks import group_of as _group
+from ._torch_private import all_to_all, captures_splits, group_named
 from .combine import sum_slots
 from .mx_tensor import MXTensor, plain
 from .permute import RowMaps, check_copies, gather, map_rows, spread
@@ -42,7 +40,7 @@ from .shards import Ranks
 def _all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
     if _degree(group_name) == 1:
         return x
-    return funcol.wait_tensor(funcol.all_to_all_single(x, list(output_splits), list(input_splits), _group(group_name)))
+    return all_to_all(x, list(output_splits), list(input_splits), group_named(group_name))
 
 
 def _all_to_all_mx(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, rounding: int) -> MXTensor:
@@ -270,7 +268,7 @@ def _exchange_counts(counts: Tensor, group_name: str, degree: int) -> tuple[Tens
     All ranks get all counts: so few numbers take no longer, and the balance of the whole batch is known."""
     splits, local = [counts.shape[0]] * degree, counts.shape[0] // degree
     everyones = _all_to_all(counts.repeat(degree), splits, splits, group_name).view(degree, -1)
-    first = _group(group_name).rank() * local
+    first = group_named(group_name).rank() * local
     return everyones[:, first : first + local].reshape(-1), everyones.sum(0, dtype=counts.dtype)
 
 
@@ -345,7 +343,7 @@ def send_rows(
     rows: Tensor | TokenCopies, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Route]:
     """`dispatch` over these ranks, compiled where Dynamo can."""
-    send = dispatch if dynamo_config.capture_scalar_outputs else _dispatch_eagerly
+    send = dispatch if captures_splits() else _dispatch_eagerly
     experts = ranks.num_experts, ranks.device_type
     return send(rows, counts, recipe, ranks.group_name, ranks.degree, experts, probs)
 
@@ -359,9 +357,9 @@ def refuse(ranks: Ranks) -> None:
 
 def send_probs(probs: Tensor, route: Route) -> Tensor:
     """`dispatch_probs`, compiled where Dynamo can."""
-    return (dispatch_probs if dynamo_config.capture_scalar_outputs else _probs_eagerly)(probs, route)
+    return (dispatch_probs if captures_splits() else _probs_eagerly)(probs, route)
 
 
 def receive_rows(groups: Tensor, route: Route) -> Tensor:
     """`combine`, compiled where Dynamo can."""
-    return (combine if dynamo_config.capture_scalar_outputs else _combine_eagerly)(groups, route)
+    return (combine if captures_splits() else _combine_eagerly)(groups, route)

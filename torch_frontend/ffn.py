@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from ._checks import check_devices, check_flag, check_offs, check_rows, check_token_blocks
-from ._differentiable import differentiable
+from ._differentiable import differentiable, save, saved_by
 from .autograd import How
 from .products import (
     Operand,
@@ -87,14 +86,13 @@ class _SwiGLUFFN(torch.autograd.Function):
             (down_t or w2) if need_dh else None,
             (offs, prob, gate, up),
         )
-        leaves, ctx.spec = tree_flatten(saved)
-        ctx.save_for_backward(*leaves)
+        save(ctx, saved)
         ctx.dtypes, ctx.how = (x.dtype, w1.dtype, w3.dtype, w2.dtype), how
         return product(rows_of(h, form, rounding), down_w, offs, BF16)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, in_weights, w2, (offs, prob, gate, up) = tree_unflatten(ctx.saved_tensors, ctx.spec)
+        x, in_weights, w2, (offs, prob, gate, up) = saved_by(ctx)
         need_x, need_w1, need_w3, need_w2, need_prob = ctx.needs_input_grad[:5]
         x_dtype, w1_dtype, w3_dtype, w2_dtype = ctx.dtypes
         steps = _Backward(offs, gate, up, prob, ctx.how)

@@ -40,6 +40,7 @@ from ._checks import (
     reads_values,
     require_rows,
 )
+from ._torch_private import version_of
 from .combine import weighted_combine
 from .ep import TokenCopies, a2a_dispatch_mxfp8_fwd_hp_bwd, receive_rows, refuse, send_probs, send_rows
 from .ffn import swiglu_ffn
@@ -188,8 +189,7 @@ class _Held(NamedTuple):
 def _state(parameter: Tensor) -> tuple[int, ...]:
     # A DTensor counts its own writes, its local part those through `to_local()`.
     part = sharded(parameter, None)
-    versions = (0, 0) if parameter.is_inference() else (parameter._version, part._version)  # inference counts nothing
-    return *versions, part.data_ptr()
+    return version_of(parameter), version_of(part), part.data_ptr()
 
 
 def _check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> None:

@@ -20,6 +20,7 @@ from . import ops
 from ._call import require_tensor
 from ._differentiable import differentiable
 from ._launch import as_bytes
+from ._torch_private import unwrapped_results, wrapper
 
 aten = torch.ops.aten
 
@@ -48,13 +49,13 @@ class MXTensor(Tensor):
     is_swizzled_scales = False
 
     # Results of other operations are what those operations return, never wrapped again.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = unwrapped_results
 
     @staticmethod
     def __new__(cls, q: Tensor, sf: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
         _check_parts("MXTensor", "q", q, "sf", sf, orig_dtype)
         q, sf = as_bytes(q), as_bytes(sf)
-        self = Tensor._make_wrapper_subclass(cls, q.shape, dtype=orig_dtype, device=q.device)
+        self = wrapper(cls, q.shape, orig_dtype, q.device)
         self.q, self.sf, self.orig_dtype = q, sf, orig_dtype
         return self
 

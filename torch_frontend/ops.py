@@ -8,11 +8,11 @@ Ops take and return raw bytes and have no gradient of their own; autograd.py giv
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ..core_kernels.combine import plan as combine_ops
 from ..core_kernels.fold import plan as fold
@@ -93,7 +93,7 @@ def schema(op: KernelOp) -> str:
     return f"({', '.join(arguments)}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
 
 
-def _define(op: KernelOp) -> OpOverload:
+def _define(op: KernelOp) -> Callable[..., Any]:
     num_inputs, names = len(op.inputs), tuple(_options(op))
 
     # The dispatcher passes arguments by position and leaves out trailing ones that equal their defaults.

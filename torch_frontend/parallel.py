@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._ranks import agree
+from ._torch_private import name_of_group
 from .ep import Route, receive_rows, send_probs, send_rows
 from .moe import DEFAULT_RECIPE, GroupedExperts, MoE
 from .shards import Ranks
@@ -68,7 +69,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         recipe = self.recipe or Recipe.parse(own or DEFAULT_RECIPE)
         self._check_on_all_ranks(experts, ours, own, recipe, device_mesh)
         ranks = Ranks(
-            device_mesh.get_group().group_name,
+            name_of_group(device_mesh.get_group()),
             device_mesh.size(),
             next(experts.parameters(recurse=False)).shape[0],
             device_mesh.device_type,
@@ -95,7 +96,7 @@ class MXFP8ExpertParallel(ParallelStyle):
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
         arguments = {"recipe": recipe, "gradients": self.gradients, "parameters": parameters}
-        agree("MXFP8ExpertParallel", mesh.get_group().group_name, arguments, error)
+        agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error)
 
     def _check(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
         op = "MXFP8ExpertParallel"

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor
 
 from ._differentiable import differentiable
-from ._ranks import group_of
+from ._torch_private import all_reduce, group_named
 
 
 class Ranks(NamedTuple):
@@ -45,7 +44,7 @@ class _ReduceGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total = funcol.wait_tensor(funcol.all_reduce(grads[0].contiguous(), "sum", group_of(ctx.group_name)))
+        total = all_reduce(grads[0].contiguous(), group_named(ctx.group_name))
         return total / ctx.divisor, None, None
 
 

@@ -23,6 +23,7 @@ from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from ._checks import check_floats
 from ._device import arch_of
+from ._torch_private import has_version, owner_of, version_of
 from .mx_tensor import MXTensor
 
 
@@ -156,8 +157,8 @@ def stays(w: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    owner = w._base if w._base is not None else w
-    return not owner.is_leaf or owner.is_inference() or owner._version > 0
+    owner = owner_of(w)
+    return not owner.is_leaf or owner.is_inference() or (has_version and version_of(owner) > 0)
 
 
 def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[Operand, Quantized | None]:

@@ -1,4 +1,4 @@
-"""The examples are scripts beside the package: tests import and start them from the repository's root."""
+"""Adds the repository's root to sys.path: the examples are scripts outside the package."""
 
 import sys
 from pathlib import Path

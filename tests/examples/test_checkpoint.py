@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent; resume takes the last whole one and refuses another run's."""
+"""Checkpoints are complete or absent. Resume takes the last complete one and rejects another run's."""
 
 import json
 import subprocess
@@ -26,22 +26,22 @@ def state(step: int) -> Checkpoint:
 
 def assert_same(a: Checkpoint, b: Checkpoint) -> None:
     assert a.step == b.step
-    for ours, theirs in ((a.weights, b.weights), (a.first, b.first), (a.second, b.second)):
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            np.testing.assert_array_equal(ours[name], theirs[name])
+    for left, right in ((a.weights, b.weights), (a.first, b.first), (a.second, b.second)):
+        assert left.keys() == right.keys()
+        for name in left:
+            np.testing.assert_array_equal(left[name], right[name])
 
 
-def test_round_trip_and_the_last_two_are_kept(tmp_path):
+def test_a_checkpoint_round_trips_and_the_last_two_stay(tmp_path):
     for step in (5, 10, 15):
         folder = save_checkpoint(tmp_path, state(step), RUN)
     loaded = load_checkpoint(tmp_path, RUN)
     assert loaded is not None
     assert_same(loaded, state(15))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000010", "step-000015"]
-    plain = load_file(folder / "weights.safetensors")
-    assert {n: a.shape for n, a in plain.items()} == weight_shapes(TINY)
-    assert {a.dtype for a in plain.values()} == {np.dtype(np.float32)}
+    weights = load_file(folder / "weights.safetensors")
+    assert {n: a.shape for n, a in weights.items()} == weight_shapes(TINY)
+    assert {a.dtype for a in weights.values()} == {np.dtype(np.float32)}
 
 
 def test_no_checkpoint(tmp_path):
@@ -49,7 +49,7 @@ def test_no_checkpoint(tmp_path):
     assert load_checkpoint(tmp_path / "nowhere", RUN) is None
 
 
-def test_killed_while_saving_leaves_the_one_before(tmp_path, monkeypatch):
+def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     save_checkpoint(tmp_path, state(5), RUN)
 
     def killed(self: Path, target: Path) -> None:
@@ -67,7 +67,7 @@ def test_killed_while_saving_leaves_the_one_before(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000005", "step-000010"]
 
 
-def test_a_later_folder_does_not_crowd_out_the_one_just_saved(tmp_path):
+def test_folders_of_later_steps_do_not_replace_the_new_checkpoint(tmp_path):
     for later in ("step-000090", "step-1000000", "step-notes"):
         (tmp_path / later).mkdir()
     for step in (5, 10, 15):
@@ -76,7 +76,7 @@ def test_a_later_folder_does_not_crowd_out_the_one_just_saved(tmp_path):
     assert kept == ["step-000010", "step-000015", "step-000090", "step-1000000", "step-notes"]
 
 
-def test_a_step_of_seven_digits_is_later_than_one_of_six(tmp_path):
+def test_steps_are_sorted_as_numbers(tmp_path):
     for step in (999_999, 1_000_000):
         save_checkpoint(tmp_path, state(step), RUN)
     loaded = load_checkpoint(tmp_path, RUN)
@@ -115,7 +115,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_passed_over_and_said(tmp_path, capsys, damage):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, damage):
     for step in (5, 10):
         folder = save_checkpoint(tmp_path, state(step), RUN)
     DAMAGES[damage](folder)
@@ -125,20 +125,22 @@ def test_a_damaged_one_is_passed_over_and_said(tmp_path, capsys, damage):
     assert "step-000010 is damaged" in capsys.readouterr().err
 
 
-def test_only_damaged_ones_are_an_error(tmp_path):
+def test_damage_in_every_checkpoint_is_an_error(tmp_path):
     for step in (5, 10):
         flip_last_bit(save_checkpoint(tmp_path, state(step), RUN) / "optimizer.safetensors")
-    with pytest.raises(ValueError, match=r"--resume: .*every checkpoint is damaged: step-000005, step-000010; bring"):
+    with pytest.raises(ValueError, match=r"--resume: .*every checkpoint is damaged: step-000005, step-000010; restore"):
         load_checkpoint(tmp_path, RUN)
 
 
-def test_another_run_is_refused(tmp_path):
+def test_a_checkpoint_of_another_run_is_an_error(tmp_path):
     save_checkpoint(tmp_path, state(5), RUN)
-    with pytest.raises(ValueError, match=r"--resume: .*another run: precision=mxfp8 there, bf16 here.*seed=0 there"):
+    with pytest.raises(
+        ValueError, match=r"--resume: .*another run: precision is mxfp8 there and bf16 here.*seed is 0 there"
+    ):
         load_checkpoint(tmp_path, describe(replace(TINY, seed=3), precision="bf16"))
 
 
-def test_weights_of_another_shape_are_refused(tmp_path):
+def test_weights_of_another_shape_are_an_error(tmp_path):
     folder = save_checkpoint(tmp_path, state(5), RUN)
     wider = weight_shapes(replace(TINY, hidden_dim=64))
     with pytest.raises(ValueError, match=r"--init-from: .*w1 is \(8, 32, 32\), this config has \(8, 64, 32\).*6 such"):
@@ -148,14 +150,14 @@ def test_weights_of_another_shape_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one bit of a weight", "meta {}", "meta null", "meta []"])
-def test_damaged_weights_are_no_start(tmp_path, damage):
+def test_damaged_weights_are_an_error(tmp_path, damage):
     folder = save_checkpoint(tmp_path, state(5), RUN)
     DAMAGES[damage](folder)
     with pytest.raises(ValueError, match=r"--init-from: .*weights.safetensors is damaged"):
         load_weights(folder, weight_shapes(TINY))
 
 
-def test_truncated_weights_without_meta_are_no_start(tmp_path):
+def test_truncated_weights_without_meta_are_an_error(tmp_path):
     folder = save_checkpoint(tmp_path, state(5), RUN)
     DAMAGES["truncated"](folder)
     (folder / "meta.json").unlink()
@@ -163,14 +165,14 @@ def test_truncated_weights_without_meta_are_no_start(tmp_path):
         load_weights(folder, weight_shapes(TINY))
 
 
-def test_weights_in_bf16_start_a_run_in_fp32(tmp_path):
+def test_bf16_weights_load_as_fp32(tmp_path):
     rounded = {n: a.astype(ml_dtypes.bfloat16) for n, a in initial_weights(TINY).items()}
     save_file(rounded, tmp_path / "weights.safetensors")
     loaded = load_weights(tmp_path, weight_shapes(TINY))
     assert {a.dtype for a in loaded.values()} == {np.dtype(np.float32)}
     for name, array in rounded.items():
         np.testing.assert_array_equal(loaded[name], array.astype(np.float32))
-    # A process of its own: here ml_dtypes is imported whether the loader asks for it or not.
+    # A new process: this one has imported ml_dtypes, which would hide a missing import in examples.checkpoint.
     code = (
         "import sys; from pathlib import Path; from examples.config import PRESETS; from examples.weights import *;"
         "from examples.checkpoint import load_weights;"
@@ -179,7 +181,7 @@ def test_weights_in_bf16_start_a_run_in_fp32(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], check=True)
 
 
-def test_weights_that_are_no_floats_are_refused(tmp_path):
+def test_integer_weights_are_an_error(tmp_path):
     save_file({n: a.astype(np.int8) for n, a in initial_weights(TINY).items()}, tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match=r"--init-from: .* is int8; allowed: float16, bfloat16, float32"):
         load_weights(tmp_path, weight_shapes(TINY))

@@ -1,4 +1,4 @@
-"""What both scripts share: the schedule, the initial weights and their names, the flags."""
+"""Schedule, initial weights, their names, and the flags of both training scripts."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,10 @@ from examples.weights import initial_weights, weight_shapes
 TINY = PRESETS["tiny"]
 
 
-def test_learning_rates_warm_up_and_fall_along_a_cosine():
+def test_learning_rates_warm_up_and_decay_along_a_cosine():
     rates = learning_rates(Config(steps=14, warmup_steps=4, peak_lr=1.0, final_lr=0.2))
     np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0])
-    assert rates[9] == pytest.approx(0.6)  # half of the cosine
+    assert rates[9] == pytest.approx(0.6)  # middle of the cosine
     assert rates[-1] == pytest.approx(0.2 + 0.4 * (1 + np.cos(0.9 * np.pi)))
     assert (np.diff(rates[4:]) < 0).all()
 
@@ -25,7 +25,7 @@ def test_rope_is_a_rotation_by_position():
     np.testing.assert_allclose(cos**2 + sin**2, 1, atol=1e-6)
 
 
-def test_names_and_shapes_are_those_of_the_torch_model():
+def test_names_and_shapes_match_the_torch_model():
     model = Transformer(TINY, "bf16")
     assert {n: tuple(p.shape) for n, p in model.named_parameters()} == weight_shapes(TINY)
     assert set(model.state_dict()) == set(weight_shapes(TINY))
@@ -42,7 +42,7 @@ def test_initial_weights_depend_on_the_seed_alone():
     assert not np.array_equal(weights["head.weight"], initial_weights(Config(seed=1))["head.weight"])
 
 
-def test_which_weights_are_split_and_decayed():
+def test_experts_are_sharded_and_matrices_are_decayed():
     shapes = weight_shapes(TINY)
     assert {n.rsplit(".", 1)[-1] for n in shapes if is_expert(n)} == {"w1", "w2", "w3"}
     assert {n for n, shape in shapes.items() if not is_decayed(shape)} == {n for n in shapes if "norm" in n}
@@ -60,7 +60,7 @@ def test_which_weights_are_split_and_decayed():
         (["--out", "x", "--resume", "--init-from", "y"], "--init-from: not together with --resume"),
     ],
 )
-def test_bad_flags_are_named(flags, message, capsys):
+def test_an_error_names_the_bad_flag(flags, message, capsys):
     with pytest.raises(SystemExit) as exit:
         parse_args("prog", flags)
     assert exit.value.code == 2
@@ -68,11 +68,11 @@ def test_bad_flags_are_named(flags, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("there", "refused"),
+    ("existing", "refused"),
     [("step-000005/", True), ("log.jsonl", True), ("notes/", False), ("step-000005.partial/", False)],
 )
-def test_a_folder_with_a_run_is_refused_without_resume(tmp_path, capsys, there, refused):
-    (tmp_path / there).mkdir() if there.endswith("/") else (tmp_path / there).touch()
+def test_a_folder_with_a_run_needs_resume(tmp_path, capsys, existing, refused):
+    (tmp_path / existing).mkdir() if existing.endswith("/") else (tmp_path / existing).touch()
     parse_args("prog", ["--out", str(tmp_path), "--resume"])
     if not refused:
         parse_args("prog", ["--out", str(tmp_path)])
@@ -84,7 +84,7 @@ def test_a_folder_with_a_run_is_refused_without_resume(tmp_path, capsys, there, 
 
 @pytest.mark.parametrize("below", ["file", "file/run"])
 @pytest.mark.parametrize("resume", [(), ("--resume",)])
-def test_a_file_is_no_folder_for_a_run(tmp_path, capsys, below, resume):
+def test_out_must_not_be_a_file(tmp_path, capsys, below, resume):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         parse_args("prog", ["--out", str(tmp_path / below), *resume])

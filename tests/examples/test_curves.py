@@ -1,4 +1,4 @@
-"""The log survives a kill and the curves' check fails when it has to."""
+"""The log survives a kill. The check of the curves fails where it must."""
 
 import json
 from pathlib import Path
@@ -23,19 +23,19 @@ def write_run(folder: Path, train: dict[int, float], held_out: dict[int, float],
     log.close()
 
 
-def four_runs(root: Path, changed: str = "", factor: float = 1.0) -> None:
+def write_four_runs(root: Path, changed: str = "", factor: float = 1.0) -> None:
     for name in ("torch-bf16", "torch-mxfp8", "jax-bf16", "jax-mxfp8"):
         scale = factor if name == changed else 1.0
         write_run(root / name, {0: 5.5, 10: 3.0 * scale, 11: 2.9}, {0: 5.5, 12: 2.5 * scale})
 
 
-def verdict(root: Path) -> int | str | None:
+def exit_code(root: Path) -> int | str | None:
     with pytest.raises(SystemExit) as exit:
         main([str(root)])
     return exit.value.code
 
 
-def test_a_resumed_log_keeps_what_the_checkpoint_covers(tmp_path):
+def test_a_resumed_log_keeps_the_records_up_to_the_checkpoint(tmp_path):
     write_run(tmp_path, {s: float(s) for s in range(6)}, {0: 5.5, 4: 5.0})
     with (tmp_path / LOG_NAME).open("a") as file:
         file.write('{"kind": "train", "st')  # killed in the middle of a line
@@ -62,8 +62,8 @@ def test_a_rank_that_does_not_write_leaves_no_file(tmp_path):
 
 
 def test_equal_curves_pass_and_are_drawn(tmp_path, capsys):
-    four_runs(tmp_path)
-    assert verdict(tmp_path) == 0
+    write_four_runs(tmp_path)
+    assert exit_code(tmp_path) == 0
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count(": ok") == 6
 
@@ -78,14 +78,14 @@ def test_equal_curves_pass_and_are_drawn(tmp_path, capsys):
     ],
 )
 def test_curves_that_differ_by_more_than_one_percent_fail(tmp_path, changed, factor, code):
-    four_runs(tmp_path, changed, factor)
-    assert verdict(tmp_path) == code
+    write_four_runs(tmp_path, changed, factor)
+    assert exit_code(tmp_path) == code
 
 
 def test_held_out_mxfp8_against_bf16_is_checked(tmp_path, capsys):
     for name in ("torch-bf16", "torch-mxfp8", "jax-bf16", "jax-mxfp8"):
         write_run(tmp_path / name, {0: 5.5}, {12: 2.5 if name.endswith("bf16") else 2.53})
-    assert verdict(tmp_path) == 1
+    assert exit_code(tmp_path) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
     assert [line.split(",")[:2] for line in failed] == [
         ["mxfp8 against bf16", " torch"],
@@ -94,38 +94,38 @@ def test_held_out_mxfp8_against_bf16_is_checked(tmp_path, capsys):
 
 
 def test_missing_or_unequal_runs_are_an_error(tmp_path):
-    assert "torch-bf16" in str(verdict(tmp_path))
-    four_runs(tmp_path)
+    assert "torch-bf16" in str(exit_code(tmp_path))
+    write_four_runs(tmp_path)
     lines = (tmp_path / "jax-bf16" / LOG_NAME).read_text().splitlines(keepends=True)
     (tmp_path / "jax-bf16" / LOG_NAME).write_text("".join(x for x in lines if json.loads(x).get("step") != 10))
-    assert "different train steps" in str(verdict(tmp_path))
+    assert "different train steps" in str(exit_code(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"framework": "torch"}, "log.jsonl is of a run with framework torch"),
-        ({"precision": "bf16"}, "log.jsonl is of a run with precision bf16"),
+        ({"framework": "torch"}, "log.jsonl has framework torch, expected jax"),
+        ({"precision": "bf16"}, "log.jsonl has precision bf16, expected mxfp8"),
         ({"seed": 3}, "are runs of different configs: seed=0 and 3"),
         ({"train_bytes": 800}, "are runs of different configs: train_bytes=900 and 800"),
-        ({"kind": "train"}, "does not begin with the record of its run"),
+        ({"kind": "train"}, "does not begin with a run record"),
     ],
 )
 def test_a_log_of_another_run_is_an_error(tmp_path, changed, message):
-    four_runs(tmp_path)
+    write_four_runs(tmp_path)
     write_run(tmp_path / "jax-mxfp8", {0: 5.5, 10: 3.0, 11: 2.9}, {0: 5.5, 12: 2.5}, **changed)
-    error = str(verdict(tmp_path))
+    error = str(exit_code(tmp_path))
     assert message in error
     assert "jax-mxfp8" in error
 
 
 def test_the_number_of_ranks_may_differ(tmp_path):
-    four_runs(tmp_path)
+    write_four_runs(tmp_path)
     write_run(tmp_path / "jax-mxfp8", {0: 5.5, 10: 3.0, 11: 2.9}, {0: 5.5, 12: 2.5}, ep=1)
-    assert verdict(tmp_path) == 0
+    assert exit_code(tmp_path) == 0
 
 
 def test_an_empty_log_is_an_error(tmp_path):
-    four_runs(tmp_path)
+    write_four_runs(tmp_path)
     (tmp_path / "torch-bf16" / LOG_NAME).write_text("")
-    assert "does not begin with the record of its run" in str(verdict(tmp_path))
+    assert "does not begin with a run record" in str(exit_code(tmp_path))

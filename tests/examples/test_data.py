@@ -1,4 +1,4 @@
-"""Text and batches: deterministic, split by file, the same for any number of ranks, errors that name the flag."""
+"""Text and batches are deterministic and split by file. Errors name the flag."""
 
 import sysconfig
 from dataclasses import replace
@@ -13,14 +13,14 @@ from examples.data import HOLD_OUT_EVERY, Text, library_files
 TINY = PRESETS["tiny"]
 
 
-def folder_of(root: Path, count: int) -> Path:
-    """`count` files, the i-th of 100 bytes i."""
+def write_files(root: Path, count: int) -> Path:
+    """Write `count` files; file i holds 100 bytes of value i."""
     for i in range(count):
         (root / f"{i:02d}.txt").write_bytes(bytes([i]) * 100)
     return root
 
 
-def test_library_is_the_standard_library_without_installed_packages():
+def test_library_files_exclude_installed_packages():
     files = library_files()
     names = {p.relative_to(sysconfig.get_path("stdlib")).as_posix() for p in files}
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= names
@@ -28,15 +28,15 @@ def test_library_is_the_standard_library_without_installed_packages():
     assert files == library_files()
 
 
-def test_split_is_by_file(tmp_path):
-    text = Text.load(folder_of(tmp_path, 25), TINY)
+def test_every_tenth_file_is_held_out(tmp_path):
+    text = Text.load(write_files(tmp_path, 25), TINY)
     assert set(text.held_out) == {9, 19}
     assert set(text.train) == set(range(25)) - {9, 19}
     assert HOLD_OUT_EVERY == 10
 
 
-def test_a_few_files_hold_out_the_last(tmp_path):
-    text = Text.load(folder_of(tmp_path, 3), TINY)
+def test_fewer_than_ten_files_hold_out_the_last(tmp_path):
+    text = Text.load(write_files(tmp_path, 3), TINY)
     assert (set(text.train), set(text.held_out)) == ({0, 1}, {2})
 
 
@@ -48,7 +48,7 @@ def test_one_file_holds_out_its_last_tenth(tmp_path):
 
 
 def test_hidden_files_are_left_out(tmp_path):
-    folder_of(tmp_path, 2)
+    write_files(tmp_path, 2)
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "index").write_bytes(b"\xff" * 100)
     assert 255 not in Text.load(tmp_path, TINY).train
@@ -67,7 +67,7 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
     assert all(row.astype(np.uint8).tobytes() in joined for row in batch)
 
 
-def test_eval_batches_span_the_held_out_text(tmp_path):
+def test_eval_batches_cover_the_held_out_text_from_start_to_end(tmp_path):
     (tmp_path / "a.txt").write_bytes(np.random.default_rng(0).bytes(9000))
     text = Text.load(tmp_path, TINY)
     rows = np.concatenate(list(text.eval_batches()))
@@ -76,7 +76,7 @@ def test_eval_batches_span_the_held_out_text(tmp_path):
     np.testing.assert_array_equal(rows[-1], text.held_out[-TINY.seq_len - 1 :])
 
 
-def test_bad_data_is_named(tmp_path):
+def test_an_error_names_the_bad_data(tmp_path):
     with pytest.raises(ValueError, match=r"--data: .*nowhere.*does not exist"):
         Text.load(tmp_path / "nowhere", TINY)
     with pytest.raises(ValueError, match=r"--data: .*without files"):

@@ -1,4 +1,4 @@
-"""What --resume does, with a trainer that only remembers where it was started."""
+"""--resume, with a fake trainer that records its first step."""
 
 import argparse
 from argparse import Namespace
@@ -17,14 +17,14 @@ from examples.loop import train
 CONFIG = replace(PRESETS["tiny"], steps=4, eval_every=2)
 
 
-class Still:
-    """A model that does not learn."""
+class FakeTrainer:
+    """A trainer whose weights never change."""
 
     is_writer = True
-    started: ClassVar[list[int]] = []
+    first_steps: ClassVar[list[int]] = []
 
     def __init__(self, config, precision: str, ep: int, start: Checkpoint) -> None:
-        self.started.append(start.step)
+        self.first_steps.append(start.step)
         self.start = start
 
     def step(self, step: int, batch: np.ndarray) -> dict[str, float]:
@@ -38,28 +38,28 @@ class Still:
 
 
 def run(out: Path, resume: bool) -> int:
-    """Train in `out`; returns the step it started at."""
+    """Train in `out`. Returns the first step."""
     args = Namespace(data=Path(argparse.__file__), out=out, resume=resume, init_from=None, precision="bf16", ep=1)
-    train("still", args, CONFIG, Still)
-    return Still.started[-1]
+    train("fake", args, CONFIG, FakeTrainer)
+    return FakeTrainer.first_steps[-1]
 
 
-def test_resume_goes_on_from_the_last_checkpoint(tmp_path, capsys):
+def test_resume_continues_from_the_last_checkpoint(tmp_path, capsys):
     assert run(tmp_path, resume=False) == 0
     assert run(tmp_path, resume=True) == CONFIG.steps
     assert "starting at step 0" not in capsys.readouterr().err
 
 
-def test_resume_without_a_checkpoint_says_so(tmp_path, capsys):
+def test_resume_without_a_checkpoint_prints_a_notice(tmp_path, capsys):
     assert run(tmp_path, resume=True) == 0
-    assert f"still: no checkpoint in {tmp_path}, starting at step 0" in capsys.readouterr().err
+    assert f"fake: no checkpoint in {tmp_path}, starting at step 0" in capsys.readouterr().err
 
 
-def test_resume_from_damaged_checkpoints_stops_and_keeps_the_log(tmp_path):
+def test_resume_from_damaged_checkpoints_fails_and_keeps_the_log(tmp_path):
     run(tmp_path, resume=False)
     for folder in tmp_path.glob("step-*"):
         (folder / "meta.json").write_text("{}")
     log = (tmp_path / LOG_NAME).read_bytes()
-    with pytest.raises(SystemExit, match=r"still: error: --resume: .*every checkpoint is damaged: step-000002, step-0"):
+    with pytest.raises(SystemExit, match=r"fake: error: --resume: .*every checkpoint is damaged: step-000002, step-0"):
         run(tmp_path, resume=True)
     assert (tmp_path / LOG_NAME).read_bytes() == log

@@ -1,7 +1,7 @@
-"""The two scripts, started as a user starts them, on a tiny model.
+"""Both training scripts on a tiny model, started from the command line.
 
-Curves: PyTorch, JAX, one rank, two ranks - the same numbers. A killed run goes on exactly. A checkpoint
-of one framework is a start for the other.
+Their curves agree: PyTorch and JAX, one rank and two. A killed run resumes exactly. Each framework starts and resumes
+from the other's checkpoints.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def start(framework: str, ep: int, out: Path, *flags: str) -> subprocess.Popen:
-    """Start a training the way the scripts' docstrings say, on one file of text."""
+    """Start a training with the command of the script's docstring, on one text file."""
     launcher = (*TORCHRUN, str(ep), "-m") if framework == "torch" and ep > 1 else ()
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", "--preset", "tiny", "--ep", str(ep)]
@@ -37,7 +37,7 @@ def start(framework: str, ep: int, out: Path, *flags: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> str:
-    """Wait for it; returns what it wrote to stderr."""
+    """Wait for the process. Returns its stderr."""
     return process.communicate(timeout=150)[1]
 
 
@@ -56,18 +56,18 @@ def values(out: Path, key: str) -> np.ndarray:
     return np.array([r[key] for r in read_log(out) if r["kind"] == "train"])
 
 
-def assert_curves_agree(ours: Path, theirs: Path) -> None:
-    """Rounding grows from step to step, so the first ten steps are held to more than the rest."""
-    a, b = losses(ours), losses(theirs)
+def assert_curves_agree(left: Path, right: Path) -> None:
+    """The first ten steps have a tighter tolerance, because rounding errors grow with the steps."""
+    a, b = losses(left), losses(right)
     assert a.keys() == b.keys()
     np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=5e-3)
     for key, rtol in (("loss", 1e-3), ("grad_norm", 1e-2), ("lr", 0)):
-        np.testing.assert_allclose(values(ours, key)[:10], values(theirs, key)[:10], rtol=rtol)
+        np.testing.assert_allclose(values(left, key)[:10], values(right, key)[:10], rtol=rtol)
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """run(framework, ep, precision): the folder of an uninterrupted tiny run; each is made once."""
+    """run(framework, ep, precision) returns the folder of an uninterrupted tiny run. Each run happens once."""
 
     @cache
     def make(framework: str, ep: int, precision: str = "mxfp8") -> Path:
@@ -89,7 +89,7 @@ def test_two_ranks_train_like_one(run, framework):
 def test_torch_trains_like_jax(run, precision):
     torch, jax = run("torch", 2, precision), run("jax", 2, precision)
     assert_curves_agree(torch, jax)
-    # The first batch meets equal weights: what remains is the rounding of the experts' bf16.
+    # Weights are equal at step 0, so the first losses differ by the bf16 rounding of the experts alone.
     assert values(torch, "loss")[0] == pytest.approx(values(jax, "loss")[0], rel=1e-4)
 
 
@@ -100,8 +100,8 @@ def test_mxfp8_trains_like_bf16_but_is_not_bf16(run, framework):
     assert mxfp8 != bf16
 
 
-def test_the_other_framework_updates_like_this_one(run):
-    """After `steps` updates the weights themselves agree, and so do AdamW's moments."""
+def test_torch_and_jax_reach_the_same_weights(run):
+    """The final weights differ by less than a tenth of their distance from the initial weights."""
     states = {}
     for framework in ("torch", "jax"):
         folder = run(framework, 2, "bf16")
@@ -111,13 +111,13 @@ def test_the_other_framework_updates_like_this_one(run):
         states[framework] = load_checkpoint(folder, config)
     start = initial_weights(TINY)
     for name, before in start.items():
-        ours, theirs = (states[f].weights[name] for f in ("torch", "jax"))
-        moved = np.linalg.norm(theirs - before)
-        assert np.linalg.norm(ours - theirs) < 0.1 * moved, name
+        in_torch, in_jax = (states[f].weights[name] for f in ("torch", "jax"))
+        distance = np.linalg.norm(in_jax - before)
+        assert np.linalg.norm(in_torch - in_jax) < 0.1 * distance, name
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("torch", "jax"), ("jax", "torch")])
-def test_a_checkpoint_is_a_start_for_the_other_framework(run, tmp_path, writer, reader):
+def test_a_run_starts_from_the_other_frameworks_checkpoint(run, tmp_path, writer, reader):
     checkpoint = run(writer, 2) / f"step-{TINY.steps:06d}"
     assert {n: a.shape for n, a in load_weights(checkpoint, weight_shapes(TINY)).items()} == weight_shapes(TINY)
     out = train(reader, 1, tmp_path / "out", "--init-from", str(checkpoint), "--steps", "0")
@@ -125,28 +125,28 @@ def test_a_checkpoint_is_a_start_for_the_other_framework(run, tmp_path, writer, 
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("torch", "jax"), ("jax", "torch")])
-def test_a_run_goes_on_in_the_other_framework_on_one_rank(run, tmp_path, writer, reader):
-    """Moments, step and experts are stored in a way that neither framework nor number of ranks shows in."""
-    whole = run(writer, 2)
+def test_a_run_resumes_in_the_other_framework_on_one_rank(run, tmp_path, writer, reader):
+    """A checkpoint depends neither on the framework nor on the number of ranks."""
+    uninterrupted = run(writer, 2)
     out = tmp_path / "out"
-    shutil.copytree(whole, out)
+    shutil.copytree(uninterrupted, out)
     shutil.rmtree(out / f"step-{TINY.steps:06d}")
     train(reader, 1, out, "--resume")
     header = read_log(out)[0]
     assert (header["framework"], header["ep"]) == (reader, 1)
-    assert_curves_agree(out, whole)
+    assert_curves_agree(out, uninterrupted)
     after = TINY.steps - TINY.eval_every
-    np.testing.assert_allclose(values(out, "loss")[after:][:5], values(whole, "loss")[after:][:5], rtol=1e-3)
-    assert (values(out, "loss")[after:] != values(whole, "loss")[after:]).any()
+    np.testing.assert_allclose(values(out, "loss")[after:][:5], values(uninterrupted, "loss")[after:][:5], rtol=1e-3)
+    assert (values(out, "loss")[after:] != values(uninterrupted, "loss")[after:]).any()
 
 
 def kill_in_the_middle(framework: str, ep: int, out: Path) -> None:
-    """Start a run and SIGKILL it - a rank of it, under torchrun - once it has a checkpoint to go on from."""
+    """Start a run and send SIGKILL after its first checkpoint: to one rank under torchrun, else to the process."""
     process = start(framework, ep, out)
     deadline = time.monotonic() + 100
     while not list(out.glob("step-*[0-9]")):
         assert process.poll() is None, finish(process)
-        assert time.monotonic() < deadline, "no checkpoint"
+        assert time.monotonic() < deadline, "no checkpoint within 100 s"
         time.sleep(0.005)
     victim = process.pid
     if ep > 1 and framework == "torch":
@@ -154,18 +154,18 @@ def kill_in_the_middle(framework: str, ep: int, out: Path) -> None:
     os.kill(victim, signal.SIGKILL)
     finish(process)
     assert process.returncode != 0
-    assert ("eval", TINY.steps) not in losses(out), "it was done before the kill"
+    assert ("eval", TINY.steps) not in losses(out), "the run finished before the kill"
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_killed_run_goes_on_exactly(run, tmp_path, framework):
-    whole, killed = run(framework, 2), tmp_path / "killed"
+def test_a_killed_run_resumes_exactly(run, tmp_path, framework):
+    uninterrupted, killed = run(framework, 2), tmp_path / "killed"
     kill_in_the_middle(framework, 2, killed)
     train(framework, 2, killed, "--resume")
-    assert losses(killed) == losses(whole)
+    assert losses(killed) == losses(uninterrupted)
     for name in ("weights.safetensors", "optimizer.safetensors"):
         checkpoint = f"step-{TINY.steps:06d}"
-        assert (killed / checkpoint / name).read_bytes() == (whole / checkpoint / name).read_bytes()
+        assert (killed / checkpoint / name).read_bytes() == (uninterrupted / checkpoint / name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_killed_run_goes_on_exactly(run, tmp_path, framework):
         ("jax", ("--init-from", "nowhere"), "--init-from: got 'nowhere'; allowed: a checkpoint folder"),
     ],
 )
-def test_bad_flags_are_named(tmp_path, framework, flags, message):
+def test_an_error_names_the_bad_flag(tmp_path, framework, flags, message):
     process = start(framework, 1, tmp_path / "out", *flags)
     error = finish(process)
     assert process.returncode != 0

@@ -1,8 +1,8 @@
-"""Every op with inputs of any number of rows, from any seed: what the tests on the GPU run.
+"""Inputs of every op, with any number of rows and any seed: the cases of the GPU tests.
 
     CASES[name].inputs(seed, m) -> tensors on DEVICE     .torch(*tensors) | .jax(*tensors) -> outputs
 
-Rows past the groups, padding, slack and an empty group are in them: what a kernel might leave out.
+The inputs contain rows past the last group, padding, empty slots and an empty group: parts that a kernel could skip.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Rng = torch.Generator
 
 @dataclass(frozen=True)
 class Case:
-    """make(rng, m) gives CPU tensors of m rows, a multiple of `multiple`; options(m) the op's options."""
+    """make(rng, m) returns CPU tensors of m rows; m is a multiple of `multiple`. options(m) returns the options."""
 
     op: str
     make: Callable[[Rng, int], Tensors]
@@ -41,7 +41,7 @@ class Case:
         return (0, 1, 33) if self.multiple == 1 else (0, 32)
 
     def scratch(self, inputs: Tensors) -> int:
-        """Bytes that its CUDA kernel needs besides the outputs."""
+        """Bytes of scratch memory that the CUDA kernel needs."""
         if self.op != "quantize_both_fold":
             return 0
         x, ends = inputs
@@ -75,7 +75,7 @@ def as_bytes(x: Tensor | jax.Array) -> np.ndarray:
 
 
 def same_bytes(got: Any, want: Any) -> None:
-    """Every output has the same shape and bits."""
+    """Assert that all outputs have the same shapes and bytes."""
     assert [tuple(x.shape) for x in got] == [tuple(x.shape) for x in want]
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         np.testing.assert_array_equal(as_bytes(g), as_bytes(w), err_msg=f"output {i}")
@@ -85,7 +85,7 @@ def same_bytes(got: Any, want: Any) -> None:
 
 
 def floats(rng: Rng, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal values, rows of different magnitude; one in 500 is NaN, infinite or subnormal in fp32."""
+    """Normal values; every row has its own magnitude. One in 500 is NaN, infinite, zero or subnormal in fp32."""
     x = torch.randn(shape, generator=rng) * torch.exp2(3 * torch.randn(*shape[:-1], 1, generator=rng))
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.0**-130, 0.0])
     chosen = special[torch.randint(0, 5, shape, generator=rng)]
@@ -130,13 +130,13 @@ def _expert_ids(rng: Rng, m: int) -> Tensors:
 
 
 def _counts(rng: Rng, m: int) -> Tensors:
-    """Of two ranks and three experts, the last of which receives nothing."""
+    """Token counts from two ranks for three experts; the last expert receives none."""
     pair = torch.tensor([0, 1, 3, 4])[torch.randint(0, 4, (m,), generator=rng)]
     return (torch.bincount(pair, minlength=2 * GROUPS).int(),)
 
 
 def _ends(rng: Rng, m: int, multiple: int = 1) -> Tensor:
-    """Three groups, the second of them empty; the last may end before the last row."""
+    """Ends of three groups. The second group is empty; the last may end before the last row."""
     first, last = sorted(torch.randint(0, m // multiple + 1, (2,), generator=rng).tolist())
     return torch.tensor([first, first, last], dtype=torch.int32) * multiple
 
@@ -151,7 +151,7 @@ def _blocked_scales(rng: Rng, m: int) -> Tensors:
 
 
 def _combine(rng: Rng, m: int) -> Tensors:
-    """m tokens of two slots; some slots are empty, some rows are padding."""
+    """m tokens with two slots each. Some slots are empty, and some rows are padding."""
     _, rows, slots, _, probs = _combine_bwd(rng, m)
     return rows, slots, probs
 
@@ -183,7 +183,7 @@ def _grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
 
 
 def _ragged(rng: Rng, m: int) -> Tensor:
-    """Ends of which none has to be a multiple of anything; the first group has one row, if there is any."""
+    """Unaligned ends. The first group has one row if m > 0."""
     return torch.tensor([min(m, 1), max(min(m, 1), m // 3), m - m // 8], dtype=torch.int32)
 
 
@@ -250,7 +250,7 @@ def _grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
     return *torch_ops.fold_groups(*lhs_t, ends), *torch_ops.fold_groups(*rhs_t, ends), ends
 
 
-# --- the table ------------------------------------------------------------------------------------------
+# --- cases ----------------------------------------------------------------------------------------------
 
 _OF_MATRICES = (
     *("quantize_row", "quantize_row_packed", "quantize_row_fold", "quantize_rowwise"),

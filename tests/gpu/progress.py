@@ -1,5 +1,7 @@
-"""quantize_both_fold where its CTAs cannot count on each other, in a process of its own that can be given up:
-`python progress.py streams`, `python progress.py green`. It ends with an error where a byte is wrong."""
+"""Runs quantize_both_fold where its CTAs may not run concurrently: `python progress.py streams` or `green`.
+
+test_progress.py runs this file as a subprocess, because a launch that hangs has to be killed. A wrong byte is an error.
+"""
 
 import sys
 import time
@@ -14,19 +16,19 @@ from torch.cuda.green_contexts import GreenContext
 
 Tensors = tuple[Tensor, ...]
 WIDTHS = ((torch.bfloat16, 16384), (torch.float32, 7168), (torch.bfloat16, 7168))
-"""128, 112 and 56 tiles across: an H100 or H200 runs 264 CTAs at a time, in eight of its SMs 16."""
+"""128, 112 and 56 tiles per row. An H100 or H200 runs 264 CTAs at a time; eight of its SMs run 16."""
 ROWS = (256, 1056, 4096)
 
 
 def inputs(rows: int, width: int, dtype: torch.dtype) -> Tensors:
-    """Three groups of whole blocks, one of them empty, and rows behind them."""
+    """Three groups of whole blocks, one of them empty, and 32 rows past the last group."""
     x = floats(torch.Generator().manual_seed(rows + width), rows, width, dtype=dtype).to(DEVICE)
     ends = torch.tensor([rows // 3, rows // 3, rows - 32], dtype=torch.int32) // 32 * 32
     return x, ends.to(DEVICE)
 
 
 def cases() -> Iterator[tuple[str, Tensors, Tensors]]:
-    """What it is, the inputs, and the bytes of the parts."""
+    """Yields a description, the inputs, and the outputs of the ops that quantize_both_fold combines."""
     for dtype, width in WIDTHS:
         for rows in ROWS:
             given = inputs(rows, width, dtype)
@@ -40,8 +42,8 @@ def wrong_bytes(got: Tensors, want: Tensors) -> Tensor:
     return torch.stack([g.ne(w).sum() for g, w in zip(got, want, strict=True)]).sum()
 
 
-def product() -> Callable[[], Tensor]:
-    """A grouped product that fills the device for a while."""
+def grouped_gemm() -> Callable[[], Tensor]:
+    """Returns a call of a grouped GEMM that occupies the whole device."""
     rng = torch.Generator().manual_seed(1)
     lhs, rhs = (torch.randn(shape, generator=rng).bfloat16().to(DEVICE) for shape in ((4096, 2048), (4, 2048, 2048)))
     operands = *ops.quantize_row_fold(lhs), *ops.quantize_row_fold(rhs)
@@ -50,26 +52,26 @@ def product() -> Callable[[], Tensor]:
 
 
 def streams() -> None:
-    """Eight streams of four priorities, each with the op, products, sleeps and comparisons in an order of its own."""
-    known, multiply = list(cases()), product()
-    want_product = multiply()
+    """Eight streams with four priorities. Each runs the op, GEMMs, sleeps and comparisons in another order."""
+    all_cases, multiply = list(cases()), grouped_gemm()
+    want_gemm = multiply()
     side = [torch.cuda.Stream(priority=-(i % 4)) for i in range(8)]
     wrong = [torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in side]
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for turn in range(6 * len(known)):
+    for turn in range(6 * len(all_cases)):
         gate = torch.cuda.Event()
-        torch.cuda._sleep(10_000_000)  # some 5 ms, within which every stream gets its work
+        torch.cuda._sleep(10_000_000)  # about 5 ms, enough to enqueue the work of every stream
         gate.record()
         for i, stream in enumerate(side):
             with torch.cuda.stream(stream), force_implementation("cuda"):
                 stream.wait_event(gate)
                 if (turn + i) % 3 == 0:
                     torch.cuda._sleep(20_000 * i)
-                _, given, want = known[(turn + 3 * i) % len(known)]
+                _, given, want = all_cases[(turn + 3 * i) % len(all_cases)]
                 got = [ops.quantize_both_fold(*given) for _ in range(3)]
                 if (turn + i) % 4 == 0:
-                    wrong[i] += multiply().ne(want_product).sum()
+                    wrong[i] += multiply().ne(want_gemm).sum()
                 for outputs in got:
                     wrong[i] += wrong_bytes(outputs, want)
     torch.cuda.synchronize()
@@ -79,11 +81,11 @@ def streams() -> None:
 
 
 def green() -> None:
-    """Eight SMs, where most tiles of a row start when others have left."""
+    """A green context of eight SMs: most tiles of a row start after other tiles have finished."""
     context = GreenContext.create(num_sms=8, device_id=torch.cuda.current_device())
 
     def ms(run: Callable[[], Tensors]) -> tuple[float, Tensors]:
-        """The second of two runs: the first loads the kernel and finds memory."""
+        """Time and outputs of the second of two runs. The first loads the kernel and allocates memory."""
         run()
         torch.cuda.current_stream().synchronize()
         begin = time.perf_counter()
@@ -91,14 +93,14 @@ def green() -> None:
         torch.cuda.current_stream().synchronize()
         return 1e3 * (time.perf_counter() - begin), got
 
-    for what, given, want in cases():
+    for name, given, want in cases():
         with force_implementation("cuda"):
             whole_ms, _ = ms(lambda given=given: ops.quantize_both_fold(*given))
             context.set_context()
             green_ms, got = ms(lambda given=given: ops.quantize_both_fold(*given))
             context.pop_context()
         torch.cuda.synchronize()
-        print(f"green: {what}: {green_ms:.2f} ms, on the whole device {whole_ms:.2f} ms", flush=True)
+        print(f"green: {name}: {green_ms:.2f} ms, on the whole device {whole_ms:.2f} ms", flush=True)
         assert int(wrong_bytes(got, want)) == 0
 
 

@@ -1,4 +1,4 @@
-"""One process per GPU over NCCL, started by test_ranks.py with torchrun: the checks of expert parallelism in training.
+"""Checks of expert parallelism in training over NCCL, one process per GPU. test_ranks.py runs
 
 torchrun --standalone --nproc-per-node N tests/gpu/ranks.py
 """
@@ -27,8 +27,8 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for how in PROGRAMS:
-        ep_training.ranks_train_as_one_process(mesh, *how)
+    for program in PROGRAMS:
+        ep_training.ranks_train_as_one_process(mesh, *program)
     ep_training.one_norm_one_optimizer(mesh)
     ep_training.saved_moved_and_cast(mesh)
     dist.barrier()

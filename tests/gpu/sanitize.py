@@ -1,6 +1,7 @@
-"""Every op once on small ragged inputs, for compute-sanitizer: `compute-sanitizer python sanitize.py cuda triton`.
+"""Runs every op once on small ragged inputs: `compute-sanitizer python sanitize.py cuda triton`.
 
-The inputs are made on the CPU and the outputs are dropped: no kernel but ours runs. CUDA C++ runs its edges as well.
+CUDA C++ also runs the edge cases. The inputs come from the CPU and the outputs are not read, so only kernels of this
+package run.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The same bytes from torch and from JAX, and from CUDA C++ and from Triton."""
+"""torch and JAX write the same bytes. CUDA C++ and Triton write the same bytes."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ from mxep import cpp_bindings, jax_frontend, torch_frontend
 
 from .cases import CASES, as_bytes, same_bytes
 
-# The folded products are held to a bound instead (tests/conformance): sums may be taken in another order.
-IN_BYTES = [n for n, case in CASES.items() if case.op in cpp_bindings.CUDA_OPS and not case.op.startswith("grouped")]
+# Grouped GEMMs have an error bound instead (tests/conformance), because their summation order may differ.
+BITWISE = [n for n, case in CASES.items() if case.op in cpp_bindings.CUDA_OPS and not case.op.startswith("grouped")]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -19,7 +19,7 @@ def test_torch_and_jax_give_the_same_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("frontend", [torch_frontend, jax_frontend], ids=["torch", "jax"])
-@pytest.mark.parametrize("name", IN_BYTES)
+@pytest.mark.parametrize("name", BITWISE)
 def test_cuda_and_triton_give_the_same_bytes(name: str, frontend) -> None:
     case = CASES[name]
     run = case.torch if frontend is torch_frontend else case.jax
@@ -37,7 +37,7 @@ def test_cuda_and_triton_give_the_same_bytes(name: str, frontend) -> None:
 
 
 def _same_sums(got, want, dh, gate, up) -> None:
-    """dprob sums dh * silu(gate) * up over a row in an order of its own; |silu(gate)| is at most |gate|."""
+    """The summation order of dprob = sum(dh * silu(gate) * up) is free. The bound uses |silu(gate)| <= |gate|."""
     got, want = (as_bytes(x).view(np.float32) for x in (got, want))
     bound = dh.shape[-1] * 2.0**-23 * (dh.double() * gate.double() * up.double()).abs().sum(-1).cpu().numpy()
     finite = np.isfinite(bound)

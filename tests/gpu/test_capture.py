@@ -1,4 +1,4 @@
-"""What a training step does with an op: streams, CUDA graphs, torch.compile, XLA's command buffers."""
+"""Ops inside a training step: streams, CUDA graphs, torch.compile, XLA's command buffers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ from .cases import CASES, DEVICE, Case, floats, same_bytes, to_numpy
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_cuda_graph_replays_the_op_on_new_values(name: str) -> None:
-    """A host synchronisation, an allocation outside of torch's allocator or another stream would fail the capture."""
+    """The capture fails on a host synchronisation, an allocation outside torch's allocator, or another stream."""
     case = CASES[name]
     static, new = case.inputs(seed=0), case.inputs(seed=1)
     case.torch(*static)  # compiles
@@ -33,7 +33,7 @@ def test_a_cuda_graph_replays_the_op_on_new_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_op_runs_on_the_current_stream(name: str) -> None:
-    """The inputs are there only when the stream has slept: a launch on another stream would read what was before."""
+    """The stream sleeps before it copies the inputs. A launch on another stream would read the old values."""
     case = CASES[name]
     wrong, right = case.inputs(seed=0), case.inputs(seed=1)
     want = case.torch(*right)
@@ -41,7 +41,7 @@ def test_an_op_runs_on_the_current_stream(name: str) -> None:
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)  # some 100 ms, which no host beside other tests loses on the way to the query
+        torch.cuda._sleep(200_000_000)  # about 100 ms: longer than a loaded host needs to reach the query
         for old, x in zip(static, right, strict=True):
             old.copy_(x)
         got = case.torch(*static)
@@ -65,7 +65,7 @@ def test_no_op_waits_for_the_device(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_torch_compile_without_a_graph_break(name: str) -> None:
     case = CASES[name]
-    torch.compiler.reset()  # all cases compile one line of code, and dynamo counts its recompilations
+    torch.compiler.reset()  # all cases compile the same code, and Dynamo limits recompilations
     compiled = torch.compile(case.torch, fullgraph=True)
     for seed in range(2):
         inputs = case.inputs(seed)
@@ -73,7 +73,7 @@ def test_torch_compile_without_a_graph_break(name: str) -> None:
 
 
 def chain(call: Callable[..., Any], x: Any, row_map: Any, prob: Any) -> tuple[Any, ...]:
-    """Rows on their way: packed, permuted, folded, back in bf16, through SwiGLU, quantized both ways."""
+    """Packs, permutes, folds and dequantizes rows, applies SwiGLU, and quantizes both ways."""
     (packed,) = call("quantize_row_packed", x)
     q, sf = call("permute_mx", packed, row_map)
     qf, row_sf = call("fold_rows", q, sf)
@@ -82,8 +82,8 @@ def chain(call: Callable[..., Any], x: Any, row_map: Any, prob: Any) -> tuple[An
     return (qf, row_sf, h, *call("quantize_both", h))
 
 
-def test_a_jitted_chain_of_ops_repeats() -> None:
-    """Long enough for XLA to record it as a CUDA graph, which it updates when buffers move."""
+def test_a_jitted_chain_of_ops_gives_the_same_bytes_again() -> None:
+    """The chain is long enough for XLA to record a CUDA graph, which XLA updates when buffers move."""
 
     def in_jax(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         return jax_launch.call(jax_ops.OPS[op], *arrays)
@@ -93,13 +93,13 @@ def test_a_jitted_chain_of_ops_repeats() -> None:
 
     run = jax.jit(partial(chain, in_jax))
     rng = torch.Generator().manual_seed(0)
-    kept = []
+    runs = []
     for _ in range(8):
         inputs = (floats(rng, 200, 256), torch.randint(-1, 200, (256,), generator=rng).int(), torch.rand(256))
         arrays = tuple(map(to_numpy, inputs))
         got = run(*arrays)
-        kept.append((got, run(*arrays)))  # kept alive, so that every run has other buffers
+        runs.append((got, run(*arrays)))  # keeps the buffers alive, so that every run gets new ones
         want = chain(in_torch, *(x.to(DEVICE) for x in inputs))
         same_bytes(got, want)
-    for first, second in kept:
+    for first, second in runs:
         same_bytes(second, first)

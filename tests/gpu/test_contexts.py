@@ -1,4 +1,4 @@
-"""What CUDA keeps besides the arrays: errors of others, and contexts of one device that differ."""
+"""CUDA state outside the arrays: errors of other libraries, and green contexts of one device."""
 
 import ctypes
 import subprocess
@@ -17,14 +17,14 @@ def x() -> Tensor:
     return torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
 
 
-def torchs_runtime() -> ctypes.CDLL:
+def torch_cudart() -> ctypes.CDLL:
     with open("/proc/self/maps") as maps:
         path = next(line.split()[-1] for line in maps if "libcudart" in line)
     return ctypes.CDLL(path)
 
 
-def test_an_error_that_another_library_left_is_neither_ours_nor_cleared() -> None:
-    cudart, rows, want = torchs_runtime(), x(), ops.quantize_col(x())
+def test_an_error_of_another_library_is_neither_raised_nor_cleared() -> None:
+    cudart, rows, want = torch_cudart(), x(), ops.quantize_col(x())
     torch.cuda.synchronize()
     error = cudart.cudaSetDevice(12345)
     assert error != 0
@@ -33,14 +33,14 @@ def test_an_error_that_another_library_left_is_neither_ours_nor_cleared() -> Non
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_a_refused_launch_is_told_once() -> None:
-    """Of no CTA, which the frontends never ask for."""
+def test_a_failed_launch_raises_once() -> None:
+    """A launch of zero CTAs; the frontends never make one."""
     none = torch.empty(0, 32, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(32, 0, dtype=torch.uint8, device="cuda")
     types = [((0, 32), "bfloat16")], [((32, 0), "uint8")] * 2
-    refused = cpp_bindings.CudaLaunch(EXCHANGE, none.device.index, "quantize_col", *types, [0, 0])
+    launch = cpp_bindings.CudaLaunch(EXCHANGE, none.device.index, "quantize_col", *types, [0, 0])
     with pytest.raises(RuntimeError, match=r"quantize_col: CUDA: .*cudaErrorInvalid"):
-        refused((none,), (out, out))
+        launch((none,), (out, out))
     ops.quantize_col(x())
     torch.cuda.synchronize()
 
@@ -56,7 +56,7 @@ a, b = torch.randn(n, n, device="cuda").bfloat16(), torch.randn(2, n, n, device=
 ends = torch.tensor([n // 2, n], dtype=torch.int32, device="cuda")
 torch.cuda.synchronize()
 
-def product():
+def gemm():
     begin = time.perf_counter()
     out = ops.grouped_mm_bf16(a, b, ends)
     torch.cuda.current_stream().synchronize()
@@ -64,17 +64,18 @@ def product():
 
 green = GreenContext.create(num_sms=8, device_id=torch.cuda.current_device())
 green.set_context()
-few, few_s = min((product() for _ in range(5)), key=lambda run: run[1])
+few, few_s = min((gemm() for _ in range(5)), key=lambda run: run[1])
 green.pop_context()
 torch.cuda.synchronize()
-whole, whole_s = min((product() for _ in range(9)), key=lambda run: run[1])  # others may use the device
+# The minimum of nine, because other processes may use the device.
+whole, whole_s = min((gemm() for _ in range(9)), key=lambda run: run[1])
 assert torch.equal(few, whole)
 print(f"8 SMs: {few_s * 1e3:.2f} ms, the device: {whole_s * 1e3:.2f} ms")
 assert few_s > 4 * whole_s
 """
 
 
-def test_a_product_that_ran_first_in_few_sms_has_the_whole_device_afterwards() -> None:
+def test_a_gemm_uses_the_whole_device_after_a_first_run_in_a_green_context() -> None:
     run = subprocess.run([sys.executable, "-c", GREEN_FIRST], capture_output=True, text=True, timeout=120)
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""What an eager call costs besides the kernel: memory and host time."""
+"""Cost of an eager call besides the kernel: memory and host time."""
 
 from functools import partial
 
@@ -7,15 +7,15 @@ import pytest
 import torch
 from mxep.torch_frontend import ops
 
-from benchmarks import device_timing
-from benchmarks.bars import AT_MOST_US
+from benchmarks.figures import device_timing
+from benchmarks.figures.bars import AT_MOST_US
 
 from .cases import CASES, to_numpy
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("m", [96, 4096])
-def test_nothing_but_the_outputs_and_a_kernels_scratch_is_allocated(name: str, m: int) -> None:
+def test_a_call_allocates_only_outputs_and_scratch(name: str, m: int) -> None:
     case = CASES[name]
     inputs = case.inputs(m=m)
     outputs = case.torch(*inputs, m=m)  # compiles
@@ -25,8 +25,8 @@ def test_nothing_but_the_outputs_and_a_kernels_scratch_is_allocated(name: str, m
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_xla_sets_nothing_aside_for_an_op(name: str) -> None:
-    """But for a kernel's scratch, a table of the outputs' addresses, and constants in place of empty arrays."""
+def test_xla_allocates_only_scratch(name: str) -> None:
+    """The 1024 bytes cover a table of output addresses and the constants that replace empty arrays."""
     case = CASES[name]
     inputs = case.inputs(m=4096)
     compiled = case.jitted(4096).lower(*map(to_numpy, inputs)).compile()
@@ -49,7 +49,7 @@ def test_the_profiler_sees_the_kernels_of_both_frameworks() -> None:
 
 @pytest.fixture(scope="module")
 def host_us() -> dict[str, float]:
-    """Of every op, all in turn: a slow moment of the machine is not one op's."""
+    """Host time of every op. The ops take turns, so that a slow moment of the machine affects all of them."""
     calls = {}
     for name, case in CASES.items():
         calls[name] = partial(getattr(ops, case.op), *case.inputs(), **case.options(96))
@@ -62,5 +62,5 @@ def test_host_time(name: str, host_us: dict[str, float], record_property) -> Non
     us = host_us[name]
     margin = AT_MOST_US["host_overhead"] - us
     record_property("host_us", us)
-    print(f"{name}: {us:.1f} us, {margin:.1f} us below the bar")
-    assert margin > 0, f"{name}: {us:.1f} us of host time, {-margin:.1f} us over the bar"
+    print(f"{name}: {us:.1f} us, {margin:.1f} us below the limit")
+    assert margin > 0, f"{name}: {us:.1f} us of host time, {-margin:.1f} us over the limit"

@@ -1,4 +1,4 @@
-"""No row, one row, a ragged number of rows; outputs that held something else before; tiles that CTAs walk over."""
+"""Zero rows, one row, partial tiles; outputs with old contents; CTAs that loop over tiles."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -19,7 +19,7 @@ def test_torch_and_jax_give_the_same_bytes_for_few_rows(name: str, m: int) -> No
 
 
 def poisoned(byte: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """What `run` leaves in outputs that held `byte` before; 0xFF is NaN in every float and -1 in int32."""
+    """The outputs of `run` in buffers that held `byte` before. 0xFF is NaN in every float dtype and -1 in int32."""
 
     def allocate(outputs: Outputs, index: int) -> tuple[torch.Tensor, ...]:
         filled = [torch.empty(s, dtype=d, device=index) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True)]
@@ -40,8 +40,8 @@ def test_every_byte_of_every_output_is_written(name: str, m: int) -> None:
 
 @pytest.mark.parametrize("shape", [(82_016, 2016), (2, 40_960, 2048)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_both_has_the_bytes_of_rows_and_of_columns_where_ctas_walk(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """On up to 160 SMs over squares of tiles, on some over columns of tiles too; the last tiles are ragged."""
+def test_quantize_both_equals_row_and_col_on_large_inputs(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Large enough for CTAs that loop over squares of tiles (up to 160 SMs). The last tiles are partial."""
     rng = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(shape, generator=rng, device=DEVICE)
     x *= torch.exp2(3 * torch.randn(*shape[:-1], 1, generator=rng, device=DEVICE))
@@ -52,8 +52,8 @@ def test_both_has_the_bytes_of_rows_and_of_columns_where_ctas_walk(dtype: torch.
 
 
 @pytest.mark.parametrize("to", ["", "_row", "_col", "_both"])
-def test_rows_without_columns_have_a_gradient_of_prob(to: str) -> None:
-    """More rows than the CTAs of a GPU take in one go."""
+def test_dprob_of_rows_without_columns_is_zero(to: str) -> None:
+    """More rows than one wave of CTAs processes."""
     prob = torch.ones(64_000, device=DEVICE)
     none = torch.empty(len(prob), 0, dtype=torch.bfloat16, device=DEVICE)
     dprob = poisoned(0xFF, lambda: getattr(ops, f"swiglu_bwd{to}")(none, none, none, prob))[-1]

@@ -1,5 +1,7 @@
-"""Group ends that break the contract, which nobody looks at on a GPU: NaN for the groups beside them, as
-tests/kernels/test_triton_ends.py has it in Triton's interpreter. Here in CUDA C++ too, on more tiles than one."""
+"""Group ends that break the contract. The kernels do not check them on a GPU; groups with a broken end become NaN.
+
+tests/kernels/test_triton_ends.py tests the same in Triton's interpreter. This file adds CUDA C++ and several tiles.
+"""
 
 import pytest
 import torch
@@ -9,19 +11,19 @@ from torch import Tensor
 from .cases import DEVICE, floats, same_bytes
 
 TOKENS = 1440
-NO_MULTIPLES = {
-    "both sides": ([20, 64, 1440], [0, 1]),
-    "one after the other": ([33, 33, 320, 1440], [0, 1, 2]),
-    "within one block": ([65, 70, 96], [0, 1, 2]),
-    "a later span": ([288, 564, 1248], [1, 2]),
+UNALIGNED = {
+    "an end inside a block": ([20, 64, 1440], [0, 1]),
+    "two equal ends inside a block": ([33, 33, 320, 1440], [0, 1, 2]),
+    "a group inside one block": ([65, 70, 96], [0, 1, 2]),
+    "an end in a later span of 256 tokens": ([288, 564, 1248], [1, 2]),
 }
 OUT_OF_ORDER = {
-    "before it begins": ([64, 32, 1440], [1]),
-    "beyond all tokens": ([0, 64, 1472], [2]),
-    "below zero": ([-32, 64], [0, 1]),
+    "an end before its begin": ([64, 32, 1440], [1]),
+    "an end past the last token": ([0, 64, 1472], [2]),
+    "a negative end": ([-32, 64], [0, 1]),
 }
-BROKEN = NO_MULTIPLES | OUT_OF_ORDER
-"""Ends, and the groups that are not whole."""
+BROKEN = UNALIGNED | OUT_OF_ORDER
+"""Group ends, and the groups that become NaN."""
 implementations = pytest.mark.parametrize("implementation", ["cuda", "triton"])
 
 
@@ -30,7 +32,7 @@ def ints(values: list[int]) -> Tensor:
 
 
 def sums_of_ones(ends: list[int], broken: list[int]) -> Tensor:
-    """(G, 1, 1): as many ones as a group has tokens."""
+    """(G, 1, 1): the number of tokens of each group, NaN for broken groups."""
     sums = torch.diff(torch.tensor([0, *ends], dtype=torch.float32, device=DEVICE))
     sums[broken] = torch.nan
     return sums[:, None, None]
@@ -47,7 +49,7 @@ def scales(*shape: int) -> Tensor:
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
 @implementations
 @pytest.mark.parametrize("name", BROKEN)
-def test_the_folded_product(name: str, implementation: str, out_dtype: str) -> None:
+def test_folded_wgrad(name: str, implementation: str, out_dtype: str) -> None:
     ends, broken = BROKEN[name]
     lhs, rhs = (torch.full((n, TOKENS), 0x38, dtype=torch.uint8, device=DEVICE) for n in (712, 328))  # 1.0
     slots = TOKENS // 256 + len(ends)
@@ -57,7 +59,7 @@ def test_the_folded_product(name: str, implementation: str, out_dtype: str) -> N
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_the_exact_product(name: str) -> None:
+def test_exact_wgrad(name: str) -> None:
     ends, broken = BROKEN[name]
     lhs, rhs = (torch.full((n, TOKENS), 0x38, dtype=torch.uint8, device=DEVICE) for n in (200, 328))
     got = ops.grouped_wgrad_mx(lhs, scales(200, TOKENS // 32), rhs, scales(328, TOKENS // 32), ints(ends), "float32")
@@ -66,7 +68,7 @@ def test_the_exact_product(name: str) -> None:
 
 @implementations
 @pytest.mark.parametrize("name", BROKEN)
-def test_products_of_bf16_take_any_ends_in_order(name: str, implementation: str) -> None:
+def test_bf16_wgrad_takes_unaligned_ends(name: str, implementation: str) -> None:
     ends, broken = BROKEN[name]
     want = sums_of_ones(ends, broken if name in OUT_OF_ORDER else [])
     lhs, rhs = (torch.ones(TOKENS, n, dtype=torch.bfloat16, device=DEVICE) for n in (328, 808))
@@ -75,16 +77,16 @@ def test_products_of_bf16_take_any_ends_in_order(name: str, implementation: str)
         same(ops.grouped_wgrad_bf16_t(lhs.T.contiguous(), rhs.T.contiguous(), ints(ends), "float32"), want)
 
 
-@pytest.mark.parametrize("name", NO_MULTIPLES)
-def test_both_folded_operands(name: str) -> None:
-    """Every byte that its parts write, and scales that are NaN where a group is not whole."""
-    ends, broken = NO_MULTIPLES[name]
+@pytest.mark.parametrize("name", UNALIGNED)
+def test_quantize_both_fold(name: str) -> None:
+    """The bytes are those of the ops that it combines. The scales of broken groups are NaN."""
+    ends, broken = UNALIGNED[name]
     x = floats(torch.Generator().manual_seed(0), TOKENS, 288).to(DEVICE)
     with force_implementation("triton"):
-        parts = ops.quantize_both_fold(x, ints(ends))
+        want = ops.quantize_both_fold(x, ints(ends))
     with force_implementation("cuda"):
         got = ops.quantize_both_fold(x, ints(ends))
-    same_bytes(got, parts)
+    same_bytes(got, want)
     for g, end in enumerate(ends):
         begin = ends[g - 1] if g else 0
         slots = got[3][begin // 32 * 32 // 256 + g : end // 32 * 32 // 256 + g + 1]

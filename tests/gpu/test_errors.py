@@ -1,4 +1,4 @@
-"""What is refused before anything is launched."""
+"""Errors that ops raise before any launch."""
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -18,9 +18,9 @@ from .cases import CASES, Case
 INPUTS = [(name, i) for name, case in CASES.items() for i, x in enumerate(case.inputs()) if x.numel() > 1]
 
 
-def refused(case: Case, inputs: Sequence[Tensor], error: type[Exception], message: str) -> None:
-    """Before it has outputs, which every launch needs."""
-    launched = mock.patch.object(_call, "allocate", side_effect=AssertionError("the op got as far as its outputs"))
+def assert_raises_before_launch(case: Case, inputs: Sequence[Tensor], error: type[Exception], message: str) -> None:
+    """The error comes before the allocation of outputs, which precedes every launch."""
+    launched = mock.patch.object(_call, "allocate", side_effect=AssertionError("the op allocated its outputs"))
     with launched, pytest.raises(error, match=message):
         case.torch(*inputs)
 
@@ -35,7 +35,7 @@ def test_a_misaligned_view(name: str, i: int) -> None:
     x = inputs[i]
     inputs[i] = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
     message = rf"{argument(name, i)}: got data_ptr.*allowed: multiples of 16 bytes on a GPU; call .clone"
-    refused(CASES[name], inputs, ValueError, message)
+    assert_raises_before_launch(CASES[name], inputs, ValueError, message)
 
 
 @pytest.mark.parametrize(("name", "i"), INPUTS)
@@ -43,37 +43,39 @@ def test_a_view_that_is_not_contiguous(name: str, i: int) -> None:
     inputs = list(CASES[name].inputs())
     inputs[i] = torch.stack([inputs[i], inputs[i]], dim=-1)[..., 0]
     message = rf"{argument(name, i)}: got .* strides .*; allowed: contiguous"
-    refused(CASES[name], inputs, ValueError, message)
+    assert_raises_before_launch(CASES[name], inputs, ValueError, message)
 
 
 @pytest.mark.parametrize(("name", "i"), [(name, i) for name, i in INPUTS if len(CASES[name].inputs()) > 1])
 def test_a_tensor_on_another_device(name: str, i: int) -> None:
     inputs = list(CASES[name].inputs())
     inputs[i] = inputs[i].cpu()
-    refused(CASES[name], inputs, ValueError, "got device .*; allowed: .*, where .* is; move it with .to")
+    assert_raises_before_launch(
+        CASES[name], inputs, ValueError, "got device .*; allowed: .*, where .* is; move it with .to"
+    )
 
 
 @pytest.fixture
-def no_choice_is_cached() -> Iterator[None]:
-    def forget() -> None:
+def empty_caches() -> Iterator[None]:
+    def clear() -> None:
         _launch._known.recent.clear()
         _launch._known.former.clear()
         _device.compute_capability.cache_clear()
 
-    forget()
+    clear()
     yield
-    forget()
+    clear()
 
 
-WHAT_WOULD_WORK = r"sm_80; allowed: sm_89 and newer; on a CPU the C\+\+ kernels run"
+REMEDY = r"sm_80; allowed: sm_89 and newer; on a CPU the C\+\+ kernels run"
 
 
-@pytest.mark.usefixtures("no_choice_is_cached")
+@pytest.mark.usefixtures("empty_caches")
 @pytest.mark.parametrize("name", CASES)
 def test_a_gpu_without_e4m3_in_torch(name: str) -> None:
     inputs = CASES[name].inputs()
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
-        refused(CASES[name], inputs, NotImplementedError, WHAT_WOULD_WORK)
+        assert_raises_before_launch(CASES[name], inputs, NotImplementedError, REMEDY)
 
 
 def test_a_gpu_without_e4m3_in_jax() -> None:
@@ -81,6 +83,6 @@ def test_a_gpu_without_e4m3_in_jax() -> None:
     old = SimpleNamespace(compute_capability="8.0")
     with (
         mock.patch.object(jax, "devices", return_value=[old]),
-        pytest.raises(NotImplementedError, match=WHAT_WOULD_WORK),
+        pytest.raises(NotImplementedError, match=REMEDY),
     ):
         traced.lower(lowering_platforms=("cuda",))

@@ -1,26 +1,28 @@
-"""More than 2^31 elements: 300000 x 8192, its permutation, its SwiGLU and its combine, right to the byte.
+"""Ops on arrays of more than 2^31 elements: 300000 x 8192, its permutation, its SwiGLU and its combine.
 
-The inputs and slices are the benchmark's: the first, the middle and the last rows and those where an array passes
-2^31 elements, against C++ on the CPU; of transposed outputs the columns that come from these rows.
+The test compares bytes of slices with C++ on the CPU: the first, the middle and the last rows, and the rows around
+element 2^31; of transposed outputs, the columns of these rows. Inputs and slices are the benchmark's.
 """
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_cases
-from benchmarks.shapes import Layer
+from benchmarks.cases import families
+from benchmarks.cases.byte_check import check
+from benchmarks.cases.calls import torch_call
+from benchmarks.cases.shapes import Layer
 
 from .cases import DEVICE
 
 LARGE = Layer(300_000, 8192, (8192,), num_experts=16, top_k=2, local_experts=4)
 
 
-@pytest.mark.parametrize("name", [name for family in gpu_cases.FAMILIES for name in family])
+@pytest.mark.parametrize("name", families.NAMES)
 def test_more_than_2_to_the_31_elements(name: str) -> None:
-    for case in gpu_cases.cases(LARGE, gpu.torch_call, DEVICE, (name,)):
-        outputs = case.program(gpu.torch_call, *case.inputs)
+    for case in families.cases(LARGE, torch_call, DEVICE, (name,)):
+        outputs = case.program(torch_call, *case.inputs)
         if name not in ("routing", "quantize_weights"):
             assert max(x.numel() for x in outputs) > 2**31
-        gpu.check(case, outputs)
+        check(case, outputs)
         del case, outputs
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What CUDA C++ adds to test_capture.py and test_bytes.py: the table decides, and nothing has to run beforehand."""
+"""CUDA C++ kernels: which ops run them, agreement with Triton, and first calls inside a capture."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_the_table_decides() -> None:
+def test_an_op_with_a_cuda_kernel_runs_it() -> None:
     found = {name: capability.uses.partition(",")[0] for name, capability in capabilities().items()}
     assert found == {name: "cuda" if name in CUDA_OPS else "triton" for name in found}
 
@@ -34,15 +34,15 @@ def test_both_implementations_write_the_same_bytes(shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("num_experts", [4096, 4097])
-def test_a_sort_by_as_many_experts_as_cuda_takes_and_by_more(num_experts: int) -> None:
+def test_sort_at_and_above_the_expert_limit_of_cuda(num_experts: int) -> None:
     ids = torch.randint(num_experts, (20_000,), generator=torch.Generator().manual_seed(0)).int()
     assert same(
         tuple(x.cpu() for x in ops.sort_by_expert(ids.cuda(), num_experts)), ops.sort_by_expert(ids, num_experts)
     )
 
 
-def test_triton_multiplies_rows_that_the_cuda_kernel_cannot_copy() -> None:
-    """Of small integers, whose sums are exact in any order."""
+def test_triton_runs_sizes_that_cuda_does_not_support() -> None:
+    """The operands are small integers, so sums are exact in any order."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randint(-4, 5, shape, generator=generator).bfloat16().cuda() for shape in ((9, 36), (2, 20, 36)))
     ends = torch.tensor([4, 7], dtype=torch.int32, device="cuda")
@@ -65,7 +65,7 @@ assert all(torch.equal(g, w) for g, w in zip(got, ops.quantize_col(x), strict=Tr
 """
 
 
-def test_a_cuda_op_needs_no_call_before_its_capture() -> None:
+def test_the_first_call_of_a_cuda_op_can_be_captured() -> None:
     ran = subprocess.run([sys.executable, "-c", COLD_CAPTURE], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
@@ -84,7 +84,7 @@ jax.tree.map(np.testing.assert_array_equal, forced[None], forced["triton"])
 """
 
 
-def test_jax_records_the_calls_in_a_command_buffer_and_both_implementations_agree() -> None:
+def test_cuda_and_triton_agree_in_jax_command_buffers() -> None:
     flags = "--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
     env = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ran = subprocess.run([sys.executable, "-c", JAX_GRAPHS], env=env, capture_output=True, text=True, check=False)

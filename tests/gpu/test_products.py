@@ -1,5 +1,7 @@
-"""The differentiable product on a GPU: what "auto" multiplies, CUDA graphs, streams, and weights that change; products
-of more tiles than a GPU holds at a time."""
+"""The differentiable grouped GEMM on a GPU: the choice of "auto", CUDA graphs, streams, weights that change.
+
+Also grouped GEMMs of more tiles than a GPU runs at a time.
+"""
 
 import threading
 
@@ -26,7 +28,7 @@ def operands(seed: int) -> tuple[Tensor, nn.Parameter, Tensor]:
 
 
 def step(x: Tensor, w: Tensor, offs: Tensor, compute: str) -> tuple[Tensor, ...]:
-    """The product and both gradients, the weights' in MXFP8."""
+    """The output and both gradients; the weight gradient is in MXFP8."""
     out = mxfp8_grouped_mm(x, w.mT, offs, compute=compute)
     return out.detach(), *torch.autograd.grad(out, (x, w), torch.ones_like(out))
 
@@ -35,7 +37,7 @@ def equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_auto_folds_on_hopper_alone() -> None:
+def test_auto_folds_only_on_hopper() -> None:
     inputs = operands(0)
     hopper = torch.cuda.get_device_capability(DEVICE)[0] == 9
     exact, fold, auto = (step(*inputs, compute) for compute in ("exact", "fold", "auto"))
@@ -44,7 +46,7 @@ def test_auto_folds_on_hopper_alone() -> None:
 
 
 @pytest.mark.parametrize("compute", ["exact", "fold"])
-def test_a_graph_quantizes_the_weights_that_it_finds(compute: str) -> None:
+def test_a_graph_quantizes_the_current_weights(compute: str) -> None:
     x, w, offs = operands(0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -65,7 +67,7 @@ def test_a_graph_quantizes_the_weights_that_it_finds(compute: str) -> None:
 
 
 @pytest.mark.parametrize("compute", ["exact", "fold"])
-def test_a_graph_holds_a_bias_and_its_gradient(compute: str) -> None:
+def test_a_graph_captures_a_bias_and_its_gradient(compute: str) -> None:
     x, w, offs = operands(0)
     bias = nn.Parameter(torch.randn(len(ENDS), N, device=DEVICE))
 
@@ -96,8 +98,8 @@ def within_the_bound(got: Tensor, a: Tensor, b: Tensor) -> bool:
     return bool(((got - exact).abs() <= 2.0**-23 * a.shape[1] * magnitude + 2.0**-24 * exact.abs()).all())
 
 
-def test_bf16_products_of_many_tiles() -> None:
-    """A group of one row, an empty one, ends that are multiples of nothing, and NaN behind the last."""
+def test_bf16_gemms_of_many_tiles() -> None:
+    """One group has one row, one is empty; the ends are unaligned; rows past the last end are NaN."""
     m, n, k, ends = 3000, 1544, 1032, (1, 1, 700, 1811, 2950)
     generator = torch.Generator(DEVICE).manual_seed(0)
     x, dout, w = (
@@ -119,15 +121,15 @@ def test_bf16_products_of_many_tiles() -> None:
             assert within_the_bound(grad[g], dout[rows].T, x[rows].T)
 
 
-def test_folded_products_of_many_tiles() -> None:
-    """Of ones, zeros and minus ones: fp32 holds every sum exactly. Scales rise along the groups, whose last stages are
-    short, and behind the last is NaN."""
+def test_folded_gemms_of_many_tiles() -> None:
+    """Values are 1, 0 and -1, so fp32 sums are exact. Scales increase along a group from one span of 256 tokens to the
+    next. Groups end inside a pipeline stage. Rows past the last end are NaN."""
     m, n, k, ends = 9696, 1544, 1032, (32, 32, 4512, 4832, 9632)
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def random(codes: tuple[int, ...], *shape: int) -> Tensor:
-        of = torch.randint(len(codes), shape, generator=generator, device=DEVICE)
-        return torch.tensor(codes, dtype=torch.uint8, device=DEVICE)[of]
+        index = torch.randint(len(codes), shape, generator=generator, device=DEVICE)
+        return torch.tensor(codes, dtype=torch.uint8, device=DEVICE)[index]
 
     def values(q: Tensor, sf: Tensor) -> Tensor:
         return q.view(torch.float8_e4m3fn).double() * torch.exp2(sf.double() - 127)
@@ -145,9 +147,9 @@ def test_folded_products_of_many_tiles() -> None:
         q, sf = random(ones, rows, m), torch.full((spans(m, len(ends)), rows), 255, dtype=torch.uint8, device=DEVICE)
         q[:, ends[-1] :] = 0x7F
         for group in slots:
-            rises = random((0,) * 31 + (1,), len(group), rows).cumsum(0)
-            for (slot, _), rise in zip(group, rises, strict=True):
-                sf[slot] = 120 + rise.clamp(max=4)
+            increases = random((0,) * 31 + (1,), len(group), rows).cumsum(0)
+            for (slot, _), increase in zip(group, increases, strict=True):
+                sf[slot] = 120 + increase.clamp(max=4)
         operands += [q, sf]
     grads = ops.grouped_wgrad_fold(*operands, offs, "float32")
 
@@ -164,7 +166,7 @@ def test_folded_products_of_many_tiles() -> None:
 
 @pytest.mark.parametrize("compute", ["exact", "fold"])
 def test_held_weights_give_the_same_bytes(compute: str) -> None:
-    """On every stream: who holds them orders the streams."""
+    """Also on another stream, which the caller synchronises."""
     x, w, offs = operands(0)
     want = step(x, w, offs, compute)
     held = quantize_weights(w, Recipe.parse("mxfp8", compute=compute))
@@ -178,8 +180,8 @@ def test_held_weights_give_the_same_bytes(compute: str) -> None:
 
 
 @pytest.mark.parametrize("compute", ["exact", "fold"])
-def test_any_ends_without_a_synchronisation(compute: str) -> None:
-    """By default padded; where the caller says that ends are whole blocks and they are not, NaN and nothing wrong."""
+def test_unaligned_ends_need_no_synchronisation(compute: str) -> None:
+    """By default groups are padded. Unpadded, an unaligned end gives NaN, unless the operands are dequantized."""
     x, w, _ = operands(0)
     offs = torch.tensor([20, 64, 190], dtype=torch.int32, device=DEVICE)
     want = step(x, w, offs, "exact")
@@ -194,7 +196,7 @@ def test_any_ends_without_a_synchronisation(compute: str) -> None:
     assert sqnr(dx, want[1]) > 40
     assert sqnr(dw, want[2]) > 40  # measured on a CPU: 52 dB and more between exact and folded
     if compute == "exact" and torch.cuda.get_device_capability(DEVICE)[0] == 9:
-        assert sqnr(unpadded, dw) > 20  # dequantized before it is multiplied: blocks may cross ends
+        assert sqnr(unpadded, dw) > 20  # the operands are dequantized first, so blocks may cross ends
     else:
         assert unpadded.isnan().all()
 
@@ -204,8 +206,8 @@ def sqnr(got: Tensor, want: Tensor) -> float:
     return (10 * torch.log10(want.square().sum() / (got - want).square().sum())).item()
 
 
-def test_a_backward_thread_has_the_settings_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd runs it in a thread of the device."""
+def test_the_backward_thread_has_the_settings_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd runs the backward in another thread, one per device."""
     x, w, offs = operands(0)
     with force_implementation("triton"):
         out = mxfp8_grouped_mm(x, w.mT, offs, compute="fold")
@@ -221,8 +223,8 @@ def test_a_backward_thread_has_the_settings_of_its_forward(monkeypatch: pytest.M
     assert seen == [("triton", True)]
 
 
-def test_a_layer_trains_after_an_evaluation_of_other_weights() -> None:
-    """Weights that came and went through `.data`, at recycled addresses, are not trained on."""
+def test_training_ignores_weights_of_an_evaluation() -> None:
+    """The evaluation replaces weights through `.data`, at addresses that the allocator reuses."""
 
     def final(evaluate: bool) -> list[Tensor]:
         torch.manual_seed(0)

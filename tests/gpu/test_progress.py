@@ -1,7 +1,8 @@
-"""No launch of quantize_both_fold waits for ever, whatever keeps its CTAs from running side by side: streams of several
-priorities, a green context of few SMs, two processes under MPS, no patience at all. The bytes are those of its parts.
+"""No launch of quantize_both_fold hangs, even if its CTAs cannot run concurrently.
 
-Its grouped products wait within a cluster alone.
+The tests use streams of several priorities, a green context of few SMs, two processes under MPS, and a poll limit of
+zero. The bytes are those of the ops that quantize_both_fold combines. Grouped GEMMs wait only within a cluster, whose
+CTAs always run concurrently.
 """
 
 import os
@@ -28,8 +29,8 @@ EXCHANGE = cpp_bindings.Exchange(Tensor)
 
 
 @pytest.mark.parametrize("where", ["streams", "green"])
-def test_it_ends_with_the_right_bytes(where: str) -> None:
-    """Seconds where it does not wait for ever."""
+def test_it_finishes_with_the_right_bytes(where: str) -> None:
+    """Takes seconds unless a launch hangs."""
     run = subprocess.run([sys.executable, str(SCRIPT), where], capture_output=True, text=True, timeout=180)
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
@@ -37,7 +38,7 @@ def test_it_ends_with_the_right_bytes(where: str) -> None:
 
 @pytest.fixture
 def mps() -> Iterator[dict[str, str]]:
-    """The environment of a client of a Multi-Process Service that ends with the test. Unix sockets want short paths."""
+    """Environment of an MPS client. The fixture starts and stops the MPS daemon; its Unix sockets need short paths."""
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
         client = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         subprocess.run([MPS, "-d"], env=client, check=True, timeout=30)
@@ -52,8 +53,8 @@ def mps() -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.skipif(shutil.which(MPS) is None, reason="the driver here has no nvidia-cuda-mps-control")
-def test_two_processes_in_halves_of_the_device_end_with_the_right_bytes(mps: dict[str, str]) -> None:
-    """Their CTAs run beside each other, each process's in at most half of the SMs."""
+def test_two_processes_under_mps_finish_with_the_right_bytes(mps: dict[str, str]) -> None:
+    """Their CTAs run concurrently; each process has at most half of the SMs."""
     command = [sys.executable, str(SCRIPT), "streams"]
     clients = [subprocess.Popen(command, env=mps, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
     try:
@@ -65,8 +66,8 @@ def test_two_processes_in_halves_of_the_device_end_with_the_right_bytes(mps: dic
     assert [client.returncode for client in clients] == [0, 0], texts
 
 
-def impatient(x: Tensor, ends: Tensor, polls: int = 0, **options: int) -> tuple[Tensor, ...]:
-    """The op by a launch whose warps ask once and then look themselves at what has not been said."""
+def launch_with_polls(x: Tensor, ends: Tensor, polls: int = 0, **options: int) -> tuple[Tensor, ...]:
+    """Runs the op. After `polls` + 1 polls without an answer, a warp computes the missing maxima from x itself."""
     types = [ArrayType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (x, ends)]
     major, _ = torch.cuda.get_device_capability()
     launch = quantize_both_fold.plan(*types, arch="sm_90" if major == 9 else "sm_100", **options)
@@ -79,26 +80,29 @@ def impatient(x: Tensor, ends: Tensor, polls: int = 0, **options: int) -> tuple[
 
 ENDS = {
     "one group": lambda m: [m],
-    "groups and rows behind": lambda m: [0, m // 5, m // 5, m // 2, m - 96],
+    "rows past the last group": lambda m: [0, m // 5, m // 5, m // 2, m - 96],
     "no group": lambda m: [],
-    "no multiples": lambda m: [m // 5 + 7, m // 2, m],
+    "unaligned": lambda m: [m // 5 + 7, m // 2, m],
 }
 
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(16384, 96), (8192, 160), (2080, 7168)])
-def test_who_looks_itself_finds_the_same(shape: tuple[int, int], dtype: torch.dtype, ends: str) -> None:
-    """64 spans below each other, which start together; a tile that is not full; 112 or 56 tiles beside each other.
-    Magnitudes rise from span to span, so that a span that was missed would show."""
+def test_a_warp_that_stops_polling_computes_the_same_maxima(
+    shape: tuple[int, int], dtype: torch.dtype, ends: str
+) -> None:
+    """Shapes: 64 spans of 256 rows that start together; a partial tile; 112 or 56 tiles per row.
+
+    Magnitudes increase from span to span, so that a missed span changes the bytes."""
     m, k = shape
     x = floats(torch.Generator().manual_seed(k), m, k, dtype=torch.float32).to(DEVICE)
     x *= torch.exp2(torch.arange(m, device=DEVICE).div(300, rounding_mode="floor") % 40 - 20)[:, None]
     x = x.to(dtype)
-    multiple = 1 if ends == "no multiples" else 32
+    multiple = 1 if ends == "unaligned" else 32
     group_ends = torch.tensor([end // multiple * multiple for end in ENDS[ends](m)], dtype=torch.int32, device=DEVICE)
     for options in ({}, {"rounding": 1, "satfinite": True}):
         with force_implementation("triton"):
             want = ops.quantize_both_fold(x, group_ends, **options)
         for polls in (0, 0, 3):
-            same_bytes(impatient(x, group_ends, polls, **options), want)
+            same_bytes(launch_with_polls(x, group_ends, polls, **options), want)

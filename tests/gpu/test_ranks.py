@@ -1,4 +1,4 @@
-"""Expert parallelism over NCCL, a process on every GPU of this machine (up to eight): trains as one process does."""
+"""Expert parallelism over NCCL trains as one process does. Every GPU of the machine (up to eight) runs one process."""
 
 import subprocess
 import sys

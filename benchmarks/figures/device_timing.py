@@ -1,14 +1,14 @@
-"""Time on the GPU and on the host that feeds it; every candidate runs once per round (see timing.py).
+"""Time on the GPU, and of the host that feeds it. Every candidate runs once per round (timing.py).
 
-Every other round goes backwards: how fast the card runs follows what it did before. A sample is the mean of a round
-forth and one back, in which a candidate had both of its neighbours before it: without that, the samples of one at the
-card's power limit are of two kinds, up to 10% apart, and their median is of either.
+events    one launch between two CUDA events, caches cold: torch programs
+programs  one clock for torch and JAX, whose stream takes no events from outside:
+ batches    N launches, then one wait, divided by N; the wait adds the same to both
+ kernels    the time of the kernels in CUPTI's record, for programs that run faster than a host launches them
+host      the time until an eager call returns, without waiting for the device; the quietest of many stretches of calls
 
-events    one launch between two CUDA events, caches cold: an op against a copy of as many bytes
-programs  the same clock for torch and for JAX, whose stream takes no events from outside:
- batches    N launches, then one wait, divided by N; the one wait adds the same to both
- kernels    what CUPTI saw the kernels take, for programs that the device runs faster than a host starts them
-host      what a call costs before it returns, without waiting for the device; the quietest of many stretches of calls
+Every other round runs backwards, and a sample is the mean of a round and the next. The clock of the card follows the
+load before a candidate: without the pairing, a candidate near the power limit has two kinds of samples, up to 10%
+apart, and their median is either of them.
 """
 
 import gc
@@ -25,15 +25,22 @@ from .timing import Sample, summarize
 T = TypeVar("T")
 Candidates = Mapping[str, Callable[[], object]]
 Program = tuple[Callable[[], Any], Callable[[Any], object]]
-"""A call, and what waits for its result."""
+"""A call, and a function that waits for its result."""
 Programs = Mapping[str, Program]
+Each = Callable[[Candidates], dict[str, Sample]]
+"""A clock: candidates -> a sample of each."""
 L2_NBYTES = 256 << 20  # several times an H200's L2
-# The device is busy for about half a millisecond while the host enqueues what is timed: no launch gap is measured.
+# Keeps the device busy for about half a millisecond while the host enqueues the candidate: no launch gap is measured.
 BUSY_CYCLES = 1_000_000
-# JAX needs a tenth of a millisecond to start a first program on an idle device: a percent of a batch of this length.
+# JAX takes a tenth of a millisecond to launch a first program on an idle device: 0.2% of a batch of this length.
 BATCH_US = 50_000
-# What a framework may take to start a program, and more on a busy host.
+# Upper bound of the host time of a framework's launch on a busy host.
 SHORT_US = 250
+
+
+def torch_wait(device: str) -> Callable[[object], None]:
+    """A function that waits for torch's work on the device, whatever its argument."""
+    return (lambda _: torch.cuda.synchronize()) if device == "cuda" else lambda _: None
 
 
 def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
@@ -41,19 +48,19 @@ def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
 
 
 def _there_and_back(times: Mapping[str, list[float]]) -> dict[str, Sample]:
-    """Of seconds round by round, an even number of them."""
+    """Seconds per round -> samples of two rounds each; the number of rounds is even."""
     both = {name: zip(seconds[::2], seconds[1::2], strict=True) for name, seconds in times.items()}
     return {name: summarize([(a + b) / 2 for a, b in pairs]) for name, pairs in both.items()}
 
 
 def events(candidates: Candidates, samples: int = 15) -> dict[str, Sample]:
-    """Device time of each candidate; two rounds that warm up are not counted."""
+    """Device time of each candidate; the first two rounds warm up and are not counted."""
     evict = torch.ones(L2_NBYTES // 4, dtype=torch.int32, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(2 + 2 * samples):
         for name, run in _in_turn(candidates, round_):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            evict.max()  # reading leaves clean lines: nothing of this is written back while the candidate runs
+            evict.max()  # a read leaves clean cache lines: nothing is written back while the candidate runs
             torch.cuda._sleep(BUSY_CYCLES)
             start.record()
             run()
@@ -64,9 +71,9 @@ def events(candidates: Candidates, samples: int = 15) -> dict[str, Sample]:
 
 
 def programs(candidates: Programs) -> dict[str, Sample]:
-    """Device time of each candidate. The first one's length decides on the clock.
+    """Device time of each candidate. The length of the first one selects the clock.
 
-    Results are dropped as they come, so that one buffer after another is reused.
+    Results are dropped at once, so that buffers are reused.
     """
     (estimate,) = batches(dict([next(iter(candidates.items()))]), calls=4, samples=1).values()
     if estimate.us < SHORT_US and torch.cuda.is_available():
@@ -89,8 +96,10 @@ def batches(candidates: Programs, calls: int, samples: int = 4) -> dict[str, Sam
 
 
 def kernels(candidates: Programs, calls: int = 50, samples: int = 4) -> dict[str, Sample]:
-    """Time per call that kernels, copies and fills run, of whatever framework, without the gaps between them. Raises
-    RuntimeError if nothing ran that CUPTI sees."""
+    """Time per call of kernels, copies and fills of any framework, without the gaps between them.
+
+    Raises RuntimeError if CUPTI recorded nothing.
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(1 + 2 * samples):
         for name, (run, wait) in _in_turn(candidates, round_):
@@ -107,9 +116,11 @@ def kernels(candidates: Programs, calls: int = 50, samples: int = 4) -> dict[str
 
 
 def host(candidates: Candidates, wait: Callable[[], object], stretches: int = 60, calls: int = 50) -> dict[str, Sample]:
-    """Host time of each call, of the stretch of calls with the lowest median: what else the machine does makes a call
-    slower, never faster, and for longer than a candidate's stretches would take in a row. Waits between stretches, so
-    that no call finds the launch queue full."""
+    """Host time of a call, from the stretch of calls with the lowest median.
+
+    Other work of the machine makes a call slower, never faster, and lasts longer than one stretch: the stretches of
+    all candidates alternate. The wait between stretches keeps the launch queue from filling up.
+    """
     times: dict[str, list[list[float]]] = {name: [] for name in candidates}
     gc.disable()
     try:
@@ -130,7 +141,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def peak_nbytes(run: Callable[[], object]) -> int | None:
-    """Peak of the bytes that `run` asks torch's CUDA allocator for, its result included; None without a GPU."""
+    """Peak of the bytes requested from torch's CUDA allocator by `run`, its result included; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.synchronize()

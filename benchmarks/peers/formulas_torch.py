@@ -1,6 +1,6 @@
-"""The peers: what a user would write in PyTorch and give to `torch.compile`. Same bytes as the kernels.
+"""Every op as a PyTorch user writes it for `torch.compile`; the bytes are the kernels'.
 
-Each formula writes into outputs that exist already, as the kernels do; the compiler fuses those copies.
+A formula writes into existing outputs, as the kernels do; the compiler fuses these copies.
 """
 
 import torch
@@ -40,7 +40,7 @@ def quantize_both(x: Tensor, q: Tensor, sf: Tensor, q_t: Tensor, sf_t: Tensor) -
 
 
 def scale(sf: Tensor) -> Tensor:
-    """E8M0 bytes -> the fp32 powers of two that they mean."""
+    """E8M0 bytes -> fp32 powers of two."""
     exponent = sf.int()
     scale = torch.where(exponent == 0, 0x400000, exponent << 23).view(torch.float32)
     return torch.where(exponent == 255, float("nan"), scale)
@@ -56,8 +56,8 @@ def quantize_row_fold(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
     row_sf.copy_(largest.flatten(-3).to(torch.uint8))  # -1, a row of NaN blocks, wraps to 255
 
 
-def _span_scales(sf_t: Tensor, group_ends: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """sf_t (K, M/32) -> the scale of every slot (K, S), the slot of every block, and whether a group has it."""
+def _chunk_scales(sf_t: Tensor, group_ends: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """sf_t (K, M/32) -> scale of every chunk (K, S), chunk of every block, and whether a group owns the block."""
     block = torch.arange(0, 32 * sf_t.shape[1], 32, dtype=torch.int32, device=sf_t.device)
     group = torch.searchsorted(group_ends, block, right=True, out_int32=True)
     owned, begins = group < len(group_ends), torch.nn.functional.pad(group_ends, (1, 0))
@@ -67,7 +67,7 @@ def _span_scales(sf_t: Tensor, group_ends: Tensor, num_slots: int) -> tuple[Tens
     slots = torch.arange(num_slots, dtype=torch.int32, device=sf_t.device)
     group_of = torch.searchsorted(first, slots, right=True, out_int32=True) - 1
     rank = slots - first[group_of]
-    # One more than the byte: 0 is a span without a scale of its own.
+    # Byte + 1: 0 is a chunk without a finite scale.
     largest = torch.where(owned & (sf_t != 255), sf_t.int() + 1, 0)
     largest = largest.new_zeros(len(sf_t), num_slots).scatter_reduce(1, slot.expand_as(largest), largest, "amax")
     largest = torch.where((rank == 0) & (largest > 0), largest + HEADROOM, largest).clamp(max=255)
@@ -77,18 +77,18 @@ def _span_scales(sf_t: Tensor, group_ends: Tensor, num_slots: int) -> tuple[Tens
 
 
 def quantize_both_fold(
-    x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, span_sf: Tensor
+    x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, chunk_sf: Tensor
 ) -> None:
     quantize_row_fold(x, qf, row_sf)
     if not x.is_cuda:
         torch._dynamo.graph_break()  # as in quantize_both
     codes, bytes_ = _encode(x.t().contiguous().unflatten(-1, (-1, 32)).float(), -1)
-    scales, slot, owned = _span_scales(bytes_.squeeze(-1), group_ends, len(span_sf))
+    scales, slot, owned = _chunk_scales(bytes_.squeeze(-1), group_ends, len(chunk_sf))
     shift = (bytes_.int() - scales[:, slot].unsqueeze(-1)).float()
     factor = torch.where(bytes_ == 255, float("nan"), torch.exp2(shift))
     folded = (codes.view(torch.float8_e4m3fn).float() * factor).to(torch.float8_e4m3fn).view(torch.uint8)
     qf_t.copy_(torch.where(owned[:, None], folded, 0).flatten(-2))
-    span_sf.copy_(scales.t())
+    chunk_sf.copy_(scales.t())
 
 
 def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
@@ -122,11 +122,11 @@ def sort_by_expert(ids: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) 
 
 
 def row_map(counts: Tensor, row_map: Tensor, inverse: Tensor, padded_counts: Tensor, group_ends: Tensor) -> None:
-    """Without slack; rows padded to 32."""
+    """Without slack rows; groups padded to multiples of 32."""
     per_rank = counts.view(-1, len(group_ends))
     padded_counts.copy_((per_rank.sum(0) + 31).clamp(min=32) // 32 * 32)
     group_ends.copy_(padded_counts.cumsum(0))
-    before = per_rank.cumsum(0) - per_rank + (group_ends - padded_counts)  # where each rank's rows of a group start
+    before = per_rank.cumsum(0) - per_rank + (group_ends - padded_counts)  # first row of each rank within a group
     received = counts.cumsum(0)
     row = torch.arange(len(inverse), device=counts.device)
     pair = torch.searchsorted(received, row, right=True)

@@ -1,4 +1,4 @@
-"""The peers under `jax.jit`: the formulas of formulas.py, written for XLA. They return their outputs."""
+"""The formulas of formulas_torch.py, written for `jax.jit`. They return their outputs."""
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,8 @@ def quantize_row_fold(x: jax.Array) -> Pair:
     return _bits(folded, jnp.uint8).reshape(x.shape), (largest[..., 0] & 255).astype(jnp.uint8)
 
 
-def _span_scales(byte: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Bytes (K, M/32) -> the scale of every slot (K, S), the slot of every block, and whether a group has it."""
+def _chunk_scales(byte: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Bytes (K, M/32) -> scale of every chunk (K, S), chunk of every block, and whether a group owns the block."""
     block, g = 32 * jnp.arange(byte.shape[1]), len(group_ends)
     num_slots, begins = 32 * byte.shape[1] // 256 + g, jnp.pad(group_ends, (1, 0))
     group = jnp.searchsorted(group_ends, block, side="right")
@@ -57,7 +57,7 @@ def _span_scales(byte: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax
     first, slots = begins[:-1] // 256 + jnp.arange(g), jnp.arange(num_slots)
     group_of = jnp.searchsorted(first, slots, side="right") - 1
     rank = slots - first[group_of]
-    # One more than the byte: 0 is a span without a scale of its own.
+    # Byte + 1: 0 is a chunk without a finite scale.
     largest = jnp.where(owned & (byte != 255), byte + 1, 0)
     largest = jnp.zeros((len(byte), num_slots), largest.dtype).at[:, slot].max(largest)
     largest = jnp.where((rank == 0) & (largest > 0), largest + HEADROOM, largest).clip(max=255)
@@ -68,7 +68,7 @@ def _span_scales(byte: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, jax
 
 def quantize_both_fold(x: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, ...]:
     codes, byte = _encode(x.mT)
-    scales, slot, owned = _span_scales(byte, group_ends)
+    scales, slot, owned = _chunk_scales(byte, group_ends)
     shift = (byte - scales[:, slot]).astype(jnp.float32)
     factor = jnp.where(byte == 255, jnp.nan, jnp.exp2(shift))
     folded = _bits((codes.astype(jnp.float32) * factor[..., None]).astype(E4M3), jnp.uint8)

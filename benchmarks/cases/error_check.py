@@ -1,6 +1,6 @@
-"""Whether a grouped product is right, on the GPU in fp64: the bound of its sums, and the distance to another result.
+"""Whether a grouped product is right: the error bound of its sums, in fp64 on the device, and the SQNR of two results.
 
-Rows are sampled so that every tile is: each group's first and last, and some between, with all their columns.
+Sampled rows hit every tile: the first and last 256 of each group and 512 between them, with all columns.
 """
 
 import math
@@ -12,19 +12,19 @@ import torch
 from mxep.core_kernels.formats import BLOCK, SPAN
 from torch import Tensor
 
-from .formulas import scale
-from .gpu_calls import EPS
+from ..peers.formulas_torch import scale
 
 Pair = tuple[Tensor, Tensor]
 Error = dict[str, object]
+EPS = 2.0**-23
 EDGE, BETWEEN = 256, 512
 SQNR_CHUNK = 1 << 26
-# An FP8 tensor core of sm_90 may lose so much of sum|a||b|: tests/conformance/check.py derives it.
+# Share of sum|a||b| that an FP8 tensor core of sm_90 may lose; derived in tests/conformance/check.py.
 FP8_CHAIN = 2.0**-9
 HALF_ULP = 2.0**-8  # of bf16, at most, relative to the value
-# Rounding the exact product to bf16 costs 55 to 56 dB; sums kept within tensor cores alone left 51.
+# An exact product rounded to bf16 has 55 to 56 dB; sums without promotion to fp32 had 51.
 MIN_PRODUCT_DB = 54.0
-LARGEST_DB = 200.0  # said of equal results: infinity is no number of JSON's
+LARGEST_DB = 200.0  # of equal results: JSON has no infinity
 
 
 def values_of(q: Tensor, sf: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _groups(ends: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 class _Sums:
-    """Squares of the errors found and of the values, once every error was within its bound."""
+    """Sums of squared errors and squared values; every error must be within its bound."""
 
     def __init__(self, chain: float) -> None:
         self.chain, self.noise, self.signal = chain, 0.0, 0.0
@@ -71,7 +71,7 @@ class _Sums:
 
 
 def rows_error(outputs: Sequence[Tensor], lhs: Pair, rhs: Pair, ends: Tensor, chain: float) -> Error:
-    """Of lhs (M, K) x rhs (G, N, K) -> (M, N) bf16. Raises AssertionError past the bound."""
+    """Error of lhs (M, K) x rhs (G, N, K) -> (M, N) bf16. Raises AssertionError past the bound."""
     sums = _Sums(chain)
     for group, start, end in _groups(ends):
         if start < end:
@@ -82,7 +82,7 @@ def rows_error(outputs: Sequence[Tensor], lhs: Pair, rhs: Pair, ends: Tensor, ch
 
 
 def wgrad_error(outputs: Sequence[Tensor], lhs: Pair, rhs: Pair, ends: Tensor, chain: float) -> Error:
-    """Of lhs (N, M), (S, N) x rhs (K, M), (S, K) -> (G, N, K) bf16, an empty group's being zeros."""
+    """Error of lhs (N, M), (S, N) x rhs (K, M), (S, K) -> (G, N, K) bf16; an empty group must be zeros."""
     sums = _Sums(chain)
     n, k = (_sampled(0, len(q), ends.device) for q, _ in (lhs, rhs))
     for group, start, end in _groups(ends):
@@ -90,7 +90,7 @@ def wgrad_error(outputs: Sequence[Tensor], lhs: Pair, rhs: Pair, ends: Tensor, c
         if start == end and bool(got.any()):
             raise AssertionError(f"group {group}: no rows, and a weight gradient that is not zero")
         if start < end:
-            # One scale per block of 32, of which a span has eight and its last one fewer.
+            # One scale per block of 32 tokens; a chunk of 256 tokens has eight blocks, the last chunk of a group fewer.
             blocks = torch.arange(0, end - start, BLOCK, device=ends.device)
             slots = start // SPAN + group + blocks // SPAN
             a, b = (values_of(q[at, start:end], sf[slots][:, at].T) for at, (q, sf) in ((n, lhs), (k, rhs)))
@@ -103,7 +103,7 @@ def _db(signal: float, noise: float) -> float:
 
 
 def sqnr_db(got: Sequence[Tensor], want: Sequence[Tensor], ends: Tensor) -> float:
-    """The smallest over the outputs; (G, N, K) without its empty groups, where torch may leave anything."""
+    """The smallest SQNR of the outputs. Empty groups of (G, N, K) are left out: torch does not define them."""
     owned = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
     smallest = LARGEST_DB
     for a, b in zip(got, want, strict=True):
@@ -116,6 +116,6 @@ def sqnr_db(got: Sequence[Tensor], want: Sequence[Tensor], ends: Tensor) -> floa
             signal += float(y.square().sum())
             noise += float((x - y).square().sum())
         if not (math.isfinite(signal) and math.isfinite(noise) and signal):
-            raise AssertionError(f"output of shape {tuple(a.shape)}: not finite, or zeros alone")
+            raise AssertionError(f"output of shape {tuple(a.shape)}: not finite, or all zeros")
         smallest = min(smallest, _db(signal, noise))
     return smallest

@@ -1,14 +1,15 @@
-"""What a GPU must reach, and whether a recorded line does.
+"""The bars that figures on a GPU must reach, and whether a recorded line reaches its bar.
 
 >>> print(bar({"op": "quantize_col", "frontend": "torch", "peer": "copy", "of_roof": 0.87}))
 of a copy 0.85: 0.87 ok
 
-A product's bar is a ratio, how many times as long its peer takes, or its share of the dense FP8 rate.
+The bar of a grouped product is the peer's time divided by ours, or the share of cuBLAS's dense FP8 rate.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+# Share of a device copy's bandwidth, by op.
 OF_A_COPY = {
     "quantize_row": 0.90,
     "quantize_row_fold": 0.90,
@@ -28,6 +29,7 @@ OF_A_COPY = {
 AT_MOST_US = {"routing": 100.0, "host_overhead": 30.0}
 JAX_OVER_TORCH = 1.05
 JAX_PRODUCT_OVER_TORCH = 1.03
+# Time of the peer divided by ours, by op and peer.
 TIMES_AS_LONG = {
     ("grouped_mm_fwd", "torch_grouped_mm_bf16"): 1.8,
     ("grouped_mm_fwd", "torch_scaled_grouped_mm"): 1.1,
@@ -35,7 +37,7 @@ TIMES_AS_LONG = {
     ("grouped_mm_exact", "torch_grouped_mm_bf16"): 0.9,
     ("grouped_mm_fwd", "jax_ragged_dot_bf16"): 10.0,
 }
-# By recipe, with held weights; the second where K is small, which the quantizing weighs more on.
+# By recipe, weights held: at K above SMALL_K, and at most SMALL_K, where quantization is a larger share of the time.
 AUTOGRAD_TIMES_AS_LONG = {"mxfp8": (1.6, 1.45), "mxfp8_wgrad_with_hp": (1.35, 1.2)}
 SMALL_K = 2048
 OF_DENSE_FP8, FROM_K = 0.88, 7168
@@ -53,7 +55,7 @@ class Bar(NamedTuple):
 
 
 def _least(row: Mapping[str, Any]) -> float | None:
-    """How many times as long the peer of this product's line must take."""
+    """The least ratio of the peer's time to ours."""
     op, peer, case = row["op"], row["peer"], row["case"]
     if peer == "torch_grouped_mm_bf16" and case.get("operands") == "bf16":
         return SMALL_TIMES_AS_LONG
@@ -72,7 +74,7 @@ def _product_bar(row: Mapping[str, Any]) -> Bar | None:
 
 
 def bar(row: Mapping[str, Any]) -> Bar | None:
-    """The bar that this line is held to, if any: a line has one peer, and an op may have a bar for each."""
+    """The bar of a line, which depends on its op and its peer; None without one."""
     op, peer = row["op"], row["peer"]
     product = op.startswith("grouped_mm_")
     if peer == "torch_frontend":

@@ -1,4 +1,4 @@
-"""Interleaved timing: every candidate runs once per round, so that a slow moment of the machine hits all."""
+"""Interleaved timing: every candidate runs once per round, so that a slow moment of the machine affects all."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -23,9 +23,9 @@ def summarize(seconds: list[float]) -> Sample:
 def interleaved(
     candidates: Mapping[str, Callable[[], object]], rounds: int = 31, budget_s: float = 20.0
 ) -> dict[str, Sample]:
-    """Time blocking functions against each other, in at most `rounds` rounds and about `budget_s` seconds.
+    """Time blocking functions in at most `rounds` rounds and about `budget_s` seconds, and in at least five rounds.
 
-    The first two rounds, which compile and fault pages in, are not counted; at least five are.
+    Two more rounds before compile and fault pages in; they are not counted.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     stop = time.perf_counter() + budget_s

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.roofline [h200]`: what the grouped products reach below the roofs of the same run.
+"""`python -m benchmarks.figures.roofline [h200]`: the roofline picture of the grouped products.
 
-results/h200.jsonl --> intensity, FLOP per byte of the least traffic (x), TF/s (y) --> results/h200_products.svg
+results/h200.jsonl --> FLOP per byte of the least traffic (x), TF/s (y) --> results/h200_products.svg
 
-Roofs are measured: the slope is a device copy, the two ceilings are cuBLAS's fastest dense products.
+The roofs are measured in the same run: the slope is a device copy, the ceilings are cuBLAS's fastest dense products.
 """
 
 import argparse
@@ -15,35 +15,35 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from .readme_products import NAMES, is_product
 from .results import RESULTS, newest
+from .table_grouped_gemm import NAMES, is_product
 
 Row = dict[str, Any]
 CEILINGS = {"FP8": "cublas_fp8", "bf16": "cublas_bf16"}
-# Peer -> bytes of an element of its operands.
+# Peer -> bytes per element of its operands.
 PEERS = {"torch_grouped_mm_bf16": 2, "torch_scaled_grouped_mm": 1}
 COLORS = {"mxep": "tab:red", "torch_grouped_mm_bf16": "tab:blue", "torch_scaled_grouped_mm": "tab:green"}
 MARKS = dict(zip(NAMES, ("o", "v", "s", "D", "P"), strict=True))
-# Ids inside an SVG are random and the date is today's: without these one figure would be another file each time.
+# Without these settings the ids within an SVG are random, and every run writes another file.
 REPRODUCIBLE: dict[Any, Any] = {"svg.hashsalt": "mxep", "svg.fonttype": "none"}
 
 
 class Point(NamedTuple):
-    who: str
+    source: str
     op: str
     intensity: float
     tflops: float
 
 
 class Roofs(NamedTuple):
-    """nbytes_per_s of a copy; TF/s by name, the fastest of the run."""
+    """Bytes per second of a device copy; TF/s of the fastest dense product, by name."""
 
     nbytes_per_s: float
     ceilings: Mapping[str, float]
 
 
 def roofs(rows: list[Row]) -> Roofs:
-    """Of the lines with a dense product or a copy as peer. Raises ValueError where one of the three is missing."""
+    """The roofs, from the lines with a dense product or a copy as peer. Raises ValueError if one of them is missing."""
     rates = {
         name: [r["flops"] / r["peer_us"] / 1e6 for r in rows if r["peer"] == peer] for name, peer in CEILINGS.items()
     }
@@ -54,7 +54,7 @@ def roofs(rows: list[Row]) -> Roofs:
 
 
 def _peer_nbytes(row: Row) -> int:
-    """Operands in the peer's type, an output of bf16: whichever product, x, w and its gradient's shapes take part."""
+    """The least traffic of the peer: operands in its dtype and a bf16 output, of the shapes x, w, out."""
     m, n, k, g = (row["case"][name] for name in "MNKG")
     shapes = {"x": m * k, "w": g * n * k, "out": m * n}
     written = {"grouped_mm_dgrad": "x", "grouped_mm_wgrad": "w"}.get(row["op"], "out")
@@ -64,22 +64,22 @@ def _peer_nbytes(row: Row) -> int:
 
 
 def points(rows: list[Row]) -> list[Point]:
-    """Ours once for each case, and its peers."""
+    """One point per case for ours and for each of its peers."""
     found: dict[tuple[str, ...], Point] = {}
     for row in rows:
         if row["frontend"] != "torch":
             continue
         op, case = row["op"], str(row["case"])
         found[op, case, "mxep"] = Point("mxep", op, row["flops"] / row["nbytes"], row["flops"] / row["us"] / 1e6)
-        if row["peer"] in PEERS and op != "grouped_mm_exact":  # the peers of the other forward product
+        if row["peer"] in PEERS and op != "grouped_mm_exact":  # the forward product has the same peers
             intensity, tflops = row["flops"] / _peer_nbytes(row), row["flops"] / row["peer_us"] / 1e6
             found[op, case, row["peer"]] = Point(row["peer"], op, intensity, tflops)
     return list(found.values())
 
 
-def _label(who: str, op: str) -> str:
-    """A peer folds nothing."""
-    return NAMES[op] if who == "mxep" else NAMES[op].split(",")[0]
+def _label(source: str, op: str) -> str:
+    """Name of a series; a peer's product is not folded."""
+    return NAMES[op] if source == "mxep" else NAMES[op].split(",")[0]
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -94,10 +94,10 @@ def draw(rows: list[Row], path: Path) -> None:
         for (name, ceiling), style in zip(ceilings.items(), ("-", "--"), strict=True):
             axes.plot(x, np.minimum(slope * x / 1e12, ceiling), color="black", linestyle=style, linewidth=1,
                       label=f"dense {name}, cuBLAS: {ceiling:.0f} TF/s; copy: {slope / 1e9:.0f} GB/s")  # fmt: skip
-        for who, op in dict.fromkeys((p.who, p.op) for p in shown):
-            of_one = [p for p in shown if (p.who, p.op) == (who, op)]
+        for source, op in dict.fromkeys((p.source, p.op) for p in shown):
+            of_one = [p for p in shown if (p.source, p.op) == (source, op)]
             axes.plot([p.intensity for p in of_one], [p.tflops for p in of_one], linestyle="", marker=MARKS[op],
-                      color=COLORS[who], alpha=0.8, label=f"{who}: {_label(who, op)}")  # fmt: skip
+                      color=COLORS[source], alpha=0.8, label=f"{source}: {_label(source, op)}")  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of the least traffic", ylabel="TF/s",
                  title=f"Grouped products, {rows[0]['hardware']}, commit {rows[0]['commit'][:7]}")  # fmt: skip
         axes.grid(which="both", alpha=0.2)
@@ -107,7 +107,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description="Draw the grouped products.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures.roofline", description="Draw the roofline.")
     parser.add_argument("name", nargs="?", default="h200", help="results/<name>.jsonl")
     parser.add_argument("--out", type=Path, help="an .svg or .png instead of results/<name>_products.svg")
     args = parser.parse_args()

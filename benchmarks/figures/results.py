@@ -1,7 +1,7 @@
-"""Figures as one JSON object per line in `results/<hardware>.jsonl`, and as a table.
+"""Figures as one JSON object per line in `results/<hardware>.jsonl`, and as rows of the terminal's table.
 
-A line names the commit it measured, so it is appended only when the working tree is that commit. Where the
-sources lie without git, `--commit` says which one they are.
+A line names the commit that it measured. It is appended only if the working tree equals a commit; without git,
+`--commit` names the commit.
 """
 
 import datetime
@@ -18,7 +18,7 @@ from typing import Any
 
 from .bars import bar
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 OPTIONAL = ("shares", "peer_of_roof", "peer_roof")
 
 
@@ -41,14 +41,14 @@ class Line:
     ratio: float
     peak_nbytes: int | None
     error: Mapping[str, object]
-    shares: Mapping[str, float] | None = None  # of a step's time by kind; only a profiled step has them
-    peer_of_roof: float | None = None  # of a roof of its own, which peer_roof names; only a product's peer has one
+    shares: Mapping[str, float] | None = None  # of a step's time, by kind; of a profiled step only
+    peer_of_roof: float | None = None  # the peer's share of its own roof, peer_roof; of grouped products only
     peer_roof: str | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """When, on what and of which commit; the same for all lines of one run. None: no commit to be named."""
+    """Date, hardware, commit and versions; the same for all lines of a run. commit None: no commit can be named."""
 
     hardware: str
     commit: str | None
@@ -56,8 +56,8 @@ class Run:
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
 
 
-def _asked(*command: str) -> str | None:
-    """What a program prints; None where it is not installed or fails."""
+def _output(*command: str) -> str | None:
+    """Standard output of a program; None if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return None
     result = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
@@ -65,26 +65,26 @@ def _asked(*command: str) -> str | None:
 
 
 def clean_commit() -> str | None:
-    """The commit of the working tree; None when anything but recorded figures differs from it."""
-    if _asked("git", "status", "--porcelain", "--", ":/", ":(exclude,top)benchmarks/results") != "":
+    """The commit of the working tree; None if anything but recorded figures differs from it."""
+    if _output("git", "status", "--porcelain", "--", ":/", ":(exclude,top)benchmarks/results") != "":
         return None
-    return _asked("git", "rev-parse", "HEAD")
+    return _output("git", "rev-parse", "HEAD")
 
 
 def cpu_name() -> str:
-    """For example "2-core AMD EPYC"; the cores this process may use."""
+    """For example "2-core AMD EPYC", with the cores that this process may use."""
     models = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
     model = models[0].split(":")[1].strip() if models else "CPU"
     return f"{len(os.sched_getaffinity(0))}-core {model}"
 
 
 def gpu_name() -> str | None:
-    """For example "NVIDIA H200"; None on a machine without a GPU, or without its driver's tools."""
+    """For example "NVIDIA H200"; None without a GPU or without nvidia-smi."""
     return _smi("name")
 
 
 def file_name(gpu: str | None) -> str:
-    """Where the figures of this hardware are kept.
+    """Name of the file for the figures of this hardware.
 
     >>> file_name("NVIDIA H200")
     'h200'
@@ -93,20 +93,20 @@ def file_name(gpu: str | None) -> str:
 
 
 def _smi(query: str) -> str | None:
-    """Of the first GPU."""
-    answer = _asked("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    """A property of the first GPU."""
+    answer = _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
     return answer.splitlines()[0] if answer else None
 
 
 def installed_versions() -> dict[str, str]:
-    """Of the packages that the figures depend on, of CUDA's compiler and of the GPU's driver."""
+    """Versions of the packages that the figures depend on, of nvcc and of the GPU's driver."""
     versions = {}
     for package in ("torch", "jax", "triton"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    driver, compiler = _smi("driver_version"), re.search(r"release ([\d.]+)", _asked("nvcc", "--version") or "")
+    driver, compiler = _smi("driver_version"), re.search(r"release ([\d.]+)", _output("nvcc", "--version") or "")
     return versions | ({"cuda": compiler[1]} if driver and compiler else {}) | ({"driver": driver} if driver else {})
 
 
@@ -119,9 +119,9 @@ def record(run: Run, line: Line, path: Path) -> None:
 
 
 def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[dict[str, Any]]:
-    """Of each op wanted the lines of the last commit that has any; of two about the same the later one.
+    """The lines of each wanted op at the last commit measured. Of two lines about the same case the later one counts.
 
-    [] without a file or such lines.
+    [] without a file or without such lines.
     """
     path = RESULTS / f"{name}.jsonl"
     rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
@@ -137,12 +137,12 @@ WIDTHS = (19, 8, 72, 9, 6, 11, 11, 23, 9, 11, 7, 24, 0)
 
 
 def rate(flops: int, nbytes: int, us: float) -> str:
-    """What a product computes, or anything else moves, in a second."""
+    """TF/s of a product, GB/s of any other op."""
     return f"{flops / us / 1e6:.4g} TF/s" if flops else f"{nbytes / us / 1e3:.1f} GB/s" if nbytes else ""
 
 
 def cells(line: Line) -> tuple[str, ...]:
-    """One comparison in a table's row."""
+    """The row of one comparison."""
     case = " ".join(f"{key}={value}" for key, value in line.case.items())
     roof, peer_roof = (
         f"{share:.0%} {name}" if share is not None else ""

@@ -1,4 +1,4 @@
-"""What a user of torch would run instead: the formula under `torch.compile`, and torchao's Triton casts."""
+"""What a torch user runs instead of an op: its formula under `torch.compile`, or torchao's Triton casts."""
 
 import importlib.util
 from collections.abc import Callable
@@ -7,22 +7,23 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from . import formulas
-from .gpu_cases import Case, Tensors
+from . import formulas_torch
+
+Tensors = tuple[Tensor, ...]
 
 
-def torch_peers(case: Case, outputs: Tensors) -> dict[str, Callable[[], Tensors]]:
-    """By name; each allocates its outputs, as ours does, and returns them in our order."""
+def torch_peers(op: str, formula: str | None, inputs: Tensors, outputs: Tensors) -> dict[str, Callable[[], Tensors]]:
+    """Name -> peer. A peer allocates and returns outputs of our shapes and dtypes, in our order."""
     peers: dict[str, Callable[[], Tensors]] = {}
-    if case.formula:
-        peers["torch_compile"] = _compiled(case, outputs)
-    if case.name in ("quantize_row", "quantize_col") and _has_torchao():
-        peers["torchao"] = partial(_torchao, case.name, case.inputs[0])
+    if formula:
+        peers["torch_compile"] = _compiled(formula, inputs, outputs)
+    if op in ("quantize_row", "quantize_col") and _has_torchao():
+        peers["torchao"] = partial(_torchao, op, inputs[0])
     return peers
 
 
-def _compiled(case: Case, outputs: Tensors) -> Callable[[], Tensors]:
-    formula = getattr(formulas, case.formula or "")
+def _compiled(name: str, inputs: Tensors, outputs: Tensors) -> Callable[[], Tensors]:
+    formula = getattr(formulas_torch, name)
     types = [(out.shape, out.dtype, out.device) for out in outputs]
 
     def allocating(*inputs: Tensor) -> Tensors:
@@ -30,9 +31,8 @@ def _compiled(case: Case, outputs: Tensors) -> Callable[[], Tensors]:
         formula(*inputs, *fresh)
         return fresh
 
-    torch.compiler.reset()  # dynamo compiles one function for eight inputs, then runs it uncompiled
-    on_gpu = case.inputs[0].is_cuda
-    return partial(torch.compile(allocating, dynamic=False, fullgraph=on_gpu), *case.inputs)
+    torch.compiler.reset()  # Dynamo recompiles a function eight times at most, then runs it uncompiled
+    return partial(torch.compile(allocating, dynamic=False, fullgraph=inputs[0].is_cuda), *inputs)
 
 
 @cache

@@ -1,0 +1,32 @@
+"""Ops by name, in either frontend: the `call` that a case's program takes."""
+
+from typing import Any
+
+import jax
+from mxep.jax_frontend import _call as jax_launch
+from mxep.jax_frontend import ops as jax_ops
+from mxep.torch_frontend import ops as torch_ops
+from torch import Tensor
+
+from .case import Case, Tensors
+
+
+def torch_call(op: str, *tensors: Tensor, **options: Any) -> Tensors:
+    outputs = getattr(torch_ops, op)(*tensors, **options)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def jax_call(op: str, *arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+    return jax_launch.call(jax_ops.OPS[op], *arrays, **options)
+
+
+def ops_of(case: Case) -> tuple[str, ...]:
+    """The ops that a case's program calls, in their order."""
+    used: list[str] = []
+
+    def call(op: str, *tensors: Tensor, **options: Any) -> Tensors:
+        used.append(op)
+        return torch_call(op, *tensors, **options)
+
+    case.program(call, *case.inputs)
+    return tuple(used)

@@ -1,0 +1,100 @@
+"""The shapes of all benchmarks. M tokens, K row length, N output features, G local experts."""
+
+from typing import NamedTuple
+
+
+class Matrix(NamedTuple):
+    """(M, K)."""
+
+    M: int
+    K: int
+
+
+class Received(NamedTuple):
+    """M rows of K values that a rank received from `ranks` ranks for its G experts."""
+
+    M: int
+    K: int
+    G: int
+    ranks: int
+
+
+class Layer(NamedTuple):
+    """One rank's share of a Mixture-of-Experts layer, for single ops. hiddens: the widths of SwiGLU."""
+
+    tokens: int
+    dim: int
+    hiddens: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    local_experts: int
+
+    @property
+    def ranks(self) -> int:
+        return self.num_experts // self.local_experts
+
+
+class Product(NamedTuple):
+    """A linear layer of G experts, each N x K, on M rows in total."""
+
+    M: int
+    K: int
+    N: int
+    G: int
+    routing: str = "balanced"
+
+
+class Products(NamedTuple):
+    """large: forward, both gradients, autograd. small: the forward product, quantization of its rows included."""
+
+    large: tuple[Product, ...]
+    small: tuple[Product, ...]
+
+
+class MoELayer(NamedTuple):
+    """A whole Mixture-of-Experts layer on one device."""
+
+    tokens: int
+    dim: int
+    hidden_dim: int
+    num_experts: int
+    top_k: int
+
+
+class Shapes(NamedTuple):
+    """Everything that a run on a GPU measures."""
+
+    layer: Layer
+    products: Products
+    moe_layers: tuple[MoELayer, ...]
+
+
+CPU_MATRICES = (Matrix(8192, 4096), Matrix(1024, 2048))
+CPU_RECEIVED = (Received(8192, 4096, G=8, ranks=4), Received(1024, 2048, G=4, ranks=2))
+
+H200 = Shapes(
+    layer=Layer(131072, 7168, (2048, 5120), num_experts=256, top_k=8, local_experts=8),
+    products=Products(
+        large=(
+            Product(131072, 7168, 2048, 8),
+            Product(131072, 8192, 5120, 8),
+            Product(131072, 2048, 1408, 8),
+            Product(131072, 7168, 2048, 8, "skewed"),
+        ),
+        small=tuple(Product(m, k, n, g) for k, n in ((7168, 2048), (2048, 1408)) for m, g in ((4096, 64), (512, 8))),
+    ),
+    moe_layers=(
+        MoELayer(16384, 7168, 2048, 32, 8),
+        MoELayer(16384, 2048, 1408, 64, 6),
+        MoELayer(16384, 4096, 14336, 8, 2),
+        MoELayer(4096, 2048, 768, 128, 8),
+    ),
+)
+# The device finishes these launches before the host sends the next one, so the host's time is what remains.
+TINY_LAYER = Layer(96, 64, (32,), num_experts=8, top_k=2, local_experts=2)
+TINY = Shapes(
+    TINY_LAYER,
+    # Every kind of group: full tiles, part of a tile, empty.
+    Products(large=(Product(256, 64, 32, 4), Product(256, 64, 32, 4, "skewed")), small=(Product(128, 64, 32, 4),)),
+    (MoELayer(96, 64, 96, 8, 2),),
+)

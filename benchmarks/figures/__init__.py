@@ -1,0 +1,1 @@
+"""How a figure is timed, stored, compared with its bar, and printed."""

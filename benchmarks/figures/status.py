@@ -1,0 +1,62 @@
+"""The tables of docs/status.md: which kernels an op has, from the sources, and where each function was run."""
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+from mxep.core_kernels.launch import KernelOp
+
+CORE = Path(__file__).parents[2] / "core_kernels"
+FAMILIES = ("quantize", "fold", "permute", "routing", "combine", "scale_layout", "swiglu", "grouped_gemm")
+CPP = re.compile(r"^void (\w+)\(const Call& call\) \{", re.MULTILINE)
+CUDA = re.compile(r"^void (\w+)\(const Call& call, cudaStream_t stream\) \{", re.MULTILINE)
+
+# Function, then its state in torch on a CPU, JAX on a CPU, torch on sm_90, JAX on sm_90, and on sm_100.
+FUNCTIONS = (
+    ("the experts' feed-forward", "tested", "tested", "ran", "ran", "not run"),
+    ("MoE layer and its gradients", "tested", "tested", "ran", "ran", "not run"),
+    ("expert parallelism, training", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, 2 GPUs, NCCL", "not tested",
+     "not run"),
+    ("folded operands, `fp8_rowwise`, held weights", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, one GPU",
+     "ran, one GPU", "not run"),
+    ("grouped products on the exact path", "tested", "tested", "ran, bf16 CUDA C++ on dequantized operands",
+     "ran, bf16 CUDA C++ on dequantized operands", "compiled, `tcgen05.mma` with block scales"),
+    ("grouped products of folded operands", "tested", "tested", "ran, CUDA C++", "ran, CUDA C++", "compiled, Triton"),
+)  # fmt: skip
+
+
+def ops_of(family: str) -> dict[str, KernelOp]:
+    """The ops of a family's plans, by name."""
+    modules = (
+        import_module(f"mxep.core_kernels.{family}.{path.stem}") for path in sorted((CORE / family).glob("plan*.py"))
+    )
+    return {op.name: op for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
+
+
+def _defined(family: str, pattern: str, definition: re.Pattern[str]) -> dict[str, Path]:
+    """Name of an op -> the file with its kernel."""
+    paths = sorted((CORE / family).glob(pattern))
+    return {name: path for path in paths for name in definition.findall(path.read_text())}
+
+
+def _rows() -> Iterator[tuple[str, ...]]:
+    for family in FAMILIES:
+        cpp, cuda = _defined(family, "cpu*.cc", CPP), _defined(family, "cuda*.cu", CUDA)
+        for name, op in ops_of(family).items():
+            in_cuda = "" if name not in cuda else "sm_90" if "sm90" in cuda[name].name else "sm_90, sm_100"
+            on_cpu = "C++" if name in cpp else "the framework's matmul"
+            yield family, f"`{name}`", on_cpu, "Triton" if op.kernel else "composed of other ops", in_cuda
+
+
+def _table(columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def tables() -> str:
+    """Both tables."""
+    kernels = _table(("family", "op", "CPU", "GPU", "CUDA C++"), _rows())
+    functions = ("function", "torch, CPU", "JAX, CPU", "torch, sm_90", "JAX, sm_90", "sm_100")
+    return "\n".join([
+        "## Kernels", "", *kernels, "", "## Functions", "", *_table(functions, iter(FUNCTIONS)),
+    ])  # fmt: skip

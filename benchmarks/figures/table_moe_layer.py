@@ -1,0 +1,63 @@
+"""The table of the whole MoE layer on a GPU."""
+
+from typing import Any
+
+from .table_ops import machine
+
+Row = dict[str, Any]
+NAMES = {"moe_layer_fwd": "forward", "moe_layer_fwd_bwd": "forward and backward"}
+COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "plain torch bf16, ms", "torch, ms (spread)", "speed-up",
+           "JAX, ms", "JAX speed-up", "`jax.lax.ragged_dot` / JAX", "peak memory, torch")  # fmt: skip
+
+
+def is_layer(op: str) -> bool:
+    return op in NAMES
+
+
+def _sizes(row: Row) -> str:
+    return ", ".join(str(row["case"][name]) for name in ("tokens", "dim", "hidden_dim", "num_experts", "top_k"))
+
+
+def _cells(rows: list[Row]) -> tuple[str, ...]:
+    by = {(row["frontend"], row["peer"]): row for row in rows}
+    ours, jax, ragged = (by.get(key) for key in (("torch", "plain_torch_bf16"), ("jax", "plain_torch_bf16"),
+                                                 ("jax", "ragged_dot")))  # fmt: skip
+    any_ = rows[0]
+    peak: int | None = ours["peak_nbytes"] if ours else None
+    return (
+        NAMES[any_["op"]],
+        _sizes(any_),
+        "held" if any_["case"].get("weights") else "quantized in every step",
+        f"{ours['peer_us'] / 1e3:.2f}" if ours else "",
+        f"{ours['us'] / 1e3:.2f} ({ours['spread']:.0%})" if ours else "",
+        f"{ours['ratio']:.2f}x" if ours else "",
+        f"{jax['us'] / 1e3:.2f}" if jax else "",
+        f"{jax['ratio']:.2f}x" if jax else "",
+        f"{ragged['ratio']:.2f}x" if ragged else "",
+        f"{peak / 2**30:.1f} GiB" if peak else "",
+    )
+
+
+def table(rows: list[Row]) -> str:
+    """The section; "" without lines."""
+    if not rows:
+        return ""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], _sizes(row), row["case"].get("weights", "")), []).append(row)
+    return "\n".join([
+        "## The MoE layer, on a GPU",
+        "",
+        f"{machine(rows)}, recipe `{rows[0]['case']['recipe']}`. Times are medians of one run. The "
+        "output and all gradients are compared with the bf16 layer, in dB, before timing.",
+        "",
+        "- *plain torch bf16*: router, top-k, stable sort, gather, three `torch._grouped_mm`, compiled SwiGLU, "
+        "weighted scatter-add ([source](../benchmarks/peers/moe_layer.py)).",
+        "- *speed-up*: time of the plain layer divided by our time.",
+        "- *`jax.lax.ragged_dot` / JAX*: time of the plain JAX layer divided by our time in JAX; empty where "
+        "XLA's dense operands exceed the memory.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{' --- |' * len(COLUMNS)}",
+        *(f"| {' | '.join(_cells(of_one))} |" for of_one in groups.values()),
+    ])  # fmt: skip

@@ -1,0 +1,149 @@
+"""The whole MoE layer, from torch and from JAX, compared with a plain bf16 layer in each framework.
+
+    inputs --torch--> y and gradients --SQNR against bf16--> events:    run | plain torch bf16
+            '-JAX---> y and gradients --SQNR against bf16--> programs:  JAX | torch | plain torch bf16 | ragged_dot
+
+JAX with held weights runs the forward and backward together only: a compilation takes as long as the measurement.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import torch
+
+from .cases.case import Tensors
+from .cases.error_check import Error
+from .cases.moe_layer import (
+    OPS,
+    RECIPE,
+    LayerInputs,
+    check,
+    flops,
+    jax_program,
+    layer_inputs,
+    our_jax_program,
+    our_torch_layer,
+    plain_torch_layer,
+    torch_programs,
+)
+from .cases.shapes import MoELayer
+from .figures import device_timing
+from .figures.device_timing import Each, torch_wait
+from .figures.failures import failed, guarded
+from .figures.results import Line
+from .figures.timing import Sample
+from .peers.moe_layer import jax_layer, ragged_dot_nbytes
+
+PLAIN, RAGGED_DOT = "plain_torch_bf16", "ragged_dot"
+# XLA holds several dense operands of a layer on ragged_dot at once: with 7 GiB each they fit into 139 GiB, with 16 GiB
+# each they do not.
+MAX_RAGGED_DOT_NBYTES = 8 << 30
+
+
+def layer_lines(
+    inputs: LayerInputs, op: str, frontend: str, held: bool, samples: Mapping[str, Sample], peak: int | None,
+    error: Error,
+) -> Iterator[Line]:  # fmt: skip
+    """One line for each peer among the samples."""
+    ours = samples["run"]
+    for name, theirs in samples.items():
+        if name == "run":
+            continue
+        yield Line(
+            op=op,
+            frontend=frontend,
+            case={**inputs.shape._asdict(), "recipe": RECIPE, **({"weights": "held"} if held else {})},
+            us=ours.us,
+            spread=ours.spread,
+            n=ours.n,
+            nbytes=0,
+            flops=flops(inputs.shape, op),
+            of_roof=None,
+            roof=None,
+            peer=name,
+            peer_us=theirs.us,
+            ratio=round(theirs.us / ours.us, 3),
+            peak_nbytes=peak,
+            error=error,
+        )
+
+
+def torch_lines(
+    inputs: LayerInputs, reference: Tensors, named: Sequence[str], held: bool, each: Each
+) -> Iterator[Line]:
+    ours, plain = (torch_programs(layer(inputs), inputs) for layer in (our_torch_layer, plain_torch_layer))
+    with inputs.ours.weights_held() if held else nullcontext():
+        error = check(inputs, reference, ours["moe_layer_fwd_bwd"]())
+        for op in named:
+            peak = device_timing.peak_nbytes(ours[op])
+            samples = each({"run": ours[op], PLAIN: plain[op]})
+            yield from layer_lines(inputs, op, "torch", held, samples, peak, error)
+
+
+def _ragged_dot(inputs: LayerInputs, op: str) -> device_timing.Program:
+    """The plain JAX layer, compiled; its weights are copies in the layout of ragged_dot."""
+    x, dy, router = (jax.dlpack.from_dlpack(a.detach()) for a in (inputs.x, inputs.dy, inputs.weights.router))
+    experts = (jax.dlpack.from_dlpack(w.detach().mT.contiguous()) for w in inputs.weights[1:])
+    layer = lambda x, weights: jax_layer(x, weights, inputs.shape.top_k)  # noqa: E731
+    program, arguments = jax_program(layer, op, x, dy, (router, *experts))
+    return partial(program, *arguments), jax.block_until_ready
+
+
+def jax_lines(
+    inputs: LayerInputs, reference: Tensors, named: Sequence[str], held: bool, device: str, failures: list[str]
+) -> Iterator[Line]:
+    ours, plain = (torch_programs(layer(inputs), inputs) for layer in (our_torch_layer, plain_torch_layer))
+    wait = torch_wait(device)
+    t, d, f, e, k = inputs.shape
+    fits = ragged_dot_nbytes(t * k, max(d, f), e) <= MAX_RAGGED_DOT_NBYTES
+    with inputs.ours.weights_held() if held else nullcontext():
+        for op in [op for op in named if not (held and op == "moe_layer_fwd")]:
+            program, arguments = our_jax_program(inputs, op, held)
+            outputs = tuple(map(torch.from_dlpack, program(*arguments)))
+            error = check(inputs, reference[: len(outputs)], outputs)
+            del outputs
+            candidates: dict[str, device_timing.Program] = {
+                "run": (partial(program, *arguments), jax.block_until_ready),
+                "torch_frontend": (ours[op], wait),
+                PLAIN: (plain[op], wait),
+            }
+            if fits and not held:
+                try:
+                    peer, _ = candidates[RAGGED_DOT] = _ragged_dot(inputs, op)
+                    jax.block_until_ready(peer())
+                except Exception:
+                    del candidates[RAGGED_DOT]
+                    failed(f"{op} in JAX: peer {RAGGED_DOT}", failures)
+            memory: Any = getattr(program, "memory_analysis", lambda: None)()
+            peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
+            yield from layer_lines(inputs, op, "jax", held, device_timing.programs(candidates), peak, error)
+
+
+def lines(
+    only: Sequence[str], layers: Sequence[MoELayer], device: str, each: Each, failures: list[str]
+) -> Iterator[Line]:
+    """The lines of the ops named."""
+    named = tuple(op for op in OPS if op in only)
+    for shape in layers if named else ():
+        made: Iterator[tuple[LayerInputs, Callable[[], Tensors]]] = _made(shape, device)
+        for inputs, reference in guarded(f"moe_layer: inputs of {shape}", made, failures):
+            expected = reference()
+            for held in (False, True):
+                what = f"moe_layer {tuple(shape)}{', weights held' if held else ''}"
+                yield from guarded(what, torch_lines(inputs, expected, named, held, each), failures)
+                in_jax = jax_lines(inputs, expected, named, held, device, failures)
+                yield from guarded(f"{what} in JAX", in_jax, failures)
+            del inputs, reference, expected
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _made(shape: MoELayer, device: str) -> Iterator[tuple[LayerInputs, Callable[[], Tensors]]]:
+    torch.compiler.reset()  # Dynamo recompiles a function eight times at most, then runs it uncompiled
+    inputs = layer_inputs(shape, device)
+    # The router in fp32, as in ours: bf16 logits select other experts for some tokens.
+    yield inputs, torch_programs(plain_torch_layer(inputs, torch.float32), inputs)["moe_layer_fwd_bwd"]

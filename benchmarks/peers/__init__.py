@@ -1,0 +1,1 @@
+"""What a measurement is compared with."""
