@@ -16,6 +16,8 @@ inline constexpr uint32_t kE8m0Max = 254, kE8m0Nan = 255;
 
 // fp32 bits of infinity, of the NaN that kernels write, and of 2^-127, the smallest E8M0 value and an fp32 subnormal.
 inline constexpr uint32_t kInf = 0x7F800000u, kNan = 0x7FC00000u, kE8m0Smallest = 0x00400000u;
+// fp32 bits of the one amax whose fp32 quotient by 448 rounds down to a power of two, 2^-127.
+inline constexpr uint32_t kQuotientRoundsDown = 0x04600001u;
 
 // How a block's amax becomes its scale; see Rounding in formats.py.
 enum Rounding : int64_t { kRceil = 0, kFloor = 1 };

@@ -28,7 +28,6 @@ struct ScaleRule {
 MXEP_INLINE uint32_t e8m0_from_amax(uint32_t amax, ScaleRule rule) {
   // RCEIL is ceil(log2(amax / 448)). 448 = 1.75 * 2^8, so the result is the exponent less 8, plus one when the mantissa
   // is above 1.75. For one value of amax the fp32 quotient is a subnormal that rounds down to 2^-127.
-  constexpr uint32_t kQuotientRoundsDown = 0x04600001u;
   const bool ceil = rule.rounding == kRceil;
   const uint32_t exponent = (amax + (ceil && amax != kQuotientRoundsDown ? 0x1FFFFFu : 0u)) >> 23;
   uint32_t byte = exponent < 8 ? 0 : exponent - 8;

@@ -21,7 +21,6 @@ struct ScaleRule {
 
 // Scale byte of a block from the fp32 bits of its largest magnitude; see cpu/mx_math.h.
 __device__ inline uint32_t e8m0_from_amax(uint32_t amax, ScaleRule rule) {
-  constexpr uint32_t kQuotientRoundsDown = 0x04600001u;
   const uint32_t exponent = (amax + (amax != kQuotientRoundsDown ? rule.round_up : 0)) >> 23;
   const uint32_t byte = max(exponent, 8u) - 8;
   return amax < kInf ? byte : amax == kInf ? rule.infinite : kE8m0Nan;

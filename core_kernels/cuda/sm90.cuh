@@ -1,6 +1,6 @@
 // Hopper's asynchronous instructions, one thin function per instruction: mbarriers, TMA loads, FP8 and bf16 wgmma.
-// These functions stand instead of CUTLASS's headers, a dependency of 30 MB that multiplies the compile time. Source:
-// PTX ISA 8.x, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
+// CUTLASS's headers have them too; so few instructions do not justify a dependency that every build compiles.
+// Source: PTX ISA 8.x, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
 #pragma once
 
 #include <cuda.h>

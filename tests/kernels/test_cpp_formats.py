@@ -26,6 +26,7 @@ EXPECTED = {
     "kInf": bits(np.inf),
     "kNan": bits(np.nan),
     "kE8m0Smallest": bits(2.0**-formats.E8M0_BIAS),
+    "kQuotientRoundsDown": bits(formats.E4M3_MAX * 2.0**-formats.E8M0_BIAS) + 1,
     "kRceil": int(formats.Rounding.RCEIL),
     "kFloor": int(formats.Rounding.FLOOR),
 }

@@ -190,7 +190,7 @@ def compiled(case_name: str, arch: str):
 
 
 def compile_plan(op: KernelOp, inputs: tuple[ArrayType, ...], arch: str, options: dict):
-    """What a launch on `arch` compiles: pointers aligned to 16 bytes, scalars unhinted, a scalar of 1 a constant."""
+    """Compiles a launch as on `arch`: pointers aligned to 16 bytes, scalars without hints, 1 as a constant."""
     plan = op.plan(*inputs, arch=arch, **options)
     types = [POINTERS[a.dtype] for a in inputs]
     types += ["constexpr" if value == 1 else "i32" for value in plan.scalars.values()]
@@ -254,7 +254,7 @@ PRODUCTS = [*BLOCK_SCALED, "grouped_mm_bf16", "grouped_wgrad_bf16", "grouped_wgr
 
 @pytest.mark.parametrize("case_name", PRODUCTS)
 def test_sm_100_fences_what_its_tensor_core_reads(case_name):
-    """Between writes to shared memory, waited for, and the tcgen05 instruction that reads them: Triton 3.6 forgets."""
+    """Between writes to shared memory and the tcgen05 instruction that reads them; Triton 3.6 omits it."""
     ptx = compiled(case_name, "sm_100").asm["ptx"]
     steps = re.findall(r"(cp\.async\.wait_group|st\.shared|fence\.proxy\.async|tcgen05\.(?:mma|cp))\b", ptx)
     reads = [i for i, step in enumerate(steps) if step.startswith("tcgen05")]
@@ -273,7 +273,7 @@ def test_sm_100_has_room_for_a_tile(case_name):
 
 @pytest.mark.parametrize("case_name", BLOCK_SCALED)
 def test_sm_100_operands_pass_the_registers_by(case_name):
-    """Elements always; scales too where K is a multiple of 128, so that the next are copied while it multiplies."""
+    """Elements always; scales too if K is a multiple of 128, so that copies overlap products."""
     ttgir = compiled(case_name, "sm_100").asm["ttgir"]
     loop = ttgir[ttgir.index("scf.for") : ttgir.index("ttng.tmem_load")]
     assert "ttg.local_load" not in loop
