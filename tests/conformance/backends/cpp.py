@@ -24,9 +24,9 @@ POISON = 0xA5
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
-    launch = op.plan(*(ArrayType(x.shape, x.dtype.name) for x in inputs), arch="cpu", **options)
-    outputs = [poisoned(out.shape, getattr(torch, out.dtype), poison) for out in launch.out]
-    cpp_bindings.run(op.name, [to_torch(x) for x in inputs], outputs, [int(a) for a in launch.attrs])
+    signature = op.signature(*(ArrayType(x.shape, x.dtype.name) for x in inputs), **options)
+    outputs = [poisoned(out.shape, getattr(torch, out.dtype), poison) for out in signature.out]
+    cpp_bindings.run(op.name, [to_torch(x) for x in inputs], outputs, list(signature.attrs.values()))
     results = tuple(map(to_numpy, outputs))
     return results if len(results) > 1 else results[0]
 
