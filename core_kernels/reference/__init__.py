@@ -1,1 +1,1 @@
-"""Definitions of whole functions, built from the ops' definitions: tests compare the frontends with them."""
+"""Whole functions by definition, composed of the definitions of the ops; the frontends are compared with them."""

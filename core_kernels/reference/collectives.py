@@ -1,4 +1,4 @@
-"""The exchange of rows between ranks, and its gradient, in numpy. Bytes are exact."""
+"""The all-to-all of rows between ranks and its gradient, in numpy: exact bytes."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from ..oracle_math import Array
 
 
 def all_to_all(inputs: Sequence[Array], splits: Sequence[Sequence[int]]) -> list[Array]:
-    """inputs[r]: the rows of rank r; splits[r][s]: the number of rows that rank r sends to rank s -> received rows.
+    """inputs[r]: rows of rank r. splits[r][s]: number of rows from rank r to rank s. -> rows that each rank receives.
 
-    Received rows are in the order of the sending ranks.
+    Received rows are in the order of their sending ranks.
     """
     ranks = range(len(inputs))
     parts = [np.split(x, np.cumsum(split)[:-1]) for x, split in zip(inputs, splits, strict=True)]
@@ -18,5 +18,5 @@ def all_to_all(inputs: Sequence[Array], splits: Sequence[Sequence[int]]) -> list
 
 
 def all_to_all_vjp(douts: Sequence[Array], splits: Sequence[Sequence[int]]) -> list[Array]:
-    """Cotangents of `inputs`: the inverse exchange."""
+    """Cotangents of `inputs`: each row returns to its sending rank."""
     return all_to_all(douts, np.transpose(splits).tolist())

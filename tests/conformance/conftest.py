@@ -1,26 +1,52 @@
-"""One fixture per backend; and what a process in interpreter mode leaves to the other one."""
+"""The option --backend, the fixture of an adapter, and which tests run with it."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
 from . import backends
 
-# No Triton in these: the normal process runs them.
-collect_ignore = (
-    ["test_references.py", "test_oracle.py", "test_swiglu_oracle.py", "test_end_to_end.py", "test_expert_parallel.py"]
-    if backends.INTERPRETER
-    else []
-)
+WITHOUT_ADAPTER = ("test_adapter.py", "test_check.py", "test_oracle.py", "test_references.py", "test_swiglu_oracle.py")
+"""Tests of the definition and of the suite itself."""
 
 
-@pytest.fixture(params=backends.NAMES)
-def backend(request: pytest.FixtureRequest) -> str:
-    """The name of the backend under test."""
-    return request.param
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend", action="append", help="adapter of tests/conformance: cpp, triton, torch, jax or a module's name"
+    )
 
 
-@pytest.fixture
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs(*names): ops and functions that an adapter has to offer for the test")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests without an adapter run in the normal process alone, and not with the option."""
+    if collection_path.parent != Path(__file__).parent or collection_path.name not in WITHOUT_ADAPTER:
+        return None
+    return True if config.getoption("backend", None) or backends.INTERPRETER else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        names = metafunc.config.getoption("backend", None) or backends.DEFAULT
+        metafunc.parametrize("backend", names, scope="module")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of what an adapter does not offer."""
+
+    def runs(item: pytest.Item) -> bool:
+        needed = [name for mark in item.iter_markers("needs") for name in mark.args]
+        return all(backends.offers(item.callspec.params["backend"], name) for name in needed)  # type: ignore[attr-defined]
+
+    chosen = [(item, runs(item)) for item in items]
+    config.hook.pytest_deselected(items=[item for item, kept in chosen if not kept])
+    items[:] = [item for item, kept in chosen if kept]
+
+
+@pytest.fixture(scope="module")
 def ops(backend: str) -> Mapping[str, Callable]:
-    """The backend's ops by name."""
-    return backends.ops(backend)
+    """The ops of the adapter by name."""
+    return backends.Ops(backend)

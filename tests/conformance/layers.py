@@ -1,6 +1,7 @@
-"""Whole layers and the rows of four ranks: what more than one op, or more than one process, sees.
+"""Cases of more than one op or more than one process: feed-forwards, layers, the rows of four ranks.
 
-RUNS                 name -> Recipe, each with its products named: "auto" is another one on another machine
+RUNS                 name -> Recipe   each with its products named, since "auto" depends on the machine
+FFN                  the experts' feed-forward, 8 of them
 LAYERS, LAYER_RUNS   name -> Layer, and the pairs (name, name of a run) that are run
 WIRE                 name -> Wire     rows of four ranks, and how many go where
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from mxep.core_kernels.recipe import RECIPES, Recipe
-from mxep.core_kernels.reference import collectives
+from mxep.core_kernels.reference import collectives, ffn
 from mxep.core_kernels.reference import layer as layer_oracle
 
 from .cases import BF16, Array, lognormal_blocks, seeded
@@ -18,6 +19,52 @@ from .cases import BF16, Array, lognormal_blocks, seeded
 RUNS = {name: Recipe.parse(name, compute="exact") for name in RECIPES} | {
     f"{name}_folded": Recipe.parse(name, compute="fold") for name, recipe in RECIPES.items() if recipe.mx
 }
+
+
+def precision(run: str) -> ffn.Precision:
+    """How the operands of a run are quantized."""
+    recipe = RUNS[run]
+    return ffn.Precision(recipe.form("cpu"), recipe.wgrad_mx, recipe.rounding)
+
+
+# --- the experts' feed-forward ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """x and dout (P, D) bf16, fp32 weights w1, w3 (G, F, D), w2 (G, D, F), prob (P,) fp32."""
+
+    x: Array
+    dout: Array
+    weights: dict[str, Array]
+    group_ends: Array
+    prob: Array
+
+    def rows(self) -> Array:
+        """(G, P) bool: the rows of each expert."""
+        row, ends = np.arange(len(self.x)), self.group_ends[:, None]
+        return (row < ends) & (row >= ends - np.diff(self.group_ends, prepend=0)[:, None])
+
+    def reference(self, run: str) -> dict[str, Array]:
+        """The quantized definition: "out", and the gradients of x, of the weights and of prob."""
+        weights = (self.weights[name] for name in ("w1", "w3", "w2"))
+        arguments = self.x, *weights, self.group_ends, self.prob, precision(run)
+        grads = ffn.swiglu_ffn_vjp(self.dout, *arguments)
+        return {"out": ffn.swiglu_ffn(*arguments)} | dict(zip(("x", "w1", "w3", "w2", "prob"), grads, strict=True))
+
+
+def _feed_forward(name: str, sizes: list[int], rows: int) -> FeedForward:
+    rng, dim, hidden, ends = seeded(name), 64, 96, np.cumsum(sizes, dtype=np.int32)
+    x, dout = (rng.standard_normal((rows, dim)) for _ in range(2))
+    x[ends[-1] :], dout[ends[-1] :] = np.nan, np.inf
+    shapes = {"w1": (len(sizes), hidden, dim), "w3": (len(sizes), hidden, dim), "w2": (len(sizes), dim, hidden)}
+    weights = {key: (rng.standard_normal(shape) / 8).astype(np.float32) for key, shape in shapes.items()}
+    return FeedForward(x.astype(BF16), dout.astype(BF16), weights, ends, rng.random(rows).astype(np.float32))
+
+
+FFN = _feed_forward("ffn", [20, 32, 0, 45, 300, 1, 64, 23], 500)
+"""8 experts: the third has no rows, the fifth two spans of tokens. Rows past the last end hold NaN and infinity."""
+
 
 # --- a whole layer ----------------------------------------------------------------------------------------------
 
@@ -36,7 +83,7 @@ class Layer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a layer is made with; where its probabilities are multiplied is nothing to the fp64 one."""
+        """The options of a layer; `prob_in` makes no difference in fp64."""
         return {**self.routing, "prob_in": self.prob_in}
 
     @property
@@ -47,12 +94,24 @@ class Layer:
     def num_experts(self) -> int:
         return len(self.params["router"])
 
-    def reference(self) -> tuple[Array, dict[str, Array]]:
-        """y and the gradients in fp64, nothing quantized."""
+    def rows(self) -> Array:
+        """(E, T) bool: the tokens that choose each expert."""
+        ids, _ = layer_oracle.route(self.x.astype(np.float64) @ self.params["router"].T, **self.routing)
+        return (ids == np.arange(self.num_experts)[:, None, None]).any(-1)
+
+    def unquantized(self) -> dict[str, Array]:
+        """ "y" and the gradients in fp64 without any rounding."""
         arguments = self.params | self.routing
         grads = layer_oracle.moe_layer_vjp(self.dy, self.x, **arguments)
-        names = ("x", "router", "w1", "w3", "w2")
-        return layer_oracle.moe_layer(self.x, **arguments), dict(zip(names, grads, strict=True))
+        names = ("y", "x", "router", "w1", "w3", "w2")
+        return dict(zip(names, (layer_oracle.moe_layer(self.x, **arguments), *grads), strict=True))
+
+    def reference(self, run: str) -> dict[str, Array]:
+        """The quantized definition: "y" and the gradients."""
+        parameters = layer_oracle.Parameters(**self.params)
+        options = layer_oracle.Options(precision=precision(run), **self.options)
+        dx, grads = layer_oracle.quantized_layer_vjp(self.dy, self.x, parameters, options)
+        return {"y": layer_oracle.quantized_layer(self.x, parameters, options), "x": dx, **grads._asdict()}
 
 
 def _layer(

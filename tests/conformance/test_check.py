@@ -1,10 +1,15 @@
 """The comparisons themselves: each one must be able to fail."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from mxep.core_kernels.grouped_gemm import oracle
 
 from . import check
 from .cases import BF16, GEMMS
+from .layers import FFN, LAYERS
+from .test_end_to_end import CPU_DB, FP8_TENSOR_CORE_DB
 
 
 def test_same_bytes_sees_a_bit_a_sign_a_dtype_and_a_nan() -> None:
@@ -20,7 +25,7 @@ def test_same_bytes_sees_a_bit_a_sign_a_dtype_and_a_nan() -> None:
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
 def test_the_bound_is_a_bound(dtype: np.dtype) -> None:
     case = GEMMS["normal"]
-    exact = check.oracle.grouped_mm_bf16(case.lhs, case.rhs_t, case.group_ends, "float64")
+    exact = oracle.grouped_mm_bf16(case.lhs, case.rhs_t, case.group_ends, "float64")
     check.m_grouped(exact.astype(dtype), case.lhs, case.rhs_t, case.group_ends)
     for wrong in (exact * (1 + 2.0**-7), np.where(exact == exact.max(), np.nan, exact), exact[::-1]):
         with pytest.raises(AssertionError):
@@ -41,16 +46,59 @@ def test_a_bf16_sum_is_outside_the_bound() -> None:
 
 def test_a_missing_block_is_outside_the_bound() -> None:
     case = GEMMS["normal"]
-    short = check.oracle.grouped_mm_bf16(case.lhs[:, :-1], case.rhs_t[..., :-1], case.group_ends, "float32")
+    short = oracle.grouped_mm_bf16(case.lhs[:, :-1], case.rhs_t[..., :-1], case.group_ends, "float32")
     with pytest.raises(AssertionError, match="over the bound"):
         check.m_grouped(short, case.lhs, case.rhs_t, case.group_ends)
 
 
-def test_the_bound_lets_other_operands_be_off_by_as_much_as_it_is_told() -> None:
+def test_the_bound_is_wider_by_the_given_error_of_the_operands() -> None:
     case = GEMMS["normal"]
-    exact = check.oracle.grouped_mm_bf16(case.lhs, case.rhs_t, case.group_ends, "float64")
+    exact = oracle.grouped_mm_bf16(case.lhs, case.rhs_t, case.group_ends, "float64")
     off = np.abs(exact) / 8
     check.gemm_bound((exact + off).astype(np.float32), exact, np.abs(exact), 1, operands=off)
     for wrong in (exact + 1.01 * off, exact - 1.01 * off):
         with pytest.raises(AssertionError, match="over the bound"):
             check.gemm_bound(wrong.astype(np.float32), exact, np.abs(exact), 1, operands=off)
+
+
+def test_the_bound_is_half_an_ulp_of_bf16_and_none_of_fp32() -> None:
+    """The exact value, 257 / 256, lies halfway between two bf16 numbers; the sum of one term adds 2^-23 of it."""
+    exact = np.float64([1 + 2.0**-8])
+    check.gemm_bound(np.array([1], BF16), exact, exact, 1)
+    check.gemm_bound(np.float32([1 + 2.0**-8 + 2.0**-23]), exact, exact, 1)
+    for got in (np.array([1 - 2.0**-8], BF16), np.float32([1 + 2.0**-8 + 2.0**-22])):
+        with pytest.raises(AssertionError, match="over the bound"):
+            check.gemm_bound(got, exact, exact, 1)
+
+
+def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray], rows: np.ndarray) -> float:
+    return min(check.expert_db(got, want, rows).values())
+
+
+@pytest.mark.parametrize("expert", [0, 5, 7])
+@pytest.mark.parametrize("result", ["out", "x", "w1", "w3", "w2", "prob"])
+def test_one_expert_of_eight_that_is_5_percent_off_fails(result: str, expert: int) -> None:
+    want, rows = FFN.reference("mxfp8"), FFN.rows()
+    assert worst(want, want, rows) == np.inf
+    wrong = want[result].copy()
+    part = expert if result in ("w1", "w3", "w2") else rows[expert]
+    wrong[part] = (wrong[part].astype(np.float64) * 1.05).astype(wrong.dtype)
+    assert worst(want | {result: wrong}, want, rows) < 27 < FP8_TENSOR_CORE_DB
+
+
+@pytest.mark.parametrize("weight", ["w1", "w3", "w2"])
+def test_a_weight_of_one_expert_that_is_5_percent_off_fails(weight: str) -> None:
+    """In a feed-forward and in a layer, where an expert's output is one of two that a token sums."""
+    ffn, layer = FFN, LAYERS["softmax"]
+    scale = np.where(np.arange(8) == 3, np.float32(1.05), np.float32(1))[:, None, None]
+    wrong = dataclasses.replace(ffn, weights=ffn.weights | {weight: ffn.weights[weight] * scale})
+    assert worst(wrong.reference("mxfp8"), ffn.reference("mxfp8"), ffn.rows()) < 30 < FP8_TENSOR_CORE_DB
+    wrong = dataclasses.replace(layer, params=layer.params | {weight: layer.params[weight] * scale})
+    assert worst(wrong.reference("mxfp8"), layer.reference("mxfp8"), layer.rows()) < 30 < FP8_TENSOR_CORE_DB
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "fp8_rowwise", "bf16"])
+def test_another_recipe_fails(recipe: str) -> None:
+    """A fold is 86 dB off with these values and passes; the tests of the folding ops compare bytes."""
+    want = FFN.reference("mxfp8")
+    assert worst(FFN.reference(recipe), want, FFN.rows()) < CPU_DB

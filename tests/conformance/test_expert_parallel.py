@@ -1,19 +1,17 @@
-"""Expert parallelism over 1, 2 and 4 ranks gives the dense layer's answer, and the same bytes travel.
-
-Both frameworks:
+"""Expert parallelism over 1, 2 and 4 ranks: dB from the dense layer; exact bytes of the rows that are sent.
 
     torch  four processes with gloo, started once for this module (torch_ranks.py)
     jax    four CPU devices of this process, shard_map
 
-An expert sees the same rows in the same padded group whatever the number of ranks, so its products are the same
-to the bit. What differs is the router's fp32 product over fewer tokens, in its last bits.
+An expert has the same rows in the same padded group for any number of ranks, so its products agree to the bit. The
+router's fp32 product has fewer tokens on a rank and differs in its last bits.
 """
 
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +19,18 @@ from mxep.core_kernels.quantize import oracle
 from mxep.core_kernels.reference import collectives
 
 from . import check
-from .backends import FRONTENDS, dense_layer
+from .backends import adapter, dense_layer
 from .cases import BF16
 from .layers import LAYER_RUNS, WIRE
 
+pytestmark = pytest.mark.needs("EXPERT_PARALLEL")
 Array = np.ndarray
 RANKS = 4
-SAME_DB = 100.0  # measured at least 133; one element quantized differently would show as less than 70
+SAME_DB = 100.0  # measured at least 133; one element that is quantized differently leaves less than 70
 
 
 class TorchRanks:
-    """The results that the four processes wrote, by case."""
+    """Results of the four processes, by case."""
 
     def __init__(self, files: list[Mapping[str, Array]]) -> None:
         self.files = files
@@ -54,9 +53,8 @@ class TorchRanks:
         return {key.removeprefix(prefix): file[key] for key in keys}
 
 
-@pytest.fixture(scope="module")
-def torch_ranks(tmp_path_factory: pytest.TempPathFactory) -> TorchRanks:
-    out = tmp_path_factory.mktemp("ranks")
+def started(out: Path) -> TorchRanks:
+    """Run the four processes and read their results."""
     script = [sys.executable, str(Path(__file__).with_name("torch_ranks.py"))]
     processes = [
         subprocess.Popen(
@@ -74,20 +72,19 @@ def torch_ranks(tmp_path_factory: pytest.TempPathFactory) -> TorchRanks:
     return TorchRanks([dict(np.load(out / f"rank{rank}.npz")) for rank in range(RANKS)])
 
 
-@pytest.fixture(params=FRONTENDS)
-def ranks(request: pytest.FixtureRequest):
-    """What runs on several ranks: `layer` and `wire`, see TorchRanks."""
-    if request.param == "torch":
-        return request.param, request.getfixturevalue("torch_ranks")
-    return request.param, import_module(f"{__package__}.backends.jax")
+@pytest.fixture(scope="module")
+def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`layer` and `wire` on several ranks, see TorchRanks."""
+    return started(tmp_path_factory.mktemp("ranks")) if backend == "torch" else adapter(backend)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize(("name", "recipe"), LAYER_RUNS)
-def test_any_number_of_ranks_gives_the_dense_answer(ranks, name: str, recipe: str, degree: int) -> None:
-    frontend, backend = ranks
-    y, stats, grads = dense_layer(frontend, name, recipe)
-    got = backend.layer(name, recipe, degree)
+def test_any_number_of_ranks_gives_the_dense_layer(
+    ranks: Any, backend: str, name: str, recipe: str, degree: int
+) -> None:
+    y, stats, grads = dense_layer(backend, name, recipe)
+    got = ranks.layer(name, recipe, degree)
     np.testing.assert_array_equal(got["counts"], stats["counts"])
     for key, want in (grads | {"y": y}).items():
         assert got[key].shape == want.shape
@@ -95,10 +92,10 @@ def test_any_number_of_ranks_gives_the_dense_answer(ranks, name: str, recipe: st
 
 
 @pytest.mark.parametrize("name", WIRE)
-def test_the_bytes_on_the_wire_are_the_oracles(ranks, name: str) -> None:
-    """Dispatch forward and combine backward carry MX bytes, the other two legs bf16; each received row exact."""
+def test_the_bytes_on_the_wire_are_the_oracles(ranks: Any, name: str) -> None:
+    """Dispatch forward and combine backward send MXFP8 bytes, the other two legs bf16; each received row is exact."""
     case = WIRE[name]
-    got, received = ranks[1].wire(name), case.received()
+    got, received = ranks.wire(name), case.received()
     packed = collectives.all_to_all([oracle.quantize_row_packed(rows) for rows in case.rows], case.splits)
     for rank in range(RANKS):
         part, k = got[rank], case.rows[rank].shape[1]

@@ -1,11 +1,9 @@
-"""The five grouped products within the bound of the contract, on every backend that has them.
+"""The grouped products of bf16 and MXFP8 operands, within the error bound of tests/compare.py.
 
-|error| <= c * eps_fp32 * K * sum|a||b| + half an ulp of the output; c and the bound are in check.py. Operands are
-quantized by the oracle, so that a product is judged alone.
+The oracle quantizes the operands, so that the product alone is under test.
 """
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -13,12 +11,12 @@ from mxep.core_kernels import oracle_math
 from mxep.core_kernels.quantize import oracle
 
 from . import check
-from .backends import GEMM_NAMES
+from .backends import offers
 from .cases import BF16, GEMMS, RAGGED_GEMMS, Gemm
 
 Ops = Mapping[str, Callable]
 M_GROUPED = GEMMS | RAGGED_GEMMS
-backends_with_a_gemm = pytest.mark.parametrize("backend", GEMM_NAMES, indirect=True)
+needs = pytest.mark.needs
 out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 
 
@@ -26,7 +24,7 @@ def values(pair: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     return oracle.dequantize(*pair, "float64")
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_bf16")
 @out_dtypes
 @pytest.mark.parametrize("name", M_GROUPED)
 def test_grouped_mm_bf16(ops: Ops, name: str, out_dtype: str) -> None:
@@ -37,7 +35,7 @@ def test_grouped_mm_bf16(ops: Ops, name: str, out_dtype: str) -> None:
     assert (got[case.group_ends[-1] :] == 0).all()
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_mx")
 @out_dtypes
 @pytest.mark.parametrize("name", M_GROUPED)
 def test_grouped_mm_mx(ops: Ops, name: str, out_dtype: str) -> None:
@@ -49,7 +47,7 @@ def test_grouped_mm_mx(ops: Ops, name: str, out_dtype: str) -> None:
     assert (got[case.group_ends[-1] :] == 0).all()
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_bf16")
 @out_dtypes
 @pytest.mark.parametrize("name", M_GROUPED)
 def test_grouped_wgrad_bf16(ops: Ops, name: str, out_dtype: str) -> None:
@@ -60,21 +58,21 @@ def test_grouped_wgrad_bf16(ops: Ops, name: str, out_dtype: str) -> None:
     assert (got[np.diff(case.group_ends, prepend=0) == 0] == 0).all()
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_bf16_t")
 @out_dtypes
 @pytest.mark.parametrize("name", M_GROUPED)
 def test_grouped_wgrad_bf16_t(ops: Ops, name: str, out_dtype: str) -> None:
     case = M_GROUPED[name]
-    turned = (np.ascontiguousarray(x.T) for x in (case.dout, case.lhs))
-    got = ops["grouped_wgrad_bf16_t"](*turned, case.group_ends, out_dtype=out_dtype)
+    transposed = (np.ascontiguousarray(x.T) for x in (case.dout, case.lhs))
+    got = ops["grouped_wgrad_bf16_t"](*transposed, case.group_ends, out_dtype=out_dtype)
     assert got.dtype == oracle_math.DTYPES[out_dtype]
     check.k_grouped(got, case.dout, case.lhs, case.group_ends)
     assert (got[np.diff(case.group_ends, prepend=0) == 0] == 0).all()
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_bf16", "grouped_wgrad_bf16", "grouped_wgrad_bf16_t")
 def test_no_group_reads_the_next_one(ops: Ops) -> None:
-    """bf16 operands of ones and, in the next group, NaN: ends on both sides of what a tile takes at a time."""
+    """Operands are ones, and NaN in the next group; the ends lie on both sides of the sizes of a tile."""
     ones = np.ones((168, 16), BF16)
     for end in (1, 7, 63, 64, 65, 128, 130):
         group_ends, tokens = np.int32([end, end, 160]), np.arange(168)[:, None]
@@ -89,7 +87,7 @@ def test_no_group_reads_the_next_one(ops: Ops) -> None:
         np.testing.assert_array_equal(got, np.broadcast_to(want, (168, 8)))
 
 
-@backends_with_a_gemm
+@needs("grouped_wgrad_mx")
 @out_dtypes
 @pytest.mark.parametrize("name", GEMMS)
 def test_grouped_wgrad_mx(ops: Ops, name: str, out_dtype: str) -> None:
@@ -102,7 +100,7 @@ def test_grouped_wgrad_mx(ops: Ops, name: str, out_dtype: str) -> None:
 
 
 def with_scales(pair: tuple[np.ndarray, np.ndarray], shift: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pair times 2^shift, which only the scale bytes know."""
+    """The pair times 2^shift, in the scale bytes."""
     return pair[0], (pair[1].astype(np.int32) + shift).astype(np.uint8)
 
 
@@ -110,19 +108,19 @@ def flushed(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 2.0**-126, 0, x)
 
 
-@backends_with_a_gemm
+@needs("grouped_mm_mx")
 def test_scales_that_one_dtype_cannot_hold_alone(backend: str, ops: Ops) -> None:
     """2^-126 times 2^110: operands that are subnormal numbers in fp32 and bf16 have a product that is not.
 
-    XLA's matmul on a CPU reads subnormal operands as zeros, the one place where mxep on a CPU does not keep them:
-    for JAX the answer is that of the flushed operands, and not that of the whole ones.
+    XLA's matmul on a CPU reads subnormal operands as zeros. There the result is that of the flushed operands, and not
+    that of the operands themselves.
     """
     case: Gemm = GEMMS["normal"]
     lhs, rhs = oracle.quantize_row(case.lhs), oracle.quantize_row(case.rhs_t)
     lhs, rhs = with_scales(lhs, -int(lhs[1].min())), with_scales(rhs, 110)
     got = ops["grouped_mm_mx"](*lhs, *rhs, case.group_ends, out_dtype="float32")
     assert (flushed(values(lhs)) != values(lhs)).any()
-    if backend == "jax" and import_module("jax").default_backend() == "cpu":
+    if offers(backend, "FLUSHES_SUBNORMALS"):
         check.m_grouped(got, flushed(values(lhs)), values(rhs), case.group_ends)
         with pytest.raises(AssertionError, match="over the bound"):
             check.m_grouped(got, values(lhs), values(rhs), case.group_ends)

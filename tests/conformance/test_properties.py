@@ -1,7 +1,8 @@
-"""What holds for any input, on every backend; hypothesis looks for the input that breaks it."""
+"""Properties of any input, on every backend; hypothesis searches for an input that breaks one."""
+
+from collections.abc import Callable, Mapping
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -10,9 +11,10 @@ from mxep.core_kernels.formats import BLOCK, E8M0_NAN, Rounding
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
 
-from . import backends, check
+from . import check
 from .cases import BF16
 
+Ops = Mapping[str, Callable]
 ROUNDINGS = st.sampled_from(Rounding)
 SHAPES = st.sampled_from([(32, 32), (64, 32), (32, 96)])  # few, because JAX compiles each
 
@@ -25,30 +27,24 @@ def floats(shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
 
 
 ARRAYS = SHAPES.flatmap(floats)
-EACH_BACKEND = pytest.mark.parametrize("name", backends.NAMES)  # hypothesis refuses function-scoped fixtures
 
 
-@EACH_BACKEND
 @given(x=ARRAYS, rounding=ROUNDINGS, satfinite=st.booleans())
-def test_any_bits_quantize_to_the_oracles_bytes(name: str, x: np.ndarray, rounding: Rounding, satfinite: bool) -> None:
-    got = backends.ops(name)["quantize_both"](x, rounding=rounding, satfinite=satfinite)
+def test_any_bits_quantize_to_the_oracles_bytes(ops: Ops, x: np.ndarray, rounding: Rounding, satfinite: bool) -> None:
+    got = ops["quantize_both"](x, rounding=rounding, satfinite=satfinite)
     check.same_bytes(got, quantize_oracle.quantize_both(x, rounding=rounding, satfinite=satfinite))
 
 
-@EACH_BACKEND
 @given(x=ARRAYS, rounding=ROUNDINGS)
-def test_both_is_row_and_col_and_packed_is_row(name: str, x: np.ndarray, rounding: Rounding) -> None:
-    ops = backends.ops(name)
+def test_both_is_row_and_col_and_packed_is_row(ops: Ops, x: np.ndarray, rounding: Rounding) -> None:
     row, col = ops["quantize_row"](x, rounding=rounding), ops["quantize_col"](x, rounding=rounding)
     check.same_bytes(ops["quantize_both"](x, rounding=rounding), (*row, *col))
     check.same_bytes(ops["quantize_row_packed"](x, rounding=rounding), np.concatenate(row, axis=1))
     check.same_bytes(ops["quantize_row"](np.ascontiguousarray(x.T), rounding=rounding), col)
 
 
-@EACH_BACKEND
 @given(x=ARRAYS, rounding=ROUNDINGS)
-def test_dequantize_is_exact_and_requantizing_keeps_the_values(name: str, x: np.ndarray, rounding: Rounding) -> None:
-    ops = backends.ops(name)
+def test_dequantize_is_exact_and_requantizing_keeps_the_values(ops: Ops, x: np.ndarray, rounding: Rounding) -> None:
     q, sf = ops["quantize_row"](x, rounding=rounding)
     values = ops["dequantize"](q, sf, out_dtype="float32")
     np.testing.assert_array_equal(values.astype(np.float64), quantize_oracle.dequantize(q, sf, "float64"))
@@ -59,12 +55,10 @@ def test_dequantize_is_exact_and_requantizing_keeps_the_values(name: str, x: np.
     check.same_bytes(again, values)
 
 
-@EACH_BACKEND
 @given(data=st.data(), x=ARRAYS, rounding=ROUNDINGS)
 def test_permuting_rows_and_quantizing_commute(
-    name: str, data: st.DataObject, x: np.ndarray, rounding: Rounding
+    ops: Ops, data: st.DataObject, x: np.ndarray, rounding: Rounding
 ) -> None:
-    ops = backends.ops(name)
     rows = st.lists(st.integers(-1, x.shape[0] - 1), min_size=40, max_size=40)
     row_map = np.array(data.draw(rows), np.int32)
     first = ops["quantize_row"](ops["permute_rows"](x, row_map), rounding=rounding)
@@ -72,11 +66,10 @@ def test_permuting_rows_and_quantizing_commute(
     check.same_bytes(first, after)
 
 
-@EACH_BACKEND
 @given(x=ARRAYS, rounding=ROUNDINGS)
-def test_what_a_scale_promises(name: str, x: np.ndarray, rounding: Rounding) -> None:
+def test_what_a_scale_promises(ops: Ops, x: np.ndarray, rounding: Rounding) -> None:
     """RCEIL never saturates; a block is NaN exactly when its amax is no finite number."""
-    _, sf = backends.ops(name)["quantize_row"](x, rounding=rounding)
+    _, sf = ops["quantize_row"](x, rounding=rounding)
     blocks = x.astype(np.float64).reshape(x.shape[0], -1, BLOCK)
     finite = np.isfinite(blocks).all(-1)
     np.testing.assert_array_equal(sf == E8M0_NAN, ~finite)
@@ -86,15 +79,14 @@ def test_what_a_scale_promises(name: str, x: np.ndarray, rounding: Rounding) -> 
         assert (top <= 448 * (1 + 2.0**-23)).all()
 
 
-@EACH_BACKEND
 @given(data=st.data(), ranks=st.integers(1, 4), experts=st.integers(1, 5), alignment=st.sampled_from([32, 64, 160]))
 def test_a_row_map_is_a_permutation_with_aligned_groups(
-    name: str, data: st.DataObject, ranks: int, experts: int, alignment: int
+    ops: Ops, data: st.DataObject, ranks: int, experts: int, alignment: int
 ) -> None:
     counts = np.array(data.draw(hnp.arrays(np.int32, ranks * experts, elements=st.integers(0, 40))), np.int32)
     rows = int(counts.sum())
     options = {"num_rows": rows, "num_local_experts": experts, "alignment": alignment}
-    row_map, inverse, padded, ends = backends.ops(name)["row_map"](counts, **options)
+    row_map, inverse, padded, ends = ops["row_map"](counts, **options)
     check.same_bytes((row_map, inverse, padded, ends), routing_oracle.row_map(counts, **options))
     np.testing.assert_array_equal(np.sort(row_map[row_map >= 0]), np.arange(rows))
     np.testing.assert_array_equal(row_map[inverse], np.arange(rows))
@@ -103,11 +95,10 @@ def test_a_row_map_is_a_permutation_with_aligned_groups(
     assert (padded >= np.maximum(counts.reshape(ranks, experts).sum(0), alignment)).all()
 
 
-@EACH_BACKEND
 @given(expert_ids=st.lists(st.integers(0, 6), max_size=60))
-def test_sorting_by_expert_is_stable_and_invertible(name: str, expert_ids: list[int]) -> None:
+def test_sorting_by_expert_is_stable_and_invertible(ops: Ops, expert_ids: list[int]) -> None:
     padded = np.array(expert_ids[:60] + [0] * (60 - len(expert_ids)), np.int32)  # one shape, because JAX compiles each
-    order, inverse, counts = backends.ops(name)["sort_by_expert"](padded, num_experts=7)
+    order, inverse, counts = ops["sort_by_expert"](padded, num_experts=7)
     np.testing.assert_array_equal(order, np.lexsort((np.arange(60), padded)))
     np.testing.assert_array_equal(order[inverse], np.arange(60))
     np.testing.assert_array_equal(counts, np.bincount(padded, minlength=7))

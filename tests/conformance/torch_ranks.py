@@ -1,9 +1,9 @@
-"""One rank of the expert-parallel runs in PyTorch: started as a script by test_expert_parallel.py, four at a time.
+"""One rank of the expert-parallel runs in PyTorch; test_expert_parallel.py starts four of this script.
 
     python torch_ranks.py RANK RANKS STORE OUT     results: OUT/rank{RANK}.npz, key "degree/case/recipe/what"
 
 A group of `ep` ranks shares the experts; with four processes and ep = 1 or 2 there are several groups with the
-same tokens. gloo over a file store, so no port is taken.
+same tokens. gloo uses a file store, so that no port is needed.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -21,17 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from conformance.backends.arrays import to_numpy, to_torch
-from conformance.backends.torch import moe_module
-from conformance.cases import BF16
-from conformance.layers import LAYER_RUNS, LAYERS, WIRE, Layer, Wire
+from tests.compare import to_numpy
+from tests.conformance.backends.arrays import to_torch
+from tests.conformance.backends.torch import moe_module
+from tests.conformance.cases import BF16
+from tests.conformance.layers import LAYER_RUNS, LAYERS, RUNS, WIRE, Layer, Wire
 
 DEGREES = (1, 2, 4)
 
 
 def layer(case: Layer, recipe: str, mesh: DeviceMesh) -> dict[str, np.ndarray]:
     """This rank's y, statistics, and gradients of x, of the router (its share) and of its experts."""
-    moe = moe_module(case.params, recipe, **case.options)
+    moe = moe_module(case.params, RUNS[recipe], **case.options)
     parallelize_module(moe.experts, mesh, mxep.MXFP8ExpertParallel(gradients="sum"))
     rows = np.array_split(np.arange(len(case.x)), mesh.size())[mesh.get_local_rank()]
     x = to_torch(case.x[rows]).requires_grad_()

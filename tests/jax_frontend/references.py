@@ -1,4 +1,4 @@
-"""Plain jax.numpy formulas in fp32, the measures they are compared by, and what a traced program is made of."""
+"""Formulas in jax.numpy and fp32, and the primitives of a traced program."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,26 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 from mxep.jax_frontend import MoEConfig
-
-EPS = 2.0**-23
-HALF_ULP = {"bfloat16": 2.0**-8, "float32": 2.0**-24}
-
-
-def sqnr(actual: jax.Array, expected: jax.Array) -> float:
-    """Signal over error in dB; infinite for equal arrays."""
-    a, e = (np.asarray(x, np.float64) for x in (actual, expected))
-    error = ((a - e) ** 2).sum()
-    return float(10 * np.log10((e**2).sum() / error)) if error else float("inf")
-
-
-def within_bound(got: jax.Array, want: jax.Array, magnitude: jax.Array, terms: int) -> None:
-    """Two sums of `terms` products, both in fp32, the first rounded to its dtype: the numerics contract, twice its fp32
-    term. magnitude: sum|a||b|."""
-    g, w = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    bound = 2 * EPS * terms * np.asarray(magnitude, np.float64)
-    bound += HALF_ULP[got.dtype.name] * np.maximum(np.abs(g), np.abs(w))
-    assert g.shape == w.shape
-    assert (np.abs(g - w) <= bound).all(), f"over the bound by {(np.abs(g - w) - bound).max():.3e}"
 
 
 def primitives(f: Callable, *arguments) -> tuple[Counter[str], Counter[str]]:

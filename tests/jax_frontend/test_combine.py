@@ -8,7 +8,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import MXGradArray, ops, weighted_combine
 
-from .references import normal, sqnr
+from ..compare import sqnr_db
+from .references import normal
 
 TOKENS, TOP_K, DIM, PADDING = 40, 3, 64, 9
 RNG = np.random.default_rng(0)
@@ -70,7 +71,7 @@ def test_an_mx_gradient_is_that_of_the_rows_quantized(weighted: bool) -> None:
     probs, rows, dy = PROBS if weighted else None, ROWS.astype(jnp.bfloat16), DY.astype(jnp.bfloat16)
 
     def combine(rows):
-        return weighted_combine(rows, probs, SLOTS, ORDER, scaling_mode="floor")
+        return weighted_combine(rows, probs, SLOTS, ORDER, rounding="floor")
 
     y, backward = jax.vjp(jax.jit(combine), MXGradArray.wrap(rows))
     expected, float_backward = jax.vjp(combine, rows)
@@ -94,14 +95,14 @@ def test_under_shard_map_remat_and_scan() -> None:
         np.testing.assert_allclose(y[i], want, rtol=1e-5, atol=1e-6)
     drows, dprobs = backward(dy)
     grads = [reference(g) for (_, reference), g in zip(expected, dy, strict=True)]
-    assert sqnr(drows, sum(g[0] for g in grads)) > 100
-    assert sqnr(dprobs, jnp.stack([g[1] for g in grads])) > 100
+    assert sqnr_db(drows, sum(g[0] for g in grads)) > 100
+    assert sqnr_db(dprobs, jnp.stack([g[1] for g in grads])) > 100
 
     def scanned(rows):
         return jax.lax.scan(lambda total, p: (total + weighted_combine(rows, p, SLOTS, ORDER), None), 0 * DY, probs)[0]
 
     got = jax.jit(jax.grad(lambda rows: (scanned(rows) * DY).sum()))(ROWS)
-    assert sqnr(got, sum(jax.vjp(formula, ROWS, p)[1](DY)[0] for p in probs)) > 100
+    assert sqnr_db(got, sum(jax.vjp(formula, ROWS, p)[1](DY)[0] for p in probs)) > 100
 
 
 @pytest.mark.parametrize(

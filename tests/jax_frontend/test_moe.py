@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import RECIPES, MoEConfig, moe, quantize_weights
 
+from ..compare import sqnr_db
 from . import references
-from .references import normal, sqnr
+from .references import normal
 
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 64, 96, 8, 2, 100
 X, DY = normal(TOKENS, DIM, dtype="float32"), normal(TOKENS, DIM, seed=1, dtype="float32")
@@ -54,9 +55,9 @@ def test_the_layer_is_its_formulas(changes: dict, limit: float) -> None:
     layer_config = config(**changes)
     y, stats, grads = run(PARAMS, X, layer_config, DY)
     (expected, aux_loss), backward = jax.vjp(lambda p, x: references.moe(p, x, layer_config), PARAMS, X)
-    assert sqnr(y, expected) > limit
+    assert sqnr_db(y, expected) > limit
     for name, want in names(backward((DY, jnp.zeros(())))).items():
-        assert sqnr(names(grads)[name], want) > limit, name
+        assert sqnr_db(names(grads)[name], want) > limit, name
     np.testing.assert_allclose(stats.aux_loss, aux_loss, rtol=1e-5)
     assert stats.counts.shape == (EXPERTS,)
     assert (int(stats.counts.sum()), int(stats.overflow)) == (TOKENS * layer_config.top_k, 0)
@@ -123,7 +124,7 @@ def test_any_number_of_devices_gives_the_answer_of_one(recipe: str, ranks: int, 
         # A weight's gradient is rounded to bf16 after a sum over tokens in another order: a few last bits.
         ulp = 2**-7 if name in ("w1", "w2", "w3") else 1e-5
         np.testing.assert_allclose(got, want, rtol=ulp, atol=1e-5 * float(jnp.abs(want).max()), err_msg=name)
-        assert sqnr(got, want) > 60, name
+        assert sqnr_db(got, want) > 60, name
 
 
 def test_without_jit_the_gradient_is_the_same() -> None:
@@ -135,7 +136,7 @@ def test_without_jit_the_gradient_is_the_same() -> None:
     expected, _, grads = parallel(2, "mxfp8_wgrad_with_hp")(PARAMS, X, DY)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     for name, want in names(grads).items():
-        assert sqnr(names(backward(DY))[name], want) > 60, name
+        assert sqnr_db(names(backward(DY))[name], want) > 60, name
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
@@ -150,7 +151,7 @@ def test_replicas_of_the_experts_add_their_gradients_in_fp32(recipe: str) -> Non
     np.testing.assert_allclose(jax.jit(layer)(PARAMS, X), y, rtol=1e-5, atol=1e-6)
     for name, want in names(grads).items():
         # Each replica rounds its own sum to bf16 before the sum of both; the rounding of one device is another.
-        assert sqnr(got[name], want) > (48 if name in ("w1", "w2", "w3") else 60), name
+        assert sqnr_db(got[name], want) > (48 if name in ("w1", "w2", "w3") else 60), name
     text = gradient.lower(PARAMS, X, DY).as_text()
     sums = re.findall(r'"stablehlo.all_reduce".*?\}\) : \((tensor<\S+)\)', text, re.DOTALL)
     assert len(sums) >= 4, "three weights and the router"
@@ -203,9 +204,9 @@ def test_a_mesh_trains_as_one_device(shape: tuple[int, int], check_vma: bool) ->
     np.testing.assert_allclose(stats.aux_loss, stats_1.aux_loss, rtol=1e-6)
     change, change_1 = (jax.tree.map(jnp.subtract, p, PARAMS) for p in (trained, trained_1))
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_1), strict=True):
-        assert sqnr(got, want) > 120
+        assert sqnr_db(got, want) > 120
     for got, want in zip(jax.tree.leaves(change), jax.tree.leaves(change_1), strict=True):
-        assert sqnr(got, want) > 55
+        assert sqnr_db(got, want) > 55
 
 
 def test_a_capacity_drops_rows_and_says_so() -> None:
@@ -232,9 +233,9 @@ def test_a_capacity_drops_rows_and_says_so() -> None:
         return (jnp.einsum("tef,edf->ted", hidden, w["w2"]) * kept[..., None]).sum(1)
 
     expected, backward = jax.vjp(reference, PARAMS, X)
-    assert sqnr(y, expected) > 42
+    assert sqnr_db(y, expected) > 42
     for name in ("w1", "w2", "w3"):
-        assert sqnr(grads[0]["experts"][name], backward(DY)[0]["experts"][name]) > 42, name
+        assert sqnr_db(grads[0]["experts"][name], backward(DY)[0]["experts"][name]) > 42, name
     lost = ~kept.any(1)
     assert lost.any(), "some token loses every expert"
     assert not np.asarray(y)[lost].any()
@@ -246,7 +247,7 @@ def test_few_tokens_and_one_hot_expert(tokens: int) -> None:
     x = jnp.abs(X[:tokens])
     y, stats, grads = run(params, x, config(), DY[:tokens])
     assert stats.counts.tolist() == [tokens, 0, 0, 0, 0, tokens, 0, 0], "equal scores: the lower expert first"
-    assert sqnr(y, references.moe(params, x, config())[0]) > 20
+    assert sqnr_db(y, references.moe(params, x, config())[0]) > 20
     assert all(np.isfinite(np.asarray(g)).all() for g in jax.tree.leaves(grads))
 
 

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mxep.core_kernels.formats import spans
-from mxep.jax_frontend import MXArray, Recipe, lower_for, mxfp8_grouped_mm, ops
+from mxep.jax_frontend import MXArray, Recipe, grouped_mm, lower_for, ops
 from mxep.jax_frontend.weights import form_of
 
-from .references import kernels, normal, sqnr
+from ..compare import sqnr_db
+from .references import kernels, normal
 
 M, K, N, SIZES = 192, 64, 96, [64, 0, 96]
 ENDS = jnp.asarray(np.cumsum(SIZES), jnp.int32)
 LHS, RHS_T, DOUT = normal(M, K), normal(len(SIZES), N, K, seed=1), normal(M, N, seed=2)
-whole_blocks = partial(mxfp8_grouped_mm, pad_token_groups=False)
+whole_blocks = partial(grouped_mm, pad_token_groups=False)
 MX = ["mxfp8_wgrad_with_hp", "mxfp8"]
 
 
@@ -166,4 +167,4 @@ def test_folding_loses_little(name: str) -> None:
         for compute in ("fold", "exact")
     )
     for g, w, least in zip(fold, exact, (110.8, 110.8, 93.5), strict=True):
-        assert sqnr(g, w) > least
+        assert sqnr_db(g, w) > least

@@ -19,6 +19,8 @@ from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.quantize import plan as quantize
 
+from ..compare import same_bytes
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 EVERY_BF16 = np.arange(1 << 16, dtype=np.uint16)
 RULES = [
@@ -26,12 +28,6 @@ RULES = [
     for rounding in Rounding
     for satfinite in (False, True)
 ]
-
-
-def same_bytes(got, expected) -> None:
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def bf16(bits: np.ndarray) -> np.ndarray:

@@ -1,13 +1,12 @@
-"""SwiGLU between guards, in C++ and in Triton's interpreter: no byte outside is read or written.
-
-The conformance tests compare more inputs, byte for byte.
-"""
+"""SwiGLU between guards, in C++ and in Triton's interpreter: it reads and writes no byte outside of its arrays."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from mxep.core_kernels.swiglu import oracle
 from mxep.core_kernels.swiglu import plan as swiglu
+
+from ..compare import gemm_bound, same_bytes
 
 SHAPES = {
     "": [(1, 1), (5, 37), (65, 100), (3, 0)],
@@ -28,7 +27,8 @@ def test_swiglu(guarded_op, op, shape, weighted):
     inputs = (dh, gate, up, prob) if "bwd" in op else (gate, up, prob)
     got, want = guarded_op(getattr(swiglu, op), *inputs), getattr(oracle, op)(*inputs)
     for g, w in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
-        if g.dtype == np.float32:  # dprob: a sum in another order
-            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-4)
+        if g.dtype == np.float32 and weighted:  # dprob, a sum in any order
+            terms = oracle.dprob_terms(dh, gate, up).astype(np.float64)
+            gemm_bound(g, terms.sum(-1), np.abs(terms).sum(-1), terms.shape[1])
         else:
-            np.testing.assert_array_equal(g.view(f"u{g.itemsize}"), w.view(f"u{w.itemsize}"))
+            same_bytes(g, w)

@@ -3,8 +3,8 @@
 Group ends are any numbers: empty groups first, in the middle and last, no multiples of a tile, rows past the
 last end. The guards around every buffer are NaN, and so are the rows that no group owns.
 
-`sm_100_op` runs the programs of sm_100, tiles and all. What it lends the interpreter is `dot_scaled` as Triton defines
-it; a GPU's tensor core does that in hardware.
+`sm_100_op` runs the programs of sm_100 with their tiles. It replaces `dot_scaled`, which the interpreter lacks, by its
+definition in numpy; a GPU computes it in a tensor core.
 """
 
 from dataclasses import replace
@@ -19,6 +19,8 @@ from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from triton.runtime.interpreter import TensorHandle
+
+from ..compare import gemm_bound
 
 BF16 = ml_dtypes.bfloat16
 ENDS = {
@@ -56,13 +58,6 @@ def sm_100_op(monkeypatch, triton_op):
     return run
 
 
-def check_bound(got: np.ndarray, want: np.ndarray, magnitude: np.ndarray, terms: int) -> None:
-    """|got - want| <= eps_fp32 * terms * sum|a||b|, and half an ulp of bf16 for the last rounding."""
-    ulp = np.exp2(np.floor(np.log2(np.maximum(np.abs(want), 2.0**-126))) - 7) if got.dtype == BF16 else 0
-    error = np.abs(got.astype(np.float64) - want)
-    assert np.all(error <= 2.0**-23 * terms * magnitude + 0.5 * ulp)
-
-
 def groups_of(ends: list[int]) -> list[slice]:
     return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
@@ -75,7 +70,7 @@ def check_m_grouped(got: np.ndarray, lhs: np.ndarray, rhs_t: np.ndarray, ends: l
     lhs, rhs_t = lhs.astype(np.float64), rhs_t.astype(np.float64)
     for g, rows in enumerate(groups_of(ends)):
         want, magnitude = lhs[rows] @ rhs_t[g].T, np.abs(lhs[rows]) @ np.abs(rhs_t[g]).T
-        check_bound(got[rows], want, magnitude, lhs.shape[1])
+        gemm_bound(got[rows], want, magnitude, lhs.shape[1])
     assert not got[ends[-1] if ends else 0 :].any()
 
 
@@ -83,7 +78,7 @@ def check_k_grouped(got: np.ndarray, lhs: np.ndarray, rhs: np.ndarray, ends: lis
     lhs, rhs = lhs.astype(np.float64), rhs.astype(np.float64)
     for g, rows in enumerate(groups_of(ends)):
         want, magnitude = lhs[rows].T @ rhs[rows], np.abs(lhs[rows]).T @ np.abs(rhs[rows])
-        check_bound(got[g], want, magnitude, rows.stop - rows.start)
+        gemm_bound(got[g], want, magnitude, rows.stop - rows.start)
 
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
@@ -141,8 +136,8 @@ def test_wgrad_bf16(triton_op, ends, out_dtype):
     group_ends = np.array(ends, np.int32)
     (got,) = triton_op(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=out_dtype)
     check_k_grouped(got, lhs, rhs, ends)
-    turned = (np.ascontiguousarray(x.T) for x in (lhs, rhs))
-    (got,) = triton_op(grouped_gemm.grouped_wgrad_bf16_t, *turned, group_ends, out_dtype=out_dtype)
+    transposed = (np.ascontiguousarray(x.T) for x in (lhs, rhs))
+    (got,) = triton_op(grouped_gemm.grouped_wgrad_bf16_t, *transposed, group_ends, out_dtype=out_dtype)
     check_k_grouped(got, lhs, rhs, ends)
 
 
@@ -197,8 +192,8 @@ def test_bf16_products_on_sm_100(sm_100_op, out_dtype):
     check_m_grouped(got, lhs, rhs_t, ends)
     (got,) = sm_100_op(grouped_gemm.grouped_wgrad_bf16, lhs, rhs, group_ends, out_dtype=out_dtype)
     check_k_grouped(got, lhs, rhs, ends)
-    turned = (np.ascontiguousarray(x.T) for x in (lhs, rhs))
-    (got,) = sm_100_op(grouped_gemm.grouped_wgrad_bf16_t, *turned, group_ends, out_dtype=out_dtype)
+    transposed = (np.ascontiguousarray(x.T) for x in (lhs, rhs))
+    (got,) = sm_100_op(grouped_gemm.grouped_wgrad_bf16_t, *transposed, group_ends, out_dtype=out_dtype)
     check_k_grouped(got, lhs, rhs, ends)
 
 

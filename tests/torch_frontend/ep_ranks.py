@@ -24,15 +24,16 @@ from mxep.torch_frontend import (
     MoE,
     MXFP8ExpertParallel,
     MXTensor,
+    Route,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    dispatch,
     ops,
     permute_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
     unpermute_hp_fwd_mxfp8_bwd,
 )
 from mxep.torch_frontend import _to_mxfp8_then_scaled_grouped_mm as mxfp8_gmm
-from mxep.torch_frontend.ep import Route, dispatch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint.state_dict import (
@@ -103,9 +104,8 @@ def equal_to_dense(ep: int, run: str, prob_in) -> None:
         experts = slice(mesh.get_local_rank() * E // ep, (mesh.get_local_rank() + 1) * E // ep)
         pairs[name] = (w.grad.to_local(), getattr(dense.experts, name).grad[experts])
     for name, (one, other) in pairs.items():
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-9 * other.abs().max().item(), msg=f"{name} {{}}")
-        # Measured: equal bit for bit. Another BLAS may order its sums by the number of rows.
-        assert sqnr_db(one, other) > 50, (name, sqnr_db(one, other))
+        # Measured: equal bit for bit. A value that rounds to another bf16 leaves less than 90 dB.
+        assert sqnr_db(one, other) > 100, (name, sqnr_db(one, other))
 
 
 def reload_between_degrees() -> None:
@@ -341,9 +341,9 @@ def bad_input() -> None:
     raises(
         ValueError, "padded_counts: got shape (3,); allowed: (2,)", lambda: moe.experts(rows, torch.tensor([4, 4, 0]))
     )
-    exchange = partial(dispatch, rows, recipe=RECIPES["mxfp8"], group_name=name, degree=4)
+    exchange = partial(dispatch, rows, group=name)
     raises(ValueError, "(E,) with E a multiple of 4", lambda: exchange(torch.tensor([4, 4, 0])))
-    raises(ValueError, "num_tokens_per_expert", lambda: exchange(torch.ones(E, dtype=torch.int32)[:4] * 3))
+    raises(ValueError, "dispatch: counts", lambda: exchange(torch.ones(E, dtype=torch.int32)[:4] * 3))
 
 
 PROGRAMS = (

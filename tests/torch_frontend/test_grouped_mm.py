@@ -6,7 +6,7 @@ from mxep.core_kernels.recipe import Compute
 from mxep.torch_frontend import MXTensor, Rounding, bf16_grouped_mm, mxfp8_grouped_mm, ops
 from torch import Tensor
 
-from .compare import sqnr_db, within_bound
+from ..compare import product_bound, sqnr_db
 
 K, N, ENDS = 64, 96, (32, 32, 96)  # the second group is empty; rows 96.. belong to nobody
 GROUPS = [(g, slice(start, end)) for g, (start, end) in enumerate(zip((0, *ENDS), ENDS, strict=False))]
@@ -40,7 +40,7 @@ def test_forward_multiplies_the_quantized_values(dtype, out_dtype, rounding) -> 
     assert out.dtype == out_dtype
     mode = int(Rounding.parse(rounding))
     for g, rows in GROUPS:
-        within_bound(out[rows], rowwise(a, mode)[rows], rowwise(w, mode)[g].T)
+        product_bound(out[rows], rowwise(a, mode)[rows], rowwise(w, mode)[g].T)
     assert (out[ENDS[-1] :] == 0).all()
 
 
@@ -60,8 +60,8 @@ def test_gradients_multiply_the_values_they_promise(wgrad_with_hp: bool, mx_inpu
     if not wgrad_with_hp:
         a_value, d_value = colwise(a_value), colwise(d_value)
     for g, group in GROUPS:
-        within_bound(da[group], rowwise(dout)[group], colwise(w)[g])
-        within_bound(dw[g], d_value[group].T, a_value[group])
+        product_bound(da[group], rowwise(dout)[group], colwise(w)[g])
+        product_bound(dw[g], d_value[group].T, a_value[group])
     assert (da[ENDS[-1] :] == 0).all()
     assert (dw[1] == 0).all()
 
@@ -92,7 +92,7 @@ def test_any_counts_with_padding() -> None:
     for g, rows in ((0, slice(0, 7)), (2, slice(7, 50))):
         pad = (0, 0, 0, -(rows.stop - rows.start) % 32)
         left, right = (colwise(torch.nn.functional.pad(x[rows], pad)) for x in (dout, a.detach()))
-        within_bound(dw[g], left.T, right)
+        product_bound(dw[g], left.T, right)
     assert (dw[1] == 0).all()
 
 
@@ -162,9 +162,9 @@ def test_bf16_pipeline_has_the_same_shape_of_answer() -> None:
     dout = randn(128, N, seed=2)
     da, dw = torch.autograd.grad(out, [a, w], dout)
     for g, rows in GROUPS:
-        within_bound(out[rows], a[rows], w[g].T)
-        within_bound(da[rows], dout[rows], w[g])
-        within_bound(dw[g], dout[rows].T, a[rows])
+        product_bound(out[rows], a[rows], w[g].T)
+        product_bound(da[rows], dout[rows], w[g])
+        product_bound(dw[g], dout[rows].T, a[rows])
 
 
 def test_float32_parameters_get_float32_gradients() -> None:

@@ -9,7 +9,7 @@ from mxep.torch_frontend import GroupedExperts, MoE, Recipe, ops
 from mxep.torch_frontend.shards import Ranks
 from torch import Tensor
 
-from .compare import sqnr_db
+from ..compare import sqnr_db
 
 D, HIDDEN, E, TOP_K = 64, 96, 8, 2
 

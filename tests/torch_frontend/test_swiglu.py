@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from mxep.torch_frontend import ops, swiglu
 from torch import Tensor
 
-from .compare import sqnr_db
+from ..compare import sqnr_db
 
 
 def operands(weighted: bool, rows: int = 37, width: int = 100) -> tuple[Tensor, ...]:

@@ -1,42 +1,70 @@
-"""One adapter per way to run an op: `OPS`, from an op's name to a callable: arrays in the op's
-order, options by keyword, numpy in and out.
+"""Adapters: one module per way to run the ops. README.md says what an adapter defines.
 
-| backend | what runs | process |
+| adapter | what runs | process |
 | --- | --- | --- |
 | cpp | `cpp_bindings.run`, on outputs filled with a poison byte | normal |
-| triton | the interpreter, through the torch frontend's launcher; outputs poisoned too | TRITON_INTERPRET=1 |
-| torch | the public functions of `mxep.torch_frontend` | normal |
+| triton | Triton's interpreter, through the torch frontend's launcher; outputs are poisoned too | TRITON_INTERPRET=1 |
+| torch | the public functions of `mxep.torch_frontend`, on the GPU where there is one | normal |
 | jax | the public functions of `mxep.jax_frontend`, under `jax.jit` | normal |
 
-A backend that cannot exist in a process is not collected there; `test_backends.py` says which must be. A third
-party adds a module here with its own `OPS` and a line in `NAMES`.
+`pytest tests/conformance --backend NAME` runs the cases with the adapter NAME: one of these, or a module of your own.
+Without the option all adapters run that the process allows.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import numpy as np
+import pytest
+from mxep.core_kernels.registry import OPS as KERNEL_OPS
 
-from ..layers import LAYERS
+from ..layers import LAYERS, RUNS
 
 Array = np.ndarray
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-NAMES = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
-POISONED = tuple(name for name in NAMES if name in ("cpp", "triton"))  # their ops take `poison`, a byte
-FRONTENDS = ("torch", "jax")  # what test_end_to_end.py and test_expert_parallel.py need besides `OPS` is in these
-GEMM_NAMES = tuple(name for name in NAMES if name != "cpp")  # on a CPU the frameworks multiply
+ADAPTERS = ("cpp", "triton", "torch", "jax")
+DEFAULT = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
+
+PRODUCTS = {name for name in KERNEL_OPS if name.startswith("grouped_")}
+"""Ops with an error bound; the results of the others are exact bytes."""
+BYTES = KERNEL_OPS.keys() - PRODUCTS
 
 
-def ops(backend: str) -> Mapping[str, Callable]:
-    return import_module(f"{__name__}.{backend}").OPS
+def adapter(name: str) -> Any:
+    """The module of an adapter."""
+    return import_module(f"{__name__}.{name}" if name in ADAPTERS else name)
+
+
+def offers(name: str, what: str) -> bool:
+    """Whether an adapter has an op or one of the optional functions and marks."""
+    module = adapter(name)
+    return what in module.OPS or bool(getattr(module, what, False))
+
+
+class Ops(Mapping[str, Callable]):
+    """The ops of an adapter by name. A test that asks for an op that the adapter does not offer is skipped."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._ops = name, adapter(name).OPS
+
+    def __getitem__(self, op: str) -> Callable:
+        if op not in self._ops:
+            pytest.skip(f"{self._name} does not offer {op}")
+        return self._ops[op]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ops)
+
+    def __len__(self) -> int:
+        return len(self._ops)
 
 
 @cache
-def dense_layer(frontend: str, name: str, run: str) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+def dense_layer(backend: str, name: str, run: str) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """y, statistics and gradients of a case of `LAYERS` on one rank."""
     case = LAYERS[name]
-    module = import_module(f"{__name__}.{frontend}")
-    return module.moe(case.x, case.params, case.dy, run, **case.options)
+    return adapter(backend).moe(case.x, case.params, case.dy, RUNS[run], **case.options)

@@ -1,62 +1,57 @@
-"""The C++ table, called straight: plan, poisoned outputs, run."""
+"""The C++ table without a framework: check, poisoned numpy outputs, run."""
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-import torch
 from mxep import cpp_bindings
-from mxep.core_kernels.combine import plan as combine
-from mxep.core_kernels.fold import plan as fold
-from mxep.core_kernels.fold import plan_both as both_fold
-from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.launch import ArrayType, KernelOp
-from mxep.core_kernels.permute import plan as permute
-from mxep.core_kernels.quantize import plan as quantize
-from mxep.core_kernels.routing import plan as routing
-from mxep.core_kernels.scale_layout import plan as scale_layout
-from mxep.core_kernels.swiglu import plan as swiglu
 
-from .arrays import poisoned, to_numpy, to_torch
+from . import BYTES, KERNEL_OPS
 
+POISONED = True
 POISON = 0xA5
+BF16 = np.dtype(ml_dtypes.bfloat16)
+_BFLOAT, _CODE = 4, 20  # DLPack: kDLBfloat; the offset of dtype.code in a DLTensor
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+
+class _Bf16:
+    """A bf16 array as DLPack. numpy exports no ml_dtypes: this exports the bits as uint16 and then sets the type."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self._bits = x.view(np.uint16)
+
+    def __dlpack__(self, **_: Any) -> object:
+        capsule = self._bits.__dlpack__()
+        ctypes.c_uint8.from_address(_pointer(capsule, b"dltensor") + _CODE).value = _BFLOAT
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._bits.__dlpack_device__()
+
+
+def _exported(x: np.ndarray) -> Any:
+    return _Bf16(x) if x.dtype == BF16 else x
+
+
+def poisoned(out: ArrayType, byte: int) -> np.ndarray:
+    """An array whose every byte is `byte`."""
+    dtype = np.dtype(out.dtype)
+    return np.full(int(np.prod(out.shape)) * dtype.itemsize, byte, np.uint8).view(dtype).reshape(out.shape)
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
     signature = op.signature(*(ArrayType(x.shape, x.dtype.name) for x in inputs), **options)
-    outputs = [poisoned(out.shape, getattr(torch, out.dtype), poison) for out in signature.out]
-    cpp_bindings.run(op.name, [to_torch(x) for x in inputs], outputs, list(signature.attrs.values()))
-    results = tuple(map(to_numpy, outputs))
-    return results if len(results) > 1 else results[0]
+    outputs = tuple(poisoned(out, poison) for out in signature.out)
+    arrays = [_exported(np.array(x, order="C")) for x in inputs]  # a copy: cases are shared and may be read-only
+    cpp_bindings.run(op.name, arrays, list(map(_exported, outputs)), list(signature.attrs.values()))
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
-KERNEL_OPS = (
-    quantize.quantize_row,
-    quantize.quantize_row_packed,
-    quantize.quantize_col,
-    quantize.quantize_both,
-    quantize.dequantize,
-    permute.permute_rows,
-    permute.permute_mx,
-    routing.sort_by_expert,
-    routing.row_map,
-    fold.fold_rows,
-    fold.quantize_row_fold,
-    quantize.quantize_rowwise,
-    fold.fold_groups,
-    both_fold.quantize_both_fold,
-    fold_loss.count_fold_loss,
-    scale_layout.block_scales,
-    scale_layout.unblock_scales,
-    combine.combine,
-    combine.combine_bwd,
-    swiglu.swiglu,
-    swiglu.swiglu_row,
-    swiglu.swiglu_col,
-    swiglu.swiglu_bwd,
-    swiglu.swiglu_bwd_row,
-    swiglu.swiglu_bwd_col,
-    swiglu.swiglu_bwd_both,
-)
-OPS: dict[str, Callable] = {op.name: partial(run, op) for op in KERNEL_OPS}
+OPS: dict[str, Callable] = {name: partial(run, KERNEL_OPS[name]) for name in BYTES}

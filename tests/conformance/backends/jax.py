@@ -14,21 +14,17 @@ from mxep.core_kernels.recipe import Recipe
 from mxep.jax_frontend import ops
 
 from ..layers import LAYERS, RUNS, WIRE
+from . import KERNEL_OPS
 
+FP8_TENSOR_CORES = jax.default_backend() != "cpu"
+FLUSHES_SUBNORMALS = not FP8_TENSOR_CORES  # XLA's matmul on a CPU
+EXPERT_PARALLEL = True
 Array = np.ndarray
 Pair = tuple[Array, Array]
 
-NAMES = (
-    *("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both", "dequantize"),
-    *("permute_rows", "permute_mx", "sort_by_expert", "row_map"),
-    *("fold_rows", "quantize_row_fold", "fold_groups", "block_scales", "unblock_scales"),
-    *("quantize_rowwise", "quantize_both_fold", "count_fold_loss"),
-    *("combine", "combine_bwd"),
-    *("swiglu", "swiglu_row", "swiglu_col"),
-    *("swiglu_bwd", "swiglu_bwd_row", "swiglu_bwd_col", "swiglu_bwd_both"),
-    *("grouped_mm_mx", "grouped_mm_bf16", "grouped_wgrad_mx", "grouped_wgrad_bf16"),
-    *("grouped_mm_fold", "grouped_mm_fold_bias", "grouped_wgrad_fold", "grouped_wgrad_bf16_t"),
-)
+# By default XLA leaves out a rounding to bf16 in a fusion, depending on where it cuts the graph: layers on 1 and on 4
+# ranks then differ by roundings to bf16 (51 dB). With this option they agree to the bit, and the tests require it.
+EXACT = {"xla_allow_excess_precision": False}
 
 
 @cache
@@ -41,7 +37,7 @@ def run(name: str, *inputs: Array, **options: Any) -> Any:
     return tuple(map(np.asarray, results)) if isinstance(results, tuple) else np.asarray(results)
 
 
-OPS: dict[str, Callable] = {name: partial(run, name) for name in NAMES}
+OPS: dict[str, Callable] = {name: partial(run, name) for name in KERNEL_OPS}
 
 
 @jax.custom_vjp
@@ -58,10 +54,8 @@ with_mx_gradient.defvjp(
 @partial(jax.jit, static_argnames="recipe")
 def _grouped_mm(a, b_t, group_ends, dout, recipe: Recipe):
     def forward(a, w):
-        # bf16 products take no mxep.MXArray, see its docstring
-        a = a.dequantize() if isinstance(a, mxep.MXArray) and not recipe.mx else a
         options = {"recipe": recipe, "mx_grad": isinstance(dout, tuple), "pad_token_groups": False}
-        out = mxep.mxfp8_grouped_mm(a, w, group_ends, **options)
+        out = mxep.grouped_mm(a, w, group_ends, **options)
         return with_mx_gradient(out, *dout) if isinstance(dout, tuple) else out
 
     a = mxep.MXArray.from_bytes(*a) if isinstance(a, tuple) else a
@@ -71,11 +65,33 @@ def _grouped_mm(a, b_t, group_ends, dout, recipe: Recipe):
 
 
 def grouped_mm(
-    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, run: str, rounding: str = "rceil"
+    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, recipe: Recipe
 ) -> tuple[Array, Array, Array]:
-    """out (M, N), da (M, K), db_t (G, K, N); `a` and `dout` are floats or MX pairs."""
-    results = _grouped_mm(a, b_t, group_ends, dout, Recipe.parse(RUNS[run], rounding=rounding))
-    return tuple(map(np.asarray, results))
+    """out (M, N), da (M, K), db_t (G, K, N)."""
+    return tuple(map(np.asarray, _grouped_mm(a, b_t, group_ends, dout, recipe)))
+
+
+@partial(jax.jit, static_argnames="recipe", compiler_options=EXACT)
+def _swiglu_ffn(x, weights, group_ends, prob, dout, recipe: Recipe):
+    def forward(x, weights, prob):
+        w1, w3, w2 = (weights[name] for name in ("w1", "w3", "w2"))
+        return mxep.grouped_swiglu_ffn(x, w1, w3, w2, group_ends, prob, recipe=recipe)
+
+    out, backward = jax.vjp(forward, x, weights, prob)
+    dx, dweights, dprob = backward(dout)
+    return {"out": out, "x": dx, **dweights, "prob": dprob}
+
+
+def swiglu_ffn(
+    x: Array | Pair,
+    weights: dict[str, Array],
+    group_ends: Array,
+    prob: Array | None,
+    dout: Array | Pair,
+    recipe: Recipe,
+) -> dict[str, Array]:
+    """out (P, D) and the gradients: of x "x", of "w1", "w3", "w2", and of prob "prob" if there is one."""
+    return {name: np.asarray(v) for name, v in _swiglu_ffn(x, weights, group_ends, prob, dout, recipe).items()}
 
 
 @partial(jax.jit, static_argnames=("ranks", "alignment"))
@@ -150,11 +166,11 @@ def wire(name: str) -> list[dict[str, Array]]:
 
 
 def _config(
-    params: dict[str, Array], run: str, top_k: int, score: str, normalize: bool, prob_in: str
+    params: dict[str, Array], recipe: Recipe, top_k: int, score: str, normalize: bool, prob_in: str
 ) -> mxep.MoEConfig:
     num_experts, hidden, dim = params["w1"].shape
     routing = {"score_func": score, "normalize": normalize, "prob_in": prob_in}
-    return mxep.MoEConfig(dim, hidden, num_experts, top_k, recipe=RUNS[run], **routing)
+    return mxep.MoEConfig(dim, hidden, num_experts, top_k, recipe=recipe, **routing)
 
 
 def _tree(params: dict[str, Array]) -> dict[str, Any]:
@@ -165,11 +181,6 @@ def _flat(grads: dict[str, Any], x: jax.Array) -> dict[str, Array]:
     return {name: np.asarray(g) for name, g in {"x": x, "router": grads["router"], **grads["experts"]}.items()}
 
 
-# By default XLA leaves out a rounding to bf16 where it fuses, here or there as the graph is cut: with it, layers
-# on 1 and on 4 ranks differ at bf16's level (51 dB). Without, they agree to the bit, and the tests can ask for that.
-EXACT = {"xla_allow_excess_precision": False}
-
-
 @partial(jax.jit, static_argnames="config", compiler_options=EXACT)
 def _moe(params, x, dy, config):
     y, backward, stats = jax.vjp(lambda params, x: mxep.moe.apply(params, x, config), params, x, has_aux=True)
@@ -177,10 +188,10 @@ def _moe(params, x, dy, config):
 
 
 def moe(
-    x: Array, params: dict[str, Array], dy: Array, run: str, **options: Any
+    x: Array, params: dict[str, Array], dy: Array, recipe: Recipe, **options: Any
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """The dense layer: y, its statistics, and the gradients of x and of every parameter."""
-    y, stats, grads = _moe(_tree(params), x, dy, _config(params, run, **options))
+    y, stats, grads = _moe(_tree(params), x, dy, _config(params, recipe, **options))
     return np.asarray(y), {name: np.asarray(s) for name, s in stats._asdict().items()}, _flat(*grads)
 
 
@@ -207,6 +218,6 @@ def ranked_layer(config: mxep.MoEConfig, degree: int) -> Callable:
 def layer(name: str, run: str, degree: int) -> dict[str, Array]:
     """The layer on `degree` ranks, put together: y, counts, and the gradients of x, router, w1, w2, w3."""
     case = LAYERS[name]
-    on_ranks = ranked_layer(_config(case.params, run, **case.options), degree)
+    on_ranks = ranked_layer(_config(case.params, RUNS[run], **case.options), degree)
     y, counts, grads = on_ranks(_tree(case.params), case.x, case.dy)
     return {"y": np.asarray(y), "counts": np.asarray(counts), **_flat(*grads)}

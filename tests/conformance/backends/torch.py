@@ -7,22 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import torch_frontend as mxep
+from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import ops
 
-from ..layers import RUNS
+from ...compare import to_numpy
 from . import arrays
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FP8_TENSOR_CORES = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if FP8_TENSOR_CORES else "cpu")
+EXPERT_PARALLEL = True
 Array = np.ndarray
 Pair = tuple[Array, Array]
 
 
 def to_torch(x: Array) -> torch.Tensor:
     return arrays.to_torch(x).to(DEVICE)
-
-
-def to_numpy(x: torch.Tensor) -> Array:
-    return arrays.to_numpy(x.cpu())
 
 
 def run(name: str, *inputs: Array, **options: Any) -> Any:
@@ -33,44 +32,56 @@ def run(name: str, *inputs: Array, **options: Any) -> Any:
 OPS: dict[str, Callable] = {name: partial(run, name) for name in ops.OPS}
 
 
-def mx(pair: Pair) -> torch.Tensor:
-    return mxep.MXTensor(*map(to_torch, pair))
+def rows(x: Array | Pair) -> torch.Tensor:
+    """Floats, or an MXTensor of (q, sf)."""
+    return mxep.MXTensor(*map(to_torch, x)) if isinstance(x, tuple) else to_torch(x)
 
 
 def grouped_mm(
-    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, run: str, rounding: str = "rceil"
+    a: Array | Pair, b_t: Array, group_ends: Array, dout: Array | Pair, recipe: Recipe
 ) -> tuple[Array, Array, Array]:
-    """out (M, N), da (M, K), db_t (G, K, N); `a` and `dout` are floats or MX pairs."""
-    a_ = (mx(a) if isinstance(a, tuple) else to_torch(a)).requires_grad_()
+    """out (M, N), da (M, K), db_t (G, K, N)."""
+    a_ = rows(a).requires_grad_()
     w = to_torch(np.swapaxes(b_t, 1, 2)).requires_grad_()
-    ends, recipe = to_torch(group_ends), RUNS[run]
-    if recipe.mx:
-        options = {"wgrad_with_hp": recipe.wgrad_with_hp, "compute": recipe.compute}
-        out = mxep.mxfp8_grouped_mm(a_, w.mT, ends, scale_calculation_mode=rounding, **options)
-    else:
-        multiply = mxep.bf16_grouped_mm if recipe.operands == "bf16" else mxep.fp8_rowwise_grouped_mm
-        out = multiply(a_, w.mT, ends)
-    out.backward(mx(dout) if isinstance(dout, tuple) else to_torch(dout))
+    out = mxep.grouped_mm(a_, w, to_torch(group_ends), recipe=recipe)
+    out.backward(rows(dout))
     return to_numpy(out), to_numpy(a_.grad), np.swapaxes(to_numpy(w.grad), 1, 2)
 
 
-def permute(rows: Array, counts: Array, ranks: int, dout: Array, alignment: int) -> tuple[Array, Array, Array, Array]:
-    """Rows (M, K) to padded groups (P, K) and back; each with its gradient for `dout` (P, K), and `rows` as dout."""
-    x, y = to_torch(rows).requires_grad_(), to_torch(dout).requires_grad_()
+def swiglu_ffn(
+    x: Array | Pair,
+    weights: dict[str, Array],
+    group_ends: Array,
+    prob: Array | None,
+    dout: Array | Pair,
+    recipe: Recipe,
+) -> dict[str, Array]:
+    """out (P, D) and the gradients: of x "x", of "w1", "w3", "w2", and of prob "prob" if there is one."""
+    values = {"x": x} | {name: weights[name] for name in ("w1", "w3", "w2")} | {"prob": prob}
+    inputs = {name: to_torch(array).requires_grad_() for name, array in values.items()}
+    *operands, prob_ = inputs.values()
+    out = mxep.grouped_swiglu_ffn(*operands, to_torch(group_ends), prob_, recipe=recipe)
+    out.backward(to_torch(dout))
+    return {"out": to_numpy(out)} | {name: to_numpy(value.grad) for name, value in inputs.items()}
+
+
+def permute(x: Array, counts: Array, ranks: int, dout: Array, alignment: int) -> tuple[Array, Array, Array, Array]:
+    """x (M, K) to padded groups (P, K) and back; each with its gradient, for `dout` (P, K) and for x."""
+    x_, y = to_torch(x).requires_grad_(), to_torch(dout).requires_grad_()
     shape, groups, indices, _, _ = mxep.permute_mxfp8_fwd_hp_bwd(
-        x, to_torch(counts), ranks, len(counts) // ranks, group_size_multiple_of=alignment
+        x_, to_torch(counts), ranks, len(counts) // ranks, group_size_multiple_of=alignment
     )
     groups.backward(to_torch(dout))
     back = mxep.unpermute_hp_fwd_mxfp8_bwd(y, indices, shape)
-    back.backward(to_torch(rows))
-    return to_numpy(groups), to_numpy(x.grad), to_numpy(back), to_numpy(y.grad)
+    back.backward(to_torch(x))
+    return to_numpy(groups), to_numpy(x_.grad), to_numpy(back), to_numpy(y.grad)
 
 
 def moe_module(
-    params: dict[str, Array], run: str, top_k: int, score: str, normalize: bool, prob_in: str
+    params: dict[str, Array], recipe: Recipe, top_k: int, score: str, normalize: bool, prob_in: str
 ) -> torch.nn.Module:
     num_experts, hidden, dim = params["w1"].shape
-    options = {"score_func": score, "normalize": normalize, "recipe": RUNS[run], "prob_in": prob_in}
+    options = {"score_func": score, "normalize": normalize, "recipe": recipe, "prob_in": prob_in}
     options |= {"dtype": torch.float32, "device": DEVICE}
     moe = mxep.MoE(dim, hidden, num_experts, top_k, **options)
     moe.load_state_dict({"router.weight": to_torch(params["router"])} | {
@@ -80,10 +91,10 @@ def moe_module(
 
 
 def moe(
-    x: Array, params: dict[str, Array], dy: Array, run: str, **options: Any
+    x: Array, params: dict[str, Array], dy: Array, recipe: Recipe, **options: Any
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """The dense layer: y, its statistics, and the gradients of x and of every parameter."""
-    layer, x_ = moe_module(params, run, **options), to_torch(x).requires_grad_()
+    layer, x_ = moe_module(params, recipe, **options), to_torch(x).requires_grad_()
     y, stats = layer(x_)
     y.backward(to_torch(dy))
     grads = {name.rpartition(".")[2]: p.grad for name, p in layer.named_parameters() if "experts" in name}

@@ -6,19 +6,20 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
-from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
-from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.launch import KernelOp
 from mxep.torch_frontend import _call, force_implementation
 from mxep.torch_frontend._launch import Outputs
 
-from .arrays import poisoned, to_numpy, to_torch
-from .cpp import KERNEL_OPS, POISON
+from ...compare import to_numpy
+from . import KERNEL_OPS
+from .arrays import poisoned, to_torch
+
+POISONED = True
+POISON = 0xA5
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
-    def allocate(outputs: Outputs, index: None) -> tuple[torch.Tensor, ...]:
+    def allocate(outputs: Outputs, index: None) -> tuple[Any, ...]:
         return tuple(poisoned(s, d, poison) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True))
 
     quiet = np.errstate(all="ignore")  # the interpreter is numpy, and overflow is among the cases
@@ -27,14 +28,4 @@ def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any)
     return results if len(results) > 1 else results[0]
 
 
-GEMM_OPS = (
-    grouped_gemm.grouped_mm_mx,
-    grouped_gemm.grouped_mm_bf16,
-    grouped_gemm.grouped_wgrad_mx,
-    grouped_gemm.grouped_wgrad_bf16,
-    grouped_gemm.grouped_wgrad_bf16_t,
-    folded_gemm.grouped_mm_fold,
-    folded_gemm.grouped_mm_fold_bias,
-    folded_gemm.grouped_wgrad_fold,
-)
-OPS: dict[str, Callable] = {op.name: partial(run, op) for op in (*KERNEL_OPS, *GEMM_OPS)}
+OPS: dict[str, Callable] = {name: partial(run, op) for name, op in KERNEL_OPS.items()}

@@ -1,0 +1,35 @@
+"""The example of backends/README.md runs as an adapter, and a wrong one fails."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+(EXAMPLE,) = re.findall(r"```python\n(.*?)```", (HERE / "backends" / "README.md").read_text(), re.S)
+
+
+def run(folder: Path, source: str) -> str:
+    """The last line of pytest, with `source` as the adapter."""
+    (folder / "adapter_of_mine.py").write_text(source)
+    files = [str(HERE / name) for name in ("test_backends.py", "test_quantize.py", "test_routing.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "adapter_of_mine", *files]
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "CI": "false"}
+    ran = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)
+    return ran.stdout.strip().splitlines()[-1] + ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("correct", "wrong"),
+    [("", ""), ("return padded[row_map]", "return x[row_map]"), ('"permute_rows": permute', '"no_such_op": permute')],
+    ids=["the example", "a wrong byte", "an unknown op"],
+)
+def test_the_example(tmp_path: Path, correct: str, wrong: str) -> None:
+    assert correct in EXAMPLE
+    last = run(tmp_path, EXAMPLE.replace(correct, wrong) if correct else EXAMPLE)
+    assert ("failed" in last) == bool(correct), last
+    assert re.search(r"\d+ passed", last), last
