@@ -55,7 +55,6 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         "sort_by_expert": ((SORTS["empty_experts"][0],), {"num_experts": SORTS["empty_experts"][1]}),
         "row_map": ((layout.flat,), layout.options),
         "fold_rows": (lhs, {}),
-        "permute_mx_fold": ((packed, rows), {}),
         "block_scales": ((lhs[1], ends), {}),
         "unblock_scales": (
             (scale_layout_oracle.block_scales(lhs[1], ends), ends),
