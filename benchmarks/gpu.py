@@ -10,6 +10,8 @@ A case or a peer that fails is printed; the run measures the others and then end
 
 from collections.abc import Iterator, Sequence
 
+from mxep.core_kernels.launch import fail
+
 from . import gpu_grouped_gemm, gpu_moe_layer, gpu_ops
 from .cases import families, grouped_gemm, moe_layer
 from .cases.shapes import H200, Shapes
@@ -37,8 +39,7 @@ def ops_named(only: Sequence[str]) -> tuple[str, ...]:
     """
     ops = [name for names in FAMILIES.values() for name in names]
     if unknown := set(only) - {*ops, *FAMILIES}:
-        allowed = ", ".join(sorted({*ops, *FAMILIES}))
-        raise ValueError(f"gpu: ops: got {', '.join(sorted(unknown))}; allowed: {allowed}")
+        fail(ValueError, "gpu", "ops", ", ".join(sorted(unknown)), f"allowed: {', '.join(sorted({*ops, *FAMILIES}))}")
     selected = {*only, *(name for family in set(only) & set(FAMILIES) for name in FAMILIES[family])}
     return tuple(name for name in ops if not only or name in selected)
 

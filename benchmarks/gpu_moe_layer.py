@@ -7,7 +7,7 @@ JAX with held weights runs the forward and backward together only: a compilation
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -113,14 +113,15 @@ def jax_lines(
             }
             if fits and not held:
                 try:
-                    peer, _ = candidates[RAGGED_DOT] = _ragged_dot(inputs, op)
-                    jax.block_until_ready(peer())
+                    peer, wait_for = _ragged_dot(inputs, op)
+                    wait_for(peer())
+                    candidates[RAGGED_DOT] = peer, wait_for
                 except Exception:
-                    del candidates[RAGGED_DOT]
                     failed(f"{op} in JAX: peer {RAGGED_DOT}", failures)
             memory: Any = getattr(program, "memory_analysis", lambda: None)()
             peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
-            yield from layer_lines(inputs, op, "jax", held, device_timing.programs(candidates), peak, error)
+            samples = device_timing.programs(candidates, least_calls=2)
+            yield from layer_lines(inputs, op, "jax", held, samples, peak, error)
 
 
 def lines(
@@ -129,21 +130,22 @@ def lines(
     """The lines of the ops named."""
     named = tuple(op for op in OPS if op in only)
     for shape in layers if named else ():
-        made: Iterator[tuple[LayerInputs, Callable[[], Tensors]]] = _made(shape, device)
-        for inputs, reference in guarded(f"moe_layer: inputs of {shape}", made, failures):
-            expected = reference()
+        for inputs, reference in guarded(f"moe_layer: inputs of {shape}", _inputs(shape, device), failures):
             for held in (False, True):
                 what = f"moe_layer {tuple(shape)}{', weights held' if held else ''}"
-                yield from guarded(what, torch_lines(inputs, expected, named, held, each), failures)
-                in_jax = jax_lines(inputs, expected, named, held, device, failures)
+                yield from guarded(what, torch_lines(inputs, reference, named, held, each), failures)
+                torch.cuda.empty_cache()  # memory for JAX
+                in_jax = jax_lines(inputs, reference, named, held, device, failures)
                 yield from guarded(f"{what} in JAX", in_jax, failures)
-            del inputs, reference, expected
-            gc.collect()
-            torch.cuda.empty_cache()
+            del inputs, reference
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-def _made(shape: MoELayer, device: str) -> Iterator[tuple[LayerInputs, Callable[[], Tensors]]]:
-    torch.compiler.reset()  # Dynamo recompiles a function eight times at most, then runs it uncompiled
+def _inputs(shape: MoELayer, device: str) -> Iterator[tuple[LayerInputs, Tensors]]:
+    """The inputs of a layer, and y and the gradients of the plain layer.
+
+    The plain layer has an fp32 router here, as ours: bf16 logits select other experts for some tokens.
+    """
     inputs = layer_inputs(shape, device)
-    # The router in fp32, as in ours: bf16 logits select other experts for some tokens.
-    yield inputs, torch_programs(plain_torch_layer(inputs, torch.float32), inputs)["moe_layer_fwd_bwd"]
+    yield inputs, torch_programs(plain_torch_layer(inputs, torch.float32), inputs)["moe_layer_fwd_bwd"]()

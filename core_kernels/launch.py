@@ -1,18 +1,23 @@
-"""One launch, described once.
+"""One op, described once: what it computes, and how a GPU runs it.
 
-    arrays of a framework --> ArrayType --.
-                                          +--> KernelOp.plan --> Launch --> C++ table | Triton | fake rule
-    options (rounding, alignment, ...) ---'
+    arrays of a framework --> ArrayType --> KernelOp.check --> Signature   outputs, attributes
+                                                 |
+    architecture -----------------------> KernelOp.tile ---> Tiling        grid, constexprs, scratch memory
 
-`plan` is the only place that checks arguments and sizes outputs. A torch call, a torch fake rule,
-a JAX abstract evaluation, a C++ call and a Triton launch all ask it, so they cannot disagree.
+`check` is the only function that checks arguments and sizes outputs. torch calls, torch fake rules, JAX abstract
+evaluation and C++ calls follow its Signature. A launch of Triton or CUDA C++ follows a Launch: Signature and Tiling in
+one.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
+
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class ArrayType(NamedTuple):
@@ -22,60 +27,142 @@ class ArrayType(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Everything about one launch but the pointers.
+class Signature(NamedTuple):
+    """What an op computes from arrays and options; the same on every architecture.
 
-    out: what the caller allocates; the kernel writes every byte of it.
-    grid: programs along each axis. Where a dim is 0 the outputs have no bytes and the caller launches nothing.
-    meta: the kernel's constexprs. Those that `KernelOp.attrs` names also say *what* is computed and
-        go to every implementation; the rest are tiles, which only Triton reads.
-    not_in_cuda: why these sizes run in Triton though the op has a CUDA C++ kernel; "" where that takes them.
+    out: the outputs. A frontend allocates them; the kernel writes every byte.
+    attrs: integers that every implementation takes, by name: C++ and CUDA C++ in this order, Triton as constexprs.
+    tokens: for an op with `group_ends`, the number of tokens that ends reach up to, and the number that each end is a
+        multiple of. None for other ops.
     """
 
     out: tuple[ArrayType, ...]
-    attrs: tuple[int, ...]
+    attrs: Mapping[str, int] = _NONE
+    tokens: tuple[int, int] | None = None
+
+
+class Call(NamedTuple):
+    """A checked call, as `KernelOp.tile` reads it."""
+
+    op: str
+    inputs: tuple[ArrayType, ...]
+    out: tuple[ArrayType, ...]
+
+
+class Tiling(NamedTuple):
+    """How a GPU runs a call.
+
+    grid: programs along each axis of the Triton kernel. Where a dim is 0 the outputs have no bytes, and nothing is
+        launched.
+    scalars: run-time integers of the Triton kernel. meta: its constexprs besides the attributes.
+    scratch: memory that the CUDA C++ kernel needs besides its outputs.
+    cuda_attrs: integers that the CUDA C++ kernel takes besides the attributes.
+    cuda_unsupported: the reason why the CUDA C++ kernel does not take these sizes; "" where it does.
+    """
+
     grid: tuple[int, ...] = (1,)
-    scalars: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    meta: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    scalars: Mapping[str, int] = _NONE
+    meta: Mapping[str, Any] = _NONE
     num_warps: int = 4
     num_stages: int = 1
-    not_in_cuda: str = ""
+    scratch: tuple[ArrayType, ...] = ()
+    cuda_attrs: tuple[int, ...] = ()
+    cuda_unsupported: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # an op is itself: a key of caches that hashes fast
+class Launch(NamedTuple):
+    """Signature and Tiling in the form that implementations take. meta and cuda_attrs include the attributes."""
+
+    out: tuple[ArrayType, ...]
+    scratch: tuple[ArrayType, ...]
+    grid: tuple[int, ...]
+    scalars: Mapping[str, int]
+    meta: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    cuda_attrs: tuple[int, ...]
+    cuda_unsupported: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: caches hash it fast
 class KernelOp:
-    """An operation: its name in the C++ table, its Triton kernel, and the plan that both follow.
+    """An operation.
 
-    A Triton kernel takes, in this order: inputs, scalars, outputs, constexprs. A C++ op takes the
-    inputs, the outputs and `attrs` as 64-bit integers.
+    name: in the C++ tables, in `torch.ops.mxep` and in the frontends' `ops`.
+    doc: shapes, dtypes, errors and source; both frontends show it. Examples call `ops` and, as `xp`, the functions that
+        torch and jax.numpy share.
+    inputs, outputs: names of the arrays.
+    check: `check(*types, **options) -> Signature`. Raises ValueError (shape, value) or TypeError (dtype).
+    tile: `tile(call, arch) -> Tiling`, for GPUs and Triton's interpreter.
+    kernel: the Triton kernel as "module:function" of core_kernels, "" without one. Its parameters are inputs, scalars,
+        outputs, constexprs. It is imported when it is first launched.
+    compose: for an op without a Triton kernel: `compose(call, *arrays, **options)` runs other ops in its place, each
+        through `call(op, *arrays, **options)` of a frontend.
     """
 
     name: str
-    kernel: Any
+    doc: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    attrs: tuple[str, ...]
-    make_plan: Callable[..., Launch]
+    check: Callable[..., Signature]
+    tile: Callable[[Call, str], Tiling]
+    kernel: str = ""
+    compose: Callable[..., tuple[Any, ...]] | None = None
 
-    def plan(self, *inputs: ArrayType, arch: str, **options: Any) -> Launch:
-        """Check the inputs and options and size the launch for `arch` (see tiles.py); cached.
-
-        Raises ValueError (shape or value) or TypeError (dtype), naming op, argument, what came and
-        what is allowed.
-        """
+    def signature(self, *inputs: ArrayType, **options: Any) -> Signature:
+        """`check`, cached; raises TypeError for another number of arrays too."""
         if len(inputs) != len(self.inputs):
             raise TypeError(f"{self.name}: takes {len(self.inputs)} arrays {self.inputs}, got {len(inputs)}")
-        return _plan(self, inputs, arch, tuple(sorted(options.items())))
+        return _signature(self, inputs, tuple(sorted(options.items())))
+
+    def launch(self, *inputs: ArrayType, arch: str, **options: Any) -> Launch:
+        """Check a call and tile it for "interpreter", "sm_90" or another architecture of tiles.py."""
+        out, attrs, _ = self.signature(*inputs, **options)
+        tiling = self.tile(Call(self.name, inputs, out), arch)
+        return Launch(
+            out,
+            tiling.scratch,
+            tiling.grid,
+            tiling.scalars,
+            {**attrs, **tiling.meta},
+            tiling.num_warps,
+            tiling.num_stages,
+            (*attrs.values(), *tiling.cuda_attrs),
+            tiling.cuda_unsupported,
+        )
+
+    def triton_kernel(self) -> Any:
+        """The `@triton.jit` function."""
+        module, _, function = self.kernel.partition(":")
+        return getattr(import_module(f"{__package__}.{module}"), function)
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """The keyword options of `check`."""
+        parameters = inspect.signature(self.check).parameters
+        return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+    @property
+    def parts(self) -> "tuple[KernelOp, ...]":
+        """The ops that `compose` runs; none for an op with a Triton kernel."""
+        ran: list[KernelOp] = []
+
+        def record(op: KernelOp, *_arrays: Any, **_options: Any) -> tuple[None, ...]:
+            ran.append(op)
+            return (None,) * len(op.outputs)
+
+        if self.compose is not None:
+            self.compose(record, *self.inputs)
+        return tuple(ran)
 
 
 @lru_cache(maxsize=4096)
-def _plan(op: KernelOp, inputs: tuple[ArrayType, ...], arch: str, options: tuple[tuple[str, Any], ...]) -> Launch:
-    return op.make_plan(*inputs, arch=arch, **dict(options))
+def _signature(op: KernelOp, inputs: tuple[ArrayType, ...], options: tuple[tuple[str, Any], ...]) -> Signature:
+    return op.check(*inputs, **dict(options))
 
 
 def fail(error: type[Exception], op: str, argument: str, got: object, allowed: str) -> NoReturn:
-    """Raise `error` in the one form that every user error of mxep has."""
+    """Raise `error` in the one form of all user errors of mxep."""
     raise error(f"{op}: {argument}: got {got}; {allowed}")
 
 
@@ -92,13 +179,13 @@ def require_rank(op: str, argument: str, array: ArrayType, *allowed: int) -> Non
 
 
 def require_shape(op: str, argument: str, array: ArrayType, shape: tuple[int, ...], why: str) -> None:
-    """Raise ValueError unless the array has exactly this shape; `why` says where it comes from."""
+    """Raise ValueError unless the array has exactly this shape; `why` is the origin of the shape."""
     if array.shape != shape:
         fail(ValueError, op, argument, f"shape {array.shape}", f"allowed: {shape}, {why}")
 
 
 def require_size(op: str, argument: str, size: int, least: int = 0) -> None:
-    """Raise ValueError unless a size is from `least` up to what an int32 index counts; a symbol's is not looked at."""
+    """Raise ValueError unless a size is from `least` up to the largest int32; a symbolic size passes."""
     if not hasattr(size, "__index__"):
         fail(TypeError, op, argument, repr(size), "allowed: an int")
     if isinstance(size, int) and not least <= size < 2**31:
@@ -106,7 +193,7 @@ def require_size(op: str, argument: str, size: int, least: int = 0) -> None:
 
 
 def require_multiple(op: str, argument: str, size: int, multiple: int, what: str, remedy: str = "") -> None:
-    """Raise ValueError unless `size` is a multiple; `what` names the dim, `remedy` says what to do."""
+    """Raise ValueError unless `size` is a multiple; `what` names the dim, `remedy` is the advice to the user."""
     if size % multiple:
         tail = f"; {remedy}" if remedy else ""
         fail(ValueError, op, argument, f"{what} = {size}", f"allowed: multiples of {multiple}{tail}")

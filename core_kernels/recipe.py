@@ -1,15 +1,17 @@
-"""What is computed in which precision. A recipe never says how: no tiles, no devices, no kernels."""
+"""The precision of a Mixture-of-Experts layer. A recipe holds no tiles, devices or kernels."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from .dispatch import facts
 from .formats import BLOCK, Rounding
 from .launch import fail
 
 Operands = Literal["bf16", "mxfp8", "fp8_rowwise"]
 Compute = Literal["auto", "exact", "fold"]
 Form = Literal["bf16", "mx", "fold", "row"]
-"""What a product along the rows multiplies: bf16; MXFP8; MXFP8 folded to one scale per row; E4M3 quantized with one."""
+"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; E4M3 quantized with one
+scale per row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +20,17 @@ class Recipe:
 
     name: one of `RECIPES`.
     operands: of forward and input gradient.
-        "mxfp8": blocks of 32; dispatch forward and combine backward carry MXFP8 rows too.
-        "fp8_rowwise": E4M3 under one power of two per row; rows travel in bf16.
-        "bf16": nothing is quantized, on the same pipeline.
-    wgrad_with_hp: the weight gradient multiplies bf16 operands (what expert parallelism trains with);
-        False: tokens are re-quantized along the token dim and the weight gradient is MXFP8 too.
+        "mxfp8": blocks of 32 values share a scale; dispatch forward and combine backward send MXFP8 rows too.
+        "fp8_rowwise": E4M3 with one power-of-two scale per row; the all-to-all sends bf16.
+        "bf16": the same pipeline without quantization.
+    wgrad_with_hp: True: the weight gradient multiplies bf16 operands. False: tokens are quantized again along the token
+        dim, and the weight gradient multiplies MXFP8 too.
     rounding: how scales are chosen.
-    compute: of MXFP8 operands. "exact" multiplies the dequantized values; "fold" first folds the scales of a row into
-        one, which is what Hopper's FP8 tensor cores multiply and loses only what falls below E4M3's subnormals;
-        "auto" folds on Hopper (sm_90) and is exact elsewhere.
-    alignment: rows every expert's group is padded to, a positive multiple of 32.
+    compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row to
+    the
+        largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3. "auto"
+        folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
+    alignment: rows that every expert's group is padded to, a positive multiple of 32.
     """
 
     name: str
@@ -53,7 +56,7 @@ class Recipe:
 
     @property
     def mx(self) -> bool:
-        """Whether rows travel and are multiplied as MXFP8."""
+        """Whether the all-to-all sends and the products multiply MXFP8."""
         return self.operands == "mxfp8"
 
     @property
@@ -62,10 +65,10 @@ class Recipe:
         return self.mx and not self.wgrad_with_hp
 
     def form(self, arch: str) -> Form:
-        """What the products multiply on "cpu" or a GPU, "sm_90" for Hopper."""
+        """Operand format of the products on an architecture, by its name: "cpu", "sm_90"."""
         if not self.mx:
             return "bf16" if self.operands == "bf16" else "row"
-        return "fold" if self.compute == "fold" or (self.compute == "auto" and arch == "sm_90") else "mx"
+        return "fold" if self.compute == "fold" or (self.compute == "auto" and facts(arch).folds) else "mx"
 
     @classmethod
     def parse(cls, value: "Recipe | str", **changes: object) -> "Recipe":

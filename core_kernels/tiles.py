@@ -1,17 +1,15 @@
-"""How a kernel is cut up: a pure function of op, architecture and shape.
+"""Tiles of the Triton kernels: a pure function of op, architecture and shape.
 
-Both frontends read the same table, so that they launch the same program and round the same way; there is no
-autotuner at run time. The GPU entries are good ones of a handful tried once on an H200 (131072 x 7168; experts
-7168 x 2048): a copy's bandwidth for the row kernels, far from tuned for the columns and the MXFP8 products, where
-entries a few percent faster that use every register were left out. sm_100 takes them too, but for the MXFP8 products.
+Both frontends read the same table, so both launch the same program and round the same way; there is no autotuner at run
+time. The GPU entries were measured on an H200 (131072 x 7168; experts 7168 x 2048), a handful per op. Row kernels reach
+the bandwidth of a copy. Column kernels and MXFP8 products are far from tuned: entries that are a few percent faster and
+use every register were left out. sm_100 takes the same entries except for the MXFP8 products.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from .launch import fail
-
-ARCHS = ("cpu", "interpreter", "sm_90", "sm_100")
-"""What `KernelOp.plan` accepts; "cpu" runs C++, which needs no tiles."""
+from .launch import Tiling, fail
 
 
 class Tiles(NamedTuple):
@@ -22,6 +20,10 @@ class Tiles(NamedTuple):
     k: int = 1
     num_warps: int = 4
     num_stages: int = 1
+
+    def tiling(self, grid: tuple[int, ...], scalars: Mapping[str, int], **meta: Any) -> Tiling:
+        """A Tiling with the warps and stages of these tiles."""
+        return Tiling(grid, scalars, meta, self.num_warps, self.num_stages)
 
 
 _GPU = {
@@ -62,14 +64,14 @@ _GPU = {
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
-# Chosen by compiling, not by measuring, as no sm_100 was at hand: the largest sums that fit tensor memory beside their
+# Compiled, not measured, since no sm_100 was available: the largest accumulators that fit tensor memory beside their
 # scales, without spills, and the deepest pipeline that fits 227 KiB. grouped_mm_mx: with 8 warps a thread would copy 2
-# bytes of the scales of 128 rows at a time, and cp.async starts at 4.
+# bytes of the scales of 128 rows at a time; cp.async copies at least 4.
 _SM100 = _GPU | {
     "grouped_mm_mx": Tiles(m=128, n=256, k=128, num_warps=4, num_stages=4),
     "grouped_wgrad_mx": Tiles(m=256, n=128, k=256, num_warps=8, num_stages=3),
 }
-# Small enough that small shapes have several tiles and a ragged last one.
+# Small, so that small shapes have several tiles and a ragged last one.
 _INTERPRETER = {op: Tiles(m=64, n=64 if t.n > 1 else 1, k=64 if t.k > 1 else 1) for op, t in _GPU.items()}
 _TABLES = {"interpreter": _INTERPRETER, "sm_90": _GPU, "sm_100": _SM100}
 
@@ -84,22 +86,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least `n` and at least 1: Triton's blocks have such sizes.
+    """The smallest power of two that is at least `n` and at least 1, as Triton requires of block sizes.
 
     >>> next_power_of_2(5)
     8
     """
     return 1 << max(n - 1, 0).bit_length()
-
-
-def hw_cast(arch: str) -> bool:
-    """Whether `arch` converts to and from E4M3 and computes in bf16 itself; the interpreter does neither."""
-    return arch != "interpreter"
-
-
-def tcgen05(arch: str) -> bool:
-    """Whether `arch` has the tensor cores that take E8M0 scales and keep their sums in a memory of their own."""
-    return arch == "sm_100"
 
 
 def tiles(op: str, arch: str, *, row_width: int | None = None) -> Tiles:
@@ -113,7 +105,7 @@ def tiles(op: str, arch: str, *, row_width: int | None = None) -> Tiles:
     Raises NotImplementedError for an architecture without Triton kernels.
     """
     if arch not in _TABLES:
-        fail(NotImplementedError, op, "arch", repr(arch), f"allowed: {', '.join(map(repr, ARCHS))}")
+        fail(NotImplementedError, op, "arch", repr(arch), f"allowed: {', '.join(map(repr, _TABLES))}")
     chosen = _TABLES[arch][op]
     if row_width is not None:
         chosen = chosen._replace(k=min(chosen.k, max(next_power_of_2(row_width), 32)))
@@ -121,7 +113,7 @@ def tiles(op: str, arch: str, *, row_width: int | None = None) -> Tiles:
 
 
 def row_tiles(op: str, arch: str, width: int) -> Tiles:
-    """Tiles of an op whose programs hold whole rows of `width` values: 32 values a thread where a row has as many.
+    """Tiles of an op whose programs hold whole rows of `width` values: up to 32 values per thread.
 
     >>> row_tiles("fold_rows", "sm_90", 7168)
     Tiles(m=1, n=1, k=8192, num_warps=8, num_stages=1)
@@ -131,7 +123,7 @@ def row_tiles(op: str, arch: str, width: int) -> Tiles:
 
 
 def strip_tiles(op: str, arch: str, width: int) -> Tiles:
-    """Tiles of an op whose programs walk along rows of `width` values: on GPUs rows of at most 2048 take one step.
+    """Tiles of an op whose programs loop over rows of `width` values: on GPUs rows of at most 2048 take one step.
 
     >>> strip_tiles("swiglu_bwd_row", "sm_90", 2048)
     Tiles(m=1, n=1, k=2048, num_warps=4, num_stages=1)

@@ -3,13 +3,13 @@
     run("quantize_row", [x], [q, sf], [rounding, satfinite])   DLPack arrays on the CPU, written in place
     ffi_targets()["quantize_row"]                              the same op as an XLA FFI capsule
 
-And the CUDA C++ kernels, for the ops where Triton is not fast enough; a build without nvcc has none:
+The CUDA C++ kernels, for the ops where Triton is not fast enough; a build without nvcc has none:
 
-    CudaLaunch(exchange, 0, "quantize_col", [x], [q_t, sf_t], attrs)    types in, bound once; call it with tensors
+    CudaLaunch(exchange, 0, "quantize_col", [x], [q_t, sf_t], attrs)    made once from types, then called with tensors
     cuda_ffi_targets()["quantize_col"]                         the same op as an XLA FFI capsule
 
-Callers must plan first (`KernelOp.plan`): it checks arguments and sizes the outputs, which nothing here does again.
-`attrs` is `Launch.attrs`. Users call the frontends.
+Callers check arguments and size outputs with `KernelOp.signature` first; nothing here checks them again. `attrs` are
+the values of `Signature.attrs`, for CUDA `Launch.cuda_attrs`. Users call the frontends.
 """
 
 try:
@@ -43,8 +43,8 @@ __all__ = [
 ]
 
 CUDA_OPS = tuple(cuda_op_archs)
-"""The ops of the CUDA table, which run there on every GPU that `cuda_op_archs` names for them, but for sizes whose
-plan says `not_in_cuda`."""
+"""The ops of the CUDA table. They run on every GPU that `cuda_op_archs` lists for them, except for sizes with
+`Launch.cuda_unsupported`."""
 
 
 def why_not_cuda(op: str, capability: tuple[int, int]) -> str:

@@ -1,14 +1,13 @@
-"""The grouped GEMMs on a CPU: dequantize, then jax matmuls over the rows that exist.
+"""Grouped products on a CPU: dequantize in C++ to fp32 (exact), then jax matmuls over the rows of each group.
 
     M-grouped   for each group:  w = rhs_t[g] in fp32
                   for each tile of TILE rows of the group:  out[tile] = lhs[tile] @ w.T
     K-grouped   for each group:  for each tile:  out[g] += lhs[tile].T @ rhs[tile]
 
-The sizes of the groups are data, so the tile loops have a trip count known at run time only: the work
-follows the rows that are there (jax.lax.ragged_dot multiplies every row by every group on a CPU), and
-the empty tail of a worst-case buffer costs nothing. Groups need no alignment: a group's last tile may
-reach into the next group or be moved back into the array, so rows outside the group are masked, by
-`where`, because a NaN there must not survive a multiplication by zero.
+Group sizes are data, so the trip counts of the tile loops are known at run time only. The work is proportional to the
+rows of the groups (jax.lax.ragged_dot multiplies every row by every group on a CPU), and the empty tail of a worst-case
+buffer costs nothing. Groups need no alignment: the last tile of a group may reach into the next group or be moved back
+into the array. `where` masks rows outside of the group, because a NaN there would survive a multiplication by zero.
 """
 
 from collections.abc import Callable
@@ -23,16 +22,16 @@ from ..core_kernels.quantize import plan as quantize
 from ._call import call, vary, varying_axes
 
 TILE = 128
-"""Rows per matmul: fewer leave the cores waiting, more waste work on small groups."""
+"""Rows per matmul: fewer rows keep too few cores busy, more rows waste work on small groups."""
 
 
 def _tiles(start: jax.Array, end: jax.Array, rows: int, body: Callable, init: jax.Array) -> jax.Array:
-    """Fold `body(first, mask, carry)` over the tiles of [start, end); mask says which rows are of the group."""
+    """Loop `body(first, mask, carry)` over the tiles of [start, end); mask is true for rows of the group."""
     tile = min(TILE, rows)
 
     def step(i, carry):
         wanted = start + i * tile
-        # dynamic_slice would silently move a tile that passes the end of the array back in; do it here.
+        # dynamic_slice would move a tile that passes the end of the array back in; here the mask accounts for it.
         first = jnp.minimum(wanted, rows - tile)
         row = first + jnp.arange(tile, dtype=jnp.int32)
         return body(first, (row >= wanted) & (row < end), carry)
@@ -41,7 +40,7 @@ def _tiles(start: jax.Array, end: jax.Array, rows: int, body: Callable, init: ja
 
 
 def _for_each_group(group_ends: jax.Array, rows: int, body: Callable, init: jax.Array) -> jax.Array:
-    """Fold `body(g, start, end, carry)` over the groups; a loop, so that the program does not grow with them."""
+    """Loop `body(g, start, end, carry)` over the groups; the size of the program does not depend on their number."""
     ends = jnp.clip(group_ends, 0, rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     if not rows or not group_ends.shape[0]:
@@ -50,7 +49,7 @@ def _for_each_group(group_ends: jax.Array, rows: int, body: Callable, init: jax.
 
 
 def _varying_zeros(shape: tuple[int, ...], dtype: str, *like: jax.Array) -> jax.Array:
-    """Zeros that vary along the mesh axes of `like`: a loop's carry must come in as it goes out."""
+    """Zeros that vary along the mesh axes of `like`: the carry of a loop has one type at its start and at its end."""
     return vary(jnp.zeros(shape, dtype), varying_axes(*like))
 
 
@@ -122,8 +121,8 @@ def _mm_fold_bias(lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, *, out: Arra
 
 
 def _widen(x: jax.Array) -> jax.Array:
-    """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and a
-    kernel's operand is what its type says."""
+    """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and the operand
+    would not be bf16."""
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -133,7 +132,7 @@ def _mm_bf16(lhs, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
 
 
 def _of_whole_blocks(dw: jax.Array, group_ends: jax.Array, tokens: int) -> jax.Array:
-    """dw (G, N, K), NaN for a group of which an end cuts a block of 32 tokens or lies beyond them: as on a GPU."""
+    """dw (G, N, K), as on a GPU NaN for a group with an end that is no multiple of 32 or lies beyond the tokens."""
     begin = jnp.pad(group_ends, (1, 0))[:-1]
     whole = (begin >= 0) & (begin <= group_ends) & (group_ends <= tokens) & ((begin | group_ends) % BLOCK == 0)
     return jnp.where(whole[:, None, None], dw, jnp.nan)
@@ -153,7 +152,7 @@ def _wgrad_bf16_t(lhs_t, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
 
 
 def _dequantize_spans(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
-    """qf (R, M), sf (S, R); columns past the last end, which nobody reads, get any scale."""
+    """qf (R, M), sf (S, R); columns past the last end, which are not read, get any scale."""
     first = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
     group = jnp.sum(group_ends[:, None] <= first, axis=0, dtype=jnp.int32)
     begin = jnp.pad(group_ends, (1, 0))[group]
@@ -176,4 +175,4 @@ GEMMS = {
     "grouped_mm_fold_bias": _mm_fold_bias,
     "grouped_wgrad_fold": _wgrad_fold,
 }
-"""Op name -> function of the op's inputs and of the output's type."""
+"""Op name -> function of the inputs of the op and of the type of its output."""

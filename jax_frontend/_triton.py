@@ -1,4 +1,4 @@
-"""Triton kernels on CUDA through jax-triton: the only file that imports it.
+"""Triton kernels on CUDA through jax-triton; no other file imports it.
 
 Launch: inputs, scalars, outputs, constexprs  -->  jax_triton.triton_call  -->  PTX inside the program
 """
@@ -16,8 +16,8 @@ from . import _device
 
 @cache
 def _jax_triton() -> ModuleType:
-    # Importing jax-triton 0.3.1 sets TRITON_CACHE_DIR to "" for the whole process, and every other user of
-    # triton in it would lose the cache.
+    # Importing jax-triton 0.3.1 sets TRITON_CACHE_DIR to "" for the whole process, and all other users of triton in the
+    # process would lose the cache.
     before = os.environ.get("TRITON_CACHE_DIR")
     try:
         import jax_triton
@@ -41,13 +41,13 @@ def call(op: KernelOp, launch: Launch, *arrays: jax.Array) -> tuple[jax.Array, .
     outputs = _jax_triton().triton_call(
         *arrays,
         *launch.scalars.values(),
-        kernel=op.kernel,
+        kernel=op.triton_kernel(),
         out_shape=out_shape,
         grid=launch.grid,
         name=op.name,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        enable_fp_fusion=False,  # as in torch_frontend/_launch.py: the kernels write the fma they mean
+        enable_fp_fusion=False,  # as in torch_frontend/_launch.py: kernels call fma where it is meant
         compute_capability=lowered_for and 10 * lowered_for[0] + lowered_for[1],
         **launch.meta,
     )

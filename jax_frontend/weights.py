@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..core_kernels.dispatch import facts
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import RECIPES, Form, Recipe
@@ -49,7 +50,7 @@ Quantized = Pair | Folded | Upcast
 
 def as_multiplied(pair: Pair) -> Pair | Upcast:
     """MXFP8 in the way that the tensor cores of a program that is traced now take it."""
-    return Upcast(ops.dequantize(*pair)) if _device.arch() == "sm_90" else pair
+    return Upcast(ops.dequantize(*pair)) if facts(_device.arch()).upcasts else pair
 
 
 def _on_this_device(x: Quantized) -> Quantized:

@@ -3,6 +3,7 @@
 The figures mean nothing. test_product_benchmarks.py does the same for the grouped products.
 """
 
+import doctest
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_ops
+from benchmarks import gpu, gpu_moe_layer, gpu_ops
 from benchmarks.cases import families, moe_layer, shapes
 from benchmarks.figures import bars, device_timing, results, table_moe_layer, table_ops, timing
 from benchmarks.peers import moe_layer as plain
@@ -83,6 +84,18 @@ def test_the_layer_is_checked_compared_and_reported(tmp_path: Path, monkeypatch:
     assert table_moe_layer.table([row for row in rows if row["frontend"] == "jax"]).count("\n| forward") == 3
 
 
+def test_a_peer_that_fails_loses_its_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(gpu_moe_layer, "jax_layer", out_of_memory)
+    lines: list[Any] = []
+    run = gpu.lines(["moe_layer_fwd"], shapes.TINY, "cpu", partial(timing.interleaved, rounds=1))
+    with pytest.raises(RuntimeError, match=r"^gpu: moe_layer_fwd in JAX: peer ragged_dot$"):
+        lines.extend(run)
+    assert {line.peer for line in lines if line.frontend == "jax"} == {"plain_torch_bf16", "torch_frontend"}
+
+
 def test_a_wrong_layer_is_an_error() -> None:
     """30% too much of one output leaves about 10 dB."""
     inputs = moe_layer.layer_inputs(shapes.TINY.moe_layers[0], "cpu")
@@ -94,6 +107,13 @@ def test_a_wrong_layer_is_an_error() -> None:
         outputs = tuple(out * 1.3 if i == wrong else out for i, out in enumerate(got))
         with pytest.raises(AssertionError, match=rf": {name}: \d+\.\d dB from bf16; expected 21.0 or more"):
             moe_layer.check(inputs, want, outputs)
+
+
+@pytest.mark.parametrize("module", [bars, gpu, results])
+def test_examples_in_docstrings(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted
+    assert not found.failed
 
 
 def test_names_of_ops_and_of_families() -> None:

@@ -1,4 +1,4 @@
-"""The table behind tests/gpu, on the CPU: that no op is missing from it, and that its inputs are valid ones."""
+"""The table of cases behind tests/gpu, on a CPU: it covers every op, and its inputs are valid."""
 
 import importlib.util
 import sys
@@ -24,7 +24,7 @@ def test_every_op_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_a_case_runs_in_both_frontends(name: str) -> None:
-    """On a CPU the frameworks multiply, each in its own order."""
+    """Grouped products are not compared: on a CPU each framework sums in its own order."""
     case = cases.CASES[name]
     for m in (96, *case.edges):
         assert m % BLOCK == 0 or case.multiple == 1

@@ -45,7 +45,7 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """What torch computes on a GPU; the shapes, dtypes and strides must be what its own rule takes."""
+    """The function that torch has on a GPU only. Torch's own rule checks shapes, dtypes and strides."""
     meta = (x.to("meta") for x in (a, b, scale_a, scale_b))
     out = torch.ops.aten._scaled_grouped_mm(
         *meta, offs=offs.to("meta"), out_dtype=out_dtype, use_fast_accum=use_fast_accum
@@ -71,7 +71,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def stand_in_times(us: dict[str, float]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A clock that gives each candidate, by name, the time said."""
+    """A clock that returns given times, by the candidate's name."""
     return lambda candidates: {name: Sample(us.get(name, 10.0), 0.01, 1) for name in candidates}
 
 
@@ -122,7 +122,7 @@ def test_every_product_is_checked_compared_and_reported(
     assert (tmp_path / "products.svg").read_bytes() == first
 
 
-def test_an_exact_product_on_hopper_says_that_its_weights_were_dequantized_before(
+def test_an_exact_product_on_hopper_names_weights_dequantized_before(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_gemm, "on_hopper", lambda x: True)
@@ -135,7 +135,7 @@ def test_an_exact_product_on_hopper_says_that_its_weights_were_dequantized_befor
 
 
 def test_shares_and_ratios_of_known_times(bench: Any) -> None:
-    """A dense product counts as often as its operations fit into ours: three times in forward and gradients."""
+    """The time of a dense product is scaled to our operations: three times for the forward and both gradients."""
     times = {"run": 10.0, "cublas_fp8": 9.0, "cublas_bf16": 12.0, "torch_grouped_mm_bf16": 18.0,
              "torch_scaled_grouped_mm": 10.9, "copy": 1.0}  # fmt: skip
     each = stand_in_times(times)
@@ -196,7 +196,7 @@ def test_a_small_product_grows_until_it_is_not_slower(bench: Any, capsys: pytest
 def test_a_wrong_product_is_an_error_and_the_others_are_measured(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ours, one value of it; a peer, whose line alone is missing."""
+    """One wrong value of ours fails the case; a wrong peer loses its line only."""
     right = grouped_gemm.torch_call
 
     def wrong(op: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -216,7 +216,7 @@ def test_a_wrong_product_is_an_error_and_the_others_are_measured(
 def test_bytes_that_differ_on_a_gpu_are_an_error(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where both frontends run the CUDA kernel; elsewhere each sums in its own order."""
+    """If both frontends run the CUDA kernel; other implementations sum in their own order."""
     balanced = shapes.TINY.products._replace(large=shapes.TINY.products.large[:1], small=())
     monkeypatch.setattr(gpu_grouped_gemm, "differing", lambda a, b: 3)
     assert any(line.error.get("values_that_differ") == 3 for line in bench("grouped_mm_dgrad",
@@ -230,7 +230,7 @@ def test_bytes_that_differ_on_a_gpu_are_an_error(
 
 
 def test_a_check_samples_every_tile(bench: Any) -> None:
-    """Of groups too long to check whole: the edges, and some rows of every 256; one wrong tile is found."""
+    """A long group is checked at its edges and in some rows of every 256; one wrong tile is found."""
     rows = error_check._sampled(1000, 21000, torch.device("cpu"))
     assert rows.unique().equal(rows)
     assert {1000, 1255, 20744, 20999} <= set(rows.tolist())
@@ -247,20 +247,20 @@ def test_a_check_samples_every_tile(bench: Any) -> None:
             case.check((out,))
 
 
-def test_a_round_goes_forth_and_the_next_back(bench: Any) -> None:
+def test_every_other_round_runs_backwards(bench: Any) -> None:
     order: list[str] = []
     device_timing.batches({n: (partial(order.append, n), lambda _: None) for n in "abc"}, calls=1, samples=1)
     assert "".join(order[::2]) == "abc" + "cba" + "abc"
 
 
-def test_a_sample_is_of_a_round_forth_and_one_back(bench: Any) -> None:
-    """Where every other round takes longer, all samples are alike."""
+def test_a_sample_is_the_mean_of_two_rounds(bench: Any) -> None:
+    """If every other round takes longer, all samples are equal."""
     found = device_timing._there_and_back({"slow on the way back": [1.0, 1.2, 1.0, 1.2, 1.0, 1.2]})
     assert {(s.us, s.spread, s.n) for s in found.values()} == {(1.1e6, 0.0, 3)}
 
 
 def test_group_ends(bench: Any) -> None:
-    """Multiples of 32 up to the last row; skewed: half of the rows in one group and none in the next."""
+    """Group ends are multiples of 32, the last is M. skewed: half of the rows in one group, none in the next."""
     for p in (*shapes.H200.products.large, *shapes.H200.products.small, *shapes.TINY.products.large):
         ends = group_ends(p, "cpu")
         sizes = torch.diff(ends, prepend=ends.new_zeros(1))

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from mxep.torch_frontend import ops
 
 from benchmarks import readme
+from benchmarks.figures import speed, status
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "results" / "README.md")
@@ -29,6 +31,28 @@ def test_links_within_the_repository_resolve(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert not missing
+
+
+def test_the_status_lists_every_op_once() -> None:
+    listed = re.findall(r"^\| \w+ \| `(\w+)`", status.tables(), re.MULTILINE)
+    assert sorted(listed) == sorted(ops.OPS)
+
+
+def test_the_table_of_speed_has_one_row_per_comparison() -> None:
+    measured = [
+        {"op": op, "frontend": frontend, "peer": peer, "peer_us": 3000.0, "us": 2000.0, "ratio": 1.5,
+         "case": {**(speed.LAYER if op.startswith("moe") else speed.SHAPE), **more, "implementation": "cuda"},
+         "hardware": "1x GPU", "versions": {"torch": "2", "jax": "0"}}
+        for op, frontend, peer, more in (
+            ("grouped_mm_fwd", "torch", "torch_grouped_mm_bf16", {}),
+            ("grouped_mm_fwd", "torch", "copy", {}),
+            ("moe_layer_fwd_bwd", "torch", "plain_torch_bf16", {"recipe": "mxfp8"}),
+            ("moe_layer_fwd_bwd", "torch", "plain_torch_bf16", {"recipe": "mxfp8", "weights": "held"}),
+        )
+    ]  # fmt: skip
+    text = speed.table(measured)
+    assert text.count("1.50x") == 2
+    assert "| Grouped GEMM, forward | 3.0 ms, `torch._grouped_mm` | 2.0 ms | 1.50x |" in text
 
 
 def test_the_index_lists_every_page() -> None:

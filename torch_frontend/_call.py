@@ -1,44 +1,33 @@
-"""From an op to tensors: the checks around every call.
+"""A call of an op on tensors.
 
 KernelOp + tensors + options
-   |-- bind:  one device, dense, aligned, the plan, what starts it   (_launch.py; once per layouts, then known)
-   |-- check: on a CPU, the values of group ends
-   |-- allocate: every output, laid out by bind
-   '-- start: C++ on a CPU   |   CUDA C++ or Triton on the GPU's current stream   |   or other ops, composed
+   |-- prepare:  one device, dense, aligned; signature and launch      (_launch.py; once per layouts and options)
+   |-- check:    on a CPU, the values of group ends
+   |-- allocate: the outputs and the scratch memory
+   '-- run:      C++ on a CPU   |   CUDA C++ or Triton on the current stream of the GPU   |   other ops, composed
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core_kernels.fold import plan_both as both_fold
-from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import KernelOp, fail
 from . import _settings
-from ._launch import Outputs, bind, plain
+from ._launch import Outputs, plain, prepare
 from ._torch_private import current_gpu, empty_cuda
 
 FLOATS = (torch.bfloat16, torch.float32)
-"""What is quantized, and what the products give."""
-
-TOKENS: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(("grouped_wgrad_mx", "grouped_wgrad_fold", "fold_groups"), (1, BLOCK)),
-    "grouped_wgrad_bf16_t": (1, 1),
-    "quantize_both_fold": (0, BLOCK),
-}
-"""Where ops with group ends have their tokens: along which dim of the first operand, and what ends are multiples of,
-since scales do not cross groups. Others: (0, 1)."""
+"""The dtypes that are quantized and that products are rounded to."""
 
 
 def debug_checks() -> AbstractContextManager[None]:
     """Within the block check the values of group ends, counts, row maps and slots on CUDA too, with a host sync each.
 
-    On a CPU they are always checked. The setting is this thread's, or this asyncio task's; a backward runs in that of
-    its forward.
+    On a CPU they are always checked. The setting holds for this thread or asyncio task; a backward runs under the
+    setting of its forward.
     """
     return _settings.debug.within(True)
 
@@ -63,18 +52,17 @@ def check_ends(op: str, argument: str, group_ends: Tensor, rows: int, multiple: 
         fail(ValueError, op, argument, ends, f"allowed: multiples of {multiple}; {remedy}")
 
 
-def _check_values(op: KernelOp, inputs: Sequence[Tensor], options: dict[str, Any], arch: str) -> None:
-    """Raise ValueError unless the op's ends end groups of its tokens and its maps lead to what is there."""
-    if op.inputs[-1] == "group_ends":
-        dim, multiple = TOKENS.get(op.name, (0, 1))
-        rows = int(options.get("num_rows", inputs[0].shape[dim]))
-        check_ends(op.name, "group_ends", inputs[-1], rows, multiple, "pad the groups, see `row_map`")
-    if arch != "cpu":  # the C++ kernels look at maps themselves
+def _check_values(op: KernelOp, inputs: Sequence[Tensor], tokens: tuple[int, int] | None, arch: str) -> None:
+    """Raise ValueError unless group ends end groups of the tokens and maps lead to rows that exist."""
+    if tokens is not None:
+        ends = inputs[op.inputs.index("group_ends")]
+        check_ends(op.name, "group_ends", ends, *tokens, "pad the groups, see `row_map`")
+    if arch != "cpu":  # the C++ kernels check maps themselves
         _check_maps(op, inputs)
 
 
 def _check_maps(op: KernelOp, inputs: Sequence[Tensor]) -> None:
-    """Raise ValueError unless the op's maps lead to -1 or to what is there. Reads the values."""
+    """Raise ValueError unless the entries of the op's maps are -1 or rows that exist. Reads the values."""
     given = dict(zip(op.inputs, inputs, strict=True))
     limits = {}
     if "row_map" in given:
@@ -106,10 +94,9 @@ def allocate(outputs: Outputs, index: int | None) -> tuple[Tensor, ...]:
 
 
 def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
-    """Run one op on dense tensors of one device and return its outputs, freshly allocated; what its kernel needed
-    besides them is let go.
+    """Run one op on dense tensors of one device and return its outputs, freshly allocated.
 
-    Raises ValueError, TypeError (see `bind` and `KernelOp.plan`) and NotImplementedError where the device or the
+    Raises ValueError, TypeError (see `prepare` and `KernelOp.check`) and NotImplementedError where the device or the
     forced implementation cannot run it.
     """
     return run(op, tensors, tuple(options), tuple(options.values()))
@@ -118,19 +105,16 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[T
 def run(
     op: KernelOp, tensors: tuple[Tensor, ...], names: tuple[str, ...], values: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """`call` with `names[i]=values[i]` for as many values as there are: what an op of `torch.ops.mxep` is made of."""
-    arch, index, options, out, start = bind(op, tensors, _settings.forced.value, names, values)
+    """`call` with `names[i]=values[i]` for as many values as there are; the body of an op of `torch.ops.mxep`."""
+    arch, index, options, tokens, out, runner = prepare(op, tensors, _settings.forced.value, names, values)
     if index is not None and index != current_gpu():
-        with torch.cuda.device(index):  # where outputs are allocated and Triton launches
+        with torch.cuda.device(index):  # outputs are allocated and Triton launches there
             return run(op, tensors, names, values)
     if index is None or _settings.debug.value:
-        _check_values(op, tensors, options, arch)
-    if start is None:
-        return COMPOSED[op](*plain(tensors), **options)
+        _check_values(op, tensors, tokens, arch)
+    if runner is None:
+        assert op.compose is not None
+        return op.compose(call, *plain(tensors), **options)
     outputs = allocate(out, index)
-    start(tensors, outputs)
-    return outputs[: len(op.outputs)]
-
-
-COMPOSED = {both_fold.quantize_both_fold: partial(both_fold.composed, call)}
-"""The ops that `both_fold.PARTS` names, of their parts."""
+    runner(tensors, outputs)
+    return outputs[: len(op.outputs)]  # without the scratch memory

@@ -1,10 +1,10 @@
-"""Grouped products on a CPU: dequantize in C++ to fp32 (exact), then the framework's own matmul per group.
+"""Grouped products on a CPU: dequantize in C++ to fp32 (exact), then torch.matmul per group.
 
     lhs [g0 g0 g1 | tail]  x  rhs_t[g]^T  -->  out [g0 g0 g1 | zeros]
 
-Products of fp32 values that came from E4M3 or bf16 are exact, so the only errors are those of fp32
-accumulation and of the one rounding to the output dtype. Every row is read by its own group alone:
-a NaN in a row past the last end reaches nothing.
+Products of fp32 values that come from E4M3 or bf16 are exact. The only errors are those of the fp32 accumulation and of
+the one rounding to the output dtype. A row is read by its own group alone: a NaN in a row past the last end has no
+effect.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def _m_grouped(
 def grouped_mm_mx(
     lhs_q: Tensor, lhs_sf: Tensor, rhs_q: Tensor, rhs_sf: Tensor, group_ends: Tensor, out: Tensor
 ) -> None:
-    # One expert's weights at a time: fp32 copies of all of them would be four times the bytes.
+    # The weights of one expert at a time: fp32 copies of all would be four times the bytes.
     _m_grouped(_dequantize(lhs_q, lhs_sf), lambda g: _dequantize(rhs_q[g], rhs_sf[g]), group_ends, out)
 
 
@@ -91,12 +91,14 @@ def grouped_mm_fold_bias(
 
 
 def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
-    """qf (R, M), sf (S, R) -> fp32; columns past the last end, which nobody reads, get any scale."""
+    """qf (R, M), sf (S, R) -> fp32; columns past the last end, which are not read, get any scale."""
     first = torch.arange(0, qf.shape[1], BLOCK, dtype=group_ends.dtype)
     group = torch.searchsorted(group_ends, first, right=True)
     begin = torch.cat([group_ends.new_zeros(1), group_ends])[group]
     slot = begin // SPAN + group + (first - begin) // SPAN
-    slots = torch.cat([sf, sf.new_zeros(1, sf.shape[1])])  # what follows the last group may pass them by one
+    slots = torch.cat(
+        [sf, sf.new_zeros(1, sf.shape[1])]
+    )  # columns past the last end may get the slot after the last one
     return _dequantize(qf, slots[slot].T.contiguous())
 
 
@@ -117,4 +119,4 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_fold_bias": grouped_mm_fold_bias,
     "grouped_wgrad_fold": grouped_wgrad_fold,
 }
-"""Ops that run here on a CPU instead of in C++: inputs, then the one output to fill."""
+"""Ops that run here on a CPU: functions of the inputs and of the one output, which they write."""

@@ -1,12 +1,12 @@
-"""What starts an op, decided once per op, layouts and options: the plan, and a function of the tensors alone.
+"""A call of an op, prepared once per op, layouts and options: its checks, its outputs, and the function that runs it.
 
-    tensors --> layouts --.-- known: Bound
-    op, options ----------'-- new: checks, implementation, plan --> Bound, kept
+    tensors --> layouts --.-- seen before: PreparedCall from a dict
+    op, options ----------'-- new: checks, implementation, launch --> PreparedCall, cached
 
 "cpp"     C++ through DLPack; a grouped GEMM: torch.matmul (_cpu_gemm.py)
-"cuda"    a bound launch, which reads the tensors' addresses itself
-"triton"  compiled at the first call, then the compiled kernel itself; on a CPU Triton's interpreter
-"parts"   nothing here: _call.py composes other ops
+"cuda"    a CudaLaunch, which reads the addresses of the tensors in C++
+"triton"  compiled at the first call, later the compiled kernel itself; on a CPU the interpreter of Triton
+An op without a Triton kernel is composed of other ops, which _call.py runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,11 @@ from torch import Tensor
 from .. import cpp_bindings
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
-from ._device import Implementation, choose, without_cuda
+from ._device import Implementation, choose
 from ._torch_private import exchange, layouts, raw_stream
 
-Start = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Any]
+Runner = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Any]
+"""Runs an op on inputs and outputs."""
 Layout = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]
 """shape, dtype, device, strides."""
 
@@ -29,7 +30,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
 class Outputs(NamedTuple):
-    """What to allocate: dense row-major arrays, one after the other in each of these."""
+    """The dense row-major tensors to allocate: one entry of each tuple per tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
@@ -45,99 +46,109 @@ class Outputs(NamedTuple):
         )
 
 
-class Bound(NamedTuple):
-    """arch: what was planned for, with these options. index: the GPU's; None on a CPU. start: runs the op on inputs and
-    outputs; None where others are composed."""
+class PreparedCall(NamedTuple):
+    """Everything about a call but the tensors.
+
+    arch: the architecture that the call is prepared for. index: of the GPU; None on a CPU.
+    options: of the op. tokens: `Signature.tokens`, for the check of group ends.
+    outputs: to allocate, with the scratch memory of the launch. runner: None where other ops are composed.
+    """
 
     arch: str
     index: int | None
     options: dict[str, Any]
+    tokens: tuple[int, int] | None
     outputs: Outputs
-    start: Start | None
+    runner: Runner | None
 
 
-class Known:
-    """What was decided, by its key, for the last 2048 to 4096 keys in use.
+class PreparedCalls:
+    """The prepared calls of the last 2048 to 4096 keys in use.
 
-    Two generations: what is used moves to the recent one, and when that is full, it becomes the former one, whose rest
-    is let go. Every step is one operation on a dict: threads need no lock.
+    Two generations: a call in use moves to the recent one. When that is full it becomes the former one, and the calls
+    of the former one are dropped. Every step is one operation on a dict: threads need no lock.
     """
 
     MOST = 2048
 
     def __init__(self) -> None:
-        self.recent: dict[tuple[Any, ...], Bound] = {}
-        self.former: dict[tuple[Any, ...], Bound] = {}
+        self.recent: dict[tuple[Any, ...], PreparedCall] = {}
+        self.former: dict[tuple[Any, ...], PreparedCall] = {}
 
-    def get(self, key: tuple[Any, ...]) -> Bound | None:
+    def get(self, key: tuple[Any, ...]) -> PreparedCall | None:
         """For a key that `recent` does not have."""
-        bound = self.former.get(key)
-        if bound is not None:
-            self.put(key, bound)
-        return bound
+        call = self.former.get(key)
+        if call is not None:
+            self.put(key, call)
+        return call
 
-    def put(self, key: tuple[Any, ...], bound: Bound) -> None:
+    def put(self, key: tuple[Any, ...], call: PreparedCall) -> None:
         if len(self.recent) >= self.MOST:
             self.former, self.recent = self.recent, {}
-        self.recent[key] = bound
+        self.recent[key] = call
 
 
-_known = Known()
+_prepared = PreparedCalls()
 
 
-def bind(
+def prepare(
     op: KernelOp, tensors: tuple[Tensor, ...], forced: Implementation | None, names: tuple[str, ...], values: tuple
-) -> Bound:
-    """What runs the op on tensors laid out like these, with `names[i]=values[i]` for as many values as there are.
+) -> PreparedCall:
+    """The call of the op on tensors of these layouts, with `names[i]=values[i]` for as many values as there are.
 
-    Raises ValueError unless the tensors are row-major, on one device and, on a GPU, aligned to 16 bytes, and what
-    `choose` and `KernelOp.plan` raise.
+    Raises ValueError unless the tensors are row-major, on one device and, on a GPU, aligned to 16 bytes, and the errors
+    of `choose` and `KernelOp.check`.
     """
     found = layouts(tensors)
     key = (op, found, forced, names, values)
-    bound = _known.recent.get(key)
-    if bound is None:
-        bound = _known.get(key)
-    if bound is None:
+    call = _prepared.recent.get(key)
+    if call is None:
+        call = _prepared.get(key)
+    if call is None:
         for name, tensor in zip(op.inputs, tensors, strict=True):  # a schema lets None pass
             if not isinstance(tensor, Tensor):
                 fail(TypeError, op.name, name, f"a {type(tensor).__name__}", "allowed: a torch.Tensor")
-        bound = decide(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
-        if bound.index is not None:
+        call = prepare_uncached(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
+        if call.index is not None:
             _check_aligned(op, tensors)
         if found is not None:
-            _known.put(key, bound)
-    return bound
+            _prepared.put(key, call)
+    return call
 
 
 def layout_of(tensor: Tensor) -> Layout:
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
-def decide(op: KernelOp, tensors: Sequence[Layout], forced: Implementation | None, **options: Any) -> Bound:
-    """`bind` for layouts alone: everything about a call but the tensors."""
+def prepare_uncached(
+    op: KernelOp, tensors: Sequence[Layout], forced: Implementation | None, **options: Any
+) -> PreparedCall:
+    """`prepare` for layouts alone."""
     check_devices(op, [device for _, _, device, _ in tensors])
     _check_dense(op, tensors)
     device = tensors[0][2]
     index = device.index if device.type == "cuda" else None
     implementation, arch = choose(op, device, forced)
     inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in tensors)
-    launch = op.plan(*inputs, arch=arch, **options)
-    if implementation == "cuda" and launch.not_in_cuda:
-        if forced == "cuda":
-            fail(NotImplementedError, op.name, "device", f"{device} with 'cuda' forced", launch.not_in_cuda)
-        implementation = without_cuda(op)
-    if implementation == "parts":
-        return Bound(arch, index, options, Outputs.of(()), None)
+    out, attrs, tokens = op.signature(*inputs, **options)
     if implementation == "cpp":
-        start = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, launch)
-    elif not all(launch.grid):
-        start = _nothing
-    elif implementation == "cuda":
-        start = _cuda(op, launch, inputs, device.index)
+        runner = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, tuple(attrs.values()))
+        return PreparedCall(arch, index, options, tokens, Outputs.of(out), runner)
+    launch = op.launch(*inputs, arch=arch, **options)
+    if implementation == "cuda" and launch.cuda_unsupported:
+        implementation, _ = choose(op, device, forced, launch.cuda_unsupported)
+    if implementation == "cuda" and all(launch.grid):
+        assert exchange is not None  # without it `choose` returns "triton"
+        written = (*out, *launch.scratch)
+        runner = cpp_bindings.CudaLaunch(exchange, device.index, op.name, inputs, written, launch.cuda_attrs)
+        return PreparedCall(arch, index, options, tokens, Outputs.of(written), runner)
+    if op.compose:
+        return PreparedCall(arch, index, options, tokens, Outputs.of(()), None)
+    if not all(launch.grid):
+        runner = _skip_launch
     else:
-        start = _interpreter(op, launch) if index is None else _triton(op, launch, index)
-    return Bound(arch, index, options, Outputs.of(launch.out), start)
+        runner = _interpreter(op, launch) if index is None else _triton(op, launch, index)
+    return PreparedCall(arch, index, options, tokens, Outputs.of(out), runner)
 
 
 def check_devices(op: KernelOp, devices: Sequence[torch.device]) -> None:
@@ -167,12 +178,8 @@ def array_type(shape: torch.Size, dtype: torch.dtype) -> ArrayType:
     return ArrayType(tuple(shape), "uint8" if dtype in FLOAT8 else str(dtype).removeprefix("torch."))
 
 
-def _nothing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """No output has a byte."""
-
-
 def plain(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As those who look at more than addresses want them: E4M3 and E8M0 as uint8, none with a gradient."""
+    """Tensors without gradient, E4M3 and E8M0 as uint8, for DLPack and Triton."""
     return [as_bytes(t.detach()) for t in tensors]
 
 
@@ -181,52 +188,50 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
 
 
-def _cpp(op: KernelOp, launch: Launch) -> Start:
-    attrs = [int(a) for a in launch.attrs]
+def _skip_launch(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """For outputs without bytes."""
+
+
+def _cpp(op: KernelOp, attrs: tuple[int, ...]) -> Runner:
     return lambda inputs, outputs: cpp_bindings.run(op.name, plain(inputs), outputs, attrs, torch.get_num_threads())
 
 
-def _matmul(op: KernelOp) -> Start:
-    def start(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        # An exact product does not become another one under the caller's autocast.
+def _matmul(op: KernelOp) -> Runner:
+    def runner(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        # Autocast of the caller would change the dtype of an exact product.
         with torch.autocast("cpu", enabled=False):
             _cpu_gemm.TABLE[op.name](*plain(inputs), *outputs)
 
-    return start
-
-
-def _cuda(op: KernelOp, launch: Launch, inputs: tuple[ArrayType, ...], index: int) -> Start:
-    assert exchange is not None  # else `choose` does not come here
-    return cpp_bindings.CudaLaunch(exchange, index, op.name, inputs, launch.out, [int(a) for a in launch.attrs])
+    return runner
 
 
 def _triton_options(launch: Launch) -> dict[str, Any]:
-    # No fusion: an fma rounds once where the contract rounds twice. The kernels write the ones they mean.
+    # No fusion: an fma rounds once where the contract rounds twice. Kernels call fma where it is meant.
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
     return {**launch.meta, **options}
 
 
-def _interpreter(op: KernelOp, launch: Launch) -> Start:
-    scalars, options = launch.scalars.values(), _triton_options(launch)
-    return lambda inputs, outputs: op.kernel[launch.grid](*plain(inputs), *scalars, *outputs, **options)
+def _interpreter(op: KernelOp, launch: Launch) -> Runner:
+    kernel, scalars, options = op.triton_kernel(), launch.scalars.values(), _triton_options(launch)
+    return lambda inputs, outputs: kernel[launch.grid](*plain(inputs), *scalars, *outputs, **options)
 
 
-def _triton(op: KernelOp, launch: Launch, index: int) -> Start:
-    """Compiles at the first call. Later ones start the compiled kernel itself: Triton's own look-up by argument takes
-    longer than the rest of the call, and all it would look at is fixed here (pointers are aligned to 16 bytes)."""
-    scalars, options = tuple(launch.scalars.values()), _triton_options(launch)
+def _triton(op: KernelOp, launch: Launch, index: int) -> Runner:
+    """Compile at the first call; later start the compiled kernel itself. Triton's own look-up by argument takes longer
+    than the rest of the call, and everything that it reads is fixed here (pointers are aligned to 16 bytes)."""
+    kernel, scalars, options = op.triton_kernel(), tuple(launch.scalars.values()), _triton_options(launch)
     grid = (*launch.grid, 1, 1)[:3]
     compiled, constexprs = None, []
 
-    def start(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    def runner(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         nonlocal compiled, constexprs
         if compiled is None:
             args = (*plain(inputs), *scalars, *outputs)
-            constexprs = [options[name] for name in op.kernel.arg_names[len(args) :]]
-            compiled = op.kernel[grid](*args, **options)[grid]
+            constexprs = [options[name] for name in kernel.arg_names[len(args) :]]
+            compiled = kernel[grid](*args, **options)[grid]
         else:
             pointers = [t.data_ptr() for t in (*inputs, *outputs)]
             n = len(inputs)
             compiled(*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=raw_stream(index))
 
-    return start
+    return runner

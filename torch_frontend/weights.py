@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..core_kernels.dispatch import facts
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
@@ -172,7 +173,7 @@ def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tu
 
 def as_multiplied(x: MX) -> MX | Upcast:
     """MX in the way that the tensor cores of its device take it."""
-    return Upcast(ops.dequantize(*x)) if arch_of(x.q.device) == "sm_90" else x
+    return Upcast(ops.dequantize(*x)) if facts(arch_of(x.q.device)).upcasts else x
 
 
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:

@@ -52,9 +52,9 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 def outputs_of(op: KernelOp, inputs: Tensors, options: Mapping[str, Any]) -> tuple[Tensors, tuple[int, ...]]:
     types = [ArrayType(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in inputs]
-    launch = op.plan(*types, arch="cpu", **options)
-    outputs = tuple(torch.empty(a.shape, dtype=getattr(torch, a.dtype)) for a in launch.out)
-    return outputs, tuple(int(a) for a in launch.attrs)
+    signature = op.signature(*types, **options)
+    outputs = tuple(torch.empty(a.shape, dtype=getattr(torch, a.dtype)) for a in signature.out)
+    return outputs, tuple(signature.attrs.values())
 
 
 def matrix_cases(shape: Matrix) -> Iterator[Case]:

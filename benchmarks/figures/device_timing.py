@@ -70,15 +70,16 @@ def events(candidates: Candidates, samples: int = 15) -> dict[str, Sample]:
     return _there_and_back({name: seconds[2:] for name, seconds in times.items()})
 
 
-def programs(candidates: Programs) -> dict[str, Sample]:
-    """Device time of each candidate. The length of the first one selects the clock.
+def programs(candidates: Programs, least_calls: int = 4) -> dict[str, Sample]:
+    """Device time of each candidate. The length of the first one selects the clock; a batch has at
+    least `least_calls` calls.
 
     Results are dropped at once, so that buffers are reused.
     """
     (estimate,) = batches(dict([next(iter(candidates.items()))]), calls=4, samples=1).values()
     if estimate.us < SHORT_US and torch.cuda.is_available():
         return kernels(candidates)
-    return batches(candidates, min(max(int(BATCH_US / estimate.us), 4), 200))
+    return batches(candidates, min(max(int(BATCH_US / estimate.us), least_calls), 200))
 
 
 def batches(candidates: Programs, calls: int, samples: int = 4) -> dict[str, Sample]:

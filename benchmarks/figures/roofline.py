@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from mxep.core_kernels.launch import fail
 
 from .results import RESULTS, newest
 from .table_grouped_gemm import NAMES, is_product
@@ -49,7 +50,8 @@ def roofs(rows: list[Row]) -> Roofs:
     }
     copies = [r["nbytes"] / r["peer_us"] * 1e6 for r in rows if r["peer"] == "copy"]
     if missing := [*(name for name, of_one in rates.items() if not of_one), *([] if copies else ["copy"])]:
-        raise ValueError(f"roofline: roofs: no line for {', '.join(missing)}; run python -m benchmarks gpu")
+        allowed = "allowed: lines with each as peer; run python -m benchmarks gpu"
+        fail(ValueError, "roofline", "rows", f"no line for {', '.join(missing)}", allowed)
     return Roofs(median(copies), {name: max(of_one) for name, of_one in rates.items()})
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .table_ops import machine
-
 Row = dict[str, Any]
 SHAPE = {"M": 131072, "K": 7168, "N": 2048, "G": 8, "routing": "balanced"}
 """131072 rows, 8 experts of 7168 x 2048: one rank's share of a layer as large as DeepSeek-V3's."""
@@ -24,7 +22,8 @@ ROWS = (
      _at(SHAPE)),
     ("Forward and both gradients, all quantization included", "grouped_mm_autograd", "torch", "torch_grouped_mm_bf16",
      "`torch._grouped_mm`", _at(SHAPE, recipe="mxfp8")),
-    ("MoE layer, forward and backward, all quantization included", "moe_layer_fwd_bwd", "torch", "plain_torch_bf16",
+    ("MoE layer (16384 tokens, 32 experts, top 8), forward and backward", "moe_layer_fwd_bwd", "torch",
+     "plain_torch_bf16",
      "plain PyTorch layer", _at(LAYER, recipe="mxfp8")),
 )  # fmt: skip
 
@@ -38,8 +37,11 @@ def table(rows: list[Row]) -> str:
                 bf16, ours = (f"{us / 1e3:.1f} ms" for us in (row["peer_us"], row["us"]))
                 lines.append(f"| {what} | {bf16}, {name} | {ours} | {row['ratio']:.2f}x |")
     m, k, n, g = (SHAPE[name] for name in "MKNG")
+    run = rows[0]
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "jax"))
     return "\n".join([
         *lines,
         "",
-        f"{m} rows, {g} experts, K {k}, N {n}, compute \"fold\"; {machine(rows)}; medians of one run.",
+        f"{run['hardware']}, {versions}. Grouped GEMM: {m} rows, {g} experts, K {k}, N {n}. Medians; the two times of "
+        "a row are taken in turns.",
     ])  # fmt: skip

@@ -109,7 +109,7 @@ def table(rows: list[Row], picture: Path = PICTURE) -> str:
         "- *peer / ours*: time of the peer divided by our time; the required minimum is in brackets.",
         f"- *JAX / torch*: our time in JAX divided by our time in torch; at most {JAX_PRODUCT_OVER_TORCH}.",
         "- Rows with `operands bf16` include the quantization of the activations. Rows with both gradients include the "
-        "quantization of activations and gradients, and of the weights unless `weights held` says otherwise.",
+        "quantization of activations and gradients, and of the weights, except rows with `weights held`.",
         "",
         f"DeepGEMM publishes {low} to {high} TF/s for its grouped FP8 products on an H800 "
         f"([source]({DEEPGEMM_SOURCE})); not measured here.",

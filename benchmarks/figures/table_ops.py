@@ -36,19 +36,20 @@ def _cells(op: str, rows: list[Row]) -> tuple[str, ...]:
 
 
 def machine(rows: list[Row]) -> str:
-    """Hardware and versions of a run."""
-    versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
-    return f"{rows[0]['hardware']}, {versions}, commit {rows[0]['commit'][:7]}"
+    """Hardware, versions and commits of the lines."""
+    versions = ", ".join(f"{name} {version}" for name, version in rows[-1]["versions"].items())
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+    return f"{rows[-1]['hardware']}, {versions}, commit {commits}"
 
 
 def table(rows: list[Row]) -> str:
     """The section with the table and the host time; "" without lines. Recorded ops without a bar are left out."""
+    rows = [row for row in rows if row["op"] in {**OF_A_COPY, **AT_MOST_US}]
     if not rows:
         return ""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row["op"] in {**OF_A_COPY, **AT_MOST_US}:
-            groups.setdefault((row["op"], shape_of(row)), []).append(row)
+        groups.setdefault((row["op"], shape_of(row)), []).append(row)
     host = [row["us"] for row in rows if row["op"] == "host_overhead"]
     lines = [
         "## Ops, on a GPU",

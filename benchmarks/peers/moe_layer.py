@@ -30,7 +30,7 @@ class Weights(NamedTuple):
 
 @cache
 def _swiglu() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(lambda gate, up: F.silu(gate) * up, dynamic=False)
+    return torch.compile(lambda gate, up: F.silu(gate) * up)
 
 
 def torch_layer(x: Tensor, weights: Weights, top_k: int, router_dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -1,106 +1,111 @@
-"""Top-k combine: every token's weighted sum of its K expert rows, and the way back.
+"""Top-k combine: the weighted sum of the K expert rows of each token, and its gradient.
 
     slots[t, k] = r    row r is slot k of token t; -1 where the slot has no row
-    order[r] = t*K + k the way back: the slot that row r fills; -1 for padding
+    order[r] = t*K + k the inverse of slots: the slot of row r; -1 for padding
 
     rows (R, D) --combine------> y (T, D)        y[t] = ((0 + p0 * x0) + p1 * x1) + ...  rounded once
     dy (T, D), rows --combine_bwd--> drows (R, D)    drows[r] = p * dy[t], zeros for padding
                                      dprobs (T, K)   dprobs[t, k] = dot(dy[t], rows[slots[t, k]])
 
-Probabilities of shape (0,) mean an unweighted sum: what the gradient of copying a token to its slots is.
+Probabilities of shape (0,) give an unweighted sum: the gradient of copying a token to its slots.
 """
 
-from ..launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_rank, require_shape
-from ..tiles import Tiles, cdiv, hw_cast, next_power_of_2, tiles
-from . import kernel
+from ..dispatch import facts
+from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, fail, require_dtype, require_rank, require_shape
+from ..tiles import cdiv, next_power_of_2, tiles
 
 FLOATS = ("bfloat16", "float32")
+UNWEIGHTED = (0,)
+"""The shape of `probs` for an unweighted sum."""
 
 
-def _weighted(op: str, slots: ArrayType, probs: ArrayType) -> bool:
-    """Whether there are probabilities, one a slot; raises unless they fit `slots` or have shape (0,)."""
+def _check_slots(op: str, rows: ArrayType, slots: ArrayType, probs: ArrayType) -> None:
+    require_dtype(op, "rows", rows, *FLOATS)
+    require_rank(op, "rows", rows, 2)
     require_dtype(op, "slots", slots, "int32")
     require_rank(op, "slots", slots, 2)
     if slots.shape[1] < 1:
         fail(ValueError, op, "slots", f"shape {slots.shape}", "allowed: (T, K), K at least 1")
     require_dtype(op, "probs", probs, "float32")
-    if len(probs.shape) == 1 and probs.shape[0] == 0:
-        return False
-    require_shape(op, "probs", probs, slots.shape, "one per slot, or (0,) for an unweighted sum")
-    return True
+    if len(probs.shape) != 1 or probs.shape[0] != 0:
+        require_shape(op, "probs", probs, slots.shape, "one per slot, or (0,) for an unweighted sum")
 
 
-def _plan_combine(
-    rows: ArrayType, slots: ArrayType, probs: ArrayType, *, arch: str, out_dtype: str = "bfloat16"
-) -> Launch:
+def _check_combine(rows: ArrayType, slots: ArrayType, probs: ArrayType, *, out_dtype: str = "bfloat16") -> Signature:
     op = "combine"
-    require_dtype(op, "rows", rows, *FLOATS)
-    require_rank(op, "rows", rows, 2)
-    weighted = _weighted(op, slots, probs)
-    (r, d), (t, k) = rows.shape, slots.shape
-    out = ArrayType((t, d), out_dtype)
+    _check_slots(op, rows, slots, probs)
+    out = ArrayType((slots.shape[0], rows.shape[1]), out_dtype)
     require_dtype(op, "out_dtype", out, *FLOATS)
-    if arch == "cpu":
-        return Launch((out,), ())
-    tile = tiles(op, arch, row_width=d)
-    d_tiles = cdiv(d, tile.k)
-    return Launch(
-        out=(out,),
-        attrs=(),
-        grid=(cdiv(t, tile.m) * d_tiles,),
-        scalars={"R": r, "T": t},
-        meta={
-            "D": d, "K": k, "WEIGHTED": weighted, "TILES": d_tiles,
-            "HW_CAST": hw_cast(arch), "BLOCK_M": tile.m, "BLOCK_K": tile.k,
-        },
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )  # fmt: skip
+    return Signature((out,))
 
 
-def _token_tiles(arch: str, slots: int, width: int) -> Tiles:
-    """The table's m x k values in flight, as all the slots of a token x a part of its columns."""
-    t = tiles("combine_bwd", arch)
-    return t._replace(k=min(max(t.m * t.k // slots, 32), max(next_power_of_2(width), 32)))
+def _tile_combine(call: Call, arch: str) -> Tiling:
+    (r, d), (tokens, k) = call.inputs[0].shape, call.inputs[1].shape
+    t = tiles(call.op, arch, row_width=d)
+    across = cdiv(d, t.k)
+    shape = {"D": d, "K": k, "WEIGHTED": call.inputs[2].shape != UNWEIGHTED, "TILES": across}
+    blocks = {"HW_CAST": facts(arch).hw_cast, "BLOCK_M": t.m, "BLOCK_K": t.k}
+    return t.tiling((cdiv(tokens, t.m) * across,), {"R": r, "T": tokens}, **shape, **blocks)
 
 
-def _plan_combine_bwd(
-    dy: ArrayType, rows: ArrayType, slots: ArrayType, order: ArrayType, probs: ArrayType, *, arch: str
-) -> Launch:
+def _check_combine_bwd(
+    dy: ArrayType, rows: ArrayType, slots: ArrayType, order: ArrayType, probs: ArrayType
+) -> Signature:
     op = "combine_bwd"
-    require_dtype(op, "rows", rows, *FLOATS)
-    require_rank(op, "rows", rows, 2)
-    weighted = _weighted(op, slots, probs)
-    (r, d), (t, k) = rows.shape, slots.shape
+    _check_slots(op, rows, slots, probs)
+    (r, d), tokens = rows.shape, slots.shape[0]
     require_dtype(op, "dy", dy, *FLOATS)
-    require_shape(op, "dy", dy, (t, d), "a row per token of slots, as wide as rows")
+    require_shape(op, "dy", dy, (tokens, d), "a row per token of slots, as wide as rows")
     require_dtype(op, "order", order, "int32")
     require_shape(op, "order", order, (r,), "the slot of each row")
-    out = (rows, probs)
-    if arch == "cpu":
-        return Launch(out, ())
-    block_s = next_power_of_2(k)
-    tile = _token_tiles(arch, block_s, d)
-    return Launch(
-        out=out,
-        attrs=(),
-        grid=(t + cdiv(r, tile.m),),
-        scalars={"R": r, "T": t},
-        meta={
-            "D": d, "K": k, "WEIGHTED": weighted,
-            "HW_CAST": hw_cast(arch), "BLOCK_S": block_s, "BLOCK_M": tile.m, "BLOCK_K": tile.k,
-        },
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )  # fmt: skip
+    return Signature((rows, probs))
 
 
-combine = KernelOp("combine", kernel.combine_kernel, ("rows", "slots", "probs"), ("y",), (), _plan_combine)
+def _tile_combine_bwd(call: Call, arch: str) -> Tiling:
+    """A program per token, which holds all its slots, and programs for the rows of padding."""
+    (r, d), (tokens, k), probs = call.inputs[1].shape, call.inputs[2].shape, call.inputs[4]
+    t, slots = tiles(call.op, arch), next_power_of_2(k)
+    # The values in flight are those of the table: all slots of a token times a part of its columns.
+    columns = min(max(t.m * t.k // slots, 32), max(next_power_of_2(d), 32))
+    shape = {"D": d, "K": k, "WEIGHTED": probs.shape != UNWEIGHTED}
+    blocks = {"HW_CAST": facts(arch).hw_cast, "BLOCK_S": slots, "BLOCK_M": t.m, "BLOCK_K": columns}
+    return t.tiling((tokens + cdiv(r, t.m),), {"R": r, "T": tokens}, **shape, **blocks)
+
+
+combine = KernelOp(
+    "combine",
+    """The weighted sum of the K rows of each token.
+
+    rows: (R, D) bf16 or fp32. slots: (T, K) int32, the row of each slot, -1 for none.
+    probs: (T, K) fp32, or shape (0,) for an unweighted sum. out_dtype: "bfloat16" or "float32".
+    Returns y (T, D): y[t] = sum over k of probs[t, k] * rows[slots[t, k]] in fp32, k ascending, rounded once.
+
+    >>> slots, probs = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([[0.25, 0.5]])
+    >>> ops.combine(xp.ones((2, 1)), slots, probs).tolist()
+    [[0.75]]
+
+    Raises ValueError (shape, on a CPU also a row that does not exist) or TypeError (dtype).
+    """,
+    ("rows", "slots", "probs"),
+    ("y",),
+    _check_combine,
+    _tile_combine,
+    "combine.kernel:combine_kernel",
+)
 combine_bwd = KernelOp(
     "combine_bwd",
-    kernel.combine_bwd_kernel,
+    """The gradients of `combine`.
+
+    dy: (T, D) bf16 or fp32. rows, slots, probs: the inputs of `combine`.
+    order: (R,) int32, the inverse of slots: the slot t * K + k of each row, -1 for padding.
+    Returns drows (R, D) in the dtype of rows, zeros for padding, and dprobs (T, K) fp32. With probs of shape (0,) rows
+    is not read and dprobs is (0,).
+
+    Raises ValueError (shape, on a CPU also maps that are no inverses) or TypeError (dtype).
+    """,
     ("dy", "rows", "slots", "order", "probs"),
     ("drows", "dprobs"),
-    (),
-    _plan_combine_bwd,
+    _check_combine_bwd,
+    _tile_combine_bwd,
+    "combine.kernel:combine_bwd_kernel",
 )

@@ -1,97 +1,150 @@
-"""One scale per row instead of one per 32 values: what an FP8 tensor core without block scales multiplies.
+"""One scale per row instead of one per 32 values: the operand of FP8 tensor cores without block scales.
 
     q (M, K), sf (M, K/32) --fold_rows--> qf (M, K), row_sf (M,)
     x (M, K) ------quantize_row_fold----> the same, x read once
     [q | sf], row_map --permute_mx_fold-> the same, of gathered rows
     q (R, M), sf (R, M/32), group_ends (G,) --fold_groups--> qf (R, M), span_sf (S, R)
 
-row_sf is the row's largest scale byte and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) has no say in
-row_sf and becomes NaN elements, 0x7F: the other blocks keep their values. Only a row of NaN blocks alone has
-row_sf 255. A program holds whole rows: its scale is not known before the last block.
+row_sf is the largest scale byte of the row and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) is ignored when
+row_sf is chosen and becomes NaN elements, 0x7F; the other blocks keep their values. row_sf is 255 only for a row of NaN
+blocks alone.
 
-`fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, and one more
-in its first span, so that those after it seldom raise the scale. It is written in one walk over the group, before the
-group's largest byte is known, and a product rescales its sums where the scale rose.
+`fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, plus two
+octaves in the first span, so that later spans seldom raise the scale. It is written in one pass over the group, before
+the largest byte of the group is known; a product rescales its accumulator where the scale increases.
 
     tokens   0 ------- 256 ------- 512 - 544 ------------ 800 - 832   group_ends = [544, 832]
     spans    | 0       | 1         | 2   | 0              | 1   |
-    slot     0         1           2     3 = 544/256 + 1  4           S = spans(M, G) of them; others stay unused: 0
+    slot     0         1           2     3 = 544/256 + 1  4           S = spans(M, G) slots; unused slots are 0
 
-Columns past the last end become zeros. On a GPU, where nobody looks at ends, one that is no multiple of 32 counts as
-the multiple below it, and all slots of the groups on both sides of it have scale 255, NaN. So have those of groups that
-end before they begin or beyond M.
+Columns past the last end become zeros. On a GPU the host does not check ends: an end that is no multiple of 32 counts
+as the multiple below it, and all slots of the groups on both sides of it have scale 255, NaN. So have the slots of
+groups that end before they begin or beyond M.
 """
 
+from ..dispatch import facts
 from ..formats import BLOCK, Rounding, scale_attrs, spans
-from ..launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank, require_shape
+from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_multiple, require_rank
 from ..permute.plan import check_map, packed_blocks
-from ..quantize.plan import FLOATS, whole_rows
-from ..tiles import cdiv, hw_cast, tiles
-from . import kernel
+from ..quantize.plan import FLOATS, SCALES, check_scaled, tile_whole_rows, whole_row_types
+from ..tiles import cdiv, tiles
 
 
-def _plan_fold(q: ArrayType, sf: ArrayType, *, arch: str) -> Launch:
-    op = "fold_rows"
-    require_dtype(op, "q", q, "uint8")
-    require_dtype(op, "sf", sf, "uint8")
-    require_rank(op, "q", q, 2, 3)
-    require_multiple(op, "q", q.shape[-1], BLOCK, "last dim")
-    require_shape(op, "sf", sf, (*q.shape[:-1], q.shape[-1] // BLOCK), "one scale per 32 values of q's last dim")
-    return whole_rows(op, "q", arch, q.shape, {})
+def _check_fold(q: ArrayType, sf: ArrayType) -> Signature:
+    check_scaled("fold_rows", q, sf, 2, 3)
+    return Signature(whole_row_types("fold_rows", "q", q.shape))
 
 
-def _plan_quantize_fold(
-    x: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False
-) -> Launch:
+def _check_quantize_fold(x: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Signature:
     op = "quantize_row_fold"
     require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")
-    return whole_rows(op, "x", arch, x.shape, scale_attrs(op, rounding, satfinite))
+    return Signature(whole_row_types(op, "x", x.shape), scale_attrs(op, rounding, satfinite))
 
 
-def _plan_permute_fold(packed: ArrayType, row_map: ArrayType, *, arch: str) -> Launch:
+def _check_permute_fold(packed: ArrayType, row_map: ArrayType) -> Signature:
     op = "permute_mx_fold"
     blocks = packed_blocks(op, packed)
     check_map(op, row_map)
-    p = row_map.shape[0]
-    return whole_rows(op, "packed", arch, (p, blocks * BLOCK), {}, {"R": packed.shape[0], "P": p})
+    return Signature(whole_row_types(op, "packed", (row_map.shape[0], blocks * BLOCK)))
 
 
-def _plan_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType, *, arch: str) -> Launch:
+def _tile_permute_fold(call: Call, arch: str) -> Tiling:
+    scalars = {"R": call.inputs[0].shape[0], "P": call.out[0].shape[0]}
+    return tile_whole_rows(call, arch)._replace(scalars=scalars)
+
+
+def _check_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType) -> Signature:
     op = "fold_groups"
-    require_dtype(op, "q", q, "uint8")
-    require_dtype(op, "sf", sf, "uint8")
+    check_scaled(op, q, sf, 2)
     require_dtype(op, "group_ends", group_ends, "int32")
-    require_rank(op, "q", q, 2)
     require_rank(op, "group_ends", group_ends, 1)
     r, m = q.shape
-    require_multiple(op, "q", m, BLOCK, "last dim")
-    require_shape(op, "sf", sf, (r, m // BLOCK), "one scale per 32 values of q's last dim")
-    groups = group_ends.shape[0]
-    out = (ArrayType(q.shape, "uint8"), ArrayType((spans(m, groups), r), "uint8"))
-    if arch == "cpu":
-        return Launch(out, ())
-    t = tiles(op, arch)
-    return Launch(
-        out=out,
-        attrs=(),
-        grid=(cdiv(r, t.m), groups + 1),
-        scalars={"R": r, "M": m},
-        meta={"G": groups, "HW_CAST": hw_cast(arch), "BLOCK_M": t.m},
-        num_warps=t.num_warps,
-        num_stages=t.num_stages,
-    )
+    out = (ArrayType(q.shape, "uint8"), ArrayType((spans(m, group_ends.shape[0]), r), "uint8"))
+    return Signature(out, tokens=(m, BLOCK))
 
 
-_OUT = ("qf", "row_sf")
-fold_rows = KernelOp("fold_rows", kernel.fold_kernel, ("q", "sf"), _OUT, (), _plan_fold)
-quantize_row_fold = KernelOp(
-    "quantize_row_fold", kernel.quantize_fold_kernel, ("x",), _OUT, ("rounding", "satfinite"), _plan_quantize_fold
+def _tile_fold_groups(call: Call, arch: str) -> Tiling:
+    q, _, group_ends = call.inputs
+    (r, m), groups, t = q.shape, group_ends.shape[0], tiles(call.op, arch)
+    scalars = {"R": r, "M": m}
+    return t.tiling((cdiv(r, t.m), groups + 1), scalars, G=groups, HW_CAST=facts(arch).hw_cast, BLOCK_M=t.m)
+
+
+fold_rows = KernelOp(
+    "fold_rows",
+    """Align the scales of a row to the largest of them: one scale per row.
+
+    q: (..., M, K) E4M3, 2 or 3 dims, K a positive multiple of 32. sf: (..., M, K/32) E8M0. Both uint8.
+    Returns qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8. Values of blocks with smaller scales lose the bits
+    that fall below the subnormals of E4M3. A NaN block (scale byte 255) is ignored when row_sf is chosen and becomes
+    bytes 0x7F; a row of NaN blocks alone has row_sf 255.
+
+    >>> q, sf = xp.full((1, 64), 0x38, dtype=xp.uint8), xp.asarray([[127, 128]], dtype=xp.uint8)  # 1 and 2
+    >>> qf, row_sf = ops.fold_rows(q, sf)
+    >>> qf[0, ::32].tolist(), row_sf.tolist()  # 0.5 and 1 under 2^1
+    ([48, 56], [128])
+
+    Raises ValueError (shape) or TypeError (dtype).
+    """,
+    ("q", "sf"),
+    ("qf", "row_sf"),
+    _check_fold,
+    tile_whole_rows,
+    "fold.kernel:fold_kernel",
 )
-fold_groups = KernelOp(
-    "fold_groups", kernel.fold_groups_kernel, ("q", "sf", "group_ends"), ("qf", "span_sf"), (), _plan_fold_groups
+quantize_row_fold = KernelOp(
+    "quantize_row_fold",
+    f"""`quantize_row` and `fold_rows` in one read of x.
+
+    x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a positive multiple of 32.
+    {SCALES}
+    Returns qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8.
+
+    Raises ValueError (shape, rounding) or TypeError (dtype).
+    """,
+    ("x",),
+    ("qf", "row_sf"),
+    _check_quantize_fold,
+    tile_whole_rows,
+    "fold.kernel:quantize_fold_kernel",
 )
 permute_mx_fold = KernelOp(
-    "permute_mx_fold", kernel.permute_fold_kernel, ("packed", "row_map"), _OUT, (), _plan_permute_fold
+    "permute_mx_fold",
+    """`permute_mx` and `fold_rows` in one read.
+
+    packed: (R, K + K/32) uint8, K a positive multiple of 32. row_map: (P,) int32, -1 for padding.
+    Returns qf (P, K) E4M3 and row_sf (P,) E8M0, as uint8.
+
+    Raises ValueError (shape, on a CPU also a row that does not exist) or TypeError (dtype).
+    """,
+    ("packed", "row_map"),
+    ("qf", "row_sf"),
+    _check_permute_fold,
+    _tile_permute_fold,
+    "fold.kernel:permute_fold_kernel",
+)
+fold_groups = KernelOp(
+    "fold_groups",
+    """Align the scales along the tokens: one scale per row and span of 256 tokens of a group, for `grouped_wgrad_fold`.
+
+    q: (R, M) E4M3. sf: (R, M/32) E8M0. Both uint8; M, the tokens, is a multiple of 32.
+    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
+    Returns qf (R, M) E4M3 and span_sf (M // 256 + G, R) E8M0, as uint8. A scale is the largest so far in the group,
+    plus two octaves in its first span; group g begins at slot start // 256 + g. Columns past the last end and unused
+    slots are 0.
+
+    >>> q, sf = xp.full((1, 512), 0x70, dtype=xp.uint8), xp.asarray([[100] * 8 + [104] * 8], dtype=xp.uint8)
+    >>> qf, span_sf = ops.fold_groups(q, sf, xp.asarray([512], dtype=xp.int32))
+    >>> span_sf[:, 0].tolist(), qf[0, ::256].tolist()  # 128 becomes 32 under 2^2, and stays 128
+    ([102, 104, 0], [96, 112])
+
+    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    """,
+    ("q", "sf", "group_ends"),
+    ("qf", "span_sf"),
+    _check_fold_groups,
+    _tile_fold_groups,
+    "fold.kernel:fold_groups_kernel",
 )

@@ -1,43 +1,42 @@
 """Both folded operands of an activation from one launch: by row, and by column and span of tokens.
 
-    x (M, K), group_ends (G,) --quantize_both_fold--> qf (M, K), row_sf (M,)        what out = x w^T multiplies
-                                                      qf_t (K, M), span_sf (S, K)   what dw = dout^T x multiplies
+    x (M, K), group_ends (G,) --quantize_both_fold--> qf (M, K), row_sf (M,)        operand of out = x w^T
+                                                      qf_t (K, M), span_sf (S, K)   operand of dw = dout^T x
 
           |<---------- K ---------->|
-    32    v v v v ...               v     a row's scale is known when all of the row was read, a column's when 256 rows
-    rows  v v v v ...               v     of its group were: both while the rows are still at hand. The scales of the
-    ...                                   spans before raise a column's, and they come from the scratch memory through
-          v v v v ...               v     which the parts of a launch hand each other the largest bytes so far.
+    32    v v v v ...               v     The scale of a row is known after the whole row, the scale of a column after
+    rows  v v v v ...               v     256 rows of its group: both while the CTAs still hold the rows. Earlier spans
+    ...                                   raise the scale of a column. CTAs publish the largest bytes that they hold in
+          v v v v ...               v     scratch memory and poll those of their neighbours.
 
-An end that is no multiple of 32 does to the scales of spans what it does in `fold_groups`.
-
-The bytes are those of `quantize_row_fold`, and of `fold_groups` of `quantize_col`. It has no Triton kernel; where
-neither CUDA C++ nor C++ serves, the frontends run these three.
+An end that is no multiple of 32 has the effect that it has in `fold_groups`. The bytes are those of
+`quantize_row_fold`, and of `fold_groups` after `quantize_col`. There is no Triton kernel: where neither CUDA C++ nor
+C++ runs, the op is composed of these three.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from ..formats import BLOCK, Rounding, scale_attrs, spans
-from ..launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank
-from ..quantize import plan as quantize
-from ..quantize.plan import FLOATS
+from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, fail, require_dtype, require_multiple, require_rank
+from ..quantize.plan import FLOATS, SCALES, quantize_col
 from ..tiles import cdiv
-from . import plan as fold
+from .plan import fold_groups, quantize_row_fold
 
 TILE_BYTES = 256
-"""Of a row of x, that one tile of the CUDA kernel has."""
+"""Bytes of a row of x in one tile of the CUDA kernel."""
 TILES_ACROSS = 128
-"""Tiles of a row, which ask each other: fewer than half of the CTAs that an H100 or H200 runs at a time. Of more, some
-cannot start beside the others, which then look themselves at what those hold: the parts are faster."""
+"""The most tiles of a row, whose CTAs poll each other: fewer than half of the CTAs that an H100 or H200 runs at a time.
+Of more tiles, some would not start while the others wait, and these would read x of their neighbours themselves; the
+composition is faster."""
 POLLS = 256
-"""How often a warp asks in vain before it looks itself. A round takes about a microsecond and an answer as long as a
-tile's load, with other kernels on the device some tens of microseconds: a launch that is alone never gets there, one
-whose tiles cannot run side by side loses a fraction of a millisecond with the tiles of 256 rows."""
+"""Polls of a warp until it reads the data of its neighbour itself. A poll takes about a microsecond and an answer as
+long as the load of a tile, with other kernels on the device some tens of microseconds. A launch that runs alone never
+gets there; a launch whose tiles cannot run side by side loses a fraction of a millisecond per tile of 256 rows."""
 
 
 def tiles_across(k: int, dtype: str) -> int:
-    """Tiles that a row of x has in the CUDA kernel.
+    """Tiles of a row of x in the CUDA kernel.
 
     >>> tiles_across(7168, "bfloat16")
     56
@@ -46,8 +45,7 @@ def tiles_across(k: int, dtype: str) -> int:
 
 
 def scratch_bytes(m: int, k: int, groups: int, dtype: str) -> int:
-    """Bytes of global memory through which the CUDA kernel's tiles tell each other what they hold: two for each column
-    of a span, one for each row of a tile.
+    """Bytes of the scratch memory of the CUDA kernel: two for each column of a span, one for each row of a tile.
 
     >>> scratch_bytes(256, 32, 1, "bfloat16")
     384
@@ -55,17 +53,15 @@ def scratch_bytes(m: int, k: int, groups: int, dtype: str) -> int:
     return 2 * spans(m, groups) * k + m * tiles_across(k, dtype)
 
 
-def _plan(
-    x: ArrayType, group_ends: ArrayType, *, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False
-) -> Launch:
-    """On GPUs one output more than the op has, the scratch memory, which the caller drops, and one attribute more:
-    `POLLS`."""
+def _check(
+    x: ArrayType, group_ends: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False
+) -> Signature:
     op = "quantize_both_fold"
     require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2)
     require_dtype(op, "group_ends", group_ends, "int32")
     require_rank(op, "group_ends", group_ends, 1)
-    (m, k), groups = x.shape, group_ends.shape[0]
+    m, k = x.shape
     require_multiple(op, "x", m, BLOCK, "dim 0", "pad the groups, see `row_map`")
     require_multiple(op, "x", k, BLOCK, "last dim")
     if k == 0:
@@ -75,32 +71,46 @@ def _plan(
         ArrayType((m, k), "uint8"),
         ArrayType((m,), "uint8"),
         ArrayType((k, m), "uint8"),
-        ArrayType((spans(m, groups), k), "uint8"),
+        ArrayType((spans(m, group_ends.shape[0]), k), "uint8"),
     )
-    attrs = tuple(scale_attrs(op, rounding, satfinite).values())
-    if arch == "cpu":
-        return Launch(out, attrs)
-    scratch = ArrayType((scratch_bytes(m, k, groups, x.dtype),), "uint8")
+    return Signature(out, scale_attrs(op, rounding, satfinite), tokens=(m, BLOCK))
+
+
+def _tile(call: Call, arch: str) -> Tiling:  # one tile size on every architecture
+    x, group_ends = call.inputs
+    m, k = x.shape
+    scratch = ArrayType((scratch_bytes(m, k, group_ends.shape[0], x.dtype),), "uint8")
     wide = tiles_across(k, x.dtype) > TILES_ACROSS
-    absent = f"its tiles ask each other across a row, of at most {TILES_ACROSS * TILE_BYTES} bytes" if wide else ""
-    return Launch((*out, scratch), (*attrs, POLLS), not_in_cuda=absent)
+    unsupported = f"allowed: rows of at most {TILES_ACROSS * TILE_BYTES} bytes; the tiles of a row poll each other"
+    return Tiling(scratch=(scratch,), cuda_attrs=(POLLS,), cuda_unsupported=unsupported if wide else "")
+
+
+def _compose(call: Callable[..., tuple[Any, ...]], x: Any, group_ends: Any, **options: Any) -> tuple[Any, ...]:
+    rows = call(quantize_row_fold, x, **options)
+    columns = call(quantize_col, x, **options)
+    return *rows, *call(fold_groups, *columns, group_ends)
 
 
 quantize_both_fold = KernelOp(
     "quantize_both_fold",
-    None,
+    f"""`quantize_row_fold` of x, and `fold_groups` of its `quantize_col`, in one read of x.
+
+    x: (M, K) bf16 or fp32, M and K multiples of 32, K positive.
+    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
+    {SCALES}
+    Returns qf (M, K), row_sf (M,), qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Columns of qf_t past the last end
+    are zeros.
+
+    >>> x = xp.asarray([[4.0] * 64] + [[1.0] * 64] * 31)
+    >>> qf, row_sf, qf_t, span_sf = ops.quantize_both_fold(x, xp.asarray([32], dtype=xp.int32))
+    >>> row_sf[:2].tolist(), span_sf[:, 0].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus two octaves
+    ([121, 119], [123])
+
+    Raises ValueError (shape, rounding, on a CPU also the ends) or TypeError (dtype).
+    """,
     ("x", "group_ends"),
     ("qf", "row_sf", "qf_t", "span_sf"),
-    ("rounding", "satfinite"),
-    _plan,
+    _check,
+    _tile,
+    compose=_compose,
 )
-PARTS: dict[KernelOp, tuple[KernelOp, ...]] = {
-    quantize_both_fold: (fold.quantize_row_fold, quantize.quantize_col, fold.fold_groups),
-}
-"""What stands for an op's Triton kernel: others, each of which runs as it would alone."""
-
-
-def composed(call: Callable[..., tuple[Any, ...]], x: Any, group_ends: Any, **options: Any) -> tuple[Any, ...]:
-    """quantize_both_fold of its parts. call: a frontend's, which runs one op on its arrays."""
-    columns = call(quantize.quantize_col, x, **options)
-    return *call(fold.quantize_row_fold, x, **options), *call(fold.fold_groups, *columns, group_ends)

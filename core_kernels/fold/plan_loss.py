@@ -1,49 +1,58 @@
-"""What a fold takes from a tensor: its values that become zero, and those that lose bits.
+"""What a fold costs a tensor: the values that become zero, and the values that lose bits.
 
     q (R, K), sf (R, K/32), target (R, K/32) --count_fold_loss--> nonzero (R,), rounded (R,), flushed (R,)
 
-A block under scale byte sf that is folded under the byte `target` has its values shifted down by target - sf octaves.
-E4M3 holds such a value exactly until it meets the subnormals, 2^-9 apart:
+A fold of a block with scale byte sf to the byte `target` shifts its values down by target - sf octaves. E4M3 holds such
+a value exactly until it reaches the subnormals, 2^-9 apart:
 
     shift     0 ........................ up to 2^-6 .............. below
     value     the same under its scale   rounded to k * 2^-9       flushed to zero
 
-The target is the caller's, so one kernel serves every fold: of rows, of spans of tokens (fold_groups), or none yet
-written. Sums are per row in 32 bits: a tensor has more values than these hold, and no sum is shared between programs.
+The caller chooses the target, so one kernel serves every fold: of rows, of spans of tokens (fold_groups), or one not
+yet written. Sums are per row in 32 bits, since a tensor may have more values than 32 bits count; programs share no sum.
 """
 
 import math
 
-from ..formats import BLOCK
-from ..launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank, require_shape
-from ..tiles import cdiv, hw_cast, tiles
-from .kernel_loss import count_kernel
+from ..dispatch import facts
+from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_shape
+from ..quantize.plan import check_scaled
+from ..tiles import cdiv, tiles
 
 
-def _plan(q: ArrayType, sf: ArrayType, target: ArrayType, *, arch: str) -> Launch:
+def _check(q: ArrayType, sf: ArrayType, target: ArrayType) -> Signature:
     op = "count_fold_loss"
-    for name, array in (("q", q), ("sf", sf), ("target", target)):
-        require_dtype(op, name, array, "uint8")
-    require_rank(op, "q", q, 2, 3)
-    *lead, k = q.shape
-    require_multiple(op, "q", k, BLOCK, "last dim")
-    require_shape(op, "sf", sf, (*lead, k // BLOCK), "one scale per 32 values of q's last dim")
+    require_dtype(op, "target", target, "uint8")
+    check_scaled(op, q, sf, 2, 3)
     require_shape(op, "target", target, sf.shape, "one per scale of sf")
-    out = (ArrayType(tuple(lead), "int32"),) * 3
-    if arch == "cpu":
-        return Launch(out, ())
-    m, t = math.prod(lead), tiles(op, arch, row_width=k)
-    return Launch(
-        out=out,
-        attrs=(),
-        grid=(cdiv(m, t.m),),
-        scalars={"M": m},
-        meta={"K": k, "HW_CAST": hw_cast(arch), "BLOCK_M": t.m, "BLOCK_K": t.k},
-        num_warps=t.num_warps,
-        num_stages=t.num_stages,
-    )
+    return Signature((ArrayType(tuple(q.shape[:-1]), "int32"),) * 3)
+
+
+def _tile(call: Call, arch: str) -> Tiling:
+    *lead, k = call.inputs[0].shape
+    m, t = math.prod(lead), tiles(call.op, arch, row_width=k)
+    return t.tiling((cdiv(m, t.m),), {"M": m}, K=k, HW_CAST=facts(arch).hw_cast, BLOCK_M=t.m, BLOCK_K=t.k)
 
 
 count_fold_loss = KernelOp(
-    "count_fold_loss", count_kernel, ("q", "sf", "target"), ("nonzero", "rounded", "flushed"), (), _plan
+    "count_fold_loss",
+    """Per row, how many values a fold of each block to the scale byte `target` rounds and flushes to zero.
+
+    q: (..., M, K) E4M3, 2 or 3 dims, K a multiple of 32. sf, target: (..., M, K/32) E8M0. All uint8.
+    Returns nonzero, rounded and flushed (..., M) int32: values that are not zero, those of them that change in the
+    subnormals of E4M3, and those that become zero. NaN and blocks whose sf or target is 255 are not counted. A target
+    below the scale of a block changes nothing.
+
+    >>> q, target = xp.full((3, 32), 0x39, dtype=xp.uint8), xp.full((3, 1), 127, dtype=xp.uint8)  # 1.125, and 2^0
+    >>> sf = xp.asarray([[121], [120], [111]], dtype=xp.uint8)  # 1.125 * 2^-6 is 9 * 2^-9, one octave below 4.5 * 2^-9
+    >>> [count.tolist() for count in ops.count_fold_loss(q, sf, target)]
+    [[32, 32, 32], [0, 32, 0], [0, 0, 32]]
+
+    Raises ValueError (shape) or TypeError (dtype).
+    """,
+    ("q", "sf", "target"),
+    ("nonzero", "rounded", "flushed"),
+    _check,
+    _tile,
+    "fold.kernel_loss:count_kernel",
 )

@@ -5,23 +5,33 @@
 
                 E4M3 x E4M3 --tensor core, 128 terms--> partial sum --+ fp32--> sum --* 2^(a + b) [+ bias]--> out
 
-Operands are folded: fold_rows gives those of the first, fold_groups those of the second, along whose
-contraction dim every group ends at a multiple of 32 and has a scale of its own for each span of 256 tokens, none
-smaller than the one before:
+Operands are folded: by fold_rows for the first product, by fold_groups for the second. Along the contraction dim of the
+second, every group ends at a multiple of 32 and has a scale for each span of 256 tokens, none smaller than the one
+before:
 
     tokens of a group   | span 0  | span 1  | span 2 |
     scale of a row      2^a       2^a       2^(a+3)         the sum so far * 2^-3, then the products of span 2
                                                             the sum * 2^(a+3) at the end
 
-Rows past the last end are written as zeros, an empty group's weight gradient is zero, and no padding row is read into
-a real one. On a GPU nobody looks at ends: the weight gradients of the groups on both sides of one that is no multiple
-of 32 are NaN in every element, and so are those of groups that end before they begin or beyond M.
+Rows past the last end are zeros, the weight gradient of an empty group is zero, and padding rows do not contribute to
+other rows. On a GPU the host does not check ends: the weight gradients of the groups on both sides of an end that is no
+multiple of 32 are NaN in every element, and so are those of groups that end before they begin or beyond M.
 """
 
 from ..formats import BLOCK, spans
-from ..launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_shape
-from . import kernel_folded as kernel
-from .plan import plan_k_grouped, plan_m_grouped
+from ..launch import (
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    fail,
+    require_dtype,
+    require_multiple,
+    require_rank,
+    require_shape,
+)
+from .plan import check_k_grouped, check_m_grouped, tile_k_grouped, tile_m_grouped
 
 COLUMNS = 8
 """Columns of `out` are a multiple: the sm_90 kernel stores rows 16 bytes at a time."""
@@ -37,7 +47,7 @@ def _check_contraction(op: str, name: str, qf: ArrayType, rank: int, what: str) 
     require_multiple(op, name, qf.shape[-1], BLOCK, what)
 
 
-def _check_mm(op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType) -> None:
+def _check_operands(op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType) -> None:
     _check_bytes(op, lhs_qf=lhs_qf, lhs_sf=lhs_sf, rhs_qf=rhs_qf, rhs_sf=rhs_sf)
     _check_contraction(op, "lhs_qf", lhs_qf, 2, "K")
     _check_contraction(op, "rhs_qf", rhs_qf, 3, "K")
@@ -49,48 +59,101 @@ def _check_mm(op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, 
     require_shape(op, "rhs_sf", rhs_sf, rhs_qf.shape[:2], "one scale per row of rhs_qf")
 
 
-def _plan_mm(
+def _check_mm(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
-    *, arch: str, out_dtype: str = "bfloat16",
-) -> Launch:  # fmt: skip
+    *, out_dtype: str = "bfloat16",
+) -> Signature:  # fmt: skip
     op = "grouped_mm_fold"
-    _check_mm(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
-    return plan_m_grouped(op, arch, lhs_qf, rhs_qf, group_ends, out_dtype)
+    _check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
+    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
 
 
-def _plan_mm_bias(
+def _check_mm_bias(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, bias: ArrayType, group_ends: ArrayType,
-    *, arch: str, out_dtype: str = "bfloat16",
-) -> Launch:  # fmt: skip
+    *, out_dtype: str = "bfloat16",
+) -> Signature:  # fmt: skip
     op = "grouped_mm_fold_bias"
-    _check_mm(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
+    _check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
     require_dtype(op, "bias", bias, "float32")
     require_shape(op, "bias", bias, rhs_qf.shape[:2], "one value per row of rhs_qf")
-    return plan_m_grouped(op, arch, lhs_qf, rhs_qf, group_ends, out_dtype)
+    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
 
 
-def _plan_wgrad(
+def _check_wgrad(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
-    *, arch: str, out_dtype: str = "bfloat16",
-) -> Launch:  # fmt: skip
+    *, out_dtype: str = "bfloat16",
+) -> Signature:  # fmt: skip
     op = "grouped_wgrad_fold"
     _check_bytes(op, lhs_qf=lhs_qf, lhs_sf=lhs_sf, rhs_qf=rhs_qf, rhs_sf=rhs_sf)
     _check_contraction(op, "lhs_qf", lhs_qf, 2, "tokens")
     require_rank(op, "rhs_qf", rhs_qf, 2)
-    n, m = lhs_qf.shape
-    k = rhs_qf.shape[0]
+    (n, m), k = lhs_qf.shape, rhs_qf.shape[0]
     require_shape(op, "rhs_qf", rhs_qf, (k, m), "the tokens of lhs_qf (N, M)")
     require_multiple(op, "rhs_qf", k, COLUMNS, "K", "pad the rows of rhs_qf")
-    launch = plan_k_grouped(op, arch, m, n, k, group_ends, out_dtype)
+    signature = check_k_grouped(op, m, n, k, group_ends, out_dtype, BLOCK)
     slots = spans(m, group_ends.shape[0])
     require_shape(op, "lhs_sf", lhs_sf, (slots, n), "one scale per span and row of lhs_qf")
     require_shape(op, "rhs_sf", rhs_sf, (slots, k), "one scale per span and row of rhs_qf")
-    return launch
+    return signature
+
+
+def _tile_wgrad(call: Call, arch: str) -> Tiling:
+    return tile_k_grouped(call, arch, call.inputs[0].shape[1])
 
 
 _INPUTS = ("lhs_qf", "lhs_sf", "rhs_qf", "rhs_sf", "group_ends")
-grouped_mm_fold = KernelOp("grouped_mm_fold", kernel.mm_kernel, _INPUTS, ("out",), (), _plan_mm)
-grouped_mm_fold_bias = KernelOp(
-    "grouped_mm_fold_bias", kernel.mm_bias_kernel, (*_INPUTS[:-1], "bias", "group_ends"), ("out",), (), _plan_mm_bias
+_ENDS = "group_ends: (G,) int32, where each group ends along M: non-decreasing, up to M."
+grouped_mm_fold = KernelOp(
+    "grouped_mm_fold",
+    f"""Each group of rows times its weight matrix, E4M3 operands with one scale per row.
+
+    lhs_qf: (M, K) E4M3, lhs_sf: (M,) E8M0. rhs_qf: (G, N, K) E4M3, rhs_sf: (G, N) E8M0. All uint8; K is a positive
+    multiple of 32 and N a multiple of 8. `fold_rows`, `quantize_row_fold` and `quantize_rowwise` make such operands.
+    {_ENDS}
+    out_dtype: "bfloat16" or "float32".
+    Returns out (M, N) = lhs rhs[g]^T for the group g of each row, rounded once; zeros past the last end. Sums are fp32;
+    those of Hopper's tensor cores are added in fp32 after every 128 terms.
+
+    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    """,
+    _INPUTS,
+    ("out",),
+    _check_mm,
+    tile_m_grouped,
+    "grouped_gemm.kernel_folded:mm_kernel",
 )
-grouped_wgrad_fold = KernelOp("grouped_wgrad_fold", kernel.wgrad_kernel, _INPUTS, ("out",), (), _plan_wgrad)
+grouped_mm_fold_bias = KernelOp(
+    "grouped_mm_fold_bias",
+    f"""`grouped_mm_fold` plus a bias per group, added to the fp32 sums before the one rounding.
+
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf: as for `grouped_mm_fold`. bias: (G, N) fp32.
+    {_ENDS}
+    out_dtype: "bfloat16" or "float32".
+    Returns out (M, N) = lhs rhs[g]^T + bias[g] for the group g of each row; zeros past the last end.
+
+    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    """,
+    (*_INPUTS[:-1], "bias", "group_ends"),
+    ("out",),
+    _check_mm_bias,
+    tile_m_grouped,
+    "grouped_gemm.kernel_folded:mm_bias_kernel",
+)
+grouped_wgrad_fold = KernelOp(
+    "grouped_wgrad_fold",
+    """The weight gradient of each group, E4M3 operands with one scale per row and span of 256 tokens.
+
+    lhs_qf: (N, M) E4M3, lhs_sf: (M // 256 + G, N) E8M0. rhs_qf: (K, M) E4M3, rhs_sf: (M // 256 + G, K) E8M0. All uint8,
+    as `fold_groups` makes them with the same ends; M, the tokens, is a multiple of 32 and K of 8.
+    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32, up to M.
+    out_dtype: "bfloat16" or "float32".
+    Returns out (G, N, K) = lhs rhs^T over the tokens of each group, rounded once; zeros for an empty group.
+
+    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    """,
+    _INPUTS,
+    ("out",),
+    _check_wgrad,
+    _tile_wgrad,
+    "grouped_gemm.kernel_folded:wgrad_kernel",
+)

@@ -1,27 +1,37 @@
-"""Where every token goes: stable sort by expert, and the map from received rows to padded groups.
+"""Positions of tokens: the stable sort by expert, and the map from received rows to padded groups.
 
     expert_ids (T,) --sort_by_expert--> order (T,)    slots grouped by expert, stable
-                                        inverse (T,)  order's inverse permutation
+                                        inverse (T,)  the inverse permutation of order
                                         counts (E,)
 
-Rows arrive rank-major (rank, then local expert) and the grouped GEMM wants them expert-major, each
-group padded to `alignment` rows (an empty expert still gets one aligned group):
+Rows arrive rank-major (rank, then local expert). The grouped GEMM takes them expert-major, each group padded to
+`alignment` rows; an empty expert gets one aligned group:
 
     received   | rank 0: e0 e0 e1 | rank 1: e0 e1 e1 |        counts = [2, 1, 1, 2], 2 local experts
     padded     | e0 e0 e0 -1 ...  | e1 e1 e1 -1 ...  |        alignment rows each
     row_map    | 0  1  3  -1 ...  | 2  4  5  -1 ...  | -1 ... to the end of the buffer
 
-`row_map` gathers into padded order, `inverse` gathers back (-1 where a received row holds no token:
-the slack of a fixed-capacity buffer). All indices are int32; addressing through them is 64-bit.
+`row_map` gathers into padded order. `inverse` gathers back; it is -1 where a received row holds no token, which is the
+slack of a fixed-capacity buffer. All indices are int32; addresses are 64-bit.
 """
 
 from ..formats import BLOCK
-from ..launch import ArrayType, KernelOp, Launch, fail, require_dtype, require_multiple, require_rank, require_size
+from ..launch import (
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    fail,
+    require_dtype,
+    require_multiple,
+    require_rank,
+    require_size,
+)
 from ..tiles import next_power_of_2, tiles
-from . import kernel
 
 CUDA_EXPERTS = 4096
-"""The CUDA C++ kernel keeps as many counts for each of its blocks of slots in the outputs; Triton sorts by more."""
+"""The most experts of the CUDA C++ kernel, whose outputs hold a count per expert and block of slots in between."""
 
 
 def padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
@@ -29,35 +39,25 @@ def padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
     return -(-(num_rows + num_local_experts * alignment) // alignment) * alignment
 
 
-def _plan_sort(expert_ids: ArrayType, *, arch: str, num_experts: int) -> Launch:
+def _check_sort(expert_ids: ArrayType, *, num_experts: int) -> Signature:
     op = "sort_by_expert"
     require_dtype(op, "expert_ids", expert_ids, "int32")
     require_rank(op, "expert_ids", expert_ids, 1)
     require_size(op, "num_experts", num_experts, 1)
     t = ArrayType(expert_ids.shape, "int32")
-    out = (t, t, ArrayType((num_experts,), "int32"))
-    if arch == "cpu":
-        return Launch(out, (num_experts,))
-    chosen = tiles(op, arch)
-    return Launch(
-        out=out,
-        attrs=(num_experts,),
-        grid=(num_experts,),
-        scalars={"T": expert_ids.shape[0]},
-        meta={"num_experts": num_experts, "BLOCK_M": chosen.m},
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        not_in_cuda=""
-        if num_experts <= CUDA_EXPERTS
-        else f"allowed: triton; its CUDA kernel takes up to {CUDA_EXPERTS} experts, these are {num_experts}",
-    )
+    return Signature((t, t, ArrayType((num_experts,), "int32")), {"num_experts": num_experts})
 
 
-def _plan_row_map(
-    counts: ArrayType, *, arch: str, num_rows: int, num_local_experts: int, alignment: int = BLOCK, rank_rows: int = 0
-) -> Launch:
-    """`num_rows`: rows received. `rank_rows`: rows that every rank's part of the buffer has; 0 when the
-    parts follow each other without slack."""
+def _tile_sort(call: Call, arch: str) -> Tiling:
+    (slots,), (num_experts,), t = call.inputs[0].shape, call.out[2].shape, tiles(call.op, arch)
+    many = f"allowed: triton; its CUDA kernel takes up to {CUDA_EXPERTS} experts, these are {num_experts}"
+    unsupported = many if num_experts > CUDA_EXPERTS else ""
+    return t.tiling((num_experts,), {"T": slots}, BLOCK_M=t.m)._replace(cuda_unsupported=unsupported)
+
+
+def _check_row_map(
+    counts: ArrayType, *, num_rows: int, num_local_experts: int, alignment: int = BLOCK, rank_rows: int = 0
+) -> Signature:
     op = "row_map"
     require_dtype(op, "counts", counts, "int32")
     require_rank(op, "counts", counts, 1)
@@ -76,42 +76,60 @@ def _plan_row_map(
     padded = padded_rows(num_rows, num_local_experts, alignment)
     if isinstance(padded, int) and padded >= 2**31:
         fail(ValueError, op, "num_rows", f"{num_rows}, padded to {padded}", f"allowed: {2**31 - 1} rows with padding")
-    out = (
-        ArrayType((padded,), "int32"),
-        ArrayType((num_rows,), "int32"),
-        ArrayType((num_local_experts,), "int32"),
-        ArrayType((num_local_experts,), "int32"),
-    )
+    shapes = (padded,), (num_rows,), (num_local_experts,), (num_local_experts,)
     attrs = {"num_local_experts": num_local_experts, "alignment": alignment, "rank_rows": rank_rows}
-    if arch == "cpu":
-        return Launch(out, tuple(attrs.values()))
-    chosen = tiles(op, arch)
-    return Launch(
-        out=out,
-        attrs=tuple(attrs.values()),
-        # without a rank there is padding to write still
-        grid=(max(ranks, 1) * num_local_experts,),
-        scalars={"NUM_ROWS": num_rows, "P": out[0].shape[0]},
-        meta={
-            **attrs,
-            "RANKS": ranks,
-            "BLOCK_R": next_power_of_2(ranks),
-            "BLOCK_E": next_power_of_2(num_local_experts),
-            "BLOCK_M": chosen.m,
-        },
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-    )
+    return Signature(tuple(ArrayType(shape, "int32") for shape in shapes), attrs)
+
+
+def _tile_row_map(call: Call, arch: str) -> Tiling:
+    (counts,), (padded,), (num_rows,), (experts,), _ = (array.shape for array in (*call.inputs, *call.out))
+    ranks, t = counts // experts, tiles(call.op, arch)
+    scalars = {"NUM_ROWS": num_rows, "P": padded}
+    blocks = {"BLOCK_R": next_power_of_2(ranks), "BLOCK_E": next_power_of_2(experts), "BLOCK_M": t.m}
+    # Without a rank there still is padding to write.
+    return t.tiling((max(ranks, 1) * experts,), scalars, RANKS=ranks, **blocks)
 
 
 sort_by_expert = KernelOp(
-    "sort_by_expert", kernel.sort_kernel, ("expert_ids",), ("order", "inverse", "counts"), ("num_experts",), _plan_sort
+    "sort_by_expert",
+    """The stable sort of slots by expert.
+
+    expert_ids: (T,) int32, 0 to num_experts - 1. num_experts: positive.
+    Returns order (T,) int32, slots grouped by expert; inverse (T,) int32, the position of each slot in order; counts
+    (num_experts,) int32, slots of each expert.
+
+    >>> [x.tolist() for x in ops.sort_by_expert(xp.asarray([1, 0, 1], dtype=xp.int32), 2)]
+    [[1, 0, 2], [1, 0, 2], [1, 2]]
+
+    Raises ValueError (shape, on a CPU also an expert that does not exist) or TypeError (dtype).
+    """,
+    ("expert_ids",),
+    ("order", "inverse", "counts"),
+    _check_sort,
+    _tile_sort,
+    "routing.kernel:sort_kernel",
 )
 row_map = KernelOp(
     "row_map",
-    kernel.row_map_kernel,
+    """The map from rank-major received rows to padded expert-major rows.
+
+    counts: (ranks * num_local_experts,) int32, rows received from each rank for each local expert.
+    num_rows: rows of the receive buffer. rank_rows: rows of the part of each rank; 0 if the parts follow each other
+    without slack. alignment: rows that each group is padded to, a positive multiple of 32.
+    Returns row_map (P,) int32: padded row i is received row row_map[i], -1 for padding; inverse (num_rows,) int32:
+    received row j is padded row inverse[j], -1 without a token; padded_counts and group_ends (num_local_experts,)
+    int32: rows of each group with padding, and where it ends.
+
+    >>> counts = xp.asarray([2, 1], dtype=xp.int32)
+    >>> row_map, inverse, padded_counts, group_ends = ops.row_map(counts, num_rows=3, num_local_experts=2)
+    >>> inverse.tolist(), group_ends.tolist()
+    ([0, 1, 32], [32, 64])
+
+    Raises ValueError (shape, sizes, on a CPU also counts beyond num_rows) or TypeError (dtype).
+    """,
     ("counts",),
     ("row_map", "inverse", "padded_counts", "group_ends"),
-    ("num_local_experts", "alignment", "rank_rows"),
-    _plan_row_map,
+    _check_row_map,
+    _tile_row_map,
+    "routing.kernel:row_map_kernel",
 )

@@ -1,17 +1,26 @@
-"""Scales as Blackwell's tensor cores read them: tiles of 128 rows x 4 scales in 512 contiguous bytes.
+"""Scales in the layout of Blackwell's tensor cores: tiles of 128 rows x 4 scales in 512 contiguous bytes.
 
     sf (M, S) row-major  --block_scales-->  blocked (P, S4)       S = K/32, S4 = S padded to a multiple of 4
                         <-unblock_scales--
 
     a tile: row r = 32 * a + b, scale c at byte 16 * b + 4 * a + c      (32 x 4 x 4; tiles lie row-major)
 
-Each group of rows starts a tile of its own: P = M + 127 * G rounded down to 128 holds any split of M rows into G
-groups. Padding is 0, and so is what lies past the last group. Source: cuBLAS, "1D block scaling factors layout".
+Each group of rows starts a new tile: P = M + 127 * G rounded down to 128 holds any split of M rows into G groups.
+Padding and tiles past the last group are 0. Source: cuBLAS, "1D block scaling factors layout".
 """
 
-from ..launch import ArrayType, KernelOp, Launch, require_dtype, require_rank, require_shape, require_size
+from ..launch import (
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    require_dtype,
+    require_rank,
+    require_shape,
+    require_size,
+)
 from ..tiles import cdiv, next_power_of_2, tiles
-from . import kernel
 
 TILE_ROWS, TILE_SCALES = 128, 4
 
@@ -21,59 +30,77 @@ def _blocked_shape(rows: int, scales: int, groups: int) -> tuple[int, int]:
     return p, (scales + TILE_SCALES - 1) // TILE_SCALES * TILE_SCALES
 
 
-def _check(op: str, argument: str, scales: ArrayType, group_ends: ArrayType) -> None:
+def _check_arrays(op: str, argument: str, scales: ArrayType, group_ends: ArrayType) -> None:
     require_dtype(op, argument, scales, "uint8")
     require_rank(op, argument, scales, 2)
     require_dtype(op, "group_ends", group_ends, "int32")
     require_rank(op, "group_ends", group_ends, 1)
 
 
-def _plan_block(sf: ArrayType, group_ends: ArrayType, *, arch: str) -> Launch:
-    op = "block_scales"
-    _check(op, "sf", sf, group_ends)
-    (m, s), groups = sf.shape, group_ends.shape[0]
-    p, s4 = _blocked_shape(m, s, groups)
-    out = (ArrayType((p, s4), "uint8"),)
-    if arch == "cpu":
-        return Launch(out, ())
-    t = tiles(op, arch)
-    return Launch(
-        out=out,
-        attrs=(),
-        grid=(p // TILE_ROWS, cdiv(s4 // TILE_SCALES, t.k)),
-        scalars={"M": m},
-        meta={"S": s, "GROUPS": groups, "BLOCK_G": next_power_of_2(groups), "BLOCK_K": t.k},
-        num_warps=t.num_warps,
-        num_stages=t.num_stages,
-    )
+def _check_block(sf: ArrayType, group_ends: ArrayType) -> Signature:
+    _check_arrays("block_scales", "sf", sf, group_ends)
+    m, s = sf.shape
+    return Signature((ArrayType(_blocked_shape(m, s, group_ends.shape[0]), "uint8"),), tokens=(m, 1))
 
 
-def _plan_unblock(blocked: ArrayType, group_ends: ArrayType, *, arch: str, num_rows: int, num_scales: int) -> Launch:
+def _tile_block(call: Call, arch: str) -> Tiling:
+    (m, s), (groups,), (p, s4) = call.inputs[0].shape, call.inputs[1].shape, call.out[0].shape
+    t = tiles(call.op, arch)
+    grid = p // TILE_ROWS, cdiv(s4 // TILE_SCALES, t.k)
+    return t.tiling(grid, {"M": m}, S=s, GROUPS=groups, BLOCK_G=next_power_of_2(groups), BLOCK_K=t.k)
+
+
+def _check_unblock(blocked: ArrayType, group_ends: ArrayType, *, num_rows: int, num_scales: int) -> Signature:
     op = "unblock_scales"
-    _check(op, "blocked", blocked, group_ends)
+    _check_arrays(op, "blocked", blocked, group_ends)
     for name, value in (("num_rows", num_rows), ("num_scales", num_scales)):
         require_size(op, name, value)
     groups = group_ends.shape[0]
     shape = _blocked_shape(num_rows, num_scales, groups)
-    require_shape(op, "blocked", blocked, shape, f"what {groups} groups of {num_rows} x {num_scales} scales take")
-    out = (ArrayType((num_rows, num_scales), "uint8"),)
-    if arch == "cpu":
-        return Launch(out, ())
-    t = tiles(op, arch)
-    return Launch(
-        out=out,
-        attrs=(),
-        grid=(cdiv(num_rows, t.m), cdiv(num_scales, t.k)),
-        scalars={"M": num_rows, "P": shape[0]},
-        meta={
-            "S": num_scales, "GROUPS": groups, "BLOCK_G": next_power_of_2(groups), "BLOCK_M": t.m, "BLOCK_K": t.k,
-        },
-        num_warps=t.num_warps,
-        num_stages=t.num_stages,
-    )  # fmt: skip
+    require_shape(op, "blocked", blocked, shape, f"the layout of {num_rows} x {num_scales} scales in {groups} groups")
+    return Signature((ArrayType((num_rows, num_scales), "uint8"),), tokens=(num_rows, 1))
 
 
-block_scales = KernelOp("block_scales", kernel.block_kernel, ("sf", "group_ends"), ("blocked",), (), _plan_block)
+def _tile_unblock(call: Call, arch: str) -> Tiling:
+    (p, _), (groups,), (m, s) = call.inputs[0].shape, call.inputs[1].shape, call.out[0].shape
+    t = tiles(call.op, arch)
+    blocks = {"BLOCK_G": next_power_of_2(groups), "BLOCK_M": t.m, "BLOCK_K": t.k}
+    return t.tiling((cdiv(m, t.m), cdiv(s, t.k)), {"M": m, "P": p}, S=s, GROUPS=groups, **blocks)
+
+
+block_scales = KernelOp(
+    "block_scales",
+    """Row-major scales to the 128 x 4 tiles of Blackwell's tensor cores.
+
+    sf: (M, S) uint8. group_ends: (G,) int32, where each group ends along M: non-decreasing, up to M.
+    Returns blocked (P, S4) uint8: P = M + 127 * G rounded down to 128, S4 = S rounded up to 4. Every group starts a new
+    tile; padding is 0. Row r = 32 * a + b and scale c of a tile are byte 16 * b + 4 * a + c of its 512.
+
+    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype). Source: cuBLAS, "1D block scaling factors
+    layout".
+    """,
+    ("sf", "group_ends"),
+    ("blocked",),
+    _check_block,
+    _tile_block,
+    "scale_layout.kernel:block_kernel",
+)
 unblock_scales = KernelOp(
-    "unblock_scales", kernel.unblock_kernel, ("blocked", "group_ends"), ("sf",), (), _plan_unblock
+    "unblock_scales",
+    """The inverse of `block_scales`.
+
+    blocked: (P, S4) uint8. group_ends: (G,) int32, as for `block_scales`. num_rows, num_scales: M and S.
+    Returns sf (num_rows, num_scales) uint8; rows past the last end are zeros.
+
+    >>> sf, ends = xp.asarray([[3, 4]], dtype=xp.uint8), xp.asarray([1], dtype=xp.int32)
+    >>> ops.unblock_scales(ops.block_scales(sf, ends), ends, num_rows=1, num_scales=2).tolist()
+    [[3, 4]]
+
+    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    """,
+    ("blocked", "group_ends"),
+    ("sf",),
+    _check_unblock,
+    _tile_unblock,
+    "scale_layout.kernel:unblock_kernel",
 )

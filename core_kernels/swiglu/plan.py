@@ -1,95 +1,211 @@
-"""SwiGLU between the two products of an expert, forward and backward, quantized on its way out.
+"""SwiGLU between the two products of an expert, forward and backward, with its results quantized.
 
     gate, up (M, F)  --swiglu---------> h (M, F) bf16         h = silu(gate) * up * prob
       prob (M,)      --swiglu_row-----> quantize_row(h)       for the product with w2
-                     --swiglu_col-----> quantize_col(h)       for w2's gradient
+                     --swiglu_col-----> quantize_col(h)       for the gradient of w2
                      --swiglu_both----> both
 
     dh, gate, up     --swiglu_bwd-----> dgate, dup (M, F) bf16, dprob (M,) fp32
       prob           --swiglu_bwd_row-> quantize_row of each; likewise _col and _both
 
-`prob` of shape (0,) weighs every row one. h, dgate and dup are rounded to bf16 before they are quantized, so a fused
-op writes the bytes of the two ops it replaces. oracle.py defines every byte; only the order of dprob's sum is free.
+`prob` of shape (0,) gives every row the weight one. h, dgate and dup are rounded to bf16 before they are quantized,
+so a fused op writes the bytes of the two ops that it replaces. oracle.py defines every byte; only the order of the
+sum dprob is free.
 """
 
+from functools import partial
+
+from ..dispatch import facts
 from ..formats import BLOCK, Rounding, scale_attrs
-from ..launch import ArrayType, KernelOp, Launch, require_dtype, require_multiple, require_rank, require_shape
-from ..tiles import cdiv, hw_cast, strip_tiles, tiles
-from . import kernel as kernels
+from ..launch import (
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    require_dtype,
+    require_multiple,
+    require_rank,
+    require_shape,
+)
+from ..quantize.plan import SCALES, col_types, row_types
+from ..tiles import cdiv, strip_tiles, tiles
+
+UNWEIGHTED = (0,)
+"""The shape of `prob` for weights of one."""
+_ARRAYS = "gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
+_GRADIENT_ARRAYS = "dh, gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
+_FAILS = "Raises ValueError (shape) or TypeError (dtype)."
+_SOURCE = f'{_FAILS} Source: Shazeer, "GLU Variants Improve Transformer", 2020.'
 
 
-def _is_weighted(op: str, arrays: dict[str, ArrayType], prob: ArrayType) -> bool:
-    """Check the arguments of `op`, `arrays` being those that have gate's shape; whether `prob` has a weight per row."""
+def _check_arrays(op: str, arrays: dict[str, ArrayType], prob: ArrayType) -> tuple[int, ...]:
+    """The shape of gate; raises unless `arrays` have it and prob has a weight per row or shape (0,)."""
     require_rank(op, "gate", arrays["gate"], 2)
     shape = arrays["gate"].shape
     for name, array in arrays.items():
         require_dtype(op, name, array, "bfloat16")
         require_shape(op, name, array, shape, "gate's")
     require_dtype(op, "prob", prob, "float32")
-    # An empty tensor's size is a number also while a compiler traces; one that is a symbol counts rows.
-    if len(prob.shape) == 1 and isinstance(prob.shape[0], int) and prob.shape[0] == 0:
-        return False
-    require_shape(op, "prob", prob, shape[:1], "one weight per row; or (0,): every row weighs one")
-    return True
+    # The size of an empty array is a number also while a compiler traces; a symbolic size counts rows.
+    if not (len(prob.shape) == 1 and isinstance(prob.shape[0], int) and prob.shape[0] == 0):
+        require_shape(op, "prob", prob, shape[:1], "one weight per row; or (0,): every row weighs one")
+    return shape
 
 
 def _result_types(op: str, shape: tuple[int, ...], row: bool, col: bool) -> tuple[ArrayType, ...]:
-    """What an (M, F) result is written as: bf16, or bytes scaled along rows, columns or both."""
-    m, f = shape
+    """An (M, F) result: bf16, or bytes scaled along rows, columns or both."""
+    h = ArrayType(shape, "bfloat16")
     if row:
-        require_multiple(op, "gate", f, BLOCK, "last dim")
+        require_multiple(op, "gate", shape[1], BLOCK, "last dim")
     if col:
-        require_multiple(op, "gate", m, BLOCK, "dim 0 (scaled along)")
-    along_row = (ArrayType((m, f), "uint8"), ArrayType((m, f // BLOCK), "uint8")) if row else ()
-    along_col = (ArrayType((f, m), "uint8"), ArrayType((f, m // BLOCK), "uint8")) if col else ()
-    return along_row + along_col or (ArrayType((m, f), "bfloat16"),)
+        require_multiple(op, "gate", shape[0], BLOCK, "dim 0 (scaled along)")
+    return (row_types(h) if row else ()) + (col_types(h) if col else ()) or (h,)
 
 
-def _define(op: str, kernel: object, inputs: tuple[str, ...], row: bool = False, col: bool = False) -> KernelOp:
-    backward, quantized = "dh" in inputs, row or col
-    parts = ("_q", "_sf") * row + ("_q_t", "_sf_t") * col or ("",)
-    names = ("dgate", "dup") if backward else ("h",)
-    outputs = (*(f"{name}{part}" for name in names for part in parts), *(("dprob",) if backward else ()))
+def _tile_forward(call: Call, arch: str) -> Tiling:
+    m, f = call.inputs[0].shape
+    t = tiles(call.op, arch, row_width=f)
+    return t.tiling((cdiv(m, t.m) * cdiv(f, t.k),), {"M": m}, **_meta(call, arch, t.m, t.k))
 
-    def launch(arrays: tuple[ArrayType, ...], arch: str, attrs: dict[str, int]) -> Launch:
-        *same_shape, prob = arrays
-        weighted = _is_weighted(op, dict(zip(inputs, same_shape, strict=False)), prob)
-        m, f = shape = arrays[0].shape
+
+def _tile_backward(call: Call, arch: str, columns: bool) -> Tiling:
+    """With `prob` a program takes whole rows, also empty ones, since dprob is a sum over a row.
+
+    columns: the op scales along columns, so a program holds squares of values; otherwise it holds parts of rows.
+    """
+    m, f = call.inputs[0].shape
+    t = tiles(call.op, arch, row_width=f) if columns else strip_tiles(call.op, arch, f)
+    across = 1 if call.inputs[-1].shape != UNWEIGHTED else cdiv(f, t.k)
+    return t.tiling((cdiv(m, t.m), across), {"M": m}, **_meta(call, arch, t.m, t.k))
+
+
+def _meta(call: Call, arch: str, block_m: int, block_k: int) -> dict[str, int]:
+    f, weighted = call.inputs[0].shape[1], call.inputs[-1].shape != UNWEIGHTED
+    return {"F": f, "WEIGHTED": weighted, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": block_m, "BLOCK_K": block_k}
+
+
+def _define(op: str, doc: str, row: bool = False, col: bool = False) -> KernelOp:
+    backward = op.startswith("swiglu_bwd")
+    inputs = ("dh", "gate", "up", "prob") if backward else ("gate", "up", "prob")
+    scaled = ("_q", "_sf") * row + ("_q_t", "_sf_t") * col
+    results = ("dgate", "dup") if backward else ("h",)
+    outputs = (*(f"{name}{part}" for name in results for part in scaled or ("",)), *(("dprob",) if backward else ()))
+
+    def out(*arrays: ArrayType) -> tuple[ArrayType, ...]:
+        shape = _check_arrays(op, dict(zip(inputs[:-1], arrays[:-1], strict=True)), arrays[-1])
         result = _result_types(op, shape, row, col)
-        out = (*result, *result, prob) if backward else result
-        if arch == "cpu":
-            return Launch(out, tuple(attrs.values()))
-        t = strip_tiles(op, arch, f) if backward and not col else tiles(op, arch, row_width=f)
-        down, across = cdiv(m, t.m), cdiv(f, t.k)
-        return Launch(
-            out=out,
-            attrs=tuple(attrs.values()),
-            # a backward program with `prob` walks along its rows, also where they are empty
-            grid=(down, 1 if weighted else across) if backward else (down * across,),
-            scalars={"M": m},
-            meta={"F": f, "WEIGHTED": weighted, **attrs, "HW_CAST": hw_cast(arch), "BLOCK_M": t.m, "BLOCK_K": t.k},
-            num_warps=t.num_warps,
-            num_stages=t.num_stages,
-        )
+        return (*result, *result, arrays[-1]) if backward else result
 
-    def plan(*arrays: ArrayType, arch: str) -> Launch:
-        return launch(arrays, arch, {})
+    def check(*arrays: ArrayType) -> Signature:
+        return Signature(out(*arrays))
 
-    def plan_quantized(
-        *arrays: ArrayType, arch: str, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False
-    ) -> Launch:
-        return launch(arrays, arch, scale_attrs(op, rounding, satfinite))
+    def check_quantized(*arrays: ArrayType, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Signature:
+        return Signature(out(*arrays), scale_attrs(op, rounding, satfinite))
 
-    attrs, make_plan = (("rounding", "satfinite"), plan_quantized) if quantized else ((), plan)
-    return KernelOp(op, kernel, inputs, outputs, attrs, make_plan)
+    kernel = op.removeprefix("swiglu").removeprefix("_") or "forward"
+    tile = partial(_tile_backward, columns=col) if backward else _tile_forward
+    return KernelOp(
+        op, doc, inputs, outputs, check_quantized if row or col else check, tile, f"swiglu.kernel:{kernel}_kernel"
+    )
 
 
-_FORWARD, _BACKWARD = ("gate", "up", "prob"), ("dh", "gate", "up", "prob")
-swiglu = _define("swiglu", kernels.forward_kernel, _FORWARD)
-swiglu_row = _define("swiglu_row", kernels.row_kernel, _FORWARD, row=True)
-swiglu_col = _define("swiglu_col", kernels.col_kernel, _FORWARD, col=True)
-swiglu_both = _define("swiglu_both", kernels.both_kernel, _FORWARD, row=True, col=True)
-swiglu_bwd = _define("swiglu_bwd", kernels.bwd_kernel, _BACKWARD)
-swiglu_bwd_row = _define("swiglu_bwd_row", kernels.bwd_row_kernel, _BACKWARD, row=True)
-swiglu_bwd_col = _define("swiglu_bwd_col", kernels.bwd_col_kernel, _BACKWARD, col=True)
-swiglu_bwd_both = _define("swiglu_bwd_both", kernels.bwd_both_kernel, _BACKWARD, row=True, col=True)
+swiglu = _define(
+    "swiglu",
+    f"""silu(gate) * up * prob, the activation between the two products of an expert.
+
+    {_ARRAYS}
+    Returns h (M, F) bf16.
+
+    >>> one = xp.ones((1, 1), dtype=xp.bfloat16)
+    >>> float(ops.swiglu(one, one, xp.zeros((0,)))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
+    0.73046875
+
+    {_SOURCE}
+    """,
+)
+swiglu_row = _define(
+    "swiglu_row",
+    f"""`quantize_row` of `swiglu` in one pass; h is not stored.
+
+    {_ARRAYS} F is a multiple of 32.
+    {SCALES}
+    Returns h_q (M, F) E4M3 and h_sf (M, F/32) E8M0, as uint8.
+
+    {_FAILS}
+    """,
+    row=True,
+)
+swiglu_col = _define(
+    "swiglu_col",
+    f"""`quantize_col` of `swiglu` in one pass; h is not stored.
+
+    {_ARRAYS} M is a multiple of 32.
+    {SCALES}
+    Returns h_q_t (F, M) E4M3 and h_sf_t (F, M/32) E8M0, as uint8.
+
+    {_FAILS}
+    """,
+    col=True,
+)
+swiglu_both = _define(
+    "swiglu_both",
+    f"""`quantize_both` of `swiglu` in one pass; h is not stored.
+
+    {_ARRAYS} M and F are multiples of 32.
+    {SCALES}
+    Returns h_q (M, F), h_sf (M, F/32), h_q_t (F, M) and h_sf_t (F, M/32), uint8.
+
+    {_FAILS}
+    """,
+    row=True,
+    col=True,
+)
+swiglu_bwd = _define(
+    "swiglu_bwd",
+    f"""The gradients of `swiglu`.
+
+    {_GRADIENT_ARRAYS}
+    Returns dgate and dup (M, F) bf16, and dprob (M,) fp32, or (0,) with prob of shape (0,).
+
+    {_SOURCE}
+    """,
+)
+swiglu_bwd_row = _define(
+    "swiglu_bwd_row",
+    f"""`swiglu_bwd` and `quantize_row` of dgate and dup in one pass.
+
+    {_GRADIENT_ARRAYS} F is a multiple of 32.
+    {SCALES}
+    Returns dgate_q (M, F), dgate_sf (M, F/32), dup_q, dup_sf, uint8, and dprob (M,) fp32, or (0,).
+
+    {_FAILS}
+    """,
+    row=True,
+)
+swiglu_bwd_col = _define(
+    "swiglu_bwd_col",
+    f"""`swiglu_bwd` and `quantize_col` of dgate and dup in one pass.
+
+    {_GRADIENT_ARRAYS} M is a multiple of 32.
+    {SCALES}
+    Returns dgate_q_t (F, M), dgate_sf_t (F, M/32), dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or (0,).
+
+    {_FAILS}
+    """,
+    col=True,
+)
+swiglu_bwd_both = _define(
+    "swiglu_bwd_both",
+    f"""`swiglu_bwd` and `quantize_both` of dgate and dup in one pass.
+
+    {_GRADIENT_ARRAYS} M and F are multiples of 32.
+    {SCALES}
+    Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or
+    (0,).
+
+    {_FAILS}
+    """,
+    row=True,
+    col=True,
+)

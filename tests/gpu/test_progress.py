@@ -70,10 +70,11 @@ def launch_with_polls(x: Tensor, ends: Tensor, polls: int = 0, **options: int) -
     """Runs the op. After `polls` + 1 polls without an answer, a warp computes the missing maxima from x itself."""
     types = [ArrayType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (x, ends)]
     major, _ = torch.cuda.get_device_capability()
-    launch = quantize_both_fold.plan(*types, arch="sm_90" if major == 9 else "sm_100", **options)
-    outputs = tuple(torch.empty(out.shape, dtype=getattr(torch, out.dtype), device=DEVICE) for out in launch.out)
-    attrs = [int(a) for a in (*launch.attrs[:-1], polls)]
-    start = cpp_bindings.CudaLaunch(EXCHANGE, x.device.index, quantize_both_fold.name, types, launch.out, attrs)
+    launch = quantize_both_fold.launch(*types, arch="sm_90" if major == 9 else "sm_100", **options)
+    written = (*launch.out, *launch.scratch)
+    outputs = tuple(torch.empty(out.shape, dtype=getattr(torch, out.dtype), device=DEVICE) for out in written)
+    attrs = [*launch.cuda_attrs[:-1], polls]
+    start = cpp_bindings.CudaLaunch(EXCHANGE, x.device.index, quantize_both_fold.name, types, written, attrs)
     start((x, ends), outputs)
     return outputs[: len(quantize_both_fold.outputs)]
 

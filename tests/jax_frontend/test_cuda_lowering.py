@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
 from mxep.core_kernels.formats import spans
-from mxep.jax_frontend import _device, capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
+from mxep.jax_frontend import capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
 
 M, K, N, G = 64, 64, 96, 3
 
@@ -82,7 +82,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "grouped_mm_fold_bias": (ops.grouped_mm_fold_bias, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), f32(G, N), ENDS]),
     "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(SPANS, N), u8(K, M), u8(SPANS, K), ENDS]),
 }
-COMPOSED = {op.name: [part.name for part in parts] for op, parts in _device.PARTS.items()}
+COMPOSED = {name: [part.name for part in op.parts] for name, op in ops.OPS.items() if op.compose}
 
 
 def kernels(lowered: jax.stages.Lowered) -> list[str]:
@@ -110,8 +110,8 @@ def ops_of(lowered: jax.stages.Lowered) -> Counter[str]:
     """How often each op is in a program, whatever it runs as; Triton kernels of several ops have all their names."""
     names: dict[str, list[str]] = {}
     for name, op in ops.OPS.items():
-        if op.kernel is not None:
-            names.setdefault(op.kernel.__name__, []).append(name)
+        if op.kernel:
+            names.setdefault(op.triton_kernel().__name__, []).append(name)
     found: Counter[str] = Counter()
     for kernel in kernels(lowered):
         entry = re.search(r"\.visible \.entry (\w+)\(", kernel)
@@ -141,7 +141,7 @@ def test_rows_wider_than_the_cuda_kernel_takes_are_folded_in_parts() -> None:
 def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> None:
     with force_implementation("triton"):
         (ptx,) = kernels(lower(name, arch))
-    assert f".visible .entry {ops.OPS[name].kernel.__name__}(" in ptx
+    assert f".visible .entry {ops.OPS[name].triton_kernel().__name__}(" in ptx
     assert target in ptx
     # Without `.rn` XLA's ptxas may fuse a multiplication and an addition; what Triton fused is an fma.
     assert not re.search(r"\b(mul|add|sub)\.f32(x2)?\b", ptx)
@@ -171,7 +171,8 @@ def test_an_op_of_the_cuda_table_becomes_a_call_to_it(name: str, arch: str, capa
         return
     if capability not in cpp_bindings.cuda_op_archs[name]:
         (ptx,) = kernels(lowered)
-        assert f".visible .entry {ops.OPS[name].kernel.__name__}(" in ptx, "Triton where the table has no machine code"
+        entry = ops.OPS[name].triton_kernel().__name__
+        assert f".visible .entry {entry}(" in ptx, "Triton where the table has no machine code"
         return
     assert kernels(lowered) == [f"mxep.cuda.{name}"]
     assert "backend_config = {attrs = dense<" in lowered.as_text(), (
@@ -192,7 +193,7 @@ def test_what_is_forced_is_part_of_the_key_of_jaxs_caches() -> None:
 def test_a_forced_implementation_runs_or_raises() -> None:
     with force_implementation("cuda"), pytest.raises(NotImplementedError, match=r"row_map: .*no CUDA kernel for it"):
         lower("row_map", "sm_90")
-    with force_implementation("cpp"), pytest.raises(NotImplementedError, match=r"row_map: .*allowed: cpu"):
+    with force_implementation("cpp"), pytest.raises(NotImplementedError, match=r"row_map: .*allowed: a CPU"):
         lower("row_map", "sm_90")
     for gpu in ("cuda", "triton"):
         with force_implementation(gpu), pytest.raises(NotImplementedError, match=f"cpu with '{gpu}' forced"):
@@ -211,7 +212,7 @@ def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes() -> None:
 
     assert sort_by(4096) == ["mxep.cuda.sort_by_expert"]
     (ptx,) = sort_by(4097)
-    assert f".visible .entry {ops.OPS['sort_by_expert'].kernel.__name__}(" in ptx
+    assert f".visible .entry {ops.OPS['sort_by_expert'].triton_kernel().__name__}(" in ptx
     with force_implementation("cuda"), pytest.raises(NotImplementedError, match="up to 4096 experts, these are 4097"):
         sort_by(4097)
 
@@ -225,7 +226,7 @@ def test_triton_multiplies_rows_that_the_cuda_kernel_cannot_copy() -> None:
     assert product(24, 40) == ["mxep.cuda.grouped_mm_bf16"]
     for n, k in ((20, 40), (24, 36)):
         (ptx,) = product(n, k)
-        assert f".visible .entry {ops.OPS['grouped_mm_bf16'].kernel.__name__}(" in ptx
+        assert f".visible .entry {ops.OPS['grouped_mm_bf16'].triton_kernel().__name__}(" in ptx
     with (
         force_implementation("cuda"),
         pytest.raises(NotImplementedError, match="K in multiples of 8, this is 36"),

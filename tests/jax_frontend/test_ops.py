@@ -54,7 +54,7 @@ def test_a_bad_argument_is_named_while_tracing(call, error, message, jit: bool) 
 def test_composed_both_fold_has_the_bytes_of_its_kernel(ends: list[int], options: dict) -> None:
     op, x = ops.OPS["quantize_both_fold"], floats(672, 64)
     arrays = (x, jnp.array(ends, jnp.int32))
-    composed = jax.jit(partial(_call.COMPOSED[op], **options))(*arrays)
+    composed = jax.jit(partial(op.compose, _call.call, **options))(*arrays)
     for got, want in zip(composed, jax.jit(partial(_call.call, op, **options))(*arrays), strict=True):
         np.testing.assert_array_equal(got, want)
 

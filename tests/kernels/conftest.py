@@ -1,4 +1,4 @@
-"""Runs a plan's kernel, Triton's in the interpreter or C++, on buffers that show every stray read and write."""
+"""Runs the kernel of an op, Triton in its interpreter or C++, on buffers that show every stray read and write."""
 
 import os
 import warnings
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels.launch import ArrayType, KernelOp, Launch
+from mxep.core_kernels.launch import ArrayType, KernelOp
 
 # Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,17 +32,17 @@ def array_type(x: np.ndarray) -> ArrayType:
     return ArrayType(x.shape, x.dtype.name)
 
 
-def _run_guarded(op: KernelOp, launch: Callable[[Launch, list, list], None], arch: str, *inputs: np.ndarray, **options):
+def _run_guarded(op: KernelOp, run: Callable[[list, list], object], *inputs: np.ndarray, **options):
     """numpy in, numpy out. Reads outside an input give NaN; writes outside an output fail the test."""
-    plan = op.plan(*map(array_type, inputs), arch=arch, **options)
     args = []
     for x in inputs:
         buffer = _guarded(x.nbytes)
         buffer[GUARD:-GUARD] = torch.from_numpy(np.ascontiguousarray(x).reshape(-1).view(np.uint8).copy())
         args.append(_view(buffer, array_type(x)))
-    buffers = [_guarded(int(np.prod(a.shape)) * getattr(torch, a.dtype).itemsize) for a in plan.out]
-    outs = [_view(buffer, a) for buffer, a in zip(buffers, plan.out, strict=True)]
-    launch(plan, args, outs)
+    out = op.signature(*map(array_type, inputs), **options).out
+    buffers = [_guarded(int(np.prod(a.shape)) * getattr(torch, a.dtype).itemsize) for a in out]
+    outs = [_view(buffer, a) for buffer, a in zip(buffers, out, strict=True)]
+    run(args, outs)
     for name, buffer in zip(op.outputs, buffers, strict=True):
         guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
         assert bool((guards == 0xFF).all()), f"{op.name} wrote outside of {name}"
@@ -54,23 +54,22 @@ def _run_guarded(op: KernelOp, launch: Callable[[Launch, list, list], None], arc
 
 
 def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
-    def launch(plan: Launch, args: list, outs: list) -> None:
-        if 0 in plan.grid:
+    launch = op.launch(*map(array_type, inputs), arch="interpreter", **options)
+
+    def run(args: list, outs: list) -> None:
+        if 0 in launch.grid:
             return
+        numbers = {**launch.meta, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
         # The interpreter reads run-time loop bounds in a way that numpy deprecates.
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            op.kernel[plan.grid](
-                *args, *plan.scalars.values(), *outs, **plan.meta, num_warps=plan.num_warps, num_stages=plan.num_stages
-            )
+            op.triton_kernel()[launch.grid](*args, *launch.scalars.values(), *outs, **numbers)
 
-    return _run_guarded(op, launch, "interpreter", *inputs, **options)
+    return _run_guarded(op, run, *inputs, **options)
 
 
 def run_cpp(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
-    def launch(plan: Launch, args: list, outs: list) -> None:
-        cpp_bindings.run(op.name, args, outs, plan.attrs)
-
-    return _run_guarded(op, launch, "cpu", *inputs, **options)
+    attrs = tuple(op.signature(*map(array_type, inputs), **options).attrs.values())
+    return _run_guarded(op, lambda args, outs: cpp_bindings.run(op.name, args, outs, attrs), *inputs, **options)
 
 
 @pytest.fixture(scope="session")

@@ -182,9 +182,9 @@ def test_subnormals_under_jit():
     """XLA:CPU flushes subnormals in its threads; the op must not."""
     x = subnormals()
     jax.ffi.register_ffi_target("test_quantize_row", cpp_bindings.ffi_targets()["quantize_row"], platform="cpu")
-    plan = quantize.quantize_row.plan(ArrayType(x.shape, "float32"), arch="cpu")
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in plan.out]
-    attrs = np.array(plan.attrs, np.int64)
+    signature = quantize.quantize_row.signature(ArrayType(x.shape, "float32"))
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in signature.out]
+    attrs = np.array(list(signature.attrs.values()), np.int64)
     got = jax.jit(lambda x: jax.ffi.ffi_call("test_quantize_row", types)(x, attrs=attrs))(x)
     same_bytes([np.asarray(a) for a in got], quantize_oracle.quantize_row(x))
 

@@ -30,6 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ARCHS = {"sm_90": 90, "sm_100": 100}
+SHARED_MEMORY = 99 * 1024
+"""Bytes of shared memory that a program has on sm_89 and on sm_120."""
 POINTERS = {"uint8": "*u8", "bfloat16": "*bf16", "float32": "*fp32", "int32": "*i32"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -191,26 +193,27 @@ def compiled(case_name: str, arch: str):
     return compile_plan(op, inputs, arch, options)
 
 
-def compile_plan(op: KernelOp, inputs: tuple[ArrayType, ...], arch: str, options: dict):
-    """What a launch on `arch` compiles: pointers aligned to 16 bytes, scalars unhinted, a scalar of 1 a constant."""
-    plan = op.plan(*inputs, arch=arch, **options)
+def compile_plan(op: KernelOp, inputs: tuple[ArrayType, ...], arch: str, options: dict, target: int = 0):
+    """The kernel that a launch on `arch` compiles: pointers aligned to 16 bytes, scalars unhinted, a scalar of 1 a
+    constant. target: another GPU that takes the tiles of `arch`, as 10 * major + minor."""
+    plan, kernel = op.launch(*inputs, arch=arch, **options), op.triton_kernel()
     types = [POINTERS[a.dtype] for a in inputs]
     types += ["constexpr" if value == 1 else "i32" for value in plan.scalars.values()]
     types += [POINTERS[a.dtype] for a in plan.out]
-    names = op.kernel.arg_names
+    names = kernel.arg_names
     constants = {**plan.meta, **{name: 1 for name, value in plan.scalars.items() if value == 1}}
     assert names[len(inputs) : len(inputs) + len(plan.scalars)] == list(plan.scalars)
     assert set(names[len(types) :]) == set(plan.meta)
     types += ["constexpr"] * len(plan.meta)
     source = ASTSource(
-        fn=op.kernel,
+        fn=kernel,
         signature=dict(zip(names, types, strict=True)),
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")},
     )
     return triton.compile(
         source,
-        target=GPUTarget("cuda", ARCHS[arch], 32),
+        target=GPUTarget("cuda", target or ARCHS[arch], 32),
         options={"num_warps": plan.num_warps, "num_stages": plan.num_stages, "enable_fp_fusion": False},
     )
 
@@ -330,3 +333,10 @@ def test_one_slot():
     assert compile_plan(routing.sort_by_expert, (i32(1),), "sm_90", {"num_experts": 1}).asm["cubin"]
     options = {"num_rows": 1, "num_local_experts": 1}
     assert compile_plan(routing.row_map, (i32(1),), "sm_90", options).asm["cubin"]
+
+
+@pytest.mark.parametrize("target", [89, 120])
+@pytest.mark.parametrize("case_name", ["grouped_mm_bf16", "grouped_mm_fold", "grouped_wgrad_fold"])
+def test_the_largest_tiles_of_hopper_fit_gpus_that_have_none_of_their_own(case_name, target):
+    op, inputs, options, _ = CASES[case_name]
+    assert compile_plan(op, inputs, "sm_90", options, target).metadata.shared <= SHARED_MEMORY

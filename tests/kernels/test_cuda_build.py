@@ -15,8 +15,10 @@ import torch
 import triton
 from mxep import cpp_bindings
 from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.registry import OPS
 from mxep.cpp_bindings import _ops
-from mxep.torch_frontend import ops
+
+from .samples import sample
 
 ROOT = Path(__file__).resolve().parents[2]
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -49,18 +51,16 @@ def test_the_module_holds_machine_code_for_both_chips() -> None:
 
 EXCHANGE = cpp_bindings.Exchange(torch.Tensor)
 EMPTY = torch.empty(0)
-SCRATCH = {"quantize_both_fold": 1}
-"""Outputs besides the op's own, which the frontends drop."""
-LAUNCH_ALONE = {"quantize_both_fold": 1}
-"""Attributes besides the op's own: how it is launched."""
 
 
 def test_the_table_names_ops_that_the_plans_describe() -> None:
     assert cpp_bindings.CUDA_OPS, "no CUDA kernels in this build: nvcc was not found"
     for name in cpp_bindings.CUDA_OPS:
-        op = ops.OPS[name]
-        arrays, outputs = [((32, 32), "uint8")] * 12, len(op.outputs) + SCRATCH.get(name, 0)
-        attrs = len(op.attrs) + LAUNCH_ALONE.get(name, 0)
+        op = OPS[name]
+        types, options = sample(op)
+        launch = op.launch(*types, arch="sm_90", **options)
+        arrays = [((32, 32), "uint8")] * 12
+        outputs, attrs = len(launch.out) + len(launch.scratch), len(launch.cuda_attrs)
         with pytest.raises(ValueError, match=f"{name}: inputs: got 12; allowed: {len(op.inputs)}$"):
             cpp_bindings.CudaLaunch(EXCHANGE, 0, name, arrays, arrays, [])
         with pytest.raises(ValueError, match=f"{name}: outputs: got 12; allowed: {outputs}$"):
@@ -144,8 +144,8 @@ def test_the_bf16_products_are_tensor_core_instructions_of_hopper_for_either_lay
 
 
 def bound() -> cpp_bindings.CudaLaunch:
-    launch = quantize.quantize_col.plan(quantize.ArrayType((32, 32), "bfloat16"), arch="sm_90")
-    return cpp_bindings.CudaLaunch(EXCHANGE, 0, "quantize_col", [((32, 32), "bfloat16")], launch.out, launch.attrs)
+    launch = quantize.quantize_col.launch(quantize.ArrayType((32, 32), "bfloat16"), arch="sm_90")
+    return cpp_bindings.CudaLaunch(EXCHANGE, 0, "quantize_col", [((32, 32), "bfloat16")], launch.out, launch.cuda_attrs)
 
 
 def test_a_bound_launch_refuses_what_does_not_fit() -> None:

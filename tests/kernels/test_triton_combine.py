@@ -41,7 +41,7 @@ def test_past_2_31_elements():
     rows[-1] = 3
     slots, probs = torch.tensor([[r - 1, 0]], dtype=torch.int32), torch.tensor([[2.0, 1.0]])
     types = [ArrayType(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in (rows, slots, probs)]
-    plan = combine.combine.plan(*types, arch="interpreter", out_dtype="float32")
+    launch = combine.combine.launch(*types, arch="interpreter", out_dtype="float32")
     y = torch.full((1, d), torch.nan)
-    combine.combine.kernel[plan.grid](rows, slots, probs, *plan.scalars.values(), y, **plan.meta)
+    combine.combine.triton_kernel()[launch.grid](rows, slots, probs, *launch.scalars.values(), y, **launch.meta)
     assert (y == 6).all()

@@ -47,13 +47,13 @@ def sm_100_op(monkeypatch, triton_op):
     monkeypatch.setattr(tl, "dot_scaled", _dot_scaled)
 
     def run(op, *inputs, **options):
-        def plan(*inputs, arch, **options):
-            launch = op.make_plan(*inputs, arch="sm_100", **options)
-            assert launch.meta["TCGEN05"]
-            return replace(launch, meta={**launch.meta, "HW_CAST": False})
+        def tile(call, arch):
+            tiling = op.tile(call, "sm_100")
+            assert tiling.meta["TCGEN05"]
+            return tiling._replace(meta={**tiling.meta, "HW_CAST": False})
 
         with np.errstate(invalid="ignore"):
-            return triton_op(replace(op, make_plan=plan), *inputs, **options)
+            return triton_op(replace(op, tile=tile), *inputs, **options)
 
     return run
 

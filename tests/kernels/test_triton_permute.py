@@ -53,8 +53,8 @@ def test_past_2_31_elements():
     packed[-1] = 7
     row_map = torch.tensor([rows - 1, 0], dtype=torch.int32)
     op = permute.permute_mx
-    plan = op.plan(ArrayType(tuple(packed.shape), "uint8"), ArrayType((2,), "int32"), arch="interpreter")
-    q, sf = (torch.full(a.shape, 1, dtype=torch.uint8) for a in plan.out)
-    op.kernel[plan.grid](packed, row_map, *plan.scalars.values(), q, sf, **plan.meta)
+    launch = op.launch(ArrayType(tuple(packed.shape), "uint8"), ArrayType((2,), "int32"), arch="interpreter")
+    q, sf = (torch.full(a.shape, 1, dtype=torch.uint8) for a in launch.out)
+    op.triton_kernel()[launch.grid](packed, row_map, *launch.scalars.values(), q, sf, **launch.meta)
     for out in (q, sf):
         assert (out == torch.tensor([[7], [0]], dtype=torch.uint8)).all()

@@ -154,7 +154,9 @@ def test_auto_folds_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs, compute="fold"), folded)
 
 
-@pytest.mark.parametrize(("capability", "form"), [((8, 9), "mx"), ((9, 0), "fold"), ((10, 0), "mx"), ((12, 0), "mx")])
+@pytest.mark.parametrize(
+    ("capability", "form"), [((8, 0), "mx"), ((8, 9), "mx"), ((9, 0), "fold"), ((10, 0), "mx"), ((12, 0), "mx")]
+)
 def test_the_form_on_a_gpu(capability: tuple[int, int], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_device, "compute_capability", lambda device: capability)
     assert products.form_on(Recipe.parse("mxfp8"), torch.device("cuda")) == form

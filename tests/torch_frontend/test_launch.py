@@ -1,4 +1,4 @@
-"""What runs an op: the device, what is forced, the sizes; decided once per layouts."""
+"""What runs an op: the device, the forced implementation, the sizes; prepared once per layouts."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from mxep import cpp_bindings
+from mxep.core_kernels.fold import plan_both
 from mxep.core_kernels.quantize import plan as quantize
 from mxep.torch_frontend import _call, _device, _launch, capabilities, force_implementation, ops
 from torch import Tensor
@@ -33,7 +34,7 @@ def test_a_forced_implementation_runs_or_raises() -> None:
         ops.quantize_row(x)
     with (
         force_implementation("cuda"),
-        pytest.raises(NotImplementedError, match=r"quantize_row: .*allowed: cuda tensor"),
+        pytest.raises(NotImplementedError, match=r"quantize_row: device: got cpu with 'cuda' .*allowed: a GPU"),
     ):
         ops.quantize_row(x)
     with force_implementation("cpp"):
@@ -84,33 +85,15 @@ def capability() -> Iterator[Callable[[int, int], None]]:
         _device.compute_capability.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("gpu", "from_the_table", "from_triton"),
-    [
-        ((8, 9), "triton, sm_89 with the tiles of sm_90", "triton, sm_89 with the tiles of sm_90"),
-        ((9, 0), "cuda, sm_90", "triton, sm_90"),
-        ((10, 0), "cuda, sm_100", "triton, sm_100"),
-        ((10, 3), "triton, sm_103 with the tiles of sm_100", "triton, sm_103 with the tiles of sm_100"),
-        ((12, 0), "triton, sm_120 with the tiles of sm_90", "triton, sm_120 with the tiles of sm_90"),
-    ],
-)
-def test_the_device_decides(capability: Callable, gpu: tuple[int, int], from_the_table: str, from_triton: str) -> None:
-    capability(*gpu)
-    found = capabilities("cuda:0")
-    assert (found["quantize_col"].uses, found["row_map"].uses) == (from_the_table, from_triton)
-    with force_implementation("triton"):
-        assert capabilities("cuda:0")["quantize_col"].uses == from_triton
-
-
 def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes(capability: Callable) -> None:
     capability(9, 0)
 
     def sort_by(num_experts: int, forced: _device.Implementation | None = None) -> object:
         layouts = ((torch.Size([64]), torch.int32, torch.device("cuda", 0), (1,)),)
-        return _launch.decide(ops.OPS["sort_by_expert"], layouts, forced, num_experts=num_experts).start
+        return _launch.prepare_uncached(ops.OPS["sort_by_expert"], layouts, forced, num_experts=num_experts).runner
 
     with (
-        mock.patch.object(_launch, "_cuda", return_value="cuda"),
+        mock.patch.object(cpp_bindings, "CudaLaunch", return_value="cuda"),
         mock.patch.object(_launch, "_triton", return_value="triton"),
     ):
         assert (sort_by(4096), sort_by(4097), sort_by(4096, "triton")) == ("cuda", "triton", "triton")
@@ -118,14 +101,8 @@ def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes(capability: Cal
             sort_by(4097, "cuda")
 
 
-def test_a_gpu_that_nothing_was_compiled_for_says_what_runs_instead(capability: Callable) -> None:
-    capability(8, 0)
-    assert "sm_80; allowed: sm_89 and newer; on a CPU the C++" in capabilities("cuda:0")["row_map"].absent["triton"]
-    capability(12, 0)
-    _device.compute_capability.cache_clear()
-    assert "compiled for sm_90, sm_100, this is sm_120" in capabilities("cuda:0")["quantize_col"].absent["cuda"]
+def test_a_build_without_cuda_kernels_runs_triton(capability: Callable) -> None:
     capability(9, 0)
-    _device.compute_capability.cache_clear()
     with mock.patch.object(cpp_bindings, "cuda_archs", ()):
         built_without = capabilities("cuda:0")["quantize_col"]
         composed = capabilities("cuda:0")["quantize_both_fold"]
@@ -139,39 +116,45 @@ def test_a_gpu_that_nothing_was_compiled_for_says_what_runs_instead(capability: 
 def test_composed_both_fold_has_the_bytes_of_its_kernel(ends: tuple[int, ...]) -> None:
     op, x = ops.OPS["quantize_both_fold"], rows(672, 64)
     for options in ({}, {"rounding": 1, "satfinite": True}):
-        composed = _call.COMPOSED[op](x, ints(*ends), **options)
+        composed = op.compose(_call.call, x, ints(*ends), **options)
         for got, want in zip(composed, ops.quantize_both_fold(x, ints(*ends), **options), strict=True):
             assert torch.equal(got, want)
 
 
-def test_what_a_kernel_needs_besides_its_outputs_is_let_go() -> None:
-    """As on a GPU, where the plan of quantize_both_fold has an output more than the op."""
+def test_scratch_memory_is_allocated_and_dropped(capability: Callable) -> None:
+    """quantize_both_fold on Hopper, with a launch that records what it gets."""
+    capability(9, 0)
     op, x, ends = ops.OPS["quantize_both_fold"], rows(32, 64), ints(32)
     want = ops.quantize_both_fold(x, ends)
-    types = tuple(_launch.array_type(t.shape, t.dtype) for t in (x, ends))
-    outputs = _launch.Outputs.of(op.plan(*types, arch="sm_90").out)
-    assert len(outputs.shapes) == len(want) + 1
 
-    def start(inputs: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
+    def write(inputs: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
         for out, value in zip(written[:-1], want, strict=True):
             out.copy_(value)
 
-    with mock.patch.object(_call, "bind", return_value=_launch.Bound("cpu", None, {}, outputs, start)):
+    gpu = torch.device("cuda", 0)
+    layouts = [(t.shape, t.dtype, gpu, t.stride()) for t in (x, ends)]
+    with mock.patch.object(cpp_bindings, "CudaLaunch", return_value=write) as launch:
+        call = _launch.prepare_uncached(op, layouts, None)
+    written, attrs = launch.call_args.args[4:]
+    assert len(written) == len(want) + 1
+    assert attrs == (0, 0, plan_both.POLLS)
+    assert call.outputs.shapes[-1] == (plan_both.scratch_bytes(32, 64, 1, "bfloat16"),)
+    with mock.patch.object(_call, "prepare", return_value=call._replace(arch="cpu", index=None)):
         got = ops.quantize_both_fold(x, ends)
     assert len(got) == len(want)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_what_runs_an_op_is_decided_once_per_layouts_in_use() -> None:
-    """Layouts in use are known for as long as others come and go, and memory is bounded."""
+def test_a_call_is_prepared_once_per_layouts_in_use() -> None:
+    """Layouts in use stay cached while others come and go, and memory is bounded."""
     with (
-        mock.patch.object(_launch, "_known", _launch.Known()) as known,
-        mock.patch.object(_launch.Known, "MOST", 2),
-        mock.patch.object(_launch, "decide", wraps=_launch.decide) as decide,
+        mock.patch.object(_launch, "_prepared", _launch.PreparedCalls()) as known,
+        mock.patch.object(_launch.PreparedCalls, "MOST", 2),
+        mock.patch.object(_launch, "prepare_uncached", wraps=_launch.prepare_uncached) as prepare,
     ):
         for m, decided in ((1, 1), (1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (4, 4), (1, 4), (5, 5), (1, 5), (3, 6)):
             q, _ = ops.quantize_row(rows(m, 32))
-            assert (q.shape, decide.call_count) == ((m, 32), decided)
+            assert (q.shape, prepare.call_count) == ((m, 32), decided)
             assert len(known.recent) + len(known.former) <= 4
 
 

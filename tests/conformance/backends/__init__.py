@@ -19,18 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mxep.core_kernels.combine import plan as combine
-from mxep.core_kernels.fold import plan as fold
-from mxep.core_kernels.fold import plan_both as fold_both
-from mxep.core_kernels.fold import plan_loss as fold_loss
-from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
-from mxep.core_kernels.grouped_gemm import plan_folded as grouped_gemm_folded
-from mxep.core_kernels.launch import KernelOp
-from mxep.core_kernels.permute import plan as permute
-from mxep.core_kernels.quantize import plan as quantize
-from mxep.core_kernels.routing import plan as routing
-from mxep.core_kernels.scale_layout import plan as scale_layout
-from mxep.core_kernels.swiglu import plan as swiglu
+from mxep.core_kernels.registry import OPS as KERNEL_OPS
 
 from ..layers import LAYERS, RUNS
 
@@ -40,14 +29,8 @@ INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 ADAPTERS = ("cpp", "triton", "torch", "jax")
 DEFAULT = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
 
-_MODULES = (
-    *(combine, fold, fold_both, fold_loss, grouped_gemm, grouped_gemm_folded),
-    *(permute, quantize, routing, scale_layout, swiglu),
-)
-KERNEL_OPS = {op.name: op for module in _MODULES for op in vars(module).values() if isinstance(op, KernelOp)}
-"""The ops of the suite by name."""
 PRODUCTS = {name for name in KERNEL_OPS if name.startswith("grouped_")}
-"""Ops with an error bound; the results of the others are exact bytes."""
+"""Ops of the registry with an error bound; the results of the others are exact bytes."""
 BYTES = KERNEL_OPS.keys() - PRODUCTS
 
 

@@ -47,10 +47,10 @@ def poisoned(out: ArrayType, byte: int) -> np.ndarray:
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
-    launch = op.plan(*(ArrayType(x.shape, x.dtype.name) for x in inputs), arch="cpu", **options)
-    outputs = tuple(poisoned(out, poison) for out in launch.out)
+    signature = op.signature(*(ArrayType(x.shape, x.dtype.name) for x in inputs), **options)
+    outputs = tuple(poisoned(out, poison) for out in signature.out)
     arrays = [_exported(np.array(x, order="C")) for x in inputs]  # a copy: cases are shared and may be read-only
-    cpp_bindings.run(op.name, arrays, list(map(_exported, outputs)), [int(a) for a in launch.attrs])
+    cpp_bindings.run(op.name, arrays, list(map(_exported, outputs)), list(signature.attrs.values()))
     return outputs if len(outputs) > 1 else outputs[0]
 
 

@@ -1,0 +1,59 @@
+"""The lowering of an op on each platform.
+
+cpu    the C++ kernel as an XLA FFI call; a grouped GEMM: jax matmuls (_cpu_gemm.py)
+cuda   the CUDA C++ kernel as an XLA FFI call, where the build has one (_device.py); otherwise the Triton kernel through
+       jax-triton (_triton.py). An op without a Triton kernel is composed of other ops.
+
+Importing this file registers the lowering rules.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax.interpreters import mlir
+
+from .. import cpp_bindings
+from ..core_kernels.launch import ArrayType, KernelOp
+from . import _cpu_gemm, _device, _triton
+from ._call import Options, array_type, aval, call, kernel_p
+
+CPP_TARGETS = {name: f"mxep.{name}" for name in cpp_bindings.ffi_targets()}
+for _name, _capsule in cpp_bindings.ffi_targets().items():
+    jax.ffi.register_ffi_target(CPP_TARGETS[_name], _capsule, platform="cpu")
+
+CUDA_TARGETS = {name: f"mxep.cuda.{name}" for name in cpp_bindings.CUDA_OPS}
+for _name, _capsule in cpp_bindings.cuda_ffi_targets().items():
+    jax.ffi.register_ffi_target(CUDA_TARGETS[_name], _capsule, platform="CUDA")
+
+
+def _ffi_call(ctx, target: str, written: Sequence[ArrayType], attrs: Sequence[int], *operands):
+    """The outputs of the op. `written`: these and scratch memory, which is dropped."""
+    context = ctx.replace(avals_out=list(map(aval, written)))
+    lower = jax.ffi.ffi_lowering(target)
+    return lower(context, *operands, attrs=np.array(attrs, np.int64))[: len(ctx.avals_out)]
+
+
+def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
+    _device.choose(op, "cpu", _device.forced())
+    out, attrs, _ = op.signature(*map(array_type, ctx.avals_in), **dict(options))
+    if op.name in _cpu_gemm.GEMMS:
+        gemm = partial(_cpu_gemm.GEMMS[op.name], out=out[0])
+        return mlir.lower_fun(gemm, multiple_results=False)(ctx, *operands)
+    return _ffi_call(ctx, CPP_TARGETS[op.name], out, tuple(attrs.values()), *operands)
+
+
+def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
+    implementation, arch = _device.choose(op, "cuda", _device.forced())
+    launch = op.launch(*map(array_type, ctx.avals_in), arch=arch, **dict(options))
+    if implementation == "cuda" and launch.cuda_unsupported:
+        implementation, _ = _device.choose(op, "cuda", _device.forced(), launch.cuda_unsupported)
+    if implementation == "cuda" and all(launch.grid):
+        return _ffi_call(ctx, CUDA_TARGETS[op.name], (*launch.out, *launch.scratch), launch.cuda_attrs, *operands)
+    run = partial(op.compose, call, **dict(options)) if op.compose else partial(_triton.call, op, launch)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(kernel_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(kernel_p, _lower_cuda, platform="cuda")

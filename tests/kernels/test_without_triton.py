@@ -1,0 +1,47 @@
+"""A machine without triton asks every op for its shapes, and runs ops in C++ in both frontends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BLOCKED = "import sys; sys.modules['triton'] = None; sys.path.insert(0, {folder!r})\n"
+SHAPES = """
+from mxep.core_kernels.registry import OPS
+from samples import sample
+for op in OPS.values():
+    types, options = sample(op)
+    assert len(op.signature(*types, **options).out) == len(op.outputs), op.name
+    assert op.launch(*types, arch="sm_90", **options).num_warps
+"""
+NUMPY = """
+import numpy as np
+from mxep import cpp_bindings
+from mxep.core_kernels.launch import ArrayType
+from mxep.core_kernels.registry import OPS
+x, op = np.full((1, 32), 448, np.float32), OPS["quantize_row"]
+out, attrs, _ = op.signature(ArrayType(x.shape, x.dtype.name))
+q, sf = (np.empty(a.shape, a.dtype) for a in out)
+cpp_bindings.run(op.name, [x], [q, sf], list(attrs.values()))
+assert (q[0, 0], sf[0, 0]) == (126, 127)
+"""
+TORCH = """
+import torch
+from mxep.torch_frontend import ops
+q, sf = ops.quantize_row(torch.full((1, 32), 448.0))
+assert (int(q[0, 0]), int(sf[0, 0])) == (126, 127)
+"""
+JAX = """
+import jax.numpy as jnp
+from mxep.jax_frontend import ops
+q, sf = ops.quantize_row(jnp.full((1, 32), 448.0))
+assert (int(q[0, 0]), int(sf[0, 0])) == (126, 127)
+"""
+
+
+@pytest.mark.parametrize("code", [SHAPES, NUMPY, TORCH, JAX], ids=["shapes", "numpy", "torch", "jax"])
+def test_without_triton(code: str) -> None:
+    script = BLOCKED.format(folder=str(Path(__file__).parent)) + code
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
