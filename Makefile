@@ -7,7 +7,7 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt \
     $(foreach suffix,cc h cu cuh,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train test install-gpu test-gpu lint format benchmark clean
+.PHONY: train test faults coverage install-gpu test-gpu lint format benchmark clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -17,9 +17,21 @@ train: .venv/.train
 # Triton's interpreter is chosen before triton is imported and a process in that mode cannot compile:
 # the kernels' numerics and everything else are two runs. A file stays with one worker: process groups
 # and compiled programs are made once per file.
+# Two workers on two cores: threads that wait sleep instead of spinning, and the oracles multiply on one thread each.
+test: export OMP_WAIT_POLICY = passive
+test: export OPENBLAS_NUM_THREADS = 1
 test: .venv/.dev
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile tests/conformance tests/kernels
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# Whether the tests catch twenty faults that are put into a copy of the committed code, one at a time.
+faults: .venv/.dev
+	$(BIN)/python -m tests.faults.run
+
+# Lines that the tests run, in Python and in C++; an hour on two cores. The next `make test` builds the extension again.
+coverage: .venv/.dev
+	$(PIP) pytest-cov gcovr
+	tests/coverage.sh
 
 # Into the environment of $(PYTHON), which has torch or jax for CUDA already, and jaxlib, nanobind and
 # scikit-build-core to build with. Downloads nothing; fails without nvcc.

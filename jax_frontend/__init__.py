@@ -1,11 +1,11 @@
-"""MXFP8 for Mixture-of-Experts training in JAX: kernels, gradients, expert parallelism in shard_map, a layer.
+"""mxep for JAX: MXFP8 grouped products, expert parallelism inside shard_map and a complete Mixture-of-Experts layer.
 
-moe.init / moe.apply            the whole layer
-plan_exchange, a2a_*, permute_*, grouped_swiglu_ffn, mxfp8_grouped_mm, swiglu, unpermute_*, weighted_combine
-                                its parts, differentiable
-ragged_dot_mxfp8                jax.lax.ragged_dot in MXFP8
-quantize_weights                weights quantized once per optimizer step, for all of these
-ops                             the kernels as plain functions on bytes
+The layer      moe.init, moe.apply, MoEConfig, MoEStats
+The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
+Products       grouped_mm, grouped_swiglu_ffn, swiglu, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
+Rows           MXArray, MXGradArray, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder
+Exchanges      plan_exchange, Exchange, a2a_dispatch, permute, and torchao's names a2a_*, permute_*, unpermute_*
+Kernels        ops, capabilities, force_implementation, lower_for, numerics_report
 """
 
 try:
@@ -19,17 +19,17 @@ from ..core_kernels.recipe import RECIPES, Recipe
 from . import moe, ops
 from ._device import force_implementation, lower_for
 from .capabilities import Capability, capabilities
-from .combine import weighted_combine
 from .ep import (
     Exchange,
+    TokenReplicas,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
-    of_tokens,
     plan_exchange,
     to_mxfp8_a2a_dequant,
 )
 from .ffn import grouped_swiglu_ffn
+from .grouped_mm import grouped_mm
 from .moe import MoEConfig, MoEStats
 from .mx_array import MXArray, MXGradArray
 from .numerics import numerics_report
@@ -38,12 +38,14 @@ from .permute import (
     gather_rows,
     permute,
     permute_mxfp8_fwd_hp_bwd,
+    sort_by_expert,
     spread_rows,
     unpermute_hp_fwd_mxfp8_bwd,
 )
+from .pipeline import Route, combine, dispatch, dispatch_probs
 from .ragged_dot import ragged_dot_mxfp8
 from .swiglu import swiglu
-from .vjp import mxfp8_grouped_mm
+from .weighted_combine import weighted_combine
 from .weights import QuantizedWeights, quantize_weights
 
 __all__ = [
@@ -59,25 +61,30 @@ __all__ = [
     "QuantizedWeights",
     "Recipe",
     "Rounding",
+    "Route",
     "RowMap",
+    "TokenReplicas",
     "a2a_combine_hp_fwd_mxfp8_bwd",
     "a2a_dispatch",
     "a2a_dispatch_mxfp8_fwd_hp_bwd",
     "capabilities",
+    "combine",
+    "dispatch",
+    "dispatch_probs",
     "force_implementation",
     "gather_rows",
+    "grouped_mm",
     "grouped_swiglu_ffn",
     "lower_for",
     "moe",
-    "mxfp8_grouped_mm",
     "numerics_report",
-    "of_tokens",
     "ops",
     "permute",
     "permute_mxfp8_fwd_hp_bwd",
     "plan_exchange",
     "quantize_weights",
     "ragged_dot_mxfp8",
+    "sort_by_expert",
     "spread_rows",
     "swiglu",
     "to_mxfp8_a2a_dequant",

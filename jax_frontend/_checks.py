@@ -1,10 +1,10 @@
-"""Checks of what the kernels' own plans do not see: types that lack a gradient, and values.
+"""Argument checks of the differentiable functions: types, and the values that a kernel's plan cannot see.
 
-A traced program knows values only when it runs:
+A traced program has values only when it runs. A wrong value is then
 
-called eagerly                           ValueError
-inside `checkify.checkify(jax.jit(f))`   an error that the caller takes out: `error.throw()`
-inside jax.jit alone                     nothing: XLA removes the check
+    in an eager call                         a ValueError
+    inside `checkify.checkify(jax.jit(f))`   an error that the caller raises: `error.throw()`
+    inside jax.jit alone                     ignored: XLA removes the check
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ FLOATS = ("bfloat16", "float32")
 
 
 def check_floats(op: str, argument: str, x: object, other: str = "") -> None:
-    """TypeError unless x is an array of bf16 or fp32; `other` names what else the argument may be."""
+    """TypeError unless x is an array of bf16 or fp32. `other` names the other allowed types."""
     is_array = isinstance(x, jax.Array | np.ndarray)
     if not is_array or np.dtype(x.dtype).name not in FLOATS:
         got = f"dtype {x.dtype}" if is_array else type(x).__name__
@@ -36,7 +36,7 @@ def check_type(op: str, argument: str, x: object, *kinds: type) -> None:
 
 
 def check_size(op: str, argument: str, x: Any, least: int = 0) -> None:
-    """TypeError unless x is an int, ValueError unless it is from `least` up to what an int32 index counts."""
+    """TypeError unless x is an int, ValueError unless it is in [least, 2^31)."""
     if isinstance(x, bool) or not hasattr(x, "__index__") or isinstance(x, jax.Array | np.ndarray):
         fail(TypeError, op, argument, repr(x), "allowed: an int")
     if not least <= int(x) < 2**31:
@@ -52,7 +52,7 @@ def check_integers(op: str, argument: str, x: object, other: str = "") -> None:
 
 
 def check_shape(op: str, argument: str, x: object, shape: tuple[int, ...], why: str, dtype: str) -> None:
-    """TypeError unless x is an array of this dtype ("int": any of integers), ValueError unless of this shape."""
+    """TypeError unless x is an array of this dtype ("int": any integer dtype), ValueError unless it has this shape."""
     if dtype == "int":
         check_integers(op, argument, x)
     elif not isinstance(x, jax.Array | np.ndarray) or np.dtype(x.dtype).name != dtype:
@@ -64,7 +64,7 @@ def check_shape(op: str, argument: str, x: object, shape: tuple[int, ...], why: 
 
 
 def check_matrix(op: str, argument: str, x: Any) -> None:
-    """ValueError unless x, an array or one of MX, has two dims."""
+    """ValueError unless x, an array or an MXArray, has two dims."""
     if len(x.shape) != 2:
         fail(ValueError, op, argument, f"shape {x.shape}", "allowed: 2 dims")
 
@@ -84,7 +84,7 @@ def check_bytes(op: str, argument: str, x: Any) -> None:
 
 
 def dtype_name(op: str, argument: str, dtype: Any, allowed: tuple[str, ...] = FLOATS) -> str:
-    """The name of a dtype, or of what stands for one; TypeError unless it is among the allowed."""
+    """The name of a dtype or dtype-like value; TypeError unless it is allowed."""
     try:
         name = None if dtype is None else jnp.dtype(dtype).name
     except (TypeError, ValueError):
@@ -95,7 +95,7 @@ def dtype_name(op: str, argument: str, dtype: Any, allowed: tuple[str, ...] = FL
 
 
 def rounding_of(op: str, argument: str, rounding: Any) -> Rounding:
-    """`Rounding.parse`, whose errors name the op."""
+    """`Rounding.parse` with errors that name the op."""
     try:
         return Rounding.parse(rounding)
     except (TypeError, ValueError) as error:
@@ -112,7 +112,8 @@ def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed:
 
 
 def check_blocks(op: str, argument: str, rows: int, group_ends: jax.Array, whole: bool) -> None:
-    """Group ends fit the rows; with `whole` both are multiples of 32, as a weight gradient along the tokens needs."""
+    """Check that group ends fit the rows. whole: both must be multiples of 32, for a weight gradient along the
+    tokens."""
     remedy = "the weight gradient quantizes along them; use pad_token_groups=True"
     if whole:
         require_multiple(op, argument, rows, BLOCK, "rows", remedy)
@@ -120,7 +121,7 @@ def check_blocks(op: str, argument: str, rows: int, group_ends: jax.Array, whole
 
 
 def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None:
-    """Group ends neither decrease nor pass the rows, and are multiples of `multiple`."""
+    """Check that group ends do not decrease, do not pass the rows and are multiples of `multiple`."""
     steps = jnp.diff(group_ends, prepend=0, append=rows)
     ok = (steps >= 0).all() & (group_ends % multiple == 0).all()
     what = "multiples of 32 that do not decrease" if multiple > 1 else "ends that do not decrease"
@@ -128,9 +129,9 @@ def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None
 
 
 def check_counts(op: str, counts: jax.Array, parts: int, rows: int, argument: str = "num_tokens_per_expert") -> None:
-    """Counts are not negative, and each of the `parts` parts of them fits into `rows` rows."""
+    """Check that counts are at least 0 and that the sum of each of their `parts` parts is at most `rows`."""
     each = counts.astype(jnp.int32).reshape(parts, -1)
-    # High and low halves by themselves: a sum of counts that fit an int32 need not.
+    # Sums of the high and low 16 bits: the sum of int32 counts may overflow an int32.
     low = (each & 0xFFFF).sum(1)
     high, low = (each >> 16).sum(1) + (low >> 16), low & 0xFFFF
     fits = (high < rows >> 16) | ((high == rows >> 16) & (low <= rows & 0xFFFF))

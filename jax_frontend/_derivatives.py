@@ -1,11 +1,11 @@
-"""The transforms that the differentiable functions take: reverse mode, once. Others raise, in the function's name.
+"""The transforms of the differentiable functions: reverse mode, once. Others raise an error with the function's name.
 
 f(x)  =  the kernels' f of guard(x)        guard: the identity, on every float argument
 
-jax.grad, jax.vjp              guard's tangent is `linear`, which is transposed, never run: nothing is compiled
+jax.grad, jax.vjp              the tangent of guard is `linear`, which JAX transposes and never runs
 jax.jvp, jacfwd, linearize     run `linear`: NotImplementedError
 jax.vmap                       guard: NotImplementedError
-grad of grad, an op's own      the kernels' primitive (_call.py), which has no derivative: NotImplementedError
+grad of grad, of an op         the kernels' primitive (_call.py) has no derivative: NotImplementedError
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ _guard_p, _linear_p = Primitive("mxep_guard"), Primitive("mxep_linear")
 
 
 def reverse_only(op: str, tree: Any, rows: str = "all rows in one call") -> Any:
-    """The arguments of `op`, which refuse every other transform from here on. rows: what to do instead of a vmap."""
+    """The arguments of `op`, on which every other transform raises. rows: the remedy for a vmap."""
     return jax.tree.map(lambda leaf: _guard_p.bind(leaf, op=op, rows=rows) if _is_float(leaf) else leaf, tree)
 
 
 def arguments(op: str, *trees: Any) -> tuple[Any, ...]:
-    """`vary_alike` of the arguments of a differentiable function, which is not differentiated in another way."""
+    """`vary_alike` and `reverse_only` of the arguments of a differentiable function."""
     return reverse_only(op, vary_alike(*trees))
 
 

@@ -1,18 +1,20 @@
-"""Expert parallelism inside `jax.shard_map`: the two all-to-alls of a MoE layer, with a static capacity.
+"""Rows between ranks inside `jax.shard_map`: the all-to-alls of expert parallelism, with a static capacity.
 
-    rank r's rows, sorted by expert          one part of `capacity` rows per destination rank
+    rows of rank r, sorted by expert         `capacity` rows per destination rank
     | e0 e0 e1 | e2 e3 e3 e3 | ...   --->    | e0 e0 e1 __ | e2 e3 e3 e3 | ...  --all-to-all-->
 
     dispatch   x --quantize--> [q | sf] --gather--> parts ==u8==> MXArray          backward ==bf16==
     combine    y                                          ==bf16==> --gather--> rows   backward ==u8==
 
-Every collective is one dense all_to_all over whole rows. XLA needs static sizes, so each part has room for
-`capacity` rows: all local rows by default, which never drops one. With less room, rows that do not fit are
-dropped: `Exchange.overflow` counts them, they come back from the combine as zeros, and their gradient is zero.
+Every exchange is one dense all_to_all over whole rows. XLA needs static sizes, so each pair of ranks has room for
+`capacity` rows: all local rows by default, which never drops one. With less room, rows that do not fit are dropped:
+`Exchange.overflow` counts them, they are zeros after the combine, and their gradient is zero. A token is quantized
+once: its replicas share the bytes. pipeline.py lays out the rows around these exchanges.
 """
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +23,10 @@ from jax import lax
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from . import ops
-from ._checks import check_counts, check_floats, check_integers, check_size, check_type, rounding_of
+from ._checks import check_counts, check_floats, check_integers, check_shape, check_size, check_type, rounding_of
 from ._derivatives import arguments
-from .combine import sum_slots
 from .mx_array import MXArray, MXGradArray
+from .weighted_combine import sum_slots
 
 Axes = str | tuple[str, ...]
 """One mesh axis or several, of which the first varies slowest."""
@@ -33,12 +35,14 @@ Axes = str | tuple[str, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Which row goes where in one all-to-all and back; made by `plan_exchange`, used by every function here.
+    """The layout of one all-to-all and of its reverse, made by `plan_exchange`.
 
     sources (ep * capacity,) int32: the local row in each slot of the send buffer, -1 for none.
-    slots (T,) int32: the slot of each local row, -1 for a row that did not fit; (T * copies,) after `of_tokens`.
+    slots (M,) int32: the slot of each local row, -1 for a row that did not fit.
     recv_counts (E,) int32: rows received, per source rank and local expert.
     overflow () int32: local rows that did not fit.
+    axis_name, ep_degree, capacity: the mesh axes, their ranks, the rows per pair of ranks; static.
+    top_k: more than 1 in the exchange of a token's replicas alone, whose sources are tokens; static.
     """
 
     sources: jax.Array
@@ -48,16 +52,39 @@ class Exchange:
     axis_name: Axes | None = dataclasses.field(metadata={"static": True})
     ep_degree: int = dataclasses.field(metadata={"static": True})
     capacity: int = dataclasses.field(metadata={"static": True})
-    copies: int = dataclasses.field(default=1, metadata={"static": True})
+    top_k: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def num_rows(self) -> int:
-        """Local rows, T."""
-        return self.slots.shape[0] // self.copies
+        """Local rows, M."""
+        return self.slots.shape[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenReplicas:
+    """The top_k replicas of each token of x (T, D), as rows sorted by expert.
+
+    order (T * top_k,) int32: row i is a replica of token order[i] // top_k. inverse (T * top_k,) int32: the row of each
+    replica. `sort_by_expert` returns both. A token is quantized once for all of its replicas. top_k is static.
+    """
+
+    x: jax.Array
+    order: jax.Array
+    inverse: jax.Array
+    top_k: int = dataclasses.field(metadata={"static": True})
+
+
+def check_replicas(op: str, tokens: TokenReplicas) -> None:
+    """TypeError unless order and inverse are integers, ValueError unless they lay out top_k replicas of each token."""
+    check_size(op, "top_k", tokens.top_k, 1)
+    rows = tokens.x.shape[0] * tokens.top_k
+    for name, slots in (("order", tokens.order), ("inverse", tokens.inverse)):
+        check_shape(op, name, slots, (rows,), "top_k slots per token", "int")
 
 
 def axis_size(op: str, axes: Axes | None, argument: str = "axis_name") -> int:
-    """Ranks along mesh axes of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
+    """The ranks along mesh axes of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
     allowed = "allowed: a mesh axis of the enclosing jax.shard_map, a tuple of them, or None"
     names = axes if isinstance(axes, tuple) else (axes,)
     if axes is not None and not all(isinstance(name, str) for name in names):
@@ -68,40 +95,41 @@ def axis_size(op: str, axes: Axes | None, argument: str = "axis_name") -> int:
         fail(ValueError, op, argument, repr(axes), allowed)
 
 
-def plan_exchange(
-    num_tokens_per_expert: jax.Array, axis_name: Axes | None, *, num_rows: int, capacity: int | None = None
-) -> Exchange:
-    """Lay out the all-to-all of rows that are sorted by expert; exchanges the counts.
+def plan_exchange(counts: jax.Array, axis_name: Axes | None, *, num_rows: int, capacity: int | None = None) -> Exchange:
+    """Lay out the all-to-all of rows that are sorted by expert. The ranks exchange their counts.
 
-    num_tokens_per_expert: (E,) int32, local rows of each of the E experts; rank r of the mesh axis owns
-        experts [r * E / ep, (r + 1) * E / ep). num_rows: T, local rows, at least the sum of the counts.
-    axis_name: mesh axis of the enclosing shard_map, or a tuple of them; None for no parallelism, one rank.
-    capacity: rows reserved per pair of ranks; None reserves num_rows and is dropless.
+    counts: (E,) of an integer dtype, local rows of each expert; rank r of the mesh axis has the experts
+        [r E / ranks, (r + 1) E / ranks). num_rows: M, local rows, at least the sum of the counts.
+    axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
+    capacity: rows per pair of ranks; None is num_rows, which never drops one.
 
-    Raises ValueError for a capacity below 1, or an axis whose size does not divide E; TypeError for counts that
-    are no integers.
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> exchange.sources.tolist(), exchange.recv_counts.tolist()
+    ([0, 1, 2], [2, 1])
+
+    Raises ValueError (a capacity below 1, a mesh axis whose size does not divide E) and TypeError (dtypes).
     """
     op = "plan_exchange"
-    check_integers(op, "num_tokens_per_expert", num_tokens_per_expert)
-    if num_tokens_per_expert.ndim != 1 or not num_tokens_per_expert.size:
-        got = f"shape {num_tokens_per_expert.shape}"
-        fail(ValueError, op, "num_tokens_per_expert", got, "allowed: (E,), one count per expert")
+    check_integers(op, "counts", counts)
+    if counts.ndim != 1 or not counts.size:
+        got = f"shape {counts.shape}"
+        fail(ValueError, op, "counts", got, "allowed: (E,), one count per expert")
     check_size(op, "num_rows", num_rows)
     if capacity is not None:
         check_size(op, "capacity", capacity, 1)
-    num_experts, ep_degree = num_tokens_per_expert.shape[0], axis_size(op, axis_name)
+    num_experts, ep_degree = counts.shape[0], axis_size(op, axis_name)
     if num_experts % ep_degree:
         fail(
-            ValueError, op, "num_tokens_per_expert", f"{num_experts} experts",
+            ValueError, op, "counts", f"{num_experts} experts",
             f"allowed: multiples of the {ep_degree} ranks of mesh axis {axis_name!r}",
         )  # fmt: skip
-    check_counts(op, num_tokens_per_expert, 1, num_rows)
+    check_counts(op, counts, 1, num_rows, "counts")
     capacity = num_rows if capacity is None else min(capacity, num_rows)
 
-    counts = num_tokens_per_expert.astype(jnp.int32).reshape(ep_degree, -1)
+    counts = counts.astype(jnp.int32).reshape(ep_degree, -1)
     rank_ends = jnp.cumsum(counts.sum(1))
     rank_starts = rank_ends - counts.sum(1)
-    # Of each destination's rows, sorted by expert, the first `capacity` go.
+    # The first `capacity` rows of each destination are sent.
     fitting_ends = jnp.minimum(jnp.cumsum(counts, axis=1), capacity)
     fitting = jnp.diff(fitting_ends, axis=1, prepend=0)
     sent = fitting_ends[:, -1]
@@ -109,7 +137,7 @@ def plan_exchange(
     slot = jnp.arange(capacity, dtype=jnp.int32)
     sources = jnp.where(slot < sent[:, None], rank_starts[:, None] + slot, -1).reshape(-1)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    # Not jnp.searchsorted: JAX 0.10.2 takes none where some mesh axes are automatic.
+    # Not jnp.searchsorted: JAX 0.10.2 refuses it if some mesh axes are automatic.
     rank = jnp.minimum((row[:, None] >= rank_ends).sum(1, dtype=jnp.int32), ep_degree - 1)
     place = row - rank_starts[rank]
     slots = jnp.where(place < sent[rank], rank * capacity + place, -1)
@@ -124,36 +152,10 @@ def plan_exchange(
     )
 
 
-def of_tokens(exchange: Exchange, order: jax.Array, inverse: jax.Array, copies: int) -> Exchange:
-    """The dispatch of T tokens straight to the wire, each to `copies` slots, without the copies in between.
-
-    exchange: planned for the T * copies rows that are sorted by expert. order, inverse: (T * copies,) int32, as
-    `sort_by_expert` returns them. The bytes on the wire are the same; what comes back, a gradient or through a combine,
-    is summed over a token's slots in fp32 and rounded once.
-
-    Raises ValueError unless order and inverse have one slot for each of the exchange's rows, whose number `copies`
-    divides, TypeError for another kind of argument.
-    """
-    op = "of_tokens"
-    check_type(op, "exchange", exchange, Exchange)
-    if exchange.copies != 1:
-        fail(ValueError, op, "exchange", "an exchange of tokens", "allowed: one of rows, as `plan_exchange` makes it")
-    check_size(op, "copies", copies, 1)
-    rows = exchange.num_rows
-    if rows % copies:
-        fail(ValueError, op, "copies", copies, f"allowed: divisors of {rows}, the exchange's rows")
-    for name, slots in (("order", order), ("inverse", inverse)):
-        check_integers(op, name, slots)
-        if slots.shape != (rows,):
-            fail(ValueError, op, name, f"shape {slots.shape}", f"allowed: ({rows},), one slot for each row")
-    tokens = jnp.append(order, -1)[exchange.sources] // copies  # -1 picks the -1 appended, and stays -1
-    return dataclasses.replace(exchange, sources=tokens, slots=exchange.slots[inverse], copies=copies)
-
-
 def _all_to_all(x: jax.Array, axis_name: Axes | None) -> jax.Array:
     if axis_name is None:
         return x
-    # XLA:CPU widens a bf16 collective to fp32; bits stay as narrow as they are, on every platform.
+    # XLA:CPU widens a bf16 collective to fp32, but not a collective over uint16.
     bits = jnp.uint16 if x.dtype == jnp.bfloat16 else x.dtype
     sent = lax.bitcast_convert_type(x, bits)
     received = lax.all_to_all(sent, axis_name, split_axis=0, concat_axis=0, tiled=True)
@@ -161,19 +163,34 @@ def _all_to_all(x: jax.Array, axis_name: Axes | None) -> jax.Array:
 
 
 def _send(rows: jax.Array, exchange: Exchange) -> jax.Array:
-    """(T, W) local rows -> (ep * capacity, W) rows received."""
+    """(M, W) local rows -> (ep * capacity, W) rows received."""
     return _all_to_all(ops.permute_rows(rows, exchange.sources), exchange.axis_name)
 
 
 def _send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
-    """(ep * capacity, W) rows received -> (T, W) the local rows they came from, copies of a row summed."""
+    """(ep * capacity, W) rows received -> (M, W) local rows; of replicas (T, W), the sum over each token's replicas."""
     rows = _all_to_all(rows, exchange.axis_name)
-    if exchange.copies == 1:
+    if exchange.top_k == 1:
         return ops.permute_rows(rows, exchange.slots)
-    return sum_slots(rows, exchange.slots.reshape(-1, exchange.copies))
+    return sum_slots(rows, exchange.slots.reshape(-1, exchange.top_k))
 
 
-def _check_rows(op: str, x: jax.Array, rows: int, what: str, other: str = "") -> None:
+def _for_replicas(op: str, input: Any, exchange: Exchange) -> tuple[jax.Array, Exchange]:
+    """The array to send, and the exchange that gathers it directly into the send buffer."""
+    if not isinstance(input, TokenReplicas):
+        _check_rows(op, input, exchange.num_rows, "the exchange's local rows", " or TokenReplicas")
+        return input, exchange
+    x, order, inverse, top_k = input.x, input.order, input.inverse, input.top_k
+    check_floats(op, "input", x)
+    check_replicas(op, input)
+    if x.ndim != 2 or x.shape[0] * top_k != exchange.num_rows:
+        allowed = f"allowed: (T, D) with T * top_k = {exchange.num_rows}, the exchange's local rows"
+        fail(ValueError, op, "input", f"shape {x.shape} with top_k {top_k}", allowed)
+    tokens = jnp.append(order, -1)[exchange.sources] // top_k  # a source of -1 picks the appended -1, and stays -1
+    return x, dataclasses.replace(exchange, sources=tokens, slots=exchange.slots[inverse], top_k=top_k)
+
+
+def _check_rows(op: str, x: Any, rows: int, what: str, other: str = "") -> None:
     check_floats(op, "input", x, other)
     if len(x.shape) != 2 or x.shape[0] != rows:
         fail(ValueError, op, "input", f"shape {x.shape}", f"allowed: ({rows}, D), {what}")
@@ -194,19 +211,28 @@ _dispatch.defvjp(
 
 
 def a2a_dispatch_mxfp8_fwd_hp_bwd(
-    input: jax.Array, exchange: Exchange, scaling_mode: Rounding | str = Rounding.RCEIL
+    input: jax.Array | TokenReplicas, exchange: Exchange, rounding: Rounding | str = Rounding.RCEIL
 ) -> MXArray:
-    """Send rows to their experts' ranks: forward as packed MXFP8 bytes, backward as bf16 (or input's dtype).
+    """Quantize rows and send them to the ranks of their experts; the gradient comes back in input's dtype.
 
-    input: (T, D) bf16 or fp32, sorted by expert. Returns an MXArray (ep * capacity, D), for the permute: source rank
-    s's rows start at s * capacity, and `exchange.recv_counts` says how many there are.
+    input: (M, D) bf16 or fp32, sorted by expert; or TokenReplicas, with M = T * top_k, which go from the tokens
+    directly
+        into the send buffer, and whose gradient is summed over a token's replicas in fp32 and rounded once.
+    exchange: of `plan_exchange` for these M rows. rounding: a `Rounding` or its name.
 
-    Raises ValueError if D is no multiple of 32 or T is not what the exchange was planned for.
+    Returns an MXArray (ep_degree * capacity, D) for `permute_mxfp8_fwd_hp_bwd`: the rows of source rank s start at
+    s * capacity, and `exchange.recv_counts` has their numbers.
+
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange).dequantize().sum().item()
+    96.0
+
+    Raises ValueError (shapes; D no multiple of 32) and TypeError (dtypes).
     """
     op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
     check_type(op, "exchange", exchange, Exchange)
-    _check_rows(op, input, exchange.num_rows, "the exchange's local rows")
-    return _dispatch(*arguments(op, input, exchange), rounding_of(op, "scaling_mode", scaling_mode))
+    x, exchange = _for_replicas(op, input, exchange)
+    return _dispatch(*arguments(op, x, exchange), rounding_of(op, "rounding", rounding))
 
 
 # --- combine ---------------------------------------------------------------------------------------
@@ -238,17 +264,22 @@ _combine.defvjp(
 def a2a_combine_hp_fwd_mxfp8_bwd(
     input: jax.Array | MXGradArray,
     exchange: Exchange,
-    scaling_mode: Rounding | str = Rounding.RCEIL,
+    rounding: Rounding | str = Rounding.RCEIL,
     *,
     mxfp8_bwd: bool = True,
 ) -> jax.Array:
-    """Send rows back to the ranks they came from: forward in input's dtype, backward as packed MXFP8 bytes.
+    """Send expert outputs back to the tokens' ranks as they are; the gradient is sent in MXFP8.
 
-    input: (ep * capacity, N), as dispatched. An MXGradArray hands the bytes of its gradient on to the grouped
-    GEMM; for an array they are dequantized on arrival. mxfp8_bwd=False sends the gradient as it is.
-    Returns (T, N); rows that did not fit are zeros.
+    input: (ep_degree * capacity, N), in the layout of the dispatch; an array, whose gradient is dequantized on arrival,
+        or an MXGradArray, whose gradient stays MXFP8 bytes for the grouped GEMM.
+    exchange: of the dispatch. rounding: a `Rounding` or its name. mxfp8_bwd: False sends the gradient in its own dtype.
 
-    Raises ValueError if N is no multiple of 32 or the rows are not the exchange's.
+    Returns (M, N) of input's dtype; rows that did not fit are zeros. Raises ValueError (shapes; N no multiple of 32)
+    and TypeError (dtypes).
+
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> a2a_combine_hp_fwd_mxfp8_bwd(jnp.ones((3, 32)), exchange).shape
+    (3, 32)
     """
     op = "a2a_combine_hp_fwd_mxfp8_bwd"
     check_type(op, "exchange", exchange, Exchange)
@@ -259,8 +290,8 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
         return _combine(*arguments(op, values, exchange))
     require_multiple(op, "input", input.shape[1], BLOCK, "last dim", "the backward quantizes along it")
     if isinstance(input, MXGradArray):
-        return _combine_mx(*arguments(op, input.once(op), exchange), rounding_of(op, "scaling_mode", scaling_mode))
-    return _dequantized(*arguments(op, input, exchange), rounding_of(op, "scaling_mode", scaling_mode), "combine")
+        return _combine_mx(*arguments(op, input.once(op), exchange), rounding_of(op, "rounding", rounding))
+    return _dequantized(*arguments(op, input, exchange), rounding_of(op, "rounding", rounding), "combine")
 
 
 # --- MXFP8 on the wire, floats on both sides ---------------------------------------------------------
@@ -286,14 +317,19 @@ _dequantized.defvjp(
 def to_mxfp8_a2a_dequant(
     input: jax.Array,
     exchange: Exchange,
-    scaling_mode: Rounding | str = Rounding.RCEIL,
+    rounding: Rounding | str = Rounding.RCEIL,
     *,
     reverse: bool = False,
 ) -> jax.Array:
-    """A drop-in for a float all-to-all that has MXFP8 on the wire, forward and backward.
+    """All-to-all with MXFP8 on the wire in both directions and input's dtype at both ends.
 
-    input: (T, D) -> (ep * capacity, D); with reverse=True the way back, (ep * capacity, D) -> (T, D).
-    bf16 or fp32 in, the same dtype out. Raises ValueError if D is no multiple of 32.
+    input: (M, D) bf16 or fp32 -> (ep_degree * capacity, D); with reverse=True (ep_degree * capacity, D) -> (M, D).
+    exchange, rounding: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`. Raises ValueError (shapes; D no multiple of 32) and
+    TypeError (dtypes).
+
+    >>> exchange = plan_exchange(jnp.array([1]), None, num_rows=1)
+    >>> to_mxfp8_a2a_dequant(jnp.full((1, 32), 1.06), exchange)[0, 0].item()
+    1.0
     """
     op = "to_mxfp8_a2a_dequant"
     check_type(op, "exchange", exchange, Exchange)
@@ -301,15 +337,22 @@ def to_mxfp8_a2a_dequant(
     rows = exchange.sources.shape[0] if reverse else exchange.num_rows
     _check_rows(op, input, rows, "the exchange's rows")
     leg = "reverse" if reverse else "forward"
-    return _dequantized(*arguments(op, input, exchange), rounding_of(op, "scaling_mode", scaling_mode), leg)
+    return _dequantized(*arguments(op, input, exchange), rounding_of(op, "rounding", rounding), leg)
 
 
-def a2a_dispatch(input: jax.Array, exchange: Exchange) -> jax.Array:
-    """`a2a_dispatch_mxfp8_fwd_hp_bwd` without MXFP8: (T, D) -> (ep * capacity, D), its gradient likewise."""
+def a2a_dispatch(input: jax.Array | TokenReplicas, exchange: Exchange) -> jax.Array:
+    """Send rows to the ranks of their experts as they are, forward and backward.
+
+    input, exchange: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, D of any size. Returns (ep_degree * capacity, D) of input's
+    dtype. Raises ValueError (shapes) and TypeError (dtypes).
+
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> a2a_dispatch(jnp.ones((3, 32)), exchange).shape
+    (3, 32)
+    """
     op = "a2a_dispatch"
     check_type(op, "exchange", exchange, Exchange)
-    _check_rows(op, input, exchange.num_rows, "the exchange's local rows")
-    return _dispatch_hp(*arguments(op, input, exchange))
+    return _dispatch_hp(*arguments(op, *_for_replicas(op, input, exchange)))
 
 
 @jax.custom_vjp

@@ -8,13 +8,13 @@
         |                                       '--------tokens--with x's--> dw1, dw3
         '----tokens--with h's, again from gate and up--> dw2
 
-    rows      bytes along the rows: straight from swiglu_bwd_both (recipe "mxfp8"), or quantized from bf16
-    tokens    recipe "mxfp8": bytes along the tokens, from quantize_both, swiglu_bwd_both and swiglu_col; else bf16
+    rows      quantized along the rows: directly by swiglu_bwd_both (recipe "mxfp8"), or from bf16
+    tokens    recipe "mxfp8": quantized along the tokens by quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
-Where the recipe folds, bytes are folded just before they are multiplied, those that two products share once; x and
-dout, where they are not MX, both ways in one read, and what dw1 and dw3 need of x's tokens is saved instead of x.
-Recipe "bf16" has the same picture without the bytes. h, dgate and dup are rounded to bf16 before they are quantized, so
-all this gives the bytes of the separate functions; dx alone is rounded once where those round thrice.
+With form "fold", products.py folds each operand once for both of its products. One read of a bf16 x or dout produces
+its row and token operands, and the backward keeps the token operand of x instead of x. Recipe "bf16" follows the same
+picture without quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of
+the separate functions. dx alone differs: it is rounded once, the separate functions round three times.
 """
 
 from functools import partial
@@ -33,22 +33,22 @@ from ._derivatives import reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .permute import gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
-    activation,
     along_tokens,
-    gradient_operands,
     input_gradient,
+    output_gradient_operands,
     product,
-    rows_of,
-    tokens_of,
+    quantize_activation,
+    row_operand,
+    token_operand,
     weight_gradient,
 )
-from .swiglu import weights
-from .weights import NoValues, Weights, check_weights, cotangent_of, held, saved, settled
+from .swiglu import row_probabilities
+from .weights import NoValues, Weights, check_weights, cotangent_of, for_call, resolve_compute, saved
 
 
 def _forward(rows, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out, gate and up, of x as the products multiply it."""
-    prob = weights(prob)
+    """Return out, gate and up. rows: the row operand of x."""
+    prob = row_probabilities(prob)
     gate, up = product(rows, w1, group_ends, recipe), product(rows, w3, group_ends, recipe)
     h = ops.swiglu_row(gate, up, prob, rounding=recipe.rounding) if recipe.mx else ops.swiglu(gate, up, prob)
     return product(h, w2, group_ends, recipe), gate, up
@@ -56,25 +56,35 @@ def _forward(rows, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Ar
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _ffn(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
-    out, _, _ = _forward(rows_of(x, recipe), w1, w3, w2, group_ends, prob, recipe)
+    out, _, _ = _forward(row_operand(x, recipe), w1, w3, w2, group_ends, prob, recipe)
     return MXGradArray.of(out) if mx_grad else out
 
 
 def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
     x_grad, h_grad = differentiated(x), differentiated((x, w1, w3, prob))
     x, w1, w3, w2, group_ends, prob = values_of((x, w1, w3, w2, group_ends, prob))
-    w1, w3, w2 = held(w1, recipe, x_grad), held(w3, recipe, x_grad), held(w2, recipe, h_grad)
-    rows, tokens = activation(x, group_ends, recipe)
+    w1, w3, w2 = for_call(w1, recipe, x_grad), for_call(w3, recipe, x_grad), for_call(w2, recipe, h_grad)
+    rows, tokens = quantize_activation(x, group_ends, recipe)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, recipe)
-    kept = (NoValues(x.dtype) if tokens else x, tokens, saved(w1), saved(w3), saved(w2), group_ends, prob, gate, up)
-    return MXGradArray.of(out) if mx_grad else out, kept
+    residuals = (
+        NoValues(x.dtype) if tokens else x,
+        tokens,
+        saved(w1),
+        saved(w3),
+        saved(w2),
+        group_ends,
+        prob,
+        gate,
+        up,
+    )
+    return MXGradArray.of(out) if mx_grad else out, residuals
 
 
 def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):
-    """dgate and dup as (rows, tokens), dprob, and h along the tokens."""
+    """Return dgate and dup, each as (row operand, token operand), dprob, and the token operand of h."""
     if not recipe.wgrad_mx:
         dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, prob)
-        operands = (gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
+        operands = (output_gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
         return *operands, dprob, ops.swiglu(gate, up, prob)
     rounding = recipe.rounding
     q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, dprob = ops.swiglu_bwd_both(dh, gate, up, prob, rounding=rounding)
@@ -85,13 +95,13 @@ def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):
 
 def _ffn_bwd(recipe, mx_grad, residuals, grad):
     x, tokens, w1, w3, w2, group_ends, prob, gate, up = residuals
-    glu = gate, up, weights(prob)
-    dout, dout_tokens = gradient_operands(received(grad), group_ends, recipe)
+    glu = gate, up, row_probabilities(prob)
+    dout, dout_tokens = output_gradient_operands(received(grad), group_ends, recipe)
     dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
     (dgate, dgate_tokens), (dup, dup_tokens), dprob, h_tokens = _swiglu_bwd(dh, *glu, group_ends, recipe)
     dx = input_gradient(dgate, w1, group_ends, recipe, "float32")
     dx = _round(dx + input_gradient(dup, w3, group_ends, recipe, "float32"), x.dtype)
-    tokens = tokens or tokens_of(x, group_ends, recipe)
+    tokens = tokens or token_operand(x, group_ends, recipe)
     dw1 = weight_gradient(dgate_tokens, tokens, group_ends, w1.dtype)
     dw3 = weight_gradient(dup_tokens, tokens, group_ends, w3.dtype)
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
@@ -101,10 +111,9 @@ def _ffn_bwd(recipe, mx_grad, residuals, grad):
 
 
 def _round(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    # Said explicitly, the rounding stays: XLA drops a conversion to bf16 that is followed by one to fp32,
-    # in some programs and not in others.
-    kept = jnp.finfo(dtype)
-    return lax.reduce_precision(x, kept.nexp, kept.nmant).astype(dtype)
+    # XLA drops a conversion to bf16 and back to fp32 in some programs, but not reduce_precision.
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
 _ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)
@@ -119,32 +128,36 @@ def grouped_swiglu_ffn(
     group_ends: jax.Array,
     prob: jax.Array | None = None,
     *,
-    recipe: Recipe | str = "mxfp8_wgrad_with_hp",
-    mx_grad: bool = False,
+    recipe: Recipe | str = "mxfp8",
     pad_token_groups: bool = True,
+    mx_grad: bool = False,
 ) -> jax.Array | MXGradArray:
     """(silu(x w1^T) * (x w3^T) * prob) w2^T for each group of rows; differentiable in x, the weights and prob.
 
-    x: (P, D) bf16 or fp32, quantized here, once, or an MXArray, used as it is. w1, w3: (G, F, D), w2: (G, D, F),
-    bf16 or fp32, as a linear layer stores them, or QuantizedWeights of these, made with the same recipe.
-    group_ends: (G,) int32, where each group ends; rows past the last end give zeros. prob: (P,) fp32, a weight per
-    row of h. recipe, mx_grad, pad_token_groups: as in `mxfp8_grouped_mm`.
-    Returns (P, D) bf16, or an MXGradArray of it. The gradient of x has x's dtype, those of the weights theirs.
+    x: (P, D) bf16 or fp32, quantized here, once; or an MXArray, used as it is. The recipes "bf16" and "fp8_rowwise"
+        dequantize an MXArray.
+    w1, w3: (G, F, D), w2: (G, D, F), bf16 or fp32; D and F are multiples of 32, unless the recipe is "bf16". Or their
+        QuantizedWeights, made with the same recipe, whose `values` get the gradients.
+    group_ends: (G,) int32, the end of each group of rows. Rows past the last end give zeros.
+    prob: (P,) float32, a weight for each row of h; None is a weight of 1.
+    recipe: a `Recipe` or its name.
+    pad_token_groups, mx_grad: as in `grouped_mm`.
+
+    Returns (P, D) bf16, or an MXGradArray of it. The gradients have their argument's dtype. Raises ValueError (shapes,
+    QuantizedWeights of another recipe, values of group_ends in eager calls) and TypeError (dtypes), as `grouped_mm`
+    does.
 
     >>> x, w = jnp.ones((1, 32)), jnp.full((1, 32, 32), 1 / 32)
-    >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1], jnp.int32))[0, 0].item()  # sigmoid(1) = 0.7311, in E4M3 0.75
+    >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
     0.75
 
-    Raises ValueError for shapes that do not fit each other or the recipe and for QuantizedWeights of another recipe,
-    TypeError for other dtypes.
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    op, recipe = "grouped_swiglu_ffn", settled("grouped_swiglu_ffn", recipe)
+    op, recipe = "grouped_swiglu_ffn", resolve_compute("grouped_swiglu_ffn", recipe)
     check_type(op, "mx_grad", mx_grad, bool)
     check_type(op, "pad_token_groups", pad_token_groups, bool)
     if not isinstance(x, MXArray):
         check_floats(op, "x", x, " or an MXArray")
-    elif not recipe.mx:
-        fail(TypeError, op, "x", f"MXArray with recipe {recipe.name!r}", "allowed: an array; call x.dequantize()")
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
         check_weights(op, name, weight, recipe)
     if len(x.shape) != 2 or w1.ndim != 3:
@@ -159,6 +172,7 @@ def grouped_swiglu_ffn(
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
     if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
+    group_ends = jnp.asarray(group_ends)
     x, w1, w3, w2, prob = reverse_only(op, (x, w1, w3, w2, prob))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     maps = None

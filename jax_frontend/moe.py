@@ -1,16 +1,13 @@
-"""A complete Mixture-of-Experts layer on the MXFP8 pipeline, with expert parallelism on or off.
+"""A complete Mixture-of-Experts layer, with expert parallelism on or off.
 
     x (T, D) --router--> top_k experts and probabilities p per token
        |
-       |   one device
-       '--quantize--> T rows --to padded groups--> (P, D) --experts (ffn.py)--> (P, D) -----------.
-       |                                                                                          |
-       |   expert parallel                                                                        |
-       '--quantize--> T rows --to the ranks' parts--[dispatch]--> permute --> experts --.         |
-                                                                                        |         |
-    y (T, D) <-- combine.py: fp32 sum over K of p x row <--[combine]<-- unpermute <-----'---------'
+       '--sort_by_expert--> replicas --dispatch--> groups (P, D) --experts (ffn.py)--> groups (P, D)
+                                                                                          |
+    y (T, D) <------------------ sum over a token's replicas, weighted by p <--combine----'
 
-prob_in = "swiglu": p goes with the rows into the experts, w2 (p silu(w1 x) * w3 x), and the last sum is unweighted.
+prob_in = "swiglu": p is sent with the rows, the experts compute w2 (p silu(w1 x) * w3 x), and the last sum is
+unweighted.
 
 T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups      suffixes below name the dims
 """
@@ -25,16 +22,16 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from . import ep, ops
+from . import ep
 from ._call import vary, varying_axes
 from ._checks import check_floats, check_type, dtype_name
 from ._derivatives import reverse_only
-from .combine import weighted_combine
-from .ep import Axes
+from .ep import Axes, TokenReplicas
 from .ffn import grouped_swiglu_ffn
 from .mx_array import MXArray, MXGradArray
-from .permute import gather_rows, permute, permute_mxfp8_fwd_hp_bwd, spread_rows, unpermute_hp_fwd_mxfp8_bwd
-from .weights import Weights, check_weights, recipe_of, settled
+from .permute import sort_by_expert
+from .pipeline import combine, dispatch, dispatch_probs
+from .weights import Weights, check_weights, recipe_of, resolve_compute
 
 Params = dict[str, Any]
 SCORES = ("softmax", "sigmoid")
@@ -42,9 +39,13 @@ PROB_IN = ("combine", "swiglu")
 
 
 class MoEStats(NamedTuple):
-    """Of all ranks' tokens, the same on every rank. counts (E,) int32: rows that go to each expert. aux_loss: fp32
-    scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch Transformer, equation 4).
-    overflow () int32: rows that did not fit the capacity; 0 when dropless."""
+    """Statistics of one forward over the tokens of all ranks, equal on every rank.
+
+    counts: (E,) int32, rows of each expert.
+    aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
+        Transformer, equation 4).
+    overflow: int32 scalar, rows that did not fit the capacity; 0 without a capacity.
+    """
 
     counts: jax.Array
     aux_loss: jax.Array
@@ -55,14 +56,17 @@ class MoEStats(NamedTuple):
 class MoEConfig:
     """Sizes and choices of a layer; hashable, a static argument of a jitted function.
 
-    dim, hidden_dim: multiples of 32. score_func: "softmax" over all experts or "sigmoid" of each, in fp32.
-    normalize: divide the top_k scores of a token by their sum. recipe: a Recipe or one of "mxfp8_wgrad_with_hp",
-    "mxfp8", "bf16", as in `mxfp8_grouped_mm`. capacity: rows that each pair of ranks exchanges at most; None is all of
-    a rank's rows, which never drops one. prob_in: where a row is weighed by its probability: "combine", when the rows
-    are summed, or "swiglu", inside the expert, where the probabilities travel with the rows and the experts' outputs,
-    T * top_k * dim bf16 values, need not be kept for the backward.
+    dim, hidden_dim: multiples of 32. score_func: "softmax" over all experts or "sigmoid" of each, in fp32. normalize:
+        divide the top_k scores of a token by their sum.
+    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
+    prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
+        "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient.
+    capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
 
-    Raises ValueError and TypeError on sizes and names that are not allowed.
+    >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
+    'mxfp8'
+
+    Raises ValueError and TypeError for sizes and names that are not allowed.
     """
 
     dim: int
@@ -71,7 +75,7 @@ class MoEConfig:
     top_k: int
     score_func: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
-    recipe: Recipe | str = "mxfp8_wgrad_with_hp"
+    recipe: Recipe | str = "mxfp8"
     capacity: int | None = None
     prob_in: Literal["combine", "swiglu"] = "combine"
 
@@ -97,10 +101,14 @@ class MoEConfig:
 
 
 def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
-    """Draw {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normals
-    of deviation 1 / sqrt(fan in).
+    """Draw the parameters {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normal
+    distributions with standard deviation 1 / sqrt(fan in).
 
-    Raises TypeError unless key is one of jax.random, config a MoEConfig and dtype bf16 or fp32."""
+    key: a key of jax.random. dtype: of the parameters, bf16 or fp32. Raises TypeError for other arguments.
+
+    >>> init(jax.random.key(0), MoEConfig(32, 64, num_experts=4, top_k=2))["router"].shape
+    (4, 32)
+    """
     op = "moe.init"
     check_type(op, "config", config, MoEConfig)
     dtype = dtype_name(op, "dtype", dtype)
@@ -124,16 +132,16 @@ def apply(
 ) -> tuple[jax.Array, MoEStats]:
     """Run the layer on this device's tokens: x (..., D) bf16 or fp32 -> (y like x, MoEStats).
 
-    Expert parallelism is axis_name, a mesh axis or a tuple of them, inside `jax.shard_map`: params["experts"] holds
-    this rank's E / ep experts (shard the first dim), params["router"] all of them, and x this rank's tokens. Sharded
-    experts under jit alone give the same numbers and no parallelism: XLA gathers them on every device.
-    token_axes: the mesh axes that tokens are split over, where axis_name is not all of them: on a mesh of data and
-    expert ranks ("data", "ep"). The stats are sums and means over these, so their PartitionSpec is P().
-    params: as `init` makes them. An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)`
-    holds the bytes that the layer makes of w.
+    params: of `init`. An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)`.
+    axis_name: expert parallelism over a mesh axis, or a tuple of them, inside `jax.shard_map`: params["experts"] holds
+        this rank's E / ranks experts (shard the first dim), params["router"] all of them, and x this rank's tokens.
+        Sharded experts under jit alone give the same numbers without parallelism: XLA gathers them on every device.
+    token_axes: the mesh axes that split the tokens, if they are more than axis_name: ("data", "ep") on a mesh of data
+        and expert ranks. The stats are sums and means over these axes, so their PartitionSpec is P().
 
-    Nothing is left to reduce: of parameters that are P() on an axis, JAX sums the gradient over it. The loss is a mean
-    over the global batch, computed outside of shard_map or by psum inside it, plus a weight times `aux_loss`:
+    The caller reduces nothing: JAX sums the gradient of a parameter over every axis on which the parameter is P(). The
+    loss is a mean over the global batch, computed outside of shard_map or by psum inside it, plus a weight times
+    `aux_loss`:
 
         def layer(params, x):
             return moe.apply(params, x, config, axis_name="ep")
@@ -150,8 +158,8 @@ def apply(
     >>> y.shape, stats.counts.sum().item()
     ((5, 32), 10)
 
-    Raises ValueError where x, params, config and the mesh axis do not fit each other or QuantizedWeights are another
-    recipe's, TypeError for dtypes.
+    Raises ValueError (x, params, config and the mesh axis do not fit each other, QuantizedWeights of another recipe)
+    and TypeError (dtypes).
     """
     op = "moe.apply"
     check_type(op, "config", config, MoEConfig)
@@ -164,13 +172,18 @@ def apply(
     params, x = reverse_only(op, (params, x), rows="x (..., D) with any leading dims")
     x_TD = x.reshape(-1, config.dim)
     probs_TK, experts_TK, scores_TE = _route(params["router"], x_TD, config)
-    order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1), config.num_experts)
-    routing = _Routing(order, inverse.reshape(-1, config.top_k), counts, probs_TK)
-    overflow = jnp.zeros((), jnp.int32)
-    if axis_name is None and config.capacity is None:
-        y_TD = _on_one_device(params["experts"], x_TD, routing, config)
+    order, inverse, counts = sort_by_expert(experts_TK, config.num_experts)
+    tokens = TokenReplicas(x_TD.astype(jnp.bfloat16), order, inverse, config.top_k)
+    recipe = recipe_of(op, config.recipe)
+    ranks = {"axis_name": axis_name, "capacity": config.capacity}
+    groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
+    if config.prob_in == "swiglu":
+        out = _experts(params["experts"], groups, route.group_ends, dispatch_probs(probs_TK, route), recipe)
+        y_TD = combine(out, route, out_dtype=x_TD.dtype)
     else:
-        y_TD, overflow = _across_ranks(params["experts"], x_TD, routing, config, axis_name)
+        out = _experts(params["experts"], groups, route.group_ends, None, recipe)
+        y_TD = combine(out, route, probs_TK, out_dtype=x_TD.dtype)
+    overflow = route.overflow
     counts, overflow, scores_E = (_total(s, token_axes) for s in (counts, overflow, scores_TE.sum(0)))
     fraction_E = counts.astype(jnp.float32) / max(replicas * experts_TK.size, 1)
     mean_prob_E = scores_E / max(replicas * x_TD.shape[0], 1)
@@ -179,7 +192,7 @@ def apply(
 
 
 def _total(x: jax.Array, axes: Axes | None) -> jax.Array:
-    """x summed over the ranks of mesh axes; a gradient goes back to each of them."""
+    """The sum of x over the ranks of mesh axes. Each rank receives the gradient."""
     if axes is None:
         return x
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -190,7 +203,7 @@ def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> 
     layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3', as `moe.init` makes them"
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
         fail(TypeError, "moe.apply", "params", type(params).__name__, layout)
-    recipe = settled("moe.apply", config.recipe)
+    recipe = resolve_compute("moe.apply", config.recipe)
     e, d, f = config.num_experts, config.dim, config.hidden_dim
     ranks = ep.axis_size("moe.apply", axis_name)
     if e % ranks:
@@ -213,10 +226,10 @@ def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> 
 
 
 def _route(router: jax.Array, x_TD: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities.
+    """Return probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities.
 
-    Of equal scores the lower expert comes first."""
-    # A GPU's default for fp32 is tf32, whose 10 bits choose other experts than torch's fp32 does.
+    Equal scores are ordered by expert."""
+    # The default precision of a GPU is tf32, whose 10 bits choose other experts than fp32.
     logits_TE = jnp.matmul(x_TD.astype(jnp.float32), router.astype(jnp.float32).T, precision="highest")
     scores_TE = jax.nn.softmax(logits_TE) if config.score_func == "softmax" else jax.nn.sigmoid(logits_TE)
     chosen_TK, experts_TK = jax.lax.top_k(scores_TE, config.top_k)
@@ -226,57 +239,8 @@ def _route(router: jax.Array, x_TD: jax.Array, config: MoEConfig) -> tuple[jax.A
 
 
 def _shares(scores: jax.Array) -> jax.Array:
-    """Scores over their sum along the last dim; zeros where every sigmoid has underflowed to zero."""
+    """Scores divided by their sum along the last dim; zeros if every sigmoid underflowed to zero."""
     return scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-
-
-class _Routing(NamedTuple):
-    """Slots, T K of them, sorted by expert: order (T K,) and its inverse (T, K); counts (E,); probs (T, K)."""
-
-    order: jax.Array
-    inverse: jax.Array
-    counts: jax.Array
-    probs: jax.Array
-
-
-def _on_one_device(experts: Params, x_TD: jax.Array, routing: _Routing, config: MoEConfig) -> jax.Array:
-    recipe, out_dtype = Recipe.parse(config.recipe), x_TD.dtype
-    slots = routing.order.shape[0]
-    maps = ops.row_map(routing.counts, num_rows=slots, num_local_experts=config.num_experts, alignment=recipe.alignment)
-    # Both maps at once: the slot that each padded row fills, -1 for padding, and the row of each slot.
-    order_P = jnp.append(routing.order, -1)[maps.row_map]
-    inverse_TK = maps.inverse[routing.inverse]
-    x_TD = x_TD.astype(jnp.bfloat16)
-    # Copies of a row have the row's bytes.
-    x: Any = MXArray.quantize(x_TD, recipe.rounding) if recipe.mx else x_TD
-    groups = spread_rows(x, order_P, inverse_TK.reshape(-1), config.top_k)
-    prob_P, probs_TK = None, routing.probs
-    if config.prob_in == "swiglu":
-        prob_P, probs_TK = gather_rows(probs_TK.reshape(-1, 1), order_P, inverse_TK.reshape(-1))[:, 0], None
-    out = _experts(experts, groups, maps.group_ends, prob_P, recipe)
-    return weighted_combine(out, probs_TK, inverse_TK, order_P, out_dtype=out_dtype, scaling_mode=recipe.rounding)
-
-
-def _across_ranks(
-    experts: Params, x_TD: jax.Array, routing: _Routing, config: MoEConfig, axis_name: Axes | None
-) -> tuple[jax.Array, jax.Array]:
-    """y, and how many rows did not fit."""
-    recipe, out_dtype = Recipe.parse(config.recipe), x_TD.dtype
-    order, inverse = routing.order, routing.inverse.reshape(-1)
-    exchange = ep.plan_exchange(routing.counts, axis_name, num_rows=order.shape[0], capacity=config.capacity)
-    tokens, x_TD = ep.of_tokens(exchange, order, inverse, config.top_k), x_TD.astype(jnp.bfloat16)
-    if recipe.mx:
-        received = ep.a2a_dispatch_mxfp8_fwd_hp_bwd(x_TD, tokens, recipe.rounding)
-        groups, maps = permute_mxfp8_fwd_hp_bwd(received, exchange, group_size_multiple_of=recipe.alignment)
-    else:
-        groups, maps = permute(ep.a2a_dispatch(x_TD, tokens), exchange, group_size_multiple_of=recipe.alignment)
-    prob_P, probs_TK = None, routing.probs
-    if config.prob_in == "swiglu":
-        sent = ep.a2a_dispatch(gather_rows(probs_TK.reshape(-1, 1), order, inverse), exchange)
-        prob_P, probs_TK = gather_rows(sent, maps.row_map, maps.inverse)[:, 0], None
-    out = unpermute_hp_fwd_mxfp8_bwd(_experts(experts, groups, maps.group_ends, prob_P, recipe), maps)
-    rows = ep.a2a_combine_hp_fwd_mxfp8_bwd(out, exchange, recipe.rounding, mxfp8_bwd=recipe.mx)
-    return weighted_combine(rows, probs_TK, routing.inverse, order, out_dtype=out_dtype), exchange.overflow
 
 
 def _experts(
@@ -285,7 +249,7 @@ def _experts(
     axes = varying_axes(*jax.tree.leaves(groups))
 
     def local(name: str) -> Weights:
-        # In the parameter's own dtype: over a mesh axis that replicates it, JAX sums the gradient in that dtype.
+        # Before any cast: JAX sums the gradient over a replicated axis in the dtype of the leaf.
         return jax.tree.map(lambda leaf: vary(leaf, axes), experts[name])
 
     weights = local("w1"), local("w3"), local("w2")

@@ -1,15 +1,15 @@
 """The two arrays that carry MXFP8 through `jax.grad`, each with companions that compile away.
 
-JAX gives integer arrays no gradient, and a cotangent has the dtype of its value. So a value in bytes whose
-gradient is bf16, and a value in bf16 whose gradient is bytes, each travel with zeros of the other dtype:
+JAX gives integer arrays no gradient, and a cotangent has the dtype of its value. So a value in bytes with a bf16
+gradient, and a bf16 value with a gradient in bytes, each have companions: zeros of the other dtype.
 
-                 forward reads        cotangents come back on
+                 forward reads        cotangents arrive on
     MXArray      q, sf  (uint8)       carrier (bf16 or fp32, zeros)         forward MXFP8, backward bf16
     MXGradArray  value  (bf16)        q_grad (e4m3), sf_grad (bf16), uses   forward bf16, backward MXFP8
 
-JAX adds cotangents, zeros among them, so each companion's zero is a zero: the byte 0x00 of e4m3, and 0 for a
-scale's byte as a bf16 integer, 0 to 255, exact. (e8m0 has no zero: JAX's is the byte of NaN.) Bytes of two
-readers must not be added; each reader sends 1 on `uses`, so the grouped GEMM sees a second one and poisons.
+JAX sums cotangents, including symbolic zeros, so every companion has a dtype whose zero is additive: byte 0x00 of e4m3,
+and for a scale a bf16 integer, 0 to 255, exact. (JAX's zero of e8m0 is the byte of NaN.) The bytes of two readers must
+not be added: each reader sends 1 on `uses`, and a sum above 1 makes the gradient NaN.
 
 No forward code reads a companion, so inside `jax.jit` it takes neither memory nor a collective.
 """
@@ -34,7 +34,7 @@ E8M0_NAN = np.uint8(255)
 
 
 def _leaves(kind: Any, *leaves: jax.Array | None) -> Any:
-    """A cotangent: JAX takes None for a leaf whose cotangent is zero, the annotations do not."""
+    """A cotangent. JAX accepts None for a leaf with a zero cotangent; the annotations of `kind` do not."""
     return kind(*leaves)
 
 
@@ -44,8 +44,9 @@ class MXArray:
     """A matrix in MXFP8, scaled along its rows, whose gradient is an ordinary float matrix.
 
     q (M, K) uint8: E4M3 bytes.  sf (M, K/32) uint8: E8M0 bytes.
-    carrier (M, K): zeros of the dtype it was quantized from; its cotangent is the gradient of the matrix.
-    q and sf have no gradient: what is computed from them, and not by the functions here, gives this array none.
+    carrier (M, K): zeros of the dtype before quantization; its cotangent is the gradient of the matrix.
+    q and sf have no gradient. The functions of this package send theirs to the carrier; other functions of q and sf
+    have none.
     """
 
     q: jax.Array
@@ -58,12 +59,12 @@ class MXArray:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What `dequantize` returns and what gradients come in."""
+        """The dtype of `dequantize()` and of the gradient."""
         return self.carrier.dtype
 
     @classmethod
     def from_bytes(cls, q: jax.Array, sf: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
-        """Wrap E4M3 data and E8M0 scales (uint8). Whatever made the bytes gets no gradient.
+        """Wrap E4M3 data and E8M0 scales (uint8). The source of the bytes gets no gradient.
 
         Raises ValueError unless q is (M, K) and sf (M, K/32), TypeError for other dtypes."""
         op = "MXArray.from_bytes"
@@ -76,7 +77,7 @@ class MXArray:
 
     @classmethod
     def from_packed(cls, packed: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
-        """Wrap wire rows `[q | sf]` (M, K + K/32) uint8. Whatever made the bytes gets no gradient.
+        """Wrap rows `[q | sf]` (M, K + K/32) uint8. The source of the bytes gets no gradient.
 
         Raises ValueError for another width, TypeError for other dtypes."""
         op = "MXArray.from_packed"
@@ -106,27 +107,25 @@ class MXArray:
         return _dequantize(*arguments("MXArray.dequantize", self))
 
     def packed(self) -> jax.Array:
-        """Wire rows `[q | sf]`; of an array that came from wire rows, XLA returns those without a copy.
-
-        Bytes have no gradient: what is computed from them gives this array none."""
+        """Rows `[q | sf]`. XLA makes no copy for an array of `from_packed`. Bytes have no gradient."""
         return pack(self.q, self.sf)
 
     @classmethod
     def cotangent(cls, grad: jax.Array) -> "MXArray":
-        """The cotangent of an array whose matrix has gradient `grad`: bytes have none."""
+        """The cotangent of an array whose matrix has gradient `grad`. Bytes have no gradient."""
         return _leaves(cls, None, None, grad)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MXGradArray:
-    """A bf16 or fp32 matrix whose gradient arrives in MXFP8: what travels from a grouped GEMM to the combine.
+    """A bf16 or fp32 matrix whose gradient arrives in MXFP8: the value between a grouped GEMM and the combine.
 
-    value (M, N). q_grad (M, N) e4m3 and sf_grad (M, N/32) bf16: zeros; their cotangents are the gradient, the
-    scales' as integers 0 to 255. uses (1,) fp32: zero; its cotangent counts who sent that gradient.
-    One unpermute or combine may take it: JAX adds the cotangents of two uses, and bytes cannot be added. A second
-    use is a ValueError where it can be seen, and NaN gradients where it cannot (inside jit, scan, checkpoint).
-    `value` may be used anywhere besides; its own gradient is added to the MXFP8 one.
+    value (M, N). q_grad (M, N) e4m3 and sf_grad (M, N/32) bf16: zeros; their cotangents are the gradient, the scales as
+    integers 0 to 255. uses (1,) fp32: zero; its cotangent is the number of readers.
+    One unpermute or combine may take it: JAX adds the cotangents of two uses, and bytes cannot be added. A second use
+    raises ValueError in eager code and gives NaN gradients inside jit, scan and checkpoint. `value` may have any other
+    use; its gradient is added to the MXFP8 one.
     """
 
     value: jax.Array
@@ -154,7 +153,7 @@ class MXGradArray:
     __neg__ = __pow__ = __matmul__ = __rmatmul__ = __getitem__ = _no_arithmetic
 
     def once(self, op: str) -> "MXGradArray":
-        """This array, for the one op that takes its gradient; ValueError for a second one."""
+        """This array, for the one op that sends its gradient; ValueError for a second one."""
         if self.__dict__.get("_taken"):
             allowed = "allowed: one use, or `.value`, whose gradients add up"
             fail(ValueError, op, "input", "an MXGradArray that was already used", allowed)
@@ -163,7 +162,7 @@ class MXGradArray:
 
     @classmethod
     def wrap(cls, value: jax.Array) -> "MXGradArray":
-        """value (M, N) bf16 or fp32, whose gradient arrives in MXFP8 and goes on dequantized.
+        """Wrap value (M, N) bf16 or fp32. Its gradient arrives in MXFP8 and is dequantized.
 
         Raises ValueError unless N is a multiple of 32."""
         op = "MXGradArray.wrap"
@@ -175,8 +174,7 @@ class MXGradArray:
 
     @classmethod
     def of(cls, value: jax.Array) -> "MXGradArray":
-        """value (M, N) with companions that nobody else reads: the gradient that comes back on them is for the code
-        that makes them, below autodiff."""
+        """Wrap value (M, N) with fresh companions; for code below autodiff, which reads their cotangents."""
         (m, n), axes = value.shape, varying_axes(value)
         zeros = jnp.zeros((m, n), jnp.float8_e4m3fn), jnp.zeros((m, n // BLOCK), jnp.bfloat16), jnp.zeros(1)
         return cls(value, *(vary(x, axes) for x in zeros))
@@ -185,7 +183,7 @@ class MXGradArray:
     def cotangent(
         cls, value: jax.Array | None, mx: tuple[jax.Array, jax.Array] | None, uses: jax.Array | None = None
     ) -> "MXGradArray":
-        """A cotangent from its two parts, either of which may be absent; `uses` where it is handed on."""
+        """A cotangent of its two parts, either of which may be absent. `uses` of an incoming cotangent is passed on."""
         if mx is None:
             return _leaves(cls, value, None, None, None)
         q, sf = mx
@@ -194,20 +192,20 @@ class MXGradArray:
         return _leaves(cls, value, lax.bitcast_convert_type(q, jnp.float8_e4m3fn), sf.astype(jnp.bfloat16), uses)
 
     def parts(self) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array] | None]:
-        """Of a cotangent: the float part and the MX part (q, sf as bytes), None where symbolically zero."""
+        """The float part and the MX part (q, sf as bytes) of a cotangent, None for a symbolic zero."""
         value = None if isinstance(self.value, SymbolicZero) else self.value
         if isinstance(self.q_grad, SymbolicZero):
             return value, None
         return value, (lax.bitcast_convert_type(self.q_grad, jnp.uint8), self.sf_grad.astype(jnp.uint8))
 
     def poisoned(self) -> tuple[jax.Array | None, tuple[jax.Array, jax.Array] | None]:
-        """`parts` of a cotangent, every scale NaN where two readers' bytes have been added up."""
+        """`parts` of a cotangent. Every scale is NaN if the bytes of two readers were added."""
         value, mx = self.parts()
         return value, mx and (mx[0], jnp.where((self.uses > 1).any(), E8M0_NAN, mx[1]))
 
 
 def received(grad: jax.Array | MXGradArray) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The gradient of a result, as what reads it takes it: bytes where bytes came."""
+    """The gradient of a result: an array, or (q, sf) if it arrived as bytes."""
     if not isinstance(grad, MXGradArray):
         return grad
     value, mx = grad.poisoned()
@@ -222,12 +220,12 @@ def received(grad: jax.Array | MXGradArray) -> jax.Array | tuple[jax.Array, jax.
 
 
 def values_of(primals: Any) -> Any:
-    """With symbolic_zeros, JAX hands every leaf of an argument over as (value, perturbed)."""
+    """The values of a tree. With symbolic_zeros JAX passes every leaf as (value, perturbed)."""
     return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
 
 
 def differentiated(primals: Any) -> bool:
-    """Whether any leaf of what `values_of` takes has a gradient."""
+    """Whether any leaf has a gradient, of a tree as `values_of` takes it."""
     return any(leaf.perturbed for leaf in jax.tree.leaves(primals, is_leaf=lambda leaf: hasattr(leaf, "perturbed")))
 
 

@@ -1,11 +1,11 @@
-"""What `compute="fold"` would take from a layer: its operands, folded beside the unfolded ones.
+"""The loss of `compute="fold"` on a layer: each operand of the layer, folded and unfolded.
 
     x, params --route, quantize, multiply--> x  w1  w3  gate  up  h  w2          forward
     dout -----gather, quantize, multiply---> dout  w2_t  dh  dgate  dup  w1_t  w3_t   backward, as far as operands go
                                              x_t  h_t  dout_t  dgate_t  dup_t    recipe "mxfp8"
     each --fold--> counts, energies --> core_kernels/fold/report.py
 
-The products are the exact ones, on any device: what a fold takes is asked of operands that no fold has changed.
+The products are the exact ones on any device, so that no operand contains the error of an earlier fold.
 """
 
 import jax
@@ -20,24 +20,23 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import moe, ops
 from ._checks import check_floats
-from .weights import QuantizedWeights
+from .weights import MX, QuantizedWeights
 
 OP = "numerics_report"
-Pair = tuple[jax.Array, jax.Array]
 
 
 def numerics_report(
     params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Array | None = None
 ) -> NumericsReport:
-    """What folding the operands of a layer takes from them, for these tokens: whether compute="exact" is needed.
+    """Report the loss of folding the operands of a layer on these tokens: whether compute="exact" is needed.
 
-    params: as `moe.apply` takes them without a mesh axis. x: (..., D) bf16 or fp32. dout: the gradient of the layer's
-    output, like x; None draws normal values from a fixed seed. The report covers what the recipe multiplies in MXFP8,
-    whatever its compute: activations, weights in both orientations, gradients; with recipe "mxfp8" the forms along the
-    tokens too. No row is dropped, whatever the capacity.
+    params: as for `moe.apply` without a mesh axis. x: (..., D) bf16 or fp32. dout: the gradient of the layer's
+    output, like x; None draws normal values from a fixed seed. The report covers every MXFP8 operand of the recipe,
+    whatever its compute: activations, weights in both orientations, gradients; with recipe "mxfp8" also the operands
+    along the tokens. No row is dropped, whatever the capacity.
 
-    Runs forward and backward once, eagerly and without `jax.grad`. Results are read on the host, where an operand takes
-    a quarter of a byte per value: some thousand tokens are enough.
+    Runs forward and backward once, eagerly and without `jax.grad`. The host reads a quarter of a byte per value of each
+    operand: some thousand tokens are enough.
 
     >>> config = moe.MoEConfig(64, 128, num_experts=2, top_k=1, recipe="mxfp8")
     >>> params, tokens = moe.init(jax.random.key(0), config), jax.random.normal(jax.random.key(1), (512, 64))
@@ -71,17 +70,17 @@ def numerics_report(
     of: dict[str, Measured] = {}
     ends_of_rows = np.asarray(ends)
 
-    def rows(name: str, pair: Pair) -> Pair:
+    def rows(name: str, pair: MX) -> MX:
         of[name] = _rows(*pair, row_slices(ends_of_rows))
         return pair
 
-    def weight(name: str, pair: Pair) -> Pair:
+    def weight(name: str, pair: MX) -> MX:
         groups, n, _ = pair[0].shape
         q, sf = (t.reshape(groups * n, t.shape[2]) for t in pair)
         of[name] = _rows(q, sf, row_slices(np.arange(1, groups + 1) * n))
         return pair
 
-    def tokens(name: str, pair: Pair) -> None:
+    def tokens(name: str, pair: MX) -> None:
         of[name] = _tokens(*pair, ends)
 
     packed = ops.quantize_row_packed(x_TD.astype(jnp.bfloat16), rounding=rounding)
@@ -130,7 +129,7 @@ def _check(params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Ar
     weights = {name: _values_of(w) for name, w in (("router", params["router"]), *params["experts"].items())}
     for name, value in {**weights, "x": x, "dout": dout}.items():
         if value is not None and not jnp.isfinite(value).all():
-            fail(ValueError, OP, name, "NaN or infinity", "allowed: finite values; what is none has no SQNR")
+            fail(ValueError, OP, name, "NaN or infinity", "allowed: finite values; other values have no SQNR")
     return recipe
 
 
@@ -145,7 +144,7 @@ def _rows(q: jax.Array, sf: jax.Array, groups: tuple[slice, ...]) -> Measured:
 
 
 def _tokens(q: jax.Array, sf: jax.Array, ends: jax.Array) -> Measured:
-    """Folded to one scale per row and span of tokens."""
+    """Folded to one scale per row and chunk of 256 tokens."""
     qf, span_sf = ops.fold_groups(q, sf, ends)
     slots = slots_of_blocks(np.asarray(ends), sf.shape[1])
     target = jnp.where(slots < 0, np.uint8(E8M0_NAN), span_sf[np.maximum(slots, 0)].T)
@@ -153,7 +152,7 @@ def _tokens(q: jax.Array, sf: jax.Array, ends: jax.Array) -> Measured:
 
 
 def _measured(q: jax.Array, sf: jax.Array, qf: jax.Array, target: jax.Array, groups: tuple[slice, ...]) -> Measured:
-    """q (R, K), its scales (R, K/32), its fold and the scale bytes that its blocks are folded under."""
+    """q (R, K), its scales (R, K/32), its fold qf, and the scale byte `target` of each folded block."""
     counts, (signal, noise), top = jax.device_get(_measure(q, sf, qf, target))
     nonzero, rounded, flushed = (int(n.sum(dtype=np.int64)) for n in counts)
     return Measured((nonzero, rounded, flushed), signal, noise, top, groups)
@@ -161,8 +160,8 @@ def _measured(q: jax.Array, sf: jax.Array, qf: jax.Array, target: jax.Array, gro
 
 @jax.jit
 def _measure(q: jax.Array, sf: jax.Array, qf: jax.Array, target: jax.Array):
-    """Counts per row; per row and block the squares of values and of what the fold changed, in units of the row's top
-    scale; that scale."""
+    """Counts per row; per row and block the squares of the values and of the fold's error, in units of the row's top
+    scale; the top scale."""
     top = jnp.where(target == E8M0_NAN, 0, target).max(1)
     nan = (sf == E8M0_NAN) | (target == E8M0_NAN)
     value, folded = _values(q, sf, top, nan), _values(qf, target, top, nan)
@@ -172,7 +171,7 @@ def _measure(q: jax.Array, sf: jax.Array, qf: jax.Array, target: jax.Array):
 
 def _values(q: jax.Array, byte: jax.Array, top: jax.Array, nan: jax.Array) -> jax.Array:
     """(R, K/32, 32) fp32 in units of the row's top scale; zeros for NaN."""
-    # What lies 2^-60 below the top counts as much there: its squares are fp32 numbers, and it is lost all the same.
+    # The shift stops at 2^-60, so that squares are fp32 numbers; the fold flushes such values anyway.
     shift = jnp.clip(byte.astype(jnp.int32) - top[:, None].astype(jnp.int32), -60, 0)
     scale = lax.bitcast_convert_type(jnp.where(nan, 0, (127 + shift) << 23), jnp.float32)
     value = lax.bitcast_convert_type(q, jnp.float8_e4m3fn).astype(jnp.float32)

@@ -1,12 +1,17 @@
-"""Permute and un-permute with their gradients: rows to padded expert-major groups and back.
+"""Rows between tokens and padded groups. Every step is one gather, forward and backward.
+
+    sort_by_expert   experts (T, K) --> order, inverse (T K,), counts (E,)
+    spread_rows      x (T, D) --order // top_k--> rows (T K, D), sorted by expert     backward: sum over K
+    gather_rows      rows (M, K) --row_map------> padded groups (P, K)                backward: inverse
+                     groups (P, N) --inverse----> rows (M, N)                         backward: row_map
 
     forward    MXArray --permute--> MXArray  --> experts -->  MXGradArray --unpermute--> MXGradArray
-                (R, K)               (P, K)                     (P, N)                     (R, N)
+                (M, K)               (P, K)                     (P, N)                     (M, N)
     backward    bf16  <--gather----  bf16   <-- experts <--   MXFP8      <--gather-----  MXFP8
 
-Everything to the left of the experts goes forward in MXFP8 and backward in bf16, everything to the right the
-other way round, so what crosses the network in MXFP8 meets the grouped products (vjp.py, ffn.py) without being
-dequantized and quantized again. Semantics of the public names: torchao's MXFP8 expert-parallel functions.
+Rows in front of the experts are MXFP8 forward and bf16 backward, rows behind them the other way round, so no row is
+dequantized and quantized again between the network and the grouped products. A -1 in a map is padding, a row of zeros.
+The MXFP8 names are those of torchao's expert-parallel functions.
 """
 
 from functools import partial
@@ -30,12 +35,30 @@ from ._checks import (
     check_vector,
 )
 from ._derivatives import arguments
-from .combine import sum_slots
 from .ep import Exchange
 from .mx_array import MXArray, MXGradArray, pack
-from .ops import RowMap
+from .ops import ExpertOrder, RowMap
+from .weighted_combine import sum_slots
 
 Rows = TypeVar("Rows", jax.Array, MXArray)
+
+
+def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> ExpertOrder:
+    """Sort the slots of a routing by expert, stably.
+
+    expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k + k.
+    Returns an `ExpertOrder`: order (S,), the slot of each row; inverse (S,), the row of each slot; counts
+    (num_experts,).
+
+    >>> sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3).order.tolist()
+    [1, 0, 2, 3]
+
+    Raises TypeError (dtype).
+    """
+    check_integers("sort_by_expert", "expert_ids", expert_ids)
+    check_size("sort_by_expert", "num_experts", num_experts, 1)
+    return ops.sort_by_expert(jnp.asarray(expert_ids).reshape(-1).astype(jnp.int32), num_experts)
+
 
 # --- permute ---------------------------------------------------------------------------------------
 
@@ -73,18 +96,24 @@ def permute_mxfp8_fwd_hp_bwd(
     *,
     rank_rows: int | None = None,
 ) -> tuple[MXArray, RowMap]:
-    """Received rows, rank-major, to padded expert-major rows; forward moves bytes, backward moves floats.
+    """Gather received MX rows, rank-major, into one padded group per local expert.
 
-    mx: (R, K). num_tokens_per_expert: the Exchange that dispatched them, which says the rest:
-        `permute_mxfp8_fwd_hp_bwd(received, exchange)`. Of rows that came otherwise: (ep_degree * num_local_experts,)
-        int32, the counts received, rank-major; and
-    rank_rows: rows that each rank's part of mx has, 0 if the parts have no slack, as one rank's has none.
-    group_size_multiple_of: rows each group is padded to, a multiple of 32.
-    Returns (MXArray (P, K), RowMap); P holds any split of R rows, padding rows are zeros, and an empty
-    expert still gets one aligned group.
+    mx: (R, K) MXArray. num_tokens_per_expert: the Exchange that sent the rows, which implies the other arguments:
+        `permute_mxfp8_fwd_hp_bwd(received, exchange)`. For other rows: (ep_degree * num_local_experts,) of an integer
+        dtype, the counts received, rank-major.
+    rank_rows: rows of each rank's part of mx; 0 if the parts follow each other without slack.
+    group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
 
-    Raises ValueError for rows that are not the exchange's, counts that do not fit ep_degree, several ranks without
-    rank_rows, an alignment that is no multiple of 32; TypeError if mx is no MXArray or the counts are no integers.
+    Returns (MXArray (P, K), RowMap). P holds any split of R rows; padding rows are zeros. The gradient of the rows is a
+    float array.
+
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> received = a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange)
+    >>> rows, row_map = permute_mxfp8_fwd_hp_bwd(received, exchange)
+    >>> rows.shape, row_map.group_ends.tolist()
+    ((96, 32), [32, 64])
+
+    Raises ValueError (shapes, counts that do not fit, several ranks without rank_rows) and TypeError (dtypes).
     """
     op = "permute_mxfp8_fwd_hp_bwd"
     if not isinstance(mx, MXArray):
@@ -94,25 +123,32 @@ def permute_mxfp8_fwd_hp_bwd(
 
 
 def permute(
-    x: jax.Array,
+    x: Rows,
     num_tokens_per_expert: jax.Array | Exchange,
     ep_degree: int | None = None,
     num_local_experts: int | None = None,
     group_size_multiple_of: int = BLOCK,
     *,
     rank_rows: int | None = None,
-) -> tuple[jax.Array, RowMap]:
-    """`permute_mxfp8_fwd_hp_bwd` for bf16 or fp32 rows, both ways."""
+) -> tuple[Rows, RowMap]:
+    """`permute_mxfp8_fwd_hp_bwd` for rows of any kind: bf16, fp32 or an MXArray. The result has the kind of x.
+
+    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]), 1, 2)
+    >>> rows.shape, row_map.padded_counts.tolist()
+    ((96, 32), [32, 32])
+    """
     op = "permute"
-    check_floats(op, "x", x)
+    if not isinstance(x, MXArray):
+        check_floats(op, "x", x, " or an MXArray")
     maps = _row_map(op, x, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of, rank_rows)
     return gather_rows(x, maps.row_map, maps.inverse), maps
 
 
 def pad_groups(x: Any, group_ends: jax.Array, alignment: int) -> tuple[Any, RowMap]:
-    """Rows of groups of any size to groups of multiples of `alignment` rows; the unpermute takes the padding out."""
-    move: Any = permute_mxfp8_fwd_hp_bwd if isinstance(x, MXArray) else permute
-    return move(x, jnp.diff(group_ends, prepend=0), 1, group_ends.shape[0], alignment)
+    """Pad each group to a multiple of `alignment` rows; the unpermute removes the padding."""
+    # Inside jit no check of values stops wrong ends: they are clipped, so that counts fit the rows.
+    ends = jax.lax.cummax(jnp.clip(group_ends, 0, x.shape[0]))
+    return permute(x, jnp.diff(ends, prepend=0), 1, group_ends.shape[0], alignment)
 
 
 def _row_map(op, x, counts, ep_degree, num_local_experts, alignment, rank_rows) -> RowMap:
@@ -121,7 +157,7 @@ def _row_map(op, x, counts, ep_degree, num_local_experts, alignment, rank_rows) 
     if isinstance(counts, Exchange):
         if (ep_degree, num_local_experts, rank_rows) != (None, None, None):
             got = "an Exchange beside ep_degree, num_local_experts or rank_rows"
-            fail(ValueError, op, "num_tokens_per_expert", got, "allowed: the Exchange alone, which says them")
+            fail(ValueError, op, "num_tokens_per_expert", got, "allowed: the Exchange alone, which implies them")
         exchange = counts
         counts, ep_degree, rank_rows = exchange.recv_counts, exchange.ep_degree, exchange.capacity
         num_local_experts = counts.shape[0] // ep_degree
@@ -151,65 +187,74 @@ def _row_map(op, x, counts, ep_degree, num_local_experts, alignment, rank_rows) 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _spread(x: jax.Array, order: jax.Array, slots: jax.Array, copies: int) -> jax.Array:
-    return ops.permute_rows(x, order // copies)
+def _spread(x: jax.Array, order: jax.Array, slots: jax.Array, top_k: int) -> jax.Array:
+    return ops.permute_rows(x, order // top_k)
 
 
 _spread.defvjp(
-    lambda x, order, slots, copies: (_spread(x, order, slots, copies), slots),
-    lambda copies, slots, grad: (sum_slots(grad, slots.reshape(-1, copies)), None, None),
+    lambda x, order, slots, top_k: (_spread(x, order, slots, top_k), slots),
+    lambda top_k, slots, grad: (sum_slots(grad, slots.reshape(-1, top_k)), None, None),
 )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _spread_mx(mx: MXArray, order: jax.Array, slots: jax.Array, copies: int) -> MXArray:
-    q, sf = ops.permute_mx(mx.packed(), order // copies)
+def _spread_mx(mx: MXArray, order: jax.Array, slots: jax.Array, top_k: int) -> MXArray:
+    q, sf = ops.permute_mx(mx.packed(), order // top_k)
     return MXArray.from_bytes(q, sf, mx.dtype)
 
 
 _spread_mx.defvjp(
-    lambda mx, order, slots, copies: (_spread_mx(mx, order, slots, copies), slots),
-    lambda copies, slots, grad: (
-        MXArray.cotangent(sum_slots(grad.carrier, slots.reshape(-1, copies))),
+    lambda mx, order, slots, top_k: (_spread_mx(mx, order, slots, top_k), slots),
+    lambda top_k, slots, grad: (
+        MXArray.cotangent(sum_slots(grad.carrier, slots.reshape(-1, top_k))),
         None,
         None,
     ),
 )
 
 
-def spread_rows(x: Rows, order: jax.Array, inverse: jax.Array, copies: int) -> Rows:
-    """Copy each token to its `copies` slots: out[i] = x[order[i] // copies], zeros where order is -1.
+def spread_rows(x: Rows, order: jax.Array, inverse: jax.Array, top_k: int) -> Rows:
+    """Replicate each token for its top_k experts: out[i] = x[order[i] // top_k], zeros where order is -1.
 
-    x: (T, D) bf16 or fp32, or an MXArray, whose bytes are copied; order: (P,) int32, the slot t * copies + c that
-    each row of the result fills; inverse: (T * copies,) int32, the way back. For `order` and `inverse` of
-    `sort_by_expert` P is T * copies. The gradient of a token is the fp32 sum over its slots, rounded once.
+    x: (T, D) bf16, fp32 or MXArray. order: (P,), the slot t * top_k + k of each row of the result. inverse:
+    (T * top_k,), the row of each slot; both int32, P = T * top_k for those of `sort_by_expert`. Returns
+    (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
 
-    Raises ValueError for shapes that do not fit each other, TypeError for other dtypes.
+    >>> spread_rows(jnp.array([[1.0], [2.0]]), jnp.array([2, 0, 1, 3]), jnp.array([1, 2, 0, 3]), 2).tolist()
+    [[2.0], [1.0], [1.0], [2.0]]
+
+    Raises ValueError (shapes) and TypeError (dtypes).
     """
     op = "spread_rows"
     if not isinstance(x, MXArray):
         check_floats(op, "x", x, " or an MXArray")
-    check_size(op, "copies", copies, 1)
+    check_size(op, "top_k", top_k, 1)
     check_matrix(op, "x", x)
     check_vector(op, "order", order)
-    check_shape(op, "inverse", inverse, (x.shape[0] * copies,), "x's rows, `copies` times", "int")
+    check_shape(op, "inverse", inverse, (x.shape[0] * top_k,), "x's rows, `top_k` times", "int")
     spread: Any = _spread_mx if isinstance(x, MXArray) else _spread
-    return spread(*arguments(op, x, order, inverse), copies)
+    return spread(*arguments(op, x, order, inverse), top_k)
 
 
-def gather_rows(x: jax.Array, row_map: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[row_map], zeros where the map is -1; the gradient goes through `inverse`, the map back.
+def gather_rows(x: Rows, row_map: jax.Array, inverse: jax.Array) -> Rows:
+    """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
 
-    x: (R, D) bf16 or fp32; row_map: (P,) int32; inverse: (R,) int32.
+    x: (M, K) bf16, fp32 or MXArray. row_map: (P,), inverse: (M,), the map back; both int32. Returns (P, K)
+    of x's kind.
 
-    Raises ValueError for shapes that do not fit each other, TypeError for other dtypes.
+    >>> gather_rows(jnp.array([[1.0], [2.0]]), jnp.array([1, -1, 0]), jnp.array([2, 0])).tolist()
+    [[2.0], [0.0], [1.0]]
+
+    Raises ValueError (shapes) and TypeError (dtypes).
     """
     op = "gather_rows"
-    check_floats(op, "x", x)
+    if not isinstance(x, MXArray):
+        check_floats(op, "x", x, " or an MXArray")
     check_matrix(op, "x", x)
     check_vector(op, "row_map", row_map)
     check_shape(op, "inverse", inverse, x.shape[:1], "the rows of x", "int")
-    return _gather(*arguments(op, x, row_map, inverse))
+    gather: Any = _gather_mx if isinstance(x, MXArray) else _gather
+    return gather(*arguments(op, x, row_map, inverse))
 
 
 # --- un-permute ------------------------------------------------------------------------------------
@@ -221,7 +266,7 @@ def _ungather_mx(x: MXGradArray, row_map: jax.Array, inverse: jax.Array) -> MXGr
 
 
 def _ungather_mx_fwd(x, row_map, inverse):
-    # symbolic_zeros hands every leaf over as (value, perturbed).
+    # With symbolic_zeros every leaf is (value, perturbed).
     return _ungather_mx(MXGradArray.of(x.value.value), row_map.value, inverse.value), row_map.value
 
 
@@ -237,11 +282,14 @@ _ungather_mx_jitted = jitted(_ungather_mx)
 
 
 def unpermute_hp_fwd_mxfp8_bwd(input: jax.Array | MXGradArray, maps: RowMap) -> jax.Array | MXGradArray:
-    """Padded expert-major rows back to received order, without the padding; rows without a token are zeros.
+    """Gather expert outputs back into the order in which the rows were received; rows without a token are zeros.
 
-    input: (P, N), an MXGradArray from `mxfp8_grouped_mm(..., mx_grad=True)`, whose gradient is gathered as
-    MXFP8 bytes, or an array, whose gradient is gathered as it is. maps: what the permute returned.
-    Returns (R, N), of the kind that came in. Raises ValueError unless the rows are those of the map.
+    input: (P, N), an array, or an MXGradArray, whose gradient is gathered as MXFP8 bytes. maps: the RowMap of the
+    permute. Returns (R, N) of input's kind. Raises ValueError (shapes) and TypeError (dtypes).
+
+    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]), 1, 2)
+    >>> unpermute_hp_fwd_mxfp8_bwd(rows, row_map).shape
+    (3, 32)
     """
     op = "unpermute_hp_fwd_mxfp8_bwd"
     if not isinstance(input, MXGradArray):

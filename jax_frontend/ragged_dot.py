@@ -1,7 +1,7 @@
-"""`jax.lax.ragged_dot` in MXFP8: the same arguments, weights read as they lie.
+"""`jax.lax.ragged_dot` in MXFP8: the same arguments, weights (G, K, N) read as stored.
 
 out  = lhs rhs        rhs (G, K, N) quantized along K, transposed by the kernel
-dlhs = dout rhs^T     rhs quantized along N, as it lies
+dlhs = dout rhs^T     rhs quantized along N, as stored
 drhs = lhs^T dout     written (G, K, N)
 """
 
@@ -13,8 +13,8 @@ from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from ._checks import check_counts, check_floats, check_integers, dtype_name
 from ._derivatives import reverse_only
-from .vjp import grouped_mm
-from .weights import Weights, check_weights, settled
+from .grouped_mm import unchecked_grouped_mm
+from .weights import Weights, check_weights, resolve_compute
 
 
 def ragged_dot_mxfp8(
@@ -22,25 +22,26 @@ def ragged_dot_mxfp8(
     rhs: Weights,
     group_sizes: jax.Array,
     *,
-    recipe: Recipe | str = "mxfp8_wgrad_with_hp",
+    recipe: Recipe | str = "mxfp8",
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
-    """One matrix product per group of rows in MXFP8, as `jax.lax.ragged_dot` is called; differentiable in lhs and rhs.
+    """Multiply each group of rows by its own matrix in MXFP8, with the signature of `jax.lax.ragged_dot`;
+    differentiable in lhs and rhs.
 
-    lhs: (M, K) bf16 or fp32. rhs: (G, K, N) bf16 or fp32, or QuantizedWeights of it, made with the same recipe.
+    lhs: (M, K) bf16 or fp32. rhs: (G, K, N) bf16 or fp32, or its QuantizedWeights, made with the same recipe. K and N
+        are multiples of 32, unless the recipe is "bf16".
     group_sizes: (G,) of any integer dtype and any sizes; rows past their sum give zeros.
-    recipe: as in `mxfp8_grouped_mm`. With "mxfp8", whose weight gradient quantizes along the tokens, rows are copied
-        into groups padded to the recipe's alignment, and back.
-    Returns (M, N) of preferred_element_type, bf16 or fp32; None is fp32 if lhs or rhs is, else bf16. The gradients
-    have their argument's shape and dtype.
+    recipe: as in `grouped_mm`. With "mxfp8" the rows are copied into groups padded to the recipe's alignment, and back.
+
+    Returns (M, N) of preferred_element_type, bf16 or fp32; None is fp32 if lhs or rhs is, else bf16. The gradients have
+    their argument's shape and dtype.
 
     >>> ragged_dot_mxfp8(jnp.ones((2, 32)), jnp.ones((2, 32, 32)), jnp.array([1, 1]))[:, 0].tolist()
     [32.0, 32.0]
 
-    Raises ValueError if K or N is no multiple of 32, for shapes that do not fit, an unknown recipe or QuantizedWeights
-    of another one; TypeError for other dtypes.
+    Raises ValueError (shapes, an unknown recipe, QuantizedWeights of another recipe) and TypeError (dtypes).
     """
-    op, recipe = "ragged_dot_mxfp8", settled("ragged_dot_mxfp8", recipe)
+    op, recipe = "ragged_dot_mxfp8", resolve_compute("ragged_dot_mxfp8", recipe)
     check_floats(op, "lhs", lhs)
     check_weights(op, "rhs", rhs, recipe)
     check_integers(op, "group_sizes", group_sizes)
@@ -59,6 +60,6 @@ def ragged_dot_mxfp8(
     check_counts(op, sizes, 1, lhs.shape[0], "group_sizes")
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     lhs, rhs = reverse_only(op, (lhs, rhs))
-    out = grouped_mm(lhs, rhs, ends, recipe, out_dtype, stored="kn")
+    out = unchecked_grouped_mm(lhs, rhs, ends, recipe, out_dtype, layout="GKN")
     assert isinstance(out, jax.Array)
     return out

@@ -1,14 +1,14 @@
-"""Weights as the products multiply them, quantized for one call and its backward or once for many calls.
+"""Quantized weights: for one call and its backward, or once for many calls.
 
                                           form "mx"                  form "fold", "row"
-    w (G, N, K) --along K, as it lies---> q (G, N, K), sf per 32     q, sf (G, N)     out  = lhs w^T
-                '-along N, transposed---> q (G, K, N), sf per 32     q, sf (G, K)     dlhs = dout w
+    w (G, N, K) --along K, as stored-----> q (G, N, K), sf per 32     q, sf (G, N)     out = x w^T     "as_stored"
+                '-along N, transposed---> q (G, K, N), sf per 32     q, sf (G, K)     dx  = dout w    "transposed"
 
-A call that is differentiated makes both from one read of w and keeps those of its backward; without a gradient it makes
-the first alone. What shall serve several calls the user holds: `quantize_weights`.
+A differentiated call makes both from one read of w and keeps the second for its backward; any other call makes the
+first alone. A caller that quantizes once for several calls holds the result of `quantize_weights`.
 
-On Hopper form "mx" multiplies these dequantized, and that is what stands for them in QuantizedWeights. Weights stored
-(G, K, N) swap the two: along N they are read as they lie, along K the kernel transposes them.
+Form "mx" on sm_90 dequantizes these bytes and multiplies bf16, and QuantizedWeights there hold the dequantized values.
+Weights of layout (G, K, N) swap the two: along N they are read as stored, along K the kernel transposes them.
 """
 
 import dataclasses
@@ -25,32 +25,33 @@ from ..core_kernels.recipe import RECIPES, Form, Recipe
 from . import _device, ops
 from ._checks import check_floats
 
-Pair = tuple[jax.Array, jax.Array]
-"""q and sf, one scale per 32 values, in the order that a product reads them."""
-Stored = Literal["nk", "kn"]
-"""The last two dims of weights and of their gradient: (G, N, K), as a linear layer stores them, or (G, K, N)."""
+MX = tuple[jax.Array, jax.Array]
+"""q and sf, one scale per 32 values, in the order in which a product reads them."""
+Layout = Literal["GNK", "GKN"]
+"""The dims of weights and of their gradient; a linear layer stores (G, N, K)."""
 
 
 class Folded(NamedTuple):
-    """E4M3 under one scale per row: q (M, K), sf (M,) and weights q (G, N, K), sf (G, N); or per row and span of
-    tokens: q (K, M), sf (`spans(M, G)`, K)."""
+    """E4M3 bytes with one scale per row: q (M, K), sf (M,), of weights q (G, N, K), sf (G, N). Along the tokens with
+    one scale per feature and chunk of 256 tokens: q (K, M), sf (`spans(M, G)`, K)."""
 
     q: jax.Array
     sf: jax.Array
 
 
 class Upcast(NamedTuple):
-    """MXFP8 dequantized to bf16: what form "mx" multiplies on sm_90."""
+    """MXFP8 dequantized to bf16, the operand of form "mx" on sm_90."""
 
     x: jax.Array
 
 
-Quantized = Pair | Folded | Upcast
+Quantized = MX | Folded | Upcast
 
 
-def as_multiplied(pair: Pair) -> Pair | Upcast:
-    """MXFP8 in the way that the tensor cores of a program that is traced now take it."""
-    return Upcast(ops.dequantize(*pair)) if facts(_device.arch()).upcasts else pair
+def as_multiplied(pair: MX) -> MX | Upcast:
+    """MXFP8 as the tensor cores of a program traced now read it: dequantized to bf16 for sm_90."""
+    q, sf = pair  # a plain pair, whatever tuple the caller holds: pytrees of weights have one structure
+    return Upcast(ops.dequantize(q, sf)) if facts(_device.arch()).upcasts else (q, sf)
 
 
 def _on_this_device(x: Quantized) -> Quantized:
@@ -58,7 +59,7 @@ def _on_this_device(x: Quantized) -> Quantized:
 
 
 def form_of(recipe: Recipe) -> Form:
-    """What the recipe's products multiply in a program that is traced now."""
+    """The operand format of the recipe's products in a program traced now."""
     return recipe.form(_device.arch())
 
 
@@ -70,14 +71,15 @@ def recipe_of(op: str, recipe: object) -> Recipe:
     fail(error, op, "recipe", repr(recipe), f"allowed: a Recipe or one of {', '.join(map(repr, RECIPES))}")
 
 
-def settled(op: str, recipe: Recipe | str) -> Recipe:
-    """The recipe without "auto": what a forward multiplied its backward does, wherever that is traced."""
+def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
+    """The recipe with its compute decided, "fold" or "exact", so that forward and backward multiply alike wherever the
+    backward is traced."""
     recipe = recipe_of(op, recipe)
     return dataclasses.replace(recipe, compute="fold" if form_of(recipe) == "fold" else "exact")
 
 
-def quantized(x: jax.Array, recipe: Recipe) -> Quantized:
-    """x (..., M, K) along its last dim, in the form that the recipe multiplies."""
+def quantize_rows(x: jax.Array, recipe: Recipe) -> Quantized:
+    """Quantize x (..., M, K) along its last dim, in the recipe's form."""
     form = form_of(recipe)
     if form == "mx":
         return as_multiplied(ops.quantize_row(x, rounding=recipe.rounding))
@@ -85,19 +87,19 @@ def quantized(x: jax.Array, recipe: Recipe) -> Quantized:
     return Folded(*quantize(x, rounding=recipe.rounding))
 
 
-def quantized_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
-    """w (G, N, K) along N -> q (G, K, N), in the form that the recipe multiplies."""
+def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
+    """Quantize w (G, N, K) along N -> q (G, K, N), in the recipe's form."""
     form = form_of(recipe)
     if form == "row":
-        return quantized(w.mT, recipe)
-    turned = ops.quantize_col(w, rounding=recipe.rounding)
-    return as_multiplied(turned) if form == "mx" else Folded(*ops.fold_rows(*turned))
+        return quantize_rows(w.mT, recipe)
+    transposed = ops.quantize_col(w, rounding=recipe.rounding)
+    return as_multiplied(transposed) if form == "mx" else Folded(*ops.fold_rows(*transposed))
 
 
-def quantized_both(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
-    """`quantized` and `quantized_transposed` from one read of w, MXFP8 not dequantized yet."""
+def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
+    """`quantize_rows` and `quantize_transposed` from one read of w. MXFP8 is not dequantized here."""
     if form_of(recipe) == "row":
-        return quantized(w, recipe), quantized(w.mT, recipe)
+        return quantize_rows(w, recipe), quantize_rows(w.mT, recipe)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding=recipe.rounding)
     if form_of(recipe) == "fold":
         return Folded(*ops.fold_rows(q, sf)), Folded(*ops.fold_rows(q_t, sf_t))
@@ -107,12 +109,12 @@ def quantized_both(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights:
-    """Weights with the bytes that the products multiply in their place; made by `quantize_weights`.
+    """Weights and their quantized bytes, which the products multiply instead; made by `quantize_weights`.
 
-    values (G, N, K): bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is
-    the weight gradient. as_stored, transposed: q and sf (uint8) along the last dim and along dim 1, or what they
-    dequantize to (bf16) where exact products multiply that, on Hopper; None for recipe "bf16". form, rounding: how they
-    were made, static. Every array's first dim is G: one PartitionSpec serves all.
+    values (G, N, K): bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is the
+    weight gradient. as_stored, transposed: q and sf (uint8) along the last dim and along dim 1; for exact products on
+    Hopper their dequantized values (bf16); None for recipe "bf16". form, rounding: the format of the operands, static.
+    The first dim of every array is G: one PartitionSpec serves all.
     """
 
     values: jax.Array
@@ -131,11 +133,12 @@ class QuantizedWeights:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What the weight gradient comes in."""
+        """The dtype of the weight gradient."""
         return self.values.dtype
 
     def with_values(self, values: jax.Array) -> "QuantizedWeights":
-        """The same bytes for values that are differentiated: the parameter that they were quantized from.
+        """Return the same bytes with other values, the parameter that they were quantized from and that is
+        differentiated.
 
         Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
         """
@@ -145,7 +148,7 @@ class QuantizedWeights:
         return dataclasses.replace(self, values=values)
 
     def cotangent(self, grad: jax.Array) -> Any:
-        """The cotangent of weights whose values have gradient `grad`: bytes have none."""
+        """The cotangent of weights whose values have gradient `grad`. Bytes have no gradient."""
         return dataclasses.replace(self, values=grad, as_stored=None, transposed=None)
 
 
@@ -155,69 +158,71 @@ Weights = jax.Array | QuantizedWeights
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class NoValues:
-    """Of an array, what a backward that does not read it asks for."""
+    """The dtype of an array, for a backward that does not read its values."""
 
     dtype: jnp.dtype
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Held(QuantizedWeights):
-    """The bytes of an array for one call and its backward, whose cotangent is the array's."""
+class _CallWeights(QuantizedWeights):
+    """The bytes of an array for one call and its backward. Their cotangent is the array's."""
 
     def cotangent(self, grad: jax.Array) -> jax.Array:
         return grad
 
 
-def held(w: Weights, recipe: Recipe, backward: bool) -> Weights:
-    """w for a forward and its backward. Without an input gradient the two do not share a read of w: XLA then drops the
-    second. It may not be left out here: what JAX saves has one structure, whichever arguments are differentiated.
+def for_call(w: Weights, recipe: Recipe, backward: bool) -> Weights:
+    """The quantized w of a forward and its backward, both from one read if there is an input gradient.
+
+    Without an input gradient XLA drops the operand along N. It is present here in any case, since JAX's residuals have
+    one structure, whichever arguments are differentiated.
     """
     if isinstance(w, QuantizedWeights) or form_of(recipe) == "bf16":
         return w
-    both = quantized_both(w, recipe) if backward else (quantized(w, recipe), quantized_transposed(w, recipe))
-    return _Held(w, *both, form_of(recipe), recipe.rounding)
+    both = quantize_both_ways(w, recipe) if backward else (quantize_rows(w, recipe), quantize_transposed(w, recipe))
+    return _CallWeights(w, *both, form_of(recipe), recipe.rounding)
 
 
-def saved(w: Weights, stored: Stored = "nk") -> Weights:
-    """What a backward needs of w: of values that stand beside their bytes, the dtype and the bytes along N."""
+def saved(w: Weights, layout: Layout = "GNK") -> Weights:
+    """The part of w that a backward reads: of quantized weights the bytes along N, and the dtype of the values."""
     if not isinstance(w, QuantizedWeights) or w.as_stored is None:
         return w
     values = cast(jax.Array, NoValues(w.dtype))
-    if stored == "nk":
+    if layout == "GNK":
         return dataclasses.replace(w, values=values, as_stored=None)
     return dataclasses.replace(w, values=values, transposed=None)
 
 
 def cotangent_of(w: Weights, grad: jax.Array) -> Any:
-    """The cotangent of w, as `saved` left it, from its gradient."""
+    """The cotangent of w, as returned by `saved`, from its gradient."""
     return w.cotangent(grad) if isinstance(w, QuantizedWeights) else grad
 
 
-def quantize_weights(w: jax.Array, recipe: Recipe | str = "mxfp8_wgrad_with_hp") -> QuantizedWeights:
-    """Quantize w (G, N, K) bf16 or fp32 along both of its dims, for all products until the next optimizer step.
+def quantize_weights(w: jax.Array, recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
+    """Quantize w (G, N, K) along both of its last dims, for all calls until w changes.
 
-    `mxfp8_grouped_mm`, `ragged_dot_mxfp8`, `grouped_swiglu_ffn` and `moe.apply` take the result wherever they take
-    an array, with a recipe of the same form and rounding. Quantize once per step outside of `jax.grad`, and inside
-    put the parameter in, which then gets the gradient:
+    w: bf16 or fp32, as a linear layer stores it; N and K multiples of 32. `grouped_mm`, `ragged_dot_mxfp8`,
+    `grouped_swiglu_ffn` and `moe.apply` take the result in place of w, with a recipe of the same form and rounding.
+    Quantize once per optimizer step outside of `jax.grad`. Inside, insert the parameter, which gets the gradient:
 
-        cached = quantize_weights(params["w"], recipe=recipe)
+        quantized = quantize_weights(params["w"], recipe=recipe)
 
         def loss(params, x):
-            return mxfp8_grouped_mm(x, cached.with_values(params["w"]), ends, recipe=recipe).sum()
+            return grouped_mm(x, quantized.with_values(params["w"]), ends, recipe=recipe).sum()
 
         grads = jax.tree.map(jnp.add, *(jax.grad(loss)(params, x) for x in microbatches))
 
     The bytes are integers and have no gradient; `jax.grad(..., allow_int=True)` with respect to the whole gives them
-    float0, and zeros to what stands for them in bf16. "auto" chooses their form here. Works under jit, shard_map and
-    remat, and where w is differentiated.
+    float0, and zeros to dequantized values. The device of this call decides what compute "auto" is. Works under jit,
+    shard_map and remat, and for a differentiated w.
 
     >>> quantize_weights(jnp.ones((2, 32, 64))).as_stored[1].shape
     (2, 32, 2)
 
-    Raises ValueError unless w has 3 dims, N and K multiples of 32, TypeError for another dtype.
+    Raises ValueError (shape) and TypeError (dtype).
     """
-    op, recipe = "quantize_weights", settled("quantize_weights", recipe)
+    op, recipe = "quantize_weights", resolve_compute("quantize_weights", recipe)
     check_floats(op, "w", w)
     if w.ndim != 3:
         fail(ValueError, op, "w", f"shape {w.shape}", "allowed: (G, N, K)")
@@ -227,12 +232,13 @@ def quantize_weights(w: jax.Array, recipe: Recipe | str = "mxfp8_wgrad_with_hp")
     require_multiple(op, "w", w.shape[1], BLOCK, "dim 1", "the input gradient quantizes along it")
     require_multiple(op, "w", w.shape[2], BLOCK, "dim 2", "the product quantizes along it")
     fixed = lax.stop_gradient(w)
-    as_stored, transposed = map(_on_this_device, quantized_both(fixed, recipe))
+    as_stored, transposed = map(_on_this_device, quantize_both_ways(fixed, recipe))
     return QuantizedWeights(w, as_stored, transposed, form, recipe.rounding)
 
 
 def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
-    """TypeError unless w is a float array or QuantizedWeights, ValueError for another recipe's."""
+    """Raise TypeError unless w is a float array or QuantizedWeights, ValueError for QuantizedWeights of another form or
+    rounding."""
     if not isinstance(w, QuantizedWeights):
         check_floats(op, argument, w, " or QuantizedWeights")
         return
@@ -244,14 +250,14 @@ def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
         fail(ValueError, op, argument, got, f"{allowed}; call quantize_weights with that recipe")
 
 
-def along_k(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Quantized:
+def along_k(w: Weights, recipe: Recipe, layout: Layout = "GNK") -> jax.Array | Quantized:
     """The right operand (G, N, K) of a product over K."""
-    return _as_stored(w, recipe) if stored == "nk" else _transposed(w, recipe)
+    return _as_stored(w, recipe) if layout == "GNK" else _transposed(w, recipe)
 
 
-def along_n(w: Weights, recipe: Recipe, stored: Stored = "nk") -> jax.Array | Quantized:
+def along_n(w: Weights, recipe: Recipe, layout: Layout = "GNK") -> jax.Array | Quantized:
     """The right operand (G, K, N) of a product over N."""
-    return _transposed(w, recipe) if stored == "nk" else _as_stored(w, recipe)
+    return _transposed(w, recipe) if layout == "GNK" else _as_stored(w, recipe)
 
 
 def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
@@ -259,7 +265,7 @@ def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
         if w.as_stored is not None:
             return w.as_stored
         w = w.values
-    return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else quantized(w, recipe)
+    return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else quantize_rows(w, recipe)
 
 
 def _transposed(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
@@ -267,4 +273,4 @@ def _transposed(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
         if w.transposed is not None:
             return w.transposed
         w = w.values
-    return w.astype(jnp.bfloat16).mT if form_of(recipe) == "bf16" else quantized_transposed(w, recipe)
+    return w.astype(jnp.bfloat16).mT if form_of(recipe) == "bf16" else quantize_transposed(w, recipe)

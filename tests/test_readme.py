@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mxep.torch_frontend import ops
+from mxep.core_kernels.registry import OPS
 
 from benchmarks import readme
 from benchmarks.figures import speed, status
@@ -35,7 +35,7 @@ def test_links_within_the_repository_resolve(path: Path) -> None:
 
 def test_the_status_lists_every_op_once() -> None:
     listed = re.findall(r"^\| \w+ \| `(\w+)`", status.tables(), re.MULTILINE)
-    assert sorted(listed) == sorted(ops.OPS)
+    assert sorted(listed) == sorted(OPS)
 
 
 def test_the_table_of_speed_has_one_row_per_comparison() -> None:

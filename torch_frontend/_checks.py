@@ -1,18 +1,16 @@
-"""What the differentiable functions ask of their arguments, in the one form of every user error.
+"""Argument checks of the differentiable functions, each with the error grammar of `launch.fail`.
 
-Values (ends, counts, maps) are read on a CPU and within `debug_checks()`, where there are any: a compiler's and a
-FakeTensorMode's tensors have shapes alone.
+The values of group ends, counts and maps are checked on a CPU and within `debug_checks()`. Under torch.compile and in a
+FakeTensorMode tensors have no values, so shapes and dtypes alone are checked there.
 """
 
-from enum import Enum
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
-from ..core_kernels.recipe import Compute
 from ._call import FLOATS, check_ends, checks_values, require_tensor
 from ._torch_private import check, is_fake
 from .mx_tensor import MXTensor
@@ -22,12 +20,12 @@ INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 def reads_values(x: Tensor) -> bool:
     """Whether the values of x are checked here."""
-    # In this order: Dynamo does not trace what follows.
+    # `is_compiling` comes first: Dynamo cannot trace the other two.
     return not torch.compiler.is_compiling() and checks_values(x.device) and not (x.is_meta or is_fake(x))
 
 
 def check_floats(op: str, name: str, x: Tensor, dims: int = 2) -> None:
-    """Raise unless x has so many dims and is bf16, fp32 or MX."""
+    """Raise unless x is bf16, fp32 or MX with `dims` dims."""
     require_tensor(op, name, x)
     if x.dtype not in FLOATS:
         fail(TypeError, op, name, f"dtype {x.dtype}", "allowed: bfloat16 or float32")
@@ -41,35 +39,13 @@ def check_plain(op: str, name: str, x: Tensor) -> None:
         fail(TypeError, op, name, "an MXTensor", "allowed: bfloat16 or float32; call .dequantize() first")
 
 
-def check_rows(op: str, name: str, x: Tensor) -> None:
-    """Raise unless x is (M, K) bf16, fp32 or MX."""
-    check_floats(op, name, x)
-
-
-def check_out_dtype(op: str, dtype: object) -> None:
-    """Raise unless results can have this dtype."""
+def out_dtype_of(op: str, dtype: object) -> torch.dtype:
+    """`dtype`, or the dtype of that name; raises TypeError unless a product can return it."""
+    named = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    dtype = named.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
-        fail(TypeError, op, "out_dtype", repr(dtype), "allowed: torch.bfloat16 or torch.float32")
-
-
-def recipe_compute(op: str, kernel_preference: Any, compute: Any) -> Any:
-    """`compute`, or "exact" where torchao's kernel_preference is EMULATED; raises unless the two agree."""
-    name = kernel_preference.name if isinstance(kernel_preference, Enum) else kernel_preference
-    if not isinstance(name, str) or name.lower() not in ("auto", "emulated"):
-        error = ValueError if isinstance(name, str) else TypeError
-        allowed = (
-            "allowed: 'auto' or 'emulated', or torchao's members of these names; call force_implementation for more"
-        )
-        fail(error, op, "kernel_preference", repr(name), allowed)
-    if compute not in get_args(Compute):
-        fail(ValueError, op, "compute", repr(compute), f"allowed: {', '.join(map(repr, get_args(Compute)))}")
-    if name.lower() == "auto":
-        return compute
-    if compute == "fold":
-        fail(
-            ValueError, op, "kernel_preference", f"{name!r} with compute 'fold'", "allowed: 'auto'; or compute='exact'"
-        )
-    return "exact"
+        fail(TypeError, op, "out_dtype", repr(dtype), "allowed: torch.bfloat16, torch.float32, or their names")
+    return dtype
 
 
 def check_flag(op: str, name: str, flag: object) -> None:
@@ -79,7 +55,7 @@ def check_flag(op: str, name: str, flag: object) -> None:
 
 
 def check_int(op: str, name: str, value: Any, least: int) -> None:
-    """Raise unless value is an int from `least` up to what an int32 index counts."""
+    """Raise unless value is an int in [least, 2^31)."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         fail(TypeError, op, name, repr(value), "allowed: an int")
     if isinstance(value, int) and not least <= value < 2**31:
@@ -87,13 +63,13 @@ def check_int(op: str, name: str, value: Any, least: int) -> None:
 
 
 def check_shape(op: str, name: str, x: Tensor, shape: tuple[Any, ...]) -> None:
-    """Raise ValueError unless x has this shape, where a letter stands for any size."""
+    """Raise ValueError unless x has this shape. A letter in `shape` stands for any size."""
     right = x.dim() == len(shape)
     for size, wanted in zip(x.shape, shape, strict=False):
         if isinstance(wanted, str):
             continue
         if torch.compiler.is_compiling():
-            # What an all-to-all returned has a sum of symbols for its rows: to be checked when it runs, not guessed.
+            # After an all-to-all the number of rows is a sum of symbols: the check runs with the program.
             check(size == wanted)
         else:
             right = right and size == wanted
@@ -103,42 +79,42 @@ def check_shape(op: str, name: str, x: Tensor, shape: tuple[Any, ...]) -> None:
 
 
 def check_devices(op: str, x: str, device: torch.device, /, **others: Tensor) -> None:
-    """Raise unless the others are where x is."""
+    """Raise unless the other tensors are on the device of x."""
     for name, other in others.items():
         if other.device != device:
             allowed = f"allowed: {device}, where {x} is; move it with .to()"
             fail(ValueError, op, name, f"device {other.device}", allowed)
 
 
-def check_offs(op: str, offs: Tensor, x: Tensor, groups: int, x_name: str, weights: str) -> Tensor:
-    """offs (groups,) as int32; raises unless it is int32 or int64 and ends groups of x's rows."""
-    require_tensor(op, "offs", offs)
-    if offs.dtype not in (torch.int32, torch.int64):
-        fail(TypeError, op, "offs", f"dtype {offs.dtype}", "allowed: int32 or int64")
-    if offs.shape != (groups,):
+def check_group_ends(op: str, name: str, ends: Tensor, x: Tensor, groups: int, x_name: str, weights: str) -> Tensor:
+    """ends (groups,) as int32; raises unless it is int32 or int64 and divides the rows of x into groups."""
+    require_tensor(op, name, ends)
+    if ends.dtype not in (torch.int32, torch.int64):
+        fail(TypeError, op, name, f"dtype {ends.dtype}", "allowed: int32 or int64")
+    if ends.shape != (groups,):
         allowed = f"allowed: ({groups},), one end per group of {weights}"
-        fail(ValueError, op, "offs", f"shape {tuple(offs.shape)}", allowed)
-    check_devices(op, x_name, x.device, offs=offs)
-    if reads_values(offs):  # a compiled program's op checks them again when it runs
-        check_ends(op, "offs", offs, x.shape[0])
-    return offs.to(torch.int32).contiguous()
+        fail(ValueError, op, name, f"shape {tuple(ends.shape)}", allowed)
+    check_devices(op, x_name, x.device, **{name: ends})
+    if reads_values(ends):  # a compiled program's op checks them when it runs
+        check_ends(op, name, ends, x.shape[0])
+    return ends.to(torch.int32).contiguous()
 
 
-def check_token_blocks(op: str, name: str, rows: int, offs: Tensor, remedy: str) -> None:
+def check_token_blocks(op: str, x_name: str, ends_name: str, rows: int, ends: Tensor, remedy: str) -> None:
     """Raise unless blocks of 32 tokens stay inside their groups."""
     if rows % BLOCK:
-        fail(ValueError, op, name, f"M = {rows}", f"allowed: multiples of {BLOCK}; {remedy}")
-    if reads_values(offs):
-        check_ends(op, "offs", offs, rows, BLOCK, remedy)
+        fail(ValueError, op, x_name, f"M = {rows}", f"allowed: multiples of {BLOCK}; {remedy}")
+    if reads_values(ends):
+        check_ends(op, ends_name, ends, rows, BLOCK, remedy)
 
 
-def check_counts(op: str, name: str, counts: Tensor, device: torch.device) -> None:
-    """Raise unless counts are of an integer dtype and on the device of the rows."""
+def check_counts(op: str, name: str, counts: Tensor, device: torch.device | None) -> None:
+    """Raise unless counts are of an integer dtype and on the device of the rows, if there are rows."""
     require_tensor(op, name, counts)
     if counts.dtype not in INTEGERS:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in INTEGERS)
         fail(TypeError, op, name, f"dtype {counts.dtype}", f"allowed: {allowed}")
-    if counts.device != device:
+    if device is not None and counts.device != device:
         fail(ValueError, op, name, f"device {counts.device}", f"allowed: {device}, where the rows are")
 
 
@@ -159,7 +135,7 @@ def require_rows(op: str, name: str, counts: Tensor, rows: int) -> None:
 
 
 def check_probs(op: str, name: str, probs: Tensor, shape: tuple[Any, ...], device: torch.device) -> None:
-    """Raise unless probs is float32, of this shape and where the rows are."""
+    """Raise unless probs is float32, of this shape and on the device of the rows."""
     check_plain(op, name, probs)
     require_tensor(op, name, probs)
     if probs.dtype != torch.float32:
@@ -169,8 +145,8 @@ def check_probs(op: str, name: str, probs: Tensor, shape: tuple[Any, ...], devic
 
 
 def index_map(op: str, name: str, index: Tensor, device: torch.device, limit: Any, shape: tuple[Any, ...]) -> Tensor:
-    """index as int32; raises unless it is int32 or int64, on the device, of that shape (see `check_shape`) and, where
-    values are read, -1 (none) or an index below `limit`."""
+    """index as int32; raises unless it is int32 or int64, on the device and of that shape (see `check_shape`), with
+    values from -1 (none) to limit - 1 if values are checked."""
     require_tensor(op, name, index)
     if index.dtype not in (torch.int32, torch.int64):
         fail(TypeError, op, name, f"dtype {index.dtype}", "allowed: int32 or int64")
@@ -185,8 +161,8 @@ def index_map(op: str, name: str, index: Tensor, device: torch.device, limit: An
 
 
 def check_way_back(op: str, there_name: str, there: Tensor, back_name: str, back: Tensor) -> None:
-    """Raise ValueError unless, where values are read, each of two maps is the other's way back: a gradient that goes
-    back by another map is wrong."""
+    """Raise ValueError unless the two maps are inverse to each other, if values are checked. The gradient goes through
+    the other map, so it would be wrong."""
     if not reads_values(there):
         return
     for name, one, other_name, other in ((back_name, back, there_name, there), (there_name, there, back_name, back)):

@@ -1,10 +1,10 @@
 """An autograd.Function as a differentiable function of this package.
 
-    forward   --> settings noted --> Function.forward
-    backward  --> create_graph? an error --> settings of the forward --> Function.backward
+    forward   --> snapshot of the settings --> Function.forward
+    backward  --> create_graph? raise      --> settings of the forward --> Function.backward
 
-PyTorch lets a Function without a second derivative return gradients that count as constants: a gradient penalty adds
-nothing, without a word. Here every way to ask for more than a first derivative raises.
+PyTorch lets a Function without a second derivative return gradients that count as constants, so a gradient penalty
+would silently be zero. Here every request for more than a first derivative raises.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,9 +20,8 @@ from ._torch_private import transformed
 def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`, for eager and compiled code, with errors that name `op`.
 
-    The function raises NotImplementedError within torch.func's transforms and in forward mode, and its backward where a
-    graph of it is asked for (create_graph=True). The backward runs in the settings of the forward, whatever thread
-    autograd chooses.
+    The function raises NotImplementedError within torch.func's transforms and in forward mode; its backward raises it
+    for create_graph=True. The backward runs with the settings of the forward, in whatever thread autograd chooses.
     """
     forward, backward = function.forward, function.backward
 
@@ -44,8 +43,8 @@ def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable
     function.backward = staticmethod(first_backward)  # type: ignore[method-assign]
     function.jvp = staticmethod(jvp)  # type: ignore[method-assign]
 
-    # Dynamo would trace `backward` with a gradient of the output's type; here an MXTensor may arrive for a plain
-    # output. AOTAutograd, which runs the real engine, handles it: Dynamo passes these calls on.
+    # Dynamo would trace `backward` with a gradient of the output's type, but a plain output may have an MXTensor
+    # gradient. allow_in_graph leaves the call to AOTAutograd, which runs the real engine and handles it.
     @torch.compiler.allow_in_graph
     def apply(*args: Any) -> Any:
         if transformed():

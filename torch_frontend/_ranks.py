@@ -1,6 +1,6 @@
-"""Process groups, and how their ranks agree before anything is sent.
+"""Process groups, and the checks that their ranks share before an all-to-all.
 
-a rank's arguments --check--> fine or an error --all-gather--> the table of all ranks --> send, or raise on every rank
+arguments of a rank --check--> valid or an error --all-gather--> table of all ranks --> send, or raise on every rank
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Splits = Sequence[int]
 
 
 def name_of(op: str, argument: str, group: "str | dist.ProcessGroup | None") -> str:
-    """The name of a process group; "" for a process alone. None is the default group where there is one."""
+    """The name of a process group, "" for a process alone. None is the default group if there is one."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return ""
@@ -52,12 +52,13 @@ def checked_all_to_all(
     scaling_mode: Rounding | str = Rounding.RCEIL,
     block_size: int = BLOCK,
     mxfp8_bwd: bool = True,
+    blocks: bool = True,
 ) -> tuple[str, int]:
-    """The group's name and the rounding; raises unless an all-to-all of these arguments can run.
+    """Return the group's name and the rounding; raise unless an all-to-all of these arguments can run.
 
-    The ranks compare their arguments first, so that what is wrong on one raises on all: one small all-gather, which the
-    host waits for. Under torch.compile, and while a CUDA graph is captured, where nothing can wait, a rank looks at its
-    own arguments alone.
+    The ranks compare their arguments first, so that an error on one rank raises on all: one small all-gather, for which
+    the host waits. Under torch.compile and during CUDA graph capture the host cannot wait, and a rank checks its own
+    arguments alone. blocks: the rows are quantized, so their width must be a multiple of 32.
     """
     name, rounding, error = name_of(op, group_argument, group), 0, None
     try:
@@ -65,21 +66,21 @@ def checked_all_to_all(
         if type(block_size) is not int or block_size != BLOCK:
             fail(ValueError, op, "block_size", repr(block_size), f"allowed: {BLOCK}, the block of MXFP8")
         check_flag(op, "mxfp8_bwd", mxfp8_bwd)
-        check_travelling(op, "input", x, True)
-        # While compiling, splits may be symbols without a value: the collective checks them when it runs.
+        check_rows_to_send(op, "input", x, blocks)
+        # Under torch.compile splits may be symbols without a value: the collective checks them when it runs.
         if not torch.compiler.is_compiling():
             check_splits(op, x, output_splits, input_splits, name)
     except (TypeError, ValueError) as found:
         error = found
-    if can_compare(name) and not is_fake(x):  # is_fake last: torch.compile of 2.11 cannot trace it
+    if can_compare(name) and not is_fake(x):  # is_fake comes last: torch.compile of 2.11 cannot trace it
         compare_all_to_all(op, x, output_splits, input_splits, name, error)
     if error is not None:
         raise error
     return name, rounding
 
 
-def check_travelling(op: str, argument: str, x: Tensor, blocks: bool) -> None:
-    """Raise unless x is (M, K) bf16 or fp32 and, where it travels in blocks of 32, K a multiple of 32."""
+def check_rows_to_send(op: str, argument: str, x: Tensor, blocks: bool) -> None:
+    """Raise unless x is (M, K) bf16 or fp32, with K a multiple of 32 if it is sent in blocks of 32."""
     check_plain(op, argument, x)
     check_floats(op, argument, x)
     if blocks and x.shape[1] % BLOCK:
@@ -87,7 +88,7 @@ def check_travelling(op: str, argument: str, x: Tensor, blocks: bool) -> None:
 
 
 def check_splits(op: str, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> None:
-    """Raise unless the splits are lists of one count per rank that say the same of x and of each other."""
+    """Raise unless the splits are lists of one count per rank that fit x and each other."""
     degree, rank = (degree_of(group_name), group_named(group_name).rank()) if group_name else (1, 0)
     for argument, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
         if not isinstance(splits, list | tuple):
@@ -107,19 +108,16 @@ def check_splits(op: str, x: Tensor, output_splits: Splits, input_splits: Splits
 
 
 def can_compare(group_name: str) -> bool:
-    """Whether there are other ranks and the host may wait for them now."""
-    if (
-        torch.compiler.is_compiling()
-        or degree_of(group_name) == 1
-        or dist.get_backend(group_named(group_name)) == "fake"
-    ):
+    """Whether the group has other ranks and the host can wait for them now."""
+    alone = degree_of(group_name) == 1
+    if torch.compiler.is_compiling() or alone or dist.get_backend(group_named(group_name)) == "fake":
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def table_of_ranks(values: Sequence[int], group_name: str) -> list[list[int]]:
-    """Row r: the values of rank r, as many on each. An all-gather of int64, on a CPU where the group has a backend for
-    it; the host waits."""
+    """Row r: the values of rank r. An all-gather of int64, on the CPU if the group has a CPU backend; the host waits.
+    All ranks pass equally many values."""
     group = group_named(group_name)
     on_cpu = "cpu:" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -129,19 +127,19 @@ def table_of_ranks(values: Sequence[int], group_name: str) -> list[list[int]]:
 
 
 def raise_of_ranks(op: str, argument: str, failed: Sequence[bool], error: Exception | None) -> None:
-    """Raise this rank's error, or on the other ranks that a rank failed."""
+    """Raise this rank's error; on the other ranks raise that a rank failed."""
     if error is not None:
         raise error
     if any(failed):
         rank = list(failed).index(True)
-        allowed = f"allowed: valid arguments on all ranks; the error of rank {rank} says what is wrong"
+        allowed = f"allowed: valid arguments on all ranks; rank {rank} raises the error that explains it"
         fail(ValueError, op, argument, f"bad arguments on rank {rank}", allowed)
 
 
 def compare_all_to_all(
     op: str, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, error: Exception | None
 ) -> None:
-    """Raise on every rank what is wrong on one of them (this one's `error` among it) or between two. A collective."""
+    """Raise on every rank if one rank has an `error` or the arguments of two ranks disagree. A collective."""
     degree = degree_of(group_name)
     mine = [-1] * (1 + 2 * degree) if error else [x.shape[1] * x.element_size(), *output_splits, *input_splits]
     table = table_of_ranks(mine, group_name)
@@ -158,7 +156,7 @@ def compare_all_to_all(
 
 
 def compare_experts(op: str, experts: int, group_name: str, error: Exception | None) -> None:
-    """Raise on every rank what is wrong on one of them, or where the number of experts differs. A collective."""
+    """Raise on every rank if one rank has an `error` or the numbers of experts differ. A collective."""
     table = [row[0] for row in table_of_ranks([-1 if error else experts], group_name)]
     raise_of_ranks(op, "rows", [number < 0 for number in table], error)
     for rank, number in enumerate(table):
@@ -167,8 +165,8 @@ def compare_experts(op: str, experts: int, group_name: str, error: Exception | N
 
 
 def agree(op: str, group_name: str, arguments: dict[str, Any], error: Exception | None) -> None:
-    """Raise on every rank what is wrong on one of them, or an argument that differs between ranks. Once per layer:
-    objects travel."""
+    """Raise on every rank if one rank has an `error` or an argument differs between ranks. It sends pickled objects, so
+    it is for once per layer."""
     if not can_compare(group_name):
         if error is not None:
             raise error

@@ -1,10 +1,10 @@
-"""Settings that hold within a block of code, per thread and per task of asyncio.
+"""Settings for the extent of a `with` block, per thread and per asyncio task.
 
-    with force_implementation("triton"):     value = the one of the innermost block that has not ended
+    with force_implementation("triton"):     the value of the innermost open block holds
         with debug_checks(): ...
 
-Blocks may end in any order: each takes away what it said and nothing else. Autograd runs the backward of GPU tensors in
-threads of its own; _differentiable.py carries the settings of the forward there.
+Blocks may end in any order: each removes its own value. Autograd runs the backward of GPU tensors in threads of its
+own; _differentiable.py carries the settings of the forward there.
 """
 
 from collections.abc import Iterator
@@ -39,21 +39,21 @@ class Setting(Generic[T]):
 
 
 forced: Setting[Any] = Setting("forced", None)
-"""What `force_implementation` says."""
+"""The value of `force_implementation`."""
 debug: Setting[bool] = Setting("debug", False)
-"""Whether `debug_checks` holds."""
+"""Whether a `debug_checks` block is open."""
 
 Snapshot = tuple[Any, bool]
 
 
 def snapshot() -> Snapshot:
-    """The settings as they are, for `restored`."""
+    """The current settings, for `restored`."""
     return forced.value, debug.value
 
 
 @contextmanager
 def restored(settings: Snapshot) -> Iterator[None]:
-    """Within the block the settings are those of a snapshot."""
+    """Within the block the settings of a snapshot hold."""
     if settings == snapshot():
         yield
         return

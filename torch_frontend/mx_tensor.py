@@ -3,9 +3,8 @@
     MXTensor (M, K) of orig_dtype  =  q (M, K) uint8  +  sf (M, K/32) uint8
                                       .qdata view: float8_e4m3fn   .scale view: float8_e8m0fnu
 
-It is a payload, not a number type: it travels between the functions of ep.py and autograd.py, and any
-other operation raises and points to `.dequantize()`. After a packed all-to-all q and sf are views of
-one buffer; nothing here copies them apart.
+It is a payload, not a number type: the functions of this package pass it to each other, and any other operation raises
+and names `.dequantize()`. After a packed all-to-all q and sf are views of one buffer, which nothing here copies.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +28,8 @@ class MXTensor(Tensor):
     """MXFP8 values with one E8M0 scale per 32 along the last dim.
 
     MXTensor(q, sf, orig_dtype): q (..., K) uint8 or float8_e4m3fn; sf (..., K/32) uint8 or
-    float8_e8m0fnu; orig_dtype bfloat16 or float32, the dtype that the tensor shows to autograd and
-    that `dequantize()` returns. Raises ValueError (shapes, device) and TypeError (dtypes).
+    float8_e8m0fnu; orig_dtype bfloat16 or float32, the dtype for autograd and of `dequantize()`. Raises ValueError
+    (shapes, device) and TypeError (dtypes).
 
     >>> mx = MXTensor.quantize(torch.full((1, 32), 3.0))
     >>> mx.qdata[0, 0].item(), mx.scale[0, 0].item(), mx.dequantize()[0, 0].item()
@@ -43,12 +42,12 @@ class MXTensor(Tensor):
     sf: Tensor
     orig_dtype: torch.dtype
 
-    # What torchao's MXTensor says of itself; here there is one format in one layout.
+    # Attributes of torchao's MXTensor; here there is one format in one layout.
     elem_dtype = torch.float8_e4m3fn
     block_size = BLOCK
     is_swizzled_scales = False
 
-    # Results of other operations are what those operations return, never wrapped again.
+    # The results of other operations are not wrapped again.
     __torch_function__ = unwrapped_results
 
     @staticmethod
@@ -60,13 +59,30 @@ class MXTensor(Tensor):
         return self
 
     @staticmethod
-    def quantize(x: Tensor, rounding: Rounding | str = Rounding.RCEIL) -> "MXTensor":
+    def quantize(x: Tensor, rounding: Rounding | str = Rounding.RCEIL, packed: bool = False) -> "MXTensor":
         """Quantize x (M, K) or (G, M, K), bfloat16 or float32, along its last dim.
 
-        Differentiable: the gradient passes through unchanged. Raises ValueError when K is not a
-        multiple of 32, TypeError for other dtypes.
+        packed: x is (M, K), and q and sf are views of rows `[q | sf]` in one buffer. `gather_rows`, `spread_rows` and
+        an all-to-all read such rows without a copy; a product copies q and sf. Differentiable: the gradient passes
+        through unchanged. Raises ValueError (shape) and TypeError (dtype).
         """
-        return _quantized("MXTensor.quantize", "x", x, Rounding.parse(rounding, "MXTensor.quantize"))
+        op = "MXTensor.quantize"
+        return _quantized(op, "x", x, Rounding.parse(rounding, op), packed)
+
+    @staticmethod
+    def from_packed(packed: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
+        """Wrap rows `[q | sf]` (M, K + K/32) uint8 as views, without a copy.
+
+        Raises ValueError (shape) and TypeError (dtype)."""
+        op = "MXTensor.from_packed"
+        require_tensor(op, "packed", packed)
+        if packed.dtype != torch.uint8:
+            fail(TypeError, op, "packed", f"dtype {packed.dtype}", "allowed: uint8")
+        if packed.dim() != 2 or packed.shape[1] % (BLOCK + 1):
+            got, allowed = f"shape {tuple(packed.shape)}", "allowed: (M, K + K/32), 32 elements and their scale"
+            fail(ValueError, op, "packed", got, allowed)
+        k = packed.shape[1] // (BLOCK + 1) * BLOCK
+        return MXTensor(packed[:, :k], packed[:, k:], orig_dtype)
 
     @staticmethod
     def to_mx(
@@ -79,11 +95,11 @@ class MXTensor(Tensor):
         is_swizzled_scales: bool = False,
         mxfp8_dim0_cast_kernel_choice: Any = None,
     ) -> "MXTensor":
-        """`quantize` as torchao's `MXTensor.to_mx` is called, with its defaults: FLOOR.
+        """`quantize` with the signature and the defaults (FLOOR) of torchao's `MXTensor.to_mx`.
 
         elem_dtype is torch.float8_e4m3fn, block_size 32, act_quant_kwargs None, is_swizzled_scales False; any other
-        value raises ValueError. Which kernel runs depends on the device alone: kernel_preference and
-        mxfp8_dim0_cast_kernel_choice change nothing.
+        value raises ValueError. kernel_preference and mxfp8_dim0_cast_kernel_choice have no effect: the device decides
+        the kernel.
 
         >>> MXTensor.to_mx(torch.full((1, 32), 3.0), torch.float8_e4m3fn, scaling_mode="rceil").scale[0, 0].item()
         0.0078125
@@ -103,8 +119,8 @@ class MXTensor(Tensor):
         act_quant_kwargs: None = None,
         is_swizzled_scales: bool = False,
     ) -> "MXTensor":
-        """`MXTensor(q, sf, orig_dtype)` as torchao calls it. qdata: (..., K) float8_e4m3fn, scales: (..., K/32)
-        float8_e8m0fnu, one per block, row-major. The other arguments and errors as in `to_mx`."""
+        """`MXTensor(q, sf, orig_dtype)` with torchao's signature. qdata: (..., K) float8_e4m3fn, scales: (..., K/32)
+        float8_e8m0fnu, one per block, row-major. Other arguments and errors as in `to_mx`."""
         op = "MXTensor.from_qdata_and_scales"
         require_tensor(op, "qdata", qdata)
         _check_torchao(op, qdata.dtype, block_size, act_quant_kwargs, is_swizzled_scales, "qdata")
@@ -151,8 +167,8 @@ class MXTensor(Tensor):
         if rule is not None:
             return rule(func, *args, **(kwargs or {}))
         remedy = (
-            "allowed: the functions of mxep.torch_frontend; for anything else call .dequantize() first; where it is a "
-            "gradient that arrives here, pass mxfp8_bwd=False to a2a_combine_hp_fwd_mxfp8_bwd"
+            "allowed: the functions of mxep.torch_frontend; for anything else call .dequantize() first; for a "
+            "gradient, pass mxfp8_bwd=False to a2a_combine_hp_fwd_mxfp8_bwd"
         )
         return fail(NotImplementedError, str(func), "argument", "an MXTensor", remedy)
 
@@ -182,7 +198,7 @@ def _check_float(op: str, argument: str, dtype: object) -> None:
 def _check_torchao(
     op: str, elem_dtype: Any, block_size: Any, act_quant_kwargs: Any, is_swizzled_scales: Any, name: str = "elem_dtype"
 ) -> None:
-    """Raise ValueError unless torchao's description of a format is of the only one here."""
+    """Raise ValueError unless torchao's format arguments describe MXFP8 with row-major scales."""
     for argument, value, allowed, why in (
         (name, elem_dtype, torch.float8_e4m3fn, "the elements of MXFP8 here"),
         ("block_size", block_size, BLOCK, "the block of MXFP8"),
@@ -193,7 +209,7 @@ def _check_torchao(
             fail(ValueError, op, argument, repr(value), f"allowed: {allowed}, {why}")
 
 
-def _quantized(op: str, argument: str, x: Tensor, rounding: Rounding) -> MXTensor:
+def _quantized(op: str, argument: str, x: Tensor, rounding: Rounding, packed: bool = False) -> MXTensor:
     require_tensor(op, argument, x)
     if isinstance(x, MXTensor):
         fail(TypeError, op, argument, "an MXTensor", "allowed: bfloat16 or float32 tensors; call .dequantize() first")
@@ -202,18 +218,22 @@ def _quantized(op: str, argument: str, x: Tensor, rounding: Rounding) -> MXTenso
     if x.dim() not in (2, 3) or x.shape[-1] % BLOCK:
         allowed = f"allowed: (M, K) or (G, M, K), K a multiple of {BLOCK}"
         fail(ValueError, op, argument, f"shape {tuple(x.shape)}", allowed)
-    return _quantize(x.contiguous(), int(rounding))
+    if packed and x.dim() != 2:
+        fail(ValueError, op, argument, f"shape {tuple(x.shape)} with packed=True", "allowed: (M, K)")
+    return _quantize(x.contiguous(), int(rounding), packed)
 
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: int) -> MXTensor:
+    def forward(ctx: Any, x: Tensor, rounding: int, packed: bool) -> MXTensor:
+        if packed:
+            return MXTensor.from_packed(ops.quantize_row_packed(x, rounding), x.dtype)
         q, sf = ops.quantize_row(x, rounding)
         return MXTensor(q, sf, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
 
 
 class _Dequantize(torch.autograd.Function):
@@ -235,27 +255,26 @@ class _QuantizeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        q, sf = ops.quantize_row(plain(grads[0]).contiguous(), ctx.rounding)
+        q, sf = ops.quantize_row(dequantized(grads[0]).contiguous(), ctx.rounding)
         return MXTensor(q, sf, grads[0].dtype), None
 
 
 _quantize = differentiable("MXTensor.quantize", _Quantize)
 _dequantize = differentiable("MXTensor.dequantize", _Dequantize)
 quantize_gradient = differentiable("quantize_gradient", _QuantizeGradient)
-"""quantize_gradient(x, rounding): x itself, (M, K); its gradient leaves as an MXTensor."""
+"""quantize_gradient(x, rounding): x itself, (M, K); its gradient is quantized to an MXTensor."""
 
 
 def _values(mx: MXTensor, dtype: torch.dtype) -> Tensor:
     return ops.dequantize(mx.q.contiguous(), mx.sf.contiguous(), str(dtype).removeprefix("torch."))
 
 
-def plain(x: Tensor) -> Tensor:
-    """x itself, or the values of an MXTensor; for code below autograd."""
+def dequantized(x: Tensor) -> Tensor:
+    """x itself, or the values of an MXTensor in its orig_dtype; for code below autograd."""
     return _values(x, x.orig_dtype) if isinstance(x, MXTensor) else x
 
 
-# What autograd and its tools do with a value on its way: save it, alias it, add two gradients, cast or move it, look
-# at its values.
+# The operations that autograd and its tools apply to a value: save, alias, add two gradients, cast, move, inspect.
 
 
 def _same(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
@@ -272,7 +291,7 @@ def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
 def _add(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
     if func is aten.add_.Tensor and isinstance(a, MXTensor):
         fail(NotImplementedError, str(func), "self", "an MXTensor", "allowed: plain tensors; call .dequantize() first")
-    return func(plain(a), plain(b), **kwargs)
+    return func(dequantized(a), dequantized(b), **kwargs)
 
 
 def _to_copy(
@@ -286,13 +305,13 @@ def _to_copy(
 ) -> MXTensor:
     if layout not in (None, torch.strided):
         fail(NotImplementedError, str(func), "layout", layout, "allowed: torch.strided; call .dequantize() first")
-    # The bytes say the same in either dtype: autograd casts a gradient so.
+    # The bytes are independent of orig_dtype, so autograd may cast a gradient.
     q, sf = (part if device in (None, part.device) else func(part, device=device, **how) for part in (mx.q, mx.sf))
     return MXTensor(q, sf, dtype or mx.orig_dtype)
 
 
-def _of_values(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(*map(plain, args), **kwargs)
+def _on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*map(dequantized, args), **kwargs)
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
@@ -303,7 +322,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add,
     aten._to_copy.default: _to_copy,
-    # What hooks and anomaly detection ask of a gradient, in its values.
+    # Hooks and anomaly detection apply these to the values of a gradient.
     **dict.fromkeys(
         (
             aten.isnan.default,
@@ -329,6 +348,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
             aten.var.correction,
             aten.count_nonzero.default,
         ),
-        _of_values,
+        _on_values,
     ),
 }

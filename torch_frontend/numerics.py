@@ -1,11 +1,11 @@
-"""What `compute="fold"` would take from a layer: its operands, folded beside the unfolded ones.
+"""The loss of `compute="fold"` on a layer: each operand of the layer, folded and unfolded.
 
     x, params --route, quantize, multiply--> x  w1  w3  gate  up  h  w2          forward
     dout -----gather, quantize, multiply---> dout  w2_t  dh  dgate  dup  w1_t  w3_t   backward, as far as operands go
                                              x_t  h_t  dout_t  dgate_t  dup_t    recipe "mxfp8"
     each --fold--> counts, energies --> core_kernels/fold/report.py
 
-The products are the exact ones, on any device: what a fold takes is asked of operands that no fold has changed.
+The products are the exact ones on any device, so that no operand contains the error of an earlier fold.
 """
 
 import numpy as np
@@ -23,19 +23,19 @@ from .moe import MoE
 
 OP = "numerics_report"
 CHUNK = 1 << 24
-"""Values of which energies are computed at a time, in fp32."""
+"""Values per step of the energies, which are fp32."""
 
 
 @torch.no_grad()
 def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> NumericsReport:
-    """What folding the operands of `moe` takes from them, for these tokens: whether compute="exact" is needed.
+    """Report the loss of folding the operands of `moe` on these tokens: whether compute="exact" is needed.
 
     x: (..., D) bfloat16 or float32, on the layer's device. dout: the gradient of the layer's output, like x; None
-    draws normal values from a fixed seed. The report covers what the recipe multiplies in MXFP8, whatever its compute:
-    activations, weights in both orientations, gradients; with recipe "mxfp8" the forms along the tokens too.
+    draws normal values from a fixed seed. The report covers every MXFP8 operand of the recipe, whatever its compute:
+    activations, weights in both orientations, gradients; with recipe "mxfp8" also the operands along the tokens.
 
-    Runs forward and backward once without autograd; nothing of the layer changes. Results are read on the host, where
-    an operand takes a quarter of a byte per value: some thousand tokens are enough.
+    Runs forward and backward once without autograd; the layer does not change. The host reads a quarter of a byte per
+    value of each operand: some thousand tokens are enough.
 
     >>> layer = MoE(64, 128, num_experts=2, top_k=1, recipe="mxfp8")
     >>> tokens = torch.randn(512, 64)
@@ -114,7 +114,7 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
     weights = {"w1": moe.experts.w1, "w3": moe.experts.w3, "w2": moe.experts.w2, "router.weight": moe.router.weight}
     for name, w in weights.items():
         if isinstance(w, DTensor):
-            whole = "allowed: a layer that is whole on this device; ask before it is parallelized"
+            whole = "allowed: a layer that is whole on this device; call it before parallelize_module"
             fail(NotImplementedError, OP, "moe", f"{name} as a DTensor", whole)
     if not moe.experts.recipe.mx:
         got = f"recipe {moe.experts.recipe.name!r}"
@@ -137,7 +137,7 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
         fail(ValueError, OP, "dout", f"shape {tuple(dout.shape)}", f"allowed: {tuple(x.shape)}, x's")
     for name, value in {**weights, "x": x, "dout": dout}.items():
         if value is not None and not value.isfinite().all():
-            fail(ValueError, OP, name, "NaN or infinity", "allowed: finite values; what is none has no SQNR")
+            fail(ValueError, OP, name, "NaN or infinity", "allowed: finite values; other values have no SQNR")
 
 
 def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...]) -> Measured:
@@ -147,7 +147,7 @@ def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...]) -> Measured:
 
 
 def _tokens(q: Tensor, sf: Tensor, ends: Tensor) -> Measured:
-    """Folded to one scale per row and span of tokens."""
+    """Folded to one scale per row and chunk of 256 tokens."""
     qf, span_sf = ops.fold_groups(q, sf, ends)
     slots = torch.from_numpy(slots_of_blocks(ends.cpu().numpy(), sf.shape[1])).to(q.device)
     target = torch.where(slots < 0, E8M0_NAN, span_sf[slots.clamp_min(0)].T).to(torch.uint8).contiguous()
@@ -155,7 +155,7 @@ def _tokens(q: Tensor, sf: Tensor, ends: Tensor) -> Measured:
 
 
 def _measure(q: Tensor, sf: Tensor, qf: Tensor, target: Tensor, groups: tuple[slice, ...]) -> Measured:
-    """q (R, K), its scales (R, K/32), its fold and the scale bytes that its blocks are folded under."""
+    """q (R, K), its scales (R, K/32), its fold qf, and the scale byte `target` of each folded block."""
     nonzero, rounded, flushed = (int(n.sum(dtype=torch.int64)) for n in ops.count_fold_loss(q, sf, target))
     top = torch.where(target == E8M0_NAN, 0, target).amax(1)
     parts = zip(*(x.split(max(CHUNK // q.shape[1], 1)) for x in (q, sf, qf, target, top)), strict=True)
@@ -164,7 +164,7 @@ def _measure(q: Tensor, sf: Tensor, qf: Tensor, target: Tensor, groups: tuple[sl
 
 
 def _energies(q: Tensor, sf: Tensor, qf: Tensor, target: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row and block: the squares of values and of what the fold changed, in units of the row's top scale."""
+    """Per row and block: the squares of the values and of the fold's error, in units of the row's top scale."""
     nan = (sf == E8M0_NAN) | (target == E8M0_NAN)
     value, folded = _values(q, sf, top, nan), _values(qf, target, top, nan)
     return value.square().sum(-1), (value - folded).square().sum(-1)
@@ -172,7 +172,7 @@ def _energies(q: Tensor, sf: Tensor, qf: Tensor, target: Tensor, top: Tensor) ->
 
 def _values(q: Tensor, byte: Tensor, top: Tensor, nan: Tensor) -> Tensor:
     """(R, K/32, 32) fp32 in units of the row's top scale; zeros for NaN."""
-    # What lies 2^-60 below the top counts as much there: its squares are fp32 numbers, and it is lost all the same.
+    # The shift stops at 2^-60, so that squares are fp32 numbers; the fold flushes such values anyway.
     shift = (byte.int() - top[:, None].int()).clamp(-60, 0)
     scale = torch.where(nan, 0, (127 + shift) << 23).view(torch.float32)
     return q.view(torch.float8_e4m3fn).float().nan_to_num(0).unflatten(1, (-1, BLOCK)) * scale[..., None]

@@ -1,11 +1,13 @@
-"""Expert parallelism as a ParallelStyle: experts sharded over a mesh, tokens sent to them and back.
+"""Expert parallelism as a ParallelStyle: experts sharded over a mesh, tokens dispatched to them and combined.
 
-parallelize_module(moe, mesh, MXFP8ExpertParallel())             the layer: experts sharded, router replicated
-parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())     its experts alone, the router is the caller's
-parallelize_module(experts, mesh, MXFP8ExpertParallel(...))      another module of experts:
+    parallelize_module(moe, mesh, MXFP8ExpertParallel())             the layer: experts sharded, router replicated
+    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())     its experts alone; the router stays the caller's
+    parallelize_module(experts, mesh, MXFP8ExpertParallel(...))      another module of experts, by two forward hooks:
 
-    (rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
-                             before         weights: DTensor, Shard(0)                    after
+        (rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
+                                 before         weights: DTensor, Shard(0)                    after
+
+`MoE` itself calls dispatch, experts and combine; the hooks serve modules of other packages alone.
 """
 
 from typing import Any, Literal, get_args
@@ -20,8 +22,8 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._ranks import agree
 from ._torch_private import name_of_group
-from .ep import Route, receive_rows, send_probs, send_rows
-from .moe import DEFAULT_RECIPE, GroupedExperts, MoE
+from .moe import GroupedExperts, MoE
+from .pipeline import Route, combine, dispatch_over, dispatch_probs
 from .shards import Ranks
 
 Gradients = Literal["mean", "sum"]
@@ -30,28 +32,34 @@ Gradients = Literal["mean", "sum"]
 class MXFP8ExpertParallel(ParallelStyle):
     """Shard experts over a one-dimensional mesh; every rank has tokens of its own.
 
-    A MoE: its experts become DTensors with `Shard(0)`, its router one with `Replicate()`, both with the values of the
-    mesh's first rank, so that all ranks start alike. GroupedExperts: the same without the router. Another module of
-    experts, whose own parameters have experts as dim 0: its forward is called as `module(rows, counts)` with rows
-    (M, K) sorted by expert, or TokenCopies, and counts (E,) of any integer dtype, and runs on
-    `(groups, padded_counts)`: groups (P, K), an MXTensor if the recipe quantizes, padded_counts (E / ranks,) int32.
-    Probabilities (M,) float32 as a third argument travel with the rows and arrive as (P,), zeros for padding.
+    A MoE: its experts become DTensors with `Shard(0)` and its router a DTensor with `Replicate()`, both with the values
+        of the mesh's first rank, so that all ranks start alike.
+    GroupedExperts: the same without a router.
+    Another module whose own parameters have experts as dim 0: the caller passes `module(rows, counts)`, with rows (M,
+    K)
+        sorted by expert, or TokenReplicas, and counts (E,) of any integer dtype. Hooks dispatch them, and the module's
+        forward receives (groups, padded_counts): groups (P, K), an MXTensor if the recipe quantizes, padded_counts
+        (E / ranks,) int32. A third argument, probabilities as in `dispatch_probs`, arrives as (P,). The call returns
+        what `combine` returns: (M, N) for rows, the sum over each token's replicas (T, N) for TokenReplicas.
 
-    recipe: a Recipe or its name; None: the module's own `recipe`, or "mxfp8_wgrad_with_hp".
-    gradients: what a sharded or replicated weight's gradient is. "mean": that of the mean of the ranks' losses, as
-        DistributedDataParallel and FSDP make it of dense weights; a rank's loss is the mean over its tokens, and the
-        caller averages the gradients of all other weights. "sum": that of the sum of the ranks' losses; a rank's loss
-        is a sum over the tokens of all ranks' batch divided by their number, and the caller sums the other gradients.
-        Another module of experts takes "sum" alone: nothing here sees how it reads its weights.
+    recipe: a Recipe or its name; None is the module's own `recipe`, or "mxfp8".
+    gradients: the meaning of a sharded or replicated weight's gradient. "mean": the gradient of the mean of the ranks'
+        losses, as DistributedDataParallel and FSDP compute it for dense weights; a rank's loss is the mean over its
+        tokens, and the caller averages the gradients of all other weights. "sum": the gradient of the sum of the ranks'
+        losses; a rank's loss is a sum over its tokens divided by the number of tokens of all ranks, and the caller sums
+        the other gradients. Another module of experts takes "sum" alone: this style does not see how it reads its
+        weights.
 
-    The router's gradient is reduced over the mesh in the backward. One DTensor for all weights of a layer lets
-    `clip_grad_norm_` and foreach or fused optimizers take them together; weights outside of the layer that are plain
-    tensors are another group of parameters and another call. With FSDP2 shard the experts on the other dim of the
-    mesh, `fully_shard(moe.experts, mesh=mesh["dp"])`, and leave the router to the caller: the style on `moe.experts`.
+    The backward reduces the router's gradient over the mesh. All weights of a layer are DTensors of one mesh, so
+    `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside of the layer need
+    another group of parameters and another call. With FSDP2 shard the experts over the other dim of the mesh,
+    `fully_shard(moe.experts, mesh=mesh["dp"])`, apply this style to `moe.experts`, and leave the router to the caller.
+
+    >>> style = MXFP8ExpertParallel(gradients="mean")  # parallelize_module(moe, mesh, style)
 
     Raises ValueError when the mesh does not divide the experts, when the mesh has more than one dim, when `recipe`
-    contradicts the module's own, for modules without experts, and where these differ between ranks. An error of one
-    rank is raised on all.
+    contradicts the module's own, for modules without experts, and when these differ between ranks. An error on one rank
+    raises on all.
     """
 
     def __init__(self, recipe: Recipe | str | None = None, gradients: Gradients = "mean") -> None:
@@ -66,7 +74,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         experts = module.experts if isinstance(module, MoE) else module
         ours = isinstance(experts, GroupedExperts)
         own = getattr(experts, "recipe", None)
-        recipe = self.recipe or Recipe.parse(own or DEFAULT_RECIPE)
+        recipe = self.recipe or Recipe.parse(own or "mxfp8")
         self._check_on_all_ranks(experts, ours, own, recipe, device_mesh)
         ranks = Ranks(
             name_of_group(device_mesh.get_group()),
@@ -86,12 +94,12 @@ class MXFP8ExpertParallel(ParallelStyle):
         return module
 
     def _check_on_all_ranks(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
-        """Raise on all ranks what is wrong on one, and where they are about to share experts that differ."""
+        """Raise on all ranks if one rank's arguments are wrong or the ranks' experts differ."""
         error = None
         try:
             self._check(experts, ours, own, recipe, mesh)
         except (TypeError, ValueError) as found:
-            if mesh.ndim != 1:  # no group to tell
+            if mesh.ndim != 1:  # no group
                 raise
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
@@ -123,25 +131,25 @@ class MXFP8ExpertParallel(ParallelStyle):
 
 
 class _Hooks:
-    """What runs around the forward of a module of experts that knows nothing of ranks."""
+    """dispatch before and combine after the forward of a module of experts that is written for one device."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         self.recipe, self.ranks = recipe, ranks
-        self.routes: list[Route] = []  # of forwards that have begun and not ended
+        self.routes: list[Route] = []  # of the forwards that have begun and not ended
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if len(args) not in (2, 3):
             allowed = "allowed: (rows, counts), or (rows, counts, probs)"
             fail(TypeError, "MXFP8ExpertParallel", "module", f"called with {len(args)} arguments", allowed)
         rows, counts, *probs = args
-        groups, padded_counts, route = send_rows(rows, counts, self.recipe, self.ranks, *probs)
+        groups, padded_counts, route = dispatch_over(rows, counts, self.recipe, self.ranks, *probs)
         self.routes.append(route)
-        return groups, padded_counts, *(send_probs(p, route) for p in probs)
+        return groups, padded_counts, *(dispatch_probs(p, route) for p in probs)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], groups: Tensor | None) -> Tensor | None:
-        # Called after a failed forward too (groups is None), so that no route outlives its call.
+        # The hook runs after a failed forward too (groups is None), so that no route outlives its call.
         route = self.routes.pop() if self.routes else None
-        return None if groups is None or route is None else receive_rows(groups, route)
+        return None if groups is None or route is None else combine(groups, route)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:

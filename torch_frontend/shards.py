@@ -1,4 +1,4 @@
-"""Weights spread over ranks: the part that this rank multiplies, and what becomes of its gradient.
+"""Weights over ranks: the local part that this rank multiplies, and the reduction of its gradient.
 
 Shard(0)      experts    --to_local--> part     gradient: of the tokens of all ranks  -- / divisor --> DTensor
 Replicate()   router     --to_local--> weight   gradient: of this rank's tokens -- all-reduce, / divisor --> DTensor
@@ -15,8 +15,11 @@ from ._torch_private import all_reduce, group_named
 
 
 class Ranks(NamedTuple):
-    """The ranks that share a layer's experts: their group, how many they are, the experts of all of them together, the
-    type of their devices, and what the gradient of a weight, which sums over the ranks, is divided by."""
+    """The ranks that share a layer's experts.
+
+    group_name, degree: their process group and its size. num_experts: of all ranks together; 0 is unknown. device_type:
+    of their devices. gradient_divisor: divides a weight's gradient, which is a sum over the ranks.
+    """
 
     group_name: str
     degree: int

@@ -1,4 +1,4 @@
-"""SwiGLU with its gradient, computed from gate and up: nothing else is saved.
+"""SwiGLU and its gradient, which is computed from gate and up: nothing else is saved.
 
 gate, up, prob --swiglu--> h          dgate, dup, dprob <--swiglu_bwd-- dh, gate, up, prob
 """
@@ -13,7 +13,7 @@ from . import ops
 from ._call import require_tensor
 from ._checks import check_devices, check_plain, check_probs, check_shape
 from ._differentiable import differentiable
-from .mx_tensor import plain
+from .mx_tensor import dequantized
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -25,14 +25,14 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.swiglu_bwd(plain(grads[0]).contiguous(), *ctx.saved_tensors)
+        return ops.swiglu_bwd(dequantized(grads[0]).contiguous(), *ctx.saved_tensors)
 
 
 _swiglu = differentiable("swiglu", _SwiGLU)
 
 
-def weights(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
-    """`prob` as the ops take it: an empty tensor where every row weighs one; raises unless it has one per row."""
+def row_probabilities(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
+    """`prob` as the ops take it, shape (0,) for a weight of 1 on every row; raises unless it has one value per row."""
     if prob is None:
         return torch.empty(0, dtype=torch.float32, device=rows.device)
     check_probs(op, "prob", prob, rows.shape[:1], rows.device)
@@ -40,10 +40,10 @@ def weights(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None) -> Tensor:
-    """silu(gate) * up * prob, in fp32 and rounded once; differentiable in all three.
+    """silu(gate) * up * prob, computed in fp32 and rounded once; differentiable in all three.
 
-    gate, up: (M, F) bfloat16. prob: (M,) float32, a weight per row, or None. Returns (M, F) bfloat16. The bits are
-    those of the ops `swiglu` and `swiglu_bwd` on every device. Raises ValueError (shapes) and TypeError (dtypes).
+    gate, up: (M, F) bfloat16. prob: (M,) float32, a weight per row, or None. Returns (M, F) bfloat16. The result has
+    the same bits on every device. Raises ValueError (shapes) and TypeError (dtypes).
 
     >>> swiglu(torch.ones(1, 1).bfloat16(), torch.ones(1, 1).bfloat16(), torch.tensor([2.0])).item()  # 2 sigmoid(1)
     1.4609375
@@ -59,4 +59,4 @@ def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None) -> Tensor:
     check_shape(op, "gate", gate, ("M", "F"))
     check_shape(op, "up", up, tuple(gate.shape))
     check_devices(op, "gate", gate.device, up=up)
-    return _swiglu(gate, up, weights(op, prob, gate))
+    return _swiglu(gate, up, row_probabilities(op, prob, gate))

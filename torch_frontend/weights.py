@@ -1,13 +1,13 @@
-"""Weights as the products multiply them: quantized in the call that uses them, or once for many calls by the user.
+"""Quantized weights: for one call and its backward, or once for many calls.
 
-    w (G, N, K) --along K--> q (G, N, K), sf    out = a w^T        "as stored"
-                '-along N--> q (G, K, N), sf    da  = dout w       "transposed"    one read of w makes both
+    w (G, N, K) --along K--> q (G, N, K), sf    out = x w^T        "as_stored"
+                '-along N--> q (G, K, N), sf    dx  = dout w       "transposed"    one read of w makes both
 
-Form "mx" on sm_90 multiplies these dequantized, in bf16. Form "bf16" quantizes nothing.
+Form "mx" on sm_90 dequantizes these bytes and multiplies bf16. Form "bf16" quantizes nothing.
 
-A call quantizes the weights that it is given, and what its backward needs of them lives until then. Nothing is kept for
-the next call: no version counter sees `.data`, collectives or another process write. Who wants to quantize once for
-several microbatches, an evaluation or serving says so, and holds the result: `quantize_weights`.
+A call quantizes its weights, and the bytes along N live until its backward. The next call starts again: no version
+counter sees a write through `.data`, by a collective or by another process, so a cache could be stale. A caller that
+quantizes once for several microbatches, an evaluation or serving holds the result of `quantize_weights`.
 """
 
 import dataclasses
@@ -29,37 +29,37 @@ from .mx_tensor import MXTensor
 
 
 class MX(NamedTuple):
-    """E4M3 bytes q (..., K) and one E8M0 byte per 32 of them, sf (..., K/32)."""
+    """E4M3 bytes q (..., K) with one E8M0 byte per 32 values, sf (..., K/32)."""
 
     q: Tensor
     sf: Tensor
 
 
 class Folded(NamedTuple):
-    """E4M3 bytes q (..., K) and one E8M0 byte per row of them, sf (...); or, along M tokens in G groups, one per span
-    of them and row: q (K, M), sf (`spans(M, G)`, K)."""
+    """E4M3 bytes q (..., K) with one E8M0 byte per row, sf (...). Along M tokens in G groups: q (K, M) with one E8M0
+    byte per feature and chunk of 256 tokens, sf (`spans(M, G)`, K)."""
 
     q: Tensor
     sf: Tensor
 
 
 class Upcast(NamedTuple):
-    """MX dequantized to bf16: what form "mx" multiplies on sm_90."""
+    """MX dequantized to bf16, the operand of form "mx" on sm_90."""
 
     x: Tensor
 
 
 Quantized = MX | Folded | Upcast
 Operand = Tensor | Quantized
-"""What a product multiplies: bf16, or bytes."""
+"""An operand of a product: a bf16 tensor, or quantized bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights:
-    """Weights with the bytes that the products multiply in their place; made by `quantize_weights`.
+    """Weights and their quantized bytes, which the products multiply instead; made by `quantize_weights`.
 
-    values (G, N, K): bf16 or fp32, gets the weight gradient; forward and input gradient do not read it. as_stored,
-    transposed: bytes along K and along N; None for recipe "bf16". form, rounding: how they were made.
+    values (G, N, K): bf16 or fp32, receives the weight gradient; forward and input gradient do not read it. as_stored,
+    transposed: the operands along K and along N; None for recipe "bf16". form, rounding: the format of the operands.
     """
 
     values: Tensor
@@ -74,7 +74,7 @@ class QuantizedWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weight gradient comes in."""
+        """The dtype of the weight gradient."""
         return self.values.dtype
 
     @property
@@ -86,7 +86,8 @@ class QuantizedWeights:
         return self.values.requires_grad
 
     def with_values(self, values: Tensor) -> "QuantizedWeights":
-        """The same bytes for values that are differentiated: the parameter that they were quantized from.
+        """Return the same bytes with other values, the parameter that they were quantized from and that is
+        differentiated.
 
         Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
         """
@@ -99,26 +100,25 @@ class QuantizedWeights:
 
 Weights = Tensor | QuantizedWeights
 Held = tuple[Quantized | None, Quantized | None] | None
-"""`as_stored` and `transposed` of QuantizedWeights; None for a plain weight."""
+"""The operands `as_stored` and `transposed` of QuantizedWeights; None for a plain weight."""
 
 
-def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8_wgrad_with_hp") -> QuantizedWeights:
-    """Quantize w (G, N, K) along both of its last dims, for all calls until it changes.
+def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
+    """Quantize w (G, N, K) along both of its last dims, for all calls until w changes.
 
-    w: contiguous, bf16 or fp32, as a linear layer stores it; K, N multiples of 32. `mxfp8_grouped_mm` and
-    `grouped_swiglu_ffn` take the result wherever they take weights, with a recipe of the same form and rounding, and
-    give w its gradient. The bytes are of w as it is now: whoever writes to w quantizes again. The experts of a layer
-    have `GroupedExperts.weights_held`.
+    w: contiguous, bf16 or fp32, as a linear layer stores it; K and N multiples of 32. `grouped_mm` and
+    `grouped_swiglu_ffn` take the result in place of w, with a recipe of the same form and rounding, and give w its
+    gradient. After a write to w the caller quantizes again. `GroupedExperts.weights_held` does this for a layer.
 
-    They are 2.06 bytes per weight; 4 for exact products on Hopper, which multiply them dequantized. "auto" chooses
-    their form by w's device.
+    The bytes take 2.06 bytes per weight; 4 for exact products on Hopper, which multiply dequantized weights. The
+    device of w decides what compute "auto" is.
 
     >>> w = torch.ones(2, 32, 64, requires_grad=True)
-    >>> held = quantize_weights(w, "mxfp8")
-    >>> held.as_stored.sf.shape, held.transposed.sf.shape
+    >>> quantized = quantize_weights(w)
+    >>> quantized.as_stored.sf.shape, quantized.transposed.sf.shape
     (torch.Size([2, 32, 2]), torch.Size([2, 64, 1]))
 
-    Raises ValueError (shape, layout), TypeError (dtype).
+    Raises ValueError (shape, layout) and TypeError (dtype).
     """
     op, recipe = "quantize_weights", Recipe.parse(recipe)
     check_float_weights(op, "w", w)
@@ -127,14 +127,19 @@ def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8_wgrad_with_hp") ->
             fail(ValueError, op, "w", f"dim {dim} = {w.shape[dim]}", f"allowed: multiples of {BLOCK}")
     if not w.is_contiguous():
         fail(ValueError, op, "w", f"strides {w.stride()}", "allowed: a contiguous (G, N, K)")
-    form, rounding = recipe.form(arch_of(w.device)), recipe.rounding
+    form, rounding = form_of(recipe, w.device), recipe.rounding
     if form == "bf16":
         return QuantizedWeights(w, None, None, form, rounding)
-    return QuantizedWeights(w, *both_ways(w.detach(), form, int(rounding)), form, rounding)
+    return QuantizedWeights(w, *quantize_both_ways(w.detach(), form, int(rounding)), form, rounding)
+
+
+def form_of(recipe: Recipe, device: torch.device) -> Form:
+    """The operand format of the recipe's products on a device."""
+    return recipe.form(arch_of(device))
 
 
 def check_float_weights(op: str, argument: str, w: object) -> None:
-    """Raise unless w is a plain (G, N, K) or (G, K, N) in bf16 or fp32."""
+    """Raise unless w is a plain (G, N, K) in bf16 or fp32."""
     if isinstance(w, DTensor):
         fail(TypeError, op, argument, "a DTensor", "allowed: this rank's part of it: .to_local()")
     if isinstance(w, MXTensor):
@@ -142,19 +147,27 @@ def check_float_weights(op: str, argument: str, w: object) -> None:
     check_floats(op, argument, cast(Tensor, w), 3)
 
 
-def check_held(op: str, argument: str, w: QuantizedWeights, form: Form, rounding: Rounding) -> None:
-    """Raise ValueError unless w was quantized as the call multiplies."""
-    if w.form != form or (form != "bf16" and w.rounding != rounding):
+def check_weights(op: str, argument: str, w: object, form: Form, rounding: Rounding) -> None:
+    """Raise TypeError unless w is a float tensor or QuantizedWeights, ValueError for QuantizedWeights of another form
+    or rounding."""
+    if not isinstance(w, QuantizedWeights):
+        check_float_weights(op, argument, w)
+    elif w.form != form or (form != "bf16" and w.rounding != rounding):
         got = f"QuantizedWeights of form {w.form!r} with {w.rounding.name}"
         allowed = f"allowed: form {form!r} with {rounding.name}; call quantize_weights with this call's recipe"
         fail(ValueError, op, argument, got, allowed)
 
 
-def stays(w: Tensor) -> bool:
-    """Whether the memory of w outlives the forward, so that bytes of it may as well.
+def values_and_held(w: Weights) -> tuple[Tensor, Held]:
+    """The tensor that receives the gradient, and the operands of QuantizedWeights."""
+    return (w.values, (w.as_stored, w.transposed)) if isinstance(w, QuantizedWeights) else (w, None)
 
-    FSDP2 frees what it gathered when the forward is over. What it gathers is a leaf that nobody has written in place:
-    its version counter stays 0. Weights that merely look so are quantized once more in the backward.
+
+def outlives_forward(w: Tensor) -> bool:
+    """Whether the memory of w is still there in the backward, so that bytes of it may be saved for the backward.
+
+    FSDP2 frees its all-gathered parameters after the forward. Such a parameter is a leaf without an in-place write: its
+    version counter is 0. A plain leaf with version 0 looks the same; it is quantized again in the backward.
     """
     if torch.compiler.is_compiling():
         return True
@@ -163,21 +176,21 @@ def stays(w: Tensor) -> bool:
 
 
 def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[Operand, Quantized | None]:
-    """w along K and along N; None there unless it is held or `both` are asked for."""
+    """The operands of w along K and along N. The second is None unless w is held or `both` is set."""
     if form == "bf16":
         return w.to(torch.bfloat16), None
     if held is not None and held[0] is not None:
         return held[0], held[1]
-    return both_ways(w, form, rounding) if both else (along_k(w, form, rounding), None)
+    return quantize_both_ways(w, form, rounding) if both else (along_k(w, form, rounding), None)
 
 
 def as_multiplied(x: MX) -> MX | Upcast:
-    """MX in the way that the tensor cores of its device take it."""
+    """MX as the tensor cores of its device read it: dequantized to bf16 on sm_90."""
     return Upcast(ops.dequantize(*x)) if facts(arch_of(x.q.device)).upcasts else x
 
 
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
-    """w (G, N, K) -> q (G, N, K), quantized along its last dim."""
+    """w (G, N, K) -> (G, N, K), quantized along K."""
     return quantize_rows(w.contiguous(), form, rounding)
 
 
@@ -190,8 +203,8 @@ def along_n(w: Tensor, form: Form, rounding: int) -> Operand:
     return _in_form(MX(*ops.quantize_col(w.contiguous(), rounding)), form)
 
 
-def both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
-    """w (G, N, K) along K, as it lies, and along N, transposed; MX of one read."""
+def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
+    """w (G, N, K) along K, as stored, and along N, transposed. One read of w makes both if they are MX."""
     if form == "row":
         w_t = w.transpose(-2, -1).contiguous()
         return quantize_rows(w.contiguous(), form, rounding), quantize_rows(w_t, form, rounding)
@@ -204,7 +217,7 @@ def _in_form(x: MX, form: Form) -> Quantized:
 
 
 def quantize_rows(x: Tensor, form: Form, rounding: int) -> Quantized:
-    """x (..., K), contiguous, along its last dim."""
+    """Quantize x (..., K), contiguous, along its last dim."""
     if form == "mx":
         return as_multiplied(MX(*ops.quantize_row(x, rounding)))
     return Folded(*(ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise)(x, rounding))

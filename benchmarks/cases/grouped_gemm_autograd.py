@@ -31,14 +31,7 @@ def torch_weights(w: Tensor, recipe: Recipe) -> torch_frontend.QuantizedWeights:
 
 def torch_product(x: Tensor, w: "Tensor | torch_frontend.QuantizedWeights", ends: Tensor, recipe: Recipe) -> Tensor:
     """x (M, K) bf16 -> (M, N)."""
-    return torch_frontend.mxfp8_grouped_mm(
-        x,
-        w.mT if isinstance(w, Tensor) else w,
-        ends,
-        wgrad_with_hp=recipe.wgrad_with_hp,
-        compute=recipe.compute,
-        pad_token_groups_for_grouped_mm=False,
-    )
+    return torch_frontend.grouped_mm(x, w, ends, recipe=recipe, pad_token_groups=False)
 
 
 def jax_weights(w: jax.Array, recipe: Recipe) -> jax_frontend.QuantizedWeights:
@@ -47,7 +40,7 @@ def jax_weights(w: jax.Array, recipe: Recipe) -> jax_frontend.QuantizedWeights:
 
 def jax_product(x: jax.Array, w: Any, ends: jax.Array, recipe: Recipe) -> Any:
     """x (M, K) bf16 -> (M, N)."""
-    return jax_frontend.mxfp8_grouped_mm(x, w, ends, recipe=recipe, pad_token_groups=False)
+    return jax_frontend.grouped_mm(x, w, ends, recipe=recipe, pad_token_groups=False)
 
 
 def jax_autograd(

@@ -1,15 +1,14 @@
-"""The tables of docs/status.md: which kernels an op has, from the sources, and where each function was run."""
+"""The tables of docs/status.md: which kernels an op has, from registry and sources, and where each function ran."""
 
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 from mxep.core_kernels.launch import KernelOp
+from mxep.core_kernels.registry import OPS
+from mxep.cpp_bindings import ffi_targets
 
 CORE = Path(__file__).parents[2] / "core_kernels"
-FAMILIES = ("quantize", "fold", "permute", "routing", "combine", "scale_layout", "swiglu", "grouped_gemm")
-CPP = re.compile(r"^void (\w+)\(const Call& call\) \{", re.MULTILINE)
 CUDA = re.compile(r"^void (\w+)\(const Call& call, cudaStream_t stream\) \{", re.MULTILINE)
 
 # Function, then its state in torch on a CPU, JAX on a CPU, torch on sm_90, JAX on sm_90, and on sm_100.
@@ -26,27 +25,25 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
-def ops_of(family: str) -> dict[str, KernelOp]:
-    """The ops of a family's plans, by name."""
-    modules = (
-        import_module(f"mxep.core_kernels.{family}.{path.stem}") for path in sorted((CORE / family).glob("plan*.py"))
-    )
-    return {op.name: op for module in modules for op in vars(module).values() if isinstance(op, KernelOp)}
+def _family(op: KernelOp) -> str:
+    """The folder of the op's plan: mxep.core_kernels.<family>.plan."""
+    return op.check.__module__.split(".")[2]
 
 
-def _defined(family: str, pattern: str, definition: re.Pattern[str]) -> dict[str, Path]:
-    """Name of an op -> the file with its kernel."""
-    paths = sorted((CORE / family).glob(pattern))
-    return {name: path for path in paths for name in definition.findall(path.read_text())}
+def _cuda_files(family: str) -> dict[str, Path]:
+    """Name of an op -> the file that defines its CUDA kernel."""
+    paths = sorted((CORE / family).glob("cuda*.cu"))
+    return {name: path for path in paths for name in CUDA.findall(path.read_text())}
 
 
 def _rows() -> Iterator[tuple[str, ...]]:
-    for family in FAMILIES:
-        cpp, cuda = _defined(family, "cpu*.cc", CPP), _defined(family, "cuda*.cu", CUDA)
-        for name, op in ops_of(family).items():
-            in_cuda = "" if name not in cuda else "sm_90" if "sm90" in cuda[name].name else "sm_90, sm_100"
-            on_cpu = "C++" if name in cpp else "the framework's matmul"
-            yield family, f"`{name}`", on_cpu, "Triton" if op.kernel else "composed of other ops", in_cuda
+    cpp = ffi_targets()
+    for name, op in OPS.items():
+        family = _family(op)
+        cuda = _cuda_files(family)
+        in_cuda = "" if name not in cuda else "sm_90" if "sm90" in cuda[name].name else "sm_90, sm_100"
+        on_cpu = "C++" if name in cpp else "the framework's matmul"
+        yield family, f"`{name}`", on_cpu, "Triton" if op.kernel else "composed of other ops", in_cuda
 
 
 def _table(columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:

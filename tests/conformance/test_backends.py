@@ -10,6 +10,7 @@ from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
 from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
 
+from ..samples import sample, sample_arrays
 from . import backends, check
 from .cases import COMBINES, GEMMS, GLUS, MAPS, QUANTIZE, SORTS
 from .definitions import DEFINITIONS
@@ -43,7 +44,8 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
     folded, folded_t = (*fold_oracle.fold_rows(*lhs), *fold_oracle.fold_rows(*rhs)), []
     for operand in (dout_t, lhs_t):
         folded_t += fold_oracle.fold_groups(*operand, ends)
-    calls = {name: ((x,), {}) for name in backends.BYTES if name.startswith("quantize")}
+    calls = {name: (tuple(sample_arrays(op)), sample(op)[1]) for name, op in backends.KERNEL_OPS.items()}
+    calls |= {name: ((x,), {}) for name in backends.BYTES if name.startswith("quantize")}
     calls |= {name: (GLUS["normal"].forward, {}) for name in backends.BYTES if name.startswith("swiglu")}
     calls |= {name: (GLUS["normal"].backward, {}) for name in backends.BYTES if name.startswith("swiglu_bwd")}
     return calls | {

@@ -71,7 +71,7 @@ def test_an_mx_gradient_is_that_of_the_rows_quantized(weighted: bool) -> None:
     probs, rows, dy = PROBS if weighted else None, ROWS.astype(jnp.bfloat16), DY.astype(jnp.bfloat16)
 
     def combine(rows):
-        return weighted_combine(rows, probs, SLOTS, ORDER, scaling_mode="floor")
+        return weighted_combine(rows, probs, SLOTS, ORDER, rounding="floor")
 
     y, backward = jax.vjp(jax.jit(combine), MXGradArray.wrap(rows))
     expected, float_backward = jax.vjp(combine, rows)

@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
 from mxep.core_kernels.formats import spans
-from mxep.jax_frontend import capabilities, force_implementation, lower_for, moe, mxfp8_grouped_mm, ops
+from mxep.jax_frontend import capabilities, force_implementation, grouped_mm, lower_for, moe, ops
+
+from ..samples import sample
 
 M, K, N, G = 64, 64, 96, 3
 
@@ -82,6 +85,10 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "grouped_mm_fold_bias": (ops.grouped_mm_fold_bias, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), f32(G, N), ENDS]),
     "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(SPANS, N), u8(K, M), u8(SPANS, K), ENDS]),
 }
+for _name, _op in ops.OPS.items():
+    if _name not in CALLS:
+        _types, _options = sample(_op)
+        CALLS[_name] = partial(getattr(ops, _name), **_options), [jax.ShapeDtypeStruct(*t) for t in _types]
 COMPOSED = {name: [part.name for part in op.parts] for name, op in ops.OPS.items() if op.compose}
 
 
@@ -125,10 +132,6 @@ def lower(name: str, arch: str) -> jax.stages.Lowered:
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-def test_the_table_names_every_op() -> None:
-    assert CALLS.keys() == ops.OPS.keys()
-
-
 def test_rows_wider_than_the_cuda_kernel_takes_are_folded_in_parts() -> None:
     for k, expected in ((16384, ["quantize_both_fold"]), (16384 + 32, COMPOSED["quantize_both_fold"])):
         with lower_for("sm_90"):
@@ -146,6 +149,14 @@ def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> N
     # Without `.rn` XLA's ptxas may fuse a multiplication and an addition; what Triton fused is an fma.
     assert not re.search(r"\b(mul|add|sub)\.f32(x2)?\b", ptx)
     assert ("fma.rn.f32" in ptx) == name.startswith("swiglu")
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_120"])
+@pytest.mark.parametrize("name", ["quantize_col", "grouped_mm_fold"])
+def test_a_gpu_without_tiles_or_machine_code_of_its_own_runs_triton(name: str, arch: str) -> None:
+    (ptx,) = kernels(lower(name, arch))
+    assert f".visible .entry {ops.OPS[name].triton_kernel().__name__}(" in ptx
+    assert f".target {arch}" in ptx
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
@@ -272,7 +283,7 @@ def test_the_gradient_of_the_layer_is_our_kernels_and_folds_on_hopper(arch: str,
 
 def test_one_program_is_traced_for_each_architecture() -> None:
     """What "auto" decides is part of the key of JAX's caches."""
-    multiply = jax.jit(jax.grad(lambda *a: mxfp8_grouped_mm(*a, recipe="mxfp8").astype(jnp.float32).sum()))
+    multiply = jax.jit(jax.grad(lambda *a: grouped_mm(*a, recipe="mxfp8").astype(jnp.float32).sum()))
     found = []
     for arch in ("sm_90", "sm_100", "sm_90"):
         with lower_for(arch):

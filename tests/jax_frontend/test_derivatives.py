@@ -13,9 +13,9 @@ from mxep.jax_frontend import (
     MXArray,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    grouped_mm,
     grouped_swiglu_ffn,
     moe,
-    mxfp8_grouped_mm,
     ops,
     plan_exchange,
     ragged_dot_mxfp8,
@@ -37,7 +37,7 @@ FUNCTIONS = {
     "a2a_dispatch_mxfp8_fwd_hp_bwd": lambda x: a2a_dispatch_mxfp8_fwd_hp_bwd(x, EXCHANGE).dequantize(),
     "grouped_swiglu_ffn": lambda x: grouped_swiglu_ffn(x, W, W, W, ENDS, recipe="mxfp8"),
     "moe.apply": lambda x: moe.apply(PARAMS, x, CONFIG)[0],
-    "mxfp8_grouped_mm": lambda x: mxfp8_grouped_mm(x, W, ENDS),
+    "grouped_mm": lambda x: grouped_mm(x, W, ENDS),
     "ragged_dot_mxfp8": lambda x: ragged_dot_mxfp8(x, W, ENDS),
     "swiglu": lambda x: swiglu(x.astype(jnp.bfloat16), x.astype(jnp.bfloat16)),
     "weighted_combine": lambda x: weighted_combine(x, None, SLOTS, ORDER),
@@ -85,7 +85,7 @@ def test_what_refuses_compiles_to_nothing() -> None:
     """And survives remat, scan and a custom_vjp around it."""
 
     def layers(x, w):
-        step = jax.checkpoint(lambda x, w: (mxfp8_grouped_mm(x, w, ENDS, out_dtype="float32"), None))
+        step = jax.checkpoint(lambda x, w: (grouped_mm(x, w, ENDS, out_dtype="float32"), None))
         return jax.lax.scan(step, x, w)[0].sum()
 
     program = jax.jit(jax.grad(layers, (0, 1))).lower(X, W[None])
@@ -97,7 +97,7 @@ def test_disable_jit_changes_nothing_in_shard_map() -> None:
     """Though eager shard_map takes no custom_vjp with symbolic zeros."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
     layer = jax.shard_map(
-        lambda x, w: mxfp8_grouped_mm(x, w, ENDS // 2), mesh=mesh, in_specs=(P("ep"), P()), out_specs=P("ep")
+        lambda x, w: grouped_mm(x, w, ENDS // 2), mesh=mesh, in_specs=(P("ep"), P()), out_specs=P("ep")
     )
     with jax.disable_jit():
         got = layer(X, W)

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import (
     MXArray,
     MXGradArray,
+    TokenReplicas,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
-    of_tokens,
     ops,
     permute,
     permute_mxfp8_fwd_hp_bwd,
@@ -174,6 +174,10 @@ def one_rank(counts: int = 4, **options) -> Callable:
     return lambda: plan_exchange(jnp.full(counts, 3, jnp.int32), None, num_rows=TOKENS, **options)
 
 
+def replicas(top_k: int = 4, order: int = 12, inverse: int = 12, dtype: str = "int32") -> TokenReplicas:
+    return TokenReplicas(ROWS[:3], jnp.arange(order, dtype=dtype), jnp.arange(inverse), top_k)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -185,8 +189,8 @@ def one_rank(counts: int = 4, **options) -> Callable:
             lambda: plan_exchange(jnp.full((2, 2), 3, jnp.int32), None, num_rows=TOKENS),
             r"shape \(2, 2\); allowed: \(E,\)",
         ),
-        (lambda: of_tokens(one_rank()(), jnp.arange(12), jnp.arange(13), 2), r"inverse: got shape \(13,\)"),
-        (lambda: of_tokens(one_rank()(), jnp.arange(12), jnp.arange(12), 5), "copies: got 5; allowed: divisors of 12"),
+        (lambda: a2a_dispatch(replicas(inverse=13), one_rank()()), r"inverse: got shape \(13,\); allowed: \(12,\)"),
+        (lambda: a2a_dispatch(replicas(5, 15, 15), one_rank()()), r"input: got shape \(3, 64\) with top_k 5; .* = 12"),
         (lambda: permute(ROWS[:12], jnp.array([6, 6], jnp.int32), 2, 1), "rank_rows: got none for 2 ranks; .*Exchange"),
         (lambda: permute(ROWS[:13], one_rank()()), r"x: got shape \(13, 64\); allowed: 12 rows, what the exchange"),
         (lambda: permute(ROWS[:12], one_rank()(), 1, 4), "num_tokens_per_expert: got an Exchange beside"),
@@ -206,8 +210,8 @@ def test_a_bad_argument_is_named(call, message) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plan_exchange(jnp.ones(4), None, num_rows=TOKENS), "num_tokens_per_expert: got dtype float32"),
-        (lambda: of_tokens(one_rank()(), jnp.ones(12), jnp.arange(12), 2), "order: got dtype float32"),
+        (lambda: plan_exchange(jnp.ones(4), None, num_rows=TOKENS), "counts: got dtype float32"),
+        (lambda: a2a_dispatch(replicas(dtype="float32"), one_rank()()), "order: got dtype float32"),
         (lambda: MXGradArray.wrap(ROWS[:12]) * 2, r"MXGradArray: operand: .* use `\.value`"),
         (lambda: a2a_dispatch_mxfp8_fwd_hp_bwd(_mx(), one_rank()()), "input: got MXArray"),
         (lambda: a2a_dispatch(_mx(), one_rank()()), "input: got MXArray"),
@@ -235,24 +239,24 @@ def test_an_axis_that_does_not_divide_the_experts_is_refused() -> None:
 
 @pytest.mark.parametrize("capacity", [None, 5])
 @pytest.mark.parametrize("send", [a2a_dispatch, lambda x, e: a2a_dispatch_mxfp8_fwd_hp_bwd(x, e).dequantize()])
-def test_tokens_go_to_the_wire_as_their_copies_would(send: Callable, capacity: int | None) -> None:
-    """The same rows arrive, and the same gradient comes back, dropped copies and all."""
-    copies = 3
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, EXPERTS, (RANKS, TOKENS * copies)), jnp.int32)
+def test_tokens_are_sent_as_their_replicas_would_be(send: Callable, capacity: int | None) -> None:
+    """The same rows arrive, and the same gradient comes back, dropped replicas and all."""
+    top_k = 3
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, EXPERTS, (RANKS, TOKENS * top_k)), jnp.int32)
 
     def local(straight: bool, ids, x, grad):
         order, inverse, counts = ops.sort_by_expert(ids[0], EXPERTS)
-        exchange = plan_exchange(counts, "ep", num_rows=TOKENS * copies, capacity=capacity)
+        exchange = plan_exchange(counts, "ep", num_rows=TOKENS * top_k, capacity=capacity)
 
         def there(x):
             if straight:
-                return send(x, of_tokens(exchange, order, inverse, copies))
-            return send(spread_rows(x, order, inverse, copies), exchange)
+                return send(TokenReplicas(x, order, inverse, top_k), exchange)
+            return send(spread_rows(x, order, inverse, top_k), exchange)
 
         rows, backward = jax.vjp(there, x)
         return rows, *backward(grad[0])
 
-    received_rows = RANKS * (capacity or TOKENS * copies)
+    received_rows = RANKS * (capacity or TOKENS * top_k)
     grad = normal(RANKS, received_rows, DIM, seed=1)
     straight, spread = (per_rank(partial(local, way), ids, ROWS, grad) for way in (True, False))
     for got, want in zip(straight, spread, strict=True):

@@ -14,9 +14,9 @@ from mxep.jax_frontend import (
     MXArray,
     Recipe,
     a2a_combine_hp_fwd_mxfp8_bwd,
+    grouped_mm,
     grouped_swiglu_ffn,
     lower_for,
-    mxfp8_grouped_mm,
     plan_exchange,
     swiglu,
 )
@@ -113,7 +113,7 @@ def test_fused_is_composed(recipe: str, kind: str, weighted: bool) -> None:
 
     def composed(x, w1, w3, w2, prob=None):
         x = operand(x)
-        mm = partial(mxfp8_grouped_mm, group_ends=ENDS, recipe=recipe, pad_token_groups=False)
+        mm = partial(grouped_mm, group_ends=ENDS, recipe=recipe, pad_token_groups=False)
         h = swiglu(mm(x, w1), mm(x, w3), prob)
         return one_rank(mm(h, w2, mx_grad=mx_grad), mx_grad)
 

@@ -12,6 +12,7 @@ import numpy as np
 from mxep import jax_frontend as mxep
 from mxep.jax_frontend import MoEConfig, MXArray, Rounding, ops
 
+from ..samples import sample, sample_arrays
 from .references import normal
 
 SPEC = importlib.util.spec_from_file_location("bad_values", Path(__file__).parents[1] / "bad_values.py")
@@ -34,6 +35,9 @@ PACKED = ops.quantize_row_packed(X)
 IDS = jnp.arange(M, dtype=jnp.int32) % G
 ORDER, INVERSE, _ = ops.sort_by_expert(IDS, G)
 SLOTS, TOKEN_PROBS, DY = INVERSE.reshape(T, TOP_K), jnp.full((T, TOP_K), 0.5), normal(T, K, seed=5)
+GROUPS, _, ROUTE = mxep.dispatch(
+    mxep.TokenReplicas(DY, ORDER, INVERSE, TOP_K), jnp.bincount(IDS, length=G), recipe="bf16"
+)
 EXCHANGE = mxep.plan_exchange(COUNTS, None, num_rows=M)
 MAPS = ops.row_map(COUNTS, num_rows=M, num_local_experts=G)
 PADDED = normal(MAPS.row_map.shape[0], K, seed=6)
@@ -76,31 +80,32 @@ CALLS: dict[str, dict[str, Any]] = {
     "a2a_combine_hp_fwd_mxfp8_bwd": {
         "input": X,
         "exchange": EXCHANGE,
-        "scaling_mode": Rounding.RCEIL,
+        "rounding": Rounding.RCEIL,
         "mxfp8_bwd": True,
     },
     "a2a_dispatch": {"input": X, "exchange": EXCHANGE},
-    "a2a_dispatch_mxfp8_fwd_hp_bwd": {"input": X, "exchange": EXCHANGE, "scaling_mode": "rceil"},
+    "a2a_dispatch_mxfp8_fwd_hp_bwd": {"input": X, "exchange": EXCHANGE, "rounding": "rceil"},
     "capabilities": {"platform": "cpu"},
+    "combine": {"groups": GROUPS, "route": ROUTE, "probs": TOKEN_PROBS, "out_dtype": "float32"},
+    "dispatch": {"rows": X, "counts": COUNTS, "recipe": "mxfp8", "axis_name": None, "capacity": 40},
+    "dispatch_probs": {"probs": TOKEN_PROBS, "route": ROUTE},
     "force_implementation": {"implementation": "cpp"},
     "gather_rows": {"x": X, "row_map": MAPS.row_map, "inverse": MAPS.inverse},
     "grouped_swiglu_ffn": {"x": X, "w1": W1, "w3": W1, "w2": W2, "group_ends": ENDS, "prob": PROB, **PRODUCT},
     "lower_for": {"arch": "sm_90"},
     "moe.apply": {"params": PARAMS, "x": X, "config": CONFIG, "axis_name": None, "token_axes": None},
     "moe.init": {"key": jax.random.key(0), "config": CONFIG, "dtype": "float32"},
-    "mxfp8_grouped_mm": {
-        "A": X,
-        "rhs_t": W,
+    "grouped_mm": {
+        "x": X,
+        "w": W,
         "group_ends": ENDS,
-        "group_sizes": None,
         "bias": normal(G, N),
         "out_dtype": "float32",
         **PRODUCT,
     },
-    "of_tokens": {"exchange": EXCHANGE, "order": ORDER, "inverse": INVERSE, "copies": TOP_K},
     "permute": {"x": X, **PERMUTED},
     "permute_mxfp8_fwd_hp_bwd": {"mx": MX, **PERMUTED},
-    "plan_exchange": {"num_tokens_per_expert": COUNTS, "axis_name": None, "num_rows": M, "capacity": 40},
+    "plan_exchange": {"counts": COUNTS, "axis_name": None, "num_rows": M, "capacity": 40},
     "quantize_weights": {"w": W, "recipe": "mxfp8"},
     "ragged_dot_mxfp8": {
         "lhs": X,
@@ -109,9 +114,10 @@ CALLS: dict[str, dict[str, Any]] = {
         "recipe": "mxfp8",
         "preferred_element_type": "float32",
     },
-    "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "copies": TOP_K},
+    "sort_by_expert": {"expert_ids": IDS, "num_experts": G},
+    "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "top_k": TOP_K},
     "swiglu": GLU,
-    "to_mxfp8_a2a_dequant": {"input": X, "exchange": EXCHANGE, "scaling_mode": "rceil", "reverse": False},
+    "to_mxfp8_a2a_dequant": {"input": X, "exchange": EXCHANGE, "rounding": "rceil", "reverse": False},
     "unpermute_hp_fwd_mxfp8_bwd": {"input": PADDED, "maps": MAPS},
     "weighted_combine": {
         "rows": X,
@@ -119,7 +125,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "slots": SLOTS,
         "order": ORDER,
         "out_dtype": "float32",
-        "scaling_mode": "rceil",
+        "rounding": "rceil",
     },
     "ops.block_scales": {"sf": SF, "group_ends": ENDS},
     "ops.combine": {"rows": X, "slots": SLOTS, "probs": TOKEN_PROBS, "out_dtype": "float32"},
@@ -160,10 +166,15 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 # Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report,
 # which reads values and is no function of jit (tests/test_numerics_report.py).
+for _name, _op in ops.OPS.items():
+    if f"ops.{_name}" not in CALLS:
+        _defaults = {key: option.default for key, option in _op.options.items()}
+        _arrays = dict(zip(_op.inputs, map(jnp.asarray, sample_arrays(_op)), strict=True))
+        CALLS[f"ops.{_name}"] = {**_arrays, **_defaults, **sample(_op)[1]}
 RECORDS = {
     "NumericsReport", "numerics_report",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
-    "Recipe", "Rounding",
+    "Recipe", "Rounding", "Route", "TokenReplicas",
 }  # fmt: skip
 
 
@@ -242,8 +253,7 @@ def fuzz(number: int, seed: int) -> list[str]:
 
 def test_the_table_has_every_function_and_argument() -> None:
     public = {name for name in mxep.__all__ if callable(getattr(mxep, name))} - RECORDS
-    mine = {f"ops.{n}" for n, f in vars(ops).items() if inspect.isfunction(f) and f.__module__ == ops.__name__}
-    assert public | mine <= set(CALLS)
+    assert public | {f"ops.{name}" for name in ops.OPS} <= set(CALLS)
     for name, given in CALLS.items():
         assert set(given) == set(inspect.signature(function(name)).parameters), name
         run(name, given, eager=False)

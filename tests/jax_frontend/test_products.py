@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mxep.core_kernels.formats import spans
-from mxep.jax_frontend import MXArray, Recipe, lower_for, mxfp8_grouped_mm, ops
+from mxep.jax_frontend import MXArray, Recipe, grouped_mm, lower_for, ops
 from mxep.jax_frontend.weights import form_of
 
 from ..compare import sqnr_db
@@ -18,7 +18,7 @@ from .references import kernels, normal
 M, K, N, SIZES = 192, 64, 96, [64, 0, 96]
 ENDS = jnp.asarray(np.cumsum(SIZES), jnp.int32)
 LHS, RHS_T, DOUT = normal(M, K), normal(len(SIZES), N, K, seed=1), normal(M, N, seed=2)
-whole_blocks = partial(mxfp8_grouped_mm, pad_token_groups=False)
+whole_blocks = partial(grouped_mm, pad_token_groups=False)
 MX = ["mxfp8_wgrad_with_hp", "mxfp8"]
 
 

@@ -7,7 +7,7 @@ import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.registry import OPS
 
-from .samples import sample
+from ..samples import sample
 
 CPP_OPS = [op for name, op in OPS.items() if not name.startswith("grouped_")]
 """On a CPU the frameworks multiply."""

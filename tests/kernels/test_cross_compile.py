@@ -23,11 +23,14 @@ from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.registry import OPS
 from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
 from mxep.core_kernels.swiglu import plan as swiglu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from ..samples import sample
 
 ARCHS = {"sm_90": 90, "sm_100": 100}
 SHARED_MEMORY = 99 * 1024
@@ -180,6 +183,11 @@ CASES = {
         ("fp8 mma",),
     ),
 }
+_COVERED = {case.op for case in CASES.values()}
+for _op in OPS.values():
+    if _op.kernel and _op not in _COVERED:
+        _types, _options = sample(_op)
+        CASES[_op.name] = Case(_op, tuple(_types), _options)
 MMA = {
     "mma": {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"},
     "mx mma": {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale"},

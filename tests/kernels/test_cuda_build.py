@@ -18,7 +18,7 @@ from mxep.core_kernels.quantize import plan as quantize
 from mxep.core_kernels.registry import OPS
 from mxep.cpp_bindings import _ops
 
-from .samples import sample
+from ..samples import sample
 
 ROOT = Path(__file__).resolve().parents[2]
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

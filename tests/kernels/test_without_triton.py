@@ -9,7 +9,7 @@ import pytest
 BLOCKED = "import sys; sys.modules['triton'] = None; sys.path.insert(0, {folder!r})\n"
 SHAPES = """
 from mxep.core_kernels.registry import OPS
-from samples import sample
+from tests.samples import sample
 for op in OPS.values():
     types, options = sample(op)
     assert len(op.signature(*types, **options).out) == len(op.outputs), op.name
@@ -42,6 +42,6 @@ assert (int(q[0, 0]), int(sf[0, 0])) == (126, 127)
 
 @pytest.mark.parametrize("code", [SHAPES, NUMPY, TORCH, JAX], ids=["shapes", "numpy", "torch", "jax"])
 def test_without_triton(code: str) -> None:
-    script = BLOCKED.format(folder=str(Path(__file__).parent)) + code
+    script = BLOCKED.format(folder=str(Path(__file__).parents[2])) + code
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

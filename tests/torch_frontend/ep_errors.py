@@ -22,12 +22,13 @@ from mxep.torch_frontend import (
     MoE,
     MXFP8ExpertParallel,
     MXTensor,
-    TokenCopies,
+    TokenReplicas,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
 )
-from mxep.torch_frontend.ep import combine, dispatch
+from mxep.torch_frontend.pipeline import combine, dispatch, dispatch_over
+from mxep.torch_frontend.shards import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -50,21 +51,19 @@ def raises(words: str, others_words: str, run: Callable[[], object], error: type
 def send(rows: object = X, counts: object = COUNTS, probs: object = None) -> None:
     """`dispatch` with these arguments on rank 0, and with right ones on rank 1."""
     mine = (rows, counts, probs) if RANK == 0 else (X, COUNTS, None)
-    dispatch(*mine[:2], RECIPES["mxfp8"], GROUP, RANKS, (E, DEVICE.type), mine[2])  # type: ignore[arg-type]
+    dispatch_over(*mine[:2], RECIPES["mxfp8"], Ranks(GROUP, RANKS, E, DEVICE.type), mine[2])  # type: ignore[arg-type]
 
 
 def bad_arguments_of_dispatch() -> None:
-    told = (
-        "dispatch: num_tokens_per_expert: got -1 from rank 0; allowed: counts of at least 0 from every rank; the error"
-    )
+    told = "dispatch: counts: got -1 from rank 0; allowed: counts of at least 0 from every rank; rank"
     order = torch.arange(6, dtype=torch.int32, device=DEVICE)
     for error, words, arguments in (
-        (TypeError, "num_tokens_per_expert: got a NoneType; allowed: a torch.Tensor", {"counts": None}),
-        (TypeError, "num_tokens_per_expert: got a list", {"counts": [1, 2, 3, 0]}),
-        (TypeError, "num_tokens_per_expert: got dtype torch.float32; allowed: int32", {"counts": COUNTS.float()}),
+        (TypeError, "counts: got a NoneType; allowed: a torch.Tensor", {"counts": None}),
+        (TypeError, "counts: got a list", {"counts": [1, 2, 3, 0]}),
+        (TypeError, "counts: got dtype torch.float32; allowed: int32", {"counts": COUNTS.float()}),
         (
             ValueError,
-            "num_tokens_per_expert: got shape (6,); allowed: (4,)",
+            "counts: got shape (6,); allowed: (4,)",
             {"counts": torch.ones(6, device=DEVICE).long()},
         ),
         (
@@ -80,20 +79,20 @@ def bad_arguments_of_dispatch() -> None:
         (TypeError, "rows: got dtype torch.float16", {"rows": X.half()}),
         (ValueError, "rows: got shape (6, 40); allowed: (M, K) with K a multiple of 32", {"rows": X[:, :40]}),
         (TypeError, "rows: got a NoneType", {"rows": None}),
-        (ValueError, "inverse: got shape (6,); allowed: (12,)", {"rows": TokenCopies(X, order, order, 2)}),
+        (ValueError, "inverse: got shape (6,); allowed: (12,)", {"rows": TokenReplicas(X, order, order, 2)}),
         (ValueError, "probs: got shape (5,); allowed: (6,)", {"probs": torch.ones(5, device=DEVICE)}),
     ):
         raises(words, told, lambda arguments=arguments: send(**arguments), error)
 
 
 def experts_that_nobody_agreed_on() -> None:
-    """`dispatch` without `experts`: their number may differ, and a bad argument is told before the counts."""
+    """`dispatch` by hand: the numbers of experts may differ, and a bad argument raises before the counts are sent."""
 
     def by_hand(rows: object = X, counts: object = COUNTS) -> None:
         mine = (rows, counts) if RANK == 0 else (X, COUNTS)
-        dispatch(*mine, RECIPES["mxfp8"], GROUP, RANKS)  # type: ignore[arg-type]
+        dispatch(*mine, group=GROUP)  # type: ignore[arg-type]
 
-    told = "dispatch: rows: got bad arguments on rank 0; allowed: valid arguments on all ranks; the error of rank 0"
+    told = "dispatch: rows: got bad arguments on rank 0; allowed: valid arguments on all ranks; rank 0 raises the"
     raises("rows: got dtype torch.float16", told, lambda: by_hand(X.half()), TypeError)
     raises("counts: got 4 experts on rank 1; allowed: 2", "counts: got 2 experts on rank 0; allowed: 4",
            lambda: by_hand(counts=torch.tensor([3, 3], device=DEVICE)))  # fmt: skip
@@ -104,7 +103,7 @@ def counts_of_two_dtypes() -> None:
     """int64 on one rank, int32 and uint8 on the other: they travel as int32."""
     for mine in (COUNTS, COUNTS.int(), COUNTS.to(torch.uint8)):
         counts = mine if RANK else COUNTS
-        groups, padded, route = dispatch(X, counts, RECIPES["mxfp8"], GROUP, RANKS, (E, DEVICE.type))
+        groups, padded, route = dispatch(X, counts, group=GROUP)
         assert (route.output_splits, route.input_splits) == ([3, 3], [3, 3])
         assert padded.tolist() == [32, 32]
         assert torch.equal(combine(groups.dequantize(), route), X)  # type: ignore[attr-defined]
@@ -117,9 +116,7 @@ def bad_arguments_of_an_all_to_all() -> None:
         def both(x: object = X, received: object = fair, sent: object = fair, function: Callable = function) -> Tensor:
             return function(*((x, received, sent) if RANK == 0 else (X, fair, fair)))
 
-        told = (
-            f"{function.__name__}: input: got bad arguments on rank 0; allowed: valid arguments on all ranks; the error"
-        )
+        told = f"{function.__name__}: input: got bad arguments on rank 0; allowed: valid arguments on all ranks; rank 0"
         raises("input: got a NoneType; allowed: a torch.Tensor", told, lambda both=both: both(None), TypeError)
         raises("input_splits: got a NoneType", told, lambda both=both: both(sent=None), TypeError)
         raises("output_splits: got a int", told, lambda both=both: both(received=3), TypeError)
@@ -182,8 +179,8 @@ def bad_arguments_of_parallel_experts() -> None:
     with pytest.raises(TypeError, match=r"module: got called with 1 arguments; allowed: \(rows, counts\)"):
         experts(X)
     for error, counts in ((TypeError, None), (ValueError, COUNTS - 1), (ValueError, COUNTS[:3])):
-        told = "num_tokens_per_expert: got -1 from rank 0"
-        raises("dispatch: num_tokens_per_expert: got", told, lambda c=counts: experts(X, COUNTS if RANK else c), error)
+        told = "counts: got -1 from rank 0"
+        raises("dispatch: counts: got", told, lambda c=counts: experts(X, COUNTS if RANK else c), error)
     weights = torch.ones(6, device=DEVICE, dtype=torch.float32 if RANK else torch.bfloat16)
     raises("probs: got dtype torch.bfloat16", told, lambda: experts(X, COUNTS, weights), TypeError)
     layer = parallelize_module(MoE(D, 96, E, 1).to(DEVICE), mesh, MXFP8ExpertParallel())

@@ -24,15 +24,16 @@ from mxep.torch_frontend import (
     MoE,
     MXFP8ExpertParallel,
     MXTensor,
+    Route,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    dispatch,
     ops,
     permute_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
     unpermute_hp_fwd_mxfp8_bwd,
 )
 from mxep.torch_frontend import _to_mxfp8_then_scaled_grouped_mm as mxfp8_gmm
-from mxep.torch_frontend.ep import Route, dispatch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.checkpoint.state_dict import (
@@ -340,9 +341,9 @@ def bad_input() -> None:
     raises(
         ValueError, "padded_counts: got shape (3,); allowed: (2,)", lambda: moe.experts(rows, torch.tensor([4, 4, 0]))
     )
-    exchange = partial(dispatch, rows, recipe=RECIPES["mxfp8"], group_name=name, degree=4)
+    exchange = partial(dispatch, rows, group=name)
     raises(ValueError, "(E,) with E a multiple of 4", lambda: exchange(torch.tensor([4, 4, 0])))
-    raises(ValueError, "num_tokens_per_expert", lambda: exchange(torch.ones(E, dtype=torch.int32)[:4] * 3))
+    raises(ValueError, "dispatch: counts", lambda: exchange(torch.ones(E, dtype=torch.int32)[:4] * 3))
 
 
 PROGRAMS = (

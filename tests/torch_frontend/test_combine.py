@@ -40,7 +40,7 @@ def plain_sum(rows: Tensor, probs: Tensor | None, slots: Tensor) -> Tensor:
 def test_values_and_gradients(weighted: bool, dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
     rows, probs, slots, order = operands(dtype)
     inputs = [rows, probs] if weighted else [rows]
-    y = weighted_combine(rows, probs if weighted else None, slots, order, out_dtype)
+    y = weighted_combine(rows, probs if weighted else None, slots, order, out_dtype=out_dtype)
     assert (y.dtype, y.shape) == (out_dtype or dtype, (T, D))
     dy = randn(T, D, seed=3).to(y.dtype)
     grads = torch.autograd.grad(y, inputs, dy)
@@ -100,4 +100,4 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"combine: probs: got shape \(9, 2\)"):
         weighted_combine(rows, probs[:, :2], slots, order)
     with pytest.raises(TypeError, match=r"combine: out_dtype: got torch\.float16"):
-        weighted_combine(rows, probs, slots, order, torch.float16)
+        weighted_combine(rows, probs, slots, order, out_dtype=torch.float16)

@@ -5,15 +5,7 @@ import torch
 import torch.nn.functional as F
 from mxep.core_kernels.formats import spans
 from mxep.core_kernels.recipe import RECIPES, Recipe
-from mxep.torch_frontend import (
-    MXTensor,
-    bf16_grouped_mm,
-    fp8_rowwise_grouped_mm,
-    grouped_swiglu_ffn,
-    mxfp8_grouped_mm,
-    ops,
-    swiglu,
-)
+from mxep.torch_frontend import MXTensor, grouped_mm, grouped_swiglu_ffn, ops, swiglu
 from torch import Tensor
 
 from ..compare import sqnr_db
@@ -38,41 +30,44 @@ def ends(*values: int) -> Tensor:
     return torch.tensor(values or ENDS, dtype=torch.int32)
 
 
-def mm(x: Tensor, w: Tensor, offs: Tensor, name: str, pad: bool, out_dtype=torch.bfloat16) -> Tensor:
-    recipe = RUNS[name]
-    if not recipe.mx:
-        return {"bf16": bf16_grouped_mm, "fp8_rowwise": fp8_rowwise_grouped_mm}[name](x, w.mT, offs, out_dtype)
-    options = {"pad_token_groups_for_grouped_mm": pad, "compute": recipe.compute}
-    return mxfp8_grouped_mm(x, w.mT, offs, None, out_dtype, wgrad_with_hp=recipe.wgrad_with_hp, **options)
+def mm(x: Tensor, w: Tensor, group_ends: Tensor, name: str, pad: bool, out_dtype=torch.bfloat16) -> Tensor:
+    return grouped_mm(x, w, group_ends, recipe=RUNS[name], out_dtype=out_dtype, pad_token_groups=pad)
 
 
 def composed(
-    x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, offs: Tensor, prob: Tensor | None, recipe: str, pad: bool = False
+    x: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    group_ends: Tensor,
+    prob: Tensor | None,
+    recipe: str,
+    pad: bool = False,
 ) -> Tensor:
-    h = swiglu(mm(x, w1, offs, recipe, pad), mm(x, w3, offs, recipe, pad), prob)
-    return mm(h, w2, offs, recipe, pad)
+    h = swiglu(mm(x, w1, group_ends, recipe, pad), mm(x, w3, group_ends, recipe, pad), prob)
+    return mm(h, w2, group_ends, recipe, pad)
 
 
-def fused_and_composed(inputs: dict[str, Tensor], offs: Tensor, recipe: str, dout: Tensor, pad: bool = False):
+def fused_and_composed(inputs: dict[str, Tensor], group_ends: Tensor, recipe: str, dout: Tensor, pad: bool = False):
     x, w1, w3, w2, prob = (inputs[name] for name in NAMES)
     for run in (
-        lambda: grouped_swiglu_ffn(x, w1, w3, w2, offs, prob, RUNS[recipe], pad),
-        lambda: composed(x, w1, w3, w2, offs, prob, recipe, pad),
+        lambda: grouped_swiglu_ffn(x, w1, w3, w2, group_ends, prob, recipe=RUNS[recipe], pad_token_groups=pad),
+        lambda: composed(x, w1, w3, w2, group_ends, prob, recipe, pad),
     ):
         out = run()
         yield {"out": out} | dict(zip(NAMES, torch.autograd.grad(out, list(inputs.values()), dout), strict=True))
 
 
-def fp32_sum(inputs: dict[str, Tensor], offs: Tensor, recipe: str, dout: Tensor) -> Tensor:
+def fp32_sum(inputs: dict[str, Tensor], group_ends: Tensor, recipe: str, dout: Tensor) -> Tensor:
     """dx as the sum of both products in fp32, rounded once, from the functions that compute them."""
     x, w1, w3, w2, prob = (inputs[name].detach() for name in NAMES)
-    gate, up = (mm(x, w, offs, recipe, True) for w in (w1, w3))
+    gate, up = (mm(x, w, group_ends, recipe, True) for w in (w1, w3))
     leaf = swiglu(gate, up, prob).requires_grad_()
-    (dh,) = torch.autograd.grad(mm(leaf, w2, offs, recipe, True), leaf, dout)
+    (dh,) = torch.autograd.grad(mm(leaf, w2, group_ends, recipe, True), leaf, dout)
     total = torch.zeros(x.shape)
     for dgrad, w in zip(ops.swiglu_bwd(dh, gate, up, prob), (w1, w3), strict=False):
         leaf = x.float().requires_grad_()
-        total += torch.autograd.grad(mm(leaf, w, offs, recipe, True), leaf, dgrad)[0]
+        total += torch.autograd.grad(mm(leaf, w, group_ends, recipe, True), leaf, dgrad)[0]
     return total.to(x.dtype)
 
 
@@ -100,16 +95,17 @@ def test_fusing_changes_no_bit(recipe: str, dtype: torch.dtype, mx_grad: bool) -
 def test_without_prob_and_with_mx_rows(name: str) -> None:
     inputs, recipe = operands(), RUNS[name]
     x, w1, w3, w2, prob = inputs.values()
-    ones = grouped_swiglu_ffn(x, w1, w3, w2, ends(), torch.ones_like(prob), recipe)
+    ones = grouped_swiglu_ffn(x, w1, w3, w2, ends(), torch.ones_like(prob), recipe=recipe)
     assert torch.equal(grouped_swiglu_ffn(x, w1, w3, w2, ends(), recipe=recipe), ones)
     strided = torch.ones(ROWS, 2)[:, 0]
-    assert torch.equal(grouped_swiglu_ffn(x, w1, w3, w2, ends(), strided, recipe), ones)
+    assert torch.equal(grouped_swiglu_ffn(x, w1, w3, w2, ends(), strided, recipe=recipe), ones)
     rows = MXTensor.quantize(x)
     assert torch.equal(
-        grouped_swiglu_ffn(rows, w1, w3, w2, ends(), None, recipe), composed(rows, w1, w3, w2, ends(), None, name)
+        grouped_swiglu_ffn(rows, w1, w3, w2, ends(), None, recipe=recipe),
+        composed(rows, w1, w3, w2, ends(), None, name),
     )
     dout = randn(ROWS, D, seed=7).bfloat16()
-    got = grouped_swiglu_ffn(rows, w1, w3, w2, ends(), prob, recipe)
+    got = grouped_swiglu_ffn(rows, w1, w3, w2, ends(), prob, recipe=recipe)
     want = composed(rows, w1, w3, w2, ends(), prob, name)
     assert torch.equal(got, want)
     for of, g, w in zip(
@@ -140,11 +136,11 @@ def test_close_to_fp64_autograd(recipe: str, floor_db: float) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 folded"])
 def test_any_ends_with_padding(recipe: str) -> None:
-    inputs, offs, dout = operands(rows=50), ends(7, 7, 50), randn(50, D, seed=7).bfloat16()
-    fused, want = fused_and_composed(inputs, offs, recipe, dout, pad=True)
+    inputs, group_ends, dout = operands(rows=50), ends(7, 7, 50), randn(50, D, seed=7).bfloat16()
+    fused, want = fused_and_composed(inputs, group_ends, recipe, dout, pad=True)
     for name in ("out", "w1", "w3", "w2", "prob"):
         assert torch.equal(fused[name], want[name]), name
-    assert torch.equal(fused["x"], fp32_sum(inputs, offs, recipe, dout))
+    assert torch.equal(fused["x"], fp32_sum(inputs, group_ends, recipe, dout))
 
 
 @pytest.mark.parametrize("recipe", RUNS)
@@ -160,7 +156,7 @@ def test_frozen_inputs_get_nothing_and_the_rest_the_same(recipe: str, frozen: st
     }.get(frozen, [frozen]):
         inputs[name].requires_grad_(False)
     x, w1, w3, w2, prob = inputs.values()
-    grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, RUNS[recipe]).backward(dout)
+    grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe=RUNS[recipe]).backward(dout)
     for name, t in inputs.items():
         assert (t.grad is None) == (not t.requires_grad), name
         assert t.grad is None or torch.equal(t.grad, everything[name]), name
@@ -173,7 +169,7 @@ def test_only_x_gate_and_up_are_saved(recipe: str) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         x, w1, w3, w2, prob = inputs.values()
-        grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, RUNS[recipe], False)
+        grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe=RUNS[recipe], pad_token_groups=False)
     leaves = {id(t) for t in inputs.values()}
     kept = [tuple(t.shape) for t in saved if id(t) not in leaves and t.data_ptr() not in
             {leaf.data_ptr() for leaf in inputs.values()} and t.dtype != torch.int32]  # fmt: skip
@@ -187,16 +183,16 @@ def test_x_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ops.quantize_row
     monkeypatch.setattr(ops, "quantize_row", lambda x, *rest: calls.append(tuple(x.shape)) or real(x, *rest))
     x, w1, w3, w2, prob = (t.detach() for t in operands().values())
-    grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, "mxfp8")
+    grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe="mxfp8")
     assert calls.count((ROWS, D)) == 1
     assert (ROWS, HIDDEN) not in calls
 
 
 def test_autocast_changes_nothing() -> None:
     x, w1, w3, w2, prob = operands().values()
-    want = grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, "bf16")
+    want = grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe="bf16")
     with torch.autocast("cpu", torch.float16):
-        got = grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, "bf16")
+        got = grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe="bf16")
     assert torch.equal(got, want)
 
 
@@ -206,7 +202,7 @@ def test_whole_graph(recipe: str) -> None:
     inputs, dout = operands(), randn(ROWS, D, seed=7).bfloat16()
 
     def run(x, w1, w3, w2, prob):
-        return grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, RUNS[recipe])
+        return grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe=RUNS[recipe])
 
     want, got = run(*inputs.values()), torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs.values())
     assert torch.equal(got, want)
@@ -225,27 +221,31 @@ BAD = {
         r"w3: got shape \(3, 64, 64\); allowed: \(3, 96, 64\)",
         (X, W1, W3[:, :64], W2, ends()),
     ),
-    "w2 turned": (ValueError, r"w2: got shape \(3, 96, 64\)", (X, W1, W3, W1, ends())),
+    "w2 transposed": (ValueError, r"w2: got shape \(3, 96, 64\)", (X, W1, W3, W1, ends())),
     "strided": (ValueError, r"w2: got strides .*call .contiguous\(\)", (X, W1, W3, W3.mT, ends())),
     "F not of 32": (ValueError, r"w1: got F = 40", (X, W1[:, :40], W3[:, :40], W2[..., :40], ends())),
-    "int16 offs": (TypeError, r"offs: got dtype torch.int16", (X, W1, W3, W2, ends().short())),
-    "offs of another number": (ValueError, r"offs: got shape \(2,\); allowed: \(3,\)", (X, W1, W3, W2, ends(1, 2))),
-    "past P": (ValueError, r"offs: got \[32, 32, 160\]", (X, W1, W3, W2, ends(32, 32, 160))),
+    "int16 ends": (TypeError, r"group_ends: got dtype torch.int16", (X, W1, W3, W2, ends().short())),
+    "ends of another number": (
+        ValueError,
+        r"group_ends: got shape \(2,\); allowed: \(3,\)",
+        (X, W1, W3, W2, ends(1, 2)),
+    ),
+    "past P": (ValueError, r"group_ends: got \[32, 32, 160\]", (X, W1, W3, W2, ends(32, 32, 160))),
     "unaligned": (
         ValueError,
-        r"offs: .*multiples of 32; pass pad_token",
-        (X, TRAINED, W3, W2, ends(1, 2, 3), PROB, "mxfp8", False),
+        r"group_ends: .*multiples of 32; pass pad_token",
+        (X, TRAINED, W3, W2, ends(1, 2, 3), PROB, {"pad_token_groups": False}),
     ),
     "prob elsewhere": (ValueError, r"prob: got device meta", (X, W1, W3, W2, ends(), PROB.to("meta"))),
     "shape of prob": (ValueError, r"prob: got shape \(1,\)", (X, W1, W3, W2, ends(), PROB[:1])),
-    "recipe": (ValueError, r"recipe: got 'fp4'", (X, W1, W3, W2, ends(), PROB, "fp4")),
-    "pad": (TypeError, r"pad_token_groups_for_grouped_mm: got 1", (X, W1, W3, W2, ends(), PROB, "bf16", 1)),
+    "recipe": (ValueError, r"recipe: got 'fp4'", (X, W1, W3, W2, ends(), PROB, {"recipe": "fp4"})),
+    "pad": (TypeError, r"pad_token_groups: got 1", (X, W1, W3, W2, ends(), PROB, {"pad_token_groups": 1})),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
     error, message, args = BAD[name]
-    recipe = {} if len(args) > 6 else {"recipe": "mxfp8"}
+    options = args[-1] if isinstance(args[-1], dict) else {}
     with pytest.raises(error, match=message):
-        grouped_swiglu_ffn(*args, **recipe)
+        grouped_swiglu_ffn(*args[: len(args) - bool(options)], **options)

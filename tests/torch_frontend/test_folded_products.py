@@ -7,7 +7,7 @@ import pytest
 import torch
 from mxep.core_kernels.formats import spans
 from mxep.core_kernels.recipe import Recipe
-from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, products, weights
+from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -147,9 +147,9 @@ def test_auto_folds_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(exact, folded)
     assert sqnr_db(folded, exact) > 50  # measured: 52.7, the rounding to bf16 of two sums that hardly differ
     assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs), exact)
-    monkeypatch.setattr(products, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(weights, "arch_of", lambda device: "sm_90")
     assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs), folded)
-    monkeypatch.setattr(products, "arch_of", lambda device: "sm_100")
+    monkeypatch.setattr(weights, "arch_of", lambda device: "sm_100")
     assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs), exact)
     assert torch.equal(mxfp8_grouped_mm(a, w.mT, offs, compute="fold"), folded)
 
@@ -159,9 +159,9 @@ def test_auto_folds_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_form_on_a_gpu(capability: tuple[int, int], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_device, "compute_capability", lambda device: capability)
-    assert products.form_on(Recipe.parse("mxfp8"), torch.device("cuda")) == form
-    assert products.form_on(Recipe.parse("mxfp8", compute="exact"), torch.device("cuda")) == "mx"
-    assert products.form_on(Recipe.parse("bf16"), torch.device("cuda")) == "bf16"
+    assert weights.form_of(Recipe.parse("mxfp8"), torch.device("cuda")) == form
+    assert weights.form_of(Recipe.parse("mxfp8", compute="exact"), torch.device("cuda")) == "mx"
+    assert weights.form_of(Recipe.parse("bf16"), torch.device("cuda")) == "bf16"
 
 
 def test_bad_compute() -> None:

@@ -27,12 +27,12 @@ bad_values = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "b
 Array = bad_values.Array
 SEED, NUMBER = 0, 2000
 
-RECORDS = {"NumericsReport", "Capability", "MoEStats", "TokenCopies"}
+RECORDS = {"NumericsReport", "Capability", "MoEStats", "TokenReplicas", "Route", "RowMap", "ExpertOrder"}
 """Tuples that check nothing by themselves."""
 SAME = {"ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"}
 """Other names of what is in the table."""
 RUNS_AS = {"permute_q_sf": "permute_mx"}
-NO_ARGUMENTS = {"ops", "debug_checks"}
+NO_ARGUMENTS = {"ops", "debug_checks", "RECIPES"}
 
 
 def array(x: Tensor) -> Any:
@@ -86,7 +86,45 @@ SIZES: dict[str, Any] = {"dim": 32, "hidden_dim": 64, "num_experts": 2}
 MX_PARTS = {"q": array(ops.quantize_row(torch.ones(4, 64))[0]), "sf": array(ops.quantize_row(torch.ones(4, 64))[1])}
 WAYS = {"row_map": ints(2, -1, 0, 1), "inverse": ints(2, 3, 0)}
 
+SIX_ROWS = {"rows": floats(6, 32), "counts": ints(1, 2, 3, 0)}
+
+
+def route(recipe: str) -> mt.Route:
+    """Of 2 tokens with 2 replicas each, over 3 experts, on this process alone."""
+    order, inverse, counts = mt.sort_by_expert(torch.tensor([[1, 0], [1, 2]]), 3)
+    return mt.dispatch(mt.TokenReplicas(torch.ones(2, 32), order, inverse, 2), counts, recipe=recipe, group="")[2]
+
+
+def sent(rows: Any, counts: Any, recipe: Any, group: Any) -> Tensor:
+    return mt.dispatch(rows, counts, recipe=recipe, group=group)[0]
+
+
+def sent_replicas(rows: Any, order: Any, inverse: Any, top_k: Any) -> Tensor:
+    counts = torch.tensor([1, 2, 1])
+    return mt.dispatch(mt.TokenReplicas(rows, order, inverse, top_k), counts, group="")[0]
+
+
 PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "grouped_mm": (
+        mt.grouped_mm,
+        {
+            "x": floats(64, 32), "w": floats(2, 64, 32), "group_ends": ints(32, 64), "recipe": "mxfp8",
+            "bias": floats(2, 64), **OUT, "pad_token_groups": True,
+        },
+    ),
+    "dispatch": (sent, {**SIX_ROWS, "recipe": "mxfp8", "group": ""}),
+    "dispatch.TokenReplicas": (
+        sent_replicas, {"rows": floats(2, 32), "order": ints(1, 0, 2, 3), "inverse": ints(1, 0, 2, 3), "top_k": 2}
+    ),
+    "dispatch_probs": (
+        lambda probs: mt.dispatch_probs(probs, route("mxfp8")), {"probs": floats(2, 2, dtype="float32")}
+    ),
+    "combine": (
+        lambda groups, probs, out_dtype: mt.combine(groups, route("bf16"), probs, out_dtype=out_dtype),
+        {"groups": floats(128, 32), "probs": floats(2, 2, dtype="float32"), **OUT},
+    ),
+    "sort_by_expert": (mt.sort_by_expert, {"expert_ids": ints(1, 0, 1), "num_experts": 2}),
+    "a2a_dispatch": (mt.a2a_dispatch, {**EXCHANGE, "group_name": ""}),
     "mxfp8_grouped_mm": (
         product(mt.mxfp8_grouped_mm),
         {
@@ -101,8 +139,8 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         mt.grouped_swiglu_ffn,
         {
             "x": floats(64, 32), "w1": floats(2, 96, 32), "w3": floats(2, 96, 32), "w2": floats(2, 32, 96),
-            "offs": ints(32, 64), "prob": floats(64, dtype="float32"), "recipe": "mxfp8",
-            "pad_token_groups_for_grouped_mm": False,
+            "group_ends": ints(32, 64), "prob": floats(64, dtype="float32"), "recipe": "mxfp8",
+            "pad_token_groups": False,
         },
     ),
     "quantize_weights": (mt.quantize_weights, {"w": floats(2, 64, 32), "recipe": "mxfp8"}),
@@ -115,7 +153,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "swiglu": (mt.swiglu, {"gate": floats(5, 7), "up": floats(5, 7), "prob": floats(5, dtype="float32")}),
     "gather_rows": (mt.gather_rows, {"x": floats(3, 32), **WAYS}),
     "spread_rows": (
-        mt.spread_rows, {"x": floats(2, 32), "order": ints(2, 0, 1, 3), "inverse": ints(1, 2, 0, 3), "copies": 2}
+        mt.spread_rows, {"x": floats(2, 32), "order": ints(2, 0, 1, 3), "inverse": ints(1, 2, 0, 3), "top_k": 2}
     ),
     "weighted_combine": (
         mt.weighted_combine,
@@ -141,7 +179,11 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "to_mxfp8_a2a_dequant": (mt.to_mxfp8_a2a_dequant, {**EXCHANGE, "group": ""}),
     "MXTensor": (MXTensor, {**MX_PARTS, "orig_dtype": torch.bfloat16}),
-    "MXTensor.quantize": (MXTensor.quantize, {"x": floats(4, 64), "rounding": "rceil"}),
+    "MXTensor.quantize": (MXTensor.quantize, {"x": floats(4, 64), "rounding": "rceil", "packed": True}),
+    "MXTensor.from_packed": (
+        MXTensor.from_packed,
+        {"packed": array(ops.quantize_row_packed(torch.ones(4, 64))), "orig_dtype": torch.bfloat16},
+    ),
     "MXTensor.dequantize": (
         lambda output_dtype: MXTensor.quantize(torch.ones(4, 64)).dequantize(output_dtype),
         {"output_dtype": torch.float32},
@@ -210,14 +252,15 @@ def op_table() -> dict[str, dict[str, Any]]:
         schema = getattr(torch.ops.mxep, name).default._schema.arguments
         given = [array(value) if isinstance(value, Tensor) else value for value in arguments()]
         given += [argument.default_value for argument in schema[len(given) :]]
-        table[name] = dict(zip([argument.name for argument in schema], given, strict=True))
+        table[f"ops.{name}"] = dict(zip([argument.name for argument in schema], given, strict=True))
     return table
 
 
 def outcome(case: Any) -> str:
     """What is wrong with what the call does; "" if nothing is."""
     public = case.call in PUBLIC
-    call, good = PUBLIC[case.call] if public else (getattr(torch.ops.mxep, case.call), op_table()[case.call])
+    name = case.call.removeprefix("ops.")
+    call, good = PUBLIC[name] if public else (getattr(torch.ops.mxep, name), op_table()[case.call])
     given = {name: tensor(value) for name, value in (good | {case.argument: case.bad.value}).items()}
     torch.manual_seed(0)
     try:
@@ -231,7 +274,7 @@ def outcome(case: Any) -> str:
     except Exception as error:
         if not public and re.search(r"mxep(::|\.)\w+|Overflow when unpacking", str(error)):
             return ""  # refused by the schema, or by the class of the tensor
-        names = {case.call, case.call.split(".")[0], "Recipe", RUNS_AS.get(case.call)}
+        names = {name, name.split(".")[0], "Recipe", RUNS_AS.get(name)}
         said = bad_values.complaint(error, names, good.keys())
         return "" if said.startswith("says not") and "; allowed: " in said else said
 
@@ -287,7 +330,7 @@ def check(cases: list[Any]) -> None:
 def test_valid_arguments(table: str) -> None:
     """Without this a table of wrong arguments would pass: every call would raise, and well."""
     for name, good in calls_of(table).items():
-        call = PUBLIC[name][0] if table == "public" else getattr(torch.ops.mxep, name)
+        call = PUBLIC[name][0] if table == "public" else getattr(torch.ops.mxep, name.removeprefix("ops."))
         call(**{argument: tensor(value) for argument, value in good.items()})
 
 
@@ -314,4 +357,4 @@ def test_the_values_of_fake_tensors_are_not_read() -> None:
 def test_nothing_is_forgotten() -> None:
     known = {name.split(".")[0] for name in PUBLIC} | RECORDS | SAME | NO_ARGUMENTS
     assert set(mt.__all__) - known == set()
-    assert set(op_table()) == {*ops.OPS, "permute_q_sf"}
+    assert {name.removeprefix("ops.") for name in op_table()} == {*ops.OPS, "permute_q_sf"}

@@ -1,14 +1,18 @@
 """Every kernel as a custom op: opcheck, whole graphs, bytes, and errors that say what to do."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch._dynamo.testing
+from mxep.core_kernels.launch import KernelOp
 from mxep.torch_frontend import MXTensor, _call, debug_checks, ops
 from torch import Tensor
 from torch.library import opcheck
 
+from ..conformance.backends.arrays import to_torch
+from ..samples import sample, sample_arrays
 from .inputs import ints, rows
 
 
@@ -79,8 +83,16 @@ CASES: dict[str, Callable[[], tuple]] = {
 }
 
 
-def test_every_kernel_has_a_case() -> None:
-    assert set(CASES) == set(ops.OPS) | {"permute_q_sf"}
+def sampled(op: KernelOp) -> tuple:
+    return *map(to_torch, sample_arrays(op)), *sample(op)[1].values()
+
+
+CASES = {name: partial(sampled, op) for name, op in ops.OPS.items()} | CASES
+
+
+@pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
+def test_the_sample_of_an_op_is_valid(op: KernelOp) -> None:
+    getattr(ops, op.name)(*sampled(op))
 
 
 @pytest.mark.parametrize("name", CASES)

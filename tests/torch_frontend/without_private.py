@@ -2,8 +2,8 @@
 
     torch imported --fork--> names hidden --> mxep.torch_frontend imported --> layer, forward and backward --> digest
 
-Prints a JSON object: what is hidden ("", one name, or "all") -> the digest of all bytes, or the error. On a CPU two
-more forks, "ranks" and "ranks of all", are pairs of ranks that share the layer's experts.
+Prints a JSON object: what is hidden ("", one name, or "all") -> the digest of all bytes, or the error. On a CPU "ranks"
+and "ranks all" are of two ranks that share the layer's experts.
 """
 
 import hashlib
@@ -144,17 +144,35 @@ def result(reader: int) -> str:
 
 
 def main(device: str) -> dict[str, str]:
-    def alone() -> str:
-        return layer(device) + (errors() if device == "cpu" else "")
+    return on_cpu() if device == "cpu" else on_gpu()
 
-    cases = {"": set(), "all": set(NAMES), **({name: {name} for name in NAMES} if device == "cpu" else {})}
-    found = {name: result(forked(hidden, alone)) for name, hidden in cases.items()}
-    if device == "cpu":
-        for case in ("", "all"):
-            with tempfile.TemporaryDirectory() as folder:
-                pair = [forked(cases[case], lambda i=i, at=f"{folder}/store": rank(i, 2, at)) for i in range(2)]
-                found[f"ranks {case}".strip()] = " ".join(map(result, pair))
+
+def on_cpu() -> dict[str, str]:
+    cases = {"": set(), "all": set(NAMES), **{name: {name} for name in NAMES}}
+    found = {name: result(forked(hidden, lambda: layer("cpu") + errors())) for name, hidden in cases.items()}
+    for case in ("", "all"):
+        with tempfile.TemporaryDirectory() as folder:
+            pair = [forked(cases[case], lambda i=i, at=f"{folder}/store": rank(i, 2, at)) for i in range(2)]
+            found[f"ranks {case}".strip()] = " ".join(map(result, pair))
     return found
+
+
+def on_gpu() -> dict[str, str]:
+    """Without the table of DLPack no op runs in CUDA C++, and a product in Triton has other bytes."""
+
+    def in_triton() -> str:
+        from mxep.torch_frontend import force_implementation
+
+        with force_implementation("triton"):
+            return layer("cuda")
+
+    all_but_table = {name for name in NAMES if "dlpack" not in name}
+    return {
+        "": result(forked(set(), lambda: layer("cuda"))),
+        "all but the table": result(forked(all_but_table, lambda: layer("cuda"))),
+        "in triton": result(forked(set(), in_triton)),
+        "all": result(forked(set(NAMES), lambda: layer("cuda"))),
+    }
 
 
 if __name__ == "__main__":

@@ -54,10 +54,8 @@ with_mx_gradient.defvjp(
 @partial(jax.jit, static_argnames="recipe")
 def _grouped_mm(a, b_t, group_ends, dout, recipe: Recipe):
     def forward(a, w):
-        # bf16 products take no mxep.MXArray, see its docstring
-        a = a.dequantize() if isinstance(a, mxep.MXArray) and not recipe.mx else a
         options = {"recipe": recipe, "mx_grad": isinstance(dout, tuple), "pad_token_groups": False}
-        out = mxep.mxfp8_grouped_mm(a, w, group_ends, **options)
+        out = mxep.grouped_mm(a, w, group_ends, **options)
         return with_mx_gradient(out, *dout) if isinstance(dout, tuple) else out
 
     a = mxep.MXArray.from_bytes(*a) if isinstance(a, tuple) else a

@@ -43,13 +43,7 @@ def grouped_mm(
     """out (M, N), da (M, K), db_t (G, K, N)."""
     a_ = rows(a).requires_grad_()
     w = to_torch(np.swapaxes(b_t, 1, 2)).requires_grad_()
-    ends = to_torch(group_ends)
-    if recipe.mx:
-        options = {"wgrad_with_hp": recipe.wgrad_with_hp, "compute": recipe.compute}
-        out = mxep.mxfp8_grouped_mm(a_, w.mT, ends, scale_calculation_mode=recipe.rounding, **options)
-    else:
-        multiply = mxep.bf16_grouped_mm if recipe.operands == "bf16" else mxep.fp8_rowwise_grouped_mm
-        out = multiply(a_, w.mT, ends)
+    out = mxep.grouped_mm(a_, w, to_torch(group_ends), recipe=recipe)
     out.backward(rows(dout))
     return to_numpy(out), to_numpy(a_.grad), np.swapaxes(to_numpy(w.grad), 1, 2)
 

@@ -3,8 +3,8 @@
 rows (R, D), probs (T, K) --combine--> y (T, D)
 drows (R, D), dprobs (T, K) <--combine_bwd-- dy (T, D), rows
 
-rows (R, D) --combine--> y (T, D)          without probabilities no row is saved: the gradient is
-drows (R, D) <--gather-- dy (T, D)         a copy of each token's row to its slots
+rows (R, D) --combine--> y (T, D)          without probabilities no row is saved: the gradient copies
+drows (R, D) <--gather-- dy (T, D)         each token's row to its slots
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ from ..core_kernels.launch import fail
 from . import ops
 from ._checks import (
     check_floats,
-    check_out_dtype,
     check_plain,
     check_probs,
     check_way_back,
     index_map,
+    out_dtype_of,
 )
 from ._differentiable import differentiable
-from .mx_tensor import plain
+from .mx_tensor import dequantized
 from .products import dtype_name
 
 
@@ -43,14 +43,14 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, probs, slots, order = ctx.saved_tensors
-        drows, dprobs = ops.combine_bwd(plain(grads[0]).contiguous(), rows, slots, order, probs)
+        drows, dprobs = ops.combine_bwd(dequantized(grads[0]).contiguous(), rows, slots, order, probs)
         return drows, dprobs, None, None, None
 
 
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slots: Tensor, order: Tensor, out_dtype: torch.dtype) -> Tensor:
-        # Padding, -1, stays -1: rounded towards minus infinity.
+        # Floor division keeps -1, padding, at -1.
         ctx.save_for_backward(torch.div(order, slots.shape[1], rounding_mode="floor"))
         ctx.dtype = rows.dtype
         return sum_slots(rows, slots, out_dtype)
@@ -58,7 +58,7 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        return ops.permute_rows(plain(grads[0]).to(ctx.dtype).contiguous(), token), None, None, None
+        return ops.permute_rows(dequantized(grads[0]).to(ctx.dtype).contiguous(), token), None, None, None
 
 
 _weighted = differentiable("weighted_combine", _Weighted)
@@ -66,21 +66,21 @@ _plain = differentiable("weighted_combine", _Plain)
 
 
 def weighted_combine(
-    rows: Tensor, probs: Tensor | None, slots: Tensor, order: Tensor, out_dtype: torch.dtype | None = None
+    rows: Tensor, probs: Tensor | None, slots: Tensor, order: Tensor, *, out_dtype: torch.dtype | str | None = None
 ) -> Tensor:
     """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
 
-    rows: (R, D) bfloat16 or float32. probs: (T, K) float32, or None for an unweighted sum, which saves no rows for
-    its gradient. slots: (T, K), the row of each slot, -1 for none. order: (R,), the way back: the slot t * K + k that a
-    row fills, -1 for padding, whose gradient is zeros; both int32 or int64. out_dtype: None is that of rows.
-    Returns (T, D). Gradients: of rows in their dtype, of probs in float32.
+    rows: (R, D) bfloat16 or float32. probs: (T, K) float32, or None for an unweighted sum, which saves no rows for its
+    gradient. slots: (T, K), the row of each slot, -1 for none. order: (R,), the map back: the slot t * K + k of each
+    row, -1 for padding, whose gradient is zeros; both int32 or int64. out_dtype: bfloat16 or float32, or its name; None
+    is the dtype of rows. Returns (T, D). The gradients have their argument's dtype.
 
     >>> slots, order = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
     >>> weighted_combine(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.5, 0.25]]), slots, order).tolist()
     [[1.25]]
 
-    Raises ValueError (shapes, devices; on a CPU and within `debug_checks()` slots outside the rows and an order that is
-    not their way back) and TypeError (dtypes).
+    Raises ValueError (shapes, devices) and TypeError (dtypes). On a CPU and within `debug_checks()` it also raises for
+    slots outside of the rows and for an order that is not the map back.
     """
     op = "weighted_combine"
     check_plain(op, "rows", rows)
@@ -90,8 +90,7 @@ def weighted_combine(
         fail(ValueError, op, "slots", f"shape {tuple(slots.shape)}", "allowed: (T, K), K at least 1")
     order = index_map(op, "order", order, rows.device, slots.numel(), rows.shape[:1])
     check_way_back(op, "slots", slots.view(-1), "order", order)
-    out_dtype = rows.dtype if out_dtype is None else out_dtype
-    check_out_dtype(op, out_dtype)
+    out_dtype = rows.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
     if probs is None:
         return _plain(rows, slots, order, out_dtype)
     check_probs(op, "probs", probs, tuple(slots.shape), rows.device)

@@ -3,10 +3,10 @@
     rows (R, D), probs (T, K) --combine--> y (T, D)
     drows (R, D), dprobs (T, K) <--combine_bwd-- dy (T, D), rows
 
-    rows (R, D) --combine--> y (T, D)          without probabilities nothing is saved: the gradient is
-    drows (R, D) <--gather-- dy (T, D)         a copy of each token's row to its slots
+    rows (R, D) --combine--> y (T, D)          without probabilities no row is saved: the gradient copies
+    drows (R, D) <--gather-- dy (T, D)         each token's row to its slots
 
-An MXGradArray gets its gradient in MXFP8: drows is quantized, or dy, before it is copied.
+The gradient of an MXGradArray is MXFP8: drows is quantized, or without probabilities dy, before it is copied.
 """
 
 from functools import partial
@@ -23,8 +23,8 @@ from ._derivatives import arguments
 from .mx_array import MXGradArray
 
 
-class _How(NamedTuple):
-    """Dtypes of the rows and of the result; how an MXGradArray's gradient is quantized, None for rows of floats."""
+class _Options(NamedTuple):
+    """Dtypes of the rows and of the result, and the rounding of an MXGradArray's gradient, None for an array."""
 
     dtype: str
     out_dtype: str
@@ -37,26 +37,26 @@ def sum_slots(rows: jax.Array, slots: jax.Array) -> jax.Array:
     return ops.combine(rows, slots, jnp.zeros(0, jnp.float32), out_dtype=rows.dtype)
 
 
-def _sum(rows: jax.Array | MXGradArray, probs: jax.Array, slots: jax.Array, how: _How) -> jax.Array:
+def _sum(rows: jax.Array | MXGradArray, probs: jax.Array, slots: jax.Array, options: _Options) -> jax.Array:
     values = rows.value if isinstance(rows, MXGradArray) else rows
-    return ops.combine(values, slots, probs, out_dtype=how.out_dtype)
+    return ops.combine(values, slots, probs, out_dtype=options.out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _weighted(rows: Any, probs: jax.Array, slots: jax.Array, order: jax.Array, how: _How) -> jax.Array:
-    return _sum(rows, probs, slots, how)
+def _weighted(rows: Any, probs: jax.Array, slots: jax.Array, order: jax.Array, options: _Options) -> jax.Array:
+    return _sum(rows, probs, slots, options)
 
 
-def _weighted_fwd(rows, probs, slots, order, how):
+def _weighted_fwd(rows, probs, slots, order, options):
     values = rows.value if isinstance(rows, MXGradArray) else rows
-    return _sum(rows, probs, slots, how), (values, probs, slots, order)
+    return _sum(rows, probs, slots, options), (values, probs, slots, order)
 
 
-def _weighted_bwd(how, residuals, dy):
+def _weighted_bwd(options, residuals, dy):
     rows, probs, slots, order = residuals
     drows, dprobs = ops.combine_bwd(dy, rows, slots, order, probs)
-    if how.rounding is not None:
-        drows = MXGradArray.cotangent(None, ops.quantize_row(drows, rounding=how.rounding))
+    if options.rounding is not None:
+        drows = MXGradArray.cotangent(None, ops.quantize_row(drows, rounding=options.rounding))
     return drows, dprobs, None, None
 
 
@@ -64,20 +64,20 @@ _weighted.defvjp(_weighted_fwd, _weighted_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _plain(rows: Any, slots: jax.Array, order: jax.Array, how: _How) -> jax.Array:
-    return _sum(rows, jnp.zeros(0, jnp.float32), slots, how)
+def _plain(rows: Any, slots: jax.Array, order: jax.Array, options: _Options) -> jax.Array:
+    return _sum(rows, jnp.zeros(0, jnp.float32), slots, options)
 
 
-def _plain_fwd(rows, slots, order, how):
-    # Padding, -1, stays -1: integers divide towards minus infinity.
-    return _plain(rows, slots, order, how), order // slots.shape[1]
+def _plain_fwd(rows, slots, order, options):
+    # Floor division keeps -1, padding, at -1.
+    return _plain(rows, slots, order, options), order // slots.shape[1]
 
 
-def _plain_bwd(how, token, dy):
-    dy = dy.astype(how.dtype)
-    if how.rounding is None:
+def _plain_bwd(options, token, dy):
+    dy = dy.astype(options.dtype)
+    if options.rounding is None:
         return ops.permute_rows(dy, token), None, None
-    mx = ops.permute_mx(ops.quantize_row_packed(dy, rounding=how.rounding), token)
+    mx = ops.permute_mx(ops.quantize_row_packed(dy, rounding=options.rounding), token)
     return MXGradArray.cotangent(None, mx), None, None
 
 
@@ -92,23 +92,23 @@ def weighted_combine(
     order: jax.Array,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
-    scaling_mode: Rounding | str = Rounding.RCEIL,
+    rounding: Rounding | str = Rounding.RCEIL,
 ) -> jax.Array:
     """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
 
-    rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized, by scaling_mode. probs: (T, K) fp32,
-    or None for an unweighted sum, which saves no rows for its gradient. slots: (T, K) int32, the row of each slot,
-    -1 for none. order: (R,) int32, the way back: the slot t * K + k that a row fills, -1 for padding, whose
-    gradient is zeros. out_dtype: that of rows unless given.
-    Returns (T, D). Gradients: of rows in their dtype or in MXFP8, of probs in fp32.
+    rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized with `rounding`. probs: (T, K) float32, or
+    None for an unweighted sum, which saves no rows for its gradient. slots: (T, K), the row of each slot, -1 for none.
+    order: (R,), the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros; both int32.
+    out_dtype: bf16 or fp32; None is the dtype of rows. Returns (T, D). The gradients have their argument's dtype,
+    that of an MXGradArray is MXFP8.
 
     >>> slots, order = jnp.array([[1, 0]]), jnp.array([1, 0])
     >>> weighted_combine(jnp.array([[1.0], [2.0]]), jnp.array([[0.5, 0.25]]), slots, order).tolist()
     [[1.25]]
 
-    Raises ValueError for shapes that do not fit each other, TypeError for other dtypes.
+    Raises ValueError (shapes) and TypeError (dtypes).
     """
-    op, rounding = "weighted_combine", rounding_of("weighted_combine", "scaling_mode", scaling_mode)
+    op, rounding = "weighted_combine", rounding_of("weighted_combine", "rounding", rounding)
     if not isinstance(rows, MXGradArray):
         check_floats(op, "rows", rows, " or an MXGradArray")
     check_matrix(op, "rows", rows)
@@ -119,8 +119,8 @@ def weighted_combine(
     check_shape(op, "order", order, rows.shape[:1], "one slot per row", "int")  # only the gradient reads it
     dtype = jnp.dtype(rows.dtype).name
     out_dtype = dtype if out_dtype is None else dtype_name(op, "out_dtype", out_dtype)
-    how = _How(dtype, out_dtype, rounding if isinstance(rows, MXGradArray) else None)
+    options = _Options(dtype, out_dtype, rounding if isinstance(rows, MXGradArray) else None)
     rows = rows.once(op) if isinstance(rows, MXGradArray) else rows
     if probs is None:
-        return _plain_jitted(*arguments(op, rows, slots, order), how)
-    return _weighted(*arguments(op, rows, probs, slots, order), how)
+        return _plain_jitted(*arguments(op, rows, slots, order), options)
+    return _weighted(*arguments(op, rows, probs, slots, order), options)

@@ -1,0 +1,210 @@
+"""The pipeline around the experts: dispatch rows to the ranks of their experts, and combine the results.
+
+    rows (M, K), or TokenReplicas --dispatch--> groups (P, K), padded_counts, route
+    groups (P, N), route ---------combine-----> rows (M, N), or tokens (T, N)
+
+    dispatch    quantize -> all-to-all -> gather into one padded group per local expert        backward: bf16
+    combine     gather -> all-to-all [-> sum over each token's replicas]                       backward: MXFP8
+
+A `Route` is a value: whoever holds it can combine. On one rank there is no exchange: dispatch gathers the replicas of a
+token directly into the groups, and combine sums directly from them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
+from . import ops
+from ._checks import check_counts, check_floats, check_shape, check_type, check_vector, dtype_name
+from .ep import (
+    Axes,
+    Exchange,
+    TokenReplicas,
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    check_replicas,
+    plan_exchange,
+)
+from .mx_array import MXArray, MXGradArray
+from .ops import RowMap
+from .permute import gather_rows, permute, spread_rows, unpermute_hp_fwd_mxfp8_bwd
+from .weighted_combine import weighted_combine
+from .weights import recipe_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Where `dispatch` put each row; `combine` takes it.
+
+    row_map: between received rows and padded groups. exchange: the all-to-all, None on one rank without a capacity.
+    order, slots, top_k: the maps of `weighted_combine`; top_k is 0 for rows, which have none across ranks. recipe,
+    top_k: static.
+    """
+
+    row_map: RowMap
+    exchange: Exchange | None
+    order: jax.Array | None
+    slots: jax.Array | None
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+    top_k: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def group_ends(self) -> jax.Array:
+        """(local experts,) int32, the end of each padded group."""
+        return self.row_map.group_ends
+
+    @property
+    def overflow(self) -> jax.Array:
+        """() int32, local rows that did not fit the capacity."""
+        return jnp.zeros((), jnp.int32) if self.exchange is None else self.exchange.overflow
+
+
+def dispatch(
+    rows: jax.Array | TokenReplicas,
+    counts: jax.Array,
+    *,
+    recipe: Recipe | str = "mxfp8",
+    axis_name: Axes | None = None,
+    capacity: int | None = None,
+) -> tuple[jax.Array | MXArray, jax.Array, Route]:
+    """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
+
+    rows: (M, K) bf16 or fp32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
+    counts: (E,) of an integer dtype, the rows of each expert; E is a multiple of the ranks, and rank r has the experts
+        [r E / ranks, (r + 1) E / ranks).
+    recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
+    axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
+    capacity: rows that each pair of ranks exchanges at most; None is all local rows, which never drops one.
+
+    Returns (groups, padded_counts, route): groups (P, K), an MXArray if the recipe quantizes, with padding rows of
+    zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of
+    the rows has their dtype. A row that does not fit the capacity is in no group; `route.overflow` counts such rows,
+    they are zeros after `combine`, and so are their gradients.
+
+    >>> order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+    >>> tokens = TokenReplicas(jnp.ones((2, 32)), order, inverse, top_k=2)
+    >>> groups, padded_counts, route = dispatch(tokens, counts)
+    >>> groups.shape, padded_counts.tolist(), combine(groups.dequantize(), route)[:, 0].tolist()
+    ((128, 32), [32, 32, 32], [2.0, 2.0])
+
+    Raises ValueError (shapes, a mesh axis that does not exist or does not divide E; counts that do not fit the rows in
+    eager calls and under checkify) and TypeError (dtypes).
+    """
+    op, recipe = "dispatch", recipe_of("dispatch", recipe)
+    x = rows.x if isinstance(rows, TokenReplicas) else rows
+    check_floats(op, "rows", x, " or TokenReplicas")
+    if x.ndim != 2:
+        fail(ValueError, op, "rows", f"shape {x.shape}", "allowed: (M, K)")
+    check_vector(op, "counts", counts)
+    if isinstance(rows, TokenReplicas):
+        check_replicas(op, rows)
+    top_k = rows.top_k if isinstance(rows, TokenReplicas) else 0
+    num_rows = x.shape[0] * max(top_k, 1)
+    if axis_name is None and capacity is None:
+        return _on_one_rank(rows, x, counts, num_rows, recipe)
+    exchange = plan_exchange(counts, axis_name, num_rows=num_rows, capacity=capacity)
+    received: Any = a2a_dispatch(rows, exchange) if not recipe.mx else None
+    if recipe.mx:
+        received = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, exchange, recipe.rounding)
+    groups, row_map = permute(received, exchange, group_size_multiple_of=recipe.alignment)
+    order, slots = (rows.order, rows.inverse) if isinstance(rows, TokenReplicas) else (None, None)
+    return groups, row_map.padded_counts, Route(row_map, exchange, order, slots, recipe, top_k)
+
+
+def _on_one_rank(
+    rows: jax.Array | TokenReplicas, x: jax.Array, counts: jax.Array, num_rows: int, recipe: Recipe
+) -> tuple[jax.Array | MXArray, jax.Array, Route]:
+    """One gather from tokens to padded groups, by the composition of the two maps."""
+    if not counts.size:
+        fail(ValueError, "dispatch", "counts", f"shape {counts.shape}", "allowed: (E,), one count per expert")
+    check_counts("dispatch", counts, 1, num_rows, "counts")
+    counts, experts = counts.astype(jnp.int32), counts.shape[0]
+    row_map = ops.row_map(counts, num_rows=num_rows, num_local_experts=experts, alignment=recipe.alignment)
+    order, slots, top_k = row_map.row_map, row_map.inverse, 0
+    if isinstance(rows, TokenReplicas):
+        # order[-1] is the appended -1: a padding row is the replica of no token.
+        order, slots, top_k = jnp.append(rows.order, -1)[order], slots[rows.inverse], rows.top_k
+    values: Any = MXArray.quantize(x, recipe.rounding) if recipe.mx else x
+    groups = spread_rows(values, order, slots, max(top_k, 1))
+    return groups, row_map.padded_counts, Route(row_map, None, order, slots, recipe, top_k)
+
+
+def dispatch_probs(probs: jax.Array, route: Route) -> jax.Array:
+    """Send a weight per row where `dispatch` sent the row; differentiable.
+
+    probs: (M,) float32; (T, top_k) for TokenReplicas. Returns (P,) float32, zeros for padding: the `prob` of
+    `grouped_swiglu_ffn`. One all-to-all of 4 bytes a row, and one back for the gradient. Raises ValueError (shape) and
+    TypeError (dtype).
+
+    >>> order, inverse, counts = sort_by_expert(jnp.array([[1], [0]]), num_experts=2)
+    >>> _, _, route = dispatch(TokenReplicas(jnp.ones((2, 32)), order, inverse, 1), counts)
+    >>> dispatch_probs(jnp.array([[0.25], [0.5]]), route)[:64:32].tolist()
+    [0.5, 0.25]
+    """
+    op = "dispatch_probs"
+    check_type(op, "route", route, Route)
+    num_rows = route.row_map.inverse.shape[0] if route.exchange is None else route.exchange.num_rows
+    shape = (num_rows // route.top_k, route.top_k) if route.top_k else (num_rows,)
+    check_shape(op, "probs", probs, shape, "one weight per row of the dispatch", "float32")
+    column = jnp.asarray(probs).reshape(-1, 1)
+    if route.order is not None and route.slots is not None:
+        column = gather_rows(column, route.order, route.slots.reshape(-1))
+    if route.exchange is not None:
+        column = a2a_dispatch(column, route.exchange)
+        column = gather_rows(column, route.row_map.row_map, route.row_map.inverse)
+    return column[:, 0]
+
+
+def combine(
+    groups: jax.Array | MXGradArray,
+    route: Route,
+    probs: jax.Array | None = None,
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Take expert outputs back to the ranks and rows that `dispatch` took them from; differentiable.
+
+    groups: (P, N) bf16 or fp32, or an MXGradArray, whose gradient arrives as MXFP8 bytes. probs: of TokenReplicas,
+    (T, top_k) float32, the weight of each replica in its token's sum; None is a weight of 1. out_dtype: bf16 or fp32;
+    None is the dtype of groups.
+
+    Returns (M, N) rows; or, of TokenReplicas, (T, N), each token's weighted sum over its replicas in fp32, rounded
+    once. If the recipe quantizes, the gradient of groups is MXFP8, dequantized unless groups is an MXGradArray. Raises
+    ValueError (shape) and TypeError (dtype).
+
+    >>> groups, _, route = dispatch(jnp.ones((3, 32)), jnp.array([1, 2]))
+    >>> combine(groups.dequantize(), route).shape
+    (3, 32)
+    """
+    op = "combine"
+    check_type(op, "route", route, Route)
+    if not isinstance(groups, MXGradArray):
+        check_floats(op, "groups", groups, " or an MXGradArray")
+    rows_of_groups = route.row_map.row_map.shape[0]
+    if len(groups.shape) != 2 or groups.shape[0] != rows_of_groups:
+        fail(ValueError, op, "groups", f"shape {groups.shape}", f"allowed: ({rows_of_groups}, N), as dispatched")
+    if probs is not None and not route.top_k:
+        allowed = "allowed: None for rows; the sum over replicas, of TokenReplicas, is weighted"
+        fail(ValueError, op, "probs", "an array", allowed)
+    out_dtype = dtype_name(op, "out_dtype", groups.dtype if out_dtype is None else out_dtype)
+    if probs is not None and route.slots is not None:
+        shape = (route.slots.size // route.top_k, route.top_k)
+        check_shape(op, "probs", probs, shape, "one weight per replica", "float32")
+    recipe, rows = route.recipe, groups
+    if recipe.mx and not isinstance(rows, MXGradArray):
+        rows = MXGradArray.wrap(rows)
+    if route.exchange is not None:
+        rows = unpermute_hp_fwd_mxfp8_bwd(rows, route.row_map)
+        rows = a2a_combine_hp_fwd_mxfp8_bwd(rows, route.exchange, recipe.rounding, mxfp8_bwd=recipe.mx)
+        if route.order is None or route.slots is None:
+            return rows.astype(out_dtype)
+    assert route.order is not None
+    assert route.slots is not None
+    slots = route.slots.reshape(-1, max(route.top_k, 1))
+    return weighted_combine(rows, probs, slots, route.order, out_dtype=out_dtype, rounding=recipe.rounding)

@@ -1,0 +1,173 @@
+"""The seeded faults: at least one per op family, language and frontend. `run.py` applies them one at a time."""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """`old`, which stands once in `file`, becomes `new`; a test of the selection has to fail.
+
+    interpreter: the selection runs in Triton's interpreter. A C++ file is compiled anew.
+    """
+
+    says: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    interpreter: bool = False
+
+
+FAULTS = (
+    # Triton
+    Fault(
+        "quantize: scales one block to the right",
+        "core_kernels/quantize/kernel.py",
+        "        kb = k0 // BLOCK_MX + tl.arange",
+        "        kb = k0 // BLOCK_MX + 1 + tl.arange",
+        "tests/kernels/test_triton_quantize.py",
+        interpreter=True,
+    ),
+    Fault(
+        "fold: NaN scales count as the largest",
+        "core_kernels/fold/kernel.py",
+        "counts = (kb < K // BLOCK_MX)[None, :] & (byte != NAN_BYTE)",
+        "counts = (kb < K // BLOCK_MX)[None, :] & (byte >= 0)",
+        "tests/conformance/test_fold.py -k nan_block",
+        interpreter=True,
+    ),
+    Fault(
+        "permute: packed rows lie one scale too close together",
+        "core_kernels/permute/kernel.py",
+        "_gather(packed, row_map, R, P, q, K, K + scales, TILES",
+        "_gather(packed, row_map, R, P, q, K, K + scales - 1, TILES",
+        "tests/kernels/test_triton_permute.py",
+        interpreter=True,
+    ),
+    Fault(
+        "routing: an expert without tokens gets no block",
+        "core_kernels/routing/kernel.py",
+        "tl.maximum(tl.cdiv(tl.sum(n, 0), alignment), 1) * alignment",
+        "tl.cdiv(tl.sum(n, 0), alignment) * alignment",
+        "tests/conformance/test_routing.py -k row_map",
+        interpreter=True,
+    ),
+    Fault(
+        "combine: rows without their probabilities",
+        "core_kernels/combine/kernel.py",
+        "acc += p[:, None] * x",
+        "acc += x",
+        "tests/conformance/test_combine.py -k 'test_combine and not bwd'",
+        interpreter=True,
+    ),
+    Fault(
+        "scale_layout: rows of a tile in their own order",
+        "core_kernels/scale_layout/kernel.py",
+        "byte // 4 % 4 * 32 + byte // 16",
+        "byte // 16 * 4 + byte // 4 % 4",
+        "tests/conformance/test_scale_layout.py",
+        interpreter=True,
+    ),
+    Fault(
+        "swiglu: derivative of another function",
+        "core_kernels/swiglu/kernel.py",
+        "(sig + silu * (1.0 - sig))",
+        "(sig + silu * sig)",
+        "tests/conformance/test_swiglu.py -k test_backward",
+        interpreter=True,
+    ),
+    Fault(
+        "grouped_gemm: weights of the first group for all",
+        "core_kernels/grouped_gemm/kernel_folded.py",
+        "row, weight_row = m.to(tl.int64), group.to(tl.int64) * N + n",
+        "row, weight_row = m.to(tl.int64), n.to(tl.int64)",
+        "tests/conformance/test_grouped_gemm_folded.py -k 'grouped_mm_fold and ragged_tiles'",
+        interpreter=True,
+    ),
+    # C++
+    Fault(
+        "quantize: one scale per row, and values that are not divided by it",
+        "core_kernels/quantize/cpu.cc",
+        "e4m3_from_f32(to_f32(x[i]) * inverse)",
+        "e4m3_from_f32(to_f32(x[i]))",
+        "tests/conformance/test_quantize_rowwise.py -k cpp",
+    ),
+    Fault(
+        "fold: a chunk forgets the larger scales before it",
+        "core_kernels/fold/cpu.cc",
+        "larger_span(largest, token == group.begin",
+        "larger_span(0, token == group.begin",
+        "tests/conformance/test_fold.py -k cpp",
+    ),
+    Fault(
+        "routing: all ranks' rows begin with the first rank's",
+        "core_kernels/routing/cpu.cc",
+        "if (rank_rows) start = rank * rank_rows;",
+        "if (rank_rows) start = 0;",
+        "tests/conformance/test_routing.py -k 'row_map and cpp'",
+    ),
+    Fault(
+        "combine: the gradient of padding rows is not written",
+        "core_kernels/combine/cpu.cc",
+        "if (order[r] < 0) std::memset(drows",
+        "if (order[r] < -1) std::memset(drows",
+        "tests/conformance/test_combine.py -k 'bwd and cpp'",
+    ),
+    Fault(
+        "swiglu: the gradient of the probability is of the last columns alone",
+        "core_kernels/swiglu/cpu.cc",
+        "if (prob) dprob[row] += sum;",
+        "if (prob) dprob[row] = sum;",
+        "tests/conformance/test_swiglu.py -k cpp",
+    ),
+    # torch
+    Fault(
+        "torch, CPU product: the row after the last group is not written",
+        "torch_frontend/_cpu_gemm.py",
+        "out[end:] = 0",
+        "out[end + 1 :] = 0",
+        "tests/conformance/test_grouped_gemm.py -k 'rows_past_the_end and torch'",
+    ),
+    Fault(
+        "torch, SwiGLU FFN: the gradient of x uses w1 twice",
+        "torch_frontend/ffn.py",
+        "steps.input_gradient(dup, in_weights[1]",
+        "steps.input_gradient(dup, in_weights[0]",
+        "tests/torch_frontend/test_ffn.py -k close_to_fp64",
+    ),
+    Fault(
+        "torch, expert parallelism: the router's gradient is not reduced over the ranks",
+        "torch_frontend/shards.py",
+        "total = all_reduce(grads[0].contiguous(), group_named(ctx.group_name))",
+        "total = grads[0]",
+        "tests/torch_frontend/test_expert_parallel.py",
+    ),
+    Fault(
+        "torch, expert parallelism: no rows of a token but its first are added to its gradient",
+        "torch_frontend/combine.py",
+        "ctx.save_for_backward(torch.div(order, slots.shape[1]",
+        "ctx.save_for_backward(torch.div(order, 1",
+        "tests/torch_frontend/test_combine.py -k values_and_gradients",
+    ),
+    # JAX
+    Fault(
+        "JAX, expert parallelism: one row less than the capacity is sent",
+        "jax_frontend/ep.py",
+        "jnp.minimum(jnp.cumsum(counts, axis=1), capacity)",
+        "jnp.minimum(jnp.cumsum(counts, axis=1), capacity - 1)",
+        "tests/jax_frontend/test_ep.py -k rows_arrive",
+    ),
+    Fault(
+        "JAX, CPU weight gradient: scales of chunks of another group",
+        "jax_frontend/_cpu_gemm.py",
+        "begin // SPAN + group + (first - begin) // SPAN",
+        "begin // SPAN + (first - begin) // SPAN",
+        "tests/conformance/test_grouped_gemm_folded.py -k 'grouped_wgrad_fold and hot_columns and jax'",
+    ),
+    Fault(
+        "JAX, SwiGLU FFN: the gradient of x uses w1 twice",
+        "jax_frontend/ffn.py",
+        "_round(dx + input_gradient(dup, w3",
+        "_round(dx + input_gradient(dup, w1",
+        "tests/jax_frontend/test_ffn.py -k formula",
+    ),
+)

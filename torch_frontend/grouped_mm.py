@@ -1,0 +1,182 @@
+"""The grouped matrix product and its gradients.
+
+    out = x w^T      x (M, K)    --along K--> operand -.
+                     w (G, N, K) --along K--> operand -+--> out (M, N) [+ bias]
+    dx  = dout w     dout (M, N) --along N--> operand -.
+                     w           --along N--> operand -+--> dx (M, K)
+    dw  = dout^T x   dout, x: bf16, or both quantized along the tokens --> dw (G, N, K)
+    dbias            the sums of dout's rows, computed as a product with ones
+
+The forward saves x. With compute="fold" and recipe "mxfp8" it saves the E4M3 token operand of x instead, which the same
+read of x produces: half of the memory of bf16.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core_kernels.formats import BLOCK
+from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
+from ._call import FLOATS, require_tensor
+from ._checks import check_devices, check_flag, check_floats, check_group_ends, check_token_blocks, out_dtype_of
+from ._differentiable import differentiable, save, saved_by
+from .products import (
+    ProductOptions,
+    bias_gradient,
+    output_gradient_operands,
+    pad_to_blocks,
+    product,
+    quantize_activation,
+    row_operand,
+    token_operand,
+    weight_gradient,
+)
+from .weights import Held, Weights, along_n, check_weights, for_call, form_of, outlives_forward, values_and_held
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, out_dtype: torch.dtype,
+        options: ProductOptions,
+    ) -> Tensor:  # fmt: skip
+        need_x, need_w, _ = ctx.needs_input_grad[:3]
+        form, rounding = options.form, options.rounding
+        rows, tokens = quantize_activation(x, form, rounding, group_ends if options.whole_blocks else None)
+        w_k, w_n = for_call(w, held, form, rounding, need_x and outlives_forward(w))
+        saved = (tokens or x) if need_w else None, w_n or w if need_x else None, group_ends
+        save(ctx, saved)
+        ctx.dtypes, ctx.options = (x.dtype, w.dtype), options
+        return product(rows, w_k, group_ends, out_dtype, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_n, group_ends = saved_by(ctx)
+        (x_dtype, w_dtype), options = ctx.dtypes, ctx.options
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        dout, form, rounding = grads[0], options.form, options.rounding
+        rows, tokens, dx, dw, dbias = dout, dout, None, None, None
+        if options.wgrad_mx and need_x and need_w and not options.pad:
+            rows, tokens = output_gradient_operands(dout, form, rounding, group_ends)
+        if need_x:
+            w_n = along_n(w_n, form, rounding) if isinstance(w_n, Tensor) else w_n
+            dx = product(row_operand(rows, form, rounding), w_n, group_ends, x_dtype)
+        if need_w and options.wgrad_mx:
+            row_map, ends = pad_to_blocks(group_ends, dout.shape[0]) if options.pad else (None, group_ends)
+            tokens, x = (token_operand(t, form, rounding, ends, row_map) for t in (tokens, x))
+            dw = weight_gradient(tokens, x, ends, w_dtype)
+        elif need_w:
+            dw = weight_gradient(dout, x, group_ends, w_dtype)
+        if need_bias:
+            dbias = bias_gradient(dout, group_ends)
+        return dx, dw, dbias, None, None, None, None
+
+
+_grouped_mm = differentiable("grouped_mm", _GroupedMM)
+
+
+class Names(NamedTuple):
+    """The names in error messages: of the public function and of its arguments. `w_shape` is the shape of w there."""
+
+    op: str = "grouped_mm"
+    x: str = "x"
+    w: str = "w"
+    group_ends: str = "group_ends"
+    pad: str = "pad_token_groups"
+    w_shape: str = "(G, N, K)"
+
+
+def grouped_mm(
+    x: Tensor,
+    w: Weights,
+    group_ends: Tensor,
+    *,
+    recipe: Recipe | str = "mxfp8",
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | str = "bfloat16",
+    pad_token_groups: bool = True,
+) -> Tensor:
+    """Multiply each group of rows by its own matrix, out = x w^T; differentiable in x, w and bias.
+
+    x: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor, used as it is. The recipes "bf16" and
+        "fp8_rowwise" dequantize an MXTensor.
+    w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it; or its QuantizedWeights, whose `values`
+        get the gradient. K and N are multiples of 32.
+    group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.
+    recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
+    bias: (N,) for all groups or (G, N), bfloat16 or float32; or None. The kernel adds it to the fp32 sums, before the
+        rounding to out_dtype.
+    out_dtype: "bfloat16" or "float32", or the torch.dtype. The gradients of x, w and bias have their argument's dtype.
+    pad_token_groups: the weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. True pads each group to
+        whole blocks, so that groups of any size are allowed. False saves those passes for group ends that are multiples
+        of 32; the weight gradient of any other group is NaN.
+
+    Returns (M, N) of out_dtype. w is quantized in every call; `quantize_weights` quantizes it once for several calls.
+    The gradient of the result may be an MXTensor.
+
+    >>> x, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
+    >>> grouped_mm(x, w, torch.tensor([1, 2]))[:, 0].tolist()
+    [32.0, 32.0, 0.0]
+
+    Raises ValueError (shapes, layout, values of group_ends) and TypeError (dtypes). The values of group_ends are
+    checked for CPU tensors, and for CUDA tensors within `debug_checks()`.
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.
+    """
+    check_flag("grouped_mm", "pad_token_groups", pad_token_groups)
+    recipe = Recipe.parse(recipe)
+    return checked_grouped_mm(Names(), x, w, group_ends, bias, out_dtype, recipe, pad_token_groups)
+
+
+def checked_grouped_mm(
+    names: Names,
+    x: Tensor,
+    w: Weights,
+    group_ends: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | str,
+    recipe: Recipe,
+    pad: bool,
+) -> Tensor:
+    """`grouped_mm` with its checks, under the names of the public function that calls it."""
+    op = names.op
+    check_floats(op, names.x, x)
+    check_weights(op, names.w, w, form_of(recipe, x.device), recipe.rounding)
+    values, held = values_and_held(w)
+    out_dtype = out_dtype_of(op, out_dtype)
+    groups, n, k = values.shape
+    if x.shape[1] != k:
+        allowed = f"allowed: (M, {k}), the K of {names.w} {names.w_shape}"
+        fail(ValueError, op, names.x, f"shape {tuple(x.shape)}", allowed)
+    for dim, size in (("K", k), ("N", n)):
+        if size % BLOCK:
+            fail(ValueError, op, names.w, f"{dim} = {size}", f"allowed: multiples of {BLOCK}")
+    if recipe.operands == "fp8_rowwise" and not n:
+        fail(ValueError, op, names.w, "N = 0", f"allowed: N from {BLOCK}; an empty row has no scale")
+    if not values.is_contiguous():
+        fail(ValueError, op, names.w, f"strides {values.stride()} of (G, N, K)", "allowed: a contiguous (G, N, K)")
+    check_devices(op, names.x, x.device, **{names.w: values})
+    group_ends = check_group_ends(op, names.group_ends, group_ends, x, groups, names.x, names.w)
+    if bias is not None:
+        bias = _checked_bias(op, bias, values, names.w)
+    # `needs_input_grad` in the forward is set even under `no_grad`.
+    need_wgrad = torch.is_grad_enabled() and values.requires_grad
+    options = ProductOptions.of(recipe, x.device, pad, need_wgrad)
+    if options.whole_blocks:
+        check_token_blocks(op, names.x, names.group_ends, x.shape[0], group_ends, f"pass {names.pad}=True")
+    return _grouped_mm(x, values, bias, held, group_ends, out_dtype, options)
+
+
+def _checked_bias(op: str, bias: Tensor, w: Tensor, w_name: str) -> Tensor:
+    """(G, N) fp32."""
+    groups, n, _ = w.shape
+    require_tensor(op, "bias", bias)
+    if bias.dtype not in FLOATS:
+        fail(TypeError, op, "bias", f"dtype {bias.dtype}", "allowed: bfloat16 or float32")
+    if bias.shape not in ((n,), (groups, n)):
+        fail(ValueError, op, "bias", f"shape {tuple(bias.shape)}", f"allowed: ({n},) or ({groups}, {n})")
+    check_devices(op, w_name, w.device, bias=bias)
+    # The cast comes before the expansion, so that the gradient is rounded after all sums.
+    return bias.float().expand(groups, n)

@@ -1,0 +1,301 @@
+"""The pipeline around the experts: dispatch rows to the ranks of their experts, and combine the results.
+
+    rows (M, K), or TokenReplicas --dispatch--> groups (P, K), padded_counts, route
+    groups (P, N), route ---------combine-----> rows (M, N), or tokens (T, N)
+
+    dispatch    quantize -> all-to-all -> gather into one padded group per local expert        backward: bf16
+    combine     gather -> all-to-all [-> sum over each token's replicas]                       backward: MXFP8
+
+A `Route` is a value: whoever holds it can combine. On one rank there is no exchange: dispatch gathers the replicas of a
+token directly into the groups, and combine sums directly from them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
+from ._checks import check_counts, check_probs, check_shape, out_dtype_of, require_total
+from ._ranks import can_compare, check_rows_to_send, compare_experts, degree_of, name_of
+from ._torch_private import captures_splits, group_named
+from .ep import TokenReplicas, all_to_all, exchange_replicas, exchange_rows
+from .mx_tensor import MXTensor, quantize_gradient
+from .permute import RowMap, check_replicas, gather, map_rows, spread
+from .shards import Ranks
+from .weighted_combine import weighted_combine
+
+
+class Route(NamedTuple):
+    """Where `dispatch` put each row; `combine` takes it.
+
+    row_map: between received rows and padded groups. counts (E,) int32: rows of all ranks per expert. output_splits,
+    input_splits: rows per rank, received and sent. order, slots, top_k: of TokenReplicas, the maps of
+    `weighted_combine`; None and 0 for rows.
+    """
+
+    row_map: RowMap
+    counts: Tensor
+    recipe: Recipe
+    group_name: str
+    output_splits: list[int]
+    input_splits: list[int]
+    order: Tensor | None = None
+    slots: Tensor | None = None
+    top_k: int = 0
+
+    @property
+    def group_ends(self) -> Tensor:
+        """(local experts,) int32, the end of each padded group."""
+        return self.row_map.group_ends
+
+
+def dispatch(
+    rows: Tensor | TokenReplicas,
+    counts: Tensor,
+    *,
+    recipe: Recipe | str = "mxfp8",
+    group: "str | dist.ProcessGroup | None" = None,
+) -> tuple[Tensor, Tensor, Route]:
+    """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
+
+    rows: (M, K) bfloat16 or float32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
+    counts: (E,) of any integer dtype, the rows of each expert; E is a multiple of the group's ranks, and rank r has the
+        experts [r E / ranks, (r + 1) E / ranks).
+    recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
+    group: a process group or its name; None is the default group, or this process alone where torch.distributed is not
+        initialised.
+
+    Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes, with padding rows of
+    zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of
+    the rows has their dtype. Several ranks synchronize once with the host, which reads the splits.
+
+    >>> order, inverse, counts = sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
+    >>> tokens = TokenReplicas(torch.ones(2, 32), order, inverse, top_k=2)
+    >>> groups, padded_counts, route = dispatch(tokens, counts)
+    >>> groups.shape, padded_counts.tolist(), combine(groups.dequantize(), route)[:, 0].tolist()
+    (torch.Size([128, 32]), [32, 32, 32], [2.0, 2.0])
+
+    Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
+    """
+    name = name_of("dispatch", "group", group)
+    return dispatch_over(rows, counts, Recipe.parse(recipe), Ranks(name, degree_of(name), 0, ""))
+
+
+def dispatch_over(
+    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None = None
+) -> tuple[Tensor, Tensor, Route]:
+    """`dispatch` over the ranks of a layer; None is this process alone.
+
+    probs: the argument of the `dispatch_probs` that follows, checked here, before any rank sends rows. An error on one
+    rank raises on all. If all ranks know the number of experts, the exchange of counts carries the verdict; if it is 0,
+    unknown, a small all-gather does.
+    """
+    if ranks is None or ranks.degree == 1:
+        rows, num_rows = _checked(rows, counts, recipe, ranks, probs)
+        splits = [num_rows], [num_rows]
+        row_map = map_rows("dispatch", "counts", num_rows, counts, 1, counts.shape[0], recipe.alignment)
+        route = Route(row_map, counts, recipe, ranks.group_name if ranks else "", *splits)
+        if isinstance(rows, TokenReplicas):
+            groups, route = _replicas_to_groups(rows, route)
+        else:
+            x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.mx else rows
+            groups = gather(x, row_map.row_map, row_map.inverse)
+        return groups, row_map.padded_counts, route
+    send = _send if captures_splits() else _send_eagerly
+    return send(rows, counts, recipe, ranks, probs)
+
+
+def _replicas_to_groups(tokens: TokenReplicas, route: Route) -> tuple[Tensor, Route]:
+    """One gather from tokens to padded groups, by the composition of the two maps."""
+    x, order, inverse, top_k = tokens
+    # order[-1] is the appended -1: a padding row is the replica of no token.
+    order = torch.cat([order, order.new_full((1,), -1)])[route.row_map.row_map]
+    slots = route.row_map.inverse[inverse]
+    x = MXTensor.quantize(x, route.recipe.rounding, packed=True) if route.recipe.mx else x
+    return spread(x, order, slots, top_k), route._replace(order=order, slots=slots, top_k=top_k)
+
+
+def _send(
+    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None
+) -> tuple[Tensor, Tensor, Route]:
+    error, num_rows = None, 0
+    try:
+        rows, num_rows = _checked(rows, counts, recipe, ranks, probs)
+    except (TypeError, ValueError) as found:
+        error = found
+    if not ranks.num_experts:
+        if can_compare(ranks.group_name):
+            compare_experts("dispatch", -1 if error else counts.shape[0], ranks.group_name, error)
+        elif error is not None:
+            raise error
+    if error is None:
+        fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
+        sent = torch.where(fits, counts.to(torch.int32), -1)
+    else:
+        sent = _refusal(ranks)
+    received, totals = _exchange_counts(sent, ranks.group_name, ranks.degree)
+    # torch's all-to-all takes its splits from the host: the one sync of the layer.
+    output_splits, input_splits = torch.stack([received, sent]).view(2, ranks.degree, -1).sum(-1).tolist()
+    if error is not None:
+        raise error
+    if not torch.compiler.is_compiling():
+        _check_received(counts, num_rows, output_splits)
+    splits, rounding, top_k = (output_splits, input_splits), int(recipe.rounding), 0
+    order = inverse = None
+    if isinstance(rows, TokenReplicas):
+        _, order, inverse, top_k = rows
+    if isinstance(rows, TokenReplicas) and recipe.mx:
+        arrived = exchange_replicas(*rows, *splits, ranks.group_name, rounding)
+    else:
+        rows = spread(*rows) if isinstance(rows, TokenReplicas) else rows
+        arrived = exchange_rows(rows, *splits, ranks.group_name, recipe.mx, False, rounding)
+    local = received.shape[0] // ranks.degree
+    row_map = map_rows("dispatch", "counts", arrived.shape[0], received, ranks.degree, local, recipe.alignment)
+    groups = gather(arrived, row_map.row_map, row_map.inverse)
+    route = Route(row_map, totals, recipe, ranks.group_name, output_splits, input_splits, order, inverse, top_k)
+    return groups, row_map.padded_counts, route
+
+
+def refuse(ranks: Ranks) -> None:
+    """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
+    if ranks.degree > 1:
+        _exchange_counts(_refusal(ranks), ranks.group_name, ranks.degree)
+
+
+def _refusal(ranks: Ranks) -> Tensor:
+    """Counts of -1: this rank is about to raise."""
+    return torch.full((ranks.num_experts,), -1, dtype=torch.int32, device=ranks.device_type)
+
+
+@torch.compiler.allow_in_graph  # Dynamo cannot look up a group
+def _exchange_counts(counts: Tensor, group_name: str, degree: int) -> tuple[Tensor, Tensor]:
+    """Return (E,) rows that this rank receives, per rank and local expert, and (E,) rows of all ranks per expert.
+
+    Every rank receives the counts of all ranks: E * ranks integers take no longer than E, and they give the balance of
+    the whole batch."""
+    splits, local = [counts.shape[0]] * degree, counts.shape[0] // degree
+    of_all = all_to_all(counts.repeat(degree), splits, splits, group_name).view(degree, -1)
+    first = group_named(group_name).rank() * local
+    return of_all[:, first : first + local].reshape(-1), of_all.sum(0, dtype=counts.dtype)
+
+
+def _checked(
+    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None
+) -> tuple[Tensor | TokenReplicas, int]:
+    """The rows with int32 maps and their number; raises if an argument of this rank is wrong."""
+    op = "dispatch"
+    x = rows.x if isinstance(rows, TokenReplicas) else rows
+    check_rows_to_send(op, "rows", x, recipe.mx)
+    if ranks is not None and ranks.num_experts and x.device.type != ranks.device_type:
+        allowed = f"allowed: {ranks.device_type}, the device of the experts' group"
+        fail(ValueError, op, "rows", f"device {x.device}", allowed)
+    num_rows, shape = x.shape[0], tuple(x.shape[:1])
+    if isinstance(rows, TokenReplicas):
+        order, inverse = check_replicas(op, x, rows.order, rows.inverse, rows.top_k)
+        rows = TokenReplicas(x, order, inverse, rows.top_k)
+        num_rows, shape = order.shape[0], (x.shape[0], rows.top_k)
+    check_counts(op, "counts", counts, x.device)
+    check_shape(op, "counts", counts, (ranks.num_experts,) if ranks is not None and ranks.num_experts else ("E",))
+    degree = 1 if ranks is None else ranks.degree
+    if counts.shape[0] == 0 or counts.shape[0] % degree:
+        allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
+        fail(ValueError, op, "counts", f"shape {tuple(counts.shape)}", allowed)
+    if probs is not None:
+        check_probs(op, "probs", probs, shape, x.device)
+    return rows, num_rows
+
+
+def _check_received(counts: Tensor, num_rows: int, output_splits: list[int]) -> None:
+    """Raise ValueError if this rank's counts are wrong, or another rank sent -1."""
+    failed = [rank for rank, size in enumerate(output_splits) if size < 0]
+    if failed:
+        require_total("dispatch", "counts", counts, num_rows)
+        allowed = f"allowed: counts of at least 0 from every rank; rank {failed[0]} raises the error that explains it"
+        fail(ValueError, "dispatch", "counts", f"-1 from rank {failed[0]}", allowed)
+
+
+def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
+    """Send a weight per row where `dispatch` sent the row; differentiable.
+
+    probs: (M,) float32; (T, top_k) for TokenReplicas. Returns (P,) float32, zeros for padding: the `prob` of
+    `grouped_swiglu_ffn`. One all-to-all of 4 bytes a row, and one back for the gradient. Raises ValueError (shape) and
+    TypeError (dtype).
+
+    >>> order, inverse, counts = sort_by_expert(torch.tensor([[1], [0]]), num_experts=2)
+    >>> _, _, route = dispatch(TokenReplicas(torch.ones(2, 32), order, inverse, 1), counts)
+    >>> dispatch_probs(torch.tensor([[0.25], [0.5]]), route)[:64:32].tolist()
+    [0.5, 0.25]
+    """
+    shape = (sum(route.input_splits),) if route.order is None else (sum(route.input_splits) // route.top_k, route.top_k)
+    check_probs("dispatch_probs", "probs", probs, shape, route.row_map.row_map.device)
+    column = probs.reshape(-1, 1)
+    if route.order is not None and route.slots is not None:
+        column = gather(column, route.order, route.slots)
+        if len(route.input_splits) == 1:
+            return column.squeeze(1)
+    exchange = captures_splits() or len(route.input_splits) == 1
+    return (_send_probs if exchange else _send_probs_eagerly)(column, route).squeeze(1)
+
+
+def _send_probs(column: Tensor, route: Route) -> Tensor:
+    splits = route.output_splits, route.input_splits
+    received = exchange_rows(column, *splits, route.group_name, False, False, 0)
+    return gather(received, route.row_map.row_map, route.row_map.inverse)
+
+
+def combine(
+    groups: Tensor, route: Route, probs: Tensor | None = None, *, out_dtype: torch.dtype | str | None = None
+) -> Tensor:
+    """Take expert outputs back to the ranks and rows that `dispatch` took them from; differentiable.
+
+    groups: (P, N) bfloat16 or float32. probs: of TokenReplicas, (T, top_k) float32, the weight of each replica in its
+    token's sum; None is a weight of 1. out_dtype: of that sum; None is the dtype of groups.
+
+    Returns (M, N) rows; or, of TokenReplicas, (T, N), each token's weighted sum over its replicas in fp32, rounded
+    once. If the recipe quantizes, the gradient of groups is an MXTensor. Raises ValueError (shape) and TypeError
+    (dtype).
+
+    >>> groups, _, route = dispatch(torch.ones(3, 32), torch.tensor([1, 2]))
+    >>> combine(groups.dequantize(), route).shape
+    torch.Size([3, 32])
+    """
+    op = "combine"
+    check_rows_to_send(op, "groups", groups, route.recipe.mx)
+    check_shape(op, "groups", groups, (route.row_map.row_map.shape[0], "N"))
+    out_dtype = groups.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
+    if route.order is None or route.slots is None:
+        if probs is not None:
+            allowed = "allowed: None for rows; the sum over replicas, of TokenReplicas, is weighted"
+            fail(ValueError, op, "probs", "a tensor", allowed)
+        rows = _receive_rows(groups, route)
+        return rows.to(out_dtype)
+    if probs is not None:
+        check_probs(op, "probs", probs, (route.slots.shape[0] // route.top_k, route.top_k), groups.device)
+    if len(route.input_splits) == 1:
+        rows = quantize_gradient(groups, int(route.recipe.rounding)) if route.recipe.mx else groups
+    else:
+        rows = _receive_rows(groups, route)
+    return weighted_combine(rows, probs, route.slots.view(-1, route.top_k), route.order, out_dtype=out_dtype)
+
+
+def _receive_rows(groups: Tensor, route: Route) -> Tensor:
+    exchange = captures_splits() or len(route.input_splits) == 1
+    return (_receive if exchange else _receive_eagerly)(groups, route)
+
+
+def _receive(groups: Tensor, route: Route) -> Tensor:
+    rows = gather(groups, route.row_map.inverse, route.row_map.row_map)
+    back, recipe = (route.input_splits, route.output_splits), route.recipe
+    return exchange_rows(rows, *back, route.group_name, False, recipe.mx, int(recipe.rounding))
+
+
+# AOTAutograd traces a backward with tangents of the outputs' types. Here an MX output has a plain gradient and a plain
+# output an MX gradient (pytorch/pytorch#172556), so exchanges run outside of compiled graphs, unless Dynamo may keep
+# the splits as symbols and trace on.
+_send_eagerly: Callable[..., Any] = torch.compiler.disable(_send)
+_send_probs_eagerly: Callable[..., Any] = torch.compiler.disable(_send_probs)
+_receive_eagerly: Callable[..., Any] = torch.compiler.disable(_receive)
