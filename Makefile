@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
 CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt \
   $(wildcard cmake/* cpp_bindings/*.cc cpp_bindings/*.h \
-    $(foreach suffix,cc h cu cuh,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
+    $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
 .PHONY: train test faults coverage install-gpu test-gpu lint format benchmark clean

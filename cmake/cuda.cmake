@@ -1,4 +1,4 @@
-# The CUDA kernels, where there is a compiler for them: one module for the CPU, Hopper and Blackwell.
+# The CUDA kernels, if nvcc is available: one module has the code for the CPU, Hopper and Blackwell.
 set(MXEP_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO (if nvcc 13.0 or newer is found), ON (fail without it) or OFF")
 set_property(CACHE MXEP_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT MXEP_CUDA MATCHES "^(AUTO|ON|OFF)$")
@@ -9,10 +9,10 @@ if(MXEP_CUDA STREQUAL "OFF")
   return()
 endif()
 
-# $CUDACXX, the PATH, then the nvidia-cuda-nvcc package beside jaxlib.
+# Search order: $CUDACXX, the PATH, the nvidia-cuda-nvcc package in jaxlib's site-packages.
 cmake_path(GET JAXLIB_INCLUDE PARENT_PATH site_packages)
 cmake_path(GET site_packages PARENT_PATH site_packages)
-# An older one does not know all targets: it is passed over, or an installation without a GPU would fail because of it.
+# An nvcc older than 13.0 lacks some targets. It is skipped, so that it does not break an installation without a GPU.
 function(mxep_is_cuda_13 result nvcc)
   execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE version ERROR_QUIET)
   if(NOT version MATCHES "release ([0-9.]+)" OR CMAKE_MATCH_1 VERSION_LESS 13.0)
@@ -30,16 +30,16 @@ if(NOT MXEP_NVCC)
 endif()
 
 set(CMAKE_CUDA_COMPILER "${MXEP_NVCC}")
-# Real machine code alone. "a": Hopper's and Blackwell's own instructions; such code runs on that chip and no other.
+# Machine code alone, no PTX. The suffix "a" enables the instructions of one architecture; such code runs on no other.
 set(CMAKE_CUDA_ARCHITECTURES 90a-real 100a-real)
 enable_language(CUDA)
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
-set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # looks for a driver at the first call: the module imports without one
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # loads the driver at the first call, so that the module imports without one
 
 file(GLOB MXEP_CUDA_SOURCES CONFIGURE_DEPENDS core_kernels/*/*.cu)
-# A kernel of Hopper's own instructions says so in its file's name: the table names that chip for it.
+# Kernels with Hopper's instructions are in files named *_sm90.cu; core_kernels/cuda/ops.def limits their ops to 900.
 set(MXEP_HOPPER_SOURCES ${MXEP_CUDA_SOURCES})
 list(FILTER MXEP_HOPPER_SOURCES INCLUDE REGEX "_sm90\\.cu$")
 list(FILTER MXEP_CUDA_SOURCES EXCLUDE REGEX "_sm90\\.cu$")
@@ -47,8 +47,8 @@ add_library(mxep_cuda OBJECT ${MXEP_CUDA_SOURCES})
 add_library(mxep_cuda_sm90 OBJECT ${MXEP_HOPPER_SOURCES})
 set_target_properties(mxep_cuda mxep_cuda_sm90 PROPERTIES POSITION_INDEPENDENT_CODE ON)
 set_target_properties(mxep_cuda_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
-# No contraction, which is nvcc's default: an fma rounds once where the contract rounds twice. No flushing of subnormals:
-# the smallest scale, 2^-127, is one.
+# No contraction, nvcc's default: an fma rounds once where the contract rounds twice. No flushing of subnormals: the
+# smallest scale, 2^-127, is a subnormal.
 foreach(library mxep_cuda mxep_cuda_sm90)
   target_include_directories(${library} PRIVATE core_kernels)
   target_compile_options(${library} PRIVATE -O3 -fmad=false -ftz=false -Xcompiler=-Wall -Xptxas=-warn-spills)

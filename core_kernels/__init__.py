@@ -1,1 +1,1 @@
-"""Kernels and their launches, described once for every framework. Imports neither torch nor jax."""
+"""Kernels and their launches, described once for every framework. Nothing here imports torch or jax."""

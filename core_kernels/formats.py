@@ -12,28 +12,29 @@ from .launch import fail
 BLOCK = 32
 """Values that share one scale (MX v1.0, section 5.2)."""
 SPAN = 256
-"""Tokens of one group that share one scale per row where the weight gradient multiplies folded operands."""
+"""Tokens of one group, a chunk, that share one scale per row in a folded operand of a weight gradient."""
 HEADROOM = 2
-"""Octaves that the scale of a group's first span has to spare: where a later span raises it, a product has to scale
-its sums. Two make that rare in normal and SwiGLU data; a code loses its last bits 2^13 instead of 2^15 below the
-largest."""
+"""The scale exponent of a group's first span is raised by this much. A later span with a larger scale forces the
+product to rescale its accumulator; two spare octaves make that rare on normal and SwiGLU data. The price: underflow
+begins 2^13 instead of 2^15 below the largest value."""
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value, S.1111.110 (OFP8 v1.0, table 2)."""
 E4M3_NAN = 0x7F
-"""S.1111.111, the only NaN of E4M3 besides its negative; E4M3 has no infinity."""
+"""S.1111.111: with its negative the only NaN of E4M3. E4M3 has no infinity."""
 E4M3_EMAX = 8
 """Exponent of the largest E4M3 value: 448 = 1.75 * 2^8."""
 
 E8M0_BIAS = 127
-"""Byte b stands for 2^(b - 127) (MX v1.0, section 5.4.1)."""
+"""Byte b represents 2^(b - 127) (MX v1.0, section 5.4.1)."""
 E8M0_NAN = 255
 E8M0_MAX = 254
 
 LOG2E = 1.44269502
-"""log2(e), and below the minimax polynomial of degree 5 for 2^f on [-1/2, 1/2] whose constant term is exactly 1:
-relative error 1.1e-7. From f^1 up; a kernel reads each as the nearest fp32."""
+"""log2(e). Kernels round it to fp32."""
 EXP2_COEFFICIENTS = (0.69314698, 0.24022242, 0.05550734, 0.0096715, 0.00132647)
+"""Coefficients of f, f^2, ..., f^5 of the degree-5 minimax polynomial for 2^f on [-1/2, 1/2]; the constant term is
+exactly 1. The relative error is 1.1e-7. Kernels round the coefficients to fp32."""
 
 
 class Rounding(IntEnum):
@@ -48,10 +49,10 @@ class Rounding(IntEnum):
 
     @classmethod
     def parse(cls, value: "Rounding | str | Enum", op: str = "Rounding", argument: str = "rounding") -> "Rounding":
-        """Accept a Rounding, its name in any case (`"rceil"`, `"FLOOR"`), or the member of that name of another
-        enumeration, as torchao's `ScaleCalculationMode` is.
+        """A Rounding from itself, from its name in any case (`"rceil"`, `"FLOOR"`), or from a member of that name of
+        another enumeration, for example torchao's `ScaleCalculationMode`.
 
-        Raises ValueError for any other name, TypeError for any other type; both name `op` and `argument`.
+        Raises ValueError for any other name, TypeError for any other type. The messages name `op` and `argument`.
         """
         name = value.name if isinstance(value, Enum) else value
         if not isinstance(name, str):
@@ -62,11 +63,14 @@ class Rounding(IntEnum):
 
 
 _ROUNDINGS = {mode.name: mode for mode in Rounding}
-"""By name; torch.compile does not trace an enumeration's own table of members."""
+"""By name. torch.compile cannot trace the member table of an enumeration."""
 
 
 def scale_attrs(op: str, rounding: int, satfinite: bool) -> dict[str, int]:
-    """What an op that chooses scales tells its kernel; raises unless `rounding` is a Rounding's number."""
+    """The attributes of a kernel that chooses scales.
+
+    Raises unless `rounding` is the number of a Rounding and `satfinite` is a bool.
+    """
     if rounding not in tuple(Rounding):
         allowed = f"allowed: {', '.join(f'{m.value} ({m.name})' for m in Rounding)}"
         fail(ValueError if isinstance(rounding, int) else TypeError, op, "rounding", repr(rounding), allowed)
@@ -81,9 +85,9 @@ def packed_width(k: int) -> int:
 
 
 def spans(num_tokens: int, num_groups: int) -> int:
-    """Slots that hold the spans of `num_tokens` tokens in `num_groups` groups, however they are split.
+    """Number of slots for the spans of `num_tokens` tokens in `num_groups` groups, for any split of the tokens.
 
-    Group g with tokens [begin, end) has ceil((end - begin) / SPAN) of them, from slot begin // SPAN + g on.
+    Group g with tokens [begin, end) has ceil((end - begin) / SPAN) spans, from slot begin // SPAN + g on.
 
     >>> spans(1024, 2)
     6

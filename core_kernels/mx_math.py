@@ -1,13 +1,12 @@
-"""MXFP8 arithmetic inside Triton kernels: bits in, bits out.
+"""MXFP8 arithmetic inside Triton kernels, on bits.
 
     amax bits --scale_byte--> E8M0 --inverse_scale--> 2^-e --*--> f32_to_e4m3 --> q
     q --e4m3_to_f32--*--e8m0_to_f32-- sf = exact value
 
-Every step is an integer operation or one correctly rounded multiplication, so a GPU, the interpreter and
-the C++ kernels write the same bytes. Where hardware has the conversion, HW_CAST picks it: the interpreter
-rounds f32 -> E4M3 and f32 -> bf16 wrongly and has no bf16 arithmetic, hence the integer forms beside it.
-The multiplications rely on subnormals: Triton emits `mul.f32` without `.ftz`, and the cross-compilation
-test reads the PTX for it.
+Every step is an integer operation or one correctly rounded multiplication, so that a GPU, the interpreter and the C++
+kernels write the same bytes. HW_CAST selects the hardware's conversions. The interpreter converts f32 to E4M3 and to
+bf16 wrongly and has no bf16 arithmetic, hence the integer versions. The multiplications rely on subnormals: Triton
+emits `mul.f32` without `.ftz`, and the cross-compilation test checks the PTX for it.
 """
 
 import triton
@@ -48,7 +47,7 @@ def f32_to_bf16(x, HW_CAST: tl.constexpr):
 
 @triton.jit
 def round_to_bf16(x, HW_CAST: tl.constexpr):
-    """f32 -> bf16, to nearest even; NaN -> some NaN, which is all that quantizing asks."""
+    """f32 -> bf16, to nearest even; NaN stays some NaN, which suffices for quantization."""
     if HW_CAST:
         return x.to(tl.bfloat16)
     else:
@@ -59,8 +58,8 @@ def round_to_bf16(x, HW_CAST: tl.constexpr):
 def fma(a, b, c, HW_CAST: tl.constexpr):
     """a * b + c, rounded once.
 
-    The interpreter has no such thing; in fp64 the product is exact and the sum rounds twice. That shows where the
-    first rounding makes a tie of what was none, at one sum in 2^29; the tests sweep every gate that SwiGLU has.
+    The interpreter computes it in fp64: the product is exact, the sum is rounded twice. Double rounding differs from a
+    true fma in about one case in 2^29; the tests cover every gate of SwiGLU.
     """
     if HW_CAST:
         return tl.fma(a, b, c)
@@ -72,8 +71,8 @@ def fma(a, b, c, HW_CAST: tl.constexpr):
 def reciprocal(x, HW_CAST: tl.constexpr):
     """1 / x, correctly rounded, for x in [1, 2] or NaN.
 
-    The hardware's approximation is within an ulp, and one Newton step with fma rounds it correctly: the steps of
-    `rcp.rn`, which asks first whether they meet subnormals. None occurs here, so `.ftz` flushes nothing.
+    The hardware's approximation is within an ulp, and one Newton step with fma rounds it correctly. These are the steps
+    of `rcp.rn` without its test for subnormals, which do not occur here.
     """
     if HW_CAST:
         near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -87,8 +86,8 @@ def scale_byte(amax, rounding: tl.constexpr, satfinite: tl.constexpr):
     """Bits of a block's fp32 amax (int32, sign clear) -> its E8M0 byte, as int32."""
     byte = (amax >> 23) - 8
     if rounding == RCEIL:
-        # 448 = 1.75 * 2^8, so amax / 448 passes a power of two where the mantissa passes .75. The contract
-        # rounds on the fp32 quotient: just above 2^-127 that is a subnormal, and one more ulp of amax is lost.
+        # 448 = 1.75 * 2^8, so that amax / 448 exceeds a power of two where the mantissa exceeds 1.75. The contract
+        # uses the fp32 quotient: just above 2^-127 it is a subnormal, which rounds down for one value of amax.
         byte += ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
         byte = tl.where(amax == 0x04600001, 0, byte)
     byte = tl.where(amax < F32_INF, tl.maximum(byte, 0), 255)
@@ -121,11 +120,11 @@ def f32_to_e4m3(x, HW_CAST: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         sign = (bits >> 24) & 0x80
-        # Add half of the last kept bit (less one, plus that bit: ties to even) and move the exponent's bias
-        # from 127 to 7; 0x43E00000 is 448.
+        # Add half of the last kept bit (less one, plus that bit: ties to even) and change the exponent's bias
+        # from 127 to 7. 0x43E00000 is 448.
         capped = tl.minimum(magnitude, 0x43E00000)
         normal = ((capped + 0x7FFFF + ((capped >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6 E4M3 counts in units of 2^-9, and so does an fp32 near 2^14 (0x46800000).
+        # Below 2^-6 E4M3 has a spacing of 2^-9, the spacing of fp32 near 2^14 (0x46800000).
         shifted = capped.to(tl.float32, bitcast=True) + 16384.0
         subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
         q = tl.where(magnitude < 0x3C800000, subnormal, normal) | sign
@@ -139,7 +138,7 @@ def e4m3_to_f32(q, HW_CAST: tl.constexpr):
         return q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         byte = q.to(tl.int32)
-        # The bits of E4M3 in fp32's fields read as the value times 2^-120, subnormals included.
+        # E4M3's bits in the fields of fp32 are the value times 2^-120, subnormals included.
         bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
         value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
         return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
@@ -149,7 +148,7 @@ def e4m3_to_f32(q, HW_CAST: tl.constexpr):
 def quantize_blocks(x, axis: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr, HW_CAST: tl.constexpr):
     """f32 blocks -> E4M3 bytes of the same shape and E8M0 bytes without `axis`: one scale for all values along it.
 
-    Magnitudes order as their bits do and NaN lies above infinity: the integer max is an amax that propagates NaN.
+    Magnitudes order as their bits do, and NaN lies above infinity: the integer maximum is an amax that propagates NaN.
     """
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
     byte = scale_byte(amax, rounding, satfinite)
@@ -166,10 +165,10 @@ def dequantize_blocks(q, sf, HW_CAST: tl.constexpr):
 
 @triton.jit
 def dequantize_operand(q, sf, HW_CAST: tl.constexpr):
-    """E4M3 bytes (..., 32) and E8M0 bytes (...) -> what `tl.dot` multiplies: bf16, in the interpreter f32.
+    """E4M3 bytes (..., 32) and E8M0 bytes (...) -> operand of `tl.dot`: bf16, in the interpreter f32.
 
-    bf16 holds every product of an element and a scale in its range, 2^-133 to below 2^128: 2^-9 times a scale
-    under 2^-124 rounds, 448 times a scale over 2^119 overflows. The interpreter is exact for those too.
+    bf16 represents every product of an element and a scale in its range, 2^-133 to below 2^128: 2^-9 times a scale
+    below 2^-124 rounds, 448 times a scale above 2^119 overflows. The interpreter is exact for these too.
     """
     if HW_CAST:
         byte = sf.to(tl.uint16)

@@ -1,8 +1,9 @@
-"""Numbers and groups in numpy, as the definitions of all families use them: slow, obvious, and no kernel's kin.
+"""Number formats and groups in numpy, shared by the oracles of all families.
 
-Every family defines its ops in its own oracle.py, in functions that have the names and the argument order of the ops.
-q and sf are uint8, bf16 is `ml_dtypes.bfloat16`. Source: OCP Microscaling Formats (MX) Specification v1.0 sections 5
-and 6, OFP8 v1.0 section 5; the choice of RCEIL and of what happens at the edges is the numerics contract's.
+The oracles define the ops: slow, plain numpy, without code of the kernels. A family's oracle.py has one function per
+op, with the op's name and argument order. q and sf are uint8, bf16 is `ml_dtypes.bfloat16`. Source: OCP Microscaling
+Formats (MX) Specification v1.0 sections 5 and 6, OFP8 v1.0 section 5. The numerics contract chooses RCEIL and defines
+the edge cases.
 """
 
 import ml_dtypes
@@ -16,7 +17,7 @@ DTYPES = {name: np.dtype(name) for name in ("float32", "float64")} | {"bfloat16"
 
 
 def _e4m3_value(code: int) -> float:
-    """S.EEEE.MMM with bias 7: subnormals are M * 2^-9, and 0x7F is the one NaN (OFP8 table 2)."""
+    """S.EEEE.MMM with bias 7: subnormals are M * 2^-9, and 0x7F is the only NaN (OFP8 table 2)."""
     exponent, mantissa = code >> 3 & 15, code & 7
     magnitude = np.ldexp(8 + mantissa, exponent - 10) if exponent else np.ldexp(mantissa, -9)
     if code & E4M3_NAN == E4M3_NAN:
@@ -30,10 +31,10 @@ _MIDPOINTS = (_MAGNITUDES[:-1] + _MAGNITUDES[1:]) / 2
 
 
 def to_e4m3(x: Array) -> Array:
-    """fp64 -> E4M3 bytes: nearest value, ties to the even code, +-448 beyond the range, NaN -> 0x7F."""
+    """fp64 -> E4M3 bytes: nearest value, ties to the even code, +-448 beyond the range, 0x7F for NaN."""
     magnitude = np.abs(x)
     below = np.searchsorted(_MIDPOINTS, magnitude, side="left")
-    above = np.searchsorted(_MIDPOINTS, magnitude, side="right")  # differs from `below` at a tie only
+    above = np.searchsorted(_MIDPOINTS, magnitude, side="right")  # differs from `below` only at a tie
     code = np.where(below % 2 == 0, below, above) | np.where(np.signbit(x), 0x80, 0)
     return np.where(np.isnan(x), E4M3_NAN, code).astype(np.uint8)
 
@@ -52,7 +53,7 @@ def scale_byte(amax: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite
     amax = np.asarray(amax, np.float32)
     finite = np.where(np.isfinite(amax), amax, np.float32(0))
     if Rounding.parse(rounding) is Rounding.RCEIL:
-        # m * 2^e with m in [1/2, 1): the smallest power of two >= it is 2^e, or 2^(e-1) at m = 1/2
+        # ratio = m * 2^e with m in [1/2, 1): the smallest power of two >= ratio is 2^e, or 2^(e-1) at m = 1/2
         ratio = finite / np.float32(E4M3_MAX)
         m, e = np.frexp(ratio)
         exponent = e - (m == 0.5)
@@ -65,10 +66,10 @@ def scale_byte(amax: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite
 
 
 def round_to(x: Array, dtype: str) -> Array:
-    """fp64 -> float32 or bfloat16 in one rounding, to nearest even; float64 is the identity."""
+    """fp64 -> float32 or bfloat16, rounded once to nearest even; float64 stays as it is."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype == "bfloat16":
-            # 8 significant bits, and no bit below 2^-133. A cast through fp32 would round twice.
+            # 8 significant bits, none below 2^-133. A cast through fp32 would round twice.
             finite = np.where(np.isfinite(x), x, 0)
             ulp = np.ldexp(1.0, np.maximum(np.frexp(finite)[1] - 8, -133))
             x = np.where(np.isfinite(x), np.rint(finite / ulp) * ulp, x)
@@ -76,4 +77,5 @@ def round_to(x: Array, dtype: str) -> Array:
 
 
 def group_slices(group_ends: Array) -> list[slice]:
+    """The rows of each group."""
     return [slice(int(a), int(b)) for a, b in zip([0, *group_ends], group_ends, strict=False)]

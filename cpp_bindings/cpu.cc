@@ -1,9 +1,9 @@
-// The C++ op table of core_kernels/op.h as one function on DLPack arrays.
+// The C++ op table (core_kernels/cpu/ops.h) as one function on DLPack arrays.
 //
 //   torch tensors --DLPack--> run(name, inputs, outputs, attrs) --> run_op(Op, Call)
 //
-// Callers plan first: the plan checks shapes and sizes outputs. Here only device, layout and the number of
-// arrays are checked again; a call with other sizes than the plan's reads and writes out of bounds.
+// Callers plan first: the plan checks shapes and sizes the outputs. This function checks the device, the layout and the
+// number of arrays alone; a call whose sizes differ from the plan's reads and writes out of bounds.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -17,8 +17,9 @@
 #include <vector>
 
 #include "bindings.h"
+#include "cpu/ops.h"
 #include "cpu/parallel.h"
-#include "op.h"
+#include "find_op.h"
 
 namespace nb = nanobind;
 
@@ -27,15 +28,6 @@ namespace {
 
 using AnyInput = nb::ndarray<nb::ro>;
 using AnyOutput = nb::ndarray<>;
-
-const Op& find_op(std::string_view name) {
-  std::string known;
-  for (const Op& op : cpu_ops()) {
-    if (name == op.name) return op;
-    known += std::string(known.empty() ? "" : ", ") + op.name;
-  }
-  throw std::invalid_argument("run: name: got '" + std::string(name) + "'; allowed: " + known);
-}
 
 DType dtype_of(const std::string& who, nb::dlpack::dtype t) {
   const auto is = [&](nb::dlpack::dtype_code code, int bits) {
@@ -74,7 +66,7 @@ std::vector<Array> arrays_of(const Op& op, const char* kind, const std::vector<A
 
 void run(std::string_view name, const std::vector<AnyInput>& inputs, const std::vector<AnyOutput>& outputs,
          const std::vector<int64_t>& attrs, std::optional<int> threads) {
-  const Op& op = find_op(name);
+  const Op& op = find_op<Op>(kCpuOps, "run", name);
   if (threads && *threads < 1)
     throw std::invalid_argument("run: num_threads: got " + std::to_string(*threads) + "; allowed: at least 1");
   const auto in = arrays_of(op, "input", inputs, op.num_inputs);

@@ -1,4 +1,4 @@
-// The CUDA op table of core_kernels/cuda/ops.h, exposed twice.
+// The CUDA op table (core_kernels/cuda/ops.h), for torch and for XLA.
 //
 //   torch: a plan  --> CudaLaunch(exchange, device, name, inputs, outputs, attrs)     once per cached plan
 //          tensors --> launch(inputs, outputs) ----.                                  every call
@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -20,6 +21,7 @@
 #include "cuda/ops.h"
 #include "exchange.h"
 #include "ffi.h"
+#include "find_op.h"
 
 namespace nb = nanobind;
 namespace ffi = xla::ffi;
@@ -29,15 +31,6 @@ namespace {
 
 using cuda::CudaOp;
 using ArrayTypes = std::vector<std::pair<std::vector<int64_t>, std::string>>;  // shape, dtype name
-
-const CudaOp& find_op(const std::string& name) {
-  std::string known;
-  for (const CudaOp& op : cuda::cuda_ops()) {
-    if (name == op.name) return op;
-    known += std::string(known.empty() ? "" : ", ") + op.name;
-  }
-  throw std::invalid_argument("CudaLaunch: name: got '" + name + "'; allowed: " + known);
-}
 
 DType dtype_of(const CudaOp& op, const std::string& name) {
   if (name == "uint8") return DType::u8;
@@ -54,14 +47,14 @@ void require_count(const CudaOp& op, const char* what, size_t got, size_t allowe
                                 "; allowed: " + std::to_string(allowed));
 }
 
-// Everything about a launch but where its arrays are: a call asks for their addresses and for the stream.
+// A prepared launch: everything but the addresses of the arrays and the stream, which a call adds.
 class CudaLaunch {
  public:
   CudaLaunch(const Exchange& exchange, int device, const std::string& name, ArrayTypes inputs, ArrayTypes outputs,
              std::vector<int64_t> attrs)
       : exchange_(exchange),
         device_(device),
-        op_(find_op(name)),
+        op_(find_op<CudaOp>(cuda::kCudaOps, "CudaLaunch", name)),
         types_(std::move(inputs)),
         num_inputs_(types_.size()),
         attrs_(std::move(attrs)) {
@@ -77,7 +70,7 @@ class CudaLaunch {
   void operator()(const nb::tuple& inputs, const nb::tuple& outputs) const {
     require_count(op_, "inputs", inputs.size(), num_inputs_);
     require_count(op_, "outputs", outputs.size(), arrays_.size() - num_inputs_);
-    // A copy, because threads may launch at the same time.
+    // A copy, since threads may launch at the same time.
     std::array<Array, kMostArrays> arrays;
     std::copy(arrays_.begin(), arrays_.end(), arrays.begin());
     Array* next = arrays.data();
@@ -85,7 +78,7 @@ class CudaLaunch {
     for (nb::handle array : outputs) next++->data = address(array);
     const std::span<const Array> all(arrays.data(), arrays_.size());
     const auto stream = static_cast<cudaStream_t>(exchange_.cuda_stream(device_));
-    // A launch waits when the stream's queue is full.
+    // A launch blocks while the stream's queue is full.
     nb::gil_scoped_release unlocked;
     cuda::run_on(device_, op_, {all.first(num_inputs_), all.subspan(num_inputs_), attrs_}, stream);
   }
@@ -110,7 +103,7 @@ class CudaLaunch {
   std::vector<Array> arrays_;
 };
 
-// XLA makes the device current. Launches are all that a handler does, so a CUDA graph may hold them.
+// XLA makes the device current. A handler only launches, so that a CUDA graph can capture it.
 template <size_t Index>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   static auto* bound = ffi::Ffi::Bind()
@@ -121,7 +114,7 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
                            .To(
                                [](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                                   ffi::Span<const int64_t> attrs) -> ffi::Error {
-                                 const CudaOp& op = cuda::cuda_ops()[Index];
+                                 const CudaOp& op = cuda::kCudaOps[Index];
                                  return call_op(op, args, rets, attrs, [&](const Call& c) { op.run(c, stream); });
                                },
                                {ffi::Traits::kCmdBufferCompatible})
@@ -132,11 +125,11 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
 template <size_t... Index>
 nb::dict targets(std::index_sequence<Index...>) {
   nb::dict out;
-  ((out[cuda::cuda_ops()[Index].name] = nb::capsule(reinterpret_cast<void*>(handler<Index>))), ...);
+  ((out[cuda::kCudaOps[Index].name] = nb::capsule(reinterpret_cast<void*>(handler<Index>))), ...);
   return out;
 }
 
-// Compute capabilities, of the whole build or of one op of it.
+// The compute capabilities of the whole build, or of one op.
 nb::tuple archs(int only) {
   nb::list out;
   for (const int arch : cuda::cuda_archs())
@@ -146,7 +139,7 @@ nb::tuple archs(int only) {
 
 nb::dict op_archs() {
   nb::dict out;
-  for (const CudaOp& op : cuda::cuda_ops()) out[op.name] = archs(op.only);
+  for (const CudaOp& op : cuda::kCudaOps) out[op.name] = archs(op.only);
   return out;
 }
 
@@ -156,7 +149,7 @@ void bind_cuda(nb::module_& m) {
   using namespace nb::literals;
   m.attr("cuda_archs") = archs(0);
   m.attr("cuda_op_archs") = op_archs();
-  m.def("cuda_ffi_targets", [] { return targets(std::make_index_sequence<cuda::kNumCudaOps>()); });
+  m.def("cuda_ffi_targets", [] { return targets(std::make_index_sequence<std::size(cuda::kCudaOps)>()); });
   nb::class_<CudaLaunch>(m, "CudaLaunch")
       .def(nb::init<const Exchange&, int, const std::string&, ArrayTypes, ArrayTypes, std::vector<int64_t>>(),
            "exchange"_a, "device"_a, "name"_a, "inputs"_a, "outputs"_a, "attrs"_a)

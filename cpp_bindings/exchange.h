@@ -1,10 +1,10 @@
-// The arrays of a framework as the framework itself knows them, without a Python call.
+// Access to a framework's arrays through its C functions, without a Python call.
 //
 //   type.__dlpack_c_exchange_api__ --> Exchange --.-- read: address, device, dtype, shape, strides of one array
-//   (a table of C functions, DLPack 1.3)          |-- layouts: of several, as bytes that a dict can look up
-//                                                 '-- stream: the one that the framework works on
+//   (a table of C functions, DLPack 1.3)          |-- layouts: of several arrays, as bytes that serve as a dict key
+//                                                 '-- stream: the framework's current stream
 //
-// Nothing is owned, copied or waited for: what is read holds while the caller holds the arrays.
+// Exchange neither owns nor copies nor waits: a result is valid while the caller holds the arrays.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,7 @@ namespace mxep {
 
 namespace nb = nanobind;
 
-// The head of DLPackExchangeAPI (dlpack.h); what comes later in a newer minor version is not asked for.
+// The first members of DLPackExchangeAPI (dlpack.h). Members that a newer minor version appends are not used.
 struct ExchangeTable {
   struct {
     uint32_t major, minor;
@@ -29,13 +29,13 @@ struct ExchangeTable {
 
 class Exchange {
  public:
-  // Of a type of arrays, like torch.Tensor. Throws TypeError if it has no such table.
+  // For a type of arrays, for example torch.Tensor. Throws TypeError if the type has no such table.
   explicit Exchange(nb::handle type);
 
-  // False, and no Python error, for what DLPack has no words for: a sparse tensor, another dtype.
+  // Returns false, without a Python error, if DLPack cannot describe the array: a sparse tensor, an unsupported dtype.
   bool read(nb::handle array, nb::dlpack::dltensor* out) const;
-  // Equal for arrays of equal dtypes, devices, shapes and strides, which on a GPU lie equally off 16 bytes. None if one
-  // of them cannot be read.
+  // Equal keys mean equal dtypes, devices, shapes and strides, and on a GPU equal addresses modulo 16. None if one of
+  // the arrays cannot be read.
   std::optional<nb::bytes> layouts(const nb::tuple& arrays) const;
   void* cuda_stream(int device) const;
 

@@ -5,8 +5,10 @@
 
 #include <nanobind/nanobind.h>
 
+#include <iterator>
+
 #include "bindings.h"
-#include "op.h"
+#include "cpu/ops.h"
 
 namespace nb = nanobind;
 namespace ffi = xla::ffi;
@@ -23,7 +25,7 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
           .RemainingRets()
           .Attr<ffi::Span<const int64_t>>("attrs")
           .To([](ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int64_t> attrs) -> ffi::Error {
-            const Op& op = cpu_ops()[Index];
+            const Op& op = kCpuOps[Index];
             return call_op(op, args, rets, attrs, [&](const Call& call) { run_op(op, call); });
           })
           .release();
@@ -33,14 +35,14 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
 template <size_t... Index>
 nb::dict targets(std::index_sequence<Index...>) {
   nb::dict out;
-  ((out[cpu_ops()[Index].name] = nb::capsule(reinterpret_cast<void*>(handler<Index>))), ...);
+  ((out[kCpuOps[Index].name] = nb::capsule(reinterpret_cast<void*>(handler<Index>))), ...);
   return out;
 }
 
 }  // namespace
 
 void bind_ffi(nb::module_& m) {
-  m.def("ffi_targets", [] { return targets(std::make_index_sequence<kNumCpuOps>()); });
+  m.def("ffi_targets", [] { return targets(std::make_index_sequence<std::size(kCpuOps)>()); });
 }
 
 }  // namespace mxep

@@ -1,4 +1,4 @@
-// XLA buffers to a kernel's `Call`: what the handlers of both tables share.
+// Conversion of XLA buffers to a kernel's `Call`, shared by the handlers of both tables.
 #pragma once
 
 #include <string>
@@ -32,7 +32,7 @@ inline bool array_of(const xla::ffi::AnyBuffer& buffer, Array* array) {
   }
 }
 
-// `op` is an entry of either table, `run(call)` runs it.
+// `op` is an entry of either table; `run(call)` runs it.
 template <typename Entry, typename Run>
 xla::ffi::Error call_op(const Entry& op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
                         xla::ffi::Span<const int64_t> attrs, Run run) {

@@ -6,7 +6,7 @@
 namespace nb = nanobind;
 
 NB_MODULE(_ops, m) {
-  // Bound launches live in caches of the frontends, which Python does not empty when it exits.
+  // The frontends cache prepared launches, and Python does not empty these caches when it exits.
   nb::set_leak_warnings(false);
   mxep::bind_cpu(m);
   mxep::bind_exchange(m);

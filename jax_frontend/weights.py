@@ -50,7 +50,8 @@ Quantized = MX | Folded | Upcast
 
 def as_multiplied(pair: MX) -> MX | Upcast:
     """MXFP8 as the tensor cores of a program traced now read it: dequantized to bf16 for sm_90."""
-    return Upcast(ops.dequantize(*pair)) if facts(_device.arch()).upcasts else pair
+    q, sf = pair  # a plain pair, whatever tuple the caller holds: pytrees of weights have one structure
+    return Upcast(ops.dequantize(q, sf)) if facts(_device.arch()).upcasts else (q, sf)
 
 
 def _on_this_device(x: Quantized) -> Quantized:

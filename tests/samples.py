@@ -1,43 +1,68 @@
-"""One small call of every op: types of its arrays, by their names, and the options that have no default."""
+"""One small call of every op: arrays by their names, and the options that have no default.
+
+Tests that go through all ops take these calls for the ops that they have no case of their own for.
+"""
 
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from mxep.core_kernels.launch import ArrayType, KernelOp
+
+SIZE = 32
 
 
 def _types(dtype: str, **shapes: tuple[int, ...]) -> dict[str, ArrayType]:
     return {name: ArrayType(shape, dtype) for name, shape in shapes.items()}
 
 
-SQUARE, SCALES = (32, 32), (32, 1)
+SQUARE, COLUMN, ROW = (SIZE, SIZE), (SIZE, 1), (SIZE,)
 TYPES = {
     **_types("bfloat16", x=SQUARE, gate=SQUARE, up=SQUARE, dh=SQUARE, rows=SQUARE, dy=SQUARE),
     **_types("bfloat16", lhs=SQUARE, lhs_t=SQUARE, rhs=SQUARE, rhs_t=SQUARE),
-    **_types("uint8", q=SQUARE, sf=SCALES, target=SCALES, packed=(32, 33), blocked=(128, 4)),
-    **_types("uint8", lhs_q=SQUARE, lhs_sf=SCALES, rhs_q=SQUARE, rhs_sf=SCALES, lhs_qf=SQUARE, rhs_qf=SQUARE),
-    **_types("int32", row_map=(32,), slots=SCALES, order=(32,), expert_ids=(32,), counts=(1,), group_ends=(1,)),
-    **_types("float32", prob=(32,), probs=SCALES, bias=(1, 32)),
+    **_types("uint8", q=SQUARE, sf=COLUMN, target=COLUMN, packed=(SIZE, SIZE + 1), blocked=(128, 4)),
+    **_types("uint8", lhs_q=SQUARE, lhs_sf=COLUMN, rhs_q=SQUARE, rhs_sf=COLUMN, lhs_qf=SQUARE, rhs_qf=SQUARE),
+    **_types("int32", row_map=ROW, slots=COLUMN, order=ROW, expert_ids=ROW, counts=(1,), group_ends=(1,)),
+    **_types("float32", prob=ROW, probs=COLUMN, bias=(1, SIZE)),
 }
-"""Where ops use one name for several types, that of most of them."""
+"""Name of an array -> its type in most ops."""
 WEIGHTS = {
-    **_types("uint8", rhs_q=(1, 32, 32), rhs_sf=(1, 32, 1), rhs_qf=(1, 32, 32)),
-    **_types("bfloat16", rhs_t=(1, 32, 32)),
+    **_types("uint8", rhs_q=(1, SIZE, SIZE), rhs_sf=(1, SIZE, 1), rhs_qf=(1, SIZE, SIZE)),
+    **_types("bfloat16", rhs_t=(1, SIZE, SIZE)),
 }
 SPECIAL = {
     "grouped_mm_mx": WEIGHTS,
     "grouped_mm_bf16": WEIGHTS,
-    "grouped_mm_fold": WEIGHTS | _types("uint8", lhs_sf=(32,), rhs_sf=(1, 32)),
-    "grouped_mm_fold_bias": WEIGHTS | _types("uint8", lhs_sf=(32,), rhs_sf=(1, 32)),
-    "grouped_wgrad_fold": _types("uint8", lhs_sf=(1, 32), rhs_sf=(1, 32)),
+    "grouped_mm_fold": WEIGHTS | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE)),
+    "grouped_mm_fold_bias": WEIGHTS | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE)),
+    "grouped_wgrad_fold": _types("uint8", lhs_sf=(1, SIZE), rhs_sf=(1, SIZE)),
 }
+"""Op -> types of its arrays that differ."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "sort_by_expert": {"num_experts": 1},
-    "row_map": {"num_rows": 32, "num_local_experts": 1},
-    "unblock_scales": {"num_rows": 32, "num_scales": 1},
+    "row_map": {"num_rows": SIZE, "num_local_experts": 1},
+    "unblock_scales": {"num_rows": SIZE, "num_scales": 1},
 }
+INDICES = {"row_map": np.arange(SIZE), "slots": np.arange(SIZE), "order": np.arange(SIZE), "expert_ids": np.zeros(SIZE)}
 
 
 def sample(op: KernelOp) -> tuple[list[ArrayType], dict[str, Any]]:
     """Types and options of a call."""
     types = TYPES | SPECIAL.get(op.name, {})
     return [types[name] for name in op.inputs], OPTIONS.get(op.name, {})
+
+
+def sample_arrays(op: KernelOp) -> list[np.ndarray]:
+    """Values of these types: normal numbers, E4M3 and E8M0 of magnitude one, rows that exist, one group."""
+    rng = np.random.default_rng(0)
+    arrays = []
+    for name, (shape, dtype) in zip(op.inputs, sample(op)[0], strict=True):
+        if dtype == "uint8":
+            low = 120 if "sf" in name or name == "target" else 40
+            arrays.append(rng.integers(low, low + 30, shape, np.uint8))
+        elif dtype == "int32":
+            arrays.append(INDICES.get(name, np.full(shape, SIZE)).reshape(shape).astype(np.int32))
+        else:
+            kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+            arrays.append(rng.standard_normal(shape).astype(kind))
+    return arrays

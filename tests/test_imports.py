@@ -8,13 +8,12 @@ jax_frontend   -> core_kernels, cpp_bindings, jax       jax_triton in one file, 
 Inside core_kernels a family imports itself, the shared files and the families below it; C++ and CUDA headers follow
 the same arrows.
 
-    quantize  permute  routing  scale_layout  combine
-       ^  ^      ^
-       |  '------+---- fold
-       |               ^
-    swiglu        grouped_gemm       reference: the oracles of all families
+    quantize   permute   routing   scale_layout   combine
+       ^
+       |---- swiglu
+       '---- fold <---- grouped_gemm      grouped_gemm --> quantize      reference --> the oracles of all families
 
-    oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> both
+    oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> no kernel
 """
 
 import ast
@@ -43,7 +42,7 @@ BELOW = {
     "routing": set(),
     "scale_layout": set(),
     "combine": set(),
-    "fold": {"quantize", "permute"},
+    "fold": {"quantize"},
     "swiglu": {"quantize"},
     "grouped_gemm": {"quantize", "fold"},
 }

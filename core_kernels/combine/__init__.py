@@ -1,1 +1,1 @@
-"""The weighted sum of a token's expert rows."""
+"""The weighted sum of a token's expert rows, and its gradient."""

@@ -1,33 +1,25 @@
 // The weighted sum of each token's K rows, and its gradient.
 //
-//   forward    256 columns of a token at a time: the sum stays in the cache while K rows pass
-//   backward   a token's gradient is read once per row; then the padding rows are zeroed
+//   forward    256 columns of a token at a time: the sum stays in the cache while the K rows are read
+//   backward   one read of a token's gradient per row; then zeros in the padding rows
 //
-// Every product and every sum rounds: no fma. A dot product runs in 16 lanes, whatever the vectors' width,
-// so that it rounds alike on every machine.
+// Every product and every sum rounds: no fma. A dot product has 16 partial sums on every machine, so that its rounding
+// does not depend on the vector width.
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 
-#include "cpu/mx_math.h"
+#include "cpu/errors.h"
+#include "cpu/floats.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
 namespace mxep {
 namespace {
 
-constexpr int64_t kPiece = 256, kLanes = 16;
+constexpr int64_t kColumnChunk = 256, kLanes = 16;
 
-MXEP_INLINE void store(float* out, float x) { *out = x; }
-MXEP_INLINE void store(bf16* out, float x) { *out = bf16_from_f32(x); }
-
-[[noreturn]] void refuse(const char* op, const char* argument, int64_t got, int64_t index, const std::string& allowed) {
-  throw std::invalid_argument(std::string(op) + ": " + argument + ": got " + std::to_string(got) + " at index " +
-                              std::to_string(index) + "; allowed: " + allowed);
-}
-
-// Where rows lie, for each of `tokens` * `k` slots; `probs` is null for an unweighted sum.
+// The row of each of `tokens` * `k` slots; `probs` is null for an unweighted sum.
 struct Slots {
   const int32_t* row;
   const float* probs;
@@ -42,26 +34,27 @@ struct Slots {
   void check(const char* op, int64_t rows) const {
     for (int64_t i = 0; i < tokens * k; ++i)
       if (row[i] < -1 || row[i] >= rows)
-        refuse(op, "slots", row[i], i, "-1 (no row) or a row below " + std::to_string(rows));
+        bad_value(op, "slots", row[i], i, "-1 (no row) or a row below " + std::to_string(rows));
   }
 
-  // A slot's row must name that slot, and no other row a slot: then every row is written, and once.
+  // Checks that `order` and `slots` are inverse to each other, so that every row is written exactly once.
   void check_order(const char* op, const int32_t* order, int64_t rows) const {
     for (int64_t r = 0; r < rows; ++r) {
       if (order[r] < -1 || order[r] >= tokens * k)
-        refuse(op, "order", order[r], r, "-1 (padding) or a slot below " + std::to_string(tokens * k));
-      if (order[r] >= 0 && row[order[r]] != r) refuse(op, "order", order[r], r, "the slot that slots gives this row");
+        bad_value(op, "order", order[r], r, "-1 (padding) or a slot below " + std::to_string(tokens * k));
+      if (order[r] >= 0 && row[order[r]] != r)
+        bad_value(op, "order", order[r], r, "the slot that slots gives this row");
     }
     for (int64_t i = 0; i < tokens * k; ++i)
-      if (row[i] >= 0 && order[row[i]] != i) refuse(op, "slots", row[i], i, "the row that order gives this slot");
+      if (row[i] >= 0 && order[row[i]] != i) bad_value(op, "slots", row[i], i, "the row that order gives this slot");
   }
 };
 
 template <typename In, typename Out>
 MXEP_INLINE void sum_of_rows(const In* rows, const Slots& s, int64_t t, int64_t d, Out* y) {
-  alignas(64) float acc[kPiece];
-  for (int64_t first = 0; first < d; first += kPiece) {
-    const int64_t n = std::min(kPiece, d - first);
+  alignas(64) float acc[kColumnChunk];
+  for (int64_t first = 0; first < d; first += kColumnChunk) {
+    const int64_t n = std::min(kColumnChunk, d - first);
     std::fill_n(acc, n, 0.0f);
     for (int64_t i = t * s.k; i < (t + 1) * s.k; ++i) {
       if (s.row[i] < 0) continue;
@@ -107,14 +100,6 @@ MXEP_INLINE void gradients_of(const G* dy, const X* rows, const Slots& s, int64_
       for (int64_t c = 0; c < d; ++c) store(out + c, to_f32(g[c]));
     }
   }
-}
-
-template <typename Body>
-void with_data(const Array& x, const Body& body) {
-  if (x.dtype == DType::bf16)
-    body(x.as<bf16>());
-  else
-    body(x.as<float>());
 }
 
 }  // namespace

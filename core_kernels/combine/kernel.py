@@ -1,8 +1,8 @@
-"""Triton kernels of the top-k combine and its gradient; plan.py draws the slots.
+"""Triton kernels of the top-k combine and of its gradient; plan.py defines the slots.
 
-Both ways are token-major. Forward, a program owns a few tokens and a tile of columns. Backward, it owns one token
-and all its columns: dy is read once for the K rows, and dprobs is one program's sum, in a fixed order. The padding
-rows are the last programs of the same launch. Memory-bound; rows are addressed with 64 bits.
+Both kernels are token-major. Forward, a program owns a few tokens and a tile of columns. Backward, a program owns one
+token and all its columns: dy is read once for the K rows, and dprobs is one program's sum, in a fixed order. The last
+programs of the backward launch write the padding rows. The kernels are memory-bound; offsets of rows have 64 bits.
 """
 
 import triton
@@ -13,7 +13,7 @@ from ..mx_math import f32_to_bf16, to_f32
 
 @triton.jit
 def _store(out, value, mask, HW_CAST: tl.constexpr):
-    """f32 values, rounded to bf16 where `out` points to that."""
+    """Store fp32 values as `out`'s dtype, fp32 or bf16."""
     if out.dtype.element_ty == tl.bfloat16:
         tl.store(out, f32_to_bf16(value, HW_CAST), mask=mask)
     else:
@@ -26,7 +26,7 @@ def combine_kernel(
     D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr, TILES: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y (T, D); TILES tiles lie side by side."""
+    """One tile of y (T, D). A row of y has TILES tiles."""
     tile = tl.program_id(0)
     t = (tile // TILES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = (tile % TILES) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -36,7 +36,7 @@ def combine_kernel(
         tl.device_assert((row >= -1) & (row < R), "slots point outside the rows")
         real = (row >= 0) & (row < R)
         x = to_f32(tl.load(rows + row[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0))
-        # A slot without a row adds 0, which leaves acc as it is: a sum that starts at +0 is never -0.
+        # A slot without a row adds 0, which does not change acc: a sum that starts at +0 is never -0.
         if WEIGHTED:
             p = tl.load(probs + t * K + k, mask=real, other=0.0)
             acc += p[:, None] * x
@@ -62,22 +62,22 @@ def _token(
     for d0 in range(0, D, BLOCK_K):
         d = d0 + tl.arange(0, BLOCK_K)
         inside = real[:, None] & (d < D)[None, :]
-        place = row[:, None] * D + d[None, :]
+        offset = row[:, None] * D + d[None, :]
         g = to_f32(tl.load(dy + t * D + d, mask=d < D, other=0.0))[None, :]
         if WEIGHTED:
-            x = to_f32(tl.load(rows + place, mask=inside, other=0.0))
-            # Where there is no row, an infinity of dy must not meet the zero that stands for it.
+            x = to_f32(tl.load(rows + offset, mask=inside, other=0.0))
+            # A slot without a row has zeros for x: infinity * 0 would be NaN.
             dots += tl.where(inside, g * x, 0.0)
-            _store(drows + place, p[:, None] * g, inside, HW_CAST)
+            _store(drows + offset, p[:, None] * g, inside, HW_CAST)
         else:
-            _store(drows + place, tl.broadcast_to(g, (BLOCK_S, BLOCK_K)), inside, HW_CAST)
+            _store(drows + offset, tl.broadcast_to(g, (BLOCK_S, BLOCK_K)), inside, HW_CAST)
     if WEIGHTED:
         tl.store(dprobs + t * K + k, tl.sum(dots, 1), mask=k < K)
 
 
 @triton.jit
 def _padding(order, R, first, drows, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Zeros in those of BLOCK_M rows that no slot fills."""
+    """Zeros in the padding rows among BLOCK_M rows."""
     r = first + tl.arange(0, BLOCK_M)
     empty = tl.load(order + r, mask=r < R, other=0) < 0
     if tl.max(empty.to(tl.int32), 0) > 0:

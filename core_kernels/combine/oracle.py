@@ -13,7 +13,7 @@ from ..oracle_math import DTYPES, Array, Pair, round_to
 def combine(rows: Array, slots: Array, probs: Array, out_dtype: str = "bfloat16") -> Array:
     """rows (R, D), slots (T, K), probs (T, K) or (0,) -> y (T, D), y[t] = sum over k of probs * rows[slots].
 
-    In fp32, k ascending from +0, every product and every sum rounded; a slot of -1 adds nothing.
+    Computed in fp32 from +0 with ascending k; every product and every sum rounds. A slot of -1 adds nothing.
     """
     acc = np.zeros((len(slots), rows.shape[1]), np.float32)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -1,29 +1,19 @@
 // MXFP8 arithmetic on one value: amax -> E8M0 byte, f32 -> E4M3, and back.
 //
-// core_kernels/quantize/oracle.py is the definition. No branch depends on data, so loops over these vectorise.
+// core_kernels/quantize/oracle.py is the definition. No branch depends on data, so that loops over these vectorise.
 #pragma once
 
 #include <bit>
 #include <cstdint>
 
+#include "cpu/floats.h"
 #include "cpu/simd.h"
+#include "formats.h"
 
 namespace mxep {
 
-inline constexpr int kBlock = 32;
-inline constexpr uint32_t kInf = 0x7F800000u;
-inline constexpr uint32_t kE4m3Nan = 0x7F;
-inline constexpr uint32_t kE8m0Nan = 255, kE8m0Max = 254;
-inline constexpr uint32_t kE8m0Smallest = 0x00400000u;  // fp32 bits of 2^-127, a subnormal
-enum Rounding : int64_t { kRceil = 0, kFloor = 1 };
-
-using bf16 = uint16_t;
-
-MXEP_INLINE float to_f32(float x) { return x; }
-MXEP_INLINE float to_f32(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
-
-// Magnitudes order as their bits do, and NaN lies above infinity: an integer max is an amax that
-// propagates NaN. bf16 magnitudes are compared in 16 bits and widened once per block.
+// Magnitudes order as their bits do, and NaN lies above infinity: an integer maximum is an amax that propagates NaN.
+// bf16 magnitudes are compared in 16 bits and widened once per block.
 MXEP_INLINE uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7FFFFFFFu; }
 MXEP_INLINE uint16_t magnitude(bf16 x) { return x & 0x7FFF; }
 MXEP_INLINE uint32_t f32_bits(uint32_t magnitude) { return magnitude; }
@@ -36,9 +26,8 @@ struct ScaleRule {
 
 // Scale byte of a block from the fp32 bits of its largest magnitude.
 MXEP_INLINE uint32_t e8m0_from_amax(uint32_t amax, ScaleRule rule) {
-  // RCEIL is ceil(log2(amax / 448)): 448 = 1.75 * 2^8, so the exponent less 8, and one more when the
-  // mantissa is above 1.75. In one place the fp32 quotient is a subnormal that rounds down to 2^-127.
-  constexpr uint32_t kQuotientRoundsDown = 0x04600001u;
+  // RCEIL is ceil(log2(amax / 448)). 448 = 1.75 * 2^8, so the result is the exponent less 8, plus one when the mantissa
+  // is above 1.75. For one value of amax the fp32 quotient is a subnormal that rounds down to 2^-127.
   const bool ceil = rule.rounding == kRceil;
   const uint32_t exponent = (amax + (ceil && amax != kQuotientRoundsDown ? 0x1FFFFFu : 0u)) >> 23;
   uint32_t byte = exponent < 8 ? 0 : exponent - 8;
@@ -46,22 +35,22 @@ MXEP_INLINE uint32_t e8m0_from_amax(uint32_t amax, ScaleRule rule) {
   return rule.satfinite && amax == kInf ? kE8m0Max : byte;
 }
 
-// 2^(127 - byte), what values are multiplied by; of no use for byte 255.
+// 2^(127 - byte): the factor that quantizes a block. Meaningless for byte 255.
 MXEP_INLINE float inverse_scale(uint32_t byte) {
   return std::bit_cast<float>(byte == kE8m0Max ? kE8m0Smallest : (254u - byte) << 23);
 }
-// 2^(byte - 127); of no use for byte 255.
+// 2^(byte - 127). Meaningless for byte 255.
 MXEP_INLINE float scale(uint32_t byte) { return std::bit_cast<float>(byte == 0 ? kE8m0Smallest : byte << 23); }
 
-// Round to nearest even E4M3, saturating; y is not NaN. Adding 2^20 times the binade puts the last bit
-// that E4M3 keeps at fp32's last bit, so the addition does the rounding. E4M3's subnormals share the
-// spacing of its lowest binade, hence the max.
+// Rounds to the nearest E4M3, ties to even, saturating; y is not NaN. Adding 2^20 times the binade moves the last bit
+// that E4M3 keeps to fp32's last bit, so that the addition rounds. E4M3's subnormals have the spacing of its lowest
+// binade, hence the maximum.
 MXEP_INLINE uint32_t e4m3_from_f32(float y) {
   constexpr uint32_t kMinBinade = 121u << 23;  // 2^-6
   const uint32_t bits = std::bit_cast<uint32_t>(y);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  const uint32_t own_binade = magnitude & kInf;
-  const uint32_t binade = own_binade < kMinBinade ? kMinBinade : own_binade;
+  const uint32_t value_binade = magnitude & kInf;
+  const uint32_t binade = value_binade < kMinBinade ? kMinBinade : value_binade;
   const uint32_t magic = binade + (20u << 23);
   const float rounded = std::bit_cast<float>(magnitude) + std::bit_cast<float>(magic);
   const uint32_t code = std::bit_cast<uint32_t>(rounded) - magic + ((binade - kMinBinade) >> 20);
@@ -76,16 +65,9 @@ MXEP_INLINE float f32_from_e4m3(uint32_t q) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | (q & 0x80u) << 24);
 }
 
-// A word whose bytes lie in memory from the lowest up.
+// A word whose lowest byte is the first in memory.
 MXEP_INLINE uint32_t little_endian(uint32_t word) {
   return std::endian::native == std::endian::little ? word : __builtin_bswap32(word);
-}
-
-// Round to nearest even; any NaN becomes the canonical one.
-MXEP_INLINE bf16 bf16_from_f32(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-  return static_cast<bf16>((bits & 0x7FFFFFFFu) > kInf ? 0x7FC0u : rounded);
 }
 
 }  // namespace mxep

@@ -1,37 +1,21 @@
-// The CPU implementations behind the op table.
+// The C++ kernels and the table of them, from the list in ops.def.
 #pragma once
 
 #include "op.h"
 
 namespace mxep {
 
-void quantize_row(const Call& call);
-void quantize_row_packed(const Call& call);
-void quantize_col(const Call& call);
-void quantize_both(const Call& call);
-void dequantize(const Call& call);
-void permute_rows(const Call& call);
-void permute_mx(const Call& call);
-void sort_by_expert(const Call& call);
-void row_map(const Call& call);
-void fold_rows(const Call& call);
-void quantize_row_fold(const Call& call);
-void quantize_rowwise(const Call& call);
-void permute_mx_fold(const Call& call);
-void fold_groups(const Call& call);
-void count_fold_loss(const Call& call);
-void quantize_both_fold(const Call& call);
-void block_scales(const Call& call);
-void unblock_scales(const Call& call);
-void swiglu(const Call& call);
-void swiglu_row(const Call& call);
-void swiglu_col(const Call& call);
-void swiglu_both(const Call& call);
-void swiglu_bwd(const Call& call);
-void swiglu_bwd_row(const Call& call);
-void swiglu_bwd_col(const Call& call);
-void swiglu_bwd_both(const Call& call);
-void combine(const Call& call);
-void combine_bwd(const Call& call);
+#define MXEP_OP(name, inputs, outputs, attrs) void name(const Call& call);
+#include "cpu/ops.def"
+#undef MXEP_OP
+
+inline constexpr Op kCpuOps[] = {
+#define MXEP_OP(name, inputs, outputs, attrs) {#name, inputs, outputs, attrs, name},
+#include "cpu/ops.def"
+#undef MXEP_OP
+};
+
+// Runs an op of the table. Both bindings call it.
+void run_op(const Op& op, const Call& call);
 
 }  // namespace mxep

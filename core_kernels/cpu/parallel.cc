@@ -8,7 +8,7 @@
 namespace mxep {
 namespace {
 
-// Not omp_get_max_threads() of a call's thread: XLA calls from its own, and torch may bring another OpenMP.
+// Read once, not per call: XLA calls from threads of its own, and torch may load a second OpenMP.
 const int g_at_most = omp_get_max_threads();
 thread_local int t_at_most = 0;
 

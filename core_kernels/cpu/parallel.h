@@ -1,4 +1,4 @@
-// Threads, and the floating point state that the contract needs in every one of them.
+// Threads, and the floating-point environment that the contract needs in each of them.
 #pragma once
 
 #include <cfenv>
@@ -6,11 +6,12 @@
 
 namespace mxep {
 
-// Threads that an op on the calling thread may use: as many as a Threads here allows, else OpenMP's own number when the
-// module was loaded. One in the child of a fork: its parent's team is not there, and OpenMP would wait for it.
+// Number of threads that an op on the calling thread may use: the limit of a Threads object on this thread, or else the
+// number that OpenMP reported when the module was loaded. 1 in the child of a fork: the parent's OpenMP team does not
+// exist there, and OpenMP would wait for it.
 int num_threads();
 
-// While it lives, ops on this thread use at most `n` threads; 0 changes nothing.
+// Limits ops on this thread to `n` threads during its lifetime; 0 sets no limit.
 class Threads {
  public:
   explicit Threads(int n);
@@ -22,8 +23,8 @@ class Threads {
   int before_;
 };
 
-// The default environment: round to nearest even, subnormals kept. XLA:CPU runs its threads with
-// subnormals flushed to zero, and a block scale of 2^-127 is one.
+// The default environment: round to nearest even, subnormals kept. XLA:CPU flushes subnormals to zero in its threads,
+// and a block scale of 2^-127 is a subnormal.
 class DefaultFloatEnv {
  public:
   DefaultFloatEnv() {
@@ -38,17 +39,17 @@ class DefaultFloatEnv {
   std::fenv_t saved_;
 };
 
-// Splits [0, n) into one contiguous range per thread and calls body(begin, end) on each. Work below
-// `kSerialBytes` stays on the calling thread. `body` must not throw.
+// Splits [0, n) into one contiguous range per thread and calls body(begin, end) on each. Work below `kSerialBytes`
+// stays on the calling thread. `body` must not throw.
 template <typename Body>
 void parallel_ranges(int64_t n, int64_t bytes_per_item, const Body& body) {
   constexpr int64_t kSerialBytes = 64 * 1024;
   const int64_t useful = n * bytes_per_item / kSerialBytes;
   const int64_t threads = useful < num_threads() ? (useful < 1 ? 1 : useful) : num_threads();
-  DefaultFloatEnv of_new_threads;  // they inherit the caller's and live on, in the team that torch's matmul uses next
+  DefaultFloatEnv of_new_threads;  // new threads inherit it, and torch's matmul reuses them later
 #pragma omp parallel for num_threads(static_cast<int>(threads)) schedule(static, 1) if (threads > 1)
   for (int64_t t = 0; t < threads; ++t) {
-    DefaultFloatEnv of_this_thread;  // who may be older
+    DefaultFloatEnv of_this_thread;  // a reused thread may have another environment
     body(n * t / threads, n * (t + 1) / threads);
   }
 }

@@ -1,16 +1,16 @@
-// Kernels of clusters that stay as long as there is work.
+// Launches of persistent kernels with thread block clusters.
 #pragma once
 
 #include "cuda/driver.h"
 
 namespace mxep::cuda {
 
-// CTAs of kKernel that the stream's context holds at a time, in clusters of `cluster`. Then the kernel is ready to
-// launch.
+// Number of CTAs of kKernel, in clusters of `cluster`, that are resident in the stream's context at a time. Afterwards
+// the kernel is ready to launch.
 template <auto kKernel>
 unsigned resident_ctas(const char* op, cudaStream_t stream, unsigned cluster, unsigned threads, size_t shared_bytes) {
-  static PerContext known;
-  return known(context_of(op, stream), [&] {
+  static PerContext cached;
+  return cached(context_of(op, stream), [&] {
     allow_shared_memory<kKernel>(op, stream, static_cast<int>(shared_bytes));
     cudaLaunchAttribute attribute{.id = cudaLaunchAttributeClusterDimension, .val = {.clusterDim = {cluster, 1, 1}}};
     const cudaLaunchConfig_t config{.gridDim = cluster,

@@ -1,4 +1,4 @@
-// What the run time does not say and the driver does.
+// Functions of the CUDA driver that the runtime does not offer.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,8 @@
 
 namespace mxep::cuda {
 
-// A function of the driver, found at run time: a module linked against libcuda could not be imported without a driver.
+// A driver function, looked up at run time: a module linked against libcuda cannot be imported on a machine without a
+// driver.
 template <typename Function>
 Function* driver_function(const char* op, const char* name) {
   void* function = nullptr;
@@ -22,9 +23,9 @@ Function* driver_function(const char* op, const char* name) {
   return reinterpret_cast<Function*>(function);
 }
 
-// The context in which a stream's kernels run, as a number of 48 bits that no other context of the process has: of its
-// number, which is never given twice, and its address, which differs from a green context to its device's own. 0 where
-// there is none yet: the next call of the run time makes the device's own the current one.
+// The context in which the stream's kernels run, as a 48-bit number that is unique in the process. The number combines
+// the context's id, which the driver never reuses, and its address, which tells a green context from the device's
+// primary context. 0 where no context exists yet: the next runtime call makes the primary context current.
 inline uint64_t context_of(const char* op, cudaStream_t stream) {
   static const auto current = driver_function<decltype(cuCtxGetCurrent)>(op, "cuCtxGetCurrent");
   static const auto of_stream = driver_function<decltype(cuStreamGetCtx)>(op, "cuStreamGetCtx");
@@ -37,34 +38,34 @@ inline uint64_t context_of(const char* op, cudaStream_t stream) {
   if (status != CUDA_SUCCESS)
     throw std::runtime_error(std::string(op) + ": CUDA: the driver does not know the context of the stream (error " +
                              std::to_string(status) + ")");
-  constexpr uint64_t kSpread = 0x9E3779B97F4A7C15u;  // odd: different numbers stay different
+  constexpr uint64_t kSpread = 0x9E3779B97F4A7C15u;  // odd, so that the product is a bijection
   return context ? (id * kSpread ^ reinterpret_cast<uintptr_t>(context)) & 0xFFFFFFFFFFFFu : 0;
 }
 
-// What is asked once in every context: the green contexts of a device have some of its multiprocessors each. Answers
-// are from 1 to 65535.
+// Caches a value from 1 to 65535 per context: the green contexts of a device have different numbers of multiprocessors.
 class PerContext {
  public:
-  template <typename Ask>
-  int operator()(uint64_t context, const Ask& ask) {
-    std::atomic<uint64_t>& known = known_[context % known_.size()];
-    const uint64_t last = known.load(std::memory_order_relaxed);
+  template <typename Query>
+  int operator()(uint64_t context, const Query& query) {
+    std::atomic<uint64_t>& slot = cached_[context % cached_.size()];
+    const uint64_t last = slot.load(std::memory_order_relaxed);
     if (context && last >> 16 == context) return static_cast<int>(last & 0xFFFF);
-    const int answer = ask();
-    if (context) known.store(context << 16 | static_cast<uint64_t>(answer), std::memory_order_relaxed);
-    return answer;
+    const int value = query();
+    if (context) slot.store(context << 16 | static_cast<uint64_t>(value), std::memory_order_relaxed);
+    return value;
   }
 
  private:
-  std::array<std::atomic<uint64_t>, 64> known_{};  // the context and the answer
+  std::array<std::atomic<uint64_t>, 64> cached_{};  // context and value in one word
 };
 
-// Before a launch with more than 48 KiB of dynamic shared memory the kernel has to say so, always with the same number.
+// Raises the kernel's limit of dynamic shared memory, which CUDA requires above 48 KiB. `bytes` is the same in every
+// call.
 template <auto kKernel>
 void allow_shared_memory(const char* op, cudaStream_t stream, int bytes) {
-  static PerContext said;
+  static PerContext configured;
   if (bytes <= 48 * 1024) return;
-  said(context_of(op, stream), [&] {
+  configured(context_of(op, stream), [&] {
     check(op, cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     return 1;
   });

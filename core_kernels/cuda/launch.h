@@ -1,4 +1,4 @@
-// What every kernel's host side needs around its launch.
+// Host-side helpers of a kernel launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,8 +12,8 @@
 
 namespace mxep::cuda {
 
-// Throws std::runtime_error that names the op and says what CUDA says. A refusal that is thrown is none that CUDA still
-// has to tell somebody.
+// Throws std::runtime_error with the op's name and CUDA's message. Clears CUDA's last error, so that a later call of
+// cudaGetLastError elsewhere does not report this one again.
 inline void check(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return;
   cudaGetLastError();
@@ -21,8 +21,8 @@ inline void check(const char* op, cudaError_t status) {
                            ")");
 }
 
-// Starts `ctas` of a kernel. What CUDA says is said of this launch: cudaGetLastError would also tell what others left
-// behind, and they would never hear of it.
+// Launches `ctas` CTAs. cudaLaunchKernelEx returns the status of this launch alone; cudaGetLastError would also return,
+// and clear, errors of other libraries.
 template <typename... Params, typename... Args>
 void launch_kernel(const char* op, void (*kernel)(Params...), unsigned ctas, unsigned threads, size_t shared_bytes,
                    cudaStream_t stream, Args&&... args) {
@@ -31,13 +31,13 @@ void launch_kernel(const char* op, void (*kernel)(Params...), unsigned ctas, uns
   check(op, cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 
-// Blocks along x, the only grid axis that holds more than 65535.
+// Number of CTAs along x, the only grid axis that allows more than 65535.
 inline unsigned grid_x(const char* op, int64_t blocks) {
   if (blocks > 0x7FFFFFFF) throw std::runtime_error(std::string(op) + ": the arrays need more than 2^31 - 1 blocks");
   return static_cast<unsigned>(blocks);
 }
 
-// Of the current device: CTAs of a kernel that walks over its work, one on each.
+// Number of multiprocessors of the current device: the CTAs of a persistent kernel with one CTA per multiprocessor.
 inline unsigned multiprocessors(const char* op) {
   int device, count;
   check(op, cudaGetDevice(&device));

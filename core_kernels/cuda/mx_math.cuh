@@ -1,40 +1,37 @@
 // MXFP8 arithmetic on the device: amax bits -> E8M0 byte -> factor, values -> E4M3 codes.
 //
-// core_kernels/quantize/oracle.py is the definition and cpu/mx_math.h the same steps in plain C++. Values come in
+// core_kernels/quantize/oracle.py is the definition, cpu/mx_math.h has the same steps in plain C++. Values come in
 // pairs of neighbouring columns: two bf16 share a register and most instructions.
 #pragma once
 
 #include <cstdint>
 
+#include "formats.h"
+
 namespace mxep::cuda {
 
-inline constexpr int kBlock = 32;
-inline constexpr uint32_t kInf = 0x7F800000u, kNan = 0x7FC00000u;
-inline constexpr uint32_t kE8m0Smallest = 0x00400000u;  // fp32 bits of 2^-127, a subnormal
-
-// Numbers where the options are conditions: for a condition the compiler would make a copy of the whole kernel.
+// The options as integers: with bools the compiler would clone the whole kernel per option.
 struct ScaleRule {
-  uint32_t round_up;  // added to an amax: carries a mantissa above 1.75 into the exponent; FLOOR adds nothing
+  uint32_t round_up;  // added to an amax, carries a mantissa above 1.75 into the exponent; 0 for FLOOR
   uint32_t infinite;  // byte of a block with an infinite amax
 
   ScaleRule(int64_t rounding, int64_t satfinite)
-      : round_up(rounding == 0 ? 0x1FFFFF : 0), infinite(satfinite ? 254 : 255) {}
+      : round_up(rounding == kRceil ? 0x1FFFFF : 0), infinite(satfinite ? kE8m0Max : kE8m0Nan) {}
 };
 
 // Scale byte of a block from the fp32 bits of its largest magnitude; see cpu/mx_math.h.
 __device__ inline uint32_t e8m0_from_amax(uint32_t amax, ScaleRule rule) {
-  constexpr uint32_t kQuotientRoundsDown = 0x04600001u;
   const uint32_t exponent = (amax + (amax != kQuotientRoundsDown ? rule.round_up : 0)) >> 23;
   const uint32_t byte = max(exponent, 8u) - 8;
-  return amax < kInf ? byte : amax == kInf ? rule.infinite : 255;
+  return amax < kInf ? byte : amax == kInf ? rule.infinite : kE8m0Nan;
 }
 
-// fp32 bits of 2^(127 - byte), what values are multiplied by; NaN for byte 255.
+// fp32 bits of 2^(127 - byte), the factor that quantizes a block; NaN for byte 255.
 __device__ inline uint32_t inverse_scale(uint32_t byte) {
-  return byte < 254 ? (254u - byte) << 23 : byte == 254 ? kE8m0Smallest : kNan;
+  return byte < kE8m0Max ? (254u - byte) << 23 : byte == kE8m0Max ? kE8m0Smallest : kNan;
 }
 
-// To nearest even, +-448 beyond the range, NaN -> 0x7F; `a` is the lowest byte.
+// Rounds to nearest even; +-448 beyond the range, NaN becomes 0x7F. `a` is the lowest byte.
 __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   uint32_t codes;
   asm("{\n"
@@ -48,7 +45,7 @@ __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   return codes;
 }
 
-// 2^exponent twice in f16, for `folded`: rounded below 2^-24, as large as f16 has it above 2^15.
+// 2^exponent twice in f16, for `folded`: rounded below 2^-24, limited to 2^15.
 __device__ inline uint32_t f16x2_power(int exponent) {
   const float power = __uint_as_float(static_cast<uint32_t>(min(exponent, 15) + 127) << 23);
   uint32_t both;
@@ -56,8 +53,8 @@ __device__ inline uint32_t f16x2_power(int exponent) {
   return both;
 }
 
-// Codes times a power of two. E4M3 has the only rounding: a product that is more than 2^-10 is an f16 number, and one
-// that is not becomes zero, however f16 rounds it.
+// Codes times a power of two, rounded once, to E4M3. A product above 2^-10 is an f16 number; a smaller product becomes
+// zero however f16 rounds it.
 __device__ inline uint32_t folded(uint32_t codes, uint32_t power) {
   uint32_t result;
   asm("{\n"
@@ -80,8 +77,8 @@ __device__ inline uint4 folded(uint4 codes, uint32_t power) {
   return make_uint4(folded(codes.x, power), folded(codes.y, power), folded(codes.z, power), folded(codes.w, power));
 }
 
-// Two neighbouring columns of a row. Row maxima travel between lanes in words of kRowsPerWord rows.
-// A factor is a power of two that bf16 holds, so scaling in bf16 rounds only what E4M3 then rounds to zero.
+// Two neighbouring columns of a row. Lanes exchange row maxima in words of kRowsPerWord rows. A factor is a power of
+// two that bf16 represents, so that scaling in bf16 rounds only values that E4M3 rounds to zero.
 struct Bf16x2 {
   static constexpr int kRowsPerWord = 2;
   uint32_t bits;
@@ -100,7 +97,7 @@ struct Bf16x2 {
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
   }
-  // Both columns: a row of a packed word, or fp32 bits (whose upper half bf16 is).
+  // The same value for both columns: a row of a packed word, or fp32 bits, whose upper half is a bf16.
   static __device__ Bf16x2 of_row(uint32_t word, int row) { return {__byte_perm(word, 0, row ? 0x3232 : 0x1010)}; }
   static __device__ Bf16x2 both(uint32_t bits) { return of_row(bits, 1); }
 };
@@ -133,7 +130,7 @@ using bf16 = uint16_t;
 __device__ inline Bf16x2 pair_of(bf16 left, bf16 right) { return {left | static_cast<uint32_t>(right) << 16}; }
 __device__ inline F32x2 pair_of(float left, float right) { return {left, right}; }
 
-// The larger magnitudes, NaN where one is, in one instruction; their signs mean nothing.
+// The larger magnitudes, NaN if either is NaN, in one instruction. The signs of the result are arbitrary.
 __device__ inline Bf16x2 max_magnitude(Bf16x2 a, Bf16x2 b) { return {Bf16x2::max_words(a.bits, b.bits)}; }
 __device__ inline F32x2 max_magnitude(F32x2 a, F32x2 b) {
   return F32x2::from_bits(F32x2::max_words(a.low_bits(), b.low_bits()), F32x2::max_words(a.high_bits(), b.high_bits()));

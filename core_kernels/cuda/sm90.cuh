@@ -1,4 +1,5 @@
-// Hopper's asynchronous machinery, one thin function per instruction: mbarriers, TMA loads, FP8 and bf16 wgmma.
+// Hopper's asynchronous instructions, one thin function per instruction: mbarriers, TMA loads, FP8 and bf16 wgmma.
+// CUTLASS's headers have them too; so few instructions do not justify a dependency that every build compiles.
 // Source: PTX ISA 8.x, sections "mbarrier", "cp.async.bulk.tensor", "wgmma".
 #pragma once
 
@@ -13,9 +14,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 __device__ __forceinline__ uint32_t shared_address(uint32_t address) { return address; }
 
-// Addresses in the shared memory of this CTA, which whole warps ask for. For a pointer's the compiler may ask again
-// where shared memory begins wherever one is used, in a loop at every turn, and wait for the answer: 4% of a product.
-// What comes from a shuffle it keeps in a register of the warp.
+// Addresses in the shared memory of this CTA; constructed by whole warps. With a plain pointer the compiler may
+// recompute the base of shared memory at every use, also in loops, and wait for it: 4% of a product. A value that comes
+// from a shuffle stays in a uniform register.
 template <typename Shared>
 class Addresses {
  public:
@@ -41,15 +42,14 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// ---- mbarrier. An Address is a pointer to shared memory or a shared_address. No wait here can last for ever: who
-// arrives is the copy engine or a CTA of the same cluster, all of whose CTAs start together; clusters never wait for
-// each other.
+// ---- mbarrier. An Address is a pointer to shared memory or a shared_address. Every wait terminates: the arrivals come
+// from the TMA unit or from CTAs of the same cluster, which start together; clusters never wait for each other.
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
-// Makes initialised barriers visible to the other CTAs of the cluster and to the copy engine.
+// Makes initialised barriers visible to the other CTAs of the cluster and to the TMA unit.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -81,7 +81,7 @@ __device__ __forceinline__ void barrier_wait(Address barrier, uint32_t parity) {
       : "memory");
 }
 
-// Whether a wait would be over at once, 1 or 0: a bool would be packed into a byte and taken out again.
+// 1 if a wait would return at once, else 0. As a bool the result would be packed into a byte and unpacked again.
 template <typename Address>
 __device__ __forceinline__ uint32_t barrier_test(Address barrier, uint32_t parity) {
   uint32_t over;
@@ -95,7 +95,7 @@ __device__ __forceinline__ uint32_t barrier_test(Address barrier, uint32_t parit
   return over;
 }
 
-// Waits unless a test has said that it is over.
+// Waits unless `over`, the result of barrier_test, is 1.
 template <typename Address>
 __device__ __forceinline__ void barrier_wait_unless(uint32_t over, Address barrier, uint32_t parity) {
   asm volatile(
@@ -108,7 +108,8 @@ __device__ __forceinline__ void barrier_wait_unless(uint32_t over, Address barri
       : "memory");
 }
 
-// Where a role is in a ring of stages. Whoever fills one waits for `empty` with the other parity: all are, at first.
+// The position of a producer or consumer in a ring of stages. A producer waits for `empty` with the other parity, since
+// all stages are empty at first.
 template <int kStages>
 struct Ring {
   int stage = 0;
@@ -118,7 +119,7 @@ struct Ring {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
 
-  // Until every stage is empty: before that, consumers of the other CTA still arrive on this CTA's barriers.
+  // Waits until every stage is empty: until then consumers of the other CTA arrive on this CTA's barriers.
   __device__ void drain(uint64_t (&empty)[kStages]) {
     for (int i = 0; i < kStages; ++i, advance()) barrier_wait(&empty[stage], parity ^ 1);
   }
@@ -130,7 +131,8 @@ __device__ __forceinline__ void prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Box of `map` at (x, y) to shared memory; its bytes count on `barrier`. Coordinates beyond the array read as zeros.
+// Loads the box of `map` at (x, y) into shared memory; its bytes count on `barrier`. Coordinates outside the array read
+// as zeros.
 __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -139,7 +141,7 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
       : "memory");
 }
 
-// The same into every CTA of `cta_mask`, at the same place and on the same barrier of each.
+// The same into every CTA of `cta_mask`, at the same address and on the same barrier of each.
 __device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y,
                                                    uint16_t cta_mask) {
   asm volatile(
@@ -151,31 +153,30 @@ __device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* 
 
 // ---- wgmma
 
-// Matrices in shared memory, as the low words of their descriptors: 16 bytes further are 1 more. The high word is the
-// same for all, 128-byte swizzle and 1024 bytes from one eight rows to the next. Sums of whole descriptors, with a
-// carry that never comes, keep a product waiting for its next step: 1%.
+// Matrices in shared memory, as the low words of their descriptors: a step of 16 bytes adds 1. The high word is the
+// same for all: 128-byte swizzle, 1024 bytes between groups of eight rows. Additions to whole 64-bit descriptors, with
+// a carry that never occurs, delay the next step of a product: 1%.
 #define MXEP_DESCRIPTORS(a, b) "mov.b64 a, {" a ", 0x40000040};\nmov.b64 b, {" b ", 0x40000040};\n"
 
-// Rows of 128 bytes in the 128-byte swizzle, eight rows (1024 bytes) to a core group; 1024-byte aligned.
+// Rows of 128 bytes in the 128-byte swizzle, eight rows (1024 bytes) per core group; aligned to 1024 bytes.
 template <typename Address>
 __device__ __forceinline__ uint32_t descriptor(Address tile) {
   return 1 << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 
-// Boxes of 64 columns (128 bytes) by kRows rows in the same swizzle, one after the other: the matrix transposed, so
-// that its contiguous dim is not the one that is summed over. Eight rows follow each other, boxes kRows * 128 bytes
-// apart.
+// Consecutive boxes of 64 columns (128 bytes) by kRows rows in the same swizzle: the transposed matrix, whose
+// contiguous dim is not the contraction dim. Groups of eight rows are contiguous, boxes are kRows * 128 bytes apart.
 template <int kRows, typename Address>
 __device__ __forceinline__ uint32_t columns_descriptor(Address boxes) {
   return (kRows * 128 >> 4) << 16 | (shared_address(boxes) & 0x3FFFF) >> 4;
 }
 
-// What this thread wrote to shared memory shows to wgmma and to the copy engine after the next barrier.
+// After the next barrier, wgmma and the TMA unit see this thread's writes to shared memory.
 __device__ __forceinline__ void shared_to_async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// For all committed groups but the latest kInFlight.
+// Waits for all committed groups but the latest kInFlight.
 template <int kInFlight = 0>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
@@ -185,7 +186,7 @@ __device__ __forceinline__ void wgmma_wait() {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 
-// d (64, 128) = a (64, 32) b (128, 32)^T [+ d], E4M3 in, fp32 out; 64 values a thread.
+// d (64, 128) = a (64, 32) b (128, 32)^T [+ d], E4M3 operands, fp32 sums; 64 values per thread.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n" MXEP_DESCRIPTORS("%64", "%65")
@@ -200,7 +201,8 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t 
       : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d (64, 256) += a (64, 16) b (256, 16)^T, bf16 in, fp32 out; 128 values a thread. kColumns: of `columns_descriptor`s.
+// d (64, 256) += a (64, 16) b (256, 16)^T, bf16 operands, fp32 sums; 128 values per thread. kColumns: operands given by
+// `columns_descriptor`.
 template <bool kColumns>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint32_t a, uint32_t b) {
   asm volatile(
@@ -224,28 +226,28 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint32_t a, uint32_t
 #undef MXEP_DESCRIPTORS
 
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void dealloc_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Four 8x8 matrices of 16-bit values, as wgmma leaves them in registers, to rows of shared memory.
+// Stores four 8x8 matrices of 16-bit values, in wgmma's register layout, to rows of shared memory.
 __device__ __forceinline__ void store_matrices(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(a),
                "r"(b), "r"(c), "r"(d)
                : "memory");
 }
 
-// Barrier of kThreads threads, by default one warpgroup; ids from 1 (0 is __syncthreads).
+// Barrier of kThreads threads, by default one warpgroup. Ids start at 1; 0 is __syncthreads.
 template <int kThreads = 128>
 __device__ __forceinline__ void threads_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// The same, and whether `vote` holds in all of them.
+// The same barrier; returns whether `vote` holds in all threads.
 template <int kThreads = 128>
 __device__ __forceinline__ bool threads_all(int id, bool vote) {
   int all;

@@ -1,23 +1,23 @@
-// Tensor maps: what the copy engine must know of a matrix to fetch boxes of it.
+// Tensor maps: descriptions of a matrix from which the TMA unit copies boxes.
 #pragma once
 
 #include "cuda/driver.h"
 
 namespace mxep::cuda {
 
-// Boxes of `box_rows` rows of 128 bytes of a matrix of bytes, in the 128-byte swizzle that wgmma reads. `pitch`, the
-// length of a row, is a multiple of 16, as are addresses. The map lives as long as its copy in a launch's arguments.
+// A map of a matrix of bytes for boxes of `box_rows` rows of 128 bytes, in the 128-byte swizzle that wgmma reads.
+// `pitch`, the length of a row, and the address are multiples of 16. The launch copies the map with its arguments.
 inline CUtensorMap byte_matrix(const char* op, const void* data, int64_t rows, int64_t pitch, int box_rows) {
   static const auto encode = driver_function<decltype(cuTensorMapEncodeTiled)>(op, "cuTensorMapEncodeTiled");
   CUtensorMap map;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(pitch), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(pitch)};  // of all dims but the first
   const cuuint32_t box[] = {128, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
-  // 256 bytes to L2 at a time: the neighbouring box is the next one to be fetched.
+  // 256 bytes per L2 fetch: the neighbouring box is the next one to be loaded.
   const CUresult status =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), sizes, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros outside
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros outside the matrix
   if (status != CUDA_SUCCESS)
     throw std::runtime_error(std::string(op) + ": CUDA: cuTensorMapEncodeTiled refused a matrix of " +
                              std::to_string(rows) + " x " + std::to_string(pitch) + " bytes (error " +

@@ -1,4 +1,4 @@
-// What all quantizing kernels share: where tiles lie, how lanes trade values, how staged lines leave.
+// Shared by all quantizing kernels: tile coordinates, exchanges between lanes, writes of staged lines.
 #pragma once
 
 #include "cuda/launch.h"
@@ -6,12 +6,15 @@
 
 namespace mxep::cuda {
 
+// Bytes of a DRAM sector. A partial write of a sector costs as much as a write of a whole one.
+inline constexpr int kSector = 32;
+
 struct Outputs {
-  uint8_t *q, *sf, *q_t, *sf_t;  // those not asked for are not touched
+  uint8_t *q, *sf, *q_t, *sf_t;  // null if the op does not have the output
 };
 
-// A batch of matrices in tiles of kRows x kCols. Tiles with neighbouring numbers run at the same time; they are
-// `group` strips high, since what is read of x and written of q wants them wide, what is written of q_t high.
+// A batch of matrices in tiles of kRows x kCols. Tiles with neighbouring numbers run at the same time. A group of tiles
+// is `group` strips high: reads of x and writes of q favour wide groups, writes of q_t favour high ones.
 struct Grid {
   int64_t rows, cols;
   uint32_t strips, all_strips, tiles_across, group;  // strips: of one matrix
@@ -25,12 +28,12 @@ struct Grid {
   int64_t tiles() const { return int64_t{all_strips} * tiles_across; }
 };
 
-// First row and column of a tile.
-struct Place {
+// Matrix, first row and first column of a tile.
+struct TileCoord {
   int64_t batch, row, col;
 
   template <typename Tile>
-  static __device__ Place of(const Grid& grid, uint32_t tile) {
+  static __device__ TileCoord of(const Grid& grid, uint32_t tile) {
     const uint32_t in_group = grid.group * grid.tiles_across, group = tile / in_group, i = tile % in_group;
     const uint32_t first = group * grid.group, height = min(grid.group, grid.all_strips - first);
     const uint32_t strip = first + i % height, across = i / height;
@@ -38,40 +41,40 @@ struct Place {
   }
 };
 
-// Lanes `kStep` apart give each other half of 2 * kHalf words and merge what they get into the other half, and so on
-// down to one word: that costs hardly more exchanges than there are words.
+// Butterfly reduction by halving: lanes `kStep` apart swap half of their 2 * kHalf words and merge, recursively, until
+// one word is left. The number of shuffles is about the number of words.
 template <int kStep, int kHalf, typename Word, typename Merge>
 __device__ void exchange_halves(Word* words, Merge merge) {
   const bool upper = threadIdx.x & kStep;
 #pragma unroll
   for (int i = 0; i < kHalf; ++i) {
-    const Word given = upper ? words[i] : words[i + kHalf], kept = upper ? words[i + kHalf] : words[i];
-    words[i] = merge(kept, __shfl_xor_sync(~0u, given, kStep));
+    const Word sent = upper ? words[i] : words[i + kHalf], kept = upper ? words[i + kHalf] : words[i];
+    words[i] = merge(kept, __shfl_xor_sync(~0u, sent, kStep));
   }
   if constexpr (kStep > 1 && kHalf > 1) exchange_halves<kStep / 2, kHalf / 2>(words, merge);
 }
 
-struct PlainStore {
-  template <typename Part>
-  __device__ void operator()(Part* to, const Part& part) const {
-    *to = part;
+struct DefaultStore {
+  template <typename Chunk>
+  __device__ void operator()(Chunk* to, const Chunk& chunk) const {
+    *to = chunk;
   }
 };
 
-// Staged lines of kPerLine parts, as many as there are of `lines` x `parts`, to lines `pitch` parts apart. Part i of
-// a line is staged at slot(i, line). `thread`: this one among those that write.
-template <int kThreads, typename Part, int kLines, int kPerLine, typename Slot, typename Store = PlainStore>
-__device__ void write_lines(const Part (&staged)[kLines][kPerLine], Slot slot, Part* out, int64_t pitch, int64_t lines,
-                            int64_t parts, uint32_t thread = threadIdx.x, Store store = {}) {
-  constexpr int kStep = kThreads / kPerLine;
-  const int part = thread % kPerLine, first = thread / kPerLine;
-  if (part >= parts) return;
-  out += first * pitch + part;
+// Writes staged lines of kChunksPerLine chunks, limited to `lines` x `chunks`, to lines `pitch` chunks apart. Chunk i
+// of a line is staged at slot(i, line). `thread`: index of this thread among the writing threads.
+template <int kThreads, typename Chunk, int kLines, int kChunksPerLine, typename Slot, typename Store = DefaultStore>
+__device__ void write_lines(const Chunk (&staged)[kLines][kChunksPerLine], Slot slot, Chunk* out, int64_t pitch,
+                            int64_t lines, int64_t chunks, uint32_t thread = threadIdx.x, Store store = {}) {
+  constexpr int kStep = kThreads / kChunksPerLine;
+  const int chunk = thread % kChunksPerLine, first = thread / kChunksPerLine;
+  if (chunk >= chunks) return;
+  out += first * pitch + chunk;
   const int end = static_cast<int>(min(lines, int64_t{kLines}));
 #pragma unroll
   for (int i = 0; i < (kLines + kStep - 1) / kStep; ++i, out += kStep * pitch) {
     const int line = first + i * kStep;
-    if (line < end) store(out, staged[line][slot(part, line)]);
+    if (line < end) store(out, staged[line][slot(chunk, line)]);
   }
 }
 
@@ -97,7 +100,7 @@ struct TwoScales {
   // Of a block of 32 rows.
   template <typename Pair>
   static __device__ TwoScales of(const Pair* values, ScaleRule rule) {
-    // Two chains, each half as long to wait for.
+    // Two dependency chains of half the length.
     Pair even = values[0], odd = values[1];
 #pragma unroll
     for (int r = 2; r < kBlock; r += 2) {
@@ -113,16 +116,16 @@ struct TwoScales {
   }
 };
 
-// Codes of a tile's columns on their way out. A lane has those of 16 rows of a column, a chunk.
+// Staging of a tile's column codes in shared memory. A chunk is the codes of 16 rows of a column.
 template <int kRows, int kCols, int kLaneColumns>
-struct ColumnCodes {
+struct StagedCodes {
   static constexpr int kChunks = kRows / 16;
   uint4 codes[kCols][kChunks];
 
-  // Neighbouring lanes put their chunks into different banks, and so do neighbouring chunks.
+  // Avoids bank conflicts between neighbouring lanes and between neighbouring chunks.
   static __device__ int swizzled(int chunk, int col) { return chunk ^ (col / kLaneColumns & 7 & (kChunks - 1)); }
 
-  // Of a block of 32 rows of columns `col` and the next.
+  // Stages a block of 32 rows of columns `col` and `col` + 1.
   template <typename Pair>
   __device__ void put(const Pair* values, Pair factor, int block, int col, auto finish) {
 #pragma unroll
@@ -135,24 +138,24 @@ struct ColumnCodes {
     }
   }
 
-  // Zeros for a block of a lane's columns.
+  // Stages zeros for a block of a lane's columns.
   __device__ void clear(int block, int col) {
 #pragma unroll
     for (int i = 0; i < 2 * kLaneColumns; ++i) codes[col + i / 2][swizzled(2 * block + i % 2, col)] = {};
   }
 
   template <int kThreads>
-  __device__ void write(Outputs out, const Grid& grid, const Place& at) const {
+  __device__ void write(Outputs out, const Grid& grid, const TileCoord& at) const {
     const int64_t first = (at.batch * grid.cols + at.col) * grid.rows + at.row;
     write_lines<kThreads>(codes, swizzled, reinterpret_cast<uint4*>(out.q_t + first), grid.rows / 16,
                           grid.cols - at.col, (grid.rows - at.row) / 16);
   }
 };
 
-// The same, and the scale bytes of the blocks.
+// Staging of codes and of the blocks' scale bytes.
 template <int kRows, int kCols, int kLaneColumns>
-struct Columns : ColumnCodes<kRows, kCols, kLaneColumns> {
-  using Codes = ColumnCodes<kRows, kCols, kLaneColumns>;
+struct StagedColumns : StagedCodes<kRows, kCols, kLaneColumns> {
+  using Codes = StagedCodes<kRows, kCols, kLaneColumns>;
   static constexpr int kBlocks = kRows / kBlock;
   uint8_t scales[kCols][kBlocks];
 
@@ -165,7 +168,7 @@ struct Columns : ColumnCodes<kRows, kCols, kLaneColumns> {
   }
 
   template <int kThreads>
-  __device__ void write(Outputs out, const Grid& grid, const Place& at) const {
+  __device__ void write(Outputs out, const Grid& grid, const TileCoord& at) const {
     Codes::template write<kThreads>(out, grid, at);
     const int64_t first = ((at.batch * grid.cols + at.col) * grid.rows + at.row) / kBlock;
     write_lines<kThreads>(

@@ -1,8 +1,8 @@
-// Where the tokens of a group are.
+// The tokens of a group, from its ends.
 //
-// Nobody looks at group ends on the host, so kernels take any: each counts as the multiple of kEnds below it, within
-// the tokens that there are. Nobody reads outside of an operand then, nor from an address that is not aligned. The sums
-// of a group that is not whole are NaN, and so are the scales of its spans: a wrong number would show nowhere.
+// The host does not read group ends, so that kernels accept any: an end counts as the multiple of kEnds below it,
+// clamped to the number of tokens. Every read is then inside the operand and aligned. The sums of a group whose ends
+// were changed this way are NaN, and so are the scales of its spans: a wrong number would stay unnoticed.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace mxep::cuda {
 
 struct Tokens {
   int begin, end;
-  bool whole;  // both were multiples of kEnds, neither before the other nor beyond the tokens
+  bool whole;  // the ends are multiples of kEnds, in order, and at most the number of tokens
 };
 
 template <int kEnds, typename Count>

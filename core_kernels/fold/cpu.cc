@@ -2,7 +2,6 @@
 
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
-#include "permute/cpu.h"
 
 namespace mxep {
 
@@ -22,33 +21,9 @@ void fold_rows(const Call& call) {
 }
 
 void quantize_row_fold(const Call& call) {
-  const ScaleRule rule = rule_of(call);
-  by_rows(call, [rule]<typename T>(const T* x, uint8_t* qf, int64_t k)
-                    MXEP_ALWAYS_INLINE { return folded_row_of(x, qf, k / kBlock, rule); });
-}
-
-void permute_mx_fold(const Call& call) {
-  const Array& packed = call.in[0];
-  const auto map = map_of(call);
-  check_map("permute_mx_fold", map, packed.dim(0));
-  const int64_t width = packed.dim(1), k = call.out[0].dim(1), scales = k / kBlock;
-  const uint8_t* in = packed.as<const uint8_t>();
-  uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
-  parallel_ranges(map.size(), width, [=](int64_t begin, int64_t end) {
-    vectorized([=]() MXEP_ALWAYS_INLINE {
-      for (int64_t i = begin; i < end; ++i) {
-        if (map[i] < 0) {
-          std::memset(qf + i * k, 0, k);
-          row_sf[i] = 0;
-          continue;
-        }
-        const uint8_t *q = in + map[i] * width, *sf = q + k;
-        const int row = row_scale(sf, scales);
-        fold_blocks(q, sf, row, qf + i * k, scales);
-        row_sf[i] = row_scale_byte(row);
-      }
-    });
-  });
+  const ScaleRule rule = scale_rule(call);
+  for_each_row(call, [rule]<typename T>(const T* x, uint8_t* qf, int64_t k)
+                         MXEP_ALWAYS_INLINE { return quantize_folded_row(x, qf, k / kBlock, rule); });
 }
 
 void fold_groups(const Call& call) {
@@ -67,7 +42,7 @@ void fold_groups(const Call& call) {
             for (int64_t token = group.begin; token < group.end; token += kSpan, ++slot) {
               const int64_t blocks = std::min<int64_t>(kSpan, group.end - token) / kBlock, from = r * m + token;
               const uint8_t* scale = sf + r * scales + token / kBlock;
-              largest = larger_span(largest, token == group.begin, scale, blocks);
+              largest = max_span(largest, token == group.begin, scale, blocks);
               span_sf[slot * rows + r] = span_scale_byte(largest);
               fold_blocks(q + from, scale, span_scale_byte(largest), qf + from, blocks);
             }

@@ -1,31 +1,31 @@
-// One scale per row, or per row and span of tokens: q under its block's scale -> RTNE(q * 2^(sf - row)). Shared by the
-// ops that fold.
+// Folding: q under its block's scale becomes RTNE(q * 2^(sf - target)) under one scale per row, or per row and span of
+// tokens.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <span>
-#include <stdexcept>
 #include <string>
 
+#include "cpu/errors.h"
 #include "cpu/mx_math.h"
+#include "formats.h"
 #include "op.h"
 #include "quantize/cpu.h"
-#include "spans.h"
 
 namespace mxep {
 
-// The largest of the row's scale bytes so far, -1 for none: a NaN block has no say.
-MXEP_INLINE int larger_scale(int row, uint8_t byte) { return byte == kE8m0Nan ? row : std::max<int>(row, byte); }
+// The larger scale byte; -1 stands for no scale so far. A NaN block is ignored.
+MXEP_INLINE int max_scale(int row, uint8_t byte) { return byte == kE8m0Nan ? row : std::max<int>(row, byte); }
 MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
   int row = -1;
-  for (int64_t b = 0; b < blocks; ++b) row = larger_scale(row, sf[b]);
+  for (int64_t b = 0; b < blocks; ++b) row = max_scale(row, sf[b]);
   return row;
 }
 MXEP_INLINE uint8_t row_scale_byte(int row) { return static_cast<uint8_t>(row < 0 ? kE8m0Nan : row); }
 
-// Group `g` of tokens and the slots of its spans' scales, as plan.py draws them. Past the last end, at
-// g = ends.size(), come tokens without a group and slots without a span.
+// Group `g` of tokens and the slots of its spans' scales, as drawn in plan.py. g = ends.size() stands for the tokens
+// past the last end and for the slots without a span.
 struct SpannedGroup {
   int64_t begin, end, slot, end_slot;
 
@@ -36,33 +36,33 @@ struct SpannedGroup {
   }
 };
 
-// One more than the largest scale byte of a row and group so far, 0 for none: with that of another span's blocks. The
-// group's first span gets some octaves of headroom, so that those after it seldom raise the scale.
-MXEP_INLINE int larger_span(int largest, bool first, const uint8_t* sf, int64_t blocks) {
+// Running maximum of a row's scale bytes plus 1 within a group; 0 before the first scale. The group's first span gets
+// kHeadroom octaves, so that later spans seldom raise the scale.
+MXEP_INLINE int max_span(int largest, bool first, const uint8_t* sf, int64_t blocks) {
   const int here = row_scale(sf, blocks) + 1;
   return std::max(largest, first && here > 0 ? std::min<int>(here + kHeadroom, kE8m0Nan) : here);
 }
 MXEP_INLINE uint8_t span_scale_byte(int largest) { return static_cast<uint8_t>(std::max(largest - 1, 0)); }
 
-// The ends of groups of whole blocks among m tokens. Throws std::invalid_argument for others.
+// The ends of groups of whole blocks among m tokens. Throws std::invalid_argument for other ends.
 inline std::span<const int32_t> block_ends(const char* op, const Array& group_ends, int64_t m) {
   const std::span<const int32_t> ends(group_ends.as<const int32_t>(), static_cast<size_t>(group_ends.dim(0)));
   for (size_t g = 0; g < ends.size(); ++g)
     if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m || ends[g] % kBlock)
-      throw std::invalid_argument(std::string(op) + ": group_ends: got " + std::to_string(ends[g]) + " at index " +
-                                  std::to_string(g) + "; allowed: non-decreasing multiples of 32 from 0 up to " +
-                                  std::to_string(m));
+      bad_value(op, "group_ends", ends[g], static_cast<int64_t>(g),
+                "non-decreasing multiples of 32 from 0 up to " + std::to_string(m));
   return ends;
 }
 
-// `out` may be `q`. The factors of 16 blocks are spread out first, so that their values are one long loop.
+// Folds blocks; `out` may be `q`. The factors of 16 blocks are expanded to one per value first, so that one long loop
+// runs over the values.
 MXEP_INLINE void fold_blocks(const uint8_t* q, const uint8_t* sf, int row, uint8_t* out, int64_t blocks) {
   constexpr int kGroup = 16;
   alignas(64) float factor[kGroup * kBlock];
   for (int64_t first = 0; first < blocks; first += kGroup, q += kGroup * kBlock, out += kGroup * kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kGroup, blocks - first));
     for (int b = 0; b < count; ++b) {
-      // 448 * 2^-32 rounds to zero, and 2^-254 is no fp32 number.
+      // 448 * 2^-32 rounds to zero, and 2^-254 is not an fp32 number.
       const int shift = std::clamp(sf[first + b] - row, -32, 0);
       std::fill_n(factor + b * kBlock, kBlock, scale(static_cast<uint32_t>(127 + shift)));
     }
@@ -75,16 +75,16 @@ MXEP_INLINE void fold_blocks(const uint8_t* q, const uint8_t* sf, int row, uint8
   }
 }
 
-// The row's scale first, while its values enter the cache; then 16 blocks at a time are quantized and folded.
+// Computes the row's scale first, which loads the row into the cache; then quantizes and folds 16 blocks at a time.
 template <typename T>
-MXEP_INLINE uint8_t folded_row_of(const T* x, uint8_t* qf, int64_t blocks, ScaleRule rule) {
+MXEP_INLINE uint8_t quantize_folded_row(const T* x, uint8_t* qf, int64_t blocks, ScaleRule rule) {
   constexpr int kGroup = 16;
   uint8_t sf[kGroup];
   int row = -1;
-  for (int64_t b = 0; b < blocks; ++b) row = larger_scale(row, scale_of(x + b * kBlock, rule));
+  for (int64_t b = 0; b < blocks; ++b) row = max_scale(row, block_scale(x + b * kBlock, rule));
   for (int64_t first = 0; first < blocks; first += kGroup) {
     const int64_t count = std::min<int64_t>(kGroup, blocks - first);
-    rows_of(x + first * kBlock, qf + first * kBlock, sf, count, rule);
+    quantize_blocks(x + first * kBlock, qf + first * kBlock, sf, count, rule);
     fold_blocks(qf + first * kBlock, sf, row, qf + first * kBlock, count);
   }
   return row_scale_byte(row);

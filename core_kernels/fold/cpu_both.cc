@@ -1,11 +1,12 @@
-// Folded rows, and folded columns under the scales of their groups' spans: plan_both.py says what both
-// are for. The columns are walked group by group in strips, so that a strip's largest scales stay at hand:
+// Both folded operands of an activation: rows with one scale each, and columns with one scale per span of tokens; see
+// plan_both.py. The columns are processed group by group in strips, so that the running maxima of a strip stay in the
+// cache:
 //
 //   strip      0       1       2
 //            .-------.-------.---.
 //   group 0  | span  | span  |   |   a span's columns are quantized, and folded while they are in the cache
 //            | span  | ...   |   |
-//   group 1  | span  |       |   |   every group starts anew
+//   group 1  | span  |       |   |   the running maxima restart with every group
 //            '-------'-------'---'
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -16,30 +17,31 @@ namespace mxep {
 namespace {
 
 constexpr int64_t kStripCols = 128, kSpanBlocks = kSpan / kBlock;
-static_assert(kSpan <= kPieceRows);
+static_assert(kSpan <= kCacheTileRows);
 
-// Columns of one group: all of its tokens, and all slots of their scales.
+// Columns of one group: all its tokens and all slots of their scales.
 struct Strip {
   SpannedGroup group;
   int64_t m, k, cols;
 };
 
-// q_t and span_sf begin at the strip's first column.
+// q_t and span_sf point to the strip's first column.
 template <typename T>
 void fold_strip(const T* x, uint8_t* q_t, uint8_t* span_sf, Strip strip, ScaleRule rule) {
   uint8_t sf[kStripCols * kSpanBlocks];
   int largest[kStripCols] = {};
   int64_t slot = strip.group.slot;
   for (int64_t row = strip.group.begin; row < strip.group.end; row += kSpan, ++slot) {
-    const Piece piece{std::min<int64_t>(kSpan, strip.group.end - row), strip.cols, strip.k, strip.m, kSpanBlocks};
-    quantize_cols(x + row * strip.k, q_t + row, sf, piece, rule);
+    const CacheTile tile_shape{std::min<int64_t>(kSpan, strip.group.end - row), strip.cols, strip.k, strip.m,
+                               kSpanBlocks};
+    quantize_columns(x + row * strip.k, q_t + row, sf, tile_shape, rule);
     vectorized([&]() MXEP_ALWAYS_INLINE {
       for (int64_t c = 0; c < strip.cols; ++c) {
         uint8_t* codes = q_t + c * strip.m + row;
         const uint8_t* bytes = sf + c * kSpanBlocks;
-        largest[c] = larger_span(largest[c], row == strip.group.begin, bytes, piece.rows / kBlock);
+        largest[c] = max_span(largest[c], row == strip.group.begin, bytes, tile_shape.rows / kBlock);
         span_sf[slot * strip.k + c] = span_scale_byte(largest[c]);
-        fold_blocks(codes, bytes, span_scale_byte(largest[c]), codes, piece.rows / kBlock);
+        fold_blocks(codes, bytes, span_scale_byte(largest[c]), codes, tile_shape.rows / kBlock);
       }
     });
   }
@@ -59,8 +61,8 @@ void quantize_both_fold(const Call& call) {
   const std::span<const int32_t> ends = block_ends("quantize_both_fold", call.in[1], m);
   quantize_row_fold({call.in.first(1), call.out.first(2), call.attrs});
   uint8_t *qf_t = call.out[2].as<uint8_t>(), *span_sf = call.out[3].as<uint8_t>();
-  const ScaleRule rule = rule_of(call);
-  const int64_t parts = static_cast<int64_t>(ends.size()) + 1;  // the last one is what no group has
+  const ScaleRule rule = scale_rule(call);
+  const int64_t parts = static_cast<int64_t>(ends.size()) + 1;  // the last one is the tokens past the last end
   with_data(call.in[0], [&]<typename T>(const T* x) {
     const int64_t bytes = m * std::min(k, kStripCols) * static_cast<int64_t>(sizeof(T)) / parts;
     parallel_ranges(strips * parts, bytes, [=](int64_t begin, int64_t end) {

@@ -1,4 +1,4 @@
-// Values that a fold rounds or flushes to zero, counted per row; plan_loss.py says what a target is.
+// Counts per row the values that a fold rounds or flushes to zero; see plan_loss.py for the target.
 #include <algorithm>
 
 #include "cpu/mx_math.h"
@@ -16,7 +16,7 @@ MXEP_INLINE Counts count_row(const uint8_t* q, const uint8_t* sf, const uint8_t*
   Counts row;
   for (int64_t b = 0; b < blocks; ++b, q += kBlock) {
     if (sf[b] == kE8m0Nan || target[b] == kE8m0Nan) continue;
-    // 448 * 2^-32 rounds to zero; the factor is exact, and so is its product with a value.
+    // 448 * 2^-32 rounds to zero. The factor is exact, and so is its product with a value.
     const float factor = scale(static_cast<uint32_t>(127 + std::clamp(sf[b] - target[b], -32, 0)));
     for (int i = 0; i < kBlock; ++i) {
       const uint32_t code = q[i] & 0x7Fu;

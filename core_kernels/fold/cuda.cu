@@ -1,15 +1,14 @@
-// Both folded operands of an activation from one read of it.
+// Both folded operands of an activation from one read.
 //
 //   x (M, K), group_ends (G,) --> qf (M, K)    row_sf (M,)       one scale per row
 //                                 qf_t (K, M)  span_sf (S, K)    one per column and span of 256 rows of a group: the
-//                                                                largest so far
+//                                                                running maximum
 //
-// A CTA has a span's rows of some columns in registers (register_tile.cuh) until it knows how large its columns were
-// before and its rows are elsewhere, which others find out at the same time (look_back.cuh):
+// A CTA keeps a tile of 256 rows, a span, by some columns in registers (register_tile.cuh) while it waits for two
+// maxima: of the same columns in earlier spans, and of the same rows in the other tiles (look_back.cuh):
 //
-//   load --> scales of all blocks --> say --ask above--> codes of columns --> qf_t
-//                                       '---ask beside--------------------> codes of rows --> qf
-//
+//   load --> scales of all blocks --> publish --poll earlier spans--> codes of columns --> qf_t
+//                                       '---poll the row's tiles----> codes of rows --> qf
 #include "cuda/driver.h"
 #include "cuda/ops.h"
 #include "fold/look_back.cuh"
@@ -19,8 +18,8 @@ namespace mxep::cuda {
 namespace {
 
 template <typename T>
-struct Shared {
-  ColumnCodes<T::kRows, T::kCols, T::kColumns> codes;
+struct FoldShared {
+  StagedCodes<T::kRows, T::kCols, T::kColumns> codes;
   alignas(4) uint8_t magnitudes[T::kDown][T::kCols];
   alignas(4) uint8_t scales[T::kCols];
 };
@@ -28,13 +27,14 @@ struct Shared {
 template <typename T>
 using ColumnBytes = std::conditional_t<T::kColumns == 4, uint32_t, uint16_t>;
 
-// Rows whose block maxima a lane has after `row_maxima`, from lane % kBlockLanes * kOwnRows on: a byte of a word each.
+// A lane's rows after `row_maxima`: kCount rows from lane % kBlockLanes * kCount on, one byte of a word per row.
 template <typename T>
-struct OwnRows {
+struct LaneRows {
   static constexpr int kWords = T::kWords / T::kBlockLanes, kStride = T::Pair::kRowsPerWord, kCount = kWords * kStride;
   static_assert(kCount == 4 || kCount == 2);
 
-  // Of this warp's 32 rows, a byte each: the word of rows lane % 8 * 4 to + 3 from each lane's own, and back.
+  // Conversions for the 32 rows of a warp: from a lane's own rows to the word of rows lane % 8 * 4 to lane % 8 * 4 + 3,
+  // and back.
   static __device__ uint32_t by_fours(uint32_t own) {
     if constexpr (kCount == 4) return own;
     const int lane = threadIdx.x % 8 * 2;
@@ -57,29 +57,30 @@ __device__ uint32_t column_bytes(const T& tile, ScaleRule rule) {
   return bytes;
 }
 
-// Scale bytes of the blocks of a lane's own rows.
+// Scale bytes of the blocks of a lane's rows.
 template <typename T>
 __device__ uint32_t row_bytes(const T& tile, ScaleRule rule) {
   uint32_t words[T::kWords], bytes = 0;
   row_maxima(tile, words);
 #pragma unroll
-  for (int i = 0; i < OwnRows<T>::kCount; ++i) {
-    constexpr int kStride = OwnRows<T>::kStride;
+  for (int i = 0; i < LaneRows<T>::kCount; ++i) {
+    constexpr int kStride = LaneRows<T>::kStride;
     bytes |= e8m0_from_amax(T::Pair::word_bits(words[i / kStride], i % kStride), rule) << i * 8;
   }
   return bytes;
 }
 
-// Codes of a tile's rows. `bytes`: their blocks' scales, `magnitudes`: of all of them, both of the lane's own rows.
+// Writes the codes of a tile's rows. `bytes`: the blocks' scales, `magnitudes`: the rows' scales + 1, both of the
+// lane's rows.
 template <typename T>
 __device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, uint8_t* qf, uint32_t pitch,
                           bool exists) {
   using Pair = typename T::Pair;
-  using Own = OwnRows<T>;
-  constexpr int kStride = Own::kStride;
-  uint32_t factors[Own::kWords], powers[Own::kWords];
+  using Lane = LaneRows<T>;
+  constexpr int kStride = Lane::kStride;
+  uint32_t factors[Lane::kWords], powers[Lane::kWords];
 #pragma unroll
-  for (int w = 0; w < Own::kWords; ++w) {
+  for (int w = 0; w < Lane::kWords; ++w) {
     uint32_t factor[kStride], power[kStride];
 #pragma unroll
     for (int i = 0; i < kStride; ++i) {
@@ -93,8 +94,8 @@ __device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, ui
   }
 #pragma unroll
   for (int w = 0; w < T::kWords; ++w) {
-    const uint32_t factor = __shfl_sync(~0u, factors[w % Own::kWords], w / Own::kWords, T::kBlockLanes);
-    const uint32_t power = __shfl_sync(~0u, powers[w % Own::kWords], w / Own::kWords, T::kBlockLanes);
+    const uint32_t factor = __shfl_sync(~0u, factors[w % Lane::kWords], w / Lane::kWords, T::kBlockLanes);
+    const uint32_t power = __shfl_sync(~0u, powers[w % Lane::kWords], w / Lane::kWords, T::kBlockLanes);
 #pragma unroll
     for (int i = 0; i < kStride; ++i) {
       const int r = w * kStride + i;
@@ -107,7 +108,7 @@ __device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, ui
   }
 }
 
-// Has a warp's rows, as many of them further down, fetched into L2 for the CTAs that read them soon.
+// Prefetches into L2 the rows `ahead` below a warp's rows, for the CTAs that read them soon.
 template <typename T, typename Value>
 __device__ void fetch_ahead(const Value* x, const BothFold& p, int64_t first_row, int64_t left) {
   constexpr int kLine = 128 / sizeof(Value);
@@ -122,39 +123,40 @@ template <typename T, typename Value>
 __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
     both_fold(const Value* x, const __grid_constant__ BothFold p, ScaleRule rule) {
   extern __shared__ uint4 memory[];
-  auto& s = *reinterpret_cast<Shared<T>*>(memory);
+  auto& s = *reinterpret_cast<FoldShared<T>*>(memory);
   constexpr int kWordsAcross = T::kCols / 4;
   const uint32_t across = blockIdx.x % p.across, lane = threadIdx.x % 32;
   const int64_t slot = blockIdx.x / p.across, left = int64_t{across} * T::kCols, right = left + threadIdx.x * 4;
-  const Span span = Span::of(p, slot);
-  const bool word = threadIdx.x < kWordsAcross && right < p.cols && slot < p.slots;  // of four columns, this thread's
-  if (word && (span.group == p.groups || span.begin >= span.end)) {
+  const SpanRows span = SpanRows::of(p, slot);
+  const bool has_columns =
+      threadIdx.x < kWordsAcross && right < p.cols && slot < p.slots;  // this thread has four columns
+  if (has_columns && (span.group == p.groups || span.begin >= span.end)) {
     *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, 0);
-    say(p.largest + (slot * p.cols + right) / 4, said(0));
+    publish(p.running_maxima + (slot * p.cols + right) / 4, encode(0));
   }
   if (span.begin >= span.end) return;
 
-  const Own<T> own;
-  const int64_t row = span.begin + own.row, col = left + own.col;
+  const ThreadCoord<T> thread;
+  const int64_t row = span.begin + thread.row, col = left + thread.col;
   const bool exists = row < span.end && col < p.cols;
   const Grid grid{p.rows, p.cols, 0, 0, 0, 0};
-  const T tile = load_tile<T, true>(x, grid, Part{row * p.cols + col, p.cols - col, exists});
+  const T tile = load_tile<T, true>(x, grid, ThreadSlice{row * p.cols + col, p.cols - col, exists});
 
   const uint32_t columns = column_bytes(tile, rule), rows = row_bytes(tile, rule);
   fetch_ahead<T>(x, p, row, left);
-  *reinterpret_cast<ColumnBytes<T>*>(&s.magnitudes[own.row / kBlock][own.col]) =
+  *reinterpret_cast<ColumnBytes<T>*>(&s.magnitudes[thread.row / kBlock][thread.col]) =
       static_cast<ColumnBytes<T>>(exists ? __vadd4(columns, kOnes) : 0);
-  uint32_t* beside = p.beside + row / kBlock * p.across * (kBlock / 4);
+  uint32_t* row_peers = p.row_peers + row / kBlock * p.across * (kBlock / 4);
   uint32_t largest = exists ? __vadd4(rows, kOnes) : 0;
 #pragma unroll
   for (int step = T::kBlockLanes; step < 32; step *= 2)
     largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, step));
-  largest = OwnRows<T>::by_fours(largest);
-  if (row < span.end && lane < kBlock / 4) say(beside + across * (kBlock / 4) + lane, said(largest));
+  largest = LaneRows<T>::by_fours(largest);
+  if (row < span.end && lane < kBlock / 4) publish(row_peers + across * (kBlock / 4) + lane, encode(largest));
   __syncthreads();
 
   if (span.group < p.groups) {
-    if (word) {
+    if (has_columns) {
       uint32_t magnitudes = 0;
 #pragma unroll
       for (int i = 0; i < T::kDown; ++i)
@@ -167,24 +169,24 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
     for_column_pairs(tile, [&](const typename T::Pair* values, int block, int col) {
       const uint32_t low = columns >> col % T::kColumns * 8 & 0xFF,
                      high = columns >> (col % T::kColumns * 8 + 8) & 0xFF;
-      // 448 * 2^-32 is zero, and so is what is smaller.
+      // 448 * 2^-32 rounds to zero, and so does everything smaller.
       const uint32_t powers[] = {f16x2_power(max(static_cast<int>(low - s.scales[col]), -32)),
                                  f16x2_power(max(static_cast<int>(high - s.scales[col + 1]), -32))};
       s.codes.put(values, TwoScales{low, high}.template factor<typename T::Pair>(), block, col,
                   [&](uint4 codes, int i) { return folded(codes, powers[i]); });
     });
   } else {
-    s.codes.clear(own.row / kBlock, own.col);
+    s.codes.clear(thread.row / kBlock, thread.col);
   }
   __syncthreads();
   write_lines<T::kThreads>(s.codes.codes, s.codes.swizzled,
                            reinterpret_cast<uint4*>(p.qf_t + left * p.rows + span.begin), p.rows / 16, p.cols - left,
                            (span.end - span.begin) / 16);
 
-  if (row >= span.end) return;  // a whole warp
+  if (row >= span.end) return;  // the same for a whole warp
   const uint32_t fours = row_magnitudes<T>(x, p, rule, row);
   if (across == 0 && lane < kBlock / 4) reinterpret_cast<uint32_t*>(p.row_sf + row)[lane] = __vsub4(fours, kOnes);
-  fold_rows(tile, rows, OwnRows<T>::of_fours(fours), p.qf + row * p.cols + col, static_cast<uint32_t>(p.cols), exists);
+  fold_rows(tile, rows, LaneRows<T>::of_fours(fours), p.qf + row * p.cols + col, static_cast<uint32_t>(p.cols), exists);
 }
 
 template <typename Value>
@@ -198,19 +200,19 @@ void launch(const char* op, const Call& call, cudaStream_t stream) {
   p.cols = x.dim(1);
   p.slots = p.rows / kSpan + p.groups;
   p.across = static_cast<uint32_t>(ceil_div(p.cols, T::kCols));
-  // About 100 CTAs ahead, of 264 that an H200 runs at a time: from 130 on, L2 loses some lines before they are read.
+  // About 100 of the 264 CTAs that an H200 runs at a time. From 130 on, L2 evicts some lines before they are read.
   p.ahead = ceil_div(100, p.across) * kSpan;
   p.polls = static_cast<int>(call.attrs[2]);
   uint8_t** outputs[] = {&p.qf, &p.row_sf, &p.qf_t, &p.span_sf};
   for (int i = 0; i < 4; ++i) *outputs[i] = call.out[i].as<uint8_t>();
-  p.own = call.out[4].as<uint32_t>();
-  p.largest = p.own + p.slots * p.cols / 4;
-  p.beside = p.largest + p.slots * p.cols / 4;
-  check(op, cudaMemsetAsync(p.own, 0, call.out[4].nbytes(), stream));
+  p.span_maxima = call.out[4].as<uint32_t>();
+  p.running_maxima = p.span_maxima + p.slots * p.cols / 4;
+  p.row_peers = p.running_maxima + p.slots * p.cols / 4;
+  check(op, cudaMemsetAsync(p.span_maxima, 0, call.out[4].nbytes(), stream));
   constexpr auto kKernel = both_fold<T, Value>;
-  constexpr int kBytes = sizeof(Shared<T>);
+  constexpr int kBytes = sizeof(FoldShared<T>);
   allow_shared_memory<kKernel>(op, stream, kBytes);
-  // One more: where the rows past the last end begin, a span may begin too.
+  // One slot more than `slots`: a span may begin where the rows past the last end begin.
   launch_kernel(op, kKernel, grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream, x.as<const Value>(), p,
                 ScaleRule(call.attrs[0], call.attrs[1]));
 }

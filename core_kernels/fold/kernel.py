@@ -1,6 +1,7 @@
-"""Triton kernels that fold; plan.py draws what they write.
+"""Triton kernels of folding; plan.py draws the operands.
 
-A program holds whole rows of a tile: a row's scale is not known before its last block.
+A program of `fold_kernel` and `quantize_fold_kernel` holds whole rows, since a row's scale needs all of its blocks. A
+program of `fold_groups_kernel` processes the spans of a group in order, with a running maximum per row.
 """
 
 import triton
@@ -17,8 +18,8 @@ HEADROOM_MX: tl.constexpr = tl.constexpr(HEADROOM)
 
 @triton.jit
 def fold_tile(q_blocks, byte, scale, axis: tl.constexpr, HW_CAST: tl.constexpr):
-    """q in blocks along `axis` under their bytes, int32 without it -> under `scale`, which broadcasts to these."""
-    # 448 * 2^-32 rounds to zero, and 2^-254 is no fp32 number
+    """Blocks of q along `axis` with scale bytes `byte` (int32, without the axis) -> blocks with scale byte `scale`."""
+    # 448 * 2^-32 rounds to zero, and 2^-254 is not an fp32 number
     shift = tl.maximum(byte - scale, -32)
     factor = tl.where(byte == NAN_BYTE, F32_NAN, (127 + shift) << 23).to(tl.float32, bitcast=True)
     return f32_to_e4m3(e4m3_to_f32(q_blocks, HW_CAST) * tl.expand_dims(factor, axis), HW_CAST)
@@ -68,29 +69,11 @@ def quantize_fold_kernel(
 
 
 @triton.jit
-def permute_fold_kernel(
-    packed, row_map, R, P, qf, row_sf,
-    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
-    scales: tl.constexpr = K // BLOCK_MX
-    row = tl.load(row_map + i, mask=i < P, other=-1).to(tl.int64)
-    tl.device_assert((row >= -1) & (row < R), "row_map points outside the input")
-    real = ((row >= 0) & (row < R))[:, None]
-    start = packed + row[:, None] * (K + scales)
-    q_tile = tl.load(start + k[None, :], mask=real & (k < K)[None, :], other=0)
-    sf_tile = tl.load(start + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
-    blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
-
-
-@triton.jit
 def fold_groups_kernel(
     q, sf, group_ends, R, M, qf, span_sf,
     G: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one group of columns, span by span; the columns past the last end count as group G."""
+    """BLOCK_M rows of one group of columns, span by span. The columns past the last end are group G."""
     BLOCKS: tl.constexpr = SPAN_MX // BLOCK_MX
     r, group = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1)
     in_r, pitch = (r < R)[:, None], M // BLOCK_MX
@@ -98,11 +81,11 @@ def fold_groups_kernel(
     tokens = tokens_of(before, tl.load(group_ends + group, mask=group < G, other=M), M, BLOCK_MX)
     first, last, whole = tokens
     broken = (group < G) & (whole == 0)
-    # Counted in blocks: multiplied by 32 below, the compiler knows it and loads 16 bytes at a time.
+    # In blocks: the multiplication by 32 below tells the compiler the alignment, and it loads 16 bytes at a time.
     start, end = first // BLOCK_MX, last // BLOCK_MX
     slot, end_slot = start // BLOCKS + group, end // BLOCKS + group + (group < G).to(tl.int32)
 
-    largest = tl.zeros((BLOCK_M,), tl.int32)  # one more than the byte; 0: no block had a say
+    largest = tl.zeros((BLOCK_M,), tl.int32)  # scale byte + 1; 0: no scale so far
     for b0 in range(start, end, BLOCKS):
         b, m = b0 + tl.arange(0, BLOCKS), tl.arange(0, SPAN_MX) + b0 * BLOCK_MX
         inside, at = in_r & (m < end * BLOCK_MX)[None, :], r[:, None] * (pitch * BLOCK_MX) + m[None, :]

@@ -1,4 +1,4 @@
-"""Triton kernel that counts what a fold takes; plan_loss.py draws the cases."""
+"""Triton kernel that counts the values that a fold rounds or flushes; plan_loss.py defines the counts."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def count_kernel(
         at = m[:, None] * pitch + kb[None, :]
         byte = tl.load(sf + at, mask=in_sf, other=NAN_BYTE).to(tl.int32)
         under = tl.load(target + at, mask=in_sf, other=NAN_BYTE).to(tl.int32)
-        # 448 * 2^-32 rounds to zero; the factor is exact, and so is its product with a value
+        # 448 * 2^-32 rounds to zero. The factor is exact, and so is its product with a value
         shift = tl.minimum(tl.maximum(byte - under, -32), 0)
         factor = ((127 + shift) << 23).to(tl.float32, bitcast=True)
         code = tl.reshape(q_tile, (BLOCK_M, BLOCKS, BLOCK_MX)) & 0x7F

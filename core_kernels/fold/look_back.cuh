@@ -1,40 +1,40 @@
-// What the CTAs of cuda.cu tell each other, and where in the groups they are.
+// Decoupled look-back between the CTAs of cuda.cu: published maxima of rows and columns.
 //
-//        across -->                       A tile says what its rows and columns hold as soon as it has looked. Columns
-//        .----.----.----.----.  span 0    ask the tiles above for the largest so far, four at a time, until one knows
-//        |  0 |  1 |  2 |  3 |            (Merrill and Garland, "Single-pass Parallel Prefix Scan with Decoupled
-//        |----|----|----|----|  span 1    Look-back", 2016). Rows ask all tiles beside them.
-//        |  4 |  5 |  6 |  7 |
-//        '----'----'----'----'            A byte that has not been said yet is 0: no other flags, no fences.
+//        across -->                       A CTA publishes the maxima of its tile's rows and columns once it has them.
+//        .----.----.----.----.  span 0    For columns, a CTA polls the tiles above for their running maxima, four at a
+//        |  0 |  1 |  2 |  3 |            time, until a tile has published one (Merrill and Garland, "Single-pass
+//        |----|----|----|----|  span 1    Parallel Prefix Scan with Decoupled Look-back", 2016). For rows, a CTA polls
+//        |  4 |  5 |  6 |  7 |            all tiles of the same rows.
+//        '----'----'----'----'            A byte of 0 is not yet published: there are no other flags and no fences.
 //
-// As a rule CTAs start in the order of their numbers and the device holds more of them than a row has tiles: an answer
-// is microseconds away. Nothing hangs on it. Other kernels, priorities of streams, a green context or a share of MPS
-// may keep a neighbour from starting until this CTA has left. So who has asked `polls` times in vain asks no more: it
-// looks at x itself, where the answer comes from, and says it in its neighbour's place (look_beyond.cuh). Both say the
-// same.
+// CTAs usually start in the order of their numbers, and the device holds more of them than a row has tiles, so that a
+// value is published within microseconds. Correctness does not depend on it. Other kernels, stream priorities, a green
+// context or an MPS share may keep a neighbour from starting until this CTA has finished. After `polls` polls without a
+// value a warp therefore computes the value from x and publishes it for its neighbour (look_beyond.cuh). Both compute
+// the same value.
 #pragma once
 
 #include "cuda/launch.h"
 #include "cuda/mx_math.cuh"
 #include "cuda/tokens.cuh"
 #include "fold/look_beyond.cuh"
-#include "spans.h"
+#include "formats.h"
 
 namespace mxep::cuda {
 
-// Bytes come four in a word. A magnitude is a scale byte + 1; 0 where there are NaN blocks alone. What is said is one
-// more: of finite values it is at most 251, so that only 255 stands for itself.
-__device__ inline uint32_t said(uint32_t magnitudes) { return __vaddus4(magnitudes, kOnes); }
-__device__ inline uint32_t heard(uint32_t words) { return __vsub4(words, kOnes & ~__vcmpeq4(words, ~0u)); }
-__device__ inline bool all_said(uint32_t words) { return !__vcmpeq4(words, 0); }
+// Four bytes per word. A magnitude is a scale byte + 1, or 0 if all blocks are NaN. A published byte is a magnitude +
+// 1, saturating. Magnitudes of finite values publish at most 251, so that 255 decodes to itself.
+__device__ inline uint32_t encode(uint32_t magnitudes) { return __vaddus4(magnitudes, kOnes); }
+__device__ inline uint32_t decode(uint32_t words) { return __vsub4(words, kOnes & ~__vcmpeq4(words, ~0u)); }
+__device__ inline bool all_published(uint32_t words) { return !__vcmpeq4(words, 0); }
 
-// Shared by CTAs that run: past L1.
-__device__ inline uint32_t listen(const uint32_t* from) {
+// Loads and stores that bypass L1, since other CTAs run at the same time.
+__device__ inline uint32_t poll(const uint32_t* from) {
   uint32_t words;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(words) : "l"(from));
   return words;
 }
-__device__ inline void say(uint32_t* to, uint32_t words) {
+__device__ inline void publish(uint32_t* to, uint32_t words) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(words));
 }
 
@@ -43,30 +43,30 @@ struct BothFold {
   int groups;
   int64_t rows, cols, slots;
   uint32_t across;
-  int64_t ahead;  // rows
-  int polls;      // in vain, of a warp for its columns and for its rows; then it looks itself
+  int64_t ahead;  // in rows
+  int polls;      // that a warp spends on its columns, and on its rows, before it computes the value
   uint8_t *qf, *row_sf, *qf_t, *span_sf;
-  // Of a tile's columns in slot s at s * cols: what its rows hold, and what they and all before do. Of 32 rows r of a
-  // tile t across: 32 bytes at r * across + t.
-  uint32_t *own, *largest, *beside;
+  // Published words. Columns of slot s begin at s * cols: the maxima of the span, and the running maxima up to it. Rows
+  // r to r + 31 of tile t across: 32 bytes at r * across + t.
+  uint32_t *span_maxima, *running_maxima, *row_peers;
 
   __device__ int end_of(int group) const { return cuda::end_of<kBlock>(ends, group, rows); }
-  // What stands in the place of `scales` of a group's spans, and of its slot without a span.
+  // `scales`, or NaN bytes for the spans, and the slot without a span, of a group whose ends break the contract.
   __device__ uint32_t unless_broken(int group, uint32_t scales) const {
     return group == groups || is_whole<kBlock>(ends, group, rows) ? scales : ~0u;
   }
 };
 
 // The rows of a slot.
-struct Span {
+struct SpanRows {
   int group;           // the number of groups for rows past the last end
-  int64_t first;       // slot of the group
-  int64_t begin, end;  // at most kSpan rows; a slot that no span has: none
+  int64_t first;       // slot of the group's first span
+  int64_t begin, end;  // at most kSpan rows; none for a slot without a span
 
-  // Asked for by whole warps.
-  static __device__ Span of(const BothFold& p, int64_t slot) {
+  // Called by whole warps.
+  static __device__ SpanRows of(const BothFold& p, int64_t slot) {
     const int lane = threadIdx.x % 32;
-    Span span{p.groups, 0, 0, p.rows};
+    SpanRows span{p.groups, 0, 0, p.rows};
     for (int g = 0; g < p.groups; g += 32) {
       const bool mine = g + lane < p.groups;
       const int end = mine ? p.end_of(g + lane) : 0;
@@ -85,53 +85,53 @@ struct Span {
   }
 };
 
-// What four columns' scales are from this span on. `magnitudes`: of its rows.
+// The scales of four columns from this span on. `magnitudes`: those of the span's rows.
 template <typename Value>
-__device__ uint32_t running_scales(const Value* x, const BothFold& p, ScaleRule rule, const Span& span, int64_t slot,
-                                   int64_t col, uint32_t magnitudes) {
+__device__ uint32_t running_scales(const Value* x, const BothFold& p, ScaleRule rule, const SpanRows& span,
+                                   int64_t slot, int64_t col, uint32_t magnitudes) {
   const auto with_headroom = [](uint32_t of_first) {
     return __vaddus4(of_first, __vcmpne4(of_first, 0) & kOnes * kHeadroom);
   };
-  const int64_t at = (slot * p.cols + col) / 4, pitch = p.cols / 4, above = slot - span.first;
-  uint32_t words = said(above == 0 ? with_headroom(magnitudes) : magnitudes);
-  say(p.own + at, words);
-  constexpr int kAtOnce = 4;  // while those above wait too, one answer after the other would take as long as a tile
+  const int64_t at = (slot * p.cols + col) / 4, pitch = p.cols / 4, predecessors = slot - span.first;
+  uint32_t words = encode(predecessors == 0 ? with_headroom(magnitudes) : magnitudes);
+  publish(p.span_maxima + at, words);
+  constexpr int kAtOnce = 4;  // predecessors wait too; polls one after the other would take as long as a tile
   int polls = p.polls;
   bool all = false;
-  for (int64_t back = 1; back <= above && !all;) {
+  for (int64_t back = 1; back <= predecessors && !all;) {
     uint32_t largest[kAtOnce], own[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t from = at - min(back + i, above) * pitch;
-      largest[i] = listen(p.largest + from);
-      own[i] = listen(p.own + from);
+      const int64_t from = at - min(back + i, predecessors) * pitch;
+      largest[i] = poll(p.running_maxima + from);
+      own[i] = poll(p.span_maxima + from);
     }
     bool next = true;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      next = next && !all && (all_said(largest[i]) || all_said(own[i]));
+      next = next && !all && (all_published(largest[i]) || all_published(own[i]));
       if (!next) continue;
-      all = all_said(largest[i]);
+      all = all_published(largest[i]);
       words = __vmaxu4(words, all ? largest[i] : own[i]);
       ++back;
     }
     if (next || all || --polls >= 0) continue;
-    magnitudes = look_down(x + (span.begin - back * kSpan) * p.cols + col, p.cols, rule);
-    const uint32_t found = said(back == above ? with_headroom(magnitudes) : magnitudes);
-    say(p.own + at - back * pitch, found);
-    words = __vmaxu4(words, found);
+    magnitudes = column_maxima(x + (span.begin - back * kSpan) * p.cols + col, p.cols, rule);
+    const uint32_t published = encode(back == predecessors ? with_headroom(magnitudes) : magnitudes);
+    publish(p.span_maxima + at - back * pitch, published);
+    words = __vmaxu4(words, published);
     ++back;
   }
-  say(p.largest + at, words);
-  return __vsubus4(heard(words), kOnes);
+  publish(p.running_maxima + at, words);
+  return __vsubus4(decode(words), kOnes);
 }
 
-// The largest magnitudes in all tiles across of a warp's 32 rows, `row` and on; a lane's are of rows lane % 8 * 4 to
-// + 3.
+// The largest magnitudes of a warp's 32 rows, `row` and on, in all tiles across. A lane's result is of rows lane % 8 *
+// 4 to lane % 8 * 4 + 3.
 template <typename T, typename Value>
 __device__ uint32_t row_magnitudes(const Value* x, const BothFold& p, ScaleRule rule, int64_t row) {
   constexpr int kAtOnce = 8;
-  uint32_t* beside = p.beside + row / kBlock * p.across * (kBlock / 4);
+  uint32_t* row_peers = p.row_peers + row / kBlock * p.across * (kBlock / 4);
   const uint32_t lane = threadIdx.x % 32, end = p.across * (kBlock / 4);
   int polls = p.polls;
   uint32_t largest = kOnes;
@@ -141,9 +141,9 @@ __device__ uint32_t row_magnitudes(const Value* x, const BothFold& p, ScaleRule 
     do {
       missing = false;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) words[i] = first + i * 32 < end ? listen(beside + first + i * 32) : kOnes;
+      for (int i = 0; i < kAtOnce; ++i) words[i] = first + i * 32 < end ? poll(row_peers + first + i * 32) : kOnes;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) missing |= !all_said(words[i]);
+      for (int i = 0; i < kAtOnce; ++i) missing |= !all_published(words[i]);
     } while (__any_sync(~0u, missing) && --polls >= 0);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) largest = __vmaxu4(largest, words[i]);
@@ -151,15 +151,15 @@ __device__ uint32_t row_magnitudes(const Value* x, const BothFold& p, ScaleRule 
   largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 8));
   largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 16));
 #pragma unroll 1
-  for (uint32_t tile = 0; polls < 0 && tile < p.across; ++tile, beside += kBlock / 4) {
-    uint32_t words = listen(beside + lane % 8);
-    if (!__all_sync(~0u, all_said(words))) {
-      words = said(look_across<T>(x, p.cols, rule, row, int64_t{tile} * T::kCols));
-      if (lane < kBlock / 4) say(beside + lane, words);
+  for (uint32_t tile = 0; polls < 0 && tile < p.across; ++tile, row_peers += kBlock / 4) {
+    uint32_t words = poll(row_peers + lane % 8);
+    if (!__all_sync(~0u, all_published(words))) {
+      words = encode(tile_row_maxima<T>(x, p.cols, rule, row, int64_t{tile} * T::kCols));
+      if (lane < kBlock / 4) publish(row_peers + lane, words);
     }
     largest = __vmaxu4(largest, words);
   }
-  return heard(largest);
+  return decode(largest);
 }
 
 }  // namespace mxep::cuda

@@ -1,20 +1,20 @@
-// What a CTA of cuda.cu finds out about tiles that have not said what they hold: from x itself, with few
-// registers, because a tile of its own fills them.
+// Maxima of tiles whose CTAs have not published them, computed from x with few registers, because the CTA's own tile
+// fills the register file.
 //
-//   look_down     a span's 256 rows of four columns a lane      look_across   a warp's 32 rows of one tile
+//   column_maxima     a span's 256 rows of four columns a lane      tile_row_maxima   a warp's 32 rows of one tile
 #pragma once
 
 #include "cuda/mx_math.cuh"
+#include "formats.h"
 #include "quantize/register_tile.cuh"
-#include "spans.h"
 
 namespace mxep::cuda {
 
 inline constexpr uint32_t kOnes = 0x01010101u;
 
-// The largest magnitudes of four columns in the kSpan rows from `x` on: scale bytes + 1, those of NaN blocks 0.
+// The largest magnitudes of four columns in the kSpan rows from `x` on: scale bytes + 1; 0 for NaN blocks.
 template <typename Value>
-__device__ uint32_t look_down(const Value* x, int64_t cols, ScaleRule rule) {
+__device__ uint32_t column_maxima(const Value* x, int64_t cols, ScaleRule rule) {
   using Pair = decltype(pair_of(Value{}, Value{}));
   using Vector = std::conditional_t<sizeof(Value) == 2, uint2, uint4>;
   struct Four {
@@ -40,13 +40,13 @@ __device__ uint32_t look_down(const Value* x, int64_t cols, ScaleRule rule) {
   return largest;
 }
 
-// The largest magnitudes of 32 rows, `row` and on, in the tile that begins at column `left`; a lane's are of rows
-// lane % 8 * 4 to + 3. Asked for by whole warps.
+// The largest magnitudes of 32 rows, `row` and on, in the tile that begins at column `left`. A lane's result is of rows
+// lane % 8 * 4 to lane % 8 * 4 + 3. Called by whole warps.
 template <typename T, typename Value>
-__device__ uint32_t look_across(const Value* x, int64_t cols, ScaleRule rule, int64_t row, int64_t left) {
+__device__ uint32_t tile_row_maxima(const Value* x, int64_t cols, ScaleRule rule, int64_t row, int64_t left) {
   const int lane = threadIdx.x % 32;
   const int64_t col = left + lane * T::kColumns;
-  const bool exists = col < cols;  // for whole blocks
+  const bool exists = col < cols;  // the same for all lanes of a block
   x += row * cols + (exists ? col : 0);
   uint32_t own = 0;
 #pragma unroll 1
@@ -55,7 +55,7 @@ __device__ uint32_t look_across(const Value* x, int64_t cols, ScaleRule rule, in
 #pragma unroll
     for (int i = 0; i < 4; ++i, x += cols) {
       const auto values = load_row<true, typename T::Row>(x, T::kColumns);
-      uint32_t amax = 0;  // as bits, of which those of a NaN are the largest
+      uint32_t amax = 0;  // fp32 bits: those of a NaN are the largest
 #pragma unroll
       for (int p = 0; p < T::kPairs; ++p) {
         const auto two = values.at[p].magnitude();

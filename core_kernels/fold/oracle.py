@@ -1,17 +1,17 @@
-"""The definition of folding in numpy: bytes and counts, exact."""
+"""The definition of the folds in numpy. Bytes and counts are exact."""
 
 import numpy as np
 
 from ..formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
 from ..oracle_math import E4M3_VALUES, Array, Pair, e8m0_value, group_slices, to_e4m3
-from ..permute.oracle import permute_mx
 from ..quantize.oracle import quantize_col, quantize_row
 
 
 def fold_rows(q: Array, sf: Array) -> Pair:
-    """q (..., K), sf (..., K/32) -> qf (..., K), row_sf (...): all blocks under the row's largest scale.
+    """q (..., K), sf (..., K/32) -> qf (..., K), row_sf (...): all blocks with the row's largest scale.
 
-    A NaN block (byte 255) has no say in the row's scale and becomes elements 0x7F; a row of NaN blocks has 255.
+    A NaN block (byte 255) is ignored when the row's scale is chosen and becomes elements 0x7F. A row of NaN blocks has
+    scale 255.
     """
     largest = np.where(sf == E8M0_NAN, -1, sf.astype(np.int32)).max(-1)
     factor = np.where(sf == E8M0_NAN, np.nan, np.ldexp(1.0, sf.astype(np.int32) - largest[..., None]))
@@ -24,13 +24,8 @@ def quantize_row_fold(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfi
     return fold_rows(*quantize_row(x, rounding, satfinite))
 
 
-def permute_mx_fold(packed: Array, row_map: Array) -> Pair:
-    """packed (R, K + K/32), row_map (P,) -> qf (P, K), row_sf (P,)."""
-    return fold_rows(*permute_mx(packed, row_map))
-
-
 def span_slices(group_ends: Array) -> list[list[tuple[int, slice]]]:
-    """Each group's spans in their order: the slot of its scales, and its tokens."""
+    """Each group's spans in order: the slot of the span's scales, and its tokens."""
     return [
         [
             (group.start // SPAN + g + i, slice(begin, min(begin + SPAN, group.stop)))
@@ -49,16 +44,17 @@ def span_values(qf: Array, span_sf: Array, group_ends: Array) -> Array:
 
 
 def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
-    """q (R, M), sf (R, M/32) -> qf (R, M), span_sf (S, R): every span of a group under the largest scale so far.
+    """q (R, M), sf (R, M/32) -> qf (R, M), span_sf (S, R): every span with the running maximum of the group's
+    scales.
 
-    The group's first span has HEADROOM octaves more than it needs, so that those after it seldom raise the scale. A NaN
-    block has no say in any scale and becomes elements 0x7F. Columns past the last end become zeros, and so do the
-    scales of slots without a span.
+    The group's first span has HEADROOM octaves more than it needs, so that later spans seldom raise the scale. A NaN
+    block is ignored when scales are chosen and becomes elements 0x7F. Columns past the last end become zeros, and so do
+    the scales of slots without a span.
     """
     rows, m = q.shape
     qf, span_sf = np.zeros_like(q), np.zeros((spans(m, len(group_ends)), rows), np.uint8)
     for group in span_slices(group_ends):
-        largest = np.zeros(rows, np.int32)  # one more than the scale byte; 0 where no block had a say so far
+        largest = np.zeros(rows, np.int32)  # scale byte + 1; 0 before the first scale
         for i, (slot, columns) in enumerate(group):
             byte = sf[:, columns.start // BLOCK : columns.stop // BLOCK].astype(np.int32)
             m_i = np.where(byte == E8M0_NAN, 0, byte + 1).max(1)
@@ -74,16 +70,17 @@ def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
 def quantize_both_fold(
     x: Array, group_ends: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
 ) -> tuple[Array, Array, Array, Array]:
-    """x (M, K) -> qf (M, K), row_sf (M,) of quantize_row_fold; qf_t (K, M), span_sf (S, K): quantize_col's, folded."""
+    """x (M, K) -> qf (M, K), row_sf (M,) of quantize_row_fold; qf_t (K, M), span_sf (S, K): fold_groups of
+    quantize_col."""
     columns = fold_groups(*quantize_col(x, rounding, satfinite), group_ends)
     return *quantize_row_fold(x, rounding, satfinite), *columns
 
 
 def count_fold_loss(q: Array, sf: Array, target: Array) -> tuple[Array, Array, Array]:
-    """q (..., K), sf, target (..., K/32) -> nonzero, rounded, flushed (...) int32, of values folded under the target.
+    """q (..., K), sf, target (..., K/32) -> nonzero, rounded, flushed (...) int32, of values folded to the target.
 
-    A NaN counts nowhere, nor does a value of a block whose sf or target is 255. A target below a block's scale takes
-    nothing.
+    NaN values are not counted, nor are values of a block whose sf or target is 255. A target below a block's scale
+    loses nothing.
     """
     here = np.repeat((sf != E8M0_NAN) & (target != E8M0_NAN), BLOCK, axis=-1)
     shift = np.minimum(sf.astype(np.int32) - target, 0)

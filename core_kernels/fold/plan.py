@@ -2,7 +2,6 @@
 
     q (M, K), sf (M, K/32) --fold_rows--> qf (M, K), row_sf (M,)
     x (M, K) ------quantize_row_fold----> the same, x read once
-    [q | sf], row_map --permute_mx_fold-> the same, of gathered rows
     q (R, M), sf (R, M/32), group_ends (G,) --fold_groups--> qf (R, M), span_sf (S, R)
 
 row_sf is the largest scale byte of the row and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) is ignored when
@@ -25,7 +24,6 @@ groups that end before they begin or beyond M.
 from ..dispatch import facts
 from ..formats import BLOCK, Rounding, scale_attrs, spans
 from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_multiple, require_rank
-from ..permute.plan import check_map, packed_blocks
 from ..quantize.plan import FLOATS, SCALES, check_scaled, tile_whole_rows, whole_row_types
 from ..tiles import cdiv, tiles
 
@@ -41,18 +39,6 @@ def _check_quantize_fold(x: ArrayType, *, rounding: Rounding = Rounding.RCEIL, s
     require_rank(op, "x", x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")
     return Signature(whole_row_types(op, "x", x.shape), scale_attrs(op, rounding, satfinite))
-
-
-def _check_permute_fold(packed: ArrayType, row_map: ArrayType) -> Signature:
-    op = "permute_mx_fold"
-    blocks = packed_blocks(op, packed)
-    check_map(op, row_map)
-    return Signature(whole_row_types(op, "packed", (row_map.shape[0], blocks * BLOCK)))
-
-
-def _tile_permute_fold(call: Call, arch: str) -> Tiling:
-    scalars = {"R": call.inputs[0].shape[0], "P": call.out[0].shape[0]}
-    return tile_whole_rows(call, arch)._replace(scalars=scalars)
 
 
 def _check_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType) -> Signature:
@@ -109,21 +95,6 @@ quantize_row_fold = KernelOp(
     _check_quantize_fold,
     tile_whole_rows,
     "fold.kernel:quantize_fold_kernel",
-)
-permute_mx_fold = KernelOp(
-    "permute_mx_fold",
-    """`permute_mx` and `fold_rows` in one read.
-
-    packed: (R, K + K/32) uint8, K a positive multiple of 32. row_map: (P,) int32, -1 for padding.
-    Returns qf (P, K) E4M3 and row_sf (P,) E8M0, as uint8.
-
-    Raises ValueError (shape, on a CPU also a row that does not exist) or TypeError (dtype).
-    """,
-    ("packed", "row_map"),
-    ("qf", "row_sf"),
-    _check_permute_fold,
-    _tile_permute_fold,
-    "fold.kernel:permute_fold_kernel",
 )
 fold_groups = KernelOp(
     "fold_groups",

@@ -19,7 +19,8 @@ from typing import Any
 
 from ..formats import BLOCK, Rounding, scale_attrs, spans
 from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, fail, require_dtype, require_multiple, require_rank
-from ..quantize.plan import FLOATS, SCALES, quantize_col
+from ..quantize import plan as quantize
+from ..quantize.plan import FLOATS, SCALES
 from ..tiles import cdiv
 from .plan import fold_groups, quantize_row_fold
 
@@ -87,7 +88,7 @@ def _tile(call: Call, arch: str) -> Tiling:  # one tile size on every architectu
 
 def _compose(call: Callable[..., tuple[Any, ...]], x: Any, group_ends: Any, **options: Any) -> tuple[Any, ...]:
     rows = call(quantize_row_fold, x, **options)
-    columns = call(quantize_col, x, **options)
+    columns = call(quantize.quantize_col, x, **options)
     return *rows, *call(fold_groups, *columns, group_ends)
 
 

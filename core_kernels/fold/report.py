@@ -1,17 +1,17 @@
-"""What the folds of a layer cost its products, from counts and energies of the operands.
+"""The loss that the folds of a layer cause in its products, from counts and energies of the operands.
 
     q, sf --fold--> qf, target          of every operand, in a frontend
       counts    nonzero, rounded, flushed                                  (plan_loss.py)
-      signal    per row and block of 32 along the contraction: the sum of value^2
+      signal    per row and block of 32 along the contraction dim: the sum of value^2
       noise     the same of (value - folded value)^2
 
     product a x b^T     row i of a:   sum over blocks of noise_a[i] * energy_b
-                                      ----------------------------------------   the share of row i of the product
-                                      sum over blocks of signal_a[i] * energy_b  that folding a takes, mean over signs
+                                      ----------------------------------------   the relative error of row i of the
+                                      sum over blocks of signal_a[i] * energy_b  product, mean over random signs
 
-The mean of this share over rows is what folding an operand costs a product. noise_a against signal_a is not: where
-some channels of x are 2^16 larger and their weights 2^16 smaller, every channel counts alike; a fold of x flushes many
-of the others and keeps 90 dB of its own energy.
+The mean over rows is the loss of the product. The ratio of noise_a to signal_a alone is not: if some channels of x are
+2^16 larger and their weights 2^16 smaller, all channels contribute equally to the product, while a fold of x flushes
+many small channels and still has 90 dB of its own energy.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ import numpy as np
 from ..formats import BLOCK, E8M0_NAN, SPAN
 
 ADVISED_DB = 40.0
-"""A fold that leaves a product less is advised against. MXFP8 itself is 27 to 30 dB from full precision; an operand at
-40 dB takes another 0.3 dB."""
+"""The report advises against folds below this SQNR of a product. MXFP8 alone has 27 to 30 dB; an operand at 40 dB costs
+another 0.3 dB."""
 OPERANDS = {
     **dict.fromkeys(("x", "w1", "w3"), "D"),
     **dict.fromkeys(("h", "w2"), "F"),
@@ -32,7 +32,7 @@ OPERANDS = {
     **dict.fromkeys(("dgate", "w1_t", "dup", "w3_t"), "F"),
     **dict.fromkeys(("x_t", "dgate_t", "dup_t", "h_t", "dout_t"), "tokens"),
 }
-"""What the products multiply, and along which dim: forward, input gradient, weight gradient of recipe "mxfp8"."""
+"""Operands of the products of recipe "mxfp8" and the dim of their scales: forward, input gradient, weight gradient."""
 PRODUCTS = (
     *(("x", "w1"), ("x", "w3"), ("h", "w2")),
     *(("dout", "w2_t"), ("dgate", "w1_t"), ("dup", "w3_t")),
@@ -41,11 +41,11 @@ PRODUCTS = (
 
 
 class Measured(NamedTuple):
-    """Of one operand of R rows and B blocks.
+    """Measurements of one operand of R rows and B blocks.
 
     counts: nonzero, rounded, flushed. signal, noise: (R, B) fp32, in units of 2^(2 (top - 127)) of the row. top: (R,)
-    uint8, the largest scale byte that a block of the row is folded under. groups: the rows of each expert; one of all
-    rows where the blocks run along the tokens.
+    uint8, the largest target scale byte of the row. groups: the rows of each expert, or a single group of all rows if
+    the blocks run along the tokens.
     """
 
     counts: tuple[int, int, int]
@@ -55,17 +55,17 @@ class Measured(NamedTuple):
     groups: tuple[slice, ...]
 
     def sizes(self) -> np.ndarray:
-        """(R,) fp32: 2^(2 (top - 127)) of each row over that of the largest; zeros for a row of NaN."""
+        """(R,) fp32: 2^(2 (top - 127)) of each row, relative to the largest row; 0 for a row of NaN."""
         top = np.where(self.top == E8M0_NAN, 0, self.top).astype(np.int32)
         return np.ldexp(np.float32(1), np.maximum(2 * (top - top.max(initial=0)), -126)) * (self.top != E8M0_NAN)
 
     def sqnr_db(self) -> float:
-        """Of the folded operand against the unfolded one."""
+        """SQNR of the folded operand against the unfolded one."""
         size = self.sizes().astype(np.float64)
         return decibels(size @ self.signal.sum(1, np.float64), size @ self.noise.sum(1, np.float64))
 
     def product_db(self, other: "Measured") -> float:
-        """What folding this operand leaves of its product with the other one."""
+        """SQNR of the product with the other operand after folding this operand."""
         size, shares = other.sizes(), []
         for rows, columns in zip(self.groups, other.groups, strict=True):
             energy = size[columns] @ other.signal[columns]
@@ -76,13 +76,13 @@ class Measured(NamedTuple):
 
 
 class OperandLoss(NamedTuple):
-    """What the fold takes from one operand.
+    """The loss of one operand.
 
-    along: the dim that a scale per 32 runs along: "D", "F" or "tokens".
-    nonzero: values that are not zero; rounded, flushed: those of them that lose bits, and that become zero.
-    sqnr_db: the folded operand against the unfolded one.
-    product_db: the products that read it, this operand folded, against the same of unfolded operands; every row counts
-        alike, and the least of them is given. What is computed is the mean over random signs of the values.
+    along: the dim of the blocks of 32: "D", "F" or "tokens".
+    nonzero: number of nonzero values; rounded, flushed: how many of them lose bits, and how many become zero.
+    sqnr_db: SQNR of the folded operand against the unfolded one.
+    product_db: SQNR of the products with this operand folded against the unfolded products; the smallest of them. All
+        rows have equal weight, and the value is the mean over random signs of the operand's values.
     """
 
     along: str
@@ -95,20 +95,20 @@ class OperandLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """What `compute="fold"` takes from the operands of a layer; `print` it for a table.
+    """The loss that `compute="fold"` causes in the operands of a layer; `print` shows it as a table.
 
     operands: by name, in the order of forward, input gradient and weight gradient. "x", "w1", "w3", "h", "w2", "dout",
-        "dgate", "dup" as in the layer; with "_t" those that run along the other dim.
+        "dgate", "dup" as in the layer; "_t" marks operands along the other dim.
     """
 
     operands: Mapping[str, OperandLoss]
 
     def worst(self) -> str:
-        """The name of the operand whose fold costs its products most."""
+        """The name of the operand whose fold causes the largest loss in a product."""
         return min(self.operands, key=lambda name: self.operands[name].product_db)
 
     def lossy(self) -> tuple[str, ...]:
-        """The operands whose fold leaves less than 40 dB of a product; where there are any, use compute="exact"."""
+        """The operands whose fold leaves a product less than 40 dB. If there are any, use compute="exact"."""
         return tuple(name for name, loss in self.operands.items() if loss.product_db < ADVISED_DB)
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class NumericsReport:
 
 
 def report(measured: Mapping[str, Measured]) -> NumericsReport:
-    """The report of the operands that there are; of a product both."""
+    """The report of the measured operands. A product needs both of its operands."""
     product_db = dict.fromkeys(measured, np.inf)
     for a, b in PRODUCTS:
         if a in measured:
@@ -146,7 +146,7 @@ def report(measured: Mapping[str, Measured]) -> NumericsReport:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10 of signal over noise; infinite without noise.
+    """10 log10(signal / noise); infinite without noise.
 
     >>> decibels(200.0, 2.0)
     20.0
@@ -164,7 +164,7 @@ def row_slices(group_ends: np.ndarray) -> tuple[slice, ...]:
 
 
 def slots_of_blocks(group_ends: np.ndarray, num_blocks: int) -> np.ndarray:
-    """The slot of each block's span in `fold_groups`' span_sf, -1 past the last end.
+    """The slot of each block's span in the span_sf of `fold_groups`; -1 past the last end.
 
     >>> slots_of_blocks(np.array([288, 320]), 11)
     array([ 0,  0,  0,  0,  0,  0,  0,  0,  1,  2, -1])

@@ -1,1 +1,1 @@
-"""Matrix products with one weight matrix per expert."""
+"""Matrix products with one weight matrix per group of rows, and their weight gradients."""

@@ -3,19 +3,19 @@
 //   M-grouped  out[m, n] = sum_k a[m, k] b[g, n, k]            rows m of group g
 //   K-grouped  out[g, i, j] = sum_m a[m, i] b[m, j]            tokens m of group g; operands (tokens, N) or (N, tokens)
 //
-// A cluster of two CTAs works on two tiles of 128 x 256. They have their rows of B in common, or of A
-// (schedule.cuh): each fetches one half of those for both.
+// A cluster of two CTAs computes two tiles of 128 x 256 that share their rows of B or of A (schedule.cuh): each CTA
+// loads one half of the shared rows for both.
 //
 //   warpgroup 0     TMA: A (128, 64), B (256, 64), in boxes of 64 x 64 --> ring of 4 stages of 48 KiB
-//                                                        |  full: its bytes are there
-//                                                        |  empty: all consumers of both CTAs are through with it
-//   warpgroups 1, 2      64 x 256 x 64 --> sum, 128 registers of a thread; the next stage is issued before this is done
+//                                                        |  full: the bytes of the stage have arrived
+//                                                        |  empty: all consumers of both CTAs have read the stage
+//   warpgroups 1, 2      64 x 256 x 64 --> sum, 128 registers a thread; the next stage is issued before this one ends
 //                        end of the tile: sum --staged_store.cuh--> out
 //
-// The tensor core reads B once per 64 rows of A: of all tiles whose sums fit the registers this one takes the fewest
-// bytes of shared memory per product. CTAs are persistent and read the group ends themselves. Rows of the next group or
-// array that a tile covers are computed and not stored; tokens of the next group would enter the sums: they become
-// zeros.
+// The tensor core reads B once per 64 rows of A. Of all tiles whose sums fit in the registers, this one reads the
+// fewest bytes of shared memory per product. CTAs are persistent and read the group ends. Rows of the next group or
+// array that a tile covers are computed but not stored. Tokens of the next group in a stage are set to zero, since they
+// would enter the sums.
 #include <algorithm>
 
 #include "cuda/cluster_launch.h"
@@ -36,21 +36,21 @@ constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kBox = 64, kBoxBytes = kBox * kK * 2;
 static_assert(kBox == kK, "boxes of either orientation are equal");
 
-struct Stage {
+struct Bf16Stage {
   uint8_t a[kM / kBox][kBoxBytes];
   uint8_t b[kN / kBox][kBoxBytes];
 };
 
-struct Shared {
-  alignas(1024) Stage stages[kStages];
+struct Bf16Shared {
+  alignas(1024) Bf16Stage stages[kStages];
   alignas(128) uint8_t staging[4 * kConsumers][kStagingBytes];
   uint64_t full[kStages], empty[kStages];
   TileSlots tiles;
-  Shares shares;  // K-grouped
+  LptSchedule lpt;  // K-grouped
 };
-static_assert(sizeof(Shared) <= 227 * 1024);
+static_assert(sizeof(Bf16Shared) <= 227 * 1024);
 
-// Boxes of the rows from `row` on, at `k` of the dim that is summed over; `shared`: half of them, for both CTAs.
+// Loads the boxes of the rows from `row` on, at `k` of the contraction dim. `shared`: half of them, for both CTAs.
 template <bool kColumns, int kBoxes>
 __device__ __forceinline__ void fetch(uint8_t (&to)[kBoxes][kBoxBytes], const CUtensorMap* map, uint64_t* full, int row,
                                       int k, bool shared) {
@@ -68,38 +68,38 @@ __device__ __forceinline__ void fetch(uint8_t (&to)[kBoxes][kBoxBytes], const CU
   }
 }
 
-// Where a group's first stage begins. Along a row, the copy engine starts at multiples of 16 bytes.
+// The start of a group's first stage. Along a row, TMA loads start at multiples of 16 bytes.
 template <bool kColumns>
 __device__ __forceinline__ int first_of(const Tile& tile) {
   return kColumns ? tile.k_begin : tile.k_begin / 8 * 8;
 }
 
 template <bool kAlongK, bool kColumns>
-__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
-  Schedule<kAlongK, kM, kN> schedule(p, s.shares);
+__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Bf16Shared& s) {
+  Schedule<kAlongK, kM, kN> schedule(p, s.lpt);
   TileQueue tiles(s.tiles);
   Ring<kStages> ring;
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
     for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
       uint64_t* full = &s.full[ring.stage];
-      Stage& stage = s.stages[ring.stage];
+      Bf16Stage& stage = s.stages[ring.stage];
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      barrier_expect(full, sizeof(Stage));
+      barrier_expect(full, sizeof(Bf16Stage));
       fetch<kColumns>(stage.a, a, full, tile.a_row, k, tile.side_by_side);
       fetch<kColumns>(stage.b, b, full, tile.b_row, k, !tile.side_by_side);
     }
   }
-  tiles.put({});  // no more
+  tiles.put({});  // the end
   ring.drain(s.empty);
 }
 
-// Tokens first..last - 1 of a stage stay, the others are other groups'. Of both operands: NaN * 0 is NaN.
+// Keeps tokens first..last - 1 of a stage and clears the tokens of other groups, in both operands: NaN * 0 is NaN.
 template <bool kColumns>
-__device__ __forceinline__ void clear_tokens(Stage& stage, int first, int last) {
+__device__ __forceinline__ void clear_tokens(Bf16Stage& stage, int first, int last) {
   uint16_t* values = reinterpret_cast<uint16_t*>(&stage);
-  for (int i = threadIdx.x - kWarpgroup; i < sizeof(Stage) / 16; i += kConsumers * kWarpgroup) {
-    // 16 bytes of a row: of one token, or of eight tokens, whose place the swizzle changed by row.
+  for (int i = threadIdx.x - kWarpgroup; i < sizeof(Bf16Stage) / 16; i += kConsumers * kWarpgroup) {
+    // 16 bytes of a row: one token's, or those of eight tokens, which the swizzle permutes by row.
     const int row = i / 8 % kBox, token = kColumns ? row : (i ^ row) % 8 * 8, end = kColumns ? row + 1 : token + 8;
     if (end <= first || token >= last) {
       reinterpret_cast<uint4*>(&stage)[i] = {};
@@ -113,10 +113,10 @@ __device__ __forceinline__ void clear_tokens(Stage& stage, int first, int last) 
 }
 
 template <bool kAlongK, bool kColumns, typename Out>
-__device__ void consume(const Problem& p, Shared& s) {
-  // 16 of the 64 that are summed over lie 32 bytes along a row, or 16 rows on.
+__device__ void consume(const Problem& p, Bf16Shared& s) {
+  // 16 values of the contraction dim are 32 bytes of a row, or 16 rows.
   constexpr int kStep = (kColumns ? 16 * 128 : 32) / 16;
-  // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
+  // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
   TileQueue tiles(s.tiles);
@@ -125,14 +125,14 @@ __device__ void consume(const Problem& p, Shared& s) {
     float sum[128] = {};
     if (kAlongK && !__shfl_sync(~0u, tile.whole, 0)) {
 #pragma unroll
-      for (int i = 0; i < 128; ++i) sum[i] = __int_as_float(0x7FC00000);
+      for (int i = 0; i < 128; ++i) sum[i] = __int_as_float(kNan);
     }
-    int before = -1;  // the stage that the tensor core may still be reading
+    int before = -1;  // the stage that the tensor core may still read
     const int end = __shfl_sync(~0u, tile.k_end, 0);
     for (int k = __shfl_sync(~0u, first_of<kColumns>(tile), 0); k < end; k += kK, ring.advance()) {
-      Stage& stage = s.stages[ring.stage];
+      Bf16Stage& stage = s.stages[ring.stage];
       barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
-      // Along the rows, the copy engine has put zeros beyond the end.
+      // Along the rows, TMA has written zeros beyond the end.
       if (kAlongK && (k < tile.k_begin || k + kK > tile.k_end))
         clear_tokens<kColumns>(stage, tile.k_begin - k, tile.k_end - k);
       const uint32_t first_a = at.of(stage.a[group]), first_b = at.of(stage.b);
@@ -158,7 +158,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     bf16_product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                  const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
-  Shared& s = *reinterpret_cast<Shared*>(bytes);
+  Bf16Shared& s = *reinterpret_cast<Bf16Shared*>(bytes);
   if (threadIdx.x == 0) {
     prefetch(&a);
     prefetch(&b);
@@ -169,13 +169,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     s.tiles.init(4 * kConsumers);
     barrier_init_fence();
   }
-  if constexpr (kAlongK) Schedule<true, kM, kN>::share_out<kThreads>(p, s.shares);
+  if constexpr (kAlongK) Schedule<true, kM, kN>::assign<kThreads>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    dealloc_registers<24>();
     if (threadIdx.x == 0) produce<kAlongK, kColumns>(p, &a, &b, s);
   } else {
-    take_registers<240>();
+    alloc_registers<240>();
     constexpr int kClearing = kConsumers * kWarpgroup;
     if constexpr (!kAlongK)
       clear_rest<Out>(p, blockIdx.x * int64_t{kClearing} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kClearing});
@@ -186,17 +186,17 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 template <bool kAlongK, bool kColumns, typename Out>
 void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
   constexpr auto kKernel = bf16_product<kAlongK, kColumns, Out>;
-  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, sizeof(Shared));
-  launch_kernel(op, kKernel, ctas, kThreads, sizeof(Shared), stream, a, b, p);
+  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, sizeof(Bf16Shared));
+  launch_kernel(op, kKernel, ctas, kThreads, sizeof(Bf16Shared), stream, a, b, p);
 }
 
-// `a` and `b` seen as matrices, with all their leading dims as rows.
+// Describes `a` and `b` as matrices with all their leading dims as rows.
 template <bool kAlongK, bool kColumns>
 void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   const Array &lhs = call.in[0], &rhs = call.in[1];
   p.group_ends = call.in[2].as<const int32_t>();
   p.out = call.out[0].data;
-  // The copy engine counts rows, and bytes of a row, in 32 bits; tiles reach beyond the last.
+  // TMA counts rows, and bytes of a row, in 32 bits; tiles reach beyond the last.
   if (std::max({lhs.leading(1), rhs.leading(1), 2 * lhs.dim(-1), 2 * rhs.dim(-1)}) > INT32_MAX - 4 * kN)
     throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows or 2^30 columns");
   const CUtensorMap a = byte_matrix(op, lhs.data, lhs.leading(1), 2 * lhs.dim(-1), kBox);
@@ -208,7 +208,7 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   }
 }
 
-// Sums of nothing. An operand without a byte has no tensor map.
+// Empty sums. An operand without bytes has no tensor map.
 void clear(const char* op, const Array& out, cudaStream_t stream) {
   check(op, cudaMemsetAsync(out.data, 0, out.nbytes(), stream));
 }

@@ -1,32 +1,32 @@
-// Folded FP8 grouped products on Hopper: one scale per row of either operand, applied once, in the epilogue. K-grouped
-// one per row and span of 256 tokens: the sums are kept in units of the span's scales, which never fall, and change
-// them where a scale rises.
+// Folded FP8 grouped products on Hopper. M-grouped operands have one scale per row, applied once, in the epilogue.
+// K-grouped operands have one scale per row and span of 256 tokens: the accumulator is in units of the current span's
+// scales, which never decrease within a group, and is rescaled where a scale increases.
 //
 //   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k] [+ bias[g, n]]      rows m of group g
 //   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
-// A cluster of two CTAs works on two tiles of 256 x 128. They have their rows of B in common, or of A
-// (schedule.cuh): each fetches one half of those for both.
+// A cluster of two CTAs computes two tiles of 256 x 128 that share their rows of B or of A (schedule.cuh): each CTA
+// loads one half of the shared rows for both.
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
-//     K-grouped     look ahead: scales of spans --> notes of what rises (rescale_accumulator.cuh)
-//                               a group's last stage, where it ends amid one: the next group's tokens --> zeros
-//                                                        |  full: its bytes are there
-//                                                        |  empty: all consumers of both CTAs are through with it
+//     K-grouped     scan ahead: scales of spans --> notes of scale increases (rescale_accumulator.cuh)
+//                               a group's last stage, if it ends inside one: the next group's tokens --> zeros
+//                                                        |  full: the bytes of the stage have arrived
+//                                                        |  empty: all consumers of both CTAs have read the stage
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 rows each
-//                        while one runs, where something rises: sum --rescale_accumulator.cuh--> sum
+//                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //
-// The tensor core aligns the terms of a sum to the largest and keeps about 14 bits: `partial` is what it may sum, 128
-// terms. Both sums and `partial` take 192 of a thread's 240 registers. 48 KiB a stage make four the most that fit.
+// Hopper's FP8 tensor cores accumulate with about 14 mantissa bits, so that partial sums are promoted to fp32 every 128
+// terms. sum and partial take 192 of a thread's 240 registers. With 48 KiB a stage, four stages are the most that fit.
 //
-// The two warpgroups take no turns: left alone, one adds while the tensor cores work for the other often enough, and
-// every order tried between them cost 1 to 3%, as it did to hold one back by a stage or more. From its additions to its
-// next product is time that the other does not always fill: ten instructions there cost 1 to 4%. What else there is to
-// do is done among the additions, while a product runs, or by other warps.
+// The warpgroups are not synchronised (no ping-pong). Without synchronisation one's fp32 promotion overlaps the other's
+// WGMMA. Explicit ordering, or an offset of one or more stages, cost 1 to 3%. The gap between promotion and the next
+// WGMMA is critical: ten extra instructions there cost 1 to 4%. All other work therefore runs during promotion while a
+// WGMMA is in flight, or in other warps.
 //
-// CTAs are persistent; one thread of each reads the group ends and hands the tiles on (tile_queue.cuh). Rows of the
-// next group or array that a tile covers are computed and not stored.
+// CTAs are persistent. One thread of each reads the group ends and queues the tiles (tile_queue.cuh). Rows of the next
+// group or array that a tile covers are computed but not stored.
 #include <algorithm>
 
 #include "cuda/cluster_launch.h"
@@ -46,32 +46,32 @@ constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kHalfA = kTileM / kCluster, kHalfB = kTileN / kCluster;  // rows of a box
 
-struct Shared {
+struct FoldedShared {
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
   alignas(128) uint8_t staging[8][kStagingBytes];
-  __nv_bfloat16 col_factor[2][2][kTileN];  // of a warpgroup, of even and odd tiles
+  __nv_bfloat16 col_factor[2][2][kTileN];  // per warpgroup, for even and odd tiles
   uint64_t full[kStages], empty[kStages];
   TileSlots tiles;
-  uint64_t landed[kStages];  // K-grouped: in place of `full`, of a stage that is not whole
-  RiseSlots rises;           // K-grouped
-  Shares shares;             // K-grouped
+  uint64_t landed[kStages];  // K-grouped: replaces `full` for a stage that the group fills in part
+  IncreaseSlots increases;   // K-grouped
+  LptSchedule lpt;           // K-grouped
 };
 
-struct SharedWithBias : Shared {
+struct FoldedSharedWithBias : FoldedShared {
   float bias[2][2][kTileN];  // as col_factor
 };
-static_assert(sizeof(SharedWithBias) <= 227 * 1024);
+static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024);
 
 template <bool kBias>
-using SharedOf = std::conditional_t<kBias, SharedWithBias, Shared>;
+using SharedOf = std::conditional_t<kBias, FoldedSharedWithBias, FoldedShared>;
 
 template <bool kAlongK>
-__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Shared& s) {
+__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, FoldedShared& s) {
   constexpr uint16_t kBoth = 3;
   const uint32_t rank = cluster_rank();
   const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
-  FoldedSchedule<kAlongK> schedule(p, s.shares);
+  FoldedSchedule<kAlongK> schedule(p, s.lpt);
   Ring<kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
@@ -93,42 +93,42 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
       }
     }
   }
-  tiles.put({});  // no more
+  tiles.put({});  // the end
   ring.drain(s.empty);
 }
 
-// Clears what a tile's last stage has of the next group's tokens, from `tokens` on: a warp for every part of its rows.
-// A row's 16-byte chunks lie as in load_box.
-__device__ void cut_off(Shared& s, int part, int stage, uint32_t parity, int tokens) {
+// Clears the next group's tokens, from `tokens` on, in a tile's last stage. Each warp clears one part of the rows. The
+// 16-byte chunks of a row are swizzled as in load_box.
+__device__ void clear_next_group(FoldedShared& s, int part, int stage, uint32_t parity, int tokens) {
   const int lane = threadIdx.x % 32;
-  uint8_t* rows = part == kColumnRises ? s.b[stage] : s.a[stage] + part * kWarpgroup * kTileK;
+  uint8_t* rows = part == kColumnPart ? s.b[stage] : s.a[stage] + part * kWarpgroup * kTileK;
   barrier_wait(&s.landed[stage], parity);
   for (int row = lane; row < kWarpgroup; row += 32)
     for (int chunk = tokens / 16; chunk < kTileK / 16; ++chunk)
       *reinterpret_cast<uint4*>(rows + row * kTileK + (chunk ^ row % 8) * 16) = {};
   shared_to_async_fence();
-  threads_sync<kRiseParts * 32>(3);  // 1 and 2 are the consumers'
+  threads_sync<kIncreaseParts * 32>(3);  // consumers use 1 and 2
   if (part == 0 && lane == 0) barrier_arrive(&s.full[stage], cluster_rank());
 }
 
-// K-grouped: what consumers are spared.
-__device__ void look_ahead(const Problem& p, int part, Shared& s) {
+// K-grouped: the work that is done ahead of the consumers.
+__device__ void scan_ahead(const Problem& p, int part, FoldedShared& s) {
   TileQueue tiles(s.tiles);
-  RiseQueue notes(s.rises);
+  IncreaseQueue notes(s.increases);
   int stage = 0;
-  uint32_t landed = 0;  // of every stage, the parity of what it waits for
+  uint32_t landed = 0;  // a bit per stage: the parity of its next wait
   for (Tile tile; tiles.next(&tile);) {
-    note_rises(p, part, tile, notes);
+    find_increases(p, part, tile, notes);
     const int tokens = tile.k_end - tile.k_begin, rest = tokens % kTileK;
     stage = (stage + tokens / kTileK) % kStages;
     if (rest == 0) continue;
-    cut_off(s, part, stage, landed >> stage & 1, rest);
+    clear_next_group(s, part, stage, landed >> stage & 1, rest);
     landed ^= 1 << stage;
     stage = (stage + 1) % kStages;
   }
 }
 
-// Starts partial = a (64, 128) b (128, 128)^T. 32 bytes further along a row are 2 in a descriptor.
+// Starts partial = a (64, 128) b (128, 128)^T. A step of 32 bytes along a row adds 2 to a descriptor.
 __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b) {
   wgmma_fence();
 #pragma unroll
@@ -138,19 +138,19 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
 
 template <bool kAlongK, typename Out, bool kBias>
 __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
-  // From one lane, so that the compiler knows it for the same in all and keeps descriptors in uniform registers.
+  // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
   TileQueue tiles(s.tiles);
-  RiseQueue notes(s.rises);
-  // Of the next stage: found out among the additions of the one before, so that a product follows them at once.
+  IncreaseQueue notes(s.increases);
+  // State of the next stage, computed during the additions of the previous one, so that a product follows them at once.
   const uint32_t first_a = descriptor(at.of(s.a) + group * kWarpgroup * kTileK), first_b = descriptor(at.of(s.b));
   uint32_t a = first_a, b = first_b;
   uint32_t is_full = 0;
   Ring<kStages> ring;
   int odd = 0;
   for (Tile tile; tiles.next(&tile); odd ^= 1) {
-    // Fetched now and used after the products. A scale has no say where there is nothing to scale.
+    // Loaded here and used after the products. Scales of empty accumulators are ignored.
     const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
     const bool any = tile.k_begin < tile.k_end;
     int col_byte = any && col < tile.cols ? p.col_scale[tile.col_scale + col] : kOne;
@@ -166,7 +166,7 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
 
     float sum[2][64] = {};
     const int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
-    int look = kSpan;  // where to look at the notes
+    int look = kSpan;  // the next token where a note is read
     for (int k = 0; k < depth; k += kTileK) {
       barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
@@ -188,17 +188,17 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
     }
     if (kAlongK && depth > kSpan) notes.read();
 
-    // Two buffers: when this one is written again, every warp has passed the barrier of the tile between.
+    // Two buffers: when this one is written again, every warp has passed the barrier of the tile in between.
     __nv_bfloat16* col_factor = s.col_factor[group][odd];
     col_factor[col] = __ushort_as_bfloat16(col_byte << 7);
     if constexpr (kBias) s.bias[group][odd][col] = col_bias;
-    bool near = is_near(col_byte);
+    bool moderate = is_moderate(col_byte);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) near &= is_near(row_byte[i / 2][i % 2]);
-    // The vote tells the compiler that all lanes go the same way. Else it doubles the rest of the tile, takes the loop
-    // over tiles for one in which lanes part, and feeds descriptors from registers of their own.
-    if (!__all_sync(~0u, threads_all(1 + group, near))) {
-      scale_far(sum, row_byte, col_factor);
+    for (int i = 0; i < 4; ++i) moderate &= is_moderate(row_byte[i / 2][i % 2]);
+    // The vote makes the condition uniform for the compiler. Without it the compiler duplicates the rest of the tile,
+    // treats the loop over tiles as divergent, and keeps descriptors in per-thread registers.
+    if (!__all_sync(~0u, threads_all(1 + group, moderate))) {
+      scale_extreme(sum, row_byte, col_factor);
       threads_sync(1 + group);
       col_factor[col] = 1;
       threads_sync(1 + group);
@@ -229,22 +229,22 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       barrier_init(&s.landed[i], 1);
       barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
     }
-    s.tiles.init(8 + (kAlongK ? kRiseParts : 0));
-    s.rises.init(8);
+    s.tiles.init(8 + (kAlongK ? kIncreaseParts : 0));
+    s.increases.init(8);
     barrier_init_fence();
   }
-  if constexpr (kAlongK) FoldedSchedule<true>::share_out<kThreads>(p, s.shares);
+  if constexpr (kAlongK) FoldedSchedule<true>::assign<kThreads>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    dealloc_registers<24>();
     const int warp = kAlongK ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
     if (warp == 0) {
       if (threadIdx.x == 0) produce<kAlongK>(p, &a, &b, s);
     } else {
-      look_ahead(p, warp - 1, s);
+      scan_ahead(p, warp - 1, s);
     }
   } else {
-    take_registers<240>();
+    alloc_registers<240>();
     constexpr int kConsumers = kThreads - kWarpgroup;
     if constexpr (!kAlongK)
       clear_rest<Out>(p, blockIdx.x * int64_t{kConsumers} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kConsumers});
@@ -267,7 +267,7 @@ void launch(const char* op, const Call& call, Problem p, int64_t b_rows, cudaStr
   p.row_scale = call.in[1].as<const uint8_t>();
   p.col_scale = call.in[3].as<const uint8_t>();
   p.out = call.out[0].data;
-  // Rows of operands and scales are counted in 32 bits, as the copy engine counts them; tiles reach beyond the last.
+  // Rows of operands and scales are counted in 32 bits, as TMA counts them; tiles reach beyond the last.
   const int64_t a_rows = call.in[0].dim(0), depth = call.in[0].dim(1);
   const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : a_rows;
   if (std::max({b_rows, scales, depth}) > INT32_MAX - 2 * kTileM)
@@ -289,7 +289,7 @@ void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
   p.rows = static_cast<int>(lhs.dim(0));
   p.cols = static_cast<int>(rhs.dim(1));
   p.depth = static_cast<int>(lhs.dim(1));
-  if (p.groups == 0)  // no weights, so no tensor map of them: every row is past the last end
+  if (p.groups == 0)  // weights without bytes have no tensor map; every row is past the last end
     return check(op, cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
   launch<false, kBias>(op, call, p, rhs.leading(1), stream);
 }
@@ -310,7 +310,7 @@ void grouped_wgrad_fold(const Call& call, cudaStream_t stream) {
   p.rows = static_cast<int>(lhs.dim(0));
   p.cols = static_cast<int>(rhs.dim(0));
   p.depth = static_cast<int>(lhs.dim(1));
-  if (p.depth == 0)  // no tokens, so no tensor map of them
+  if (p.depth == 0)  // operands without tokens have no tensor map
     return check("grouped_wgrad_fold", cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
   sm90::launch<true>("grouped_wgrad_fold", call, p, rhs.dim(0), stream);
 }

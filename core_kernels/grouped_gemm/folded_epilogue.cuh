@@ -1,4 +1,4 @@
-// A warp's sums to the output: two powers of two and one rounding.
+// Epilogue of a folded product: two powers of two and one rounding.
 //
 //   sum --round--x 2^row--x 2^column--> out
 //   sum --x 2^row--x 2^column + bias--round--> out
@@ -13,41 +13,42 @@ namespace mxep::cuda::sm90 {
 
 constexpr int kTileM = 256, kTileN = 128, kTileK = 128;
 
-// Along the tokens, a scale is that of one span of a group.
+// K-grouped: groups end at multiples of 32.
 template <bool kAlongK>
 using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1>;
 
-constexpr int kNanScale = 255, kOne = 127;
+constexpr int kNanScale = kE8m0Nan, kOne = 127;
 
-// 2^(byte - 127); the smallest is a subnormal number.
-__device__ __forceinline__ float power(int byte) { return __int_as_float(byte ? byte << 23 : 0x00400000); }
+// 2^(byte - 127); byte 0 is a subnormal number.
+__device__ __forceinline__ float power(int byte) { return __int_as_float(byte ? byte << 23 : kE8m0Smallest); }
 
-// x * 2^(row + col - 254) wherever that leads: half of the way is in range if the end is.
-__device__ __forceinline__ float scaled_far(float x, int row, int col) {
+// x * 2^(row + col - 254) without intermediate overflow: each factor is half of the exponent.
+__device__ __forceinline__ float scaled_extreme(float x, int row, int col) {
   const int half = (row + col) >> 1;
   const float value = x * power(half) * power(row + col - half);
-  return row == kNanScale || col == kNanScale ? __int_as_float(0x7FC00000) : value;
+  return row == kNanScale || col == kNanScale ? __int_as_float(kNan) : value;
 }
 
-// Applies the scales one by one. `sum`: two products of 64 x 128, row_byte: this thread's rows of each, col_factor: the
-// scale bytes as bf16 exponents.
-__device__ __forceinline__ void scale_far(float (&sum)[2][64], int (&row_byte)[2][2], const __nv_bfloat16* col_factor) {
+// Applies extreme scales one by one. `sum`: two products of 64 x 128; row_byte: the scales of this thread's rows of
+// each; col_factor: the scale bytes as bf16 exponents.
+__device__ __forceinline__ void scale_extreme(float (&sum)[2][64], int (&row_byte)[2][2],
+                                              const __nv_bfloat16* col_factor) {
 #pragma unroll
   for (int i = 0; i < 128; ++i) {
     const int half = i / 64, col = i % 64 / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     float& x = sum[half][i % 64];
-    x = scaled_far(x, row_byte[half][i / 2 % 2], __bfloat16_as_ushort(col_factor[col]) >> 7);
+    x = scaled_extreme(x, row_byte[half][i / 2 % 2], __bfloat16_as_ushort(col_factor[col]) >> 7);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) row_byte[i / 2][i % 2] = kOne;
 }
 
-// Sums are multiples of 2^-18, the smallest product of two E4M3 numbers. Times two such factors, of 2^-53 to 2^63, they
-// are normal numbers of bf16 or infinite, so that they may be rounded before.
-__device__ __forceinline__ bool is_near(int byte) { return byte > 73 && byte < 191; }
+// Accumulators are multiples of 2^-18, the smallest product of two E4M3 numbers. With both scales in 2^-53 to 2^63 the
+// scaled value is a normal bf16 or infinite, so that rounding before scaling is exact.
+__device__ __forceinline__ bool is_moderate(int byte) { return byte > 73 && byte < 191; }
 
-// Applies near scales and adds the bias. Powers of two round nothing, so that fp32 rounds once. Before the sums are
-// stored and not on the way: the registers of the store do not hold a third operand.
+// Applies moderate scales and adds the bias. Scaling by powers of two is exact, so that fp32 rounds once. It runs
+// before the store: the registers of the store do not hold a third operand.
 __device__ __forceinline__ void scale_and_add(float (&sum)[2][64], const int (&row_byte)[2][2],
                                               const __nv_bfloat16* col_factor, const float* bias) {
 #pragma unroll
@@ -65,9 +66,8 @@ __device__ __forceinline__ void scale_and_add(float (&sum)[2][64], const int (&r
   }
 }
 
-// The 64 x 128 sums of a warpgroup, of which this warp has 16 rows from `row` on (counted in the tile), to out.
-// `factor` are those of this thread's two rows, `col_factor` of all its columns, two and two; kScaled: the sums have
-// been multiplied by them.
+// Stores the 64 x 128 sums of a warpgroup; this warp has 16 rows from `row` of the tile on. `factor`: of this thread's
+// two rows. `col_factor`: of all its columns, in pairs. kScaled: the sums are scaled already.
 template <typename Out, bool kScaled = false>
 __device__ __forceinline__ void store(const Problem& p, const Tile& tile, int row, const float (&sum)[64],
                                       const float (&factor)[2], const __nv_bfloat162 (&col_factor)[16],

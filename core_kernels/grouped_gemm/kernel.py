@@ -1,8 +1,8 @@
 """Triton kernels of the grouped products of MXFP8 and bf16 operands; plan.py draws the operands.
 
-Sums are fp32. What is multiplied is bf16 on sm_90 (mx_math.dequantize_operand: its range) and E4M3 with its scales on
-sm_100 (kernel_tile.dot_mx). On sm_90 bf16 operands are multiplied in CUDA C++, which is why both frontends dequantize
-before their products there.
+Sums are fp32. sm_90 multiplies bf16 values (mx_math.dequantize_operand states their range), sm_100 multiplies E4M3 with
+its scales (kernel_tile.dot_mx). On sm_90 the products of bf16 operands run in CUDA C++; both frontends therefore
+dequantize before their products there.
 """
 
 import triton
@@ -15,9 +15,9 @@ from .kernel_tile import dot_bf16, dot_mx, e4m3_pointer, load_scales, load_tile,
 
 @triton.jit
 def rows_of_tile(tile, group_ends, M, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Group, first row and end of the group of a tile, which has rows of one group only.
+    """Group of a tile, first row of the tile, and end of the group. A tile has rows of one group only.
 
-    The rows past the last end count as group G.
+    The rows past the last end are group G.
 
     M            | group 0          | group 1 | group 2 (empty) | past the end |
     tiles of M   | 0      | 1   |     2    |                    | 3      | 4   |   5: nothing left
@@ -70,7 +70,10 @@ def _k_grouped_tile(
     HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one group's weight gradient. TOKENS_LAST, as MX: operands lie (N, M) and (K, M), else transposed."""
+    """One tile of one group's weight gradient.
+
+    TOKENS_LAST, implied by MX: operands are (N, M) and (K, M). Otherwise they are (M, N) and (M, K).
+    """
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     tile = tl.program_id(0)
@@ -86,8 +89,8 @@ def _k_grouped_tile(
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if MX:
         pitch = M // BLOCK_MX * BLOCK_MX
-        # A group's first scale lies at any byte, and no copy to shared memory takes single bytes: TCGEN05 loads the
-        # next step's into registers while it multiplies.
+        # A group's first scale has any alignment, and asynchronous copies to shared memory need 4 bytes: TCGEN05
+        # loads the next step's scales into registers during a product.
         AHEAD: tl.constexpr = BLOCK_M if TCGEN05 else 0
         if TCGEN05:
             a_next = load_scales(lhs_sf, 0, n0, N, start, end, pitch, False, BLOCK_N, BLOCK_M)

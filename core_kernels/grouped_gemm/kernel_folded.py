@@ -1,8 +1,8 @@
 """Triton kernels of the grouped products of folded operands; plan_folded.py draws the operands.
 
-A tensor core of sm_90 aligns the products of a sum to the largest of them and keeps about 14 bits. Its sums are
-therefore added in fp32 after every 128 terms. Both powers of two are applied at once, so that 2^-127 beside 2^127
-loses nothing. A bias is added in fp32 too, before the one rounding to the output; rows past the last end have none.
+Hopper's FP8 tensor cores accumulate with about 14 mantissa bits, so that partial sums are promoted to fp32 every 128
+terms, as CUTLASS and DeepGEMM do. The epilogue applies both powers of two at once, so that 2^-127 with 2^127 loses
+nothing, adds the bias in fp32 and rounds once to the output. Rows past the last end have no bias.
 """
 
 import triton
@@ -17,12 +17,12 @@ from .kernel_tile import load_tile, store_tile
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
 SPAN_MX: tl.constexpr = tl.constexpr(SPAN)
 CHAIN: tl.constexpr = tl.constexpr(128)
-"""Terms that a tensor core sums by itself: CUTLASS and DeepGEMM promote as often."""
+"""Number of terms that the tensor core sums before the promotion to fp32."""
 
 
 @triton.jit
 def _dot(a, b, acc, HW_CAST: tl.constexpr):
-    """acc + a b^T of E4M3 bytes."""
+    """acc + a b^T; a and b are E4M3 bytes."""
     if HW_CAST:
         a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
         return tl.dot(a, tl.trans(b), acc, max_num_imprecise_acc=CHAIN)
@@ -32,7 +32,7 @@ def _dot(a, b, acc, HW_CAST: tl.constexpr):
 
 @triton.jit
 def _scaled(acc, row_byte, col_byte):
-    """acc * 2^(row_byte + col_byte - 254), in two halves: half of the way is in range wherever the end is."""
+    """acc * 2^(row_byte + col_byte - 254), in two factors of half the exponent: no intermediate overflow."""
     row, col = row_byte.to(tl.int32)[:, None], col_byte.to(tl.int32)[None, :]
     half = (row + col) >> 1
     value = acc * e8m0_to_f32(half) * e8m0_to_f32(row + col - half)
@@ -40,9 +40,9 @@ def _scaled(acc, row_byte, col_byte):
 
 
 @triton.jit
-def _fall(rise):
-    """2^-rise: what sums are multiplied by where their scale rises. Below 2^-126 nothing of them is left."""
-    return tl.where(rise > 126, 0, (127 - rise) << 23).to(tl.float32, bitcast=True)
+def _rescale_factor(increase):
+    """2^-increase: the factor of an accumulator whose scale increases. Below 2^-126 it is 0."""
+    return tl.where(increase > 126, 0, (127 - increase) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -117,14 +117,14 @@ def wgrad_kernel(
     pitch = M // BLOCK_MX * BLOCK_MX
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     slot = start // SPAN_MX + group
-    # A scale has no say where there is nothing to scale.
+    # Scales of empty accumulators are ignored.
     row_byte = tl.load(lhs_sf + slot * N + n, mask=in_n & (start < end), other=0).to(tl.int32)
     col_byte = tl.load(rhs_sf + slot * K + k, mask=in_k & (start < end), other=0).to(tl.int32)
     for m0 in range(start, end, BLOCK_M):
         span = slot + (m0 - start) // SPAN_MX
         row_now = tl.load(lhs_sf + span * N + n, mask=in_n, other=0).to(tl.int32)
         col_now = tl.load(rhs_sf + span * K + k, mask=in_k, other=0).to(tl.int32)
-        acc = acc * _fall(row_now - row_byte)[:, None] * _fall(col_now - col_byte)[None, :]
+        acc = acc * _rescale_factor(row_now - row_byte)[:, None] * _rescale_factor(col_now - col_byte)[None, :]
         row_byte, col_byte = row_now, col_now
         a = load_tile(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
         b = load_tile(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)

@@ -1,11 +1,11 @@
-"""Tiles of matrix products inside Triton kernels: loads, products and stores that the grouped kernels share.
+"""Tiles of matrix products inside Triton kernels: loads, products and stores of the grouped kernels.
 
     memory --load_tile--> operands --dot_mx, dot_bf16--> sums --store_tile--> memory
            --load_scales-->  scales --^
 
-TCGEN05, on sm_100: the tensor core multiplies E4M3 by its scales itself (tcgen05.mma kind::mxf8f6f4.block_scale) and
-keeps the sums in tensor memory; operands and scales reach it past the registers. Elsewhere operands are dequantized and
-then multiplied. Loads, masks and stores are the same code on both.
+TCGEN05 stands for sm_100: the tensor core multiplies E4M3 by its scales (tcgen05.mma kind::mxf8f6f4.block_scale) and
+accumulates in tensor memory; operands and scales bypass the registers. Other architectures dequantize the operands and
+multiply the results. Loads, masks and stores are the same code for both.
 """
 
 import triton
@@ -13,12 +13,12 @@ import triton.language as tl
 
 from ..mx_math import BLOCK_MX, dequantize_operand, f32_to_bf16, to_f32
 
-PIECE: tl.constexpr = tl.constexpr(64)
+STORE_COLUMNS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
 def load_tile(x, row, in_rows, c0, c_end, PITCH, BLOCK_C: tl.constexpr):
-    """BLOCK_C columns from c0 on of rows PITCH apart; zeros where a row or column is outside."""
+    """BLOCK_C columns from c0 on of rows PITCH apart; zeros outside."""
     c = c0 + tl.arange(0, BLOCK_C)
     return tl.load(x + row[:, None] * PITCH + c[None, :], mask=in_rows[:, None] & (c < c_end)[None, :], other=0.0)
 
@@ -29,9 +29,9 @@ def load_scales(
 ):
     """(BLOCK_R, BLOCK_C / 32) scales of rows first + r0 on and columns c0 on; zeros from r_end and c_end on.
 
-    Masked as the elements are: a NaN scale makes NaN of a zero. BLOCKED gathers tiles of 128 x 4 scales as
-    scale_layout draws them, one after the other: so they lie in shared memory as tcgen05.cp takes them on, and the
-    product of one step runs while the next is loaded.
+    The masks are those of the elements, since a NaN scale times zero is NaN. BLOCKED loads consecutive tiles of
+    128 x 4 scales in the order that scale_layout/plan.py draws. tcgen05.cp reads this order from shared memory, so that
+    the product of one step overlaps the loads of the next.
     """
     ACROSS: tl.constexpr = BLOCK_C // 128
     s0 = c0 // BLOCK_MX
@@ -50,18 +50,18 @@ def load_scales(
 
 @triton.jit
 def e4m3_pointer(x, TCGEN05: tl.constexpr):
-    """What is loaded as E4M3 reaches the tensor core past the registers; bytes would turn into E4M3 in them."""
+    """A pointer to E4M3 values if TCGEN05: loads of E4M3 bypass the registers, loads of bytes do not."""
     return x.to(tl.pointer_type(tl.float8e4nv), bitcast=True) if TCGEN05 else x
 
 
 @triton.jit
 def _fenced(acc, step):
-    """acc, behind a fence between the copies to shared memory and the tensor core that reads it.
+    """acc, ordered after a fence between the copies to shared memory and the reads of the tensor core.
 
-    cp.async writes through the generic proxy and tcgen05 reads through the async one. Triton 3.6 leaves the fence
-    out: triton-lang/triton#9610, and pytorch/pytorch#181248 for wrong results on a B200. A statement of its own is
-    moved away from the product when the loop is pipelined, so whether the product adds to acc or starts anew hangs on
-    the fence's result, which is always 0; `step` is new in every round and keeps it inside of the loop.
+    cp.async writes through the generic proxy and tcgen05 reads through the async one. Triton 3.6 omits the fence:
+    triton-lang/triton#9610, and pytorch/pytorch#181248 for wrong results on a B200. Pipelining moves a separate
+    statement away from the product. The fence therefore returns a value, always 0, that selects whether the product
+    adds to acc or starts from zero. The operand `step` changes per iteration and keeps the fence inside the loop.
     """
     zero = tl.inline_asm_elementwise(
         "fence.proxy.async.shared::cta; mov.b32 $0, 0;", "=r,r", [step], tl.int32, is_pure=True, pack=1
@@ -73,7 +73,7 @@ def _fenced(acc, step):
 
 @triton.jit
 def dot_bf16(a, b, acc, step, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr):
-    """acc + a b; the interpreter has no bf16 arithmetic."""
+    """acc + a b. The interpreter has no bf16 arithmetic and multiplies in fp32."""
     if not HW_CAST:
         a, b = to_f32(a), to_f32(b)
     elif TCGEN05:
@@ -85,7 +85,7 @@ def dot_bf16(a, b, acc, step, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr):
 def dot_mx(a, a_sf, b, b_sf, acc, step, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr):
     """acc + a b^T of E4M3 bytes (R, C) and (S, C) and E8M0 bytes (R, C / 32) and (S, C / 32).
 
-    The interpreter has no `dot_scaled`, so there the dequantizing branch runs; a test lends it one for the other.
+    The interpreter has no `dot_scaled` and runs the dequantizing branch; a test emulates `dot_scaled` for the other.
     """
     if TCGEN05:
         if HW_CAST:
@@ -102,11 +102,11 @@ def dot_mx(a, a_sf, b, b_sf, acc, step, HW_CAST: tl.constexpr, TCGEN05: tl.const
 
 @triton.jit
 def store_tile(out, row, in_rows, c0, c_end, PITCH, value, whole, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr):
-    """fp32 sums as out's dtype, NaN unless they are `whole`; nothing where a row or column is outside.
+    """Store fp32 sums as out's dtype; NaN if not `whole`. Rows and columns outside are not written.
 
-    TCGEN05: in pieces of 64 columns. The others wait in tensor memory, and registers do not spill.
+    TCGEN05: 64 columns at a time. The other columns stay in tensor memory, so that registers do not spill.
     """
-    if TCGEN05 and value.shape[1] > PIECE:
+    if TCGEN05 and value.shape[1] > STORE_COLUMNS:
         HALF: tl.constexpr = value.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(value, (value.shape[0], 2, HALF)), (0, 2, 1)))
         store_tile(out, row, in_rows, c0, c_end, PITCH, left, whole, HW_CAST, TCGEN05)

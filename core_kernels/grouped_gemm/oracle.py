@@ -7,6 +7,7 @@ from ..quantize.oracle import dequantize64
 
 
 def m_grouped(lhs: Array, rhs_t: Array, group_ends: Array, out_dtype: str) -> Array:
+    """lhs (M, K) x rhs_t (G, N, K) -> out (M, N); rows past the last end are zeros."""
     out = np.zeros((lhs.shape[0], rhs_t.shape[1]))
     with np.errstate(invalid="ignore", over="ignore"):
         for g, rows in enumerate(group_slices(group_ends)):
@@ -15,6 +16,7 @@ def m_grouped(lhs: Array, rhs_t: Array, group_ends: Array, out_dtype: str) -> Ar
 
 
 def k_grouped(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str) -> Array:
+    """lhs (M, N) x rhs (M, K) -> out (G, N, K); an empty group gives zeros."""
     out = np.zeros((len(group_ends), lhs.shape[1], rhs.shape[1]))
     with np.errstate(invalid="ignore", over="ignore"):
         for g, rows in enumerate(group_slices(group_ends)):

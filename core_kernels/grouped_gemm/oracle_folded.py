@@ -1,8 +1,8 @@
-"""The folded products by definition: the exact values of the folded operands, summed in fp64, rounded once.
+"""The definition of the folded products in numpy: exact operand values, sums in fp64, rounded once.
 
-grouped_mm_fold     qf 2^(lhs_sf - 127)  x  qf 2^(rhs_sf - 127)   one scale per row
-grouped_mm_fold_bias  the same, + bias before the one rounding
-grouped_wgrad_fold  the same, one scale per row and span of 256 tokens
+grouped_mm_fold       qf 2^(lhs_sf - 127)  x  qf 2^(rhs_sf - 127)   one scale per row
+grouped_mm_fold_bias  the same, plus bias before the rounding
+grouped_wgrad_fold    the same, one scale per row and span of 256 tokens
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def grouped_mm_fold_bias(
     lhs_qf: Array, lhs_sf: Array, rhs_qf: Array, rhs_sf: Array, bias: Array, group_ends: Array,
     out_dtype: str = "bfloat16",
 ) -> Array:  # fmt: skip
-    """grouped_mm_fold + bias (G, N) fp32, each group's row of it; rows past the last end stay zeros."""
+    """grouped_mm_fold plus the group's row of bias (G, N) fp32; rows past the last end stay zeros."""
     out = grouped_mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, "float64")
     for group, rows in enumerate(group_slices(group_ends)):
         out[rows] += bias[group].astype(np.float64)

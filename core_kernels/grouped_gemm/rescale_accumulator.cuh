@@ -1,11 +1,12 @@
-// Where the scales of a K-grouped tile rise, noted ahead of its products by three warps of the first warpgroup.
+// Rescaling of a K-grouped accumulator where scales increase. Three warps of the first warpgroup find the increases
+// ahead of the products.
 //
-//   scales of span after span --> what rises at the first token of each of 16 spans --> ring of two notes
+//   scales of consecutive spans --> increases at the first token of each of 16 spans --> ring of two notes
 //                                                                                          |  full, empty
-//   products up to there --> sum --x 2^-rise of the row--x 2^-rise of the column--> sum   <'
+//   products up to there --> sum --x 2^-increase of the row--x 2^-increase of the column--> sum   <'
 //
-// Where nothing rises, consumers look at a note once in 16 spans. When those warps said with every stage what rises,
-// and consumers looked at that before they added, it cost 4% of the rate.
+// Without increases, consumers read a note once in 16 spans. A note per stage, which consumers read before every
+// promotion, cost 4% of the rate.
 #pragma once
 
 #include "cuda/sm90.cuh"
@@ -14,37 +15,37 @@
 
 namespace mxep::cuda::sm90 {
 
-// Rows of consuming warpgroup 0, of warpgroup 1, columns: a warp for each.
-constexpr int kRiseParts = 3, kColumnRises = 2;
-constexpr int kNotedSpans = 16;  // of a note. Nothing is summed yet where a group begins: the first is its second span
+// One warp each: rows of consuming warpgroup 0, rows of warpgroup 1, columns.
+constexpr int kIncreaseParts = 3, kColumnPart = 2;
+constexpr int kSpansPerNote = 16;  // a group's first span has no earlier sums: notes begin with its second span
 
-struct Rises {
-  uint32_t rising[kRiseParts];                             // a bit for every span
-  uint32_t raised[kRiseParts][kNotedSpans];                // a bit for every four neighbours, set where one rises
-  alignas(4) uint8_t power[kRiseParts][kNotedSpans][128];  // 127 - rise, at least 0, of neighbours where one rises
+struct ScaleIncreases {
+  uint32_t increased_spans[kIncreaseParts];           // a bit per span
+  uint32_t increased[kIncreaseParts][kSpansPerNote];  // a bit per four neighbours, set if one of them increases
+  alignas(4) uint8_t power[kIncreaseParts][kSpansPerNote][128];  // 127 - increase, at least 0, of the four neighbours
 };
 
-// In shared memory. full: all three parts are said; empty: all warps that compute are through with the note.
-struct RiseSlots {
+// In shared memory. full: all three parts are written; empty: all consuming warps have read the note.
+struct IncreaseSlots {
   static constexpr int kSlots = 2;
-  Rises notes[kSlots];
+  ScaleIncreases notes[kSlots];
   uint64_t full[kSlots], empty[kSlots];
 
-  // By one thread, before the first barrier.
+  // Called by one thread, before the first barrier.
   __device__ void init(int warps) {
     for (int i = 0; i < kSlots; ++i) {
-      barrier_init(&full[i], kRiseParts);
+      barrier_init(&full[i], kIncreaseParts);
       barrier_init(&empty[i], warps);
     }
   }
 };
 
-// For one side of the ring; whole warps ask.
-class RiseQueue {
+// One side of the ring; called by whole warps.
+class IncreaseQueue {
  public:
-  __device__ explicit RiseQueue(RiseSlots& slots) : slots_(slots) {}
+  __device__ explicit IncreaseQueue(IncreaseSlots& slots) : slots_(slots) {}
 
-  __device__ Rises& current() { return slots_.notes[at_]; }
+  __device__ ScaleIncreases& current() { return slots_.notes[at_]; }
   __device__ void wait_to_write() { barrier_wait(&slots_.empty[at_], parity_ ^ 1); }
   __device__ void wait_to_read() { barrier_wait(&slots_.full[at_], parity_); }
   __device__ void written() { pass_on(slots_.full); }
@@ -54,22 +55,23 @@ class RiseQueue {
   __device__ void pass_on(uint64_t* barriers) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&barriers[at_], cluster_rank());
-    if (++at_ == RiseSlots::kSlots) at_ = 0, parity_ ^= 1;
+    if (++at_ == IncreaseSlots::kSlots) at_ = 0, parity_ ^= 1;
   }
 
-  RiseSlots& slots_;
+  IncreaseSlots& slots_;
   int at_ = 0;
   uint32_t parity_ = 0;
 };
 
-// By a warp for every part; four neighbours a lane.
-__device__ inline void note_rises(const Problem& p, int part, const Tile& tile, RiseQueue& notes) {
-  constexpr int kTogether = 4;  // spans whose scales are on their way at a time: there are 24 registers
-  constexpr uint32_t kOnes = kOne * 0x01010101u;
-  const bool columns = part == kColumnRises;
+// Called by one warp per part; four neighbours per lane.
+__device__ inline void find_increases(const Problem& p, int part, const Tile& tile, IncreaseQueue& notes) {
+  constexpr int kTogether = 4;                        // spans whose scales are in flight; the warps have 24 registers
+  constexpr uint32_t kPowerOne = kOne * 0x01010101u;  // 2^0 for four neighbours
+  const bool columns = part == kColumnPart;
   const int lane = threadIdx.x % 32, line = lane * 4, first = columns ? line : part * 128 + line;
   const int pitch = columns ? p.cols : p.rows;
-  const int left = (columns ? tile.cols : tile.rows) - first;  // what the tile has from this lane's first on
+  // Number of rows or columns of the tile from this lane's first on.
+  const int left = (columns ? tile.cols : tile.rows) - first;
   const uint8_t* scales = columns ? p.col_scale + tile.b_row : p.row_scale + tile.a_row;
   int at = tile.slot * pitch + first;
   const auto next_scales = [&] {
@@ -82,39 +84,40 @@ __device__ inline void note_rises(const Problem& p, int part, const Tile& tile, 
     at += pitch;
     return bytes;
   };
-  int spans = (tile.k_end - tile.k_begin + kSpan - 1) / kSpan - 1;  // still to look at
+  int spans = (tile.k_end - tile.k_begin + kSpan - 1) / kSpan - 1;  // spans left
   uint32_t before = spans > 0 ? next_scales() : 0;
   while (spans > 0) {
     notes.wait_to_write();
-    Rises& note = notes.current();
-    uint32_t rising = 0;
+    ScaleIncreases& note = notes.current();
+    uint32_t increased_spans = 0;
 #pragma unroll 1
-    for (int first_span = 0; first_span < kNotedSpans; first_span += kTogether, spans -= kTogether) {
+    for (int first_span = 0; first_span < kSpansPerNote; first_span += kTogether, spans -= kTogether) {
       uint32_t fetched[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) fetched[i] = i < spans ? next_scales() : before;
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const uint32_t rise = __vsubus4(fetched[i], before), raised = __ballot_sync(~0u, rise != 0);
+        const uint32_t increase = __vsubus4(fetched[i], before), increased = __ballot_sync(~0u, increase != 0);
         before = fetched[i];
-        if (raised == 0) continue;
+        if (increased == 0) continue;
         const int span = first_span + i;
-        rising |= 1 << span;
-        if (lane == 0) note.raised[part][span] = raised;
-        *reinterpret_cast<uint32_t*>(&note.power[part][span][line]) = __vsubus4(kOnes, rise);
+        increased_spans |= 1 << span;
+        if (lane == 0) note.increased[part][span] = increased;
+        *reinterpret_cast<uint32_t*>(&note.power[part][span][line]) = __vsubus4(kPowerOne, increase);
       }
     }
-    if (lane == 0) note.rising[part] = rising;
+    if (lane == 0) note.increased_spans[part] = increased_spans;
     notes.written();
   }
 }
 
-// Takes a warp's sums, rows `row` and on of either product of its warpgroup, to larger units. Few rise at a time, so
-// sums are looked at by eight rows or columns.
-__device__ __forceinline__ void rescale(float (&sum)[2][64], int row, uint32_t raised_rows, const uint8_t* row_power,
-                                        uint32_t raised_cols, const uint8_t* col_power) {
+// Converts a warp's sums, rows `row` and on of both products of its warpgroup, to larger units. Few scales increase at
+// a time, so that sums are tested in groups of eight rows or columns.
+__device__ __forceinline__ void rescale_accumulator(float (&sum)[2][64], int row, uint32_t raised_rows,
+                                                    const uint8_t* row_power, uint32_t raised_cols,
+                                                    const uint8_t* col_power) {
   const int lane = threadIdx.x % 32;
-  const auto factor = [](int power) { return __int_as_float(power << 23); };  // 0 stands for everything below 2^-126
+  const auto factor = [](int power) { return __int_as_float(power << 23); };  // 0 for increases of 127 and more
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int half = i / 2, of = i % 2, at = row + half * 64 + of * 8;
@@ -136,20 +139,21 @@ __device__ __forceinline__ void rescale(float (&sum)[2][64], int row, uint32_t r
   }
 }
 
-// What a warp does to its sums at the group's token `k`. Returns the first token where it is to look again.
-__device__ __forceinline__ int rescale_at(int k, float (&sum)[2][64], int row, int group, RiseQueue& notes) {
-  const int span = (k / kSpan - 1) & (kNotedSpans - 1);
+// Rescales a warp's sums at the group's token `k` if a scale increases there. Returns the next token at which to call
+// it.
+__device__ __forceinline__ int rescale_at(int k, float (&sum)[2][64], int row, int group, IncreaseQueue& notes) {
+  const int span = (k / kSpan - 1) & (kSpansPerNote - 1);
   if (span == 0) {
     if (k > kSpan) notes.read();
     notes.wait_to_read();
   }
-  const Rises& note = notes.current();
-  const uint32_t rows = note.rising[group] >> span, cols = note.rising[kColumnRises] >> span;
+  const ScaleIncreases& note = notes.current();
+  const uint32_t rows = note.increased_spans[group] >> span, cols = note.increased_spans[kColumnPart] >> span;
   if ((rows | cols) & 1)
-    rescale(sum, row, rows & 1 ? note.raised[group][span] : 0, note.power[group][span],
-            cols & 1 ? note.raised[kColumnRises][span] : 0, note.power[kColumnRises][span]);
+    rescale_accumulator(sum, row, rows & 1 ? note.increased[group][span] : 0, note.power[group][span],
+                        cols & 1 ? note.increased[kColumnPart][span] : 0, note.power[kColumnPart][span]);
   const uint32_t later = (rows | cols) >> 1;
-  return k + kSpan * (later ? __ffs(later) : kNotedSpans - span);
+  return k + kSpan * (later ? __ffs(later) : kSpansPerNote - span);
 }
 
 }  // namespace mxep::cuda::sm90

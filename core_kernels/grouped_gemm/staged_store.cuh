@@ -1,9 +1,9 @@
-// From a warp's sums to the output: lines of 128 bytes.
+// A warp's sums to the output, in lines of 128 bytes.
 //
-//   registers, as wgmma leaves them --pair--> 16 rows of 128 bytes in shared memory --> out
+//   registers, in wgmma's layout --pair--> 16 rows of 128 bytes in shared memory --> out
 //
-// A thread holds pairs of neighbouring columns of two rows. Stored from there, a row would go out in pieces of four
-// bytes; through shared memory 8 lanes write 128 bytes of one row.
+// A thread holds pairs of neighbouring columns of two rows. Direct stores would write a row in parts of four bytes;
+// through shared memory, 8 lanes write 128 bytes of one row.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,14 +15,14 @@
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kStagingBytes = 16 * 128;  // of one warp
+constexpr int kStagingBytes = 16 * 128;  // per warp
 
 // Two neighbouring values of a row of the output.
 template <typename Out>
-using Two = std::conditional_t<sizeof(Out) == 2, __nv_bfloat162, float2>;
+using OutPair = std::conditional_t<sizeof(Out) == 2, __nv_bfloat162, float2>;
 
 template <typename Out>
-__device__ __forceinline__ Two<Out> rounded(float x, float y) {
+__device__ __forceinline__ OutPair<Out> rounded(float x, float y) {
   if constexpr (sizeof(Out) == 2) {
     return __floats2bfloat162_rn(x, y);
   } else {
@@ -30,25 +30,25 @@ __device__ __forceinline__ Two<Out> rounded(float x, float y) {
   }
 }
 
-// 16-byte pieces of a row of 128 bytes change places by row, so that eight rows of one piece, or one row of all pieces,
-// touch every bank once.
-__device__ __forceinline__ int staged(int row, int piece) { return row * 128 + ((piece ^ row % 8) * 16); }
+// The offset of a 16-byte chunk. The chunks of a row are permuted by row, so that eight rows of one chunk, or one row
+// of all chunks, touch every bank once.
+__device__ __forceinline__ int staged(int row, int chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
-// 64 x kWidth values of a warpgroup, of which this warp has 16 rows from `row` on (counted in the tile), to out.
-// pair(at, of): what becomes of this thread's sums at and at + 1, which are of its row `of`, 0 or 1.
+// Stores 64 x kWidth values of a warpgroup; this warp has 16 rows from `row` of the tile on. pair(at, of) converts this
+// thread's sums at and at + 1, which are of its row `of`, 0 or 1.
 template <typename Out, int kWidth, typename Pair>
 __device__ __forceinline__ void store_rows(const Problem& p, const Tile& tile, int row, const Pair& pair,
                                            uint8_t* staging) {
   constexpr int kCols = 128 / sizeof(Out), kVector = 16 / sizeof(Out);
-  const int lane = threadIdx.x % 32, piece = lane % 8;
+  const int lane = threadIdx.x % 32, chunk = lane % 8;
   const int left = tile.rows - row - lane / 8;
 #pragma unroll
   for (int pass = 0; pass < kWidth; pass += kCols) {
-    __syncwarp();  // the rows of the pass before have been read
+    __syncwarp();  // the rows of the previous pass have been read
 #pragma unroll
     for (int j = 0; j < kCols; j += 16) {
       // A thread's sums are columns 0, 1 of its row 0, the same of row 8, then columns 8, 9 of both, ...
-      Two<Out> v[4];
+      OutPair<Out> v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[i] = pair((pass + j) / 2 + 2 * i, i % 2);
       if constexpr (sizeof(Out) == 2) {
@@ -63,18 +63,18 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Tile& tile, i
       }
     }
     __syncwarp();
-    const int col = pass + piece * kVector;
+    const int col = pass + chunk * kVector;
     Out* out = static_cast<Out*>(p.out) + tile.out + static_cast<int64_t>(row + lane / 8) * p.cols + col;
 #pragma unroll
     for (int i = 0; i < 4; ++i, out += int64_t{4} * p.cols) {
-      const uint4 values = *reinterpret_cast<const uint4*>(staging + staged(i * 4 + lane / 8, piece));
+      const uint4 values = *reinterpret_cast<const uint4*>(staging + staged(i * 4 + lane / 8, chunk));
       if (i * 4 < left && col < tile.cols) *reinterpret_cast<uint4*>(out) = values;
     }
   }
 }
 
-// Rows past the last of at least one group are zeros. `thread` of `threads`: this one among those of all CTAs that take
-// part.
+// Writes zeros to the rows past the last end. There is at least one group. `thread` of `threads`: this thread's index
+// among those of all CTAs.
 template <typename Out>
 __device__ void clear_rest(const Problem& p, int64_t thread, int64_t threads) {
   constexpr int kVector = 16 / sizeof(Out);

@@ -1,5 +1,5 @@
-// Tiles on their way from the one thread of a CTA that works out which come next, with divisions that take a while, to
-// those that compute: it is a tile ahead.
+// Queue of tiles from the scheduling thread of a CTA to the computing warps. The scheduler's divisions take a while, so
+// that it runs a tile ahead.
 #pragma once
 
 #include "cuda/sm90.cuh"
@@ -7,13 +7,13 @@
 
 namespace mxep::cuda::sm90 {
 
-// In shared memory. full: the tile is there; empty: all warps that compute have it.
+// In shared memory. full: the tile is written; empty: all reading warps have it.
 struct TileSlots {
   static constexpr int kSlots = 2;
   Tile tiles[kSlots];
   uint64_t full[kSlots], empty[kSlots];
 
-  // By one thread, before the first barrier.
+  // Called by one thread, before the first barrier.
   __device__ void init(int warps) {
     for (int i = 0; i < kSlots; ++i) {
       barrier_init(&full[i], 1);
@@ -26,21 +26,21 @@ class TileQueue {
  public:
   __device__ explicit TileQueue(TileSlots& slots) : slots_(slots) {}
 
-  // A tile that does not exist is the end.
+  // A tile with exists = false is the end.
   __device__ void put(const Tile& tile) {
     barrier_wait(&slots_.empty[at_], parity_ ^ 1);
     slots_.tiles[at_] = tile;
     barrier_arrive(&slots_.full[at_], cluster_rank());
     advance();
   }
-  // Asked for by whole warps.
+  // Called by whole warps.
   __device__ bool next(Tile* tile) {
     barrier_wait(&slots_.full[at_], parity_);
     *tile = slots_.tiles[at_];
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(&slots_.empty[at_], cluster_rank());
     advance();
-    return __shfl_sync(~0u, tile->exists, 0);  // from one lane: the compiler knows it for the same in all
+    return __shfl_sync(~0u, tile->exists, 0);  // from one lane, so that the compiler knows that all lanes agree
   }
 
  private:

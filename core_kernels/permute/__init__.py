@@ -1,1 +1,1 @@
-"""Rows gathered through a row map."""
+"""Gathers of rows through a row map: permute, pad and un-permute."""

@@ -1,14 +1,25 @@
-#include "permute/cpu.h"
-
 #include <cstring>
+#include <span>
+#include <string>
 
+#include "cpu/errors.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
 namespace mxep {
 namespace {
 
-// Row `source` of the input, or zeros for padding.
+void check_map(const char* op, std::span<const int32_t> map, int64_t rows) {
+  for (size_t i = 0; i < map.size(); ++i)
+    if (map[i] < -1 || map[i] >= rows)
+      bad_value(op, "row_map", map[i], static_cast<int64_t>(i), "-1 (padding) or a row below " + std::to_string(rows));
+}
+
+std::span<const int32_t> map_of(const Call& call) {
+  return {call.in[1].as<const int32_t>(), static_cast<size_t>(call.in[1].dim(0))};
+}
+
+// Copies row `source` of the input, or writes zeros for padding.
 void gather(uint8_t* out, const uint8_t* in, int64_t stride, int64_t nbytes, int64_t source) {
   if (source < 0)
     std::memset(out, 0, nbytes);

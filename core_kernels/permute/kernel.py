@@ -1,4 +1,4 @@
-"""Triton kernels that gather rows; plan.py draws the row map."""
+"""Triton kernels of the row gathers; plan.py defines the row map. Offsets of rows have 64 bits."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def _gather(
     x, row_map, R, P, out, WIDTH: tl.constexpr, PITCH: tl.constexpr, TILES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out (P, WIDTH) from rows of x (R rows, PITCH apart); TILES tiles lie side by side."""
+    """One tile of out (P, WIDTH) from rows of x, which has R rows, PITCH apart. A row of out has TILES tiles."""
     tile = tl.program_id(0)
     i = (tile // TILES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     w = (tile % TILES) * BLOCK_W + tl.arange(0, BLOCK_W)

@@ -1,4 +1,4 @@
-"""The definition of the row gathers in numpy: bytes, exact."""
+"""The definition of the row gathers in numpy. Bytes are exact."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def permute_rows(x: Array, row_map: Array) -> Array:
 
 
 def permute_rows_vjp(dout: Array, row_map: Array, num_rows: int) -> Array:
-    """Cotangent of x: each row's sum over the places it went to, rounded once to dout's dtype."""
+    """Cotangent of x: the sum of dout over all copies of a row, rounded once to dout's dtype."""
     dx = np.zeros((num_rows, dout.shape[1]))
     for i, row in enumerate(row_map):
         if row >= 0:

@@ -1,1 +1,1 @@
-"""Quantization to MXFP8 and back."""
+"""Quantization to MXFP8 along rows, columns or both, and dequantization."""

@@ -1,10 +1,10 @@
-// Blocks of one row, and a piece of one matrix, quantized where they lie: what every quantizing op is made of.
+// Quantization of blocks of a row and of a cache tile of a matrix: the parts of every quantizing op.
 //
-//   rows   blocks are contiguous: the factors of 16 of them are spread out first, so that their values
-//          are one long loop, which fills the widest vectors
-//   cols   a tile of 32 x 32 values is copied out of x, whose rows lie far apart and often in one cache
-//          set. Four rows of codes make one 32-bit word per column, which is most of the transpose.
-//          256 rows go out together, so that a column receives whole cache lines.
+//   rows      blocks are contiguous. The factors of 16 blocks are expanded to one per value first, so that one long
+//             loop runs over the values with the widest vectors.
+//   columns   a tile of 32 x 32 values is copied out of x, whose rows lie far apart and often in one cache set. Four
+//             rows of codes make one 32-bit word per column, which is most of the transpose. 256 rows are written
+//             together, so that a column receives whole cache lines.
 #pragma once
 
 #include <algorithm>
@@ -17,18 +17,19 @@
 namespace mxep {
 
 inline constexpr int kTileCols = 32;
-inline constexpr int64_t kPieceRows = 256, kPieceRowBytes = 1024;  // with its outputs well inside a core's cache
+// A tile and its outputs fit a core's cache.
+inline constexpr int64_t kCacheTileRows = 256, kCacheTileRowBytes = 1024;
 
 template <typename T>
-MXEP_INLINE uint8_t scale_of(const T* block, ScaleRule rule, int64_t length = kBlock) {
+MXEP_INLINE uint8_t block_scale(const T* block, ScaleRule rule, int64_t length = kBlock) {
   decltype(magnitude(T{})) largest = 0;
   for (int64_t i = 0; i < length; ++i) largest = std::max(largest, magnitude(block[i]));
   return static_cast<uint8_t>(e8m0_from_amax(f32_bits(largest), rule));
 }
 
-// `blocks` blocks of 32 contiguous values.
+// Quantizes `blocks` blocks of 32 contiguous values.
 template <typename T>
-MXEP_INLINE void rows_of(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
+MXEP_INLINE void quantize_blocks(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, ScaleRule rule) {
   constexpr int kGroup = 16;
   alignas(64) float inverse[kGroup * kBlock];
   for (int64_t first = 0; first < blocks; first += kGroup) {
@@ -36,7 +37,7 @@ MXEP_INLINE void rows_of(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, Sc
     const T* in = x + first * kBlock;
     uint8_t* out = q + first * kBlock;
     for (int b = 0; b < count; ++b) {
-      sf[first + b] = scale_of(in + b * kBlock, rule);
+      sf[first + b] = block_scale(in + b * kBlock, rule);
       std::fill_n(inverse + b * kBlock, kBlock, inverse_scale(sf[first + b]));
     }
     for (int i = 0; i < count * kBlock; ++i) out[i] = static_cast<uint8_t>(e4m3_from_f32(to_f32(in[i]) * inverse[i]));
@@ -45,22 +46,22 @@ MXEP_INLINE void rows_of(const T* x, uint8_t* q, uint8_t* sf, int64_t blocks, Sc
   }
 }
 
-// A piece of one matrix: at most kPieceRows rows, and the strides of x, q_t and sf_t around it.
-struct Piece {
+// A tile of one matrix, of at most kCacheTileRows rows, and the strides of x, q_t and sf_t.
+struct CacheTile {
   int64_t rows, cols, x_stride, q_stride, sf_stride;
 };
 
 template <typename T>
-MXEP_INLINE void cols_of(const T* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
-  alignas(64) uint8_t out[kTileCols][kPieceRows];
+MXEP_INLINE void transpose_quantize(const T* x, uint8_t* q, uint8_t* sf, CacheTile tile_shape, ScaleRule rule) {
+  alignas(64) uint8_t out[kTileCols][kCacheTileRows];
   alignas(64) T tile[kBlock][kTileCols] = {};
-  uint8_t bytes[kPieceRows / kBlock][kTileCols];
-  for (int64_t col = 0; col < piece.cols; col += kTileCols) {
-    const int width = static_cast<int>(std::min<int64_t>(kTileCols, piece.cols - col));
-    for (int64_t row = 0; row < piece.rows; row += kBlock) {
+  uint8_t bytes[kCacheTileRows / kBlock][kTileCols];
+  for (int64_t col = 0; col < tile_shape.cols; col += kTileCols) {
+    const int width = static_cast<int>(std::min<int64_t>(kTileCols, tile_shape.cols - col));
+    for (int64_t row = 0; row < tile_shape.rows; row += kBlock) {
       decltype(magnitude(T{})) largest[kTileCols] = {};
       for (int r = 0; r < kBlock; ++r) {
-        const T* from = x + (row + r) * piece.x_stride + col;
+        const T* from = x + (row + r) * tile_shape.x_stride + col;
         std::memcpy(tile[r], from, width == kTileCols ? sizeof tile[r] : width * sizeof(T));
         __builtin_prefetch(from + kTileCols);
         for (int c = 0; c < kTileCols; ++c) largest[c] = std::max(largest[c], magnitude(tile[r][c]));
@@ -87,28 +88,20 @@ MXEP_INLINE void cols_of(const T* x, uint8_t* q, uint8_t* sf, Piece piece, Scale
         if (byte[c] == kE8m0Nan) std::memset(out[c] + row, kE4m3Nan, kBlock);
     }
     for (int c = 0; c < width; ++c) {
-      std::memcpy(q + (col + c) * piece.q_stride, out[c], piece.rows);
-      for (int64_t b = 0; b < piece.rows / kBlock; ++b) sf[(col + c) * piece.sf_stride + b] = bytes[b][c];
+      std::memcpy(q + (col + c) * tile_shape.q_stride, out[c], tile_shape.rows);
+      for (int64_t b = 0; b < tile_shape.rows / kBlock; ++b) sf[(col + c) * tile_shape.sf_stride + b] = bytes[b][c];
     }
   }
 }
 
 template <typename T>
-void quantize_cols(const T* x, uint8_t* q, uint8_t* sf, Piece piece, ScaleRule rule) {
-  vectorized([=]() MXEP_ALWAYS_INLINE { cols_of(x, q, sf, piece, rule); });
-}
-
-template <typename Body>
-void with_data(const Array& x, const Body& body) {
-  if (x.dtype == DType::bf16)
-    body(x.as<const bf16>());
-  else
-    body(x.as<const float>());
+void quantize_columns(const T* x, uint8_t* q, uint8_t* sf, CacheTile tile_shape, ScaleRule rule) {
+  vectorized([=]() MXEP_ALWAYS_INLINE { transpose_quantize(x, q, sf, tile_shape, rule); });
 }
 
 // row(x, qf, k) quantizes one row of k values and returns its scale.
 template <typename Row>
-void by_rows(const Call& call, const Row& row) {
+void for_each_row(const Call& call, const Row& row) {
   const int64_t k = call.in[0].dim(-1);
   uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
   with_data(call.in[0], [&]<typename T>(const T* x) {
@@ -120,25 +113,25 @@ void by_rows(const Call& call, const Row& row) {
   });
 }
 
-// Cuts every matrix of x into pieces and calls body(x, matrix, row, col, piece) on each, in parallel; the piece's
-// output strides are the body's to set.
+// Splits every matrix of x into tiles and calls body(x, matrix, row, col, shape) on each, in parallel. body sets the
+// output strides of the shape.
 template <typename Body>
-void by_pieces(const Array& x_array, const Body& body) {
+void for_each_cache_tile(const Array& x_array, const Body& body) {
   const int64_t batch = x_array.leading(2), m = x_array.dim(-2), k = x_array.dim(-1);
   with_data(x_array, [&]<typename T>(const T* x) {
-    constexpr int64_t kPieceCols = kPieceRowBytes / sizeof(T);
-    const int64_t down = (m + kPieceRows - 1) / kPieceRows, across = (k + kPieceCols - 1) / kPieceCols;
-    parallel_ranges(batch * down * across, kPieceRows * kPieceRowBytes, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kCacheTileCols = kCacheTileRowBytes / sizeof(T);
+    const int64_t down = (m + kCacheTileRows - 1) / kCacheTileRows, across = (k + kCacheTileCols - 1) / kCacheTileCols;
+    parallel_ranges(batch * down * across, kCacheTileRows * kCacheTileRowBytes, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = i / across % down * kPieceRows, col = i % across * kPieceCols;
+        const int64_t row = i / across % down * kCacheTileRows, col = i % across * kCacheTileCols;
         body(x, i / (down * across), row, col,
-             Piece{std::min(kPieceRows, m - row), std::min(kPieceCols, k - col), k, 0, 0});
+             CacheTile{std::min(kCacheTileRows, m - row), std::min(kCacheTileCols, k - col), k, 0, 0});
       }
     });
   });
 }
 
-// What rounding and satfinite, the attrs of a quantizing op, say.
-inline ScaleRule rule_of(const Call& call) { return {call.attrs[0], call.attrs[1] != 0}; }
+// The scale rule from the attrs of a quantizing op.
+inline ScaleRule scale_rule(const Call& call) { return {call.attrs[0], call.attrs[1] != 0}; }
 
 }  // namespace mxep

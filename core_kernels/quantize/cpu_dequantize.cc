@@ -7,12 +7,9 @@
 namespace mxep {
 namespace {
 
-MXEP_INLINE void store(float* out, float x) { *out = x; }
-MXEP_INLINE void store(bf16* out, float x) { *out = bf16_from_f32(x); }
-
-// The factors of 16 blocks are spread out first, so that their values are one long loop.
+// The factors of 16 blocks are expanded to one per value first, so that one long loop runs over the values.
 template <typename T>
-MXEP_INLINE void blocks_of(const uint8_t* q, const uint8_t* sf, T* out, int64_t blocks) {
+MXEP_INLINE void dequantize_blocks(const uint8_t* q, const uint8_t* sf, T* out, int64_t blocks) {
   constexpr int kGroup = 16;
   const float nan = std::bit_cast<float>(0x7FC00000u);
   alignas(64) float factor[kGroup * kBlock];
@@ -32,8 +29,9 @@ void run(const Call& call) {
   const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
   T* out = call.out[0].as<T>();
   parallel_ranges(call.in[1].leading(0), kBlock * sizeof(T), [=](int64_t begin, int64_t end) {
-    vectorized(
-        [=]() MXEP_ALWAYS_INLINE { blocks_of(q + begin * kBlock, sf + begin, out + begin * kBlock, end - begin); });
+    vectorized([=]() MXEP_ALWAYS_INLINE {
+      dequantize_blocks(q + begin * kBlock, sf + begin, out + begin * kBlock, end - begin);
+    });
   });
 }
 

@@ -1,7 +1,8 @@
-"""Triton kernels that quantize and dequantize; plan.py draws what they write.
+"""Triton kernels of quantization and dequantization; plan.py draws the operands.
 
-A program of `_quantize_tile` reads one tile of x once and stores it scaled along rows, columns or both. A program of
-`rowwise_kernel` holds whole rows, since a row's scale is not known before its last value.
+A program of `_quantize_tile` reads one tile of x once and stores it quantized along rows, columns or both. A program of
+`rowwise_kernel` holds whole rows, since a row's scale needs all of the row. Several kernels only pass their arguments
+on: a `@triton.jit` function has one signature.
 """
 
 import triton
@@ -17,10 +18,10 @@ def store_quantized(
     rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scale the (BLOCK_M, BLOCK_K) tile at (m0, k0) of matrix `batch` along rows, columns or both, and store it.
+    """Quantize the (BLOCK_M, BLOCK_K) tile at (m0, k0) of matrix `batch` along rows, columns or both, and store it.
 
-    v is bf16 or fp32, and 0 where the tile sticks out of the matrix. Rows of q and of sf lie Q_PITCH and SF_PITCH
-    bytes apart: K and K/32, or the width of a packed row.
+    v is bf16 or fp32, and 0 outside the matrix. Rows of q and sf are Q_PITCH and SF_PITCH bytes apart: K and K/32, or
+    the width of a packed row.
     """
     v = to_f32(v)
     m, k = m0 + tl.arange(0, BLOCK_M), k0 + tl.arange(0, BLOCK_K)
@@ -39,7 +40,7 @@ def store_quantized(
         q_blocks, sf_tile = quantize_blocks(blocks, 1, rounding, satfinite, HW_CAST)
         q_tile = tl.trans(tl.reshape(q_blocks, (BLOCK_M, BLOCK_K)))
         m_blocks = M // BLOCK_MX
-        width = m_blocks * BLOCK_MX  # M, in a form that shows the compiler how rows of q_t are aligned
+        width = m_blocks * BLOCK_MX  # M; this form tells the compiler the alignment of q_t's rows
         tl.store(q_t + col[:, None] * width + m[None, :], q_tile, mask=(k < K)[:, None] & (m < width)[None, :])
         mb = m0 // BLOCK_MX + tl.arange(0, BLOCK_M // BLOCK_MX)
         inside_sf = (k < K)[:, None] & (mb < m_blocks)[None, :]
@@ -53,7 +54,7 @@ def _quantize_tile(
     rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Tile program_id(0) of matrix program_id(1), read once."""
+    """Reads tile program_id(0) of matrix program_id(1) once and quantizes it."""
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K

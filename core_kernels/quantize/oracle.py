@@ -7,11 +7,11 @@ from ..oracle_math import E4M3_VALUES, Array, Pair, e8m0_value, round_to, scale_
 
 
 def quantize_blocks(blocks: Array, rounding: Rounding | str, satfinite: bool) -> Pair:
-    """blocks (..., B) -> q (..., B), sf (...): one scale for the last dim, however long."""
+    """blocks (..., B) -> q (..., B), sf (...): one scale for the last dim, of any length."""
     blocks = blocks.astype(np.float32)
     sf = scale_byte(np.abs(blocks).max(-1), rounding, satfinite)
     with np.errstate(invalid="ignore"):
-        # byte 255 makes the scale NaN, and with it the whole block
+        # byte 255 is a NaN scale and makes the whole block NaN
         return to_e4m3(blocks.astype(np.float64) / e8m0_value(sf)[..., None]), sf
 
 
@@ -22,7 +22,7 @@ def quantize_row(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite:
 
 
 def quantize_row_packed(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Array:
-    """x (M, K) -> wire rows [q | sf] (M, K + K/32)."""
+    """x (M, K) -> packed rows [q | sf] (M, K + K/32)."""
     return np.concatenate(quantize_row(x, rounding, satfinite), axis=-1)
 
 
@@ -34,16 +34,17 @@ def quantize_col(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite:
 def quantize_both(
     x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
 ) -> tuple[Array, Array, Array, Array]:
-    """x (..., M, K) -> q, sf of quantize_row, then q_t, sf_t of quantize_col."""
+    """x (..., M, K) -> the results of quantize_row and of quantize_col: q, sf, q_t, sf_t."""
     return *quantize_row(x, rounding, satfinite), *quantize_col(x, rounding, satfinite)
 
 
 def quantize_rowwise(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
-    """x (..., K) -> qf (..., K), row_sf (...): quantize_row with the row as its one block."""
+    """x (..., K) -> qf (..., K), row_sf (...): quantize_row with the whole row as one block."""
     return quantize_blocks(x, rounding, satfinite)
 
 
 def dequantize64(q: Array, sf: Array) -> Array:
+    """q (..., K), sf (..., K/32) -> the exact values (..., K) in fp64."""
     return E4M3_VALUES[q] * np.repeat(e8m0_value(sf), BLOCK, axis=-1)
 
 

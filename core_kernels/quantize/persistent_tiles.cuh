@@ -1,11 +1,11 @@
-// Walks over tiles whose rows and columns are scaled.
+// A persistent kernel over tiles whose rows and columns are quantized.
 //
-//        4 tiles across (of bf16)      A tile of 256 x 256 has 8 scale bytes of each line of sf and of sf_t, a quarter
-//        .----.----.----.----.         of a sector, and DRAM pays for parts of sectors as for many. A CTA that walks
-//        |  0 |  4 |  8 | 12 |         over a square of tiles keeps their scales until sectors are whole: of sf_t at
-//        |  1 |  5 |  9 | 13 |         the foot of each column of tiles, of sf at the end.
+//        4 tiles across (of bf16)      A tile of 256 x 256 has 8 scale bytes per line of sf and of sf_t, a quarter of a
+//        .----.----.----.----.         sector, and DRAM charges a partial sector like a whole one. A CTA that processes
+//        |  0 |  4 |  8 | 12 |         a square of tiles collects the scales until sectors are whole: those of sf_t at
+//        |  1 |  5 |  9 | 13 |         the end of each column of tiles, those of sf at the end of the square.
 //        |  2 |  6 | 10 | 14 |
-//        |  3 |  7 | 11 | 15 |         A tile is asked for before the codes of the last one are written.
+//        |  3 |  7 | 11 | 15 |         The loads of a tile start before the codes of the previous one are written.
 //        '----'----'----'----'
 #pragma once
 
@@ -13,30 +13,30 @@
 
 namespace mxep::cuda {
 
-inline constexpr int kSector = 32;  // bytes
-
-// How many CTAs walk: first those of a whole square each, then those of one column of it, then those of a tile.
+// The schedule of the CTAs: CTAs with a whole square each come first, then CTAs with one column of a square, then CTAs
+// with one tile.
 template <typename T>
-struct Walks {
-  static constexpr int kDown = kSector / T::kDown, kAcross = kSector / T::kBlocks;  // tiles
+struct PersistentTiles {
+  static constexpr int kDown = kSector / T::kDown, kAcross = kSector / T::kBlocks;  // in tiles
   static constexpr int kSquare = kDown * kAcross;
   uint32_t squares = 0, columns = 0;
 
-  // As many of each as all SMs have time for: what is left is shared out in smaller pieces. `grid` has groups of kDown
-  // strips, so that tiles one below the other have neighbouring numbers.
-  static Walks of(const Grid& grid, uint32_t sms) {
-    Walks walks;
-    if (grid.strips != grid.all_strips && grid.strips % kDown) return walks;  // columns of tiles of two matrices
+  // As many squares, then columns, as divide evenly among the SMs; the rest is scheduled in smaller units. `grid` has
+  // groups of kDown strips, so that vertically adjacent tiles have consecutive numbers.
+  static PersistentTiles of(const Grid& grid, uint32_t sms) {
+    PersistentTiles schedule;
+    if (grid.strips != grid.all_strips && grid.strips % kDown)
+      return schedule;  // a column of tiles would span two matrices
     const int64_t columns = int64_t{grid.all_strips / kDown} * grid.tiles_across;
-    if (grid.tiles_across % kAcross == 0) walks.squares = static_cast<uint32_t>(columns / kAcross / sms * sms);
-    walks.columns = static_cast<uint32_t>((columns - int64_t{walks.squares} * kAcross) / sms * sms);
-    return walks;
+    if (grid.tiles_across % kAcross == 0) schedule.squares = static_cast<uint32_t>(columns / kAcross / sms * sms);
+    schedule.columns = static_cast<uint32_t>((columns - int64_t{schedule.squares} * kAcross) / sms * sms);
+    return schedule;
   }
   int64_t ctas(const Grid& grid) const {
     return grid.tiles() - int64_t{squares} * (kSquare - 1) - int64_t{columns} * (kDown - 1);
   }
 
-  // Of this CTA: its first tile, how many tiles there are down and across.
+  // The first tile of this CTA, and its number of tiles down and across.
   __device__ uint32_t first() const {
     const uint32_t before = min(blockIdx.x, squares), rest = min(blockIdx.x - before, columns);
     return blockIdx.x + before * (kSquare - 1) + rest * (kDown - 1);
@@ -45,28 +45,28 @@ struct Walks {
   __device__ int across() const { return blockIdx.x < squares ? kAcross : 1; }
 };
 
-// Scale bytes of lines, which leave in sectors.
+// Staging of scale bytes until whole sectors are written.
 template <int kLines>
 struct ScaleSectors {
   uint8_t bytes[kLines][kSector];
 
-  // Four lines fill all banks: those of the next four change places.
+  // Avoids bank conflicts: four lines fill all banks, so that each group of four lines has another rotation.
   static __device__ int slot(int i, int line) { return i ^ (line / 4 * 4 & (kSector - 1)); }
 
   __device__ void put(int line, int i, uint32_t byte) { bytes[line][slot(i, line)] = byte; }
 
   template <int kThreads>
-  __device__ void write(uint8_t* out, int64_t pitch, int64_t lines, int64_t parts) const {
-    write_lines<kThreads>(bytes, slot, out, pitch, lines, parts);
+  __device__ void write(uint8_t* out, int64_t pitch, int64_t lines, int64_t chunks) const {
+    write_lines<kThreads>(bytes, slot, out, pitch, lines, chunks);
   }
 };
 
-// What a CTA keeps.
+// Staging of a CTA in shared memory.
 template <typename T>
-struct Walked {
-  ColumnCodes<T::kRows, T::kCols, T::kColumns> codes;  // of a tile
-  ScaleSectors<T::kCols> column_scales;                // of a column of tiles
-  ScaleSectors<T::kRows> row_scales[Walks<T>::kDown];  // of all tiles
+struct PersistentStaging {
+  StagedCodes<T::kRows, T::kCols, T::kColumns> codes;            // of a tile
+  ScaleSectors<T::kCols> column_scales;                          // of a column of tiles
+  ScaleSectors<T::kRows> row_scales[PersistentTiles<T>::kDown];  // of all tiles
 
   __device__ void scale_columns(const T& tile, ScaleRule rule, int down) {
     for_column_pairs(tile, [&](const typename T::Pair* values, int block, int col) {
@@ -77,13 +77,13 @@ struct Walked {
     });
   }
 
-  // Of a column of `down` tiles.
-  __device__ void write_column_scales(Outputs out, const Grid& grid, const Place& top, int down) const {
+  // Writes the scales of a column of `down` tiles.
+  __device__ void write_column_scales(Outputs out, const Grid& grid, const TileCoord& top, int down) const {
     const int64_t first = ((top.batch * grid.cols + top.col) * grid.rows + top.row) / kBlock;
     const int64_t blocks = min((grid.rows - top.row) / kBlock, int64_t{down} * T::kDown);
     column_scales.template write<T::kThreads>(out.sf_t + first, grid.rows / kBlock, grid.cols - top.col, blocks);
   }
-  __device__ void write_row_scales(Outputs out, const Grid& grid, const Place& top, int down, int across) const {
+  __device__ void write_row_scales(Outputs out, const Grid& grid, const TileCoord& top, int down, int across) const {
     const int64_t pitch = grid.cols / kBlock, first = (top.batch * grid.rows + top.row) * pitch + top.col / kBlock;
     const int64_t blocks = min(pitch - top.col / kBlock, int64_t{across} * T::kBlocks);
 #pragma unroll 1
@@ -95,38 +95,38 @@ struct Walked {
 
 template <typename T, typename Value>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    quantize_walks(const Value* x, Grid grid, Walks<T> walks, ScaleRule rule, Outputs out) {
+    quantize_persistent(const Value* x, Grid grid, PersistentTiles<T> schedule, ScaleRule rule, Outputs out) {
   extern __shared__ uint4 bytes[];
-  auto& walked = *reinterpret_cast<Walked<T>*>(bytes);
-  const int down = walks.down(), tiles = down * walks.across();
-  const Place first = Place::of<T>(grid, walks.first());
-  const Own<T> own;
-  Place at = first;
-  auto part = Part::of<T>(grid, at);
-  T tile = load_tile<T, true>(x, grid, part);
+  auto& staging = *reinterpret_cast<PersistentStaging<T>*>(bytes);
+  const int down = schedule.down(), tiles = down * schedule.across();
+  const TileCoord first = TileCoord::of<T>(grid, schedule.first());
+  const ThreadCoord<T> thread;
+  TileCoord at = first;
+  auto slice = ThreadSlice::of<T>(grid, at);
+  T tile = load_tile<T, true>(x, grid, slice);
 #pragma unroll 1
   for (int i = 0;;) {
-    const int strip = i % Walks<T>::kDown, across = i / Walks<T>::kDown;
-    scale_rows(tile, rule, out.q + part.first, grid.cols, part.exists, [&](int row, uint32_t byte) {
-      walked.row_scales[strip].put(row, across * T::kBlocks + own.col / kBlock, byte);
+    const int strip = i % PersistentTiles<T>::kDown, across = i / PersistentTiles<T>::kDown;
+    scale_rows(tile, rule, out.q + slice.first, grid.cols, slice.exists, [&](int row, uint32_t byte) {
+      staging.row_scales[strip].put(row, across * T::kBlocks + thread.col / kBlock, byte);
     });
-    __syncthreads();  // the last tile has left
-    walked.scale_columns(tile, rule, strip);
+    __syncthreads();  // the previous tile has been written
+    staging.scale_columns(tile, rule, strip);
     __syncthreads();
 
-    const Place last = at;
-    const bool more = ++i < tiles, foot = strip + 1 == down;
+    const TileCoord last = at;
+    const bool more = ++i < tiles, column_ends = strip + 1 == down;
     if (more) {
-      at.row = foot ? first.row : at.row + T::kRows;
-      at.col += foot ? T::kCols : 0;
-      part = Part::of<T>(grid, at);
-      tile = load_tile<T, true>(x, grid, part);
+      at.row = column_ends ? first.row : at.row + T::kRows;
+      at.col += column_ends ? T::kCols : 0;
+      slice = ThreadSlice::of<T>(grid, at);
+      tile = load_tile<T, true>(x, grid, slice);
     }
-    walked.codes.template write<T::kThreads>(out, grid, last);
-    if (foot) walked.write_column_scales(out, grid, {first.batch, first.row, last.col}, down);
+    staging.codes.template write<T::kThreads>(out, grid, last);
+    if (column_ends) staging.write_column_scales(out, grid, {first.batch, first.row, last.col}, down);
     if (!more) break;
   }
-  walked.write_row_scales(out, grid, first, down, walks.across());
+  staging.write_row_scales(out, grid, first, down, schedule.across());
 }
 
 }  // namespace mxep::cuda

@@ -1,12 +1,12 @@
-// A tile scaled along columns, along both, or along columns and folded, from registers. Matrices have a multiple of 32
-// rows: a warp's are all there or none is.
+// A tile in registers, quantized along columns, along both dims, or along columns and folded. Matrices have a multiple
+// of 32 rows: the rows of a warp exist together or not at all.
 //
 //        256 columns (of bf16)         warp   32 rows x 128 columns, one scale block deep
 //        .--------.--------.           lane   32 rows x 4 columns, all its values in registers
 //        | warp 0 | warp 8 |
 //        | warp 1 | warp 9 |   column  amax inside a lane; codes through shared memory, 256 bytes of each row of q_t
-//        | ...    | ...    |   row     amax over 8 lanes, which trade halves of their rows in 3 steps; codes from
-//        | warp 7 | warp 15|           registers, 256 bytes of each row of q
+//        | ...    | ...    |   row     amax over 8 lanes, in 3 steps of a butterfly by halving; codes from registers,
+//        | warp 7 | warp 15|           256 bytes of each row of q
 //        '--------'--------'
 #pragma once
 
@@ -25,7 +25,7 @@ struct RegisterTile {
   static constexpr int kBlocks = kCols / kBlock, kBlockLanes = kBlock / kColumns;
   static constexpr int kWords = kBlock / Pair::kRowsPerWord;  // of row maxima
 
-  // What a lane has of a row, and what it loads at once.
+  // A lane's values of a row, loaded at once.
   struct alignas(sizeof(Pair) * kPairs) Row {
     Pair at[kPairs];
   };
@@ -34,38 +34,38 @@ struct RegisterTile {
 
 // A thread's first row and column in its tile.
 template <typename T>
-struct Own {
+struct ThreadCoord {
   int row = threadIdx.x / 32 % T::kDown * kBlock;
   int col = (threadIdx.x / 32 / T::kDown * 32 + threadIdx.x % 32) * T::kColumns;
 };
 
-// What a thread has of the tile at a place.
-struct Part {
-  int64_t first, cols;  // its first value in all of x; how many columns exist from there on
+// A thread's values of a tile.
+struct ThreadSlice {
+  int64_t first, cols;  // index of its first value in x; number of columns that exist from there on
   bool exists;
 
   template <typename T>
-  static __device__ Part of(const Grid& grid, const Place& at) {
-    const Own<T> own;
-    const int64_t row = at.row + own.row, col = at.col + own.col;
+  static __device__ ThreadSlice of(const Grid& grid, const TileCoord& at) {
+    const ThreadCoord<T> thread;
+    const int64_t row = at.row + thread.row, col = at.col + thread.col;
     return {(at.batch * grid.rows + row) * grid.cols + col, grid.cols - col, row < grid.rows && col < grid.cols};
   }
 };
 
-// scale(values, block, col): what is done to 32 rows of columns `col` and the next.
+// Calls scale(values, block, col) with 32 rows of columns `col` and `col` + 1.
 template <typename T>
 __device__ void for_column_pairs(const T& tile, auto scale) {
-  const Own<T> own;
+  const ThreadCoord<T> thread;
 #pragma unroll
   for (int p = 0; p < T::kPairs; ++p) {
     typename T::Pair values[kBlock];
 #pragma unroll
     for (int r = 0; r < kBlock; ++r) values[r] = tile.rows[r].at[p];
-    scale(values, own.row / kBlock, own.col + 2 * p);
+    scale(values, thread.row / kBlock, thread.col + 2 * p);
   }
 }
 
-// Row maxima over the lanes of a block; a lane ends with those of the rows from lane % kBlockLanes * kColumns on.
+// Row maxima over the lanes of a block. A lane ends with the maxima of the rows from lane % kBlockLanes * kColumns on.
 template <typename T>
 __device__ void row_maxima(const T& tile, uint32_t (&words)[T::kWords]) {
   using Pair = typename T::Pair;
@@ -85,37 +85,38 @@ __device__ void row_maxima(const T& tile, uint32_t (&words)[T::kWords]) {
   exchange_halves<T::kBlockLanes / 2, T::kWords / 2>(words, Pair::max_words);
 }
 
-// The address in row r: one multiplication by a constant, where steps from row to row are two additions each.
+// The address in row r: one multiplication by a constant. Steps from row to row would take two additions each.
 template <typename Value>
 __device__ Value* at_row(Value* first, uint32_t pitch_nbytes, int r) {
   using Byte = std::conditional_t<std::is_const_v<Value>, const char, char>;
   return reinterpret_cast<Value*>(reinterpret_cast<Byte*>(first) + uint64_t{pitch_nbytes} * r);
 }
 
-// `q`: where the thread's first row goes, if it exists. keep(row, byte): the scale of its block of a row of the tile.
+// `q`: the address of the thread's first row, if it exists. store_scale(row, byte) stores the scale of the thread's
+// block of a row of the tile.
 template <typename T>
-__device__ void scale_rows(const T& tile, ScaleRule rule, uint8_t* q, uint32_t pitch, bool exists, auto keep) {
+__device__ void scale_rows(const T& tile, ScaleRule rule, uint8_t* q, uint32_t pitch, bool exists, auto store_scale) {
   using Pair = typename T::Pair;
-  constexpr int kStride = Pair::kRowsPerWord, kOwnWords = T::kWords / T::kBlockLanes;
+  constexpr int kStride = Pair::kRowsPerWord, kLaneWords = T::kWords / T::kBlockLanes;
   uint32_t words[T::kWords];
   row_maxima(tile, words);
 
-  const Own<T> own;
-  const int first = own.row + threadIdx.x % T::kBlockLanes * (kOwnWords * kStride);
+  const ThreadCoord<T> thread;
+  const int first = thread.row + threadIdx.x % T::kBlockLanes * (kLaneWords * kStride);
 #pragma unroll
-  for (int w = 0; w < kOwnWords; ++w) {
+  for (int w = 0; w < kLaneWords; ++w) {
     uint32_t factors[kStride];
 #pragma unroll
     for (int i = 0; i < kStride; ++i) {
       const uint32_t byte = e8m0_from_amax(Pair::word_bits(words[w], i), rule);
-      keep(first + w * kStride + i, byte);
+      store_scale(first + w * kStride + i, byte);
       factors[i] = inverse_scale(byte);
     }
     words[w] = Pair::pack_word(factors);
   }
 #pragma unroll
   for (int w = 0; w < T::kWords; ++w) {
-    const uint32_t word = __shfl_sync(~0u, words[w % kOwnWords], w / kOwnWords, T::kBlockLanes);
+    const uint32_t word = __shfl_sync(~0u, words[w % kLaneWords], w / kLaneWords, T::kBlockLanes);
 #pragma unroll
     for (int i = 0; i < kStride; ++i) {
       const int r = w * kStride + i;
@@ -133,7 +134,7 @@ __device__ void scale_rows(const T& tile, ScaleRule rule, uint8_t* q, uint32_t p
   }
 }
 
-// A thread's part of a row, of which `cols` values are there; kVector: rows start at multiples of its size.
+// A thread's values of a row, of which `cols` exist. kVector: rows start at multiples of the slice's size.
 template <bool kVector, typename Row, typename Value>
 __device__ Row load_row(const Value* from, int64_t cols) {
   if constexpr (kVector) {
@@ -147,15 +148,16 @@ __device__ Row load_row(const Value* from, int64_t cols) {
   }
 }
 
-// What does not exist is read from where something is, so that loads need no predicate each.
+// A thread outside the matrix reads an address inside it, so that loads need no predicate.
 template <typename T, bool kVector, typename Value>
-__device__ T load_tile(const Value* x, const Grid& grid, const Part& part) {
-  const Value* from = part.exists ? x + part.first : x;
-  const auto pitch_nbytes = static_cast<uint32_t>(grid.cols * sizeof(Value));  // fits because there are 32 rows
+__device__ T load_tile(const Value* x, const Grid& grid, const ThreadSlice& slice) {
+  const Value* from = slice.exists ? x + slice.first : x;
+  const auto pitch_nbytes =
+      static_cast<uint32_t>(grid.cols * sizeof(Value));  // fits in 32 bits, since there are 32 rows
   T tile;
 #pragma unroll
   for (int r = 0; r < kBlock; ++r)
-    tile.rows[r] = load_row<kVector, typename T::Row>(at_row(from, pitch_nbytes, r), part.cols);
+    tile.rows[r] = load_row<kVector, typename T::Row>(at_row(from, pitch_nbytes, r), slice.cols);
   return tile;
 }
 

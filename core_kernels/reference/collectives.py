@@ -1,4 +1,4 @@
-"""The exchange of rows between ranks and its gradient, in numpy: bytes, exact."""
+"""The all-to-all of rows between ranks and its gradient, in numpy: exact bytes."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from ..oracle_math import Array
 
 
 def all_to_all(inputs: Sequence[Array], splits: Sequence[Sequence[int]]) -> list[Array]:
-    """inputs[r] is rank r's rows, splits[r][s] how many of them go to rank s; returns what each rank holds after.
+    """inputs[r]: rows of rank r. splits[r][s]: number of rows from rank r to rank s. -> rows that each rank receives.
 
-    Received rows lie in the order of the sending rank.
+    Received rows are in the order of their sending ranks.
     """
     ranks = range(len(inputs))
     parts = [np.split(x, np.cumsum(split)[:-1]) for x, split in zip(inputs, splits, strict=True)]
@@ -18,5 +18,5 @@ def all_to_all(inputs: Sequence[Array], splits: Sequence[Sequence[int]]) -> list
 
 
 def all_to_all_vjp(douts: Sequence[Array], splits: Sequence[Sequence[int]]) -> list[Array]:
-    """Cotangents of `inputs`: the rows go back where they came from."""
+    """Cotangents of `inputs`: each row returns to its sending rank."""
     return all_to_all(douts, np.transpose(splits).tolist())

@@ -1,4 +1,4 @@
-"""The grouped product and its gradients by definition, in the forms in which a recipe has its operands multiplied.
+"""The grouped product and its gradients by definition, in each operand form of a recipe.
 
     out = a b        a along K, b along K          db = a^T dout    both along the tokens
     da  = dout b^T   dout along N, b along N
@@ -9,7 +9,7 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
 "fold"    the same, folded by row         the same, folded by row and span of tokens
 "row"     quantize_rowwise                -
 
-What arrives as (q, sf) is multiplied as it is, folded, or dequantized for a form that is not made of blocks.
+An operand (q, sf) is multiplied as it is in form "mx", folded in form "fold", and dequantized in the other forms.
 """
 
 import numpy as np

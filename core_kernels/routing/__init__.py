@@ -1,1 +1,1 @@
-"""Where every token goes: the sort by expert, and the map from received rows to padded groups."""
+"""The stable sort of slots by expert, and the map from received rows to padded groups."""

@@ -1,28 +1,19 @@
 #include <algorithm>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "cpu/errors.h"
 #include "cpu/ops.h"
 
 namespace mxep {
-namespace {
-
-[[noreturn]] void fail(const char* op, const char* argument, int64_t got, int64_t index, const std::string& allowed) {
-  throw std::invalid_argument(std::string(op) + ": " + argument + ": got " + std::to_string(got) + " at index " +
-                              std::to_string(index) + "; allowed: " + allowed);
-}
-
-}  // namespace
-
-// Counting sort: stable, one pass to count and one to place.
+// Stable counting sort: one pass counts, one pass writes positions.
 void sort_by_expert(const Call& call) {
   const int64_t t = call.in[0].dim(0), experts = call.attrs[0];
   const int32_t* ids = call.in[0].as<const int32_t>();
   int32_t *order = call.out[0].as<int32_t>(), *inverse = call.out[1].as<int32_t>(), *counts = call.out[2].as<int32_t>();
   for (int64_t i = 0; i < t; ++i)
     if (ids[i] < 0 || ids[i] >= experts)
-      fail("sort_by_expert", "expert_ids", ids[i], i, "0 <= id < num_experts = " + std::to_string(experts));
+      bad_value("sort_by_expert", "expert_ids", ids[i], i, "0 <= id < num_experts = " + std::to_string(experts));
   std::fill_n(counts, experts, 0);
   for (int64_t i = 0; i < t; ++i) ++counts[ids[i]];
   std::vector<int32_t> next(experts);
@@ -34,30 +25,30 @@ void sort_by_expert(const Call& call) {
   }
 }
 
-// received   | rank 0: e0 e0 e1 | rank 1: e0 e1 e1 |      counts = [2, 1, 1, 2], 2 local experts
-// row_map    | 0  1  3  -1 ...  | 2  4  5  -1 ...  |      expert-major, each group padded
+//  received   | rank 0: e0 e0 e1 | rank 1: e0 e1 e1 |      counts = [2, 1, 1, 2], 2 local experts
+//  row_map    | 0  1  3  -1 ...  | 2  4  5  -1 ...  |      expert-major, each group padded
 void row_map(const Call& call) {
   const int64_t experts = call.attrs[0], alignment = call.attrs[1], rank_rows = call.attrs[2];
   const int64_t ranks = call.in[0].dim(0) / experts, num_rows = call.out[1].dim(0);
   const int32_t* counts = call.in[0].as<const int32_t>();
   int32_t *map = call.out[0].as<int32_t>(), *inverse = call.out[1].as<int32_t>();
-  int32_t *padded_counts = call.out[2].as<int32_t>(), *ends = call.out[3].as<int32_t>();
+  int32_t *padded_counts = call.out[2].as<int32_t>(), *group_ends = call.out[3].as<int32_t>();
 
-  // Where each (rank, expert) run of received rows starts.
+  // The first received row of each (rank, expert) run.
   std::vector<int64_t> starts(ranks * experts);
   int64_t start = 0;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     if (rank_rows) start = rank * rank_rows;
     const int64_t limit = rank_rows ? start + rank_rows : num_rows;
     for (int64_t i = rank * experts; i < (rank + 1) * experts; ++i) {
-      if (counts[i] < 0) fail("row_map", "counts", counts[i], i, "at least 0");
+      if (counts[i] < 0) bad_value("row_map", "counts", counts[i], i, "at least 0");
       starts[i] = start;
       start += counts[i];
       if (start > limit)
-        fail("row_map", "counts", counts[i], i,
-             rank_rows ? "counts of rank " + std::to_string(rank) +
-                             " that sum to at most rank_rows = " + std::to_string(rank_rows)
-                       : "counts that sum to at most num_rows = " + std::to_string(num_rows));
+        bad_value("row_map", "counts", counts[i], i,
+                  rank_rows ? "counts of rank " + std::to_string(rank) +
+                                  " that sum to at most rank_rows = " + std::to_string(rank_rows)
+                            : "counts that sum to at most num_rows = " + std::to_string(num_rows));
     }
   }
 
@@ -76,7 +67,7 @@ void row_map(const Call& call) {
     const int64_t padded = std::max(alignment, (row - group + alignment - 1) / alignment * alignment);
     group += padded;
     padded_counts[expert] = static_cast<int32_t>(padded);
-    ends[expert] = static_cast<int32_t>(group);
+    group_ends[expert] = static_cast<int32_t>(group);
   }
 }
 

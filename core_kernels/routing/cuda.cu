@@ -1,12 +1,12 @@
 // Stable sort of slots by expert: order, inverse, counts.
 //
-//   expert_ids --count--> counts of every block of slots   (kept in `order`, which nobody needs yet)
-//              --sum----> what lies before each block, per expert   (kept in the block's own part of `inverse`)
+//   expert_ids --count--> counts of every block of slots          (stored in `order` until the last step)
+//              --sum----> slots before each block, per expert     (stored in the block's part of `inverse`)
 //                         counts
 //              --place--> order, inverse
 //
-// The only memory is the outputs: a block reads its part of `inverse` before it writes it, and the last block,
-// whose part may be too short, needs just the counts. One block alone needs neither of the first two steps.
+// The outputs are the only memory. A block reads its part of `inverse` before it writes it. The last block, whose part
+// may be too short, derives its sums from the counts. A single block needs neither of the first two steps.
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
@@ -19,11 +19,11 @@ namespace mxep::cuda {
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kSlotsPerThread = 16;
-constexpr int kSlots = kThreads * kSlotsPerThread;  // of a block
-constexpr int kMaxExperts = kSlots / 2;             // then the counts of all blocks fit into `order`
+constexpr int kSlots = kThreads * kSlotsPerThread;  // per block
+constexpr int kMaxExperts = kSlots / 2;             // so that the counts of all blocks fit in `order`
 constexpr int kExpertsPerThread = kMaxExperts / kThreads;
 
-// Ids outside the range break the contract; what is written then stays inside the outputs.
+// Clamps ids that break the contract, so that every write is inside the outputs.
 __device__ int expert_of(const int* ids, int64_t slot, int num_experts) {
   return min((unsigned)ids[slot], (unsigned)num_experts - 1);
 }
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) count_slots(const int* ids, int64_t 
   for (int e = threadIdx.x; e < num_experts; e += kThreads) out[(int64_t)blockIdx.x * num_experts + e] = counts[e];
 }
 
-// 32 experts a block, its warps over runs of slot blocks.
+// 32 experts per block; each warp sums a run of slot blocks.
 __global__ void __launch_bounds__(1024)
     sum_counts(const int* block_counts, int num_blocks, int num_experts, int* before, int* counts) {
   __shared__ int sums[32][33];
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(1024)
   if (warp == 31) counts[expert] = total;
 }
 
-// In place, by one warp: values[i] becomes the sum of those before it.
+// In place, by one warp: values[i] becomes the sum of the values before it.
 __device__ void exclusive_sums(int* values, int n) {
   int carry = 0;
   for (int i = threadIdx.x; i < (n + 31) / 32 * 32; i += 32) {
@@ -79,12 +79,12 @@ __device__ void exclusive_sums(int* values, int n) {
   }
 }
 
-// A warp places a run of slots, 32 at a time: lanes with the same expert are ranked by their lane.
+// A warp places a run of slots, 32 at a time. Lanes with the same expert are ranked by their number.
 __global__ void __launch_bounds__(kThreads)
     place_slots(const int* ids, int64_t num_slots, int num_experts, int* order, int* inverse, int* counts) {
   extern __shared__ int memory[];
-  int* first = memory;                                                  // place of an expert's next slot
-  uint16_t* ranks = reinterpret_cast<uint16_t*>(memory + num_experts);  // per warp: slots of an expert so far
+  int* first = memory;                                                  // position of an expert's next slot
+  uint16_t* ranks = reinterpret_cast<uint16_t*>(memory + num_experts);  // per warp: an expert's number of slots so far
   for (int i = threadIdx.x; i < kWarps * num_experts; i += kThreads) ranks[i] = 0;
   __syncthreads();
 
@@ -161,7 +161,7 @@ void sort_by_expert(const Call& call, cudaStream_t stream) {
     launch_kernel(op, count_slots, blocks, kThreads, experts * sizeof(int), stream, ids, num_slots, experts, order);
     launch_kernel(op, sum_counts, (experts + 31) / 32, 1024, 0, stream, order, blocks, experts, inverse, counts);
   }
-  constexpr int kBytes = sizeof(int) + kWarps * sizeof(uint16_t);  // of an expert
+  constexpr int kBytes = sizeof(int) + kWarps * sizeof(uint16_t);  // per expert
   allow_shared_memory<place_slots>(op, stream, kMaxExperts * kBytes);
   launch_kernel(op, place_slots, blocks, kThreads, experts * kBytes, stream, ids, num_slots, experts, order, inverse,
                 counts);

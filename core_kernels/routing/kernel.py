@@ -1,4 +1,4 @@
-"""Triton kernels that sort slots by expert and build the row map; plan.py draws both."""
+"""Triton kernels of the expert sort and of the row map; plan.py draws both."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ def sort_kernel(
     expert_ids, T, order, inverse, counts,
     num_experts: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert: count the slots of lower experts, then place its own in their order."""
+    """One program per expert: counts the slots of lower experts, then places its own slots in order."""
     expert = tl.program_id(0)
     lower = tl.zeros((BLOCK_M,), tl.int32)
     for i in range(0, T, BLOCK_M):
@@ -43,9 +43,9 @@ def row_map_kernel(
     num_local_experts: tl.constexpr, alignment: tl.constexpr, rank_rows: tl.constexpr,
     RANKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program per (rank, expert): the rows that one rank sent to one expert are contiguous on both sides.
+    """One program per (rank, expert): the rows that one rank sent to one expert are contiguous in both orders.
 
-    The last rank of an expert also pads its group, the last expert of a rank its slack in `inverse`.
+    The last rank's program also pads the expert's group; the last expert's program pads the rank's slack in `inverse`.
     """
     rank, expert = tl.program_id(0) // num_local_experts, tl.program_id(0) % num_local_experts
     last_rank = rank >= RANKS - 1
@@ -73,7 +73,7 @@ def row_map_kernel(
         slack_end = tl.where(last_expert & last_rank, NUM_ROWS, 0)
     for i in range(0, count, BLOCK_M):
         j = i + tl.arange(0, BLOCK_M)
-        # Counts that pass the buffers break the contract; what is written then stays inside them.
+        # Counts that exceed the buffers break the contract; the masks keep the writes inside.
         received, padded = (j < count) & (source + j < NUM_ROWS), (j < count) & (target + j < P)
         tl.store(row_map + target + j, tl.where(received, source + j, -1), mask=padded)
         tl.store(inverse + source + j, target + j, mask=received)

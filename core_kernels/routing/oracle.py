@@ -1,4 +1,4 @@
-"""The definition of the expert sort and of the row map in numpy: bytes, exact."""
+"""The definition of the expert sort and of the row map in numpy. Indices are exact."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "cpu/errors.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kTileRows = 128, kTileScales = 4;
 
-// What of the row-major scales one tile of 128 padded rows holds.
+// The rows of the row-major scales that one tile of 128 padded rows holds.
 struct RowTile {
   int64_t first = 0, rows = 0;
 };
@@ -23,9 +23,7 @@ std::vector<RowTile> row_tiles(const char* op, const Array& group_ends, int64_t 
   int64_t start = 0;
   for (int64_t g = 0; g < group_ends.dim(0); ++g) {
     if (ends[g] < start || ends[g] > rows)
-      throw std::invalid_argument(std::string(op) + ": group_ends: got " + std::to_string(ends[g]) + " at index " +
-                                  std::to_string(g) + "; allowed: non-decreasing ends from 0 up to " +
-                                  std::to_string(rows));
+      bad_value(op, "group_ends", ends[g], g, "non-decreasing ends from 0 up to " + std::to_string(rows));
     for (; start < ends[g]; start = std::min<int64_t>(start + kTileRows, ends[g]))
       out.push_back({start, std::min<int64_t>(kTileRows, ends[g] - start)});
   }
@@ -33,7 +31,7 @@ std::vector<RowTile> row_tiles(const char* op, const Array& group_ends, int64_t 
   return out;
 }
 
-// Calls visit(byte of the blocked layout, byte of the row-major one) for every scale of a row tile.
+// Calls visit(byte of the blocked layout, byte of the row-major layout) for every scale of a row tile.
 template <typename Visit>
 void each_scale(const RowTile& tile, int64_t index, int64_t scales, const Visit& visit) {
   const int64_t across = (scales + kTileScales - 1) / kTileScales;

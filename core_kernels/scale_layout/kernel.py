@@ -1,4 +1,4 @@
-"""Triton kernels between row-major scales and the blocked layout; plan.py draws a tile."""
+"""Triton kernels between the row-major and the blocked layout of scales; plan.py draws a tile."""
 
 import triton
 import triton.language as tl
@@ -9,14 +9,14 @@ def block_kernel(
     sf, group_ends, M, blocked,
     S: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K tiles side by side, of row tile program_id(0)."""
+    """BLOCK_K neighbouring tiles of row tile program_id(0)."""
     tile = tl.program_id(0)
     g = tl.arange(0, BLOCK_G)
     ends = tl.load(group_ends + g, mask=g < GROUPS, other=0)
     starts = tl.load(group_ends + g - 1, mask=(g > 0) & (g < GROUPS), other=0)
     group_tiles = tl.where(g < GROUPS, (ends - starts + 127) // 128, 0)
     tile_ends = tl.cumsum(group_tiles, 0)
-    mine = (tile_ends > tile) & (tile_ends - group_tiles <= tile)  # of one group, or of none: padding
+    mine = (tile_ends > tile) & (tile_ends - group_tiles <= tile)  # in one group, or in none: padding
     row0 = tl.sum(tl.where(mine, starts + (tile - tile_ends + group_tiles) * 128, 0), 0)
     end = tl.minimum(tl.sum(tl.where(mine, ends, 0), 0), M)
 
@@ -34,7 +34,7 @@ def unblock_kernel(
     blocked, group_ends, M, P, sf,
     S: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of sf. A row moved down by the padding of the groups before it."""
+    """One tile of sf. The padding of earlier groups shifts a row down."""
     g = tl.arange(0, BLOCK_G)
     ends = tl.load(group_ends + g, mask=g < GROUPS, other=0)
     starts = tl.load(group_ends + g - 1, mask=(g > 0) & (g < GROUPS), other=0)

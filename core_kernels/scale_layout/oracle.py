@@ -1,4 +1,4 @@
-"""The definition of the blocked layout of scales in numpy: bytes, exact."""
+"""The definition of the blocked layout of scales in numpy. Bytes are exact."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ TILE_ROWS, TILE_SCALES = 128, 4
 
 
 def _padded_row_of(group_ends: Array) -> list[int]:
-    """Where each row goes when every group is padded to 128 rows."""
+    """The padded position of each row when every group is padded to 128 rows."""
     rows: list[int] = []
     start = 0
     for group in group_slices(group_ends):
@@ -22,7 +22,7 @@ def block_scales(sf: Array, group_ends: Array) -> Array:
     """sf (M, S) -> (P, S4): groups padded to 128 rows, S to a multiple of 4, each 128 x 4 tile in 512 bytes.
 
     P = M + 127 * G, rounded down to 128. In a tile row r = 32 * a + b, scale c lies at byte 16 * b + 4 * a + c.
-    Padding, and what would be rows past the last end, is 0.
+    Padding and the positions past the last end are 0.
     """
     m, s = sf.shape
     p = (m + (TILE_ROWS - 1) * len(group_ends)) // TILE_ROWS * TILE_ROWS
@@ -34,7 +34,7 @@ def block_scales(sf: Array, group_ends: Array) -> Array:
 
 
 def unblock_scales(blocked: Array, group_ends: Array, num_rows: int, num_scales: int) -> Array:
-    """The inverse: blocked (P, S4) -> sf (num_rows, num_scales); rows past the last end are zeros."""
+    """The inverse of block_scales: blocked (P, S4) -> sf (num_rows, num_scales); rows past the last end are zeros."""
     p, s4 = blocked.shape
     tiles = blocked.reshape(p // TILE_ROWS, s4 // TILE_SCALES, 32, 4, TILE_SCALES)
     padded = tiles.transpose(0, 3, 2, 1, 4).reshape(p, s4)

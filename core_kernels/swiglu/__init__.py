@@ -1,1 +1,1 @@
-"""SwiGLU between the two products of an expert, quantized on its way out."""
+"""SwiGLU between an expert's two grouped products, fused with the quantization of its result."""

@@ -1,5 +1,5 @@
-// SwiGLU's gradient on 8 values of a row, and what a launch of it needs, for rows alone and for columns.
-// oracle.py defines the fp32 operations and their order.
+// SwiGLU's gradient on 8 values of a row, and the launch helpers of both backward kernels. oracle.py defines the fp32
+// operations and their order.
 #pragma once
 
 #include "cuda/launch.h"
@@ -8,20 +8,18 @@
 
 namespace mxep::cuda {
 
-inline constexpr int kSector = 32;  // bytes; DRAM pays for parts of one as for many sectors
-
-struct Inputs {
+struct BackwardInputs {
   const bf16 *dh, *gate, *up;
-  const float* prob;  // null: every row weighs one, and there is no dprob
+  const float* prob;  // null: every row has probability 1, and there is no dprob
 
-  static Inputs of(const Call& call) {
+  static BackwardInputs of(const Call& call) {
     const Array& prob = call.in[3];
     return {call.in[0].as<const bf16>(), call.in[1].as<const bf16>(), call.in[2].as<const bf16>(),
             prob.dim(0) ? prob.as<const float>() : nullptr};
   }
 };
 
-// Whether there is nothing to quantize. The dprob of rows without columns is zero, the sum of nothing.
+// Whether there are no values to quantize. The dprob of rows without columns is zero.
 inline bool finished_if_empty(const char* op, const Call& call, cudaStream_t stream) {
   const Array &gate = call.in[1], &dprob = call.out.back();
   if (gate.dim(0) && gate.dim(1)) return false;
@@ -29,9 +27,9 @@ inline bool finished_if_empty(const char* op, const Call& call, cudaStream_t str
   return true;
 }
 
-// Adds to `sum` what the values give to their row's dprob.
-__device__ inline void backward(const Piece& dh, const Piece& gate, const Piece& up, const SigmoidTable& table,
-                                float prob, Piece& dgate, Piece& dup, float& sum) {
+// Adds the contribution of these values to their row's dprob to `sum`.
+__device__ inline void backward(const Vector8& dh, const Vector8& gate, const Vector8& up, const SigmoidTable& table,
+                                float prob, Vector8& dgate, Vector8& dup, float& sum) {
   const auto one = [&](float g, float u, float d, float sigmoid, float& new_gate, float& new_up) {
     const float silu = __fmul_rn(g, sigmoid);
     const float slope = __fadd_rn(sigmoid, __fmul_rn(silu, __fsub_rn(1.0f, sigmoid)));

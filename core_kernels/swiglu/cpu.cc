@@ -1,10 +1,10 @@
-// SwiGLU and its gradient, quantized while what was computed is in the cache.
+// SwiGLU and its gradient, quantized while the results are in the cache.
 //
-//   gate, up, dh --512 values of a row--> bf16 results --rows_of--> q, sf
-//                                              '--128 such rows--cols_of--> q_t, sf_t
+//   gate, up, dh --512 values of a row--> bf16 results --quantize_blocks--> q, sf
+//                                              '--128 such rows--transpose_quantize--> q_t, sf_t
 //
-// oracle.py is the definition: every operation rounds on its own but for the fma written here.
-// A row without a weight weighs 1, which changes no bit.
+// oracle.py is the definition: every operation rounds, except for the explicit fma. A row without a probability has
+// probability 1, which changes no bit.
 #include "quantize/cpu.h"
 
 #include <cmath>
@@ -17,39 +17,37 @@ namespace mxep {
 namespace {
 
 constexpr int64_t kChunk = 512, kStripRows = 128;
-constexpr int64_t kStride = kChunk + kBlock;  // rows of the scratch do not share a cache set
+constexpr int64_t kStride = kChunk + kBlock;  // two rows of the scratch memory do not share a cache set
 constexpr int64_t kScratch = kStripRows * kStride;
-constexpr int kLanes = 16;  // of the sum that is dprob
+constexpr int kLanes = 16;  // partial sums of dprob
 
 // 1 / (1 + e^-g) through t = 2^(-|g| log2 e).
 MXEP_INLINE float sigmoid(float g) {
-  constexpr float kMinusLog2e = -1.44269502f;
-  constexpr float kMagic = 12583039.0f;  // 1.5 * 2^23 + 127
-  const float scaled = std::bit_cast<float>(magnitude(g)) * kMinusLog2e;
+  const float scaled = std::bit_cast<float>(magnitude(g)) * -kLog2e;
   const float y = scaled > -127.0f ? scaled : -127.0f;
-  const float m = y + kMagic;  // its lowest bits: the nearest integer plus 127
-  const float f = y - (m - kMagic);
-  float p = 0.00132647f;
-  p = __builtin_fmaf(p, f, 0.0096715f);
-  p = __builtin_fmaf(p, f, 0.05550734f);
-  p = __builtin_fmaf(p, f, 0.24022242f);
-  p = __builtin_fmaf(p, f, 0.69314698f);
+  const float m = y + kRoundToInteger;  // the low bits are the nearest integer plus 127
+  const float f = y - (m - kRoundToInteger);
+  float p = kExp2C5;
+  p = __builtin_fmaf(p, f, kExp2C4);
+  p = __builtin_fmaf(p, f, kExp2C3);
+  p = __builtin_fmaf(p, f, kExp2C2);
+  p = __builtin_fmaf(p, f, kExp2C1);
   p = __builtin_fmaf(p, f, 1.0f);
   const float t = p * std::bit_cast<float>(std::bit_cast<uint32_t>(m) << 23);
   const float r = 1.0f / (1.0f + t);
   return g < 0 ? t * r : r;
 }
 
-MXEP_INLINE void forward_of(const bf16* gate, const bf16* up, float prob, int64_t n, bf16* h) {
+MXEP_INLINE void forward_values(const bf16* gate, const bf16* up, float prob, int64_t n, bf16* h) {
   for (int64_t i = 0; i < n; ++i) {
     const float g = to_f32(gate[i]);
     h[i] = bf16_from_f32(((g * sigmoid(g)) * to_f32(up[i])) * prob);
   }
 }
 
-// Returns what these n <= kChunk values add to dprob.
-MXEP_INLINE float backward_of(const bf16* dh, const bf16* gate, const bf16* up, float prob, int64_t n, bf16* dgate,
-                              bf16* dup) {
+// Returns the contribution of these n <= kChunk values to dprob.
+MXEP_INLINE float backward_values(const bf16* dh, const bf16* gate, const bf16* up, float prob, int64_t n, bf16* dgate,
+                                  bf16* dup) {
   alignas(64) float term[kChunk];
   for (int64_t i = 0; i < n; ++i) {
     const float g = to_f32(gate[i]), u = to_f32(up[i]), dy = to_f32(dh[i]), d = dy * prob;
@@ -68,7 +66,7 @@ MXEP_INLINE float backward_of(const bf16* dh, const bf16* gate, const bf16* up, 
   return sum;
 }
 
-// Where an (M, F) result goes: to x in bf16, or quantized along rows, columns or both.
+// The destination of an (M, F) result: x in bf16, or codes and scales along rows, columns or both.
 struct Result {
   bf16* x = nullptr;
   uint8_t *q = nullptr, *sf = nullptr, *q_t = nullptr, *sf_t = nullptr;
@@ -76,7 +74,7 @@ struct Result {
 
 enum Along { kNone, kRows, kCols, kBoth };
 
-Result result_of(std::span<const Array> out, Along along) {
+Result result_arrays(std::span<const Array> out, Along along) {
   if (along == kNone) return {out[0].as<bf16>()};
   const auto bytes = [&](int i) { return out[i].as<uint8_t>(); };
   if (along == kRows) return {nullptr, bytes(0), bytes(1)};
@@ -84,10 +82,11 @@ Result result_of(std::span<const Array> out, Along along) {
   return {nullptr, bytes(0), bytes(1), bytes(2), bytes(3)};
 }
 
-// Rows [top, top + rows) of N results. compute(row, at, n, out) fills out[i][0..n) with the n values at offset `at`.
+// Computes rows [top, top + rows) of N results. compute(row, at, n, out) fills out[i][0..n) with the n values at offset
+// `at`.
 template <int N, typename Compute>
-MXEP_INLINE void strip_of(const Result (&results)[N], bf16* scratch, int64_t top, int64_t rows, int64_t m, int64_t f,
-                          ScaleRule rule, const Compute& compute) {
+MXEP_INLINE void compute_strip(const Result (&results)[N], bf16* scratch, int64_t top, int64_t rows, int64_t m,
+                               int64_t f, ScaleRule rule, const Compute& compute) {
   for (int64_t col = 0; col < f; col += kChunk) {
     const int64_t n = std::min(kChunk, f - col);
     for (int64_t r = 0; r < rows; ++r) {
@@ -97,17 +96,17 @@ MXEP_INLINE void strip_of(const Result (&results)[N], bf16* scratch, int64_t top
         out[i] = results[i].x ? results[i].x + at : scratch + i * kScratch + (results[i].q_t ? r * kStride : 0);
       compute(top + r, at, n, out);
       for (int i = 0; i < N; ++i)
-        if (results[i].q) rows_of(out[i], results[i].q + at, results[i].sf + at / kBlock, n / kBlock, rule);
+        if (results[i].q) quantize_blocks(out[i], results[i].q + at, results[i].sf + at / kBlock, n / kBlock, rule);
     }
     for (int i = 0; i < N; ++i)
       if (results[i].q_t)
-        cols_of(scratch + i * kScratch, results[i].q_t + col * m + top, results[i].sf_t + (col * m + top) / kBlock,
-                {rows, n, kStride, m, m / kBlock}, rule);
+        transpose_quantize(scratch + i * kScratch, results[i].q_t + col * m + top,
+                           results[i].sf_t + (col * m + top) / kBlock, {rows, n, kStride, m, m / kBlock}, rule);
   }
 }
 
 template <int N, typename Compute>
-void by_strips(const Result (&results)[N], const Array& gate, ScaleRule rule, const Compute& compute) {
+void for_each_strip(const Result (&results)[N], const Array& gate, ScaleRule rule, const Compute& compute) {
   const int64_t m = gate.dim(0), f = gate.dim(1), height = results[0].q_t ? kStripRows : 8;
   const int64_t strips = (m + height - 1) / height;
   parallel_ranges(strips, height * f * 2 * static_cast<int64_t>(sizeof(bf16)), [=](int64_t begin, int64_t end) {
@@ -115,7 +114,7 @@ void by_strips(const Result (&results)[N], const Array& gate, ScaleRule rule, co
     bf16* scratch = buffer;
     for (int64_t s = begin; s < end; ++s) {
       const int64_t top = s * height, rows = std::min(height, m - top);
-      vectorized([&]() MXEP_ALWAYS_INLINE { strip_of(results, scratch, top, rows, m, f, rule, compute); });
+      vectorized([&]() MXEP_ALWAYS_INLINE { compute_strip(results, scratch, top, rows, m, f, rule, compute); });
     }
   });
 }
@@ -123,9 +122,10 @@ void by_strips(const Result (&results)[N], const Array& gate, ScaleRule rule, co
 void forward(const Call& call, Along along) {
   const bf16 *gate = call.in[0].as<const bf16>(), *up = call.in[1].as<const bf16>();
   const float* prob = call.in[2].dim(0) ? call.in[2].as<const float>() : nullptr;
-  const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out)
-                           MXEP_ALWAYS_INLINE { forward_of(gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0]); };
-  by_strips({result_of(call.out, along)}, call.in[0], along ? rule_of(call) : ScaleRule{}, compute);
+  const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out) MXEP_ALWAYS_INLINE {
+    forward_values(gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0]);
+  };
+  for_each_strip({result_arrays(call.out, along)}, call.in[0], along ? scale_rule(call) : ScaleRule{}, compute);
 }
 
 void backward(const Call& call, Along along) {
@@ -135,11 +135,12 @@ void backward(const Call& call, Along along) {
   float* dprob = call.out.back().as<float>();
   if (prob) std::fill_n(dprob, call.in[3].dim(0), 0.0f);
   const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out) MXEP_ALWAYS_INLINE {
-    const float sum = backward_of(dh + at, gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0], out[1]);
+    const float sum = backward_values(dh + at, gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0], out[1]);
     if (prob) dprob[row] += sum;
   };
-  const Result results[] = {result_of(call.out.first(half), along), result_of(call.out.subspan(half, half), along)};
-  by_strips(results, call.in[1], along ? rule_of(call) : ScaleRule{}, compute);
+  const Result results[] = {result_arrays(call.out.first(half), along),
+                            result_arrays(call.out.subspan(half, half), along)};
+  for_each_strip(results, call.in[1], along ? scale_rule(call) : ScaleRule{}, compute);
 }
 
 }  // namespace
@@ -147,7 +148,6 @@ void backward(const Call& call, Along along) {
 void swiglu(const Call& call) { forward(call, kNone); }
 void swiglu_row(const Call& call) { forward(call, kRows); }
 void swiglu_col(const Call& call) { forward(call, kCols); }
-void swiglu_both(const Call& call) { forward(call, kBoth); }
 void swiglu_bwd(const Call& call) { backward(call, kNone); }
 void swiglu_bwd_row(const Call& call) { backward(call, kRows); }
 void swiglu_bwd_col(const Call& call) { backward(call, kCols); }

@@ -1,8 +1,8 @@
-// SwiGLU forward, h quantized where it is made.
+// SwiGLU forward; h is quantized in the kernel that computes it.
 //
-//   gate, up (M, F), prob (M,) --> h in registers, rounded to bf16 --tile.cuh--> q, sf | q_t, sf_t | both
+//   gate, up (M, F), prob (M,) --> h in registers, rounded to bf16 --tile.cuh--> q, sf  or  q_t, sf_t
 //
-// A CTA walks over tiles: its table of sigmoids is made once. oracle.py defines every byte.
+// CTAs are persistent, so that the table of sigmoids is computed once per CTA. oracle.py defines every byte.
 #include <algorithm>
 
 #include "cuda/driver.h"
@@ -13,30 +13,30 @@
 namespace mxep::cuda {
 namespace {
 
-struct Inputs {
+struct ForwardInputs {
   const bf16 *gate, *up;
-  const float* prob;  // null: every row weighs one
+  const float* prob;  // null: every row has probability 1
 };
 
-struct Fetched {
-  Piece gate[kRowsAtOnce], up[kRowsAtOnce];
+struct ForwardValues {
+  Vector8 gate[kRowsAtOnce], up[kRowsAtOnce];
   float prob[kRowsAtOnce];
 };
 
 template <bool kVector>
-__device__ Fetched fetch(const Inputs& in, const Grid& grid, const Place& at, const Spot& spot) {
-  Fetched fetched;
-  const bf16 *gate = in.gate + spot.offset, *up = in.up + spot.offset;
+__device__ ForwardValues fetch(const ForwardInputs& in, const Grid& grid, const TileCoord& at, const PassSlice& slice) {
+  ForwardValues fetched;
+  const bf16 *gate = in.gate + slice.offset, *up = in.up + slice.offset;
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce; ++r, gate += grid.cols, up += grid.cols) {
-    fetched.gate[r] = load_piece<kVector>(gate, r < spot.rows, spot.columns);
-    fetched.up[r] = load_piece<kVector>(up, r < spot.rows, spot.columns);
-    fetched.prob[r] = in.prob && r < spot.rows ? __ldg(in.prob + at.row + spot.row + r) : 1.0f;
+    fetched.gate[r] = load_vector<kVector>(gate, r < slice.rows, slice.columns);
+    fetched.up[r] = load_vector<kVector>(up, r < slice.rows, slice.columns);
+    fetched.prob[r] = in.prob && r < slice.rows ? __ldg(in.prob + at.row + slice.row + r) : 1.0f;
   }
   return fetched;
 }
 
-__device__ void forward(const Fetched& from, const SigmoidTable& table, Piece (&h)[kRowsAtOnce]) {
+__device__ void forward(const ForwardValues& from, const SigmoidTable& table, Vector8 (&h)[kRowsAtOnce]) {
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce; ++r)
 #pragma unroll
@@ -51,40 +51,41 @@ __device__ void forward(const Fetched& from, const SigmoidTable& table, Piece (&
 }
 
 template <typename T, bool kCol>
-struct Memory {
+struct ForwardShared {
   SigmoidTable table;
 };
 template <typename T>
-struct Memory<T, true> {
+struct ForwardShared<T, true> {
   typename T::Values h;
   typename T::Columns columns;
   SigmoidTable table;
 };
 
-template <typename T, bool kRow, bool kCol, bool kVector>
-__global__ void __launch_bounds__(T::kThreads, 1) swiglu_tiles(Inputs in, Grid grid, ScaleRule rule, Outputs out) {
+template <typename T, bool kCol, bool kVector>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    swiglu_tiles(ForwardInputs in, Grid grid, ScaleRule rule, Outputs out) {
   extern __shared__ uint4 bytes[];
-  auto& memory = *reinterpret_cast<Memory<T, kCol>*>(bytes);
+  auto& memory = *reinterpret_cast<ForwardShared<T, kCol>*>(bytes);
   const uint32_t tiles = grid.all_strips * grid.tiles_across;
-  Place at = Place::of<T>(grid, blockIdx.x);
-  Fetched fetched = fetch<kVector>(in, grid, at, Spot::of<T>(grid, at, 0));
+  TileCoord at = TileCoord::of<T>(grid, blockIdx.x);
+  ForwardValues fetched = fetch<kVector>(in, grid, at, PassSlice::of<T>(grid, at, 0));
   memory.table.fill();
   __syncthreads();
   for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    // Past its last tile a CTA fetches that once more.
-    const Place next = Place::of<T>(grid, tile + gridDim.x < tiles ? tile + gridDim.x : tile);
+    // After its last tile a CTA loads that tile once more.
+    const TileCoord next = TileCoord::of<T>(grid, tile + gridDim.x < tiles ? tile + gridDim.x : tile);
 #pragma unroll
     for (int pass = 0; pass < T::kPasses; ++pass) {
-      const Spot spot = Spot::of<T>(grid, at, pass);
-      Piece h[kRowsAtOnce];
+      const PassSlice slice = PassSlice::of<T>(grid, at, pass);
+      Vector8 h[kRowsAtOnce];
       forward(fetched, memory.table, h);
       const bool done = pass + 1 == T::kPasses;
-      const Place& then = done ? next : at;
-      fetched = fetch<kVector>(in, grid, then, Spot::of<T>(grid, then, done ? 0 : pass + 1));
-      if constexpr (kRow)
-        scale_rows<T>(h, rule, spot.rows, out.q + spot.offset, grid.cols, out.sf + spot.offset / kBlock,
+      const TileCoord& then = done ? next : at;
+      fetched = fetch<kVector>(in, grid, then, PassSlice::of<T>(grid, then, done ? 0 : pass + 1));
+      if constexpr (!kCol)
+        scale_rows<T>(h, rule, slice.rows, out.q + slice.offset, grid.cols, out.sf + slice.offset / kBlock,
                       grid.cols / kBlock);
-      if constexpr (kCol) keep<T>(h, spot, memory.h);
+      if constexpr (kCol) stage<T>(h, slice, memory.h);
     }
     if constexpr (kCol) {
       __syncthreads();
@@ -96,15 +97,15 @@ __global__ void __launch_bounds__(T::kThreads, 1) swiglu_tiles(Inputs in, Grid g
   }
 }
 
-template <bool kRow, bool kCol, bool kVector>
+template <bool kCol, bool kVector>
 void launch(const char* op, const Call& call, Outputs out, cudaStream_t stream) {
-  // Single values take more registers to load than 512 threads have.
+  // Loads of single values need more registers than 512 threads have.
   using T = SharedTile<kVector ? 256 : 128, 128>;
   const Array &gate = call.in[0], &up = call.in[1], &prob = call.in[2];
-  const Grid grid = Grid::of<T>(1, gate.dim(0), gate.dim(1), kRow ? 4 : ~0u);
-  const Inputs in{gate.as<const bf16>(), up.as<const bf16>(), prob.dim(0) ? prob.as<const float>() : nullptr};
-  constexpr auto kKernel = swiglu_tiles<T, kRow, kCol, kVector>;
-  constexpr int kBytes = sizeof(Memory<T, kCol>);
+  const Grid grid = Grid::of<T>(1, gate.dim(0), gate.dim(1), kCol ? ~0u : 4);
+  const ForwardInputs in{gate.as<const bf16>(), up.as<const bf16>(), prob.dim(0) ? prob.as<const float>() : nullptr};
+  constexpr auto kKernel = swiglu_tiles<T, kCol, kVector>;
+  constexpr int kBytes = sizeof(ForwardShared<T, kCol>);
   allow_shared_memory<kKernel>(op, stream, kBytes);
   launch_kernel(op, kKernel, std::min(grid_x(op, grid.tiles()), multiprocessors(op)), T::kThreads, kBytes, stream, in,
                 grid, ScaleRule(call.attrs[0], call.attrs[1]), out);
@@ -114,19 +115,13 @@ void launch(const char* op, const Call& call, Outputs out, cudaStream_t stream) 
 
 void swiglu_row(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
-  launch<true, false, true>("swiglu_row", call, {out(0), out(1), nullptr, nullptr}, stream);
+  launch<false, true>("swiglu_row", call, {out(0), out(1), nullptr, nullptr}, stream);
 }
 
 void swiglu_col(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   const bool vector = call.in[0].dim(1) % 8 == 0;  // rows start at multiples of 16 bytes
-  (vector ? launch<false, true, true> : launch<false, true, false>)("swiglu_col", call,
-                                                                    {nullptr, nullptr, out(0), out(1)}, stream);
-}
-
-void swiglu_both(const Call& call, cudaStream_t stream) {
-  const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
-  launch<true, true, true>("swiglu_both", call, {out(0), out(1), out(2), out(3)}, stream);
+  (vector ? launch<true, true> : launch<true, false>)("swiglu_col", call, {nullptr, nullptr, out(0), out(1)}, stream);
 }
 
 }  // namespace mxep::cuda

@@ -1,11 +1,11 @@
-// SwiGLU backward, dgate and dup quantized along columns, or along rows and columns, where they are made. Rows alone
-// are in cuda_bwd_row.cu.
+// SwiGLU backward; dgate and dup are quantized along columns, or along rows and columns, in the kernel that computes
+// them. Rows alone are in cuda_bwd_row.cu.
 //
 //   dh, gate, up (M, F)           a band of 4 warps loads whole lines of its 32 rows, 256 bytes each
 //        |
 //        | cp.async, a row of each quad 2 or 3 rows ahead
 //        v
-//   ring of 4 rows a quad         a warp takes its 32 x 32 values, a block both ways, 4 rows of 8 columns a lane
+//   ring of 4 rows a quad         a warp reads 32 x 32 values, one block in both dims, 4 rows of 8 columns a lane
 //        |
 //        | table of sigmoids
 //        v
@@ -15,9 +15,9 @@
 //        |
 //        '--- columns: 8 lanes share a block ------> codes and scales staged for a strip's height --> q_t, sf_t
 //
-// Scaling asks no other warp, and what is staged belongs to a band of rows or a group of columns, each with a barrier
-// of its own: while some warps wait for memory, others compute and others write. A CTA owns strips of rows and walks
-// along each, down before across. oracle.py defines every byte but dprob's.
+// Quantization needs no data of other warps. Staged data belong to a band of rows or to a group of columns, each with
+// its own barrier, so that some warps wait for memory while others compute or write. A CTA owns strips of rows and
+// processes the tiles of a strip in order, down before across. oracle.py defines every byte but dprob's.
 #include <algorithm>
 
 #include "cuda/driver.h"
@@ -27,12 +27,12 @@
 namespace mxep::cuda {
 namespace {
 
-struct Tile {
-  static constexpr int kDown = 4, kAcross = 4;  // warps: a band is kAcross of them, a group of columns kDown
+struct BackwardTile {
+  static constexpr int kDown = 4, kAcross = 4;  // in warps: a band is kAcross warps, a group of columns kDown
   static constexpr int kThreads = 32 * kDown * kAcross, kBandThreads = 32 * kAcross, kGroupThreads = 32 * kDown;
   static constexpr int kRows = kBlock * kDown, kCols = kBlock * kAcross;
-  static constexpr int kPairs = 4, kPieces = kCols / 8, kBlockLanes = kBlock / 8;  // as SharedTile has them
-  static constexpr int kTallest = 2, kStripRows = kTallest * kRows;  // more staged rows leave the ring no room
+  static constexpr int kPairs = 4, kVectors = kCols / 8, kBlockLanes = kBlock / 8;  // the constants of SharedTile
+  static constexpr int kTallest = 2, kStripRows = kTallest * kRows;  // more staged rows leave no room for the ring
   static constexpr int kChunks = kStripRows / 16, kBlocks = kStripRows / kBlock;  // of a staged column
 };
 
@@ -41,34 +41,37 @@ struct Strips {
   uint32_t count, tiles_across, tall;  // tall: tiles of a strip on top of each other
 };
 
-struct Memory {
-  Piece ring[kRowsAtOnce][3][Tile::kThreads];            // of dh, gate, up
-  uint4 codes[2][Tile::kAcross][kBlock][Tile::kChunks];  // of dgate, of dup; a group's columns are lines
+struct BackwardColShared {
+  Vector8 ring[kRowsAtOnce][3][BackwardTile::kThreads];  // of dh, gate, up
+  uint4 codes[2][BackwardTile::kAcross][kBlock]
+             [BackwardTile::kChunks];  // of dgate, of dup; the columns of a group are lines
   SigmoidTable table;
-  uint8_t row_scales[2][Tile::kStripRows][kSector];
-  uint8_t col_scales[2][Tile::kAcross][kBlock][Tile::kBlocks];
-  alignas(16) float prob[Tile::kStripRows];
-  float sums[Tile::kAcross][Tile::kStripRows];
+  uint8_t row_scales[2][BackwardTile::kStripRows][kSector];
+  uint8_t col_scales[2][BackwardTile::kAcross][kBlock][BackwardTile::kBlocks];
+  alignas(16) float prob[BackwardTile::kStripRows];
+  float sums[BackwardTile::kAcross][BackwardTile::kStripRows];
 };
-static_assert(sizeof(Memory) <= 227 * 1024);
+static_assert(sizeof(BackwardColShared) <= 227 * 1024);
 
-// Which values a thread works on, and which it loads for its band.
-struct Own {
-  int lane = threadIdx.x % 32, group = threadIdx.x / 32 % Tile::kAcross, band = threadIdx.x / Tile::kBandThreads;
+// The values that a thread processes, and those that it loads for its band.
+struct BackwardThread {
+  int lane = threadIdx.x % 32, group = threadIdx.x / 32 % BackwardTile::kAcross,
+      band = threadIdx.x / BackwardTile::kBandThreads;
   int row = band * kBlock + lane / 4 * kRowsAtOnce, col = group * kBlock + lane % 4 * 8;
-  int load_row = threadIdx.x / Tile::kPieces * kRowsAtOnce, load_col = threadIdx.x % Tile::kPieces * 8;
+  int load_row = threadIdx.x / BackwardTile::kVectors * kRowsAtOnce,
+      load_col = threadIdx.x % BackwardTile::kVectors * 8;
 
-  // Odd quads of rows swap neighbouring 64 bytes: 8 lanes, 4 of each of two quads, read all banks.
+  // Odd quads of rows swap neighbouring 64 bytes, so that 8 lanes, 4 of each of two quads, read all banks.
   static __device__ int slot(int row, int col) {
     const int quad = row / kRowsAtOnce;
-    return quad * Tile::kPieces + (col / 8 ^ (quad & 1) * 4);
+    return quad * BackwardTile::kVectors + (col / 8 ^ (quad & 1) * 4);
   }
   __device__ int to() const { return slot(load_row, load_col); }
   __device__ int from() const { return slot(row, col); }
 
-  // For the warps that share rows, and for those that share columns.
-  __device__ void sync_band() const { sync<Tile::kBandThreads>(1 + band); }
-  __device__ void sync_group() const { sync<Tile::kGroupThreads>(1 + Tile::kDown + group); }
+  // Barriers of the warps that share rows, and of the warps that share columns.
+  __device__ void sync_band() const { sync<BackwardTile::kBandThreads>(1 + band); }
+  __device__ void sync_group() const { sync<BackwardTile::kGroupThreads>(1 + BackwardTile::kDown + group); }
 
  private:
   template <int kThreads>
@@ -77,117 +80,122 @@ struct Own {
   }
 };
 
-// A tile on the way of a CTA.
-struct Cursor {
+// The position of a CTA: the tile that it processes.
+struct TilePosition {
   uint32_t strip, across, down;
 
-  __device__ Cursor next(const Strips& strips, uint32_t height) const {
+  __device__ TilePosition next(const Strips& strips, uint32_t height) const {
     if (down + 1 < height) return {strip, across, down + 1};
     if (across + 1 < strips.tiles_across) return {strip, across + 1, 0};
     return {strip + gridDim.x, 0, 0};
   }
 };
 
-// The 4 rows of 8 columns that a thread loads of a tile.
-struct Patch {
+// The 4 rows of 8 columns of a tile that a thread loads.
+struct LoadSlice {
   int64_t offset;
   int rows, columns;  // that exist
 
-  static __device__ Patch of(const Strips& strips, const Cursor& at, const Own& own) {
-    const int64_t row = (int64_t{at.strip} * strips.tall + at.down) * Tile::kRows + own.load_row;
-    const int64_t col = int64_t{at.across} * Tile::kCols + own.load_col;
+  static __device__ LoadSlice of(const Strips& strips, const TilePosition& at, const BackwardThread& thread) {
+    const int64_t row = (int64_t{at.strip} * strips.tall + at.down) * BackwardTile::kRows + thread.load_row;
+    const int64_t col = int64_t{at.across} * BackwardTile::kCols + thread.load_col;
     const int64_t rows = col < strips.cols ? strips.rows - row : 0;
     return {row * strips.cols + col, static_cast<int>(min(rows, int64_t{kRowsAtOnce})),
             static_cast<int>(min(strips.cols - col, int64_t{8}))};
   }
 };
 
-// Starts to load kBytes, a multiple of which both addresses are, into shared memory; zeros where nothing exists.
+// Starts an asynchronous load of kBytes into shared memory, zeros if `exists` is false. Both addresses are multiples of
+// kBytes.
 template <int kBytes>
 __device__ void load_async(void* to, const void* from, bool exists) {
   const auto slot = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   const int bytes = exists ? kBytes : 0;
   if constexpr (kBytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(slot), "l"(from), "r"(bytes) : "memory");
-  else  // L1 keeps the rest of the sector for the loads beside this one
+  else  // L1 keeps the rest of the sector for the neighbouring loads
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(slot), "l"(from), "n"(kBytes), "r"(bytes)
                  : "memory");
 }
 
-// Starts the loads of row r of a patch; zeros where the matrix has nothing. Rows start at multiples of kBytes. Single
-// values, 2 bytes, go through registers and have arrived when this returns.
+// Starts the loads of row r of a slice; zeros outside the matrix. Rows start at multiples of kBytes. Single values, of
+// 2 bytes, go through registers and have arrived on return.
 template <int kBytes>
-__device__ void fetch(const Inputs& in, const Strips& strips, const Patch& patch, int r, int to, Memory& memory) {
-  const bool exists = r < patch.rows;
-  const int64_t offset = exists ? patch.offset + r * strips.cols : 0;
+__device__ void fetch(const BackwardInputs& in, const Strips& strips, const LoadSlice& load, int r, int to,
+                      BackwardColShared& memory) {
+  const bool exists = r < load.rows;
+  const int64_t offset = exists ? load.offset + r * strips.cols : 0;
 #pragma unroll(kBytes > 2 ? 3 : 1)  // single values of one matrix at a time, or the registers do not suffice
   for (int i = 0; i < 3; ++i) {
     const bf16* from = (i == 0 ? in.dh : i == 1 ? in.gate : in.up) + offset;
-    Piece& slot = memory.ring[r][i][to];
+    Vector8& slot = memory.ring[r][i][to];
     if constexpr (kBytes > 2) {
       load_async<kBytes>(&slot, from, exists);
 #pragma unroll
       for (int first = kBytes / 2; first < 8; first += kBytes / 2) {
-        const bool more = exists && first < patch.columns;
+        const bool more = exists && first < load.columns;
         load_async<kBytes>(&slot.at[first / 2], more ? from + first : from, more);
       }
     } else {
-      slot = load_piece<false>(from, exists, patch.columns);
+      slot = load_vector<false>(from, exists, load.columns);
     }
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// How many rows are fetched ahead; the ring has room for 3 beside the one that is read. On an H200 two instead of three
-// cost columns alone 4%; both ways, with more to write, they gain 1.4% at F = 5120 and cost 0.7% at 2048.
+// Number of rows that are loaded ahead. The ring has room for 3 besides the row that is read. On an H200, two instead
+// of three cost 4% for columns alone; for both dims, with more to write, they gain 1.4% at F = 5120 and cost 0.7% at
+// 2048.
 template <bool kRow>
 inline constexpr int kAhead = kRow ? 2 : kRowsAtOnce - 1;
 
-// For this thread's part of the oldest of kFetched rows.
+// Waits for this thread's part of the oldest of kFetched rows.
 template <int kFetched>
 __device__ void wait_for_row() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kFetched - 1) : "memory");
 }
 
-// Where 16 codes of a staged column lie: a warp's words of 8 such chunks, two of every eighth column, are in all banks.
+// The slot of 16 codes of a staged column. A warp's words of 8 such chunks, two of every eighth column, are in all
+// banks.
 __device__ int swizzled(int chunk, int line) { return chunk ^ (line / 4 & 7); }
 
-// Scales the 32 rows that a warp has of each of its columns: 8 lanes trade maxima until each has one column's scale.
-__device__ void scale_warp(const Piece (&pieces)[kRowsAtOnce], ScaleRule rule, int block,
-                           uint4 (&codes)[kBlock][Tile::kChunks], uint8_t (&scales)[kBlock][Tile::kBlocks]) {
-  const int lane = threadIdx.x % 32, piece = lane % 4;
+// Quantizes a warp's 32 rows of its columns: 8 lanes exchange maxima until each has one column's scale.
+__device__ void scale_warp(const Vector8 (&vectors)[kRowsAtOnce], ScaleRule rule, int block,
+                           uint4 (&codes)[kBlock][BackwardTile::kChunks],
+                           uint8_t (&scales)[kBlock][BackwardTile::kBlocks]) {
+  const int lane = threadIdx.x % 32, vector = lane % 4;
   uint32_t words[4];
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    Bf16x2 largest = pieces[0].at[p];
+    Bf16x2 largest = vectors[0].at[p];
 #pragma unroll
-    for (int r = 1; r < kRowsAtOnce; ++r) largest = max_magnitude(largest, pieces[r].at[p]);
+    for (int r = 1; r < kRowsAtOnce; ++r) largest = max_magnitude(largest, vectors[r].at[p]);
     words[p] = largest.bits;
   }
   exchange_halves<16, 2>(words, Bf16x2::max_words);
   const uint32_t word = Bf16x2::max_words(words[0], __shfl_xor_sync(~0u, words[0], 4));
   const bool second = lane & 4;  // of the pair that the exchanges left here
-  const int own = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + second;
+  const int thread = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + second;
   const uint32_t byte = e8m0_from_amax(Bf16x2::word_bits(word, second), rule);
-  scales[piece * 8 + own][block] = byte;
+  scales[vector * 8 + thread][block] = byte;
   const uint32_t factor = inverse_scale(byte), other = __shfl_xor_sync(~0u, factor, 4);
   const uint32_t factors = second ? Bf16x2::from_bits(other, factor).bits : Bf16x2::from_bits(factor, other).bits;
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
-    const Bf16x2 both{__shfl_sync(~0u, factors, p / 2 * 16 + p % 2 * 8 + piece)};
+    const Bf16x2 both{__shfl_sync(~0u, factors, p / 2 * 16 + p % 2 * 8 + vector)};
     Bf16x2 v[kRowsAtOnce];
 #pragma unroll
-    for (int r = 0; r < kRowsAtOnce; ++r) v[r] = pieces[r].at[p] * both;
-    const int line = piece * 8 + 2 * p, word_at = swizzled(2 * block + lane / 16, line) * 4 + lane / 4 % 4;
+    for (int r = 0; r < kRowsAtOnce; ++r) v[r] = vectors[r].at[p] * both;
+    const int line = vector * 8 + 2 * p, word_at = swizzled(2 * block + lane / 16, line) * 4 + lane / 4 % 4;
     reinterpret_cast<uint32_t*>(codes[line])[word_at] = e4m3x4(v[0].low(), v[1].low(), v[2].low(), v[3].low());
     reinterpret_cast<uint32_t*>(codes[line + 1])[word_at] = e4m3x4(v[0].high(), v[1].high(), v[2].high(), v[3].high());
   }
 }
 
-// L2 keeps what it is told to longer than all that the kernel streams through it. A CTA has a quarter of a sector of
-// sf_t at most, its neighbours have the rest some microseconds before or after: their parts meet in L2, and DRAM gets
-// a whole sector instead of four parts, each of which would cost as much. Sectors of sf are whole, but
-// those beside them follow tiles later: to keep them as well gained 1% at F = 5120 on an H200.
+// Stores with L2's evict_last policy. A CTA has at most a quarter of a sector of sf_t; its neighbours write the rest
+// some microseconds before or after. The parts meet in L2, and DRAM receives a whole sector instead of four parts, each
+// of which would cost as much. Sectors of sf are whole, but the neighbouring sectors follow tiles later: this policy
+// gained 1% for them at F = 5120 on an H200.
 struct StoreToKeep {
   __device__ void operator()(uint8_t* to, uint8_t byte) const {
     uint64_t policy;
@@ -196,107 +204,109 @@ struct StoreToKeep {
   }
 };
 
-// What a group has staged of its 32 columns goes out: `rows` of the strip and `cols` of the columns exist, whose first
-// value is at `first`.
-__device__ void write_columns(const Memory& memory, int which, const Own& own, uint8_t* q_t, uint8_t* sf_t,
-                              int64_t first, int64_t pitch, int64_t rows, int64_t cols) {
-  const uint32_t thread = own.band * 32 + own.lane;
-  write_lines<Tile::kGroupThreads>(memory.codes[which][own.group], swizzled, reinterpret_cast<uint4*>(q_t + first),
-                                   pitch / 16, cols, rows / 16, thread);
-  write_lines<Tile::kGroupThreads>(
-      memory.col_scales[which][own.group], [](int block, int) { return block; }, sf_t + first / kBlock, pitch / kBlock,
-      cols, rows / kBlock, thread, StoreToKeep{});
+// Writes a group's 32 staged columns. `rows` of the strip and `cols` of the columns exist; `first` is the index of
+// their first value.
+__device__ void write_columns(const BackwardColShared& memory, int which, const BackwardThread& thread, uint8_t* q_t,
+                              uint8_t* sf_t, int64_t first, int64_t pitch, int64_t rows, int64_t cols) {
+  const uint32_t index = thread.band * 32 + thread.lane;
+  write_lines<BackwardTile::kGroupThreads>(memory.codes[which][thread.group], swizzled,
+                                           reinterpret_cast<uint4*>(q_t + first), pitch / 16, cols, rows / 16, index);
+  write_lines<BackwardTile::kGroupThreads>(
+      memory.col_scales[which][thread.group], [](int block, int) { return block; }, sf_t + first / kBlock,
+      pitch / kBlock, cols, rows / kBlock, index, StoreToKeep{});
 }
 
 template <bool kRow, int kBytes>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward_tiles(Inputs in, Strips strips, ScaleRule rule, Outputs dgate_out, Outputs dup_out, float* dprob) {
+__global__ void __launch_bounds__(BackwardTile::kThreads, 1)
+    backward_tiles(BackwardInputs in, Strips strips, ScaleRule rule, Outputs dgate_out, Outputs dup_out, float* dprob) {
   extern __shared__ uint4 bytes[];
-  auto& memory = *reinterpret_cast<Memory*>(bytes);
-  constexpr int kTileScales = Tile::kCols / kBlock, kTilesPerSector = kSector / kTileScales;
-  const Own own;
-  const int to = own.to(), from = own.from();
-  const uint32_t strip_rows = strips.tall * Tile::kRows;
+  auto& memory = *reinterpret_cast<BackwardColShared*>(bytes);
+  constexpr int kTileScales = BackwardTile::kCols / kBlock, kTilesPerSector = kSector / kTileScales;
+  const BackwardThread thread;
+  const int to = thread.to(), from = thread.from();
+  const uint32_t strip_rows = strips.tall * BackwardTile::kRows;
 
   uint32_t strip = blockIdx.x;
-  Patch patch = Patch::of(strips, {strip, 0, 0}, own);
+  LoadSlice load = LoadSlice::of(strips, {strip, 0, 0}, thread);
 #pragma unroll
-  for (int r = 0; r < kAhead<kRow>; ++r) fetch<kBytes>(in, strips, patch, r, to, memory);
+  for (int r = 0; r < kAhead<kRow>; ++r) fetch<kBytes>(in, strips, load, r, to, memory);
   memory.table.fill();
 
   while (strip < strips.count) {
     const int64_t strip_row = int64_t{strip} * strip_rows;
     const int rows_here = static_cast<int>(min(strips.rows - strip_row, int64_t{strip_rows}));
-    const uint32_t height = (rows_here + Tile::kRows - 1) / Tile::kRows;
-    for (int row = threadIdx.x; row < Tile::kStripRows; row += Tile::kThreads)
+    const uint32_t height = (rows_here + BackwardTile::kRows - 1) / BackwardTile::kRows;
+    for (int row = threadIdx.x; row < BackwardTile::kStripRows; row += BackwardTile::kThreads)
       memory.prob[row] = row < rows_here && in.prob ? in.prob[strip_row + row] : 1.0f;
     __syncthreads();
     for (uint32_t across = 0; across < strips.tiles_across; ++across) {
-      const int64_t tile_col = int64_t{across} * Tile::kCols;
+      const int64_t tile_col = int64_t{across} * BackwardTile::kCols;
 #pragma unroll 1
       for (uint32_t down = 0; down < height; ++down) {
-        const Cursor next = Cursor{strip, across, down}.next(strips, height);
-        const int row = down * Tile::kRows + own.row;  // of the strip
+        const TilePosition next = TilePosition{strip, across, down}.next(strips, height);
+        const int row = down * BackwardTile::kRows + thread.row;  // in the strip
 
-        Piece dgate[kRowsAtOnce], dup[kRowsAtOnce];
+        Vector8 dgate[kRowsAtOnce], dup[kRowsAtOnce];
         float sums[kRowsAtOnce] = {};
         const float4 four = *reinterpret_cast<const float4*>(memory.prob + row);
         const float prob[kRowsAtOnce] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
-          // Row r of the whole band has come, and the slots that the rows before it were read from are free.
+          // Row r of the whole band has arrived, and the slots of the rows before it are free.
           wait_for_row<kAhead<kRow>>();
-          own.sync_band();
-          if (r == kRowsAtOnce - kAhead<kRow>) patch = Patch::of(strips, next, own);
-          fetch<kBytes>(in, strips, patch, (r + kAhead<kRow>) % kRowsAtOnce, to, memory);
+          thread.sync_band();
+          if (r == kRowsAtOnce - kAhead<kRow>) load = LoadSlice::of(strips, next, thread);
+          fetch<kBytes>(in, strips, load, (r + kAhead<kRow>) % kRowsAtOnce, to, memory);
           const auto& [dh, gate, up] = memory.ring[r];
           backward(dh[from], gate[from], up[from], memory.table, prob[r], dgate[r], dup[r], sums[r]);
         }
         exchange_halves<2, 2>(sums, [](float a, float b) { return a + b; });
-        float& sum = memory.sums[own.group][down * Tile::kRows + own.band * kBlock + own.lane];
+        float& sum = memory.sums[thread.group][down * BackwardTile::kRows + thread.band * kBlock + thread.lane];
         sum = across ? sum + sums[0] : sums[0];
 
-        const int block = down * Tile::kDown + own.band, scale = across % kTilesPerSector * kTileScales + own.group;
-        const int rows_own = tile_col + own.col < strips.cols ? min(rows_here - row, kRowsAtOnce) : 0;
-        const int64_t offset = (strip_row + row) * strips.cols + tile_col + own.col;
-        if (down == 0) own.sync_group();  // the columns before have been read
-        const auto quantize = [&](const Piece(&pieces)[kRowsAtOnce], uint8_t* q, int which) {
+        const int block = down * BackwardTile::kDown + thread.band,
+                  scale = across % kTilesPerSector * kTileScales + thread.group;
+        const int rows_own = tile_col + thread.col < strips.cols ? min(rows_here - row, kRowsAtOnce) : 0;
+        const int64_t offset = (strip_row + row) * strips.cols + tile_col + thread.col;
+        if (down == 0) thread.sync_group();  // the previous columns have been written
+        const auto quantize = [&](const Vector8(&vectors)[kRowsAtOnce], uint8_t* q, int which) {
           if constexpr (kRow)
-            scale_rows<Tile>(pieces, rule, rows_own, q + offset, strips.cols, &memory.row_scales[which][row][scale],
-                             kSector);
-          scale_warp(pieces, rule, block, memory.codes[which][own.group], memory.col_scales[which][own.group]);
+            scale_rows<BackwardTile>(vectors, rule, rows_own, q + offset, strips.cols,
+                                     &memory.row_scales[which][row][scale], kSector);
+          scale_warp(vectors, rule, block, memory.codes[which][thread.group], memory.col_scales[which][thread.group]);
         };
         quantize(dgate, dgate_out.q, 0);
         quantize(dup, dup_out.q, 1);
         if (down + 1 == height) {
-          own.sync_group();
-          const int64_t col = tile_col + own.group * kBlock, first = col * strips.rows + strip_row;
-#pragma unroll 1  // twice the addresses do not fit the registers
+          thread.sync_group();
+          const int64_t col = tile_col + thread.group * kBlock, first = col * strips.rows + strip_row;
+#pragma unroll 1  // the addresses of both do not fit in the registers
           for (int which = 0; which < 2; ++which)
-            write_columns(memory, which, own, which ? dup_out.q_t : dgate_out.q_t,
+            write_columns(memory, which, thread, which ? dup_out.q_t : dgate_out.q_t,
                           which ? dup_out.sf_t : dgate_out.sf_t, first, strips.rows, rows_here, strips.cols - col);
         }
-        strip = next.strip;  // another after the last tile alone
+        strip = next.strip;  // changes after the strip's last tile only
       }
       if (kRow && (across + 1 == strips.tiles_across || across % kTilesPerSector == kTilesPerSector - 1)) {
         __syncthreads();
-        const int64_t first_col = across / kTilesPerSector * kTilesPerSector * Tile::kCols;
+        const int64_t first_col = across / kTilesPerSector * kTilesPerSector * BackwardTile::kCols;
         const int64_t first = (strip_row * strips.cols + first_col) / kBlock, pitch = strips.cols / kBlock;
         const int64_t scales = min(pitch - first_col / kBlock, int64_t{kSector});
         const auto as_is = [](int i, int) { return i; };
 #pragma unroll
         for (int which = 0; which < 2; ++which)
-          write_lines<Tile::kThreads>(memory.row_scales[which], as_is, (which ? dup_out.sf : dgate_out.sf) + first,
-                                      pitch, rows_here, scales, threadIdx.x, StoreToKeep{});
+          write_lines<BackwardTile::kThreads>(memory.row_scales[which], as_is,
+                                              (which ? dup_out.sf : dgate_out.sf) + first, pitch, rows_here, scales,
+                                              threadIdx.x, StoreToKeep{});
         __syncthreads();
       }
     }
     __syncthreads();
     if (in.prob)
-      for (int row = threadIdx.x; row < rows_here; row += Tile::kThreads) {
+      for (int row = threadIdx.x; row < rows_here; row += BackwardTile::kThreads) {
         float sum = 0;
 #pragma unroll
-        for (int group = 0; group < Tile::kAcross; ++group) sum += memory.sums[group][row];
+        for (int group = 0; group < BackwardTile::kAcross; ++group) sum += memory.sums[group][row];
         dprob[strip_row + row] = sum;
       }
   }
@@ -306,15 +316,16 @@ template <bool kRow, int kBytes>
 void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaStream_t stream) {
   if (finished_if_empty(op, call, stream)) return;
   const int64_t rows = call.in[1].dim(0), cols = call.in[1].dim(1), ctas = multiprocessors(op);
-  // As tall as the CTAs' work stays even: tall strips fill more of a sector of sf_t.
-  const auto rounds = [&](int64_t tall) { return ceil_div(ceil_div(rows, tall * Tile::kRows), ctas) * tall; };
-  const int64_t tall = rounds(Tile::kTallest) > rounds(1) ? 1 : Tile::kTallest;
-  const Strips strips{rows, cols, static_cast<uint32_t>(ceil_div(rows, tall * Tile::kRows)),
-                      static_cast<uint32_t>(ceil_div(cols, Tile::kCols)), static_cast<uint32_t>(tall)};
+  // The taller the better, since tall strips fill more of a sector of sf_t, but only while the CTAs' work stays
+  // balanced.
+  const auto rounds = [&](int64_t tall) { return ceil_div(ceil_div(rows, tall * BackwardTile::kRows), ctas) * tall; };
+  const int64_t tall = rounds(BackwardTile::kTallest) > rounds(1) ? 1 : BackwardTile::kTallest;
+  const Strips strips{rows, cols, static_cast<uint32_t>(ceil_div(rows, tall * BackwardTile::kRows)),
+                      static_cast<uint32_t>(ceil_div(cols, BackwardTile::kCols)), static_cast<uint32_t>(tall)};
   constexpr auto kKernel = backward_tiles<kRow, kBytes>;
-  allow_shared_memory<kKernel>(op, stream, sizeof(Memory));
-  launch_kernel(op, kKernel, std::min<int64_t>(strips.count, ctas), Tile::kThreads, sizeof(Memory), stream,
-                Inputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), dgate, dup,
+  allow_shared_memory<kKernel>(op, stream, sizeof(BackwardColShared));
+  launch_kernel(op, kKernel, std::min<int64_t>(strips.count, ctas), BackwardTile::kThreads, sizeof(BackwardColShared),
+                stream, BackwardInputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), dgate, dup,
                 call.out.back().as<float>());
 }
 

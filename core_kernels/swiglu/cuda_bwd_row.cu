@@ -1,10 +1,10 @@
-// SwiGLU backward, the rows of dgate and dup quantized where they are made.
+// SwiGLU backward; the rows of dgate and dup are quantized in the kernel that computes them.
 //
 //   dh, gate, up (M, F), prob (M,) --> dgate, dup in registers --tile.cuh--> q, sf of each
 //
-// A CTA owns strips of rows and walks along each: dprob, a sum over F, stays in its registers until the strip's end,
-// and the scales in shared memory until a sector of them is whole. Nothing waits for a column, so one pass's loads fly
-// while another's values are worked on, without a ring in shared memory.
+// A CTA owns strips of rows and processes the tiles of a strip from left to right. dprob, a sum over F, stays in
+// registers until the strip ends, the scales in shared memory until a sector is whole. No value depends on a column, so
+// that the loads of one pass overlap the computation of another without a ring in shared memory.
 #include <algorithm>
 
 #include "cuda/driver.h"
@@ -16,31 +16,31 @@ namespace {
 
 using T = SharedTile<128, 256>;
 
-struct Fetched {
-  Piece dh[kRowsAtOnce], gate[kRowsAtOnce], up[kRowsAtOnce];
+struct BackwardValues {
+  Vector8 dh[kRowsAtOnce], gate[kRowsAtOnce], up[kRowsAtOnce];
 };
 
-__device__ Fetched fetch(const Inputs& in, const Grid& grid, const Spot& spot) {
-  Fetched fetched;
-  const bf16 *dh = in.dh + spot.offset, *gate = in.gate + spot.offset, *up = in.up + spot.offset;
+__device__ BackwardValues fetch(const BackwardInputs& in, const Grid& grid, const PassSlice& slice) {
+  BackwardValues fetched;
+  const bf16 *dh = in.dh + slice.offset, *gate = in.gate + slice.offset, *up = in.up + slice.offset;
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce; ++r, dh += grid.cols, gate += grid.cols, up += grid.cols) {
-    fetched.gate[r] = load_piece<true>(gate, r < spot.rows, spot.columns);
-    fetched.up[r] = load_piece<true>(up, r < spot.rows, spot.columns);
-    fetched.dh[r] = load_piece<true>(dh, r < spot.rows, spot.columns);
+    fetched.gate[r] = load_vector<true>(gate, r < slice.rows, slice.columns);
+    fetched.up[r] = load_vector<true>(up, r < slice.rows, slice.columns);
+    fetched.dh[r] = load_vector<true>(dh, r < slice.rows, slice.columns);
   }
   return fetched;
 }
 
-struct Memory {
+struct BackwardRowShared {
   SigmoidTable table;
   uint8_t scales[2][T::kRows][kSector];  // of dgate, of dup
   float prob[T::kRows], sums[T::kRows];
 };
 
-// Sums of the lanes that share a row, into lanes that own one row each.
+// Reduces the sums of the lanes that share a row, into lanes that own one row each.
 __device__ void add_lanes(float (&sums)[T::kPasses][kRowsAtOnce], float (&rows)[T::kRows]) {
-  constexpr int kLanes = T::kPieces, kLanesPerRow = kLanes / kRowsAtOnce;
+  constexpr int kLanes = T::kVectors, kLanesPerRow = kLanes / kRowsAtOnce;
   static_assert(kLanes <= 32);
 #pragma unroll
   for (int pass = 0; pass < T::kPasses; ++pass) {
@@ -54,15 +54,15 @@ __device__ void add_lanes(float (&sums)[T::kPasses][kRowsAtOnce], float (&rows)[
 }
 
 __global__ void __launch_bounds__(T::kThreads, 1)
-    backward_rows(Inputs in, Grid grid, ScaleRule rule, Outputs dgate_out, Outputs dup_out, float* dprob) {
+    backward_rows(BackwardInputs in, Grid grid, ScaleRule rule, Outputs dgate_out, Outputs dup_out, float* dprob) {
   extern __shared__ uint4 bytes[];
-  auto& memory = *reinterpret_cast<Memory*>(bytes);
+  auto& memory = *reinterpret_cast<BackwardRowShared*>(bytes);
   constexpr int kTileScales = T::kCols / kBlock, kTilesPerSector = kSector / kTileScales;
-  const auto place = [](uint32_t strip, uint32_t across) {
-    return Place{0, int64_t{strip} * T::kRows, int64_t{across} * T::kCols};
+  const auto coord = [](uint32_t strip, uint32_t across) {
+    return TileCoord{0, int64_t{strip} * T::kRows, int64_t{across} * T::kCols};
   };
-  Place at = place(blockIdx.x, 0);
-  Fetched fetched = fetch(in, grid, Spot::of<T>(grid, at, 0));
+  TileCoord at = coord(blockIdx.x, 0);
+  BackwardValues fetched = fetch(in, grid, PassSlice::of<T>(grid, at, 0));
   memory.table.fill();
 
   for (uint32_t strip = blockIdx.x; strip < grid.strips; strip += gridDim.x) {
@@ -72,24 +72,24 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     __syncthreads();
     float sums[T::kPasses][kRowsAtOnce] = {};
     for (uint32_t across = 0; across < grid.tiles_across; ++across) {
-      // Past its last tile a CTA fetches that once more.
+      // After its last tile a CTA loads that tile once more.
       const bool strip_ends = across + 1 == grid.tiles_across, more = strip + gridDim.x < grid.strips;
-      const Place next = !strip_ends ? place(strip, across + 1) : more ? place(strip + gridDim.x, 0) : at;
+      const TileCoord next = !strip_ends ? coord(strip, across + 1) : more ? coord(strip + gridDim.x, 0) : at;
 #pragma unroll
       for (int pass = 0; pass < T::kPasses; ++pass) {
-        const Spot spot = Spot::of<T>(grid, at, pass);
-        Piece dgate[kRowsAtOnce], dup[kRowsAtOnce];
+        const PassSlice slice = PassSlice::of<T>(grid, at, pass);
+        Vector8 dgate[kRowsAtOnce], dup[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r)
-          backward(fetched.dh[r], fetched.gate[r], fetched.up[r], memory.table, memory.prob[spot.row + r], dgate[r],
+          backward(fetched.dh[r], fetched.gate[r], fetched.up[r], memory.table, memory.prob[slice.row + r], dgate[r],
                    dup[r], sums[pass][r]);
-        // dgate is scaled before more is fetched, or the registers do not suffice.
-        const int scale = across % kTilesPerSector * kTileScales + spot.col / kBlock;
-        scale_rows<T>(dgate, rule, spot.rows, dgate_out.q + spot.offset, grid.cols, &memory.scales[0][spot.row][scale],
-                      kSector);
+        // dgate is quantized before the next loads, or the registers do not suffice.
+        const int scale = across % kTilesPerSector * kTileScales + slice.col / kBlock;
+        scale_rows<T>(dgate, rule, slice.rows, dgate_out.q + slice.offset, grid.cols,
+                      &memory.scales[0][slice.row][scale], kSector);
         const bool done = pass + 1 == T::kPasses;
-        fetched = fetch(in, grid, Spot::of<T>(grid, done ? next : at, done ? 0 : pass + 1));
-        scale_rows<T>(dup, rule, spot.rows, dup_out.q + spot.offset, grid.cols, &memory.scales[1][spot.row][scale],
+        fetched = fetch(in, grid, PassSlice::of<T>(grid, done ? next : at, done ? 0 : pass + 1));
+        scale_rows<T>(dup, rule, slice.rows, dup_out.q + slice.offset, grid.cols, &memory.scales[1][slice.row][scale],
                       kSector);
       }
       if (strip_ends || across % kTilesPerSector == kTilesPerSector - 1) {
@@ -117,9 +117,9 @@ void swiglu_bwd_row(const Call& call, cudaStream_t stream) {
   if (finished_if_empty(kOp, call, stream)) return;
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   const Grid grid = Grid::of<T>(1, call.in[1].dim(0), call.in[1].dim(1), 1);
-  allow_shared_memory<backward_rows>(kOp, stream, sizeof(Memory));
-  launch_kernel(kOp, backward_rows, std::min(grid.strips, multiprocessors(kOp)), T::kThreads, sizeof(Memory), stream,
-                Inputs::of(call), grid, ScaleRule(call.attrs[0], call.attrs[1]),
+  allow_shared_memory<backward_rows>(kOp, stream, sizeof(BackwardRowShared));
+  launch_kernel(kOp, backward_rows, std::min(grid.strips, multiprocessors(kOp)), T::kThreads, sizeof(BackwardRowShared),
+                stream, BackwardInputs::of(call), grid, ScaleRule(call.attrs[0], call.attrs[1]),
                 Outputs{out(0), out(1), nullptr, nullptr}, Outputs{out(2), out(3), nullptr, nullptr},
                 call.out.back().as<float>());
 }

@@ -1,6 +1,7 @@
-"""Triton kernels of SwiGLU and its gradient; plan.py draws what they write.
+"""Triton kernels of SwiGLU and of its gradient; plan.py draws the operands.
 
-dprob's sum needs whole rows: a backward program with `prob` walks along its rows, one without it need not.
+dprob is a sum over whole rows: a backward program with `prob` loops over the tiles of its rows, one without `prob` owns
+a single tile.
 """
 
 import triton
@@ -13,7 +14,7 @@ from ..quantize.kernel import store_quantized
 MINUS_LOG2E: tl.constexpr = tl.constexpr(-LOG2E)
 C1, C2, C3, C4, C5 = map(tl.constexpr, EXP2_COEFFICIENTS)
 MAGIC: tl.constexpr = tl.constexpr(12583039.0)
-"""1.5 * 2^23 + 127: added to a number of [-127, 0] it leaves the nearest integer plus 127 in the lowest bits."""
+"""1.5 * 2^23 + 127. Adding it to a value in [-127, 0] leaves the nearest integer plus 127 in the low bits."""
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _forward_tile(
     rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One (BLOCK_M, BLOCK_K) tile of h, stored in bf16 or quantized along rows, columns or both."""
+    """One (BLOCK_M, BLOCK_K) tile of h, stored in bf16 or quantized along rows or columns."""
     tile = tl.program_id(0)
     k_tiles: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K
@@ -69,9 +70,9 @@ def _backward_strip(
     rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of dgate and dup, tile by tile from left to right; q* hold dgate, up_q* hold dup.
+    """BLOCK_M rows of dgate and dup, tile by tile from left to right. q*, sf* hold dgate; up_q*, up_sf* hold dup.
 
-    Programs along axis 1 share the tiles of a strip; with `prob` there is one, and it sums dprob on its way.
+    Programs along axis 1 share the tiles of a strip. With `prob` there is one program per strip, which also sums dprob.
     """
     m0 = tl.program_id(0).to(tl.int64) * BLOCK_M
     m = m0 + tl.arange(0, BLOCK_M)
@@ -136,18 +137,6 @@ def col_kernel(
 ):  # fmt: skip
     _forward_tile(
         gate, up, prob, M, None, None, None, q_t, sf_t, F, WEIGHTED, False, True,
-        rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit
-def both_kernel(
-    gate, up, prob, M, q, sf, q_t, sf_t,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _forward_tile(
-        gate, up, prob, M, None, q, sf, q_t, sf_t, F, WEIGHTED, True, True,
         rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
     )  # fmt: skip
 

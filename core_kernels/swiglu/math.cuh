@@ -1,24 +1,22 @@
-// SwiGLU on one value: the fp32 operations of oracle.py, in their order.
+// SwiGLU on one value: the fp32 operations of oracle.py, in the same order.
 #pragma once
 
 #include "cuda/mx_math.cuh"
 
 namespace mxep::cuda {
 
-// 1 / (1 + e^-g) through t = 2^(-|g| log2 e), which never overflows; t below 2^-126 is 0. The polynomial is
-// formats.EXP2_COEFFICIENTS.
+// 1 / (1 + e^-g) through t = 2^(-|g| log2 e), which never overflows; t below 2^-126 is 0.
 __device__ inline float sigmoid(float g) {
-  constexpr float kLog2e = 1.44269502f, kMagic = 12583039.0f;  // 1.5 * 2^23 + 127: leaves a rounded y in the low bits
   const float y = fmaxf(__fmul_rn(fabsf(g), -kLog2e), -127.0f);
-  const float m = __fadd_rn(y, kMagic), f = __fsub_rn(y, __fsub_rn(m, kMagic));
-  float p = 0.00132647f;
-  p = __fmaf_rn(p, f, 0.0096715f);
-  p = __fmaf_rn(p, f, 0.05550734f);
-  p = __fmaf_rn(p, f, 0.24022242f);
-  p = __fmaf_rn(p, f, 0.69314698f);
+  const float m = __fadd_rn(y, kRoundToInteger), f = __fsub_rn(y, __fsub_rn(m, kRoundToInteger));
+  float p = kExp2C5;
+  p = __fmaf_rn(p, f, kExp2C4);
+  p = __fmaf_rn(p, f, kExp2C3);
+  p = __fmaf_rn(p, f, kExp2C2);
+  p = __fmaf_rn(p, f, kExp2C1);
   p = __fmaf_rn(p, f, 1.0f);
   const float t = __fmul_rn(p, __uint_as_float(__float_as_uint(m) << 23));
-  // A reciprocal of a number in [1, 2] with an exact residual: rounds correctly for every bf16 g.
+  // The reciprocal of a number in [1, 2] with an exact residual: correctly rounded for every bf16 g.
   const float s = __fadd_rn(1.0f, t);
   float guess;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(s));
@@ -26,10 +24,11 @@ __device__ inline float sigmoid(float g) {
   return __fmul_rn(r, g < 0 ? t : 1.0f);
 }
 
-// The sigmoid of every bf16, at a quarter of the instructions. It is 1/2 up to 2^-25, and 0 or 1 from 88 on.
+// A table of the sigmoid of every bf16, a quarter of the instructions. The sigmoid is 1/2 for |g| up to 2^-25, and 0 or
+// 1 from 88 on.
 struct SigmoidTable {
   static constexpr int kFirst = 0x3300, kLast = 0x42B0;  // bits of 2^-25 and 88
-  float of[kLast - kFirst + 1][2];                       // g, -g
+  float of[kLast - kFirst + 1][2];                       // of g and of -g
 
   __device__ void fill() {
     for (int i = threadIdx.x; i <= kLast - kFirst; i += blockDim.x) {
@@ -48,7 +47,7 @@ struct SigmoidTable {
   }
 };
 
-// To nearest even.
+// Rounds to nearest even.
 __device__ inline Bf16x2 round_to_bf16(float low, float high) {
   Bf16x2 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair.bits) : "f"(high), "f"(low));

@@ -1,12 +1,12 @@
 """The definition of SwiGLU, h = silu(gate) * up * prob, and of its gradient, in numpy.
 
-    swiglu  swiglu_bwd                        bytes, exact, but for dprob: a sum in fp64, rounded once
-    swiglu_row / _col / _both                 what quantizing that bf16 h gives
-    swiglu_bwd_row / _col / _both             what quantizing dgate, then dup gives; then dprob
-    sigmoid64  swiglu64                       what all this approximates: fp64, nothing rounded
+    swiglu  swiglu_bwd                        exact bytes; dprob: a sum in fp64, rounded once
+    swiglu_row / _col                         h in bf16, quantized
+    swiglu_bwd_row / _col / _both             dgate and dup in bf16, quantized; then dprob
+    sigmoid64  swiglu64                       the exact functions in fp64, for comparison
 
-gate, up, dh (M, F) bf16; prob (M,) fp32, or (0,): every row weighs one. Each fp32 operation is a statement of its
-own and rounds to nearest; only `fma` rounds a product and a sum together. Names are those of the ops.
+gate, up, dh (M, F) bf16; prob (M,) fp32, or (0,) for probabilities of 1. Each fp32 operation is a statement of its own
+and rounds to nearest; only `fma` rounds a product and a sum together.
 """
 
 import numpy as np
@@ -19,14 +19,14 @@ Array = np.ndarray
 F32 = np.float32
 ONE = F32(1)
 MAGIC = F32(12583039)
-"""1.5 * 2^23 + 127: added to a number of [-127, 0] it leaves the nearest integer plus 127 in the lowest bits."""
+"""1.5 * 2^23 + 127. Adding it to a value in [-127, 0] leaves the nearest integer plus 127 in the low bits."""
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
     """a * b + c in fp32, rounded once.
 
-    The product is exact in fp64. Their sum is rounded to odd there, which tells a tie from its neighbours, so that
-    rounding it again gives what one rounding would (Boldo and Melquiond, "Emulation of FMA", 2008).
+    The product is exact in fp64. The sum is rounded to odd in fp64, which keeps ties apart from their neighbours, so
+    that rounding it again to fp32 equals a single rounding (Boldo and Melquiond, "Emulation of FMA", 2008).
     """
     product, c = np.multiply(a, b, dtype=np.float64), np.asarray(c, np.float64)
     total = product + c
@@ -73,7 +73,7 @@ def swiglu(gate: Array, up: Array, prob: Array) -> Array:
 
 @np.errstate(all="ignore")
 def dprob_terms(dh: Array, gate: Array, up: Array) -> Array:
-    """What dprob sums over F: (M, F) fp32."""
+    """The terms of dprob, which are summed over F: (M, F) fp32."""
     g = _single(gate)
     return _single(dh) * ((g * _sigmoid(g)) * _single(up))
 
@@ -100,11 +100,6 @@ def swiglu_row(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
 def swiglu_col(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
     """-> q_t (F, M), sf_t (F, M/32) of h."""
     return quantize_oracle.quantize_col(swiglu(gate, up, prob), rounding, satfinite)
-
-
-def swiglu_both(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
-    """-> q, sf, q_t, sf_t of h."""
-    return quantize_oracle.quantize_both(swiglu(gate, up, prob), rounding, satfinite)
 
 
 def swiglu_bwd_row(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):

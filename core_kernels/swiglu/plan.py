@@ -3,7 +3,6 @@
     gate, up (M, F)  --swiglu---------> h (M, F) bf16         h = silu(gate) * up * prob
       prob (M,)      --swiglu_row-----> quantize_row(h)       for the product with w2
                      --swiglu_col-----> quantize_col(h)       for the gradient of w2
-                     --swiglu_both----> both
 
     dh, gate, up     --swiglu_bwd-----> dgate, dup (M, F) bf16, dprob (M,) fp32
       prob           --swiglu_bwd_row-> quantize_row of each; likewise _col and _both
@@ -146,19 +145,6 @@ swiglu_col = _define(
 
     {_FAILS}
     """,
-    col=True,
-)
-swiglu_both = _define(
-    "swiglu_both",
-    f"""`quantize_both` of `swiglu` in one pass; h is not stored.
-
-    {_ARRAYS} M and F are multiples of 32.
-    {SCALES}
-    Returns h_q (M, F), h_sf (M, F/32), h_q_t (F, M) and h_sf_t (F, M/32), uint8.
-
-    {_FAILS}
-    """,
-    row=True,
     col=True,
 )
 swiglu_bwd = _define(

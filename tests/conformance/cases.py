@@ -1,10 +1,10 @@
-"""The inputs that every backend sees. numpy arrays, built once, from fixed seeds.
+"""The inputs of every backend: numpy arrays from fixed seeds, built once.
 
 QUANTIZE   name -> x            floats in, bytes out; the last two dims are multiples of 32 unless `ROW_ONLY`
 MAPS       name -> RowMap       counts of tokens per (rank, local expert), and the buffer they lie in
 SORTS      name -> expert ids
 COMBINES   name -> Combine      rows, the slots they fill, probabilities
-GLUS       name -> Glu          what SwiGLU and its gradient read
+GLUS       name -> Glu          operands of SwiGLU and of its gradient
 GEMMS      name -> Gemm         a grouped product with its group ends
 SPANNED    name -> group ends   groups of several spans of 256 tokens
 """
@@ -32,7 +32,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def swiglu(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """What the second expert matrix reads: silu(gate) * up of two normals."""
+    """silu(gate) * up of two normals, the operand of an expert's second product."""
     gate, up = rng.standard_normal((2, *shape))
     return gate / (1 + np.exp(-gate)) * up
 
@@ -47,7 +47,7 @@ def student_t(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def lognormal_blocks(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Block magnitudes spread by three octaves (one standard deviation)."""
+    """Log-normal block magnitudes, with a standard deviation of three octaves."""
     octaves = 3 * rng.standard_normal((*shape[:-1], shape[-1] // BLOCK))
     return normal(rng, shape) * np.repeat(np.exp2(octaves), BLOCK, axis=-1)
 
@@ -70,11 +70,11 @@ def _quantize_cases() -> dict[str, Array]:
     cases["three_dims"] = student_t(seeded("3d"), (3, 64, 96)).astype(BF16)
 
     patterns = np.arange(2**16, dtype=np.uint16)
-    cases["all_bf16"] = patterns.view(BF16).reshape(512, 128)  # a block holds 32 neighbours of one exponent
+    cases["all_bf16"] = patterns.view(BF16).reshape(512, 128)  # a block holds 32 consecutive values of one exponent
     cases["all_bf16_shuffled"] = seeded("shuffle").permutation(patterns).view(BF16).reshape(512, 128)
     cases["random_bits_fp32"] = _fp32(seeded("bits").integers(0, 2**32, (64, 64), np.uint32))
 
-    # every scale at and beside its edge, 448 * 2^k and 2^k, one block each
+    # the fp32 values at and next to the edge of each scale, 448 * 2^k or 2^k, one block each
     for name, top in (("rceil_edges", 448.0), ("floor_edges", 1.0)):
         edges = np.ldexp(np.float32(top), np.arange(-157, 119)).astype(np.float32)
         edges = np.nextafter(np.stack([edges] * 3), np.float32([[-np.inf], [0], [np.inf]])).reshape(-1)[:800]
@@ -120,7 +120,7 @@ QUANTIZE = _quantize_cases() | ROW_ONLY
 
 @dataclass(frozen=True)
 class RowMap:
-    """counts[rank][local expert]; `rank_rows` 0: ranks follow each other, otherwise each has that many rows."""
+    """counts[rank][local expert]. rank_rows: rows of each rank's buffer; 0: the ranks' rows are contiguous."""
 
     counts: tuple[tuple[int, ...], ...]
     alignment: int = BLOCK
@@ -282,7 +282,7 @@ def _glu_cases() -> dict[str, Glu]:
         "without_prob": _glu("without_prob", (64, 160), False),
         "large": _glu("large", (288, 544), True, student_t),
         "lognormal_blocks": _glu("lognormal_blocks", (96, 96), False, lognormal_blocks),
-        # a row holds neighbours of one exponent; what multiplies them is small, so that only the gate overflows
+        # a row holds consecutive gates of one exponent; dh and up are small, so that only the gate overflows
         "all_gates": _glu("all_gates", (512, 128), True, lambda *a: normal(*a) / 64, gates.reshape(512, 128)),
         "all_gates_shuffled": _glu("all_gates_shuffled", (256, 256), False, normal, shuffled),
         "one_block": _glu("one_block", (32, 32), True),
@@ -291,7 +291,7 @@ def _glu_cases() -> dict[str, Glu]:
     }
     cases["ones"] = Glu(*(np.ones((32, 64), BF16),) * 3, np.float32([]))
 
-    # each of these meets each: 12^3 triples of dh, gate, up; and in prob, in a row of its own
+    # all 12^3 triples of dh, gate, up, each in a row of its own; special values of prob too
     special = np.array([0, -0.0, 1, -1, 3e38, -3e38, 1e-40, -1e-40, 88, np.inf, -np.inf, np.nan], BF16)
     triples = [x.reshape(-1) for x in np.meshgrid(special, special, special, indexing="ij")]
     one_per_row = [np.repeat(x[:, None], 32, axis=1) for x in triples]  # a sum of one kind of term
@@ -306,11 +306,11 @@ RAGGED_GLUS = {
     "odd_rows": _glu("odd_rows", (37, 96), True),
     "odd_rows_without_prob": _glu("odd_rows_without_prob", (37, 96), False),
 }
-"""M is no multiple of 32: nothing to scale along columns."""
+"""M is not a multiple of 32: no scales along columns."""
 ODD_GLUS = {"odd_width": _glu("odd_width", (5, 37), True), "no_columns": _glu("no_columns", (3, 0), True)}
-"""Neither is F: bf16 out alone."""
+"""Neither M nor F is a multiple of 32: bf16 out alone."""
 UNALIGNED_GLUS = {f"rows_of_{width}": _glu(f"rows_of_{width}", (64, width), True) for width in (133, 134, 140)}
-"""F alone is none, rows start at multiples of 2, 4 and 8 bytes: bf16 out, or columns."""
+"""F is not a multiple of 32; rows start at multiples of 2, 4 and 8 bytes: bf16 out, or scales along columns."""
 GLUS = _glu_cases() | RAGGED_GLUS | ODD_GLUS | UNALIGNED_GLUS
 
 

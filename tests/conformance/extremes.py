@@ -1,6 +1,6 @@
-"""Operands that make a fold lose as much as it can, or a sum cancel.
+"""Operands with the largest loss of a fold, or with sums that cancel.
 
-EXTREMES   name -> Extreme     fp32, all of one shape, because JAX compiles each
+EXTREMES   name -> Extreme     fp32, all of one shape, because JAX compiles each shape
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ def _extremes() -> dict[str, Extreme]:
     lhs[:, 0] *= 1.25
     cases["terms_that_cancel"] = lhs, rhs
 
-    # Folded, a row's scale is 1 and E4M3's smallest step 2^-9. Half of it, and one and a half, are ties and all go
-    # the same way; seven eighths of it, in the second group, would be lost by a fold that truncates.
+    # The folded row has scale 1, and E4M3's smallest step is 2^-9. Half a step and one and a half steps are ties that
+    # round the same way. A fold that truncates would lose seven eighths of a step, which the second group has.
     lhs = np.full(lhs_shape, 1.75 * 2.0**-10)
     lhs[: ROW_ENDS[0] : 2], lhs[1 : ROW_ENDS[0] : 2] = 2.0**-10, 3 * 2.0**-10
     lhs[:, :BLOCK], lhs[:, 0] = 0, 256

@@ -1,8 +1,8 @@
-"""How far the grouped products are from what they approximate. Every step from bf16 on runs on the backend under test.
+"""The distance of the grouped products from their exact values. Every step from bf16 on runs on the backend.
 
     x --quantize--> MXFP8 --fold--> folded --product--> out
     |                 |                                  |
-    full precision    exact: the product of these        judged: in dB from either, and by a bound
+    full precision    exact: the product of these        in dB from either, and within a bound
 
 Sums have 4096 terms, in Triton's interpreter 1024. Cases are seeded, the bytes of the operands are the same on every
 backend (other tests require it) and only the order of a sum differs, so the margins are small.
@@ -56,9 +56,9 @@ class Decibels(NamedTuple):
     wgrad: float
 
 
-# Both operands are drawn from the distribution. With a normal right operand the numerics contract has 135, 116, 105,
-# 99 and 89 dB: where both have hot columns or blocks, each hides small values of its own, and 84 dB is left; what
-# Student's t hides depends on the largest value of a seed.
+# Both operands are drawn from the distribution. With a normal right operand the numerics contract states 135, 116, 105,
+# 99 and 89 dB. Hot columns or blocks in both operands cost more, since each operand loses small values of its own. The
+# loss of Student's t depends on the largest value of a seed.
 MEASURED = {
     4096: {
         "normal": Decibels(133.1, 28.37, 28.64),
@@ -90,7 +90,7 @@ ENDS = np.int32([24, 56, 96])
 
 
 class Forward(NamedTuple):
-    """lhs (96, K), rhs_t (3, 64, K) bf16 and what MXFP8 makes of them; the product of each, in fp64."""
+    """lhs (96, K), rhs_t (3, 64, K) in bf16, their values in MXFP8, and the product of each in fp64."""
 
     operands: tuple[Array, Array]
     values: tuple[Array, Array]
@@ -137,8 +137,8 @@ def test_the_table_is_that_of_the_definition(distribution: str) -> None:
 @each_distribution
 @pytest.mark.parametrize("op", ["grouped_mm_mx", "grouped_mm_fold"])
 def test_in_bf16_neither_path_can_be_told_from_rounding(product_of: Callable, distribution: str, op: str) -> None:
-    """Within 0.5 dB of rounding the exact product. Measured: 0 dB on the exact path, 0.006 at most folded, and 0.15 as
-    FP8 tensor cores sum."""
+    """Within 0.5 dB of rounding the exact product. Measured: 0 dB on the exact path, at most 0.006 dB folded, 0.15 dB
+    where FP8 tensor cores sum."""
     exact = forward(distribution).exact
     assert check.sqnr_db(product_of(distribution, op, "bfloat16"), exact) >= floor_db(exact) - 0.5
 
@@ -173,7 +173,7 @@ def test_what_mxfp8_loses(product_of: Callable, distribution: str, op: str) -> N
 
 
 def value_and_loss(q: Array, sf: Array, scale: Array | None = None) -> Pair:
-    """The values of a row of MXFP8, and how far folding may move each; to the row's largest scale, or to `scale`."""
+    """The values of MXFP8 rows, and the largest change of each by a fold to the row's largest scale or to `scale`."""
     values = quantize_oracle.dequantize64(q, sf)
     if scale is None:
         largest = np.where(sf == E8M0_NAN, 0, sf).max(-1, initial=0)
@@ -183,11 +183,11 @@ def value_and_loss(q: Array, sf: Array, scale: Array | None = None) -> Pair:
 
 
 def folded_bound(got: Array, lhs: list[Pair], rhs: list[Pair], loss_of_tensor_cores: float) -> Array:
-    """Checks `got`, group by group, element by element, and returns what folding alone may change.
+    """Assert the bound of each element of `got`, and return the part of the bound that folding adds.
 
-    Above 2^-6 of its row's or span's scale s an element keeps its bits; below, E4M3's step is 2^-9 s and the nearest
-    value, zero among them, is within d = min(|x|, 2^-10 s). So |error| <= sum(d_a |b| + |a| d_b + d_a d_b), and the
-    bound of a GEMM holds for the sum of what is multiplied, which is at most sum|a||b| plus that.
+    An element above 2^-6 of the scale s of its row or span keeps its bits. Below, E4M3's step is 2^-9 s and the nearest
+    value, possibly zero, is within d = min(|x|, 2^-10 s). So folding adds at most sum(d_a |b| + |a| d_b + d_a d_b) to
+    the error, and the magnitudes of the folded operands sum to at most sum|a||b| plus that.
     """
     parts = []
     with np.errstate(invalid="ignore"):
@@ -223,7 +223,7 @@ def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) 
     weights = [value_and_loss(*group) for group in zip(*rhs, strict=True)]
     loss = folded_bound(got, rows_of(lhs, ROW_ENDS), weights, check.fp8_chain(backend))
     if name == TIES:
-        # here the bound is reached: nothing smaller would do
+        # here the error reaches the bound, so the bound is tight
         exact = grouped_gemm_oracle.grouped_mm_mx(*lhs, *rhs, ROW_ENDS, "float64")
         error = np.abs(got.astype(np.float64) - exact)[: ROW_ENDS[0]]
         assert (error >= 0.99 * loss[: ROW_ENDS[0]]).all()
@@ -233,7 +233,7 @@ def test_extreme_rows_folded(backend: str, ops: Ops, name: str, out_dtype: str) 
 @out_dtypes
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_rows_of_a_folded_weight_gradient(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
-    """The same rows, their terms split into groups, the last of them of two spans."""
+    """The same rows; their terms are split into groups, and the last group has two spans."""
     case = EXTREMES[name]
     lhs, rhs = ops["quantize_row"](case.lhs), ops["quantize_row"](case.rhs_t[1])
     a, b = (ops["fold_groups"](*pair, TERM_ENDS) for pair in (lhs, rhs))
@@ -279,8 +279,8 @@ def poison(pair: Pair, rows: Array, q: int, sf: int) -> Pair:
 
 
 @pytest.mark.parametrize("op", needed("grouped_mm_mx", "grouped_mm_fold", "grouped_mm_bf16"))
-def test_nothing_reaches_a_real_row(ops: Ops, op: str) -> None:
-    """NaN and infinity in padding rows, in the groups and behind them, change no byte of another row."""
+def test_padding_rows_change_no_other_row(ops: Ops, op: str) -> None:
+    """NaN and infinity in padding rows, inside the groups and past the last end, change no byte of another row."""
     rng, ends = seeded("padding rows"), PADDED[3]
     x = np.where(REAL[:, None], rng.standard_normal((len(REAL), 160)), 0).astype(BF16)
     w = rng.standard_normal((3, 48, 160)).astype(BF16)
@@ -298,8 +298,8 @@ def test_nothing_reaches_a_real_row(ops: Ops, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", needed("grouped_wgrad_mx", "grouped_wgrad_fold", "grouped_wgrad_bf16"))
-def test_nothing_behind_the_groups_reaches_a_weight_gradient(ops: Ops, op: str) -> None:
-    """Padding inside a group is zeros by contract: there it is part of the sum."""
+def test_rows_past_the_last_end_change_no_weight_gradient(ops: Ops, op: str) -> None:
+    """Padding inside a group is zero by contract, since it is part of the sum."""
     rng, ends = seeded("padding terms"), PADDED[3]
     x, dy = (np.where(REAL[:, None], rng.standard_normal((len(REAL), n)), 0).astype(BF16) for n in (48, 64))
 
@@ -347,8 +347,8 @@ def backward(distribution: str) -> Backward:
 @needs("grouped_wgrad_fold")
 @each_distribution
 def test_a_folded_weight_gradient_cannot_be_told_from_rounding(ops: Ops, distribution: str) -> None:
-    """Its scales have two octaves to spare and are those of the largest tokens so far. Measured on CPUs: 0.002 dB at
-    most, 0.11 where blocks are log-normal, which in fp32 leaves 71.7 dB."""
+    """A span's scale is the largest so far in the group, the first span's two octaves more. Measured on CPUs: at most
+    0.002 dB, and 0.11 dB of log-normal blocks, which are at 71.7 dB in fp32."""
     pairs = [ops["quantize_col"](x) for x in (backward(distribution).dy, backward(distribution).x)]
     exact = grouped_gemm_oracle.grouped_wgrad_mx(*pairs[0], *pairs[1], TOKEN_ENDS, "float64")
     pairs = [ops["fold_groups"](*pair, TOKEN_ENDS) for pair in pairs]
@@ -359,10 +359,10 @@ def test_a_folded_weight_gradient_cannot_be_told_from_rounding(ops: Ops, distrib
 @needs("grouped_wgrad_fold", "grouped_wgrad_mx")
 @each_distribution
 def test_a_weight_gradient_of_what_was_dispatched_in_mxfp8(ops: Ops, distribution: str) -> None:
-    """Activations and gradients came quantized along their rows and are quantized along the tokens again.
+    """Activations and gradients arrive quantized along their rows and are quantized again along the tokens.
 
-    The second time costs next to nothing, measured at most 0.09 dB: all scales are powers of two, so that what E4M3
-    held once it holds again, unless it comes near the bottom of its new block.
+    The second quantization costs at most 0.09 dB (measured). All scales are powers of two, so a value that E4M3 held
+    once it holds again, unless it lies near the bottom of its new block.
     """
     case = backward(distribution)
     pairs = [ops["quantize_col"](ops["dequantize"](*ops["quantize_row"](x))) for x in (case.dy, case.x)]

@@ -1,4 +1,4 @@
-"""Which adapter has which op; and every byte of every output is written."""
+"""The ops of each adapter; and every byte of every output is written."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
 from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
 
+from ..samples import sample, sample_arrays
 from . import backends, check
 from .cases import COMBINES, GEMMS, GLUS, MAPS, QUANTIZE, SORTS
 from .definitions import DEFINITIONS
@@ -33,7 +34,7 @@ def test_every_op_has_a_definition() -> None:
 
 
 def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
-    """One call of every op, with padding, slack and an empty group in it: what a kernel might leave out."""
+    """One call of every op, with padding, slack and an empty group, whose bytes a kernel might leave unwritten."""
     x, gemm, layout = QUANTIZE["normal"], GEMMS["empty_experts"], MAPS["fixed_capacity"]
     rows = routing_oracle.row_map(layout.flat, **layout.options)[0]
     packed = quantize_oracle.quantize_row_packed(x)[: layout.num_rows]
@@ -43,7 +44,8 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
     folded, folded_t = (*fold_oracle.fold_rows(*lhs), *fold_oracle.fold_rows(*rhs)), []
     for operand in (dout_t, lhs_t):
         folded_t += fold_oracle.fold_groups(*operand, ends)
-    calls = {name: ((x,), {}) for name in backends.BYTES if name.startswith("quantize")}
+    calls = {name: (tuple(sample_arrays(op)), sample(op)[1]) for name, op in backends.KERNEL_OPS.items()}
+    calls |= {name: ((x,), {}) for name in backends.BYTES if name.startswith("quantize")}
     calls |= {name: (GLUS["normal"].forward, {}) for name in backends.BYTES if name.startswith("swiglu")}
     calls |= {name: (GLUS["normal"].backward, {}) for name in backends.BYTES if name.startswith("swiglu_bwd")}
     return calls | {
@@ -53,7 +55,6 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         "sort_by_expert": ((SORTS["empty_experts"][0],), {"num_experts": SORTS["empty_experts"][1]}),
         "row_map": ((layout.flat,), layout.options),
         "fold_rows": (lhs, {}),
-        "permute_mx_fold": ((packed, rows), {}),
         "block_scales": ((lhs[1], ends), {}),
         "unblock_scales": (
             (scale_layout_oracle.block_scales(lhs[1], ends), ends),
@@ -78,6 +79,6 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
 @pytest.mark.needs("POISONED")
 @pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.needs(op)) for op in sorted(backends.KERNEL_OPS)])
 def test_every_byte_of_every_output_is_written(ops: Mapping[str, Callable], op: str) -> None:
-    """The bytes of the outputs before the call do not show: two poisons give the same bytes."""
+    """The result does not depend on the bytes of the outputs before the call: two poisons give the same bytes."""
     arrays, options = samples()[op]
     check.same_bytes(ops[op](*arrays, **options, poison=0x5A), ops[op](*arrays, **options, poison=0xFF))

@@ -51,7 +51,7 @@ def test_a_missing_block_is_outside_the_bound() -> None:
         check.m_grouped(short, case.lhs, case.rhs_t, case.group_ends)
 
 
-def test_the_bound_lets_other_operands_be_off_by_as_much_as_it_is_told() -> None:
+def test_the_bound_is_wider_by_the_given_error_of_the_operands() -> None:
     case = GEMMS["normal"]
     exact = oracle.grouped_mm_bf16(case.lhs, case.rhs_t, case.group_ends, "float64")
     off = np.abs(exact) / 8
@@ -62,7 +62,7 @@ def test_the_bound_lets_other_operands_be_off_by_as_much_as_it_is_told() -> None
 
 
 def test_the_bound_is_half_an_ulp_of_bf16_and_none_of_fp32() -> None:
-    """One product of 1 by 257 / 256, halfway between two bf16 numbers; 2^-23 of it for the sum."""
+    """The exact value, 257 / 256, lies halfway between two bf16 numbers; the sum of one term adds 2^-23 of it."""
     exact = np.float64([1 + 2.0**-8])
     check.gemm_bound(np.array([1], BF16), exact, exact, 1)
     check.gemm_bound(np.float32([1 + 2.0**-8 + 2.0**-23]), exact, exact, 1)
@@ -99,6 +99,6 @@ def test_a_weight_of_one_expert_that_is_5_percent_off_fails(weight: str) -> None
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "fp8_rowwise", "bf16"])
 def test_another_recipe_fails(recipe: str) -> None:
-    """But not a fold, 86 dB off with these values: the ops that fold are tested by their bytes."""
+    """A fold is 86 dB off with these values and passes; the tests of the folding ops compare bytes."""
     want = FFN.reference("mxfp8")
     assert worst(FFN.reference(recipe), want, FFN.rows()) < CPU_DB

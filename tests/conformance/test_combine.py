@@ -1,4 +1,4 @@
-"""combine and combine_bwd: every byte but dprobs, a dot product, which is held to the bound of a GEMM."""
+"""combine and combine_bwd: exact bytes; dprobs, a dot product, within the error bound of a product."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,7 +24,7 @@ def test_combine(ops: Ops, name: str, out_dtype: str) -> None:
 
 
 def dprobs_bound(got: np.ndarray, case: Combine) -> None:
-    """Each dot product within the bound, an empty slot's exactly zero."""
+    """Each dot product is within the bound, and that of an empty slot is zero."""
     width, none = case.rows.shape[1], case.slots < 0
     gathered = case.rows[np.where(none, 0, case.slots)] if case.rows.size else np.zeros((*none.shape, width))
     x = np.where(none[..., None], 0, gathered.astype(np.float64))
@@ -48,7 +48,7 @@ def test_combine_bwd(ops: Ops, name: str) -> None:
 
 
 def test_the_sum_rounds_every_product_and_runs_in_order(ops: Ops) -> None:
-    """(1 + 2^-12)^2 rounds to 1 + 2^-11, a tie: an fma keeps 2^-24 more; another order loses the 2^-30."""
+    """(1 + 2^-12)^2 rounds to 1 + 2^-11, a tie: an fma adds 2^-24; another order loses 2^-30."""
     rows, probs = np.float32([[2.0**-30], [-1], [1 + 2.0**-12]]), np.float32([[1, 1 + 2.0**-12, 1]])
     got = ops["combine"](rows, np.int32([[1, 2, 0]]), probs, out_dtype="float32")
     assert got.item() == 2.0**-11 + 2.0**-30
@@ -66,7 +66,7 @@ def test_an_unweighted_sum_is_one_with_probabilities_of_one(ops: Ops) -> None:
 
 
 def test_top_1_without_probabilities_is_a_gather(ops: Ops) -> None:
-    """permute_rows through the same map; a NaN comes out canonical here, so there is none."""
+    """permute_rows with the same map. The case has no NaN, since combine canonicalises NaN."""
     rng = seeded("gather")
     x, row_map = rng.standard_normal((20, 96)).astype(BF16), rng.integers(-1, 20, 50).astype(np.int32)
     got = ops["combine"](x, row_map[:, None], np.zeros(0, np.float32))

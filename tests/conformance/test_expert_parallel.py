@@ -1,12 +1,10 @@
-"""Expert parallelism over 1, 2 and 4 ranks gives the dense layer's answer, and the same bytes travel.
-
-Both frameworks:
+"""Expert parallelism over 1, 2 and 4 ranks: dB from the dense layer; exact bytes of the rows that are sent.
 
     torch  four processes with gloo, started once for this module (torch_ranks.py)
     jax    four CPU devices of this process, shard_map
 
-An expert sees the same rows in the same padded group whatever the number of ranks, so its products are the same
-to the bit. What differs is the router's fp32 product over fewer tokens, in its last bits.
+An expert has the same rows in the same padded group for any number of ranks, so its products agree to the bit. The
+router's fp32 product has fewer tokens on a rank and differs in its last bits.
 """
 
 import subprocess
@@ -28,11 +26,11 @@ from .layers import LAYER_RUNS, WIRE
 pytestmark = pytest.mark.needs("EXPERT_PARALLEL")
 Array = np.ndarray
 RANKS = 4
-SAME_DB = 100.0  # measured at least 133; one element quantized differently would show as less than 70
+SAME_DB = 100.0  # measured at least 133; one element that is quantized differently leaves less than 70
 
 
 class TorchRanks:
-    """The results that the four processes wrote, by case."""
+    """Results of the four processes, by case."""
 
     def __init__(self, files: list[Mapping[str, Array]]) -> None:
         self.files = files
@@ -56,7 +54,7 @@ class TorchRanks:
 
 
 def started(out: Path) -> TorchRanks:
-    """The results of the four processes, once they have ended."""
+    """Run the four processes and read their results."""
     script = [sys.executable, str(Path(__file__).with_name("torch_ranks.py"))]
     processes = [
         subprocess.Popen(
@@ -82,7 +80,7 @@ def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @pytest.mark.parametrize(("name", "recipe"), LAYER_RUNS)
-def test_any_number_of_ranks_gives_the_dense_answer(
+def test_any_number_of_ranks_gives_the_dense_layer(
     ranks: Any, backend: str, name: str, recipe: str, degree: int
 ) -> None:
     y, stats, grads = dense_layer(backend, name, recipe)
@@ -95,7 +93,7 @@ def test_any_number_of_ranks_gives_the_dense_answer(
 
 @pytest.mark.parametrize("name", WIRE)
 def test_the_bytes_on_the_wire_are_the_oracles(ranks: Any, name: str) -> None:
-    """Dispatch forward and combine backward carry MX bytes, the other two legs bf16; each received row exact."""
+    """Dispatch forward and combine backward send MXFP8 bytes, the other two legs bf16; each received row is exact."""
     case = WIRE[name]
     got, received = ranks.wire(name), case.received()
     packed = collectives.all_to_all([oracle.quantize_row_packed(rows) for rows in case.rows], case.splits)

@@ -1,4 +1,4 @@
-"""Both folded operands from one call: every byte is that of the ops which they are composed of."""
+"""quantize_both_fold: exact bytes, those of the ops that it is composed of."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""count_fold_loss: every count, on every backend, and that the bytes of the folds changed where it says so."""
+"""count_fold_loss: exact counts, and as many changed values in the results of the folds."""
 
 from collections.abc import Callable, Mapping
 
@@ -41,7 +41,7 @@ def test_what_counts_nowhere(ops: Ops) -> None:
 
 
 def lost(q: np.ndarray, sf: np.ndarray, folded: np.ndarray) -> tuple[int, int]:
-    """Values, exact in fp64, that the fold changed and left, and that it made zeros."""
+    """The number of values, exact in fp64, that a fold changed to another value than zero, and to zero."""
     value = quantize_oracle.dequantize64(q, sf)
     zero = (folded == 0) & (np.abs(value) > 0)
     return int(np.sum((folded != value) & ~np.isnan(value) & ~zero)), int(np.sum(zero))

@@ -72,7 +72,7 @@ def test_grouped_wgrad_bf16_t(ops: Ops, name: str, out_dtype: str) -> None:
 
 @needs("grouped_mm_bf16", "grouped_wgrad_bf16", "grouped_wgrad_bf16_t")
 def test_no_group_reads_the_next_one(ops: Ops) -> None:
-    """bf16 operands of ones and, in the next group, NaN: ends on both sides of what a tile takes at a time."""
+    """Operands are ones, and NaN in the next group; the ends lie on both sides of the sizes of a tile."""
     ones = np.ones((168, 16), BF16)
     for end in (1, 7, 63, 64, 65, 128, 130):
         group_ends, tokens = np.int32([end, end, 160]), np.arange(168)[:, None]
@@ -100,7 +100,7 @@ def test_grouped_wgrad_mx(ops: Ops, name: str, out_dtype: str) -> None:
 
 
 def with_scales(pair: tuple[np.ndarray, np.ndarray], shift: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pair times 2^shift, which only the scale bytes know."""
+    """The pair times 2^shift, in the scale bytes."""
     return pair[0], (pair[1].astype(np.int32) + shift).astype(np.uint8)
 
 

@@ -45,7 +45,7 @@ def test_fold_groups_of_any_length(ops: Ops, rows: int, ends: list[int]) -> None
 
 
 def every_course_of_scales() -> Pair:
-    """q, sf of 1440 tokens: scales that rise by 1, 17 and 200, fall, and begin with NaN or zero blocks; random ones."""
+    """q, sf of 1440 tokens: scales that rise by 1, 17 and 200, fall, or begin with NaN or zero blocks; random ones."""
     rng, block = seeded("courses"), np.arange(1440 // BLOCK)
     courses = [np.full(len(block), byte) for byte in (0, 100, 254, 255)]
     courses += [100 + block // 8, 20 + block // 8 * 17, np.where(block < 20, 10, 210), 200 - block]
@@ -69,7 +69,7 @@ def test_fold_groups_of_no_columns_or_no_rows(ops: Ops) -> None:
 
 
 def test_groups_are_independent(ops: Ops) -> None:
-    """A first span has two octaves of headroom, a NaN block counts in no scale, slots and columns of no group are 0."""
+    """A first span has two octaves of headroom; a NaN block sets no scale; slots and columns without a group are 0."""
     q = np.full((1, 14 * BLOCK), 0x38, np.uint8)  # 1.0
     first, second = [100, 102, *[255] * 6], [103, 110]
     sf = np.uint8([[*first, *second, 255, 180, 0, 200]])
@@ -80,7 +80,7 @@ def test_groups_are_independent(ops: Ops) -> None:
 
 
 def test_a_scale_rises_only_above_the_headroom(ops: Ops) -> None:
-    """By two octaves in the second span: not at all. By three: by one. And never again down."""
+    """Two octaves more in the second span leave the scale, three raise it by one; it never decreases."""
     q = np.full((2, 3 * SPAN), 0x38, np.uint8)
     sf = np.repeat(np.uint8([[100, 102, 90], [100, 103, 90]]), SPAN // BLOCK, axis=1)
     _, span_sf = ops["fold_groups"](q, sf, np.int32([3 * SPAN]))
@@ -118,7 +118,7 @@ def test_grouped_mm_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> N
 @out_dtypes
 @pytest.mark.parametrize("name", M_GROUPED)
 def test_grouped_mm_fold_bias(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
-    """The bias is a term of the sum; what lies past the last end and a group without rows have none."""
+    """The bias is a term of the sum. Rows past the last end have none."""
     case, ends = M_GROUPED[name], M_GROUPED[name].group_ends
     operands = *by_row(case.lhs), *by_row(case.rhs_t)
     bias = (seeded(f"bias {name}").standard_normal(case.rhs_t.shape[:2]) * 30).astype(np.float32)
@@ -139,7 +139,7 @@ def test_grouped_mm_fold_bias(backend: str, ops: Ops, name: str, out_dtype: str)
 @needs("grouped_mm_fold_bias")
 @out_dtypes
 def test_sum_and_bias_are_rounded_once(ops: Ops, out_dtype: str) -> None:
-    """257 is no bf16 number, 257 + 1 is one; every column has a bias of its own, every group too."""
+    """bf16 holds 258 and not 257; each column of each group has another bias."""
     lhs = np.zeros((70, 32), np.uint8)
     lhs[:, :2] = 0x58, 0x38  # 16, 1
     rhs, one = np.broadcast_to(lhs[0], (2, 136, 32)).copy(), np.full((2, 136), 127, np.uint8)
@@ -179,7 +179,7 @@ def rising(rng: np.random.Generator, columns: int, highest: int) -> Array:
 @out_dtypes
 @pytest.mark.parametrize("name", SPANNED)
 def test_sums_follow_scales_that_rise(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
-    """Within the bound, and what XLA on a CPU reads as zeros: products below fp32's normal numbers."""
+    """Within the bound plus the products below fp32's normal numbers, which XLA on a CPU flushes."""
     rng, ends = seeded("rising"), SPANNED[name]
     operands = rising(rng, 40, 85), rising(rng, 24, 0)[:, ::-1][:, :8]
     lhs, rhs = (by_group(x, ends) for x in operands)
@@ -198,7 +198,7 @@ RISES = [(0, 0), (1, 0), (0, 1), (17, 17), (126, 0), (0, 127), (60, 70), (200, 0
 @needs("grouped_wgrad_fold")
 @pytest.mark.parametrize("rises", RISES, ids=str)
 def test_rises_of_known_size(ops: Ops, rises: tuple[int, int]) -> None:
-    """Products of ones, the second group not at a multiple of 256; what no group has is NaN."""
+    """Products of ones; the second group does not start at a multiple of 256; tokens past the last end are NaN."""
     ends, tokens = np.int32([640, 1216]), [256, 256, 128]
     q, sf = np.full((8, 1280), 0x38, np.uint8), []
     q[:, ends[-1] :] = 0x7F
@@ -214,7 +214,7 @@ def test_rises_of_known_size(ops: Ops, rises: tuple[int, int]) -> None:
 @needs("grouped_wgrad_fold")
 def test_scales_that_rise_all_along_a_group(ops: Ops) -> None:
     """Products of ones in groups of 35, 0, 1 and 18 spans, whose scales rise up to four times by row: sums that fp32
-    holds exactly. What no group has is NaN."""
+    holds exactly. Tokens past the last end are NaN."""
     rng, ends, tokens = seeded("along"), np.int32([8800, 8800, 8832, 13344]), 13568
     operands = []
     for rows in (201, 16):
@@ -233,7 +233,7 @@ def test_scales_that_rise_all_along_a_group(ops: Ops) -> None:
 
 @needs("grouped_mm_fold", "grouped_wgrad_fold")
 def test_no_group_reads_the_next_one(ops: Ops) -> None:
-    """Operands of ones and, beyond the group, NaN: ends at every multiple of 32 of a tile's depth, and of 1 of rows."""
+    """Operands are ones, and NaN past the group's end, which is any multiple of 32 terms or any row of a tile."""
     for end in (32, 64, 96, 128, 160, 224):
         q = np.full((16, SPAN), 0x38, np.uint8)
         q[:, end:] = 0x7F
@@ -255,8 +255,8 @@ def test_an_empty_group_is_zero_whatever_its_scales(ops: Ops) -> None:
     np.testing.assert_array_equal(got, np.zeros((2, 8, 8), np.float32))
 
 
-# Row byte, column byte: both applied at once, the way there does not matter. Behind NaN, on both sides of where the
-# sm_90 kernel begins to take steps.
+# Row byte, column byte: the result is that of one multiplication by both. The last two lines are pairs on both sides of
+# where the sm_90 kernel begins to multiply in steps.
 FAR = [(0, 254), (254, 0), (64, 190), (20, 230), (0, 127), (127, 255), (255, 0)]
 FAR += [(74, 74), (73, 74), (74, 73), (190, 186), (191, 186), (186, 191), (73, 191)]
 
@@ -296,7 +296,7 @@ def test_a_bias_beside_scales_far_apart(ops: Ops, row: int, col: int, out_dtype:
 
 
 def floor_db(exact: Array) -> float:
-    """What rounding the exact product to bf16 alone costs."""
+    """The dB of rounding the exact product to bf16."""
     return check.sqnr_db(oracle_math.round_to(exact, "bfloat16"), exact)
 
 

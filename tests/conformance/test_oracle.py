@@ -1,4 +1,4 @@
-"""The oracle against the text of the contract: values worked out by hand, and numpy's own casts."""
+"""The oracle against the text of the numerics contract: values by hand, and the casts of numpy."""
 
 import doctest
 from types import ModuleType
@@ -102,7 +102,7 @@ def test_rounding_to_bf16_is_one_rounding() -> None:
         oracle_math.round_to(x.astype(np.float64), "bfloat16").view(np.uint16),
         x.astype(ml_dtypes.bfloat16).view(np.uint16),
     )
-    # just above a tie by less than fp32 can hold: a cast through fp32 would round down to even
+    # above a tie by less than fp32 can hold: a cast through fp32 rounds down to even
     assert oracle_math.round_to(np.array([1 + 2.0**-8 + 2.0**-40]), "bfloat16")[0] == BF16.type(1 + 2.0**-7)
 
 

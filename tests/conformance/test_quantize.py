@@ -1,4 +1,4 @@
-"""quantize_*, dequantize: every byte, on every backend."""
+"""quantize_*, dequantize: exact bytes."""
 
 from collections.abc import Callable, Mapping
 from functools import cache

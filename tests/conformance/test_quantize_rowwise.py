@@ -1,4 +1,4 @@
-"""quantize_rowwise, the row as its one block: every byte, on every backend."""
+"""quantize_rowwise, which scales a row as one block: exact bytes."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +20,7 @@ MODE_NAMES = [f"{rounding.name.lower()}{'_satfinite' * satfinite}" for rounding,
 
 
 def _amax_at_every_edge() -> np.ndarray:
-    """Row i has one amax at or beside 448 * 2^e or 2^e, fp32's smallest and largest among them."""
+    """Each row has another amax, at or next to 448 * 2^e or 2^e, from fp32's smallest to its largest value."""
     with np.errstate(over="ignore"):
         powers = np.concatenate([np.ldexp(np.float32(top), np.arange(-158, 128)) for top in (448, 1)])
     edges = np.nextafter(np.stack([powers] * 3), np.float32([[0], [0], [np.inf]]))
@@ -32,7 +32,7 @@ def _amax_at_every_edge() -> np.ndarray:
 
 
 def _one_huge_value() -> np.ndarray:
-    """Beside it the others fall among E4M3's subnormals and below; the last row has one of each magnitude."""
+    """Next to it the other values are E4M3 subnormals or less; the last row has one value of each magnitude."""
     x = seeded("huge").standard_normal((40, 96)).astype(np.float32)
     x[np.arange(40), np.arange(40) * 2] = np.ldexp(np.float32(1), np.arange(40) * 3)
     x[-1] = np.ldexp(np.float32(-1), np.arange(96) - 80)
@@ -40,7 +40,7 @@ def _one_huge_value() -> np.ndarray:
 
 
 def _special_rows() -> np.ndarray:
-    """One NaN, one infinity, both, zeros of one sign, subnormals, the largest: a row each, between ordinary ones."""
+    """Between ordinary rows, one row each with a NaN, an infinity, both, zeros of one sign, subnormals, the largest."""
     x = seeded("special").standard_normal((15, 64)).astype(np.float32)
     x[1, 40], x[3, 0], x[5, 63] = np.nan, np.inf, -np.inf
     x[7, :2] = np.nan, np.inf
@@ -77,7 +77,7 @@ def test_every_bf16_in_rows_that_share_its_scale(ops: Ops, rounding: Rounding) -
         check.same_bytes(ops["quantize_rowwise"](x, rounding=rounding), oracle.quantize_rowwise(x, rounding))
 
 
-def test_a_bad_value_spoils_its_row_alone(ops: Ops) -> None:
+def test_a_nan_changes_its_row_alone(ops: Ops) -> None:
     x = np.ones((3, 2 * BLOCK), np.float32)
     x[1, 40] = np.nan
     qf, row_sf = ops["quantize_rowwise"](x)
@@ -86,7 +86,7 @@ def test_a_bad_value_spoils_its_row_alone(ops: Ops) -> None:
 
 
 @given(data=st.data())
-def test_beside_the_ops_with_a_scale_per_block(ops: Ops, data: st.DataObject) -> None:
+def test_agrees_with_the_ops_that_scale_blocks(ops: Ops, data: st.DataObject) -> None:
     """A row of one block is `quantize_row`'s; the scale of a finite row is `quantize_row_fold`'s."""
     x = data.draw(hnp.arrays(np.uint16, (8, 96), elements=st.integers(0, 2**16 - 1))).view(BF16)
     blocks = np.ascontiguousarray(x[:, :BLOCK])

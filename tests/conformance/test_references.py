@@ -1,7 +1,7 @@
-"""The oracle against two references that are not ours: ONNX's reference evaluator and gfloat.
+"""The oracle against two independent references: ONNX's reference evaluator and gfloat.
 
-Both agree with the oracle on every byte, except where the table says. Each row of the table is asserted: the
-set of inputs that differ is exactly the named one, and what the reference gives there is checked too.
+Both agree with the oracle on every byte, except for the rows of the table. A test asserts each row: the inputs that
+differ are exactly those named, and the reference gives the bytes named.
 
 | reference | inputs | oracle | reference | why |
 | --- | --- | --- | --- | --- |
@@ -100,7 +100,7 @@ def test_onnx_agrees_on_a_million_blocks(rounding: Rounding, divisor: float, rou
         seen["nan"] += nan.sum()
         seen["tiny"] += tiny.sum()
         seen["byte 0"] += (sf == 0).sum()
-    # the edges were really visited
+    # the random blocks contain the edges
     assert seen["nan"] > 1000
     assert seen["byte 0"] > 1000
     assert (seen["tiny"] > 1000) == (rounding is Rounding.RCEIL)
@@ -144,7 +144,7 @@ def gfloat_values(q: np.ndarray, sf: np.ndarray) -> np.ndarray:
     return np.array(values, np.float32)
 
 
-def test_gfloat_knows_the_same_256_elements_and_scales() -> None:
+def test_gfloat_has_the_same_256_elements_and_scales() -> None:
     codes = np.arange(256, dtype=np.uint8)
     elements = [gfloat.decode_float(format_info_ocp_e4m3, int(c)).fval for c in codes]
     np.testing.assert_array_equal(oracle_math.E4M3_VALUES, elements)

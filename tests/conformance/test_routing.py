@@ -1,4 +1,4 @@
-"""sort_by_expert, row_map, permute_rows, permute_mx: every byte, on every backend."""
+"""sort_by_expert, row_map, permute_rows, permute_mx: exact bytes."""
 
 from collections.abc import Callable, Mapping
 
@@ -27,7 +27,7 @@ def test_row_map(ops: Ops, name: str) -> None:
 
 
 def random_rows(name: str, rows: int, dtype: np.dtype, width: int) -> np.ndarray:
-    """Rows of raw bytes, NaN patterns among them: a gather must not look at what it carries."""
+    """Rows of raw bytes, NaN patterns among them: a gather copies bits."""
     rng = np.random.default_rng(list(name.encode()))
     return rng.integers(0, 256, (rows, width * np.dtype(dtype).itemsize), np.uint8).view(dtype)
 

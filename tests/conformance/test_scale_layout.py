@@ -1,4 +1,4 @@
-"""block_scales and unblock_scales: every byte, on every backend, and the layout's definition byte by byte."""
+"""block_scales and unblock_scales: exact bytes, and the definition of the layout byte by byte."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,9 +1,9 @@
-"""One rank of the expert-parallel runs in PyTorch: started as a script by test_expert_parallel.py, four at a time.
+"""One rank of the expert-parallel runs in PyTorch; test_expert_parallel.py starts four of this script.
 
     python torch_ranks.py RANK RANKS STORE OUT     results: OUT/rank{RANK}.npz, key "degree/case/recipe/what"
 
 A group of `ep` ranks shares the experts; with four processes and ep = 1 or 2 there are several groups with the
-same tokens. gloo over a file store, so no port is taken.
+same tokens. gloo uses a file store, so that no port is needed.
 """
 
 import os

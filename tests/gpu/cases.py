@@ -258,7 +258,7 @@ _OF_MATRICES = (
 )
 _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold"),
-    *("swiglu_col", "swiglu_both", "swiglu_bwd_col", "swiglu_bwd_both"),
+    *("swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
 )
 
 
@@ -275,7 +275,6 @@ CASES = {
     "dequantize_fp32": _case("dequantize", _mx, out_dtype="float32"),
     "permute_rows": _case("permute_rows", _rows_and_map),
     "permute_mx": _case("permute_mx", _packed_and_map),
-    "permute_mx_fold": _case("permute_mx_fold", _packed_and_map),
     "sort_by_expert": _case("sort_by_expert", _expert_ids, num_experts=9),
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),
@@ -289,7 +288,7 @@ CASES = {
     "combine_unweighted_fp32": _case("combine", _unweighted(_combine), out_dtype="float32"),
     "combine_bwd": _case("combine_bwd", _combine_bwd),
     "combine_bwd_unweighted": _case("combine_bwd", _unweighted(_combine_bwd)),
-    **{f"swiglu{to}": _case(f"swiglu{to}", _swiglu) for to in ("", "_row", "_col", "_both")},
+    **{f"swiglu{to}": _case(f"swiglu{to}", _swiglu) for to in ("", "_row", "_col")},
     **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", _swiglu_bwd) for to in ("", "_row", "_col", "_both")},
     "swiglu_unweighted": _case("swiglu", _unweighted(_swiglu)),
     "swiglu_bwd_unweighted": _case("swiglu_bwd", _unweighted(_swiglu_bwd)),

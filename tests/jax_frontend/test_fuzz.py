@@ -12,6 +12,7 @@ import numpy as np
 from mxep import jax_frontend as mxep
 from mxep.jax_frontend import MoEConfig, MXArray, Rounding, ops
 
+from ..samples import sample, sample_arrays
 from .references import normal
 
 SPEC = importlib.util.spec_from_file_location("bad_values", Path(__file__).parents[1] / "bad_values.py")
@@ -142,7 +143,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.grouped_wgrad_fold": products(FOLDED, *TF, *TF),
     "ops.grouped_wgrad_mx": products(QUANTIZED, Q_T, SF_T, Q_T, SF_T),
     "ops.permute_mx": {"packed": PACKED, "row_map": MAPS.row_map},
-    "ops.permute_mx_fold": {"packed": PACKED, "row_map": MAPS.row_map},
     "ops.permute_rows": {"x": X, "row_map": MAPS.row_map},
     "ops.quantize_both": {"x": X, **SCALES},
     "ops.quantize_both_fold": {"x": X, "group_ends": ENDS, **SCALES},
@@ -154,7 +154,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.row_map": {"counts": COUNTS, "num_rows": M, "num_local_experts": G, "alignment": 32, "rank_rows": M},
     "ops.sort_by_expert": {"expert_ids": IDS, "num_experts": G},
     "ops.swiglu": GLU,
-    "ops.swiglu_both": {**GLU, **SCALES},
     "ops.swiglu_bwd": {"dh": GATE, **GLU},
     "ops.swiglu_bwd_both": {"dh": GATE, **GLU, **SCALES},
     "ops.swiglu_bwd_col": {"dh": GATE, **GLU, **SCALES},
@@ -165,6 +164,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 # Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report,
 # which reads values and is no function of jit (tests/test_numerics_report.py).
+for _name, _op in ops.OPS.items():
+    if f"ops.{_name}" not in CALLS:
+        _defaults = {key: option.default for key, option in _op.options.items()}
+        _arrays = dict(zip(_op.inputs, map(jnp.asarray, sample_arrays(_op)), strict=True))
+        CALLS[f"ops.{_name}"] = {**_arrays, **_defaults, **sample(_op)[1]}
 RECORDS = {
     "NumericsReport", "numerics_report",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",

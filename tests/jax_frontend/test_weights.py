@@ -77,9 +77,9 @@ def test_the_bytes_are_those_of_the_ops() -> None:
     w = PARAMS["w1"]
     rows, columns = ops.quantize_row(w), ops.quantize_col(w)
     got = quantize_weights(w, recipe=Recipe.parse("mxfp8", compute="exact"))
-    same((got.as_stored, got.transposed), (rows, columns))
+    same((got.as_stored, got.transposed), (tuple(rows), tuple(columns)))
     got = jax.jit(partial(quantize_weights, recipe=Recipe.parse("mxfp8", compute="fold")))(w)
-    same((tuple(got.as_stored), tuple(got.transposed)), (ops.fold_rows(*rows), ops.fold_rows(*columns)))
+    same((tuple(got.as_stored), tuple(got.transposed)), (tuple(ops.fold_rows(*rows)), tuple(ops.fold_rows(*columns))))
     got = quantize_weights(w, recipe="bf16")
     assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [jnp.float32]
 

@@ -1,4 +1,4 @@
-"""Runs the kernel of an op, Triton in its interpreter or C++, on buffers that show every stray read and write."""
+"""Runs the kernel of an op, Triton in its interpreter or C++, on guarded buffers that reveal accesses outside."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.launch import ArrayType, KernelOp
 
-# Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile.
+# TRITON_INTERPRET is read when triton is imported; a process in the interpreter cannot compile.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = (
     ["test_cross_compile.py", "test_cuda_build.py", "test_cpp_*.py"] if INTERPRETED else ["test_triton_*.py"]
@@ -46,7 +46,7 @@ def _run_guarded(op: KernelOp, run: Callable[[list, list], object], *inputs: np.
     for name, buffer in zip(op.outputs, buffers, strict=True):
         guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
         assert bool((guards == 0xFF).all()), f"{op.name} wrote outside of {name}"
-    # numpy has no bf16 of its own
+    # numpy lacks bf16
     return tuple(
         out.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if out.dtype == torch.bfloat16 else out.numpy()
         for out in outs
@@ -60,7 +60,7 @@ def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.nd
         if 0 in launch.grid:
             return
         numbers = {**launch.meta, "num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        # The interpreter reads run-time loop bounds in a way that numpy deprecates.
+        # The interpreter converts run-time loop bounds in a way that numpy deprecates.
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             op.triton_kernel()[launch.grid](*args, *launch.scalars.values(), *outs, **numbers)
 
@@ -84,5 +84,5 @@ def cpp_op():
 
 @pytest.fixture(scope="session")
 def guarded_op():
-    """The implementation of this process: Triton's interpreter where it was chosen, C++ elsewhere."""
+    """The implementation of this process: Triton's interpreter if selected, else C++."""
     return run_interpreted if INTERPRETED else run_cpp

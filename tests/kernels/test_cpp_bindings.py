@@ -1,4 +1,4 @@
-"""The two doors of the C++ table: what they accept and how they refuse."""
+"""Both entry points of the C++ table: accepted arguments and error messages."""
 
 import jax
 import numpy as np

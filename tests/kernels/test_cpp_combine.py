@@ -1,4 +1,4 @@
-"""The combine in C++, between guards: large random slots, and what it refuses before it writes."""
+"""The combine in C++, between guards: large random slots, and errors before the first write."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_slots_outside_the_rows(cpp_op, bad):
     ],
 )
 def test_an_order_that_is_not_the_way_back(cpp_op, order, message):
-    """Rows that no slot writes would keep what was there before."""
+    """Rows that no slot writes would keep their old contents."""
     dy, rows = np.zeros((2, 8), np.float32), np.zeros((3, 8), np.float32)
     with pytest.raises(ValueError, match=f"combine_bwd: {message}"):
         cpp_op(combine.combine_bwd, dy, rows, i32([0, -1], [-1, 2]), order, EMPTY)

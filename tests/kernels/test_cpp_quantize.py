@@ -1,4 +1,4 @@
-"""The C++ quantizers against the oracle where it is exhaustive or awkward; conformance has the ordinary cases."""
+"""The C++ quantizers against the oracle on exhaustive and awkward inputs; conformance has the ordinary cases."""
 
 import threading
 from functools import partial
@@ -47,7 +47,7 @@ def test_every_bf16_as_amax(cpp_op, rule):
 @pytest.mark.parametrize("amax", [2.0**-126, 2.0**-118 * 1.75, 2.0**-9, 1.0, 448.0, 3.0e38])
 @pytest.mark.parametrize("rounding", list(Rounding))
 def test_every_bf16_as_element(cpp_op, amax, rounding):
-    """31 patterns per block under one amax; those above it are replaced by it."""
+    """31 patterns per block with one amax; larger patterns are replaced by the amax."""
     top = np.array(amax, BF16).view(np.uint16)
     elements = np.where(top >= (EVERY_BF16 & 0x7FFF), EVERY_BF16, top)
     elements = np.pad(elements, (0, -len(elements) % (BLOCK - 1))).reshape(-1, BLOCK - 1)
@@ -56,7 +56,7 @@ def test_every_bf16_as_element(cpp_op, amax, rounding):
 
 
 def awkward_fp32(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Random bits, with the exponent of each row of blocks drawn once so that elements share a scale."""
+    """Random bits, with one exponent per row of blocks, so that elements share a scale."""
     sign_and_mantissa = rng.integers(0, 1 << 32, shape, np.uint32) & np.uint32(0x807FFFFF)
     exponent = rng.integers(0, 255, (*shape[:-1], 1), np.uint32)
     below = np.minimum(rng.integers(0, 14, shape, np.uint32), exponent)
@@ -73,7 +73,7 @@ def test_fp32_bits(cpp_op, rule):
 
 
 def test_fp32_ties(cpp_op):
-    """Halfway between neighbouring E4M3 values, and the fp32 values beside it, under scales 2^-127 to 2^100."""
+    """Halfway between neighbouring E4M3 values, and the neighbouring fp32 values, with scales 2^-127 to 2^100."""
     values = oracle_math.E4M3_VALUES[:0x7F]
     middle = ((values[1:] + values[:-1]) / 2).astype(np.float32)
     near = np.concatenate([np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.float32(449))])
@@ -139,10 +139,10 @@ def test_bytes_do_not_depend_on_threads(cpp_op, monkeypatch, threads):
 
 
 def test_caller_that_flushes_subnormals(cpp_op):
-    """The caller's mode neither reaches the kernels nor is changed by them."""
+    """The caller's floating-point mode neither affects the kernels nor is changed by them."""
     x, got = subnormals(), []
 
-    def call_with_flush() -> None:  # in a thread of its own: the mode is a thread's
+    def call_with_flush() -> None:  # in a separate thread: the mode is per thread
         torch.set_flush_denormal(True)
         got.append(x[0, 0] * np.float32(1))
         got.append(all_ops(cpp_op, x))
@@ -157,7 +157,7 @@ def test_caller_that_flushes_subnormals(cpp_op):
 
 
 def test_threads_made_while_the_caller_flushes_keep_subnormals():
-    """The team that an op starts is the one that torch's own loops run on in that thread."""
+    """torch's loops in the same thread reuse the OpenMP team that an op starts."""
     x, sums = torch.from_numpy(subnormals()), []
     out = [torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x), x.shape[1] // 32, dtype=torch.uint8)]
 

@@ -1,4 +1,4 @@
-"""The C++ routing and gathers: what they refuse, and large random maps. Conformance has the ordinary cases."""
+"""The C++ routing and gathers: errors, and large random maps. Conformance has the ordinary cases."""
 
 import numpy as np
 import pytest

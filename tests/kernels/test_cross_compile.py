@@ -23,11 +23,14 @@ from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.registry import OPS
 from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
 from mxep.core_kernels.swiglu import plan as swiglu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from ..samples import sample
 
 ARCHS = {"sm_90": 90, "sm_100": 100}
 SHARED_MEMORY = 99 * 1024
@@ -94,7 +97,6 @@ CASES = {
     "quantize_rowwise f32 satfinite": Case(quantize.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
     "quantize_rowwise wide": Case(quantize.quantize_rowwise, (bf16(M, 16384),), {}, QUANTIZE),
     "quantize_rowwise wide f32": Case(quantize.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
-    "permute_mx_fold": Case(fold.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
     "fold_groups": Case(fold.fold_groups, (*mx(K, M), i32(GROUPS)), {}, QUANTIZE),
     "count_fold_loss": Case(fold_loss.count_fold_loss, (*mx(M, K), u8(M, K // 32)), {}, COUNT),
     "count_fold_loss 3D": Case(fold_loss.count_fold_loss, (*mx(GROUPS, N, K), u8(GROUPS, N, K // 32)), {}, COUNT),
@@ -130,7 +132,6 @@ CASES = {
     "swiglu without prob": Case(swiglu.swiglu, glu(M, N, False), {}, VECTORS),
     "swiglu_row": Case(swiglu.swiglu_row, glu(M, N), {}, QUANTIZE),
     "swiglu_col": Case(swiglu.swiglu_col, glu(M, N), {}, QUANTIZE),
-    "swiglu_both": Case(swiglu.swiglu_both, glu(M, N), {"rounding": 1}, QUANTIZE),
     "swiglu_bwd": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N)), {}, VECTORS),
     "swiglu_bwd without prob": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N, False)), {}, VECTORS),
     "swiglu_bwd_row": Case(swiglu.swiglu_bwd_row, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
@@ -180,6 +181,11 @@ CASES = {
         ("fp8 mma",),
     ),
 }
+_COVERED = {case.op for case in CASES.values()}
+for _op in OPS.values():
+    if _op.kernel and _op not in _COVERED:
+        _types, _options = sample(_op)
+        CASES[_op.name] = Case(_op, tuple(_types), _options)
 MMA = {
     "mma": {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"},
     "mx mma": {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale"},
@@ -194,8 +200,10 @@ def compiled(case_name: str, arch: str):
 
 
 def compile_plan(op: KernelOp, inputs: tuple[ArrayType, ...], arch: str, options: dict, target: int = 0):
-    """The kernel that a launch on `arch` compiles: pointers aligned to 16 bytes, scalars unhinted, a scalar of 1 a
-    constant. target: another GPU that takes the tiles of `arch`, as 10 * major + minor."""
+    """Compiles a launch as on `arch`: pointers aligned to 16 bytes, scalars without hints, 1 as a constant.
+
+    target: another GPU that uses the tiles of `arch`, as 10 * major + minor.
+    """
     plan, kernel = op.launch(*inputs, arch=arch, **options), op.triton_kernel()
     types = [POINTERS[a.dtype] for a in inputs]
     types += ["constexpr" if value == 1 else "i32" for value in plan.scalars.values()]
@@ -259,7 +267,7 @@ PRODUCTS = [*BLOCK_SCALED, "grouped_mm_bf16", "grouped_wgrad_bf16", "grouped_wgr
 
 @pytest.mark.parametrize("case_name", PRODUCTS)
 def test_sm_100_fences_what_its_tensor_core_reads(case_name):
-    """Between writes to shared memory, waited for, and the tcgen05 instruction that reads them: Triton 3.6 forgets."""
+    """Between writes to shared memory and the tcgen05 instruction that reads them; Triton 3.6 omits it."""
     ptx = compiled(case_name, "sm_100").asm["ptx"]
     steps = re.findall(r"(cp\.async\.wait_group|st\.shared|fence\.proxy\.async|tcgen05\.(?:mma|cp))\b", ptx)
     reads = [i for i, step in enumerate(steps) if step.startswith("tcgen05")]
@@ -278,7 +286,7 @@ def test_sm_100_has_room_for_a_tile(case_name):
 
 @pytest.mark.parametrize("case_name", BLOCK_SCALED)
 def test_sm_100_operands_pass_the_registers_by(case_name):
-    """Elements always; scales too where K is a multiple of 128, so that the next are copied while it multiplies."""
+    """Elements always; scales too if K is a multiple of 128, so that copies overlap products."""
     ttgir = compiled(case_name, "sm_100").asm["ttgir"]
     loop = ttgir[ttgir.index("scf.for") : ttgir.index("ttng.tmem_load")]
     assert "ttg.local_load" not in loop
@@ -297,7 +305,6 @@ SMALL = {
     "fold_rows": (fold.fold_rows, mx(1, 32)),
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
     "quantize_rowwise": (quantize.quantize_rowwise, (bf16(1, 32),)),
-    "permute_mx_fold": (fold.permute_mx_fold, (u8(1, 33), i32(1))),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
     "count_fold_loss": (fold_loss.count_fold_loss, (*mx(1, 32), u8(1, 1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),

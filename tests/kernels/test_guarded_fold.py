@@ -13,11 +13,8 @@ from mxep.core_kernels.scale_layout import plan as scale_layout
 def test_folds(guarded_op, rows, k):
     rng = np.random.default_rng(k)
     q, sf = rng.integers(0, 256, (rows, k), np.uint8), rng.integers(110, 140, (rows, k // 32), np.uint8)
-    row_map = rng.integers(-1, rows, 70, np.int32)
-    packed = np.concatenate([q, sf], axis=1)
     for got, want in (
         (guarded_op(fold.fold_rows, q, sf), fold_oracle.fold_rows(q, sf)),
-        (guarded_op(fold.permute_mx_fold, packed, row_map), fold_oracle.permute_mx_fold(packed, row_map)),
         (guarded_op(fold_loss.count_fold_loss, q, sf, sf[::-1]), fold_oracle.count_fold_loss(q, sf, sf[::-1])),
     ):
         for g, w in zip(got, want, strict=True):

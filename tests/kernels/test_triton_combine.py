@@ -1,4 +1,4 @@
-"""The combine between guards, in Triton's interpreter: no byte outside is read or written; and 64-bit rows."""
+"""The combine between guards, in Triton's interpreter: no byte outside is read or written. Rows have 64-bit offsets."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_combine(triton_op, tokens, top_k, padding, d):
 
 
 def test_past_2_31_elements():
-    """Rows whose first element has an index over 2^31; the rest is never touched."""
+    """Rows whose first element has an index above 2^31; the other rows are not accessed."""
     r, d = (1 << 24) + 2, 128
     rows = torch.zeros(r, d, dtype=torch.bfloat16)
     rows[-1] = 3

@@ -1,5 +1,5 @@
-"""Group ends that break the contract, which nobody looks at on a GPU: NaN for the groups beside them, in Triton's
-interpreter. Every other group is what it would be, and no byte outside is read or written."""
+"""Group ends that break the contract, in Triton's interpreter: a GPU does not check them. The groups on both sides of
+such an end are NaN, all other groups are correct, and no byte outside is read or written."""
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,7 @@ BROKEN = NO_MULTIPLES | OUT_OF_ORDER
 
 
 def sums_of_ones(ends: list[int], broken: list[int]) -> np.ndarray:
-    """(G, 1, 1): as many ones as a group has tokens."""
+    """(G, 1, 1): the number of tokens per group."""
     sums = np.diff(np.float32(ends), prepend=0)
     sums[broken] = np.nan
     return sums[:, None, None]
@@ -62,7 +62,7 @@ def test_products_of_bf16_take_any_ends_in_order(triton_op, name):
 
 @pytest.mark.parametrize("name", NO_MULTIPLES)
 def test_fold_groups(triton_op, name):
-    """The codes and the other scales are those of the multiples of 32 below the ends."""
+    """The codes and the other scales are those for ends rounded down to multiples of 32."""
     ends, broken = NO_MULTIPLES[name]
     rng, below = np.random.default_rng(4), np.int32(ends) // BLOCK * BLOCK
     q, sf = rng.integers(0, 256, (7, TOKENS), np.uint8), rng.integers(110, 140, (7, TOKENS // BLOCK), np.uint8)

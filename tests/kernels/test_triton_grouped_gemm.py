@@ -117,7 +117,7 @@ def test_mm_fold(triton_op, ends, out_dtype):
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("ends", [[32, 128], [0, 0, 96, 96], [288, 608], [704], [0, 0], []], ids=str)
 def test_wgrad_fold(triton_op, ends, out_dtype):
-    """Later tokens are larger, so that scales rise in the groups that have several spans."""
+    """Later tokens are larger, so that scales increase in groups with several spans."""
     rng, group_ends = np.random.default_rng(5), np.array(ends, np.int32)
     larger = np.exp2(np.arange(704) // 128)[:, None]
     lhs, rhs = (x * larger.astype(BF16) for x in (normal(rng, 704, 80), normal(rng, 704, 72)))
@@ -239,7 +239,7 @@ def test_nan_stays_in_its_row(triton_op):
 
 
 def test_extreme_scales(triton_op):
-    """2^-127 times 2^127: subnormal scales are not flushed, and the product of a pair needs no wide range."""
+    """2^-127 times 2^127: subnormal scales are not flushed, and their product does not overflow."""
     k = 32
     lhs = np.full((4, k), 0x38, np.uint8), np.full((4, 1), 0, np.uint8)  # 1.0 * 2^-127
     rhs = np.full((1, 4, k), 0x38, np.uint8), np.full((1, 4, 1), 254, np.uint8)  # 1.0 * 2^127
@@ -249,7 +249,7 @@ def test_extreme_scales(triton_op):
 
 @pytest.mark.parametrize(("m", "n", "k", "groups"), [(0, 8, 32, 2), (8, 0, 32, 2), (8, 8, 0, 2), (8, 8, 32, 0)])
 def test_empty_dims(triton_op, m, n, k, groups):
-    """No sum has a term: zeros."""
+    """Empty sums are zeros."""
     ends = np.full(groups, m, np.int32)
     ones = {"dtype": BF16}
     (got,) = triton_op(grouped_gemm.grouped_mm_bf16, np.ones((m, k), **ones), np.ones((groups, n, k), **ones), ends)

@@ -47,7 +47,7 @@ def test_padding_hides_nan(triton_op):
 
 
 def test_past_2_31_elements():
-    """Two rows of an input whose last byte has an index over 2^31; the rest of it is never touched."""
+    """Two rows of an input whose last byte has an index above 2^31; the other rows are not accessed."""
     rows, k = 1 << 25, 64
     packed = torch.zeros(rows, k + k // 32, dtype=torch.uint8)
     packed[-1] = 7

@@ -109,7 +109,7 @@ def test_every_e4m3_tie(triton_op):
 
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_dequantize_every_pair(triton_op, out_dtype):
-    """Every element byte under every scale byte; every NaN has the one bit pattern."""
+    """Every element byte with every scale byte; every NaN has the canonical bit pattern."""
     sf, q = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8), indexing="ij")
     sf = np.ascontiguousarray(sf[:, ::32])
     (got,) = triton_op(quantize.dequantize, q, sf, out_dtype=out_dtype)

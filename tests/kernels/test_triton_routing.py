@@ -1,4 +1,4 @@
-"""The routing kernels against the oracle in Triton's interpreter; small and uneven on purpose."""
+"""The routing kernels against the oracle in Triton's interpreter, on small and uneven sizes."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ COUNTS = {
 @pytest.mark.parametrize("slack", [0, 5, 100])
 @pytest.mark.parametrize(("counts", "experts"), COUNTS.values(), ids=COUNTS.keys())
 def test_row_map(triton_op, counts, experts, slack, alignment):
-    """Parts of the ranks follow each other; `slack` rows at the end hold nothing."""
+    """The ranks' rows are contiguous; the last `slack` rows are unused."""
     counts = np.array(counts, np.int32)
     options = {"num_rows": int(counts.sum()) + slack, "num_local_experts": experts, "alignment": alignment}
     got = triton_op(routing.row_map, counts, **options)
@@ -53,7 +53,7 @@ def test_row_map(triton_op, counts, experts, slack, alignment):
 @pytest.mark.parametrize("slack", [0, 5, 100])
 @pytest.mark.parametrize(("counts", "experts"), list(COUNTS.values())[:-2], ids=list(COUNTS)[:-2])
 def test_row_map_of_fixed_parts(triton_op, counts, experts, slack):
-    """Every rank's part has `rank_rows` rows."""
+    """Every rank has `rank_rows` rows."""
     counts = np.array(counts, np.int32)
     per_rank = counts.reshape(-1, experts).sum(1)
     rank_rows = int(per_rank.max()) + slack
@@ -63,7 +63,7 @@ def test_row_map_of_fixed_parts(triton_op, counts, experts, slack):
 
 
 def test_counts_beyond_the_buffer_stay_inside(triton_op):
-    """The contract is broken, the memory is not: the guards around each output are intact."""
+    """Counts that break the contract cause no write outside: the guards around each output are intact."""
     got = triton_op(routing.row_map, np.array([100, 200], np.int32), num_rows=40, num_local_experts=2)
     assert got[0].min() == -1
     assert got[0].max() == 39

@@ -44,11 +44,15 @@ def gradients(moe: MoE, y: Tensor, x: Tensor) -> dict[str, Tensor]:
     return dict(zip(("x", *names), grads, strict=True))
 
 
-# Measured with these seeds, the worst of y and all gradients: 45.2 dB in bf16, 23.0 dB in MXFP8.
-@pytest.mark.parametrize(("recipe", "floor_db"), [("bf16", 43), ("mxfp8", 22), ("mxfp8_wgrad_with_hp", 22)])
+# The worst of 24 seeds, six programs each. bf16: 44.9 dB, 42.5 dB for the router, whose gradient sums few terms. MXFP8:
+# 22.6 and 21.0 dB. Less 0.6 to 1 dB. Draws of the weights differ between versions of torch, so one seed says little.
+FLOORS_DB = {"bf16": (44, 41.5), "mxfp8": (22, 20), "mxfp8_wgrad_with_hp": (22, 20)}
+
+
+@pytest.mark.parametrize("recipe", FLOORS_DB)
 @pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
 @pytest.mark.parametrize(("score_func", "normalize"), [("softmax", True), ("sigmoid", True), ("softmax", False)])
-def test_forward_and_backward(recipe: str, floor_db: float, score_func, normalize: bool, prob_in) -> None:
+def test_forward_and_backward(recipe: str, score_func, normalize: bool, prob_in) -> None:
     moe = layer(recipe, score_func=score_func, normalize=normalize, prob_in=prob_in)
     x = tokens(50).requires_grad_()
     y, _ = moe(x)
@@ -56,6 +60,8 @@ def test_forward_and_backward(recipe: str, floor_db: float, score_func, normaliz
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     got, exact = {"y": y} | gradients(moe, y, x), {"y": want} | gradients(moe, want, x)
     measured = {name: sqnr_db(got[name], exact[name]) for name in got}
+    floor_db, router_db = FLOORS_DB[recipe]
+    assert measured.pop("router.weight") > router_db
     assert min(measured.values()) > floor_db, measured
 
 

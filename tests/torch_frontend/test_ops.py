@@ -1,14 +1,18 @@
 """Every kernel as a custom op: opcheck, whole graphs, bytes, and errors that say what to do."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch._dynamo.testing
+from mxep.core_kernels.launch import KernelOp
 from mxep.torch_frontend import MXTensor, _call, debug_checks, ops
 from torch import Tensor
 from torch.library import opcheck
 
+from ..conformance.backends.arrays import to_torch
+from ..samples import sample, sample_arrays
 from .inputs import ints, rows
 
 
@@ -45,7 +49,6 @@ CASES: dict[str, Callable[[], tuple]] = {
     "fold_rows": lambda: mx(5, 64),
     "quantize_row_fold": lambda: (rows(5, 64), 1),
     "quantize_rowwise": lambda: (rows(5, 64), 1),
-    "permute_mx_fold": lambda: (ops.quantize_row_packed(rows(5, 64)), ints(4, -1, 0)),
     "fold_groups": lambda: (*mx(40, 96), ints(32, 32, 64)),
     "quantize_both_fold": lambda: (rows(96, 64), ints(32, 32, 64), 1),
     "count_fold_loss": lambda: (*mx(5, 64), torch.full((5, 2), 127, dtype=torch.uint8)),
@@ -54,7 +57,6 @@ CASES: dict[str, Callable[[], tuple]] = {
     "swiglu": lambda: glu(5, 7)[1:],
     "swiglu_row": lambda: (*glu(5, 64)[1:], 1),
     "swiglu_col": lambda: (*glu(64, 7, weighted=False)[1:], 0, True),
-    "swiglu_both": lambda: glu(32, 64)[1:],
     "swiglu_bwd": lambda: glu(5, 7),
     "swiglu_bwd_row": lambda: (*glu(5, 64, weighted=False), 1),
     "swiglu_bwd_col": lambda: glu(64, 7),
@@ -79,8 +81,16 @@ CASES: dict[str, Callable[[], tuple]] = {
 }
 
 
-def test_every_kernel_has_a_case() -> None:
-    assert set(CASES) == set(ops.OPS) | {"permute_q_sf"}
+def sampled(op: KernelOp) -> tuple:
+    return *map(to_torch, sample_arrays(op)), *sample(op)[1].values()
+
+
+CASES = {name: partial(sampled, op) for name, op in ops.OPS.items()} | CASES
+
+
+@pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
+def test_the_sample_of_an_op_is_valid(op: KernelOp) -> None:
+    getattr(ops, op.name)(*sampled(op))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -248,7 +258,7 @@ def bwd(**changed: Tensor) -> tuple[Tensor, ...]:
             (u8(4, 64), u8(4, 2), u8(4, 1)),
         ),
         (TypeError, r"target: got dtype int32", "count_fold_loss", (u8(1, 32), u8(1, 1), ints(3).view(1, 1))),
-        (ValueError, r"row_map: got 7", "permute_mx_fold", (ops.quantize_row_packed(A), ints(7))),
+        (ValueError, r"row_map: got 7", "permute_mx", (ops.quantize_row_packed(A), ints(7))),
         (ValueError, r"group_ends: got \[3, 2\]", "block_scales", (mx(4, 64)[1], ints(3, 2))),
         (ValueError, r"group_ends: got \[3, 5\]", "unblock_scales", (torch.zeros(256, 4).byte(), ints(3, 5), 4, 2)),
         (ValueError, r"blocked: got shape", "unblock_scales", (torch.zeros(128, 4).byte(), ints(3, 4), 4, 2)),
@@ -260,7 +270,7 @@ def bwd(**changed: Tensor) -> tuple[Tensor, ...]:
         (ValueError, r"gate: got last dim = 40", "swiglu_row", (rows(4, 40), rows(4, 40), NO_PROB)),
         (ValueError, r"gate: got dim 0 \(scaled along\) = 4", "swiglu_bwd_col", (A, A, A, NO_PROB)),
         (TypeError, r"dh: got dtype float32; allowed: bfloat16", "swiglu_bwd", (A.float(), A, A, NO_PROB)),
-        (TypeError, r"prob: got dtype bfloat16; allowed: float32", "swiglu_both", (A, A, A[:, 0].contiguous())),
+        (TypeError, r"prob: got dtype bfloat16; allowed: float32", "swiglu_row", (A, A, A[:, 0].contiguous())),
         (ValueError, r"expert_ids: got 4", "sort_by_expert", (ints(4), 4)),
         (ValueError, r"alignment: got 33", "row_map", (ints(2, 1), 3, 2, 33)),
     ],
