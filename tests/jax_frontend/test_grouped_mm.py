@@ -43,7 +43,7 @@ THRESHOLDS = {
 MX_ROWS = {
     "mxfp8_wgrad_with_hp": (MX_DB, MX_DB, HALF_MX_DB),
     "fp8_rowwise": (MX_DB, MX_DB, HALF_MX_DB),
-    "bf16": (HALF_MX_DB, BF16_DB, HALF_MX_DB),
+    "bf16": (31.1, BF16_DB, HALF_MX_DB),
 }
 """Of x that arrives quantized; bf16 measured 31.4, 55.6 and 31.5."""
 
