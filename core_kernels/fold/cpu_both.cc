@@ -1,6 +1,6 @@
 // Both folded operands of an activation: rows with one scale each, and columns with one scale per span of tokens; see
-// plan_both.py. The columns are processed group by group in strips, so that the running maxima of a strip stay in the
-// cache:
+// plan_both.py. Of MXFP8 rows the columns alone; see plan_requantize.py. The columns are processed group by group in
+// strips, so that the running maxima of a strip stay in the cache:
 //
 //   strip      0       1       2
 //            .-------.-------.---.
@@ -32,6 +32,21 @@ struct FloatColumns {
   int64_t pitch;
 
   const T* span(int64_t row, int64_t) const { return x + row * pitch; }
+};
+
+struct MxColumns {
+  static constexpr int64_t pitch = kStripCols;
+  const uint8_t *q, *sf;  // the strip's first column
+  int64_t k, cols;
+  bf16 values[kSpan * kStripCols];
+
+  const bf16* span(int64_t row, int64_t rows) {
+    vectorized([&]() MXEP_ALWAYS_INLINE {
+      for (int64_t r = 0; r < rows; ++r)
+        dequantize_blocks(q + (row + r) * k, sf + (row + r) * (k / kBlock), values + r * pitch, cols / kBlock);
+    });
+    return values;
+  }
 };
 
 // q_t and span_sf point to the strip's first column.
@@ -96,6 +111,14 @@ void quantize_both_fold(const Call& call) {
                  [=](int64_t col, int64_t) { return FloatColumns<T>{x + col, k}; });
   });
   quantize_row_fold({call.in.first(1), call.out.first(2), call.attrs});
+}
+
+void requantize_col_fold(const Call& call) {
+  const int64_t m = call.in[0].dim(0), k = call.in[0].dim(1);
+  const uint8_t *q = call.in[0].as<uint8_t>(), *sf = call.in[1].as<uint8_t>();
+  fold_columns("requantize_col_fold", call.in[2], m, k, call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(),
+               scale_rule(call),
+               [=](int64_t col, int64_t cols) { return MxColumns{q + col, sf + col / kBlock, k, cols, {}}; });
 }
 
 }  // namespace mxep

@@ -1,8 +1,9 @@
-// Both folded operands of an activation from one read.
+// Both folded operands of an activation from one read; of MXFP8 rows, the token operand alone.
 //
 //   x (M, K), group_ends (G,) --> qf (M, K)    row_sf (M,)       one scale per row
 //                                 qf_t (K, M)  span_sf (S, K)    one per column and span of 256 rows of a group: the
 //                                                                running maximum
+//   q (M, K), sf (M, K/32), group_ends (G,) --> qf_t, span_sf
 //
 // A CTA keeps a tile of 256 rows, a span, by some columns in registers (register_tile.cuh) while it waits for two
 // maxima: of the same columns in earlier spans, and of the same rows in the other tiles (look_back.cuh):
@@ -232,6 +233,11 @@ void launch_floats(const char* op, const Call& call, cudaStream_t stream) {
 void quantize_both_fold(const Call& call, cudaStream_t stream) {
   const char* op = "quantize_both_fold";
   call.in[0].dtype == DType::bf16 ? launch_floats<bf16>(op, call, stream) : launch_floats<float>(op, call, stream);
+}
+
+void requantize_col_fold(const Call& call, cudaStream_t stream) {
+  const MxRows x{call.in[0].as<const uint8_t>(), call.in[1].as<const uint8_t>(), call.in[0].dim(0), call.in[0].dim(1)};
+  launch<FoldTile<Bf16x2>>("requantize_col_fold", x, call.in[2], call.out, call.attrs, stream);
 }
 
 }  // namespace mxep::cuda
