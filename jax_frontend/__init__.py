@@ -6,6 +6,8 @@ Products       grouped_mm, grouped_swiglu_ffn, swiglu, ragged_dot_mxfp8, quantiz
 Rows           MXArray, MXGradArray, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder
 Exchanges      plan_exchange, Exchange, a2a_dispatch, permute, and torchao's names a2a_*, permute_*, unpermute_*
 Kernels        ops, capabilities, force_implementation, lower_for, numerics_report
+
+`help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """
 
 try:
@@ -13,81 +15,44 @@ try:
 except ImportError as error:
     raise ImportError("mxep.jax_frontend needs jax: pip install 'mxep[jax]'") from error
 
-from ..core_kernels.fold.report import NumericsReport
-from ..core_kernels.formats import Rounding
-from ..core_kernels.recipe import RECIPES, Recipe
-from . import moe, ops
-from ._device import force_implementation, lower_for
-from .capabilities import Capability, capabilities
-from .ep import (
-    Exchange,
-    TokenReplicas,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    a2a_dispatch,
-    a2a_dispatch_mxfp8_fwd_hp_bwd,
-    plan_exchange,
-    to_mxfp8_a2a_dequant,
-)
-from .ffn import grouped_swiglu_ffn
-from .grouped_mm import grouped_mm
-from .moe import MoEConfig, MoEStats
-from .mx_array import MXArray, MXGradArray
-from .numerics import numerics_report
-from .ops import ExpertOrder, RowMap
-from .permute import (
-    gather_rows,
-    permute,
-    permute_mxfp8_fwd_hp_bwd,
-    sort_by_expert,
-    spread_rows,
-    unpermute_hp_fwd_mxfp8_bwd,
-)
-from .pipeline import Route, combine, dispatch, dispatch_probs
-from .ragged_dot import ragged_dot_mxfp8
-from .swiglu import swiglu
-from .weighted_combine import weighted_combine
-from .weights import QuantizedWeights, quantize_weights
-
-__all__ = [
-    "RECIPES",
-    "Capability",
-    "Exchange",
-    "ExpertOrder",
-    "MXArray",
-    "MXGradArray",
-    "MoEConfig",
-    "MoEStats",
-    "NumericsReport",
-    "QuantizedWeights",
-    "Recipe",
-    "Rounding",
-    "Route",
-    "RowMap",
-    "TokenReplicas",
-    "a2a_combine_hp_fwd_mxfp8_bwd",
-    "a2a_dispatch",
-    "a2a_dispatch_mxfp8_fwd_hp_bwd",
-    "capabilities",
-    "combine",
-    "dispatch",
-    "dispatch_probs",
-    "force_implementation",
-    "gather_rows",
-    "grouped_mm",
-    "grouped_swiglu_ffn",
-    "lower_for",
-    "moe",
-    "numerics_report",
-    "ops",
-    "permute",
-    "permute_mxfp8_fwd_hp_bwd",
-    "plan_exchange",
-    "quantize_weights",
-    "ragged_dot_mxfp8",
-    "sort_by_expert",
-    "spread_rows",
-    "swiglu",
-    "to_mxfp8_a2a_dequant",
-    "unpermute_hp_fwd_mxfp8_bwd",
-    "weighted_combine",
-]
+from ..core_kernels.fold.report import NumericsReport as NumericsReport
+from ..core_kernels.formats import Rounding as Rounding
+from ..core_kernels.recipe import RECIPES as RECIPES
+from ..core_kernels.recipe import Recipe as Recipe
+from . import moe as moe
+from . import ops as ops
+from ._device import force_implementation as force_implementation
+from ._device import lower_for as lower_for
+from .capabilities import Capability as Capability
+from .capabilities import capabilities as capabilities
+from .ep import Exchange as Exchange
+from .ep import TokenReplicas as TokenReplicas
+from .ep import a2a_combine_hp_fwd_mxfp8_bwd as a2a_combine_hp_fwd_mxfp8_bwd
+from .ep import a2a_dispatch as a2a_dispatch
+from .ep import a2a_dispatch_mxfp8_fwd_hp_bwd as a2a_dispatch_mxfp8_fwd_hp_bwd
+from .ep import plan_exchange as plan_exchange
+from .ep import to_mxfp8_a2a_dequant as to_mxfp8_a2a_dequant
+from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
+from .grouped_mm import grouped_mm as grouped_mm
+from .moe import MoEConfig as MoEConfig
+from .moe import MoEStats as MoEStats
+from .mx_array import MXArray as MXArray
+from .mx_array import MXGradArray as MXGradArray
+from .numerics import numerics_report as numerics_report
+from .ops import ExpertOrder as ExpertOrder
+from .ops import RowMap as RowMap
+from .permute import gather_rows as gather_rows
+from .permute import permute as permute
+from .permute import permute_mxfp8_fwd_hp_bwd as permute_mxfp8_fwd_hp_bwd
+from .permute import sort_by_expert as sort_by_expert
+from .permute import spread_rows as spread_rows
+from .permute import unpermute_hp_fwd_mxfp8_bwd as unpermute_hp_fwd_mxfp8_bwd
+from .pipeline import Route as Route
+from .pipeline import combine as combine
+from .pipeline import dispatch as dispatch
+from .pipeline import dispatch_probs as dispatch_probs
+from .ragged_dot import ragged_dot_mxfp8 as ragged_dot_mxfp8
+from .swiglu import swiglu as swiglu
+from .weighted_combine import weighted_combine as weighted_combine
+from .weights import QuantizedWeights as QuantizedWeights
+from .weights import quantize_weights as quantize_weights

@@ -6,9 +6,11 @@ from typing import Any
 
 from mxep import jax_frontend, torch_frontend
 
+from .public_names import public_names
+
 SHARED = {
     name
-    for name in set(torch_frontend.__all__) & set(jax_frontend.__all__)
+    for name in public_names(torch_frontend) & public_names(jax_frontend)
     if isinstance(getattr(torch_frontend, name), FunctionType)
 }
 
@@ -49,7 +51,7 @@ def test_the_signatures_are_the_same() -> None:
 
 def test_the_default_recipe_is_mxfp8() -> None:
     for frontend in (torch_frontend, jax_frontend):
-        for name in frontend.__all__:
+        for name in public_names(frontend):
             value = getattr(frontend, name)
             if not callable(value) or (inspect.isclass(value) and issubclass(value, tuple)):
                 continue

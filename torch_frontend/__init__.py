@@ -6,6 +6,8 @@ Products       grouped_mm, grouped_swiglu_ffn, swiglu, quantize_weights, Quantiz
 Rows           MXTensor, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder, a2a_dispatch
 torchao's      mxfp8_grouped_mm, a2a_*, permute_*, unpermute_* and others, under torchao's signatures (docs/torchao.md)
 Kernels        ops, capabilities, force_implementation, debug_checks, numerics_report
+
+`help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """
 
 try:
@@ -15,79 +17,45 @@ except ModuleNotFoundError as error:
         "mxep.torch_frontend: PyTorch is missing; install it with `pip install 'mxep[torch]'`"
     ) from error
 
-from ..core_kernels.fold.report import NumericsReport
-from ..core_kernels.formats import Rounding
-from ..core_kernels.recipe import RECIPES, Recipe
-from . import ops
-from ._call import debug_checks
-from ._device import force_implementation
-from .capabilities import Capability, capabilities
-from .ep import TokenReplicas, a2a_dispatch
-from .ffn import grouped_swiglu_ffn
-from .grouped_mm import grouped_mm
-from .moe import GroupedExperts, MoE, MoEStats
-from .mx_tensor import MXTensor
-from .numerics import numerics_report
-from .parallel import MXFP8ExpertParallel
-from .permute import ExpertOrder, RowMap, gather_rows, sort_by_expert, spread_rows
-from .pipeline import Route, combine, dispatch, dispatch_probs
-from .swiglu import swiglu
-from .torchao import (
-    ScaleCalculationMode,
-    _to_mxfp8_then_scaled_grouped_mm,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    a2a_dispatch_mxfp8_fwd_hp_bwd,
-    bf16_grouped_mm,
-    fp8_rowwise_grouped_mm,
-    mxfp8_grouped_mm,
-    permute_mxfp8_fwd_hp_bwd,
-    to_mxfp8_a2a_dequant,
-    unpermute_hp_fwd_mxfp8_bwd,
-)
-from .weighted_combine import weighted_combine
-from .weights import QuantizedWeights, quantize_weights
-
-__all__ = [
-    "RECIPES",
-    "Capability",
-    "ExpertOrder",
-    "GroupedExperts",
-    "MXFP8ExpertParallel",
-    "MXTensor",
-    "MoE",
-    "MoEStats",
-    "NumericsReport",
-    "QuantizedWeights",
-    "Recipe",
-    "Rounding",
-    "Route",
-    "RowMap",
-    "ScaleCalculationMode",
-    "TokenReplicas",
-    "_to_mxfp8_then_scaled_grouped_mm",
-    "a2a_combine_hp_fwd_mxfp8_bwd",
-    "a2a_dispatch",
-    "a2a_dispatch_mxfp8_fwd_hp_bwd",
-    "bf16_grouped_mm",
-    "capabilities",
-    "combine",
-    "debug_checks",
-    "dispatch",
-    "dispatch_probs",
-    "force_implementation",
-    "fp8_rowwise_grouped_mm",
-    "gather_rows",
-    "grouped_mm",
-    "grouped_swiglu_ffn",
-    "mxfp8_grouped_mm",
-    "numerics_report",
-    "ops",
-    "permute_mxfp8_fwd_hp_bwd",
-    "quantize_weights",
-    "sort_by_expert",
-    "spread_rows",
-    "swiglu",
-    "to_mxfp8_a2a_dequant",
-    "unpermute_hp_fwd_mxfp8_bwd",
-    "weighted_combine",
-]
+from ..core_kernels.fold.report import NumericsReport as NumericsReport
+from ..core_kernels.formats import Rounding as Rounding
+from ..core_kernels.recipe import RECIPES as RECIPES
+from ..core_kernels.recipe import Recipe as Recipe
+from . import ops as ops
+from ._call import debug_checks as debug_checks
+from ._device import force_implementation as force_implementation
+from .capabilities import Capability as Capability
+from .capabilities import capabilities as capabilities
+from .ep import TokenReplicas as TokenReplicas
+from .ep import a2a_dispatch as a2a_dispatch
+from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
+from .grouped_mm import grouped_mm as grouped_mm
+from .moe import GroupedExperts as GroupedExperts
+from .moe import MoE as MoE
+from .moe import MoEStats as MoEStats
+from .mx_tensor import MXTensor as MXTensor
+from .numerics import numerics_report as numerics_report
+from .parallel import MXFP8ExpertParallel as MXFP8ExpertParallel
+from .permute import ExpertOrder as ExpertOrder
+from .permute import RowMap as RowMap
+from .permute import gather_rows as gather_rows
+from .permute import sort_by_expert as sort_by_expert
+from .permute import spread_rows as spread_rows
+from .pipeline import Route as Route
+from .pipeline import combine as combine
+from .pipeline import dispatch as dispatch
+from .pipeline import dispatch_probs as dispatch_probs
+from .swiglu import swiglu as swiglu
+from .torchao import ScaleCalculationMode as ScaleCalculationMode
+from .torchao import _to_mxfp8_then_scaled_grouped_mm as _to_mxfp8_then_scaled_grouped_mm
+from .torchao import a2a_combine_hp_fwd_mxfp8_bwd as a2a_combine_hp_fwd_mxfp8_bwd
+from .torchao import a2a_dispatch_mxfp8_fwd_hp_bwd as a2a_dispatch_mxfp8_fwd_hp_bwd
+from .torchao import bf16_grouped_mm as bf16_grouped_mm
+from .torchao import fp8_rowwise_grouped_mm as fp8_rowwise_grouped_mm
+from .torchao import mxfp8_grouped_mm as mxfp8_grouped_mm
+from .torchao import permute_mxfp8_fwd_hp_bwd as permute_mxfp8_fwd_hp_bwd
+from .torchao import to_mxfp8_a2a_dequant as to_mxfp8_a2a_dequant
+from .torchao import unpermute_hp_fwd_mxfp8_bwd as unpermute_hp_fwd_mxfp8_bwd
+from .weighted_combine import weighted_combine as weighted_combine
+from .weights import QuantizedWeights as QuantizedWeights
+from .weights import quantize_weights as quantize_weights

@@ -61,7 +61,7 @@ class _Hidden(NamedTuple):
 
 
 def _permuted(x: Rows, rows: Array) -> Rows:
-    return tuple(permute_rows(part, rows) for part in x) if isinstance(x, tuple) else permute_rows(x, rows)
+    return (permute_rows(x[0], rows), permute_rows(x[1], rows)) if isinstance(x, tuple) else permute_rows(x, rows)
 
 
 def _permuted_vector(x: Array, rows: Array) -> Array:
@@ -114,5 +114,5 @@ def swiglu_ffn_vjp(
     dx_gate, dw1 = _product_vjp(dgate, hidden.x, w1, ends, precision)
     dx_up, dw3 = _product_vjp(dup, hidden.x, w3, ends, precision)
     dx = round_to(dx_gate + dx_up, "bfloat16" if mx else x.dtype.name)
-    dws = (round_to(dw, w.dtype.name) for dw, w in ((dw1, w1), (dw3, w3), (dw2, w2)))
-    return Gradients(permute_rows(dx, inverse), *dws, _permuted_vector(dprob, inverse))
+    dw1, dw3, dw2 = (round_to(dw, w.dtype.name) for dw, w in ((dw1, w1), (dw3, w3), (dw2, w2)))
+    return Gradients(permute_rows(dx, inverse), dw1, dw3, dw2, _permuted_vector(dprob, inverse))

@@ -10,9 +10,11 @@ import torch
 from mxep import torch_frontend
 from mxep.torch_frontend import ops
 
+from ..public_names import public_names
+
 MODULES = [m.name for m in pkgutil.iter_modules(torch_frontend.__path__) if not m.name.startswith("_")]
 MODULES.remove("ops")  # its examples are in the registry, below
-NAMES = {name: getattr(torch_frontend, name) for name in torch_frontend.__all__}
+NAMES = {name: getattr(torch_frontend, name) for name in public_names(torch_frontend)}
 """The examples use the public names without importing them."""
 SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
 """They change how later calls run: an example has nothing to show."""

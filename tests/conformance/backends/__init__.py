@@ -30,7 +30,7 @@ ADAPTERS = ("cpp", "triton", "torch", "jax")
 DEFAULT = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
 
 PRODUCTS = {name for name in KERNEL_OPS if name.startswith("grouped_")}
-"""Ops with an error bound; the results of the others are exact bytes."""
+"""Ops of the registry with an error bound; the results of the others are exact bytes."""
 BYTES = KERNEL_OPS.keys() - PRODUCTS
 
 
