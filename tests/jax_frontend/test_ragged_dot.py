@@ -126,10 +126,11 @@ def test_sizes_are_any_integers(recipe: str, dtype: str) -> None:
 )
 def test_dtypes_are_those_of_ragged_dot(lhs: str, rhs: str, preferred, out: str) -> None:
     sizes = sizes_of("any")
-    dot = partial(ragged_dot_mxfp8, group_sizes=sizes, preferred_element_type=preferred)
+    recipe = "mxfp8_wgrad_with_hp"
+    dot = partial(ragged_dot_mxfp8, group_sizes=sizes, recipe=recipe, preferred_element_type=preferred)
     got = results(dot, LHS.astype(lhs), RHS.astype(rhs), DOUT)
     assert [x.dtype.name for x in got] == [out, lhs, rhs]
-    check_products(got, LHS, RHS, DOUT, sizes, "mxfp8_wgrad_with_hp")
+    check_products(got, LHS, RHS, DOUT, sizes, recipe)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
