@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
-from mxep.core_kernels.fold.plan_both import scratch_bytes
+from mxep.core_kernels.fold import plan_both, plan_requantize
 from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
 from mxep.torch_frontend import ops as torch_ops
@@ -42,10 +42,12 @@ class Case:
 
     def scratch(self, inputs: Tensors) -> int:
         """Bytes of scratch memory that the CUDA kernel needs."""
-        if self.op != "quantize_both_fold":
+        if self.op not in ("quantize_both_fold", "requantize_col_fold"):
             return 0
-        x, ends = inputs
-        return scratch_bytes(*x.shape, ends.shape[0], str(x.dtype).removeprefix("torch."))
+        x, *_, ends = inputs
+        if self.op == "requantize_col_fold":
+            return plan_requantize.scratch_bytes(*x.shape, ends.shape[0])
+        return plan_both.scratch_bytes(*x.shape, ends.shape[0], str(x.dtype).removeprefix("torch."))
 
     def inputs(self, seed: int = 0, m: int = 96) -> Tensors:
         return tuple(x.to(DEVICE) for x in self.make(Rng().manual_seed(seed), m))
