@@ -93,6 +93,7 @@ def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes(capability: Cal
         return _launch.prepare_uncached(ops.OPS["sort_by_expert"], layouts, forced, num_experts=num_experts).runner
 
     with (
+        mock.patch.object(cpp_bindings, "why_not_cuda", return_value=""),
         mock.patch.object(cpp_bindings, "CudaLaunch", return_value="cuda"),
         mock.patch.object(_launch, "_triton", return_value="triton"),
     ):
@@ -133,7 +134,10 @@ def test_scratch_memory_is_allocated_and_dropped(capability: Callable) -> None:
 
     gpu = torch.device("cuda", 0)
     layouts = [(t.shape, t.dtype, gpu, t.stride()) for t in (x, ends)]
-    with mock.patch.object(cpp_bindings, "CudaLaunch", return_value=write) as launch:
+    with (
+        mock.patch.object(cpp_bindings, "why_not_cuda", return_value=""),
+        mock.patch.object(cpp_bindings, "CudaLaunch", return_value=write) as launch,
+    ):
         call = _launch.prepare_uncached(op, layouts, None)
     written, attrs = launch.call_args.args[4:]
     assert len(written) == len(want) + 1
