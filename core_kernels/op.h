@@ -18,7 +18,7 @@ namespace mxep {
 enum class DType { u8, i32, bf16, f32 };
 constexpr int64_t itemsize(DType dtype) { return dtype == DType::u8 ? 1 : dtype == DType::bf16 ? 2 : 4; }
 
-// A dense row-major array. The plan has checked its shape and dtype.
+// A dense row-major array. KernelOp.check has checked its shape and dtype.
 struct Array {
   void* data;
   std::span<const int64_t> shape;
@@ -38,7 +38,7 @@ struct Array {
   int64_t nbytes() const { return leading(0) * itemsize(dtype); }
 };
 
-// `attrs` are the options of the plan, in the order of KernelOp.attrs.
+// `attrs` are the values of Signature.attrs in order; for CUDA, of Launch.cuda_attrs.
 struct Call {
   std::span<const Array> in;
   std::span<const Array> out;

@@ -2,8 +2,8 @@
 //
 //   torch tensors --DLPack--> run(name, inputs, outputs, attrs) --> run_op(Op, Call)
 //
-// Callers plan first: the plan checks shapes and sizes the outputs. This function checks the device, the layout and the
-// number of arrays alone; a call whose sizes differ from the plan's reads and writes out of bounds.
+// Callers ask KernelOp.check first, which checks shapes and sizes the outputs. This function checks the device, the
+// layout and the number of arrays alone; a call with other sizes reads and writes out of bounds.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -1,6 +1,6 @@
 // The CUDA op table (core_kernels/cuda/ops.h), for torch and for XLA.
 //
-//   torch: a plan  --> CudaLaunch(exchange, device, name, inputs, outputs, attrs)     once per cached plan
+//   torch: Launch  --> CudaLaunch(exchange, device, name, inputs, outputs, attrs)     once per PreparedCall
 //          tensors --> launch(inputs, outputs) ----.                                  every call
 //                                                  +--> CudaOp.run(call, stream)
 //   XLA:   buffers --> cuda_ffi_targets()[name] ---'
