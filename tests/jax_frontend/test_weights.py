@@ -302,7 +302,7 @@ def for_hopper():
         (lambda: ragged_dot_mxfp8(X, FOLDED["w2"], ENDS), ValueError, "ragged_dot_mxfp8: rhs: got .* 'fold'"),
         (
             lambda: moe.apply({"router": jnp.ones((3, D)), "experts": FOLDED}, X, MoEConfig(D, F, 3, 2)),
-            ValueError, "params 'w1': got .* form 'fold' .*as recipe 'mxfp8_wgrad_with_hp' multiplies here",
+            ValueError, "params 'w1': got .* form 'fold' .*as recipe 'mxfp8' multiplies here",
         ),
         (lambda: CACHED["w1"].with_values(PARAMS["w2"]), ValueError, r"values: got shape .*allowed: \(3, 96, 64\)"),
         (lambda: CACHED["w1"].with_values([1.0]), TypeError, "values: got list"),
