@@ -12,8 +12,9 @@
 
 Transport and the backward's residuals hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward keeps the token operand in
-place of the activation: half of the memory. Hopper's tensor cores take no scales per 32, so form "mx" there dequantizes
-an operand once and multiplies bf16. This code runs below autodiff: no checks, no gradients; recipes come from
+place of the activation: half of the memory. MX rows become a token operand in one pass. Hopper's tensor cores take no
+scales per 32, so form "mx" there dequantizes an operand once and multiplies bf16. This code runs below autodiff: no
+checks, no gradients; recipes come from
 `resolve_compute`. Weights and their gradient are (G, N, K), as a linear layer stores them, or (G, K, N) with
 layout="GKN".
 """
@@ -156,6 +157,9 @@ def token_operand(x: jax.Array | MXArray | MX, group_ends: jax.Array, recipe: Re
     """The operand of the weight gradient: x in bf16, or x (M, K) quantized along the tokens, transposed."""
     if not recipe.wgrad_mx:
         return as_bf16(x)
+    if form_of(recipe) == "fold" and isinstance(x, MXArray | tuple):
+        q, sf = (x.q, x.sf) if isinstance(x, MXArray) else x
+        return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding=recipe.rounding))
     values = x.dequantize() if isinstance(x, MXArray) else as_bf16(x) if isinstance(x, tuple) else x
     return along_tokens(ops.quantize_col(values, rounding=recipe.rounding), group_ends, recipe)
 

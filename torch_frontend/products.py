@@ -12,8 +12,9 @@
 
 Transport and the backward's saved tensors hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward saves the token operand
-in place of the activation: half of the memory. Hopper's tensor cores take no scales per 32, so form "mx" there
-dequantizes an operand once and multiplies bf16. This code runs below autograd: no checks, no gradients.
+in place of the activation: half of the memory. MX rows become a token operand in one pass. Hopper's tensor cores take
+no scales per 32, so form "mx" there dequantizes an operand once and multiplies bf16. This code runs below autograd: no
+checks, no gradients.
 """
 
 from typing import NamedTuple
@@ -155,6 +156,10 @@ def token_operand(x: Operand, form: Form, rounding: int, group_ends: Tensor, row
     """
     if isinstance(x, Folded | Upcast):
         return x
+    if form == "fold" and isinstance(x, MXTensor):
+        q, sf = x.q.contiguous(), x.sf.contiguous()
+        q, sf = (q, sf) if row_map is None else ops.permute_q_sf(q, sf, row_map)
+        return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding))
     if not isinstance(x, MX):
         x = dequantized(x).contiguous()
         x = MX(*ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding))

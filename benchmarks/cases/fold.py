@@ -3,22 +3,22 @@
 from collections.abc import Iterator
 
 import torch
-from mxep.core_kernels.fold.plan_both import scratch_bytes
+from mxep.core_kernels.fold import plan_both, plan_requantize
 from mxep.core_kernels.formats import BLOCK, SPAN, spans
 
 from .case import Call, Case, Tensors, one, rows_part, values
 from .shapes import Layer
 
-OPS = ("quantize_row_fold", "quantize_both_fold")
+OPS = ("quantize_row_fold", "quantize_both_fold", "requantize_col_fold")
 
 
 def group_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
     """One of several equal groups: the scale of a chunk of 256 tokens depends on the earlier chunks of its group."""
-    (x, group_ends), (qf, row_sf, qf_t, chunk_sf) = inputs, outputs
+    (*rows, group_ends), (*row_operand, qf_t, chunk_sf) = inputs, outputs
     length = at.stop - at.start
     slot = at.start // SPAN + at.start // length
     slots = slice(slot, slot + spans(length, 1))
-    return (x[at], group_ends[:1]), (qf[at], row_sf[at], qf_t[:, at], chunk_sf[slots])
+    return (*(x[at] for x in rows), group_ends[:1]), (*(x[at] for x in row_operand), qf_t[:, at], chunk_sf[slots])
 
 
 def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
@@ -29,4 +29,7 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     op, length = "quantize_both_fold", m // g // BLOCK * BLOCK
     ends = length * torch.arange(1, g + 1, dtype=torch.int32, device=device)
     yield Case(op, {**shape, "G": g}, (x, ends), one(op), group_part, g * length, length, op,
-               scratch=scratch_bytes(m, k, g, "bfloat16"))  # fmt: skip
+               scratch=plan_both.scratch_bytes(m, k, g, "bfloat16"))  # fmt: skip
+    op, mx = "requantize_col_fold", call("quantize_row", x)
+    yield Case(op, {**shape, "G": g}, (*mx, ends), one(op), group_part, g * length, length, op,
+               scratch=plan_requantize.scratch_bytes(m, k, g))  # fmt: skip

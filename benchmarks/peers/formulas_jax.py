@@ -66,14 +66,21 @@ def _chunk_scales(byte: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, ja
     return jnp.where(used, so_far - 1, 0).clip(min=0), slot, owned
 
 
-def quantize_both_fold(x: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, ...]:
+def _fold_columns(x: jax.Array, group_ends: jax.Array) -> Pair:
     codes, byte = _encode(x.mT)
     scales, slot, owned = _chunk_scales(byte, group_ends)
     shift = (byte - scales[:, slot]).astype(jnp.float32)
     factor = jnp.where(byte == 255, jnp.nan, jnp.exp2(shift))
     folded = _bits((codes.astype(jnp.float32) * factor[..., None]).astype(E4M3), jnp.uint8)
-    qf_t = jnp.where(owned[:, None], folded, 0).reshape(x.mT.shape)
-    return *quantize_row_fold(x), qf_t, scales.astype(jnp.uint8).mT
+    return jnp.where(owned[:, None], folded, 0).reshape(x.mT.shape), scales.astype(jnp.uint8).mT
+
+
+def quantize_both_fold(x: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, ...]:
+    return *quantize_row_fold(x), *_fold_columns(x, group_ends)
+
+
+def requantize_col_fold(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> Pair:
+    return _fold_columns(*dequantize(q, sf), group_ends)
 
 
 def quantize_rowwise(x: jax.Array) -> Pair:

@@ -76,12 +76,7 @@ def _chunk_scales(sf_t: Tensor, group_ends: Tensor, num_slots: int) -> tuple[Ten
     return torch.where(used, so_far - 1, 0).clamp(min=0), slot, owned
 
 
-def quantize_both_fold(
-    x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, chunk_sf: Tensor
-) -> None:
-    quantize_row_fold(x, qf, row_sf)
-    if not x.is_cuda:
-        torch._dynamo.graph_break()  # as in quantize_both
+def _fold_columns(x: Tensor, group_ends: Tensor, qf_t: Tensor, chunk_sf: Tensor) -> None:
     codes, bytes_ = _encode(x.t().contiguous().unflatten(-1, (-1, 32)).float(), -1)
     scales, slot, owned = _chunk_scales(bytes_.squeeze(-1), group_ends, len(chunk_sf))
     shift = (bytes_.int() - scales[:, slot].unsqueeze(-1)).float()
@@ -89,6 +84,20 @@ def quantize_both_fold(
     folded = (codes.view(torch.float8_e4m3fn).float() * factor).to(torch.float8_e4m3fn).view(torch.uint8)
     qf_t.copy_(torch.where(owned[:, None], folded, 0).flatten(-2))
     chunk_sf.copy_(scales.t())
+
+
+def quantize_both_fold(
+    x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, chunk_sf: Tensor
+) -> None:
+    quantize_row_fold(x, qf, row_sf)
+    if not x.is_cuda:
+        torch._dynamo.graph_break()  # as in quantize_both
+    _fold_columns(x, group_ends, qf_t, chunk_sf)
+
+
+def requantize_col_fold(q: Tensor, sf: Tensor, group_ends: Tensor, qf_t: Tensor, chunk_sf: Tensor) -> None:
+    blocks = q.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 32))
+    _fold_columns((blocks * scale(sf).unsqueeze(-1)).flatten(-2).to(torch.bfloat16), group_ends, qf_t, chunk_sf)
 
 
 def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:

@@ -1,6 +1,6 @@
 // Both folded operands of an activation: rows with one scale each, and columns with one scale per span of tokens; see
-// plan_both.py. The columns are processed group by group in strips, so that the running maxima of a strip stay in the
-// cache:
+// plan_both.py. Of MXFP8 rows the columns alone; see plan_requantize.py. The columns are processed group by group in
+// strips, so that the running maxima of a strip stay in the cache:
 //
 //   strip      0       1       2
 //            .-------.-------.---.
@@ -25,16 +25,40 @@ struct Strip {
   int64_t m, k, cols;
 };
 
-// q_t and span_sf point to the strip's first column.
+// The values of a strip's columns. span(row, rows): the first of `rows` rows of them, `pitch` values apart.
 template <typename T>
-void fold_strip(const T* x, uint8_t* q_t, uint8_t* span_sf, Strip strip, ScaleRule rule) {
+struct FloatColumns {
+  const T* x;  // the strip's first column
+  int64_t pitch;
+
+  const T* span(int64_t row, int64_t) const { return x + row * pitch; }
+};
+
+struct MxColumns {
+  static constexpr int64_t pitch = kStripCols;
+  const uint8_t *q, *sf;  // the strip's first column
+  int64_t k, cols;
+  bf16 values[kSpan * kStripCols];
+
+  const bf16* span(int64_t row, int64_t rows) {
+    vectorized([&]() MXEP_ALWAYS_INLINE {
+      for (int64_t r = 0; r < rows; ++r)
+        dequantize_blocks(q + (row + r) * k, sf + (row + r) * (k / kBlock), values + r * pitch, cols / kBlock);
+    });
+    return values;
+  }
+};
+
+// q_t and span_sf point to the strip's first column.
+template <typename Columns>
+void fold_strip(Columns& columns, uint8_t* q_t, uint8_t* span_sf, Strip strip, ScaleRule rule) {
   uint8_t sf[kStripCols * kSpanBlocks];
   int largest[kStripCols] = {};
   int64_t slot = strip.group.slot;
   for (int64_t row = strip.group.begin; row < strip.group.end; row += kSpan, ++slot) {
-    const CacheTile tile_shape{std::min<int64_t>(kSpan, strip.group.end - row), strip.cols, strip.k, strip.m,
-                               kSpanBlocks};
-    quantize_columns(x + row * strip.k, q_t + row, sf, tile_shape, rule);
+    const int64_t rows = std::min<int64_t>(kSpan, strip.group.end - row);
+    const CacheTile tile_shape{rows, strip.cols, columns.pitch, strip.m, kSpanBlocks};
+    quantize_columns(columns.span(row, rows), q_t + row, sf, tile_shape, rule);
     vectorized([&]() MXEP_ALWAYS_INLINE {
       for (int64_t c = 0; c < strip.cols; ++c) {
         uint8_t* codes = q_t + c * strip.m + row;
@@ -54,29 +78,47 @@ void clear_strip(uint8_t* q_t, uint8_t* span_sf, Strip strip) {
   for (int64_t s = rest.slot; s < rest.end_slot; ++s) std::memset(span_sf + s * strip.k, 0, strip.cols);
 }
 
+// columns(col, cols): the values of a strip of `cols` columns.
+template <typename Columns>
+void fold_columns(const char* op, const Array& group_ends, int64_t m, int64_t k, uint8_t* qf_t, uint8_t* span_sf,
+                  ScaleRule rule, const Columns& columns) {
+  const int64_t strips = (k + kStripCols - 1) / kStripCols;
+  const std::span<const int32_t> ends = block_ends(op, group_ends, m);
+  const int64_t parts = static_cast<int64_t>(ends.size()) + 1;  // the last one is the tokens past the last end
+  const int64_t bytes = m * std::min(k, kStripCols) * static_cast<int64_t>(sizeof(bf16)) / parts;
+  parallel_ranges(strips * parts, bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t col = i / parts * kStripCols;
+      const size_t g = static_cast<size_t>(i % parts);
+      const Strip strip{SpannedGroup::of(ends, g, m), m, k, std::min(kStripCols, k - col)};
+      if (g < ends.size()) {
+        auto values = columns(col, strip.cols);
+        fold_strip(values, qf_t + col * m, span_sf + col, strip, rule);
+      } else {
+        clear_strip(qf_t + col * m, span_sf + col, strip);
+      }
+    }
+  });
+}
+
 }  // namespace
 
 void quantize_both_fold(const Call& call) {
-  const int64_t m = call.in[0].dim(0), k = call.in[0].dim(1), strips = (k + kStripCols - 1) / kStripCols;
-  const std::span<const int32_t> ends = block_ends("quantize_both_fold", call.in[1], m);
-  quantize_row_fold({call.in.first(1), call.out.first(2), call.attrs});
-  uint8_t *qf_t = call.out[2].as<uint8_t>(), *span_sf = call.out[3].as<uint8_t>();
+  const int64_t m = call.in[0].dim(0), k = call.in[0].dim(1);
   const ScaleRule rule = scale_rule(call);
-  const int64_t parts = static_cast<int64_t>(ends.size()) + 1;  // the last one is the tokens past the last end
   with_data(call.in[0], [&]<typename T>(const T* x) {
-    const int64_t bytes = m * std::min(k, kStripCols) * static_cast<int64_t>(sizeof(T)) / parts;
-    parallel_ranges(strips * parts, bytes, [=](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t col = i / parts * kStripCols;
-        const size_t g = static_cast<size_t>(i % parts);
-        const Strip strip{SpannedGroup::of(ends, g, m), m, k, std::min(kStripCols, k - col)};
-        if (g < ends.size())
-          fold_strip(x + col, qf_t + col * m, span_sf + col, strip, rule);
-        else
-          clear_strip(qf_t + col * m, span_sf + col, strip);
-      }
-    });
+    fold_columns("quantize_both_fold", call.in[1], m, k, call.out[2].as<uint8_t>(), call.out[3].as<uint8_t>(), rule,
+                 [=](int64_t col, int64_t) { return FloatColumns<T>{x + col, k}; });
   });
+  quantize_row_fold({call.in.first(1), call.out.first(2), call.attrs});
+}
+
+void requantize_col_fold(const Call& call) {
+  const int64_t m = call.in[0].dim(0), k = call.in[0].dim(1);
+  const uint8_t *q = call.in[0].as<uint8_t>(), *sf = call.in[1].as<uint8_t>();
+  fold_columns("requantize_col_fold", call.in[2], m, k, call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(),
+               scale_rule(call),
+               [=](int64_t col, int64_t cols) { return MxColumns{q + col, sf + col / kBlock, k, cols, {}}; });
 }
 
 }  // namespace mxep

@@ -1,8 +1,9 @@
-// Both folded operands of an activation from one read.
+// Both folded operands of an activation from one read; of MXFP8 rows, the token operand alone.
 //
 //   x (M, K), group_ends (G,) --> qf (M, K)    row_sf (M,)       one scale per row
 //                                 qf_t (K, M)  span_sf (S, K)    one per column and span of 256 rows of a group: the
 //                                                                running maximum
+//   q (M, K), sf (M, K/32), group_ends (G,) --> qf_t, span_sf
 //
 // A CTA keeps a tile of 256 rows, a span, by some columns in registers (register_tile.cuh) while it waits for two
 // maxima: of the same columns in earlier spans, and of the same rows in the other tiles (look_back.cuh):
@@ -12,6 +13,7 @@
 #include "cuda/driver.h"
 #include "cuda/ops.h"
 #include "fold/look_back.cuh"
+#include "fold/tile_source.cuh"
 #include "quantize/register_tile.cuh"
 
 namespace mxep::cuda {
@@ -108,20 +110,9 @@ __device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, ui
   }
 }
 
-// Prefetches into L2 the rows `ahead` below a warp's rows, for the CTAs that read them soon.
-template <typename T, typename Value>
-__device__ void fetch_ahead(const Value* x, const BothFold& p, int64_t first_row, int64_t left) {
-  constexpr int kLine = 128 / sizeof(Value);
-  const int64_t row = first_row + threadIdx.x % 32 + p.ahead;
-  if (row >= p.rows) return;
-#pragma unroll
-  for (int i = 0; i < T::kCols; i += kLine)
-    if (left + i < p.cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(x + row * p.cols + left + i));
-}
-
-template <typename T, typename Value>
+template <typename T, typename Source>
 __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
-    both_fold(const Value* x, const __grid_constant__ BothFold p, ScaleRule rule) {
+    fold_tiles(const Source x, const __grid_constant__ BothFold p, ScaleRule rule) {
   extern __shared__ uint4 memory[];
   auto& s = *reinterpret_cast<FoldShared<T>*>(memory);
   constexpr int kWordsAcross = T::kCols / 4;
@@ -139,20 +130,23 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
   const ThreadCoord<T> thread;
   const int64_t row = span.begin + thread.row, col = left + thread.col;
   const bool exists = row < span.end && col < p.cols;
-  const Grid grid{p.rows, p.cols, 0, 0, 0, 0};
-  const T tile = load_tile<T, true>(x, grid, ThreadSlice{row * p.cols + col, p.cols - col, exists});
+  const T tile = x.template tile<T>(row, col, exists);
 
-  const uint32_t columns = column_bytes(tile, rule), rows = row_bytes(tile, rule);
-  fetch_ahead<T>(x, p, row, left);
+  const uint32_t columns = column_bytes(tile, rule);
+  uint32_t rows = 0;
+  if constexpr (Source::kRowsToo) rows = row_bytes(tile, rule);
+  x.template prefetch<T>(row + p.ahead, left);
   *reinterpret_cast<ColumnBytes<T>*>(&s.magnitudes[thread.row / kBlock][thread.col]) =
       static_cast<ColumnBytes<T>>(exists ? __vadd4(columns, kOnes) : 0);
-  uint32_t* row_peers = p.row_peers + row / kBlock * p.across * (kBlock / 4);
-  uint32_t largest = exists ? __vadd4(rows, kOnes) : 0;
+  if constexpr (Source::kRowsToo) {
+    uint32_t* row_peers = p.row_peers + row / kBlock * p.across * (kBlock / 4);
+    uint32_t largest = exists ? __vadd4(rows, kOnes) : 0;
 #pragma unroll
-  for (int step = T::kBlockLanes; step < 32; step *= 2)
-    largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, step));
-  largest = LaneRows<T>::by_fours(largest);
-  if (row < span.end && lane < kBlock / 4) publish(row_peers + across * (kBlock / 4) + lane, encode(largest));
+    for (int step = T::kBlockLanes; step < 32; step *= 2)
+      largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, step));
+    largest = LaneRows<T>::by_fours(largest);
+    if (row < span.end && lane < kBlock / 4) publish(row_peers + across * (kBlock / 4) + lane, encode(largest));
+  }
   __syncthreads();
 
   if (span.group < p.groups) {
@@ -183,45 +177,67 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
                            reinterpret_cast<uint4*>(p.qf_t + left * p.rows + span.begin), p.rows / 16, p.cols - left,
                            (span.end - span.begin) / 16);
 
-  if (row >= span.end) return;  // the same for a whole warp
-  const uint32_t fours = row_magnitudes<T>(x, p, rule, row);
-  if (across == 0 && lane < kBlock / 4) reinterpret_cast<uint32_t*>(p.row_sf + row)[lane] = __vsub4(fours, kOnes);
-  fold_rows(tile, rows, LaneRows<T>::of_fours(fours), p.qf + row * p.cols + col, static_cast<uint32_t>(p.cols), exists);
+  if constexpr (Source::kRowsToo) {
+    if (row >= span.end) return;  // the same for a whole warp
+    const uint32_t fours = row_magnitudes<T>(x.x, p, rule, row);
+    if (across == 0 && lane < kBlock / 4) reinterpret_cast<uint32_t*>(p.row_sf + row)[lane] = __vsub4(fours, kOnes);
+    fold_rows(tile, rows, LaneRows<T>::of_fours(fours), p.qf + row * p.cols + col, static_cast<uint32_t>(p.cols),
+              exists);
+  }
 }
 
-template <typename Value>
-void launch(const char* op, const Call& call, cudaStream_t stream) {
-  using T = RegisterTile<decltype(pair_of(Value{}, Value{})), 8 / sizeof(Value), kSpan / kBlock, 1>;
-  const Array &x = call.in[0], &ends = call.in[1];
+// out: qf and row_sf where the source has them, qf_t, span_sf, scratch. attrs: rounding, satfinite, polls.
+template <typename T, typename Source>
+void launch(const char* op, const Source& x, const Array& ends, std::span<const Array> out,
+            std::span<const int64_t> attrs, cudaStream_t stream) {
   BothFold p{};
   p.ends = ends.as<const int32_t>();
   p.groups = static_cast<int>(ends.dim(0));
-  p.rows = x.dim(0);
-  p.cols = x.dim(1);
+  p.rows = x.rows;
+  p.cols = x.cols;
   p.slots = p.rows / kSpan + p.groups;
   p.across = static_cast<uint32_t>(ceil_div(p.cols, T::kCols));
   // About 100 of the 264 CTAs that an H200 runs at a time. From 130 on, L2 evicts some lines before they are read.
   p.ahead = ceil_div(100, p.across) * kSpan;
-  p.polls = static_cast<int>(call.attrs[2]);
-  uint8_t** outputs[] = {&p.qf, &p.row_sf, &p.qf_t, &p.span_sf};
-  for (int i = 0; i < 4; ++i) *outputs[i] = call.out[i].as<uint8_t>();
-  p.span_maxima = call.out[4].as<uint32_t>();
+  p.polls = static_cast<int>(attrs[2]);
+  if (Source::kRowsToo) {
+    p.qf = out[0].as<uint8_t>();
+    p.row_sf = out[1].as<uint8_t>();
+    out = out.subspan(2);
+  }
+  p.qf_t = out[0].as<uint8_t>();
+  p.span_sf = out[1].as<uint8_t>();
+  p.span_maxima = out[2].as<uint32_t>();
   p.running_maxima = p.span_maxima + p.slots * p.cols / 4;
   p.row_peers = p.running_maxima + p.slots * p.cols / 4;
-  check(op, cudaMemsetAsync(p.span_maxima, 0, call.out[4].nbytes(), stream));
-  constexpr auto kKernel = both_fold<T, Value>;
+  check(op, cudaMemsetAsync(p.span_maxima, 0, out[2].nbytes(), stream));
+  constexpr auto kKernel = fold_tiles<T, Source>;
   constexpr int kBytes = sizeof(FoldShared<T>);
   allow_shared_memory<kKernel>(op, stream, kBytes);
   // One slot more than `slots`: a span may begin where the rows past the last end begin.
-  launch_kernel(op, kKernel, grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream, x.as<const Value>(), p,
-                ScaleRule(call.attrs[0], call.attrs[1]));
+  launch_kernel(op, kKernel, grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream, x, p,
+                ScaleRule(attrs[0], attrs[1]));
+}
+
+template <typename P>
+using FoldTile = RegisterTile<P, 16 / sizeof(P), kSpan / kBlock, 1>;
+
+template <typename Value>
+void launch_floats(const char* op, const Call& call, cudaStream_t stream) {
+  const Floats<Value> x{call.in[0].as<const Value>(), call.in[0].dim(0), call.in[0].dim(1)};
+  launch<FoldTile<typename Floats<Value>::Pair>>(op, x, call.in[1], call.out, call.attrs, stream);
 }
 
 }  // namespace
 
 void quantize_both_fold(const Call& call, cudaStream_t stream) {
   const char* op = "quantize_both_fold";
-  call.in[0].dtype == DType::bf16 ? launch<bf16>(op, call, stream) : launch<float>(op, call, stream);
+  call.in[0].dtype == DType::bf16 ? launch_floats<bf16>(op, call, stream) : launch_floats<float>(op, call, stream);
+}
+
+void requantize_col_fold(const Call& call, cudaStream_t stream) {
+  const MxRows x{call.in[0].as<const uint8_t>(), call.in[1].as<const uint8_t>(), call.in[0].dim(0), call.in[0].dim(1)};
+  launch<FoldTile<Bf16x2>>("requantize_col_fold", x, call.in[2], call.out, call.attrs, stream);
 }
 
 }  // namespace mxep::cuda

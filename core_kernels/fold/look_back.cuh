@@ -86,8 +86,8 @@ struct SpanRows {
 };
 
 // The scales of four columns from this span on. `magnitudes`: those of the span's rows.
-template <typename Value>
-__device__ uint32_t running_scales(const Value* x, const BothFold& p, ScaleRule rule, const SpanRows& span,
+template <typename Source>
+__device__ uint32_t running_scales(const Source& x, const BothFold& p, ScaleRule rule, const SpanRows& span,
                                    int64_t slot, int64_t col, uint32_t magnitudes) {
   const auto with_headroom = [](uint32_t of_first) {
     return __vaddus4(of_first, __vcmpne4(of_first, 0) & kOnes * kHeadroom);
@@ -116,7 +116,7 @@ __device__ uint32_t running_scales(const Value* x, const BothFold& p, ScaleRule 
       ++back;
     }
     if (next || all || --polls >= 0) continue;
-    magnitudes = column_maxima(x + (span.begin - back * kSpan) * p.cols + col, p.cols, rule);
+    magnitudes = column_maxima(x, span.begin - back * kSpan, col, rule);
     const uint32_t published = encode(back == predecessors ? with_headroom(magnitudes) : magnitudes);
     publish(p.span_maxima + at - back * pitch, published);
     words = __vmaxu4(words, published);

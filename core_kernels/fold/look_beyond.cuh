@@ -12,22 +12,18 @@ namespace mxep::cuda {
 
 inline constexpr uint32_t kOnes = 0x01010101u;
 
-// The largest magnitudes of four columns in the kSpan rows from `x` on: scale bytes + 1; 0 for NaN blocks.
-template <typename Value>
-__device__ uint32_t column_maxima(const Value* x, int64_t cols, ScaleRule rule) {
-  using Pair = decltype(pair_of(Value{}, Value{}));
-  using Vector = std::conditional_t<sizeof(Value) == 2, uint2, uint4>;
-  struct Four {
-    Pair at[2];
-  };
+// The largest magnitudes of four columns, `col` and on, in the kSpan rows from `row` on: scale bytes + 1; 0 for NaN
+// blocks.
+template <typename Source>
+__device__ uint32_t column_maxima(const Source& x, int64_t row, int64_t col, ScaleRule rule) {
+  using Pair = typename Source::Pair;
   uint32_t largest = 0;
 #pragma unroll 1
   for (int block = 0; block < kSpan / kBlock; ++block) {
     Pair left = Pair::both(0), right = Pair::both(0);
 #pragma unroll 4
-    for (int row = 0; row < kBlock; ++row, x += cols) {
-      const Vector bits = __ldg(reinterpret_cast<const Vector*>(x));
-      const auto& four = reinterpret_cast<const Four&>(bits);
+    for (int i = 0; i < kBlock; ++i, ++row) {
+      const auto four = x.four(row, col);
       left = max_magnitude(left, four.at[0]);
       right = max_magnitude(right, four.at[1]);
     }

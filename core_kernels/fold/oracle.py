@@ -4,7 +4,7 @@ import numpy as np
 
 from ..formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
 from ..oracle_math import E4M3_VALUES, Array, Pair, e8m0_value, group_slices, to_e4m3
-from ..quantize.oracle import quantize_col, quantize_row
+from ..quantize.oracle import dequantize, quantize_col, quantize_row
 
 
 def fold_rows(q: Array, sf: Array) -> Pair:
@@ -90,3 +90,10 @@ def count_fold_loss(q: Array, sf: Array, target: Array) -> tuple[Array, Array, A
     flushed = nonzero & (folded == 0)
     rounded = nonzero & (folded != value) & ~flushed
     return nonzero.sum(-1, dtype="i4"), rounded.sum(-1, dtype="i4"), flushed.sum(-1, dtype="i4")
+
+
+def requantize_col_fold(
+    q: Array, sf: Array, group_ends: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> Pair:
+    """q (M, K), sf (M, K/32) -> qf_t (K, M), span_sf (S, K): bf16 values quantized along the tokens, and folded."""
+    return fold_groups(*quantize_col(dequantize(q, sf, "bfloat16"), rounding, satfinite), group_ends)

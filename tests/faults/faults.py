@@ -94,9 +94,9 @@ FAULTS = (
     Fault(
         "fold: a chunk forgets the larger scales before it",
         "core_kernels/fold/cpu.cc",
-        "larger_span(largest, token == group.begin",
-        "larger_span(0, token == group.begin",
-        "tests/conformance/test_fold.py -k cpp",
+        "max_span(largest, token == group.begin",
+        "max_span(0, token == group.begin",
+        "tests/conformance/test_grouped_gemm_folded.py -k 'fold_groups and cpp'",
     ),
     Fault(
         "routing: all ranks' rows begin with the first rank's",
@@ -143,7 +143,7 @@ FAULTS = (
     ),
     Fault(
         "torch, expert parallelism: no rows of a token but its first are added to its gradient",
-        "torch_frontend/combine.py",
+        "torch_frontend/weighted_combine.py",
         "ctx.save_for_backward(torch.div(order, slots.shape[1]",
         "ctx.save_for_backward(torch.div(order, 1",
         "tests/torch_frontend/test_combine.py -k values_and_gradients",

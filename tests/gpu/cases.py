@@ -240,6 +240,10 @@ def _matrix_and_ends(rng: Rng, m: int) -> Tensors:
     return floats(rng, m, K), _ends(rng, m, 32)
 
 
+def _mx_and_ends(rng: Rng, m: int) -> Tensors:
+    return *_mx(rng, m), _ends(rng, m, 32)
+
+
 def _matrix_and_ends_fp32(rng: Rng, m: int) -> Tensors:
     return floats(rng, m, K, dtype=torch.float32), _ends(rng, m, 32)
 
@@ -257,7 +261,7 @@ _OF_MATRICES = (
     *("quantize_col", "quantize_both"),
 )
 _COLUMNS = (
-    *("quantize_col", "quantize_both", "quantize_both_fold"),
+    *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold"),
     *("swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
 )
 
@@ -282,6 +286,7 @@ CASES = {
     "fold_groups": Case("fold_groups", _groups, multiple=32),
     "quantize_both_fold": _case("quantize_both_fold", _matrix_and_ends),
     "quantize_both_fold_fp32": _case("quantize_both_fold", _matrix_and_ends_fp32, rounding=1, satfinite=True),
+    "requantize_col_fold": _case("requantize_col_fold", _mx_and_ends),
     "block_scales": _case("block_scales", _scales),
     "unblock_scales": Case("unblock_scales", _blocked_scales, lambda m: {"num_rows": m, "num_scales": K // 32}),
     "combine": _case("combine", _combine),

@@ -17,7 +17,8 @@ import pytest
 import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.fold.plan_both import quantize_both_fold
-from mxep.core_kernels.launch import ArrayType
+from mxep.core_kernels.fold.plan_requantize import requantize_col_fold
+from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 
@@ -66,17 +67,17 @@ def test_two_processes_under_mps_finish_with_the_right_bytes(mps: dict[str, str]
     assert [client.returncode for client in clients] == [0, 0], texts
 
 
-def launch_with_polls(x: Tensor, ends: Tensor, polls: int = 0, **options: int) -> tuple[Tensor, ...]:
+def launch_with_polls(op: KernelOp, inputs: tuple[Tensor, ...], polls: int, **options: int) -> tuple[Tensor, ...]:
     """Runs the op. After `polls` + 1 polls without an answer, a warp computes the missing maxima from x itself."""
-    types = [ArrayType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (x, ends)]
+    types = [ArrayType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in inputs]
     major, _ = torch.cuda.get_device_capability()
-    launch = quantize_both_fold.launch(*types, arch="sm_90" if major == 9 else "sm_100", **options)
+    launch = op.launch(*types, arch="sm_90" if major == 9 else "sm_100", **options)
     written = (*launch.out, *launch.scratch)
     outputs = tuple(torch.empty(out.shape, dtype=getattr(torch, out.dtype), device=DEVICE) for out in written)
     attrs = [*launch.cuda_attrs[:-1], polls]
-    start = cpp_bindings.CudaLaunch(EXCHANGE, x.device.index, quantize_both_fold.name, types, written, attrs)
-    start((x, ends), outputs)
-    return outputs[: len(quantize_both_fold.outputs)]
+    start = cpp_bindings.CudaLaunch(EXCHANGE, inputs[0].device.index, op.name, types, written, attrs)
+    start(inputs, outputs)
+    return outputs[: len(op.outputs)]
 
 
 ENDS = {
@@ -103,7 +104,10 @@ def test_a_warp_that_stops_polling_computes_the_same_maxima(
     multiple = 1 if ends == "unaligned" else 32
     group_ends = torch.tensor([end // multiple * multiple for end in ENDS[ends](m)], dtype=torch.int32, device=DEVICE)
     for options in ({}, {"rounding": 1, "satfinite": True}):
+        mx = ops.quantize_row(x)
         with force_implementation("triton"):
             want = ops.quantize_both_fold(x, group_ends, **options)
+            requantized = ops.requantize_col_fold(*mx, group_ends, **options)
         for polls in (0, 0, 3):
-            same_bytes(launch_with_polls(x, group_ends, polls, **options), want)
+            same_bytes(launch_with_polls(quantize_both_fold, (x, group_ends), polls, **options), want)
+            same_bytes(launch_with_polls(requantize_col_fold, (*mx, group_ends), polls, **options), requantized)
