@@ -14,10 +14,9 @@ CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtim
 train: .venv/.train
 	$(BIN)/python -m examples.train_all --out runs/small
 
-# Triton's interpreter is chosen before triton is imported and a process in that mode cannot compile:
-# the kernels' numerics and everything else are two runs. A file stays with one worker: process groups
-# and compiled programs are made once per file.
-# Two workers on two cores: threads that wait sleep instead of spinning, and the oracles multiply on one thread each.
+# Two runs: Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile. A file
+# stays on one worker, so that process groups and compiled programs are made once per file. Two workers on two cores have
+# more threads than cores: waiting threads of OpenMP sleep instead of spinning, and the oracles' BLAS has one thread.
 test: export OMP_WAIT_POLICY = passive
 test: export OPENBLAS_NUM_THREADS = 1
 test: .venv/.dev
@@ -40,9 +39,9 @@ install-gpu:
 	-$(PYTHON) -c "from mxep.torch_frontend import capabilities as c; [print('torch', n, '->', *v) for n, v in c().items()]"
 	-$(PYTHON) -c "from mxep.jax_frontend import capabilities as c; [print('jax', n, '->', *v) for n, v in c().items()]"
 
-# On the GPU with $(PYTHON), after install-gpu. Left out is what says nothing about a GPU: the C++ kernels, ranks on a
-# CPU, and the references that judge the oracle (they need onnx and gfloat). JAX takes memory as it needs it, because
-# processes share the device. The host's time is measured at last, with nothing beside it.
+# On the GPU with $(PYTHON), after install-gpu. Excluded: the C++ kernels, ranks on a CPU, and the references for the
+# oracle, which need onnx and gfloat. JAX allocates memory on demand, because processes share the device. Host time is
+# measured last, with no other test running.
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -n 8 --dist loadfile tests/conformance \
 	  --ignore tests/conformance/test_references.py -k "(torch or jax) and not expert_parallel"

@@ -70,3 +70,9 @@ def test_the_programs_run(block: int, launcher: list[str], tmp_path: Path) -> No
     program.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[block])
     run = subprocess.run([sys.executable, *launcher, str(program)], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
+
+
+def test_every_file_that_contributing_names_exists() -> None:
+    named = re.findall(r"`((?:\w+/)+\w+\.\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 30
+    assert [path for path in named if not (ROOT / path).exists()] == []
