@@ -109,9 +109,10 @@ def test_permute_and_unpermute_and_their_gradients(frontend: ModuleType, name: s
 # value of an expert with few rows, which rounds the other way; another matmul sums in another order. An expert that is
 # 5% off is at 26 dB (test_check.py).
 CPU_DB = 56.9
-GPU_DB = 45.0
+# Measured on an H200 at least 62.3, recipe "bf16", less 10.
+GPU_DB = 52.3
 # FP8 tensor cores of sm_90 cut products (check.py). Some bf16 values then round the other way, and with them about one
-# E4M3 code in a hundred. The definition with sums as in check.py is at 38.0 dB from the one with fp64 sums, less 3.
+# E4M3 code in a hundred. Measured on an H200 at least 38.0, as is the definition with sums as in check.py, less 3.
 FP8_TENSOR_CORE_DB = 35.0
 
 
