@@ -260,11 +260,17 @@ def test_checkify_finds_a_bad_value_inside_jit() -> None:
     assert checked(ENDS)[0].get() is None
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_rowwise"])
+def test_recipes_without_blocks_take_the_values_of_mx_rows(recipe: str) -> None:
+    x = MXArray.quantize(X)
+    got, want = (grouped_swiglu_ffn(rows, W1, W3, W2, ENDS, recipe=recipe) for rows in (x, x.dequantize()))
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: grouped_swiglu_ffn(X.astype("float16"), W1, W3, W2, ENDS), TypeError, "x: got dtype float16"),
-        (lambda: grouped_swiglu_ffn(MXArray.quantize(X), W1, W3, W2, ENDS, recipe="bf16"), TypeError, "dequantize"),
         (lambda: grouped_swiglu_ffn(X, W1[0], W3, W2, ENDS), ValueError, r"allowed: \(P, D\) and \(G, F, D\)"),
         (lambda: grouped_swiglu_ffn(X, [W1], W3, W2, ENDS), TypeError, "w1: got list"),
         (lambda: grouped_swiglu_ffn(X, W2, W3, W2, ENDS), ValueError, "w1: got shape"),
