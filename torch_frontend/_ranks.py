@@ -112,7 +112,8 @@ def can_compare(group_name: str) -> bool:
     alone = degree_of(group_name) == 1
     if torch.compiler.is_compiling() or alone or dist.get_backend(group_named(group_name)) == "fake":
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    # The question about capture creates a CUDA context: a process without one captures nothing.
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def table_of_ranks(values: Sequence[int], group_name: str) -> list[list[int]]:

@@ -15,7 +15,8 @@ Array = np.ndarray
 FP8_CHAIN = 2.0**-9
 """What an FP8 tensor core of sm_90 may lose of sum|a||b|: it aligns 32 products and the sum so far to the largest of
 them and cuts each below 2^-13 of it. At worst that is 33 * 2^-13 for every 32 terms; measured 2^-11 where a group has
-32 terms of widely spread magnitudes, 2^-14 at 7168. The distance in dB (test_folded_gemm.py) is the sharper test."""
+32 terms of widely spread magnitudes, 2^-14 at 7168. The distance in dB (test_grouped_gemm_folded.py) is the sharper
+test."""
 
 
 def fp8_chain(backend: str) -> float:
