@@ -30,8 +30,7 @@ test: .venv/.dev
 faults: .venv/.dev
 	$(BIN)/python -m tests.faults.run
 
-# Lines that the tests run, in Python and in C++; half an hour on two cores. The next `make test` builds the extension
-# again.
+# Lines that the tests run, in Python and in C++. The next `make test` builds the extension again.
 coverage: .venv/.dev
 	$(PIP) pytest-cov gcovr
 	tests/coverage.sh
