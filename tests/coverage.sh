@@ -14,10 +14,12 @@ rm -rf "$out" .venv/.dev && mkdir -p "$out"
 
 # Several threads count the same line, and tests run in other folders.
 CXXFLAGS="--coverage -fprofile-update=atomic -fprofile-abs-path" LDFLAGS="--coverage -Wl,-u,__gcov_dump" \
-  "$bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . --config-settings=build-dir="$out/build"
+  "$bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
+  --config-settings=build-dir="$out/build"
 
 measure() {
-  "$bin/python" -m pytest -n 2 --dist loadfile -p tests.gcov --cov --cov-append --cov-report= --durations=0 "$@"
+  "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.gcov \
+    --cov --cov-append --cov-report= --durations=0 "$@"
 }
 TRITON_INTERPRET=1 measure tests/conformance tests/kernels | tee "$out/interpreter.log"
 measure | tee "$out/normal.log"
