@@ -43,6 +43,7 @@ _GPU = {
     "unblock_scales": Tiles(m=128, k=64),
     "combine": Tiles(m=4, k=1024),
     "combine_bwd": Tiles(m=8, k=256),
+    "combine_bwd_row": Tiles(m=8, k=256),
     "sort_by_expert": Tiles(m=4096, num_warps=8),
     "row_map": Tiles(m=1024),
     "swiglu": Tiles(m=8, k=256),

@@ -168,6 +168,11 @@ def _combine_bwd(rng: Rng, m: int) -> Tensors:
     return _finite(rng, m, 72), _finite(rng, num_rows, 72), slots.view(m, 2).int(), order.int(), probs
 
 
+def _combine_bwd_row(rng: Rng, m: int) -> Tensors:
+    dy, rows, *maps = _combine_bwd(rng, m)
+    return dy[:, :64].contiguous(), rows[:, :64].contiguous(), *maps
+
+
 def _unweighted(make: Callable[[Rng, int], Tensors]) -> Callable[[Rng, int], Tensors]:
     return lambda rng, m: (*make(rng, m)[:-1], torch.empty(0))
 
@@ -300,6 +305,7 @@ CASES = {
     "combine": _case("combine", _combine),
     "combine_unweighted_fp32": _case("combine", _unweighted(_combine), out_dtype="float32"),
     "combine_bwd": _case("combine_bwd", _combine_bwd),
+    "combine_bwd_row": _case("combine_bwd_row", _combine_bwd_row),
     "combine_bwd_unweighted": _case("combine_bwd", _unweighted(_combine_bwd)),
     **{f"swiglu{to}": _case(f"swiglu{to}", _swiglu) for to in ("", "_row", "_col")},
     **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", _swiglu_bwd) for to in ("", "_row", "_col", "_both")},
