@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=(REFERENCE, DEFAULT_RECIPE))
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS, help="both are compared")
     args, flags = parser.parse_known_args(argv)
+    failed = []
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ep), "-m")
     for framework in args.frameworks:
         for recipe in args.recipes:
@@ -45,12 +46,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", "--ep", str(args.ep)]
             start = time.perf_counter()
             # One thread per rank is torchrun's default; torchrun warns if the variable is not set.
-            subprocess.run(
+            done = subprocess.run(
                 [*command, "--recipe", recipe, "--out", str(out), *(["--resume"] if args.resume else []), *flags],
-                check=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} if framework == "torch" else None,
             )
+            if done.returncode:
+                failed.append(out.name)
+                continue
             print(f"{out.name}: {time.perf_counter() - start:.0f} s{speed(out)}", flush=True)
+    if failed:
+        sys.exit(f"train_all: error: failed: {', '.join(failed)}")
     if set(args.frameworks) == set(FRAMEWORKS) and REFERENCE in args.recipes:
         plot_curves.main([str(args.out)])
     else:

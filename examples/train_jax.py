@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import tree_utils
 
@@ -67,7 +67,7 @@ class Trainer:
 
     def __init__(self, config: Config, recipe: str, ep: int, start: Checkpoint, device: str) -> None:
         self.is_writer, self.on_gpu = jax.process_index() == 0, device == "gpu"
-        self.mesh = Mesh(np.array(jax.devices()[:ep]), (AXIS,))
+        self.mesh = Mesh(np.array(jax.devices()[:ep]), (AXIS,), axis_types=(AxisType.Auto,))
         self.params = self.place(start.weights)
         self.optimizer = optimizer(config)
         # A leaf has the sharding that the step returns; otherwise the second call compiles again.
