@@ -68,14 +68,15 @@ class Config:
 #
 #   weights      8 layers x (attention 4 D D + router E D + experts 3 E D F) = 0.98e9, of which a token uses 0.19e9;
 #                weight, gradient and two moments in fp32: 16 bytes each                                        15.7
-#   saved        40 D bytes per token and layer: attention 16 D (input, qkv, rotated q and k, output), norms and
-#                residuals 6 D, router 4 D (fp32), experts 14 D (top-2 rows: input, gate, up, output);
-#                65536 tokens, 8 layers. Quantized experts, 1 byte per weight: 0.9                              33.1
-#   temporaries  about ten arrays of 131072 rows, bf16 or fp32, of a layer's backward                            5
-#   sum          54 in PyTorch; 86 in JAX if XLA saves the pointwise values in fp32, 80 D bytes
+#   saved        40 D bytes per token and layer in PyTorch: attention 16 D (input, qkv, rotated q and k, output),
+#                norms and residuals 6 D, router 4 D (fp32), experts 14 D (top-2 rows: input, gate, up, output);
+#                98304 tokens, 8 layers. JAX saves fp32 values of the norms too, 50 D: 60.4                     48.3
+#   quantized    the experts along their second orientation, 1 byte per weight                                   0.9
+#   temporaries  about ten arrays of 196608 rows of D, bf16 or fp32, of a layer's backward                        8
+#   sum          73 in PyTorch, 85 in JAX
 #
 # An estimate: every line of a run on a GPU has the measured peak. "curves" is small enough for 500 steps of several
-# recipes within minutes: 0.22e9 parameters, 0.04e9 per token.
+# recipes within minutes: 0.22e9 weights, 0.04e9 per token.
 PRESETS = {
     "small": Config(),
     "tiny": Config(
@@ -89,8 +90,8 @@ PRESETS = {
     ),
     "h200": Config(
         dim=1536, num_layers=8, num_heads=12, hidden_dim=1536, num_experts=16, top_k=2, seq_len=2048,
-        dense_dtype="bfloat16", steps=500, batch_size=32, warmup_steps=50, peak_lr=4e-4, final_lr=4e-5,
-        eval_every=100, checkpoint_every=500, eval_sequences=64,
+        dense_dtype="bfloat16", steps=500, batch_size=48, warmup_steps=50, peak_lr=4e-4, final_lr=4e-5,
+        eval_every=100, checkpoint_every=500, eval_sequences=96,
     ),
 }  # fmt: skip
 
