@@ -49,7 +49,11 @@ def parse_args(flags: argparse.ArgumentParser, argv: Sequence[str] | None = None
     for name, bad, allowed in (
         ("dim", config.dim % 32, "multiples of 32"),
         ("hidden_dim", config.hidden_dim % 32, "multiples of 32"),
-        ("num_heads", config.dim % (2 * config.num_heads), f"numbers of which the double divides dim {config.dim}"),
+        (
+            "num_heads",
+            config.dim % (2 * config.num_heads),
+            f"numbers that divide dim {config.dim} into heads of an even size",
+        ),
         ("top_k", config.top_k > config.num_experts, f"1 to {config.num_experts} experts"),
     ):
         if bad:

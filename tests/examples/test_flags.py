@@ -24,7 +24,7 @@ TINY = PRESETS["tiny"]
         (["--out", "x", "--hidden-dim", "100"], "--hidden-dim: got 100; allowed: multiples of 32"),
         (
             ["--out", "x", "--num-heads", "3"],
-            "--num-heads: got 3; allowed: numbers of which the double divides",
+            "--num-heads: got 3; allowed: numbers that divide dim 128 into heads",
         ),
         (["--out", "x", "--top-k", "9"], "--top-k: got 9; allowed: 1 to 8 experts"),
         (["--out", "x", "--batch-size", "6", "--ep", "4"], "--ep: got 4; allowed: divisors of 8 experts, 6 training"),
