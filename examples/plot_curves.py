@@ -117,7 +117,7 @@ def plot(runs: Runs, path: Path) -> None:
     losses.set(ylabel="loss, nats per byte", title="Training loss (lines) and held-out loss (markers)")
     losses.legend()
     differences.axhspan(-100 * LIMIT, 100 * LIMIT, color="gray", alpha=0.15)
-    differences.set(xlabel="step", ylabel="% from jax bf16")
+    differences.set(xlabel="step", ylabel="% from jax bf16\n(gray: within the limit)")
     figure.savefig(path, dpi=120)
 
 
