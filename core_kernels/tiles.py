@@ -43,6 +43,7 @@ _GPU = {
     "unblock_scales": Tiles(m=128, k=64),
     "combine": Tiles(m=4, k=1024),
     "combine_bwd": Tiles(m=8, k=256),
+    "combine_bwd_row": Tiles(m=8, k=256),
     "sort_by_expert": Tiles(m=4096, num_warps=8),
     "row_map": Tiles(m=1024),
     "swiglu": Tiles(m=8, k=256),
@@ -54,12 +55,15 @@ _GPU = {
     "swiglu_bwd_both": Tiles(m=64, k=32),
     "grouped_mm_mx": Tiles(m=128, n=128, k=64, num_warps=8, num_stages=3),
     "grouped_mm_bf16": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
+    "grouped_mm_bf16_kn": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
+    "grouped_mm_bf16_kn_sum": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
     "grouped_wgrad_mx": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16": Tiles(m=64, n=128, k=256, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16_t": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     # 128 along the contraction dim: what the tensor core sums before fp32 adds it (grouped_gemm/kernel_folded.py)
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
+    "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
 # Compiled, not measured, since no sm_100 was available: the largest accumulators that fit tensor memory beside their

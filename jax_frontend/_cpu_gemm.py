@@ -120,6 +120,15 @@ def _mm_fold_bias(lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, *, out: Arra
     return _m_grouped(_dequantize_folded(lhs_qf, lhs_sf), _dequantize_folded(rhs_qf, rhs_sf), group_ends, out, bias)
 
 
+def _mm_fold_sum(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, *, out: ArrayType
+) -> jax.Array:
+    sums = ArrayType(out.shape, "float32")
+    first = _mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out=sums)
+    total = first + _mm_fold(lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, out=sums)
+    return total.astype(out.dtype)
+
+
 def _widen(x: jax.Array) -> jax.Array:
     """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and the operand
     would not be bf16."""
@@ -129,6 +138,16 @@ def _widen(x: jax.Array) -> jax.Array:
 
 def _mm_bf16(lhs, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
     return _m_grouped(_widen(lhs), _widen(rhs_t), group_ends, out)
+
+
+def _mm_bf16_kn(lhs, rhs, group_ends, *, out: ArrayType) -> jax.Array:
+    return _m_grouped(_widen(lhs), _widen(rhs).mT, group_ends, out)
+
+
+def _mm_bf16_kn_sum(lhs, rhs, lhs2, rhs2, group_ends, *, out: ArrayType) -> jax.Array:
+    sums = ArrayType(out.shape, "float32")
+    total = _mm_bf16_kn(lhs, rhs, group_ends, out=sums) + _mm_bf16_kn(lhs2, rhs2, group_ends, out=sums)
+    return total.astype(out.dtype)
 
 
 def _of_whole_blocks(dw: jax.Array, group_ends: jax.Array, tokens: int) -> jax.Array:
@@ -168,11 +187,14 @@ def _wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -
 GEMMS = {
     "grouped_mm_mx": _mm_mx,
     "grouped_mm_bf16": _mm_bf16,
+    "grouped_mm_bf16_kn": _mm_bf16_kn,
+    "grouped_mm_bf16_kn_sum": _mm_bf16_kn_sum,
     "grouped_wgrad_mx": _wgrad_mx,
     "grouped_wgrad_bf16": _wgrad_bf16,
     "grouped_wgrad_bf16_t": _wgrad_bf16_t,
     "grouped_mm_fold": _mm_fold,
     "grouped_mm_fold_bias": _mm_fold_bias,
+    "grouped_mm_fold_sum": _mm_fold_sum,
     "grouped_wgrad_fold": _wgrad_fold,
 }
 """Op name -> function of the inputs of the op and of the type of its output."""
