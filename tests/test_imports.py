@@ -44,6 +44,7 @@ BELOW = {
     "combine": set(),
     "fold": {"quantize"},
     "swiglu": {"quantize"},
+    "router": {"swiglu"},
     "grouped_gemm": {"quantize", "fold"},
 }
 """The families that each family may import."""
