@@ -49,8 +49,8 @@ def softmax(x, HW_CAST: tl.constexpr):
 
 
 @triton.jit
-def scores_of(x, scores: tl.constexpr, HW_CAST: tl.constexpr):
-    if scores == SIGMOID:
+def scores_of(x, score_func: tl.constexpr, HW_CAST: tl.constexpr):
+    if score_func == SIGMOID:
         return tl.where(x == x, sigmoid(x, HW_CAST), float("nan"))
     else:
         return softmax(x, HW_CAST)
@@ -99,7 +99,7 @@ def inside_top_groups(
 @triton.jit
 def route_kernel(
     logits, bias, T, expert_ids, weights, share_sums,
-    top_k: tl.constexpr, scores: tl.constexpr, renormalize: tl.constexpr, scale: tl.constexpr,
+    top_k: tl.constexpr, score_func: tl.constexpr, normalize: tl.constexpr, route_scale: tl.constexpr,
     num_groups: tl.constexpr, top_k_groups: tl.constexpr, group_score: tl.constexpr, force_balance: tl.constexpr,
     E: tl.constexpr, BIASED: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -111,9 +111,9 @@ def route_kernel(
     exists = (place // BLOCK_E < num_groups) & (place % BLOCK_E < size)
     x = to_f32(tl.load(logits + m * E + expert, mask=(m < T) & exists, other=0.0))
     x = tl.where(exists, x, float("-inf"))
-    s = scores_of(x, scores, HW_CAST)
+    s = scores_of(x, score_func, HW_CAST)
 
-    value = x if scores == OF_CHOSEN else s
+    value = x if score_func == OF_CHOSEN else s
     choice = value
     if BIASED:
         choice = value + tl.load(bias + expert, mask=exists, other=0.0)
@@ -134,18 +134,18 @@ def route_kernel(
         chosen = tl.where(k == i, tl.sum(tl.where(found, value, 0.0), 1)[:, None], chosen)
     ids = ids // BLOCK_E * size + ids % BLOCK_E
 
-    if scores == OF_CHOSEN:
+    if score_func == OF_CHOSEN:
         w = softmax(chosen, HW_CAST)
     else:
         w = tl.where(k < top_k, chosen, 0.0)
-        if renormalize:
+        if normalize:
             w = tl.div_rn(w, at_least_tiny(row_sum(w)))
-    w = w * number(scale)
+    w = w * number(route_scale)
     tl.store(expert_ids + m * top_k + k, ids, mask=(m < T) & (k < top_k))
     tl.store(weights + m * top_k + k, tl.where(w == w, w, float("nan")), mask=(m < T) & (k < top_k))
 
     share = s
-    if scores == SIGMOID:
+    if score_func == SIGMOID:
         share = tl.div_rn(s, at_least_tiny(row_sum(s)))
     share = tl.where(m < T, share, 0.0)
     nan = tl.max((share != share).to(tl.int32), 0)
@@ -158,7 +158,7 @@ def route_kernel(
 @triton.jit
 def route_bwd_kernel(
     dweights, dshares, logits, expert_ids, T, dlogits,
-    scores: tl.constexpr, renormalize: tl.constexpr, scale: tl.constexpr,
+    score_func: tl.constexpr, normalize: tl.constexpr, route_scale: tl.constexpr,
     E: tl.constexpr, top_k: tl.constexpr, SHARED: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -167,30 +167,30 @@ def route_bwd_kernel(
     exists = expert < E
     x = to_f32(tl.load(logits + m * E + expert, mask=(m < T) & exists, other=0.0))
     x = tl.where(exists, x, float("-inf"))
-    s = scores_of(x, scores, HW_CAST)
+    s = scores_of(x, score_func, HW_CAST)
 
     d = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     chosen = tl.zeros((BLOCK_M, BLOCK_E), tl.int1)
     for i in range(top_k):
         found = tl.load(expert_ids + m * top_k + i, mask=m < T, other=-1) == expert
-        d = tl.where(found, tl.load(dweights + m * top_k + i, mask=m < T, other=0.0) * number(scale), d)
+        d = tl.where(found, tl.load(dweights + m * top_k + i, mask=m < T, other=0.0) * number(route_scale), d)
         chosen = chosen | found
     if SHARED:
         of_shares = tl.load(dshares + expert, mask=exists, other=0.0)
 
-    if scores == OF_CHOSEN:
+    if score_func == OF_CHOSEN:
         w = softmax(tl.where(chosen, x, float("-inf")), HW_CAST)
         dx = w * (d - row_sum(w * d))
         if SHARED:
             dx += s * (of_shares - row_sum(s * of_shares))
     else:
-        if renormalize:
+        if normalize:
             total = row_sum(tl.where(chosen, s, 0.0))
             divisor = at_least_tiny(total)
             w = tl.div_rn(tl.where(chosen, s, 0.0), divisor)
             through = chosen & ((total >= TINY) | (total != total))
             d = tl.where(through, tl.div_rn(d - row_sum(w * d), divisor), 0.0)
-        if scores == SIGMOID:
+        if score_func == SIGMOID:
             if SHARED:
                 total = row_sum(s)
                 divisor = at_least_tiny(total)

@@ -45,17 +45,17 @@ def _at_least_tiny(x: Array) -> Array:
     return np.where(x < TINY, TINY, x)
 
 
-def _scores(logits: Array, scores: str) -> Array:
+def _scores(logits: Array, score_func: str) -> Array:
     """(T, E) fp32: the softmax over the experts, or each expert's sigmoid."""
-    if scores == "sigmoid":
+    if score_func == "sigmoid":
         return np.where(np.isnan(logits), F32(np.nan), swiglu_oracle._sigmoid(logits))
     p = _exp_minus(np.fmax.reduce(logits, -1, keepdims=True) - logits)
     return p / row_sum(p)
 
 
-def _shares(s: Array, scores: str) -> Array:
+def _shares(s: Array, score_func: str) -> Array:
     """Scores that sum to one over the experts."""
-    return s / _at_least_tiny(row_sum(s)) if scores == "sigmoid" else s
+    return s / _at_least_tiny(row_sum(s)) if score_func == "sigmoid" else s
 
 
 def _canonical(x: Array) -> Array:
@@ -95,14 +95,14 @@ def _chosen(value: Array, bias: Array, top_k: int, groups: tuple[int, int, str],
     return np.take_along_axis(inside, best, -1).astype(np.int32)
 
 
-def _weights(chosen: Array, scores: str, renormalize: bool, scale: float) -> Array:
+def _weights(chosen: Array, score_func: str, normalize: bool, route_scale: float) -> Array:
     """The weights (T, k) from the values of the chosen experts: logits for softmax_of_chosen, or scores."""
-    if scores == "softmax_of_chosen":
+    if score_func == "softmax_of_chosen":
         p = _exp_minus(np.fmax.reduce(chosen, -1, keepdims=True) - chosen)
         w = p / row_sum(p)
     else:
-        w = chosen / _at_least_tiny(row_sum(chosen)) if renormalize else chosen
-    return _canonical(w * F32(scale))
+        w = chosen / _at_least_tiny(row_sum(chosen)) if normalize else chosen
+    return _canonical(w * F32(route_scale))
 
 
 def _share_sums(shares: Array) -> Array:
@@ -118,38 +118,39 @@ def _share_sums(shares: Array) -> Array:
 
 @np.errstate(all="ignore")
 def route(
-    logits: Array, bias: Array, top_k: int, scores: str = "softmax", renormalize: bool = True, scale: float = 1.0,
-    num_groups: int = 1, top_k_groups: int = 1, group_score: str = "top2", force_balance: bool = False,
+    logits: Array, bias: Array, top_k: int, score_func: str = "softmax", normalize: bool = True,
+    route_scale: float = 1.0, num_groups: int = 1, top_k_groups: int = 1, group_score: str = "top2",
+    force_balance: bool = False,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """logits (T, E) fp32 or bf16, bias (E,) fp32 or (0,) -> ids (T, k) int32, weights (T, k), share_sums, fp32.
 
-    >>> ids, weights, _ = route(np.float32([[0, 2, 1]]), np.zeros(0, np.float32), 2, "sigmoid", renormalize=False)
+    >>> ids, weights, _ = route(np.float32([[0, 2, 1]]), np.zeros(0, np.float32), 2, "sigmoid", normalize=False)
     >>> ids, weights
     (array([[1, 2]], dtype=int32), array([[0.8807971 , 0.73105866]], dtype=float32))
     """
     logits = logits.astype(F32)
-    s = _scores(logits, scores)
-    value = logits if scores == "softmax_of_chosen" else s
+    s = _scores(logits, score_func)
+    value = logits if score_func == "softmax_of_chosen" else s
     ids = _chosen(value, bias, top_k, (num_groups, top_k_groups, group_score), force_balance)
-    weights = _weights(np.take_along_axis(value, ids, -1), scores, renormalize, scale)
-    return ids, weights, _share_sums(_shares(s, scores))
+    weights = _weights(np.take_along_axis(value, ids, -1), score_func, normalize, route_scale)
+    return ids, weights, _share_sums(_shares(s, score_func))
 
 
 @np.errstate(all="ignore")
 def route_bwd(
     dweights: Array, dshares: Array, logits: Array, expert_ids: Array,
-    scores: str = "softmax", renormalize: bool = True, scale: float = 1.0,
+    score_func: str = "softmax", normalize: bool = True, route_scale: float = 1.0,
 ) -> Array:  # fmt: skip
     """-> dlogits (T, E) in the dtype of logits. dshares: (E,) fp32, the gradient of each expert's sum of shares, or
     (0,)."""
     dtype, logits = logits.dtype, logits.astype(F32)
-    s = _scores(logits, scores)
+    s = _scores(logits, score_func)
     d, chosen = np.zeros_like(s), np.zeros(s.shape, bool)
-    np.put_along_axis(d, expert_ids, dweights * F32(scale), -1)
+    np.put_along_axis(d, expert_ids, dweights * F32(route_scale), -1)
     np.put_along_axis(chosen, expert_ids, True, -1)
     shared = len(dshares) > 0
 
-    if scores == "softmax_of_chosen":
+    if score_func == "softmax_of_chosen":
         inside = np.where(chosen, logits, F32(-np.inf))
         p = _exp_minus(np.fmax.reduce(inside, -1, keepdims=True) - inside)
         w = p / row_sum(p)
@@ -157,12 +158,12 @@ def route_bwd(
         if shared:
             dlogits = dlogits + s * (dshares - row_sum(s * dshares))
     else:
-        if renormalize:
+        if normalize:
             inside = np.where(chosen, s, F32(0))
             total = row_sum(inside)
             w = inside / _at_least_tiny(total)
             d = np.where(chosen & ~(total < TINY), (d - row_sum(w * d)) / _at_least_tiny(total), F32(0))
-        if scores == "softmax":
+        if score_func == "softmax":
             g = d + dshares if shared else d
             dlogits = s * (g - row_sum(s * g))
         else:

@@ -7,7 +7,7 @@
 
 The score of an expert is the softmax of the logits over all experts, or its own sigmoid. `bias` is added to the scores
 for the choice alone. With groups, the choice is among the experts of the best groups. The weights are the scores of the
-chosen experts, divided by their sum if `renormalize`, times `scale`. "softmax_of_chosen" chooses by logits, and its
+chosen experts, divided by their sum if `normalize`, times `route_scale`. "softmax_of_chosen" chooses by logits, and its
 weights are the softmax over the chosen ones.
 
 A share is a score divided by the sum over all experts. The sums of the shares over the tokens are what Switch's
@@ -59,71 +59,74 @@ def _check_per_expert(op: str, name: str, array: ArrayType, experts: int) -> Non
         require_shape(op, name, array, (experts,), "one value per expert; or (0,) for none")
 
 
-def check_score_options(op: str, scores: str, renormalize: bool, scale: float) -> dict[str, int]:
-    """The attributes of the options that both ops have; raises ValueError or TypeError for values not allowed."""
-    if scores not in SCORES:
-        fail(ValueError, op, "scores", repr(scores), f"allowed: {', '.join(map(repr, SCORES))}")
-    if renormalize not in (False, True):
-        fail(TypeError, op, "renormalize", repr(renormalize), "allowed: a bool")
-    if scores == "softmax_of_chosen" and not renormalize:
-        fail(ValueError, op, "renormalize", "False", "allowed: True, since the softmax of the chosen sums to one")
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        fail(TypeError, op, "scale", repr(scale), "allowed: a float")
-    if not math.isfinite(scale) or not 2.0**-126 <= abs(scale) < 2.0**127:
-        fail(ValueError, op, "scale", scale, "allowed: numbers that fp32 holds, except for 0")
-    (bits,) = struct.unpack("<i", struct.pack("<f", scale))
-    return {"scores": SCORES.index(scores), "renormalize": int(renormalize), "scale": bits}
+def _score_attrs(op: str, score_func: str, normalize: bool, route_scale: float) -> dict[str, int]:
+    """The attributes of the options that both ops have."""
+    if score_func not in SCORES:
+        fail(ValueError, op, "score_func", repr(score_func), f"allowed: {', '.join(map(repr, SCORES))}")
+    if normalize not in (False, True):
+        fail(TypeError, op, "normalize", repr(normalize), "allowed: a bool")
+    if score_func == "softmax_of_chosen" and not normalize:
+        fail(ValueError, op, "normalize", "False", "allowed: True, since the softmax of the chosen sums to one")
+    if isinstance(route_scale, bool) or not isinstance(route_scale, int | float):
+        fail(TypeError, op, "route_scale", repr(route_scale), "allowed: a float")
+    if not math.isfinite(route_scale) or not 2.0**-126 <= abs(route_scale) < 2.0**127:
+        fail(ValueError, op, "route_scale", route_scale, "allowed: numbers that fp32 holds, except for 0")
+    (bits,) = struct.unpack("<i", struct.pack("<f", route_scale))
+    return {"score_func": SCORES.index(score_func), "normalize": int(normalize), "route_scale": bits}
 
 
-def check_choice_options(
-    op: str, experts: int, top_k: int, num_groups: int, top_k_groups: int, group_score: str, names: dict[str, str]
-) -> None:
-    """Raise ValueError or TypeError for choices that no token can make. names: of the options, where they differ."""
-
-    def name(option: str) -> str:
-        return names.get(option, option)
-
-    for option, size in (("top_k", top_k), ("num_groups", num_groups), ("top_k_groups", top_k_groups)):
-        require_size(op, name(option), size, 1)
+def check_options(
+    op: str, experts: int, *, top_k: int, score_func: str, normalize: bool, route_scale: float, num_groups: int,
+    top_k_groups: int, group_score: str, force_balance: bool,
+) -> dict[str, int]:  # fmt: skip
+    """The attributes of `route` for a number of experts; raises ValueError or TypeError for options not allowed."""
+    for name, size in (("top_k", top_k), ("num_groups", num_groups), ("top_k_groups", top_k_groups)):
+        require_size(op, name, size, 1)
     if group_score not in GROUP_SCORES:
-        fail(ValueError, op, name("group_score"), repr(group_score), f"allowed: {' or '.join(map(repr, GROUP_SCORES))}")
+        fail(ValueError, op, "group_score", repr(group_score), f"allowed: {' or '.join(map(repr, GROUP_SCORES))}")
     if experts % num_groups or (num_groups > 1 and experts == num_groups and group_score == "top2"):
         allowed = f"allowed: divisors of {experts}, the number of experts, with at least 2 experts in a group"
-        fail(ValueError, op, name("num_groups"), num_groups, allowed)
+        fail(ValueError, op, "num_groups", num_groups, allowed)
     if top_k_groups > num_groups:
-        fail(ValueError, op, name("top_k_groups"), top_k_groups, f"allowed: 1 to {name('num_groups')} = {num_groups}")
+        fail(ValueError, op, "top_k_groups", top_k_groups, f"allowed: 1 to num_groups = {num_groups}")
     most = min(experts // num_groups * top_k_groups, MOST_CHOSEN)
     if top_k > most:
-        fail(ValueError, op, name("top_k"), top_k, f"allowed: 1 to {most}, the experts of the chosen groups")
+        what = "num_experts" if num_groups == 1 else "the experts of the chosen groups"
+        what = what if most < MOST_CHOSEN else "the most of the op"
+        fail(ValueError, op, "top_k", top_k, f"allowed: 1 to {what} = {most}")
+    if force_balance not in (False, True):
+        fail(TypeError, op, "force_balance", repr(force_balance), "allowed: a bool")
+    if force_balance and num_groups > 1:
+        fail(ValueError, op, "force_balance", "True", "allowed: False with groups; pass num_groups=1")
+    groups = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": GROUP_SCORES.index(group_score)}
+    attrs = {"top_k": top_k, **_score_attrs(op, score_func, normalize, route_scale), **groups}
+    return {**attrs, "force_balance": int(force_balance)}
 
 
 def _check_route(
-    logits: ArrayType, bias: ArrayType, *, top_k: int, scores: str = "softmax", renormalize: bool = True,
-    scale: float = 1.0, num_groups: int = 1, top_k_groups: int = 1, group_score: str = "top2",
+    logits: ArrayType, bias: ArrayType, *, top_k: int, score_func: str = "softmax", normalize: bool = True,
+    route_scale: float = 1.0, num_groups: int = 1, top_k_groups: int = 1, group_score: str = "top2",
     force_balance: bool = False,
 ) -> Signature:  # fmt: skip
     op = "route"
     experts = _check_logits(op, logits)
     _check_per_expert(op, "bias", bias, experts)
-    check_choice_options(op, experts, top_k, num_groups, top_k_groups, group_score, {})
-    if force_balance not in (False, True):
-        fail(TypeError, op, "force_balance", repr(force_balance), "allowed: a bool")
-    if force_balance and num_groups > 1:
-        fail(ValueError, op, "force_balance", "True", "allowed: False with groups; pass num_groups=1")
+    attrs = check_options(
+        op, experts, top_k=top_k, score_func=score_func, normalize=normalize, route_scale=route_scale,
+        num_groups=num_groups, top_k_groups=top_k_groups, group_score=group_score, force_balance=force_balance,
+    )  # fmt: skip
     tokens = logits.shape[0]
     out = (
         ArrayType((tokens, top_k), "int32"),
         ArrayType((tokens, top_k), "float32"),
         ArrayType((cdiv(tokens, CHUNK), experts), "float32"),
     )
-    attrs = {"top_k": top_k, **check_score_options(op, scores, renormalize, scale)}
-    groups = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": GROUP_SCORES.index(group_score)}
-    return Signature(out, {**attrs, **groups, "force_balance": int(force_balance)})
+    return Signature(out, attrs)
 
 
 def _check_route_bwd(
     dweights: ArrayType, dshares: ArrayType, logits: ArrayType, expert_ids: ArrayType, *,
-    scores: str = "softmax", renormalize: bool = True, scale: float = 1.0,
+    score_func: str = "softmax", normalize: bool = True, route_scale: float = 1.0,
 ) -> Signature:  # fmt: skip
     op = "route_bwd"
     experts = _check_logits(op, logits)
@@ -136,7 +139,7 @@ def _check_route_bwd(
     require_dtype(op, "dweights", dweights, "float32")
     require_shape(op, "dweights", dweights, expert_ids.shape, "expert_ids'")
     _check_per_expert(op, "dshares", dshares, experts)
-    return Signature((logits,), check_score_options(op, scores, renormalize, scale))
+    return Signature((logits,), _score_attrs(op, score_func, normalize, route_scale))
 
 
 def _tile_route(call: Call, arch: str) -> Tiling:
@@ -163,8 +166,8 @@ def _warps(width: int) -> int:
     return max(CHUNK * width // (16 * 32), 4)
 
 
-_OPTIONS = """scores: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen". renormalize: divide the
-    weights of a token by their sum. scale: the factor of the weights."""
+_OPTIONS = """score_func: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen". normalize: divide the
+    weights of a token by their sum. route_scale: the factor of the weights."""
 
 route = KernelOp(
     "route",

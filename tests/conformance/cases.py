@@ -187,7 +187,7 @@ class Routed:
     @property
     def score_options(self) -> dict[str, Any]:
         """The options that the gradient has too."""
-        return {name: self.options[name] for name in ("scores", "renormalize", "scale") if name in self.options}
+        return {name: self.options[name] for name in ("score_func", "normalize", "route_scale") if name in self.options}
 
 
 def _routed(
@@ -211,10 +211,10 @@ def _special_logits(case: Routed) -> Routed:
 
 _KINDS = {
     "softmax": {},
-    "softmax_as_it_is": {"renormalize": False, "scale": 2.5},
-    "sigmoid": {"scores": "sigmoid", "scale": 2.5},
-    "sigmoid_as_it_is": {"scores": "sigmoid", "renormalize": False},
-    "of_chosen": {"scores": "softmax_of_chosen"},
+    "softmax_as_it_is": {"normalize": False, "route_scale": 2.5},
+    "sigmoid": {"score_func": "sigmoid", "route_scale": 2.5},
+    "sigmoid_as_it_is": {"score_func": "sigmoid", "normalize": False},
+    "of_chosen": {"score_func": "softmax_of_chosen"},
 }
 _GROUPS = {"num_groups": 6, "top_k_groups": 3}
 ROUTES = {
@@ -223,15 +223,15 @@ ROUTES = {
         f"{name}_special": _special_logits(_routed(f"{name} special", 40, 16, biased=True, top_k=4, **kind))
         for name, kind in _KINDS.items()
     },
-    "groups": _routed("groups", 37, 60, biased=True, top_k=8, scores="sigmoid", **_GROUPS),
+    "groups": _routed("groups", 37, 60, biased=True, top_k=8, score_func="sigmoid", **_GROUPS),
     "groups_by_max": _routed("max", 37, 60, top_k=8, group_score="max", **_GROUPS),
-    "groups_special": _special_logits(_routed("groups special", 33, 60, top_k=8, scores="sigmoid", **_GROUPS)),
+    "groups_special": _special_logits(_routed("groups special", 33, 60, top_k=8, score_func="sigmoid", **_GROUPS)),
     "bf16": _routed("bf16", 40, 16, top_k=4, dtype=BF16),
-    "bf16_special": _special_logits(_routed("bf16 too", 40, 16, top_k=4, dtype=BF16, scores="softmax_of_chosen")),
+    "bf16_special": _special_logits(_routed("bf16 too", 40, 16, top_k=4, dtype=BF16, score_func="softmax_of_chosen")),
     "balanced": _routed("balanced", 33, 13, top_k=5, force_balance=True),
-    "most_experts": _routed("most", 5, 512, top_k=32, scores="sigmoid"),
+    "most_experts": _routed("most", 5, 512, top_k=32, score_func="sigmoid"),
     "every_expert": _routed("every", 17, 3, top_k=3, biased=True),
-    "one_expert": _routed("one", 3, 1, top_k=1, scores="sigmoid"),
+    "one_expert": _routed("one", 3, 1, top_k=1, score_func="sigmoid"),
     "no_tokens": _routed("none", 0, 8, top_k=2),
 }
 

@@ -133,8 +133,8 @@ def test_permute_gradient_adds_up() -> None:
 
 CHOICES = {
     "softmax": Choice(2),
-    "softmax_as_it_is": Choice(2, normalize=False, scale=2.5),
-    "sigmoid": Choice(2, "sigmoid", scale=2.5),
+    "softmax_as_it_is": Choice(2, normalize=False, route_scale=2.5),
+    "sigmoid": Choice(2, "sigmoid", route_scale=2.5),
     "sigmoid_as_it_is": Choice(2, "sigmoid", normalize=False),
     "of_chosen": Choice(2, "softmax_of_chosen"),
     "groups": Choice(2, "sigmoid", bias=np.array([0.1, -0.2, 0.3, 0, 0.2, 0]), num_groups=3, top_k_groups=2),

@@ -12,9 +12,7 @@ PLAIN = ["softmax", "softmax_as_it_is", "sigmoid", "sigmoid_as_it_is", "of_chose
 
 def choice_of(name: str) -> definition.Choice:
     case = ROUTES[name]
-    options = {key: value for key, value in case.options.items() if key not in ("renormalize", "scores")}
-    score = case.options.get("scores", "softmax")
-    return definition.Choice(score=score, normalize=case.options.get("renormalize", True), bias=case.bias, **options)
+    return definition.Choice(**case.options, bias=case.bias)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -27,7 +25,7 @@ def test_ids_weights_and_shares_against_fp64(name: str) -> None:
     want_ids, want = definition.route(logits, choice_of(name))
     np.testing.assert_array_equal(ids, want_ids)
     assert (np.abs(weights - want) <= 23 * 2.0**-24 * np.abs(want)).all()
-    shares = definition.scores(logits, choice_of(name).score)
+    shares = definition.scores(logits, choice_of(name).score_func)
     shares /= shares.sum(-1, keepdims=True)
     sums = np.stack([shares[i : i + 16].sum(0) for i in range(0, len(shares), 16)])
     assert (np.abs(share_sums - sums) <= 2.4e-7 * np.maximum(sums, 1)).all()

@@ -300,16 +300,16 @@ CASES = {
     "dequantize_fp32": _case("dequantize", _mx, out_dtype="float32"),
     "permute_rows": _case("permute_rows", _rows_and_map),
     "permute_mx": _case("permute_mx", _packed_and_map),
-    "route": _case("route", _route, top_k=5, scale=2.5),
-    "route_bf16": _case("route", _route_bf16, top_k=3, scores="softmax_of_chosen"),
-    "route_in_groups": _case("route", _route, top_k=6, scores="sigmoid", num_groups=5, top_k_groups=2),
+    "route": _case("route", _route, top_k=5, route_scale=2.5),
+    "route_bf16": _case("route", _route_bf16, top_k=3, score_func="softmax_of_chosen"),
+    "route_in_groups": _case("route", _route, top_k=6, score_func="sigmoid", num_groups=5, top_k_groups=2),
     "route_in_groups_by_max": _case(
-        "route", _route, top_k=6, renormalize=False, num_groups=8, top_k_groups=3, group_score="max"
+        "route", _route, top_k=6, normalize=False, num_groups=8, top_k_groups=3, group_score="max"
     ),
-    "route_balanced": _case("route", _route, top_k=5, scores="sigmoid", force_balance=True),
-    "route_bwd": _case("route_bwd", _route_bwd, scores="sigmoid", scale=2.5),
+    "route_balanced": _case("route", _route, top_k=5, score_func="sigmoid", force_balance=True),
+    "route_bwd": _case("route_bwd", _route_bwd, score_func="sigmoid", route_scale=2.5),
     "route_bwd_bf16": _case("route_bwd", _route_bwd_bf16),
-    "route_bwd_of_chosen": _case("route_bwd", _route_bwd, scores="softmax_of_chosen"),
+    "route_bwd_of_chosen": _case("route_bwd", _route_bwd, score_func="softmax_of_chosen"),
     "sort_by_expert": _case("sort_by_expert", _expert_ids, num_experts=9),
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),

@@ -126,24 +126,24 @@ CASES = {
     ),
     "route": Case(router.route, (f32(M, 64), f32(0)), {"top_k": 6}, ("ld.global.v4.b32", "div.rn.f32")),
     "route bf16": Case(
-        router.route, (bf16(M, 128), f32(0)), {"top_k": 8, "scores": "softmax_of_chosen"}, ("ld.global.v4.b32",)
+        router.route, (bf16(M, 128), f32(0)), {"top_k": 8, "score_func": "softmax_of_chosen"}, ("ld.global.v4.b32",)
     ),
     "route in groups": Case(
         router.route,
         (f32(M, 256), f32(256)),
-        {"top_k": 8, "scores": "sigmoid", "num_groups": 8, "top_k_groups": 4, "scale": 2.5},
+        {"top_k": 8, "score_func": "sigmoid", "num_groups": 8, "top_k_groups": 4, "route_scale": 2.5},
         ("ld.global.v4.b32", "div.rn.f32"),
     ),
-    "route of most experts": Case(router.route, (f32(M, 512), f32(512)), {"top_k": 32, "scores": "sigmoid"}),
+    "route of most experts": Case(router.route, (f32(M, 512), f32(512)), {"top_k": 32, "score_func": "sigmoid"}),
     "route balanced": Case(router.route, (f32(M, 40), f32(0)), {"top_k": 6, "force_balance": True}),
     "route_bwd": Case(
         router.route_bwd, (f32(M, 6), f32(0), f32(M, 64), i32(M, 6)), {}, ("ld.global.v4.b32", "st.global.v4.b32")
     ),
     "route_bwd bf16": Case(
-        router.route_bwd, (f32(M, 8), f32(128), bf16(M, 128), i32(M, 8)), {"scores": "softmax_of_chosen"}
+        router.route_bwd, (f32(M, 8), f32(128), bf16(M, 128), i32(M, 8)), {"score_func": "softmax_of_chosen"}
     ),
     "route_bwd of most experts": Case(
-        router.route_bwd, (f32(M, 32), f32(512), f32(M, 512), i32(M, 32)), {"scores": "sigmoid"}
+        router.route_bwd, (f32(M, 32), f32(512), f32(M, 512), i32(M, 32)), {"score_func": "sigmoid"}
     ),
     "sort_by_expert": Case(routing.sort_by_expert, (i32(M),), {"num_experts": 256}),
     "row_map": Case(routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS}),
