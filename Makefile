@@ -23,7 +23,7 @@ test: .venv/.dev
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile tests/conformance tests/kernels
 	$(BIN)/pytest -n 2 --dist loadfile
 
-# Whether the tests catch twenty faults that are put into a copy of the committed code, one at a time.
+# Whether the tests catch faults that are put into a copy of the committed code, one at a time.
 faults: .venv/.dev
 	$(BIN)/python -m tests.faults.run
 
