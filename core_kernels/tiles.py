@@ -43,6 +43,7 @@ _GPU = {
     "unblock_scales": Tiles(m=128, k=64),
     "combine": Tiles(m=4, k=1024),
     "combine_bwd": Tiles(m=8, k=256),
+    "combine_bwd_row": Tiles(m=8, k=256),
     "sort_by_expert": Tiles(m=4096, num_warps=8),
     "row_map": Tiles(m=1024),
     "swiglu": Tiles(m=8, k=256),
@@ -60,6 +61,7 @@ _GPU = {
     # 128 along the contraction dim: what the tensor core sums before fp32 adds it (grouped_gemm/kernel_folded.py)
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
+    "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
 # Compiled, not measured, since no sm_100 was available: the largest accumulators that fit tensor memory beside their

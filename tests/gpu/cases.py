@@ -187,6 +187,11 @@ def _combine_bwd(rng: Rng, m: int) -> Tensors:
     return _finite(rng, m, 72), _finite(rng, num_rows, 72), slots.view(m, 2).int(), order.int(), probs
 
 
+def _combine_bwd_row(rng: Rng, m: int) -> Tensors:
+    dy, rows, *maps = _combine_bwd(rng, m)
+    return dy[:, :64].contiguous(), rows[:, :64].contiguous(), *maps
+
+
 def _unweighted(make: Callable[[Rng, int], Tensors]) -> Callable[[Rng, int], Tensors]:
     return lambda rng, m: (*make(rng, m)[:-1], torch.empty(0))
 
@@ -246,6 +251,12 @@ def _grouped_mm_fold(rng: Rng, m: int) -> Tensors:
 def _grouped_mm_fold_bias(rng: Rng, m: int) -> Tensors:
     *operands, ends = _grouped_mm_fold(rng, m)
     return *operands, torch.randn(GROUPS, N, generator=rng), ends
+
+
+def _grouped_mm_fold_sum(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t = _finite(rng, m, 2 * K), _finite(rng, GROUPS, N, 2 * K)
+    pairs = ((lhs[:, :K], rhs_t[..., :K]), (lhs[:, K:] * 2**60, rhs_t[..., K:] * 2**-60))
+    return *(t for pair in pairs for x in pair for t in torch_ops.quantize_row_fold(x.contiguous())), _ends(rng, m)
 
 
 def _mx_and_target(rng: Rng, m: int) -> Tensors:
@@ -323,6 +334,7 @@ CASES = {
     "combine": _case("combine", _combine),
     "combine_unweighted_fp32": _case("combine", _unweighted(_combine), out_dtype="float32"),
     "combine_bwd": _case("combine_bwd", _combine_bwd),
+    "combine_bwd_row": _case("combine_bwd_row", _combine_bwd_row),
     "combine_bwd_unweighted": _case("combine_bwd", _unweighted(_combine_bwd)),
     **{f"swiglu{to}": _case(f"swiglu{to}", _swiglu) for to in ("", "_row", "_col")},
     **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", _swiglu_bwd) for to in ("", "_row", "_col", "_both")},
@@ -341,6 +353,8 @@ CASES = {
     "grouped_mm_fold": _case("grouped_mm_fold", _grouped_mm_fold),
     "grouped_mm_fold_fp32": _case("grouped_mm_fold", _grouped_mm_fold, out_dtype="float32"),
     "grouped_mm_fold_bias": _case("grouped_mm_fold_bias", _grouped_mm_fold_bias),
+    "grouped_mm_fold_sum": _case("grouped_mm_fold_sum", _grouped_mm_fold_sum),
+    "grouped_mm_fold_sum_fp32": _case("grouped_mm_fold_sum", _grouped_mm_fold_sum, out_dtype="float32"),
     "grouped_mm_fold_bias_fp32": _case("grouped_mm_fold_bias", _grouped_mm_fold_bias, out_dtype="float32"),
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", _grouped_wgrad_fold, multiple=32),
 }

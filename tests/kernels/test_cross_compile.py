@@ -121,6 +121,9 @@ CASES = {
     "combine_bwd top 1": Case(
         combine.combine_bwd, (bf16(M, K), bf16(ROWS, K), i32(M, 1), i32(ROWS), f32(M, 1)), {}, VECTORS
     ),
+    "combine_bwd_row": Case(
+        combine.combine_bwd_row, (bf16(M, K), bf16(ROWS, K), i32(M, TOP_K), i32(ROWS), f32(M, TOP_K)), {}, VECTORS
+    ),
     "combine_bwd unweighted": Case(
         combine.combine_bwd, (bf16(M, K), bf16(ROWS, K), i32(M, TOP_K), i32(ROWS), f32(0)), {}, ("st.global.v4.b32",)
     ),
@@ -194,6 +197,15 @@ CASES = {
         folded_gemm.grouped_mm_fold_bias,
         (u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N), f32(GROUPS, N), i32(GROUPS)),
         {"out_dtype": "float32"},
+        ("fp8 mma",),
+    ),
+    "grouped_mm_fold_sum": Case(
+        folded_gemm.grouped_mm_fold_sum,
+        (
+            *(u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N)),
+            *(u8(M, 96), u8(M), u8(GROUPS, N, 96), u8(GROUPS, N), i32(GROUPS)),
+        ),
+        {},
         ("fp8 mma",),
     ),
     "grouped_wgrad_fold": Case(
@@ -341,6 +353,7 @@ SMALL = {
     "route_bwd": (router.route_bwd, (f32(1, 1), f32(3), f32(1, 3), i32(1, 1))),
     "combine": (combine.combine, (bf16(1, 3), i32(1, 1), f32(1, 1))),
     "combine_bwd": (combine.combine_bwd, (bf16(1, 3), bf16(1, 3), i32(1, 1), i32(1), f32(1, 1))),
+    "combine_bwd_row": (combine.combine_bwd_row, (bf16(1, 32), bf16(1, 32), i32(1, 1), i32(1), f32(1, 1))),
     "grouped_mm_mx": (grouped_gemm.grouped_mm_mx, (*mx(1, 32), *mx(1, 8, 32), i32(1))),
     "grouped_wgrad_mx": (grouped_gemm.grouped_wgrad_mx, (*mx(8, 32), *mx(8, 32), i32(1))),
     "grouped_mm_bf16": (grouped_gemm.grouped_mm_bf16, (bf16(1, 5), bf16(1, 3, 5), i32(1))),
@@ -350,6 +363,10 @@ SMALL = {
     "grouped_mm_fold_bias": (
         folded_gemm.grouped_mm_fold_bias,
         (u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8), f32(1, 8), i32(1)),
+    ),
+    "grouped_mm_fold_sum": (
+        folded_gemm.grouped_mm_fold_sum,
+        (*(u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8)) * 2, i32(1)),
     ),
     "grouped_wgrad_fold": (folded_gemm.grouped_wgrad_fold, (u8(1, 32), u8(1, 1), u8(8, 32), u8(1, 8), i32(1))),
 }
