@@ -150,7 +150,7 @@ def route(logits: Tensor, bias: Tensor, ids: Tensor, weights: Tensor, share_sums
     chosen, experts = scores.topk(ids.shape[1])
     ids.copy_(experts)
     weights.copy_(chosen / chosen.sum(-1, keepdim=True))
-    share_sums.copy_(torch.nn.functional.pad(scores, (0, 0, 0, -len(scores) % 16)).unflatten(0, (-1, 16)).sum(1))
+    share_sums.copy_(torch.nn.functional.pad(scores, (0, 0, 0, -len(scores) % 8)).unflatten(0, (-1, 8)).sum(1))
 
 
 def route_bwd(dweights: Tensor, dshares: Tensor, logits: Tensor, ids: Tensor, dlogits: Tensor) -> None:

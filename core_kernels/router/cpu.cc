@@ -11,7 +11,7 @@
 namespace mxep {
 namespace {
 
-constexpr int64_t kMostExperts = 512, kChunk = 16;
+constexpr int64_t kMostExperts = 512, kChunk = 8;
 constexpr float kTiny = 0x1p-126f, kUnits = 0x1p40f;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN(), kLowest = -std::numeric_limits<float>::infinity();
 enum Scores : int64_t { kSoftmax, kSigmoid, kSoftmaxOfChosen };

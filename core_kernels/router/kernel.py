@@ -1,6 +1,6 @@
 """Triton kernels of the choice of experts and of its gradient; plan.py draws the operands.
 
-A program holds 16 tokens with all their experts in registers and reads the logits once. The two dims of groups and of
+A program holds 8 tokens with all their experts in registers and reads the logits once. The two dims of groups and of
 experts within a group are each padded to a power of two: the place of an expert is group * BLOCK_E + its index there.
 
 A candidate is one int64: an integer that orders as its fp32 value does, and below it 1023 - place. The maximum is the

@@ -1,7 +1,7 @@
 """The definition of the choice of experts and of its gradient in numpy: exact bytes.
 
     logits --scores--> scores (T, E) --+ bias, groups--> the top k --> ids, weights (T, k)
-                                '--divided by their sum--> shares --sums over 16 tokens--> share_sums (T/16, E)
+                                '--divided by their sum--> shares --sums over 8 tokens--> share_sums (T/8, E)
 
 Each fp32 operation is a statement of its own and rounds to nearest. `row_sum` has no order: its terms are integers.
 """
@@ -14,7 +14,7 @@ from ..swiglu import oracle as swiglu_oracle
 F32 = np.float32
 ONE, TINY = F32(1), F32(2.0**-126)
 UNITS = F32(2.0**40)
-CHUNK = 16
+CHUNK = 8
 """Tokens of one row of share_sums."""
 
 
@@ -106,7 +106,7 @@ def _weights(chosen: Array, score_func: str, normalize: bool, route_scale: float
 
 
 def _share_sums(shares: Array) -> Array:
-    """(T, E) -> (ceil(T/16), E): sums in units of 2^-40; NaN where a share is."""
+    """(T, E) -> (ceil(T/8), E): sums in units of 2^-40; NaN where a share is."""
     rows = [shares[i : i + CHUNK] for i in range(0, len(shares), CHUNK)]
     sums = np.zeros((len(rows), shares.shape[1]), F32)
     for out, part in zip(sums, rows, strict=True):

@@ -1,7 +1,7 @@
 """The choice of experts from the router's logits, and its gradient. Each reads the logits once.
 
     logits (T, E)  --route----> expert_ids, weights (T, k)        the k best experts of each token
-      bias (E,)                 share_sums (T/16, E) fp32         each expert's part of the scores, over 16 tokens
+      bias (E,)                 share_sums (T/8, E) fp32         each expert's part of the scores, over 8 tokens
 
     dweights (T, k), dshares (E,), logits, expert_ids  --route_bwd--> dlogits (T, E)
 
@@ -12,7 +12,7 @@ weights are the softmax over the chosen ones.
 
 A share is a score divided by the sum over all experts. The sums of the shares over the tokens are what Switch's
 auxiliary loss needs; their gradient is `dshares`. Of equal scores the lower expert comes first, NaN is above all
-numbers, and -0 equals 0. A NaN logit makes its token's weights and gradients NaN, and share_sums of its 16 tokens. All
+numbers, and -0 equals 0. A NaN logit makes its token's weights and gradients NaN, and share_sums of its 8 tokens. All
 sums are fixed-point (oracle.py), so that every implementation writes the same bytes.
 """
 
@@ -37,7 +37,7 @@ from ..tiles import cdiv, next_power_of_2
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 GROUP_SCORES = ("top2", "max")
 MOST_EXPERTS, MOST_CHOSEN = 512, 32
-CHUNK = 16
+CHUNK = 8
 """Tokens of one row of share_sums, and of one program of the Triton kernels."""
 ABSENT = (0,)
 """The shape of an array that is left out."""
@@ -162,8 +162,8 @@ def _tile_route_bwd(call: Call, arch: str) -> Tiling:
 
 
 def _warps(width: int) -> int:
-    """At most 16 values per thread of a tile of 16 tokens, at least 4 warps."""
-    return max(CHUNK * width // (16 * 32), 4)
+    """At most 16 values per thread, or 32 where a row has more than 512 places; 4 or 8 warps."""
+    return min(max(CHUNK * width // (16 * 32), 4), 8)
 
 
 _OPTIONS = """score_func: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen". normalize: divide the
@@ -179,7 +179,7 @@ route = KernelOp(
     group_score: "top2", the sum of a group's two best, or "max", its best. force_balance: token t takes the experts
     t * top_k, t * top_k + 1, ... modulo E, whatever the scores, for benchmarks.
     Returns expert_ids (T, top_k) int32, best first, equal scores by expert, NaN above all numbers; weights (T, top_k)
-    fp32; share_sums (ceil(T/16), E) fp32: over 16 tokens each, the sum of an expert's share of its token's scores.
+    fp32; share_sums (ceil(T/8), E) fp32: over 8 tokens each, the sum of an expert's share of its token's scores.
 
     >>> ids, weights, _ = ops.route(xp.asarray([[0.0, 2.0, 1.0]]), xp.zeros((0,)), 2, "sigmoid", False)
     >>> ids.tolist(), [round(float(w), 4) for w in weights[0]]

@@ -27,7 +27,7 @@ def test_ids_weights_and_shares_against_fp64(name: str) -> None:
     assert (np.abs(weights - want) <= 23 * 2.0**-24 * np.abs(want)).all()
     shares = definition.scores(logits, choice_of(name).score_func)
     shares /= shares.sum(-1, keepdims=True)
-    sums = np.stack([shares[i : i + 16].sum(0) for i in range(0, len(shares), 16)])
+    sums = np.stack([shares[i : i + oracle.CHUNK].sum(0) for i in range(0, len(shares), oracle.CHUNK)])
     assert (np.abs(share_sums - sums) <= 2.4e-7 * np.maximum(sums, 1)).all()
 
 

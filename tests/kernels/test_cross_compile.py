@@ -138,6 +138,9 @@ CASES = {
         ("ld.global.v4.b32", "div.rn.f32"),
     ),
     "route of most experts": Case(router.route, (f32(M, 512), f32(512)), {"top_k": 32, "score_func": "sigmoid"}),
+    "route in wide groups": Case(
+        router.route, (f32(M, 510), f32(0)), {"top_k": 32, "num_groups": 6, "top_k_groups": 3}
+    ),
     "route balanced": Case(router.route, (f32(M, 40), f32(0)), {"top_k": 6, "force_balance": True}),
     "route_bwd": Case(
         router.route_bwd, (f32(M, 6), f32(0), f32(M, 64), i32(M, 6)), {}, ("ld.global.v4.b32", "st.global.v4.b32")
