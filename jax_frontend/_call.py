@@ -58,7 +58,7 @@ def _option(op: KernelOp, name: str, value: object) -> int | bool | float | str:
     if name == "out_dtype":
         return dtype_name(op.name, name, value)
     if not isinstance(value, int | float | str):
-        fail(TypeError, op.name, name, repr(value), "allowed: an int, a bool, a float or a name")
+        fail(TypeError, op.name, name, repr(value), "allowed: a number, a bool or a name")
     return value
 
 

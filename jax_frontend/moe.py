@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from ..core_kernels.router.plan import check_options
+from ..core_kernels.router.plan import OPTIONS, check_options
 from . import ep
 from ._call import vary, varying_axes
 from ._checks import check_floats, check_type, dtype_name
@@ -118,8 +118,7 @@ class MoEConfig:
     @property
     def route_options(self) -> dict[str, Any]:
         """The options of `route`."""
-        names = ("score_func", "normalize", "route_scale", "num_groups", "top_k_groups", "group_score", "force_balance")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in OPTIONS}
 
 
 def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
@@ -212,7 +211,7 @@ def apply(
     _check_params(params, config, axis_name)
     token_axes = axis_name if token_axes is None else token_axes
     replicas = ep.axis_size(op, token_axes, "token_axes")
-    outside = _chosen_outside(x, config, experts, weights)
+    outside = chosen_outside(op, x, config.num_experts, experts, weights)
     if outside is not None and selection_bias is not None:
         fail(ValueError, op, "selection_bias", "an array", "allowed: None beside experts and weights")
     params, x, outside = reverse_only(op, (params, x, outside), rows="x (..., D) with any leading dims")
@@ -284,17 +283,6 @@ def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> 
 
 def _shapes(experts: int, dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
     return {"w1": (experts, hidden_dim, dim), "w2": (experts, dim, hidden_dim), "w3": (experts, hidden_dim, dim)}
-
-
-def _chosen_outside(
-    x: jax.Array, config: MoEConfig, experts: jax.Array | None, weights: jax.Array | None
-) -> Routing | None:
-    if experts is None and weights is None:
-        return None
-    if experts is None or weights is None:
-        name, other = ("experts", "weights") if experts is None else ("weights", "experts")
-        fail(ValueError, "moe.apply", name, "None", f"allowed: an array beside {other}, or neither")
-    return chosen_outside("moe.apply", x, config.num_experts, experts, weights)
 
 
 def _route(params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: jax.Array | None = None) -> Routing:

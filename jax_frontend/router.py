@@ -162,12 +162,19 @@ def route(
     return _route_jitted(*arguments(op, jnp.asarray(logits), bias), options)
 
 
-def chosen_outside(op: str, x: jax.Array, num_experts: int, experts: jax.Array, weights: jax.Array) -> Routing:
-    """Experts and weights that the caller of a layer has chosen; x (..., D). shares are zeros.
+def chosen_outside(
+    op: str, x: jax.Array, num_experts: int, experts: jax.Array | None, weights: jax.Array | None
+) -> Routing | None:
+    """Experts and weights that the caller of a layer has chosen, or None without both; x (..., D). shares are zeros.
 
     Raises unless experts (..., k) are integers and weights (..., k) are float32; in eager calls and inside
     `checkify.checkify` also for experts that do not exist.
     """
+    if experts is None or weights is None:
+        if experts is weights:
+            return None
+        name, other = ("experts", "weights") if experts is None else ("weights", "experts")
+        fail(ValueError, op, name, "None", f"allowed: an array beside {other}, or neither")
     check_integers(op, "experts", experts)
     experts = jnp.asarray(experts)
     if experts.ndim != x.ndim or experts.shape[:-1] != x.shape[:-1] or not experts.shape[-1]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from ..core_kernels.router.plan import check_options
+from ..core_kernels.router.plan import OPTIONS, check_options
 from ._call import require_tensor
 from ._checks import (
     check_counts,
@@ -268,15 +268,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         _check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts, "top_k": top_k})
-        self.route_options: dict[str, Any] = {
-            "score_func": score_func,
-            "normalize": normalize,
-            "route_scale": route_scale,
-            "num_groups": num_groups,
-            "top_k_groups": top_k_groups,
-            "group_score": group_score,
-            "force_balance": force_balance,
-        }
+        choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
+        self.route_options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
         check_options("MoE", num_experts, top_k=top_k, **self.route_options)
         check_flag("MoE", "selection_bias", selection_bias)
         check_flag("MoE", "router_bias", router_bias)
@@ -316,7 +309,7 @@ class MoE(nn.Module):
         ranks = self.experts.expert_parallel
         try:
             self._check(x)
-            outside = self._chosen_outside(x, experts, weights)
+            outside = chosen_outside("MoE", x, self.num_experts, experts, weights)
         except (TypeError, ValueError):
             if ranks is not None:
                 refuse(ranks)
@@ -350,14 +343,6 @@ class MoE(nn.Module):
         dim = self.router.in_features
         if x.dim() < 1 or x.shape[-1] != dim:
             fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
-
-    def _chosen_outside(self, x: Tensor, experts: Tensor | None, weights: Tensor | None) -> Routing | None:
-        if experts is None and weights is None:
-            return None
-        if experts is None or weights is None:
-            name, other = ("experts", "weights") if experts is None else ("weights", "experts")
-            fail(ValueError, "MoE", name, "None", f"allowed: a tensor beside {other}, or neither")
-        return chosen_outside("MoE", x, self.num_experts, experts, weights)
 
     def _route(self, x_TD: Tensor) -> Routing:
         ranks, bias = self.experts.expert_parallel, self.router.bias

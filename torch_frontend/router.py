@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core_kernels.launch import fail
-from ..core_kernels.router.plan import check_options
+from ..core_kernels.router.plan import OPTIONS, check_options
 from . import ops
 from ._call import FLOATS, require_tensor
 from ._checks import check_counts, check_devices, check_plain, check_shape, reads_values
@@ -147,22 +147,14 @@ def route(
     if logits.dtype not in FLOATS:
         fail(TypeError, op, "logits", f"dtype {logits.dtype}", "allowed: float32 or bfloat16")
     check_shape(op, "logits", logits, ("T", "E"))
-    options: dict[str, Any] = {
-        "top_k": top_k,
-        "score_func": score_func,
-        "normalize": normalize,
-        "route_scale": route_scale,
-        "num_groups": num_groups,
-        "top_k_groups": top_k_groups,
-        "group_score": group_score,
-        "force_balance": force_balance,
-    }
-    check_options(op, logits.shape[1], **options)
+    choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
+    options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
+    check_options(op, logits.shape[1], top_k=top_k, **options)
     if selection_bias is None:
         bias = torch.empty(0, dtype=torch.float32, device=logits.device)
     else:
         bias = check_selection_bias(op, selection_bias, logits.shape[-1:], logits.device).detach().contiguous()
-    return Routing(*_route(logits, bias, tuple(options.values())))
+    return Routing(*_route(logits, bias, (top_k, *choice)))
 
 
 def check_selection_bias(op: str, bias: Tensor, shape: tuple[Any, ...], device: torch.device | None) -> Tensor:
@@ -176,12 +168,19 @@ def check_selection_bias(op: str, bias: Tensor, shape: tuple[Any, ...], device: 
     return bias
 
 
-def chosen_outside(op: str, x: Tensor, num_experts: int, experts: Tensor, weights: Tensor) -> Routing:
-    """Experts and weights that the caller of a layer has chosen; x (..., D). shares are zeros.
+def chosen_outside(
+    op: str, x: Tensor, num_experts: int, experts: Tensor | None, weights: Tensor | None
+) -> Routing | None:
+    """Experts and weights that the caller of a layer has chosen, or None without both; x (..., D). shares are zeros.
 
     Raises unless experts (..., k) are int32 or int64, weights (..., k) are float32, and both are on the device of x;
     where values are checked, also for experts that do not exist.
     """
+    if experts is None or weights is None:
+        if experts is weights:
+            return None
+        name, other = ("experts", "weights") if experts is None else ("weights", "experts")
+        fail(ValueError, op, name, "None", f"allowed: a tensor beside {other}, or neither")
     check_counts(op, "experts", experts, x.device)
     if experts.dtype not in (torch.int32, torch.int64):
         fail(TypeError, op, "experts", f"dtype {experts.dtype}", "allowed: int32 or int64")

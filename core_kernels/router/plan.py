@@ -36,6 +36,8 @@ from ..tiles import cdiv, next_power_of_2
 
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 GROUP_SCORES = ("top2", "max")
+OPTIONS = ("score_func", "normalize", "route_scale", "num_groups", "top_k_groups", "group_score", "force_balance")
+"""The options of `route` besides top_k, which the layers of the frontends take too."""
 MOST_EXPERTS, MOST_CHOSEN = 512, 32
 CHUNK = 8
 """Tokens of one row of share_sums, and of one program of the Triton kernels."""
