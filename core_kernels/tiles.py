@@ -55,6 +55,8 @@ _GPU = {
     "swiglu_bwd_both": Tiles(m=64, k=32),
     "grouped_mm_mx": Tiles(m=128, n=128, k=64, num_warps=8, num_stages=3),
     "grouped_mm_bf16": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
+    "grouped_mm_bf16_kn": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
+    "grouped_mm_bf16_kn_sum": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
     "grouped_wgrad_mx": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16": Tiles(m=64, n=128, k=256, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16_t": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),

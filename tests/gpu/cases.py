@@ -208,6 +208,23 @@ def _grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
     return _finite(rng, m, K), _finite(rng, GROUPS, N, K), _ends(rng, m)
 
 
+def _grouped_mm_bf16_kn(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = _grouped_mm_bf16(rng, m)
+    return lhs, rhs_t.mT.contiguous(), ends
+
+
+def _grouped_mm_bf16_kn_sum(rng: Rng, m: int) -> Tensors:
+    *pair, ends = _grouped_mm_bf16_kn(rng, m)
+    return *pair, *_grouped_mm_bf16_kn(rng, m)[:2], ends
+
+
+def _kn_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    """A contraction dim that is no multiple of a stage: a stage does not reach into the weights of the next group."""
+    rhs = _finite(rng, GROUPS, 200, 808)
+    rhs[1:, :56] = torch.nan
+    return _finite(rng, m, 200), rhs, torch.full((3,), m - m // 8, dtype=torch.int32)
+
+
 def _ragged(rng: Rng, m: int) -> Tensor:
     """Unaligned ends. The first group has one row if m > 0."""
     return torch.tensor([min(m, 1), max(min(m, 1), m // 3), m - m // 8], dtype=torch.int32)
@@ -345,6 +362,9 @@ CASES = {
     "grouped_wgrad_mx": Case("grouped_wgrad_mx", _grouped_wgrad_mx, multiple=32),
     "grouped_wgrad_bf16": _case("grouped_wgrad_bf16", _grouped_wgrad_bf16),
     "grouped_wgrad_bf16_t": Case("grouped_wgrad_bf16_t", _wgrad_t, multiple=32),
+    "grouped_mm_bf16_kn": _case("grouped_mm_bf16_kn", _grouped_mm_bf16_kn),
+    "grouped_mm_bf16_kn_sum": _case("grouped_mm_bf16_kn_sum", _grouped_mm_bf16_kn_sum),
+    "grouped_mm_bf16_kn_tiles": _case("grouped_mm_bf16_kn", _kn_of_many_tiles, out_dtype="float32"),
     "grouped_mm_bf16_tiles": _case("grouped_mm_bf16", _mm_of_many_tiles, out_dtype="float32"),
     "grouped_wgrad_bf16_tiles": _case("grouped_wgrad_bf16", _wgrad_of_many_tiles, out_dtype="float32"),
     "grouped_wgrad_bf16_t_tiles": Case(
