@@ -83,6 +83,10 @@ def requantize_col_fold(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> P
     return _fold_columns(*dequantize(q, sf), group_ends)
 
 
+def quantize_matrix_fold(x: jax.Array) -> tuple[jax.Array, ...]:
+    return *quantize_row_fold(x), *quantize_row_fold(x.mT)
+
+
 def quantize_rowwise(x: jax.Array) -> Pair:
     codes, byte = _encode(x, x.shape[-1])
     return _bits(codes, jnp.uint8).reshape(x.shape), byte[..., 0].astype(jnp.uint8)

@@ -100,6 +100,13 @@ def requantize_col_fold(q: Tensor, sf: Tensor, group_ends: Tensor, qf_t: Tensor,
     _fold_columns((blocks * scale(sf).unsqueeze(-1)).flatten(-2).to(torch.bfloat16), group_ends, qf_t, chunk_sf)
 
 
+def quantize_matrix_fold(x: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, col_sf: Tensor) -> None:
+    quantize_row_fold(x, qf, row_sf)
+    if not x.is_cuda:
+        torch._dynamo.graph_break()  # as in quantize_both
+    quantize_row_fold(x.mT.contiguous(), qf_t, col_sf)
+
+
 def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
     codes, bytes_ = _encode(x.float(), -1)
     qf.copy_(codes)

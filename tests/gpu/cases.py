@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
-from mxep.core_kernels.fold import plan_both, plan_requantize
+from mxep.core_kernels.fold import plan_both, plan_matrix, plan_requantize
 from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
 from mxep.torch_frontend import ops as torch_ops
@@ -42,9 +42,11 @@ class Case:
 
     def scratch(self, inputs: Tensors) -> int:
         """Bytes of scratch memory that the CUDA kernel needs."""
-        if self.op not in ("quantize_both_fold", "requantize_col_fold"):
+        if self.op not in ("quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold"):
             return 0
         x, *_, ends = inputs
+        if self.op == "quantize_matrix_fold":
+            return 4 * plan_matrix.scratch_words(x.shape[:-2].numel(), *x.shape[-2:])
         if self.op == "requantize_col_fold":
             return plan_requantize.scratch_bytes(*x.shape, ends.shape[0])
         return plan_both.scratch_bytes(*x.shape, ends.shape[0], str(x.dtype).removeprefix("torch."))
@@ -108,6 +110,15 @@ def _matrix_fp32(rng: Rng, m: int) -> Tensors:
 
 def _experts(rng: Rng, m: int) -> Tensors:
     return (floats(rng, GROUPS, m, K),)
+
+
+def _matrices(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, m // 32, 32, K),)
+
+
+def _weight(rng: Rng, m: int) -> Tensors:
+    """One matrix. It has rows if m is 0, too."""
+    return (floats(rng, m + 32, K),)
 
 
 def _mx(rng: Rng, m: int) -> Tensors:
@@ -311,7 +322,7 @@ _OF_MATRICES = (
 )
 _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold"),
-    *("swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
+    *("quantize_matrix_fold", "swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
 )
 
 
@@ -346,6 +357,8 @@ CASES = {
     "quantize_both_fold": _case("quantize_both_fold", _matrix_and_ends),
     "quantize_both_fold_fp32": _case("quantize_both_fold", _matrix_and_ends_fp32, rounding=1, satfinite=True),
     "requantize_col_fold": _case("requantize_col_fold", _mx_and_ends),
+    "quantize_matrix_fold": _case("quantize_matrix_fold", _weight, rounding=1, satfinite=True),
+    "quantize_matrix_fold_3d": _case("quantize_matrix_fold", _matrices),
     "block_scales": _case("block_scales", _scales),
     "unblock_scales": Case("unblock_scales", _blocked_scales, lambda m: {"num_rows": m, "num_scales": K // 32}),
     "combine": _case("combine", _combine),

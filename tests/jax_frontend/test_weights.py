@@ -115,7 +115,7 @@ def test_no_weight_is_quantized_where_it_is_used(recipe: Recipe) -> None:
     once = {
         "bf16": {},
         "mx": {"quantize_both": 3},
-        "fold": {"quantize_both": 3, "fold_rows": 6},
+        "fold": {"quantize_matrix_fold": 3},
         "row": {"quantize_rowwise": 6},
     }
     assert arrays - got == once[recipe.form("cpu")], "three weights, both ways"
