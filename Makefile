@@ -34,7 +34,7 @@ test: .venv/.dev
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/conformance tests/kernels
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Whether the tests catch twenty faults that are put into a copy of the committed code, one at a time.
+# Whether the tests catch faults that are put into a copy of the committed code, one at a time.
 faults: .venv/.dev
 	$(BIN)/python -m tests.faults.run
 

@@ -1,6 +1,7 @@
 """mxep for PyTorch: MXFP8 grouped products, expert parallelism and a complete Mixture-of-Experts layer.
 
 The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel
+The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, quantize_weights, QuantizedWeights
 Rows           MXTensor, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder, a2a_dispatch
@@ -45,6 +46,9 @@ from .pipeline import Route as Route
 from .pipeline import combine as combine
 from .pipeline import dispatch as dispatch
 from .pipeline import dispatch_probs as dispatch_probs
+from .router import Routing as Routing
+from .router import route as route
+from .router import update_selection_bias as update_selection_bias
 from .swiglu import swiglu as swiglu
 from .torchao import ScaleCalculationMode as ScaleCalculationMode
 from .torchao import _to_mxfp8_then_scaled_grouped_mm as _to_mxfp8_then_scaled_grouped_mm

@@ -28,7 +28,7 @@ OF_A_COPY = {
     "swiglu_both_bwd": 0.85,
     "quantize_weights": 0.80,
 }
-AT_MOST_US = {"routing": 100.0, "host_overhead": 30.0}
+AT_MOST_US = {"route": 100.0, "route_bwd": 100.0, "routing": 100.0, "host_overhead": 30.0}
 JAX_OVER_TORCH = 1.05
 JAX_PRODUCT_OVER_TORCH = 1.03
 # Time of the peer divided by ours, by op and peer.

@@ -130,6 +130,15 @@ def swiglu_bwd_both(dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Arr
     return *quantize_both(dgate), *quantize_both(dup), dprob
 
 
+def route_bwd(dweights: jax.Array, dshares: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array]:
+    scores = jax.nn.softmax(logits)
+    chosen = jnp.take_along_axis(scores, ids, 1)
+    total = chosen.sum(-1, keepdims=True)
+    d = (dweights - (dweights * chosen / total).sum(-1, keepdims=True)) / total
+    d = dshares + jnp.put_along_axis(jnp.zeros_like(scores), ids, d, 1, inplace=False)
+    return (scores * (d - (d * scores).sum(-1, keepdims=True)),)
+
+
 def combine(rows: jax.Array, slots: jax.Array, probs: jax.Array) -> tuple[jax.Array]:
     return ((rows[slots].astype(jnp.float32) * probs[..., None]).sum(1).astype(rows.dtype),)
 

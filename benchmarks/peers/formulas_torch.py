@@ -152,6 +152,23 @@ def row_map(counts: Tensor, row_map: Tensor, inverse: Tensor, padded_counts: Ten
     row_map[target] = row.int()
 
 
+def route(logits: Tensor, bias: Tensor, ids: Tensor, weights: Tensor, share_sums: Tensor) -> None:
+    scores = logits.softmax(-1)
+    chosen, experts = scores.topk(ids.shape[1])
+    ids.copy_(experts)
+    weights.copy_(chosen / chosen.sum(-1, keepdim=True))
+    share_sums.copy_(torch.nn.functional.pad(scores, (0, 0, 0, -len(scores) % 8)).unflatten(0, (-1, 8)).sum(1))
+
+
+def route_bwd(dweights: Tensor, dshares: Tensor, logits: Tensor, ids: Tensor, dlogits: Tensor) -> None:
+    scores = logits.softmax(-1)
+    chosen = scores.gather(1, ids.long())
+    total = chosen.sum(-1, keepdim=True)
+    d = (dweights - (dweights * chosen / total).sum(-1, keepdim=True)) / total
+    d = dshares + torch.zeros_like(scores).scatter(1, ids.long(), d)
+    dlogits.copy_(scores * (d - (d * scores).sum(-1, keepdim=True)))
+
+
 def routing(ids: Tensor, order: Tensor, inverse: Tensor, counts: Tensor, *maps: Tensor) -> None:
     sort_by_expert(ids, order, inverse, counts)
     row_map(counts, *maps)

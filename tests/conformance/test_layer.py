@@ -25,8 +25,7 @@ import numpy as np
 import pytest
 from mxep.core_kernels.quantize import oracle
 from mxep.core_kernels.recipe import RECIPES
-from mxep.core_kernels.reference import collectives
-from mxep.core_kernels.reference import layer as layer_oracle
+from mxep.core_kernels.reference import choice, collectives
 
 from . import check
 from .backends import adapter, dense_layer
@@ -60,11 +59,11 @@ def test_what_the_recipe_costs_a_layer_and_its_statistics(backend: str, name: st
     y, stats, grads = dense_layer(backend, name, run)
 
     logits = case.x.astype(np.float64) @ case.params["router"].T
-    ids, _ = layer_oracle.route(logits, **case.routing)
+    ids, _ = choice.route(logits, case.choice)
     counts = np.bincount(ids.reshape(-1), minlength=case.num_experts)
     np.testing.assert_array_equal(stats["counts"], counts)
     assert stats["overflow"] == 0
-    probabilities = layer_oracle.scores(logits, case.score)
+    probabilities = choice.scores(logits, case.score)
     probabilities /= probabilities.sum(-1, keepdims=True)
     aux_loss = case.num_experts * np.sum(counts / ids.size * probabilities.mean(0))
     np.testing.assert_allclose(stats["aux_loss"], aux_loss, rtol=1e-5)

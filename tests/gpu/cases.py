@@ -138,6 +138,25 @@ def _packed_and_map(rng: Rng, m: int) -> Tensors:
     return torch_ops.quantize_row_packed(floats(rng, m, K)), _row_map(rng, m)
 
 
+def _route(rng: Rng, m: int, experts: int = 40) -> Tensors:
+    return floats(rng, m, experts, dtype=torch.float32), torch.randn(experts, generator=rng)
+
+
+def _route_bf16(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, 24), torch.empty(0)
+
+
+def _route_bwd(rng: Rng, m: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    logits = floats(rng, m, 40, dtype=dtype)
+    ids = torch.rand(m, 40, generator=rng).argsort(-1)[:, :5].int().contiguous()
+    return torch.randn(m, 5, generator=rng), torch.randn(40, generator=rng), logits, ids
+
+
+def _route_bwd_bf16(rng: Rng, m: int) -> Tensors:
+    dweights, _, *others = _route_bwd(rng, m, torch.bfloat16)
+    return dweights, torch.empty(0), *others
+
+
 def _expert_ids(rng: Rng, m: int) -> Tensors:
     return (torch.tensor([1, 4, 6, 8], dtype=torch.int32)[torch.randint(0, 4, (m,), generator=rng)],)
 
@@ -320,6 +339,16 @@ CASES = {
     "dequantize_fp32": _case("dequantize", _mx, out_dtype="float32"),
     "permute_rows": _case("permute_rows", _rows_and_map),
     "permute_mx": _case("permute_mx", _packed_and_map),
+    "route": _case("route", _route, top_k=5, route_scale=2.5),
+    "route_bf16": _case("route", _route_bf16, top_k=3, score_func="softmax_of_chosen"),
+    "route_in_groups": _case("route", _route, top_k=6, score_func="sigmoid", num_groups=5, top_k_groups=2),
+    "route_in_groups_by_max": _case(
+        "route", _route, top_k=6, normalize=False, num_groups=8, top_k_groups=3, group_score="max"
+    ),
+    "route_balanced": _case("route", _route, top_k=5, score_func="sigmoid", force_balance=True),
+    "route_bwd": _case("route_bwd", _route_bwd, score_func="sigmoid", route_scale=2.5),
+    "route_bwd_bf16": _case("route_bwd", _route_bwd_bf16),
+    "route_bwd_of_chosen": _case("route_bwd", _route_bwd, score_func="softmax_of_chosen"),
     "sort_by_expert": _case("sort_by_expert", _expert_ids, num_experts=9),
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),

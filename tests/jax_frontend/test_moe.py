@@ -312,7 +312,7 @@ def test_init_draws_what_apply_takes() -> None:
         ({"dim": 33}, "dim: got 33"),
         ({"hidden_dim": 0}, "hidden_dim: got 0"),
         ({"top_k": 9}, "top_k: got 9"),
-        ({"score_func": "relu"}, "'softmax' or 'sigmoid'"),
+        ({"score_func": "relu"}, "'softmax', 'sigmoid', 'softmax_of_chosen'"),
         ({"recipe": "fp4"}, "recipe: got 'fp4'"),
         ({"prob_in": "router"}, "'combine' or 'swiglu'"),
         ({"capacity": 0}, "capacity: got 0"),

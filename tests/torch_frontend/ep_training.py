@@ -37,9 +37,12 @@ def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, pr
     first = dist.get_global_rank(mesh.get_group(), 0)
     torch.manual_seed(first)
     device = mesh.device_type
-    alone = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in).to(device)
+    options = {"recipe": recipe, "prob_in": prob_in, "router_bias": True}
+    # Blocks of 32 tokens of the shared expert's weight gradient are others when ranks share the tokens.
+    options |= {"shared_hidden_dim": 32, "selection_bias": True} if recipe == "bf16" else {}
+    alone = MoE(D, HIDDEN, E, TOP_K, **options).to(device)
     torch.manual_seed(dist.get_rank())
-    moe = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in).to(device)
+    moe = MoE(D, HIDDEN, E, TOP_K, **options).to(device)
     parallelize_module(moe, mesh, MXFP8ExpertParallel(gradients=gradients))
     before = [p.detach().clone() for p in alone.parameters()]
     for p, other in zip(moe.parameters(), before, strict=True):
