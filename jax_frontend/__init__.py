@@ -2,7 +2,7 @@
 
 The layer      moe.init, moe.apply, MoEConfig, MoEStats
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
-Products       grouped_mm, grouped_swiglu_ffn, swiglu, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
+Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
 Rows           MXArray, MXGradArray, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder
 Exchanges      plan_exchange, Exchange, a2a_dispatch, permute, and torchao's names a2a_*, permute_*, unpermute_*
 Kernels        ops, capabilities, force_implementation, lower_for, numerics_report
@@ -19,6 +19,7 @@ from ..core_kernels.fold.report import NumericsReport as NumericsReport
 from ..core_kernels.formats import Rounding as Rounding
 from ..core_kernels.recipe import RECIPES as RECIPES
 from ..core_kernels.recipe import Recipe as Recipe
+from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU
 from . import moe as moe
 from . import ops as ops
 from ._device import force_implementation as force_implementation

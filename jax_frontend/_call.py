@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, xla
 from ..core_kernels.launch import ArrayType, KernelOp, fail
 from ._checks import dtype_name, rounding_of
 
-Options = tuple[tuple[str, int | bool | str], ...]
+Options = tuple[tuple[str, int | bool | float | str], ...]
 
 
 def array_type(x: jax.Array | jax.ShapeDtypeStruct) -> ArrayType:
@@ -51,14 +51,14 @@ def vary_alike(*trees):
     return jax.tree.map(lambda x: vary(x, axes), trees)
 
 
-def _option(op: KernelOp, name: str, value: object) -> int | bool | str:
+def _option(op: KernelOp, name: str, value: object) -> int | bool | float | str:
     """An option as `KernelOp.check` takes it."""
     if name == "rounding" and not isinstance(value, int):
         return rounding_of(op.name, name, value)
     if name == "out_dtype":
         return dtype_name(op.name, name, value)
-    if not isinstance(value, int | str):
-        fail(TypeError, op.name, name, repr(value), "allowed: an int, a bool or a name")
+    if not isinstance(value, int | float | str):
+        fail(TypeError, op.name, name, repr(value), "allowed: a number, a bool or a name")
     return value
 
 

@@ -2,7 +2,7 @@
 
 The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
-Products       grouped_mm, grouped_swiglu_ffn, swiglu, quantize_weights, QuantizedWeights
+Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights, QuantizedWeights
 Rows           MXTensor, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder, a2a_dispatch
 torchao's      mxfp8_grouped_mm, a2a_*, permute_*, unpermute_* and others, under torchao's signatures (docs/torchao.md)
 Kernels        ops, capabilities, force_implementation, debug_checks, numerics_report
@@ -21,6 +21,7 @@ from ..core_kernels.fold.report import NumericsReport as NumericsReport
 from ..core_kernels.formats import Rounding as Rounding
 from ..core_kernels.recipe import RECIPES as RECIPES
 from ..core_kernels.recipe import Recipe as Recipe
+from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU
 from . import ops as ops
 from ._call import debug_checks as debug_checks
 from ._device import force_implementation as force_implementation

@@ -26,7 +26,7 @@ from ._register import register
 
 __all__ = [*OPS, "OPS", "permute_q_sf"]  # pyright: ignore[reportUnsupportedDunderAll] -- defined from the registry
 
-_SCHEMA_TYPES = {int: "SymInt", bool: "bool", str: "str", Rounding: "int"}
+_SCHEMA_TYPES = {int: "SymInt", bool: "bool", float: "float", str: "str", Rounding: "int"}
 
 
 def schema(op: KernelOp) -> str:
