@@ -60,6 +60,7 @@ _GPU = {
     # 128 along the contraction dim: what the tensor core sums before fp32 adds it (grouped_gemm/kernel_folded.py)
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
+    "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
 # Compiled, not measured, since no sm_100 was available: the largest accumulators that fit tensor memory beside their

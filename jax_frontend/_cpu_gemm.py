@@ -120,6 +120,15 @@ def _mm_fold_bias(lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, *, out: Arra
     return _m_grouped(_dequantize_folded(lhs_qf, lhs_sf), _dequantize_folded(rhs_qf, rhs_sf), group_ends, out, bias)
 
 
+def _mm_fold_sum(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, *, out: ArrayType
+) -> jax.Array:
+    sums = ArrayType(out.shape, "float32")
+    first = _mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out=sums)
+    total = first + _mm_fold(lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, out=sums)
+    return total.astype(out.dtype)
+
+
 def _widen(x: jax.Array) -> jax.Array:
     """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and the operand
     would not be bf16."""
@@ -173,6 +182,7 @@ GEMMS = {
     "grouped_wgrad_bf16_t": _wgrad_bf16_t,
     "grouped_mm_fold": _mm_fold,
     "grouped_mm_fold_bias": _mm_fold_bias,
+    "grouped_mm_fold_sum": _mm_fold_sum,
     "grouped_wgrad_fold": _wgrad_fold,
 }
 """Op name -> function of the inputs of the op and of the type of its output."""

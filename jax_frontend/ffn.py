@@ -4,7 +4,7 @@
       x --rows--> q, sf --w1--> gate --.
                     '-----w3--> up ----+--swiglu_row--> q, sf --w2--> out        saved: x, gate, up, weights' bytes
     backward
-      dout --rows--w2--> dh --swiglu_bwd--> dgate, dup --rows----w1 + w3--> dx  (fp32 sum, rounded once)
+      dout --rows--w2--> dh --swiglu_bwd--> dgate, dup --rows----w1 + w3--> dx  (one sum, rounded once)
         |                                       '--------tokens--with x's--> dw1, dw3
         '----tokens--with h's, again from gate and up--> dw2
 
@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
@@ -45,6 +44,7 @@ from .products import (
     product,
     quantize_activation,
     row_operand,
+    sum_of_input_gradients,
     token_operand,
     weight_gradient,
 )
@@ -144,8 +144,7 @@ def _ffn_bwd(options: Options, residuals, grad):
     dbiases = _bias_gradients(values, grad, group_ends, prob, biases, options)
     if options.weighted and biases[2] is not None:
         dprob = dprob + bias_row_products(grad, biases[2], group_ends)
-    dx = input_gradient(dgate, w1, group_ends, recipe, "float32")
-    dx = _round(dx + input_gradient(dup, w3, group_ends, recipe, "float32"), x.dtype)
+    dx = sum_of_input_gradients(dgate, w1, dup, w3, group_ends, recipe, x.dtype)
     tokens = tokens or token_operand(x, group_ends, recipe)
     dw1 = weight_gradient(dgate_tokens, tokens, group_ends, w1.dtype)
     dw3 = weight_gradient(dup_tokens, tokens, group_ends, w3.dtype)
@@ -153,12 +152,6 @@ def _ffn_bwd(options: Options, residuals, grad):
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
     dws = (cotangent_of(w, dw) for w, dw in ((w1, dw1), (w3, dw3), (w2, dw2)))
     return dx, *dws, None, None if prob is None else dprob, dbiases
-
-
-def _round(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    # XLA drops a conversion to bf16 and back to fp32 in some programs, but not reduce_precision.
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
 _ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)

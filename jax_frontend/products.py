@@ -72,6 +72,24 @@ def input_gradient(
     return _multiply(row_operand(dout, recipe), along_n(w, recipe, layout), group_ends, out_dtype)
 
 
+def sum_of_input_gradients(
+    dout: Rows, w: Weights, dout2: Rows, w2: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype
+) -> jax.Array:
+    """dout x w + dout2 x w2, rounded once -> dx (M, K): the gradient of one input of two weights."""
+    rows, rows2 = row_operand(dout, recipe), row_operand(dout2, recipe)
+    weights, weights2 = along_n(w, recipe), along_n(w2, recipe)
+    if isinstance(rows, Folded):
+        assert isinstance(weights, Folded)
+        assert isinstance(rows2, Folded)
+        assert isinstance(weights2, Folded)
+        return ops.grouped_mm_fold_sum(*rows, *weights, *rows2, *weights2, group_ends, out_dtype=out_dtype)
+    first = _multiply(rows, weights, group_ends, "float32")
+    total = first + _multiply(rows2, weights2, group_ends, "float32")
+    # XLA drops a conversion to bf16 and back to fp32 in some programs, but not reduce_precision.
+    info = jnp.finfo(out_dtype)
+    return lax.reduce_precision(total, info.nexp, info.nmant).astype(out_dtype)
+
+
 def weight_gradient(dout: Tokens, x: Tokens, group_ends: jax.Array, out_dtype, layout: Layout = "GNK") -> jax.Array:
     """dout (M, N) and x (M, K), both from `token_operand` -> dw."""
     a, b = (dout, x) if layout == "GNK" else (x, dout)

@@ -90,6 +90,18 @@ def grouped_mm_fold_bias(
     _m_grouped(lhs, lambda g: _dequantize_folded(rhs_qf[g], rhs_sf[g]), group_ends, out, bias)
 
 
+def grouped_mm_fold_sum(
+    lhs_qf: Tensor, lhs_sf: Tensor, rhs_qf: Tensor, rhs_sf: Tensor,
+    lhs2_qf: Tensor, lhs2_sf: Tensor, rhs2_qf: Tensor, rhs2_sf: Tensor, group_ends: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """The first product in fp32; the second adds to it."""
+    sums = torch.empty_like(out, dtype=torch.float32)
+    grouped_mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, sums)
+    second = torch.empty_like(sums)
+    grouped_mm_fold(lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, second)
+    out.copy_(sums.add_(second))
+
+
 def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
     """qf (R, M), sf (S, R) -> fp32; columns past the last end, which are not read, get any scale."""
     first = torch.arange(0, qf.shape[1], BLOCK, dtype=group_ends.dtype)
@@ -117,6 +129,7 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_wgrad_bf16_t": grouped_wgrad_bf16_t,
     "grouped_mm_fold": grouped_mm_fold,
     "grouped_mm_fold_bias": grouped_mm_fold_bias,
+    "grouped_mm_fold_sum": grouped_mm_fold_sum,
     "grouped_wgrad_fold": grouped_wgrad_fold,
 }
 """Ops that run here on a CPU: functions of the inputs and of the one output, which they write."""

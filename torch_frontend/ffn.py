@@ -4,7 +4,7 @@
       x --rows--> q, sf --w1--> gate --.
                     '-----w3--> up  ---+--swiglu_row--> q, sf --w2--> out        saved: x, gate, up
     backward
-      dout --rows--> q, sf --w2--> dh --swiglu_bwd--> dgate, dup   rows:   --w1 + w3--> dx  (fp32 sum, rounded once)
+      dout --rows--> q, sf --w2--> dh --swiglu_bwd--> dgate, dup   rows:   --w1 + w3--> dx  (one sum, rounded once)
         '---tokens--------.  |                          |          tokens: with x's   --> dw1, dw3
                           '--+-- h again, from gate and up                 with dout's --> dw2
 
@@ -43,6 +43,7 @@ from .products import (
     product,
     quantize_activation,
     row_operand,
+    sum_of_products,
     token_operand,
     weight_gradient,
 )
@@ -114,7 +115,7 @@ class _SwiGLUFFN(torch.autograd.Function):
             db2 = bias_gradient(grads[0], group_ends, prob if ctx.weighted else None)
         need_values, need_tokens = need_b1 or need_b3, need_w1 or need_w3
         if need_x or need_tokens or need_prob or need_values:
-            dh = steps.input_gradient(dout, w2, BF16)
+            dh = product(steps.rows(dout), steps.along_n(w2), group_ends, BF16)
             gate_operands, up_operands, dprob, values = steps.swiglu(dh, need_x, need_tokens, need_values)
             (dgate, dgate_tokens), (dup, dup_tokens) = gate_operands, up_operands
             if need_b1:
@@ -124,10 +125,8 @@ class _SwiGLUFFN(torch.autograd.Function):
             if need_prob and b2 is not None:
                 dprob = dprob + bias_row_products(grads[0], b2, group_ends)
             if need_x:
-                of_gate = steps.input_gradient(dgate, in_weights[0], torch.float32)
-                of_up = steps.input_gradient(dup, in_weights[1], torch.float32)
-                # Added and rounded in one kernel: 10 bytes per value, and not 18.
-                dx = torch.add(of_gate, of_up, out=of_gate.new_empty(of_gate.shape, dtype=x_dtype))
+                gate_t, up_t = map(steps.along_n, in_weights)
+                dx = sum_of_products(steps.rows(dgate), gate_t, steps.rows(dup), up_t, group_ends, x_dtype)
             x_tokens: Unused = steps.tokens(x) if need_w1 or need_w3 else None
             if need_w1:
                 dw1 = weight_gradient(dgate_tokens, x_tokens, steps.token_ends, w1_dtype)
@@ -150,10 +149,12 @@ class _Backward:
         pad = options.wgrad_mx and options.pad
         self.row_map, self.token_ends = pad_to_blocks(group_ends, gate.shape[0]) if pad else (None, group_ends)
 
-    def input_gradient(self, dout: Unused, w: Operand, out_dtype: torch.dtype) -> Tensor:
-        """dout (M, N) x w -> (M, K). w: (G, N, K), or its operand along N."""
-        w = along_n(w, self.form, self.rounding) if isinstance(w, Tensor) else w
-        return product(row_operand(dout, self.form, self.rounding), w, self.group_ends, out_dtype)
+    def rows(self, x: Unused) -> Operand:
+        return row_operand(x, self.form, self.rounding)
+
+    def along_n(self, w: Operand) -> Operand:
+        """w: (G, N, K), or its operand along N."""
+        return along_n(w, self.form, self.rounding) if isinstance(w, Tensor) else w
 
     def tokens(self, x: Tensor | MX | Folded) -> Operand:
         if not self.wgrad_mx:
@@ -251,20 +252,20 @@ def grouped_swiglu_ffn(
     check_flag(op, "pad_token_groups", pad_token_groups)
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in (w1, w3, w2))
     weights, biases, recipe = (w1, w3, w2), (b1, b3, b2), Recipe.parse(recipe)
-    return swiglu_ffn(op, x, weights, biases, group_ends, prob, activation, recipe, pad_token_groups, save_bytes)
+    return swiglu_ffn(op, x, weights, group_ends, prob, recipe, pad_token_groups, save_bytes, biases, activation)
 
 
 def swiglu_ffn(
     op: str,
     x: Tensor,
     weights: Sequence[Weights],
-    biases: Sequence[Bias],
     group_ends: Tensor,
     prob: Tensor | None,
-    activation: SwiGLU,
     recipe: Recipe,
     pad: bool,
     save_bytes: bool,
+    biases: Sequence[Bias] = (None, None, None),
+    activation: SwiGLU = PLAIN,
 ) -> Tensor:
     """`grouped_swiglu_ffn` of w1, w3, w2 and b1, b3, b2, with its checks, in the name of `op`. save_bytes: the
     quantized weights may live until the backward (`outlives_forward`)."""

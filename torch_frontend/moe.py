@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from ..core_kernels.swiglu.activation import PLAIN
 from ._call import require_tensor
 from ._checks import (
     check_counts,
@@ -133,7 +132,7 @@ class GroupedExperts(nn.Module):
         if self._held is not None:
             weights = self._held.weights_of(parameters, weights)
         save_bytes = all(outlives_forward(w) for w in parameters)
-        return swiglu_ffn(op, groups_PD, weights, (None,) * 3, ends, probs_P, PLAIN, self.recipe, False, save_bytes)
+        return swiglu_ffn(op, groups_PD, weights, ends, probs_P, self.recipe, False, save_bytes)
 
     def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
         """Raise unless every group is whole blocks of 32 tokens, along which the weight gradient quantizes."""

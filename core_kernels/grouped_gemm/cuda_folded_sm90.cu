@@ -3,6 +3,7 @@
 // scales, which never decrease within a group, and is rescaled where a scale increases.
 //
 //   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k] [+ bias[g, n]]      rows m of group g
+//              or the sum of two such products, with scales of their own (second_product.cuh)
 //   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
 // A cluster of two CTAs computes two tiles of 256 x 128 that share their rows of B or of A (schedule.cuh): each CTA
@@ -15,6 +16,7 @@
 //                                                        |  empty: all consumers of both CTAs have read the stage
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 rows each
 //                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
+//                        between two products of a tile: sum --second_product.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //
 // Hopper's FP8 tensor cores accumulate with about 14 mantissa bits, so that partial sums are promoted to fp32 every 128
@@ -35,6 +37,7 @@
 #include "grouped_gemm/folded_epilogue.cuh"
 #include "grouped_gemm/rescale_accumulator.cuh"
 #include "grouped_gemm/schedule.cuh"
+#include "grouped_gemm/second_product.cuh"
 #include "grouped_gemm/tile_queue.cuh"
 
 namespace mxep::cuda {
@@ -61,13 +64,29 @@ struct FoldedShared {
 struct FoldedSharedWithBias : FoldedShared {
   float bias[2][2][kTileN];  // as col_factor
 };
-static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024);
+struct FoldedSharedOfTwo : FoldedShared {
+  UnitChange unit_change[2][2];  // as col_factor
+};
+static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024 && sizeof(FoldedSharedOfTwo) <= 227 * 1024);
 
-template <bool kBias>
-using SharedOf = std::conditional_t<kBias, FoldedSharedWithBias, FoldedShared>;
+// What a kernel computes beside the product: nothing, a bias to add, or a second product to add.
+enum class Plus { kNothing, kBias, kProduct };
 
-template <bool kAlongK>
-__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, FoldedShared& s) {
+template <Plus kPlus>
+using SharedOf = std::conditional_t<kPlus == Plus::kBias, FoldedSharedWithBias,
+                                    std::conditional_t<kPlus == Plus::kProduct, FoldedSharedOfTwo, FoldedShared>>;
+
+struct Operands {
+  CUtensorMap a, b;
+};
+// The operands of one product, or of two.
+template <Plus kPlus>
+struct Maps {
+  Operands of[kPlus == Plus::kProduct ? 2 : 1];
+};
+
+template <bool kAlongK, Plus kPlus>
+__device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared& s) {
   constexpr uint16_t kBoth = 3;
   const uint32_t rank = cluster_rank();
   const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
@@ -76,7 +95,15 @@ __device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMa
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
-    for (int k = tile.k_begin; k < tile.k_end; k += kTileK, ring.advance()) {
+    const CUtensorMap *a = &maps.of[0].a, *b = &maps.of[0].b;
+    const int first_end = (tile.k_end + kTileK - 1) / kTileK * kTileK;
+    const int end = kPlus == Plus::kProduct ? first_end + p.second.depth : tile.k_end;
+    for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
+      int k = at;
+      if constexpr (kPlus == Plus::kProduct) {
+        if (at == first_end) a = &maps.of[1].a, b = &maps.of[1].b;
+        if (at >= first_end) k -= first_end;
+      }
       uint64_t* full = &s.full[ring.stage];
       uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
@@ -136,8 +163,9 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
   wgmma_commit();
 }
 
-template <bool kAlongK, typename Out, bool kBias>
-__device__ void consume(const Problem& p, SharedOf<kBias>& s) {
+template <bool kAlongK, typename Out, Plus kPlus>
+__device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
+  constexpr bool kBias = kPlus == Plus::kBias, kTwo = kPlus == Plus::kProduct;
   // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
@@ -163,27 +191,57 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
       const int r = row + i / 2 * 64 + i % 2 * 8 + lane / 4;
       row_byte[i / 2][i % 2] = any && r < tile.rows ? p.row_scale[tile.row_scale + r] : kOne;
     }
+    [[maybe_unused]] int row_change = 0, col_change = 0;
+    [[maybe_unused]] bool near = true;
+    if constexpr (kTwo) {  // row_byte and col_byte become those of the second product
+      const int own = group * kWarpgroup + col;
+      if (own < tile.rows) {
+        const int first = p.row_scale[tile.row_scale + own];
+        row_change = first - second_scale(first, p.second.row_scale[tile.row_scale + own]);
+      }
+      if (col < tile.cols) {
+        const int first = col_byte;
+        col_byte = second_scale(first, p.second.col_scale[tile.col_scale + col]);
+        col_change = first - col_byte;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + i / 2 * 64 + i % 2 * 8 + lane / 4;
+        int& byte = row_byte[i / 2][i % 2];
+        if (r < tile.rows) byte = second_scale(byte, p.second.row_scale[tile.row_scale + r]);
+      }
+    }
 
     float sum[2][64] = {};
-    const int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
+    int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
     int look = kSpan;  // the next token where a note is read
-    for (int k = 0; k < depth; k += kTileK) {
-      barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float partial[64];
-        start(partial, a + half * (64 * kTileK / 16), b);
-        if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
-        wgmma_wait();
-        if (half == 1) {
-          if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
-          ring.advance();
-          a = first_a + ring.stage * (kBytesA / 16);
-          b = first_b + ring.stage * (kBytesB / 16);
-          is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
+                       // A loop in a loop: a test in the inner one, where the second product begins, cost 5%.
+#pragma unroll 1
+    for (int product = 0; product < (kTwo ? 2 : 1); ++product) {
+      if constexpr (kTwo) {
+        if (product == 1) {
+          near = change_units(sum, row_change, col_change, s.unit_change[group][odd], 1 + group);
+          depth = p.second.depth;
         }
+      }
+      for (int k = 0; k < depth; k += kTileK) {
+        barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
-        for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
+        for (int half = 0; half < 2; ++half) {
+          float partial[64];
+          start(partial, a + half * (64 * kTileK / 16), b);
+          if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
+          wgmma_wait();
+          if (half == 1) {
+            if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
+            ring.advance();
+            a = first_a + ring.stage * (kBytesA / 16);
+            b = first_b + ring.stage * (kBytesB / 16);
+            is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
+          }
+#pragma unroll
+          for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
+        }
       }
     }
     if (kAlongK && depth > kSpan) notes.read();
@@ -192,13 +250,17 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
     __nv_bfloat16* col_factor = s.col_factor[group][odd];
     col_factor[col] = __ushort_as_bfloat16(col_byte << 7);
     if constexpr (kBias) s.bias[group][odd][col] = col_bias;
-    bool moderate = is_moderate(col_byte);
+    bool moderate = near && is_moderate(col_byte);
 #pragma unroll
     for (int i = 0; i < 4; ++i) moderate &= is_moderate(row_byte[i / 2][i % 2]);
     // The vote makes the condition uniform for the compiler. Without it the compiler duplicates the rest of the tile,
     // treats the loop over tiles as divergent, and keeps descriptors in per-thread registers.
     if (!__all_sync(~0u, threads_all(1 + group, moderate))) {
-      scale_extreme(sum, row_byte, col_factor);
+      if constexpr (kTwo) {
+        scale_far(sum, row_byte, col_factor, s.unit_change[group][odd]);
+      } else {
+        scale_extreme(sum, row_byte, col_factor);
+      }
       threads_sync(1 + group);
       col_factor[col] = 1;
       threads_sync(1 + group);
@@ -215,15 +277,16 @@ __device__ void consume(const Problem& p, SharedOf<kBias>& s) {
   }
 }
 
-template <bool kAlongK, typename Out, bool kBias>
+template <bool kAlongK, typename Out, Plus kPlus>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    folded_product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                   const __grid_constant__ Problem p) {
+    folded_product(const __grid_constant__ Maps<kPlus> maps, const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
-  auto& s = *reinterpret_cast<SharedOf<kBias>*>(bytes);
+  auto& s = *reinterpret_cast<SharedOf<kPlus>*>(bytes);
   if (threadIdx.x == 0) {
-    prefetch(&a);
-    prefetch(&b);
+    for (const Operands& operands : maps.of) {
+      prefetch(&operands.a);
+      prefetch(&operands.b);
+    }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], 1);
       barrier_init(&s.landed[i], 1);
@@ -239,7 +302,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     dealloc_registers<24>();
     const int warp = kAlongK ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
     if (warp == 0) {
-      if (threadIdx.x == 0) produce<kAlongK>(p, &a, &b, s);
+      if (threadIdx.x == 0) produce<kAlongK>(p, maps, s);
     } else {
       scan_ahead(p, warp - 1, s);
     }
@@ -248,40 +311,52 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     constexpr int kConsumers = kThreads - kWarpgroup;
     if constexpr (!kAlongK)
       clear_rest<Out>(p, blockIdx.x * int64_t{kConsumers} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kConsumers});
-    consume<kAlongK, Out, kBias>(p, s);
+    consume<kAlongK, Out, kPlus>(p, s);
   }
 }
 
-template <bool kAlongK, typename Out, bool kBias>
-void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
-  constexpr size_t kBytes = sizeof(SharedOf<kBias>);
-  constexpr auto kKernel = folded_product<kAlongK, Out, kBias>;
+template <bool kAlongK, typename Out, Plus kPlus>
+void launch_as(const char* op, const Maps<kPlus>& maps, const Problem& p, cudaStream_t stream) {
+  constexpr size_t kBytes = sizeof(SharedOf<kPlus>);
+  constexpr auto kKernel = folded_product<kAlongK, Out, kPlus>;
   const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, kBytes);
-  launch_kernel(op, kKernel, ctas, kThreads, kBytes, stream, a, b, p);
+  launch_kernel(op, kKernel, ctas, kThreads, kBytes, stream, maps, p);
 }
 
-template <bool kAlongK, bool kBias = false>
-void launch(const char* op, const Call& call, Problem p, int64_t b_rows, cudaStream_t stream) {
+// The operands a (.., depth) and b (.., depth) of a product.
+Operands operands(const char* op, const Array& a, const Array& b) {
+  const int64_t depth = a.dim(-1);
+  return {byte_matrix(op, a.data, a.leading(1), depth, kHalfA), byte_matrix(op, b.data, b.leading(1), depth, kHalfB)};
+}
+
+template <bool kAlongK, Plus kPlus = Plus::kNothing>
+void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   p.group_ends = call.in.back().as<const int32_t>();
-  if (kBias) p.bias = call.in[4].as<const float>();
+  if (kPlus == Plus::kBias) p.bias = call.in[4].as<const float>();
   p.row_scale = call.in[1].as<const uint8_t>();
   p.col_scale = call.in[3].as<const uint8_t>();
   p.out = call.out[0].data;
   // Rows of operands and scales are counted in 32 bits, as TMA counts them; tiles reach beyond the last.
-  const int64_t a_rows = call.in[0].dim(0), depth = call.in[0].dim(1);
+  const int64_t a_rows = call.in[0].dim(0), b_rows = call.in[2].leading(1);
   const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : a_rows;
+  int64_t depth = call.in[0].dim(1);
+  Maps<kPlus> maps;
+  maps.of[0] = operands(op, call.in[0], call.in[2]);
+  if constexpr (kPlus == Plus::kProduct) {
+    maps.of[1] = operands(op, call.in[4], call.in[6]);
+    p.second = {call.in[5].as<const uint8_t>(), call.in[7].as<const uint8_t>(), static_cast<int>(call.in[4].dim(1))};
+    depth += call.in[4].dim(1);
+  }
   if (std::max({b_rows, scales, depth}) > INT32_MAX - 2 * kTileM)
     throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows, columns or scales");
-  const CUtensorMap a = byte_matrix(op, call.in[0].data, p.rows, p.depth, kHalfA);
-  const CUtensorMap b = byte_matrix(op, call.in[2].data, b_rows, p.depth, kHalfB);
   if (call.out[0].dtype == DType::bf16) {
-    launch_as<kAlongK, __nv_bfloat16, kBias>(op, a, b, p, stream);
+    launch_as<kAlongK, __nv_bfloat16>(op, maps, p, stream);
   } else {
-    launch_as<kAlongK, float, kBias>(op, a, b, p, stream);
+    launch_as<kAlongK, float>(op, maps, p, stream);
   }
 }
 
-template <bool kBias>
+template <Plus kPlus>
 void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
   const Array &lhs = call.in[0], &rhs = call.in[2];
   Problem p{};
@@ -291,16 +366,22 @@ void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
   p.depth = static_cast<int>(lhs.dim(1));
   if (p.groups == 0)  // weights without bytes have no tensor map; every row is past the last end
     return check(op, cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
-  launch<false, kBias>(op, call, p, rhs.leading(1), stream);
+  launch<false, kPlus>(op, call, p, stream);
 }
 
 }  // namespace
 }  // namespace sm90
 
-void grouped_mm_fold(const Call& call, cudaStream_t stream) { sm90::m_grouped<false>("grouped_mm_fold", call, stream); }
+void grouped_mm_fold(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<sm90::Plus::kNothing>("grouped_mm_fold", call, stream);
+}
 
 void grouped_mm_fold_bias(const Call& call, cudaStream_t stream) {
-  sm90::m_grouped<true>("grouped_mm_fold_bias", call, stream);
+  sm90::m_grouped<sm90::Plus::kBias>("grouped_mm_fold_bias", call, stream);
+}
+
+void grouped_mm_fold_sum(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<sm90::Plus::kProduct>("grouped_mm_fold_sum", call, stream);
 }
 
 void grouped_wgrad_fold(const Call& call, cudaStream_t stream) {
@@ -312,7 +393,7 @@ void grouped_wgrad_fold(const Call& call, cudaStream_t stream) {
   p.depth = static_cast<int>(lhs.dim(1));
   if (p.depth == 0)  // operands without tokens have no tensor map
     return check("grouped_wgrad_fold", cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
-  sm90::launch<true>("grouped_wgrad_fold", call, p, rhs.dim(0), stream);
+  sm90::launch<true>("grouped_wgrad_fold", call, p, stream);
 }
 
 }  // namespace mxep::cuda

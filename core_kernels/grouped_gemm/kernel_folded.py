@@ -46,12 +46,23 @@ def _rescale_factor(increase):
 
 
 @triton.jit
+def _product(
+    acc, lhs_qf, rhs_qf, row, in_m, weight_row, in_n, K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    for k0 in range(0, K, BLOCK_K):
+        a = load_tile(lhs_qf, row, in_m, k0, K, K, BLOCK_K)
+        b = load_tile(rhs_qf, weight_row, in_n, k0, K, K, BLOCK_K)
+        acc = _dot(a, b, acc, HW_CAST)
+    return acc
+
+
+@triton.jit
 def _mm_tile(
-    lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, HW_CAST: tl.constexpr,
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, HAS_BIAS: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out."""
+    """One tile of out. K2: the contraction dim of the second product, 0 for none."""
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n0 = (tl.program_id(0) % n_tiles) * BLOCK_N
     rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
@@ -61,12 +72,15 @@ def _mm_tile(
     row, weight_row = m.to(tl.int64), group.to(tl.int64) * N + n
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if group < G:
-        for k0 in range(0, K, BLOCK_K):
-            a = load_tile(lhs_qf, row, in_m, k0, K, K, BLOCK_K)
-            b = load_tile(rhs_qf, weight_row, in_n, k0, K, K, BLOCK_K)
-            acc = _dot(a, b, acc, HW_CAST)
+        acc = _product(acc, lhs_qf, rhs_qf, row, in_m, weight_row, in_n, K, HW_CAST, BLOCK_K)
         row_byte = tl.load(lhs_sf + row, mask=in_m, other=0)
         acc = _scaled(acc, row_byte, tl.load(rhs_sf + weight_row, mask=in_n, other=0))
+        if K2:
+            more = _product(
+                tl.zeros_like(acc), lhs2_qf, rhs2_qf, row, in_m, weight_row, in_n, K2, HW_CAST, BLOCK_K
+            )  # fmt: skip
+            row_byte = tl.load(lhs2_sf + row, mask=in_m, other=0)
+            acc += _scaled(more, row_byte, tl.load(rhs2_sf + weight_row, mask=in_n, other=0))
         if HAS_BIAS:
             acc += tl.load(bias + weight_row, mask=in_n, other=0.0)[None, :]
     store_tile(out, row, in_m, n0, N, N, acc, True, HW_CAST, False)
@@ -79,8 +93,8 @@ def mm_kernel(
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _mm_tile(
-        lhs_qf, lhs_sf, rhs_qf, rhs_sf, None, group_ends, M, out,
-        G, N, K, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        lhs_qf, lhs_sf, rhs_qf, rhs_sf, None, None, None, None, None, group_ends, M, out,
+        G, N, K, 0, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
@@ -91,8 +105,20 @@ def mm_bias_kernel(
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _mm_tile(
-        lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
-        G, N, K, True, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, None, None, None, None, group_ends, M, out,
+        G, N, K, 0, True, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
+def mm_sum_kernel(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, M, out,
+    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _mm_tile(
+        lhs_qf, lhs_sf, rhs_qf, rhs_sf, None, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, M, out,
+        G, N, K, K2, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 

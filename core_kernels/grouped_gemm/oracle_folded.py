@@ -2,6 +2,7 @@
 
 grouped_mm_fold       qf 2^(lhs_sf - 127)  x  qf 2^(rhs_sf - 127)   one scale per row
 grouped_mm_fold_bias  the same, plus bias before the rounding
+grouped_mm_fold_sum   the sum of two such products before the rounding
 grouped_wgrad_fold    the same, one scale per row and span of 256 tokens
 """
 
@@ -29,6 +30,15 @@ def grouped_mm_fold_bias(
     for group, rows in enumerate(group_slices(group_ends)):
         out[rows] += bias[group].astype(np.float64)
     return round_to(out, out_dtype)
+
+
+def grouped_mm_fold_sum(
+    lhs_qf: Array, lhs_sf: Array, rhs_qf: Array, rhs_sf: Array,
+    lhs2_qf: Array, lhs2_sf: Array, rhs2_qf: Array, rhs2_sf: Array, group_ends: Array, out_dtype: str = "bfloat16",
+) -> Array:  # fmt: skip
+    """lhs rhs^T + lhs2 rhs2^T for the group of each row; rows past the last end are zeros."""
+    first = grouped_mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, "float64")
+    return round_to(first + grouped_mm_fold(lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, "float64"), out_dtype)
 
 
 def grouped_wgrad_fold(

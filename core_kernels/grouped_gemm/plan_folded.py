@@ -5,6 +5,8 @@
 
                 E4M3 x E4M3 --tensor core, 128 terms--> partial sum --+ fp32--> sum --* 2^(a + b) [+ bias]--> out
 
+    Sum         an M-grouped product of two pairs of operands: both products of a row in one sum, rounded once
+
 Operands are folded: by fold_rows for the first product, by fold_groups for the second. Along the contraction dim of the
 second, every group ends at a multiple of 32 and has a scale for each span of 256 tokens, none smaller than the one
 before:
@@ -47,16 +49,21 @@ def _check_contraction(op: str, name: str, qf: ArrayType, rank: int, what: str) 
     require_multiple(op, name, qf.shape[-1], BLOCK, what)
 
 
-def _check_operands(op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType) -> None:
-    _check_bytes(op, lhs_qf=lhs_qf, lhs_sf=lhs_sf, rhs_qf=rhs_qf, rhs_sf=rhs_sf)
-    _check_contraction(op, "lhs_qf", lhs_qf, 2, "K")
-    _check_contraction(op, "rhs_qf", rhs_qf, 3, "K")
-    require_shape(op, "lhs_qf", lhs_qf, (lhs_qf.shape[0], rhs_qf.shape[2]), "the contraction dim of rhs_qf")
+def _check_operands(
+    op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, number: str = ""
+) -> None:
+    """number: of the pair of operands, as in their names."""
+    lhs, rhs = f"lhs{number}_qf", f"rhs{number}_qf"
+    scales = {f"lhs{number}_sf": lhs_sf, f"rhs{number}_sf": rhs_sf}
+    _check_bytes(op, **{lhs: lhs_qf, rhs: rhs_qf}, **scales)
+    _check_contraction(op, lhs, lhs_qf, 2, "K")
+    _check_contraction(op, rhs, rhs_qf, 3, "K")
+    require_shape(op, lhs, lhs_qf, (lhs_qf.shape[0], rhs_qf.shape[2]), f"the contraction dim of {rhs}")
     if lhs_qf.shape[1] == 0:
-        fail(ValueError, op, "lhs_qf", "K = 0", f"allowed: multiples of {BLOCK} from {BLOCK}")
-    require_multiple(op, "rhs_qf", rhs_qf.shape[1], COLUMNS, "N", "pad the rows of the weights")
-    require_shape(op, "lhs_sf", lhs_sf, lhs_qf.shape[:1], "one scale per row of lhs_qf")
-    require_shape(op, "rhs_sf", rhs_sf, rhs_qf.shape[:2], "one scale per row of rhs_qf")
+        fail(ValueError, op, lhs, "K = 0", f"allowed: multiples of {BLOCK} from {BLOCK}")
+    require_multiple(op, rhs, rhs_qf.shape[1], COLUMNS, "N", "pad the rows of the weights")
+    for (name, scale), operand, of in zip(scales.items(), (lhs_qf, rhs_qf), (lhs, rhs), strict=True):
+        require_shape(op, name, scale, operand.shape[:-1], f"one scale per row of {of}")
 
 
 def _check_mm(
@@ -79,6 +86,19 @@ def _check_mm_bias(
     return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
 
 
+def _check_mm_sum(
+    lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType,
+    lhs2_qf: ArrayType, lhs2_sf: ArrayType, rhs2_qf: ArrayType, rhs2_sf: ArrayType, group_ends: ArrayType,
+    *, out_dtype: str = "bfloat16",
+) -> Signature:  # fmt: skip
+    op = "grouped_mm_fold_sum"
+    _check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
+    _check_operands(op, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, "2")
+    require_shape(op, "lhs2_qf", lhs2_qf, (lhs_qf.shape[0], lhs2_qf.shape[1]), "the rows of lhs_qf")
+    require_shape(op, "rhs2_qf", rhs2_qf, (*rhs_qf.shape[:2], rhs2_qf.shape[2]), "the G and N of rhs_qf")
+    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
+
+
 def _check_wgrad(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
     *, out_dtype: str = "bfloat16",
@@ -95,6 +115,11 @@ def _check_wgrad(
     require_shape(op, "lhs_sf", lhs_sf, (slots, n), "one scale per span and row of lhs_qf")
     require_shape(op, "rhs_sf", rhs_sf, (slots, k), "one scale per span and row of rhs_qf")
     return signature
+
+
+def _tile_mm_sum(call: Call, arch: str) -> Tiling:
+    tiling = tile_m_grouped(call, arch)
+    return tiling._replace(meta={**tiling.meta, "K2": call.inputs[4].shape[1]})
 
 
 def _tile_wgrad(call: Call, arch: str) -> Tiling:
@@ -138,6 +163,30 @@ grouped_mm_fold_bias = KernelOp(
     _check_mm_bias,
     tile_m_grouped,
     "grouped_gemm.kernel_folded:mm_bias_kernel",
+)
+grouped_mm_fold_sum = KernelOp(
+    "grouped_mm_fold_sum",
+    f"""The sum of two `grouped_mm_fold` products, rounded once: the input gradient of two weights with one input.
+
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf: as for `grouped_mm_fold`. lhs2_qf: (M, K2), lhs2_sf: (M,), rhs2_qf: (G, N, K2),
+    rhs2_sf: (G, N): the same for the second product. All uint8; K and K2 are positive multiples of 32.
+    {_ENDS}
+    out_dtype: "bfloat16" or "float32".
+    Returns out (M, N) = lhs rhs[g]^T + lhs2 rhs2[g]^T for the group g of each row; zeros past the last end.
+
+    >>> ones, sf = xp.full((1, 32), 0x38, dtype=xp.uint8), xp.full((1,), 127, dtype=xp.uint8)  # 1.0
+    >>> w, w_sf = xp.full((1, 8, 32), 0x38, dtype=xp.uint8), xp.full((1, 8), 127, dtype=xp.uint8)
+    >>> ends = xp.asarray([1], dtype=xp.int32)
+    >>> ops.grouped_mm_fold_sum(ones, sf, w, w_sf, ones, sf, w, w_sf + 1, ends)[0, 0].item()  # 32 + 64
+    96.0
+
+    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    """,
+    (*_INPUTS[:-1], "lhs2_qf", "lhs2_sf", "rhs2_qf", "rhs2_sf", "group_ends"),
+    ("out",),
+    _check_mm_sum,
+    _tile_mm_sum,
+    "grouped_gemm.kernel_folded:mm_sum_kernel",
 )
 grouped_wgrad_fold = KernelOp(
     "grouped_wgrad_fold",

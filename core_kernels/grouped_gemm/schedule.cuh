@@ -30,7 +30,12 @@ struct Problem {
   const uint8_t *row_scale, *col_scale;  // E8M0; (M,) and (G, N), or (S, rows) and (S, cols), S slots of spans
   void* out;
   int groups, rows, cols, depth;
-  const float* bias;  // of cuda_folded_sm90.cu: (G, N) or null
+  // Of cuda_folded_sm90.cu, M-grouped:
+  const float* bias;  // (G, N) or null
+  struct {
+    const uint8_t *row_scale, *col_scale;  // (M,) and (G, N)
+    int depth;
+  } second;  // the product to add
 };
 
 // One CTA's tile of the output and its operands.

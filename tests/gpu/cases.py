@@ -229,6 +229,12 @@ def _grouped_mm_fold_bias(rng: Rng, m: int) -> Tensors:
     return *operands, torch.randn(GROUPS, N, generator=rng), ends
 
 
+def _grouped_mm_fold_sum(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t = _finite(rng, m, 2 * K), _finite(rng, GROUPS, N, 2 * K)
+    pairs = ((lhs[:, :K], rhs_t[..., :K]), (lhs[:, K:] * 2**60, rhs_t[..., K:] * 2**-60))
+    return *(t for pair in pairs for x in pair for t in torch_ops.quantize_row_fold(x.contiguous())), _ends(rng, m)
+
+
 def _mx_and_target(rng: Rng, m: int) -> Tensors:
     q, sf = _mx(rng, m)
     return q, sf, torch.randint(100, 140, sf.shape, generator=rng).byte()
@@ -312,6 +318,8 @@ CASES = {
     "grouped_mm_fold": _case("grouped_mm_fold", _grouped_mm_fold),
     "grouped_mm_fold_fp32": _case("grouped_mm_fold", _grouped_mm_fold, out_dtype="float32"),
     "grouped_mm_fold_bias": _case("grouped_mm_fold_bias", _grouped_mm_fold_bias),
+    "grouped_mm_fold_sum": _case("grouped_mm_fold_sum", _grouped_mm_fold_sum),
+    "grouped_mm_fold_sum_fp32": _case("grouped_mm_fold_sum", _grouped_mm_fold_sum, out_dtype="float32"),
     "grouped_mm_fold_bias_fp32": _case("grouped_mm_fold_bias", _grouped_mm_fold_bias, out_dtype="float32"),
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", _grouped_wgrad_fold, multiple=32),
 }

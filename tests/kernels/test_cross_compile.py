@@ -178,6 +178,15 @@ CASES = {
         {"out_dtype": "float32"},
         ("fp8 mma",),
     ),
+    "grouped_mm_fold_sum": Case(
+        folded_gemm.grouped_mm_fold_sum,
+        (
+            *(u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N)),
+            *(u8(M, 96), u8(M), u8(GROUPS, N, 96), u8(GROUPS, N), i32(GROUPS)),
+        ),
+        {},
+        ("fp8 mma",),
+    ),
     "grouped_wgrad_fold": Case(
         folded_gemm.grouped_wgrad_fold,
         (u8(N, M), u8(spans(M, GROUPS), N), u8(K, M), u8(spans(M, GROUPS), K), i32(GROUPS)),
@@ -327,6 +336,10 @@ SMALL = {
     "grouped_mm_fold_bias": (
         folded_gemm.grouped_mm_fold_bias,
         (u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8), f32(1, 8), i32(1)),
+    ),
+    "grouped_mm_fold_sum": (
+        folded_gemm.grouped_mm_fold_sum,
+        (*(u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8)) * 2, i32(1)),
     ),
     "grouped_wgrad_fold": (folded_gemm.grouped_wgrad_fold, (u8(1, 32), u8(1, 1), u8(8, 32), u8(1, 8), i32(1))),
 }
