@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ep
 from ._call import vary, varying_axes
 from ._checks import check_floats, check_type, dtype_name
@@ -62,6 +63,7 @@ class MoEConfig:
     prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
         "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient.
     capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
+    bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of the experts.
 
     >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
     'mxfp8'
@@ -78,6 +80,8 @@ class MoEConfig:
     recipe: Recipe | str = "mxfp8"
     capacity: int | None = None
     prob_in: Literal["combine", "swiglu"] = "combine"
+    bias: bool = False
+    activation: SwiGLU = PLAIN
 
     def __post_init__(self) -> None:
         for name in ("dim", "hidden_dim", "num_experts", "top_k", "capacity"):
@@ -97,12 +101,21 @@ class MoEConfig:
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
         check_type("MoEConfig", "normalize", self.normalize, bool)
+        check_type("MoEConfig", "bias", self.bias, bool)
+        SwiGLU.check("MoEConfig", self.activation)
         object.__setattr__(self, "recipe", recipe_of("MoEConfig", self.recipe))
+
+    @property
+    def bias_shapes(self) -> dict[str, tuple[int, int]]:
+        """The biases of all experts by name; none without `bias`."""
+        sizes = {"b1": self.hidden_dim, "b3": self.hidden_dim, "b2": self.dim}
+        return {name: (self.num_experts, n) for name, n in sizes.items()} if self.bias else {}
 
 
 def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
     """Draw the parameters {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normal
-    distributions with standard deviation 1 / sqrt(fan in).
+    distributions with standard deviation 1 / sqrt(fan in). With `bias` experts have "b1", "b3" (E, F) and "b2" (E, D),
+    zeros.
 
     key: a key of jax.random. dtype: of the parameters, bf16 or fp32. Raises TypeError for other arguments.
 
@@ -124,7 +137,8 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
         name: jax.random.truncated_normal(k, -2.0, 2.0, shape, dtype) * shape[-1] ** -0.5
         for k, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True)
     }
-    return {"router": drawn.pop("router"), "experts": drawn}
+    router, biases = drawn.pop("router"), {name: jnp.zeros(shape, dtype) for name, shape in config.bias_shapes.items()}
+    return {"router": router, "experts": drawn | biases}
 
 
 def apply(
@@ -178,10 +192,10 @@ def apply(
     ranks = {"axis_name": axis_name, "capacity": config.capacity}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
     if config.prob_in == "swiglu":
-        out = _experts(params["experts"], groups, route.group_ends, dispatch_probs(probs_TK, route), recipe)
+        out = _experts(params["experts"], groups, route.group_ends, dispatch_probs(probs_TK, route), config)
         y_TD = combine(out, route, out_dtype=x_TD.dtype)
     else:
-        out = _experts(params["experts"], groups, route.group_ends, None, recipe)
+        out = _experts(params["experts"], groups, route.group_ends, None, config)
         y_TD = combine(out, route, probs_TK, out_dtype=x_TD.dtype)
     overflow = route.overflow
     counts, overflow, scores_E = (_total(s, token_axes) for s in (counts, overflow, scores_TE.sum(0)))
@@ -200,7 +214,7 @@ def _total(x: jax.Array, axes: Axes | None) -> jax.Array:
 
 
 def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> None:
-    layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3', as `moe.init` makes them"
+    layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3' and the biases, as `moe.init` makes them"
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
         fail(TypeError, "moe.apply", "params", type(params).__name__, layout)
     recipe = resolve_compute("moe.apply", config.recipe)
@@ -211,12 +225,15 @@ def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> 
         fail(ValueError, "moe.apply", "config.num_experts", e, allowed)
     local = e // ranks
     allowed = {"router": (e, d), "w1": (local, f, d), "w2": (local, d, f), "w3": (local, f, d)}
+    allowed |= {name: (local, n) for name, (_, n) in config.bias_shapes.items()}
+    for name in {"b1", "b3", "b2"} & set(params.get("experts", {})) - set(config.bias_shapes):
+        fail(ValueError, "moe.apply", f"params {name!r}", "a bias", "allowed: none with config.bias = False")
     for name, shape in allowed.items():
         holder = params if name == "router" else params.get("experts", {})
         if name not in holder:
             fail(ValueError, "moe.apply", "params", f"no {name!r}", layout)
-        if name == "router":
-            check_floats("moe.apply", "params 'router'", holder[name])
+        if name == "router" or name in config.bias_shapes:
+            check_floats("moe.apply", f"params {name!r}", holder[name])
         else:
             check_weights("moe.apply", f"params {name!r}", holder[name], recipe)
         got = holder[name].shape
@@ -244,7 +261,7 @@ def _shares(scores: jax.Array) -> jax.Array:
 
 
 def _experts(
-    experts: Params, groups: jax.Array | MXArray, group_ends: jax.Array, prob_P: jax.Array | None, recipe: Recipe
+    experts: Params, groups: jax.Array | MXArray, group_ends: jax.Array, prob_P: jax.Array | None, config: MoEConfig
 ) -> jax.Array | MXGradArray:
     axes = varying_axes(*jax.tree.leaves(groups))
 
@@ -252,7 +269,8 @@ def _experts(
         # Before any cast: JAX sums the gradient over a replicated axis in the dtype of the leaf.
         return jax.tree.map(lambda leaf: vary(leaf, axes), experts[name])
 
-    weights = local("w1"), local("w3"), local("w2")
+    weights, recipe = (local("w1"), local("w3"), local("w2")), recipe_of("moe.apply", config.recipe)
+    biases: dict[str, Any] = {name: local(name) for name in config.bias_shapes}
     # The groups are padded already.
-    options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False}
-    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, **options)
+    options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False, "activation": config.activation}
+    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, **biases, **options)

@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._call import require_tensor
 from ._checks import (
     check_counts,
     check_devices,
+    check_flag,
     check_floats,
     check_int,
     check_plain,
@@ -71,11 +73,12 @@ class GroupedExperts(nn.Module):
     """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
 
     dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or
-    "bf16". dtype: of the parameters.
+    "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the three products.
+    activation: a `SwiGLU`.
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
-    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of
-    silu(w1 x) * w3 x. Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
+    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y.
+    Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
 
     >>> experts = GroupedExperts(32, 64, num_experts=2)
     >>> experts(torch.ones(64, 32), torch.tensor([32, 32])).shape
@@ -87,6 +90,9 @@ class GroupedExperts(nn.Module):
     expert_parallel: Ranks | None = None
     """The ranks that share the experts, set by MXFP8ExpertParallel; None is this process alone."""
 
+    b1: Tensor | None
+    b2: Tensor | None
+    b3: Tensor | None
     _held: "_HeldWeights | None" = None
 
     def __init__(
@@ -97,22 +103,34 @@ class GroupedExperts(nn.Module):
         recipe: Recipe | str = "mxfp8",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        *,
+        bias: bool = False,
+        activation: SwiGLU = PLAIN,
     ) -> None:
         super().__init__()
         _check_sizes("GroupedExperts", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
+        check_flag("GroupedExperts", "bias", bias)
         self.num_experts, self.recipe = num_experts, Recipe.parse(recipe)
+        self.activation = SwiGLU.check("GroupedExperts", activation)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, dtype=dtype, device=device))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
+        for name, n in (("b1", hidden_dim), ("b2", dim), ("b3", hidden_dim)):
+            value = nn.Parameter(torch.empty(num_experts, n, dtype=dtype, device=device)) if bias else None
+            self.register_parameter(name, value)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for w in (self.w1, self.w2, self.w3):
             nn.init.trunc_normal_(w, std=w.shape[-1] ** -0.5)
+        for b in (self.b1, self.b2, self.b3):
+            if b is not None:
+                nn.init.zeros_(b)
 
     def extra_repr(self) -> str:
-        e, f, d = self.w1.shape
-        return f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}"
+        (e, f, d), bias = self.w1.shape, self.b1 is not None
+        sizes = f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}, bias={bias}"
+        return f"{sizes}, activation={self.activation}"
 
     def forward(self, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None = None) -> Tensor:
         op = "GroupedExperts.forward"
@@ -132,7 +150,9 @@ class GroupedExperts(nn.Module):
         if self._held is not None:
             weights = self._held.weights_of(parameters, weights)
         save_bytes = all(outlives_forward(w) for w in parameters)
-        return swiglu_ffn(op, groups_PD, weights, ends, probs_P, self.recipe, False, save_bytes)
+        biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
+        options = self.recipe, False, save_bytes, biases, self.activation
+        return swiglu_ffn(op, groups_PD, weights, ends, probs_P, *options)
 
     def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
         """Raise unless every group is whole blocks of 32 tokens, along which the weight gradient quantizes."""
@@ -221,6 +241,7 @@ class MoE(nn.Module):
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
     prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
         "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient.
+    bias, activation: of the experts, as in `GroupedExperts`.
     dtype: of the parameters.
 
     forward(x): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). Expert parallelism is
@@ -246,6 +267,8 @@ class MoE(nn.Module):
         normalize: bool = True,
         recipe: Recipe | str = "mxfp8",
         prob_in: Literal["combine", "swiglu"] = "combine",
+        bias: bool = False,
+        activation: SwiGLU = PLAIN,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -260,7 +283,8 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.score_func, self.normalize, self.prob_in = score_func, normalize, prob_in
         self.router = nn.Linear(dim, num_experts, bias=False, dtype=dtype, device=device)
-        self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device)
+        options = {"bias": bias, "activation": activation}
+        self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, **options)
 
     def reset_parameters(self) -> None:
         self.router.reset_parameters()

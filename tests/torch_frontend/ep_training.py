@@ -32,14 +32,16 @@ def trained(moe: MoE, x: Tensor, scale: float, aux: float) -> list[Tensor]:
 
 
 def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, prob_in: str) -> None:
-    """Ranks that start from seeds of their own and take a part of the batch each."""
+    """Ranks that start from seeds of their own and take a part of the batch each. With the weights in SwiGLU experts
+    have biases, which are sharded too."""
+    options = {"recipe": recipe, "prob_in": prob_in, "bias": prob_in == "swiglu"}
     ranks, rank = mesh.size(), mesh.get_local_rank()
     first = dist.get_global_rank(mesh.get_group(), 0)
     torch.manual_seed(first)
     device = mesh.device_type
-    alone = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in).to(device)
+    alone = MoE(D, HIDDEN, E, TOP_K, **options).to(device)
     torch.manual_seed(dist.get_rank())
-    moe = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in).to(device)
+    moe = MoE(D, HIDDEN, E, TOP_K, **options).to(device)
     parallelize_module(moe, mesh, MXFP8ExpertParallel(gradients=gradients))
     before = [p.detach().clone() for p in alone.parameters()]
     for p, other in zip(moe.parameters(), before, strict=True):
