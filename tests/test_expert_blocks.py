@@ -1,7 +1,9 @@
 """The expert blocks of Mixtral, Qwen3-MoE, DeepSeek-V3, Llama 4 and GPT-OSS as configurations: output and gradients
 against expert_blocks.py, with packed weights unpacked and gradients packed again. The choice of experts is given."""
 
+import re
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +124,12 @@ def test_packing_is_the_inverse_of_unpacking(layout: dict[str, bool], bias: bool
         np.testing.assert_array_equal(again_by_jax[name], value.numpy())
     for name, value in parts.items():
         np.testing.assert_array_equal(by_jax[name], value.numpy())
+
+
+def test_the_program_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(compile(program, "docs/models.md", "exec"), {})
 
 
 W = BLOCKS["mixtral"].parameters()
