@@ -101,6 +101,9 @@ def pack_expert_weights(
         if parts[name].shape != shapes[name]:
             allowed = f"allowed: {shapes[name]}, by w2's {parts['w2'].shape}"
             fail(ValueError, op, name, f"shape {parts[name].shape}", allowed)
+    for gate, up in (("w1", "w3"), ("b1", "b3")) if biased else (("w1", "w3"),):
+        if parts[up].dtype != parts[gate].dtype:
+            fail(TypeError, op, up, f"dtype {parts[up].dtype}", f"allowed: {parts[gate].dtype}, {gate}'s")
     packed = {"gate_up": _joined(w1, parts["w3"], interleaved), "down": parts["w2"]}
     if transposed:
         packed = {name: jnp.swapaxes(w, 1, 2) for name, w in packed.items()}

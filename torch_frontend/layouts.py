@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core_kernels.launch import fail
 from ._call import require_tensor
-from ._checks import check_flag
+from ._checks import check_devices, check_flag
 
 NAMES = ("w1", "w3", "w2", "b1", "b3", "b2")
 
@@ -101,6 +101,10 @@ def pack_expert_weights(
         if parts[name].shape != shapes[name]:
             allowed = f"allowed: {shapes[name]}, by w2's {tuple(parts['w2'].shape)}"
             fail(ValueError, op, name, f"shape {tuple(parts[name].shape)}", allowed)
+    for gate, up in (("w1", "w3"), ("b1", "b3")) if biased else (("w1", "w3"),):
+        check_devices(op, gate, parts[gate].device, **{up: parts[up]})
+        if parts[up].dtype != parts[gate].dtype:
+            fail(TypeError, op, up, f"dtype {parts[up].dtype}", f"allowed: {parts[gate].dtype}, {gate}'s")
     packed = {"gate_up": _joined(w1, parts["w3"], interleaved), "down": parts["w2"]}
     if transposed:
         packed = {name: w.transpose(1, 2) for name, w in packed.items()}

@@ -37,7 +37,7 @@ class SwiGLU:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.limit is not None and not self.limit:
+        if isinstance(self.limit, int | float) and self.limit == 0:
             fail(ValueError, "SwiGLU", "limit", repr(self.limit), "allowed: above 0, or None for no limit")
         swiglu_attrs("SwiGLU", *self.attributes)
 
