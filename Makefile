@@ -7,12 +7,19 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt \
     $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train test faults coverage install-gpu test-gpu lint format benchmark clean
+.PHONY: train train-gpu test faults coverage install-gpu test-gpu lint format benchmark clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
 train: .venv/.train
 	$(BIN)/python -m examples.train_all --out runs/small
+
+# On one GPU with $(PYTHON), after install-gpu; that environment also has optax, safetensors, tqdm and matplotlib. Every
+# recipe in both frameworks, 500 steps each, without checkpoints; logs and curves.png in OUT. Downloads nothing.
+train-gpu: OUT ?= runs/gpu
+train-gpu:
+	$(PYTHON) -m examples.train_all --device gpu --ep 1 --preset curves --checkpoint-every 0 \
+	  --recipes bf16 mxfp8 mxfp8_wgrad_with_hp fp8_rowwise --out $(OUT)
 
 # Two runs: Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile. A file
 # stays on one worker, so that process groups and compiled programs are made once per file. Two workers on two cores have

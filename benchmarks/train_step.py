@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import spawn
 from examples.checkpoint import Checkpoint
 from examples.config import PRESETS, Config
 from examples.data import Text
+from examples.throughput import weights_per_token
 from examples.train_torch import Trainer
 from examples.weights import initial_weights
 
@@ -30,7 +31,7 @@ from .figures.results import Line
 from .figures.timing import summarize
 
 RANKS, PRESET = 2, "small"
-PRECISIONS = ("mxfp8", "bf16")
+RECIPES = {"mxfp8": "mxfp8_wgrad_with_hp", "bf16": "bf16"}
 WARM_UP, STEPS, PROFILED = 3, 21, 8
 MIN_SQNR_DB = 28.0  # logits of fresh weights, MXFP8 against bf16: 31.7 dB measured
 
@@ -89,7 +90,7 @@ def _rank(rank: int, port: int, threads: int, queue: Any) -> None:
     weights = initial_weights(config)
     zeros = {name: np.zeros_like(array) for name, array in weights.items()}
     start = Checkpoint(0, weights, zeros, zeros)
-    trainers = {precision: Trainer(config, precision, RANKS, start) for precision in PRECISIONS}
+    trainers = {name: Trainer(config, recipe, RANKS, start, "cpu") for name, recipe in RECIPES.items()}
     batch = Text.load(None, config).batch(0)
     steps = {
         name: lambda trainer=trainer: trainer.step(config.warmup_steps, batch) for name, trainer in trainers.items()
@@ -97,7 +98,7 @@ def _rank(rank: int, port: int, threads: int, queue: Any) -> None:
 
     with torch.no_grad():
         tokens = trainers["bf16"].tokens(batch)[:, :-1]
-        error = sqnr_db(*(trainers[name].model(tokens)[0] for name in PRECISIONS))
+        error = sqnr_db(*(trainers[name].model(tokens)[0] for name in RECIPES))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(WARM_UP + STEPS):
         for name, step in steps.items():
@@ -114,9 +115,7 @@ def _rank(rank: int, port: int, threads: int, queue: Any) -> None:
 
 def flops(config: Config) -> int:
     """6 per token and weight: 2 forward, 4 backward. The products of attention scores are not counted."""
-    dense = config.num_layers * (4 * config.dim**2 + config.dim * config.num_experts) + config.dim * config.vocab_size
-    experts = config.num_layers * config.top_k * 3 * config.dim * config.hidden_dim
-    return 6 * config.batch_size * config.seq_len * (dense + experts)
+    return 6 * config.batch_size * config.seq_len * weights_per_token(config)
 
 
 def lines(only: Sequence[str]) -> Iterator[Line]:
@@ -141,12 +140,12 @@ def lines(only: Sequence[str]) -> Iterator[Line]:
     moved = {name: kinds["quantize"] + kinds["permute"] for name, kinds in shares.items()}
     print("  quantize and permute together: " + ", ".join(f"{name} {share:.1%}" for name, share in moved.items()))
 
-    ours, peer = (samples[name] for name in PRECISIONS)
+    ours, peer = (samples[name] for name in RECIPES)
     config = PRESETS[PRESET]
     yield Line(
         op="train_step",
         frontend="torch",
-        case={"preset": PRESET, "ranks": RANKS, "recipe": "mxfp8_wgrad_with_hp", "threads": threads},
+        case={"preset": PRESET, "ranks": RANKS, "recipe": RECIPES["mxfp8"], "threads": threads},
         us=ours.us,
         spread=ours.spread,
         n=ours.n,

@@ -15,7 +15,7 @@ from .combine import plan as combine
 from .fold import plan as fold
 from .fold import plan_both, plan_loss, plan_requantize
 from .grouped_gemm import plan as grouped_gemm
-from .grouped_gemm import plan_folded
+from .grouped_gemm import plan_folded, plan_kn
 from .launch import KernelOp
 from .permute import plan as permute
 from .quantize import plan as quantize
@@ -25,7 +25,7 @@ from .swiglu import plan as swiglu
 
 _PLANS = (
     *(quantize, permute, routing, fold, plan_both, plan_loss, plan_requantize, scale_layout),
-    *(combine, swiglu, grouped_gemm, plan_folded),
+    *(combine, swiglu, grouped_gemm, plan_kn, plan_folded),
 )
 OPS: dict[str, KernelOp] = {
     op.name: op for module in _PLANS for op in vars(module).values() if isinstance(op, KernelOp)

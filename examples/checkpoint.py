@@ -29,6 +29,8 @@ KEEP = 2
 FILES = ("weights.safetensors", "optimizer.safetensors")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 Arrays = Mapping[str, np.ndarray]
+# Fields of the config that may differ in a resumed run: its end, and how often it reports.
+MAY_DIFFER = {"steps", "log_every", "eval_every", "checkpoint_every"}
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def save_checkpoint(out: Path, state: Checkpoint, config: Mapping[str, Any]) -> 
 def load_checkpoint(out: Path, config: Mapping[str, Any]) -> Checkpoint | None:
     """The last complete checkpoint in `out`, or None if `out` holds no checkpoint.
 
-    Raises ValueError when every checkpoint is damaged, and when the last complete one has another config; the
-    message names the fields that differ."""
+    Raises ValueError when every checkpoint is damaged, when the last complete one has another config (the message
+    names the fields that differ), and when it is of a later step than `steps`."""
     folders = step_folders(out)
     for folder in reversed(folders):
         try:
@@ -78,10 +80,14 @@ def load_checkpoint(out: Path, config: Mapping[str, Any]) -> Checkpoint | None:
         except (OSError, ValueError, SafetensorError) as error:
             print(f"checkpoint: {folder} is damaged and is skipped: {error}", file=sys.stderr)
             continue
-        differ = sorted(k for k in config.keys() | meta["config"].keys() if config.get(k) != meta["config"].get(k))
+        fields = (config.keys() | meta["config"].keys()) - MAY_DIFFER
+        differ = sorted(k for k in fields if config.get(k) != meta["config"].get(k))
         if differ:
-            fields = ", ".join(f"{k} is {meta['config'].get(k)} there and {config.get(k)} here" for k in differ)
-            raise ValueError(f"--resume: {folder} belongs to another run: {fields}; pass its flags or another --out")
+            values = ", ".join(f"{k} is {meta['config'].get(k)} there and {config.get(k)} here" for k in differ)
+            raise ValueError(f"--resume: {folder} belongs to another run: {values}; pass its flags or another --out")
+        if meta["step"] > config["steps"]:
+            allowed = f"allowed: at least {meta['step']}, the step of {folder}"
+            raise ValueError(f"--steps: got {config['steps']} with --resume; {allowed}")
         first = {n.removeprefix("first."): a for n, a in moments.items() if n.startswith("first.")}
         second = {n.removeprefix("second."): a for n, a in moments.items() if n.startswith("second.")}
         return Checkpoint(meta["step"], weights, first, second)

@@ -1,30 +1,27 @@
-"""Sizes, schedule and command line of both training scripts.
+"""Sizes and schedule of both training scripts; flags.py has their command line.
 
-`python -m examples.train_jax` and `torchrun ... -m examples.train_torch` take the same flags and build
-the same `Config`, so two runs with the same flags differ only in the framework.
+Both scripts build the same `Config` from the same flags, so two such runs differ only in the framework.
 """
 
-import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from .checkpoint import step_folders
-
-RECIPES = {"bf16": "bf16", "mxfp8": "mxfp8_wgrad_with_hp"}  # --precision -> mxep recipe of the experts
 LOG_NAME = "log.jsonl"
+DENSE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """A byte-level decoder-only transformer with a Mixture of Experts in every layer, and its training.
 
-    `dim` and `hidden_dim` are multiples of 32, the MXFP8 block. `batch_size` is the number of sequences per
-    step over all ranks. `steps` is the length of the cosine schedule.
+    dim, hidden_dim: multiples of 32, the MXFP8 block. batch_size: sequences per step over all ranks.
+    dense_dtype: of all activations, and of the dense weights inside products. Weights, gradients and moments are fp32.
+    steps: where the run ends. schedule_steps: where the cosine of the learning rate ends, None at `steps`.
+    checkpoint_every: steps between checkpoints, None with every evaluation, 0 none.
     """
 
     vocab_size: int = 256
@@ -35,10 +32,12 @@ class Config:
     num_experts: int = 8
     top_k: int = 2
     seq_len: int = 128
+    dense_dtype: str = "float32"
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
 
     steps: int = 120
+    schedule_steps: int | None = None
     batch_size: int = 32
     warmup_steps: int = 20
     peak_lr: float = 1.5e-3
@@ -52,6 +51,7 @@ class Config:
 
     log_every: int = 10
     eval_every: int = 40
+    checkpoint_every: int | None = None
     eval_sequences: int = 128
     seed: int = 0
 
@@ -59,25 +59,53 @@ class Config:
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 
+    @property
+    def schedule_length(self) -> int:
+        return self.steps if self.schedule_steps is None else self.schedule_steps
 
+
+# The memory of "h200" on one GPU of 139 GiB (149 GB), of which a third stays free, in GB:
+#
+#   weights      8 layers x (attention 4 D D + router E D + experts 3 E D F) = 0.98e9, of which a token uses 0.19e9;
+#                weight, gradient and two moments in fp32: 16 bytes each                                        15.7
+#   saved        40 D bytes per token and layer in PyTorch: attention 16 D (input, qkv, rotated q and k, output),
+#                norms and residuals 6 D, router 4 D (fp32), experts 14 D (top-2 rows: input, gate, up, output);
+#                98304 tokens, 8 layers. JAX saves fp32 values of the norms too, 50 D: 60.4                     48.3
+#   quantized    the experts along their second orientation, 1 byte per weight                                   0.9
+#   temporaries  about ten arrays of 196608 rows of D, bf16 or fp32, of a layer's backward                        8
+#   sum          73 in PyTorch, 85 in JAX
+#
+# An estimate: every line of a run on a GPU has the measured peak. "curves" is small enough for 500 steps of several
+# recipes within minutes: 0.22e9 weights, 0.04e9 per token.
 PRESETS = {
     "small": Config(),
     "tiny": Config(
         dim=32, hidden_dim=32, num_heads=2, seq_len=32, steps=60, batch_size=8, warmup_steps=5,
         log_every=1, eval_every=20, eval_sequences=16,
     ),
+    "curves": Config(
+        dim=1024, num_layers=4, num_heads=8, hidden_dim=1024, num_experts=16, top_k=2, seq_len=512,
+        dense_dtype="bfloat16", steps=500, batch_size=32, warmup_steps=50, peak_lr=1e-3, final_lr=1e-4,
+        eval_every=100, checkpoint_every=500,
+    ),
+    "h200": Config(
+        dim=1536, num_layers=8, num_heads=12, hidden_dim=1536, num_experts=16, top_k=2, seq_len=2048,
+        dense_dtype="bfloat16", steps=500, batch_size=48, warmup_steps=50, peak_lr=4e-4, final_lr=4e-5,
+        eval_every=100, checkpoint_every=500, eval_sequences=96,
+    ),
 }  # fmt: skip
 
 
 def learning_rates(config: Config) -> np.ndarray:
-    """The learning rate of every step, (steps,) float32: linear warm-up, then cosine decay to `final_lr`.
+    """The learning rate of every step, (steps,) float32: linear warm-up, cosine decay to `final_lr`, then that rate.
 
     >>> learning_rates(Config(steps=4, warmup_steps=2, peak_lr=1.0, final_lr=0.0)).round(2).tolist()
     [0.5, 1.0, 1.0, 0.5]
     """
     step = np.arange(config.steps)
     warm = (step + 1) / max(config.warmup_steps, 1)
-    progress = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    decay_steps = max(config.schedule_length - config.warmup_steps, 1)
+    progress = np.minimum((step - config.warmup_steps) / decay_steps, 1)
     cosine = config.final_lr + 0.5 * (config.peak_lr - config.final_lr) * (1 + np.cos(math.pi * progress))
     return np.where(step < config.warmup_steps, config.peak_lr * warm, cosine).astype(np.float32)
 
@@ -99,40 +127,6 @@ def is_decayed(shape: Sequence[int]) -> bool:
     return len(shape) > 1
 
 
-def parse_args(prog: str, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Config]:
-    """Parse the command line of both scripts. Raises SystemExit with the reason on a bad flag."""
-    parser = argparse.ArgumentParser(prog=prog, description="Train a small byte-level MoE language model.")
-    parser.add_argument("--precision", choices=tuple(RECIPES), default="mxfp8", help="precision of the experts")
-    parser.add_argument("--ep", type=int, default=1, metavar="N", help="number of expert-parallel ranks")
-    parser.add_argument("--data", type=Path, help="text file or folder of text files (default: the standard library)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of log.jsonl and checkpoints")
-    parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint in --out")
-    parser.add_argument("--init-from", type=Path, metavar="CKPT", help="start from the weights of this checkpoint")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="small")
-    for flag in ("steps", "seed", "log-every", "eval-every"):
-        parser.add_argument(f"--{flag}", type=int, metavar="N")
-    args = parser.parse_args(argv)
-
-    changes = {name: getattr(args, name) for name in ("steps", "seed", "log_every", "eval_every")}
-    config = replace(PRESETS[args.preset], **{name: value for name, value in changes.items() if value is not None})
-    for name, low in (("steps", 0), ("seed", 0), ("log_every", 1), ("eval_every", 1)):
-        if getattr(config, name) < low:
-            parser.error(f"--{name.replace('_', '-')}: got {getattr(config, name)}; allowed: at least {low}")
-    if args.ep < 1 or any(n % args.ep for n in (config.num_experts, config.batch_size, config.eval_sequences)):
-        parser.error(
-            f"--ep: got {args.ep}; allowed: divisors of {config.num_experts} experts, "
-            f"{config.batch_size} training and {config.eval_sequences} held-out sequences"
-        )
-    file = next((path for path in (args.out, *args.out.parents) if path.exists() and not path.is_dir()), None)
-    if file:
-        parser.error(f"--out: got {args.out}, but {file} is a file; allowed: a folder or a new path")
-    if ((args.out / LOG_NAME).exists() or step_folders(args.out)) and not args.resume:
-        parser.error(f"--out: {args.out} already holds a run; pass --resume to continue it, or another folder")
-    if args.resume and args.init_from:
-        parser.error("--init-from: not together with --resume, which loads its own weights")
-    return args, config
-
-
 def describe(config: Config, **extra: Any) -> dict[str, Any]:
     """The config as JSON values, for the log and the checkpoint."""
-    return asdict(config) | extra
+    return asdict(config) | {"schedule_steps": config.schedule_length} | extra

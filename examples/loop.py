@@ -1,8 +1,10 @@
 """The training loop of both frameworks.
 
-    start (weights, moments, step) -> [ batch(step) -> update -> log | every eval_every: held-out loss, checkpoint ]
+    start (weights, moments, step) -> [ batch(step) -> update | every log_every: log
+                                        every eval_every: held-out loss | every checkpoint_every: checkpoint ]
 
-`train_torch.Trainer` and `train_jax.Trainer` implement the protocol `Trainer`.
+The host waits for a GPU where it logs, evaluates and saves, and nowhere else. `train_torch.Trainer` and
+`train_jax.Trainer` implement the protocol `Trainer`.
 """
 
 import sys
@@ -20,13 +22,22 @@ from .weights import initial_weights, weight_shapes
 
 
 class Trainer(Protocol):
-    """A model and its AdamW moments, sharded over the ranks."""
+    """A model and its AdamW moments, sharded over the ranks. device: "cpu" or "gpu"."""
 
-    def __init__(self, config: Config, precision: str, ep: int, start: Checkpoint) -> None: ...
+    def __init__(self, config: Config, recipe: str, ep: int, start: Checkpoint, device: str) -> None: ...
 
     @property
     def is_writer(self) -> bool:
         """True in the one process that writes the log and the checkpoints."""
+        ...
+
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU, or "cpu"."""
+        ...
+
+    def peak_nbytes(self) -> int:
+        """The most memory of this process's first GPU that was in use; 0 on a CPU."""
         ...
 
     def step(self, step: int, batch: np.ndarray) -> Mapping[str, SupportsFloat]:
@@ -37,8 +48,10 @@ class Trainer(Protocol):
         """Mean loss over the held-out windows."""
         ...
 
-    def state(self, step: int) -> Checkpoint:
-        """Unsharded weights and moments after `step` updates. Collective: every process calls it."""
+    def state(self, step: int) -> Checkpoint | None:
+        """Unsharded weights and moments after `step` updates, None if another process writes them.
+
+        Collective: every process calls it."""
         ...
 
 
@@ -46,28 +59,34 @@ def train(framework: str, args: Namespace, config: Config, trainer_type: type[Tr
     """Train from the flags to the last checkpoint. Exits with the reason on bad input."""
     try:
         text = Text.load(args.data, config)
-        run = describe(config, precision=args.precision, train_bytes=len(text.train), held_out_bytes=len(text.held_out))
+        run = describe(config, recipe=args.recipe, train_bytes=len(text.train), held_out_bytes=len(text.held_out))
         found = load_checkpoint(args.out, run) if args.resume else None
         start = found or first_checkpoint(args, config)
     except ValueError as error:
         sys.exit(f"{framework}: error: {error}")
-    trainer = trainer_type(config, args.precision, args.ep, start)
+    trainer = trainer_type(config, args.recipe, args.ep, start, args.device)
     if args.resume and found is None and trainer.is_writer:
         print(f"{framework}: no checkpoint in {args.out}, starting at step 0", file=sys.stderr)
-    log = RunLog(args.out, config, start.step, {"framework": framework, "ep": args.ep, **run}, trainer.is_writer)
-    if not start.step:
+    first_step = start.step
+    del found, start  # the trainer has copies
+    header = {"framework": framework, "device": trainer.device_name, "ep": args.ep, **run}
+    log = RunLog(args.out, config, first_step, header, trainer.is_writer)
+    if not first_step:
         log.eval(0, trainer.evaluate(text))
         log.restart_clock()
-    for step in range(start.step, config.steps):
+    checkpoint_every = config.eval_every if config.checkpoint_every is None else config.checkpoint_every
+    for step in range(first_step, config.steps):
         values = trainer.step(step, text.batch(step))
         log.step()
-        done = step + 1
-        if step % config.log_every == 0 or done == config.steps:
-            log.train(step, {name: float(value) for name, value in values.items()})
-        if done % config.eval_every == 0 or done == config.steps:
+        done, is_last = step + 1, step + 1 == config.steps
+        if step % config.log_every == 0 or is_last:
+            log.train(step, {name: float(value) for name, value in values.items()}, trainer.peak_nbytes())
+        if done % config.eval_every == 0 or is_last:
             log.eval(done, trainer.evaluate(text))
+            log.restart_clock()
+        if checkpoint_every and (done % checkpoint_every == 0 or is_last):
             state = trainer.state(done)
-            if trainer.is_writer:
+            if state is not None:
                 save_checkpoint(args.out, state, run)
             log.restart_clock()
     log.close()
@@ -76,5 +95,5 @@ def train(framework: str, args: Namespace, config: Config, trainer_type: type[Tr
 def first_checkpoint(args: Namespace, config: Config) -> Checkpoint:
     """The state at step 0: the weights of --init-from or the initial weights, and zero moments."""
     weights = load_weights(args.init_from, weight_shapes(config)) if args.init_from else initial_weights(config)
-    zeros = {name: np.zeros_like(array) for name, array in weights.items()}
+    zeros = {name: np.zeros(array.shape, array.dtype) for name, array in weights.items()}
     return Checkpoint(0, weights, zeros, zeros)

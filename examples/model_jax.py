@@ -2,8 +2,9 @@
 
     tokens (B, S) -> embed -> [ x + attn(norm(x)) -> x + moe(norm(x)) ] * num_layers -> norm -> head -> (B, S, V)
 
-Parameters are one flat dict under the names of weights.py. Dense parts are fp32; the experts inside
-`mxep.jax_frontend.moe` are bf16 or MXFP8.
+Parameters are one flat dict under the names of weights.py, in fp32. Activations are of `config.dense_dtype`, to which a
+dense weight is cast where it is used; the experts inside `mxep.jax_frontend.moe` follow the recipe. Router, norms,
+rotary embedding and loss are computed in fp32.
 Legend: B sequences, S positions, D dim, N heads, V vocabulary.
 """
 
@@ -18,34 +19,45 @@ Params = dict[str, Array]
 
 
 def rms_norm(x: Array, gain: Array, eps: float) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * gain
+    """x / rms(x) * gain, the gain in the dtype of x."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * gain.astype(x.dtype)).astype(x.dtype)
+
+
+def linear(x: Array, weight: Array) -> Array:
+    """x W^T in the dtype of x."""
+    return x @ weight.astype(x.dtype).T
 
 
 def rotate(x_BSNH: Array, cos: Array, sin: Array) -> Array:
-    """Rotary embedding: the two halves of a head are the coordinates of its points."""
+    """Rotary embedding: the two halves of a head are the coordinates of its points. cos and sin are fp32."""
     a, b = jnp.split(x_BSNH, 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1).astype(x_BSNH.dtype)
 
 
 def attention(p: Params, block: str, x_BSD: Array, config: Config) -> Array:
     cos, sin = (jnp.asarray(table) for table in rope_tables(config))
     q, k, v = (
         part.reshape(*x_BSD.shape[:2], config.num_heads, config.head_dim)
-        for part in jnp.split(x_BSD @ p[f"{block}.attn.qkv.weight"].T, 3, axis=-1)
+        for part in jnp.split(linear(x_BSD, p[f"{block}.attn.qkv.weight"]), 3, axis=-1)
     )
-    y = jax.nn.dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-    return y.reshape(x_BSD.shape) @ p[f"{block}.attn.out.weight"].T
+    # XLA's own attention stores the scores, (B, N, S, S) fp32; cuDNN's does not, and takes 16 bits alone.
+    by_cudnn = jax.default_backend() == "gpu" and x_BSD.dtype == jnp.bfloat16
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if by_cudnn else "xla")
+    return linear(y.reshape(x_BSD.shape), p[f"{block}.attn.out.weight"])
 
 
 def moe_config(config: Config, recipe: str) -> moe.MoEConfig:
     return moe.MoEConfig(config.dim, config.hidden_dim, config.num_experts, config.top_k, recipe=recipe)
 
 
-def forward(p: Params, tokens_BS: Array, config: Config, recipe: str, axis_name: str) -> tuple[Array, Array]:
-    """Return logits (B, S, V) and the mean of the layers' auxiliary losses. Inside shard_map over
+def forward(p: Params, tokens_BS: Array, config: Config, recipe: str, axis_name: str | None) -> tuple[Array, Array]:
+    """Return fp32 logits (B, S, V) and the mean of the layers' auxiliary losses. Inside shard_map over
     `axis_name`: `p` holds this rank's experts, `tokens_BS` its sequences."""
-    x = p["embed.weight"][tokens_BS]
+    x = p["embed.weight"][tokens_BS].astype(config.dense_dtype)
     aux_losses = []
     for i in range(config.num_layers):
         block = f"blocks.{i}"
@@ -58,10 +70,11 @@ def forward(p: Params, tokens_BS: Array, config: Config, recipe: str, axis_name:
         y_TD, stats = moe.apply(experts, h_TD, moe_config(config, recipe), axis_name=axis_name)
         x = x + y_TD.reshape(x.shape).astype(x.dtype)
         aux_losses.append(stats.aux_loss)
-    return rms_norm(x, p["norm.weight"], config.norm_eps) @ p["head.weight"].T, jnp.stack(aux_losses).mean()
+    logits = linear(rms_norm(x, p["norm.weight"], config.norm_eps), p["head.weight"])
+    return logits.astype(jnp.float32), jnp.stack(aux_losses).mean()
 
 
-def loss(p: Params, tokens: Array, config: Config, recipe: str, axis_name: str) -> tuple[Array, Array]:
+def loss(p: Params, tokens: Array, config: Config, recipe: str, axis_name: str | None) -> tuple[Array, Array]:
     """Mean cross entropy of the next byte, and the auxiliary loss. tokens: (B, S + 1)."""
     logits, aux_loss = forward(p, tokens[:, :-1], config, recipe, axis_name)
     log_probs = jax.nn.log_softmax(logits)

@@ -1,13 +1,13 @@
-"""Plots four runs and checks that they agree.
+"""Plots the runs of a folder and checks that they agree.
 
-    python -m examples.plot_curves runs/small      reads runs/small/{torch,jax}-{bf16,mxfp8}/log.jsonl
+    python -m examples.plot_curves runs/small      reads runs/small/{torch,jax}-RECIPE/log.jsonl
 
 Writes curves.png to the same folder, prints the comparisons, and exits with 1 if one of them fails:
 
-- PyTorch is within 1% of JAX at every logged step, for each precision;
-- the held-out loss of MXFP8 is within 1% of bf16, for each framework.
+- PyTorch is within 1% of JAX at every logged step, for each recipe;
+- the held-out loss of every recipe is within 1% of bf16, for each framework.
 
-Runs with different configs or texts are an error.
+A missing run is an error, and so are runs with different configs or texts.
 """
 
 import argparse
@@ -17,38 +17,49 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from mxep.core_kernels.recipe import RECIPES
 
 from .config import LOG_NAME
 from .runlog import read_log
 
 FRAMEWORKS = ("torch", "jax")
-PRECISIONS = ("bf16", "mxfp8")
+REFERENCE = "bf16"
+COLORS = dict(zip(RECIPES, ("tab:blue", "tab:green", "tab:orange", "tab:red"), strict=True))
+MAY_DIFFER = ("framework", "recipe", "ep", "device")
 LIMIT = 0.01
 Curves = dict[str, dict[int, float]]  # "train" and "eval" -> step -> loss
+Runs = dict[tuple[str, str], Curves]  # by framework and recipe
 
 
-def read_runs(root: Path) -> dict[tuple[str, str], Curves]:
-    """The curves of the four runs in `root`.
+def recipes_in(root: Path) -> list[str]:
+    """The reference, and the recipes of which a framework has a run."""
+    names = {f"{framework}-{recipe}": recipe for framework in FRAMEWORKS for recipe in RECIPES}
+    found = {names[path.name] for path in root.glob("*") if path.name in names}
+    return [recipe for recipe in RECIPES if recipe in found | {REFERENCE}]
 
-    Raises ValueError when a log has another framework or precision than the name of its folder, and when two
-    runs differ in more than framework, precision and number of ranks."""
+
+def read_runs(root: Path) -> Runs:
+    """The curves of the runs in `root`: every recipe in both frameworks.
+
+    Raises OSError for a missing run, and ValueError when a log has another framework or recipe than the name of its
+    folder, and when two runs differ in more than framework, recipe, device and number of ranks."""
     runs, first = {}, None
-    for precision in PRECISIONS:
+    for recipe in recipes_in(root):
         for framework in FRAMEWORKS:
-            folder = root / f"{framework}-{precision}"
+            folder = root / f"{framework}-{recipe}"
             header, *records = read_log(folder) or [{}]
             if header.get("kind") != "run":
                 raise ValueError(f"{folder / LOG_NAME} does not begin with a run record")
-            for field, expected in (("framework", framework), ("precision", precision)):
+            for field, expected in (("framework", framework), ("recipe", recipe)):
                 if header.get(field) != expected:
                     raise ValueError(f"{folder / LOG_NAME} has {field} {header.get(field)}, expected {expected}")
-            config = {k: v for k, v in header.items() if k not in ("framework", "precision", "ep")}
+            config = {k: v for k, v in header.items() if k not in MAY_DIFFER}
             first = first or (folder, config)
             differ = sorted(k for k in config.keys() | first[1].keys() if config.get(k) != first[1].get(k))
             if differ:
                 values = ", ".join(f"{k}={first[1].get(k)} and {config.get(k)}" for k in differ)
                 raise ValueError(f"{first[0]} and {folder} are runs of different configs: {values}")
-            runs[framework, precision] = {
+            runs[framework, recipe] = {
                 kind: {r["step"]: r["loss"] for r in records if r["kind"] == kind} for kind in ("train", "eval")
             }
     return runs
@@ -65,35 +76,39 @@ def difference(a: Curves, b: Curves, kind: str) -> tuple[float, int]:
     return math.inf if math.isnan(relative[worst]) else relative[worst], worst
 
 
-def compare(runs: dict[tuple[str, str], Curves]) -> bool:
+def compare(runs: Runs) -> bool:
     """Print every comparison with its limit. Returns True if all are within it."""
+    recipes = list(dict.fromkeys(recipe for _, recipe in runs))
     rows = [
-        (f"torch against jax, {precision}, {kind}", difference(runs["torch", precision], runs["jax", precision], kind))
-        for precision in PRECISIONS
+        (f"torch against jax, {recipe}, {kind}", difference(runs["torch", recipe], runs["jax", recipe], kind))
+        for recipe in recipes
         for kind in ("train", "eval")
     ] + [
         (
-            f"mxfp8 against bf16, {framework}, eval",
-            difference(runs[framework, "mxfp8"], runs[framework, "bf16"], "eval"),
+            f"{recipe} against {REFERENCE}, {framework}, eval",
+            difference(runs[framework, recipe], runs[framework, REFERENCE], "eval"),
         )
+        for recipe in recipes
+        if recipe != REFERENCE
         for framework in FRAMEWORKS
     ]
+    width = max(len(name) for name, _ in rows)
     for name, (relative, step) in rows:
         verdict = "ok" if relative <= LIMIT else "FAILED"
-        print(f"{name:34} at most {relative:8.4%} (step {step}), limit {LIMIT:.0%}: {verdict}")
+        print(f"{name:{width}} at most {relative:8.4%} (step {step}), limit {LIMIT:.0%}: {verdict}")
     return all(relative <= LIMIT for _, (relative, _) in rows)
 
 
-def plot(runs: dict[tuple[str, str], Curves], path: Path) -> None:
+def plot(runs: Runs, path: Path) -> None:
     """Top: training losses as lines, held-out losses as markers. Bottom: differences from JAX in bf16, in percent."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 1))
-    base = runs["jax", "bf16"]
-    for (framework, precision), curves in runs.items():
-        color = {"bf16": "tab:blue", "mxfp8": "tab:orange"}[precision]
+    base = runs["jax", REFERENCE]
+    for (framework, recipe), curves in runs.items():
+        color = COLORS[recipe]
         style, marker = {"torch": ("-", "o"), "jax": ("--", "x")}[framework]
         *_, last = curves["eval"].values()
-        label = f"{framework} {precision}, final held-out loss {last:.4f}"
+        label = f"{framework} {recipe}, final held-out loss {last:.4f}"
         losses.plot(curves["train"].keys(), curves["train"].values(), color=color, linestyle=style, label=label)
         losses.plot(curves["eval"].keys(), curves["eval"].values(), color=color, linestyle="", marker=marker)
         for kind, line in (("train", {"linestyle": style}), ("eval", {"linestyle": "", "marker": marker})):
@@ -102,13 +117,13 @@ def plot(runs: dict[tuple[str, str], Curves], path: Path) -> None:
     losses.set(ylabel="loss, nats per byte", title="Training loss (lines) and held-out loss (markers)")
     losses.legend()
     differences.axhspan(-100 * LIMIT, 100 * LIMIT, color="gray", alpha=0.15)
-    differences.set(xlabel="step", ylabel="% from jax bf16")
+    differences.set(xlabel="step", ylabel="% from jax bf16\n(gray: within the limit)")
     figure.savefig(path, dpi=120)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="examples.plot_curves", description="Compare and draw four runs.")
-    parser.add_argument("runs", type=Path, help="folder of the four runs")
+    parser = argparse.ArgumentParser(prog="examples.plot_curves", description="Compare and draw the runs of a folder.")
+    parser.add_argument("runs", type=Path, help="folder of the runs")
     folder = parser.parse_args(argv).runs
     try:
         runs = read_runs(folder)

@@ -1,10 +1,11 @@
-"""The log of a run: one JSON object per line in DIR/log.jsonl, and a progress bar.
+"""The log of a run: one JSON object per line in DIR/log.jsonl, and progress on stderr: a bar on a CPU, lines on a GPU.
 
-    {"kind": "run", "framework": "jax", "precision": "mxfp8", "ep": 2, ...the config}
+    {"kind": "run", "framework": "jax", "device": "cpu", "ep": 2, "recipe": "mxfp8", ...the config}
     {"kind": "train", "step": 10, "loss": 3.1, "aux_loss": 2.0, "grad_norm": 0.9, "lr": 1e-3, "tokens_per_s": 9000.0}
     {"kind": "eval", "step": 50, "loss": 2.7}
 
-A "train" record at step s has the loss of batch s before its update. An "eval" record at step s follows s updates.
+A "train" record at step s has the loss of batch s before its update. An "eval" record at step s follows s updates. On
+a GPU a "train" record has three more fields: tflops of each GPU, of_bf16_peak (throughput.py), peak_gib of memory.
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from .config import LOG_NAME, Config, learning_rates
+from .throughput import rates
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -28,12 +30,15 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 class RunLog:
     """Writes records and shows progress; does neither if `write` is False.
 
-    `start` is the first step of a resumed run. Older records from that step on are dropped: they were written
-    after the checkpoint."""
+    start: the first step of a resumed run. Older records from that step on are dropped: they were written after the
+    checkpoint. header: "ep" and "device", the name of a GPU or "cpu", and what else describes the run."""
 
     def __init__(self, folder: Path, config: Config, start: int, header: dict[str, Any], write: bool) -> None:
         self._file = _open(folder, start, {"kind": "run"} | header) if write else None
-        self._bar = tqdm(total=config.steps, initial=start, unit="step", desc=folder.name, disable=not write)
+        self._config, self._device, self._ranks = config, header["device"], header["ep"]
+        self._on_gpu = self._device != "cpu"
+        hidden = not write or self._on_gpu
+        self._bar = tqdm(total=config.steps, initial=start, unit="step", desc=folder.name, disable=hidden)
         self._name = folder.name
         self._rates = learning_rates(config)
         self._tokens_per_step = config.batch_size * config.seq_len
@@ -45,11 +50,21 @@ class RunLog:
         self._steps += 1
         self._bar.update()
 
-    def train(self, step: int, values: Mapping[str, float]) -> None:
+    def train(self, step: int, values: Mapping[str, float], peak_nbytes: int = 0) -> None:
         """Write one training record. tokens_per_s covers the steps since the last record."""
         speed = self._steps * self._tokens_per_step / (time.perf_counter() - self._clock)
-        self._write("train", step, **values, lr=float(self._rates[step]), tokens_per_s=round(speed, 1))
+        work = {}
+        if self._on_gpu:
+            work = rates(self._config, speed, self._device, self._ranks) | {"peak_gib": round(peak_nbytes / 2**30, 1)}
+        self._write("train", step, **values, lr=float(self._rates[step]), tokens_per_s=round(speed, 1), **work)
         self._bar.set_postfix(loss=f"{values['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
+        if self._file and self._on_gpu:
+            share = f" ({work['of_bf16_peak']:.1%} of the bf16 peak)" if "of_bf16_peak" in work else ""
+            print(
+                f"{self._name}: step {step}: loss {values['loss']:.4f}, {speed:.0f} tokens/s, "
+                f"{work['tflops']} TF/s per GPU{share}, at most {work['peak_gib']} GiB",
+                file=sys.stderr,
+            )
         self.restart_clock()
 
     def eval(self, step: int, loss: float) -> None:

@@ -1,51 +1,76 @@
-"""The four runs of `make train`, one after the other, then the plot and its checks.
+"""Runs of several recipes in both frameworks, one after the other, then the plot and its checks.
 
-    torch bf16, torch mxfp8 (torchrun, 2 processes)   jax bf16, jax mxfp8 (one process, 2 devices)
+    make train        on a CPU: torch (torchrun, 2 processes) and jax (one process, 2 devices), 120 steps each
+    make train-gpu    on one GPU: every recipe, 500 steps each
 
-All runs start from the same weights and train on the same batches. A run uses two cores, one per rank.
+All runs start from the same weights and train on the same batches. Flags that are not listed go to every run.
 """
 
 import argparse
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import plot_curves
-from .config import LOG_NAME, RECIPES
+from mxep.core_kernels.recipe import RECIPES
 
-EP = 2
-LAUNCH = {
-    "torch": ("torch.distributed.run", "--standalone", "--nproc-per-node", str(EP), "-m", "examples.train_torch"),
-    "jax": ("examples.train_jax",),
-}
+from . import plot_curves
+from .config import LOG_NAME
+from .flags import DEFAULT_RECIPE
+from .plot_curves import FRAMEWORKS, REFERENCE
+from .runlog import read_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="examples.train_all", description="Train in both frameworks and both precisions."
+        prog="examples.train_all", description="Train in both frameworks and several recipes."
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="one folder per run, and curves.png")
     parser.add_argument("--resume", action="store_true", help="continue existing runs instead of starting over")
+    parser.add_argument("--ep", type=int, default=2, metavar="N", help="ranks of every run")
+    parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=(REFERENCE, DEFAULT_RECIPE))
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS, help="both are compared")
     args, flags = parser.parse_known_args(argv)
-    for framework, module in LAUNCH.items():
-        for precision in RECIPES:
-            out = args.out / f"{framework}-{precision}"
+    failed = []
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ep), "-m")
+    for framework in args.frameworks:
+        for recipe in args.recipes:
+            out = args.out / f"{framework}-{recipe}"
             if not args.resume and (out / LOG_NAME).exists():
                 shutil.rmtree(out)
-            command = [sys.executable, "-m", *module, "--ep", str(EP), "--precision", precision, "--out", str(out)]
+            launcher = torchrun if framework == "torch" else ()
+            command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", "--ep", str(args.ep)]
             start = time.perf_counter()
             # One thread per rank is torchrun's default; torchrun warns if the variable is not set.
-            subprocess.run(
-                [*command, *(["--resume"] if args.resume else []), *flags],
-                check=True,
+            done = subprocess.run(
+                [*command, "--recipe", recipe, "--out", str(out), *(["--resume"] if args.resume else []), *flags],
                 env=os.environ | {"OMP_NUM_THREADS": "1"} if framework == "torch" else None,
             )
-            print(f"{out.name}: {time.perf_counter() - start:.0f} s")
-    plot_curves.main([str(args.out)])
+            if done.returncode:
+                failed.append(out.name)
+                continue
+            print(f"{out.name}: {time.perf_counter() - start:.0f} s{speed(out)}", flush=True)
+    if failed:
+        sys.exit(f"train_all: error: failed: {', '.join(failed)}")
+    if set(args.frameworks) == set(FRAMEWORKS) and REFERENCE in args.recipes:
+        plot_curves.main([str(args.out)])
+    else:
+        print(f"no curves: the comparison needs {' and '.join(FRAMEWORKS)}, and {REFERENCE}")
+
+
+def speed(out: Path) -> str:
+    """What a run on a GPU reached, as a median over its records without the first, whose step compiles kernels."""
+    records = [r for r in read_log(out) if r["kind"] == "train" and "tflops" in r][1:]
+    if not records:
+        return ""
+    tokens_per_s, tflops = (statistics.median(r[key] for r in records) for key in ("tokens_per_s", "tflops"))
+    shares = [r["of_bf16_peak"] for r in records if "of_bf16_peak" in r]
+    share = f" ({statistics.median(shares):.1%} of the bf16 peak)" if shares else ""
+    return f", {tokens_per_s:.0f} tokens/s, {tflops:.1f} TF/s per GPU{share}, at most {records[-1]['peak_gib']} GiB"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,11 @@
-"""Train the small MoE language model in JAX, experts sharded over the devices of one process.
+"""Train the small MoE language model in JAX, experts sharded over devices: GPUs, or parts of the CPU.
 
-    python -m examples.train_jax --ep 2 --precision mxfp8 --out runs/jax
+    python -m examples.train_jax --ep 2 --recipe mxfp8 --out runs/jax             # one process with all devices
+    python -m examples.train_jax --preset h200 --recipe mxfp8 --out runs/h200     # one process, one GPU
+
+One process per GPU, the same command with another --process-id in each; the first process is the coordinator:
+
+    python -m examples.train_jax --ep 2 --out runs/jax --coordinator localhost:1234 --num-processes 2 --process-id 0
 
 Every device holds E / ep experts and all dense weights, and trains on its slice of the batch:
 
@@ -9,6 +14,8 @@ Every device holds E / ep experts and all dense weights, and trains on its slice
     expert gradient = sum over the tokens of all devices, which arrive by all-to-all, divided by ep
 """
 
+import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -17,14 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import tree_utils
 
 from . import model_jax
 from .checkpoint import Arrays, Checkpoint
-from .config import RECIPES, Config, is_decayed, is_expert, learning_rates, parse_args
+from .config import Config, is_decayed, is_expert, learning_rates
 from .data import Text
+from .flags import parse_args, parser
 from .loop import train
 from .model_jax import Params
 from .weights import weight_shapes
@@ -57,21 +65,20 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 class Trainer:
     """Parameters, optimizer state, and two compiled functions: training step and held-out loss."""
 
-    is_writer = True
-
-    def __init__(self, config: Config, precision: str, ep: int, start: Checkpoint) -> None:
-        self.mesh = Mesh(np.array(jax.devices()[:ep]), (AXIS,))
+    def __init__(self, config: Config, recipe: str, ep: int, start: Checkpoint, device: str) -> None:
+        self.is_writer, self.on_gpu = jax.process_index() == 0, device == "gpu"
+        self.mesh = Mesh(np.array(jax.devices()[:ep]), (AXIS,), axis_types=(AxisType.Auto,))
         self.params = self.place(start.weights)
         self.optimizer = optimizer(config)
         # A leaf has the sharding that the step returns; otherwise the second call compiles again.
         # A leaf has its own buffer; otherwise it cannot be donated.
-        count = jax.device_put(np.int32(start.step), NamedSharding(self.mesh, P()))
+        count = self.on_mesh(np.array(start.step, np.int32), P())
         state = tree_utils.tree_set(
             self.optimizer.init(self.params), count=count, mu=self.place(start.first), nu=self.place(start.second)
         )
         self.opt_state = jax.tree.map(jnp.copy, state)
         specs = {name: spec(name) for name in self.params}
-        loss = partial(model_jax.loss, config=config, recipe=RECIPES[precision], axis_name=AXIS)
+        loss = partial(model_jax.loss, config=config, recipe=recipe, axis_name=AXIS if ep > 1 else None)
 
         def device_grads(params: Params, tokens: Array) -> tuple[dict[str, Array], Params]:
             def objective(params: Params) -> tuple[Array, dict[str, Array]]:
@@ -99,16 +106,26 @@ class Trainer:
 
         self._step = step
         self._eval = jax.jit(sharded(device_loss, in_specs=(specs, P(AXIS)), out_specs=P()))
+        self._replicate = jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, P()))
+
+    @property
+    def device_name(self) -> str:
+        return jax.local_devices()[0].device_kind if self.on_gpu else "cpu"
+
+    def peak_nbytes(self) -> int:
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+    def on_mesh(self, array: np.ndarray, spec: P) -> Array:
+        """Copy an array that every process has to the devices. Each process copies the parts of its own."""
+        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), lambda part: array[part])
 
     def place(self, arrays: Arrays) -> Params:
-        """Copy unsharded arrays to the devices, sharded by `spec`."""
-        return {
-            name: jax.device_put(a, NamedSharding(self.mesh, spec(name)), may_alias=False) for name, a in arrays.items()
-        }
+        """Copy unsharded arrays to the devices, sharded by `spec`. A copy owns its memory and can be donated."""
+        return {name: jnp.copy(self.on_mesh(array, spec(name))) for name, array in arrays.items()}
 
     def tokens(self, batch: np.ndarray) -> Array:
         """A global batch, sharded by sequence."""
-        return jax.device_put(batch, NamedSharding(self.mesh, P(AXIS)))
+        return self.on_mesh(batch, P(AXIS))
 
     def step(self, step: int, batch: np.ndarray) -> Mapping[str, Array]:
         """One update. Returns loss and aux_loss over all devices, and the norm of the gradient."""
@@ -123,17 +140,77 @@ class Trainer:
             count += len(batch)
         return total / count
 
-    def state(self, step: int) -> Checkpoint:
-        """Unsharded weights and moments after `step` updates."""
+    def state(self, step: int) -> Checkpoint | None:
+        """Unsharded weights and moments after `step` updates, None in processes that do not write them.
+
+        Collective: every process calls it."""
         trees = (self.params, tree_utils.tree_get(self.opt_state, "mu"), tree_utils.tree_get(self.opt_state, "nu"))
-        return Checkpoint(step, *({name: np.asarray(a) for name, a in tree.items()} for tree in trees))
+        arrays: list[dict[str, np.ndarray]] = [{}, {}, {}]
+        for tree, found in zip(trees, arrays, strict=True):
+            for name, array in tree.items():
+                whole = self._replicate(array)
+                if self.is_writer:
+                    found[name] = np.asarray(whole)
+        return Checkpoint(step, *arrays) if self.is_writer else None
+
+
+def add_process_flags(flags: argparse.ArgumentParser) -> None:
+    group = flags.add_argument_group("several processes (jax.distributed)")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--num-processes", type=int, default=1, metavar="N")
+    group.add_argument("--process-id", type=int, default=0, metavar="I", help="0 to N - 1")
+    group.add_argument(
+        "--local-devices", type=int, nargs="+", metavar="I", help="GPUs of this process (default: all it sees)"
+    )
+
+
+def start_processes(flags: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Join the processes, before JAX finds its devices. Exits on flags that do not fit each other."""
+    if not 0 <= args.process_id < args.num_processes:
+        flags.error(f"--process-id: got {args.process_id}; allowed: 0 to {args.num_processes - 1}")
+    if args.ep % args.num_processes:
+        flags.error(f"--num-processes: got {args.num_processes}; allowed: divisors of --ep {args.ep}")
+    if (args.coordinator is None) != (args.num_processes == 1):
+        got = f"{args.coordinator} with --num-processes {args.num_processes}"
+        flags.error(f"--coordinator: got {got}; allowed: HOST:PORT with several processes, nothing with one")
+    if args.local_devices and args.num_processes == 1:
+        flags.error(f"--local-devices: got {args.local_devices} with one process; allowed: with --num-processes")
+    # JAX reads these settings when it makes its backends, so they take effect after the import.
+    if args.device:
+        jax.config.update("jax_platforms", "cpu" if args.device == "cpu" else "cuda,cpu")
+    jax.config.update("jax_num_cpu_devices", args.ep // args.num_processes)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if args.num_processes > 1:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, args.local_devices)
+
+
+def find_device(ep: int, requested: str | None) -> str:
+    """JAX's default backend, "cpu" or "gpu". Exits where the requested GPU is missing or the devices are too few."""
+    try:
+        found, count = jax.default_backend(), len(jax.devices())
+    except RuntimeError as error:
+        sys.exit(f"{PROG}: error: --device: got {requested}: {error}; allowed: cpu, or a device that JAX finds")
+    # JAX goes on without a GPU if its plugin finds no driver.
+    if found != (requested or found) or found not in ("cpu", "gpu"):
+        sys.exit(
+            f"{PROG}: error: --device: got {requested}, and JAX finds {found}; allowed: cpu, or gpu where JAX has one"
+        )
+    # Every process takes part in every collective, so each device of several processes is a rank.
+    processes = jax.process_count()
+    if count < ep or (processes > 1 and count != ep):
+        hint = f" of {processes} processes; --local-devices chooses those of a process" if processes > 1 else ""
+        sys.exit(f"{PROG}: error: --ep: got {ep} with {count} {found} device(s){hint}; allowed: one device per rank")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, config = parse_args(PROG, argv)
-    # JAX reads both settings when it creates the first array, so they take effect after the import.
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.ep)
+    flags = parser(PROG)
+    add_process_flags(flags)
+    args, config = parse_args(flags, argv)
+    start_processes(flags, args)
+    args.device = find_device(args.ep, args.device)
+    if args.device == "gpu" and config.dense_dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")  # a GPU's default is TF32; PyTorch's is fp32
     train("jax", args, config, Trainer)
 
 

@@ -1,8 +1,10 @@
 """Train the small MoE language model in PyTorch, experts sharded over the ranks.
 
-    torchrun --standalone --nproc-per-node 2 -m examples.train_torch --ep 2 --precision mxfp8 --out runs/torch
+    torchrun --standalone --nproc-per-node 2 -m examples.train_torch --ep 2 --recipe mxfp8 --out runs/torch
+    python -m examples.train_torch --preset h200 --recipe mxfp8 --out runs/h200      # one process, one GPU
 
-Every rank holds E / ep experts and all dense weights, and trains on its slice of the batch:
+A rank is a process, on a GPU of its own (NCCL) or on the CPU (Gloo). It holds E / ep experts and all dense weights, and
+trains on its slice of the batch:
 
     loss            = mean over ranks of the mean over a rank's tokens
     dense gradient  = mean over ranks (one all-reduce of one flat buffer)
@@ -24,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from .checkpoint import Checkpoint
-from .config import RECIPES, Config, is_decayed, is_expert, learning_rates, parse_args
+from .config import Config, is_decayed, is_expert, learning_rates
 from .data import Text
+from .flags import parse_args, parser
 from .loop import train
 from .model_torch import Transformer
 
@@ -43,25 +46,31 @@ def gradient(param: Tensor) -> Tensor:
     return local(param.grad)
 
 
-def unsharded(tensor: Tensor) -> np.ndarray:
+def unsharded(tensor: Tensor) -> Tensor:
     """The full tensor. Collective for a DTensor: every rank calls it."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def device_of(device: str) -> torch.device:
+    """The device of this process: the GPU of its LOCAL_RANK, or the CPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == "gpu" else torch.device("cpu")
 
 
 class Trainer:
     """A model, its optimizer and the training step. Gradients and moments are sharded like their weight."""
 
-    def __init__(self, config: Config, precision: str, ep: int, start: Checkpoint) -> None:
-        self.config, self.ep = config, ep
+    def __init__(self, config: Config, recipe: str, ep: int, start: Checkpoint, device: str) -> None:
+        self.config, self.ep, self.device = config, ep, device_of(device)
         self.rank = dist.get_rank() if ep > 1 else 0
-        recipe = RECIPES[precision]
-        self.model = Transformer(config, recipe)
+        with self.device:
+            self.model = Transformer(config, recipe).to(self.device)  # tables made of numpy arrays are on the CPU
         if ep > 1:
-            mesh = init_device_mesh("cpu", (ep,), mesh_dim_names=("ep",))
+            mesh = init_device_mesh(self.device.type, (ep,), mesh_dim_names=("ep",))
             for layer in self.model.modules():
                 if isinstance(layer, MoE):
                     parallelize_module(layer.experts, mesh, MXFP8ExpertParallel(recipe, gradients="mean"))
+        on_gpu = device == "gpu"
         self.params = dict(self.model.named_parameters())
         self.dense = [p for name, p in self.params.items() if not is_expert(name)]
         self.experts = [p for name, p in self.params.items() if is_expert(name)]
@@ -74,6 +83,7 @@ class Trainer:
             betas=(config.beta1, config.beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
+            fused=on_gpu,  # on a GPU one kernel, without temporaries of the weights' size
         )
         self.rates = learning_rates(config)
         for name, param in self.params.items():
@@ -83,11 +93,20 @@ class Trainer:
             state = {key: torch.zeros_like(param) for key in moments}
             for key, array in moments.items():
                 local(state[key]).copy_(self.shard(name, array))
-            self.optimizer.state[param] = {"step": torch.tensor(float(start.step)), **state}
+            # The fused update reads the step on the device, the other one on the CPU.
+            count = torch.tensor(float(start.step), device=self.device if on_gpu else None)
+            self.optimizer.state[param] = {"step": count, **state}
 
     @property
     def is_writer(self) -> bool:
         return self.rank == 0
+
+    @property
+    def device_name(self) -> str:
+        return "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+
+    def peak_nbytes(self) -> int:
+        return 0 if self.device.type == "cpu" else torch.cuda.max_memory_allocated(self.device)
 
     def shard(self, name: str, array: np.ndarray) -> Tensor:
         """This rank's shard of an unsharded weight or moment."""
@@ -96,7 +115,10 @@ class Trainer:
 
     def tokens(self, batch: np.ndarray) -> Tensor:
         """This rank's sequences of a global batch, int64."""
-        return torch.from_numpy(np.split(batch, self.ep)[self.rank]).long()
+        tokens = torch.from_numpy(np.split(batch, self.ep)[self.rank]).long()
+        if self.device.type == "cpu":
+            return tokens
+        return tokens.pin_memory().to(self.device, non_blocking=True)  # without pinning the host waits for the GPU
 
     def step(self, step: int, batch: np.ndarray) -> dict[str, Tensor]:
         """One update. Returns loss and aux_loss over all ranks, and the norm of the gradient."""
@@ -125,7 +147,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, text: Text) -> float:
         """Mean loss over the held-out windows."""
-        total, count = torch.zeros(()), 0
+        total, count = torch.zeros((), device=self.device), 0
         for batch in text.eval_batches():
             total += self.model.loss(self.tokens(batch))[0] * len(batch) / self.ep
             count += len(batch)
@@ -133,18 +155,39 @@ class Trainer:
             dist.all_reduce(total)
         return total.item() / count
 
-    def state(self, step: int) -> Checkpoint:
-        """Unsharded weights and moments after `step` updates. Collective: every rank calls it."""
+    def state(self, step: int) -> Checkpoint | None:
+        """Unsharded weights and moments after `step` updates, None on ranks that do not write them.
+
+        Collective: every rank calls it."""
         moments = {name: self.optimizer.state[param] for name, param in self.params.items()}
-        return Checkpoint(
-            step,
-            weights={name: unsharded(param) for name, param in self.params.items()},
-            first={name: unsharded(moment["exp_avg"]) for name, moment in moments.items()},
-            second={name: unsharded(moment["exp_avg_sq"]) for name, moment in moments.items()},
+        trees = (
+            self.params,
+            {name: moment["exp_avg"] for name, moment in moments.items()},
+            {name: moment["exp_avg_sq"] for name, moment in moments.items()},
         )
+        arrays: list[dict[str, np.ndarray]] = [{}, {}, {}]
+        for tree, found in zip(trees, arrays, strict=True):
+            for name, tensor in tree.items():
+                whole = unsharded(tensor)
+                if self.is_writer:
+                    found[name] = whole.cpu().numpy()
+        return Checkpoint(step, *arrays) if self.is_writer else None
 
 
-def start_ranks(ep: int) -> None:
+def find_device(requested: str | None) -> str:
+    """What is requested, "cpu" or "gpu"; else a GPU if there is one. Exits where the requested GPU is missing."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = requested or ("gpu" if found else "cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "gpu" and local_rank >= found:
+        sys.exit(
+            f"{PROG}: error: --device: got gpu for process {local_rank} of this machine, which has {found} GPU(s) for "
+            "PyTorch; allowed: cpu, or one GPU per process"
+        )
+    return device
+
+
+def start_ranks(ep: int, device: str) -> None:
     """Join the process group. Exits when the number of processes is not `ep`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != ep:
@@ -152,19 +195,27 @@ def start_ranks(ep: int) -> None:
             f"{PROG}: error: --ep: got {ep} with {world} process(es); allowed: one process per rank: "
             f"torchrun --standalone --nproc-per-node {ep} -m {PROG} --ep {ep} ..."
         )
-    if ep > 1:
+    if device == "gpu":
+        torch.cuda.set_device(device_of(device))
+    if ep > 1 and device == "gpu":
+        dist.init_process_group("nccl", device_id=device_of(device))
+    elif ep > 1:
         dist.init_process_group("gloo")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, config = parse_args(PROG, argv)
-    start_ranks(args.ep)
+    args, config = parse_args(parser(PROG), argv)
+    args.device = find_device(args.device)
+    start_ranks(args.ep, args.device)
     train("torch", args, config, Trainer)
     if args.ep > 1:
+        dist.barrier()
+    if args.ep > 1 and args.device == "gpu":
+        dist.destroy_process_group()
+    elif args.ep > 1:
         # Exit without Python's finalization. A thread of Gloo frees the tensors of a collective after its end, and a
         # thread that takes the GIL during finalization aborts the process. These threads outlive
         # destroy_process_group, because torch's caches keep the group. The barrier lets every rank finish first.
-        dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -140,6 +140,16 @@ def _mm_bf16(lhs, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
     return _m_grouped(_widen(lhs), _widen(rhs_t), group_ends, out)
 
 
+def _mm_bf16_kn(lhs, rhs, group_ends, *, out: ArrayType) -> jax.Array:
+    return _m_grouped(_widen(lhs), _widen(rhs).mT, group_ends, out)
+
+
+def _mm_bf16_kn_sum(lhs, rhs, lhs2, rhs2, group_ends, *, out: ArrayType) -> jax.Array:
+    sums = ArrayType(out.shape, "float32")
+    total = _mm_bf16_kn(lhs, rhs, group_ends, out=sums) + _mm_bf16_kn(lhs2, rhs2, group_ends, out=sums)
+    return total.astype(out.dtype)
+
+
 def _of_whole_blocks(dw: jax.Array, group_ends: jax.Array, tokens: int) -> jax.Array:
     """dw (G, N, K), as on a GPU NaN for a group with an end that is no multiple of 32 or lies beyond the tokens."""
     begin = jnp.pad(group_ends, (1, 0))[:-1]
@@ -177,6 +187,8 @@ def _wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -
 GEMMS = {
     "grouped_mm_mx": _mm_mx,
     "grouped_mm_bf16": _mm_bf16,
+    "grouped_mm_bf16_kn": _mm_bf16_kn,
+    "grouped_mm_bf16_kn_sum": _mm_bf16_kn_sum,
     "grouped_wgrad_mx": _wgrad_mx,
     "grouped_wgrad_bf16": _wgrad_bf16,
     "grouped_wgrad_bf16_t": _wgrad_bf16_t,

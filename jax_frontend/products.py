@@ -27,6 +27,7 @@ from ..core_kernels.recipe import Recipe
 from . import ops
 from .mx_array import MXArray
 from .weights import (
+    KN,
     MX,
     Folded,
     Layout,
@@ -83,6 +84,9 @@ def sum_of_input_gradients(
         assert isinstance(rows2, Folded)
         assert isinstance(weights2, Folded)
         return ops.grouped_mm_fold_sum(*rows, *weights, *rows2, *weights2, group_ends, out_dtype=out_dtype)
+    if isinstance(weights, KN):
+        assert isinstance(weights2, KN)
+        return ops.grouped_mm_bf16_kn_sum(rows, *weights, rows2, *weights2, group_ends, out_dtype=out_dtype)
     first = _multiply(rows, weights, group_ends, "float32")
     total = first + _multiply(rows2, weights2, group_ends, "float32")
     # XLA drops a conversion to bf16 and back to fp32 in some programs, but not reduce_precision.
@@ -104,7 +108,9 @@ def weight_gradient(dout: Tokens, x: Tokens, group_ends: jax.Array, out_dtype, l
     return multiply(*a, *b, group_ends, out_dtype=out_dtype)
 
 
-def _multiply(rows: Multiplied, weights: Multiplied, group_ends, out_dtype) -> jax.Array:
+def _multiply(rows: Multiplied, weights: Multiplied | KN, group_ends, out_dtype) -> jax.Array:
+    if isinstance(weights, KN):
+        return ops.grouped_mm_bf16_kn(rows, *weights, group_ends, out_dtype=out_dtype)
     if isinstance(rows, jax.Array):
         assert isinstance(weights, jax.Array)
         return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)

@@ -1,7 +1,7 @@
 """The weighted sum of each token's top-k rows, differentiable in the rows and in the probabilities.
 
     rows (R, D), probs (T, K) --combine--> y (T, D)
-    drows (R, D), dprobs (T, K) <--combine_bwd-- dy (T, D), rows
+    drows (R, D), dprobs (T, K) <--combine_bwd, combine_bwd_row-- dy (T, D), rows
 
     rows (R, D) --combine--> y (T, D)          without probabilities no row is saved: the gradient copies
     drows (R, D) <--gather-- dy (T, D)         each token's row to its slots
@@ -54,10 +54,11 @@ def _weighted_fwd(rows, probs, slots, order, options):
 
 def _weighted_bwd(options, residuals, dy):
     rows, probs, slots, order = residuals
-    drows, dprobs = ops.combine_bwd(dy, rows, slots, order, probs)
-    if options.rounding is not None:
-        drows = MXGradArray.cotangent(None, ops.quantize_row(drows, rounding=options.rounding))
-    return drows, dprobs, None, None
+    if options.rounding is None:
+        drows, dprobs = ops.combine_bwd(dy, rows, slots, order, probs)
+        return drows, dprobs, None, None
+    q, sf, dprobs = ops.combine_bwd_row(dy, rows, slots, order, probs, rounding=options.rounding)
+    return MXGradArray.cotangent(None, (q, sf)), dprobs, None, None
 
 
 _weighted.defvjp(_weighted_fwd, _weighted_bwd)

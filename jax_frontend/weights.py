@@ -45,6 +45,12 @@ class Upcast(NamedTuple):
     x: jax.Array
 
 
+class KN(NamedTuple):
+    """bf16 weights (G, K, N) of a product over K: a linear layer's (G, N, K), as stored, in its input gradient."""
+
+    w: jax.Array
+
+
 Quantized = MX | Folded | Upcast
 
 
@@ -250,13 +256,13 @@ def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
         fail(ValueError, op, argument, got, f"{allowed}; call quantize_weights with that recipe")
 
 
-def along_k(w: Weights, recipe: Recipe, layout: Layout = "GNK") -> jax.Array | Quantized:
-    """The right operand (G, N, K) of a product over K."""
+def along_k(w: Weights, recipe: Recipe, layout: Layout = "GNK") -> jax.Array | KN | Quantized:
+    """The right operand of a product over K: (G, N, K), or bf16 as stored."""
     return _as_stored(w, recipe) if layout == "GNK" else _transposed(w, recipe)
 
 
-def along_n(w: Weights, recipe: Recipe, layout: Layout = "GNK") -> jax.Array | Quantized:
-    """The right operand (G, K, N) of a product over N."""
+def along_n(w: Weights, recipe: Recipe, layout: Layout = "GNK") -> jax.Array | KN | Quantized:
+    """The right operand of a product over N: (G, K, N), or bf16 as stored."""
     return _transposed(w, recipe) if layout == "GNK" else _as_stored(w, recipe)
 
 
@@ -268,9 +274,9 @@ def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
     return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else quantize_rows(w, recipe)
 
 
-def _transposed(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
+def _transposed(w: Weights, recipe: Recipe) -> KN | Quantized:
     if isinstance(w, QuantizedWeights):
         if w.transposed is not None:
             return w.transposed
         w = w.values
-    return w.astype(jnp.bfloat16).mT if form_of(recipe) == "bf16" else quantize_transposed(w, recipe)
+    return KN(w.astype(jnp.bfloat16)) if form_of(recipe) == "bf16" else quantize_transposed(w, recipe)

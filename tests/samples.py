@@ -33,6 +33,8 @@ WEIGHTS = {
 SPECIAL = {
     "grouped_mm_mx": WEIGHTS,
     "grouped_mm_bf16": WEIGHTS,
+    "grouped_mm_bf16_kn": _types("bfloat16", rhs=(1, SIZE, SIZE)),
+    "grouped_mm_bf16_kn_sum": _types("bfloat16", rhs=(1, SIZE, SIZE), lhs2=SQUARE, rhs2=(1, SIZE, SIZE)),
     "grouped_mm_fold": WEIGHTS | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE)),
     "grouped_mm_fold_bias": WEIGHTS | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE)),
     "grouped_mm_fold_sum": WEIGHTS

@@ -8,9 +8,9 @@ jax_frontend   -> core_kernels, cpp_bindings, jax       jax_triton in one file, 
 Inside core_kernels a family imports itself, the shared files and the families below it; C++ and CUDA headers follow
 the same arrows.
 
-    quantize   permute   routing   scale_layout   combine
+    quantize   permute   routing   scale_layout
        ^
-       |---- swiglu
+       |---- swiglu   combine
        '---- fold <---- grouped_gemm      grouped_gemm --> quantize      reference --> the oracles of all families
 
     oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> no kernel
@@ -41,9 +41,9 @@ BELOW = {
     "permute": set(),
     "routing": set(),
     "scale_layout": set(),
-    "combine": set(),
     "fold": {"quantize"},
     "swiglu": {"quantize"},
+    "combine": {"quantize"},
     "grouped_gemm": {"quantize", "fold"},
 }
 """The families that each family may import."""

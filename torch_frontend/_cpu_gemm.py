@@ -52,6 +52,26 @@ def grouped_mm_bf16(lhs: Tensor, rhs_t: Tensor, group_ends: Tensor, out: Tensor)
     _m_grouped(lhs.float(), lambda g: rhs_t[g].float(), group_ends, out)
 
 
+def grouped_mm_bf16_kn(lhs: Tensor, rhs: Tensor, group_ends: Tensor, out: Tensor) -> None:
+    _m_grouped(lhs.float(), lambda g: rhs[g].float().T, group_ends, out)
+
+
+def _add_two(
+    product: Callable[..., None], first: tuple[Tensor, ...], second: tuple[Tensor, ...], group_ends: Tensor, out: Tensor
+) -> None:
+    """Both products in fp32, added and rounded."""
+    sums = torch.empty((2, *out.shape), dtype=torch.float32)
+    for operands, total in ((first, sums[0]), (second, sums[1])):
+        product(*operands, group_ends, total)
+    torch.add(*sums, out=out)
+
+
+def grouped_mm_bf16_kn_sum(
+    lhs: Tensor, rhs: Tensor, lhs2: Tensor, rhs2: Tensor, group_ends: Tensor, out: Tensor
+) -> None:
+    _add_two(grouped_mm_bf16_kn, (lhs, rhs), (lhs2, rhs2), group_ends, out)
+
+
 def _k_grouped(lhs_t: Tensor, rhs_t: Tensor, group_ends: Tensor, out: Tensor) -> None:
     for group, tokens in _groups(group_ends):
         out[group] = lhs_t[:, tokens] @ rhs_t[:, tokens].T
@@ -94,12 +114,8 @@ def grouped_mm_fold_sum(
     lhs_qf: Tensor, lhs_sf: Tensor, rhs_qf: Tensor, rhs_sf: Tensor,
     lhs2_qf: Tensor, lhs2_sf: Tensor, rhs2_qf: Tensor, rhs2_sf: Tensor, group_ends: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
-    """The first product in fp32; the second adds to it."""
-    sums = torch.empty_like(out, dtype=torch.float32)
-    grouped_mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, sums)
-    second = torch.empty_like(sums)
-    grouped_mm_fold(lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, second)
-    out.copy_(sums.add_(second))
+    first, second = (lhs_qf, lhs_sf, rhs_qf, rhs_sf), (lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf)
+    _add_two(grouped_mm_fold, first, second, group_ends, out)
 
 
 def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
@@ -124,6 +140,8 @@ def grouped_wgrad_fold(
 TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_mx": grouped_mm_mx,
     "grouped_mm_bf16": grouped_mm_bf16,
+    "grouped_mm_bf16_kn": grouped_mm_bf16_kn,
+    "grouped_mm_bf16_kn_sum": grouped_mm_bf16_kn_sum,
     "grouped_wgrad_mx": grouped_wgrad_mx,
     "grouped_wgrad_bf16": grouped_wgrad_bf16,
     "grouped_wgrad_bf16_t": grouped_wgrad_bf16_t,

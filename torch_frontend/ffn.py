@@ -52,6 +52,7 @@ from .weights import (
     MX,
     Folded,
     Held,
+    WeightOperand,
     Weights,
     along_n,
     check_weights,
@@ -152,7 +153,7 @@ class _Backward:
     def rows(self, x: Unused) -> Operand:
         return row_operand(x, self.form, self.rounding)
 
-    def along_n(self, w: Operand) -> Operand:
+    def along_n(self, w: Operand) -> WeightOperand:
         """w: (G, N, K), or its operand along N."""
         return along_n(w, self.form, self.rounding) if isinstance(w, Tensor) else w
 

@@ -247,22 +247,8 @@ class _Dequantize(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-class _QuantizeGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounding: int) -> Tensor:
-        ctx.rounding = rounding
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        q, sf = ops.quantize_row(dequantized(grads[0]).contiguous(), ctx.rounding)
-        return MXTensor(q, sf, grads[0].dtype), None
-
-
 _quantize = differentiable("MXTensor.quantize", _Quantize)
 _dequantize = differentiable("MXTensor.dequantize", _Dequantize)
-quantize_gradient = differentiable("quantize_gradient", _QuantizeGradient)
-"""quantize_gradient(x, rounding): x itself, (M, K); its gradient is quantized to an MXTensor."""
 
 
 def _values(mx: MXTensor, dtype: torch.dtype) -> Tensor:

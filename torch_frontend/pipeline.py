@@ -23,10 +23,10 @@ from ._checks import check_counts, check_probs, check_shape, out_dtype_of, requi
 from ._ranks import can_compare, check_rows_to_send, compare_experts, degree_of, name_of
 from ._torch_private import captures_splits, group_named
 from .ep import TokenReplicas, all_to_all, exchange_replicas, exchange_rows
-from .mx_tensor import MXTensor, quantize_gradient
+from .mx_tensor import MXTensor
 from .permute import RowMap, check_replicas, gather, map_rows, spread
 from .shards import Ranks
-from .weighted_combine import weighted_combine
+from .weighted_combine import combine_slots
 
 
 class Route(NamedTuple):
@@ -275,11 +275,12 @@ def combine(
         return rows.to(out_dtype)
     if probs is not None:
         check_probs(op, "probs", probs, (route.slots.shape[0] // route.top_k, route.top_k), groups.device)
+    slots, rounding = route.slots.view(-1, route.top_k), None
     if len(route.input_splits) == 1:
-        rows = quantize_gradient(groups, int(route.recipe.rounding)) if route.recipe.mx else groups
+        rows, rounding = groups, int(route.recipe.rounding) if route.recipe.mx else None
     else:
         rows = _receive_rows(groups, route)
-    return weighted_combine(rows, probs, route.slots.view(-1, route.top_k), route.order, out_dtype=out_dtype)
+    return combine_slots(rows, probs, slots, route.order, out_dtype, rounding)
 
 
 def _receive_rows(groups: Tensor, route: Route) -> Tensor:

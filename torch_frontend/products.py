@@ -26,7 +26,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from .mx_tensor import MXTensor, dequantized
-from .weights import MX, Folded, Operand, Upcast, as_multiplied, form_of, quantize_rows
+from .weights import KN, MX, Folded, Operand, Upcast, WeightOperand, as_multiplied, form_of, quantize_rows
 
 
 class ProductOptions(NamedTuple):
@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def product(
     rows: Operand,
-    w: Operand,
+    w: WeightOperand,
     group_ends: Tensor,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
@@ -85,6 +85,8 @@ def product(
             in_group = torch.arange(sums.shape[0], device=sums.device) < group_ends[-1:]
             added = added * torch.where(in_group, row_weights, 0)[:, None]
         return (sums + added).to(out_dtype)
+    if isinstance(w, KN):
+        return ops.grouped_mm_bf16_kn(rows, *w, group_ends, name)
     if isinstance(rows, Tensor):
         return ops.grouped_mm_bf16(rows, w, group_ends, name)
     if isinstance(rows, Upcast):
@@ -94,11 +96,13 @@ def product(
 
 
 def sum_of_products(
-    rows: Operand, w: Operand, rows2: Operand, w2: Operand, group_ends: Tensor, out_dtype: torch.dtype
+    rows: Operand, w: WeightOperand, rows2: Operand, w2: WeightOperand, group_ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """rows x w + rows2 x w2, rounded once -> (M, N); operands as in `product`."""
     if isinstance(rows, Folded) and isinstance(rows2, Folded):
         return ops.grouped_mm_fold_sum(*rows, *w, *rows2, *w2, group_ends, dtype_name(out_dtype))
+    if isinstance(w, KN) and isinstance(w2, KN):
+        return ops.grouped_mm_bf16_kn_sum(rows, *w, rows2, *w2, group_ends, dtype_name(out_dtype))
     first, second = product(rows, w, group_ends, torch.float32), product(rows2, w2, group_ends, torch.float32)
     # Added and rounded in one kernel: 10 bytes per value, and not 18.
     return torch.add(first, second, out=first.new_empty(first.shape, dtype=out_dtype))

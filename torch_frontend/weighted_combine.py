@@ -5,6 +5,9 @@ drows (R, D), dprobs (T, K) <--combine_bwd-- dy (T, D), rows
 
 rows (R, D) --combine--> y (T, D)          without probabilities no row is saved: the gradient copies
 drows (R, D) <--gather-- dy (T, D)         each token's row to its slots
+
+With a rounding, drows is an MXTensor: combine_bwd_row quantizes it, and without probabilities dy is quantized before
+its bytes are copied.
 """
 
 from typing import Any
@@ -23,7 +26,7 @@ from ._checks import (
     out_dtype_of,
 )
 from ._differentiable import differentiable
-from .mx_tensor import dequantized
+from .mx_tensor import MXTensor, dequantized
 from .products import dtype_name
 
 
@@ -35,30 +38,47 @@ def sum_slots(rows: Tensor, slots: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 class _Weighted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, probs: Tensor, slots: Tensor, order: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, probs: Tensor, slots: Tensor, order: Tensor, out_dtype: torch.dtype,
+        rounding: int | None,
+    ) -> Tensor:  # fmt: skip
         rows, probs = rows.contiguous(), probs.contiguous()
         ctx.save_for_backward(rows, probs, slots, order)
+        ctx.rounding = rounding
         return ops.combine(rows, slots, probs, dtype_name(out_dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, probs, slots, order = ctx.saved_tensors
-        drows, dprobs = ops.combine_bwd(dequantized(grads[0]).contiguous(), rows, slots, order, probs)
-        return drows, dprobs, None, None, None
+        dy = dequantized(grads[0]).contiguous()
+        if ctx.rounding is None:
+            drows, dprobs = ops.combine_bwd(dy, rows, slots, order, probs)
+        else:
+            q, sf, dprobs = ops.combine_bwd_row(dy, rows, slots, order, probs, ctx.rounding)
+            drows = MXTensor(q, sf, rows.dtype)
+        return drows, dprobs, None, None, None, None
 
 
 class _Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor, order: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, slots: Tensor, order: Tensor, out_dtype: torch.dtype, rounding: int | None
+    ) -> Tensor:
         # Floor division keeps -1, padding, at -1.
         ctx.save_for_backward(torch.div(order, slots.shape[1], rounding_mode="floor"))
-        ctx.dtype = rows.dtype
+        ctx.dtype, ctx.rounding = rows.dtype, rounding
         return sum_slots(rows, slots, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        return ops.permute_rows(dequantized(grads[0]).to(ctx.dtype).contiguous(), token), None, None, None
+        dy = dequantized(grads[0]).to(ctx.dtype).contiguous()
+        if ctx.rounding is None:
+            drows = ops.permute_rows(dy, token)
+        else:
+            q, sf = ops.permute_mx(ops.quantize_row_packed(dy, ctx.rounding), token)
+            drows = MXTensor(q, sf, ctx.dtype)
+        return drows, None, None, None, None
 
 
 _weighted = differentiable("weighted_combine", _Weighted)
@@ -82,6 +102,14 @@ def weighted_combine(
     Raises ValueError (shapes, devices) and TypeError (dtypes). On a CPU and within `debug_checks()` it also raises for
     slots outside of the rows and for an order that is not the map back.
     """
+    return combine_slots(rows, probs, slots, order, out_dtype, None)
+
+
+def combine_slots(
+    rows: Tensor, probs: Tensor | None, slots: Tensor, order: Tensor, out_dtype: torch.dtype | str | None,
+    rounding: int | None,
+) -> Tensor:  # fmt: skip
+    """`weighted_combine`, whose gradient of rows is an MXTensor if there is a rounding."""
     op = "weighted_combine"
     check_plain(op, "rows", rows)
     check_floats(op, "rows", rows)
@@ -92,6 +120,6 @@ def weighted_combine(
     check_way_back(op, "slots", slots.view(-1), "order", order)
     out_dtype = rows.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
     if probs is None:
-        return _plain(rows, slots, order, out_dtype)
+        return _plain(rows, slots, order, out_dtype, rounding)
     check_probs(op, "probs", probs, tuple(slots.shape), rows.device)
-    return _weighted(rows, probs, slots, order, out_dtype)
+    return _weighted(rows, probs, slots, order, out_dtype, rounding)

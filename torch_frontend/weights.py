@@ -49,9 +49,16 @@ class Upcast(NamedTuple):
     x: Tensor
 
 
+class KN(NamedTuple):
+    """bf16 weights (G, K, N) of a product over K: a linear layer's (G, N, K), as stored, in its input gradient."""
+
+    w: Tensor
+
+
 Quantized = MX | Folded | Upcast
 Operand = Tensor | Quantized
 """An operand of a product: a bf16 tensor, or quantized bytes."""
+WeightOperand = Operand | KN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +201,10 @@ def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     return quantize_rows(w.contiguous(), form, rounding)
 
 
-def along_n(w: Tensor, form: Form, rounding: int) -> Operand:
-    """w (G, N, K) -> (G, K, N), quantized along N."""
+def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
+    """w (G, N, K) -> (G, K, N), quantized along N; bf16 stays as stored."""
     if form == "bf16":
-        return w.transpose(-2, -1).to(torch.bfloat16).contiguous()
+        return KN(w.to(torch.bfloat16).contiguous())
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     return _in_form(MX(*ops.quantize_col(w.contiguous(), rounding)), form)

@@ -20,9 +20,8 @@ def _forward_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors
 def _backward_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
     dy, rows, slots, _, probs = inputs
     x, local = gathered(rows, slots[at])
-    drows, dprobs = outputs
-    small_drows, _ = gathered(drows, slots[at])
-    return (dy[at], x, local, local.flatten(), probs[at]), (small_drows, dprobs[at])
+    *drows, dprobs = outputs
+    return (dy[at], x, local, local.flatten(), probs[at]), (*(gathered(d, slots[at])[0] for d in drows), dprobs[at])
 
 
 def _dot_terms(dy: Tensor, rows: Tensor, slots: Tensor, order: Tensor, probs: Tensor) -> Tensor:
@@ -42,3 +41,6 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     dy = values(layer.tokens, layer.dim, device=device)
     yield Case("combine", {**shape, "direction": "bwd"}, (dy, rows, slots, order, probs), one("combine_bwd"),
                _backward_part, layer.tokens, formula="combine_bwd", magnitude=_dot_terms)  # fmt: skip
+    yield Case("combine", {**shape, "direction": "bwd", "to": "row"}, (dy, rows, slots, order, probs),
+               one("combine_bwd_row"), _backward_part, layer.tokens, formula="combine_bwd_row",
+               magnitude=_dot_terms)  # fmt: skip

@@ -134,3 +134,10 @@ def combine_bwd(dy: jax.Array, rows: jax.Array, slots: jax.Array, order: jax.Arr
     drows = probs.reshape(-1)[order][:, None] * dy[order // slots.shape[1]].astype(jnp.float32)
     dprobs = (rows[slots].astype(jnp.float32) * dy[:, None].astype(jnp.float32)).sum(-1)
     return drows.astype(rows.dtype), dprobs
+
+
+def combine_bwd_row(
+    dy: jax.Array, rows: jax.Array, slots: jax.Array, order: jax.Array, probs: jax.Array
+) -> tuple[jax.Array, ...]:
+    drows, dprobs = combine_bwd(dy, rows, slots, order, probs)
+    return *quantize_row(drows), dprobs

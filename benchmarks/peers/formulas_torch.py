@@ -189,3 +189,11 @@ def combine_bwd(dy: Tensor, rows: Tensor, slots: Tensor, order: Tensor, probs: T
     drows, dprobs = out
     drows.copy_(probs.flatten()[order.long()][:, None] * dy[order.long() // slots.shape[1]].float())
     dprobs.copy_((rows[slots.long()].float() * dy[:, None].float()).sum(-1))
+
+
+def combine_bwd_row(
+    dy: Tensor, rows: Tensor, slots: Tensor, order: Tensor, probs: Tensor, q: Tensor, sf: Tensor, dprobs: Tensor
+) -> None:
+    drows = torch.empty_like(rows)
+    combine_bwd(dy, rows, slots, order, probs, drows, dprobs)
+    quantize_row(drows, q, sf)

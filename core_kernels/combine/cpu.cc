@@ -1,10 +1,12 @@
 // The weighted sum of each token's K rows, and its gradient.
 //
 //   forward    256 columns of a token at a time: the sum stays in the cache while the K rows are read
-//   backward   one read of a token's gradient per row; then zeros in the padding rows
+//   backward   one read of a token's gradient per row, which is written or quantized; then zeros in the padding rows
 //
 // Every product and every sum rounds: no fma. A dot product has 16 partial sums on every machine, so that its rounding
 // does not depend on the vector width.
+#include "quantize/cpu.h"
+
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -82,25 +84,67 @@ MXEP_INLINE float dot(const A* a, const B* b, int64_t n) {
   return lanes[0];
 }
 
-template <typename G, typename X>
-MXEP_INLINE void gradients_of(const G* dy, const X* rows, const Slots& s, int64_t t, int64_t d, X* drows,
-                              float* dprobs) {
+// write(row, value) takes the gradient of a row, value(c) in column c.
+template <typename G, typename X, typename Write>
+MXEP_INLINE void gradients_of(const G* dy, const X* rows, const Slots& s, int64_t t, int64_t d, float* dprobs,
+                              const Write& write) {
   const G* g = dy + t * d;
   for (int64_t i = t * s.k; i < (t + 1) * s.k; ++i) {
     if (s.row[i] < 0) {
       if (s.probs) dprobs[i] = 0.0f;
       continue;
     }
-    X* out = drows + s.row[i] * d;
     if (s.probs) {
       const float p = s.probs[i];
-      for (int64_t c = 0; c < d; ++c) store(out + c, p * to_f32(g[c]));
+      write(s.row[i], [=](int64_t c) MXEP_ALWAYS_INLINE { return p * to_f32(g[c]); });
       dprobs[i] = dot(g, rows + s.row[i] * d, d);
     } else {
-      for (int64_t c = 0; c < d; ++c) store(out + c, to_f32(g[c]));
+      write(s.row[i], [=](int64_t c) MXEP_ALWAYS_INLINE { return to_f32(g[c]); });
     }
   }
 }
+
+// The inputs of a gradient, checked.
+struct Gradient {
+  const Array& dy;
+  const int32_t* order;
+  Slots slots;
+  int64_t rows, d, row_bytes;
+  float* dprobs;
+
+  Gradient(const char* op, const Call& call, const Array& dp)
+      : dy(call.in[0]),
+        order(call.in[3].as<const int32_t>()),
+        slots(call.in[2], call.in[4]),
+        rows(call.in[1].dim(0)),
+        d(call.in[1].dim(1)),
+        row_bytes(d * itemsize(call.in[1].dtype)),
+        dprobs(dp.as<float>()) {
+    slots.check(op, rows);
+    slots.check_order(op, order, rows);
+  }
+
+  template <typename X, typename Write>
+  void of_tokens(const X* x, const Write& write) const {
+    with_data(dy, [&]<typename G>(const G* g) {
+      parallel_ranges(slots.tokens, slots.k * row_bytes, [=, this](int64_t begin, int64_t end) {
+        vectorized([=, this]() MXEP_ALWAYS_INLINE {
+          for (int64_t t = begin; t < end; ++t) gradients_of(g, x, slots, t, d, dprobs, write);
+        });
+      });
+    });
+  }
+
+  // Writes zeros to the padding rows of an output.
+  void clear_padding(const Array& out) const {
+    uint8_t* bytes = out.as<uint8_t>();
+    const int64_t nbytes = out.dim(1) * itemsize(out.dtype);
+    parallel_ranges(rows, nbytes, [=, this](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        if (order[r] < 0) std::memset(bytes + r * nbytes, 0, nbytes);
+    });
+  }
+};
 
 }  // namespace
 
@@ -121,28 +165,34 @@ void combine(const Call& call) {
 }
 
 void combine_bwd(const Call& call) {
-  const Array &dy = call.in[0], &rows = call.in[1];
-  const int32_t* order = call.in[3].as<const int32_t>();
-  const Slots slots(call.in[2], call.in[4]);
-  slots.check("combine_bwd", rows.dim(0));
-  slots.check_order("combine_bwd", order, rows.dim(0));
-  const int64_t d = rows.dim(1), row_bytes = d * itemsize(rows.dtype);
-  float* dprobs = call.out[1].as<float>();
-  with_data(dy, [&]<typename G>(const G* g) {
-    with_data(rows, [&]<typename X>(const X* x) {
-      X* drows = call.out[0].as<X>();
-      parallel_ranges(slots.tokens, slots.k * row_bytes, [=](int64_t begin, int64_t end) {
-        vectorized([=]() MXEP_ALWAYS_INLINE {
-          for (int64_t t = begin; t < end; ++t) gradients_of(g, x, slots, t, d, drows, dprobs);
-        });
-      });
+  const Gradient gradient("combine_bwd", call, call.out[1]);
+  const int64_t d = gradient.d;
+  with_data(call.in[1], [&]<typename X>(const X* x) {
+    X* drows = call.out[0].as<X>();
+    gradient.of_tokens(x, [=](int64_t row, const auto& value) MXEP_ALWAYS_INLINE {
+      for (int64_t c = 0; c < d; ++c) store(drows + row * d + c, value(c));
     });
   });
-  uint8_t* drows = call.out[0].as<uint8_t>();
-  parallel_ranges(rows.dim(0), row_bytes, [=](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      if (order[r] < 0) std::memset(drows + r * row_bytes, 0, row_bytes);
+  gradient.clear_padding(call.out[0]);
+}
+
+void combine_bwd_row(const Call& call) {
+  const Gradient gradient("combine_bwd_row", call, call.out[2]);
+  const int64_t d = gradient.d;
+  uint8_t *q = call.out[0].as<uint8_t>(), *sf = call.out[1].as<uint8_t>();
+  const ScaleRule rule = scale_rule(call);
+  with_data(call.in[1], [&]<typename X>(const X* x) {
+    gradient.of_tokens(x, [=](int64_t row, const auto& value) MXEP_ALWAYS_INLINE {
+      alignas(64) X chunk[kColumnChunk];
+      for (int64_t first = 0; first < d; first += kColumnChunk) {
+        const int64_t n = std::min(kColumnChunk, d - first), at = row * d + first;
+        for (int64_t c = 0; c < n; ++c) store(chunk + c, value(first + c));
+        quantize_blocks(chunk, q + at, sf + at / kBlock, n / kBlock, rule);
+      }
+    });
   });
+  gradient.clear_padding(call.out[0]);
+  gradient.clear_padding(call.out[1]);
 }
 
 }  // namespace mxep

@@ -8,7 +8,7 @@ programs of the backward launch write the padding rows. The kernels are memory-b
 import triton
 import triton.language as tl
 
-from ..mx_math import f32_to_bf16, to_f32
+from ..mx_math import BLOCK_MX, f32_to_bf16, quantize_blocks, to_f32
 
 
 @triton.jit
@@ -46,9 +46,35 @@ def combine_kernel(
 
 
 @triton.jit
+def _store_rows(
+    out, sf, rows, row, d0, real, value, D: tl.constexpr, QUANTIZE: tl.constexpr,
+    rounding: tl.constexpr, satfinite: tl.constexpr, HW_CAST: tl.constexpr,
+):  # fmt: skip
+    """Store fp32 values in rows of D; if QUANTIZE, rounded to the dtype of `rows` and quantized."""
+    S: tl.constexpr = value.shape[0]
+    C: tl.constexpr = value.shape[1]
+    d = d0 + tl.arange(0, C)
+    inside = real[:, None] & (d < D)[None, :]
+    if QUANTIZE:
+        if rows.dtype.element_ty == tl.bfloat16:
+            value = to_f32(f32_to_bf16(value, HW_CAST))
+        value = tl.where(inside, value, 0.0)
+        blocks = tl.reshape(value, (S, C // BLOCK_MX, BLOCK_MX))
+        quantized = quantize_blocks(blocks, 2, rounding, satfinite, HW_CAST)
+        codes, scales = quantized
+        tl.store(out + row[:, None] * D + d[None, :], tl.reshape(codes, (S, C)), mask=inside)
+        block = d0 // BLOCK_MX + tl.arange(0, C // BLOCK_MX)
+        inside_sf = real[:, None] & (block < D // BLOCK_MX)[None, :]
+        tl.store(sf + row[:, None] * (D // BLOCK_MX) + block[None, :], scales, mask=inside_sf)
+    else:
+        _store(out + row[:, None] * D + d[None, :], value, inside, HW_CAST)
+
+
+@triton.jit
 def _token(
-    dy, rows, slots, probs, R, t, drows, dprobs,
-    D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr,
+    dy, rows, slots, probs, R, t, out, sf, dprobs,
+    D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr, QUANTIZE: tl.constexpr,
+    rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The BLOCK_S >= K slots of token t: their rows of drows and their dprobs."""
@@ -68,23 +94,24 @@ def _token(
             x = to_f32(tl.load(rows + offset, mask=inside, other=0.0))
             # A slot without a row has zeros for x: infinity * 0 would be NaN.
             dots += tl.where(inside, g * x, 0.0)
-            _store(drows + offset, p[:, None] * g, inside, HW_CAST)
+            value = p[:, None] * g
         else:
-            _store(drows + offset, tl.broadcast_to(g, (BLOCK_S, BLOCK_K)), inside, HW_CAST)
+            value = tl.broadcast_to(g, (BLOCK_S, BLOCK_K))
+        _store_rows(out, sf, rows, row, d0, real, value, D, QUANTIZE, rounding, satfinite, HW_CAST)
     if WEIGHTED:
         tl.store(dprobs + t * K + k, tl.sum(dots, 1), mask=k < K)
 
 
 @triton.jit
-def _padding(order, R, first, drows, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def _padding(order, R, first, out, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Zeros in the padding rows among BLOCK_M rows."""
     r = first + tl.arange(0, BLOCK_M)
     empty = tl.load(order + r, mask=r < R, other=0) < 0
     if tl.max(empty.to(tl.int32), 0) > 0:
         for d0 in range(0, D, BLOCK_K):
             d = d0 + tl.arange(0, BLOCK_K)
-            zeros = tl.zeros((BLOCK_M, BLOCK_K), drows.dtype.element_ty)
-            tl.store(drows + r[:, None] * D + d[None, :], zeros, mask=empty[:, None] & (d < D)[None, :])
+            zeros = tl.zeros((BLOCK_M, BLOCK_K), out.dtype.element_ty)
+            tl.store(out + r[:, None] * D + d[None, :], zeros, mask=empty[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -97,7 +124,27 @@ def combine_bwd_kernel(
     i = tl.program_id(0)
     if i < T:
         _token(
-            dy, rows, slots, probs, R, i.to(tl.int64), drows, dprobs, D, K, WEIGHTED, HW_CAST, BLOCK_S, BLOCK_K
+            dy, rows, slots, probs, R, i.to(tl.int64), drows, None, dprobs, D, K, WEIGHTED, False, 0, False,
+            HW_CAST, BLOCK_S, BLOCK_K,
         )  # fmt: skip
     else:
         _padding(order, R, (i - T).to(tl.int64) * BLOCK_M, drows, D, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def combine_bwd_row_kernel(
+    dy, rows, slots, order, probs, R, T, q, sf, dprobs,
+    D: tl.constexpr, K: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As combine_bwd_kernel. The scale of a block of zeros is byte 0, and so are its codes."""
+    i = tl.program_id(0)
+    if i < T:
+        _token(
+            dy, rows, slots, probs, R, i.to(tl.int64), q, sf, dprobs, D, K, WEIGHTED, True, rounding, satfinite,
+            HW_CAST, BLOCK_S, BLOCK_K,
+        )  # fmt: skip
+    else:
+        first = (i - T).to(tl.int64) * BLOCK_M
+        _padding(order, R, first, q, D, BLOCK_M, BLOCK_K)
+        _padding(order, R, first, sf, D // BLOCK_MX, BLOCK_M, BLOCK_K)

@@ -3,11 +3,14 @@
 combine                    bytes, exact
 combine_bwd    drows       bytes, exact
                dprobs      sums in fp64, rounded once
+combine_bwd_row  the same, drows quantized
 """
 
 import numpy as np
 
+from ..formats import Rounding
 from ..oracle_math import DTYPES, Array, Pair, round_to
+from ..quantize.oracle import quantize_row
 
 
 def combine(rows: Array, slots: Array, probs: Array, out_dtype: str = "bfloat16") -> Array:
@@ -39,3 +42,12 @@ def combine_bwd(dy: Array, rows: Array, slots: Array, order: Array, probs: Array
                 dprobs[t, k] = dy[t].astype(np.float64) @ rows[r].astype(np.float64)
     dtype = next(name for name, kept in DTYPES.items() if kept == rows.dtype)
     return round_to(drows.astype(np.float64), dtype), round_to(dprobs, "float32")
+
+
+def combine_bwd_row(
+    dy: Array, rows: Array, slots: Array, order: Array, probs: Array,
+    rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """-> q (R, D), sf (R, D/32) of quantize_row(drows), dprobs."""
+    drows, dprobs = combine_bwd(dy, rows, slots, order, probs)
+    return *quantize_row(drows, rounding, satfinite), dprobs

@@ -6,12 +6,26 @@
     rows (R, D) --combine------> y (T, D)        y[t] = ((0 + p0 * x0) + p1 * x1) + ...  rounded once
     dy (T, D), rows --combine_bwd--> drows (R, D)    drows[r] = p * dy[t], zeros for padding
                                      dprobs (T, K)   dprobs[t, k] = dot(dy[t], rows[slots[t, k]])
+    dy (T, D), rows --combine_bwd_row--> drows as q (R, D), sf (R, D/32); dprobs
 
 Probabilities of shape (0,) give an unweighted sum: the gradient of copying a token to its slots.
 """
 
 from ..dispatch import facts
-from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, fail, require_dtype, require_rank, require_shape
+from ..formats import BLOCK, Rounding, scale_attrs
+from ..launch import (
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    fail,
+    require_dtype,
+    require_multiple,
+    require_rank,
+    require_shape,
+)
+from ..quantize.plan import SCALES
 from ..tiles import cdiv, next_power_of_2, tiles
 
 FLOATS = ("bfloat16", "float32")
@@ -48,17 +62,34 @@ def _tile_combine(call: Call, arch: str) -> Tiling:
     return t.tiling((cdiv(tokens, t.m) * across,), {"R": r, "T": tokens}, **shape, **blocks)
 
 
-def _check_combine_bwd(
-    dy: ArrayType, rows: ArrayType, slots: ArrayType, order: ArrayType, probs: ArrayType
-) -> Signature:
-    op = "combine_bwd"
+def _check_gradient(
+    op: str, dy: ArrayType, rows: ArrayType, slots: ArrayType, order: ArrayType, probs: ArrayType
+) -> None:
     _check_slots(op, rows, slots, probs)
     (r, d), tokens = rows.shape, slots.shape[0]
     require_dtype(op, "dy", dy, *FLOATS)
     require_shape(op, "dy", dy, (tokens, d), "a row per token of slots, as wide as rows")
     require_dtype(op, "order", order, "int32")
     require_shape(op, "order", order, (r,), "the slot of each row")
+
+
+def _check_combine_bwd(
+    dy: ArrayType, rows: ArrayType, slots: ArrayType, order: ArrayType, probs: ArrayType
+) -> Signature:
+    _check_gradient("combine_bwd", dy, rows, slots, order, probs)
     return Signature((rows, probs))
+
+
+def _check_combine_bwd_row(
+    dy: ArrayType, rows: ArrayType, slots: ArrayType, order: ArrayType, probs: ArrayType,
+    *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False,
+) -> Signature:  # fmt: skip
+    op = "combine_bwd_row"
+    _check_gradient(op, dy, rows, slots, order, probs)
+    r, d = rows.shape
+    require_multiple(op, "rows", d, BLOCK, "last dim")
+    out = ArrayType((r, d), "uint8"), ArrayType((r, d // BLOCK), "uint8"), probs
+    return Signature(out, scale_attrs(op, rounding, satfinite))
 
 
 def _tile_combine_bwd(call: Call, arch: str) -> Tiling:
@@ -108,4 +139,20 @@ combine_bwd = KernelOp(
     _check_combine_bwd,
     _tile_combine_bwd,
     "combine.kernel:combine_bwd_kernel",
+)
+combine_bwd_row = KernelOp(
+    "combine_bwd_row",
+    f"""`combine_bwd` with the gradient of the rows quantized by `quantize_row`: it is written as 1.03 bytes per value.
+
+    dy, rows, slots, order, probs: as for `combine_bwd`; D is a multiple of 32.
+    {SCALES}
+    Returns q (R, D) E4M3 and sf (R, D/32) E8M0, uint8: drows in the dtype of rows, quantized; and dprobs (T, K) fp32.
+
+    Raises ValueError (shape, rounding, on a CPU also maps that are no inverses) or TypeError (dtype).
+    """,
+    ("dy", "rows", "slots", "order", "probs"),
+    ("q", "sf", "dprobs"),
+    _check_combine_bwd_row,
+    _tile_combine_bwd,
+    "combine.kernel:combine_bwd_row_kernel",
 )

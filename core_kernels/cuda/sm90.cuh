@@ -151,6 +151,24 @@ __device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* 
       : "memory");
 }
 
+// The box of a map with three dims, of matrix z.
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* map, uint64_t* barrier, int x, int y,
+                                                   int z, uint16_t cta_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(cta_mask)
+      : "memory");
+}
+
 // ---- wgmma
 
 // Matrices in shared memory, as the low words of their descriptors: a step of 16 bytes adds 1. The high word is the
@@ -201,9 +219,9 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t 
       : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d (64, 256) += a (64, 16) b (256, 16)^T, bf16 operands, fp32 sums; 128 values per thread. kColumns: operands given by
-// `columns_descriptor`.
-template <bool kColumns>
+// d (64, 256) += a (64, 16) b (256, 16)^T, bf16 operands, fp32 sums; 128 values per thread. kColumnsA, kColumnsB: the
+// operand is given by `columns_descriptor`.
+template <bool kColumnsA, bool kColumnsB>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint32_t a, uint32_t b) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.eq.b32 p, 0, 0;\n" MXEP_DESCRIPTORS("%128", "%129")
@@ -216,11 +234,11 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint32_t a, uint32_t
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "a, b, p, 1, 1, %130, %130;\n}"
+      "a, b, p, 1, 1, %130, %131;\n}"
       : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
         MXEP_R8(d, 56), MXEP_R8(d, 64), MXEP_R8(d, 72), MXEP_R8(d, 80), MXEP_R8(d, 88), MXEP_R8(d, 96), MXEP_R8(d, 104),
         MXEP_R8(d, 112), MXEP_R8(d, 120)
-      : "r"(a), "r"(b), "n"(static_cast<int>(kColumns)));
+      : "r"(a), "r"(b), "n"(static_cast<int>(kColumnsA)), "n"(static_cast<int>(kColumnsB)));
 }
 #undef MXEP_R8
 #undef MXEP_DESCRIPTORS

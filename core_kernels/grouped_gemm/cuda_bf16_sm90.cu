@@ -1,6 +1,7 @@
 // bf16 grouped products on Hopper.
 //
-//   M-grouped  out[m, n] = sum_k a[m, k] b[g, n, k]            rows m of group g
+//   M-grouped  out[m, n] = sum_k a[m, k] b[g, n, k]            rows m of group g; b is (G, N, K) or (G, K, N)
+//              or the sum of two such products
 //   K-grouped  out[g, i, j] = sum_m a[m, i] b[m, j]            tokens m of group g; operands (tokens, N) or (N, tokens)
 //
 // A cluster of two CTAs computes two tiles of 128 x 256 that share their rows of B or of A (schedule.cuh): each CTA
@@ -50,17 +51,45 @@ struct Bf16Shared {
 };
 static_assert(sizeof(Bf16Shared) <= 227 * 1024);
 
+// How an operand is stored: the contraction dim last, first, or first in a matrix per group.
+enum class Side { kRows, kColumns, kColumnsOfGroup };
+template <Side kSide>
+constexpr bool kInColumns = kSide != Side::kRows;
+
+// What a kernel multiplies.
+template <bool kAlongK_, Side kA_, Side kB_, int kProducts_ = 1>
+struct Kind {
+  static constexpr bool kAlongK = kAlongK_, kColumnsA = kInColumns<kA_>, kColumnsB = kInColumns<kB_>;
+  static constexpr Side kA = kA_, kB = kB_;
+  static constexpr int kProducts = kProducts_;
+};
+
+struct Operands {
+  CUtensorMap a, b;
+};
+template <typename K>
+struct Maps {
+  Operands of[K::kProducts];
+};
+
 // Loads the boxes of the rows from `row` on, at `k` of the contraction dim. `shared`: half of them, for both CTAs.
-template <bool kColumns, int kBoxes>
+template <Side kSide, int kBoxes>
 __device__ __forceinline__ void fetch(uint8_t (&to)[kBoxes][kBoxBytes], const CUtensorMap* map, uint64_t* full, int row,
-                                      int k, bool shared) {
+                                      int k, bool shared, int matrix = 0) {
+  constexpr bool kColumns = kInColumns<kSide>;
   constexpr uint16_t kBoth = 3;
   const int share = shared ? kBoxes / kCluster : kBoxes;
   const int first = shared ? cluster_rank() * share : 0;
   for (int i = first; i < first + share; ++i) {
     const int r = row + i * kBox;
     const int x = (kColumns ? r : k) * 2, y = kColumns ? k : r;
-    if (shared) {
+    if constexpr (kSide == Side::kColumnsOfGroup) {
+      if (shared) {
+        load_box_multicast(to[i], map, full, x, y, matrix, kBoth);
+      } else {
+        load_box(to[i], map, full, x, y, matrix);
+      }
+    } else if (shared) {
       load_box_multicast(to[i], map, full, x, y, kBoth);
     } else {
       load_box(to[i], map, full, x, y);
@@ -74,20 +103,27 @@ __device__ __forceinline__ int first_of(const Tile& tile) {
   return kColumns ? tile.k_begin : tile.k_begin / 8 * 8;
 }
 
-template <bool kAlongK, bool kColumns>
-__device__ void produce(const Problem& p, const CUtensorMap* a, const CUtensorMap* b, Bf16Shared& s) {
-  Schedule<kAlongK, kM, kN> schedule(p, s.lpt);
+template <typename K>
+__device__ void produce(const Problem& p, const Maps<K>& maps, Bf16Shared& s) {
+  Schedule<K::kAlongK, kM, kN> schedule(p, s.lpt);
   TileQueue tiles(s.tiles);
   Ring<kStages> ring;
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
-    for (int k = first_of<kColumns>(tile); k < tile.k_end; k += kK, ring.advance()) {
-      uint64_t* full = &s.full[ring.stage];
-      Bf16Stage& stage = s.stages[ring.stage];
-      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      barrier_expect(full, sizeof(Bf16Stage));
-      fetch<kColumns>(stage.a, a, full, tile.a_row, k, tile.side_by_side);
-      fetch<kColumns>(stage.b, b, full, tile.b_row, k, !tile.side_by_side);
+    int group = 0, b_row = tile.b_row;
+    if constexpr (K::kB == Side::kColumnsOfGroup) {
+      group = b_row / p.cols;
+      b_row -= group * p.cols;
+    }
+    for (const Operands& operands : maps.of) {
+      for (int k = first_of<K::kColumnsA>(tile); k < tile.k_end; k += kK, ring.advance()) {
+        uint64_t* full = &s.full[ring.stage];
+        Bf16Stage& stage = s.stages[ring.stage];
+        barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+        barrier_expect(full, sizeof(Bf16Stage));
+        fetch<K::kA>(stage.a, &operands.a, full, tile.a_row, k, tile.side_by_side);
+        fetch<K::kB>(stage.b, &operands.b, full, b_row, k, !tile.side_by_side, group);
+      }
     }
   }
   tiles.put({});  // the end
@@ -112,10 +148,11 @@ __device__ __forceinline__ void clear_tokens(Bf16Stage& stage, int first, int la
   threads_sync<kConsumers * kWarpgroup>(1);
 }
 
-template <bool kAlongK, bool kColumns, typename Out>
+template <typename K, typename Out>
 __device__ void consume(const Problem& p, Bf16Shared& s) {
+  constexpr bool kAlongK = K::kAlongK;
   // 16 values of the contraction dim are 32 bytes of a row, or 16 rows.
-  constexpr int kStep = (kColumns ? 16 * 128 : 32) / 16;
+  constexpr int kStepA = (K::kColumnsA ? 16 * 128 : 32) / 16, kStepB = (K::kColumnsB ? 16 * 128 : 32) / 16;
   // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
@@ -128,19 +165,21 @@ __device__ void consume(const Problem& p, Bf16Shared& s) {
       for (int i = 0; i < 128; ++i) sum[i] = __int_as_float(kNan);
     }
     int before = -1;  // the stage that the tensor core may still read
-    const int end = __shfl_sync(~0u, tile.k_end, 0);
-    for (int k = __shfl_sync(~0u, first_of<kColumns>(tile), 0); k < end; k += kK, ring.advance()) {
+    int end = __shfl_sync(~0u, tile.k_end, 0);
+    if constexpr (K::kProducts > 1) end = (end + kK - 1) / kK * kK * K::kProducts;
+    for (int k = __shfl_sync(~0u, first_of<K::kColumnsA>(tile), 0); k < end; k += kK, ring.advance()) {
       Bf16Stage& stage = s.stages[ring.stage];
       barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
       // Along the rows, TMA has written zeros beyond the end.
       if (kAlongK && (k < tile.k_begin || k + kK > tile.k_end))
-        clear_tokens<kColumns>(stage, tile.k_begin - k, tile.k_end - k);
+        clear_tokens<K::kColumnsA>(stage, tile.k_begin - k, tile.k_end - k);
       const uint32_t first_a = at.of(stage.a[group]), first_b = at.of(stage.b);
-      const uint32_t a = kColumns ? columns_descriptor<kBox>(first_a) : descriptor(first_a);
-      const uint32_t b = kColumns ? columns_descriptor<kBox>(first_b) : descriptor(first_b);
+      const uint32_t a = K::kColumnsA ? columns_descriptor<kBox>(first_a) : descriptor(first_a);
+      const uint32_t b = K::kColumnsB ? columns_descriptor<kBox>(first_b) : descriptor(first_b);
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kK / 16; ++step) wgmma_bf16<kColumns>(sum, a + step * kStep, b + step * kStep);
+      for (int step = 0; step < kK / 16; ++step)
+        wgmma_bf16<K::kColumnsA, K::kColumnsB>(sum, a + step * kStepA, b + step * kStepB);
       wgmma_commit();
       wgmma_wait<1>();
       if (before >= 0 && lane < kCluster) barrier_arrive(at.of(s.empty) + before * 8, lane);
@@ -153,15 +192,16 @@ __device__ void consume(const Problem& p, Bf16Shared& s) {
   }
 }
 
-template <bool kAlongK, bool kColumns, typename Out>
+template <typename K, typename Out>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    bf16_product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-                 const __grid_constant__ Problem p) {
+    bf16_product(const __grid_constant__ Maps<K> maps, const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   Bf16Shared& s = *reinterpret_cast<Bf16Shared*>(bytes);
   if (threadIdx.x == 0) {
-    prefetch(&a);
-    prefetch(&b);
+    for (const Operands& operands : maps.of) {
+      prefetch(&operands.a);
+      prefetch(&operands.b);
+    }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], 4 * kConsumers * kCluster);  // every consuming warp of both CTAs
@@ -169,42 +209,49 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     s.tiles.init(4 * kConsumers);
     barrier_init_fence();
   }
-  if constexpr (kAlongK) Schedule<true, kM, kN>::assign<kThreads>(p, s.lpt);
+  if constexpr (K::kAlongK) Schedule<true, kM, kN>::assign<kThreads>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
-    if (threadIdx.x == 0) produce<kAlongK, kColumns>(p, &a, &b, s);
+    if (threadIdx.x == 0) produce(p, maps, s);
   } else {
     alloc_registers<240>();
     constexpr int kClearing = kConsumers * kWarpgroup;
-    if constexpr (!kAlongK)
+    if constexpr (!K::kAlongK)
       clear_rest<Out>(p, blockIdx.x * int64_t{kClearing} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kClearing});
-    consume<kAlongK, kColumns, Out>(p, s);
+    consume<K, Out>(p, s);
   }
 }
 
-template <bool kAlongK, bool kColumns, typename Out>
-void launch_as(const char* op, const CUtensorMap& a, const CUtensorMap& b, const Problem& p, cudaStream_t stream) {
-  constexpr auto kKernel = bf16_product<kAlongK, kColumns, Out>;
+template <typename K, typename Out>
+void launch_as(const char* op, const Maps<K>& maps, const Problem& p, cudaStream_t stream) {
+  constexpr auto kKernel = bf16_product<K, Out>;
   const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, sizeof(Bf16Shared));
-  launch_kernel(op, kKernel, ctas, kThreads, sizeof(Bf16Shared), stream, a, b, p);
+  launch_kernel(op, kKernel, ctas, kThreads, sizeof(Bf16Shared), stream, maps, p);
 }
 
-// Describes `a` and `b` as matrices with all their leading dims as rows.
-template <bool kAlongK, bool kColumns>
-void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
-  const Array &lhs = call.in[0], &rhs = call.in[1];
-  p.group_ends = call.in[2].as<const int32_t>();
-  p.out = call.out[0].data;
+// Describes `a` and `b` as matrices with all their leading dims as rows, or b as a matrix per group.
+template <typename K>
+Operands operands(const char* op, const Array& a, const Array& b) {
   // TMA counts rows, and bytes of a row, in 32 bits; tiles reach beyond the last.
-  if (std::max({lhs.leading(1), rhs.leading(1), 2 * lhs.dim(-1), 2 * rhs.dim(-1)}) > INT32_MAX - 4 * kN)
+  if (std::max({a.leading(1), b.leading(1), 2 * a.dim(-1), 2 * b.dim(-1)}) > INT32_MAX - 4 * kN)
     throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows or 2^30 columns");
-  const CUtensorMap a = byte_matrix(op, lhs.data, lhs.leading(1), 2 * lhs.dim(-1), kBox);
-  const CUtensorMap b = byte_matrix(op, rhs.data, rhs.leading(1), 2 * rhs.dim(-1), kBox);
+  const bool by_group = K::kB == Side::kColumnsOfGroup;
+  return {byte_matrix(op, a.data, a.leading(1), 2 * a.dim(-1), kBox),
+          byte_matrix(op, b.data, by_group ? b.dim(1) : b.leading(1), 2 * b.dim(-1), kBox, by_group ? b.dim(0) : 0)};
+}
+
+// Inputs: a and b of each product, then the ends.
+template <typename K>
+void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
+  p.group_ends = call.in.back().as<const int32_t>();
+  p.out = call.out[0].data;
+  Maps<K> maps;
+  for (int i = 0; i < K::kProducts; ++i) maps.of[i] = operands<K>(op, call.in[2 * i], call.in[2 * i + 1]);
   if (call.out[0].dtype == DType::bf16) {
-    launch_as<kAlongK, kColumns, __nv_bfloat16>(op, a, b, p, stream);
+    launch_as<K, __nv_bfloat16>(op, maps, p, stream);
   } else {
-    launch_as<kAlongK, kColumns, float>(op, a, b, p, stream);
+    launch_as<K, float>(op, maps, p, stream);
   }
 }
 
@@ -213,18 +260,37 @@ void clear(const char* op, const Array& out, cudaStream_t stream) {
   check(op, cudaMemsetAsync(out.data, 0, out.nbytes(), stream));
 }
 
+template <typename K>
+void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[1], &out = call.out[0];
+  Problem p{};
+  p.groups = static_cast<int>(rhs.dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(out.dim(1));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.groups == 0 || p.depth == 0) return clear(op, out, stream);
+  launch<K>(op, call, p, stream);
+}
+
+using StoredNK = Kind<false, Side::kRows, Side::kRows>;
+using StoredKN = Kind<false, Side::kRows, Side::kColumnsOfGroup>;
+using SumOfKN = Kind<false, Side::kRows, Side::kColumnsOfGroup, 2>;
+using TokensFirst = Kind<true, Side::kColumns, Side::kColumns>;
+using TokensLast = Kind<true, Side::kRows, Side::kRows>;
+
 }  // namespace
 }  // namespace sm90
 
 void grouped_mm_bf16(const Call& call, cudaStream_t stream) {
-  const Array &lhs = call.in[0], &rhs = call.in[1];
-  sm90::Problem p{};
-  p.groups = static_cast<int>(rhs.dim(0));
-  p.rows = static_cast<int>(lhs.dim(0));
-  p.cols = static_cast<int>(rhs.dim(1));
-  p.depth = static_cast<int>(lhs.dim(1));
-  if (p.groups == 0 || p.depth == 0) return sm90::clear("grouped_mm_bf16", call.out[0], stream);
-  sm90::launch<false, false>("grouped_mm_bf16", call, p, stream);
+  sm90::m_grouped<sm90::StoredNK>("grouped_mm_bf16", call, stream);
+}
+
+void grouped_mm_bf16_kn(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<sm90::StoredKN>("grouped_mm_bf16_kn", call, stream);
+}
+
+void grouped_mm_bf16_kn_sum(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<sm90::SumOfKN>("grouped_mm_bf16_kn_sum", call, stream);
 }
 
 void grouped_wgrad_bf16(const Call& call, cudaStream_t stream) {
@@ -235,7 +301,7 @@ void grouped_wgrad_bf16(const Call& call, cudaStream_t stream) {
   p.cols = static_cast<int>(rhs.dim(1));
   p.depth = static_cast<int>(lhs.dim(0));
   if (p.depth == 0) return sm90::clear("grouped_wgrad_bf16", call.out[0], stream);
-  sm90::launch<true, true>("grouped_wgrad_bf16", call, p, stream);
+  sm90::launch<sm90::TokensFirst>("grouped_wgrad_bf16", call, p, stream);
 }
 
 void grouped_wgrad_bf16_t(const Call& call, cudaStream_t stream) {
@@ -246,7 +312,7 @@ void grouped_wgrad_bf16_t(const Call& call, cudaStream_t stream) {
   p.cols = static_cast<int>(rhs.dim(0));
   p.depth = static_cast<int>(lhs.dim(1));
   if (p.depth == 0) return sm90::clear("grouped_wgrad_bf16_t", call.out[0], stream);
-  sm90::launch<true, false>("grouped_wgrad_bf16_t", call, p, stream);
+  sm90::launch<sm90::TokensLast>("grouped_wgrad_bf16_t", call, p, stream);
 }
 
 }  // namespace mxep::cuda

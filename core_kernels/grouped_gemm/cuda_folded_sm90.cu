@@ -178,10 +178,13 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   Ring<kStages> ring;
   int odd = 0;
   for (Tile tile; tiles.next(&tile); odd ^= 1) {
-    // Loaded here and used after the products. Scales of empty accumulators are ignored.
+    // Loaded here and used after a product. Scales of empty accumulators are ignored. Of two products, those of the
+    // second are applied at the end.
     const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
     const bool any = tile.k_begin < tile.k_end;
-    int col_byte = any && col < tile.cols ? p.col_scale[tile.col_scale + col] : kOne;
+    const uint8_t* row_scale = kTwo ? p.second.row_scale : p.row_scale;
+    const uint8_t* col_scale = kTwo ? p.second.col_scale : p.col_scale;
+    int col_byte = any && col < tile.cols ? col_scale[tile.col_scale + col] : kOne;
     if (kAlongK && !tile.whole) col_byte = kNanScale;
     [[maybe_unused]] float col_bias = 0;
     if constexpr (kBias) col_bias = col < tile.cols ? p.bias[tile.col_scale + col] : 0;
@@ -189,26 +192,17 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = row + i / 2 * 64 + i % 2 * 8 + lane / 4;
-      row_byte[i / 2][i % 2] = any && r < tile.rows ? p.row_scale[tile.row_scale + r] : kOne;
+      row_byte[i / 2][i % 2] = any && r < tile.rows ? row_scale[tile.row_scale + r] : kOne;
     }
-    [[maybe_unused]] int row_change = 0, col_change = 0;
+    // Of the column, and of the row of this warpgroup, with the thread's number.
+    [[maybe_unused]] int first_col = kOne, first_row = kOne, second_row = kOne;
     [[maybe_unused]] bool near = true;
-    if constexpr (kTwo) {  // row_byte and col_byte become those of the second product
+    if constexpr (kTwo) {
       const int own = group * kWarpgroup + col;
+      if (col < tile.cols) first_col = p.col_scale[tile.col_scale + col];
       if (own < tile.rows) {
-        const int first = p.row_scale[tile.row_scale + own];
-        row_change = first - second_scale(first, p.second.row_scale[tile.row_scale + own]);
-      }
-      if (col < tile.cols) {
-        const int first = col_byte;
-        col_byte = second_scale(first, p.second.col_scale[tile.col_scale + col]);
-        col_change = first - col_byte;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = row + i / 2 * 64 + i % 2 * 8 + lane / 4;
-        int& byte = row_byte[i / 2][i % 2];
-        if (r < tile.rows) byte = second_scale(byte, p.second.row_scale[tile.row_scale + r]);
+        first_row = p.row_scale[tile.row_scale + own];
+        second_row = row_scale[tile.row_scale + own];
       }
     }
 
@@ -220,7 +214,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     for (int product = 0; product < (kTwo ? 2 : 1); ++product) {
       if constexpr (kTwo) {
         if (product == 1) {
-          near = change_units(sum, row_change, col_change, s.unit_change[group][odd], 1 + group);
+          near =
+              change_units(sum, {first_row, second_row}, {first_col, col_byte}, s.unit_change[group][odd], 1 + group);
           depth = p.second.depth;
         }
       }

@@ -36,6 +36,19 @@ def grouped_mm_bf16(lhs: Array, rhs_t: Array, group_ends: Array, out_dtype: str 
     return m_grouped(lhs, rhs_t, group_ends, out_dtype)
 
 
+def grouped_mm_bf16_kn(lhs: Array, rhs: Array, group_ends: Array, out_dtype: str = "bfloat16") -> Array:
+    """lhs (M, K) x rhs (G, K, N), both bf16 -> out (M, N); rows past the last end are zeros."""
+    return m_grouped(lhs, np.swapaxes(rhs, 1, 2), group_ends, out_dtype)
+
+
+def grouped_mm_bf16_kn_sum(
+    lhs: Array, rhs: Array, lhs2: Array, rhs2: Array, group_ends: Array, out_dtype: str = "bfloat16"
+) -> Array:
+    """lhs rhs[g] + lhs2 rhs2[g] for the group of each row, rounded once."""
+    first, second = (grouped_mm_bf16_kn(*pair, group_ends, "float64") for pair in ((lhs, rhs), (lhs2, rhs2)))
+    return round_to(first + second, out_dtype)
+
+
 def grouped_wgrad_mx(
     lhs_q: Array, lhs_sf: Array, rhs_q: Array, rhs_sf: Array, group_ends: Array, out_dtype: str = "bfloat16"
 ) -> Array:

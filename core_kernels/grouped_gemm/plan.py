@@ -82,7 +82,7 @@ def _tile(call: Call, arch: str, t: Tiles, programs: int, m: int, n: int, k: int
     return t.tiling(grid, {"M": m}, N=n, K=k, HW_CAST=facts(arch).hw_cast, **meta, **blocks)
 
 
-def _unsupported(**columns: int) -> str:
+def cuda_unsupported(**columns: int) -> str:
     """The reason why the CUDA kernel does not take rows of these lengths; "" where it does."""
     for dim, size in columns.items():
         if size % CUDA_COLUMNS:
@@ -163,7 +163,7 @@ def _tile_mm(call: Call, arch: str) -> Tiling:
 
 
 def _tile_mm_bf16(call: Call, arch: str) -> Tiling:
-    unsupported = _unsupported(N=call.out[0].shape[1], K=call.inputs[0].shape[1])
+    unsupported = cuda_unsupported(N=call.out[0].shape[1], K=call.inputs[0].shape[1])
     return _tile_mm(call, arch)._replace(cuda_unsupported=unsupported)
 
 
@@ -174,16 +174,16 @@ def _tile_wgrad_mx(call: Call, arch: str) -> Tiling:
 def _tile_wgrad_bf16(call: Call, arch: str) -> Tiling:
     (m, n), k = call.inputs[0].shape, call.inputs[1].shape[1]
     tiling = tile_k_grouped(call, arch, m, TCGEN05=facts(arch).tcgen05)
-    return tiling._replace(cuda_unsupported=_unsupported(N=n, K=k))
+    return tiling._replace(cuda_unsupported=cuda_unsupported(N=n, K=k))
 
 
 def _tile_wgrad_bf16_t(call: Call, arch: str) -> Tiling:
     (_, m), k = call.inputs[0].shape, call.inputs[1].shape[0]
     tiling = tile_k_grouped(call, arch, m, TCGEN05=facts(arch).tcgen05)
-    return tiling._replace(cuda_unsupported=_unsupported(M=m, K=k))
+    return tiling._replace(cuda_unsupported=cuda_unsupported(M=m, K=k))
 
 
-_ENDS = "group_ends: (G,) int32, where each group ends along M: non-decreasing, up to M."
+ENDS = "group_ends: (G,) int32, where each group ends along M: non-decreasing, up to M."
 _MX_INPUTS = ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends")
 grouped_mm_mx = KernelOp(
     "grouped_mm_mx",
@@ -191,7 +191,7 @@ grouped_mm_mx = KernelOp(
 
     lhs_q: (M, K) E4M3, lhs_sf: (M, K/32) E8M0. rhs_q: (G, N, K) E4M3, rhs_sf: (G, N, K/32) E8M0. All uint8, scaled
     along K, which is a multiple of 32.
-    {_ENDS}
+    {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (M, N) = lhs rhs[g]^T for the group g of each row, summed in fp32 and rounded once; zeros past the last
     end.
@@ -209,7 +209,7 @@ grouped_mm_bf16 = KernelOp(
     f"""Each group of rows times its weight matrix, bf16 operands.
 
     lhs: (M, K) bf16. rhs_t: (G, N, K) bf16.
-    {_ENDS}
+    {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (M, N) = lhs rhs_t[g]^T for the group g of each row, summed in fp32 and rounded once; zeros past the
     last end.
@@ -250,7 +250,7 @@ grouped_wgrad_bf16 = KernelOp(
     f"""The weight gradient of each group, bf16 operands with the tokens first.
 
     lhs: (M, N) bf16. rhs: (M, K) bf16.
-    {_ENDS}
+    {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (G, N, K) = lhs^T rhs over the tokens of each group, summed in fp32 and rounded once; zeros for an empty
     group.
@@ -268,7 +268,7 @@ grouped_wgrad_bf16_t = KernelOp(
     f"""The weight gradient of each group, bf16 operands with the tokens last: `grouped_wgrad_bf16` of their transposes.
 
     lhs_t: (N, M) bf16. rhs_t: (K, M) bf16.
-    {_ENDS}
+    {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (G, N, K) = lhs_t rhs_t^T over the tokens of each group, summed in fp32 and rounded once; zeros for an
     empty group.

@@ -33,7 +33,7 @@ from ..launch import (
     require_rank,
     require_shape,
 )
-from .plan import check_k_grouped, check_m_grouped, tile_k_grouped, tile_m_grouped
+from .plan import ENDS, check_k_grouped, check_m_grouped, tile_k_grouped, tile_m_grouped
 
 COLUMNS = 8
 """Columns of `out` are a multiple: the sm_90 kernel stores rows 16 bytes at a time."""
@@ -127,14 +127,13 @@ def _tile_wgrad(call: Call, arch: str) -> Tiling:
 
 
 _INPUTS = ("lhs_qf", "lhs_sf", "rhs_qf", "rhs_sf", "group_ends")
-_ENDS = "group_ends: (G,) int32, where each group ends along M: non-decreasing, up to M."
 grouped_mm_fold = KernelOp(
     "grouped_mm_fold",
     f"""Each group of rows times its weight matrix, E4M3 operands with one scale per row.
 
     lhs_qf: (M, K) E4M3, lhs_sf: (M,) E8M0. rhs_qf: (G, N, K) E4M3, rhs_sf: (G, N) E8M0. All uint8; K is a positive
     multiple of 32 and N a multiple of 8. `fold_rows`, `quantize_row_fold` and `quantize_rowwise` make such operands.
-    {_ENDS}
+    {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (M, N) = lhs rhs[g]^T for the group g of each row, rounded once; zeros past the last end. Sums are fp32;
     those of Hopper's tensor cores are added in fp32 after every 128 terms.
@@ -152,7 +151,7 @@ grouped_mm_fold_bias = KernelOp(
     f"""`grouped_mm_fold` plus a bias per group, added to the fp32 sums before the one rounding.
 
     lhs_qf, lhs_sf, rhs_qf, rhs_sf: as for `grouped_mm_fold`. bias: (G, N) fp32.
-    {_ENDS}
+    {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (M, N) = lhs rhs[g]^T + bias[g] for the group g of each row; zeros past the last end.
 
@@ -170,7 +169,7 @@ grouped_mm_fold_sum = KernelOp(
 
     lhs_qf, lhs_sf, rhs_qf, rhs_sf: as for `grouped_mm_fold`. lhs2_qf: (M, K2), lhs2_sf: (M,), rhs2_qf: (G, N, K2),
     rhs2_sf: (G, N): the same for the second product. All uint8; K and K2 are positive multiples of 32.
-    {_ENDS}
+    {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (M, N) = lhs rhs[g]^T + lhs2 rhs2[g]^T for the group g of each row; zeros past the last end.
 

@@ -15,9 +15,22 @@ namespace mxep::cuda::sm90 {
 constexpr int kFar = 96, kLargest = 50;
 constexpr int kNear = 40;  // octaves of a row or of a column that are applied without a test per value
 
-// A warpgroup's scale bytes of the first product less those of the second, in shared memory.
+// A warpgroup's scale bytes of the first product less those of the second, in shared memory. kNanChange: the scale of
+// the first product is NaN, and so is the sum.
 struct UnitChange {
   int16_t row[128], col[128];
+};
+constexpr int kNanChange = 512;
+
+// The scale bytes of a row or of a column in both products.
+struct TwoScaleBytes {
+  int first, second;
+
+  // The compiler must not compute it where the loads are: a tile would begin by waiting for them.
+  __device__ __forceinline__ int change() {
+    asm volatile("" : "+r"(first), "+r"(second));
+    return first == kNanScale ? kNanChange : first - second;
+  }
 };
 
 __device__ __forceinline__ float power_of_difference(int octaves) { return __int_as_float(kOne + octaves << 23); }
@@ -34,13 +47,11 @@ __device__ __forceinline__ int sum_row(int i) {
 }
 __device__ __forceinline__ int sum_col(int i) { return i % 64 / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-// A NaN scale of the first product makes the sum NaN.
-__device__ __forceinline__ int second_scale(int first, int second) { return first == kNanScale ? first : second; }
-
-// Called by a warpgroup between the products; `row` and `col` are the changes of the row and the column with the
-// thread's number. Returns whether all of them are near.
-__device__ __forceinline__ bool change_units(float (&sum)[2][64], int row, int col, UnitChange& change, int barrier) {
-  const int thread = threadIdx.x % 128;
+// Called by a warpgroup between the products; `row_scales` and `col_scales` are those of the row and the column with
+// the thread's number. Returns whether all changes are near.
+__device__ __forceinline__ bool change_units(float (&sum)[2][64], TwoScaleBytes row_scales, TwoScaleBytes col_scales,
+                                             UnitChange& change, int barrier) {
+  const int thread = threadIdx.x % 128, row = row_scales.change(), col = col_scales.change();
   change.row[thread] = static_cast<int16_t>(row);
   change.col[thread] = static_cast<int16_t>(col);
   // The vote makes the result uniform for the compiler, as at the end of a tile.
@@ -86,10 +97,11 @@ __device__ __forceinline__ void scale_far(float (&sum)[2][64], int (&row_byte)[2
     int row = row_byte[i / 64][i / 2 % 2], col = __bfloat16_as_ushort(col_factor[sum_col(i)]) >> 7;
     const int row_change = change.row[sum_row(i)], col_change = change.col[sum_col(i)];
     const int octaves = row_change + col_change;
+    if (row_change == kNanChange || col_change == kNanChange) row = kNanScale;
     float& x = sum[i / 64][i % 64];
     const bool first_alone = octaves > kFar ? fabsf(x) > power_of_difference(kLargest)
                                             : octaves < -kFar && fabsf(x) < power_of_difference(kLargest - kFar);
-    if (first_alone) {  // back to the first product's own units
+    if (first_alone && row != kNanScale) {  // back to the first product's own units
       x *= power_of_difference(octaves > 0 ? -kFar : kFar);
       row += row_change;
       col += col_change;

@@ -1,4 +1,4 @@
-"""combine and combine_bwd: exact bytes; dprobs, a dot product, within the error bound of a product."""
+"""combine and its gradients: exact bytes; dprobs, a dot product, within the error bound of a product."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mxep.core_kernels.combine import oracle as combine_oracle
+from mxep.core_kernels.formats import Rounding
 from mxep.core_kernels.permute import oracle as permute_oracle
 
 from . import check
@@ -41,6 +42,22 @@ def test_combine_bwd(ops: Ops, name: str) -> None:
     drows, dprobs = ops["combine_bwd"](*case.bwd_inputs)
     want, _ = combine_oracle.combine_bwd(*case.bwd_inputs)
     check.same_bytes(drows, want)
+    if case.probs.ndim == 2:
+        dprobs_bound(dprobs, case)
+    else:
+        check.same_bytes(dprobs, case.probs)
+
+
+@pytest.mark.parametrize("options", [{}, {"rounding": Rounding.FLOOR, "satfinite": True}], ids=["rceil", "floor"])
+@pytest.mark.parametrize("name", COMBINES)
+def test_combine_bwd_row(ops: Ops, name: str, options: dict) -> None:
+    """Rows of whole blocks: columns repeat up to a multiple of 32."""
+    case = COMBINES[name]
+    columns = np.arange(-(-case.rows.shape[1] // 32) * 32) % max(case.rows.shape[1], 1)
+    case = replace(case, rows=case.rows[:, columns], dy=case.dy[:, columns])
+    *got, dprobs = ops["combine_bwd_row"](*case.bwd_inputs, **options)
+    *want, _ = combine_oracle.combine_bwd_row(*case.bwd_inputs, **options)
+    check.same_bytes(got, want)
     if case.probs.ndim == 2:
         dprobs_bound(dprobs, case)
     else:

@@ -35,6 +35,25 @@ def test_grouped_mm_bf16(ops: Ops, name: str, out_dtype: str) -> None:
     assert (got[case.group_ends[-1] :] == 0).all()
 
 
+@needs("grouped_mm_bf16_kn", "grouped_mm_bf16_kn_sum")
+@out_dtypes
+@pytest.mark.parametrize("name", M_GROUPED)
+def test_weights_with_the_contraction_dim_first(ops: Ops, name: str, out_dtype: str) -> None:
+    """One product, and the sum of two: the bound of a product of both contraction dims."""
+    case, ends = M_GROUPED[name], M_GROUPED[name].group_ends
+    rhs = np.ascontiguousarray(np.swapaxes(case.rhs_t, 1, 2))
+    got = ops["grouped_mm_bf16_kn"](case.lhs, rhs, ends, out_dtype=out_dtype)
+    assert got.dtype == oracle_math.DTYPES[out_dtype]
+    check.m_grouped(got, case.lhs, case.rhs_t, ends)
+    assert (got[ends[-1] :] == 0).all()
+    lhs2, rhs2 = case.lhs[::-1].copy(), rhs[:, ::-1].copy()
+    total = ops["grouped_mm_bf16_kn_sum"](case.lhs, rhs, lhs2, rhs2, ends, out_dtype=out_dtype)
+    both = np.concatenate([case.lhs, lhs2], 1), np.concatenate([case.rhs_t, np.swapaxes(rhs2, 1, 2)], 2)
+    assert total.dtype == got.dtype
+    check.m_grouped(total, *both, ends)
+    assert (total[ends[-1] :] == 0).all()
+
+
 @needs("grouped_mm_mx")
 @out_dtypes
 @pytest.mark.parametrize("name", M_GROUPED)
@@ -85,6 +104,20 @@ def test_no_group_reads_the_next_one(ops: Ops) -> None:
         got = ops["grouped_mm_bf16"](x, weights, group_ends, out_dtype="float32")
         want = np.where(tokens < end, 16.0, np.where(tokens < 160, np.nan, 0.0))
         np.testing.assert_array_equal(got, np.broadcast_to(want, (168, 8)))
+
+
+@needs("grouped_mm_bf16_kn", "grouped_mm_bf16_kn_sum")
+def test_no_stage_reads_the_next_group(ops: Ops) -> None:
+    """A contraction dim of 40, and NaN in the weights of every other group."""
+    ones = np.ones((3, 40, 16), BF16)
+    ones[1] = np.nan
+    x, ends = np.ones((96, 40), BF16), np.int32([40, 56, 90])
+    row = np.arange(96)[:, None]
+    want = np.where(row < 40, 40.0, np.where(row < 56, np.nan, np.where(row < 90, 40.0, 0.0)))
+    want = np.broadcast_to(want, (96, 16))
+    np.testing.assert_array_equal(ops["grouped_mm_bf16_kn"](x, ones, ends, out_dtype="float32"), want)
+    total = ops["grouped_mm_bf16_kn_sum"](x, ones, x, ones, ends, out_dtype="float32")
+    np.testing.assert_array_equal(total, 2 * want)
 
 
 @needs("grouped_wgrad_mx")

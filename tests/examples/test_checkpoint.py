@@ -16,7 +16,7 @@ from examples.config import PRESETS, describe
 from examples.weights import initial_weights, weight_shapes
 
 TINY = PRESETS["tiny"]
-RUN = describe(TINY, precision="mxfp8")
+RUN = describe(TINY, recipe="mxfp8")
 
 
 def state(step: int) -> Checkpoint:
@@ -79,7 +79,7 @@ def test_folders_of_later_steps_do_not_replace_the_new_checkpoint(tmp_path):
 def test_steps_are_sorted_as_numbers(tmp_path):
     for step in (999_999, 1_000_000):
         save_checkpoint(tmp_path, state(step), RUN)
-    loaded = load_checkpoint(tmp_path, RUN)
+    loaded = load_checkpoint(tmp_path, RUN | {"steps": 1_000_000})
     assert loaded is not None
     assert loaded.step == 1_000_000
 
@@ -135,9 +135,9 @@ def test_damage_in_every_checkpoint_is_an_error(tmp_path):
 def test_a_checkpoint_of_another_run_is_an_error(tmp_path):
     save_checkpoint(tmp_path, state(5), RUN)
     with pytest.raises(
-        ValueError, match=r"--resume: .*another run: precision is mxfp8 there and bf16 here.*seed is 0 there"
+        ValueError, match=r"--resume: .*another run: recipe is mxfp8 there and bf16 here.*seed is 0 there"
     ):
-        load_checkpoint(tmp_path, describe(replace(TINY, seed=3), precision="bf16"))
+        load_checkpoint(tmp_path, describe(replace(TINY, seed=3), recipe="bf16"))
 
 
 def test_weights_of_another_shape_are_an_error(tmp_path):

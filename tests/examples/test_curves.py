@@ -8,13 +8,14 @@ import pytest
 from examples.config import LOG_NAME, PRESETS, describe
 from examples.plot_curves import main
 from examples.runlog import RunLog, read_log
+from examples.throughput import flops_per_token
 
 TINY = PRESETS["tiny"]
 
 
 def write_run(folder: Path, train: dict[int, float], held_out: dict[int, float], **changed: object) -> None:
-    framework, _, precision = folder.name.partition("-")
-    header = describe(TINY, framework=framework, precision=precision, ep=2, train_bytes=900, held_out_bytes=100)
+    framework, _, recipe = folder.name.partition("-")
+    header = describe(TINY, framework=framework, recipe=recipe, ep=2, device="cpu", train_bytes=900, held_out_bytes=100)
     log = RunLog(folder, TINY, 0, header | changed, write=True)
     for step, loss in train.items():
         log.train(step, {"loss": loss})
@@ -23,8 +24,11 @@ def write_run(folder: Path, train: dict[int, float], held_out: dict[int, float],
     log.close()
 
 
+FOUR = ("torch-bf16", "torch-mxfp8", "jax-bf16", "jax-mxfp8")
+
+
 def write_four_runs(root: Path, changed: str = "", factor: float = 1.0) -> None:
-    for name in ("torch-bf16", "torch-mxfp8", "jax-bf16", "jax-mxfp8"):
+    for name in FOUR:
         scale = factor if name == changed else 1.0
         write_run(root / name, {0: 5.5, 10: 3.0 * scale, 11: 2.9}, {0: 5.5, 12: 2.5 * scale})
 
@@ -39,11 +43,11 @@ def test_a_resumed_log_keeps_the_records_up_to_the_checkpoint(tmp_path):
     write_run(tmp_path, {s: float(s) for s in range(6)}, {0: 5.5, 4: 5.0})
     with (tmp_path / LOG_NAME).open("a") as file:
         file.write('{"kind": "train", "st')  # killed in the middle of a line
-    log = RunLog(tmp_path, TINY, 4, {"framework": "jax"}, write=True)
+    log = RunLog(tmp_path, TINY, 4, {"framework": "jax", "device": "cpu", "ep": 1}, write=True)
     log.train(4, {"loss": 40.0})
     log.close()
     records = read_log(tmp_path)
-    assert records[0] == {"kind": "run", "framework": "jax"}
+    assert records[0] == {"kind": "run", "framework": "jax", "device": "cpu", "ep": 1}
     assert [(r["kind"], r["step"], r["loss"]) for r in records[1:]] == [
         *(("train", s, float(s)) for s in range(4)),
         ("eval", 0, 5.5),
@@ -53,7 +57,7 @@ def test_a_resumed_log_keeps_the_records_up_to_the_checkpoint(tmp_path):
 
 
 def test_a_rank_that_does_not_write_leaves_no_file(tmp_path):
-    log = RunLog(tmp_path, TINY, 0, {}, write=False)
+    log = RunLog(tmp_path, TINY, 0, {"device": "cpu", "ep": 1}, write=False)
     log.step()
     log.train(0, {"loss": 1.0})
     log.eval(0, 1.0)
@@ -83,7 +87,7 @@ def test_curves_that_differ_by_more_than_one_percent_fail(tmp_path, changed, fac
 
 
 def test_held_out_mxfp8_against_bf16_is_checked(tmp_path, capsys):
-    for name in ("torch-bf16", "torch-mxfp8", "jax-bf16", "jax-mxfp8"):
+    for name in FOUR:
         write_run(tmp_path / name, {0: 5.5}, {12: 2.5 if name.endswith("bf16") else 2.53})
     assert exit_code(tmp_path) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
@@ -91,6 +95,38 @@ def test_held_out_mxfp8_against_bf16_is_checked(tmp_path, capsys):
         ["mxfp8 against bf16", " torch"],
         ["mxfp8 against bf16", " jax"],
     ]
+
+
+def test_a_third_recipe_is_compared_too(tmp_path, capsys):
+    write_four_runs(tmp_path)
+    write_run(tmp_path / "torch-fp8_rowwise", {0: 5.5, 10: 3.0, 11: 2.9}, {0: 5.5, 12: 2.5})
+    assert "jax-fp8_rowwise" in str(exit_code(tmp_path))
+    write_run(tmp_path / "jax-fp8_rowwise", {0: 5.5, 10: 3.0, 11: 2.9}, {0: 5.5, 12: 2.53})
+    assert exit_code(tmp_path) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert [line.partition("  ")[0] for line in failed] == [
+        "torch against jax, fp8_rowwise, eval",
+        "fp8_rowwise against bf16, jax, eval",
+    ]
+
+
+def test_a_record_of_a_gpu_has_its_work_and_its_memory(tmp_path, capsys):
+    for device in ("NVIDIA H200", "another GPU"):
+        log = RunLog(tmp_path / device, TINY, 0, {"device": device, "ep": 2}, write=True)
+        log.step()
+        log.train(0, {"loss": 5.5}, peak_nbytes=3 * 2**30)
+        log.close()
+    known, unknown = (read_log(tmp_path / device)[1] for device in ("NVIDIA H200", "another GPU"))
+    assert known["peak_gib"] == unknown["peak_gib"] == 3.0
+    assert known["tflops"] == pytest.approx(known["tokens_per_s"] * flops_per_token(TINY) / 2 / 1e12, abs=0.05)
+    assert "of_bf16_peak" in known
+    assert "of_bf16_peak" not in unknown
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        "NVIDIA H200: step 0: loss 5.5000",
+        "another GPU: step 0: loss 5.5000",
+    ]
+    assert "% of the bf16 peak), at most 3.0 GiB" in lines[0]
 
 
 def test_missing_or_unequal_runs_are_an_error(tmp_path):
@@ -105,7 +141,7 @@ def test_missing_or_unequal_runs_are_an_error(tmp_path):
     ("changed", "message"),
     [
         ({"framework": "torch"}, "log.jsonl has framework torch, expected jax"),
-        ({"precision": "bf16"}, "log.jsonl has precision bf16, expected mxfp8"),
+        ({"recipe": "bf16"}, "log.jsonl has recipe bf16, expected mxfp8"),
         ({"seed": 3}, "are runs of different configs: seed=0 and 3"),
         ({"train_bytes": 800}, "are runs of different configs: train_bytes=900 and 800"),
         ({"kind": "train"}, "does not begin with a run record"),
@@ -119,9 +155,9 @@ def test_a_log_of_another_run_is_an_error(tmp_path, changed, message):
     assert "jax-mxfp8" in error
 
 
-def test_the_number_of_ranks_may_differ(tmp_path):
+def test_the_ranks_and_the_device_may_differ(tmp_path):
     write_four_runs(tmp_path)
-    write_run(tmp_path / "jax-mxfp8", {0: 5.5, 10: 3.0, 11: 2.9}, {0: 5.5, 12: 2.5}, ep=1)
+    write_run(tmp_path / "jax-mxfp8", {0: 5.5, 10: 3.0, 11: 2.9}, {0: 5.5, 12: 2.5}, ep=1, device="NVIDIA H200")
     assert exit_code(tmp_path) == 0
 
 

@@ -1,4 +1,4 @@
-"""--resume, with a fake trainer that records its first step."""
+"""--resume and the times of checkpoints, with a fake trainer that records its first step."""
 
 import argparse
 from argparse import Namespace
@@ -9,10 +9,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from examples.checkpoint import Checkpoint
+from examples.checkpoint import Checkpoint, step_folders
 from examples.config import LOG_NAME, PRESETS
 from examples.data import Text
 from examples.loop import train
+from examples.runlog import read_log
 
 CONFIG = replace(PRESETS["tiny"], steps=4, eval_every=2)
 
@@ -23,12 +24,17 @@ class FakeTrainer:
     is_writer = True
     first_steps: ClassVar[list[int]] = []
 
-    def __init__(self, config, precision: str, ep: int, start: Checkpoint) -> None:
+    device_name = "cpu"
+
+    def __init__(self, config, recipe: str, ep: int, start: Checkpoint, device: str) -> None:
         self.first_steps.append(start.step)
         self.start = start
 
     def step(self, step: int, batch: np.ndarray) -> dict[str, float]:
         return {"loss": 5.5, "aux_loss": 1.0, "grad_norm": 1.0}
+
+    def peak_nbytes(self) -> int:
+        return 0
 
     def evaluate(self, text: Text) -> float:
         return 5.5
@@ -37,10 +43,11 @@ class FakeTrainer:
         return replace(self.start, step=step)
 
 
-def run(out: Path, resume: bool) -> int:
+def run(out: Path, resume: bool, **changes: int) -> int:
     """Train in `out`. Returns the first step."""
-    args = Namespace(data=Path(argparse.__file__), out=out, resume=resume, init_from=None, precision="bf16", ep=1)
-    train("fake", args, CONFIG, FakeTrainer)
+    flags = {"init_from": None, "recipe": "bf16", "ep": 1, "device": "cpu"}
+    args = Namespace(data=Path(argparse.__file__), out=out, resume=resume, **flags)
+    train("fake", args, replace(CONFIG, **changes), FakeTrainer)
     return FakeTrainer.first_steps[-1]
 
 
@@ -63,3 +70,32 @@ def test_resume_from_damaged_checkpoints_fails_and_keeps_the_log(tmp_path):
     with pytest.raises(SystemExit, match=r"fake: error: --resume: .*every checkpoint is damaged: step-000002, step-0"):
         run(tmp_path, resume=True)
     assert (tmp_path / LOG_NAME).read_bytes() == log
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [({}, [2, 4]), ({"checkpoint_every": 3}, [3, 4]), ({"checkpoint_every": 0}, [])]
+)
+def test_checkpoints_come_with_evaluations_or_by_their_own_count(tmp_path, every, steps):
+    run(tmp_path, resume=False, **every)
+    assert [int(folder.name.removeprefix("step-")) for folder in step_folders(tmp_path)] == steps
+    assert [r["step"] for r in read_log(tmp_path) if r["kind"] == "eval"] == [0, 2, 4]
+
+
+def test_a_finished_run_is_lengthened(tmp_path):
+    run(tmp_path, resume=False)
+    assert run(tmp_path, resume=True, steps=6, schedule_steps=4) == 4
+    assert [r["step"] for r in read_log(tmp_path) if r["kind"] == "train"] == list(range(6))
+
+
+def test_a_longer_run_has_the_schedule_of_its_checkpoint(tmp_path):
+    run(tmp_path, resume=False)
+    with pytest.raises(SystemExit, match="another run: schedule_steps is 4 there and 6 here"):
+        run(tmp_path, resume=True, steps=6)
+
+
+def test_a_run_is_not_shortened(tmp_path):
+    run(tmp_path, resume=False)
+    with pytest.raises(
+        SystemExit, match=r"--steps: got 3 with --resume; allowed: at least 4, the step of .*step-000004"
+    ):
+        run(tmp_path, resume=True, steps=3, schedule_steps=4)

@@ -1,13 +1,14 @@
 """Both training scripts on a tiny model, started from the command line.
 
-Their curves agree: PyTorch and JAX, one rank and two. A killed run resumes exactly. Each framework starts and resumes
-from the other's checkpoints.
+Their curves agree: PyTorch and JAX, one rank and two. A killed run resumes exactly, and a run in two parts is the run
+in one. JAX trains in two processes as in one. Each framework starts and resumes from the other's checkpoints.
 """
 
 import argparse
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,12 +28,15 @@ TINY = PRESETS["tiny"]
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
+RECIPE = "mxfp8_wgrad_with_hp"
+
+
 def start(framework: str, ep: int, out: Path, *flags: str) -> subprocess.Popen:
-    """Start a training with the command of the script's docstring, on one text file."""
+    """Start a training with the command of the script's docstring, on one text file, on the CPU."""
     launcher = (*TORCHRUN, str(ep), "-m") if framework == "torch" and ep > 1 else ()
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", "--preset", "tiny", "--ep", str(ep)]
-    command += ["--out", str(out), "--data", argparse.__file__, *flags]
+    command += ["--out", str(out), "--data", argparse.__file__, "--device", "cpu", *flags]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -67,12 +71,12 @@ def assert_curves_agree(left: Path, right: Path) -> None:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """run(framework, ep, precision) returns the folder of an uninterrupted tiny run. Each run happens once."""
+    """run(framework, ep, recipe) returns the folder of an uninterrupted tiny run. Each run happens once."""
 
     @cache
-    def make(framework: str, ep: int, precision: str = "mxfp8") -> Path:
-        out = tmp_path_factory.mktemp("runs") / f"{framework}-{ep}-{precision}"
-        return train(framework, ep, out, "--precision", precision)
+    def make(framework: str, ep: int, recipe: str = RECIPE) -> Path:
+        out = tmp_path_factory.mktemp("runs") / f"{framework}-{ep}-{recipe}"
+        return train(framework, ep, out, "--recipe", recipe)
 
     return make
 
@@ -85,9 +89,9 @@ def test_two_ranks_train_like_one(run, framework):
     assert losses(one)["train", TINY.steps - 1] < losses(one)["train", 0] - 0.5
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
-def test_torch_trains_like_jax(run, precision):
-    torch, jax = run("torch", 2, precision), run("jax", 2, precision)
+@pytest.mark.parametrize("recipe", ["bf16", RECIPE])
+def test_torch_trains_like_jax(run, recipe):
+    torch, jax = run("torch", 2, recipe), run("jax", 2, recipe)
     assert_curves_agree(torch, jax)
     # Weights are equal at step 0, so the first losses differ by the bf16 rounding of the experts alone.
     assert values(torch, "loss")[0] == pytest.approx(values(jax, "loss")[0], rel=1e-4)
@@ -95,7 +99,7 @@ def test_torch_trains_like_jax(run, precision):
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_mxfp8_trains_like_bf16_but_is_not_bf16(run, framework):
-    bf16, mxfp8 = (list(losses(run(framework, 2, p)).values()) for p in ("bf16", "mxfp8"))
+    bf16, mxfp8 = (list(losses(run(framework, 2, p)).values()) for p in ("bf16", RECIPE))
     np.testing.assert_allclose(mxfp8, bf16, rtol=1e-2)
     assert mxfp8 != bf16
 
@@ -106,7 +110,7 @@ def test_torch_and_jax_reach_the_same_weights(run):
     for framework in ("torch", "jax"):
         folder = run(framework, 2, "bf16")
         (header,) = (r for r in read_log(folder) if r["kind"] == "run")
-        config = {k: v for k, v in header.items() if k not in ("kind", "framework", "ep")}
+        config = {k: v for k, v in header.items() if k not in ("kind", "framework", "ep", "device")}
         assert config["train_bytes"] + config["held_out_bytes"] == Path(argparse.__file__).stat().st_size
         states[framework] = load_checkpoint(folder, config)
     start = initial_weights(TINY)
@@ -140,6 +144,14 @@ def test_a_run_resumes_in_the_other_framework_on_one_rank(run, tmp_path, writer,
     assert (values(out, "loss")[after:] != values(uninterrupted, "loss")[after:]).any()
 
 
+def assert_same_run(left: Path, right: Path) -> None:
+    """The same training losses and, at the end, the same weights and moments, to the byte."""
+    assert values(left, "loss").tolist() == values(right, "loss").tolist()
+    checkpoint = f"step-{TINY.steps:06d}"
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        assert (left / checkpoint / name).read_bytes() == (right / checkpoint / name).read_bytes()
+
+
 def kill_in_the_middle(framework: str, ep: int, out: Path) -> None:
     """Start a run and send SIGKILL after its first checkpoint: to one rank under torchrun, else to the process."""
     process = start(framework, ep, out)
@@ -162,16 +174,38 @@ def test_a_killed_run_resumes_exactly(run, tmp_path, framework):
     uninterrupted, killed = run(framework, 2), tmp_path / "killed"
     kill_in_the_middle(framework, 2, killed)
     train(framework, 2, killed, "--resume")
-    assert losses(killed) == losses(uninterrupted)
-    for name in ("weights.safetensors", "optimizer.safetensors"):
-        checkpoint = f"step-{TINY.steps:06d}"
-        assert (killed / checkpoint / name).read_bytes() == (uninterrupted / checkpoint / name).read_bytes()
+    assert_same_run(killed, uninterrupted)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_run_in_two_parts_is_the_run_in_one(run, tmp_path, framework):
+    half = str(TINY.steps // 2)
+    train(framework, 1, tmp_path / "parts", "--steps", half, "--schedule-steps", str(TINY.steps), "--eval-every", half)
+    train(framework, 1, tmp_path / "parts", "--resume")
+    assert_same_run(tmp_path / "parts", run(framework, 1))
+
+
+def test_jax_trains_in_two_processes_as_in_one(run, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ("--recipe", "bf16", "--coordinator", coordinator, "--num-processes", "2", "--process-id")
+    processes = [start("jax", 2, tmp_path / "out", *flags, str(i)) for i in range(2)]
+    errors = [finish(process) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert_same_run(tmp_path / "out", run("jax", 2, "bf16"))
 
 
 @pytest.mark.parametrize(
     ("framework", "flags", "message"),
     [
         ("torch", ("--ep", "2"), "--ep: got 2 with 1 process"),
+        ("torch", ("--device", "gpu"), "--device: got gpu for process 0 of this machine, which has 0 GPU(s)"),
+        ("jax", ("--device", "gpu"), "--device: got gpu"),
+        ("jax", ("--ep", "2", "--num-processes", "2"), "--coordinator: got None with --num-processes 2"),
+        ("jax", ("--process-id", "1"), "--process-id: got 1; allowed: 0 to 0"),
+        ("jax", ("--num-processes", "3"), "--num-processes: got 3; allowed: divisors of --ep 1"),
+        ("jax", ("--local-devices", "0"), "--local-devices: got [0] with one process"),
         ("jax", ("--data", "nowhere"), "--data: got 'nowhere', which does not exist"),
         ("jax", ("--init-from", "nowhere"), "--init-from: got 'nowhere'; allowed: a checkpoint folder"),
     ],
@@ -189,4 +223,4 @@ def test_a_folder_with_a_run_is_not_overwritten(run):
     error = finish(process)
     assert process.returncode != 0
     assert "already holds a run; pass --resume" in error
-    assert describe(TINY, precision="mxfp8").items() <= read_log(run("jax", 2))[0].items()
+    assert describe(TINY, recipe=RECIPE).items() <= read_log(run("jax", 2))[0].items()

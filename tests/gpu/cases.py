@@ -168,6 +168,11 @@ def _combine_bwd(rng: Rng, m: int) -> Tensors:
     return _finite(rng, m, 72), _finite(rng, num_rows, 72), slots.view(m, 2).int(), order.int(), probs
 
 
+def _combine_bwd_row(rng: Rng, m: int) -> Tensors:
+    dy, rows, *maps = _combine_bwd(rng, m)
+    return dy[:, :64].contiguous(), rows[:, :64].contiguous(), *maps
+
+
 def _unweighted(make: Callable[[Rng, int], Tensors]) -> Callable[[Rng, int], Tensors]:
     return lambda rng, m: (*make(rng, m)[:-1], torch.empty(0))
 
@@ -182,6 +187,23 @@ def _swiglu_bwd(rng: Rng, m: int) -> Tensors:
 
 def _grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
     return _finite(rng, m, K), _finite(rng, GROUPS, N, K), _ends(rng, m)
+
+
+def _grouped_mm_bf16_kn(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = _grouped_mm_bf16(rng, m)
+    return lhs, rhs_t.mT.contiguous(), ends
+
+
+def _grouped_mm_bf16_kn_sum(rng: Rng, m: int) -> Tensors:
+    *pair, ends = _grouped_mm_bf16_kn(rng, m)
+    return *pair, *_grouped_mm_bf16_kn(rng, m)[:2], ends
+
+
+def _kn_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    """A contraction dim that is no multiple of a stage: a stage does not reach into the weights of the next group."""
+    rhs = _finite(rng, GROUPS, 200, 808)
+    rhs[1:, :56] = torch.nan
+    return _finite(rng, m, 200), rhs, torch.full((3,), m - m // 8, dtype=torch.int32)
 
 
 def _ragged(rng: Rng, m: int) -> Tensor:
@@ -301,6 +323,7 @@ CASES = {
     "combine": _case("combine", _combine),
     "combine_unweighted_fp32": _case("combine", _unweighted(_combine), out_dtype="float32"),
     "combine_bwd": _case("combine_bwd", _combine_bwd),
+    "combine_bwd_row": _case("combine_bwd_row", _combine_bwd_row),
     "combine_bwd_unweighted": _case("combine_bwd", _unweighted(_combine_bwd)),
     **{f"swiglu{to}": _case(f"swiglu{to}", _swiglu) for to in ("", "_row", "_col")},
     **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", _swiglu_bwd) for to in ("", "_row", "_col", "_both")},
@@ -316,6 +339,9 @@ CASES = {
     "grouped_wgrad_mx": Case("grouped_wgrad_mx", _grouped_wgrad_mx, multiple=32),
     "grouped_wgrad_bf16": _case("grouped_wgrad_bf16", _grouped_wgrad_bf16),
     "grouped_wgrad_bf16_t": Case("grouped_wgrad_bf16_t", _wgrad_t, multiple=32),
+    "grouped_mm_bf16_kn": _case("grouped_mm_bf16_kn", _grouped_mm_bf16_kn),
+    "grouped_mm_bf16_kn_sum": _case("grouped_mm_bf16_kn_sum", _grouped_mm_bf16_kn_sum),
+    "grouped_mm_bf16_kn_tiles": _case("grouped_mm_bf16_kn", _kn_of_many_tiles, out_dtype="float32"),
     "grouped_mm_bf16_tiles": _case("grouped_mm_bf16", _mm_of_many_tiles, out_dtype="float32"),
     "grouped_wgrad_bf16_tiles": _case("grouped_wgrad_bf16", _wgrad_of_many_tiles, out_dtype="float32"),
     "grouped_wgrad_bf16_t_tiles": Case(

@@ -159,6 +159,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.fold_rows": {"q": Q, "sf": SF},
     "ops.count_fold_loss": {"q": Q, "sf": SF, "target": SF},
     "ops.grouped_mm_bf16": products("lhs rhs_t", X, W),
+    "ops.grouped_mm_bf16_kn": products("lhs rhs", X, W.mT),
     "ops.grouped_mm_fold": products(FOLDED, *XF, *WF),
     "ops.grouped_mm_fold_bias": {**products(FOLDED, *XF, *WF), "bias": normal(G, N, dtype="float32")},
     "ops.grouped_mm_mx": products(QUANTIZED, Q, SF, WQ, WSF),

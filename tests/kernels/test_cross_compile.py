@@ -20,6 +20,7 @@ from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.formats import packed_width, spans
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
+from mxep.core_kernels.grouped_gemm import plan_kn
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
@@ -121,6 +122,9 @@ CASES = {
     "combine_bwd top 1": Case(
         combine.combine_bwd, (bf16(M, K), bf16(ROWS, K), i32(M, 1), i32(ROWS), f32(M, 1)), {}, VECTORS
     ),
+    "combine_bwd_row": Case(
+        combine.combine_bwd_row, (bf16(M, K), bf16(ROWS, K), i32(M, TOP_K), i32(ROWS), f32(M, TOP_K)), {}, VECTORS
+    ),
     "combine_bwd unweighted": Case(
         combine.combine_bwd, (bf16(M, K), bf16(ROWS, K), i32(M, TOP_K), i32(ROWS), f32(0)), {}, ("st.global.v4.b32",)
     ),
@@ -152,6 +156,10 @@ CASES = {
     "grouped_wgrad_mx": Case(grouped_gemm.grouped_wgrad_mx, (*mx(N, M), *mx(K, M), i32(GROUPS)), {}, ("mx mma",)),
     "grouped_wgrad_mx f32": Case(
         grouped_gemm.grouped_wgrad_mx, (*mx(N, M), *mx(K, M), i32(GROUPS)), {"out_dtype": "float32"}, ("mx mma",)
+    ),
+    "grouped_mm_bf16_kn": Case(plan_kn.grouped_mm_bf16_kn, (bf16(M, K), bf16(GROUPS, K, N), i32(GROUPS)), {}, ("mma",)),
+    "grouped_mm_bf16_kn_sum": Case(
+        plan_kn.grouped_mm_bf16_kn_sum, (*(bf16(M, K), bf16(GROUPS, K, N)) * 2, i32(GROUPS)), {}, ("mma",)
     ),
     "grouped_wgrad_bf16": Case(grouped_gemm.grouped_wgrad_bf16, (bf16(M, N), bf16(M, K), i32(GROUPS)), {}, ("mma",)),
     "grouped_wgrad_bf16_t": Case(
@@ -327,9 +335,12 @@ SMALL = {
     "swiglu_bwd_row": (swiglu.swiglu_bwd_row, (bf16(1, 32), *glu(1, 32, False))),
     "combine": (combine.combine, (bf16(1, 3), i32(1, 1), f32(1, 1))),
     "combine_bwd": (combine.combine_bwd, (bf16(1, 3), bf16(1, 3), i32(1, 1), i32(1), f32(1, 1))),
+    "combine_bwd_row": (combine.combine_bwd_row, (bf16(1, 32), bf16(1, 32), i32(1, 1), i32(1), f32(1, 1))),
     "grouped_mm_mx": (grouped_gemm.grouped_mm_mx, (*mx(1, 32), *mx(1, 8, 32), i32(1))),
     "grouped_wgrad_mx": (grouped_gemm.grouped_wgrad_mx, (*mx(8, 32), *mx(8, 32), i32(1))),
     "grouped_mm_bf16": (grouped_gemm.grouped_mm_bf16, (bf16(1, 5), bf16(1, 3, 5), i32(1))),
+    "grouped_mm_bf16_kn": (plan_kn.grouped_mm_bf16_kn, (bf16(1, 5), bf16(1, 5, 3), i32(1))),
+    "grouped_mm_bf16_kn_sum": (plan_kn.grouped_mm_bf16_kn_sum, (*(bf16(1, 5), bf16(1, 5, 3)) * 2, i32(1))),
     "grouped_wgrad_bf16": (grouped_gemm.grouped_wgrad_bf16, (bf16(1, 3), bf16(1, 5), i32(1))),
     "grouped_wgrad_bf16_t": (grouped_gemm.grouped_wgrad_bf16_t, (bf16(3, 1), bf16(5, 1), i32(1))),
     "grouped_mm_fold": (folded_gemm.grouped_mm_fold, (u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8), i32(1))),

@@ -126,13 +126,16 @@ def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> Non
 def test_the_bf16_products_are_tensor_core_instructions_of_hopper_for_either_layout() -> None:
     """Operands with a contiguous contraction dim, or (tokens, N) and (tokens, K), which the tensor core transposes."""
     of = {key: code for key, code in kernels("-sass").items() if "bf16_product" in key[1]}
-    assert len(of) == 6, "M-grouped, K-grouped and K-grouped of transposed operands, in bf16 and fp32"
+    assert len(of) == 10, "M-grouped with either layout of the weights, a sum, K-grouped with either, in bf16 and fp32"
+    transposed = []
     for (target, name), code in of.items():
         assert target == "sm_90a"
         products = re.findall(r"\bHGMMA\.64x256x16\.F32\.BF16 R\d+, gdesc\[\w+\](\S*),", code)
         assert products, name
-        assert set(products) == {".tnspA.tnspB" if "bf16_productILb1ELb1E" in name else ""}, name
+        transposed.append(products[0])
+        assert set(products) == {transposed[-1]}, name
         assert "UTMALDG.2D.MULTICAST" in code, name
+    assert sorted(transposed) == sorted(["", "", ".tnspB", ".tnspB"] * 2 + [".tnspA.tnspB"] * 2)
     assert "its CUDA kernel was compiled for sm_90," in cpp_bindings.why_not_cuda("grouped_mm_bf16", (10, 0))
 
 

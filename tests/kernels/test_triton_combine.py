@@ -18,7 +18,9 @@ def combine_case(tokens: int, top_k: int, padding: int) -> tuple[np.ndarray, np.
     return slots.reshape(tokens, top_k), order
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "padding", "d"), [(1, 1, 0, 1), (5, 3, 70, 33), (65, 8, 5, 200)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "padding", "d"), [(1, 1, 0, 1), (5, 3, 70, 33), (65, 8, 5, 200), (5, 3, 70, 96)]
+)
 def test_combine(triton_op, tokens, top_k, padding, d):
     slots, order = combine_case(tokens, top_k, padding)
     rng = np.random.default_rng(d)
@@ -32,6 +34,10 @@ def test_combine(triton_op, tokens, top_k, padding, d):
         got = triton_op(combine.combine_bwd, dy, rows, slots, order, p)
         for g, w in zip(got, oracle.combine_bwd(dy, rows, slots, order, p), strict=True):
             np.testing.assert_array_equal(g, w)
+        if d % 32 == 0:
+            got = triton_op(combine.combine_bwd_row, dy, rows, slots, order, p)
+            for g, w in zip(got, oracle.combine_bwd_row(dy, rows, slots, order, p), strict=True):
+                np.testing.assert_array_equal(g, w)
 
 
 def test_past_2_31_elements():

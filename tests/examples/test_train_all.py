@@ -1,0 +1,67 @@
+"""Which runs `examples.train_all` starts, with which flags, and what it says of a run that fails."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import plot_curves, train_all
+from examples.config import PRESETS, describe
+from examples.runlog import RunLog
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands of the runs, which write a log and succeed, and "plot" for the plot."""
+    found = []
+
+    def run(command, env):
+        found.append(command)
+        flag = {command[i]: command[i + 1] for i in range(1, len(command) - 1) if command[i].startswith("--")}
+        if flag["--recipe"] == "fp8_rowwise":
+            return subprocess.CompletedProcess(command, 1)
+        header = describe(PRESETS["tiny"], device="NVIDIA H200", ep=int(flag["--ep"]))
+        log = RunLog(Path(flag["--out"]), PRESETS["tiny"], 0, header, write=True)
+        for step in range(3):
+            log.step()
+            log.train(step, {"loss": 5.5}, peak_nbytes=2**30)
+        log.close()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(plot_curves, "main", lambda argv: found.append("plot"))
+    return found
+
+
+def test_four_runs_then_the_plot(commands, tmp_path, capsys):
+    train_all.main(["--out", str(tmp_path), "--preset", "tiny"])
+    assert [Path(c[c.index("--out") + 1]).name for c in commands[:-1]] == [
+        "torch-bf16",
+        "torch-mxfp8_wgrad_with_hp",
+        "jax-bf16",
+        "jax-mxfp8_wgrad_with_hp",
+    ]
+    assert commands[-1] == "plot"
+    assert commands[0] == [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+        "examples.train_torch", "--ep", "2", "--recipe", "bf16", "--out", str(tmp_path / "torch-bf16"),
+        "--preset", "tiny",
+    ]  # fmt: skip
+    assert commands[2][:3] == [sys.executable, "-m", "examples.train_jax"]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert all("of the bf16 peak), at most 1.0 GiB" in line for line in lines)
+
+
+def test_other_runs_go_on_when_one_fails(commands, tmp_path):
+    flags = ["--out", str(tmp_path), "--frameworks", "torch", "--recipes", "fp8_rowwise", "bf16", "--ep", "1"]
+    with pytest.raises(SystemExit, match="train_all: error: failed: torch-fp8_rowwise"):
+        train_all.main(flags)
+    assert len(commands) == 2
+
+
+def test_one_framework_is_not_compared(commands, tmp_path, capsys):
+    train_all.main(["--out", str(tmp_path), "--frameworks", "jax"])
+    assert "plot" not in commands
+    assert "no curves: the comparison needs torch and jax, and bf16" in capsys.readouterr().out
