@@ -47,6 +47,7 @@ class Call(NamedTuple):
     op: str
     inputs: tuple[ArrayType, ...]
     out: tuple[ArrayType, ...]
+    attrs: Mapping[str, int] = _NONE
 
 
 class Tiling(NamedTuple):
@@ -118,7 +119,7 @@ class KernelOp:
     def launch(self, *inputs: ArrayType, arch: str, **options: Any) -> Launch:
         """Check a call and tile it for "interpreter", "sm_90" or another architecture of tiles.py."""
         out, attrs, _ = self.signature(*inputs, **options)
-        tiling = self.tile(Call(self.name, inputs, out), arch)
+        tiling = self.tile(Call(self.name, inputs, out, attrs), arch)
         return Launch(
             out,
             tiling.scratch,

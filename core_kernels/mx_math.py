@@ -12,7 +12,7 @@ emits `mul.f32` without `.ftz`, and the cross-compilation test checks the PTX fo
 import triton
 import triton.language as tl
 
-from .formats import BLOCK, Rounding
+from .formats import BLOCK, EXP2_COEFFICIENTS, LOG2E, Rounding
 
 BLOCK_MX: tl.constexpr = tl.constexpr(BLOCK)
 RCEIL: tl.constexpr = tl.constexpr(int(Rounding.RCEIL))
@@ -21,6 +21,10 @@ F32_INF: tl.constexpr = tl.constexpr(0x7F800000)
 F32_NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 F32_MIN_SCALE: tl.constexpr = tl.constexpr(0x00400000)
 """2^-127, the smallest E8M0 value: an fp32 subnormal."""
+MINUS_LOG2E: tl.constexpr = tl.constexpr(-LOG2E)
+C1, C2, C3, C4, C5 = map(tl.constexpr, EXP2_COEFFICIENTS)
+MAGIC: tl.constexpr = tl.constexpr(12583039.0)
+"""1.5 * 2^23 + 127. Adding it to a value in [-127, 0] leaves the nearest integer plus 127 in the low bits."""
 
 
 @triton.jit
@@ -79,6 +83,29 @@ def reciprocal(x, HW_CAST: tl.constexpr):
         return tl.fma(near, tl.fma(-x, near, tl.full(x.shape, 1.0, tl.float32)), near)
     else:
         return 1.0 / x
+
+
+@triton.jit
+def exp_minus(a, HW_CAST: tl.constexpr):
+    """e^-a of a >= 0 as 2^(-a log2 e), the same bits everywhere; below 2^-126 it is 0. Of NaN it is 0 or NaN."""
+    y = tl.maximum(a * MINUS_LOG2E, -127.0)
+    m = y + MAGIC
+    f = y - (m - MAGIC)
+    p = tl.full(f.shape, C5, tl.float32)
+    p = fma(p, f, tl.full(f.shape, C4, tl.float32), HW_CAST)
+    p = fma(p, f, tl.full(f.shape, C3, tl.float32), HW_CAST)
+    p = fma(p, f, tl.full(f.shape, C2, tl.float32), HW_CAST)
+    p = fma(p, f, tl.full(f.shape, C1, tl.float32), HW_CAST)
+    p = fma(p, f, tl.full(f.shape, 1.0, tl.float32), HW_CAST)
+    return p * (m.to(tl.uint32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sigmoid(g, HW_CAST: tl.constexpr):
+    """1 / (1 + e^-g) through t = e^-|g|, the same bits everywhere."""
+    t = exp_minus(tl.abs(g), HW_CAST)
+    r = reciprocal(1.0 + t, HW_CAST)
+    return tl.where(g < 0, t * r, r)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """mxep for JAX: MXFP8 grouped products, expert parallelism inside shard_map and a complete Mixture-of-Experts layer.
 
 The layer      moe.init, moe.apply, MoEConfig, MoEStats
+The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
 Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
@@ -56,6 +57,9 @@ from .pipeline import combine as combine
 from .pipeline import dispatch as dispatch
 from .pipeline import dispatch_probs as dispatch_probs
 from .ragged_dot import ragged_dot_mxfp8 as ragged_dot_mxfp8
+from .router import Routing as Routing
+from .router import route as route
+from .router import update_selection_bias as update_selection_bias
 from .swiglu import swiglu as swiglu
 from .weighted_combine import weighted_combine as weighted_combine
 from .weights import QuantizedWeights as QuantizedWeights

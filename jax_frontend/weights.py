@@ -103,12 +103,15 @@ def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
 
 
 def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` and `quantize_transposed` from one read of w. MXFP8 is not dequantized here."""
-    if form_of(recipe) == "row":
+    """`quantize_rows` and `quantize_transposed` from one op unless they are scaled by row. MXFP8 is not dequantized
+    here."""
+    form = form_of(recipe)
+    if form == "row":
         return quantize_rows(w, recipe), quantize_rows(w.mT, recipe)
+    if form == "fold":
+        qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding=recipe.rounding)
+        return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding=recipe.rounding)
-    if form_of(recipe) == "fold":
-        return Folded(*ops.fold_rows(q, sf)), Folded(*ops.fold_rows(q_t, sf_t))
     return (q, sf), (q_t, sf_t)
 
 

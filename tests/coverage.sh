@@ -3,21 +3,25 @@
 #
 #   extension built to count lines --> tests --> coverage report (Python), gcovr (C++)
 #
-# One process at a time: a worker of pytest-xdist ends without writing gcov's counts. `make test` builds the usual
-# extension again. Reports and data are in build/coverage.
+# The processes are those of `make test`, which builds the usual extension again. tests/gcov.py has each of them write its
+# counts of C++ lines. Reports, data and the build are in build/coverage.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$PWD/.venv/bin out=$PWD/build/coverage
 export PATH=$bin:$PATH OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 COVERAGE_FILE=$out/python
+export XLA_FLAGS=--xla_backend_optimization_level=1
 rm -rf "$out" .venv/.dev && mkdir -p "$out"
 
 # Several threads count the same line, and tests run in other folders.
-CXXFLAGS="--coverage -fprofile-update=atomic -fprofile-abs-path" LDFLAGS=--coverage \
-  "$bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable .
-find build -name '*.gcda' -delete
+CXXFLAGS="--coverage -fprofile-update=atomic -fprofile-abs-path" LDFLAGS="--coverage -Wl,-u,__gcov_dump" \
+  "$bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
+  --config-settings=build-dir="$out/build"
 
-measure() { "$bin/python" -m pytest --cov --cov-append --cov-report= --durations=0 "$@"; }
+measure() {
+  "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.gcov \
+    --cov --cov-append --cov-report= --durations=0 "$@"
+}
 TRITON_INTERPRET=1 measure tests/conformance tests/kernels | tee "$out/interpreter.log"
 measure | tee "$out/normal.log"
 "$bin/python" -m coverage report --show-missing | tee "$out/python.txt"
-"$bin/python" -m gcovr --root . --filter core_kernels --filter cpp_bindings --merge-lines build | tee "$out/cpp.txt"
+"$bin/python" -m gcovr --root . --filter core_kernels --filter cpp_bindings --merge-lines "$out/build" | tee "$out/cpp.txt"

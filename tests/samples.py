@@ -19,6 +19,7 @@ def _types(dtype: str, **shapes: tuple[int, ...]) -> dict[str, ArrayType]:
 SQUARE, COLUMN, ROW = (SIZE, SIZE), (SIZE, 1), (SIZE,)
 TYPES = {
     **_types("bfloat16", x=SQUARE, gate=SQUARE, up=SQUARE, dh=SQUARE, rows=SQUARE, dy=SQUARE),
+    **_types("float32", logits=SQUARE, dweights=COLUMN, dshares=ROW),
     **_types("bfloat16", lhs=SQUARE, lhs_t=SQUARE, rhs=SQUARE, rhs_t=SQUARE),
     **_types("uint8", q=SQUARE, sf=COLUMN, target=COLUMN, packed=(SIZE, SIZE + 1), blocked=(128, 4)),
     **_types("uint8", lhs_q=SQUARE, lhs_sf=COLUMN, rhs_q=SQUARE, rhs_sf=COLUMN, lhs_qf=SQUARE, rhs_qf=SQUARE),
@@ -31,6 +32,8 @@ WEIGHTS = {
     **_types("bfloat16", rhs_t=(1, SIZE, SIZE)),
 }
 SPECIAL = {
+    "route": _types("float32", bias=ROW),
+    "route_bwd": _types("int32", expert_ids=COLUMN),
     "grouped_mm_mx": WEIGHTS,
     "grouped_mm_bf16": WEIGHTS,
     "grouped_mm_bf16_kn": _types("bfloat16", rhs=(1, SIZE, SIZE)),
@@ -44,6 +47,7 @@ SPECIAL = {
 }
 """Op -> types of its arrays that differ."""
 OPTIONS: dict[str, dict[str, Any]] = {
+    "route": {"top_k": 1},
     "sort_by_expert": {"num_experts": 1},
     "row_map": {"num_rows": SIZE, "num_local_experts": 1},
     "unblock_scales": {"num_rows": SIZE, "num_scales": 1},

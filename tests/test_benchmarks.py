@@ -54,7 +54,7 @@ def test_every_op_is_checked_compared_and_reported(tmp_path: Path, monkeypatch: 
     assert {line.op for line in lines} == {*families.NAMES, "host_overhead"}
     for name in families.NAMES:
         found = {b.what for line in lines if line.op == name and (b := bars.bar(asdict(line)))}
-        assert found == {"us" if name == "routing" else "of a copy", "JAX / torch"}
+        assert found == {"us" if name in bars.AT_MOST_US else "of a copy", "JAX / torch"}
 
     peers = [line for line in lines if "peer_values_that_differ" in line.error]
     assert {line.peer for line in peers} == {"torch_compile", "jax_jit"}

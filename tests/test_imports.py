@@ -43,6 +43,7 @@ BELOW = {
     "scale_layout": set(),
     "fold": {"quantize"},
     "swiglu": {"quantize"},
+    "router": {"swiglu"},
     "combine": {"quantize"},
     "grouped_gemm": {"quantize", "fold"},
 }

@@ -1,6 +1,7 @@
 """mxep for PyTorch: MXFP8 grouped products, expert parallelism and a complete Mixture-of-Experts layer.
 
 The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel
+The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights, QuantizedWeights
 Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
@@ -49,6 +50,9 @@ from .pipeline import Route as Route
 from .pipeline import combine as combine
 from .pipeline import dispatch as dispatch
 from .pipeline import dispatch_probs as dispatch_probs
+from .router import Routing as Routing
+from .router import route as route
+from .router import update_selection_bias as update_selection_bias
 from .swiglu import swiglu as swiglu
 from .torchao import ScaleCalculationMode as ScaleCalculationMode
 from .torchao import _to_mxfp8_then_scaled_grouped_mm as _to_mxfp8_then_scaled_grouped_mm

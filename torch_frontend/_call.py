@@ -93,7 +93,7 @@ def allocate(outputs: Outputs, index: int | None) -> tuple[Tensor, ...]:
     return tuple(torch.empty(shape, dtype=dtype, device="cpu") for shape, _, dtype in zip(*outputs, strict=True))
 
 
-def call(op: KernelOp, *tensors: Tensor, **options: int | bool | str) -> tuple[Tensor, ...]:
+def call(op: KernelOp, *tensors: Tensor, **options: int | bool | float | str) -> tuple[Tensor, ...]:
     """Run one op on dense tensors of one device and return its outputs, freshly allocated.
 
     Raises ValueError, TypeError (see `prepare` and `KernelOp.check`) and NotImplementedError where the device or the

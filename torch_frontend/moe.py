@@ -1,10 +1,11 @@
 """A complete Mixture-of-Experts layer, with expert parallelism on or off.
 
-    x (T, D) --router--> top_k experts and probabilities p per token
+    x (T, D) --router (router.py)--> top_k experts and probabilities p per token
        |
        '--sort_by_expert--> replicas --dispatch--> groups (P, D) --experts (ffn.py)--> groups (P, D)
                                                                                           |
     y (T, D) <------------------ sum over a token's replicas, weighted by p <--combine----'
+       '--shared expert (every token)--> added to y
 
 prob_in = "swiglu": p is sent with the rows, the experts compute w2 (p silu(w1 x) * w3 x), and the last sum is
 unweighted. Its gradient reads no rows, so none are saved: T K D 2 bytes of activations less, for 4 bytes a row on the
@@ -14,16 +15,16 @@ T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups 
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._call import require_tensor
 from ._checks import (
@@ -42,10 +43,11 @@ from ._torch_private import version_of
 from .ffn import swiglu_ffn
 from .permute import sort_by_expert
 from .pipeline import TokenReplicas, combine, dispatch_over, dispatch_probs, refuse
+from .router import GroupScore, Routing, ScoreFunc, chosen_outside, router_logits
+from .router import route as choose_experts
 from .shards import Ranks, replicated, sharded
 from .weights import QuantizedWeights, outlives_forward, quantize_weights
 
-SCORES = ("softmax", "sigmoid")
 PROB_IN = ("combine", "swiglu")
 
 
@@ -55,18 +57,14 @@ class MoEStats(NamedTuple):
     counts: (E,) int32, rows of each expert, summed over the ranks that share the experts.
     aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
         Transformer, equation 4). The fractions cover the tokens of all ranks, the probabilities those of this rank. The
-        mean of aux_loss over the ranks is the auxiliary loss of their batch, and the same holds for its gradient.
+        mean of aux_loss over the ranks is the auxiliary loss of their batch, and the same holds for its gradient. 0 if
+        the caller chose the experts.
     overflow: int32 scalar, rows that did not fit; 0, since no row is dropped.
     """
 
     counts: Tensor
     aux_loss: Tensor
     overflow: Tensor
-
-
-def _shares(scores: Tensor) -> Tensor:
-    """Scores divided by their sum along the last dim; zeros if every sigmoid underflowed to zero."""
-    return scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class GroupedExperts(nn.Module):
@@ -236,15 +234,23 @@ def _check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> Non
 class MoE(nn.Module):
     """Mixture of SwiGLU experts with top-k routing.
 
-    dim, hidden_dim: multiples of 32. score_func: "softmax" over all experts or "sigmoid" of each, in fp32. normalize:
-        divide the top_k scores of a token by their sum.
+    dim, hidden_dim: multiples of 32.
+    score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance: the choice of experts and
+        their weights, as in `route`. The router computes in fp32.
+    selection_bias: keep a buffer `selection_bias` (E,) float32, zeros at first, that is added to the scores for the
+        choice; `update_selection_bias` balances the load with it.
+    router_bias: add a learned bias to the logits.
+    shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
+        expert.
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
     prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
         "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient.
-    bias, activation: of the experts, as in `GroupedExperts`.
-    dtype: of the parameters.
+    bias, activation: of the experts, as in `GroupedExperts`. The shared expert has the activation and no bias.
+    dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
 
-    forward(x): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). Expert parallelism is
+    forward(x, experts=None, weights=None): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). experts (..., k)
+    int32 or int64 and weights (..., k) float32 replace the router: the caller has chosen k different experts for each
+    token; y is differentiable in weights. Expert parallelism is
     `parallelize_module(moe, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens, and `MXFP8ExpertParallel`
     documents the loss and the gradients.
 
@@ -256,6 +262,8 @@ class MoE(nn.Module):
     (torch.Size([5, 32]), 10)
     """
 
+    selection_bias: Tensor | None
+
     def __init__(
         self,
         dim: int,
@@ -263,8 +271,16 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        score_func: Literal["softmax", "sigmoid"] = "softmax",
+        score_func: ScoreFunc = "softmax",
         normalize: bool = True,
+        route_scale: float = 1.0,
+        num_groups: int = 1,
+        top_k_groups: int = 1,
+        group_score: GroupScore = "top2",
+        selection_bias: bool = False,
+        force_balance: bool = False,
+        router_bias: bool = False,
+        shared_hidden_dim: int | None = None,
         recipe: Recipe | str = "mxfp8",
         prob_in: Literal["combine", "swiglu"] = "combine",
         bias: bool = False,
@@ -274,38 +290,59 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         _check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts, "top_k": top_k})
-        if not 1 <= top_k <= num_experts:
-            fail(ValueError, "MoE", "top_k", top_k, f"allowed: 1 to num_experts = {num_experts}")
-        if score_func not in SCORES:
-            fail(ValueError, "MoE", "score_func", repr(score_func), f"allowed: {' or '.join(map(repr, SCORES))}")
+        choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
+        self.route_options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
+        check_options("MoE", num_experts, top_k=top_k, **self.route_options)
+        check_flag("MoE", "selection_bias", selection_bias)
+        check_flag("MoE", "router_bias", router_bias)
         if prob_in not in PROB_IN:
             fail(ValueError, "MoE", "prob_in", repr(prob_in), f"allowed: {' or '.join(map(repr, PROB_IN))}")
         self.num_experts, self.top_k = num_experts, top_k
         self.score_func, self.normalize, self.prob_in = score_func, normalize, prob_in
-        self.router = nn.Linear(dim, num_experts, bias=False, dtype=dtype, device=device)
+        self.router = nn.Linear(dim, num_experts, bias=router_bias, dtype=dtype, device=device)
+        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", zeros)
         options = {"bias": bias, "activation": activation}
         self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, **options)
+        self.shared_expert = None
+        if shared_hidden_dim is not None:
+            _check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
+            sizes = dim, shared_hidden_dim, 1
+            self.shared_expert = GroupedExperts(*sizes, recipe, dtype, device, activation=activation)
 
     def reset_parameters(self) -> None:
         self.router.reset_parameters()
         self.experts.reset_parameters()
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
+        if self.selection_bias is not None:
+            self.selection_bias.zero_()
 
-    def weights_held(self) -> AbstractContextManager[None]:
-        """`GroupedExperts.weights_held` of the experts."""
-        return self.experts.weights_held()
+    @contextmanager
+    def weights_held(self) -> Iterator[None]:
+        """`GroupedExperts.weights_held` of the experts and of the shared expert."""
+        with ExitStack() as held:
+            held.enter_context(self.experts.weights_held())
+            if self.shared_expert is not None:
+                held.enter_context(self.shared_expert.weights_held())
+            yield
 
-    def forward(self, x: Tensor) -> tuple[Tensor, MoEStats]:
+    def forward(
+        self, x: Tensor, experts: Tensor | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, MoEStats]:
         ranks = self.experts.expert_parallel
         try:
             self._check(x)
+            outside = chosen_outside("MoE", x, self.num_experts, experts, weights)
         except (TypeError, ValueError):
             if ranks is not None:
                 refuse(ranks)
             raise
         x_TD = x.reshape(-1, x.shape[-1])
-        probs_TK, experts_TK, scores_TE = self._route(x_TD)
+        experts_TK, probs_TK, shares_E = self._route(x_TD) if outside is None else outside
         order, inverse, counts = sort_by_expert(experts_TK, self.num_experts)
-        tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, self.top_k)
+        top_k = experts_TK.shape[1]
+        tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, top_k)
         groups, padded_counts, route = dispatch_over(tokens, counts, self.experts.recipe, ranks)
         if self.prob_in == "swiglu":
             out = self.experts(groups, padded_counts, dispatch_probs(probs_TK, route))
@@ -313,9 +350,11 @@ class MoE(nn.Module):
         else:
             out = self.experts(groups, padded_counts)
             y_TD = combine(out, route, probs_TK, out_dtype=x_TD.dtype)
+        if self.shared_expert is not None:
+            y_TD = y_TD + self._shared(x_TD, ranks).to(y_TD.dtype)
         counts = route.counts
         rows = counts.sum().clamp_min(1)
-        mean_prob_E = scores_TE.sum(0) / (rows / (self.top_k * (ranks.degree if ranks else 1)))
+        mean_prob_E = shares_E / (rows / (top_k * (ranks.degree if ranks else 1)))
         aux_loss = self.num_experts * (counts / rows * mean_prob_E).sum()
         return y_TD.view(x.shape), MoEStats(counts, aux_loss, counts.new_zeros(()))
 
@@ -329,18 +368,23 @@ class MoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != dim:
             fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
 
-    def _route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return probabilities and experts (T, K) of each token's choice, and the scores (T, E) as probabilities.
+    def _route(self, x_TD: Tensor) -> Routing:
+        ranks, bias = self.experts.expert_parallel, self.router.bias
+        bias = None if bias is None else replicated(bias, ranks)
+        logits_TE = router_logits(x_TD, replicated(self.router.weight, ranks), bias)
+        return choose_experts(logits_TE, self.top_k, selection_bias=self.selection_bias, **self.route_options)
 
-        Equal scores are ordered by expert."""
-        router = replicated(self.router.weight, self.experts.expert_parallel)
-        kind = "cpu" if x_TD.is_meta else x_TD.device.type  # meta has no autocast
-        with torch.autocast(kind, enabled=False):
-            logits_TE = F.linear(x_TD.float(), router.float())
-        scores_TE = logits_TE.softmax(-1) if self.score_func == "softmax" else logits_TE.sigmoid()
-        # A stable sort orders equal scores by expert, as JAX's top_k does; torch.topk leaves their order open.
-        sorted_TE, experts_TE = scores_TE.sort(dim=-1, descending=True, stable=True)
-        chosen_TK, experts_TK = sorted_TE[:, : self.top_k], experts_TE[:, : self.top_k]
-        if self.normalize:
-            chosen_TK = _shares(chosen_TK)
-        return chosen_TK, experts_TK, _shares(scores_TE)
+    def _shared(self, x_TD: Tensor, ranks: Ranks | None) -> Tensor:
+        """(T, D) bf16: the shared expert, one group of all tokens. Its weights are those of every rank."""
+        expert = self.shared_expert
+        assert expert is not None
+        parameters = expert.w1, expert.w3, expert.w2
+        weights = tuple(replicated(w, ranks) for w in parameters)
+        if expert._held is not None:
+            weights = expert._held.weights_of(parameters, weights)
+        tokens = x_TD.shape[0]
+        ends = torch.full((1,), tokens, dtype=torch.int32, device=x_TD.device)
+        pad, save_bytes = tokens % BLOCK != 0, all(outlives_forward(w) for w in parameters)
+        options = expert.recipe, pad, save_bytes
+        tokens_TD = x_TD.to(torch.bfloat16)
+        return swiglu_ffn("MoE", tokens_TD, weights, ends, None, *options, activation=expert.activation)

@@ -62,8 +62,8 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
         dout = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), dtype=x.dtype, device=x.device)
     dout_TD = dout.reshape(x_TD.shape).contiguous()
 
-    probs_TK, experts_TK, _ = moe._route(x_TD)
-    order, _, counts = ops.sort_by_expert(experts_TK.reshape(-1).to(torch.int32), moe.num_experts)
+    experts_TK, probs_TK, _ = moe._route(x_TD)
+    order, _, counts = ops.sort_by_expert(experts_TK.reshape(-1), moe.num_experts)
     row_map, _, _, ends = ops.row_map(counts, order.shape[0], moe.num_experts, recipe.alignment)
     slot_P = torch.cat([order, order.new_full((1,), -1)])[row_map]
     token_P = slot_P // top_k  # -1 stays -1

@@ -32,8 +32,8 @@ Gradients = Literal["mean", "sum"]
 class MXFP8ExpertParallel(ParallelStyle):
     """Shard experts over a one-dimensional mesh; every rank has tokens of its own.
 
-    A MoE: its experts become DTensors with `Shard(0)` and its router a DTensor with `Replicate()`, both with the values
-        of the mesh's first rank, so that all ranks start alike.
+    A MoE: its experts become DTensors with `Shard(0)`, its router and shared expert DTensors with `Replicate()`, all
+        with the values of the mesh's first rank, so that all ranks start alike.
     GroupedExperts: the same without a router.
     Another module whose own parameters have experts as dim 0: the caller passes `module(rows, counts)`, with rows (M,
     K)
@@ -50,10 +50,11 @@ class MXFP8ExpertParallel(ParallelStyle):
         the other gradients. Another module of experts takes "sum" alone: this style does not see how it reads its
         weights.
 
-    The backward reduces the router's gradient over the mesh. All weights of a layer are DTensors of one mesh, so
-    `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside of the layer need
-    another group of parameters and another call. With FSDP2 shard the experts over the other dim of the mesh,
-    `fully_shard(moe.experts, mesh=mesh["dp"])`, apply this style to `moe.experts`, and leave the router to the caller.
+    The backward reduces the gradients of the router and of the shared expert over the mesh. All weights of a layer are
+    DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside
+    of the layer need another group of parameters and another call. With FSDP2 shard the experts over the other dim of
+    the mesh, `fully_shard(moe.experts, mesh=mesh["dp"])`, apply this style to `moe.experts`, and leave the router to
+    the caller.
 
     >>> style = MXFP8ExpertParallel(gradients="mean")  # parallelize_module(moe, mesh, style)
 
@@ -86,6 +87,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         _distribute(experts, device_mesh, Shard(0))
         if isinstance(module, MoE):
             _distribute(module.router, device_mesh, Replicate())
+            if module.shared_expert is not None:
+                _distribute(module.shared_expert, device_mesh, Replicate())
         if not ours:
             hooks = _Hooks(recipe, ranks)
             experts.register_forward_pre_hook(hooks.before)

@@ -207,20 +207,20 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
         return KN(w.to(torch.bfloat16).contiguous())
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
-    return _in_form(MX(*ops.quantize_col(w.contiguous(), rounding)), form)
+    x = MX(*ops.quantize_col(w.contiguous(), rounding))
+    return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
 
 
 def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
-    """w (G, N, K) along K, as stored, and along N, transposed. One read of w makes both if they are MX."""
+    """w (G, N, K) along K, as stored, and along N, transposed, from one op unless they are scaled by row."""
+    w = w.contiguous()
     if form == "row":
-        w_t = w.transpose(-2, -1).contiguous()
-        return quantize_rows(w.contiguous(), form, rounding), quantize_rows(w_t, form, rounding)
-    q, sf, q_t, sf_t = ops.quantize_both(w.contiguous(), rounding)
-    return _in_form(MX(q, sf), form), _in_form(MX(q_t, sf_t), form)
-
-
-def _in_form(x: MX, form: Form) -> Quantized:
-    return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
+        return quantize_rows(w, form, rounding), quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
+    if form == "fold":
+        qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding)
+        return Folded(qf, row_sf), Folded(qf_t, col_sf)
+    q, sf, q_t, sf_t = ops.quantize_both(w, rounding)
+    return as_multiplied(MX(q, sf)), as_multiplied(MX(q_t, sf_t))
 
 
 def quantize_rows(x: Tensor, form: Form, rounding: int) -> Quantized:

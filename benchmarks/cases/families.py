@@ -5,12 +5,12 @@ The grouped products and the layer have runs of their own: grouped_gemm.py and m
 
 from collections.abc import Iterator
 
-from . import combine, fold, permute, quantize, routing, swiglu
+from . import combine, fold, permute, quantize, router, routing, swiglu
 from .case import Call, Case
 from .shapes import Layer
 
-_MODULES = {"quantize": quantize, "fold": fold, "permute": permute, "routing": routing, "swiglu": swiglu,
-            "combine": combine}  # fmt: skip
+_MODULES = {"quantize": quantize, "fold": fold, "permute": permute, "router": router, "routing": routing,
+            "swiglu": swiglu, "combine": combine}  # fmt: skip
 OPS: dict[str, tuple[str, ...]] = {family: module.OPS for family, module in _MODULES.items()}
 """Family -> names of the ops measured."""
 NAMES = tuple(name for names in OPS.values() for name in names)

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 import torch
-from mxep.core_kernels.fold import plan_both, plan_requantize
+from mxep.core_kernels.fold import plan_both, plan_matrix, plan_requantize
 from mxep.core_kernels.formats import BLOCK, SPAN, spans
 
 from .case import Call, Case, Tensors, one, rows_part, values
 from .shapes import Layer
 
-OPS = ("quantize_row_fold", "quantize_both_fold", "requantize_col_fold")
+OPS = ("quantize_row_fold", "quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold")
 
 
 def group_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
@@ -33,3 +33,7 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     op, mx = "requantize_col_fold", call("quantize_row", x)
     yield Case(op, {**shape, "G": g}, (*mx, ends), one(op), group_part, g * length, length, op,
                scratch=plan_requantize.scratch_bytes(m, k, g))  # fmt: skip
+    del x, mx
+    op, n = "quantize_matrix_fold", layer.hiddens[0]
+    yield Case(op, {"G": g, "N": n, "K": k}, (values(g, n, k, device=device),), one(op), rows_part, g, slice_=1,
+               formula=op, scratch=4 * plan_matrix.scratch_words(g, n, k))  # fmt: skip

@@ -19,6 +19,7 @@ OF_A_COPY = {
     "quantize_both": 0.85,
     "quantize_both_fold": 0.75,
     "requantize_col_fold": 0.55,
+    "quantize_matrix_fold": 0.55,
     "permute_mx": 0.85,
     "unpermute": 0.85,
     "combine": 0.85,
@@ -27,7 +28,7 @@ OF_A_COPY = {
     "swiglu_both_bwd": 0.85,
     "quantize_weights": 0.80,
 }
-AT_MOST_US = {"routing": 100.0, "host_overhead": 30.0}
+AT_MOST_US = {"route": 100.0, "route_bwd": 100.0, "routing": 100.0, "host_overhead": 30.0}
 JAX_OVER_TORCH = 1.05
 JAX_PRODUCT_OVER_TORCH = 1.03
 # Time of the peer divided by ours, by op and peer.

@@ -83,6 +83,10 @@ def requantize_col_fold(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> P
     return _fold_columns(*dequantize(q, sf), group_ends)
 
 
+def quantize_matrix_fold(x: jax.Array) -> tuple[jax.Array, ...]:
+    return *quantize_row_fold(x), *quantize_row_fold(x.mT)
+
+
 def quantize_rowwise(x: jax.Array) -> Pair:
     codes, byte = _encode(x, x.shape[-1])
     return _bits(codes, jnp.uint8).reshape(x.shape), byte[..., 0].astype(jnp.uint8)
@@ -124,6 +128,15 @@ def swiglu_bwd_row(dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Arra
 def swiglu_bwd_both(dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array) -> tuple[jax.Array, ...]:
     dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
     return *quantize_both(dgate), *quantize_both(dup), dprob
+
+
+def route_bwd(dweights: jax.Array, dshares: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array]:
+    scores = jax.nn.softmax(logits)
+    chosen = jnp.take_along_axis(scores, ids, 1)
+    total = chosen.sum(-1, keepdims=True)
+    d = (dweights - (dweights * chosen / total).sum(-1, keepdims=True)) / total
+    d = dshares + jnp.put_along_axis(jnp.zeros_like(scores), ids, d, 1, inplace=False)
+    return (scores * (d - (d * scores).sum(-1, keepdims=True)),)
 
 
 def combine(rows: jax.Array, slots: jax.Array, probs: jax.Array) -> tuple[jax.Array]:

@@ -100,6 +100,13 @@ def requantize_col_fold(q: Tensor, sf: Tensor, group_ends: Tensor, qf_t: Tensor,
     _fold_columns((blocks * scale(sf).unsqueeze(-1)).flatten(-2).to(torch.bfloat16), group_ends, qf_t, chunk_sf)
 
 
+def quantize_matrix_fold(x: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, col_sf: Tensor) -> None:
+    quantize_row_fold(x, qf, row_sf)
+    if not x.is_cuda:
+        torch._dynamo.graph_break()  # as in quantize_both
+    quantize_row_fold(x.mT.contiguous(), qf_t, col_sf)
+
+
 def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
     codes, bytes_ = _encode(x.float(), -1)
     qf.copy_(codes)
@@ -143,6 +150,23 @@ def row_map(counts: Tensor, row_map: Tensor, inverse: Tensor, padded_counts: Ten
     inverse.copy_(target)
     row_map.fill_(-1)
     row_map[target] = row.int()
+
+
+def route(logits: Tensor, bias: Tensor, ids: Tensor, weights: Tensor, share_sums: Tensor) -> None:
+    scores = logits.softmax(-1)
+    chosen, experts = scores.topk(ids.shape[1])
+    ids.copy_(experts)
+    weights.copy_(chosen / chosen.sum(-1, keepdim=True))
+    share_sums.copy_(torch.nn.functional.pad(scores, (0, 0, 0, -len(scores) % 8)).unflatten(0, (-1, 8)).sum(1))
+
+
+def route_bwd(dweights: Tensor, dshares: Tensor, logits: Tensor, ids: Tensor, dlogits: Tensor) -> None:
+    scores = logits.softmax(-1)
+    chosen = scores.gather(1, ids.long())
+    total = chosen.sum(-1, keepdim=True)
+    d = (dweights - (dweights * chosen / total).sum(-1, keepdim=True)) / total
+    d = dshares + torch.zeros_like(scores).scatter(1, ids.long(), d)
+    dlogits.copy_(scores * (d - (d * scores).sum(-1, keepdim=True)))
 
 
 def routing(ids: Tensor, order: Tensor, inverse: Tensor, counts: Tensor, *maps: Tensor) -> None:

@@ -65,6 +65,28 @@ MXEP_INLINE float f32_from_e4m3(uint32_t q) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | (q & 0x80u) << 24);
 }
 
+// e^-a of a >= 0 as 2^(-a log2 e); below 2^-126 it is 0.
+MXEP_INLINE float exp_minus(float a) {
+  const float scaled = a * -kLog2e;
+  const float y = scaled > -127.0f ? scaled : -127.0f;
+  const float m = y + kRoundToInteger;  // the low bits are the nearest integer plus 127
+  const float f = y - (m - kRoundToInteger);
+  float p = kExp2C5;
+  p = __builtin_fmaf(p, f, kExp2C4);
+  p = __builtin_fmaf(p, f, kExp2C3);
+  p = __builtin_fmaf(p, f, kExp2C2);
+  p = __builtin_fmaf(p, f, kExp2C1);
+  p = __builtin_fmaf(p, f, 1.0f);
+  return p * std::bit_cast<float>(std::bit_cast<uint32_t>(m) << 23);
+}
+
+// 1 / (1 + e^-g) through t = e^-|g|, which never overflows.
+MXEP_INLINE float sigmoid(float g) {
+  const float t = exp_minus(std::bit_cast<float>(magnitude(g)));
+  const float r = 1.0f / (1.0f + t);
+  return g < 0 ? t * r : r;
+}
+
 // A word whose lowest byte is the first in memory.
 MXEP_INLINE uint32_t little_endian(uint32_t word) {
   return std::endian::native == std::endian::little ? word : __builtin_bswap32(word);

@@ -12,6 +12,7 @@
 //                                       '---poll the row's tiles----> codes of rows --> qf
 #include "cuda/driver.h"
 #include "cuda/ops.h"
+#include "fold/folded_tile.cuh"
 #include "fold/look_back.cuh"
 #include "fold/tile_source.cuh"
 #include "quantize/register_tile.cuh"
@@ -25,90 +26,6 @@ struct FoldShared {
   alignas(4) uint8_t magnitudes[T::kDown][T::kCols];
   alignas(4) uint8_t scales[T::kCols];
 };
-
-template <typename T>
-using ColumnBytes = std::conditional_t<T::kColumns == 4, uint32_t, uint16_t>;
-
-// A lane's rows after `row_maxima`: kCount rows from lane % kBlockLanes * kCount on, one byte of a word per row.
-template <typename T>
-struct LaneRows {
-  static constexpr int kWords = T::kWords / T::kBlockLanes, kStride = T::Pair::kRowsPerWord, kCount = kWords * kStride;
-  static_assert(kCount == 4 || kCount == 2);
-
-  // Conversions for the 32 rows of a warp: from a lane's own rows to the word of rows lane % 8 * 4 to lane % 8 * 4 + 3,
-  // and back.
-  static __device__ uint32_t by_fours(uint32_t own) {
-    if constexpr (kCount == 4) return own;
-    const int lane = threadIdx.x % 8 * 2;
-    return __shfl_sync(~0u, own, lane) & 0xFFFF | __shfl_sync(~0u, own, lane + 1) << 16;
-  }
-  static __device__ uint32_t of_fours(uint32_t word) {
-    if constexpr (kCount == 4) return word;
-    return __shfl_sync(~0u, word, threadIdx.x % 16 / 2) >> threadIdx.x % 2 * 16;
-  }
-};
-
-// Scale bytes of the blocks of a lane's columns.
-template <typename T>
-__device__ uint32_t column_bytes(const T& tile, ScaleRule rule) {
-  uint32_t bytes = 0;
-  for_column_pairs(tile, [&](const typename T::Pair* values, int, int col) {
-    const auto two = TwoScales::of(values, rule);
-    bytes |= (two.low | two.high << 8) << col % T::kColumns * 8;
-  });
-  return bytes;
-}
-
-// Scale bytes of the blocks of a lane's rows.
-template <typename T>
-__device__ uint32_t row_bytes(const T& tile, ScaleRule rule) {
-  uint32_t words[T::kWords], bytes = 0;
-  row_maxima(tile, words);
-#pragma unroll
-  for (int i = 0; i < LaneRows<T>::kCount; ++i) {
-    constexpr int kStride = LaneRows<T>::kStride;
-    bytes |= e8m0_from_amax(T::Pair::word_bits(words[i / kStride], i % kStride), rule) << i * 8;
-  }
-  return bytes;
-}
-
-// Writes the codes of a tile's rows. `bytes`: the blocks' scales, `magnitudes`: the rows' scales + 1, both of the
-// lane's rows.
-template <typename T>
-__device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, uint8_t* qf, uint32_t pitch,
-                          bool exists) {
-  using Pair = typename T::Pair;
-  using Lane = LaneRows<T>;
-  constexpr int kStride = Lane::kStride;
-  uint32_t factors[Lane::kWords], powers[Lane::kWords];
-#pragma unroll
-  for (int w = 0; w < Lane::kWords; ++w) {
-    uint32_t factor[kStride], power[kStride];
-#pragma unroll
-    for (int i = 0; i < kStride; ++i) {
-      const int shift = (w * kStride + i) * 8;
-      const uint32_t byte = bytes >> shift & 0xFF, scale = (magnitudes >> shift & 0xFF) - 1;
-      factor[i] = inverse_scale(byte);
-      power[i] = f16x2_power(max(static_cast<int>(byte - scale), -32));
-    }
-    factors[w] = Pair::pack_word(factor);
-    powers[w] = kStride == 2 ? __byte_perm(power[0], power[kStride - 1], 0x5410) : power[0];
-  }
-#pragma unroll
-  for (int w = 0; w < T::kWords; ++w) {
-    const uint32_t factor = __shfl_sync(~0u, factors[w % Lane::kWords], w / Lane::kWords, T::kBlockLanes);
-    const uint32_t power = __shfl_sync(~0u, powers[w % Lane::kWords], w / Lane::kWords, T::kBlockLanes);
-#pragma unroll
-    for (int i = 0; i < kStride; ++i) {
-      const int r = w * kStride + i;
-      const auto& row = tile.rows[r];
-      const Pair by = Pair::of_row(factor, i), x = row.at[0] * by, y = row.at[T::kPairs - 1] * by;
-      const uint32_t codes =
-          folded(e4m3x4(x.low(), x.high(), y.low(), y.high()), __byte_perm(power, 0, i ? 0x3232 : 0x1010));
-      if (exists) *reinterpret_cast<ColumnBytes<T>*>(at_row(qf, pitch, r)) = static_cast<ColumnBytes<T>>(codes);
-    }
-  }
-}
 
 template <typename T, typename Source>
 __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
@@ -140,11 +57,7 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
       static_cast<ColumnBytes<T>>(exists ? __vadd4(columns, kOnes) : 0);
   if constexpr (Source::kRowsToo) {
     uint32_t* row_peers = p.row_peers + row / kBlock * p.across * (kBlock / 4);
-    uint32_t largest = exists ? __vadd4(rows, kOnes) : 0;
-#pragma unroll
-    for (int step = T::kBlockLanes; step < 32; step *= 2)
-      largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, step));
-    largest = LaneRows<T>::by_fours(largest);
+    const uint32_t largest = LaneRows<T>::by_fours(max_over_blocks<T>(exists ? __vadd4(rows, kOnes) : 0));
     if (row < span.end && lane < kBlock / 4) publish(row_peers + across * (kBlock / 4) + lane, encode(largest));
   }
   __syncthreads();
@@ -160,15 +73,7 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
       *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, scales);
     }
     __syncthreads();
-    for_column_pairs(tile, [&](const typename T::Pair* values, int block, int col) {
-      const uint32_t low = columns >> col % T::kColumns * 8 & 0xFF,
-                     high = columns >> (col % T::kColumns * 8 + 8) & 0xFF;
-      // 448 * 2^-32 rounds to zero, and so does everything smaller.
-      const uint32_t powers[] = {f16x2_power(max(static_cast<int>(low - s.scales[col]), -32)),
-                                 f16x2_power(max(static_cast<int>(high - s.scales[col + 1]), -32))};
-      s.codes.put(values, TwoScales{low, high}.template factor<typename T::Pair>(), block, col,
-                  [&](uint4 codes, int i) { return folded(codes, powers[i]); });
-    });
+    stage_columns(tile, columns, s.codes, [&](int col) { return s.scales[col]; });
   } else {
     s.codes.clear(thread.row / kBlock, thread.col);
   }
@@ -218,9 +123,6 @@ void launch(const char* op, const Source& x, const Array& ends, std::span<const 
   launch_kernel(op, kKernel, grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream, x, p,
                 ScaleRule(attrs[0], attrs[1]));
 }
-
-template <typename P>
-using FoldTile = RegisterTile<P, 16 / sizeof(P), kSpan / kBlock, 1>;
 
 template <typename Value>
 void launch_floats(const char* op, const Call& call, cudaStream_t stream) {

@@ -18,6 +18,7 @@
 #include "cuda/mx_math.cuh"
 #include "cuda/tokens.cuh"
 #include "fold/look_beyond.cuh"
+#include "fold/magnitudes.cuh"
 #include "formats.h"
 
 namespace mxep::cuda {
@@ -27,16 +28,6 @@ namespace mxep::cuda {
 __device__ inline uint32_t encode(uint32_t magnitudes) { return __vaddus4(magnitudes, kOnes); }
 __device__ inline uint32_t decode(uint32_t words) { return __vsub4(words, kOnes & ~__vcmpeq4(words, ~0u)); }
 __device__ inline bool all_published(uint32_t words) { return !__vcmpeq4(words, 0); }
-
-// Loads and stores that bypass L1, since other CTAs run at the same time.
-__device__ inline uint32_t poll(const uint32_t* from) {
-  uint32_t words;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(words) : "l"(from));
-  return words;
-}
-__device__ inline void publish(uint32_t* to, uint32_t words) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(words));
-}
 
 struct BothFold {
   const int32_t* ends;

@@ -5,12 +5,11 @@
 #pragma once
 
 #include "cuda/mx_math.cuh"
+#include "fold/magnitudes.cuh"
 #include "formats.h"
 #include "quantize/register_tile.cuh"
 
 namespace mxep::cuda {
-
-inline constexpr uint32_t kOnes = 0x01010101u;
 
 // The largest magnitudes of four columns, `col` and on, in the kSpan rows from `row` on: scale bytes + 1; 0 for NaN
 // blocks.

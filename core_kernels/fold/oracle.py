@@ -76,6 +76,14 @@ def quantize_both_fold(
     return *quantize_row_fold(x, rounding, satfinite), *columns
 
 
+def quantize_matrix_fold(
+    x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
+) -> tuple[Array, Array, Array, Array]:
+    """x (..., M, K) -> qf (..., M, K), row_sf (..., M); qf_t (..., K, M), col_sf (..., K): both ways one scale per
+    row."""
+    return *quantize_row_fold(x, rounding, satfinite), *fold_rows(*quantize_col(x, rounding, satfinite))
+
+
 def count_fold_loss(q: Array, sf: Array, target: Array) -> tuple[Array, Array, Array]:
     """q (..., K), sf, target (..., K/32) -> nonzero, rounded, flushed (...) int32, of values folded to the target.
 

@@ -1,7 +1,7 @@
 """A Mixture-of-Experts layer on one device by definition: without quantization in fp64, and quantized.
 
-x --router--> scores --top k, normalised--> weights w
-y = sum over the k experts of  w * (silu(x w1^T) * (x w3^T)) w2^T
+x --router--> logits --choice.py--> experts, weights w
+y = sum over the k experts of  w * (silu(x w1^T) * (x w3^T)) w2^T,  plus the shared expert of x
 
 `moe_layer` and `moe_layer_vjp` compute in fp64 and round nothing. `quantized_layer` and `quantized_layer_vjp` quantize
 the operands that a recipe quantizes and round these values:
@@ -12,7 +12,7 @@ a row of x                          bfloat16, then quantized if the recipe is MX
 an expert's output                  bfloat16
 the gradient of an expert's output  bfloat16, then quantized if the recipe is MXFP8
 dx of a row, dx of its token        bfloat16, before the gradient through the router is added
-y, dx                               the dtype of x
+y, dx, the shared expert's parts    the dtype of x, then their sum
 drouter                             the dtype of router
 values inside an expert             as ffn.py says
 
@@ -20,7 +20,7 @@ The router computes in fp64. The frontends compute it in fp32 and choose the sam
 about 24 bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,42 +29,8 @@ from ..oracle_math import Array, round_to
 from ..permute.oracle import permute_rows
 from ..quantize.oracle import quantize_row
 from ..routing.oracle import sort_by_expert
+from .choice import Choice, route, route_vjp, sigmoid
 from .ffn import Precision, Rows, swiglu_ffn, swiglu_ffn_vjp
-
-
-def sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
-
-
-def scores(logits: Array, score: str) -> Array:
-    """logits (T, E) -> scores (T, E): softmax over the experts, or each expert's own sigmoid."""
-    if score == "sigmoid":
-        return sigmoid(logits)
-    e = np.exp(logits - logits.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def route(logits: Array, top_k: int, score: str = "softmax", normalize: bool = True) -> tuple[Array, Array]:
-    """logits (T, E) -> expert ids (T, k) and their scores (T, k), divided by their sum if `normalize`.
-
-    A tie goes to the lower expert.
-    """
-    s = scores(logits.astype(np.float64), score)
-    ids = np.argsort(-s, axis=-1, kind="stable")[:, :top_k]
-    weights = np.take_along_axis(s, ids, -1)
-    return ids, weights / weights.sum(-1, keepdims=True) if normalize else weights
-
-
-def route_vjp(dweights: Array, logits: Array, top_k: int, score: str = "softmax", normalize: bool = True) -> Array:
-    """dweights (T, k) -> dlogits (T, E)."""
-    s = scores(logits.astype(np.float64), score)
-    ids, weights = route(logits, top_k, score, normalize)
-    if normalize:
-        total = np.take_along_axis(s, ids, -1).sum(-1, keepdims=True)
-        dweights = (dweights - (dweights * weights).sum(-1, keepdims=True)) / total
-    ds = np.zeros_like(s)
-    np.put_along_axis(ds, ids, dweights, -1)
-    return ds * s * (1 - s) if score == "sigmoid" else s * (ds - (ds * s).sum(-1, keepdims=True))
 
 
 def swiglu_expert(x: Array, w1: Array, w3: Array, w2: Array) -> Array:
@@ -82,34 +48,45 @@ def swiglu_expert_vjp(dout: Array, x: Array, w1: Array, w3: Array, w2: Array) ->
     return dgate @ w1 + dup @ w3, dgate.T @ x, dup.T @ x, dout.T @ (gate * s * up)
 
 
-def moe_layer(
-    x: Array, router: Array, w1: Array, w3: Array, w2: Array, top_k: int, score: str = "softmax", normalize: bool = True
-) -> Array:
-    """x (T, D), router (E, D), w1 and w3 (E, H, D), w2 (E, D, H) -> y (T, D), all in fp64."""
-    x, router, w1, w3, w2 = (v.astype(np.float64) for v in (x, router, w1, w3, w2))
-    ids, weights = route(x @ router.T, top_k, score, normalize)
-    y = np.zeros_like(x)
+class Parameters(NamedTuple):
+    """router (E, D), w1 and w3 (E, F, D), w2 (E, D, F), float32 or bfloat16; or their gradients.
+
+    shared: w1, w3 (1, S, D) and w2 (1, D, S) of the shared expert, or nothing.
+    """
+
+    router: Array
+    w1: Array
+    w3: Array
+    w2: Array
+    shared: tuple[Array, ...] = ()
+
+    @property
+    def experts(self) -> tuple[Array, Array, Array]:
+        return self.w1, self.w3, self.w2
+
+
+def _fp64(parameters: Parameters) -> Parameters:
+    router, w1, w3, w2 = (w.astype(np.float64) for w in parameters[:4])
+    return Parameters(router, w1, w3, w2, tuple(w.astype(np.float64) for w in parameters.shared))
+
+
+def moe_layer(x: Array, parameters: Parameters, choice: Choice) -> Array:
+    """x (T, D) -> y (T, D), all in fp64."""
+    x, (router, w1, w3, w2, shared) = x.astype(np.float64), _fp64(parameters)
+    ids, weights = route(x @ router.T, choice)
+    y = swiglu_expert(x, *(w[0] for w in shared)) if shared else np.zeros_like(x)
     for e in range(len(router)):
         token, slot = np.nonzero(ids == e)
         y[token] += weights[token, slot, None] * swiglu_expert(x[token], w1[e], w3[e], w2[e])
     return y
 
 
-def moe_layer_vjp(
-    dy: Array,
-    x: Array,
-    router: Array,
-    w1: Array,
-    w3: Array,
-    w2: Array,
-    top_k: int,
-    score: str = "softmax",
-    normalize: bool = True,
-) -> tuple[Array, Array, Array, Array, Array]:
-    """dy (T, D) -> dx, drouter, dw1, dw3, dw2, all in fp64."""
-    dy, x, router, w1, w3, w2 = (v.astype(np.float64) for v in (dy, x, router, w1, w3, w2))
+def moe_layer_vjp(dy: Array, x: Array, parameters: Parameters, choice: Choice) -> tuple[Array, Parameters]:
+    """dy (T, D) -> dx and the gradients of the parameters, all in fp64."""
+    dy, x = dy.astype(np.float64), x.astype(np.float64)
+    router, w1, w3, w2, shared = _fp64(parameters)
     logits = x @ router.T
-    ids, weights = route(logits, top_k, score, normalize)
+    ids, weights = route(logits, choice)
     dx, dweights = np.zeros_like(x), np.zeros_like(weights)
     dw1, dw3, dw2 = np.zeros_like(w1), np.zeros_like(w3), np.zeros_like(w2)
     for e in range(len(router)):
@@ -118,30 +95,24 @@ def moe_layer_vjp(
         dweights[token, slot] = (dy[token] * swiglu_expert(*expert)).sum(-1)
         dtoken, dw1[e], dw3[e], dw2[e] = swiglu_expert_vjp(weights[token, slot, None] * dy[token], *expert)
         dx[token] += dtoken
-    dlogits = route_vjp(dweights, logits, top_k, score, normalize)
-    return dx + dlogits @ router, dlogits.T @ x, dw1, dw3, dw2
+    dlogits = route_vjp(dweights, np.zeros(len(router)), logits, choice)
+    dx += dlogits @ router
+    dshared: tuple[Array, ...] = ()
+    if shared:
+        of_x, *of_weights = swiglu_expert_vjp(dy, x, *(w[0] for w in shared))
+        dx, dshared = dx + of_x, tuple(d[None] for d in of_weights)
+    return dx, Parameters(dlogits.T @ x, dw1, dw3, dw2, dshared)
 
 
 # --- quantized ------------------------------------------------------------------------------------
 
 
-class Parameters(NamedTuple):
-    """router (E, D), w1 and w3 (E, F, D), w2 (E, D, F), float32 or bfloat16; or their gradients."""
-
-    router: Array
-    w1: Array
-    w3: Array
-    w2: Array
-
-
 class Options(NamedTuple):
-    """top_k, score, normalize: as in `moe_layer`. prob_in: "combine", where a weight multiplies the expert's output, or
-    "swiglu", where it multiplies the hidden values."""
+    """prob_in: "combine", where a weight multiplies the expert's output, or "swiglu", where it multiplies the hidden
+    values."""
 
-    top_k: int
+    choice: Choice
     precision: Precision
-    score: str = "softmax"
-    normalize: bool = True
     prob_in: str = "combine"
 
     @property
@@ -173,33 +144,51 @@ def _as_sent(rows: Array, options: Options) -> Rows:
 
 def _rows(x: Array, router: Array, options: Options) -> _Rows:
     logits = x.astype(np.float64) @ router.astype(np.float64).T
-    ids, weights = route(logits, options.top_k, options.score, options.normalize)
+    ids, weights = route(logits, options.choice)
     order, inverse, counts = sort_by_expert(ids.reshape(-1), len(router))
-    rows = permute_rows(round_to(x.astype(np.float64), "bfloat16"), order // options.top_k)
+    rows = permute_rows(round_to(x.astype(np.float64), "bfloat16"), order // options.choice.top_k)
     weights, none = weights.astype(np.float32), np.zeros(0, np.float32)
     prob, probs = (weights.reshape(-1)[order], none) if options.prob_in == "swiglu" else (none, weights)
     return _Rows(_as_sent(rows, options), order, inverse.reshape(ids.shape), np.cumsum(counts), prob, probs)
 
 
+def _shared_expert(x: Array, parameters: Parameters, options: Options) -> tuple[Any, ...]:
+    """The arguments of `swiglu_ffn` for the shared expert, which takes every token."""
+    rows = _as_sent(round_to(x.astype(np.float64), "bfloat16"), options)
+    return rows, *parameters.shared, np.array([len(x)], np.int32), np.zeros(0, np.float32), options.precision
+
+
+def _plus(a: Array, b: Array) -> Array:
+    """a + b in a's dtype, b rounded to it first."""
+    return round_to(a.astype(np.float64) + round_to(b.astype(np.float64), a.dtype.name), a.dtype.name)
+
+
 def quantized_layer(x: Array, parameters: Parameters, options: Options) -> Array:
     """x (T, D) float32 or bfloat16 -> y (T, D) in the dtype of x."""
     rows = _rows(x, parameters.router, options)
-    out = swiglu_ffn(rows.x, *parameters[1:], rows.group_ends, rows.prob, options.precision)
-    return combine(out, rows.slots, rows.probs, x.dtype.name)
+    out = swiglu_ffn(rows.x, *parameters.experts, rows.group_ends, rows.prob, options.precision)
+    y = combine(out, rows.slots, rows.probs, x.dtype.name)
+    if parameters.shared:
+        y = _plus(y, swiglu_ffn(*_shared_expert(x, parameters, options)))
+    return y
 
 
 def quantized_layer_vjp(dy: Array, x: Array, parameters: Parameters, options: Options) -> tuple[Array, Parameters]:
     """dy (T, D) in the dtype of x -> dx, and the gradients of the parameters in their dtypes."""
     rows = _rows(x, parameters.router, options)
-    expert = rows.x, *parameters[1:], rows.group_ends, rows.prob, options.precision
+    expert = rows.x, *parameters.experts, rows.group_ends, rows.prob, options.precision
     dout, dprobs = combine_bwd(dy, swiglu_ffn(*expert), rows.slots, rows.order, rows.probs)
     grads = swiglu_ffn_vjp(_as_sent(dout, options), *expert)
     dweights = dprobs if options.prob_in == "combine" else grads.dprob[rows.slots]
     dx = combine(round_to(grads.dx.astype(np.float64), "bfloat16"), rows.slots, np.zeros(0, np.float32))
 
     x64, router = x.astype(np.float64), parameters.router.astype(np.float64)
-    routing = options.top_k, options.score, options.normalize
-    dlogits = route_vjp(dweights.astype(np.float64), x64 @ router.T, *routing)
+    dlogits = route_vjp(dweights.astype(np.float64), np.zeros(len(router)), x64 @ router.T, options.choice)
     drouter = round_to(dlogits.T @ x64, parameters.router.dtype.name)
     dx = round_to(dx.astype(np.float64) + dlogits @ router, x.dtype.name)
-    return dx, Parameters(drouter, *grads[1:4])
+    dshared: tuple[Array, ...] = ()
+    if parameters.shared:
+        dout = round_to(dy.astype(np.float64), "bfloat16")
+        of_shared = swiglu_ffn_vjp(dout, *_shared_expert(x, parameters, options))
+        dx, dshared = _plus(dx, of_shared.dx), of_shared[1:4]
+    return dx, Parameters(drouter, *grads[1:4], dshared)

@@ -22,23 +22,6 @@ constexpr int64_t kStride = kChunk + kBlock;  // two rows of the scratch memory 
 constexpr int64_t kScratch = kStripRows * kStride;
 constexpr int kLanes = 16;  // partial sums of dprob
 
-// 1 / (1 + e^-g) through t = 2^(-|g| log2 e).
-MXEP_INLINE float sigmoid(float g) {
-  const float scaled = std::bit_cast<float>(magnitude(g)) * -kLog2e;
-  const float y = scaled > -127.0f ? scaled : -127.0f;
-  const float m = y + kRoundToInteger;  // the low bits are the nearest integer plus 127
-  const float f = y - (m - kRoundToInteger);
-  float p = kExp2C5;
-  p = __builtin_fmaf(p, f, kExp2C4);
-  p = __builtin_fmaf(p, f, kExp2C3);
-  p = __builtin_fmaf(p, f, kExp2C2);
-  p = __builtin_fmaf(p, f, kExp2C1);
-  p = __builtin_fmaf(p, f, 1.0f);
-  const float t = p * std::bit_cast<float>(std::bit_cast<uint32_t>(m) << 23);
-  const float r = 1.0f / (1.0f + t);
-  return g < 0 ? t * r : r;
-}
-
 // The values that h and the gradients share. free_gate, free_up: within the limit; a NaN is.
 struct Gated {
   float sig, silu, up;

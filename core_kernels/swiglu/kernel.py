@@ -7,33 +7,12 @@ a single tile.
 import triton
 import triton.language as tl
 
-from ..formats import EXP2_COEFFICIENTS, LOG2E
-from ..mx_math import BLOCK_MX, f32_to_bf16, fma, reciprocal, round_to_bf16, to_f32
+from ..mx_math import BLOCK_MX, f32_to_bf16, round_to_bf16, to_f32
+from ..mx_math import sigmoid as _sigmoid
 from ..quantize.kernel import store_quantized
 
-MINUS_LOG2E: tl.constexpr = tl.constexpr(-LOG2E)
-C1, C2, C3, C4, C5 = map(tl.constexpr, EXP2_COEFFICIENTS)
-MAGIC: tl.constexpr = tl.constexpr(12583039.0)
-"""1.5 * 2^23 + 127. Adding it to a value in [-127, 0] leaves the nearest integer plus 127 in the low bits."""
 ONE_BITS, INFINITY_BITS = tl.constexpr(0x3F800000), tl.constexpr(0x7F800000)
 """The bits of fp32: alpha, limit and offset of silu(gate) * up are 1, infinity and 0."""
-
-
-@triton.jit
-def _sigmoid(g, HW_CAST: tl.constexpr):
-    """1 / (1 + e^-g) through t = 2^(-|g| log2 e), the same bits everywhere; t below 2^-126 is 0."""
-    y = tl.maximum(tl.abs(g) * MINUS_LOG2E, -127.0)
-    m = y + MAGIC
-    f = y - (m - MAGIC)
-    p = tl.full(f.shape, C5, tl.float32)
-    p = fma(p, f, tl.full(f.shape, C4, tl.float32), HW_CAST)
-    p = fma(p, f, tl.full(f.shape, C3, tl.float32), HW_CAST)
-    p = fma(p, f, tl.full(f.shape, C2, tl.float32), HW_CAST)
-    p = fma(p, f, tl.full(f.shape, C1, tl.float32), HW_CAST)
-    p = fma(p, f, tl.full(f.shape, 1.0, tl.float32), HW_CAST)
-    t = p * (m.to(tl.uint32, bitcast=True) << 23).to(tl.float32, bitcast=True)
-    r = reciprocal(1.0 + t, HW_CAST)
-    return tl.where(g < 0, t * r, r)
 
 
 @triton.jit

@@ -43,15 +43,20 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     return np.where(inexact & even, np.nextafter(total, np.copysign(np.inf, error)), total).astype(F32)
 
 
-def _sigmoid(g: Array) -> Array:
-    """fp32 -> fp32, through t = 2^(-|g| log2 e), which never overflows."""
-    y = np.maximum(-(np.abs(g) * F32(LOG2E)), F32(-127))
+def exp_minus(a: Array) -> Array:
+    """e^-a of a >= 0, fp32 -> fp32, as 2^(-a log2 e); below 2^-126 it is 0."""
+    y = np.maximum(-(a * F32(LOG2E)), F32(-127))
     m = y + MAGIC
     f = y - (m - MAGIC)
     p = np.full_like(f, F32(EXP2_COEFFICIENTS[-1]))
     for coefficient in (*EXP2_COEFFICIENTS[-2::-1], 1):
         p = fma(p, f, np.full_like(f, F32(coefficient)))
-    t = p * (m.view(np.uint32) << np.uint32(23)).view(F32)
+    return p * (m.view(np.uint32) << np.uint32(23)).view(F32)
+
+
+def _sigmoid(g: Array) -> Array:
+    """fp32 -> fp32, through t = e^-|g|, which never overflows."""
+    t = exp_minus(np.abs(g))
     r = ONE / (ONE + t)
     return np.where(g < 0, t * r, r)
 

@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(*names): ops and functions that an adapter has to offer for the test")
+    config.addinivalue_line("markers", "composed: the op has no Triton kernel of its own; it runs those of other ops")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -35,9 +36,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of what an adapter does not offer."""
+    """Deselect the tests of what an adapter does not offer. In Triton's interpreter an op that is composed of others
+    runs one case of each test: the others have their own cases there.
+    """
+    composed = set()
 
     def runs(item: pytest.Item) -> bool:
+        if backends.INTERPRETER and item.get_closest_marker("composed"):
+            if item.function in composed:  # type: ignore[attr-defined]
+                return False
+            composed.add(item.function)  # type: ignore[attr-defined]
         needed = [name for mark in item.iter_markers("needs") for name in mark.args]
         return all(backends.offers(item.callspec.params["backend"], name) for name in needed)  # type: ignore[attr-defined]
 

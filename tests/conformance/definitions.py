@@ -8,11 +8,12 @@ from mxep.core_kernels.grouped_gemm import oracle as grouped_gemm
 from mxep.core_kernels.grouped_gemm import oracle_folded
 from mxep.core_kernels.permute import oracle as permute
 from mxep.core_kernels.quantize import oracle as quantize
+from mxep.core_kernels.router import oracle as router
 from mxep.core_kernels.routing import oracle as routing
 from mxep.core_kernels.scale_layout import oracle as scale_layout
 from mxep.core_kernels.swiglu import oracle as swiglu
 
-ORACLES = (quantize, permute, routing, fold, scale_layout, swiglu, combine, grouped_gemm, oracle_folded)
+ORACLES = (quantize, permute, router, routing, fold, scale_layout, swiglu, combine, grouped_gemm, oracle_folded)
 DEFINITIONS: dict[str, Callable] = {
     name: value for oracle in ORACLES for name, value in vars(oracle).items() if callable(value)
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from mxep.core_kernels.recipe import RECIPES, Recipe
-from mxep.core_kernels.reference import collectives, ffn
+from mxep.core_kernels.reference import choice, collectives, ffn
 from mxep.core_kernels.reference import layer as layer_oracle
 
 from .cases import BF16, Array, lognormal_blocks, seeded
@@ -99,11 +99,11 @@ class Layer:
     @property
     def options(self) -> dict[str, Any]:
         """The options of a layer; `prob_in` makes no difference in fp64."""
-        return {**self.routing, "prob_in": self.prob_in}
+        return {"top_k": self.top_k, "score": self.score, "normalize": self.normalize, "prob_in": self.prob_in}
 
     @property
-    def routing(self) -> dict[str, Any]:
-        return {"top_k": self.top_k, "score": self.score, "normalize": self.normalize}
+    def choice(self) -> choice.Choice:
+        return choice.Choice(self.top_k, self.score, self.normalize)
 
     @property
     def num_experts(self) -> int:
@@ -111,22 +111,23 @@ class Layer:
 
     def rows(self) -> Array:
         """(E, T) bool: the tokens that choose each expert."""
-        ids, _ = layer_oracle.route(self.x.astype(np.float64) @ self.params["router"].T, **self.routing)
+        ids, _ = choice.route(self.x.astype(np.float64) @ self.params["router"].T, self.choice)
         return (ids == np.arange(self.num_experts)[:, None, None]).any(-1)
 
     def unquantized(self) -> dict[str, Array]:
         """ "y" and the gradients in fp64 without any rounding."""
-        arguments = self.params | self.routing
-        grads = layer_oracle.moe_layer_vjp(self.dy, self.x, **arguments)
-        names = ("y", "x", "router", "w1", "w3", "w2")
-        return dict(zip(names, (layer_oracle.moe_layer(self.x, **arguments), *grads), strict=True))
+        arguments = self.x, layer_oracle.Parameters(**self.params), self.choice
+        dx, grads = layer_oracle.moe_layer_vjp(self.dy, *arguments)
+        named = {name: getattr(grads, name) for name in self.params}
+        return {"y": layer_oracle.moe_layer(*arguments), "x": dx, **named}
 
     def reference(self, run: str) -> dict[str, Array]:
         """The quantized definition: "y" and the gradients."""
         parameters = layer_oracle.Parameters(**self.params)
-        options = layer_oracle.Options(precision=precision(run), **self.options)
+        options = layer_oracle.Options(self.choice, precision(run), self.prob_in)
         dx, grads = layer_oracle.quantized_layer_vjp(self.dy, self.x, parameters, options)
-        return {"y": layer_oracle.quantized_layer(self.x, parameters, options), "x": dx, **grads._asdict()}
+        named = {name: getattr(grads, name) for name in self.params}
+        return {"y": layer_oracle.quantized_layer(self.x, parameters, options), "x": dx, **named}
 
 
 def _layer(

@@ -10,7 +10,7 @@ backend (other tests require it) and only the order of a sum differs, so the mar
 
 import itertools
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,17 +107,24 @@ def forward(distribution: str) -> Forward:
     return Forward((lhs, rhs), (a, b), full, exact)
 
 
-def product(ops: Ops, distribution: str, op: str, out_dtype: str) -> Array:
-    pairs = [ops["quantize_row"](x) for x in forward(distribution).operands]
-    if op == "grouped_mm_fold":
-        pairs = [ops["fold_rows"](*pair) for pair in pairs]
-    return ops[op](*pairs[0], *pairs[1], ENDS, out_dtype=out_dtype)
-
-
 @pytest.fixture(scope="module")
 def product_of(ops: Ops) -> Callable[..., Array]:
-    """`product` of the adapter, computed once for each of its arguments."""
-    return cache(partial(product, ops))
+    """The product of the adapter by distribution, op and dtype. Operands and products are computed once."""
+
+    @cache
+    def quantized(distribution: str) -> list[Pair]:
+        return [ops["quantize_row"](x) for x in forward(distribution).operands]
+
+    @cache
+    def folded(distribution: str) -> list[Pair]:
+        return [ops["fold_rows"](*pair) for pair in quantized(distribution)]
+
+    @cache
+    def product(distribution: str, op: str, out_dtype: str) -> Array:
+        lhs, rhs = (folded if op == "grouped_mm_fold" else quantized)(distribution)
+        return ops[op](*lhs, *rhs, ENDS, out_dtype=out_dtype)
+
+    return product
 
 
 @each_distribution

@@ -14,6 +14,7 @@ from mxep.core_kernels.quantize import oracle as quantize_oracle
 from . import check
 from .cases import BF16, QUANTIZE, ROW_ONLY, SPANNED, seeded
 
+pytestmark = pytest.mark.composed
 Ops = Mapping[str, Callable]
 Array = np.ndarray
 MODES = [(rounding, satfinite) for rounding in Rounding for satfinite in (False, True)]

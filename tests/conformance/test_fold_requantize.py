@@ -15,6 +15,7 @@ from . import check
 from .cases import SPANNED, seeded
 from .test_fold_both import COURSES, MODE_NAMES, MODES
 
+pytestmark = pytest.mark.composed
 Ops = Mapping[str, Callable]
 Array = np.ndarray
 

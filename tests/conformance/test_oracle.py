@@ -13,6 +13,7 @@ from mxep.core_kernels.permute import oracle as permute_oracle
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.reference import collectives
 from mxep.core_kernels.reference import layer as layer_oracle
+from mxep.core_kernels.reference.choice import Choice
 from mxep.core_kernels.routing import oracle as routing_oracle
 from mxep.core_kernels.swiglu import oracle as swiglu_oracle
 
@@ -130,17 +131,36 @@ def test_permute_gradient_adds_up() -> None:
     np.testing.assert_array_equal(dx, [[8], [5], [0]])
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_the_layers_gradient_is_that_of_the_layer(score: str, normalize: bool) -> None:
-    rng = seeded("layer")
-    shapes = {"x": (6, 8), "router": (4, 8), "w1": (4, 5, 8), "w3": (4, 5, 8), "w2": (4, 8, 5)}
-    arguments = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    options = {"top_k": 2, "score": score, "normalize": normalize}
-    dy = rng.standard_normal((6, 8))
-    grads = layer_oracle.moe_layer_vjp(dy, **arguments, **options)
-    for (name, value), grad in zip(arguments.items(), grads, strict=True):
-        direction, h = rng.standard_normal(value.shape), 1e-5
-        ahead = layer_oracle.moe_layer(**(arguments | options | {name: value + h * direction}))
-        behind = layer_oracle.moe_layer(**(arguments | options | {name: value - h * direction}))
-        np.testing.assert_allclose(np.sum((ahead - behind) * dy) / (2 * h), np.sum(grad * direction), rtol=1e-6)
+CHOICES = {
+    "softmax": Choice(2),
+    "softmax_as_it_is": Choice(2, normalize=False, route_scale=2.5),
+    "sigmoid": Choice(2, "sigmoid", route_scale=2.5),
+    "sigmoid_as_it_is": Choice(2, "sigmoid", normalize=False),
+    "of_chosen": Choice(2, "softmax_of_chosen"),
+    "groups": Choice(2, "sigmoid", bias=np.array([0.1, -0.2, 0.3, 0, 0.2, 0]), num_groups=3, top_k_groups=2),
+    "groups_by_max": Choice(2, num_groups=3, top_k_groups=1, group_score="max"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_layers_gradient_is_that_of_the_layer(name: str) -> None:
+    rng, choice = seeded("layer"), CHOICES[name]
+    shapes = {"router": (6, 8), "w1": (6, 5, 8), "w3": (6, 5, 8), "w2": (6, 8, 5)}
+    x, dy = rng.standard_normal((2, 6, 8))
+    arguments = {key: rng.standard_normal(shape) for key, shape in shapes.items()}
+    shared = [rng.standard_normal(shape) for shape in ((1, 3, 8), (1, 3, 8), (1, 8, 3))]
+
+    def loss(x: np.ndarray, shared: list[np.ndarray], **weights: np.ndarray) -> np.float64:
+        parameters = layer_oracle.Parameters(**weights, shared=tuple(shared))
+        return np.sum(layer_oracle.moe_layer(x, parameters, choice) * dy)
+
+    def along(value: np.ndarray, grad: np.ndarray, changed) -> None:
+        step = 1e-5 * rng.standard_normal(value.shape)
+        np.testing.assert_allclose((changed(value + step) - changed(value - step)) / 2, np.sum(grad * step), rtol=1e-6)
+
+    dx, grads = layer_oracle.moe_layer_vjp(dy, x, layer_oracle.Parameters(**arguments, shared=tuple(shared)), choice)
+    along(x, dx, lambda v: loss(v, shared, **arguments))
+    for key, value in arguments.items():
+        along(value, getattr(grads, key), lambda v, key=key: loss(x, shared, **arguments | {key: v}))
+    for i, (value, grad) in enumerate(zip(shared, grads.shared, strict=True)):
+        along(value, grad, lambda v, i=i: loss(x, [*shared[:i], v, *shared[i + 1 :]], **arguments))

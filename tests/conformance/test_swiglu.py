@@ -5,13 +5,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mxep.core_kernels.formats import Rounding
 from mxep.core_kernels.swiglu import oracle
 
 from . import check
+from .backends import INTERPRETER
 from .cases import BF16, GLUS, NUMBERS, ODD_GLUS, RAGGED_GLUS, UNALIGNED_GLUS, Glu
 
 Ops = Mapping[str, Callable]
@@ -114,6 +115,7 @@ def bf16s(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
     return hnp.arrays(np.uint16, shape, elements=st.integers(0, 2**16 - 1)).map(lambda bits: bits.view(BF16))
 
 
+@settings(max_examples=8 if INTERPRETER else 25)  # of 9216 values each, which the interpreter computes in a second
 @given(data=st.data(), weighted=st.booleans(), rounding=st.sampled_from(Rounding))
 def test_fusing_changes_no_byte(ops: Ops, data: st.DataObject, weighted: bool, rounding: Rounding) -> None:
     """swiglu_* gives the bytes of swiglu followed by quantize_*, for any bits of the operands."""

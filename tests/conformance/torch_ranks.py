@@ -1,4 +1,4 @@
-"""One rank of the expert-parallel runs in PyTorch; test_expert_parallel.py starts four of this script.
+"""One rank of the expert-parallel runs in PyTorch; test_layer.py starts four of this script.
 
     python torch_ranks.py RANK RANKS STORE OUT     results: OUT/rank{RANK}.npz, key "degree/case/recipe/what"
 

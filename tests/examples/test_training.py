@@ -14,6 +14,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from examples.weights import initial_weights, weight_shapes
 
 ROOT = Path(__file__).parents[2]
 TINY = PRESETS["tiny"]
+PROGRAMS = TemporaryDirectory()
+"""JAX keeps compiled programs here, so that runs of the same model compile once."""
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -34,7 +37,8 @@ RECIPE = "mxfp8_wgrad_with_hp"
 def start(framework: str, ep: int, out: Path, *flags: str) -> subprocess.Popen:
     """Start a training with the command of the script's docstring, on one text file, on the CPU."""
     launcher = (*TORCHRUN, str(ep), "-m") if framework == "torch" and ep > 1 else ()
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"OMP_NUM_THREADS": "1", "JAX_COMPILATION_CACHE_DIR": PROGRAMS.name}
     command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", "--preset", "tiny", "--ep", str(ep)]
     command += ["--out", str(out), "--data", argparse.__file__, "--device", "cpu", *flags]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)

@@ -44,6 +44,14 @@ FAULTS = (
         interpreter=True,
     ),
     Fault(
+        "router: of equal scores the higher expert is first",
+        "core_kernels/router/kernel.py",
+        "return key.to(tl.int64) * 1024 + (1023 - place)",
+        "return key.to(tl.int64) * 1024 + place",
+        "tests/conformance/test_router.py -k in_order",
+        interpreter=True,
+    ),
+    Fault(
         "routing: an expert without tokens gets no block",
         "core_kernels/routing/kernel.py",
         "tl.maximum(tl.cdiv(tl.sum(n, 0), alignment), 1) * alignment",

@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
-from mxep.core_kernels.fold import plan_both, plan_requantize
+from mxep.core_kernels.fold import plan_both, plan_matrix, plan_requantize
 from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
 from mxep.torch_frontend import ops as torch_ops
@@ -42,9 +42,11 @@ class Case:
 
     def scratch(self, inputs: Tensors) -> int:
         """Bytes of scratch memory that the CUDA kernel needs."""
-        if self.op not in ("quantize_both_fold", "requantize_col_fold"):
+        if self.op not in ("quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold"):
             return 0
         x, *_, ends = inputs
+        if self.op == "quantize_matrix_fold":
+            return 4 * plan_matrix.scratch_words(x.shape[:-2].numel(), *x.shape[-2:])
         if self.op == "requantize_col_fold":
             return plan_requantize.scratch_bytes(*x.shape, ends.shape[0])
         return plan_both.scratch_bytes(*x.shape, ends.shape[0], str(x.dtype).removeprefix("torch."))
@@ -110,6 +112,15 @@ def _experts(rng: Rng, m: int) -> Tensors:
     return (floats(rng, GROUPS, m, K),)
 
 
+def _matrices(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, m // 32, 32, K),)
+
+
+def _weight(rng: Rng, m: int) -> Tensors:
+    """One matrix. It has rows if m is 0, too."""
+    return (floats(rng, m + 32, K),)
+
+
 def _mx(rng: Rng, m: int) -> Tensors:
     return torch_ops.quantize_row(floats(rng, m, K))
 
@@ -125,6 +136,25 @@ def _rows_and_map(rng: Rng, m: int) -> Tensors:
 
 def _packed_and_map(rng: Rng, m: int) -> Tensors:
     return torch_ops.quantize_row_packed(floats(rng, m, K)), _row_map(rng, m)
+
+
+def _route(rng: Rng, m: int, experts: int = 40) -> Tensors:
+    return floats(rng, m, experts, dtype=torch.float32), torch.randn(experts, generator=rng)
+
+
+def _route_bf16(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, 24), torch.empty(0)
+
+
+def _route_bwd(rng: Rng, m: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    logits = floats(rng, m, 40, dtype=dtype)
+    ids = torch.rand(m, 40, generator=rng).argsort(-1)[:, :5].int().contiguous()
+    return torch.randn(m, 5, generator=rng), torch.randn(40, generator=rng), logits, ids
+
+
+def _route_bwd_bf16(rng: Rng, m: int) -> Tensors:
+    dweights, _, *others = _route_bwd(rng, m, torch.bfloat16)
+    return dweights, torch.empty(0), *others
 
 
 def _expert_ids(rng: Rng, m: int) -> Tensors:
@@ -292,7 +322,7 @@ _OF_MATRICES = (
 )
 _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold"),
-    *("swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
+    *("quantize_matrix_fold", "swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
 )
 _CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
 
@@ -310,6 +340,16 @@ CASES = {
     "dequantize_fp32": _case("dequantize", _mx, out_dtype="float32"),
     "permute_rows": _case("permute_rows", _rows_and_map),
     "permute_mx": _case("permute_mx", _packed_and_map),
+    "route": _case("route", _route, top_k=5, route_scale=2.5),
+    "route_bf16": _case("route", _route_bf16, top_k=3, score_func="softmax_of_chosen"),
+    "route_in_groups": _case("route", _route, top_k=6, score_func="sigmoid", num_groups=5, top_k_groups=2),
+    "route_in_groups_by_max": _case(
+        "route", _route, top_k=6, normalize=False, num_groups=8, top_k_groups=3, group_score="max"
+    ),
+    "route_balanced": _case("route", _route, top_k=5, score_func="sigmoid", force_balance=True),
+    "route_bwd": _case("route_bwd", _route_bwd, score_func="sigmoid", route_scale=2.5),
+    "route_bwd_bf16": _case("route_bwd", _route_bwd_bf16),
+    "route_bwd_of_chosen": _case("route_bwd", _route_bwd, score_func="softmax_of_chosen"),
     "sort_by_expert": _case("sort_by_expert", _expert_ids, num_experts=9),
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),
@@ -318,6 +358,8 @@ CASES = {
     "quantize_both_fold": _case("quantize_both_fold", _matrix_and_ends),
     "quantize_both_fold_fp32": _case("quantize_both_fold", _matrix_and_ends_fp32, rounding=1, satfinite=True),
     "requantize_col_fold": _case("requantize_col_fold", _mx_and_ends),
+    "quantize_matrix_fold": _case("quantize_matrix_fold", _weight, rounding=1, satfinite=True),
+    "quantize_matrix_fold_3d": _case("quantize_matrix_fold", _matrices),
     "block_scales": _case("block_scales", _scales),
     "unblock_scales": Case("unblock_scales", _blocked_scales, lambda m: {"num_rows": m, "num_scales": K // 32}),
     "combine": _case("combine", _combine),

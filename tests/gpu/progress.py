@@ -1,4 +1,4 @@
-"""Runs quantize_both_fold where its CTAs may not run concurrently: `python progress.py streams` or `green`.
+"""Runs ops whose CTAs wait for each other where they may not run concurrently: `python progress.py streams` or `green`.
 
 test_progress.py runs this file as a subprocess, because a launch that hangs has to be killed. A wrong byte is an error.
 """
@@ -18,6 +18,8 @@ Tensors = tuple[Tensor, ...]
 WIDTHS = ((torch.bfloat16, 16384), (torch.float32, 7168), (torch.bfloat16, 7168))
 """128, 112 and 56 tiles per row. An H100 or H200 runs 264 CTAs at a time; eight of its SMs run 16."""
 ROWS = (256, 1056, 4096)
+MATRICES = ((40, 96, 160), (9, 800, 1056), (2, 2080, 4128))
+"""Weights of 2, 36 and 297 tiles per matrix."""
 
 
 def inputs(rows: int, width: int, dtype: torch.dtype) -> Tensors:
@@ -27,15 +29,20 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> Tensors:
     return x, ends.to(DEVICE)
 
 
-def cases() -> Iterator[tuple[str, Tensors, Tensors]]:
-    """Yields a description, the inputs, and the outputs of the ops that quantize_both_fold combines."""
+def cases() -> Iterator[tuple[str, Callable[..., Tensors], Tensors, Tensors]]:
+    """Yields a description, the op, its inputs, and the outputs of the ops that it combines."""
     for dtype, width in WIDTHS:
         for rows in ROWS:
             given = inputs(rows, width, dtype)
             with force_implementation("triton"):
                 want = ops.quantize_both_fold(*given)
             across = tiles_across(width, str(dtype).removeprefix("torch."))
-            yield f"{rows} x {width} {dtype}, {across} tiles across", given, want
+            yield f"{rows} x {width} {dtype}, {across} tiles across", ops.quantize_both_fold, given, want
+    for shape in MATRICES:
+        x = floats(torch.Generator().manual_seed(sum(shape)), *shape).to(DEVICE)
+        with force_implementation("triton"):
+            want = ops.quantize_matrix_fold(x)
+        yield f"matrices {shape}", ops.quantize_matrix_fold, (x,), want
 
 
 def wrong_bytes(got: Tensors, want: Tensors) -> Tensor:
@@ -52,7 +59,7 @@ def grouped_gemm() -> Callable[[], Tensor]:
 
 
 def streams() -> None:
-    """Eight streams with four priorities. Each runs the op, GEMMs, sleeps and comparisons in another order."""
+    """Eight streams with four priorities. Each runs the ops, GEMMs, sleeps and comparisons in another order."""
     all_cases, multiply = list(cases()), grouped_gemm()
     want_gemm = multiply()
     side = [torch.cuda.Stream(priority=-(i % 4)) for i in range(8)]
@@ -68,8 +75,8 @@ def streams() -> None:
                 stream.wait_event(gate)
                 if (turn + i) % 3 == 0:
                     torch.cuda._sleep(20_000 * i)
-                _, given, want = all_cases[(turn + 3 * i) % len(all_cases)]
-                got = [ops.quantize_both_fold(*given) for _ in range(3)]
+                _, op, given, want = all_cases[(turn + 5 * i) % len(all_cases)]
+                got = [op(*given) for _ in range(3)]
                 if (turn + i) % 4 == 0:
                     wrong[i] += multiply().ne(want_gemm).sum()
                 for outputs in got:
@@ -93,11 +100,11 @@ def green() -> None:
         torch.cuda.current_stream().synchronize()
         return 1e3 * (time.perf_counter() - begin), got
 
-    for name, given, want in cases():
+    for name, op, given, want in cases():
         with force_implementation("cuda"):
-            whole_ms, _ = ms(lambda given=given: ops.quantize_both_fold(*given))
+            whole_ms, _ = ms(lambda op=op, given=given: op(*given))
             context.set_context()
-            green_ms, got = ms(lambda given=given: ops.quantize_both_fold(*given))
+            green_ms, got = ms(lambda op=op, given=given: op(*given))
             context.pop_context()
         torch.cuda.synchronize()
         print(f"green: {name}: {green_ms:.2f} ms, on the whole device {whole_ms:.2f} ms", flush=True)

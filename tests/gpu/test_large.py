@@ -1,18 +1,19 @@
-"""Ops on arrays of more than 2^31 elements: 300000 x 8192, its permutation, its SwiGLU and its combine.
+"""Ops on arrays of more than 2^31 elements: 300000 x 8192, its permutation, its SwiGLU and its combine; weights.
 
-The test compares bytes of slices with C++ on the CPU: the first, the middle and the last rows, and the rows around
-element 2^31; of transposed outputs, the columns of these rows. Inputs and slices are the benchmark's.
+The first test compares bytes of slices with C++ on the CPU: the first, the middle and the last rows, and the rows
+around element 2^31; of transposed outputs, the columns of these rows. Inputs and slices are the benchmark's.
 """
 
 import pytest
 import torch
+from mxep.torch_frontend import ops
 
 from benchmarks.cases import families
 from benchmarks.cases.byte_check import check
 from benchmarks.cases.calls import torch_call
 from benchmarks.cases.shapes import Layer
 
-from .cases import DEVICE
+from .cases import DEVICE, same_bytes
 
 LARGE = Layer(300_000, 8192, (8192,), num_experts=16, top_k=2, local_experts=4)
 
@@ -21,8 +22,18 @@ LARGE = Layer(300_000, 8192, (8192,), num_experts=16, top_k=2, local_experts=4)
 def test_more_than_2_to_the_31_elements(name: str) -> None:
     for case in families.cases(LARGE, torch_call, DEVICE, (name,)):
         outputs = case.program(torch_call, *case.inputs)
-        if name not in ("routing", "quantize_weights"):
+        if name not in ("routing", "quantize_weights", "quantize_matrix_fold"):
             assert max(x.numel() for x in outputs) > 2**31
         check(case, outputs)
         del case, outputs
+    torch.cuda.empty_cache()
+
+
+def test_weights_of_more_than_2_to_the_31_elements() -> None:
+    """33 matrices of 8192 x 8192. Each has the bytes that it has alone."""
+    x = torch.randn(33, 8192, 8192, dtype=torch.bfloat16, device=DEVICE)
+    outputs = ops.quantize_matrix_fold(x)
+    for i in (0, 31, 32):
+        same_bytes([out[i] for out in outputs], ops.quantize_matrix_fold(x[i]))
+    del x, outputs
     torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""No launch of quantize_both_fold hangs, even if its CTAs cannot run concurrently.
+"""No launch whose CTAs wait for each other hangs, even if they cannot run concurrently.
 
-The tests use streams of several priorities, a green context of few SMs, two processes under MPS, and a poll limit of
-zero. The bytes are those of the ops that quantize_both_fold combines. Grouped GEMMs wait only within a cluster, whose
-CTAs always run concurrently.
+The tests use streams of several priorities, a green context of few SMs, two processes under MPS, a poll limit of zero,
+and lags from none to all tiles. The bytes are those of the ops that quantize_both_fold, requantize_col_fold and
+quantize_matrix_fold combine. Grouped GEMMs wait only within a cluster, whose CTAs always run concurrently.
 """
 
 import os
@@ -17,6 +17,7 @@ import pytest
 import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.fold.plan_both import quantize_both_fold
+from mxep.core_kernels.fold.plan_matrix import quantize_matrix_fold
 from mxep.core_kernels.fold.plan_requantize import requantize_col_fold
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.torch_frontend import force_implementation, ops
@@ -67,14 +68,14 @@ def test_two_processes_under_mps_finish_with_the_right_bytes(mps: dict[str, str]
     assert [client.returncode for client in clients] == [0, 0], texts
 
 
-def launch_with_polls(op: KernelOp, inputs: tuple[Tensor, ...], polls: int, **options: int) -> tuple[Tensor, ...]:
-    """Runs the op. After `polls` + 1 polls without an answer, a warp computes the missing maxima from x itself."""
+def launch_with(op: KernelOp, inputs: tuple[Tensor, ...], *last: int, **options: int) -> tuple[Tensor, ...]:
+    """Runs the op with other values of the launch's last attrs."""
     types = [ArrayType(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in inputs]
     major, _ = torch.cuda.get_device_capability()
     launch = op.launch(*types, arch="sm_90" if major == 9 else "sm_100", **options)
     written = (*launch.out, *launch.scratch)
     outputs = tuple(torch.empty(out.shape, dtype=getattr(torch, out.dtype), device=DEVICE) for out in written)
-    attrs = [*launch.cuda_attrs[:-1], polls]
+    attrs = [*launch.cuda_attrs[: -len(last)], *last]
     start = cpp_bindings.CudaLaunch(EXCHANGE, inputs[0].device.index, op.name, types, written, attrs)
     start(inputs, outputs)
     return outputs[: len(op.outputs)]
@@ -94,7 +95,8 @@ ENDS = {
 def test_a_warp_that_stops_polling_computes_the_same_maxima(
     shape: tuple[int, int], dtype: torch.dtype, ends: str
 ) -> None:
-    """Shapes: 64 spans of 256 rows that start together; a partial tile; 112 or 56 tiles per row.
+    """Shapes: 64 spans of 256 rows that start together; a partial tile; 112 or 56 tiles per row. A warp stops after one
+    poll without an answer, or after four.
 
     Magnitudes increase from span to span, so that a missed span changes the bytes."""
     m, k = shape
@@ -109,5 +111,20 @@ def test_a_warp_that_stops_polling_computes_the_same_maxima(
             want = ops.quantize_both_fold(x, group_ends, **options)
             requantized = ops.requantize_col_fold(*mx, group_ends, **options)
         for polls in (0, 0, 3):
-            same_bytes(launch_with_polls(quantize_both_fold, (x, group_ends), polls, **options), want)
-            same_bytes(launch_with_polls(requantize_col_fold, (*mx, group_ends), polls, **options), requantized)
+            same_bytes(launch_with(quantize_both_fold, (x, group_ends), polls, **options), want)
+            same_bytes(launch_with(requantize_col_fold, (*mx, group_ends), polls, **options), requantized)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (40, 96, 160), (9, 544, 288), (3, 800, 1056), (2, 2080, 4128)])
+def test_a_matrix_may_be_written_at_once_or_last(shape: tuple[int, ...]) -> None:
+    """Shapes: one tile, partial in both dims; many small matrices; more tiles than CTAs that run at a time.
+
+    Magnitudes differ from row to row and from column to column, so that a missed tile changes the bytes."""
+    x = floats(torch.Generator().manual_seed(sum(shape)), *shape).to(DEVICE)
+    x *= torch.exp2(torch.arange(shape[-1], device=DEVICE) * 7 % 31 - 15).bfloat16()
+    for options in ({}, {"rounding": 1, "satfinite": True}):
+        with force_implementation("triton"):
+            want = ops.quantize_matrix_fold(x, **options)
+        for lag in (0, 1, 50, 100_000):
+            for held in (0, 1):
+                same_bytes(launch_with(quantize_matrix_fold, (x,), lag, held, **options), want)

@@ -137,6 +137,14 @@ def test_rows_wider_than_the_cuda_kernel_takes_are_folded_in_parts() -> None:
         assert ops_of(lowered) == Counter(expected)
 
 
+def test_weights_in_fp32_are_folded_in_parts() -> None:
+    name = "quantize_matrix_fold"
+    for w, expected in ((bf16(G, N, K), [name]), (f32(G, N, K), COMPOSED[name])):
+        with lower_for("sm_90"):
+            lowered = jax.jit(ops.quantize_matrix_fold).trace(w).lower(lowering_platforms=("cuda",))
+        assert ops_of(lowered) == Counter(expected)
+
+
 @pytest.mark.parametrize(("arch", "target"), [("sm_90", ".target sm_90a"), ("sm_100", ".target sm_100a")])
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in COMPOSED])
 def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> None:
@@ -146,7 +154,7 @@ def test_an_op_becomes_one_triton_kernel(name: str, arch: str, target: str) -> N
     assert target in ptx
     # Without `.rn` XLA's ptxas may fuse a multiplication and an addition; what Triton fused is an fma.
     assert not re.search(r"\b(mul|add|sub)\.f32(x2)?\b", ptx)
-    assert ("fma.rn.f32" in ptx) == name.startswith("swiglu")
+    assert ("fma.rn.f32" in ptx) == name.startswith(("swiglu", "route"))
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_120"])
@@ -161,7 +169,7 @@ def test_a_gpu_without_tiles_or_machine_code_of_its_own_runs_triton(name: str, a
 @pytest.mark.parametrize("name", COMPOSED)
 def test_an_op_without_a_triton_kernel_becomes_others(name: str, arch: str) -> None:
     with force_implementation("triton"):
-        assert all(ops_of(lower(name, arch))[part] == 1 for part in COMPOSED[name])
+        assert all(ops_of(lower(name, arch))[part] == COMPOSED[name].count(part) for part in COMPOSED[name])
         assert len(kernels(lower(name, arch))) == len(COMPOSED[name])
 
 

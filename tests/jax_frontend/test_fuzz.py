@@ -51,6 +51,10 @@ GLU = {"gate": GATE, "up": GATE, "prob": PROB}
 NUMBERS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 BIASES = {"b1": normal(G, F), "b3": normal(G, F), "b2": normal(K)}
 PRODUCT = {"recipe": "mxfp8", "mx_grad": False, "pad_token_groups": True}
+ROUTING = {
+    "score_func": "sigmoid", "normalize": True, "route_scale": 2.5, "num_groups": 1, "top_k_groups": 1,
+    "group_score": "max", "force_balance": False,
+}  # fmt: skip
 PERMUTED = {
     "num_tokens_per_expert": COUNTS, "ep_degree": 1, "num_local_experts": G, "group_size_multiple_of": 32,
     "rank_rows": M,
@@ -73,8 +77,9 @@ CALLS: dict[str, dict[str, Any]] = {
         "hidden_dim": F,
         "num_experts": G,
         "top_k": 1,
-        "score_func": "softmax",
-        "normalize": True,
+        **ROUTING,
+        "router_bias": True,
+        "shared_hidden_dim": F,
         "recipe": "mxfp8",
         "capacity": 8,
         "bias": False,
@@ -108,7 +113,16 @@ CALLS: dict[str, dict[str, Any]] = {
         "activation": mxep.SwiGLU(),
     },
     "lower_for": {"arch": "sm_90"},
-    "moe.apply": {"params": PARAMS, "x": X, "config": CONFIG, "axis_name": None, "token_axes": None},
+    "moe.apply": {
+        "params": PARAMS,
+        "x": X,
+        "config": CONFIG,
+        "experts": IDS[:, None],
+        "weights": PROB[:, None],
+        "selection_bias": None,
+        "axis_name": None,
+        "token_axes": None,
+    },
     "moe.init": {"key": jax.random.key(0), "config": CONFIG, "dtype": "float32"},
     "grouped_mm": {
         "x": X,
@@ -129,6 +143,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "recipe": "mxfp8",
         "preferred_element_type": "float32",
     },
+    "route": {"logits": normal(M, G), "top_k": 1, "selection_bias": jnp.zeros(G), **ROUTING},
     "sort_by_expert": {"expert_ids": IDS, "num_experts": G},
     "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "top_k": TOP_K},
     "SwiGLU": NUMBERS,
@@ -143,6 +158,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "to_mxfp8_a2a_dequant": {"input": X, "exchange": EXCHANGE, "rounding": "rceil", "reverse": False},
     "unpermute_hp_fwd_mxfp8_bwd": {"input": PADDED, "maps": MAPS},
+    "update_selection_bias": {"selection_bias": jnp.zeros(G), "counts": COUNTS, "rate": 0.1},
     "weighted_combine": {
         "rows": X,
         "probs": TOKEN_PROBS,
@@ -197,7 +213,7 @@ for _name, _op in ops.OPS.items():
 RECORDS = {
     "NumericsReport", "numerics_report",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
-    "Recipe", "Rounding", "Route", "TokenReplicas", "pack_expert_weights",  # tests/test_expert_blocks.py
+    "Recipe", "Rounding", "Route", "Routing", "TokenReplicas", "pack_expert_weights",  # tests/test_expert_blocks.py
 }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_folding_reads_an_activation_once() -> None:
         return whole_blocks(lhs, rhs_t, ENDS, recipe=recipe)
 
     assert kernels(lambda lhs, rhs_t, dout: jax.vjp(multiply, lhs, rhs_t)[1](dout), LHS, RHS_T, DOUT) == {
-        "quantize_both_fold": 2, "quantize_both": 1, "fold_rows": 2, "grouped_mm_fold": 2, "grouped_wgrad_fold": 1,
+        "quantize_both_fold": 2, "quantize_matrix_fold": 1, "grouped_mm_fold": 2, "grouped_wgrad_fold": 1,
     }  # fmt: skip
     assert kernels(multiply, LHS, RHS_T) == {"quantize_row_fold": 2, "grouped_mm_fold": 1}
 

@@ -1,6 +1,7 @@
 """ragged_dot_mxfp8 against jax.lax.ragged_dot of the dequantized operands in fp32, and its gradients likewise."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,16 @@ def sizes_of(case: str, dtype: str = "int32") -> jax.Array:
     return jnp.asarray(SIZES[case], dtype)
 
 
-def results(f, lhs: jax.Array, rhs: jax.Array, dout: jax.Array):
-    out, backward = jax.vjp(jax.jit(f), lhs, rhs)
+@partial(jax.jit, static_argnums=0)
+def results(f: Callable, lhs: jax.Array, rhs: jax.Array, dout: jax.Array, *sizes: jax.Array):
+    """The product and its gradients. The same f with the same shapes compiles once, whichever tests ask."""
+    out, backward = jax.vjp(lambda *floats: f(*floats, *sizes), lhs, rhs)
     return out, *backward(dout.astype(out.dtype))
+
+
+@cache
+def dot(recipe: str) -> Callable:
+    return partial(ragged_dot_mxfp8, recipe=recipe)
 
 
 def along(x: jax.Array, axis: int) -> jax.Array:
@@ -74,7 +82,7 @@ def check_products(got, lhs, rhs, dout, sizes: jax.Array, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_product_and_its_gradients_are_ragged_dots(recipe: str, case: str) -> None:
     sizes = sizes_of(case)
-    got = results(lambda *a: ragged_dot_mxfp8(*a, sizes, recipe=recipe), LHS, RHS, DOUT)
+    got = results(dot(recipe), LHS, RHS, DOUT, sizes)
     check_products(got, LHS, RHS, DOUT, sizes, recipe)
     last = sum(SIZES[case])
     assert not np.asarray(got[0][last:], np.float32).any(), "rows past the sum"
@@ -108,10 +116,8 @@ def test_no_float_is_transposed(recipe: str, compute: str) -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
 def test_sizes_are_any_integers(recipe: str, dtype: str) -> None:
-    def run(sizes):
-        return results(lambda *a: ragged_dot_mxfp8(*a, sizes, recipe=recipe), LHS, RHS, DOUT)
-
-    for g, w in zip(run(sizes_of("any", dtype)), run(sizes_of("any")), strict=True):
+    got, want = (results(dot(recipe), LHS, RHS, DOUT, sizes_of("any", d)) for d in (dtype, "int32"))
+    for g, w in zip(got, want, strict=True):
         np.testing.assert_array_equal(g, w)
 
 
@@ -127,8 +133,12 @@ def test_sizes_are_any_integers(recipe: str, dtype: str) -> None:
 def test_dtypes_are_those_of_ragged_dot(lhs: str, rhs: str, preferred, out: str) -> None:
     sizes = sizes_of("any")
     recipe = "mxfp8_wgrad_with_hp"
-    dot = partial(ragged_dot_mxfp8, group_sizes=sizes, recipe=recipe, preferred_element_type=preferred)
-    got = results(dot, LHS.astype(lhs), RHS.astype(rhs), DOUT)
+    got = results(
+        partial(dot(recipe), group_sizes=sizes, preferred_element_type=preferred),
+        LHS.astype(lhs),
+        RHS.astype(rhs),
+        DOUT,
+    )
     assert [x.dtype.name for x in got] == [out, lhs, rhs]
     check_products(got, LHS, RHS, DOUT, sizes, recipe)
 
@@ -137,14 +147,13 @@ def test_dtypes_are_those_of_ragged_dot(lhs: str, rhs: str, preferred, out: str)
 def test_remat_and_shard_map_do_not_change_a_gradient(recipe: str) -> None:
     sizes = jnp.concatenate([sizes_of("any"), sizes_of("full")])
     lhs, dout = jnp.concatenate([LHS, DOUT[:, :K]]), jnp.concatenate([DOUT, -DOUT])
-    dot = partial(ragged_dot_mxfp8, recipe=recipe)
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("dp",))
-    sharded = jax.shard_map(dot, mesh=mesh, in_specs=(P("dp"), P(), P("dp")), out_specs=P("dp"))
+    sharded = jax.shard_map(dot(recipe), mesh=mesh, in_specs=(P("dp"), P(), P("dp")), out_specs=P("dp"))
     wide = RHS.astype(jnp.float32)
-    halves = [results(lambda *a, i=i: dot(*a, sizes[3 * i : 3 * i + 3]), x, wide, d)
-              for i, (x, d) in enumerate(zip(jnp.split(lhs, 2), jnp.split(dout, 2), strict=True))]  # fmt: skip
+    parts = zip(jnp.split(lhs, 2), jnp.split(dout, 2), jnp.split(sizes, 2), strict=True)
+    halves = [results(dot(recipe), x, wide, d, s) for x, d, s in parts]
     for f in (sharded, jax.checkpoint(sharded)):
-        out, dlhs, drhs = results(lambda lhs, rhs, f=f: f(lhs, rhs, sizes), lhs, wide, dout)
+        out, dlhs, drhs = results(f, lhs, wide, dout, sizes)
         np.testing.assert_array_equal(out, jnp.concatenate([half[0] for half in halves]))
         np.testing.assert_array_equal(dlhs, jnp.concatenate([half[1] for half in halves]))
         np.testing.assert_array_equal(drhs, halves[0][2] + halves[1][2])
@@ -160,9 +169,8 @@ def test_quantized_weights_stand_for_their_array() -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp"])
 def test_nan_past_the_sum_stays_out(recipe: str) -> None:
     sizes, last = sizes_of("any"), sum(SIZES["any"])
-    dot = partial(ragged_dot_mxfp8, group_sizes=sizes, recipe=recipe)
-    got = results(dot, LHS.at[last:].set(jnp.nan), RHS, DOUT.at[last:].set(jnp.inf))
-    for g, w in zip(got, results(dot, LHS, RHS, DOUT), strict=True):
+    got = results(dot(recipe), LHS.at[last:].set(jnp.nan), RHS, DOUT.at[last:].set(jnp.inf), sizes)
+    for g, w in zip(got, results(dot(recipe), LHS, RHS, DOUT, sizes), strict=True):
         np.testing.assert_array_equal(g, w)
 
 

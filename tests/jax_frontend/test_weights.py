@@ -65,10 +65,12 @@ def loss(x, weights, dy, recipe):
     return (ffn(x, weights, recipe) * dy).astype(jnp.float32).sum()
 
 
+@partial(jax.jit, static_argnames="recipe")
 def of_cached(x, params, cached, dy, recipe):
     return jax.value_and_grad(lambda x, p: loss(x, put_in(cached, p), dy, recipe), argnums=(0, 1))(x, params)
 
 
+@partial(jax.jit, static_argnames="recipe")
 def of_arrays(x, params, dy, recipe):
     return jax.value_and_grad(loss, argnums=(0, 1))(x, params, dy, recipe)
 
@@ -87,8 +89,7 @@ def test_the_bytes_are_those_of_the_ops() -> None:
 @recipes
 def test_the_feed_forward_and_its_gradients_are_those_of_arrays(recipe: Recipe) -> None:
     cached = quantize_all(PARAMS, recipe)
-    run = jax.jit(partial(of_cached, recipe=recipe))
-    same(run(X, PARAMS, cached, DY), jax.jit(partial(of_arrays, recipe=recipe))(X, PARAMS, DY))
+    same(of_cached(X, PARAMS, cached, DY, recipe), of_arrays(X, PARAMS, DY, recipe))
 
 
 @recipes
@@ -115,7 +116,7 @@ def test_no_weight_is_quantized_where_it_is_used(recipe: Recipe) -> None:
     once = {
         "bf16": {},
         "mx": {"quantize_both": 3},
-        "fold": {"quantize_both": 3, "fold_rows": 6},
+        "fold": {"quantize_matrix_fold": 3},
         "row": {"quantize_rowwise": 6},
     }
     assert arrays - got == once[recipe.form("cpu")], "three weights, both ways"
@@ -131,8 +132,7 @@ def test_exact_products_on_hopper_dequantize_them_once() -> None:
     """Run on this machine's CPU, though traced for Hopper."""
     with lower_for("sm_90"):
         cached = quantize_all(PARAMS, EXACT)
-        got = jax.jit(partial(of_cached, recipe=EXACT))(X, PARAMS, cached, DY)
-        same(got, jax.jit(partial(of_arrays, recipe=EXACT))(X, PARAMS, DY))
+        same(of_cached(X, PARAMS, cached, DY, EXACT), of_arrays(X, PARAMS, DY, EXACT))
         found = kernels(partial(of_cached, recipe=EXACT), X, PARAMS, cached, DY)
         assert kernels(lambda p: quantize_all(p, EXACT), PARAMS)["dequantize"] == 6
     assert found["dequantize"] == 5 + 5, "rows of x, h and three gradients, tokens of the same"
@@ -146,15 +146,14 @@ def test_exact_products_take_weights_that_another_device_made(made_for: str, use
     with lower_for(made_for):
         cached = quantize_all(PARAMS, EXACT)
     with lower_for(used_for):
-        got = jax.jit(partial(of_cached, recipe=EXACT))(X, PARAMS, cached, DY)
-        same(got, jax.jit(partial(of_arrays, recipe=EXACT))(X, PARAMS, DY))
+        same(of_cached(X, PARAMS, cached, DY, EXACT), of_arrays(X, PARAMS, DY, EXACT))
 
 
 def test_what_stands_for_bytes_in_bf16_has_no_gradient() -> None:
     with lower_for("sm_90"):
         cached = quantize_all(PARAMS, EXACT)
         grads = jax.jit(jax.grad(lambda w: loss(X, w, DY, EXACT)))(cached)
-        _, (_, want) = jax.jit(partial(of_arrays, recipe=EXACT))(X, PARAMS, DY)
+        _, (_, want) = of_arrays(X, PARAMS, DY, EXACT)
     for name, grad in grads.items():
         np.testing.assert_array_equal(grad.values, want[name])
         assert not any(leaf.any() for leaf in (*grad.as_stored, *grad.transposed))
@@ -196,37 +195,37 @@ def test_weights_that_no_input_gradient_reads_are_not_transposed() -> None:
 
 
 def test_one_quantization_serves_the_microbatches_of_a_step() -> None:
-    batches = [(X, DY), (DY, X)]
+    batches, recipe = [(X, DY), (DY, X)], CHOICES["exact"]
 
     @jax.jit
     def step(params, batches):
-        cached = quantize_all(params, "mxfp8_wgrad_with_hp")
-        grads = [
-            jax.grad(lambda p, x=x, dy=dy: loss(x, put_in(cached, p), dy, "mxfp8_wgrad_with_hp"))(params)
-            for x, dy in batches
-        ]
+        cached = quantize_all(params, recipe)
+        grads = [jax.grad(lambda p, x=x, dy=dy: loss(x, put_in(cached, p), dy, recipe))(params) for x, dy in batches]
         return jax.tree.map(jnp.add, *grads)
 
-    parts = [jax.jit(partial(of_arrays, recipe="mxfp8_wgrad_with_hp"))(x, PARAMS, dy)[1][1] for x, dy in batches]
+    parts = [of_arrays(x, PARAMS, dy, recipe)[1][1] for x, dy in batches]
     same(step(PARAMS, batches), jax.tree.map(jnp.add, *parts))
     assert kernels(step, PARAMS, batches)["quantize_both"] == 3
 
 
 def test_a_gradient_of_the_whole_has_float0_for_bytes() -> None:
-    cached = quantize_all(PARAMS, "mxfp8")
-    grads = jax.jit(jax.grad(lambda w: loss(X, w, DY, "mxfp8"), allow_int=True))(cached)
-    _, (_, want) = jax.jit(partial(of_arrays, recipe="mxfp8"))(X, PARAMS, DY)
+    recipe = CHOICES["mxfp8 exact"]
+    cached = quantize_all(PARAMS, recipe)
+    grads = jax.jit(jax.grad(lambda w: loss(X, w, DY, recipe), allow_int=True))(cached)
+    _, (_, want) = of_arrays(X, PARAMS, DY, recipe)
     for name, grad in grads.items():
         np.testing.assert_array_equal(grad.values, want[name])
         assert {leaf.dtype for leaf in (*grad.as_stored, *grad.transposed)} == {jax.dtypes.float0}
 
 
 def test_quantized_inside_the_differentiated_function_the_gradient_is_the_same() -> None:
+    recipe = CHOICES["mxfp8 exact"]
+
     def inside(x, params, dy):
-        return loss(x, quantize_all(params, "mxfp8"), dy, "mxfp8")
+        return loss(x, quantize_all(params, recipe), dy, recipe)
 
     got = jax.jit(jax.value_and_grad(inside, argnums=(0, 1)))(X, PARAMS, DY)
-    same(got, jax.jit(partial(of_arrays, recipe="mxfp8"))(X, PARAMS, DY))
+    same(got, of_arrays(X, PARAMS, DY, recipe))
 
 
 @pytest.mark.parametrize("spec", [P("ep"), P()], ids=["sharded by group", "replicated"])

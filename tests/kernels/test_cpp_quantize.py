@@ -14,6 +14,7 @@ from mxep import cpp_bindings
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold import plan_both as both_fold
+from mxep.core_kernels.fold import plan_matrix as matrix_fold
 from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.quantize import oracle as quantize_oracle
@@ -195,6 +196,13 @@ def test_both_operands_of_an_activation_between_guards(cpp_op, ends, dtype):
     x, group_ends = np.random.default_rng(4).standard_t(1, (608, 160)).astype(dtype), np.int32(ends)
     got = cpp_op(both_fold.quantize_both_fold, x, group_ends)
     same_bytes(got, fold_oracle.quantize_both_fold(x, group_ends))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("shape", [(32, 32), (3, 96, 160), (0, 32, 64)], ids=str)
+def test_both_operands_of_a_weight_between_guards(cpp_op, shape, dtype):
+    x = np.random.default_rng(4).standard_t(1, shape).astype(dtype)
+    same_bytes(cpp_op(matrix_fold.quantize_matrix_fold, x), fold_oracle.quantize_matrix_fold(x))
 
 
 @pytest.mark.parametrize("ends", [[64, 32], [48], [-32, 64], [128]], ids=str)

@@ -25,6 +25,7 @@ from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
 from mxep.core_kernels.registry import OPS
+from mxep.core_kernels.router import plan as router
 from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
 from mxep.core_kernels.swiglu import plan as swiglu
@@ -127,6 +128,30 @@ CASES = {
     ),
     "combine_bwd unweighted": Case(
         combine.combine_bwd, (bf16(M, K), bf16(ROWS, K), i32(M, TOP_K), i32(ROWS), f32(0)), {}, ("st.global.v4.b32",)
+    ),
+    "route": Case(router.route, (f32(M, 64), f32(0)), {"top_k": 6}, ("ld.global.v4.b32", "div.rn.f32")),
+    "route bf16": Case(
+        router.route, (bf16(M, 128), f32(0)), {"top_k": 8, "score_func": "softmax_of_chosen"}, ("ld.global.v4.b32",)
+    ),
+    "route in groups": Case(
+        router.route,
+        (f32(M, 256), f32(256)),
+        {"top_k": 8, "score_func": "sigmoid", "num_groups": 8, "top_k_groups": 4, "route_scale": 2.5},
+        ("ld.global.v4.b32", "div.rn.f32"),
+    ),
+    "route of most experts": Case(router.route, (f32(M, 512), f32(512)), {"top_k": 32, "score_func": "sigmoid"}),
+    "route in wide groups": Case(
+        router.route, (f32(M, 510), f32(0)), {"top_k": 32, "num_groups": 6, "top_k_groups": 3}
+    ),
+    "route balanced": Case(router.route, (f32(M, 40), f32(0)), {"top_k": 6, "force_balance": True}),
+    "route_bwd": Case(
+        router.route_bwd, (f32(M, 6), f32(0), f32(M, 64), i32(M, 6)), {}, ("ld.global.v4.b32", "st.global.v4.b32")
+    ),
+    "route_bwd bf16": Case(
+        router.route_bwd, (f32(M, 8), f32(128), bf16(M, 128), i32(M, 8)), {"score_func": "softmax_of_chosen"}
+    ),
+    "route_bwd of most experts": Case(
+        router.route_bwd, (f32(M, 32), f32(512), f32(M, 512), i32(M, 32)), {"score_func": "sigmoid"}
     ),
     "sort_by_expert": Case(routing.sort_by_expert, (i32(M),), {"num_experts": 256}),
     "row_map": Case(routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS}),
@@ -260,11 +285,15 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 def assert_rounds_as_written(ptx: str, case_name: str) -> None:
     """`mul.f32` and `add.f32` without `.rn` are what ptxas may fuse; a fused one is in the PTX already.
 
-    SwiGLU writes seven, some packed in twos: five of a polynomial, two of a reciprocal.
+    Meant are five of the polynomial of an exponential and two of a reciprocal, some packed in twos: SwiGLU has one of
+    each per value, the router's softmax an exponential alone.
     """
     assert not re.search(r"\b(mul|add|sub)\.f32(x2)?\b", ptx)
-    assert ptx.count("fma.rn.f32") + ptx.count("fma.rn.f32x2") == 7 * ptx.count("rcp.approx.ftz.f32")
-    assert ("fma.rn.f32" in ptx) == case_name.startswith("swiglu")
+    reciprocals = ptx.count("rcp.approx.ftz.f32")
+    exponentials, others = divmod(ptx.count("fma.rn.f32") + ptx.count("fma.rn.f32x2") - 2 * reciprocals, 5)
+    assert not others
+    assert exponentials == reciprocals or case_name.startswith("route")
+    assert ("fma.rn.f32" in ptx) == case_name.startswith(("swiglu", "route"))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -333,6 +362,7 @@ SMALL = {
     "swiglu_row": (swiglu.swiglu_row, glu(1, 32)),
     "swiglu_bwd": (swiglu.swiglu_bwd, (bf16(1, 3), *glu(1, 3))),
     "swiglu_bwd_row": (swiglu.swiglu_bwd_row, (bf16(1, 32), *glu(1, 32, False))),
+    "route_bwd": (router.route_bwd, (f32(1, 1), f32(3), f32(1, 3), i32(1, 1))),
     "combine": (combine.combine, (bf16(1, 3), i32(1, 1), f32(1, 1))),
     "combine_bwd": (combine.combine_bwd, (bf16(1, 3), bf16(1, 3), i32(1, 1), i32(1), f32(1, 1))),
     "combine_bwd_row": (combine.combine_bwd_row, (bf16(1, 32), bf16(1, 32), i32(1, 1), i32(1), f32(1, 1))),
@@ -366,6 +396,7 @@ def test_one_row(name, arch):
 
 def test_one_slot():
     assert compile_plan(routing.sort_by_expert, (i32(1),), "sm_90", {"num_experts": 1}).asm["cubin"]
+    assert compile_plan(router.route, (bf16(1, 1), f32(1)), "sm_90", {"top_k": 1}).asm["cubin"]
     options = {"num_rows": 1, "num_local_experts": 1}
     assert compile_plan(routing.row_map, (i32(1),), "sm_90", options).asm["cubin"]
 

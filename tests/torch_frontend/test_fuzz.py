@@ -28,7 +28,7 @@ bad_values = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "b
 Array = bad_values.Array
 SEED, NUMBER = 0, 2000
 
-RECORDS = {"NumericsReport", "Capability", "MoEStats", "TokenReplicas", "Route", "RowMap", "ExpertOrder"}
+RECORDS = {"NumericsReport", "Capability", "MoEStats", "TokenReplicas", "Route", "Routing", "RowMap", "ExpertOrder"}
 """Tuples that check nothing by themselves."""
 SAME = {"ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"}
 """Other names of what is in the table."""
@@ -84,6 +84,10 @@ OUT = {"out_dtype": torch.bfloat16}
 EXCHANGE: dict[str, Any] = {"input": floats(6, 32), "output_splits": [6], "input_splits": [6]}
 SCALES = {"scaling_mode": "rceil", "block_size": 32}
 SIZES: dict[str, Any] = {"dim": 32, "hidden_dim": 64, "num_experts": 2}
+ROUTE: dict[str, Any] = {
+    "score_func": "sigmoid", "normalize": True, "route_scale": 2.5, "num_groups": 1, "top_k_groups": 1,
+    "group_score": "max", "force_balance": False,
+}  # fmt: skip
 MX_PARTS = {"q": array(ops.quantize_row(torch.ones(4, 64))[0]), "sf": array(ops.quantize_row(torch.ones(4, 64))[1])}
 WAYS = {"row_map": ints(2, -1, 0, 1), "inverse": ints(2, 3, 0)}
 
@@ -249,9 +253,26 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "MoE": (
         mt.MoE,
-        {**SIZES, "top_k": 1, "score_func": "softmax", "normalize": True, "recipe": "mxfp8", "prob_in": "combine"},
+        {
+            **SIZES, "top_k": 1, "selection_bias": True, "router_bias": True, "shared_hidden_dim": 64, **ROUTE,
+            "recipe": "mxfp8", "prob_in": "combine",
+        },
     ),
     "MoE.forward": (lambda x: mt.MoE(32, 64, 2, 1)(x), {"x": floats(5, 32)}),
+    "MoE.forward, routed": (
+        lambda **given: mt.MoE(32, 64, 2, 1)(**given),
+        {
+            "x": floats(5, 32), "experts": Array(np.array([[0], [1], [0], [1], [0]]), "int64"),
+            "weights": floats(5, 1, dtype="float32"),
+        },
+    ),
+    "route": (
+        lambda **given: mt.route(**given).weights,
+        {"logits": floats(5, 2), "top_k": 1, "selection_bias": floats(2, dtype="float32"), **ROUTE},
+    ),
+    "update_selection_bias": (
+        mt.update_selection_bias, {"selection_bias": floats(2, dtype="float32"), "counts": ints(3, 4), "rate": 0.1}
+    ),
     "MXFP8ExpertParallel": (mt.MXFP8ExpertParallel, {"recipe": "mxfp8", "gradients": "mean"}),
     "capabilities": (mt.capabilities, {"device": "cpu"}),
     "force_implementation": (

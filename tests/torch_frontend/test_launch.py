@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels.fold import plan_both
+from mxep.core_kernels.fold import plan_both, plan_matrix
 from mxep.core_kernels.quantize import plan as quantize
 from mxep.torch_frontend import _call, _device, _launch, capabilities, force_implementation, ops
 from torch import Tensor
@@ -100,6 +100,25 @@ def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes(capability: Cal
         assert (sort_by(4096), sort_by(4097), sort_by(4096, "triton")) == ("cuda", "triton", "triton")
         with pytest.raises(NotImplementedError, match="allowed: triton; its CUDA kernel takes up to 4096 experts"):
             sort_by(4097, "cuda")
+
+
+def test_weights_in_fp32_are_folded_in_parts(capability: Callable) -> None:
+    """CUDA C++ takes bf16. The attrs after rounding and satfinite: lag, held."""
+    capability(9, 0)
+
+    def prepared(dtype: torch.dtype, shape: tuple[int, ...], forced: _device.Implementation | None = None) -> object:
+        layouts = [(torch.Size(shape), dtype, torch.device("cuda", 0), torch.empty(shape, device="meta").stride())]
+        return _launch.prepare_uncached(ops.OPS["quantize_matrix_fold"], layouts, forced).runner
+
+    with (
+        mock.patch.object(cpp_bindings, "why_not_cuda", return_value=""),
+        mock.patch.object(cpp_bindings, "CudaLaunch", side_effect=lambda *arguments: arguments[-1]),
+    ):
+        assert prepared(torch.bfloat16, (64, 2048, 2048)) == (0, 0, 0, 1)
+        assert prepared(torch.bfloat16, (64, 2048, 2080)) == (0, 0, plan_matrix.LAG, 0)
+        assert prepared(torch.float32, (64, 2048, 2048)) is None
+        with pytest.raises(NotImplementedError, match="allowed: triton; its CUDA kernel takes bfloat16"):
+            prepared(torch.float32, (64, 2048, 2048), "cuda")
 
 
 def test_a_build_without_cuda_kernels_runs_triton(capability: Callable) -> None:

@@ -39,7 +39,10 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(ops, name, spy)
 
-    for name in ("quantize_row", "quantize_col", "quantize_both", "quantize_row_fold", "dequantize"):
+    for name in (
+        *("quantize_row", "quantize_col", "quantize_both", "dequantize"),
+        *("quantize_row_fold", "quantize_matrix_fold"),
+    ):
         spied(name)
     return calls
 
@@ -65,7 +68,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("compute", ["exact", "fold"])
 def test_both_ways_in_one_read_in_every_call(compute: str, quantized: list[str]) -> None:
-    w, once = parameter(), ["quantize_both"]
+    w, once = parameter(), ["quantize_matrix_fold" if compute == "fold" else "quantize_both"]
     first = step(w, compute=compute)
     assert quantized == once
     assert equal(step(w, compute=compute), first)

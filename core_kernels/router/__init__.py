@@ -1,0 +1,1 @@
+"""The choice of experts from the router's logits, and its gradient."""

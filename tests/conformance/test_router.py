@@ -1,0 +1,53 @@
+"""route, route_bwd: exact bytes."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import numpy as np
+import pytest
+from mxep.core_kernels.router import oracle
+
+from . import check
+from .cases import ROUTES, seeded
+
+Ops = Mapping[str, Callable]
+Arrays = tuple[np.ndarray, ...]
+
+
+@cache
+def routed(name: str) -> Arrays:
+    case = ROUTES[name]
+    return oracle.route(case.logits, case.bias, **case.options)
+
+
+def gradients(name: str, shared: bool) -> tuple[np.ndarray, np.ndarray]:
+    """dweights and dshares."""
+    rng, experts = seeded(f"gradient {name}"), ROUTES[name].logits.shape[1]
+    dweights = rng.standard_normal(routed(name)[0].shape).astype(np.float32)
+    return dweights, rng.standard_normal(experts if shared else 0).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_route(ops: Ops, name: str) -> None:
+    case = ROUTES[name]
+    check.same_bytes(ops["route"](case.logits, case.bias, **case.options), routed(name))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["weights", "shares"])
+@pytest.mark.parametrize("name", ROUTES)
+def test_route_bwd(ops: Ops, name: str, shared: bool) -> None:
+    case = ROUTES[name]
+    inputs = (*gradients(name, shared), case.logits, routed(name)[0])
+    got = ops["route_bwd"](*inputs, **case.score_options)
+    check.same_bytes(got, oracle.route_bwd(*inputs, **case.score_options))
+
+
+def test_equal_scores_and_nan_are_in_order(ops: Ops) -> None:
+    """Rows 2, 6 and 7 are all NaN, all 1.5, and zeros of both signs."""
+    case = ROUTES["sigmoid_special"]
+    ids, weights, _ = ops["route"](case.logits, np.zeros(0, np.float32), **case.options)
+    for row in (2, 6, 7):
+        assert ids[row].tolist() == [0, 1, 2, 3]
+    assert ids[1, 0] == 2
+    assert np.isnan(weights[[1, 2]]).all()
+    assert set(weights[np.isnan(weights)].view(np.uint32).tolist()) == {0x7FC00000}

@@ -1,0 +1,85 @@
+"""Permuting and spreading of rows, and the gradients along the same maps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mxep.jax_frontend import (
+    MXArray,
+    MXGradArray,
+    gather_rows,
+    ops,
+    permute,
+    permute_mxfp8_fwd_hp_bwd,
+    spread_rows,
+    unpermute_hp_fwd_mxfp8_bwd,
+)
+
+from .references import normal
+
+X, COUNTS = normal(192, 64), jnp.array([64, 0, 96], jnp.int32)
+
+
+def test_permuting_moves_rows_and_gradients_through_one_map() -> None:
+    rows, groups = normal(5, 64), normal(96, 64, seed=1)
+    counts = jnp.array([1, 1, 2, 1], jnp.int32)  # two ranks of two experts
+    mx = MXArray.quantize(rows)
+    (moved, maps), backward = jax.vjp(lambda mx: permute_mxfp8_fwd_hp_bwd(mx, counts, 2, 2, rank_rows=0), mx)
+    expected = np.zeros((96, 64), np.float32)
+    expected[[0, 1, 2, 32, 33]] = np.asarray(mx.dequantize(), np.float32)[[0, 2, 3, 1, 4]]
+    np.testing.assert_array_equal(moved.dequantize().astype(np.float32), expected)
+    none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (moved.q, moved.sf, maps))
+    (gradient,) = backward((MXArray(none[0], none[1], groups), none[2]))
+    np.testing.assert_array_equal(gradient.carrier, groups[jnp.array([0, 32, 1, 2, 33])])
+    assert (gradient.q.dtype, gradient.sf.dtype) == (jax.dtypes.float0, jax.dtypes.float0)
+
+    out, backward = jax.vjp(lambda x: unpermute_hp_fwd_mxfp8_bwd(x, maps), groups)
+    np.testing.assert_array_equal(out, gradient.carrier)
+    np.testing.assert_array_equal(backward(mx.dequantize())[0].astype(np.float32), expected)
+
+
+def test_a_tokens_gradient_is_the_sum_over_its_copies() -> None:
+    order, inverse, _ = ops.sort_by_expert(jnp.array([2, 0, 1, 2, 0, 1], jnp.int32), 3)
+    x, drows = normal(3, 64), normal(6, 64, seed=1)
+    rows, backward = jax.vjp(lambda x: spread_rows(x, order, inverse, 2), x)
+    np.testing.assert_array_equal(rows, x[order // 2])
+    expected = jnp.zeros((3, 64)).at[order // 2].add(drows.astype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(backward(drows)[0], expected)
+    back, backward = jax.vjp(lambda rows: gather_rows(rows, inverse, order), rows)
+    np.testing.assert_array_equal(back, jnp.repeat(x, 2, 0))
+    np.testing.assert_array_equal(backward(drows)[0], drows[order])
+
+
+@pytest.mark.parametrize("mx", [False, True])
+def test_copies_may_lie_in_padded_groups(mx: bool) -> None:
+    x, drows = normal(3, 64), normal(8, 64, seed=1)
+    order, inverse = jnp.array([4, -1, 0, 2, -1, 5, 1, 3], jnp.int32), jnp.array([2, 6, 3, 7, 0, 5], jnp.int32)
+
+    def spread(x):
+        x = MXArray.quantize(x) if mx else x
+        rows = spread_rows(x, order, inverse, 2)
+        return rows.dequantize() if mx else rows
+
+    rows, backward = jax.vjp(jax.jit(spread), x)
+    values = MXArray.quantize(x).dequantize() if mx else x
+    np.testing.assert_array_equal(rows, jnp.where((order < 0)[:, None], 0, values[order // 2]))
+    expected = drows.astype(jnp.float32)[inverse].reshape(3, 2, 64).sum(1).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(backward(drows)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: permute(X, jnp.array([1, 2], jnp.int32), 1, 3), ValueError, "num_tokens_per_expert: got shape"),
+        (lambda: permute(X, jnp.array([100, 100], jnp.int32), 1, 2), ValueError, "at most 192"),
+        (lambda: permute(X, jnp.array([1, 2], jnp.int32), 1, 2, 33), ValueError, "alignment: got 33"),
+        (lambda: permute(X, jnp.ones(2), 1, 2), TypeError, "num_tokens_per_expert: got dtype float32"),
+        (lambda: permute(MXGradArray.wrap(X), COUNTS, 1, 3), TypeError, "x: got MXGradArray"),
+        (lambda: permute_mxfp8_fwd_hp_bwd(X, COUNTS, 1, 3), TypeError, "mx: got .*allowed: an MXArray"),
+        (lambda: unpermute_hp_fwd_mxfp8_bwd(X, permute(X, COUNTS // 4, 1, 3)[1]), ValueError, "maps.row_map"),
+        (lambda: unpermute_hp_fwd_mxfp8_bwd(MXArray.quantize(X), None), TypeError, "input: got MXArray"),
+    ],
+)
+def test_a_bad_argument_is_named(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
