@@ -3,7 +3,8 @@
 The layer      moe.init, moe.apply, MoEConfig, MoEStats
 The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
-Products       grouped_mm, grouped_swiglu_ffn, swiglu, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
+Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
+Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
 Rows           MXArray, MXGradArray, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder
 Exchanges      plan_exchange, Exchange, a2a_dispatch, permute, and torchao's names a2a_*, permute_*, unpermute_*
 Kernels        ops, capabilities, force_implementation, lower_for, numerics_report
@@ -20,6 +21,7 @@ from ..core_kernels.fold.report import NumericsReport as NumericsReport
 from ..core_kernels.formats import Rounding as Rounding
 from ..core_kernels.recipe import RECIPES as RECIPES
 from ..core_kernels.recipe import Recipe as Recipe
+from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU
 from . import moe as moe
 from . import ops as ops
 from ._device import force_implementation as force_implementation
@@ -35,6 +37,8 @@ from .ep import plan_exchange as plan_exchange
 from .ep import to_mxfp8_a2a_dequant as to_mxfp8_a2a_dequant
 from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
 from .grouped_mm import grouped_mm as grouped_mm
+from .layouts import pack_expert_weights as pack_expert_weights
+from .layouts import unpack_expert_weights as unpack_expert_weights
 from .moe import MoEConfig as MoEConfig
 from .moe import MoEStats as MoEStats
 from .mx_array import MXArray as MXArray

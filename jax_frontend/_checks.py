@@ -29,6 +29,15 @@ def check_floats(op: str, argument: str, x: object, other: str = "") -> None:
         fail(TypeError, op, argument, got, f"allowed: a bfloat16 or float32 array{other}")
 
 
+def check_bias(op: str, argument: str, bias: Any, groups: int, n: int) -> jax.Array:
+    """bias (N,) or (G, N) as (G, N) fp32; TypeError unless it is bf16 or fp32, ValueError for another shape."""
+    check_floats(op, argument, bias)
+    if bias.shape not in ((n,), (groups, n)):
+        fail(ValueError, op, argument, f"shape {bias.shape}", f"allowed: ({n},) or ({groups}, {n})")
+    # The cast comes before the broadcast, so that the gradient is rounded after all sums.
+    return jnp.broadcast_to(jnp.asarray(bias).astype(jnp.float32), (groups, n))
+
+
 def check_type(op: str, argument: str, x: object, *kinds: type) -> None:
     """TypeError unless x is of one of the kinds."""
     if not isinstance(x, kinds):

@@ -14,10 +14,13 @@
 With form "fold", products.py folds each operand once for both of its products. One read of a bf16 x or dout produces
 its row and token operands, and the backward keeps the token operand of x instead of x. Recipe "bf16" follows the same
 picture without quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of
-the separate functions. dx alone differs: it is rounded once, the separate functions round three times.
+the separate functions. dx alone differs: it is rounded once, the separate functions round three times. With b1 or b3,
+whose gradients sum them, dgate and dup are bf16 arrays. A row's weight multiplies h and b2, so that it multiplies the
+row of out; its gradient has a part of each.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +28,17 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._call import jitted, vary_alike
-from ._checks import check_blocks, check_floats, check_shape, check_type
+from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type
 from ._derivatives import reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .permute import gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     along_tokens,
+    bias_gradient,
+    bias_row_products,
     input_gradient,
     output_gradient_operands,
     product,
@@ -46,26 +52,42 @@ from .swiglu import row_probabilities
 from .weights import NoValues, Weights, check_weights, cotangent_of, for_call, resolve_compute, saved
 
 
-def _forward(rows, w1, w3, w2, group_ends, prob, recipe: Recipe) -> tuple[jax.Array, jax.Array, jax.Array]:
+class Options(NamedTuple):
+    """Static arguments. weighted: `prob` multiplies b2 too; otherwise it only removes padding rows from h."""
+
+    recipe: Recipe
+    activation: SwiGLU
+    weighted: bool
+    mx_grad: bool
+
+
+def _forward(rows, w1, w3, w2, group_ends, prob, biases, options: Options) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return out, gate and up. rows: the row operand of x."""
-    prob = row_probabilities(prob)
-    gate, up = product(rows, w1, group_ends, recipe), product(rows, w3, group_ends, recipe)
-    h = ops.swiglu_row(gate, up, prob, rounding=recipe.rounding) if recipe.mx else ops.swiglu(gate, up, prob)
-    return product(h, w2, group_ends, recipe), gate, up
+    recipe, numbers, (b1, b3, b2) = options.recipe, options.activation.attributes, biases
+    weights, prob = prob if options.weighted else None, row_probabilities(prob)
+    gate = product(rows, w1, group_ends, recipe, bias=b1)
+    up = product(rows, w3, group_ends, recipe, bias=b3)
+    if recipe.mx:
+        h = ops.swiglu_row(gate, up, prob, recipe.rounding, False, *numbers)
+    else:
+        h = ops.swiglu(gate, up, prob, *numbers)
+    return product(h, w2, group_ends, recipe, bias=b2, row_weights=weights), gate, up
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _ffn(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
-    out, _, _ = _forward(row_operand(x, recipe), w1, w3, w2, group_ends, prob, recipe)
-    return MXGradArray.of(out) if mx_grad else out
+@partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _ffn(x, w1, w3, w2, group_ends, prob, biases, options: Options):
+    rows = row_operand(x, options.recipe)
+    out, _, _ = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
+    return MXGradArray.of(out) if options.mx_grad else out
 
 
-def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
-    x_grad, h_grad = differentiated(x), differentiated((x, w1, w3, prob))
-    x, w1, w3, w2, group_ends, prob = values_of((x, w1, w3, w2, group_ends, prob))
+def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
+    recipe, mx_grad = options.recipe, options.mx_grad
+    x_grad, h_grad = differentiated(x), differentiated((x, w1, w3, prob, biases[:2]))
+    x, w1, w3, w2, group_ends, prob, biases = values_of((x, w1, w3, w2, group_ends, prob, biases))
     w1, w3, w2 = for_call(w1, recipe, x_grad), for_call(w3, recipe, x_grad), for_call(w2, recipe, h_grad)
     rows, tokens = quantize_activation(x, group_ends, recipe)
-    out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, recipe)
+    out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
     residuals = (
         NoValues(x.dtype) if tokens else x,
         tokens,
@@ -76,29 +98,52 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, recipe, mx_grad):
         prob,
         gate,
         up,
+        biases,
     )
     return MXGradArray.of(out) if mx_grad else out, residuals
 
 
-def _swiglu_bwd(dh, gate, up, prob, group_ends, recipe: Recipe):
-    """Return dgate and dup, each as (row operand, token operand), dprob, and the token operand of h."""
+def _hidden_tokens(glu, group_ends, options: Options):
+    """The token operand of h, again from gate and up."""
+    recipe, numbers = options.recipe, options.activation.attributes
     if not recipe.wgrad_mx:
-        dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, prob)
+        return ops.swiglu(*glu, *numbers)
+    return along_tokens(ops.swiglu_col(*glu, recipe.rounding, False, *numbers), group_ends, recipe)
+
+
+def _swiglu_bwd(dh, glu, group_ends, options: Options, need_values: bool):
+    """Return dgate and dup, each as (row operand, token operand); dprob; and both in bf16 if `need_values`."""
+    recipe, numbers = options.recipe, options.activation.attributes
+    if need_values or not recipe.wgrad_mx:
+        dgate, dup, dprob = ops.swiglu_bwd(dh, *glu, *numbers)
         operands = (output_gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
-        return *operands, dprob, ops.swiglu(gate, up, prob)
-    rounding = recipe.rounding
-    q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, dprob = ops.swiglu_bwd_both(dh, gate, up, prob, rounding=rounding)
-    h = ops.swiglu_col(gate, up, prob, rounding=rounding)
-    dgate, dup, h = (along_tokens(t, group_ends, recipe) for t in ((q_t, sf_t), (up_q_t, up_sf_t), h))
-    return ((q, sf), dgate), ((up_q, up_sf), dup), dprob, h
+        return *operands, dprob, (dgate, dup)
+    arguments = dh, *glu, recipe.rounding, False, *numbers
+    q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, dprob = ops.swiglu_bwd_both(*arguments)
+    dgate, dup = (along_tokens(t, group_ends, recipe) for t in ((q_t, sf_t), (up_q_t, up_sf_t)))
+    return ((q, sf), dgate), ((up_q, up_sf), dup), dprob, (None, None)
 
 
-def _ffn_bwd(recipe, mx_grad, residuals, grad):
-    x, tokens, w1, w3, w2, group_ends, prob, gate, up = residuals
+def _bias_gradients(values, grad, group_ends, prob, biases, options: Options):
+    """The gradients of b1, b3 and b2, from dgate and dup in bf16 and the gradient of out; None without a bias."""
+    b1, b3, b2 = biases
+    db1, db3 = (None if b is None else bias_gradient(d, group_ends) for b, d in ((b1, values[0]), (b3, values[1])))
+    return db1, db3, None if b2 is None else bias_gradient(grad, group_ends, prob if options.weighted else None)
+
+
+def _ffn_bwd(options: Options, residuals, grad):
+    x, tokens, w1, w3, w2, group_ends, prob, gate, up, biases = residuals
+    recipe, grad = options.recipe, received(grad)
     glu = gate, up, row_probabilities(prob)
-    dout, dout_tokens = output_gradient_operands(received(grad), group_ends, recipe)
+    dout, dout_tokens = output_gradient_operands(grad, group_ends, recipe)
     dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
-    (dgate, dgate_tokens), (dup, dup_tokens), dprob, h_tokens = _swiglu_bwd(dh, *glu, group_ends, recipe)
+    need_values = any(b is not None for b in biases[:2])
+    gate_operands, up_operands, dprob, values = _swiglu_bwd(dh, glu, group_ends, options, need_values)
+    (dgate, dgate_tokens), (dup, dup_tokens) = gate_operands, up_operands
+    h_tokens = _hidden_tokens(glu, group_ends, options)
+    dbiases = _bias_gradients(values, grad, group_ends, prob, biases, options)
+    if options.weighted and biases[2] is not None:
+        dprob = dprob + bias_row_products(grad, biases[2], group_ends)
     dx = sum_of_input_gradients(dgate, w1, dup, w3, group_ends, recipe, x.dtype)
     tokens = tokens or token_operand(x, group_ends, recipe)
     dw1 = weight_gradient(dgate_tokens, tokens, group_ends, w1.dtype)
@@ -106,11 +151,11 @@ def _ffn_bwd(recipe, mx_grad, residuals, grad):
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
     dws = (cotangent_of(w, dw) for w, dw in ((w1, dw1), (w3, dw3), (w2, dw2)))
-    return dx, *dws, None, None if prob is None else dprob
+    return dx, *dws, None, None if prob is None else dprob, dbiases
 
 
 _ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)
-_ffn_jitted = jitted(_ffn, 6, 7)
+_ffn_jitted = jitted(_ffn, 7)
 
 
 def grouped_swiglu_ffn(
@@ -121,18 +166,27 @@ def grouped_swiglu_ffn(
     group_ends: jax.Array,
     prob: jax.Array | None = None,
     *,
+    b1: jax.Array | None = None,
+    b3: jax.Array | None = None,
+    b2: jax.Array | None = None,
+    activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     pad_token_groups: bool = True,
     mx_grad: bool = False,
 ) -> jax.Array | MXGradArray:
-    """(silu(x w1^T) * (x w3^T) * prob) w2^T for each group of rows; differentiable in x, the weights and prob.
+    """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
+    the biases and prob.
 
     x: (P, D) bf16 or fp32, quantized here, once; or an MXArray, used as it is. The recipes "bf16" and "fp8_rowwise"
         dequantize an MXArray.
     w1, w3: (G, F, D), w2: (G, D, F), bf16 or fp32; D and F are multiples of 32, unless the recipe is "bf16". Or their
         QuantizedWeights, made with the same recipe, whose `values` get the gradients.
     group_ends: (G,) int32, the end of each group of rows. Rows past the last end give zeros.
-    prob: (P,) float32, a weight for each row of h; None is a weight of 1.
+    prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2; None is a weight of 1.
+    b1, b3: (F,) for all groups or (G, F), b2: (D,) or (G, D), bf16 or fp32; or None. They are added to fp32 sums. With
+        b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2 and prob the
+        sums of the last product are stored in fp32.
+    activation: a `SwiGLU`, for models that clamp or scale gate and up.
     recipe: a `Recipe` or its name.
     pad_token_groups, mx_grad: as in `grouped_mm`.
 
@@ -143,10 +197,14 @@ def grouped_swiglu_ffn(
     >>> x, w = jnp.ones((1, 32)), jnp.full((1, 32, 32), 1 / 32)
     >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
     0.75
+    >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
+    >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]), b2=jnp.ones(32), activation=gpt_oss)[0, 0].item()
+    2.75
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     op, recipe = "grouped_swiglu_ffn", resolve_compute("grouped_swiglu_ffn", recipe)
+    SwiGLU.check(op, activation)
     check_type(op, "mx_grad", mx_grad, bool)
     check_type(op, "pad_token_groups", pad_token_groups, bool)
     if not isinstance(x, MXArray):
@@ -163,15 +221,21 @@ def grouped_swiglu_ffn(
     check_shape(op, "group_ends", group_ends, w1.shape[:1], "one end per group of w1", "int")
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
+    sides = (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, x.shape[1]))
+    biases = tuple(None if b is None else check_bias(op, name, b, groups, n) for name, b, n in sides)
     if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
-    group_ends = jnp.asarray(group_ends)
-    x, w1, w3, w2, prob = reverse_only(op, (x, w1, w3, w2, prob))
+    group_ends, weighted = jnp.asarray(group_ends), prob is not None
+    x, w1, w3, w2, prob, biases = reverse_only(op, (x, w1, w3, w2, prob, biases))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     maps = None
     if pad_token_groups and recipe.wgrad_mx:
         x, maps = pad_groups(x, group_ends, recipe.alignment)
         group_ends = maps.group_ends
-        prob = None if prob is None else gather_rows(prob[:, None], maps.row_map, maps.inverse)[:, 0]
-    out = _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob), recipe, mx_grad)
+        if prob is not None:
+            prob = gather_rows(prob[:, None], maps.row_map, maps.inverse)[:, 0]
+        elif b1 is not None or b3 is not None:  # h of a padding row is not zero by itself
+            prob = (maps.row_map >= 0).astype(jnp.float32)
+    options = Options(recipe, activation, weighted, mx_grad)
+    out = _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob, biases), options)
     return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out

@@ -21,7 +21,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from ._call import jitted, vary_alike
-from ._checks import check_blocks, check_floats, check_shape, check_type, dtype_name
+from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type, dtype_name
 from ._derivatives import reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .permute import pad_groups, unpermute_hp_fwd_mxfp8_bwd
@@ -135,7 +135,7 @@ def grouped_mm(
         fail(ValueError, op, "x, w", f"shapes {x.shape}, {w.shape}", "allowed: (M, K) and (G, N, K)")
     check_shape(op, "group_ends", group_ends, w.shape[:1], "one end per group of w", "int")
     if bias is not None:
-        bias = _checked_bias(op, bias, w)
+        bias = check_bias(op, "bias", bias, *w.shape[:2])
     if recipe.operands != "bf16":
         require_multiple(op, "w", w.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
     x, w, bias = reverse_only(op, (x, w, bias))
@@ -143,13 +143,3 @@ def grouped_mm(
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     options = {"bias": bias, "mx_grad": mx_grad, "pad": pad_token_groups}
     return unchecked_grouped_mm(x, w, group_ends, recipe, out_dtype, **options)
-
-
-def _checked_bias(op: str, bias: jax.Array, w: Weights) -> jax.Array:
-    """(G, N) fp32."""
-    groups, n, _ = w.shape
-    check_floats(op, "bias", bias)
-    if bias.shape not in ((n,), (groups, n)):
-        fail(ValueError, op, "bias", f"shape {bias.shape}", f"allowed: ({n},) or ({groups}, {n})")
-    # The cast comes before the broadcast, so that the gradient is rounded after all sums.
-    return jnp.broadcast_to(jnp.asarray(bias).astype(jnp.float32), (groups, n))

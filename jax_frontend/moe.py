@@ -24,6 +24,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.router.plan import OPTIONS, check_options
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ep
 from ._call import vary, varying_axes
 from ._checks import check_floats, check_type, dtype_name
@@ -69,6 +70,8 @@ class MoEConfig:
     prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
         "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient.
     capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
+    bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
+        the experts and of the shared one, which has no bias.
 
     >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
     'mxfp8'
@@ -92,6 +95,8 @@ class MoEConfig:
     force_balance: bool = False
     router_bias: bool = False
     shared_hidden_dim: int | None = None
+    bias: bool = False
+    activation: SwiGLU = PLAIN
 
     def __post_init__(self) -> None:
         optional = ("capacity", "shared_hidden_dim")
@@ -113,6 +118,8 @@ class MoEConfig:
             fail(ValueError, "MoEConfig", "prob_in", repr(self.prob_in), allowed)
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
+        check_type("MoEConfig", "bias", self.bias, bool)
+        SwiGLU.check("MoEConfig", self.activation)
         object.__setattr__(self, "recipe", recipe_of("MoEConfig", self.recipe))
 
     @property
@@ -120,11 +127,18 @@ class MoEConfig:
         """The options of `route`."""
         return {name: getattr(self, name) for name in OPTIONS}
 
+    @property
+    def bias_shapes(self) -> dict[str, tuple[int, int]]:
+        """The biases of all experts by name; none without `bias`."""
+        sizes = {"b1": self.hidden_dim, "b3": self.hidden_dim, "b2": self.dim}
+        return {name: (self.num_experts, n) for name, n in sizes.items()} if self.bias else {}
+
 
 def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
     """Draw the parameters {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normal
-    distributions with standard deviation 1 / sqrt(fan in). With router_bias also {"router_bias": (E,)}, zeros; with a
-    shared expert {"shared_expert": {"w1", "w3": (1, S, D), "w2": (1, D, S)}}, S = shared_hidden_dim.
+    distributions with standard deviation 1 / sqrt(fan in). With bias experts also have "b1", "b3" (E, F) and "b2"
+    (E, D), zeros; with router_bias also {"router_bias": (E,)}, zeros; with a shared expert {"shared_expert": {"w1",
+    "w3": (1, S, D), "w2": (1, D, S)}}, S = shared_hidden_dim.
 
     key: a key of jax.random. dtype: of the parameters, bf16 or fp32. Raises TypeError for other arguments.
 
@@ -143,7 +157,8 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
     e, d, f = config.num_experts, config.dim, config.hidden_dim
     shapes = {"router": (e, d), **_shapes(e, d, f)}
     drawn = _draw(key, shapes, dtype)
-    params = {"router": drawn.pop("router"), "experts": drawn}
+    biases = {name: jnp.zeros(shape, dtype) for name, shape in config.bias_shapes.items()}
+    params = {"router": drawn.pop("router"), "experts": drawn | biases}
     if config.router_bias:
         params["router_bias"] = jnp.zeros(e, dtype)
     if (s := config.shared_hidden_dim) is not None:
@@ -224,13 +239,13 @@ def apply(
     ranks = {"axis_name": axis_name, "capacity": config.capacity}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
     if config.prob_in == "swiglu":
-        out = _experts(params["experts"], groups, route.group_ends, dispatch_probs(probs_TK, route), recipe)
+        out = _experts(params["experts"], groups, route.group_ends, dispatch_probs(probs_TK, route), config)
         y_TD = combine(out, route, out_dtype=x_TD.dtype)
     else:
-        out = _experts(params["experts"], groups, route.group_ends, None, recipe)
+        out = _experts(params["experts"], groups, route.group_ends, None, config)
         y_TD = combine(out, route, probs_TK, out_dtype=x_TD.dtype)
     if config.shared_hidden_dim is not None:
-        y_TD += _shared(params["shared_expert"], x_TD, recipe).astype(y_TD.dtype)
+        y_TD += _shared(params["shared_expert"], x_TD, config).astype(y_TD.dtype)
     overflow = route.overflow
     counts, overflow, shares_E = (_total(s, token_axes) for s in (counts, overflow, shares_E))
     fraction_E = counts.astype(jnp.float32) / max(replicas * experts_TK.size, 1)
@@ -248,7 +263,7 @@ def _total(x: jax.Array, axes: Axes | None) -> jax.Array:
 
 
 def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> None:
-    layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3', as `moe.init` makes them"
+    layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3' and the biases, as `moe.init` makes them"
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
         fail(TypeError, "moe.apply", "params", type(params).__name__, layout)
     optional = {"shared_expert": config.shared_hidden_dim is not None, "router_bias": config.router_bias}
@@ -267,12 +282,16 @@ def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> 
     holders = {"router": (params, routers), "experts": (params.get("experts", {}), _shapes(local, d, f))}
     if config.shared_hidden_dim is not None:
         holders["shared_expert"] = params["shared_expert"], _shapes(1, d, config.shared_hidden_dim)
+    biases = {name: (local, n) for name, (_, n) in config.bias_shapes.items()}
+    for name in {"b1", "b3", "b2"} & set(params.get("experts", {})) - set(biases):
+        fail(ValueError, "moe.apply", f"params {name!r}", "a bias", "allowed: none with config.bias = False")
+    holders["biases"] = params.get("experts", {}), biases
     for of, (holder, shapes) in holders.items():
         for name, shape in shapes.items():
             if name not in holder:
                 fail(ValueError, "moe.apply", "params", f"no {name!r}", layout)
             argument = f"params {'of ' + of + ' ' if of == 'shared_expert' else ''}{name!r}"
-            if of == "router":
+            if of in ("router", "biases"):
                 check_floats("moe.apply", argument, holder[name])
             else:
                 check_weights("moe.apply", argument, holder[name], recipe)
@@ -290,23 +309,25 @@ def _route(params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: j
     return choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)
 
 
-def _shared(expert: Params, x_TD: jax.Array, recipe: Recipe) -> jax.Array:
+def _shared(expert: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:
     """(T, D) bf16: the shared expert, one group of all tokens."""
     ends = jnp.full((1,), x_TD.shape[0], jnp.int32)
     weights = _local(expert, varying_axes(x_TD))
     pad = bool(x_TD.shape[0] % BLOCK)
-    out = grouped_swiglu_ffn(x_TD.astype(jnp.bfloat16), *weights, ends, recipe=recipe, pad_token_groups=pad)
+    options = {"recipe": config.recipe, "activation": config.activation, "pad_token_groups": pad}
+    out = grouped_swiglu_ffn(x_TD.astype(jnp.bfloat16), *weights, ends, **options)
     assert isinstance(out, jax.Array)
     return out
 
 
 def _experts(
-    experts: Params, groups: jax.Array | MXArray, group_ends: jax.Array, prob_P: jax.Array | None, recipe: Recipe
+    experts: Params, groups: jax.Array | MXArray, group_ends: jax.Array, prob_P: jax.Array | None, config: MoEConfig
 ) -> jax.Array | MXGradArray:
-    weights = _local(experts, varying_axes(*jax.tree.leaves(groups)))
+    axes, recipe = varying_axes(*jax.tree.leaves(groups)), recipe_of("moe.apply", config.recipe)
+    weights, biases = _local(experts, axes), {name: vary(experts[name], axes) for name in config.bias_shapes}
     # The groups are padded already.
-    options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False}
-    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, **options)
+    options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False, "activation": config.activation}
+    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, **biases, **options)
 
 
 def _local(experts: Params, axes: tuple[str, ...]) -> tuple[Weights, Weights, Weights]:

@@ -20,6 +20,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import moe, ops
 from ._checks import check_floats
+from .products import bias_of_rows
 from .weights import MX, QuantizedWeights
 
 OP = "numerics_report"
@@ -52,7 +53,7 @@ def numerics_report(
     grad and shard_map.
     """
     recipe = _check(params, x, config, dout)
-    rounding = recipe.rounding
+    rounding, numbers = recipe.rounding, config.activation.attributes
     w1, w3, w2 = (_values_of(params["experts"][name]) for name in ("w1", "w3", "w2"))
     x_TD = jnp.asarray(x).reshape(-1, config.dim)
     dout = jax.random.normal(jax.random.key(0), x.shape, x.dtype) if dout is None else jnp.asarray(dout)
@@ -85,16 +86,17 @@ def numerics_report(
 
     packed = ops.quantize_row_packed(x_TD.astype(jnp.bfloat16), rounding=rounding)
     x_P = rows("x", ops.permute_mx(packed, token_P))
-    gate = ops.grouped_mm_mx(*x_P, *weight("w1", ops.quantize_row(w1, rounding=rounding)), ends)
-    up = ops.grouped_mm_mx(*x_P, *weight("w3", ops.quantize_row(w3, rounding=rounding)), ends)
-    rows("h", ops.swiglu_row(gate, up, in_swiglu, rounding=rounding))
+    b1, b3 = (params["experts"].get(name) for name in ("b1", "b3"))
+    gate = _product(x_P, weight("w1", ops.quantize_row(w1, rounding=rounding)), ends, b1)
+    up = _product(x_P, weight("w3", ops.quantize_row(w3, rounding=rounding)), ends, b3)
+    rows("h", ops.swiglu_row(gate, up, in_swiglu, rounding, False, *numbers))
     weight("w2", ops.quantize_row(w2, rounding=rounding))
 
     dout_P = ops.permute_rows(dout.reshape(x_TD.shape), token_P).astype(jnp.float32)
     dout_P = dout_P if config.prob_in == "swiglu" else dout_P * prob_P[:, None]
     d_P = rows("dout", ops.quantize_row(dout_P.astype(jnp.bfloat16), rounding=rounding))
     dh = ops.grouped_mm_mx(*d_P, *weight("w2_t", ops.quantize_col(w2, rounding=rounding)), ends)
-    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu)
+    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu, *numbers)
     rows("dgate", ops.quantize_row(dgate, rounding=rounding))
     weight("w1_t", ops.quantize_col(w1, rounding=rounding))
     rows("dup", ops.quantize_row(dup, rounding=rounding))
@@ -104,9 +106,17 @@ def numerics_report(
         tokens("x_t", ops.quantize_col(ops.dequantize(*x_P), rounding=rounding))
         tokens("dgate_t", ops.quantize_col(dgate, rounding=rounding))
         tokens("dup_t", ops.quantize_col(dup, rounding=rounding))
-        tokens("h_t", ops.swiglu_col(gate, up, in_swiglu, rounding=rounding))
+        tokens("h_t", ops.swiglu_col(gate, up, in_swiglu, rounding, False, *numbers))
         tokens("dout_t", ops.quantize_col(ops.dequantize(*d_P), rounding=rounding))
     return report(of)
+
+
+def _product(x: MX, w: MX, ends: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """x w^T [+ bias (G, N)] in bf16, rounded once."""
+    if bias is None:
+        return ops.grouped_mm_mx(*x, *w, ends)
+    sums = ops.grouped_mm_mx(*x, *w, ends, out_dtype="float32")
+    return (sums + bias_of_rows(bias.astype(jnp.float32), ends, sums.shape[0])).astype(jnp.bfloat16)
 
 
 def _check(params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Array | None) -> Recipe:

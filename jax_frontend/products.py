@@ -48,17 +48,22 @@ Tokens = Multiplied
 
 def product(
     x: Rows, w: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype="bfloat16", layout: Layout = "GNK",
-    bias: jax.Array | None = None,
+    bias: jax.Array | None = None, row_weights: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """x (M, K) x w (G, N, K) [+ bias (G, N) fp32], rounded once -> (M, N); rows past the last end are zeros."""
+    """x (M, K) x w (G, N, K) [+ row_weights (M,) bias (G, N), fp32], rounded once -> (M, N); rows past the last end are
+    zeros."""
     rows, weights = row_operand(x, recipe), along_k(w, recipe, layout)
     if bias is None:
         return _multiply(rows, weights, group_ends, out_dtype)
-    if isinstance(rows, Folded):
+    if isinstance(rows, Folded) and row_weights is None:
         assert isinstance(weights, Folded)
         return ops.grouped_mm_fold_bias(*rows, *weights, bias, group_ends, out_dtype=out_dtype)
     sums = _multiply(rows, weights, group_ends, "float32")  # the other kernels take no bias
-    return (sums + bias_of_rows(bias, group_ends, sums.shape[0])).astype(out_dtype)
+    added = bias_of_rows(bias, group_ends, sums.shape[0])
+    if row_weights is not None:
+        in_group = jnp.arange(sums.shape[0]) < group_ends[-1:]
+        added = added * jnp.where(in_group, row_weights, 0)[:, None]
+    return (sums + added).astype(out_dtype)
 
 
 def input_gradient(
@@ -126,8 +131,9 @@ def bias_of_rows(bias: jax.Array, group_ends: jax.Array, rows: int) -> jax.Array
     return jnp.pad(bias, ((0, 1), (0, 0)))[group]
 
 
-def bias_gradient(dout: jax.Array | MX, group_ends: jax.Array) -> jax.Array:
-    """dout (M, N) -> (G, N) fp32, the sum of each group's rows, computed as the product of dout^T and ones.
+def bias_gradient(dout: jax.Array | MX, group_ends: jax.Array, row_weights: jax.Array | None = None) -> jax.Array:
+    """dout (M, N) -> (G, N) fp32, the sum of each group's rows, computed as the product of dout^T and ones or
+    row_weights (M,) fp32.
 
     An fp32 dout is the sum of two bf16 numbers, which leaves out 2^-17 of each value.
     """
@@ -137,9 +143,28 @@ def bias_gradient(dout: jax.Array | MX, group_ends: jax.Array) -> jax.Array:
         # XLA may remove a conversion to bf16 and back, but not reduce_precision.
         kept = lax.reduce_precision(dout, 8, 7)
         parts.append(as_bf16(jnp.where(jnp.isfinite(kept), dout - kept, 0)))
-    ones = jnp.ones_like(high[:, :8])
-    sums = [ops.grouped_wgrad_bf16(part, ones, group_ends, out_dtype="float32")[..., 0] for part in parts]
-    return jnp.stack(sums).sum(0)
+    if row_weights is None:
+        ones = jnp.ones_like(high[:, :8])
+        sums = [ops.grouped_wgrad_bf16(part, ones, group_ends, out_dtype="float32")[..., 0] for part in parts]
+        return jnp.stack(sums).sum(0)
+    columns = _in_thirds(row_weights).T
+    sums = [ops.grouped_wgrad_bf16(part, columns, group_ends, out_dtype="float32") for part in parts]
+    return jnp.stack(sums).sum((0, -1))
+
+
+def bias_row_products(dout: jax.Array | MX, bias: jax.Array, group_ends: jax.Array) -> jax.Array:
+    """dout (M, N), bias (G, N) fp32 -> (M,) fp32, the product of each row and the bias of its group; zeros past the
+    last end."""
+    thirds = _in_thirds(bias.reshape(-1)).reshape(8, *bias.shape).swapaxes(0, 1)
+    return ops.grouped_mm_bf16(as_bf16(dout), thirds, group_ends, out_dtype="float32").sum(-1)
+
+
+def _in_thirds(x: jax.Array) -> jax.Array:
+    """fp32 (n,) -> (8, n) bf16, three rows of 8 bits each, whose sum is x, and zeros: the kernels take 8."""
+    high = lax.reduce_precision(x, 8, 7)  # XLA may remove a conversion to bf16 and back
+    rest = jnp.where(jnp.isfinite(high), x - high, 0)
+    middle = lax.reduce_precision(rest, 8, 7)
+    return jnp.stack([high, middle, rest - middle, *[jnp.zeros_like(x)] * 5]).astype(jnp.bfloat16)
 
 
 def row_operand(x: Rows, recipe: Recipe) -> Multiplied:

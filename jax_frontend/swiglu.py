@@ -3,10 +3,13 @@
 gate, up, prob --swiglu--> h          dgate, dup, dprob <--swiglu_bwd-- dh, gate, up, prob
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._call import jitted
 from ._checks import check_type
@@ -23,33 +26,40 @@ def row_probabilities(prob: jax.Array | None) -> jax.Array:
     return jnp.zeros(0, jnp.float32) if prob is None else prob
 
 
-@jax.custom_vjp
-def _swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None) -> jax.Array:
-    return ops.swiglu(gate, up, row_probabilities(prob))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None, activation: SwiGLU) -> jax.Array:
+    return ops.swiglu(gate, up, row_probabilities(prob), *activation.attributes)
 
 
-def _swiglu_bwd(inputs, dh):
+def _swiglu_fwd(gate, up, prob, activation):
+    return _swiglu(gate, up, prob, activation), (gate, up, prob)
+
+
+def _swiglu_bwd(activation, inputs, dh):
     gate, up, prob = inputs
-    dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, row_probabilities(prob))
+    dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, row_probabilities(prob), *activation.attributes)
     return dgate, dup, None if prob is None else dprob
 
 
-_swiglu.defvjp(lambda *inputs: (_swiglu(*inputs), inputs), _swiglu_bwd)
-_swiglu_jitted = jitted(_swiglu)
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+_swiglu_jitted = jitted(_swiglu, 3)
 
 
-def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None) -> jax.Array:
+def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None, activation: SwiGLU = PLAIN) -> jax.Array:
     """silu(gate) * up * prob, computed in fp32 and rounded once; differentiable in all three.
 
-    gate, up: (M, F) bf16. prob: (M,) fp32, a weight per row, or None. Returns (M, F) bf16. The result has the same bits
-    on every device. Raises ValueError (shapes) and TypeError (dtypes).
+    gate, up: (M, F) bf16. prob: (M,) fp32, a weight per row, or None. activation: a `SwiGLU`, which limits gate and up
+    and changes the formula. Returns (M, F) bf16. The result has the same bits on every device. Raises ValueError
+    (shapes) and TypeError (dtypes).
 
     >>> one = jnp.ones((1, 1), jnp.bfloat16)
     >>> float(swiglu(one, one, jnp.full(1, 2.0))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
     1.4609375
+    >>> float(swiglu(one, one, activation=SwiGLU(limit=0.5, offset=1.0))[0, 0])  # 1.5 * 0.5 * sigmoid(0.5)
+    0.466796875
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     for name, x in (("gate", gate), ("up", up), *(() if prob is None else (("prob", prob),))):
         check_type("swiglu", name, x, jax.Array, np.ndarray)
-    return _swiglu_jitted(*arguments("swiglu", gate, up, prob))
+    return _swiglu_jitted(*arguments("swiglu", gate, up, prob), SwiGLU.check("swiglu", activation))

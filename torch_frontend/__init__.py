@@ -3,7 +3,8 @@
 The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel
 The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
-Products       grouped_mm, grouped_swiglu_ffn, swiglu, quantize_weights, QuantizedWeights
+Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights, QuantizedWeights
+Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
 Rows           MXTensor, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder, a2a_dispatch
 torchao's      mxfp8_grouped_mm, a2a_*, permute_*, unpermute_* and others, under torchao's signatures (docs/torchao.md)
 Kernels        ops, capabilities, force_implementation, debug_checks, numerics_report
@@ -22,6 +23,7 @@ from ..core_kernels.fold.report import NumericsReport as NumericsReport
 from ..core_kernels.formats import Rounding as Rounding
 from ..core_kernels.recipe import RECIPES as RECIPES
 from ..core_kernels.recipe import Recipe as Recipe
+from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU
 from . import ops as ops
 from ._call import debug_checks as debug_checks
 from ._device import force_implementation as force_implementation
@@ -31,6 +33,8 @@ from .ep import TokenReplicas as TokenReplicas
 from .ep import a2a_dispatch as a2a_dispatch
 from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
 from .grouped_mm import grouped_mm as grouped_mm
+from .layouts import pack_expert_weights as pack_expert_weights
+from .layouts import unpack_expert_weights as unpack_expert_weights
 from .moe import GroupedExperts as GroupedExperts
 from .moe import MoE as MoE
 from .moe import MoEStats as MoEStats

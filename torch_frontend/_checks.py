@@ -100,6 +100,20 @@ def check_group_ends(op: str, name: str, ends: Tensor, x: Tensor, groups: int, x
     return ends.to(torch.int32).contiguous()
 
 
+def check_bias(op: str, name: str, bias: Tensor, groups: int, n: int, device: torch.device) -> Tensor:
+    """bias (N,) or (G, N) as (G, N) fp32; raises unless it is bf16 or fp32, of one of these shapes and on the
+    device."""
+    check_plain(op, name, bias)
+    require_tensor(op, name, bias)
+    if bias.dtype not in FLOATS:
+        fail(TypeError, op, name, f"dtype {bias.dtype}", "allowed: bfloat16 or float32")
+    if bias.shape not in ((n,), (groups, n)):
+        fail(ValueError, op, name, f"shape {tuple(bias.shape)}", f"allowed: ({n},) or ({groups}, {n})")
+    check_devices(op, "the weights", device, **{name: bias})
+    # The cast comes before the expansion, so that the gradient is rounded after all sums.
+    return bias.float().expand(groups, n)
+
+
 def check_token_blocks(op: str, x_name: str, ends_name: str, rows: int, ends: Tensor, remedy: str) -> None:
     """Raise unless blocks of 32 tokens stay inside their groups."""
     if rows % BLOCK:

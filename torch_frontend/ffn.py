@@ -15,7 +15,8 @@ With form "fold", products.py folds each operand once for both of its products. 
 its row and token operands, and the backward saves the token operand of x instead of x. Recipe "bf16" follows the same
 picture without quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of
 the separate functions. dx alone differs: autograd would add two rounded products and round again. With padding to whole
-blocks of tokens, dgate, dup and h are bf16 tensors.
+blocks of tokens, dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A
+row's weight multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
 """
 
 from collections.abc import Sequence
@@ -27,12 +28,15 @@ from torch import Tensor
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
-from ._checks import check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
+from ._checks import check_bias, check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
 from .products import (
     Operand,
     ProductOptions,
+    bias_gradient,
+    bias_row_products,
     is_mx,
     output_gradient_operands,
     pad_to_blocks,
@@ -61,17 +65,19 @@ from .weights import (
 BF16 = torch.bfloat16
 Unused = Any
 """An operand, or None if no gradient needs it."""
+Bias = Tensor | None
 
 
 class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, prob: Tensor,
-        held: tuple[Held, Held, Held], group_ends: Tensor, options: ProductOptions, save_bytes: bool,
+        b1: Bias, b3: Bias, b2: Bias, held: tuple[Held, Held, Held], group_ends: Tensor, options: ProductOptions,
+        numbers: tuple[float, float, float], weighted: bool, save_bytes: bool,
     ) -> Tensor:  # fmt: skip
         prob, (form, rounding, *_) = prob.contiguous(), options
-        need_x, need_w1, need_w3, _, need_prob = ctx.needs_input_grad[:5]
-        need_dh = need_x or need_w1 or need_w3 or need_prob
+        need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = ctx.needs_input_grad[:8]
+        need_dh = need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
         need_tokens = options.whole_blocks and (need_w1 or need_w3)
         rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
         ways = [
@@ -79,31 +85,46 @@ class _SwiGLUFFN(torch.autograd.Function):
             for w, h, need in zip((w1, w3, w2), held, (need_x, need_x, need_dh), strict=True)
         ]
         (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = ways
-        gate, up = product(rows, gate_w, group_ends, BF16), product(rows, up_w, group_ends, BF16)
-        h = MX(*ops.swiglu_row(gate, up, prob, rounding)) if is_mx(form) else ops.swiglu(gate, up, prob)
+        gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
+        if is_mx(form):
+            h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *numbers))
+        else:
+            h = ops.swiglu(gate, up, prob, *numbers)
         saved = (
             (tokens or x) if need_w1 or need_w3 else None,
             (gate_t or w1, up_t or w3) if need_x else None,
             (down_t or w2) if need_dh else None,
             (group_ends, prob, gate, up),
+            b2 if need_prob else None,
         )
         save(ctx, saved)
         ctx.dtypes, ctx.options = (x.dtype, w1.dtype, w3.dtype, w2.dtype), options
-        return product(row_operand(h, form, rounding), down_w, group_ends, BF16)
+        ctx.numbers, ctx.weighted = numbers, weighted
+        return product(row_operand(h, form, rounding), down_w, group_ends, BF16, b2, prob if weighted else None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, in_weights, w2, (group_ends, prob, gate, up) = saved_by(ctx)
-        need_x, need_w1, need_w3, need_w2, need_prob = ctx.needs_input_grad[:5]
+        x, in_weights, w2, (group_ends, prob, gate, up), b2 = saved_by(ctx)
+        need_x, need_w1, need_w3, need_w2, need_prob, need_b1, need_b3, need_b2 = ctx.needs_input_grad[:8]
         x_dtype, w1_dtype, w3_dtype, w2_dtype = ctx.dtypes
-        steps = _Backward(group_ends, gate, up, prob, ctx.options)
-        dx = dw1 = dw3 = dw2 = dprob = None
+        steps = _Backward(group_ends, gate, up, prob, ctx.options, ctx.numbers)
+        dx = dw1 = dw3 = dw2 = dprob = db1 = db3 = db2 = None
         dout, dout_tokens = steps.output_gradient(grads[0], need_w2)
         if need_w2:
             dw2 = weight_gradient(dout_tokens, steps.hidden_tokens(), steps.token_ends, w2_dtype)
-        if need_x or need_w1 or need_w3 or need_prob:
+        if need_b2:
+            db2 = bias_gradient(grads[0], group_ends, prob if ctx.weighted else None)
+        need_values, need_tokens = need_b1 or need_b3, need_w1 or need_w3
+        if need_x or need_tokens or need_prob or need_values:
             dh = product(steps.rows(dout), steps.along_n(w2), group_ends, BF16)
-            (dgate, dgate_tokens), (dup, dup_tokens), dprob = steps.swiglu(dh, need_x, need_w1 or need_w3)
+            gate_operands, up_operands, dprob, values = steps.swiglu(dh, need_x, need_tokens, need_values)
+            (dgate, dgate_tokens), (dup, dup_tokens) = gate_operands, up_operands
+            if need_b1:
+                db1 = bias_gradient(values[0], group_ends)
+            if need_b3:
+                db3 = bias_gradient(values[1], group_ends)
+            if need_prob and b2 is not None:
+                dprob = dprob + bias_row_products(grads[0], b2, group_ends)
             if need_x:
                 gate_t, up_t = map(steps.along_n, in_weights)
                 dx = sum_of_products(steps.rows(dgate), gate_t, steps.rows(dup), up_t, group_ends, x_dtype)
@@ -112,14 +133,17 @@ class _SwiGLUFFN(torch.autograd.Function):
                 dw1 = weight_gradient(dgate_tokens, x_tokens, steps.token_ends, w1_dtype)
             if need_w3:
                 dw3 = weight_gradient(dup_tokens, x_tokens, steps.token_ends, w3_dtype)
-        return dx, dw1, dw3, dw2, dprob, None, None, None, None
+        return dx, dw1, dw3, dw2, dprob, db1, db3, db2, *[None] * 6
 
 
 class _Backward:
     """The operands of the backward products, in the recipe's form."""
 
-    def __init__(self, group_ends: Tensor, gate: Tensor, up: Tensor, prob: Tensor, options: ProductOptions) -> None:
-        self.glu, self.group_ends = (gate, up, prob), group_ends
+    def __init__(
+        self, group_ends: Tensor, gate: Tensor, up: Tensor, prob: Tensor, options: ProductOptions,
+        numbers: tuple[float, float, float],
+    ) -> None:  # fmt: skip
+        self.glu, self.group_ends, self.numbers = (gate, up, prob), group_ends, numbers
         self.form: Form = options.form
         self.rounding, self.wgrad_mx = options.rounding, options.wgrad_mx
         self.fused = options.wgrad_mx and not options.pad
@@ -148,27 +172,35 @@ class _Backward:
 
     def hidden_tokens(self) -> Operand:
         if self.fused:
-            return self.tokens(MX(*ops.swiglu_col(*self.glu, self.rounding)))
-        return self.tokens(ops.swiglu(*self.glu))
+            return self.tokens(MX(*ops.swiglu_col(*self.glu, self.rounding, False, *self.numbers)))
+        return self.tokens(ops.swiglu(*self.glu, *self.numbers))
 
     def swiglu(
-        self, dh: Tensor, need_rows: bool, need_tokens: bool
-    ) -> tuple[tuple[Unused, Unused], tuple[Unused, Unused], Tensor]:
-        """Return dgate and dup, each as (row operand, token operand), and dprob."""
-        if self.fused and need_rows and need_tokens:
-            q, sf, q_t, sf_t, *up, dprob = ops.swiglu_bwd_both(dh, *self.glu, self.rounding)
+        self, dh: Tensor, need_rows: bool, need_tokens: bool, need_values: bool
+    ) -> tuple[tuple[Unused, Unused], tuple[Unused, Unused], Tensor, tuple[Tensor, ...]]:
+        """Return dgate and dup, each as (row operand, token operand); dprob; and both in bf16 if `need_values`."""
+        arguments = dh, *self.glu, self.rounding, False, *self.numbers
+        if need_values or not is_mx(self.form) or (need_tokens and not self.fused):
+            dgate, dup, dprob = ops.swiglu_bwd(dh, *self.glu, *self.numbers)
+            of_gate, of_up = (self._operands(x, need_rows, need_tokens) for x in (dgate, dup))
+            return of_gate, of_up, dprob, (dgate, dup)
+        if need_rows and need_tokens:
+            q, sf, q_t, sf_t, *up, dprob = ops.swiglu_bwd_both(*arguments)
             gate_tokens, up_tokens = self.tokens(MX(q_t, sf_t)), self.tokens(MX(*up[2:]))
-            return (MX(q, sf), gate_tokens), (MX(*up[:2]), up_tokens), dprob
-        if self.fused and need_tokens:
-            q_t, sf_t, *up, dprob = ops.swiglu_bwd_col(dh, *self.glu, self.rounding)
-            return (None, self.tokens(MX(q_t, sf_t))), (None, self.tokens(MX(*up))), dprob
-        if is_mx(self.form) and need_rows and not need_tokens:
-            q, sf, *up, dprob = ops.swiglu_bwd_row(dh, *self.glu, self.rounding)
-            return (MX(q, sf), None), (MX(*up), None), dprob
-        dgate, dup, dprob = ops.swiglu_bwd(dh, *self.glu)
-        if not need_tokens:
-            return (dgate, None), (dup, None), dprob
-        return (dgate, self.tokens(dgate)), (dup, self.tokens(dup)), dprob
+            return (MX(q, sf), gate_tokens), (MX(*up[:2]), up_tokens), dprob, ()
+        if need_tokens:
+            q_t, sf_t, *up, dprob = ops.swiglu_bwd_col(*arguments)
+            return (None, self.tokens(MX(q_t, sf_t))), (None, self.tokens(MX(*up))), dprob, ()
+        if need_rows:
+            q, sf, *up, dprob = ops.swiglu_bwd_row(*arguments)
+            return (MX(q, sf), None), (MX(*up), None), dprob, ()
+        return (None, None), (None, None), ops.swiglu_bwd(dh, *self.glu, *self.numbers)[2], ()
+
+    def _operands(self, x: Tensor, need_rows: bool, need_tokens: bool) -> tuple[Unused, Unused]:
+        """(row operand, token operand) of dgate or dup in bf16."""
+        if need_rows and need_tokens and self.fused:
+            return output_gradient_operands(x, self.form, self.rounding, self.token_ends)
+        return x, self.tokens(x) if need_tokens else None
 
 
 _swiglu_ffn = differentiable("grouped_swiglu_ffn", _SwiGLUFFN)
@@ -182,17 +214,26 @@ def grouped_swiglu_ffn(
     group_ends: Tensor,
     prob: Tensor | None = None,
     *,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     pad_token_groups: bool = True,
 ) -> Tensor:
-    """(silu(x w1^T) * (x w3^T) * prob) w2^T for each group of rows; differentiable in x, the weights and prob.
+    """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
+    the biases and prob.
 
     x: (P, D) bfloat16 or float32, quantized here, once; or an MXTensor, used as it is. The recipes "bf16" and
         "fp8_rowwise" dequantize an MXTensor.
     w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D and F are multiples of 32. Or their
         QuantizedWeights, whose `values` get the gradients.
     group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.
-    prob: (P,) float32, a weight for each row of h; None is a weight of 1.
+    prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2; None is a weight of 1.
+    b1, b3: (F,) for all groups or (G, F), b2: (D,) or (G, D), bfloat16 or float32; or None. They are added to fp32
+        sums. With b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2
+        and prob the sums of the last product are stored in fp32.
+    activation: a `SwiGLU`, for models that clamp or scale gate and up.
     recipe: a `Recipe` or its name.
     pad_token_groups: as in `grouped_mm`.
 
@@ -202,13 +243,17 @@ def grouped_swiglu_ffn(
     >>> x, w = torch.ones(1, 32), torch.full((1, 32, 32), 1 / 32)
     >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
     0.75
+    >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
+    >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]), b2=torch.ones(32), activation=gpt_oss)[0, 0].item()
+    2.75
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     op = "grouped_swiglu_ffn"
     check_flag(op, "pad_token_groups", pad_token_groups)
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in (w1, w3, w2))
-    return swiglu_ffn(op, x, (w1, w3, w2), group_ends, prob, Recipe.parse(recipe), pad_token_groups, save_bytes)
+    weights, biases, recipe = (w1, w3, w2), (b1, b3, b2), Recipe.parse(recipe)
+    return swiglu_ffn(op, x, weights, group_ends, prob, recipe, pad_token_groups, save_bytes, biases, activation)
 
 
 def swiglu_ffn(
@@ -220,9 +265,11 @@ def swiglu_ffn(
     recipe: Recipe,
     pad: bool,
     save_bytes: bool,
+    biases: Sequence[Bias] = (None, None, None),
+    activation: SwiGLU = PLAIN,
 ) -> Tensor:
-    """`grouped_swiglu_ffn` of w1, w3 and w2, with its checks, in the name of `op`. save_bytes: the quantized weights
-    may live until the backward (`outlives_forward`)."""
+    """`grouped_swiglu_ffn` of w1, w3, w2 and b1, b3, b2, with its checks, in the name of `op`. save_bytes: the
+    quantized weights may live until the backward (`outlives_forward`)."""
     check_floats(op, "x", x)
     for name, w in zip(("w1", "w3", "w2"), weights, strict=True):
         check_weights(op, name, w, form_of(recipe, x.device), recipe.rounding)
@@ -239,11 +286,14 @@ def swiglu_ffn(
     for name, w in (("w1", w1), ("w3", w3), ("w2", w2)):
         if not w.is_contiguous():
             fail(ValueError, op, name, f"strides {w.stride()}", "allowed: contiguous weights; call .contiguous()")
-    prob = row_probabilities(op, prob, x)
+    weighted, prob = prob is not None, row_probabilities(op, prob, x)
     check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
+    sizes = zip(("b1", "b3", "b2"), biases, (f, f, d), strict=True)
+    b1, b3, b2 = (b if b is None else check_bias(op, name, b, groups, n, x.device) for name, b, n in sizes)
+    numbers = SwiGLU.check(op, activation).attributes
     group_ends = check_group_ends(op, "group_ends", group_ends, x, groups, "x", "w1")
     need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in (w1, w3, w2))
     options = ProductOptions.of(recipe, x.device, pad, need_wgrad)
     if options.whole_blocks:
         check_token_blocks(op, "x", "group_ends", x.shape[0], group_ends, "pass pad_token_groups=True")
-    return _swiglu_ffn(x, w1, w3, w2, prob, held, group_ends, options, save_bytes)
+    return _swiglu_ffn(x, w1, w3, w2, prob, b1, b3, b2, held, group_ends, options, numbers, weighted, save_bytes)

@@ -19,8 +19,15 @@ from torch import Tensor
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from ._call import FLOATS, require_tensor
-from ._checks import check_devices, check_flag, check_floats, check_group_ends, check_token_blocks, out_dtype_of
+from ._checks import (
+    check_bias,
+    check_devices,
+    check_flag,
+    check_floats,
+    check_group_ends,
+    check_token_blocks,
+    out_dtype_of,
+)
 from ._differentiable import differentiable, save, saved_by
 from .products import (
     ProductOptions,
@@ -160,23 +167,10 @@ def checked_grouped_mm(
     check_devices(op, names.x, x.device, **{names.w: values})
     group_ends = check_group_ends(op, names.group_ends, group_ends, x, groups, names.x, names.w)
     if bias is not None:
-        bias = _checked_bias(op, bias, values, names.w)
+        bias = check_bias(op, "bias", bias, groups, n, values.device)
     # `needs_input_grad` in the forward is set even under `no_grad`.
     need_wgrad = torch.is_grad_enabled() and values.requires_grad
     options = ProductOptions.of(recipe, x.device, pad, need_wgrad)
     if options.whole_blocks:
         check_token_blocks(op, names.x, names.group_ends, x.shape[0], group_ends, f"pass {names.pad}=True")
     return _grouped_mm(x, values, bias, held, group_ends, out_dtype, options)
-
-
-def _checked_bias(op: str, bias: Tensor, w: Tensor, w_name: str) -> Tensor:
-    """(G, N) fp32."""
-    groups, n, _ = w.shape
-    require_tensor(op, "bias", bias)
-    if bias.dtype not in FLOATS:
-        fail(TypeError, op, "bias", f"dtype {bias.dtype}", "allowed: bfloat16 or float32")
-    if bias.shape not in ((n,), (groups, n)):
-        fail(ValueError, op, "bias", f"shape {tuple(bias.shape)}", f"allowed: ({n},) or ({groups}, {n})")
-    check_devices(op, w_name, w.device, bias=bias)
-    # The cast comes before the expansion, so that the gradient is rounded after all sums.
-    return bias.float().expand(groups, n)

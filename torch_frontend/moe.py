@@ -25,6 +25,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.router.plan import OPTIONS, check_options
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._call import require_tensor
 from ._checks import (
     check_counts,
@@ -70,11 +71,12 @@ class GroupedExperts(nn.Module):
     """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
 
     dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or
-    "bf16". dtype: of the parameters.
+    "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the three products.
+    activation: a `SwiGLU`.
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
-    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of
-    silu(w1 x) * w3 x. Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
+    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y.
+    Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
 
     >>> experts = GroupedExperts(32, 64, num_experts=2)
     >>> experts(torch.ones(64, 32), torch.tensor([32, 32])).shape
@@ -86,6 +88,9 @@ class GroupedExperts(nn.Module):
     expert_parallel: Ranks | None = None
     """The ranks that share the experts, set by MXFP8ExpertParallel; None is this process alone."""
 
+    b1: Tensor | None
+    b2: Tensor | None
+    b3: Tensor | None
     _held: "_HeldWeights | None" = None
 
     def __init__(
@@ -96,22 +101,34 @@ class GroupedExperts(nn.Module):
         recipe: Recipe | str = "mxfp8",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        *,
+        bias: bool = False,
+        activation: SwiGLU = PLAIN,
     ) -> None:
         super().__init__()
         _check_sizes("GroupedExperts", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
+        check_flag("GroupedExperts", "bias", bias)
         self.num_experts, self.recipe = num_experts, Recipe.parse(recipe)
+        self.activation = SwiGLU.check("GroupedExperts", activation)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, dtype=dtype, device=device))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
+        for name, n in (("b1", hidden_dim), ("b2", dim), ("b3", hidden_dim)):
+            value = nn.Parameter(torch.empty(num_experts, n, dtype=dtype, device=device)) if bias else None
+            self.register_parameter(name, value)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for w in (self.w1, self.w2, self.w3):
             nn.init.trunc_normal_(w, std=w.shape[-1] ** -0.5)
+        for b in (self.b1, self.b2, self.b3):
+            if b is not None:
+                nn.init.zeros_(b)
 
     def extra_repr(self) -> str:
-        e, f, d = self.w1.shape
-        return f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}"
+        (e, f, d), bias = self.w1.shape, self.b1 is not None
+        sizes = f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}, bias={bias}"
+        return f"{sizes}, activation={self.activation}"
 
     def forward(self, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None = None) -> Tensor:
         op = "GroupedExperts.forward"
@@ -131,7 +148,9 @@ class GroupedExperts(nn.Module):
         if self._held is not None:
             weights = self._held.weights_of(parameters, weights)
         save_bytes = all(outlives_forward(w) for w in parameters)
-        return swiglu_ffn(op, groups_PD, weights, ends, probs_P, self.recipe, False, save_bytes)
+        biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
+        options = self.recipe, False, save_bytes, biases, self.activation
+        return swiglu_ffn(op, groups_PD, weights, ends, probs_P, *options)
 
     def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
         """Raise unless every group is whole blocks of 32 tokens, along which the weight gradient quantizes."""
@@ -226,6 +245,7 @@ class MoE(nn.Module):
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
     prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
         "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient.
+    bias, activation: of the experts, as in `GroupedExperts`. The shared expert has the activation and no bias.
     dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
 
     forward(x, experts=None, weights=None): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). experts (..., k)
@@ -263,6 +283,8 @@ class MoE(nn.Module):
         shared_hidden_dim: int | None = None,
         recipe: Recipe | str = "mxfp8",
         prob_in: Literal["combine", "swiglu"] = "combine",
+        bias: bool = False,
+        activation: SwiGLU = PLAIN,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -278,13 +300,15 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.score_func, self.normalize, self.prob_in = score_func, normalize, prob_in
         self.router = nn.Linear(dim, num_experts, bias=router_bias, dtype=dtype, device=device)
-        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
-        self.register_buffer("selection_bias", bias)
-        self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device)
+        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", zeros)
+        options = {"bias": bias, "activation": activation}
+        self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, **options)
         self.shared_expert = None
         if shared_hidden_dim is not None:
             _check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
-            self.shared_expert = GroupedExperts(dim, shared_hidden_dim, 1, recipe, dtype, device)
+            sizes = dim, shared_hidden_dim, 1
+            self.shared_expert = GroupedExperts(*sizes, recipe, dtype, device, activation=activation)
 
     def reset_parameters(self) -> None:
         self.router.reset_parameters()
@@ -361,4 +385,6 @@ class MoE(nn.Module):
         tokens = x_TD.shape[0]
         ends = torch.full((1,), tokens, dtype=torch.int32, device=x_TD.device)
         pad, save_bytes = tokens % BLOCK != 0, all(outlives_forward(w) for w in parameters)
-        return swiglu_ffn("MoE", x_TD.to(torch.bfloat16), weights, ends, None, expert.recipe, pad, save_bytes)
+        options = expert.recipe, pad, save_bytes
+        tokens_TD = x_TD.to(torch.bfloat16)
+        return swiglu_ffn("MoE", tokens_TD, weights, ends, None, *options, activation=expert.activation)

@@ -20,6 +20,7 @@ from . import ops
 from ._call import require_tensor
 from ._checks import check_plain
 from .moe import MoE
+from .products import bias_of_rows
 
 OP = "numerics_report"
 CHUNK = 1 << 24
@@ -55,6 +56,7 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     _check(moe, x, dout)
     recipe, rounding, top_k = moe.experts.recipe, int(moe.experts.recipe.rounding), moe.top_k
     w1, w3, w2 = moe.experts.w1, moe.experts.w3, moe.experts.w2
+    numbers = moe.experts.activation.attributes
     x_TD = x.reshape(-1, x.shape[-1])
     if dout is None:
         dout = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), dtype=x.dtype, device=x.device)
@@ -85,16 +87,16 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
 
     packed = ops.quantize_row_packed(x_TD.to(torch.bfloat16).contiguous(), rounding)
     x_P = rows("x", *ops.permute_mx(packed, token_P))
-    gate = ops.grouped_mm_mx(*x_P, *weight("w1", *ops.quantize_row(w1, rounding)), ends)
-    up = ops.grouped_mm_mx(*x_P, *weight("w3", *ops.quantize_row(w3, rounding)), ends)
-    rows("h", *ops.swiglu_row(gate, up, in_swiglu, rounding))
+    gate = _product(x_P, weight("w1", *ops.quantize_row(w1, rounding)), ends, moe.experts.b1)
+    up = _product(x_P, weight("w3", *ops.quantize_row(w3, rounding)), ends, moe.experts.b3)
+    rows("h", *ops.swiglu_row(gate, up, in_swiglu, rounding, False, *numbers))
     weight("w2", *ops.quantize_row(w2, rounding))
 
     dout_P = ops.permute_rows(dout_TD, token_P).float()
     dout_P = dout_P if moe.prob_in == "swiglu" else dout_P * prob_P[:, None]
     d_P = rows("dout", *ops.quantize_row(dout_P.to(torch.bfloat16), rounding))
     dh = ops.grouped_mm_mx(*d_P, *weight("w2_t", *ops.quantize_col(w2, rounding)), ends)
-    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu)
+    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu, *numbers)
     for name, gradient, w in (("dgate", dgate, w1), ("dup", dup, w3)):
         rows(name, *ops.quantize_row(gradient, rounding))
         weight("w1_t" if w is w1 else "w3_t", *ops.quantize_col(w, rounding))
@@ -103,15 +105,23 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
         tokens("x_t", *ops.quantize_col(ops.dequantize(*x_P), rounding))
         tokens("dgate_t", *ops.quantize_col(dgate, rounding))
         tokens("dup_t", *ops.quantize_col(dup, rounding))
-        tokens("h_t", *ops.swiglu_col(gate, up, in_swiglu, rounding))
+        tokens("h_t", *ops.swiglu_col(gate, up, in_swiglu, rounding, False, *numbers))
         tokens("dout_t", *ops.quantize_col(ops.dequantize(*d_P), rounding))
     return report(of)
+
+
+def _product(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], ends: Tensor, bias: Tensor | None) -> Tensor:
+    """x w^T [+ bias (G, N)] in bf16, rounded once."""
+    if bias is None:
+        return ops.grouped_mm_mx(*x, *w, ends)
+    sums = ops.grouped_mm_mx(*x, *w, ends, "float32")
+    return (sums + bias_of_rows(bias.float(), ends, sums.shape[0])).to(torch.bfloat16)
 
 
 def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
     if not isinstance(moe, MoE):
         fail(TypeError, OP, "moe", f"a {type(moe).__name__}", "allowed: a MoE")
-    weights = {"w1": moe.experts.w1, "w3": moe.experts.w3, "w2": moe.experts.w2, "router.weight": moe.router.weight}
+    weights = dict(moe.experts.named_parameters()) | {"router.weight": moe.router.weight}
     for name, w in weights.items():
         if isinstance(w, DTensor):
             whole = "allowed: a layer that is whole on this device; call it before parallelize_module"

@@ -63,18 +63,28 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def product(
-    rows: Operand, w: WeightOperand, group_ends: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None
+    rows: Operand,
+    w: WeightOperand,
+    group_ends: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    row_weights: Tensor | None = None,
 ) -> Tensor:
-    """rows (M, K) x w (G, N, K) [+ bias (G, N) fp32], rounded once -> (M, N); rows past the last end are zeros.
+    """rows (M, K) x w (G, N, K) [+ row_weights (M,) bias (G, N), fp32], rounded once -> (M, N); rows past the last end
+    are zeros.
 
     Both operands have one form: an activation and the weights along K, or a gradient and the weights along N.
     """
     name = dtype_name(out_dtype)
-    if bias is not None and isinstance(rows, Folded):
+    if bias is not None and row_weights is None and isinstance(rows, Folded):
         return ops.grouped_mm_fold_bias(*rows, *w, bias.contiguous(), group_ends, name)
     if bias is not None:  # the other kernels take no bias: it is added to their fp32 sums
         sums = product(rows, w, group_ends, torch.float32)
-        return (sums + bias_of_rows(bias, group_ends, sums.shape[0])).to(out_dtype)
+        added = bias_of_rows(bias, group_ends, sums.shape[0])
+        if row_weights is not None:
+            in_group = torch.arange(sums.shape[0], device=sums.device) < group_ends[-1:]
+            added = added * torch.where(in_group, row_weights, 0)[:, None]
+        return (sums + added).to(out_dtype)
     if isinstance(w, KN):
         return ops.grouped_mm_bf16_kn(rows, *w, group_ends, name)
     if isinstance(rows, Tensor):
@@ -118,8 +128,9 @@ def bias_of_rows(bias: Tensor, group_ends: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(bias, (0, 0, 0, 1))[group]
 
 
-def bias_gradient(dout: Tensor, group_ends: Tensor) -> Tensor:
-    """dout (M, N) -> (G, N) fp32, the sum of each group's rows, computed as the product of dout^T and ones.
+def bias_gradient(dout: Tensor, group_ends: Tensor, row_weights: Tensor | None = None) -> Tensor:
+    """dout (M, N) -> (G, N) fp32, the sum of each group's rows, computed as the product of dout^T and ones or
+    row_weights (M,) fp32.
 
     An fp32 dout is the sum of two bf16 numbers, which leaves out 2^-17 of each value.
     """
@@ -128,8 +139,27 @@ def bias_gradient(dout: Tensor, group_ends: Tensor) -> Tensor:
     parts = [high]
     if dout.dtype == torch.float32:
         parts.append(torch.where(high.isfinite(), dout - high, 0).to(torch.bfloat16).contiguous())
-    ones = torch.ones_like(high[:, :8], memory_format=torch.contiguous_format)
-    return torch.stack([ops.grouped_wgrad_bf16(part, ones, group_ends, "float32")[..., 0] for part in parts]).sum(0)
+    if row_weights is None:
+        ones = torch.ones_like(high[:, :8], memory_format=torch.contiguous_format)
+        return torch.stack([ops.grouped_wgrad_bf16(part, ones, group_ends, "float32")[..., 0] for part in parts]).sum(0)
+    columns = _in_thirds(row_weights).T.contiguous()
+    return torch.stack([ops.grouped_wgrad_bf16(part, columns, group_ends, "float32") for part in parts]).sum((0, -1))
+
+
+def bias_row_products(dout: Tensor, bias: Tensor, group_ends: Tensor) -> Tensor:
+    """dout (M, N), bias (G, N) fp32 -> (M,) fp32, the product of each row and the bias of its group; zeros past the
+    last end."""
+    thirds = _in_thirds(bias.flatten()).unflatten(1, bias.shape).transpose(0, 1).contiguous()
+    return ops.grouped_mm_bf16(as_bf16(dout), thirds, group_ends, "float32").sum(-1)
+
+
+def _in_thirds(x: Tensor) -> Tensor:
+    """fp32 (n,) -> (8, n) bf16, three rows of 8 bits each, whose sum is x, and zeros: the kernels take 8."""
+    high = x.to(torch.bfloat16)
+    rest = torch.where(high.isfinite(), x - high, 0)
+    middle = rest.to(torch.bfloat16)
+    low = (rest - middle).to(torch.bfloat16)
+    return torch.stack([high, middle, low, *[torch.zeros_like(high)] * 5])
 
 
 def row_operand(x: Operand, form: Form, rounding: int) -> Operand:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.launch import fail
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._call import require_tensor
 from ._checks import check_devices, check_plain, check_probs, check_shape
@@ -18,14 +19,15 @@ from .mx_tensor import dequantized
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, prob: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, prob: Tensor, numbers: tuple[float, float, float]) -> Tensor:
         gate, up, prob = gate.contiguous(), up.contiguous(), prob.contiguous()
         ctx.save_for_backward(gate, up, prob)
-        return ops.swiglu(gate, up, prob)
+        ctx.numbers = numbers
+        return ops.swiglu(gate, up, prob, *numbers)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.swiglu_bwd(dequantized(grads[0]).contiguous(), *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *ops.swiglu_bwd(dequantized(grads[0]).contiguous(), *ctx.saved_tensors, *ctx.numbers), None
 
 
 _swiglu = differentiable("swiglu", _SwiGLU)
@@ -39,14 +41,18 @@ def row_probabilities(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
     return prob
 
 
-def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None, activation: SwiGLU = PLAIN) -> Tensor:
     """silu(gate) * up * prob, computed in fp32 and rounded once; differentiable in all three.
 
-    gate, up: (M, F) bfloat16. prob: (M,) float32, a weight per row, or None. Returns (M, F) bfloat16. The result has
-    the same bits on every device. Raises ValueError (shapes) and TypeError (dtypes).
+    gate, up: (M, F) bfloat16. prob: (M,) float32, a weight per row, or None. activation: a `SwiGLU`, which limits gate
+    and up and changes the formula. Returns (M, F) bfloat16. The result has the same bits on every device. Raises
+    ValueError (shapes) and TypeError (dtypes).
 
-    >>> swiglu(torch.ones(1, 1).bfloat16(), torch.ones(1, 1).bfloat16(), torch.tensor([2.0])).item()  # 2 sigmoid(1)
+    >>> one = torch.ones(1, 1, dtype=torch.bfloat16)
+    >>> swiglu(one, one, torch.tensor([2.0])).item()  # 2 sigmoid(1)
     1.4609375
+    >>> swiglu(one, one, activation=SwiGLU(limit=0.5, offset=1.0)).item()  # 1.5 * 0.5 * sigmoid(0.5)
+    0.466796875
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
@@ -59,4 +65,5 @@ def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None) -> Tensor:
     check_shape(op, "gate", gate, ("M", "F"))
     check_shape(op, "up", up, tuple(gate.shape))
     check_devices(op, "gate", gate.device, up=up)
-    return _swiglu(gate, up, row_probabilities(op, prob, gate))
+    numbers = SwiGLU.check(op, activation).attributes
+    return _swiglu(gate, up, row_probabilities(op, prob, gate), numbers)

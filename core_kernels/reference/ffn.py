@@ -1,18 +1,20 @@
 """The quantized definition of the experts' feed-forward and of its gradients.
 
-    gate = x w1^T    up = x w3^T    h = silu(gate) up prob    out = h w2^T
-    dh = dout w2     dgate, dup, dprob = gradients of h at dh
+    gate = x w1^T + b1    up = x w3^T + b3    h = silu(gate) up prob    out = h w2^T + prob b2
+    dh = dout w2     dgate, dup, dprob = gradients of h at dh; dprob += dout b2
     dx = dgate w1 + dup w3    dw1 = dgate^T x    dw3 = dup^T x    dw2 = dout^T h
+    db1, db3 = sums of dgate and dup over a group's rows    db2 = the sum of prob dout
 
 The operands of each product are quantized in the form of the recipe (products.py). Each product sums in fp64.
 
 value                              is rounded to
-gate, up, h, out, dh, dgate, dup   bfloat16
-dprob                              float32
+gate, up, h, out, dh, dgate, dup   bfloat16, a bias added before
+dprob, db1, db3, db2               float32; h's part of dprob before b2's is added
 dx                                 the dtype of x, after the sum of both products; bfloat16 where x is (q, sf)
 dw1, dw3, dw2                      the dtype of the weight
 
-Each group of rows is padded with zeros to a multiple of 32 rows, so that a block along the tokens lies in one group.
+Each group of rows is padded to a multiple of 32 rows, so that a block along the tokens lies in one group. The padding
+is zero in x, gate, up and h: it has no bias.
 """
 
 from typing import NamedTuple
@@ -22,6 +24,7 @@ import numpy as np
 from ..formats import BLOCK, Rounding
 from ..oracle_math import Array, Pair, round_to
 from ..permute.oracle import permute_rows
+from ..quantize.oracle import dequantize
 from ..routing.oracle import row_map
 from ..swiglu.oracle import swiglu, swiglu_bwd
 from .products import grouped_mm, grouped_mm_vjp
@@ -40,21 +43,41 @@ class Precision(NamedTuple):
     rounding: Rounding | str = Rounding.RCEIL
 
 
+NUMBERS = {"alpha": 1.0, "limit": 0.0, "offset": 0.0}
+"""Of silu(gate) * up."""
+
+
+class Epilogues(NamedTuple):
+    """What follows the products: b1 and b3 (G, F), b2 (G, D) float32, or None; alpha, limit and offset of SwiGLU."""
+
+    b1: Array | None = None
+    b3: Array | None = None
+    b2: Array | None = None
+    numbers: tuple[float, ...] = tuple(NUMBERS.values())
+
+
+PLAIN = Epilogues()
+
+
 class Gradients(NamedTuple):
-    """dx (P, D), dw1 and dw3 (G, F, D), dw2 (G, D, F), dprob (P,) float32 or (0,)."""
+    """dx (P, D), dw1 and dw3 (G, F, D), dw2 (G, D, F), dprob (P,) float32 or (0,), db1 and db3 (G, F), db2 (G, D)."""
 
     dx: Array
     dw1: Array
     dw3: Array
     dw2: Array
     dprob: Array
+    db1: Array
+    db3: Array
+    db2: Array
 
 
 class _Hidden(NamedTuple):
-    """Values of the forward in padded groups."""
+    """Values of the forward in padded groups. group (P',): of each row; -1 for padding and past the last end."""
 
     x: Rows
     prob: Array
+    group: Array
     gate: Array
     up: Array
     h: Array
@@ -75,9 +98,21 @@ def _padding(group_ends: Array, num_rows: int) -> tuple[Array, Array, Array]:
     return padded_rows, inverse, ends
 
 
-def _product(x: Rows, w: Array, ends: Array, precision: Precision) -> Array:
-    """x (P, K) w^T, w (G, N, K) -> (P, N) bfloat16."""
-    return grouped_mm(x, np.swapaxes(w, 1, 2), ends, precision.form, precision.rounding)
+def _product(x: Rows, w: Array, ends: Array, precision: Precision, bias: Array | float = 0.0) -> Array:
+    """x (P, K) w^T + bias, w (G, N, K), bias of each row -> (P, N) bfloat16."""
+    sums = grouped_mm(x, np.swapaxes(w, 1, 2), ends, precision.form, precision.rounding, "float64")
+    return round_to(sums + bias, "bfloat16")
+
+
+def _of_rows(bias: Array | None, group: Array) -> Array | float:
+    """bias (G, N) -> (P', N) float64, zeros where there is no group."""
+    return 0.0 if bias is None else np.where(group[:, None] < 0, 0.0, bias.astype(np.float64)[group])
+
+
+def _group_sums(x: Array, group: Array, groups: int) -> Array:
+    """x (P', N) -> (G, N) float32, sums in fp64."""
+    sums = [x[group == g].astype(np.float64).sum(0) for g in range(groups)]
+    return round_to(np.stack(sums), "float32")
 
 
 def _product_vjp(dout: Rows, x: Rows, w: Array, ends: Array, precision: Precision) -> Pair:
@@ -86,33 +121,51 @@ def _product_vjp(dout: Rows, x: Rows, w: Array, ends: Array, precision: Precisio
     return dx, np.swapaxes(dw_t, 1, 2)
 
 
-def _forward(x: Rows, w1: Array, w3: Array, prob: Array, rows: Array, ends: Array, precision: Precision) -> _Hidden:
+def _forward(
+    x: Rows, w1: Array, w3: Array, prob: Array, rows: Array, ends: Array, precision: Precision, after: Epilogues
+) -> _Hidden:
     x, prob = _permuted(x, rows), _permuted_vector(prob, rows)
-    gate, up = (_product(x, w, ends, precision) for w in (w1, w3))
-    return _Hidden(x, prob, gate, up, swiglu(gate, up, prob))
+    group = np.searchsorted(ends, np.arange(len(rows)), side="right")
+    group = np.where((rows < 0) | (group == len(ends)), -1, group)
+    of_gate, of_up = ((w, ends, precision, _of_rows(b, group)) for w, b in ((w1, after.b1), (w3, after.b3)))
+    gate, up = _product(x, *of_gate), _product(x, *of_up)
+    return _Hidden(x, prob, group, gate, up, swiglu(gate, up, prob, *after.numbers))
 
 
-def swiglu_ffn(x: Rows, w1: Array, w3: Array, w2: Array, group_ends: Array, prob: Array, precision: Precision) -> Array:
+def swiglu_ffn(
+    x: Rows, w1: Array, w3: Array, w2: Array, group_ends: Array, prob: Array, precision: Precision,
+    after: Epilogues = PLAIN,
+) -> Array:  # fmt: skip
     """x (P, D) bfloat16, float32 or its (q, sf) -> out (P, D) bfloat16; rows past the last end are zeros.
 
-    w1, w3 (G, F, D), w2 (G, D, F). prob (P,) float32, or (0,): each row of h weighs one.
+    w1, w3 (G, F, D), w2 (G, D, F). prob (P,) float32, or (0,): each row of h and of b2 weighs one.
     """
     rows, inverse, ends = _padding(group_ends, len(x[0]) if isinstance(x, tuple) else len(x))
-    h = _forward(x, w1, w3, prob, rows, ends, precision).h
-    return permute_rows(_product(h, w2, ends, precision), inverse)
+    hidden = _forward(x, w1, w3, prob, rows, ends, precision, after)
+    bias = _of_rows(after.b2, hidden.group)
+    if len(prob) and after.b2 is not None:
+        bias = np.where(hidden.group[:, None] < 0, 0.0, bias * hidden.prob[:, None].astype(np.float64))
+    return permute_rows(_product(hidden.h, w2, ends, precision, bias), inverse)
 
 
 def swiglu_ffn_vjp(
-    dout: Rows, x: Rows, w1: Array, w3: Array, w2: Array, group_ends: Array, prob: Array, precision: Precision
-) -> Gradients:
-    """dout (P, D) bfloat16 or its (q, sf) -> the gradients of x, the weights and prob."""
+    dout: Rows, x: Rows, w1: Array, w3: Array, w2: Array, group_ends: Array, prob: Array, precision: Precision,
+    after: Epilogues = PLAIN,
+) -> Gradients:  # fmt: skip
+    """dout (P, D) bfloat16 or its (q, sf) -> the gradients of x, the weights, prob and the biases."""
     mx = isinstance(x, tuple)
     rows, inverse, ends = _padding(group_ends, len(x[0]) if mx else len(x))
-    hidden, dout = _forward(x, w1, w3, prob, rows, ends, precision), _permuted(dout, rows)
+    hidden, dout = _forward(x, w1, w3, prob, rows, ends, precision, after), _permuted(dout, rows)
     dh, dw2 = _product_vjp(dout, hidden.h, w2, ends, precision)
-    dgate, dup, dprob = swiglu_bwd(round_to(dh, "bfloat16"), hidden.gate, hidden.up, hidden.prob)
+    dgate, dup, dprob = swiglu_bwd(round_to(dh, "bfloat16"), hidden.gate, hidden.up, hidden.prob, *after.numbers)
+    values = (dequantize(*dout) if isinstance(dout, tuple) else dout).astype(np.float64)
+    if len(prob) and after.b2 is not None:
+        dot = np.where(hidden.group < 0, 0.0, (values * _of_rows(after.b2, hidden.group)).sum(-1))
+        dprob = round_to(dprob.astype(np.float64) + dot, "float32")
+    weighted = values * hidden.prob[:, None] if len(prob) else values
+    db1, db3, db2 = (_group_sums(x, hidden.group, len(ends)) for x in (dgate, dup, weighted))
     dx_gate, dw1 = _product_vjp(dgate, hidden.x, w1, ends, precision)
     dx_up, dw3 = _product_vjp(dup, hidden.x, w3, ends, precision)
     dx = round_to(dx_gate + dx_up, "bfloat16" if mx else x.dtype.name)
     dw1, dw3, dw2 = (round_to(dw, w.dtype.name) for dw, w in ((dw1, w1), (dw3, w3), (dw2, w2)))
-    return Gradients(permute_rows(dx, inverse), dw1, dw3, dw2, _permuted_vector(dprob, inverse))
+    return Gradients(permute_rows(dx, inverse), dw1, dw3, dw2, _permuted_vector(dprob, inverse), db1, db3, db2)

@@ -28,21 +28,27 @@ inline bool finished_if_empty(const char* op, const Call& call, cudaStream_t str
 }
 
 // Adds the contribution of these values to their row's dprob to `sum`.
-__device__ inline void backward(const Vector8& dh, const Vector8& gate, const Vector8& up, const SigmoidTable& table,
-                                float prob, Vector8& dgate, Vector8& dup, float& sum) {
+template <typename By>
+__device__ void backward(const Vector8& dh, const Vector8& gate, const Vector8& up, const SigmoidTable<By>& table,
+                         const By& by, float prob, Vector8& dgate, Vector8& dup, float& sum) {
   const auto one = [&](float g, float u, float d, float sigmoid, float& new_gate, float& new_up) {
-    const float silu = __fmul_rn(g, sigmoid);
-    const float slope = __fadd_rn(sigmoid, __fmul_rn(silu, __fsub_rn(1.0f, sigmoid)));
-    sum = __fmaf_rn(d, __fmul_rn(silu, u), sum);
+    const Gated of = gated(g, u, sigmoid, by);
+    const float steep = By::kPlain ? of.silu : __fmul_rn(of.silu, by.alpha);
+    const float slope = __fadd_rn(sigmoid, __fmul_rn(steep, __fsub_rn(1.0f, sigmoid)));
+    sum = __fmaf_rn(d, __fmul_rn(of.silu, of.up), sum);
     d = __fmul_rn(d, prob);
-    new_up = __fmul_rn(d, silu);
-    new_gate = __fmul_rn(__fmul_rn(d, u), slope);
+    new_up = __fmul_rn(d, of.silu);
+    new_gate = __fmul_rn(__fmul_rn(d, of.up), slope);
+    if constexpr (!By::kPlain) {  // a NaN is not outside of the limit
+      new_up = fabsf(u) > by.limit ? 0.0f : new_up;
+      new_gate = g > by.limit ? 0.0f : new_gate;
+    }
   };
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     const Bf16x2 g = gate.at[p], u = up.at[p], d = dh.at[p];
     float low, high, gates[2], ups[2];
-    table.look_up(g, low, high);
+    table.look_up(g, by, low, high);
     one(g.low(), u.low(), d.low(), low, gates[0], ups[0]);
     one(g.high(), u.high(), d.high(), high, gates[1], ups[1]);
     dgate.at[p] = round_to_bf16(gates[0], gates[1]);

@@ -12,6 +12,7 @@
 #include "cpu/mx_math.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "swiglu/activation.h"
 
 namespace mxep {
 namespace {
@@ -21,23 +22,45 @@ constexpr int64_t kStride = kChunk + kBlock;  // two rows of the scratch memory 
 constexpr int64_t kScratch = kStripRows * kStride;
 constexpr int kLanes = 16;  // partial sums of dprob
 
-MXEP_INLINE void forward_values(const bf16* gate, const bf16* up, float prob, int64_t n, bf16* h) {
+// The values that h and the gradients share. free_gate, free_up: within the limit; a NaN is.
+struct Gated {
+  float sig, silu, up;
+  bool free_gate, free_up;
+};
+
+MXEP_INLINE Gated gated(float g, float u, PlainSwiGLU) {
+  const float sig = sigmoid(g);
+  return {sig, g * sig, u, true, true};
+}
+
+MXEP_INLINE Gated gated(float g, float u, const SwiGLU& by) {
+  const bool above = g > by.limit, up_above = u > by.limit, up_below = u < -by.limit;
+  g = above ? by.limit : g;
+  u = up_above ? by.limit : up_below ? -by.limit : u;
+  const float sig = sigmoid(g * by.alpha);
+  return {sig, g * sig, u + by.offset, !above, !(up_above | up_below)};
+}
+
+template <typename By>
+MXEP_INLINE void forward_values(const bf16* gate, const bf16* up, float prob, int64_t n, bf16* h, const By& by) {
   for (int64_t i = 0; i < n; ++i) {
-    const float g = to_f32(gate[i]);
-    h[i] = bf16_from_f32(((g * sigmoid(g)) * to_f32(up[i])) * prob);
+    const Gated of = gated(to_f32(gate[i]), to_f32(up[i]), by);
+    h[i] = bf16_from_f32((of.silu * of.up) * prob);
   }
 }
 
 // Returns the contribution of these n <= kChunk values to dprob.
+template <typename By>
 MXEP_INLINE float backward_values(const bf16* dh, const bf16* gate, const bf16* up, float prob, int64_t n, bf16* dgate,
-                                  bf16* dup) {
+                                  bf16* dup, const By& by) {
   alignas(64) float term[kChunk];
   for (int64_t i = 0; i < n; ++i) {
-    const float g = to_f32(gate[i]), u = to_f32(up[i]), dy = to_f32(dh[i]), d = dy * prob;
-    const float sig = sigmoid(g), silu = g * sig;
-    term[i] = dy * (silu * u);
-    dgate[i] = bf16_from_f32((d * u) * (sig + silu * (1.0f - sig)));
-    dup[i] = bf16_from_f32(d * silu);
+    const Gated of = gated(to_f32(gate[i]), to_f32(up[i]), by);
+    const float dy = to_f32(dh[i]), d = dy * prob;
+    term[i] = dy * (of.silu * of.up);
+    const float of_gate = (d * of.up) * (of.sig + (of.silu * by.alpha) * (1.0f - of.sig)), of_up = d * of.silu;
+    dgate[i] = bf16_from_f32(of.free_gate ? of_gate : 0.0f);
+    dup[i] = bf16_from_f32(of.free_up ? of_up : 0.0f);
   }
   const int64_t whole = (n + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = n; i < whole; ++i) term[i] = 0;
@@ -102,28 +125,38 @@ void for_each_strip(const Result (&results)[N], const Array& gate, ScaleRule rul
   });
 }
 
-void forward(const Call& call, Along along) {
+template <typename By>
+void forward(const Call& call, Along along, const By& by) {
   const bf16 *gate = call.in[0].as<const bf16>(), *up = call.in[1].as<const bf16>();
   const float* prob = call.in[2].dim(0) ? call.in[2].as<const float>() : nullptr;
   const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out) MXEP_ALWAYS_INLINE {
-    forward_values(gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0]);
+    forward_values(gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0], by);
   };
   for_each_strip({result_arrays(call.out, along)}, call.in[0], along ? scale_rule(call) : ScaleRule{}, compute);
 }
 
-void backward(const Call& call, Along along) {
+template <typename By>
+void backward(const Call& call, Along along, const By& by) {
   const bf16 *dh = call.in[0].as<const bf16>(), *gate = call.in[1].as<const bf16>(), *up = call.in[2].as<const bf16>();
   const float* prob = call.in[3].dim(0) ? call.in[3].as<const float>() : nullptr;
   const auto half = call.out.size() / 2;
   float* dprob = call.out.back().as<float>();
   if (prob) std::fill_n(dprob, call.in[3].dim(0), 0.0f);
   const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out) MXEP_ALWAYS_INLINE {
-    const float sum = backward_values(dh + at, gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0], out[1]);
+    const float sum = backward_values(dh + at, gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0], out[1], by);
     if (prob) dprob[row] += sum;
   };
   const Result results[] = {result_arrays(call.out.first(half), along),
                             result_arrays(call.out.subspan(half, half), along)};
   for_each_strip(results, call.in[1], along ? scale_rule(call) : ScaleRule{}, compute);
+}
+
+void forward(const Call& call, Along along) {
+  with_swiglu(call, [&](const auto& by) { forward(call, along, by); });
+}
+
+void backward(const Call& call, Along along) {
+  with_swiglu(call, [&](const auto& by) { backward(call, along, by); });
 }
 
 }  // namespace

@@ -36,40 +36,42 @@ __device__ ForwardValues fetch(const ForwardInputs& in, const Grid& grid, const 
   return fetched;
 }
 
-__device__ void forward(const ForwardValues& from, const SigmoidTable& table, Vector8 (&h)[kRowsAtOnce]) {
+template <typename By>
+__device__ void forward(const ForwardValues& from, const SigmoidTable<By>& table, const By& by,
+                        Vector8 (&h)[kRowsAtOnce]) {
 #pragma unroll
   for (int r = 0; r < kRowsAtOnce; ++r)
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
       const Bf16x2 g = from.gate[r].at[p], u = from.up[r].at[p];
       float low, high;
-      table.look_up(g, low, high);
-      low = __fmul_rn(__fmul_rn(__fmul_rn(g.low(), low), u.low()), from.prob[r]);
-      high = __fmul_rn(__fmul_rn(__fmul_rn(g.high(), high), u.high()), from.prob[r]);
-      h[r].at[p] = round_to_bf16(low, high);
+      table.look_up(g, by, low, high);
+      const Gated first = gated(g.low(), u.low(), low, by), second = gated(g.high(), u.high(), high, by);
+      h[r].at[p] = round_to_bf16(__fmul_rn(__fmul_rn(first.silu, first.up), from.prob[r]),
+                                 __fmul_rn(__fmul_rn(second.silu, second.up), from.prob[r]));
     }
 }
 
-template <typename T, bool kCol>
+template <typename T, bool kCol, typename By>
 struct ForwardShared {
-  SigmoidTable table;
+  SigmoidTable<By> table;
 };
-template <typename T>
-struct ForwardShared<T, true> {
+template <typename T, typename By>
+struct ForwardShared<T, true, By> {
   typename T::Values h;
   typename T::Columns columns;
-  SigmoidTable table;
+  SigmoidTable<By> table;
 };
 
-template <typename T, bool kCol, bool kVector>
+template <typename T, bool kCol, bool kVector, typename By>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    swiglu_tiles(ForwardInputs in, Grid grid, ScaleRule rule, Outputs out) {
+    swiglu_tiles(ForwardInputs in, Grid grid, ScaleRule rule, By by, Outputs out) {
   extern __shared__ uint4 bytes[];
-  auto& memory = *reinterpret_cast<ForwardShared<T, kCol>*>(bytes);
+  auto& memory = *reinterpret_cast<ForwardShared<T, kCol, By>*>(bytes);
   const uint32_t tiles = grid.all_strips * grid.tiles_across;
   TileCoord at = TileCoord::of<T>(grid, blockIdx.x);
   ForwardValues fetched = fetch<kVector>(in, grid, at, PassSlice::of<T>(grid, at, 0));
-  memory.table.fill();
+  memory.table.fill(by);
   __syncthreads();
   for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     // After its last tile a CTA loads that tile once more.
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     for (int pass = 0; pass < T::kPasses; ++pass) {
       const PassSlice slice = PassSlice::of<T>(grid, at, pass);
       Vector8 h[kRowsAtOnce];
-      forward(fetched, memory.table, h);
+      forward(fetched, memory.table, by, h);
       const bool done = pass + 1 == T::kPasses;
       const TileCoord& then = done ? next : at;
       fetched = fetch<kVector>(in, grid, then, PassSlice::of<T>(grid, then, done ? 0 : pass + 1));
@@ -97,31 +99,36 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
-template <bool kCol, bool kVector>
-void launch(const char* op, const Call& call, Outputs out, cudaStream_t stream) {
+template <bool kCol, bool kVector, typename By>
+void launch(const char* op, const Call& call, const By& by, Outputs out, cudaStream_t stream) {
   // Loads of single values need more registers than 512 threads have.
   using T = SharedTile<kVector ? 256 : 128, 128>;
   const Array &gate = call.in[0], &up = call.in[1], &prob = call.in[2];
   const Grid grid = Grid::of<T>(1, gate.dim(0), gate.dim(1), kCol ? ~0u : 4);
   const ForwardInputs in{gate.as<const bf16>(), up.as<const bf16>(), prob.dim(0) ? prob.as<const float>() : nullptr};
-  constexpr auto kKernel = swiglu_tiles<T, kCol, kVector>;
-  constexpr int kBytes = sizeof(ForwardShared<T, kCol>);
+  constexpr auto kKernel = swiglu_tiles<T, kCol, kVector, By>;
+  constexpr int kBytes = sizeof(ForwardShared<T, kCol, By>);
   allow_shared_memory<kKernel>(op, stream, kBytes);
   launch_kernel(op, kKernel, std::min(grid_x(op, grid.tiles()), multiprocessors(op)), T::kThreads, kBytes, stream, in,
-                grid, ScaleRule(call.attrs[0], call.attrs[1]), out);
+                grid, ScaleRule(call.attrs[0], call.attrs[1]), by, out);
 }
 
 }  // namespace
 
 void swiglu_row(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
-  launch<false, true>("swiglu_row", call, {out(0), out(1), nullptr, nullptr}, stream);
+  with_swiglu(call, [&]<typename By>(const By& by) {
+    launch<false, true, By>("swiglu_row", call, by, {out(0), out(1), nullptr, nullptr}, stream);
+  });
 }
 
 void swiglu_col(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   const bool vector = call.in[0].dim(1) % 8 == 0;  // rows start at multiples of 16 bytes
-  (vector ? launch<true, true> : launch<true, false>)("swiglu_col", call, {nullptr, nullptr, out(0), out(1)}, stream);
+  with_swiglu(call, [&]<typename By>(const By& by) {
+    const auto launch_widest = vector ? launch<true, true, By> : launch<true, false, By>;
+    launch_widest("swiglu_col", call, by, {nullptr, nullptr, out(0), out(1)}, stream);
+  });
 }
 
 }  // namespace mxep::cuda

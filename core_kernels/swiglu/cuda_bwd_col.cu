@@ -41,17 +41,18 @@ struct Strips {
   uint32_t count, tiles_across, tall;  // tall: tiles of a strip on top of each other
 };
 
+template <typename By>
 struct BackwardColShared {
   Vector8 ring[kRowsAtOnce][3][BackwardTile::kThreads];  // of dh, gate, up
   uint4 codes[2][BackwardTile::kAcross][kBlock]
              [BackwardTile::kChunks];  // of dgate, of dup; the columns of a group are lines
-  SigmoidTable table;
+  SigmoidTable<By> table;
   uint8_t row_scales[2][BackwardTile::kStripRows][kSector];
   uint8_t col_scales[2][BackwardTile::kAcross][kBlock][BackwardTile::kBlocks];
   alignas(16) float prob[BackwardTile::kStripRows];
   float sums[BackwardTile::kAcross][BackwardTile::kStripRows];
 };
-static_assert(sizeof(BackwardColShared) <= 227 * 1024);
+static_assert(sizeof(BackwardColShared<SwiGLU>) <= 227 * 1024);
 
 // The values that a thread processes, and those that it loads for its band.
 struct BackwardThread {
@@ -120,9 +121,9 @@ __device__ void load_async(void* to, const void* from, bool exists) {
 
 // Starts the loads of row r of a slice; zeros outside the matrix. Rows start at multiples of kBytes. Single values, of
 // 2 bytes, go through registers and have arrived on return.
-template <int kBytes>
+template <int kBytes, typename By>
 __device__ void fetch(const BackwardInputs& in, const Strips& strips, const LoadSlice& load, int r, int to,
-                      BackwardColShared& memory) {
+                      BackwardColShared<By>& memory) {
   const bool exists = r < load.rows;
   const int64_t offset = exists ? load.offset + r * strips.cols : 0;
 #pragma unroll(kBytes > 2 ? 3 : 1)  // single values of one matrix at a time, or the registers do not suffice
@@ -206,8 +207,9 @@ struct StoreToKeep {
 
 // Writes a group's 32 staged columns. `rows` of the strip and `cols` of the columns exist; `first` is the index of
 // their first value.
-__device__ void write_columns(const BackwardColShared& memory, int which, const BackwardThread& thread, uint8_t* q_t,
-                              uint8_t* sf_t, int64_t first, int64_t pitch, int64_t rows, int64_t cols) {
+template <typename By>
+__device__ void write_columns(const BackwardColShared<By>& memory, int which, const BackwardThread& thread,
+                              uint8_t* q_t, uint8_t* sf_t, int64_t first, int64_t pitch, int64_t rows, int64_t cols) {
   const uint32_t index = thread.band * 32 + thread.lane;
   write_lines<BackwardTile::kGroupThreads>(memory.codes[which][thread.group], swizzled,
                                            reinterpret_cast<uint4*>(q_t + first), pitch / 16, cols, rows / 16, index);
@@ -216,11 +218,12 @@ __device__ void write_columns(const BackwardColShared& memory, int which, const 
       pitch / kBlock, cols, rows / kBlock, index, StoreToKeep{});
 }
 
-template <bool kRow, int kBytes>
+template <bool kRow, int kBytes, typename By>
 __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
-    backward_tiles(BackwardInputs in, Strips strips, ScaleRule rule, Outputs dgate_out, Outputs dup_out, float* dprob) {
+    backward_tiles(BackwardInputs in, Strips strips, ScaleRule rule, By by, Outputs dgate_out, Outputs dup_out,
+                   float* dprob) {
   extern __shared__ uint4 bytes[];
-  auto& memory = *reinterpret_cast<BackwardColShared*>(bytes);
+  auto& memory = *reinterpret_cast<BackwardColShared<By>*>(bytes);
   constexpr int kTileScales = BackwardTile::kCols / kBlock, kTilesPerSector = kSector / kTileScales;
   const BackwardThread thread;
   const int to = thread.to(), from = thread.from();
@@ -230,7 +233,7 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   LoadSlice load = LoadSlice::of(strips, {strip, 0, 0}, thread);
 #pragma unroll
   for (int r = 0; r < kAhead<kRow>; ++r) fetch<kBytes>(in, strips, load, r, to, memory);
-  memory.table.fill();
+  memory.table.fill(by);
 
   while (strip < strips.count) {
     const int64_t strip_row = int64_t{strip} * strip_rows;
@@ -258,7 +261,7 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
           if (r == kRowsAtOnce - kAhead<kRow>) load = LoadSlice::of(strips, next, thread);
           fetch<kBytes>(in, strips, load, (r + kAhead<kRow>) % kRowsAtOnce, to, memory);
           const auto& [dh, gate, up] = memory.ring[r];
-          backward(dh[from], gate[from], up[from], memory.table, prob[r], dgate[r], dup[r], sums[r]);
+          backward(dh[from], gate[from], up[from], memory.table, by, prob[r], dgate[r], dup[r], sums[r]);
         }
         exchange_halves<2, 2>(sums, [](float a, float b) { return a + b; });
         float& sum = memory.sums[thread.group][down * BackwardTile::kRows + thread.band * kBlock + thread.lane];
@@ -312,8 +315,8 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   }
 }
 
-template <bool kRow, int kBytes>
-void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaStream_t stream) {
+template <bool kRow, int kBytes, typename By>
+void launch(const char* op, const Call& call, const By& by, Outputs dgate, Outputs dup, cudaStream_t stream) {
   if (finished_if_empty(op, call, stream)) return;
   const int64_t rows = call.in[1].dim(0), cols = call.in[1].dim(1), ctas = multiprocessors(op);
   // The taller the better, since tall strips fill more of a sector of sf_t, but only while the CTAs' work stays
@@ -322,10 +325,11 @@ void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaSt
   const int64_t tall = rounds(BackwardTile::kTallest) > rounds(1) ? 1 : BackwardTile::kTallest;
   const Strips strips{rows, cols, static_cast<uint32_t>(ceil_div(rows, tall * BackwardTile::kRows)),
                       static_cast<uint32_t>(ceil_div(cols, BackwardTile::kCols)), static_cast<uint32_t>(tall)};
-  constexpr auto kKernel = backward_tiles<kRow, kBytes>;
-  allow_shared_memory<kKernel>(op, stream, sizeof(BackwardColShared));
-  launch_kernel(op, kKernel, std::min<int64_t>(strips.count, ctas), BackwardTile::kThreads, sizeof(BackwardColShared),
-                stream, BackwardInputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), dgate, dup,
+  constexpr auto kKernel = backward_tiles<kRow, kBytes, By>;
+  constexpr int kShared = sizeof(BackwardColShared<By>);
+  allow_shared_memory<kKernel>(op, stream, kShared);
+  launch_kernel(op, kKernel, std::min<int64_t>(strips.count, ctas), BackwardTile::kThreads, kShared, stream,
+                BackwardInputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), by, dgate, dup,
                 call.out.back().as<float>());
 }
 
@@ -334,16 +338,23 @@ void launch(const char* op, const Call& call, Outputs dgate, Outputs dup, cudaSt
 void swiglu_bwd_col(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   const int64_t cols = call.in[0].dim(1);
-  const auto launch_widest = cols % 8 == 0   ? launch<false, 16>
-                             : cols % 4 == 0 ? launch<false, 8>
-                             : cols % 2 == 0 ? launch<false, 4>
-                                             : launch<false, 2>;
-  launch_widest("swiglu_bwd_col", call, {nullptr, nullptr, out(0), out(1)}, {nullptr, nullptr, out(2), out(3)}, stream);
+  with_swiglu(call, [&]<typename By>(const By& by) {
+    // Numbers besides silu's need registers, which 4 or 8 bytes at a time leave no room for.
+    const auto launch_single = launch<false, 2, By>;
+    auto launch_widest = cols % 8 == 0 ? launch<false, 16, By> : launch_single;
+    if constexpr (By::kPlain)
+      if (cols % 8 && cols % 2 == 0) launch_widest = cols % 4 == 0 ? launch<false, 8, By> : launch<false, 4, By>;
+    launch_widest("swiglu_bwd_col", call, by, {nullptr, nullptr, out(0), out(1)}, {nullptr, nullptr, out(2), out(3)},
+                  stream);
+  });
 }
 
 void swiglu_bwd_both(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
-  launch<true, 16>("swiglu_bwd_both", call, {out(0), out(1), out(2), out(3)}, {out(4), out(5), out(6), out(7)}, stream);
+  with_swiglu(call, [&]<typename By>(const By& by) {
+    launch<true, 16, By>("swiglu_bwd_both", call, by, {out(0), out(1), out(2), out(3)},
+                         {out(4), out(5), out(6), out(7)}, stream);
+  });
 }
 
 }  // namespace mxep::cuda

@@ -32,8 +32,9 @@ __device__ BackwardValues fetch(const BackwardInputs& in, const Grid& grid, cons
   return fetched;
 }
 
+template <typename By>
 struct BackwardRowShared {
-  SigmoidTable table;
+  SigmoidTable<By> table;
   uint8_t scales[2][T::kRows][kSector];  // of dgate, of dup
   float prob[T::kRows], sums[T::kRows];
 };
@@ -53,17 +54,18 @@ __device__ void add_lanes(float (&sums)[T::kPasses][kRowsAtOnce], float (&rows)[
   }
 }
 
-__global__ void __launch_bounds__(T::kThreads, 1)
-    backward_rows(BackwardInputs in, Grid grid, ScaleRule rule, Outputs dgate_out, Outputs dup_out, float* dprob) {
+template <typename By>
+__global__ void __launch_bounds__(T::kThreads, 1) backward_rows(BackwardInputs in, Grid grid, ScaleRule rule, By by,
+                                                                Outputs dgate_out, Outputs dup_out, float* dprob) {
   extern __shared__ uint4 bytes[];
-  auto& memory = *reinterpret_cast<BackwardRowShared*>(bytes);
+  auto& memory = *reinterpret_cast<BackwardRowShared<By>*>(bytes);
   constexpr int kTileScales = T::kCols / kBlock, kTilesPerSector = kSector / kTileScales;
   const auto coord = [](uint32_t strip, uint32_t across) {
     return TileCoord{0, int64_t{strip} * T::kRows, int64_t{across} * T::kCols};
   };
   TileCoord at = coord(blockIdx.x, 0);
   BackwardValues fetched = fetch(in, grid, PassSlice::of<T>(grid, at, 0));
-  memory.table.fill();
+  memory.table.fill(by);
 
   for (uint32_t strip = blockIdx.x; strip < grid.strips; strip += gridDim.x) {
     const int64_t row = at.row + threadIdx.x;
@@ -81,8 +83,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         Vector8 dgate[kRowsAtOnce], dup[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r)
-          backward(fetched.dh[r], fetched.gate[r], fetched.up[r], memory.table, memory.prob[slice.row + r], dgate[r],
-                   dup[r], sums[pass][r]);
+          backward(fetched.dh[r], fetched.gate[r], fetched.up[r], memory.table, by, memory.prob[slice.row + r],
+                   dgate[r], dup[r], sums[pass][r]);
         // dgate is quantized before the next loads, or the registers do not suffice.
         const int scale = across % kTilesPerSector * kTileScales + slice.col / kBlock;
         scale_rows<T>(dgate, rule, slice.rows, dgate_out.q + slice.offset, grid.cols,
@@ -117,11 +119,15 @@ void swiglu_bwd_row(const Call& call, cudaStream_t stream) {
   if (finished_if_empty(kOp, call, stream)) return;
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   const Grid grid = Grid::of<T>(1, call.in[1].dim(0), call.in[1].dim(1), 1);
-  allow_shared_memory<backward_rows>(kOp, stream, sizeof(BackwardRowShared));
-  launch_kernel(kOp, backward_rows, std::min(grid.strips, multiprocessors(kOp)), T::kThreads, sizeof(BackwardRowShared),
-                stream, BackwardInputs::of(call), grid, ScaleRule(call.attrs[0], call.attrs[1]),
-                Outputs{out(0), out(1), nullptr, nullptr}, Outputs{out(2), out(3), nullptr, nullptr},
-                call.out.back().as<float>());
+  with_swiglu(call, [&]<typename By>(const By& by) {
+    constexpr auto kKernel = backward_rows<By>;
+    constexpr int kBytes = sizeof(BackwardRowShared<By>);
+    allow_shared_memory<kKernel>(kOp, stream, kBytes);
+    launch_kernel(kOp, kKernel, std::min(grid.strips, multiprocessors(kOp)), T::kThreads, kBytes, stream,
+                  BackwardInputs::of(call), grid, ScaleRule(call.attrs[0], call.attrs[1]), by,
+                  Outputs{out(0), out(1), nullptr, nullptr}, Outputs{out(2), out(3), nullptr, nullptr},
+                  call.out.back().as<float>());
+  });
 }
 
 }  // namespace mxep::cuda

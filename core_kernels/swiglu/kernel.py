@@ -11,13 +11,37 @@ from ..mx_math import BLOCK_MX, f32_to_bf16, round_to_bf16, to_f32
 from ..mx_math import sigmoid as _sigmoid
 from ..quantize.kernel import store_quantized
 
+ONE_BITS, INFINITY_BITS = tl.constexpr(0x3F800000), tl.constexpr(0x7F800000)
+"""The bits of fp32: alpha, limit and offset of silu(gate) * up are 1, infinity and 0."""
+
+
+@triton.jit
+def _number(bits: tl.constexpr):
+    """fp32 of its bits."""
+    return tl.full((), bits, tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _gated(g, u, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr, HW_CAST: tl.constexpr):
+    """The sigmoid, gate * sigmoid, and up, of gate and up after the limit and the offset."""
+    if alpha == ONE_BITS and limit == INFINITY_BITS and offset == 0:
+        sig = _sigmoid(g, HW_CAST)
+        return sig, g * sig, u
+    else:
+        most = _number(limit)
+        g = tl.where(g > most, most, g)
+        u = tl.where(u > most, most, u)
+        u = tl.where(u < -most, -most, u) + _number(offset)
+        sig = _sigmoid(g * _number(alpha), HW_CAST)
+        return sig, g * sig, u
+
 
 @triton.jit
 def _forward_tile(
     gate, up, prob, M,
     h, q, sf, q_t, sf_t,
     F: tl.constexpr, WEIGHTED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    rounding: tl.constexpr, satfinite: tl.constexpr,
+    rounding: tl.constexpr, satfinite: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One (BLOCK_M, BLOCK_K) tile of h, stored in bf16 or quantized along rows or columns."""
@@ -28,7 +52,8 @@ def _forward_tile(
     at, inside = m[:, None] * F + k[None, :], (m < M)[:, None] & (k < F)[None, :]
     g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
     u = to_f32(tl.load(up + at, mask=inside, other=0.0))
-    v = (g * _sigmoid(g, HW_CAST)) * u
+    _, silu, u = _gated(g, u, alpha, limit, offset, HW_CAST)
+    v = silu * u
     if WEIGHTED:
         v = v * tl.load(prob + m, mask=m < M, other=0.0)[:, None]
     if ROW or COL:
@@ -45,7 +70,7 @@ def _backward_strip(
     dh, gate, up, prob, M,
     dgate, dup, q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, dprob,
     F: tl.constexpr, WEIGHTED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    rounding: tl.constexpr, satfinite: tl.constexpr,
+    rounding: tl.constexpr, satfinite: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of dgate and dup, tile by tile from left to right. q*, sf* hold dgate; up_q*, up_sf* hold dup.
@@ -63,12 +88,15 @@ def _backward_strip(
         g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
         u = to_f32(tl.load(up + at, mask=inside, other=0.0))
         d = to_f32(tl.load(dh + at, mask=inside, other=0.0))
-        sig = _sigmoid(g, HW_CAST)
-        silu = g * sig
+        sig, silu, u_offset = _gated(g, u, alpha, limit, offset, HW_CAST)
         if WEIGHTED:
-            total += d * (silu * u)
+            total += d * (silu * u_offset)
             d = d * p
-        v_gate, v_up = (d * u) * (sig + silu * (1.0 - sig)), d * silu
+        steep = silu if alpha == ONE_BITS else silu * _number(alpha)
+        v_gate, v_up = (d * u_offset) * (sig + steep * (1.0 - sig)), d * silu
+        if limit != INFINITY_BITS:
+            most = _number(limit)
+            v_gate, v_up = tl.where(g > most, 0.0, v_gate), tl.where(tl.abs(u) > most, 0.0, v_up)
         if ROW or COL:
             store_quantized(
                 round_to_bf16(v_gate, HW_CAST), m0, k0, 0, M, q, sf, q_t, sf_t, F, F, F // BLOCK_MX, ROW, COL,
@@ -88,22 +116,25 @@ def _backward_strip(
 @triton.jit
 def forward_kernel(
     gate, up, prob, M, h,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _forward_tile(
-        gate, up, prob, M, h, None, None, None, None, F, WEIGHTED, False, False, 0, 0, HW_CAST, BLOCK_M, BLOCK_K
-    )
+        gate, up, prob, M, h, None, None, None, None, F, WEIGHTED, False, False,
+        0, 0, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit
 def row_kernel(
     gate, up, prob, M, q, sf,
     F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _forward_tile(
         gate, up, prob, M, None, q, sf, None, None, F, WEIGHTED, True, False,
-        rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+        rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
     )  # fmt: skip
 
 
@@ -111,22 +142,24 @@ def row_kernel(
 def col_kernel(
     gate, up, prob, M, q_t, sf_t,
     F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _forward_tile(
         gate, up, prob, M, None, None, None, q_t, sf_t, F, WEIGHTED, False, True,
-        rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+        rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
     )  # fmt: skip
 
 
 @triton.jit
 def bwd_kernel(
     dh, gate, up, prob, M, dgate, dup, dprob,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _backward_strip(
         dh, gate, up, prob, M, dgate, dup, None, None, None, None, None, None, None, None, dprob,
-        F, WEIGHTED, False, False, 0, 0, HW_CAST, BLOCK_M, BLOCK_K,
+        F, WEIGHTED, False, False, 0, 0, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
     )  # fmt: skip
 
 
@@ -134,11 +167,12 @@ def bwd_kernel(
 def bwd_row_kernel(
     dh, gate, up, prob, M, dgate_q, dgate_sf, dup_q, dup_sf, dprob,
     F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _backward_strip(
         dh, gate, up, prob, M, None, None, dgate_q, dgate_sf, None, None, dup_q, dup_sf, None, None, dprob,
-        F, WEIGHTED, True, False, rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+        F, WEIGHTED, True, False, rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
     )  # fmt: skip
 
 
@@ -146,11 +180,12 @@ def bwd_row_kernel(
 def bwd_col_kernel(
     dh, gate, up, prob, M, dgate_q_t, dgate_sf_t, dup_q_t, dup_sf_t, dprob,
     F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _backward_strip(
         dh, gate, up, prob, M, None, None, None, None, dgate_q_t, dgate_sf_t, None, None, dup_q_t, dup_sf_t, dprob,
-        F, WEIGHTED, False, True, rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+        F, WEIGHTED, False, True, rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
     )  # fmt: skip
 
 
@@ -159,10 +194,11 @@ def bwd_both_kernel(
     dh, gate, up, prob, M,
     dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, dprob,
     F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _backward_strip(
         dh, gate, up, prob, M, None, None,
         dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, dprob,
-        F, WEIGHTED, True, True, rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
+        F, WEIGHTED, True, True, rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/mx_math.cuh"
+#include "swiglu/activation.h"
 
 namespace mxep::cuda {
 
@@ -16,7 +17,7 @@ __device__ inline float sigmoid(float g) {
   p = __fmaf_rn(p, f, kExp2C1);
   p = __fmaf_rn(p, f, 1.0f);
   const float t = __fmul_rn(p, __uint_as_float(__float_as_uint(m) << 23));
-  // The reciprocal of a number in [1, 2] with an exact residual: correctly rounded for every bf16 g.
+  // The reciprocal of a number in [1, 2]: the steps of rcp.rn without its test for subnormals.
   const float s = __fadd_rn(1.0f, t);
   float guess;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(s));
@@ -24,28 +25,58 @@ __device__ inline float sigmoid(float g) {
   return __fmul_rn(r, g < 0 ? t : 1.0f);
 }
 
-// A table of the sigmoid of every bf16, a quarter of the instructions. The sigmoid is 1/2 for |g| up to 2^-25, and 0 or
-// 1 from 88 on.
+// A table of the sigmoid of every bf16 gate, a quarter of the instructions. The sigmoid is 1/2 for |alpha gate| up to
+// 2^-25, and 0 or 1 from 88 on. Without PlainSwiGLU the gate is clamped and multiplied in the table too; alpha is in
+// (2^(k-1), 2^k] and the table reaches from 2^(-25-k) to 88 * 2^(1-k).
+template <typename By>
 struct SigmoidTable {
-  static constexpr int kFirst = 0x3300, kLast = 0x42B0;  // bits of 2^-25 and 88
-  float of[kLast - kFirst + 1][2];                       // of g and of -g
+  static constexpr int kOctave = 128, kFirst = 0x3300, kLast = 0x42B0;  // bits of 2^-25 and 88
+  static constexpr int kEntries = kLast - kFirst + 1 + (By::kPlain ? 0 : kOctave);
+  float of[kEntries][2];  // of gate and of -gate
 
-  __device__ void fill() {
-    for (int i = threadIdx.x; i <= kLast - kFirst; i += blockDim.x) {
-      const float g = __uint_as_float(static_cast<uint32_t>(kFirst + i) << 16);
-      of[i][0] = sigmoid(g);
-      of[i][1] = sigmoid(-g);
+  // The bits of the first gate.
+  static __device__ uint32_t first(const By& by) {
+    if constexpr (By::kPlain)
+      return kFirst;
+    else
+      return kFirst - (((__float_as_uint(by.alpha) + 0x7FFFFF) >> 23) - 127) * kOctave;
+  }
+  __device__ void fill(const By& by) {
+    for (int i = threadIdx.x; i < kEntries; i += blockDim.x) {
+      const float g = __uint_as_float((first(by) + i) << 16);
+      if constexpr (By::kPlain) {
+        of[i][0] = sigmoid(g);
+        of[i][1] = sigmoid(-g);
+      } else {
+        of[i][0] = sigmoid(__fmul_rn(fminf(g, by.limit), by.alpha));
+        of[i][1] = sigmoid(__fmul_rn(-g, by.alpha));
+      }
     }
   }
-  __device__ void look_up(Bf16x2 g, float& low, float& high) const {
+  __device__ void look_up(Bf16x2 g, const By& by, float& low, float& high) const {
     constexpr uint32_t kTwice = 0x10001;
     const uint32_t i =
-        __viaddmin_s16x2_relu(g.magnitude().bits, kTwice * (0x10000 - kFirst), kTwice * (kLast - kFirst));
+        __viaddmin_s16x2_relu(g.magnitude().bits, kTwice * (0x10000 - first(by)), kTwice * (kEntries - 1));
     const uint32_t place = 2 * i + (g.bits >> 15 & kTwice);
     low = of[0][place & 0xFFFF];
     high = of[0][place >> 16];
   }
 };
+
+// The values that h and the gradients share. A NaN passes the limit.
+struct Gated {
+  float silu, up;
+};
+
+template <typename By>
+__device__ Gated gated(float g, float u, float sigmoid, const By& by) {
+  if constexpr (By::kPlain) {
+    return {__fmul_rn(g, sigmoid), u};
+  } else {
+    u = fabsf(u) > by.limit ? copysignf(by.limit, u) : u;
+    return {__fmul_rn(g > by.limit ? by.limit : g, sigmoid), __fadd_rn(u, by.offset)};
+  }
+}
 
 // Rounds to nearest even.
 __device__ inline Bf16x2 round_to_bf16(float low, float high) {

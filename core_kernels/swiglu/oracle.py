@@ -1,13 +1,19 @@
-"""The definition of SwiGLU, h = silu(gate) * up * prob, and of its gradient, in numpy.
+"""The definition of SwiGLU and of its gradient, in numpy.
+
+    g = min(gate, limit)    u = up within [-limit, limit]    h = (g * sigmoid(alpha * g)) * (u + offset) * prob
 
     swiglu  swiglu_bwd                        exact bytes; dprob: a sum in fp64, rounded once
     swiglu_row / _col                         h in bf16, quantized
     swiglu_bwd_row / _col / _both             dgate and dup in bf16, quantized; then dprob
     sigmoid64  swiglu64                       the exact functions in fp64, for comparison
 
-gate, up, dh (M, F) bf16; prob (M,) fp32, or (0,) for probabilities of 1. Each fp32 operation is a statement of its own
-and rounds to nearest; only `fma` rounds a product and a sum together.
+gate, up, dh (M, F) bf16; prob (M,) fp32, or (0,) for probabilities of 1. A limit of 0 is none. dgate is zero where gate
+is above the limit, dup where up is outside of it; a NaN is not outside. alpha 1, no limit and offset 0 leave out the
+sum u + 0, which would turn -0 into 0. alpha, limit and offset are rounded to fp32. Each fp32 operation is a statement
+of its own and rounds to nearest; only `fma` rounds a product and a sum together.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,8 +61,29 @@ def _sigmoid(g: Array) -> Array:
     return np.where(g < 0, t * r, r)
 
 
-def _single(x: Array) -> Array:
-    return x.astype(F32)
+class _Gated(NamedTuple):
+    """The values that h and the gradients share, in fp32; alpha is a number.
+
+    gate, up: after the limit and the offset. silu: gate * sig. free_gate, free_up: (M, F) bool, within the limit.
+    """
+
+    alpha: F32
+    sig: Array
+    silu: Array
+    up: Array
+    free_gate: Array
+    free_up: Array
+
+
+def _gated(gate: Array, up: Array, alpha: float, limit: float, offset: float) -> _Gated:
+    slope, most, more = F32(alpha), F32(limit or np.inf), F32(offset)
+    g, u = gate.astype(F32), up.astype(F32)
+    above, outside = g > most, np.abs(u) > most
+    g = np.where(above, most, g)
+    sig = _sigmoid(g * slope)
+    if (slope, most, more) != (1, np.inf, 0):
+        u = np.where(outside, np.copysign(most, u), u) + more
+    return _Gated(slope, sig, g * sig, u, ~above, ~outside)
 
 
 def _bf16(x: Array) -> Array:
@@ -64,64 +91,69 @@ def _bf16(x: Array) -> Array:
 
 
 @np.errstate(all="ignore")
-def swiglu(gate: Array, up: Array, prob: Array) -> Array:
+def swiglu(gate: Array, up: Array, prob: Array, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0) -> Array:
     """-> h (M, F) bf16.
 
     >>> one = round_to(np.ones((1, 1)), "bfloat16")
     >>> float(swiglu(one, one, np.zeros(0, np.float32))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
     0.73046875
+    >>> float(swiglu(one, one, np.zeros(0, np.float32), limit=0.5, offset=1.0)[0, 0])  # 1.5 * 0.5 * sigmoid(0.5)
+    0.466796875
     """
-    g, u = _single(gate), _single(up)
-    h = (g * _sigmoid(g)) * u
+    of = _gated(gate, up, alpha, limit, offset)
+    h = of.silu * of.up
     return _bf16(h * prob[:, None] if len(prob) else h)
 
 
 @np.errstate(all="ignore")
-def dprob_terms(dh: Array, gate: Array, up: Array) -> Array:
+def dprob_terms(
+    dh: Array, gate: Array, up: Array, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0
+) -> Array:
     """The terms of dprob, which are summed over F: (M, F) fp32."""
-    g = _single(gate)
-    return _single(dh) * ((g * _sigmoid(g)) * _single(up))
+    of = _gated(gate, up, alpha, limit, offset)
+    return dh.astype(F32) * (of.silu * of.up)
 
 
 @np.errstate(all="ignore")
-def swiglu_bwd(dh: Array, gate: Array, up: Array, prob: Array) -> tuple[Array, Array, Array]:
+def swiglu_bwd(
+    dh: Array, gate: Array, up: Array, prob: Array, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0
+) -> tuple[Array, Array, Array]:
     """-> dgate, dup (M, F) bf16, dprob (M,) fp32, or (0,) without prob."""
-    g, u, d = _single(gate), _single(up), _single(dh)
-    sig = _sigmoid(g)
-    silu = g * sig
+    of, d = _gated(gate, up, alpha, limit, offset), dh.astype(F32)
     if len(prob):
         d = d * prob[:, None]
-    slope = sig + silu * (ONE - sig)
-    dgate, dup = _bf16((d * u) * slope), _bf16(d * silu)
-    terms = dprob_terms(dh, gate, up).astype(np.float64)
+    slope = of.sig + (of.silu * of.alpha) * (ONE - of.sig)
+    dgate, dup = (d * of.up) * slope, d * of.silu
+    dgate, dup = (_bf16(np.where(free, x, F32(0))) for free, x in ((of.free_gate, dgate), (of.free_up, dup)))
+    terms = dprob_terms(dh, gate, up, alpha, limit, offset).astype(np.float64)
     return dgate, dup, round_to(terms.sum(-1), "float32") if len(prob) else prob
 
 
-def swiglu_row(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
+def swiglu_row(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> q (M, F), sf (M, F/32) of h."""
-    return quantize_oracle.quantize_row(swiglu(gate, up, prob), rounding, satfinite)
+    return quantize_oracle.quantize_row(swiglu(gate, up, prob, alpha, limit, offset), rounding, satfinite)
 
 
-def swiglu_col(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
+def swiglu_col(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> q_t (F, M), sf_t (F, M/32) of h."""
-    return quantize_oracle.quantize_col(swiglu(gate, up, prob), rounding, satfinite)
+    return quantize_oracle.quantize_col(swiglu(gate, up, prob, alpha, limit, offset), rounding, satfinite)
 
 
-def swiglu_bwd_row(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
+def swiglu_bwd_row(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> q, sf of dgate, q, sf of dup, dprob."""
-    dgate, dup, dprob = swiglu_bwd(dh, gate, up, prob)
+    dgate, dup, dprob = swiglu_bwd(dh, gate, up, prob, alpha, limit, offset)
     return *(part for x in (dgate, dup) for part in quantize_oracle.quantize_row(x, rounding, satfinite)), dprob
 
 
-def swiglu_bwd_col(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
+def swiglu_bwd_col(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> q_t, sf_t of dgate, q_t, sf_t of dup, dprob."""
-    dgate, dup, dprob = swiglu_bwd(dh, gate, up, prob)
+    dgate, dup, dprob = swiglu_bwd(dh, gate, up, prob, alpha, limit, offset)
     return *(part for x in (dgate, dup) for part in quantize_oracle.quantize_col(x, rounding, satfinite)), dprob
 
 
-def swiglu_bwd_both(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False):
+def swiglu_bwd_both(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> q, sf, q_t, sf_t of dgate, the same of dup, dprob."""
-    dgate, dup, dprob = swiglu_bwd(dh, gate, up, prob)
+    dgate, dup, dprob = swiglu_bwd(dh, gate, up, prob, alpha, limit, offset)
     return *(part for x in (dgate, dup) for part in quantize_oracle.quantize_both(x, rounding, satfinite)), dprob
 
 
@@ -131,8 +163,9 @@ def sigmoid64(g: Array) -> Array:
     return np.where(g < 0, t, 1) / (1 + t)
 
 
-def swiglu64(gate: Array, up: Array, prob: Array) -> Array:
-    """fp64: silu(gate) * up * prob."""
-    g = gate.astype(np.float64)
-    h = g * sigmoid64(g) * up.astype(np.float64)
+def swiglu64(gate: Array, up: Array, prob: Array, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0) -> Array:
+    """fp64: g sigmoid(alpha g) (u + offset) prob of the clamped g and u."""
+    limit = limit or np.inf
+    g, u = np.minimum(gate.astype(np.float64), limit), np.clip(up.astype(np.float64), -limit, limit)
+    h = g * sigmoid64(alpha * g) * (u + offset)
     return h * prob[:, None].astype(np.float64) if len(prob) else h

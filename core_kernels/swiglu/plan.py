@@ -1,6 +1,6 @@
 """SwiGLU between the two products of an expert, forward and backward, with its results quantized.
 
-    gate, up (M, F)  --swiglu---------> h (M, F) bf16         h = silu(gate) * up * prob
+    gate, up (M, F)  --swiglu---------> h (M, F) bf16         h = silu(gate) * up * prob, or the form of activation.py
       prob (M,)      --swiglu_row-----> quantize_row(h)       for the product with w2
                      --swiglu_col-----> quantize_col(h)       for the gradient of w2
 
@@ -29,11 +29,15 @@ from ..launch import (
 )
 from ..quantize.plan import SCALES, col_types, row_types
 from ..tiles import cdiv, strip_tiles, tiles
+from .activation import swiglu_attrs
 
 UNWEIGHTED = (0,)
 """The shape of `prob` for weights of one."""
 _ARRAYS = "gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
 _GRADIENT_ARRAYS = "dh, gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
+_NUMBERS = """alpha, limit, offset: h = (up + offset) * gate * sigmoid(alpha * gate) * prob, of gate clamped to at most
+    `limit` and up to [-limit, limit]. alpha is 1/64 to 64; a limit of 0 is none. The gradient of a clamped value is 0.
+    """.rstrip()
 _FAILS = "Raises ValueError (shape) or TypeError (dtype)."
 _SOURCE = f'{_FAILS} Source: Shazeer, "GLU Variants Improve Transformer", 2020.'
 
@@ -96,11 +100,15 @@ def _define(op: str, doc: str, row: bool = False, col: bool = False) -> KernelOp
         result = _result_types(op, shape, row, col)
         return (*result, *result, arrays[-1]) if backward else result
 
-    def check(*arrays: ArrayType) -> Signature:
-        return Signature(out(*arrays))
+    def check(*arrays: ArrayType, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0) -> Signature:
+        return Signature(out(*arrays), swiglu_attrs(op, alpha, limit, offset))
 
-    def check_quantized(*arrays: ArrayType, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Signature:
-        return Signature(out(*arrays), scale_attrs(op, rounding, satfinite))
+    def check_quantized(
+        *arrays: ArrayType, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False,
+        alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0,
+    ) -> Signature:  # fmt: skip
+        attrs = scale_attrs(op, rounding, satfinite) | swiglu_attrs(op, alpha, limit, offset)
+        return Signature(out(*arrays), attrs)
 
     kernel = op.removeprefix("swiglu").removeprefix("_") or "forward"
     tile = partial(_tile_backward, columns=col) if backward else _tile_forward
@@ -111,9 +119,10 @@ def _define(op: str, doc: str, row: bool = False, col: bool = False) -> KernelOp
 
 swiglu = _define(
     "swiglu",
-    f"""silu(gate) * up * prob, the activation between the two products of an expert.
+    f"""silu(gate) * up * prob, the activation between the two products of an expert, and its clamped forms.
 
     {_ARRAYS}
+    {_NUMBERS}
     Returns h (M, F) bf16.
 
     >>> one = xp.ones((1, 1), dtype=xp.bfloat16)
@@ -129,6 +138,7 @@ swiglu_row = _define(
 
     {_ARRAYS} F is a multiple of 32.
     {SCALES}
+    {_NUMBERS}
     Returns h_q (M, F) E4M3 and h_sf (M, F/32) E8M0, as uint8.
 
     {_FAILS}
@@ -141,6 +151,7 @@ swiglu_col = _define(
 
     {_ARRAYS} M is a multiple of 32.
     {SCALES}
+    {_NUMBERS}
     Returns h_q_t (F, M) E4M3 and h_sf_t (F, M/32) E8M0, as uint8.
 
     {_FAILS}
@@ -152,6 +163,7 @@ swiglu_bwd = _define(
     f"""The gradients of `swiglu`.
 
     {_GRADIENT_ARRAYS}
+    {_NUMBERS}
     Returns dgate and dup (M, F) bf16, and dprob (M,) fp32, or (0,) with prob of shape (0,).
 
     {_SOURCE}
@@ -163,6 +175,7 @@ swiglu_bwd_row = _define(
 
     {_GRADIENT_ARRAYS} F is a multiple of 32.
     {SCALES}
+    {_NUMBERS}
     Returns dgate_q (M, F), dgate_sf (M, F/32), dup_q, dup_sf, uint8, and dprob (M,) fp32, or (0,).
 
     {_FAILS}
@@ -175,6 +188,7 @@ swiglu_bwd_col = _define(
 
     {_GRADIENT_ARRAYS} M is a multiple of 32.
     {SCALES}
+    {_NUMBERS}
     Returns dgate_q_t (F, M), dgate_sf_t (F, M/32), dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or (0,).
 
     {_FAILS}
@@ -187,6 +201,7 @@ swiglu_bwd_both = _define(
 
     {_GRADIENT_ARRAYS} M and F are multiples of 32.
     {SCALES}
+    {_NUMBERS}
     Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or
     (0,).
 

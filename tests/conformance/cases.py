@@ -359,9 +359,22 @@ def _glu_cases() -> dict[str, Glu]:
     probs = np.resize(np.float32([1, 0, -0.0, -2.5, 1e-42, 3e38, np.inf, np.nan]), len(one_per_row[0]))
     cases["special_values"] = Glu(*one_per_row, probs)
     cases["special_values_without_prob"] = Glu(*one_per_row, np.float32([]))
+
+    # all pairs of gate and up on both sides of a limit of 7, each in a row of its own
+    edges = np.array([7, 7.03125, 6.96875, -7, -7.03125, -6.96875, 0, -0.0, 1, -100, np.inf, -np.inf, np.nan], BF16)
+    gate, up = (np.resize(np.repeat(x.reshape(-1, 1), 32, axis=1), (192, 32)) for x in np.meshgrid(edges, edges))
+    drawn = _glu("limit_of_7", gate.shape, True)
+    cases["limit_of_7"] = Glu(drawn.dh, gate, up, drawn.prob)
     return cases
 
 
+NUMBERS = {
+    "gpt_oss": {"alpha": 1.702, "limit": 7.0, "offset": 1.0},
+    "limit_alone": {"limit": 7.0},
+    "steep": {"alpha": 64.0},
+    "flat": {"alpha": 1 / 64, "limit": 30.0, "offset": -0.5},
+}
+"""alpha, limit and offset of SwiGLU."""
 RAGGED_GLUS = {
     "one_token": _glu("one_token", (1, 64), True),
     "odd_rows": _glu("odd_rows", (37, 96), True),

@@ -54,13 +54,13 @@ def k_grouped(got: Array, lhs: Array, rhs: Array, group_ends: Array, chain: floa
 def expert_db(got: dict[str, Array], want: dict[str, Array], rows: Array) -> dict[str, float]:
     """The SQNR of the worst expert, by the name of a result.
 
-    rows (E, T), bool: the rows that each expert takes part in, of results without a dim of experts. "w1", "w3", "w2"
-    and "router" have an expert as their first dim. The router's row of an expert without rows is left out: its exact
-    gradient is zero, its fp32 gradient is not.
+    rows (E, T), bool: the rows that each expert takes part in, of results without a dim of experts. Weights,
+    biases and "router" have an expert as their first dim. The router's row of an expert without rows is left out: its
+    exact gradient is zero, its fp32 gradient is not.
     """
     assert got.keys() == want.keys()
     used = np.flatnonzero(rows.any(1))
-    parts = {"w1": range(len(rows)), "w3": range(len(rows)), "w2": range(len(rows)), "router": used}
+    parts = dict.fromkeys(("w1", "w3", "w2", "b1", "b3", "b2"), range(len(rows))) | {"router": used}
     found = {}
     for name, value in want.items():
         assert (got[name].shape, got[name].dtype) == (value.shape, value.dtype), name

@@ -6,7 +6,7 @@ LAYERS, LAYER_RUNS   name -> Layer, and the pairs (name, name of a run) that are
 WIRE                 name -> Wire     rows of four ranks, and how many go where
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,15 @@ def precision(run: str) -> ffn.Precision:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """x and dout (P, D) bf16, fp32 weights w1, w3 (G, F, D), w2 (G, D, F), prob (P,) fp32."""
+    """x and dout (P, D) bf16, fp32 weights w1, w3 (G, F, D), w2 (G, D, F), and b1, b3 (G, F), b2 (G, D) if there are
+    biases, prob (P,) fp32. numbers: of SwiGLU."""
 
     x: Array
     dout: Array
     weights: dict[str, Array]
     group_ends: Array
     prob: Array
+    numbers: dict[str, float] = field(default_factory=dict)
 
     def rows(self) -> Array:
         """(G, P) bool: the rows of each expert."""
@@ -46,24 +48,37 @@ class FeedForward:
         return (row < ends) & (row >= ends - np.diff(self.group_ends, prepend=0)[:, None])
 
     def reference(self, run: str) -> dict[str, Array]:
-        """The quantized definition: "out", and the gradients of x, of the weights and of prob."""
+        """The quantized definition: "out", and the gradients of x, of the weights, of prob and of the biases."""
         weights = (self.weights[name] for name in ("w1", "w3", "w2"))
-        arguments = self.x, *weights, self.group_ends, self.prob, precision(run)
+        biases = {name: self.weights.get(name) for name in ("b1", "b3", "b2")}
+        numbers = tuple(self.numbers.get(name, value) for name, value in ffn.NUMBERS.items())
+        after = ffn.Epilogues(**biases, numbers=numbers)
+        arguments = self.x, *weights, self.group_ends, self.prob, precision(run), after
         grads = ffn.swiglu_ffn_vjp(self.dout, *arguments)
-        return {"out": ffn.swiglu_ffn(*arguments)} | dict(zip(("x", "w1", "w3", "w2", "prob"), grads, strict=True))
+        results = dict(zip(("x", "w1", "w3", "w2", "prob", "b1", "b3", "b2"), grads, strict=True))
+        given = {name: value for name, value in results.items() if biases.get(name, value) is not None}
+        return {"out": ffn.swiglu_ffn(*arguments)} | given
 
 
-def _feed_forward(name: str, sizes: list[int], rows: int) -> FeedForward:
+def _feed_forward(name: str, sizes: list[int], rows: int, numbers: dict[str, float] | None = None) -> FeedForward:
+    """With `numbers` of SwiGLU there are biases too."""
     rng, dim, hidden, ends = seeded(name), 64, 96, np.cumsum(sizes, dtype=np.int32)
     x, dout = (rng.standard_normal((rows, dim)) for _ in range(2))
     x[ends[-1] :], dout[ends[-1] :] = np.nan, np.inf
     shapes = {"w1": (len(sizes), hidden, dim), "w3": (len(sizes), hidden, dim), "w2": (len(sizes), dim, hidden)}
     weights = {key: (rng.standard_normal(shape) / 8).astype(np.float32) for key, shape in shapes.items()}
-    return FeedForward(x.astype(BF16), dout.astype(BF16), weights, ends, rng.random(rows).astype(np.float32))
+    prob = rng.random(rows).astype(np.float32)
+    if numbers is not None:
+        sides = {"b1": hidden, "b3": hidden, "b2": dim}
+        weights |= {key: rng.standard_normal((len(sizes), n)).astype(np.float32) for key, n in sides.items()}
+        prob[ends[-1] :] = np.nan
+    return FeedForward(x.astype(BF16), dout.astype(BF16), weights, ends, prob, numbers or {})
 
 
 FFN = _feed_forward("ffn", [20, 32, 0, 45, 300, 1, 64, 23], 500)
 """8 experts: the third has no rows, the fifth two spans of tokens. Rows past the last end hold NaN and infinity."""
+FFN_WITH_BIASES = _feed_forward("ffn_with_biases", [20, 0, 45], 80, {"alpha": 1.702, "limit": 1.5, "offset": 1.0})
+"""The numbers of GPT-OSS with a limit that one value in ten exceeds."""
 
 
 # --- a whole layer ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from mxep.core_kernels.routing import oracle as routing_oracle
 from . import check
 from .backends import adapter
 from .cases import BF16, GEMMS, MAPS, seeded
-from .layers import FFN, RUNS
+from .layers import FFN, FFN_WITH_BIASES, RUNS
 
 Array = np.ndarray
 Rows = Array | tuple[Array, Array]
@@ -111,3 +111,15 @@ def test_each_expert_of_a_feed_forward(frontend: ModuleType, backend: str, run: 
     assert min(decibels.values()) > check.definition_db(backend, run), decibels
     for key in ("out", "x"):
         assert not got[key][FFN.group_ends[-1] :].any()
+
+
+@needs("swiglu_ffn")
+@pytest.mark.parametrize("run", ["bf16", "mxfp8", "mxfp8_folded"])
+def test_each_expert_of_a_feed_forward_with_biases(frontend: ModuleType, backend: str, run: str) -> None:
+    """And the clamped SwiGLU. The weights of rows past the last end are NaN."""
+    case = FFN_WITH_BIASES
+    got = frontend.swiglu_ffn(case.x, case.weights, case.group_ends, case.prob, case.dout, RUNS[run], **case.numbers)
+    decibels = check.expert_db(got, case.reference(run), case.rows())
+    assert min(decibels.values()) > check.definition_db(backend, run), decibels
+    for key in ("out", "x", "prob"):
+        assert not got[key][case.group_ends[-1] :].any()

@@ -13,7 +13,7 @@ from mxep.core_kernels.swiglu import oracle
 
 from . import check
 from .backends import INTERPRETER
-from .cases import BF16, GLUS, ODD_GLUS, RAGGED_GLUS, UNALIGNED_GLUS, Glu
+from .cases import BF16, GLUS, NUMBERS, ODD_GLUS, RAGGED_GLUS, UNALIGNED_GLUS, Glu
 
 Ops = Mapping[str, Callable]
 FORWARD, BACKWARD = ("", "_row", "_col"), ("", "_row", "_col", "_both")
@@ -39,17 +39,17 @@ MODES = [(rounding, satfinite) for rounding in Rounding for satfinite in (False,
 
 
 @cache
-def expected(op: str, name: str, *mode: object):
+def expected(op: str, name: str, *mode: object, numbers: str = ""):
     case = GLUS[name]
-    return getattr(oracle, op)(*(case.backward if "bwd" in op else case.forward), *mode)
+    return getattr(oracle, op)(*(case.backward if "bwd" in op else case.forward), *mode, **NUMBERS.get(numbers, {}))
 
 
-def dprob_bound(got: np.ndarray, case: Glu) -> None:
+def dprob_bound(got: np.ndarray, case: Glu, **numbers: float) -> None:
     """The terms are exact; the order of their sum is not defined."""
     assert (got.shape, got.dtype) == (case.prob.shape, np.float32)
     if len(case.prob):
         with np.errstate(invalid="ignore"):
-            terms = oracle.dprob_terms(case.dh, case.gate, case.up).astype(np.float64)
+            terms = oracle.dprob_terms(case.dh, case.gate, case.up, **numbers).astype(np.float64)
             exact = np.where(np.abs(terms.sum(-1)) > np.finfo(np.float32).max, np.inf * terms.sum(-1), terms.sum(-1))
         check.gemm_bound(got, exact, np.abs(terms).sum(-1), terms.shape[1])
 
@@ -65,6 +65,31 @@ def test_backward(ops: Ops, kind: str, name: str) -> None:
     *want, _ = expected(f"swiglu_bwd{kind}", name)
     check.same_bytes(tuple(got), tuple(want))
     dprob_bound(dprob, GLUS[name])
+
+
+EVERY_KIND = [("", "limit_of_7"), ("_row", "limit_of_7"), ("_col", "limit_of_7")]
+UNALIGNED = [("", "odd_width"), *(("_col", name) for name in UNALIGNED_GLUS)]
+EVERY_GATE = [("_row", "all_gates_shuffled")]
+CLAMPED = [("gpt_oss", *case) for case in EVERY_KIND + UNALIGNED + EVERY_GATE]
+CLAMPED += [(numbers, *case) for numbers in NUMBERS if numbers != "gpt_oss" for case in EVERY_GATE + EVERY_KIND[:1]]
+
+
+@pytest.mark.parametrize(("numbers", "kind", "name"), CLAMPED)
+def test_other_numbers(ops: Ops, numbers: str, kind: str, name: str) -> None:
+    """alpha, limit and offset, on both sides of the limit and for every gate."""
+    got = ops[f"swiglu{kind}"](*GLUS[name].forward, **NUMBERS[numbers])
+    check.same_bytes(got, expected(f"swiglu{kind}", name, numbers=numbers))
+    kind = "_both" if (kind, name) in EVERY_GATE else kind
+    *got, dprob = ops[f"swiglu_bwd{kind}"](*GLUS[name].backward, **NUMBERS[numbers])
+    *want, _ = expected(f"swiglu_bwd{kind}", name, numbers=numbers)
+    check.same_bytes(tuple(got), tuple(want))
+    dprob_bound(dprob, GLUS[name], **NUMBERS[numbers])
+
+
+def test_the_numbers_of_silu_are_the_default(ops: Ops) -> None:
+    for op in ("swiglu", "swiglu_row"):
+        got = ops[op](*GLUS["special_values"].forward, alpha=1.0, limit=0.0, offset=-0.0)
+        check.same_bytes(got, expected(op, "special_values"))
 
 
 def test_nan_is_canonical(ops: Ops) -> None:

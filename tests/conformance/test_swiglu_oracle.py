@@ -4,9 +4,10 @@ from fractions import Fraction
 from unittest import mock
 
 import numpy as np
+import pytest
 from mxep.core_kernels.swiglu import oracle
 
-from .cases import BF16, GLUS, seeded
+from .cases import BF16, GLUS, NUMBERS, seeded
 
 GATES = np.arange(2**16, dtype=np.uint16).view(BF16).astype(np.float32)
 FINITE = GATES[np.isfinite(GATES)]
@@ -60,11 +61,12 @@ def test_no_gate_shows_that_an_fp64_sum_rounds_twice() -> None:
             np.testing.assert_array_equal(oracle._sigmoid(FINITE), once)
 
 
-def close(got: np.ndarray, want: np.ndarray) -> None:
-    """bf16's half ulp and a little; values fp32 cannot hold are left out."""
+def close(got: np.ndarray, want: np.ndarray, flushed: float = 1e-37) -> None:
+    """bf16's half ulp and a little; values fp32 cannot hold are left out. flushed: 2^-126, below which
+    a sigmoid is zero, times its largest factor."""
     got = got.astype(np.float64)
     seen = np.isfinite(got) & (np.abs(want) < 3e38)
-    assert (np.abs(got - want)[seen] <= (2.0**-8 * 1.01 * np.abs(want) + 1e-37)[seen]).all()
+    assert (np.abs(got - want)[seen] <= (2.0**-8 * 1.01 * np.abs(want) + flushed)[seen]).all()
     assert seen.mean() > 0.9
 
 
@@ -73,19 +75,45 @@ def test_forward_against_fp64() -> None:
         case = GLUS[name]
         close(oracle.swiglu(*case.forward), oracle.swiglu64(*case.forward))
 
+        for numbers in NUMBERS.values():
+            close(oracle.swiglu(*case.forward, **numbers), oracle.swiglu64(*case.forward, **numbers), 1e-33)
 
-def test_backward_against_differences_in_fp64() -> None:
-    """The derivative of swiglu64 along each operand, by a central difference; h is linear in up and in prob."""
+
+@pytest.mark.parametrize("numbers", [{}, *NUMBERS.values()], ids=str)
+def test_backward_against_differences_in_fp64(numbers: dict[str, float]) -> None:
+    """The derivative of swiglu64 along each operand, by a central difference; h is linear in prob. Operands at the
+    limit itself, where there is a difference on one side alone, are left out."""
     case = GLUS["large"]
     dh = case.dh.astype(np.float64)
     gate, up, prob = (x.astype(np.float64) for x in case.forward)
     ones = np.ones_like(up)
-    dgate, dup, dprob = oracle.swiglu_bwd(*case.backward)
+    dgate, dup, dprob = oracle.swiglu_bwd(*case.backward, **numbers)
     step = 1e-5
-    slope = (oracle.swiglu64(gate + step, up, prob) - oracle.swiglu64(gate - step, up, prob)) / (2 * step)
-    error = np.abs(dgate.astype(np.float64) - dh * slope)
-    # the slope crosses zero at g = -1.28, where sig and silu * (1 - sig) cancel
-    assert (error <= 2.0**-8 * 1.01 * np.abs(dh * slope) + 1e-6 * np.abs(dh * up * prob[:, None])).all()
-    close(dup, dh * oracle.swiglu64(gate, ones, prob))
-    terms = dh * oracle.swiglu64(gate, up, np.zeros(0))
+
+    def slope(along: np.ndarray, across: np.ndarray) -> np.ndarray:
+        ends = (oracle.swiglu64(gate + s * along, up + s * across, prob, **numbers) for s in (step, -step))
+        return np.subtract(*ends) / (2 * step)
+
+    want = dh * slope(ones, 0 * ones)
+    error = np.abs(dgate.astype(np.float64) - want)
+    # the slope crosses zero at alpha g = -1.28, where sig and silu * (1 - sig) cancel
+    offset_up = np.abs(dh * (np.abs(up) + 1) * prob[:, None])
+    at_limit = np.abs(gate) == numbers.get("limit")
+    assert ((error <= 2.0**-8 * 1.01 * np.abs(want) + 1e-6 * offset_up) | at_limit).all()
+    want = dh * slope(0 * ones, ones)
+    error, at_limit = np.abs(dup.astype(np.float64) - want), np.abs(up) == numbers.get("limit")
+    assert ((error <= 2.0**-8 * 1.01 * np.abs(want) + 1e-6 * np.abs(dh * gate * prob[:, None])) | at_limit).all()
+    terms = dh * oracle.swiglu64(gate, up, np.zeros(0), **numbers)
     assert (np.abs(dprob - terms.sum(-1)) <= 1e-5 * np.abs(terms).sum(-1)).all()
+
+
+def test_a_limit_passes_its_own_value_and_nan_and_stops_the_gradient_beyond() -> None:
+    """As torch.clamp does, and no NaN turns into a number."""
+    x = np.array([[7, 7.03125, -7, -7.03125, np.nan, 0.5]], BF16)
+    one, none = np.ones_like(x), np.float32([])
+    dgate = oracle.swiglu_bwd(one, x, one, none, **NUMBERS["gpt_oss"])[0][0]
+    dup = oracle.swiglu_bwd(one, one, x, none, **NUMBERS["gpt_oss"])[1][0]
+    assert (dgate == 0).tolist() == [False, True, False, False, False, False]
+    assert np.isnan(dgate[4])
+    assert (dup == 0).tolist() == [False, True, False, True, False, False]
+    assert np.isnan(oracle.swiglu(one, x, none, **NUMBERS["gpt_oss"])[0, 4])

@@ -324,6 +324,7 @@ _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold"),
     *("quantize_matrix_fold", "swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
 )
+_CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
 
 
 def _case(op: str, make: Callable[[Rng, int], Tensors], **options: Any) -> Case:
@@ -368,6 +369,11 @@ CASES = {
     "combine_bwd_unweighted": _case("combine_bwd", _unweighted(_combine_bwd)),
     **{f"swiglu{to}": _case(f"swiglu{to}", _swiglu) for to in ("", "_row", "_col")},
     **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", _swiglu_bwd) for to in ("", "_row", "_col", "_both")},
+    **{f"swiglu{to}_clamped": _case(f"swiglu{to}", _swiglu, **_CLAMPED) for to in ("", "_row", "_col")},
+    **{
+        f"swiglu_bwd{to}_clamped": _case(f"swiglu_bwd{to}", _swiglu_bwd, **_CLAMPED)
+        for to in ("", "_row", "_col", "_both")
+    },
     "swiglu_unweighted": _case("swiglu", _unweighted(_swiglu)),
     "swiglu_bwd_unweighted": _case("swiglu_bwd", _unweighted(_swiglu_bwd)),
     "grouped_mm_mx": _case("grouped_mm_mx", _grouped_mm_mx),

@@ -48,6 +48,8 @@ PARAMS = {"router": normal(G, K, dtype="float32"), "experts": {"w1": W1, "w3": W
 HELD = mxep.quantize_weights(W)
 SCALES = {"rounding": "rceil", "satfinite": False}
 GLU = {"gate": GATE, "up": GATE, "prob": PROB}
+NUMBERS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+BIASES = {"b1": normal(G, F), "b3": normal(G, F), "b2": normal(K)}
 PRODUCT = {"recipe": "mxfp8", "mx_grad": False, "pad_token_groups": True}
 ROUTING = {
     "score_func": "sigmoid", "normalize": True, "route_scale": 2.5, "num_groups": 1, "top_k_groups": 1,
@@ -80,6 +82,8 @@ CALLS: dict[str, dict[str, Any]] = {
         "shared_hidden_dim": F,
         "recipe": "mxfp8",
         "capacity": 8,
+        "bias": False,
+        "activation": mxep.SwiGLU(),
         "prob_in": "combine",
     },
     "QuantizedWeights.with_values": {"values": W},
@@ -97,7 +101,17 @@ CALLS: dict[str, dict[str, Any]] = {
     "dispatch_probs": {"probs": TOKEN_PROBS, "route": ROUTE},
     "force_implementation": {"implementation": "cpp"},
     "gather_rows": {"x": X, "row_map": MAPS.row_map, "inverse": MAPS.inverse},
-    "grouped_swiglu_ffn": {"x": X, "w1": W1, "w3": W1, "w2": W2, "group_ends": ENDS, "prob": PROB, **PRODUCT},
+    "grouped_swiglu_ffn": {
+        "x": X,
+        "w1": W1,
+        "w3": W1,
+        "w2": W2,
+        "group_ends": ENDS,
+        "prob": PROB,
+        **BIASES,
+        **PRODUCT,
+        "activation": mxep.SwiGLU(),
+    },
     "lower_for": {"arch": "sm_90"},
     "moe.apply": {
         "params": PARAMS,
@@ -132,7 +146,16 @@ CALLS: dict[str, dict[str, Any]] = {
     "route": {"logits": normal(M, G), "top_k": 1, "selection_bias": jnp.zeros(G), **ROUTING},
     "sort_by_expert": {"expert_ids": IDS, "num_experts": G},
     "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "top_k": TOP_K},
-    "swiglu": GLU,
+    "SwiGLU": NUMBERS,
+    "swiglu": {**GLU, "activation": mxep.SwiGLU(limit=7.0)},
+    "unpack_expert_weights": {
+        "gate_up": normal(G, K, 2 * N),
+        "down": normal(G, N, K),
+        "gate_up_bias": normal(G, 2 * N),
+        "down_bias": normal(G, K),
+        "interleaved": True,
+        "transposed": True,
+    },
     "to_mxfp8_a2a_dequant": {"input": X, "exchange": EXCHANGE, "rounding": "rceil", "reverse": False},
     "unpermute_hp_fwd_mxfp8_bwd": {"input": PADDED, "maps": MAPS},
     "update_selection_bias": {"selection_bias": jnp.zeros(G), "counts": COUNTS, "rate": 0.1},
@@ -171,13 +194,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.quantize_rowwise": {"x": X, **SCALES},
     "ops.row_map": {"counts": COUNTS, "num_rows": M, "num_local_experts": G, "alignment": 32, "rank_rows": M},
     "ops.sort_by_expert": {"expert_ids": IDS, "num_experts": G},
-    "ops.swiglu": GLU,
-    "ops.swiglu_bwd": {"dh": GATE, **GLU},
-    "ops.swiglu_bwd_both": {"dh": GATE, **GLU, **SCALES},
-    "ops.swiglu_bwd_col": {"dh": GATE, **GLU, **SCALES},
-    "ops.swiglu_bwd_row": {"dh": GATE, **GLU, **SCALES},
-    "ops.swiglu_col": {**GLU, **SCALES},
-    "ops.swiglu_row": {**GLU, **SCALES},
+    "ops.swiglu": {**GLU, **NUMBERS},
+    "ops.swiglu_bwd": {"dh": GATE, **GLU, **NUMBERS},
+    "ops.swiglu_bwd_both": {"dh": GATE, **GLU, **SCALES, **NUMBERS},
+    "ops.swiglu_bwd_col": {"dh": GATE, **GLU, **SCALES, **NUMBERS},
+    "ops.swiglu_bwd_row": {"dh": GATE, **GLU, **SCALES, **NUMBERS},
+    "ops.swiglu_col": {**GLU, **SCALES, **NUMBERS},
+    "ops.swiglu_row": {**GLU, **SCALES, **NUMBERS},
     "ops.unblock_scales": {"blocked": BLOCKED, "group_ends": ENDS, "num_rows": M, "num_scales": K // 32},
 }
 # Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report,
@@ -190,7 +213,7 @@ for _name, _op in ops.OPS.items():
 RECORDS = {
     "NumericsReport", "numerics_report",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
-    "Recipe", "Rounding", "Route", "Routing", "TokenReplicas",
+    "Recipe", "Rounding", "Route", "Routing", "TokenReplicas", "pack_expert_weights",  # tests/test_expert_blocks.py
 }  # fmt: skip
 
 

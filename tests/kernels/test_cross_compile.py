@@ -77,6 +77,7 @@ class Case(NamedTuple):
 
 VECTORS = ("ld.global.v4.b32", "st.global.v4.b32")
 QUANTIZE = (*VECTORS, "cvt.rn.satfinite.e4m3x2.f32")
+CLAMPED = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
 COUNT = ("ld.global.v4.b32", "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2")
 CASES = {
     "quantize_row": Case(quantize.quantize_row, (bf16(M, K),), {}, QUANTIZE),
@@ -166,6 +167,9 @@ CASES = {
     "swiglu_bwd_row": Case(swiglu.swiglu_bwd_row, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
     "swiglu_bwd_col": Case(swiglu.swiglu_bwd_col, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
     "swiglu_bwd_both": Case(swiglu.swiglu_bwd_both, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
+    "swiglu_row clamped": Case(swiglu.swiglu_row, glu(M, N), CLAMPED, QUANTIZE),
+    "swiglu_bwd_row clamped": Case(swiglu.swiglu_bwd_row, (bf16(M, N), *glu(M, N)), CLAMPED, QUANTIZE),
+    "swiglu_bwd_both clamped": Case(swiglu.swiglu_bwd_both, (bf16(M, N), *glu(M, N)), CLAMPED, QUANTIZE),
     "grouped_mm_mx": Case(grouped_gemm.grouped_mm_mx, (*mx(M, K), *mx(GROUPS, N, K), i32(GROUPS)), {}, ("mx mma",)),
     "grouped_mm_mx f32": Case(
         grouped_gemm.grouped_mm_mx, (*mx(M, N), *mx(GROUPS, K, N), i32(GROUPS)), {"out_dtype": "float32"}, ("mx mma",)

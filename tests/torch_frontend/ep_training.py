@@ -32,12 +32,13 @@ def trained(moe: MoE, x: Tensor, scale: float, aux: float) -> list[Tensor]:
 
 
 def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, prob_in: str) -> None:
-    """Ranks that start from seeds of their own and take a part of the batch each."""
+    """Ranks that start from seeds of their own and take a part of the batch each. With the weights in SwiGLU experts
+    have biases, which are sharded too."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     first = dist.get_global_rank(mesh.get_group(), 0)
     torch.manual_seed(first)
     device = mesh.device_type
-    options = {"recipe": recipe, "prob_in": prob_in, "router_bias": True}
+    options = {"recipe": recipe, "prob_in": prob_in, "router_bias": True, "bias": prob_in == "swiglu"}
     # Blocks of 32 tokens of the shared expert's weight gradient are others when ranks share the tokens.
     options |= {"shared_hidden_dim": 32, "selection_bias": True} if recipe == "bf16" else {}
     alone = MoE(D, HIDDEN, E, TOP_K, **options).to(device)

@@ -109,6 +109,19 @@ def sent_replicas(rows: Any, order: Any, inverse: Any, top_k: Any) -> Tensor:
     return mt.dispatch(mt.TokenReplicas(rows, order, inverse, top_k), counts, group="")[0]
 
 
+def activated(**numbers: Any) -> Tensor:
+    one = torch.ones(2, 3, dtype=torch.bfloat16)
+    return mt.swiglu(one, one, activation=mt.SwiGLU(**numbers))
+
+
+def unpacked(**given: Any) -> tuple[Tensor, ...]:
+    return tuple(mt.unpack_expert_weights(**given).values())
+
+
+def packed(interleaved: Any, transposed: Any, **parts: Any) -> tuple[Tensor, ...]:
+    return tuple(mt.pack_expert_weights(parts, interleaved=interleaved, transposed=transposed).values())
+
+
 PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "grouped_mm": (
         mt.grouped_mm,
@@ -145,7 +158,22 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {
             "x": floats(64, 32), "w1": floats(2, 96, 32), "w3": floats(2, 96, 32), "w2": floats(2, 32, 96),
             "group_ends": ints(32, 64), "prob": floats(64, dtype="float32"), "recipe": "mxfp8",
-            "pad_token_groups": False,
+            "b1": floats(2, 96), "b3": floats(2, 96), "b2": floats(32), "pad_token_groups": False,
+        },
+    ),
+    "SwiGLU": (activated, {"alpha": 1.702, "limit": 7.0, "offset": 1.0}),
+    "unpack_expert_weights": (
+        unpacked,
+        {
+            "gate_up": floats(2, 64, 192), "down": floats(2, 96, 64), "gate_up_bias": floats(2, 192),
+            "down_bias": floats(2, 64), "interleaved": True, "transposed": True,
+        },
+    ),
+    "pack_expert_weights": (
+        packed,
+        {
+            "w1": floats(2, 96, 64), "w3": floats(2, 96, 64), "w2": floats(2, 64, 96), "b1": floats(2, 96),
+            "b3": floats(2, 96), "b2": floats(2, 64), "interleaved": True, "transposed": False,
         },
     ),
     "quantize_weights": (mt.quantize_weights, {"w": floats(2, 64, 32), "recipe": "mxfp8"}),

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mxep.torch_frontend import ops, swiglu
+from mxep.torch_frontend import SwiGLU, ops, swiglu
 from torch import Tensor
 
 from ..compare import sqnr_db
@@ -19,19 +18,31 @@ def cotangent(h: Tensor) -> Tensor:
     return torch.randn(h.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
+def formula(gate: Tensor, up: Tensor, activation: SwiGLU) -> Tensor:
+    """As the models write it."""
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.offset)
+
+
+CLAMPED = SwiGLU(alpha=1.702, limit=1.5, offset=1.0)  # a seventh of up is beyond the limit, and some are at it
+
+
+@pytest.mark.parametrize("activation", [SwiGLU(), CLAMPED], ids=["silu", "clamped"])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_gradients_of_fp64_autograd(weighted: bool) -> None:
+def test_gradients_of_fp64_autograd(weighted: bool, activation: SwiGLU) -> None:
     inputs = operands(weighted)
+    assert all((x == CLAMPED.limit).any() for x in inputs[:2])
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     gate, up, *prob = exact_inputs
-    exact = F.silu(gate) * up * (prob[0][:, None] if weighted else 1)
-    h = swiglu(*inputs)
+    exact = formula(gate, up, activation) * (prob[0][:, None] if weighted else 1)
+    h = swiglu(*inputs, activation=activation)
     assert (h.dtype, h.shape) == (torch.bfloat16, inputs[0].shape)
     got = [h, *torch.autograd.grad(h, inputs, cotangent(h))]
     want = [exact, *torch.autograd.grad(exact, exact_inputs, cotangent(h).double())]
     for name, g, w in zip(("h", "gate", "up", "prob"), got, want, strict=False):
         # One rounding to bf16: measured 55.4 and more. prob's gradient stays fp32: measured 139.7.
-        assert sqnr_db(g, w) > (138 if name == "prob" else 54.4), name
+        assert sqnr_db(g, w) > (138 if name == "prob" else 54.4), (name, sqnr_db(g, w))
 
 
 def test_the_bits_are_those_of_the_ops() -> None:
@@ -65,8 +76,10 @@ def test_autocast_changes_nothing() -> None:
 def test_whole_graph(weighted: bool) -> None:
     torch._dynamo.reset()
     inputs = operands(weighted)
-    want, got = swiglu(*inputs), torch.compile(swiglu, fullgraph=True, backend="aot_eager")(*inputs)
-    assert torch.equal(got, want)
+    compiled = torch.compile(swiglu, fullgraph=True, backend="aot_eager")
+    for activation in (SwiGLU(), CLAMPED, SwiGLU(limit=0.25)):  # the same program with other numbers
+        want, got = (function(*inputs, activation=activation) for function in (swiglu, compiled))
+        assert torch.equal(got, want)
     grads = (torch.autograd.grad(h, inputs, cotangent(want)) for h in (got, want))
     for g, w in zip(*grads, strict=True):
         assert torch.equal(g, w)
@@ -82,3 +95,5 @@ def test_bad_input() -> None:
         swiglu(gate.float(), up)
     with pytest.raises(ValueError, match=r"swiglu: prob: got shape \(37, 1\)"):
         swiglu(gate, up, prob[:, None])
+    with pytest.raises(TypeError, match=r"swiglu: activation: got 'silu'; allowed: a SwiGLU"):
+        swiglu(gate, up, prob, "silu")  # type: ignore[arg-type]

@@ -71,11 +71,11 @@ def grouped_mm(
     return tuple(map(np.asarray, _grouped_mm(a, b_t, group_ends, dout, recipe)))
 
 
-@partial(jax.jit, static_argnames="recipe", compiler_options=EXACT)
-def _swiglu_ffn(x, weights, group_ends, prob, dout, recipe: Recipe):
+@partial(jax.jit, static_argnames=("recipe", "activation"), compiler_options=EXACT)
+def _swiglu_ffn(x, weights, group_ends, prob, dout, recipe: Recipe, activation: mxep.SwiGLU):
     def forward(x, weights, prob):
-        w1, w3, w2 = (weights[name] for name in ("w1", "w3", "w2"))
-        return mxep.grouped_swiglu_ffn(x, w1, w3, w2, group_ends, prob, recipe=recipe)
+        options = {"group_ends": group_ends, "recipe": recipe, "activation": activation}
+        return mxep.grouped_swiglu_ffn(x=x, prob=prob, **weights, **options)
 
     out, backward = jax.vjp(forward, x, weights, prob)
     dx, dweights, dprob = backward(dout)
@@ -89,9 +89,12 @@ def swiglu_ffn(
     prob: Array | None,
     dout: Array | Pair,
     recipe: Recipe,
+    **numbers: float,
 ) -> dict[str, Array]:
-    """out (P, D) and the gradients: of x "x", of "w1", "w3", "w2", and of prob "prob" if there is one."""
-    return {name: np.asarray(v) for name, v in _swiglu_ffn(x, weights, group_ends, prob, dout, recipe).items()}
+    """out (P, D) and the gradients: of x "x", of "w1", "w3", "w2", of prob "prob" if there is one, and of "b1", "b3",
+    "b2" if `weights` has them. numbers: of SwiGLU."""
+    results = _swiglu_ffn(x, weights, group_ends, prob, dout, recipe, mxep.SwiGLU(**numbers))
+    return {name: np.asarray(value) for name, value in results.items()}
 
 
 @partial(jax.jit, static_argnames=("ranks", "alignment"))

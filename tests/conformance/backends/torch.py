@@ -55,12 +55,13 @@ def swiglu_ffn(
     prob: Array | None,
     dout: Array | Pair,
     recipe: Recipe,
+    **numbers: float,
 ) -> dict[str, Array]:
-    """out (P, D) and the gradients: of x "x", of "w1", "w3", "w2", and of prob "prob" if there is one."""
-    values = {"x": x} | {name: weights[name] for name in ("w1", "w3", "w2")} | {"prob": prob}
-    inputs = {name: to_torch(array).requires_grad_() for name, array in values.items()}
-    *operands, prob_ = inputs.values()
-    out = mxep.grouped_swiglu_ffn(*operands, to_torch(group_ends), prob_, recipe=recipe)
+    """out (P, D) and the gradients: of x "x", of "w1", "w3", "w2", of prob "prob" if there is one, and of "b1", "b3",
+    "b2" if `weights` has them. numbers: of SwiGLU."""
+    inputs = {name: to_torch(array).requires_grad_() for name, array in ({"x": x} | weights | {"prob": prob}).items()}
+    ends, activation = to_torch(group_ends), mxep.SwiGLU(**numbers)
+    out = mxep.grouped_swiglu_ffn(**inputs, group_ends=ends, recipe=recipe, activation=activation)
     out.backward(to_torch(dout))
     return {"out": to_numpy(out)} | {name: to_numpy(value.grad) for name, value in inputs.items()}
 
