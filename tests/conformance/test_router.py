@@ -8,7 +8,8 @@ import pytest
 from mxep.core_kernels.router import oracle
 
 from . import check
-from .cases import ROUTES, seeded
+from .cases import seeded
+from .cases_router import ROUTES
 
 Ops = Mapping[str, Callable]
 Arrays = tuple[np.ndarray, ...]

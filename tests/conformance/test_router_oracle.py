@@ -5,7 +5,8 @@ import pytest
 from mxep.core_kernels.reference import choice as definition
 from mxep.core_kernels.router import oracle
 
-from .cases import ROUTES, seeded
+from .cases import seeded
+from .cases_router import ROUTES
 
 PLAIN = ["softmax", "softmax_as_it_is", "sigmoid", "sigmoid_as_it_is", "of_chosen", "groups", "groups_by_max", "bf16"]
 
