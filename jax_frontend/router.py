@@ -50,7 +50,8 @@ def _logits_bwd(residuals, grad):
     x, weight = residuals
     # Not astype alone: XLA may drop a rounding to bf16 and back.
     high = jax.lax.reduce_precision(grad, 8, 7)
-    terms = jnp.concatenate([high, grad - high], axis=1).astype(jnp.bfloat16)
+    low = jnp.where(jnp.isfinite(high), grad - high, 0)  # infinity less infinity would be NaN
+    terms = jnp.concatenate([high, low], axis=1).astype(jnp.bfloat16)
     dx = _product(terms, jnp.concatenate([weight, weight]))
     of_high, of_low = jnp.split(_product(terms.T, x), 2)
     return dx.astype(x.dtype), (of_high + of_low).astype(weight.dtype)

@@ -57,7 +57,8 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         high = grads[0].bfloat16()
-        terms = torch.cat([high, (grads[0] - high.float()).bfloat16()], 1)
+        low = torch.where(high.isfinite(), grads[0] - high.float(), 0)  # infinity less infinity would be NaN
+        terms = torch.cat([high, low.bfloat16()], 1)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = _product(terms, torch.cat([weight, weight])).to(x.dtype)

@@ -104,6 +104,16 @@ def test_the_logits_of_bf16_values() -> None:
     assert sqnr_db(dweight, g64.T @ x64) > 55.2
 
 
+def test_an_infinite_gradient_of_a_logit_stays_infinite() -> None:
+    x, weight = normal(3, 64), normal(8, 64, seed=1)
+    grad = jnp.zeros((3, 8)).at[1, 5].set(jnp.inf)
+    _, backward = jax.vjp(lambda x: router_logits(x, weight, None), x)
+    (dx,) = jax.jit(backward)(grad)
+    want = np.zeros((3, 64), np.float32)
+    want[1] = np.asarray(weight[5], np.float32) * np.inf
+    np.testing.assert_array_equal(np.asarray(dx, np.float32), want)
+
+
 def test_experts_chosen_outside() -> None:
     """The layer's own choice, given to it, changes no bit of y."""
     params = moe.init(jax.random.key(0), config(router_bias=True))

@@ -106,6 +106,15 @@ def test_the_logits_of_bf16_values() -> None:
     assert sqnr_db(dweight, g64.T @ x64) > 55.2
 
 
+def test_an_infinite_gradient_of_a_logit_stays_infinite() -> None:
+    x, weight = rows(3, 64).requires_grad_(), rows(8, 64)
+    grad = torch.zeros(3, 8)
+    grad[1, 5] = torch.inf
+    (dx,) = torch.autograd.grad(router_logits(x, weight, None), x, grad)
+    infinite = weight[5].float() * torch.inf
+    assert torch.equal(dx, torch.stack([0 * infinite.sign(), infinite, 0 * infinite.sign()]).bfloat16())
+
+
 def test_a_forced_balance() -> None:
     moe = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16", force_balance=True)
     _, stats = moe(rows(40, DIM, dtype=torch.float32))
