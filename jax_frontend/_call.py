@@ -51,6 +51,13 @@ def vary_alike(*trees):
     return jax.tree.map(lambda x: vary(x, axes), trees)
 
 
+def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """fp32 rounded to a float dtype. XLA drops a conversion to bf16 and back in some programs, but not
+    reduce_precision."""
+    info = jax.numpy.finfo(dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
 def _option(op: KernelOp, name: str, value: object) -> int | bool | float | str:
     """An option as `KernelOp.check` takes it."""
     if name == "rounding" and not isinstance(value, int):

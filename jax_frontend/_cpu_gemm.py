@@ -19,7 +19,7 @@ from jax import lax
 from ..core_kernels.formats import BLOCK, SPAN
 from ..core_kernels.launch import ArrayType
 from ..core_kernels.quantize import plan as quantize
-from ._call import call, vary, varying_axes
+from ._call import call, rounded, vary, varying_axes
 
 TILE = 128
 """Rows per matmul: fewer rows keep too few cores busy, more rows waste work on small groups."""
@@ -126,7 +126,7 @@ def _mm_fold_sum(
     sums = ArrayType(out.shape, "float32")
     first = _mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out=sums)
     total = first + _mm_fold(lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, out=sums)
-    return total.astype(out.dtype)
+    return rounded(total, out.dtype)
 
 
 def _widen(x: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ def _mm_bf16_kn(lhs, rhs, group_ends, *, out: ArrayType) -> jax.Array:
 def _mm_bf16_kn_sum(lhs, rhs, lhs2, rhs2, group_ends, *, out: ArrayType) -> jax.Array:
     sums = ArrayType(out.shape, "float32")
     total = _mm_bf16_kn(lhs, rhs, group_ends, out=sums) + _mm_bf16_kn(lhs2, rhs2, group_ends, out=sums)
-    return total.astype(out.dtype)
+    return rounded(total, out.dtype)
 
 
 def _of_whole_blocks(dw: jax.Array, group_ends: jax.Array, tokens: int) -> jax.Array:

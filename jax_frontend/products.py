@@ -25,6 +25,7 @@ from jax import lax
 
 from ..core_kernels.recipe import Recipe
 from . import ops
+from ._call import rounded
 from .mx_array import MXArray
 from .weights import (
     KN,
@@ -89,9 +90,7 @@ def sum_of_input_gradients(
         return ops.grouped_mm_bf16_kn_sum(rows, *weights, rows2, *weights2, group_ends, out_dtype=out_dtype)
     first = _multiply(rows, weights, group_ends, "float32")
     total = first + _multiply(rows2, weights2, group_ends, "float32")
-    # XLA drops a conversion to bf16 and back to fp32 in some programs, but not reduce_precision.
-    info = jnp.finfo(out_dtype)
-    return lax.reduce_precision(total, info.nexp, info.nmant).astype(out_dtype)
+    return rounded(total, out_dtype)
 
 
 def weight_gradient(dout: Tokens, x: Tokens, group_ends: jax.Array, out_dtype, layout: Layout = "GNK") -> jax.Array:
