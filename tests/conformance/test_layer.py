@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import pytest
 from mxep.core_kernels.quantize import oracle
-from mxep.core_kernels.recipe import RECIPES
 from mxep.core_kernels.reference import choice, collectives
 
 from . import check
@@ -126,13 +125,13 @@ def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 expert_parallel = pytest.mark.needs("EXPERT_PARALLEL")
-# Everything on 4 ranks. On 1 and 2: every layer, and every recipe where the probabilities stay with their token. How
-# the products inside a rank are computed is no matter of its neighbours.
+# Everything on 4 ranks. On 1 and 2: every layer in the default recipe, and in bf16 where the probabilities stay with
+# their token. How the products inside a rank are computed is no matter of its neighbours.
 RANKED_RUNS = [
     (name, run, degree)
     for name, run in LAYER_RUNS
     for degree in (1, 2, 4)
-    if degree == RANKS or run == "mxfp8_wgrad_with_hp" or (run in RECIPES and LAYERS[name].prob_in == "combine")
+    if degree == RANKS or run == "mxfp8_wgrad_with_hp" or (run == "bf16" and LAYERS[name].prob_in == "combine")
 ]
 
 

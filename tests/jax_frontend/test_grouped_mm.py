@@ -64,10 +64,15 @@ def test_the_grouped_product_and_its_gradients_are_those_of_floats(recipe: str, 
     assert not np.asarray(dx[sum(SIZES) :], np.float32).any(), "rows past the last group"
 
 
-@pytest.mark.parametrize(("per_group", "out_dtype"), [(True, "bfloat16"), (False, "float32")])
 @pytest.mark.parametrize(
-    ("name", "compute"),
-    [("mxfp8_wgrad_with_hp", "exact"), ("mxfp8", "fold"), ("fp8_rowwise", "exact"), ("bf16", "exact")],
+    ("name", "compute", "per_group", "out_dtype"),
+    [
+        ("mxfp8_wgrad_with_hp", "exact", True, "bfloat16"),
+        ("mxfp8", "fold", True, "bfloat16"),
+        ("mxfp8", "fold", False, "float32"),
+        ("fp8_rowwise", "exact", True, "bfloat16"),
+        ("bf16", "exact", False, "float32"),
+    ],
 )
 def test_a_bias_and_its_gradient(name: str, compute: Compute, per_group: bool, out_dtype: str) -> None:
     """Added once in fp32, to the rows of groups alone; no other gradient sees it."""
