@@ -3,6 +3,7 @@
 RUNS                 name -> Recipe   each with its products named, since "auto" depends on the machine
 FFN                  the experts' feed-forward, 8 of them
 LAYERS, LAYER_RUNS   name -> Layer, and the pairs (name, name of a run) that are run
+RANKED_RUNS          those on several ranks: (name, name of a run, number of ranks)
 WIRE                 name -> Wire     rows of four ranks, and how many go where
 """
 
@@ -168,6 +169,16 @@ LAYER_RUNS = [
     if run == "mxfp8_wgrad_with_hp"
     or name in ("softmax", "empty_rank")
     or (name in ("one_hot_expert", "prob_in_swiglu") and run in RECIPES)
+]
+
+RANKS = 4
+# Everything on 4 ranks. On 1 and 2: every layer in the default recipe, and in bf16 where the probabilities stay with
+# their token. How the products inside a rank are computed is no matter of its neighbours.
+RANKED_RUNS = [
+    (name, run, degree)
+    for name, run in LAYER_RUNS
+    for degree in (1, 2, RANKS)
+    if degree == RANKS or run == "mxfp8_wgrad_with_hp" or (run == "bf16" and LAYERS[name].prob_in == "combine")
 ]
 
 
