@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from .. import cpp_bindings
@@ -293,3 +294,19 @@ all_reduce = _private_all_reduce if _collectives else _public_all_reduce
 """all_reduce(x, group): the sum of x over the ranks; x is contiguous and stays as it is."""
 all_gather = _private_all_gather if _collectives else _public_all_gather
 """all_gather(x, group): the rows x of all ranks, in the order of the ranks; x is contiguous."""
+
+
+def _public_flattened(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.size() != dist.get_world_size():
+        raise RuntimeError("mxep: mesh: got some of the ranks; allowed: all, on a torch without DeviceMesh._flatten")
+    return init_device_mesh(mesh.device_type, (mesh.size(),))
+
+
+def _private_flattened(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh._flatten()
+
+
+# A mesh of some of the ranks, such as those of a pipeline stage, is flattened by the private name alone.
+_has_flatten = _private("torch.distributed.device_mesh:DeviceMesh._flatten") is not None
+flattened = _private_flattened if _has_flatten else _public_flattened
+"""flattened(mesh): a mesh of one dim with the same ranks in the same order; collective."""
