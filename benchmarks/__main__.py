@@ -63,8 +63,8 @@ def main() -> None:
         "--shape",
         type=_layer,
         metavar="NAME=N,...",
-        help="one layer of your own, tokens=4096,dim=2048,hidden_dim=768,num_experts=128,top_k=8, instead of the shapes "
-        "of the documents; recorded with --out alone",
+        help="one layer of your own, tokens=4096,dim=2048,hidden_dim=768,num_experts=128,top_k=8, instead of the "
+        "shapes of the documents; recorded with --out alone",
     )
     parser.add_argument("--commit", type=_commit, help="the measured commit, for sources without git")
     parser.add_argument("--out", type=Path, help="append the lines here instead of benchmarks/results/<hardware>.jsonl")

@@ -283,16 +283,19 @@ def _public_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _private_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _collectives.wait_tensor(_collectives.all_gather_tensor(x, 0, group))
+    return _collectives.wait_tensor(_gather_rows(x, 0, group))
 
 
 # Collectives with a result of their own, which torch.compile traces.
 _collectives = _private("torch.distributed._functional_collectives")
+_gather_single = _private("torch.distributed._functional_collectives:all_gather_single")  # missing in torch 2.11
+_gather_tensor = _private("torch.distributed._functional_collectives:all_gather_tensor")  # deprecated in torch 2.13
+_gather_rows: Any = _gather_single or _gather_tensor
 all_to_all = _private_all_to_all if _collectives else _public_all_to_all
 """all_to_all(x, output_splits, input_splits, group): rows received; x is contiguous."""
 all_reduce = _private_all_reduce if _collectives else _public_all_reduce
 """all_reduce(x, group): the sum of x over the ranks; x is contiguous and stays as it is."""
-all_gather = _private_all_gather if _collectives else _public_all_gather
+all_gather = _private_all_gather if _collectives and _gather_rows else _public_all_gather
 """all_gather(x, group): the rows x of all ranks, in the order of the ranks; x is contiguous."""
 
 
