@@ -111,6 +111,17 @@ has_version = _private("torch:Tensor._version") is not None
 version_of: Callable[[Tensor], int] = _private_version if has_version else _public_version
 """version_of(x): a number that changes when the values of x do; that of an inference tensor may not."""
 
+# --- Profiles ---
+
+
+def _public_profiling() -> bool:
+    return True
+
+
+# A range costs 13 us even without a profiler; no public name tells whether there is one.
+profiling: Callable[[], bool] = _private("torch.autograd:_profiler_enabled") or _public_profiling
+"""Whether a profiler of this thread is running."""
+
 # --- Tensor subclasses and torch.func ---
 
 
