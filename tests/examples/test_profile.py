@@ -54,5 +54,5 @@ def test_scopes_of_jax() -> None:
 def test_sizes_that_the_layer_refuses(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="error: MoE: dim: got 40; allowed: positive"):
         profile_layer.main(["--out", str(tmp_path), "--dim", "40"])
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         profile_layer.main(["--out", str(tmp_path), "--tokens", "0"])
