@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -261,13 +262,20 @@ def norms_over_meshes() -> None:
         clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
 
 
-def slice_of_a_mesh() -> None:
-    """The ranks of a pipeline stage: two of four."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))["dp", "ep"]
-    alone, model = fresh(), shard_moe(fresh(), mesh, [Block])
-    loss_of(alone, batch(0)).backward()
-    loss_of(model, batch(0).chunk(2)[mesh.get_local_rank("ep")]).backward()
-    require_near(gradients(model), gradients(alone))
+def pipeline_of_two_stages() -> None:
+    """1F1B over four microbatches. A stage's mesh is a slice of two of the four ranks."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
+    at, part = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(0))
+    alone, block = fresh().blocks, nn.Sequential(fresh().blocks[at])
+    F.mse_loss(alone[1](alone[0](x)), x.roll(1, -1)).backward()
+    shard_moe(block, mesh["dp", "ep"], [Block])
+    stage = PipelineStage(block, at, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    mine = x.chunk(2)[part]
+    arguments = {"target": mine.roll(1, -1)} if at else {}
+    Schedule1F1B(stage, n_microbatches=4, loss_fn=F.mse_loss).step(*(() if at else (mine,)), **arguments)
+    want = {f"0.{name}": g for name, g in gradients(alone[at]).items()}
+    require_near(gradients(block), want)
 
 
 def page() -> None:
@@ -317,7 +325,7 @@ def main(store: str, out: str) -> None:
         "experts_in_parts": experts_in_parts,
         "checkpoints_between_degrees": partial(checkpoints_between_degrees, Path(out, "checkpoints")),
         "norms_over_meshes": norms_over_meshes,
-        "slice_of_a_mesh": slice_of_a_mesh,
+        "pipeline_of_two_stages": pipeline_of_two_stages,
         "page": page,
         "refused": refused,
     }

@@ -18,7 +18,7 @@ CHECKS = [
     "experts_in_parts",
     "checkpoints_between_degrees",
     "norms_over_meshes",
-    "slice_of_a_mesh",
+    "pipeline_of_two_stages",
     "page",
     "refused",
 ]
