@@ -153,12 +153,13 @@ def train(sizes: argparse.Namespace, mesh: DeviceMesh) -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=sizes.lr, foreach=False)
     for step in range(sizes.steps):
         # All ranks draw the whole batch, so that a run does not depend on the number of ranks.
-        batch = torch.randn(sizes.tokens, sizes.dim, generator=torch.Generator().manual_seed(step))
-        x = batch.chunk(ranks)[rank].to(device)
+        batch = torch.randn(sizes.tokens, sizes.dim, generator=torch.Generator(device).manual_seed(step), device=device)
+        x = batch.chunk(ranks)[rank].clone()
+        del batch
         start = time.perf_counter()
         # A sum over this rank's tokens divided by all tokens: the sum over the ranks is the mean over the batch.
         # Experts have seen the tokens of all ranks already, dense weights add their gradients up.
-        loss = (layer(x) - x.roll(1, -1)).square().sum() / batch.numel()
+        loss = (layer(x) - x.roll(1, -1)).square().sum() / (sizes.tokens * sizes.dim)
         loss.backward()
         for parameter in dense:
             dist.all_reduce(parameter.grad)
