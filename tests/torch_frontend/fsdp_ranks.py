@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel, clip_grad_norm_, shard_moe
+from mxep.torch_frontend import MoE, MoERecorder, MXFP8ExpertParallel, clip_grad_norm_, shard_moe
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -246,6 +246,20 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+def metrics_of_ranks() -> None:
+    """The counts are of all tokens of the expert ranks, the same on each."""
+    model = sharded(4, recipe="mxfp8")
+    with MoERecorder(model, numerics=True) as recorder:
+        loss_of(model, mine(batch(0))).backward()
+        layers, scalars = recorder.read(), recorder.scalars()
+    assert list(layers) == ["blocks.0.moe", "blocks.1.moe"]
+    for layer in layers.values():
+        assert sum(layer["tokens_per_expert"]) == 2 * TOKENS
+        assert layer["wire_nbytes"] == 2 * TOKENS * 2 * (2 * D + D + D // 32)
+    assert scalars["imbalance"] == max(layer["imbalance"] for layer in layers.values())
+    assert 0 <= scalars["gradients_flushed"] < 0.1
+
+
 def norms_over_meshes() -> None:
     """Of gradients on two meshes and a plain one: the norm of all their values."""
     model, plain = sharded(2), nn.Parameter(torch.ones(3))
@@ -324,6 +338,7 @@ def main(store: str, out: str) -> None:
         "mixed_precision": partial(mixed_precision, 2),
         "experts_in_parts": experts_in_parts,
         "checkpoints_between_degrees": partial(checkpoints_between_degrees, Path(out, "checkpoints")),
+        "metrics_of_ranks": metrics_of_ranks,
         "norms_over_meshes": norms_over_meshes,
         "pipeline_of_two_stages": pipeline_of_two_stages,
         "page": page,

@@ -17,6 +17,7 @@ CHECKS = [
     "mixed_precision",
     "experts_in_parts",
     "checkpoints_between_degrees",
+    "metrics_of_ranks",
     "norms_over_meshes",
     "pipeline_of_two_stages",
     "page",
