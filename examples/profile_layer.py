@@ -5,12 +5,14 @@
         --num-experts 32 --top-k 8
     python -m examples.profile_layer --framework jax --out runs/profile
 
-Writes DIR/torch.json or DIR/jax.json.gz and, in PyTorch, prints the time of each step of the layer. The steps are
+Writes DIR/torch.json or DIR/jax.json.gz; in PyTorch it prints the time of each step of the layer, and --png draws the
+last forward and backward. The steps are
 mxep.route, mxep.dispatch, mxep.experts and mxep.combine, as in docs/pipeline.md; the backward has the names of the
 autograd functions. In JAX they are scopes of the compiled operations, which XLA's trace of a CPU leaves out.
 """
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -56,11 +58,50 @@ def profile_torch(args: argparse.Namespace) -> Path:
     on = "device" if device.type == "cuda" else "cpu"
     times = {event.key: getattr(event, f"{on}_time_total") / STEPS for event in profiler.key_averages()}
     whole = times["step"]
-    shown = {name: us for name, us in times.items() if name.startswith(("mxep.", "_")) and "::" not in name}
+    shown = {name: us for name, us in times.items() if is_step(name)}
     print(f"{'step':28}{on + ' us':>12}{'share':>9}")
     for name, us in ({"step": whole} | shown).items():
         print(f"{name:28}{us:12.1f}{us / whole:9.1%}")
     return path
+
+
+def draw(trace: Path) -> Path:
+    """A picture of the last step of a PyTorch trace: ranges, ops of mxep, and on a GPU its kernels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X"]
+    step = max((e for e in events if e["name"] == "step" and e["cat"] == "user_annotation"), key=lambda e: e["ts"])
+    begin, end = step["ts"], step["ts"] + step["dur"]
+    inside = [e for e in events if begin <= e["ts"] and e["ts"] + e["dur"] <= end]
+    rows = {
+        "steps": [e for e in inside if is_step(e["name"]) and not e["cat"].startswith("gpu")],
+        "ops": [e for e in inside if e["name"].startswith("mxep::")],
+        "kernels": [e for e in inside if e["cat"] == "kernel"],
+    }
+    rows = {name: found for name, found in rows.items() if found}
+    figure, axes = pyplot.subplots(figsize=(12, 0.7 + 0.8 * len(rows)), layout="constrained")
+    names = sorted({e["name"] for e in rows["steps"]}, key=lambda n: next(e["ts"] for e in inside if e["name"] == n))
+    color = {name: f"C{i % 10}" for i, name in enumerate(names)}
+    for y, found in enumerate(rows.values()):
+        spans = [((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in found]
+        colors = [color.get(e["name"], "0.6") for e in found]
+        axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=colors, edgecolor="white", linewidth=0.3)
+    for name in names:
+        axes.barh(0, 0, color=color[name], label=name.lstrip("_"))  # a legend leaves out names with "_"
+    axes.legend(ncols=5, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1))
+    axes.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="ms", xlim=(0, (end - begin) / 1e3))
+    axes.invert_yaxis()
+    figure.savefig(trace.with_suffix(".png"), dpi=100)
+    pyplot.close(figure)
+    return trace.with_suffix(".png")
+
+
+def is_step(name: str) -> bool:
+    """Whether an event is a step of the layer: a range, or an autograd function of the backward."""
+    return name.startswith("mxep.") or (name.startswith("_") and name.endswith("Backward"))
 
 
 def profile_jax(args: argparse.Namespace) -> Path:
@@ -100,9 +141,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     flags.add_argument("--recipe", choices=tuple(RECIPES), default="mxfp8")
     flags.add_argument("--out", type=Path, required=True, metavar="DIR")
+    flags.add_argument("--png", action="store_true", help="also draw the last step, in PyTorch alone")
     for name, size in SIZES.items():
         flags.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, metavar="N", help=f"default: {size}")
     args = flags.parse_args(argv)
+    if args.png and args.framework != "torch":
+        flags.error("--png: got jax; allowed: --framework torch")
     for name in SIZES:
         if getattr(args, name) < 1:
             flags.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}; allowed: at least 1")
@@ -117,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:  # sizes that the layer refuses
         sys.exit(f"{PROG}: error: {error}")
     print(f"{path}: open it in https://ui.perfetto.dev")
+    if args.png:
+        print(draw(path))
 
 
 if __name__ == "__main__":

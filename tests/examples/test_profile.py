@@ -16,7 +16,8 @@ SMALL = ["--tokens", "64", "--dim", "32", "--hidden-dim", "32"]
 
 
 def test_a_trace_of_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile_layer.main(["--out", str(tmp_path), *SMALL])
+    profile_layer.main(["--out", str(tmp_path), "--png", *SMALL])
+    assert (tmp_path / "torch.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "torch.json").read_text())["traceEvents"]
     ranges = [e for e in events if e["name"] in RANGES and e.get("ph") == "X"]
     ranges.sort(key=lambda event: event["ts"])
@@ -54,5 +55,7 @@ def test_scopes_of_jax() -> None:
 def test_sizes_that_the_layer_refuses(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="error: MoE: dim: got 40; allowed: positive"):
         profile_layer.main(["--out", str(tmp_path), "--dim", "40"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        profile_layer.main(["--out", str(tmp_path), "--png", "--framework", "jax"])
     with pytest.raises(SystemExit, match=r"^2$"):
         profile_layer.main(["--out", str(tmp_path), "--tokens", "0"])
