@@ -54,6 +54,17 @@ def _public_raw_stream(index: int) -> int:
 raw_stream: Callable[[int], int] = _private("torch._C:_cuda_getCurrentRawStream") or _public_raw_stream
 """raw_stream(index): the address of the current CUDA stream of GPU `index`."""
 
+# --- Profiles ---
+
+
+def _public_profiling() -> bool:
+    return True
+
+
+# A range costs 13 us even without a profiler; no public name tells whether there is one.
+profiling: Callable[[], bool] = _private("torch.autograd:_profiler_enabled") or _public_profiling
+"""Whether a profiler of this thread is running."""
+
 # --- Reading tensors ---
 
 
@@ -110,17 +121,6 @@ has_version = _private("torch:Tensor._version") is not None
 """Whether `version_of` is autograd's counter of writes, which is 0 before the first one."""
 version_of: Callable[[Tensor], int] = _private_version if has_version else _public_version
 """version_of(x): a number that changes when the values of x do; that of an inference tensor may not."""
-
-# --- Profiles ---
-
-
-def _public_profiling() -> bool:
-    return True
-
-
-# A range costs 13 us even without a profiler; no public name tells whether there is one.
-profiling: Callable[[], bool] = _private("torch.autograd:_profiler_enabled") or _public_profiling
-"""Whether a profiler of this thread is running."""
 
 # --- Tensor subclasses and torch.func ---
 
@@ -265,6 +265,22 @@ group_named: Callable[[str], dist.ProcessGroup] = (
 """group_named(name): the process group; raises RuntimeError or ValueError if there is none of that name."""
 
 
+def _public_flattened(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.size() != dist.get_world_size():
+        raise RuntimeError("mxep: mesh: got some of the ranks; allowed: all, on a torch without DeviceMesh._flatten")
+    return init_device_mesh(mesh.device_type, (mesh.size(),))
+
+
+def _private_flattened(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh._flatten()
+
+
+# A mesh of some of the ranks, such as those of a pipeline stage, is flattened by the private name alone.
+_has_flatten = _private("torch.distributed.device_mesh:DeviceMesh._flatten") is not None
+flattened = _private_flattened if _has_flatten else _public_flattened
+"""flattened(mesh): a mesh of one dim with the same ranks in the same order; collective."""
+
+
 def _public_all_to_all(
     x: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
 ) -> Tensor:
@@ -308,19 +324,3 @@ all_reduce = _private_all_reduce if _collectives else _public_all_reduce
 """all_reduce(x, group): the sum of x over the ranks; x is contiguous and stays as it is."""
 all_gather = _private_all_gather if _collectives and _gather_rows else _public_all_gather
 """all_gather(x, group): the rows x of all ranks, in the order of the ranks; x is contiguous."""
-
-
-def _public_flattened(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.size() != dist.get_world_size():
-        raise RuntimeError("mxep: mesh: got some of the ranks; allowed: all, on a torch without DeviceMesh._flatten")
-    return init_device_mesh(mesh.device_type, (mesh.size(),))
-
-
-def _private_flattened(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh._flatten()
-
-
-# A mesh of some of the ranks, such as those of a pipeline stage, is flattened by the private name alone.
-_has_flatten = _private("torch.distributed.device_mesh:DeviceMesh._flatten") is not None
-flattened = _private_flattened if _has_flatten else _public_flattened
-"""flattened(mesh): a mesh of one dim with the same ranks in the same order; collective."""
