@@ -305,6 +305,7 @@ def _shapes(experts: int, dim: int, hidden_dim: int) -> dict[str, tuple[int, ...
     return {"w1": (experts, hidden_dim, dim), "w2": (experts, dim, hidden_dim), "w3": (experts, hidden_dim, dim)}
 
 
+@jax.named_scope("mxep.route")
 def _route(params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: jax.Array | None = None) -> Routing:
     logits_TE = router_logits(x_TD, params["router"], params.get("router_bias"))
     return choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)

@@ -39,6 +39,7 @@ from ._checks import (
     reads_values,
     require_rows,
 )
+from ._ranges import named
 from ._torch_private import version_of
 from .ffn import swiglu_ffn
 from .permute import sort_by_expert
@@ -369,6 +370,7 @@ class MoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != dim:
             fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
 
+    @named("mxep.route")
     def _route(self, x_TD: Tensor) -> Routing:
         ranks, bias = self.experts.expert_parallel, self.router.bias
         bias = None if bias is None else replicated(bias, ranks)

@@ -243,3 +243,10 @@ def test_a_folder_with_a_run_is_not_overwritten(run, capsys):
         train_jax.main(["--preset", "tiny", "--ep", "2", "--out", str(run("jax", 2))])
     assert "already holds a run; pass --resume" in capsys.readouterr().err
     assert describe(TINY, recipe=RECIPE).items() <= read_log(run("jax", 2))[0].items()
+
+
+def test_torch_logs_the_balance_of_all_ranks(run):
+    one, two = (values(run("torch", ep), "imbalance") for ep in (1, 2))
+    assert (one >= 1).all()
+    np.testing.assert_allclose(one[:3], two[:3], rtol=0.05)
+    assert (values(run("torch", 2), "dead_experts") >= 0).all()
