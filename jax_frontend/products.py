@@ -9,6 +9,7 @@
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
     "row"     (q, sf), one sf per row       bf16
+    "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
 Transport and the backward's residuals hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward keeps the token operand in
@@ -30,6 +31,7 @@ from .mx_array import MXArray
 from .weights import (
     KN,
     MX,
+    Blockwise,
     Folded,
     Layout,
     Quantized,
@@ -114,6 +116,9 @@ def _multiply(rows: Multiplied, weights: Multiplied | KN, group_ends, out_dtype)
         assert isinstance(weights, jax.Array)
         return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
     assert not isinstance(weights, jax.Array)
+    if isinstance(rows, Blockwise):
+        assert isinstance(weights, Blockwise)
+        return ops.grouped_mm_blockwise(*rows, *weights, group_ends, out_dtype=out_dtype)
     # QuantizedWeights may be for another device than this program: an Upcast on one side makes the product bf16.
     if isinstance(rows, Upcast) or isinstance(weights, Upcast):
         assert not isinstance(rows, Folded)
@@ -167,14 +172,14 @@ def _in_thirds(x: jax.Array) -> jax.Array:
 
 
 def row_operand(x: Rows, recipe: Recipe) -> Multiplied:
-    """x along its rows in the recipe's form. A Folded or Upcast operand is returned unchanged."""
-    if isinstance(x, Folded | Upcast):
+    """x along its rows in the recipe's form. A Folded, Blockwise or Upcast operand is returned unchanged."""
+    if isinstance(x, Folded | Blockwise | Upcast):
         return x
     if form_of(recipe) == "bf16":
         return as_bf16(x)
     if isinstance(x, MXArray):
         x = (x.q, x.sf)
-    if isinstance(x, tuple) and form_of(recipe) == "row":
+    if isinstance(x, tuple) and not recipe.mx:
         x = as_bf16(x)
     if not isinstance(x, tuple):
         return quantize_rows(x, recipe)

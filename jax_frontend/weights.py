@@ -39,6 +39,19 @@ class Folded(NamedTuple):
     sf: jax.Array
 
 
+class Blockwise(NamedTuple):
+    """E4M3 bytes q (M, K) with one fp32 scale per 128 values, sf (M, K/128); of weights q (G, N, K) with one per 128 x
+    128 values, sf (G, N/128, K/128)."""
+
+    q: jax.Array
+    sf: jax.Array
+
+    @property
+    def transposed(self) -> "Blockwise":
+        """Of weights: along N. A square has the same bytes and scale."""
+        return Blockwise(self.q.mT, self.sf.mT)
+
+
 class Upcast(NamedTuple):
     """MXFP8 dequantized to bf16, the operand of form "mx" on sm_90."""
 
@@ -51,7 +64,7 @@ class KN(NamedTuple):
     w: jax.Array
 
 
-Quantized = MX | Folded | Upcast
+Quantized = MX | Folded | Blockwise | Upcast
 
 
 def as_multiplied(pair: MX) -> MX | Upcast:
@@ -61,7 +74,7 @@ def as_multiplied(pair: MX) -> MX | Upcast:
 
 
 def _on_this_device(x: Quantized) -> Quantized:
-    return x if isinstance(x, Folded | Upcast) else as_multiplied(x)
+    return x if isinstance(x, Folded | Blockwise | Upcast) else as_multiplied(x)
 
 
 def form_of(recipe: Recipe) -> Form:
@@ -87,15 +100,35 @@ def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
 def quantize_rows(x: jax.Array, recipe: Recipe) -> Quantized:
     """Quantize x (..., M, K) along its last dim, in the recipe's form."""
     form = form_of(recipe)
+    if is_block(form):
+        return Blockwise(*ops.quantize_blockwise(x, power_of_two=form == "block_power_of_two"))
     if form == "mx":
         return as_multiplied(ops.quantize_row(x, rounding=recipe.rounding))
     quantize = ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise
     return Folded(*quantize(x, rounding=recipe.rounding))
 
 
+def quantize_squares(w: jax.Array, form: Form) -> Blockwise:
+    """Quantize w (G, N, K) with one scale per 128 x 128 values."""
+    return Blockwise(*ops.quantize_squares(w, power_of_two=form == "block_power_of_two"))
+
+
+def is_block(form: Form) -> bool:
+    """Whether operands have fp32 scales per 128 values."""
+    return form in ("block", "block_power_of_two")
+
+
+def _along_rows(w: jax.Array, recipe: Recipe) -> Quantized:
+    """Quantize w (G, N, K) along its last dim, in the recipe's form."""
+    form = form_of(recipe)
+    return quantize_squares(w, form) if is_block(form) else quantize_rows(w, recipe)
+
+
 def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
     """Quantize w (G, N, K) along N -> q (G, K, N), in the recipe's form."""
     form = form_of(recipe)
+    if is_block(form):
+        return quantize_squares(w, form).transposed
     if form == "row":
         return quantize_rows(w.mT, recipe)
     transposed = ops.quantize_col(w, rounding=recipe.rounding)
@@ -103,9 +136,12 @@ def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
 
 
 def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` and `quantize_transposed` from one op unless they are scaled by row. MXFP8 is not dequantized
-    here."""
+    """w along its last dim, and along dim 1, transposed. Only weights scaled by row are read twice. MXFP8 is not
+    dequantized here."""
     form = form_of(recipe)
+    if is_block(form):
+        along = quantize_squares(w, form)
+        return along, along.transposed
     if form == "row":
         return quantize_rows(w, recipe), quantize_rows(w.mT, recipe)
     if form == "fold":
@@ -189,7 +225,7 @@ def for_call(w: Weights, recipe: Recipe, backward: bool) -> Weights:
     """
     if isinstance(w, QuantizedWeights) or form_of(recipe) == "bf16":
         return w
-    both = quantize_both_ways(w, recipe) if backward else (quantize_rows(w, recipe), quantize_transposed(w, recipe))
+    both = quantize_both_ways(w, recipe) if backward else (_along_rows(w, recipe), quantize_transposed(w, recipe))
     return _CallWeights(w, *both, form_of(recipe), recipe.rounding)
 
 
@@ -274,7 +310,7 @@ def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
         if w.as_stored is not None:
             return w.as_stored
         w = w.values
-    return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else quantize_rows(w, recipe)
+    return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else _along_rows(w, recipe)
 
 
 def _transposed(w: Weights, recipe: Recipe) -> KN | Quantized:

@@ -9,6 +9,7 @@
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
     "row"     (q, sf), one sf per row       bf16
+    "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
 Transport and the backward's saved tensors hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward saves the token operand
@@ -26,7 +27,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from .mx_tensor import MXTensor, dequantized
-from .weights import KN, MX, Folded, Operand, Upcast, WeightOperand, as_multiplied, form_of, quantize_rows
+from .weights import KN, MX, Blockwise, Folded, Operand, Upcast, WeightOperand, as_multiplied, form_of, quantize_rows
 
 
 class ProductOptions(NamedTuple):
@@ -91,6 +92,8 @@ def product(
         return ops.grouped_mm_bf16(rows, w, group_ends, name)
     if isinstance(rows, Upcast):
         return ops.grouped_mm_bf16(*rows, *w, group_ends, name)
+    if isinstance(rows, Blockwise):
+        return ops.grouped_mm_blockwise(*rows, *w, group_ends, name)
     multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
     return multiply(*rows, *w, group_ends, name)
 
@@ -163,13 +166,13 @@ def _in_thirds(x: Tensor) -> Tensor:
 
 
 def row_operand(x: Operand, form: Form, rounding: int) -> Operand:
-    """x along its last dim in the given form. A Folded or Upcast operand is returned unchanged."""
-    if isinstance(x, Folded | Upcast):
+    """x along its last dim in the given form. A Folded, Blockwise or Upcast operand is returned unchanged."""
+    if isinstance(x, Folded | Blockwise | Upcast):
         return x
     if form == "bf16":
         assert isinstance(x, Tensor)
         return as_bf16(x)
-    if isinstance(x, MXTensor) and form != "row":
+    if isinstance(x, MXTensor) and is_mx(form):
         x = MX(x.q.contiguous(), x.sf.contiguous())
     if isinstance(x, MX):
         return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
@@ -199,6 +202,7 @@ def token_operand(x: Operand, form: Form, rounding: int, group_ends: Tensor, row
 
     A Folded or Upcast operand is returned unchanged; an MX operand is along the tokens already.
     """
+    assert not isinstance(x, Blockwise)
     if isinstance(x, Folded | Upcast):
         return x
     if form == "fold" and isinstance(x, MXTensor):

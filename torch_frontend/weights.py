@@ -43,6 +43,19 @@ class Folded(NamedTuple):
     sf: Tensor
 
 
+class Blockwise(NamedTuple):
+    """E4M3 bytes q (..., K) with one fp32 scale per 128 values, sf (..., K/128); of weights q (G, N, K) with one per
+    128 x 128 values, sf (G, N/128, K/128)."""
+
+    q: Tensor
+    sf: Tensor
+
+    @property
+    def transposed(self) -> "Blockwise":
+        """Of weights: along N. A square has the same bytes and scale."""
+        return Blockwise(self.q.transpose(1, 2).contiguous(), self.sf.transpose(1, 2).contiguous())
+
+
 class Upcast(NamedTuple):
     """MX dequantized to bf16, the operand of form "mx" on sm_90."""
 
@@ -55,7 +68,7 @@ class KN(NamedTuple):
     w: Tensor
 
 
-Quantized = MX | Folded | Upcast
+Quantized = MX | Folded | Blockwise | Upcast
 Operand = Tensor | Quantized
 """An operand of a product: a bf16 tensor, or quantized bytes."""
 WeightOperand = Operand | KN
@@ -198,6 +211,8 @@ def as_multiplied(x: MX) -> MX | Upcast:
 
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     """w (G, N, K) -> (G, N, K), quantized along K."""
+    if is_block(form):
+        return quantize_squares(w, form)
     return quantize_rows(w.contiguous(), form, rounding)
 
 
@@ -205,6 +220,8 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
     """w (G, N, K) -> (G, K, N), quantized along N; bf16 stays as stored."""
     if form == "bf16":
         return KN(w.to(torch.bfloat16).contiguous())
+    if is_block(form):
+        return quantize_squares(w, form).transposed
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     x = MX(*ops.quantize_col(w.contiguous(), rounding))
@@ -212,8 +229,11 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
 
 
 def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
-    """w (G, N, K) along K, as stored, and along N, transposed, from one op unless they are scaled by row."""
+    """w (G, N, K) along K, as stored, and along N, transposed. Only weights scaled by row are read twice."""
     w = w.contiguous()
+    if is_block(form):
+        along = quantize_squares(w, form)
+        return along, along.transposed
     if form == "row":
         return quantize_rows(w, form, rounding), quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     if form == "fold":
@@ -225,6 +245,18 @@ def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized,
 
 def quantize_rows(x: Tensor, form: Form, rounding: int) -> Quantized:
     """Quantize x (..., K), contiguous, along its last dim."""
+    if is_block(form):
+        return Blockwise(*ops.quantize_blockwise(x, form == "block_power_of_two"))
     if form == "mx":
         return as_multiplied(MX(*ops.quantize_row(x, rounding)))
     return Folded(*(ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise)(x, rounding))
+
+
+def quantize_squares(w: Tensor, form: Form) -> Blockwise:
+    """Quantize w (G, N, K) with one scale per 128 x 128 values."""
+    return Blockwise(*ops.quantize_squares(w.contiguous(), form == "block_power_of_two"))
+
+
+def is_block(form: Form) -> bool:
+    """Whether operands have fp32 scales per 128 values."""
+    return form in ("block", "block_power_of_two")

@@ -8,6 +8,8 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
 "mx"      quantize_row, quantize_col      quantize_col
 "fold"    the same, folded by row         the same, folded by row and span of tokens
 "row"     quantize_rowwise                -
+"block"   quantize_blockwise; weights: quantize_squares, transposed for da; with powers of two in form
+          "block_power_of_two"
 
 An operand (q, sf) is multiplied as it is in form "mx", folded in form "fold", and dequantized in the other forms.
 """
@@ -17,9 +19,11 @@ import numpy as np
 from ..fold.oracle import fold_groups, fold_rows
 from ..formats import Rounding
 from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
+from ..grouped_gemm.oracle_blockwise import grouped_mm_blockwise
 from ..grouped_gemm.oracle_folded import grouped_mm_fold, grouped_wgrad_fold
 from ..oracle_math import Array, Pair, round_to
 from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
+from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
 
 
 def _values(x: Array | Pair) -> Array:
@@ -41,6 +45,10 @@ def _product(x: Array | Pair, w: Array, group_ends: Array, form: str, rounding: 
     """x along its last dim, w (G, N, K) along its last."""
     if form == "bf16":
         return grouped_mm_bf16(_as_bf16(x), _as_bf16(w), group_ends, dtype)
+    if form.startswith("block"):
+        powers = form == "block_power_of_two"
+        rows, weights = quantize_blockwise(_values(x), powers), quantize_squares(w, powers)
+        return grouped_mm_blockwise(*rows, *weights, group_ends, dtype)
     multiply = grouped_mm_mx if form == "mx" else grouped_mm_fold
     return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding), group_ends, dtype)
 

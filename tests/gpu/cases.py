@@ -287,6 +287,16 @@ def _grouped_mm_fold_sum(rng: Rng, m: int) -> Tensors:
     return *(t for pair in pairs for x in pair for t in torch_ops.quantize_row_fold(x.contiguous())), _ends(rng, m)
 
 
+def _grouped_mm_blockwise(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = _grouped_mm_bf16(rng, m)
+    return *torch_ops.quantize_blockwise(lhs), *torch_ops.quantize_squares(rhs_t), ends
+
+
+def _blockwise_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t = _finite(rng, m, 416), _finite(rng, GROUPS, 808, 416)
+    return *torch_ops.quantize_blockwise(lhs), *torch_ops.quantize_squares(rhs_t), _ragged(rng, m)
+
+
 def _mx_and_target(rng: Rng, m: int) -> Tensors:
     q, sf = _mx(rng, m)
     return q, sf, torch.randint(100, 140, sf.shape, generator=rng).byte()
@@ -318,7 +328,7 @@ def _grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
 
 _OF_MATRICES = (
     *("quantize_row", "quantize_row_packed", "quantize_row_fold", "quantize_rowwise"),
-    *("quantize_col", "quantize_both"),
+    *("quantize_col", "quantize_both", "quantize_blockwise", "quantize_squares"),
 )
 _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold"),
@@ -395,6 +405,8 @@ CASES = {
     "grouped_mm_fold_sum": _case("grouped_mm_fold_sum", _grouped_mm_fold_sum),
     "grouped_mm_fold_sum_fp32": _case("grouped_mm_fold_sum", _grouped_mm_fold_sum, out_dtype="float32"),
     "grouped_mm_fold_bias_fp32": _case("grouped_mm_fold_bias", _grouped_mm_fold_bias, out_dtype="float32"),
+    "grouped_mm_blockwise": _case("grouped_mm_blockwise", _grouped_mm_blockwise),
+    "grouped_mm_blockwise_tiles": _case("grouped_mm_blockwise", _blockwise_of_many_tiles, out_dtype="float32"),
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", _grouped_wgrad_fold, multiple=32),
 }
 EDGES = [(name, m) for name, case in CASES.items() for m in case.edges]
