@@ -37,6 +37,8 @@ _GPU = {
     "permute_rows": Tiles(m=4, k=1024),
     "permute_mx": Tiles(m=4, k=1024),
     "fold_rows": Tiles(),
+    "balance_scales": Tiles(m=16),
+    "fold_rows_balanced": Tiles(),
     "quantize_row_fold": Tiles(),
     "quantize_rowwise": Tiles(),
     "fold_groups": Tiles(m=16),

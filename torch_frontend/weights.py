@@ -43,6 +43,21 @@ class Folded(NamedTuple):
     sf: Tensor
 
 
+class Balanced(NamedTuple):
+    """Weights folded after `balance_scales`: q (G, N, K), sf (G, N), and the octaves that the fold takes out of rows,
+    lift (G, K/32)."""
+
+    q: Tensor
+    sf: Tensor
+    lift: Tensor
+
+    @classmethod
+    def of(cls, x: MX) -> "Balanced":
+        sf, lift = ops.balance_scales(x.sf)
+        q, row_sf = ops.fold_rows(x.q, sf)
+        return cls(q, row_sf, lift)
+
+
 class Blockwise(NamedTuple):
     """E4M3 bytes q (..., K) with one fp32 scale per 128 values, sf (..., K/128); of weights q (G, N, K) with one per
     128 x 128 values, sf (G, N/128, K/128)."""
@@ -68,10 +83,11 @@ class KN(NamedTuple):
     w: Tensor
 
 
-Quantized = MX | Folded | Blockwise | Upcast
-Operand = Tensor | Quantized
+QuantizedRows = MX | Folded | Blockwise | Upcast
+Quantized = QuantizedRows | Balanced
+Operand = Tensor | QuantizedRows
 """An operand of a product: a bf16 tensor, or quantized bytes."""
-WeightOperand = Operand | KN
+WeightOperand = Tensor | Quantized | KN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +211,7 @@ def outlives_forward(w: Tensor) -> bool:
     return not owner.is_leaf or owner.is_inference() or (has_version and version_of(owner) > 0)
 
 
-def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[Operand, Quantized | None]:
+def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[WeightOperand, Quantized | None]:
     """The operands of w along K and along N. The second is None unless w is held or `both` is set."""
     if form == "bf16":
         return w.to(torch.bfloat16), None
@@ -213,6 +229,8 @@ def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     """w (G, N, K) -> (G, N, K), quantized along K."""
     if is_block(form):
         return quantize_squares(w, form)
+    if form == "balanced":
+        return Balanced.of(MX(*ops.quantize_row(w.contiguous(), rounding)))
     return quantize_rows(w.contiguous(), form, rounding)
 
 
@@ -225,6 +243,8 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     x = MX(*ops.quantize_col(w.contiguous(), rounding))
+    if form == "balanced":
+        return Balanced.of(x)
     return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
 
 
@@ -240,15 +260,19 @@ def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized,
         qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding)
         return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding)
+    if form == "balanced":
+        return Balanced.of(MX(q, sf)), Balanced.of(MX(q_t, sf_t))
     return as_multiplied(MX(q, sf)), as_multiplied(MX(q_t, sf_t))
 
 
-def quantize_rows(x: Tensor, form: Form, rounding: int) -> Quantized:
+def quantize_rows(x: Tensor, form: Form, rounding: int) -> QuantizedRows:
     """Quantize x (..., K), contiguous, along its last dim."""
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, form == "block_power_of_two"))
     if form == "mx":
         return as_multiplied(MX(*ops.quantize_row(x, rounding)))
+    if form == "balanced":
+        return MX(*ops.quantize_row(x, rounding))  # folded where the weights are known
     return Folded(*(ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise)(x, rounding))
 
 

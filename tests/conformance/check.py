@@ -30,7 +30,7 @@ them and cuts each below 2^-13 of it. At worst that is 33 * 2^-13 for every 32 t
 test."""
 
 
-FP8_FORMS = ("fold", "row", "block", "block_power_of_two")
+FP8_FORMS = ("fold", "balanced", "row", "block", "block_power_of_two")
 """Operand forms that the FP8 tensor cores of sm_90 multiply."""
 
 

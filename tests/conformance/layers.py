@@ -19,6 +19,7 @@ from .cases import BF16, Array, lognormal_blocks, seeded
 RUNS = {name: Recipe.parse(name, compute="exact") for name in RECIPES} | {
     f"{name}_folded": Recipe.parse(name, compute="fold") for name, recipe in RECIPES.items() if recipe.mx
 }
+RUNS["mxfp8_balanced"] = Recipe.parse("mxfp8", compute="balanced")
 
 
 def precision(run: str) -> ffn.Precision:

@@ -302,6 +302,14 @@ def _mx_and_target(rng: Rng, m: int) -> Tensors:
     return q, sf, torch.randint(100, 140, sf.shape, generator=rng).byte()
 
 
+def _weight_scales(rng: Rng, m: int) -> Tensors:
+    return (torch.randint(0, 256, (GROUPS, m, K // 32), generator=rng).byte(),)
+
+
+def _mx_and_lift(rng: Rng, m: int) -> Tensors:
+    return *_mx(rng, m), torch.randint(0, 30, (GROUPS, K // 32), generator=rng).byte(), _ends(rng, m)
+
+
 def _groups(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_col(floats(rng, m, N)), _ends(rng, m, 32)
 
@@ -363,6 +371,8 @@ CASES = {
     "sort_by_expert": _case("sort_by_expert", _expert_ids, num_experts=9),
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),
+    "balance_scales": _case("balance_scales", _weight_scales),
+    "fold_rows_balanced": _case("fold_rows_balanced", _mx_and_lift),
     "count_fold_loss": _case("count_fold_loss", _mx_and_target),
     "fold_groups": Case("fold_groups", _groups, multiple=32),
     "quantize_both_fold": _case("quantize_both_fold", _matrix_and_ends),

@@ -16,6 +16,7 @@ import pytest
 import triton
 from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_balanced
 from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.formats import packed_width, spans
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
@@ -100,6 +101,10 @@ CASES = {
     "quantize_rowwise": Case(quantize.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),
     "quantize_rowwise 3D floor": Case(quantize.quantize_rowwise, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
     "quantize_rowwise f32 satfinite": Case(quantize.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
+    "balance_scales": Case(plan_balanced.balance_scales, (u8(GROUPS, N, K // 32),), {}),
+    "fold_rows_balanced": Case(
+        plan_balanced.fold_rows_balanced, (*mx(M, K), u8(GROUPS, K // 32), i32(GROUPS)), {}, QUANTIZE
+    ),
     "quantize_blockwise": Case(blockwise.quantize_blockwise, (bf16(M, K),), {}, QUANTIZE),
     "quantize_blockwise f32 powers": Case(
         blockwise.quantize_blockwise, (f32(GROUPS, M, K),), {"power_of_two": True}, QUANTIZE
@@ -369,6 +374,8 @@ SMALL = {
     "fold_rows": (fold.fold_rows, mx(1, 32)),
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
     "quantize_rowwise": (quantize.quantize_rowwise, (bf16(1, 32),)),
+    "balance_scales": (plan_balanced.balance_scales, (u8(1, 1, 1),)),
+    "fold_rows_balanced": (plan_balanced.fold_rows_balanced, (*mx(1, 32), u8(1, 1), i32(1))),
     "quantize_blockwise": (blockwise.quantize_blockwise, (bf16(1, 3),)),
     "quantize_squares": (blockwise.quantize_squares, (bf16(1, 3),)),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
