@@ -33,6 +33,7 @@ _GPU = {
     "quantize_both": Tiles(m=128, k=32),
     "quantize_blockwise": Tiles(m=8, k=512),
     "quantize_squares": Tiles(num_warps=8),
+    "quantize_squares_both": Tiles(num_warps=8),
     "dequantize": Tiles(m=16, k=256),
     "permute_rows": Tiles(m=4, k=1024),
     "permute_mx": Tiles(m=4, k=1024),

@@ -61,11 +61,6 @@ class Blockwise(NamedTuple):
     q: jax.Array
     sf: jax.Array
 
-    @property
-    def transposed(self) -> "Blockwise":
-        """Of weights: along N. A square has the same bytes and scale."""
-        return Blockwise(self.q.mT, self.sf.mT)
-
 
 class Upcast(NamedTuple):
     """MXFP8 dequantized to bf16, the operand of form "mx" on sm_90."""
@@ -128,11 +123,6 @@ def quantize_rows(x: jax.Array, recipe: Recipe) -> QuantizedRows:
     return Folded(*quantize(x, rounding=recipe.rounding))
 
 
-def quantize_squares(w: jax.Array, form: Form) -> Blockwise:
-    """Quantize w (G, N, K) with one scale per 128 x 128 values."""
-    return Blockwise(*ops.quantize_squares(w, power_of_two=form == "block_power_of_two"))
-
-
 def is_block(form: Form) -> bool:
     """Whether operands have fp32 scales per 128 values."""
     return form in ("block", "block_power_of_two")
@@ -143,14 +133,16 @@ def _along_rows(w: jax.Array, recipe: Recipe) -> Quantized:
     form = form_of(recipe)
     if form == "balanced":
         return Balanced.of(ops.quantize_row(w, rounding=recipe.rounding))
-    return quantize_squares(w, form) if is_block(form) else quantize_rows(w, recipe)
+    if is_block(form):
+        return Blockwise(*ops.quantize_squares(w, power_of_two=form == "block_power_of_two"))
+    return quantize_rows(w, recipe)
 
 
 def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
     """Quantize w (G, N, K) along N -> q (G, K, N), in the recipe's form."""
     form = form_of(recipe)
     if is_block(form):
-        return quantize_squares(w, form).transposed
+        return quantize_both_ways(w, recipe)[1]
     if form == "row":
         return quantize_rows(w.mT, recipe)
     transposed = ops.quantize_col(w, rounding=recipe.rounding)
@@ -164,8 +156,8 @@ def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantiz
     dequantized here."""
     form = form_of(recipe)
     if is_block(form):
-        along = quantize_squares(w, form)
-        return along, along.transposed
+        q, sf, q_t, sf_t = ops.quantize_squares_both(w, power_of_two=form == "block_power_of_two")
+        return Blockwise(q, sf), Blockwise(q_t, sf_t)
     if form == "row":
         return quantize_rows(w, recipe), quantize_rows(w.mT, recipe)
     if form == "fold":

@@ -65,11 +65,6 @@ class Blockwise(NamedTuple):
     q: Tensor
     sf: Tensor
 
-    @property
-    def transposed(self) -> "Blockwise":
-        """Of weights: along N. A square has the same bytes and scale."""
-        return Blockwise(self.q.transpose(1, 2).contiguous(), self.sf.transpose(1, 2).contiguous())
-
 
 class Upcast(NamedTuple):
     """MX dequantized to bf16, the operand of form "mx" on sm_90."""
@@ -228,7 +223,7 @@ def as_multiplied(x: MX) -> MX | Upcast:
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     """w (G, N, K) -> (G, N, K), quantized along K."""
     if is_block(form):
-        return quantize_squares(w, form)
+        return Blockwise(*ops.quantize_squares(w.contiguous(), form == "block_power_of_two"))
     if form == "balanced":
         return Balanced.of(MX(*ops.quantize_row(w.contiguous(), rounding)))
     return quantize_rows(w.contiguous(), form, rounding)
@@ -239,7 +234,7 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
     if form == "bf16":
         return KN(w.to(torch.bfloat16).contiguous())
     if is_block(form):
-        return quantize_squares(w, form).transposed
+        return quantize_both_ways(w, form, rounding)[1]
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     x = MX(*ops.quantize_col(w.contiguous(), rounding))
@@ -252,8 +247,8 @@ def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized,
     """w (G, N, K) along K, as stored, and along N, transposed. Only weights scaled by row are read twice."""
     w = w.contiguous()
     if is_block(form):
-        along = quantize_squares(w, form)
-        return along, along.transposed
+        q, sf, q_t, sf_t = ops.quantize_squares_both(w, form == "block_power_of_two")
+        return Blockwise(q, sf), Blockwise(q_t, sf_t)
     if form == "row":
         return quantize_rows(w, form, rounding), quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     if form == "fold":
@@ -274,11 +269,6 @@ def quantize_rows(x: Tensor, form: Form, rounding: int) -> QuantizedRows:
     if form == "balanced":
         return MX(*ops.quantize_row(x, rounding))  # folded where the weights are known
     return Folded(*(ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise)(x, rounding))
-
-
-def quantize_squares(w: Tensor, form: Form) -> Blockwise:
-    """Quantize w (G, N, K) with one scale per 128 x 128 values."""
-    return Blockwise(*ops.quantize_squares(w.contiguous(), form == "block_power_of_two"))
 
 
 def is_block(form: Form) -> bool:

@@ -54,10 +54,32 @@ void quantize(const Call& call, int64_t matrices, int64_t m, int64_t height) {
   });
 }
 
+// x (matrices, m, k) -> out (matrices, k, m), by tiles whose rows and columns fit the cache.
+template <typename T>
+void transpose(const T* x, T* out, int64_t matrices, int64_t m, int64_t k) {
+  constexpr int64_t kSide = 64;
+  const int64_t down = (m + kSide - 1) / kSide;
+  parallel_ranges(matrices * down, kSide * k * sizeof(T), [=](int64_t begin, int64_t end) {
+    for (int64_t strip = begin; strip < end; ++strip) {
+      const int64_t top = strip % down * kSide, bottom = std::min(m, top + kSide), matrix = strip / down * m * k;
+      for (int64_t left = 0; left < k; left += kSide)
+        for (int64_t c = left; c < std::min(k, left + kSide); ++c)
+          for (int64_t r = top; r < bottom; ++r) out[matrix + c * m + r] = x[matrix + r * k + c];
+    }
+  });
+}
+
 }  // namespace
 
 void quantize_blockwise(const Call& call) { quantize(call, 1, call.in[0].leading(1), 1); }
 
 void quantize_squares(const Call& call) { quantize(call, call.in[0].leading(2), call.in[0].dim(-2), kSquare); }
+
+void quantize_squares_both(const Call& call) {
+  quantize_squares(call);
+  const int64_t matrices = call.in[0].leading(2), n = call.in[0].dim(-2), k = call.in[0].dim(-1);
+  transpose(call.out[0].as<uint8_t>(), call.out[2].as<uint8_t>(), matrices, n, k);
+  transpose(call.out[1].as<float>(), call.out[3].as<float>(), matrices, call.out[1].dim(-2), call.out[1].dim(-1));
+}
 
 }  // namespace mxep

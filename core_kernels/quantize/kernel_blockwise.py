@@ -57,7 +57,12 @@ def rows_kernel(
 
 
 @triton.jit
-def squares_kernel(x, N, q, sf, K: tl.constexpr, power_of_two: tl.constexpr, HW_CAST: tl.constexpr):
+def _quantize_square(
+    x, q, sf, q_t, sf_t,
+    N: tl.constexpr, K: tl.constexpr, power_of_two: tl.constexpr, HW_CAST: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Square program_id(0) of matrix program_id(1), also transposed."""
+    down: tl.constexpr = (N + SIDE - 1) // SIDE
     across: tl.constexpr = (K + SIDE - 1) // SIDE
     tile, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, j = tile // across, tile % across
@@ -65,6 +70,22 @@ def squares_kernel(x, N, q, sf, K: tl.constexpr, power_of_two: tl.constexpr, HW_
     inside, at = (n < N)[:, None] & (k < K)[None, :], (batch * N + n)[:, None] * K + k[None, :]
     v = to_f32(tl.load(x + at, mask=inside, other=0.0))
     scale = _scale(tl.max(tl.max(_magnitude(v), 1), 0), power_of_two)
-    tl.store(q + at, f32_to_e4m3(v * _inverse(scale), HW_CAST), mask=inside)
-    down = (N + SIDE - 1) // SIDE
+    bytes = f32_to_e4m3(v * _inverse(scale), HW_CAST)
+    tl.store(q + at, bytes, mask=inside)
     tl.store(sf + (batch * down + i) * across + j, scale)
+    if TRANSPOSED:
+        inside, at = (k < K)[:, None] & (n < N)[None, :], (batch * K + k)[:, None] * N + n[None, :]
+        tl.store(q_t + at, tl.trans(bytes), mask=inside)
+        tl.store(sf_t + (batch * across + j) * down + i, scale)
+
+
+@triton.jit
+def squares_kernel(x, q, sf, N: tl.constexpr, K: tl.constexpr, power_of_two: tl.constexpr, HW_CAST: tl.constexpr):
+    _quantize_square(x, q, sf, None, None, N, K, power_of_two, HW_CAST, False)
+
+
+@triton.jit
+def squares_both_kernel(
+    x, q, sf, q_t, sf_t, N: tl.constexpr, K: tl.constexpr, power_of_two: tl.constexpr, HW_CAST: tl.constexpr
+):
+    _quantize_square(x, q, sf, q_t, sf_t, N, K, power_of_two, HW_CAST, True)

@@ -45,6 +45,12 @@ def quantize_squares(x: Array, power_of_two: bool = False) -> Pair:
     return _quantize(x, (SQUARE, SQUARE), power_of_two)
 
 
+def quantize_squares_both(x: Array, power_of_two: bool = False) -> tuple[Array, Array, Array, Array]:
+    """x (..., N, K) -> q, sf of quantize_squares, and both transposed."""
+    q, sf = quantize_squares(x, power_of_two)
+    return q, sf, np.swapaxes(q, -1, -2), np.swapaxes(sf, -1, -2)
+
+
 def row_values(q: Array, sf: Array) -> Array:
     """q (..., K), sf (..., ceil(K/128)) -> the exact values in fp64."""
     return E4M3_VALUES[q] * values_of(sf, q.shape, (SQUARE,)).astype(np.float64)

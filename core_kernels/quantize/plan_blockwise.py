@@ -9,7 +9,7 @@
                    |---------|---------|----|      q  = RTNE(x * (1 / sf))
 
 All divisions of dims are rounded up. A square has the same scale read along either dim: q and sf of the transposed
-weight are the transposed q and sf.
+weight, the operand of the input gradient, are the transposed q and sf. `quantize_squares_both` writes both.
 """
 
 import math
@@ -50,10 +50,18 @@ def _tile_rows(call: Call, arch: str) -> Tiling:
     return t.tiling(grid, {"M": m}, K=k, HW_CAST=facts(arch).hw_cast, BLOCK_M=t.m, BLOCK_K=width)
 
 
+def _check_squares_both(x: ArrayType, *, power_of_two: bool = False) -> Signature:
+    require_rank("quantize_squares_both", "x", x, 2, 3)
+    *lead, n, k = x.shape
+    one = _check("quantize_squares_both", x, (*lead, cdiv(n, SQUARE), cdiv(k, SQUARE)), power_of_two)
+    transposed = ArrayType((*lead, k, n), "uint8"), ArrayType((*lead, cdiv(k, SQUARE), cdiv(n, SQUARE)), "float32")
+    return Signature(one.out + transposed, one.attrs)
+
+
 def _tile_squares(call: Call, arch: str) -> Tiling:
     *lead, n, k = call.inputs[0].shape
     grid = cdiv(n, SQUARE) * cdiv(k, SQUARE), math.prod(lead)
-    return tiles(call.op, arch).tiling(grid, {"N": n}, K=k, HW_CAST=facts(arch).hw_cast)
+    return tiles(call.op, arch).tiling(grid, {}, N=n, K=k, HW_CAST=facts(arch).hw_cast)
 
 
 quantize_blockwise = KernelOp(
@@ -97,4 +105,21 @@ quantize_squares = KernelOp(
     _check_squares,
     _tile_squares,
     "quantize.kernel_blockwise:squares_kernel",
+)
+quantize_squares_both = KernelOp(
+    "quantize_squares_both",
+    f"""`quantize_squares`, and its result transposed, in one read of x.
+
+    x: (..., N, K) bf16 or fp32, 2 or 3 dims.
+    {POWER_OF_TWO}
+    Returns q (..., N, K) as uint8 and sf (..., ceil(N/128), ceil(K/128)) fp32, q_t (..., K, N) and sf_t
+    (..., ceil(K/128), ceil(N/128)).
+
+    Raises ValueError (shape) or TypeError (dtype).
+    """,
+    ("x",),
+    ("q", "sf", "q_t", "sf_t"),
+    _check_squares_both,
+    _tile_squares,
+    "quantize.kernel_blockwise:squares_both_kernel",
 )

@@ -336,7 +336,7 @@ def _grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
 
 _OF_MATRICES = (
     *("quantize_row", "quantize_row_packed", "quantize_row_fold", "quantize_rowwise"),
-    *("quantize_col", "quantize_both", "quantize_blockwise", "quantize_squares"),
+    *("quantize_col", "quantize_both", "quantize_blockwise", "quantize_squares", "quantize_squares_both"),
 )
 _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold"),

@@ -119,7 +119,7 @@ def test_no_weight_is_quantized_where_it_is_used(recipe: Recipe) -> None:
         "mx": {"quantize_both": 3},
         "fold": {"quantize_matrix_fold": 3},
         "row": {"quantize_rowwise": 6},
-        "block_power_of_two": {"quantize_squares": 3},
+        "block_power_of_two": {"quantize_squares_both": 3},
     }
     assert arrays - got == once[recipe.form("cpu")], "three weights, both ways"
     rows_only = kernels(lambda x: ffn(x, cached, recipe), X)

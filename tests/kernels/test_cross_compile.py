@@ -110,6 +110,7 @@ CASES = {
         blockwise.quantize_blockwise, (f32(GROUPS, M, K),), {"power_of_two": True}, QUANTIZE
     ),
     "quantize_squares": Case(blockwise.quantize_squares, (bf16(GROUPS, N, K),), {}, QUANTIZE),
+    "quantize_squares_both": Case(blockwise.quantize_squares_both, (bf16(GROUPS, N, K),), {}, QUANTIZE),
     "quantize_squares f32 powers": Case(blockwise.quantize_squares, (f32(N, K),), {"power_of_two": True}, QUANTIZE),
     "quantize_rowwise wide": Case(quantize.quantize_rowwise, (bf16(M, 16384),), {}, QUANTIZE),
     "quantize_rowwise wide f32": Case(quantize.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
@@ -378,6 +379,7 @@ SMALL = {
     "fold_rows_balanced": (plan_balanced.fold_rows_balanced, (*mx(1, 32), u8(1, 1), i32(1))),
     "quantize_blockwise": (blockwise.quantize_blockwise, (bf16(1, 3),)),
     "quantize_squares": (blockwise.quantize_squares, (bf16(1, 3),)),
+    "quantize_squares_both": (blockwise.quantize_squares_both, (bf16(1, 3),)),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
     "count_fold_loss": (fold_loss.count_fold_loss, (*mx(1, 32), u8(1, 1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),
