@@ -30,7 +30,7 @@ from mxep.core_kernels.reference import choice, collectives
 from . import check
 from .backends import adapter, dense_layer
 from .cases import BF16
-from .layers import LAYER_RUNS, LAYERS, RUNS, WIRE
+from .layers import LAYER_RUNS, LAYERS, LIKE_ANOTHER, RUNS, WIRE
 
 Array = np.ndarray
 RANKS = 4
@@ -132,7 +132,9 @@ RANKED_RUNS = [
     (name, run, degree)
     for name, run in LAYER_RUNS
     for degree in (1, 2, 4)
-    if degree == RANKS or run == "mxfp8_wgrad_with_hp" or (run in RECIPES and LAYERS[name].prob_in == "combine")
+    if degree == RANKS
+    or run == "mxfp8_wgrad_with_hp"
+    or (run in RECIPES and run not in LIKE_ANOTHER and LAYERS[name].prob_in == "combine")
 ]
 
 
