@@ -16,14 +16,17 @@ import pytest
 import triton
 from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_balanced
 from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.formats import packed_width, spans
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
+from mxep.core_kernels.grouped_gemm import plan_blockwise as blockwise_gemm
 from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.grouped_gemm import plan_kn
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.quantize import plan_blockwise as blockwise
 from mxep.core_kernels.registry import OPS
 from mxep.core_kernels.router import plan as router
 from mxep.core_kernels.routing import plan as routing
@@ -98,6 +101,17 @@ CASES = {
     "quantize_rowwise": Case(quantize.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),
     "quantize_rowwise 3D floor": Case(quantize.quantize_rowwise, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
     "quantize_rowwise f32 satfinite": Case(quantize.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
+    "balance_scales": Case(plan_balanced.balance_scales, (u8(GROUPS, N, K // 32),), {}),
+    "fold_rows_balanced": Case(
+        plan_balanced.fold_rows_balanced, (*mx(M, K), u8(GROUPS, K // 32), i32(GROUPS)), {}, QUANTIZE
+    ),
+    "quantize_blockwise": Case(blockwise.quantize_blockwise, (bf16(M, K),), {}, QUANTIZE),
+    "quantize_blockwise f32 powers": Case(
+        blockwise.quantize_blockwise, (f32(GROUPS, M, K),), {"power_of_two": True}, QUANTIZE
+    ),
+    "quantize_squares": Case(blockwise.quantize_squares, (bf16(GROUPS, N, K),), {}, QUANTIZE),
+    "quantize_squares_both": Case(blockwise.quantize_squares_both, (bf16(GROUPS, N, K),), {}, QUANTIZE),
+    "quantize_squares f32 powers": Case(blockwise.quantize_squares, (f32(N, K),), {"power_of_two": True}, QUANTIZE),
     "quantize_rowwise wide": Case(quantize.quantize_rowwise, (bf16(M, 16384),), {}, QUANTIZE),
     "quantize_rowwise wide f32": Case(quantize.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
     "fold_groups": Case(fold.fold_groups, (*mx(K, M), i32(GROUPS)), {}, QUANTIZE),
@@ -217,6 +231,12 @@ CASES = {
             *(u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N)),
             *(u8(M, 96), u8(M), u8(GROUPS, N, 96), u8(GROUPS, N), i32(GROUPS)),
         ),
+        {},
+        ("fp8 mma",),
+    ),
+    "grouped_mm_blockwise": Case(
+        blockwise_gemm.grouped_mm_blockwise,
+        (u8(M, K), f32(M, -(-K // 128)), u8(GROUPS, N, K), f32(GROUPS, -(-N // 128), -(-K // 128)), i32(GROUPS)),
         {},
         ("fp8 mma",),
     ),

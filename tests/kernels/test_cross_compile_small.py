@@ -3,12 +3,15 @@
 import pytest
 from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_balanced
 from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
+from mxep.core_kernels.grouped_gemm import plan_blockwise as blockwise_gemm
 from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.grouped_gemm import plan_kn
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.quantize import plan_blockwise as blockwise
 from mxep.core_kernels.router import plan as router
 from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
@@ -26,6 +29,11 @@ SMALL = {
     "fold_rows": (fold.fold_rows, mx(1, 32)),
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
     "quantize_rowwise": (quantize.quantize_rowwise, (bf16(1, 32),)),
+    "balance_scales": (plan_balanced.balance_scales, (u8(1, 1, 1),)),
+    "fold_rows_balanced": (plan_balanced.fold_rows_balanced, (*mx(1, 32), u8(1, 1), i32(1))),
+    "quantize_blockwise": (blockwise.quantize_blockwise, (bf16(1, 3),)),
+    "quantize_squares": (blockwise.quantize_squares, (bf16(1, 3),)),
+    "quantize_squares_both": (blockwise.quantize_squares_both, (bf16(1, 3),)),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
     "count_fold_loss": (fold_loss.count_fold_loss, (*mx(1, 32), u8(1, 1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),
@@ -52,6 +60,10 @@ SMALL = {
     "grouped_mm_fold_sum": (
         folded_gemm.grouped_mm_fold_sum,
         (*(u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8)) * 2, i32(1)),
+    ),
+    "grouped_mm_blockwise": (
+        blockwise_gemm.grouped_mm_blockwise,
+        (u8(1, 32), f32(1, 1), u8(1, 8, 32), f32(1, 1, 1), i32(1)),
     ),
     "grouped_wgrad_fold": (folded_gemm.grouped_wgrad_fold, (u8(1, 32), u8(1, 1), u8(8, 32), u8(1, 8), i32(1))),
 }
