@@ -13,6 +13,7 @@ Local experts are exchanged and multiplied in chunks. The rows of one expert fro
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 MOST_CHUNKS = 8
@@ -32,8 +33,8 @@ class Move(NamedTuple):
 
 class Step(NamedTuple):
     """The moves of one chunk of local experts, one per peer and expert, empty ones too. The first peer is the rank
-    itself. Then a rank sends to rank + 1, rank + 2, ... (back: rank - 1, rank - 2, ...), so that in each turn every rank
-    receives from one peer."""
+    itself. Then a rank sends to rank + 1, rank + 2, ... (on the way back to rank - 1, rank - 2, ...), so that in each
+    turn every rank receives from one peer."""
 
     sends: tuple[Move, ...]
     receives: tuple[Move, ...]
@@ -53,8 +54,8 @@ class Exchange(NamedTuple):
 
     chunks: of local experts. group_ends: the end of each group in the operand, padding included. padding: the rows
     [start, end) of the operand that no rank fills. operand_rows, token_rows: rows of each rank's operand and tokens.
-    to_experts: a step per chunk from tokens to operands. to_tokens: the way back; its sends have sources that count from the
-    first row of the chunk, its receives have destinations alone.
+    to_experts: a step per chunk from tokens to operands. to_tokens: the way back; sources of its sends count from the
+    first row of the chunk, and its receives have destinations alone.
     """
 
     chunks: tuple[Chunk, ...]
@@ -77,7 +78,7 @@ def expert_chunks(experts: int) -> tuple[tuple[int, int], ...]:
         return tuple((e, e + 1) for e in range(experts))
     inner, chunks = experts - 2, MOST_CHUNKS - 2
     ends = [0, *(1 + inner * c // chunks for c in range(chunks + 1)), experts]
-    return tuple(zip(ends[:-1], ends[1:], strict=True))
+    return tuple(pairwise(ends))
 
 
 def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int) -> Exchange:

@@ -110,6 +110,26 @@ has_version = _private("torch:Tensor._version") is not None
 version_of: Callable[[Tensor], int] = _private_version if has_version else _public_version
 """version_of(x): a number that changes when the values of x do; that of an inference tensor may not."""
 
+# --- Writing tensors ---
+
+
+def _public_copy_each(destinations: list[Tensor], sources: list[Tensor]) -> None:
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.copy_(source)
+
+
+def _public_zero_each(tensors: list[Tensor]) -> None:
+    for x in tensors:
+        x.zero_()
+
+
+# One kernel for all, where the public way launches one per tensor; a copy of one tensor would be one by a copy engine,
+# which within a GPU reaches a small part of the memory's bandwidth.
+copy_each: Callable[[list[Tensor], list[Tensor]], Any] = _private("torch:_foreach_copy_") or _public_copy_each
+"""copy_each(destinations, sources): copy every source into its destination; not for empty lists."""
+zero_each: Callable[[list[Tensor]], Any] = _private("torch:_foreach_zero_") or _public_zero_each
+"""zero_each(tensors): fill every tensor with zeros; not for an empty list."""
+
 # --- Tensor subclasses and torch.func ---
 
 

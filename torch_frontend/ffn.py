@@ -160,7 +160,10 @@ class FFNBackward:
         _, need_w1, need_w3, _, _, need_b1, need_b3, _ = self.call.needs
         x_tokens: Unused = self.steps.tokens(self.x) if need_w1 or need_w3 else None
         found: list[Tensor | None] = []
-        for need, (tokens, _), dtype in ((need_w1, self.of_gate, self.dtypes[1]), (need_w3, self.of_up, self.dtypes[2])):
+        for need, (tokens, _), dtype in (
+            (need_w1, self.of_gate, self.dtypes[1]),
+            (need_w3, self.of_up, self.dtypes[2]),
+        ):
             found.append(weight_gradient(tokens, x_tokens, self.steps.token_ends, dtype) if need else None)
         for need, (_, values) in ((need_b1, self.of_gate), (need_b3, self.of_up)):
             found.append(bias_gradient(values, self.group_ends) if need and values is not None else None)

@@ -91,9 +91,7 @@ class MMBackward:
         if need_w and options.wgrad_mx:
             pad = options.pad
             row_map, ends = pad_to_blocks(self.group_ends, self.dout.shape[0]) if pad else (None, self.group_ends)
-            tokens, x = (
-                token_operand(t, options.form, options.rounding, ends, row_map) for t in (self.tokens, self.x)
-            )
+            tokens, x = (token_operand(t, options.form, options.rounding, ends, row_map) for t in (self.tokens, self.x))
             dw = weight_gradient(tokens, x, ends, self.dtypes[1])
         elif need_w:
             dw = weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1])

@@ -7,7 +7,7 @@
         (rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
                                  before         weights: DTensor, Shard(0)                    after
 
-`MoE` itself calls dispatch, experts and combine; the hooks serve modules of other packages alone.
+`MoE` itself calls dispatch, experts and combine, or overlap.py; the hooks serve modules of other packages alone.
 """
 
 from typing import Any, Literal, get_args
@@ -25,6 +25,7 @@ from ._torch_private import name_of_group
 from .moe import GroupedExperts, MoE
 from .pipeline import Route, combine, dispatch_over, dispatch_probs
 from .shards import Ranks
+from .transport import Collectives, Transport
 
 Gradients = Literal["mean", "sum"]
 
@@ -49,6 +50,9 @@ class MXFP8ExpertParallel(ParallelStyle):
         losses; a rank's loss is a sum over its tokens divided by the number of tokens of all ranks, and the caller sums
         the other gradients. Another module of experts takes "sum" alone: this style does not see how it reads its
         weights.
+    transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole graph.
+        "collectives", or a `Transport`: the rows of a chunk of experts travel beside the products of the chunks before;
+        the same bytes. A MoE alone takes it.
 
     The backward reduces the gradients of the router and of the shared expert over the mesh. All weights of a layer are
     DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside
@@ -63,8 +67,17 @@ class MXFP8ExpertParallel(ParallelStyle):
     raises on all.
     """
 
-    def __init__(self, recipe: Recipe | str | None = None, gradients: Gradients = "mean") -> None:
+    def __init__(
+        self,
+        recipe: Recipe | str | None = None,
+        gradients: Gradients = "mean",
+        transport: Transport | Literal["collectives"] | None = None,
+    ) -> None:
         super().__init__()
+        if isinstance(transport, str) and transport != "collectives":
+            allowed = "allowed: None, 'collectives' or a Transport, as `Collectives` and `CopyEngines` are"
+            fail(ValueError, "MXFP8ExpertParallel", "transport", repr(transport), allowed)
+        self.transport = transport
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         if gradients not in get_args(Gradients):
             allowed = "allowed: 'mean' or 'sum'"
@@ -77,12 +90,14 @@ class MXFP8ExpertParallel(ParallelStyle):
         own = getattr(experts, "recipe", None)
         recipe = self.recipe or Recipe.parse(own or "mxfp8")
         self._check_on_all_ranks(experts, ours, own, recipe, device_mesh)
+        name, carried = name_of_group(device_mesh.get_group()), self.transport
         ranks = Ranks(
-            name_of_group(device_mesh.get_group()),
+            name,
             device_mesh.size(),
             next(experts.parameters(recurse=False)).shape[0],
             device_mesh.device_type,
             device_mesh.size() if self.gradients == "mean" else 1,
+            Collectives(name) if isinstance(carried, str) else carried,
         )
         _distribute(experts, device_mesh, Shard(0))
         if isinstance(module, MoE):
@@ -106,7 +121,8 @@ class MXFP8ExpertParallel(ParallelStyle):
                 raise
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
-        arguments = {"recipe": recipe, "gradients": self.gradients, "parameters": parameters}
+        kind = self.transport if isinstance(self.transport, str) else type(self.transport).__name__
+        arguments = {"recipe": recipe, "gradients": self.gradients, "transport": kind, "parameters": parameters}
         agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error)
 
     def _check(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
@@ -118,6 +134,9 @@ class MXFP8ExpertParallel(ParallelStyle):
         if not ours and self.gradients != "sum":
             allowed = f"allowed: gradients='sum' for a {type(experts).__name__}; MoE and GroupedExperts take both"
             fail(ValueError, op, "gradients", repr(self.gradients), allowed)
+        if self.transport is not None and not ours:
+            allowed = f"allowed: None for a {type(experts).__name__}; a MoE and its experts take a transport"
+            fail(ValueError, op, "transport", repr(self.transport), allowed)
         if mesh.ndim != 1:
             fail(ValueError, op, "device_mesh", f"{mesh.ndim} dims", 'allowed: one dim; pick it with mesh["ep"]')
         parameters = dict(experts.named_parameters(recurse=False))

@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import ep_overlap
 import ep_training
 import ep_tutorial
 import ep_weights
@@ -56,11 +57,11 @@ def mesh_of(ep: int) -> DeviceMesh:
 
 
 def parallel_layer(
-    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, **options
+    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, transport=None, **options
 ) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
     moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
-    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(gradients="sum"))
+    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(gradients="sum", transport=transport))
     return moe, mesh
 
 
@@ -306,6 +307,15 @@ CHECKS: dict[str, Callable[[], None]] = {
     "sharded_twice[mxfp8]": partial(ep_training.sharded_twice, "mxfp8"),
     "one_norm_one_optimizer": lambda: ep_training.one_norm_one_optimizer(mesh_of(2)),
     "saved_moved_and_cast": lambda: ep_training.saved_moved_and_cast(mesh_of(4)),
+    **{
+        f"overlapped[{ep}-{name}]": lambda ep=ep, how=how: how(mesh_of(ep).get_group())
+        for ep in (2, 4)
+        for name, how in ep_overlap.CHECKS.items()
+    },
+    **{
+        f"overlapped_layer[{ep}-{prob_in}]": partial(ep_overlap.layer, parallel_layer, ep, prob_in)
+        for ep, prob_in in ((2, "combine"), (4, "swiglu"))
+    },
     "bad_input": bad_input,
     "compiled_layer[combine]": partial(compiled_layer, "combine"),
     "compiled_layer[swiglu]": partial(compiled_layer, "swiglu"),
