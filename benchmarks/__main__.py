@@ -1,4 +1,4 @@
-"""`python -m benchmarks [cpu | train_step | gpu] [--only quantize,combine]`: measure, print, record.
+"""`python -m benchmarks [cpu | train_step | gpu | ep] [--only quantize,combine]`: measure, print, record.
 
 cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
@@ -13,7 +13,7 @@ from pathlib import Path
 from .figures import results
 
 # Section -> device. The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
-SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu"}
+SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu", "ep": "ranks"}
 
 
 def _commit(text: str) -> str:
@@ -43,16 +43,22 @@ def main() -> None:
         parser.error(f"section: got {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
+    if "ep" in args.sections and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
+        list(import_module(".ep", __package__).lines(args.only))
+        return
     gpu = results.gpu_name()
     here = "gpu" if gpu else "cpu"
     for section in args.sections or [name for name, on in SECTIONS.items() if on == here]:
         on_gpu = SECTIONS[section] == "gpu"
         if on_gpu and gpu is None:
             parser.error(f"section: got {section}; allowed: a section of the CPU, this machine has no GPU")
-        run = results.Run(f"1x {gpu}" if on_gpu else results.cpu_name(), args.commit or results.clean_commit())
+        ranks = os.environ.get("WORLD_SIZE", "1") if section == "ep" else "1"
+        hardware = f"{ranks}x {gpu}" if gpu and section in ("gpu", "ep") else results.cpu_name()
+        run = results.Run(hardware, args.commit or results.clean_commit())
         if args.out and run.commit is None:
             parser.error("--out: got a working tree without a commit; allowed: a clean tree, or --commit without git")
-        path = args.out or results.RESULTS / f"{results.file_name(gpu if on_gpu else None)}.jsonl"
+        name = results.file_name(gpu if on_gpu or section == "ep" else None) + ("_ep" if section == "ep" else "")
+        path = args.out or results.RESULTS / f"{name}.jsonl"
         print(f"\n{section}: {run.hardware}, {run.date}, commit {run.commit}, {run.versions}")
         print(results.row(results.HEADER))
         recorded = run.commit is not None and not args.no_record

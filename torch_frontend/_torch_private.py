@@ -313,3 +313,25 @@ all_reduce = _private_all_reduce if _collectives else _public_all_reduce
 """all_reduce(x, group): the sum of x over the ranks; x is contiguous and stays as it is."""
 all_gather = _private_all_gather if _collectives else _public_all_gather
 """all_gather(x, group): the rows x of all ranks, in the order of the ranks; x is contiguous."""
+
+
+class Shared(NamedTuple):
+    """Memory that the GPUs of a group map: of_rank[r], uint8, is on the GPU of rank r. handle: keeps the maps alive."""
+
+    of_rank: list[Tensor]
+    handle: Any
+
+
+_symmetric = _private("torch.distributed._symmetric_memory")
+# No public way: without the name `CopyEngines` raises, and `Collectives` carry the same bytes.
+has_shared_memory = _symmetric is not None
+"""Whether `shared_memory` works on this torch."""
+
+
+def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Shared:
+    """Allocate and map `nbytes` bytes on the GPU of every rank; uninitialized. A collective; the host waits."""
+    mine = _symmetric.empty(nbytes, dtype=torch.uint8, device="cuda")
+    handle = _symmetric.rendezvous(mine, group.group_name)
+    of_rank = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+    of_rank[group.rank()] = mine
+    return Shared(of_rank, handle)

@@ -33,7 +33,7 @@ from .transport import Collectives, Transport
 from .weights import Held, Weights, check_weights, form_of, outlives_forward, values_and_held
 
 
-class _FFNExperts(NamedTuple):
+class FFNExperts(NamedTuple):
     """Parameters: w1, w3, w2, b1, b3, b2."""
 
     call: FFNCall
@@ -69,7 +69,7 @@ class _FFNGradients(NamedTuple):
         return dw1, dw3, dw2, db1, db3, db2
 
 
-class _MMExperts(NamedTuple):
+class MMExperts(NamedTuple):
     """Parameters: w, bias."""
 
     call: MMCall
@@ -134,7 +134,7 @@ def ffn_over(
         values, held, biases = check_ffn_weights(op, "rows", x, of.weights, of.biases, recipe)
         _check_experts(op, counts, values[0].shape[0], ranks)
         call = ffn_call(op, values, recipe, x.device, of.activation, False, inside, of.save_bytes)
-        experts, parameters, width = _FFNExperts(call, held), (*values, *biases), values[2].shape[1]
+        experts, parameters, width = FFNExperts(call, held), (*values, *biases), values[2].shape[1]
     except (TypeError, ValueError) as found:
         error = found
     options = width, out_dtype, recipe, ranks, transport, error
@@ -161,7 +161,7 @@ def mm_over(
         bias = None if bias is None else check_bias(op, "bias", bias, groups, width, x.device)
         need_wgrad = torch.is_grad_enabled() and values.requires_grad
         call = MMCall(ProductOptions.of(recipe, x.device, False, need_wgrad), torch.bfloat16)
-        experts, parameters = _MMExperts(call, held), (values, bias)
+        experts, parameters = MMExperts(call, held), (values, bias)
     except (TypeError, ValueError) as found:
         error = found
     options = width, out_dtype, recipe, ranks, transport, error

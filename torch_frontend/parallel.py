@@ -25,7 +25,7 @@ from ._torch_private import name_of_group
 from .moe import GroupedExperts, MoE
 from .pipeline import Route, combine, dispatch_over, dispatch_probs
 from .shards import Ranks
-from .transport import Collectives, Transport
+from .transport import Transport
 
 Gradients = Literal["mean", "sum"]
 
@@ -51,8 +51,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         the other gradients. Another module of experts takes "sum" alone: this style does not see how it reads its
         weights.
     transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole graph.
-        "collectives", or a `Transport`: the rows of a chunk of experts travel beside the products of the chunks before;
-        the same bytes. A MoE alone takes it.
+        `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts travel beside the products of
+        the chunks before, and the bytes are the same. A MoE and its experts take it.
 
     The backward reduces the gradients of the router and of the shared expert over the mesh. All weights of a layer are
     DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside
@@ -71,12 +71,9 @@ class MXFP8ExpertParallel(ParallelStyle):
         self,
         recipe: Recipe | str | None = None,
         gradients: Gradients = "mean",
-        transport: Transport | Literal["collectives"] | None = None,
+        transport: Transport | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(transport, str) and transport != "collectives":
-            allowed = "allowed: None, 'collectives' or a Transport, as `Collectives` and `CopyEngines` are"
-            fail(ValueError, "MXFP8ExpertParallel", "transport", repr(transport), allowed)
         self.transport = transport
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         if gradients not in get_args(Gradients):
@@ -90,14 +87,13 @@ class MXFP8ExpertParallel(ParallelStyle):
         own = getattr(experts, "recipe", None)
         recipe = self.recipe or Recipe.parse(own or "mxfp8")
         self._check_on_all_ranks(experts, ours, own, recipe, device_mesh)
-        name, carried = name_of_group(device_mesh.get_group()), self.transport
         ranks = Ranks(
-            name,
+            name_of_group(device_mesh.get_group()),
             device_mesh.size(),
             next(experts.parameters(recurse=False)).shape[0],
             device_mesh.device_type,
             device_mesh.size() if self.gradients == "mean" else 1,
-            Collectives(name) if isinstance(carried, str) else carried,
+            self.transport,
         )
         _distribute(experts, device_mesh, Shard(0))
         if isinstance(module, MoE):
@@ -121,7 +117,7 @@ class MXFP8ExpertParallel(ParallelStyle):
                 raise
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
-        kind = self.transport if isinstance(self.transport, str) else type(self.transport).__name__
+        kind = type(self.transport).__name__
         arguments = {"recipe": recipe, "gradients": self.gradients, "transport": kind, "parameters": parameters}
         agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error)
 
@@ -139,6 +135,9 @@ class MXFP8ExpertParallel(ParallelStyle):
             fail(ValueError, op, "transport", repr(self.transport), allowed)
         if mesh.ndim != 1:
             fail(ValueError, op, "device_mesh", f"{mesh.ndim} dims", 'allowed: one dim; pick it with mesh["ep"]')
+        if self.transport is not None and self.transport.group.group_name != name_of_group(mesh.get_group()):
+            got, allowed = f"one of group {self.transport.group.group_name!r}", "allowed: one of the mesh's group"
+            fail(ValueError, op, "transport", got, f"{allowed}, mesh.get_group()")
         parameters = dict(experts.named_parameters(recurse=False))
         numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
         shapeless = any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)

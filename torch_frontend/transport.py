@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core_kernels.exchange import Move, Step
+from ..core_kernels.launch import fail
+from ._ranks import name_of
 from ._torch_private import copy_each, group_named
 
 Where = Literal["experts", "tokens"]
@@ -41,7 +43,9 @@ class Leg(Protocol):
 
 
 class Transport(Protocol):
-    """Opens legs between the ranks of a group."""
+    """Opens legs between the ranks of `group`."""
+
+    group: dist.ProcessGroup
 
     def leg(
         self, where: Where, steps: Sequence[Step], rows: Sequence[int], parts: Sequence[Part], device: torch.device
@@ -52,6 +56,14 @@ class Transport(Protocol):
     def keep(self, received: Tensor) -> Tensor:
         """`received` of a leg as a tensor that outlives `close`."""
         ...
+
+
+def group_of(op: str, group: "str | dist.ProcessGroup | None") -> dist.ProcessGroup:
+    """The process group; raises TypeError and ValueError if there is none."""
+    name = name_of(op, "group", group)
+    if not name:
+        fail(ValueError, op, "group", repr(group), "allowed: a process group; call init_process_group before")
+    return group_named(name)
 
 
 def copy_own(step: Step, rank: int, sources: Sequence[Tensor], received: Sequence[Tensor]) -> None:
@@ -71,12 +83,12 @@ class Collectives:
     """Rows travel by the sends and receives of a process group, a batch per chunk: NCCL on GPUs, within a host and
     between hosts; Gloo on a CPU.
 
-    The group's own stream carries a batch, behind the work that the current stream has when `send` is called. NCCL
-    runs it on multiprocessors, beside the products.
+    group: a process group or its name; None is the default group. The group's own stream carries a batch, behind the
+    work that the current stream has when `send` is called. NCCL runs it on multiprocessors, beside the products.
     """
 
-    def __init__(self, group_name: str) -> None:
-        self.group = group_named(group_name)
+    def __init__(self, group: "str | dist.ProcessGroup | None" = None) -> None:
+        self.group = group_of("Collectives", group)
 
     def leg(
         self, where: Where, steps: Sequence[Step], rows: Sequence[int], parts: Sequence[Part], device: torch.device

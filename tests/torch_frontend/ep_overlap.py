@@ -20,7 +20,7 @@ from mxep.torch_frontend import (
     sort_by_expert,
 )
 from mxep.torch_frontend.expert_parallel import expert_parallel_ffn, expert_parallel_mm
-from mxep.torch_frontend.transport import Collectives
+from mxep.torch_frontend.transport import Collectives, Transport
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -35,7 +35,7 @@ class Poisoned(Collectives):
     """What no rank fills is NaN, and one rank is late at a stage that changes from leg to leg."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.group_name)
+        super().__init__(group)
         self.legs = 0
 
     def leg(self, *arguments):
@@ -71,9 +71,15 @@ def routing(seed: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     return torch.randn(tokens, D, generator=own), experts.to(torch.int32)
 
 
-def leaves(seed: int, rank: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 + 100 * seed + rank)
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+def leaves(seed: int, group: dist.ProcessGroup, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 + 100 * seed + group.rank())
+    values = [torch.randn(shape, generator=generator).to(device_of(group)) for shape in shapes]
+    return [value.requires_grad_() for value in values]
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def same(one: list[Tensor | None], other: list[Tensor | None], what: object) -> None:
@@ -87,19 +93,20 @@ def same(one: list[Tensor | None], other: list[Tensor | None], what: object) -> 
 
 
 def ffn(
-    group: dist.ProcessGroup, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
+    transport: Transport, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
     held: bool = False,
 ) -> None:  # fmt: skip
-    recipe, rank, ranks, transport = RUNS[run], group.rank(), group.size(), Poisoned(group)
+    recipe, group = RUNS[run], transport.group
+    rank, ranks, device = group.rank(), group.size(), device_of(group)
     for seed in seeds:
-        x, experts = routing(seed, rank, ranks)
+        x, experts = (t.to(device) for t in routing(seed, rank, ranks))
         order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
         results = []
         for overlapped in (False, True):
             w1, w3, w2, b1, b3, b2 = leaves(
                 seed, rank, *[(LOCAL, F, D)] * 2, (LOCAL, D, F), *[(LOCAL, F)] * 2, (LOCAL, D)
             )
-            (probs,) = leaves(seed + 50, rank, (x.shape[0], TOP_K))
+            (probs,) = leaves(seed + 50, group, (x.shape[0], TOP_K))
             leaf = x.bfloat16().requires_grad_()
             tokens = TokenReplicas(leaf, order, inverse, TOP_K)
             biases = {"b1": b1, "b3": b3, "b2": b2} if bias else {}
@@ -122,19 +129,21 @@ def ffn(
                 options = {"recipe": recipe, "pad_token_groups": False}
                 out = grouped_swiglu_ffn(groups, *weights, route.group_ends, inside, **options, **biases)
                 y = combine(out, route, None if prob_in == "swiglu" else probs)
-            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank)).bfloat16())
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank))
+            y.backward(dy.bfloat16().to(device))
             results.append([y, leaf.grad, probs.grad, *(t.grad for t in (w1, w3, w2, b1, b3, b2))])
         same(*results, (run, prob_in, seed))
 
 
-def products(group: dist.ProcessGroup, run: str, replicas: bool, seeds: range) -> None:
-    recipe, rank, ranks, transport = RUNS[run], group.rank(), group.size(), Poisoned(group)
+def products(transport: Transport, run: str, replicas: bool, seeds: range) -> None:
+    recipe, group = RUNS[run], transport.group
+    rank, ranks, device = group.rank(), group.size(), device_of(group)
     for seed in seeds:
-        x, experts = routing(seed, rank, ranks)
+        x, experts = (t.to(device) for t in routing(seed, rank, ranks))
         order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
         results = []
         for overlapped in (False, True):
-            w, bias = leaves(seed, rank, (LOCAL, F, D), (LOCAL, F))
+            w, bias = leaves(seed, group, (LOCAL, F, D), (LOCAL, F))
             leaf = (x if replicas else x[order // TOP_K]).bfloat16().requires_grad_()
             rows = TokenReplicas(leaf, order, inverse, TOP_K) if replicas else leaf
             if overlapped:
@@ -143,7 +152,8 @@ def products(group: dist.ProcessGroup, run: str, replicas: bool, seeds: range) -
                 groups, _, route = dispatch(rows, counts, recipe=recipe, group=group)
                 out = grouped_mm(groups, w, route.group_ends, bias=bias, recipe=recipe, pad_token_groups=False)
                 y = combine(out, route)
-            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank)).bfloat16())
+            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank))
+            y.backward(dy.bfloat16().to(device))
             results.append([y, leaf.grad, w.grad, bias.grad])
         same(*results, (run, replicas, seed))
 
@@ -152,7 +162,7 @@ def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str
     """The layer with and without a transport: outputs, statistics, gradients; two steps, an evaluation and a
     recomputation in between; no gradient of x."""
     results = []
-    for transport in (None, "collectives"):
+    for transport in (None, Collectives):
         moe, mesh = parallel(ep, "mxfp8", transport=transport, prob_in=prob_in)
         rank = mesh.get_local_rank()
         found: list[Tensor | None] = []
@@ -170,12 +180,12 @@ def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str
     same(*results, (ep, prob_in))
 
 
-CHECKS: dict[str, Callable[[dist.ProcessGroup], None]] = {
-    "routings": lambda group: ffn(group, "mxfp8", "combine", range(ROUTINGS)),
-    "weights inside": lambda group: ffn(group, "mxfp8", "swiglu", range(6)),
+CHECKS: dict[str, Callable[[Transport], None]] = {
+    "routings": lambda transport: ffn(transport, "mxfp8", "combine", range(ROUTINGS)),
+    "weights inside": lambda transport: ffn(transport, "mxfp8", "swiglu", range(6)),
     **{f"recipe {run}": partial(ffn, run=run, prob_in="combine", seeds=range(3, 6), bias=True) for run in RUNS},
-    "held weights": lambda group: ffn(group, "mxfp8", "combine", range(5, 6), held=True),
-    "products of rows": lambda group: products(group, "mxfp8", False, range(6)),
-    "products of replicas": lambda group: products(group, "bf16", True, range(3, 6)),
-    "folded products": lambda group: products(group, "mxfp8 folded", False, range(3, 6)),
+    "held weights": lambda transport: ffn(transport, "mxfp8", "combine", range(5, 6), held=True),
+    "products of rows": lambda transport: products(transport, "mxfp8", False, range(6)),
+    "products of replicas": lambda transport: products(transport, "bf16", True, range(3, 6)),
+    "folded products": lambda transport: products(transport, "mxfp8 folded", False, range(3, 6)),
 }

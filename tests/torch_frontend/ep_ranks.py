@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.recipe import RECIPES, Recipe
 from mxep.torch_frontend import (
+    Collectives,
+    CopyEngines,
     MoE,
     MXFP8ExpertParallel,
     MXTensor,
@@ -61,7 +63,8 @@ def parallel_layer(
 ) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
     moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
-    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(gradients="sum", transport=transport))
+    carried = None if transport is None else transport(mesh.get_group())
+    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(gradients="sum", transport=carried))
     return moe, mesh
 
 
@@ -262,6 +265,11 @@ def bad_input() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     raises(ValueError, "device_mesh: got 2 dims", lambda: MXFP8ExpertParallel()._apply(odd.experts, grid))
     raises(ValueError, "recipe", lambda: MXFP8ExpertParallel("bf16")._apply(odd.experts, mesh))
+    style = MXFP8ExpertParallel(transport=Collectives(), gradients="sum")
+    halves = mesh_of(2)
+    raises(ValueError, "transport: got one of group", lambda: style._apply(odd.experts, halves))
+    raises(ValueError, "transport: got", lambda: style._apply(nn.Bilinear(4, 4, 4), mesh))
+    raises(NotImplementedError, "CopyEngines: group: got no CUDA", lambda: CopyEngines(mesh.get_group()))
     raises(ValueError, "recipe: got 'fp4'", lambda: MXFP8ExpertParallel("fp4"))
     moe, _ = parallel_layer(4)
     raises(ValueError, "parallel already", lambda: parallelize_module(moe.experts, mesh, MXFP8ExpertParallel()))
@@ -308,7 +316,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "one_norm_one_optimizer": lambda: ep_training.one_norm_one_optimizer(mesh_of(2)),
     "saved_moved_and_cast": lambda: ep_training.saved_moved_and_cast(mesh_of(4)),
     **{
-        f"overlapped[{ep}-{name}]": lambda ep=ep, how=how: how(mesh_of(ep).get_group())
+        f"overlapped[{ep}-{name}]": lambda ep=ep, how=how: how(ep_overlap.Poisoned(mesh_of(ep).get_group()))
         for ep in (2, 4)
         for name, how in ep_overlap.CHECKS.items()
     },
