@@ -104,7 +104,7 @@ def ffn(
         results = []
         for overlapped in (False, True):
             w1, w3, w2, b1, b3, b2 = leaves(
-                seed, rank, *[(LOCAL, F, D)] * 2, (LOCAL, D, F), *[(LOCAL, F)] * 2, (LOCAL, D)
+                seed, group, *[(LOCAL, F, D)] * 2, (LOCAL, D, F), *[(LOCAL, F)] * 2, (LOCAL, D)
             )
             (probs,) = leaves(seed + 50, group, (x.shape[0], TOP_K))
             leaf = x.bfloat16().requires_grad_()
