@@ -57,7 +57,7 @@ class CopyEngines:
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
             fail(ValueError, OP, "group", f"ranks on {sorted(set(hosts))}", "allowed: one host; else Collectives")
-        self.driver, self.stream = _Driver(), torch.cuda.Stream()
+        self.driver = _Driver()
         self.flags = shared_memory(4 * len(BOXES) * self._flags_of_a_box(), self.group)
         self.flags.of_rank[self.rank].zero_()
         torch.cuda.synchronize()
@@ -124,60 +124,76 @@ class _CopyLeg:
 
     def send(self, chunk: int, sources: Sequence[Tensor]) -> None:
         of, step = self.of, self.steps[chunk]
-        of.stream.wait_stream(torch.cuda.current_stream())
+        of.driver.begin(sources)
         copy_own(step, of.rank, sources, self.received)
-        for source in sources:  # the allocator waits for the copies before it reuses the memory
-            source.record_stream(of.stream)
         moves = between_ranks(step.sends, of.rank)
-        with torch.cuda.stream(of.stream):
-            for k in range(1, of.ranks):
-                peer = (of.rank + self.way * k) % of.ranks
-                self._send_to(peer, chunk, k, [move for move in moves if move.peer == peer], sources)
+        for k in range(1, of.ranks):
+            peer = (of.rank + self.way * k) % of.ranks
+            self._send_to(peer, chunk, k, [move for move in moves if move.peer == peer], sources)
 
     def _send_to(self, peer: int, chunk: int, k: int, moves: Sequence[Move], sources: Sequence[Tensor]) -> None:
-        of, turn = self.of, chunk * (self.of.ranks - 1) + k - 1
+        of, driver, turn = self.of, self.of.driver, chunk * (self.of.ranks - 1) + k - 1
         if chunk == 0:
-            of.driver.wait(of.stream, of.free(of.rank, self.where, peer), self.number - 1)
+            driver.wait_to_copy(of.free(of.rank, self.where, peer), self.number - 1)
         if turn:
-            of.driver.wait(of.stream, of.turn(of.rank, self.where, turn), self.number)
+            driver.wait_to_copy(of.turn(of.rank, self.where, turn), self.number)
         for source, destination in zip(sources, self.views[peer], strict=True):
             for move in moves:
                 there = destination.narrow(0, move.destination, move.rows)
-                there.copy_(source.narrow(0, move.source, move.rows), non_blocking=True)
-        of.driver.write(of.stream, of.arrived(peer, self.where, of.rank, chunk), self.number)
+                driver.copy(there, source.narrow(0, move.source, move.rows))
+        driver.write_behind_copies(of.arrived(peer, self.where, of.rank, chunk), self.number)
         if turn + 1 < len(self.steps) * (of.ranks - 1):
             after = (peer - self.way * ((turn + 1) % (of.ranks - 1) + 1)) % of.ranks
-            of.driver.write(of.stream, of.turn(after, self.where, turn + 1), self.number)
+            driver.write_behind_copies(of.turn(after, self.where, turn + 1), self.number)
 
     def wait(self, chunk: int) -> None:
-        of, stream = self.of, torch.cuda.current_stream()
+        of = self.of
         for peer in range(of.ranks):
             if peer != of.rank:
-                of.driver.wait(stream, of.arrived(of.rank, self.where, peer, chunk), self.number)
+                of.driver.wait(of.arrived(of.rank, self.where, peer, chunk), self.number)
 
     def close(self) -> None:
-        of, stream = self.of, torch.cuda.current_stream()
+        of = self.of
         for peer in range(of.ranks):
             if peer != of.rank:
-                of.driver.write(stream, of.free(peer, self.where, of.rank), self.number)
+                of.driver.write(of.free(peer, self.where, of.rank), self.number)
 
 
 class _Driver:
-    """The CUDA driver's stream memory operations, on 32 bits."""
+    """Copies, and waits and writes of flags of 32 bits, on the stream of copies or on the current one."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self._wait, self._write = library.cuStreamWaitValue32_v2, library.cuStreamWriteValue32_v2
         for function in (self._wait, self._write):
             function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self.copies = torch.cuda.Stream()
 
-    def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Work that the stream gets from now on starts when the flag is at least `value`."""
-        self._raise(self._wait(stream.cuda_stream, address, value, GREATER_OR_EQUAL))
+    def begin(self, sources: Sequence[Tensor]) -> None:
+        """Copies that follow come behind the work of the current stream, and the memory of their sources stays."""
+        self.copies.wait_stream(torch.cuda.current_stream())
+        for source in sources:  # the allocator waits for the copies before it reuses the memory
+            source.record_stream(self.copies)
 
-    def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
-        """Write a flag behind the stream's work, whose writes are visible before it."""
-        self._raise(self._write(stream.cuda_stream, address, value, 0))
+    def copy(self, destination: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.copies):
+            destination.copy_(source, non_blocking=True)
+
+    def wait_to_copy(self, flag: int, value: int) -> None:
+        """Copies that follow start when the flag is at least `value`."""
+        self._raise(self._wait(self.copies.cuda_stream, flag, value, GREATER_OR_EQUAL))
+
+    def write_behind_copies(self, flag: int, value: int) -> None:
+        """Write the flag behind the copies, whose bytes are visible before it."""
+        self._raise(self._write(self.copies.cuda_stream, flag, value, 0))
+
+    def wait(self, flag: int, value: int) -> None:
+        """Work that the current stream gets from now on starts when the flag is at least `value`."""
+        self._raise(self._wait(torch.cuda.current_stream().cuda_stream, flag, value, GREATER_OR_EQUAL))
+
+    def write(self, flag: int, value: int) -> None:
+        """Write the flag behind the work of the current stream."""
+        self._raise(self._write(torch.cuda.current_stream().cuda_stream, flag, value, 0))
 
     def _raise(self, code: int) -> None:
         if code:
