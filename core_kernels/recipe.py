@@ -9,6 +9,9 @@ from .launch import fail
 
 Operands = Literal["bf16", "mxfp8", "fp8_rowwise"]
 Compute = Literal["auto", "exact", "fold"]
+LegName = Literal["dispatch", "dispatch_grad", "combine", "combine_grad"]
+"""Rows between ranks: tokens to the experts and their gradients back, the experts' rows back and their gradients to the
+experts."""
 Form = Literal["bf16", "mx", "fold", "row"]
 """Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; E4M3 quantized with one
 scale per row."""
@@ -31,6 +34,8 @@ class Recipe:
         largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3. "auto"
         folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32.
+    mx_legs: the legs whose rows are sent in MXFP8; the others are sent as they are. None is "dispatch" and
+        "combine_grad" with MXFP8 operands, and no leg with others. PyTorch alone takes another choice.
     """
 
     name: str
@@ -39,6 +44,7 @@ class Recipe:
     rounding: Rounding = Rounding.RCEIL
     compute: Compute = "auto"
     alignment: int = BLOCK
+    mx_legs: tuple[LegName, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", Rounding.parse(self.rounding, "Recipe"))
@@ -49,6 +55,11 @@ class Recipe:
         for field, kind in (("name", str), ("wgrad_with_hp", bool), ("alignment", int)):
             if type(getattr(self, field)) is not kind:
                 fail(TypeError, "Recipe", field, repr(getattr(self, field)), f"allowed: {kind.__name__}")
+        if self.mx_legs is not None and not (
+            isinstance(self.mx_legs, tuple) and set(self.mx_legs) <= set(get_args(LegName))
+        ):
+            allowed = f"allowed: None or a tuple of {', '.join(map(repr, get_args(LegName)))}"
+            fail(ValueError, "Recipe", "mx_legs", repr(self.mx_legs), allowed)
         if self.operands == "fp8_rowwise" and not self.wgrad_with_hp:
             fail(ValueError, "Recipe", "wgrad_with_hp", "False with operands 'fp8_rowwise'", "allowed: True")
         if not BLOCK <= self.alignment < 2**31 or self.alignment % BLOCK:
@@ -56,8 +67,16 @@ class Recipe:
 
     @property
     def mx(self) -> bool:
-        """Whether the all-to-all sends and the products multiply MXFP8."""
+        """Whether the products multiply MXFP8."""
         return self.operands == "mxfp8"
+
+    def sends_mx(self, leg: LegName) -> bool:
+        """Whether the rows of a leg are sent in MXFP8.
+
+        >>> [RECIPES["mxfp8"].sends_mx(leg) for leg in ("dispatch", "dispatch_grad", "combine", "combine_grad")]
+        [True, False, False, True]
+        """
+        return leg in ((("dispatch", "combine_grad") if self.mx else ()) if self.mx_legs is None else self.mx_legs)
 
     @property
     def wgrad_mx(self) -> bool:

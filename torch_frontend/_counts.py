@@ -137,7 +137,7 @@ def checked_rows(
     """The rows with int32 maps and their number; raises if an argument of this rank is wrong."""
     op = "dispatch"
     x = rows.x if isinstance(rows, TokenReplicas) else rows
-    check_rows_to_send(op, "rows", x, recipe.mx)
+    check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mx_legs))
     if ranks is not None and ranks.num_experts and x.device.type != ranks.device_type:
         allowed = f"allowed: {ranks.device_type}, the device of the experts' group"
         fail(ValueError, op, "rows", f"device {x.device}", allowed)

@@ -191,7 +191,7 @@ _run_eagerly: Callable[..., Any] = torch.compiler.disable(_run)
 def _checked(op: str, rows: Tensor | TokenReplicas, recipe: Recipe, probs: Tensor | None) -> Tensor:
     """The tensor of the rows; raises unless it can be sent and probs weight a sum over replicas."""
     x = rows.x if isinstance(rows, TokenReplicas) else rows
-    check_rows_to_send(op, "rows", x, recipe.mx)
+    check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mx_legs))
     if probs is not None and not isinstance(rows, TokenReplicas):
         fail(ValueError, op, "probs", "a tensor", "allowed: None for rows; probs weight the replicas of TokenReplicas")
     return x

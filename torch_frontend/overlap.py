@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.exchange import Chunk, Exchange, plan_exchange
-from ..core_kernels.recipe import Recipe
+from ..core_kernels.formats import BLOCK
+from ..core_kernels.recipe import LegName, Recipe
 from . import ops
 from ._differentiable import differentiable, save, saved_by
 from ._torch_private import zero_each
@@ -89,15 +90,31 @@ class Overlap(NamedTuple):
         assert self.inverse is not None
         return self.inverse.view(-1, self.top_k)
 
-    def rows_of(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The parts of the rows that travel, of tokens or of rows: q and sf, or plain."""
+    def rows_of(self, x: Tensor, name: LegName) -> tuple[Tensor, ...]:
+        """The parts of the rows that travel to the experts, of tokens or of rows: q and sf, or plain."""
         if self.order is None:
-            x = x.contiguous()
-            return ops.quantize_row(x, self.rounding) if self.recipe.mx else (x,)
+            return self.parts_of(x, name)
         token = torch.div(self.order, self.top_k, rounding_mode="floor")
-        if self.recipe.mx:
+        if self.recipe.sends_mx(name):
             return ops.permute_mx(ops.quantize_row_packed(x.contiguous(), self.rounding), token)
         return (ops.permute_rows(x.contiguous(), token),)
+
+    def parts_of(self, x: Tensor, name: LegName) -> tuple[Tensor, ...]:
+        """Rows as the leg sends them: q and sf, or plain."""
+        x = x.contiguous()
+        return ops.quantize_row(x, self.rounding) if self.recipe.sends_mx(name) else (x,)
+
+    def layout_of(self, width: int, dtype: torch.dtype, name: LegName) -> list[Part]:
+        """The parts that `parts_of` makes of rows."""
+        if self.recipe.sends_mx(name):
+            return [Part(width, torch.uint8), Part(width // BLOCK, torch.uint8)]
+        return [Part(width, dtype)]
+
+    def received_rows(self, parts: Sequence[Tensor], dtype: torch.dtype, name: LegName) -> tuple[Tensor, list[Tensor]]:
+        """Rows that are back at their tokens, and the parts that came with them."""
+        if self.recipe.sends_mx(name):
+            return ops.dequantize(parts[0], parts[1], dtype_name(dtype)), list(parts[2:])
+        return parts[0], list(parts[1:])
 
     def leg_to_experts(self, plan: Exchange, sources: Sequence[Tensor]) -> Leg:
         """Open the leg, clear the padding of its groups and send every chunk."""
@@ -113,12 +130,14 @@ class Overlap(NamedTuple):
     def leg_to_tokens(self, plan: Exchange, parts: Sequence[Part], device: torch.device) -> Leg:
         return self.transport.leg("tokens", plan.to_tokens, plan.token_rows, parts, device)
 
-    def chunk_rows(self, leg: Leg, chunk: Chunk, dtype: torch.dtype, keep: bool) -> tuple[Tensor, list[Tensor]]:
+    def chunk_rows(
+        self, leg: Leg, chunk: Chunk, dtype: torch.dtype, name: LegName, keep: bool
+    ) -> tuple[Tensor, list[Tensor]]:
         """The rows of a chunk that has arrived, and the parts that came with them."""
         parts = [part[chunk.start : chunk.end] for part in leg.received]
         if keep:
             parts = list(map(self.transport.keep, parts))
-        return (MXTensor(parts[0], parts[1], dtype), parts[2:]) if self.recipe.mx else (parts[0], parts[1:])
+        return (MXTensor(parts[0], parts[1], dtype), parts[2:]) if self.recipe.sends_mx(name) else (parts[0], parts[1:])
 
 
 class _Overlapped(torch.autograd.Function):
@@ -126,29 +145,29 @@ class _Overlapped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: Overlap, *parameters: Tensor | None) -> Tensor:
         need_x, need_probs, _, *need_parameters = ctx.needs_input_grad
         inside, device = call.prob_inside, x.device
-        sources = call.rows_of(x)
+        sources = call.rows_of(x, "dispatch")
         if inside:
             assert probs is not None
             assert call.order is not None
             sources = *sources, ops.permute_rows(probs.reshape(-1, 1), call.order)
         plan = plan_exchange(call.table(), call.rank, call.recipe.alignment)
         there = call.leg_to_experts(plan, sources)
-        back = call.leg_to_tokens(plan, [Part(call.width, BF16)], device)
+        back = call.leg_to_tokens(plan, call.layout_of(call.width, BF16, "combine"), device)
         needs, keep = (need_x, need_probs and inside, *need_parameters), any(need_parameters)
         ends, saved = _ends_of_chunks(plan, device), []
         no_prob = torch.empty(0, dtype=torch.float32, device=device)
         for c, chunk in enumerate(plan.chunks):
             there.wait(c)
-            rows, others = call.chunk_rows(there, chunk, x.dtype, keep)
+            rows, others = call.chunk_rows(there, chunk, x.dtype, "dispatch", keep)
             prob = others[0].squeeze(1) if inside else no_prob
             local = [p if p is None else p[chunk.first : chunk.last] for p in parameters]
             out, state = call.experts.forward(chunk, rows, prob, ends[chunk.first : chunk.last], local, needs)
-            back.send(c, (out,))
+            back.send(c, call.parts_of(out, "combine"))
             saved.append(state)
         there.close()
         for c in range(len(plan.chunks)):
             back.wait(c)
-        (home,) = back.received
+        home, _ = call.received_rows(back.received, BF16, "combine")
         weights = None if inside or probs is None else probs.contiguous()
         y = call.transport.keep(home).to(call.out_dtype) if call.order is None else _sum(call, home, weights)
         save(ctx, (tuple(saved), None if weights is None else (call.transport.keep(home), weights)))
@@ -163,16 +182,17 @@ class _Overlapped(torch.autograd.Function):
         saved, weighted = saved_by(ctx)
         sources, dprobs = _gradient_rows(call, dequantized(grads[0]).contiguous(), weighted)
         there = call.leg_to_experts(plan, sources)
-        parts = [Part(ctx.dim, ctx.dtypes[0])] * need_x + [Part(1, torch.float32)] * need_prob
+        parts = call.layout_of(ctx.dim, ctx.dtypes[0], "dispatch_grad") if need_x else []
+        parts += [Part(1, torch.float32)] * need_prob
         back, steps = call.leg_to_tokens(plan, parts, grads[0].device) if parts else None, []
         for c, chunk in enumerate(plan.chunks):
             there.wait(c)
-            dout, _ = call.chunk_rows(there, chunk, BF16, False)
+            dout, _ = call.chunk_rows(there, chunk, BF16, "combine_grad", False)
             step = call.experts.backward(saved[c], dout, ctx.dtypes, ctx.needs)
             dx, dprob = step.inputs()
             if back is not None:
-                column = None if dprob is None else dprob.reshape(-1, 1)
-                back.send(c, [part for part, need in ((dx, need_x), (column, need_prob)) if need and part is not None])
+                leaving = () if dx is None else call.parts_of(dx, "dispatch_grad")
+                back.send(c, leaving if dprob is None or not need_prob else (*leaving, dprob.reshape(-1, 1)))
             steps.append(step)
         found = []
         while steps:  # what the steps hold is freed one by one
@@ -185,7 +205,7 @@ class _Overlapped(torch.autograd.Function):
                 back.wait(c)
             received = list(back.received)
             if need_x:
-                rows = received.pop(0)
+                rows, received = call.received_rows(received, ctx.dtypes[0], "dispatch_grad")
                 dx = call.transport.keep(rows) if call.order is None else sum_slots(rows, call.slots, rows.dtype)
             if need_prob:
                 dprobs = ops.permute_rows(received[0], call.inverse).view(-1, call.top_k)
@@ -198,9 +218,9 @@ def _gradient_rows(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The parts of the gradient's rows, and the gradient of the weights of the sum."""
     if weighted is None:
-        return call.rows_of(dy.to(BF16)), None
-    (home, probs), rounding = weighted, (call.rounding,) * call.recipe.mx
-    gradient = ops.combine_bwd_row if call.recipe.mx else ops.combine_bwd
+        return call.rows_of(dy.to(BF16), "combine_grad"), None
+    (home, probs), mx = weighted, call.recipe.sends_mx("combine_grad")
+    gradient, rounding = (ops.combine_bwd_row, (call.rounding,)) if mx else (ops.combine_bwd, ())
     *rows, dprobs = gradient(dy, home, call.slots, call.order, probs, *rounding)
     return tuple(rows), dprobs
 

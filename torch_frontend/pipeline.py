@@ -6,6 +6,8 @@
     dispatch    quantize -> all-to-all -> gather into one padded group per local expert        backward: bf16
     combine     gather -> all-to-all [-> sum over each token's replicas]                       backward: MXFP8
 
+`Recipe.mx_legs` chooses other legs to be sent in MXFP8; on one rank too, so that results do not depend on the ranks.
+
 A `Route` is a value: whoever holds it can combine. On one rank there is no exchange: dispatch gathers the replicas of a
 token directly into the groups, and combine sums directly from them.
 """
@@ -23,7 +25,7 @@ from ._checks import check_probs, check_shape, out_dtype_of
 from ._counts import agree_on_counts, check_received, checked_rows
 from ._ranks import check_rows_to_send, degree_of, name_of
 from ._torch_private import captures_splits
-from .ep import TokenReplicas, exchange_replicas, exchange_rows
+from .ep import TokenReplicas, exchange_replicas, exchange_rows, sent_rows
 from .mx_tensor import MXTensor
 from .permute import RowMap, gather, map_rows, spread
 from .shards import Ranks
@@ -103,8 +105,10 @@ def dispatch_over(
         if isinstance(rows, TokenReplicas):
             groups, route = _replicas_to_groups(rows, route)
         else:
-            x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.mx else rows
+            x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.sends_mx("dispatch") else rows
             groups = gather(x, row_map.row_map, row_map.inverse)
+        if recipe.sends_mx("dispatch_grad"):
+            groups = sent_rows(groups, True, int(recipe.rounding))
         return groups, row_map.padded_counts, route
     send = _send if captures_splits() else _send_eagerly
     return send(rows, counts, recipe, ranks, probs)
@@ -116,7 +120,7 @@ def _replicas_to_groups(tokens: TokenReplicas, route: Route) -> tuple[Tensor, Ro
     # order[-1] is the appended -1: a padding row is the replica of no token.
     order = torch.cat([order, order.new_full((1,), -1)])[route.row_map.row_map]
     slots = route.row_map.inverse[inverse]
-    x = MXTensor.quantize(x, route.recipe.rounding, packed=True) if route.recipe.mx else x
+    x = MXTensor.quantize(x, route.recipe.rounding, packed=True) if route.recipe.sends_mx("dispatch") else x
     return spread(x, order, slots, top_k), route._replace(order=order, slots=slots, top_k=top_k)
 
 
@@ -135,11 +139,13 @@ def _send(
     order = inverse = None
     if isinstance(rows, TokenReplicas):
         _, order, inverse, top_k = rows
-    if isinstance(rows, TokenReplicas) and recipe.mx:
-        arrived = exchange_replicas(*rows, *splits, ranks.group_name, rounding)
+    mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
+    if isinstance(rows, TokenReplicas) and mx:
+        arrived = exchange_replicas(*rows, *splits, ranks.group_name, rounding, mx_grad)
     else:
         rows = spread(*rows) if isinstance(rows, TokenReplicas) else rows
-        arrived = exchange_rows(rows, *splits, ranks.group_name, recipe.mx, False, rounding)
+        rows = sent_rows(rows, False, 0) if mx_grad else rows  # an MXFP8 gradient is dequantized
+        arrived = exchange_rows(rows, *splits, ranks.group_name, mx, mx_grad, rounding)
     local = received.shape[0] // ranks.degree
     row_map = map_rows("dispatch", "counts", arrived.shape[0], received, ranks.degree, local, recipe.alignment)
     groups = gather(arrived, row_map.row_map, row_map.inverse)
@@ -193,7 +199,7 @@ def combine(
     torch.Size([3, 32])
     """
     op = "combine"
-    check_rows_to_send(op, "groups", groups, route.recipe.mx)
+    check_rows_to_send(op, "groups", groups, route.recipe.mx or bool(route.recipe.mx_legs))
     check_shape(op, "groups", groups, (route.row_map.row_map.shape[0], "N"))
     out_dtype = groups.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
     if route.order is None or route.slots is None:
@@ -206,7 +212,10 @@ def combine(
         check_probs(op, "probs", probs, (route.slots.shape[0] // route.top_k, route.top_k), groups.device)
     slots, rounding = route.slots.view(-1, route.top_k), None
     if len(route.input_splits) == 1:
-        rows, rounding = groups, int(route.recipe.rounding) if route.recipe.mx else None
+        rows = groups
+        if route.recipe.sends_mx("combine"):
+            rows = MXTensor.quantize(groups, route.recipe.rounding).dequantize()
+        rounding = int(route.recipe.rounding) if route.recipe.sends_mx("combine_grad") else None
     else:
         rows = _receive_rows(groups, route)
     return combine_slots(rows, probs, slots, route.order, out_dtype, rounding)
@@ -220,7 +229,9 @@ def _receive_rows(groups: Tensor, route: Route) -> Tensor:
 def _receive(groups: Tensor, route: Route) -> Tensor:
     rows = gather(groups, route.row_map.inverse, route.row_map.row_map)
     back, recipe = (route.input_splits, route.output_splits), route.recipe
-    return exchange_rows(rows, *back, route.group_name, False, recipe.mx, int(recipe.rounding))
+    mx, mx_grad = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad")
+    received = exchange_rows(rows, *back, route.group_name, mx, mx_grad, int(recipe.rounding))
+    return received.dequantize() if mx else received
 
 
 # AOTAutograd traces a backward with tangents of the outputs' types. Here an MX output has a plain gradient and a plain

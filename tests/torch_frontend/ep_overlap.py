@@ -27,7 +27,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 D, F, TOP_K, LOCAL = 64, 32, 2, 3
-RUNS = RECIPES | {"mxfp8 folded": Recipe.parse("mxfp8", compute="fold")}
+LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
+RUNS = RECIPES | {
+    "mxfp8 folded": Recipe.parse("mxfp8", compute="fold"),
+    "mxfp8 on all legs": Recipe.parse("mxfp8", mx_legs=LEGS),
+    "bf16 on all legs": Recipe.parse("mxfp8", mx_legs=()),
+}
 ROUTINGS = 20
 
 
@@ -186,6 +191,7 @@ CHECKS: dict[str, Callable[[Transport], None]] = {
     **{f"recipe {run}": partial(ffn, run=run, prob_in="combine", seeds=range(3, 6), bias=True) for run in RUNS},
     "held weights": lambda transport: ffn(transport, "mxfp8", "combine", range(5, 6), held=True),
     "products of rows": lambda transport: products(transport, "mxfp8", False, range(6)),
+    "products of rows, all legs": lambda transport: products(transport, "mxfp8 on all legs", False, range(3, 6)),
     "products of replicas": lambda transport: products(transport, "bf16", True, range(3, 6)),
     "folded products": lambda transport: products(transport, "mxfp8 folded", False, range(3, 6)),
 }

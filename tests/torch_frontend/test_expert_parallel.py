@@ -16,16 +16,17 @@ from mxep.torch_frontend import (
 
 RANKS = 4
 SCRIPT = Path(__file__).with_name("ep_ranks.py")
-RECIPES = ("bf16", "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "mxfp8 folded")
+RECIPES = ("bf16", "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "mxfp8 folded", "mxfp8 on all legs")
 DEGREES = [
     f"equal_to_dense[{ep}-{run}-{prob_in}]" for ep in (1, 2, 4) for run in RECIPES for prob_in in ("combine", "swiglu")
 ]
 OVERLAPPED = [
     "routings",
     "weights inside",
-    *(f"recipe {recipe}" for recipe in RECIPES),
+    *(f"recipe {recipe}" for recipe in (*RECIPES, "bf16 on all legs")),
     "held weights",
     "products of rows",
+    "products of rows, all legs",
     "products of replicas",
     "folded products",
 ]
