@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mxep.core_kernels.recipe import Compute
+from mxep.core_kernels.recipe import Compute, Recipe
 from mxep.jax_frontend import (
     MXArray,
     MXGradArray,
@@ -159,6 +159,11 @@ def test_padding_groups_is_what_the_caller_would_do(recipe: str, mx: bool) -> No
     [
         (lambda: grouped_mm(X, W, ENDS[:2]), ValueError, r"group_ends: got shape \(2,\); allowed: \(3,\)"),
         (lambda: grouped_mm(X, W, ENDS, recipe="fp4"), ValueError, "recipe: got 'fp4'"),
+        (
+            lambda: grouped_mm(X, W, ENDS, recipe=Recipe("", mx_legs=())),
+            NotImplementedError,
+            r"recipe: got mx_legs \(\)",
+        ),
         (lambda: grouped_mm(X, W[0], ENDS), ValueError, r"\(G, N, K\)"),
         (lambda: grouped_mm(X, W[:, :33], ENDS), ValueError, "w: got dim 1, N, = 33"),
         (

@@ -60,7 +60,8 @@ class Poisoned(Collectives):
 
 def routing(seed: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Tokens of this rank and their experts (T, TOP_K): of seed 0 all to two experts, 1 none on ranks of an odd number,
-    2 none on any rank, 3 all to one rank's experts, 4 with empty experts; else random and uneven."""
+    2 none on any rank, 3 all to one rank's experts, 4 with empty experts; else random and uneven. The first token of
+    seed 7 is NaN."""
     e = LOCAL * ranks
     shared, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(100 * seed + rank)
     tokens = int(torch.randint(1, 40, (1,), generator=own))
@@ -73,7 +74,10 @@ def routing(seed: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     elif seed == 4:
         favour = torch.where(torch.arange(e) % LOCAL == 1, 0.0, 1.0)
     experts = torch.multinomial(favour.expand(max(tokens, 1), e), TOP_K, generator=own)[:tokens]
-    return torch.randn(tokens, D, generator=own), experts.to(torch.int32)
+    x = torch.randn(tokens, D, generator=own)
+    if seed == 7:
+        x[0] = torch.nan
+    return x, experts.to(torch.int32)
 
 
 def leaves(seed: int, group: dist.ProcessGroup, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -138,6 +142,11 @@ def ffn(
             y.backward(dy.bfloat16().to(device))
             results.append([y, leaf.grad, probs.grad, *(t.grad for t in (w1, w3, w2, b1, b3, b2))])
         same(*results, (run, prob_in, seed))
+        if seed == 7:
+            y, dx, *_ = (t for t in results[1] if t is not None)
+            assert y[0].isnan().all()
+            assert not y[1:].isnan().any()
+            assert not dx[1:].isnan().any()
 
 
 def products(transport: Transport, run: str, replicas: bool, seeds: range) -> None:
