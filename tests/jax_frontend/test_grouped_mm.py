@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mxep.core_kernels.recipe import Compute, Recipe
+from mxep.core_kernels.recipe import Compute
 from mxep.jax_frontend import (
     MXArray,
     MXGradArray,
