@@ -153,7 +153,8 @@ class _Overlapped(torch.autograd.Function):
         plan = plan_exchange(call.table(), call.rank, call.recipe.alignment)
         there = call.leg_to_experts(plan, sources)
         back = call.leg_to_tokens(plan, call.layout_of(call.width, BF16, "combine"), device)
-        needs, keep = (need_x, need_probs and inside, *need_parameters), any(need_parameters)
+        needs = need_x, need_probs and inside, *need_parameters
+        keep = any(needs if inside else need_parameters)  # the backward reads the rows, and their weights if inside
         ends, saved = _ends_of_chunks(plan, device), []
         no_prob = torch.empty(0, dtype=torch.float32, device=device)
         for c, chunk in enumerate(plan.chunks):

@@ -37,7 +37,8 @@ ROUTINGS = 20
 
 
 class Poisoned(Collectives):
-    """What no rank fills is NaN, and one rank is late at a stage that changes from leg to leg."""
+    """What no rank fills is NaN, and so is everything after `close`, as if the next leg had the memory. One rank is late,
+    at a stage that changes from leg to leg."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -45,13 +46,16 @@ class Poisoned(Collectives):
 
     def leg(self, *arguments):
         leg = super().leg(*arguments)
-        for part in leg.received:
-            part.view(torch.uint8).fill_(255)
+        leg.close = lambda: [part.view(torch.uint8).fill_(255) for part in leg.received]
+        leg.close()
         self.legs += 1
         if self.legs % 7 == self.group.rank():
             for stage in ("send", "wait")[self.legs % 2 :]:
                 self.delay(leg, stage)
         return leg
+
+    def keep(self, received):
+        return received.clone()
 
     def delay(self, leg, stage: str) -> None:
         real = getattr(leg, stage)
@@ -103,7 +107,7 @@ def same(one: list[Tensor | None], other: list[Tensor | None], what: object) -> 
 
 def ffn(
     transport: Transport, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
-    held: bool = False,
+    held: bool = False, frozen: bool = False,
 ) -> None:  # fmt: skip
     recipe, group = RUNS[run], transport.group
     rank, ranks, device = group.rank(), group.size(), device_of(group)
@@ -115,6 +119,8 @@ def ffn(
             w1, w3, w2, b1, b3, b2 = leaves(
                 seed, group, *[(LOCAL, F, D)] * 2, (LOCAL, D, F), *[(LOCAL, F)] * 2, (LOCAL, D)
             )
+            for w in (w1, w3, w2):
+                w.requires_grad_(not frozen)
             (probs,) = leaves(seed + 50, group, (x.shape[0], TOP_K))
             leaf = x.bfloat16().requires_grad_()
             tokens = TokenReplicas(leaf, order, inverse, TOP_K)
@@ -198,6 +204,7 @@ CHECKS: dict[str, Callable[[Transport], None]] = {
     "routings": lambda transport: ffn(transport, "mxfp8", "combine", range(ROUTINGS)),
     "weights inside": lambda transport: ffn(transport, "mxfp8", "swiglu", range(6)),
     **{f"recipe {run}": partial(ffn, run=run, prob_in="combine", seeds=range(3, 6), bias=True) for run in RUNS},
+    "frozen weights": lambda transport: ffn(transport, "mxfp8", "swiglu", range(5, 6), frozen=True),
     "held weights": lambda transport: ffn(transport, "mxfp8", "combine", range(5, 6), held=True),
     "products of rows": lambda transport: products(transport, "mxfp8", False, range(6)),
     "products of rows, all legs": lambda transport: products(transport, "mxfp8 on all legs", False, range(3, 6)),

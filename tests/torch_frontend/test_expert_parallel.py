@@ -24,6 +24,7 @@ OVERLAPPED = [
     "routings",
     "weights inside",
     *(f"recipe {recipe}" for recipe in (*RECIPES, "bf16 on all legs")),
+    "frozen weights",
     "held weights",
     "products of rows",
     "products of rows, all legs",
