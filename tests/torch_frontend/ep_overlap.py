@@ -37,8 +37,8 @@ ROUTINGS = 20
 
 
 class Poisoned(Collectives):
-    """What no rank fills is NaN, and so is everything after `close`, as if the next leg had the memory. One rank is late,
-    at a stage that changes from leg to leg."""
+    """What no rank fills is NaN, and so is everything after `close`, as if the next leg had the memory. One rank is
+    late, at a stage that changes from leg to leg."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)

@@ -313,6 +313,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     },
     "sharded_twice[bf16]": partial(ep_training.sharded_twice, "bf16"),
     "sharded_twice[mxfp8]": partial(ep_training.sharded_twice, "mxfp8"),
+    "sharded_twice[overlapped]": partial(ep_training.sharded_twice, "mxfp8", overlapped=True),
     "one_norm_one_optimizer": lambda: ep_training.one_norm_one_optimizer(mesh_of(2)),
     "saved_moved_and_cast": lambda: ep_training.saved_moved_and_cast(mesh_of(4)),
     **{

@@ -49,6 +49,7 @@ CHECKS = [
     "ranks_train_as_one_process[2-bf16-sum-combine]",
     "sharded_twice[bf16]",
     "sharded_twice[mxfp8]",
+    "sharded_twice[overlapped]",
     "one_norm_one_optimizer",
     "saved_moved_and_cast",
     *(f"overlapped[{ep}-{name}]" for ep in (2, 4) for name in OVERLAPPED),
