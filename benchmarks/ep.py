@@ -28,6 +28,8 @@ from .figures.results import Line
 from .figures.timing import Sample, summarize
 
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
+TRANSPORTS = ("collectives", "copy engines")
+NAMES = (*RECIPES, *TRANSPORTS)
 MIN_SQNR_DB = 21.0
 ROUNDS = 10
 TIMEOUT = timedelta(seconds=90)

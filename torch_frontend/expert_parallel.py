@@ -246,7 +246,7 @@ def expert_parallel_ffn(
     w2: Weights,
     probs: Tensor | None = None,
     *,
-    prob_in: Literal["combine", "swiglu"] = "combine",
+    prob_in: Literal["combine", "swiglu"] = "swiglu",
     b1: Tensor | None = None,
     b3: Tensor | None = None,
     b2: Tensor | None = None,

@@ -23,6 +23,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._checks import check_probs, check_shape, out_dtype_of
 from ._counts import agree_on_counts, check_received, checked_rows
+from ._ranges import named
 from ._ranks import check_rows_to_send, degree_of, name_of
 from ._torch_private import captures_splits
 from .ep import TokenReplicas, exchange_replicas, exchange_rows, sent_rows
@@ -88,6 +89,7 @@ def dispatch(
     return dispatch_over(rows, counts, Recipe.parse(recipe), Ranks(name, degree_of(name), 0, ""))
 
 
+@named("mxep.dispatch")
 def dispatch_over(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Route]:
@@ -182,6 +184,7 @@ def _send_probs(column: Tensor, route: Route) -> Tensor:
     return gather(received, route.row_map.row_map, route.row_map.inverse)
 
 
+@named("mxep.combine")
 def combine(
     groups: Tensor, route: Route, probs: Tensor | None = None, *, out_dtype: torch.dtype | str | None = None
 ) -> Tensor:
