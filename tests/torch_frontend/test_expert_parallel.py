@@ -16,7 +16,15 @@ from mxep.torch_frontend import (
 
 RANKS = 4
 SCRIPT = Path(__file__).with_name("ep_ranks.py")
-RECIPES = ("bf16", "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "mxfp8 folded", "mxfp8 on all legs")
+RECIPES = (
+    "bf16",
+    "mxfp8",
+    "mxfp8_wgrad_with_hp",
+    "fp8_rowwise",
+    "fp8_blockwise",
+    "mxfp8 folded",
+    "mxfp8 on all legs",
+)
 DEGREES = [
     f"equal_to_dense[{ep}-{run}-{prob_in}]" for ep in (1, 2, 4) for run in RECIPES for prob_in in ("combine", "swiglu")
 ]
