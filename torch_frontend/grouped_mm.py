@@ -40,7 +40,18 @@ from .products import (
     token_operand,
     weight_gradient,
 )
-from .weights import Held, Weights, along_n, check_weights, for_call, form_of, outlives_forward, values_and_held
+from .weights import (
+    Held,
+    Operand,
+    Weights,
+    along_n,
+    check_weights,
+    for_call,
+    form_of,
+    is_transpose,
+    outlives_forward,
+    values_and_held,
+)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -55,7 +66,7 @@ class _GroupedMM(torch.autograd.Function):
         w_k, w_n = for_call(w, held, form, rounding, need_x and outlives_forward(w))
         saved = (tokens or x) if need_w else None, w_n or w if need_x else None, group_ends
         save(ctx, saved)
-        ctx.dtypes, ctx.options = (x.dtype, w.dtype), options
+        ctx.dtypes, ctx.options, ctx.transposed = (x.dtype, w.dtype), options, is_transpose(w)
         return product(rows, w_k, group_ends, out_dtype, bias)
 
     @staticmethod
@@ -73,12 +84,17 @@ class _GroupedMM(torch.autograd.Function):
         if need_w and options.wgrad_mx:
             row_map, ends = pad_to_blocks(group_ends, dout.shape[0]) if options.pad else (None, group_ends)
             tokens, x = (token_operand(t, form, rounding, ends, row_map) for t in (tokens, x))
-            dw = weight_gradient(tokens, x, ends, w_dtype)
+            dw = _weight_gradient(tokens, x, ends, w_dtype, ctx.transposed)
         elif need_w:
-            dw = weight_gradient(dout, x, group_ends, w_dtype)
+            dw = _weight_gradient(dout, x, group_ends, w_dtype, ctx.transposed)
         if need_bias:
             dbias = bias_gradient(dout, group_ends)
         return dx, dw, dbias, None, None, None, None
+
+
+def _weight_gradient(dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """(G, N, K), in memory as the weights are."""
+    return weight_gradient(x, dout, ends, dtype).mT if transposed else weight_gradient(dout, x, ends, dtype)
 
 
 _grouped_mm = differentiable("grouped_mm", _GroupedMM)
@@ -109,7 +125,8 @@ def grouped_mm(
 
     x: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor, used as it is. The recipes "bf16" and
         "fp8_rowwise" dequantize an MXTensor.
-    w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it; or its QuantizedWeights, whose `values`
+    w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it, or the transpose of a contiguous
+        (G, K, N), w.mT; neither is copied, except the second by "fp8_rowwise". Or its QuantizedWeights, whose `values`
         get the gradient. K and N are multiples of 32.
     group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.
     recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
@@ -162,8 +179,9 @@ def checked_grouped_mm(
             fail(ValueError, op, names.w, f"{dim} = {size}", f"allowed: multiples of {BLOCK}")
     if recipe.operands == "fp8_rowwise" and not n:
         fail(ValueError, op, names.w, "N = 0", f"allowed: N from {BLOCK}; an empty row has no scale")
-    if not values.is_contiguous():
-        fail(ValueError, op, names.w, f"strides {values.stride()} of (G, N, K)", "allowed: a contiguous (G, N, K)")
+    if not values.is_contiguous() and not is_transpose(values):
+        allowed = "allowed: a contiguous (G, N, K), or the transpose of a contiguous (G, K, N)"
+        fail(ValueError, op, names.w, f"strides {values.stride()} of (G, N, K)", allowed)
     check_devices(op, names.x, x.device, **{names.w: values})
     group_ends = check_group_ends(op, names.group_ends, group_ends, x, groups, names.x, names.w)
     if bias is not None:

@@ -182,10 +182,15 @@ def outlives_forward(w: Tensor) -> bool:
     return not owner.is_leaf or owner.is_inference() or (has_version and version_of(owner) > 0)
 
 
-def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[Operand, Quantized | None]:
+def is_transpose(w: Tensor) -> bool:
+    """Whether w (G, N, K) is the transpose of a contiguous (G, K, N), whose operands are those of w, exchanged."""
+    return not w.is_contiguous() and w.mT.is_contiguous()
+
+
+def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[WeightOperand, Quantized | None]:
     """The operands of w along K and along N. The second is None unless w is held or `both` is set."""
     if form == "bf16":
-        return w.to(torch.bfloat16), None
+        return (KN(w.mT.to(torch.bfloat16)) if is_transpose(w) else w.to(torch.bfloat16)), None
     if held is not None and held[0] is not None:
         return held[0], held[1]
     return quantize_both_ways(w, form, rounding) if both else (along_k(w, form, rounding), None)
@@ -198,13 +203,20 @@ def as_multiplied(x: MX) -> MX | Upcast:
 
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     """w (G, N, K) -> (G, N, K), quantized along K."""
+    if is_transpose(w):
+        return _last_first(w.mT, form, rounding)
     return quantize_rows(w.contiguous(), form, rounding)
 
 
 def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
     """w (G, N, K) -> (G, K, N), quantized along N; bf16 stays as stored."""
-    if form == "bf16":
-        return KN(w.to(torch.bfloat16).contiguous())
+    if is_transpose(w):
+        return w.mT.to(torch.bfloat16) if form == "bf16" else quantize_rows(w.mT, form, rounding)
+    return KN(w.to(torch.bfloat16).contiguous()) if form == "bf16" else _last_first(w, form, rounding)
+
+
+def _last_first(w: Tensor, form: Form, rounding: int) -> Quantized:
+    """w (G, N, K) -> (G, K, N), quantized along N."""
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     x = MX(*ops.quantize_col(w.contiguous(), rounding))
@@ -213,6 +225,9 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
 
 def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
     """w (G, N, K) along K, as stored, and along N, transposed, from one op unless they are scaled by row."""
+    if is_transpose(w):
+        transposed, as_stored = quantize_both_ways(w.mT, form, rounding)
+        return as_stored, transposed
     w = w.contiguous()
     if form == "row":
         return quantize_rows(w, form, rounding), quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
