@@ -22,6 +22,7 @@ from .grouped_mm import Names, checked_grouped_mm
 from .permute import sort_by_expert
 from .pipeline import TokenReplicas, combine, dispatch_over
 from .swiglu import packed_swiglu
+from .weighted_combine import sum_of_slots, weigh_slots
 
 Rowwise = Callable[[Tensor], Tensor]
 """A differentiable function of rows, (P, N) bf16 -> (P, N')."""
@@ -62,16 +63,15 @@ def packed_experts(
     """
     top_k, num_experts = experts.shape[1], packed.gate_up.shape[0]
     order, inverse, counts = sort_by_expert(experts, num_experts + 1)
-    if weigh_input:  # a row of x per slot
-        rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
-        tokens = TokenReplicas(rows.to(torch.bfloat16), order, inverse, 1)
+    if weigh_input:
+        tokens = TokenReplicas(weigh_slots(x, weights), order, inverse, 1)
     else:
         tokens = TokenReplicas(x.to(torch.bfloat16), order, inverse, top_k)
     groups, _, route = dispatch_over(tokens, counts, recipe, None)
     ends = route.group_ends[:num_experts].contiguous()  # rows past the last end give zeros
     out = _feed_forward(op, groups, ends, packed, recipe)
     if weigh_input:
-        return combine(out, route, out_dtype=torch.float32).unflatten(0, (-1, top_k)).sum(1).to(x.dtype)
+        return sum_of_slots(combine(out, route), top_k, x.dtype)
     return combine(out, route, weights.float(), out_dtype=x.dtype)
 
 
