@@ -19,6 +19,7 @@ from torch import Tensor
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
 from .grouped_mm import Names, checked_grouped_mm
+from .packed_ffn import packed_ffn
 from .permute import sort_by_expert
 from .pipeline import TokenReplicas, combine, dispatch_over
 from .swiglu import packed_swiglu
@@ -81,6 +82,9 @@ def _feed_forward(op: str, groups: Tensor, ends: Tensor, packed: PackedExperts, 
         w = w.mT if packed.transposed else w
         return checked_grouped_mm(names, rows, w, ends, bias, torch.bfloat16, recipe, False)
 
+    if isinstance(packed.gate, SwiGLU) and not packed.transposed and packed.gate_up_bias is None:
+        out = packed_ffn(op, groups, packed.gate_up, packed.down, ends, recipe, packed.gate)
+        return out if packed.norm is None else packed.norm(out)
     gate_up, gate = product(groups, "gate_up_proj", packed.gate_up, packed.gate_up_bias), packed.gate
     h = packed_swiglu(gate_up, gate, packed.interleaved) if isinstance(gate, SwiGLU) else gate(gate_up)
     out = product(h, "down_proj", packed.down, packed.down_bias)
