@@ -204,19 +204,16 @@ def as_multiplied(x: MX) -> MX | Upcast:
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     """w (G, N, K) -> (G, N, K), quantized along K."""
     if is_transpose(w):
-        return _last_first(w.mT, form, rounding)
+        return cast(Quantized, along_n(w.mT, form, rounding))
     return quantize_rows(w.contiguous(), form, rounding)
 
 
 def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
     """w (G, N, K) -> (G, K, N), quantized along N; bf16 stays as stored."""
     if is_transpose(w):
-        return w.mT.to(torch.bfloat16) if form == "bf16" else quantize_rows(w.mT, form, rounding)
-    return KN(w.to(torch.bfloat16).contiguous()) if form == "bf16" else _last_first(w, form, rounding)
-
-
-def _last_first(w: Tensor, form: Form, rounding: int) -> Quantized:
-    """w (G, N, K) -> (G, K, N), quantized along N."""
+        return w.mT.to(torch.bfloat16) if form == "bf16" else along_k(w.mT, form, rounding)
+    if form == "bf16":
+        return KN(w.to(torch.bfloat16).contiguous())
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     x = MX(*ops.quantize_col(w.contiguous(), rounding))
@@ -226,8 +223,8 @@ def _last_first(w: Tensor, form: Form, rounding: int) -> Quantized:
 def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
     """w (G, N, K) along K, as stored, and along N, transposed, from one op unless they are scaled by row."""
     if is_transpose(w):
-        transposed, as_stored = quantize_both_ways(w.mT, form, rounding)
-        return as_stored, transposed
+        first, second = quantize_both_ways(w.mT, form, rounding)
+        return second, first
     w = w.contiguous()
     if form == "row":
         return quantize_rows(w, form, rounding), quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
