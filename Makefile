@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
-CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt \
+CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py \
   $(wildcard cmake/* cpp_bindings/*.cc cpp_bindings/*.h \
     $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test faults coverage install-gpu test-gpu lint format benchmark clean
+.PHONY: train train-gpu test faults coverage wheel install-gpu test-gpu lint format benchmark clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -27,11 +27,14 @@ train-gpu:
 # their names, since those with the fewest tests, which would be last, take the longest. Two workers on two cores have
 # more threads than cores: waiting threads of OpenMP sleep instead of spinning, and the oracles' BLAS has one thread.
 # Half of the time is XLA's: LLVM's first level compiles in 0.8 of the time of its default, to programs that give the
-# same bytes.
+# same bytes. A program that both workers need is compiled by one of them.
 test: export OMP_WAIT_POLICY = passive
 test: export OPENBLAS_NUM_THREADS = 1
 test: export XLA_FLAGS = --xla_backend_optimization_level=1
+test: export JAX_COMPILATION_CACHE_DIR = $(CURDIR)/build/programs
+test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 test: .venv/.dev
+	rm -rf build/programs
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/conformance tests/kernels
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -43,6 +46,14 @@ faults: .venv/.dev
 coverage: .venv/.dev
 	$(PIP) pytest-cov gcovr
 	tests/coverage.sh
+
+# A wheel in dist/, and whether it works in two new environments, one with torch alone and one with jax alone, of the
+# newest versions that pip picks. CUDA=ON compiles the CUDA kernels too, with the nvcc on the PATH.
+wheel: CUDA ?= OFF
+wheel: .venv/.base
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist . \
+	  --config-settings=cmake.define.MXEP_CUDA=$(CUDA)
+	tests/wheel.sh dist
 
 # Into the environment of $(PYTHON), which has torch or jax for CUDA already, and jaxlib, nanobind and
 # scikit-build-core to build with. Downloads nothing; fails without nvcc.

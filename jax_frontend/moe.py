@@ -67,11 +67,11 @@ class MoEConfig:
     router_bias: add a learned bias to the logits.
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
-    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
     shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
-    prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
-        "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient. "input":
-        the experts' input, as Llama 4 does; x then has a row per token and expert.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
+        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
+        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
+        experts' input, as Llama 4 does; x then has a row per token and expert.
     capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
     bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
         the experts and of the shared one, which has no bias.
@@ -90,7 +90,7 @@ class MoEConfig:
     normalize: bool = True
     recipe: Recipe | str = "mxfp8"
     capacity: int | None = None
-    prob_in: Literal["combine", "swiglu", "input"] = "combine"
+    prob_in: Literal["combine", "swiglu", "input"] = "swiglu"
     route_scale: float = 1.0
     num_groups: int = 1
     top_k_groups: int = 1
@@ -315,6 +315,7 @@ def _shapes(experts: int, dim: int, hidden_dim: int) -> dict[str, tuple[int, ...
     return {"w1": (experts, hidden_dim, dim), "w2": (experts, dim, hidden_dim), "w3": (experts, hidden_dim, dim)}
 
 
+@jax.named_scope("mxep.route")
 def _route(params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: jax.Array | None = None) -> Routing:
     logits_TE = router_logits(x_TD, params["router"], params.get("router_bias"))
     return choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)

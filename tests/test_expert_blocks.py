@@ -49,7 +49,7 @@ def torch_block(block: Block, recipe: str, **changes: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("recipe", FLOORS_DB)
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [*((name, {}) for name in BLOCKS), *((name, {"prob_in": "swiglu"}) for name in ("mixtral", "gpt_oss"))],
+    [*((name, {}) for name in BLOCKS), *((name, {"prob_in": "combine"}) for name in ("mixtral", "gpt_oss"))],
     ids=lambda value: value if isinstance(value, str) else value.get("prob_in", ""),
 )
 def test_torch(name: str, changes: dict[str, str], recipe: str) -> None:

@@ -172,9 +172,9 @@ def test_jax_triton_is_named_in_one_file() -> None:
 
 
 ONLY_TORCH = {
-    "_differentiable.py", "_ranks.py", "_register.py", "_settings.py", "_torch_private.py",
-    "mx_tensor.py", "parallel.py", "shards.py", "torchao.py", "transformers.py", "packed_experts.py",
-    "packed_ffn.py", "convert.py",
+    "_differentiable.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py", "_torch_private.py", "convert.py",
+    "fsdp.py", "mx_tensor.py", "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py",
+    "transformers.py",
 }  # fmt: skip
 ONLY_JAX = {"_derivatives.py", "_triton.py", "mx_array.py", "ragged_dot.py"}
 """Tensor subclasses, process groups, other libraries' signatures and models in torch; arrays, jax.lax.ragged_dot in

@@ -32,6 +32,7 @@ from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._checks import check_bias, check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
+from ._ranges import named
 from .products import (
     Operand,
     ProductOptions,
@@ -225,7 +226,7 @@ def grouped_swiglu_ffn(
     the biases and prob.
 
     x: (P, D) bfloat16 or float32, quantized here, once; or an MXTensor, used as it is. The recipes "bf16" and
-        "fp8_rowwise" dequantize an MXTensor.
+        "fp8_..." dequantize an MXTensor.
     w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D and F are multiples of 32. Or their
         QuantizedWeights, whose `values` get the gradients.
     group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.
@@ -256,6 +257,7 @@ def grouped_swiglu_ffn(
     return swiglu_ffn(op, x, weights, group_ends, prob, recipe, pad_token_groups, save_bytes, biases, activation)
 
 
+@named("mxep.experts")
 def swiglu_ffn(
     op: str,
     x: Tensor,

@@ -39,6 +39,7 @@ from ._checks import (
     reads_values,
     require_rows,
 )
+from ._ranges import named
 from ._torch_private import version_of
 from .ffn import swiglu_ffn
 from .permute import sort_by_expert
@@ -71,9 +72,9 @@ class MoEStats(NamedTuple):
 class GroupedExperts(nn.Module):
     """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
 
-    dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or
-    "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the three products.
-    activation: a `SwiGLU`.
+    dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise",
+    "fp8_blockwise" or "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the
+    three products. activation: a `SwiGLU`.
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
     padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y.
@@ -243,11 +244,11 @@ class MoE(nn.Module):
     router_bias: add a learned bias to the logits.
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
-    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
     shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
-    prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
-        "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient. "input":
-        the experts' input, as Llama 4 does; x then has a row per token and expert.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
+        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
+        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
+        experts' input, as Llama 4 does; x then has a row per token and expert.
     bias, activation: of the experts, as in `GroupedExperts`. The shared expert has the activation and no bias.
     dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
 
@@ -286,7 +287,7 @@ class MoE(nn.Module):
         shared_hidden_dim: int | None = None,
         recipe: Recipe | str = "mxfp8",
         shared_gate: bool = False,
-        prob_in: Literal["combine", "swiglu", "input"] = "combine",
+        prob_in: Literal["combine", "swiglu", "input"] = "swiglu",
         bias: bool = False,
         activation: SwiGLU = PLAIN,
         dtype: torch.dtype | None = None,
@@ -297,9 +298,9 @@ class MoE(nn.Module):
         choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
         self.route_options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
         check_options("MoE", num_experts, top_k=top_k, **self.route_options)
-        check_flag("MoE", "selection_bias", selection_bias)
-        check_flag("MoE", "router_bias", router_bias)
-        check_flag("MoE", "shared_gate", shared_gate)
+        flags = {"selection_bias": selection_bias, "router_bias": router_bias, "shared_gate": shared_gate}
+        for name in flags:
+            check_flag("MoE", name, flags[name])
         if shared_gate and shared_hidden_dim is None:
             fail(ValueError, "MoE", "shared_gate", True, "allowed: with shared_hidden_dim")
         if prob_in not in PROB_IN:
@@ -375,6 +376,7 @@ class MoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != dim:
             fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
 
+    @named("mxep.route")
     def _route(self, x_TD: Tensor) -> Routing:
         ranks, bias = self.experts.expert_parallel, self.router.bias
         bias = None if bias is None else replicated(bias, ranks)
@@ -389,10 +391,8 @@ class MoE(nn.Module):
         weights = tuple(replicated(w, ranks) for w in parameters)
         if expert._held is not None:
             weights = expert._held.weights_of(parameters, weights)
-        tokens = x_TD.shape[0]
-        ends = torch.full((1,), tokens, dtype=torch.int32, device=x_TD.device)
-        pad, save_bytes = tokens % BLOCK != 0, all(outlives_forward(w) for w in parameters)
-        options = expert.recipe, pad, save_bytes
+        ends = torch.full((1,), x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
+        options = expert.recipe, x_TD.shape[0] % BLOCK != 0, all(outlives_forward(w) for w in parameters)
         y_TD = swiglu_ffn("MoE", x_TD.to(torch.bfloat16), weights, ends, None, *options, activation=expert.activation)
         if self.shared_gate is None:
             return y_TD

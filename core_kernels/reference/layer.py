@@ -113,12 +113,12 @@ class Options(NamedTuple):
 
     choice: Choice
     precision: Precision
-    prob_in: str = "combine"
+    prob_in: str = "swiglu"
 
     @property
     def mx(self) -> bool:
         """Whether rows and their gradients travel as MXFP8."""
-        return self.precision.form in ("mx", "fold")
+        return self.precision.form in ("mx", "fold", "balanced")
 
 
 class _Rows(NamedTuple):
