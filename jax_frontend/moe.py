@@ -36,10 +36,11 @@ from .permute import sort_by_expert
 from .pipeline import combine, dispatch, dispatch_probs
 from .router import GroupScore, Routing, ScoreFunc, chosen_outside, router_logits
 from .router import route as choose_experts
+from .weighted_combine import sum_of_slots, weigh_slots
 from .weights import Weights, check_weights, recipe_of, resolve_compute
 
 Params = dict[str, Any]
-PROB_IN = ("combine", "swiglu")
+PROB_IN = ("combine", "swiglu", "input")
 
 
 class MoEStats(NamedTuple):
@@ -66,10 +67,11 @@ class MoEConfig:
     router_bias: add a learned bias to the logits.
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
-    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
-    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h
-        is rounded; the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the
-        fp32 sum of the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own.
+    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
+        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
+        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
+        experts' input, as Llama 4 does; x then has a row per token and expert.
     capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
     bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
         the experts and of the shared one, which has no bias.
@@ -88,7 +90,7 @@ class MoEConfig:
     normalize: bool = True
     recipe: Recipe | str = "mxfp8"
     capacity: int | None = None
-    prob_in: Literal["combine", "swiglu"] = "swiglu"
+    prob_in: Literal["combine", "swiglu", "input"] = "swiglu"
     route_scale: float = 1.0
     num_groups: int = 1
     top_k_groups: int = 1
@@ -96,6 +98,7 @@ class MoEConfig:
     force_balance: bool = False
     router_bias: bool = False
     shared_hidden_dim: int | None = None
+    shared_gate: bool = False
     bias: bool = False
     activation: SwiGLU = PLAIN
 
@@ -111,11 +114,13 @@ class MoEConfig:
                 fail(ValueError, "MoEConfig", name, size, f"allowed: positive multiples of {BLOCK}")
         if self.num_experts < 1:
             fail(ValueError, "MoEConfig", "num_experts", self.num_experts, "allowed: at least 1")
-        for name in ("normalize", "router_bias"):
+        for name in ("normalize", "router_bias", "shared_gate"):
             check_type("MoEConfig", name, getattr(self, name), bool)
+        if self.shared_gate and self.shared_hidden_dim is None:
+            fail(ValueError, "MoEConfig", "shared_gate", True, "allowed: with shared_hidden_dim")
         check_options("MoEConfig", self.num_experts, top_k=self.top_k, **self.route_options)
         if self.prob_in not in PROB_IN:
-            allowed = f"allowed: {' or '.join(map(repr, PROB_IN))}"
+            allowed = f"allowed: {', '.join(map(repr, PROB_IN))}"
             fail(ValueError, "MoEConfig", "prob_in", repr(self.prob_in), allowed)
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
@@ -139,7 +144,7 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
     """Draw the parameters {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normal
     distributions with standard deviation 1 / sqrt(fan in). With bias experts also have "b1", "b3" (E, F) and "b2"
     (E, D), zeros; with router_bias also {"router_bias": (E,)}, zeros; with a shared expert {"shared_expert": {"w1",
-    "w3": (1, S, D), "w2": (1, D, S)}}, S = shared_hidden_dim.
+    "w3": (1, S, D), "w2": (1, D, S)}}, S = shared_hidden_dim; with shared_gate also {"shared_gate": (1, D)}.
 
     key: a key of jax.random. dtype: of the parameters, bf16 or fp32. Raises TypeError for other arguments.
 
@@ -164,6 +169,8 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
         params["router_bias"] = jnp.zeros(e, dtype)
     if (s := config.shared_hidden_dim) is not None:
         params["shared_expert"] = _draw(jax.random.fold_in(key, 1), _shapes(1, d, s), dtype)
+    if config.shared_gate:
+        params |= _draw(jax.random.fold_in(key, 2), {"shared_gate": (1, d)}, dtype)
     return params
 
 
@@ -236,17 +243,18 @@ def apply(
     experts_TK, probs_TK, shares_E = chosen
     order, inverse, counts = sort_by_expert(experts_TK, config.num_experts)
     tokens = TokenReplicas(x_TD.astype(jnp.bfloat16), order, inverse, experts_TK.shape[1])
+    if config.prob_in == "input":
+        tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
     ranks = {"axis_name": axis_name, "capacity": config.capacity}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
-    if config.prob_in == "swiglu":
-        out = _experts(params["experts"], groups, route.group_ends, dispatch_probs(probs_TK, route), config)
-        y_TD = combine(out, route, out_dtype=x_TD.dtype)
-    else:
-        out = _experts(params["experts"], groups, route.group_ends, None, config)
-        y_TD = combine(out, route, probs_TK, out_dtype=x_TD.dtype)
+    inside = dispatch_probs(probs_TK, route) if config.prob_in == "swiglu" else None
+    out = _experts(params["experts"], groups, route.group_ends, inside, config)
+    y_TD = combine(out, route, probs_TK if config.prob_in == "combine" else None, out_dtype=x_TD.dtype)
+    if config.prob_in == "input":
+        y_TD = sum_of_slots(y_TD, experts_TK.shape[1], x_TD.dtype)
     if config.shared_hidden_dim is not None:
-        y_TD += _shared(params["shared_expert"], x_TD, config).astype(y_TD.dtype)
+        y_TD += _shared(params, x_TD, config).astype(y_TD.dtype)
     overflow = route.overflow
     counts, overflow, shares_E = (_total(s, token_axes) for s in (counts, overflow, shares_E))
     fraction_E = counts.astype(jnp.float32) / max(replicas * experts_TK.size, 1)
@@ -268,6 +276,7 @@ def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> 
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
         fail(TypeError, "moe.apply", "params", type(params).__name__, layout)
     optional = {"shared_expert": config.shared_hidden_dim is not None, "router_bias": config.router_bias}
+    optional["shared_gate"] = config.shared_gate
     for name, wanted in optional.items():
         if wanted != (name in params):
             got = f"no {name!r}" if wanted else repr(name)
@@ -280,6 +289,7 @@ def _check_params(params: Params, config: MoEConfig, axis_name: Axes | None) -> 
         fail(ValueError, "moe.apply", "config.num_experts", e, allowed)
     local = e // ranks
     routers = {"router": (e, d)} | ({"router_bias": (e,)} if config.router_bias else {})
+    routers |= {"shared_gate": (1, d)} if config.shared_gate else {}
     holders = {"router": (params, routers), "experts": (params.get("experts", {}), _shapes(local, d, f))}
     if config.shared_hidden_dim is not None:
         holders["shared_expert"] = params["shared_expert"], _shapes(1, d, config.shared_hidden_dim)
@@ -311,15 +321,18 @@ def _route(params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: j
     return choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)
 
 
-def _shared(expert: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:
-    """(T, D) bf16: the shared expert, one group of all tokens."""
+def _shared(params: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:
+    """(T, D): the shared expert, one group of all tokens, times its gate."""
     ends = jnp.full((1,), x_TD.shape[0], jnp.int32)
-    weights = _local(expert, varying_axes(x_TD))
+    weights = _local(params["shared_expert"], varying_axes(x_TD))
     pad = bool(x_TD.shape[0] % BLOCK)
     options = {"recipe": config.recipe, "activation": config.activation, "pad_token_groups": pad}
     out = grouped_swiglu_ffn(x_TD.astype(jnp.bfloat16), *weights, ends, **options)
     assert isinstance(out, jax.Array)
-    return out
+    if not config.shared_gate:
+        return out
+    gate_T1 = x_TD @ vary(params["shared_gate"], varying_axes(x_TD)).astype(x_TD.dtype).T
+    return jax.nn.sigmoid(gate_T1.astype(jnp.float32)) * out
 
 
 def _experts(
