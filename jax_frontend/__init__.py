@@ -1,6 +1,6 @@
 """mxep for JAX: MXFP8 grouped products, expert parallelism inside shard_map and a complete Mixture-of-Experts layer.
 
-The layer      moe.init, moe.apply, MoEConfig, MoEStats
+The layer      moe.init, moe.apply, moe.sharded_apply, moe.specs, MoEConfig, MoEStats
 The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
@@ -39,8 +39,8 @@ from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
 from .grouped_mm import grouped_mm as grouped_mm
 from .layouts import pack_expert_weights as pack_expert_weights
 from .layouts import unpack_expert_weights as unpack_expert_weights
-from .moe import MoEConfig as MoEConfig
 from .moe import MoEStats as MoEStats
+from .moe_params import MoEConfig as MoEConfig
 from .mx_array import MXArray as MXArray
 from .mx_array import MXGradArray as MXGradArray
 from .numerics import numerics_report as numerics_report

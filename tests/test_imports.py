@@ -170,8 +170,9 @@ ONLY_TORCH = {
     "_differentiable.py", "_ranks.py", "_register.py", "_settings.py", "_torch_private.py",
     "mx_tensor.py", "parallel.py", "shards.py", "torchao.py",
 }  # fmt: skip
-ONLY_JAX = {"_derivatives.py", "_triton.py", "mx_array.py", "ragged_dot.py"}
-"""Tensor subclasses, process groups and torchao's signatures in torch, arrays and jax.lax.ragged_dot in JAX."""
+ONLY_JAX = {"_derivatives.py", "_mesh.py", "_triton.py", "moe_params.py", "mx_array.py", "ragged_dot.py"}
+"""Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees and
+jax.lax.ragged_dot in JAX."""
 
 
 def test_the_frontends_use_the_same_file_names() -> None:

@@ -208,7 +208,7 @@ def test_jax_trains_in_two_processes_as_in_one(run, tmp_path):
         ("jax", ("--device", "gpu"), "--device: got gpu"),
         ("jax", ("--ep", "2", "--num-processes", "2"), "--coordinator: got None with --num-processes 2"),
         ("jax", ("--process-id", "1"), "--process-id: got 1; allowed: 0 to 0"),
-        ("jax", ("--num-processes", "3"), "--num-processes: got 3; allowed: divisors of --ep 1"),
+        ("jax", ("--num-processes", "3"), "--num-processes: got 3; allowed: divisors of 1 ranks, --dp x --ep"),
         ("jax", ("--local-devices", "0"), "--local-devices: got [0] with one process"),
         ("jax", ("--data", "nowhere"), "--data: got 'nowhere', which does not exist"),
         ("jax", ("--init-from", "nowhere"), "--init-from: got 'nowhere'; allowed: a checkpoint folder"),
