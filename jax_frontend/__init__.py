@@ -7,7 +7,8 @@ Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8,
 Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
 Rows           MXArray, MXGradArray, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder
 Exchanges      plan_exchange, Exchange, a2a_dispatch, permute, and torchao's names a2a_*, permute_*, unpermute_*
-Kernels        ops, capabilities, force_implementation, lower_for, numerics_report
+Programs       save_mx_rows (remat.py lists the names), export_checks, lower_for
+Kernels        ops, capabilities, force_implementation, numerics_report
 
 `help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """
@@ -28,6 +29,7 @@ from ._device import force_implementation as force_implementation
 from ._device import lower_for as lower_for
 from .capabilities import Capability as Capability
 from .capabilities import capabilities as capabilities
+from .capabilities import export_checks as export_checks
 from .ep import Exchange as Exchange
 from .ep import TokenReplicas as TokenReplicas
 from .ep import a2a_combine_hp_fwd_mxfp8_bwd as a2a_combine_hp_fwd_mxfp8_bwd
@@ -57,6 +59,7 @@ from .pipeline import combine as combine
 from .pipeline import dispatch as dispatch
 from .pipeline import dispatch_probs as dispatch_probs
 from .ragged_dot import ragged_dot_mxfp8 as ragged_dot_mxfp8
+from .remat import save_mx_rows as save_mx_rows
 from .router import Routing as Routing
 from .router import route as route
 from .router import update_selection_bias as update_selection_bias

@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..core_kernels.launch import fail
-from ._call import vary_alike
+from ._call import vary_alike, whole
 
 _guard_p, _linear_p = Primitive("mxep_guard"), Primitive("mxep_linear")
 
@@ -27,7 +27,7 @@ def reverse_only(op: str, tree: Any, rows: str = "all rows in one call", togethe
     """The arguments of `op`, on which every other transform raises. rows: the remedy for a vmap. together: a warning,
     with {op} and {count}, if a program is compiled for several devices outside of a shard_map over all of them."""
     given = {"op": op, "rows": rows, "together": together}
-    return jax.tree.map(lambda leaf: _guard_p.bind(leaf, **given) if _is_float(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: _guard_p.bind(whole(leaf), **given) if _is_float(leaf) else whole(leaf), tree)
 
 
 def arguments(op: str, *trees: Any) -> tuple[Any, ...]:

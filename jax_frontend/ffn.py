@@ -48,6 +48,7 @@ from .products import (
     token_operand,
     weight_gradient,
 )
+from .remat import GATE, UP, named
 from .swiglu import row_probabilities
 from .weights import NoValues, Weights, check_weights, cotangent_of, for_call, resolve_compute, saved
 
@@ -88,6 +89,7 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
     w1, w3, w2 = for_call(w1, recipe, x_grad), for_call(w3, recipe, x_grad), for_call(w2, recipe, h_grad)
     rows, tokens = quantize_activation(x, group_ends, recipe)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
+    gate, up = named(gate, GATE), named(up, UP)
     residuals = (
         NoValues(x.dtype) if tokens else x,
         tokens,

@@ -170,7 +170,10 @@ ONLY_TORCH = {
     "_differentiable.py", "_ranks.py", "_register.py", "_settings.py", "_torch_private.py",
     "mx_tensor.py", "parallel.py", "shards.py", "torchao.py",
 }  # fmt: skip
-ONLY_JAX = {"_derivatives.py", "_mesh.py", "_triton.py", "moe_params.py", "mx_array.py", "ragged_dot.py"}
+ONLY_JAX = {
+    "_derivatives.py", "_mesh.py", "_triton.py", "_values.py",
+    "moe_params.py", "mx_array.py", "ragged_dot.py", "remat.py",
+}  # fmt: skip
 """Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees and
 jax.lax.ragged_dot in JAX."""
 
