@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from . import ep
 from ._call import vary, varying_axes
-from ._checks import check_floats, check_type
+from ._checks import check_floats, check_shape, check_type
 from ._derivatives import reverse_only
 from ._mesh import AnyMesh, axes_of, mesh_of, over_mesh
 from .ep import Axes, TokenReplicas
@@ -195,8 +195,11 @@ def sharded_apply(
     check_type(op, "config", config, MoEConfig)
     check_type(op, "tokens", tokens, PartitionSpec)
     check_floats(op, "x", x)
+    check_type(op, "mesh", mesh, Mesh, AbstractMesh, type(None))
     mesh = mesh_of(op, mesh, x)
     token_axes, expert_axes = axes_of(tokens), ep.axis_names(op, "expert_axis", expert_axis)
+    for name, axis in (("fsdp_axis", fsdp_axis), ("tensor_axis", tensor_axis)):
+        check_type(op, name, axis, str, type(None))
     used = {"tokens": token_axes, "expert_axis": expert_axes, "fsdp_axis": (fsdp_axis,), "tensor_axis": (tensor_axis,)}
     for argument, axes in used.items():
         for axis in axes:
@@ -211,6 +214,9 @@ def sharded_apply(
             why = "; the ranks would compute the same tokens" if name == "expert_axis" else " and not of expert_axis"
             fail(ValueError, op, name, repr(axes), f"allowed: axes of tokens, {tokens}{why}")
     check_type(op, "params", params, Mapping)
+    chosen_outside(op, x, config.num_experts, experts, weights)
+    if selection_bias is not None:
+        check_shape(op, "selection_bias", selection_bias, (config.num_experts,), "one value per expert", "float32")
     of_params = specs(config, expert_axis=expert_axis, fsdp_axis=fsdp_axis, tensor_axis=tensor_axis)
     for got, wanted in ((params, of_params), (dict(params).get("experts"), of_params["experts"])):
         if not isinstance(got, Mapping) or got.keys() != wanted.keys():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -198,3 +199,14 @@ def test_hidden_values_that_do_not_divide_are_named() -> None:
             moe.init(jax.random.key(0), config), X, config,
             tokens=P("data"), expert_axis=None, tensor_axis="tensor", mesh=mesh,
         )  # fmt: skip
+
+
+def test_experts_that_the_caller_chose_are_split_with_the_tokens() -> None:
+    experts = jnp.arange(TOKENS * 3).reshape(TOKENS, 3) % 8
+    weights, bias = jnp.full((TOKENS, 3), 0.25), jnp.linspace(0, 1, 8)
+    layer = jax.jit(partial(moe.sharded_apply, config=CONFIG, tokens=BOTH, mesh=mesh_of()))
+    got = layer(params_of(CONFIG), X, experts=experts, weights=weights)
+    want = moe.apply(params_of(CONFIG), X, CONFIG, experts=experts, weights=weights)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
+    biased = layer(params_of(CONFIG), X, selection_bias=bias)[1].counts
+    np.testing.assert_array_equal(biased, moe.apply(params_of(CONFIG), X, CONFIG, selection_bias=bias)[1].counts)
