@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
-CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt \
+CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py \
   $(wildcard cmake/* cpp_bindings/*.cc cpp_bindings/*.h \
     $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test faults coverage install-gpu test-gpu lint format benchmark clean
+.PHONY: train train-gpu test faults coverage wheel install-gpu test-gpu lint format benchmark clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -15,11 +15,12 @@ train: .venv/.train
 	$(BIN)/python -m examples.train_all --out runs/small
 
 # On one GPU with $(PYTHON), after install-gpu; that environment also has optax, safetensors, tqdm and matplotlib. Every
-# recipe in both frameworks, 500 steps each, without checkpoints; logs and curves.png in OUT. Downloads nothing.
+# recipe in both frameworks, 500 steps each, without checkpoints; logs and curves.png in OUT. Downloads nothing. Of 14
+# comparisons of such runs the largest is 6.1%, and repeated runs of one config are 3.8% apart: the limit is 8%.
 train-gpu: OUT ?= runs/gpu
 train-gpu:
 	$(PYTHON) -m examples.train_all --device gpu --ep 1 --preset curves --checkpoint-every 0 \
-	  --recipes bf16 mxfp8 mxfp8_wgrad_with_hp fp8_rowwise --out $(OUT)
+	  --recipes bf16 mxfp8 mxfp8_wgrad_with_hp fp8_rowwise --limit 0.08 --out $(OUT)
 
 # Two runs: Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile. A file
 # stays on one worker, so that process groups and compiled programs are made once per file; files start in the order of
@@ -42,6 +43,14 @@ faults: .venv/.dev
 coverage: .venv/.dev
 	$(PIP) pytest-cov gcovr
 	tests/coverage.sh
+
+# A wheel in dist/, and whether it works in two new environments, one with torch alone and one with jax alone, of the
+# newest versions that pip picks. CUDA=ON compiles the CUDA kernels too, with the nvcc on the PATH.
+wheel: CUDA ?= OFF
+wheel: .venv/.base
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist . \
+	  --config-settings=cmake.define.MXEP_CUDA=$(CUDA)
+	tests/wheel.sh dist
 
 # Into the environment of $(PYTHON), which has torch or jax for CUDA already, and jaxlib, nanobind and
 # scikit-build-core to build with. Downloads nothing; fails without nvcc.

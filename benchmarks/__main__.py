@@ -1,4 +1,4 @@
-"""`python -m benchmarks [cpu | train_step | gpu] [--only quantize,combine]`: measure, print, record.
+"""`python -m benchmarks [cpu | train_step | gpu] [--only NAME,...] [--shape tokens=...,...]`: measure, print, record.
 
 cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
@@ -7,13 +7,17 @@ cases --check, interleaved timing--> Line --> the terminal, with the bar of the 
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
 # Section -> device. The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
 SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu"}
+OWN_SHAPE = ("cpu", "gpu")
+"""The sections that `--shape` applies to."""
 
 
 def _commit(text: str) -> str:
@@ -26,6 +30,20 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
+def _layer(text: str) -> MoELayer:
+    try:
+        return layer_named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def unknown_names(only: Sequence[str], sections: Sequence[str]) -> str:
+    """What is wrong with the names of `--only`; "" if every name is one of the sections'."""
+    known = {name for section in sections for name in import_module(f".{section}", __package__).NAMES}
+    unknown = ", ".join(sorted(set(only) - known))
+    return f"got {unknown}; allowed in {', '.join(sections)}: {', '.join(sorted(known))}" if unknown else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure, compare and record.")
     parser.add_argument(
@@ -34,7 +52,20 @@ def main() -> None:
         metavar="section",
         help=f"any of {', '.join(SECTIONS)}; default: those of this machine",
     )
-    parser.add_argument("--only", type=_names, default=[], metavar="NAME,NAME", help="only these ops or families")
+    parser.add_argument(
+        "--only",
+        type=_names,
+        default=[],
+        metavar="NAME,NAME",
+        help="only these ops or families; a wrong name lists all",
+    )
+    parser.add_argument(
+        "--shape",
+        type=_layer,
+        metavar="NAME=N,...",
+        help="one layer of your own, tokens=4096,dim=2048,hidden_dim=768,num_experts=128,top_k=8, instead of the "
+        "shapes of the documents; recorded with --out alone",
+    )
     parser.add_argument("--commit", type=_commit, help="the measured commit, for sources without git")
     parser.add_argument("--out", type=Path, help="append the lines here instead of benchmarks/results/<hardware>.jsonl")
     parser.add_argument("--no-record", action="store_true", help="print the figures, store none")
@@ -42,10 +73,18 @@ def main() -> None:
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"section: got {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
 
+    if args.shape and (fixed := set(args.sections) - set(OWN_SHAPE)):
+        parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: {', '.join(OWN_SHAPE)}")
+
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
     gpu = results.gpu_name()
     here = "gpu" if gpu else "cpu"
-    for section in args.sections or [name for name, on in SECTIONS.items() if on == here]:
+    sections = args.sections or [
+        name for name, on in SECTIONS.items() if on == here and (not args.shape or name in OWN_SHAPE)
+    ]
+    if args.only and (wrong := unknown_names(args.only, sections)):
+        parser.error(f"--only: {wrong}")
+    for section in sections:
         on_gpu = SECTIONS[section] == "gpu"
         if on_gpu and gpu is None:
             parser.error(f"section: got {section}; allowed: a section of the CPU, this machine has no GPU")
@@ -55,8 +94,10 @@ def main() -> None:
         path = args.out or results.RESULTS / f"{results.file_name(gpu if on_gpu else None)}.jsonl"
         print(f"\n{section}: {run.hardware}, {run.date}, commit {run.commit}, {run.versions}")
         print(results.row(results.HEADER))
-        recorded = run.commit is not None and not args.no_record
-        for line in import_module(f".{section}", __package__).lines(args.only):
+        own = args.shape and not args.out
+        recorded = run.commit is not None and not args.no_record and not own
+        shapes = (of_layer(args.shape, section),) if args.shape else ()
+        for line in import_module(f".{section}", __package__).lines(args.only, *shapes):
             print(results.row(results.cells(line)), flush=True)
             if recorded:
                 results.record(run, line, path)
@@ -64,6 +105,8 @@ def main() -> None:
             print(f"recorded in {path}")
         elif args.no_record:
             print("not recorded: --no-record")
+        elif own:
+            print("not recorded: a shape of your own; --out FILE records it there")
         else:
             print("not recorded: the working tree differs from its commit; commit first, or pass --commit without git")
 

@@ -15,8 +15,8 @@ from mxep import cpp_bindings
 from mxep.torch_frontend import ops
 from torch import Tensor
 
-from .cases.cpu import Case, Tensors, check, matrix_cases, moved, outputs_of, received_cases
-from .cases.shapes import CPU_MATRICES, CPU_RECEIVED
+from .cases.cpu import NAMES, Case, Tensors, check, matrix_cases, moved, outputs_of, received_cases
+from .cases.shapes import CPU, CpuShapes
 from .figures.results import Line
 from .figures.timing import interleaved
 
@@ -81,10 +81,11 @@ def measure(case: Case) -> Iterator[Line]:
             )
 
 
-def lines(only: Sequence[str]) -> Iterator[Line]:
+def lines(only: Sequence[str], shapes: CpuShapes = CPU) -> Iterator[Line]:
     """The lines of every case, or of the ops named."""
     torch.set_num_threads(cpp_bindings.num_threads())
-    for shape in CPU_MATRICES:
-        yield from (line for case in matrix_cases(shape) if not only or case.name in only for line in measure(case))
-    for shape in CPU_RECEIVED:
-        yield from (line for case in received_cases(shape) if not only or case.name in only for line in measure(case))
+    named = only or NAMES
+    for shape in shapes.matrices:
+        yield from (line for case in matrix_cases(shape) if case.name in named for line in measure(case))
+    for shape in shapes.received:
+        yield from (line for case in received_cases(shape) if case.name in named for line in measure(case))

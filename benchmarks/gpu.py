@@ -27,6 +27,7 @@ FAMILIES = {
     "moe_layer": moe_layer.OPS,
 }
 """Family -> names of the ops measured. `--only` takes both."""
+NAMES = (*FAMILIES, *(name for names in FAMILIES.values() for name in names))
 
 
 def ops_named(only: Sequence[str]) -> tuple[str, ...]:

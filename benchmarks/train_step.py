@@ -30,6 +30,7 @@ from examples.weights import initial_weights
 from .figures.results import Line
 from .figures.timing import summarize
 
+NAMES = ("train_step",)
 RANKS, PRESET = 2, "small"
 RECIPES = {"mxfp8": "mxfp8_wgrad_with_hp", "bf16": "bf16"}
 WARM_UP, STEPS, PROFILED = 3, 21, 8

@@ -41,7 +41,8 @@ class Trainer(Protocol):
         ...
 
     def step(self, step: int, batch: np.ndarray) -> Mapping[str, SupportsFloat]:
-        """Train on one global batch. Returns loss, aux_loss and grad_norm, computed before the update."""
+        """Train on one global batch. Returns loss, aux_loss and grad_norm, computed before the update; and what else a
+        framework tells, such as imbalance and dead_experts."""
         ...
 
     def evaluate(self, text: Text) -> float:

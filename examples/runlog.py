@@ -4,8 +4,10 @@
     {"kind": "train", "step": 10, "loss": 3.1, "aux_loss": 2.0, "grad_norm": 0.9, "lr": 1e-3, "tokens_per_s": 9000.0}
     {"kind": "eval", "step": 50, "loss": 2.7}
 
-A "train" record at step s has the loss of batch s before its update. An "eval" record at step s follows s updates. On
-a GPU a "train" record has three more fields: tflops of each GPU, of_bf16_peak (throughput.py), peak_gib of memory.
+A "train" record at step s has the loss of batch s before its update; PyTorch adds imbalance (of the worst layer: its
+fullest expert, divided by the mean) and dead_experts (of all layers: without a token in that step). An "eval" record at
+step s follows s updates. On a GPU a "train" record has three more fields: tflops of each GPU, of_bf16_peak
+(throughput.py), peak_gib of memory.
 """
 
 import json
@@ -57,12 +59,16 @@ class RunLog:
         if self._on_gpu:
             work = rates(self._config, speed, self._device, self._ranks) | {"peak_gib": round(peak_nbytes / 2**30, 1)}
         self._write("train", step, **values, lr=float(self._rates[step]), tokens_per_s=round(speed, 1), **work)
-        self._bar.set_postfix(loss=f"{values['loss']:.3f}", tokens_per_s=f"{speed:.0f}")
+        shown = {"loss": f"{values['loss']:.3f}", "tokens_per_s": f"{speed:.0f}"}
+        if "imbalance" in values:
+            shown["imbalance"] = f"{values['imbalance']:.2f}"
+        self._bar.set_postfix(shown)
         if self._file and self._on_gpu:
+            balance = f", imbalance {values['imbalance']:.2f}" if "imbalance" in values else ""
             share = f" ({work['of_bf16_peak']:.1%} of the bf16 peak)" if "of_bf16_peak" in work else ""
             print(
                 f"{self._name}: step {step}: loss {values['loss']:.4f}, {speed:.0f} tokens/s, "
-                f"{work['tflops']} TF/s per GPU{share}, at most {work['peak_gib']} GiB",
+                f"{work['tflops']} TF/s per GPU{share}, at most {work['peak_gib']} GiB{balance}",
                 file=sys.stderr,
             )
         self.restart_clock()

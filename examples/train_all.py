@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ep", type=int, default=2, metavar="N", help="ranks of every run")
     parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=(REFERENCE, DEFAULT_RECIPE))
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS, help="both are compared")
+    parser.add_argument("--limit", type=float, default=plot_curves.LIMIT, metavar="SHARE", help="of `plot_curves`")
     args, flags = parser.parse_known_args(argv)
     failed = []
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ep), "-m")
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if failed:
         sys.exit(f"train_all: error: failed: {', '.join(failed)}")
     if set(args.frameworks) == set(FRAMEWORKS) and REFERENCE in args.recipes:
-        plot_curves.main([str(args.out)])
+        plot_curves.main([str(args.out), "--limit", str(args.limit)])
     else:
         print(f"no curves: the comparison needs {' and '.join(FRAMEWORKS)}, and {REFERENCE}")
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel
+from mxep.torch_frontend import MoE, MoERecorder, MXFP8ExpertParallel
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -70,6 +70,7 @@ class Trainer:
             for layer in self.model.modules():
                 if isinstance(layer, MoE):
                     parallelize_module(layer.experts, mesh, MXFP8ExpertParallel(recipe, gradients="mean"))
+        self.recorder = MoERecorder(self.model)
         on_gpu = device == "gpu"
         self.params = dict(self.model.named_parameters())
         self.dense = [p for name, p in self.params.items() if not is_expert(name)]
@@ -121,7 +122,8 @@ class Trainer:
         return tokens.pin_memory().to(self.device, non_blocking=True)  # without pinning the host waits for the GPU
 
     def step(self, step: int, batch: np.ndarray) -> dict[str, Tensor]:
-        """One update. Returns loss and aux_loss over all ranks, and the norm of the gradient."""
+        """One update. Returns loss, aux_loss and balance over all ranks, and the norm of the gradient."""
+        self.recorder.reset()  # of the evaluations before it
         loss, aux_loss = self.model.loss(self.tokens(batch))
         (loss + self.config.aux_loss_weight * aux_loss).backward()
 
@@ -142,7 +144,9 @@ class Trainer:
             group["lr"] = float(self.rates[step])
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"loss": loss / self.ep, "aux_loss": aux_loss / self.ep, "grad_norm": norm}
+        found = {"loss": loss / self.ep, "aux_loss": aux_loss / self.ep, "grad_norm": norm}
+        balance = self.recorder.scalars()
+        return found | {name: balance[name] for name in ("imbalance", "dead_experts")}
 
     @torch.no_grad()
     def evaluate(self, text: Text) -> float:

@@ -1,6 +1,7 @@
 """mxep for JAX: MXFP8 grouped products, expert parallelism inside shard_map and a complete Mixture-of-Experts layer.
 
 The layer      moe.init, moe.apply, moe.sharded_apply, moe.specs, MoEConfig, MoEStats
+Its metrics    moe_metrics, MoEMetrics
 The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
@@ -20,6 +21,7 @@ except ImportError as error:
 
 from ..core_kernels.fold.report import NumericsReport as NumericsReport
 from ..core_kernels.formats import Rounding as Rounding
+from ..core_kernels.metrics import MoEMetrics as MoEMetrics
 from ..core_kernels.recipe import RECIPES as RECIPES
 from ..core_kernels.recipe import Recipe as Recipe
 from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU
@@ -41,6 +43,7 @@ from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
 from .grouped_mm import grouped_mm as grouped_mm
 from .layouts import pack_expert_weights as pack_expert_weights
 from .layouts import unpack_expert_weights as unpack_expert_weights
+from .metrics import moe_metrics as moe_metrics
 from .moe import MoEStats as MoEStats
 from .moe_params import MoEConfig as MoEConfig
 from .mx_array import MXArray as MXArray

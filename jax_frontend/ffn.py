@@ -164,6 +164,7 @@ _ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)
 _ffn_jitted = jitted(_ffn, 7)
 
 
+@jax.named_scope("mxep.experts")
 def grouped_swiglu_ffn(
     x: jax.Array | MXArray,
     w1: Weights,

@@ -263,6 +263,7 @@ def _total(x: jax.Array, axes: Axes | None) -> jax.Array:
     return jax.lax.psum(vary(x, axes), axes)
 
 
+@jax.named_scope("mxep.route")
 def _route(params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: jax.Array | None = None) -> Routing:
     logits_TE = router_logits(x_TD, params["router"], params.get("router_bias"))
     return choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)

@@ -39,8 +39,9 @@ class MoEConfig:
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
-    prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
-        "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h
+        is rounded; the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the
+        fp32 sum of the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own.
     capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
     bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
         the experts and of the shared one, which has no bias.
@@ -59,7 +60,7 @@ class MoEConfig:
     normalize: bool = True
     recipe: Recipe | str = "mxfp8"
     capacity: int | None = None
-    prob_in: Literal["combine", "swiglu"] = "combine"
+    prob_in: Literal["combine", "swiglu"] = "swiglu"
     route_scale: float = 1.0
     num_groups: int = 1
     top_k_groups: int = 1

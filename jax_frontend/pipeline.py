@@ -66,6 +66,7 @@ class Route:
         return jnp.zeros((), jnp.int32) if self.exchange is None else self.exchange.overflow
 
 
+@jax.named_scope("mxep.dispatch")
 def dispatch(
     rows: jax.Array | TokenReplicas,
     counts: jax.Array,
@@ -163,6 +164,7 @@ def dispatch_probs(probs: jax.Array, route: Route) -> jax.Array:
     return column[:, 0]
 
 
+@jax.named_scope("mxep.combine")
 def combine(
     groups: jax.Array | MXGradArray,
     route: Route,

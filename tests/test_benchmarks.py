@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_moe_layer, gpu_ops
+from benchmarks import __main__, gpu, gpu_moe_layer, gpu_ops
+from benchmarks.cases import cpu as cpu_cases
 from benchmarks.cases import families, moe_layer, shapes
 from benchmarks.figures import bars, device_timing, results, table_moe_layer, table_ops, timing
 from benchmarks.peers import moe_layer as plain
@@ -109,7 +110,7 @@ def test_a_wrong_layer_is_an_error() -> None:
             moe_layer.check(inputs, want, outputs)
 
 
-@pytest.mark.parametrize("module", [bars, gpu, results])
+@pytest.mark.parametrize("module", [bars, gpu, results, shapes])
 def test_examples_in_docstrings(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted
@@ -122,6 +123,38 @@ def test_names_of_ops_and_of_families() -> None:
     assert set(gpu.ops_named([])) == {name for names in gpu.FAMILIES.values() for name in names}
     with pytest.raises(ValueError, match=r"^gpu: ops: got nothing; allowed: combine, dequantize, "):
         gpu.ops_named(["nothing"])
+
+
+def test_unknown_names_are_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = shapes.MoELayer(8, 32, 32, 2, 1)
+    at_cpu = shapes.of_layer(layer, "cpu")
+    cases = [*map(cpu_cases.matrix_cases, at_cpu.matrices), *map(cpu_cases.received_cases, at_cpu.received)]
+    assert tuple(case.name for part in cases for case in part) == cpu_cases.NAMES
+    assert __main__.unknown_names(["quantize_row", "train_step"], ["cpu", "train_step"]) == ""
+    for arguments, words in (
+        (["cpu", "--only", "quantize_row,nonsense"], "--only: got nonsense; allowed in cpu: dequantize, permute_mx, "),
+        (["cpu", "--shape", "tokens=8"], "got 'tokens=8'; allowed: tokens=N,dim=N,hidden_dim=N,num_experts=N,top_k=N"),
+        (["train_step", "--shape", LAYER], "--shape: got section train_step; allowed: cpu, gpu"),
+        (["cpu", "--shape", LAYER.replace("32", "40")], "allowed: dim and hidden_dim in multiples of 32"),
+        (["cpu", "--shape", LAYER.replace("top_k=1", "top_k=3")], "allowed: top_k of at most 2"),
+    ):
+        monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
+        with pytest.raises(SystemExit):
+            __main__.main()
+        assert words in capsys.readouterr().err
+
+
+LAYER = "tokens=8,dim=32,hidden_dim=32,num_experts=2,top_k=1"
+
+
+def test_a_layer_of_the_users_own() -> None:
+    own = shapes.of_layer(shapes.layer_named(LAYER), "gpu")
+    names = "permute_mx", "unpermute", "routing", "swiglu_row_fwd", "combine"
+    lines = list(gpu.lines(names, own, "cpu", partial(timing.interleaved, rounds=1)))
+    assert {line.op for line in lines} == set(names)
+    assert all(line.case.get("M", 8) == 8 for line in lines)
 
 
 def test_a_wrong_byte_is_an_error_and_the_other_ops_are_measured(

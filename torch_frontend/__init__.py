@@ -1,6 +1,8 @@
 """mxep for PyTorch: MXFP8 grouped products, expert parallelism and a complete Mixture-of-Experts layer.
 
 The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel
+FSDP2          shard_moe, clip_grad_norm_ (docs/fsdp.md)
+Its metrics    MoERecorder, moe_metrics, MoEMetrics (docs/metrics.md)
 The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights, QuantizedWeights
@@ -21,6 +23,7 @@ except ModuleNotFoundError as error:
 
 from ..core_kernels.fold.report import NumericsReport as NumericsReport
 from ..core_kernels.formats import Rounding as Rounding
+from ..core_kernels.metrics import MoEMetrics as MoEMetrics
 from ..core_kernels.recipe import RECIPES as RECIPES
 from ..core_kernels.recipe import Recipe as Recipe
 from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU
@@ -32,9 +35,13 @@ from .capabilities import capabilities as capabilities
 from .ep import TokenReplicas as TokenReplicas
 from .ep import a2a_dispatch as a2a_dispatch
 from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
+from .fsdp import clip_grad_norm_ as clip_grad_norm_
+from .fsdp import shard_moe as shard_moe
 from .grouped_mm import grouped_mm as grouped_mm
 from .layouts import pack_expert_weights as pack_expert_weights
 from .layouts import unpack_expert_weights as unpack_expert_weights
+from .metrics import MoERecorder as MoERecorder
+from .metrics import moe_metrics as moe_metrics
 from .moe import GroupedExperts as GroupedExperts
 from .moe import MoE as MoE
 from .moe import MoEStats as MoEStats

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from .. import cpp_bindings
@@ -52,6 +53,17 @@ def _public_raw_stream(index: int) -> int:
 # Returns the address alone; the public function builds a Stream object per call.
 raw_stream: Callable[[int], int] = _private("torch._C:_cuda_getCurrentRawStream") or _public_raw_stream
 """raw_stream(index): the address of the current CUDA stream of GPU `index`."""
+
+# --- Profiles ---
+
+
+def _public_profiling() -> bool:
+    return True
+
+
+# A range costs 13 us even without a profiler; no public name tells whether there is one.
+profiling: Callable[[], bool] = _private("torch.autograd:_profiler_enabled") or _public_profiling
+"""Whether a profiler of this thread is running."""
 
 # --- Reading tensors ---
 
@@ -253,6 +265,22 @@ group_named: Callable[[str], dist.ProcessGroup] = (
 """group_named(name): the process group; raises RuntimeError or ValueError if there is none of that name."""
 
 
+def _public_flattened(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.size() != dist.get_world_size():
+        raise RuntimeError("mxep: mesh: got some of the ranks; allowed: all, on a torch without DeviceMesh._flatten")
+    return init_device_mesh(mesh.device_type, (mesh.size(),))
+
+
+def _private_flattened(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh._flatten()
+
+
+# A mesh of some of the ranks, such as those of a pipeline stage, is flattened by the private name alone.
+_has_flatten = _private("torch.distributed.device_mesh:DeviceMesh._flatten") is not None
+flattened = _private_flattened if _has_flatten else _public_flattened
+"""flattened(mesh): a mesh of one dim with the same ranks in the same order; collective."""
+
+
 def _public_all_to_all(
     x: Tensor, output_splits: list[int], input_splits: list[int], group: dist.ProcessGroup
 ) -> Tensor:
@@ -282,14 +310,17 @@ def _public_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _private_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _collectives.wait_tensor(_collectives.all_gather_tensor(x, 0, group))
+    return _collectives.wait_tensor(_gather_rows(x, 0, group))
 
 
 # Collectives with a result of their own, which torch.compile traces.
 _collectives = _private("torch.distributed._functional_collectives")
+_gather_single = _private("torch.distributed._functional_collectives:all_gather_single")  # missing in torch 2.11
+_gather_tensor = _private("torch.distributed._functional_collectives:all_gather_tensor")  # deprecated in torch 2.13
+_gather_rows: Any = _gather_single or _gather_tensor
 all_to_all = _private_all_to_all if _collectives else _public_all_to_all
 """all_to_all(x, output_splits, input_splits, group): rows received; x is contiguous."""
 all_reduce = _private_all_reduce if _collectives else _public_all_reduce
 """all_reduce(x, group): the sum of x over the ranks; x is contiguous and stays as it is."""
-all_gather = _private_all_gather if _collectives else _public_all_gather
+all_gather = _private_all_gather if _collectives and _gather_rows else _public_all_gather
 """all_gather(x, group): the rows x of all ranks, in the order of the ranks; x is contiguous."""

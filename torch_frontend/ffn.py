@@ -32,6 +32,7 @@ from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._checks import check_bias, check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
+from ._ranges import named
 from .products import (
     Operand,
     ProductOptions,
@@ -256,6 +257,7 @@ def grouped_swiglu_ffn(
     return swiglu_ffn(op, x, weights, group_ends, prob, recipe, pad_token_groups, save_bytes, biases, activation)
 
 
+@named("mxep.experts")
 def swiglu_ffn(
     op: str,
     x: Tensor,

@@ -39,6 +39,7 @@ from ._checks import (
     reads_values,
     require_rows,
 )
+from ._ranges import named
 from ._torch_private import version_of
 from .ffn import swiglu_ffn
 from .permute import sort_by_expert
@@ -243,8 +244,9 @@ class MoE(nn.Module):
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
-    prob_in: the place where a row is multiplied by its probability. "combine": the fp32 sum of the experts' outputs.
-        "swiglu": inside the experts, before h is rounded; the combine then saves no rows for its gradient.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h
+        is rounded; the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the
+        fp32 sum of the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own.
     bias, activation: of the experts, as in `GroupedExperts`. The shared expert has the activation and no bias.
     dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
 
@@ -282,7 +284,7 @@ class MoE(nn.Module):
         router_bias: bool = False,
         shared_hidden_dim: int | None = None,
         recipe: Recipe | str = "mxfp8",
-        prob_in: Literal["combine", "swiglu"] = "combine",
+        prob_in: Literal["combine", "swiglu"] = "swiglu",
         bias: bool = False,
         activation: SwiGLU = PLAIN,
         dtype: torch.dtype | None = None,
@@ -368,6 +370,7 @@ class MoE(nn.Module):
         if x.dim() < 1 or x.shape[-1] != dim:
             fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
 
+    @named("mxep.route")
     def _route(self, x_TD: Tensor) -> Routing:
         ranks, bias = self.experts.expert_parallel, self.router.bias
         bias = None if bias is None else replicated(bias, ranks)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._checks import check_counts, check_probs, check_shape, out_dtype_of, require_total
+from ._ranges import named
 from ._ranks import can_compare, check_rows_to_send, compare_experts, degree_of, name_of
 from ._torch_private import captures_splits, group_named
 from .ep import TokenReplicas, all_to_all, exchange_replicas, exchange_rows
@@ -85,6 +86,7 @@ def dispatch(
     return dispatch_over(rows, counts, Recipe.parse(recipe), Ranks(name, degree_of(name), 0, ""))
 
 
+@named("mxep.dispatch")
 def dispatch_over(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Route]:
@@ -247,6 +249,7 @@ def _send_probs(column: Tensor, route: Route) -> Tensor:
     return gather(received, route.row_map.row_map, route.row_map.inverse)
 
 
+@named("mxep.combine")
 def combine(
     groups: Tensor, route: Route, probs: Tensor | None = None, *, out_dtype: torch.dtype | str | None = None
 ) -> Tensor:

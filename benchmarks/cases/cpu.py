@@ -21,6 +21,7 @@ from ..peers import formulas_torch as formulas
 from .shapes import Matrix, Received
 
 Tensors = tuple[Tensor, ...]
+NAMES = ("quantize_row", "quantize_col", "quantize_both", "dequantize", "permute_mx", "unpermute", "routing")
 SLICE = 64  # rows or columns that the oracle, which is slow, computes
 
 

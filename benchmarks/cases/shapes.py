@@ -69,8 +69,17 @@ class Shapes(NamedTuple):
     moe_layers: tuple[MoELayer, ...]
 
 
-CPU_MATRICES = (Matrix(8192, 4096), Matrix(1024, 2048))
-CPU_RECEIVED = (Received(8192, 4096, G=8, ranks=4), Received(1024, 2048, G=4, ranks=2))
+class CpuShapes(NamedTuple):
+    """Everything that a run on a CPU measures, except for the training step."""
+
+    matrices: tuple[Matrix, ...]
+    received: tuple[Received, ...]
+
+
+CPU = CpuShapes(
+    matrices=(Matrix(8192, 4096), Matrix(1024, 2048)),
+    received=(Received(8192, 4096, G=8, ranks=4), Received(1024, 2048, G=4, ranks=2)),
+)
 
 H200 = Shapes(
     layer=Layer(131072, 7168, (2048, 5120), num_experts=256, top_k=8, local_experts=8),
@@ -98,3 +107,35 @@ TINY = Shapes(
     Products(large=(Product(256, 64, 32, 4), Product(256, 64, 32, 4, "skewed")), small=(Product(128, 64, 32, 4),)),
     (MoELayer(96, 64, 96, 8, 2),),
 )
+
+
+def of_layer(layer: MoELayer, section: str) -> Shapes | CpuShapes:
+    """The shapes of a section, "cpu" or "gpu", for one layer on one device.
+
+    >>> of_layer(MoELayer(4096, 2048, 768, 128, 8), "cpu").received
+    (Received(M=32768, K=2048, G=128, ranks=1),)
+    """
+    t, d, f, e, k = layer
+    if section == "cpu":
+        return CpuShapes((Matrix(t, d),), (Received(t * k, d, e, 1),))
+    products = Products(large=(Product(t * k, d, f, e),), small=())
+    return Shapes(Layer(t * k, d, (f,), e, k, local_experts=e), products, (layer,))
+
+
+def layer_named(text: str) -> MoELayer:
+    """A layer from the text of `--shape`.
+
+    >>> layer_named("tokens=96,dim=64,hidden_dim=32,num_experts=8,top_k=2")
+    MoELayer(tokens=96, dim=64, hidden_dim=32, num_experts=8, top_k=2)
+
+    Raises ValueError for other names, for values that are not positive integers, and for sizes that the layer refuses.
+    """
+    given = {name: value for name, _, value in (part.partition("=") for part in text.split(","))}
+    if set(given) != set(MoELayer._fields) or not all(value.isdecimal() and int(value) for value in given.values()):
+        raise ValueError(f"got {text!r}; allowed: {','.join(f'{name}=N' for name in MoELayer._fields)}, N at least 1")
+    layer = MoELayer(**{name: int(value) for name, value in given.items()})
+    if layer.dim % 32 or layer.hidden_dim % 32:
+        raise ValueError(f"got {text!r}; allowed: dim and hidden_dim in multiples of 32")
+    if layer.top_k > layer.num_experts:
+        raise ValueError(f"got {text!r}; allowed: top_k of at most {layer.num_experts}, the number of experts")
+    return layer

@@ -113,7 +113,7 @@ class Options(NamedTuple):
 
     choice: Choice
     precision: Precision
-    prob_in: str = "combine"
+    prob_in: str = "swiglu"
 
     @property
     def mx(self) -> bool:

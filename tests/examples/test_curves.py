@@ -33,9 +33,9 @@ def write_four_runs(root: Path, changed: str = "", factor: float = 1.0) -> None:
         write_run(root / name, {0: 5.5, 10: 3.0 * scale, 11: 2.9}, {0: 5.5, 12: 2.5 * scale})
 
 
-def exit_code(root: Path) -> int | str | None:
+def exit_code(root: Path, *flags: str) -> int | str | None:
     with pytest.raises(SystemExit) as exit:
-        main([str(root)])
+        main([str(root), *flags])
     return exit.value.code
 
 
@@ -70,6 +70,11 @@ def test_equal_curves_pass_and_are_drawn(tmp_path, capsys):
     assert exit_code(tmp_path) == 0
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count(": ok") == 6
+
+
+def test_a_limit_other_than_one_percent(tmp_path):
+    write_four_runs(tmp_path, "torch-bf16", 1.05)
+    assert [exit_code(tmp_path, "--limit", limit) for limit in ("0.06", "0.04", "1.0")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -228,3 +228,10 @@ def test_a_folder_with_a_run_is_not_overwritten(run):
     assert process.returncode != 0
     assert "already holds a run; pass --resume" in error
     assert describe(TINY, recipe=RECIPE).items() <= read_log(run("jax", 2))[0].items()
+
+
+def test_torch_logs_the_balance_of_all_ranks(run):
+    one, two = (values(run("torch", ep), "imbalance") for ep in (1, 2))
+    assert (one >= 1).all()
+    np.testing.assert_allclose(one[:3], two[:3], rtol=0.05)
+    assert (values(run("torch", 2), "dead_experts") >= 0).all()

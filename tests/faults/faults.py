@@ -178,4 +178,18 @@ FAULTS = (
         "sum_of_input_gradients(dgate, w1, dup, w1",
         "tests/jax_frontend/test_ffn.py -k formula",
     ),
+    Fault(
+        "shard_moe: gradients of experts are a sum over the expert ranks",
+        "torch_frontend/fsdp.py",
+        "parallelize_module(layer.experts, experts, MXFP8ExpertParallel())",
+        'parallelize_module(layer.experts, experts, MXFP8ExpertParallel(gradients="sum"))',
+        "tests/torch_frontend/test_fsdp.py",
+    ),
+    Fault(
+        "metrics: rows are quantized on three of their four ways",
+        "core_kernels/metrics.py",
+        "return 2 * (bf16 + (quantized if recipe.mx else bf16))",
+        "return bf16 + 3 * (quantized if recipe.mx else bf16)",
+        "tests/torch_frontend/test_metrics.py",
+    ),
 )

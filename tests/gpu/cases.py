@@ -44,7 +44,7 @@ class Case:
         """Bytes of scratch memory that the CUDA kernel needs."""
         if self.op not in ("quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold"):
             return 0
-        x, *_, ends = inputs
+        x, ends = inputs[0], inputs[-1]
         if self.op == "quantize_matrix_fold":
             return 4 * plan_matrix.scratch_words(x.shape[:-2].numel(), *x.shape[-2:])
         if self.op == "requantize_col_fold":

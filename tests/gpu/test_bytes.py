@@ -32,13 +32,16 @@ def test_cuda_and_triton_give_the_same_bytes(name: str, frontend) -> None:
         if case.op.startswith("swiglu_bwd") and inputs[-1].numel():
             *cuda, dprob = cuda
             *triton, other_dprob = triton
-            _same_sums(dprob, other_dprob, *inputs[:3])
+            _same_sums(dprob, other_dprob, *inputs[:3], case.options(m).get("offset", 0.0))
         same_bytes(cuda, triton)
 
 
-def _same_sums(got, want, dh, gate, up) -> None:
-    """The summation order of dprob = sum(dh * silu(gate) * up) is free. The bound uses |silu(gate)| <= |gate|."""
+def _same_sums(got, want, dh, gate, up, offset: float) -> None:
+    """The summation order of dprob = sum(dh * silu(gate) * (up + offset)) is free. The bound uses
+    |silu(gate)| <= |gate|,
+    also of clamped values."""
     got, want = (as_bytes(x).view(np.float32) for x in (got, want))
-    bound = dh.shape[-1] * 2.0**-23 * (dh.double() * gate.double() * up.double()).abs().sum(-1).cpu().numpy()
+    terms = dh.double() * gate.double() * (up.double().abs() + offset)
+    bound = dh.shape[-1] * 2.0**-23 * terms.abs().sum(-1).cpu().numpy()
     finite = np.isfinite(bound)
     assert np.all(np.abs(got[finite] - want[finite]) <= bound[finite])

@@ -3,12 +3,15 @@
 import ctypes
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from mxep import cpp_bindings
 from mxep.torch_frontend import ops
 from torch import Tensor
+
+from .cases import CASES, same_bytes
 
 EXCHANGE = cpp_bindings.Exchange(Tensor)
 
@@ -43,6 +46,22 @@ def test_a_failed_launch_raises_once() -> None:
         launch((none,), (out, out))
     ops.quantize_col(x())
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("grouped")])
+def test_an_op_is_the_first_call_of_a_new_thread(name: str) -> None:
+    """A thread without a CUDA context, as autograd's are before their first runtime call. The output's memory is in
+    torch's cache, so that its allocation makes no such call."""
+    case = CASES[name]
+    inputs = case.inputs()
+    want, again, got = case.torch(*inputs), case.torch(*inputs), []
+    torch.cuda.synchronize()
+    del again
+    thread = threading.Thread(target=lambda: got.append(case.torch(*inputs)))
+    thread.start()
+    thread.join()
+    assert got, "the thread raised"
+    same_bytes(got[0], want)
 
 
 GREEN_FIRST = """

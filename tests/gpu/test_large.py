@@ -22,7 +22,7 @@ LARGE = Layer(300_000, 8192, (8192,), num_experts=16, top_k=2, local_experts=4)
 def test_more_than_2_to_the_31_elements(name: str) -> None:
     for case in families.cases(LARGE, torch_call, DEVICE, (name,)):
         outputs = case.program(torch_call, *case.inputs)
-        if name not in ("routing", "quantize_weights", "quantize_matrix_fold"):
+        if name not in ("routing", "route", "route_bwd", "quantize_weights", "quantize_matrix_fold"):
             assert max(x.numel() for x in outputs) > 2**31
         check(case, outputs)
         del case, outputs

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from mxep.jax_frontend import moe, quantize_weights
 
 RANKS, TOKENS, DIM, HIDDEN = 4, 25, 64, 96
-CONFIG = moe.MoEConfig(DIM, HIDDEN, num_experts=8, top_k=2, recipe="mxfp8_wgrad_with_hp")
+CONFIG = moe.MoEConfig(DIM, HIDDEN, num_experts=8, top_k=2, recipe="mxfp8_wgrad_with_hp", prob_in="combine")
 CAPACITY = TOKENS * CONFIG.top_k
 RECEIVED = RANKS * CAPACITY
 PADDED = 288  # RECEIVED rows, and 32 more for each of the 2 local experts, up to a multiple of 32

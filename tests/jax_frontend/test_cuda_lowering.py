@@ -276,7 +276,7 @@ def test_the_gradient_of_the_layer_is_our_kernels_and_folds_on_hopper(arch: str,
     x = jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
     with lower_for(arch):
         lowered = (
-            jax.jit(jax.grad(lambda p, x: layer(p, x).astype(jnp.float32).sum(), argnums=(0, 1)))
+            jax.jit(jax.grad(lambda p, x: (layer(p, x).astype(jnp.float32) ** 2).sum(), argnums=(0, 1)))
             .trace(params, x)
             .lower(lowering_platforms=("cuda",))
         )

@@ -1,5 +1,6 @@
 """Programs as JAX handles them: exported, checked, saved in part, and refused where no kernel runs."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -61,8 +62,9 @@ ROWS, HIDDEN, OUTPUTS = PADDED * 66, PADDED * 96 * 2, PADDED * 64 * 2
 
 
 def saved_nbytes(policy) -> int:
-    """What the gradient saves besides its arguments."""
-    layer = jax.checkpoint(loss, policy=policy)
+    """What the gradient saves besides its arguments, with outputs that combine weighs."""
+    config = dataclasses.replace(CONFIG, prob_in="combine")
+    layer = jax.checkpoint(lambda params, x: moe.apply(params, x, config)[0].sum(), policy=policy)
     leaves = jax.tree.leaves(jax.eval_shape(lambda p, x: jax.vjp(layer, p, x)[1], PARAMS, X))
     given = jax.tree.leaves((PARAMS, X))
     return sum(x.size * x.dtype.itemsize for x in leaves) - sum(x.nbytes for x in given)

@@ -75,8 +75,8 @@ def check(
     return collectives(program.as_text())
 
 
-EXCHANGES = {"all-to-all": 5}
-"""Counts, rows and outputs; the gradients of rows and outputs."""
+EXCHANGES = {"all-to-all": 7}
+"""Counts; rows, their probabilities and outputs, and the gradients of these three."""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""`python -m mxep.doctor`: versions, devices, what each op runs as here, and what is missing.
+
+    this process    packages, the C++ extension
+    child processes mxep.torch_frontend and mxep.jax_frontend, one each, since either framework may be missing or broken
+
+Exits with 1 if a package of the wrong version is installed, an installed frontend fails, or an op runs nowhere. The
+output is meant for bug reports too: it contains no names of files or users.
+"""
+
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FRONTENDS = {"torch": "PyTorch", "jax": "JAX"}
+OPTIONAL = {
+    "jax-triton": "Triton kernels in JAX on a GPU",
+    "safetensors": "checkpoints of the training examples",
+    "transformers": "models of Hugging Face",
+}
+"""Package -> what needs it."""
+TIMEOUT_S = 300
+
+
+def torch_facts() -> dict[str, Any]:
+    """Devices of PyTorch and the implementation of every op on each."""
+    import torch
+    from mxep.torch_frontend import capabilities
+
+    devices = {"cpu": "cpu"}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        major, minor = torch.cuda.get_device_capability(index)
+        name = f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}"
+        devices[name] = f"cuda:{index}"
+    facts: dict[str, Any] = {"devices": {name: capabilities(device) for name, device in devices.items()}}
+    facts["note"] = ""
+    if len(devices) == 1:
+        built = torch.version.cuda or torch.version.hip
+        facts["note"] = f"torch {torch.__version__} is built for {built or 'CPUs alone'} and sees no GPU{_driver()}"
+    return facts
+
+
+def jax_facts() -> dict[str, Any]:
+    """Devices of JAX and the implementation of every op on its platforms."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+    from mxep.jax_frontend import capabilities
+
+    facts: dict[str, Any] = {"devices": {"cpu": capabilities("cpu")}, "note": ""}
+    if jax.default_backend() == "gpu":
+        kinds = sorted({device.device_kind for device in jax.devices()})
+        facts["devices"][f"cuda x {len(jax.devices())} {', '.join(kinds)}"] = capabilities("cuda")
+    elif jax.default_backend() == "cpu":
+        facts["note"] = f"jax sees no GPU{_driver()}"
+    else:
+        facts["note"] = f"jax runs on {jax.default_backend()} by default, where mxep has no kernels"
+    return facts
+
+
+def _driver() -> str:
+    found = Path("/proc/driver/nvidia/version").exists()
+    return ", though the machine has an NVIDIA driver: install its build for CUDA" if found else ""
+
+
+def main() -> int:
+    """Print the report; returns the exit status."""
+    problems: list[str] = []
+    print(f"mxep {metadata.version('mxep')}, Python {platform.python_version()}, {platform.system()} "
+          f"{platform.machine()}, {os.cpu_count()} CPUs\n")  # fmt: skip
+    _packages(problems)
+    _extension(problems)
+    works = [_frontend(name, problems) for name in FRONTENDS if _version(name)]
+    for name, title in FRONTENDS.items():
+        if not _version(name):
+            print(f"\n{title}: not installed; `pip install 'mxep[{name}]'`")
+    if not any(works):
+        problems.append("no frontend works: install PyTorch or JAX")
+    print("\nNothing is wrong." if not problems else "\nWrong:")
+    for problem in problems:
+        print(textwrap.fill(f"- {problem}", 110, subsequent_indent="  "))
+    return int(bool(problems))
+
+
+def _version(package: str) -> str:
+    """ "" if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _packages(problems: list[str]) -> None:
+    asked = dict(_requirement(line) for line in metadata.requires("mxep") or [])
+    wanted = ["numpy", "ml_dtypes", "triton", "torch", "jax", "jaxlib", *OPTIONAL]
+    for package in wanted:
+        version, spec = _version(package), asked.get(package, "")
+        line = f"  {package:14}{version or 'missing':24}{spec}"
+        print(line.rstrip() + (f"  ({OPTIONAL[package]})" if package in OPTIONAL and not version else ""))
+        if version and not satisfies(version, spec):
+            problems.append(f"{package} {version}: mxep asks for {spec}; `pip install '{package}{spec}'`")
+        if not version and package in ("numpy", "ml_dtypes"):
+            problems.append(f"{package} is missing; `pip install '{package}{spec}'`")
+
+
+def _requirement(line: str) -> tuple[str, str]:
+    """
+    >>> _requirement('torch<2.14,>=2.11; extra == "torch"')
+    ('torch', '<2.14,>=2.11')
+    """
+    name, spec = re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)", line).groups()  # type: ignore[union-attr]
+    return name, spec.strip()
+
+
+def satisfies(version: str, spec: str) -> bool:
+    """Whether a version is within bounds of >= and <, by its numbers alone.
+
+    >>> satisfies("2.13.0+cpu", ">=2.11,<2.14"), satisfies("2.14.1", "<2.14,>=2.11")
+    (True, False)
+    """
+    bounds = re.findall(r"(>=|<)\s*([\w.]+)", spec)
+    return all((_numbers(version) < _numbers(bound)) == (operator == "<") for operator, bound in bounds)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(n) for n in re.match(r"[\d.]*\d", version).group().split(".")]  # type: ignore[union-attr]
+
+
+def _extension(problems: list[str]) -> None:
+    try:
+        from mxep import cpp_bindings
+    except ImportError as error:
+        problems.append(str(error))
+        return
+    print(f"\nC++ kernels: {cpp_bindings.num_threads()} threads")
+    if cpp_bindings.cuda_archs:
+        archs = ", ".join(f"sm_{major}{minor}a" for major, minor in cpp_bindings.cuda_archs)
+        print(f"CUDA C++ kernels: {len(cpp_bindings.CUDA_OPS)} ops for {archs}")
+    else:
+        print("CUDA C++ kernels: none in this build; on a GPU Triton runs all ops. `make install-gpu` adds them.")
+
+
+def _frontend(name: str, problems: list[str]) -> bool:
+    """Print the devices of a frontend; False if it does not work."""
+    title = FRONTENDS[name]
+    program = f"import json; from mxep import doctor; print(json.dumps(doctor.{name}_facts()))"
+    try:
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        problems.append(f"{title}: no answer within {TIMEOUT_S} s of importing it and asking for its devices")
+        return False
+    if ran.returncode:
+        last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
+        print(f"\n{title}: does not work: {last}")
+        problems.append(f"{title}: {last}")
+        return False
+    facts = json.loads(ran.stdout.splitlines()[-1])
+    for device, ops in facts["devices"].items():
+        print(f"\n{title} on {device}")
+        for line in of_device(ops):
+            print(textwrap.fill(line, 118, initial_indent="  ", subsequent_indent="    "))
+        if nowhere := [op for op, (uses, _) in ops.items() if not uses]:
+            count = f"{len(nowhere)} of {len(ops)}"
+            problems.append(f"{title} on {device}: {count} ops do not run, {nowhere[0]} among them")
+    if facts["note"]:
+        print(f"  {facts['note']}.")
+    return True
+
+
+def of_device(ops: Mapping[str, tuple[str, Mapping[str, str]]]) -> list[str]:
+    """A line for each implementation, with its ops, from op -> (uses, absent).
+
+    >>> of_device({"swiglu": ("cpp", {}), "combine": ("cpp", {}), "route": ("", {"triton": "allowed: sm_90"})})
+    ['2 ops in C++: combine, swiglu', '1 op does not run (triton: allowed: sm_90): route']
+    """
+    groups: dict[str, list[str]] = {}
+    for op, (uses, absent) in ops.items():
+        if not uses:
+            how = f"does not run ({'; '.join(f'{name}: {reason}' for name, reason in absent.items())})"
+        elif all(part in ops for part in uses.split(", ")):
+            how = "composed of other ops"
+        else:
+            how = re.sub(r"^(cpp|cuda|triton)", lambda m: f"in {NAMES[m[0]]}", uses)
+            how = how if how.startswith("in ") else f"by {how}"
+        groups.setdefault(how, []).append(op)
+    return [
+        f"{len(names)} {'op' if len(names) == 1 else 'ops'} {how}: {', '.join(sorted(names))}"
+        for how, names in groups.items()
+    ]
+
+
+NAMES = {"cpp": "C++", "cuda": "CUDA C++", "triton": "Triton"}
+
+if __name__ == "__main__":
+    sys.exit(main())
