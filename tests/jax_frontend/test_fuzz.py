@@ -223,15 +223,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.swiglu_row": {**GLU, **SCALES, **NUMBERS},
     "ops.unblock_scales": {"blocked": BLOCKED, "group_ends": ENDS, "num_rows": M, "num_scales": K // 32},
 }
-# Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report,
-# which reads values and is no function of jit (tests/test_numerics_report.py).
+# Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report
+# and the metrics, which read values and are no functions of jit (tests/test_numerics_report.py, tests/test_metrics.py).
 for _name, _op in ops.OPS.items():
     if f"ops.{_name}" not in CALLS:
         _defaults = {key: option.default for key, option in _op.options.items()}
         _arrays = dict(zip(_op.inputs, map(jnp.asarray, sample_arrays(_op)), strict=True))
         CALLS[f"ops.{_name}"] = {**_arrays, **_defaults, **sample(_op)[1]}
 RECORDS = {
-    "NumericsReport", "numerics_report",
+    "NumericsReport", "numerics_report", "MoEMetrics", "moe_metrics",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
     "save_mx_rows",
     "Recipe", "Rounding", "Route", "Routing", "TokenReplicas", "pack_expert_weights",  # tests/test_expert_blocks.py
