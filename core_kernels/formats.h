@@ -7,6 +7,9 @@ namespace mxep {
 
 inline constexpr int kBlock = 32;  // values that share a scale
 inline constexpr int kSpan = 256;  // tokens of a group that share a scale per row in a weight gradient's operand
+// Values of a row that share an fp32 scale in blockwise FP8, and the fp32 bits of the smallest such scale, 2^-126.
+inline constexpr int kSquare = 128;
+inline constexpr uint32_t kSmallestScale = 0x00800000u;
 // Octaves between the scale of a group's first span and the scale that the span needs. A later span then seldom needs a
 // larger scale, which the product would have to rescale its accumulator for.
 inline constexpr int kHeadroom = 2;

@@ -13,6 +13,10 @@ BLOCK = 32
 """Values that share one scale (MX v1.0, section 5.2)."""
 SPAN = 256
 """Tokens of one group, a chunk, that share one scale per row in a folded operand of a weight gradient."""
+SQUARE = 128
+"""Values of a row that share one fp32 scale in blockwise FP8; a weight has one per square of this side."""
+SMALLEST_SCALE = 2.0**-126
+"""The smallest blockwise scale: below it fp32 numbers are subnormal, and their reciprocals overflow."""
 HEADROOM = 2
 """The scale exponent of a group's first span is raised by this much. A later span with a larger scale forces the
 product to rescale its accumulator; two spare octaves make that rare on normal and SwiGLU data. The price: underflow

@@ -7,11 +7,13 @@ from .dispatch import facts
 from .formats import BLOCK, Rounding
 from .launch import fail
 
-Operands = Literal["bf16", "mxfp8", "fp8_rowwise"]
-Compute = Literal["auto", "exact", "fold"]
-Form = Literal["bf16", "mx", "fold", "row"]
-"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; E4M3 quantized with one
-scale per row."""
+Operands = Literal["bf16", "mxfp8", "fp8_rowwise", "fp8_blockwise"]
+Compute = Literal["auto", "exact", "fold", "balanced"]
+Scales = Literal["power_of_two", "float32"]
+Form = Literal["bf16", "mx", "fold", "balanced", "row", "block", "block_power_of_two"]
+"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row, also with weights and
+rows balanced before; E4M3 quantized with one
+scale per row; E4M3 with one fp32 scale per 128 values, per 128 x 128 of weights; the same with powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +24,18 @@ class Recipe:
     operands: of forward and input gradient.
         "mxfp8": blocks of 32 values share a scale; dispatch forward and combine backward send MXFP8 rows too.
         "fp8_rowwise": E4M3 with one power-of-two scale per row; the all-to-all sends bf16.
+        "fp8_blockwise": E4M3 with one scale per 128 values of a row, and per 128 x 128 values of a weight, whose bytes
+            serve forward and input gradient alike; the all-to-all sends bf16.
         "bf16": the same pipeline without quantization.
     wgrad_with_hp: True: the weight gradient multiplies bf16 operands. False: tokens are quantized again along the token
         dim, and the weight gradient multiplies MXFP8 too.
-    rounding: how scales are chosen.
+    rounding: how scales are chosen; RCEIL for "fp8_blockwise".
+    scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
     compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row to
-    the
-        largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3. "auto"
-        folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
+        the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3.
+        "balanced" folds after powers of two have moved from the weights to the rows, so that channels of large
+        activations and small weights spoil neither; one more pass over rows and weights. "auto" folds on Hopper and is
+        exact elsewhere (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32.
     """
 
@@ -39,18 +45,27 @@ class Recipe:
     rounding: Rounding = Rounding.RCEIL
     compute: Compute = "auto"
     alignment: int = BLOCK
+    scales: Scales = "power_of_two"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", Rounding.parse(self.rounding, "Recipe"))
-        for field, allowed in (("operands", get_args(Operands)), ("compute", get_args(Compute))):
+        choices = {"operands": get_args(Operands), "compute": get_args(Compute), "scales": get_args(Scales)}
+        for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 names = ", ".join(map(repr, allowed))
                 fail(ValueError, "Recipe", field, repr(getattr(self, field)), f"allowed: {names}")
         for field, kind in (("name", str), ("wgrad_with_hp", bool), ("alignment", int)):
             if type(getattr(self, field)) is not kind:
                 fail(TypeError, "Recipe", field, repr(getattr(self, field)), f"allowed: {kind.__name__}")
-        if self.operands == "fp8_rowwise" and not self.wgrad_with_hp:
-            fail(ValueError, "Recipe", "wgrad_with_hp", "False with operands 'fp8_rowwise'", "allowed: True")
+        blockwise = self.operands == "fp8_blockwise"
+        if self.operands in ("fp8_rowwise", "fp8_blockwise") and not self.wgrad_with_hp:
+            fail(ValueError, "Recipe", "wgrad_with_hp", f"False with operands {self.operands!r}", "allowed: True")
+        if self.scales == "float32" and not blockwise:
+            got = f"'float32' with operands {self.operands!r}"
+            fail(ValueError, "Recipe", "scales", got, "allowed: 'power_of_two', or operands 'fp8_blockwise'")
+        if self.rounding is not Rounding.RCEIL and blockwise:
+            got = f"{self.rounding.name} with operands 'fp8_blockwise'"
+            fail(ValueError, "Recipe", "rounding", got, "allowed: RCEIL")
         if not BLOCK <= self.alignment < 2**31 or self.alignment % BLOCK:
             fail(ValueError, "Recipe", "alignment", self.alignment, f"allowed: positive multiples of {BLOCK}")
 
@@ -66,8 +81,12 @@ class Recipe:
 
     def form(self, arch: str) -> Form:
         """Operand format of the products on an architecture, by its name: "cpu", "sm_90"."""
+        if self.operands == "fp8_blockwise":
+            return "block" if self.scales == "float32" else "block_power_of_two"
         if not self.mx:
             return "bf16" if self.operands == "bf16" else "row"
+        if self.compute == "balanced":
+            return "balanced"
         return "fold" if self.compute == "fold" or (self.compute == "auto" and facts(arch).folds) else "mx"
 
     @classmethod
@@ -96,4 +115,5 @@ RECIPES = {
     "mxfp8": Recipe("mxfp8", wgrad_with_hp=False),
     "mxfp8_wgrad_with_hp": Recipe("mxfp8_wgrad_with_hp"),
     "fp8_rowwise": Recipe("fp8_rowwise", operands="fp8_rowwise"),
+    "fp8_blockwise": Recipe("fp8_blockwise", operands="fp8_blockwise", scales="float32"),
 }

@@ -31,10 +31,15 @@ _GPU = {
     "quantize_row_packed": Tiles(m=16, k=256),
     "quantize_col": Tiles(m=128, k=64),
     "quantize_both": Tiles(m=128, k=32),
+    "quantize_blockwise": Tiles(m=8, k=512),
+    "quantize_squares": Tiles(num_warps=8),
+    "quantize_squares_both": Tiles(num_warps=8),
     "dequantize": Tiles(m=16, k=256),
     "permute_rows": Tiles(m=4, k=1024),
     "permute_mx": Tiles(m=4, k=1024),
     "fold_rows": Tiles(),
+    "balance_scales": Tiles(m=16),
+    "fold_rows_balanced": Tiles(),
     "quantize_row_fold": Tiles(),
     "quantize_rowwise": Tiles(),
     "fold_groups": Tiles(m=16),
@@ -64,6 +69,7 @@ _GPU = {
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
+    "grouped_mm_blockwise": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
 # Compiled, not measured, since no sm_100 was available: the largest accumulators that fit tensor memory beside their

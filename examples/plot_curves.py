@@ -27,7 +27,7 @@ from .runlog import read_log
 
 FRAMEWORKS = ("torch", "jax")
 REFERENCE = "bf16"
-COLORS = dict(zip(RECIPES, ("tab:blue", "tab:green", "tab:orange", "tab:red"), strict=True))
+COLORS = dict(zip(RECIPES, ("tab:blue", "tab:green", "tab:orange", "tab:red", "tab:purple"), strict=True))
 MAY_DIFFER = ("framework", "recipe", "ep", "device")
 LIMIT = 0.01
 Curves = dict[str, dict[int, float]]  # "train" and "eval" -> step -> loss

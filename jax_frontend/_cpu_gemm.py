@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core_kernels.formats import BLOCK, SPAN
+from ..core_kernels.formats import BLOCK, E8M0_BIAS, SPAN, SQUARE
 from ..core_kernels.launch import ArrayType
 from ..core_kernels.quantize import plan as quantize
 from ._call import call, rounded, vary, varying_axes
@@ -170,6 +170,21 @@ def _wgrad_bf16_t(lhs_t, rhs_t, group_ends, *, out: ArrayType) -> jax.Array:
     return _k_grouped(_widen(lhs_t), _widen(rhs_t), 1, group_ends, out)
 
 
+def _dequantize_rows(q: jax.Array, sf: jax.Array) -> jax.Array:
+    """q (..., R, K), sf (..., R, ceil(K/128)) fp32 -> fp32, rounded once."""
+    ones = jnp.full((*q.shape[:-1], q.shape[-1] // BLOCK), E8M0_BIAS, jnp.uint8)
+    return _dequantize(q, ones) * jnp.repeat(sf, SQUARE, -1)[..., : q.shape[-1]]
+
+
+def _dequantize_squares(q: jax.Array, sf: jax.Array) -> jax.Array:
+    """q (G, R, K), sf (G, ceil(R/128), ceil(K/128)) fp32 -> fp32, rounded once."""
+    return _dequantize_rows(q, jnp.repeat(sf, SQUARE, 1)[:, : q.shape[1]])
+
+
+def _mm_blockwise(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -> jax.Array:
+    return _m_grouped(_dequantize_rows(lhs_q, lhs_sf), _dequantize_squares(rhs_q, rhs_sf), group_ends, out)
+
+
 def _dequantize_spans(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
     """qf (R, M), sf (S, R); columns past the last end, which are not read, get any scale."""
     first = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
@@ -196,5 +211,6 @@ GEMMS = {
     "grouped_mm_fold_bias": _mm_fold_bias,
     "grouped_mm_fold_sum": _mm_fold_sum,
     "grouped_wgrad_fold": _wgrad_fold,
+    "grouped_mm_blockwise": _mm_blockwise,
 }
 """Op name -> function of the inputs of the op and of the type of its output."""

@@ -184,7 +184,7 @@ def grouped_swiglu_ffn(
     """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
     the biases and prob.
 
-    x: (P, D) bf16 or fp32, quantized here, once; or an MXArray, used as it is. The recipes "bf16" and "fp8_rowwise"
+    x: (P, D) bf16 or fp32, quantized here, once; or an MXArray, used as it is. The recipes "bf16" and "fp8_..."
         dequantize an MXArray.
     w1, w3: (G, F, D), w2: (G, D, F), bf16 or fp32; D and F are multiples of 32, unless the recipe is "bf16". Or their
         QuantizedWeights, made with the same recipe, whose `values` get the gradients.

@@ -101,15 +101,15 @@ def grouped_mm(
 ) -> jax.Array | MXGradArray:
     """Multiply each group of rows by its own matrix, out = x w^T; differentiable in x, w and bias.
 
-    x: (M, K) bf16 or fp32, quantized here along K; or an MXArray, used as it is. The recipes "bf16" and "fp8_rowwise"
+    x: (M, K) bf16 or fp32, quantized here along K; or an MXArray, used as it is. The recipes "bf16" and "fp8_..."
         dequantize an MXArray.
     w: (G, N, K) bf16 or fp32, as a linear layer stores it; or its QuantizedWeights, made with the same recipe, whose
         `values` get the gradient. K and N are multiples of 32, unless the recipe is "bf16".
     group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
         them. Rows past the last end give zeros.
-    recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16". `Recipe.compute` "auto"
-        follows `jax.default_backend()`, or `lower_for`, when the call is traced. A folded product runs on every
-        backend.
+    recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
+        `Recipe.compute` "auto" follows `jax.default_backend()`, or `lower_for`, when the call is traced. A folded
+        product runs on every backend.
     bias: (N,) for all groups or (G, N), bf16 or fp32; or None. The kernel adds it to the fp32 sums, before the rounding
         to out_dtype.
     out_dtype: "bfloat16" or "float32", or the dtype. The gradients of x, w and bias have their argument's dtype.

@@ -38,7 +38,7 @@ class MoEConfig:
     router_bias: add a learned bias to the logits.
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
-    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
+    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
     prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h
         is rounded; the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the
         fp32 sum of the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own.

@@ -8,7 +8,9 @@
     "bf16"    bf16                          bf16
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
+    "balanced"  as "fold", with powers of two moved from the weights to the rows before; rows are folded by `product`
     "row"     (q, sf), one sf per row       bf16
+    "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
 Transport and the backward's residuals hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward keeps the token operand in
@@ -30,9 +32,12 @@ from .mx_array import MXArray
 from .weights import (
     KN,
     MX,
+    Balanced,
+    Blockwise,
     Folded,
     Layout,
     Quantized,
+    QuantizedRows,
     Upcast,
     Weights,
     along_k,
@@ -42,7 +47,7 @@ from .weights import (
     quantize_rows,
 )
 
-Multiplied = jax.Array | Quantized
+Multiplied = jax.Array | QuantizedRows
 Rows = MXArray | Multiplied
 Tokens = Multiplied
 
@@ -53,7 +58,7 @@ def product(
 ) -> jax.Array:  # fmt: skip
     """x (M, K) x w (G, N, K) [+ row_weights (M,) bias (G, N), fp32], rounded once -> (M, N); rows past the last end are
     zeros."""
-    rows, weights = row_operand(x, recipe), along_k(w, recipe, layout)
+    rows, weights = _balanced(row_operand(x, recipe), along_k(w, recipe, layout), group_ends)
     if bias is None:
         return _multiply(rows, weights, group_ends, out_dtype)
     if isinstance(rows, Folded) and row_weights is None:
@@ -71,15 +76,16 @@ def input_gradient(
     dout: Rows, w: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype, layout: Layout = "GNK"
 ) -> jax.Array:
     """dout (M, N) x w -> dx (M, K)."""
-    return _multiply(row_operand(dout, recipe), along_n(w, recipe, layout), group_ends, out_dtype)
+    operands = _balanced(row_operand(dout, recipe), along_n(w, recipe, layout), group_ends)
+    return _multiply(*operands, group_ends, out_dtype)
 
 
 def sum_of_input_gradients(
     dout: Rows, w: Weights, dout2: Rows, w2: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype
 ) -> jax.Array:
     """dout x w + dout2 x w2, rounded once -> dx (M, K): the gradient of one input of two weights."""
-    rows, rows2 = row_operand(dout, recipe), row_operand(dout2, recipe)
-    weights, weights2 = along_n(w, recipe), along_n(w2, recipe)
+    rows, weights = _balanced(row_operand(dout, recipe), along_n(w, recipe), group_ends)
+    rows2, weights2 = _balanced(row_operand(dout2, recipe), along_n(w2, recipe), group_ends)
     if isinstance(rows, Folded):
         assert isinstance(weights, Folded)
         assert isinstance(rows2, Folded)
@@ -107,6 +113,18 @@ def weight_gradient(dout: Tokens, x: Tokens, group_ends: jax.Array, out_dtype, l
     return multiply(*a, *b, group_ends, out_dtype=out_dtype)
 
 
+def _balanced(
+    rows: Multiplied, weights: jax.Array | Quantized | KN, group_ends: jax.Array
+) -> tuple[Multiplied, Multiplied | KN]:
+    """The folded operands of a product of balanced weights; other operands as they are."""
+    if not isinstance(weights, Balanced):
+        return rows, weights
+    assert isinstance(rows, tuple)
+    assert not isinstance(rows, Upcast)
+    q, sf = rows
+    return Folded(*ops.fold_rows_balanced(q, sf, weights.lift, group_ends)), Folded(weights.q, weights.sf)
+
+
 def _multiply(rows: Multiplied, weights: Multiplied | KN, group_ends, out_dtype) -> jax.Array:
     if isinstance(weights, KN):
         return ops.grouped_mm_bf16_kn(rows, *weights, group_ends, out_dtype=out_dtype)
@@ -114,6 +132,9 @@ def _multiply(rows: Multiplied, weights: Multiplied | KN, group_ends, out_dtype)
         assert isinstance(weights, jax.Array)
         return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
     assert not isinstance(weights, jax.Array)
+    if isinstance(rows, Blockwise):
+        assert isinstance(weights, Blockwise)
+        return ops.grouped_mm_blockwise(*rows, *weights, group_ends, out_dtype=out_dtype)
     # QuantizedWeights may be for another device than this program: an Upcast on one side makes the product bf16.
     if isinstance(rows, Upcast) or isinstance(weights, Upcast):
         assert not isinstance(rows, Folded)
@@ -167,17 +188,19 @@ def _in_thirds(x: jax.Array) -> jax.Array:
 
 
 def row_operand(x: Rows, recipe: Recipe) -> Multiplied:
-    """x along its rows in the recipe's form. A Folded or Upcast operand is returned unchanged."""
-    if isinstance(x, Folded | Upcast):
+    """x along its rows in the recipe's form. A Folded, Blockwise or Upcast operand is returned unchanged."""
+    if isinstance(x, Folded | Blockwise | Upcast):
         return x
     if form_of(recipe) == "bf16":
         return as_bf16(x)
     if isinstance(x, MXArray):
         x = (x.q, x.sf)
-    if isinstance(x, tuple) and form_of(recipe) == "row":
+    if isinstance(x, tuple) and not recipe.mx:
         x = as_bf16(x)
     if not isinstance(x, tuple):
         return quantize_rows(x, recipe)
+    if form_of(recipe) == "balanced":
+        return x
     return Folded(*ops.fold_rows(*x)) if form_of(recipe) == "fold" else as_multiplied(x)
 
 
@@ -205,16 +228,17 @@ def token_operand(x: jax.Array | MXArray | MX, group_ends: jax.Array, recipe: Re
     """The operand of the weight gradient: x in bf16, or x (M, K) quantized along the tokens, transposed."""
     if not recipe.wgrad_mx:
         return as_bf16(x)
-    if form_of(recipe) == "fold" and isinstance(x, MXArray | tuple):
+    if form_of(recipe) in ("fold", "balanced") and isinstance(x, MXArray | tuple):
         q, sf = (x.q, x.sf) if isinstance(x, MXArray) else x
         return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding=recipe.rounding))
     values = x.dequantize() if isinstance(x, MXArray) else as_bf16(x) if isinstance(x, tuple) else x
     return along_tokens(ops.quantize_col(values, rounding=recipe.rounding), group_ends, recipe)
 
 
-def along_tokens(pair: MX, group_ends: jax.Array, recipe: Recipe) -> Quantized:
+def along_tokens(pair: MX, group_ends: jax.Array, recipe: Recipe) -> QuantizedRows:
     """q (K, M) and sf along the tokens, in the recipe's form."""
-    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) == "fold" else as_multiplied(pair)
+    folds = form_of(recipe) in ("fold", "balanced")
+    return Folded(*ops.fold_groups(*pair, group_ends)) if folds else as_multiplied(pair)
 
 
 def output_gradient_operands(dout: jax.Array | MX, group_ends: jax.Array, recipe: Recipe) -> tuple[Rows, Tokens]:

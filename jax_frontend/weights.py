@@ -39,6 +39,29 @@ class Folded(NamedTuple):
     sf: jax.Array
 
 
+class Balanced(NamedTuple):
+    """Weights folded after `balance_scales`: q (G, N, K), sf (G, N), and the octaves that the fold takes out of rows,
+    lift (G, K/32)."""
+
+    q: jax.Array
+    sf: jax.Array
+    lift: jax.Array
+
+    @classmethod
+    def of(cls, pair: MX) -> "Balanced":
+        sf, lift = ops.balance_scales(pair[1])
+        q, row_sf = ops.fold_rows(pair[0], sf)
+        return cls(q, row_sf, lift)
+
+
+class Blockwise(NamedTuple):
+    """E4M3 bytes q (M, K) with one fp32 scale per 128 values, sf (M, K/128); of weights q (G, N, K) with one per 128 x
+    128 values, sf (G, N/128, K/128)."""
+
+    q: jax.Array
+    sf: jax.Array
+
+
 class Upcast(NamedTuple):
     """MXFP8 dequantized to bf16, the operand of form "mx" on sm_90."""
 
@@ -51,7 +74,8 @@ class KN(NamedTuple):
     w: jax.Array
 
 
-Quantized = MX | Folded | Upcast
+QuantizedRows = MX | Folded | Blockwise | Upcast
+Quantized = QuantizedRows | Balanced
 
 
 def as_multiplied(pair: MX) -> MX | Upcast:
@@ -61,7 +85,7 @@ def as_multiplied(pair: MX) -> MX | Upcast:
 
 
 def _on_this_device(x: Quantized) -> Quantized:
-    return x if isinstance(x, Folded | Upcast) else as_multiplied(x)
+    return x if isinstance(x, Folded | Balanced | Blockwise | Upcast) else as_multiplied(x)
 
 
 def form_of(recipe: Recipe) -> Form:
@@ -81,37 +105,67 @@ def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
     """The recipe with its compute decided, "fold" or "exact", so that forward and backward multiply alike wherever the
     backward is traced."""
     recipe = recipe_of(op, recipe)
-    return dataclasses.replace(recipe, compute="fold" if form_of(recipe) == "fold" else "exact")
+    form = form_of(recipe)
+    return dataclasses.replace(recipe, compute=form if form in ("fold", "balanced") else "exact")
 
 
-def quantize_rows(x: jax.Array, recipe: Recipe) -> Quantized:
+def quantize_rows(x: jax.Array, recipe: Recipe) -> QuantizedRows:
     """Quantize x (..., M, K) along its last dim, in the recipe's form."""
     form = form_of(recipe)
+    if is_block(form):
+        return Blockwise(*ops.quantize_blockwise(x, power_of_two=form == "block_power_of_two"))
     if form == "mx":
         return as_multiplied(ops.quantize_row(x, rounding=recipe.rounding))
+    if form == "balanced":
+        q, sf = ops.quantize_row(x, rounding=recipe.rounding)
+        return q, sf  # folded where the weights are known
     quantize = ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise
     return Folded(*quantize(x, rounding=recipe.rounding))
+
+
+def is_block(form: Form) -> bool:
+    """Whether operands have fp32 scales per 128 values."""
+    return form in ("block", "block_power_of_two")
+
+
+def _along_rows(w: jax.Array, recipe: Recipe) -> Quantized:
+    """Quantize w (G, N, K) along its last dim, in the recipe's form."""
+    form = form_of(recipe)
+    if form == "balanced":
+        return Balanced.of(ops.quantize_row(w, rounding=recipe.rounding))
+    if is_block(form):
+        return Blockwise(*ops.quantize_squares(w, power_of_two=form == "block_power_of_two"))
+    return quantize_rows(w, recipe)
 
 
 def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
     """Quantize w (G, N, K) along N -> q (G, K, N), in the recipe's form."""
     form = form_of(recipe)
+    if is_block(form):
+        return quantize_both_ways(w, recipe)[1]
     if form == "row":
         return quantize_rows(w.mT, recipe)
     transposed = ops.quantize_col(w, rounding=recipe.rounding)
+    if form == "balanced":
+        return Balanced.of(transposed)
     return as_multiplied(transposed) if form == "mx" else Folded(*ops.fold_rows(*transposed))
 
 
 def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
-    """`quantize_rows` and `quantize_transposed` from one op unless they are scaled by row. MXFP8 is not dequantized
-    here."""
+    """w along its last dim, and along dim 1, transposed. Only weights scaled by row are read twice. MXFP8 is not
+    dequantized here."""
     form = form_of(recipe)
+    if is_block(form):
+        q, sf, q_t, sf_t = ops.quantize_squares_both(w, power_of_two=form == "block_power_of_two")
+        return Blockwise(q, sf), Blockwise(q_t, sf_t)
     if form == "row":
         return quantize_rows(w, recipe), quantize_rows(w.mT, recipe)
     if form == "fold":
         qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding=recipe.rounding)
         return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding=recipe.rounding)
+    if form == "balanced":
+        return Balanced.of((q, sf)), Balanced.of((q_t, sf_t))
     return (q, sf), (q_t, sf_t)
 
 
@@ -189,7 +243,7 @@ def for_call(w: Weights, recipe: Recipe, backward: bool) -> Weights:
     """
     if isinstance(w, QuantizedWeights) or form_of(recipe) == "bf16":
         return w
-    both = quantize_both_ways(w, recipe) if backward else (quantize_rows(w, recipe), quantize_transposed(w, recipe))
+    both = quantize_both_ways(w, recipe) if backward else (_along_rows(w, recipe), quantize_transposed(w, recipe))
     return _CallWeights(w, *both, form_of(recipe), recipe.rounding)
 
 
@@ -274,7 +328,7 @@ def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
         if w.as_stored is not None:
             return w.as_stored
         w = w.values
-    return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else quantize_rows(w, recipe)
+    return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else _along_rows(w, recipe)
 
 
 def _transposed(w: Weights, recipe: Recipe) -> KN | Quantized:

@@ -13,6 +13,23 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 settings.register_profile("mxep", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.load_profile("mxep")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    # Half of the interpreter's time is work without an effect. An overflow is computed for an assertion that only a
+    # debug build has:
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+    # A launch replaces the functions of `triton.language`. Each call of a function in a kernel does it again, and
+    # replaces those of its `core`, which then stay replaced: once is enough.
+    def call(self, *args, **kwargs):
+        if core.is_builtin(core.load):
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 
 

@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 bin=$PWD/.venv/bin out=$PWD/build/coverage
 export PATH=$bin:$PATH OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 COVERAGE_FILE=$out/python
 export XLA_FLAGS=--xla_backend_optimization_level=1
+export JAX_COMPILATION_CACHE_DIR=$out/programs JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 rm -rf "$out" .venv/.dev && mkdir -p "$out"
 
 # Several threads count the same line, and tests run in other folders.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp_bindings
-from ..core_kernels.formats import BLOCK, SPAN
+from ..core_kernels.formats import BLOCK, E8M0_BIAS, SPAN, SQUARE
 
 
 def _dequantize(q: Tensor, sf: Tensor) -> Tensor:
@@ -118,6 +118,24 @@ def grouped_mm_fold_sum(
     _add_two(grouped_mm_fold, first, second, group_ends, out)
 
 
+def _dequantize_rows(q: Tensor, sf: Tensor) -> Tensor:
+    """q (R, K), sf (R, ceil(K/128)) fp32 -> fp32, rounded once."""
+    ones = torch.full((q.shape[0], q.shape[1] // BLOCK), E8M0_BIAS, dtype=torch.uint8)
+    return _dequantize(q, ones).mul_(sf.repeat_interleave(SQUARE, 1)[:, : q.shape[1]])
+
+
+def _dequantize_squares(q: Tensor, sf: Tensor) -> Tensor:
+    """q (R, K), sf (ceil(R/128), ceil(K/128)) fp32 -> fp32, rounded once."""
+    return _dequantize_rows(q, sf.repeat_interleave(SQUARE, 0)[: q.shape[0]])
+
+
+def grouped_mm_blockwise(
+    lhs_q: Tensor, lhs_sf: Tensor, rhs_q: Tensor, rhs_sf: Tensor, group_ends: Tensor, out: Tensor
+) -> None:
+    lhs = _dequantize_rows(lhs_q, lhs_sf)
+    _m_grouped(lhs, lambda g: _dequantize_squares(rhs_q[g], rhs_sf[g]), group_ends, out)
+
+
 def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
     """qf (R, M), sf (S, R) -> fp32; columns past the last end, which are not read, get any scale."""
     first = torch.arange(0, qf.shape[1], BLOCK, dtype=group_ends.dtype)
@@ -149,5 +167,6 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_fold_bias": grouped_mm_fold_bias,
     "grouped_mm_fold_sum": grouped_mm_fold_sum,
     "grouped_wgrad_fold": grouped_wgrad_fold,
+    "grouped_mm_blockwise": grouped_mm_blockwise,
 }
 """Ops that run here on a CPU: functions of the inputs and of the one output, which they write."""

@@ -226,7 +226,7 @@ def grouped_swiglu_ffn(
     the biases and prob.
 
     x: (P, D) bfloat16 or float32, quantized here, once; or an MXTensor, used as it is. The recipes "bf16" and
-        "fp8_rowwise" dequantize an MXTensor.
+        "fp8_..." dequantize an MXTensor.
     w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D and F are multiples of 32. Or their
         QuantizedWeights, whose `values` get the gradients.
     group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.

@@ -108,11 +108,11 @@ def grouped_mm(
     """Multiply each group of rows by its own matrix, out = x w^T; differentiable in x, w and bias.
 
     x: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor, used as it is. The recipes "bf16" and
-        "fp8_rowwise" dequantize an MXTensor.
+        "fp8_..." dequantize an MXTensor.
     w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it; or its QuantizedWeights, whose `values`
         get the gradient. K and N are multiples of 32.
     group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.
-    recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
+    recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
     bias: (N,) for all groups or (G, N), bfloat16 or float32; or None. The kernel adds it to the fp32 sums, before the
         rounding to out_dtype.
     out_dtype: "bfloat16" or "float32", or the torch.dtype. The gradients of x, w and bias have their argument's dtype.
@@ -160,7 +160,7 @@ def checked_grouped_mm(
     for dim, size in (("K", k), ("N", n)):
         if size % BLOCK:
             fail(ValueError, op, names.w, f"{dim} = {size}", f"allowed: multiples of {BLOCK}")
-    if recipe.operands == "fp8_rowwise" and not n:
+    if recipe.operands in ("fp8_rowwise", "fp8_blockwise") and not n:
         fail(ValueError, op, names.w, "N = 0", f"allowed: N from {BLOCK}; an empty row has no scale")
     if not values.is_contiguous():
         fail(ValueError, op, names.w, f"strides {values.stride()} of (G, N, K)", "allowed: a contiguous (G, N, K)")

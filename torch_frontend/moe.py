@@ -71,9 +71,9 @@ class MoEStats(NamedTuple):
 class GroupedExperts(nn.Module):
     """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
 
-    dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or
-    "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the three products.
-    activation: a `SwiGLU`.
+    dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise",
+    "fp8_blockwise" or "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the
+    three products. activation: a `SwiGLU`.
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
     padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y.
@@ -243,7 +243,7 @@ class MoE(nn.Module):
     router_bias: add a learned bias to the logits.
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
-    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise" or "bf16".
+    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
     prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h
         is rounded; the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the
         fp32 sum of the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own.

@@ -8,7 +8,9 @@
     "bf16"    bf16                          bf16
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
+    "balanced"  as "fold", with powers of two moved from the weights to the rows before; rows are folded by `product`
     "row"     (q, sf), one sf per row       bf16
+    "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
 Transport and the backward's saved tensors hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward saves the token operand
@@ -26,7 +28,19 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.recipe import Form, Recipe
 from . import ops
 from .mx_tensor import MXTensor, dequantized
-from .weights import KN, MX, Folded, Operand, Upcast, WeightOperand, as_multiplied, form_of, quantize_rows
+from .weights import (
+    KN,
+    MX,
+    Balanced,
+    Blockwise,
+    Folded,
+    Operand,
+    Upcast,
+    WeightOperand,
+    as_multiplied,
+    form_of,
+    quantize_rows,
+)
 
 
 class ProductOptions(NamedTuple):
@@ -55,7 +69,7 @@ class ProductOptions(NamedTuple):
 
 def is_mx(form: Form) -> bool:
     """Whether operands are blocks of 32 before the product."""
-    return form in ("mx", "fold")
+    return form in ("mx", "fold", "balanced")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -75,6 +89,7 @@ def product(
 
     Both operands have one form: an activation and the weights along K, or a gradient and the weights along N.
     """
+    rows, w = _balanced(rows, w, group_ends)
     name = dtype_name(out_dtype)
     if bias is not None and row_weights is None and isinstance(rows, Folded):
         return ops.grouped_mm_fold_bias(*rows, *w, bias.contiguous(), group_ends, name)
@@ -91,14 +106,25 @@ def product(
         return ops.grouped_mm_bf16(rows, w, group_ends, name)
     if isinstance(rows, Upcast):
         return ops.grouped_mm_bf16(*rows, *w, group_ends, name)
+    if isinstance(rows, Blockwise):
+        return ops.grouped_mm_blockwise(*rows, *w, group_ends, name)
     multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
     return multiply(*rows, *w, group_ends, name)
+
+
+def _balanced(rows: Operand, w: WeightOperand, group_ends: Tensor) -> tuple[Operand, WeightOperand]:
+    """The folded operands of a product of balanced weights; other operands as they are."""
+    if not isinstance(w, Balanced):
+        return rows, w
+    assert isinstance(rows, MX)
+    return Folded(*ops.fold_rows_balanced(*rows, w.lift, group_ends)), Folded(w.q, w.sf)
 
 
 def sum_of_products(
     rows: Operand, w: WeightOperand, rows2: Operand, w2: WeightOperand, group_ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """rows x w + rows2 x w2, rounded once -> (M, N); operands as in `product`."""
+    (rows, w), (rows2, w2) = _balanced(rows, w, group_ends), _balanced(rows2, w2, group_ends)
     if isinstance(rows, Folded) and isinstance(rows2, Folded):
         return ops.grouped_mm_fold_sum(*rows, *w, *rows2, *w2, group_ends, dtype_name(out_dtype))
     if isinstance(w, KN) and isinstance(w2, KN):
@@ -163,15 +189,17 @@ def _in_thirds(x: Tensor) -> Tensor:
 
 
 def row_operand(x: Operand, form: Form, rounding: int) -> Operand:
-    """x along its last dim in the given form. A Folded or Upcast operand is returned unchanged."""
-    if isinstance(x, Folded | Upcast):
+    """x along its last dim in the given form. A Folded, Blockwise or Upcast operand is returned unchanged."""
+    if isinstance(x, Folded | Blockwise | Upcast):
         return x
     if form == "bf16":
         assert isinstance(x, Tensor)
         return as_bf16(x)
-    if isinstance(x, MXTensor) and form != "row":
+    if isinstance(x, MXTensor) and is_mx(form):
         x = MX(x.q.contiguous(), x.sf.contiguous())
     if isinstance(x, MX):
+        if form == "balanced":
+            return x
         return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
     return quantize_rows(dequantized(x).contiguous(), form, rounding)
 
@@ -199,16 +227,17 @@ def token_operand(x: Operand, form: Form, rounding: int, group_ends: Tensor, row
 
     A Folded or Upcast operand is returned unchanged; an MX operand is along the tokens already.
     """
+    assert not isinstance(x, Blockwise)
     if isinstance(x, Folded | Upcast):
         return x
-    if form == "fold" and isinstance(x, MXTensor):
+    if form in ("fold", "balanced") and isinstance(x, MXTensor):
         q, sf = x.q.contiguous(), x.sf.contiguous()
         q, sf = (q, sf) if row_map is None else ops.permute_q_sf(q, sf, row_map)
         return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding))
     if not isinstance(x, MX):
         x = dequantized(x).contiguous()
         x = MX(*ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding))
-    return Folded(*ops.fold_groups(*x, group_ends)) if form == "fold" else as_multiplied(x)
+    return Folded(*ops.fold_groups(*x, group_ends)) if form in ("fold", "balanced") else as_multiplied(x)
 
 
 def output_gradient_operands(dout: Tensor, form: Form, rounding: int, group_ends: Tensor) -> tuple[Operand, Operand]:

@@ -43,6 +43,29 @@ class Folded(NamedTuple):
     sf: Tensor
 
 
+class Balanced(NamedTuple):
+    """Weights folded after `balance_scales`: q (G, N, K), sf (G, N), and the octaves that the fold takes out of rows,
+    lift (G, K/32)."""
+
+    q: Tensor
+    sf: Tensor
+    lift: Tensor
+
+    @classmethod
+    def of(cls, x: MX) -> "Balanced":
+        sf, lift = ops.balance_scales(x.sf)
+        q, row_sf = ops.fold_rows(x.q, sf)
+        return cls(q, row_sf, lift)
+
+
+class Blockwise(NamedTuple):
+    """E4M3 bytes q (..., K) with one fp32 scale per 128 values, sf (..., K/128); of weights q (G, N, K) with one per
+    128 x 128 values, sf (G, N/128, K/128)."""
+
+    q: Tensor
+    sf: Tensor
+
+
 class Upcast(NamedTuple):
     """MX dequantized to bf16, the operand of form "mx" on sm_90."""
 
@@ -55,10 +78,11 @@ class KN(NamedTuple):
     w: Tensor
 
 
-Quantized = MX | Folded | Upcast
-Operand = Tensor | Quantized
+QuantizedRows = MX | Folded | Blockwise | Upcast
+Quantized = QuantizedRows | Balanced
+Operand = Tensor | QuantizedRows
 """An operand of a product: a bf16 tensor, or quantized bytes."""
-WeightOperand = Operand | KN
+WeightOperand = Tensor | Quantized | KN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +206,7 @@ def outlives_forward(w: Tensor) -> bool:
     return not owner.is_leaf or owner.is_inference() or (has_version and version_of(owner) > 0)
 
 
-def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[Operand, Quantized | None]:
+def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[WeightOperand, Quantized | None]:
     """The operands of w along K and along N. The second is None unless w is held or `both` is set."""
     if form == "bf16":
         return w.to(torch.bfloat16), None
@@ -198,6 +222,10 @@ def as_multiplied(x: MX) -> MX | Upcast:
 
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     """w (G, N, K) -> (G, N, K), quantized along K."""
+    if is_block(form):
+        return Blockwise(*ops.quantize_squares(w.contiguous(), form == "block_power_of_two"))
+    if form == "balanced":
+        return Balanced.of(MX(*ops.quantize_row(w.contiguous(), rounding)))
     return quantize_rows(w.contiguous(), form, rounding)
 
 
@@ -205,26 +233,44 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
     """w (G, N, K) -> (G, K, N), quantized along N; bf16 stays as stored."""
     if form == "bf16":
         return KN(w.to(torch.bfloat16).contiguous())
+    if is_block(form):
+        return quantize_both_ways(w, form, rounding)[1]
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     x = MX(*ops.quantize_col(w.contiguous(), rounding))
+    if form == "balanced":
+        return Balanced.of(x)
     return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
 
 
 def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
-    """w (G, N, K) along K, as stored, and along N, transposed, from one op unless they are scaled by row."""
+    """w (G, N, K) along K, as stored, and along N, transposed. Only weights scaled by row are read twice."""
     w = w.contiguous()
+    if is_block(form):
+        q, sf, q_t, sf_t = ops.quantize_squares_both(w, form == "block_power_of_two")
+        return Blockwise(q, sf), Blockwise(q_t, sf_t)
     if form == "row":
         return quantize_rows(w, form, rounding), quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
     if form == "fold":
         qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding)
         return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding)
+    if form == "balanced":
+        return Balanced.of(MX(q, sf)), Balanced.of(MX(q_t, sf_t))
     return as_multiplied(MX(q, sf)), as_multiplied(MX(q_t, sf_t))
 
 
-def quantize_rows(x: Tensor, form: Form, rounding: int) -> Quantized:
+def quantize_rows(x: Tensor, form: Form, rounding: int) -> QuantizedRows:
     """Quantize x (..., K), contiguous, along its last dim."""
+    if is_block(form):
+        return Blockwise(*ops.quantize_blockwise(x, form == "block_power_of_two"))
     if form == "mx":
         return as_multiplied(MX(*ops.quantize_row(x, rounding)))
+    if form == "balanced":
+        return MX(*ops.quantize_row(x, rounding))  # folded where the weights are known
     return Folded(*(ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise)(x, rounding))
+
+
+def is_block(form: Form) -> bool:
+    """Whether operands have fp32 scales per 128 values."""
+    return form in ("block", "block_power_of_two")

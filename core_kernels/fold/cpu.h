@@ -55,8 +55,9 @@ inline std::span<const int32_t> block_ends(const char* op, const Array& group_en
 }
 
 // Folds blocks; `out` may be `q`. The factors of 16 blocks are expanded to one per value first, so that one long loop
-// runs over the values.
-MXEP_INLINE void fold_blocks(const uint8_t* q, const uint8_t* sf, int row, uint8_t* out, int64_t blocks) {
+// runs over the values. Scales are bytes, or wider numbers that may be negative.
+template <typename Scale>
+MXEP_INLINE void fold_blocks(const uint8_t* q, const Scale* sf, int row, uint8_t* out, int64_t blocks) {
   constexpr int kGroup = 16;
   alignas(64) float factor[kGroup * kBlock];
   for (int64_t first = 0; first < blocks; first += kGroup, q += kGroup * kBlock, out += kGroup * kBlock) {

@@ -4,6 +4,7 @@
 //
 //   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k] [+ bias[g, n]]      rows m of group g
 //              or the sum of two such products, with scales of their own (second_product.cuh)
+//              or with scales of blocks of 128 along k (block_factors.cuh)
 //   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
 // A cluster of two CTAs computes two tiles of 256 x 128 that share their rows of B or of A (schedule.cuh): each CTA
@@ -34,47 +35,13 @@
 #include "cuda/cluster_launch.h"
 #include "cuda/ops.h"
 #include "cuda/tensor_map.h"
-#include "grouped_gemm/folded_epilogue.cuh"
-#include "grouped_gemm/rescale_accumulator.cuh"
+#include "grouped_gemm/block_factors.cuh"
+#include "grouped_gemm/folded_shared.cuh"
 #include "grouped_gemm/schedule.cuh"
-#include "grouped_gemm/second_product.cuh"
-#include "grouped_gemm/tile_queue.cuh"
 
 namespace mxep::cuda {
 namespace sm90 {
 namespace {
-
-constexpr int kStages = 4, kWarpgroup = 128;
-constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
-constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kHalfA = kTileM / kCluster, kHalfB = kTileN / kCluster;  // rows of a box
-
-struct FoldedShared {
-  alignas(1024) uint8_t a[kStages][kBytesA];
-  alignas(1024) uint8_t b[kStages][kBytesB];
-  alignas(128) uint8_t staging[8][kStagingBytes];
-  __nv_bfloat16 col_factor[2][2][kTileN];  // per warpgroup, for even and odd tiles
-  uint64_t full[kStages], empty[kStages];
-  TileSlots tiles;
-  uint64_t landed[kStages];  // K-grouped: replaces `full` for a stage that the group fills in part
-  IncreaseSlots increases;   // K-grouped
-  LptSchedule lpt;           // K-grouped
-};
-
-struct FoldedSharedWithBias : FoldedShared {
-  float bias[2][2][kTileN];  // as col_factor
-};
-struct FoldedSharedOfTwo : FoldedShared {
-  UnitChange unit_change[2][2];  // as col_factor
-};
-static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024 && sizeof(FoldedSharedOfTwo) <= 227 * 1024);
-
-// What a kernel computes beside the product: nothing, a bias to add, or a second product to add.
-enum class Plus { kNothing, kBias, kProduct };
-
-template <Plus kPlus>
-using SharedOf = std::conditional_t<kPlus == Plus::kBias, FoldedSharedWithBias,
-                                    std::conditional_t<kPlus == Plus::kProduct, FoldedSharedOfTwo, FoldedShared>>;
 
 struct Operands {
   CUtensorMap a, b;
@@ -165,7 +132,7 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
 
 template <bool kAlongK, typename Out, Plus kPlus>
 __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
-  constexpr bool kBias = kPlus == Plus::kBias, kTwo = kPlus == Plus::kProduct;
+  constexpr bool kBias = kPlus == Plus::kBias, kTwo = kPlus == Plus::kProduct, kBlocks = kPlus == Plus::kBlockScales;
   // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
@@ -181,7 +148,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     // Loaded here and used after a product. Scales of empty accumulators are ignored. Of two products, those of the
     // second are applied at the end.
     const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
-    const bool any = tile.k_begin < tile.k_end;
+    const bool any = !kBlocks && tile.k_begin < tile.k_end;
     const uint8_t* row_scale = kTwo ? p.second.row_scale : p.row_scale;
     const uint8_t* col_scale = kTwo ? p.second.col_scale : p.col_scale;
     int col_byte = any && col < tile.cols ? col_scale[tile.col_scale + col] : kOne;
@@ -221,11 +188,14 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       }
       for (int k = 0; k < depth; k += kTileK) {
         barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
+        [[maybe_unused]] float factor[2][2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float partial[64];
           start(partial, a + half * (64 * kTileK / 16), b);
           if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
+          if constexpr (kBlocks)
+            if (half == 0) load_factors(at.of(s.factor) + ring.stage * sizeof(s.factor[0]), row + lane / 4, factor);
           wgmma_wait();
           if (half == 1) {
             if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
@@ -235,7 +205,13 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
             is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
           }
 #pragma unroll
-          for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
+          for (int i = 0; i < 64; ++i) {
+            if constexpr (kBlocks) {
+              sum[half][i] = fmaf(partial[i], factor[half][i / 2 % 2], sum[half][i]);
+            } else {
+              sum[half][i] += partial[i];
+            }
+          }
         }
       }
     }
@@ -250,7 +226,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     for (int i = 0; i < 4; ++i) moderate &= is_moderate(row_byte[i / 2][i % 2]);
     // The vote makes the condition uniform for the compiler. Without it the compiler duplicates the rest of the tile,
     // treats the loop over tiles as divergent, and keeps descriptors in per-thread registers.
-    if (!__all_sync(~0u, threads_all(1 + group, moderate))) {
+    if (!kBlocks && !__all_sync(~0u, threads_all(1 + group, moderate))) {
       if constexpr (kTwo) {
         scale_far(sum, row_byte, col_factor, s.unit_change[group][odd]);
       } else {
@@ -267,7 +243,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float factor[2] = {__int_as_float(row_byte[half][0] << 23), __int_as_float(row_byte[half][1] << 23)};
-      store<Out, kBias>(p, tile, row + half * 64, sum[half], factor, cols, s.staging[warp]);
+      store<Out, kBias || kBlocks>(p, tile, row + half * 64, sum[half], factor, cols, s.staging[warp]);
     }
   }
 }
@@ -283,11 +259,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       prefetch(&operands.b);
     }
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], 1);
+      barrier_init(&s.full[i], kPlus == Plus::kBlockScales ? 1 + kFactorParts : 1);
       barrier_init(&s.landed[i], 1);
       barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
     }
-    s.tiles.init(8 + (kAlongK ? kIncreaseParts : 0));
+    s.tiles.init(8 + (kAlongK ? kIncreaseParts : kPlus == Plus::kBlockScales ? kFactorParts : 0));
     s.increases.init(8);
     barrier_init_fence();
   }
@@ -295,9 +271,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
-    const int warp = kAlongK ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
+    const int warp = kAlongK || kPlus == Plus::kBlockScales ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
     if (warp == 0) {
       if (threadIdx.x == 0) produce<kAlongK>(p, maps, s);
+    } else if constexpr (kPlus == Plus::kBlockScales) {
+      if (warp <= kFactorParts) put_factors(p, warp - 1, s.tiles, s.factor, s.full, s.empty);
     } else {
       scan_ahead(p, warp - 1, s);
     }
@@ -328,12 +306,13 @@ template <bool kAlongK, Plus kPlus = Plus::kNothing>
 void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   p.group_ends = call.in.back().as<const int32_t>();
   if (kPlus == Plus::kBias) p.bias = call.in[4].as<const float>();
+  if (kPlus == Plus::kBlockScales) p.block_scale = {call.in[1].as<const float>(), call.in[3].as<const float>()};
   p.row_scale = call.in[1].as<const uint8_t>();
   p.col_scale = call.in[3].as<const uint8_t>();
   p.out = call.out[0].data;
   // Rows of operands and scales are counted in 32 bits, as TMA counts them; tiles reach beyond the last.
   const int64_t a_rows = call.in[0].dim(0), b_rows = call.in[2].leading(1);
-  const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : a_rows;
+  const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : call.in[1].leading(0);
   int64_t depth = call.in[0].dim(1);
   Maps<kPlus> maps;
   maps.of[0] = operands(op, call.in[0], call.in[2]);
@@ -377,6 +356,10 @@ void grouped_mm_fold_bias(const Call& call, cudaStream_t stream) {
 
 void grouped_mm_fold_sum(const Call& call, cudaStream_t stream) {
   sm90::m_grouped<sm90::Plus::kProduct>("grouped_mm_fold_sum", call, stream);
+}
+
+void grouped_mm_blockwise(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<sm90::Plus::kBlockScales>("grouped_mm_blockwise", call, stream);
 }
 
 void grouped_wgrad_fold(const Call& call, cudaStream_t stream) {

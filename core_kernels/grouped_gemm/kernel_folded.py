@@ -21,7 +21,7 @@ CHAIN: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
-def _dot(a, b, acc, HW_CAST: tl.constexpr):
+def dot(a, b, acc, HW_CAST: tl.constexpr):
     """acc + a b^T; a and b are E4M3 bytes."""
     if HW_CAST:
         a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
@@ -52,7 +52,7 @@ def _product(
     for k0 in range(0, K, BLOCK_K):
         a = load_tile(lhs_qf, row, in_m, k0, K, K, BLOCK_K)
         b = load_tile(rhs_qf, weight_row, in_n, k0, K, K, BLOCK_K)
-        acc = _dot(a, b, acc, HW_CAST)
+        acc = dot(a, b, acc, HW_CAST)
     return acc
 
 
@@ -154,5 +154,5 @@ def wgrad_kernel(
         row_byte, col_byte = row_now, col_now
         a = load_tile(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
         b = load_tile(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
-        acc = _dot(a, b, acc, HW_CAST)
+        acc = dot(a, b, acc, HW_CAST)
     store_tile(out, group * N + n, in_n, k0, K, K, _scaled(acc, row_byte, col_byte), whole, HW_CAST, False)

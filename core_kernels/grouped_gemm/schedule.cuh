@@ -36,6 +36,9 @@ struct Problem {
     const uint8_t *row_scale, *col_scale;  // (M,) and (G, N)
     int depth;
   } second;  // the product to add
+  struct {
+    const float *row, *square;  // (M, K / 128) and (G, N / 128, K / 128), both rounded up
+  } block_scale;
 };
 
 // One CTA's tile of the output and its operands.

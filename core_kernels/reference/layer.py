@@ -118,7 +118,7 @@ class Options(NamedTuple):
     @property
     def mx(self) -> bool:
         """Whether rows and their gradients travel as MXFP8."""
-        return self.precision.form in ("mx", "fold")
+        return self.precision.form in ("mx", "fold", "balanced")
 
 
 class _Rows(NamedTuple):

@@ -7,7 +7,10 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
 "bf16"    bf16                            -
 "mx"      quantize_row, quantize_col      quantize_col
 "fold"    the same, folded by row         the same, folded by row and span of tokens
+"balanced"  the same, folded after `balance_scales` of the weights
 "row"     quantize_rowwise                -
+"block"   quantize_blockwise; weights: quantize_squares, transposed for da; with powers of two in form
+          "block_power_of_two"
 
 An operand (q, sf) is multiplied as it is in form "mx", folded in form "fold", and dequantized in the other forms.
 """
@@ -15,11 +18,14 @@ An operand (q, sf) is multiplied as it is in form "mx", folded in form "fold", a
 import numpy as np
 
 from ..fold.oracle import fold_groups, fold_rows
+from ..fold.oracle_balanced import balance_scales, fold_rows_balanced
 from ..formats import Rounding
 from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
+from ..grouped_gemm.oracle_blockwise import grouped_mm_blockwise
 from ..grouped_gemm.oracle_folded import grouped_mm_fold, grouped_wgrad_fold
 from ..oracle_math import Array, Pair, round_to
 from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
+from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
 
 
 def _values(x: Array | Pair) -> Array:
@@ -41,6 +47,15 @@ def _product(x: Array | Pair, w: Array, group_ends: Array, form: str, rounding: 
     """x along its last dim, w (G, N, K) along its last."""
     if form == "bf16":
         return grouped_mm_bf16(_as_bf16(x), _as_bf16(w), group_ends, dtype)
+    if form.startswith("block"):
+        powers = form == "block_power_of_two"
+        rows, weights = quantize_blockwise(_values(x), powers), quantize_squares(w, powers)
+        return grouped_mm_blockwise(*rows, *weights, group_ends, dtype)
+    if form == "balanced":
+        q, sf = quantize_row(w, rounding)
+        balanced_sf, lift = balance_scales(sf)
+        rows = fold_rows_balanced(*_rows(x, form, rounding), lift, group_ends)
+        return grouped_mm_fold(*rows, *fold_rows(q, balanced_sf), group_ends, dtype)
     multiply = grouped_mm_mx if form == "mx" else grouped_mm_fold
     return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding), group_ends, dtype)
 
@@ -75,7 +90,7 @@ def grouped_mm_vjp(
         return da, np.swapaxes(db, 1, 2)
     dout_t, a_t = (quantize_col(_values(x), rounding) for x in (dout, a))
     multiply = grouped_wgrad_mx
-    if form == "fold":
+    if form in ("fold", "balanced"):
         dout_t, a_t = (fold_groups(*pair, group_ends) for pair in (dout_t, a_t))
         multiply = grouped_wgrad_fold
     return da, np.swapaxes(multiply(*dout_t, *a_t, group_ends, out_dtype), 1, 2)

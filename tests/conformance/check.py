@@ -30,6 +30,10 @@ them and cuts each below 2^-13 of it. At worst that is 33 * 2^-13 for every 32 t
 test."""
 
 
+FP8_FORMS = ("fold", "balanced", "row", "block", "block_power_of_two")
+"""Operand forms that the FP8 tensor cores of sm_90 multiply."""
+
+
 def fp8_chain(backend: str) -> float:
     """`FP8_CHAIN` where FP8 tensor cores sum the backend's folded products."""
     return FP8_CHAIN if offers(backend, "FP8_TENSOR_CORES") else 0
@@ -83,4 +87,4 @@ def definition_db(backend: str, run: str) -> float:
     """The least dB of an expert."""
     if not offers(backend, "FP8_TENSOR_CORES"):
         return CPU_DB
-    return FP8_TENSOR_CORE_DB if RUNS[run].form("cpu") in ("fold", "row") else GPU_DB
+    return FP8_TENSOR_CORE_DB if RUNS[run].form("cpu") in FP8_FORMS else GPU_DB

@@ -3,6 +3,7 @@
 RUNS                 name -> Recipe   each with its products named, since "auto" depends on the machine
 FFN                  the experts' feed-forward, 8 of them
 LAYERS, LAYER_RUNS   name -> Layer, and the pairs (name, name of a run) that are run
+RANKED_RUNS          those on several ranks: (name, name of a run, number of ranks)
 WIRE                 name -> Wire     rows of four ranks, and how many go where
 """
 
@@ -19,6 +20,7 @@ from .cases import BF16, Array, lognormal_blocks, seeded
 RUNS = {name: Recipe.parse(name, compute="exact") for name in RECIPES} | {
     f"{name}_folded": Recipe.parse(name, compute="fold") for name, recipe in RECIPES.items() if recipe.mx
 }
+RUNS["mxfp8_balanced"] = Recipe.parse("mxfp8", compute="balanced")
 
 
 def precision(run: str) -> ffn.Precision:
@@ -161,13 +163,26 @@ LAYERS = {
     "prob_in_swiglu": _layer("prob_in_swiglu", 96, bias={4: -30.0, 5: -30.0, 6: -30.0, 7: -30.0}, prob_in="swiglu"),
 }
 # Every recipe where the layers share their shapes, the default one for the rest: JAX compiles each in seconds.
+LIKE_ANOTHER = ("fp8_blockwise", "mxfp8_balanced")
+"""Runs whose products differ from those of "fp8_rowwise" and "mxfp8_folded", and nothing else of a layer does."""
 LAYER_RUNS = [
     (name, run)
     for name in LAYERS
     for run in RUNS
     if run == "mxfp8_wgrad_with_hp"
-    or name in ("softmax", "empty_rank")
-    or (name in ("one_hot_expert", "prob_in_swiglu") and run in RECIPES)
+    or name == "softmax"
+    or (name == "empty_rank" and run not in LIKE_ANOTHER)
+    or (name in ("one_hot_expert", "prob_in_swiglu") and run in RECIPES and run not in LIKE_ANOTHER)
+]
+
+RANKS = 4
+# Everything on 4 ranks. On 1 and 2: every layer in the default recipe, and in bf16 where the probabilities stay with
+# their token. How the products inside a rank are computed is no matter of its neighbours.
+RANKED_RUNS = [
+    (name, run, degree)
+    for name, run in LAYER_RUNS
+    for degree in (1, 2, RANKS)
+    if degree == RANKS or run == "mxfp8_wgrad_with_hp" or (run == "bf16" and LAYERS[name].prob_in == "combine")
 ]
 
 

@@ -24,16 +24,14 @@ from typing import Any
 import numpy as np
 import pytest
 from mxep.core_kernels.quantize import oracle
-from mxep.core_kernels.recipe import RECIPES
 from mxep.core_kernels.reference import choice, collectives
 
 from . import check
 from .backends import adapter, dense_layer
 from .cases import BF16
-from .layers import LAYER_RUNS, LAYERS, RUNS, WIRE
+from .layers import LAYER_RUNS, LAYERS, RANKED_RUNS, RANKS, RUNS, WIRE
 
 Array = np.ndarray
-RANKS = 4
 SAME_DB = 100.0  # measured at least 133; one element that is quantized differently leaves less than 70
 
 
@@ -126,14 +124,6 @@ def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 expert_parallel = pytest.mark.needs("EXPERT_PARALLEL")
-# Everything on 4 ranks. On 1 and 2: every layer, and every recipe where the probabilities stay with their token. How
-# the products inside a rank are computed is no matter of its neighbours.
-RANKED_RUNS = [
-    (name, run, degree)
-    for name, run in LAYER_RUNS
-    for degree in (1, 2, 4)
-    if degree == RANKS or run == "mxfp8_wgrad_with_hp" or (run in RECIPES and LAYERS[name].prob_in == "combine")
-]
 
 
 @expert_parallel

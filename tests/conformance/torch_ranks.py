@@ -25,7 +25,7 @@ from tests.compare import to_numpy
 from tests.conformance.backends.arrays import to_torch
 from tests.conformance.backends.torch import moe_module
 from tests.conformance.cases import BF16
-from tests.conformance.layers import LAYER_RUNS, LAYERS, RUNS, WIRE, Layer, Wire
+from tests.conformance.layers import LAYERS, RANKED_RUNS, RUNS, WIRE, Layer, Wire
 
 DEGREES = (1, 2, 4)
 
@@ -68,7 +68,7 @@ def main(rank: int, ranks: int, store: str, out: Path) -> None:
     results = {}
     for degree in DEGREES:
         mesh = init_device_mesh("cpu", (ranks // degree, degree), mesh_dim_names=("dp", "ep"))["ep"]
-        for name, recipe in LAYER_RUNS:
+        for name, recipe in (case[:2] for case in RANKED_RUNS if case[2] == degree):
             values = layer(LAYERS[name], recipe, mesh)
             results |= {f"{degree}/{name}/{recipe}/{key}": value for key, value in values.items()}
         if degree == ranks:

@@ -287,9 +287,27 @@ def _grouped_mm_fold_sum(rng: Rng, m: int) -> Tensors:
     return *(t for pair in pairs for x in pair for t in torch_ops.quantize_row_fold(x.contiguous())), _ends(rng, m)
 
 
+def _grouped_mm_blockwise(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = _grouped_mm_bf16(rng, m)
+    return *torch_ops.quantize_blockwise(lhs), *torch_ops.quantize_squares(rhs_t), ends
+
+
+def _blockwise_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t = _finite(rng, m, 416), _finite(rng, GROUPS, 808, 416)
+    return *torch_ops.quantize_blockwise(lhs), *torch_ops.quantize_squares(rhs_t), _ragged(rng, m)
+
+
 def _mx_and_target(rng: Rng, m: int) -> Tensors:
     q, sf = _mx(rng, m)
     return q, sf, torch.randint(100, 140, sf.shape, generator=rng).byte()
+
+
+def _weight_scales(rng: Rng, m: int) -> Tensors:
+    return (torch.randint(0, 256, (GROUPS, m, K // 32), generator=rng).byte(),)
+
+
+def _mx_and_lift(rng: Rng, m: int) -> Tensors:
+    return *_mx(rng, m), torch.randint(0, 30, (GROUPS, K // 32), generator=rng).byte(), _ends(rng, m)
 
 
 def _groups(rng: Rng, m: int) -> Tensors:
@@ -318,7 +336,7 @@ def _grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
 
 _OF_MATRICES = (
     *("quantize_row", "quantize_row_packed", "quantize_row_fold", "quantize_rowwise"),
-    *("quantize_col", "quantize_both"),
+    *("quantize_col", "quantize_both", "quantize_blockwise", "quantize_squares", "quantize_squares_both"),
 )
 _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold"),
@@ -353,6 +371,8 @@ CASES = {
     "sort_by_expert": _case("sort_by_expert", _expert_ids, num_experts=9),
     "row_map": Case("row_map", _counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "fold_rows": _case("fold_rows", _mx),
+    "balance_scales": _case("balance_scales", _weight_scales),
+    "fold_rows_balanced": _case("fold_rows_balanced", _mx_and_lift),
     "count_fold_loss": _case("count_fold_loss", _mx_and_target),
     "fold_groups": Case("fold_groups", _groups, multiple=32),
     "quantize_both_fold": _case("quantize_both_fold", _matrix_and_ends),
@@ -395,6 +415,8 @@ CASES = {
     "grouped_mm_fold_sum": _case("grouped_mm_fold_sum", _grouped_mm_fold_sum),
     "grouped_mm_fold_sum_fp32": _case("grouped_mm_fold_sum", _grouped_mm_fold_sum, out_dtype="float32"),
     "grouped_mm_fold_bias_fp32": _case("grouped_mm_fold_bias", _grouped_mm_fold_bias, out_dtype="float32"),
+    "grouped_mm_blockwise": _case("grouped_mm_blockwise", _grouped_mm_blockwise),
+    "grouped_mm_blockwise_tiles": _case("grouped_mm_blockwise", _blockwise_of_many_tiles, out_dtype="float32"),
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", _grouped_wgrad_fold, multiple=32),
 }
 EDGES = [(name, m) for name, case in CASES.items() for m in case.edges]

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from mxep.core_kernels.quantize import oracle_blockwise as blockwise
 from mxep.jax_frontend import RECIPES, MXArray, Recipe, grouped_mm, ops, quantize_weights, ragged_dot_mxfp8
 
 from ..compare import gemm_bound
@@ -66,6 +67,11 @@ def check_products(got, lhs, rhs, dout, sizes: jax.Array, recipe: str) -> None:
     """out, dlhs and drhs within the bound, each of the operands that its product multiplies."""
     if recipe == "bf16":
         pairs = [tuple(x.astype(jnp.float32) for x in (lhs, rhs, dout))] * 3
+    elif recipe == "fp8_blockwise":
+        rows, squares = blockwise.row_values, blockwise.square_values
+        lhs_q, dout_q = (rows(*blockwise.quantize_blockwise(np.asarray(x))) for x in (lhs, dout))
+        rhs_q = squares(*blockwise.quantize_squares(np.asarray(rhs)))
+        pairs = [(lhs_q, rhs_q, dout), (lhs, rhs_q, dout_q), (lhs, rhs, dout)]
     else:
         tokens = partial(along_tokens, sizes=sizes.tolist()) if recipe == "mxfp8" else lambda x: x.astype(jnp.float32)
         pairs = [

@@ -36,6 +36,8 @@ CHOICES = {
     "exact": Recipe.parse("mxfp8_wgrad_with_hp", rounding="floor"),
     "fold": Recipe.parse("mxfp8_wgrad_with_hp", compute="fold"),
     "row": Recipe.parse("fp8_rowwise"),
+    "block": Recipe.parse("fp8_blockwise", scales="power_of_two"),
+    "balanced": Recipe.parse("mxfp8_wgrad_with_hp", compute="balanced"),
     "mxfp8 exact": Recipe.parse("mxfp8"),
     "mxfp8 fold": Recipe.parse("mxfp8", compute="fold"),
 }
@@ -117,11 +119,14 @@ def test_no_weight_is_quantized_where_it_is_used(recipe: Recipe) -> None:
         "bf16": {},
         "mx": {"quantize_both": 3},
         "fold": {"quantize_matrix_fold": 3},
+        "balanced": {"quantize_both": 3, "balance_scales": 6, "fold_rows": 6},
         "row": {"quantize_rowwise": 6},
+        "block_power_of_two": {"quantize_squares_both": 3},
     }
     assert arrays - got == once[recipe.form("cpu")], "three weights, both ways"
     rows_only = kernels(lambda x: ffn(x, cached, recipe), X)
-    once = {"quantize_row": 1, "quantize_row_fold": 1, "quantize_rowwise": 2}  # x, and h where SwiGLU does not
+    # x, and h where SwiGLU does not
+    once = {"quantize_row": 1, "quantize_row_fold": 1, "quantize_rowwise": 2, "quantize_blockwise": 2}
     assert {k: n for k, n in rows_only.items() if "quantize" in k}.items() <= once.items()
 
 

@@ -19,6 +19,8 @@ def bits(value: float) -> int:
 EXPECTED = {
     "kBlock": formats.BLOCK,
     "kSpan": formats.SPAN,
+    "kSquare": formats.SQUARE,
+    "kSmallestScale": bits(formats.SMALLEST_SCALE),
     "kHeadroom": formats.HEADROOM,
     "kE4m3Nan": formats.E4M3_NAN,
     "kE8m0Max": formats.E8M0_MAX,

@@ -207,6 +207,12 @@ def test_training_lowers_the_loss() -> None:
         (TypeError, r"recipe: got int", lambda: GroupedExperts(D, HIDDEN, E, recipe=8)),  # type: ignore[arg-type]
         (TypeError, r"MoE: x: got dtype torch.float16", lambda: layer()(tokens(3).half())),
         (ValueError, r"MoE: x: got shape \(3, 32\); allowed: \(..., 64\)", lambda: layer()(tokens(3)[:, :32])),
+        (ValueError, r"scales: got 'float32' with operands 'mxfp8'; allowed: 'power_of_two'",
+         lambda: Recipe.parse("mxfp8", scales="float32")),
+        (ValueError, r"rounding: got FLOOR with operands 'fp8_blockwise'; allowed: RCEIL",
+         lambda: Recipe.parse("fp8_blockwise", rounding="floor")),
+        (ValueError, r"wgrad_with_hp: got False with operands 'fp8_blockwise'",
+         lambda: Recipe.parse("fp8_blockwise", wgrad_with_hp=False)),
         (ValueError, r"alignment: got 48", lambda: layer(Recipe("mxfp8", alignment=48))),  # type: ignore[arg-type]
     ],
 )  # fmt: skip

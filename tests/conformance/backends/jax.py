@@ -13,7 +13,7 @@ from mxep import jax_frontend as mxep
 from mxep.core_kernels.recipe import Recipe
 from mxep.jax_frontend import ops
 
-from ..layers import LAYERS, RUNS, WIRE
+from ..layers import LAYERS, RANKS, RUNS, WIRE
 from . import KERNEL_OPS
 
 FP8_TENSOR_CORES = jax.default_backend() != "cpu"
@@ -114,9 +114,6 @@ def permute(rows: Array, counts: Array, ranks: int, dout: Array, alignment: int)
 
 def mesh(ranks: int) -> Mesh:
     return Mesh(np.array(jax.devices("cpu")[:ranks]), ("ep",))
-
-
-RANKS = 4
 
 
 def _wire(rows, counts, grad, expert_out, dback):
