@@ -1,4 +1,4 @@
-"""`python -m benchmarks [cpu | train_step | gpu] [--only NAME,...] [--shape tokens=...,...]`: measure, print, record.
+"""`python -m benchmarks [cpu | train_step | gpu | ep] [--only NAME,...] [--shape tokens=...]`: measure, print, record.
 
 cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
@@ -15,7 +15,7 @@ from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
 # Section -> device. The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
-SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu"}
+SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu", "ep": "ranks"}
 OWN_SHAPE = ("cpu", "gpu")
 """The sections that `--shape` applies to."""
 
@@ -77,6 +77,9 @@ def main() -> None:
         parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: {', '.join(OWN_SHAPE)}")
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
+    if "ep" in args.sections and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
+        list(import_module(".ep", __package__).lines(args.only))
+        return
     gpu = results.gpu_name()
     here = "gpu" if gpu else "cpu"
     sections = args.sections or [
@@ -88,10 +91,13 @@ def main() -> None:
         on_gpu = SECTIONS[section] == "gpu"
         if on_gpu and gpu is None:
             parser.error(f"section: got {section}; allowed: a section of the CPU, this machine has no GPU")
-        run = results.Run(f"1x {gpu}" if on_gpu else results.cpu_name(), args.commit or results.clean_commit())
+        ranks = os.environ.get("WORLD_SIZE", "1") if section == "ep" else "1"
+        hardware = f"{ranks}x {gpu}" if gpu and section in ("gpu", "ep") else results.cpu_name()
+        run = results.Run(hardware, args.commit or results.clean_commit())
         if args.out and run.commit is None:
             parser.error("--out: got a working tree without a commit; allowed: a clean tree, or --commit without git")
-        path = args.out or results.RESULTS / f"{results.file_name(gpu if on_gpu else None)}.jsonl"
+        name = results.file_name(gpu if on_gpu or section == "ep" else None) + ("_ep" if section == "ep" else "")
+        path = args.out or results.RESULTS / f"{name}.jsonl"
         print(f"\n{section}: {run.hardware}, {run.date}, commit {run.commit}, {run.versions}")
         print(results.row(results.HEADER))
         own = args.shape and not args.out

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from .formats import BLOCK
+from .launch import fail
 from .recipe import Recipe
+
+PROB_IN = ("combine", "swiglu")
 
 
 class MoEMetrics(TypedDict):
@@ -43,7 +46,17 @@ def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ran
 
     >>> describe([6, 2, 0, 0], 0, 64, Recipe.parse("mxfp8"), 2, "combine")["imbalance"]
     3.0
+
+    Raises TypeError and ValueError, in the name of `moe_metrics`.
     """
+    op = "moe_metrics"
+    for name, size, multiple in (("dim", dim, BLOCK), ("ranks", ranks, 1)):
+        if not isinstance(size, int) or isinstance(size, bool):
+            fail(TypeError, op, name, f"a {type(size).__name__}", "allowed: an int")
+        if size < 1 or size % multiple:
+            fail(ValueError, op, name, size, f"allowed: positive multiples of {multiple}")
+    if not isinstance(prob_in, str) or prob_in not in PROB_IN:
+        fail(ValueError, op, "prob_in", repr(prob_in), f"allowed: {', '.join(map(repr, PROB_IN))}")
     rows = sum(counts)
     nbytes = row_nbytes(dim, recipe) + (8 if prob_in == "swiglu" else 0)  # a weight of fp32 each way
     return MoEMetrics(

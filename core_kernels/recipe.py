@@ -9,6 +9,9 @@ from .launch import fail
 
 Operands = Literal["bf16", "mxfp8", "fp8_rowwise", "fp8_blockwise"]
 Compute = Literal["auto", "exact", "fold", "balanced"]
+LegName = Literal["dispatch", "dispatch_grad", "combine", "combine_grad"]
+"""Rows between ranks: tokens to the experts and their gradients back, the experts' rows back and their gradients to the
+experts."""
 Scales = Literal["power_of_two", "float32"]
 Form = Literal["bf16", "mx", "fold", "balanced", "row", "block", "block_power_of_two"]
 """Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row, also with weights and
@@ -37,6 +40,8 @@ class Recipe:
         activations and small weights spoil neither; one more pass over rows and weights. "auto" folds on Hopper and is
         exact elsewhere (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32.
+    mx_legs: the legs whose rows are sent in MXFP8; the others are sent as they are. None is "dispatch" and
+        "combine_grad" with MXFP8 operands, and no leg with others. PyTorch alone takes another choice.
     """
 
     name: str
@@ -46,6 +51,7 @@ class Recipe:
     compute: Compute = "auto"
     alignment: int = BLOCK
     scales: Scales = "power_of_two"
+    mx_legs: tuple[LegName, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", Rounding.parse(self.rounding, "Recipe"))
@@ -57,6 +63,11 @@ class Recipe:
         for field, kind in (("name", str), ("wgrad_with_hp", bool), ("alignment", int)):
             if type(getattr(self, field)) is not kind:
                 fail(TypeError, "Recipe", field, repr(getattr(self, field)), f"allowed: {kind.__name__}")
+        if self.mx_legs is not None and not (
+            isinstance(self.mx_legs, tuple) and set(self.mx_legs) <= set(get_args(LegName))
+        ):
+            allowed = f"allowed: None or a tuple of {', '.join(map(repr, get_args(LegName)))}"
+            fail(ValueError, "Recipe", "mx_legs", repr(self.mx_legs), allowed)
         blockwise = self.operands == "fp8_blockwise"
         if self.operands in ("fp8_rowwise", "fp8_blockwise") and not self.wgrad_with_hp:
             fail(ValueError, "Recipe", "wgrad_with_hp", f"False with operands {self.operands!r}", "allowed: True")
@@ -71,8 +82,16 @@ class Recipe:
 
     @property
     def mx(self) -> bool:
-        """Whether the all-to-all sends and the products multiply MXFP8."""
+        """Whether the products multiply MXFP8."""
         return self.operands == "mxfp8"
+
+    def sends_mx(self, leg: LegName) -> bool:
+        """Whether the rows of a leg are sent in MXFP8.
+
+        >>> [RECIPES["mxfp8"].sends_mx(leg) for leg in ("dispatch", "dispatch_grad", "combine", "combine_grad")]
+        [True, False, False, True]
+        """
+        return leg in ((("dispatch", "combine_grad") if self.mx else ()) if self.mx_legs is None else self.mx_legs)
 
     @property
     def wgrad_mx(self) -> bool:

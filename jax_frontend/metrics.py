@@ -12,7 +12,7 @@ from .moe import MoEStats
 
 
 def moe_metrics(
-    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: str = "combine"
+    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: str = "swiglu"
 ) -> MoEMetrics:
     """The metrics of one forward of a layer as a dict of Python numbers; the host waits for the device.
 
@@ -24,7 +24,7 @@ def moe_metrics(
     >>> _, stats = moe.apply(moe.init(jax.random.key(0), config), jax.numpy.ones((6, 32)), config)
     >>> metrics = moe_metrics(stats, 32, ranks=2)
     >>> metrics["tokens_per_expert"], metrics["imbalance"], metrics["wire_nbytes"]
-    ([3, 3, 3, 3], 1.0, 2328)
+    ([3, 3, 3, 3], 1.0, 2424)
     """
     counts = np.asarray(stats.counts).tolist()
     return describe(counts, int(stats.overflow), dim, Recipe.parse(recipe), ranks, prob_in)

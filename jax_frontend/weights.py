@@ -95,6 +95,9 @@ def form_of(recipe: Recipe) -> Form:
 
 def recipe_of(op: str, recipe: object) -> Recipe:
     """`Recipe.parse`, whose errors name the op."""
+    if isinstance(recipe, Recipe) and recipe.mx_legs is not None:
+        allowed = "allowed: None; PyTorch alone takes another choice"
+        fail(NotImplementedError, op, "recipe", f"mx_legs {recipe.mx_legs}", allowed)
     if isinstance(recipe, Recipe) or (isinstance(recipe, str) and recipe in RECIPES):
         return Recipe.parse(recipe)
     error = ValueError if isinstance(recipe, str) else TypeError

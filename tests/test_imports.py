@@ -169,8 +169,9 @@ def test_jax_triton_is_named_in_one_file() -> None:
 
 
 ONLY_TORCH = {
-    "_differentiable.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py", "_torch_private.py",
-    "fsdp.py", "mx_tensor.py", "parallel.py", "shards.py", "torchao.py",
+    "_counts.py", "_differentiable.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py", "_torch_private.py",
+    "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "mx_tensor.py", "overlap.py", "parallel.py",
+    "shards.py", "torchao.py", "transport.py",
 }  # fmt: skip
 ONLY_JAX = {
     "_derivatives.py", "_mesh.py", "_triton.py", "_values.py",

@@ -5,6 +5,7 @@ FSDP2          shard_moe, clip_grad_norm_ (docs/fsdp.md)
 Its metrics    MoERecorder, moe_metrics, MoEMetrics (docs/metrics.md)
 The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
+Overlapped     expert_parallel_ffn, expert_parallel_mm, Collectives, CopyEngines (docs/overlap.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights, QuantizedWeights
 Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
 Rows           MXTensor, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder, a2a_dispatch
@@ -32,8 +33,11 @@ from ._call import debug_checks as debug_checks
 from ._device import force_implementation as force_implementation
 from .capabilities import Capability as Capability
 from .capabilities import capabilities as capabilities
+from .copy_engines import CopyEngines as CopyEngines
 from .ep import TokenReplicas as TokenReplicas
 from .ep import a2a_dispatch as a2a_dispatch
+from .expert_parallel import expert_parallel_ffn as expert_parallel_ffn
+from .expert_parallel import expert_parallel_mm as expert_parallel_mm
 from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
 from .fsdp import clip_grad_norm_ as clip_grad_norm_
 from .fsdp import shard_moe as shard_moe
@@ -71,6 +75,7 @@ from .torchao import mxfp8_grouped_mm as mxfp8_grouped_mm
 from .torchao import permute_mxfp8_fwd_hp_bwd as permute_mxfp8_fwd_hp_bwd
 from .torchao import to_mxfp8_a2a_dequant as to_mxfp8_a2a_dequant
 from .torchao import unpermute_hp_fwd_mxfp8_bwd as unpermute_hp_fwd_mxfp8_bwd
+from .transport import Collectives as Collectives
 from .weighted_combine import weighted_combine as weighted_combine
 from .weights import QuantizedWeights as QuantizedWeights
 from .weights import quantize_weights as quantize_weights

@@ -83,19 +83,24 @@ class _ExchangeReplicas(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int,
-        output_splits: Splits, input_splits: Splits, group_name: str, rounding: int,
+        output_splits: Splits, input_splits: Splits, group_name: str, rounding: int, mx_bwd: bool,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(inverse)
         ctx.back, ctx.top_k = (input_splits, output_splits, group_name), top_k
+        ctx.mx_bwd, ctx.rounding = mx_bwd, rounding
         packed = ops.permute_rows(ops.quantize_row_packed(x.contiguous(), rounding), order // top_k)
         return MXTensor.from_packed(all_to_all(packed, output_splits, input_splits, group_name), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        rows = all_to_all(dequantized(grads[0]).contiguous(), *ctx.back)
+        if ctx.mx_bwd:
+            output_splits, input_splits, group_name = ctx.back
+            rows = dequantized(_all_to_all_mx(grads[0], output_splits, input_splits, group_name, ctx.rounding))
+        else:
+            rows = all_to_all(dequantized(grads[0]).contiguous(), *ctx.back)
         dx = sum_slots(rows, inverse.view(-1, ctx.top_k), grads[0].dtype)
-        return dx, None, None, None, None, None, None, None
+        return dx, None, None, None, None, None, None, None, None
 
 
 class _AllToAllDequantized(torch.autograd.Function):
@@ -113,11 +118,29 @@ class _AllToAllDequantized(torch.autograd.Function):
         return dequantized(dx), None, None, None
 
 
+class _Sent(torch.autograd.Function):
+    """x itself. The gradient is plain, with the values of MXFP8 rows if `mx_bwd`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mx_bwd: bool, rounding: int) -> Tensor:
+        ctx.mx_bwd, ctx.rounding = mx_bwd, rounding
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        dx = dequantized(grads[0])
+        if ctx.mx_bwd:
+            dx = dequantized(MXTensor.quantize(dx.contiguous(), Rounding(ctx.rounding)))
+        return dx, None, None
+
+
+sent_rows = differentiable("dispatch", _Sent)
+"""sent_rows(x, mx_bwd, rounding): x, with the gradient that rows have after they were sent."""
 exchange_rows = differentiable("all-to-all", _AllToAll)
 """exchange_rows(x, output_splits, input_splits, group_name, mx_fwd, mx_bwd, rounding): one all-to-all, unchecked."""
 exchange_replicas = differentiable("dispatch", _ExchangeReplicas)
-"""exchange_replicas(x, order, inverse, top_k, output_splits, input_splits, group_name, rounding): the MX rows of a
-token's replicas, unchecked."""
+"""exchange_replicas(x, order, inverse, top_k, output_splits, input_splits, group_name, rounding, mx_bwd): MX rows of
+the replicas of tokens, unchecked."""
 exchange_dequantized = differentiable("to_mxfp8_a2a_dequant", _AllToAllDequantized)
 """exchange_dequantized(x, output_splits, input_splits, group_name), unchecked."""
 

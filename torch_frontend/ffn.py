@@ -20,7 +20,7 @@ row's weight multiplies h and b2, so that it multiplies the row of out; its grad
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,72 +69,127 @@ Unused = Any
 Bias = Tensor | None
 
 
+class FFNCall(NamedTuple):
+    """What one call of the feed-forward has beside its tensors.
+
+    numbers: of the activation. weighted: `prob` weights b2 too. save_bytes: the quantized weights may live until the
+    backward. needs: whether x, w1, w3, w2, prob, b1, b3 and b2 need gradients.
+    """
+
+    options: ProductOptions
+    numbers: tuple[float, float, float]
+    weighted: bool
+    save_bytes: bool
+    needs: tuple[bool, ...] = ()
+
+
+def ffn_forward(
+    call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Held],
+    group_ends: Tensor,
+) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
+    """Return out (P, D) and what `FFNBackward` reads, tensors and None in nested tuples. weights, biases and held are
+    of w1, w3, w2."""
+    (w1, w3, w2), (b1, b3, b2), options = weights, biases, call.options
+    prob, (form, rounding, *_) = prob.contiguous(), options
+    need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = call.needs
+    need_dh = need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
+    need_tokens = options.whole_blocks and (need_w1 or need_w3)
+    rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
+    ways = [
+        for_call(w, h, form, rounding, need and call.save_bytes)
+        for w, h, need in zip((w1, w3, w2), held, (need_x, need_x, need_dh), strict=True)
+    ]
+    (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = ways
+    gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
+    if is_mx(form):
+        h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *call.numbers))
+    else:
+        h = ops.swiglu(gate, up, prob, *call.numbers)
+    saved = (
+        (tokens or x) if need_w1 or need_w3 else None,
+        (gate_t or w1, up_t or w3) if need_x else None,
+        (down_t or w2) if need_dh else None,
+        (group_ends, prob, gate, up),
+        b2 if need_prob else None,
+    )
+    return product(row_operand(h, form, rounding), down_w, group_ends, BF16, b2, prob if call.weighted else None), saved
+
+
+class FFNBackward:
+    """The gradients of one forward, in parts: other work may lie between those of the inputs and of the weights.
+
+    saved: of `ffn_forward`. dtypes: of x, w1, w3, w2.
+    """
+
+    def __init__(self, call: FFNCall, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.x, self.in_weights, self.w2, (group_ends, prob, gate, up), self.b2 = saved
+        self.call, self.given, self.dtypes, self.group_ends, self.prob = call, dout, dtypes, group_ends, prob
+        self.steps = _Backward(group_ends, gate, up, prob, call.options, call.numbers)
+        self.dout, self.dout_tokens = self.steps.output_gradient(dout, call.needs[3])
+        self.of_gate: tuple[Unused, Tensor | None] = (None, None)  # token operand, values
+        self.of_up: tuple[Unused, Tensor | None] = (None, None)
+
+    def down(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of w2 and b2."""
+        (_, _, _, need_w2, _, _, _, need_b2), dw2, db2 = self.call.needs, None, None
+        if need_w2:
+            dw2 = weight_gradient(self.dout_tokens, self.steps.hidden_tokens(), self.steps.token_ends, self.dtypes[3])
+        if need_b2:
+            db2 = bias_gradient(self.given, self.group_ends, self.prob if self.call.weighted else None)
+        return dw2, db2
+
+    def inputs(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of x and prob."""
+        need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = self.call.needs
+        need_values, need_tokens, steps, dx = need_b1 or need_b3, need_w1 or need_w3, self.steps, None
+        if not (need_x or need_tokens or need_prob or need_values):
+            return None, None
+        dh = product(steps.rows(self.dout), steps.along_n(self.w2), self.group_ends, BF16)
+        (dgate, gate_tokens), (dup, up_tokens), dprob, values = steps.swiglu(dh, need_x, need_tokens, need_values)
+        dgate_values, dup_values = values or (None, None)
+        self.of_gate, self.of_up = (gate_tokens, dgate_values), (up_tokens, dup_values)
+        if need_prob and self.b2 is not None:
+            dprob = dprob + bias_row_products(self.given, self.b2, self.group_ends)
+        if need_x:
+            gate_t, up_t = map(steps.along_n, self.in_weights)
+            operands = steps.rows(dgate), gate_t, steps.rows(dup), up_t
+            dx = sum_of_products(*operands, self.group_ends, self.dtypes[0])
+        return dx, dprob
+
+    def gate_and_up(self) -> tuple[Tensor | None, ...]:
+        """Gradients of w1, w3, b1 and b3, after `inputs`."""
+        _, need_w1, need_w3, _, _, need_b1, need_b3, _ = self.call.needs
+        x_tokens: Unused = self.steps.tokens(self.x) if need_w1 or need_w3 else None
+        found: list[Tensor | None] = []
+        for need, (tokens, _), dtype in (
+            (need_w1, self.of_gate, self.dtypes[1]),
+            (need_w3, self.of_up, self.dtypes[2]),
+        ):
+            found.append(weight_gradient(tokens, x_tokens, self.steps.token_ends, dtype) if need else None)
+        for need, (_, values) in ((need_b1, self.of_gate), (need_b3, self.of_up)):
+            found.append(bias_gradient(values, self.group_ends) if need and values is not None else None)
+        return tuple(found)
+
+
 class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, prob: Tensor,
-        b1: Bias, b3: Bias, b2: Bias, held: tuple[Held, Held, Held], group_ends: Tensor, options: ProductOptions,
-        numbers: tuple[float, float, float], weighted: bool, save_bytes: bool,
+        b1: Bias, b3: Bias, b2: Bias, held: tuple[Held, Held, Held], group_ends: Tensor, call: FFNCall,
     ) -> Tensor:  # fmt: skip
-        prob, (form, rounding, *_) = prob.contiguous(), options
-        need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = ctx.needs_input_grad[:8]
-        need_dh = need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
-        need_tokens = options.whole_blocks and (need_w1 or need_w3)
-        rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
-        ways = [
-            for_call(w, h, form, rounding, need and save_bytes)
-            for w, h, need in zip((w1, w3, w2), held, (need_x, need_x, need_dh), strict=True)
-        ]
-        (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = ways
-        gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
-        if is_mx(form):
-            h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *numbers))
-        else:
-            h = ops.swiglu(gate, up, prob, *numbers)
-        saved = (
-            (tokens or x) if need_w1 or need_w3 else None,
-            (gate_t or w1, up_t or w3) if need_x else None,
-            (down_t or w2) if need_dh else None,
-            (group_ends, prob, gate, up),
-            b2 if need_prob else None,
-        )
+        call = call._replace(needs=tuple(ctx.needs_input_grad[:8]))
+        out, saved = ffn_forward(call, x, (w1, w3, w2), prob, (b1, b3, b2), held, group_ends)
         save(ctx, saved)
-        ctx.dtypes, ctx.options = (x.dtype, w1.dtype, w3.dtype, w2.dtype), options
-        ctx.numbers, ctx.weighted = numbers, weighted
-        return product(row_operand(h, form, rounding), down_w, group_ends, BF16, b2, prob if weighted else None)
+        ctx.dtypes, ctx.call = (x.dtype, w1.dtype, w3.dtype, w2.dtype), call
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, in_weights, w2, (group_ends, prob, gate, up), b2 = saved_by(ctx)
-        need_x, need_w1, need_w3, need_w2, need_prob, need_b1, need_b3, need_b2 = ctx.needs_input_grad[:8]
-        x_dtype, w1_dtype, w3_dtype, w2_dtype = ctx.dtypes
-        steps = _Backward(group_ends, gate, up, prob, ctx.options, ctx.numbers)
-        dx = dw1 = dw3 = dw2 = dprob = db1 = db3 = db2 = None
-        dout, dout_tokens = steps.output_gradient(grads[0], need_w2)
-        if need_w2:
-            dw2 = weight_gradient(dout_tokens, steps.hidden_tokens(), steps.token_ends, w2_dtype)
-        if need_b2:
-            db2 = bias_gradient(grads[0], group_ends, prob if ctx.weighted else None)
-        need_values, need_tokens = need_b1 or need_b3, need_w1 or need_w3
-        if need_x or need_tokens or need_prob or need_values:
-            dh = product(steps.rows(dout), steps.along_n(w2), group_ends, BF16)
-            gate_operands, up_operands, dprob, values = steps.swiglu(dh, need_x, need_tokens, need_values)
-            (dgate, dgate_tokens), (dup, dup_tokens) = gate_operands, up_operands
-            if need_b1:
-                db1 = bias_gradient(values[0], group_ends)
-            if need_b3:
-                db3 = bias_gradient(values[1], group_ends)
-            if need_prob and b2 is not None:
-                dprob = dprob + bias_row_products(grads[0], b2, group_ends)
-            if need_x:
-                gate_t, up_t = map(steps.along_n, in_weights)
-                dx = sum_of_products(steps.rows(dgate), gate_t, steps.rows(dup), up_t, group_ends, x_dtype)
-            x_tokens: Unused = steps.tokens(x) if need_w1 or need_w3 else None
-            if need_w1:
-                dw1 = weight_gradient(dgate_tokens, x_tokens, steps.token_ends, w1_dtype)
-            if need_w3:
-                dw3 = weight_gradient(dup_tokens, x_tokens, steps.token_ends, w3_dtype)
-        return dx, dw1, dw3, dw2, dprob, db1, db3, db2, *[None] * 6
+        steps = FFNBackward(ctx.call, saved_by(ctx), grads[0], ctx.dtypes)
+        dw2, db2 = steps.down()
+        dx, dprob = steps.inputs()
+        dw1, dw3, db1, db3 = steps.gate_and_up()
+        return dx, dw1, dw3, dw2, dprob, db1, db3, db2, None, None, None
 
 
 class _Backward:
@@ -273,29 +328,46 @@ def swiglu_ffn(
     """`grouped_swiglu_ffn` of w1, w3, w2 and b1, b3, b2, with its checks, in the name of `op`. save_bytes: the
     quantized weights may live until the backward (`outlives_forward`)."""
     check_floats(op, "x", x)
-    for name, w in zip(("w1", "w3", "w2"), weights, strict=True):
-        check_weights(op, name, w, form_of(recipe, x.device), recipe.rounding)
+    values, held, biases = check_ffn_weights(op, "x", x, weights, biases, recipe)
+    weighted, prob = prob is not None, row_probabilities(op, prob, x)
+    check_devices(op, "x", x.device, prob=prob)
+    group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1")
+    call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes)
+    if call.options.whole_blocks:
+        check_token_blocks(op, "x", "group_ends", x.shape[0], group_ends, "pass pad_token_groups=True")
+    return _swiglu_ffn(x, *values, prob, *biases, held, group_ends, call)
+
+
+def ffn_call(
+    op: str, weights: Sequence[Tensor], recipe: Recipe, device: torch.device, activation: SwiGLU, pad: bool,
+    weighted: bool, save_bytes: bool,
+) -> FFNCall:  # fmt: skip
+    need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+    numbers = SwiGLU.check(op, activation).attributes
+    return FFNCall(ProductOptions.of(recipe, device, pad, need_wgrad), numbers, weighted, save_bytes)
+
+
+def check_ffn_weights(
+    op: str, name: str, x: Tensor, weights: Sequence[Weights], biases: Sequence[Bias], recipe: Recipe
+) -> tuple[tuple[Tensor, ...], tuple[Held, ...], tuple[Bias, ...]]:
+    """Values and held operands of w1, w3, w2, and b1, b3, b2 as (G, N) fp32; raises unless they fit each other and the
+    rows of x, named `name`."""
+    for of, w in zip(("w1", "w3", "w2"), weights, strict=True):
+        check_weights(op, of, w, form_of(recipe, x.device), recipe.rounding)
     (w1, w3, w2), held = zip(*map(values_and_held, weights), strict=True)
     groups, f, d = w1.shape
     if x.shape[1] != d:
-        fail(ValueError, op, "x", f"shape {tuple(x.shape)}", f"allowed: (P, {d}), the D of w1 (G, F, D)")
-    for name, w, shape in (("w3", w3, (groups, f, d)), ("w2", w2, (groups, d, f))):
+        fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: (P, {d}), the D of w1 (G, F, D)")
+    for of, w, shape in (("w3", w3, (groups, f, d)), ("w2", w2, (groups, d, f))):
         if w.shape != shape:
-            fail(ValueError, op, name, f"shape {tuple(w.shape)}", f"allowed: {shape}, by w1's {tuple(w1.shape)}")
-    for name, size in (("F", f), ("D", d)):
+            fail(ValueError, op, of, f"shape {tuple(w.shape)}", f"allowed: {shape}, by w1's {tuple(w1.shape)}")
+    for of, size in (("F", f), ("D", d)):
         if size % BLOCK:
-            fail(ValueError, op, "w1", f"{name} = {size}", f"allowed: multiples of {BLOCK}")
-    for name, w in (("w1", w1), ("w3", w3), ("w2", w2)):
+            fail(ValueError, op, "w1", f"{of} = {size}", f"allowed: multiples of {BLOCK}")
+    for of, w in (("w1", w1), ("w3", w3), ("w2", w2)):
         if not w.is_contiguous():
-            fail(ValueError, op, name, f"strides {w.stride()}", "allowed: contiguous weights; call .contiguous()")
-    weighted, prob = prob is not None, row_probabilities(op, prob, x)
-    check_devices(op, "x", x.device, w1=w1, w3=w3, w2=w2, prob=prob)
+            fail(ValueError, op, of, f"strides {w.stride()}", "allowed: contiguous weights; call .contiguous()")
+    check_devices(op, name, x.device, w1=w1, w3=w3, w2=w2)
     sizes = zip(("b1", "b3", "b2"), biases, (f, f, d), strict=True)
-    b1, b3, b2 = (b if b is None else check_bias(op, name, b, groups, n, x.device) for name, b, n in sizes)
-    numbers = SwiGLU.check(op, activation).attributes
-    group_ends = check_group_ends(op, "group_ends", group_ends, x, groups, "x", "w1")
-    need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in (w1, w3, w2))
-    options = ProductOptions.of(recipe, x.device, pad, need_wgrad)
-    if options.whole_blocks:
-        check_token_blocks(op, "x", "group_ends", x.shape[0], group_ends, "pass pad_token_groups=True")
-    return _swiglu_ffn(x, w1, w3, w2, prob, b1, b3, b2, held, group_ends, options, numbers, weighted, save_bytes)
+    biases = tuple(b if b is None else check_bias(op, of, b, groups, n, x.device) for of, b, n in sizes)
+    return (w1, w3, w2), held, biases

@@ -43,42 +43,76 @@ from .products import (
 from .weights import Held, Weights, along_n, check_weights, for_call, form_of, outlives_forward, values_and_held
 
 
+class MMCall(NamedTuple):
+    """What one call of the product has beside its tensors. needs: whether x, w and bias need gradients."""
+
+    options: ProductOptions
+    out_dtype: torch.dtype
+    needs: tuple[bool, ...] = ()
+
+
+def mm_forward(
+    call: MMCall, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return out (M, N) and what `MMBackward` reads, tensors and None in nested tuples."""
+    (need_x, need_w, _), options = call.needs, call.options
+    form, rounding = options.form, options.rounding
+    rows, tokens = quantize_activation(x, form, rounding, group_ends if options.whole_blocks else None)
+    w_k, w_n = for_call(w, held, form, rounding, need_x and outlives_forward(w))
+    saved = (tokens or x) if need_w else None, w_n or w if need_x else None, group_ends
+    return product(rows, w_k, group_ends, call.out_dtype, bias), saved
+
+
+class MMBackward:
+    """The gradients of one product, in parts: other work may lie between that of x and those of the weights.
+
+    saved: of `mm_forward`. dtypes: of x and w.
+    """
+
+    def __init__(self, call: MMCall, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.x, self.w_n, self.group_ends = saved
+        (need_x, need_w, _), options = call.needs, call.options
+        self.call, self.dout, self.rows, self.tokens, self.dtypes = call, dout, dout, dout, dtypes
+        if options.wgrad_mx and need_x and need_w and not options.pad:
+            operands = output_gradient_operands(dout, options.form, options.rounding, self.group_ends)
+            self.rows, self.tokens = operands
+
+    def inputs(self) -> Tensor | None:
+        """The gradient of x."""
+        (need_x, *_), (form, rounding, *_) = self.call.needs, self.call.options
+        if not need_x:
+            return None
+        w_n = along_n(self.w_n, form, rounding) if isinstance(self.w_n, Tensor) else self.w_n
+        return product(row_operand(self.rows, form, rounding), w_n, self.group_ends, self.dtypes[0])
+
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of w and bias."""
+        (_, need_w, need_bias), options, dw = self.call.needs, self.call.options, None
+        if need_w and options.wgrad_mx:
+            pad = options.pad
+            row_map, ends = pad_to_blocks(self.group_ends, self.dout.shape[0]) if pad else (None, self.group_ends)
+            tokens, x = (token_operand(t, options.form, options.rounding, ends, row_map) for t in (self.tokens, self.x))
+            dw = weight_gradient(tokens, x, ends, self.dtypes[1])
+        elif need_w:
+            dw = weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1])
+        return dw, bias_gradient(self.dout, self.group_ends) if need_bias else None
+
+
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, out_dtype: torch.dtype,
-        options: ProductOptions,
-    ) -> Tensor:  # fmt: skip
-        need_x, need_w, _ = ctx.needs_input_grad[:3]
-        form, rounding = options.form, options.rounding
-        rows, tokens = quantize_activation(x, form, rounding, group_ends if options.whole_blocks else None)
-        w_k, w_n = for_call(w, held, form, rounding, need_x and outlives_forward(w))
-        saved = (tokens or x) if need_w else None, w_n or w if need_x else None, group_ends
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, call: MMCall
+    ) -> Tensor:
+        ctx.call, ctx.dtypes = call._replace(needs=tuple(ctx.needs_input_grad[:3])), (x.dtype, w.dtype)
+        out, saved = mm_forward(ctx.call, x, w, bias, held, group_ends)
         save(ctx, saved)
-        ctx.dtypes, ctx.options = (x.dtype, w.dtype), options
-        return product(rows, w_k, group_ends, out_dtype, bias)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_n, group_ends = saved_by(ctx)
-        (x_dtype, w_dtype), options = ctx.dtypes, ctx.options
-        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        dout, form, rounding = grads[0], options.form, options.rounding
-        rows, tokens, dx, dw, dbias = dout, dout, None, None, None
-        if options.wgrad_mx and need_x and need_w and not options.pad:
-            rows, tokens = output_gradient_operands(dout, form, rounding, group_ends)
-        if need_x:
-            w_n = along_n(w_n, form, rounding) if isinstance(w_n, Tensor) else w_n
-            dx = product(row_operand(rows, form, rounding), w_n, group_ends, x_dtype)
-        if need_w and options.wgrad_mx:
-            row_map, ends = pad_to_blocks(group_ends, dout.shape[0]) if options.pad else (None, group_ends)
-            tokens, x = (token_operand(t, form, rounding, ends, row_map) for t in (tokens, x))
-            dw = weight_gradient(tokens, x, ends, w_dtype)
-        elif need_w:
-            dw = weight_gradient(dout, x, group_ends, w_dtype)
-        if need_bias:
-            dbias = bias_gradient(dout, group_ends)
-        return dx, dw, dbias, None, None, None, None
+        steps = MMBackward(ctx.call, saved_by(ctx), grads[0], ctx.dtypes)
+        dx = steps.inputs()
+        return dx, *steps.weights(), None, None, None
 
 
 _grouped_mm = differentiable("grouped_mm", _GroupedMM)
@@ -173,4 +207,4 @@ def checked_grouped_mm(
     options = ProductOptions.of(recipe, x.device, pad, need_wgrad)
     if options.whole_blocks:
         check_token_blocks(op, names.x, names.group_ends, x.shape[0], group_ends, f"pass {names.pad}=True")
-    return _grouped_mm(x, values, bias, held, group_ends, out_dtype, options)
+    return _grouped_mm(x, values, bias, held, group_ends, MMCall(options, out_dtype))

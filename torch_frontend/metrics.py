@@ -22,7 +22,7 @@ SATURATED = 0x7E
 
 
 def moe_metrics(
-    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: str = "combine"
+    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: str = "swiglu"
 ) -> MoEMetrics:
     """The metrics of one forward of a layer as a dict of Python numbers; the host waits for the device.
 
@@ -32,7 +32,7 @@ def moe_metrics(
     >>> _, stats = moe(torch.ones(6, 32))
     >>> metrics = moe_metrics(stats, 32, ranks=2)
     >>> metrics["tokens_per_expert"], metrics["imbalance"], metrics["wire_nbytes"]
-    ([3, 3, 3, 3], 1.0, 2328)
+    ([3, 3, 3, 3], 1.0, 2424)
     """
     counts = stats.counts.tolist()
     return describe(counts, int(stats.overflow), dim, Recipe.parse(recipe), ranks, prob_in)

@@ -28,26 +28,20 @@ from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._call import require_tensor
 from ._checks import (
-    check_counts,
     check_devices,
     check_flag,
-    check_floats,
-    check_int,
     check_plain,
-    check_probs,
-    check_shape,
-    reads_values,
-    require_rows,
 )
+from ._counts import refuse
 from ._ranges import named
-from ._torch_private import version_of
+from .experts import GroupedExperts, Unsent, check_sizes
 from .ffn import swiglu_ffn
 from .permute import sort_by_expert
-from .pipeline import TokenReplicas, combine, dispatch_over, dispatch_probs, refuse
+from .pipeline import TokenReplicas, combine, dispatch_over, dispatch_probs
 from .router import GroupScore, Routing, ScoreFunc, chosen_outside, router_logits
 from .router import route as choose_experts
-from .shards import Ranks, replicated, sharded
-from .weights import QuantizedWeights, outlives_forward, quantize_weights
+from .shards import Ranks, replicated
+from .weights import outlives_forward
 
 PROB_IN = ("combine", "swiglu")
 
@@ -66,170 +60,6 @@ class MoEStats(NamedTuple):
     counts: Tensor
     aux_loss: Tensor
     overflow: Tensor
-
-
-class GroupedExperts(nn.Module):
-    """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
-
-    dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise",
-    "fp8_blockwise" or "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the
-    three products. activation: a `SwiGLU`.
-
-    forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
-    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y.
-    Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
-
-    >>> experts = GroupedExperts(32, 64, num_experts=2)
-    >>> experts(torch.ones(64, 32), torch.tensor([32, 32])).shape
-    torch.Size([64, 32])
-
-    Raises ValueError and TypeError for sizes, recipes and counts that are not allowed.
-    """
-
-    expert_parallel: Ranks | None = None
-    """The ranks that share the experts, set by MXFP8ExpertParallel; None is this process alone."""
-
-    b1: Tensor | None
-    b2: Tensor | None
-    b3: Tensor | None
-    _held: "_HeldWeights | None" = None
-
-    def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        num_experts: int,
-        recipe: Recipe | str = "mxfp8",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        *,
-        bias: bool = False,
-        activation: SwiGLU = PLAIN,
-    ) -> None:
-        super().__init__()
-        _check_sizes("GroupedExperts", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
-        check_flag("GroupedExperts", "bias", bias)
-        self.num_experts, self.recipe = num_experts, Recipe.parse(recipe)
-        self.activation = SwiGLU.check("GroupedExperts", activation)
-        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
-        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, dtype=dtype, device=device))
-        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
-        for name, n in (("b1", hidden_dim), ("b2", dim), ("b3", hidden_dim)):
-            value = nn.Parameter(torch.empty(num_experts, n, dtype=dtype, device=device)) if bias else None
-            self.register_parameter(name, value)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for w in (self.w1, self.w2, self.w3):
-            nn.init.trunc_normal_(w, std=w.shape[-1] ** -0.5)
-        for b in (self.b1, self.b2, self.b3):
-            if b is not None:
-                nn.init.zeros_(b)
-
-    def extra_repr(self) -> str:
-        (e, f, d), bias = self.w1.shape, self.b1 is not None
-        sizes = f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}, bias={bias}"
-        return f"{sizes}, activation={self.activation}"
-
-    def forward(self, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None = None) -> Tensor:
-        op = "GroupedExperts.forward"
-        parameters = self.w1, self.w3, self.w2
-        weights = tuple(sharded(w, self.expert_parallel) for w in parameters)
-        check_floats(op, "groups_PD", groups_PD)
-        check_shape(op, "groups_PD", groups_PD, ("P", weights[0].shape[2]))
-        check_counts(op, "padded_counts", padded_counts, groups_PD.device)
-        check_shape(op, "padded_counts", padded_counts, (weights[0].shape[0],))
-        if reads_values(padded_counts):
-            require_rows(op, "padded_counts", padded_counts, groups_PD.shape[0])
-        if self.recipe.wgrad_mx and torch.is_grad_enabled():
-            self._check_blocks(op, groups_PD.shape[0], padded_counts)
-        if probs_P is not None:
-            check_probs(op, "probs_P", probs_P, groups_PD.shape[:1], groups_PD.device)
-        ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
-        if self._held is not None:
-            weights = self._held.weights_of(parameters, weights)
-        save_bytes = all(outlives_forward(w) for w in parameters)
-        biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
-        options = self.recipe, False, save_bytes, biases, self.activation
-        return swiglu_ffn(op, groups_PD, weights, ends, probs_P, *options)
-
-    def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
-        """Raise unless every group is whole blocks of 32 tokens, along which the weight gradient quantizes."""
-        allowed = f"allowed: multiples of {BLOCK}, as `dispatch` returns them"
-        if rows % BLOCK:
-            fail(ValueError, op, "groups_PD", f"P = {rows}", allowed)
-        if reads_values(padded_counts) and (padded_counts % BLOCK).any():
-            fail(ValueError, op, "padded_counts", padded_counts.tolist(), allowed)
-
-    @contextmanager
-    def weights_held(self) -> Iterator[None]:
-        """Quantize the weights once, at the beginning of the block, instead of in every call.
-
-        For microbatches of one optimizer step, evaluation and serving. The bytes take 2.06 bytes per weight, 4 for
-        exact products on Hopper. Calls and the end of the block raise RuntimeError if a version counter shows a write
-        to a weight; version counters do not count writes through `.data`, by collectives or by other processes.
-
-        >>> experts = GroupedExperts(32, 64, num_experts=2)
-        >>> with experts.weights_held():
-        ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
-
-        Raises ValueError for weights that FSDP has sharded, which are gathered in every call.
-        """
-        before, held = self._held, _HeldWeights.of(self)
-        self._held = held
-        try:
-            yield
-        finally:
-            self._held = before
-        held.check((self.w1, self.w3, self.w2))
-
-
-class _HeldWeights(NamedTuple):
-    """Quantized w1, w3 and w2, and the states of the parameters, which change with a write."""
-
-    quantized: tuple[QuantizedWeights, ...]
-    states: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, experts: GroupedExperts) -> "_HeldWeights":
-        parameters = experts.w1, experts.w3, experts.w2
-        degree = experts.expert_parallel.degree if experts.expert_parallel else 1
-        parts = tuple(sharded(w, None) for w in parameters)
-        for name, part, w in zip(("w1", "w3", "w2"), parts, parameters, strict=True):
-            whole = (experts.num_experts // degree, *w.shape[1:])
-            if part.shape != whole:
-                got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
-                fail(ValueError, "weights_held", name, got, allowed)
-        return cls(tuple(quantize_weights(p, experts.recipe) for p in parts), tuple(map(_state, parameters)))
-
-    def check(self, parameters: tuple[Tensor, ...]) -> None:
-        for name, w, state in zip(("w1", "w3", "w2"), parameters, self.states, strict=True):
-            if _state(w) != state:
-                allowed = "allowed: none; leave the block, write, and enter it again"
-                fail(RuntimeError, "weights_held", name, "a write within the block", allowed)
-
-    def weights_of(self, parameters: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> tuple[QuantizedWeights, ...]:
-        """The held bytes with `values`, which receive the gradients."""
-        if not torch.compiler.is_compiling():
-            self.check(parameters)
-        return tuple(held.with_values(w) for held, w in zip(self.quantized, values, strict=True))
-
-
-@torch.no_grad()
-def _state(parameter: Tensor) -> tuple[int, ...]:
-    # A DTensor counts the writes to itself, its local part those through `to_local()`.
-    part = sharded(parameter, None)
-    return version_of(parameter), version_of(part), part.data_ptr()
-
-
-def _check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> None:
-    """Raise unless all are positive ints, the first ones multiples of 32."""
-    for name, size in (blocks | others).items():
-        check_int(op, name, size, 1)
-    for name, size in blocks.items():
-        if size % BLOCK:
-            fail(ValueError, op, name, size, f"allowed: positive multiples of {BLOCK}")
 
 
 class MoE(nn.Module):
@@ -291,7 +121,7 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts, "top_k": top_k})
+        check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts, "top_k": top_k})
         choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
         self.route_options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
         check_options("MoE", num_experts, top_k=top_k, **self.route_options)
@@ -308,7 +138,7 @@ class MoE(nn.Module):
         self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, **options)
         self.shared_expert = None
         if shared_hidden_dim is not None:
-            _check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
+            check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
             sizes = dim, shared_hidden_dim, 1
             self.shared_expert = GroupedExperts(*sizes, recipe, dtype, device, activation=activation)
 
@@ -345,20 +175,28 @@ class MoE(nn.Module):
         order, inverse, counts = sort_by_expert(experts_TK, self.num_experts)
         top_k = experts_TK.shape[1]
         tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, top_k)
-        groups, padded_counts, route = dispatch_over(tokens, counts, self.experts.recipe, ranks)
-        if self.prob_in == "swiglu":
-            out = self.experts(groups, padded_counts, dispatch_probs(probs_TK, route))
-            y_TD = combine(out, route, out_dtype=x_TD.dtype)
-        else:
-            out = self.experts(groups, padded_counts)
-            y_TD = combine(out, route, probs_TK, out_dtype=x_TD.dtype)
+        y_TD, counts = self._experts(tokens, counts, probs_TK, x_TD.dtype)
         if self.shared_expert is not None:
             y_TD = y_TD + self._shared(x_TD, ranks).to(y_TD.dtype)
-        counts = route.counts
         rows = counts.sum().clamp_min(1)
         mean_prob_E = shares_E / (rows / (top_k * (ranks.degree if ranks else 1)))
         aux_loss = self.num_experts * (counts / rows * mean_prob_E).sum()
         return y_TD.view(x.shape), MoEStats(counts, aux_loss, counts.new_zeros(()))
+
+    def _experts(
+        self, tokens: TokenReplicas, counts: Tensor, probs_TK: Tensor, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted sums of the experts' outputs (T, D), and the rows of all ranks per expert."""
+        ranks, recipe = self.experts.expert_parallel, self.experts.recipe
+        if ranks is not None and ranks.transport is not None and ranks.degree > 1:
+            # A call of the module, so that FSDP's hooks run.
+            return self.experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK)
+        groups, padded_counts, route = dispatch_over(tokens, counts, recipe, ranks)
+        if self.prob_in == "swiglu":
+            out = self.experts(groups, padded_counts, dispatch_probs(probs_TK, route))
+            return combine(out, route, out_dtype=out_dtype), route.counts
+        out = self.experts(groups, padded_counts)
+        return combine(out, route, probs_TK, out_dtype=out_dtype), route.counts
 
     def _check(self, x: Tensor) -> None:
         check_plain("MoE", "x", x)

@@ -7,7 +7,7 @@
         (rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
                                  before         weights: DTensor, Shard(0)                    after
 
-`MoE` itself calls dispatch, experts and combine; the hooks serve modules of other packages alone.
+`MoE` itself calls dispatch, experts and combine, or overlap.py; the hooks serve modules of other packages alone.
 """
 
 from typing import Any, Literal, get_args
@@ -25,6 +25,7 @@ from ._torch_private import name_of_group
 from .moe import GroupedExperts, MoE
 from .pipeline import Route, combine, dispatch_over, dispatch_probs
 from .shards import Ranks
+from .transport import Transport
 
 Gradients = Literal["mean", "sum"]
 
@@ -49,6 +50,9 @@ class MXFP8ExpertParallel(ParallelStyle):
         losses; a rank's loss is a sum over its tokens divided by the number of tokens of all ranks, and the caller sums
         the other gradients. Another module of experts takes "sum" alone: this style does not see how it reads its
         weights.
+    transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole graph.
+        `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts travel beside the products of
+        the chunks before, and the bytes are the same. A MoE and its experts take it.
 
     The backward reduces the gradients of the router and of the shared expert over the mesh. All weights of a layer are
     DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside
@@ -63,8 +67,14 @@ class MXFP8ExpertParallel(ParallelStyle):
     raises on all.
     """
 
-    def __init__(self, recipe: Recipe | str | None = None, gradients: Gradients = "mean") -> None:
+    def __init__(
+        self,
+        recipe: Recipe | str | None = None,
+        gradients: Gradients = "mean",
+        transport: Transport | None = None,
+    ) -> None:
         super().__init__()
+        self.transport = transport
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         if gradients not in get_args(Gradients):
             allowed = "allowed: 'mean' or 'sum'"
@@ -83,6 +93,7 @@ class MXFP8ExpertParallel(ParallelStyle):
             next(experts.parameters(recurse=False)).shape[0],
             device_mesh.device_type,
             device_mesh.size() if self.gradients == "mean" else 1,
+            self.transport,
         )
         _distribute(experts, device_mesh, Shard(0))
         if isinstance(module, MoE):
@@ -106,7 +117,8 @@ class MXFP8ExpertParallel(ParallelStyle):
                 raise
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
-        arguments = {"recipe": recipe, "gradients": self.gradients, "parameters": parameters}
+        kind = type(self.transport).__name__
+        arguments = {"recipe": recipe, "gradients": self.gradients, "transport": kind, "parameters": parameters}
         agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error)
 
     def _check(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
@@ -118,8 +130,14 @@ class MXFP8ExpertParallel(ParallelStyle):
         if not ours and self.gradients != "sum":
             allowed = f"allowed: gradients='sum' for a {type(experts).__name__}; MoE and GroupedExperts take both"
             fail(ValueError, op, "gradients", repr(self.gradients), allowed)
+        if self.transport is not None and not ours:
+            allowed = f"allowed: None for a {type(experts).__name__}; a MoE and its experts take a transport"
+            fail(ValueError, op, "transport", repr(self.transport), allowed)
         if mesh.ndim != 1:
             fail(ValueError, op, "device_mesh", f"{mesh.ndim} dims", 'allowed: one dim; pick it with mesh["ep"]')
+        if self.transport is not None and self.transport.group.group_name != name_of_group(mesh.get_group()):
+            got, allowed = f"one of group {self.transport.group.group_name!r}", "allowed: one of the mesh's group"
+            fail(ValueError, op, "transport", got, f"{allowed}, mesh.get_group()")
         parameters = dict(experts.named_parameters(recurse=False))
         numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
         shapeless = any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)

@@ -6,6 +6,8 @@
     dispatch    quantize -> all-to-all -> gather into one padded group per local expert        backward: bf16
     combine     gather -> all-to-all [-> sum over each token's replicas]                       backward: MXFP8
 
+`Recipe.mx_legs` chooses other legs to be sent in MXFP8; on one rank too, so that results do not depend on the ranks.
+
 A `Route` is a value: whoever holds it can combine. On one rank there is no exchange: dispatch gathers the replicas of a
 token directly into the groups, and combine sums directly from them.
 """
@@ -19,13 +21,14 @@ from torch import Tensor
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from ._checks import check_counts, check_probs, check_shape, out_dtype_of, require_total
+from ._checks import check_probs, check_shape, out_dtype_of
+from ._counts import agree_on_counts, check_received, checked_rows
 from ._ranges import named
-from ._ranks import can_compare, check_rows_to_send, compare_experts, degree_of, name_of
-from ._torch_private import captures_splits, group_named
-from .ep import TokenReplicas, all_to_all, exchange_replicas, exchange_rows
+from ._ranks import check_rows_to_send, degree_of, name_of
+from ._torch_private import captures_splits
+from .ep import TokenReplicas, exchange_replicas, exchange_rows, sent_rows
 from .mx_tensor import MXTensor
-from .permute import RowMap, check_replicas, gather, map_rows, spread
+from .permute import RowMap, gather, map_rows, spread
 from .shards import Ranks
 from .weighted_combine import combine_slots
 
@@ -97,15 +100,17 @@ def dispatch_over(
     unknown, a small all-gather does.
     """
     if ranks is None or ranks.degree == 1:
-        rows, num_rows = _checked(rows, counts, recipe, ranks, probs)
+        rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
         splits = [num_rows], [num_rows]
         row_map = map_rows("dispatch", "counts", num_rows, counts, 1, counts.shape[0], recipe.alignment)
         route = Route(row_map, counts, recipe, ranks.group_name if ranks else "", *splits)
         if isinstance(rows, TokenReplicas):
             groups, route = _replicas_to_groups(rows, route)
         else:
-            x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.mx else rows
+            x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.sends_mx("dispatch") else rows
             groups = gather(x, row_map.row_map, row_map.inverse)
+        if recipe.sends_mx("dispatch_grad"):
+            groups = sent_rows(groups, True, int(recipe.rounding))
         return groups, row_map.padded_counts, route
     send = _send if captures_splits() else _send_eagerly
     return send(rows, counts, recipe, ranks, probs)
@@ -117,107 +122,37 @@ def _replicas_to_groups(tokens: TokenReplicas, route: Route) -> tuple[Tensor, Ro
     # order[-1] is the appended -1: a padding row is the replica of no token.
     order = torch.cat([order, order.new_full((1,), -1)])[route.row_map.row_map]
     slots = route.row_map.inverse[inverse]
-    x = MXTensor.quantize(x, route.recipe.rounding, packed=True) if route.recipe.mx else x
+    x = MXTensor.quantize(x, route.recipe.rounding, packed=True) if route.recipe.sends_mx("dispatch") else x
     return spread(x, order, slots, top_k), route._replace(order=order, slots=slots, top_k=top_k)
 
 
 def _send(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None
 ) -> tuple[Tensor, Tensor, Route]:
-    error, num_rows = None, 0
-    try:
-        rows, num_rows = _checked(rows, counts, recipe, ranks, probs)
-    except (TypeError, ValueError) as found:
-        error = found
-    if not ranks.num_experts:
-        if can_compare(ranks.group_name):
-            compare_experts("dispatch", -1 if error else counts.shape[0], ranks.group_name, error)
-        elif error is not None:
-            raise error
-    if error is None:
-        fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
-        sent = torch.where(fits, counts.to(torch.int32), -1)
-    else:
-        sent = _refusal(ranks)
-    received, totals = _exchange_counts(sent, ranks.group_name, ranks.degree)
+    agreed = agree_on_counts(rows, counts, recipe, ranks, probs)
+    rows, num_rows, received = agreed.rows, agreed.num_rows, agreed.received
     # torch's all-to-all takes its splits from the host: the one sync of the layer.
-    output_splits, input_splits = torch.stack([received, sent]).view(2, ranks.degree, -1).sum(-1).tolist()
-    if error is not None:
-        raise error
+    output_splits, input_splits = torch.stack([received, agreed.sent]).view(2, ranks.degree, -1).sum(-1).tolist()
+    if agreed.error is not None:
+        raise agreed.error
     if not torch.compiler.is_compiling():
-        _check_received(counts, num_rows, output_splits)
+        check_received(counts, num_rows, output_splits)
     splits, rounding, top_k = (output_splits, input_splits), int(recipe.rounding), 0
     order = inverse = None
     if isinstance(rows, TokenReplicas):
         _, order, inverse, top_k = rows
-    if isinstance(rows, TokenReplicas) and recipe.mx:
-        arrived = exchange_replicas(*rows, *splits, ranks.group_name, rounding)
+    mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
+    if isinstance(rows, TokenReplicas) and mx:
+        arrived = exchange_replicas(*rows, *splits, ranks.group_name, rounding, mx_grad)
     else:
         rows = spread(*rows) if isinstance(rows, TokenReplicas) else rows
-        arrived = exchange_rows(rows, *splits, ranks.group_name, recipe.mx, False, rounding)
+        rows = sent_rows(rows, False, 0) if mx_grad else rows  # an MXFP8 gradient is dequantized
+        arrived = exchange_rows(rows, *splits, ranks.group_name, mx, mx_grad, rounding)
     local = received.shape[0] // ranks.degree
     row_map = map_rows("dispatch", "counts", arrived.shape[0], received, ranks.degree, local, recipe.alignment)
     groups = gather(arrived, row_map.row_map, row_map.inverse)
-    route = Route(row_map, totals, recipe, ranks.group_name, output_splits, input_splits, order, inverse, top_k)
+    route = Route(row_map, agreed.totals, recipe, ranks.group_name, output_splits, input_splits, order, inverse, top_k)
     return groups, row_map.padded_counts, route
-
-
-def refuse(ranks: Ranks) -> None:
-    """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
-    if ranks.degree > 1:
-        _exchange_counts(_refusal(ranks), ranks.group_name, ranks.degree)
-
-
-def _refusal(ranks: Ranks) -> Tensor:
-    """Counts of -1: this rank is about to raise."""
-    return torch.full((ranks.num_experts,), -1, dtype=torch.int32, device=ranks.device_type)
-
-
-@torch.compiler.allow_in_graph  # Dynamo cannot look up a group
-def _exchange_counts(counts: Tensor, group_name: str, degree: int) -> tuple[Tensor, Tensor]:
-    """Return (E,) rows that this rank receives, per rank and local expert, and (E,) rows of all ranks per expert.
-
-    Every rank receives the counts of all ranks: E * ranks integers take no longer than E, and they give the balance of
-    the whole batch."""
-    splits, local = [counts.shape[0]] * degree, counts.shape[0] // degree
-    of_all = all_to_all(counts.repeat(degree), splits, splits, group_name).view(degree, -1)
-    first = group_named(group_name).rank() * local
-    return of_all[:, first : first + local].reshape(-1), of_all.sum(0, dtype=counts.dtype)
-
-
-def _checked(
-    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None
-) -> tuple[Tensor | TokenReplicas, int]:
-    """The rows with int32 maps and their number; raises if an argument of this rank is wrong."""
-    op = "dispatch"
-    x = rows.x if isinstance(rows, TokenReplicas) else rows
-    check_rows_to_send(op, "rows", x, recipe.mx)
-    if ranks is not None and ranks.num_experts and x.device.type != ranks.device_type:
-        allowed = f"allowed: {ranks.device_type}, the device of the experts' group"
-        fail(ValueError, op, "rows", f"device {x.device}", allowed)
-    num_rows, shape = x.shape[0], tuple(x.shape[:1])
-    if isinstance(rows, TokenReplicas):
-        order, inverse = check_replicas(op, x, rows.order, rows.inverse, rows.top_k)
-        rows = TokenReplicas(x, order, inverse, rows.top_k)
-        num_rows, shape = order.shape[0], (x.shape[0], rows.top_k)
-    check_counts(op, "counts", counts, x.device)
-    check_shape(op, "counts", counts, (ranks.num_experts,) if ranks is not None and ranks.num_experts else ("E",))
-    degree = 1 if ranks is None else ranks.degree
-    if counts.shape[0] == 0 or counts.shape[0] % degree:
-        allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
-        fail(ValueError, op, "counts", f"shape {tuple(counts.shape)}", allowed)
-    if probs is not None:
-        check_probs(op, "probs", probs, shape, x.device)
-    return rows, num_rows
-
-
-def _check_received(counts: Tensor, num_rows: int, output_splits: list[int]) -> None:
-    """Raise ValueError if this rank's counts are wrong, or another rank sent -1."""
-    failed = [rank for rank, size in enumerate(output_splits) if size < 0]
-    if failed:
-        require_total("dispatch", "counts", counts, num_rows)
-        allowed = f"allowed: counts of at least 0 from every rank; rank {failed[0]} raises the error that explains it"
-        fail(ValueError, "dispatch", "counts", f"-1 from rank {failed[0]}", allowed)
 
 
 def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
@@ -267,7 +202,7 @@ def combine(
     torch.Size([3, 32])
     """
     op = "combine"
-    check_rows_to_send(op, "groups", groups, route.recipe.mx)
+    check_rows_to_send(op, "groups", groups, route.recipe.mx or bool(route.recipe.mx_legs))
     check_shape(op, "groups", groups, (route.row_map.row_map.shape[0], "N"))
     out_dtype = groups.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
     if route.order is None or route.slots is None:
@@ -280,7 +215,10 @@ def combine(
         check_probs(op, "probs", probs, (route.slots.shape[0] // route.top_k, route.top_k), groups.device)
     slots, rounding = route.slots.view(-1, route.top_k), None
     if len(route.input_splits) == 1:
-        rows, rounding = groups, int(route.recipe.rounding) if route.recipe.mx else None
+        rows = groups
+        if route.recipe.sends_mx("combine"):
+            rows = MXTensor.quantize(groups, route.recipe.rounding).dequantize()
+        rounding = int(route.recipe.rounding) if route.recipe.sends_mx("combine_grad") else None
     else:
         rows = _receive_rows(groups, route)
     return combine_slots(rows, probs, slots, route.order, out_dtype, rounding)
@@ -294,7 +232,9 @@ def _receive_rows(groups: Tensor, route: Route) -> Tensor:
 def _receive(groups: Tensor, route: Route) -> Tensor:
     rows = gather(groups, route.row_map.inverse, route.row_map.row_map)
     back, recipe = (route.input_splits, route.output_splits), route.recipe
-    return exchange_rows(rows, *back, route.group_name, False, recipe.mx, int(recipe.rounding))
+    mx, mx_grad = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad")
+    received = exchange_rows(rows, *back, route.group_name, mx, mx_grad, int(recipe.rounding))
+    return received.dequantize() if mx else received
 
 
 # AOTAutograd traces a backward with tangents of the outputs' types. Here an MX output has a plain gradient and a plain

@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor
 
 from ._differentiable import differentiable
 from ._torch_private import all_reduce, group_named
+from .transport import Transport
 
 
 class Ranks(NamedTuple):
     """The ranks that share a layer's experts.
 
     group_name, degree: their process group and its size. num_experts: of all ranks together; 0 is unknown. device_type:
-    of their devices. gradient_divisor: divides a weight's gradient, which is a sum over the ranks.
+    of their devices. gradient_divisor: divides a weight's gradient, which is a sum over the ranks. transport: carries
+    rows beside the products; None is one exchange after the other.
     """
 
     group_name: str
@@ -26,6 +28,7 @@ class Ranks(NamedTuple):
     num_experts: int
     device_type: str
     gradient_divisor: int = 1
+    transport: Transport | None = None
 
 
 class _DivideGradient(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Checks of expert parallelism in training over NCCL, one process per GPU. test_ranks.py runs
+"""Checks of expert parallelism in training over NCCL, and of every transport, one process per GPU. test_ranks.py runs
 
 torchrun --standalone --nproc-per-node N tests/gpu/ranks.py
 """
@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch_frontend"))
+import ep_overlap
 import ep_training
+from mxep.torch_frontend import CopyEngines
 
 PROGRAMS = (
     ("mxfp8_wgrad_with_hp", "mean", "combine"),
@@ -31,6 +33,12 @@ def main() -> None:
         ep_training.ranks_train_as_one_process(mesh, *program)
     ep_training.one_norm_one_optimizer(mesh)
     ep_training.saved_moved_and_cast(mesh)
+    transports = ep_overlap.Poisoned(mesh.get_group()), CopyEngines(mesh.get_group())
+    for transport in transports if mesh.size() > 1 else ():
+        for check in ep_overlap.CHECKS.values():
+            check(transport)
+        if mesh.get_local_rank() == 0:
+            print(f"{type(transport).__name__}: {len(ep_overlap.CHECKS)} checks passed")
     dist.barrier()
     if dist.get_rank() == 0:
         print(f"{mesh.size()} ranks: {len(PROGRAMS) + 2} checks passed")

@@ -20,6 +20,9 @@ def test_ranks_on_gpus_train_as_one_process() -> None:
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-8000:]
     assert f"{ranks} ranks: 6 checks passed" in run.stdout
+    if ranks > 1:
+        assert "Poisoned: 16 checks passed" in run.stdout
+        assert "CopyEngines: 16 checks passed" in run.stdout
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks over NCCL need two GPUs")

@@ -231,7 +231,7 @@ for _name, _op in ops.OPS.items():
         _arrays = dict(zip(_op.inputs, map(jnp.asarray, sample_arrays(_op)), strict=True))
         CALLS[f"ops.{_name}"] = {**_arrays, **_defaults, **sample(_op)[1]}
 RECORDS = {
-    "NumericsReport", "numerics_report", "MoEMetrics", "moe_metrics",
+    "NumericsReport", "numerics_report", "MoEMetrics", "moe_metrics",  # test_metrics.py
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
     "save_mx_rows",
     "Recipe", "Rounding", "Route", "Routing", "TokenReplicas", "pack_expert_weights",  # tests/test_expert_blocks.py

@@ -25,6 +25,7 @@ from mxep.torch_frontend import (
     TokenReplicas,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    expert_parallel_mm,
     to_mxfp8_a2a_dequant,
 )
 from mxep.torch_frontend.pipeline import combine, dispatch, dispatch_over
@@ -191,7 +192,26 @@ def bad_arguments_of_parallel_experts() -> None:
     assert torch.equal(one, other)
 
 
+def bad_arguments_of_overlapped_experts() -> None:
+    """Weights, counts and rows of one rank; nothing travels, and the next call works."""
+    w, told = torch.ones(E // RANKS, 32, D, device=DEVICE), "dispatch: rows: got bad arguments on rank 0"
+    for words, change in (
+        ("w: got shape (2, 32, 48)", {"w": w[..., :48].contiguous()}),
+        ("counts: got shape (2,); allowed: (4,)", {"counts": COUNTS[:2]}),
+        ("rows: got shape (6, 48)", {"rows": X[:, :48]}),
+        ("bias: got shape (3, 32)", {"bias": torch.ones(3, 32, device=DEVICE)}),
+    ):
+        arguments = {"rows": X, "w": w, "counts": COUNTS, "group": GROUP}
+        mine = arguments | change if RANK == 0 else arguments
+        raises(words, told, lambda mine=mine: expert_parallel_mm(**mine))
+    counts = torch.tensor([1, 1, 1, 2], device=DEVICE) if RANK == 0 else COUNTS
+    words = "dispatch: counts: got [1, 1, 1, 2], in total 5", "got -1 from rank 0"
+    raises(*words, lambda: expert_parallel_mm(X, w, counts, group=GROUP))
+    assert expert_parallel_mm(X, w, COUNTS, group=GROUP).shape == (6, 32)
+
+
 CHECKS = [
+    bad_arguments_of_overlapped_experts,
     bad_arguments_of_dispatch,
     experts_that_nobody_agreed_on,
     counts_of_two_dtypes,

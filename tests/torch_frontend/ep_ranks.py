@@ -13,14 +13,17 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import ep_overlap
 import ep_training
 import ep_tutorial
 import ep_weights
 import pytest
 import torch
 import torch.distributed as dist
-from mxep.core_kernels.recipe import RECIPES, Recipe
+from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import (
+    Collectives,
+    CopyEngines,
     MoE,
     MXFP8ExpertParallel,
     MXTensor,
@@ -56,11 +59,12 @@ def mesh_of(ep: int) -> DeviceMesh:
 
 
 def parallel_layer(
-    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, **options
+    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, transport=None, **options
 ) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
     moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
-    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(gradients="sum"))
+    carried = None if transport is None else transport(mesh.get_group())
+    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(gradients="sum", transport=carried))
     return moe, mesh
 
 
@@ -73,7 +77,7 @@ def raises(error: type[Exception], words: str, run: Callable[[], object]) -> Non
         run()
 
 
-RUNS = RECIPES | {"mxfp8 folded": Recipe.parse("mxfp8", compute="fold")}
+RUNS = {name: recipe for name, recipe in ep_overlap.RUNS.items() if name != "bf16 on all legs"}
 
 
 def equal_to_dense(ep: int, run: str, prob_in) -> None:
@@ -261,6 +265,11 @@ def bad_input() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     raises(ValueError, "device_mesh: got 2 dims", lambda: MXFP8ExpertParallel()._apply(odd.experts, grid))
     raises(ValueError, "recipe", lambda: MXFP8ExpertParallel("bf16")._apply(odd.experts, mesh))
+    style = MXFP8ExpertParallel(transport=Collectives(), gradients="sum")
+    halves = mesh_of(2)
+    raises(ValueError, "transport: got one of group", lambda: style._apply(odd.experts, halves))
+    raises(ValueError, "transport: got", lambda: style._apply(nn.Bilinear(4, 4, 4), mesh))
+    raises(NotImplementedError, "CopyEngines: group: got no CUDA", lambda: CopyEngines(mesh.get_group()))
     raises(ValueError, "recipe: got 'fp4'", lambda: MXFP8ExpertParallel("fp4"))
     moe, _ = parallel_layer(4)
     raises(ValueError, "parallel already", lambda: parallelize_module(moe.experts, mesh, MXFP8ExpertParallel()))
@@ -304,8 +313,18 @@ CHECKS: dict[str, Callable[[], None]] = {
     },
     "sharded_twice[bf16]": partial(ep_training.sharded_twice, "bf16"),
     "sharded_twice[mxfp8]": partial(ep_training.sharded_twice, "mxfp8"),
+    "sharded_twice[overlapped]": partial(ep_training.sharded_twice, "mxfp8", overlapped=True),
     "one_norm_one_optimizer": lambda: ep_training.one_norm_one_optimizer(mesh_of(2)),
     "saved_moved_and_cast": lambda: ep_training.saved_moved_and_cast(mesh_of(4)),
+    **{
+        f"overlapped[{ep}-{name}]": lambda ep=ep, how=how: how(ep_overlap.Poisoned(mesh_of(ep).get_group()))
+        for ep in (2, 4)
+        for name, how in ep_overlap.CHECKS.items()
+    },
+    **{
+        f"overlapped_layer[{ep}-{prob_in}]": partial(ep_overlap.layer, parallel_layer, ep, prob_in)
+        for ep, prob_in in ((2, "combine"), (4, "swiglu"))
+    },
     "bad_input": bad_input,
     "compiled_layer[combine]": partial(compiled_layer, "combine"),
     "compiled_layer[swiglu]": partial(compiled_layer, "swiglu"),

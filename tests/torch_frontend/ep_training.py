@@ -6,7 +6,7 @@ import io
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel
+from mxep.torch_frontend import Collectives, MoE, MXFP8ExpertParallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -79,13 +79,14 @@ def one_norm_one_optimizer(mesh: DeviceMesh) -> None:
     assert torch.equal(ours, moe.router.weight.to_local())
 
 
-def sharded_twice(recipe: str) -> None:
+def sharded_twice(recipe: str, overlapped: bool = False) -> None:
     """FSDP2 over one dim of the mesh, experts over the other: gradients are those of the mean of all ranks' losses."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)
     alone = MoE(D, HIDDEN, E, TOP_K, recipe=recipe)
     moe = copy.deepcopy(alone)
-    parallelize_module(moe.experts, mesh["ep"], MXFP8ExpertParallel())
+    transport = Collectives(mesh["ep"].get_group()) if overlapped else None
+    parallelize_module(moe.experts, mesh["ep"], MXFP8ExpertParallel(transport=transport))
     fully_shard(moe.experts, mesh=mesh["dp"])
     x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
     alone(x)[0].square().mean().backward()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("ep_errors.py")
 CHECKS = [
+    "bad_arguments_of_overlapped_experts",
     "bad_arguments_of_dispatch",
     "experts_that_nobody_agreed_on",
     "counts_of_two_dtypes",

@@ -16,11 +16,28 @@ from mxep.torch_frontend import (
 
 RANKS = 4
 SCRIPT = Path(__file__).with_name("ep_ranks.py")
+RECIPES = (
+    "bf16",
+    "mxfp8",
+    "mxfp8_wgrad_with_hp",
+    "fp8_rowwise",
+    "fp8_blockwise",
+    "mxfp8 folded",
+    "mxfp8 on all legs",
+)
 DEGREES = [
-    f"equal_to_dense[{ep}-{run}-{prob_in}]"
-    for ep in (1, 2, 4)
-    for run in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "mxfp8 folded")
-    for prob_in in ("combine", "swiglu")
+    f"equal_to_dense[{ep}-{run}-{prob_in}]" for ep in (1, 2, 4) for run in RECIPES for prob_in in ("combine", "swiglu")
+]
+OVERLAPPED = [
+    "routings",
+    "weights inside",
+    *(f"recipe {recipe}" for recipe in (*RECIPES, "bf16 on all legs")),
+    "frozen weights",
+    "held weights",
+    "products of rows",
+    "products of rows, all legs",
+    "products of replicas",
+    "folded products",
 ]
 CHECKS = [
     *DEGREES,
@@ -40,8 +57,12 @@ CHECKS = [
     "ranks_train_as_one_process[2-bf16-sum-combine]",
     "sharded_twice[bf16]",
     "sharded_twice[mxfp8]",
+    "sharded_twice[overlapped]",
     "one_norm_one_optimizer",
     "saved_moved_and_cast",
+    *(f"overlapped[{ep}-{name}]" for ep in (2, 4) for name in OVERLAPPED),
+    "overlapped_layer[2-combine]",
+    "overlapped_layer[4-swiglu]",
     "bad_input",
     "compiled_layer[combine]",
     "compiled_layer[swiglu]",

@@ -39,12 +39,24 @@ from .test_ops import CASES
 
 SEED, NUMBER = 0, 2000
 
-RECORDS = {"NumericsReport", "Capability", "MoEStats", "TokenReplicas", "Route", "Routing", "RowMap", "ExpertOrder"}
+RECORDS = {
+    "NumericsReport",
+    "Capability",
+    "MoEStats",
+    "TokenReplicas",
+    "Route",
+    "Routing",
+    "RowMap",
+    "ExpertOrder",
+    "MoEMetrics",
+}
 """Tuples that check nothing by themselves."""
 SAME = {"ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"}
 """Other names of what is in the table."""
 RUNS_AS = {"permute_q_sf": "permute_mx"}
 NO_ARGUMENTS = {"ops", "debug_checks", "RECIPES"}
+OF_MODULES = {"shard_moe", "clip_grad_norm_", "MoERecorder"}
+"""Their arguments are modules and meshes: test_fsdp.py and test_metrics.py have the wrong ones."""
 
 
 def _entered(context: Any) -> None:
@@ -56,6 +68,7 @@ PRODUCT: dict[str, Any] = {"A": floats(64, 32), "B_t": floats(2, 64, 32), "offs"
 OUT = {"out_dtype": torch.bfloat16}
 EXCHANGE: dict[str, Any] = {"input": floats(6, 32), "output_splits": [6], "input_splits": [6]}
 SCALES = {"scaling_mode": "rceil", "block_size": 32}
+STATS = mt.MoEStats(torch.tensor([3, 1]), torch.tensor(1.0), torch.tensor(0))
 SIZES: dict[str, Any] = {"dim": 32, "hidden_dim": 64, "num_experts": 2}
 ROUTE: dict[str, Any] = {
     "score_func": "sigmoid", "normalize": True, "route_scale": 2.5, "num_groups": 1, "top_k_groups": 1,
@@ -211,6 +224,10 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "weights": floats(5, 1, dtype="float32"),
         },
     ),
+    "moe_metrics": (
+        lambda **given: torch.tensor(mt.moe_metrics(STATS, **given)["imbalance"]),
+        {"dim": 32, "recipe": "mxfp8", "ranks": 2, "prob_in": "swiglu"},
+    ),
     "route": (
         lambda **given: mt.route(**given).weights,
         {"logits": floats(5, 2), "top_k": 1, "selection_bias": floats(2, dtype="float32"), **ROUTE},
@@ -344,12 +361,12 @@ def test_the_values_of_fake_tensors_are_not_read() -> None:
     the report, which is of values."""
     with FakeTensorMode() as mode:
         for name, (call, good) in PUBLIC.items():
-            if not name.startswith(("MoE", "GroupedExperts", "numerics_report")):
+            if not name.startswith(("MoE", "GroupedExperts", "numerics_report", "moe_metrics")):
                 given = {argument: tensor(value) for argument, value in good.items()}
                 call(**{k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in given.items()})
 
 
 def test_nothing_is_forgotten() -> None:
-    known = {name.split(".")[0] for name in PUBLIC} | RECORDS | SAME | NO_ARGUMENTS
+    known = {name.split(".")[0] for name in PUBLIC} | RECORDS | SAME | NO_ARGUMENTS | OF_MODULES
     assert public_names(mt) - known == set()
     assert {name.removeprefix("ops.") for name in op_table()} == {*ops.OPS, "permute_q_sf"}

@@ -1,0 +1,182 @@
+"""The order of copies and flags of CopyEngines, without GPUs: a thread per rank, a thread per stream of copies, flags
+and boxes in the memory of this process."""
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable
+from queue import Queue
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from mxep.core_kernels.exchange import plan_exchange
+from mxep.torch_frontend import copy_engines
+from mxep.torch_frontend._torch_private import Shared
+from mxep.torch_frontend.copy_engines import CopyEngines
+from mxep.torch_frontend.transport import Part
+
+RANKS = 3
+BIGGEST = (6, 20, 8, 8, 30, 9)
+"""Rows of an expert in each leg, at most: the boxes grow, and they are used again."""
+TIMEOUT = 20.0
+
+
+class Host:
+    """What the ranks share: a barrier and the boxes that they allocate together."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(RANKS, timeout=TIMEOUT)
+        self.memory: dict[int, list[torch.Tensor]] = {}
+        self.calls = threading.local()
+
+    def shared_memory(self, nbytes: int, group: "Group") -> Shared:
+        self.calls.number = getattr(self.calls, "number", -1) + 1
+        if group.rank() == 0:
+            # Flags are zero, boxes are not.
+            fill = 0 if self.calls.number == 0 else 255
+            self.memory[self.calls.number] = [torch.full((nbytes,), fill, dtype=torch.uint8) for _ in range(RANKS)]
+        self.barrier.wait()
+        assert self.memory[self.calls.number][0].shape == (nbytes,)
+        return Shared(list(self.memory[self.calls.number]), None)
+
+
+class Group:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return RANKS
+
+
+class Driver:
+    """Copies and their flags run in a thread of their own, each after a random delay. Two copies at a time into one box
+    are an error."""
+
+    written: ClassVar[set[int]] = set()
+    failures: ClassVar[list[BaseException]] = []
+
+    def __init__(self) -> None:
+        self.queue: Queue[Callable[[], object]] = Queue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        delays = random.Random(0)
+        while True:
+            work = self.queue.get()
+            time.sleep(delays.random() * 1e-3)
+            work()
+
+    def begin(self, sources: Any) -> None:
+        pass
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self.queue.put(lambda: self._copy(destination, source))
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        box = destination.untyped_storage().data_ptr()
+        if box in self.written:
+            self.failures.append(AssertionError("two copies into one box"))
+        self.written.add(box)
+        time.sleep(5e-4)
+        destination.copy_(source)
+        self.written.discard(box)
+
+    def wait_to_copy(self, flag: int, value: int) -> None:
+        self.queue.put(lambda: self.wait(flag, value))
+
+    def write_behind_copies(self, flag: int, value: int) -> None:
+        self.queue.put(lambda: self.write(flag, value))
+
+    def wait(self, flag: int, value: int) -> None:
+        stop = time.monotonic() + TIMEOUT
+        while ctypes.c_int32.from_address(flag).value < value:
+            assert time.monotonic() < stop, "a flag was never written"
+            time.sleep(1e-4)
+
+    def write(self, flag: int, value: int) -> None:
+        ctypes.c_int32.from_address(flag).value = value
+
+
+def row_of(rank: int, row: int) -> int:
+    """The value of a row, which names its first rank and its place there."""
+    return rank * 1000 + row + 1
+
+
+def exchange(engines: CopyEngines, leg: int) -> None:
+    """There and back once; every row is where the plan puts it."""
+    local, rank = 2 + leg % 2 * 8, engines.rank  # 10 experts: chunks of several
+    numbers = random.Random(leg)
+    table = [
+        [numbers.randrange(BIGGEST[leg]) * (numbers.random() < 0.8) for _ in range(RANKS * local)] for _ in range(RANKS)
+    ]
+    plan = plan_exchange(table, rank, 32)
+    mine = torch.tensor([row_of(rank, i) for i in range(plan.token_rows[rank])], dtype=torch.int32)
+    sources = mine[:, None].repeat(1, 5), mine[:, None].repeat(1, 2).to(torch.uint8)
+    parts = [Part(5, torch.int32), Part(2, torch.uint8)]
+    device = torch.device("cpu")
+    there = engines.leg("experts", plan.to_experts, plan.operand_rows, parts, device)
+    back = engines.leg("tokens", plan.to_tokens, plan.token_rows, parts[:1], device)
+    for c in range(len(plan.chunks)):
+        there.send(c, sources)
+    starts = [[sum(row[:e]) for e in range(len(row))] for row in table]
+    for c, chunk in enumerate(plan.chunks):
+        there.wait(c)
+        values, others = (part[chunk.start : chunk.end].clone() for part in there.received)
+        at = 0
+        for e in range(rank * local + chunk.first, rank * local + chunk.last):
+            want = [row_of(s, starts[s][e] + i) for s in range(RANKS) for i in range(table[s][e])]
+            assert values[at : at + len(want), 4].tolist() == want
+            assert others[at : at + len(want), 1].tolist() == [value % 256 for value in want]
+            at += max(-(-len(want) // 32), 1) * 32
+        back.send(c, (values * 2,))
+    if rank == leg % RANKS:
+        time.sleep(0.03)
+    for part in there.received:  # a peer that wrote before it may is overwritten
+        part.fill_(7)
+    there.close()
+    for c in range(len(plan.chunks)):
+        back.wait(c)
+    assert torch.equal(back.received[0], sources[0] * 2)
+    if rank == (leg + 1) % RANKS:
+        time.sleep(0.03)
+    back.received[0].fill_(7)
+    back.close()
+
+
+def test_rows_arrive_in_every_leg(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, failures = Host(), Driver.failures
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(copy_engines, "has_shared_memory", True)
+    monkeypatch.setattr(copy_engines, "shared_memory", host.shared_memory)
+    monkeypatch.setattr(copy_engines, "group_of", lambda op, group: group)
+    monkeypatch.setattr(copy_engines, "_Driver", Driver)
+    monkeypatch.setattr(copy_engines.dist, "barrier", lambda group: host.barrier.wait())
+    monkeypatch.setattr(
+        copy_engines.dist,
+        "all_gather_object",
+        lambda hosts, name, group: hosts.__setitem__(slice(None), [name] * RANKS),
+    )
+
+    def run(rank: int) -> None:
+        try:
+            engines = CopyEngines(Group(rank))  # type: ignore[arg-type]
+            for leg in range(len(BIGGEST)):
+                exchange(engines, leg)
+        except BaseException as error:
+            failures.append(error)
+            host.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,166 @@
+"""The ranks agree on their counts before rows travel: an error on one rank is raised on all, and no row is sent.
+
+arguments --check--> counts, or -1 --all-to-all--> counts of all ranks, or an error on every rank
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
+from ._checks import check_counts, check_probs, check_shape, require_total
+from ._ranks import can_compare, check_rows_to_send, compare_experts
+from ._torch_private import group_named
+from .ep import TokenReplicas, all_to_all
+from .permute import check_replicas
+from .shards import Ranks
+
+
+class Agreement(NamedTuple):
+    """What the ranks know before rows travel.
+
+    rows, num_rows: as `checked_rows` returns them. sent: (E,), this rank's counts, or -1 if it is about to raise
+    `error`. of_all: (ranks, E), `sent` of every rank. received: (E,), rows that this rank receives, per rank and local
+    expert.
+    """
+
+    rows: Tensor | TokenReplicas
+    num_rows: int
+    sent: Tensor
+    of_all: Tensor
+    received: Tensor
+    error: Exception | None
+
+    @property
+    def totals(self) -> Tensor:
+        """(E,) rows of all ranks per expert."""
+        return self.of_all.sum(0, dtype=self.of_all.dtype)
+
+
+def agree_on_counts(
+    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
+    error: Exception | None = None,
+) -> Agreement:  # fmt: skip
+    """Check this rank's arguments, unless it has an `error` already, and exchange the counts. A collective; the host
+    does not wait, unless the number of experts is unknown."""
+    num_rows = 0
+    try:
+        if error is None:
+            rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
+    except (TypeError, ValueError) as found:
+        error = found
+    if not ranks.num_experts:
+        if can_compare(ranks.group_name):
+            compare_experts("dispatch", -1 if error else counts.shape[0], ranks.group_name, error)
+        elif error is not None:
+            raise error
+    if error is None:
+        fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
+        sent = torch.where(fits, counts.to(torch.int32), -1)
+    else:
+        sent = _refusal(ranks)
+    return Agreement(rows, num_rows, sent, *_exchange_counts(sent, ranks.group_name, ranks.degree), error)
+
+
+class Counts(NamedTuple):
+    """Valid rows with int32 maps, counts (E,) of all ranks per expert, and a function that waits for the counts of each
+    rank, (ranks, E), and raises if one of them sent none."""
+
+    rows: Tensor | TokenReplicas
+    counts: Tensor
+    table: Callable[[], list[list[int]]]
+
+
+def counts_of_ranks(
+    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
+    error: Exception | None,
+) -> Counts:  # fmt: skip
+    """`agree_on_counts` for a caller whose host waits later. An error on one rank raises on all: here on this one, in
+    `table` on the others."""
+    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, error)
+    if agreed.error is not None:
+        raise agreed.error
+    read = _reading(agreed.of_all)
+
+    def table() -> list[list[int]]:
+        found = read()
+        check_received(counts, agreed.num_rows, [min(row) for row in found])
+        return found
+
+    return Counts(agreed.rows, agreed.totals, table)
+
+
+def _reading(x: Tensor) -> Callable[[], Any]:
+    """Begin to copy x to the host; the function returned waits for this copy, not for later work, and returns lists."""
+    if not x.is_cuda:
+        return x.tolist
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def values() -> Any:
+        copied.synchronize()
+        return host.tolist()
+
+    return values
+
+
+def refuse(ranks: Ranks) -> None:
+    """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
+    if ranks.degree > 1:
+        _exchange_counts(_refusal(ranks), ranks.group_name, ranks.degree)
+
+
+def _refusal(ranks: Ranks) -> Tensor:
+    """Counts of -1: this rank is about to raise."""
+    return torch.full((ranks.num_experts,), -1, dtype=torch.int32, device=ranks.device_type)
+
+
+@torch.compiler.allow_in_graph  # Dynamo cannot look up a group
+def _exchange_counts(counts: Tensor, group_name: str, degree: int) -> tuple[Tensor, Tensor]:
+    """Return (ranks, E) counts of every rank, and of these (E,) what this rank receives, per rank and local expert.
+
+    E * ranks integers take no longer than E, and they give the balance of the whole batch."""
+    splits, local = [counts.shape[0]] * degree, counts.shape[0] // degree
+    of_all = all_to_all(counts.repeat(degree), splits, splits, group_name).view(degree, -1)
+    first = group_named(group_name).rank() * local
+    return of_all, of_all[:, first : first + local].reshape(-1)
+
+
+def checked_rows(
+    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None
+) -> tuple[Tensor | TokenReplicas, int]:
+    """The rows with int32 maps and their number; raises if an argument of this rank is wrong."""
+    op = "dispatch"
+    x = rows.x if isinstance(rows, TokenReplicas) else rows
+    check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mx_legs))
+    if ranks is not None and ranks.num_experts and x.device.type != ranks.device_type:
+        allowed = f"allowed: {ranks.device_type}, the device of the experts' group"
+        fail(ValueError, op, "rows", f"device {x.device}", allowed)
+    num_rows, shape = x.shape[0], tuple(x.shape[:1])
+    if isinstance(rows, TokenReplicas):
+        order, inverse = check_replicas(op, x, rows.order, rows.inverse, rows.top_k)
+        rows = TokenReplicas(x, order, inverse, rows.top_k)
+        num_rows, shape = order.shape[0], (x.shape[0], rows.top_k)
+    check_counts(op, "counts", counts, x.device)
+    check_shape(op, "counts", counts, (ranks.num_experts,) if ranks is not None and ranks.num_experts else ("E",))
+    degree = 1 if ranks is None else ranks.degree
+    if counts.shape[0] == 0 or counts.shape[0] % degree:
+        allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
+        fail(ValueError, op, "counts", f"shape {tuple(counts.shape)}", allowed)
+    if probs is not None:
+        check_probs(op, "probs", probs, shape, x.device)
+    return rows, num_rows
+
+
+def check_received(counts: Tensor, num_rows: int, output_splits: list[int]) -> None:
+    """Raise ValueError if this rank's counts are wrong, or another rank sent -1."""
+    failed = [rank for rank, size in enumerate(output_splits) if size < 0]
+    if failed:
+        require_total("dispatch", "counts", counts, num_rows)
+        allowed = f"allowed: counts of at least 0 from every rank; rank {failed[0]} raises the error that explains it"
+        fail(ValueError, "dispatch", "counts", f"-1 from rank {failed[0]}", allowed)

@@ -1,0 +1,219 @@
+"""The experts of a layer as parameters: this rank's part of them, quantized once or in every call.
+
+groups (P, D), padded_counts --forward--> (P, D)              after `dispatch`
+Unsent tokens, counts        --forward--> sums (T, D), counts     the exchanges run beside the products
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..core_kernels.formats import BLOCK
+from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
+from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
+from ._checks import (
+    check_counts,
+    check_flag,
+    check_floats,
+    check_int,
+    check_probs,
+    check_shape,
+    reads_values,
+    require_rows,
+)
+from ._torch_private import version_of
+from .ep import TokenReplicas
+from .expert_parallel import FFNWeights, ffn_over
+from .ffn import swiglu_ffn
+from .shards import Ranks, sharded
+from .weights import QuantizedWeights, outlives_forward, quantize_weights
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
+
+    dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise",
+    "fp8_blockwise" or "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the
+    three products. activation: a `SwiGLU`.
+
+    forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
+    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y.
+    Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
+
+    >>> experts = GroupedExperts(32, 64, num_experts=2)
+    >>> experts(torch.ones(64, 32), torch.tensor([32, 32])).shape
+    torch.Size([64, 32])
+
+    Raises ValueError and TypeError for sizes, recipes and counts that are not allowed.
+    """
+
+    expert_parallel: Ranks | None = None
+    """The ranks that share the experts, set by MXFP8ExpertParallel; None is this process alone."""
+
+    b1: Tensor | None
+    b2: Tensor | None
+    b3: Tensor | None
+    _held: "HeldWeights | None" = None
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        recipe: Recipe | str = "mxfp8",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        bias: bool = False,
+        activation: SwiGLU = PLAIN,
+    ) -> None:
+        super().__init__()
+        check_sizes("GroupedExperts", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
+        check_flag("GroupedExperts", "bias", bias)
+        self.num_experts, self.recipe = num_experts, Recipe.parse(recipe)
+        self.activation = SwiGLU.check("GroupedExperts", activation)
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, dtype=dtype, device=device))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
+        for name, n in (("b1", hidden_dim), ("b2", dim), ("b3", hidden_dim)):
+            value = nn.Parameter(torch.empty(num_experts, n, dtype=dtype, device=device)) if bias else None
+            self.register_parameter(name, value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for w in (self.w1, self.w2, self.w3):
+            nn.init.trunc_normal_(w, std=w.shape[-1] ** -0.5)
+        for b in (self.b1, self.b2, self.b3):
+            if b is not None:
+                nn.init.zeros_(b)
+
+    def extra_repr(self) -> str:
+        (e, f, d), bias = self.w1.shape, self.b1 is not None
+        sizes = f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}, bias={bias}"
+        return f"{sizes}, activation={self.activation}"
+
+    def forward(self, groups_PD: "Tensor | Unsent", padded_counts: Tensor, probs_P: Tensor | None = None) -> Any:
+        op = "GroupedExperts.forward"
+        of = self._local()
+        if isinstance(groups_PD, Unsent):
+            return self._send(of, groups_PD, padded_counts, probs_P)
+        weights = of.weights
+        check_floats(op, "groups_PD", groups_PD)
+        check_shape(op, "groups_PD", groups_PD, ("P", weights[0].shape[2]))
+        check_counts(op, "padded_counts", padded_counts, groups_PD.device)
+        check_shape(op, "padded_counts", padded_counts, (weights[0].shape[0],))
+        if reads_values(padded_counts):
+            require_rows(op, "padded_counts", padded_counts, groups_PD.shape[0])
+        if self.recipe.wgrad_mx and torch.is_grad_enabled():
+            self._check_blocks(op, groups_PD.shape[0], padded_counts)
+        if probs_P is not None:
+            check_probs(op, "probs_P", probs_P, groups_PD.shape[:1], groups_PD.device)
+        ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
+        options = self.recipe, False, of.save_bytes, of.biases, of.activation
+        return swiglu_ffn(op, groups_PD, of.weights, ends, probs_P, *options)
+
+    def _send(self, of: FFNWeights, unsent: "Unsent", counts: Tensor, probs_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+        ranks = self.expert_parallel
+        assert ranks is not None
+        assert ranks.transport is not None
+        options = unsent.prob_in, unsent.out_dtype, self.recipe, ranks, ranks.transport
+        return ffn_over("MoE", unsent.tokens, counts, of, probs_TK, *options)
+
+    def _local(self) -> FFNWeights:
+        """The experts of this rank, with quantized weights if they are held."""
+        parameters = self.w1, self.w3, self.w2
+        weights: tuple[Any, ...] = tuple(sharded(w, self.expert_parallel) for w in parameters)
+        if self._held is not None:
+            weights = self._held.weights_of(parameters, weights)
+        biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
+        return FFNWeights(weights, biases, self.activation, all(outlives_forward(w) for w in parameters))
+
+    def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
+        """Raise unless every group is whole blocks of 32 tokens, along which the weight gradient quantizes."""
+        allowed = f"allowed: multiples of {BLOCK}, as `dispatch` returns them"
+        if rows % BLOCK:
+            fail(ValueError, op, "groups_PD", f"P = {rows}", allowed)
+        if reads_values(padded_counts) and (padded_counts % BLOCK).any():
+            fail(ValueError, op, "padded_counts", padded_counts.tolist(), allowed)
+
+    @contextmanager
+    def weights_held(self) -> Iterator[None]:
+        """Quantize the weights once, at the beginning of the block, instead of in every call.
+
+        For microbatches of one optimizer step, evaluation and serving. The bytes take 2.06 bytes per weight, 4 for
+        exact products on Hopper. Calls and the end of the block raise RuntimeError if a version counter shows a write
+        to a weight; version counters do not count writes through `.data`, by collectives or by other processes.
+
+        >>> experts = GroupedExperts(32, 64, num_experts=2)
+        >>> with experts.weights_held():
+        ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
+
+        Raises ValueError for weights that FSDP has sharded, which are gathered in every call.
+        """
+        before, held = self._held, HeldWeights.of(self)
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = before
+        held.check((self.w1, self.w3, self.w2))
+
+
+class Unsent(NamedTuple):
+    """Tokens that the experts exchange themselves, beside their products, and how: arguments of `ffn_over`."""
+
+    tokens: TokenReplicas
+    prob_in: str
+    out_dtype: torch.dtype
+
+
+class HeldWeights(NamedTuple):
+    """Quantized w1, w3 and w2, and the states of the parameters, which change with a write."""
+
+    quantized: tuple[QuantizedWeights, ...]
+    states: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, experts: GroupedExperts) -> "HeldWeights":
+        parameters = experts.w1, experts.w3, experts.w2
+        degree = experts.expert_parallel.degree if experts.expert_parallel else 1
+        parts = tuple(sharded(w, None) for w in parameters)
+        for name, part, w in zip(("w1", "w3", "w2"), parts, parameters, strict=True):
+            whole = (experts.num_experts // degree, *w.shape[1:])
+            if part.shape != whole:
+                got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
+                fail(ValueError, "weights_held", name, got, allowed)
+        return cls(tuple(quantize_weights(p, experts.recipe) for p in parts), tuple(map(_state, parameters)))
+
+    def check(self, parameters: tuple[Tensor, ...]) -> None:
+        for name, w, state in zip(("w1", "w3", "w2"), parameters, self.states, strict=True):
+            if _state(w) != state:
+                allowed = "allowed: none; leave the block, write, and enter it again"
+                fail(RuntimeError, "weights_held", name, "a write within the block", allowed)
+
+    def weights_of(self, parameters: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> tuple[QuantizedWeights, ...]:
+        """The held bytes with `values`, which receive the gradients."""
+        if not torch.compiler.is_compiling():
+            self.check(parameters)
+        return tuple(held.with_values(w) for held, w in zip(self.quantized, values, strict=True))
+
+
+@torch.no_grad()
+def _state(parameter: Tensor) -> tuple[int, ...]:
+    # A DTensor counts the writes to itself, its local part those through `to_local()`.
+    part = sharded(parameter, None)
+    return version_of(parameter), version_of(part), part.data_ptr()
+
+
+def check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> None:
+    """Raise unless all are positive ints, the first ones multiples of 32."""
+    for name, size in (blocks | others).items():
+        check_int(op, name, size, 1)
+    for name, size in blocks.items():
+        if size % BLOCK:
+            fail(ValueError, op, name, size, f"allowed: positive multiples of {BLOCK}")

@@ -1,0 +1,128 @@
+"""How the rows of an exchange travel: the protocol of arrivals, and collectives of a process group.
+
+    leg = transport.leg(...)           buffers for what arrives
+    leg.send(c, sources)               rows of chunk c leave as soon as the current stream has written them
+    leg.wait(c)                        the current stream goes on when chunk c of leg.received is there
+    leg.close()                        the current stream has read leg.received
+
+All ranks open the same legs in the same order and send their chunks in the same order. `core_kernels/exchange.py` says
+which rows go where; every transport writes the same bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core_kernels.exchange import Move, Step
+from ..core_kernels.launch import fail
+from ._ranks import name_of
+from ._torch_private import copy_each, group_named
+
+Where = Literal["experts", "tokens"]
+
+
+class Part(NamedTuple):
+    """One of the arrays that travel together: the values of a row and their dtype."""
+
+    width: int
+    dtype: torch.dtype
+
+
+class Leg(Protocol):
+    """The rows of one exchange in one direction. received: a tensor per part; rows that no rank fills are
+    uninitialized."""
+
+    received: tuple[Tensor, ...]
+
+    def send(self, chunk: int, sources: Sequence[Tensor]) -> None: ...
+    def wait(self, chunk: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Opens legs between the ranks of `group`."""
+
+    group: dist.ProcessGroup
+
+    def leg(
+        self, where: Where, steps: Sequence[Step], rows: Sequence[int], parts: Sequence[Part], device: torch.device
+    ) -> Leg:
+        """A leg to the experts' operands or to the tokens. steps: of the chunks. rows: of each rank's `received`."""
+        ...
+
+    def keep(self, received: Tensor) -> Tensor:
+        """`received` of a leg as a tensor that outlives `close`."""
+        ...
+
+
+def group_of(op: str, group: "str | dist.ProcessGroup | None") -> dist.ProcessGroup:
+    """The process group; raises TypeError and ValueError if there is none."""
+    name = name_of(op, "group", group)
+    if not name:
+        fail(ValueError, op, "group", repr(group), "allowed: a process group; call init_process_group before")
+    return group_named(name)
+
+
+def copy_own(step: Step, rank: int, sources: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    """Copy the rows that stay on this rank."""
+    own = [move for move in step.sends if move.peer == rank and move.rows]
+    for source, destination in zip(sources, received, strict=True) if own else ():
+        here = [source.narrow(0, m.source, m.rows) for m in own]
+        copy_each([destination.narrow(0, m.destination, m.rows) for m in own], here)
+
+
+def between_ranks(moves: Sequence[Move], rank: int) -> list[Move]:
+    """The moves of rows that travel."""
+    return [move for move in moves if move.peer != rank and move.rows]
+
+
+class Collectives:
+    """Rows travel by the sends and receives of a process group, a batch per chunk: NCCL on GPUs, within a host and
+    between hosts; Gloo on a CPU.
+
+    group: a process group or its name; None is the default group. The group's own stream carries a batch, behind the
+    work that the current stream has when `send` is called. NCCL runs it on multiprocessors, beside the products.
+    """
+
+    def __init__(self, group: "str | dist.ProcessGroup | None" = None) -> None:
+        self.group = group_of("Collectives", group)
+
+    def leg(
+        self, where: Where, steps: Sequence[Step], rows: Sequence[int], parts: Sequence[Part], device: torch.device
+    ) -> "_Batches":
+        mine = rows[self.group.rank()]
+        received = tuple(torch.empty((mine, part.width), dtype=part.dtype, device=device) for part in parts)
+        return _Batches(self.group, steps, received)
+
+    def keep(self, received: Tensor) -> Tensor:
+        return received
+
+
+class _Batches:
+    def __init__(self, group: dist.ProcessGroup, steps: Sequence[Step], received: tuple[Tensor, ...]) -> None:
+        self.group, self.rank, self.steps, self.received = group, group.rank(), steps, received
+        # The sources live until their chunk has arrived: the allocator may reuse memory that the group still reads.
+        self.under_way: dict[int, tuple[list[dist.Work], Sequence[Tensor]]] = {}
+
+    def send(self, chunk: int, sources: Sequence[Tensor]) -> None:
+        step, batch = self.steps[chunk], []
+        copy_own(step, self.rank, sources, self.received)
+        for source, destination in zip(sources, self.received, strict=True):
+            for m in between_ranks(step.sends, self.rank):
+                rows = source.narrow(0, m.source, m.rows)
+                batch.append(dist.P2POp(dist.isend, rows, group=self.group, group_peer=m.peer))
+            for m in between_ranks(step.receives, self.rank):
+                rows = destination.narrow(0, m.destination, m.rows)
+                batch.append(dist.P2POp(dist.irecv, rows, group=self.group, group_peer=m.peer))
+        # torch refuses an empty batch. NCCL's communicator exists, since the counts came over it.
+        self.under_way[chunk] = dist.batch_isend_irecv(batch) if batch else [], sources
+
+    def wait(self, chunk: int) -> None:
+        for work in self.under_way.pop(chunk)[0]:
+            work.wait()
+
+    def close(self) -> None:
+        pass
