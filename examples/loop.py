@@ -9,7 +9,7 @@ The host waits for a GPU where it logs, evaluates and saves, and nowhere else. `
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, SupportsFloat
 
 import numpy as np
@@ -56,7 +56,7 @@ class Trainer(Protocol):
         ...
 
 
-def train(framework: str, args: Namespace, config: Config, trainer_type: type[Trainer]) -> None:
+def train(framework: str, args: Namespace, config: Config, trainer_type: Callable[..., Trainer]) -> None:
     """Train from the flags to the last checkpoint. Exits with the reason on bad input."""
     try:
         text = Text.load(args.data, config)

@@ -11,6 +11,7 @@ Legend: B sequences, S positions, D dim, N heads, V vocabulary.
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from mxep.jax_frontend import moe
 
 from .config import Config, rope_tables
@@ -54,9 +55,11 @@ def moe_config(config: Config, recipe: str) -> moe.MoEConfig:
     return moe.MoEConfig(config.dim, config.hidden_dim, config.num_experts, config.top_k, recipe=recipe)
 
 
-def forward(p: Params, tokens_BS: Array, config: Config, recipe: str, axis_name: str | None) -> tuple[Array, Array]:
-    """Return fp32 logits (B, S, V) and the mean of the layers' auxiliary losses. Inside shard_map over
-    `axis_name`: `p` holds this rank's experts, `tokens_BS` its sequences."""
+def forward(
+    p: Params, tokens_BS: Array, config: Config, recipe: str, mesh: Mesh, batch: PartitionSpec
+) -> tuple[Array, Array]:
+    """Return fp32 logits (B, S, V) and the mean of the layers' auxiliary losses. `batch` is the PartitionSpec of
+    `tokens_BS` on the mesh, whose axis "expert" splits the experts."""
     x = p["embed.weight"][tokens_BS].astype(config.dense_dtype)
     aux_losses = []
     for i in range(config.num_layers):
@@ -66,16 +69,18 @@ def forward(p: Params, tokens_BS: Array, config: Config, recipe: str, axis_name:
             "router": p[f"{block}.moe.router.weight"],
             "experts": {w: p[f"{block}.moe.experts.{w}"] for w in ("w1", "w2", "w3")},
         }
-        h_TD = rms_norm(x, p[f"{block}.moe_norm.weight"], config.norm_eps).reshape(-1, config.dim)
-        y_TD, stats = moe.apply(experts, h_TD, moe_config(config, recipe), axis_name=axis_name)
-        x = x + y_TD.reshape(x.shape).astype(x.dtype)
+        h = rms_norm(x, p[f"{block}.moe_norm.weight"], config.norm_eps)
+        y, stats = moe.sharded_apply(experts, h, moe_config(config, recipe), tokens=batch, mesh=mesh)
+        x = x + y.astype(x.dtype)
         aux_losses.append(stats.aux_loss)
     logits = linear(rms_norm(x, p["norm.weight"], config.norm_eps), p["head.weight"])
     return logits.astype(jnp.float32), jnp.stack(aux_losses).mean()
 
 
-def loss(p: Params, tokens: Array, config: Config, recipe: str, axis_name: str | None) -> tuple[Array, Array]:
+def loss(
+    p: Params, tokens: Array, config: Config, recipe: str, mesh: Mesh, batch: PartitionSpec
+) -> tuple[Array, Array]:
     """Mean cross entropy of the next byte, and the auxiliary loss. tokens: (B, S + 1)."""
-    logits, aux_loss = forward(p, tokens[:, :-1], config, recipe, axis_name)
+    logits, aux_loss = forward(p, tokens[:, :-1], config, recipe, mesh, batch)
     log_probs = jax.nn.log_softmax(logits)
     return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1).mean(), aux_loss

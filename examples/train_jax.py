@@ -1,17 +1,15 @@
-"""Train the small MoE language model in JAX, experts sharded over devices: GPUs, or parts of the CPU.
+"""Train the small MoE language model in JAX on a mesh of data x experts: GPUs, or parts of the CPU.
 
     python -m examples.train_jax --ep 2 --recipe mxfp8 --out runs/jax             # one process with all devices
+    python -m examples.train_jax --dp 2 --ep 2 --out runs/jax                     # two groups of two expert ranks
     python -m examples.train_jax --preset h200 --recipe mxfp8 --out runs/h200     # one process, one GPU
 
 One process per GPU, the same command with another --process-id in each; the first process is the coordinator:
 
     python -m examples.train_jax --ep 2 --out runs/jax --coordinator localhost:1234 --num-processes 2 --process-id 0
 
-Every device holds E / ep experts and all dense weights, and trains on its slice of the batch:
-
-    loss            = mean over devices of the mean over a device's tokens
-    dense gradient  = mean over devices (one pmean of the whole tree)
-    expert gradient = sum over the tokens of all devices, which arrive by all-to-all, divided by ep
+The batch is split over all devices, the experts over the devices of a group; dense weights are whole on each. The loss
+is a mean over the global batch, and JAX reduces every gradient: the step is `jax.jit` and shardings alone.
 """
 
 import argparse
@@ -38,12 +36,12 @@ from .model_jax import Params
 from .weights import weight_shapes
 
 PROG = "examples.train_jax"
-AXIS = "ep"
+BATCH = P(("data", "expert"))
 
 
 def spec(name: str) -> P:
     """Sharding of a weight, its gradient and its moments: experts along their first dim."""
-    return P(AXIS) if is_expert(name) else P()
+    return P("expert") if is_expert(name) else P()
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
@@ -65,10 +63,11 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 class Trainer:
     """Parameters, optimizer state, and two compiled functions: training step and held-out loss."""
 
-    def __init__(self, config: Config, recipe: str, ep: int, start: Checkpoint, device: str) -> None:
+    def __init__(self, config: Config, recipe: str, ep: int, start: Checkpoint, device: str, dp: int = 1) -> None:
         self.is_writer, self.on_gpu = jax.process_index() == 0, device == "gpu"
-        self.mesh = Mesh(np.array(jax.devices()[:ep]), (AXIS,), axis_types=(AxisType.Auto,))
-        self.params = self.place(start.weights)
+        devices = np.array(jax.devices()[: dp * ep]).reshape(dp, ep)
+        self.mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+        self.params: Params = self.place(start.weights)
         self.optimizer = optimizer(config)
         # A leaf has the sharding that the step returns; otherwise the second call compiles again.
         # A leaf has its own buffer; otherwise it cannot be donated.
@@ -76,37 +75,29 @@ class Trainer:
         state = tree_utils.tree_set(
             self.optimizer.init(self.params), count=count, mu=self.place(start.first), nu=self.place(start.second)
         )
-        self.opt_state = jax.tree.map(jnp.copy, state)
-        specs = {name: spec(name) for name in self.params}
-        loss = partial(model_jax.loss, config=config, recipe=recipe, axis_name=AXIS if ep > 1 else None)
+        self.opt_state: optax.OptState = jax.tree.map(jnp.copy, state)
+        loss = partial(model_jax.loss, config=config, recipe=recipe, mesh=self.mesh, batch=BATCH)
 
-        def device_grads(params: Params, tokens: Array) -> tuple[dict[str, Array], Params]:
-            def objective(params: Params) -> tuple[Array, dict[str, Array]]:
-                cross_entropy, aux_loss = loss(params, tokens)
-                return cross_entropy + config.aux_loss_weight * aux_loss, {"loss": cross_entropy, "aux_loss": aux_loss}
+        def objective(params: Params, tokens: Array) -> tuple[Array, dict[str, Array]]:
+            cross_entropy, aux_loss = loss(params, tokens)
+            return cross_entropy + config.aux_loss_weight * aux_loss, {"loss": cross_entropy, "aux_loss": aux_loss}
 
-            grads, values = jax.grad(objective, has_aux=True)(params)
-            dense = jax.lax.pmean({name: g for name, g in grads.items() if not is_expert(name)}, AXIS)
-            experts = {name: g / ep for name, g in grads.items() if is_expert(name)}
-            return jax.lax.pmean(values, AXIS), dense | experts
+        # Parameters and moments stay where they are; every process reads the values.
+        everywhere = NamedSharding(self.mesh, P())
+        placed = jax.tree.map(lambda leaf: leaf.sharding, (self.params, self.opt_state))
 
-        # check_vma=False: gradients stay per device, and device_grads reduces them over the devices itself.
-        sharded = partial(jax.shard_map, mesh=self.mesh, check_vma=False)
-        grads_of = sharded(device_grads, in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
-
-        @partial(jax.jit, donate_argnums=(0, 1))
-        def step(params: Params, opt_state: optax.OptState, tokens: Array):
-            values, grads = grads_of(params, tokens)
+        @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*placed, everywhere))
+        def step(
+            params: Params, opt_state: optax.OptState, tokens: Array
+        ) -> tuple[optax.Params, optax.OptState, dict[str, Array]]:
+            grads, values = jax.grad(objective, has_aux=True)(params, tokens)
             updates, opt_state = self.optimizer.update(grads, opt_state, params)
             values["grad_norm"] = optax.global_norm(grads)
             return optax.apply_updates(params, updates), opt_state, values
 
-        def device_loss(params: Params, tokens: Array) -> Array:
-            return jax.lax.pmean(loss(params, tokens)[0], AXIS)
-
         self._step = step
-        self._eval = jax.jit(sharded(device_loss, in_specs=(specs, P(AXIS)), out_specs=P()))
-        self._replicate = jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, P()))
+        self._eval = jax.jit(lambda params, tokens: loss(params, tokens)[0], out_shardings=everywhere)
+        self._replicate = jax.jit(lambda x: x, out_shardings=everywhere)
 
     @property
     def device_name(self) -> str:
@@ -125,7 +116,7 @@ class Trainer:
 
     def tokens(self, batch: np.ndarray) -> Array:
         """A global batch, sharded by sequence."""
-        return self.on_mesh(batch, P(AXIS))
+        return self.on_mesh(batch, BATCH)
 
     def step(self, step: int, batch: np.ndarray) -> Mapping[str, Array]:
         """One update. Returns loss and aux_loss over all devices, and the norm of the gradient."""
@@ -155,6 +146,7 @@ class Trainer:
 
 
 def add_process_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("--dp", type=int, default=1, metavar="N", help="number of groups of --ep ranks (default: 1)")
     group = flags.add_argument_group("several processes (jax.distributed)")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     group.add_argument("--num-processes", type=int, default=1, metavar="N")
@@ -164,12 +156,20 @@ def add_process_flags(flags: argparse.ArgumentParser) -> None:
     )
 
 
+def check_groups(flags: argparse.ArgumentParser, args: argparse.Namespace, config: Config) -> None:
+    """Exit unless the batches divide by the devices."""
+    if args.dp < 1 or any(n % (args.dp * args.ep) for n in (config.batch_size, config.eval_sequences)):
+        allowed = f"with --ep {args.ep}, divisors of {config.batch_size} training and {config.eval_sequences} held-out"
+        flags.error(f"--dp: got {args.dp}; allowed: {allowed} sequences")
+
+
 def start_processes(flags: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Join the processes, before JAX finds its devices. Exits on flags that do not fit each other."""
     if not 0 <= args.process_id < args.num_processes:
         flags.error(f"--process-id: got {args.process_id}; allowed: 0 to {args.num_processes - 1}")
-    if args.ep % args.num_processes:
-        flags.error(f"--num-processes: got {args.num_processes}; allowed: divisors of --ep {args.ep}")
+    devices = args.dp * args.ep
+    if devices % args.num_processes:
+        flags.error(f"--num-processes: got {args.num_processes}; allowed: divisors of {devices} ranks, --dp x --ep")
     if (args.coordinator is None) != (args.num_processes == 1):
         got = f"{args.coordinator} with --num-processes {args.num_processes}"
         flags.error(f"--coordinator: got {got}; allowed: HOST:PORT with several processes, nothing with one")
@@ -178,13 +178,13 @@ def start_processes(flags: argparse.ArgumentParser, args: argparse.Namespace) ->
     # JAX reads these settings when it makes its backends, so they take effect after the import.
     if args.device:
         jax.config.update("jax_platforms", "cpu" if args.device == "cpu" else "cuda,cpu")
-    jax.config.update("jax_num_cpu_devices", args.ep // args.num_processes)
+    jax.config.update("jax_num_cpu_devices", devices // args.num_processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if args.num_processes > 1:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, args.local_devices)
 
 
-def find_device(ep: int, requested: str | None) -> str:
+def find_device(ranks: int, requested: str | None) -> str:
     """JAX's default backend, "cpu" or "gpu". Exits where the requested GPU is missing or the devices are too few."""
     try:
         found, count = jax.default_backend(), len(jax.devices())
@@ -197,9 +197,9 @@ def find_device(ep: int, requested: str | None) -> str:
         )
     # Every process takes part in every collective, so each device of several processes is a rank.
     processes = jax.process_count()
-    if count < ep or (processes > 1 and count != ep):
+    if count < ranks or (processes > 1 and count != ranks):
         hint = f" of {processes} processes; --local-devices chooses those of a process" if processes > 1 else ""
-        sys.exit(f"{PROG}: error: --ep: got {ep} with {count} {found} device(s){hint}; allowed: one device per rank")
+        sys.exit(f"{PROG}: error: --ep: got {ranks} with {count} {found} device(s){hint}; allowed: one device per rank")
     return found
 
 
@@ -207,11 +207,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(PROG)
     add_process_flags(flags)
     args, config = parse_args(flags, argv)
+    check_groups(flags, args, config)
     start_processes(flags, args)
-    args.device = find_device(args.ep, args.device)
+    args.device = find_device(args.dp * args.ep, args.device)
     if args.device == "gpu" and config.dense_dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU's default is TF32; PyTorch's is fp32
-    train("jax", args, config, Trainer)
+    train("jax", args, config, partial(Trainer, dp=args.dp))
 
 
 if __name__ == "__main__":

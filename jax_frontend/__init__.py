@@ -1,6 +1,6 @@
 """mxep for JAX: MXFP8 grouped products, expert parallelism inside shard_map and a complete Mixture-of-Experts layer.
 
-The layer      moe.init, moe.apply, MoEConfig, MoEStats
+The layer      moe.init, moe.apply, moe.sharded_apply, moe.specs, MoEConfig, MoEStats
 Its metrics    moe_metrics, MoEMetrics
 The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
@@ -8,7 +8,8 @@ Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8,
 Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
 Rows           MXArray, MXGradArray, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder
 Exchanges      plan_exchange, Exchange, a2a_dispatch, permute, and torchao's names a2a_*, permute_*, unpermute_*
-Kernels        ops, capabilities, force_implementation, lower_for, numerics_report
+Programs       save_mx_rows (remat.py lists the names), export_checks, lower_for
+Kernels        ops, capabilities, force_implementation, numerics_report
 
 `help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """
@@ -30,6 +31,7 @@ from ._device import force_implementation as force_implementation
 from ._device import lower_for as lower_for
 from .capabilities import Capability as Capability
 from .capabilities import capabilities as capabilities
+from .capabilities import export_checks as export_checks
 from .ep import Exchange as Exchange
 from .ep import TokenReplicas as TokenReplicas
 from .ep import a2a_combine_hp_fwd_mxfp8_bwd as a2a_combine_hp_fwd_mxfp8_bwd
@@ -42,8 +44,8 @@ from .grouped_mm import grouped_mm as grouped_mm
 from .layouts import pack_expert_weights as pack_expert_weights
 from .layouts import unpack_expert_weights as unpack_expert_weights
 from .metrics import moe_metrics as moe_metrics
-from .moe import MoEConfig as MoEConfig
 from .moe import MoEStats as MoEStats
+from .moe_params import MoEConfig as MoEConfig
 from .mx_array import MXArray as MXArray
 from .mx_array import MXGradArray as MXGradArray
 from .numerics import numerics_report as numerics_report
@@ -60,6 +62,7 @@ from .pipeline import combine as combine
 from .pipeline import dispatch as dispatch
 from .pipeline import dispatch_probs as dispatch_probs
 from .ragged_dot import ragged_dot_mxfp8 as ragged_dot_mxfp8
+from .remat import save_mx_rows as save_mx_rows
 from .router import Routing as Routing
 from .router import route as route
 from .router import update_selection_bias as update_selection_bias

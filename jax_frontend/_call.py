@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core_kernels.launch import ArrayType, KernelOp, fail
 from ._checks import dtype_name, rounding_of
@@ -42,6 +43,15 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Mark x as varying along more axes of the enclosing `shard_map`; the value stays the same."""
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """x on every device of mesh axes that are explicit in its type; the gradient is split as x was. Kernels have no
+    sharding rule, and a program with automatic axes gathers their inputs without a trace in the types."""
+    sharding = jax.typeof(x).sharding
+    if all(part is None for part in sharding.spec):
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def vary_alike(*trees):
@@ -80,6 +90,7 @@ def call(op: KernelOp, *arrays: jax.Array, **options: object) -> tuple[jax.Array
             fail(TypeError, op.name, name, type(x).__name__, "allowed: a jax array")
     given = {name: _option(op, name, value) for name, value in options.items()}
     op.signature(*map(array_type, arrays), **given)  # here the traceback ends in the user's call
+    arrays = tuple(map(whole, arrays))
     # The outputs of a kernel vary wherever one of its inputs does; JAX has no such rule for a new primitive.
     axes = varying_axes(*arrays)
     outputs = kernel_p.bind(*arrays, op=op, options=tuple(sorted(given.items())))

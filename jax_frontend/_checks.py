@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.experimental import checkify
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
+from ._values import check_later
 
 FLOATS = ("bfloat16", "float32")
 
@@ -115,7 +115,7 @@ def rounding_of(op: str, argument: str, rounding: Any) -> Rounding:
 def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed: str) -> None:
     """Raise ValueError, or report to checkify, unless the scalar `ok` holds."""
     if isinstance(ok, Tracer):
-        checkify.debug_check(ok, f"{op}: {argument}: got {{got}}; {allowed}", got=got)
+        check_later(ok, f"{op}: {argument}: got {{got}}; {allowed}", got)
     elif not ok:
         fail(ValueError, op, argument, got, allowed)
 

@@ -8,6 +8,8 @@ jax.vmap                       guard: NotImplementedError
 grad of grad, of an op         the kernels' primitive (_call.py) has no derivative: NotImplementedError
 """
 
+import math
+import warnings
 from typing import Any
 
 import jax
@@ -16,14 +18,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..core_kernels.launch import fail
-from ._call import vary_alike
+from ._call import vary_alike, whole
 
 _guard_p, _linear_p = Primitive("mxep_guard"), Primitive("mxep_linear")
 
 
-def reverse_only(op: str, tree: Any, rows: str = "all rows in one call") -> Any:
-    """The arguments of `op`, on which every other transform raises. rows: the remedy for a vmap."""
-    return jax.tree.map(lambda leaf: _guard_p.bind(leaf, op=op, rows=rows) if _is_float(leaf) else leaf, tree)
+def reverse_only(op: str, tree: Any, rows: str = "all rows in one call", together: str = "") -> Any:
+    """The arguments of `op`, on which every other transform raises. rows: the remedy for a vmap. together: a warning,
+    with {op} and {count}, if a program is compiled for several devices outside of a shard_map over all of them."""
+    given = {"op": op, "rows": rows, "together": together}
+    return jax.tree.map(lambda leaf: _guard_p.bind(whole(leaf), **given) if _is_float(leaf) else whole(leaf), tree)
 
 
 def arguments(op: str, *trees: Any) -> tuple[Any, ...]:
@@ -35,11 +39,11 @@ def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _guard_jvp(primals, tangents, *, op: str, rows: str):
+def _guard_jvp(primals, tangents, *, op: str, rows: str, together: str):
     (x,), (tangent,) = primals, tangents
     if not isinstance(tangent, ad.Zero):
         tangent = _linear_p.bind(tangent, op=op)
-    return _guard_p.bind(x, op=op, rows=rows), tangent
+    return _guard_p.bind(x, op=op, rows=rows, together=together), tangent
 
 
 def _no_forward_mode(*_args, op: str, **_params):
@@ -47,13 +51,24 @@ def _no_forward_mode(*_args, op: str, **_params):
     fail(NotImplementedError, op, "transform", "forward mode (jax.jvp, jacfwd, linearize, hessian)", allowed)
 
 
-def _no_vmap(*_args, op: str, rows: str):
+def _no_vmap(*_args, op: str, rows: str, together: str):
     fail(NotImplementedError, op, "transform", "jax.vmap", f"allowed: {rows}, without the vmap; or jax.lax.map")
+
+
+def _lower_guard(ctx, x, *, op: str, rows: str, together: str):
+    # The context of jit counts devices; that of shard_map has a mesh, with axes that are manual and others.
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    automatic = [] if mesh is None else [n for axis, n in mesh.shape.items() if axis not in context.manual_axes]
+    count = context.num_devices if mesh is None else math.prod(automatic)
+    if together and count > 1:
+        warnings.warn(together.format(op=op, count=count), stacklevel=1)
+    return [x]
 
 
 _guard_p.def_impl(lambda x, **_: x)
 _guard_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(_guard_p, lambda _ctx, x, **_: [x])
+mlir.register_lowering(_guard_p, _lower_guard)
 ad.primitive_jvps[_guard_p] = _guard_jvp
 batching.primitive_batchers[_guard_p] = _no_vmap
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from .. import cpp_bindings
-from ..core_kernels.launch import ArrayType, KernelOp
+from ..core_kernels.launch import ArrayType, KernelOp, fail
 from . import _cpu_gemm, _device, _triton
 from ._call import Options, array_type, aval, call, kernel_p
 
@@ -55,5 +55,12 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
+def _no_platform(ctx, *_operands, op: KernelOp, options: Options):
+    got = " and ".join(ctx.module_context.platforms)
+    allowed = "allowed: cpu and cuda; `jax.eval_shape` gives shapes on every platform"
+    fail(NotImplementedError, op.name, "platform", got, allowed)
+
+
+mlir.register_lowering(kernel_p, _no_platform)
 mlir.register_lowering(kernel_p, _lower_cpu, platform="cpu")
 mlir.register_lowering(kernel_p, _lower_cuda, platform="cuda")

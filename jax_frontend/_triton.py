@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from ..core_kernels.launch import KernelOp, Launch
 from . import _device
 
+TRITON_TARGET = "triton_kernel_call"
+"""The custom call of jax-triton."""
+
 
 @cache
 def _jax_triton() -> ModuleType:
@@ -45,6 +48,7 @@ def call(op: KernelOp, launch: Launch, *arrays: jax.Array) -> tuple[jax.Array, .
         out_shape=out_shape,
         grid=launch.grid,
         name=op.name,
+        custom_call_target_name=TRITON_TARGET,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         enable_fp_fusion=False,  # as in torch_frontend/_launch.py: kernels call fma where it is meant

@@ -3,13 +3,16 @@
 from typing import Literal
 
 import jax
+from jax.export import DisabledSafetyCheck
 
 from ..core_kernels.dispatch import IMPLEMENTATIONS, Capability
 from ..core_kernels.launch import fail
 from . import _cpu_gemm, _device
+from ._launch import CPP_TARGETS, CUDA_TARGETS
+from ._triton import TRITON_TARGET
 from .ops import OPS
 
-__all__ = ["Capability", "capabilities"]
+__all__ = ["Capability", "capabilities", "export_checks"]
 
 
 def capabilities(platform: Literal["cpu", "cuda"] | None = None) -> dict[str, Capability]:
@@ -31,3 +34,17 @@ def capabilities(platform: Literal["cpu", "cuda"] | None = None) -> dict[str, Ca
         return dict.fromkeys(OPS, Capability("", dict.fromkeys(IMPLEMENTATIONS, str(error))))
     matmul = dict.fromkeys(_cpu_gemm.GEMMS, "jax matmul")
     return {name: _device.capability(op, platform, matmul.get(name, "")) for name, op in OPS.items()}
+
+
+def export_checks() -> list[DisabledSafetyCheck]:
+    """The kernels, as `jax.export.export` takes custom calls whose stability it cannot know, for both platforms.
+
+        exported = jax.export.export(jax.jit(f), disabled_checks=export_checks())(x)
+
+    A program of bytes runs where mxep.jax_frontend is imported, with the kernels of the version that exported it.
+
+    >>> any("mxep.quantize_row" in str(check) for check in export_checks())
+    True
+    """
+    targets = {*CPP_TARGETS.values(), *CUDA_TARGETS.values(), TRITON_TARGET}
+    return [DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]

@@ -83,16 +83,24 @@ def check_replicas(op: str, tokens: TokenReplicas) -> None:
         check_shape(op, name, slots, (rows,), "top_k slots per token", "int")
 
 
-def axis_size(op: str, axes: Axes | None, argument: str = "axis_name") -> int:
-    """The ranks along mesh axes of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
-    allowed = "allowed: a mesh axis of the enclosing jax.shard_map, a tuple of them, or None"
+_AN_AXIS = "allowed: a mesh axis of the enclosing jax.shard_map, a tuple of them, or None"
+
+
+def axis_names(op: str, argument: str, axes: Axes | None) -> tuple[str, ...]:
+    """Mesh axes as a tuple; TypeError unless they are names."""
     names = axes if isinstance(axes, tuple) else (axes,)
     if axes is not None and not all(isinstance(name, str) for name in names):
-        fail(TypeError, op, argument, repr(axes), allowed)
+        fail(TypeError, op, argument, repr(axes), _AN_AXIS)
+    return () if axes is None else tuple(map(str, names))
+
+
+def axis_size(op: str, axes: Axes | None, argument: str = "axis_name") -> int:
+    """The ranks along mesh axes of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
+    names = axis_names(op, argument, axes)
     try:
-        return 1 if axes is None else lax.axis_size(axes)
+        return lax.axis_size(names) if names else 1
     except NameError:
-        fail(ValueError, op, argument, repr(axes), allowed)
+        fail(ValueError, op, argument, repr(axes), _AN_AXIS)
 
 
 def plan_exchange(counts: jax.Array, axis_name: Axes | None, *, num_rows: int, capacity: int | None = None) -> Exchange:

@@ -20,7 +20,7 @@ row of out; its gradient has a part of each.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from ._call import jitted, vary_alike
 from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type
 from ._derivatives import reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
-from .permute import gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
+from .permute import ends_of, gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     along_tokens,
     bias_gradient,
@@ -48,8 +48,13 @@ from .products import (
     token_operand,
     weight_gradient,
 )
+from .remat import GATE, UP, named
 from .swiglu import row_probabilities
 from .weights import NoValues, Weights, check_weights, cotangent_of, for_call, resolve_compute, saved
+
+if TYPE_CHECKING:
+    from .ops import RowMap
+    from .pipeline import Route
 
 
 class Options(NamedTuple):
@@ -88,6 +93,7 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
     w1, w3, w2 = for_call(w1, recipe, x_grad), for_call(w3, recipe, x_grad), for_call(w2, recipe, h_grad)
     rows, tokens = quantize_activation(x, group_ends, recipe)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
+    gate, up = named(gate, GATE), named(up, UP)
     residuals = (
         NoValues(x.dtype) if tokens else x,
         tokens,
@@ -164,7 +170,7 @@ def grouped_swiglu_ffn(
     w1: Weights,
     w3: Weights,
     w2: Weights,
-    group_ends: jax.Array,
+    group_ends: "jax.Array | RowMap | Route",
     prob: jax.Array | None = None,
     *,
     b1: jax.Array | None = None,
@@ -182,7 +188,8 @@ def grouped_swiglu_ffn(
         dequantize an MXArray.
     w1, w3: (G, F, D), w2: (G, D, F), bf16 or fp32; D and F are multiples of 32, unless the recipe is "bf16". Or their
         QuantizedWeights, made with the same recipe, whose `values` get the gradients.
-    group_ends: (G,) int32, the end of each group of rows. Rows past the last end give zeros.
+    group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
+        them. Rows past the last end give zeros.
     prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2; None is a weight of 1.
     b1, b3: (F,) for all groups or (G, F), b2: (D,) or (G, D), bf16 or fp32; or None. They are added to fp32 sums. With
         b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2 and prob the
@@ -219,6 +226,7 @@ def grouped_swiglu_ffn(
     for (name, shape), weight in zip(shapes.items(), (w1, w3, w2), strict=True):
         if weight.shape != shape:
             fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
+    group_ends = ends_of(op, group_ends, x.shape[0])
     check_shape(op, "group_ends", group_ends, w1.shape[:1], "one end per group of w1", "int")
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")

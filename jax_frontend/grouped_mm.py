@@ -13,6 +13,7 @@ MXArray enters as its bytes, and so does the gradient of an MXGradArray.
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from ._call import jitted, vary_alike
 from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type, dtype_name
 from ._derivatives import reverse_only
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
-from .permute import pad_groups, unpermute_hp_fwd_mxfp8_bwd
+from .permute import ends_of, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     bias_gradient,
     input_gradient,
@@ -35,6 +36,10 @@ from .products import (
     weight_gradient,
 )
 from .weights import Layout, NoValues, Weights, check_weights, cotangent_of, for_call, resolve_compute, saved
+
+if TYPE_CHECKING:
+    from .ops import RowMap
+    from .pipeline import Route
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
@@ -86,7 +91,7 @@ def unchecked_grouped_mm(
 def grouped_mm(
     x: jax.Array | MXArray,
     w: Weights,
-    group_ends: jax.Array,
+    group_ends: "jax.Array | RowMap | Route",
     *,
     recipe: Recipe | str = "mxfp8",
     bias: jax.Array | None = None,
@@ -100,7 +105,8 @@ def grouped_mm(
         dequantize an MXArray.
     w: (G, N, K) bf16 or fp32, as a linear layer stores it; or its QuantizedWeights, made with the same recipe, whose
         `values` get the gradient. K and N are multiples of 32, unless the recipe is "bf16".
-    group_ends: (G,) int32, the end of each group of rows. Rows past the last end give zeros.
+    group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
+        them. Rows past the last end give zeros.
     recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
         `Recipe.compute` "auto" follows `jax.default_backend()`, or `lower_for`, when the call is traced. A folded
         product runs on every backend.
@@ -133,6 +139,7 @@ def grouped_mm(
     check_weights(op, "w", w, recipe)
     if w.ndim != 3 or len(x.shape) != 2:
         fail(ValueError, op, "x, w", f"shapes {x.shape}, {w.shape}", "allowed: (M, K) and (G, N, K)")
+    group_ends = ends_of(op, group_ends, x.shape[0])
     check_shape(op, "group_ends", group_ends, w.shape[:1], "one end per group of w", "int")
     if bias is not None:
         bias = check_bias(op, "bias", bias, *w.shape[:2])

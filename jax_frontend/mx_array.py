@@ -152,6 +152,10 @@ class MXGradArray:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
     __neg__ = __pow__ = __matmul__ = __rmatmul__ = __getitem__ = _no_arithmetic
 
+    def __jax_array__(self) -> jax.Array:
+        """jnp functions call this."""
+        return self._no_arithmetic()
+
     def once(self, op: str) -> "MXGradArray":
         """This array, for the one op that sends its gradient; ValueError for a second one."""
         if self.__dict__.get("_taken"):

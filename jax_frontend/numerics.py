@@ -20,6 +20,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import moe, ops
 from ._checks import check_floats
+from .moe_params import check_params
 from .products import bias_of_rows
 from .weighted_combine import weigh_slots
 from .weights import MX, QuantizedWeights
@@ -137,7 +138,7 @@ def _check(params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Ar
         fail(ValueError, OP, "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
     if dout is not None and dout.shape != x.shape:
         fail(ValueError, OP, "dout", f"shape {dout.shape}", f"allowed: {x.shape}, x's")
-    moe._check_params(params, config, None)
+    check_params(params, config, None)
     weights = {name: _values_of(w) for name, w in (("router", params["router"]), *params["experts"].items())}
     for name, value in {**weights, "x": x, "dout": dout}.items():
         if value is not None and not jnp.isfinite(value).all():

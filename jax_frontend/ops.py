@@ -8,12 +8,7 @@ raise ValueError (shape, value) or TypeError (dtype) while tracing. `rounding` i
 `out_dtype` a dtype or its name. The differentiable functions are in mxep.jax_frontend. In a jit that shards its
 arrays without shard_map, XLA gathers the inputs of a kernel first.
 
-`jax.export.export` takes the kernels, which are custom calls ("mxep.cuda." on a GPU), by name; `checkify.checkify`
-first
-removes the checks of values, which are not serialized:
-
-    kernels = [jax.export.DisabledSafetyCheck.custom_call(f"mxep.{op}") for op in ops.OPS]
-    jax.export.export(jax.jit(f), disabled_checks=kernels)(x)
+`jax.export.export` takes the kernels, which are custom calls, by name: `export_checks()` lists them.
 """
 
 from collections import namedtuple

@@ -151,6 +151,17 @@ def pad_groups(x: Any, group_ends: jax.Array, alignment: int) -> tuple[Any, RowM
     return permute(x, jnp.diff(ends, prepend=0), 1, group_ends.shape[0], alignment)
 
 
+def ends_of(op: str, group_ends: Any, rows: int) -> Any:
+    """group_ends, or those of the RowMap or Route that laid out the rows; ValueError if it laid out others."""
+    maps = getattr(group_ends, "row_map", None) if not isinstance(group_ends, RowMap) else group_ends
+    if not isinstance(maps, RowMap):
+        return group_ends
+    if maps.row_map.shape[0] != rows:
+        got = f"those of {maps.row_map.shape[0]} rows"
+        fail(ValueError, op, "group_ends", got, f"allowed: the RowMap or Route that laid out these {rows} rows")
+    return maps.group_ends
+
+
 def _row_map(op, x, counts, ep_degree, num_local_experts, alignment, rank_rows) -> RowMap:
     argument = "mx" if isinstance(x, MXArray) else "x"
     check_matrix(op, argument, x)

@@ -33,6 +33,7 @@ from .ep import (
 from .mx_array import MXArray, MXGradArray
 from .ops import RowMap
 from .permute import gather_rows, permute, spread_rows, unpermute_hp_fwd_mxfp8_bwd
+from .remat import ROWS, named
 from .weighted_combine import weighted_combine
 from .weights import recipe_of
 
@@ -114,6 +115,7 @@ def dispatch(
     if recipe.mx:
         received = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, exchange, recipe.rounding)
     groups, row_map = permute(received, exchange, group_size_multiple_of=recipe.alignment)
+    groups = named(groups, ROWS)
     order, slots = (rows.order, rows.inverse) if isinstance(rows, TokenReplicas) else (None, None)
     return groups, row_map.padded_counts, Route(row_map, exchange, order, slots, recipe, top_k)
 
@@ -132,7 +134,7 @@ def _on_one_rank(
         # order[-1] is the appended -1: a padding row is the replica of no token.
         order, slots, top_k = jnp.append(rows.order, -1)[order], slots[rows.inverse], rows.top_k
     values: Any = MXArray.quantize(x, recipe.rounding) if recipe.mx else x
-    groups = spread_rows(values, order, slots, max(top_k, 1))
+    groups = named(spread_rows(values, order, slots, max(top_k, 1)), ROWS)
     return groups, row_map.padded_counts, Route(row_map, None, order, slots, recipe, top_k)
 
 

@@ -23,14 +23,19 @@ def ragged_dot_mxfp8(
     group_sizes: jax.Array,
     *,
     recipe: Recipe | str = "mxfp8",
+    precision: None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
+    group_offset: None = None,
 ) -> jax.Array:
     """Multiply each group of rows by its own matrix in MXFP8, with the signature of `jax.lax.ragged_dot`;
     differentiable in lhs and rhs.
 
     lhs: (M, K) bf16 or fp32. rhs: (G, K, N) bf16 or fp32, or its QuantizedWeights, made with the same recipe. K and N
         are multiples of 32, unless the recipe is "bf16".
-    group_sizes: (G,) of any integer dtype and any sizes; rows past their sum give zeros.
+    group_sizes: (G,) of any integer dtype and any sizes, or tokamax's RaggedDotGroupSizes; rows past their sum give
+        zeros.
+    precision, group_offset: None. The recipe is the precision. An offset leaves rows out in front: drop them from lhs,
+        and their groups from group_sizes, before the call.
     recipe: as in `grouped_mm`. With "mxfp8" the rows are copied into groups padded to the recipe's alignment, and back.
 
     Returns (M, N) of preferred_element_type, bf16 or fp32; None is fp32 if lhs or rhs is, else bf16. The gradients have
@@ -42,6 +47,12 @@ def ragged_dot_mxfp8(
     Raises ValueError (shapes, an unknown recipe, QuantizedWeights of another recipe) and TypeError (dtypes).
     """
     op, recipe = "ragged_dot_mxfp8", resolve_compute("ragged_dot_mxfp8", recipe)
+    if precision is not None:
+        fail(NotImplementedError, op, "precision", repr(precision), "allowed: None; recipe says how operands are held")
+    if group_offset is not None:
+        allowed = "allowed: None; call with the rows and sizes of the groups of rhs alone"
+        fail(NotImplementedError, op, "group_offset", repr(group_offset), allowed)
+    group_sizes = getattr(group_sizes, "value", group_sizes)  # of tokamax
     check_floats(op, "lhs", lhs)
     check_weights(op, "rhs", rhs, recipe)
     check_integers(op, "group_sizes", group_sizes)

@@ -21,6 +21,7 @@ from ._call import jitted
 from ._checks import check_floats, check_integers, check_matrix, check_shape, dtype_name, rounding_of
 from ._derivatives import arguments
 from .mx_array import MXGradArray
+from .remat import OUTPUTS, named
 
 
 class _Options(NamedTuple):
@@ -59,7 +60,7 @@ def _weighted(rows: Any, probs: jax.Array, slots: jax.Array, order: jax.Array, o
 
 
 def _weighted_fwd(rows, probs, slots, order, options):
-    values = rows.value if isinstance(rows, MXGradArray) else rows
+    values = named(rows.value if isinstance(rows, MXGradArray) else rows, OUTPUTS)
     return _sum(rows, probs, slots, options), (values, probs, slots, order)
 
 

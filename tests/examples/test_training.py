@@ -209,7 +209,7 @@ def test_jax_trains_in_two_processes_as_in_one(run, tmp_path):
         (train_torch, ("--device", "gpu"), "--device: got gpu for process 0 of this machine, which has 0 GPU(s)"),
         (train_jax, ("--ep", "2", "--num-processes", "2"), "--coordinator: got None with --num-processes 2"),
         (train_jax, ("--process-id", "1"), "--process-id: got 1; allowed: 0 to 0"),
-        (train_jax, ("--num-processes", "3"), "--num-processes: got 3; allowed: divisors of --ep 1"),
+        (train_jax, ("--num-processes", "3"), "--num-processes: got 3; allowed: divisors of 1 ranks, --dp x --ep"),
         (train_jax, ("--local-devices", "0"), "--local-devices: got [0] with one process"),
         (train_torch, ("--device", "cpu", "--data", "nowhere"), "--data: got 'nowhere', which does not exist"),
         (

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 from mxep import jax_frontend as mxep
 from mxep.jax_frontend import MoEConfig, MXArray, Rounding, ops
 
@@ -45,6 +46,7 @@ PADDED = normal(MAPS.row_map.shape[0], K, seed=6)
 BLOCKED = ops.block_scales(SF, ENDS)
 CONFIG = MoEConfig(K, F, num_experts=G, top_k=1)
 PARAMS = {"router": normal(G, K, dtype="float32"), "experts": {"w1": W1, "w3": W1, "w2": W2}}
+MESH = jax.make_mesh((1, 1), ("data", "expert"), (AxisType.Auto,) * 2, devices=jax.devices("cpu")[:1])
 HELD = mxep.quantize_weights(W)
 SCALES = {"rounding": "rceil", "satfinite": False}
 GLU = {"gate": GATE, "up": GATE, "prob": PROB}
@@ -122,7 +124,22 @@ CALLS: dict[str, dict[str, Any]] = {
         "selection_bias": None,
         "axis_name": None,
         "token_axes": None,
+        "tensor_axis": None,
     },
+    "moe.sharded_apply": {
+        "params": PARAMS,
+        "x": X,
+        "config": CONFIG,
+        "tokens": PartitionSpec(("data", "expert")),
+        "expert_axis": "expert",
+        "fsdp_axis": "data",
+        "tensor_axis": None,
+        "mesh": MESH,
+        "experts": None,
+        "weights": None,
+        "selection_bias": None,
+    },
+    "moe.specs": {"config": CONFIG, "expert_axis": "expert", "fsdp_axis": "data", "tensor_axis": "tensor"},
     "moe.init": {"key": jax.random.key(0), "config": CONFIG, "dtype": "float32"},
     "grouped_mm": {
         "x": X,
@@ -141,6 +158,8 @@ CALLS: dict[str, dict[str, Any]] = {
         "rhs": W.mT,
         "group_sizes": COUNTS,
         "recipe": "mxfp8",
+        "precision": None,
+        "group_offset": None,
         "preferred_element_type": "float32",
     },
     "route": {"logits": normal(M, G), "top_k": 1, "selection_bias": jnp.zeros(G), **ROUTING},
@@ -167,6 +186,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "out_dtype": "float32",
         "rounding": "rceil",
     },
+    "export_checks": {},
     "ops.block_scales": {"sf": SF, "group_ends": ENDS},
     "ops.combine": {"rows": X, "slots": SLOTS, "probs": TOKEN_PROBS, "out_dtype": "float32"},
     "ops.combine_bwd": {"dy": DY, "rows": X, "slots": SLOTS, "order": ORDER, "probs": TOKEN_PROBS},
@@ -203,8 +223,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.swiglu_row": {**GLU, **SCALES, **NUMBERS},
     "ops.unblock_scales": {"blocked": BLOCKED, "group_ends": ENDS, "num_rows": M, "num_scales": K // 32},
 }
-# Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report,
-# which reads values and is no function of jit (tests/test_numerics_report.py).
+# Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report
+# and the metrics, which read values and are no functions of jit (tests/test_numerics_report.py, tests/test_metrics.py).
 for _name, _op in ops.OPS.items():
     if f"ops.{_name}" not in CALLS:
         _defaults = {key: option.default for key, option in _op.options.items()}
@@ -213,6 +233,7 @@ for _name, _op in ops.OPS.items():
 RECORDS = {
     "NumericsReport", "numerics_report", "MoEMetrics", "moe_metrics",  # test_metrics.py
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
+    "save_mx_rows",
     "Recipe", "Rounding", "Route", "Routing", "TokenReplicas", "pack_expert_weights",  # tests/test_expert_blocks.py
 }  # fmt: skip
 

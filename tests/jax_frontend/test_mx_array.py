@@ -172,3 +172,12 @@ def test_quantizing_and_dequantizing_pass_the_gradient() -> None:
     np.testing.assert_array_equal(mx.packed(), ops.quantize_row_packed(x))
     assert (mx.shape, mx.dtype) == ((4, 64), jnp.float32)
     assert len(jax.tree.leaves(mx)) == 3
+
+
+@pytest.mark.parametrize("misuse", [jnp.sum, jnp.sin, lambda x: x * 2, lambda x: jnp.dot(x, x)], ids=str)
+def test_an_mx_gradient_in_arithmetic_names_the_way_out(misuse) -> None:
+    wrapped = MXGradArray.wrap(jnp.ones((4, 32)))
+    with pytest.raises(TypeError, match=r"MXGradArray.*allowed: .* use `.value` elsewhere"):
+        misuse(wrapped)
+    with pytest.raises(TypeError, match=r"MXGradArray.*allowed: .* use `.value` elsewhere"):
+        jax.jit(lambda x: misuse(MXGradArray.wrap(x)))(jnp.ones((4, 32)))

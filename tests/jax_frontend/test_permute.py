@@ -7,10 +7,15 @@ import pytest
 from mxep.jax_frontend import (
     MXArray,
     MXGradArray,
+    TokenReplicas,
+    dispatch,
     gather_rows,
+    grouped_mm,
+    grouped_swiglu_ffn,
     ops,
     permute,
     permute_mxfp8_fwd_hp_bwd,
+    sort_by_expert,
     spread_rows,
     unpermute_hp_fwd_mxfp8_bwd,
 )
@@ -83,3 +88,16 @@ def test_copies_may_lie_in_padded_groups(mx: bool) -> None:
 def test_a_bad_argument_is_named(call, error, message) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_rows_bring_their_group_ends() -> None:
+    """A Route or a RowMap stands for its group ends, and only for rows that it laid out."""
+    order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+    groups, _, laid = dispatch(TokenReplicas(jnp.ones((2, 32)), order, inverse, top_k=2), counts)
+    w = jnp.ones((3, 32, 32))
+    for product in (grouped_mm, lambda x, w, ends: grouped_swiglu_ffn(x, w, w, w, ends)):
+        want = product(groups, w, laid.group_ends)
+        for ends in (laid, laid.row_map):
+            np.testing.assert_array_equal(product(groups, w, ends), want)
+        with pytest.raises(ValueError, match=r"group_ends: got those of 128 rows; allowed: the RowMap or Route"):
+            product(groups.dequantize()[:96], w, laid)

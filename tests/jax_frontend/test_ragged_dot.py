@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -211,3 +212,18 @@ SIZES_OK = sizes_of("any")
 def test_a_bad_argument_is_named(call, error, message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_arguments_of_other_libraries() -> None:
+    class GroupSizes(NamedTuple):
+        """As tokamax.RaggedDotGroupSizes."""
+
+        value: jax.Array
+        representative_value: tuple[int, ...]
+
+    sizes = jnp.array([64, 64, 64])
+    got = ragged_dot_mxfp8(LHS, RHS, GroupSizes(sizes, (64, 64, 64)))
+    np.testing.assert_array_equal(got, ragged_dot_mxfp8(LHS, RHS, sizes, precision=None, group_offset=None))
+    for name, value in (("precision", jax.lax.Precision.HIGHEST), ("group_offset", jnp.array([1]))):
+        with pytest.raises(NotImplementedError, match=rf"ragged_dot_mxfp8: {name}: got .*; allowed: None; "):
+            ragged_dot_mxfp8(LHS, RHS, sizes, **{name: value})
