@@ -39,6 +39,7 @@ from .permute import sort_by_expert
 from .pipeline import combine, dispatch, dispatch_probs
 from .router import Routing, chosen_outside, router_logits
 from .router import route as choose_experts
+from .weighted_combine import sum_of_slots, weigh_slots
 from .weights import Weights, recipe_of
 
 _TOGETHER = (
@@ -132,17 +133,18 @@ def apply(
     parts = ep.axis_names(op, "tensor_axis", tensor_axis)
     x_TD, probs_TK = vary(x_TD, parts), vary(probs_TK, parts)
     tokens = TokenReplicas(x_TD.astype(jnp.bfloat16), order, inverse, experts_TK.shape[1])
+    if config.prob_in == "input":
+        tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
     ranks = {"axis_name": axis_name, "capacity": config.capacity}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
-    if config.prob_in == "swiglu":
-        out = _experts(params["experts"], groups, route.group_ends, dispatch_probs(probs_TK, route), config, parts)
-        y_TD = combine(out, route, out_dtype=x_TD.dtype)
-    else:
-        out = _experts(params["experts"], groups, route.group_ends, None, config, parts)
-        y_TD = combine(out, route, probs_TK, out_dtype=x_TD.dtype)
+    inside = dispatch_probs(probs_TK, route) if config.prob_in == "swiglu" else None
+    out = _experts(params["experts"], groups, route.group_ends, inside, config, parts)
+    y_TD = combine(out, route, probs_TK if config.prob_in == "combine" else None, out_dtype=x_TD.dtype)
+    if config.prob_in == "input":
+        y_TD = sum_of_slots(y_TD, experts_TK.shape[1], x_TD.dtype)
     if config.shared_hidden_dim is not None:
-        y_TD += _shared(params["shared_expert"], x_TD, config).astype(y_TD.dtype)
+        y_TD += _shared(params, x_TD, config).astype(y_TD.dtype)
     y_TD = _total(y_TD, tensor_axis)
     overflow = route.overflow
     counts, overflow, shares_E = (_total(s, token_axes) for s in (counts, overflow, shares_E))
@@ -269,15 +271,18 @@ def _route(params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: j
     return choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)
 
 
-def _shared(expert: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:
-    """(T, D) bf16: the shared expert, one group of all tokens."""
+def _shared(params: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:
+    """(T, D): the shared expert, one group of all tokens, times its gate."""
     ends = jnp.full((1,), x_TD.shape[0], jnp.int32)
-    weights = _local(expert, varying_axes(x_TD))
+    weights = _local(params["shared_expert"], varying_axes(x_TD))
     pad = bool(x_TD.shape[0] % BLOCK)
     options = {"recipe": config.recipe, "activation": config.activation, "pad_token_groups": pad}
     out = grouped_swiglu_ffn(x_TD.astype(jnp.bfloat16), *weights, ends, **options)
     assert isinstance(out, jax.Array)
-    return out
+    if not config.shared_gate:
+        return out
+    gate_T1 = x_TD @ vary(params["shared_gate"], varying_axes(x_TD)).astype(x_TD.dtype).T
+    return jax.nn.sigmoid(gate_T1.astype(jnp.float32)) * out
 
 
 def _experts(

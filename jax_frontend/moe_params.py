@@ -25,7 +25,7 @@ from .router import GroupScore, ScoreFunc
 from .weights import check_weights, recipe_of, resolve_compute
 
 Params = dict[str, Any]
-PROB_IN = ("combine", "swiglu")
+PROB_IN = ("combine", "swiglu", "input")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,11 @@ class MoEConfig:
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
-    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h
-        is rounded; the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the
-        fp32 sum of the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own.
+    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
+        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
+        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
+        experts' input, as Llama 4 does; x then has a row per token and expert.
     capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
     bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
         the experts and of the shared one, which has no bias.
@@ -60,7 +62,7 @@ class MoEConfig:
     normalize: bool = True
     recipe: Recipe | str = "mxfp8"
     capacity: int | None = None
-    prob_in: Literal["combine", "swiglu"] = "swiglu"
+    prob_in: Literal["combine", "swiglu", "input"] = "swiglu"
     route_scale: float = 1.0
     num_groups: int = 1
     top_k_groups: int = 1
@@ -68,6 +70,7 @@ class MoEConfig:
     force_balance: bool = False
     router_bias: bool = False
     shared_hidden_dim: int | None = None
+    shared_gate: bool = False
     bias: bool = False
     activation: SwiGLU = PLAIN
 
@@ -83,11 +86,13 @@ class MoEConfig:
                 fail(ValueError, "MoEConfig", name, size, f"allowed: positive multiples of {BLOCK}")
         if self.num_experts < 1:
             fail(ValueError, "MoEConfig", "num_experts", self.num_experts, "allowed: at least 1")
-        for name in ("normalize", "router_bias"):
+        for name in ("normalize", "router_bias", "shared_gate"):
             check_type("MoEConfig", name, getattr(self, name), bool)
+        if self.shared_gate and self.shared_hidden_dim is None:
+            fail(ValueError, "MoEConfig", "shared_gate", True, "allowed: with shared_hidden_dim")
         check_options("MoEConfig", self.num_experts, top_k=self.top_k, **self.route_options)
         if self.prob_in not in PROB_IN:
-            allowed = f"allowed: {' or '.join(map(repr, PROB_IN))}"
+            allowed = f"allowed: {', '.join(map(repr, PROB_IN))}"
             fail(ValueError, "MoEConfig", "prob_in", repr(self.prob_in), allowed)
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
@@ -111,7 +116,7 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
     """Draw the parameters {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normal
     distributions with standard deviation 1 / sqrt(fan in). With bias experts also have "b1", "b3" (E, F) and "b2"
     (E, D), zeros; with router_bias also {"router_bias": (E,)}, zeros; with a shared expert {"shared_expert": {"w1",
-    "w3": (1, S, D), "w2": (1, D, S)}}, S = shared_hidden_dim.
+    "w3": (1, S, D), "w2": (1, D, S)}}, S = shared_hidden_dim; with shared_gate also {"shared_gate": (1, D)}.
 
     key: a key of jax.random. dtype: of the parameters, bf16 or fp32. Raises TypeError for other arguments.
 
@@ -135,6 +140,8 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
         params["router_bias"] = jnp.zeros(e, dtype)
     if (s := config.shared_hidden_dim) is not None:
         params["shared_expert"] = _draw(jax.random.fold_in(key, 1), shapes(1, d, s), dtype)
+    if config.shared_gate:
+        params |= _draw(jax.random.fold_in(key, 2), {"shared_gate": (1, d)}, dtype)
     return params
 
 
@@ -177,8 +184,9 @@ def specs(
     biases = {"b1": (tensor_axis,), "b3": (tensor_axis,), "b2": ()}
     experts = split | {name: biases[name] for name in config.bias_shapes}
     tree: Params = {"router": PartitionSpec(), "experts": {n: _spec(expert_axis, *of) for n, of in experts.items()}}
-    if config.router_bias:
-        tree["router_bias"] = PartitionSpec()
+    for name, present in (("router_bias", config.router_bias), ("shared_gate", config.shared_gate)):
+        if present:
+            tree[name] = PartitionSpec()
     if config.shared_hidden_dim is not None:
         tree["shared_expert"] = {name: _spec(None, *of) for name, of in split.items()}
     return tree
@@ -198,6 +206,7 @@ def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tens
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
         fail(TypeError, op, "params", type(params).__name__, layout)
     optional = {"shared_expert": config.shared_hidden_dim is not None, "router_bias": config.router_bias}
+    optional["shared_gate"] = config.shared_gate
     for name, wanted in optional.items():
         if wanted != (name in params):
             got = f"no {name!r}" if wanted else repr(name)
@@ -216,6 +225,7 @@ def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tens
             fail(ValueError, op, f"config.{name}", size, allowed)
     f = config.hidden_dim // parts
     routers = {"router": (e, d)} | ({"router_bias": (e,)} if config.router_bias else {})
+    routers |= {"shared_gate": (1, d)} if config.shared_gate else {}
     holders = {"router": (params, routers), "experts": (params.get("experts", {}), shapes(local, d, f))}
     if config.shared_hidden_dim is not None:
         holders["shared_expert"] = params["shared_expert"], shapes(1, d, config.shared_hidden_dim // parts)

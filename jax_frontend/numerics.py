@@ -22,6 +22,7 @@ from . import moe, ops
 from ._checks import check_floats
 from .moe_params import check_params
 from .products import bias_of_rows
+from .weighted_combine import weigh_slots
 from .weights import MX, QuantizedWeights
 
 OP = "numerics_report"
@@ -85,8 +86,9 @@ def numerics_report(
     def tokens(name: str, pair: MX) -> None:
         of[name] = _tokens(*pair, ends)
 
-    packed = ops.quantize_row_packed(x_TD.astype(jnp.bfloat16), rounding=rounding)
-    x_P = rows("x", ops.permute_mx(packed, token_P))
+    sent, from_P = (weigh_slots(x_TD, probs_TK), slot_P) if config.prob_in == "input" else (x_TD, token_P)
+    packed = ops.quantize_row_packed(sent.astype(jnp.bfloat16), rounding=rounding)
+    x_P = rows("x", ops.permute_mx(packed, from_P))
     b1, b3 = (params["experts"].get(name) for name in ("b1", "b3"))
     gate = _product(x_P, weight("w1", ops.quantize_row(w1, rounding=rounding)), ends, b1)
     up = _product(x_P, weight("w3", ops.quantize_row(w3, rounding=rounding)), ends, b3)
@@ -94,7 +96,7 @@ def numerics_report(
     weight("w2", ops.quantize_row(w2, rounding=rounding))
 
     dout_P = ops.permute_rows(dout.reshape(x_TD.shape), token_P).astype(jnp.float32)
-    dout_P = dout_P if config.prob_in == "swiglu" else dout_P * prob_P[:, None]
+    dout_P = dout_P * prob_P[:, None] if config.prob_in == "combine" else dout_P
     d_P = rows("dout", ops.quantize_row(dout_P.astype(jnp.bfloat16), rounding=rounding))
     dh = ops.grouped_mm_mx(*d_P, *weight("w2_t", ops.quantize_col(w2, rounding=rounding)), ends)
     dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu, *numbers)

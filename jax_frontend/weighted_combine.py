@@ -38,6 +38,17 @@ def sum_slots(rows: jax.Array, slots: jax.Array) -> jax.Array:
     return ops.combine(rows, slots, jnp.zeros(0, jnp.float32), out_dtype=rows.dtype)
 
 
+def weigh_slots(x: jax.Array, probs: jax.Array) -> jax.Array:
+    """A row per slot: x (T, D) times probs (T, K), computed in fp32 -> (T K, D) bf16."""
+    rows = x[:, None].astype(jnp.float32) * probs[..., None]
+    return rows.reshape(-1, x.shape[1]).astype(jnp.bfloat16)
+
+
+def sum_of_slots(rows: jax.Array, top_k: int, out_dtype: Any) -> jax.Array:
+    """rows (T K, D), one per slot -> (T, D), summed in fp32 and rounded once."""
+    return rows.reshape(-1, top_k, rows.shape[1]).sum(1, dtype=jnp.float32).astype(out_dtype)
+
+
 def _sum(rows: jax.Array | MXGradArray, probs: jax.Array, slots: jax.Array, options: _Options) -> jax.Array:
     values = rows.value if isinstance(rows, MXGradArray) else rows
     return ops.combine(values, slots, probs, out_dtype=options.out_dtype)

@@ -1,131 +1,139 @@
-"""The expert blocks of five models in fp64, as transformers writes them: a loop over experts, packed weights.
+"""The MoE blocks of transformers as configurations of a layer: their weights and gradients under the layer's names.
 
-    x (T, D) --router--> experts, weights (T, K)          a model's `route`
-    rows of an expert --gate_up--> gate, up --> h --down--> out, times the row's weight; Llama 4 weighs the rows of x
-
-Sources: transformers 5, modeling_mixtral.py, modeling_qwen3_moe.py, modeling_deepseek_v3.py, modeling_llama4.py,
-modeling_gpt_oss.py.
+transformers' block, fp64 --weights--> {"router", "w1", ...} --> MoE, moe.apply
+        '---- output, gradients of x and of every weight ---- compared with ----'
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from mxep import torch_frontend
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-T, D, HIDDEN, E = 64, 64, 96, 8
-
-
-def _shares(scores: Tensor) -> Tensor:
-    return scores / scores.sum(-1, keepdim=True)
-
-
-def _softmax_then_choose(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    scores, experts = logits.softmax(-1).topk(top_k, -1)
-    return experts, _shares(scores)
-
-
-def _choose_in_groups(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """DeepSeek-V3: a bias for the choice alone, two of four groups by their best two, weights times 2.5."""
-    scores = logits.sigmoid()
-    biased = scores + torch.linspace(-0.1, 0.1, E, dtype=scores.dtype)
-    best = biased.view(len(scores), 4, -1).topk(2, -1)[0].sum(-1).topk(2, -1)[1]
-    allowed = F.one_hot(best, 4).sum(1).repeat_interleave(E // 4, -1).bool()
-    experts = biased.masked_fill(~allowed, 0).topk(top_k, -1)[1]
-    return experts, 2.5 * _shares(scores.gather(1, experts))
+T, D, HIDDEN, SHARED, E = 64, 64, 96, 32, 8
 
 
-def _choose_then_sigmoid(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    chosen, experts = logits.topk(top_k, -1)
-    return experts, chosen.sigmoid()
-
-
-def _choose_then_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    chosen, experts = (logits + torch.linspace(-1, 1, E, dtype=logits.dtype)).topk(top_k, -1)
-    return experts, chosen.softmax(-1)
-
-
-def _silu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
-    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
-    """layout: options of `unpack_expert_weights`. numbers: of SwiGLU. weigh_input: weights multiply the rows of x."""
+    """sizes: of the configuration. options: of MoE and MoEConfig. layout: of `unpack_expert_weights`. numbers: of
+    SwiGLU."""
 
-    route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    kind: Callable[[Any], nn.Module]
+    config: type[PretrainedConfig]
+    sizes: dict[str, Any]
     top_k: int
+    options: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, bool] = field(default_factory=dict)
-    activation: Callable[[Tensor, Tensor], Tensor] = _silu
-    numbers: dict[str, Any] = field(default_factory=dict)
-    bias: bool = False
-    weigh_input: bool = False
-    shared: bool = False
+    numbers: dict[str, float] = field(default_factory=dict)
 
-    def parameters(self) -> dict[str, Tensor]:
-        """The packed weights in fp32; "shared_gate_up" and "shared_down" of a shared expert."""
-        gen = torch.Generator().manual_seed(self.top_k)
+    @cached_property
+    def library(self) -> Any:
+        """The block with weights that are fp32 numbers, in fp64."""
+        config = self.config(hidden_size=D, **self.sizes, num_experts_per_tok=self.top_k)
+        config._experts_implementation = "eager"
+        block, generator = self.kind(config), torch.Generator().manual_seed(self.top_k)
+        for tensor in (*block.parameters(), *block.buffers()):
+            fan_in = tensor.shape[1] if self.layout.get("transposed") and tensor.dim() == 3 else tensor.shape[-1]
+            nn.init.normal_(tensor, std=1.0 if tensor.shape == (E,) else fan_in**-0.5, generator=generator)
+        return block.double()
 
-        def draw(name: str, *shape: int) -> Tensor:
-            if name.endswith("bias"):
-                return torch.randn(shape, generator=gen)
-            w = torch.randn(shape, generator=gen) * shape[-1] ** -0.5
-            return w.transpose(1, 2).contiguous() if self.layout.get("transposed") else w
+    @property
+    def x(self) -> Tensor:
+        """(T, D) fp32 of bf16 values."""
+        return torch.randn(T, D, generator=torch.Generator().manual_seed(100)).bfloat16().float()
 
-        shapes: dict[str, tuple[int, ...]] = {"gate_up": (E, 2 * HIDDEN, D), "down": (E, D, HIDDEN)}
-        if self.bias:
-            shapes |= {"gate_up_bias": (E, 2 * HIDDEN), "down_bias": (E, D)}
-        if self.shared:
-            shapes |= {"shared_gate_up": (1, 2 * HIDDEN, D), "shared_down": (1, D, HIDDEN)}
-        return {name: draw(name, *shape) for name, shape in shapes.items()}
+    @property
+    def dy(self) -> Tensor:
+        return torch.randn(T, D, generator=torch.Generator().manual_seed(101)).bfloat16().float()
 
-    def inputs(self) -> dict[str, Tensor]:
-        """x (T, D) of bf16 values, dy (T, D), experts (T, K), weights (T, K) fp32."""
-        gen = torch.Generator().manual_seed(100)
-        x, dy = (torch.randn(T, D, generator=gen).bfloat16().float() for _ in range(2))
-        experts, weights = self.route(x.double() @ torch.randn(D, E, generator=gen).double() / 8, self.top_k)
-        return {"x": x, "dy": dy, "experts": experts, "weights": weights.float()}
+    def weights(self, of: Callable[[Tensor], Any] = lambda w: w.detach().float()) -> dict[str, Tensor]:
+        """`of` each weight, in the layout and under the name of the layer's."""
+        block, experts = self.library, self.library.experts
+        router = block.gate if hasattr(block, "gate") else block.router
+        packed = {"gate_up": of(experts.gate_up_proj), "down": of(experts.down_proj)}
+        if self.options.get("bias"):
+            packed |= {"gate_up_bias": of(experts.gate_up_proj_bias), "down_bias": of(experts.down_proj_bias)}
+        parts = {"router": of(router.weight), **torch_frontend.unpack_expert_weights(**packed, **self.layout)}
+        if self.options.get("router_bias"):
+            parts["router_bias"] = of(router.bias)
+        if self.options.get("shared_gate"):
+            parts["shared_gate"] = of(block.shared_expert_gate.weight)
+        if "shared_hidden_dim" in self.options:
+            shared = block.shared_experts if hasattr(block, "shared_experts") else block.shared_expert
+            names = ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")
+            parts |= {f"shared_{name}": of(getattr(shared, theirs).weight)[None] for name, theirs in names}
+        return parts
 
-    def expert(self, x: Tensor, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None) -> Tensor:
-        transposed = self.layout.get("transposed", False)
-        both = x @ (gate_up if transposed else gate_up.T) + (biases[0] if biases else 0)
-        gate, up = (both[:, ::2], both[:, 1::2]) if self.layout.get("interleaved") else both.chunk(2, dim=-1)
-        return self.activation(gate, up) @ (down if transposed else down.T) + (biases[1] if biases else 0)
+    @property
+    def selection_bias(self) -> Tensor | None:
+        """The buffer of DeepSeek-V3's router."""
+        router = getattr(self.library, "gate", None)
+        bias = getattr(router, "e_score_correction_bias", None)
+        return None if bias is None else bias.float()
 
-    def reference(self) -> dict[str, Tensor]:
-        """ "y" and the gradients of "x", "weights" and the packed parameters, in fp64."""
-        inputs = self.inputs()
-        leaves = {name: inputs[name].double() for name in ("x", "weights")}
-        leaves |= {name: w.double() for name, w in self.parameters().items()}
-        leaves = {name: t.requires_grad_() for name, t in leaves.items()}
-        x, weights, y = leaves["x"], leaves["weights"], torch.zeros(T, D, dtype=torch.float64)
-        for e in range(E):
-            token, slot = torch.where(inputs["experts"] == e)
-            weight = weights[token, slot, None]
-            biases = (leaves["gate_up_bias"][e], leaves["down_bias"][e]) if self.bias else None
-            rows = x[token] * weight if self.weigh_input else x[token]
-            out = self.expert(rows, leaves["gate_up"][e], leaves["down"][e], biases)
-            y = y.index_add(0, token, out if self.weigh_input else out * weight)
-        if self.shared:
-            y = y + self.expert(x, leaves["shared_gate_up"][0], leaves["shared_down"][0], None)
-        grads = torch.autograd.grad(y, list(leaves.values()), inputs["dy"].double())
-        return {"y": y.detach()} | dict(zip(leaves, grads, strict=True))
+    @cached_property
+    def reference(self) -> Mapping[str, Tensor]:
+        """ "y" and the gradients of "x" and of every weight."""
+        x = self.x.double().requires_grad_()
+        y = self.library(x[None])
+        y = (y[0] if isinstance(y, tuple) else y).view(T, D)
+        self.library.zero_grad()
+        y.backward(self.dy.double())
+        return {"y": y.detach(), "x": x.grad, **self.weights(lambda w: w.grad)}  # type: ignore[dict-item]
 
 
+_SHARED = {"shared_hidden_dim": SHARED}
+_QWEN = {"num_experts": E, "moe_intermediate_size": HIDDEN}
+_GATED = _SHARED | {"shared_gate": True}
 BLOCKS = {
-    "mixtral": Block(_softmax_then_choose, 2),
-    "qwen3_moe": Block(_softmax_then_choose, 4),
-    "deepseek_v3": Block(_choose_in_groups, 3, shared=True),
-    "llama4": Block(_choose_then_sigmoid, 1, {"transposed": True}, weigh_input=True, shared=True),
+    "mixtral": Block(MixtralSparseMoeBlock, MixtralConfig, {"num_local_experts": E, "intermediate_size": HIDDEN}, 2),
+    "qwen2_moe": Block(
+        Qwen2MoeSparseMoeBlock, Qwen2MoeConfig, _QWEN | {"shared_expert_intermediate_size": SHARED}, 4,
+        _GATED | {"normalize": False},
+    ),
+    "qwen3_moe": Block(Qwen3MoeSparseMoeBlock, Qwen3MoeConfig, _QWEN | {"norm_topk_prob": True}, 4),
+    "qwen3_next": Block(
+        Qwen3NextSparseMoeBlock, Qwen3NextConfig, _QWEN | {"shared_expert_intermediate_size": SHARED}, 3, _GATED
+    ),
+    "deepseek_v3": Block(
+        DeepseekV3MoE, DeepseekV3Config,
+        {"n_routed_experts": E, "moe_intermediate_size": HIDDEN, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 2.5}, 3,
+        {"score_func": "sigmoid", "route_scale": 2.5, "num_groups": 4, "top_k_groups": 2, "shared_hidden_dim": HIDDEN},
+    ),
+    "llama4": Block(
+        Llama4TextMoe, Llama4TextConfig, {"num_local_experts": E, "intermediate_size": HIDDEN}, 1,
+        {"score_func": "sigmoid", "normalize": False, "prob_in": "input", "shared_hidden_dim": HIDDEN},
+        {"transposed": True},
+    ),
+    "llama4_top2": Block(
+        Llama4TextMoe, Llama4TextConfig, {"num_local_experts": E, "intermediate_size": HIDDEN}, 2,
+        {"score_func": "sigmoid", "normalize": False, "prob_in": "input", "shared_hidden_dim": HIDDEN},
+        {"transposed": True},
+    ),
     "gpt_oss": Block(
-        _choose_then_softmax, 4, {"transposed": True, "interleaved": True}, _gpt_oss,
-        {"alpha": 1.702, "limit": 7.0, "offset": 1.0}, bias=True,
+        GptOssMLP, GptOssConfig, {"num_local_experts": E, "intermediate_size": HIDDEN}, 4,
+        {"score_func": "softmax_of_chosen", "router_bias": True, "bias": True},
+        {"transposed": True, "interleaved": True}, {"alpha": 1.702, "limit": 7.0, "offset": 1.0},
     ),
 }  # fmt: skip

@@ -150,7 +150,7 @@ def test_product_db_weights_errors_by_the_energy_of_the_other_operand() -> None:
     assert a.sqnr_db() == pytest.approx(10 * np.log10((a.signal * size).sum() / (a.noise * size).sum()), abs=1e-4)
 
 
-@pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
+@pytest.mark.parametrize("prob_in", ["combine", "swiglu", "input"])
 def test_the_frontends_report_the_same(prob_in: str) -> None:
     params, x, dout = make_layer(64, 96, 4, 200, 6)
     by_torch, by_jax = (f(params, x, dout, 2, recipe="mxfp8", prob_in=prob_in).operands for f in FRONTENDS.values())
@@ -163,7 +163,7 @@ def test_the_frontends_report_the_same(prob_in: str) -> None:
         assert got[4:] == pytest.approx(want[4:], abs=0.1), name  # measured: 4e-7
 
 
-@pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
+@pytest.mark.parametrize("prob_in", ["combine", "swiglu", "input"])
 def test_the_experts_receive_the_reported_rows(prob_in: str) -> None:
     params, x, dout = make_layer(64, 96, 4, 200, 12)
     moe, seen = torch_layer(params, 2, recipe="mxfp8", prob_in=prob_in), {}

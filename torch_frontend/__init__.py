@@ -7,6 +7,7 @@ The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
 Overlapped     expert_parallel_ffn, expert_parallel_mm, Collectives, CopyEngines (docs/overlap.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights, QuantizedWeights
+Other models   convert_moe, ConversionReport, ConvertedExperts; register_experts in .transformers (docs/transformers.md)
 Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
 Rows           MXTensor, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder, a2a_dispatch
 torchao's      mxfp8_grouped_mm, a2a_*, permute_*, unpermute_* and others, under torchao's signatures (docs/torchao.md)
@@ -33,6 +34,9 @@ from ._call import debug_checks as debug_checks
 from ._device import force_implementation as force_implementation
 from .capabilities import Capability as Capability
 from .capabilities import capabilities as capabilities
+from .convert import ConversionReport as ConversionReport
+from .convert import ConvertedExperts as ConvertedExperts
+from .convert import convert_moe as convert_moe
 from .copy_engines import CopyEngines as CopyEngines
 from .ep import TokenReplicas as TokenReplicas
 from .ep import a2a_dispatch as a2a_dispatch

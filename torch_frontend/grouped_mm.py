@@ -40,15 +40,28 @@ from .products import (
     token_operand,
     weight_gradient,
 )
-from .weights import Held, Weights, along_n, check_weights, for_call, form_of, outlives_forward, values_and_held
+from .weights import (
+    Held,
+    Operand,
+    Weights,
+    along_n,
+    check_weights,
+    for_call,
+    form_of,
+    is_transpose,
+    outlives_forward,
+    values_and_held,
+)
 
 
 class MMCall(NamedTuple):
-    """What one call of the product has beside its tensors. needs: whether x, w and bias need gradients."""
+    """What one call of the product has beside its tensors. needs: whether x, w and bias need gradients. transposed:
+    whether w is the transpose of contiguous weights, as its gradient then is."""
 
     options: ProductOptions
     out_dtype: torch.dtype
     needs: tuple[bool, ...] = ()
+    transposed: bool = False
 
 
 def mm_forward(
@@ -92,9 +105,9 @@ class MMBackward:
             pad = options.pad
             row_map, ends = pad_to_blocks(self.group_ends, self.dout.shape[0]) if pad else (None, self.group_ends)
             tokens, x = (token_operand(t, options.form, options.rounding, ends, row_map) for t in (self.tokens, self.x))
-            dw = weight_gradient(tokens, x, ends, self.dtypes[1])
+            dw = _weight_gradient(tokens, x, ends, self.dtypes[1], self.call.transposed)
         elif need_w:
-            dw = weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1])
+            dw = _weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1], self.call.transposed)
         return dw, bias_gradient(self.dout, self.group_ends) if need_bias else None
 
 
@@ -103,7 +116,8 @@ class _GroupedMM(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, call: MMCall
     ) -> Tensor:
-        ctx.call, ctx.dtypes = call._replace(needs=tuple(ctx.needs_input_grad[:3])), (x.dtype, w.dtype)
+        needs = tuple(ctx.needs_input_grad[:3])
+        ctx.call, ctx.dtypes = call._replace(needs=needs, transposed=is_transpose(w)), (x.dtype, w.dtype)
         out, saved = mm_forward(ctx.call, x, w, bias, held, group_ends)
         save(ctx, saved)
         return out
@@ -113,6 +127,11 @@ class _GroupedMM(torch.autograd.Function):
         steps = MMBackward(ctx.call, saved_by(ctx), grads[0], ctx.dtypes)
         dx = steps.inputs()
         return dx, *steps.weights(), None, None, None
+
+
+def _weight_gradient(dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+    """(G, N, K), in memory as the weights are."""
+    return weight_gradient(x, dout, ends, dtype).mT if transposed else weight_gradient(dout, x, ends, dtype)
 
 
 _grouped_mm = differentiable("grouped_mm", _GroupedMM)
@@ -143,7 +162,8 @@ def grouped_mm(
 
     x: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor, used as it is. The recipes "bf16" and
         "fp8_..." dequantize an MXTensor.
-    w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it; or its QuantizedWeights, whose `values`
+    w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it, or the transpose of a contiguous
+        (G, K, N), w.mT; neither is copied, except the second by "fp8_rowwise". Or its QuantizedWeights, whose `values`
         get the gradient. K and N are multiples of 32.
     group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.
     recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
@@ -196,8 +216,9 @@ def checked_grouped_mm(
             fail(ValueError, op, names.w, f"{dim} = {size}", f"allowed: multiples of {BLOCK}")
     if recipe.operands in ("fp8_rowwise", "fp8_blockwise") and not n:
         fail(ValueError, op, names.w, "N = 0", f"allowed: N from {BLOCK}; an empty row has no scale")
-    if not values.is_contiguous():
-        fail(ValueError, op, names.w, f"strides {values.stride()} of (G, N, K)", "allowed: a contiguous (G, N, K)")
+    if not values.is_contiguous() and not is_transpose(values):
+        allowed = "allowed: a contiguous (G, N, K), or the transpose of a contiguous (G, K, N)"
+        fail(ValueError, op, names.w, f"strides {values.stride()} of (G, N, K)", allowed)
     check_devices(op, names.x, x.device, **{names.w: values})
     group_ends = check_group_ends(op, names.group_ends, group_ends, x, groups, names.x, names.w)
     if bias is not None:

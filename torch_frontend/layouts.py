@@ -57,14 +57,14 @@ def unpack_expert_weights(
         fail(ValueError, op, "gate_up, down", got, "allowed: (E, 2F, D) and (E, D, F); or pass transposed")
     if (gate_up_bias is None) != (down_bias is None):
         fail(ValueError, op, "gate_up_bias, down_bias", "one of them", "allowed: both or neither")
-    w1, w3 = _halves(gate_up, interleaved)
+    w1, w3 = halves(gate_up, interleaved)
     parts = {"w1": w1, "w3": w3, "w2": down}
     if gate_up_bias is not None and down_bias is not None:
         for name, b, n in (("gate_up_bias", gate_up_bias, 2 * f), ("down_bias", down_bias, d)):
             require_tensor(op, name, b)
             if b.shape != (e, n):
                 fail(ValueError, op, name, f"shape {tuple(b.shape)}", f"allowed: ({e}, {n})")
-        b1, b3 = _halves(gate_up_bias, interleaved)
+        b1, b3 = halves(gate_up_bias, interleaved)
         parts |= {"b1": b1, "b3": b3, "b2": down_bias}
     return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
 
@@ -105,11 +105,11 @@ def pack_expert_weights(
         check_devices(op, gate, parts[gate].device, **{up: parts[up]})
         if parts[up].dtype != parts[gate].dtype:
             fail(TypeError, op, up, f"dtype {parts[up].dtype}", f"allowed: {parts[gate].dtype}, {gate}'s")
-    packed = {"gate_up": _joined(w1, parts["w3"], interleaved), "down": parts["w2"]}
+    packed = {"gate_up": joined(w1, parts["w3"], interleaved), "down": parts["w2"]}
     if transposed:
         packed = {name: w.transpose(1, 2) for name, w in packed.items()}
     if biased:
-        packed |= {"gate_up_bias": _joined(parts["b1"], parts["b3"], interleaved), "down_bias": parts["b2"]}
+        packed |= {"gate_up_bias": joined(parts["b1"], parts["b3"], interleaved), "down_bias": parts["b2"]}
     return {name: part.clone(memory_format=torch.contiguous_format) for name, part in packed.items()}
 
 
@@ -118,10 +118,11 @@ def _check_options(op: str, interleaved: bool, transposed: bool) -> None:
     check_flag(op, "transposed", transposed)
 
 
-def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Gate and up along dim 1."""
     return (x[:, ::2], x[:, 1::2]) if interleaved else (x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :])
 
 
-def _joined(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+def joined(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of `halves`."""
     return torch.stack([gate, up], 2).flatten(1, 2) if interleaved else torch.cat([gate, up], 1)

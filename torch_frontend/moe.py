@@ -41,9 +41,10 @@ from .pipeline import TokenReplicas, combine, dispatch_over, dispatch_probs
 from .router import GroupScore, Routing, ScoreFunc, chosen_outside, router_logits
 from .router import route as choose_experts
 from .shards import Ranks, replicated
+from .weighted_combine import sum_of_slots, weigh_slots
 from .weights import outlives_forward
 
-PROB_IN = ("combine", "swiglu")
+PROB_IN = ("combine", "swiglu", "input")
 
 
 class MoEStats(NamedTuple):
@@ -73,10 +74,11 @@ class MoE(nn.Module):
     router_bias: add a learned bias to the logits.
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
-    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
-    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h
-        is rounded; the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the
-        fp32 sum of the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own.
+    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
+        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
+        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
+        experts' input, as Llama 4 does; x then has a row per token and expert.
     bias, activation: of the experts, as in `GroupedExperts`. The shared expert has the activation and no bias.
     dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
 
@@ -114,7 +116,8 @@ class MoE(nn.Module):
         router_bias: bool = False,
         shared_hidden_dim: int | None = None,
         recipe: Recipe | str = "mxfp8",
-        prob_in: Literal["combine", "swiglu"] = "swiglu",
+        shared_gate: bool = False,
+        prob_in: Literal["combine", "swiglu", "input"] = "swiglu",
         bias: bool = False,
         activation: SwiGLU = PLAIN,
         dtype: torch.dtype | None = None,
@@ -125,10 +128,13 @@ class MoE(nn.Module):
         choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
         self.route_options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
         check_options("MoE", num_experts, top_k=top_k, **self.route_options)
-        check_flag("MoE", "selection_bias", selection_bias)
-        check_flag("MoE", "router_bias", router_bias)
+        flags = {"selection_bias": selection_bias, "router_bias": router_bias, "shared_gate": shared_gate}
+        for name in flags:
+            check_flag("MoE", name, flags[name])
+        if shared_gate and shared_hidden_dim is None:
+            fail(ValueError, "MoE", "shared_gate", True, "allowed: with shared_hidden_dim")
         if prob_in not in PROB_IN:
-            fail(ValueError, "MoE", "prob_in", repr(prob_in), f"allowed: {' or '.join(map(repr, PROB_IN))}")
+            fail(ValueError, "MoE", "prob_in", repr(prob_in), f"allowed: {', '.join(map(repr, PROB_IN))}")
         self.num_experts, self.top_k = num_experts, top_k
         self.score_func, self.normalize, self.prob_in = score_func, normalize, prob_in
         self.router = nn.Linear(dim, num_experts, bias=router_bias, dtype=dtype, device=device)
@@ -136,17 +142,16 @@ class MoE(nn.Module):
         self.register_buffer("selection_bias", zeros)
         options = {"bias": bias, "activation": activation}
         self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, **options)
+        self.shared_gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if shared_gate else None
         self.shared_expert = None
         if shared_hidden_dim is not None:
             check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
-            sizes = dim, shared_hidden_dim, 1
-            self.shared_expert = GroupedExperts(*sizes, recipe, dtype, device, activation=activation)
+            self.shared_expert = GroupedExperts(dim, shared_hidden_dim, 1, recipe, dtype, device, activation=activation)
 
     def reset_parameters(self) -> None:
-        self.router.reset_parameters()
-        self.experts.reset_parameters()
-        if self.shared_expert is not None:
-            self.shared_expert.reset_parameters()
+        for part in (self.router, self.experts, self.shared_expert, self.shared_gate):
+            if part is not None:
+                part.reset_parameters()
         if self.selection_bias is not None:
             self.selection_bias.zero_()
 
@@ -175,7 +180,12 @@ class MoE(nn.Module):
         order, inverse, counts = sort_by_expert(experts_TK, self.num_experts)
         top_k = experts_TK.shape[1]
         tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, top_k)
-        y_TD, counts = self._experts(tokens, counts, probs_TK, x_TD.dtype)
+        of_input = self.prob_in == "input"
+        if of_input:  # a row per slot, of a weight each
+            tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
+        y_TD, counts = self._experts(tokens, counts, None if of_input else probs_TK, x_TD.dtype)
+        if of_input:
+            y_TD = sum_of_slots(y_TD, top_k, x_TD.dtype)
         if self.shared_expert is not None:
             y_TD = y_TD + self._shared(x_TD, ranks).to(y_TD.dtype)
         rows = counts.sum().clamp_min(1)
@@ -184,15 +194,16 @@ class MoE(nn.Module):
         return y_TD.view(x.shape), MoEStats(counts, aux_loss, counts.new_zeros(()))
 
     def _experts(
-        self, tokens: TokenReplicas, counts: Tensor, probs_TK: Tensor, out_dtype: torch.dtype
+        self, tokens: TokenReplicas, counts: Tensor, probs_TK: Tensor | None, out_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sums of the experts' outputs (T, D), and the rows of all ranks per expert."""
+        """The sums of the experts' outputs (T, D), weighted if there are probs_TK, and the rows of all ranks per
+        expert."""
         ranks, recipe = self.experts.expert_parallel, self.experts.recipe
         if ranks is not None and ranks.transport is not None and ranks.degree > 1:
             # A call of the module, so that FSDP's hooks run.
             return self.experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK)
         groups, padded_counts, route = dispatch_over(tokens, counts, recipe, ranks)
-        if self.prob_in == "swiglu":
+        if self.prob_in == "swiglu" and probs_TK is not None:
             out = self.experts(groups, padded_counts, dispatch_probs(probs_TK, route))
             return combine(out, route, out_dtype=out_dtype), route.counts
         out = self.experts(groups, padded_counts)
@@ -216,16 +227,17 @@ class MoE(nn.Module):
         return choose_experts(logits_TE, self.top_k, selection_bias=self.selection_bias, **self.route_options)
 
     def _shared(self, x_TD: Tensor, ranks: Ranks | None) -> Tensor:
-        """(T, D) bf16: the shared expert, one group of all tokens. Its weights are those of every rank."""
+        """(T, D): the shared expert, one group of all tokens. Its weights are those of every rank."""
         expert = self.shared_expert
         assert expert is not None
         parameters = expert.w1, expert.w3, expert.w2
         weights = tuple(replicated(w, ranks) for w in parameters)
         if expert._held is not None:
             weights = expert._held.weights_of(parameters, weights)
-        tokens = x_TD.shape[0]
-        ends = torch.full((1,), tokens, dtype=torch.int32, device=x_TD.device)
-        pad, save_bytes = tokens % BLOCK != 0, all(outlives_forward(w) for w in parameters)
-        options = expert.recipe, pad, save_bytes
-        tokens_TD = x_TD.to(torch.bfloat16)
-        return swiglu_ffn("MoE", tokens_TD, weights, ends, None, *options, activation=expert.activation)
+        ends = torch.full((1,), x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
+        options = expert.recipe, x_TD.shape[0] % BLOCK != 0, all(outlives_forward(w) for w in parameters)
+        y_TD = swiglu_ffn("MoE", x_TD.to(torch.bfloat16), weights, ends, None, *options, activation=expert.activation)
+        if self.shared_gate is None:
+            return y_TD
+        gate_T1 = x_TD @ replicated(self.shared_gate.weight, ranks).to(x_TD.dtype).mT
+        return gate_T1.float().sigmoid() * y_TD

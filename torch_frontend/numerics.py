@@ -21,6 +21,7 @@ from ._call import require_tensor
 from ._checks import check_plain
 from .moe import MoE
 from .products import bias_of_rows
+from .weighted_combine import weigh_slots
 
 OP = "numerics_report"
 CHUNK = 1 << 24
@@ -85,15 +86,16 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     def tokens(name: str, q: Tensor, sf: Tensor) -> None:
         of[name] = _tokens(q, sf, ends)
 
-    packed = ops.quantize_row_packed(x_TD.to(torch.bfloat16).contiguous(), rounding)
-    x_P = rows("x", *ops.permute_mx(packed, token_P))
+    sent, from_P = (weigh_slots(x_TD, probs_TK), slot_P) if moe.prob_in == "input" else (x_TD, token_P)
+    packed = ops.quantize_row_packed(sent.to(torch.bfloat16).contiguous(), rounding)
+    x_P = rows("x", *ops.permute_mx(packed, from_P))
     gate = _product(x_P, weight("w1", *ops.quantize_row(w1, rounding)), ends, moe.experts.b1)
     up = _product(x_P, weight("w3", *ops.quantize_row(w3, rounding)), ends, moe.experts.b3)
     rows("h", *ops.swiglu_row(gate, up, in_swiglu, rounding, False, *numbers))
     weight("w2", *ops.quantize_row(w2, rounding))
 
     dout_P = ops.permute_rows(dout_TD, token_P).float()
-    dout_P = dout_P if moe.prob_in == "swiglu" else dout_P * prob_P[:, None]
+    dout_P = dout_P * prob_P[:, None] if moe.prob_in == "combine" else dout_P
     d_P = rows("dout", *ops.quantize_row(dout_P.to(torch.bfloat16), rounding))
     dh = ops.grouped_mm_mx(*d_P, *weight("w2_t", *ops.quantize_col(w2, rounding)), ends)
     dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu, *numbers)

@@ -33,8 +33,8 @@ Gradients = Literal["mean", "sum"]
 class MXFP8ExpertParallel(ParallelStyle):
     """Shard experts over a one-dimensional mesh; every rank has tokens of its own.
 
-    A MoE: its experts become DTensors with `Shard(0)`, its router and shared expert DTensors with `Replicate()`, all
-        with the values of the mesh's first rank, so that all ranks start alike.
+    A MoE: its experts become DTensors with `Shard(0)`, its router, shared expert and shared gate DTensors with
+        `Replicate()`, all with the values of the mesh's first rank, so that all ranks start alike.
     GroupedExperts: the same without a router.
     Another module whose own parameters have experts as dim 0: the caller passes `module(rows, counts)`, with rows (M,
     K)
@@ -98,8 +98,9 @@ class MXFP8ExpertParallel(ParallelStyle):
         _distribute(experts, device_mesh, Shard(0))
         if isinstance(module, MoE):
             _distribute(module.router, device_mesh, Replicate())
-            if module.shared_expert is not None:
-                _distribute(module.shared_expert, device_mesh, Replicate())
+            for shared in (module.shared_expert, module.shared_gate):
+                if shared is not None:
+                    _distribute(shared, device_mesh, Replicate())
         if not ours:
             hooks = _Hooks(recipe, ranks)
             experts.register_forward_pre_hook(hooks.before)

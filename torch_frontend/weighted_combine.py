@@ -81,6 +81,16 @@ class _Plain(torch.autograd.Function):
         return drows, None, None, None, None
 
 
+def weigh_slots(x: Tensor, probs: Tensor) -> Tensor:
+    """A row per slot: x (T, D) times probs (T, K), computed in fp32 -> (T K, D) bf16."""
+    return (x[:, None].float() * probs[..., None].float()).flatten(0, 1).to(torch.bfloat16)
+
+
+def sum_of_slots(rows: Tensor, top_k: int, out_dtype: torch.dtype) -> Tensor:
+    """rows (T K, D), one per slot -> (T, D), summed in fp32 and rounded once."""
+    return rows.unflatten(0, (-1, top_k)).sum(1, dtype=torch.float32).to(out_dtype)
+
+
 _weighted = differentiable("weighted_combine", _Weighted)
 _plain = differentiable("weighted_combine", _Plain)
 

@@ -206,10 +206,15 @@ def outlives_forward(w: Tensor) -> bool:
     return not owner.is_leaf or owner.is_inference() or (has_version and version_of(owner) > 0)
 
 
+def is_transpose(w: Tensor) -> bool:
+    """Whether w (G, N, K) is the transpose of a contiguous (G, K, N), whose operands are those of w, exchanged."""
+    return not w.is_contiguous() and w.mT.is_contiguous()
+
+
 def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[WeightOperand, Quantized | None]:
     """The operands of w along K and along N. The second is None unless w is held or `both` is set."""
     if form == "bf16":
-        return w.to(torch.bfloat16), None
+        return (KN(w.mT.to(torch.bfloat16)) if is_transpose(w) else w.to(torch.bfloat16)), None
     if held is not None and held[0] is not None:
         return held[0], held[1]
     return quantize_both_ways(w, form, rounding) if both else (along_k(w, form, rounding), None)
@@ -222,6 +227,8 @@ def as_multiplied(x: MX) -> MX | Upcast:
 
 def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
     """w (G, N, K) -> (G, N, K), quantized along K."""
+    if is_transpose(w):
+        return cast(Quantized, along_n(w.mT, form, rounding))
     if is_block(form):
         return Blockwise(*ops.quantize_squares(w.contiguous(), form == "block_power_of_two"))
     if form == "balanced":
@@ -231,6 +238,8 @@ def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
 
 def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
     """w (G, N, K) -> (G, K, N), quantized along N; bf16 stays as stored."""
+    if is_transpose(w):
+        return w.mT.to(torch.bfloat16) if form == "bf16" else along_k(w.mT, form, rounding)
     if form == "bf16":
         return KN(w.to(torch.bfloat16).contiguous())
     if is_block(form):
@@ -245,6 +254,9 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
 
 def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
     """w (G, N, K) along K, as stored, and along N, transposed. Only weights scaled by row are read twice."""
+    if is_transpose(w):
+        first, second = quantize_both_ways(w.mT, form, rounding)
+        return second, first
     w = w.contiguous()
     if is_block(form):
         q, sf, q_t, sf_t = ops.quantize_squares_both(w, form == "block_power_of_two")

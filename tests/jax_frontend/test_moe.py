@@ -318,7 +318,8 @@ def test_init_draws_what_apply_takes() -> None:
         ({"top_k": 9}, "top_k: got 9"),
         ({"score_func": "relu"}, "'softmax', 'sigmoid', 'softmax_of_chosen'"),
         ({"recipe": "fp4"}, "recipe: got 'fp4'"),
-        ({"prob_in": "router"}, "'combine' or 'swiglu'"),
+        ({"prob_in": "router"}, "'combine', 'swiglu', 'input'"),
+        ({"shared_gate": True}, "shared_gate: got True; allowed: with shared_hidden_dim"),
         ({"capacity": 0}, "capacity: got 0"),
     ],
 )

@@ -286,6 +286,7 @@ PROGRAMS = (
     (2, "mxfp8_wgrad_with_hp", "mean", "combine"),
     (4, "mxfp8", "mean", "swiglu"),
     (2, "bf16", "sum", "combine"),
+    (2, "bf16", "mean", "input"),
 )
 CHECKS: dict[str, Callable[[], None]] = {
     **{

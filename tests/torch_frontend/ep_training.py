@@ -40,7 +40,7 @@ def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, pr
     device = mesh.device_type
     options = {"recipe": recipe, "prob_in": prob_in, "router_bias": True, "bias": prob_in == "swiglu"}
     # Blocks of 32 tokens of the shared expert's weight gradient are others when ranks share the tokens.
-    options |= {"shared_hidden_dim": 32, "selection_bias": True} if recipe == "bf16" else {}
+    options |= {"shared_hidden_dim": 32, "shared_gate": True, "selection_bias": True} if recipe == "bf16" else {}
     alone = MoE(D, HIDDEN, E, TOP_K, **options).to(device)
     torch.manual_seed(dist.get_rank())
     moe = MoE(D, HIDDEN, E, TOP_K, **options).to(device)

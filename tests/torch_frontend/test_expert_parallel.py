@@ -55,6 +55,7 @@ CHECKS = [
     "ranks_train_as_one_process[2-mxfp8_wgrad_with_hp-mean-combine]",
     "ranks_train_as_one_process[4-mxfp8-mean-swiglu]",
     "ranks_train_as_one_process[2-bf16-sum-combine]",
+    "ranks_train_as_one_process[2-bf16-mean-input]",
     "sharded_twice[bf16]",
     "sharded_twice[mxfp8]",
     "sharded_twice[overlapped]",

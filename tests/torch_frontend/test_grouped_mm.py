@@ -3,10 +3,10 @@
 import pytest
 import torch
 from mxep.core_kernels.recipe import Compute
-from mxep.torch_frontend import MXTensor, Rounding, bf16_grouped_mm, mxfp8_grouped_mm, ops
+from mxep.torch_frontend import MXTensor, Recipe, Rounding, bf16_grouped_mm, grouped_mm, mxfp8_grouped_mm, ops
 from torch import Tensor
 
-from ..compare import product_bound, sqnr_db
+from ..compare import product_bound, same_bytes, sqnr_db
 
 K, N, ENDS = 64, 96, (32, 32, 96)  # the second group is empty; rows 96.. belong to nobody
 GROUPS = [(g, slice(start, end)) for g, (start, end) in enumerate(zip((0, *ENDS), ENDS, strict=False))]
@@ -154,6 +154,29 @@ def test_unaligned_groups_raise_under_compile_too() -> None:
         loss(a)
     with pytest.raises(ValueError, match="multiples of 32"):
         torch.compile(loss, backend="aot_eager")(a).backward()
+
+
+RECIPES = ["bf16", "fp8_rowwise", "mxfp8", "mxfp8_wgrad_with_hp", Recipe("folded", compute="fold", wgrad_with_hp=False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r if isinstance(r, str) else r.name)
+def test_transposed_weights_give_the_same_bytes(recipe: Recipe | str, dtype: torch.dtype) -> None:
+    """w stored (G, K, N): its gradient has the layout of the leaf, and an updated leaf is quantized in the forward."""
+    x, w, ends = operands(dtype=dtype)
+    stored = w.detach().mT.contiguous().requires_grad_()
+    dout, bias = randn(128, N, seed=3), randn(len(ENDS), N, seed=4)
+    for _ in range(2):
+        results = []
+        for weight, leaf in ((w, w), (stored.mT, stored)):
+            out = grouped_mm(x, weight, ends, recipe=recipe, bias=bias)
+            dx, dw = torch.autograd.grad(out, [x, leaf], dout)
+            assert dw.is_contiguous()
+            results.append((out, dx, dw if leaf is w else dw.mT))
+        same_bytes(*results)
+        with torch.no_grad():  # a written leaf: both operands are quantized in the forward
+            w.mul_(2)
+            stored.mul_(2)
 
 
 def test_bf16_pipeline_has_the_same_shape_of_answer() -> None:

@@ -201,8 +201,9 @@ def test_training_lowers_the_loss() -> None:
         (TypeError, r"MoE: top_k: got 2.0; allowed: an int", lambda: MoE(D, HIDDEN, E, 2.0)),  # type: ignore[arg-type]
         (TypeError, r"MoE: top_k: got True", lambda: MoE(D, HIDDEN, E, True)),
         (ValueError, r"MoE: score_func: got 'relu'", lambda: MoE(D, HIDDEN, E, 2, score_func="relu")),  # type: ignore[arg-type]
-        (ValueError, r"MoE: prob_in: got 'router'; allowed: 'combine' or 'swiglu'",
+        (ValueError, r"MoE: prob_in: got 'router'; allowed: 'combine', 'swiglu', 'input'",
          lambda: MoE(D, HIDDEN, E, 2, prob_in="router")),  # type: ignore[arg-type]
+        (ValueError, r"MoE: shared_gate: got True; allowed: with", lambda: MoE(D, HIDDEN, E, 2, shared_gate=True)),
         (ValueError, r"recipe: got 'fp4'; allowed: 'bf16'", lambda: MoE(D, HIDDEN, E, 2, recipe="fp4")),
         (TypeError, r"recipe: got int", lambda: GroupedExperts(D, HIDDEN, E, recipe=8)),  # type: ignore[arg-type]
         (TypeError, r"MoE: x: got dtype torch.float16", lambda: layer()(tokens(3).half())),

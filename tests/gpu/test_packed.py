@@ -1,0 +1,32 @@
+"""On a GPU: the feed-forward of packed weights gives the bytes of weights apart, and transposed weights those of stored
+ones."""
+
+import pytest
+import torch
+from mxep.torch_frontend import Recipe, grouped_mm
+
+from ..compare import same_bytes
+from ..torch_frontend.packed import ALL, ENDS, NEEDS, ROWS, D, E, F, both, randn
+
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("mx", [False, True], ids=["", "mx"])
+@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
+def test_the_bytes_of_packed_weights(recipe: Recipe, mx: bool, times: int) -> None:
+    for needs in NEEDS:
+        got, want = both(recipe, torch.bfloat16, mx, needs, "cuda", times)
+        same_bytes([g for g in got if g is not None], [w for w in want if w is not None])
+
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
+def test_the_bytes_of_transposed_weights(recipe: Recipe, times: int) -> None:
+    x = randn(ROWS * times, D * times, seed=0, dtype=torch.bfloat16).cuda().requires_grad_()
+    w = randn(E, F * times, D * times, seed=1, dtype=torch.bfloat16).cuda().requires_grad_()
+    dout = randn(ROWS * times, F * times, seed=2, dtype=torch.bfloat16).cuda()
+    stored, results = w.detach().mT.contiguous().requires_grad_(), []
+    for weight, leaf in ((w, w), (stored.mT, stored)):
+        out = grouped_mm(x, weight, (ENDS * times).cuda(), recipe=recipe)
+        dx, dw = torch.autograd.grad(out, [x, leaf], dout)
+        results.append((out, dx, dw if leaf is w else dw.mT.contiguous()))
+    same_bytes(*results)
