@@ -41,6 +41,7 @@ class MoEConfig:
         expert.
     shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
+    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
     prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
         the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
         the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
@@ -185,8 +186,9 @@ def specs(
     biases = {"b1": (tensor_axis,), "b3": (tensor_axis,), "b2": ()}
     experts = split | {name: biases[name] for name in config.bias_shapes}
     tree: Params = {"router": PartitionSpec(), "experts": {n: _spec(expert_axis, *of) for n, of in experts.items()}}
-    if config.router_bias:
-        tree["router_bias"] = PartitionSpec()
+    for name, present in (("router_bias", config.router_bias), ("shared_gate", config.shared_gate)):
+        if present:
+            tree[name] = PartitionSpec()
     if config.shared_hidden_dim is not None:
         tree["shared_expert"] = {name: _spec(None, *of) for name, of in split.items()}
     if config.shared_gate:

@@ -64,7 +64,7 @@ class MoE(nnx.Module):
             return nnx.Param(value, out_sharding=names, sharding_rules=rules, mesh=mesh)
 
         drawn = moe.init(rngs.params(), config, dtype)
-        for name in ("router", "router_bias"):
+        for name in ("router", "router_bias", "shared_gate"):
             if name in drawn:
                 setattr(self, name, parameter(drawn[name], (None,) * drawn[name].ndim))
         for name, value in drawn["experts"].items():
@@ -79,7 +79,7 @@ class MoE(nnx.Module):
         def values(names: Any, prefix: str = "") -> dict[str, jax.Array]:
             return {name: getattr(self, prefix + name)[...] for name in names if hasattr(self, prefix + name)}
 
-        params: Params = {**values(("router", "router_bias")), "experts": values(NAMES)}
+        params: Params = {**values(("router", "router_bias", "shared_gate")), "experts": values(NAMES)}
         if self.config.shared_hidden_dim is not None:
             params["shared_expert"] = values(("w1", "w3", "w2"), "shared_")
         return params

@@ -182,8 +182,8 @@ ONLY_JAX = {
     "_derivatives.py", "_mesh.py", "_triton.py", "_values.py",
     "moe_params.py", "mx_array.py", "nnx.py", "ragged_dot.py", "remat.py",
 }  # fmt: skip
-"""Tensor subclasses, modules, process groups, other libraries' signatures and models in torch; arrays, meshes,
-parameters as trees and jax.lax.ragged_dot in JAX."""
+"""Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees and
+jax.lax.ragged_dot in JAX."""
 
 
 def test_the_frontends_use_the_same_file_names() -> None:
