@@ -39,7 +39,6 @@ class MoEConfig:
     router_bias: add a learned bias to the logits.
     shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
         expert.
-    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
     shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
     prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
@@ -191,8 +190,6 @@ def specs(
             tree[name] = PartitionSpec()
     if config.shared_hidden_dim is not None:
         tree["shared_expert"] = {name: _spec(None, *of) for name, of in split.items()}
-    if config.shared_gate:
-        tree["shared_gate"] = PartitionSpec()
     return tree
 
 

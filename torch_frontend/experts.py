@@ -41,7 +41,8 @@ class GroupedExperts(nn.Module):
     three products. activation: a `SwiGLU`.
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
-    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y.
+    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y;
+    quantized: of `quantized_ahead`.
     Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
 
     >>> experts = GroupedExperts(32, 64, num_experts=2)
@@ -96,9 +97,15 @@ class GroupedExperts(nn.Module):
         sizes = f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}, bias={bias}"
         return f"{sizes}, activation={self.activation}"
 
-    def forward(self, groups_PD: "Tensor | Unsent", padded_counts: Tensor, probs_P: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        groups_PD: "Tensor | Unsent",
+        padded_counts: Tensor,
+        probs_P: Tensor | None = None,
+        quantized: tuple[QuantizedWeights, ...] | None = None,
+    ) -> Any:
         op = "GroupedExperts.forward"
-        of = self._local()
+        of = self._local(quantized)
         if isinstance(groups_PD, Unsent):
             return self._send(of, groups_PD, padded_counts, probs_P)
         weights = of.weights
@@ -123,11 +130,32 @@ class GroupedExperts(nn.Module):
         options = unsent.prob_in, unsent.out_dtype, self.recipe, ranks, ranks.transport
         return ffn_over("MoE", unsent.tokens, counts, of, probs_TK, *options)
 
-    def _local(self) -> FFNWeights:
-        """The experts of this rank, with quantized weights if they are held."""
+    def quantized_ahead(self) -> tuple[QuantizedWeights, ...] | None:
+        """w1, w3 and w2 quantized now, for one call of this step: the device works on them while the host prepares the
+        call. None where the call would not quantize them so: of held weights, without gradients, in a compiled graph,
+        of recipes without quantized weights, and of weights that FSDP gathers for the call."""
+        parameters = self.w1, self.w3, self.w2
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        if self._held is not None or self.recipe.operands == "bf16" or not all(map(outlives_forward, parameters)):
+            return None
+        parts = tuple(sharded(w, None) for w in parameters)
+        if any(part.shape != whole for part, whole in zip(parts, self._shapes(), strict=True)):
+            return None
+        return tuple(quantize_weights(part.detach(), self.recipe) for part in parts)
+
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of all of this rank's experts."""
+        degree = self.expert_parallel.degree if self.expert_parallel else 1
+        return tuple(torch.Size((self.num_experts // degree, *w.shape[1:])) for w in (self.w1, self.w3, self.w2))
+
+    def _local(self, quantized: tuple[QuantizedWeights, ...] | None = None) -> FFNWeights:
+        """The experts of this rank, with quantized weights if they are given or held."""
         parameters = self.w1, self.w3, self.w2
         weights: tuple[Any, ...] = tuple(sharded(w, self.expert_parallel) for w in parameters)
-        if self._held is not None:
+        if quantized is not None:
+            weights = tuple(q.with_values(w) for q, w in zip(quantized, weights, strict=True))
+        elif self._held is not None:
             weights = self._held.weights_of(parameters, weights)
         biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
         return FFNWeights(weights, biases, self.activation, all(outlives_forward(w) for w in parameters))
@@ -181,12 +209,10 @@ class HeldWeights(NamedTuple):
     @torch.no_grad()
     def of(cls, experts: GroupedExperts) -> "HeldWeights":
         parameters = experts.w1, experts.w3, experts.w2
-        degree = experts.expert_parallel.degree if experts.expert_parallel else 1
         parts = tuple(sharded(w, None) for w in parameters)
-        for name, part, w in zip(("w1", "w3", "w2"), parts, parameters, strict=True):
-            whole = (experts.num_experts // degree, *w.shape[1:])
+        for name, part, whole in zip(("w1", "w3", "w2"), parts, experts._shapes(), strict=True):
             if part.shape != whole:
-                got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
+                got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {tuple(whole)}, all of this rank's experts"
                 fail(ValueError, "weights_held", name, got, allowed)
         return cls(tuple(quantize_weights(p, experts.recipe) for p in parts), tuple(map(_state, parameters)))
 

@@ -42,7 +42,7 @@ from .router import GroupScore, Routing, ScoreFunc, chosen_outside, router_logit
 from .router import route as choose_experts
 from .shards import Ranks, replicated
 from .weighted_combine import sum_of_slots, weigh_slots
-from .weights import outlives_forward
+from .weights import QuantizedWeights, outlives_forward
 
 PROB_IN = ("combine", "swiglu", "input")
 
@@ -175,6 +175,8 @@ class MoE(nn.Module):
             if ranks is not None:
                 refuse(ranks)
             raise
+        # First, so that the device has work while the host prepares the next steps, which take the device less time.
+        quantized = self.experts.quantized_ahead() if x.requires_grad else None
         x_TD = x.reshape(-1, x.shape[-1])
         experts_TK, probs_TK, shares_E = self._route(x_TD) if outside is None else outside
         order, inverse, counts = sort_by_expert(experts_TK, self.num_experts)
@@ -183,30 +185,36 @@ class MoE(nn.Module):
         of_input = self.prob_in == "input"
         if of_input:  # a row per slot, of a weight each
             tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
-        y_TD, counts = self._experts(tokens, counts, None if of_input else probs_TK, x_TD.dtype)
+        y_TD, counts = self._experts(tokens, counts, None if of_input else probs_TK, x_TD.dtype, quantized)
         if of_input:
             y_TD = sum_of_slots(y_TD, top_k, x_TD.dtype)
         if self.shared_expert is not None:
             y_TD = y_TD + self._shared(x_TD, ranks).to(y_TD.dtype)
-        rows = counts.sum().clamp_min(1)
-        mean_prob_E = shares_E / (rows / (top_k * (ranks.degree if ranks else 1)))
+        degree = ranks.degree if ranks else 1
+        rows = counts.sum().clamp_min(1) if degree > 1 else max(experts_TK.numel(), 1)
+        mean_prob_E = shares_E / (rows / (top_k * degree))
         aux_loss = self.num_experts * (counts / rows * mean_prob_E).sum()
         return y_TD.view(x.shape), MoEStats(counts, aux_loss, counts.new_zeros(()))
 
     def _experts(
-        self, tokens: TokenReplicas, counts: Tensor, probs_TK: Tensor | None, out_dtype: torch.dtype
+        self,
+        tokens: TokenReplicas,
+        counts: Tensor,
+        probs_TK: Tensor | None,
+        out_dtype: torch.dtype,
+        quantized: tuple[QuantizedWeights, ...] | None,
     ) -> tuple[Tensor, Tensor]:
         """The sums of the experts' outputs (T, D), weighted if there are probs_TK, and the rows of all ranks per
         expert."""
         ranks, recipe = self.experts.expert_parallel, self.experts.recipe
         if ranks is not None and ranks.transport is not None and ranks.degree > 1:
             # A call of the module, so that FSDP's hooks run.
-            return self.experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK)
+            return self.experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK, quantized)
         groups, padded_counts, route = dispatch_over(tokens, counts, recipe, ranks)
         if self.prob_in == "swiglu" and probs_TK is not None:
-            out = self.experts(groups, padded_counts, dispatch_probs(probs_TK, route))
+            out = self.experts(groups, padded_counts, dispatch_probs(probs_TK, route), quantized)
             return combine(out, route, out_dtype=out_dtype), route.counts
-        out = self.experts(groups, padded_counts)
+        out = self.experts(groups, padded_counts, None, quantized)
         return combine(out, route, probs_TK, out_dtype=out_dtype), route.counts
 
     def _check(self, x: Tensor) -> None:

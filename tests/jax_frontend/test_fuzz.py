@@ -82,6 +82,7 @@ CALLS: dict[str, dict[str, Any]] = {
         **ROUTING,
         "router_bias": True,
         "shared_hidden_dim": F,
+        "shared_gate": True,
         "recipe": "mxfp8",
         "capacity": 8,
         "bias": False,
