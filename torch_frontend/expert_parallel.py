@@ -107,8 +107,13 @@ def _of_chunk(held: Held, chunk: Chunk) -> Held:
     """The operands of a chunk's experts."""
     if held is None:
         return None
-    cut = slice(chunk.first, chunk.last)
-    return tuple(None if x is None else type(x)(*(part[cut] for part in x)) for x in held)  # type: ignore[return-value]
+    cut = lambda part: _at_address(part[chunk.first : chunk.last])  # noqa: E731
+    return tuple(None if x is None else type(x)(*map(cut, x)) for x in held)  # type: ignore[return-value]
+
+
+def _at_address(part: Tensor) -> Tensor:
+    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes."""
+    return part.clone() if part.data_ptr() % 16 else part
 
 
 class FFNWeights(NamedTuple):

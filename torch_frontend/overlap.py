@@ -162,7 +162,7 @@ class _Overlapped(torch.autograd.Function):
             rows, others = call.chunk_rows(there, chunk, x.dtype, "dispatch", keep)
             prob = others[0].squeeze(1) if inside else no_prob
             local = [p if p is None else p[chunk.first : chunk.last] for p in parameters]
-            out, state = call.experts.forward(chunk, rows, prob, ends[chunk.first : chunk.last], local, needs)
+            out, state = call.experts.forward(chunk, rows, prob, ends[c], local, needs)
             back.send(c, call.parts_of(out, "combine"))
             saved.append(state)
         there.close()
@@ -237,12 +237,14 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _ends_of_chunks(plan: Exchange, device: torch.device) -> Tensor:
-    """(local experts,) int32: the end of each group, counted from the first row of its chunk."""
-    ends = [end - chunk.start for chunk in plan.chunks for end in plan.group_ends[chunk.first : chunk.last]]
-    # Pinned memory is copied behind the work of the stream; the host does not wait.
-    host = torch.tensor(ends, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+def _ends_of_chunks(plan: Exchange, device: torch.device) -> list[Tensor]:
+    """For each chunk (its experts,) int32: the end of each group, counted from the first row of the chunk."""
+    ends = [[end - chunk.start for end in plan.group_ends[chunk.first : chunk.last]] for chunk in plan.chunks]
+    width = -(-max(map(len, ends), default=0) // 4) * 4  # kernels take addresses that are multiples of 16 bytes
+    padded = [end + [0] * (width - len(end)) for end in ends]
+    # One copy. Pinned memory is copied behind the work of the stream; the host does not wait.
+    host = torch.tensor(padded, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return [row[: len(end)] for row, end in zip(host.to(device, non_blocking=True), ends, strict=True)]
 
 
 overlapped = differentiable("expert parallelism", _Overlapped)

@@ -174,7 +174,9 @@ def test_quantizing_and_dequantizing_pass_the_gradient() -> None:
     assert len(jax.tree.leaves(mx)) == 3
 
 
-@pytest.mark.parametrize("misuse", [jnp.sum, jnp.sin, lambda x: x * 2, lambda x: jnp.dot(x, x)], ids=str)
+@pytest.mark.parametrize(
+    "misuse", [jnp.sum, jnp.sin, lambda x: x * 2, lambda x: jnp.dot(x, x)], ids=["sum", "sin", "product", "dot"]
+)
 def test_an_mx_gradient_in_arithmetic_names_the_way_out(misuse) -> None:
     wrapped = MXGradArray.wrap(jnp.ones((4, 32)))
     with pytest.raises(TypeError, match=r"MXGradArray.*allowed: .* use `.value` elsewhere"):

@@ -1,12 +1,14 @@
 """Overlapped expert parallelism has the bytes of dispatch, experts and combine in turn; run by ep_ranks.py."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from mxep import torch_frontend
 from mxep.core_kernels.recipe import RECIPES, Recipe
 from mxep.torch_frontend import (
     MoE,
@@ -105,6 +107,24 @@ def same(one: list[Tensor | None], other: list[Tensor | None], what: object) -> 
             assert torch.equal(*bytes_of), (what, i)
 
 
+@contextmanager
+def addresses_of_a_gpu() -> Iterator[None]:
+    """Ops refuse an address that is no multiple of 16 bytes, on a CPU too."""
+    real = torch_frontend._call.prepare
+
+    def prepare(op, tensors, *rest):
+        for name, value in zip(op.inputs, tensors, strict=True):
+            assert value.data_ptr() % 16 == 0, (op.name, name, value.shape, value.storage_offset())
+        return real(op, tensors, *rest)
+
+    torch_frontend._call.prepare = prepare
+    try:
+        yield
+    finally:
+        torch_frontend._call.prepare = real
+
+
+@addresses_of_a_gpu()
 def ffn(
     transport: Transport, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
     held: bool = False, frozen: bool = False,
@@ -155,6 +175,7 @@ def ffn(
             assert not dx[1:].isnan().any()
 
 
+@addresses_of_a_gpu()
 def products(transport: Transport, run: str, replicas: bool, seeds: range) -> None:
     recipe, group = RUNS[run], transport.group
     rank, ranks, device = group.rank(), group.size(), device_of(group)
