@@ -4,13 +4,13 @@ counts (E,), overflow --moe_metrics, in a frontend--> describe --> dict of numbe
 """
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import TypedDict, get_args
 
 from .formats import BLOCK
 from .launch import fail
-from .recipe import Recipe
+from .recipe import LegName, Recipe
 
-PROB_IN = ("combine", "swiglu")
+PROB_IN = ("combine", "swiglu", "input")
 
 
 class MoEMetrics(TypedDict):
@@ -36,9 +36,11 @@ def row_nbytes(dim: int, recipe: Recipe) -> int:
 
     >>> row_nbytes(64, Recipe.parse("bf16")), row_nbytes(64, Recipe.parse("mxfp8"))
     (512, 388)
+    >>> row_nbytes(64, Recipe.parse("mxfp8", mx_legs=("dispatch",)))
+    450
     """
     bf16, quantized = 2 * dim, dim + dim // BLOCK
-    return 2 * (bf16 + (quantized if recipe.mx else bf16))
+    return sum(quantized if recipe.sends_mx(leg) else bf16 for leg in get_args(LegName))
 
 
 def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ranks: int, prob_in: str) -> MoEMetrics:

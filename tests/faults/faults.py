@@ -202,8 +202,8 @@ FAULTS = (
     Fault(
         "metrics: rows are quantized on three of their four ways",
         "core_kernels/metrics.py",
-        "return 2 * (bf16 + (quantized if recipe.mx else bf16))",
-        "return bf16 + 3 * (quantized if recipe.mx else bf16)",
+        "if recipe.sends_mx(leg) else bf16",
+        "if recipe.sends_mx(leg) or (recipe.mx and leg == 'combine') else bf16",
         "tests/torch_frontend/test_metrics.py",
     ),
 )
