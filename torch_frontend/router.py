@@ -57,7 +57,7 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         high = grads[0].bfloat16()
-        low = torch.where(high.isfinite(), grads[0] - high.float(), 0)  # infinity less infinity would be NaN
+        low = (grads[0] - high).nan_to_num_(0, 0, 0)  # of a gradient that bf16 does not hold: infinity less infinity
         terms = torch.cat([high, low.bfloat16()], 1)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
