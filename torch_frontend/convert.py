@@ -174,7 +174,7 @@ def _others(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
     inside = tuple(f"{name}." for name in chosen)
     others = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.conv._ConvNd) or name in chosen or name.startswith(inside):
+        if isinstance(module, nn.Conv1d | nn.ConvTranspose1d) or name in chosen or name.startswith(inside):
             continue
         if any(p.dim() == 3 and p.is_floating_point() for p in module.parameters(recurse=False)):
             others.append(name)

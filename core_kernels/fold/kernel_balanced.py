@@ -33,7 +33,7 @@ def balance_kernel(sf, N, balanced_sf, lift, BLOCKS: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def fold_kernel(
+def fold_balanced_kernel(
     q, sf, lift, group_ends, M, qf, row_sf,
     K: tl.constexpr, G: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_G: tl.constexpr,

@@ -94,5 +94,5 @@ fold_rows_balanced = KernelOp(
     ("qf", "row_sf"),
     _check_fold,
     _tile_fold,
-    "fold.kernel_balanced:fold_kernel",
+    "fold.kernel_balanced:fold_balanced_kernel",
 )

@@ -192,7 +192,7 @@ def test_the_companions_are_compiled_away(gradient: Program) -> None:
     assert not made & carriers
 
 
-@pytest.mark.parametrize("prob_in", moe.PROB_IN)
+@pytest.mark.parametrize("prob_in", ["combine", "swiglu"])  # "input" has a row per token and expert
 def test_on_one_device_a_row_is_moved_once_each_way(prob_in: str) -> None:
     """T rows are quantized, copied into the groups as bytes and summed out of them, whatever K is."""
     config = dataclasses.replace(CONFIG, prob_in=prob_in)
