@@ -8,9 +8,8 @@ from typing import TypedDict, get_args
 
 from .formats import BLOCK
 from .launch import fail
+from .prob_in import ProbIn, check_prob_in
 from .recipe import LegName, Recipe
-
-PROB_IN = ("combine", "swiglu", "input")
 
 
 class MoEMetrics(TypedDict):
@@ -43,7 +42,7 @@ def row_nbytes(dim: int, recipe: Recipe) -> int:
     return sum(quantized if recipe.sends_mx(leg) else bf16 for leg in get_args(LegName))
 
 
-def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ranks: int, prob_in: str) -> MoEMetrics:
+def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ranks: int, prob_in: ProbIn) -> MoEMetrics:
     """The metrics of counts.
 
     >>> describe([6, 2, 0, 0], 0, 64, Recipe.parse("mxfp8"), 2, "combine")["imbalance"]
@@ -57,8 +56,7 @@ def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ran
             fail(TypeError, op, name, f"a {type(size).__name__}", "allowed: an int")
         if size < 1 or size % multiple:
             fail(ValueError, op, name, size, f"allowed: positive multiples of {multiple}")
-    if not isinstance(prob_in, str) or prob_in not in PROB_IN:
-        fail(ValueError, op, "prob_in", repr(prob_in), f"allowed: {', '.join(map(repr, PROB_IN))}")
+    check_prob_in(op, prob_in)
     rows = sum(counts)
     nbytes = row_nbytes(dim, recipe) + (8 if prob_in == "swiglu" else 0)  # a weight of fp32 each way
     return MoEMetrics(

@@ -7,12 +7,13 @@ moe_metrics(stats, ...)        outside, on the host
 import numpy as np
 
 from ..core_kernels.metrics import MoEMetrics, describe
+from ..core_kernels.prob_in import ProbIn
 from ..core_kernels.recipe import Recipe
 from .moe import MoEStats
 
 
 def moe_metrics(
-    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: str = "swiglu"
+    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: ProbIn = "swiglu"
 ) -> MoEMetrics:
     """The metrics of one forward of a layer as a dict of Python numbers; the host waits for the device.
 

@@ -31,7 +31,6 @@ from ._derivatives import reverse_only
 from ._mesh import AnyMesh, axes_of, mesh_of, over_mesh
 from .ep import Axes, TokenReplicas
 from .ffn import grouped_swiglu_ffn
-from .moe_params import PROB_IN as PROB_IN
 from .moe_params import MoEConfig, Params, check_params, specs
 from .moe_params import init as init
 from .mx_array import MXArray, MXGradArray

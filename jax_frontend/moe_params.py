@@ -8,7 +8,7 @@ E experts   D dim   F hidden_dim   S shared_hidden_dim
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
+from ..core_kernels.prob_in import ProbIn, check_prob_in
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
@@ -26,7 +27,6 @@ from .router import GroupScore, ScoreFunc
 from .weights import check_weights, recipe_of, resolve_compute
 
 Params = dict[str, Any]
-PROB_IN = ("combine", "swiglu", "input")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MoEConfig:
     normalize: bool = True
     recipe: Recipe | str = "mxfp8"
     capacity: int | None = None
-    prob_in: Literal["combine", "swiglu", "input"] = "swiglu"
+    prob_in: ProbIn = "swiglu"
     route_scale: float = 1.0
     num_groups: int = 1
     top_k_groups: int = 1
@@ -92,9 +92,7 @@ class MoEConfig:
         if self.shared_gate and self.shared_hidden_dim is None:
             fail(ValueError, "MoEConfig", "shared_gate", True, "allowed: with shared_hidden_dim")
         check_options("MoEConfig", self.num_experts, top_k=self.top_k, **self.route_options)
-        if self.prob_in not in PROB_IN:
-            allowed = f"allowed: {', '.join(map(repr, PROB_IN))}"
-            fail(ValueError, "MoEConfig", "prob_in", repr(self.prob_in), allowed)
+        check_prob_in("MoEConfig", self.prob_in)
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
         check_type("MoEConfig", "bias", self.bias, bool)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..core_kernels.formats import BLOCK, E8M0_BIAS
 from ..core_kernels.launch import fail
 from ..core_kernels.metrics import MoEMetrics, describe
+from ..core_kernels.prob_in import ProbIn
 from ..core_kernels.recipe import Recipe
 from . import ops
 from .moe import MoE, MoEStats
@@ -22,7 +23,7 @@ SATURATED = 0x7E
 
 
 def moe_metrics(
-    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: str = "swiglu"
+    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: ProbIn = "swiglu"
 ) -> MoEMetrics:
     """The metrics of one forward of a layer as a dict of Python numbers; the host waits for the device.
 

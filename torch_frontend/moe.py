@@ -16,13 +16,14 @@ T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups 
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
+from ..core_kernels.prob_in import ProbIn, check_prob_in
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
@@ -43,8 +44,6 @@ from .router import route as choose_experts
 from .shards import Ranks, replicated
 from .weighted_combine import sum_of_slots, weigh_slots
 from .weights import QuantizedWeights, outlives_forward
-
-PROB_IN = ("combine", "swiglu", "input")
 
 
 class MoEStats(NamedTuple):
@@ -117,7 +116,7 @@ class MoE(nn.Module):
         shared_hidden_dim: int | None = None,
         recipe: Recipe | str = "mxfp8",
         shared_gate: bool = False,
-        prob_in: Literal["combine", "swiglu", "input"] = "swiglu",
+        prob_in: ProbIn = "swiglu",
         bias: bool = False,
         activation: SwiGLU = PLAIN,
         dtype: torch.dtype | None = None,
@@ -133,10 +132,10 @@ class MoE(nn.Module):
             check_flag("MoE", name, flags[name])
         if shared_gate and shared_hidden_dim is None:
             fail(ValueError, "MoE", "shared_gate", True, "allowed: with shared_hidden_dim")
-        if prob_in not in PROB_IN:
-            fail(ValueError, "MoE", "prob_in", repr(prob_in), f"allowed: {', '.join(map(repr, PROB_IN))}")
+        check_prob_in("MoE", prob_in)
         self.num_experts, self.top_k = num_experts, top_k
-        self.score_func, self.normalize, self.prob_in = score_func, normalize, prob_in
+        self.score_func, self.normalize = score_func, normalize
+        self.prob_in: ProbIn = prob_in
         self.router = nn.Linear(dim, num_experts, bias=router_bias, dtype=dtype, device=device)
         zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
         self.register_buffer("selection_bias", zeros)
