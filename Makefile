@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --constraint constraints.txt
-CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py \
+CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.py \
   $(wildcard cmake/* cpp_bindings/*.cc cpp_bindings/*.h \
     $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl

@@ -7,7 +7,6 @@ Exits with 1 if a package of the wrong version is installed, an installed fronte
 output is meant for bug reports too: it contains no names of files or users.
 """
 
-import importlib.metadata as metadata
 import json
 import os
 import platform
@@ -16,8 +15,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from mxep import __version__
 
 FRONTENDS = {"torch": "PyTorch", "jax": "JAX"}
 OPTIONAL = {
@@ -72,7 +74,7 @@ def _driver() -> str:
 def main() -> int:
     """Print the report; returns the exit status."""
     problems: list[str] = []
-    print(f"mxep {metadata.version('mxep')}, Python {platform.python_version()}, {platform.system()} "
+    print(f"mxep {__version__}, Python {platform.python_version()}, {platform.system()} "
           f"{platform.machine()}, {os.cpu_count()} CPUs\n")  # fmt: skip
     _packages(problems)
     _extension(problems)

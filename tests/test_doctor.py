@@ -4,8 +4,10 @@ import doctest
 import json
 import subprocess
 import sys
+from importlib import metadata
 from typing import Any
 
+import mxep
 import pytest
 from mxep import doctor
 from mxep.core_kernels.registry import OPS
@@ -20,6 +22,8 @@ def test_examples() -> None:
 def test_here_every_op_runs() -> None:
     run = subprocess.run([sys.executable, "-m", "mxep.doctor"], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith(f"mxep {mxep.__version__}, Python ")
+    assert mxep.__version__ == metadata.version("mxep")
     assert run.stdout.endswith("\nNothing is wrong.\n")
     words = run.stdout.replace(",", "").split()
     for op in OPS:

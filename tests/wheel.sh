@@ -4,7 +4,7 @@
 set -euo pipefail
 wheel=$(realpath "$(ls -t "$1"/mxep-*.whl | head -1)")
 files=$(python3 -m zipfile -l "$wheel")
-for file in core_kernels/py.typed cpp_bindings/py.typed torch_frontend/py.typed jax_frontend/py.typed doctor.py; do
+for file in core_kernels/py.typed cpp_bindings/py.typed torch_frontend/py.typed jax_frontend/py.typed __init__.py doctor.py; do
   grep -q "^mxep/$file " <<< "$files" || { echo "$wheel lacks mxep/$file"; exit 1; }
 done
 folder=$(mktemp -d)
