@@ -1,4 +1,4 @@
-"""Both training scripts on a tiny model, started from the command line.
+"""Both training scripts on a tiny model: several processes and what is killed from the command line, the rest here.
 
 Their curves agree: PyTorch and JAX, one rank and two. A killed run resumes exactly, and a run in two parts is the run
 in one. JAX trains in two processes as in one. Each framework starts and resumes from the other's checkpoints.
@@ -19,9 +19,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from examples import train_jax, train_torch
+from examples import loop, train_jax, train_torch
 from examples.checkpoint import load_checkpoint, load_weights
 from examples.config import PRESETS, describe
+from examples.flags import parse_args, parser
 from examples.runlog import read_log
 from examples.weights import initial_weights, weight_shapes
 
@@ -30,20 +31,23 @@ TINY = PRESETS["tiny"]
 PROGRAMS = TemporaryDirectory()
 """JAX keeps compiled programs here, so that runs of the same model compile once."""
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
-
-
+TRAINERS = {"torch": train_torch.Trainer, "jax": train_jax.Trainer}
 RECIPE = "mxfp8_wgrad_with_hp"
 
 
 def start(framework: str, ep: int, out: Path, *flags: str) -> subprocess.Popen:
     """Start a training with the command of the script's docstring, on one text file, on the CPU."""
     launcher = (*TORCHRUN, str(ep), "-m") if framework == "torch" and ep > 1 else ()
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"OMP_NUM_THREADS": "1", "JAX_COMPILATION_CACHE_DIR": PROGRAMS.name}
-    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", "--preset", "tiny", "--ep", str(ep)]
-    command += ["--out", str(out), "--data", argparse.__file__, "--device", "cpu", *flags]
+    caching = {"JAX_COMPILATION_CACHE_DIR": PROGRAMS.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = caching | os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["XLA_FLAGS"] = " ".join(f for f in environment["XLA_FLAGS"].split() if "device_count" not in f)
+    command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", *arguments(ep, out, *flags)]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def arguments(ep: int, out: Path, *flags: str) -> list[str]:
+    sizes = ("--preset", "tiny", "--ep", str(ep), "--data", argparse.__file__, "--device", "cpu")
+    return [*sizes, "--out", str(out), *flags]
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -52,9 +56,17 @@ def finish(process: subprocess.Popen) -> str:
 
 
 def train(framework: str, ep: int, out: Path, *flags: str) -> Path:
+    """A run in processes of its own."""
     process = start(framework, ep, out, *flags)
     error = finish(process)
     assert process.returncode == 0, error
+    return out
+
+
+def train_here(framework: str, ep: int, out: Path, *flags: str) -> Path:
+    """A run in this process, which has imported the frameworks. It has four CPU devices of JAX."""
+    args, config = parse_args(parser("here"), arguments(ep, out, *flags))
+    loop.train(framework, args, config, TRAINERS[framework])
     return out
 
 
@@ -82,7 +94,8 @@ def run(tmp_path_factory):
     @cache
     def make(framework: str, ep: int, recipe: str = RECIPE) -> Path:
         out = tmp_path_factory.mktemp("runs") / f"{framework}-{ep}-{recipe}"
-        return train(framework, ep, out, "--recipe", recipe)
+        begin = train if (framework, ep) == ("torch", 2) else train_here
+        return begin(framework, ep, out, "--recipe", recipe)
 
     return make
 
@@ -131,7 +144,7 @@ def test_torch_and_jax_reach_the_same_weights(run):
 def test_a_run_starts_from_the_other_frameworks_checkpoint(run, tmp_path, writer, reader):
     checkpoint = run(writer, 2) / f"step-{TINY.steps:06d}"
     assert {n: a.shape for n, a in load_weights(checkpoint, weight_shapes(TINY)).items()} == weight_shapes(TINY)
-    out = train(reader, 1, tmp_path / "out", "--init-from", str(checkpoint), "--steps", "0")
+    out = train_here(reader, 1, tmp_path / "out", "--init-from", str(checkpoint), "--steps", "0")
     assert losses(out)["eval", 0] == pytest.approx(losses(run(writer, 2))["eval", TINY.steps], rel=1e-4)
 
 
@@ -142,7 +155,7 @@ def test_a_run_resumes_in_the_other_framework_on_one_rank(run, tmp_path, writer,
     out = tmp_path / "out"
     shutil.copytree(uninterrupted, out)
     shutil.rmtree(out / f"step-{TINY.steps:06d}")
-    train(reader, 1, out, "--resume")
+    train_here(reader, 1, out, "--resume")
     header = read_log(out)[0]
     assert (header["framework"], header["ep"]) == (reader, 1)
     assert_curves_agree(out, uninterrupted)
@@ -187,8 +200,9 @@ def test_a_killed_run_resumes_exactly(run, tmp_path, framework):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_run_in_two_parts_is_the_run_in_one(run, tmp_path, framework):
     half = str(TINY.steps // 2)
-    train(framework, 1, tmp_path / "parts", "--steps", half, "--schedule-steps", str(TINY.steps), "--eval-every", half)
-    train(framework, 1, tmp_path / "parts", "--resume")
+    of_half = ("--steps", half, "--schedule-steps", str(TINY.steps), "--eval-every", half)
+    train_here(framework, 1, tmp_path / "parts", *of_half)
+    train_here(framework, 1, tmp_path / "parts", "--resume")
     assert_same_run(tmp_path / "parts", run(framework, 1))
 
 
