@@ -1,5 +1,6 @@
 """Settings that must precede all imports, and the check of the number of skips."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -29,6 +30,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+
+def pytest_collection_finish() -> None:
+    """Modules and thousands of tests live until the end: a garbage collection, a second of visits, leaves them out."""
+    gc.collect()
+    gc.freeze()
+
 
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 
