@@ -1,15 +1,18 @@
 """Both frontends export the same names; docs/frontends.md lists the exceptions."""
 
+import ast
 import pydoc
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from mxep import jax_frontend, torch_frontend
+from mxep.core_kernels.registry import OPS
 
 from .public_names import public_names
 
-PAGE = Path(__file__).parents[1] / "docs" / "frontends.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "frontends.md"
 frontends = pytest.mark.parametrize("frontend", [torch_frontend, jax_frontend], ids=lambda frontend: frontend.__name__)
 
 
@@ -28,3 +31,18 @@ def test_every_exported_name_exists(frontend: ModuleType) -> None:
 @frontends
 def test_help_of_a_package_fits_two_screens(frontend: ModuleType) -> None:
     assert len(pydoc.render_doc(frontend, renderer=pydoc.plaintext).splitlines()) <= 80
+
+
+def called(folder: str) -> set[str]:
+    """Names that the functions of a frontend read from its ops."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / folder).glob("*.py")]
+    attributes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {node.attr for node in attributes if ast.unparse(node.value) == "ops"}
+
+
+def test_an_op_that_no_function_calls_says_so_and_what_it_is_for() -> None:
+    used = called("torch_frontend") | called("jax_frontend")
+    used |= {part.name for op in OPS.values() if op.compose for part in op.parts}
+    assert {name for name in OPS if name not in used} == {
+        name for name, op in OPS.items() if "No function of mxep calls this op." in op.doc
+    }
