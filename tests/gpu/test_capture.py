@@ -11,7 +11,8 @@ from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
 from torch import Tensor
 
-from .cases import CASES, DEVICE, Case, floats, same_bytes, to_numpy
+from .cases import CASES, DEVICE, Case, same_bytes, to_numpy
+from .inputs import floats
 
 
 @pytest.mark.parametrize("name", CASES)

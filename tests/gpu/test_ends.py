@@ -8,7 +8,8 @@ import torch
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 
-from .cases import DEVICE, floats, same_bytes
+from .cases import DEVICE, same_bytes
+from .inputs import floats
 
 TOKENS = 1440
 UNALIGNED = {

@@ -23,7 +23,8 @@ from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 
-from .cases import DEVICE, floats, same_bytes
+from .cases import DEVICE, same_bytes
+from .inputs import floats
 
 SCRIPT = Path(__file__).with_name("progress.py")
 MPS = "nvidia-cuda-mps-control"

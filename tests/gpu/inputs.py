@@ -1,0 +1,259 @@
+"""Inputs of ops for the GPU tests: make(rng, m) returns CPU tensors of m rows.
+
+They contain rows past the last group, padding, empty slots and an empty group: parts that a kernel could skip.
+"""
+
+from collections.abc import Callable
+
+import torch
+from mxep.torch_frontend import ops as torch_ops
+from torch import Tensor
+
+K, N, GROUPS = 160, 64, 3
+
+Tensors = tuple[Tensor, ...]
+Rng = torch.Generator
+
+
+def floats(rng: Rng, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal values; every row has its own magnitude. One in 500 is NaN, infinite, zero or subnormal in fp32."""
+    x = torch.randn(shape, generator=rng) * torch.exp2(3 * torch.randn(*shape[:-1], 1, generator=rng))
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.0**-130, 0.0])
+    chosen = special[torch.randint(0, 5, shape, generator=rng)]
+    return torch.where(torch.rand(shape, generator=rng) < 0.002, chosen, x).to(dtype)
+
+
+def finite(rng: Rng, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=rng).bfloat16()
+
+
+def matrix(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, m, K),)
+
+
+def matrix_fp32(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, m, K, dtype=torch.float32),)
+
+
+def experts(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, GROUPS, m, K),)
+
+
+def matrices(rng: Rng, m: int) -> Tensors:
+    return (floats(rng, m // 32, 32, K),)
+
+
+def weight(rng: Rng, m: int) -> Tensors:
+    """One matrix. It has rows if m is 0, too."""
+    return (floats(rng, m + 32, K),)
+
+
+def mx(rng: Rng, m: int) -> Tensors:
+    return torch_ops.quantize_row(floats(rng, m, K))
+
+
+def row_map(rng: Rng, m: int) -> Tensor:
+    rows = torch.cat([torch.randperm(m, generator=rng), torch.full((9,), -1)])
+    return rows[torch.randperm(len(rows), generator=rng)].int()
+
+
+def rows_and_map(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, K), row_map(rng, m)
+
+
+def packed_and_map(rng: Rng, m: int) -> Tensors:
+    return torch_ops.quantize_row_packed(floats(rng, m, K)), row_map(rng, m)
+
+
+def route(rng: Rng, m: int, experts: int = 40) -> Tensors:
+    return floats(rng, m, experts, dtype=torch.float32), torch.randn(experts, generator=rng)
+
+
+def route_bf16(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, 24), torch.empty(0)
+
+
+def route_bwd(rng: Rng, m: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    logits = floats(rng, m, 40, dtype=dtype)
+    ids = torch.rand(m, 40, generator=rng).argsort(-1)[:, :5].int().contiguous()
+    return torch.randn(m, 5, generator=rng), torch.randn(40, generator=rng), logits, ids
+
+
+def route_bwd_bf16(rng: Rng, m: int) -> Tensors:
+    dweights, _, *others = route_bwd(rng, m, torch.bfloat16)
+    return dweights, torch.empty(0), *others
+
+
+def expert_ids(rng: Rng, m: int) -> Tensors:
+    return (torch.tensor([1, 4, 6, 8], dtype=torch.int32)[torch.randint(0, 4, (m,), generator=rng)],)
+
+
+def counts(rng: Rng, m: int) -> Tensors:
+    """Token counts from two ranks for three experts; the last expert receives none."""
+    pair = torch.tensor([0, 1, 3, 4])[torch.randint(0, 4, (m,), generator=rng)]
+    return (torch.bincount(pair, minlength=2 * GROUPS).int(),)
+
+
+def group_ends(rng: Rng, m: int, multiple: int = 1) -> Tensor:
+    """Ends of three groups. The second group is empty; the last may end before the last row."""
+    first, last = sorted(torch.randint(0, m // multiple + 1, (2,), generator=rng).tolist())
+    return torch.tensor([first, first, last], dtype=torch.int32) * multiple
+
+
+def scales(rng: Rng, m: int) -> Tensors:
+    return mx(rng, m)[1], group_ends(rng, m)
+
+
+def blocked_scales(rng: Rng, m: int) -> Tensors:
+    sf, ends = scales(rng, m)
+    return torch_ops.block_scales(sf, ends), ends
+
+
+def combine(rng: Rng, m: int) -> Tensors:
+    """m tokens with two slots each. Some slots are empty, and some rows are padding."""
+    _, rows, slots, _, probs = combine_bwd(rng, m)
+    return rows, slots, probs
+
+
+def combine_bwd(rng: Rng, m: int) -> Tensors:
+    num_rows = 2 * m + 5
+    slots = torch.randperm(num_rows, generator=rng)[: 2 * m]
+    slots[torch.rand(2 * m, generator=rng) < 0.2] = -1
+    order = torch.full((num_rows,), -1)
+    order[slots[slots >= 0]] = torch.arange(2 * m)[slots >= 0]
+    probs = torch.rand(m, 2, generator=rng)
+    return finite(rng, m, 72), finite(rng, num_rows, 72), slots.view(m, 2).int(), order.int(), probs
+
+
+def combine_bwd_row(rng: Rng, m: int) -> Tensors:
+    dy, rows, *maps = combine_bwd(rng, m)
+    return dy[:, :64].contiguous(), rows[:, :64].contiguous(), *maps
+
+
+def unweighted(make: Callable[[Rng, int], Tensors]) -> Callable[[Rng, int], Tensors]:
+    return lambda rng, m: (*make(rng, m)[:-1], torch.empty(0))
+
+
+def swiglu(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, N), floats(rng, m, N), torch.rand(m, generator=rng)
+
+
+def swiglu_bwd(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, N), *swiglu(rng, m)
+
+
+def grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
+    return finite(rng, m, K), finite(rng, GROUPS, N, K), group_ends(rng, m)
+
+
+def grouped_mm_bf16_kn(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = grouped_mm_bf16(rng, m)
+    return lhs, rhs_t.mT.contiguous(), ends
+
+
+def grouped_mm_bf16_kn_sum(rng: Rng, m: int) -> Tensors:
+    *pair, ends = grouped_mm_bf16_kn(rng, m)
+    return *pair, *grouped_mm_bf16_kn(rng, m)[:2], ends
+
+
+def kn_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    """A contraction dim that is no multiple of a stage: a stage does not reach into the weights of the next group."""
+    rhs = finite(rng, GROUPS, 200, 808)
+    rhs[1:, :56] = torch.nan
+    return finite(rng, m, 200), rhs, torch.full((3,), m - m // 8, dtype=torch.int32)
+
+
+def ragged(rng: Rng, m: int) -> Tensor:
+    """Unaligned ends. The first group has one row if m > 0."""
+    return torch.tensor([min(m, 1), max(min(m, 1), m // 3), m - m // 8], dtype=torch.int32)
+
+
+def mm_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    return finite(rng, m, 200), finite(rng, GROUPS, 808, 200), ragged(rng, m)
+
+
+def wgrad_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    return finite(rng, m, 808), finite(rng, m, 328), ragged(rng, m)
+
+
+def wgrad_t(rng: Rng, m: int) -> Tensors:
+    return finite(rng, N, m), finite(rng, K, m), group_ends(rng, m)
+
+
+def wgrad_t_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    return finite(rng, 808, m), finite(rng, 328, m), ragged(rng, m)
+
+
+def grouped_mm_mx(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = grouped_mm_bf16(rng, m)
+    return *torch_ops.quantize_row(lhs), *torch_ops.quantize_row(rhs_t), ends
+
+
+def grouped_wgrad_bf16(rng: Rng, m: int) -> Tensors:
+    return finite(rng, m, N), finite(rng, m, K), group_ends(rng, m)
+
+
+def grouped_wgrad_mx(rng: Rng, m: int) -> Tensors:
+    lhs, rhs = finite(rng, m, N), finite(rng, m, K)
+    return *torch_ops.quantize_col(lhs), *torch_ops.quantize_col(rhs), group_ends(rng, m, 32)
+
+
+def grouped_mm_fold(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = grouped_mm_bf16(rng, m)
+    return *torch_ops.quantize_row_fold(lhs), *torch_ops.quantize_row_fold(rhs_t), ends
+
+
+def grouped_mm_fold_bias(rng: Rng, m: int) -> Tensors:
+    *operands, ends = grouped_mm_fold(rng, m)
+    return *operands, torch.randn(GROUPS, N, generator=rng), ends
+
+
+def grouped_mm_fold_sum(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t = finite(rng, m, 2 * K), finite(rng, GROUPS, N, 2 * K)
+    pairs = ((lhs[:, :K], rhs_t[..., :K]), (lhs[:, K:] * 2**60, rhs_t[..., K:] * 2**-60))
+    return *(t for pair in pairs for x in pair for t in torch_ops.quantize_row_fold(x.contiguous())), group_ends(rng, m)
+
+
+def grouped_mm_blockwise(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t, ends = grouped_mm_bf16(rng, m)
+    return *torch_ops.quantize_blockwise(lhs), *torch_ops.quantize_squares(rhs_t), ends
+
+
+def blockwise_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    lhs, rhs_t = finite(rng, m, 416), finite(rng, GROUPS, 808, 416)
+    return *torch_ops.quantize_blockwise(lhs), *torch_ops.quantize_squares(rhs_t), ragged(rng, m)
+
+
+def mx_and_target(rng: Rng, m: int) -> Tensors:
+    q, sf = mx(rng, m)
+    return q, sf, torch.randint(100, 140, sf.shape, generator=rng).byte()
+
+
+def weight_scales(rng: Rng, m: int) -> Tensors:
+    return (torch.randint(0, 256, (GROUPS, m, K // 32), generator=rng).byte(),)
+
+
+def mx_and_lift(rng: Rng, m: int) -> Tensors:
+    return *mx(rng, m), torch.randint(0, 30, (GROUPS, K // 32), generator=rng).byte(), group_ends(rng, m)
+
+
+def groups(rng: Rng, m: int) -> Tensors:
+    return *torch_ops.quantize_col(floats(rng, m, N)), group_ends(rng, m, 32)
+
+
+def matrix_and_ends(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, K), group_ends(rng, m, 32)
+
+
+def mx_and_ends(rng: Rng, m: int) -> Tensors:
+    return *mx(rng, m), group_ends(rng, m, 32)
+
+
+def matrix_and_ends_fp32(rng: Rng, m: int) -> Tensors:
+    return floats(rng, m, K, dtype=torch.float32), group_ends(rng, m, 32)
+
+
+def grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
+    lhs, rhs, ends = finite(rng, m, N), finite(rng, m, K), group_ends(rng, m, 32)
+    lhs_t, rhs_t = torch_ops.quantize_col(lhs), torch_ops.quantize_col(rhs)
+    return *torch_ops.fold_groups(*lhs_t, ends), *torch_ops.fold_groups(*rhs_t, ends), ends
