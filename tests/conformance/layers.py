@@ -176,13 +176,15 @@ LAYER_RUNS = [
 ]
 
 RANKS = 4
-# Everything on 4 ranks. On 1 and 2: every layer in the default recipe, and in bf16 where the probabilities stay with
-# their token. How the products inside a rank are computed is no matter of its neighbours.
+# Everything on 4 ranks. On 1 and 2: layers in the default recipe, and in bf16 where the probabilities stay with their
+# token. How the products inside a rank are computed is no matter of its neighbours, and one rank has none: two layers,
+# one with the probabilities among its rows.
 RANKED_RUNS = [
     (name, run, degree)
     for name, run in LAYER_RUNS
     for degree in (1, 2, RANKS)
-    if degree == RANKS or run == "mxfp8_wgrad_with_hp" or (run == "bf16" and LAYERS[name].prob_in == "combine")
+    if (degree > 1 or name in ("softmax", "prob_in_swiglu"))
+    and (degree == RANKS or run == "mxfp8_wgrad_with_hp" or (run == "bf16" and LAYERS[name].prob_in == "combine"))
 ]
 
 
