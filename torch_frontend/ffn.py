@@ -53,6 +53,7 @@ from .weights import (
     MX,
     Folded,
     Held,
+    Quantized,
     WeightOperand,
     Weights,
     along_n,
@@ -82,6 +83,20 @@ class FFNCall(NamedTuple):
     save_bytes: bool
     needs: tuple[bool, ...] = ()
 
+    @property
+    def need_dh(self) -> bool:
+        need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = self.needs
+        return need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
+
+
+def weight_operands(
+    call: FFNCall, weights: Sequence[Tensor], held: Sequence[Held]
+) -> list[tuple[WeightOperand, Quantized | None]]:
+    """`for_call` of w1, w3 and w2."""
+    (form, rounding, *_), (need_x, *_) = call.options, call.needs
+    needs = [need and call.save_bytes for need in (need_x, need_x, call.need_dh)]
+    return [for_call(w, h, form, rounding, need) for w, h, need in zip(weights, held, needs, strict=True)]
+
 
 def ffn_forward(
     call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Held],
@@ -91,15 +106,10 @@ def ffn_forward(
     weights, biases and held are of w1, w3, w2."""
     (w1, w3, w2), (b1, b3, b2), options = weights, biases, call.options
     prob, (form, rounding, *_) = prob.contiguous(), options
-    need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = call.needs
-    need_dh = need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
+    need_x, need_w1, need_w3, _, need_prob, *_ = call.needs
     need_tokens = options.whole_blocks and (need_w1 or need_w3)
     rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
-    ways = [
-        for_call(w, h, form, rounding, need and call.save_bytes)
-        for w, h, need in zip((w1, w3, w2), held, (need_x, need_x, need_dh), strict=True)
-    ]
-    (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = ways
+    (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = weight_operands(call, weights, held)
     gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
     if is_mx(form):
         h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *call.numbers))
@@ -108,7 +118,7 @@ def ffn_forward(
     saved = (
         (tokens or x) if need_w1 or need_w3 else None,
         (gate_t or w1, up_t or w3) if need_x else None,
-        (down_t or w2) if need_dh else None,
+        (down_t or w2) if call.need_dh else None,
         (group_ends, prob, gate, up),
         b2 if need_prob else None,
     )
