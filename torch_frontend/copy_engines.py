@@ -73,6 +73,7 @@ class CopyEngines:
         self.legs: dict[Where, int] = dict.fromkeys(BOXES, 0)
 
     def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
+        self.driver.enter()
         box, nbytes = self.boxes[where], _places([rows], parts)[-1]
         if box is None or box.of_rank[self.rank].shape[0] < nbytes:
             return rows_of_parts(rows, parts, device)  # `leg` lets the box grow, which takes all ranks
@@ -83,6 +84,7 @@ class CopyEngines:
         self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
         outgoing: tuple[Tensor, ...],
     ) -> "_CopyLeg":  # fmt: skip
+        self.driver.enter()
         parts = [Part(part.shape[1], part.dtype) for part in outgoing]
         box = self._box(where, max(_places(sent, parts)[-1], ALIGNMENT))
         self._wait_until_taken(where)
@@ -217,6 +219,9 @@ class _Driver:
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self._wait, self._write = library.cuStreamWaitValue32_v2, library.cuStreamWriteValue32_v2
+        self._context, self._enter = ctypes.c_void_p(), library.cuCtxSetCurrent
+        torch.cuda.synchronize()  # there is a context
+        self._raise(library.cuCtxGetCurrent(ctypes.byref(self._context)))
         for function in (self._wait, self._write):
             function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
         self._copy = library.cuMemcpyAsync
@@ -224,6 +229,10 @@ class _Driver:
         self.copies = torch.cuda.Stream()
         self.stream = self.copies.cuda_stream
         self.index = self.copies.device.index
+
+    def enter(self) -> None:
+        """Before other calls: a thread of autograd has no context before its first call of the runtime."""
+        self._raise(self._enter(self._context))
 
     def begin(self, received: Sequence[Tensor]) -> None:
         """Copies that follow come behind the work of the current stream, which may have used this memory before."""
