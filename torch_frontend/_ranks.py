@@ -3,6 +3,7 @@
 arguments of a rank --check--> valid or an error --all-gather--> table of all ranks --> send, or raise on every rank
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,13 +157,23 @@ def compare_all_to_all(
                 fail(ValueError, op, "output_splits", got, f"allowed: {size}, its input_splits there")
 
 
-def compare_experts(op: str, experts: int, group_name: str, error: Exception | None) -> None:
-    """Raise on every rank if one rank has an `error` or the numbers of experts differ. A collective."""
-    table = [row[0] for row in table_of_ranks([-1 if error else experts], group_name)]
-    raise_of_ranks(op, "rows", [number < 0 for number in table], error)
-    for rank, number in enumerate(table):
-        if number != experts:
-            fail(ValueError, op, "counts", f"{number} experts on rank {rank}", f"allowed: {experts}, as here")
+def compare_calls(
+    op: str, rows: Tensor | None, counts: Tensor, recipe: Any, group_name: str, error: Exception | None
+) -> None:
+    """Raise on every rank if one rank has an `error` or the calls differ in what all ranks share: the number of
+    experts, the width and the dtype of a row, the recipe. A collective."""
+    checksum = zlib.crc32(repr(recipe).encode())  # the same in every process
+    ours = [-1] * 4 if error or rows is None else [counts.shape[0], rows.shape[1], rows.dtype.itemsize, checksum]
+    table = table_of_ranks(ours, group_name)
+    raise_of_ranks(op, "rows", [theirs[0] < 0 for theirs in table], error)
+    for rank, theirs in enumerate(table):
+        for argument, what, one, other in zip(
+            ("counts", "rows", "rows"), ("experts", "values", "bytes per value"), theirs, ours, strict=False
+        ):
+            if one != other:
+                fail(ValueError, op, argument, f"{one} {what} on rank {rank}", f"allowed: {other}, as here")
+        if theirs[3] != checksum:
+            fail(ValueError, op, "recipe", f"another one on rank {rank}", f"allowed: {recipe}, as here")
 
 
 def agree(op: str, group_name: str, arguments: dict[str, Any], error: Exception | None) -> None:

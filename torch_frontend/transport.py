@@ -9,7 +9,8 @@ All ranks open the same legs in the same order and send their chunks in the same
 which rows go where; every transport writes the same bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -95,17 +96,20 @@ class Collectives:
     ) -> "_Batches":
         mine = rows[self.group.rank()]
         received = tuple(torch.empty((mine, part.width), dtype=part.dtype, device=device) for part in parts)
-        return _Batches(self.group, steps, received)
+        return _Batches(self.group, where, steps, received)
 
     def keep(self, received: Tensor) -> Tensor:
         return received
 
 
 class _Batches:
-    def __init__(self, group: dist.ProcessGroup, steps: Sequence[Step], received: tuple[Tensor, ...]) -> None:
-        self.group, self.rank, self.steps, self.received = group, group.rank(), steps, received
+    def __init__(
+        self, group: dist.ProcessGroup, where: Where, steps: Sequence[Step], received: tuple[Tensor, ...]
+    ) -> None:
+        self.group, self.rank, self.where = group, group.rank(), where
+        self.steps, self.received = steps, received
         # The sources live until their chunk has arrived: the allocator may reuse memory that the group still reads.
-        self.under_way: dict[int, tuple[list[dist.Work], Sequence[Tensor]]] = {}
+        self.under_way: dict[int, tuple[list[dist.Work], list[dist.P2POp], Sequence[Tensor]]] = {}
 
     def send(self, chunk: int, sources: Sequence[Tensor]) -> None:
         step, batch = self.steps[chunk], []
@@ -118,11 +122,25 @@ class _Batches:
                 rows = destination.narrow(0, m.destination, m.rows)
                 batch.append(dist.P2POp(dist.irecv, rows, group=self.group, group_peer=m.peer))
         # torch refuses an empty batch. NCCL's communicator exists, since the counts came over it.
-        self.under_way[chunk] = dist.batch_isend_irecv(batch) if batch else [], sources
+        with self._named(chunk, batch):
+            self.under_way[chunk] = dist.batch_isend_irecv(batch) if batch else [], batch, sources
 
     def wait(self, chunk: int) -> None:
-        for work in self.under_way.pop(chunk)[0]:
-            work.wait()
+        works, batch, _ = self.under_way.pop(chunk)
+        for i, work in enumerate(works):  # one per send and receive, or with NCCL one of all
+            with self._named(chunk, batch[i : i + 1] if len(works) == len(batch) else batch):
+                work.wait()
+
+    @contextmanager
+    def _named(self, chunk: int, batch: Sequence[dist.P2POp]) -> Iterator[None]:
+        """Errors of a process group name neither the rank nor what travels."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = " or ".join(map(str, sorted({op.peer for op in batch})))
+            got = f"an error in chunk {chunk} of the rows to {self.where}: {error}"
+            allowed = "allowed: none; a rank that has ended or does not answer says why in its own output"
+            fail(RuntimeError, "Collectives", f"rank {ranks}", got, allowed)
 
     def close(self) -> None:
         pass
