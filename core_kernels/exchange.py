@@ -54,8 +54,7 @@ class Exchange(NamedTuple):
 
     chunks: of local experts. group_ends: the end of each group in the operand, padding included. padding: the rows
     [start, end) of the operand that no rank fills. operand_rows, token_rows: rows of each rank's operand and tokens.
-    to_experts: a step per chunk from tokens to operands. to_tokens: the way back; sources of its sends count from the
-    first row of the chunk, and its receives have destinations alone.
+    to_experts: a step per chunk from tokens to operands. to_tokens: the way back.
     """
 
     chunks: tuple[Chunk, ...]
@@ -115,14 +114,14 @@ def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int) -> 
         tuple(operand.ends[-1] for operand in operands),
         tuple(sum(row) for row in table),
         steps,
-        tuple(_reversed(step, chunk.start) for step, chunk in zip(steps, chunks, strict=True)),
+        tuple(map(_reversed, steps)),
     )
 
 
-def _reversed(step: Step, start: int) -> Step:
-    """The way back of a step, from operands that begin at row `start`."""
-    back = [Move(m.peer, m.destination - start, m.source, m.rows) for m in step.receives]
-    return Step(tuple(back), tuple(Move(m.peer, m.destination, m.source, m.rows) for m in step.sends))
+def _reversed(step: Step) -> Step:
+    """The way back of a step."""
+    sends, receives = (tuple(Move(m.peer, m.destination, m.source, m.rows) for m in moves) for moves in step)
+    return Step(receives, sends)
 
 
 class _Operand(NamedTuple):

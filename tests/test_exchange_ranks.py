@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from mxep.core_kernels.exchange import Exchange, Move, Step, plan_exchange
+from mxep.core_kernels.exchange import Exchange, Step, plan_exchange
 
 ROWS, ALIGNMENT = 384, 32
 NOBODY = -1  # before anything is written, and in padding
@@ -89,35 +89,30 @@ def moved(plans: Sequence[Exchange], way: str, sources: Sequence[np.ndarray]) ->
     writes = [np.zeros(n, int) for n in rows]
     for c in range(len(plans[0].chunks)):
         steps: list[Step] = [getattr(plan, way)[c] for plan in plans]
-        check_agreement(steps, sends_origin=not homeward)
+        check_agreement(steps)
         check_turns(steps, -1 if homeward else 1)
         for rank, step in enumerate(steps):
-            first = plans[rank].chunks[c].start if homeward else 0
+            chunk = plans[rank].chunks[c]  # what has been multiplied may go home
+            first, last = (chunk.start, chunk.end) if homeward else (0, len(sources[rank]))
             for peer, source, destination, n in step.sends:
-                assert source >= 0
-                assert source + n + first <= len(sources[rank])
+                assert first <= source <= source + n <= last
                 assert 0 <= destination <= destination + n <= len(arrays[peer])
-                arrays[peer][destination : destination + n] = sources[rank][first + source : first + source + n]
+                arrays[peer][destination : destination + n] = sources[rank][source : source + n]
                 writes[peer][destination : destination + n] += 1
     for array, times in zip(arrays, writes, strict=True):
         np.testing.assert_array_equal(times, array[:, 0] != NOBODY)
     return arrays
 
 
-def check_agreement(steps: Sequence[Step], sends_origin: bool) -> None:
+def check_agreement(steps: Sequence[Step]) -> None:
     """What a rank sends to a peer, in order, is what the peer expects of it."""
     sent, expected = {}, {}
     for rank, step in enumerate(steps):
         for move in step.sends:
-            sent.setdefault((rank, move.peer), []).append(_compared(move, sends_origin))
+            sent.setdefault((rank, move.peer), []).append(move[1:])
         for move in step.receives:
-            expected.setdefault((move.peer, rank), []).append(_compared(move, sends_origin))
+            expected.setdefault((move.peer, rank), []).append(move[1:])
     assert sent == expected
-
-
-def _compared(move: Move, with_source: bool) -> tuple[int, ...]:
-    """On the way back a receiver knows the places in its own rows alone."""
-    return move[1:] if with_source else move[2:]
 
 
 def check_turns(steps: Sequence[Step], way: int) -> None:

@@ -41,11 +41,11 @@ class FFNExperts(NamedTuple):
 
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
-        needs: Sequence[bool],
+        needs: Sequence[bool], out: Tensor | None,
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         weights: Any = parameters[:3]
         held = [_of_chunk(h, chunk) for h in self.held]
-        return ffn_forward(self._call(needs), x, weights, prob, parameters[3:], held, group_ends)
+        return ffn_forward(self._call(needs), x, weights, prob, parameters[3:], held, group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -60,8 +60,8 @@ class FFNExperts(NamedTuple):
 class _FFNGradients(NamedTuple):
     of: FFNBackward
 
-    def inputs(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.of.inputs()
+    def inputs(self, out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return self.of.inputs(out)
 
     def weights(self) -> tuple[Tensor | None, ...]:
         dw2, db2 = self.of.down()
@@ -77,11 +77,11 @@ class MMExperts(NamedTuple):
 
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
-        needs: Sequence[bool],
+        needs: Sequence[bool], out: Tensor | None,
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         w, bias = parameters
         assert w is not None
-        return mm_forward(self._call(needs), x, w, bias, _of_chunk(self.held, chunk), group_ends)
+        return mm_forward(self._call(needs), x, w, bias, _of_chunk(self.held, chunk), group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -96,8 +96,8 @@ class MMExperts(NamedTuple):
 class _MMGradients(NamedTuple):
     of: MMBackward
 
-    def inputs(self) -> tuple[Tensor | None, None]:
-        return self.of.inputs(), None
+    def inputs(self, out: Tensor | None) -> tuple[Tensor | None, None]:
+        return self.of.inputs(out), None
 
     def weights(self) -> tuple[Tensor | None, ...]:
         return self.of.weights()

@@ -85,10 +85,10 @@ class FFNCall(NamedTuple):
 
 def ffn_forward(
     call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Held],
-    group_ends: Tensor,
+    group_ends: Tensor, out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
-    """Return out (P, D) and what `FFNBackward` reads, tensors and None in nested tuples. weights, biases and held are
-    of w1, w3, w2."""
+    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads, tensors and None in nested tuples.
+    weights, biases and held are of w1, w3, w2."""
     (w1, w3, w2), (b1, b3, b2), options = weights, biases, call.options
     prob, (form, rounding, *_) = prob.contiguous(), options
     need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = call.needs
@@ -112,7 +112,8 @@ def ffn_forward(
         (group_ends, prob, gate, up),
         b2 if need_prob else None,
     )
-    return product(row_operand(h, form, rounding), down_w, group_ends, BF16, b2, prob if call.weighted else None), saved
+    h, weights_of_b2 = row_operand(h, form, rounding), prob if call.weighted else None
+    return product(h, down_w, group_ends, BF16, b2, weights_of_b2, out), saved
 
 
 class FFNBackward:
@@ -138,8 +139,8 @@ class FFNBackward:
             db2 = bias_gradient(self.given, self.group_ends, self.prob if self.call.weighted else None)
         return dw2, db2
 
-    def inputs(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of x and prob."""
+    def inputs(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of x, written to `out` if there is one, and of prob."""
         need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = self.call.needs
         need_values, need_tokens, steps, dx = need_b1 or need_b3, need_w1 or need_w3, self.steps, None
         if not (need_x or need_tokens or need_prob or need_values):
@@ -153,7 +154,7 @@ class FFNBackward:
         if need_x:
             gate_t, up_t = map(steps.along_n, self.in_weights)
             operands = steps.rows(dgate), gate_t, steps.rows(dup), up_t
-            dx = sum_of_products(*operands, self.group_ends, self.dtypes[0])
+            dx = sum_of_products(*operands, self.group_ends, self.dtypes[0], out)
         return dx, dprob
 
     def gate_and_up(self) -> tuple[Tensor | None, ...]:

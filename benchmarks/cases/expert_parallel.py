@@ -7,7 +7,7 @@ products     quantization of weights, folds and products of all chunks, without 
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import MXTensor, combine, grouped_mm, ops
 from mxep.torch_frontend.expert_parallel import MMExperts, mm_over
 from mxep.torch_frontend.grouped_mm import MMCall
+from mxep.torch_frontend.overlap import ends_of_chunks
 from mxep.torch_frontend.pipeline import dispatch_over
 from mxep.torch_frontend.products import ProductOptions
 from mxep.torch_frontend.shards import Ranks
@@ -108,9 +109,7 @@ class Stages:
         quantize = (lambda x: ops.quantize_row(x.detach(), rounding)) if recipe.mx else (lambda x: (x.detach(),))
         self.rows, self.gradients = quantize(rows), quantize(inputs.dy)
         self.out, self.dx = torch.empty_like(inputs.dy), torch.empty_like(rows.detach())
-        starts = [chunk.start for chunk in self.plan.chunks for _ in range(chunk.first, chunk.last)]
-        local = [end - start for end, start in zip(self.plan.group_ends, starts, strict=True)]
-        self.ends = torch.tensor(local, dtype=torch.int32, device=self.device)
+        self.ends = ends_of_chunks(self.plan, self.device)
         self.w = w.detach()
 
     def wire(self, transport: Transport, backward: bool) -> None:
@@ -118,24 +117,25 @@ class Stages:
         self._leg(transport, "experts", sources)
         self._leg(transport, "tokens", (back,))
 
-    def _leg(self, transport: Transport, where: str, sources: tuple[Tensor, ...]) -> None:
+    def _leg(self, transport: Transport, where: Literal["experts", "tokens"], rows: tuple[Tensor, ...]) -> None:
         plan, there = self.plan, where == "experts"
-        steps, rows = (plan.to_experts, plan.operand_rows) if there else (plan.to_tokens, plan.token_rows)
-        parts = [Part(part.shape[1], part.dtype) for part in sources]
-        leg = transport.leg("experts" if there else "tokens", steps, rows, parts, self.device)
-        for c, chunk in enumerate(plan.chunks):
-            leg.send(c, sources if there else [part[chunk.start : chunk.end] for part in sources])
+        steps = plan.to_experts if there else plan.to_tokens
+        of_ranks = plan.token_rows, plan.operand_rows
+        parts = [Part(part.shape[1], part.dtype) for part in rows]
+        room = transport.outgoing(where, rows[0].shape[0], parts, self.device)  # its values do not matter
+        leg = transport.leg(where, steps, *(of_ranks if there else of_ranks[::-1]), room)
+        for c in range(len(plan.chunks)):
+            leg.send(c)
         for c in range(len(plan.chunks)):
             leg.wait(c)
-        leg.close()
 
     def forward(self) -> list[tuple[object, ...]]:
         """The products of all chunks; what their backward reads."""
         saved, no_prob = [], torch.empty(0, device=self.device)
-        for chunk in self.plan.chunks:
-            x, ends = self._chunk(self.rows, chunk.start, chunk.end), self.ends[chunk.first : chunk.last]
-            w = self.w[chunk.first : chunk.last]
-            saved.append(self.experts.forward(chunk, x, no_prob, ends, (w, None), self.needs)[1])
+        for c, chunk in enumerate(self.plan.chunks):
+            x, w = self._chunk(self.rows, chunk.start, chunk.end), self.w[chunk.first : chunk.last]
+            room = self.out[chunk.start : chunk.end]
+            saved.append(self.experts.forward(chunk, x, no_prob, self.ends[c], (w, None), self.needs, room)[1])
         return saved
 
     def backward(self, saved: list[tuple[object, ...]]) -> None:
@@ -143,7 +143,7 @@ class Stages:
         for chunk, state in zip(self.plan.chunks, saved, strict=True):
             dout = self._chunk(self.gradients, chunk.start, chunk.end)
             steps.append(self.experts.backward(state, dout, (BF16, BF16, None), self.needs))  # type: ignore[arg-type]
-            steps[-1].inputs()
+            steps[-1].inputs(self.dx[chunk.start : chunk.end])
         while steps:
             steps.pop(0).weights()
 
