@@ -73,13 +73,15 @@ class FFNCall(NamedTuple):
     """What one call of the feed-forward has beside its tensors.
 
     numbers: of the activation. weighted: `prob` weights b2 too. save_bytes: the quantized weights may live until the
-    backward. needs: whether x, w1, w3, w2, prob, b1, b3 and b2 need gradients.
+    backward. recompute: x alone is saved, and the backward multiplies gate and up again. needs: whether x, w1, w3, w2,
+    prob, b1, b3 and b2 need gradients.
     """
 
     options: ProductOptions
     numbers: tuple[float, float, float]
     weighted: bool
     save_bytes: bool
+    recompute: bool
     needs: tuple[bool, ...] = ()
 
 
@@ -93,27 +95,38 @@ def ffn_forward(
     prob, (form, rounding, *_) = prob.contiguous(), options
     need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = call.needs
     need_dh = need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
-    need_tokens = options.whole_blocks and (need_w1 or need_w3)
-    rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
-    ways = [
-        for_call(w, h, form, rounding, need and call.save_bytes)
-        for w, h, need in zip((w1, w3, w2), held, (need_x, need_x, need_dh), strict=True)
-    ]
-    (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = ways
-    gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
+    again, first = call.recompute, ((w1, w3), (b1, b3), tuple(held[:2]))
+    need_tokens, both = options.whole_blocks and (need_w1 or need_w3), call.save_bytes and not again
+    (gate, up), tokens, (gate_t, up_t) = _gate_and_up(
+        call, x, first, group_ends, need_tokens and not again, need_x and both
+    )
+    down_w, down_t = for_call(w2, held[2], form, rounding, need_dh and both)
     if is_mx(form):
         h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *call.numbers))
     else:
         h = ops.swiglu(gate, up, prob, *call.numbers)
     saved = (
-        (tokens or x) if need_w1 or need_w3 else None,
+        (tokens or x) if need_w1 or need_w3 or again else None,
         (gate_t or w1, up_t or w3) if need_x else None,
         (down_t or w2) if need_dh else None,
-        (group_ends, prob, gate, up),
+        (group_ends, prob, *((None, None) if again else (gate, up))),
         b2 if need_prob else None,
+        first if again else None,
     )
     h, weights_of_b2 = row_operand(h, form, rounding), prob if call.weighted else None
     return product(h, down_w, group_ends, BF16, b2, weights_of_b2, out), saved
+
+
+def _gate_and_up(
+    call: FFNCall, x: Tensor, first: tuple[Any, Any, Any], group_ends: Tensor, need_tokens: bool, both: bool
+) -> tuple[tuple[Tensor, Tensor], Folded | None, tuple[Unused, Unused]]:
+    """Return gate and up; the token operand of x, if needed and made by the same read; w1 and w3 along N, if they are
+    held or `both` is set. first: pairs of weights, biases and held weights."""
+    (weights, biases, held), (form, rounding, *_) = first, call.options
+    rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
+    ways = [for_call(w, h, form, rounding, both) for w, h in zip(weights, held, strict=True)]
+    gate, up = (product(rows, way[0], group_ends, BF16, b) for way, b in zip(ways, biases, strict=True))
+    return (gate, up), tokens, (ways[0][1], ways[1][1])
 
 
 class FFNBackward:
@@ -123,7 +136,12 @@ class FFNBackward:
     """
 
     def __init__(self, call: FFNCall, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        self.x, self.in_weights, self.w2, (group_ends, prob, gate, up), self.b2 = saved
+        self.x, self.in_weights, self.w2, (group_ends, prob, gate, up), self.b2, again = saved
+        if again is not None:
+            need_x, need_w1, need_w3, *_ = call.needs
+            need_tokens, (w1, w3) = call.options.whole_blocks and (need_w1 or need_w3), again[0]
+            (gate, up), tokens, (gate_t, up_t) = _gate_and_up(call, self.x, again, group_ends, need_tokens, need_x)
+            self.x, self.in_weights = tokens or self.x, (gate_t or w1, up_t or w3)
         self.call, self.given, self.dtypes, self.group_ends, self.prob = call, dout, dtypes, group_ends, prob
         self.steps = _Backward(group_ends, gate, up, prob, call.options, call.numbers)
         self.dout, self.dout_tokens = self.steps.output_gradient(dout, call.needs[3])
@@ -325,6 +343,7 @@ def swiglu_ffn(
     save_bytes: bool,
     biases: Sequence[Bias] = (None, None, None),
     activation: SwiGLU = PLAIN,
+    recompute: bool = False,
 ) -> Tensor:
     """`grouped_swiglu_ffn` of w1, w3, w2 and b1, b3, b2, with its checks, in the name of `op`. save_bytes: the
     quantized weights may live until the backward (`outlives_forward`)."""
@@ -333,7 +352,7 @@ def swiglu_ffn(
     weighted, prob = prob is not None, row_probabilities(op, prob, x)
     check_devices(op, "x", x.device, prob=prob)
     group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1")
-    call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes)
+    call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes, recompute)
     if call.options.whole_blocks:
         check_token_blocks(op, "x", "group_ends", x.shape[0], group_ends, "pass pad_token_groups=True")
     return _swiglu_ffn(x, *values, prob, *biases, held, group_ends, call)
@@ -341,11 +360,11 @@ def swiglu_ffn(
 
 def ffn_call(
     op: str, weights: Sequence[Tensor], recipe: Recipe, device: torch.device, activation: SwiGLU, pad: bool,
-    weighted: bool, save_bytes: bool,
+    weighted: bool, save_bytes: bool, recompute: bool,
 ) -> FFNCall:  # fmt: skip
     need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
     numbers = SwiGLU.check(op, activation).attributes
-    return FFNCall(ProductOptions.of(recipe, device, pad, need_wgrad), numbers, weighted, save_bytes)
+    return FFNCall(ProductOptions.of(recipe, device, pad, need_wgrad), numbers, weighted, save_bytes, recompute)
 
 
 def check_ffn_weights(
