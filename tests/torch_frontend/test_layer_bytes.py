@@ -1,7 +1,7 @@
 """What a step of the MoE layer moves and saves, counted, is what benchmarks/layer_bytes.py says; a layer that
 recomputes gives the same bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from benchmarks.layer_bytes import passes, saved_nbytes
 from benchmarks.peers import moe_layer as peer
 
 # The shapes of the documents: tokens / 64, D and F / 32 up to a multiple of 32.
-SHAPES = [MoELayer(t // 64, *(-(-n // 1024) * 32 for n in (d, f)), e, k) for t, d, f, e, k in H200.moe_layers]
+SHAPES = [MoELayer(t // 64, -(-d // 1024) * 32, -(-f // 1024) * 32, e, k) for t, d, f, e, k in H200.moe_layers]
 OTHERS = {"route", "route_bwd", "sort_by_expert", "row_map", "permute_rows"}
 """Ops that read no rows and no weights of the experts."""
 
@@ -68,7 +68,7 @@ def folded() -> Recipe:
     return Recipe.parse("mxfp8", compute="fold")
 
 
-def saved(run: Callable[[], object], parameters: list[Tensor]) -> int:
+def saved(run: Callable[[], object], parameters: Sequence[Tensor]) -> int:
     """Bytes of memory that the forward keeps, without the parameters."""
     kept = {p.untyped_storage().data_ptr(): (0, p) for p in parameters}
 
