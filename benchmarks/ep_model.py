@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from math import comb
 from typing import Literal, NamedTuple
 
-from mxep.core_kernels.exchange import expert_chunks
+from mxep.core_kernels.exchange import MOST_CHUNKS, expert_chunks
 from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.recipe import LegName, Recipe
 
@@ -60,7 +60,7 @@ class Rates(NamedTuple):
 
 class Case(NamedTuple):
     """rows per rank, of `top_k` per token; experts per rank. send: what travels: each copy of a token, a token once to
-    a rank that wants it, or once to a host, which spreads it."""
+    a rank that wants it, or once to a host, which spreads it. chunk_bytes: of a transport."""
 
     ranks: int
     rows: int
@@ -70,6 +70,14 @@ class Case(NamedTuple):
     recipe: Recipe
     top_k: int = 1
     send: Send = "copy"
+    chunk_bytes: int = 2**26
+
+    @property
+    def chunks(self) -> list[float]:
+        """The share of the experts in each chunk."""
+        nbytes = self.rows * self.dim * (MX if self.recipe.sends_mx("dispatch") else BF16)
+        most = min(max(int(nbytes / self.chunk_bytes), 1), MOST_CHUNKS)
+        return [(last - first) / self.experts for first, last in expert_chunks(self.experts, most)]
 
     @property
     def tokens(self) -> float:
@@ -193,13 +201,12 @@ def _direction(
         work += arrived * back_width * (BF16 + MX) / passes["quantize_row"]
         after += arrived * back_width * (BF16 + MX) / passes["dequantize"]
     legs = ((width, sent), (back_width, returned))
-    shares = [(last - first) / case.experts for first, last in expert_chunks(case.experts)]
     out, home = (leg_seconds(case, rates, rates.copies, w * nbytes) for w, nbytes in legs)
     return Direction(
         before,
-        tuple(out * share for share in shares),
-        tuple(work * share for share in shares),
-        tuple(home * share for share in shares),
+        tuple(out * share for share in case.chunks),
+        tuple(work * share for share in case.chunks),
+        tuple(home * share for share in case.chunks),
         filler,
         after,
         rows * width * 2 * sent / passes["permute_mx"],

@@ -4,7 +4,9 @@ import doctest
 from itertools import combinations
 
 import pytest
+from mxep.core_kernels.exchange import plan_exchange
 from mxep.core_kernels.recipe import RECIPES
+from mxep.torch_frontend.transport import CHUNK_BYTES
 
 from benchmarks import ep_model
 from benchmarks.ep_model import Case, Direction, Wire, distinct, in_turn, overlapped, rows_sent
@@ -40,6 +42,15 @@ def test_a_wire_takes_what_was_measured_and_is_linear_between() -> None:
     assert wire.seconds(64, 8) == 24
     assert [wire.seconds(size, size) for size in (4, 128)] == pytest.approx([2, 13 + 8 * 64 / 48])
     assert Wire(((1.0, 0.5),)).seconds(10, 3) == 5
+
+
+def test_chunks_are_those_of_the_transports() -> None:
+    case = Case(2, 131072, 2048, 1408, 8, RECIPES["mxfp8"])
+    assert case.chunk_bytes == CHUNK_BYTES
+    plan = plan_exchange([[8192] * 16] * 2, 0, 32, CHUNK_BYTES // (2048 * 33 // 32))
+    assert case.chunks == [(chunk.last - chunk.first) / 8 for chunk in plan.chunks]
+    assert len(case.chunks) == 4
+    assert case._replace(rows=32).chunks == [1]
 
 
 def direction(there: float, chunk: float, back: float, chunks: int, **rest: float) -> Direction:

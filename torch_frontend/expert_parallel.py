@@ -23,14 +23,23 @@ from ._counts import counts_of_ranks
 from ._ranks import check_rows_to_send, degree_of, name_of
 from ._torch_private import group_named
 from .ep import TokenReplicas
-from .ffn import Bias, FFNBackward, FFNCall, check_ffn_weights, ffn_call, ffn_forward, grouped_swiglu_ffn
+from .ffn import (
+    Bias,
+    FFNBackward,
+    FFNCall,
+    check_ffn_weights,
+    ffn_call,
+    ffn_forward,
+    grouped_swiglu_ffn,
+    weight_operands,
+)
 from .grouped_mm import MMBackward, MMCall, grouped_mm, mm_forward
 from .overlap import Experts, Overlap, overlapped
 from .pipeline import combine, dispatch_over, dispatch_probs
 from .products import ProductOptions
 from .shards import Ranks
 from .transport import Collectives, Transport
-from .weights import Held, Weights, check_weights, form_of, outlives_forward, values_and_held
+from .weights import Held, Weights, check_weights, for_call, form_of, outlives_forward, values_and_held
 
 
 class FFNExperts(NamedTuple):
@@ -38,6 +47,13 @@ class FFNExperts(NamedTuple):
 
     call: FFNCall
     held: tuple[Held, ...]
+
+    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "FFNExperts":
+        weights: Any = parameters[:3]
+        if self.call.options.form == "bf16":
+            return self
+        held: Any = tuple(weight_operands(self._call(needs), weights, self.held))
+        return self._replace(held=held)
 
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
@@ -74,6 +90,14 @@ class MMExperts(NamedTuple):
 
     call: MMCall
     held: Held
+
+    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "MMExperts":
+        w, (form, rounding, *_) = parameters[0], self.call.options
+        assert w is not None
+        if form == "bf16":
+            return self
+        held: Any = for_call(w, self.held, form, rounding, needs[0] and outlives_forward(w))
+        return self._replace(held=held)
 
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
@@ -179,15 +203,15 @@ def _run(
     parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
     transport: Transport, error: Exception | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    agreed = counts_of_ranks(rows, counts, recipe, ranks, probs, error)
+    of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error)
     assert experts is not None
-    rank, replicas = group_named(ranks.group_name).rank(), agreed.rows
+    rank, replicas = group_named(ranks.group_name).rank(), of_ranks.rows
     if isinstance(replicas, TokenReplicas):
         x, maps = replicas.x, (replicas.order, replicas.inverse, replicas.top_k)
     else:
         x, maps = replicas, (None, None, 0)
-    call = Overlap(transport, rank, agreed.table, recipe, experts, width, out_dtype, *maps, inside)
-    return overlapped(x, probs, call, *parameters), agreed.counts
+    call = Overlap(transport, rank, of_ranks.table, recipe, experts, width, out_dtype, *maps, inside)
+    return overlapped(x, probs, call, *parameters), of_ranks.agreed.totals
 
 
 # The host reads the counts, and which rows travel depends on them.

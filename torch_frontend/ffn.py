@@ -53,6 +53,7 @@ from .weights import (
     MX,
     Folded,
     Held,
+    Quantized,
     WeightOperand,
     Weights,
     along_n,
@@ -84,6 +85,20 @@ class FFNCall(NamedTuple):
     recompute: bool
     needs: tuple[bool, ...] = ()
 
+    @property
+    def need_dh(self) -> bool:
+        need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = self.needs
+        return need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
+
+
+def weight_operands(
+    call: FFNCall, weights: Sequence[Tensor], held: Sequence[Held]
+) -> list[tuple[WeightOperand, Quantized | None]]:
+    """`for_call` of w1, w3 and w2; with `recompute`, unless held, along K alone, for the forward."""
+    (form, rounding, *_), (need_x, *_) = call.options, call.needs
+    needs = [need and call.save_bytes and not call.recompute for need in (need_x, need_x, call.need_dh)]
+    return [for_call(w, h, form, rounding, need) for w, h, need in zip(weights, held, needs, strict=True)]
+
 
 def ffn_forward(
     call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Held],
@@ -93,14 +108,11 @@ def ffn_forward(
     weights, biases and held are of w1, w3, w2."""
     (w1, w3, w2), (b1, b3, b2), options = weights, biases, call.options
     prob, (form, rounding, *_) = prob.contiguous(), options
-    need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = call.needs
-    need_dh = need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
-    again, first = call.recompute, ((w1, w3), (b1, b3), tuple(held[:2]))
-    need_tokens, both = options.whole_blocks and (need_w1 or need_w3), call.save_bytes and not again
-    (gate, up), tokens, (gate_t, up_t) = _gate_and_up(
-        call, x, first, group_ends, need_tokens and not again, need_x and both
-    )
-    down_w, down_t = for_call(w2, held[2], form, rounding, need_dh and both)
+    need_x, need_w1, need_w3, _, need_prob, *_ = call.needs
+    again, need_tokens = call.recompute, options.whole_blocks and (need_w1 or need_w3)
+    rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens and not again else None)
+    (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = weight_operands(call, weights, held)
+    gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
     if is_mx(form):
         h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *call.numbers))
     else:
@@ -108,25 +120,23 @@ def ffn_forward(
     saved = (
         (tokens or x) if need_w1 or need_w3 or again else None,
         (gate_t or w1, up_t or w3) if need_x else None,
-        (down_t or w2) if need_dh else None,
+        (down_t or w2) if call.need_dh else None,
         (group_ends, prob, *((None, None) if again else (gate, up))),
         b2 if need_prob else None,
-        first if again else None,
+        ((w1, w3), (b1, b3), tuple(h if h and h[1] else None for h in held[:2])) if again else None,
     )
     h, weights_of_b2 = row_operand(h, form, rounding), prob if call.weighted else None
     return product(h, down_w, group_ends, BF16, b2, weights_of_b2, out), saved
 
 
-def _gate_and_up(
-    call: FFNCall, x: Tensor, first: tuple[Any, Any, Any], group_ends: Tensor, need_tokens: bool, both: bool
-) -> tuple[tuple[Tensor, Tensor], Folded | None, tuple[Unused, Unused]]:
-    """Return gate and up; the token operand of x, if needed and made by the same read; w1 and w3 along N, if they are
-    held or `both` is set. first: pairs of weights, biases and held weights."""
-    (weights, biases, held), (form, rounding, *_) = first, call.options
-    rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
-    ways = [for_call(w, h, form, rounding, both) for w, h in zip(weights, held, strict=True)]
-    gate, up = (product(rows, way[0], group_ends, BF16, b) for way, b in zip(ways, biases, strict=True))
-    return (gate, up), tokens, (ways[0][1], ways[1][1])
+def _gate_and_up(call: FFNCall, x: Tensor, first: tuple[Any, Any, Any], group_ends: Tensor) -> tuple[Any, Unused, Any]:
+    """gate and up again; x as weight gradients read it; w1 and w3 along N. first: their values, biases, held bytes."""
+    (weights, biases, held), (need_x, need_w1, need_w3, *_), options = first, call.needs, call.options
+    ends = group_ends if options.whole_blocks and (need_w1 or need_w3) else None
+    rows, tokens = quantize_activation(x, options.form, options.rounding, ends)
+    ways = [for_call(w, h, options.form, options.rounding, need_x) for w, h in zip(weights, held, strict=True)]
+    products = [product(rows, way[0], group_ends, BF16, b) for way, b in zip(ways, biases, strict=True)]
+    return products, tokens or x, tuple(way[1] or w for way, w in zip(ways, weights, strict=True))
 
 
 class FFNBackward:
@@ -137,11 +147,8 @@ class FFNBackward:
 
     def __init__(self, call: FFNCall, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         self.x, self.in_weights, self.w2, (group_ends, prob, gate, up), self.b2, again = saved
-        if again is not None:
-            need_x, need_w1, need_w3, *_ = call.needs
-            need_tokens, (w1, w3) = call.options.whole_blocks and (need_w1 or need_w3), again[0]
-            (gate, up), tokens, (gate_t, up_t) = _gate_and_up(call, self.x, again, group_ends, need_tokens, need_x)
-            self.x, self.in_weights = tokens or self.x, (gate_t or w1, up_t or w3)
+        if again:
+            (gate, up), self.x, self.in_weights = _gate_and_up(call, self.x, again, group_ends)
         self.call, self.given, self.dtypes, self.group_ends, self.prob = call, dout, dtypes, group_ends, prob
         self.steps = _Backward(group_ends, gate, up, prob, call.options, call.numbers)
         self.dout, self.dout_tokens = self.steps.output_gradient(dout, call.needs[3])

@@ -50,6 +50,10 @@ class Gradients(Protocol):
 class Experts(Protocol):
     """What the experts compute: of parameters (G, ...) in bf16 or fp32, a chunk of groups at a time."""
 
+    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "Experts":
+        """The same with weights quantized now, all at once."""
+        ...
+
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
         needs: Sequence[bool], out: Tensor | None,
@@ -108,6 +112,10 @@ class Overlap(NamedTuple):
             into(room[-1:], OPS["permute_rows"], weights.reshape(-1, 1), self.order)
         return room
 
+    def least_rows(self, leaving: Sequence[Tensor]) -> int:
+        """The rows that make a chunk of the transport's size."""
+        return max(self.transport.chunk_bytes // sum(part.shape[1] * part.dtype.itemsize for part in leaving), 1)
+
     def room(self, x: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
         """Memory for the rows of this rank that travel to the experts."""
         rows = x.shape[0] if self.order is None else self.order.shape[0]
@@ -141,8 +149,7 @@ class Overlap(NamedTuple):
         padding = [part[start:end] for part in leg.received for start, end in plan.padding]
         if padding:
             zero_each(padding)
-        for c in range(len(plan.chunks)):
-            leg.send(c)
+        leg.send(range(len(plan.chunks)))
         return leg
 
     def leg_to_tokens(self, plan: Exchange, parts: Sequence[Part], device: torch.device) -> Leg:
@@ -161,10 +168,11 @@ class _Overlapped(torch.autograd.Function):
         need_x, need_probs, _, *need_parameters = ctx.needs_input_grad
         inside, device, mx = call.prob_inside, x.device, call.recipe.sends_mx("combine")
         leaving = call.leaving_rows(x, "dispatch", probs if inside else None)
-        plan = plan_exchange(call.table(), call.rank, call.recipe.alignment)
+        plan = plan_exchange(call.table(), call.rank, call.recipe.alignment, call.least_rows(leaving))
         there = call.leg_to_experts(plan, leaving)
         back = call.leg_to_tokens(plan, call.layout_of(call.width, BF16, "combine"), device)
         needs = need_x, need_probs and inside, *need_parameters
+        experts = call.experts.quantized(parameters, needs)  # while the first rows travel
         ends, saved = ends_of_chunks(plan, device), []
         no_prob = torch.empty(0, dtype=torch.float32, device=device)
         for c, chunk in enumerate(plan.chunks):
@@ -174,9 +182,9 @@ class _Overlapped(torch.autograd.Function):
             local = [p if p is None else p[chunk.first : chunk.last] for p in parameters]
             room = tuple(part[chunk.start : chunk.end] for part in back.outgoing)
             place = None if mx else room[0]
-            out, state = call.experts.forward(chunk, rows, prob, ends[c], local, needs, place)
+            out, state = experts.forward(chunk, rows, prob, ends[c], local, needs, place)
             call.written(out, "combine", room)
-            back.send(c)
+            back.send(range(c, c + 1))
             saved.append(state)
         for c in range(len(plan.chunks)):
             back.wait(c)
@@ -209,7 +217,7 @@ class _Overlapped(torch.autograd.Function):
                     call.written(dx, "dispatch_grad", room[: len(room) - need_prob])
                 if dprob is not None and need_prob:
                     room[-1].copy_(dprob.reshape(-1, 1))
-                back.send(c)
+                back.send(range(c, c + 1))
             steps.append(step)
         found = []
         while steps:  # what the steps hold is freed one by one

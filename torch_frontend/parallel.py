@@ -120,8 +120,8 @@ class MXFP8ExpertParallel(ParallelStyle):
                 raise
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
-        kind = type(self.transport).__name__
-        arguments = {"recipe": recipe, "gradients": self.gradients, "transport": kind, "parameters": parameters}
+        carried = self.transport and f"{type(self.transport).__name__}(chunk_bytes={self.transport.chunk_bytes})"
+        arguments = {"recipe": recipe, "gradients": self.gradients, "transport": carried, "parameters": parameters}
         if isinstance(module, MoE):
             arguments["prob_in"] = module.prob_in
         if isinstance(experts, GroupedExperts):

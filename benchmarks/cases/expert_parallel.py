@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.exchange import Exchange, plan_exchange
+from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import MXTensor, combine, grouped_mm, ops
 from mxep.torch_frontend.expert_parallel import MMExperts, mm_over
@@ -20,7 +21,7 @@ from mxep.torch_frontend.overlap import ends_of_chunks
 from mxep.torch_frontend.pipeline import dispatch_over
 from mxep.torch_frontend.products import ProductOptions
 from mxep.torch_frontend.shards import Ranks
-from mxep.torch_frontend.transport import Part, Transport
+from mxep.torch_frontend.transport import CHUNK_BYTES, Part, Transport
 from torch import Tensor
 
 from ..peers.expert_parallel import grouped_mm_bf16, pipeline
@@ -62,6 +63,11 @@ class Inputs(NamedTuple):
         counts = torch.full((experts,), shape.rows // experts, dtype=torch.int32, device=device)
         return cls(rows, w, dy, counts, Ranks(group.group_name, group.size(), experts, device.type))
 
+    def row_bytes(self, recipe: Recipe) -> int:
+        """Of a row on its way to the experts."""
+        k = self.rows.shape[1]
+        return k + k // BLOCK if recipe.mx else 2 * k
+
     def backward(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """y and the gradients of rows and w."""
         self.rows.grad = self.w.grad = None
@@ -100,7 +106,9 @@ class Stages:
         self.inputs, self.device = inputs, inputs.rows.device
         ranks, rows, w = inputs.ranks.degree, inputs.rows, inputs.w
         table = [inputs.counts.tolist()] * ranks
-        self.plan: Exchange = plan_exchange(table, dist.get_rank(), recipe.alignment)
+        self.plan: Exchange = plan_exchange(
+            table, dist.get_rank(), recipe.alignment, CHUNK_BYTES // inputs.row_bytes(recipe)
+        )
         self.needs = (True, False, True, False)
         self.experts = MMExperts(MMCall(ProductOptions.of(recipe, self.device, False, True), BF16), None)
         rounding, mine = int(recipe.rounding), self.plan.operand_rows[dist.get_rank()]
@@ -120,12 +128,14 @@ class Stages:
     def _leg(self, transport: Transport, where: Literal["experts", "tokens"], rows: tuple[Tensor, ...]) -> None:
         plan, there = self.plan, where == "experts"
         steps = plan.to_experts if there else plan.to_tokens
-        of_ranks = plan.token_rows, plan.operand_rows
+        sent, received = (plan.token_rows, plan.operand_rows)[:: 1 if there else -1]
         parts = [Part(part.shape[1], part.dtype) for part in rows]
         room = transport.outgoing(where, rows[0].shape[0], parts, self.device)  # its values do not matter
-        leg = transport.leg(where, steps, *(of_ranks if there else of_ranks[::-1]), room)
-        for c in range(len(plan.chunks)):
-            leg.send(c)
+        leg = transport.leg(where, steps, sent, received, room)
+        if there:
+            leg.send(range(len(plan.chunks)))
+        for c in () if there else range(len(plan.chunks)):
+            leg.send(range(c, c + 1))
         for c in range(len(plan.chunks)):
             leg.wait(c)
 

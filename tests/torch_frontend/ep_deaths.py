@@ -23,7 +23,7 @@ RANKS, VICTIM = 3, 1
 
 class Stage(NamedTuple):
     """Where the rank ends: before `method` of a chunk of a leg (0 rows to experts, 1 rows to tokens, 2 and 3 their
-    gradients). limit: of the process group, in seconds."""
+    gradients). limit: of the process group, in seconds. All chunks of rows to experts leave in one call."""
 
     where: str
     leg: int
@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "hangs": Stage("forward", 0, "send", 1, signal.SIGSTOP, 5),
+    "hangs": Stage("forward", 1, "send", 0, signal.SIGSTOP, 5),
     "after the counts": Stage("forward", 0, "send", 0),
     "rows travel to experts": Stage("forward", 0, "wait", 1),
     "rows travel to tokens": Stage("forward", 1, "send", 1),
@@ -46,7 +46,7 @@ class Fatal(Collectives):
     """Ends this process at a stage."""
 
     def __init__(self, group: dist.ProcessGroup, stage: str) -> None:
-        super().__init__(group)
+        super().__init__(group, chunk_bytes=1)
         self.stage, self.legs = STAGES[stage], 0
 
     def leg(self, *arguments):
@@ -54,10 +54,10 @@ class Fatal(Collectives):
         if self.legs == stage.leg:
             real = getattr(leg, stage.method)
 
-            def fatal(chunk: int, *rest):
-                if chunk == stage.chunk:
+            def fatal(chunks: int | range) -> None:
+                if stage.chunk in (chunks if isinstance(chunks, range) else (chunks,)):
                     os.kill(os.getpid(), stage.ending)
-                return real(chunk, *rest)
+                real(chunks)
 
             setattr(leg, stage.method, fatal)
         self.legs += 1
@@ -70,7 +70,9 @@ def run(rank: int, stage: str, out: Path) -> None:
     limit = timedelta(seconds=STAGES[stage].limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     assert dist.group.WORLD is not None
-    transport = (Fatal if rank == VICTIM else lambda group, _: Collectives(group))(dist.group.WORLD, stage)
+    transport = (Fatal if rank == VICTIM else lambda group, _: Collectives(group, chunk_bytes=1))(
+        dist.group.WORLD, stage
+    )
     x, w = (torch.ones(shape).bfloat16().requires_grad_() for shape in ((12, 64), (2, 32, 64)))
     where, start = "forward", time.monotonic()
     try:

@@ -198,9 +198,13 @@ def bad_arguments_of_parallel_experts() -> None:
         words = ("parameters: got w1 (4, 96, 64) " if option == "dtype" else f"{option}: got ") + "{}"
         raises(words.format(theirs), words.format(ours),
                lambda mine=mine: parallelize_module(mine, mesh, MXFP8ExpertParallel()))  # fmt: skip
-    carried = Collectives(mesh.get_group()) if RANK == 0 else None
-    raises("transport: got NoneType on rank 1", "transport: got Collectives on rank 0",
-           lambda: parallelize_module(MoE(D, 96, E, 1), mesh, MXFP8ExpertParallel(transport=carried)))  # fmt: skip
+    transports = Collectives(mesh.get_group()), Collectives(mesh.get_group(), chunk_bytes=1)
+    for ours, theirs in ((transports[0], None), transports):
+        shown = ["None" if t is None else f"Collectives(chunk_bytes={t.chunk_bytes})" for t in (theirs, ours)]
+        style = MXFP8ExpertParallel(transport=ours if RANK == 0 else theirs)
+        raises(*(f"transport: got {t} on rank" for t in shown),
+               lambda style=style: parallelize_module(MoE(D, 96, E, 1), mesh, style))  # fmt: skip
+    style = MXFP8ExpertParallel(gradients="sum")
     meaning = "sum" if RANK == 0 else "mean"
     raises("gradients: got mean on rank 1", "gradients: got sum on rank 0",
            lambda: parallelize_module(MoE(D, 96, E, 1), mesh, MXFP8ExpertParallel(gradients=meaning)))  # fmt: skip

@@ -43,7 +43,7 @@ class Poisoned(Collectives):
     at a stage that changes from leg to leg."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+        super().__init__(group, chunk_bytes=1)  # as many chunks as there may be
         self.legs = 0
         self.left: dict[str, tuple[Tensor, ...]] = {}
 
@@ -64,7 +64,7 @@ class Poisoned(Collectives):
 
     def delay(self, leg, stage: str) -> None:
         real = getattr(leg, stage)
-        setattr(leg, stage, lambda chunk: (time.sleep(0.002), real(chunk))[1])
+        setattr(leg, stage, lambda chunks: (time.sleep(0.002), real(chunks))[1])
 
 
 def poison(parts: tuple[Tensor, ...]) -> None:
