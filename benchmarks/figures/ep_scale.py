@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 from mxep.core_kernels.recipe import Recipe
 
 from ..ep_model import (
+    BF16,
+    MX,
     Case,
     Direction,
     Rates,
     Send,
     Wire,
     backward,
+    distinct,
     fitted_e,
     forward,
     in_turn,
@@ -216,6 +219,21 @@ def _at_scale() -> list[str]:
     return _table(head, rows)
 
 
+def _rows() -> list[str]:
+    """Ranks and hosts of a token, its own included, and the bytes that leave its rank and come back to it."""
+    dim, hidden = SHAPES[0]
+    row, rows = dim * MX + hidden * BF16, []
+    for experts in (64, EXPERTS):
+        for ranks in (n for n in SCALES if n <= experts):
+            found = [float(TOP_K), distinct(ranks, experts, TOP_K), distinct(max(ranks // GPUS, 1), experts, TOP_K)]
+            leaving = [n * (ranks - 1) / ranks * row / 1e3 for n in found[:2]]
+            saved = 1 - leaving[1] / leaving[0]
+            cells = f"{found[1]:.2f}", f"{found[2]:.2f}" if ranks > GPUS else "", *(f"{kb:.1f}" for kb in leaving)
+            rows.append((str(experts), str(ranks), *cells, f"{saved:.0%}"))
+    head = "experts | GPUs | ranks of a token | hosts | KB per token, each copy | once per rank | saved"
+    return _table(head, rows)
+
+
 def _hidden() -> list[str]:
     rows = [
         (f"{dim}/{hidden}", name, *(str(hidden_up_to(dim, hidden, recipe, send) or "none") for send in SENDS))
@@ -231,6 +249,8 @@ def tables() -> str:
         "## Beside measured times", "", *_beside_measured(),
         "## One host", "", *_on_a_host(),
         "## From one host to 1024 GPUs", "", *_at_scale(),
+        "## Rows of a token", "",
+        f"Top-{TOP_K}, {SHAPES[0][0]}/{SHAPES[0][1]}, forward, MXFP8 to the experts and bf16 back, KB both ways:", "", *_rows(),
         "## Where communication stops being hidden", "",
         "GPUs up to which at most a tenth of forward and backward waits for the wire:", "", *_hidden(),
     ]).strip()  # fmt: skip
