@@ -245,12 +245,13 @@ def _hidden() -> list[str]:
 
 def tables() -> str:
     """The generated part of docs/ep_scale.md."""
+    dim, hidden = SHAPES[0]
     return "\n".join([
         "## Beside measured times", "", *_beside_measured(),
         "## One host", "", *_on_a_host(),
         "## From one host to 1024 GPUs", "", *_at_scale(),
         "## Rows of a token", "",
-        f"Top-{TOP_K}, {SHAPES[0][0]}/{SHAPES[0][1]}, forward, MXFP8 to the experts and bf16 back, KB both ways:", "", *_rows(),
+        f"Top-{TOP_K}, {dim}/{hidden}, forward, MXFP8 to the experts and bf16 back, KB both ways:", "", *_rows(),
         "## Where communication stops being hidden", "",
         "GPUs up to which at most a tenth of forward and backward waits for the wire:", "", *_hidden(),
     ]).strip()  # fmt: skip
