@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core_kernels.exchange import Move, Step
 from ..core_kernels.launch import fail
 from ._checks import check_int
-from ._ranks import name_of
+from ._ranks import name_of, no_answer
 from ._torch_private import copy_each, group_named
 
 Where = Literal["experts", "tokens"]
@@ -170,6 +170,4 @@ class _Batches:
             yield
         except RuntimeError as error:
             ranks = " or ".join(map(str, sorted({op.peer for op in batch})))
-            got = f"an error in chunk {chunk} of the rows to {self.where}: {error}"
-            allowed = "allowed: none; a rank that has ended or does not answer says why in its own output"
-            fail(RuntimeError, "Collectives", f"rank {ranks}", got, allowed)
+            no_answer("Collectives", f"rank {ranks}", f"an error in chunk {chunk} of the rows to {self.where}: {error}")

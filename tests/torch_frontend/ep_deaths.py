@@ -15,15 +15,18 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import expert_parallel_mm
+from mxep.core_kernels.recipe import RECIPES
+from mxep.torch_frontend.expert_parallel import mm_over
+from mxep.torch_frontend.shards import Ranks
 from mxep.torch_frontend.transport import Collectives
 
 RANKS, VICTIM = 3, 1
 
 
 class Stage(NamedTuple):
-    """Where the rank ends: before `method` of a chunk of a leg (0 rows to experts, 1 rows to tokens, 2 and 3 their
-    gradients). limit: of the process group, in seconds. All chunks of rows to experts leave in one call."""
+    """Where the rank ends: before `method` of a chunk of a leg. Legs: 0 rows to experts, all chunks in one call, 1 rows
+    to tokens, 2 and 3 their gradients; less than 0: the collectives before them. limit: of the process group, in
+    seconds."""
 
     where: str
     leg: int
@@ -34,6 +37,8 @@ class Stage(NamedTuple):
 
 
 STAGES = {
+    "before sizes are compared": Stage("forward", -2, "", 0),
+    "before the counts": Stage("forward", -1, "", 0),
     "hangs": Stage("forward", 1, "send", 0, signal.SIGSTOP, 5),
     "after the counts": Stage("forward", 0, "send", 0),
     "rows travel to experts": Stage("forward", 0, "wait", 1),
@@ -74,9 +79,15 @@ def run(rank: int, stage: str, out: Path) -> None:
         dist.group.WORLD, stage
     )
     x, w = (torch.ones(shape).bfloat16().requires_grad_() for shape in ((12, 64), (2, 32, 64)))
+    # A layer knows the number of experts and begins with the counts; the function compares sizes first.
+    experts = 6 if STAGES[stage].leg == -1 else 0
+    ranks = Ranks(dist.group.WORLD.group_name, RANKS, experts, "cpu")
     where, start = "forward", time.monotonic()
+    if rank == VICTIM and STAGES[stage].leg < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     try:
-        y = expert_parallel_mm(x, w, torch.full((6,), 2), transport=transport)
+        arguments = x, torch.full((6,), 2), w, None, torch.bfloat16, RECIPES["mxfp8"], ranks, transport
+        y, _ = mm_over("test", *arguments)
         where, start = "backward", time.monotonic()
         y.sum().backward()
         error = "none"

@@ -22,7 +22,21 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("before sizes are compared", "dispatch: sizes: got an error while the ranks compare them: "),
+        ("before the counts", "dispatch: counts: got an error while the ranks exchange them: "),
+    ],
+)
+def test_the_others_end_and_name_the_collective(stage: str, words: str, out: Path) -> None:
+    for rank in SURVIVORS:
+        _, seconds, error = (out / f"{stage}-{rank}").read_text().split("\n", 2)
+        assert error.startswith(words)
+        assert float(seconds) < STAGES[stage].limit
+
+
+@pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.leg >= 0])
 def test_the_others_end_and_name_it(stage: str, out: Path) -> None:
     assert not (out / f"{stage}-{VICTIM}").exists()
     named = {}
