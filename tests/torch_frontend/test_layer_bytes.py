@@ -60,7 +60,7 @@ def layer_of(shape: MoELayer, recipe: Recipe | str = "mxfp8", **options: Any) ->
     moe = MoE(*shape[1:], recipe=Recipe.parse(recipe), dtype=torch.bfloat16, **options)
     with torch.no_grad():
         for p in moe.parameters():
-            p.mul_(1)  # a parameter that was never written may be one that FSDP2 gathered
+            p.add_(0.1 * torch.randn_like(p))  # a parameter that was never written may be one that FSDP2 gathered
     return moe, torch.randn(shape.tokens, shape.dim).bfloat16().requires_grad_()
 
 
