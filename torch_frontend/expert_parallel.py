@@ -79,9 +79,9 @@ class _FFNGradients(NamedTuple):
     def inputs(self, out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         return self.of.inputs(out)
 
-    def weights(self) -> tuple[Tensor | None, ...]:
-        dw2, db2 = self.of.down()
-        dw1, dw3, db1, db3 = self.of.gate_and_up()
+    def weights(self, out: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        dw2, db2 = self.of.down(out[2])
+        dw1, dw3, db1, db3 = self.of.gate_and_up(out[:2])
         return dw1, dw3, dw2, db1, db3, db2
 
 
@@ -123,8 +123,8 @@ class _MMGradients(NamedTuple):
     def inputs(self, out: Tensor | None) -> tuple[Tensor | None, None]:
         return self.of.inputs(out), None
 
-    def weights(self) -> tuple[Tensor | None, ...]:
-        return self.of.weights()
+    def weights(self, out: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return self.of.weights(out[0])
 
 
 def _of_chunk(held: Held, chunk: Chunk) -> Held:

@@ -29,7 +29,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from . import ops
+from . import _direct as ops
 from ._checks import check_bias, check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
 from ._ranges import named
@@ -155,11 +155,12 @@ class FFNBackward:
         self.of_gate: tuple[Unused, Tensor | None] = (None, None)  # token operand, values
         self.of_up: tuple[Unused, Tensor | None] = (None, None)
 
-    def down(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of w2 and b2."""
+    def down(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of w2, written to `out` if there is one, and of b2."""
         (_, _, _, need_w2, _, _, _, need_b2), dw2, db2 = self.call.needs, None, None
         if need_w2:
-            dw2 = weight_gradient(self.dout_tokens, self.steps.hidden_tokens(), self.steps.token_ends, self.dtypes[3])
+            tokens, ends = (self.dout_tokens, self.steps.hidden_tokens()), self.steps.token_ends
+            dw2 = weight_gradient(*tokens, ends, self.dtypes[3], out)
         if need_b2:
             db2 = bias_gradient(self.given, self.group_ends, self.prob if self.call.weighted else None)
         return dw2, db2
@@ -182,16 +183,16 @@ class FFNBackward:
             dx = sum_of_products(*operands, self.group_ends, self.dtypes[0], out)
         return dx, dprob
 
-    def gate_and_up(self) -> tuple[Tensor | None, ...]:
-        """Gradients of w1, w3, b1 and b3, after `inputs`."""
+    def gate_and_up(self, out: Sequence[Tensor | None] = (None, None)) -> tuple[Tensor | None, ...]:
+        """Gradients of w1 and w3, written to `out` where there is one, of b1 and b3; after `inputs`."""
         _, need_w1, need_w3, _, _, need_b1, need_b3, _ = self.call.needs
         x_tokens: Unused = self.steps.tokens(self.x) if need_w1 or need_w3 else None
         found: list[Tensor | None] = []
-        for need, (tokens, _), dtype in (
-            (need_w1, self.of_gate, self.dtypes[1]),
-            (need_w3, self.of_up, self.dtypes[2]),
+        for need, (tokens, _), dtype, place in (
+            (need_w1, self.of_gate, self.dtypes[1], out[0]),
+            (need_w3, self.of_up, self.dtypes[2], out[1]),
         ):
-            found.append(weight_gradient(tokens, x_tokens, self.steps.token_ends, dtype) if need else None)
+            found.append(weight_gradient(tokens, x_tokens, self.steps.token_ends, dtype, place) if need else None)
         for need, (_, values) in ((need_b1, self.of_gate), (need_b3, self.of_up)):
             found.append(bias_gradient(values, self.group_ends) if need and values is not None else None)
         return tuple(found)

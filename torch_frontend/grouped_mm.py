@@ -99,16 +99,16 @@ class MMBackward:
         w_n = along_n(self.w_n, form, rounding) if isinstance(self.w_n, Tensor) else self.w_n
         return product(row_operand(self.rows, form, rounding), w_n, self.group_ends, self.dtypes[0], out=out)
 
-    def weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of w and bias."""
+    def weights(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of w, written to `out` if there is one, and of bias."""
         (_, need_w, need_bias), options, dw = self.call.needs, self.call.options, None
         if need_w and options.wgrad_mx:
             pad = options.pad
             row_map, ends = pad_to_blocks(self.group_ends, self.dout.shape[0]) if pad else (None, self.group_ends)
             tokens, x = (token_operand(t, options.form, options.rounding, ends, row_map) for t in (self.tokens, self.x))
-            dw = _weight_gradient(tokens, x, ends, self.dtypes[1], self.call.transposed)
+            dw = _weight_gradient(tokens, x, ends, self.dtypes[1], self.call.transposed, out)
         elif need_w:
-            dw = _weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1], self.call.transposed)
+            dw = _weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1], self.call.transposed, out)
         return dw, bias_gradient(self.dout, self.group_ends) if need_bias else None
 
 
@@ -130,9 +130,13 @@ class _GroupedMM(torch.autograd.Function):
         return dx, *steps.weights(), None, None, None
 
 
-def _weight_gradient(dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+def _weight_gradient(
+    dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype, transposed: bool, out: Tensor | None
+) -> Tensor:
     """(G, N, K), in memory as the weights are."""
-    return weight_gradient(x, dout, ends, dtype).mT if transposed else weight_gradient(dout, x, ends, dtype)
+    if transposed:
+        return weight_gradient(x, dout, ends, dtype, None if out is None else out.mT).mT
+    return weight_gradient(dout, x, ends, dtype, out)
 
 
 _grouped_mm = differentiable("grouped_mm", _GroupedMM)

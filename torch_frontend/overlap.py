@@ -23,7 +23,7 @@ from ..core_kernels.exchange import Chunk, Exchange, plan_exchange
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.recipe import LegName, Recipe
 from ..core_kernels.registry import OPS
-from . import ops
+from . import _direct as ops
 from ._call import into
 from ._differentiable import differentiable, save, saved_by
 from ._torch_private import zero_each
@@ -42,8 +42,8 @@ class Gradients(Protocol):
         """Of the rows, written to `out` if there is one, and of their weights."""
         ...
 
-    def weights(self) -> tuple[Tensor | None, ...]:
-        """Of the parameters, after `inputs`."""
+    def weights(self, out: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Of the parameters, after `inputs`. out: tensors to write, of matrices alone."""
         ...
 
 
@@ -194,6 +194,7 @@ class _Overlapped(torch.autograd.Function):
         save(ctx, (tuple(saved), None if weights is None else (home, weights)))
         ctx.call, ctx.plan, ctx.needs, ctx.dim = call, plan, needs, x.shape[1]
         ctx.dtypes = x.dtype, *(None if p is None else p.dtype for p in parameters)
+        ctx.shapes = [None if p is None else p.shape for p in parameters]
         return y
 
     @staticmethod
@@ -219,10 +220,14 @@ class _Overlapped(torch.autograd.Function):
                     room[-1].copy_(dprob.reshape(-1, 1))
                 back.send(range(c, c + 1))
             steps.append(step)
-        found = []
-        while steps:  # what the steps hold is freed one by one
-            found.append(steps.pop(0).weights())
-        weights = [None if of[0] is None else _joined(of) for of in zip(*found, strict=True)]
+        whole, found = _whole_gradients(ctx, grads[0].device), []
+        for chunk in plan.chunks:  # what the steps hold is freed one by one
+            out = [None if w is None else w[chunk.first : chunk.last] for w in whole]
+            found.append(steps.pop(0).weights(out))
+        weights = [
+            None if of[0] is None else torch.cat(of) if w is None else w
+            for w, of in zip(whole, zip(*found, strict=True), strict=True)
+        ]
         dx = None
         if back is not None:
             for c in range(len(plan.chunks)):
@@ -260,8 +265,13 @@ def _sum(call: Overlap, home: Tensor, weights: Tensor | None) -> Tensor:
     return ops.combine(home, call.slots, weights, dtype_name(call.out_dtype))
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _whole_gradients(ctx: Any, device: torch.device) -> list[Tensor | None]:
+    """Memory for the gradients of the matrices, which the chunks write part by part."""
+    of_parameters = zip(ctx.shapes, ctx.dtypes[1:], ctx.needs[2:], strict=True)
+    return [
+        torch.empty(shape, dtype=dtype, device=device) if need and len(shape) == 3 else None
+        for shape, dtype, need in of_parameters
+    ]
 
 
 def ends_of_chunks(plan: Exchange, device: torch.device) -> list[Tensor]:

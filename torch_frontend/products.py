@@ -26,7 +26,8 @@ from torch import Tensor
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.recipe import Form, Recipe
-from . import ops
+from ..core_kernels.registry import OPS
+from . import _direct as ops
 from ._call import into
 from .mx_tensor import MXTensor, dequantized
 from .weights import (
@@ -115,7 +116,7 @@ def _written(name: str, operands: tuple[Tensor, ...], out_dtype: torch.dtype, ou
     """The only output of the op, in `out` if there is one."""
     if out is None:
         return getattr(ops, name)(*operands, dtype_name(out_dtype))
-    into((out,), ops.OPS[name], *operands, out_dtype=dtype_name(out_dtype))
+    into((out,), OPS[name], *operands, out_dtype=dtype_name(out_dtype))
     return out
 
 
@@ -144,17 +145,19 @@ def sum_of_products(
     return torch.add(first, second, out=first.new_empty(first.shape, dtype=out_dtype) if out is None else out)
 
 
-def weight_gradient(dout: Operand, x: Operand, group_ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """dout (M, N) and x (M, K), both plain or both from `token_operand` -> (G, N, K)."""
+def weight_gradient(
+    dout: Operand, x: Operand, group_ends: Tensor, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """dout (M, N) and x (M, K), both plain or both from `token_operand` -> (G, N, K); out as in `product`."""
     if isinstance(dout, Tensor):
         assert isinstance(x, Tensor)
-        return ops.grouped_wgrad_bf16(as_bf16(dout), as_bf16(x), group_ends, dtype_name(out_dtype))
-    if isinstance(dout, Upcast):
-        assert isinstance(x, Upcast)
-        return ops.grouped_wgrad_bf16_t(*dout, *x, group_ends, dtype_name(out_dtype))
+        return _written("grouped_wgrad_bf16", (as_bf16(dout), as_bf16(x), group_ends), out_dtype, out)
     assert not isinstance(x, Tensor)
-    multiply = ops.grouped_wgrad_fold if isinstance(dout, Folded) else ops.grouped_wgrad_mx
-    return multiply(*dout, *x, group_ends, dtype_name(out_dtype))
+    if isinstance(dout, Upcast):
+        multiply = "grouped_wgrad_bf16_t"
+    else:
+        multiply = "grouped_wgrad_fold" if isinstance(dout, Folded) else "grouped_wgrad_mx"
+    return _written(multiply, (*dout, *x, group_ends), out_dtype, out)
 
 
 def bias_of_rows(bias: Tensor, group_ends: Tensor, rows: int) -> Tensor:

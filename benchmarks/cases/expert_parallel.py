@@ -118,7 +118,7 @@ class Stages:
         self.rows, self.gradients = quantize(rows), quantize(inputs.dy)
         self.out, self.dx = torch.empty_like(inputs.dy), torch.empty_like(rows.detach())
         self.ends = ends_of_chunks(self.plan, self.device)
-        self.w = w.detach()
+        self.w, self.dw = w.detach(), torch.empty_like(w)
 
     def wire(self, transport: Transport, backward: bool) -> None:
         sources, back = (self.gradients, self.dx) if backward else (self.rows, self.out)
@@ -154,8 +154,8 @@ class Stages:
             dout = self._chunk(self.gradients, chunk.start, chunk.end)
             steps.append(self.experts.backward(state, dout, (BF16, BF16, None), self.needs))  # type: ignore[arg-type]
             steps[-1].inputs(self.dx[chunk.start : chunk.end])
-        while steps:
-            steps.pop(0).weights()
+        for chunk in self.plan.chunks:
+            steps.pop(0).weights([self.dw[chunk.first : chunk.last]])
 
     def _chunk(self, parts: tuple[Tensor, ...], start: int, end: int) -> Tensor:
         parts = tuple(part[start:end] for part in parts)
