@@ -74,8 +74,7 @@ class FFNCall(NamedTuple):
     """What one call of the feed-forward has beside its tensors.
 
     numbers: of the activation. weighted: `prob` weights b2 too. save_bytes: the quantized weights may live until the
-    backward. recompute: x alone is saved, and the backward multiplies gate and up again. needs: whether x, w1, w3, w2,
-    prob, b1, b3 and b2 need gradients.
+    backward. recompute: it multiplies gate and up again. needs: x, w1, w3, w2, prob, b1, b3 and b2 need gradients.
     """
 
     options: ProductOptions
