@@ -157,10 +157,10 @@ FAULTS = (
         "tests/torch_frontend/test_expert_parallel.py",
     ),
     Fault(
-        "torch, copy engines: two senders write to one GPU at a time",
+        "torch, copy engines: two receivers read from one GPU at a time",
         "torch_frontend/copy_engines.py",
-        "after = (peer - self.way",
         "after = (peer + self.way",
+        "after = (peer - self.way",
         "tests/torch_frontend/test_copy_engines.py",
     ),
     Fault(
