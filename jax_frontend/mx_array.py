@@ -28,7 +28,7 @@ from ..core_kernels.launch import fail, require_multiple
 from . import ops
 from ._call import jitted, vary, varying_axes
 from ._checks import check_bytes, check_floats, check_matrix, dtype_name, rounding_of
-from ._derivatives import arguments
+from ._derivatives import arguments, arguments_by_rows
 
 E8M0_NAN = np.uint8(255)
 
@@ -73,7 +73,7 @@ class MXArray:
             check_bytes(op, name, x)
         if sf.shape[0] != q.shape[0] or BLOCK * sf.shape[1] != q.shape[1]:
             fail(ValueError, op, "sf", f"shape {sf.shape} with q {q.shape}", "allowed: (M, K/32) with (M, K)")
-        return cls(q, sf, vary(jnp.zeros(q.shape, dtype), varying_axes(q, sf)))
+        return cls(q, sf, vary(jnp.zeros_like(q, dtype=dtype), varying_axes(q, sf)))
 
     @classmethod
     def from_packed(cls, packed: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
@@ -100,11 +100,11 @@ class MXArray:
         check_floats(op, "x", x)
         check_matrix(op, "x", x)
         rounding = rounding_of(op, "rounding", rounding)
-        return _quantize(*arguments(op, x), rounding)
+        return _quantize(*arguments_by_rows(op, x), rounding)
 
     def dequantize(self) -> jax.Array:
         """(M, K) in `dtype`; differentiable, the gradient passes unchanged."""
-        return _dequantize(*arguments("MXArray.dequantize", self))
+        return _dequantize(MXArray(*arguments_by_rows("MXArray.dequantize", self.q, self.sf, self.carrier)))
 
     def packed(self) -> jax.Array:
         """Rows `[q | sf]`. XLA makes no copy for an array of `from_packed`. Bytes have no gradient."""

@@ -13,7 +13,7 @@ from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._call import jitted
 from ._checks import check_type
-from ._derivatives import arguments
+from ._derivatives import arguments_by_rows
 
 
 def row_probabilities(prob: jax.Array | None) -> jax.Array:
@@ -62,4 +62,4 @@ def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None, activa
     """
     for name, x in (("gate", gate), ("up", up), *(() if prob is None else (("prob", prob),))):
         check_type("swiglu", name, x, jax.Array, np.ndarray)
-    return _swiglu_jitted(*arguments("swiglu", gate, up, prob), SwiGLU.check("swiglu", activation))
+    return _swiglu_jitted(*arguments_by_rows("swiglu", gate, up, prob), SwiGLU.check("swiglu", activation))
