@@ -13,21 +13,22 @@ from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from ._checks import check_counts, check_floats, check_integers, dtype_name
 from ._derivatives import reverse_only
+from ._shapes import Float, Int
 from .grouped_mm import unchecked_grouped_mm
-from .weights import Weights, check_weights, resolve_compute
+from .weights import QuantizedWeights, check_weights, resolve_compute
 
 
 def ragged_dot_mxfp8(
-    lhs: jax.Array,
-    rhs: Weights,
-    group_sizes: jax.Array,
+    lhs: Float[jax.Array, "M K"],
+    rhs: Float[jax.Array, "G K N"] | QuantizedWeights,
+    group_sizes: Int[jax.Array, " G"],
     precision: jax.lax.Precision | str | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     group_offset: None = None,
     out_sharding: None = None,
     *,
     recipe: Recipe | str = "mxfp8",
-) -> jax.Array:
+) -> Float[jax.Array, "M N"]:
     """Multiply each group of rows by its own matrix in MXFP8, with the signature of `jax.lax.ragged_dot`;
     differentiable in lhs and rhs.
 
