@@ -41,9 +41,10 @@ def _private_check_later(ok: jax.Array, message: str, got: jax.Array) -> None:
     _check_p.bind(ok, got, message=message)
 
 
-def _under_checkify(error, enabled, ok, got, *, message: str):
+def _under_checkify(*arguments, message: str):
+    *context, error, enabled, ok, got = arguments  # JAX 0.10 has no context, 0.11 has one in front
     if _failed in enabled:
-        error = _assert(error, ~ok, _failed(_traceback(), message, got=got))
+        error = _assert(*context, error, ~ok, _failed(_traceback(), message, got=got))
     return error, []
 
 

@@ -8,7 +8,7 @@ Importing this file registers the lowering rules.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -41,12 +41,17 @@ def _ffi_call(ctx, op: KernelOp, target: str, written: Sequence[ArrayType], attr
     return lower(context, *operands, attrs=np.array(attrs, np.int64))[: len(ctx.avals_out)]
 
 
+@cache
+def _cpu_product(name: str, out: ArrayType):
+    """A jit of its own: one function of the program for all equal products, of eight layers for example."""
+    return jax.jit(partial(_cpu_gemm.GEMMS[name], out=out))
+
+
 def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
     _device.choose(op, "cpu", _device.forced())
     out, attrs, _ = op.signature(*map(array_type, ctx.avals_in), **dict(options))
     if op.name in _cpu_gemm.GEMMS:
-        gemm = partial(_cpu_gemm.GEMMS[op.name], out=out[0])
-        return mlir.lower_fun(gemm, multiple_results=False)(ctx, *operands)
+        return mlir.lower_fun(_cpu_product(op.name, out[0]), multiple_results=False)(ctx, *operands)
     return _ffi_call(ctx, op, CPP_TARGETS[op.name], out, tuple(attrs.values()), *operands)
 
 

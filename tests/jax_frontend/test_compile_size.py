@@ -52,8 +52,8 @@ def test_the_kernels_of_a_layer(recipe: str, calls: dict[str, int]) -> None:
 
 
 def test_equal_layers_share_what_is_lowered() -> None:
-    """A layer after the first adds less than half of the first one: XLA reads one function per kernel."""
+    """A layer after the first adds an eighth of the first one: XLA reads one function per product and kernel."""
     one, two, eight = (gradient_of(depth, "mxfp8").as_text().count("\n") for depth in (1, 2, 8))
-    # Measured: 1066 lines, 1465 with two, 3859 with eight: 0.37 of the first each. The margin is up to half.
-    assert two - one < one / 2
-    assert eight - one < 7 * one / 2
+    # Measured: 965 lines, 1076 with two, 1742 with eight: 0.12 of the first each. The margin is up to a quarter.
+    assert two - one < one / 4
+    assert eight - one < 7 * one / 4
