@@ -180,7 +180,7 @@ ONLY_TORCH = {
     "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py", "transformers.py", "transport.py",
 }  # fmt: skip
 ONLY_JAX = {
-    "_derivatives.py", "_mesh.py", "_triton.py", "_values.py",
+    "_derivatives.py", "_jax_private.py", "_mesh.py", "_shapes.py", "_split.py", "_triton.py",
     "moe_params.py", "mx_array.py", "nnx.py", "ragged_dot.py", "remat.py",
 }  # fmt: skip
 """Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees and
