@@ -11,7 +11,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,7 @@ def arguments(given: Sequence[str], assets: Path, *overrides: str) -> list[str]:
         "--module": ("deepseek_v3",),
         "--config": ("deepseek_v3_debugmodel",),
         "--hf_assets_path": (str(assets),),
+        "--dataloader.dataset": ("c4_test",),  # a reader of JSON with a text in every line
         "--dataloader.dataset_path": (str(assets / "text"),),
         "--training.local_batch_size": ("1",),
         "--training.seq_len": ("128",),
@@ -122,17 +124,29 @@ def arguments(given: Sequence[str], assets: Path, *overrides: str) -> list[str]:
     return [word for name, values in defaults.items() if name not in given for word in (name, *values)] + given
 
 
+def cut(model_registry: Callable[..., Any], layers: int | None, *args: Any, **options: Any) -> Any:
+    """A model of torchtitan's registry with its first layers alone; None is all."""
+    spec = model_registry(*args, **options)
+    spec.model.layers = spec.model.layers[:layers]
+    return spec
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     flags = argparse.ArgumentParser(prog="examples.train_torchtitan", description="torchtitan with these experts.")
     flags.add_argument("--assets", type=Path, required=True, metavar="DIR", help="folder of the tokenizer and the text")
     flags.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    flags.add_argument("--layers", type=int, metavar="N", help="the first N layers of a DeepSeek-V3; default: all")
     args, rest = flags.parse_known_args(argv)
+    if args.layers is not None and args.layers < 1:
+        flags.error(f"--layers: got {args.layers}; allowed: at least 1")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         write_assets(args.assets)
     overrides = [use_cpu()] if args.device == "cpu" else []
     from torchtitan import train
     from torchtitan.distributed import utils
+    from torchtitan.models.deepseek_v3 import config_registry
 
+    config_registry.model_registry = partial(cut, config_registry.model_registry, args.layers)
     if not hasattr(torch.distributed, "set_timeout"):  # torchtitan 0.3.0 is written for a torch after 2.13
         utils.set_pg_timeouts = lambda *args, **kwargs: None
     sys.argv[1:] = arguments(rest, args.assets, *overrides)

@@ -9,17 +9,9 @@ from examples.train_torchtitan import arguments, write_assets
 
 
 def test_the_command_line() -> None:
-    words = arguments(
-        ["--training.seq_len", "64", "--override.imports", "a.b", "activation_checkpoint:full-ac"], Path("x"), "c.d"
-    )
-    assert words[-6:] == [
-        "--training.seq_len",
-        "64",
-        "--override.imports",
-        "c.d",
-        "a.b",
-        "activation_checkpoint:full-ac",
-    ]
+    given = ["--override.imports", "a.b", "--training.seq_len", "64", "activation-checkpoint:full"]
+    words = arguments(given, Path("x"), "c.d")
+    assert words[-6:] == ["--override.imports", "c.d", *given[1:]]
     assert words.count("--training.seq_len") == words.count("--override.imports") == 1
     assert words[words.index("--hf_assets_path") + 1] == "x"
     assert arguments(["--x"], Path("x"), "c.d")[-3:] == ["--override.imports", "c.d", "--x"]
