@@ -10,17 +10,16 @@ Router, load balancing, shared experts, parameters and their names stay torchtit
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._torch_private import name_of_group
-from .ffn import grouped_swiglu_ffn
+from .convert import titan_forward
 from .permute import sort_by_expert
 from .pipeline import Route, TokenReplicas, combine, dispatch_over
 from .shards import Ranks
@@ -60,11 +59,7 @@ class Experts(GroupedExperts):
         self.recipe, self.padded = config.recipe, config.padded
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        parameters = self.w1_EFD, self.w3_EFD, self.w2_EDF
-        w1, w3, w2 = (cast(Tensor, w.to_local()) if isinstance(w, DTensor) else w for w in parameters)
-        ends = torch.cumsum(num_tokens_per_expert_E, 0, dtype=torch.int32)
-        options: dict[str, Any] = {"recipe": self.recipe, "pad_token_groups": not self.padded}
-        return grouped_swiglu_ffn(x_RD, w1, w3, w2, ends, **options).to(x_RD.dtype)
+        return titan_forward(self, x_RD, num_tokens_per_expert_E, recipe=self.recipe, pad_token_groups=not self.padded)
 
 
 class Sent(NamedTuple):
