@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import GroupedExperts, MoE, shard_moe
+from mxep.torch_frontend import GroupedExperts, MoE, shard_moe, swiglu
 from mxep.torch_frontend.shards import sharded
 from safetensors import safe_open
 from torch import Tensor
@@ -66,18 +66,15 @@ def looped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 class PlainExperts(GroupedExperts):
-    """The experts of stages 1 and 2: products by `product`, and SwiGLU in torch."""
+    """The experts of stages 1 and 2: three products by `product`, with SwiGLU in one kernel between them."""
 
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(grouped)
 
-    def forward(
-        self, groups_PD: Any, padded_counts: Tensor, probs_P: Tensor | None = None, quantized: Any = None
-    ) -> Tensor:
+    def forward(self, groups_PD: Any, padded_counts: Tensor, probs_P: Any = None, quantized: Any = None) -> Tensor:
         ends = padded_counts.cumsum(0, dtype=torch.int32)
         w1, w3, w2 = (sharded(w, self.expert_parallel).to(groups_PD.dtype) for w in (self.w1, self.w3, self.w2))
-        h = F.silu(self.product(groups_PD, w1, ends)) * self.product(groups_PD, w3, ends)
-        assert probs_P is not None
-        return self.product((h * probs_P.unsqueeze(1)).to(h.dtype), w2, ends)
+        h = swiglu(self.product(groups_PD, w1, ends), self.product(groups_PD, w3, ends))
+        return self.product(h, w2, ends)
 
 
 class MixtralMoE(MoE):
@@ -89,10 +86,11 @@ class MixtralMoE(MoE):
 
 def replacement(config: MixtralConfig, stage: int) -> MixtralMoE:
     sizes = config.hidden_size, config.intermediate_size, config.num_local_experts
-    moe = MixtralMoE(*sizes, config.num_experts_per_tok, recipe="mxfp8" if stage == 3 else "bf16")
-    if stage < 3:
-        moe.experts = PlainExperts(*sizes, recipe="bf16")
-        moe.experts.product = looped if stage == 1 else grouped
+    if stage == 3:
+        return MixtralMoE(*sizes, config.num_experts_per_tok, recipe="mxfp8")
+    moe = MixtralMoE(*sizes, config.num_experts_per_tok, recipe="bf16", prob_in="combine")
+    moe.experts = PlainExperts(*sizes, recipe="bf16")
+    moe.experts.product = looped if stage == 1 else grouped
     return moe
 
 

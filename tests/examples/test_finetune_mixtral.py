@@ -25,8 +25,8 @@ from ..compare import sqnr_db
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CONFIG = {**mixtral.SIZES["tiny"], "num_hidden_layers": 1}
-# Against stage 0, the worst of the logits and of all gradients. Measured: 40.9, 40.9 and 22.3 dB. Less 1.
-FLOORS_DB = {1: 39.9, 2: 39.9, 3: 21.3}
+# Against stage 0, the worst of the logits and of all gradients. Measured: 40.7, 40.7 and 22.3 dB. Less 1.
+FLOORS_DB = {1: 39.7, 2: 39.7, 3: 21.3}
 IDS = torch.arange(2 * 64).view(2, 64) * 37 % 256
 
 
@@ -96,7 +96,7 @@ def test_two_ranks_print_the_table() -> None:
         for what in ("loss", "norm")
     )
     assert len(losses[0]) == 3
-    # Measured: losses 7.5e-5, 7.5e-5 and 1.5e-3, gradient norms 4.4e-4, 4.4e-4 and 8.0e-3.
+    # Measured: losses 8.6e-5, 8.6e-5 and 1.5e-3, gradient norms 2.7e-4, 2.7e-4 and 8.0e-3.
     for stage, of_loss, of_norm in ((1, 3e-4, 2e-3), (2, 3e-4, 2e-3), (3, 3e-3, 2e-2)):
         assert losses[stage] == pytest.approx(losses[0], rel=of_loss), losses
         assert norms[stage] == pytest.approx(norms[0], rel=of_norm), norms
