@@ -54,8 +54,7 @@ class Exchange(NamedTuple):
 
     chunks: of local experts. group_ends: the end of each group in the operand, padding included. padding: the rows
     [start, end) of the operand that no rank fills. operand_rows, token_rows: rows of each rank's operand and tokens.
-    to_experts: a step per chunk from tokens to operands. to_tokens: the way back; sources of its sends count from the
-    first row of the chunk, and its receives have destinations alone.
+    to_experts: a step per chunk from tokens to operands. to_tokens: the way back.
     """
 
     chunks: tuple[Chunk, ...]
@@ -67,22 +66,26 @@ class Exchange(NamedTuple):
     to_tokens: tuple[Step, ...]
 
 
-def expert_chunks(experts: int) -> tuple[tuple[int, int], ...]:
-    """Ranges of local experts that are exchanged and multiplied together: at most `MOST_CHUNKS`, the first and the last
-    of one expert, since nothing hides the exchange of the first chunk and the way back of the last one.
+def expert_chunks(experts: int, most: int = MOST_CHUNKS) -> tuple[tuple[int, int], ...]:
+    """Ranges of local experts that are exchanged and multiplied together: at most `most`. Of three and more the first
+    and the last have one expert, since nothing hides the exchange of the first chunk and the way back of the last one.
 
     >>> expert_chunks(4), expert_chunks(10)
     (((0, 1), (1, 2), (2, 3), (3, 4)), ((0, 1), (1, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 9), (9, 10)))
+    >>> expert_chunks(8, 4), expert_chunks(8, 1)
+    (((0, 1), (1, 4), (4, 7), (7, 8)), ((0, 8),))
     """
-    if experts <= MOST_CHUNKS:
+    if experts <= most:
         return tuple((e, e + 1) for e in range(experts))
-    inner, chunks = experts - 2, MOST_CHUNKS - 2
-    ends = [0, *(1 + inner * c // chunks for c in range(chunks + 1)), experts]
-    return tuple(pairwise(ends))
+    edges = 1 if most > 2 else 0
+    inner, chunks = experts - 2 * edges, most - 2 * edges
+    ends = [edges + inner * c // chunks for c in range(chunks + 1)]
+    return tuple(pairwise([0, *ends, experts] if edges else ends))
 
 
-def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int) -> Exchange:
+def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int, chunk_rows: int = 1) -> Exchange:
     """The exchange of a rank. table: (ranks, E) rows of each rank for each expert, E a multiple of the ranks.
+    chunk_rows: a chunk of the busiest rank has about so many rows or more; there are at most `MOST_CHUNKS`.
 
     >>> plan = plan_exchange([[1, 2], [3, 0]], rank=0, alignment=32)
     >>> plan.to_experts[0].sends
@@ -95,7 +98,9 @@ def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int) -> 
     operands = [_operand(table, owner, local, alignment) for owner in range(ranks)]
     ends, filled = operands[rank].ends, operands[rank].filled
     tokens = [_starts(row) for row in table]
-    chunks = tuple(Chunk(a, b, ends[a - 1] if a else 0, ends[b - 1]) for a, b in expert_chunks(local))
+    most = max(operand.ends[-1] for operand in operands) // chunk_rows
+    ranges = expert_chunks(local, min(max(most, 1), MOST_CHUNKS))
+    chunks = tuple(Chunk(a, b, ends[a - 1] if a else 0, ends[b - 1]) for a, b in ranges)
 
     def move(source: int, owner: int, e: int, peer: int) -> Move:
         expert = owner * local + e
@@ -115,14 +120,14 @@ def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int) -> 
         tuple(operand.ends[-1] for operand in operands),
         tuple(sum(row) for row in table),
         steps,
-        tuple(_reversed(step, chunk.start) for step, chunk in zip(steps, chunks, strict=True)),
+        tuple(map(_reversed, steps)),
     )
 
 
-def _reversed(step: Step, start: int) -> Step:
-    """The way back of a step, from operands that begin at row `start`."""
-    back = [Move(m.peer, m.destination - start, m.source, m.rows) for m in step.receives]
-    return Step(tuple(back), tuple(Move(m.peer, m.destination, m.source, m.rows) for m in step.sends))
+def _reversed(step: Step) -> Step:
+    """The way back of a step."""
+    sends, receives = (tuple(Move(m.peer, m.destination, m.source, m.rows) for m in moves) for moves in step)
+    return Step(receives, sends)
 
 
 class _Operand(NamedTuple):

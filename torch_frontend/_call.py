@@ -93,6 +93,15 @@ def allocate(outputs: Outputs, index: int | None) -> tuple[Tensor, ...]:
     return tuple(torch.empty(shape, dtype=dtype, device="cpu") for shape, _, dtype in zip(*outputs, strict=True))
 
 
+def _check_given(op: KernelOp, given: Sequence[Tensor], outputs: Outputs) -> None:
+    """Raise ValueError unless the tensors are as the op's first outputs would be allocated."""
+    for name, tensor, shape, dtype in zip(op.outputs, given, outputs.shapes, outputs.dtypes, strict=False):
+        aligned = not tensor.is_cuda or tensor.data_ptr() % 16 == 0
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or not aligned:
+            got = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}, data_ptr() {tensor.data_ptr():#x}"
+            fail(ValueError, op.name, name, got, f"allowed: contiguous {dtype} {shape}, at multiples of 16 on a GPU")
+
+
 def call(op: KernelOp, *tensors: Tensor, **options: int | bool | float | str) -> tuple[Tensor, ...]:
     """Run one op on dense tensors of one device and return its outputs, freshly allocated.
 
@@ -102,19 +111,36 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | float | str) ->
     return run(op, tensors, tuple(options), tuple(options.values()))
 
 
+def into(
+    given: tuple[Tensor, ...], op: KernelOp, *tensors: Tensor, **options: int | bool | float | str
+) -> tuple[Tensor, ...]:
+    """`call` whose first outputs are written to `given`, which no input overlaps."""
+    return run(op, tensors, tuple(options), tuple(options.values()), given)
+
+
 def run(
-    op: KernelOp, tensors: tuple[Tensor, ...], names: tuple[str, ...], values: tuple[Any, ...]
+    op: KernelOp,
+    tensors: tuple[Tensor, ...],
+    names: tuple[str, ...],
+    values: tuple[Any, ...],
+    given: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
     """`call` with `names[i]=values[i]` for as many values as there are; the body of an op of `torch.ops.mxep`."""
     arch, index, options, tokens, out, runner = prepare(op, tensors, _settings.forced.value, names, values)
     if index is not None and index != current_gpu():
         with torch.cuda.device(index):  # outputs are allocated and Triton launches there
-            return run(op, tensors, names, values)
+            return run(op, tensors, names, values, given)
     if index is None or _settings.debug.value:
         _check_values(op, tensors, tokens, arch)
     if runner is None:
         assert op.compose is not None
-        return op.compose(call, *plain(tensors), **options)
-    outputs = allocate(out, index)
+        found = op.compose(call, *plain(tensors), **options)
+        for place, result in zip(given, found, strict=False):
+            place.copy_(result)
+        return *given, *found[len(given) :]
+    if given:
+        _check_given(op, given, out)
+        out = out.after(len(given))
+    outputs = *given, *allocate(out, index)
     runner(tensors, outputs)
     return outputs[: len(op.outputs)]  # without the scratch memory

@@ -1,6 +1,6 @@
 """The ranks agree on their counts before rows travel: an error on one rank is raised on all, and no row is sent.
 
-arguments --check--> counts, or -1 --all-to-all--> counts of all ranks, or an error on every rank
+arguments --check--> counts and number of rows, or -1 --all-to-all--> counts of all ranks, or an error on every rank
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from .shards import Ranks
 class Agreement(NamedTuple):
     """What the ranks know before rows travel.
 
-    rows, num_rows: as `checked_rows` returns them. sent: (E,), this rank's counts, or -1 if it is about to raise
-    `error`. of_all: (ranks, E), `sent` of every rank. received: (E,), rows that this rank receives, per rank and local
-    expert.
+    rows, num_rows: as `checked_rows` returns them. sent: (E + 1,), this rank's counts and the number of its rows, or -1
+    if it is about to raise `error`. of_all: (ranks, E + 1), `sent` of every rank. received: (E,), rows that this rank
+    receives, per rank and local expert.
     """
 
     rows: Tensor | TokenReplicas
@@ -37,7 +37,7 @@ class Agreement(NamedTuple):
     @property
     def totals(self) -> Tensor:
         """(E,) rows of all ranks per expert."""
-        return self.of_all.sum(0, dtype=self.of_all.dtype)
+        return self.of_all[:, :-1].sum(0, dtype=self.of_all.dtype)
 
 
 def agree_on_counts(
@@ -57,20 +57,26 @@ def agree_on_counts(
             compare_experts("dispatch", -1 if error else counts.shape[0], ranks.group_name, error)
         elif error is not None:
             raise error
-    if error is None:
-        fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
-        sent = torch.where(fits, counts.to(torch.int32), -1)
-    else:
-        sent = _refusal(ranks)
+    sent = _refusal(ranks) if error is not None else _message(counts, num_rows)
     return Agreement(rows, num_rows, sent, *_exchange_counts(sent, ranks.group_name, ranks.degree), error)
 
 
+def _message(counts: Tensor, num_rows: int) -> Tensor:
+    """(E + 1,) int32."""
+    if torch.compiler.is_compiling():  # a graph reads no counts: it gets splits that every rank refuses
+        fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
+        counts = torch.where(fits, counts, -1)
+    elif counts.dtype == torch.int64:
+        counts = counts.clamp(-1, 2**31 - 1)
+    return torch.nn.functional.pad(counts.to(torch.int32), (0, 1), value=num_rows)
+
+
 class Counts(NamedTuple):
-    """Valid rows with int32 maps, counts (E,) of all ranks per expert, and a function that waits for the counts of each
-    rank, (ranks, E), and raises if one of them sent none."""
+    """Valid rows with int32 maps, what the ranks agreed on, and a function that waits for the counts of each rank,
+    (ranks, E), and raises if one of them sent none."""
 
     rows: Tensor | TokenReplicas
-    counts: Tensor
+    agreed: Agreement
     table: Callable[[], list[list[int]]]
 
 
@@ -85,12 +91,7 @@ def counts_of_ranks(
         raise agreed.error
     read = _reading(agreed.of_all)
 
-    def table() -> list[list[int]]:
-        found = read()
-        check_received(counts, agreed.num_rows, [min(row) for row in found])
-        return found
-
-    return Counts(agreed.rows, agreed.totals, table)
+    return Counts(agreed.rows, agreed, lambda: checked_table(counts, agreed, read()))
 
 
 def _reading(x: Tensor) -> Callable[[], Any]:
@@ -117,16 +118,16 @@ def refuse(ranks: Ranks) -> None:
 
 def _refusal(ranks: Ranks) -> Tensor:
     """Counts of -1: this rank is about to raise."""
-    return torch.full((ranks.num_experts,), -1, dtype=torch.int32, device=ranks.device_type)
+    return torch.full((ranks.num_experts + 1,), -1, dtype=torch.int32, device=ranks.device_type)
 
 
 @torch.compiler.allow_in_graph  # Dynamo cannot look up a group
-def _exchange_counts(counts: Tensor, group_name: str, degree: int) -> tuple[Tensor, Tensor]:
-    """Return (ranks, E) counts of every rank, and of these (E,) what this rank receives, per rank and local expert.
+def _exchange_counts(message: Tensor, group_name: str, degree: int) -> tuple[Tensor, Tensor]:
+    """Return the messages of all ranks, and of their counts (E,) what this rank receives, per rank and local expert.
 
     E * ranks integers take no longer than E, and they give the balance of the whole batch."""
-    splits, local = [counts.shape[0]] * degree, counts.shape[0] // degree
-    of_all = all_to_all(counts.repeat(degree), splits, splits, group_name).view(degree, -1)
+    splits, local = [message.shape[0]] * degree, (message.shape[0] - 1) // degree
+    of_all = all_to_all(message.repeat(degree), splits, splits, group_name).view(degree, -1)
     first = group_named(group_name).rank() * local
     return of_all, of_all[:, first : first + local].reshape(-1)
 
@@ -157,10 +158,21 @@ def checked_rows(
     return rows, num_rows
 
 
-def check_received(counts: Tensor, num_rows: int, output_splits: list[int]) -> None:
-    """Raise ValueError if this rank's counts are wrong, or another rank sent -1."""
-    failed = [rank for rank, size in enumerate(output_splits) if size < 0]
-    if failed:
-        require_total("dispatch", "counts", counts, num_rows)
-        allowed = f"allowed: counts of at least 0 from every rank; rank {failed[0]} raises the error that explains it"
-        fail(ValueError, "dispatch", "counts", f"-1 from rank {failed[0]}", allowed)
+def checked_table(counts: Tensor, agreed: Agreement, of_all: list[list[int]]) -> list[list[int]]:
+    """The values of `Agreement.of_all` as (ranks, E) counts; raises this rank's error, or ValueError if its counts are
+    wrong, or another rank's."""
+    if agreed.error is not None:
+        raise agreed.error
+    for rank, (*row, rows) in enumerate(of_all):
+        if rows < 0 or min(row) < 0 or sum(row) != rows:
+            require_total("dispatch", "counts", counts, agreed.num_rows)
+            allowed = f"allowed: counts of at least 0 from every rank; rank {rank} raises the error that explains it"
+            fail(ValueError, "dispatch", "counts", f"-1 from rank {rank}", allowed)
+    return [row[:-1] for row in of_all]
+
+
+def splits_of(table: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
+    """Rows that a rank receives from each rank, and sends to each."""
+    local = len(table[0]) // len(table)
+    parts = [slice(r * local, (r + 1) * local) for r in range(len(table))]
+    return [sum(row[parts[rank]]) for row in table], [sum(table[rank][part]) for part in parts]

@@ -45,6 +45,10 @@ class Outputs(NamedTuple):
             tuple(getattr(torch, array.dtype) for array in arrays),
         )
 
+    def after(self, first: int) -> "Outputs":
+        """Without the first ones."""
+        return Outputs(self.shapes[first:], self.strides[first:], self.dtypes[first:])
+
 
 class PreparedCall(NamedTuple):
     """Everything about a call but the tensors.

@@ -258,6 +258,10 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+# Modes of torch_dispatch see every op: fake tensors, counters of operations, selective checkpointing.
+open_modes: Callable[[], int] | None = _private("torch._C:_len_torch_dispatch_stack")
+"""open_modes(): how many modes are open in this thread; None without the name."""
+
 # --- Process groups ---
 
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
@@ -316,6 +320,9 @@ def _public_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _private_all_to_all(x: Tensor, output_splits: list[int], input_splits: list[int], group: Any) -> Tensor:
+    # The functional collective takes the host half a millisecond.
+    if type(x) is Tensor and not torch.compiler.is_compiling() and open_modes is not None and not open_modes():
+        return _public_all_to_all(x, output_splits, input_splits, group)
     return _collectives.wait_tensor(_collectives.all_to_all_single(x, output_splits, input_splits, group))
 
 

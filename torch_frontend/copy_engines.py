@@ -1,21 +1,25 @@
 """Rows travel by the copy engines of the GPUs of one host: no multiprocessor takes part, not even to wait.
 
-    box        memory of every rank that the others write into; one for operands, one for tokens
-    arrived    flag in the receiver's memory, per sender and chunk: written behind the copies of the chunk
-    turn       flag in the next sender's memory: a copy into a GPU starts when the copy before it has landed there
-    free       flag in the senders' memory: the receiver has read what arrived
+    box        memory of every rank that the others read; one for rows on the way to operands, one to tokens
+    ready      flag in the receiver's memory, per sender: the chunks whose rows are in the sender's box
+    turn       flag in the next receiver's memory: a copy out of a box starts when the copy before it has ended
+    taken      flag in the sender's memory, per receiver: the receiver has copied all rows of the leg
+    arrived    flag in the receiver's own memory: the chunks that it has copied
 
-    copy stream       wait free, turn --> copy the rows of a chunk to one peer --> write arrived, turn
-    current stream    wait arrived of all peers --> products --> ... --> write free
+    current stream    wait taken of the leg before --> kernels write rows to the box --> write ready
+    copy stream       wait ready, turn --> copy the rows of a chunk from one peer --> write turn, taken, arrived
+    current stream    wait arrived --> products
 
-Two senders that write to one GPU at a time slow each other down: 212 GB/s, against 311 to 359 in turns, on four H200.
-A flag holds the number of the leg that wrote it last, so nothing is ever reset. Waits and writes are the driver's
-stream memory operations.
+The receiver copies, so rows arrive in memory that torch's allocator gave, and nothing copies them again. Senders that
+write to one GPU at a time slow each other down, 212 GB/s against 311 to 359 in turns on four H200; receivers that read
+from one take turns likewise. A flag holds the number of the leg that wrote it last, `ready` the number of the chunk in
+all legs, so nothing is ever reset. Waits, writes and copies are calls of the driver with addresses: through tensors
+they take the host longer than the GPU needs for a chunk.
 """
 
 import ctypes
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -25,8 +29,9 @@ from torch import Tensor
 
 from ..core_kernels.exchange import MOST_CHUNKS, Move, Step
 from ..core_kernels.launch import fail
-from ._torch_private import Shared, has_shared_memory, shared_memory
-from .transport import Part, Where, between_ranks, copy_own, group_of
+from ._checks import check_int
+from ._torch_private import Shared, has_shared_memory, raw_stream, shared_memory
+from .transport import CHUNK_BYTES, Part, Where, arriving, group_of, rows_of_parts
 
 OP = "CopyEngines"
 ALIGNMENT = 256
@@ -37,17 +42,20 @@ GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 class CopyEngines:
     """Copy engines between the GPUs of one host, a process each; the transport of all layers that share a group.
 
-    group: a process group or its name, of at least two ranks; None is the default group. The memory that arriving rows
+    group: a process group or its name, of at least two ranks; None is the default group. The memory that leaving rows
     need is allocated when a leg needs more than any before; all ranks then wait for each other. It holds the rows of
-    the rank that receives most: on each GPU that many bytes, for the operands and for the tokens.
+    the rank that sends most: on each GPU that many bytes, on the way to the operands and to the tokens.
 
     The legs of two layers share this memory in the order of the calls, which must be one on all ranks. Layers that run
     on two streams at a time take a transport each. If a rank dies, the others' GPUs wait for its flags.
+    chunk_bytes: as of `Collectives`.
 
     Raises NotImplementedError without CUDA or torch's symmetric memory, ValueError for ranks on several hosts.
     """
 
-    def __init__(self, group: "str | dist.ProcessGroup | None" = None) -> None:
+    def __init__(self, group: "str | dist.ProcessGroup | None" = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        check_int(OP, "chunk_bytes", chunk_bytes, 1)
+        self.chunk_bytes = chunk_bytes
         if not (torch.cuda.is_available() and has_shared_memory):
             got = "no CUDA" if has_shared_memory else "a torch without torch.distributed._symmetric_memory"
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
@@ -65,98 +73,147 @@ class CopyEngines:
         self.boxes: dict[Where, Shared | None] = dict.fromkeys(BOXES)
         self.legs: dict[Where, int] = dict.fromkeys(BOXES, 0)
 
-    def leg(
-        self, where: Where, steps: Sequence[Step], rows: Sequence[int], parts: Sequence[Part], device: torch.device
-    ) -> "_CopyLeg":
-        # The same places on every rank: a part begins behind the longest one before it.
-        row_bytes = [part.width * part.dtype.itemsize for part in parts]
-        sizes = [-(-max(rows) * nbytes // ALIGNMENT) * ALIGNMENT for nbytes in row_bytes]
-        self.legs[where] += 1
-        places = list(accumulate(sizes, initial=0))
-        box = self._box(where, max(places[-1], ALIGNMENT))
-        views = [
-            tuple(
-                memory[at : at + n * nbytes].view(part.dtype).view(n, part.width)
-                for at, nbytes, part in zip(places[:-1], row_bytes, parts, strict=True)
-            )
-            for memory, n in zip(box.of_rank, rows, strict=True)
-        ]
-        return _CopyLeg(self, where, self.legs[where], steps, views)
+    def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
+        self.driver.enter()
+        box, nbytes = self.boxes[where], _places([rows], parts)[-1]
+        if box is None or box.of_rank[self.rank].shape[0] < nbytes:
+            return rows_of_parts(rows, parts, device)  # `leg` lets the box grow, which takes all ranks
+        self._wait_until_taken(where)
+        return _views(box.of_rank[self.rank], rows, parts)
 
-    def keep(self, received: Tensor) -> Tensor:
-        return received.clone()
+    def leg(
+        self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
+        outgoing: tuple[Tensor, ...],
+    ) -> "_CopyLeg":  # fmt: skip
+        self.driver.enter()
+        parts = [Part(part.shape[1], part.dtype) for part in outgoing]
+        box = self._box(where, max(_places(sent, parts)[-1], ALIGNMENT))
+        self._wait_until_taken(where)
+        self.legs[where] += 1
+        boxes = [
+            [memory.data_ptr() + at for at in _places([rows], parts)]
+            for memory, rows in zip(box.of_rank, sent, strict=True)
+        ]
+        return _CopyLeg(self, where, self.legs[where], steps, boxes, outgoing, arriving(outgoing, received[self.rank]))
+
+    def _wait_until_taken(self, where: Where) -> None:
+        """The current stream goes on when all ranks have copied the rows of the last leg out of this rank's box."""
+        for peer in range(self.ranks) if self.legs[where] else ():
+            if peer != self.rank:
+                self.driver.wait(self.taken(self.rank, where, peer), self.legs[where])
 
     def _box(self, where: Where, nbytes: int) -> Shared:
         """The box, of at least `nbytes` bytes. All ranks ask for equally many, so they grow it in the same leg."""
         box = self.boxes[where]
         if box is None or box.of_rank[0].shape[0] < nbytes:
-            torch.cuda.synchronize()  # nobody reads the old box any more, and all that travelled to it has arrived
+            torch.cuda.synchronize()  # with the barrier: nobody reads the old box any more
             dist.barrier(self.group)
             box = self.boxes[where] = shared_memory(nbytes, self.group)
         return box
 
     def _flags_of_a_box(self) -> int:
-        return self.ranks * (1 + MOST_CHUNKS) + (self.ranks - 1) * MOST_CHUNKS
+        return 2 * self.ranks + (self.ranks - 1) * MOST_CHUNKS + 1
 
     def flag(self, owner: int, where: Where, index: int) -> int:
         """The address of a flag in the memory of rank `owner`."""
         at = BOXES.index(where) * self._flags_of_a_box() + index
         return self.flags.of_rank[owner].data_ptr() + 4 * at
 
-    def free(self, owner: int, where: Where, by: int) -> int:
+    def taken(self, owner: int, where: Where, by: int) -> int:
         return self.flag(owner, where, by)
 
-    def arrived(self, owner: int, where: Where, sender: int, chunk: int) -> int:
-        return self.flag(owner, where, self.ranks + sender * MOST_CHUNKS + chunk)
+    def ready(self, owner: int, where: Where, sender: int) -> int:
+        return self.flag(owner, where, self.ranks + sender)
 
     def turn(self, owner: int, where: Where, step: int) -> int:
-        return self.flag(owner, where, self.ranks * (1 + MOST_CHUNKS) + step)
+        return self.flag(owner, where, 2 * self.ranks + 1 + step)
+
+    def arrived(self, where: Where) -> int:
+        return self.flag(self.rank, where, 2 * self.ranks)
+
+
+def _places(rows: Sequence[int], parts: Sequence[Part]) -> list[int]:
+    """The first byte of each part in a box of at most so many rows, and the end of the last one."""
+    sizes = [-(-max(rows) * part.width * part.dtype.itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
+    return list(accumulate(sizes, initial=0))
+
+
+def _views(memory: Tensor, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    """The parts of a box of `rows` rows."""
+    sizes = [rows * part.width * part.dtype.itemsize for part in parts]
+    return tuple(
+        memory[at : at + nbytes].view(part.dtype).view(rows, part.width)
+        for at, nbytes, part in zip(_places([rows], parts), sizes, parts, strict=False)
+    )
 
 
 class _CopyLeg:
+    """boxes: for each rank the addresses of the parts in its box."""
+
     def __init__(
-        self, of: CopyEngines, where: Where, number: int, steps: Sequence[Step], views: list[tuple[Tensor, ...]]
-    ) -> None:
+        self, of: CopyEngines, where: Where, number: int, steps: Sequence[Step], boxes: list[list[int]],
+        outgoing: tuple[Tensor, ...], received: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
         self.where: Where = where
-        self.of, self.number, self.steps, self.views = of, number, steps, views
-        self.received = views[of.rank]
+        self.of, self.number, self.steps, self.boxes = of, number, steps, boxes
+        self.outgoing, self.received = outgoing, received
+        self.row_bytes = [part.shape[1] * part.dtype.itemsize for part in outgoing]
+        self.left = [part.data_ptr() for part in outgoing]
+        self.here = [part.data_ptr() for part in received]
         self.way = 1 if where == "experts" else -1  # of the peers in a step, see `Step`
+        of.driver.begin(received)
 
-    def send(self, chunk: int, sources: Sequence[Tensor]) -> None:
-        of, step = self.of, self.steps[chunk]
-        of.driver.begin(sources)
-        copy_own(step, of.rank, sources, self.received)
-        moves = between_ranks(step.sends, of.rank)
-        for k in range(1, of.ranks):
-            peer = (of.rank + self.way * k) % of.ranks
-            self._send_to(peer, chunk, k, [move for move in moves if move.peer == peer], sources)
+    def send(self, chunks: range) -> None:
+        of = self.of
+        for chunk in chunks:
+            self._to_box(self.steps[chunk])
+        for peer in range(of.ranks):
+            if peer != of.rank:
+                of.driver.write(of.ready(peer, self.where, of.rank), self._chunk(chunks[-1]))
+        for chunk in chunks:
+            for k in range(1, of.ranks):
+                self._take((of.rank - self.way * k) % of.ranks, chunk, k)
+            of.driver.write_behind_copies(of.arrived(self.where), self._chunk(chunk))
+        for chunk in chunks:
+            own = [move for move in self.steps[chunk].sends if move.peer == of.rank]
+            self._copy(of.driver.copy_here, self.here, self.left, own)
 
-    def _send_to(self, peer: int, chunk: int, k: int, moves: Sequence[Move], sources: Sequence[Tensor]) -> None:
-        of, driver, turn = self.of, self.of.driver, chunk * (self.of.ranks - 1) + k - 1
-        if chunk == 0:
-            driver.wait_to_copy(of.free(of.rank, self.where, peer), self.number - 1)
-        if turn:
-            driver.wait_to_copy(of.turn(of.rank, self.where, turn), self.number)
-        for source, destination in zip(sources, self.views[peer], strict=True):
+    def _chunk(self, chunk: int) -> int:
+        """The number of a chunk in all legs."""
+        return self.number * MOST_CHUNKS + chunk
+
+    def _copy(
+        self, copy: Callable[[int, int, int], None], destinations: list[int], sources: list[int], moves: Sequence[Move]
+    ) -> None:
+        for destination, source, nbytes in zip(destinations, sources, self.row_bytes, strict=False):
             for move in moves:
-                there = destination.narrow(0, move.destination, move.rows)
-                driver.copy(there, source.narrow(0, move.source, move.rows))
-        driver.write_behind_copies(of.arrived(peer, self.where, of.rank, chunk), self.number)
-        if turn + 1 < len(self.steps) * (of.ranks - 1):
-            after = (peer - self.way * ((turn + 1) % (of.ranks - 1) + 1)) % of.ranks
+                if move.rows:
+                    to, from_ = destination + move.destination * nbytes, source + move.source * nbytes
+                    copy(to, from_, move.rows * nbytes)
+
+    def _to_box(self, step: Step) -> None:
+        """Copy rows that leave and are not in the box yet."""
+        box, rank = self.boxes[self.of.rank], self.of.rank
+        if any(at != place for at, place in zip(self.left, box, strict=False)):
+            moves = [move._replace(destination=move.source) for move in step.sends if move.peer != rank]
+            self._copy(self.of.driver.copy_here, box, self.left, moves)
+
+    def _take(self, peer: int, chunk: int, k: int) -> None:
+        """Copy the rows of a chunk from a peer, the k-th in turn."""
+        of, driver, turn = self.of, self.of.driver, chunk * (self.of.ranks - 1) + k - 1
+        driver.wait_to_copy(of.ready(of.rank, self.where, peer), self._chunk(chunk))
+        if turn and of.ranks > 2:
+            driver.wait_to_copy(of.turn(of.rank, self.where, turn), self.number)
+        moves = [move for move in self.steps[chunk].receives if move.peer == peer]
+        self._copy(driver.copy, self.here, self.boxes[peer], moves)
+        if turn + 1 < len(self.steps) * (of.ranks - 1) and of.ranks > 2:
+            after = (peer + self.way * ((turn + 1) % (of.ranks - 1) + 1)) % of.ranks
             driver.write_behind_copies(of.turn(after, self.where, turn + 1), self.number)
+        if chunk + 1 == len(self.steps):
+            driver.write_behind_copies(of.taken(peer, self.where, of.rank), self.number)
 
     def wait(self, chunk: int) -> None:
-        of = self.of
-        for peer in range(of.ranks):
-            if peer != of.rank:
-                of.driver.wait(of.arrived(of.rank, self.where, peer, chunk), self.number)
-
-    def close(self) -> None:
-        of = self.of
-        for peer in range(of.ranks):
-            if peer != of.rank:
-                of.driver.write(of.free(peer, self.where, of.rank), self.number)
+        self.of.driver.wait(self.of.arrived(self.where), self._chunk(chunk))
 
 
 class _Driver:
@@ -165,36 +222,51 @@ class _Driver:
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self._wait, self._write = library.cuStreamWaitValue32_v2, library.cuStreamWriteValue32_v2
+        self._context, self._enter = ctypes.c_void_p(), library.cuCtxSetCurrent
+        torch.cuda.synchronize()  # there is a context
+        self._raise(library.cuCtxGetCurrent(ctypes.byref(self._context)))
         for function in (self._wait, self._write):
             function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._copy = library.cuMemcpyAsync
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self.copies = torch.cuda.Stream()
+        self.stream = self.copies.cuda_stream
+        self.index = self.copies.device.index
 
-    def begin(self, sources: Sequence[Tensor]) -> None:
-        """Copies that follow come behind the work of the current stream, and the memory of their sources stays."""
+    def enter(self) -> None:
+        """Before other calls: a thread of autograd has no context before its first call of the runtime."""
+        self._raise(self._enter(self._context))
+
+    def begin(self, received: Sequence[Tensor]) -> None:
+        """Copies that follow come behind the work of the current stream, which may have used this memory before."""
         self.copies.wait_stream(torch.cuda.current_stream())
-        for source in sources:  # the allocator waits for the copies before it reuses the memory
-            source.record_stream(self.copies)
+        for part in received:  # the allocator waits for the copies before it reuses the memory
+            part.record_stream(self.copies)
 
-    def copy(self, destination: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self.copies):
-            destination.copy_(source, non_blocking=True)
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy bytes between addresses on the stream of copies."""
+        self._raise(self._copy(destination, source, nbytes, self.stream))
+
+    def copy_here(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy bytes between addresses on the current stream."""
+        self._raise(self._copy(destination, source, nbytes, raw_stream(self.index)))
 
     def wait_to_copy(self, flag: int, value: int) -> None:
         """Copies that follow start when the flag is at least `value`."""
-        self._raise(self._wait(self.copies.cuda_stream, flag, value, GREATER_OR_EQUAL))
+        self._raise(self._wait(self.stream, flag, value, GREATER_OR_EQUAL))
 
     def write_behind_copies(self, flag: int, value: int) -> None:
-        """Write the flag behind the copies, whose bytes are visible before it."""
-        self._raise(self._write(self.copies.cuda_stream, flag, value, 0))
+        """Write the flag behind the copies."""
+        self._raise(self._write(self.stream, flag, value, 0))
 
     def wait(self, flag: int, value: int) -> None:
         """Work that the current stream gets from now on starts when the flag is at least `value`."""
-        self._raise(self._wait(torch.cuda.current_stream().cuda_stream, flag, value, GREATER_OR_EQUAL))
+        self._raise(self._wait(raw_stream(self.index), flag, value, GREATER_OR_EQUAL))
 
     def write(self, flag: int, value: int) -> None:
-        """Write the flag behind the work of the current stream."""
-        self._raise(self._write(torch.cuda.current_stream().cuda_stream, flag, value, 0))
+        """Write the flag behind the work of the current stream, whose bytes are visible before it."""
+        self._raise(self._write(raw_stream(self.index), flag, value, 0))
 
     def _raise(self, code: int) -> None:
         if code:
-            fail(RuntimeError, OP, "a stream memory operation", f"CUDA error {code}", "allowed: none")
+            fail(RuntimeError, OP, "a call of the driver", f"CUDA error {code}", "allowed: none")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core_kernels.formats import Rounding
-from . import ops
+from . import _direct as ops
 from ._differentiable import differentiable
 from ._ranks import Splits, checked_all_to_all, degree_of
 from ._torch_private import all_to_all as _collective

@@ -23,14 +23,23 @@ from ._counts import counts_of_ranks
 from ._ranks import check_rows_to_send, degree_of, name_of
 from ._torch_private import group_named
 from .ep import TokenReplicas
-from .ffn import Bias, FFNBackward, FFNCall, check_ffn_weights, ffn_call, ffn_forward, grouped_swiglu_ffn
+from .ffn import (
+    Bias,
+    FFNBackward,
+    FFNCall,
+    check_ffn_weights,
+    ffn_call,
+    ffn_forward,
+    grouped_swiglu_ffn,
+    weight_operands,
+)
 from .grouped_mm import MMBackward, MMCall, grouped_mm, mm_forward
 from .overlap import Experts, Overlap, overlapped
 from .pipeline import combine, dispatch_over, dispatch_probs
 from .products import ProductOptions
 from .shards import Ranks
 from .transport import Collectives, Transport
-from .weights import Held, Weights, check_weights, form_of, outlives_forward, values_and_held
+from .weights import Held, Weights, check_weights, for_call, form_of, outlives_forward, values_and_held
 
 
 class FFNExperts(NamedTuple):
@@ -39,13 +48,20 @@ class FFNExperts(NamedTuple):
     call: FFNCall
     held: tuple[Held, ...]
 
+    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "FFNExperts":
+        weights: Any = parameters[:3]
+        if self.call.options.form == "bf16":
+            return self
+        held: Any = tuple(weight_operands(self._call(needs), weights, self.held))
+        return self._replace(held=held)
+
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
-        needs: Sequence[bool],
+        needs: Sequence[bool], out: Tensor | None,
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         weights: Any = parameters[:3]
         held = [_of_chunk(h, chunk) for h in self.held]
-        return ffn_forward(self._call(needs), x, weights, prob, parameters[3:], held, group_ends)
+        return ffn_forward(self._call(needs), x, weights, prob, parameters[3:], held, group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -60,12 +76,12 @@ class FFNExperts(NamedTuple):
 class _FFNGradients(NamedTuple):
     of: FFNBackward
 
-    def inputs(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.of.inputs()
+    def inputs(self, out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return self.of.inputs(out)
 
-    def weights(self) -> tuple[Tensor | None, ...]:
-        dw2, db2 = self.of.down()
-        dw1, dw3, db1, db3 = self.of.gate_and_up()
+    def weights(self, out: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        dw2, db2 = self.of.down(out[2])
+        dw1, dw3, db1, db3 = self.of.gate_and_up(out[:2])
         return dw1, dw3, dw2, db1, db3, db2
 
 
@@ -75,13 +91,21 @@ class MMExperts(NamedTuple):
     call: MMCall
     held: Held
 
+    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "MMExperts":
+        w, (form, rounding, *_) = parameters[0], self.call.options
+        assert w is not None
+        if form == "bf16":
+            return self
+        held: Any = for_call(w, self.held, form, rounding, needs[0] and outlives_forward(w))
+        return self._replace(held=held)
+
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
-        needs: Sequence[bool],
+        needs: Sequence[bool], out: Tensor | None,
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         w, bias = parameters
         assert w is not None
-        return mm_forward(self._call(needs), x, w, bias, _of_chunk(self.held, chunk), group_ends)
+        return mm_forward(self._call(needs), x, w, bias, _of_chunk(self.held, chunk), group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -96,11 +120,11 @@ class MMExperts(NamedTuple):
 class _MMGradients(NamedTuple):
     of: MMBackward
 
-    def inputs(self) -> tuple[Tensor | None, None]:
-        return self.of.inputs(), None
+    def inputs(self, out: Tensor | None) -> tuple[Tensor | None, None]:
+        return self.of.inputs(out), None
 
-    def weights(self) -> tuple[Tensor | None, ...]:
-        return self.of.weights()
+    def weights(self, out: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return self.of.weights(out[0])
 
 
 def _of_chunk(held: Held, chunk: Chunk) -> Held:
@@ -178,15 +202,15 @@ def _run(
     parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
     transport: Transport, error: Exception | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    agreed = counts_of_ranks(rows, counts, recipe, ranks, probs, error)
+    of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error)
     assert experts is not None
-    rank, replicas = group_named(ranks.group_name).rank(), agreed.rows
+    rank, replicas = group_named(ranks.group_name).rank(), of_ranks.rows
     if isinstance(replicas, TokenReplicas):
         x, maps = replicas.x, (replicas.order, replicas.inverse, replicas.top_k)
     else:
         x, maps = replicas, (None, None, 0)
-    call = Overlap(transport, rank, agreed.table, recipe, experts, width, out_dtype, *maps, inside)
-    return overlapped(x, probs, call, *parameters), agreed.counts
+    call = Overlap(transport, rank, of_ranks.table, recipe, experts, width, out_dtype, *maps, inside)
+    return overlapped(x, probs, call, *parameters), of_ranks.agreed.totals
 
 
 # The host reads the counts, and which rows travel depends on them.

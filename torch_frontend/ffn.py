@@ -29,7 +29,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from . import ops
+from . import _direct as ops
 from ._checks import check_bias, check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
 from ._ranges import named
@@ -53,6 +53,7 @@ from .weights import (
     MX,
     Folded,
     Held,
+    Quantized,
     WeightOperand,
     Weights,
     along_n,
@@ -82,24 +83,33 @@ class FFNCall(NamedTuple):
     save_bytes: bool
     needs: tuple[bool, ...] = ()
 
+    @property
+    def need_dh(self) -> bool:
+        need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = self.needs
+        return need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
+
+
+def weight_operands(
+    call: FFNCall, weights: Sequence[Tensor], held: Sequence[Held]
+) -> list[tuple[WeightOperand, Quantized | None]]:
+    """`for_call` of w1, w3 and w2."""
+    (form, rounding, *_), (need_x, *_) = call.options, call.needs
+    needs = [need and call.save_bytes for need in (need_x, need_x, call.need_dh)]
+    return [for_call(w, h, form, rounding, need) for w, h, need in zip(weights, held, needs, strict=True)]
+
 
 def ffn_forward(
     call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Held],
-    group_ends: Tensor,
+    group_ends: Tensor, out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
-    """Return out (P, D) and what `FFNBackward` reads, tensors and None in nested tuples. weights, biases and held are
-    of w1, w3, w2."""
+    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads, tensors and None in nested tuples.
+    weights, biases and held are of w1, w3, w2."""
     (w1, w3, w2), (b1, b3, b2), options = weights, biases, call.options
     prob, (form, rounding, *_) = prob.contiguous(), options
-    need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = call.needs
-    need_dh = need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
+    need_x, need_w1, need_w3, _, need_prob, *_ = call.needs
     need_tokens = options.whole_blocks and (need_w1 or need_w3)
     rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
-    ways = [
-        for_call(w, h, form, rounding, need and call.save_bytes)
-        for w, h, need in zip((w1, w3, w2), held, (need_x, need_x, need_dh), strict=True)
-    ]
-    (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = ways
+    (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = weight_operands(call, weights, held)
     gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
     if is_mx(form):
         h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *call.numbers))
@@ -108,11 +118,12 @@ def ffn_forward(
     saved = (
         (tokens or x) if need_w1 or need_w3 else None,
         (gate_t or w1, up_t or w3) if need_x else None,
-        (down_t or w2) if need_dh else None,
+        (down_t or w2) if call.need_dh else None,
         (group_ends, prob, gate, up),
         b2 if need_prob else None,
     )
-    return product(row_operand(h, form, rounding), down_w, group_ends, BF16, b2, prob if call.weighted else None), saved
+    h, weights_of_b2 = row_operand(h, form, rounding), prob if call.weighted else None
+    return product(h, down_w, group_ends, BF16, b2, weights_of_b2, out), saved
 
 
 class FFNBackward:
@@ -129,17 +140,18 @@ class FFNBackward:
         self.of_gate: tuple[Unused, Tensor | None] = (None, None)  # token operand, values
         self.of_up: tuple[Unused, Tensor | None] = (None, None)
 
-    def down(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of w2 and b2."""
+    def down(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of w2, written to `out` if there is one, and of b2."""
         (_, _, _, need_w2, _, _, _, need_b2), dw2, db2 = self.call.needs, None, None
         if need_w2:
-            dw2 = weight_gradient(self.dout_tokens, self.steps.hidden_tokens(), self.steps.token_ends, self.dtypes[3])
+            tokens, ends = (self.dout_tokens, self.steps.hidden_tokens()), self.steps.token_ends
+            dw2 = weight_gradient(*tokens, ends, self.dtypes[3], out)
         if need_b2:
             db2 = bias_gradient(self.given, self.group_ends, self.prob if self.call.weighted else None)
         return dw2, db2
 
-    def inputs(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of x and prob."""
+    def inputs(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of x, written to `out` if there is one, and of prob."""
         need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = self.call.needs
         need_values, need_tokens, steps, dx = need_b1 or need_b3, need_w1 or need_w3, self.steps, None
         if not (need_x or need_tokens or need_prob or need_values):
@@ -153,19 +165,19 @@ class FFNBackward:
         if need_x:
             gate_t, up_t = map(steps.along_n, self.in_weights)
             operands = steps.rows(dgate), gate_t, steps.rows(dup), up_t
-            dx = sum_of_products(*operands, self.group_ends, self.dtypes[0])
+            dx = sum_of_products(*operands, self.group_ends, self.dtypes[0], out)
         return dx, dprob
 
-    def gate_and_up(self) -> tuple[Tensor | None, ...]:
-        """Gradients of w1, w3, b1 and b3, after `inputs`."""
+    def gate_and_up(self, out: Sequence[Tensor | None] = (None, None)) -> tuple[Tensor | None, ...]:
+        """Gradients of w1 and w3, written to `out` where there is one, of b1 and b3; after `inputs`."""
         _, need_w1, need_w3, _, _, need_b1, need_b3, _ = self.call.needs
         x_tokens: Unused = self.steps.tokens(self.x) if need_w1 or need_w3 else None
         found: list[Tensor | None] = []
-        for need, (tokens, _), dtype in (
-            (need_w1, self.of_gate, self.dtypes[1]),
-            (need_w3, self.of_up, self.dtypes[2]),
+        for need, (tokens, _), dtype, place in (
+            (need_w1, self.of_gate, self.dtypes[1], out[0]),
+            (need_w3, self.of_up, self.dtypes[2], out[1]),
         ):
-            found.append(weight_gradient(tokens, x_tokens, self.steps.token_ends, dtype) if need else None)
+            found.append(weight_gradient(tokens, x_tokens, self.steps.token_ends, dtype, place) if need else None)
         for need, (_, values) in ((need_b1, self.of_gate), (need_b3, self.of_up)):
             found.append(bias_gradient(values, self.group_ends) if need and values is not None else None)
         return tuple(found)

@@ -65,15 +65,16 @@ class MMCall(NamedTuple):
 
 
 def mm_forward(
-    call: MMCall, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor
+    call: MMCall, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return out (M, N) and what `MMBackward` reads, tensors and None in nested tuples."""
+    """Return (M, N), written to `out` if there is one, and what `MMBackward` reads, tensors and None in nested
+    tuples."""
     (need_x, need_w, _), options = call.needs, call.options
     form, rounding = options.form, options.rounding
     rows, tokens = quantize_activation(x, form, rounding, group_ends if options.whole_blocks else None)
     w_k, w_n = for_call(w, held, form, rounding, need_x and outlives_forward(w))
     saved = (tokens or x) if need_w else None, w_n or w if need_x else None, group_ends
-    return product(rows, w_k, group_ends, call.out_dtype, bias), saved
+    return product(rows, w_k, group_ends, call.out_dtype, bias, out=out), saved
 
 
 class MMBackward:
@@ -90,24 +91,24 @@ class MMBackward:
             operands = output_gradient_operands(dout, options.form, options.rounding, self.group_ends)
             self.rows, self.tokens = operands
 
-    def inputs(self) -> Tensor | None:
-        """The gradient of x."""
+    def inputs(self, out: Tensor | None = None) -> Tensor | None:
+        """The gradient of x, written to `out` if there is one."""
         (need_x, *_), (form, rounding, *_) = self.call.needs, self.call.options
         if not need_x:
             return None
         w_n = along_n(self.w_n, form, rounding) if isinstance(self.w_n, Tensor) else self.w_n
-        return product(row_operand(self.rows, form, rounding), w_n, self.group_ends, self.dtypes[0])
+        return product(row_operand(self.rows, form, rounding), w_n, self.group_ends, self.dtypes[0], out=out)
 
-    def weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of w and bias."""
+    def weights(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of w, written to `out` if there is one, and of bias."""
         (_, need_w, need_bias), options, dw = self.call.needs, self.call.options, None
         if need_w and options.wgrad_mx:
             pad = options.pad
             row_map, ends = pad_to_blocks(self.group_ends, self.dout.shape[0]) if pad else (None, self.group_ends)
             tokens, x = (token_operand(t, options.form, options.rounding, ends, row_map) for t in (self.tokens, self.x))
-            dw = _weight_gradient(tokens, x, ends, self.dtypes[1], self.call.transposed)
+            dw = _weight_gradient(tokens, x, ends, self.dtypes[1], self.call.transposed, out)
         elif need_w:
-            dw = _weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1], self.call.transposed)
+            dw = _weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1], self.call.transposed, out)
         return dw, bias_gradient(self.dout, self.group_ends) if need_bias else None
 
 
@@ -129,9 +130,13 @@ class _GroupedMM(torch.autograd.Function):
         return dx, *steps.weights(), None, None, None
 
 
-def _weight_gradient(dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
+def _weight_gradient(
+    dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype, transposed: bool, out: Tensor | None
+) -> Tensor:
     """(G, N, K), in memory as the weights are."""
-    return weight_gradient(x, dout, ends, dtype).mT if transposed else weight_gradient(dout, x, ends, dtype)
+    if transposed:
+        return weight_gradient(x, dout, ends, dtype, None if out is None else out.mT).mT
+    return weight_gradient(dout, x, ends, dtype, out)
 
 
 _grouped_mm = differentiable("grouped_mm", _GroupedMM)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
-from . import ops
+from . import _direct as ops
 from ._call import require_tensor
 from ._differentiable import differentiable
 from ._launch import as_bytes

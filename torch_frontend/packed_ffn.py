@@ -17,7 +17,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
-from . import ops
+from . import _direct as ops
 from ._checks import check_devices, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
 from .products import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.launch import fail
-from . import ops
+from . import _direct as ops
 from ._checks import (
     check_counts,
     check_floats,

@@ -22,10 +22,10 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._checks import check_probs, check_shape, out_dtype_of
-from ._counts import agree_on_counts, check_received, checked_rows
+from ._counts import agree_on_counts, checked_rows, checked_table, splits_of
 from ._ranges import named
 from ._ranks import check_rows_to_send, degree_of, name_of
-from ._torch_private import captures_splits
+from ._torch_private import captures_splits, group_named
 from .ep import TokenReplicas, exchange_replicas, exchange_rows, sent_rows
 from .mx_tensor import MXTensor
 from .permute import RowMap, gather, map_rows, spread
@@ -130,13 +130,16 @@ def _send(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None
 ) -> tuple[Tensor, Tensor, Route]:
     agreed = agree_on_counts(rows, counts, recipe, ranks, probs)
-    rows, num_rows, received = agreed.rows, agreed.num_rows, agreed.received
+    rows, received = agreed.rows, agreed.received
     # torch's all-to-all takes its splits from the host: the one sync of the layer.
-    output_splits, input_splits = torch.stack([received, agreed.sent]).view(2, ranks.degree, -1).sum(-1).tolist()
-    if agreed.error is not None:
-        raise agreed.error
-    if not torch.compiler.is_compiling():
-        check_received(counts, num_rows, output_splits)
+    if torch.compiler.is_compiling():
+        if agreed.error is not None:
+            raise agreed.error
+        both = torch.stack([received, agreed.sent[:-1]])
+        output_splits, input_splits = both.view(2, ranks.degree, -1).sum(-1).tolist()
+    else:
+        table = checked_table(counts, agreed, agreed.of_all.tolist())
+        output_splits, input_splits = splits_of(table, group_named(ranks.group_name).rank())
     splits, rounding, top_k = (output_splits, input_splits), int(recipe.rounding), 0
     order = inverse = None
     if isinstance(rows, TokenReplicas):

@@ -26,7 +26,9 @@ from torch import Tensor
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.recipe import Form, Recipe
-from . import ops
+from ..core_kernels.registry import OPS
+from . import _direct as ops
+from ._call import into
 from .mx_tensor import MXTensor, dequantized
 from .weights import (
     KN,
@@ -83,33 +85,39 @@ def product(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     row_weights: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """rows (M, K) x w (G, N, K) [+ row_weights (M,) bias (G, N), fp32], rounded once -> (M, N); rows past the last end
-    are zeros.
+    are zeros. out: the tensor to write; None is a new one.
 
     Both operands have one form: an activation and the weights along K, or a gradient and the weights along N.
     """
     rows, w = _balanced(rows, w, group_ends)
-    name = dtype_name(out_dtype)
     if bias is not None and row_weights is None and isinstance(rows, Folded):
-        return ops.grouped_mm_fold_bias(*rows, *w, bias.contiguous(), group_ends, name)
+        return _written("grouped_mm_fold_bias", (*rows, *w, bias.contiguous(), group_ends), out_dtype, out)
     if bias is not None:  # the other kernels take no bias: it is added to their fp32 sums
         sums = product(rows, w, group_ends, torch.float32)
         added = bias_of_rows(bias, group_ends, sums.shape[0])
         if row_weights is not None:
             in_group = torch.arange(sums.shape[0], device=sums.device) < group_ends[-1:]
             added = added * torch.where(in_group, row_weights, 0)[:, None]
-        return (sums + added).to(out_dtype)
-    if isinstance(w, KN):
-        return ops.grouped_mm_bf16_kn(rows, *w, group_ends, name)
-    if isinstance(rows, Tensor):
-        return ops.grouped_mm_bf16(rows, w, group_ends, name)
-    if isinstance(rows, Upcast):
-        return ops.grouped_mm_bf16(*rows, *w, group_ends, name)
-    if isinstance(rows, Blockwise):
-        return ops.grouped_mm_blockwise(*rows, *w, group_ends, name)
-    multiply = ops.grouped_mm_fold if isinstance(rows, Folded) else ops.grouped_mm_mx
-    return multiply(*rows, *w, group_ends, name)
+        return (sums + added).to(out_dtype) if out is None else out.copy_(sums + added)
+    if isinstance(rows, Tensor | Upcast):
+        multiply = "grouped_mm_bf16_kn" if isinstance(w, KN) else "grouped_mm_bf16"
+    elif isinstance(rows, Blockwise):
+        multiply = "grouped_mm_blockwise"
+    else:
+        multiply = "grouped_mm_fold" if isinstance(rows, Folded) else "grouped_mm_mx"
+    operands = [(x,) if isinstance(x, Tensor) else x for x in (rows, w)]
+    return _written(multiply, (*operands[0], *operands[1], group_ends), out_dtype, out)
+
+
+def _written(name: str, operands: tuple[Tensor, ...], out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """The only output of the op, in `out` if there is one."""
+    if out is None:
+        return getattr(ops, name)(*operands, dtype_name(out_dtype))
+    into((out,), OPS[name], *operands, out_dtype=dtype_name(out_dtype))
+    return out
 
 
 def _balanced(rows: Operand, w: WeightOperand, group_ends: Tensor) -> tuple[Operand, WeightOperand]:
@@ -121,30 +129,35 @@ def _balanced(rows: Operand, w: WeightOperand, group_ends: Tensor) -> tuple[Oper
 
 
 def sum_of_products(
-    rows: Operand, w: WeightOperand, rows2: Operand, w2: WeightOperand, group_ends: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    """rows x w + rows2 x w2, rounded once -> (M, N); operands as in `product`."""
+    rows: Operand, w: WeightOperand, rows2: Operand, w2: WeightOperand, group_ends: Tensor, out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """rows x w + rows2 x w2, rounded once -> (M, N); operands and out as in `product`."""
     (rows, w), (rows2, w2) = _balanced(rows, w, group_ends), _balanced(rows2, w2, group_ends)
     if isinstance(rows, Folded) and isinstance(rows2, Folded):
-        return ops.grouped_mm_fold_sum(*rows, *w, *rows2, *w2, group_ends, dtype_name(out_dtype))
+        return _written("grouped_mm_fold_sum", (*rows, *w, *rows2, *w2, group_ends), out_dtype, out)
     if isinstance(w, KN) and isinstance(w2, KN):
-        return ops.grouped_mm_bf16_kn_sum(rows, *w, rows2, *w2, group_ends, dtype_name(out_dtype))
+        assert isinstance(rows, Tensor)
+        assert isinstance(rows2, Tensor)
+        return _written("grouped_mm_bf16_kn_sum", (rows, *w, rows2, *w2, group_ends), out_dtype, out)
     first, second = product(rows, w, group_ends, torch.float32), product(rows2, w2, group_ends, torch.float32)
     # Added and rounded in one kernel: 10 bytes per value, and not 18.
-    return torch.add(first, second, out=first.new_empty(first.shape, dtype=out_dtype))
+    return torch.add(first, second, out=first.new_empty(first.shape, dtype=out_dtype) if out is None else out)
 
 
-def weight_gradient(dout: Operand, x: Operand, group_ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """dout (M, N) and x (M, K), both plain or both from `token_operand` -> (G, N, K)."""
+def weight_gradient(
+    dout: Operand, x: Operand, group_ends: Tensor, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """dout (M, N) and x (M, K), both plain or both from `token_operand` -> (G, N, K); out as in `product`."""
     if isinstance(dout, Tensor):
         assert isinstance(x, Tensor)
-        return ops.grouped_wgrad_bf16(as_bf16(dout), as_bf16(x), group_ends, dtype_name(out_dtype))
-    if isinstance(dout, Upcast):
-        assert isinstance(x, Upcast)
-        return ops.grouped_wgrad_bf16_t(*dout, *x, group_ends, dtype_name(out_dtype))
+        return _written("grouped_wgrad_bf16", (as_bf16(dout), as_bf16(x), group_ends), out_dtype, out)
     assert not isinstance(x, Tensor)
-    multiply = ops.grouped_wgrad_fold if isinstance(dout, Folded) else ops.grouped_wgrad_mx
-    return multiply(*dout, *x, group_ends, dtype_name(out_dtype))
+    if isinstance(dout, Upcast):
+        multiply = "grouped_wgrad_bf16_t"
+    else:
+        multiply = "grouped_wgrad_fold" if isinstance(dout, Folded) else "grouped_wgrad_mx"
+    return _written(multiply, (*dout, *x, group_ends), out_dtype, out)
 
 
 def bias_of_rows(bias: Tensor, group_ends: Tensor, rows: int) -> Tensor:

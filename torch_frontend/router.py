@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core_kernels.launch import fail
 from ..core_kernels.router.plan import OPTIONS, check_options
-from . import ops
+from . import _direct as ops
 from ._call import FLOATS, require_tensor
 from ._checks import check_counts, check_devices, check_plain, check_shape, reads_values
 from ._differentiable import differentiable

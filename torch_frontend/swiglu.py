@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core_kernels.launch import fail
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from . import ops
+from . import _direct as ops
 from ._call import require_tensor
 from ._checks import check_devices, check_plain, check_probs, check_shape
 from ._differentiable import differentiable

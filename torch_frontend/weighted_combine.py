@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.launch import fail
-from . import ops
+from . import _direct as ops
 from ._checks import (
     check_floats,
     check_plain,

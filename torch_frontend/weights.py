@@ -21,7 +21,7 @@ from ..core_kernels.dispatch import facts
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
-from . import ops
+from . import _direct as ops
 from ._checks import check_floats
 from ._device import arch_of
 from ._torch_private import has_version, owner_of, version_of

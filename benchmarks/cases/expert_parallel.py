@@ -7,19 +7,21 @@ products     quantization of weights, folds and products of all chunks, without 
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.exchange import Exchange, plan_exchange
+from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import MXTensor, combine, grouped_mm, ops
 from mxep.torch_frontend.expert_parallel import MMExperts, mm_over
 from mxep.torch_frontend.grouped_mm import MMCall
+from mxep.torch_frontend.overlap import ends_of_chunks
 from mxep.torch_frontend.pipeline import dispatch_over
 from mxep.torch_frontend.products import ProductOptions
 from mxep.torch_frontend.shards import Ranks
-from mxep.torch_frontend.transport import Part, Transport
+from mxep.torch_frontend.transport import CHUNK_BYTES, Part, Transport
 from torch import Tensor
 
 from ..peers.expert_parallel import grouped_mm_bf16, pipeline
@@ -61,6 +63,11 @@ class Inputs(NamedTuple):
         counts = torch.full((experts,), shape.rows // experts, dtype=torch.int32, device=device)
         return cls(rows, w, dy, counts, Ranks(group.group_name, group.size(), experts, device.type))
 
+    def row_bytes(self, recipe: Recipe) -> int:
+        """Of a row on its way to the experts."""
+        k = self.rows.shape[1]
+        return k + k // BLOCK if recipe.mx else 2 * k
+
     def backward(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """y and the gradients of rows and w."""
         self.rows.grad = self.w.grad = None
@@ -99,7 +106,9 @@ class Stages:
         self.inputs, self.device = inputs, inputs.rows.device
         ranks, rows, w = inputs.ranks.degree, inputs.rows, inputs.w
         table = [inputs.counts.tolist()] * ranks
-        self.plan: Exchange = plan_exchange(table, dist.get_rank(), recipe.alignment)
+        self.plan: Exchange = plan_exchange(
+            table, dist.get_rank(), recipe.alignment, CHUNK_BYTES // inputs.row_bytes(recipe)
+        )
         self.needs = (True, False, True, False)
         self.experts = MMExperts(MMCall(ProductOptions.of(recipe, self.device, False, True), BF16), None)
         rounding, mine = int(recipe.rounding), self.plan.operand_rows[dist.get_rank()]
@@ -108,34 +117,35 @@ class Stages:
         quantize = (lambda x: ops.quantize_row(x.detach(), rounding)) if recipe.mx else (lambda x: (x.detach(),))
         self.rows, self.gradients = quantize(rows), quantize(inputs.dy)
         self.out, self.dx = torch.empty_like(inputs.dy), torch.empty_like(rows.detach())
-        starts = [chunk.start for chunk in self.plan.chunks for _ in range(chunk.first, chunk.last)]
-        local = [end - start for end, start in zip(self.plan.group_ends, starts, strict=True)]
-        self.ends = torch.tensor(local, dtype=torch.int32, device=self.device)
-        self.w = w.detach()
+        self.ends = ends_of_chunks(self.plan, self.device)
+        self.w, self.dw = w.detach(), torch.empty_like(w)
 
     def wire(self, transport: Transport, backward: bool) -> None:
         sources, back = (self.gradients, self.dx) if backward else (self.rows, self.out)
         self._leg(transport, "experts", sources)
         self._leg(transport, "tokens", (back,))
 
-    def _leg(self, transport: Transport, where: str, sources: tuple[Tensor, ...]) -> None:
+    def _leg(self, transport: Transport, where: Literal["experts", "tokens"], rows: tuple[Tensor, ...]) -> None:
         plan, there = self.plan, where == "experts"
-        steps, rows = (plan.to_experts, plan.operand_rows) if there else (plan.to_tokens, plan.token_rows)
-        parts = [Part(part.shape[1], part.dtype) for part in sources]
-        leg = transport.leg("experts" if there else "tokens", steps, rows, parts, self.device)
-        for c, chunk in enumerate(plan.chunks):
-            leg.send(c, sources if there else [part[chunk.start : chunk.end] for part in sources])
+        steps = plan.to_experts if there else plan.to_tokens
+        sent, received = (plan.token_rows, plan.operand_rows)[:: 1 if there else -1]
+        parts = [Part(part.shape[1], part.dtype) for part in rows]
+        room = transport.outgoing(where, rows[0].shape[0], parts, self.device)  # its values do not matter
+        leg = transport.leg(where, steps, sent, received, room)
+        if there:
+            leg.send(range(len(plan.chunks)))
+        for c in () if there else range(len(plan.chunks)):
+            leg.send(range(c, c + 1))
         for c in range(len(plan.chunks)):
             leg.wait(c)
-        leg.close()
 
     def forward(self) -> list[tuple[object, ...]]:
         """The products of all chunks; what their backward reads."""
         saved, no_prob = [], torch.empty(0, device=self.device)
-        for chunk in self.plan.chunks:
-            x, ends = self._chunk(self.rows, chunk.start, chunk.end), self.ends[chunk.first : chunk.last]
-            w = self.w[chunk.first : chunk.last]
-            saved.append(self.experts.forward(chunk, x, no_prob, ends, (w, None), self.needs)[1])
+        for c, chunk in enumerate(self.plan.chunks):
+            x, w = self._chunk(self.rows, chunk.start, chunk.end), self.w[chunk.first : chunk.last]
+            room = self.out[chunk.start : chunk.end]
+            saved.append(self.experts.forward(chunk, x, no_prob, self.ends[c], (w, None), self.needs, room)[1])
         return saved
 
     def backward(self, saved: list[tuple[object, ...]]) -> None:
@@ -143,9 +153,9 @@ class Stages:
         for chunk, state in zip(self.plan.chunks, saved, strict=True):
             dout = self._chunk(self.gradients, chunk.start, chunk.end)
             steps.append(self.experts.backward(state, dout, (BF16, BF16, None), self.needs))  # type: ignore[arg-type]
-            steps[-1].inputs()
-        while steps:
-            steps.pop(0).weights()
+            steps[-1].inputs(self.dx[chunk.start : chunk.end])
+        for chunk in self.plan.chunks:
+            steps.pop(0).weights([self.dw[chunk.first : chunk.last]])
 
     def _chunk(self, parts: tuple[Tensor, ...], start: int, end: int) -> Tensor:
         parts = tuple(part[start:end] for part in parts)

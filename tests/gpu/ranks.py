@@ -33,7 +33,7 @@ def main() -> None:
         ep_training.ranks_train_as_one_process(mesh, *program)
     ep_training.one_norm_one_optimizer(mesh)
     ep_training.saved_moved_and_cast(mesh)
-    transports = ep_overlap.Poisoned(mesh.get_group()), CopyEngines(mesh.get_group())
+    transports = ep_overlap.Poisoned(mesh.get_group()), CopyEngines(mesh.get_group(), chunk_bytes=1)
     for transport in transports if mesh.size() > 1 else ():
         for check in ep_overlap.CHECKS.values():
             check(transport)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mxep.core_kernels.fold.oracle import span_slices
 from mxep.core_kernels.formats import spans
-from mxep.torch_frontend import MoE, Recipe, force_implementation, mxfp8_grouped_mm, ops, quantize_weights
+from mxep.torch_frontend import MoE, Recipe, _direct, force_implementation, mxfp8_grouped_mm, ops, quantize_weights
 from mxep.torch_frontend._device import forced
 from torch import Tensor, nn
 
@@ -207,13 +207,13 @@ def test_the_backward_thread_has_the_settings_of_the_forward(monkeypatch: pytest
     with force_implementation("triton"):
         out = mxfp8_grouped_mm(x, w.mT, offs, compute="fold")
     seen: list[tuple[object, bool]] = []
-    real, here = ops.grouped_wgrad_fold, threading.get_ident()
+    real, here = _direct.grouped_wgrad_fold, threading.get_ident()
 
     def spy(*args: object) -> Tensor:
         seen.append((forced(), threading.get_ident() != here))
         return real(*args)
 
-    monkeypatch.setattr(ops, "grouped_wgrad_fold", spy)
+    monkeypatch.setattr(_direct, "grouped_wgrad_fold", spy)
     torch.autograd.grad(out, (x, w), torch.ones_like(out))
     assert seen == [("triton", True)]
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from mxep.core_kernels.formats import spans
 from mxep.core_kernels.recipe import RECIPES, Recipe
-from mxep.torch_frontend import MXTensor, grouped_mm, grouped_swiglu_ffn, ops, swiglu
+from mxep.torch_frontend import MXTensor, _direct, grouped_mm, grouped_swiglu_ffn, ops, swiglu
 from torch import Tensor
 
 from ..compare import sqnr_db
@@ -180,8 +180,8 @@ def test_only_x_gate_and_up_are_saved(recipe: str) -> None:
 
 def test_x_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
-    real = ops.quantize_row
-    monkeypatch.setattr(ops, "quantize_row", lambda x, *rest: calls.append(tuple(x.shape)) or real(x, *rest))
+    real = _direct.quantize_row
+    monkeypatch.setattr(_direct, "quantize_row", lambda x, *rest: calls.append(tuple(x.shape)) or real(x, *rest))
     x, w1, w3, w2, prob = (t.detach() for t in operands().values())
     grouped_swiglu_ffn(x, w1, w3, w2, ends(), prob, recipe="mxfp8")
     assert calls.count((ROWS, D)) == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mxep.core_kernels.formats import spans
 from mxep.core_kernels.recipe import Recipe
-from mxep.torch_frontend import MXTensor, _device, mxfp8_grouped_mm, ops, weights
+from mxep.torch_frontend import MXTensor, _device, _direct, mxfp8_grouped_mm, ops, weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,8 +66,8 @@ def test_exact_products_on_hopper_multiply_dequantized_operands(
     a.requires_grad_()
     w.requires_grad_()
     monkeypatch.setattr(weights, "arch_of", lambda device: "sm_90")
-    monkeypatch.delattr(ops, "grouped_mm_mx")
-    monkeypatch.delattr(ops, "grouped_wgrad_mx")
+    monkeypatch.delattr(_direct, "grouped_mm_mx")
+    monkeypatch.delattr(_direct, "grouped_wgrad_mx")
     out = mxfp8_grouped_mm(a, w.mT, offs, wgrad_with_hp=wgrad_with_hp, compute="exact")
     da, dw = torch.autograd.grad(out, [a, w], dout)
 

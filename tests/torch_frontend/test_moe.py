@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import GroupedExperts, MoE, Recipe, ops
+from mxep.torch_frontend import GroupedExperts, MoE, Recipe, _direct
 from mxep.torch_frontend.shards import Ranks
 from torch import Tensor
 
@@ -101,8 +101,8 @@ def test_one_device_computes_what_a_dispatch_to_itself_does(recipe: str, prob_in
 def test_on_one_device_a_token_is_quantized_once_for_all_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
     for name in ("quantize_row", "quantize_row_packed"):
-        real = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda x, *rest, real=real: calls.append(tuple(x.shape)) or real(x, *rest))
+        real = getattr(_direct, name)
+        monkeypatch.setattr(_direct, name, lambda x, *rest, real=real: calls.append(tuple(x.shape)) or real(x, *rest))
     layer("mxfp8")(tokens(50))
     assert [shape for shape in calls if len(shape) == 2] == [(50, D)]
 

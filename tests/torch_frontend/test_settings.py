@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from mxep.torch_frontend import _settings, debug_checks, force_implementation, mxfp8_grouped_mm, ops
+from mxep.torch_frontend import _direct, _settings, debug_checks, force_implementation, mxfp8_grouped_mm
 from mxep.torch_frontend._call import checks_values
 from mxep.torch_frontend._device import forced
 
@@ -70,8 +70,8 @@ def test_other_threads_and_tasks_have_their_own(name: str) -> None:
 def test_a_backward_in_another_thread_runs_in_the_settings_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """As autograd's threads do for GPU tensors."""
     seen = []
-    real = ops.quantize_row
-    monkeypatch.setattr(ops, "quantize_row", lambda *args: seen.append(_settings.snapshot()) or real(*args))
+    real = _direct.quantize_row
+    monkeypatch.setattr(_direct, "quantize_row", lambda *args: seen.append(_settings.snapshot()) or real(*args))
     leaf = torch.randn(32, 64).requires_grad_()
     with force_implementation("cpp"), debug_checks():
         y = mxfp8_grouped_mm(leaf, torch.randn(1, 32, 64).mT, torch.tensor([32], dtype=torch.int32))

@@ -12,6 +12,7 @@ from mxep.torch_frontend import (
     MoE,
     QuantizedWeights,
     Recipe,
+    _direct,
     grouped_swiglu_ffn,
     mxfp8_grouped_mm,
     ops,
@@ -30,14 +31,14 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def spied(name: str) -> None:
-        real = getattr(ops, name)
+        real = getattr(_direct, name)
 
         def spy(x: Tensor, *rest: int):
             if x.dim() == 3:
                 calls.append(name)
             return real(x, *rest)
 
-        monkeypatch.setattr(ops, name, spy)
+        monkeypatch.setattr(_direct, name, spy)
 
     for name in (
         *("quantize_row", "quantize_col", "quantize_both", "dequantize"),

@@ -1,0 +1,50 @@
+"""The ops of ops.py for code below autograd: without the dispatcher where nothing but the op would run.
+
+    call --.-- plain tensors, no gradients, no modes, no profiler --> run
+           '-- anything else ----------------------------------------> torch.ops.mxep.<name>
+
+The dispatcher takes the host as long as the rest of a call.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core_kernels.launch import KernelOp
+from ..core_kernels.registry import OPS
+from . import ops
+from ._call import run
+from ._torch_private import dispatcher, open_modes, profiling, transformed
+
+PLAIN = {Tensor, nn.Parameter}
+
+
+def _direct(op: KernelOp) -> Callable[..., Any]:
+    overload = getattr(ops, op.name)
+    if dispatcher is None or open_modes is None:
+        return overload
+    num_inputs, names, single, modes = len(op.inputs), tuple(op.options), len(op.outputs) == 1, open_modes
+    is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+
+    def call(*args: Any) -> Any:
+        if is_compiling() or is_grad_enabled() or modes() or profiling() or transformed():
+            return overload(*args)
+        tensors = args[:num_inputs]
+        if not PLAIN.issuperset(map(type, tensors)):
+            return overload(*args)
+        outputs = run(op, tensors, names, args[num_inputs:])
+        return outputs[0] if single else outputs
+
+    dispatcher.mark_not_compiled(call)
+    return call
+
+
+globals().update({name: _direct(op) for name, op in OPS.items()})
+permute_q_sf = ops.permute_q_sf
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """An op of the registry."""
+        raise AttributeError(name)
