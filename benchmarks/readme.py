@@ -1,7 +1,8 @@
-"""`python -m benchmarks.readme`: write the generated parts of README.md, docs/performance.md and docs/status.md.
+"""`python -m benchmarks.readme`: write the generated parts of README.md and of performance.md, status.md, ep_scale.md
+and layer_bytes.md in docs/.
 
 results/*.jsonl --newest commit of each op--> tables --> the text between two markers of each document
-                                              '-> results/h200_products.svg
+                                              '-> results/h200_products.svg, h200_ep_scale.svg
 
 A test compares the documents with what this module generates.
 """
@@ -9,7 +10,16 @@ A test compares the documents with what this module generates.
 from collections.abc import Callable
 from pathlib import Path
 
-from .figures import speed, status, table_cpu, table_grouped_gemm, table_moe_layer, table_ops
+from .figures import (
+    ep_scale,
+    speed,
+    status,
+    table_cpu,
+    table_grouped_gemm,
+    table_layer_bytes,
+    table_moe_layer,
+    table_ops,
+)
 from .figures.results import newest
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +45,8 @@ DOCUMENTS: dict[Path, Callable[[], str]] = {
     ROOT / "README.md": lambda: speed.table(newest("h200")),
     ROOT / "docs" / "performance.md": performance,
     ROOT / "docs" / "status.md": status.tables,
+    ROOT / "docs" / "ep_scale.md": ep_scale.tables,
+    ROOT / "docs" / "layer_bytes.md": table_layer_bytes.tables,
 }
 
 
@@ -52,3 +64,4 @@ if __name__ == "__main__":
         from .figures.roofline import draw  # needs matplotlib
 
         draw(products, table_grouped_gemm.PICTURE)
+    ep_scale.draw(ep_scale.PICTURE)

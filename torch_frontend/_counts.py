@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._checks import check_counts, check_probs, check_shape, require_total
-from ._ranks import can_compare, check_rows_to_send, compare_experts
+from ._ranks import can_compare, check_rows_to_send, compare_calls, no_answer
 from ._torch_private import group_named
 from .ep import TokenReplicas, all_to_all
 from .permute import check_replicas
@@ -54,7 +54,8 @@ def agree_on_counts(
         error = found
     if not ranks.num_experts:
         if can_compare(ranks.group_name):
-            compare_experts("dispatch", -1 if error else counts.shape[0], ranks.group_name, error)
+            x = rows.x if isinstance(rows, TokenReplicas) else rows
+            compare_calls("dispatch", x, counts, recipe, ranks.group_name, error)
         elif error is not None:
             raise error
     sent = _refusal(ranks) if error is not None else _message(counts, num_rows)
@@ -127,7 +128,10 @@ def _exchange_counts(message: Tensor, group_name: str, degree: int) -> tuple[Ten
 
     E * ranks integers take no longer than E, and they give the balance of the whole batch."""
     splits, local = [message.shape[0]] * degree, (message.shape[0] - 1) // degree
-    of_all = all_to_all(message.repeat(degree), splits, splits, group_name).view(degree, -1)
+    try:
+        of_all = all_to_all(message.repeat(degree), splits, splits, group_name).view(degree, -1)
+    except RuntimeError as error:
+        no_answer("dispatch", "counts", f"an error while the ranks exchange them: {error}")
     first = group_named(group_name).rank() * local
     return of_all, of_all[:, first : first + local].reshape(-1)
 

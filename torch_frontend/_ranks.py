@@ -3,8 +3,9 @@
 arguments of a rank --check--> valid or an error --all-gather--> table of all ranks --> send, or raise on every rank
 """
 
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -116,15 +117,23 @@ def can_compare(group_name: str) -> bool:
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def table_of_ranks(values: Sequence[int], group_name: str) -> list[list[int]]:
+def no_answer(op: str, argument: str, got: str) -> NoReturn:
+    """Raise RuntimeError for a collective that has failed: another rank has ended, or the time limit is over."""
+    allowed = "allowed: none; a rank that has ended or does not answer says why in its own output"
+    fail(RuntimeError, op, argument, got, allowed)
+
+
+def table_of_ranks(op: str, values: Sequence[int], group_name: str) -> list[list[int]]:
     """Row r: the values of rank r. An all-gather of int64, on the CPU if the group has a CPU backend; the host waits.
     All ranks pass equally many values."""
     group = group_named(group_name)
     on_cpu = "cpu:" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(values, dtype=torch.int64, device=device)
-    table = all_gather(mine, group)
-    return table.view(group.size(), -1).tolist()
+    try:
+        return all_gather(mine, group).view(group.size(), -1).tolist()
+    except RuntimeError as error:
+        no_answer(op, "sizes", f"an error while the ranks compare them: {error}")
 
 
 def raise_of_ranks(op: str, argument: str, failed: Sequence[bool], error: Exception | None) -> None:
@@ -143,7 +152,7 @@ def compare_all_to_all(
     """Raise on every rank if one rank has an `error` or the arguments of two ranks disagree. A collective."""
     degree = degree_of(group_name)
     mine = [-1] * (1 + 2 * degree) if error else [x.shape[1] * x.element_size(), *output_splits, *input_splits]
-    table = table_of_ranks(mine, group_name)
+    table = table_of_ranks(op, mine, group_name)
     raise_of_ranks(op, "input", [row[0] < 0 for row in table], error)
     for rank, (width, *_) in enumerate(table):
         if width != mine[0]:
@@ -156,13 +165,23 @@ def compare_all_to_all(
                 fail(ValueError, op, "output_splits", got, f"allowed: {size}, its input_splits there")
 
 
-def compare_experts(op: str, experts: int, group_name: str, error: Exception | None) -> None:
-    """Raise on every rank if one rank has an `error` or the numbers of experts differ. A collective."""
-    table = [row[0] for row in table_of_ranks([-1 if error else experts], group_name)]
-    raise_of_ranks(op, "rows", [number < 0 for number in table], error)
-    for rank, number in enumerate(table):
-        if number != experts:
-            fail(ValueError, op, "counts", f"{number} experts on rank {rank}", f"allowed: {experts}, as here")
+def compare_calls(
+    op: str, rows: Tensor | None, counts: Tensor, recipe: Any, group_name: str, error: Exception | None
+) -> None:
+    """Raise on every rank if one rank has an `error` or the calls differ in what all ranks share: the number of
+    experts, the width and the dtype of a row, the recipe. A collective."""
+    checksum = zlib.crc32(repr(recipe).encode())  # the same in every process
+    ours = [-1] * 4 if error or rows is None else [counts.shape[0], rows.shape[1], rows.dtype.itemsize, checksum]
+    table = table_of_ranks(op, ours, group_name)
+    raise_of_ranks(op, "rows", [theirs[0] < 0 for theirs in table], error)
+    for rank, theirs in enumerate(table):
+        for argument, what, one, other in zip(
+            ("counts", "rows", "rows"), ("experts", "values", "bytes per value"), theirs, ours, strict=False
+        ):
+            if one != other:
+                fail(ValueError, op, argument, f"{one} {what} on rank {rank}", f"allowed: {other}, as here")
+        if theirs[3] != checksum:
+            fail(ValueError, op, "recipe", f"another one on rank {rank}", f"allowed: {recipe}, as here")
 
 
 def agree(op: str, group_name: str, arguments: dict[str, Any], error: Exception | None) -> None:

@@ -141,13 +141,14 @@ def _at_address(part: Tensor) -> Tensor:
 
 
 class FFNWeights(NamedTuple):
-    """The experts of this rank: w1, w3, w2 and b1, b3, b2, their activation, and whether quantized weights may live
-    until the backward."""
+    """The experts of this rank: w1, w3, w2 and b1, b3, b2, their activation, whether quantized weights may live until
+    the backward, and whether it multiplies gate and up again."""
 
     weights: Sequence[Weights]
     biases: Sequence[Bias]
     activation: SwiGLU
     save_bytes: bool
+    recompute: bool = False
 
 
 def ffn_over(
@@ -162,7 +163,7 @@ def ffn_over(
         x = _checked(op, rows, recipe, probs)
         values, held, biases = check_ffn_weights(op, "rows", x, of.weights, of.biases, recipe)
         _check_experts(op, counts, values[0].shape[0], ranks)
-        call = ffn_call(op, values, recipe, x.device, of.activation, False, inside, of.save_bytes)
+        call = ffn_call(op, values, recipe, x.device, of.activation, False, inside, of.save_bytes, of.recompute)
         experts, parameters, width = FFNExperts(call, held), (*values, *biases), values[2].shape[1]
     except (TypeError, ValueError) as found:
         error = found

@@ -38,7 +38,9 @@ class GroupedExperts(nn.Module):
 
     dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise",
     "fp8_blockwise" or "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the
-    three products. activation: a `SwiGLU`.
+    three products. activation: a `SwiGLU`. recompute: the forward saves its rows and nothing else, MXFP8 bytes if
+    `dispatch` quantized them, and the backward quantizes the weights and multiplies w1 and w3 again. The gradients are
+    the same bytes.
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
     padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y;
@@ -71,10 +73,13 @@ class GroupedExperts(nn.Module):
         *,
         bias: bool = False,
         activation: SwiGLU = PLAIN,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         check_sizes("GroupedExperts", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
         check_flag("GroupedExperts", "bias", bias)
+        check_flag("GroupedExperts", "recompute", recompute)
+        self.recompute = recompute
         self.num_experts, self.recipe = num_experts, Recipe.parse(recipe)
         self.activation = SwiGLU.check("GroupedExperts", activation)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, dtype=dtype, device=device))
@@ -120,7 +125,7 @@ class GroupedExperts(nn.Module):
         if probs_P is not None:
             check_probs(op, "probs_P", probs_P, groups_PD.shape[:1], groups_PD.device)
         ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
-        options = self.recipe, False, of.save_bytes, of.biases, of.activation
+        options = self.recipe, False, of.save_bytes, of.biases, of.activation, of.recompute
         return swiglu_ffn(op, groups_PD, of.weights, ends, probs_P, *options)
 
     def _send(self, of: FFNWeights, unsent: "Unsent", counts: Tensor, probs_TK: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -133,9 +138,9 @@ class GroupedExperts(nn.Module):
     def quantized_ahead(self) -> tuple[QuantizedWeights, ...] | None:
         """w1, w3 and w2 quantized now, for one call of this step: the device works on them while the host prepares the
         call. None where the call would not quantize them so: of held weights, without gradients, in a compiled graph,
-        of recipes without quantized weights, and of weights that FSDP gathers for the call."""
+        of recipes without quantized weights, with `recompute`, and of weights that FSDP gathers for the call."""
         parameters = self.w1, self.w3, self.w2
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.recompute:
             return None
         if self._held is not None or self.recipe.operands == "bf16" or not all(map(outlives_forward, parameters)):
             return None
@@ -158,7 +163,8 @@ class GroupedExperts(nn.Module):
         elif self._held is not None:
             weights = self._held.weights_of(parameters, weights)
         biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
-        return FFNWeights(weights, biases, self.activation, all(outlives_forward(w) for w in parameters))
+        save_bytes = all(outlives_forward(w) for w in parameters)
+        return FFNWeights(weights, biases, self.activation, save_bytes, self.recompute)
 
     def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
         """Raise unless every group is whole blocks of 32 tokens, along which the weight gradient quantizes."""

@@ -74,13 +74,14 @@ class FFNCall(NamedTuple):
     """What one call of the feed-forward has beside its tensors.
 
     numbers: of the activation. weighted: `prob` weights b2 too. save_bytes: the quantized weights may live until the
-    backward. needs: whether x, w1, w3, w2, prob, b1, b3 and b2 need gradients.
+    backward. recompute: it multiplies gate and up again. needs: x, w1, w3, w2, prob, b1, b3 and b2 need gradients.
     """
 
     options: ProductOptions
     numbers: tuple[float, float, float]
     weighted: bool
     save_bytes: bool
+    recompute: bool
     needs: tuple[bool, ...] = ()
 
     @property
@@ -92,9 +93,9 @@ class FFNCall(NamedTuple):
 def weight_operands(
     call: FFNCall, weights: Sequence[Tensor], held: Sequence[Held]
 ) -> list[tuple[WeightOperand, Quantized | None]]:
-    """`for_call` of w1, w3 and w2."""
+    """`for_call` of w1, w3 and w2; with `recompute`, unless held, along K alone, for the forward."""
     (form, rounding, *_), (need_x, *_) = call.options, call.needs
-    needs = [need and call.save_bytes for need in (need_x, need_x, call.need_dh)]
+    needs = [need and call.save_bytes and not call.recompute for need in (need_x, need_x, call.need_dh)]
     return [for_call(w, h, form, rounding, need) for w, h, need in zip(weights, held, needs, strict=True)]
 
 
@@ -107,8 +108,8 @@ def ffn_forward(
     (w1, w3, w2), (b1, b3, b2), options = weights, biases, call.options
     prob, (form, rounding, *_) = prob.contiguous(), options
     need_x, need_w1, need_w3, _, need_prob, *_ = call.needs
-    need_tokens = options.whole_blocks and (need_w1 or need_w3)
-    rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
+    again, need_tokens = call.recompute, options.whole_blocks and (need_w1 or need_w3)
+    rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens and not again else None)
     (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = weight_operands(call, weights, held)
     gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
     if is_mx(form):
@@ -116,14 +117,25 @@ def ffn_forward(
     else:
         h = ops.swiglu(gate, up, prob, *call.numbers)
     saved = (
-        (tokens or x) if need_w1 or need_w3 else None,
+        (tokens or x) if need_w1 or need_w3 or again else None,
         (gate_t or w1, up_t or w3) if need_x else None,
         (down_t or w2) if call.need_dh else None,
-        (group_ends, prob, gate, up),
+        (group_ends, prob, *((None, None) if again else (gate, up))),
         b2 if need_prob else None,
+        ((w1, w3), (b1, b3), tuple(h if h and h[1] else None for h in held[:2])) if again else None,
     )
     h, weights_of_b2 = row_operand(h, form, rounding), prob if call.weighted else None
     return product(h, down_w, group_ends, BF16, b2, weights_of_b2, out), saved
+
+
+def _gate_and_up(call: FFNCall, x: Tensor, first: tuple[Any, Any, Any], group_ends: Tensor) -> tuple[Any, Unused, Any]:
+    """gate and up again; x as weight gradients read it; w1 and w3 along N. first: their values, biases, held bytes."""
+    (weights, biases, held), (need_x, need_w1, need_w3, *_), options = first, call.needs, call.options
+    ends = group_ends if options.whole_blocks and (need_w1 or need_w3) else None
+    rows, tokens = quantize_activation(x, options.form, options.rounding, ends)
+    ways = [for_call(w, h, options.form, options.rounding, need_x) for w, h in zip(weights, held, strict=True)]
+    products = [product(rows, way[0], group_ends, BF16, b) for way, b in zip(ways, biases, strict=True)]
+    return products, tokens or x, tuple(way[1] or w for way, w in zip(ways, weights, strict=True))
 
 
 class FFNBackward:
@@ -133,7 +145,9 @@ class FFNBackward:
     """
 
     def __init__(self, call: FFNCall, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        self.x, self.in_weights, self.w2, (group_ends, prob, gate, up), self.b2 = saved
+        self.x, self.in_weights, self.w2, (group_ends, prob, gate, up), self.b2, again = saved
+        if again:
+            (gate, up), self.x, self.in_weights = _gate_and_up(call, self.x, again, group_ends)
         self.call, self.given, self.dtypes, self.group_ends, self.prob = call, dout, dtypes, group_ends, prob
         self.steps = _Backward(group_ends, gate, up, prob, call.options, call.numbers)
         self.dout, self.dout_tokens = self.steps.output_gradient(dout, call.needs[3])
@@ -336,6 +350,7 @@ def swiglu_ffn(
     save_bytes: bool,
     biases: Sequence[Bias] = (None, None, None),
     activation: SwiGLU = PLAIN,
+    recompute: bool = False,
 ) -> Tensor:
     """`grouped_swiglu_ffn` of w1, w3, w2 and b1, b3, b2, with its checks, in the name of `op`. save_bytes: the
     quantized weights may live until the backward (`outlives_forward`)."""
@@ -344,7 +359,7 @@ def swiglu_ffn(
     weighted, prob = prob is not None, row_probabilities(op, prob, x)
     check_devices(op, "x", x.device, prob=prob)
     group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1")
-    call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes)
+    call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes, recompute)
     if call.options.whole_blocks:
         check_token_blocks(op, "x", "group_ends", x.shape[0], group_ends, "pass pad_token_groups=True")
     return _swiglu_ffn(x, *values, prob, *biases, held, group_ends, call)
@@ -352,11 +367,11 @@ def swiglu_ffn(
 
 def ffn_call(
     op: str, weights: Sequence[Tensor], recipe: Recipe, device: torch.device, activation: SwiGLU, pad: bool,
-    weighted: bool, save_bytes: bool,
+    weighted: bool, save_bytes: bool, recompute: bool,
 ) -> FFNCall:  # fmt: skip
     need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
     numbers = SwiGLU.check(op, activation).attributes
-    return FFNCall(ProductOptions.of(recipe, device, pad, need_wgrad), numbers, weighted, save_bytes)
+    return FFNCall(ProductOptions.of(recipe, device, pad, need_wgrad), numbers, weighted, save_bytes, recompute)
 
 
 def check_ffn_weights(

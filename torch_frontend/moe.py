@@ -79,7 +79,7 @@ class MoE(nn.Module):
         the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
         the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
         experts' input, as Llama 4 does; x then has a row per token and expert.
-    bias, activation: of the experts, as in `GroupedExperts`. The shared expert has the activation and no bias.
+    bias, activation, recompute: of the experts, as in `GroupedExperts`. The shared expert has no bias.
     dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
 
     forward(x, experts=None, weights=None): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). experts (..., k)
@@ -120,6 +120,7 @@ class MoE(nn.Module):
         prob_in: Literal["combine", "swiglu", "input"] = "swiglu",
         bias: bool = False,
         activation: SwiGLU = PLAIN,
+        recompute: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -140,13 +141,13 @@ class MoE(nn.Module):
         self.router = nn.Linear(dim, num_experts, bias=router_bias, dtype=dtype, device=device)
         zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
         self.register_buffer("selection_bias", zeros)
-        options = {"bias": bias, "activation": activation}
-        self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, **options)
+        options: dict[str, Any] = {"activation": activation, "recompute": recompute}
+        self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, bias=bias, **options)
         self.shared_gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if shared_gate else None
         self.shared_expert = None
         if shared_hidden_dim is not None:
             check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
-            self.shared_expert = GroupedExperts(dim, shared_hidden_dim, 1, recipe, dtype, device, activation=activation)
+            self.shared_expert = GroupedExperts(dim, shared_hidden_dim, 1, recipe, dtype, device, **options)
 
     def reset_parameters(self) -> None:
         for part in (self.router, self.experts, self.shared_expert, self.shared_gate):
@@ -244,7 +245,8 @@ class MoE(nn.Module):
             weights = expert._held.weights_of(parameters, weights)
         ends = torch.full((1,), x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
         options = expert.recipe, x_TD.shape[0] % BLOCK != 0, all(outlives_forward(w) for w in parameters)
-        y_TD = swiglu_ffn("MoE", x_TD.to(torch.bfloat16), weights, ends, None, *options, activation=expert.activation)
+        last: dict[str, Any] = {"activation": expert.activation, "recompute": expert.recompute}
+        y_TD = swiglu_ffn("MoE", x_TD.to(torch.bfloat16), weights, ends, None, *options, **last)
         if self.shared_gate is None:
             return y_TD
         gate_T1 = x_TD @ replicated(self.shared_gate.weight, ranks).to(x_TD.dtype).mT

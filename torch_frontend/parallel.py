@@ -86,7 +86,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         ours = isinstance(experts, GroupedExperts)
         own = getattr(experts, "recipe", None)
         recipe = self.recipe or Recipe.parse(own or "mxfp8")
-        self._check_on_all_ranks(experts, ours, own, recipe, device_mesh)
+        self._check_on_all_ranks(module, experts, own, recipe, device_mesh)
         ranks = Ranks(
             name_of_group(device_mesh.get_group()),
             device_mesh.size(),
@@ -108,22 +108,28 @@ class MXFP8ExpertParallel(ParallelStyle):
         experts.expert_parallel = ranks  # type: ignore[assignment]
         return module
 
-    def _check_on_all_ranks(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
-        """Raise on all ranks if one rank's arguments are wrong or the ranks' experts differ."""
+    def _check_on_all_ranks(
+        self, module: nn.Module, experts: nn.Module, own: Any, recipe: Recipe, mesh: DeviceMesh
+    ) -> None:
+        """Raise on all ranks if one rank's arguments are wrong or the ranks' layers differ."""
         error = None
         try:
-            self._check(experts, ours, own, recipe, mesh)
+            self._check(experts, own, recipe, mesh)
         except (TypeError, ValueError) as found:
             if mesh.ndim != 1:  # no group
                 raise
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
-        kind = type(self.transport).__name__
-        arguments = {"recipe": recipe, "gradients": self.gradients, "transport": kind, "parameters": parameters}
+        carried = self.transport and f"{type(self.transport).__name__}(chunk_bytes={self.transport.chunk_bytes})"
+        arguments = {"recipe": recipe, "gradients": self.gradients, "transport": carried, "parameters": parameters}
+        if isinstance(module, MoE):
+            arguments["prob_in"] = module.prob_in
+        if isinstance(experts, GroupedExperts):
+            arguments["activation"] = experts.activation
         agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error)
 
-    def _check(self, experts: nn.Module, ours: bool, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
-        op = "MXFP8ExpertParallel"
+    def _check(self, experts: nn.Module, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
+        op, ours = "MXFP8ExpertParallel", isinstance(experts, GroupedExperts)
         if own is not None and Recipe.parse(own) != recipe:
             fail(ValueError, op, "recipe", recipe, f"allowed: the module's own, {own}, or None")
         if getattr(experts, "expert_parallel", None) is not None:

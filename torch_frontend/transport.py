@@ -9,7 +9,8 @@ All ranks open the same legs in the same order and send their chunks in the same
 which rows go where; every transport writes the same bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..core_kernels.exchange import Move, Step
 from ..core_kernels.launch import fail
 from ._checks import check_int
-from ._ranks import name_of
+from ._ranks import name_of, no_answer
 from ._torch_private import copy_each, group_named
 
 Where = Literal["experts", "tokens"]
@@ -115,7 +116,7 @@ class Collectives:
         self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
         outgoing: tuple[Tensor, ...],
     ) -> "_Batches":  # fmt: skip
-        return _Batches(self.group, steps, outgoing, arriving(outgoing, received[self.group.rank()]))
+        return _Batches(self.group, where, steps, outgoing, arriving(outgoing, received[self.group.rank()]))
 
 
 def rows_of_parts(rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
@@ -130,11 +131,12 @@ def arriving(outgoing: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
 
 class _Batches:
     def __init__(
-        self, group: dist.ProcessGroup, steps: Sequence[Step], outgoing: tuple[Tensor, ...],
+        self, group: dist.ProcessGroup, where: Where, steps: Sequence[Step], outgoing: tuple[Tensor, ...],
         received: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
-        self.group, self.rank, self.steps, self.outgoing, self.received = group, group.rank(), steps, outgoing, received
-        self.under_way: dict[int, list[dist.Work]] = {}
+        self.group, self.rank, self.where, self.steps = group, group.rank(), where, steps
+        self.outgoing, self.received = outgoing, received
+        self.under_way: dict[int, tuple[list[dist.Work], list[dist.P2POp]]] = {}
 
     def send(self, chunks: range) -> None:
         for chunk in chunks:
@@ -152,8 +154,20 @@ class _Batches:
                 rows = destination.narrow(0, m.destination, m.rows)
                 batch.append(dist.P2POp(dist.irecv, rows, group=self.group, group_peer=m.peer))
         # torch refuses an empty batch. NCCL's communicator exists, since the counts came over it.
-        self.under_way[chunk] = dist.batch_isend_irecv(batch) if batch else []
+        with self._named(chunk, batch):
+            self.under_way[chunk] = dist.batch_isend_irecv(batch) if batch else [], batch
 
     def wait(self, chunk: int) -> None:
-        for work in self.under_way.pop(chunk):
-            work.wait()
+        works, batch = self.under_way.pop(chunk)
+        for i, work in enumerate(works):  # one per send and receive, or with NCCL one of all
+            with self._named(chunk, batch[i : i + 1] if len(works) == len(batch) else batch):
+                work.wait()
+
+    @contextmanager
+    def _named(self, chunk: int, batch: Sequence[dist.P2POp]) -> Iterator[None]:
+        """Errors of a process group name neither the rank nor what travels."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = " or ".join(map(str, sorted({op.peer for op in batch})))
+            no_answer("Collectives", f"rank {ranks}", f"an error in chunk {chunk} of the rows to {self.where}: {error}")

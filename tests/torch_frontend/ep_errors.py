@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.recipe import RECIPES
+from mxep.core_kernels.swiglu.activation import SwiGLU
 from mxep.torch_frontend import (
+    Collectives,
     MoE,
     MXFP8ExpertParallel,
     MXTensor,
@@ -87,7 +89,7 @@ def bad_arguments_of_dispatch() -> None:
 
 
 def experts_that_nobody_agreed_on() -> None:
-    """`dispatch` by hand: the numbers of experts may differ, and a bad argument raises before the counts are sent."""
+    """`dispatch` by hand: what ranks disagree on is named, and a bad argument raises before the counts are sent."""
 
     def by_hand(rows: object = X, counts: object = COUNTS) -> None:
         mine = (rows, counts) if RANK == 0 else (X, COUNTS)
@@ -97,6 +99,17 @@ def experts_that_nobody_agreed_on() -> None:
     raises("rows: got dtype torch.float16", told, lambda: by_hand(X.half()), TypeError)
     raises("counts: got 4 experts on rank 1; allowed: 2", "counts: got 2 experts on rank 0; allowed: 4",
            lambda: by_hand(counts=torch.tensor([3, 3], device=DEVICE)))  # fmt: skip
+    by_hand()
+    for words, others_words, rows, options in (
+        ("rows: got 64 values on rank 1; allowed: 96", "rows: got 96 values on rank 0; allowed: 64",
+         torch.ones(6, 96, device=DEVICE), {}),
+        ("rows: got 2 bytes per value on rank 1; allowed: 4", "rows: got 4 bytes per value on rank 0; allowed: 2",
+         X.float(), {}),
+        ("recipe: got another one on rank 1; allowed: Recipe(name='bf16'", "allowed: Recipe(name='mxfp8'", X,
+         {"recipe": "bf16"}),
+    ):  # fmt: skip
+        mine = (rows, options) if RANK == 0 else (X, {})
+        raises(words, others_words, lambda mine=mine: dispatch(mine[0], COUNTS, group=GROUP, **mine[1]))
     by_hand()
 
 
@@ -176,6 +189,25 @@ def bad_arguments_of_parallel_experts() -> None:
     module = MoE(D, 96, E, 1, recipe="bf16" if RANK == 0 else "mxfp8")
     raises("recipe: got Recipe(name='mxfp8'", "recipe: got Recipe(name='bf16'",
            lambda: parallelize_module(module, mesh, MXFP8ExpertParallel()))  # fmt: skip
+    for option, ours, theirs in (
+        ("prob_in", "combine", "swiglu"),
+        ("activation", SwiGLU(limit=7.0), SwiGLU()),
+        ("dtype", torch.bfloat16, torch.float32),
+    ):
+        mine = MoE(D, 96, E, 1, **{option: ours if RANK == 0 else theirs})  # type: ignore[arg-type]
+        words = ("parameters: got w1 (4, 96, 64) " if option == "dtype" else f"{option}: got ") + "{}"
+        raises(words.format(theirs), words.format(ours),
+               lambda mine=mine: parallelize_module(mine, mesh, MXFP8ExpertParallel()))  # fmt: skip
+    transports = Collectives(mesh.get_group()), Collectives(mesh.get_group(), chunk_bytes=1)
+    for ours, theirs in ((transports[0], None), transports):
+        shown = ["None" if t is None else f"Collectives(chunk_bytes={t.chunk_bytes})" for t in (theirs, ours)]
+        style = MXFP8ExpertParallel(transport=ours if RANK == 0 else theirs)
+        raises(*(f"transport: got {t} on rank" for t in shown),
+               lambda style=style: parallelize_module(MoE(D, 96, E, 1), mesh, style))  # fmt: skip
+    style = MXFP8ExpertParallel(gradients="sum")
+    meaning = "sum" if RANK == 0 else "mean"
+    raises("gradients: got mean on rank 1", "gradients: got sum on rank 0",
+           lambda: parallelize_module(MoE(D, 96, E, 1), mesh, MXFP8ExpertParallel(gradients=meaning)))  # fmt: skip
     experts = parallelize_module(Experts().to(DEVICE), mesh, style)
     with pytest.raises(TypeError, match=r"module: got called with 1 arguments; allowed: \(rows, counts\)"):
         experts(X)

@@ -209,10 +209,11 @@ def products(transport: Transport, run: str, replicas: bool, seeds: range) -> No
 
 def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str) -> None:
     """The layer with and without a transport: outputs, statistics, gradients; two steps, an evaluation and a
-    recomputation in between; no gradient of x."""
+    recomputation in between; no gradient of x. With "swiglu" the overlapped layer multiplies gate and up again."""
     results = []
     for transport in (None, Collectives):
-        moe, mesh = parallel(ep, "mxfp8", transport=transport, prob_in=prob_in)
+        again = transport is not None and prob_in == "swiglu"
+        moe, mesh = parallel(ep, "mxfp8", transport=transport, prob_in=prob_in, recompute=again)
         rank = mesh.get_local_rank()
         found: list[Tensor | None] = []
         batch = torch.randn(7 + 3 * rank, moe.router.in_features, generator=torch.Generator().manual_seed(rank))

@@ -1,0 +1,260 @@
+"""What expert parallelism of one product takes, reckoned from measured rates: each stage, in turn and overlapped.
+
+    Case, Rates --forward, backward--> Direction: seconds of each stage --in_turn, overlapped--> seconds
+
+    in turn      before | dispatch | group | products | scatter | combine | after
+    overlapped   wire         c0 c1 c2 ..            c0 c1 c2 ..       dispatch first, then what has been multiplied
+                 products  before  c0 c1 c2 .. filler              after
+                 host      plan    c0 c1 c2 ..
+
+Routing is balanced. Every number of `Rates` is measured or quoted; the one fitted number, `e`, divides the time of the
+overlapped schedule, since products and wire slow each other down.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import comb
+from typing import Literal, NamedTuple
+
+from mxep.core_kernels.exchange import MOST_CHUNKS, expert_chunks
+from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.recipe import LegName, Recipe
+
+Send = Literal["copy", "rank", "host"]
+MX, BF16 = 1 + 1 / BLOCK, 2.0
+"""Bytes per value."""
+
+
+class Wire(NamedTuple):
+    """How fast rows leave a GPU for others of its host. blocks: (bytes, seconds) of the copies that were measured, in
+    order; one entry is a rate."""
+
+    blocks: tuple[tuple[float, float], ...]
+
+    def seconds(self, nbytes: float, block: float) -> float:
+        """Of `nbytes`, in copies of `block` bytes. Between and beyond the measured sizes a copy's time is linear."""
+        if not nbytes:
+            return 0.0
+        if len(self.blocks) == 1:
+            ((size, time),) = self.blocks
+            return nbytes * time / size
+        after = next((i for i, (size, _) in enumerate(self.blocks) if size >= block), len(self.blocks) - 1)
+        (a, at), (b, bt) = self.blocks[max(after, 1) - 1], self.blocks[max(after, 1)]
+        return nbytes / block * (at + (bt - at) * (block - a) / (b - a))
+
+
+class Rates(NamedTuple):
+    """products: FLOP/s of "forward", "dgrad", "wgrad", "bf16" (ours) and of torch's bf16 "plain forward", ... .
+    passes: bytes/s, read and written, of the kernels beside the products. wire: of a host, for copies in turn and for
+    collectives. network: bytes/s out of each GPU between hosts. gpus: of a host. launch, copy: seconds of the host per
+    kernel and per copy."""
+
+    products: Mapping[str, float]
+    passes: Mapping[str, float]
+    copies: Wire
+    collectives: Wire
+    network: float
+    gpus: int
+    launch: float
+    copy: float
+
+
+class Case(NamedTuple):
+    """rows per rank, of `top_k` per token; experts per rank. send: what travels: each copy of a token, a token once to
+    a rank that wants it, or once to a host, which spreads it. chunk_bytes: of a transport."""
+
+    ranks: int
+    rows: int
+    dim: int
+    hidden: int
+    experts: int
+    recipe: Recipe
+    top_k: int = 1
+    send: Send = "copy"
+    chunk_bytes: int = 2**26
+
+    @property
+    def chunks(self) -> list[float]:
+        """The share of the experts in each chunk."""
+        nbytes = self.rows * self.dim * (MX if self.recipe.sends_mx("dispatch") else BF16)
+        most = min(max(int(nbytes / self.chunk_bytes), 1), MOST_CHUNKS)
+        return [(last - first) / self.experts for first, last in expert_chunks(self.experts, most)]
+
+    @property
+    def tokens(self) -> float:
+        return self.rows / self.top_k
+
+
+class Direction(NamedTuple):
+    """Seconds. before, after: local passes before the first row leaves and after the last one is home. there, back: of
+    the chunks' rows on the wire; chunks: of their products and folds. filler: after the last chunk, while rows travel.
+    group, scatter: passes that only the run in turn needs; own: copies that only the overlapped run needs. wire: of
+    both legs in turn. launches: of the host, per chunk."""
+
+    before: float
+    there: tuple[float, ...]
+    chunks: tuple[float, ...]
+    back: tuple[float, ...]
+    filler: float
+    after: float
+    group: float
+    scatter: float
+    own: float
+    wire: float
+    launches: float
+
+    @property
+    def local(self) -> float:
+        """Everything but the wire and the host, overlapped."""
+        return self.before + self.own + sum(self.chunks) + self.filler + self.after
+
+    @property
+    def travel(self) -> float:
+        return sum(self.there) + sum(self.back)
+
+    @property
+    def bound(self) -> str:
+        """What the overlapped time cannot be below."""
+        products, host = self.own + sum(self.chunks) + self.filler, self.launches * len(self.chunks)
+        of = {"wire": self.travel, "products": products, "host": host}
+        return max(of, key=lambda name: of[name])
+
+
+def distinct(units: int, experts: int, top_k: int) -> float:
+    """Expected number of `units` equal parts of the experts that have one of a token's `top_k` different experts.
+
+    >>> round(distinct(4, 64, 8), 2), round(distinct(8, 256, 8), 2)
+    (3.66, 5.29)
+    """
+    return units * (1 - comb(experts - experts // units, top_k) / comb(experts, top_k))
+
+
+def rows_sent(case: Case, gpus: int) -> tuple[float, float, float]:
+    """Rows that a rank sends within its host and to other hosts, and rows that a rank receives, its own included."""
+    ranks, hosts = case.ranks, max(case.ranks // gpus, 1)
+    inside, experts = min(ranks, gpus), case.ranks * case.experts
+    per_token = float(case.top_k) if case.send == "copy" else distinct(ranks, experts, case.top_k)
+    rows = case.tokens * per_token
+    if case.send == "host" and hosts > 1:
+        remote = case.tokens * distinct(hosts, experts, case.top_k) * (hosts - 1) / hosts
+        return rows * (inside - 1) / inside, remote, rows
+    return rows * (inside - 1) / ranks, rows * (ranks - inside) / ranks, rows
+
+
+def leg_seconds(case: Case, rates: Rates, wire: Wire, row_nbytes: float) -> float:
+    """Of all rows of a leg; the host's wire and the network carry them at once."""
+    inside, remote, received = rows_sent(case, rates.gpus)
+    block = received * row_nbytes / (case.ranks * case.experts)
+    return max(wire.seconds(inside * row_nbytes, block), remote * row_nbytes / rates.network)
+
+
+def forward(case: Case, rates: Rates) -> Direction:
+    k, n, rows, recipe = case.dim, case.hidden, case.rows, case.recipe
+    arrived = rows_sent(case, rates.gpus)[2]
+    mx, folded = recipe.sends_mx("dispatch"), recipe.operands == "mxfp8"
+    sent = MX if mx else BF16
+    before = case.tokens * k * (BF16 + MX) / rates.passes["quantize_row"] if mx else 0.0
+    work = 2 * rows * k * n / rates.products["forward" if folded else "plain forward"]
+    if folded:
+        work += _operand(rows * k, mx, rates) + case.experts * k * n * (BF16 + 2) / rates.passes["quantize_both_fold"]
+    return _direction(case, rates, ("dispatch", k, sent), ("combine", n), before, arrived, work, 0.0)
+
+
+def backward(case: Case, rates: Rates) -> Direction:
+    k, n, rows, recipe = case.dim, case.hidden, case.rows, case.recipe
+    arrived = rows_sent(case, rates.gpus)[2]
+    mx, folded = recipe.sends_mx("combine_grad"), recipe.operands == "mxfp8"
+    sent, passes, flops = MX if mx else BF16, rates.passes, 2 * rows * k * n
+    before = case.tokens * n * (BF16 + MX) / passes["quantize_row"] if mx else 0.0
+    if not folded:
+        work, filler = flops / rates.products["plain dgrad"], flops / rates.products["plain wgrad"]
+    else:
+        work, again = flops / rates.products["dgrad"] + _operand(rows * n, mx, rates), 2 * MX
+        if recipe.wgrad_mx:
+            work += rows * n * again / passes["requantize_col_fold"]
+            filler = rows * k * again / passes["requantize_col_fold"] + flops / rates.products["wgrad"]
+        else:
+            filler = rows * (k + n) * (MX + BF16) / passes["dequantize"] + flops / rates.products["bf16"]
+    return _direction(case, rates, ("combine_grad", n, sent), ("dispatch_grad", k), before, arrived, work, filler)
+
+
+def _operand(values: float, mx: bool, rates: Rates) -> float:
+    """The fold of MX rows, or the quantization of plain ones."""
+    return values * (2 * MX / rates.passes["fold"] if mx else (BF16 + 1) / rates.passes["quantize_row"])
+
+
+def _direction(
+    case: Case, rates: Rates, there: tuple[LegName, int, float], back: tuple[LegName, int], before: float,
+    arrived: float, work: float, filler: float,
+) -> Direction:  # fmt: skip
+    """Add what the legs need, and divide the work into chunks of experts."""
+    (_, width, sent), (name, back_width) = there, back
+    mx_back, passes, rows = case.recipe.sends_mx(name), rates.passes, case.rows
+    returned = MX if mx_back else BF16
+    after = 0.0
+    if case.top_k > 1:  # rows are gathered from tokens, and summed over each token's copies
+        before += arrived * width * 2 * sent / passes["permute_mx"]
+        after += (arrived + case.tokens) * back_width * BF16 / passes["combine"]
+    if case.send != "copy":  # spread after arrival; summed before the way back
+        work += (arrived + rows) * width * sent / passes["permute_mx"]
+        work += (arrived + rows) * back_width * BF16 / passes["combine"]
+    if mx_back:
+        work += arrived * back_width * (BF16 + MX) / passes["quantize_row"]
+        after += arrived * back_width * (BF16 + MX) / passes["dequantize"]
+    legs = ((width, sent), (back_width, returned))
+    out, home = (leg_seconds(case, rates, rates.copies, w * nbytes) for w, nbytes in legs)
+    return Direction(
+        before,
+        tuple(out * share for share in case.chunks),
+        tuple(work * share for share in case.chunks),
+        tuple(home * share for share in case.chunks),
+        filler,
+        after,
+        rows * width * 2 * sent / passes["permute_mx"],
+        rows * back_width * 2 * BF16 / passes["unpermute"],
+        sum(arrived / case.ranks * w * 2 * nbytes for w, nbytes in legs) / passes["unpermute"],
+        sum(leg_seconds(case, rates, rates.collectives, w * nbytes) for w, nbytes in legs),
+        2 * (rates.launch + (case.ranks - 1) * rates.copy),
+    )
+
+
+def in_turn(d: Direction) -> float:
+    """Seconds of the stages one after the other."""
+    return d.before + d.wire + d.group + sum(d.chunks) + d.scatter + d.filler + d.after
+
+
+def overlapped(d: Direction, e: float = 1.0) -> float:
+    """Seconds of the overlapped schedule. The wire takes chunks in order, all of dispatch before the first one back."""
+    host, wire, gpu, arrived = (
+        d.before,
+        d.before,
+        d.before + d.own,
+        [],
+    )  # the host waits for the counts beneath `before`
+    for seconds in d.there:
+        wire += seconds
+        arrived.append(wire)
+    for here, chunk, seconds in zip(arrived, d.chunks, d.back, strict=True):
+        host += d.launches
+        gpu = max(gpu, here, host) + chunk
+        wire = max(wire, gpu) + seconds
+    return (max(gpu + d.filler, wire) + d.after) / e
+
+
+def plain(case: Case, rates: Rates) -> tuple[float, float]:
+    """Forward and backward of the same pipeline in bf16: all-to-all, index_select, torch's product, one by one."""
+    k, n, rows, flops = case.dim, case.hidden, case.rows, 2 * case.rows * case.dim * case.hidden
+    wire = sum(leg_seconds(case, rates, rates.collectives, w * BF16) for w in (k, n))
+    select = rows * (k + n) * 2 * BF16 / rates.passes["unpermute"]
+    if case.top_k > 1:  # rows are gathered from tokens, and summed over each token's copies
+        select += (rows * k * 2 + (rows + case.tokens) * n) * BF16 / rates.passes["unpermute"]
+    of = rates.products
+    gradients = flops / of["plain dgrad"] + flops / of["plain wgrad"]
+    return wire + select + flops / of["plain forward"], wire + select + gradients
+
+
+def fitted_e(measured: Sequence[float], reckoned: Sequence[float]) -> float:
+    """The e that makes the geometric mean of reckoned over measured times 1."""
+    product = 1.0
+    for real, ours in zip(measured, reckoned, strict=True):
+        product *= ours / real
+    return product ** (1 / len(measured)) if measured else 1.0

@@ -1,0 +1,313 @@
+"""`python -m benchmarks.figures.ep_scale`: expert parallelism at scale, reckoned; the tables and the picture of
+docs/ep_scale.md.
+
+results/h200.jsonl, h200_ep_in_turn/ --rates--> benchmarks/ep_model.py --> tables, results/h200_ep_scale.svg
+results/h200_ep.jsonl, h200_ep_in_turn/ --measured times beside reckoned ones--> tables
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from mxep.core_kernels.recipe import Recipe
+
+from ..ep_model import (
+    BF16,
+    MX,
+    Case,
+    Direction,
+    Rates,
+    Send,
+    Wire,
+    backward,
+    distinct,
+    fitted_e,
+    forward,
+    in_turn,
+    overlapped,
+    plain,
+)
+from .results import RESULTS, newest
+
+FOLDER, PICTURE = RESULTS / "h200_ep_in_turn", RESULTS / "h200_ep_scale.svg"
+GPUS = 8
+"""Of a host."""
+NETWORK = 40.9e9
+"""Bytes/s out of each GPU between hosts: two hosts of eight H200, InfiniBand of 400 Gb/s per GPU, a dispatch of bf16
+rows (deepseek-ai/DeepEP, issue 493)."""
+COUNT = 0.25e-6
+"""Seconds of the host per entry of the table of counts: `plan_exchange` of 64 ranks and 256 experts takes 4.1 ms."""
+LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
+RECIPES = {
+    "`mxfp8`": Recipe.parse("mxfp8"),
+    "`mxfp8`, all legs": Recipe.parse("mxfp8", mx_legs=LEGS),
+    "`mxfp8_wgrad_with_hp`": Recipe.parse("mxfp8_wgrad_with_hp"),
+}
+SHAPES = ((7168, 2048), (8192, 5120), (2048, 1408))
+ROWS, TOP_K, EXPERTS = 131072, 8, 256
+PRODUCTS = {"grouped_mm_fwd": "forward", "grouped_mm_dgrad": "dgrad", "grouped_mm_wgrad": "wgrad"}
+SENDS: tuple[Send, ...] = ("copy", "rank", "host")
+SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@cache
+def _lines() -> tuple[dict[str, Any], ...]:
+    return tuple(row for row in newest("h200") if row["frontend"] == "torch")
+
+
+def rates(dim: int, hidden: int, ranks: int) -> Rates:
+    """Measured rates of the product whose size is nearest to dim x hidden, for so many ranks."""
+    rows = [r for r in _lines() if r["case"].get("routing") == "balanced" and r["case"].get("operands") != "bf16"]
+    rows = [r for r in rows if {*PRODUCTS, "grouped_mm_exact"} >= {r["op"]}]
+    size = lambda r: r["case"]["K"] * r["case"]["N"]  # noqa: E731
+    nearest = min(map(size, rows), key=lambda other: abs(other - dim * hidden))
+    products = {}
+    for r in rows:
+        if size(r) == nearest:
+            name = PRODUCTS.get(r["op"], "bf16")
+            products[name] = r["flops"] / r["us"] * 1e6
+            if r["peer"] == "torch_grouped_mm_bf16" and name != "bf16":
+                products[f"plain {name}"] = r["flops"] / r["peer_us"] * 1e6
+    names = {"permute_mx_fold": "fold"}
+    ops = ("quantize_row", "quantize_both_fold", "requantize_col_fold", "permute_mx", "permute_mx_fold", "unpermute",
+           "dequantize", "combine")  # fmt: skip
+    passes = {
+        names.get(r["op"], r["op"]): r["nbytes"] / r["us"] * 1e6
+        for r in _lines()
+        if r["op"] in ops and r["peer"] == "copy" and r["case"].get("direction") != "bwd"
+    }
+    measured = json.loads((FOLDER / "wire.json").read_text())
+    nccl = Wire(((1.0, 1 / (measured["nccl"] * 1e9)),))
+    engines = measured["one pair" if ranks == 2 else "in turns"]
+    blocks = [(int(mib) * 2**20, int(mib) * 2**20 / (gbs * 1e9)) for mib, gbs in engines.items()]
+    host = [r for r in _lines() if r["op"] == "host_overhead"]
+    return Rates(
+        products,
+        passes,
+        nccl if ranks > GPUS else Wire(tuple(blocks)),
+        nccl,
+        NETWORK,
+        GPUS,
+        median(r["us"] for r in host) * 1e-6,
+        median(r["peer_us"] for r in host) * 1e-6,
+    )
+
+
+class Measured(NamedTuple):
+    """how: "bf16", "in turn" or the name of a transport. milliseconds: forward, and with its backward."""
+
+    case: Case
+    how: str
+    milliseconds: tuple[float, float]
+
+
+def measured(recorded: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
+    """Of recorded lines of `python -m benchmarks ep`, and what they lack of h200_ep_in_turn."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for row in recorded:
+        c, step = row["case"], row["op"] == "ep_fwd_bwd"
+        for how, us in ((c["how"], row["us"]), ("bf16", row["peer_us"])):
+            recipe = "mxfp8" if how == "bf16" else c["recipe"]
+            key = c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], recipe, how
+            found.setdefault(key, [0.0, 0.0])[step] = us / 1e3
+    for text in (FOLDER / "lines.jsonl").read_text().splitlines():
+        c = json.loads(text)
+        for how, name in ((c["how"], ""), ("bf16", "bf16_")):
+            key = c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], c["recipe"], how
+            found.setdefault(key, [c[f"{name}fwd_ms"], c[f"{name}fwd_bwd_ms"]])
+    for (ranks, rows, dim, hidden, experts, recipe, how), (one, both) in sorted(found.items()):
+        if how in ("bf16", "in turn", "collectives", "copy engines"):
+            yield Measured(Case(ranks, rows, dim, hidden, experts, Recipe.parse(recipe)), how, (one, both))
+
+
+def reckoned(of: Measured) -> tuple[float, float]:
+    """Milliseconds of the forward, and with its backward; e is 1."""
+    case, found = of.case, rates(of.case.dim, of.case.hidden, of.case.ranks)
+    if of.how == "bf16":
+        one, two = plain(case, found)
+    else:
+        if of.how == "collectives":
+            found = found._replace(copies=found.collectives)
+        total = in_turn if of.how == "in turn" else overlapped
+        one, two = total(forward(case, found)), total(backward(case, found))
+    return one * 1e3, (one + two) * 1e3
+
+
+def case_of(dim: int, hidden: int, ranks: int, recipe: Recipe, send: Send) -> Case:
+    """131072 rows per rank, of eight per token; 256 experts, or one per rank if there are more ranks."""
+    return Case(ranks, ROWS, dim, hidden, max(EXPERTS // ranks, 1), recipe, TOP_K, send)
+
+
+def directions(case: Case) -> tuple[Direction, Direction]:
+    """Forward and backward with the faster transport."""
+    engines = rates(case.dim, case.hidden, case.ranks)
+    both = [(forward(case, r), backward(case, r)) for r in (engines, engines._replace(copies=engines.collectives))]
+    return min(both, key=lambda of: sum(map(overlapped, of)))
+
+
+def exposed(both: tuple[Direction, Direction]) -> float:
+    """The share of the overlapped time in which products and passes wait."""
+    total = sum(map(overlapped, both))
+    return 1 - sum(d.local for d in both) / total
+
+
+def hidden_up_to(dim: int, hidden: int, recipe: Recipe, send: Send) -> int:
+    """The largest scale up to which, and at which, at most a tenth of the time is exposed; 0 if there is none."""
+    within = [exposed(directions(case_of(dim, hidden, ranks, recipe, send))) <= 0.1 for ranks in SCALES]
+    return ([0, *SCALES])[within.index(False) if False in within else len(SCALES)]
+
+
+def _table(head: str, rows: list[tuple[str, ...]]) -> list[str]:
+    columns = head.split(" | ")
+    return [f"| {head} |", f"|{' --- |' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def _beside_measured() -> list[str]:
+    recorded = newest("h200_ep", lambda op: op in ("ep_fwd", "ep_fwd_bwd"))
+    found = [(m, reckoned(m)) for m in measured(recorded)]
+    runs = [(m, r) for m, r in found if m.how in ("collectives", "copy engines")]
+    e = fitted_e([m.milliseconds[1] for m, _ in runs], [r[1] for _, r in runs])
+    rows = []
+    for m, times in found:
+        c, divisor = m.case, e if (m, times) in runs else 1.0
+        ours = [time / divisor for time in times]
+        pairs = [
+            f"{real:.1f} / {time:.1f} ({time / real - 1:+.0%})" for real, time in zip(m.milliseconds, ours, strict=True)
+        ]
+        sizes = f"{c.dim}/{c.hidden}, {c.rows} rows, {c.experts} experts"
+        rows.append((str(c.ranks), sizes, "" if m.how == "bf16" else f"`{c.recipe.name}`", m.how, *pairs))
+    fit = f"e = {e:.2f}, fitted to {len(runs)} runs." if runs else "No overlapped run is recorded: e is 1."
+    head = "GPUs | dim/hidden, per rank | recipe | pipeline | forward, ms, measured / reckoned | and backward"
+    return [*_table(head, rows), fit, ""]
+
+
+def _on_a_host() -> list[str]:
+    rows = []
+    for dim, hidden in SHAPES:
+        for ranks in (2, 4, 8):
+            for name, recipe in RECIPES.items():
+                both = directions(Case(ranks, ROWS, dim, hidden, 8, recipe))
+                found = rates(dim, hidden, ranks)
+                bf16 = sum(plain(Case(ranks, ROWS, dim, hidden, 8, recipe), found)) * 1e3
+                serial, beside = (sum(map(f, both)) * 1e3 for f in (in_turn, overlapped))
+                rows.append((f"{dim}/{hidden}", str(ranks), name, f"{bf16:.1f}", f"{serial:.1f} ({bf16 / serial:.2f}x)",
+                             f"{beside:.1f} ({bf16 / beside:.2f}x)",
+                             *(f"{d.travel * 1e3:.1f} / {d.local * 1e3:.1f}, {d.bound}" for d in both)))  # fmt: skip
+    head = ("dim/hidden | GPUs | recipe | bf16, ms | in turn | overlapped, e 1 | forward: wire / rest, bound | "
+            "backward: wire / rest, bound")  # fmt: skip
+    return _table(head, rows)
+
+
+def _at_scale() -> list[str]:
+    rows, recipe = [], RECIPES["`mxfp8`"]
+    for dim, hidden in SHAPES:
+        for ranks in SCALES:
+            cells = []
+            for send in SENDS:
+                both = directions(case_of(dim, hidden, ranks, recipe, send))
+                cells.append(
+                    f"{sum(map(overlapped, both)) * 1e3:.1f}, {exposed(both):.0%}, {both[0].bound} / {both[1].bound}"
+                )
+            plan = COUNT * ranks * max(EXPERTS, ranks) * 1e3
+            bf16 = sum(plain(case_of(dim, hidden, ranks, recipe, "copy"), rates(dim, hidden, ranks))) * 1e3
+            rows.append((f"{dim}/{hidden}", str(ranks), f"{bf16:.1f}", *cells, f"{plan:.2f}"))
+    head = ("dim/hidden | GPUs | bf16, ms | each copy: ms, exposed, bound | once per rank | once per host | "
+            "the host's plan, ms")  # fmt: skip
+    return _table(head, rows)
+
+
+def _rows() -> list[str]:
+    """Ranks and hosts of a token, its own included, and the bytes that leave its rank and come back to it."""
+    dim, hidden = SHAPES[0]
+    row, rows = dim * MX + hidden * BF16, []
+    for experts in (64, EXPERTS):
+        for ranks in (n for n in SCALES if n <= experts):
+            found = [float(TOP_K), distinct(ranks, experts, TOP_K), distinct(max(ranks // GPUS, 1), experts, TOP_K)]
+            leaving = [n * (ranks - 1) / ranks * row / 1e3 for n in found[:2]]
+            saved = 1 - leaving[1] / leaving[0]
+            cells = f"{found[1]:.2f}", f"{found[2]:.2f}" if ranks > GPUS else "", *(f"{kb:.1f}" for kb in leaving)
+            rows.append((str(experts), str(ranks), *cells, f"{saved:.0%}"))
+    head = "experts | GPUs | ranks of a token | hosts | KB per token, each copy | once per rank | saved"
+    return _table(head, rows)
+
+
+def _hidden() -> list[str]:
+    rows = [
+        (f"{dim}/{hidden}", name, *(str(hidden_up_to(dim, hidden, recipe, send) or "none") for send in SENDS))
+        for dim, hidden in SHAPES
+        for name, recipe in RECIPES.items()
+    ]
+    return _table("dim/hidden | recipe | each copy | once per rank | once per host", rows)
+
+
+def tables() -> str:
+    """The generated part of docs/ep_scale.md."""
+    dim, hidden = SHAPES[0]
+    return "\n".join([
+        "## Beside measured times", "", *_beside_measured(),
+        "## One host", "", *_on_a_host(),
+        "## From one host to 1024 GPUs", "", *_at_scale(),
+        "## Rows of a token", "",
+        f"Top-{TOP_K}, {dim}/{hidden}, forward, MXFP8 to the experts and bf16 back, KB both ways:", "", *_rows(),
+        "## Where communication stops being hidden", "",
+        "GPUs up to which at most a tenth of forward and backward waits for the wire:", "", *_hidden(),
+    ]).strip()  # fmt: skip
+
+
+def draw(path: Path) -> None:
+    """Write the picture: forward and backward by number of GPUs, and what the products alone take."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from .roofline import REPRODUCIBLE
+
+    colors = dict(zip(SENDS, ("tab:red", "tab:orange", "tab:green"), strict=True))
+    labels = {"copy": "each copy of a token travels", "rank": "a token once per rank", "host": "a token once per host"}
+    with rc_context(REPRODUCIBLE):
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        for axes, (dim, hidden) in zip(figure.subplots(1, len(SHAPES)), SHAPES, strict=True):
+            for send in SENDS:
+                for name, style in (("`mxfp8`", "-"), ("`mxfp8`, all legs", ":")):
+                    of = [directions(case_of(dim, hidden, ranks, RECIPES[name], send)) for ranks in SCALES]
+                    label = f"{labels[send]}, {name.replace('`', '')}"
+                    axes.plot(
+                        SCALES,
+                        [sum(map(overlapped, both)) * 1e3 for both in of],
+                        style,
+                        color=colors[send],
+                        label=label,
+                    )
+            of = [directions(case_of(dim, hidden, ranks, RECIPES["`mxfp8`"], "copy")) for ranks in SCALES]
+            axes.plot(
+                SCALES,
+                [sum(d.local for d in both) * 1e3 for both in of],
+                color="black",
+                linewidth=1,
+                label="nothing waits",
+            )
+            axes.axvline(GPUS, color="gray", linewidth=0.8, linestyle="--")
+            axes.set(xscale="log", yscale="log", xlabel="GPUs", title=f"{dim}/{hidden}")
+            axes.set_xticks(SCALES, [str(n) for n in SCALES], fontsize="x-small")
+            low, high = axes.get_ylim()
+            ticks = [n for n in (2, 5, 10, 20, 50, 100, 200) if low < n < high]
+            axes.set_yticks(ticks, [str(n) for n in ticks])
+            axes.minorticks_off()
+            axes.grid(alpha=0.2)
+        figure.axes[0].set_ylabel("forward and backward, ms, reckoned")
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(), fontsize="x-small", loc="outside lower center", ncols=4
+        )
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main() -> None:
+    print(tables())
+    draw(PICTURE)
+    print(f"\nwrote {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()

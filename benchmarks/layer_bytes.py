@@ -1,0 +1,107 @@
+"""Bytes of one step of the MoE layer, as functions of its shape: what each kernel moves, and what the forward saves.
+
+Recipe `mxfp8`, folded, `prob_in="swiglu"`, bf16 parameters, weights quantized in every step, one device. An array
+counts once where a kernel reads or writes it. T tokens, R = T k rows, P rows of padded groups, E experts, D dim, F
+hidden dim.
+"""
+
+from typing import Literal, NamedTuple
+
+from mxep.core_kernels.formats import BLOCK, spans
+from mxep.core_kernels.routing.plan import padded_rows
+
+from .cases.shapes import MoELayer
+
+BYTES_PER_S, FLOPS_PER_S = 4.0e12, 1.4e15
+"""The floor: what copies and products reach on an H200."""
+How = Literal["plain", "mxfp8", "recompute"]
+
+
+class Pass(NamedTuple):
+    """A kernel of the step. operands: what it reads -> what it writes."""
+
+    backward: bool
+    op: str
+    operands: str
+    nbytes: int
+    flops: int = 0
+
+    @property
+    def floor_us(self) -> float:
+        return max(self.nbytes / BYTES_PER_S, self.flops / FLOPS_PER_S) * 1e6
+
+
+def passes(shape: MoELayer) -> list[Pass]:
+    """All kernels that read or write rows or weights, in order; without the router's products and the maps of rows."""
+    t, d, f, e, _ = shape
+    p, ends, found = padded_rows(t * shape.top_k, e, BLOCK), 4 * e, []
+    tokens, chunks = 2 * t * d, spans(p, e)
+    rows, hidden, weight, product = p * d, p * f, e * d * f, 2 * shape.tokens * shape.top_k * d * f
+    row_d, row_f, along_d, along_f = rows + p, hidden + p, rows + chunks * d, hidden + chunks * f
+
+    def mx(values: int) -> int:
+        return values + values // BLOCK
+
+    def add(backward: bool, op: str, operands: str, nbytes: int, products: int = 0) -> None:
+        found.append(Pass(backward, op, operands, nbytes, products * product))
+
+    for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
+        add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
+    add(False, "quantize_row_packed", "x -> MX", tokens + mx(t * d))
+    add(False, "permute_q_sf", "MX x -> MX rows", mx(t * d) + mx(rows) + 4 * p)
+    add(False, "fold_rows", "MX rows -> folded", mx(rows) + row_d)
+    for name in ("gate", "up"):
+        operands = f"rows, {'w1' if name == 'gate' else 'w3'} -> {name}"
+        add(False, "grouped_mm_fold", operands, row_d + weight + e * f + ends + 2 * hidden, 1)
+    add(False, "swiglu_row", "gate, up, weights -> MX h", 4 * hidden + 4 * p + mx(hidden))
+    add(False, "fold_rows", "MX h -> folded", mx(hidden) + row_f)
+    add(False, "grouped_mm_fold", "h, w2 -> out", row_f + weight + e * d + ends + 2 * rows, 1)
+    add(False, "combine", "out -> y", 2 * rows + 4 * t * shape.top_k + tokens)
+    add(True, "quantize_row_packed", "dy -> MX", tokens + mx(t * d))
+    add(True, "permute_mx", "MX dy -> MX dout", mx(t * d) + 4 * p + mx(rows))
+    add(True, "fold_rows", "MX dout -> folded", mx(rows) + row_d)
+    add(True, "requantize_col_fold", "MX dout -> along tokens", mx(rows) + ends + along_d)
+    add(True, "swiglu_col", "gate, up, weights -> MX h along tokens", 4 * hidden + 4 * p + mx(hidden))
+    add(True, "fold_groups", "MX h along tokens -> folded", mx(hidden) + ends + along_f)
+    add(True, "grouped_wgrad_fold", "dout, h -> dw2", along_d + along_f + ends + 2 * weight, 1)
+    add(True, "grouped_mm_fold", "dout, w2 -> dh", row_d + weight + e * f + ends + 2 * hidden, 1)
+    add(
+        True,
+        "swiglu_bwd_both",
+        "dh, gate, up, weights -> MX dgate, dup, both ways",
+        6 * hidden + 8 * p + 4 * mx(hidden),
+    )
+    for name in ("dgate", "dup"):
+        add(True, "fold_groups", f"MX {name} along tokens -> folded", mx(hidden) + ends + along_f)
+    for name in ("dgate", "dup"):
+        add(True, "fold_rows", f"MX {name} -> folded", mx(hidden) + row_f)
+    add(
+        True,
+        "grouped_mm_fold_sum",
+        "dgate, w1, dup, w3 -> dx of rows",
+        2 * (row_f + weight + e * d) + ends + 2 * rows,
+        2,
+    )
+    add(True, "requantize_col_fold", "MX rows -> along tokens", mx(rows) + ends + along_d)
+    for name in ("dgate", "dup"):
+        operands = f"{name}, rows -> dw{1 if name == 'dgate' else 3}"
+        add(True, "grouped_wgrad_fold", operands, along_f + along_d + ends + 2 * weight, 1)
+    add(True, "combine", "dx of rows -> dx", 2 * rows + 4 * t * shape.top_k + tokens)
+    return found
+
+
+def saved_nbytes(shape: MoELayer, how: How) -> tuple[int, int]:
+    """What the forward saves for the backward: activations, x among them, and quantized weights.
+
+    plain: the plain torch layer in bf16, with a compiled SwiGLU. recompute: `MoE(recompute=True)`.
+    """
+    t, d, f, e, k = shape
+    r, p, x = t * k, padded_rows(t * k, e, BLOCK), 2 * t * d
+    if how == "plain":
+        # scores and their sums over the chosen; 32 bytes of indices and weights per row; rows of x, gate, up and h; the
+        # experts' outputs in bf16 and in fp32
+        maps = 4 * t * e + 32 * r + 4 * t + 4 * e
+        return x + maps + r * (2 * d + 6 * f + 6 * d), 0
+    maps = 4 * t * e + 8 * r + 8 * p + 8 * e
+    rows, weights = p * d + p * d // BLOCK, 3 * e * d * f + e * (2 * d + f)
+    return (x + maps + rows, 0) if how == "recompute" else (x + maps + rows + 4 * p * f, weights)

@@ -1,0 +1,116 @@
+"""The cost model of expert parallelism: its schedule, its counts of rows, and its distance from measured times."""
+
+import doctest
+from itertools import combinations
+
+import pytest
+from mxep.core_kernels.exchange import plan_exchange
+from mxep.core_kernels.recipe import RECIPES
+from mxep.torch_frontend.transport import CHUNK_BYTES
+
+from benchmarks import ep_model
+from benchmarks.ep_model import Case, Direction, Wire, distinct, in_turn, overlapped, rows_sent
+from benchmarks.figures import ep_scale
+
+
+def test_examples_in_docstrings() -> None:
+    found = doctest.testmod(ep_model)
+    assert found.attempted
+    assert not found.failed
+
+
+@pytest.mark.parametrize(("units", "experts", "top_k"), [(2, 8, 3), (4, 8, 2), (8, 8, 3), (3, 12, 4)])
+def test_distinct_units_are_those_of_all_choices(units: int, experts: int, top_k: int) -> None:
+    hit = [len({e * units // experts for e in chosen}) for chosen in combinations(range(experts), top_k)]
+    assert distinct(units, experts, top_k) == pytest.approx(sum(hit) / len(hit))
+
+
+def test_rows_sent() -> None:
+    case = Case(4, 1024, 64, 32, 8, RECIPES["mxfp8"])
+    assert rows_sent(case, 8) == (768, 0, 1024)
+    far = case._replace(ranks=32, experts=8, top_k=8)
+    copies, once, hosts = (rows_sent(far._replace(send=send), 8) for send in ep_scale.SENDS)
+    assert copies == (224, 768, 1024)
+    assert copies[1] > once[1] > hosts[1]
+    assert (once[2], once[0]) == (hosts[2], once[2] * 7 / 32)
+    assert hosts[:2] == pytest.approx((once[2] * 7 / 8, 128 * distinct(4, 256, 8) * 3 / 4))
+
+
+def test_a_wire_takes_what_was_measured_and_is_linear_between() -> None:
+    wire = Wire(((8.0, 3.0), (16.0, 5.0), (64.0, 13.0)))
+    assert [wire.seconds(size, size) for size in (8, 12, 16, 40, 64)] == [3, 4, 5, 9, 13]
+    assert wire.seconds(64, 8) == 24
+    assert [wire.seconds(size, size) for size in (4, 128)] == pytest.approx([2, 13 + 8 * 64 / 48])
+    assert Wire(((1.0, 0.5),)).seconds(10, 3) == 5
+
+
+def test_chunks_are_those_of_the_transports() -> None:
+    case = Case(2, 131072, 2048, 1408, 8, RECIPES["mxfp8"])
+    assert case.chunk_bytes == CHUNK_BYTES
+    plan = plan_exchange([[8192] * 16] * 2, 0, 32, CHUNK_BYTES // (2048 * 33 // 32))
+    assert case.chunks == [(chunk.last - chunk.first) / 8 for chunk in plan.chunks]
+    assert len(case.chunks) == 4
+    assert case._replace(rows=32).chunks == [1]
+
+
+def direction(there: float, chunk: float, back: float, chunks: int, **rest: float) -> Direction:
+    stages = {"before": 0.0, "filler": 0.0, "after": 0.0, "group": 0.0, "scatter": 0.0, "own": 0.0, "launches": 0.0}
+    wire = chunks * (there + back)
+    legs = {"there": (there,) * chunks, "chunks": (chunk,) * chunks, "back": (back,) * chunks}
+    return Direction(**(stages | rest), **legs, wire=wire)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("of", "seconds"),
+    [
+        (direction(2, 5, 3, 1), 10),  # one chunk hides nothing
+        (direction(2, 5, 3, 4), 2 + 4 * 5 + 3),  # products: the first rows and the last are exposed
+        (direction(5, 1, 2, 4), 4 * 5 + 4 * 2),  # wire: rows go back when all have left; the last one waits for nothing
+        (direction(5, 1, 2, 4, filler=100), 4 * 5 + 1 + 100),  # beneath what follows the products
+        (
+            direction(2, 5, 3, 4, before=7, after=9, own=4),
+            7 + 4 + 4 * 5 + 3 + 9,
+        ),  # own rows while the first ones travel
+        (direction(1, 1, 1, 4, launches=6), 4 * 6 + 1 + 1),  # host
+    ],
+)
+def test_the_schedule(of: Direction, seconds: float) -> None:
+    assert overlapped(of) == seconds
+    assert overlapped(of, 0.5) == 2 * seconds
+    assert in_turn(of) == of.before + of.travel + sum(of.chunks) + of.filler + of.after
+
+
+def test_bound() -> None:
+    assert direction(5, 1, 2, 4).bound == "wire"
+    assert direction(1, 5, 2, 4).bound == "products"
+    assert direction(1, 5, 2, 4, launches=9).bound == "host"
+
+
+def test_measured_times_in_turn() -> None:
+    """Without a fitted number. Measured at an older commit, whose backward had passes that the model lacks."""
+    found = list(ep_scale.measured([]))
+    assert len(found) == 8
+    for of in found:
+        (one, both), (forward, step) = ep_scale.reckoned(of), of.milliseconds
+        # Measured: -9% to 5%, and with the backward -15% to 1%.
+        assert one == pytest.approx(forward, rel=0.1)
+        assert both == pytest.approx(step, rel=0.1 if of.how == "bf16" else 0.16)
+
+
+def test_recorded_runs_take_the_place_of_older_ones() -> None:
+    case = {"rows": 131072, "dim": 7168, "hidden": 2048, "experts": 8, "ranks": 4, "recipe": "mxfp8"}
+    lines = [
+        {"op": op, "case": {**case, "how": how}, "us": us, "peer_us": 2 * us}
+        for how in ("in turn", "copy engines", "bf16 wire")
+        for op, us in (("ep_fwd", 5000.0), ("ep_fwd_bwd", 15000.0))
+    ]
+    found = {(m.case.dim, m.how): m.milliseconds for m in ep_scale.measured(lines)}
+    assert len(found) == 9
+    assert found[7168, "in turn"] == found[7168, "copy engines"] == (5.0, 15.0)
+    assert found[7168, "bf16"] == (10.0, 30.0)
+    assert found[8192, "in turn"] == (15.9, 44.0)
+
+
+def test_fitted_e() -> None:
+    assert ep_model.fitted_e([], []) == 1
+    assert ep_model.fitted_e([10.0, 20.0], [9.0, 18.0]) == pytest.approx(0.9)

@@ -1,0 +1,120 @@
+"""One of three ranks dies or hangs in mid step, over gloo: the others end with an error; started by test_ep_deaths.py.
+
+python ep_deaths.py OUT      OUT/{stage}-{rank}: where a rank was, its seconds until the error, and the error
+
+All stages run at once. A rank is a fork of this process, which has imported torch and started no thread.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from mxep.core_kernels.recipe import RECIPES
+from mxep.torch_frontend.expert_parallel import mm_over
+from mxep.torch_frontend.shards import Ranks
+from mxep.torch_frontend.transport import Collectives
+
+RANKS, VICTIM = 3, 1
+
+
+class Stage(NamedTuple):
+    """Where the rank ends: before `method` of a chunk of a leg. Legs: 0 rows to experts, all chunks in one call, 1 rows
+    to tokens, 2 and 3 their gradients; less than 0: the collectives before them. limit: of the process group, in
+    seconds."""
+
+    where: str
+    leg: int
+    method: str
+    chunk: int
+    ending: signal.Signals = signal.SIGKILL
+    limit: int = 40
+
+
+STAGES = {
+    "before sizes are compared": Stage("forward", -2, "", 0),
+    "before the counts": Stage("forward", -1, "", 0),
+    "hangs": Stage("forward", 1, "send", 0, signal.SIGSTOP, 5),
+    "after the counts": Stage("forward", 0, "send", 0),
+    "rows travel to experts": Stage("forward", 0, "wait", 1),
+    "rows travel to tokens": Stage("forward", 1, "send", 1),
+    "backward": Stage("backward", 3, "send", 1),
+}
+
+
+class Fatal(Collectives):
+    """Ends this process at a stage."""
+
+    def __init__(self, group: dist.ProcessGroup, stage: str) -> None:
+        super().__init__(group, chunk_bytes=1)
+        self.stage, self.legs = STAGES[stage], 0
+
+    def leg(self, *arguments):
+        leg, stage = super().leg(*arguments), self.stage
+        if self.legs == stage.leg:
+            real = getattr(leg, stage.method)
+
+            def fatal(chunks: int | range) -> None:
+                if stage.chunk in (chunks if isinstance(chunks, range) else (chunks,)):
+                    os.kill(os.getpid(), stage.ending)
+                real(chunks)
+
+            setattr(leg, stage.method, fatal)
+        self.legs += 1
+        return leg
+
+
+def run(rank: int, stage: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(out / f"{stage}-store"), RANKS)
+    limit = timedelta(seconds=STAGES[stage].limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    assert dist.group.WORLD is not None
+    transport = (Fatal if rank == VICTIM else lambda group, _: Collectives(group, chunk_bytes=1))(
+        dist.group.WORLD, stage
+    )
+    x, w = (torch.ones(shape).bfloat16().requires_grad_() for shape in ((12, 64), (2, 32, 64)))
+    # A layer knows the number of experts and begins with the counts; the function compares sizes first.
+    experts = 6 if STAGES[stage].leg == -1 else 0
+    ranks = Ranks(dist.group.WORLD.group_name, RANKS, experts, "cpu")
+    where, start = "forward", time.monotonic()
+    if rank == VICTIM and STAGES[stage].leg < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        arguments = x, torch.full((6,), 2), w, None, torch.bfloat16, RECIPES["mxfp8"], ranks, transport
+        y, _ = mm_over("test", *arguments)
+        where, start = "backward", time.monotonic()
+        y.sum().backward()
+        error = "none"
+    except RuntimeError as found:
+        error = str(found)
+    Path(out, f"{stage}-{rank}").write_text(f"{where}\n{time.monotonic() - start}\n{error}")
+
+
+def main(out: Path) -> None:
+    pids = {}
+    for stage in STAGES:
+        for rank in range(RANKS):
+            pid = os.fork()
+            if not pid:
+                try:
+                    run(rank, stage, out)
+                finally:
+                    os._exit(0)
+            pids[stage, rank] = pid
+    for (_, rank), pid in pids.items():
+        if rank != VICTIM:
+            os.waitpid(pid, 0)
+    for (_, rank), pid in pids.items():  # the one that hangs
+        if rank == VICTIM:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
