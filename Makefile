@@ -104,9 +104,10 @@ benchmark: .venv/.dev
 	  for toolkit in .venv/lib/python3*/site-packages/nvidia/cu13; do ln -sfn lib $$toolkit/lib64; done; }
 	touch $@
 
-# The CUDA plugin without its run time: enough for jax-triton to import and to lower for a GPU.
+# The CUDA plugin without its run time: enough for jax-triton to import and to lower for a GPU. torchtitan without the
+# packages of its trainer, 300 MB: its models import two packages, which the extra names.
 .venv/.dev: .venv/.base .venv/.nvcc $(CXX_SOURCES)
-	$(PIP) --no-deps jax-cuda13-plugin
+	$(PIP) --no-deps jax-cuda13-plugin torchtitan
 	$(PIP) --no-build-isolation --editable '.[dev]'
 	touch $@ .venv/.train
 

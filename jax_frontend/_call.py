@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core_kernels.launch import ArrayType, KernelOp, fail
 from ._checks import dtype_name, rounding_of
+from ._split import over_parts
 
 Options = tuple[tuple[str, int | bool | float | str], ...]
 
@@ -46,8 +47,8 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """x on every device of mesh axes that are explicit in its type; the gradient is split as x was. Kernels have no
-    sharding rule, and a program with automatic axes gathers their inputs without a trace in the types."""
+    """x on every device of mesh axes that are explicit in its type; the gradient is split as x was. For kernels that
+    _split.py does not divide; a program with automatic axes gathers their inputs without a trace in the types."""
     sharding = jax.typeof(x).sharding
     if all(part is None for part in sharding.spec):
         return x
@@ -89,12 +90,16 @@ def call(op: KernelOp, *arrays: jax.Array, **options: object) -> tuple[jax.Array
         if not isinstance(x, jax.Array | np.ndarray):
             fail(TypeError, op.name, name, type(x).__name__, "allowed: a jax array")
     given = {name: _option(op, name, value) for name, value in options.items()}
-    op.signature(*map(array_type, arrays), **given)  # here the traceback ends in the user's call
-    arrays = tuple(map(whole, arrays))
-    # The outputs of a kernel vary wherever one of its inputs does; JAX has no such rule for a new primitive.
-    axes = varying_axes(*arrays)
-    outputs = kernel_p.bind(*arrays, op=op, options=tuple(sorted(given.items())))
-    return tuple(vary(x, axes) for x in outputs)
+    signature = op.signature(*map(array_type, arrays), **given)  # here the traceback ends in the user's call
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        # The outputs of a kernel vary wherever one of its inputs does; JAX has no such rule for a new primitive.
+        axes = varying_axes(*arrays)
+        outputs = kernel_p.bind(*arrays, op=op, options=tuple(sorted(given.items())))
+        return tuple(vary(x, axes) for x in outputs)
+
+    parts = over_parts(op, run, arrays, signature.out)
+    return run(*map(whole, arrays)) if parts is None else parts
 
 
 kernel_p = Primitive("mxep_kernel")

@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
-from ._values import check_later
+from ._jax_private import check_later
 
 FLOATS = ("bfloat16", "float32")
 

@@ -19,20 +19,34 @@ from jax.interpreters import ad, batching, mlir
 
 from ..core_kernels.launch import fail
 from ._call import vary_alike, whole
+from ._split import alike
 
 _guard_p, _linear_p = Primitive("mxep_guard"), Primitive("mxep_linear")
 
 
-def reverse_only(op: str, tree: Any, rows: str = "all rows in one call", together: str = "") -> Any:
+def reverse_only(
+    op: str, tree: Any, rows: str = "all rows in one call", together: str = "", gather: bool = True
+) -> Any:
     """The arguments of `op`, on which every other transform raises. rows: the remedy for a vmap. together: a warning,
-    with {op} and {count}, if a program is compiled for several devices outside of a shard_map over all of them."""
+    with {op} and {count}, if a program is compiled for several devices outside of a shard_map over all of them.
+    gather: make them `whole`."""
     given = {"op": op, "rows": rows, "together": together}
-    return jax.tree.map(lambda leaf: _guard_p.bind(whole(leaf), **given) if _is_float(leaf) else whole(leaf), tree)
+
+    def guarded(leaf: jax.Array) -> jax.Array:
+        leaf = whole(leaf) if gather else leaf
+        return _guard_p.bind(leaf, **given) if _is_float(leaf) else leaf
+
+    return jax.tree.map(guarded, tree)
 
 
 def arguments(op: str, *trees: Any) -> tuple[Any, ...]:
     """`vary_alike` and `reverse_only` of the arguments of a differentiable function."""
     return reverse_only(op, vary_alike(*trees))
+
+
+def arguments_by_rows(op: str, *arrays: Any) -> tuple[Any, ...]:
+    """`arguments` of a function that works row by row: arrays (M, ...) whose rows lie on explicit axes stay there."""
+    return reverse_only(op, alike(vary_alike(*arrays), 1), gather=False)
 
 
 def _is_float(leaf: Any) -> bool:

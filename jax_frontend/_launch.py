@@ -8,7 +8,7 @@ Importing this file registers the lowering rules.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 
 from .. import cpp_bindings
 from ..core_kernels.launch import ArrayType, KernelOp, fail
-from . import _cpu_gemm, _device, _triton
+from . import _cpu_gemm, _device, _split, _triton
 from ._call import Options, array_type, aval, call, kernel_p
 
 CPP_TARGETS = {name: f"mxep.{name}" for name in cpp_bindings.ffi_targets()}
@@ -27,21 +27,32 @@ CUDA_TARGETS = {name: f"mxep.cuda.{name}" for name in cpp_bindings.CUDA_OPS}
 for _name, _capsule in cpp_bindings.cuda_ffi_targets().items():
     jax.ffi.register_ffi_target(CUDA_TARGETS[_name], _capsule, platform="CUDA")
 
+for _name in _split.WHOLE_DIMS:
+    for _targets in (CPP_TARGETS, CUDA_TARGETS):
+        if _name in _targets:
+            jax.ffi.register_ffi_target_as_batch_partitionable(_targets[_name])
 
-def _ffi_call(ctx, target: str, written: Sequence[ArrayType], attrs: Sequence[int], *operands):
+
+def _ffi_call(ctx, op: KernelOp, target: str, written: Sequence[ArrayType], attrs: Sequence[int], *operands):
     """The outputs of the op. `written`: these and scratch memory, which is dropped."""
     context = ctx.replace(avals_out=list(map(aval, written)))
-    lower = jax.ffi.ffi_lowering(target)
+    divided = _split.attributes(op, [x.shape for x in ctx.avals_in], [out.shape for out in written])
+    lower = jax.ffi.ffi_lowering(target, extra_attributes=divided)
     return lower(context, *operands, attrs=np.array(attrs, np.int64))[: len(ctx.avals_out)]
+
+
+@cache
+def _cpu_product(name: str, out: ArrayType):
+    """A jit of its own: one function of the program for all equal products, of eight layers for example."""
+    return jax.jit(partial(_cpu_gemm.GEMMS[name], out=out))
 
 
 def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
     _device.choose(op, "cpu", _device.forced())
     out, attrs, _ = op.signature(*map(array_type, ctx.avals_in), **dict(options))
     if op.name in _cpu_gemm.GEMMS:
-        gemm = partial(_cpu_gemm.GEMMS[op.name], out=out[0])
-        return mlir.lower_fun(gemm, multiple_results=False)(ctx, *operands)
-    return _ffi_call(ctx, CPP_TARGETS[op.name], out, tuple(attrs.values()), *operands)
+        return mlir.lower_fun(_cpu_product(op.name, out[0]), multiple_results=False)(ctx, *operands)
+    return _ffi_call(ctx, op, CPP_TARGETS[op.name], out, tuple(attrs.values()), *operands)
 
 
 def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
@@ -50,7 +61,7 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
     if implementation == "cuda" and launch.cuda_unsupported:
         implementation, _ = _device.choose(op, "cuda", _device.forced(), launch.cuda_unsupported)
     if implementation == "cuda" and all(launch.grid):
-        return _ffi_call(ctx, CUDA_TARGETS[op.name], (*launch.out, *launch.scratch), launch.cuda_attrs, *operands)
+        return _ffi_call(ctx, op, CUDA_TARGETS[op.name], (*launch.out, *launch.scratch), launch.cuda_attrs, *operands)
     run = partial(op.compose, call, **dict(options)) if op.compose else partial(_triton.call, op, launch)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 

@@ -25,6 +25,7 @@ from ..core_kernels.launch import fail, require_multiple
 from . import ops
 from ._checks import check_counts, check_floats, check_integers, check_shape, check_size, check_type, rounding_of
 from ._derivatives import arguments
+from ._shapes import Float, Int
 from .mx_array import MXArray, MXGradArray
 from .weighted_combine import sum_slots
 
@@ -103,7 +104,9 @@ def axis_size(op: str, axes: Axes | None, argument: str = "axis_name") -> int:
         fail(ValueError, op, argument, repr(axes), _AN_AXIS)
 
 
-def plan_exchange(counts: jax.Array, axis_name: Axes | None, *, num_rows: int, capacity: int | None = None) -> Exchange:
+def plan_exchange(
+    counts: Int[jax.Array, " E"], axis_name: Axes | None, *, num_rows: int, capacity: int | None = None
+) -> Exchange:
     """Lay out the all-to-all of rows that are sorted by expert. The ranks exchange their counts.
 
     counts: (E,) of an integer dtype, local rows of each expert; rank r of the mesh axis has the experts
@@ -219,7 +222,7 @@ _dispatch.defvjp(
 
 
 def a2a_dispatch_mxfp8_fwd_hp_bwd(
-    input: jax.Array | TokenReplicas, exchange: Exchange, rounding: Rounding | str = Rounding.RCEIL
+    input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Exchange, rounding: Rounding | str = Rounding.RCEIL
 ) -> MXArray:
     """Quantize rows and send them to the ranks of their experts; the gradient comes back in input's dtype.
 
@@ -270,16 +273,16 @@ _combine.defvjp(
 
 
 def a2a_combine_hp_fwd_mxfp8_bwd(
-    input: jax.Array | MXGradArray,
+    input: Float[jax.Array, "P N"] | MXGradArray,
     exchange: Exchange,
     rounding: Rounding | str = Rounding.RCEIL,
     *,
     mxfp8_bwd: bool = True,
-) -> jax.Array:
+) -> Float[jax.Array, "M N"]:
     """Send expert outputs back to the tokens' ranks as they are; the gradient is sent in MXFP8.
 
-    input: (ep_degree * capacity, N), in the layout of the dispatch; an array, whose gradient is dequantized on arrival,
-        or an MXGradArray, whose gradient stays MXFP8 bytes for the grouped GEMM.
+    input: (P, N), P = ep_degree * capacity, in the layout of the dispatch; an array, whose gradient is dequantized on
+        arrival, or an MXGradArray, whose gradient stays MXFP8 bytes for the grouped GEMM.
     exchange: of the dispatch. rounding: a `Rounding` or its name. mxfp8_bwd: False sends the gradient in its own dtype.
 
     Returns (M, N) of input's dtype; rows that did not fit are zeros. Raises ValueError (shapes; N no multiple of 32)
@@ -323,15 +326,15 @@ _dequantized.defvjp(
 
 
 def to_mxfp8_a2a_dequant(
-    input: jax.Array,
+    input: Float[jax.Array, "M D"],
     exchange: Exchange,
     rounding: Rounding | str = Rounding.RCEIL,
     *,
     reverse: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "P D"]:
     """All-to-all with MXFP8 on the wire in both directions and input's dtype at both ends.
 
-    input: (M, D) bf16 or fp32 -> (ep_degree * capacity, D); with reverse=True (ep_degree * capacity, D) -> (M, D).
+    input: (M, D) bf16 or fp32 -> (P, D), P = ep_degree * capacity; with reverse=True (P, D) -> (M, D).
     exchange, rounding: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`. Raises ValueError (shapes; D no multiple of 32) and
     TypeError (dtypes).
 
@@ -348,11 +351,11 @@ def to_mxfp8_a2a_dequant(
     return _dequantized(*arguments(op, input, exchange), rounding_of(op, "rounding", rounding), leg)
 
 
-def a2a_dispatch(input: jax.Array | TokenReplicas, exchange: Exchange) -> jax.Array:
+def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Exchange) -> Float[jax.Array, "P D"]:
     """Send rows to the ranks of their experts as they are, forward and backward.
 
-    input, exchange: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, D of any size. Returns (ep_degree * capacity, D) of input's
-    dtype. Raises ValueError (shapes) and TypeError (dtypes).
+    input, exchange: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, D of any size. Returns (P, D) of input's dtype,
+    P = ep_degree * capacity. Raises ValueError (shapes) and TypeError (dtypes).
 
     >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
     >>> a2a_dispatch(jnp.ones((3, 32)), exchange).shape

@@ -33,7 +33,9 @@ from . import ops
 from ._call import jitted, vary_alike
 from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type
 from ._derivatives import reverse_only
+from ._shapes import Float, Float32, Int
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
+from .ops import RowMap
 from .permute import ends_of, gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     along_tokens,
@@ -50,10 +52,9 @@ from .products import (
 )
 from .remat import GATE, UP, named
 from .swiglu import row_probabilities
-from .weights import NoValues, Weights, check_weights, cotangent_of, for_call, resolve_compute, saved
+from .weights import NoValues, QuantizedWeights, check_weights, cotangent_of, for_call, resolve_compute, saved
 
 if TYPE_CHECKING:
-    from .ops import RowMap
     from .pipeline import Route
 
 
@@ -166,21 +167,21 @@ _ffn_jitted = jitted(_ffn, 7)
 
 @jax.named_scope("mxep.experts")
 def grouped_swiglu_ffn(
-    x: jax.Array | MXArray,
-    w1: Weights,
-    w3: Weights,
-    w2: Weights,
-    group_ends: "jax.Array | RowMap | Route",
-    prob: jax.Array | None = None,
+    x: Float[jax.Array, "P D"] | MXArray,
+    w1: Float[jax.Array, "G F D"] | QuantizedWeights,
+    w3: Float[jax.Array, "G F D"] | QuantizedWeights,
+    w2: Float[jax.Array, "G D F"] | QuantizedWeights,
+    group_ends: Int[jax.Array, " G"] | RowMap | "Route",
+    prob: Float32[jax.Array, " P"] | None = None,
     *,
-    b1: jax.Array | None = None,
-    b3: jax.Array | None = None,
-    b2: jax.Array | None = None,
+    b1: Float[jax.Array, "G F"] | Float[jax.Array, " F"] | None = None,
+    b3: Float[jax.Array, "G F"] | Float[jax.Array, " F"] | None = None,
+    b2: Float[jax.Array, "G D"] | Float[jax.Array, " D"] | None = None,
     activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     pad_token_groups: bool = True,
     mx_grad: bool = False,
-) -> jax.Array | MXGradArray:
+) -> Float[jax.Array, "P D"] | MXGradArray:
     """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
     the biases and prob.
 

@@ -24,7 +24,9 @@ from ..core_kernels.recipe import Recipe
 from ._call import jitted, vary_alike
 from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type, dtype_name
 from ._derivatives import reverse_only
+from ._shapes import Float, Int
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
+from .ops import RowMap
 from .permute import ends_of, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     bias_gradient,
@@ -35,10 +37,19 @@ from .products import (
     token_operand,
     weight_gradient,
 )
-from .weights import Layout, NoValues, Weights, check_weights, cotangent_of, for_call, resolve_compute, saved
+from .weights import (
+    Layout,
+    NoValues,
+    QuantizedWeights,
+    Weights,
+    check_weights,
+    cotangent_of,
+    for_call,
+    resolve_compute,
+    saved,
+)
 
 if TYPE_CHECKING:
-    from .ops import RowMap
     from .pipeline import Route
 
 
@@ -89,16 +100,16 @@ def unchecked_grouped_mm(
 
 
 def grouped_mm(
-    x: jax.Array | MXArray,
-    w: Weights,
-    group_ends: "jax.Array | RowMap | Route",
+    x: Float[jax.Array, "M K"] | MXArray,
+    w: Float[jax.Array, "G N K"] | QuantizedWeights,
+    group_ends: Int[jax.Array, " G"] | RowMap | "Route",
     *,
     recipe: Recipe | str = "mxfp8",
-    bias: jax.Array | None = None,
+    bias: Float[jax.Array, "G N"] | Float[jax.Array, " N"] | None = None,
     out_dtype: jax.typing.DTypeLike = "bfloat16",
     pad_token_groups: bool = True,
     mx_grad: bool = False,
-) -> jax.Array | MXGradArray:
+) -> Float[jax.Array, "M N"] | MXGradArray:
     """Multiply each group of rows by its own matrix, out = x w^T; differentiable in x, w and bias.
 
     x: (M, K) bf16 or fp32, quantized here along K; or an MXArray, used as it is. The recipes "bf16" and "fp8_..."

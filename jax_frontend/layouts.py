@@ -17,15 +17,16 @@ import numpy as np
 
 from ..core_kernels.launch import fail
 from ._checks import check_type
+from ._shapes import Float
 
 NAMES = ("w1", "w3", "w2", "b1", "b3", "b2")
 
 
 def unpack_expert_weights(
-    gate_up: jax.Array,
-    down: jax.Array,
-    gate_up_bias: jax.Array | None = None,
-    down_bias: jax.Array | None = None,
+    gate_up: Float[jax.Array, "E 2F D"],
+    down: Float[jax.Array, "E D F"],
+    gate_up_bias: Float[jax.Array, "E 2F"] | None = None,
+    down_bias: Float[jax.Array, "E D"] | None = None,
     *,
     interleaved: bool = False,
     transposed: bool = False,

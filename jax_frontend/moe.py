@@ -29,6 +29,7 @@ from ._call import vary, varying_axes
 from ._checks import check_floats, check_shape, check_type
 from ._derivatives import reverse_only
 from ._mesh import AnyMesh, axes_of, mesh_of, over_mesh
+from ._shapes import Float, Float32, Int
 from .ep import Axes, TokenReplicas
 from .ffn import grouped_swiglu_ffn
 from .moe_params import MoEConfig, Params, check_params, specs
@@ -63,16 +64,16 @@ class MoEStats(NamedTuple):
 
 def apply(
     params: Params,
-    x: jax.Array,
+    x: Float[jax.Array, "... D"],
     config: MoEConfig,
     *,
-    experts: jax.Array | None = None,
-    weights: jax.Array | None = None,
-    selection_bias: jax.Array | None = None,
+    experts: Int[jax.Array, "... k"] | None = None,
+    weights: Float32[jax.Array, "... k"] | None = None,
+    selection_bias: Float32[jax.Array, " E"] | None = None,
     axis_name: Axes | None = None,
     token_axes: Axes | None = None,
     tensor_axis: str | None = None,
-) -> tuple[jax.Array, MoEStats]:
+) -> tuple[Float[jax.Array, "... D"], MoEStats]:
     """Run the layer on this device's tokens: x (..., D) bf16 or fp32 -> (y like x, MoEStats).
 
     params: of `init`. An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)`.
@@ -155,7 +156,7 @@ def apply(
 
 def sharded_apply(
     params: Params,
-    x: jax.Array,
+    x: Float[jax.Array, "... D"],
     config: MoEConfig,
     *,
     tokens: PartitionSpec,
@@ -163,10 +164,10 @@ def sharded_apply(
     fsdp_axis: str | None = None,
     tensor_axis: str | None = None,
     mesh: AnyMesh | None = None,
-    experts: jax.Array | None = None,
-    weights: jax.Array | None = None,
-    selection_bias: jax.Array | None = None,
-) -> tuple[jax.Array, MoEStats]:
+    experts: Int[jax.Array, "... k"] | None = None,
+    weights: Float32[jax.Array, "... k"] | None = None,
+    selection_bias: Float32[jax.Array, " E"] | None = None,
+) -> tuple[Float[jax.Array, "... D"], MoEStats]:
     """Run the layer on a mesh, on global arrays, under `jax.jit` and shardings alone: `apply` inside `jax.shard_map`.
 
     params, x, config, experts, weights, selection_bias: as in `apply`, of all ranks.

@@ -28,7 +28,8 @@ from ..core_kernels.launch import fail, require_multiple
 from . import ops
 from ._call import jitted, vary, varying_axes
 from ._checks import check_bytes, check_floats, check_matrix, dtype_name, rounding_of
-from ._derivatives import arguments
+from ._derivatives import arguments, arguments_by_rows
+from ._shapes import Bytes, Float
 
 E8M0_NAN = np.uint8(255)
 
@@ -63,7 +64,9 @@ class MXArray:
         return self.carrier.dtype
 
     @classmethod
-    def from_bytes(cls, q: jax.Array, sf: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
+    def from_bytes(
+        cls, q: Bytes[jax.Array, "M K"], sf: Bytes[jax.Array, "M K/32"], dtype: jax.typing.DTypeLike = "bfloat16"
+    ) -> "MXArray":
         """Wrap E4M3 data and E8M0 scales (uint8). The source of the bytes gets no gradient.
 
         Raises ValueError unless q is (M, K) and sf (M, K/32), TypeError for other dtypes."""
@@ -73,7 +76,7 @@ class MXArray:
             check_bytes(op, name, x)
         if sf.shape[0] != q.shape[0] or BLOCK * sf.shape[1] != q.shape[1]:
             fail(ValueError, op, "sf", f"shape {sf.shape} with q {q.shape}", "allowed: (M, K/32) with (M, K)")
-        return cls(q, sf, vary(jnp.zeros(q.shape, dtype), varying_axes(q, sf)))
+        return cls(q, sf, vary(jnp.zeros_like(q, dtype=dtype), varying_axes(q, sf)))
 
     @classmethod
     def from_packed(cls, packed: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
@@ -88,7 +91,7 @@ class MXArray:
         return cls.from_bytes(packed[:, :k], packed[:, k:], dtype)
 
     @classmethod
-    def quantize(cls, x: jax.Array, rounding: Rounding | str = Rounding.RCEIL) -> "MXArray":
+    def quantize(cls, x: Float[jax.Array, "M K"], rounding: Rounding | str = Rounding.RCEIL) -> "MXArray":
         """Quantize x (M, K) bf16 or fp32; differentiable, the gradient passes unchanged.
 
         >>> MXArray.quantize(jnp.full((1, 32), 1.06, jnp.float32)).dequantize()[0, 0].item()
@@ -100,11 +103,11 @@ class MXArray:
         check_floats(op, "x", x)
         check_matrix(op, "x", x)
         rounding = rounding_of(op, "rounding", rounding)
-        return _quantize(*arguments(op, x), rounding)
+        return _quantize(*arguments_by_rows(op, x), rounding)
 
-    def dequantize(self) -> jax.Array:
+    def dequantize(self) -> Float[jax.Array, "M K"]:
         """(M, K) in `dtype`; differentiable, the gradient passes unchanged."""
-        return _dequantize(*arguments("MXArray.dequantize", self))
+        return _dequantize(MXArray(*arguments_by_rows("MXArray.dequantize", self.q, self.sf, self.carrier)))
 
     def packed(self) -> jax.Array:
         """Rows `[q | sf]`. XLA makes no copy for an array of `from_packed`. Bytes have no gradient."""

@@ -20,6 +20,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import moe, ops
 from ._checks import check_floats
+from ._shapes import Float
 from .moe_params import check_params
 from .products import bias_of_rows
 from .weighted_combine import weigh_slots
@@ -29,7 +30,10 @@ OP = "numerics_report"
 
 
 def numerics_report(
-    params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Array | None = None
+    params: moe.Params,
+    x: Float[jax.Array, "... D"],
+    config: moe.MoEConfig,
+    dout: Float[jax.Array, "... D"] | None = None,
 ) -> NumericsReport:
     """Report the loss of folding the operands of a layer on these tokens: whether compute="exact" is needed.
 

@@ -6,7 +6,7 @@
 E4M3 data (`q`) and E8M0 scales (`sf`) are uint8. All functions are pure, trace under jit, shard_map and remat, and
 raise ValueError (shape, value) or TypeError (dtype) while tracing. `rounding` is a `Rounding` or its name,
 `out_dtype` a dtype or its name. The differentiable functions are in mxep.jax_frontend. In a jit that shards its
-arrays without shard_map, XLA gathers the inputs of a kernel first.
+arrays without shard_map, each device runs an op of `_split.WHOLE_DIMS` on its rows; the inputs of others are gathered.
 
 `jax.export.export` takes the kernels, which are custom calls, by name: `export_checks()` lists them.
 """

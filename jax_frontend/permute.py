@@ -35,6 +35,7 @@ from ._checks import (
     check_vector,
 )
 from ._derivatives import arguments
+from ._shapes import Float, Int
 from .ep import Exchange
 from .mx_array import MXArray, MXGradArray, pack
 from .ops import ExpertOrder, RowMap
@@ -43,7 +44,7 @@ from .weighted_combine import sum_slots
 Rows = TypeVar("Rows", jax.Array, MXArray)
 
 
-def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> ExpertOrder:
+def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"], num_experts: int) -> ExpertOrder:
     """Sort the slots of a routing by expert, stably.
 
     expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k + k.
@@ -89,7 +90,7 @@ _gather.defvjp(
 
 def permute_mxfp8_fwd_hp_bwd(
     mx: MXArray,
-    num_tokens_per_expert: jax.Array | Exchange,
+    num_tokens_per_expert: Int[jax.Array, " ranks*G"] | Exchange,
     ep_degree: int | None = None,
     num_local_experts: int | None = None,
     group_size_multiple_of: int = BLOCK,
@@ -124,7 +125,7 @@ def permute_mxfp8_fwd_hp_bwd(
 
 def permute(
     x: Rows,
-    num_tokens_per_expert: jax.Array | Exchange,
+    num_tokens_per_expert: Int[jax.Array, " ranks*G"] | Exchange,
     ep_degree: int | None = None,
     num_local_experts: int | None = None,
     group_size_multiple_of: int = BLOCK,
@@ -224,7 +225,7 @@ _spread_mx.defvjp(
 )
 
 
-def spread_rows(x: Rows, order: jax.Array, inverse: jax.Array, top_k: int) -> Rows:
+def spread_rows(x: Rows, order: Int[jax.Array, " P"], inverse: Int[jax.Array, " T*top_k"], top_k: int) -> Rows:
     """Replicate each token for its top_k experts: out[i] = x[order[i] // top_k], zeros where order is -1.
 
     x: (T, D) bf16, fp32 or MXArray. order: (P,), the slot t * top_k + k of each row of the result. inverse:
@@ -247,7 +248,7 @@ def spread_rows(x: Rows, order: jax.Array, inverse: jax.Array, top_k: int) -> Ro
     return spread(*arguments(op, x, order, inverse), top_k)
 
 
-def gather_rows(x: Rows, row_map: jax.Array, inverse: jax.Array) -> Rows:
+def gather_rows(x: Rows, row_map: Int[jax.Array, " P"], inverse: Int[jax.Array, " M"]) -> Rows:
     """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
 
     x: (M, K) bf16, fp32 or MXArray. row_map: (P,), inverse: (M,), the map back; both int32. Returns (P, K)
@@ -292,7 +293,9 @@ _ungather_mx.defvjp(_ungather_mx_fwd, _ungather_mx_bwd, symbolic_zeros=True)
 _ungather_mx_jitted = jitted(_ungather_mx)
 
 
-def unpermute_hp_fwd_mxfp8_bwd(input: jax.Array | MXGradArray, maps: RowMap) -> jax.Array | MXGradArray:
+def unpermute_hp_fwd_mxfp8_bwd(
+    input: Float[jax.Array, "P N"] | MXGradArray, maps: RowMap
+) -> Float[jax.Array, "R N"] | MXGradArray:
     """Gather expert outputs back into the order in which the rows were received; rows without a token are zeros.
 
     input: (P, N), an array, or an MXGradArray, whose gradient is gathered as MXFP8 bytes. maps: the RowMap of the

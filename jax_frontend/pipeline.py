@@ -20,6 +20,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import ops
 from ._checks import check_counts, check_floats, check_shape, check_type, check_vector, dtype_name
+from ._shapes import Float, Float32, Int
 from .ep import (
     Axes,
     Exchange,
@@ -68,13 +69,13 @@ class Route:
 
 @jax.named_scope("mxep.dispatch")
 def dispatch(
-    rows: jax.Array | TokenReplicas,
-    counts: jax.Array,
+    rows: Float[jax.Array, "M K"] | TokenReplicas,
+    counts: Int[jax.Array, " E"],
     *,
     recipe: Recipe | str = "mxfp8",
     axis_name: Axes | None = None,
     capacity: int | None = None,
-) -> tuple[jax.Array | MXArray, jax.Array, Route]:
+) -> tuple[Float[jax.Array, "P K"] | MXArray, Int[jax.Array, " G"], Route]:
     """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
 
     rows: (M, K) bf16 or fp32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
@@ -138,7 +139,9 @@ def _on_one_rank(
     return groups, row_map.padded_counts, Route(row_map, None, order, slots, recipe, top_k)
 
 
-def dispatch_probs(probs: jax.Array, route: Route) -> jax.Array:
+def dispatch_probs(
+    probs: Float32[jax.Array, "T top_k"] | Float32[jax.Array, " M"], route: Route
+) -> Float32[jax.Array, " P"]:
     """Send a weight per row where `dispatch` sent the row; differentiable.
 
     probs: (M,) float32; (T, top_k) for TokenReplicas. Returns (P,) float32, zeros for padding: the `prob` of
@@ -166,12 +169,12 @@ def dispatch_probs(probs: jax.Array, route: Route) -> jax.Array:
 
 @jax.named_scope("mxep.combine")
 def combine(
-    groups: jax.Array | MXGradArray,
+    groups: Float[jax.Array, "P N"] | MXGradArray,
     route: Route,
-    probs: jax.Array | None = None,
+    probs: Float32[jax.Array, "T top_k"] | None = None,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
-) -> jax.Array:
+) -> Float[jax.Array, "M N"]:
     """Take expert outputs back to the ranks and rows that `dispatch` took them from; differentiable.
 
     groups: (P, N) bf16 or fp32, or an MXGradArray, whose gradient arrives as MXFP8 bytes. probs: of TokenReplicas,

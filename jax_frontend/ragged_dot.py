@@ -13,20 +13,22 @@ from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from ._checks import check_counts, check_floats, check_integers, dtype_name
 from ._derivatives import reverse_only
+from ._shapes import Float, Int
 from .grouped_mm import unchecked_grouped_mm
-from .weights import Weights, check_weights, resolve_compute
+from .weights import QuantizedWeights, check_weights, resolve_compute
 
 
 def ragged_dot_mxfp8(
-    lhs: jax.Array,
-    rhs: Weights,
-    group_sizes: jax.Array,
-    *,
-    recipe: Recipe | str = "mxfp8",
-    precision: None = None,
+    lhs: Float[jax.Array, "M K"],
+    rhs: Float[jax.Array, "G K N"] | QuantizedWeights,
+    group_sizes: Int[jax.Array, " G"],
+    precision: jax.lax.Precision | str | None = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     group_offset: None = None,
-) -> jax.Array:
+    out_sharding: None = None,
+    *,
+    recipe: Recipe | str = "mxfp8",
+) -> Float[jax.Array, "M N"]:
     """Multiply each group of rows by its own matrix in MXFP8, with the signature of `jax.lax.ragged_dot`;
     differentiable in lhs and rhs.
 
@@ -34,8 +36,9 @@ def ragged_dot_mxfp8(
         are multiples of 32, unless the recipe is "bf16".
     group_sizes: (G,) of any integer dtype and any sizes, or tokamax's RaggedDotGroupSizes; rows past their sum give
         zeros.
-    precision, group_offset: None. The recipe is the precision. An offset leaves rows out in front: drop them from lhs,
-        and their groups from group_sizes, before the call.
+    precision: None or `jax.lax.Precision.DEFAULT`. The recipe is the precision.
+    group_offset, out_sharding: None. JAX implements no group_offset either; it leaves rows out in front: drop them from
+        lhs, and their groups from group_sizes, before the call. `jax.reshard` moves the result.
     recipe: as in `grouped_mm`. With "mxfp8" the rows are copied into groups padded to the recipe's alignment, and back.
 
     Returns (M, N) of preferred_element_type, bf16 or fp32; None is fp32 if lhs or rhs is, else bf16. The gradients have
@@ -44,14 +47,19 @@ def ragged_dot_mxfp8(
     >>> ragged_dot_mxfp8(jnp.ones((2, 32)), jnp.ones((2, 32, 32)), jnp.array([1, 1]))[:, 0].tolist()
     [32.0, 32.0]
 
-    Raises ValueError (shapes, an unknown recipe, QuantizedWeights of another recipe) and TypeError (dtypes).
+    Raises ValueError (shapes, an unknown recipe, QuantizedWeights of another recipe), TypeError (dtypes) and
+    NotImplementedError (another precision, an offset, a sharding).
     """
     op, recipe = "ragged_dot_mxfp8", resolve_compute("ragged_dot_mxfp8", recipe)
-    if precision is not None:
-        fail(NotImplementedError, op, "precision", repr(precision), "allowed: None; recipe says how operands are held")
+    if precision not in (None, jax.lax.Precision.DEFAULT, "default"):
+        allowed = "allowed: None or Precision.DEFAULT; recipe says how operands are held"
+        fail(NotImplementedError, op, "precision", repr(precision), allowed)
     if group_offset is not None:
         allowed = "allowed: None; call with the rows and sizes of the groups of rhs alone"
         fail(NotImplementedError, op, "group_offset", repr(group_offset), allowed)
+    if out_sharding is not None:
+        allowed = "allowed: None; jax.reshard moves the result"
+        fail(NotImplementedError, op, "out_sharding", repr(out_sharding), allowed)
     group_sizes = getattr(group_sizes, "value", group_sizes)  # of tokamax
     check_floats(op, "lhs", lhs)
     check_weights(op, "rhs", rhs, recipe)

@@ -17,6 +17,7 @@ from . import ops
 from ._call import jitted
 from ._checks import check_floats, check_integers, check_matrix, check_shape, check_values
 from ._derivatives import arguments
+from ._shapes import Float, Float32, Int
 
 ScoreFunc = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["top2", "max"]
@@ -116,10 +117,10 @@ _route_jitted = jitted(_route, 2)
 
 
 def route(
-    logits: jax.Array,
+    logits: Float[jax.Array, "T E"],
     top_k: int,
     *,
-    selection_bias: jax.Array | None = None,
+    selection_bias: Float32[jax.Array, " E"] | None = None,
     score_func: ScoreFunc = "softmax",
     normalize: bool = True,
     route_scale: float = 1.0,
@@ -187,7 +188,9 @@ def chosen_outside(
     return Routing(flat, jnp.asarray(weights).reshape(flat.shape), jnp.zeros(num_experts, jnp.float32))
 
 
-def update_selection_bias(selection_bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
+def update_selection_bias(
+    selection_bias: Float32[jax.Array, " E"], counts: Int[jax.Array, " E"], rate: float
+) -> Float32[jax.Array, " E"]:
     """selection_bias + rate * sign(mean(counts) - counts): the load balance of DeepSeek-V3 without a loss.
 
     selection_bias: (E,) float32. counts: (E,) of an integer dtype, the rows of each expert in the last step, as

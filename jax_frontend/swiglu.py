@@ -13,7 +13,8 @@ from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._call import jitted
 from ._checks import check_type
-from ._derivatives import arguments
+from ._derivatives import arguments_by_rows
+from ._shapes import BFloat16, Float32
 
 
 def row_probabilities(prob: jax.Array | None) -> jax.Array:
@@ -45,7 +46,12 @@ _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 _swiglu_jitted = jitted(_swiglu, 3)
 
 
-def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None, activation: SwiGLU = PLAIN) -> jax.Array:
+def swiglu(
+    gate: BFloat16[jax.Array, "M F"],
+    up: BFloat16[jax.Array, "M F"],
+    prob: Float32[jax.Array, " M"] | None = None,
+    activation: SwiGLU = PLAIN,
+) -> BFloat16[jax.Array, "M F"]:
     """silu(gate) * up * prob, computed in fp32 and rounded once; differentiable in all three.
 
     gate, up: (M, F) bf16. prob: (M,) fp32, a weight per row, or None. activation: a `SwiGLU`, which limits gate and up
@@ -62,4 +68,4 @@ def swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None = None, activa
     """
     for name, x in (("gate", gate), ("up", up), *(() if prob is None else (("prob", prob),))):
         check_type("swiglu", name, x, jax.Array, np.ndarray)
-    return _swiglu_jitted(*arguments("swiglu", gate, up, prob), SwiGLU.check("swiglu", activation))
+    return _swiglu_jitted(*arguments_by_rows("swiglu", gate, up, prob), SwiGLU.check("swiglu", activation))

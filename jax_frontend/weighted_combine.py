@@ -20,6 +20,7 @@ from . import ops
 from ._call import jitted
 from ._checks import check_floats, check_integers, check_matrix, check_shape, dtype_name, rounding_of
 from ._derivatives import arguments
+from ._shapes import Float, Float32, Int
 from .mx_array import MXGradArray
 from .remat import OUTPUTS, named
 
@@ -33,7 +34,7 @@ class _Options(NamedTuple):
 
 
 @jitted
-def sum_slots(rows: jax.Array, slots: jax.Array) -> jax.Array:
+def sum_slots(rows: jax.Array, slots: jax.Array) -> Float[jax.Array, "T D"]:
     """y[t] = the fp32 sum over k of rows[slots[t, k]], rounded once to rows' dtype; for code below autodiff."""
     return ops.combine(rows, slots, jnp.zeros(0, jnp.float32), out_dtype=rows.dtype)
 
@@ -99,14 +100,14 @@ _plain_jitted = jitted(_plain, 3)
 
 
 def weighted_combine(
-    rows: jax.Array | MXGradArray,
-    probs: jax.Array | None,
-    slots: jax.Array,
-    order: jax.Array,
+    rows: Float[jax.Array, "R D"] | MXGradArray,
+    probs: Float32[jax.Array, "T K"] | None,
+    slots: Int[jax.Array, "T K"],
+    order: Int[jax.Array, " R"],
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     rounding: Rounding | str = Rounding.RCEIL,
-) -> jax.Array:
+) -> Float[jax.Array, "T D"]:
     """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
 
     rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized with `rounding`. probs: (T, K) float32, or

@@ -24,6 +24,7 @@ from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import RECIPES, Form, Recipe
 from . import _device, ops
 from ._checks import check_floats
+from ._shapes import Float
 
 MX = tuple[jax.Array, jax.Array]
 """q and sf, one scale per 32 values, in the order in which a product reads them."""
@@ -265,7 +266,7 @@ def cotangent_of(w: Weights, grad: jax.Array) -> Any:
     return w.cotangent(grad) if isinstance(w, QuantizedWeights) else grad
 
 
-def quantize_weights(w: jax.Array, recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
+def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
     """Quantize w (G, N, K) along both of its last dims, for all calls until w changes.
 
     w: bf16 or fp32, as a linear layer stores it; N and K multiples of 32. `grouped_mm`, `ragged_dot_mxfp8`,

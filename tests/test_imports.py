@@ -2,7 +2,8 @@
 
 core_kernels   -> standard library, numpy, triton       an oracle: numpy, ml_dtypes, formats and other oracles alone
 cpp_bindings   -> its own extension
-torch_frontend -> core_kernels, cpp_bindings, torch     transformers in one file, which is imported inside functions
+torch_frontend -> core_kernels, cpp_bindings, torch     transformers and torchtitan in a file each, which no other
+                                                        imports outside of functions
 jax_frontend   -> core_kernels, cpp_bindings, jax       jax_triton in one file, inside a function
 
 Inside core_kernels a family imports itself, the shared files and the families below it; C++ and CUDA headers follow
@@ -102,10 +103,9 @@ def test_a_file_imports_only_what_its_room_allows(path: Path) -> None:
         if top(module) == "jax_triton":
             assert (room, lazy) == ("jax_frontend", True), f"{module}: only lazily, in the JAX frontend"
             continue
-        if top(module) == "transformers":
-            assert name_of(path) == "torch_frontend/transformers.py", (
-                f"{module}: in torch_frontend/transformers.py alone"
-            )
+        if top(module) in ("transformers", "torchtitan"):
+            only = f"torch_frontend/{top(module)}.py"
+            assert name_of(path) == only, f"{module}: in {only} alone"
             continue
         assert top(module) in allowed, f"{module}: {room} may import {sorted(ROOMS[room])}"
 
@@ -177,10 +177,11 @@ ONLY_TORCH = {
     "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
     "_torch_private.py",
     "convert.py", "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "mx_tensor.py", "overlap.py",
-    "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py", "transformers.py", "transport.py",
+    "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py", "torchtitan.py", "transformers.py",
+    "transport.py",
 }  # fmt: skip
 ONLY_JAX = {
-    "_derivatives.py", "_mesh.py", "_triton.py", "_values.py",
+    "_derivatives.py", "_jax_private.py", "_mesh.py", "_shapes.py", "_split.py", "_triton.py",
     "moe_params.py", "mx_array.py", "nnx.py", "ragged_dot.py", "remat.py",
 }  # fmt: skip
 """Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees and
@@ -197,7 +198,7 @@ def test_the_frontends_use_the_same_file_names() -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("mxep.torch_frontend", ["jax", "jaxlib", "jax_triton", "transformers"]),
+        ("mxep.torch_frontend", ["jax", "jaxlib", "jax_triton", "transformers", "torchtitan"]),
         ("mxep.jax_frontend", ["torch", "jax_triton"]),
         *(
             (f"mxep.core_kernels.{family}.oracle", ["torch", "jax", "triton"])

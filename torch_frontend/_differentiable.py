@@ -7,7 +7,7 @@ PyTorch lets a Function without a second derivative return gradients that count 
 would silently be zero. Here every request for more than a first derivative raises.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -57,25 +57,29 @@ def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable
 def save(ctx: Any, values: tuple[Any, ...]) -> None:
     """`ctx.save_for_backward` for tensors and None in nested tuples."""
     leaves: list[Any] = []
-
-    def place(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return _like(value, map(place, value))
-        leaves.append(value)
-        return len(leaves) - 1
-
-    ctx.places = place(values)
+    ctx.places = _placed(values, leaves)
     ctx.save_for_backward(*leaves)
 
 
 def saved_by(ctx: Any) -> Any:
     """The nested tuples given to `save`."""
-    leaves = ctx.saved_tensors
+    return _values(ctx.places, ctx.saved_tensors)
 
-    def value(place: Any) -> Any:
-        return _like(place, map(value, place)) if isinstance(place, tuple) else leaves[place]
 
-    return value(ctx.places)
+# Functions of the module: one that calls itself from within `save` is a cycle, which keeps the tensors until the next
+# garbage collection.
+def _placed(value: Any, leaves: list[Any]) -> Any:
+    """The nested tuples with the index of each leaf in its place; appends the leaves."""
+    if isinstance(value, tuple):
+        return _like(value, [_placed(item, leaves) for item in value])
+    leaves.append(value)
+    return len(leaves) - 1
+
+
+def _values(places: Any, leaves: Sequence[Any]) -> Any:
+    if isinstance(places, tuple):
+        return _like(places, [_values(place, leaves) for place in places])
+    return leaves[places]
 
 
 def _like(kind: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:

@@ -141,13 +141,17 @@ def _titan_adapter(module: Any) -> _Adapter | None:
     return _Adapter("torchtitan", "kernel", getattr(module, names[2]), False, names, titan_forward)
 
 
-def titan_forward(module: Any, x: Tensor, num_tokens_per_expert: Tensor, *, recipe: Recipe) -> Tensor:
-    """The forward of torchtitan's experts: rows x (R, D), sorted by expert, and counts (E,) -> (R, D) of x's dtype."""
+def titan_forward(
+    module: Any, x: Tensor, num_tokens_per_expert: Tensor, *, recipe: Recipe, pad_token_groups: bool = True
+) -> Tensor:
+    """The forward of torchtitan's experts: rows x (R, D), sorted by expert, and counts (E,) -> (R, D) of x's dtype.
+
+    pad_token_groups: as in `grouped_swiglu_ffn`; not for groups of whole blocks."""
     names = next(names for names in TITAN if names[0] in module._parameters)
     parameters = (getattr(module, name) for name in names)
     w1, w3, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in parameters)
     ends = torch.cumsum(num_tokens_per_expert, 0, dtype=torch.int32)
-    return grouped_swiglu_ffn(x, w1, w3, w2, ends, recipe=recipe).to(x.dtype)
+    return grouped_swiglu_ffn(x, w1, w3, w2, ends, recipe=recipe, pad_token_groups=pad_token_groups).to(x.dtype)
 
 
 def _checked(name: str, module: Any, adapter: _Adapter) -> ConvertedExperts:

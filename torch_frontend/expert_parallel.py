@@ -39,7 +39,7 @@ from .pipeline import combine, dispatch_over, dispatch_probs
 from .products import ProductOptions
 from .shards import Ranks
 from .transport import Collectives, Transport
-from .weights import Held, Weights, check_weights, for_call, form_of, outlives_forward, values_and_held
+from .weights import Held, Weights, at_address, check_weights, for_call, form_of, outlives_forward, values_and_held
 
 
 class FFNExperts(NamedTuple):
@@ -131,13 +131,8 @@ def _of_chunk(held: Held, chunk: Chunk) -> Held:
     """The operands of a chunk's experts."""
     if held is None:
         return None
-    cut = lambda part: _at_address(part[chunk.first : chunk.last])  # noqa: E731
+    cut = lambda part: at_address(part[chunk.first : chunk.last])  # noqa: E731
     return tuple(None if x is None else type(x)(*map(cut, x)) for x in held)  # type: ignore[return-value]
-
-
-def _at_address(part: Tensor) -> Tensor:
-    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes."""
-    return part.clone() if part.data_ptr() % 16 else part
 
 
 class FFNWeights(NamedTuple):

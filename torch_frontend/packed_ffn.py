@@ -32,7 +32,7 @@ from .products import (
     token_operand,
     weight_gradient,
 )
-from .weights import MX, WeightOperand, along_n, check_weights, for_call, form_of, outlives_forward
+from .weights import MX, WeightOperand, along_n, at_address, check_weights, for_call, form_of, outlives_forward
 
 BF16 = torch.bfloat16
 
@@ -102,7 +102,7 @@ def _gates_and_ups(pairs: WeightOperand) -> tuple[Any, Any]:
     """The views of an operand of (2E, F, D) in which group 2e is the gate, or the up, of expert e."""
     if isinstance(pairs, Tensor):
         return pairs[:-1], pairs[1:]
-    return pairs._make(t[:-1] for t in pairs), pairs._make(t[1:] for t in pairs)
+    return pairs._make(t[:-1] for t in pairs), pairs._make(at_address(t[1:]) for t in pairs)
 
 
 def _swiglu_gradient(

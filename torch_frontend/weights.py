@@ -283,6 +283,11 @@ def quantize_rows(x: Tensor, form: Form, rounding: int) -> QuantizedRows:
     return Folded(*(ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise)(x, rounding))
 
 
+def at_address(part: Tensor) -> Tensor:
+    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes."""
+    return part.clone() if part.data_ptr() % 16 else part
+
+
 def is_block(form: Form) -> bool:
     """Whether operands have fp32 scales per 128 values."""
     return form in ("block", "block_power_of_two")

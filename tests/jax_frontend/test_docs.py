@@ -4,7 +4,11 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import pydoc
+from collections.abc import Mapping
+from typing import get_args, get_origin
 
+import jax
 import jax.numpy as jnp
 import pytest
 from mxep import jax_frontend
@@ -30,6 +34,26 @@ def test_examples(module: str) -> None:
 def test_every_public_function_has_an_example() -> None:
     functions = {name for name, value in NAMES.items() if inspect.isfunction(value)} - SETTINGS
     assert not {name for name in functions if ">>>" not in (NAMES[name].__doc__ or "")}
+
+
+LAYERS = {f"moe.{name}": getattr(jax_frontend.moe, name) for name in ("apply", "sharded_apply")}
+
+
+@pytest.mark.parametrize("name", [*(n for n, f in NAMES.items() if inspect.isfunction(f)), *LAYERS])
+def test_annotations_show_the_dims_of_arrays(name: str) -> None:
+    """An array parameter is `Float[Array, "M K"]`, not an array of any shape; so is a result."""
+    signature = inspect.signature((NAMES | LAYERS)[name])
+    shown = [p.annotation for p in signature.parameters.values()] + [signature.return_annotation]
+    one = [a for a in shown if get_origin(a) not in (dict, Mapping)]  # packed weights by name have several shapes
+    assert not [a for a in one if a is jax.Array or jax.Array in get_args(a)]
+    assert not [a for a in shown if isinstance(a, str)], "read by help() as they are written"
+
+
+def test_dims_are_shown_as_jaxtyping_writes_them() -> None:
+    parameters = inspect.signature(jax_frontend.grouped_mm).parameters
+    assert str(parameters["x"]) == 'x: Float[Array, "M K"] | MXArray'
+    assert str(parameters["group_ends"]) == 'group_ends: Int[Array, "G"] | RowMap | Route'
+    assert len(pydoc.render_doc(jax_frontend).splitlines()) < 100, "a few screens"
 
 
 @pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if ">>>" in op.doc])

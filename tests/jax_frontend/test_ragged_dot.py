@@ -1,5 +1,6 @@
 """ragged_dot_mxfp8 against jax.lax.ragged_dot of the dequantized operands in fp32, and its gradients likewise."""
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
@@ -224,6 +225,17 @@ def test_arguments_of_other_libraries() -> None:
     sizes = jnp.array([64, 64, 64])
     got = ragged_dot_mxfp8(LHS, RHS, GroupSizes(sizes, (64, 64, 64)))
     np.testing.assert_array_equal(got, ragged_dot_mxfp8(LHS, RHS, sizes, precision=None, group_offset=None))
-    for name, value in (("precision", jax.lax.Precision.HIGHEST), ("group_offset", jnp.array([1]))):
-        with pytest.raises(NotImplementedError, match=rf"ragged_dot_mxfp8: {name}: got .*; allowed: None; "):
+    refused = {"precision": jax.lax.Precision.HIGHEST, "group_offset": jnp.array([1]), "out_sharding": P("data")}
+    for name, value in refused.items():
+        with pytest.raises(NotImplementedError, match=rf"ragged_dot_mxfp8: {name}: got .*; allowed: None"):
             ragged_dot_mxfp8(LHS, RHS, sizes, **{name: value})
+
+
+def test_the_parameters_are_those_of_ragged_dot() -> None:
+    """In its order, with its defaults, so that positional calls are the same calls; `recipe` is our own."""
+    theirs = inspect.signature(jax.lax.ragged_dot).parameters.values()
+    ours = list(inspect.signature(ragged_dot_mxfp8).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in ours[:-1]] == [(p.name, p.kind, p.default) for p in theirs]
+    assert ours[-1].name == "recipe"
+    default = ragged_dot_mxfp8(LHS, RHS, SIZES_OK, jax.lax.Precision.DEFAULT, jnp.float32)
+    np.testing.assert_array_equal(default, ragged_dot_mxfp8(LHS, RHS, SIZES_OK, preferred_element_type="float32"))

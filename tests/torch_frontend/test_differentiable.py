@@ -1,5 +1,6 @@
 """What autograd, its tools and its other modes get from the differentiable functions: a gradient, or a sentence."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -183,3 +184,20 @@ def test_one_rank_gives_memory_of_its_own() -> None:
     y = a2a_combine_hp_fwd_mxfp8_bwd(torch.ones(16, 64, requires_grad=True), [16], [16], mxfp8_bwd=False)
     y += 1
     assert (y == 2).all()
+
+
+def test_a_step_leaves_no_cycle_of_tensors() -> None:
+    """A cycle keeps what the backward has read until the next garbage collection."""
+    moe = MoE(64, 96, 8, 3, dtype=torch.bfloat16)
+    x = torch.randn(50, 64, dtype=torch.bfloat16).requires_grad_()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        moe(x)[0].sum().backward()
+        gc.collect()
+        assert not [type(found) for found in gc.garbage if isinstance(found, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
