@@ -33,7 +33,7 @@ def _of_an_op(op: str) -> bool:
 def performance() -> str:
     """All tables of figures."""
     sections = (
-        table_moe_layer.table(newest("h200", table_moe_layer.is_layer)),
+        table_moe_layer.table(*(newest(gpu, table_moe_layer.is_layer) for gpu in ("h200", "h100"))),
         table_grouped_gemm.table(newest("h200", table_grouped_gemm.is_product)),
         table_ops.table(newest("h200", _of_an_op)),
         table_cpu.table(newest("cpu")),

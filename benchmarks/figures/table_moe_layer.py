@@ -38,14 +38,11 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def table(rows: list[Row]) -> str:
-    """The section; "" without lines."""
+def table(rows: list[Row], other: list[Row]) -> str:
+    """The section, with the lines of another GPU in a table of their own; "" without lines."""
     if not rows:
         return ""
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["op"], _sizes(row), row["case"].get("weights", "")), []).append(row)
-    return "\n".join([
+    text = [
         "## The MoE layer, on a GPU",
         "",
         f"{machine(rows)}, recipe `{rows[0]['case']['recipe']}`. Times are medians of one run. The "
@@ -57,7 +54,19 @@ def table(rows: list[Row]) -> str:
         "- *`jax.lax.ragged_dot` / JAX*: time of the plain JAX layer divided by our time in JAX; empty where "
         "XLA's dense operands exceed the memory.",
         "",
+        *_lines(rows),
+    ]
+    if other:
+        text += ["", f"{machine(other)}:", "", *_lines(other)]
+    return "\n".join(text)
+
+
+def _lines(rows: list[Row]) -> list[str]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], _sizes(row), row["case"].get("weights", "")), []).append(row)
+    return [
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",
         *(f"| {' | '.join(_cells(of_one))} |" for of_one in groups.values()),
-    ])  # fmt: skip
+    ]
