@@ -39,7 +39,7 @@ def test_every_public_function_has_an_example() -> None:
 LAYERS = {f"moe.{name}": getattr(jax_frontend.moe, name) for name in ("apply", "sharded_apply")}
 
 
-@pytest.mark.parametrize("name", [*(n for n, f in NAMES.items() if inspect.isfunction(f)), *LAYERS])
+@pytest.mark.parametrize("name", sorted([*(n for n, f in NAMES.items() if inspect.isfunction(f)), *LAYERS]))
 def test_annotations_show_the_dims_of_arrays(name: str) -> None:
     """An array parameter is `Float[Array, "M K"]`, not an array of any shape; so is a result."""
     signature = inspect.signature((NAMES | LAYERS)[name])
