@@ -32,7 +32,7 @@ def _direct(op: KernelOp) -> Callable[..., Any]:
         if is_compiling() or is_grad_enabled() or modes() or profiling() or transformed():
             return overload(*args)
         tensors = args[:num_inputs]
-        if not PLAIN.issuperset(map(type, tensors)):
+        if not PLAIN.issuperset(map(type, tensors)) or tensors[0].is_meta:
             return overload(*args)
         outputs = run(op, tensors, names, args[num_inputs:])
         return outputs[0] if single else outputs

@@ -1,5 +1,6 @@
 """The table of the whole MoE layer on a GPU."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from .table_ops import machine
@@ -38,7 +39,7 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def table(rows: list[Row], other: list[Row]) -> str:
+def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
     """The section, with the lines of another GPU in a table of their own; "" without lines."""
     if not rows:
         return ""
@@ -57,11 +58,11 @@ def table(rows: list[Row], other: list[Row]) -> str:
         *_lines(rows),
     ]
     if other:
-        text += ["", f"{machine(other)}:", "", *_lines(other)]
+        text += ["", f"{machine(list(other))}:", "", *_lines(other)]
     return "\n".join(text)
 
 
-def _lines(rows: list[Row]) -> list[str]:
+def _lines(rows: Sequence[Row]) -> list[str]:
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["op"], _sizes(row), row["case"].get("weights", "")), []).append(row)

@@ -161,6 +161,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "recipe": "mxfp8",
         "precision": None,
         "group_offset": None,
+        "out_sharding": None,
         "preferred_element_type": "float32",
     },
     "route": {"logits": normal(M, G), "top_k": 1, "selection_bias": jnp.zeros(G), **ROUTING},
