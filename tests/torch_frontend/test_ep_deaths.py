@@ -12,6 +12,8 @@ from .ep_deaths import STAGES, VICTIM
 SCRIPT = Path(__file__).with_name("ep_deaths.py")
 ERROR = r"Collectives: rank ([\d or]+): got an error in chunk \d of the rows to (experts|tokens): .+; allowed: none"
 SURVIVORS = {0, 1, 2} - {VICTIM}
+SLACK = 10
+"""Seconds from the end of the limit to the error: 0.03 measured; a loaded machine of two cores takes longer."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def test_the_others_end_and_name_the_collective(stage: str, words: str, out: Pat
     for rank in SURVIVORS:
         _, seconds, error = (out / f"{stage}-{rank}").read_text().split("\n", 2)
         assert error.startswith(words)
-        assert float(seconds) < STAGES[stage].limit
+        assert float(seconds) < STAGES[stage].limit + SLACK
 
 
 @pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.leg >= 0])
@@ -46,8 +48,8 @@ def test_the_others_end_and_name_it(stage: str, out: Path) -> None:
         found = re.match(ERROR, error, re.DOTALL)
         assert found, error
         named[rank] = set(map(int, found[1].split(" or ")))
-        # The connection of a dead rank is closed at once; one that hangs is told by the limit.
-        assert float(seconds) < STAGES[stage].limit + (10 if stage == "hangs" else 0)
+        # Gloo mostly sees at once that the connection of a dead rank is closed; the group's limit ends any wait.
+        assert float(seconds) < STAGES[stage].limit + SLACK
     # A rank that waits for a survivor may see the end of that one first; its error leads on to the rank that died.
     assert any(VICTIM in ranks for ranks in named.values())
     for rank, ranks in named.items():
