@@ -62,26 +62,29 @@ def lines(
     """
     device = _device()
     _join(device)
-    transports = _transports(device)
-    if unknown := set(only) - set(NAMES) | (set(only) & set(TRANSPORTS) - set(transports)):
-        allowed = ", ".join(n for n in NAMES if n not in TRANSPORTS or n in transports)
-        fail(ValueError, "ep", "only", ", ".join(sorted(unknown)), f"allowed: {allowed}")
+    transports = TRANSPORTS if device.type == "cuda" else TRANSPORTS[:1]
+    sizes = list(dict.fromkeys(size_of(s) for kind in KINDS.values() for s in _shapes(kind, device)))
+    known = (*KINDS, *RECIPES, *transports, *sizes)
+    if unknown := set(only) - set(known):
+        fail(ValueError, "ep", "only", ", ".join(sorted(unknown)), f"allowed: {', '.join(known)}")
     if routing not in ROUTINGS:
         fail(ValueError, "ep", "routing", routing, f"allowed: {', '.join(ROUTINGS)}")
-    chosen = {name: transports[name] for name in _named(only, transports)}
-    sizes = {size_of(s) for kind in KINDS.values() for s in _shapes(kind, device)}
+    over = _named(only, transports)
     runs = [(KINDS[kind], shape, Recipe.parse(recipe)) for kind in _named(only, KINDS)
             for shape in _shapes(KINDS[kind], device) if size_of(shape) in _named(only, sizes)
             for recipe in _named(only, RECIPES)]  # fmt: skip
-    if trace and (len(runs), len(chosen)) != (1, 1):
+    if not runs:
+        fail(ValueError, "ep", "only", ", ".join(only), "allowed: sizes of the kinds that are named; the layer has two")
+    if trace and (len(runs), len(over)) != (1, 1):
         allowed = "allowed: one run and one transport, by names of only: layer, mxfp8, 7168/2048, collectives"
-        fail(ValueError, "ep", "trace", f"{len(runs)} runs over {', '.join(chosen)}", allowed)
+        fail(ValueError, "ep", "trace", f"{len(runs)} runs over {', '.join(over)}", allowed)
     for kind, shape, recipe in runs:
-        work = kind.work(shape, routing, recipe, chosen, device)
-        found = _traced(work, trace) if trace else _measured(work, chosen, device, rounds)
+        opened = {name: _opened(name) for name in over}  # new ones: buffers grow with the largest run
+        work = kind.work(shape, routing, recipe, opened, device)
+        found = _traced(work, trace) if trace else _measured(work, opened, device, rounds)
         if dist.get_rank() == 0:
             yield from found
-        del work
+        del work, opened
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -106,18 +109,16 @@ def _join(device: torch.device) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def _transports(device: torch.device) -> dict[str, Transport]:
+def _opened(transport: str) -> Transport:
     group = dist.group.WORLD
-    assert group is not None
-    engines: dict[str, Transport] = {"copy engines": CopyEngines(group)} if device.type == "cuda" else {}
-    return {"collectives": Collectives(group), **engines}
+    return CopyEngines(group) if transport == "copy engines" else Collectives(group)
 
 
 def _shapes(kind: object, device: torch.device) -> tuple[Shape, ...]:
     return getattr(kind, "H200" if device.type == "cuda" else "TINY")
 
 
-def _named(only: Sequence[str], sort: "Sequence[str] | Mapping[str, object] | set[str]") -> list[str]:
+def _named(only: Sequence[str], sort: Sequence[str] | Mapping[str, object]) -> list[str]:
     """The names of a sort that are among `only`; all, if none is."""
     return [name for name in sort if name in only or not set(only) & set(sort)]
 

@@ -277,6 +277,26 @@ def test_a_step_on_a_cpu_has_its_stages(measured: Path) -> None:
     assert {event.stage for event in events} <= timeline.COLORS.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("row_kernel", "quantize"),
+        ("mx_kernel", "gather"),
+        ("rows_kernel", "gather"),
+        ("mm_mx_kernel", "products"),
+        ("void mxep::cuda::(anonymous namespace)::fold_matrices<8>(...)", "quantize weights"),
+        ("void mxep::cuda::(anonymous namespace)::backward_tiles<...>", "SwiGLU"),
+        ("nvjet_tst_128x64_64x8", "router"),
+        ("combine_kernel", "sum over replicas"),
+        ("Memcpy PtoP (Device -> Device)", "copies from peers"),
+        ("Memset (Device)", "others"),
+        ("void at::native::vectorized_elementwise_kernel<4, ...>", "others"),
+    ],
+)
+def test_names_of_kernels(name: str, stage: str) -> None:
+    assert timeline.stage_of(name)[1] == stage
+
+
 def test_every_stage_has_a_color() -> None:
     assert {stage for _, _, stage in (*timeline.STAGES, (None, *timeline.OTHERS))} | {"copies from peers"} == (
         timeline.COLORS.keys()

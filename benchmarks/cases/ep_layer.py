@@ -15,7 +15,7 @@ from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import MoE, MXFP8ExpertParallel, grouped_swiglu_ffn
 from mxep.torch_frontend.transport import Transport
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -46,15 +46,15 @@ def tokens_of(shape: MoELayer, routing: str, rank: int, device: torch.device) ->
     return x
 
 
-def our_layer(shape: MoELayer, recipe: Recipe, device: torch.device) -> MoE:
-    """The layer, its experts over all ranks; the weights' deviation is 1 / sqrt(fan in)."""
+def our_layer(shape: MoELayer, recipe: Recipe, group: dist.ProcessGroup, device: torch.device) -> MoE:
+    """The layer, its experts over the ranks of the group; the weights' deviation is 1 / sqrt(fan in)."""
     _, d, f, e, k = shape
     moe = MoE(d, f, e, k, recipe=recipe, dtype=BF16, device=device)
     with torch.no_grad():
         moe.router.weight.copy_(torch.eye(e, d))
         for w in (moe.experts.w1, moe.experts.w3, moe.experts.w2):
             w.copy_(values(*w.shape, device=device.type, octaves=0.5).mul_(w.shape[-1] ** -0.5))
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = DeviceMesh.from_group(group, device.type)
     parallelize_module(moe, mesh, MXFP8ExpertParallel(gradients="sum"))
     return moe
 
@@ -65,7 +65,7 @@ def work(
     """The layer of this shape, `tokens` on each of the ranks of the default group."""
     group = dist.group.WORLD
     assert group is not None
-    moe = our_layer(shape, recipe, device)
+    moe = our_layer(shape, recipe, group, device)
     x = tokens_of(shape, routing, group.rank(), device).requires_grad_()
     dy = values(shape.tokens, shape.dim, device=device.type, octaves=0.5)
     ours = moe.router.weight, moe.experts.w1, moe.experts.w3, moe.experts.w2

@@ -33,14 +33,14 @@ STAGES = (
     (r"nccl|c10d::|gloo:", "copies/wire", "all-to-all"),
     (r"Memcpy PtoP|Memcpy P2P", "copies/wire", "copies from peers"),
     (r"Memcpy DtoD", "copies/wire", "rows that stay"),
-    (r"Memcpy|Memset", "copies/wire", "counts, host"),
+    (r"Memcpy", "copies/wire", "counts, host"),
     (r"folded_product|bf16_product|grouped_|\bmm_\w*kernel|wgrad_\w*kernel", "products", "products"),
     (r"swiglu|backward_tiles|backward_rows", "other kernels", "SwiGLU"),
     (r"fold_matrices", "other kernels", "quantize weights"),
     (r"combine", "other kernels", "sum over replicas"),
     (r"route|softmax|topk|gemm|nvjet|cutlass|splitK|aten::mm", "other kernels", "router"),
     (r"count_slots|sum_counts|place_slots|sort|row_map", "other kernels", "sort_by_expert"),
-    (r"quantize|fold|balance_kernel|row_packed_kernel|both_kernel|col_kernel", "other kernels", "quantize"),
+    (r"quantize|fold|balance_kernel|row_kernel|row_packed_kernel|both_kernel|col_kernel", "other kernels", "quantize"),
     (r"rows_kernel|mx_kernel|permute|index|gather", "other kernels", "gather"),
 )
 OTHERS = "other kernels", "others"
