@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from examples.ranks import leave
+
 from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
@@ -96,6 +98,7 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
     if "ep" in args.sections and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
         list(import_module(".ep", __package__).lines(args.only, **options))
+        leave()
         return
     gpu = results.gpu_name()
     here = "gpu" if gpu else "cpu"
@@ -131,6 +134,8 @@ def main() -> None:
             print("not recorded: a shape of your own; --out FILE records it there")
         else:
             print("not recorded: the working tree differs from its commit; commit first, or pass --commit without git")
+    if "ep" in sections:
+        leave()
 
 
 if __name__ == "__main__":

@@ -144,10 +144,8 @@ def _measured(work: Work, transports: Mapping[str, Transport], device: torch.dev
 def _parts(work: Work, name: str, step: str, times: Mapping[str, Sample]) -> dict[str, float]:
     """Microseconds of the parts of a run over a transport, each alone, and what the wire adds."""
     directions = ("forward",) if step == "forward" else ("forward", "backward")
-    parts = {}
-    for part, key in (("wire", f"{name} wire"), ("products", "products")):
-        if f"{key} forward" in times:
-            parts[part] = round(sum(times[f"{key} {direction}"].us for direction in directions), 2)
+    alone = {"wire": f"{name} wire", "products": "products"}
+    parts = {part: round(sum(times[f"{key} {of}"].us for of in directions), 2) for part, key in alone.items()}
     parts["without_wire"] = times[f"without a wire {step}"].us
     parts["exposed"] = round(times[f"{name} {step}"].us - parts["without_wire"], 2)
     return parts
@@ -168,8 +166,9 @@ def _print(work: Work, times: Mapping[str, Sample], peaks: Mapping[str, int | No
         backward = {part: us - forward[part] for part, us in step.items()}
         wholes = {"forward": (one * 1e3, forward), "backward": ((both - one) * 1e3, backward)}
         for direction, (whole, parts) in wholes.items():
-            e = f"   e {max(parts['wire'], parts['products']) / whole:.2f}" if "products" in parts else ""
-            print(f"    {direction:8} " + "   ".join(f"{part} {us / 1e3:.3f}" for part, us in parts.items()) + e)
+            e = max(parts["wire"], parts["products"]) / whole
+            text = "   ".join(f"{part} {us / 1e3:.3f}" for part, us in parts.items())
+            print(f"    {direction:8} {text}   e {e:.2f}")
     print(end="", flush=True)
 
 

@@ -33,6 +33,7 @@ import torch
 torch.compile = lambda f, **_: f
 torch.set_num_threads(1)
 from benchmarks import ep
+from examples.ranks import leave
 out = Path(sys.argv[1])
 runs = [(["mxfp8"], "balanced"), (["layer", "mxfp8_wgrad_with_hp"], "one_expert"), (["mxfp8"], "dirichlet")]
 for only, routing in runs:
@@ -40,8 +41,7 @@ for only, routing in runs:
     with (out / f"lines{ep.dist.get_rank()}").open("a") as file:
         file.writelines(dumps(asdict(line)) + "\\n" for line in lines)
 assert not list(ep.lines(["layer", "mxfp8", "collectives"], trace=out / "trace.json"))
-ep.dist.barrier()
-ep.dist.destroy_process_group()
+leave()
 """
 
 
@@ -94,10 +94,9 @@ def test_a_run_over_a_transport_has_its_parts(rows: list[dict[str, Any]]) -> Non
         parts = row["stages_us"]
         assert (parts is not None) == (row["case"]["how"] == "collectives")
         if parts:
-            product = row["op"] in ("ep_fwd", "ep_fwd_bwd")
-            assert parts.keys() == {"wire", "without_wire", "exposed", *(["products"] if product else [])}
+            assert parts.keys() == {"wire", "products", "without_wire", "exposed"}
             assert parts["exposed"] == pytest.approx(row["us"] - parts["without_wire"], abs=0.1)
-            assert parts["wire"] > 0
+            assert min(parts["wire"], parts["products"]) > 0
 
 
 def test_the_tables_have_a_row_per_candidate(

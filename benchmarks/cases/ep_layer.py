@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.recipe import Recipe
+from mxep.core_kernels.swiglu.activation import PLAIN
 from mxep.torch_frontend import MoE, MXFP8ExpertParallel, grouped_swiglu_ffn
+from mxep.torch_frontend.expert_parallel import FFNExperts
+from mxep.torch_frontend.ffn import ffn_call
 from mxep.torch_frontend.transport import Transport
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..peers.ep_layer import Experts, experts_bf16, torch_layer
 from ..peers.moe_layer import Weights
 from .case import Tensors, values
+from .ep_products import Products
 from .ep_routing import places
 from .ep_wire import NoWire
 from .ep_work import BF16_WIRE, IN_TURN, PEER, Work, stages_of
@@ -95,9 +99,12 @@ def work(
 
     rows = shape.tokens * shape.top_k
     flops = 2 * 3 * rows * shape.dim * shape.hidden_dim
-    with torch.no_grad():
-        counts = moe(x)[1].counts
-    local = len(plain.w1)
+    t, _, _, e, k = shape
+    table = [(places(routing, t, e, k, rank) < k).sum(0).tolist() for rank in range(group.size())]
+    here = slice(group.rank() * len(plain.w1), (group.rank() + 1) * len(plain.w1))
+    call = ffn_call("benchmark", plain[1:], recipe, device, PLAIN, False, True, True, False)
+    experts, parameters = FFNExperts(call, (None, None, None)), (*plain[1:], None, None, None)
+    prob = torch.full((t,), 1 / k, device=device)
     return Work(
         op="ep_layer",
         case={**shape._asdict(), "ranks": group.size(), "routing": routing, "recipe": recipe.name},
@@ -105,8 +112,11 @@ def work(
         outputs=OUTPUTS,
         forwards={**peers, IN_TURN: over(None), **{name: over(t) for name, t in transports.items()}},
         step=step,
-        stages=stages_of(over(no_wire), step, no_wire, transports),
-        groups=counts[group.rank() * local :][:local] > 0,
+        stages={
+            **Products(experts, parameters, recipe, table, x, dy, prob).stages(),
+            **stages_of(over(no_wire), step, no_wire, transports),
+        },
+        groups=torch.tensor(table, device=device).sum(0)[here] > 0,
         min_sqnr_db=MIN_SQNR_DB,
     )
 

@@ -1,8 +1,7 @@
-"""Expert parallelism of one product: our pipeline in turn and overlapped, and its products alone.
+"""Expert parallelism of one product: a plain pipeline, and ours in turn and overlapped.
 
 in turn      dispatch --> grouped_mm --> combine
 overlapped   expert_parallel_mm, by each transport
-products     quantization of weights, folds and products of all chunks, without a wire
 """
 
 from collections.abc import Callable, Mapping
@@ -10,21 +9,19 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from mxep.core_kernels.exchange import Exchange, plan_exchange
-from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.recipe import Recipe
-from mxep.torch_frontend import MXTensor, combine, grouped_mm, ops
+from mxep.torch_frontend import combine, grouped_mm
 from mxep.torch_frontend.expert_parallel import MMExperts, mm_over
 from mxep.torch_frontend.grouped_mm import MMCall
-from mxep.torch_frontend.overlap import ends_of_chunks
 from mxep.torch_frontend.pipeline import dispatch_over
 from mxep.torch_frontend.products import ProductOptions
 from mxep.torch_frontend.shards import Ranks
-from mxep.torch_frontend.transport import CHUNK_BYTES, Transport
+from mxep.torch_frontend.transport import Transport
 from torch import Tensor
 
 from ..peers.expert_parallel import grouped_mm_bf16, pipeline
 from .case import Tensors
+from .ep_products import Products
 from .ep_routing import counts as rows_of_experts
 from .ep_wire import NoWire
 from .ep_work import BF16_WIRE, IN_TURN, PEER, Work, stages_of
@@ -78,11 +75,6 @@ class Inputs(NamedTuple):
         first = dist.get_rank() * local
         return [of_rank[first : first + local] for of_rank in self.table]
 
-    def row_bytes(self, recipe: Recipe) -> int:
-        """Of a row on its way to the experts."""
-        k = self.rows.shape[1]
-        return k + k // BLOCK if recipe.mx else 2 * k
-
     def step(self, forward: Callable[[], Tensor]) -> Tensors:
         """y and the gradients of rows and w."""
         y = forward()
@@ -108,8 +100,8 @@ def work(
 
     ours = lambda x, w: grouped_mm(x, w, ends, recipe=recipe, pad_token_groups=False)  # noqa: E731
     m, k, n, _ = shape
-    products = Products(inputs, recipe)
-    saved = products.forward()
+    experts = MMExperts(MMCall(ProductOptions.of(recipe, device, False, True), BF16), None)
+    products = Products(experts, (w, None), recipe, inputs.table, rows, inputs.dy, None)
     return Work(
         op="ep",
         case={**shape._asdict(), "ranks": ranks.degree, "routing": routing, "recipe": recipe.name},
@@ -123,52 +115,9 @@ def work(
         },
         step=inputs.step,
         stages={
-            "products forward": products.forward,
-            "products backward": lambda: products.backward(saved),
+            **products.stages(),
             **stages_of(over(no_wire), inputs.step, no_wire, transports),
         },
         groups=groups > 0,
         min_sqnr_db=MIN_SQNR_DB,
     )
-
-
-class Products:
-    """The products of both directions of `expert_parallel_mm`, with the chunks and kernels of the overlapped call."""
-
-    def __init__(self, inputs: Inputs, recipe: Recipe) -> None:
-        self.device = inputs.rows.device
-        self.plan: Exchange = plan_exchange(
-            inputs.table, dist.get_rank(), recipe.alignment, CHUNK_BYTES // inputs.row_bytes(recipe)
-        )
-        self.needs = (True, False, True, False)
-        self.experts = MMExperts(MMCall(ProductOptions.of(recipe, self.device, False, True), BF16), None)
-        rounding, mine = int(recipe.rounding), self.plan.operand_rows[dist.get_rank()]
-        quantize = (lambda x: ops.quantize_row(x, rounding)) if recipe.mx else (lambda x: (x,))
-        again = torch.arange(mine, device=self.device) % len(inputs.rows)  # this rank's values stand for those of all
-        rows, dy = (x.detach()[again] for x in (inputs.rows, inputs.dy))
-        self.rows, self.gradients = quantize(rows), quantize(dy)
-        self.out, self.dx = torch.empty_like(dy), torch.empty_like(rows)
-        self.ends = ends_of_chunks(self.plan, self.device)
-        self.w, self.dw = inputs.w.detach(), torch.empty_like(inputs.w)
-
-    def forward(self) -> list[tuple[object, ...]]:
-        """The products of all chunks; what their backward reads."""
-        saved, no_prob = [], torch.empty(0, device=self.device)
-        for c, chunk in enumerate(self.plan.chunks):
-            x, w = self._chunk(self.rows, chunk.start, chunk.end), self.w[chunk.first : chunk.last]
-            room = self.out[chunk.start : chunk.end]
-            saved.append(self.experts.forward(chunk, x, no_prob, self.ends[c], (w, None), self.needs, room)[1])
-        return saved
-
-    def backward(self, saved: list[tuple[object, ...]]) -> None:
-        steps = []
-        for chunk, state in zip(self.plan.chunks, saved, strict=True):
-            dout = self._chunk(self.gradients, chunk.start, chunk.end)
-            steps.append(self.experts.backward(state, dout, (BF16, BF16, None), self.needs))  # type: ignore[arg-type]
-            steps[-1].inputs(self.dx[chunk.start : chunk.end])
-        for chunk in self.plan.chunks:
-            steps.pop(0).weights([self.dw[chunk.first : chunk.last]])
-
-    def _chunk(self, parts: tuple[Tensor, ...], start: int, end: int) -> Tensor:
-        parts = tuple(part[start:end] for part in parts)
-        return MXTensor(parts[0], parts[1], BF16) if len(parts) == 2 else parts[0]

@@ -37,7 +37,7 @@ def e_of(one: Row, both: Row) -> tuple[float, float] | None:
     (0.75, 0.9)
     """
     first, all_ = one.get("stages_us") or {}, both.get("stages_us") or {}
-    if not {"wire", "products"} <= first.keys() & all_.keys():
+    if not first or not all_:
         return None
     backward = max(all_[part] - first[part] for part in ("wire", "products"))
     return max(first["wire"], first["products"]) / one["us"], backward / (both["us"] - one["us"])
