@@ -35,8 +35,8 @@ BF16 = torch.bfloat16
 H200 = (MoELayer(16384, 7168, 2048, 32, 8), MoELayer(16384, 2048, 1408, 64, 6))
 TINY = (MoELayer(96, 64, 32, 8, 2),)
 OUTPUTS = ("y", "x", "router", "w1", "w3", "w2")
-# y and every gradient against the plain layer: at least 22.2 dB measured on a CPU, over two ranks, the three routings
-# and both recipes; less 1.2.
+# y and every gradient against the plain layer: at least 22.1 dB measured on a CPU, over three shapes, all routings,
+# both recipes, "exact" and "fold"; less 1.1.
 MIN_SQNR_DB = 21.0
 
 
