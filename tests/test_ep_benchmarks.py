@@ -237,6 +237,8 @@ def synthetic() -> list[dict[str, Any]]:
     kernel("Memcpy DtoD (Device -> Device)", 25, 20, 14, "gpu_memcpy", 9)
     kernel("void mxep::cuda::sm90::(anonymous namespace)::folded_product<false>", 45, 30, 16)
     kernel("Memcpy DtoD (Device -> Device)", 76, 2, 18, "gpu_memcpy")
+    events.append({"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": 79, "dur": 6,
+                   "args": {"correlation": 1000, "stream": 9}})  # fmt: skip
     kernel("combine_bwd_row_kernel", 100, 10, 31)
     kernel("void mxep::cuda::(anonymous namespace)::backward_rows<...>", 110, 5, 32)
     kernel("ncclDevKernel_SendRecv", 112, 10, 33, stream=11)
@@ -252,14 +254,15 @@ def test_the_lanes_of_a_trace(tmp_path: Path) -> None:
         Event("forward", "copies/wire", "copies from peers", 5, 25),
         Event("forward", "products", "products", 25, 55),
         Event("forward", "copies/wire", "rows that stay", 56, 58),
+        Event("forward", "copies/wire", "copies from peers", 59, 65),  # of an unknown launch, after the host returned
         Event("backward", "other kernels", "sum over replicas", 80, 90),
         Event("backward", "other kernels", "SwiGLU", 90, 95),
         Event("backward", "copies/wire", "all-to-all", 92, 102),
     ]
     found = {line[:36].strip(): line[36:].split() for line in timeline.table(events).splitlines()}
     assert found["products: products"] == ["0.030", "0.000"]
-    assert found["copies/wire without a kernel"] == ["0.017", "0.007"]
-    assert found["from the first to the last"] == ["0.058", "0.022"]
+    assert found["copies/wire without a kernel"] == ["0.023", "0.007"]
+    assert found["from the first to the last"] == ["0.065", "0.022"]
     timeline.draw(events, tmp_path / "trace.svg")
     text = (tmp_path / "trace.svg").read_text()
     assert all(word in text for word in (*timeline.LANES, *timeline.DIRECTIONS, "copies from peers"))

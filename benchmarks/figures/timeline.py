@@ -105,16 +105,20 @@ def read(path: Path) -> list[Event]:
     ran = sorted((e for e in found if e.get("cat") in ON_GPU), key=lambda e: e["ts"]) or _of_a_cpu(found)
     launches = {e["args"]["correlation"]: e["ts"] for e in found
                 if e.get("cat") in LAUNCHES and "correlation" in e.get("args", {})}  # fmt: skip
-    launched = lambda e: launches.get(e.get("args", {}).get("correlation"), e["ts"])  # noqa: E731
-    ran = [e for e in ran if marks and launched(e) >= marks[-1]["ts"]]
+
+    def launched(e: dict[str, Any]) -> float | None:
+        """None of a copy by address, whose launch is not in the trace; an op on a CPU is its own launch."""
+        return launches.get(e["args"]["correlation"]) if e["cat"] in ON_GPU else e["ts"]
+
+    ran = [(e, at) for e, at in ((e, launched(e)) for e in ran) if marks and (at or e["ts"]) >= marks[-1]["ts"]]
     if not ran:
         got = f"{path.name} with {len(marks)} marks of a forward and nothing behind"
         fail(ValueError, "timeline", "path", got, "allowed: a trace of python -m benchmarks ep --trace FILE")
-    returned, first = marks[-1]["ts"] + marks[-1]["dur"], ran[0]["ts"]
-    backward = min((e["ts"] for e in ran if launched(e) > returned), default=float("inf"))
-    kernels = {e.get("args", {}).get("stream") for e in ran if e["cat"] == "kernel"}
+    returned, first = marks[-1]["ts"] + marks[-1]["dur"], ran[0][0]["ts"]
+    backward = min((e["ts"] for e, at in ran if at is not None and at > returned), default=float("inf"))
+    kernels = {e.get("args", {}).get("stream") for e, _ in ran if e["cat"] == "kernel"}
     events = []
-    for e in ran:
+    for e, _ in ran:
         lane, stage = stage_of(e["name"])
         if stage == "rows that stay" and e.get("args", {}).get("stream") not in kernels:
             stage = "copies from peers"  # whose memory is mapped here
