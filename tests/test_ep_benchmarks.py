@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from mxep.core_kernels.recipe import Recipe
+from mxep.torch_frontend.copy_engines import CopyEngines
 
 from benchmarks import __main__, ep, ep_jax, readme
 from benchmarks.cases import ep_routing, ep_wire, ep_work, expert_parallel
@@ -157,6 +159,19 @@ def test_rows_that_do_not_travel_and_noise_are_errors(alone: None) -> None:
     assert ep_work.check(right) >= expert_parallel.MIN_SQNR_DB
     with pytest.raises(AssertionError, match=r"^ep: \{'y': .*\} dB from bf16; expected 40 or more$"):
         ep_work.check(right._replace(min_sqnr_db=40))
+
+
+def test_the_peak_has_the_memory_of_the_transport(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = object.__new__(CopyEngines)  # its constructor needs a GPU
+    engines.rank = 1
+    box: Any = SimpleNamespace(of_rank=[torch.empty(32), torch.empty(16)])
+    engines.boxes = {"experts": box, "tokens": None}
+    assert ep_work.held_nbytes(engines) == 64
+    monkeypatch.setattr(ep, "peak_nbytes", lambda run: (run(), 1000)[1])
+    monkeypatch.setattr(ep, "held_nbytes", lambda transport: 64)
+    forward, both = list(ep.lines(["product", "mxfp8"], rounds=1))[-2:]
+    assert (both.case["how"], both.peak_nbytes, both.peer_peak_nbytes) == ("collectives", 1064, 1000)
+    assert (forward.peak_nbytes, forward.peer_peak_nbytes) == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def tables(rows: Sequence[Row]) -> str:
         names = {"sizes": "tokens per rank" if op == "ep_layer" else "rows per rank",
                  "top_k": ", top-k" if op == "ep_layer" else " per rank"}  # fmt: skip
         head = [cell.format(**names) for cell in HEAD]
-        text += [title, "", f"{machine([dict(row) for row, _ in found])}.", "", f"| {' | '.join(head)} |",
+        gpus = [{**row, "hardware": row["hardware"].split("x ")[-1]} for row, _ in found]  # a column has their number
+        text += [title, "", f"{machine(gpus)}.", "", f"| {' | '.join(head)} |",
                  f"|{' --- |' * len(head)}", *(f"| {' | '.join(_cells(*pair))} |" for pair in found), ""]  # fmt: skip
     return "\n".join(text).strip()
 
