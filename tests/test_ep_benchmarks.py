@@ -18,7 +18,7 @@ from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend.copy_engines import CopyEngines
 
 from benchmarks import __main__, ep, ep_jax, readme
-from benchmarks.cases import ep_routing, ep_wire, ep_work, expert_parallel
+from benchmarks.cases import ep_layer, ep_routing, ep_wire, ep_work, expert_parallel, shapes
 from benchmarks.figures import device_timing, results, table_ep, timeline
 from benchmarks.figures.timeline import Event
 
@@ -218,6 +218,16 @@ def test_a_token_chooses_each_expert_once(tokens: int, experts: int, top_k: int)
     assert rows[0] == round(tokens * min(0.3 * top_k, 1))
     first, second = (ep_routing.places("balanced", tokens, experts, top_k, rank) for rank in (0, 1))
     assert (first != second).any()
+
+
+@pytest.mark.parametrize("experts", [8, 64, 256])
+@pytest.mark.parametrize("routing", ep_routing.ROUTINGS)
+def test_logits_choose_what_the_routing_says(routing: str, experts: int) -> None:
+    shape = shapes.MoELayer(64, 256, 32, experts, 6)
+    x = ep_layer.tokens_of(shape, routing, 1, torch.device("cpu"))
+    logits = torch.nn.functional.linear(x, torch.eye(experts, shape.dim, dtype=x.dtype))
+    places = ep_routing.places(routing, shape.tokens, experts, shape.top_k, rank=1)
+    assert (logits.argsort(dim=1, descending=True).numpy() == np.argsort(places, axis=1)).all()
 
 
 def test_rows_of_a_product() -> None:
