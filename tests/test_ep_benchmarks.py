@@ -157,8 +157,11 @@ def test_rows_that_do_not_travel_and_noise_are_errors(alone: None) -> None:
         ep_work.check(work)
     right = work._replace(forwards={name: f for name, f in work.forwards.items() if name != "nothing"})
     assert ep_work.check(right) >= expert_parallel.MIN_SQNR_DB
-    with pytest.raises(AssertionError, match=r"^ep: \{'y': .*\} dB from bf16; expected 40 or more$"):
+    with pytest.raises(AssertionError, match=r"^ep: bf16 wire: \{'y': .*\} dB from bf16; expected 40 or more$"):
         ep_work.check(right._replace(min_sqnr_db=40))
+    exact = {**right.forwards, "bf16 wire": right.forwards["bf16"]}
+    with pytest.raises(AssertionError, match=r"^ep: in turn: \{'y': .*\} dB from bf16; expected 40 or more$"):
+        ep_work.check(right._replace(min_sqnr_db=40, forwards=exact))
 
 
 def test_the_peak_has_the_memory_of_the_transport(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,8 +59,8 @@ def held_nbytes(transport: Any) -> int:
 
 
 def check(work: Work) -> float:
-    """Bytes of the runs over a transport against the run in turn, on all ranks; the least SQNR in dB of the result and
-    of all gradients against the peer. Raises AssertionError on all ranks alike."""
+    """Bytes of the runs over a transport against the run in turn, on all ranks; SQNR in dB of the result and of all
+    gradients against the peer. Returns the least of ours. Raises AssertionError on all ranks alike."""
     want = work.step(work.forwards[IN_TURN])
     for name in work.transports:
         for _ in range(2):  # the second call reuses buffers
@@ -71,12 +71,13 @@ def check(work: Work) -> float:
                 values = dict(zip(work.outputs, wrong.tolist(), strict=True))
                 raise AssertionError(f"{work.op}: {name}: values that differ from the run in turn: {values}")
             del got
-    found = [_sqnr_db(work, a, b) for a, b in zip(want, work.step(work.forwards[PEER]), strict=True)]
-    least = torch.stack(found).nan_to_num(nan=-torch.inf)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    db = dict(zip(work.outputs, least.tolist(), strict=True))
-    if not min(db.values()) >= work.min_sqnr_db:
-        raise AssertionError(f"{work.op}: {db} dB from bf16; expected {work.min_sqnr_db} or more")
+    peer = work.step(work.forwards[PEER])
+    for name, got in ((BF16_WIRE, work.step(work.forwards[BF16_WIRE])), (IN_TURN, want)):
+        least = torch.stack([_sqnr_db(work, a, b) for a, b in zip(got, peer, strict=True)]).nan_to_num(nan=-torch.inf)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        db = dict(zip(work.outputs, least.tolist(), strict=True))
+        if not min(db.values()) >= work.min_sqnr_db:
+            raise AssertionError(f"{work.op}: {name}: {db} dB from bf16; expected {work.min_sqnr_db} or more")
     return round(min(db.values()), 1)
 
 
