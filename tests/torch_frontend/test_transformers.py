@@ -24,8 +24,8 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 from ..compare import sqnr_db
 from .hf_models import BUILDERS, VOCABULARY, E, loss_and_gradients, model_of, sqnr_of_all
 
-# Measured, the worst of all gradients of the five models: bf16 44.7 dB, MXFP8 21.7. Less 1.
-FLOORS_DB = {"bf16": 43.7, "mxfp8": 20.7}
+# Measured, the worst of all gradients of the five models: bf16 43.5 dB, MXFP8 21.7. Less 1.
+FLOORS_DB = {"bf16": 42.5, "mxfp8": 20.7}
 REGISTERED = [name for name in BUILDERS if name != "llama4"]
 
 
@@ -283,8 +283,9 @@ def test_the_trainer_learns_the_same(tmp_path: Path) -> None:
     assert sqnr_db(losses["mxfp8"], losses["eager"]) > 40, losses
 
 
-def test_one_graph() -> None:
-    experts, inputs = model_of("gpt_oss").get_submodule("model.layers.0.mlp.experts"), routing(E)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_one_graph(name: str) -> None:
+    experts, inputs = model_of(name).get_submodule("model.layers.0.mlp.experts"), routing(E)
     eager = run(experts, "mxfp8", *inputs)
     graph = run(torch.compile(experts, fullgraph=True, backend="aot_eager"), "mxfp8", *inputs)
     assert eager.keys() == {name.removeprefix("_orig_mod.") for name in graph}
