@@ -134,6 +134,15 @@ class MXFP8ExpertParallel(ParallelStyle):
             fail(ValueError, op, "recipe", recipe, f"allowed: the module's own, {own}, or None")
         if getattr(experts, "expert_parallel", None) is not None:
             fail(ValueError, op, "module", "experts that are parallel already", "allowed: once")
+        parameters = dict(experts.named_parameters(recurse=False))
+        numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
+        shapeless = any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)
+        if len(numbers) != 1 or shapeless:
+            got = f"a {type(experts).__name__} with parameters {', '.join(parameters) or 'of submodules alone'}"
+            allowed = "allowed: a MoE, its experts, or a module whose own parameters have experts as dim 0"
+            inside = [name for name, part in experts.named_modules() if isinstance(part, MoE | GroupedExperts)]
+            allowed += f"; here {inside[0]!r}" if inside else ""
+            fail(ValueError, op, "module", got, allowed)
         if not ours and self.gradients != "sum":
             allowed = f"allowed: gradients='sum' for a {type(experts).__name__}; MoE and GroupedExperts take both"
             fail(ValueError, op, "gradients", repr(self.gradients), allowed)
@@ -145,13 +154,6 @@ class MXFP8ExpertParallel(ParallelStyle):
         if self.transport is not None and self.transport.group.group_name != name_of_group(mesh.get_group()):
             got, allowed = f"one of group {self.transport.group.group_name!r}", "allowed: one of the mesh's group"
             fail(ValueError, op, "transport", got, f"{allowed}, mesh.get_group()")
-        parameters = dict(experts.named_parameters(recurse=False))
-        numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
-        shapeless = any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)
-        if len(numbers) != 1 or shapeless:
-            got = f"a {type(experts).__name__} with parameters {', '.join(parameters) or 'of submodules alone'}"
-            allowed = "allowed: a MoE, its experts, or a module whose own parameters have experts as dim 0"
-            fail(ValueError, op, "module", got, allowed)
         for name, parameter in parameters.items():
             if parameter.shape[0] % mesh.size():
                 allowed = f"allowed: a number of experts that the mesh of {mesh.size()} ranks divides"

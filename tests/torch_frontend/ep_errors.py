@@ -175,9 +175,11 @@ def bad_arguments_of_parallel_experts() -> None:
     for module, told in (
         (nn.Sequential(nn.Linear(D, D)), "a Sequential with parameters of submodules alone"),
         (nn.Linear(D, D, bias=False), "a Linear with parameters weight"),
+        (nn.ModuleDict({"moe": MoE(D, 96, E, 1)}), "a ModuleDict with parameters of submodules alone.*; here 'moe'$"),
     ):
-        with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: module: got {told}"):
-            parallelize_module(module, mesh, style)
+        for chosen in (style, MXFP8ExpertParallel()):
+            with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: module: got {told}"):
+                parallelize_module(module, mesh, chosen)
     with pytest.raises(ValueError, match=r"gradients: got 'mean'; allowed: gradients='sum' for a Experts"):
         parallelize_module(Experts(), mesh, MXFP8ExpertParallel())
     module = nn.Linear(D, D) if RANK == 0 else Experts()
