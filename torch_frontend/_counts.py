@@ -25,7 +25,8 @@ class Agreement(NamedTuple):
 
     rows, num_rows: as `checked_rows` returns them. sent: (E + 1,), this rank's counts and the number of its rows, or -1
     if it is about to raise `error`; where a token goes once to each rank, also its copies for each one. of_all: `sent`
-    of every rank. received: (E,), rows that this rank receives, per rank and local expert. layout: of the copies.
+    of every rank. received: (E,), rows that this rank receives, per rank and local expert. copies: (ranks, 1), copies
+    that it receives, or (ranks, 0). layout: of the copies that it sends.
     """
 
     rows: Tensor | TokenReplicas
@@ -33,6 +34,7 @@ class Agreement(NamedTuple):
     sent: Tensor
     of_all: Tensor
     received: Tensor
+    copies: Tensor
     error: Exception | None
     layout: Layout | None
 
@@ -134,22 +136,23 @@ def _numbers_of_copies(ranks: Ranks) -> int:
     return 0 if ranks.replicas == "each" else ranks.degree
 
 
-def _exchange_counts(message: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
-    """The message, those of all ranks, and of their counts (E,) what this rank receives, per rank and local expert."""
+def _exchange_counts(message: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`sent`, `of_all`, `received` and `copies` of an `Agreement`."""
     experts = message.shape[0] - 1 - _numbers_of_copies(ranks)
     return message, *_exchange_messages(message, ranks.group_name, ranks.degree, experts // ranks.degree)
 
 
 @torch.compiler.allow_in_graph  # Dynamo cannot look up a group
-def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int) -> tuple[Tensor, Tensor]:
+def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int) -> tuple[Tensor, Tensor, Tensor]:
     """E * ranks integers take no longer than E, and they give the balance of the whole batch."""
     splits = [message.shape[0]] * degree
     try:
         of_all = all_to_all(message.repeat(degree), splits, splits, group_name).view(degree, -1)
     except RuntimeError as error:
         no_answer("dispatch", "counts", f"an error while the ranks exchange them: {error}")
-    first = group_named(group_name).rank() * local
-    return of_all, of_all[:, first : first + local].reshape(-1)
+    rank = group_named(group_name).rank()
+    copies = of_all[:, degree * local + 1 :][:, rank : rank + 1]
+    return of_all, of_all[:, rank * local : (rank + 1) * local].reshape(-1), copies
 
 
 def checked_rows(
@@ -206,12 +209,12 @@ def splits_of(table: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
 Splits = tuple[list[int], list[int]]
 
 
-def agreed_splits(counts: Tensor, agreed: Agreement, rank: int) -> tuple[Splits, Splits]:
+def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[Splits, Splits]:
     """The splits, received and sent, of rows, and of the copies of tokens, which are empty without a layout; the host
     waits. Raises this rank's error, or ValueError if its counts are wrong, or another rank's."""
     degree, experts = agreed.of_all.shape[0], agreed.received.shape[0]
     if not torch.compiler.is_compiling():
-        of_all = agreed.of_all.tolist()
+        of_all, rank = agreed.of_all.tolist(), group_named(group_name).rank()
         splits = splits_of(checked_table(counts, agreed, of_all), rank)
         copies = [message[experts + 1 :] for message in of_all]
         return splits, ([], []) if agreed.layout is None else ([row[rank] for row in copies], copies[rank])
@@ -221,6 +224,6 @@ def agreed_splits(counts: Tensor, agreed: Agreement, rank: int) -> tuple[Splits,
     if agreed.layout is None:
         received, sent = both.tolist()
         return (received, sent), ([], [])
-    both = torch.cat([both, agreed.of_all[:, experts + 1 + rank][None], agreed.sent[None, experts + 1 :]])
+    both = torch.cat([both, agreed.copies.mT, agreed.sent[None, experts + 1 :]])
     received, sent, *copies = both.tolist()
     return (received, sent), (copies[0], copies[1])

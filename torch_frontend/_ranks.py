@@ -44,10 +44,6 @@ def degree_of(group_name: str) -> int:
     return group_named(group_name).size() if group_name else 1
 
 
-def rank_in(group_name: str) -> int:
-    return group_named(group_name).rank()
-
-
 def checked_all_to_all(
     op: str,
     x: Tensor,

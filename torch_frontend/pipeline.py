@@ -25,7 +25,7 @@ from ..core_kernels.replicas import Replicas, check_replicas_option
 from ._checks import check_probs, check_shape, out_dtype_of
 from ._counts import agree_on_counts, agreed_splits, checked_rows
 from ._ranges import named
-from ._ranks import check_rows_to_send, degree_of, name_of, rank_in
+from ._ranks import check_rows_to_send, degree_of, name_of
 from ._torch_private import captures_splits
 from .ep import TokenReplicas, exchange_rows, sent_rows
 from .mx_tensor import MXTensor
@@ -152,7 +152,7 @@ def _send(
     agreed = agree_on_counts(rows, counts, recipe, ranks, probs)
     rows, received = agreed.rows, agreed.received
     # torch's all-to-all takes its splits from the host: the one sync of the layer.
-    splits, of_copies = agreed_splits(counts, agreed, rank_in(ranks.group_name))
+    splits, of_copies = agreed_splits(counts, agreed, ranks.group_name)
     local, name = received.shape[0] // ranks.degree, ranks.group_name
 
     def laid_out(num_rows: int) -> RowMap:
@@ -167,9 +167,9 @@ def _send(
             route = route._replace(order=rows.order, slots=rows.inverse, top_k=rows.top_k)
         return groups, row_map.padded_counts, route
     assert isinstance(rows, TokenReplicas)
-    slots = exchange_slots(agreed.layout, *splits, name)
+    slots = exchange_slots(agreed.layout.slots, *splits, name)
     row_map = laid_out(slots.shape[0])
-    numbers = received.view(ranks.degree, -1).sum(1), agreed.of_all[:, received.shape[0] + 1 + rank_in(name)]
+    numbers = received.view(ranks.degree, -1).sum(1), agreed.copies[:, 0]
     summed = ranks.replicas == "summed"
     copies = map_copies(agreed.layout, slots, *numbers, row_map, rows.top_k, *of_copies, summed)
     route = Route(row_map, agreed.totals, recipe, name, *splits, rows.order, rows.inverse, rows.top_k, copies)

@@ -83,9 +83,10 @@ class Copies(NamedTuple):
     summed: bool
 
 
-def exchange_slots(layout: Layout, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
+@torch.compiler.allow_in_graph  # Dynamo cannot look up a group
+def exchange_slots(slots: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
     """(M,) the slots of the replicas received. The splits are of replicas."""
-    return all_to_all(layout.slots[:, None], output_splits, input_splits, group_name)[:, 0]
+    return all_to_all(slots[:, None], output_splits, input_splits, group_name)[:, 0]
 
 
 def map_copies(
