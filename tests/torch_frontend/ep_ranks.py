@@ -337,6 +337,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         f"replicas_of_a_layer[{ep}-{prob_in}]": partial(ep_replicas.layer, parallel_layer, ep, prob_in)
         for ep, prob_in in ((2, "combine"), (4, "swiglu"))
     },
+    "replicas_and_their_error": lambda: ep_replicas.errors(mesh_of(4).get_group()),
     "bad_input": bad_input,
     **{
         f"compiled_layer[{prob_in}-{replicas}]": partial(compiled_layer, prob_in, replicas)
