@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ep_overlap import same
+from ep_overlap import device_of, same
 from mxep.core_kernels.recipe import Recipe
 from mxep.core_kernels.replicas import Replicas
 from mxep.torch_frontend import (
@@ -61,15 +61,17 @@ def values(x: Tensor) -> Tensor:
 
 def run(c: Case, name: str, weighted: bool, how: Replicas, group: dist.ProcessGroup) -> list[Tensor | None]:
     """The groups, the probabilities in them, y, dx and dprobs."""
-    x, probs = to_torch(c.x).requires_grad_(), to_torch(c.probs).requires_grad_(weighted)
-    order, inverse, counts = sort_by_expert(to_torch(c.experts), len(c.factors))
+    device = device_of(group)
+    x, dy, experts, probs, factors = (to_torch(values).to(device) for values in c)
+    x, probs = x.requires_grad_(), probs.requires_grad_(weighted)
+    order, inverse, counts = sort_by_expert(experts, len(c.factors))
     tokens = TokenReplicas(x, order, inverse, TOP_K)
     groups, _, route = dispatch(tokens, counts, recipe=RUNS[name], group=group, replicas=how)
-    ends, row = route.group_ends, torch.arange(groups.shape[0])
+    ends, row = route.group_ends, torch.arange(groups.shape[0], device=device)
     local = torch.searchsorted(ends, row, right=True, out_int32=True).clamp_max(LOCAL - 1)
-    out = Multiply.apply(groups, to_torch(c.factors)[group.rank() * LOCAL + local])
+    out = Multiply.apply(groups, factors[group.rank() * LOCAL + local])
     y = combine(out, route, probs if weighted else None)
-    y.backward(to_torch(c.dy))
+    y.backward(dy)
     return [values(groups), dispatch_probs(probs.detach(), route), y, x.grad, probs.grad]
 
 
@@ -89,19 +91,19 @@ def of_routings(names: tuple[str, ...], routings: tuple[str, ...], group: dist.P
 
 def of_a_subset(group: dist.ProcessGroup) -> None:
     """An order of its own within each expert, and slots without a row."""
-    c = case("random", group.rank(), group.size(), tokens=9)
-    order, _, counts = sort_by_expert(to_torch(c.experts), len(c.factors))
+    c, device = case("random", group.rank(), group.size(), tokens=9), device_of(group)
+    order, _, counts = sort_by_expert(to_torch(c.experts).to(device), len(c.factors))
     kept = torch.cat([part.flip(0) for part in order.split(counts.tolist())])
     kept = torch.where(kept % 7 == 3, -1, kept)
     inverse = torch.full_like(order, -1)
-    inverse[kept[kept >= 0]] = torch.arange(order.shape[0], dtype=torch.int32)[kept >= 0]
+    inverse[kept[kept >= 0]] = torch.arange(order.shape[0], dtype=torch.int32, device=device)[kept >= 0]
     results = []
     for how in HOWS[:2]:
-        x = to_torch(c.x).requires_grad_()
+        x = to_torch(c.x).to(device).requires_grad_()
         tokens = TokenReplicas(x, kept, inverse, TOP_K)
         groups, _, route = dispatch(tokens, counts, group=group, replicas=how)
         y = combine(groups.dequantize(), route)
-        y.backward(to_torch(c.dy))
+        y.backward(to_torch(c.dy).to(device))
         results.append([values(groups), y, x.grad])
     same(*results, "subset")
 
