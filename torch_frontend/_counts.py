@@ -46,10 +46,11 @@ class Agreement(NamedTuple):
 
 def agree_on_counts(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    error: Exception | None = None,
+    error: Exception | None = None, shared: dict[str, Any] | None = None,
 ) -> Agreement:  # fmt: skip
     """Check this rank's arguments, unless it has an `error` already, and exchange the counts. A collective; the host
-    does not wait, unless the number of experts is unknown."""
+    does not wait, unless the number of experts is unknown. Then the ranks compare recipe, `replicas` and what is
+    `shared`, by argument; the ranks of a layer have compared theirs before."""
     num_rows = 0
     try:
         if error is None:
@@ -59,7 +60,8 @@ def agree_on_counts(
     if not ranks.num_experts:
         if can_compare(ranks.group_name):
             x = rows.x if isinstance(rows, TokenReplicas) else rows
-            compare_calls("dispatch", x, counts, recipe, ranks.replicas, ranks.group_name, error)
+            shared = {"recipe": recipe, "replicas": ranks.replicas} | (shared or {})
+            compare_calls("dispatch", x, counts, shared, ranks.group_name, error)
         elif error is not None:
             raise error
     if error is not None:
@@ -92,11 +94,11 @@ class Counts(NamedTuple):
 
 def counts_of_ranks(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    error: Exception | None,
+    error: Exception | None, shared: dict[str, Any],
 ) -> Counts:  # fmt: skip
     """`agree_on_counts` for a caller whose host waits later. An error on one rank raises on all: here on this one, in
     `table` on the others."""
-    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, error)
+    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, error, shared)
     if agreed.error is not None:
         raise agreed.error
     read = _reading(agreed.of_all)
@@ -206,10 +208,10 @@ def splits_of(table: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
     return [sum(row[parts[rank]]) for row in table], [sum(table[rank][part]) for part in parts]
 
 
-Splits = tuple[list[int], list[int]]
+BothWays = tuple[list[int], list[int]]
 
 
-def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[Splits, Splits]:
+def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[BothWays, BothWays]:
     """The splits, received and sent, of rows, and of the copies of tokens, which are empty without a layout; the host
     waits. Raises this rank's error, or ValueError if its counts are wrong, or another rank's."""
     degree, experts = agreed.of_all.shape[0], agreed.received.shape[0]

@@ -4,8 +4,8 @@ arguments of a rank --check--> valid or an error --all-gather--> table of all ra
 """
 
 import zlib
-from collections.abc import Sequence
-from typing import Any, NoReturn, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
-from ..core_kernels.replicas import Replicas
 from ._checks import check_flag, check_floats, check_int, check_plain
 from ._torch_private import all_gather, group_named, is_fake, name_of_group
 
@@ -167,15 +166,14 @@ def compare_all_to_all(
 
 
 def compare_calls(
-    op: str, rows: Tensor | None, counts: Tensor, recipe: Any, replicas: Replicas, group_name: str,
-    error: Exception | None,
-) -> None:  # fmt: skip
+    op: str, rows: Tensor, counts: Tensor, shared: Mapping[str, Any], group_name: str, error: Exception | None
+) -> None:
     """Raise on every rank if one rank has an `error` or the calls differ in what all ranks share: the number of
-    experts, the width and the dtype of a row, the recipe, the option `replicas`. A collective."""
-    checksum, options = zlib.crc32(repr(recipe).encode()), get_args(Replicas)  # the same in every process
-    ours = [-1] * 5
-    if error is None and rows is not None:
-        ours = [counts.shape[0], rows.shape[1], rows.dtype.itemsize, checksum, options.index(replicas)]
+    experts, the width and the dtype of a row, and the arguments `shared`. A collective."""
+    checksums = [zlib.crc32(repr(value).encode()) for value in shared.values()]  # the same in every process
+    ours = [-1] * (3 + len(shared))
+    if error is None:
+        ours = [counts.shape[0], rows.shape[1], rows.dtype.itemsize, *checksums]
     table = table_of_ranks(op, ours, group_name)
     raise_of_ranks(op, "rows", [theirs[0] < 0 for theirs in table], error)
     for rank, theirs in enumerate(table):
@@ -184,11 +182,9 @@ def compare_calls(
         ):
             if one != other:
                 fail(ValueError, op, argument, f"{one} {what} on rank {rank}", f"allowed: {other}, as here")
-        if theirs[3] != checksum:
-            fail(ValueError, op, "recipe", f"another one on rank {rank}", f"allowed: {recipe}, as here")
-        if theirs[4] != ours[4]:
-            got = f"{options[theirs[4]]!r} on rank {rank}"
-            fail(ValueError, op, "replicas", got, f"allowed: {replicas!r}, as here")
+        for (argument, value), one, other in zip(shared.items(), theirs[3:], checksums, strict=True):
+            if one != other:
+                fail(ValueError, op, argument, f"another one on rank {rank}", f"allowed: {value}, as here")
 
 
 def agree(op: str, group_name: str, arguments: dict[str, Any], error: Exception | None) -> None:

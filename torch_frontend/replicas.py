@@ -47,7 +47,7 @@ def lay_out(tokens: TokenReplicas, counts: Tensor, ranks: int) -> Layout:
     error."""
     x, order, _, top_k = tokens
     device, tops = order.device, x.shape[0] * ranks
-    ends = counts.view(ranks, -1).sum(1, dtype=torch.int64).cumsum(0)
+    ends = counts.reshape(ranks, -1).sum(1, dtype=torch.int64).cumsum(0)
     replica = torch.arange(order.shape[0], device=device)
     rank = torch.searchsorted(ends, replica, right=True).clamp_max(ranks - 1)
     # The last place takes the replicas of no token.

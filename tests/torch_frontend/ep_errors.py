@@ -116,7 +116,7 @@ def experts_that_nobody_agreed_on() -> None:
     tokens = TokenReplicas(X, order, inverse, 2)
     for ours, theirs in (("once", "each"), ("summed", "once")):
         mine = ours if RANK == 0 else theirs
-        raises(f"replicas: got '{theirs}' on rank 1; allowed: '{ours}', as here", f"replicas: got '{ours}' on rank 0",
+        raises(*(f"replicas: got another one on rank {r}; allowed: {own}, as" for r, own in ((1, ours), (0, theirs))),
                lambda mine=mine: dispatch(tokens, counts, group=GROUP, replicas=mine))  # fmt: skip
     mine = (tokens, counts) if RANK else (X, COUNTS)
     raises("replicas: got 'once'; allowed: 'each' for rows", told,
@@ -261,6 +261,13 @@ def bad_arguments_of_overlapped_experts() -> None:
         arguments = {"rows": X, "w": w, "counts": COUNTS, "group": GROUP}
         mine = arguments | change if RANK == 0 else arguments
         raises(words, told, lambda mine=mine: expert_parallel_mm(**mine))
+    for argument, change, shown in (
+        ("transport", {"transport": Collectives(GROUP, chunk_bytes=1)}, "Collectives(chunk_bytes=1)"),
+        ("gradients of", {"rows": X.clone().requires_grad_()}, "['rows']"),
+    ):
+        mine = arguments | change if RANK == 0 else arguments
+        words = f"{argument}: got another one on rank 1; allowed: {shown}, as here"
+        raises(words, f"{argument}: got another one on rank 0", lambda mine=mine: expert_parallel_mm(**mine))
     counts = torch.tensor([1, 1, 1, 2], device=DEVICE) if RANK == 0 else COUNTS
     words = "dispatch: counts: got [1, 1, 1, 2], in total 5", "got -1 from rank 0"
     raises(*words, lambda: expert_parallel_mm(X, w, counts, group=GROUP))
