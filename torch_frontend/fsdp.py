@@ -33,6 +33,7 @@ def shard_moe(
     mesh: DeviceMesh,
     units: Iterable[type[nn.Module]] = (),
     *,
+    style: MXFP8ExpertParallel | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -44,6 +45,8 @@ def shard_moe(
         of a stage's. E divides the number of experts; D and E may be 1. Every rank passes tokens of its own.
     units: classes of modules, usually the transformer block, that FSDP2 gathers one at a time; the model itself is
         always one. Without units all weights outside of the experts are gathered at once.
+    style: how rows travel between experts, `MXFP8ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))` beside
+        the products on the GPUs of one host; None is `MXFP8ExpertParallel()`. Its gradients are "mean".
     mp_policy, offload_policy, reshard_after_forward: of FSDP2's `fully_shard`. Experts never cast their inputs, which
         are MXFP8 or bf16 rows and fp32 weights.
 
@@ -58,12 +61,18 @@ def shard_moe(
     ...     return shard_moe(model, mesh, [Block])
 
     Raises TypeError and ValueError, before anything is sharded, for a mesh of other dims or without names, a model
-    without `MoE`, units that the model does not contain, experts that are sharded already, and a number of experts that
-    E does not divide.
+    without `MoE`, units that the model does not contain, a style whose gradients are sums, experts that are sharded
+    already, and a number of experts that E does not divide.
     """
     if not isinstance(units, Iterable):
         fail(TypeError, OP, "units", repr(units), "allowed: classes of modules, in a list")
     layers, blocks = _check(model, mesh, tuple(units))
+    style = MXFP8ExpertParallel() if style is None else style
+    allowed = "allowed: an MXFP8ExpertParallel with gradients='mean', or None"
+    if not isinstance(style, MXFP8ExpertParallel):
+        fail(TypeError, OP, "style", repr(style), allowed)
+    if style.gradients != "mean":
+        fail(ValueError, OP, "style", f"gradients={style.gradients!r}", allowed)
     names = mesh.mesh_dim_names
     assert names is not None
     data, experts = mesh[names[0]], mesh[names[1]]
@@ -72,7 +81,7 @@ def shard_moe(
     policy = mp_policy or MixedPrecisionPolicy()
     rows_policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
     for layer in layers:
-        parallelize_module(layer.experts, experts, MXFP8ExpertParallel())
+        parallelize_module(layer.experts, experts, style)
         place = _placement(data.size())
         fully_shard(layer.experts, mesh=data, mp_policy=rows_policy, shard_placement_fn=place, **options)
     everyone = flattened(mesh)

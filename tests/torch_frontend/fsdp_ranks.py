@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from mxep.torch_frontend import MoE, MoERecorder, MXFP8ExpertParallel, clip_grad_norm_, shard_moe
+from mxep.torch_frontend.transport import Collectives
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -150,6 +151,16 @@ def accumulates(ep: int) -> None:
         model.set_requires_gradient_sync(bool(last))
         (loss_of(model, part) / 2).backward()
     require_near(gradients(model), gradients(alone))
+
+
+def overlaps(ep: int) -> None:
+    """Exchanges beside the products, and a token once to each rank, give the gradients' bytes."""
+    mesh, want = mesh_of(ep), None
+    for options in ({}, {"transport": Collectives(mesh["ep"].get_group(), chunk_bytes=1)}, {"replicas": "once"}):
+        model = shard_moe(fresh(recipe="mxfp8"), mesh, [Block], style=MXFP8ExpertParallel(**options))
+        loss_of(model, mine(batch(0))).backward()
+        want = want or gradients(model)
+        require_equal(gradients(model), want)
 
 
 def recomputes(ep: int) -> None:
@@ -319,6 +330,8 @@ def refused() -> None:
     raises("units: got MoE; allowed: classes of modules around MoE", units=[MoE])
     raises("units: got 'Block'; allowed: classes of modules", TypeError, units=["Block"])
     raises("Block'>; allowed: classes of modules, in a list", TypeError, units=Block)
+    raises("style: got gradients='sum'; allowed: an MXFP8ExpertParallel", style=MXFP8ExpertParallel(gradients="sum"))
+    raises("style: got 'swiglu'; allowed: an MXFP8ExpertParallel", TypeError, style="swiglu")
     for model, words in ((sharded(2), "a model under FSDP2 already"), (Model(), "w1 as a DTensor")):
         if "DTensor" in words:
             parallelize_module(model.blocks[1].moe.experts, pair["ep"], MXFP8ExpertParallel())
@@ -335,6 +348,7 @@ def main(store: str, out: str) -> None:
         "trains_as_one_process[4]": partial(trains_as_one_process, 4, "bf16", 2),
         "optimizers": partial(optimizers, 2),
         "accumulates": partial(accumulates, 2),
+        "overlaps": partial(overlaps, 2),
         "recomputes": partial(recomputes, 2),
         "mixed_precision": partial(mixed_precision, 2),
         "experts_in_parts": experts_in_parts,

@@ -13,6 +13,7 @@ CHECKS = [
     "trains_as_one_process[4]",
     "optimizers",
     "accumulates",
+    "overlaps",
     "recomputes",
     "mixed_precision",
     "experts_in_parts",
