@@ -113,7 +113,9 @@ def _abstract_eval(*avals, op: KernelOp, options: Options):
 
 
 def _no_vmap(*_args, op: KernelOp, **_params):
-    fail(NotImplementedError, op.name, "transform", "jax.vmap", "allowed: batch dims of the op itself, or jax.lax.map")
+    # jax.jacrev is a vmap of the gradient, so its error comes from an op.
+    allowed = "allowed: batch dims of the op itself, jax.lax.map, and jax.vjp in place of jax.jacrev"
+    fail(NotImplementedError, op.name, "transform", "jax.vmap", allowed)
 
 
 def _no_derivative(*_args, op: KernelOp, **_params):
