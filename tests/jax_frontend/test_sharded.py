@@ -132,7 +132,7 @@ def test_tensor_parallel_experts_sum_their_outputs() -> None:
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_a_scan_over_layers_passes_no_empty_array_between_devices(recipe: str) -> None:
-    """JAX moves constants of a layer out of the scan, as results of a shard_map; jaxlib 0.11.2 ends the process if one is
+    """JAX moves constants of a layer out of the scan, as results of a shard_map; jaxlib 0.11.2 dies where one is
     empty. An argument that is None is an empty array for a kernel alone."""
     config = dataclasses.replace(CONFIG, recipe=recipe)
     layer = partial(moe.sharded_apply, config=config, tokens=BOTH, mesh=mesh_of())
