@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
+from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.sharding import NamedSharding, PartitionSpec
@@ -78,6 +79,9 @@ def _option(op: KernelOp, name: str, value: object) -> int | bool | float | str:
         return rounding_of(op.name, name, value)
     if name == "out_dtype":
         return dtype_name(op.name, name, value)
+    if is_symbolic_dim(value):
+        allowed = "allowed: a number; groups have fixed sizes, so export a program for each number of tokens"
+        fail(NotImplementedError, op.name, name, f"{value}, a symbol of jax.export", allowed)
     if not isinstance(value, int | float | str):
         fail(TypeError, op.name, name, repr(value), "allowed: a number, a bool or a name")
     return value
