@@ -73,7 +73,7 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
-def _option(op: KernelOp, name: str, value: object) -> int | bool | float | str:
+def _option(op: KernelOp, name: str, value: Any) -> int | bool | float | str:
     """An option as `KernelOp.check` takes it."""
     if name == "rounding" and not isinstance(value, int):
         return rounding_of(op.name, name, value)
