@@ -1,4 +1,4 @@
-"""`python -m benchmarks [cpu | train_step | gpu | ep] [--only NAME,...] [--shape tokens=...]`: measure, print, record.
+"""`python -m benchmarks [cpu | train_step | gpu | ep | ep_jax] [--only NAME,...]`: measure, print, record.
 
 cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from examples.ranks import leave
+
 from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
 # Section -> device. The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
-SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu", "ep": "ranks"}
+SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu", "ep": "ranks", "ep_jax": "ranks"}
+RANKS = ("ep", "ep_jax")
 OWN_SHAPE = ("cpu", "gpu")
 """The sections that `--shape` applies to."""
 
@@ -35,6 +38,13 @@ def _layer(text: str) -> MoELayer:
         return layer_named(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _ranks(section: str) -> int:
+    """The GPUs of a section."""
+    if section == "ep_jax":
+        return import_module(".ep_jax", __package__).ranks()
+    return int(os.environ.get("WORLD_SIZE", "1")) if section == "ep" else 1
 
 
 def unknown_names(only: Sequence[str], sections: Sequence[str]) -> str:
@@ -66,6 +76,8 @@ def main() -> None:
         help="one layer of your own, tokens=4096,dim=2048,hidden_dim=768,num_experts=128,top_k=8, instead of the "
         "shapes of the documents; recorded with --out alone",
     )
+    parser.add_argument("--routing", metavar="NAME", help="of ep, ep_jax: balanced, one_expert or dirichlet")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="of ep: profile one step instead of timing")
     parser.add_argument("--commit", type=_commit, help="the measured commit, for sources without git")
     parser.add_argument("--out", type=Path, help="append the lines here instead of benchmarks/results/<hardware>.jsonl")
     parser.add_argument("--no-record", action="store_true", help="print the figures, store none")
@@ -76,9 +88,17 @@ def main() -> None:
     if args.shape and (fixed := set(args.sections) - set(OWN_SHAPE)):
         parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: {', '.join(OWN_SHAPE)}")
 
+    options = {name: value for name, value in (("routing", args.routing), ("trace", args.trace)) if value is not None}
+    for option in options:
+        takes = RANKS if option == "routing" else ("ep",)
+        if not args.sections or not set(args.sections) <= set(takes):
+            got = ", ".join(args.sections) or "no section"
+            parser.error(f"--{option}: got {got}; allowed: {', '.join(takes)}")
+
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
     if "ep" in args.sections and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
-        list(import_module(".ep", __package__).lines(args.only))
+        list(import_module(".ep", __package__).lines(args.only, **options))
+        leave()
         return
     gpu = results.gpu_name()
     here = "gpu" if gpu else "cpu"
@@ -91,19 +111,18 @@ def main() -> None:
         on_gpu = SECTIONS[section] == "gpu"
         if on_gpu and gpu is None:
             parser.error(f"section: got {section}; allowed: a section of the CPU, this machine has no GPU")
-        ranks = os.environ.get("WORLD_SIZE", "1") if section == "ep" else "1"
-        hardware = f"{ranks}x {gpu}" if gpu and section in ("gpu", "ep") else results.cpu_name()
+        hardware = f"{_ranks(section)}x {gpu}" if gpu and section in ("gpu", *RANKS) else results.cpu_name()
         run = results.Run(hardware, args.commit or results.clean_commit())
         if args.out and run.commit is None:
             parser.error("--out: got a working tree without a commit; allowed: a clean tree, or --commit without git")
-        name = results.file_name(gpu if on_gpu or section == "ep" else None) + ("_ep" if section == "ep" else "")
+        name = results.file_name(gpu if on_gpu or section in RANKS else None) + ("_ep" if section in RANKS else "")
         path = args.out or results.RESULTS / f"{name}.jsonl"
         print(f"\n{section}: {run.hardware}, {run.date}, commit {run.commit}, {run.versions}")
         print(results.row(results.HEADER))
         own = args.shape and not args.out
         recorded = run.commit is not None and not args.no_record and not own
         shapes = (of_layer(args.shape, section),) if args.shape else ()
-        for line in import_module(f".{section}", __package__).lines(args.only, *shapes):
+        for line in import_module(f".{section}", __package__).lines(args.only, *shapes, **options):
             print(results.row(results.cells(line)), flush=True)
             if recorded:
                 results.record(run, line, path)
@@ -115,6 +134,8 @@ def main() -> None:
             print("not recorded: a shape of your own; --out FILE records it there")
         else:
             print("not recorded: the working tree differs from its commit; commit first, or pass --commit without git")
+    if "ep" in sections:
+        leave()
 
 
 if __name__ == "__main__":

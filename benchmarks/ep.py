@@ -1,19 +1,21 @@
-"""`torchrun --nproc-per-node 2 -m benchmarks ep`: expert parallelism of one product on GPUs of one host, forward and
-backward, against the same pipeline in plain bf16 torch; over Gloo at a small size where there is no GPU.
+"""`torchrun --nproc-per-node 2 -m benchmarks ep`: expert parallelism on GPUs of one host, forward and backward, against
+plain torch with bf16 all-to-alls; over Gloo at a small size where there is no GPU.
 
-    bytes of every overlapped run = bytes of the run in turn; SQNR against bf16
-    rounds: bf16 | bf16 wire | in turn | each transport | stages alone       median of the slowest rank
+    product   dispatch, one grouped product, combine       cases/expert_parallel.py
+    layer     router, dispatch, experts, combine           cases/ep_layer.py
 
-e = max(wire, products) / measured, for the forward and for the backward; wire, products and the whole are timed in the
-same rounds.
+    bytes of every run over a transport = bytes of the run in turn; SQNR of result and gradients against bf16
+    rounds: bf16 | bf16 wire | in turn | each transport | parts alone       median of the slowest rank
+
+exposed = a step over a transport - the same step without a wire; e = max(wire, products) / measured, of a direction.
+The parts and the whole are timed in the same rounds. With a trace file nothing is timed: one step is profiled.
 """
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,44 +24,70 @@ from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend.copy_engines import CopyEngines
 from mxep.torch_frontend.transport import Collectives, Transport
 
-from .cases.expert_parallel import H200, TINY, EPShape, Inputs, Stages, candidates
+from .cases import ep_layer, expert_parallel
+from .cases.ep_routing import ROUTINGS
+from .cases.ep_work import PEER, Work, check, held_nbytes
+from .cases.expert_parallel import EPShape
+from .cases.shapes import MoELayer
+from .figures import ranks, timeline
 from .figures.device_timing import peak_nbytes
 from .figures.results import Line
-from .figures.timing import Sample, summarize
+from .figures.timing import Sample
 
+KINDS = {"product": expert_parallel, "layer": ep_layer}
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
 TRANSPORTS = ("collectives", "copy engines")
-NAMES = (*RECIPES, *TRANSPORTS)
-MIN_SQNR_DB = 21.0
-ROUNDS = 10
+Shape = EPShape | MoELayer
+
+
+def size_of(shape: Shape) -> str:
+    """For example "7168/2048": dim and hidden dim."""
+    return f"{shape.dim}/{shape[2]}"
+
+
+NAMES = (*KINDS, *RECIPES, *TRANSPORTS,
+         *dict.fromkeys(size_of(s) for kind in KINDS.values() for s in (*kind.H200, *kind.TINY)))  # fmt: skip
+ROUNDS = 8
 TIMEOUT = timedelta(seconds=90)
+BOTH = "both"
 
 
-def lines(only: Sequence[str], shapes: Sequence[EPShape] | None = None, rounds: int = ROUNDS) -> Iterator[Line]:
-    """Lines of rank 0; nothing on the other ranks. only: names of recipes and of transports."""
+def lines(
+    only: Sequence[str], routing: str = "balanced", trace: Path | None = None, rounds: int = ROUNDS
+) -> Iterator[Line]:
+    """Lines of rank 0; nothing on the other ranks.
+
+    only: names of kinds, recipes, transports and sizes; of a sort that is not named all. routing: of ROUTINGS, for all
+    candidates. trace: profile one step of the one run that is left, write it there and time nothing.
+    """
     device = _device()
-    if not dist.is_initialized():
-        if "RANK" not in os.environ:
-            fail(
-                RuntimeError, "ep", "RANK", "nothing", "allowed: a run by torchrun --nproc-per-node N -m benchmarks ep"
-            )
+    _join(device)
+    transports = TRANSPORTS if device.type == "cuda" else TRANSPORTS[:1]
+    sizes = list(dict.fromkeys(size_of(s) for kind in KINDS.values() for s in _shapes(kind, device)))
+    known = (*KINDS, *RECIPES, *transports, *sizes)
+    if unknown := set(only) - set(known):
+        fail(ValueError, "ep", "only", ", ".join(sorted(unknown)), f"allowed: {', '.join(known)}")
+    if routing not in ROUTINGS:
+        fail(ValueError, "ep", "routing", routing, f"allowed: {', '.join(ROUTINGS)}")
+    over = _named(only, transports)
+    runs = [(KINDS[kind], shape, Recipe.parse(recipe)) for kind in _named(only, KINDS)
+            for shape in _shapes(KINDS[kind], device) if size_of(shape) in _named(only, sizes)
+            for recipe in _named(only, RECIPES)]  # fmt: skip
+    if not runs:
+        fail(ValueError, "ep", "only", ", ".join(only), "allowed: sizes of the kinds that are named; the layer has two")
+    if trace and (len(runs), len(over)) != (1, 1):
+        allowed = "allowed: one run and one transport, by names of only: layer, mxfp8, 7168/2048, collectives"
+        fail(ValueError, "ep", "trace", f"{len(runs)} runs over {', '.join(over)}", allowed)
+    for kind, shape, recipe in runs:
+        opened = {name: _opened(name) for name in over}  # new ones: buffers grow with the largest run
+        work = kind.work(shape, routing, recipe, opened, device)
+        found = _traced(work, trace) if trace else _measured(work, opened, device, rounds)
+        if dist.get_rank() == 0:
+            yield from found
+        del work, opened
+        gc.collect()
         if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
-        else:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
-    transports = _transports(device)
-    if unknown := set(only) - {*RECIPES, *transports}:
-        allowed = f"allowed: {', '.join((*RECIPES, *transports))}"
-        fail(ValueError, "ep", "only", ", ".join(sorted(unknown)), allowed)
-    transports = {name: t for name, t in transports.items() if name in only or not set(only) & set(transports)}
-    for shape in shapes or (H200 if device.type == "cuda" else TINY):
-        for recipe in [name for name in RECIPES if name in only or not set(only) & set(RECIPES)]:
-            found = _measured(Inputs.of(shape, device), shape, Recipe.parse(recipe), transports, rounds)
-            if dist.get_rank() == 0:
-                yield from found
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
 
 
 def _device() -> torch.device:
@@ -70,125 +98,108 @@ def _device() -> torch.device:
     return device
 
 
-def _transports(device: torch.device) -> dict[str, Transport]:
+def _join(device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        fail(RuntimeError, "ep", "RANK", "nothing", "allowed: a run by torchrun --nproc-per-node N -m benchmarks ep")
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+def _opened(transport: str) -> Transport:
     group = dist.group.WORLD
-    assert group is not None
-    engines: dict[str, Transport] = {"copy engines": CopyEngines(group)} if device.type == "cuda" else {}
-    return {"collectives": Collectives(group), **engines}
+    return CopyEngines(group) if transport == "copy engines" else Collectives(group)
 
 
-def _measured(
-    inputs: Inputs, shape: EPShape, recipe: Recipe, transports: Mapping[str, Transport], rounds: int
-) -> list[Line]:
-    forwards, stages = candidates(inputs, recipe, transports), Stages(inputs, recipe)
-    sqnr = _check(inputs, forwards, transports)
-    saved = stages.forward()
-    runs: dict[str, Callable[[], object]] = {"products forward": stages.forward}
-    runs["products backward"] = lambda: stages.backward(saved)
-    for name, transport in transports.items():
-        runs[f"{name} wire forward"] = lambda t=transport: stages.wire(t, False)
-        runs[f"{name} wire backward"] = lambda t=transport: stages.wire(t, True)
-    for name, forward in forwards.items():
+def _shapes(kind: object, device: torch.device) -> tuple[Shape, ...]:
+    return getattr(kind, "H200" if device.type == "cuda" else "TINY")
+
+
+def _named(only: Sequence[str], sort: Sequence[str] | Mapping[str, object]) -> list[str]:
+    """The names of a sort that are among `only`; all, if none is."""
+    return [name for name in sort if name in only or not set(only) & set(sort)]
+
+
+def _measured(work: Work, transports: Mapping[str, Transport], device: torch.device, rounds: int) -> list[Line]:
+    sqnr = check(work)
+    runs: dict[str, Callable[[], object]] = dict(work.stages)
+    for name, forward in work.forwards.items():
         runs[f"{name} forward"] = forward
-        runs[f"{name} both"] = lambda f=forward: inputs.backward(f)
-    times = _times(runs, inputs.rows.device, rounds)
-    peaks = {}
-    for name, forward in forwards.items():
-        inputs.rows.grad = inputs.w.grad = None  # memory of the run before would hide a part of the peak
-        peaks[name] = peak_nbytes(lambda f=forward: inputs.backward(f))
+        runs[f"{name} {BOTH}"] = lambda f=forward: work.step(f)
+    times = ranks.times(runs, device, rounds)
+    peaks: dict[str, int | None] = {}
+    for name, forward in work.forwards.items():
+        peak = peak_nbytes(lambda f=forward: work.step(f))
+        held = held_nbytes(transports[name]) if name in transports else 0
+        peaks[name] = ranks.largest(None if peak is None else peak + held, device)
     if dist.get_rank() == 0:
-        _print_stages(shape, recipe, times, transports)
-    return [
-        _line(shape, recipe, name, step, times, peaks[name], sqnr)
-        for name in forwards
-        if name != "bf16"
-        for step in ("forward", "both")
-    ]
+        _print(work, times, peaks)
+    return [_line(work, name, step, times, peaks, sqnr)
+            for name in work.forwards if name != PEER for step in ("forward", BOTH)]  # fmt: skip
 
 
-def _check(inputs: Inputs, forwards: Mapping[str, Callable[[], Any]], transports: Mapping[str, Transport]) -> float:
-    """Bytes of the overlapped runs against the run in turn; the least SQNR of y and of the gradients against bf16."""
-    want = [t.detach().clone() for t in inputs.backward(forwards["in turn"])]
-    for name in transports:
-        for _ in range(2):  # the second call reuses buffers
-            got = inputs.backward(forwards[name])
-            rows = [(one != other).flatten(1).any(1).sum() for one, other in zip(got, want, strict=True)]
-            wrong = torch.stack(rows)
-            dist.all_reduce(wrong)  # every rank raises: the others would wait for one that left
-            if wrong.any():
-                raise AssertionError(
-                    f"ep: {name}: rows that differ from the run in turn: y, drows, dw {wrong.tolist()}"
-                )
-    reference = inputs.backward(forwards["bf16"])
-    noise = [(10 * torch.log10(b.float().square().sum() / (a.float() - b.float()).square().sum())).item()
-             for a, b in zip(want, reference, strict=True)]  # fmt: skip
-    least = torch.tensor(min(noise), device=inputs.rows.device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    assert least >= MIN_SQNR_DB, f"ep: {noise} dB from bf16; expected {MIN_SQNR_DB} or more"
-    return round(least.item(), 1)
+def _parts(work: Work, name: str, step: str, times: Mapping[str, Sample]) -> dict[str, float]:
+    """Microseconds of the parts of a run over a transport, each alone, and what the wire adds."""
+    directions = ("forward",) if step == "forward" else ("forward", "backward")
+    alone = {"wire": f"{name} wire", "products": "products"}
+    parts = {part: round(sum(times[f"{key} {of}"].us for of in directions), 2) for part, key in alone.items()}
+    parts["without_wire"] = times[f"without a wire {step}"].us
+    parts["exposed"] = round(times[f"{name} {step}"].us - parts["without_wire"], 2)
+    return parts
 
 
-def _times(runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, Sample]:
-    """Seconds of each run on the slowest rank, every run once per round; three rounds before warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(3 + rounds):
-        for name, run in list(runs.items())[:: -1 if round_ % 2 else 1]:
-            seconds[name].append(_seconds(run, device))
-    table = torch.tensor([times[3:] for times in seconds.values()], device=device)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return {name: summarize(row) for name, row in zip(runs, table.tolist(), strict=True)}
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    dist.barrier()
-    if device.type == "cpu":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def _print_stages(
-    shape: EPShape, recipe: Recipe, times: Mapping[str, Sample], transports: Mapping[str, Transport]
-) -> None:
-    ms = {name: sample.us / 1e3 for name, sample in times.items()}
-    print(f"\nep: {tuple(shape)}, {recipe.name}, {dist.get_world_size()} ranks; ms, forward / backward")
-    for name in ("bf16", "bf16 wire", "in turn", *transports):
-        forward, backward = ms[f"{name} forward"], ms[f"{name} both"] - ms[f"{name} forward"]
-        of_bf16 = ms["bf16 both"] / ms[f"{name} both"]
-        text = f"{name:14} {forward:8.3f} / {backward:8.3f}   together {ms[f'{name} both']:8.3f}   {of_bf16:.2f}x bf16"
-        if name in transports:
-            for step, whole in (("forward", forward), ("backward", backward)):
-                wire, products = ms[f"{name} wire {step}"], ms[f"products {step}"]
-                text += f"   {step}: wire {wire:.3f} products {products:.3f} e {max(wire, products) / whole:.2f}"
-        print(text, flush=True)
+def _print(work: Work, times: Mapping[str, Sample], peaks: Mapping[str, int | None]) -> None:
+    case = " ".join(f"{key}={value}" for key, value in work.case.items())
+    print(f"\n{work.op}: {case}; ms, forward / backward")
+    for name in work.forwards:
+        one, both = (times[f"{name} {step}"].us / 1e3 for step in ("forward", BOTH))
+        ratio = times[f"{PEER} {BOTH}"].us / times[f"{name} {BOTH}"].us
+        peak = peaks[name]
+        text = f"{name:14} {one:8.3f} / {both - one:8.3f}   together {both:8.3f}   {ratio:.2f}x bf16"
+        print(text + (f"   peak {peak / 2**30:.2f} GiB" if peak is not None else ""))
+        if name not in work.transports:
+            continue
+        forward, step = (_parts(work, name, of, times) for of in ("forward", BOTH))
+        backward = {part: us - forward[part] for part, us in step.items()}
+        wholes = {"forward": (one * 1e3, forward), "backward": ((both - one) * 1e3, backward)}
+        for direction, (whole, parts) in wholes.items():
+            e = max(parts["wire"], parts["products"]) / whole
+            text = "   ".join(f"{part} {us / 1e3:.3f}" for part, us in parts.items())
+            print(f"    {direction:8} {text}   e {e:.2f}")
+    print(end="", flush=True)
 
 
 def _line(
-    shape: EPShape, recipe: Recipe, name: str, step: str, times: Mapping[str, Sample], peak: int | None, sqnr: float
+    work: Work, name: str, step: str, times: Mapping[str, Sample], peaks: Mapping[str, int | None], sqnr: float
 ) -> Line:
-    ours, theirs = times[f"{name} {step}"], times[f"bf16 {step}"]
-    m, k, n, _ = shape
+    ours, theirs = times[f"{name} {step}"], times[f"{PEER} {step}"]
     return Line(
-        op="ep_fwd" if step == "forward" else "ep_fwd_bwd",
+        op=f"{work.op}_fwd" if step == "forward" else f"{work.op}_fwd_bwd",
         frontend="torch",
-        case={**shape._asdict(), "ranks": dist.get_world_size(), "recipe": recipe.name, "how": name},
+        case={**work.case, "how": name},
         us=ours.us,
         spread=ours.spread,
         n=ours.n,
         nbytes=0,
-        flops=2 * m * k * n * (1 if step == "forward" else 3),
+        flops=work.flops[step == BOTH],
         of_roof=None,
         roof=None,
-        peer="bf16",
+        peer=PEER,
         peer_us=theirs.us,
         ratio=round(theirs.us / ours.us, 3),
-        peak_nbytes=peak,
+        peak_nbytes=peaks[name] if step == BOTH else None,
         error={"grade": "sqnr_db", "sqnr_db": sqnr},
+        peer_peak_nbytes=peaks[PEER] if step == BOTH else None,
+        stages_us=_parts(work, name, step, times) if name in work.transports else None,
     )
+
+
+def _traced(work: Work, path: Path) -> list[Line]:
+    """Write the profile of rank 0, one step over the transport, after three to warm up. No lines."""
+    (name,) = work.transports
+    check(work)
+    timeline.trace(work.step, work.forwards[name], path, dist.get_rank() == 0)
+    return []

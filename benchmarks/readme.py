@@ -1,5 +1,5 @@
-"""`python -m benchmarks.readme`: write the generated parts of README.md and of performance.md, status.md, ep_scale.md
-and layer_bytes.md in docs/.
+"""`python -m benchmarks.readme`: write the generated parts of README.md and of performance.md, status.md, overlap.md,
+ep_scale.md and layer_bytes.md in docs/.
 
 results/*.jsonl --newest commit of each op--> tables --> the text between two markers of each document
                                               '-> results/h200_products.svg, h200_ep_scale.svg
@@ -15,6 +15,7 @@ from .figures import (
     speed,
     status,
     table_cpu,
+    table_ep,
     table_grouped_gemm,
     table_layer_bytes,
     table_moe_layer,
@@ -45,6 +46,7 @@ DOCUMENTS: dict[Path, Callable[[], str]] = {
     ROOT / "README.md": lambda: speed.table(newest("h200")),
     ROOT / "docs" / "performance.md": performance,
     ROOT / "docs" / "status.md": status.tables,
+    ROOT / "docs" / "overlap.md": lambda: table_ep.tables(newest("h200_ep", table_ep.is_ep)),
     ROOT / "docs" / "ep_scale.md": ep_scale.tables,
     ROOT / "docs" / "layer_bytes.md": table_layer_bytes.tables,
 }

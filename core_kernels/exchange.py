@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 MOST_CHUNKS = 8
 """Eight products of one expert each take as long as one of eight experts on an H200, and each chunk costs the host some
 tens of microseconds."""
@@ -93,64 +95,48 @@ def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int, chu
     >>> plan.to_experts[0].receives[1], plan.padding
     (Move(peer=1, source=0, destination=1, rows=3), ((4, 32),))
     """
-    ranks = len(table)
-    local = len(table[0]) // ranks
-    operands = [_operand(table, owner, local, alignment) for owner in range(ranks)]
-    ends, filled = operands[rank].ends, operands[rank].filled
-    tokens = [_starts(row) for row in table]
-    most = max(operand.ends[-1] for operand in operands) // chunk_rows
-    ranges = expert_chunks(local, min(max(most, 1), MOST_CHUNKS))
-    chunks = tuple(Chunk(a, b, ends[a - 1] if a else 0, ends[b - 1]) for a, b in ranges)
+    rows = np.asarray(table)
+    ranks, experts = rows.shape
+    local = experts // ranks
+    source = _before(rows, axis=1)
+    filled = rows.sum(axis=0)
+    groups = np.maximum(-(-filled // alignment), 1) * alignment  # an empty group is one of padding, as in `row_map`
+    ends = groups.reshape(ranks, local).cumsum(axis=1)
+    starts = ends.reshape(-1) - groups
+    destination = starts + _before(rows, axis=0)
+    moves = np.stack([source, destination, rows], axis=2)
+    back = moves[:, :, [1, 0, 2]]
 
-    def move(source: int, owner: int, e: int, peer: int) -> Move:
-        expert = owner * local + e
-        return Move(peer, tokens[source][expert], operands[owner].starts[e][source], table[source][expert])
+    operand_rows = tuple(ends[:, -1].tolist())
+    ranges = expert_chunks(local, min(max(max(operand_rows) // chunk_rows, 1), MOST_CHUNKS))
+    group_ends = tuple(ends[rank].tolist())
+    chunks = tuple(Chunk(a, b, group_ends[a - 1] if a else 0, group_ends[b - 1]) for a, b in ranges)
+    mine = slice(rank * local, (rank + 1) * local)
+    after, before = ((rank + way * np.arange(ranks)) % ranks for way in (1, -1))
 
-    def to_experts(chunk: Chunk) -> Step:
-        experts = range(chunk.first, chunk.last)
-        after, before = ([(rank + way * k) % ranks for k in range(ranks)] for way in (1, -1))
-        sends = tuple(move(rank, peer, e, peer) for peer in after for e in experts)
-        return Step(sends, tuple(move(peer, rank, e, peer) for peer in before for e in experts))
+    def sent(moves: np.ndarray) -> list[tuple[Move, ...]]:
+        return _moves(after, moves[rank].reshape(ranks, local, 3)[after], ranges)
 
-    steps = tuple(map(to_experts, chunks))
+    def received(moves: np.ndarray) -> list[tuple[Move, ...]]:
+        return _moves(before, moves[before, mine], ranges)
+
     return Exchange(
         chunks,
-        ends,
-        tuple((stop, end) for stop, end in zip(filled, ends, strict=True) if stop < end),
-        tuple(operand.ends[-1] for operand in operands),
-        tuple(sum(row) for row in table),
-        steps,
-        tuple(map(_reversed, steps)),
+        group_ends,
+        tuple((a, b) for a, b in zip((starts + filled)[mine].tolist(), group_ends, strict=True) if a < b),
+        operand_rows,
+        tuple(rows.sum(axis=1).tolist()),
+        tuple(map(Step, sent(moves), received(moves))),
+        tuple(map(Step, received(back), sent(back))),
     )
 
 
-def _reversed(step: Step) -> Step:
-    """The way back of a step."""
-    sends, receives = (tuple(Move(m.peer, m.destination, m.source, m.rows) for m in moves) for moves in step)
-    return Step(receives, sends)
-
-
-class _Operand(NamedTuple):
-    ends: tuple[int, ...]  # of groups, with padding
-    filled: tuple[int, ...]  # ends of the rows that are tokens
-    starts: tuple[tuple[int, ...], ...]  # [local expert][source]
-
-
-def _operand(table: Sequence[Sequence[int]], owner: int, local: int, alignment: int) -> _Operand:
-    """The operand of a rank. An empty group is one aligned group of padding, as in `row_map`."""
-    end, ends, filled, starts = 0, [], [], []
-    for e in range(owner * local, (owner + 1) * local):
-        starts.append(tuple(end + before for before in _starts([row[e] for row in table])))
-        rows = sum(row[e] for row in table)
-        filled.append(end + rows)
-        end += max(-(-rows // alignment), 1) * alignment
-        ends.append(end)
-    return _Operand(tuple(ends), tuple(filled), tuple(starts))
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
+def _before(sizes: np.ndarray, axis: int) -> np.ndarray:
     """The sum of the sizes before each one."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
-    return starts[:-1]
+    return sizes.cumsum(axis) - sizes
+
+
+def _moves(peers: np.ndarray, moves: np.ndarray, ranges: Sequence[tuple[int, int]]) -> list[tuple[Move, ...]]:
+    """Of each range of local experts, peer by peer. moves: (peers, local, 3) source, destination and rows."""
+    named = np.concatenate([np.broadcast_to(peers[:, None, None], (*moves.shape[:2], 1)), moves], axis=2)
+    return [tuple(map(Move._make, named[:, first:last].reshape(-1, 4).tolist())) for first, last in ranges]

@@ -44,6 +44,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from .ranks import leave
+
 PROG = "examples.expert_parallel_tutorial"
 MX_RECIPES = tuple(name for name, recipe in RECIPES.items() if recipe.mx)
 CPU_SIZES = {"dim": 64, "hidden_dim": 96, "num_experts": 8, "top_k": 2, "tokens": 512}
@@ -214,8 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("ep",))
     train(args, mesh)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, MixtralConfig
 
 from .data import library_files, text_files
 from .mixtral import SEQUENCES, SIZES, STAGES, build, checkpoint_weights, layers_that_fit, random_weights, read_config
+from .ranks import leave
 
 PROG = "examples.finetune_mixtral"
 TEXT_NBYTES = 1 << 22
@@ -172,7 +173,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)  # torchrun sets these
@@ -197,9 +198,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             torch.cuda.empty_cache()
     if rank == 0:
         print(table(rows), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return rows
+    leave()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from .data import Text
 from .flags import parse_args, parser
 from .loop import train
 from .model_torch import Transformer
+from .ranks import leave
 
 PROG = "examples.train_torch"
 
@@ -213,16 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start_ranks(args.ep, args.device)
     train("torch", args, config, Trainer)
     if args.ep > 1:
-        dist.barrier()
-    if args.ep > 1 and args.device == "gpu":
-        dist.destroy_process_group()
-    elif args.ep > 1:
-        # Exit without Python's finalization. A thread of Gloo frees the tensors of a collective after its end, and a
-        # thread that takes the GIL during finalization aborts the process. These threads outlive
-        # destroy_process_group, because torch's caches keep the group. The barrier lets every rank finish first.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        leave()
 
 
 if __name__ == "__main__":

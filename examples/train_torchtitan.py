@@ -24,6 +24,7 @@ from tokenizers.models import BPE
 from torch.distributed.fsdp import FSDPModule
 
 from .data import library_files
+from .ranks import end_process
 
 TEXT_NBYTES = 1 << 20
 
@@ -151,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         utils.set_pg_timeouts = lambda *args, **kwargs: None
     sys.argv[1:] = arguments(rest, args.assets, *overrides)
     train.main()
+    if args.device == "cpu":
+        end_process()
 
 
 if __name__ == "__main__":

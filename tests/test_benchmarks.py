@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import __main__, ep, gpu, gpu_moe_layer, gpu_ops
+from benchmarks import __main__, gpu, gpu_moe_layer, gpu_ops
 from benchmarks.cases import cpu as cpu_cases
 from benchmarks.cases import families, moe_layer, shapes
 from benchmarks.figures import bars, device_timing, results, table_moe_layer, table_ops, timing
@@ -198,18 +198,3 @@ def test_the_figures_of_an_op_have_one_commit_and_later_lines_replace_earlier_on
             for c, op, us in [("a", "z", 0), ("a", "x", 1), ("b", "x", 2), ("b", "y", 3), ("b", "x", 4)]]  # fmt: skip
     (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [(row["op"], row["us"]) for row in results.newest("h200")] == [("z", 0), ("x", 4), ("y", 3)]
-
-
-def test_expert_parallelism_is_measured_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over Gloo: what is overlapped has the bytes of the run in turn, and every run is a line."""
-    monkeypatch.setattr(ep, "RECIPES", ("mxfp8",))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        lines = list(ep.lines([], rounds=1))
-        with pytest.raises(ValueError, match=r"ep: only: got nccl; allowed: mxfp8, collectives"):
-            list(ep.lines(["nccl"]))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert {(line.op, line.case["how"]) for line in lines} == {
-        (op, how) for op in ("ep_fwd", "ep_fwd_bwd") for how in ("bf16 wire", "in turn", "collectives")
-    }

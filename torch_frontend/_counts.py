@@ -42,10 +42,11 @@ class Agreement(NamedTuple):
 
 def agree_on_counts(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    error: Exception | None = None,
+    error: Exception | None = None, shared: dict[str, Any] | None = None,
 ) -> Agreement:  # fmt: skip
     """Check this rank's arguments, unless it has an `error` already, and exchange the counts. A collective; the host
-    does not wait, unless the number of experts is unknown."""
+    does not wait, unless the number of experts is unknown. Then the ranks compare their recipes and what is `shared`,
+    by argument; the ranks of a layer have compared theirs before."""
     num_rows = 0
     try:
         if error is None:
@@ -55,7 +56,7 @@ def agree_on_counts(
     if not ranks.num_experts:
         if can_compare(ranks.group_name):
             x = rows.x if isinstance(rows, TokenReplicas) else rows
-            compare_calls("dispatch", x, counts, recipe, ranks.group_name, error)
+            compare_calls("dispatch", x, counts, {"recipe": recipe} | (shared or {}), ranks.group_name, error)
         elif error is not None:
             raise error
     sent = _refusal(ranks) if error is not None else _message(counts, num_rows)
@@ -83,11 +84,11 @@ class Counts(NamedTuple):
 
 def counts_of_ranks(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    error: Exception | None,
+    error: Exception | None, shared: dict[str, Any],
 ) -> Counts:  # fmt: skip
     """`agree_on_counts` for a caller whose host waits later. An error on one rank raises on all: here on this one, in
     `table` on the others."""
-    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, error)
+    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, error, shared)
     if agreed.error is not None:
         raise agreed.error
     read = _reading(agreed.of_all)

@@ -4,7 +4,7 @@ arguments of a rank --check--> valid or an error --all-gather--> table of all ra
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -166,12 +166,14 @@ def compare_all_to_all(
 
 
 def compare_calls(
-    op: str, rows: Tensor | None, counts: Tensor, recipe: Any, group_name: str, error: Exception | None
+    op: str, rows: Tensor, counts: Tensor, shared: Mapping[str, Any], group_name: str, error: Exception | None
 ) -> None:
     """Raise on every rank if one rank has an `error` or the calls differ in what all ranks share: the number of
-    experts, the width and the dtype of a row, the recipe. A collective."""
-    checksum = zlib.crc32(repr(recipe).encode())  # the same in every process
-    ours = [-1] * 4 if error or rows is None else [counts.shape[0], rows.shape[1], rows.dtype.itemsize, checksum]
+    experts, the width and the dtype of a row, and the arguments `shared`. A collective."""
+    checksums = [zlib.crc32(repr(value).encode()) for value in shared.values()]  # the same in every process
+    ours = [-1] * (3 + len(shared))
+    if error is None:
+        ours = [counts.shape[0], rows.shape[1], rows.dtype.itemsize, *checksums]
     table = table_of_ranks(op, ours, group_name)
     raise_of_ranks(op, "rows", [theirs[0] < 0 for theirs in table], error)
     for rank, theirs in enumerate(table):
@@ -180,8 +182,9 @@ def compare_calls(
         ):
             if one != other:
                 fail(ValueError, op, argument, f"{one} {what} on rank {rank}", f"allowed: {other}, as here")
-        if theirs[3] != checksum:
-            fail(ValueError, op, "recipe", f"another one on rank {rank}", f"allowed: {recipe}, as here")
+        for (argument, value), one, other in zip(shared.items(), theirs[3:], checksums, strict=True):
+            if one != other:
+                fail(ValueError, op, argument, f"another one on rank {rank}", f"allowed: {value}, as here")
 
 
 def agree(op: str, group_name: str, arguments: dict[str, Any], error: Exception | None) -> None:

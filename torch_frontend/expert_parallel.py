@@ -38,7 +38,7 @@ from .overlap import Experts, Overlap, overlapped
 from .pipeline import combine, dispatch_over, dispatch_probs
 from .products import ProductOptions
 from .shards import Ranks
-from .transport import Collectives, Transport
+from .transport import Collectives, Transport, described
 from .weights import Held, Weights, at_address, check_weights, for_call, form_of, outlives_forward, values_and_held
 
 
@@ -198,7 +198,9 @@ def _run(
     parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
     transport: Transport, error: Exception | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error)
+    needed = [name for name, x in (("rows", rows), ("probs", probs)) if error is None and _has_gradient(x)]
+    shared = {"transport": described(transport), "weights inside": inside, "gradients of": needed}
+    of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error, shared)
     assert experts is not None
     rank, replicas = group_named(ranks.group_name).rank(), of_ranks.rows
     if isinstance(replicas, TokenReplicas):
@@ -207,6 +209,11 @@ def _run(
         x, maps = replicas, (None, None, 0)
     call = Overlap(transport, rank, of_ranks.table, recipe, experts, width, out_dtype, *maps, inside)
     return overlapped(x, probs, call, *parameters), of_ranks.agreed.totals
+
+
+def _has_gradient(x: Tensor | TokenReplicas | None) -> bool:
+    x = x.x if isinstance(x, TokenReplicas) else x
+    return torch.is_grad_enabled() and x is not None and x.requires_grad
 
 
 # The host reads the counts, and which rows travel depends on them.

@@ -25,7 +25,7 @@ from ._torch_private import name_of_group
 from .moe import GroupedExperts, MoE
 from .pipeline import Route, combine, dispatch_over, dispatch_probs
 from .shards import Ranks
-from .transport import Transport
+from .transport import Transport, described
 
 Gradients = Literal["mean", "sum"]
 
@@ -120,7 +120,7 @@ class MXFP8ExpertParallel(ParallelStyle):
                 raise
             error = found
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
-        carried = self.transport and f"{type(self.transport).__name__}(chunk_bytes={self.transport.chunk_bytes})"
+        carried = self.transport and described(self.transport)
         arguments = {"recipe": recipe, "gradients": self.gradients, "transport": carried, "parameters": parameters}
         if isinstance(module, MoE):
             arguments["prob_in"] = module.prob_in

@@ -66,6 +66,11 @@ class Transport(Protocol):
         ...
 
 
+def described(transport: Transport) -> str:
+    """What the ranks must agree on."""
+    return f"{type(transport).__name__}(chunk_bytes={transport.chunk_bytes})"
+
+
 def group_of(op: str, group: "str | dist.ProcessGroup | None") -> dist.ProcessGroup:
     """The process group; raises TypeError and ValueError if there is none."""
     name = name_of(op, "group", group)

@@ -19,7 +19,7 @@ from typing import Any
 from .bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPTIONAL = ("shares", "peer_of_roof", "peer_roof")
+OPTIONAL = ("shares", "peer_of_roof", "peer_roof", "peer_peak_nbytes", "stages_us")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Line:
     shares: Mapping[str, float] | None = None  # of a step's time, by kind; of a profiled step only
     peer_of_roof: float | None = None  # the peer's share of its own roof, peer_roof; of grouped products only
     peer_roof: str | None = None
+    peer_peak_nbytes: int | None = None  # of expert parallelism only, like stages_us
+    stages_us: Mapping[str, float] | None = None  # parts of a run over a transport, each alone, and what the wire adds
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
     rows --all-to-all--> rank-major rows --index_select--> groups --product--> groups --index_select, all-to-all--> rows
 
-The product is torch's grouped_mm in bf16, or ours in a recipe. Counts are equal and known: nothing is padded, and the
-host waits for nothing.
+The product is torch's grouped_mm in bf16, or ours in a recipe. Counts are known before: the host waits for nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +17,22 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x)
-        return received
+    """Splits are rows per rank, received and sent."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        received = torch.empty_like(grads[0])
-        dist.all_to_all_single(received, grads[0].contiguous())
-        return received
+    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        ctx.splits = sent, received
+        return _exchanged(x, received, sent)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _exchanged(grads[0].contiguous(), *ctx.splits), None, None
+
+
+def _exchanged(x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+    out = x.new_empty((sum(received), x.shape[1]))
+    dist.all_to_all_single(out, x, received, sent)
+    return out
 
 
 class _Permute(torch.autograd.Function):
@@ -42,22 +46,36 @@ class _Permute(torch.autograd.Function):
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def grouped_mm_bf16(rows: Tensor, experts: int) -> Product:
-    """torch's grouped product of groups of equal size."""
-    ends = torch.arange(1, experts + 1, device=rows.device, dtype=torch.int32) * (rows.shape[0] // experts)
+permute: Callable[[Tensor, Tensor, Tensor], Tensor] = _Permute.apply
+"""permute(x, there, back): rows in another order; the gradient is a gather too."""
+
+
+def grouped_mm_bf16(ends: Tensor) -> Product:
+    """torch's grouped product of groups with these ends, (G,) int32."""
     return lambda x, w: F.grouped_mm(x, w.transpose(-2, -1), offs=ends)
 
 
-def pipeline(rows: Tensor, w: Tensor, product: Product) -> Callable[[], Tensor]:
-    """rows (M, K) bf16, equally many for each expert of each rank; w (G, N, K) -> a function that returns (M, N)."""
-    ranks, experts = dist.get_world_size(), w.shape[0]
-    place = torch.arange(rows.shape[0], device=rows.device)
-    there = place.view(ranks, experts, -1).transpose(0, 1).reshape(-1)
+def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """received: (ranks, local experts), the rows that arrived, `rows` together, in this order. Two index tensors: from
+    groups, one per expert, to arrived rows, and back."""
+    experts = torch.arange(received.shape[1], device=received.device).repeat(received.shape[0])
+    there = torch.argsort(experts.repeat_interleave(received.flatten(), output_size=rows), stable=True)
     back = torch.empty_like(there)
-    back[there] = place
+    back[there] = torch.arange(rows, device=received.device)
+    return there, back
+
+
+def pipeline(rows: Tensor, w: Tensor, table: Sequence[Sequence[int]], product: Product) -> Callable[[], Tensor]:
+    """rows (M, K) bf16, sorted by expert; w (G, N, K); table: the rows of each rank for each expert -> a function that
+    returns (M, N)."""
+    rank, experts = dist.get_rank(), w.shape[0]
+    owned = [[of[r * experts : (r + 1) * experts] for r in range(len(table))] for of in table]
+    sent, received = list(map(sum, owned[rank])), [sum(of[rank]) for of in owned]
+    arrived = torch.tensor([of[rank] for of in owned], device=rows.device)
+    there, back = by_expert(arrived, sum(received))
 
     def run() -> Tensor:
-        groups = _Permute.apply(_AllToAll.apply(rows), there, back)
-        return _AllToAll.apply(_Permute.apply(product(groups, w), back, there))
+        groups = permute(_AllToAll.apply(rows, received, sent), there, back)
+        return _AllToAll.apply(permute(product(groups, w), back, there), sent, received)
 
     return run

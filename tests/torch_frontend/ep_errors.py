@@ -236,6 +236,13 @@ def bad_arguments_of_overlapped_experts() -> None:
         arguments = {"rows": X, "w": w, "counts": COUNTS, "group": GROUP}
         mine = arguments | change if RANK == 0 else arguments
         raises(words, told, lambda mine=mine: expert_parallel_mm(**mine))
+    for argument, change, shown in (
+        ("transport", {"transport": Collectives(GROUP, chunk_bytes=1)}, "Collectives(chunk_bytes=1)"),
+        ("gradients of", {"rows": X.clone().requires_grad_()}, "['rows']"),
+    ):
+        mine = arguments | change if RANK == 0 else arguments
+        words = f"{argument}: got another one on rank 1; allowed: {shown}, as here"
+        raises(words, f"{argument}: got another one on rank 0", lambda mine=mine: expert_parallel_mm(**mine))
     counts = torch.tensor([1, 1, 1, 2], device=DEVICE) if RANK == 0 else COUNTS
     words = "dispatch: counts: got [1, 1, 1, 2], in total 5", "got -1 from rank 0"
     raises(*words, lambda: expert_parallel_mm(X, w, counts, group=GROUP))

@@ -1,0 +1,89 @@
+"""The exchanges of a step without its products, and the products without the exchanges.
+
+NoWire      a transport over which nothing travels: the same kernels run, on rows that nobody sent
+travel      the legs that a step opened, over a real transport, without anything between them
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from mxep.core_kernels.exchange import Step
+from mxep.torch_frontend.transport import CHUNK_BYTES, Part, Transport, Where, rows_of_parts
+from torch import Tensor
+
+LEGS = 4
+"""Of a forward, to the experts and to the tokens, and of its backward."""
+
+
+class OpenedLeg(NamedTuple):
+    """The arguments of one leg; parts instead of its rows."""
+
+    where: Where
+    steps: Sequence[Step]
+    sent: Sequence[int]
+    received: Sequence[int]
+    parts: list[Part]
+
+
+class NoWire:
+    """What arrives is memory with fixed values, and nothing waits. legs: the last four that were opened."""
+
+    def __init__(self, group: dist.ProcessGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.group, self.chunk_bytes = group, chunk_bytes
+        self.legs: deque[OpenedLeg] = deque(maxlen=LEGS)
+        self.rows: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+
+    def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
+        return rows_of_parts(rows, parts, device)
+
+    def leg(
+        self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
+        outgoing: tuple[Tensor, ...],
+    ) -> "_Still":  # fmt: skip
+        parts = [Part(part.shape[1], part.dtype) for part in outgoing]
+        self.legs.append(OpenedLeg(where, steps, sent, received, parts))
+        rows, device = received[self.group.rank()], outgoing[0].device
+        key = where, rows, *parts
+        if key not in self.rows:
+            self.rows[key] = tuple(_values(rows, part, i, device) for i, part in enumerate(parts))
+        return _Still(outgoing, self.rows[key])
+
+
+def _values(rows: int, part: Part, place: int, device: torch.device) -> Tensor:
+    """Rows of ordinary values: a multiplication of zeros takes less power, and then less time."""
+    shape = rows, part.width
+    if part.dtype != torch.uint8:
+        return torch.randn(shape, dtype=part.dtype, device=device)
+    if place:  # scales, 2^-7
+        return torch.full(shape, 120, dtype=torch.uint8, device=device)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=device).bitwise_and_(0xFE)  # E4M3, no NaN
+
+
+@dataclass
+class _Still:
+    outgoing: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
+
+    def send(self, chunks: range) -> None:
+        pass
+
+    def wait(self, chunk: int) -> None:
+        pass
+
+
+def travel(transport: Transport, legs: Sequence[OpenedLeg]) -> None:
+    """Send the rows of each leg, after those of the leg before; the values do not matter."""
+    for where, steps, sent, received, parts in legs:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        room = transport.outgoing(where, sent[transport.group.rank()], parts, device)
+        leg, chunks = transport.leg(where, steps, sent, received, room), range(len(steps))
+        if where == "experts":
+            leg.send(chunks)
+        for c in chunks if where == "tokens" else ():
+            leg.send(range(c, c + 1))
+        for c in chunks:
+            leg.wait(c)

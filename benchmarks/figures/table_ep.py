@@ -1,0 +1,83 @@
+"""The tables of expert parallelism in docs/overlap.md: one product, and the whole layer, forward and backward."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .table_ops import machine
+
+Row = Mapping[str, Any]
+OPS = ("ep_fwd", "ep_fwd_bwd", "ep_layer_fwd", "ep_layer_fwd_bwd")
+HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 products", "in turn": "in turn", "collectives": "`Collectives`",
+        "copy engines": "`CopyEngines`", "jit": "`jit`, and recipe `bf16` as bf16"}  # fmt: skip
+TITLES = {"ep": "### One product", "ep_layer": "### The whole layer"}
+HEAD = ("{sizes}, dim/hidden, experts{top_k}", "GPUs, routing", "recipe", "exchanges", "forward, ms: bf16 / ours",
+        "backward", "together", "e, forward / backward", "exposed, forward / backward, ms",
+        "peak memory, GiB: bf16 / ours")  # fmt: skip
+
+
+def is_ep(op: str) -> bool:
+    return op in OPS
+
+
+def _sizes(case: Row) -> str:
+    if "rows" in case:
+        return f"{case['rows']}, {case['dim']}/{case['hidden']}, {case['experts']}"
+    return f"{case['tokens']}, {case['dim']}/{case['hidden_dim']}, {case['num_experts']}, {case['top_k']}"
+
+
+def _pair(ours: float, theirs: float) -> str:
+    return f"{theirs / 1e3:.1f} / {ours / 1e3:.1f} ({theirs / ours:.2f}x)"
+
+
+def e_of(one: Row, both: Row) -> tuple[float, float] | None:
+    """max(wire, products) / measured of the forward and of the backward; None if the parts are not recorded.
+
+    >>> parts = {"wire": 3.0, "products": 6.0}
+    >>> e_of({"us": 8.0, "stages_us": parts}, {"us": 18.0, "stages_us": {"wire": 8.0, "products": 15.0}})
+    (0.75, 0.9)
+    """
+    first, all_ = one.get("stages_us") or {}, both.get("stages_us") or {}
+    if not first or not all_:
+        return None
+    backward = max(all_[part] - first[part] for part in ("wire", "products"))
+    return max(first["wire"], first["products"]) / one["us"], backward / (both["us"] - one["us"])
+
+
+def _cells(one: Row, both: Row) -> tuple[str, ...]:
+    case, e = one["case"], e_of(one, both)
+    exposed = [row["stages_us"]["exposed"] / 1e3 for row in (one, both) if row.get("stages_us")]
+    peaks = [both[name] / 2**30 for name in ("peer_peak_nbytes", "peak_nbytes") if both.get(name) is not None]
+    framework = "JAX, " if one["frontend"] == "jax" else ""
+    return (
+        _sizes(case),
+        f"{case['ranks']}, {case.get('routing', 'balanced')}",
+        f"`{case['recipe']}`",
+        framework + HOWS[case["how"]],
+        _pair(one["us"], one["peer_us"]),
+        _pair(both["us"] - one["us"], both["peer_us"] - one["peer_us"]),
+        f"**{_pair(both['us'], both['peer_us'])}**",
+        f"{e[0]:.2f} / {e[1]:.2f}" if e else "",
+        f"{exposed[0]:.1f} / {exposed[1] - exposed[0]:.1f}" if exposed else "",
+        " / ".join(f"{peak:.1f}" for peak in peaks),
+    )
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Both tables, in the order of the lines; "" without lines."""
+    text: list[str] = []
+    for op, title in TITLES.items():
+        both = {_key(row): row for row in rows if row["op"] == f"{op}_fwd_bwd"}
+        found = [(row, both[_key(row)]) for row in rows if row["op"] == f"{op}_fwd" and _key(row) in both]
+        if not found:
+            continue
+        names = {"sizes": "tokens per rank" if op == "ep_layer" else "rows per rank",
+                 "top_k": ", top-k" if op == "ep_layer" else " per rank"}  # fmt: skip
+        head = [cell.format(**names) for cell in HEAD]
+        gpus = [{**row, "hardware": row["hardware"].split("x ")[-1]} for row, _ in found]  # a column has their number
+        text += [title, "", f"{machine(gpus)}.", "", f"| {' | '.join(head)} |",
+                 f"|{' --- |' * len(head)}", *(f"| {' | '.join(_cells(*pair))} |" for pair in found), ""]  # fmt: skip
+    return "\n".join(text).strip()
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row["frontend"], str(row["case"])
