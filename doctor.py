@@ -24,10 +24,28 @@ from mxep import __version__
 FRONTENDS = {"torch": "PyTorch", "jax": "JAX"}
 OPTIONAL = {
     "jax-triton": "Triton kernels in JAX on a GPU",
+    "flax": "mxep.jax_frontend.nnx",
+    "transformers": "mxep.torch_frontend.transformers",
+    "accelerate": "the Trainer of transformers",
+    "torchtitan": "mxep.torch_frontend.torchtitan",
     "safetensors": "checkpoints of the training examples",
-    "transformers": "models of Hugging Face",
 }
 """Package -> what needs it."""
+TESTED = {
+    "numpy": "2.3",
+    "ml_dtypes": "0.6.0",
+    "triton": "3.6.0",
+    "torch": "2.11 to 2.13",
+    "jax": "0.10.2, 0.11.2",
+    "jaxlib": "0.10.2, 0.11.2",
+    "jax-triton": "0.3.1",
+    "flax": "0.12.8",
+    "transformers": "5.17 to 5.23",
+    "accelerate": "1.15.0",
+    "torchtitan": "0.3.0",
+    "safetensors": "0.8.0",
+}
+"""Package -> the releases that tests ran with; others that the package asks for are allowed."""
 TIMEOUT_S = 300
 
 
@@ -100,11 +118,11 @@ def _version(package: str) -> str:
 
 def _packages(problems: list[str]) -> None:
     asked = dict(_requirement(line) for line in metadata.requires("mxep") or [])
-    wanted = ["numpy", "ml_dtypes", "triton", "torch", "jax", "jaxlib", *OPTIONAL]
-    for package in wanted:
+    print(f"  {'':14}{'here':16}{'asked for':16}tested with")
+    for package, tested in TESTED.items():
         version, spec = _version(package), asked.get(package, "")
-        line = f"  {package:14}{version or 'missing':24}{spec}"
-        print(line.rstrip() + (f"  ({OPTIONAL[package]})" if package in OPTIONAL and not version else ""))
+        purpose = f"  for {OPTIONAL[package]}" if package in OPTIONAL and not version else ""
+        print(f"  {package:14}{version or 'missing':16}{spec:16}{tested}{purpose}")
         if version and not satisfies(version, spec):
             problems.append(f"{package} {version}: mxep asks for {spec}; `pip install '{package}{spec}'`")
         if not version and package in ("numpy", "ml_dtypes"):
@@ -121,13 +139,14 @@ def _requirement(line: str) -> tuple[str, str]:
 
 
 def satisfies(version: str, spec: str) -> bool:
-    """Whether a version is within bounds of >= and <, by its numbers alone.
+    """Whether a version is within bounds of >=, < and ==, by its numbers alone.
 
-    >>> satisfies("2.13.0+cpu", ">=2.11,<2.14"), satisfies("2.14.1", "<2.14,>=2.11")
-    (True, False)
+    >>> satisfies("2.13.0+cpu", ">=2.11,<2.14"), satisfies("2.14.1", "<2.14,>=2.11"), satisfies("0.3.1", "==0.3.0")
+    (True, False, False)
     """
-    bounds = re.findall(r"(>=|<)\s*([\w.]+)", spec)
-    return all((_numbers(version) < _numbers(bound)) == (operator == "<") for operator, bound in bounds)
+    number = _numbers(version)
+    compare = {">=": number.__ge__, "<": number.__lt__, "==": number.__eq__}
+    return all(compare[operator](_numbers(bound)) for operator, bound in re.findall(r"(>=|<|==)\s*([\w.]+)", spec))
 
 
 def _numbers(version: str) -> list[int]:

@@ -14,13 +14,15 @@ overlapped schedule, since products and wire slow each other down.
 from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from mxep.core_kernels.exchange import MOST_CHUNKS, expert_chunks
 from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.recipe import LegName, Recipe
+from mxep.core_kernels.replicas import Replicas
 
-Send = Literal["copy", "rank", "host"]
+Send = Literal["each", "summed", "host"]
+"""What travels: a row per replica, or `dispatch(replicas="summed")`: one row per rank, both ways, or one per host."""
 MX, BF16 = 1 + 1 / BLOCK, 2.0
 """Bytes per value."""
 
@@ -60,8 +62,7 @@ class Rates(NamedTuple):
 
 
 class Case(NamedTuple):
-    """rows per rank, of `top_k` per token; experts per rank. send: what travels: each copy of a token, a token once to
-    a rank that wants it, or once to a host, which spreads it. chunk_bytes: of a transport."""
+    """rows per rank, of `top_k` per token; experts per rank. chunk_bytes: of a transport."""
 
     ranks: int
     rows: int
@@ -70,7 +71,7 @@ class Case(NamedTuple):
     experts: int
     recipe: Recipe
     top_k: int = 1
-    send: Send = "copy"
+    send: Send = "each"
     chunk_bytes: int = 2**26
 
     @property
@@ -133,12 +134,42 @@ def rows_sent(case: Case, gpus: int) -> tuple[float, float, float]:
     """Rows that a rank sends within its host and to other hosts, and rows that a rank receives, its own included."""
     ranks, hosts = case.ranks, max(case.ranks // gpus, 1)
     inside, experts = min(ranks, gpus), case.ranks * case.experts
-    per_token = float(case.top_k) if case.send == "copy" else distinct(ranks, experts, case.top_k)
+    per_token = float(case.top_k) if case.send == "each" else distinct(ranks, experts, case.top_k)
     rows = case.tokens * per_token
     if case.send == "host" and hosts > 1:
         remote = case.tokens * distinct(hosts, experts, case.top_k) * (hosts - 1) / hosts
         return rows * (inside - 1) / inside, remote, rows
     return rows * (inside - 1) / ranks, rows * (ranks - inside) / ranks, rows
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of a token, on average, that leave its rank for others and come back to it."""
+
+    forward: float
+    backward: float
+
+
+def token_bytes(
+    ranks: int, experts: int, top_k: int, dim: int, recipe: Recipe, replicas: Replicas, weighted: bool = False
+) -> TokenBytes:
+    """Of `dispatch` and `combine` with uniform routing. experts: of all ranks. weighted: `combine` has probabilities.
+
+    A leg has top_k rows of a token, or one for each of the R (1 - C(E - E/R, k) / C(E, k)) ranks with one of its
+    experts, and of both R - 1 of R for other ranks. With "once" and "summed" 4 bytes per replica go to the experts.
+
+    >>> mxfp8 = Recipe.parse("mxfp8")
+    >>> [round(token_bytes(4, 64, 8, 7168, mxfp8, how).forward / 1e3, 1) for how in get_args(Replicas)]
+    [130.4, 106.3, 59.7]
+    """
+    copies, sent = distinct(ranks, experts, top_k), (ranks - 1) / ranks
+    each: set[LegName] = set(get_args(LegName))
+    if replicas != "each":
+        each -= {"dispatch"} if weighted else {"dispatch", "combine_grad"}
+    once = replicas == "summed"
+    rows = {leg: top_k if leg in each and not once else copies for leg in get_args(LegName)}
+    of_leg = {leg: n * sent * dim * (MX if recipe.sends_mx(leg) else BF16) for leg, n in rows.items()}
+    slots = 0 if replicas == "each" else 4 * top_k * sent
+    return TokenBytes(of_leg["dispatch"] + slots + of_leg["combine"], of_leg["combine_grad"] + of_leg["dispatch_grad"])
 
 
 def leg_seconds(case: Case, rates: Rates, wire: Wire, row_nbytes: float) -> float:
@@ -195,7 +226,7 @@ def _direction(
     if case.top_k > 1:  # rows are gathered from tokens, and summed over each token's copies
         before += arrived * width * 2 * sent / passes["permute_mx"]
         after += (arrived + case.tokens) * back_width * BF16 / passes["combine"]
-    if case.send != "copy":  # spread after arrival; summed before the way back
+    if case.send != "each":  # spread after arrival; summed before the way back
         work += (arrived + rows) * width * sent / passes["permute_mx"]
         work += (arrived + rows) * back_width * BF16 / passes["combine"]
     if mx_back:

@@ -20,7 +20,8 @@ class MoEMetrics(TypedDict):
     dead_experts: experts without a row.
     overflow: rows that did not fit and were dropped; always 0 in PyTorch.
     wire_nbytes: bytes of the rows in the four all-to-alls of a forward and backward, of all ranks together. Rows of a
-        rank's own experts are in it: 1 / ranks of the rows if experts are chosen evenly. 0 on one rank.
+        rank's own experts are in it: 1 / ranks of the rows if experts are chosen evenly. 0 on one rank. A row per
+        expert of a token counts, as replicas="each" sends it; the counts do not tell how much less the others send.
     """
 
     tokens_per_expert: list[int]

@@ -6,7 +6,7 @@
     python -m examples.profile_layer --framework jax --out runs/profile
 
 Writes DIR/torch.json or DIR/jax.json.gz; in PyTorch it prints the time of each step of the layer, and --png draws the
-last forward and backward. The steps are mxep.route, mxep.dispatch, mxep.experts and mxep.combine, as in
+shortest forward and backward. The steps are mxep.route, mxep.dispatch, mxep.experts and mxep.combine, as in
 docs/pipeline.md; the backward has the names of the autograd functions. In JAX they are scopes of the compiled
 operations, which XLA's trace of a CPU leaves out.
 """
@@ -65,15 +65,19 @@ def profile_torch(args: argparse.Namespace) -> Path:
     return path
 
 
-def draw(trace: Path) -> Path:
-    """A picture of the last step of a PyTorch trace: ranges, ops of mxep, and on a GPU its kernels."""
+NAMED_FROM = 0.015
+"""An op or a kernel has its name in the picture from this share of a step."""
+
+
+def draw(trace: Path, title: str) -> Path:
+    """A picture of the shortest step of a PyTorch trace: ranges, ops of mxep, and on a GPU its kernels."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("ph") == "X"]
-    step = max((e for e in events if e["name"] == "step" and e["cat"] == "user_annotation"), key=lambda e: e["ts"])
+    step = min((e for e in events if e["name"] == "step" and e["cat"] == "user_annotation"), key=lambda e: e["dur"])
     begin, end = step["ts"], step["ts"] + step["dur"]
     inside = [e for e in events if begin <= e["ts"] and e["ts"] + e["dur"] <= end]
     rows = {
@@ -82,18 +86,23 @@ def draw(trace: Path) -> Path:
         "kernels": [e for e in inside if e["cat"] == "kernel"],
     }
     rows = {name: found for name, found in rows.items() if found}
-    figure, axes = pyplot.subplots(figsize=(12, 0.7 + 0.8 * len(rows)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(12, 1.4 + 1.3 * len(rows)), layout="constrained")
     names = sorted({e["name"] for e in rows["steps"]}, key=lambda n: next(e["ts"] for e in inside if e["name"] == n))
     color = {name: f"C{i % 10}" for i, name in enumerate(names)}
-    for y, found in enumerate(rows.values()):
+    for y, (row, found) in enumerate(rows.items()):
         spans = [((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in found]
-        colors = [color.get(e["name"], "0.6") for e in found]
-        axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=colors, edgecolor="white", linewidth=0.3)
+        colors = [color.get(e["name"], "0.75") for e in found]
+        axes.broken_barh(spans, (y - 0.45, 0.9), facecolors=colors, edgecolor="white", linewidth=0.3)
+        for event, (start, width) in zip(found, spans, strict=True):
+            if row != "steps" and event["dur"] > NAMED_FROM * (end - begin):
+                name = event["name"].removeprefix("mxep::").split("(")[0][:24]
+                axes.text(start + width / 2, y, name, rotation=90, fontsize=7, ha="center", va="center")
     for name in names:
         axes.barh(0, 0, color=color[name], label=name.lstrip("_"))  # a legend leaves out names with "_"
     axes.legend(ncols=5, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1))
     axes.set(yticks=range(len(rows)), yticklabels=list(rows), xlabel="ms", xlim=(0, (end - begin) / 1e3))
     axes.invert_yaxis()
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(trace.with_suffix(".png"), dpi=100)
     pyplot.close(figure)
     return trace.with_suffix(".png")
@@ -141,7 +150,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     flags.add_argument("--recipe", choices=tuple(RECIPES), default="mxfp8")
     flags.add_argument("--out", type=Path, required=True, metavar="DIR")
-    flags.add_argument("--png", action="store_true", help="also draw the last step, in PyTorch alone")
+    flags.add_argument("--png", action="store_true", help="also draw the shortest step, in PyTorch alone")
     for name, size in SIZES.items():
         flags.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, metavar="N", help=f"default: {size}")
     args = flags.parse_args(argv)
@@ -162,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"{PROG}: error: {error}")
     print(f"{path}: open it in https://ui.perfetto.dev")
     if args.png:
-        print(draw(path))
+        sizes = ", ".join(f"{name} {getattr(args, name)}" for name in SIZES)
+        print(draw(path, f"A forward and a backward of the layer on a {args.device.upper()}, {args.recipe}: {sizes}"))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def plan_exchange(
     return Exchange(
         sources=sources.astype(jnp.int32),
         slots=slots.astype(jnp.int32),
-        recv_counts=_all_to_all(fitting, axis_name).reshape(-1),
+        recv_counts=all_to_all(fitting, axis_name).reshape(-1),
         overflow=(counts - fitting).sum(),
         axis_name=axis_name,
         ep_degree=ep_degree,
@@ -163,7 +163,8 @@ def plan_exchange(
     )
 
 
-def _all_to_all(x: jax.Array, axis_name: Axes | None) -> jax.Array:
+def all_to_all(x: jax.Array, axis_name: Axes | None) -> jax.Array:
+    """Equal parts of x between the ranks; no gradient."""
     if axis_name is None:
         return x
     # XLA:CPU widens a bf16 collective to fp32, but not a collective over uint16.
@@ -173,14 +174,15 @@ def _all_to_all(x: jax.Array, axis_name: Axes | None) -> jax.Array:
     return lax.bitcast_convert_type(received, x.dtype)
 
 
-def _send(rows: jax.Array, exchange: Exchange) -> jax.Array:
-    """(M, W) local rows -> (ep * capacity, W) rows received."""
-    return _all_to_all(ops.permute_rows(rows, exchange.sources), exchange.axis_name)
+def send_rows(rows: jax.Array, exchange: Exchange) -> jax.Array:
+    """(M, W) local rows -> (ep * capacity, W) rows received; no gradient."""
+    return all_to_all(ops.permute_rows(rows, exchange.sources), exchange.axis_name)
 
 
-def _send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
-    """(ep * capacity, W) rows received -> (M, W) local rows; of replicas (T, W), the sum over each token's replicas."""
-    rows = _all_to_all(rows, exchange.axis_name)
+def send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
+    """(ep * capacity, W) rows received -> (M, W) local rows; of replicas (T, W), the sum over each token's replicas.
+    No gradient."""
+    rows = all_to_all(rows, exchange.axis_name)
     if exchange.top_k == 1:
         return ops.permute_rows(rows, exchange.slots)
     return sum_slots(rows, exchange.slots.reshape(-1, exchange.top_k))
@@ -211,13 +213,13 @@ def _check_rows(op: str, x: Any, rows: int, what: str, other: str = "") -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dispatch(x: jax.Array, exchange: Exchange, rounding: Rounding) -> MXArray:
-    return MXArray.from_packed(_send(ops.quantize_row_packed(x, rounding=rounding), exchange), x.dtype)
+def dispatch_mx(x: jax.Array, exchange: Exchange, rounding: Rounding) -> MXArray:
+    return MXArray.from_packed(send_rows(ops.quantize_row_packed(x, rounding=rounding), exchange), x.dtype)
 
 
-_dispatch.defvjp(
-    lambda x, exchange, rounding: (_dispatch(x, exchange, rounding), exchange),
-    lambda rounding, exchange, grad: (_send_back(grad.carrier, exchange), None),
+dispatch_mx.defvjp(
+    lambda x, exchange, rounding: (dispatch_mx(x, exchange, rounding), exchange),
+    lambda rounding, exchange, grad: (send_back(grad.carrier, exchange), None),
 )
 
 
@@ -243,7 +245,7 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
     check_type(op, "exchange", exchange, Exchange)
     x, exchange = _for_replicas(op, input, exchange)
-    return _dispatch(*arguments(op, x, exchange), rounding_of(op, "rounding", rounding))
+    return dispatch_mx(*arguments(op, x, exchange), rounding_of(op, "rounding", rounding))
 
 
 # --- combine ---------------------------------------------------------------------------------------
@@ -251,11 +253,11 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _combine_mx(x: MXGradArray, exchange: Exchange, rounding: Rounding) -> jax.Array:
-    return _send_back(x.value, exchange)
+    return send_back(x.value, exchange)
 
 
 def _combine_mx_bwd(rounding, exchange, grad):
-    rows = MXArray.from_packed(_send(ops.quantize_row_packed(grad, rounding=rounding), exchange))
+    rows = MXArray.from_packed(send_rows(ops.quantize_row_packed(grad, rounding=rounding), exchange))
     return MXGradArray.cotangent(None, (rows.q, rows.sf)), None
 
 
@@ -264,11 +266,11 @@ _combine_mx.defvjp(lambda x, exchange, rounding: (_combine_mx(x, exchange, round
 
 @jax.custom_vjp
 def _combine(x: jax.Array, exchange: Exchange) -> jax.Array:
-    return _send_back(x, exchange)
+    return send_back(x, exchange)
 
 
 _combine.defvjp(
-    lambda x, exchange: (_combine(x, exchange), exchange), lambda exchange, grad: (_send(grad, exchange), None)
+    lambda x, exchange: (_combine(x, exchange), exchange), lambda exchange, grad: (send_rows(grad, exchange), None)
 )
 
 
@@ -310,13 +312,13 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 
 def _wire(x, exchange, rounding, back: bool):
     rows = ops.quantize_row_packed(x, rounding=rounding)
-    rows = MXArray.from_packed(_send_back(rows, exchange) if back else _send(rows, exchange))
+    rows = MXArray.from_packed(send_back(rows, exchange) if back else send_rows(rows, exchange))
     return ops.dequantize(rows.q, rows.sf, out_dtype=x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _dequantized(x: jax.Array, exchange: Exchange, rounding: Rounding, leg: str) -> jax.Array:
-    return _send_back(x, exchange) if leg == "combine" else _wire(x, exchange, rounding, leg == "reverse")
+    return send_back(x, exchange) if leg == "combine" else _wire(x, exchange, rounding, leg == "reverse")
 
 
 _dequantized.defvjp(
@@ -363,15 +365,15 @@ def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Excha
     """
     op = "a2a_dispatch"
     check_type(op, "exchange", exchange, Exchange)
-    return _dispatch_hp(*arguments(op, *_for_replicas(op, input, exchange)))
+    return dispatch_rows(*arguments(op, *_for_replicas(op, input, exchange)))
 
 
 @jax.custom_vjp
-def _dispatch_hp(x: jax.Array, exchange: Exchange) -> jax.Array:
-    return _send(x, exchange)
+def dispatch_rows(x: jax.Array, exchange: Exchange) -> jax.Array:
+    return send_rows(x, exchange)
 
 
-_dispatch_hp.defvjp(
-    lambda x, exchange: (_dispatch_hp(x, exchange), exchange),
-    lambda exchange, grad: (_send_back(grad, exchange), None),
+dispatch_rows.defvjp(
+    lambda x, exchange: (dispatch_rows(x, exchange), exchange),
+    lambda exchange, grad: (send_back(grad, exchange), None),
 )

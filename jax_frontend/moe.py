@@ -136,7 +136,7 @@ def apply(
     if config.prob_in == "input":
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
-    ranks = {"axis_name": axis_name, "capacity": config.capacity}
+    ranks = {"axis_name": axis_name, "capacity": config.capacity, "replicas": config.replicas}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
     inside = dispatch_probs(probs_TK, route) if config.prob_in == "swiglu" else None
     out = _experts(params["experts"], groups, route.group_ends, inside, config, parts)

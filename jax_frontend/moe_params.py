@@ -18,6 +18,7 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.prob_in import ProbIn, check_prob_in
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.replicas import Replicas, check_replicas_option
 from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ep
@@ -48,6 +49,8 @@ class MoEConfig:
     capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
     bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
         the experts and of the shared one, which has no bias.
+    replicas: "each", "once" or "summed", how often a token crosses the wire to a rank with several of its experts, as
+        in `dispatch`. With prob_in="input", where a row is one replica, "each" alone.
 
     >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
     'mxfp8'
@@ -74,6 +77,7 @@ class MoEConfig:
     shared_gate: bool = False
     bias: bool = False
     activation: SwiGLU = PLAIN
+    replicas: Replicas = "each"
 
     def __post_init__(self) -> None:
         optional = ("capacity", "shared_hidden_dim")
@@ -93,6 +97,10 @@ class MoEConfig:
             fail(ValueError, "MoEConfig", "shared_gate", True, "allowed: with shared_hidden_dim")
         check_options("MoEConfig", self.num_experts, top_k=self.top_k, **self.route_options)
         check_prob_in("MoEConfig", self.prob_in)
+        check_replicas_option("MoEConfig", self.replicas)
+        if self.replicas != "each" and self.prob_in == "input":
+            allowed = "allowed: 'each' with prob_in='input', whose replicas have a row each"
+            fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
         check_type("MoEConfig", "bias", self.bias, bool)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 
 from . import moe
@@ -15,6 +14,11 @@ from ._mesh import AnyMesh
 from .ep import Axes
 from .moe import MoEStats
 from .moe_params import MoEConfig, Params
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError("mxep.jax_frontend.nnx: flax is missing; install it with `pip install 'mxep[flax]'`") from error
 
 NAMES = {
     "w1": ("expert", "mlp", "embed"), "w3": ("expert", "mlp", "embed"), "w2": ("expert", "embed", "mlp"),

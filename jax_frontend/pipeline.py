@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.replicas import Replicas, check_replicas_option
 from . import ops
 from ._checks import check_counts, check_floats, check_shape, check_type, check_vector, dtype_name
 from ._shapes import Float, Float32, Int
@@ -35,6 +36,7 @@ from .mx_array import MXArray, MXGradArray
 from .ops import RowMap
 from .permute import gather_rows, permute, spread_rows, unpermute_hp_fwd_mxfp8_bwd
 from .remat import ROWS, named
+from .replicas import Copies, Way, exchange_copies, exchange_sums, map_copies, probs_of_copies, return_each, send_once
 from .weighted_combine import weighted_combine
 from .weights import recipe_of
 
@@ -46,7 +48,7 @@ class Route:
 
     row_map: between received rows and padded groups. exchange: the all-to-all, None on one rank without a capacity.
     order, slots, top_k: the maps of `weighted_combine`; top_k is 0 for rows, which have none across ranks. recipe,
-    top_k: static.
+    top_k: static. copies: where a token goes once to each rank, how its copies lie.
     """
 
     row_map: RowMap
@@ -55,6 +57,7 @@ class Route:
     slots: jax.Array | None
     recipe: Recipe = dataclasses.field(metadata={"static": True})
     top_k: int = dataclasses.field(default=0, metadata={"static": True})
+    copies: Copies | None = None
 
     @property
     def group_ends(self) -> jax.Array:
@@ -75,6 +78,7 @@ def dispatch(
     recipe: Recipe | str = "mxfp8",
     axis_name: Axes | None = None,
     capacity: int | None = None,
+    replicas: Replicas = "each",
 ) -> tuple[Float[jax.Array, "P K"] | MXArray, Int[jax.Array, " G"], Route]:
     """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
 
@@ -84,6 +88,11 @@ def dispatch(
     recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
     axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
     capacity: rows that each pair of ranks exchanges at most; None is all local rows, which never drops one.
+    replicas: of TokenReplicas, how often a token crosses the wire to a rank with several of its experts. "each": a row
+        per expert, both ways. "once": one row, from which that rank makes the others; their results come back each, and
+        results and gradients are the same bytes. "summed": the results of a token on a rank are summed there as well,
+        in fp32, and one row comes back, in the dtype of the groups. A pair of ranks then has room for min(T, capacity)
+        rows of tokens.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXArray if the recipe quantizes, with padding rows of
     zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of
@@ -109,9 +118,15 @@ def dispatch(
         check_replicas(op, rows)
     top_k = rows.top_k if isinstance(rows, TokenReplicas) else 0
     num_rows = x.shape[0] * max(top_k, 1)
+    check_replicas_option(op, replicas)
+    if replicas != "each" and not top_k:
+        allowed = "allowed: 'each' for rows; TokenReplicas, whose rows are copies, take the others"
+        fail(ValueError, op, "replicas", repr(replicas), allowed)
     if axis_name is None and capacity is None:
         return _on_one_rank(rows, x, counts, num_rows, recipe)
     exchange = plan_exchange(counts, axis_name, num_rows=num_rows, capacity=capacity)
+    if isinstance(rows, TokenReplicas) and replicas != "each" and exchange.ep_degree > 1:
+        return _once(rows, exchange, recipe, replicas == "summed")
     received: Any = a2a_dispatch(rows, exchange) if not recipe.mx else None
     if recipe.mx:
         received = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, exchange, recipe.rounding)
@@ -119,6 +134,33 @@ def dispatch(
     groups = named(groups, ROWS)
     order, slots = (rows.order, rows.inverse) if isinstance(rows, TokenReplicas) else (None, None)
     return groups, row_map.padded_counts, Route(row_map, exchange, order, slots, recipe, top_k)
+
+
+def _once(
+    tokens: TokenReplicas, exchange: Exchange, recipe: Recipe, summed: bool
+) -> tuple[jax.Array | MXArray, jax.Array, Route]:
+    """A copy of a token for each rank, and its replicas from there."""
+    counts, room = exchange.recv_counts, exchange.capacity
+    sizes = {"num_rows": exchange.ep_degree * room, "rank_rows": room, "alignment": recipe.alignment}
+    row_map = ops.row_map(counts, num_local_experts=counts.shape[0] // exchange.ep_degree, **sizes)
+    copies = map_copies(tokens, exchange, row_map, summed)
+    route = Route(row_map, exchange, tokens.order, tokens.inverse, recipe, tokens.top_k, copies)
+    groups: Any
+    if summed:
+        arrived = exchange_copies(tokens.x, copies, recipe.rounding if recipe.mx else None)
+        groups = spread_rows(arrived, copies.group_order, copies.group_slots.reshape(-1), tokens.top_k)
+    else:
+        groups = send_once(tokens.x, _way(route, copies))
+    return named(groups, ROWS), row_map.padded_counts, route
+
+
+def _way(route: Route, copies: Copies) -> Way:
+    """Of the copies of a token there, and of its replicas back."""
+    assert route.exchange is not None
+    assert route.slots is not None
+    each = dataclasses.replace(route.exchange, slots=route.exchange.slots[route.slots], top_k=route.top_k)
+    recipe, copy = route.recipe, copies.group_order // route.top_k
+    return Way(copies.exchange, each, copy, route.row_map.inverse, recipe.mx, recipe.rounding)
 
 
 def _on_one_rank(
@@ -206,6 +248,14 @@ def combine(
     recipe, rows = route.recipe, groups
     if recipe.mx and not isinstance(rows, MXGradArray):
         rows = MXGradArray.wrap(rows)
+    copies = route.copies
+    if copies is not None and not copies.summed and probs is None:
+        return return_each(rows, _way(route, copies), out_dtype)
+    if copies is not None and copies.summed:
+        if probs is not None and route.exchange is not None and route.order is not None and route.slots is not None:
+            column = gather_rows(jnp.asarray(probs).reshape(-1, 1), route.order, route.slots.reshape(-1))
+            probs = probs_of_copies(column, route.exchange, copies)
+        return exchange_sums(rows, probs, copies, out_dtype, recipe.rounding if recipe.mx else None)
     if route.exchange is not None:
         rows = unpermute_hp_fwd_mxfp8_bwd(rows, route.row_map)
         rows = a2a_combine_hp_fwd_mxfp8_bwd(rows, route.exchange, recipe.rounding, mxfp8_bwd=recipe.mx)

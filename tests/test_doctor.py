@@ -2,15 +2,18 @@
 
 import doctest
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import mxep
 import pytest
 from mxep import doctor
 from mxep.core_kernels.registry import OPS
+from mxep.torch_frontend import torchtitan, transformers
 
 
 def test_examples() -> None:
@@ -28,6 +31,20 @@ def test_here_every_op_runs() -> None:
     words = run.stdout.replace(",", "").split()
     for op in OPS:
         assert words.count(op) == 2, op  # PyTorch and JAX
+
+
+def test_the_tested_versions_are_those_of_the_constraints() -> None:
+    """The pinned release is one that `TESTED` names, and so are the releases that the adapters allow."""
+    text = (Path(__file__).parents[1] / "constraints.txt").read_text()
+    pinned = dict(line.split("==") for line in text.splitlines() if "==" in line)
+    named = set(doctor.TESTED) & set(pinned)
+    assert named == set(doctor.TESTED) - {"numpy"}
+    for package in named:
+        releases = re.split(" to |, ", doctor.TESTED[package])
+        assert any(f"{pinned[package]}.".startswith(f"{release}.") for release in releases), package
+    first, last = (".".join(map(str, release)) for release in transformers.TESTED)
+    assert doctor.TESTED["transformers"] == f"{first} to {last}"
+    assert doctor.TESTED["torchtitan"] == torchtitan.TESTED
 
 
 def report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, versions: dict[str, str],
@@ -70,13 +87,14 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"devices": {"cuda:0 Old, sm_75": {"route": ["", {"triton": "allowed: sm_89, sm_90"}]}}, "note": ""}
     status, text = report(
-        monkeypatch, capsys, versions=ALL | {"torch": "2.14.0", "jax": "0.9.1"},
+        monkeypatch, capsys, versions=ALL | {"torch": "2.14.0", "jax": "0.9.1", "torchtitan": "0.3.1"},
         answers={"torch": facts, "jax": "Traceback\nImportError: no libdevice"},
     )  # fmt: skip
     assert status == 1
     assert text.split("Wrong:\n")[1].splitlines() == [
         "- torch 2.14.0: mxep asks for <2.14,>=2.11; `pip install 'torch<2.14,>=2.11'`",
         "- jax 0.9.1: mxep asks for >=0.10.2; `pip install 'jax>=0.10.2'`",
+        "- torchtitan 0.3.1: mxep asks for ==0.3.0; `pip install 'torchtitan==0.3.0'`",
         "- PyTorch on cuda:0 Old, sm_75: 1 of 1 ops do not run, route among them",
         "- JAX: ImportError: no libdevice",
     ]

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# tests/wheel.sh FOLDER: installs the newest wheel of FOLDER into two new environments, one with torch alone and one
-# with jax alone, with the newest dependencies that pip picks; runs a layer and the doctor in each.
+# tests/wheel.sh FOLDER CPU_FOLDER: installs the newest wheel of each folder into new environments, with the newest
+# dependencies that pip picks: torch alone, then jax beside it, from FOLDER; jax alone, from CPU_FOLDER, whose wheel has
+# no CUDA kernels. Runs a layer and the doctor in each.
 set -euo pipefail
-wheel=$(realpath "$(ls -t "$1"/mxep-*.whl | head -1)")
-files=$(python3 -m zipfile -l "$wheel")
+newest() { realpath "$(ls -t "$1"/mxep-*.whl | head -1)"; }
+wheel=$(newest "$1") cpu_wheel=$(newest "$2")
 for file in core_kernels/py.typed cpp_bindings/py.typed torch_frontend/py.typed jax_frontend/py.typed __init__.py doctor.py; do
-  grep -q "^mxep/$file " <<< "$files" || { echo "$wheel lacks mxep/$file"; exit 1; }
+  for each in "$wheel" "$cpu_wheel"; do
+    grep -q "^mxep/$file " <<< "$(python3 -m zipfile -l "$each")" || { echo "$each lacks mxep/$file"; exit 1; }
+  done
 done
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -19,9 +22,20 @@ config = MoEConfig(dim=32, hidden_dim=64, num_experts=4, top_k=2)
 params, x = moe.init(jax.random.key(0), config), jax.random.normal(jax.random.key(1), (5, 32))
 y, _ = moe.apply(params, x, config)"
 )
-for framework in torch jax; do
-  python3 -m venv "$framework"
-  "$framework/bin/pip" install --quiet --disable-pip-version-check "mxep[$framework] @ file://$wheel"
-  "$framework/bin/python" -c "${layer[$framework]}; assert y.shape == (5, 32)"
-  "$framework/bin/python" -m mxep.doctor
-done
+
+# install ENVIRONMENT WHEEL FRAMEWORK: another framework joins those that the environment has. Modules are compiled when
+# they are imported, which few of them are.
+install() {
+  [ -d "$1" ] || python3 -m venv "$1"
+  "$1/bin/pip" install --quiet --no-compile --disable-pip-version-check "mxep[$3] @ file://$2"
+  "$1/bin/python" -c "${layer[$3]}; assert y.shape == (5, 32)"
+}
+
+install beside "$wheel" torch
+beside/bin/python -m mxep.doctor
+install beside "$wheel" jax
+beside/bin/python -c "${layer[torch]}"
+beside/bin/python -m mxep.doctor
+install alone "$cpu_wheel" jax
+alone/bin/python -c "from mxep.cpp_bindings import cuda_archs; assert not cuda_archs, cuda_archs"
+alone/bin/python -m mxep.doctor

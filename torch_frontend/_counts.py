@@ -16,6 +16,7 @@ from ._ranks import can_compare, check_rows_to_send, compare_calls, no_answer
 from ._torch_private import group_named
 from .ep import TokenReplicas, all_to_all
 from .permute import check_replicas
+from .replicas import Layout, lay_out
 from .shards import Ranks
 
 
@@ -23,8 +24,9 @@ class Agreement(NamedTuple):
     """What the ranks know before rows travel.
 
     rows, num_rows: as `checked_rows` returns them. sent: (E + 1,), this rank's counts and the number of its rows, or -1
-    if it is about to raise `error`. of_all: (ranks, E + 1), `sent` of every rank. received: (E,), rows that this rank
-    receives, per rank and local expert.
+    if it is about to raise `error`; where a token goes once to each rank, also its copies for each one. of_all: `sent`
+    of every rank. received: (E,), rows that this rank receives, per rank and local expert. copies: (ranks, 1), copies
+    that it receives, or (ranks, 0). layout: of the copies that it sends.
     """
 
     rows: Tensor | TokenReplicas
@@ -32,12 +34,14 @@ class Agreement(NamedTuple):
     sent: Tensor
     of_all: Tensor
     received: Tensor
+    copies: Tensor
     error: Exception | None
+    layout: Layout | None
 
     @property
     def totals(self) -> Tensor:
         """(E,) rows of all ranks per expert."""
-        return self.of_all[:, :-1].sum(0, dtype=self.of_all.dtype)
+        return self.of_all[:, : self.received.shape[0]].sum(0, dtype=self.of_all.dtype)
 
 
 def agree_on_counts(
@@ -45,8 +49,8 @@ def agree_on_counts(
     error: Exception | None = None, shared: dict[str, Any] | None = None,
 ) -> Agreement:  # fmt: skip
     """Check this rank's arguments, unless it has an `error` already, and exchange the counts. A collective; the host
-    does not wait, unless the number of experts is unknown. Then the ranks compare their recipes and what is `shared`,
-    by argument; the ranks of a layer have compared theirs before."""
+    does not wait, unless the number of experts is unknown. Then the ranks compare recipe, `replicas` and what is
+    `shared`, by argument; the ranks of a layer have compared theirs before."""
     num_rows = 0
     try:
         if error is None:
@@ -56,11 +60,17 @@ def agree_on_counts(
     if not ranks.num_experts:
         if can_compare(ranks.group_name):
             x = rows.x if isinstance(rows, TokenReplicas) else rows
-            compare_calls("dispatch", x, counts, {"recipe": recipe} | (shared or {}), ranks.group_name, error)
+            shared = {"recipe": recipe, "replicas": ranks.replicas} | (shared or {})
+            compare_calls("dispatch", x, counts, shared, ranks.group_name, error)
         elif error is not None:
             raise error
-    sent = _refusal(ranks) if error is not None else _message(counts, num_rows)
-    return Agreement(rows, num_rows, sent, *_exchange_counts(sent, ranks.group_name, ranks.degree), error)
+    if error is not None:
+        return Agreement(rows, num_rows, *_exchange_counts(_refusal(ranks), ranks), error, None)
+    sent, layout = _message(counts, num_rows), None
+    if ranks.replicas != "each" and isinstance(rows, TokenReplicas):
+        layout = lay_out(rows, counts, ranks.degree)
+        sent = torch.cat([sent, layout.counts])
+    return Agreement(rows, num_rows, *_exchange_counts(sent, ranks), error, layout)
 
 
 def _message(counts: Tensor, num_rows: int) -> Tensor:
@@ -115,26 +125,36 @@ def _reading(x: Tensor) -> Callable[[], Any]:
 def refuse(ranks: Ranks) -> None:
     """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
     if ranks.degree > 1:
-        _exchange_counts(_refusal(ranks), ranks.group_name, ranks.degree)
+        _exchange_counts(_refusal(ranks), ranks)
 
 
 def _refusal(ranks: Ranks) -> Tensor:
     """Counts of -1: this rank is about to raise."""
-    return torch.full((ranks.num_experts + 1,), -1, dtype=torch.int32, device=ranks.device_type)
+    length = ranks.num_experts + 1 + _numbers_of_copies(ranks)
+    return torch.full((length,), -1, dtype=torch.int32, device=ranks.device_type)
+
+
+def _numbers_of_copies(ranks: Ranks) -> int:
+    return 0 if ranks.replicas == "each" else ranks.degree
+
+
+def _exchange_counts(message: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`sent`, `of_all`, `received` and `copies` of an `Agreement`."""
+    experts = message.shape[0] - 1 - _numbers_of_copies(ranks)
+    return message, *_exchange_messages(message, ranks.group_name, ranks.degree, experts // ranks.degree)
 
 
 @torch.compiler.allow_in_graph  # Dynamo cannot look up a group
-def _exchange_counts(message: Tensor, group_name: str, degree: int) -> tuple[Tensor, Tensor]:
-    """Return the messages of all ranks, and of their counts (E,) what this rank receives, per rank and local expert.
-
-    E * ranks integers take no longer than E, and they give the balance of the whole batch."""
-    splits, local = [message.shape[0]] * degree, (message.shape[0] - 1) // degree
+def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int) -> tuple[Tensor, Tensor, Tensor]:
+    """E * ranks integers take no longer than E, and they give the balance of the whole batch."""
+    splits = [message.shape[0]] * degree
     try:
         of_all = all_to_all(message.repeat(degree), splits, splits, group_name).view(degree, -1)
     except RuntimeError as error:
         no_answer("dispatch", "counts", f"an error while the ranks exchange them: {error}")
-    first = group_named(group_name).rank() * local
-    return of_all, of_all[:, first : first + local].reshape(-1)
+    rank = group_named(group_name).rank()
+    copies = of_all[:, degree * local + 1 :][:, rank : rank + 1]
+    return of_all, of_all[:, rank * local : (rank + 1) * local].reshape(-1), copies
 
 
 def checked_rows(
@@ -144,6 +164,9 @@ def checked_rows(
     op = "dispatch"
     x = rows.x if isinstance(rows, TokenReplicas) else rows
     check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mx_legs))
+    if ranks is not None and ranks.replicas != "each" and not isinstance(rows, TokenReplicas):
+        allowed = "allowed: 'each' for rows; TokenReplicas, whose rows are copies, take the others"
+        fail(ValueError, op, "replicas", repr(ranks.replicas), allowed)
     if ranks is not None and ranks.num_experts and x.device.type != ranks.device_type:
         allowed = f"allowed: {ranks.device_type}, the device of the experts' group"
         fail(ValueError, op, "rows", f"device {x.device}", allowed)
@@ -168,12 +191,14 @@ def checked_table(counts: Tensor, agreed: Agreement, of_all: list[list[int]]) ->
     wrong, or another rank's."""
     if agreed.error is not None:
         raise agreed.error
-    for rank, (*row, rows) in enumerate(of_all):
+    experts = counts.shape[0]
+    for rank, message in enumerate(of_all):
+        row, rows = message[:experts], message[experts]
         if rows < 0 or min(row) < 0 or sum(row) != rows:
             require_total("dispatch", "counts", counts, agreed.num_rows)
             allowed = f"allowed: counts of at least 0 from every rank; rank {rank} raises the error that explains it"
             fail(ValueError, "dispatch", "counts", f"-1 from rank {rank}", allowed)
-    return [row[:-1] for row in of_all]
+    return [message[:experts] for message in of_all]
 
 
 def splits_of(table: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
@@ -181,3 +206,26 @@ def splits_of(table: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
     local = len(table[0]) // len(table)
     parts = [slice(r * local, (r + 1) * local) for r in range(len(table))]
     return [sum(row[parts[rank]]) for row in table], [sum(table[rank][part]) for part in parts]
+
+
+BothWays = tuple[list[int], list[int]]
+
+
+def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[BothWays, BothWays]:
+    """The splits, received and sent, of rows, and of the copies of tokens, which are empty without a layout; the host
+    waits. Raises this rank's error, or ValueError if its counts are wrong, or another rank's."""
+    degree, experts = agreed.of_all.shape[0], agreed.received.shape[0]
+    if not torch.compiler.is_compiling():
+        of_all, rank = agreed.of_all.tolist(), group_named(group_name).rank()
+        splits = splits_of(checked_table(counts, agreed, of_all), rank)
+        copies = [message[experts + 1 :] for message in of_all]
+        return splits, ([], []) if agreed.layout is None else ([row[rank] for row in copies], copies[rank])
+    if agreed.error is not None:
+        raise agreed.error
+    both = torch.stack([agreed.received, agreed.sent[:experts]]).view(2, degree, -1).sum(-1)
+    if agreed.layout is None:
+        received, sent = both.tolist()
+        return (received, sent), ([], [])
+    both = torch.cat([both, agreed.copies.mT, agreed.sent[None, experts + 1 :]])
+    received, sent, *copies = both.tolist()
+    return (received, sent), (copies[0], copies[1])

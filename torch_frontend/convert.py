@@ -27,6 +27,8 @@ OP = "convert_moe"
 Filter = Callable[[nn.Module, str], bool]
 TITAN = ("w1_EFD", "w3_EFD", "w2_EDF"), ("w1", "w3", "w2")
 """Names of the parameters of torchtitan's experts, release 0.3 and before."""
+NAMED = 4
+"""Experts that an error names."""
 DECORATED = "has_gate", "has_bias", "is_transposed", "is_concatenated"
 """Attributes that transformers' `use_experts_implementation` gives to an experts module."""
 
@@ -100,7 +102,8 @@ def convert_moe(model: nn.Module, recipe: Recipe | str = "mxfp8", filter_fn: Fil
         fail(ValueError, OP, "model", f"{type(model).__name__} without such experts", allowed)
     chosen = {name: found for name, found in known.items() if filter_fn is None or filter_fn(found[0], name)}
     if not chosen:
-        fail(ValueError, OP, "filter_fn", "False for all", f"allowed: True for some of {', '.join(known)}")
+        names = ", ".join(repr(name) for name in [*known][:NAMED]) + ", ..." * (len(known) > NAMED)
+        fail(ValueError, OP, "filter_fn", "False for all", f"allowed: True for one of {names}")
     rows = tuple(_checked(name, *found) for name, found in chosen.items())
     for module, adapter in chosen.values():
         if adapter.forward is None:

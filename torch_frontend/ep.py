@@ -46,7 +46,8 @@ def all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits, group_nam
     return _collective(x, list(output_splits), list(input_splits), group_named(group_name))
 
 
-def _all_to_all_mx(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, rounding: int) -> MXTensor:
+def packed_rows(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, rounding: int) -> MXTensor:
+    """Quantize rows and exchange them as MXFP8; no gradient."""
     packed = ops.quantize_row_packed(dequantized(x).contiguous(), rounding)
     return MXTensor.from_packed(all_to_all(packed, output_splits, input_splits, group_name), x.dtype)
 
@@ -61,7 +62,7 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.back, ctx.mx_bwd, ctx.rounding = (input_splits, output_splits, group_name), mx_bwd, rounding
         if mx_fwd:
-            return _all_to_all_mx(x, output_splits, input_splits, group_name, rounding)
+            return packed_rows(x, output_splits, input_splits, group_name, rounding)
         if degree_of(group_name) == 1:  # the result has memory of its own, from one rank as from several
             return x.clone(memory_format=torch.contiguous_format)
         return all_to_all(x.contiguous(), output_splits, input_splits, group_name)
@@ -70,7 +71,7 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output_splits, input_splits, group_name = ctx.back
         if ctx.mx_bwd:
-            dx: Tensor = _all_to_all_mx(grads[0], output_splits, input_splits, group_name, ctx.rounding)
+            dx: Tensor = packed_rows(grads[0], output_splits, input_splits, group_name, ctx.rounding)
         else:
             dx = all_to_all(dequantized(grads[0]).contiguous(), output_splits, input_splits, group_name)
         return dx, None, None, None, None, None, None
@@ -96,7 +97,7 @@ class _ExchangeReplicas(torch.autograd.Function):
         (inverse,) = ctx.saved_tensors
         if ctx.mx_bwd:
             output_splits, input_splits, group_name = ctx.back
-            rows = dequantized(_all_to_all_mx(grads[0], output_splits, input_splits, group_name, ctx.rounding))
+            rows = dequantized(packed_rows(grads[0], output_splits, input_splits, group_name, ctx.rounding))
         else:
             rows = all_to_all(dequantized(grads[0]).contiguous(), *ctx.back)
         dx = sum_slots(rows, inverse.view(-1, ctx.top_k), grads[0].dtype)
@@ -109,12 +110,12 @@ class _AllToAllDequantized(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
         ctx.back = input_splits, output_splits, group_name
-        return dequantized(_all_to_all_mx(x, output_splits, input_splits, group_name, Rounding.RCEIL))
+        return dequantized(packed_rows(x, output_splits, input_splits, group_name, Rounding.RCEIL))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output_splits, input_splits, group_name = ctx.back
-        dx = _all_to_all_mx(grads[0], output_splits, input_splits, group_name, Rounding.RCEIL)
+        dx = packed_rows(grads[0], output_splits, input_splits, group_name, Rounding.RCEIL)
         return dequantized(dx), None, None, None
 
 

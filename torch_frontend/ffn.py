@@ -393,7 +393,7 @@ def check_ffn_weights(
             fail(ValueError, op, "w1", f"{of} = {size}", f"allowed: multiples of {BLOCK}")
     for of, w in (("w1", w1), ("w3", w3), ("w2", w2)):
         if not w.is_contiguous():
-            fail(ValueError, op, of, f"strides {w.stride()}", "allowed: contiguous weights; call .contiguous()")
+            fail(ValueError, op, of, f"strides {w.stride()}", "allowed: contiguous; unpack_expert_weights unpacks once")
     check_devices(op, name, x.device, w1=w1, w3=w3, w2=w2)
     sizes = zip(("b1", "b3", "b2"), biases, (f, f, d), strict=True)
     biases = tuple(b if b is None else check_bias(op, of, b, groups, n, x.device) for of, b, n in sizes)

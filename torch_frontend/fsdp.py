@@ -61,6 +61,8 @@ def shard_moe(
     without `MoE`, units that the model does not contain, experts that are sharded already, and a number of experts that
     E does not divide.
     """
+    if not isinstance(units, Iterable):
+        fail(TypeError, OP, "units", repr(units), "allowed: classes of modules, in a list")
     layers, blocks = _check(model, mesh, tuple(units))
     names = mesh.mesh_dim_names
     assert names is not None

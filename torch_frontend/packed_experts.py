@@ -7,11 +7,14 @@
     Llama 4                           (E, D, 2F)    (E, F, D)     transposed
     GPT-OSS                           (E, D, 2F)    (E, F, D)     transposed, interleaved
 
-A step has six products: one with gate_up and one with down, forward, and two gradients of each.
+The weights of the routing multiply h inside of `packed_ffn`, as prob_in="swiglu" of `MoE` does: the combine then saves
+no rows, T k D 2 bytes, and its gradient copies quantized tokens. They multiply the outputs in the combine where h is
+not all of an output, with a bias of down, which a weight per row would cost a pass in fp32, or with a norm of the
+outputs; and with a gate of the module's own.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +24,7 @@ from ..core_kernels.swiglu.activation import SwiGLU
 from .grouped_mm import Names, checked_grouped_mm
 from .packed_ffn import packed_ffn
 from .permute import sort_by_expert
-from .pipeline import TokenReplicas, combine, dispatch_over
-from .swiglu import packed_swiglu
+from .pipeline import Route, TokenReplicas, combine, dispatch_over, dispatch_probs
 from .weighted_combine import sum_of_slots, weigh_slots
 
 Rowwise = Callable[[Tensor], Tensor]
@@ -69,23 +71,30 @@ def packed_experts(
     else:
         tokens = TokenReplicas(x.to(torch.bfloat16), order, inverse, top_k)
     groups, _, route = dispatch_over(tokens, counts, recipe, None)
-    ends = route.group_ends[:num_experts].contiguous()  # rows past the last end give zeros
-    out = _feed_forward(op, groups, ends, packed, recipe)
     if weigh_input:
-        return sum_of_slots(combine(out, route), top_k, x.dtype)
-    return combine(out, route, weights.float(), out_dtype=x.dtype)
+        return sum_of_slots(combine(_outputs(op, groups, route, packed, recipe, None), route), top_k, x.dtype)
+    weights = weights.float()
+    if isinstance(packed.gate, SwiGLU) and packed.down_bias is None and packed.norm is None:
+        out = _outputs(op, groups, route, packed, recipe, dispatch_probs(weights, route))
+        return combine(out, route, out_dtype=x.dtype)
+    return combine(_outputs(op, groups, route, packed, recipe, None), route, weights, out_dtype=x.dtype)
 
 
-def _feed_forward(op: str, groups: Tensor, ends: Tensor, packed: PackedExperts, recipe: Recipe) -> Tensor:
-    def product(rows: Tensor, name: str, w: Tensor, bias: Tensor | None) -> Tensor:
-        names = Names(op, "hidden_states", name, "group_ends", "pad")
-        w = w.mT if packed.transposed else w
-        return checked_grouped_mm(names, rows, w, ends, bias, torch.bfloat16, recipe, False)
-
-    if isinstance(packed.gate, SwiGLU) and not packed.transposed and packed.gate_up_bias is None:
-        out = packed_ffn(op, groups, packed.gate_up, packed.down, ends, recipe, packed.gate)
-        return out if packed.norm is None else packed.norm(out)
-    gate_up, gate = product(groups, "gate_up_proj", packed.gate_up, packed.gate_up_bias), packed.gate
-    h = packed_swiglu(gate_up, gate, packed.interleaved) if isinstance(gate, SwiGLU) else gate(gate_up)
-    out = product(h, "down_proj", packed.down, packed.down_bias)
+def _outputs(
+    op: str, groups: Tensor, route: Route, packed: PackedExperts, recipe: Recipe, prob: Tensor | None
+) -> Tensor:
+    """The experts' outputs (P, D) bf16, weighted if there is a weight per row."""
+    num_experts, gate = packed.gate_up.shape[0], packed.gate
+    ends = route.group_ends[:num_experts].contiguous()  # rows past the last end give zeros
+    if isinstance(gate, SwiGLU):
+        options: dict[str, Any] = {"gate_up_bias": packed.gate_up_bias, "down_bias": packed.down_bias, "prob": prob}
+        options |= {"transposed": packed.transposed, "interleaved": packed.interleaved}
+        out = packed_ffn(op, groups, packed.gate_up, packed.down, ends, recipe, gate, **options)
+    else:
+        names = Names(op, "hidden_states", "gate_up_proj", "group_ends", "pad")
+        first, last = (w.mT if packed.transposed else w for w in (packed.gate_up, packed.down))
+        last_three = torch.bfloat16, recipe, False
+        gate_up = checked_grouped_mm(names, groups, first, ends, packed.gate_up_bias, *last_three)
+        names = names._replace(w="down_proj")
+        out = checked_grouped_mm(names, gate(gate_up), last, ends, packed.down_bias, *last_three)
     return out if packed.norm is None else packed.norm(out)

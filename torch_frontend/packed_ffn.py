@@ -1,14 +1,20 @@
-"""`grouped_swiglu_ffn` with gate and up in one tensor, as halves: the same bytes without a copy of weights or of rows.
+"""The feed-forward of experts whose gate and up are one tensor, without a copy of the weights.
 
-    gate_up (E, 2F, D) is (2E, F, D): gate of expert 0, up of expert 0, gate of expert 1, ...
+    stored                        gate and up        products forward          products of dx
+    (E, 2F, D)                    halves             two, of views             two, one sum: the bytes of weights apart
+    (E, D, 2F), or with biases    halves, or every   one of 2F columns, split  one of 2F columns
+                                  other column
+
+(E, 2F, D) is (2E, F, D): gate of expert 0, up of expert 0, gate of expert 1, ...
     gates   the first 2E - 1 of them     ends e0 e0 e1 e1 ...: the rows of expert e are group 2e, odd groups are empty
     ups     the last 2E - 1 of them      the same ends: up of expert e is group 2e here
 
-Both are quantized at once, and gate, up and the two parts of dx are products of these views. The gradient of gate_up is
-one product with the token operands of dgate and dup, joined.
+Between the products all layouts do what ffn.py does: gate and up are saved, h is never stored, and its gradient is
+quantized where it is computed. Every other column needs dgate and dup in bf16 before they are joined, since a block of
+32 columns has both; so does a gradient of the bias. The gradient of gate_up is one product of both, joined.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +24,14 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
 from . import _direct as ops
-from ._checks import check_devices, check_floats, check_group_ends, check_token_blocks
+from ._checks import check_bias, check_devices, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
+from ._ranges import named
+from .layouts import joined
 from .products import (
     Operand,
     ProductOptions,
+    bias_gradient,
     is_mx,
     output_gradient_operands,
     product,
@@ -32,70 +41,109 @@ from .products import (
     token_operand,
     weight_gradient,
 )
+from .swiglu import row_probabilities
 from .weights import MX, WeightOperand, along_n, at_address, check_weights, for_call, form_of, outlives_forward
 
 BF16 = torch.bfloat16
 
 
+class PackedCall(NamedTuple):
+    """What one call has beside its tensors.
+
+    numbers: of the activation. save_bytes: the quantized weights may live until the backward. transposed, interleaved:
+    the layout. apart: gate and up are products of their own.
+    """
+
+    options: ProductOptions
+    numbers: tuple[float, float, float]
+    save_bytes: bool
+    transposed: bool
+    interleaved: bool
+    apart: bool
+
+    def weights(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        """(E, 2F, D), or (2E, F, D) if apart, and (E, D, F), views of the weights as stored."""
+        if self.apart:
+            return gate_up.view(-1, gate_up.shape[1] // 2, gate_up.shape[2]), down
+        return (gate_up.mT, down.mT) if self.transposed else (gate_up, down)
+
+    def weight_gradient(self, dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of a weight, as it is stored."""
+        return weight_gradient(*((x, dout) if self.transposed else (dout, x)), ends, dtype)
+
+
 class _PackedFFN(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, group_ends: Tensor, options: ProductOptions,
-        numbers: tuple[float, float, float], save_bytes: bool,
+        ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, prob: Tensor, gate_up_bias: Tensor | None,
+        down_bias: Tensor | None, group_ends: Tensor, call: PackedCall,
     ) -> Tensor:  # fmt: skip
-        form, rounding, *_ = options
-        need_x, need_gate_up, _ = ctx.needs_input_grad[:3]
-        need_dh = need_x or need_gate_up
-        pairs, pair_ends = (
-            gate_up.view(-1, gate_up.shape[1] // 2, gate_up.shape[2]),
-            group_ends.repeat_interleave(2)[:-1],
-        )
+        form, rounding, *_ = options = call.options
+        need_x, need_gate_up, _, need_prob, need_bias, _ = ctx.needs_input_grad[:6]
+        ctx.dtypes, ctx.call = (x.dtype, gate_up.dtype, down.dtype), call
+        need_dh = need_x or need_gate_up or need_prob or need_bias
+        gate_up, down = call.weights(gate_up, down)
         need_tokens = options.whole_blocks and need_gate_up
         rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
-        pairs_k, pairs_n = for_call(pairs, None, form, rounding, need_x and save_bytes)
-        down_k, down_n = for_call(down, None, form, rounding, need_dh and save_bytes)
-        glu = (
-            *(product(rows, part, pair_ends, BF16) for part in _gates_and_ups(pairs_k)),
-            torch.empty(0, dtype=torch.float32, device=x.device),
-        )
-        if is_mx(form):
-            h: Operand = MX(*ops.swiglu_row(*glu, rounding, False, *numbers))
+        first, first_n = for_call(gate_up, None, form, rounding, need_x and call.save_bytes)
+        last, last_n = for_call(down, None, form, rounding, need_dh and call.save_bytes)
+        if call.apart:
+            ends = _ends_of_pairs(group_ends)
+            gate, up = (product(rows, part, ends, BF16) for part in _gates_and_ups(first))
         else:
-            h = ops.swiglu(*glu, *numbers)
-        weights = (pairs_n or pairs) if need_x else None, (down_n or down) if need_dh else None
-        save(ctx, ((tokens or x) if need_gate_up else None, weights, (group_ends, pair_ends), glu))
-        ctx.dtypes, ctx.options, ctx.numbers = (x.dtype, gate_up.dtype, down.dtype), options, numbers
-        return product(row_operand(h, form, rounding), down_k, group_ends, BF16)
+            gate, up = _split(product(rows, first, group_ends, BF16, gate_up_bias), call.interleaved)
+        glu = gate, up, prob
+        if is_mx(form):
+            h: Operand = MX(*ops.swiglu_row(*glu, rounding, False, *call.numbers))
+        else:
+            h = ops.swiglu(*glu, *call.numbers)
+        weights = (first_n or gate_up) if need_x else None, (last_n or down) if need_dh else None
+        save(ctx, ((tokens or x) if need_gate_up else None, weights, group_ends, glu))
+        return product(row_operand(h, form, rounding), last, group_ends, BF16, down_bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, (pairs, down), (group_ends, pair_ends), glu = saved_by(ctx)
-        need_x, need_gate_up, need_down = ctx.needs_input_grad[:3]
-        (form, rounding, wgrad_mx, *_), numbers = ctx.options, ctx.numbers
-        dx = dgate_up = ddown = None
+        x, (first, last), group_ends, glu = saved_by(ctx)
+        need_x, need_gate_up, need_down, need_prob, need_bias, need_down_bias = ctx.needs_input_grad[:6]
+        call: PackedCall = ctx.call
+        (form, rounding, wgrad_mx, *_), numbers = call.options, call.numbers
+        dx = dgate_up = ddown = dprob = dbias = None
+
+        def rows(operand: Any) -> Operand:
+            return row_operand(operand, form, rounding)
 
         def tokens(operand: Any) -> Operand:
             return token_operand(operand, form, rounding, group_ends) if wgrad_mx else operand
 
         dout: Any = grads[0]
+        ddown_bias = bias_gradient(dout, group_ends) if need_down_bias else None
         if need_down:
             h_tokens = MX(*ops.swiglu_col(*glu, rounding, False, *numbers)) if wgrad_mx else ops.swiglu(*glu, *numbers)
             dout_tokens = dout
             if wgrad_mx:
                 dout, dout_tokens = output_gradient_operands(dout, form, rounding, group_ends)
-            ddown = weight_gradient(dout_tokens, tokens(h_tokens), group_ends, ctx.dtypes[2])
-        if need_x or need_gate_up:
-            down_n = along_n(down, form, rounding) if isinstance(down, Tensor) else down
-            dh = product(row_operand(dout, form, rounding), down_n, group_ends, BF16)
-            of_gate, of_up, joined = _swiglu_gradient(dh, glu, ctx.options, numbers, need_x, need_gate_up)
+            ddown = call.weight_gradient(dout_tokens, tokens(h_tokens), group_ends, ctx.dtypes[2])
+        if need_x or need_gate_up or need_prob or need_bias:
+            last_n = along_n(last, form, rounding) if isinstance(last, Tensor) else last
+            dh = product(rows(dout), last_n, group_ends, BF16)
+            of = _swiglu_gradient(dh, glu, call, group_ends, need_x, need_gate_up, need_bias)
+            dprob = of.dprob
             if need_x:
-                pairs_n = along_n(pairs, form, rounding) if isinstance(pairs, Tensor) else pairs
-                gates, ups = _gates_and_ups(pairs_n)
-                of_gate, of_up = (row_operand(d, form, rounding) for d in (of_gate, of_up))
-                dx = sum_of_products(of_gate, gates, of_up, ups, pair_ends, ctx.dtypes[0])
+                first_n = along_n(first, form, rounding) if isinstance(first, Tensor) else first
+                if call.apart:
+                    (gates, ups), (dgate, dup) = _gates_and_ups(first_n), map(rows, of.rows)
+                    dx = sum_of_products(dgate, gates, dup, ups, _ends_of_pairs(group_ends), ctx.dtypes[0])
+                else:
+                    dx = product(rows(of.rows), first_n, group_ends, ctx.dtypes[0])
             if need_gate_up:
-                dgate_up = weight_gradient(tokens(joined), tokens(x), group_ends, ctx.dtypes[1])
-        return dx, dgate_up, ddown, None, None, None, None
+                dgate_up = call.weight_gradient(tokens(of.tokens), tokens(x), group_ends, ctx.dtypes[1])
+            if need_bias:
+                dbias = bias_gradient(of.values, group_ends)
+        return dx, dgate_up, ddown, dprob, dbias, ddown_bias, None, None
+
+
+def _ends_of_pairs(group_ends: Tensor) -> Tensor:
+    return group_ends.repeat_interleave(2)[:-1]
 
 
 def _gates_and_ups(pairs: WeightOperand) -> tuple[Any, Any]:
@@ -105,58 +153,113 @@ def _gates_and_ups(pairs: WeightOperand) -> tuple[Any, Any]:
     return pairs._make(t[:-1] for t in pairs), pairs._make(at_address(t[1:]) for t in pairs)
 
 
+def _split(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """gate_up (P, 2F) -> gate and up (P, F), contiguous, in one pass."""
+    rows, f = gate_up.shape[0], gate_up.shape[1] // 2
+    parts = gate_up.view(rows, f, 2).permute(2, 0, 1) if interleaved else gate_up.view(rows, 2, f).transpose(0, 1)
+    gate, up = parts.contiguous()
+    return gate, up
+
+
+class _Gradient(NamedTuple):
+    """Of gate and up: the row operands, a pair if apart, else joined; joined the operand along the tokens and the
+    values in bf16. Any is None, or may be, if nothing needs it."""
+
+    rows: Any
+    tokens: Any
+    values: Any
+    dprob: Tensor
+
+
 def _swiglu_gradient(
-    dh: Tensor, glu: tuple[Tensor, ...], options: ProductOptions, numbers: tuple[float, float, float], need_rows: bool,
-    need_tokens: bool,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """dgate and dup for the row operands, and both joined for the token operand: MX where a kernel quantizes them."""
-    arguments = dh, *glu, options.rounding, False, *numbers
-    if options.wgrad_mx and need_tokens:
-        if need_rows:
-            q, sf, *tokens, q_up, sf_up, q_up_t, sf_up_t, _ = ops.swiglu_bwd_both(*arguments)
-            joined = MX(*(torch.cat(parts) for parts in zip(tokens, (q_up_t, sf_up_t), strict=True)))
-            return MX(q, sf), MX(q_up, sf_up), joined
-        *tokens, q_up_t, sf_up_t, _ = ops.swiglu_bwd_col(*arguments)
-        return None, None, MX(*(torch.cat(parts) for parts in zip(tokens, (q_up_t, sf_up_t), strict=True)))
-    if is_mx(options.form) and not need_tokens:
-        q, sf, q_up, sf_up, _ = ops.swiglu_bwd_row(*arguments)
-        return MX(q, sf), MX(q_up, sf_up), None
-    dgate, dup, _ = ops.swiglu_bwd(dh, *glu, *numbers)
-    return dgate, dup, torch.cat([dgate, dup], 1) if need_tokens else None
+    dh: Tensor, glu: tuple[Tensor, ...], call: PackedCall, group_ends: Tensor, need_rows: bool, need_tokens: bool,
+    need_values: bool,
+) -> _Gradient:  # fmt: skip
+    """MX where the kernel of SwiGLU quantizes them, values where no kernel does."""
+    options, arguments = call.options, (dh, *glu, call.options.rounding, False, *call.numbers)
+
+    def rows_of(q: Tensor, sf: Tensor, q_up: Tensor, sf_up: Tensor) -> Any:
+        if call.apart:
+            return MX(q, sf), MX(q_up, sf_up)
+        return MX(torch.cat([q, q_up], 1), torch.cat([sf, sf_up], 1))
+
+    if is_mx(options.form) and not (call.interleaved or need_values):
+        if options.wgrad_mx and need_tokens and need_rows:
+            q, sf, q_t, sf_t, q_up, sf_up, q_up_t, sf_up_t, dprob = ops.swiglu_bwd_both(*arguments)
+            tokens = MX(torch.cat([q_t, q_up_t]), torch.cat([sf_t, sf_up_t]))
+            return _Gradient(rows_of(q, sf, q_up, sf_up), tokens, None, dprob)
+        if options.wgrad_mx and need_tokens:
+            q_t, sf_t, q_up_t, sf_up_t, dprob = ops.swiglu_bwd_col(*arguments)
+            return _Gradient(None, MX(torch.cat([q_t, q_up_t]), torch.cat([sf_t, sf_up_t])), None, dprob)
+        if not need_tokens and need_rows:
+            *quantized, dprob = ops.swiglu_bwd_row(*arguments)
+            return _Gradient(rows_of(*quantized), None, None, dprob)
+    dgate, dup, dprob = ops.swiglu_bwd(dh, *glu, *call.numbers)
+    if call.apart:
+        return _Gradient((dgate, dup), joined(dgate, dup, False) if need_tokens else None, None, dprob)
+    values = joined(dgate, dup, call.interleaved)
+    if options.wgrad_mx and need_tokens and need_rows:
+        operands = output_gradient_operands(values, options.form, options.rounding, group_ends)
+        return _Gradient(*operands, values, dprob)
+    return _Gradient(values, values, values, dprob)
 
 
 _packed_ffn = differentiable("packed_ffn", _PackedFFN)
 
 
+@named("mxep.experts")
 def packed_ffn(
-    op: str, x: Tensor, gate_up: Tensor, down: Tensor, group_ends: Tensor, recipe: Recipe, activation: SwiGLU
+    op: str,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    group_ends: Tensor,
+    recipe: Recipe,
+    activation: SwiGLU,
+    *,
+    prob: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    transposed: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:
-    """(silu(gate) * up) down^T for each group of rows, in the name of `op`; differentiable in x and the weights.
+    """prob * (silu(gate) * up) down^T for each group of rows, in the name of `op`; differentiable in the tensors.
 
-    x: (P, D) bf16, fp32 or an MXTensor. gate_up: (E, 2F, D), gate then up; down: (E, D, F); contiguous, bf16 or fp32.
-    group_ends: (E,); multiples of 32 if a weight gradient quantizes the tokens. Returns (P, D) bf16, zeros past the
-    last end. Raises ValueError and TypeError as `grouped_swiglu_ffn` does.
+    x: (P, D) bf16, fp32 or an MXTensor. gate_up: (E, 2F, D), or (E, D, 2F) if transposed, gate then up, or gate at even
+    places of 2F if interleaved; down: (E, D, F), or (E, F, D); contiguous, bf16 or fp32. gate_up_bias (E, 2F),
+    down_bias (E, D): bf16 or fp32. group_ends: (E,); multiples of 32 if a weight gradient quantizes the tokens. prob:
+    (P,) fp32, not with down_bias, which it would not weigh. Returns (P, D) bf16, zeros past the last end. Raises
+    ValueError and TypeError as `grouped_swiglu_ffn` does.
     """
+    assert prob is None or down_bias is None
     check_floats(op, "hidden_states", x)
-    named = {"gate_up_proj": gate_up, "down_proj": down}
-    for name, w in named.items():
+    named_weights = {"gate_up_proj": gate_up, "down_proj": down}
+    for name, w in named_weights.items():
         check_weights(op, name, w, form_of(recipe, x.device), recipe.rounding)
         if not w.is_contiguous():
             fail(ValueError, op, name, f"strides {w.stride()}", "allowed: contiguous weights")
-    experts, d, f = down.shape
-    if gate_up.shape != (experts, 2 * f, d):
-        allowed = f"allowed: {(experts, 2 * f, d)}, by down_proj's {tuple(down.shape)}"
-        fail(ValueError, op, "gate_up_proj", f"shape {tuple(gate_up.shape)}", allowed)
+    experts, d, f = down.mT.shape if transposed else down.shape
+    shape = (experts, d, 2 * f) if transposed else (experts, 2 * f, d)
+    if gate_up.shape != shape:
+        got, allowed = f"shape {tuple(gate_up.shape)}", f"allowed: {shape}, by down_proj's {tuple(down.shape)}"
+        fail(ValueError, op, "gate_up_proj", got, allowed)
     if x.shape[1] != d:
         fail(ValueError, op, "hidden_states", f"shape {tuple(x.shape)}", f"allowed: (P, {d})")
     for name, size in (("F", f), ("D", d)):
         if size % BLOCK:
             fail(ValueError, op, "down_proj", f"{name} = {size}", f"allowed: multiples of {BLOCK}")
-    check_devices(op, "hidden_states", x.device, **named)
+    prob = row_probabilities(op, prob, x)
+    check_devices(op, "hidden_states", x.device, prob=prob, **named_weights)
+    if gate_up_bias is not None:
+        gate_up_bias = check_bias(op, "gate_up_proj_bias", gate_up_bias, experts, 2 * f, x.device)
+    if down_bias is not None:
+        down_bias = check_bias(op, "down_proj_bias", down_bias, experts, d, x.device)
     group_ends = check_group_ends(op, "group_ends", group_ends, x, experts, "hidden_states", "down_proj")
-    need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in named.values())
+    need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in named_weights.values())
     options = ProductOptions.of(recipe, x.device, False, need_wgrad)
     if options.whole_blocks:
         check_token_blocks(op, "hidden_states", "group_ends", x.shape[0], group_ends, "pad the groups")
-    save_bytes = all(map(outlives_forward, named.values()))
-    return _packed_ffn(x, gate_up, down, group_ends, options, activation.attributes, save_bytes)
+    save_bytes = all(map(outlives_forward, named_weights.values()))
+    apart = not transposed and not interleaved and gate_up_bias is None
+    call = PackedCall(options, activation.attributes, save_bytes, transposed, interleaved, apart)
+    return _packed_ffn(x, gate_up, down, prob, gate_up_bias, down_bias, group_ends, call)

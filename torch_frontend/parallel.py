@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.replicas import Replicas, check_replicas_option
 from ._ranks import agree
 from ._torch_private import name_of_group
 from .moe import GroupedExperts, MoE
@@ -53,6 +54,8 @@ class MXFP8ExpertParallel(ParallelStyle):
     transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole graph.
         `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts travel beside the products of
         the chunks before, and the bytes are the same. A MoE and its experts take it.
+    replicas: "each", "once" or "summed", how often a token crosses the wire to a rank with several of its experts, as
+        in `dispatch`. With a transport, and where a row is one replica (prob_in="input"), "each" alone.
 
     The backward reduces the gradients of the router and of the shared expert over the mesh. All weights of a layer are
     DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside
@@ -72,9 +75,12 @@ class MXFP8ExpertParallel(ParallelStyle):
         recipe: Recipe | str | None = None,
         gradients: Gradients = "mean",
         transport: Transport | None = None,
+        replicas: Replicas = "each",
     ) -> None:
         super().__init__()
+        check_replicas_option("MXFP8ExpertParallel", replicas)
         self.transport = transport
+        self.replicas: Replicas = replicas
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         if gradients not in get_args(Gradients):
             allowed = "allowed: 'mean' or 'sum'"
@@ -94,6 +100,7 @@ class MXFP8ExpertParallel(ParallelStyle):
             device_mesh.device_type,
             device_mesh.size() if self.gradients == "mean" else 1,
             self.transport,
+            self.replicas,
         )
         _distribute(experts, device_mesh, Shard(0))
         if isinstance(module, MoE):
@@ -114,7 +121,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         """Raise on all ranks if one rank's arguments are wrong or the ranks' layers differ."""
         error = None
         try:
-            self._check(experts, own, recipe, mesh)
+            self._check(module, experts, own, recipe, mesh)
         except (TypeError, ValueError) as found:
             if mesh.ndim != 1:  # no group
                 raise
@@ -122,36 +129,45 @@ class MXFP8ExpertParallel(ParallelStyle):
         parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
         carried = self.transport and described(self.transport)
         arguments = {"recipe": recipe, "gradients": self.gradients, "transport": carried, "parameters": parameters}
+        arguments["replicas"] = self.replicas
         if isinstance(module, MoE):
             arguments["prob_in"] = module.prob_in
         if isinstance(experts, GroupedExperts):
             arguments["activation"] = experts.activation
         agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error)
 
-    def _check(self, experts: nn.Module, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
+    def _check(self, module: nn.Module, experts: nn.Module, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
         op, ours = "MXFP8ExpertParallel", isinstance(experts, GroupedExperts)
         if own is not None and Recipe.parse(own) != recipe:
             fail(ValueError, op, "recipe", recipe, f"allowed: the module's own, {own}, or None")
         if getattr(experts, "expert_parallel", None) is not None:
             fail(ValueError, op, "module", "experts that are parallel already", "allowed: once")
-        if not ours and self.gradients != "sum":
-            allowed = f"allowed: gradients='sum' for a {type(experts).__name__}; MoE and GroupedExperts take both"
-            fail(ValueError, op, "gradients", repr(self.gradients), allowed)
-        if self.transport is not None and not ours:
-            allowed = f"allowed: None for a {type(experts).__name__}; a MoE and its experts take a transport"
-            fail(ValueError, op, "transport", repr(self.transport), allowed)
-        if mesh.ndim != 1:
-            fail(ValueError, op, "device_mesh", f"{mesh.ndim} dims", 'allowed: one dim; pick it with mesh["ep"]')
-        if self.transport is not None and self.transport.group.group_name != name_of_group(mesh.get_group()):
-            got, allowed = f"one of group {self.transport.group.group_name!r}", "allowed: one of the mesh's group"
-            fail(ValueError, op, "transport", got, f"{allowed}, mesh.get_group()")
         parameters = dict(experts.named_parameters(recurse=False))
         numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
         shapeless = any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)
         if len(numbers) != 1 or shapeless:
             got = f"a {type(experts).__name__} with parameters {', '.join(parameters) or 'of submodules alone'}"
             allowed = "allowed: a MoE, its experts, or a module whose own parameters have experts as dim 0"
+            inside = [name for name, part in experts.named_modules() if isinstance(part, MoE | GroupedExperts)]
+            allowed += f"; here {inside[0]!r}" if inside else ""
             fail(ValueError, op, "module", got, allowed)
+        if not ours and self.gradients != "sum":
+            allowed = f"allowed: gradients='sum' for a {type(experts).__name__}; MoE and GroupedExperts take both"
+            fail(ValueError, op, "gradients", repr(self.gradients), allowed)
+        if self.transport is not None and not ours:
+            allowed = f"allowed: None for a {type(experts).__name__}; a MoE and its experts take a transport"
+            fail(ValueError, op, "transport", repr(self.transport), allowed)
+        if self.replicas != "each" and self.transport is not None:
+            allowed = "allowed: 'each' with a transport, which sends a row per replica to its final place"
+            fail(ValueError, op, "replicas", repr(self.replicas), allowed)
+        if self.replicas != "each" and isinstance(module, MoE) and module.prob_in == "input":
+            allowed = "allowed: 'each' with prob_in='input', whose replicas have a row each"
+            fail(ValueError, op, "replicas", repr(self.replicas), allowed)
+        if mesh.ndim != 1:
+            fail(ValueError, op, "device_mesh", f"{mesh.ndim} dims", 'allowed: one dim; pick it with mesh["ep"]')
+        if self.transport is not None and self.transport.group.group_name != name_of_group(mesh.get_group()):
+            got, allowed = f"one of group {self.transport.group.group_name!r}", "allowed: one of the mesh's group"
+            fail(ValueError, op, "transport", got, f"{allowed}, mesh.get_group()")
         for name, parameter in parameters.items():
             if parameter.shape[0] % mesh.size():
                 allowed = f"allowed: a number of experts that the mesh of {mesh.size()} ranks divides"

@@ -21,14 +21,26 @@ from torch import Tensor
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.replicas import Replicas, check_replicas_option
 from ._checks import check_probs, check_shape, out_dtype_of
-from ._counts import agree_on_counts, checked_rows, checked_table, splits_of
+from ._counts import agree_on_counts, agreed_splits, checked_rows
 from ._ranges import named
 from ._ranks import check_rows_to_send, degree_of, name_of
-from ._torch_private import captures_splits, group_named
-from .ep import TokenReplicas, exchange_replicas, exchange_rows, sent_rows
+from ._torch_private import captures_splits
+from .ep import TokenReplicas, exchange_rows, sent_rows
 from .mx_tensor import MXTensor
 from .permute import RowMap, gather, map_rows, spread
+from .replicas import (
+    Copies,
+    Way,
+    exchange_slots,
+    exchange_sums,
+    exchange_tokens,
+    map_copies,
+    probs_of_copies,
+    return_each,
+    send_once,
+)
 from .shards import Ranks
 from .weighted_combine import combine_slots
 
@@ -38,7 +50,7 @@ class Route(NamedTuple):
 
     row_map: between received rows and padded groups. counts (E,) int32: rows of all ranks per expert. output_splits,
     input_splits: rows per rank, received and sent. order, slots, top_k: of TokenReplicas, the maps of
-    `weighted_combine`; None and 0 for rows.
+    `weighted_combine`; None and 0 for rows. copies: where a token goes once to each rank, how its copies lie.
     """
 
     row_map: RowMap
@@ -50,6 +62,7 @@ class Route(NamedTuple):
     order: Tensor | None = None
     slots: Tensor | None = None
     top_k: int = 0
+    copies: Copies | None = None
 
     @property
     def group_ends(self) -> Tensor:
@@ -63,6 +76,7 @@ def dispatch(
     *,
     recipe: Recipe | str = "mxfp8",
     group: "str | dist.ProcessGroup | None" = None,
+    replicas: Replicas = "each",
 ) -> tuple[Tensor, Tensor, Route]:
     """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
 
@@ -72,6 +86,10 @@ def dispatch(
     recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
     group: a process group or its name; None is the default group, or this process alone where torch.distributed is not
         initialised.
+    replicas: of TokenReplicas, how often a token crosses the wire to a rank with several of its experts. "each": a row
+        per expert, both ways. "once": one row, from which that rank makes the others; their results come back each, and
+        results and gradients are the same bytes. "summed": the results of a token on a rank are summed there as well,
+        in fp32, and one row comes back, in the dtype of the groups, or of the recipe's leg.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes, with padding rows of
     zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of
@@ -86,7 +104,9 @@ def dispatch(
     Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
     """
     name = name_of("dispatch", "group", group)
-    return dispatch_over(rows, counts, Recipe.parse(recipe), Ranks(name, degree_of(name), 0, ""))
+    check_replicas_option("dispatch", replicas)
+    ranks = Ranks(name, degree_of(name), 0, "", replicas=replicas)
+    return dispatch_over(rows, counts, Recipe.parse(recipe), ranks)
 
 
 @named("mxep.dispatch")
@@ -132,30 +152,42 @@ def _send(
     agreed = agree_on_counts(rows, counts, recipe, ranks, probs)
     rows, received = agreed.rows, agreed.received
     # torch's all-to-all takes its splits from the host: the one sync of the layer.
-    if torch.compiler.is_compiling():
-        if agreed.error is not None:
-            raise agreed.error
-        both = torch.stack([received, agreed.sent[:-1]])
-        output_splits, input_splits = both.view(2, ranks.degree, -1).sum(-1).tolist()
+    splits, of_copies = agreed_splits(counts, agreed, ranks.group_name)
+    local, name = received.shape[0] // ranks.degree, ranks.group_name
+
+    def laid_out(num_rows: int) -> RowMap:
+        return map_rows("dispatch", "counts", num_rows, received, ranks.degree, local, recipe.alignment)
+
+    if agreed.layout is None:
+        arrived = exchange_tokens(rows, *splits, recipe, name)
+        row_map = laid_out(arrived.shape[0])
+        groups = gather(arrived, row_map.row_map, row_map.inverse)
+        route = Route(row_map, agreed.totals, recipe, name, *splits)
+        if isinstance(rows, TokenReplicas):
+            route = route._replace(order=rows.order, slots=rows.inverse, top_k=rows.top_k)
+        return groups, row_map.padded_counts, route
+    assert isinstance(rows, TokenReplicas)
+    slots = exchange_slots(agreed.layout.slots, *splits, name)
+    row_map = laid_out(slots.shape[0])
+    numbers = received.view(ranks.degree, -1).sum(1), agreed.copies[:, 0]
+    summed = ranks.replicas == "summed"
+    copies = map_copies(agreed.layout, slots, *numbers, row_map, rows.top_k, *of_copies, summed)
+    route = Route(row_map, agreed.totals, recipe, name, *splits, rows.order, rows.inverse, rows.top_k, copies)
+    if summed:
+        arrived = exchange_tokens(TokenReplicas(rows.x, *copies[:3]), *of_copies, recipe, name)
+        groups = spread(arrived, copies.group_order, copies.group_slots.view(-1), rows.top_k)
     else:
-        table = checked_table(counts, agreed, agreed.of_all.tolist())
-        output_splits, input_splits = splits_of(table, group_named(ranks.group_name).rank())
-    splits, rounding, top_k = (output_splits, input_splits), int(recipe.rounding), 0
-    order = inverse = None
-    if isinstance(rows, TokenReplicas):
-        _, order, inverse, top_k = rows
-    mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
-    if isinstance(rows, TokenReplicas) and mx:
-        arrived = exchange_replicas(*rows, *splits, ranks.group_name, rounding, mx_grad)
-    else:
-        rows = spread(*rows) if isinstance(rows, TokenReplicas) else rows
-        rows = sent_rows(rows, False, 0) if mx_grad else rows  # an MXFP8 gradient is dequantized
-        arrived = exchange_rows(rows, *splits, ranks.group_name, mx, mx_grad, rounding)
-    local = received.shape[0] // ranks.degree
-    row_map = map_rows("dispatch", "counts", arrived.shape[0], received, ranks.degree, local, recipe.alignment)
-    groups = gather(arrived, row_map.row_map, row_map.inverse)
-    route = Route(row_map, agreed.totals, recipe, ranks.group_name, output_splits, input_splits, order, inverse, top_k)
+        legs = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad"), int(recipe.rounding)
+        groups = send_once(rows.x, _way(route, copies), *legs)
     return groups, row_map.padded_counts, route
+
+
+def _way(route: Route, copies: Copies) -> Way:
+    """Of the copies of a token there, and of its replicas back."""
+    assert route.slots is not None
+    copy, slots = copies.group_order // route.top_k, route.slots.view(-1, route.top_k)
+    splits = (copies.output_splits, copies.input_splits), (route.input_splits, route.output_splits)
+    return Way(copies.order // copies.width, copy, route.row_map.inverse, slots, *splits, route.group_name)
 
 
 def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
@@ -222,6 +254,9 @@ def combine(
         if route.recipe.sends_mx("combine"):
             rows = MXTensor.quantize(groups, route.recipe.rounding).dequantize()
         rounding = int(route.recipe.rounding) if route.recipe.sends_mx("combine_grad") else None
+    elif route.copies is not None and (route.copies.summed or probs is None):
+        exchange = captures_splits()
+        return (_receive_sums if exchange else _receive_sums_eagerly)(groups, probs, route, out_dtype)
     else:
         rows = _receive_rows(groups, route)
     return combine_slots(rows, probs, slots, route.order, out_dtype, rounding)
@@ -240,9 +275,24 @@ def _receive(groups: Tensor, route: Route) -> Tensor:
     return received.dequantize() if mx else received
 
 
+def _receive_sums(groups: Tensor, probs: Tensor | None, route: Route, out_dtype: torch.dtype) -> Tensor:
+    """Of the copies of tokens."""
+    copies, recipe = route.copies, route.recipe
+    assert copies is not None
+    if not copies.summed:
+        legs = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad"), int(recipe.rounding)
+        return return_each(groups, _way(route, copies), *legs, out_dtype)
+    if probs is not None:
+        column = gather(probs.reshape(-1, 1), route.order, route.slots)
+        splits = route.output_splits, route.input_splits
+        probs = probs_of_copies(exchange_rows(column, *splits, route.group_name, False, False, 0), copies)
+    return exchange_sums(groups, probs, copies, recipe, route.group_name, out_dtype)
+
+
 # AOTAutograd traces a backward with tangents of the outputs' types. Here an MX output has a plain gradient and a plain
 # output an MX gradient (pytorch/pytorch#172556), so exchanges run outside of compiled graphs, unless Dynamo may keep
 # the splits as symbols and trace on.
 _send_eagerly: Callable[..., Any] = torch.compiler.disable(_send)
 _send_probs_eagerly: Callable[..., Any] = torch.compiler.disable(_send_probs)
+_receive_sums_eagerly: Callable[..., Any] = torch.compiler.disable(_receive_sums)
 _receive_eagerly: Callable[..., Any] = torch.compiler.disable(_receive)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..core_kernels.replicas import Replicas
 from ._differentiable import differentiable
 from ._torch_private import all_reduce, group_named
 from .transport import Transport
@@ -20,7 +21,7 @@ class Ranks(NamedTuple):
 
     group_name, degree: their process group and its size. num_experts: of all ranks together; 0 is unknown. device_type:
     of their devices. gradient_divisor: divides a weight's gradient, which is a sum over the ranks. transport: carries
-    rows beside the products; None is one exchange after the other.
+    rows beside the products; None is one exchange after the other. replicas: how often a token goes to a rank.
     """
 
     group_name: str
@@ -29,6 +30,7 @@ class Ranks(NamedTuple):
     device_type: str
     gradient_divisor: int = 1
     transport: Transport | None = None
+    replicas: Replicas = "each"
 
 
 class _DivideGradient(torch.autograd.Function):

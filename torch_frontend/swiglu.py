@@ -1,8 +1,6 @@
 """SwiGLU and its gradient, which is computed from gate and up: nothing else is saved.
 
 gate, up, prob --swiglu--> h          dgate, dup, dprob <--swiglu_bwd-- dh, gate, up, prob
-
-`packed_swiglu` takes both in one tensor, as one product of packed weights returns them, and copies its halves.
 """
 
 from typing import Any
@@ -16,7 +14,6 @@ from . import _direct as ops
 from ._call import require_tensor
 from ._checks import check_devices, check_plain, check_probs, check_shape
 from ._differentiable import differentiable
-from .layouts import halves, joined
 from .mx_tensor import dequantized
 
 
@@ -33,35 +30,7 @@ class _SwiGLU(torch.autograd.Function):
         return *ops.swiglu_bwd(dequantized(grads[0]).contiguous(), *ctx.saved_tensors, *ctx.numbers), None
 
 
-class _PackedSwiGLU(torch.autograd.Function):
-    """Saves gate_up alone; the kernels take gate and up apart, so each direction copies them."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, numbers: tuple[float, float, float], interleaved: bool) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.numbers, ctx.interleaved = numbers, interleaved
-        return ops.swiglu(*_PackedSwiGLU.arguments(gate_up, interleaved), *numbers)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (gate_up,) = ctx.saved_tensors
-        arguments = _PackedSwiGLU.arguments(gate_up, ctx.interleaved)
-        dgate, dup, _ = ops.swiglu_bwd(dequantized(grads[0]).contiguous(), *arguments, *ctx.numbers)
-        return joined(dgate, dup, ctx.interleaved), None, None
-
-    @staticmethod
-    def arguments(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-        gate, up = (half.contiguous() for half in halves(gate_up, interleaved))
-        return gate, up, torch.empty(0, dtype=torch.float32, device=gate_up.device)
-
-
 _swiglu = differentiable("swiglu", _SwiGLU)
-_packed_swiglu = differentiable("swiglu", _PackedSwiGLU)
-
-
-def packed_swiglu(gate_up: Tensor, activation: SwiGLU, interleaved: bool) -> Tensor:
-    """`swiglu` of gate_up (M, 2F) bf16, for checked arguments: gate then up, or gate at even places if interleaved."""
-    return _packed_swiglu(gate_up, activation.attributes, interleaved)
 
 
 def row_probabilities(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:

@@ -72,6 +72,9 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
+        if ctx.rounding is not None and isinstance(grads[0], MXTensor):  # its bytes, copied
+            q, sf = ops.permute_q_sf(grads[0].q, grads[0].sf, token)
+            return MXTensor(q, sf, ctx.dtype), None, None, None, None
         dy = dequantized(grads[0]).to(ctx.dtype).contiguous()
         if ctx.rounding is None:
             drows = ops.permute_rows(dy, token)

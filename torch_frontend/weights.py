@@ -284,8 +284,8 @@ def quantize_rows(x: Tensor, form: Form, rounding: int) -> QuantizedRows:
 
 
 def at_address(part: Tensor) -> Tensor:
-    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes."""
-    return part.clone() if part.data_ptr() % 16 else part
+    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes, as that of storage is."""
+    return part.clone() if part.storage_offset() * part.element_size() % 16 else part
 
 
 def is_block(form: Form) -> bool:

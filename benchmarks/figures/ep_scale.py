@@ -6,12 +6,12 @@ ep_rates.py --measured rates--> benchmarks/ep_model.py --> tables, results/h200_
 """
 
 from pathlib import Path
+from typing import get_args
 
 from mxep.core_kernels.recipe import Recipe
+from mxep.core_kernels.replicas import Replicas
 
 from ..ep_model import (
-    BF16,
-    MX,
     Case,
     Direction,
     Send,
@@ -22,6 +22,7 @@ from ..ep_model import (
     in_turn,
     overlapped,
     plain,
+    token_bytes,
 )
 from .ep_rates import GPUS, measured, rates, reckoned
 from .results import RESULTS, newest
@@ -35,9 +36,14 @@ RECIPES = {
     "`mxfp8`, all legs": Recipe.parse("mxfp8", mx_legs=LEGS),
     "`mxfp8_wgrad_with_hp`": Recipe.parse("mxfp8_wgrad_with_hp"),
 }
+WIRES = {
+    "bf16": Recipe.parse("bf16"),
+    "MXFP8 to the experts, bf16 back": Recipe.parse("mxfp8"),
+    "MXFP8": Recipe.parse("mxfp8", mx_legs=LEGS),
+}
 SHAPES = ((7168, 2048), (8192, 5120), (2048, 1408))
 ROWS, TOP_K, EXPERTS = 131072, 8, 256
-SENDS: tuple[Send, ...] = ("copy", "rank", "host")
+SENDS: tuple[Send, ...] = ("each", "summed", "host")
 SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -123,7 +129,7 @@ def _at_scale() -> list[str]:
                     f"{sum(map(overlapped, both)) * 1e3:.1f}, {exposed(both):.0%}, {both[0].bound} / {both[1].bound}"
                 )
             plan = COUNT * ranks * max(EXPERTS, ranks) * 1e3
-            bf16 = sum(plain(case_of(dim, hidden, ranks, recipe, "copy"), rates(dim, hidden, ranks))) * 1e3
+            bf16 = sum(plain(case_of(dim, hidden, ranks, recipe, "each"), rates(dim, hidden, ranks))) * 1e3
             rows.append((f"{dim}/{hidden}", str(ranks), f"{bf16:.1f}", *cells, f"{plan:.2f}"))
     head = ("dim/hidden | GPUs | bf16, ms | each copy: ms, exposed, bound | once per rank | once per host | "
             "the host's plan, ms")  # fmt: skip
@@ -131,17 +137,20 @@ def _at_scale() -> list[str]:
 
 
 def _rows() -> list[str]:
-    """Ranks and hosts of a token, its own included, and the bytes that leave its rank and come back to it."""
-    dim, hidden = SHAPES[0]
-    row, rows = dim * MX + hidden * BF16, []
+    """Ranks and hosts of a token, its own included, and the bytes of a layer that leave its rank and come back."""
+    rows, dim = [], SHAPES[0][0]
     for experts in (64, EXPERTS):
-        for ranks in (n for n in SCALES if n <= experts):
-            found = [float(TOP_K), distinct(ranks, experts, TOP_K), distinct(max(ranks // GPUS, 1), experts, TOP_K)]
-            leaving = [n * (ranks - 1) / ranks * row / 1e3 for n in found[:2]]
-            saved = 1 - leaving[1] / leaving[0]
-            cells = f"{found[1]:.2f}", f"{found[2]:.2f}" if ranks > GPUS else "", *(f"{kb:.1f}" for kb in leaving)
-            rows.append((str(experts), str(ranks), *cells, f"{saved:.0%}"))
-    head = "experts | GPUs | ranks of a token | hosts | KB per token, each copy | once per rank | saved"
+        for ranks in (4, 8, 64):
+            found = distinct(ranks, experts, TOP_K), distinct(max(ranks // GPUS, 1), experts, TOP_K)
+            of = f"{found[0]:.2f}", f"{found[1]:.2f}" if ranks > GPUS else ""
+            for name, recipe in WIRES.items():
+                sizes = [token_bytes(ranks, experts, TOP_K, dim, recipe, how) for how in get_args(Replicas)]
+                whole = [sum(size) for size in sizes]
+                kilobytes = (f"{b / 1e3:.0f}" for direction in zip(*sizes, strict=True) for b in direction)
+                saved = (f"{max(1 - b / whole[0], 0):.0%}" for b in whole[1:])
+                rows.append((str(experts), str(ranks), *of, name, *kilobytes, *saved))
+    head = ("experts | GPUs | ranks of a token | hosts | wire | forward: `each` | `once` | `summed` | "
+            "backward: `each` | `once` | `summed` | saved by `once` | by `summed`")  # fmt: skip
     return _table(head, rows)
 
 
@@ -156,13 +165,13 @@ def _hidden() -> list[str]:
 
 def tables() -> str:
     """The generated part of docs/ep_scale.md."""
-    dim, hidden = SHAPES[0]
     return "\n".join([
         "## Beside measured times", "", *_beside_measured(),
         "## One host", "", *_on_a_host(),
         "## From one host to 1024 GPUs", "", *_at_scale(),
-        "## Rows of a token", "",
-        f"Top-{TOP_K}, {dim}/{hidden}, forward, MXFP8 to the experts and bf16 back, KB both ways:", "", *_rows(),
+        "## Bytes of a token", "",
+        f"KB of a token that leave its rank and come back, of a layer with dim {SHAPES[0][0]} and top-{TOP_K}, by "
+        "`dispatch(replicas=...)`; without the probabilities, 4 bytes per replica:", "", *_rows(),
         "## Where communication stops being hidden", "",
         "GPUs up to which at most a tenth of forward and backward waits for the wire:", "", *_hidden(),
     ]).strip()  # fmt: skip
@@ -176,7 +185,11 @@ def draw(path: Path) -> None:
     from .roofline import REPRODUCIBLE
 
     colors = dict(zip(SENDS, ("tab:red", "tab:orange", "tab:green"), strict=True))
-    labels = {"copy": "each copy of a token travels", "rank": "a token once per rank", "host": "a token once per host"}
+    labels = {
+        "each": "each copy of a token travels",
+        "summed": "a token once per rank",
+        "host": "a token once per host",
+    }
     with rc_context(REPRODUCIBLE):
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         for axes, (dim, hidden) in zip(figure.subplots(1, len(SHAPES)), SHAPES, strict=True):
@@ -191,7 +204,7 @@ def draw(path: Path) -> None:
                         color=colors[send],
                         label=label,
                     )
-            of = [directions(case_of(dim, hidden, ranks, RECIPES["`mxfp8`"], "copy")) for ranks in SCALES]
+            of = [directions(case_of(dim, hidden, ranks, RECIPES["`mxfp8`"], "each")) for ranks in SCALES]
             axes.plot(
                 SCALES,
                 [sum(d.local for d in both) * 1e3 for both in of],

@@ -184,7 +184,21 @@ FAULTS = (
         "ctx.save_for_backward(torch.div(order, 1",
         "tests/torch_frontend/test_combine.py -k values_and_gradients",
     ),
+    Fault(
+        "torch, a token once per rank: its replicas on a rank are numbered from the first rank's copies on",
+        "torch_frontend/replicas.py",
+        "(row[place] - first[rank]) * top_k",
+        "row[place] * top_k",
+        "tests/torch_frontend/test_expert_parallel.py -k 'replicas and routings'",
+    ),
     # JAX
+    Fault(
+        "JAX, a token once per rank: copies of a token that no replica fits are sent",
+        "jax_frontend/replicas.py",
+        "place = jnp.where(sent, exchange",
+        "place = jnp.where(exchange.slots >= -1, exchange",
+        "tests/jax_frontend/test_replicas.py -k dropped",
+    ),
     Fault(
         "JAX, expert parallelism: one row less than the capacity is sent",
         "jax_frontend/ep.py",

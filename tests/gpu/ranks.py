@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch_frontend"))
 import ep_overlap
+import ep_replicas
 import ep_training
 from mxep.torch_frontend import CopyEngines
 
@@ -39,9 +40,11 @@ def main() -> None:
             check(transport)
         if mesh.get_local_rank() == 0:
             print(f"{type(transport).__name__}: {len(ep_overlap.CHECKS)} checks passed")
+    for check in ep_replicas.CHECKS.values():
+        check(mesh.get_group())
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"{mesh.size()} ranks: {len(PROGRAMS) + 2} checks passed")
+        print(f"{mesh.size()} ranks: {len(PROGRAMS) + 2 + len(ep_replicas.CHECKS)} checks passed")
     dist.destroy_process_group()
 
 

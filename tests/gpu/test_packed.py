@@ -6,7 +6,7 @@ import torch
 from mxep.torch_frontend import Recipe, grouped_mm
 
 from ..compare import same_bytes
-from ..torch_frontend.packed import ALL, ENDS, NEEDS, ROWS, D, E, F, both, randn
+from ..torch_frontend.packed import ALL, ENDS, JOINED, NEEDS, ROWS, D, E, F, both, fused_and_composed, randn
 
 
 @pytest.mark.parametrize("times", [1, 4])
@@ -14,8 +14,19 @@ from ..torch_frontend.packed import ALL, ENDS, NEEDS, ROWS, D, E, F, both, randn
 @pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
 def test_the_bytes_of_packed_weights(recipe: Recipe, mx: bool, times: int) -> None:
     for needs in NEEDS:
-        got, want = both(recipe, torch.bfloat16, mx, needs, "cuda", times)
+        got, want = both(recipe, torch.bfloat16, mx, needs, "cuda", times, weighted=True)
         same_bytes([g for g in got if g is not None], [w for w in want if w is not None])
+
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("layout", JOINED)
+@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
+def test_the_bytes_of_one_product_of_gate_and_up(recipe: Recipe, layout: str, times: int) -> None:
+    for dtype, mx, needs in [(torch.float32, False, NEEDS[0]), (torch.bfloat16, True, NEEDS[0])]:
+        got, want = fused_and_composed(JOINED[layout], recipe, dtype, mx, needs, "cuda", times)
+        assert {name for name in got if got[name] is None} == {name for name in want if want[name] is None}
+        names = [name for name in got if got[name] is not None]
+        same_bytes([got[name] for name in names], [want[name] for name in names])
 
 
 @pytest.mark.parametrize("times", [1, 4])

@@ -1,10 +1,13 @@
 """The Flax module: the functions with its parameters, their places on a mesh, and layers stacked for a scan."""
 
 import dataclasses
+import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -62,3 +65,10 @@ def test_layers_are_stacked_and_scanned() -> None:
     for i in range(2):
         x = x + moe.apply(jax.tree.map(lambda p, i=i: p[i], layers.params), x, CONFIG)[0]
     np.testing.assert_allclose(run(layers, X), x, rtol=1e-5, atol=1e-5)
+
+
+def test_without_flax_the_import_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flax", None)
+    monkeypatch.delitem(sys.modules, "mxep.jax_frontend.nnx")
+    with pytest.raises(ImportError, match=r"nnx: flax is missing; install it with `pip install 'mxep\[flax\]'`"):
+        importlib.import_module("mxep.jax_frontend.nnx")

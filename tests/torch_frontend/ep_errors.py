@@ -28,6 +28,7 @@ from mxep.torch_frontend import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     expert_parallel_mm,
+    sort_by_expert,
     to_mxfp8_a2a_dequant,
 )
 from mxep.torch_frontend.pipeline import combine, dispatch, dispatch_over
@@ -111,6 +112,15 @@ def experts_that_nobody_agreed_on() -> None:
         mine = (rows, options) if RANK == 0 else (X, {})
         raises(words, others_words, lambda mine=mine: dispatch(mine[0], COUNTS, group=GROUP, **mine[1]))
     by_hand()
+    order, inverse, counts = sort_by_expert(torch.zeros(6, 2, dtype=torch.int32, device=DEVICE), E)
+    tokens = TokenReplicas(X, order, inverse, 2)
+    for ours, theirs in (("once", "each"), ("summed", "once")):
+        mine = ours if RANK == 0 else theirs
+        raises(*(f"replicas: got another one on rank {r}; allowed: {own}, as" for r, own in ((1, ours), (0, theirs))),
+               lambda mine=mine: dispatch(tokens, counts, group=GROUP, replicas=mine))  # fmt: skip
+    mine = (tokens, counts) if RANK else (X, COUNTS)
+    raises("replicas: got 'once'; allowed: 'each' for rows", told,
+           lambda: dispatch(*mine, group=GROUP, replicas="once"))  # fmt: skip
 
 
 def counts_of_two_dtypes() -> None:
@@ -175,9 +185,11 @@ def bad_arguments_of_parallel_experts() -> None:
     for module, told in (
         (nn.Sequential(nn.Linear(D, D)), "a Sequential with parameters of submodules alone"),
         (nn.Linear(D, D, bias=False), "a Linear with parameters weight"),
+        (nn.ModuleDict({"moe": MoE(D, 96, E, 1)}), "a ModuleDict with parameters of submodules alone.*; here 'moe'$"),
     ):
-        with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: module: got {told}"):
-            parallelize_module(module, mesh, style)
+        for chosen in (style, MXFP8ExpertParallel()):
+            with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: module: got {told}"):
+                parallelize_module(module, mesh, chosen)
     with pytest.raises(ValueError, match=r"gradients: got 'mean'; allowed: gradients='sum' for a Experts"):
         parallelize_module(Experts(), mesh, MXFP8ExpertParallel())
     module = nn.Linear(D, D) if RANK == 0 else Experts()
@@ -204,6 +216,21 @@ def bad_arguments_of_parallel_experts() -> None:
         style = MXFP8ExpertParallel(transport=ours if RANK == 0 else theirs)
         raises(*(f"transport: got {t} on rank" for t in shown),
                lambda style=style: parallelize_module(MoE(D, 96, E, 1), mesh, style))  # fmt: skip
+    style = MXFP8ExpertParallel(replicas="summed" if RANK == 0 else "once")
+    raises("replicas: got once on rank 1", "replicas: got summed on rank 0",
+           lambda: parallelize_module(MoE(D, 96, E, 1), mesh, style))  # fmt: skip
+    for words, module, options in (
+        ("got 'once'; allowed: 'each' with a transport", MoE(D, 96, E, 1), {"transport": transports[0]}),
+        ("got 'once'; allowed: 'each' with prob_in='input'", MoE(D, 96, E, 1, prob_in="input"), {}),
+    ):
+        with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: replicas: {words}"):
+            parallelize_module(module, mesh, MXFP8ExpertParallel(replicas="once", **options))
+    with pytest.raises(ValueError, match=r"replicas: got 'twice'; allowed: 'each', 'once', 'summed'"):
+        MXFP8ExpertParallel(replicas="twice")  # type: ignore[arg-type]
+    once = parallelize_module(MoE(D, 96, E, 2).to(DEVICE), mesh, MXFP8ExpertParallel(replicas="once"))
+    for error, x in ((TypeError, X.half()), (ValueError, X[:, :32])):
+        raises("MoE: x: got", "counts: got -1 from rank 0", lambda x=x: once(X if RANK else x), error)
+    once(X)
     style = MXFP8ExpertParallel(gradients="sum")
     meaning = "sum" if RANK == 0 else "mean"
     raises("gradients: got mean on rank 1", "gradients: got sum on rank 0",

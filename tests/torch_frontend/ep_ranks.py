@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import ep_overlap
+import ep_replicas
 import ep_training
 import ep_tutorial
 import ep_weights
@@ -59,12 +60,13 @@ def mesh_of(ep: int) -> DeviceMesh:
 
 
 def parallel_layer(
-    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, transport=None, **options
+    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, transport=None, replicas="each", **options
 ) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
     moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
     carried = None if transport is None else transport(mesh.get_group())
-    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(gradients="sum", transport=carried))
+    style = MXFP8ExpertParallel(gradients="sum", transport=carried, replicas=replicas)
+    parallelize_module(moe.experts, mesh, style)
     return moe, mesh
 
 
@@ -221,14 +223,14 @@ def several_layers_and_recomputation() -> None:
     assert torch.equal(again.grad, leaf.grad)
 
 
-def compiled_layer(prob_in) -> None:
+def compiled_layer(prob_in, replicas) -> None:
     """The whole layer with its collectives is one graph once Dynamo may capture the splits; else it is several.
 
     Compiled by the first two ranks: the other two would compile the same programs.
     """
     x = batch()[RANK * 8 : RANK * 8 + 8]
-    eager, _ = parallel_layer(2, prob_in=prob_in)
-    compiled, _ = parallel_layer(2, prob_in=prob_in)
+    eager, _ = parallel_layer(2, prob_in=prob_in, replicas=replicas)
+    compiled, _ = parallel_layer(2, prob_in=prob_in, replicas=replicas)
     if RANK >= 2:
         return
     leaf = x.clone().requires_grad_()
@@ -326,9 +328,21 @@ CHECKS: dict[str, Callable[[], None]] = {
         f"overlapped_layer[{ep}-{prob_in}]": partial(ep_overlap.layer, parallel_layer, ep, prob_in)
         for ep, prob_in in ((2, "combine"), (4, "swiglu"))
     },
+    **{
+        f"replicas[{ep}-{name}]": lambda ep=ep, how=how: how(mesh_of(ep).get_group())
+        for ep in (2, 4)
+        for name, how in ep_replicas.CHECKS.items()
+    },
+    **{
+        f"replicas_of_a_layer[{ep}-{prob_in}]": partial(ep_replicas.layer, parallel_layer, ep, prob_in)
+        for ep, prob_in in ((2, "combine"), (4, "swiglu"))
+    },
+    "replicas_and_their_error": lambda: ep_replicas.errors(mesh_of(4).get_group()),
     "bad_input": bad_input,
-    "compiled_layer[combine]": partial(compiled_layer, "combine"),
-    "compiled_layer[swiglu]": partial(compiled_layer, "swiglu"),
+    **{
+        f"compiled_layer[{prob_in}-{replicas}]": partial(compiled_layer, prob_in, replicas)
+        for prob_in, replicas in (("combine", "each"), ("swiglu", "each"), ("swiglu", "once"), ("combine", "summed"))
+    },
 }
 
 

@@ -318,6 +318,7 @@ def refused() -> None:
     raises("units: got Conv2d, of which the model has none; allowed: ['Block', ", units=[nn.Conv2d])
     raises("units: got MoE; allowed: classes of modules around MoE", units=[MoE])
     raises("units: got 'Block'; allowed: classes of modules", TypeError, units=["Block"])
+    raises("Block'>; allowed: classes of modules, in a list", TypeError, units=Block)
     for model, words in ((sharded(2), "a model under FSDP2 already"), (Model(), "w1 as a DTensor")):
         if "DTensor" in words:
             parallelize_module(model.blocks[1].moe.experts, pair["ep"], MXFP8ExpertParallel())

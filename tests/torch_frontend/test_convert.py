@@ -126,7 +126,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], nn.Module], dict[str, An
     "filter": (TypeError, "filter_fn: got 'experts'", lambda: two_of(nn.Identity()), {"filter_fn": "experts"}),
     "no experts": (ValueError, "got Linear without such experts", lambda: nn.Linear(32, 32), {}),
     "nothing left": (
-        ValueError, "filter_fn: got False for all; allowed: True for some of 0", lambda: two_of(nn.Identity()),
+        ValueError, "filter_fn: got False for all; allowed: True for one of '0'$", lambda: two_of(nn.Identity()),
         {"filter_fn": lambda module, name: False},
     ),
     "sizes": (ValueError, "1: got F = 48; allowed: multiples", lambda: two_of(titan_like(TITAN["0.3"], 64, 48)), {}),

@@ -64,9 +64,12 @@ CHECKS = [
     *(f"overlapped[{ep}-{name}]" for ep in (2, 4) for name in OVERLAPPED),
     "overlapped_layer[2-combine]",
     "overlapped_layer[4-swiglu]",
+    *(f"replicas[{ep}-{name}]" for ep in (2, 4) for name in ("routings", "recipes", "subset")),
+    "replicas_of_a_layer[2-combine]",
+    "replicas_of_a_layer[4-swiglu]",
+    "replicas_and_their_error",
     "bad_input",
-    "compiled_layer[combine]",
-    "compiled_layer[swiglu]",
+    *(f"compiled_layer[{how}]" for how in ("combine-each", "swiglu-each", "swiglu-once", "combine-summed")),
 ]
 
 

@@ -1,4 +1,5 @@
-"""The feed-forward of packed weights gives the bytes of `grouped_swiglu_ffn` with the weights apart."""
+"""The feed-forward of packed weights gives the bytes of `grouped_swiglu_ffn` with the weights apart, or of the
+functions that it consists of."""
 
 import pytest
 import torch
@@ -7,16 +8,54 @@ from mxep.torch_frontend.packed_ffn import packed_ffn
 from torch import Tensor
 
 from ..compare import same_bytes
-from .packed import ALL, ENDS, NEEDS, ROWS, D, E, F, both, randn
+from .packed import ALL, ENDS, JOINED, NEEDS, ROWS, D, E, F, both, fused_and_composed, probabilities, randn
 
 
 @pytest.mark.parametrize("mx", [False, True], ids=["", "mx"])
 @pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
 def test_the_bytes_are_those_of_weights_apart(recipe: Recipe, mx: bool) -> None:
     for dtype, needs in [(torch.float32, NEEDS[0]), *((torch.bfloat16, needs) for needs in NEEDS)]:
-        got, want = both(recipe, dtype, mx, needs)
-        assert [g is None for g in got] == [w is None for w in want] == [False, *(not need for need in needs)]
+        weighted = dtype == torch.float32 or needs == NEEDS[3]
+        got, want = both(recipe, dtype, mx, needs, weighted=weighted)
+        nones = [False, *(not need for need in needs), not weighted]
+        assert [g is None for g in got] == [w is None for w in want] == nones
         same_bytes([g for g in got if g is not None], [w for w in want if w is not None])
+
+
+RUNS = [(torch.float32, False, NEEDS[0]), (torch.bfloat16, True, NEEDS[0])]
+"""dtype, mx, needs."""
+FEWER = [(torch.bfloat16, False, needs) for needs in NEEDS[1:]]
+CASES = [(recipe, layout) for recipe in ALL for layout in ("llama4", "gpt_oss")]
+CASES += [(RECIPES["mxfp8"], layout) for layout in JOINED if layout not in ("llama4", "gpt_oss")]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), CASES, ids=lambda case: getattr(case, "name", case))
+def test_the_bytes_of_one_product_are_those_of_the_functions(recipe: Recipe, layout: str) -> None:
+    for dtype, mx, needs in RUNS + (FEWER if recipe.name == "mxfp8" else []):
+        got, want = fused_and_composed(JOINED[layout], recipe, dtype, mx, needs)
+        names = {name for name in got if got[name] is not None}
+        assert names == {name for name in want if want[name] is not None}
+        same_bytes([got[name] for name in names], [want[name] for name in names])
+
+
+def test_gate_and_up_are_saved_and_h_is_not() -> None:
+    """Beside the weights: x of two bytes in recipe "bf16", gate and up."""
+    x = randn(ROWS, D, seed=0, dtype=torch.bfloat16).requires_grad_()
+    gate_up = randn(E, D, 2 * F, seed=1, dtype=torch.bfloat16).requires_grad_()
+    down = randn(E, F, D, seed=2, dtype=torch.bfloat16).requires_grad_()
+    prob, sizes = probabilities(ROWS).requires_grad_(), {}
+    given = {t.untyped_storage().data_ptr() for t in (x, gate_up, down, prob)}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in given:
+            sizes[storage.data_ptr()] = storage.nbytes(), t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layout = {"transposed": True, "interleaved": True}
+        packed_ffn("test", x, gate_up, down, ENDS, RECIPES["bf16"], SwiGLU(), prob=prob, **layout)
+    assert sum(nbytes for nbytes, _ in sizes.values()) - ENDS.nbytes <= ROWS * 4 * F
 
 
 def test_a_written_weight_is_quantized_once_in_the_forward() -> None:

@@ -24,8 +24,8 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 from ..compare import sqnr_db
 from .hf_models import BUILDERS, VOCABULARY, E, loss_and_gradients, model_of, sqnr_of_all
 
-# Measured, the worst of all gradients of the five models: bf16 44.7 dB, MXFP8 21.7. Less 1.
-FLOORS_DB = {"bf16": 43.7, "mxfp8": 20.7}
+# Measured, the worst of all gradients of the five models: bf16 43.5 dB, MXFP8 21.7. Less 1.
+FLOORS_DB = {"bf16": 42.5, "mxfp8": 20.7}
 REGISTERED = [name for name in BUILDERS if name != "llama4"]
 
 
@@ -168,15 +168,18 @@ def copies_of_weights(name: str, recipe: str) -> list[str]:
     """In a forward and a backward of the experts of a bf16 model."""
     model, (x, experts, weights) = model_of(name, torch.bfloat16), routing(E)
     module: Any = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
-    leaves = module.gate_up_proj, module.down_proj
+    leaves, x = (module.gate_up_proj, module.down_proj), x.bfloat16()
+    if name == "llama4":
+        layer: Any = model.get_submodule(convert_moe(model, recipe).converted[0].name)
     with Copies({w.numel() for w in leaves}) as copies:
-        ALL_EXPERTS_FUNCTIONS[recipe](module, x.bfloat16(), experts, weights).sum().backward()
+        y = layer(x)[0] if name == "llama4" else ALL_EXPERTS_FUNCTIONS[recipe](module, x, experts, weights)
+        y.sum().backward()
     assert all(w.grad is not None and w.grad.is_contiguous() for w in leaves)
     return copies.found
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_with_hp"])
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "llama4", "gpt_oss"])
 def test_weights_and_their_gradients_are_not_copied(name: str, recipe: str) -> None:
     assert copies_of_weights(name, recipe) == []
 
@@ -283,8 +286,9 @@ def test_the_trainer_learns_the_same(tmp_path: Path) -> None:
     assert sqnr_db(losses["mxfp8"], losses["eager"]) > 40, losses
 
 
-def test_one_graph() -> None:
-    experts, inputs = model_of("gpt_oss").get_submodule("model.layers.0.mlp.experts"), routing(E)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_one_graph(name: str) -> None:
+    experts, inputs = model_of(name).get_submodule("model.layers.0.mlp.experts"), routing(E)
     eager = run(experts, "mxfp8", *inputs)
     graph = run(torch.compile(experts, fullgraph=True, backend="aot_eager"), "mxfp8", *inputs)
     assert eager.keys() == {name.removeprefix("_orig_mod.") for name in graph}
