@@ -80,14 +80,7 @@ def load_checkpoint(out: Path, config: Mapping[str, Any]) -> Checkpoint | None:
         except (OSError, ValueError, SafetensorError) as error:
             print(f"checkpoint: {folder} is damaged and is skipped: {error}", file=sys.stderr)
             continue
-        fields = (config.keys() | meta["config"].keys()) - MAY_DIFFER
-        differ = sorted(k for k in fields if config.get(k) != meta["config"].get(k))
-        if differ:
-            values = ", ".join(f"{k} is {meta['config'].get(k)} there and {config.get(k)} here" for k in differ)
-            raise ValueError(f"--resume: {folder} belongs to another run: {values}; pass its flags or another --out")
-        if meta["step"] > config["steps"]:
-            allowed = f"allowed: at least {meta['step']}, the step of {folder}"
-            raise ValueError(f"--steps: got {config['steps']} with --resume; {allowed}")
+        check_same_run(folder, meta, config)
         first = {n.removeprefix("first."): a for n, a in moments.items() if n.startswith("first.")}
         second = {n.removeprefix("second."): a for n, a in moments.items() if n.startswith("second.")}
         return Checkpoint(meta["step"], weights, first, second)
@@ -95,6 +88,18 @@ def load_checkpoint(out: Path, config: Mapping[str, Any]) -> Checkpoint | None:
         names = ", ".join(folder.name for folder in folders)
         raise ValueError(f"--resume: {out}: every checkpoint is damaged: {names}; restore one or pass another --out")
     return None
+
+
+def check_same_run(folder: Path, meta: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a run with `config` may continue from a checkpoint with `meta`."""
+    fields = (config.keys() | meta["config"].keys()) - MAY_DIFFER
+    differ = sorted(k for k in fields if config.get(k) != meta["config"].get(k))
+    if differ:
+        values = ", ".join(f"{k} is {meta['config'].get(k)} there and {config.get(k)} here" for k in differ)
+        raise ValueError(f"--resume: {folder} belongs to another run: {values}; pass its flags or another --out")
+    if meta["step"] > config["steps"]:
+        allowed = f"allowed: at least {meta['step']}, the step of {folder}"
+        raise ValueError(f"--steps: got {config['steps']} with --resume; {allowed}")
 
 
 def load_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:

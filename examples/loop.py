@@ -56,12 +56,19 @@ class Trainer(Protocol):
         ...
 
 
-def train(framework: str, args: Namespace, config: Config, trainer_type: Callable[..., Trainer]) -> None:
-    """Train from the flags to the last checkpoint. Exits with the reason on bad input."""
+def train(
+    framework: str,
+    args: Namespace,
+    config: Config,
+    trainer_type: Callable[..., Trainer],
+    load: Callable[..., Checkpoint | None] = load_checkpoint,
+    save: Callable[..., object] = save_checkpoint,
+) -> None:
+    """Train from the flags to the last checkpoint. Exits with the reason on bad input. load, save: of checkpoints."""
     try:
         text = Text.load(args.data, config)
         run = describe(config, recipe=args.recipe, train_bytes=len(text.train), held_out_bytes=len(text.held_out))
-        found = load_checkpoint(args.out, run) if args.resume else None
+        found = load(args.out, run) if args.resume else None
         start = found or first_checkpoint(args, config)
     except ValueError as error:
         sys.exit(f"{framework}: error: {error}")
@@ -88,7 +95,7 @@ def train(framework: str, args: Namespace, config: Config, trainer_type: Callabl
         if checkpoint_every and (done % checkpoint_every == 0 or is_last):
             state = trainer.state(done)
             if state is not None:
-                save_checkpoint(args.out, state, run)
+                save(args.out, state, run)
             log.restart_clock()
     log.close()
 

@@ -9,13 +9,19 @@ One process per GPU, the same command with another --process-id in each; the fir
     python -m examples.train_jax --ep 2 --out runs/jax --coordinator localhost:1234 --num-processes 2 --process-id 0
 
 The batch is split over all devices, the experts over the devices of a group; dense weights are whole on each. The loss
-is a mean over the global batch, and JAX reduces every gradient: the step is `jax.jit` and shardings alone.
+is a mean over the global batch, and JAX reduces every gradient: the step is `jax.jit` and shardings alone. `Options`
+are what JAX programs of this kind have beside that: remat, a scan over layers, accumulation, sharded checkpoints, a
+profile.
 """
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +33,62 @@ from jax.sharding import PartitionSpec as P
 from optax import tree_utils
 
 from . import model_jax
-from .checkpoint import Arrays, Checkpoint
+from .checkpoint import Arrays, Checkpoint, step_folders
 from .config import Config, is_decayed, is_expert, learning_rates
 from .data import Text
 from .flags import parse_args, parser
 from .loop import train
-from .model_jax import Params
+from .model_jax import REMAT, STACKED, Params, stacked, unstacked
 from .weights import weight_shapes
 
 PROG = "examples.train_jax"
 BATCH = P(("data", "expert"))
+SHARDED = "sharded"
+"""The folder of sharded checkpoints in --out."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """dp: groups of expert ranks. remat: a key of `model_jax.REMAT`. scan_layers: one scan over stacked weights.
+    accumulate: parts of a batch, one after the other, whose gradients are added. sharded: checkpoints by Orbax.
+    profile: the folder of a profile of the third step."""
+
+    dp: int = 1
+    remat: str = "none"
+    scan_layers: bool = False
+    accumulate: int = 1
+    sharded: bool = False
+    profile: Path | None = None
+
+
+def mesh_of(dp: int, ep: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: dp * ep]).reshape(dp, ep), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
 
 
 def spec(name: str) -> P:
-    """Sharding of a weight, its gradient and its moments: experts along their first dim."""
-    return P("expert") if is_expert(name) else P()
+    """Sharding of a weight, its gradient and its moments: experts along their first dim, behind that of layers."""
+    if not is_expert(name):
+        return P()
+    return P(None, "expert") if name.startswith(STACKED) else P("expert")
 
 
-def optimizer(config: Config) -> optax.GradientTransformation:
+def shapes_of(config: Config, scan_layers: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters, stacked or not."""
+    shapes = weight_shapes(config)
+    if not scan_layers:
+        return shapes
+    found = {}
+    for name, shape in shapes.items():
+        if not name.startswith("blocks."):
+            found[name] = shape
+        elif name.startswith("blocks.0."):
+            found[name.replace("blocks.0.", STACKED)] = (config.num_layers, *shape)
+    return found
+
+
+def optimizer(config: Config, scan_layers: bool = False) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW with a table of learning rates."""
+    shapes = shapes_of(config, scan_layers)
     rates = jnp.asarray(learning_rates(config))
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
@@ -55,7 +98,7 @@ def optimizer(config: Config) -> optax.GradientTransformation:
             b2=config.beta2,
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
-            mask={name: is_decayed(shape) for name, shape in weight_shapes(config).items()},
+            mask={name: is_decayed(shape[name.startswith(STACKED) :]) for name, shape in shapes.items()},
         ),
     )
 
@@ -63,12 +106,13 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 class Trainer:
     """Parameters, optimizer state, and two compiled functions: training step and held-out loss."""
 
-    def __init__(self, config: Config, recipe: str, ep: int, start: Checkpoint, device: str, dp: int = 1) -> None:
-        self.is_writer, self.on_gpu = jax.process_index() == 0, device == "gpu"
-        devices = np.array(jax.devices()[: dp * ep]).reshape(dp, ep)
-        self.mesh = Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    def __init__(
+        self, config: Config, recipe: str, ep: int, start: Checkpoint, device: str, options: Options = Options()
+    ) -> None:
+        self.is_writer, self.on_gpu, self.options = jax.process_index() == 0, device == "gpu", options
+        self.mesh, self.steps_done = mesh_of(options.dp, ep), 0
         self.params: Params = self.place(start.weights)
-        self.optimizer = optimizer(config)
+        self.optimizer = optimizer(config, options.scan_layers)
         # A leaf has the sharding that the step returns; otherwise the second call compiles again.
         # A leaf has its own buffer; otherwise it cannot be donated.
         count = self.on_mesh(np.array(start.step, np.int32), P())
@@ -76,11 +120,13 @@ class Trainer:
             self.optimizer.init(self.params), count=count, mu=self.place(start.first), nu=self.place(start.second)
         )
         self.opt_state: optax.OptState = jax.tree.map(jnp.copy, state)
-        loss = partial(model_jax.loss, config=config, recipe=recipe, mesh=self.mesh, batch=BATCH)
+        loss = partial(model_jax.loss, config=config, recipe=recipe, mesh=self.mesh, batch=BATCH, remat=options.remat)
 
         def objective(params: Params, tokens: Array) -> tuple[Array, dict[str, Array]]:
             cross_entropy, aux_loss = loss(params, tokens)
             return cross_entropy + config.aux_loss_weight * aux_loss, {"loss": cross_entropy, "aux_loss": aux_loss}
+
+        gradient = partial(accumulated, jax.grad(objective, has_aux=True), options.accumulate)
 
         # Parameters and moments stay where they are; every process reads the values.
         everywhere = NamedSharding(self.mesh, P())
@@ -90,7 +136,7 @@ class Trainer:
         def step(
             params: Params, opt_state: optax.OptState, tokens: Array
         ) -> tuple[optax.Params, optax.OptState, dict[str, Array]]:
-            grads, values = jax.grad(objective, has_aux=True)(params, tokens)
+            grads, values = gradient(params, tokens)
             updates, opt_state = self.optimizer.update(grads, opt_state, params)
             values["grad_norm"] = optax.global_norm(grads)
             return optax.apply_updates(params, updates), opt_state, values
@@ -111,7 +157,11 @@ class Trainer:
         return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), lambda part: array[part])
 
     def place(self, arrays: Arrays) -> Params:
-        """Copy unsharded arrays to the devices, sharded by `spec`. A copy owns its memory and can be donated."""
+        """Copy unsharded arrays to the devices, sharded by `spec`; those of a sharded checkpoint lie there already.
+        A copy owns its memory and can be donated."""
+        if any(isinstance(array, Array) for array in arrays.values()):
+            return {name: jnp.copy(array) for name, array in arrays.items()}
+        arrays = stacked(arrays) if self.options.scan_layers else arrays
         return {name: jnp.copy(self.on_mesh(array, spec(name))) for name, array in arrays.items()}
 
     def tokens(self, batch: np.ndarray) -> Array:
@@ -120,8 +170,11 @@ class Trainer:
 
     def step(self, step: int, batch: np.ndarray) -> Mapping[str, Array]:
         """One update. Returns loss and aux_loss over all devices, and the norm of the gradient."""
-        self.params, self.opt_state, values = self._step(self.params, self.opt_state, self.tokens(batch))
-        return values
+        profile = self.options.profile if self.steps_done == 2 else None  # the first steps compile and warm up
+        self.steps_done += 1
+        with jax.profiler.trace(profile) if profile else nullcontext():
+            self.params, self.opt_state, values = self._step(self.params, self.opt_state, self.tokens(batch))
+            return jax.block_until_ready(values) if profile else values
 
     def evaluate(self, text: Text) -> float:
         """Mean loss over the held-out windows."""
@@ -132,17 +185,45 @@ class Trainer:
         return total / count
 
     def state(self, step: int) -> Checkpoint | None:
-        """Unsharded weights and moments after `step` updates, None in processes that do not write them.
+        """Weights and moments after `step` updates: as they lie on the mesh if checkpoints are sharded, else unsharded,
+        and None in processes that do not write them.
 
         Collective: every process calls it."""
-        trees = (self.params, tree_utils.tree_get(self.opt_state, "mu"), tree_utils.tree_get(self.opt_state, "nu"))
+        trees: Any = (self.params, tree_utils.tree_get(self.opt_state, "mu"), tree_utils.tree_get(self.opt_state, "nu"))
+        if self.options.sharded:
+            return Checkpoint(step, *trees)
         arrays: list[dict[str, np.ndarray]] = [{}, {}, {}]
         for tree, found in zip(trees, arrays, strict=True):
             for name, array in tree.items():
                 whole = self._replicate(array)
                 if self.is_writer:
                     found[name] = np.asarray(whole)
-        return Checkpoint(step, *arrays) if self.is_writer else None
+        return Checkpoint(step, *map(unstacked, arrays)) if self.is_writer else None
+
+
+def accumulated(
+    gradient: Callable[..., Any], parts: int, params: Params, tokens: Array
+) -> tuple[Params, dict[str, Array]]:
+    """The mean of `gradient` over parts of the batch. Every device has rows of each part."""
+    if parts == 1:
+        return gradient(params, tokens)
+    of_parts = tokens.reshape(-1, parts, tokens.shape[1]).swapaxes(0, 1)
+
+    def add(total: Any, part: Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, of_parts[0]))
+    total, _ = jax.lax.scan(add, zeros, of_parts)
+    return jax.tree.map(lambda x: x / parts, total)
+
+
+def add_option_flags(flags: argparse.ArgumentParser) -> None:
+    group = flags.add_argument_group("the JAX program")
+    group.add_argument("--remat", choices=tuple(REMAT), default="none", help="what the gradient computes again")
+    group.add_argument("--scan-layers", action="store_true", help="one scan over stacked weights: compiles one layer")
+    group.add_argument("--accumulate", type=int, default=1, metavar="N", help="parts of a batch, one after the other")
+    group.add_argument("--sharded-checkpoints", action="store_true", help="by Orbax, in --out/sharded")
+    group.add_argument("--profile", type=Path, metavar="DIR", help="write a profile of the third step")
 
 
 def add_process_flags(flags: argparse.ArgumentParser) -> None:
@@ -161,6 +242,19 @@ def check_groups(flags: argparse.ArgumentParser, args: argparse.Namespace, confi
     if args.dp < 1 or any(n % (args.dp * args.ep) for n in (config.batch_size, config.eval_sequences)):
         allowed = f"with --ep {args.ep}, divisors of {config.batch_size} training and {config.eval_sequences} held-out"
         flags.error(f"--dp: got {args.dp}; allowed: {allowed} sequences")
+    if args.accumulate < 1 or config.batch_size % (args.dp * args.ep * args.accumulate):
+        allowed = f"divisors of {config.batch_size // (args.dp * args.ep)} sequences per device and step"
+        flags.error(f"--accumulate: got {args.accumulate}; allowed: {allowed}")
+
+
+def check_kind_of_checkpoints(flags: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit if a run that is resumed has checkpoints of the other kind."""
+    others = sorted((args.out / SHARDED).glob("[0-9]*"))
+    if args.sharded_checkpoints:
+        others = step_folders(args.out)
+    if args.resume and others:
+        got = "given" if args.sharded_checkpoints else "not given"
+        flags.error(f"--sharded-checkpoints: {got} with --resume, and the run has {others[-1]}; allowed: as it began")
 
 
 def start_processes(flags: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -205,14 +299,27 @@ def find_device(ranks: int, requested: str | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(PROG)
+    add_option_flags(flags)
     add_process_flags(flags)
     args, config = parse_args(flags, argv)
     check_groups(flags, args, config)
+    check_kind_of_checkpoints(flags, args)
     start_processes(flags, args)
     args.device = find_device(args.dp * args.ep, args.device)
     if args.device == "gpu" and config.dense_dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU's default is TF32; PyTorch's is fp32
-    train("jax", args, config, partial(Trainer, dp=args.dp))
+    sharded = args.sharded_checkpoints
+    options = Options(args.dp, args.remat, args.scan_layers, args.accumulate, sharded, args.profile)
+    checkpoints: dict[str, Any] = {}
+    if sharded:
+        from .sharded_checkpoint import ShardedCheckpoints  # Orbax, which other runs do not need
+
+        mesh, shapes = mesh_of(args.dp, args.ep), shapes_of(config, args.scan_layers)
+        orbax = ShardedCheckpoints(
+            args.out / SHARDED, shapes, lambda name: NamedSharding(mesh, spec(name)), args.scan_layers
+        )
+        checkpoints = {"load": orbax.load, "save": orbax.save}
+    train("jax", args, config, partial(Trainer, options=options), **checkpoints)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@
 import jax-triton. A lowering rule runs for its own platform alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
+from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.sharding import NamedSharding, PartitionSpec
@@ -24,6 +26,8 @@ from ._checks import dtype_name, rounding_of
 from ._split import over_parts
 
 Options = tuple[tuple[str, int | bool | float | str], ...]
+Empty = tuple[tuple[int, str], ...]
+"""The place and the dtype of each input of shape (0,), which stands for an argument that is None."""
 
 
 def array_type(x: jax.Array | jax.ShapeDtypeStruct) -> ArrayType:
@@ -69,12 +73,15 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
-def _option(op: KernelOp, name: str, value: object) -> int | bool | float | str:
+def _option(op: KernelOp, name: str, value: Any) -> int | bool | float | str:
     """An option as `KernelOp.check` takes it."""
     if name == "rounding" and not isinstance(value, int):
         return rounding_of(op.name, name, value)
     if name == "out_dtype":
         return dtype_name(op.name, name, value)
+    if is_symbolic_dim(value):
+        allowed = "allowed: a number; groups have fixed sizes, so export a program for each number of tokens"
+        fail(NotImplementedError, op.name, name, f"{value}, a symbol of jax.export", allowed)
     if not isinstance(value, int | float | str):
         fail(TypeError, op.name, name, repr(value), "allowed: a number, a bool or a name")
     return value
@@ -95,7 +102,11 @@ def call(op: KernelOp, *arrays: jax.Array, **options: object) -> tuple[jax.Array
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         # The outputs of a kernel vary wherever one of its inputs does; JAX has no such rule for a new primitive.
         axes = varying_axes(*arrays)
-        outputs = kernel_p.bind(*arrays, op=op, options=tuple(sorted(given.items())))
+        # The lowering makes empty inputs: jaxlib 0.11.2 ends the process when one crosses the boundary of a shard_map,
+        # as a constant of a jaxpr does that JAX moves out of a scan.
+        empty = tuple((i, array_type(x).dtype) for i, x in enumerate(arrays) if x.shape == (0,))
+        full = (x for x in arrays if x.shape != (0,))
+        outputs = kernel_p.bind(*full, op=op, options=tuple(sorted(given.items())), empty=empty)
         return tuple(vary(x, axes) for x in outputs)
 
     parts = over_parts(op, run, arrays, signature.out)
@@ -107,13 +118,24 @@ kernel_p.multiple_results = True
 kernel_p.def_impl(partial(xla.apply_primitive, kernel_p))
 
 
+def with_empty(arrays: Sequence[Any], empty: Empty, make: Callable[[ArrayType], Any]) -> list[Any]:
+    """The inputs of the op: those of the primitive, and `make` of each empty one."""
+    inputs = list(arrays)
+    for place, dtype in empty:
+        inputs.insert(place, make(ArrayType((0,), dtype)))
+    return inputs
+
+
 @kernel_p.def_abstract_eval
-def _abstract_eval(*avals, op: KernelOp, options: Options):
-    return list(map(aval, op.signature(*map(array_type, avals), **dict(options)).out))
+def _abstract_eval(*avals, op: KernelOp, options: Options, empty: Empty):
+    inputs = with_empty(list(map(array_type, avals)), empty, lambda none: none)
+    return list(map(aval, op.signature(*inputs, **dict(options)).out))
 
 
 def _no_vmap(*_args, op: KernelOp, **_params):
-    fail(NotImplementedError, op.name, "transform", "jax.vmap", "allowed: batch dims of the op itself, or jax.lax.map")
+    # jax.jacrev is a vmap of the gradient, so its error comes from an op.
+    allowed = "allowed: batch dims of the op itself, jax.lax.map, and jax.vjp in place of jax.jacrev"
+    fail(NotImplementedError, op.name, "transform", "jax.vmap", allowed)
 
 
 def _no_derivative(*_args, op: KernelOp, **_params):

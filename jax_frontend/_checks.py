@@ -143,7 +143,8 @@ def check_counts(op: str, counts: jax.Array, parts: int, rows: int, argument: st
     # Sums of the high and low 16 bits: the sum of int32 counts may overflow an int32.
     low = (each & 0xFFFF).sum(1)
     high, low = (each >> 16).sum(1) + (low >> 16), low & 0xFFFF
-    fits = (high < rows >> 16) | ((high == rows >> 16) & (low <= rows & 0xFFFF))
+    rows_high, rows_low = rows // 2**16, rows % 2**16  # not by bits: rows may be a symbol of jax.export
+    fits = (high < rows_high) | ((high == rows_high) & (low <= rows_low))
     ok = (counts >= 0).all() & fits.all()
     allowed = f"allowed: counts of at least 0 that sum to at most {rows}, the rows they count"
     check_values(ok, op, argument, counts, allowed)

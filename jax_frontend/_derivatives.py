@@ -61,7 +61,7 @@ def _guard_jvp(primals, tangents, *, op: str, rows: str, together: str):
 
 
 def _no_forward_mode(*_args, op: str, **_params):
-    allowed = "allowed: jax.grad, jax.vjp and jax.jacrev, once"
+    allowed = "allowed: jax.grad and jax.vjp, once"
     fail(NotImplementedError, op, "transform", "forward mode (jax.jvp, jacfwd, linearize, hessian)", allowed)
 
 

@@ -9,6 +9,7 @@ Importing this file registers the lowering rules.
 
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jax.interpreters import mlir
 from .. import cpp_bindings
 from ..core_kernels.launch import ArrayType, KernelOp, fail
 from . import _cpu_gemm, _device, _split, _triton
-from ._call import Options, array_type, aval, call, kernel_p
+from ._call import Empty, Options, array_type, aval, call, kernel_p, with_empty
 
 CPP_TARGETS = {name: f"mxep.{name}" for name in cpp_bindings.ffi_targets()}
 for _name, _capsule in cpp_bindings.ffi_targets().items():
@@ -47,7 +48,15 @@ def _cpu_product(name: str, out: ArrayType):
     return jax.jit(partial(_cpu_gemm.GEMMS[name], out=out))
 
 
-def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
+def _inputs(ctx, operands: Sequence[Any], empty: Empty):
+    """The context and the operands with the empty inputs."""
+    avals = with_empty(ctx.avals_in, empty, aval)
+    operands = with_empty(operands, empty, lambda none: mlir.ir_constant(np.zeros(none.shape, none.dtype)))
+    return ctx.replace(avals_in=avals), operands
+
+
+def _lower_cpu(ctx, *operands, op: KernelOp, options: Options, empty: Empty):
+    ctx, operands = _inputs(ctx, operands, empty)
     _device.choose(op, "cpu", _device.forced())
     out, attrs, _ = op.signature(*map(array_type, ctx.avals_in), **dict(options))
     if op.name in _cpu_gemm.GEMMS:
@@ -55,7 +64,8 @@ def _lower_cpu(ctx, *operands, op: KernelOp, options: Options):
     return _ffi_call(ctx, op, CPP_TARGETS[op.name], out, tuple(attrs.values()), *operands)
 
 
-def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
+def _lower_cuda(ctx, *operands, op: KernelOp, options: Options, empty: Empty):
+    ctx, operands = _inputs(ctx, operands, empty)
     implementation, arch = _device.choose(op, "cuda", _device.forced())
     launch = op.launch(*map(array_type, ctx.avals_in), arch=arch, **dict(options))
     if implementation == "cuda" and launch.cuda_unsupported:
@@ -66,7 +76,7 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options):
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def _no_platform(ctx, *_operands, op: KernelOp, options: Options):
+def _no_platform(ctx, *_operands, op: KernelOp, **_params):
     got = " and ".join(ctx.module_context.platforms)
     allowed = "allowed: cpu and cuda; `jax.eval_shape` gives shapes on every platform"
     fail(NotImplementedError, op.name, "platform", got, allowed)

@@ -257,12 +257,12 @@ def _wrap(value: jax.Array) -> MXGradArray:
     return MXGradArray.of(value)
 
 
-def _wrap_bwd(like: jax.Array, grad: MXGradArray) -> tuple[jax.Array]:
+def _wrap_bwd(_: None, grad: MXGradArray) -> tuple[jax.Array]:
     came = received(grad)
-    return (ops.dequantize(*came, out_dtype=like.dtype) if isinstance(came, tuple) else came,)
+    return (ops.dequantize(*came, out_dtype=grad.value.dtype) if isinstance(came, tuple) else came,)
 
 
-_wrap.defvjp(lambda x: (_wrap(x.value), jnp.zeros(0, x.value.dtype)), _wrap_bwd, symbolic_zeros=True)
+_wrap.defvjp(lambda x: (_wrap(x.value), None), _wrap_bwd, symbolic_zeros=True)
 _wrapped = jitted(_wrap)
 
 _quantize = jax.custom_vjp(lambda x, rounding: _quantize_fwd(x, rounding)[0], nondiff_argnums=(1,))

@@ -93,7 +93,9 @@ class _Options(NamedTuple):
         return {"score_func": self.score_func, "normalize": self.normalize, "route_scale": self.route_scale}
 
 
-def _run(logits: jax.Array, bias: jax.Array, options: _Options) -> Routing:
+def _run(logits: jax.Array, bias: jax.Array | None, options: _Options) -> Routing:
+    # Made inside of `jitted`: jaxlib 0.11.2 ends the process when an empty array enters a part of an eager shard_map.
+    bias = jnp.zeros(0, jnp.float32) if bias is None else bias
     experts, weights, share_sums = ops.route(logits, bias, **options._asdict())
     return Routing(experts, weights, share_sums.sum(0))
 
@@ -156,9 +158,8 @@ def route(
     groups = num_groups, top_k_groups, group_score
     options = _Options(top_k, score_func, normalize, route_scale, *groups, force_balance)
     check_options(op, logits.shape[1], **options._asdict())
-    if selection_bias is None:
-        bias = jnp.zeros(0, jnp.float32)
-    else:
+    bias = None
+    if selection_bias is not None:
         check_shape(op, "selection_bias", selection_bias, logits.shape[1:], "one value per expert", "float32")
         bias = jax.lax.stop_gradient(jnp.asarray(selection_bias))
     return _route_jitted(*arguments(op, jnp.asarray(logits), bias), options)

@@ -18,12 +18,7 @@ from ._shapes import BFloat16, Float32
 
 
 def row_probabilities(prob: jax.Array | None) -> jax.Array:
-    """`prob` as the ops take it, shape (0,) for a weight of 1 on every row.
-
-    Callers make the empty array directly at the kernel, inside of a jit: jaxlib 0.11.2 aborts the process when a
-    zero-size array crosses the boundary of a separately compiled part of a shard_map, as from a forward to its
-    backward.
-    """
+    """`prob` as the ops take it, shape (0,) for a weight of 1 on every row."""
     return jnp.zeros(0, jnp.float32) if prob is None else prob
 
 

@@ -73,6 +73,16 @@ def test_a_second_derivative_is_refused(name: str) -> None:
         jax.grad(lambda x: jax.grad(f)(x).sum())(X)
 
 
+def test_a_jacobian_by_rows_is_refused_with_what_to_write() -> None:
+    """jax.jacrev is a vmap of the gradient. The transpose of a linearized function is jax.vjp."""
+    f = FUNCTIONS["grouped_mm"]
+    with pytest.raises(NotImplementedError, match=r"transform: got jax\.vmap; .* jax\.vjp in place of jax\.jacrev"):
+        jax.jacrev(f)(X)
+    y, linear = jax.linearize(f, X)
+    for got, want in zip(jax.linear_transpose(linear, X)(y), jax.vjp(f, X)[1](y), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("transform", [jax.grad, lambda f: lambda x: jax.linearize(f, x), jax.jacfwd])
 def test_an_op_has_no_derivative(transform: Callable) -> None:
     with pytest.raises(

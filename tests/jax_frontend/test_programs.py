@@ -11,7 +11,7 @@ from jax import export
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, export_checks, grouped_mm, moe, remat, save_mx_rows
+from mxep.jax_frontend import MoEConfig, export_checks, grouped_mm, moe, ops, remat, save_mx_rows
 
 from .references import normal
 
@@ -36,6 +36,17 @@ def test_a_program_is_serialized_as_it_is() -> None:
     forward = export.export(jax.jit(loss), disabled_checks=export_checks())(PARAMS, X)
     again = jax.grad(export.deserialize(forward.serialize(vjp_order=1)).call)(PARAMS, X)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), again, want)
+
+
+def test_a_symbolic_number_of_tokens_is_refused_with_what_to_write() -> None:
+    """Groups are padded to fixed sizes. Row-wise ops take symbols."""
+    (rows,) = export.symbolic_shape("T")
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"^row_map: num_rows: got 2\*T, a symbol of jax.export; allowed: "):
+        export.export(jax.jit(loss), disabled_checks=export_checks())(PARAMS, x)
+    q, sf = export.export(jax.jit(ops.quantize_row), disabled_checks=export_checks())(x).call(X)
+    np.testing.assert_array_equal(q, ops.quantize_row(X)[0])
+    assert sf.shape == (32, 2)
 
 
 @pytest.mark.parametrize(

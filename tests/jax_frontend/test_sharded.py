@@ -130,6 +130,22 @@ def test_tensor_parallel_experts_sum_their_outputs() -> None:
     assert found == EXCHANGES | {"all-reduce": 4}
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_scan_over_layers_passes_no_empty_array_between_devices(recipe: str) -> None:
+    """JAX moves constants of a layer out of the scan, as results of a shard_map; jaxlib 0.11.2 dies where one is
+    empty. An argument that is None is an empty array for a kernel alone."""
+    config = dataclasses.replace(CONFIG, recipe=recipe)
+    layer = partial(moe.sharded_apply, config=config, tokens=BOTH, mesh=mesh_of())
+
+    def layers(params, x):
+        return jax.lax.scan(lambda x, p: (x + layer(p, x)[0], None), x, params)[0].sum()
+
+    stacked = jax.tree.map(lambda p: jax.ShapeDtypeStruct((2, *p.shape), p.dtype), params_of(CONFIG))
+    text = jax.jit(jax.grad(layers)).lower(stacked, X).as_text()
+    assert "sdy.manual_computation" in text
+    assert not re.findall(r"^ *} : .*tensor<0x", text, re.MULTILINE)
+
+
 def test_parameters_are_born_sharded() -> None:
     mesh = mesh_of()
     of_params = moe.specs(WITH_ALL, fsdp_axis="data")
