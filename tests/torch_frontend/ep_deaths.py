@@ -48,7 +48,7 @@ STAGES = {
 
 
 class Fatal(Collectives):
-    """Ends this process at a stage."""
+    """Ends the process of the victim at a stage. Every rank has one, since the ranks compare their transports."""
 
     def __init__(self, group: dist.ProcessGroup, stage: str) -> None:
         super().__init__(group, chunk_bytes=1)
@@ -56,7 +56,7 @@ class Fatal(Collectives):
 
     def leg(self, *arguments):
         leg, stage = super().leg(*arguments), self.stage
-        if self.legs == stage.leg:
+        if self.group.rank() == VICTIM and self.legs == stage.leg:
             real = getattr(leg, stage.method)
 
             def fatal(chunks: int | range) -> None:
@@ -75,9 +75,7 @@ def run(rank: int, stage: str, out: Path) -> None:
     limit = timedelta(seconds=STAGES[stage].limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     assert dist.group.WORLD is not None
-    transport = (Fatal if rank == VICTIM else lambda group, _: Collectives(group, chunk_bytes=1))(
-        dist.group.WORLD, stage
-    )
+    transport = Fatal(dist.group.WORLD, stage)
     x, w = (torch.ones(shape).bfloat16().requires_grad_() for shape in ((12, 64), (2, 32, 64)))
     # A layer knows the number of experts and begins with the counts; the function compares sizes first.
     experts = 6 if STAGES[stage].leg == -1 else 0
