@@ -33,6 +33,7 @@ from . import _direct as ops
 from ._checks import check_bias, check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
 from ._ranges import named
+from .pipeline import GroupEnds, ends_of
 from .products import (
     Operand,
     ProductOptions,
@@ -293,7 +294,7 @@ def grouped_swiglu_ffn(
     w1: Weights,
     w3: Weights,
     w2: Weights,
-    group_ends: Tensor,
+    group_ends: GroupEnds,
     prob: Tensor | None = None,
     *,
     b1: Tensor | None = None,
@@ -310,14 +311,14 @@ def grouped_swiglu_ffn(
         "fp8_..." dequantize an MXTensor.
     w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D and F are multiples of 32. Or their
         QuantizedWeights, whose `values` get the gradients.
-    group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.
+    group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out, which
+        has them. Rows past the last end give zeros.
     prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2; None is a weight of 1.
     b1, b3: (F,) for all groups or (G, F), b2: (D,) or (G, D), bfloat16 or float32; or None. They are added to fp32
         sums. With b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2
         and prob the sums of the last product are stored in fp32.
     activation: a `SwiGLU`, for models that clamp or scale gate and up.
-    recipe: a `Recipe` or its name.
-    pad_token_groups: as in `grouped_mm`.
+    recipe, pad_token_groups: as in `grouped_mm`.
 
     Returns (P, D) bfloat16. The gradients have their argument's dtype. The gradient of the result may be an MXTensor.
     Raises ValueError (shapes, layout, values of group_ends) and TypeError (dtypes), as `grouped_mm` does.
@@ -331,11 +332,11 @@ def grouped_swiglu_ffn(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    op = "grouped_swiglu_ffn"
-    check_flag(op, "pad_token_groups", pad_token_groups)
+    check_flag("grouped_swiglu_ffn", "pad_token_groups", pad_token_groups)
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in (w1, w3, w2))
     weights, biases, recipe = (w1, w3, w2), (b1, b3, b2), Recipe.parse(recipe)
-    return swiglu_ffn(op, x, weights, group_ends, prob, recipe, pad_token_groups, save_bytes, biases, activation)
+    group_ends, options = ends_of("grouped_swiglu_ffn", group_ends, x), (pad_token_groups, save_bytes)
+    return swiglu_ffn("grouped_swiglu_ffn", x, weights, group_ends, prob, recipe, *options, biases, activation)
 
 
 @named("mxep.experts")
@@ -352,8 +353,7 @@ def swiglu_ffn(
     activation: SwiGLU = PLAIN,
     recompute: bool = False,
 ) -> Tensor:
-    """`grouped_swiglu_ffn` of w1, w3, w2 and b1, b3, b2, with its checks, in the name of `op`. save_bytes: the
-    quantized weights may live until the backward (`outlives_forward`)."""
+    """`grouped_swiglu_ffn` in the name of `op`. save_bytes: quantized weights may live until the backward."""
     check_floats(op, "x", x)
     values, held, biases = check_ffn_weights(op, "x", x, weights, biases, recipe)
     weighted, prob = prob is not None, row_probabilities(op, prob, x)

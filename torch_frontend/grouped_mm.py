@@ -29,6 +29,7 @@ from ._checks import (
     out_dtype_of,
 )
 from ._differentiable import differentiable, save, saved_by
+from .pipeline import GroupEnds, ends_of
 from .products import (
     ProductOptions,
     bias_gradient,
@@ -156,7 +157,7 @@ class Names(NamedTuple):
 def grouped_mm(
     x: Tensor,
     w: Weights,
-    group_ends: Tensor,
+    group_ends: GroupEnds,
     *,
     recipe: Recipe | str = "mxfp8",
     bias: Tensor | None = None,
@@ -170,7 +171,8 @@ def grouped_mm(
     w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it, or the transpose of a contiguous
         (G, K, N), w.mT; neither is copied, except the second by "fp8_rowwise". Or its QuantizedWeights, whose `values`
         get the gradient. K and N are multiples of 32.
-    group_ends: (G,) int32 or int64, the end of each group of rows. Rows past the last end give zeros.
+    group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out, which
+        has them. Rows past the last end give zeros.
     recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
     bias: (N,) for all groups or (G, N), bfloat16 or float32; or None. The kernel adds it to the fp32 sums, before the
         rounding to out_dtype.
@@ -193,6 +195,7 @@ def grouped_mm(
     """
     check_flag("grouped_mm", "pad_token_groups", pad_token_groups)
     recipe = Recipe.parse(recipe)
+    group_ends = ends_of("grouped_mm", group_ends, x)
     return checked_grouped_mm(Names(), x, w, group_ends, bias, out_dtype, recipe, pad_token_groups)
 
 

@@ -70,6 +70,21 @@ class Route(NamedTuple):
         return self.row_map.group_ends
 
 
+GroupEnds = Tensor | RowMap | Route
+
+
+def ends_of(op: str, group_ends: GroupEnds, x: Tensor) -> Tensor:
+    """group_ends, or those of the RowMap or Route that laid out the rows x; ValueError if it laid out others."""
+    maps = group_ends.row_map if isinstance(group_ends, Route) else group_ends
+    if not isinstance(maps, RowMap):
+        return maps
+    rows = maps.row_map.shape[0]
+    if isinstance(x, Tensor) and x.shape[0] != rows:
+        allowed = f"allowed: the RowMap or Route that laid out these {x.shape[0]} rows"
+        fail(ValueError, op, "group_ends", f"those of {rows} rows", allowed)
+    return maps.group_ends
+
+
 def dispatch(
     rows: Tensor | TokenReplicas,
     counts: Tensor,

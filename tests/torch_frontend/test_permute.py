@@ -4,9 +4,14 @@ import pytest
 import torch
 from mxep.torch_frontend import (
     MXTensor,
+    TokenReplicas,
+    dispatch,
     gather_rows,
+    grouped_mm,
+    grouped_swiglu_ffn,
     ops,
     permute_mxfp8_fwd_hp_bwd,
+    sort_by_expert,
     spread_rows,
     unpermute_hp_fwd_mxfp8_bwd,
     weighted_combine,
@@ -205,3 +210,16 @@ def test_a_map_that_is_not_the_way_back() -> None:
             gather_rows(randn(3, K), there, torch.tensor(wrong))
     with pytest.raises(ValueError, match="permuted_indices: got 1 repeated indices"):
         unpermute_hp_fwd_mxfp8_bwd(randn(4, K), torch.tensor([2, -1, 0, 2]), (4, K))
+
+
+def test_the_rows_bring_their_group_ends() -> None:
+    """A Route or a RowMap stands for its group ends, and only for rows that it laid out."""
+    order, inverse, counts = sort_by_expert(torch.tensor([[1, 0], [1, 2]]), 3)
+    groups, _, laid = dispatch(TokenReplicas(torch.ones(2, 32), order, inverse, 2), counts)
+    w = torch.ones(3, 32, 32)
+    for product in (grouped_mm, lambda x, w, ends: grouped_swiglu_ffn(x, w, w, w, ends)):
+        want = product(groups, w, laid.group_ends)
+        for ends in (laid, laid.row_map):
+            assert torch.equal(product(groups, w, ends), want)
+        with pytest.raises(ValueError, match=r"group_ends: got those of 128 rows; allowed: the RowMap or Route"):
+            product(groups.dequantize()[:64], w, laid)
