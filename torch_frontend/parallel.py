@@ -144,7 +144,7 @@ class MXFP8ExpertParallel(ParallelStyle):
             fail(ValueError, op, "module", "experts that are parallel already", "allowed: once")
         parameters = dict(experts.named_parameters(recurse=False))
         numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
-        shapeless = any(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)
+        shapeless = all(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)
         if len(numbers) != 1 or shapeless:
             got = f"a {type(experts).__name__} with parameters {', '.join(parameters) or 'of submodules alone'}"
             allowed = "allowed: a MoE, its experts, or a module whose own parameters have experts as dim 0"

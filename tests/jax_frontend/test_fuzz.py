@@ -88,6 +88,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "bias": False,
         "activation": mxep.SwiGLU(),
         "prob_in": "combine",
+        "replicas": "once",
     },
     "QuantizedWeights.with_values": {"values": W},
     "a2a_combine_hp_fwd_mxfp8_bwd": {
@@ -100,7 +101,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "a2a_dispatch_mxfp8_fwd_hp_bwd": {"input": X, "exchange": EXCHANGE, "rounding": "rceil"},
     "capabilities": {"platform": "cpu"},
     "combine": {"groups": GROUPS, "route": ROUTE, "probs": TOKEN_PROBS, "out_dtype": "float32"},
-    "dispatch": {"rows": X, "counts": COUNTS, "recipe": "mxfp8", "axis_name": None, "capacity": 40},
+    "dispatch": {
+        "rows": X,
+        "counts": COUNTS,
+        "recipe": "mxfp8",
+        "axis_name": None,
+        "capacity": 40,
+        "replicas": "each",
+    },
     "dispatch_probs": {"probs": TOKEN_PROBS, "route": ROUTE},
     "force_implementation": {"implementation": "cpp"},
     "gather_rows": {"x": X, "row_map": MAPS.row_map, "inverse": MAPS.inverse},
