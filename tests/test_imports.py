@@ -11,7 +11,7 @@ the same arrows.
 
     quantize   permute   routing   scale_layout
        ^
-       |---- swiglu   combine
+       |---- swiglu   combine <-- peer (its oracle)
        '---- fold <---- grouped_gemm      grouped_gemm --> quantize      reference --> the oracles of all families
 
     oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> no kernel
@@ -46,6 +46,7 @@ BELOW = {
     "swiglu": {"quantize"},
     "router": {"swiglu"},
     "combine": {"quantize"},
+    "peer": {"combine"},
     "grouped_gemm": {"quantize", "fold"},
 }
 """The families that each family may import."""
@@ -177,6 +178,7 @@ ONLY_TORCH = {
     "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
     "_torch_private.py",
     "convert.py", "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "mx_tensor.py", "overlap.py",
+    "peer_exchange.py", "peer_memory.py",
     "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py", "torchtitan.py", "transformers.py",
     "transport.py",
 }  # fmt: skip

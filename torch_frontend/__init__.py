@@ -5,7 +5,7 @@ FSDP2          shard_moe, clip_grad_norm_ (docs/fsdp.md)
 Its metrics    MoERecorder, moe_metrics, MoEMetrics (docs/metrics.md)
 The router     route, Routing, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
-Overlapped     expert_parallel_ffn, expert_parallel_mm, Collectives, CopyEngines (docs/overlap.md)
+Overlapped     expert_parallel_ffn, expert_parallel_mm, Collectives, CopyEngines, PeerMemory (docs/overlap.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights, QuantizedWeights
 Other models   convert_moe, ConversionReport, ConvertedExperts; register_experts in .transformers (docs/transformers.md)
 Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
@@ -56,6 +56,7 @@ from .moe import MoEStats as MoEStats
 from .mx_tensor import MXTensor as MXTensor
 from .numerics import numerics_report as numerics_report
 from .parallel import MXFP8ExpertParallel as MXFP8ExpertParallel
+from .peer_memory import PeerMemory as PeerMemory
 from .permute import ExpertOrder as ExpertOrder
 from .permute import RowMap as RowMap
 from .permute import gather_rows as gather_rows

@@ -15,6 +15,7 @@ from ._checks import check_counts, check_probs, check_shape, require_total
 from ._ranks import can_compare, check_rows_to_send, compare_calls, no_answer
 from ._torch_private import group_named
 from .ep import TokenReplicas, all_to_all
+from .peer_memory import PeerMemory
 from .permute import check_replicas
 from .replicas import Layout, lay_out
 from .shards import Ranks
@@ -123,8 +124,9 @@ def _reading(x: Tensor) -> Callable[[], Any]:
 
 
 def refuse(ranks: Ranks) -> None:
-    """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
-    if ranks.degree > 1:
+    """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise. Over
+    PeerMemory there is none: the others wait for this rank until their time limit."""
+    if ranks.degree > 1 and not isinstance(ranks.transport, PeerMemory):
         _exchange_counts(_refusal(ranks), ranks)
 
 

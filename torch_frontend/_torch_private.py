@@ -373,3 +373,8 @@ def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Shared:
     of_rank = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
     of_rank[group.rank()] = mine
     return Shared(of_rank, handle)
+
+
+def meet(memory: Shared, timeout_ms: int) -> None:
+    """A barrier of the group in the current stream: a kernel, which ends with an error after `timeout_ms`."""
+    memory.handle.barrier(channel=0, timeout_ms=timeout_ms)

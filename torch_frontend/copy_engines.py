@@ -20,7 +20,6 @@ they take the host longer than the GPU needs for a chunk.
 import ctypes
 import socket
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,10 +30,9 @@ from ..core_kernels.exchange import MOST_CHUNKS, Move, Step
 from ..core_kernels.launch import fail
 from ._checks import check_int
 from ._torch_private import Shared, has_shared_memory, raw_stream, shared_memory
-from .transport import CHUNK_BYTES, Part, Where, arriving, group_of, rows_of_parts
+from .transport import ALIGNMENT, CHUNK_BYTES, Part, Where, arriving, group_of, places_of, rows_of_parts, views_of
 
 OP = "CopyEngines"
-ALIGNMENT = 256
 BOXES: tuple[Where, Where] = ("experts", "tokens")
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
@@ -75,11 +73,11 @@ class CopyEngines:
 
     def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
         self.driver.enter()
-        box, nbytes = self.boxes[where], _places([rows], parts)[-1]
+        box, nbytes = self.boxes[where], places_of([rows], parts)[-1]
         if box is None or box.of_rank[self.rank].shape[0] < nbytes:
             return rows_of_parts(rows, parts, device)  # `leg` lets the box grow, which takes all ranks
         self._wait_until_taken(where)
-        return _views(box.of_rank[self.rank], rows, parts)
+        return views_of(box.of_rank[self.rank], rows, parts)
 
     def leg(
         self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
@@ -87,11 +85,11 @@ class CopyEngines:
     ) -> "_CopyLeg":  # fmt: skip
         self.driver.enter()
         parts = [Part(part.shape[1], part.dtype) for part in outgoing]
-        box = self._box(where, max(_places(sent, parts)[-1], ALIGNMENT))
+        box = self._box(where, max(places_of(sent, parts)[-1], ALIGNMENT))
         self._wait_until_taken(where)
         self.legs[where] += 1
         boxes = [
-            [memory.data_ptr() + at for at in _places([rows], parts)]
+            [memory.data_ptr() + at for at in places_of([rows], parts)]
             for memory, rows in zip(box.of_rank, sent, strict=True)
         ]
         return _CopyLeg(self, where, self.legs[where], steps, boxes, outgoing, arriving(outgoing, received[self.rank]))
@@ -130,21 +128,6 @@ class CopyEngines:
 
     def arrived(self, where: Where) -> int:
         return self.flag(self.rank, where, 2 * self.ranks)
-
-
-def _places(rows: Sequence[int], parts: Sequence[Part]) -> list[int]:
-    """The first byte of each part in a box of at most so many rows, and the end of the last one."""
-    sizes = [-(-max(rows) * part.width * part.dtype.itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
-    return list(accumulate(sizes, initial=0))
-
-
-def _views(memory: Tensor, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-    """The parts of a box of `rows` rows."""
-    sizes = [rows * part.width * part.dtype.itemsize for part in parts]
-    return tuple(
-        memory[at : at + nbytes].view(part.dtype).view(rows, part.width)
-        for at, nbytes, part in zip(_places([rows], parts), sizes, parts, strict=False)
-    )
 
 
 class _CopyLeg:

@@ -19,8 +19,8 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._checks import check_bias, check_devices
-from ._counts import counts_of_ranks
-from ._ranks import check_rows_to_send, degree_of, name_of
+from ._counts import checked_rows, counts_of_ranks
+from ._ranks import can_compare, check_rows_to_send, compare_calls, degree_of, name_of
 from ._torch_private import group_named
 from .ep import TokenReplicas
 from .ffn import (
@@ -35,10 +35,12 @@ from .ffn import (
 )
 from .grouped_mm import MMBackward, MMCall, grouped_mm, mm_forward
 from .overlap import Experts, Overlap, overlapped
+from .peer_exchange import PeerCall, exchanged, lay_out, legs, maps_of
+from .peer_memory import Carrier, PeerMemory, check_prob_in_of_peers, described
 from .pipeline import combine, dispatch_over, dispatch_probs
 from .products import ProductOptions
 from .shards import Ranks
-from .transport import Collectives, Transport, described
+from .transport import Collectives
 from .weights import Held, Weights, at_address, check_weights, for_call, form_of, outlives_forward, values_and_held
 
 
@@ -148,7 +150,7 @@ class FFNWeights(NamedTuple):
 
 def ffn_over(
     op: str, rows: Tensor | TokenReplicas, counts: Tensor, of: FFNWeights, probs: Tensor | None, prob_in: str,
-    out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks, transport: Transport,
+    out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks, transport: Carrier,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`expert_parallel_ffn` over the ranks of a layer, at least two. Returns the result and (E,) rows of all ranks per
     expert."""
@@ -158,6 +160,8 @@ def ffn_over(
         x = _checked(op, rows, recipe, probs)
         values, held, biases = check_ffn_weights(op, "rows", x, of.weights, of.biases, recipe)
         _check_experts(op, counts, values[0].shape[0], ranks)
+        if isinstance(transport, PeerMemory) and probs is not None:
+            check_prob_in_of_peers(op, "prob_in", prob_in)
         call = ffn_call(op, values, recipe, x.device, of.activation, False, inside, of.save_bytes, of.recompute)
         experts, parameters, width = FFNExperts(call, held), (*values, *biases), values[2].shape[1]
     except (TypeError, ValueError) as found:
@@ -168,7 +172,7 @@ def ffn_over(
 
 def mm_over(
     op: str, rows: Tensor | TokenReplicas, counts: Tensor, w: Weights, bias: Bias, out_dtype: torch.dtype,
-    recipe: Recipe, ranks: Ranks, transport: Transport,
+    recipe: Recipe, ranks: Ranks, transport: Carrier,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`expert_parallel_mm`, as `ffn_over`."""
     error, experts, parameters, width = None, None, (), 0
@@ -196,8 +200,11 @@ def mm_over(
 def _run(
     rows: Tensor | TokenReplicas, counts: Tensor, probs: Tensor | None, inside: bool, experts: Experts | None,
     parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
-    transport: Transport, error: Exception | None,
+    transport: Carrier, error: Exception | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if isinstance(transport, PeerMemory):
+        options = width, out_dtype, recipe, ranks, transport, error
+        return _run_over_peers(rows, counts, probs, inside, experts, parameters, *options)
     needed = [name for name, x in (("rows", rows), ("probs", probs)) if error is None and _has_gradient(x)]
     shared = {"transport": described(transport), "weights inside": inside, "gradients of": needed}
     of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error, shared)
@@ -209,6 +216,36 @@ def _run(
         x, maps = replicas, (None, None, 0)
     call = Overlap(transport, rank, of_ranks.table, recipe, experts, width, out_dtype, *maps, inside)
     return overlapped(x, probs, call, *parameters), of_ranks.agreed.totals
+
+
+def _run_over_peers(
+    rows: Tensor | TokenReplicas, counts: Tensor, probs: Tensor | None, inside: bool, experts: Experts | None,
+    parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
+    memory: PeerMemory, error: Exception | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    op, num_rows = "dispatch", 0
+    try:
+        if error is None:
+            rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
+    except (TypeError, ValueError) as found:
+        error = found
+    x, inverse, top_k = maps_of(rows)
+
+    def compare() -> None:
+        shared = {"recipe": recipe, "transport": described(memory), "weights inside": inside}
+        compare_calls(op, x, counts, shared, ranks.group_name, error)
+
+    if error is not None:
+        if memory.room is None and can_compare(ranks.group_name):
+            compare()  # the other ranks compare before they allocate, and raise too
+        raise error
+    assert experts is not None
+    parts = legs(recipe, x.shape[1], x.dtype, width)
+    with torch.no_grad():
+        capacity = memory.reserve(op, num_rows, counts.shape[0], recipe.alignment, parts, compare)
+        layout = lay_out(memory, counts, num_rows, capacity, recipe.alignment)
+    call = PeerCall(memory, layout, recipe, experts, width, out_dtype, inverse, top_k, inside)
+    return exchanged(x, probs, call, *parameters), layout.totals
 
 
 def _has_gradient(x: Tensor | TokenReplicas | None) -> bool:
@@ -243,7 +280,7 @@ def expert_parallel_mm(
     recipe: Recipe | str = "mxfp8",
     bias: Tensor | None = None,
     group: "str | dist.ProcessGroup | None" = None,
-    transport: Transport | None = None,
+    transport: Carrier | None = None,
 ) -> Tensor:
     """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
 
@@ -285,7 +322,7 @@ def expert_parallel_ffn(
     activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     group: "str | dist.ProcessGroup | None" = None,
-    transport: Transport | None = None,
+    transport: Carrier | None = None,
 ) -> Tensor:
     """The SwiGLU feed-forward of experts on the ranks of a group; differentiable in rows, weights, biases and probs.
 

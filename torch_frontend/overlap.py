@@ -133,9 +133,7 @@ class Overlap(NamedTuple):
 
     def layout_of(self, width: int, dtype: torch.dtype, name: LegName) -> list[Part]:
         """The parts of rows: q and sf, or plain."""
-        if self.recipe.sends_mx(name):
-            return [Part(width, torch.uint8), Part(width // BLOCK, torch.uint8)]
-        return [Part(width, dtype)]
+        return layout_of(self.recipe, width, dtype, name)
 
     def received_rows(self, parts: Sequence[Tensor], dtype: torch.dtype, name: LegName) -> tuple[Tensor, list[Tensor]]:
         """Rows that are back at their tokens, and the parts that came with them."""
@@ -160,6 +158,13 @@ class Overlap(NamedTuple):
         """The rows of a chunk that has arrived, and the parts that came with them."""
         parts = [part[chunk.start : chunk.end] for part in leg.received]
         return (MXTensor(parts[0], parts[1], dtype), parts[2:]) if self.recipe.sends_mx(name) else (parts[0], parts[1:])
+
+
+def layout_of(recipe: Recipe, width: int, dtype: torch.dtype, name: LegName) -> list[Part]:
+    """The parts of rows: q and sf, or plain."""
+    if recipe.sends_mx(name):
+        return [Part(width, torch.uint8), Part(width // BLOCK, torch.uint8)]
+    return [Part(width, dtype)]
 
 
 class _Overlapped(torch.autograd.Function):

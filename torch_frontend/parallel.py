@@ -24,9 +24,9 @@ from ..core_kernels.replicas import Replicas, check_replicas_option
 from ._ranks import agree
 from ._torch_private import name_of_group
 from .moe import GroupedExperts, MoE
+from .peer_memory import Carrier, PeerMemory, check_prob_in_of_peers, described
 from .pipeline import Route, combine, dispatch_over, dispatch_probs
 from .shards import Ranks
-from .transport import Transport, described
 
 Gradients = Literal["mean", "sum"]
 
@@ -53,7 +53,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         weights.
     transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole graph.
         `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts travel beside the products of
-        the chunks before, and the bytes are the same. A MoE and its experts take it.
+        the chunks before. `PeerMemory`: kernels write rows to the other GPUs, and the host reads no size. The bytes are
+        the same. A MoE and its experts take it.
     replicas: "each", "once" or "summed", how often a token crosses the wire to a rank with several of its experts, as
         in `dispatch`. With a transport, and where a row is one replica (prob_in="input"), "each" alone.
 
@@ -74,7 +75,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         self,
         recipe: Recipe | str | None = None,
         gradients: Gradients = "mean",
-        transport: Transport | None = None,
+        transport: Carrier | None = None,
         replicas: Replicas = "each",
     ) -> None:
         super().__init__()
@@ -157,6 +158,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         if self.transport is not None and not ours:
             allowed = f"allowed: None for a {type(experts).__name__}; a MoE and its experts take a transport"
             fail(ValueError, op, "transport", repr(self.transport), allowed)
+        if isinstance(self.transport, PeerMemory) and isinstance(module, MoE):
+            check_prob_in_of_peers(op, "module", module.prob_in)
         if self.replicas != "each" and self.transport is not None:
             allowed = "allowed: 'each' with a transport, which sends a row per replica to its final place"
             fail(ValueError, op, "replicas", repr(self.replicas), allowed)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..core_kernels.replicas import Replicas
 from ._differentiable import differentiable
 from ._torch_private import all_reduce, group_named
-from .transport import Transport
+from .peer_memory import Carrier
 
 
 class Ranks(NamedTuple):
@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
     num_experts: int
     device_type: str
     gradient_divisor: int = 1
-    transport: Transport | None = None
+    transport: Carrier | None = None
     replicas: Replicas = "each"
 
 

@@ -11,6 +11,7 @@ which rows go where; every transport writes the same bytes.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,8 @@ from ._torch_private import copy_each, group_named
 
 Where = Literal["experts", "tokens"]
 CHUNK_BYTES = 2**26
+ALIGNMENT = 256
+"""Bytes: each part in a box begins at a multiple."""
 
 
 class Part(NamedTuple):
@@ -132,6 +135,21 @@ def rows_of_parts(rows: int, parts: Sequence[Part], device: torch.device) -> tup
 def arriving(outgoing: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
     """Uninitialized memory for `rows` rows of the parts that leave."""
     return tuple(part.new_empty((rows, part.shape[1])) for part in outgoing)
+
+
+def places_of(rows: Sequence[int], parts: Sequence[Part]) -> list[int]:
+    """The first byte of each part in a box of at most so many rows, and the end of the last one."""
+    sizes = [-(-max(rows) * part.width * part.dtype.itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
+    return list(accumulate(sizes, initial=0))
+
+
+def views_of(memory: Tensor, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    """The parts of a box of `rows` rows."""
+    sizes = [rows * part.width * part.dtype.itemsize for part in parts]
+    return tuple(
+        memory[at : at + nbytes].view(part.dtype).view(rows, part.width)
+        for at, nbytes, part in zip(places_of([rows], parts), sizes, parts, strict=False)
+    )
 
 
 class _Batches:

@@ -22,7 +22,8 @@ from mxep.torch_frontend import (
     sort_by_expert,
 )
 from mxep.torch_frontend.expert_parallel import expert_parallel_ffn, expert_parallel_mm
-from mxep.torch_frontend.transport import Collectives, Transport
+from mxep.torch_frontend.peer_memory import Carrier
+from mxep.torch_frontend.transport import Collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -35,7 +36,7 @@ RUNS = RECIPES | {
     "mxfp8 on all legs": Recipe.parse("mxfp8", mx_legs=LEGS),
     "bf16 on all legs": Recipe.parse("mxfp8", mx_legs=()),
 }
-ROUTINGS = 20
+ROUTINGS, MOST_TOKENS = 20, 40
 
 
 class Poisoned(Collectives):
@@ -72,13 +73,13 @@ def poison(parts: tuple[Tensor, ...]) -> None:
         part.view(torch.uint8).fill_(255)
 
 
-def routing(seed: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+def routing(seed: int, rank: int, ranks: int, most: int = MOST_TOKENS) -> tuple[Tensor, Tensor]:
     """Tokens of this rank and their experts (T, TOP_K): of seed 0 all to two experts, 1 none on ranks of an odd number,
     2 none on any rank, 3 all to one rank's experts, 4 with empty experts; else random and uneven. The first token of
     seed 7 is NaN."""
     e = LOCAL * ranks
     shared, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(100 * seed + rank)
-    tokens = int(torch.randint(1, 40, (1,), generator=own))
+    tokens = int(torch.randint(1, most, (1,), generator=own))
     tokens = 0 if seed == 2 or (seed == 1 and rank % 2) else tokens
     favour = torch.rand(e, generator=shared) ** 3 + 1e-3
     if seed == 0:
@@ -134,13 +135,13 @@ def addresses_of_a_gpu() -> Iterator[None]:
 
 @addresses_of_a_gpu()
 def ffn(
-    transport: Transport, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
-    held: bool = False, frozen: bool = False,
+    transport: Carrier, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
+    held: bool = False, frozen: bool = False, most: int = MOST_TOKENS,
 ) -> None:  # fmt: skip
     recipe, group = RUNS[run], transport.group
     rank, ranks, device = group.rank(), group.size(), device_of(group)
     for seed in seeds:
-        x, experts = (t.to(device) for t in routing(seed, rank, ranks))
+        x, experts = (t.to(device) for t in routing(seed, rank, ranks, most))
         order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
         results = []
         for overlapped in (False, True):
@@ -184,11 +185,11 @@ def ffn(
 
 
 @addresses_of_a_gpu()
-def products(transport: Transport, run: str, replicas: bool, seeds: range) -> None:
+def products(transport: Carrier, run: str, replicas: bool, seeds: range, most: int = MOST_TOKENS) -> None:
     recipe, group = RUNS[run], transport.group
     rank, ranks, device = group.rank(), group.size(), device_of(group)
     for seed in seeds:
-        x, experts = (t.to(device) for t in routing(seed, rank, ranks))
+        x, experts = (t.to(device) for t in routing(seed, rank, ranks, most))
         order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
         results = []
         for overlapped in (False, True):
@@ -230,14 +231,20 @@ def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str
     same(*results, (ep, prob_in))
 
 
-CHECKS: dict[str, Callable[[Transport], None]] = {
-    "routings": lambda transport: ffn(transport, "mxfp8", "combine", range(ROUTINGS)),
-    "weights inside": lambda transport: ffn(transport, "mxfp8", "swiglu", range(6)),
-    **{f"recipe {run}": partial(ffn, run=run, prob_in="combine", seeds=range(3, 6), bias=True) for run in RUNS},
-    "frozen weights": lambda transport: ffn(transport, "mxfp8", "swiglu", range(5, 6), frozen=True),
-    "held weights": lambda transport: ffn(transport, "mxfp8", "combine", range(5, 6), held=True),
-    "products of rows": lambda transport: products(transport, "mxfp8", False, range(6)),
-    "products of rows, all legs": lambda transport: products(transport, "mxfp8 on all legs", False, range(3, 6)),
-    "products of replicas": lambda transport: products(transport, "bf16", True, range(3, 6)),
-    "folded products": lambda transport: products(transport, "mxfp8 folded", False, range(3, 6)),
-}
+def checks(prob_in: Literal["combine", "swiglu"]) -> dict[str, Callable[[Carrier], None]]:
+    """prob_in: of the checks that leave it open; PeerMemory takes no "combine"."""
+    of = partial(ffn, prob_in=prob_in)
+    return {
+        "routings": lambda transport: of(transport, "mxfp8", seeds=range(ROUTINGS)),
+        "weights inside": lambda transport: ffn(transport, "mxfp8", "swiglu", range(6)),
+        **{f"recipe {run}": partial(of, run=run, seeds=range(3, 6), bias=True) for run in RUNS},
+        "frozen weights": lambda transport: ffn(transport, "mxfp8", "swiglu", range(5, 6), frozen=True),
+        "held weights": lambda transport: of(transport, "mxfp8", seeds=range(5, 6), held=True),
+        "products of rows": lambda transport: products(transport, "mxfp8", False, range(6)),
+        "products of rows, all legs": lambda transport: products(transport, "mxfp8 on all legs", False, range(3, 6)),
+        "products of replicas": lambda transport: products(transport, "bf16", True, range(3, 6)),
+        "folded products": lambda transport: products(transport, "mxfp8 folded", False, range(3, 6)),
+    }
+
+
+CHECKS = checks("combine")

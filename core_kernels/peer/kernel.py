@@ -1,0 +1,221 @@
+"""Triton kernels over the memory of peers; plan.py draws them.
+
+table + r holds the address of rank r's memory, *_AT the first byte of an array in the memory of every rank. Offsets
+have 64 bits. A kernel writes into the memory of peers with plain stores and reads with plain loads. What makes them
+visible is the barrier between the kernels, which signals and waits with release and acquire of system scope: the end of
+a kernel orders its stores before the signal, and the wait comes before the loads of the next kernel.
+"""
+
+import triton
+import triton.language as tl
+
+from ..mx_math import BLOCK_MX, dequantize_blocks, f32_to_bf16, to_f32
+
+ROW_BITS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _address(table, place, AT, nbytes):
+    """The address of a row of `nbytes` bytes in the memory of its rank. Without a place it is some row's: mask it."""
+    real = tl.maximum(place, 0)
+    return tl.load(table + (real >> 32)) + AT + (real & ROW_BITS) * nbytes
+
+
+@triton.jit
+def _row_at(table, place, AT, nbytes, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to that row, at a multiple of ALIGNED bytes, which a cast of an address does not tell the compiler."""
+    return tl.multiple_of(_address(table, place, AT, nbytes).to(tl.pointer_type(dtype)), ALIGNED)
+
+
+@triton.jit
+def _place(inverse, places, t, k, K: tl.constexpr, REPLICAS: tl.constexpr):
+    """The place of replica k of token t, or of row t."""
+    row = t
+    if REPLICAS:
+        row = tl.load(inverse + t * K + k).to(tl.int64)
+    return tl.load(places + row)
+
+
+@triton.jit
+def share_counts_kernel(counts, table, rank, COUNTS_AT, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Program r writes this rank's counts into row `rank` of the table of rank r."""
+    e = tl.arange(0, BLOCK_E)
+    n = tl.load(counts + e, mask=e < E, other=0)
+    row = tl.load(table + tl.program_id(0)) + COUNTS_AT + rank.to(tl.int64) * (E * 4)
+    tl.store(row.to(counts.dtype) + e, n, mask=e < E)
+
+
+@triton.jit
+def lay_out_kernel(
+    counts, rank, ROWS, CAPACITY, places, group_ends, filled_ends, totals, overflow,
+    E: tl.constexpr, L: tl.constexpr, RANKS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Program e places this rank's rows for expert e. counts: (RANKS, E). overflow: (RANKS, 2), the most rows beyond
+    the capacity of a rank, and the rows of its groups then."""
+    expert = tl.program_id(0)
+    owner, local = expert // L, expert % L
+    i, e = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_E)
+    filled, before = tl.zeros((BLOCK_L,), tl.int32), tl.zeros((BLOCK_L,), tl.int32)
+    for s in range(RANKS):
+        n = tl.maximum(tl.load(counts + s * E + owner * L + i, mask=i < L, other=0), 0)
+        filled += n
+        before += tl.where(s < rank, n, 0)
+    groups = tl.maximum(tl.cdiv(filled, ALIGNMENT), 1) * ALIGNMENT
+    start = tl.sum(tl.where(i < local, groups, 0), 0)
+    end = start + tl.sum(tl.where(i == local, groups, 0), 0)
+    total = tl.sum(tl.where(i == local, filled, 0), 0)
+    target = start + tl.sum(tl.where(i == local, before, 0), 0)
+    tl.store(totals + expert, total)
+    if owner == rank:
+        tl.store(group_ends + local, tl.minimum(end, CAPACITY))
+        tl.store(filled_ends + local, tl.minimum(start + total, CAPACITY))
+    if local == L - 1:
+        beyond = end - CAPACITY
+        worst = beyond > tl.maximum(tl.load(overflow + owner * 2), 0)
+        tl.store(overflow + owner * 2, beyond, mask=worst)
+        tl.store(overflow + owner * 2 + 1, end, mask=worst)
+
+    mine = tl.maximum(tl.load(counts + rank * E + e, mask=e < E, other=0), 0)
+    source = tl.sum(tl.where(e < expert, mine, 0), 0)
+    count = tl.sum(tl.where(e == expert, mine, 0), 0)
+    high = owner.to(tl.int64) << 32
+    for m in range(0, count, BLOCK_M):
+        j = m + tl.arange(0, BLOCK_M)
+        row = target + j
+        fits = (row >= 0) & (row < CAPACITY)
+        place = tl.where(fits, high | row.to(tl.int64), -1)
+        tl.store(places + source + j, place, mask=(j < count) & (source + j < ROWS))
+    # Rows that the counts leave out have no place.
+    rest = tl.where(expert == E - 1, ROWS, 0)
+    for m in range(source + count, rest, BLOCK_M):
+        j = m + tl.arange(0, BLOCK_M)
+        tl.store(places + j, tl.full((BLOCK_M,), -1, tl.int64), mask=j < rest)
+
+
+@triton.jit(do_not_specialize=["TOKENS", "VALUES_AT", "SCALES_AT", "WEIGHTS_AT"])
+def push_kernel(
+    values, scales, weights, inverse, places, table, TOKENS, VALUES_AT, SCALES_AT, WEIGHTS_AT,
+    VALUES: tl.constexpr, SCALES: tl.constexpr, SCALE_SIZE: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr,
+    WEIGHTED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Programs take tokens in turn; a token is read once and written to each of its K places. values, scales: rows of
+    VALUES words of 8 bytes and of SCALES words of SCALE_SIZE; weights: (T, K) fp32."""
+    for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
+        t = tl.cast(token, tl.int64)
+        for v0 in range(0, VALUES, BLOCK_V):
+            v = v0 + tl.arange(0, BLOCK_V)
+            words = tl.load(values + t * VALUES + v, mask=v < VALUES, other=0)
+            for k in tl.static_range(K):
+                place = _place(inverse, places, t, k, K, REPLICAS)
+                row = _row_at(table, place, VALUES_AT, VALUES * 8, values.dtype.element_ty, 16)
+                tl.store(row + v, words, mask=(v < VALUES) & (place >= 0))
+        for s0 in range(0, SCALES, BLOCK_S):
+            s = s0 + tl.arange(0, BLOCK_S)
+            words = tl.load(scales + t * SCALES + s, mask=s < SCALES, other=0)
+            for k in tl.static_range(K):
+                place = _place(inverse, places, t, k, K, REPLICAS)
+                row = _row_at(table, place, SCALES_AT, SCALES * SCALE_SIZE, scales.dtype.element_ty, SCALE_SIZE)
+                tl.store(row + s, words, mask=(s < SCALES) & (place >= 0))
+        if WEIGHTED:
+            for k in tl.static_range(K):
+                place = _place(inverse, places, t, k, K, REPLICAS)
+                row = _row_at(table, place, WEIGHTS_AT, 4, tl.float32, 4)
+                tl.store(row, tl.load(weights + t * K + k), mask=place >= 0)
+
+
+@triton.jit
+def _clear(out, row, empty, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):
+    for w0 in range(0, WIDTH, BLOCK_W):
+        w = w0 + tl.arange(0, BLOCK_W)
+        zeros = tl.zeros((row.shape[0], BLOCK_W), out.dtype.element_ty)
+        tl.store(out + row[:, None] * WIDTH + w[None, :], zeros, mask=empty[:, None] & (w < WIDTH)[None, :])
+
+
+@triton.jit
+def clear_kernel(
+    group_ends, filled_ends, values, scales, weights,
+    VALUES: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Zeros in the rows of this rank's operand that no rank fills. A program has BLOCK_M rows: of one group, whose end
+    is a multiple of BLOCK_M, or past the last one."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    g = tl.arange(0, BLOCK_G)
+    ends = tl.load(group_ends + g, mask=g < GROUPS, other=ROW_BITS)
+    group = tl.sum((ends <= first).to(tl.int32), 0)
+    filled = tl.load(filled_ends + group, mask=group < GROUPS, other=0)
+    row = first + tl.arange(0, BLOCK_M)
+    empty = row >= filled
+    if tl.max(empty.to(tl.int32), 0) > 0:
+        _clear(values, row, empty, VALUES, BLOCK_V)
+        _clear(scales, row, empty, SCALES, BLOCK_S)
+        if WEIGHTED:
+            tl.store(weights + row, tl.zeros((BLOCK_M,), tl.float32), mask=empty)
+
+
+@triton.jit
+def _row(
+    table, place, d0, ROWS_AT, SCALES_AT,
+    D: tl.constexpr, MX: tl.constexpr, WIDE: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_D values of the row at a place, from d0 on, in fp32; zeros without a place."""
+    d = d0 + tl.arange(0, BLOCK_D)
+    inside = (d < D) & (place >= 0)
+    if MX:
+        S: tl.constexpr = BLOCK_D // BLOCK_MX
+        q = _row_at(table, place, ROWS_AT, D, tl.uint8, 16)
+        sf = _row_at(table, place, SCALES_AT, D // BLOCK_MX, tl.uint8, 1)
+        block = d0 // BLOCK_MX + tl.arange(0, S)
+        codes = tl.load(q + d, mask=inside, other=0)
+        scales = tl.load(sf + block, mask=(block < D // BLOCK_MX) & (place >= 0), other=0)
+        x = tl.reshape(dequantize_blocks(tl.reshape(codes, (S, BLOCK_MX)), scales, HW_CAST), (S * BLOCK_MX,))
+        return x if WIDE else to_f32(f32_to_bf16(x, HW_CAST))
+    elif WIDE:
+        row = _row_at(table, place, ROWS_AT, D * 4, tl.float32, 16)
+        return tl.load(row + d, mask=inside, other=0.0)
+    else:
+        row = _row_at(table, place, ROWS_AT, D * 2, tl.bfloat16, 16)
+        return to_f32(tl.load(row + d, mask=inside, other=0.0))
+
+
+@triton.jit(do_not_specialize=["TOKENS", "ROWS_AT", "SCALES_AT"])
+def pull_kernel(
+    inverse, places, table, TOKENS, ROWS_AT, SCALES_AT, y,
+    D: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr, MX: tl.constexpr, WIDE: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Programs take tokens in turn. y[t]: the sum of the token's replicas in fp32 from +0 with ascending k, rounded
+    once, as `combine` computes it; of rows without replicas the row. NaN if a row has no place."""
+    for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
+        t = tl.cast(token, tl.int64)
+        for d0 in range(0, D, BLOCK_D):
+            d = d0 + tl.arange(0, BLOCK_D)
+            acc = tl.zeros((BLOCK_D,), tl.float32)
+            least = tl.full((), 0, tl.int64)
+            for k in tl.static_range(K):
+                place = _place(inverse, places, t, k, K, REPLICAS)
+                least = tl.minimum(least, place)
+                x = _row(table, place, d0, ROWS_AT, SCALES_AT, D, MX, WIDE, HW_CAST, BLOCK_D)
+                # 0 + -0 is +0: a row that is no sum is copied.
+                acc = acc + x if REPLICAS else x
+            acc = tl.where(least < 0, float("nan"), acc)
+            out = y + t * D + d
+            if y.dtype.element_ty == tl.float32:
+                tl.store(out, acc, mask=d < D)
+            elif REPLICAS:
+                tl.store(out, f32_to_bf16(acc, HW_CAST), mask=d < D)
+            else:
+                bits = (acc.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+                tl.store(out, bits.to(tl.bfloat16, bitcast=True), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["SLOTS", "WEIGHTS_AT"])
+def pull_weights_kernel(inverse, places, table, SLOTS, WEIGHTS_AT, out, BLOCK_M: tl.constexpr):
+    """out[s] = the fp32 number of slot s in the memory of its rank, NaN without a place."""
+    s = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.load(inverse + s, mask=s < SLOTS, other=0).to(tl.int64)
+    place = tl.load(places + row, mask=s < SLOTS, other=-1)
+    at = _address(table, place, WEIGHTS_AT, 4).to(out.dtype)
+    value = tl.load(at, mask=place >= 0, other=float("nan"))
+    tl.store(out + s, value, mask=s < SLOTS)

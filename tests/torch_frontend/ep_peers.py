@@ -1,0 +1,135 @@
+"""Layers over PeerMemory have the bytes of layers without a transport, and an overflow is loud; run by peer_ranks.py
+and on GPUs by tests/gpu/ranks.py."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ep_overlap import LOCAL, TOP_K, D, F, device_of, leaves, routing, same
+from mxep.core_kernels.peer import oracle, plan
+from mxep.torch_frontend import MoE, MXFP8ExpertParallel, PeerMemory, TokenReplicas, expert_parallel_ffn, sort_by_expert
+from mxep.torch_frontend.peer_memory import Carrier
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+PROB_IN = ("swiglu", "input")
+
+
+class Layers(nn.Module):
+    """A layer for each place of the probabilities, of one transport; the first multiplies gate and up again, the second
+    is recomputed."""
+
+    def __init__(self, mesh: DeviceMesh, carrier: Carrier | None, recipe: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes, device = (D, F, LOCAL * mesh.size(), TOP_K), mesh.device_type
+        options = [{"prob_in": prob_in, "recompute": prob_in == "swiglu"} for prob_in in PROB_IN]
+        self.layers = nn.ModuleList(MoE(*sizes, recipe=recipe, device=device, **of) for of in options)  # pyright: ignore
+        for layer in self.layers:
+            parallelize_module(layer, mesh, MXFP8ExpertParallel(gradients="sum", transport=carrier))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, first = self.layers[0](x)
+        y, second = checkpoint(self.layers[1], y + x, use_reentrant=False)
+        return y, first.counts + second.counts
+
+    def step(self, x: Tensor, dy: Tensor) -> list[Tensor]:
+        """y, the rows of each expert, the gradients of x and of the parameters."""
+        y, counts = self(x)
+        found = [y.detach(), counts, *torch.autograd.grad(y, (x, *self.parameters()), dy)]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+
+
+def tokens(seed: int, mesh: DeviceMesh, uneven: int = 3) -> tuple[Tensor, Tensor]:
+    """x and dy of this rank."""
+    rank = mesh.get_local_rank()
+    shape = 2, 7 + uneven * rank, D
+    x, dy = torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + rank)).to(mesh.device_type)
+    return x.requires_grad_(), dy
+
+
+def layers(mesh: DeviceMesh, memory: PeerMemory, recipe: str = "mxfp8", steps: int = 2) -> None:
+    """Two layers with one memory, steps and an evaluation before each."""
+    ours, plain = (Layers(mesh, carrier, recipe) for carrier in (memory, None))
+    for seed in range(steps):
+        x, dy = tokens(seed, mesh)
+        with torch.no_grad():
+            same(list(ours(x)), list(plain(x)), "evaluation")
+        same(list(ours.step(x, dy)), list(plain.step(x, dy)), seed)
+
+
+def _sums(carrier: Carrier, seed: int) -> list[Tensor | None]:
+    """y and the gradients of x and probs of a feed-forward; the inputs depend on the seed alone."""
+    group = carrier.group
+    x, experts = (t.to(device_of(group)) for t in routing(seed, group.rank(), group.size()))
+    order, inverse, counts = sort_by_expert(experts, LOCAL * group.size())
+    (probs,) = leaves(seed, group, (x.shape[0], TOP_K))
+    weights = leaves(seed, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F))
+    x.requires_grad_()
+    replicas = TokenReplicas(x, order, inverse, TOP_K)
+    y = expert_parallel_ffn(replicas, counts, *weights, probs, group=group, transport=carrier)
+    y.sum().backward()
+    return [y.detach(), x.grad, probs.grad]
+
+
+def overflow(small: PeerMemory, enough: PeerMemory) -> None:
+    """Tokens with a row without a place are NaN, and so are their gradients; the others have their bytes. The routing
+    is the first with tokens of both kinds."""
+    group, experts = small.group, LOCAL * small.group.size()
+    assert small.rows is not None
+    capacity = plan.capacity_of(small.rows, LOCAL, 32)
+    for seed in range(50):
+        routings = [routing(seed, rank, group.size())[1] for rank in range(group.size())]
+        table = torch.stack([torch.bincount(e.flatten(), minlength=experts) for e in routings]).numpy()
+        laid_out = [oracle.lay_out(table, rank, e.numel(), capacity) for rank, e in enumerate(routings)]
+        without = sum(int((places < 0).sum()) for places, *_ in laid_out)
+        if 0 < without < table.sum() / 2:
+            break
+    else:
+        raise AssertionError("no routing overflows")
+    places, *_, needed = laid_out[group.rank()]
+    inverse = sort_by_expert(routings[group.rank()], experts).inverse
+    lost_slots = torch.from_numpy(places)[inverse.long()].view(-1, TOP_K) < 0
+    lost = lost_slots.any(1)
+    got, want = _sums(small, seed), _sums(enough, seed)
+    for of, (one, other) in zip((lost, lost, lost_slots), zip(got, want, strict=True), strict=True):
+        assert one is not None
+        assert other is not None
+        one, other = one.cpu(), other.cpu()
+        assert one[of].isnan().all()
+        same([one[~of]], [other[~of]], "tokens with places")
+    enough.overflow()
+    rank = int((needed > capacity).argmax())
+    words = f"{needed[rank]} rows with padding on rank {rank}; allowed: {capacity}"
+    with pytest.raises(RuntimeError, match=words):
+        small.overflow()
+    small.overflow()
+
+
+def more_rows(memory: PeerMemory) -> None:
+    """A rank whose rows are more than those of the first call says so; of no stated rows."""
+    assert memory.rows is None
+    _sums(memory, 5)
+    assert memory.most is not None
+    group = memory.group
+    experts = LOCAL * group.size()
+    x = torch.ones(memory.most + 1, D, device=device_of(group))
+    counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
+    counts[0] = x.shape[0]
+    w = torch.ones(LOCAL, F, D, device=x.device), torch.ones(LOCAL, D, F, device=x.device)
+    with pytest.raises(ValueError, match=f"got {memory.most + 1} rows; allowed: up to {memory.most}"):
+        expert_parallel_ffn(x, counts, w[0], w[0], w[1], group=group, transport=memory)
+
+
+def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], None]]:
+    """opened: new memory of the mesh's group with place for so many rows."""
+    worst = 60 * TOP_K * mesh.size()
+    return {
+        "layers": lambda: layers(mesh, opened(worst)),
+        "layers of all rows": lambda: layers(mesh, opened(None), "bf16", 1),
+        "overflow": lambda: overflow(opened(10), opened(worst)),
+        "more rows": lambda: more_rows(opened(None)),
+    }

@@ -1,0 +1,101 @@
+"""A rank of PeerMemory on a CPU: kernels in Triton's interpreter, files as the memory of the ranks, Gloo as the
+barrier.
+
+TRITON_INTERPRET=1 python peer_ranks.py RANK RANKS FOLDER       writes the names of the checks that passed to FOLDER
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import ep_overlap
+import ep_peers
+import numpy as np
+import torch
+import torch.distributed as dist
+from mxep.torch_frontend import PeerMemory, peer_memory
+from mxep.torch_frontend._torch_private import Shared
+from torch.distributed.device_mesh import init_device_mesh
+
+MOST_TOKENS, BARRIERS = 12, 3
+"""Of a direction; nobody uses a rank's memory when it has passed the first one."""
+
+
+class Files:
+    """What the ranks map. The operand is poisoned before a rank says that it is done with it, its rows to tokens when
+    all are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, 0
+        self.opened: list[PeerMemory] = []
+        self.barriers: dict[int, int] = {}
+
+    def open(self, group: dist.ProcessGroup, rows: int | None) -> PeerMemory:
+        self.opened.append(PeerMemory(group, rows, width=3))
+        return self.opened[-1]
+
+    def shared_memory(self, nbytes: int, group: dist.ProcessGroup) -> Shared:
+        self.number += 1
+        mine = self.folder / f"memory{self.number}-{group.rank()}"
+        mine.write_bytes(b"\xff" * nbytes)
+        dist.barrier(group)
+        names = [str(mine.with_name(f"memory{self.number}-{r}")) for r in range(group.size())]
+        return Shared([torch.from_file(n, shared=True, size=nbytes, dtype=torch.uint8) for n in names], group)
+
+    def meet(self, shared: Shared, timeout_ms: int) -> None:
+        (memory,) = (m for m in self.opened if m.room is not None and m.room.shared is shared)
+        assert memory.room is not None
+        number = self.barriers[id(memory)] = self.barriers.get(id(memory), -1) + 1
+        _, experts, tokens, end = memory.room.starts
+        if number % BARRIERS == 0:
+            memory.own[experts:tokens] = 255
+        dist.barrier(shared.handle)
+        if number % BARRIERS == 0:
+            memory.own[tokens:end] = 255
+
+
+def checks(files: Files, ranks: int) -> dict[str, Callable[[], None]]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    group = mesh.get_group()
+    memory = files.open(group, MOST_TOKENS * ep_overlap.TOP_K * ranks)
+
+    def ffn(run: str, *seeds: int, bias: bool = True) -> None:
+        for seed in seeds:
+            ep_overlap.ffn(memory, run, "swiglu", range(seed, seed + 1), bias, most=MOST_TOKENS)
+        memory.overflow()
+
+    def products(run: str, *seeds: int) -> None:
+        for seed in seeds:
+            ep_overlap.products(memory, run, False, range(seed, seed + 1), MOST_TOKENS)
+
+    return {
+        "routings": lambda: ffn("mxfp8", 0, 1, 2, 3, 4, 7, bias=False),
+        "all legs": lambda: ffn("mxfp8 on all legs", 5),
+        "no leg": lambda: ffn("bf16 on all legs", 5),
+        "bf16": lambda: ffn("bf16", 4),
+        "folded": lambda: ffn("mxfp8 folded", 5),
+        "rows": lambda: products("mxfp8_wgrad_with_hp", 4),
+        "rows on all legs": lambda: products("mxfp8 on all legs", 5),
+        **ep_peers.checks(mesh, lambda rows: files.open(group, rows)),
+    }
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    files = Files(folder)
+    peer_memory._missing = lambda: ""
+    peer_memory._device = lambda: torch.device("cpu")
+    peer_memory.shared_memory = files.shared_memory
+    peer_memory.meet = files.meet
+    for name, check in checks(files, ranks).items():
+        with np.errstate(all="ignore"):
+            check()
+        with (folder / f"rank{rank}").open("a") as file:
+            file.write(name + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
