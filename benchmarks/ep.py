@@ -6,8 +6,10 @@ plain torch with bf16 all-to-alls; over Gloo at a small size where there is no G
 
     bytes of every run over a transport = bytes of the run in turn; SQNR of result and gradients against bf16
     rounds: bf16 | bf16 wire | in turn | each transport | parts alone       median of the slowest rank
+    peer memory: also with the forward, and with the step, in a CUDA graph
 
 exposed = a step over a transport - the same step without a wire; e = max(wire, products) / measured, of a direction.
+Peer memory has no wire alone: its kernels know their sizes from the counts.
 The parts and the whole are timed in the same rounds. With a trace file nothing is timed: one step is profiled.
 """
 
@@ -22,7 +24,8 @@ import torch.distributed as dist
 from mxep.core_kernels.launch import fail
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend.copy_engines import CopyEngines
-from mxep.torch_frontend.transport import Collectives, Transport
+from mxep.torch_frontend.peer_memory import Carrier, PeerMemory
+from mxep.torch_frontend.transport import Collectives
 
 from .cases import ep_layer, expert_parallel
 from .cases.ep_routing import ROUTINGS
@@ -36,7 +39,8 @@ from .figures.timing import Sample
 
 KINDS = {"product": expert_parallel, "layer": ep_layer}
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
-TRANSPORTS = ("collectives", "copy engines")
+TRANSPORTS = ("collectives", "copy engines", "peer memory")
+GRAPHED, IN_A_GRAPH = "peer memory", "peer memory, in a graph"
 Shape = EPShape | MoELayer
 
 
@@ -48,6 +52,8 @@ def size_of(shape: Shape) -> str:
 NAMES = (*KINDS, *RECIPES, *TRANSPORTS,
          *dict.fromkeys(size_of(s) for kind in KINDS.values() for s in (*kind.H200, *kind.TINY)))  # fmt: skip
 ROUNDS = 8
+SLACK = 1.25
+"""Peer memory has place for so many times the rows of balanced ranks; with another routing for all rows."""
 TIMEOUT = timedelta(seconds=90)
 BOTH = "both"
 
@@ -79,7 +85,7 @@ def lines(
         allowed = "allowed: one run and one transport, by names of only: layer, mxfp8, 7168/2048, collectives"
         fail(ValueError, "ep", "trace", f"{len(runs)} runs over {', '.join(over)}", allowed)
     for kind, shape, recipe in runs:
-        opened = {name: _opened(name) for name in over}  # new ones: buffers grow with the largest run
+        opened = {name: _opened(name, shape, routing) for name in over}  # new ones: buffers grow with the largest run
         work = kind.work(shape, routing, recipe, opened, device)
         found = _traced(work, trace) if trace else _measured(work, opened, device, rounds)
         if dist.get_rank() == 0:
@@ -109,8 +115,11 @@ def _join(device: torch.device) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def _opened(transport: str) -> Transport:
+def _opened(transport: str, shape: Shape, routing: str) -> Carrier:
     group = dist.group.WORLD
+    if transport == "peer memory":
+        rows = shape.rows if isinstance(shape, EPShape) else shape.tokens * shape.top_k
+        return PeerMemory(group, int(SLACK * rows) if routing == "balanced" else None, timeout=TIMEOUT)
     return CopyEngines(group) if transport == "copy engines" else Collectives(group)
 
 
@@ -123,22 +132,35 @@ def _named(only: Sequence[str], sort: Sequence[str] | Mapping[str, object]) -> l
     return [name for name in sort if name in only or not set(only) & set(sort)]
 
 
-def _measured(work: Work, transports: Mapping[str, Transport], device: torch.device, rounds: int) -> list[Line]:
+def _measured(work: Work, transports: Mapping[str, Carrier], device: torch.device, rounds: int) -> list[Line]:
     sqnr = check(work)
     runs: dict[str, Callable[[], object]] = dict(work.stages)
     for name, forward in work.forwards.items():
         runs[f"{name} forward"] = forward
         runs[f"{name} {BOTH}"] = lambda f=forward: work.step(f)
+        if name == GRAPHED:
+            runs[f"{IN_A_GRAPH} forward"] = _captured(forward)
+            runs[f"{IN_A_GRAPH} {BOTH}"] = _captured(lambda f=forward: work.step(f))
     times = ranks.times(runs, device, rounds)
     peaks: dict[str, int | None] = {}
     for name, forward in work.forwards.items():
         peak = peak_nbytes(lambda f=forward: work.step(f))
         held = held_nbytes(transports[name]) if name in transports else 0
         peaks[name] = ranks.largest(None if peak is None else peak + held, device)
+    names = [*work.forwards, *([IN_A_GRAPH] if GRAPHED in work.forwards else [])]
     if dist.get_rank() == 0:
-        _print(work, times, peaks)
+        _print(work, names, times, peaks)
     return [_line(work, name, step, times, peaks, sqnr)
-            for name in work.forwards if name != PEER for step in ("forward", BOTH)]  # fmt: skip
+            for name in names if name != PEER for step in ("forward", BOTH)]  # fmt: skip
+
+
+def _captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a graph of `run`, which has run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
 
 
 def _parts(work: Work, name: str, step: str, times: Mapping[str, Sample]) -> dict[str, float]:
@@ -151,16 +173,16 @@ def _parts(work: Work, name: str, step: str, times: Mapping[str, Sample]) -> dic
     return parts
 
 
-def _print(work: Work, times: Mapping[str, Sample], peaks: Mapping[str, int | None]) -> None:
+def _print(work: Work, names: Sequence[str], times: Mapping[str, Sample], peaks: Mapping[str, int | None]) -> None:
     case = " ".join(f"{key}={value}" for key, value in work.case.items())
     print(f"\n{work.op}: {case}; ms, forward / backward")
-    for name in work.forwards:
+    for name in names:
         one, both = (times[f"{name} {step}"].us / 1e3 for step in ("forward", BOTH))
         ratio = times[f"{PEER} {BOTH}"].us / times[f"{name} {BOTH}"].us
-        peak = peaks[name]
+        peak = peaks.get(name)
         text = f"{name:14} {one:8.3f} / {both - one:8.3f}   together {both:8.3f}   {ratio:.2f}x bf16"
         print(text + (f"   peak {peak / 2**30:.2f} GiB" if peak is not None else ""))
-        if name not in work.transports:
+        if name not in work.with_wire:
             continue
         forward, step = (_parts(work, name, of, times) for of in ("forward", BOTH))
         backward = {part: us - forward[part] for part, us in step.items()}
@@ -190,10 +212,10 @@ def _line(
         peer=PEER,
         peer_us=theirs.us,
         ratio=round(theirs.us / ours.us, 3),
-        peak_nbytes=peaks[name] if step == BOTH else None,
+        peak_nbytes=peaks.get(name) if step == BOTH else None,
         error={"grade": "sqnr_db", "sqnr_db": sqnr},
         peer_peak_nbytes=peaks[PEER] if step == BOTH else None,
-        stages_us=_parts(work, name, step, times) if name in work.transports else None,
+        stages_us=_parts(work, name, step, times) if name in work.with_wire else None,
     )
 
 

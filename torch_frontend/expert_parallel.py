@@ -227,6 +227,7 @@ def _run_over_peers(
     try:
         if error is None:
             rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
+            check_devices(op, "transport", memory.device, rows=maps_of(rows)[0])
     except (TypeError, ValueError) as found:
         error = found
     x, inverse, top_k = maps_of(rows)

@@ -16,7 +16,7 @@ from mxep.core_kernels.swiglu.activation import PLAIN
 from mxep.torch_frontend import MoE, MXFP8ExpertParallel, grouped_swiglu_ffn
 from mxep.torch_frontend.expert_parallel import FFNExperts
 from mxep.torch_frontend.ffn import ffn_call
-from mxep.torch_frontend.transport import Transport
+from mxep.torch_frontend.peer_memory import Carrier
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -64,7 +64,7 @@ def our_layer(shape: MoELayer, recipe: Recipe, group: dist.ProcessGroup, device:
 
 
 def work(
-    shape: MoELayer, routing: str, recipe: Recipe, transports: Mapping[str, Transport], device: torch.device
+    shape: MoELayer, routing: str, recipe: Recipe, transports: Mapping[str, Carrier], device: torch.device
 ) -> Work:
     """The layer of this shape, `tokens` on each of the ranks of the default group."""
     group = dist.group.WORLD
@@ -77,7 +77,7 @@ def work(
     alone, no_wire = moe.experts.expert_parallel, NoWire(group)
     assert alone is not None
 
-    def over(transport: Transport | None) -> Callable[[], Tensor]:
+    def over(transport: Carrier | None) -> Callable[[], Tensor]:
         def forward() -> Tensor:
             moe.experts.expert_parallel = alone._replace(transport=transport)
             return moe(x)[0]

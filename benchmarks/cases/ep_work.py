@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from mxep.torch_frontend.copy_engines import CopyEngines
-from mxep.torch_frontend.transport import Transport
+from mxep.torch_frontend.peer_memory import Carrier, PeerMemory
 from torch import Tensor
 
 from .case import Tensors
@@ -33,20 +33,28 @@ class Work(NamedTuple):
     min_sqnr_db: float
 
     @property
+    def with_wire(self) -> list[str]:
+        """The transports whose wire is timed alone."""
+        return [name for name in self.transports if f"{name} wire forward" in self.stages]
+
+    @property
     def transports(self) -> list[str]:
         return [name for name in self.forwards if name not in (PEER, BF16_WIRE, IN_TURN)]
 
 
 def stages_of(
     without: Callable[[], Tensor], step: Callable[[Callable[[], Tensor]], Tensors], no_wire: NoWire,
-    transports: Mapping[str, Transport],
+    transports: Mapping[str, Carrier],
 ) -> dict[str, Callable[[], object]]:  # fmt: skip
-    """The wire alone of each transport, and the step without a wire. without: the forward over `no_wire`."""
+    """The wire alone of each transport that has legs, and the step without a wire. without: the forward over
+    `no_wire`."""
     step(without)
     legs = list(no_wire.legs)  # of the forward, then of its backward
     stages: dict[str, Callable[[], object]] = {"without a wire forward": without}
     stages["without a wire both"] = lambda: step(without)
     for name, transport in transports.items():
+        if isinstance(transport, PeerMemory):
+            continue
         stages[f"{name} wire forward"] = lambda t=transport: travel(t, legs[:2])
         stages[f"{name} wire backward"] = lambda t=transport: travel(t, legs[2:])
     return stages
@@ -54,6 +62,8 @@ def stages_of(
 
 def held_nbytes(transport: Any) -> int:
     """The bytes of a transport's own memory on this rank, which torch's allocator does not count."""
+    if isinstance(transport, PeerMemory):
+        return transport.room.starts[-1] if transport.room is not None else 0
     boxes = transport.boxes.values() if isinstance(transport, CopyEngines) else ()
     return sum(box.of_rank[transport.rank].nbytes for box in boxes if box is not None)
 

@@ -13,10 +13,10 @@ from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import combine, grouped_mm
 from mxep.torch_frontend.expert_parallel import MMExperts, mm_over
 from mxep.torch_frontend.grouped_mm import MMCall
+from mxep.torch_frontend.peer_memory import Carrier
 from mxep.torch_frontend.pipeline import dispatch_over
 from mxep.torch_frontend.products import ProductOptions
 from mxep.torch_frontend.shards import Ranks
-from mxep.torch_frontend.transport import Transport
 from torch import Tensor
 
 from ..peers.expert_parallel import grouped_mm_bf16, pipeline
@@ -81,9 +81,7 @@ class Inputs(NamedTuple):
         return (y.detach(), *torch.autograd.grad(y, (self.rows, self.w), self.dy))
 
 
-def work(
-    shape: EPShape, routing: str, recipe: Recipe, transports: Mapping[str, Transport], device: torch.device
-) -> Work:
+def work(shape: EPShape, routing: str, recipe: Recipe, transports: Mapping[str, Carrier], device: torch.device) -> Work:
     """The pipeline of a product at this shape, for all ranks of the default group."""
     inputs, group = Inputs.of(shape, routing, device), dist.group.WORLD
     assert group is not None
@@ -95,7 +93,7 @@ def work(
         groups, _, route = dispatch_over(rows, counts, recipe, ranks)
         return combine(grouped_mm(groups, w, route.group_ends, recipe=recipe, pad_token_groups=False), route)
 
-    def over(transport: Transport) -> Callable[[], Tensor]:
+    def over(transport: Carrier) -> Callable[[], Tensor]:
         return lambda: mm_over("benchmark", rows, counts, w, None, BF16, recipe, ranks, transport)[0]
 
     ours = lambda x, w: grouped_mm(x, w, ends, recipe=recipe, pad_token_groups=False)  # noqa: E731

@@ -4,6 +4,9 @@ table + r holds the address of rank r's memory, *_AT the first byte of an array 
 have 64 bits. A kernel writes into the memory of peers with plain stores and reads with plain loads. What makes them
 visible is the barrier between the kernels, which signals and waits with release and acquire of system scope: the end of
 a kernel orders its stores before the signal, and the wait comes before the loads of the next kernel.
+
+Scalars are not specialized: a launcher would compile for the values 1 and multiples of 16, some of them first in the
+middle of a captured step.
 """
 
 import triton
@@ -36,7 +39,7 @@ def _place(inverse, places, t, k, K: tl.constexpr, REPLICAS: tl.constexpr):
     return tl.load(places + row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "COUNTS_AT"])
 def share_counts_kernel(counts, table, rank, COUNTS_AT, E: tl.constexpr, BLOCK_E: tl.constexpr):
     """Program r writes this rank's counts into row `rank` of the table of rank r."""
     e = tl.arange(0, BLOCK_E)
@@ -45,7 +48,7 @@ def share_counts_kernel(counts, table, rank, COUNTS_AT, E: tl.constexpr, BLOCK_E
     tl.store(row.to(counts.dtype) + e, n, mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "ROWS", "CAPACITY"])
 def lay_out_kernel(
     counts, rank, ROWS, CAPACITY, places, group_ends, filled_ends, totals, overflow,
     E: tl.constexpr, L: tl.constexpr, RANKS: tl.constexpr, ALIGNMENT: tl.constexpr,
@@ -93,6 +96,30 @@ def lay_out_kernel(
         tl.store(places + j, tl.full((BLOCK_M,), -1, tl.int64), mask=j < rest)
 
 
+@triton.jit
+def _write(
+    x, t, inverse, places, table, AT,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row t of x, WIDTH words of SIZE bytes, to the K places of token t."""
+    for w0 in range(0, WIDTH, BLOCK):
+        w = w0 + tl.arange(0, BLOCK)
+        words = tl.load(x + t * WIDTH + w, mask=w < WIDTH, other=0)
+        for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+            place = _place(inverse, places, t, k, K, REPLICAS)
+            row = _row_at(table, place, AT, WIDTH * SIZE, x.dtype.element_ty, ALIGNED)
+            tl.store(row + w, words, mask=(w < WIDTH) & (place >= 0))
+
+
+@triton.jit
+def _write_weights(weights, t, inverse, places, table, AT, K: tl.constexpr, REPLICAS: tl.constexpr):
+    for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+        place = _place(inverse, places, t, k, K, REPLICAS)
+        row = _row_at(table, place, AT, 4, tl.float32, 4)
+        tl.store(row, tl.load(weights + t * K + k), mask=place >= 0)
+
+
 @triton.jit(do_not_specialize=["TOKENS", "VALUES_AT", "SCALES_AT", "WEIGHTS_AT"])
 def push_kernel(
     values, scales, weights, inverse, places, table, TOKENS, VALUES_AT, SCALES_AT, WEIGHTS_AT,
@@ -103,25 +130,10 @@ def push_kernel(
     VALUES words of 8 bytes and of SCALES words of SCALE_SIZE; weights: (T, K) fp32."""
     for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        for v0 in range(0, VALUES, BLOCK_V):
-            v = v0 + tl.arange(0, BLOCK_V)
-            words = tl.load(values + t * VALUES + v, mask=v < VALUES, other=0)
-            for k in tl.static_range(K):
-                place = _place(inverse, places, t, k, K, REPLICAS)
-                row = _row_at(table, place, VALUES_AT, VALUES * 8, values.dtype.element_ty, 16)
-                tl.store(row + v, words, mask=(v < VALUES) & (place >= 0))
-        for s0 in range(0, SCALES, BLOCK_S):
-            s = s0 + tl.arange(0, BLOCK_S)
-            words = tl.load(scales + t * SCALES + s, mask=s < SCALES, other=0)
-            for k in tl.static_range(K):
-                place = _place(inverse, places, t, k, K, REPLICAS)
-                row = _row_at(table, place, SCALES_AT, SCALES * SCALE_SIZE, scales.dtype.element_ty, SCALE_SIZE)
-                tl.store(row + s, words, mask=(s < SCALES) & (place >= 0))
+        _write(values, t, inverse, places, table, VALUES_AT, VALUES, 8, 16, K, REPLICAS, BLOCK_V)
+        _write(scales, t, inverse, places, table, SCALES_AT, SCALES, SCALE_SIZE, SCALE_SIZE, K, REPLICAS, BLOCK_S)
         if WEIGHTED:
-            for k in tl.static_range(K):
-                place = _place(inverse, places, t, k, K, REPLICAS)
-                row = _row_at(table, place, WEIGHTS_AT, 4, tl.float32, 4)
-                tl.store(row, tl.load(weights + t * K + k), mask=place >= 0)
+            _write_weights(weights, t, inverse, places, table, WEIGHTS_AT, K, REPLICAS)
 
 
 @triton.jit
@@ -193,7 +205,7 @@ def pull_kernel(
             d = d0 + tl.arange(0, BLOCK_D)
             acc = tl.zeros((BLOCK_D,), tl.float32)
             least = tl.full((), 0, tl.int64)
-            for k in tl.static_range(K):
+            for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
                 place = _place(inverse, places, t, k, K, REPLICAS)
                 least = tl.minimum(least, place)
                 x = _row(table, place, d0, ROWS_AT, SCALES_AT, D, MX, WIDE, HW_CAST, BLOCK_D)

@@ -1,22 +1,28 @@
 """Checks of expert parallelism in training over NCCL, and of every transport, one process per GPU. test_ranks.py runs
 
-torchrun --standalone --nproc-per-node N tests/gpu/ranks.py
+torchrun --standalone --nproc-per-node N tests/gpu/ranks.py [WORDS]     WORDS: of the names of the checks to run
+
+Rank 0 prints the name of each check before it starts.
 """
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch_frontend"))
 import ep_overlap
+import ep_peers
 import ep_replicas
 import ep_training
-from mxep.torch_frontend import CopyEngines
+import peer_graph
+from mxep.torch_frontend import CopyEngines, PeerMemory
 
 PROGRAMS = (
     ("mxfp8_wgrad_with_hp", "mean", "combine"),
@@ -24,29 +30,60 @@ PROGRAMS = (
     ("mxfp8", "sum", "combine"),
     ("bf16", "sum", "combine"),
 )
+LIMIT = timedelta(seconds=60)
+Check = Callable[[], object]
 
 
-def main() -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60))
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for program in PROGRAMS:
-        ep_training.ranks_train_as_one_process(mesh, *program)
-    ep_training.one_norm_one_optimizer(mesh)
-    ep_training.saved_moved_and_cast(mesh)
-    transports = ep_overlap.Poisoned(mesh.get_group()), CopyEngines(mesh.get_group(), chunk_bytes=1)
-    for transport in transports if mesh.size() > 1 else ():
-        for check in ep_overlap.CHECKS.values():
-            check(transport)
-        if mesh.get_local_rank() == 0:
-            print(f"{type(transport).__name__}: {len(ep_overlap.CHECKS)} checks passed")
-    for check in ep_replicas.CHECKS.values():
-        check(mesh.get_group())
+def training(mesh: DeviceMesh) -> dict[str, Check]:
+    return {
+        **{f"trains {p}": partial(ep_training.ranks_train_as_one_process, mesh, *p) for p in PROGRAMS},
+        "one norm, one optimizer": lambda: ep_training.one_norm_one_optimizer(mesh),
+        "saved, moved and cast": lambda: ep_training.saved_moved_and_cast(mesh),
+        **{f"replicas {n}": partial(check, mesh.get_group()) for n, check in ep_replicas.CHECKS.items()},
+    }
+
+
+def transports(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, Check]]]:
+    group = mesh.get_group()
+    for transport in (ep_overlap.Poisoned(group), CopyEngines(group, chunk_bytes=1)):
+        yield type(transport).__name__, {n: partial(check, transport) for n, check in ep_overlap.CHECKS.items()}
+
+    def opened(rows: int | None) -> PeerMemory:
+        return PeerMemory(group, rows, timeout=LIMIT)
+
+    memory = opened(ep_overlap.MOST_TOKENS * ep_overlap.TOP_K * mesh.size())
+    yield (
+        "PeerMemory",
+        {
+            **{n: partial(check, memory) for n, check in ep_overlap.checks("swiglu").items()},
+            **ep_peers.checks(mesh, opened),
+            **peer_graph.checks(mesh, opened),
+        },
+    )
+
+
+def run(name: str, checks: dict[str, Check], words: str) -> None:
+    """All checks whose names have the words, and their number."""
+    chosen = {f"{name}: {n}": check for n, check in checks.items() if words in f"{name}: {n}"}
+    for title, check in chosen.items():
+        if dist.get_rank() == 0:
+            print(title, flush=True)
+        check()
+        torch.cuda.synchronize()  # an error of the GPU belongs to this check
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"{mesh.size()} ranks: {len(PROGRAMS) + 2 + len(ep_replicas.CHECKS)} checks passed")
+        print(f"{name}: {len(chosen)} checks passed", flush=True)
+
+
+def main(words: str) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=LIMIT)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    run(f"{mesh.size()} ranks", training(mesh), words)
+    for name, checks in transports(mesh) if mesh.size() > 1 else ():
+        run(name, checks, words)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(" ".join(sys.argv[1:]))

@@ -16,13 +16,14 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 def test_ranks_on_gpus_train_as_one_process() -> None:
     ranks = min(torch.cuda.device_count(), 8)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = subprocess.run([*launcher, str(SCRIPT)], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([*launcher, str(SCRIPT)], capture_output=True, text=True, timeout=600)
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-8000:]
     assert f"{ranks} ranks: 9 checks passed" in run.stdout
     if ranks > 1:
         assert "Poisoned: 16 checks passed" in run.stdout
         assert "CopyEngines: 16 checks passed" in run.stdout
+        assert "PeerMemory: 28 checks passed" in run.stdout
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks over NCCL need two GPUs")
