@@ -290,7 +290,7 @@ def expert_parallel_mm(
 
     Returns (M, N) bfloat16, or of TokenReplicas (T, N), the sum over each token's replicas. The bytes of the result and
     of all gradients are those of `dispatch`, `grouped_mm` and `combine`, and the exchanges run beside the products. The
-    host waits for the counts alone. All ranks need a gradient of the rows, or none does.
+    host waits for the counts alone, over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
 
     >>> w = torch.stack([torch.eye(32), 2 * torch.eye(32)])
     >>> expert_parallel_mm(torch.ones(3, 32), w, torch.tensor([1, 2]))[:, 0].tolist()
@@ -334,8 +334,8 @@ def expert_parallel_ffn(
     transport: how rows travel; None is `Collectives` of the group.
 
     Returns (M, D) rows, or of TokenReplicas (T, D), bfloat16. The bytes of the result and of all gradients are those of
-    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts alone. All ranks need a gradient of
-    the rows, or none does.
+    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts alone, over `PeerMemory` for
+    nothing; that takes no prob_in="combine". All ranks need a gradient of the rows, or none does.
 
     >>> w = torch.full((1, 32, 32), 1 / 32)
     >>> expert_parallel_ffn(torch.ones(1, 32), torch.tensor([1]), w, w, w)[0, 0].item()  # as grouped_swiglu_ffn's

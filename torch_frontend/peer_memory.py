@@ -20,7 +20,7 @@ peer_exchange.py runs these steps; the kernels are in core_kernels/peer.
 
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -139,7 +139,7 @@ class PeerMemory:
             if self.room is not None:
                 compare()
             self._grow([max(need, size) for need, size in zip(needs, has, strict=True)])
-        if capturing and self.room is not None and self.room not in self.of_graphs:
+        if capturing and self.room is not None and not any(room is self.room for room in self.of_graphs):
             self.of_graphs.append(self.room)  # the graph has its addresses
         return capacity
 
@@ -148,7 +148,8 @@ class PeerMemory:
             torch.cuda.synchronize()  # with the barrier: nobody uses the old memory any more
         dist.barrier(self.group)
         starts = tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
-        shared = shared_memory(starts[-1], self.group)
+        with self._on_device():
+            shared = shared_memory(starts[-1], self.group)
         addresses = [of.data_ptr() for of in shared.of_rank]
         self.room = Room(shared, torch.tensor(addresses, dtype=torch.int64, device=self.device), starts)
 
@@ -182,10 +183,13 @@ class PeerMemory:
         assert self.room is not None
         meet(self.room.shared, self.timeout_ms)
 
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def launch(self, kernel: str, programs: int, *args: Any, **constexprs: Any) -> None:
         """Start a kernel of core_kernels/peer on the current stream."""
         if programs:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            with self._on_device():
                 function = getattr(self.kernels, f"{kernel}_kernel")
                 function[(programs,)](*args, **constexprs, enable_fp_fusion=False)
 

@@ -124,6 +124,24 @@ def more_rows(memory: PeerMemory) -> None:
         expert_parallel_ffn(x, counts, w[0], w[0], w[1], group=group, transport=memory)
 
 
+def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
+    """Arguments that this memory does not take; a wrong one of one rank raises on all before they allocate."""
+    group, device, experts = memory.group, device_of(memory.group), LOCAL * mesh.size()
+    x, (probs,) = torch.ones(4, D, device=device), leaves(0, group, (4, 1))
+    order, inverse, counts = sort_by_expert(torch.zeros(4, 1, dtype=torch.int32, device=device), experts)
+    weights, tokens = leaves(0, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F)), TokenReplicas(x, order, inverse, 1)
+    with pytest.raises(ValueError, match="prob_in='combine'; allowed: 'swiglu' or 'input' with PeerMemory"):
+        expert_parallel_ffn(tokens, counts, *weights, probs, prob_in="combine", group=group, transport=memory)
+    of_first = group.rank() == 0
+    words = "dtype torch.float64" if of_first else "bad arguments on rank 0"
+    wrong = probs.double() if of_first else probs
+    with pytest.raises((TypeError, ValueError), match=words):
+        expert_parallel_ffn(tokens, counts, *weights, wrong, group=group, transport=memory)
+    moe = MoE(D, F, experts, TOP_K, prob_in="combine", device=device)
+    with pytest.raises(ValueError, match="MXFP8ExpertParallel: module: got prob_in='combine'"):
+        parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=memory))
+
+
 def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], None]]:
     """opened: new memory of the mesh's group with place for so many rows."""
     worst = 60 * TOP_K * mesh.size()
@@ -131,5 +149,6 @@ def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict
         "layers": lambda: layers(mesh, opened(worst)),
         "layers of all rows": lambda: layers(mesh, opened(None), "bf16", 1),
         "overflow": lambda: overflow(opened(10), opened(worst)),
+        "refused": lambda: refused(mesh, opened(None)),
         "more rows": lambda: more_rows(opened(None)),
     }

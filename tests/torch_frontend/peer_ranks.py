@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 python peer_ranks.py RANK RANKS FOLDER       writes the names
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ep_overlap
 import ep_peers
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from mxep.torch_frontend import PeerMemory, peer_memory
 from mxep.torch_frontend._torch_private import Shared
 from torch.distributed.device_mesh import init_device_mesh
+from triton.runtime import interpreter
 
 MOST_TOKENS, BARRIERS = 12, 3
 """Of a direction; nobody uses a rank's memory when it has passed the first one."""
@@ -80,11 +82,31 @@ def checks(files: Files, ranks: int) -> dict[str, Callable[[], None]]:
     }
 
 
+class PatchOnce:
+    """Triton's interpreter replaces the names of `triton.language` in every call of a `@triton.jit` function within a
+    kernel; once per kernel and module of such functions takes half of the time."""
+
+    def __init__(self) -> None:
+        self.real = interpreter._patch_lang
+        self.modules: set[str] = set()
+
+    def __call__(self, function: Any) -> Any:
+        if function.__module__ in self.modules:
+            return None
+        scope, first = self.real(function), not self.modules
+        self.modules.add(function.__module__)
+        restore = scope.restore
+        if first:
+            scope.restore = lambda: (restore(), self.modules.clear())
+        return scope
+
+
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     files = Files(folder)
+    interpreter._patch_lang = PatchOnce()
     peer_memory._missing = lambda: ""
     peer_memory._device = lambda: torch.device("cpu")
     peer_memory.shared_memory = files.shared_memory

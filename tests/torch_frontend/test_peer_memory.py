@@ -23,6 +23,7 @@ CHECKS = [
     "layers",
     "layers of all rows",
     "overflow",
+    "refused",
     "more rows",
 ]
 
