@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -120,8 +121,10 @@ class PeerMemory:
         """Room for the legs of a call, allocated if there is less; returns the rows of an operand. rows: of this rank.
         parts: of each leg. compare: compares the calls of the ranks, before they allocate."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if self.rows is None and self.most is None and not capturing:
+        first = self.room is None
+        if first and not capturing:
             compare()
+        if self.rows is None and self.most is None and not capturing:
             (all_rows,) = zip(*table_of_ranks(op, [rows], self.group.group_name), strict=True)
             self.most = max(all_rows)
         if self.rows is None and self.most is not None and rows > self.most:
@@ -129,14 +132,16 @@ class PeerMemory:
             fail(ValueError, op, "rows", f"{rows} rows", f"{allowed} has place for a stated number from all ranks")
         worst = self.rows if self.rows is not None else (self.most or 0) * self.ranks
         capacity = plan.capacity_of(worst, experts // self.ranks, alignment)
+        if capacity >= 2**31:
+            fail(ValueError, OP, "rows", f"{worst}, with padding {capacity}", f"allowed: {2**31 - 1} with padding")
         needs = [-(-4 * experts * self.ranks // ALIGNMENT) * ALIGNMENT]
         needs += [max(places_of([capacity], p)[-1] for at, p in parts if at == where) for where in WHERE]
-        has = [0] * 3 if self.room is None else [b - a for a, b in zip(self.room.starts, self.room.starts[1:])]  # noqa: B905
+        has = [0] * 3 if self.room is None else [end - start for start, end in pairwise(self.room.starts)]
         if any(need > size for need, size in zip(needs, has, strict=True)):
             if capturing:
                 got, allowed = "a call that needs more than any before, in a graph", "allowed: outside of the capture"
                 fail(RuntimeError, op, "transport", got, f"{allowed}; run the layer once at these sizes before")
-            if self.room is not None:
+            if not first:
                 compare()
             self._grow([max(need, size) for need, size in zip(needs, has, strict=True)])
         if capturing and self.room is not None and not any(room is self.room for room in self.of_graphs):

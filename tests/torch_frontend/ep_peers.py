@@ -142,13 +142,13 @@ def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
         parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=memory))
 
 
-def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], None]]:
+def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], object]]:
     """opened: new memory of the mesh's group with place for so many rows."""
     worst = 60 * TOP_K * mesh.size()
     return {
         "layers": lambda: layers(mesh, opened(worst)),
         "layers of all rows": lambda: layers(mesh, opened(None), "bf16", 1),
         "overflow": lambda: overflow(opened(10), opened(worst)),
-        "refused": lambda: refused(mesh, opened(None)),
+        "refused": lambda: [refused(mesh, opened(rows)) for rows in (None, worst)],
         "more rows": lambda: more_rows(opened(None)),
     }
