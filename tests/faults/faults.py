@@ -191,6 +191,28 @@ FAULTS = (
         "row[place] * top_k",
         "tests/torch_frontend/test_expert_parallel.py -k 'replicas and routings'",
     ),
+    Fault(
+        "peer memory: the rows of a rank lie where those of the ranks before do",
+        "core_kernels/peer/kernel.py",
+        "before += tl.where(s < rank, n, 0)",
+        "before += tl.where(s < 0, n, 0)",
+        "tests/kernels/test_triton_peer.py -k layout",
+        interpreter=True,
+    ),
+    Fault(
+        "torch, peer memory: the backward reads rows that the next layer has written",
+        "torch_frontend/peer_exchange.py",
+        "save(ctx, call.kept(state))",
+        "save(ctx, state)",
+        "tests/torch_frontend/test_peer_memory.py",
+    ),
+    Fault(
+        "torch, peer memory: padding is what the leg before left there",
+        "torch_frontend/peer_exchange.py",
+        'memory.launch("clear", at.capacity // plan.BLOCK,',
+        'memory.launch("clear", 0,',
+        "tests/torch_frontend/test_peer_memory.py",
+    ),
     # JAX
     Fault(
         "JAX, a token once per rank: copies of a token that no replica fits are sent",

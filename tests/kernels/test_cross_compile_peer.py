@@ -28,7 +28,7 @@ def push(values: int, scales: int, size: int, top_k: int = TOP_K, flags: tuple[b
 
 
 def clear(values: int, scales: int, weighted: bool, **more: Any) -> Case:
-    return Case("clear", (I32, I32, I64, I64, F32), plan.clear(values, scales, GROUPS, weighted), **more)
+    return Case("clear", (I32, I32, I64, I64 if scales > 2 else U8, F32), plan.clear(values, scales, GROUPS, weighted), **more)
 
 
 def pull(out: str, width: int, replicas: bool, mx: bool, wide: bool, **more: Any) -> Case:
@@ -42,14 +42,17 @@ CASES = {
     "share_counts": Case("share_counts", (I32, I64, "i32", "i64"), plan.share_counts(EXPERTS)),
     "lay_out": Case("lay_out", LAY_OUT, plan.lay_out(EXPERTS, RANKS, 32)),
     "lay_out 256 experts": Case("lay_out", LAY_OUT, plan.lay_out(256, 8, 128)),
+    "lay_out 6 experts": Case("lay_out", LAY_OUT, plan.lay_out(6, 2, 32)),
     "lay_out least": Case("lay_out", LAY_OUT, plan.lay_out(2, 2, 32)),
     "push mx": push(K // 8, K // 256, 8, **COPIES),
     "push mx 2048": push(256, 8, 8, **COPIES),
     "push mx 160": push(20, 5, 1),
+    "push mx 64": push(8, 2, 1, 3),
     "push mx 32": push(4, 1, 1, 1),
     "push bf16": push(K // 4, 0, 1, **COPIES),
     "push rows": push(K // 8, K // 256, 8, 1, (False, False), **COPIES),
     "clear": clear(K // 8, K // 256, True, instructions=VECTORS[1:]),
+    "clear 64": clear(8, 2, True),
     "clear bf16": clear(K // 4, 0, False, instructions=VECTORS[1:]),
     "pull": pull(BF16, K, True, False, False, **COPIES),
     "pull f32": pull(F32, K, True, False, True, **COPIES),
