@@ -43,6 +43,8 @@ from .products import (
     bias_row_products,
     input_gradient,
     output_gradient_operands,
+    pair_of_products,
+    pair_of_weight_gradients,
     product,
     quantize_activation,
     row_operand,
@@ -71,8 +73,7 @@ def _forward(rows, w1, w3, w2, group_ends, prob, biases, options: Options) -> tu
     """Return out, gate and up. rows: the row operand of x."""
     recipe, numbers, (b1, b3, b2) = options.recipe, options.activation.attributes, biases
     weights, prob = prob if options.weighted else None, row_probabilities(prob)
-    gate = product(rows, w1, group_ends, recipe, bias=b1)
-    up = product(rows, w3, group_ends, recipe, bias=b3)
+    gate, up = pair_of_products(rows, w1, w3, group_ends, recipe, (b1, b3))
     if recipe.mx:
         h = ops.swiglu_row(gate, up, prob, recipe.rounding, False, *numbers)
     else:
@@ -153,8 +154,7 @@ def _ffn_bwd(options: Options, residuals, grad):
         dprob = dprob + bias_row_products(grad, biases[2], group_ends)
     dx = sum_of_input_gradients(dgate, w1, dup, w3, group_ends, recipe, x.dtype)
     tokens = tokens or token_operand(x, group_ends, recipe)
-    dw1 = weight_gradient(dgate_tokens, tokens, group_ends, w1.dtype)
-    dw3 = weight_gradient(dup_tokens, tokens, group_ends, w3.dtype)
+    dw1, dw3 = pair_of_weight_gradients(dgate_tokens, dup_tokens, tokens, group_ends, (w1.dtype, w3.dtype))
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
     dws = (cotangent_of(w, dw) for w, dw in ((w1, dw1), (w3, dw3), (w2, dw2)))
