@@ -177,20 +177,22 @@ def pair_of_weight_gradients(
     douts: tuple[Operand | None, Operand | None], x: Operand, group_ends: Tensor,
     out_dtypes: tuple[torch.dtype, torch.dtype], out: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """`weight_gradient` of each of two gradients that is not None, with the same x; folded ones in one launch."""
-    first, second = douts
-    if isinstance(first, Folded) and isinstance(second, Folded) and out_dtypes[0] == out_dtypes[1]:
+    """`weight_gradient` of each of two gradients that is not None, with the same x; folded ones in one launch, if `out`
+    has both places or none."""
+    (first, second), (place, place2), dtype = douts, out, out_dtypes[0]
+    if isinstance(first, Folded) and isinstance(second, Folded) and out_dtypes == (dtype, dtype):
         assert isinstance(x, Folded)
-        operands, dtype, (place, place2) = (*first, *x, *second, group_ends), dtype_name(out_dtypes[0]), out
-        if place is None or place2 is None:
-            return ops.grouped_wgrad_fold_pair(*operands, dtype)
-        into((place, place2), OPS["grouped_wgrad_fold_pair"], *operands, out_dtype=dtype)
-        return place, place2
-    found = [
+        operands = *first, *x, *second, group_ends
+        if place is not None and place2 is not None:
+            into((place, place2), OPS["grouped_wgrad_fold_pair"], *operands, out_dtype=dtype_name(dtype))
+            return place, place2
+        if place is place2 is None:
+            return ops.grouped_wgrad_fold_pair(*operands, dtype_name(dtype))
+    dw, dw2 = (
         None if dout is None else weight_gradient(dout, x, group_ends, dtype, place)
         for dout, dtype, place in zip(douts, out_dtypes, out, strict=True)
-    ]
-    return found[0], found[1]
+    )
+    return dw, dw2
 
 
 def bias_of_rows(bias: Tensor, group_ends: Tensor, rows: int) -> Tensor:
