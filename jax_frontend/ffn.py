@@ -11,12 +11,12 @@
     rows      quantized along the rows: directly by swiglu_bwd_both (recipe "mxfp8"), or from bf16
     tokens    recipe "mxfp8": quantized along the tokens by quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
-With form "fold", products.py folds each operand once for both of its products. One read of a bf16 x or dout produces
-its row and token operands, and the backward keeps the token operand of x instead of x. Recipe "bf16" follows the same
-picture without quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of
-the separate functions. dx alone differs: it is rounded once, the separate functions round three times. With b1 or b3,
-whose gradients sum them, dgate and dup are bf16 arrays. A row's weight multiplies h and b2, so that it multiplies the
-row of out; its gradient has a part of each.
+With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
+dw1 and dw3. One read of a bf16 x or dout produces its row and token operands, and the backward keeps the token operand
+of x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
+before they are quantized, so the bytes are those of the separate functions. dx alone differs: it is rounded once, the
+separate functions round three times. With b1 or b3, whose gradients sum them, dgate and dup are bf16 arrays. A row's
+weight multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
 """
 
 from functools import partial
