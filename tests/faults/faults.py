@@ -166,8 +166,8 @@ FAULTS = (
     Fault(
         "torch, experts that recompute: gate and up without their biases",
         "torch_frontend/ffn.py",
-        "product(rows, way[0], group_ends, BF16, b)",
-        "product(rows, way[0], group_ends, BF16)",
+        "pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, biases)",
+        "pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, (None, None))",
         "tests/torch_frontend/test_layer_bytes.py -k same_bytes",
     ),
     Fault(
