@@ -43,8 +43,8 @@ except ModuleNotFoundError as error:
     ) from error
 except ImportError as error:  # a name that an older torch has not
     raise ImportError(
-        f"mxep.torch_frontend.torchtitan: torchtitan {TESTED} does not import with torch {torch.__version__} ({error}); "
-        "tested with torch 2.13"
+        f"mxep.torch_frontend.torchtitan: torchtitan {TESTED} does not import with torch {torch.__version__} "
+        f"({error}); tested with torch 2.13"
     ) from error
 
 
