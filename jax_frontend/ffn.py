@@ -227,15 +227,14 @@ def grouped_swiglu_ffn(
     for (name, shape), weight in zip(shapes.items(), (w1, w3, w2), strict=True):
         if weight.shape != shape:
             fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
-    group_ends = ends_of(op, group_ends, x.shape[0])
-    check_shape(op, "group_ends", group_ends, w1.shape[:1], "one end per group of w1", "int")
+    group_ends = ends_of(op, group_ends, x, groups)
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
     sides = (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, x.shape[1]))
     biases = tuple(None if b is None else check_bias(op, name, b, groups, n) for name, b, n in sides)
     if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
-    group_ends, weighted = jnp.asarray(group_ends), prob is not None
+    weighted = prob is not None
     x, w1, w3, w2, prob, biases = reverse_only(op, (x, w1, w3, w2, prob, biases))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     maps = None
