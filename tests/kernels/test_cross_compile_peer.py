@@ -28,7 +28,8 @@ def push(values: int, scales: int, size: int, top_k: int = TOP_K, flags: tuple[b
 
 
 def clear(values: int, scales: int, weighted: bool, **more: Any) -> Case:
-    return Case("clear", (I32, I32, I64, I64 if scales > 2 else U8, F32), plan.clear(values, scales, GROUPS, weighted), **more)
+    types = I32, I32, I64, I64 if scales > 2 else U8, F32
+    return Case("clear", types, plan.clear(values, scales, GROUPS, weighted), **more)
 
 
 def pull(out: str, width: int, replicas: bool, mx: bool, wide: bool, **more: Any) -> Case:
