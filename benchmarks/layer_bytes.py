@@ -48,7 +48,7 @@ def passes(shape: MoELayer) -> list[Pass]:
     for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
         add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
     add(False, "quantize_row_packed", "x -> MX", tokens + mx(t * d))
-    add(False, "permute_q_sf", "MX x -> MX rows", mx(t * d) + mx(rows) + 4 * p)
+    add(False, "permute_mx", "MX x -> MX rows", mx(t * d) + mx(rows) + 4 * p)
     add(False, "fold_rows", "MX rows -> folded", mx(rows) + row_d)
     for name in ("gate", "up"):
         operands = f"rows, {'w1' if name == 'gate' else 'w3'} -> {name}"

@@ -33,6 +33,8 @@ def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable
         if torch.is_grad_enabled():
             remedy = "allowed: first derivatives: backward() and torch.autograd.grad() without create_graph"
             fail(NotImplementedError, op, "backward", "create_graph=True", remedy)
+        if ctx.settings == _settings.snapshot():
+            return backward(ctx, *grads)
         with _settings.restored(ctx.settings):
             return backward(ctx, *grads)
 

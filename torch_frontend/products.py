@@ -19,6 +19,7 @@ no scales per 32, so form "mx" there dequantizes an operand once and multiplies 
 checks, no gradients.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,7 @@ def is_mx(form: Form) -> bool:
     return form in ("mx", "fold", "balanced")
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

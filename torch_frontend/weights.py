@@ -122,6 +122,8 @@ class QuantizedWeights:
 
         Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
         """
+        if values is self.values:
+            return self
         check_float_weights("QuantizedWeights.with_values", "values", values)
         if values.shape != self.values.shape:
             got, allowed = f"shape {tuple(values.shape)}", f"allowed: {tuple(self.values.shape)}"
@@ -161,7 +163,8 @@ def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeig
     form, rounding = form_of(recipe, w.device), recipe.rounding
     if form == "bf16":
         return QuantizedWeights(w, None, None, form, rounding)
-    return QuantizedWeights(w, *quantize_both_ways(w.detach(), form, int(rounding)), form, rounding)
+    with torch.no_grad():
+        return QuantizedWeights(w, *quantize_both_ways(w, form, int(rounding)), form, rounding)
 
 
 def form_of(recipe: Recipe, device: torch.device) -> Form:
