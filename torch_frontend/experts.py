@@ -155,14 +155,16 @@ class GroupedExperts(nn.Module):
         if self._held is not None or self.recipe.operands == "bf16" or not all(map(outlives_forward, parameters)):
             return None
         parts = tuple(sharded(w, None) for w in parameters)
-        if any(part.shape != whole for part, whole in zip(parts, self._shapes(), strict=True)):
+        if self._of_other_shape(parts):
             return None
         return tuple(quantize_weights(part, self.recipe) for part in parts)
 
-    def _shapes(self) -> tuple[torch.Size, ...]:
-        """The shapes of all of this rank's experts."""
+    def _of_other_shape(self, parts: tuple[Tensor, ...]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
+        """The parts of w1, w3 and w2 that are not all of this rank's experts: their names and the shapes of all."""
         degree = self.expert_parallel.degree if self.expert_parallel else 1
-        return tuple(torch.Size((self.num_experts // degree, *w.shape[1:])) for w in (self.w1, self.w3, self.w2))
+        wholes = [(self.num_experts // degree, *w.shape[1:]) for w in (self.w1, self.w3, self.w2)]
+        found = zip(("w1", "w3", "w2"), parts, wholes, strict=True)
+        return [(name, part, whole) for name, part, whole in found if part.shape != whole]
 
     def _local(self, quantized: tuple[QuantizedWeights, ...] | None = None) -> FFNWeights:
         """The experts of this rank, with quantized weights if they are given or held."""
@@ -226,10 +228,9 @@ class HeldWeights(NamedTuple):
     def of(cls, experts: GroupedExperts) -> "HeldWeights":
         parameters = experts.w1, experts.w3, experts.w2
         parts = tuple(sharded(w, None) for w in parameters)
-        for name, part, whole in zip(("w1", "w3", "w2"), parts, experts._shapes(), strict=True):
-            if part.shape != whole:
-                got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {tuple(whole)}, all of this rank's experts"
-                fail(ValueError, "weights_held", name, got, allowed)
+        for name, part, whole in experts._of_other_shape(parts):
+            got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
+            fail(ValueError, "weights_held", name, got, allowed)
         return cls(tuple(quantize_weights(p, experts.recipe) for p in parts), tuple(map(_state, parameters)))
 
     def check(self, parameters: tuple[Tensor, ...]) -> None:

@@ -163,8 +163,7 @@ def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeig
     form, rounding = form_of(recipe, w.device), recipe.rounding
     if form == "bf16":
         return QuantizedWeights(w, None, None, form, rounding)
-    with torch.no_grad():
-        return QuantizedWeights(w, *quantize_both_ways(w, form, int(rounding)), form, rounding)
+    return QuantizedWeights(w, *quantize_both_ways(w.detach(), form, int(rounding)), form, rounding)
 
 
 def form_of(recipe: Recipe, device: torch.device) -> Form:
