@@ -61,9 +61,6 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(True, "permute_mx", "MX dy -> MX dout", mx(t * d) + 4 * p + mx(rows))
     add(True, "fold_rows", "MX dout -> folded", mx(rows) + row_d)
     add(True, "requantize_col_fold", "MX dout -> along tokens", mx(rows) + ends + along_d)
-    add(True, "swiglu_col", "gate, up, weights -> MX h along tokens", 4 * hidden + 4 * p + mx(hidden))
-    add(True, "fold_groups", "MX h along tokens -> folded", mx(hidden) + ends + along_f)
-    add(True, "grouped_wgrad_fold", "dout, h -> dw2", along_d + along_f + ends + 2 * weight, 1)
     add(True, "grouped_mm_fold", "dout, w2 -> dh", row_d + weight + e * f + ends + 2 * hidden, 1)
     add(
         True,
@@ -82,6 +79,9 @@ def passes(shape: MoELayer) -> list[Pass]:
         2 * (row_f + weight + e * d) + ends + 2 * rows,
         2,
     )
+    add(True, "swiglu_col", "gate, up, weights -> MX h along tokens", 4 * hidden + 4 * p + mx(hidden))
+    add(True, "fold_groups", "MX h along tokens -> folded", mx(hidden) + ends + along_f)
+    add(True, "grouped_wgrad_fold", "dout, h -> dw2", along_d + along_f + ends + 2 * weight, 1)
     add(True, "requantize_col_fold", "MX rows -> along tokens", mx(rows) + ends + along_d)
     for name in ("dgate", "dup"):
         operands = f"{name}, rows -> dw{1 if name == 'dgate' else 3}"
