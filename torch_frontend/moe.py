@@ -229,21 +229,23 @@ class MoE(nn.Module):
         return combine(out, route, None if inside else probs_TK, out_dtype=out_dtype), route.counts
 
     def _check(self, x: Tensor) -> None:
+        router = self.router
         check_plain("MoE", "x", x)
         require_tensor("MoE", "x", x)
-        check_devices("MoE", "the router", self.router.weight.device, x=x)
+        check_devices("MoE", "the router", router.weight.device, x=x)
         if x.dtype not in (torch.bfloat16, torch.float32):
             fail(TypeError, "MoE", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")
-        dim = self.router.in_features
+        dim = router.in_features
         if x.dim() < 1 or x.shape[-1] != dim:
             fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
 
     @named("mxep.route")
     def _route(self, x_TD: Tensor) -> Routing:
-        ranks, bias = self.experts.expert_parallel, self.router.bias
+        ranks, router = self.experts.expert_parallel, self.router
+        bias = router.bias
         bias = None if bias is None else replicated(bias, ranks)
         options = self.top_k, *self.route_options.values()
-        return route_tokens(x_TD, replicated(self.router.weight, ranks), bias, self.selection_bias, options)
+        return route_tokens(x_TD, replicated(router.weight, ranks), bias, self.selection_bias, options)
 
     def _shared(self, x_TD: Tensor, ranks: Ranks | None) -> Tensor:
         """(T, D): the shared expert, one group of all tokens. Its weights are those of every rank."""

@@ -174,9 +174,10 @@ def _replicas_to_groups(
     """One gather from tokens to padded groups, by the composition of the two maps."""
     x, order, inverse, top_k = tokens
     splits = [order.shape[0]], [order.shape[0]]
-    # order[-1] is the appended -1: a padding row is the replica of no token.
-    order = torch.cat([order, order.new_full((1,), -1)])[row_map.row_map]
-    slots, token = row_map.inverse[inverse], token_of(order, top_k)
+    # A padding row, -1 in the map, takes the -1 in front: it is the replica of no token. `index_select` reads int32;
+    # indexing with [] would copy the map to int64.
+    order = torch.cat([order.new_full((1,), -1), order]).index_select(0, row_map.row_map + 1)
+    slots, token = row_map.inverse.index_select(0, inverse), token_of(order, top_k)
     rounding = int(recipe.rounding) if recipe.sends_mx("dispatch") else None
     groups, prob = spread_tokens(x, probs, order, token, slots.view(-1, top_k), rounding)
     return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)

@@ -202,8 +202,9 @@ def check_ffn_weights(
 ) -> tuple[tuple[Tensor, ...], tuple[Held, ...], tuple[Tensor | None, ...]]:
     """Values and held operands of w1, w3, w2, and b1, b3, b2 as (G, N) fp32; raises unless they fit each other and the
     rows of x, named `name`."""
+    form = form_of(recipe, x.device)
     for of, w in zip(("w1", "w3", "w2"), weights, strict=True):
-        check_weights(op, of, w, form_of(recipe, x.device), recipe.rounding)
+        check_weights(op, of, w, form, recipe.rounding)
     (w1, w3, w2), held = zip(*map(values_and_held, weights), strict=True)
     groups, f, d = w1.shape
     if x.shape[1] != d:

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 WITHOUT_KERNELS = {"view", "_unsafe_view", "detach", "t", "slice", "empty", "new_empty", "empty_like", "empty_strided"}
 FORWARD = Counter(
     sum=2,  # of the shares, of the auxiliary loss
-    new_full=1,  # -1, behind the slots of the rows
+    new_full=1,  # -1, before the slots of the rows
     cat=1,
-    index=2,  # the slots of the padded rows, the rows of the slots
+    add=1,
+    index_select=2,  # the slots of the padded rows, the rows of the slots
     div=3,  # slots to tokens; two of the auxiliary loss
     mul=2,
     new_zeros=1,  # overflow
