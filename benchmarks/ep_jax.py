@@ -1,11 +1,13 @@
 """`python -m benchmarks ep_jax`: the layer of `python -m benchmarks ep` in JAX, one process with all GPUs.
 
     moe.sharded_apply under jit     recipe | bf16, the same layer without quantization
+    the same with a capacity        of 1.25 times the rows of a pair of ranks; for balanced rows, none of which it drops
 
 No plain layer is measured: `jax.lax.ragged_dot` writes dense operands, 30 GB for one product of the larger layer. A
 process for two devices of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ from .figures.results import Line
 
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
 PEER, AXIS = "bf16", "expert"
+HOWS = {"jit": None, "jit, capacity": 1.25}
 STEPS = {"ep_layer_fwd": "moe_layer_fwd", "ep_layer_fwd_bwd": "moe_layer_fwd_bwd"}
 SIZES = {f"{shape.dim}/{shape.hidden_dim}": shape for shape in (*H200, *TINY)}
 NAMES = (*RECIPES, *SIZES)
@@ -40,7 +43,8 @@ def lines(only: Sequence[str], routing: str = "balanced") -> Iterator[Line]:
         if shape in here and (name in only or not set(only) & set(SIZES)):
             inputs = _Inputs(shape, routing)
             for recipe in (r for r in RECIPES if r in only or not set(only) & set(RECIPES)):
-                yield from inputs.lines(recipe)
+                for how in HOWS if routing == "balanced" else ("jit",):
+                    yield from inputs.lines(recipe, how)
 
 
 def ranks() -> int:
@@ -72,12 +76,14 @@ class _Inputs:
         made = jax.jit(draw, out_shardings=(of_tokens, of_tokens, of_params))
         self.x, self.dy, self.params = made(jax.random.key(0), jnp.concatenate(list(map(jnp.asarray, logits))))
 
-    def config(self, recipe: str) -> MoEConfig:
-        return MoEConfig(*self.shape[1:], recipe=recipe)
+    def config(self, recipe: str, how: str = "jit") -> MoEConfig:
+        room = HOWS[how]
+        capacity = None if room is None else math.ceil(room * self.shape.tokens * self.shape.top_k / self.ranks)
+        return MoEConfig(*self.shape[1:], recipe=recipe, capacity=capacity)
 
-    def program(self, recipe: str, op: str) -> Callable[..., tuple[jax.Array, ...]]:
+    def program(self, recipe: str, how: str, op: str) -> Callable[..., tuple[jax.Array, ...]]:
         """The compiled step: y, and with the backward the gradients of x, router, w1, w3 and w2."""
-        config = self.config(recipe)
+        config = self.config(recipe, how)
 
         def layer(x: jax.Array, params: Any) -> jax.Array:
             return moe.sharded_apply(params, x, config, tokens=P(AXIS), expert_axis=AXIS, mesh=self.mesh)[0]
@@ -91,10 +97,11 @@ class _Inputs:
         step = both if op == "ep_layer_fwd_bwd" else lambda x, params, dy: (layer(x, params),)
         return jax.jit(step).lower(self.x, self.params, self.dy).compile()
 
-    def lines(self, recipe: str) -> Iterator[Line]:
+    def lines(self, recipe: str, how: str) -> Iterator[Line]:
+        """A dropped row is an error of its token: too few dB."""
         arguments = self.x, self.params, self.dy
         for op, of_one in STEPS.items():
-            programs = {name: self.program(name, op) for name in (recipe, PEER)}
+            programs = {recipe: self.program(recipe, how, op), PEER: self.program(PEER, how, op)}
             db = _sqnr_db(*(programs[name](*arguments) for name in (recipe, PEER)))
             least = min(db, key=lambda name: db[name])
             if not all(found >= MIN_SQNR_DB for found in db.values()):
@@ -109,7 +116,7 @@ class _Inputs:
                 op=op,
                 frontend="jax",
                 case={**self.shape._asdict(), "ranks": self.ranks, "routing": self.routing, "recipe": recipe,
-                      "how": "jit"},
+                      "how": how},
                 us=ours.us,
                 spread=ours.spread,
                 n=ours.n,

@@ -50,9 +50,8 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(False, "quantize_row_packed", "x -> MX", tokens + mx(t * d))
     add(False, "permute_mx", "MX x -> MX rows", mx(t * d) + mx(rows) + 4 * p)
     add(False, "fold_rows", "MX rows -> folded", mx(rows) + row_d)
-    for name in ("gate", "up"):
-        operands = f"rows, {'w1' if name == 'gate' else 'w3'} -> {name}"
-        add(False, "grouped_mm_fold", operands, row_d + weight + e * f + ends + 2 * hidden, 1)
+    own = 2 * (weight + e * f + 2 * hidden)  # what each of the two products has for itself
+    add(False, "grouped_mm_fold_pair", "rows, w1, w3 -> gate, up", row_d + ends + own, 2)
     add(False, "swiglu_row", "gate, up, weights -> MX h", 4 * hidden + 4 * p + mx(hidden))
     add(False, "fold_rows", "MX h -> folded", mx(hidden) + row_f)
     add(False, "grouped_mm_fold", "h, w2 -> out", row_f + weight + e * d + ends + 2 * rows, 1)
@@ -83,9 +82,8 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(True, "fold_groups", "MX h along tokens -> folded", mx(hidden) + ends + along_f)
     add(True, "grouped_wgrad_fold", "dout, h -> dw2", along_d + along_f + ends + 2 * weight, 1)
     add(True, "requantize_col_fold", "MX rows -> along tokens", mx(rows) + ends + along_d)
-    for name in ("dgate", "dup"):
-        operands = f"{name}, rows -> dw{1 if name == 'dgate' else 3}"
-        add(True, "grouped_wgrad_fold", operands, along_f + along_d + ends + 2 * weight, 1)
+    own = 2 * (along_f + 2 * weight)
+    add(True, "grouped_wgrad_fold_pair", "dgate, dup, rows -> dw1, dw3", along_d + ends + own, 2)
     add(True, "combine", "dx of rows -> dx", 2 * rows + 4 * t * shape.top_k + tokens)
     return found
 

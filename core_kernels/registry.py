@@ -16,7 +16,7 @@ from .fold import plan as fold
 from .fold import plan_balanced, plan_both, plan_loss, plan_matrix, plan_requantize
 from .grouped_gemm import plan as grouped_gemm
 from .grouped_gemm import plan_blockwise as grouped_gemm_blockwise
-from .grouped_gemm import plan_folded, plan_kn
+from .grouped_gemm import plan_folded, plan_folded_pair, plan_kn
 from .launch import KernelOp
 from .permute import plan as permute
 from .quantize import plan as quantize
@@ -29,7 +29,7 @@ from .swiglu import plan as swiglu
 _PLANS = (
     *(quantize, quantize_blockwise, permute, router, routing),
     *(fold, plan_both, plan_matrix, plan_balanced, plan_loss, plan_requantize, scale_layout),
-    *(combine, swiglu, grouped_gemm, plan_kn, plan_folded, grouped_gemm_blockwise),
+    *(combine, swiglu, grouped_gemm, plan_kn, plan_folded, plan_folded_pair, grouped_gemm_blockwise),
 )
 OPS: dict[str, KernelOp] = {
     op.name: op for module in _PLANS for op in vars(module).values() if isinstance(op, KernelOp)

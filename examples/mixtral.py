@@ -4,7 +4,8 @@
     0       transformers' own, a loop over all experts        on every rank     bf16, two per expert
     1       `MoE`, a loop over the experts of a rank          over "ep"         bf16, three per expert
     2       `MoE`, torch's grouped product                    over "ep"         bf16, three
-    3       `MoE`, the fused feed-forward                     over "ep"         MXFP8, three; MXFP8 rows between ranks
+    3       `MoE`, the fused feed-forward                     over "ep"         MXFP8, three; MXFP8 rows between ranks,
+                                                                              on GPUs beside the products
 
     meta model --replace the layers--> --shard: FSDP2, and `shard_moe` from stage 1--> --weights--> on the devices
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import GroupedExperts, MoE, shard_moe, swiglu
+from mxep.torch_frontend import CopyEngines, GroupedExperts, MoE, MXFP8ExpertParallel, shard_moe, swiglu
 from mxep.torch_frontend.shards import sharded
 from safetensors import safe_open
 from torch import Tensor
@@ -107,7 +108,9 @@ def build(config: MixtralConfig, stage: int, device: torch.device, ep: int, rank
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if stage:
         mesh = init_device_mesh(device.type, (ranks // ep, ep), mesh_dim_names=("dp", "ep"))
-        shard_moe(model, mesh, [MixtralDecoderLayer], mp_policy=policy)
+        beside = stage == 3 and device.type == "cuda" and ep > 1  # the ranks of "ep" are GPUs of one host
+        style = MXFP8ExpertParallel(transport=CopyEngines(mesh["ep"].get_group())) if beside else None
+        shard_moe(model, mesh, [MixtralDecoderLayer], style=style, mp_policy=policy)
     else:
         model.set_experts_implementation("eager")
         mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("dp",))

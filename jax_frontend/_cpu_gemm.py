@@ -129,6 +129,13 @@ def _mm_fold_sum(
     return rounded(total, out.dtype)
 
 
+def _mm_fold_pair(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, rhs2_qf, rhs2_sf, group_ends, *, out: ArrayType
+) -> tuple[jax.Array, jax.Array]:
+    first = _mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out=out)
+    return first, _mm_fold(lhs_qf, lhs_sf, rhs2_qf, rhs2_sf, group_ends, out=out)
+
+
 def _widen(x: jax.Array) -> jax.Array:
     """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and the operand
     would not be bf16."""
@@ -199,6 +206,13 @@ def _wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, *, out: ArrayType) -
     return _of_whole_blocks(_k_grouped(lhs, rhs, 1, group_ends, out), group_ends, lhs_qf.shape[1])
 
 
+def _wgrad_fold_pair(
+    lhs_qf, lhs_sf, rhs_qf, rhs_sf, lhs2_qf, lhs2_sf, group_ends, *, out: ArrayType
+) -> tuple[jax.Array, jax.Array]:
+    first = _wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out=out)
+    return first, _wgrad_fold(lhs2_qf, lhs2_sf, rhs_qf, rhs_sf, group_ends, out=out)
+
+
 GEMMS = {
     "grouped_mm_mx": _mm_mx,
     "grouped_mm_bf16": _mm_bf16,
@@ -210,7 +224,9 @@ GEMMS = {
     "grouped_mm_fold": _mm_fold,
     "grouped_mm_fold_bias": _mm_fold_bias,
     "grouped_mm_fold_sum": _mm_fold_sum,
+    "grouped_mm_fold_pair": _mm_fold_pair,
     "grouped_wgrad_fold": _wgrad_fold,
+    "grouped_wgrad_fold_pair": _wgrad_fold_pair,
     "grouped_mm_blockwise": _mm_blockwise,
 }
-"""Op name -> function of the inputs of the op and of the type of its output."""
+"""Op name -> function of the inputs of the op and of the type of its output, or of either of two."""

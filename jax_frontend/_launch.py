@@ -60,7 +60,7 @@ def _lower_cpu(ctx, *operands, op: KernelOp, options: Options, empty: Empty):
     _device.choose(op, "cpu", _device.forced())
     out, attrs, _ = op.signature(*map(array_type, ctx.avals_in), **dict(options))
     if op.name in _cpu_gemm.GEMMS:
-        return mlir.lower_fun(_cpu_product(op.name, out[0]), multiple_results=False)(ctx, *operands)
+        return mlir.lower_fun(_cpu_product(op.name, out[0]), multiple_results=len(out) > 1)(ctx, *operands)
     return _ffi_call(ctx, op, CPP_TARGETS[op.name], out, tuple(attrs.values()), *operands)
 
 

@@ -11,12 +11,12 @@
     rows      quantized along the rows: directly by swiglu_bwd_both (recipe "mxfp8"), or from bf16
     tokens    recipe "mxfp8": quantized along the tokens by quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
-With form "fold", products.py folds each operand once for both of its products. One read of a bf16 x or dout produces
-its row and token operands, and the backward keeps the token operand of x instead of x. Recipe "bf16" follows the same
-picture without quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of
-the separate functions. dx alone differs: it is rounded once, the separate functions round three times. With b1 or b3,
-whose gradients sum them, dgate and dup are bf16 arrays. A row's weight multiplies h and b2, so that it multiplies the
-row of out; its gradient has a part of each.
+With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
+dw1 and dw3. One read of a bf16 x or dout produces its row and token operands, and the backward keeps the token operand
+of x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
+before they are quantized, so the bytes are those of the separate functions. dx alone differs: it is rounded once, the
+separate functions round three times. With b1 or b3, whose gradients sum them, dgate and dup are bf16 arrays. A row's
+weight multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
 """
 
 from functools import partial
@@ -43,6 +43,8 @@ from .products import (
     bias_row_products,
     input_gradient,
     output_gradient_operands,
+    pair_of_products,
+    pair_of_weight_gradients,
     product,
     quantize_activation,
     row_operand,
@@ -71,8 +73,7 @@ def _forward(rows, w1, w3, w2, group_ends, prob, biases, options: Options) -> tu
     """Return out, gate and up. rows: the row operand of x."""
     recipe, numbers, (b1, b3, b2) = options.recipe, options.activation.attributes, biases
     weights, prob = prob if options.weighted else None, row_probabilities(prob)
-    gate = product(rows, w1, group_ends, recipe, bias=b1)
-    up = product(rows, w3, group_ends, recipe, bias=b3)
+    gate, up = pair_of_products(rows, w1, w3, group_ends, recipe, (b1, b3))
     if recipe.mx:
         h = ops.swiglu_row(gate, up, prob, recipe.rounding, False, *numbers)
     else:
@@ -153,8 +154,7 @@ def _ffn_bwd(options: Options, residuals, grad):
         dprob = dprob + bias_row_products(grad, biases[2], group_ends)
     dx = sum_of_input_gradients(dgate, w1, dup, w3, group_ends, recipe, x.dtype)
     tokens = tokens or token_operand(x, group_ends, recipe)
-    dw1 = weight_gradient(dgate_tokens, tokens, group_ends, w1.dtype)
-    dw3 = weight_gradient(dup_tokens, tokens, group_ends, w3.dtype)
+    dw1, dw3 = pair_of_weight_gradients(dgate_tokens, dup_tokens, tokens, group_ends, (w1.dtype, w3.dtype))
     dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
     dws = (cotangent_of(w, dw) for w, dw in ((w1, dw1), (w3, dw3), (w2, dw2)))
@@ -227,15 +227,14 @@ def grouped_swiglu_ffn(
     for (name, shape), weight in zip(shapes.items(), (w1, w3, w2), strict=True):
         if weight.shape != shape:
             fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
-    group_ends = ends_of(op, group_ends, x.shape[0])
-    check_shape(op, "group_ends", group_ends, w1.shape[:1], "one end per group of w1", "int")
+    group_ends = ends_of(op, group_ends, x, groups)
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
     sides = (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, x.shape[1]))
     biases = tuple(None if b is None else check_bias(op, name, b, groups, n) for name, b, n in sides)
     if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
-    group_ends, weighted = jnp.asarray(group_ends), prob is not None
+    weighted = prob is not None
     x, w1, w3, w2, prob, biases = reverse_only(op, (x, w1, w3, w2, prob, biases))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     maps = None

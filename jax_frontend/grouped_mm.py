@@ -16,13 +16,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from ._call import jitted, vary_alike
-from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type, dtype_name
+from ._checks import check_bias, check_blocks, check_floats, check_type, dtype_name
 from ._derivatives import reverse_only
 from ._shapes import Float, Int
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
@@ -150,14 +149,12 @@ def grouped_mm(
     check_weights(op, "w", w, recipe)
     if w.ndim != 3 or len(x.shape) != 2:
         fail(ValueError, op, "x, w", f"shapes {x.shape}, {w.shape}", "allowed: (M, K) and (G, N, K)")
-    group_ends = ends_of(op, group_ends, x.shape[0])
-    check_shape(op, "group_ends", group_ends, w.shape[:1], "one end per group of w", "int")
+    group_ends = ends_of(op, group_ends, x, w.shape[0])
     if bias is not None:
         bias = check_bias(op, "bias", bias, *w.shape[:2])
     if recipe.operands != "bf16":
         require_multiple(op, "w", w.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
     x, w, bias = reverse_only(op, (x, w, bias))
-    group_ends = jnp.asarray(group_ends)
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     options = {"bias": bias, "mx_grad": mx_grad, "pad": pad_token_groups}
     return unchecked_grouped_mm(x, w, group_ends, recipe, out_dtype, **options)

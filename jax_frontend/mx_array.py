@@ -46,6 +46,8 @@ class MXArray:
 
     q (M, K) uint8: E4M3 bytes.  sf (M, K/32) uint8: E8M0 bytes.
     carrier (M, K): zeros of the dtype before quantization; its cotangent is the gradient of the matrix.
+    group_ends (G,) int32: of the rows that `dispatch` or `permute` laid out; None for other rows. The grouped products
+    follow it.
     q and sf have no gradient. The functions of this package send theirs to the carrier; other functions of q and sf
     have none.
     """
@@ -53,6 +55,7 @@ class MXArray:
     q: jax.Array
     sf: jax.Array
     carrier: jax.Array
+    group_ends: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,6 +111,10 @@ class MXArray:
     def dequantize(self) -> Float[jax.Array, "M K"]:
         """(M, K) in `dtype`; differentiable, the gradient passes unchanged."""
         return _dequantize(MXArray(*arguments_by_rows("MXArray.dequantize", self.q, self.sf, self.carrier)))
+
+    def laid_out(self, group_ends: jax.Array) -> "MXArray":
+        """These rows, with the ends of their groups."""
+        return dataclasses.replace(self, group_ends=group_ends)
 
     def packed(self) -> jax.Array:
         """Rows `[q | sf]`. XLA makes no copy for an array of `from_packed`. Bytes have no gradient."""

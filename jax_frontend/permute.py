@@ -32,6 +32,7 @@ from ._checks import (
     check_shape,
     check_size,
     check_type,
+    check_values,
     check_vector,
 )
 from ._derivatives import arguments
@@ -89,20 +90,13 @@ _gather.defvjp(
 
 
 def permute_mxfp8_fwd_hp_bwd(
-    mx: MXArray,
-    num_tokens_per_expert: Int[jax.Array, " ranks*G"] | Exchange,
-    ep_degree: int | None = None,
-    num_local_experts: int | None = None,
-    group_size_multiple_of: int = BLOCK,
-    *,
-    rank_rows: int | None = None,
+    mx: MXArray, num_tokens_per_expert: Int[jax.Array, " G"] | Exchange, group_size_multiple_of: int = BLOCK
 ) -> tuple[MXArray, RowMap]:
-    """Gather received MX rows, rank-major, into one padded group per local expert.
+    """Gather MX rows into one padded group per local expert.
 
-    mx: (R, K) MXArray. num_tokens_per_expert: the Exchange that sent the rows, which implies the other arguments:
-        `permute_mxfp8_fwd_hp_bwd(received, exchange)`. For other rows: (ep_degree * num_local_experts,) of an integer
-        dtype, the counts received, rank-major.
-    rank_rows: rows of each rank's part of mx; 0 if the parts follow each other without slack.
+    mx: (R, K) MXArray. num_tokens_per_expert: the Exchange that sent the rows, which says how they came from several
+        ranks; or (G,) of an integer dtype, the sizes of groups that follow each other. For rows of several ranks that
+        no Exchange sent, `ops.row_map` makes the maps and `gather_rows` takes them.
     group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
 
     Returns (MXArray (P, K), RowMap). P holds any split of R rows; padding rows are zeros. The gradient of the rows is a
@@ -114,81 +108,79 @@ def permute_mxfp8_fwd_hp_bwd(
     >>> rows.shape, row_map.group_ends.tolist()
     ((96, 32), [32, 64])
 
-    Raises ValueError (shapes, counts that do not fit, several ranks without rank_rows) and TypeError (dtypes).
+    Raises ValueError (shapes, counts that do not fit) and TypeError (dtypes).
     """
     op = "permute_mxfp8_fwd_hp_bwd"
     if not isinstance(mx, MXArray):
         fail(TypeError, op, "mx", type(mx).__name__, "allowed: an MXArray; `permute` takes float rows")
-    maps = _row_map(op, mx, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of, rank_rows)
-    return _gather_mx(*arguments(op, mx, maps.row_map, maps.inverse)), maps
+    maps = _row_map(op, "mx", mx, num_tokens_per_expert, group_size_multiple_of)
+    return _gather_mx(*arguments(op, mx, maps.row_map, maps.inverse)).laid_out(maps.group_ends), maps
 
 
 def permute(
-    x: Rows,
-    num_tokens_per_expert: Int[jax.Array, " ranks*G"] | Exchange,
-    ep_degree: int | None = None,
-    num_local_experts: int | None = None,
-    group_size_multiple_of: int = BLOCK,
-    *,
-    rank_rows: int | None = None,
+    x: Rows, num_tokens_per_expert: Int[jax.Array, " G"] | Exchange, group_size_multiple_of: int = BLOCK
 ) -> tuple[Rows, RowMap]:
     """`permute_mxfp8_fwd_hp_bwd` for rows of any kind: bf16, fp32 or an MXArray. The result has the kind of x.
 
-    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]), 1, 2)
+    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
     >>> rows.shape, row_map.padded_counts.tolist()
     ((96, 32), [32, 32])
     """
     op = "permute"
     if not isinstance(x, MXArray):
         check_floats(op, "x", x, " or an MXArray")
-    maps = _row_map(op, x, num_tokens_per_expert, ep_degree, num_local_experts, group_size_multiple_of, rank_rows)
-    return gather_rows(x, maps.row_map, maps.inverse), maps
+    maps = _row_map(op, "x", x, num_tokens_per_expert, group_size_multiple_of)
+    rows = gather_rows(x, maps.row_map, maps.inverse)
+    return rows.laid_out(maps.group_ends) if isinstance(rows, MXArray) else rows, maps
 
 
 def pad_groups(x: Any, group_ends: jax.Array, alignment: int) -> tuple[Any, RowMap]:
     """Pad each group to a multiple of `alignment` rows; the unpermute removes the padding."""
     # Inside jit no check of values stops wrong ends: they are clipped, so that counts fit the rows.
     ends = jax.lax.cummax(jnp.clip(group_ends, 0, x.shape[0]))
-    return permute(x, jnp.diff(ends, prepend=0), 1, group_ends.shape[0], alignment)
+    return permute(x, jnp.diff(ends, prepend=0), alignment)
 
 
-def ends_of(op: str, group_ends: Any, rows: int) -> Any:
-    """group_ends, or those of the RowMap or Route that laid out the rows; ValueError if it laid out others."""
-    maps = getattr(group_ends, "row_map", None) if not isinstance(group_ends, RowMap) else group_ends
-    if not isinstance(maps, RowMap):
-        return group_ends
-    if maps.row_map.shape[0] != rows:
-        got = f"those of {maps.row_map.shape[0]} rows"
-        fail(ValueError, op, "group_ends", got, f"allowed: the RowMap or Route that laid out these {rows} rows")
-    return maps.group_ends
+def ends_of(op: str, group_ends: Any, x: jax.Array | MXArray, groups: int) -> jax.Array:
+    """group_ends (groups,), or those of the RowMap or Route that laid out x. An MXArray that was laid out brings its
+    own: a product follows these, and others are an error where their values are known.
+
+    Raises TypeError (dtype) and ValueError (shape, other ends, a Route of other rows).
+    """
+    rows, own = x.shape[0], x.group_ends if isinstance(x, MXArray) else None
+    maps = group_ends if isinstance(group_ends, RowMap) else getattr(group_ends, "row_map", None)
+    if isinstance(maps, RowMap):
+        if maps.row_map.shape[0] != rows:
+            got = f"those of {maps.row_map.shape[0]} rows"
+            fail(ValueError, op, "group_ends", got, f"allowed: the RowMap or Route that laid out these {rows} rows")
+        group_ends = maps.group_ends
+    check_shape(op, "group_ends", group_ends, (groups,), "one end per group of the weights", "int")
+    given = jnp.asarray(group_ends)
+    if own is None or own is given:
+        return given
+    check_shape(op, "group_ends", given, own.shape, "those of x", "int")
+    check_values(
+        (given == own).all(), op, "group_ends", given, "allowed: those of x; pass the RowMap or Route of its rows"
+    )
+    return own
 
 
-def _row_map(op, x, counts, ep_degree, num_local_experts, alignment, rank_rows) -> RowMap:
-    argument = "mx" if isinstance(x, MXArray) else "x"
-    check_matrix(op, argument, x)
-    if isinstance(counts, Exchange):
-        if (ep_degree, num_local_experts, rank_rows) != (None, None, None):
-            got = "an Exchange beside ep_degree, num_local_experts or rank_rows"
-            fail(ValueError, op, "num_tokens_per_expert", got, "allowed: the Exchange alone, which implies them")
-        exchange = counts
-        counts, ep_degree, rank_rows = exchange.recv_counts, exchange.ep_degree, exchange.capacity
-        num_local_experts = counts.shape[0] // ep_degree
-        if x.shape[0] != ep_degree * rank_rows:
-            allowed = f"allowed: {ep_degree * rank_rows} rows, what the exchange dispatched"
-            fail(ValueError, op, argument, f"shape {x.shape}", allowed)
-    check_integers(op, "num_tokens_per_expert", counts, " or an Exchange")
-    check_size(op, "ep_degree", ep_degree, 1)
-    check_size(op, "num_local_experts", num_local_experts, 1)
-    if rank_rows is None and ep_degree > 1:
-        allowed = "allowed: the rows of each rank's part, 0 if they have no slack; or pass the Exchange for the counts"
-        fail(ValueError, op, "rank_rows", f"none for {ep_degree} ranks", allowed)
-    rank_rows = rank_rows or 0
-    check_size(op, "rank_rows", rank_rows)
+def _row_map(op: str, name: str, x: Any, counts: Any, alignment: int) -> RowMap:
+    check_matrix(op, name, x)
     check_size(op, "group_size_multiple_of", alignment, BLOCK)
-    if counts.shape != (ep_degree * num_local_experts,):
-        allowed = f"allowed: ({ep_degree * num_local_experts},), ep_degree * num_local_experts"
-        fail(ValueError, op, "num_tokens_per_expert", f"shape {counts.shape}", allowed)
-    check_counts(op, counts, ep_degree if rank_rows else 1, rank_rows or x.shape[0])
+    rank_rows = 0
+    if isinstance(counts, Exchange):
+        counts, ranks, rank_rows = counts.recv_counts, counts.ep_degree, counts.capacity
+        if x.shape[0] != ranks * rank_rows:
+            allowed = f"allowed: {ranks * rank_rows} rows, what the exchange dispatched"
+            fail(ValueError, op, name, f"shape {x.shape}", allowed)
+        num_local_experts = counts.shape[0] // ranks
+    else:
+        check_integers(op, "num_tokens_per_expert", counts, " or an Exchange")
+        if counts.ndim != 1 or not counts.size:
+            fail(ValueError, op, "num_tokens_per_expert", f"shape {counts.shape}", "allowed: (G,), or an Exchange")
+        check_counts(op, counts, 1, x.shape[0])
+        num_local_experts = counts.shape[0]
     return ops.row_map(
         counts.astype(jnp.int32),
         num_rows=x.shape[0],
@@ -301,7 +293,7 @@ def unpermute_hp_fwd_mxfp8_bwd(
     input: (P, N), an array, or an MXGradArray, whose gradient is gathered as MXFP8 bytes. maps: the RowMap of the
     permute. Returns (R, N) of input's kind. Raises ValueError (shapes) and TypeError (dtypes).
 
-    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]), 1, 2)
+    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
     >>> unpermute_hp_fwd_mxfp8_bwd(rows, row_map).shape
     (3, 32)
     """

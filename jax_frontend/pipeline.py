@@ -131,7 +131,7 @@ def dispatch(
     if recipe.mx:
         received = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, exchange, recipe.rounding)
     groups, row_map = permute(received, exchange, group_size_multiple_of=recipe.alignment)
-    groups = named(groups, ROWS)
+    groups = _named(groups, row_map)
     order, slots = (rows.order, rows.inverse) if isinstance(rows, TokenReplicas) else (None, None)
     return groups, row_map.padded_counts, Route(row_map, exchange, order, slots, recipe, top_k)
 
@@ -151,7 +151,13 @@ def _once(
         groups = spread_rows(arrived, copies.group_order, copies.group_slots.reshape(-1), tokens.top_k)
     else:
         groups = send_once(tokens.x, _way(route, copies))
-    return named(groups, ROWS), row_map.padded_counts, route
+    return _named(groups, row_map), row_map.padded_counts, route
+
+
+def _named(groups: Any, row_map: RowMap) -> Any:
+    """For policies of jax.checkpoint; MX rows with the ends of their groups."""
+    groups = named(groups, ROWS)
+    return groups.laid_out(row_map.group_ends) if isinstance(groups, MXArray) else groups
 
 
 def _way(route: Route, copies: Copies) -> Way:
@@ -177,8 +183,8 @@ def _on_one_rank(
         # order[-1] is the appended -1: a padding row is the replica of no token.
         order, slots, top_k = jnp.append(rows.order, -1)[order], slots[rows.inverse], rows.top_k
     values: Any = MXArray.quantize(x, recipe.rounding) if recipe.mx else x
-    groups = named(spread_rows(values, order, slots, max(top_k, 1)), ROWS)
-    return groups, row_map.padded_counts, Route(row_map, None, order, slots, recipe, top_k)
+    groups = spread_rows(values, order, slots, max(top_k, 1))
+    return _named(groups, row_map), row_map.padded_counts, Route(row_map, None, order, slots, recipe, top_k)
 
 
 def dispatch_probs(

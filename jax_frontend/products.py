@@ -58,7 +58,14 @@ def product(
 ) -> jax.Array:  # fmt: skip
     """x (M, K) x w (G, N, K) [+ row_weights (M,) bias (G, N), fp32], rounded once -> (M, N); rows past the last end are
     zeros."""
-    rows, weights = _balanced(row_operand(x, recipe), along_k(w, recipe, layout), group_ends)
+    operands = _balanced(row_operand(x, recipe), along_k(w, recipe, layout), group_ends)
+    return _plus_bias(*operands, group_ends, out_dtype, bias, row_weights)
+
+
+def _plus_bias(
+    rows: Multiplied, weights: Multiplied | KN, group_ends: jax.Array, out_dtype, bias: jax.Array | None,
+    row_weights: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     if bias is None:
         return _multiply(rows, weights, group_ends, out_dtype)
     if isinstance(rows, Folded) and row_weights is None:
@@ -70,6 +77,19 @@ def product(
         in_group = jnp.arange(sums.shape[0]) < group_ends[-1:]
         added = added * jnp.where(in_group, row_weights, 0)[:, None]
     return (sums + added).astype(out_dtype)
+
+
+def pair_of_products(
+    x: Rows, w: Weights, w2: Weights, group_ends: jax.Array, recipe: Recipe,
+    biases: tuple[jax.Array | None, jax.Array | None],
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`product` of the same rows with two weights of one shape, in bf16; folded ones without biases in one launch."""
+    rows, weights, weights2 = row_operand(x, recipe), along_k(w, recipe), along_k(w2, recipe)
+    if biases == (None, None) and isinstance(rows, Folded) and isinstance(weights, Folded):
+        assert isinstance(weights2, Folded)
+        return ops.grouped_mm_fold_pair(*rows, *weights, *weights2, group_ends, out_dtype="bfloat16")
+    first = _plus_bias(*_balanced(rows, weights, group_ends), group_ends, "bfloat16", biases[0])
+    return first, _plus_bias(*_balanced(rows, weights2, group_ends), group_ends, "bfloat16", biases[1])
 
 
 def input_gradient(
@@ -111,6 +131,18 @@ def weight_gradient(dout: Tokens, x: Tokens, group_ends: jax.Array, out_dtype, l
     assert not isinstance(b, jax.Array | Upcast)
     multiply = ops.grouped_wgrad_fold if isinstance(a, Folded) else ops.grouped_wgrad_mx
     return multiply(*a, *b, group_ends, out_dtype=out_dtype)
+
+
+def pair_of_weight_gradients(
+    dout: Tokens, dout2: Tokens, x: Tokens, group_ends: jax.Array, out_dtypes: tuple
+) -> tuple[jax.Array, jax.Array]:
+    """`weight_gradient` of two gradients with the same x; folded ones in one launch."""
+    if isinstance(dout, Folded) and out_dtypes[0] == out_dtypes[1]:
+        assert isinstance(dout2, Folded)
+        assert isinstance(x, Folded)
+        return ops.grouped_wgrad_fold_pair(*dout, *x, *dout2, group_ends, out_dtype=out_dtypes[0])
+    first = weight_gradient(dout, x, group_ends, out_dtypes[0])
+    return first, weight_gradient(dout2, x, group_ends, out_dtypes[1])
 
 
 def _balanced(

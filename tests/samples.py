@@ -45,7 +45,10 @@ SPECIAL = {
     | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), lhs2_sf=ROW, rhs2_sf=(1, SIZE))
     | _types("uint8", lhs2_qf=SQUARE, rhs2_qf=(1, SIZE, SIZE)),
     "grouped_mm_blockwise": WEIGHTS | _types("float32", lhs_sf=COLUMN, rhs_sf=(1, 1, 1)),
+    "grouped_mm_fold_pair": WEIGHTS
+    | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), rhs2_qf=(1, SIZE, SIZE), rhs2_sf=(1, SIZE)),
     "grouped_wgrad_fold": _types("uint8", lhs_sf=(1, SIZE), rhs_sf=(1, SIZE)),
+    "grouped_wgrad_fold_pair": _types("uint8", lhs_sf=(1, SIZE), rhs_sf=(1, SIZE), lhs2_qf=SQUARE, lhs2_sf=(1, SIZE)),
 }
 """Op -> types of its arrays that differ."""
 OPTIONS: dict[str, dict[str, Any]] = {

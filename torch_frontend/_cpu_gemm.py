@@ -118,6 +118,14 @@ def grouped_mm_fold_sum(
     _add_two(grouped_mm_fold, first, second, group_ends, out)
 
 
+def grouped_mm_fold_pair(
+    lhs_qf: Tensor, lhs_sf: Tensor, rhs_qf: Tensor, rhs_sf: Tensor, rhs2_qf: Tensor, rhs2_sf: Tensor,
+    group_ends: Tensor, out: Tensor, out2: Tensor,
+) -> None:  # fmt: skip
+    grouped_mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out)
+    grouped_mm_fold(lhs_qf, lhs_sf, rhs2_qf, rhs2_sf, group_ends, out2)
+
+
 def _dequantize_rows(q: Tensor, sf: Tensor) -> Tensor:
     """q (R, K), sf (R, ceil(K/128)) fp32 -> fp32, rounded once."""
     ones = torch.full((q.shape[0], q.shape[1] // BLOCK), E8M0_BIAS, dtype=torch.uint8)
@@ -155,6 +163,14 @@ def grouped_wgrad_fold(
     _k_grouped(lhs, rhs, group_ends, out)
 
 
+def grouped_wgrad_fold_pair(
+    lhs_qf: Tensor, lhs_sf: Tensor, rhs_qf: Tensor, rhs_sf: Tensor, lhs2_qf: Tensor, lhs2_sf: Tensor,
+    group_ends: Tensor, out: Tensor, out2: Tensor,
+) -> None:  # fmt: skip
+    grouped_wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out)
+    grouped_wgrad_fold(lhs2_qf, lhs2_sf, rhs_qf, rhs_sf, group_ends, out2)
+
+
 TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_mx": grouped_mm_mx,
     "grouped_mm_bf16": grouped_mm_bf16,
@@ -166,7 +182,9 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_fold": grouped_mm_fold,
     "grouped_mm_fold_bias": grouped_mm_fold_bias,
     "grouped_mm_fold_sum": grouped_mm_fold_sum,
+    "grouped_mm_fold_pair": grouped_mm_fold_pair,
     "grouped_wgrad_fold": grouped_wgrad_fold,
+    "grouped_wgrad_fold_pair": grouped_wgrad_fold_pair,
     "grouped_mm_blockwise": grouped_mm_blockwise,
 }
-"""Ops that run here on a CPU: functions of the inputs and of the one output, which they write."""
+"""Ops that run here on a CPU: functions of the inputs and of the outputs, which they write."""

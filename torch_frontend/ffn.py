@@ -11,12 +11,13 @@
     rows      quantized along the rows: directly by swiglu_bwd_both (recipe "mxfp8"), or from bf16
     tokens    recipe "mxfp8": quantized along the tokens by quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
-With form "fold", products.py folds each operand once for both of its products. One read of a bf16 x or dout produces
-its row and token operands, and the backward saves the token operand of x instead of x. Recipe "bf16" follows the same
-picture without quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of
-the separate functions. dx alone differs: autograd would add two rounded products and round again. With padding to whole
-blocks of tokens, dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A
-row's weight multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
+With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
+dw1 and dw3. One read of a bf16 x or dout produces its row and token operands, and the backward saves the token operand
+of x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
+before they are quantized, so the bytes are those of the separate functions. dx alone differs: autograd would add two
+rounded products and round again. With padding to whole blocks of tokens, dgate, dup and h are bf16 tensors; so are
+dgate and dup with b1 or b3, whose gradients sum them. A row's weight multiplies h and b2, so that it multiplies the row
+of out; its gradient has a part of each.
 """
 
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ from .products import (
     is_mx,
     output_gradient_operands,
     pad_to_blocks,
+    pair_of_products,
+    pair_of_weight_gradients,
     product,
     quantize_activation,
     row_operand,
@@ -108,7 +111,7 @@ def ffn_forward(
     again, need_tokens = call.recompute, options.whole_blocks and (need_w1 or need_w3)
     rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens and not again else None)
     (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = weight_operands(call, weights, held)
-    gate, up = product(rows, gate_w, group_ends, BF16, b1), product(rows, up_w, group_ends, BF16, b3)
+    gate, up = pair_of_products(rows, (gate_w, up_w), group_ends, BF16, (b1, b3))
     if is_mx(form):
         h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *call.numbers))
     else:
@@ -130,9 +133,9 @@ def _gate_and_up(call: FFNCall, x: Tensor, first: tuple[Any, Any, Any], group_en
     (weights, biases, held), (need_x, need_w1, need_w3, *_), options = first, call.needs, call.options
     ends = group_ends if options.whole_blocks and (need_w1 or need_w3) else None
     rows, tokens = quantize_activation(x, options.form, options.rounding, ends)
-    ways = [for_call(w, h, options.form, options.rounding, need_x) for w, h in zip(weights, held, strict=True)]
-    products = [product(rows, way[0], group_ends, BF16, b) for way, b in zip(ways, biases, strict=True)]
-    return products, tokens or x, tuple(way[1] or w for way, w in zip(ways, weights, strict=True))
+    gate, up = (for_call(w, h, options.form, options.rounding, need_x) for w, h in zip(weights, held, strict=True))
+    products = pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, biases)
+    return products, tokens or x, (gate[1] or weights[0], up[1] or weights[1])
 
 
 class FFNBackward:
@@ -192,12 +195,9 @@ class FFNBackward:
         _, need_w1, need_w3, _, _, need_b1, need_b3, _ = self.call.needs
         x_tokens: Unused = self.steps.tokens(self.x) if need_w1 or need_w3 else None
         del self.steps.glu, self.x
-        found: list[Tensor | None] = []
-        for need, (tokens, _), dtype, place in (
-            (need_w1, self.of_gate, self.dtypes[1], out[0]),
-            (need_w3, self.of_up, self.dtypes[2], out[1]),
-        ):
-            found.append(weight_gradient(tokens, x_tokens, self.steps.token_ends, dtype, place) if need else None)
+        tokens = self.of_gate[0] if need_w1 else None, self.of_up[0] if need_w3 else None
+        dtypes, ends = (self.dtypes[1], self.dtypes[2]), self.steps.token_ends
+        found: list[Tensor | None] = [*pair_of_weight_gradients(tokens, x_tokens, ends, dtypes, out)]
         for need, (_, values) in ((need_b1, self.of_gate), (need_b3, self.of_up)):
             found.append(bias_gradient(values, self.group_ends) if need and values is not None else None)
         return tuple(found)

@@ -19,6 +19,7 @@ no scales per 32, so form "mx" there dequantizes an operand once and multiplies 
 checks, no gradients.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -114,6 +115,18 @@ def product(
     return _written(multiply, (*operands[0], *operands[1], group_ends), out_dtype, out)
 
 
+def pair_of_products(
+    rows: Operand, weights: tuple[WeightOperand, WeightOperand], group_ends: Tensor, out_dtype: torch.dtype,
+    biases: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`product` of the same rows with two weights of one shape; folded ones without biases in one launch."""
+    (w, w2), (bias, bias2) = weights, biases
+    if bias is bias2 is None and isinstance(rows, Folded) and isinstance(w, Folded) and isinstance(w2, Folded):
+        return ops.grouped_mm_fold_pair(*rows, *w, *w2, group_ends, dtype_name(out_dtype))
+    first = product(rows, w, group_ends, out_dtype, bias)
+    return first, product(rows, w2, group_ends, out_dtype, bias2)
+
+
 def _written(name: str, operands: tuple[Tensor, ...], out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """The only output of the op, in `out` if there is one."""
     if out is None:
@@ -160,6 +173,28 @@ def weight_gradient(
     else:
         multiply = "grouped_wgrad_fold" if isinstance(dout, Folded) else "grouped_wgrad_mx"
     return _written(multiply, (*dout, *x, group_ends), out_dtype, out)
+
+
+def pair_of_weight_gradients(
+    douts: tuple[Operand | None, Operand | None], x: Operand, group_ends: Tensor,
+    out_dtypes: tuple[torch.dtype, torch.dtype], out: Sequence[Tensor | None] = (None, None),
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """`weight_gradient` of each of two gradients that is not None, with the same x; folded ones in one launch, if `out`
+    has both places or none."""
+    (first, second), (place, place2), dtype = douts, out, out_dtypes[0]
+    if isinstance(first, Folded) and isinstance(second, Folded) and out_dtypes == (dtype, dtype):
+        assert isinstance(x, Folded)
+        operands = *first, *x, *second, group_ends
+        if place is not None and place2 is not None:
+            into((place, place2), OPS["grouped_wgrad_fold_pair"], *operands, out_dtype=dtype_name(dtype))
+            return place, place2
+        if place is place2 is None:
+            return ops.grouped_wgrad_fold_pair(*operands, dtype_name(dtype))
+    dw, dw2 = (
+        None if dout is None else weight_gradient(dout, x, group_ends, dtype, place)
+        for dout, dtype, place in zip(douts, out_dtypes, out, strict=True)
+    )
+    return dw, dw2
 
 
 def bias_of_rows(bias: Tensor, group_ends: Tensor, rows: int) -> Tensor:

@@ -36,10 +36,15 @@ try:
     from torchtitan.config import derive, override
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
-except ImportError as error:
+except ModuleNotFoundError as error:
     raise ImportError(
         f"mxep.torch_frontend.torchtitan: torchtitan {TESTED} is missing ({error}); install it with "
         "`pip install 'mxep[torchtitan]'`"
+    ) from error
+except ImportError as error:  # a name that an older torch has not
+    raise ImportError(
+        f"mxep.torch_frontend.torchtitan: torchtitan {TESTED} does not import with torch {torch.__version__} "
+        f"({error}); tested with torch 2.13"
     ) from error
 
 

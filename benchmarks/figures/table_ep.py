@@ -8,7 +8,8 @@ from .table_ops import machine
 Row = Mapping[str, Any]
 OPS = ("ep_fwd", "ep_fwd_bwd", "ep_layer_fwd", "ep_layer_fwd_bwd")
 HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 products", "in turn": "in turn", "collectives": "`Collectives`",
-        "copy engines": "`CopyEngines`", "jit": "`jit`, and recipe `bf16` as bf16"}  # fmt: skip
+        "copy engines": "`CopyEngines`", "jit": "`jit`, and recipe `bf16` as bf16",
+        "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
 TITLES = {"ep": "### One product", "ep_layer": "### The whole layer"}
 HEAD = ("{sizes}, dim/hidden, experts{top_k}", "GPUs, routing", "recipe", "exchanges", "forward, ms: bf16 / ours",
         "backward", "together", "e, forward / backward", "exposed, forward / backward, ms",

@@ -218,7 +218,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     alloc_registers<240>();
     constexpr int kClearing = kConsumers * kWarpgroup;
     if constexpr (!K::kAlongK)
-      clear_rest<Out>(p, blockIdx.x * int64_t{kClearing} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kClearing});
+      clear_rest(p, static_cast<Out*>(p.out), blockIdx.x * int64_t{kClearing} + threadIdx.x - kWarpgroup,
+                 gridDim.x * int64_t{kClearing});
     consume<K, Out>(p, s);
   }
 }

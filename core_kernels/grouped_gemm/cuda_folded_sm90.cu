@@ -7,6 +7,9 @@
 //              or with scales of blocks of 128 along k (block_factors.cuh)
 //   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
+// Of either, two products in one launch: of the same rows with two weights, of two gradients with the same x. Each has
+// its output, and a tile belongs to one of them (schedule.cuh).
+//
 // A cluster of two CTAs computes two tiles of 256 x 128 that share their rows of B or of A (schedule.cuh): each CTA
 // loads one half of the shared rows for both.
 //
@@ -37,6 +40,7 @@
 #include "cuda/tensor_map.h"
 #include "grouped_gemm/block_factors.cuh"
 #include "grouped_gemm/folded_shared.cuh"
+#include "grouped_gemm/scan_ahead.cuh"
 #include "grouped_gemm/schedule.cuh"
 
 namespace mxep::cuda {
@@ -49,7 +53,7 @@ struct Operands {
 // The operands of one product, or of two.
 template <Plus kPlus>
 struct Maps {
-  Operands of[kPlus == Plus::kProduct ? 2 : 1];
+  Operands of[kPlus == Plus::kProduct || kPlus == Plus::kTwin ? 2 : 1];
 };
 
 template <bool kAlongK, Plus kPlus>
@@ -57,12 +61,17 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
   constexpr uint16_t kBoth = 3;
   const uint32_t rank = cluster_rank();
   const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
-  FoldedSchedule<kAlongK> schedule(p, s.lpt);
+  FoldedSchedule<kAlongK, kPlus == Plus::kTwin> schedule(p, s.lpt);
   Ring<kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
     const CUtensorMap *a = &maps.of[0].a, *b = &maps.of[0].b;
+    if constexpr (kPlus == Plus::kTwin) {
+      a = &maps.of[tile.twin].a, b = &maps.of[tile.twin].b;
+      // Where the compiler sees the choice, it keeps the consumers' descriptors in per-thread registers.
+      asm volatile("" : "+l"(a), "+l"(b));
+    }
     const int first_end = (tile.k_end + kTileK - 1) / kTileK * kTileK;
     const int end = kPlus == Plus::kProduct ? first_end + p.second.depth : tile.k_end;
     for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
@@ -91,37 +100,6 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
   ring.drain(s.empty);
 }
 
-// Clears the next group's tokens, from `tokens` on, in a tile's last stage. Each warp clears one part of the rows. The
-// 16-byte chunks of a row are swizzled as in load_box.
-__device__ void clear_next_group(FoldedShared& s, int part, int stage, uint32_t parity, int tokens) {
-  const int lane = threadIdx.x % 32;
-  uint8_t* rows = part == kColumnPart ? s.b[stage] : s.a[stage] + part * kWarpgroup * kTileK;
-  barrier_wait(&s.landed[stage], parity);
-  for (int row = lane; row < kWarpgroup; row += 32)
-    for (int chunk = tokens / 16; chunk < kTileK / 16; ++chunk)
-      *reinterpret_cast<uint4*>(rows + row * kTileK + (chunk ^ row % 8) * 16) = {};
-  shared_to_async_fence();
-  threads_sync<kIncreaseParts * 32>(3);  // consumers use 1 and 2
-  if (part == 0 && lane == 0) barrier_arrive(&s.full[stage], cluster_rank());
-}
-
-// K-grouped: the work that is done ahead of the consumers.
-__device__ void scan_ahead(const Problem& p, int part, FoldedShared& s) {
-  TileQueue tiles(s.tiles);
-  IncreaseQueue notes(s.increases);
-  int stage = 0;
-  uint32_t landed = 0;  // a bit per stage: the parity of its next wait
-  for (Tile tile; tiles.next(&tile);) {
-    find_increases(p, part, tile, notes);
-    const int tokens = tile.k_end - tile.k_begin, rest = tokens % kTileK;
-    stage = (stage + tokens / kTileK) % kStages;
-    if (rest == 0) continue;
-    clear_next_group(s, part, stage, landed >> stage & 1, rest);
-    landed ^= 1 << stage;
-    stage = (stage + 1) % kStages;
-  }
-}
-
 // Starts partial = a (64, 128) b (128, 128)^T. A step of 32 bytes along a row adds 2 to a descriptor.
 __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b) {
   wgmma_fence();
@@ -133,6 +111,7 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
 template <bool kAlongK, typename Out, Plus kPlus>
 __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   constexpr bool kBias = kPlus == Plus::kBias, kTwo = kPlus == Plus::kProduct, kBlocks = kPlus == Plus::kBlockScales;
+  constexpr bool kTwin = kPlus == Plus::kTwin;
   // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
@@ -151,6 +130,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     const bool any = !kBlocks && tile.k_begin < tile.k_end;
     const uint8_t* row_scale = kTwo ? p.second.row_scale : p.row_scale;
     const uint8_t* col_scale = kTwo ? p.second.col_scale : p.col_scale;
+    if constexpr (kTwin) (kAlongK ? row_scale : col_scale) += tile.twin * p.twin.to_scales;
     int col_byte = any && col < tile.cols ? col_scale[tile.col_scale + col] : kOne;
     if (kAlongK && !tile.whole) col_byte = kNanScale;
     [[maybe_unused]] float col_bias = 0;
@@ -267,7 +247,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     s.increases.init(8);
     barrier_init_fence();
   }
-  if constexpr (kAlongK) FoldedSchedule<true>::assign<kThreads>(p, s.lpt);
+  constexpr bool kTwin = kPlus == Plus::kTwin;
+  if constexpr (kAlongK) FoldedSchedule<true, kTwin>::template assign<kThreads>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
@@ -277,13 +258,17 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     } else if constexpr (kPlus == Plus::kBlockScales) {
       if (warp <= kFactorParts) put_factors(p, warp - 1, s.tiles, s.factor, s.full, s.empty);
     } else {
-      scan_ahead(p, warp - 1, s);
+      scan_ahead<kTwin>(p, warp - 1, s);
     }
   } else {
     alloc_registers<240>();
     constexpr int kConsumers = kThreads - kWarpgroup;
-    if constexpr (!kAlongK)
-      clear_rest<Out>(p, blockIdx.x * int64_t{kConsumers} + threadIdx.x - kWarpgroup, gridDim.x * int64_t{kConsumers});
+    if constexpr (!kAlongK) {
+      const int64_t thread = blockIdx.x * int64_t{kConsumers} + threadIdx.x - kWarpgroup;
+      const auto out = static_cast<Out*>(p.out);
+      clear_rest(p, out, thread, gridDim.x * int64_t{kConsumers});
+      if constexpr (kTwin) clear_rest(p, out + p.twin.to_out, thread, gridDim.x * int64_t{kConsumers});
+    }
     consume<kAlongK, Out, kPlus>(p, s);
   }
 }
@@ -302,7 +287,7 @@ Operands operands(const char* op, const Array& a, const Array& b) {
   return {byte_matrix(op, a.data, a.leading(1), depth, kHalfA), byte_matrix(op, b.data, b.leading(1), depth, kHalfB)};
 }
 
-template <bool kAlongK, Plus kPlus = Plus::kNothing>
+template <bool kAlongK, Plus kPlus>
 void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   p.group_ends = call.in.back().as<const int32_t>();
   if (kPlus == Plus::kBias) p.bias = call.in[4].as<const float>();
@@ -321,6 +306,11 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
     p.second = {call.in[5].as<const uint8_t>(), call.in[7].as<const uint8_t>(), static_cast<int>(call.in[4].dim(1))};
     depth += call.in[4].dim(1);
   }
+  if constexpr (kPlus == Plus::kTwin) {
+    maps.of[1] = kAlongK ? operands(op, call.in[4], call.in[2]) : operands(op, call.in[0], call.in[4]);
+    p.twin = {call.in[5].as<const uint8_t>() - (kAlongK ? p.row_scale : p.col_scale),
+              (call.out[1].as<char>() - call.out[0].as<char>()) / itemsize(call.out[0].dtype)};
+  }
   if (std::max({b_rows, scales, depth}) > INT32_MAX - 2 * kTileM)
     throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows, columns or scales");
   if (call.out[0].dtype == DType::bf16) {
@@ -328,6 +318,11 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   } else {
     launch_as<kAlongK, float>(op, maps, p, stream);
   }
+}
+
+// Empty sums. An operand without bytes has no tensor map.
+void clear(const char* op, const Call& call, cudaStream_t stream) {
+  for (const Array& out : call.out) check(op, cudaMemsetAsync(out.data, 0, out.nbytes(), stream));
 }
 
 template <Plus kPlus>
@@ -338,9 +333,20 @@ void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
   p.rows = static_cast<int>(lhs.dim(0));
   p.cols = static_cast<int>(rhs.dim(1));
   p.depth = static_cast<int>(lhs.dim(1));
-  if (p.groups == 0)  // weights without bytes have no tensor map; every row is past the last end
-    return check(op, cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
+  if (p.groups == 0) return clear(op, call, stream);  // every row is past the last end
   launch<false, kPlus>(op, call, p, stream);
+}
+
+template <Plus kPlus>
+void k_grouped(const char* op, const Call& call, cudaStream_t stream) {
+  const Array &lhs = call.in[0], &rhs = call.in[2];
+  Problem p{};
+  p.groups = static_cast<int>(call.in.back().dim(0));
+  p.rows = static_cast<int>(lhs.dim(0));
+  p.cols = static_cast<int>(rhs.dim(0));
+  p.depth = static_cast<int>(lhs.dim(1));
+  if (p.depth == 0) return clear(op, call, stream);
+  launch<true, kPlus>(op, call, p, stream);
 }
 
 }  // namespace
@@ -362,16 +368,16 @@ void grouped_mm_blockwise(const Call& call, cudaStream_t stream) {
   sm90::m_grouped<sm90::Plus::kBlockScales>("grouped_mm_blockwise", call, stream);
 }
 
+void grouped_mm_fold_pair(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<sm90::Plus::kTwin>("grouped_mm_fold_pair", call, stream);
+}
+
 void grouped_wgrad_fold(const Call& call, cudaStream_t stream) {
-  const Array &lhs = call.in[0], &rhs = call.in[2];
-  sm90::Problem p{};
-  p.groups = static_cast<int>(call.in[4].dim(0));
-  p.rows = static_cast<int>(lhs.dim(0));
-  p.cols = static_cast<int>(rhs.dim(0));
-  p.depth = static_cast<int>(lhs.dim(1));
-  if (p.depth == 0)  // operands without tokens have no tensor map
-    return check("grouped_wgrad_fold", cudaMemsetAsync(call.out[0].data, 0, call.out[0].nbytes(), stream));
-  sm90::launch<true>("grouped_wgrad_fold", call, p, stream);
+  sm90::k_grouped<sm90::Plus::kNothing>("grouped_wgrad_fold", call, stream);
+}
+
+void grouped_wgrad_fold_pair(const Call& call, cudaStream_t stream) {
+  sm90::k_grouped<sm90::Plus::kTwin>("grouped_wgrad_fold_pair", call, stream);
 }
 
 }  // namespace mxep::cuda

@@ -38,9 +38,9 @@ struct FoldedSharedOfTwo : FoldedShared {
 };
 static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024 && sizeof(FoldedSharedOfTwo) <= 227 * 1024);
 
-// What a kernel computes beside the product: nothing, a bias to add, a second product to add, or products with scales
-// of blocks.
-enum class Plus { kNothing, kBias, kProduct, kBlockScales };
+// What a kernel computes beside the product: nothing, a bias to add, a second product to add, products with scales of
+// blocks, or a second product with an output of its own.
+enum class Plus { kNothing, kBias, kProduct, kBlockScales, kTwin };
 
 template <Plus kPlus>
 using SharedOf = std::conditional_t<kPlus == Plus::kBias, FoldedSharedWithBias,

@@ -4,6 +4,7 @@ grouped_mm_fold       qf 2^(lhs_sf - 127)  x  qf 2^(rhs_sf - 127)   one scale pe
 grouped_mm_fold_bias  the same, plus bias before the rounding
 grouped_mm_fold_sum   the sum of two such products before the rounding
 grouped_wgrad_fold    the same, one scale per row and span of 256 tokens
+..._pair              two products with one operand in common
 """
 
 import numpy as np
@@ -47,3 +48,21 @@ def grouped_wgrad_fold(
     """lhs_t (N, M), (S, N) x rhs_t (K, M), (S, K) -> out (G, N, K); an empty group gives zeros."""
     lhs, rhs = span_values(lhs_qf, lhs_sf, group_ends), span_values(rhs_qf, rhs_sf, group_ends)
     return k_grouped(lhs.T, rhs.T, group_ends, out_dtype)
+
+
+def grouped_mm_fold_pair(
+    lhs_qf: Array, lhs_sf: Array, rhs_qf: Array, rhs_sf: Array, rhs2_qf: Array, rhs2_sf: Array, group_ends: Array,
+    out_dtype: str = "bfloat16",
+) -> tuple[Array, Array]:  # fmt: skip
+    """lhs rhs^T and lhs rhs2^T for the group of each row."""
+    first = grouped_mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype)
+    return first, grouped_mm_fold(lhs_qf, lhs_sf, rhs2_qf, rhs2_sf, group_ends, out_dtype)
+
+
+def grouped_wgrad_fold_pair(
+    lhs_qf: Array, lhs_sf: Array, rhs_qf: Array, rhs_sf: Array, lhs2_qf: Array, lhs2_sf: Array, group_ends: Array,
+    out_dtype: str = "bfloat16",
+) -> tuple[Array, Array]:  # fmt: skip
+    """lhs rhs^T and lhs2 rhs^T over the tokens of each group."""
+    first = grouped_wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype)
+    return first, grouped_wgrad_fold(lhs2_qf, lhs2_sf, rhs_qf, rhs_sf, group_ends, out_dtype)

@@ -49,10 +49,10 @@ def _check_contraction(op: str, name: str, qf: ArrayType, rank: int, what: str) 
     require_multiple(op, name, qf.shape[-1], BLOCK, what)
 
 
-def _check_operands(
+def check_operands(
     op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, number: str = ""
 ) -> None:
-    """number: of the pair of operands, as in their names."""
+    """Raise unless these are the operands of an M-grouped product. number: of the pair, as in their names."""
     lhs, rhs = f"lhs{number}_qf", f"rhs{number}_qf"
     scales = {f"lhs{number}_sf": lhs_sf, f"rhs{number}_sf": rhs_sf}
     _check_bytes(op, **{lhs: lhs_qf, rhs: rhs_qf}, **scales)
@@ -71,7 +71,7 @@ def _check_mm(
     *, out_dtype: str = "bfloat16",
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_fold"
-    _check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
+    check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
     return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
 
 
@@ -80,7 +80,7 @@ def _check_mm_bias(
     *, out_dtype: str = "bfloat16",
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_fold_bias"
-    _check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
+    check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
     require_dtype(op, "bias", bias, "float32")
     require_shape(op, "bias", bias, rhs_qf.shape[:2], "one value per row of rhs_qf")
     return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
@@ -92,8 +92,8 @@ def _check_mm_sum(
     *, out_dtype: str = "bfloat16",
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_fold_sum"
-    _check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
-    _check_operands(op, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, "2")
+    check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
+    check_operands(op, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, "2")
     require_shape(op, "lhs2_qf", lhs2_qf, (lhs_qf.shape[0], lhs2_qf.shape[1]), "the rows of lhs_qf")
     require_shape(op, "rhs2_qf", rhs2_qf, (*rhs_qf.shape[:2], rhs2_qf.shape[2]), "the G and N of rhs_qf")
     return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
@@ -103,7 +103,14 @@ def _check_wgrad(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
     *, out_dtype: str = "bfloat16",
 ) -> Signature:  # fmt: skip
-    op = "grouped_wgrad_fold"
+    return check_wgrad_operands("grouped_wgrad_fold", lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype)
+
+
+def check_wgrad_operands(
+    op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
+    out_dtype: str,
+) -> Signature:  # fmt: skip
+    """Signature of a K-grouped product."""
     _check_bytes(op, lhs_qf=lhs_qf, lhs_sf=lhs_sf, rhs_qf=rhs_qf, rhs_sf=rhs_sf)
     _check_contraction(op, "lhs_qf", lhs_qf, 2, "tokens")
     require_rank(op, "rhs_qf", rhs_qf, 2)

@@ -63,8 +63,10 @@ class IncreaseQueue {
   uint32_t parity_ = 0;
 };
 
-// Called by one warp per part; four neighbours per lane.
-__device__ inline void find_increases(const Problem& p, int part, const Tile& tile, IncreaseQueue& notes) {
+// Called by one warp per part; four neighbours per lane. Of twins, rows and columns are multiples of 4: the other way
+// would take registers that there are not.
+template <bool kTwin>
+__device__ void find_increases(const Problem& p, int part, const Tile& tile, IncreaseQueue& notes) {
   constexpr int kTogether = 4;                        // spans whose scales are in flight; the warps have 24 registers
   constexpr uint32_t kPowerOne = kOne * 0x01010101u;  // 2^0 for four neighbours
   const bool columns = part == kColumnPart;
@@ -73,12 +75,13 @@ __device__ inline void find_increases(const Problem& p, int part, const Tile& ti
   // Number of rows or columns of the tile from this lane's first on.
   const int left = (columns ? tile.cols : tile.rows) - first;
   const uint8_t* scales = columns ? p.col_scale + tile.b_row : p.row_scale + tile.a_row;
+  if (kTwin && !columns) scales += tile.twin * p.twin.to_scales;
   int at = tile.slot * pitch + first;
   const auto next_scales = [&] {
     uint32_t bytes = 0;
-    if (left >= 4 && pitch % 4 == 0) {
+    if (left >= 4 && (kTwin || pitch % 4 == 0)) {
       bytes = *reinterpret_cast<const uint32_t*>(scales + at);
-    } else {
+    } else if constexpr (!kTwin) {
       for (int i = 0; i < min(left, 4); ++i) bytes |= scales[at + i] << i * 8;
     }
     at += pitch;

@@ -8,6 +8,10 @@
 // With equal numbers of pairs the squarer pair is better: per k-step a pair of 256 x 256 loads 512 rows, a pair of 512
 // x 128 loads 640, and the GPU is power-limited. Tiles of 128 x 256 are therefore stacked if the numbers are equal.
 //
+// Two products with one common operand and an output each (kTwin): M-grouped, a pair has the same tile of both outputs,
+// rank 0 of the first and rank 1 of the second, and shares the rows of A. K-grouped, where that would load 640 rows, a
+// pair belongs to one output, and pairs of both outputs alternate.
+//
 //   pairs of a group, in panels           0  4  8      pairs that run at the same time form a block of the output
 //   of a few rows of pairs:               1  5  9      that is about as high as wide: their parts of both operands
 //                                         2  6 10      are small and stay in L2
@@ -39,6 +43,10 @@ struct Problem {
   struct {
     const float *row, *square;  // (M, K / 128) and (G, N / 128, K / 128), both rounded up
   } block_scale;
+  // Of twins: how far the second one's values are from the first one's.
+  struct {
+    int64_t to_scales, to_out;
+  } twin;
 };
 
 // One CTA's tile of the output and its operands.
@@ -49,17 +57,18 @@ struct Tile {
   int slot;                  // K-grouped: of the group's first span; the other spans follow
   int rows, cols;  // of the output from the tile's first on; at most 0 for a tile outside, whose pair has one inside
   bool side_by_side, exists;
-  bool whole;  // K-grouped: the group's ends keep the contract; otherwise the sums are NaN
+  bool whole;    // K-grouped: the group's ends keep the contract; otherwise the sums are NaN
+  uint8_t twin;  // 0 or 1: the product that the tile belongs to
 };
 
 // Tiles of kM x kN; group ends are multiples of kEnds.
-template <bool kAlongK, int kM, int kN, int kEnds = 1>
+template <bool kAlongK, int kM, int kN, int kEnds = 1, bool kTwin = false>
 class Schedule {
  public:
   // K-grouped: called by all threads of a CTA, before the first barrier of the cluster.
   template <int kThreads>
   static __device__ void assign(const Problem& p, LptSchedule& lpt) {
-    const int pairs = min(pairs_stacked(p.rows, p.cols), pairs_side_by_side(p.rows, p.cols));
+    const int pairs = min(pairs_stacked(p.rows, p.cols), pairs_side_by_side(p.rows, p.cols)) * (kAlternate ? 2 : 1);
     lpt_schedule<kThreads>(p.group_ends, p.groups, p.depth, pairs, blockIdx.x / kCluster, gridDim.x / kCluster, lpt);
   }
 
@@ -88,10 +97,12 @@ class Schedule {
     const int height = side_by_side_ ? 2 * kPanel : kPanel, columns = pairs_n_;
     const int panel = pair / (height * columns), in_panel = pair % (height * columns);
     const int in_column = min(height, pairs_m_ - panel * height);
-    const int pair_m = panel * height + in_panel % in_column, pair_n = in_panel / in_column;
-    const int rank = blockIdx.x % kCluster;
+    int pair_m = panel * height + in_panel % in_column;
+    const int pair_n = in_panel / in_column, rank = blockIdx.x % kCluster;
+    const int twin = kOfBoth ? rank : kAlternate ? pair_m % 2 : 0;
+    if constexpr (kAlternate) pair_m /= 2;
     const int i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kM;
-    const int j = (side_by_side_ ? pair_n * kCluster + rank : pair_n) * kN;
+    const int j = (side_by_side_ && !kOfBoth ? pair_n * kCluster + rank : pair_n) * kN;
     const int64_t row = kAlongK ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out
     const int weight_row = group_ * p_.cols + j;
     const int slot = begin_ / kSpan + group_, last_slot = slot + (end_ - begin_ - 1) / kSpan;
@@ -100,7 +111,7 @@ class Schedule {
         .b_row = kAlongK ? j : weight_row,
         .k_begin = kAlongK ? begin_ : 0,
         .k_end = kAlongK ? end_ : p_.depth,
-        .out = row * p_.cols + j,
+        .out = row * p_.cols + j + twin * p_.twin.to_out,
         .row_scale = kAlongK ? last_slot * p_.rows + i : static_cast<int>(row),
         .col_scale = kAlongK ? last_slot * p_.cols + j : weight_row,
         .slot = slot,
@@ -109,12 +120,14 @@ class Schedule {
         .side_by_side = side_by_side_,
         .exists = true,
         .whole = whole_,
+        .twin = static_cast<uint8_t>(twin),
     };
     next_ += kAlongK ? 1 : gridDim.x / kCluster;
     return true;
   }
 
  private:
+  static constexpr bool kOfBoth = kTwin && !kAlongK, kAlternate = kTwin && kAlongK;  // a pair of twins
   static constexpr int kPanel = 1024 / kM;  // 2 to 16 panels of 256 measured within half a percent of each other
 
   static __device__ int tiles(int size, int tile) { return (size + tile - 1) / tile; }
@@ -136,9 +149,15 @@ class Schedule {
       end_ = min(max(p_.group_ends[group], begin_), p_.rows) / kEnds * kEnds;
     }
     const int rows = kAlongK ? p_.rows : end_ - begin_;
+    if constexpr (kOfBoth) {
+      side_by_side_ = true;
+      pairs_m_ = tiles(rows, kM);
+      pairs_n_ = tiles(p_.cols, kN);
+      return;
+    }
     const int stacked = pairs_stacked(rows, p_.cols), side_by_side = pairs_side_by_side(rows, p_.cols);
     side_by_side_ = kM > kN ? side_by_side <= stacked : side_by_side < stacked;
-    pairs_m_ = tiles(rows, side_by_side_ ? kM : 2 * kM);
+    pairs_m_ = tiles(rows, side_by_side_ ? kM : 2 * kM) * (kAlternate ? 2 : 1);
     pairs_n_ = tiles(p_.cols, side_by_side_ ? 2 * kN : kN);
   }
 

@@ -138,8 +138,8 @@ FAULTS = (
     Fault(
         "torch, SwiGLU FFN: the gradient of x uses w1 twice",
         "torch_frontend/ffn.py",
-        "gate_t, steps.rows(dup), up_t",
-        "gate_t, steps.rows(dup), gate_t",
+        "dgate, gate_t, dup, up_t",
+        "dgate, gate_t, dup, gate_t",
         "tests/torch_frontend/test_ffn.py -k close_to_fp64",
     ),
     Fault(
@@ -166,22 +166,22 @@ FAULTS = (
     Fault(
         "torch, experts that recompute: gate and up without their biases",
         "torch_frontend/ffn.py",
-        "product(rows, way[0], group_ends, BF16, b)",
-        "product(rows, way[0], group_ends, BF16)",
+        "pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, biases)",
+        "pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, (None, None))",
         "tests/torch_frontend/test_layer_bytes.py -k same_bytes",
     ),
     Fault(
         "exchange: rows of a rank lie in a group where those of the rank before do",
         "core_kernels/exchange.py",
-        "operands[owner].starts[e][source]",
-        "operands[owner].starts[e][source - 1]",
+        "destination = starts + _before(rows, axis=0)",
+        "destination = starts + 0 * _before(rows, axis=0)",
         "tests/test_exchange_ranks.py",
     ),
     Fault(
         "torch, expert parallelism: no rows of a token but its first are added to its gradient",
         "torch_frontend/weighted_combine.py",
-        "ctx.save_for_backward(torch.div(order, slots.shape[1]",
-        "ctx.save_for_backward(torch.div(order, 1",
+        "token_of(order, slots.shape[1])",
+        "token_of(order, 1)",
         "tests/torch_frontend/test_combine.py -k values_and_gradients",
     ),
     Fault(
@@ -223,7 +223,7 @@ FAULTS = (
     Fault(
         "shard_moe: gradients of experts are a sum over the expert ranks",
         "torch_frontend/fsdp.py",
-        "parallelize_module(layer.experts, experts, MXFP8ExpertParallel())",
+        "parallelize_module(layer.experts, experts, style)",
         'parallelize_module(layer.experts, experts, MXFP8ExpertParallel(gradients="sum"))',
         "tests/torch_frontend/test_fsdp.py",
     ),

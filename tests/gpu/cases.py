@@ -165,6 +165,12 @@ CASES = {
     "grouped_mm_fold_bias_fp32": _case("grouped_mm_fold_bias", inputs.grouped_mm_fold_bias, out_dtype="float32"),
     "grouped_mm_blockwise": _case("grouped_mm_blockwise", inputs.grouped_mm_blockwise),
     "grouped_mm_blockwise_tiles": _case("grouped_mm_blockwise", inputs.blockwise_of_many_tiles, out_dtype="float32"),
+    "grouped_mm_fold_pair": _case("grouped_mm_fold_pair", inputs.grouped_mm_fold_pair),
+    "grouped_mm_fold_pair_tiles": _case("grouped_mm_fold_pair", inputs.mm_pair_of_many_tiles, out_dtype="float32"),
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", inputs.grouped_wgrad_fold, multiple=32),
+    "grouped_wgrad_fold_pair": Case("grouped_wgrad_fold_pair", inputs.grouped_wgrad_fold_pair, multiple=32),
+    "grouped_wgrad_fold_pair_tiles": Case(
+        "grouped_wgrad_fold_pair", inputs.wgrad_pair_of_many_tiles, lambda m: {"out_dtype": "float32"}, multiple=32
+    ),
 }
 EDGES = [(name, m) for name, case in CASES.items() for m in case.edges]

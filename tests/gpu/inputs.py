@@ -214,6 +214,16 @@ def grouped_mm_fold_sum(rng: Rng, m: int) -> Tensors:
     return *(t for pair in pairs for x in pair for t in torch_ops.quantize_row_fold(x.contiguous())), group_ends(rng, m)
 
 
+def grouped_mm_fold_pair(rng: Rng, m: int) -> Tensors:
+    *operands, ends = grouped_mm_fold(rng, m)
+    return *operands, *torch_ops.quantize_row_fold(finite(rng, GROUPS, N, K)), ends
+
+
+def mm_pair_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    operands = finite(rng, m, 416), finite(rng, GROUPS, 808, 416), finite(rng, GROUPS, 808, 416)
+    return *(t for x in operands for t in torch_ops.quantize_row_fold(x)), ragged(rng, m)
+
+
 def grouped_mm_blockwise(rng: Rng, m: int) -> Tensors:
     lhs, rhs_t, ends = grouped_mm_bf16(rng, m)
     return *torch_ops.quantize_blockwise(lhs), *torch_ops.quantize_squares(rhs_t), ends
@@ -255,5 +265,18 @@ def matrix_and_ends_fp32(rng: Rng, m: int) -> Tensors:
 
 def grouped_wgrad_fold(rng: Rng, m: int) -> Tensors:
     lhs, rhs, ends = finite(rng, m, N), finite(rng, m, K), group_ends(rng, m, 32)
-    lhs_t, rhs_t = torch_ops.quantize_col(lhs), torch_ops.quantize_col(rhs)
-    return *torch_ops.fold_groups(*lhs_t, ends), *torch_ops.fold_groups(*rhs_t, ends), ends
+    return *by_group(lhs, ends), *by_group(rhs, ends), ends
+
+
+def by_group(x: Tensor, ends: Tensor) -> Tensors:
+    return torch_ops.fold_groups(*torch_ops.quantize_col(x), ends)
+
+
+def grouped_wgrad_fold_pair(rng: Rng, m: int) -> Tensors:
+    *operands, ends = grouped_wgrad_fold(rng, m)
+    return *operands, *by_group(finite(rng, m, N), ends), ends
+
+
+def wgrad_pair_of_many_tiles(rng: Rng, m: int) -> Tensors:
+    ends, columns = group_ends(rng, m, 32), (808, 328, 808)
+    return *(t for n in columns for t in by_group(finite(rng, m, n), ends)), ends

@@ -1,4 +1,6 @@
-"""Runs ops whose CTAs wait for each other where they may not run concurrently: `python progress.py streams` or `green`.
+"""Runs ops whose CTAs wait for each other where they may not run concurrently.
+
+    python -m tests.gpu.progress streams | green
 
 test_progress.py runs this file as a subprocess, because a launch that hangs has to be killed. A wrong byte is an error.
 """
@@ -8,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from cases import DEVICE, floats
 from mxep.core_kernels.fold.plan_both import tiles_across
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 from torch.cuda.green_contexts import GreenContext
+
+from .cases import DEVICE
+from .inputs import floats
 
 Tensors = tuple[Tensor, ...]
 WIDTHS = ((torch.bfloat16, 16384), (torch.float32, 7168), (torch.bfloat16, 7168))

@@ -40,11 +40,13 @@ def main() -> None:
             check(transport)
         if mesh.get_local_rank() == 0:
             print(f"{type(transport).__name__}: {len(ep_overlap.CHECKS)} checks passed")
-    for check in ep_replicas.CHECKS.values():
+    # One rank has nothing to sum before the wire.
+    of_replicas = list(ep_replicas.CHECKS.values()) if mesh.size() > 1 else []
+    for check in of_replicas:
         check(mesh.get_group())
     dist.barrier()
     if dist.get_rank() == 0:
-        print(f"{mesh.size()} ranks: {len(PROGRAMS) + 2 + len(ep_replicas.CHECKS)} checks passed")
+        print(f"{mesh.size()} ranks: {len(PROGRAMS) + 2 + len(of_replicas)} checks passed")
     dist.destroy_process_group()
 
 

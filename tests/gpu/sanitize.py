@@ -1,4 +1,4 @@
-"""Runs every op once on small ragged inputs: `compute-sanitizer python sanitize.py cuda triton`.
+"""Runs every op once on small ragged inputs: `compute-sanitizer python -m tests.gpu.sanitize cuda triton`.
 
 CUDA C++ also runs the edge cases. The inputs come from the CPU and the outputs are not read, so only kernels of this
 package run.
@@ -7,9 +7,10 @@ package run.
 import sys
 
 import torch
-from cases import CASES
 from mxep import cpp_bindings
 from mxep.torch_frontend import force_implementation
+
+from .cases import CASES
 
 
 def main(implementations: list[str]) -> None:

@@ -55,8 +55,11 @@ def test_folded_wgrad(name: str, implementation: str, out_dtype: str) -> None:
     lhs, rhs = (torch.full((n, TOKENS), 0x38, dtype=torch.uint8, device=DEVICE) for n in (712, 328))  # 1.0
     slots = TOKENS // 256 + len(ends)
     with force_implementation(implementation):
-        got = ops.grouped_wgrad_fold(lhs, scales(slots, 712), rhs, scales(slots, 328), ints(ends), out_dtype)
-    same(got, sums_of_ones(ends, broken))
+        operands = lhs, scales(slots, 712), rhs, scales(slots, 328)
+        got = ops.grouped_wgrad_fold(*operands, ints(ends), out_dtype)
+        pair = ops.grouped_wgrad_fold_pair(*operands, lhs, scales(slots, 712) + 1, ints(ends), out_dtype)
+    for dw, factor in ((got, 1), (pair[0], 1), (pair[1], 2)):
+        same(dw, sums_of_ones(ends, broken) * factor)
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -164,6 +164,32 @@ def test_folded_gemms_of_many_tiles() -> None:
         assert torch.equal(grads[g], want.float())
 
 
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("m", "n", "k", "ends"), [
+    (8192, 1408, 2048, (2464, 2464, 2496, 4992, 6144, 8000)),
+    (4096, 2056, 520, (4096,)),
+    (6400, 264, 1032, tuple(range(64, 6401, 64))),
+])  # fmt: skip
+def test_a_pair_has_the_bytes_of_two_launches(m: int, n: int, k: int, ends: tuple[int, ...], out_dtype: str) -> None:
+    """Skewed, empty and many groups; odd numbers of tiles along either dim. Gradients grow from span to span."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE).bfloat16()
+
+    offs, depth = torch.tensor(ends, dtype=torch.int32, device=DEVICE), -(-k // 32) * 32
+    rows, *weights = (ops.quantize_row_fold(random(*shape, depth)) for shape in ((m,), *[(len(ends), n)] * 2))
+    got = ops.grouped_mm_fold_pair(*rows, *weights[0], *weights[1], offs, out_dtype)
+    assert equal(got, tuple(ops.grouped_mm_fold(*rows, *w, offs, out_dtype) for w in weights))
+
+    growth = torch.exp2(torch.arange(m, device=DEVICE) // 256 % 9 * 1.0)[:, None]
+    tokens, *gradients = (
+        ops.fold_groups(*ops.quantize_col((random(m, width) * growth).bfloat16()), offs) for width in (k, n, n)
+    )
+    got = ops.grouped_wgrad_fold_pair(*gradients[0], *tokens, *gradients[1], offs, out_dtype)
+    assert equal(got, tuple(ops.grouped_wgrad_fold(*dout, *tokens, offs, out_dtype) for dout in gradients))
+
+
 @pytest.mark.parametrize("compute", ["exact", "fold"])
 def test_held_weights_give_the_same_bytes(compute: str) -> None:
     """Also on another stream, which the caller synchronises."""

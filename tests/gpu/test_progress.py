@@ -26,7 +26,8 @@ from torch import Tensor
 from .cases import DEVICE, same_bytes
 from .inputs import floats
 
-SCRIPT = Path(__file__).with_name("progress.py")
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "tests.gpu.progress"]
 MPS = "nvidia-cuda-mps-control"
 EXCHANGE = cpp_bindings.Exchange(Tensor)
 
@@ -34,7 +35,7 @@ EXCHANGE = cpp_bindings.Exchange(Tensor)
 @pytest.mark.parametrize("where", ["streams", "green"])
 def test_it_finishes_with_the_right_bytes(where: str) -> None:
     """Takes seconds unless a launch hangs."""
-    run = subprocess.run([sys.executable, str(SCRIPT), where], capture_output=True, text=True, timeout=180)
+    run = subprocess.run([*PROGRAM, where], cwd=ROOT, capture_output=True, text=True, timeout=180)
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
 
@@ -58,8 +59,8 @@ def mps() -> Iterator[dict[str, str]]:
 @pytest.mark.skipif(shutil.which(MPS) is None, reason="the driver here has no nvidia-cuda-mps-control")
 def test_two_processes_under_mps_finish_with_the_right_bytes(mps: dict[str, str]) -> None:
     """Their CTAs run concurrently; each process has at most half of the SMs."""
-    command = [sys.executable, str(SCRIPT), "streams"]
-    clients = [subprocess.Popen(command, env=mps, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(2)]
+    options = {"cwd": ROOT, "env": mps, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    clients = [subprocess.Popen([*PROGRAM, "streams"], **options) for _ in range(2)]
     try:
         texts = [client.communicate(timeout=180)[0].decode() for client in clients]
     finally:

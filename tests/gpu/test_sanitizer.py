@@ -12,7 +12,7 @@ from mxep import cpp_bindings
 
 from .cases import CASES
 
-SCRIPT = Path(__file__).with_name("sanitize.py")
+ROOT = Path(__file__).parents[2]
 IN_CUDA = [name for name, case in CASES.items() if case.op in cpp_bindings.CUDA_OPS]
 
 
@@ -26,10 +26,10 @@ IN_CUDA = [name for name, case in CASES.items() if case.op in cpp_bindings.CUDA_
 def test_no_error(tool: str, implementations: list[str], names: list[str], summary: str) -> None:
     assert names, "this build has no CUDA kernels: make install-gpu"
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    command = [sanitizer, "--tool", tool, sys.executable, str(SCRIPT), *implementations]
+    command = [sanitizer, "--tool", tool, sys.executable, "-m", "tests.gpu.sanitize", *implementations]
     # One allocation per tensor: inside a block of torch's allocator the tool cannot detect an access out of bounds.
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-4000:]
     assert re.findall(r"^ran (\w+) in", output, re.MULTILINE) == names, output[-4000:]

@@ -283,7 +283,9 @@ def test_the_gradient_of_the_layer_is_our_kernels_and_folds_on_hopper(arch: str,
     found = ops_of(lowered)
     sums = found["grouped_mm_fold_sum"]
     assert sums == (arch == "sm_90"), "the input gradient of w1 and w3"
-    assert found[product] + 2 * sums == 6, "three products forward, three input gradients"
+    pairs = found["grouped_mm_fold_pair"]
+    assert pairs == sums, "the products of w1 and w3"
+    assert found[product] + 2 * pairs + 2 * sums == 6, "three products forward, three input gradients"
     assert not found[other]
     assert found["grouped_wgrad_bf16"] == 3
     assert found["permute_mx"] == 2

@@ -27,7 +27,8 @@ SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
 @pytest.mark.parametrize("module", MODULES)
 def test_examples(module: str) -> None:
     source = importlib.import_module(f"mxep.jax_frontend.{module}")
-    results = doctest.testmod(source, extraglobs={n: v for n, v in NAMES.items() if n not in vars(source)})
+    given = {"jnp": jnp} | NAMES
+    results = doctest.testmod(source, extraglobs={n: v for n, v in given.items() if n not in vars(source)})
     assert results.failed == 0
 
 

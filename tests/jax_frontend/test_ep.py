@@ -16,6 +16,8 @@ from mxep.jax_frontend import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
+    gather_rows,
+    grouped_mm,
     ops,
     permute,
     permute_mxfp8_fwd_hp_bwd,
@@ -137,18 +139,35 @@ def _requantized(x: jax.Array) -> jax.Array:
 
 def test_the_permute_takes_the_exchange() -> None:
     """Which says how many rows a rank's part has, with slack too."""
+    sizes = {"num_rows": RANKS * 5, "num_local_experts": EXPERTS // RANKS, "rank_rows": 5}
 
     def both(counts, rows):
         exchange = plan_exchange(counts.reshape(-1), "ep", num_rows=TOKENS, capacity=5)
         there = a2a_dispatch(rows, exchange)
-        by_hand = permute(there, exchange.recv_counts, RANKS, EXPERTS // RANKS, rank_rows=5)
-        mx, maps = permute_mxfp8_fwd_hp_bwd(MXArray.quantize(there), exchange)
-        return permute(there, exchange), by_hand, (mx.dequantize(), maps)
+        maps = ops.row_map(exchange.recv_counts, **sizes)
+        by_hand = gather_rows(there, maps.row_map, maps.inverse), maps
+        mx, _ = permute_mxfp8_fwd_hp_bwd(MXArray.quantize(there), exchange)
+        return permute(there, exchange), by_hand, mx.dequantize()
 
     for alone, by_hand, mx in per_rank(both, COUNTS, ROWS):
         for got, want in zip(jax.tree.leaves(alone), jax.tree.leaves(by_hand), strict=True):
             np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(mx[0], MXArray.quantize(by_hand[0]).dequantize())
+        np.testing.assert_array_equal(mx, MXArray.quantize(by_hand[0]).dequantize())
+
+
+def test_rows_of_an_exchange_with_counts_of_ones_own_fit_no_weights() -> None:
+    """Counts of all experts, or those received, are as many groups: more than a rank has experts."""
+
+    def own(counts, rows):
+        exchange = plan_exchange(counts.reshape(-1), "ep", num_rows=TOKENS)
+        there = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, exchange)
+        for sizes in (counts.reshape(-1), exchange.recv_counts):
+            groups, maps = permute(there, sizes)
+            with pytest.raises(ValueError, match="group_ends: got shape"):
+                grouped_mm(groups, jnp.ones((EXPERTS // RANKS, 32, rows.shape[1])), maps)
+        return rows
+
+    per_rank(own, COUNTS, ROWS)
 
 
 def test_another_mesh_axis_may_be_automatic() -> None:
@@ -191,9 +210,7 @@ def replicas(top_k: int = 4, order: int = 12, inverse: int = 12, dtype: str = "i
         ),
         (lambda: a2a_dispatch(replicas(inverse=13), one_rank()()), r"inverse: got shape \(13,\); allowed: \(12,\)"),
         (lambda: a2a_dispatch(replicas(5, 15, 15), one_rank()()), r"input: got shape \(3, 64\) with top_k 5; .* = 12"),
-        (lambda: permute(ROWS[:12], jnp.array([6, 6], jnp.int32), 2, 1), "rank_rows: got none for 2 ranks; .*Exchange"),
         (lambda: permute(ROWS[:13], one_rank()()), r"x: got shape \(13, 64\); allowed: 12 rows, what the exchange"),
-        (lambda: permute(ROWS[:12], one_rank()(), 1, 4), "num_tokens_per_expert: got an Exchange beside"),
         (lambda: MXGradArray.wrap(normal(12, 48)), "MXGradArray.wrap: value: got last dim = 48"),
         (lambda: plan_exchange(jnp.zeros(8, jnp.int32), "nowhere", num_rows=4), "axis_name: got 'nowhere'"),
         (lambda: a2a_dispatch_mxfp8_fwd_hp_bwd(normal(5, 64), one_rank()()), r"shape \(5, 64\); allowed: \(12, D\)"),

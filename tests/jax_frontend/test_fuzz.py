@@ -57,10 +57,7 @@ ROUTING = {
     "score_func": "sigmoid", "normalize": True, "route_scale": 2.5, "num_groups": 1, "top_k_groups": 1,
     "group_score": "max", "force_balance": False,
 }  # fmt: skip
-PERMUTED = {
-    "num_tokens_per_expert": COUNTS, "ep_degree": 1, "num_local_experts": G, "group_size_multiple_of": 32,
-    "rank_rows": M,
-}  # fmt: skip
+PERMUTED = {"num_tokens_per_expert": COUNTS, "group_size_multiple_of": 32}
 
 
 def products(names: str, *operands: jax.Array) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def to_experts_and_back(x, w, mx_grad: bool, **options):
     """permute -> grouped product -> un-permute -> combine, on one rank with unaligned counts."""
     counts = jnp.array([41, 0, 87], jnp.int32)
     exchange = plan_exchange(counts, None, num_rows=x.shape[0])
-    groups, maps = permute(x, exchange.recv_counts, 1, 3)
+    groups, maps = permute(x, exchange)
     out = grouped_mm(groups, w, maps.group_ends, recipe="mxfp8_wgrad_with_hp", mx_grad=mx_grad)
     return a2a_combine_hp_fwd_mxfp8_bwd(unpermute_hp_fwd_mxfp8_bwd(out, maps), exchange, **options)
 

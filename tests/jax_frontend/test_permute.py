@@ -27,15 +27,14 @@ X, COUNTS = normal(192, 64), jnp.array([64, 0, 96], jnp.int32)
 
 def test_permuting_moves_rows_and_gradients_through_one_map() -> None:
     rows, groups = normal(5, 64), normal(96, 64, seed=1)
-    counts = jnp.array([1, 1, 2, 1], jnp.int32)  # two ranks of two experts
     mx = MXArray.quantize(rows)
-    (moved, maps), backward = jax.vjp(lambda mx: permute_mxfp8_fwd_hp_bwd(mx, counts, 2, 2, rank_rows=0), mx)
+    (moved, maps), backward = jax.vjp(lambda mx: permute_mxfp8_fwd_hp_bwd(mx, jnp.array([3, 2], jnp.int32)), mx)
     expected = np.zeros((96, 64), np.float32)
-    expected[[0, 1, 2, 32, 33]] = np.asarray(mx.dequantize(), np.float32)[[0, 2, 3, 1, 4]]
+    expected[[0, 1, 2, 32, 33]] = np.asarray(mx.dequantize(), np.float32)
     np.testing.assert_array_equal(moved.dequantize().astype(np.float32), expected)
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (moved.q, moved.sf, maps))
-    (gradient,) = backward((MXArray(none[0], none[1], groups), none[2]))
-    np.testing.assert_array_equal(gradient.carrier, groups[jnp.array([0, 32, 1, 2, 33])])
+    (gradient,) = backward((MXArray(none[0], none[1], groups, none[2].group_ends), none[2]))
+    np.testing.assert_array_equal(gradient.carrier, groups[jnp.array([0, 1, 2, 32, 33])])
     assert (gradient.q.dtype, gradient.sf.dtype) == (jax.dtypes.float0, jax.dtypes.float0)
 
     out, backward = jax.vjp(lambda x: unpermute_hp_fwd_mxfp8_bwd(x, maps), groups)
@@ -75,13 +74,17 @@ def test_copies_may_lie_in_padded_groups(mx: bool) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: permute(X, jnp.array([1, 2], jnp.int32), 1, 3), ValueError, "num_tokens_per_expert: got shape"),
-        (lambda: permute(X, jnp.array([100, 100], jnp.int32), 1, 2), ValueError, "at most 192"),
-        (lambda: permute(X, jnp.array([1, 2], jnp.int32), 1, 2, 33), ValueError, "alignment: got 33"),
-        (lambda: permute(X, jnp.ones(2), 1, 2), TypeError, "num_tokens_per_expert: got dtype float32"),
-        (lambda: permute(MXGradArray.wrap(X), COUNTS, 1, 3), TypeError, "x: got MXGradArray"),
-        (lambda: permute_mxfp8_fwd_hp_bwd(X, COUNTS, 1, 3), TypeError, "mx: got .*allowed: an MXArray"),
-        (lambda: unpermute_hp_fwd_mxfp8_bwd(X, permute(X, COUNTS // 4, 1, 3)[1]), ValueError, "maps.row_map"),
+        (
+            lambda: permute(X, jnp.array([[1, 2]], jnp.int32)),
+            ValueError,
+            r"shape \(1, 2\); allowed: \(G,\), or an Exchange",
+        ),
+        (lambda: permute(X, jnp.array([100, 100], jnp.int32)), ValueError, "at most 192"),
+        (lambda: permute(X, jnp.array([1, 2], jnp.int32), 33), ValueError, "alignment: got 33"),
+        (lambda: permute(X, jnp.ones(2)), TypeError, "num_tokens_per_expert: got dtype float32"),
+        (lambda: permute(MXGradArray.wrap(X), COUNTS), TypeError, "x: got MXGradArray"),
+        (lambda: permute_mxfp8_fwd_hp_bwd(X, COUNTS), TypeError, "mx: got .*allowed: an MXArray"),
+        (lambda: unpermute_hp_fwd_mxfp8_bwd(X, permute(X, COUNTS // 4)[1]), ValueError, "maps.row_map"),
         (lambda: unpermute_hp_fwd_mxfp8_bwd(MXArray.quantize(X), None), TypeError, "input: got MXArray"),
     ],
 )
@@ -91,7 +94,7 @@ def test_a_bad_argument_is_named(call, error, message) -> None:
 
 
 def test_the_rows_bring_their_group_ends() -> None:
-    """A Route or a RowMap stands for its group ends, and only for rows that it laid out."""
+    """A Route or a RowMap stands for its group ends, and only for rows that it laid out. MX rows follow their own."""
     order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
     groups, _, laid = dispatch(TokenReplicas(jnp.ones((2, 32)), order, inverse, top_k=2), counts)
     w = jnp.ones((3, 32, 32))
@@ -101,3 +104,7 @@ def test_the_rows_bring_their_group_ends() -> None:
             np.testing.assert_array_equal(product(groups, w, ends), want)
         with pytest.raises(ValueError, match=r"group_ends: got those of 128 rows; allowed: the RowMap or Route"):
             product(groups.dequantize()[:96], w, laid)
+        own = jnp.cumsum(counts)  # without the padding
+        with pytest.raises(ValueError, match=r"group_ends: got \[1 3 4\]; allowed: those of x; pass the RowMap"):
+            product(groups, w, own)
+        np.testing.assert_array_equal(jax.jit(product)(groups, w, own), want)  # the rows' own

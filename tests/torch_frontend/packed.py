@@ -77,12 +77,13 @@ def probabilities(rows: int) -> Tensor:
 def fused_and_composed(
     layout: tuple[bool, bool, bool], recipe: Recipe, dtype: torch.dtype, mx: bool, needs: tuple[bool, ...],
     device: str = "cpu", times: int = 1,
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, Any], Tensor | None]:  # fmt: skip
     """y and all gradients by name, of `packed_ffn` and of grouped_mm, swiglu and grouped_mm; None where nothing needs
-    one. Biases need gradients as gate_up and down do; without biases rows have weights."""
+    one; and the bound of the gradients of prob, fp32 sums of equal terms in any order. Biases need gradients as gate_up
+    and down do; without biases rows have weights."""
     (transposed, interleaved, biased), (need_x, need_gate_up, need_down) = layout, needs
     rows_, d, f, ends = ROWS * times, D * times, F * times, (ENDS * times).to(device)
-    activation, results = SwiGLU(alpha=1.702, limit=0.5, offset=1.0), []
+    activation, results, bound = SwiGLU(alpha=1.702, limit=0.5, offset=1.0), [], None
     for fused in (True, False):
         x = randn(rows_, d, seed=0, dtype=dtype).to(device).requires_grad_(need_x)
         gate_up, down = randn(E, 2 * f, d, seed=1, dtype=dtype), randn(E, d, f, seed=2, dtype=dtype)
@@ -103,7 +104,13 @@ def fused_and_composed(
             first, last = (w.mT if transposed else w for w in (gate_up, down))
             options = {"recipe": recipe, "pad_token_groups": False}
             both_halves = halves(grouped_mm(rows, first, ends, bias=b1, **options), interleaved)
-            y = grouped_mm(swiglu(*both_halves, prob, activation), last, ends, bias=b2, **options)
+            h = swiglu(*both_halves, prob, activation)
+            y = grouped_mm(h, last, ends, bias=b2, **options)
+        if not fused and prob is not None and prob.requires_grad:
+            h.retain_grad()
         y.backward(dout)
+        if not fused and prob is not None and prob.requires_grad:
+            terms = h.grad.double() * h.detach().double() / prob.detach()[:, None]  # type: ignore[union-attr]
+            bound = f * 2.0**-23 * terms.abs().sum(1)
         results.append({"y": y.detach()} | {name: t.grad for name, t in leaves.items() if t is not None})
-    return results[0], results[1]
+    return results[0], results[1], bound

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -130,6 +131,11 @@ def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, MODULE)
     monkeypatch.setattr(torchtitan, "__version__", "0.4.0")
     with pytest.raises(NotImplementedError, match=r"torchtitan: got 0.4.0; allowed: 0.3.0; pip install 'mxep\[tor"):
+        importlib.import_module(MODULE)
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, MODULE)
+    monkeypatch.setitem(sys.modules, "torchtitan.config", ModuleType("torchtitan.config"))
+    with pytest.raises(ImportError, match=r"torchtitan 0.3.0 does not import with torch .*cannot import name 'derive'"):
         importlib.import_module(MODULE)
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     with pytest.raises(ImportError, match=r"torchtitan 0.3.0 is missing \(.*\); install it with `pip install"):

@@ -100,8 +100,14 @@ def swiglu_ffn(
 
 @partial(jax.jit, static_argnames=("ranks", "alignment"))
 def _permute(rows, counts, dout, ranks: int, alignment: int):
-    groups, groups_vjp, maps = jax.vjp(
-        lambda x: mxep.permute(x, counts, ranks, counts.shape[0] // ranks, alignment, rank_rows=0), rows, has_aux=True
+    # Ranks whose rows follow each other without slack come from no Exchange of ours.
+    sizes = {"num_rows": rows.shape[0], "num_local_experts": counts.shape[0] // ranks, "alignment": alignment}
+    maps = mxep.ops.row_map(counts, **sizes)
+    groups, groups_vjp = jax.vjp(
+        lambda x: (
+            mxep.permute(x, counts, alignment)[0] if ranks == 1 else mxep.gather_rows(x, maps.row_map, maps.inverse)
+        ),
+        rows,
     )
     back, back_vjp = jax.vjp(lambda x: mxep.unpermute_hp_fwd_mxfp8_bwd(x, maps), dout)
     return groups, *groups_vjp(dout), back, *back_vjp(rows)
