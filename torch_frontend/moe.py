@@ -185,7 +185,7 @@ class MoE(nn.Module):
         quantized = self.experts.quantized_ahead() if x.requires_grad else None
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         experts_TK, probs_TK, shares_E = self._route(x_TD) if outside is None else outside
-        order, inverse, counts = ops.sort_by_expert(experts_TK.view(-1), self.num_experts)
+        order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).contiguous(), self.num_experts)
         top_k = experts_TK.shape[1]
         tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, top_k)
         of_input = self.prob_in == "input"

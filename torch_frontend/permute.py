@@ -156,7 +156,7 @@ class _SpreadTokens(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(slots)
         ctx.set_materialize_grads(False)
-        of_rows = None if weights is None else ops.permute_rows(weights.reshape(-1, 1), order).view(-1)
+        of_rows = None if weights is None else ops.permute_rows(weights.contiguous().view(-1, 1), order).view(-1)
         if rounding is None:
             return ops.permute_rows(x.contiguous(), token), of_rows
         q, sf = ops.permute_mx(ops.quantize_row_packed(x.contiguous(), rounding), token)
@@ -168,7 +168,7 @@ class _SpreadTokens(torch.autograd.Function):
         if drows is not None and ctx.needs_input_grad[0]:
             dx = sum_slots(dequantized(drows), slots, drows.dtype)
         if dof_rows is not None:
-            dweights = ops.permute_rows(dof_rows.reshape(-1, 1), slots.view(-1)).view(slots.shape)
+            dweights = ops.permute_rows(dof_rows.contiguous().view(-1, 1), slots.view(-1)).view(slots.shape)
         return dx, dweights, None, None, None, None
 
 
