@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -219,4 +220,5 @@ def of_device(ops: Mapping[str, tuple[str, Mapping[str, str]]]) -> list[str]:
 NAMES = {"cpp": "C++", "cuda": "CUDA C++", "triton": "Triton"}
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the report without a traceback
     sys.exit(main())

@@ -48,7 +48,7 @@ def passes(shape: MoELayer) -> list[Pass]:
     for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
         add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
     add(False, "quantize_row_packed", "x -> MX", tokens + mx(t * d))
-    add(False, "permute_q_sf", "MX x -> MX rows", mx(t * d) + mx(rows) + 4 * p)
+    add(False, "permute_mx", "MX x -> MX rows", mx(t * d) + mx(rows) + 4 * p)
     add(False, "fold_rows", "MX rows -> folded", mx(rows) + row_d)
     own = 2 * (weight + e * f + 2 * hidden)  # what each of the two products has for itself
     add(False, "grouped_mm_fold_pair", "rows, w1, w3 -> gate, up", row_d + ends + own, 2)
@@ -60,9 +60,6 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(True, "permute_mx", "MX dy -> MX dout", mx(t * d) + 4 * p + mx(rows))
     add(True, "fold_rows", "MX dout -> folded", mx(rows) + row_d)
     add(True, "requantize_col_fold", "MX dout -> along tokens", mx(rows) + ends + along_d)
-    add(True, "swiglu_col", "gate, up, weights -> MX h along tokens", 4 * hidden + 4 * p + mx(hidden))
-    add(True, "fold_groups", "MX h along tokens -> folded", mx(hidden) + ends + along_f)
-    add(True, "grouped_wgrad_fold", "dout, h -> dw2", along_d + along_f + ends + 2 * weight, 1)
     add(True, "grouped_mm_fold", "dout, w2 -> dh", row_d + weight + e * f + ends + 2 * hidden, 1)
     add(
         True,
@@ -81,6 +78,9 @@ def passes(shape: MoELayer) -> list[Pass]:
         2 * (row_f + weight + e * d) + ends + 2 * rows,
         2,
     )
+    add(True, "swiglu_col", "gate, up, weights -> MX h along tokens", 4 * hidden + 4 * p + mx(hidden))
+    add(True, "fold_groups", "MX h along tokens -> folded", mx(hidden) + ends + along_f)
+    add(True, "grouped_wgrad_fold", "dout, h -> dw2", along_d + along_f + ends + 2 * weight, 1)
     add(True, "requantize_col_fold", "MX rows -> along tokens", mx(rows) + ends + along_d)
     own = 2 * (along_f + 2 * weight)
     add(True, "grouped_wgrad_fold_pair", "dgate, dup, rows -> dw1, dw3", along_d + ends + own, 2)

@@ -109,7 +109,7 @@ def facts(arch: str) -> Arch:
     >>> facts("sm_90").folds, facts("cpu").folds
     (True, False)
     """
-    return _BY_NAME.get(arch, Arch(arch, tiles=""))
+    return _BY_NAME.get(arch) or Arch(arch, tiles="")
 
 
 def require_known(argument: str, implementation: object) -> None:

@@ -117,13 +117,13 @@ class Recipe:
 
         Raises ValueError for an unknown name, TypeError for another type.
         """
-        names = ", ".join(map(repr, RECIPES))
         if isinstance(value, str):
             if value not in RECIPES:
-                fail(ValueError, "Recipe", "recipe", repr(value), f"allowed: {names}")
+                fail(ValueError, "Recipe", "recipe", repr(value), f"allowed: {', '.join(map(repr, RECIPES))}")
             value = RECIPES[value]
         if not isinstance(value, cls):
-            fail(TypeError, "Recipe", "recipe", f"{type(value).__name__}", f"allowed: a Recipe or one of {names}")
+            allowed = f"allowed: a Recipe or one of {', '.join(map(repr, RECIPES))}"
+            fail(TypeError, "Recipe", "recipe", f"{type(value).__name__}", allowed)
         for unknown in [name for name in changes if name not in cls.__match_args__]:
             fail(TypeError, "Recipe", unknown, repr(changes[unknown]), "allowed: the fields of a Recipe")
         return replace(value, **changes) if changes else value

@@ -97,6 +97,13 @@ def test_a_peer_that_fails_loses_its_line_only(monkeypatch: pytest.MonkeyPatch) 
     assert {line.peer for line in lines if line.frontend == "jax"} == {"plain_torch_bf16", "torch_frontend"}
 
 
+def test_operands_of_one_shape_differ() -> None:
+    _, x, dy, _, weights = moe_layer.layer_inputs(shapes.TINY.moe_layers[0], "cpu")
+    assert weights.w1.shape == weights.w3.shape
+    for a, b in ((weights.w1, weights.w3), (weights.w1, weights.w2), (x, dy)):
+        assert torch.ne(a.flatten(), b.flatten()).float().mean() > 0.9
+
+
 def test_a_wrong_layer_is_an_error() -> None:
     """30% too much of one output leaves about 10 dB."""
     inputs = moe_layer.layer_inputs(shapes.TINY.moe_layers[0], "cpu")

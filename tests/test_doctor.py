@@ -2,7 +2,9 @@
 
 import doctest
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -31,6 +33,15 @@ def test_here_every_op_runs() -> None:
     words = run.stdout.replace(",", "").split()
     for op in OPS:
         assert words.count(op) == 2, op  # PyTorch and JAX
+
+
+def test_a_reader_that_has_gone() -> None:
+    """As `| head` does: the report ends without a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run([sys.executable, "-u", "-m", "mxep.doctor"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (-signal.SIGPIPE, "")
 
 
 def test_the_tested_versions_are_those_of_the_constraints() -> None:

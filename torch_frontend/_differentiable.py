@@ -14,7 +14,7 @@ import torch
 
 from ..core_kernels.launch import fail
 from . import _settings
-from ._torch_private import transformed
+from ._torch_private import release_saved, transformed
 
 
 def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -33,6 +33,8 @@ def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable
         if torch.is_grad_enabled():
             remedy = "allowed: first derivatives: backward() and torch.autograd.grad() without create_graph"
             fail(NotImplementedError, op, "backward", "create_graph=True", remedy)
+        if ctx.settings == _settings.snapshot():
+            return backward(ctx, *grads)
         with _settings.restored(ctx.settings):
             return backward(ctx, *grads)
 
@@ -62,8 +64,12 @@ def save(ctx: Any, values: tuple[Any, ...]) -> None:
 
 
 def saved_by(ctx: Any) -> Any:
-    """The nested tuples given to `save`."""
-    return _values(ctx.places, ctx.saved_tensors)
+    """The nested tuples given to `save`, once in a backward. Unless the graph is retained the context lets go of them:
+    a tensor lives until it is read for the last time."""
+    saved = ctx.saved_tensors
+    if not torch.compiler.is_compiling():
+        release_saved(ctx)
+    return _values(ctx.places, saved)
 
 
 # Functions of the module: one that calls itself from within `save` is a cycle, which keeps the tensors until the next

@@ -1,7 +1,7 @@
 """The ops of ops.py for code below autograd: without the dispatcher where nothing but the op would run.
 
-    call --.-- plain tensors, no gradients, no modes, no profiler --> run
-           '-- anything else ----------------------------------------> torch.ops.mxep.<name>
+    call --.-- plain tensors, no gradient needed, no modes, no profiler --> run
+           '-- anything else ---------------------------------------------> torch.ops.mxep.<name>
 
 The dispatcher takes the host as long as the rest of a call.
 """
@@ -16,7 +16,7 @@ from ..core_kernels.launch import KernelOp
 from ..core_kernels.registry import OPS
 from . import ops
 from ._call import run
-from ._torch_private import dispatcher, open_modes, profiling, transformed
+from ._torch_private import dispatcher, in_forward_mode, open_modes, profiling, transformed
 
 PLAIN = {Tensor, nn.Parameter}
 
@@ -29,10 +29,12 @@ def _direct(op: KernelOp) -> Callable[..., Any]:
     is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
     def call(*args: Any) -> Any:
-        if is_compiling() or is_grad_enabled() or modes() or profiling() or transformed():
+        if is_compiling() or modes() or profiling() or transformed():
             return overload(*args)
         tensors = args[:num_inputs]
         if not PLAIN.issuperset(map(type, tensors)) or tensors[0].is_meta:
+            return overload(*args)
+        if is_grad_enabled() and (in_forward_mode() or any(t.requires_grad for t in tensors)):
             return overload(*args)
         outputs = run(op, tensors, names, args[num_inputs:])
         return outputs[0] if single else outputs

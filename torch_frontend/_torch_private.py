@@ -179,6 +179,19 @@ def _public_transformed() -> bool:
 transformed: Callable[[], bool] = _private("torch._C:_are_functorch_transforms_active") or _public_transformed
 """Whether a transform of torch.func is active."""
 
+# --- Memory of a backward ---
+
+
+def _public_release_saved(ctx: Any) -> None:
+    pass
+
+
+# Without it what a function has saved lives until its backward returns.
+release_saved: Callable[[Any], None] = (
+    _private("torch._C:_FunctionBase.maybe_clear_saved_tensors") or _public_release_saved
+)
+"""release_saved(ctx): in a backward, let go of the saved tensors, unless the graph is retained."""
+
 # --- torch.compile ---
 
 

@@ -29,8 +29,10 @@ from ._torch_private import version_of
 from .ep import TokenReplicas
 from .expert_parallel import FFNWeights, ffn_over
 from .ffn import swiglu_ffn
+from .permute import RowMap
+from .pipeline import ends_of
 from .shards import Ranks, sharded
-from .weights import QuantizedWeights, outlives_forward, quantize_weights
+from .weights import QuantizedWeights, Weights, outlives_forward, quantize_weights
 
 
 class GroupedExperts(nn.Module):
@@ -43,8 +45,8 @@ class GroupedExperts(nn.Module):
     the same bytes.
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
-    padded_counts (local experts,) of an integer dtype, multiples of 32; probs (P,) float32, a weight for each row of y;
-    quantized: of `quantized_ahead`.
+    padded_counts (local experts,) of an integer dtype, multiples of 32, or the RowMap that laid the groups out; probs
+    (P,) float32, a weight for each row of y; quantized: of `quantized_ahead`.
     Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
 
     >>> experts = GroupedExperts(32, 64, num_experts=2)
@@ -105,28 +107,36 @@ class GroupedExperts(nn.Module):
     def forward(
         self,
         groups_PD: "Tensor | Unsent",
-        padded_counts: Tensor,
+        padded_counts: Tensor | RowMap,
         probs_P: Tensor | None = None,
         quantized: tuple[QuantizedWeights, ...] | None = None,
     ) -> Any:
         op = "GroupedExperts.forward"
         of = self._local(quantized)
         if isinstance(groups_PD, Unsent):
+            assert isinstance(padded_counts, Tensor)
             return self._send(of, groups_PD, padded_counts, probs_P)
-        weights = of.weights
+        if isinstance(padded_counts, RowMap):
+            ends = ends_of(op, padded_counts, groups_PD)
+        else:
+            self._check_groups(op, groups_PD, padded_counts, probs_P, of.weights[0])
+            ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
+        options = self.recipe, False, of.save_bytes, of.biases, of.activation, of.recompute
+        return swiglu_ffn(op, groups_PD, of.weights, ends, probs_P, *options)
+
+    def _check_groups(
+        self, op: str, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None, w1: Weights
+    ) -> None:
         check_floats(op, "groups_PD", groups_PD)
-        check_shape(op, "groups_PD", groups_PD, ("P", weights[0].shape[2]))
+        check_shape(op, "groups_PD", groups_PD, ("P", w1.shape[2]))
         check_counts(op, "padded_counts", padded_counts, groups_PD.device)
-        check_shape(op, "padded_counts", padded_counts, (weights[0].shape[0],))
+        check_shape(op, "padded_counts", padded_counts, (w1.shape[0],))
         if reads_values(padded_counts):
             require_rows(op, "padded_counts", padded_counts, groups_PD.shape[0])
         if self.recipe.wgrad_mx and torch.is_grad_enabled():
             self._check_blocks(op, groups_PD.shape[0], padded_counts)
         if probs_P is not None:
             check_probs(op, "probs_P", probs_P, groups_PD.shape[:1], groups_PD.device)
-        ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
-        options = self.recipe, False, of.save_bytes, of.biases, of.activation, of.recompute
-        return swiglu_ffn(op, groups_PD, of.weights, ends, probs_P, *options)
 
     def _send(self, of: FFNWeights, unsent: "Unsent", counts: Tensor, probs_TK: Tensor | None) -> tuple[Tensor, Tensor]:
         ranks = self.expert_parallel
@@ -145,14 +155,16 @@ class GroupedExperts(nn.Module):
         if self._held is not None or self.recipe.operands == "bf16" or not all(map(outlives_forward, parameters)):
             return None
         parts = tuple(sharded(w, None) for w in parameters)
-        if any(part.shape != whole for part, whole in zip(parts, self._shapes(), strict=True)):
+        if self._of_other_shape(parts):
             return None
-        return tuple(quantize_weights(part.detach(), self.recipe) for part in parts)
+        return tuple(quantize_weights(part, self.recipe) for part in parts)
 
-    def _shapes(self) -> tuple[torch.Size, ...]:
-        """The shapes of all of this rank's experts."""
+    def _of_other_shape(self, parts: tuple[Tensor, ...]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
+        """The parts of w1, w3 and w2 that are not all of this rank's experts: their names and the shapes of all."""
         degree = self.expert_parallel.degree if self.expert_parallel else 1
-        return tuple(torch.Size((self.num_experts // degree, *w.shape[1:])) for w in (self.w1, self.w3, self.w2))
+        wholes = [(self.num_experts // degree, *w.shape[1:]) for w in (self.w1, self.w3, self.w2)]
+        found = zip(("w1", "w3", "w2"), parts, wholes, strict=True)
+        return [(name, part, whole) for name, part, whole in found if part.shape != whole]
 
     def _local(self, quantized: tuple[QuantizedWeights, ...] | None = None) -> FFNWeights:
         """The experts of this rank, with quantized weights if they are given or held."""
@@ -163,7 +175,7 @@ class GroupedExperts(nn.Module):
         elif self._held is not None:
             weights = self._held.weights_of(parameters, weights)
         biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
-        save_bytes = all(outlives_forward(w) for w in parameters)
+        save_bytes = quantized is not None or all(map(outlives_forward, parameters))
         return FFNWeights(weights, biases, self.activation, save_bytes, self.recompute)
 
     def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
@@ -216,10 +228,9 @@ class HeldWeights(NamedTuple):
     def of(cls, experts: GroupedExperts) -> "HeldWeights":
         parameters = experts.w1, experts.w3, experts.w2
         parts = tuple(sharded(w, None) for w in parameters)
-        for name, part, whole in zip(("w1", "w3", "w2"), parts, experts._shapes(), strict=True):
-            if part.shape != whole:
-                got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {tuple(whole)}, all of this rank's experts"
-                fail(ValueError, "weights_held", name, got, allowed)
+        for name, part, whole in experts._of_other_shape(parts):
+            got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
+            fail(ValueError, "weights_held", name, got, allowed)
         return cls(tuple(quantize_weights(p, experts.recipe) for p in parts), tuple(map(_state, parameters)))
 
     def check(self, parameters: tuple[Tensor, ...]) -> None:

@@ -26,12 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core_kernels.formats import BLOCK
-from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import _direct as ops
-from ._checks import check_bias, check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
+from ._checks import check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
 from ._ranges import named
 from .pipeline import GroupEnds, ends_of
@@ -61,11 +59,9 @@ from .weights import (
     WeightOperand,
     Weights,
     along_n,
-    check_weights,
+    check_ffn_weights,
     for_call,
-    form_of,
     outlives_forward,
-    values_and_held,
 )
 
 BF16 = torch.bfloat16
@@ -145,7 +141,8 @@ def _gate_and_up(call: FFNCall, x: Tensor, first: tuple[Any, Any, Any], group_en
 class FFNBackward:
     """The gradients of one forward, in parts: other work may lie between those of the inputs and of the weights.
 
-    saved: of `ffn_forward`. dtypes: of x, w1, w3, w2.
+    saved: of `ffn_forward`. dtypes: of x, w1, w3, w2. Each part lets go of the operands that no later one reads;
+    `gate_and_up` is the last.
     """
 
     def __init__(self, call: FFNCall, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -164,6 +161,7 @@ class FFNBackward:
         if need_w2:
             tokens, ends = (self.dout_tokens, self.steps.hidden_tokens()), self.steps.token_ends
             dw2 = weight_gradient(*tokens, ends, self.dtypes[3], out)
+        del self.dout_tokens
         if need_b2:
             db2 = bias_gradient(self.given, self.group_ends, self.prob if self.call.weighted else None)
         return dw2, db2
@@ -174,22 +172,29 @@ class FFNBackward:
         need_values, need_tokens, steps, dx = need_b1 or need_b3, need_w1 or need_w3, self.steps, None
         if not (need_x or need_tokens or need_prob or need_values):
             return None, None
-        dh = product(steps.rows(self.dout), steps.along_n(self.w2), self.group_ends, BF16)
-        (dgate, gate_tokens), (dup, up_tokens), dprob, values = steps.swiglu(dh, need_x, need_tokens, need_values)
+        rows, w2 = steps.rows(self.dout), steps.along_n(self.w2)
+        del self.dout, self.w2
+        # dh has no name here, so that `swiglu` lets go of it.
+        (dgate, gate_tokens), (dup, up_tokens), dprob, values = steps.swiglu(
+            product(rows, w2, self.group_ends, BF16), need_x, need_tokens, need_values
+        )
+        del rows, w2
         dgate_values, dup_values = values or (None, None)
         self.of_gate, self.of_up = (gate_tokens, dgate_values), (up_tokens, dup_values)
         if need_prob and self.b2 is not None:
             dprob = dprob + bias_row_products(self.given, self.b2, self.group_ends)
         if need_x:
             gate_t, up_t = map(steps.along_n, self.in_weights)
-            operands = steps.rows(dgate), gate_t, steps.rows(dup), up_t
-            dx = sum_of_products(*operands, self.group_ends, self.dtypes[0], out)
+            dgate, dup = steps.rows(dgate), steps.rows(dup)
+            dx = sum_of_products(dgate, gate_t, dup, up_t, self.group_ends, self.dtypes[0], out)
+        del self.in_weights
         return dx, dprob
 
     def gate_and_up(self, out: Sequence[Tensor | None] = (None, None)) -> tuple[Tensor | None, ...]:
         """Gradients of w1 and w3, written to `out` where there is one, of b1 and b3; after `inputs`."""
         _, need_w1, need_w3, _, _, need_b1, need_b3, _ = self.call.needs
         x_tokens: Unused = self.steps.tokens(self.x) if need_w1 or need_w3 else None
+        del self.steps.glu, self.x
         tokens = self.of_gate[0] if need_w1 else None, self.of_up[0] if need_w3 else None
         dtypes, ends = (self.dtypes[1], self.dtypes[2]), self.steps.token_ends
         found: list[Tensor | None] = [*pair_of_weight_gradients(tokens, x_tokens, ends, dtypes, out)]
@@ -213,8 +218,8 @@ class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         steps = FFNBackward(ctx.call, saved_by(ctx), grads[0], ctx.dtypes)
-        dw2, db2 = steps.down()
         dx, dprob = steps.inputs()
+        dw2, db2 = steps.down()
         dw1, dw3, db1, db3 = steps.gate_and_up()
         return dx, dw1, dw3, dw2, dprob, db1, db3, db2, None, None, None
 
@@ -269,8 +274,10 @@ class _Backward:
             return of_gate, of_up, dprob, (dgate, dup)
         if need_rows and need_tokens:
             q, sf, q_t, sf_t, *up, dprob = ops.swiglu_bwd_both(*arguments)
-            gate_tokens, up_tokens = self.tokens(MX(q_t, sf_t)), self.tokens(MX(*up[2:]))
-            return (MX(q, sf), gate_tokens), (MX(*up[:2]), up_tokens), dprob, ()
+            del dh, arguments
+            of_gate = MX(q, sf), self.tokens(MX(q_t, sf_t))
+            del q_t, sf_t
+            return of_gate, (MX(*up[:2]), self.tokens(MX(*up[2:]))), dprob, ()
         if need_tokens:
             q_t, sf_t, *up, dprob = ops.swiglu_bwd_col(*arguments)
             return (None, self.tokens(MX(q_t, sf_t))), (None, self.tokens(MX(*up))), dprob, ()
@@ -372,29 +379,3 @@ def ffn_call(
     need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
     numbers = SwiGLU.check(op, activation).attributes
     return FFNCall(ProductOptions.of(recipe, device, pad, need_wgrad), numbers, weighted, save_bytes, recompute)
-
-
-def check_ffn_weights(
-    op: str, name: str, x: Tensor, weights: Sequence[Weights], biases: Sequence[Bias], recipe: Recipe
-) -> tuple[tuple[Tensor, ...], tuple[Held, ...], tuple[Bias, ...]]:
-    """Values and held operands of w1, w3, w2, and b1, b3, b2 as (G, N) fp32; raises unless they fit each other and the
-    rows of x, named `name`."""
-    for of, w in zip(("w1", "w3", "w2"), weights, strict=True):
-        check_weights(op, of, w, form_of(recipe, x.device), recipe.rounding)
-    (w1, w3, w2), held = zip(*map(values_and_held, weights), strict=True)
-    groups, f, d = w1.shape
-    if x.shape[1] != d:
-        fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: (P, {d}), the D of w1 (G, F, D)")
-    for of, w, shape in (("w3", w3, (groups, f, d)), ("w2", w2, (groups, d, f))):
-        if w.shape != shape:
-            fail(ValueError, op, of, f"shape {tuple(w.shape)}", f"allowed: {shape}, by w1's {tuple(w1.shape)}")
-    for of, size in (("F", f), ("D", d)):
-        if size % BLOCK:
-            fail(ValueError, op, "w1", f"{of} = {size}", f"allowed: multiples of {BLOCK}")
-    for of, w in (("w1", w1), ("w3", w3), ("w2", w2)):
-        if not w.is_contiguous():
-            fail(ValueError, op, of, f"strides {w.stride()}", "allowed: contiguous; unpack_expert_weights unpacks once")
-    check_devices(op, name, x.device, w1=w1, w3=w3, w2=w2)
-    sizes = zip(("b1", "b3", "b2"), biases, (f, f, d), strict=True)
-    biases = tuple(b if b is None else check_bias(op, of, b, groups, n, x.device) for of, b, n in sizes)
-    return (w1, w3, w2), held, biases

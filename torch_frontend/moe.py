@@ -27,6 +27,7 @@ from ..core_kernels.prob_in import ProbIn, check_prob_in
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
+from . import _direct as ops
 from ._call import require_tensor
 from ._checks import (
     check_devices,
@@ -37,10 +38,15 @@ from ._counts import refuse
 from ._ranges import named
 from .experts import GroupedExperts, Unsent, check_sizes
 from .ffn import swiglu_ffn
-from .permute import sort_by_expert
-from .pipeline import TokenReplicas, combine, dispatch_over, dispatch_probs
-from .router import GroupScore, Routing, ScoreFunc, chosen_outside, router_logits
-from .router import route as choose_experts
+from .pipeline import (
+    TokenReplicas,
+    combine,
+    dispatch_over,
+    dispatch_probs,
+    groups_to_tokens,
+    tokens_to_groups,
+)
+from .router import GroupScore, Routing, ScoreFunc, chosen_outside, route_tokens
 from .shards import Ranks, replicated
 from .weighted_combine import sum_of_slots, weigh_slots
 from .weights import QuantizedWeights, outlives_forward
@@ -177,9 +183,9 @@ class MoE(nn.Module):
             raise
         # First, so that the device has work while the host prepares the next steps, which take the device less time.
         quantized = self.experts.quantized_ahead() if x.requires_grad else None
-        x_TD = x.reshape(-1, x.shape[-1])
+        x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         experts_TK, probs_TK, shares_E = self._route(x_TD) if outside is None else outside
-        order, inverse, counts = sort_by_expert(experts_TK, self.num_experts)
+        order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).contiguous(), self.num_experts)
         top_k = experts_TK.shape[1]
         tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, top_k)
         of_input = self.prob_in == "input"
@@ -194,7 +200,8 @@ class MoE(nn.Module):
         rows = counts.sum().clamp_min(1) if degree > 1 else max(experts_TK.numel(), 1)
         mean_prob_E = shares_E / (rows / (top_k * degree))
         aux_loss = self.num_experts * (counts / rows * mean_prob_E).sum()
-        return y_TD.view(x.shape), MoEStats(counts, aux_loss, counts.new_zeros(()))
+        y = y_TD if x.dim() == 2 else y_TD.view(x.shape)
+        return y, MoEStats(counts, aux_loss, counts.new_zeros(()))
 
     def _experts(
         self,
@@ -206,33 +213,39 @@ class MoE(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The sums of the experts' outputs (T, D), weighted if there are probs_TK, and the rows of all ranks per
         expert."""
-        ranks, recipe = self.experts.expert_parallel, self.experts.recipe
-        if ranks is not None and ranks.transport is not None and ranks.degree > 1:
+        experts = self.experts
+        ranks, recipe, inside = experts.expert_parallel, experts.recipe, self.prob_in == "swiglu"
+        if ranks is None or ranks.degree == 1:
+            name = ranks.group_name if ranks else ""
+            groups, prob_P, route = tokens_to_groups(tokens, counts, recipe, name, probs_TK if inside else None)
+            out = experts(groups, route.row_map, prob_P, quantized)
+            return groups_to_tokens(out, route, None if inside else probs_TK, out_dtype), counts
+        if ranks.transport is not None:
             # A call of the module, so that FSDP's hooks run.
-            return self.experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK, quantized)
-        groups, padded_counts, route = dispatch_over(tokens, counts, recipe, ranks)
-        if self.prob_in == "swiglu" and probs_TK is not None:
-            out = self.experts(groups, padded_counts, dispatch_probs(probs_TK, route), quantized)
-            return combine(out, route, out_dtype=out_dtype), route.counts
-        out = self.experts(groups, padded_counts, None, quantized)
-        return combine(out, route, probs_TK, out_dtype=out_dtype), route.counts
+            return experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK, quantized)
+        groups, _, route = dispatch_over(tokens, counts, recipe, ranks)
+        prob_P = dispatch_probs(probs_TK, route) if inside and probs_TK is not None else None
+        out = experts(groups, route.row_map, prob_P, quantized)
+        return combine(out, route, None if inside else probs_TK, out_dtype=out_dtype), route.counts
 
     def _check(self, x: Tensor) -> None:
+        router = self.router
         check_plain("MoE", "x", x)
         require_tensor("MoE", "x", x)
-        check_devices("MoE", "the router", self.router.weight.device, x=x)
+        check_devices("MoE", "the router", router.weight.device, x=x)
         if x.dtype not in (torch.bfloat16, torch.float32):
             fail(TypeError, "MoE", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")
-        dim = self.router.in_features
+        dim = router.in_features
         if x.dim() < 1 or x.shape[-1] != dim:
             fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
 
     @named("mxep.route")
     def _route(self, x_TD: Tensor) -> Routing:
-        ranks, bias = self.experts.expert_parallel, self.router.bias
+        ranks, router = self.experts.expert_parallel, self.router
+        bias = router.bias
         bias = None if bias is None else replicated(bias, ranks)
-        logits_TE = router_logits(x_TD, replicated(self.router.weight, ranks), bias)
-        return choose_experts(logits_TE, self.top_k, selection_bias=self.selection_bias, **self.route_options)
+        options = self.top_k, *self.route_options.values()
+        return route_tokens(x_TD, replicated(router.weight, ranks), bias, self.selection_bias, options)
 
     def _shared(self, x_TD: Tensor, ranks: Ranks | None) -> Tensor:
         """(T, D): the shared expert, one group of all tokens. Its weights are those of every rank."""

@@ -53,10 +53,7 @@ class MXTensor(Tensor):
     @staticmethod
     def __new__(cls, q: Tensor, sf: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
         _check_parts("MXTensor", "q", q, "sf", sf, orig_dtype)
-        q, sf = as_bytes(q), as_bytes(sf)
-        self = wrapper(cls, q.shape, orig_dtype, q.device)
-        self.q, self.sf, self.orig_dtype = q, sf, orig_dtype
-        return self
+        return mx_rows(as_bytes(q), as_bytes(sf), orig_dtype)
 
     @staticmethod
     def quantize(x: Tensor, rounding: Rounding | str = Rounding.RCEIL, packed: bool = False) -> "MXTensor":
@@ -173,6 +170,13 @@ class MXTensor(Tensor):
         return fail(NotImplementedError, str(func), "argument", "an MXTensor", remedy)
 
 
+def mx_rows(q: Tensor, sf: Tensor, orig_dtype: torch.dtype) -> MXTensor:
+    """`MXTensor` of bytes that an op has returned, unchecked."""
+    self = wrapper(MXTensor, q.shape, orig_dtype, q.device)
+    self.q, self.sf, self.orig_dtype = q, sf, orig_dtype
+    return self
+
+
 def _check_parts(op: str, q_name: str, q: Tensor, sf_name: str, sf: Tensor, orig_dtype: object) -> None:
     """Raise unless q and sf are the two parts of MX rows."""
     for name, part, float8 in ((q_name, q, torch.float8_e4m3fn), (sf_name, sf, torch.float8_e8m0fnu)):
@@ -264,7 +268,7 @@ def dequantized(x: Tensor) -> Tensor:
 
 
 def _same(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
-    return MXTensor(func(mx.q), func(mx.sf), mx.orig_dtype)
+    return mx_rows(func(mx.q), func(mx.sf), mx.orig_dtype)
 
 
 def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:

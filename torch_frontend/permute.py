@@ -25,8 +25,8 @@ from ._checks import (
     require_total,
 )
 from ._differentiable import differentiable
-from .mx_tensor import MXTensor, dequantized
-from .weighted_combine import sum_slots
+from .mx_tensor import MXTensor, dequantized, mx_rows
+from .weighted_combine import sum_slots, token_of
 
 
 class RowMap(NamedTuple):
@@ -83,7 +83,7 @@ class _Gather(torch.autograd.Function):
 def _gather(x: Tensor, row_map: Tensor) -> Tensor:
     if isinstance(x, MXTensor):
         q, sf = ops.permute_q_sf(x.q, x.sf, row_map)
-        return MXTensor(q, sf, x.orig_dtype)
+        return mx_rows(q, sf, x.orig_dtype)
     return ops.permute_rows(x.contiguous(), row_map)
 
 
@@ -119,7 +119,7 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.top_k = top_k
-        return _gather(x, order // top_k)
+        return _gather(x, token_of(order, top_k))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -145,6 +145,37 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor
     Raises TypeError and ValueError as `gather_rows` does.
     """
     return spread(x, *check_replicas("spread_rows", x, order, inverse, top_k), top_k)
+
+
+class _SpreadTokens(torch.autograd.Function):
+    """Tokens x (T, D) -> rows (P, D), and weights (T, top_k), if there are any, -> (P,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor | None, order: Tensor, token: Tensor, slots: Tensor, rounding: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(slots)
+        ctx.set_materialize_grads(False)
+        of_rows = None if weights is None else ops.permute_rows(weights.contiguous().view(-1, 1), order).view(-1)
+        if rounding is None:
+            return ops.permute_rows(x.contiguous(), token), of_rows
+        q, sf = ops.permute_mx(ops.quantize_row_packed(x.contiguous(), rounding), token)
+        return mx_rows(q, sf, x.dtype), of_rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (slots,), (drows, dof_rows), dx, dweights = ctx.saved_tensors, grads, None, None
+        if drows is not None and ctx.needs_input_grad[0]:
+            dx = sum_slots(dequantized(drows), slots, drows.dtype)
+        if dof_rows is not None:
+            dweights = ops.permute_rows(dof_rows.contiguous().view(-1, 1), slots.view(-1)).view(slots.shape)
+        return dx, dweights, None, None, None, None
+
+
+spread_tokens = differentiable("spread_rows", _SpreadTokens)
+"""spread_tokens(x, weights, order, token, slots, rounding): the rows of tokens, quantized before if there is a
+rounding, and the weight of each row, or None. order, token (P,): the slot and the token of each row, -1 for padding.
+slots (T, top_k): the rows of each token. Unchecked."""
 
 
 def check_replicas(op: str, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

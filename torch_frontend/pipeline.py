@@ -9,7 +9,8 @@
 `Recipe.mx_legs` chooses other legs to be sent in MXFP8; on one rank too, so that results do not depend on the ranks.
 
 A `Route` is a value: whoever holds it can combine. On one rank there is no exchange: dispatch gathers the replicas of a
-token directly into the groups, and combine sums directly from them.
+token directly into the groups, and combine sums directly from them. `tokens_to_groups` and
+`groups_to_tokens` are these steps on one rank, without checks, for a layer that has made their arguments itself.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
+from . import _direct as ops
 from ._checks import check_probs, check_shape, out_dtype_of
 from ._counts import agree_on_counts, agreed_splits, checked_rows
 from ._ranges import named
@@ -29,7 +31,7 @@ from ._ranks import check_rows_to_send, degree_of, name_of
 from ._torch_private import captures_splits
 from .ep import TokenReplicas, exchange_rows, sent_rows
 from .mx_tensor import MXTensor
-from .permute import RowMap, gather, map_rows, spread
+from .permute import RowMap, gather, map_rows, spread, spread_tokens
 from .replicas import (
     Copies,
     Way,
@@ -42,7 +44,7 @@ from .replicas import (
     send_once,
 )
 from .shards import Ranks
-from .weighted_combine import combine_slots
+from .weighted_combine import combine_slots, plain_sum, token_of, weighted_sum
 
 
 class Route(NamedTuple):
@@ -50,7 +52,8 @@ class Route(NamedTuple):
 
     row_map: between received rows and padded groups. counts (E,) int32: rows of all ranks per expert. output_splits,
     input_splits: rows per rank, received and sent. order, slots, top_k: of TokenReplicas, the maps of
-    `weighted_combine`; None and 0 for rows. copies: where a token goes once to each rank, how its copies lie.
+    `weighted_combine`; None and 0 for rows. copies: where a token goes once to each rank, how its copies lie. token: of
+    TokenReplicas on one rank, the token of each row of the groups.
     """
 
     row_map: RowMap
@@ -63,6 +66,7 @@ class Route(NamedTuple):
     slots: Tensor | None = None
     top_k: int = 0
     copies: Copies | None = None
+    token: Tensor | None = None
 
     @property
     def group_ends(self) -> Tensor:
@@ -136,12 +140,12 @@ def dispatch_over(
     """
     if ranks is None or ranks.degree == 1:
         rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
-        splits = [num_rows], [num_rows]
+        name = ranks.group_name if ranks else ""
         row_map = map_rows("dispatch", "counts", num_rows, counts, 1, counts.shape[0], recipe.alignment)
-        route = Route(row_map, counts, recipe, ranks.group_name if ranks else "", *splits)
         if isinstance(rows, TokenReplicas):
-            groups, route = _replicas_to_groups(rows, route)
+            groups, _, route = _replicas_to_groups(rows, counts, row_map, recipe, name, None)
         else:
+            route = Route(row_map, counts, recipe, name, [num_rows], [num_rows])
             x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.sends_mx("dispatch") else rows
             groups = gather(x, row_map.row_map, row_map.inverse)
         if recipe.sends_mx("dispatch_grad"):
@@ -151,14 +155,32 @@ def dispatch_over(
     return send(rows, counts, recipe, ranks, probs)
 
 
-def _replicas_to_groups(tokens: TokenReplicas, route: Route) -> tuple[Tensor, Route]:
+@named("mxep.dispatch")
+def tokens_to_groups(
+    tokens: TokenReplicas, counts: Tensor, recipe: Recipe, group_name: str, probs: Tensor | None
+) -> tuple[Tensor, Tensor | None, Route]:
+    """`dispatch_over` and, of probs, `dispatch_probs` on one rank, unchecked: groups, weights of their rows, route. All
+    maps are those of `sort_by_expert`."""
+    row_map = RowMap(*ops.row_map(counts, tokens.order.shape[0], counts.shape[0], recipe.alignment))
+    groups, prob, route = _replicas_to_groups(tokens, counts, row_map, recipe, group_name, probs)
+    if recipe.sends_mx("dispatch_grad"):
+        groups = sent_rows(groups, True, int(recipe.rounding))
+    return groups, prob, route
+
+
+def _replicas_to_groups(
+    tokens: TokenReplicas, counts: Tensor, row_map: RowMap, recipe: Recipe, group_name: str, probs: Tensor | None
+) -> tuple[Tensor, Tensor | None, Route]:
     """One gather from tokens to padded groups, by the composition of the two maps."""
     x, order, inverse, top_k = tokens
-    # order[-1] is the appended -1: a padding row is the replica of no token.
-    order = torch.cat([order, order.new_full((1,), -1)])[route.row_map.row_map]
-    slots = route.row_map.inverse[inverse]
-    x = MXTensor.quantize(x, route.recipe.rounding, packed=True) if route.recipe.sends_mx("dispatch") else x
-    return spread(x, order, slots, top_k), route._replace(order=order, slots=slots, top_k=top_k)
+    splits = [order.shape[0]], [order.shape[0]]
+    # A padding row, -1 in the map, takes the -1 in front: it is the replica of no token. `index_select` reads int32;
+    # indexing with [] would copy the map to int64.
+    order = torch.cat([order.new_full((1,), -1), order]).index_select(0, row_map.row_map + 1)
+    slots, token = row_map.inverse.index_select(0, inverse), token_of(order, top_k)
+    rounding = int(recipe.rounding) if recipe.sends_mx("dispatch") else None
+    groups, prob = spread_tokens(x, probs, order, token, slots.view(-1, top_k), rounding)
+    return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)
 
 
 def _send(
@@ -265,16 +287,30 @@ def combine(
         check_probs(op, "probs", probs, (route.slots.shape[0] // route.top_k, route.top_k), groups.device)
     slots, rounding = route.slots.view(-1, route.top_k), None
     if len(route.input_splits) == 1:
-        rows = groups
-        if route.recipe.sends_mx("combine"):
-            rows = MXTensor.quantize(groups, route.recipe.rounding).dequantize()
-        rounding = int(route.recipe.rounding) if route.recipe.sends_mx("combine_grad") else None
+        rows, rounding = _rows_to_sum(groups, route.recipe)
     elif route.copies is not None and (route.copies.summed or probs is None):
         exchange = captures_splits()
         return (_receive_sums if exchange else _receive_sums_eagerly)(groups, probs, route, out_dtype)
     else:
         rows = _receive_rows(groups, route)
     return combine_slots(rows, probs, slots, route.order, out_dtype, rounding)
+
+
+@named("mxep.combine")
+def groups_to_tokens(groups: Tensor, route: Route, probs: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`combine` of TokenReplicas on one rank, unchecked."""
+    assert route.slots is not None
+    slots, (rows, rounding) = route.slots.view(-1, route.top_k), _rows_to_sum(groups, route.recipe)
+    if probs is None:
+        return plain_sum(rows, slots, route.token, out_dtype, rounding)
+    return weighted_sum(rows, probs, slots, route.order, out_dtype, rounding)
+
+
+def _rows_to_sum(groups: Tensor, recipe: Recipe) -> tuple[Tensor, int | None]:
+    """The groups with the values that they have after they were sent, and the rounding of their gradient."""
+    if recipe.sends_mx("combine"):
+        groups = MXTensor.quantize(groups, recipe.rounding).dequantize()
+    return groups, int(recipe.rounding) if recipe.sends_mx("combine_grad") else None
 
 
 def _receive_rows(groups: Tensor, route: Route) -> Tensor:

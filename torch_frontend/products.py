@@ -20,6 +20,7 @@ checks, no gradients.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ def is_mx(form: Form) -> bool:
     return form in ("mx", "fold", "balanced")
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -1,10 +1,12 @@
 """The router: from tokens to logits, from logits to experts and weights. Both gradients are one kernel or two products.
 
     x (T, D), weight (E, D) --router_logits--> logits (T, E) fp32 --route--> experts, weights (T, k), shares (E,)
+                      '---------------------route_tokens-----------------------'
 
 `route` reads the logits once, forward and backward. It saves the logits and the experts.
 """
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,12 +43,28 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-class _Logits(torch.autograd.Function):
-    """The product of bf16 x and weight in fp32; x is saved as it is.
+def _logits_bwd(ctx: Any, dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and weight, as far as the context needs them.
 
-    The gradients multiply an fp32 gradient by bf16 operands. They split it into two bf16 terms, which hold 16 of its 24
-    bits, and sum both products in fp32; bf16 results keep 8.
+    They multiply an fp32 gradient by bf16 operands. They split it into two bf16 terms, which hold 16 of its 24 bits,
+    and sum both products in fp32; bf16 results keep 8.
     """
+    (tokens, experts), dx, dweight = dlogits.shape, None, None
+    terms = weight.new_empty((tokens, 2 * experts))
+    high, low = terms[:, :experts], terms[:, experts:]
+    high.copy_(dlogits)
+    torch.sub(dlogits, high, out=low)
+    low.nan_to_num_(0, 0, 0)  # of a gradient that bf16 does not hold: infinity less infinity
+    if ctx.needs_input_grad[0]:
+        dx = _product(terms, torch.cat([weight, weight])).to(x.dtype)
+    if ctx.needs_input_grad[1]:
+        of_both = _product(terms.t(), x)
+        dweight = torch.add(of_both[:experts], of_both[experts:], out=torch.empty_like(weight))
+    return dx, dweight
+
+
+class _Logits(torch.autograd.Function):
+    """The product of bf16 x and weight in fp32; x is saved as it is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -55,17 +73,7 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        high = grads[0].bfloat16()
-        low = (grads[0] - high).nan_to_num_(0, 0, 0)  # of a gradient that bf16 does not hold: infinity less infinity
-        terms = torch.cat([high, low.bfloat16()], 1)
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = _product(terms, torch.cat([weight, weight])).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            of_high, of_low = _product(terms.t(), x).chunk(2)
-            dweight = (of_high + of_low).to(weight.dtype)
-        return dx, dweight
+        return _logits_bwd(ctx, grads[0], *ctx.saved_tensors)
 
 
 _logits = differentiable("router_logits", _Logits)
@@ -76,13 +84,15 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     bf16 operands are multiplied as they are; others are cast to fp32.
     """
-    kind = "cpu" if x.is_meta else x.device.type  # meta has no autocast
-    with torch.autocast(kind, enabled=False):
-        if x.dtype == weight.dtype == torch.bfloat16:
-            logits = _logits(x, weight)
-        else:
-            logits = F.linear(x.float(), weight.float())
-        return logits if bias is None else logits + bias.float()
+    if _autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return router_logits(x, weight, bias)
+    logits = _logits(x, weight) if x.dtype == weight.dtype == torch.bfloat16 else F.linear(x.float(), weight.float())
+    return logits if bias is None else logits + bias.float()
+
+
+def _autocast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has no autocast
 
 
 # --- the choice -------------------------------------------------------------------------------------------
@@ -92,20 +102,67 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, bias: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         logits = logits.contiguous()
-        experts, weights, share_sums = ops.route(logits, bias, *options)
-        ctx.save_for_backward(logits, experts)
-        ctx.mark_non_differentiable(experts)
-        ctx.scores = options[1:4]
-        return experts, weights, share_sums.sum(0)
+        routing = _chosen(ctx, logits, bias, options)
+        ctx.save_for_backward(logits, routing[0])
+        return routing
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, experts = ctx.saved_tensors
-        _, dweights, dshares = grads
-        return ops.route_bwd(dweights.contiguous(), dshares.contiguous(), logits, experts, *ctx.scores), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        return _choice_bwd(ctx, grads, *ctx.saved_tensors), None, None
 
 
-_route = differentiable("route", _Route)
+class _Router(torch.autograd.Function):
+    """Logits of bf16 x and weight, and the choice, in one function: less work of the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = _product(x, weight.t())
+        routing = _chosen(ctx, logits, bias, options)
+        ctx.save_for_backward(logits, routing[0], x, weight)
+        return routing
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, experts, x, weight = ctx.saved_tensors
+        return *_logits_bwd(ctx, _choice_bwd(ctx, grads, logits, experts), x, weight), None, None
+
+
+def _chosen(ctx: Any, logits: Tensor, bias: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    experts, weights, share_sums = ops.route(logits, bias, *options)
+    ctx.mark_non_differentiable(experts)
+    ctx.set_materialize_grads(False)  # zeros for an output without a gradient are a kernel
+    ctx.scores = options[1:4]
+    return experts, weights, share_sums.sum(0)
+
+
+def _choice_bwd(ctx: Any, grads: tuple[Tensor | None, ...], logits: Tensor, experts: Tensor) -> Tensor:
+    _, dweights, dshares = grads
+    zeros = partial(torch.zeros, dtype=torch.float32, device=logits.device)
+    dweights = zeros(experts.shape) if dweights is None else dweights.contiguous()
+    dshares = zeros(logits.shape[1]) if dshares is None else dshares.contiguous()
+    return ops.route_bwd(dweights, dshares, logits, experts, *ctx.scores)
+
+
+_route, _router = differentiable("route", _Route), differentiable("route", _Router)
+
+
+def route_tokens(
+    x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, options: tuple[Any, ...]
+) -> Routing:
+    """`route` of `router_logits`, for checked arguments. options: top_k and the `OPTIONS`."""
+    bias_of_choice = _selection("route", selection_bias, weight.shape[:1], x.device)
+    if x.dtype == weight.dtype == torch.bfloat16 and bias is None and not _autocast(x):
+        return Routing(*_router(x, weight, bias_of_choice, options))
+    return Routing(*_route(router_logits(x, weight, bias), bias_of_choice, options))
+
+
+def _selection(op: str, bias: Tensor | None, shape: tuple[Any, ...], device: torch.device) -> Tensor:
+    """The selection bias as the op takes it, (0,) for none."""
+    if bias is None:
+        return torch.empty(0, dtype=torch.float32, device=device)
+    return check_selection_bias(op, bias, shape, device).detach().contiguous()
 
 
 def route(
@@ -151,10 +208,7 @@ def route(
     choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
     options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
     check_options(op, logits.shape[1], top_k=top_k, **options)
-    if selection_bias is None:
-        bias = torch.empty(0, dtype=torch.float32, device=logits.device)
-    else:
-        bias = check_selection_bias(op, selection_bias, logits.shape[-1:], logits.device).detach().contiguous()
+    bias = _selection(op, selection_bias, logits.shape[-1:], logits.device)
     return Routing(*_route(logits, bias, (top_k, *choice)))
 
 

@@ -26,7 +26,7 @@ from ._checks import (
     out_dtype_of,
 )
 from ._differentiable import differentiable
-from .mx_tensor import MXTensor, dequantized
+from .mx_tensor import MXTensor, dequantized, mx_rows
 from .products import dtype_name
 
 
@@ -55,17 +55,16 @@ class _Weighted(torch.autograd.Function):
             drows, dprobs = ops.combine_bwd(dy, rows, slots, order, probs)
         else:
             q, sf, dprobs = ops.combine_bwd_row(dy, rows, slots, order, probs, ctx.rounding)
-            drows = MXTensor(q, sf, rows.dtype)
+            drows = mx_rows(q, sf, rows.dtype)
         return drows, dprobs, None, None, None, None
 
 
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, slots: Tensor, order: Tensor, out_dtype: torch.dtype, rounding: int | None
+        ctx: Any, rows: Tensor, slots: Tensor, token: Tensor, out_dtype: torch.dtype, rounding: int | None
     ) -> Tensor:
-        # Floor division keeps -1, padding, at -1.
-        ctx.save_for_backward(torch.div(order, slots.shape[1], rounding_mode="floor"))
+        ctx.save_for_backward(token)
         ctx.dtype, ctx.rounding = rows.dtype, rounding
         return sum_slots(rows, slots, out_dtype)
 
@@ -74,13 +73,13 @@ class _Plain(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         if ctx.rounding is not None and isinstance(grads[0], MXTensor):  # its bytes, copied
             q, sf = ops.permute_q_sf(grads[0].q, grads[0].sf, token)
-            return MXTensor(q, sf, ctx.dtype), None, None, None, None
+            return mx_rows(q, sf, ctx.dtype), None, None, None, None
         dy = dequantized(grads[0]).to(ctx.dtype).contiguous()
         if ctx.rounding is None:
             drows = ops.permute_rows(dy, token)
         else:
             q, sf = ops.permute_mx(ops.quantize_row_packed(dy, ctx.rounding), token)
-            drows = MXTensor(q, sf, ctx.dtype)
+            drows = mx_rows(q, sf, ctx.dtype)
         return drows, None, None, None, None
 
 
@@ -94,8 +93,15 @@ def sum_of_slots(rows: Tensor, top_k: int, out_dtype: torch.dtype) -> Tensor:
     return rows.unflatten(0, (-1, top_k)).sum(1, dtype=torch.float32).to(out_dtype)
 
 
-_weighted = differentiable("weighted_combine", _Weighted)
-_plain = differentiable("weighted_combine", _Plain)
+weighted_sum = differentiable("weighted_combine", _Weighted)
+"""weighted_sum(rows, probs, slots, order, out_dtype, rounding): `combine_slots` with probs, unchecked."""
+plain_sum = differentiable("weighted_combine", _Plain)
+"""plain_sum(rows, slots, token, out_dtype, rounding): `combine_slots` without probs, unchecked. token: of each row."""
+
+
+def token_of(order: Tensor, top_k: int) -> Tensor:
+    """The token of each row; -1, padding, stays -1."""
+    return torch.div(order, top_k, rounding_mode="floor")
 
 
 def weighted_combine(
@@ -133,6 +139,6 @@ def combine_slots(
     check_way_back(op, "slots", slots.view(-1), "order", order)
     out_dtype = rows.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
     if probs is None:
-        return _plain(rows, slots, order, out_dtype, rounding)
+        return plain_sum(rows, slots, token_of(order, slots.shape[1]), out_dtype, rounding)
     check_probs(op, "probs", probs, tuple(slots.shape), rows.device)
-    return _weighted(rows, probs, slots, order, out_dtype, rounding)
+    return weighted_sum(rows, probs, slots, order, out_dtype, rounding)

@@ -11,6 +11,7 @@ quantizes once for several microbatches, an evaluation or serving holds the resu
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -22,7 +23,7 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from . import _direct as ops
-from ._checks import check_floats
+from ._checks import check_bias, check_devices, check_floats
 from ._device import arch_of
 from ._torch_private import has_version, owner_of, version_of
 from .mx_tensor import MXTensor
@@ -122,6 +123,8 @@ class QuantizedWeights:
 
         Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
         """
+        if values is self.values:
+            return self
         check_float_weights("QuantizedWeights.with_values", "values", values)
         if values.shape != self.values.shape:
             got, allowed = f"shape {tuple(values.shape)}", f"allowed: {tuple(self.values.shape)}"
@@ -192,6 +195,33 @@ def check_weights(op: str, argument: str, w: object, form: Form, rounding: Round
 def values_and_held(w: Weights) -> tuple[Tensor, Held]:
     """The tensor that receives the gradient, and the operands of QuantizedWeights."""
     return (w.values, (w.as_stored, w.transposed)) if isinstance(w, QuantizedWeights) else (w, None)
+
+
+def check_ffn_weights(
+    op: str, name: str, x: Tensor, weights: Sequence[Weights], biases: Sequence[Tensor | None], recipe: Recipe
+) -> tuple[tuple[Tensor, ...], tuple[Held, ...], tuple[Tensor | None, ...]]:
+    """Values and held operands of w1, w3, w2, and b1, b3, b2 as (G, N) fp32; raises unless they fit each other and the
+    rows of x, named `name`."""
+    form = form_of(recipe, x.device)
+    for of, w in zip(("w1", "w3", "w2"), weights, strict=True):
+        check_weights(op, of, w, form, recipe.rounding)
+    (w1, w3, w2), held = zip(*map(values_and_held, weights), strict=True)
+    groups, f, d = w1.shape
+    if x.shape[1] != d:
+        fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: (P, {d}), the D of w1 (G, F, D)")
+    for of, w, shape in (("w3", w3, (groups, f, d)), ("w2", w2, (groups, d, f))):
+        if w.shape != shape:
+            fail(ValueError, op, of, f"shape {tuple(w.shape)}", f"allowed: {shape}, by w1's {tuple(w1.shape)}")
+    for of, size in (("F", f), ("D", d)):
+        if size % BLOCK:
+            fail(ValueError, op, "w1", f"{of} = {size}", f"allowed: multiples of {BLOCK}")
+    for of, w in (("w1", w1), ("w3", w3), ("w2", w2)):
+        if not w.is_contiguous():
+            fail(ValueError, op, of, f"strides {w.stride()}", "allowed: contiguous; unpack_expert_weights unpacks once")
+    check_devices(op, name, x.device, w1=w1, w3=w3, w2=w2)
+    sizes = zip(("b1", "b3", "b2"), biases, (f, f, d), strict=True)
+    biases = tuple(b if b is None else check_bias(op, of, b, groups, n, x.device) for of, b, n in sizes)
+    return (w1, w3, w2), held, biases
 
 
 def outlives_forward(w: Tensor) -> bool:

@@ -53,10 +53,10 @@ def one(op: str, **options: int) -> Callable[..., tuple[Any, ...]]:
     return lambda call, *arrays: call(op, *arrays, **options)
 
 
-def values(*shape: int, device: str, octaves: float = 3) -> Tensor:
+def values(*shape: int, device: str, octaves: float = 3, operand: int = 0) -> Tensor:
     """Normal bf16 values. Magnitudes vary by `octaves` (one standard deviation) between rows, a third of it between
-    columns. Seeded by the shape: two calls with one shape return the same values."""
-    rng = torch.Generator(device).manual_seed(sum(shape))
+    columns. Seeded by the sum of the shape and by `operand`, the place of the array among those of a case."""
+    rng = torch.Generator(device).manual_seed(sum(shape) + 1_000_003 * operand)  # a CPU reads 32 bits
     rows = torch.randn(*shape[:-1], 1, generator=rng, device=device)
     columns = torch.randn(shape[-1], generator=rng, device=device)
     x = torch.randn(shape, generator=rng, device=device, dtype=torch.bfloat16)

@@ -38,7 +38,7 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     shape = {"M": layer.tokens, "K": layer.dim, "top_k": layer.top_k}
     yield Case("combine", {**shape, "direction": "fwd"}, (rows, slots, probs), one("combine"), _forward_part,
                layer.tokens, formula="combine")  # fmt: skip
-    dy = values(layer.tokens, layer.dim, device=device)
+    dy = values(layer.tokens, layer.dim, device=device, operand=1)
     yield Case("combine", {**shape, "direction": "bwd"}, (dy, rows, slots, order, probs), one("combine_bwd"),
                _backward_part, layer.tokens, formula="combine_bwd", magnitude=_dot_terms)  # fmt: skip
     yield Case("combine", {**shape, "direction": "bwd", "to": "row"}, (dy, rows, slots, order, probs),

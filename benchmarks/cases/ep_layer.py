@@ -56,8 +56,8 @@ def our_layer(shape: MoELayer, recipe: Recipe, group: dist.ProcessGroup, device:
     moe = MoE(d, f, e, k, recipe=recipe, dtype=BF16, device=device)
     with torch.no_grad():
         moe.router.weight.copy_(torch.eye(e, d))
-        for w in (moe.experts.w1, moe.experts.w3, moe.experts.w2):
-            w.copy_(values(*w.shape, device=device.type, octaves=0.5).mul_(w.shape[-1] ** -0.5))
+        for i, w in enumerate((moe.experts.w1, moe.experts.w3, moe.experts.w2), 1):
+            w.copy_(values(*w.shape, device=device.type, octaves=0.5, operand=i).mul_(w.shape[-1] ** -0.5))
     mesh = DeviceMesh.from_group(group, device.type)
     parallelize_module(moe, mesh, MXFP8ExpertParallel(gradients="sum"))
     return moe

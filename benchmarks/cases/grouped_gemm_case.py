@@ -68,7 +68,8 @@ def group_ends(p: Product, device: str) -> Tensor:
 
 def operands(p: Product, device: str) -> Operands:
     """Rows and columns differ in magnitude: the clock of the card depends on the values."""
-    x, w, dout = (values(*shape, device=device, octaves=1) for shape in ((p.M, p.K), (p.G, p.N, p.K), (p.M, p.N)))
+    shapes = (p.M, p.K), (p.G, p.N, p.K), (p.M, p.N)
+    x, w, dout = (values(*shape, device=device, octaves=1, operand=i) for i, shape in enumerate(shapes))
     return Operands(x, w, dout, group_ends(p, device))
 
 

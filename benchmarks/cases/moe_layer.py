@@ -47,8 +47,8 @@ def layer_inputs(shape: MoELayer, device: str) -> LayerInputs:
     ours = torch_frontend.MoE(d, f, e, k, recipe=RECIPE, dtype=torch.bfloat16, device=device)
     weights = Weights(ours.router.weight, ours.experts.w1, ours.experts.w3, ours.experts.w2)
     with torch.no_grad():
-        for w in weights:
-            w.copy_(values(*w.shape, device=device, octaves=0.5).mul_(w.shape[-1] ** -0.5))
+        for i, w in enumerate(weights, 1):
+            w.copy_(values(*w.shape, device=device, octaves=0.5, operand=i).mul_(w.shape[-1] ** -0.5))
     return LayerInputs(shape, x.clone().requires_grad_(), dy.clone(), ours, weights)
 
 

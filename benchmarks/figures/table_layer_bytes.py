@@ -12,7 +12,6 @@ RECORDED = {
     "grouped_mm_fold": "grouped_mm_fwd",
     "grouped_wgrad_fold": "grouped_mm_wgrad",
     "quantize_row_packed": "quantize_row",
-    "permute_q_sf": "permute_mx",
     "permute_mx": "permute_mx",
     "requantize_col_fold": "requantize_col_fold",
     "swiglu_row": "swiglu_row_fwd",
