@@ -41,7 +41,7 @@ __device__ void put_factors(const Problem& p, int part, TileSlots& slots, float 
       barrier_wait(&empty[ring.stage], ring.parity ^ 1);
       *reinterpret_cast<float4*>(&factor[ring.stage][first]) = {rows.x * scale, rows.y * scale, rows.z * scale,
                                                                 rows.w * scale};
-      __syncwarp();
+      threads_sync<32>(3 + part);  // not __syncwarp, of which no instruction is left: racecheck would see a race
       if (threadIdx.x % 32 == 0) barrier_arrive(&full[ring.stage], cluster_rank());
     }
   }

@@ -47,7 +47,9 @@ def mps() -> Iterator[dict[str, str]]:
         client = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         subprocess.run([MPS, "-d"], env=client, check=True, timeout=30)
         try:
-            yield {**client, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
+            # The daemon has taken its choice of GPUs: its clients count them anew.
+            devices = {"CUDA_VISIBLE_DEVICES": "0"} if "CUDA_VISIBLE_DEVICES" in client else {}
+            yield {**client, **devices, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
             servers = subprocess.run(
                 [MPS], input="get_server_list\n", env=client, capture_output=True, text=True, timeout=30
             )
