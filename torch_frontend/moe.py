@@ -38,7 +38,9 @@ from ._counts import refuse
 from ._ranges import named
 from .experts import GroupedExperts, Unsent, check_sizes
 from .ffn import swiglu_ffn
+from .permute import RowMap
 from .pipeline import (
+    Route,
     TokenReplicas,
     combine,
     dispatch_over,
@@ -218,15 +220,20 @@ class MoE(nn.Module):
         if ranks is None or ranks.degree == 1:
             name = ranks.group_name if ranks else ""
             groups, prob_P, route = tokens_to_groups(tokens, counts, recipe, name, probs_TK if inside else None)
-            out = experts(groups, route.row_map, prob_P, quantized)
+            out = experts(groups, self._layout(route), prob_P, quantized)
             return groups_to_tokens(out, route, None if inside else probs_TK, out_dtype), counts
         if ranks.transport is not None:
             # A call of the module, so that FSDP's hooks run.
             return experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK, quantized)
         groups, _, route = dispatch_over(tokens, counts, recipe, ranks)
         prob_P = dispatch_probs(probs_TK, route) if inside and probs_TK is not None else None
-        out = experts(groups, route.row_map, prob_P, quantized)
+        out = experts(groups, self._layout(route), prob_P, quantized)
         return combine(out, route, None if inside else probs_TK, out_dtype=out_dtype), route.counts
+
+    def _layout(self, route: Route) -> Tensor | RowMap:
+        """What the experts' forward takes for its groups: experts with a forward of their own take padded_counts."""
+        own = type(self.experts).forward is not GroupedExperts.forward
+        return route.row_map.padded_counts if own else route.row_map
 
     def _check(self, x: Tensor) -> None:
         router = self.router
