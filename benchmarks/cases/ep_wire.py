@@ -50,7 +50,8 @@ class NoWire:
         key = where, rows, *parts
         if key not in self.rows:
             self.rows[key] = tuple(_values(rows, part, i, device) for i, part in enumerate(parts))
-        return _Still(outgoing, self.rows[key])
+        # As other tensors: a result that is one of them has a graph, which would live as long as this object.
+        return _Still(outgoing, tuple(part.detach() for part in self.rows[key]))
 
 
 def _values(rows: int, part: Part, place: int, device: torch.device) -> Tensor:
