@@ -115,7 +115,9 @@ def test_a_product_is_not_fused_into_a_sum(kernel: str, target: str) -> None:
 def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> None:
     """Two products of four steps per stage, multicast copies, and code for no other architecture."""
     of = {key: code for key, code in kernels("-sass").items() if "folded_product" in key[1]}
-    assert len(of) == 10, "M-grouped, with a bias, a second product, scales of blocks; K-grouped; in bf16 and fp32"
+    assert len(of) == 14, (
+        "M-grouped: alone, bias, second product, scales of blocks, pair; K-grouped: alone, pair; bf16, fp32"
+    )
     for (target, name), code in of.items():
         assert target == "sm_90a"
         assert len(re.findall(r"\bQGMMA\.64x128x32\.F32\.E4M3\.E4M3\b", code)) == 8, name
