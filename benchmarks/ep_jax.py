@@ -2,6 +2,7 @@
 
     moe.sharded_apply under jit     recipe | bf16, the same layer without quantization
     the same with a capacity        of 1.25 times the rows of a pair of ranks; for balanced rows, none of which it drops
+    both with transport="peer_memory"
 
 No plain layer is measured: `jax.lax.ragged_dot` writes dense operands, 30 GB for one product of the larger layer. A
 process for two devices of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2.
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.launch import fail
 from mxep.jax_frontend import MoEConfig, moe
+from mxep.jax_frontend.peer_memory import Transport
 
 from .cases.ep_layer import H200, MIN_SQNR_DB, OUTPUTS, TINY
 from .cases.ep_routing import ROUTINGS, places
@@ -28,7 +30,13 @@ from .figures.results import Line
 
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
 PEER, AXIS = "bf16", "expert"
-HOWS = {"jit": None, "jit, capacity": 1.25}
+HOWS: dict[str, tuple[float | None, Transport]] = {
+    "jit": (None, "all_to_all"),
+    "jit, capacity": (1.25, "all_to_all"),
+    "jit, peer memory": (None, "peer_memory"),
+    "jit, peer memory, capacity": (1.25, "peer_memory"),
+}
+"""Rows of a pair of ranks, times their mean, and the transport."""
 STEPS = {"ep_layer_fwd": "moe_layer_fwd", "ep_layer_fwd_bwd": "moe_layer_fwd_bwd"}
 SIZES = {f"{shape.dim}/{shape.hidden_dim}": shape for shape in (*H200, *TINY)}
 NAMES = (*RECIPES, *SIZES)
@@ -43,7 +51,7 @@ def lines(only: Sequence[str], routing: str = "balanced") -> Iterator[Line]:
         if shape in here and (name in only or not set(only) & set(SIZES)):
             inputs = _Inputs(shape, routing)
             for recipe in (r for r in RECIPES if r in only or not set(only) & set(RECIPES)):
-                for how in HOWS if routing == "balanced" else ("jit",):
+                for how in HOWS if routing == "balanced" else ("jit", "jit, peer memory"):
                     yield from inputs.lines(recipe, how)
 
 
@@ -77,9 +85,9 @@ class _Inputs:
         self.x, self.dy, self.params = made(jax.random.key(0), jnp.concatenate(list(map(jnp.asarray, logits))))
 
     def config(self, recipe: str, how: str = "jit") -> MoEConfig:
-        room = HOWS[how]
+        room, transport = HOWS[how]
         capacity = None if room is None else math.ceil(room * self.shape.tokens * self.shape.top_k / self.ranks)
-        return MoEConfig(*self.shape[1:], recipe=recipe, capacity=capacity)
+        return MoEConfig(*self.shape[1:], recipe=recipe, capacity=capacity, transport=transport)
 
     def program(self, recipe: str, how: str, op: str) -> Callable[..., tuple[jax.Array, ...]]:
         """The compiled step: y, and with the backward the gradients of x, router, w1, w3 and w2."""

@@ -22,6 +22,14 @@ def num_threads() -> int:
     """Threads that an op may use without `num_threads`, as in calls from XLA: those of OpenMP (OMP_NUM_THREADS, or all
     cores) when the module was loaded; one in the child of a fork."""
 
+def peer_ffi_targets() -> dict[str, Any]:
+    """Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="CUDA")`: the op on rows that lie on
+    several GPUs of one process.
+
+    Inputs: this device's rows, the map, place (2,) int32 (core_kernels/peer/peers.h). The call takes one attribute,
+    `devices`, a numpy int64: the devices of the program. The call waits until all of them have come to it.
+    """
+
 cuda_archs: tuple[tuple[int, int], ...]
 """Compute capabilities that this build has CUDA machine code for; empty in a build without nvcc."""
 

@@ -4,6 +4,10 @@
 //          tensors --> launch(inputs, outputs) ----.                                  every call
 //                                                  +--> CudaOp.run(call, stream)
 //   XLA:   buffers --> cuda_ffi_targets()[name] ---'
+//
+// And the table of ops whose rows lie on several GPUs (core_kernels/peer/peers.h), for XLA:
+//
+//          buffers --> peer_ffi_targets()[name] --> run_with_peers(op, call, run, devices, stream)
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -22,6 +26,7 @@
 #include "exchange.h"
 #include "ffi.h"
 #include "find_op.h"
+#include "peer/peers.h"
 
 namespace nb = nanobind;
 namespace ffi = xla::ffi;
@@ -122,6 +127,33 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   return bound->Call(frame);
 }
 
+// A thread of XLA's per device and run. The host meets the other devices in every call, so no CUDA graph captures it.
+template <size_t Index>
+XLA_FFI_Error* peer_handler(XLA_FFI_CallFrame* frame) {
+  static auto* bound = ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::RunId>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<int64_t>("devices")
+                           .To([](cudaStream_t stream, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                                  int64_t devices) -> ffi::Error {
+                             const cuda::PeerOp& op = cuda::kPeerOps[Index];
+                             return call_op(op, args, rets, {}, [&](const Call& c) {
+                               cuda::run_with_peers(op, c, run.run_id, devices, stream);
+                             });
+                           })
+                           .release();
+  return bound->Call(frame);
+}
+
+template <size_t... Index>
+nb::dict peer_targets(std::index_sequence<Index...>) {
+  nb::dict out;
+  ((out[cuda::kPeerOps[Index].name] = nb::capsule(reinterpret_cast<void*>(peer_handler<Index>))), ...);
+  return out;
+}
+
 template <size_t... Index>
 nb::dict targets(std::index_sequence<Index...>) {
   nb::dict out;
@@ -150,6 +182,7 @@ void bind_cuda(nb::module_& m) {
   m.attr("cuda_archs") = archs(0);
   m.attr("cuda_op_archs") = op_archs();
   m.def("cuda_ffi_targets", [] { return targets(std::make_index_sequence<std::size(cuda::kCudaOps)>()); });
+  m.def("peer_ffi_targets", [] { return peer_targets(std::make_index_sequence<std::size(cuda::kPeerOps)>()); });
   nb::class_<CudaLaunch>(m, "CudaLaunch")
       .def(nb::init<const Exchange&, int, const std::string&, ArrayTypes, ArrayTypes, std::vector<int64_t>>(),
            "exchange"_a, "device"_a, "name"_a, "inputs"_a, "outputs"_a, "attrs"_a)

@@ -18,5 +18,6 @@ NB_MODULE(_ops, m) {
   m.attr("cuda_op_archs") = nb::dict();
   m.attr("CudaLaunch") = nb::none();
   m.def("cuda_ffi_targets", [] { return nb::dict(); });
+  m.def("peer_ffi_targets", [] { return nb::dict(); });
 #endif
 }

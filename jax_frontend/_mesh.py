@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..core_kernels.launch import fail
 from ._call import vary
 
 AnyMesh = Mesh | AbstractMesh
+Axes = str | tuple[str, ...]
+"""One mesh axis or several, of which the first varies slowest."""
 
 
 def mesh_of(op: str, mesh: AnyMesh | None, x: jax.Array) -> AnyMesh:
@@ -28,6 +31,26 @@ def mesh_of(op: str, mesh: AnyMesh | None, x: jax.Array) -> AnyMesh:
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes of a PartitionSpec, in order."""
     return tuple(axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ()))
+
+
+_AN_AXIS = "allowed: a mesh axis of the enclosing jax.shard_map, a tuple of them, or None"
+
+
+def axis_names(op: str, argument: str, axes: Axes | None) -> tuple[str, ...]:
+    """Mesh axes as a tuple; TypeError unless they are names."""
+    names = axes if isinstance(axes, tuple) else (axes,)
+    if axes is not None and not all(isinstance(name, str) for name in names):
+        fail(TypeError, op, argument, repr(axes), _AN_AXIS)
+    return () if axes is None else tuple(map(str, names))
+
+
+def axis_size(op: str, axes: Axes | None, argument: str = "axis_name") -> int:
+    """The ranks along mesh axes of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
+    names = axis_names(op, argument, axes)
+    try:
+        return lax.axis_size(names) if names else 1
+    except NameError:
+        fail(ValueError, op, argument, repr(axes), _AN_AXIS)
 
 
 def over_mesh(local: Callable, mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable:

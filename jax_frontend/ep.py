@@ -25,12 +25,10 @@ from ..core_kernels.launch import fail, require_multiple
 from . import ops
 from ._checks import check_counts, check_floats, check_integers, check_shape, check_size, check_type, rounding_of
 from ._derivatives import arguments
+from ._mesh import Axes, axis_size
 from ._shapes import Float, Int
 from .mx_array import MXArray, MXGradArray
 from .weighted_combine import sum_slots
-
-Axes = str | tuple[str, ...]
-"""One mesh axis or several, of which the first varies slowest."""
 
 
 @jax.tree_util.register_dataclass
@@ -82,26 +80,6 @@ def check_replicas(op: str, tokens: TokenReplicas) -> None:
     rows = tokens.x.shape[0] * tokens.top_k
     for name, slots in (("order", tokens.order), ("inverse", tokens.inverse)):
         check_shape(op, name, slots, (rows,), "top_k slots per token", "int")
-
-
-_AN_AXIS = "allowed: a mesh axis of the enclosing jax.shard_map, a tuple of them, or None"
-
-
-def axis_names(op: str, argument: str, axes: Axes | None) -> tuple[str, ...]:
-    """Mesh axes as a tuple; TypeError unless they are names."""
-    names = axes if isinstance(axes, tuple) else (axes,)
-    if axes is not None and not all(isinstance(name, str) for name in names):
-        fail(TypeError, op, argument, repr(axes), _AN_AXIS)
-    return () if axes is None else tuple(map(str, names))
-
-
-def axis_size(op: str, axes: Axes | None, argument: str = "axis_name") -> int:
-    """The ranks along mesh axes of the enclosing shard_map, 1 for None; ValueError if there is no such axis."""
-    names = axis_names(op, argument, axes)
-    try:
-        return lax.axis_size(names) if names else 1
-    except NameError:
-        fail(ValueError, op, argument, repr(axes), _AN_AXIS)
 
 
 def plan_exchange(

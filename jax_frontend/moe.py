@@ -24,13 +24,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
-from . import ep
 from ._call import vary, varying_axes
 from ._checks import check_floats, check_shape, check_type
 from ._derivatives import reverse_only
-from ._mesh import AnyMesh, axes_of, mesh_of, over_mesh
+from ._mesh import AnyMesh, Axes, axes_of, axis_names, axis_size, mesh_of, over_mesh
 from ._shapes import Float, Float32, Int
-from .ep import Axes, TokenReplicas
+from .ep import TokenReplicas
 from .ffn import grouped_swiglu_ffn
 from .moe_params import MoEConfig, Params, check_params, specs
 from .moe_params import init as init
@@ -119,7 +118,7 @@ def apply(
     check_params(params, config, axis_name, tensor_axis)
     _warn_if_sharded(op, params["experts"])
     token_axes = axis_name if token_axes is None else token_axes
-    replicas = ep.axis_size(op, token_axes, "token_axes")
+    replicas = axis_size(op, token_axes, "token_axes")
     outside = chosen_outside(op, x, config.num_experts, experts, weights)
     if outside is not None and selection_bias is not None:
         fail(ValueError, op, "selection_bias", "an array", "allowed: None beside experts and weights")
@@ -130,14 +129,14 @@ def apply(
     experts_TK, probs_TK, shares_E = chosen
     order, inverse, counts = sort_by_expert(experts_TK, config.num_experts)
     # The ranks of tensor_axis compute parts of one sum: JAX adds their gradients where they leave x and probs.
-    parts = ep.axis_names(op, "tensor_axis", tensor_axis)
+    parts = axis_names(op, "tensor_axis", tensor_axis)
     x_TD, probs_TK = vary(x_TD, parts), vary(probs_TK, parts)
     tokens = TokenReplicas(x_TD.astype(jnp.bfloat16), order, inverse, experts_TK.shape[1])
     if config.prob_in == "input":
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
     ranks = {"axis_name": axis_name, "capacity": config.capacity, "replicas": config.replicas}
-    groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
+    groups, _, route = dispatch(tokens, counts, recipe=recipe, transport=config.transport, **ranks)
     inside = dispatch_probs(probs_TK, route) if config.prob_in == "swiglu" else None
     out = _experts(params["experts"], groups, route.group_ends, inside, config, parts)
     y_TD = combine(out, route, probs_TK if config.prob_in == "combine" else None, out_dtype=x_TD.dtype)
@@ -199,7 +198,7 @@ def sharded_apply(
     check_floats(op, "x", x)
     check_type(op, "mesh", mesh, Mesh, AbstractMesh, type(None))
     mesh = mesh_of(op, mesh, x)
-    token_axes, expert_axes = axes_of(tokens), ep.axis_names(op, "expert_axis", expert_axis)
+    token_axes, expert_axes = axes_of(tokens), axis_names(op, "expert_axis", expert_axis)
     for name, axis in (("fsdp_axis", fsdp_axis), ("tensor_axis", tensor_axis)):
         check_type(op, name, axis, str, type(None))
     used = {"tokens": token_axes, "expert_axis": expert_axes, "fsdp_axis": (fsdp_axis,), "tensor_axis": (tensor_axis,)}

@@ -21,9 +21,9 @@ from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
 from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from . import ep
 from ._checks import check_floats, check_type, dtype_name
-from .ep import Axes
+from ._mesh import Axes, axis_names, axis_size
+from .peer_memory import Transport, check_transport
 from .router import GroupScore, ScoreFunc
 from .weights import check_weights, recipe_of, resolve_compute
 
@@ -51,6 +51,8 @@ class MoEConfig:
         the experts and of the shared one, which has no bias.
     replicas: "each", "once" or "summed", how often a token crosses the wire to a rank with several of its experts, as
         in `dispatch`. With prob_in="input", where a row is one replica, "each" alone.
+    transport: "all_to_all" or "peer_memory", what carries rows between ranks, as in `dispatch`; "peer_memory" with
+        replicas="each".
 
     >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
     'mxfp8'
@@ -78,6 +80,7 @@ class MoEConfig:
     bias: bool = False
     activation: SwiGLU = PLAIN
     replicas: Replicas = "each"
+    transport: Transport = "all_to_all"
 
     def __post_init__(self) -> None:
         optional = ("capacity", "shared_hidden_dim")
@@ -100,6 +103,10 @@ class MoEConfig:
         check_replicas_option("MoEConfig", self.replicas)
         if self.replicas != "each" and self.prob_in == "input":
             allowed = "allowed: 'each' with prob_in='input', whose replicas have a row each"
+            fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
+        check_transport("MoEConfig", self.transport)
+        if self.replicas != "each" and self.transport == "peer_memory":
+            allowed = "allowed: 'each' with transport='peer_memory'"
             fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
@@ -184,7 +191,7 @@ def specs(
     """
     op = "moe.specs"
     check_type(op, "config", config, MoEConfig)
-    ep.axis_names(op, "expert_axis", expert_axis)
+    axis_names(op, "expert_axis", expert_axis)
     for name, axis in (("fsdp_axis", fsdp_axis), ("tensor_axis", tensor_axis)):
         check_type(op, name, axis, str, type(None))
     split = {"w1": (tensor_axis, fsdp_axis), "w3": (tensor_axis, fsdp_axis), "w2": (fsdp_axis, tensor_axis)}
@@ -220,11 +227,11 @@ def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tens
             fail(ValueError, op, "params", got, "allowed: what `moe.init` makes of the config")
     recipe = resolve_compute(op, config.recipe)
     e, d = config.num_experts, config.dim
-    ranks = ep.axis_size(op, axis_name)
+    ranks = axis_size(op, axis_name)
     if e % ranks:
         allowed = f"allowed: a multiple of the {ranks} ranks of mesh axis {axis_name!r}"
         fail(ValueError, op, "config.num_experts", e, allowed)
-    local, parts = e // ranks, ep.axis_size(op, tensor_axis, "tensor_axis")
+    local, parts = e // ranks, axis_size(op, tensor_axis, "tensor_axis")
     for name in ("hidden_dim", "shared_hidden_dim"):
         size = getattr(config, name)
         if size is not None and size % (parts * BLOCK):

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from . import moe
-from ._mesh import AnyMesh
-from .ep import Axes
+from ._mesh import AnyMesh, Axes
 from .moe import MoEStats
 from .moe_params import MoEConfig, Params
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
-from . import ops
+from . import ops, peer_memory
 from ._call import jitted
 from ._checks import (
     check_counts,
@@ -40,6 +40,7 @@ from ._shapes import Float, Int
 from .ep import Exchange
 from .mx_array import MXArray, MXGradArray, pack
 from .ops import ExpertOrder, RowMap
+from .peer_memory import Across
 from .weighted_combine import sum_slots
 
 Rows = TypeVar("Rows", jax.Array, MXArray)
@@ -65,27 +66,29 @@ def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"],
 # --- permute ---------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def _gather_mx(mx: MXArray, row_map: jax.Array, inverse: jax.Array) -> MXArray:
-    q, sf = ops.permute_mx(mx.packed(), row_map)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gather_mx(mx: MXArray, row_map: jax.Array, inverse: jax.Array, across: Across) -> MXArray:
+    q, sf = peer_memory.permute_mx(mx.packed(), row_map, across)
     return MXArray.from_bytes(q, sf, mx.dtype)
 
 
-def _gather_mx_bwd(inverse, grad: MXArray):
-    return MXArray.cotangent(ops.permute_rows(grad.carrier, inverse)), None, None
+def _gather_mx_bwd(across, inverse, grad: MXArray):
+    return MXArray.cotangent(peer_memory.permute_rows(grad.carrier, inverse, across)), None, None
 
 
-_gather_mx.defvjp(lambda mx, row_map, inverse: (_gather_mx(mx, row_map, inverse), inverse), _gather_mx_bwd)
+_gather_mx.defvjp(
+    lambda mx, row_map, inverse, across: (_gather_mx(mx, row_map, inverse, across), inverse), _gather_mx_bwd
+)
 
 
-@jax.custom_vjp
-def _gather(x: jax.Array, row_map: jax.Array, inverse: jax.Array) -> jax.Array:
-    return ops.permute_rows(x, row_map)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gather(x: jax.Array, row_map: jax.Array, inverse: jax.Array, across: Across) -> jax.Array:
+    return peer_memory.permute_rows(x, row_map, across)
 
 
 _gather.defvjp(
-    lambda x, row_map, inverse: (_gather(x, row_map, inverse), inverse),
-    lambda inverse, grad: (ops.permute_rows(grad, inverse), None, None),
+    lambda x, row_map, inverse, across: (_gather(x, row_map, inverse, across), inverse),
+    lambda across, inverse, grad: (peer_memory.permute_rows(grad, inverse, across), None, None),
 )
 
 
@@ -114,7 +117,7 @@ def permute_mxfp8_fwd_hp_bwd(
     if not isinstance(mx, MXArray):
         fail(TypeError, op, "mx", type(mx).__name__, "allowed: an MXArray; `permute` takes float rows")
     maps = _row_map(op, "mx", mx, num_tokens_per_expert, group_size_multiple_of)
-    return _gather_mx(*arguments(op, mx, maps.row_map, maps.inverse)).laid_out(maps.group_ends), maps
+    return gather_rows(mx, maps.row_map, maps.inverse).laid_out(maps.group_ends), maps
 
 
 def permute(
@@ -190,39 +193,43 @@ def _row_map(op: str, name: str, x: Any, counts: Any, alignment: int) -> RowMap:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _spread(x: jax.Array, order: jax.Array, slots: jax.Array, top_k: int) -> jax.Array:
-    return ops.permute_rows(x, order // top_k)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _spread(x: jax.Array, order: jax.Array, slots: jax.Array, top_k: int, across: Across) -> jax.Array:
+    return peer_memory.permute_rows(x, order // top_k, across)
 
 
 _spread.defvjp(
-    lambda x, order, slots, top_k: (_spread(x, order, slots, top_k), slots),
-    lambda top_k, slots, grad: (sum_slots(grad, slots.reshape(-1, top_k)), None, None),
+    lambda x, order, slots, top_k, across: (_spread(x, order, slots, top_k, across), slots),
+    lambda top_k, across, slots, grad: (sum_slots(grad, slots.reshape(-1, top_k), across), None, None),
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _spread_mx(mx: MXArray, order: jax.Array, slots: jax.Array, top_k: int) -> MXArray:
-    q, sf = ops.permute_mx(mx.packed(), order // top_k)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _spread_mx(mx: MXArray, order: jax.Array, slots: jax.Array, top_k: int, across: Across) -> MXArray:
+    q, sf = peer_memory.permute_mx(mx.packed(), order // top_k, across)
     return MXArray.from_bytes(q, sf, mx.dtype)
 
 
 _spread_mx.defvjp(
-    lambda mx, order, slots, top_k: (_spread_mx(mx, order, slots, top_k), slots),
-    lambda top_k, slots, grad: (
-        MXArray.cotangent(sum_slots(grad.carrier, slots.reshape(-1, top_k))),
+    lambda mx, order, slots, top_k, across: (_spread_mx(mx, order, slots, top_k, across), slots),
+    lambda top_k, across, slots, grad: (
+        MXArray.cotangent(sum_slots(grad.carrier, slots.reshape(-1, top_k), across)),
         None,
         None,
     ),
 )
 
 
-def spread_rows(x: Rows, order: Int[jax.Array, " P"], inverse: Int[jax.Array, " T*top_k"], top_k: int) -> Rows:
+def spread_rows(
+    x: Rows, order: Int[jax.Array, " P"], inverse: Int[jax.Array, " T*top_k"], top_k: int, *, across: Across = None
+) -> Rows:
     """Replicate each token for its top_k experts: out[i] = x[order[i] // top_k], zeros where order is -1.
 
     x: (T, D) bf16, fp32 or MXArray. order: (P,), the slot t * top_k + k of each row of the result. inverse:
-    (T * top_k,), the row of each slot; both int32, P = T * top_k for those of `sort_by_expert`. Returns
-    (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
+    (T * top_k,), the row of each slot; both int32, P = T * top_k for those of `sort_by_expert`.
+    across: mesh axes of the enclosing shard_map: slot s of rank q has the number q T top_k + s in order, row i of rank
+    q the number q P + i in inverse.
+    Returns (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
 
     >>> spread_rows(jnp.array([[1.0], [2.0]]), jnp.array([2, 0, 1, 3]), jnp.array([1, 2, 0, 3]), 2).tolist()
     [[2.0], [1.0], [1.0], [2.0]]
@@ -236,15 +243,19 @@ def spread_rows(x: Rows, order: Int[jax.Array, " P"], inverse: Int[jax.Array, " 
     check_matrix(op, "x", x)
     check_vector(op, "order", order)
     check_shape(op, "inverse", inverse, (x.shape[0] * top_k,), "x's rows, `top_k` times", "int")
+    across = peer_memory.check_across(op, across)
     spread: Any = _spread_mx if isinstance(x, MXArray) else _spread
-    return spread(*arguments(op, x, order, inverse), top_k)
+    return spread(*arguments(op, x, order, inverse), top_k, across)
 
 
-def gather_rows(x: Rows, row_map: Int[jax.Array, " P"], inverse: Int[jax.Array, " M"]) -> Rows:
+def gather_rows(
+    x: Rows, row_map: Int[jax.Array, " P"], inverse: Int[jax.Array, " M"], *, across: Across = None
+) -> Rows:
     """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
 
-    x: (M, K) bf16, fp32 or MXArray. row_map: (P,), inverse: (M,), the map back; both int32. Returns (P, K)
-    of x's kind.
+    x: (M, K) bf16, fp32 or MXArray. row_map: (P,), inverse: (M,), the map back; both int32. across: mesh axes of the
+    enclosing shard_map: row r of rank q has the number q M + r in row_map, row i the number q P + i in inverse. Returns
+    (P, K) of x's kind.
 
     >>> gather_rows(jnp.array([[1.0], [2.0]]), jnp.array([1, -1, 0]), jnp.array([2, 0])).tolist()
     [[2.0], [0.0], [1.0]]
@@ -257,41 +268,43 @@ def gather_rows(x: Rows, row_map: Int[jax.Array, " P"], inverse: Int[jax.Array, 
     check_matrix(op, "x", x)
     check_vector(op, "row_map", row_map)
     check_shape(op, "inverse", inverse, x.shape[:1], "the rows of x", "int")
+    across = peer_memory.check_across(op, across)
     gather: Any = _gather_mx if isinstance(x, MXArray) else _gather
-    return gather(*arguments(op, x, row_map, inverse))
+    return gather(*arguments(op, x, row_map, inverse), across)
 
 
 # --- un-permute ------------------------------------------------------------------------------------
 
 
-@jax.custom_vjp
-def _ungather_mx(x: MXGradArray, row_map: jax.Array, inverse: jax.Array) -> MXGradArray:
-    return MXGradArray.of(ops.permute_rows(x.value, inverse))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ungather_mx(x: MXGradArray, row_map: jax.Array, inverse: jax.Array, across: Across) -> MXGradArray:
+    return MXGradArray.of(peer_memory.permute_rows(x.value, inverse, across))
 
 
-def _ungather_mx_fwd(x, row_map, inverse):
+def _ungather_mx_fwd(x, row_map, inverse, across):
     # With symbolic_zeros every leaf is (value, perturbed).
-    return _ungather_mx(MXGradArray.of(x.value.value), row_map.value, inverse.value), row_map.value
+    return _ungather_mx(MXGradArray.of(x.value.value), row_map.value, inverse.value, across), row_map.value
 
 
-def _ungather_mx_bwd(row_map, grad: MXGradArray):
+def _ungather_mx_bwd(across, row_map, grad: MXGradArray):
     value, mx = grad.parts()
-    value = None if value is None else ops.permute_rows(value, row_map)
-    mx = None if mx is None else ops.permute_mx(pack(*mx), row_map)
+    value = None if value is None else peer_memory.permute_rows(value, row_map, across)
+    mx = None if mx is None else peer_memory.permute_mx(pack(*mx), row_map, across)
     return MXGradArray.cotangent(value, mx, grad.uses), None, None
 
 
 _ungather_mx.defvjp(_ungather_mx_fwd, _ungather_mx_bwd, symbolic_zeros=True)
-_ungather_mx_jitted = jitted(_ungather_mx)
+_ungather_mx_jitted = jitted(_ungather_mx, 3)
 
 
 def unpermute_hp_fwd_mxfp8_bwd(
-    input: Float[jax.Array, "P N"] | MXGradArray, maps: RowMap
+    input: Float[jax.Array, "P N"] | MXGradArray, maps: RowMap, *, across: Across = None
 ) -> Float[jax.Array, "R N"] | MXGradArray:
     """Gather expert outputs back into the order in which the rows were received; rows without a token are zeros.
 
     input: (P, N), an array, or an MXGradArray, whose gradient is gathered as MXFP8 bytes. maps: the RowMap of the
-    permute. Returns (R, N) of input's kind. Raises ValueError (shapes) and TypeError (dtypes).
+    permute. across: as in `gather_rows`. Returns (R, N) of input's kind. Raises ValueError (shapes) and TypeError
+    (dtypes).
 
     >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
     >>> unpermute_hp_fwd_mxfp8_bwd(rows, row_map).shape
@@ -305,6 +318,6 @@ def unpermute_hp_fwd_mxfp8_bwd(
         allowed = f"allowed: ({maps.row_map.shape[0]}, N), the rows of maps.row_map"
         fail(ValueError, op, "input", f"shape {input.shape}", allowed)
     if isinstance(input, MXGradArray):
-        input = input.once(op)
-        return _ungather_mx_jitted(*arguments(op, input, maps.row_map, maps.inverse))
-    return gather_rows(input, maps.inverse, maps.row_map)
+        input, across = input.once(op), peer_memory.check_across(op, across)
+        return _ungather_mx_jitted(*arguments(op, input, maps.row_map, maps.inverse), across)
+    return gather_rows(input, maps.inverse, maps.row_map, across=across)

@@ -7,7 +7,8 @@
     combine     gather -> all-to-all [-> sum over each token's replicas]                       backward: MXFP8
 
 A `Route` is a value: whoever holds it can combine. On one rank there is no exchange: dispatch gathers the replicas of a
-token directly into the groups, and combine sums directly from them.
+token directly into the groups, and combine sums directly from them. So it is with transport="peer_memory", where the
+maps lead across ranks (peer_exchange.py).
 """
 
 import dataclasses
@@ -21,9 +22,9 @@ from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
 from . import ops
 from ._checks import check_counts, check_floats, check_shape, check_type, check_vector, dtype_name
+from ._mesh import Axes, axis_size
 from ._shapes import Float, Float32, Int
 from .ep import (
-    Axes,
     Exchange,
     TokenReplicas,
     a2a_combine_hp_fwd_mxfp8_bwd,
@@ -34,6 +35,8 @@ from .ep import (
 )
 from .mx_array import MXArray, MXGradArray
 from .ops import RowMap
+from .peer_exchange import PeerMaps, map_peers
+from .peer_memory import Transport, check_transport
 from .permute import gather_rows, permute, spread_rows, unpermute_hp_fwd_mxfp8_bwd
 from .remat import ROWS, named
 from .replicas import Copies, Way, exchange_copies, exchange_sums, map_copies, probs_of_copies, return_each, send_once
@@ -48,7 +51,8 @@ class Route:
 
     row_map: between received rows and padded groups. exchange: the all-to-all, None on one rank without a capacity.
     order, slots, top_k: the maps of `weighted_combine`; top_k is 0 for rows, which have none across ranks. recipe,
-    top_k: static. copies: where a token goes once to each rank, how its copies lie.
+    top_k: static. copies: where a token goes once to each rank, how its copies lie. peers: with
+    transport="peer_memory" the maps across ranks, of which row_map, order and slots are parts.
     """
 
     row_map: RowMap
@@ -58,6 +62,7 @@ class Route:
     recipe: Recipe = dataclasses.field(metadata={"static": True})
     top_k: int = dataclasses.field(default=0, metadata={"static": True})
     copies: Copies | None = None
+    peers: PeerMaps | None = None
 
     @property
     def group_ends(self) -> jax.Array:
@@ -67,6 +72,8 @@ class Route:
     @property
     def overflow(self) -> jax.Array:
         """() int32, local rows that did not fit the capacity."""
+        if self.peers is not None:
+            return self.peers.overflow
         return jnp.zeros((), jnp.int32) if self.exchange is None else self.exchange.overflow
 
 
@@ -79,6 +86,7 @@ def dispatch(
     axis_name: Axes | None = None,
     capacity: int | None = None,
     replicas: Replicas = "each",
+    transport: Transport = "all_to_all",
 ) -> tuple[Float[jax.Array, "P K"] | MXArray, Int[jax.Array, " G"], Route]:
     """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
 
@@ -93,6 +101,10 @@ def dispatch(
         results and gradients are the same bytes. "summed": the results of a token on a rank are summed there as well,
         in fp32, and one row comes back, in the dtype of the groups. A pair of ranks then has room for min(T, capacity)
         rows of tokens.
+    transport: "all_to_all": collectives of XLA. "peer_memory": on GPUs of one process kernels read the rows in the
+        memory of the other GPUs, into their groups and, summed, into their tokens; elsewhere the same from an
+        all-gather of the rows. The same bytes, with replicas="each". A rank then has room for `capacity` rows from each
+        rank, which all ranks share.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXArray if the recipe quantizes, with padding rows of
     zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of
@@ -124,6 +136,14 @@ def dispatch(
         fail(ValueError, op, "replicas", repr(replicas), allowed)
     if axis_name is None and capacity is None:
         return _on_one_rank(rows, x, counts, num_rows, recipe)
+    check_transport(op, transport)
+    if transport == "peer_memory" and axis_name is not None and axis_size(op, axis_name) > 1:
+        if replicas != "each":
+            allowed = "allowed: 'each' with transport='peer_memory'"
+            fail(ValueError, op, "replicas", repr(replicas), allowed)
+        tokens, sizes = rows if isinstance(rows, TokenReplicas) else None, {"num_rows": num_rows, "capacity": capacity}
+        peers = map_peers(op, counts, tokens, axis_name, alignment=recipe.alignment, **sizes)
+        return _laid_out(x, peers.row_map, peers.order, peers.slots, recipe, top_k, peers)
     exchange = plan_exchange(counts, axis_name, num_rows=num_rows, capacity=capacity)
     if isinstance(rows, TokenReplicas) and replicas != "each" and exchange.ep_degree > 1:
         return _once(rows, exchange, recipe, replicas == "summed")
@@ -182,9 +202,23 @@ def _on_one_rank(
     if isinstance(rows, TokenReplicas):
         # order[-1] is the appended -1: a padding row is the replica of no token.
         order, slots, top_k = jnp.append(rows.order, -1)[order], slots[rows.inverse], rows.top_k
+    return _laid_out(x, row_map, order, slots, recipe, top_k)
+
+
+def _laid_out(
+    x: jax.Array,
+    row_map: RowMap,
+    order: jax.Array,
+    slots: jax.Array,
+    recipe: Recipe,
+    top_k: int,
+    peers: PeerMaps | None = None,
+) -> tuple[jax.Array | MXArray, jax.Array, Route]:
+    """One gather from rows, or from tokens, to padded groups."""
     values: Any = MXArray.quantize(x, recipe.rounding) if recipe.mx else x
-    groups = spread_rows(values, order, slots, max(top_k, 1))
-    return _named(groups, row_map), row_map.padded_counts, Route(row_map, None, order, slots, recipe, top_k)
+    groups = spread_rows(values, order, slots, max(top_k, 1), across=peers and peers.axis_name)
+    route = Route(row_map, None, order, slots, recipe, top_k, peers=peers)
+    return _named(groups, row_map), row_map.padded_counts, route
 
 
 def dispatch_probs(
@@ -208,7 +242,7 @@ def dispatch_probs(
     check_shape(op, "probs", probs, shape, "one weight per row of the dispatch", "float32")
     column = jnp.asarray(probs).reshape(-1, 1)
     if route.order is not None and route.slots is not None:
-        column = gather_rows(column, route.order, route.slots.reshape(-1))
+        column = gather_rows(column, route.order, route.slots.reshape(-1), across=route.peers and route.peers.axis_name)
     if route.exchange is not None:
         column = a2a_dispatch(column, route.exchange)
         column = gather_rows(column, route.row_map.row_map, route.row_map.inverse)
@@ -269,5 +303,12 @@ def combine(
             return rows.astype(out_dtype)
     assert route.order is not None
     assert route.slots is not None
-    slots = route.slots.reshape(-1, max(route.top_k, 1))
-    return weighted_combine(rows, probs, slots, route.order, out_dtype=out_dtype, rounding=recipe.rounding)
+    order, slots, across = route.order, route.slots, route.peers and route.peers.axis_name
+    if across is not None and probs is not None:
+        # The gradient of a weighted sum reads the rows again: they come here first.
+        rows = unpermute_hp_fwd_mxfp8_bwd(rows, route.row_map._replace(row_map=order, inverse=slots), across=across)
+        order = slots = jnp.arange(slots.size, dtype=jnp.int32)
+        across = None
+    slots = slots.reshape(-1, max(route.top_k, 1))
+    options = {"out_dtype": out_dtype, "rounding": recipe.rounding, "across": across}
+    return weighted_combine(rows, probs, slots, order, **options)

@@ -16,27 +16,33 @@ import jax
 import jax.numpy as jnp
 
 from ..core_kernels.formats import Rounding
-from . import ops
+from ..core_kernels.launch import fail
+from . import ops, peer_memory
 from ._call import jitted
 from ._checks import check_floats, check_integers, check_matrix, check_shape, dtype_name, rounding_of
 from ._derivatives import arguments
 from ._shapes import Float, Float32, Int
 from .mx_array import MXGradArray
+from .peer_memory import Across
 from .remat import OUTPUTS, named
 
 
 class _Options(NamedTuple):
-    """Dtypes of the rows and of the result, and the rounding of an MXGradArray's gradient, None for an array."""
+    """Dtypes of the rows and of the result; the rounding of an MXGradArray's gradient, None for an array; the mesh axes
+    along which slots and order lead."""
 
     dtype: str
     out_dtype: str
     rounding: Rounding | None
+    across: Across
 
 
-@jitted
-def sum_slots(rows: jax.Array, slots: jax.Array) -> Float[jax.Array, "T D"]:
+def _sum_slots(rows: jax.Array, slots: jax.Array, across: Across = None) -> Float[jax.Array, "T D"]:
     """y[t] = the fp32 sum over k of rows[slots[t, k]], rounded once to rows' dtype; for code below autodiff."""
-    return ops.combine(rows, slots, jnp.zeros(0, jnp.float32), out_dtype=rows.dtype)
+    return peer_memory.combine(rows, slots, rows.dtype, across)
+
+
+sum_slots = jitted(_sum_slots, 2)
 
 
 def weigh_slots(x: jax.Array, probs: jax.Array) -> jax.Array:
@@ -79,7 +85,8 @@ _weighted.defvjp(_weighted_fwd, _weighted_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _plain(rows: Any, slots: jax.Array, order: jax.Array, options: _Options) -> jax.Array:
-    return _sum(rows, jnp.zeros(0, jnp.float32), slots, options)
+    values = rows.value if isinstance(rows, MXGradArray) else rows
+    return peer_memory.combine(values, slots, options.out_dtype, options.across)
 
 
 def _plain_fwd(rows, slots, order, options):
@@ -90,8 +97,8 @@ def _plain_fwd(rows, slots, order, options):
 def _plain_bwd(options, token, dy):
     dy = dy.astype(options.dtype)
     if options.rounding is None:
-        return ops.permute_rows(dy, token), None, None
-    mx = ops.permute_mx(ops.quantize_row_packed(dy, rounding=options.rounding), token)
+        return peer_memory.permute_rows(dy, token, options.across), None, None
+    mx = peer_memory.permute_mx(ops.quantize_row_packed(dy, rounding=options.rounding), token, options.across)
     return MXGradArray.cotangent(None, mx), None, None
 
 
@@ -107,13 +114,16 @@ def weighted_combine(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
     rounding: Rounding | str = Rounding.RCEIL,
+    across: Across = None,
 ) -> Float[jax.Array, "T D"]:
     """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
 
     rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized with `rounding`. probs: (T, K) float32, or
     None for an unweighted sum, which saves no rows for its gradient. slots: (T, K), the row of each slot, -1 for none.
     order: (R,), the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros; both int32.
-    out_dtype: bf16 or fp32; None is the dtype of rows. Returns (T, D). The gradients have their argument's dtype,
+    out_dtype: bf16 or fp32; None is the dtype of rows. across: mesh axes of the enclosing shard_map, without probs: row
+    r of rank q has the number q R + r in slots, and slot s of rank q the number q T K + s in order.
+    Returns (T, D). The gradients have their argument's dtype,
     that of an MXGradArray is MXFP8.
 
     >>> slots, order = jnp.array([[1, 0]]), jnp.array([1, 0])
@@ -133,7 +143,10 @@ def weighted_combine(
     check_shape(op, "order", order, rows.shape[:1], "one slot per row", "int")  # only the gradient reads it
     dtype = jnp.dtype(rows.dtype).name
     out_dtype = dtype if out_dtype is None else dtype_name(op, "out_dtype", out_dtype)
-    options = _Options(dtype, out_dtype, rounding if isinstance(rows, MXGradArray) else None)
+    across = peer_memory.check_across(op, across)
+    if probs is not None and across is not None:
+        fail(ValueError, op, "across", repr(across), "allowed: None with probs; gather the rows, and sum them here")
+    options = _Options(dtype, out_dtype, rounding if isinstance(rows, MXGradArray) else None, across)
     rows = rows.once(op) if isinstance(rows, MXGradArray) else rows
     if probs is None:
         return _plain_jitted(*arguments(op, rows, slots, order), options)

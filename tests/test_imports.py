@@ -178,7 +178,6 @@ ONLY_TORCH = {
     "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
     "_torch_private.py",
     "convert.py", "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "mx_tensor.py", "overlap.py",
-    "peer_exchange.py", "peer_memory.py",
     "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py", "torchtitan.py", "transformers.py",
     "transport.py",
 }  # fmt: skip

@@ -32,6 +32,8 @@ JAX_ONLY = {
     "rounding": "of an MXGradArray's gradient in weighted_combine",
     "axis_name": "the ranks of a mesh axis; torch has a process group",
     "capacity": "static sizes",
+    "transport": "XLA or kernels carry the rows; in torch an option of a layer, whose transport holds buffers",
+    "across": "maps that lead along mesh axes; torch's PeerMemory has them inside",
 }
 TORCH_ONLY = {"group": "the ranks of a process group; JAX has a mesh axis"}
 

@@ -11,7 +11,9 @@ HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 products", "in turn": "in turn", "
         "copy engines": "`CopyEngines`", "peer memory": "`PeerMemory`",
         "peer memory, in a graph": "`PeerMemory`, in a CUDA graph",
         "jit": "`jit`, and recipe `bf16` as bf16",
-        "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
+        "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise",
+        "jit, peer memory": "`peer_memory`, and recipe `bf16` likewise",
+        "jit, peer memory, capacity": "`peer_memory` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
 TITLES = {"ep": "### One product", "ep_layer": "### The whole layer"}
 HEAD = ("{sizes}, dim/hidden, experts{top_k}", "GPUs, routing", "recipe", "exchanges", "forward, ms: bf16 / ours",
         "backward", "together", "e, forward / backward", "exposed, forward / backward, ms",

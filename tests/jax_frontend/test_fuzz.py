@@ -86,6 +86,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "activation": mxep.SwiGLU(),
         "prob_in": "combine",
         "replicas": "once",
+        "transport": "all_to_all",
     },
     "QuantizedWeights.with_values": {"values": W},
     "a2a_combine_hp_fwd_mxfp8_bwd": {
@@ -105,10 +106,11 @@ CALLS: dict[str, dict[str, Any]] = {
         "axis_name": None,
         "capacity": 40,
         "replicas": "each",
+        "transport": "peer_memory",
     },
     "dispatch_probs": {"probs": TOKEN_PROBS, "route": ROUTE},
     "force_implementation": {"implementation": "cpp"},
-    "gather_rows": {"x": X, "row_map": MAPS.row_map, "inverse": MAPS.inverse},
+    "gather_rows": {"x": X, "row_map": MAPS.row_map, "inverse": MAPS.inverse, "across": None},
     "grouped_swiglu_ffn": {
         "x": X,
         "w1": W1,
@@ -171,7 +173,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "route": {"logits": normal(M, G), "top_k": 1, "selection_bias": jnp.zeros(G), **ROUTING},
     "sort_by_expert": {"expert_ids": IDS, "num_experts": G},
-    "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "top_k": TOP_K},
+    "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "top_k": TOP_K, "across": None},
     "SwiGLU": NUMBERS,
     "swiglu": {**GLU, "activation": mxep.SwiGLU(limit=7.0)},
     "unpack_expert_weights": {
@@ -183,7 +185,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "transposed": True,
     },
     "to_mxfp8_a2a_dequant": {"input": X, "exchange": EXCHANGE, "rounding": "rceil", "reverse": False},
-    "unpermute_hp_fwd_mxfp8_bwd": {"input": PADDED, "maps": MAPS},
+    "unpermute_hp_fwd_mxfp8_bwd": {"input": PADDED, "maps": MAPS, "across": None},
     "update_selection_bias": {"selection_bias": jnp.zeros(G), "counts": COUNTS, "rate": 0.1},
     "weighted_combine": {
         "rows": X,
@@ -192,6 +194,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "order": ORDER,
         "out_dtype": "float32",
         "rounding": "rceil",
+        "across": None,
     },
     "export_checks": {},
     "ops.block_scales": {"sf": SF, "group_ends": ENDS},

@@ -23,6 +23,7 @@ from mxep.jax_frontend import (
     save_mx_rows,
     sort_by_expert,
 )
+from mxep.jax_frontend.peer_memory import Transport
 
 from ..compare import same_bytes
 from ..replicas import LOCAL, RUNS, TOP_K, Case, case, expected
@@ -60,7 +61,14 @@ def joined(arrays: Any) -> np.ndarray:
     return np.concatenate(list(arrays))
 
 
-def run(cases: list[Case], name: str, weighted: bool, how: Replicas, capacity: int | None = None) -> list[np.ndarray]:
+def run(
+    cases: list[Case],
+    name: str,
+    weighted: bool,
+    how: Replicas,
+    capacity: int | None = None,
+    transport: Transport = "all_to_all",
+) -> list[np.ndarray]:
     """y, dx and dprobs of all ranks; the probabilities in the groups; the groups, or their bytes."""
     ranks, factors = len(cases), jnp.asarray(cases[0].factors)
 
@@ -68,6 +76,7 @@ def run(cases: list[Case], name: str, weighted: bool, how: Replicas, capacity: i
         def layer(x: jax.Array, probs: jax.Array) -> tuple[jax.Array, Any]:
             order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
             tokens, options = TokenReplicas(x, order, inverse, TOP_K), {"recipe": RUNS[name], "capacity": capacity}
+            options["transport"] = transport
             groups, _, route = dispatch(tokens, counts, axis_name="ep", replicas=how, **options)
             row = jnp.arange(groups.shape[0])[:, None]
             local = jnp.minimum((row >= route.group_ends).sum(1), LOCAL - 1)

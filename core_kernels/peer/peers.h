@@ -1,0 +1,50 @@
+// Ops whose first input lies on several GPUs of one process, a part on each.
+//
+//   rows (R, W) of rank 0, 1, ...      row r of rank q is row q R + r of the op
+//
+// A device's kernel reads the rows of the others where they lie, over NVLink, and writes its own output. The output is
+// that of the op of the same name whose input is the rows of all ranks, one rank after the other.
+#pragma once
+
+#include "cuda/ops.h"
+
+namespace mxep::cuda {
+
+constexpr int kMostPeers = 16;
+
+// What one device brings. place (2,) int32: the number of its group of ranks, and its rank there.
+struct Peer {
+  const void* rows;
+  const int32_t* place;
+};
+
+// All devices of the program; those of the own group are the ranks.
+struct Peers {
+  Peer of[kMostPeers];
+  int count;
+  const int32_t* place;  // of this device
+};
+
+// Launches on `stream` of the current device. in: the rows, the map, place; out, attrs: of the op.
+struct PeerOp {
+  const char* name;
+  int num_inputs, num_outputs, num_attrs;
+  void (*run)(const Call& call, const Peers& peers, cudaStream_t stream);
+};
+
+void permute_rows_of_peers(const Call& call, const Peers& peers, cudaStream_t stream);
+void permute_mx_of_peers(const Call& call, const Peers& peers, cudaStream_t stream);
+void combine_of_peers(const Call& call, const Peers& peers, cudaStream_t stream);
+
+inline constexpr PeerOp kPeerOps[] = {
+    {"permute_rows", 3, 1, 0, permute_rows_of_peers},
+    {"permute_mx", 3, 2, 0, permute_mx_of_peers},
+    {"combine", 3, 1, 0, combine_of_peers},
+};
+
+// Runs the op on the current device together with the `devices` devices of the run, each of which calls this from a
+// thread of its own with its own stream. Kernels read a device's rows after the work before in its stream, and the work
+// behind in its stream waits for them. Throws std::runtime_error on every device if one fails or does not come.
+void run_with_peers(const PeerOp& op, const Call& call, int64_t run, int64_t devices, cudaStream_t stream);
+
+}  // namespace mxep::cuda
