@@ -1,6 +1,7 @@
 """The ranks agree on their counts before rows travel: an error on one rank is raised on all, and no row is sent.
 
-arguments --check--> counts and number of rows, or -1 --all-to-all--> counts of all ranks, or an error on every rank
+arguments --check--> counts, number of rows, what needs a gradient; or -1
+          --all-to-all--> counts of all ranks, or an error on every rank
 """
 
 from collections.abc import Callable
@@ -24,10 +25,11 @@ from .shards import Ranks
 class Agreement(NamedTuple):
     """What the ranks know before rows travel.
 
-    rows, num_rows: as `checked_rows` returns them. sent: (E + 1,), this rank's counts and the number of its rows, or -1
-    if it is about to raise `error`; where a token goes once to each rank, also its copies for each one. of_all: `sent`
-    of every rank. received: (E,), rows that this rank receives, per rank and local expert. copies: (ranks, 1), copies
-    that it receives, or (ranks, 0). layout: of the copies that it sends.
+    rows, num_rows: as `checked_rows` returns them. sent: (E + 2,), this rank's counts, the number of its rows and
+    `_gradients`, or -1 if it is about to raise `error`; where a token goes once to each rank, also its copies for each
+    one. of_all: `sent` of every rank. received: (E,), rows that this rank receives, per rank and local expert. copies:
+    (ranks, 1), copies that it receives, or (ranks, 0). layout: of the copies that it sends. gradients: `_gradients` of
+    this rank.
     """
 
     rows: Tensor | TokenReplicas
@@ -38,6 +40,7 @@ class Agreement(NamedTuple):
     copies: Tensor
     error: Exception | None
     layout: Layout | None
+    gradients: int = 0
 
     @property
     def totals(self) -> Tensor:
@@ -67,21 +70,36 @@ def agree_on_counts(
             raise error
     if error is not None:
         return Agreement(rows, num_rows, *_exchange_counts(_refusal(ranks), ranks), error, None)
-    sent, layout = _message(counts, num_rows), None
+    gradients, layout = _gradients(rows, probs), None
+    sent = _message(counts, num_rows, gradients)
     if ranks.replicas != "each" and isinstance(rows, TokenReplicas):
         layout = lay_out(rows, counts, ranks.degree)
         sent = torch.cat([sent, layout.counts])
-    return Agreement(rows, num_rows, *_exchange_counts(sent, ranks), error, layout)
+    return Agreement(rows, num_rows, *_exchange_counts(sent, ranks), error, layout, gradients)
 
 
-def _message(counts: Tensor, num_rows: int) -> Tensor:
-    """(E + 1,) int32."""
+_EXTRA = 2
+"""Numbers behind the counts of a message."""
+_NEEDED = ("none", "rows", "probs", "rows and probs")
+"""The arguments whose gradients a rank needs, by `_gradients`."""
+
+
+def _gradients(rows: Tensor | TokenReplicas, probs: Tensor | None) -> int:
+    """1 if this rank needs a gradient of the rows, plus 2 for one of the probabilities. Its backward exchanges them."""
+    x = rows.x if isinstance(rows, TokenReplicas) else rows
+    needs = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return needs * (x.requires_grad + 2 * (probs is not None and probs.requires_grad))
+
+
+def _message(counts: Tensor, num_rows: int, gradients: int) -> Tensor:
+    """(E + 2,) int32."""
     if torch.compiler.is_compiling():  # a graph reads no counts: it gets splits that every rank refuses
         fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
         counts = torch.where(fits, counts, -1)
     elif counts.dtype == torch.int64:
         counts = counts.clamp(-1, 2**31 - 1)
-    return torch.nn.functional.pad(counts.to(torch.int32), (0, 1), value=num_rows)
+    pad = torch.nn.functional.pad
+    return pad(pad(counts.to(torch.int32), (0, 1), value=num_rows), (0, 1), value=gradients)
 
 
 class Counts(NamedTuple):
@@ -132,7 +150,7 @@ def refuse(ranks: Ranks) -> None:
 
 def _refusal(ranks: Ranks) -> Tensor:
     """Counts of -1: this rank is about to raise."""
-    length = ranks.num_experts + 1 + _numbers_of_copies(ranks)
+    length = ranks.num_experts + _EXTRA + _numbers_of_copies(ranks)
     return torch.full((length,), -1, dtype=torch.int32, device=ranks.device_type)
 
 
@@ -142,7 +160,7 @@ def _numbers_of_copies(ranks: Ranks) -> int:
 
 def _exchange_counts(message: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`sent`, `of_all`, `received` and `copies` of an `Agreement`."""
-    experts = message.shape[0] - 1 - _numbers_of_copies(ranks)
+    experts = message.shape[0] - _EXTRA - _numbers_of_copies(ranks)
     return message, *_exchange_messages(message, ranks.group_name, ranks.degree, experts // ranks.degree)
 
 
@@ -155,7 +173,7 @@ def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int
     except RuntimeError as error:
         no_answer("dispatch", "counts", f"an error while the ranks exchange them: {error}")
     rank = group_named(group_name).rank()
-    copies = of_all[:, degree * local + 1 :][:, rank : rank + 1]
+    copies = of_all[:, degree * local + _EXTRA :][:, rank : rank + 1]
     return of_all, of_all[:, rank * local : (rank + 1) * local].reshape(-1), copies
 
 
@@ -190,7 +208,7 @@ def checked_rows(
 
 def checked_table(counts: Tensor, agreed: Agreement, of_all: list[list[int]]) -> list[list[int]]:
     """The values of `Agreement.of_all` as (ranks, E) counts; raises this rank's error, or ValueError if its counts are
-    wrong, or another rank's."""
+    wrong, or another rank's, or if ranks need other gradients."""
     if agreed.error is not None:
         raise agreed.error
     experts = counts.shape[0]
@@ -200,6 +218,11 @@ def checked_table(counts: Tensor, agreed: Agreement, of_all: list[list[int]]) ->
             require_total("dispatch", "counts", counts, agreed.num_rows)
             allowed = f"allowed: counts of at least 0 from every rank; rank {rank} raises the error that explains it"
             fail(ValueError, "dispatch", "counts", f"-1 from rank {rank}", allowed)
+    for rank, message in enumerate(of_all):
+        if message[experts + 1] != agreed.gradients:
+            got, here = _NEEDED[message[experts + 1]], _NEEDED[agreed.gradients]
+            allowed = f"allowed: the same on all ranks, here {here}; the backward exchanges them"
+            fail(ValueError, "dispatch", "rows", f"gradients of {got} on rank {rank}", allowed)
     return [message[:experts] for message in of_all]
 
 
@@ -220,7 +243,7 @@ def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[B
     if not torch.compiler.is_compiling():
         of_all, rank = agreed.of_all.tolist(), group_named(group_name).rank()
         splits = splits_of(checked_table(counts, agreed, of_all), rank)
-        copies = [message[experts + 1 :] for message in of_all]
+        copies = [message[experts + _EXTRA :] for message in of_all]
         return splits, ([], []) if agreed.layout is None else ([row[rank] for row in copies], copies[rank])
     if agreed.error is not None:
         raise agreed.error
@@ -228,6 +251,6 @@ def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[B
     if agreed.layout is None:
         received, sent = both.tolist()
         return (received, sent), ([], [])
-    both = torch.cat([both, agreed.copies.mT, agreed.sent[None, experts + 1 :]])
+    both = torch.cat([both, agreed.copies.mT, agreed.sent[None, experts + _EXTRA :]])
     received, sent, *copies = both.tolist()
     return (received, sent), (copies[0], copies[1])

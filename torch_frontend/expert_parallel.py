@@ -205,8 +205,7 @@ def _run(
     if isinstance(transport, PeerMemory):
         options = width, out_dtype, recipe, ranks, transport, error
         return _run_over_peers(rows, counts, probs, inside, experts, parameters, *options)
-    needed = [name for name, x in (("rows", rows), ("probs", probs)) if error is None and _has_gradient(x)]
-    shared = {"transport": described(transport), "weights inside": inside, "gradients of": needed}
+    shared = {"transport": described(transport), "weights inside": inside}
     of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error, shared)
     assert experts is not None
     rank, replicas = group_named(ranks.group_name).rank(), of_ranks.rows
@@ -234,6 +233,7 @@ def _run_over_peers(
 
     def compare() -> None:
         shared = {"recipe": recipe, "transport": described(memory), "weights inside": inside}
+        shared["gradients"] = torch.is_grad_enabled() and x.requires_grad
         compare_calls(op, x, counts, shared, ranks.group_name, error)
 
     if error is not None:
@@ -247,11 +247,6 @@ def _run_over_peers(
         layout = lay_out(memory, counts, num_rows, capacity, recipe.alignment)
     call = PeerCall(memory, layout, recipe, experts, width, out_dtype, inverse, top_k, inside)
     return exchanged(x, probs, call, *parameters), layout.totals
-
-
-def _has_gradient(x: Tensor | TokenReplicas | None) -> bool:
-    x = x.x if isinstance(x, TokenReplicas) else x
-    return torch.is_grad_enabled() and x is not None and x.requires_grad
 
 
 # The host reads the counts, and which rows travel depends on them.

@@ -87,6 +87,14 @@ def bad_arguments_of_dispatch() -> None:
         (ValueError, "probs: got shape (5,); allowed: (6,)", {"probs": torch.ones(5, device=DEVICE)}),
     ):
         raises(words, told, lambda arguments=arguments: send(**arguments), error)
+    probs = torch.ones(6, device=DEVICE)
+    for rows, weights, here in (
+        (X.clone().requires_grad_(), None, "rows"),
+        (X.clone().requires_grad_(), probs.requires_grad_(), "rows and probs"),
+    ):
+        words = f"rows: got gradients of none on rank 1; allowed: the same on all ranks, here {here};"
+        others_words = f"rows: got gradients of {here} on rank 0; allowed: the same on all ranks, here none;"
+        raises(words, others_words, lambda rows=rows, weights=weights: send(rows, COUNTS, weights))
 
 
 def experts_that_nobody_agreed_on() -> None:
@@ -263,13 +271,12 @@ def bad_arguments_of_overlapped_experts() -> None:
         arguments = {"rows": X, "w": w, "counts": COUNTS, "group": GROUP}
         mine = arguments | change if RANK == 0 else arguments
         raises(words, told, lambda mine=mine: expert_parallel_mm(**mine))
-    for argument, change, shown in (
-        ("transport", {"transport": Collectives(GROUP, chunk_bytes=1)}, "Collectives(chunk_bytes=1)"),
-        ("gradients of", {"rows": X.clone().requires_grad_()}, "['rows']"),
-    ):
-        mine = arguments | change if RANK == 0 else arguments
-        words = f"{argument}: got another one on rank 1; allowed: {shown}, as here"
-        raises(words, f"{argument}: got another one on rank 0", lambda mine=mine: expert_parallel_mm(**mine))
+    mine = arguments | {"transport": Collectives(GROUP, chunk_bytes=1)} if RANK == 0 else arguments
+    words = "transport: got another one on rank 1; allowed: Collectives(chunk_bytes=1), as here"
+    raises(words, "transport: got another one on rank 0", lambda: expert_parallel_mm(**mine))
+    mine = arguments | {"rows": X.clone().requires_grad_()} if RANK == 0 else arguments
+    words = "rows: got gradients of none on rank 1; allowed: the same on all ranks, here rows;"
+    raises(words, "rows: got gradients of rows on rank 0", lambda: expert_parallel_mm(**mine))
     counts = torch.tensor([1, 1, 1, 2], device=DEVICE) if RANK == 0 else COUNTS
     words = "dispatch: counts: got [1, 1, 1, 2], in total 5", "got -1 from rank 0"
     raises(*words, lambda: expert_parallel_mm(X, w, counts, group=GROUP))
