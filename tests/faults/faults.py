@@ -229,6 +229,27 @@ FAULTS = (
         "tests/jax_frontend/test_ep.py -k rows_arrive",
     ),
     Fault(
+        "JAX, peer memory: rows of the next rank begin where those of rank 0 end",
+        "jax_frontend/peer_exchange.py",
+        "+ jnp.cumsum(fitting, 2) - fitting",
+        "+ fitting[..., :1] * jnp.minimum(jnp.arange(ranks), 1)",
+        "tests/jax_frontend/test_peer_memory.py -k results",
+    ),
+    Fault(
+        "JAX, peer memory: rows of all ranks in the wrong order",
+        "jax_frontend/peer_memory.py",
+        "lax.all_gather(lax.bitcast_convert_type(x, bits), across, tiled=True)",
+        "lax.all_gather(lax.bitcast_convert_type(x, bits), across, tiled=True)[::-1]",
+        "tests/jax_frontend/test_peer_memory.py -k across",
+    ),
+    Fault(
+        "torch: a rank that needs no gradient of its rows is not told",
+        "torch_frontend/_counts.py",
+        "return needs * (x.requires_grad",
+        "return 0 * (x.requires_grad",
+        "tests/torch_frontend/test_ep_errors.py",
+    ),
+    Fault(
         "JAX, CPU weight gradient: scales of chunks of another group",
         "jax_frontend/_cpu_gemm.py",
         "begin // SPAN + group + (first - begin) // SPAN",
