@@ -70,6 +70,11 @@ class Route:
         return self.row_map.group_ends
 
     @property
+    def across(self) -> Axes | None:
+        """The mesh axes along which order and slots lead; None: they stay on this rank."""
+        return None if self.peers is None else self.peers.axis_name
+
+    @property
     def overflow(self) -> jax.Array:
         """() int32, local rows that did not fit the capacity."""
         if self.peers is not None:
@@ -216,8 +221,8 @@ def _laid_out(
 ) -> tuple[jax.Array | MXArray, jax.Array, Route]:
     """One gather from rows, or from tokens, to padded groups."""
     values: Any = MXArray.quantize(x, recipe.rounding) if recipe.mx else x
-    groups = spread_rows(values, order, slots, max(top_k, 1), across=peers and peers.axis_name)
     route = Route(row_map, None, order, slots, recipe, top_k, peers=peers)
+    groups = spread_rows(values, order, slots, max(top_k, 1), across=route.across)
     return _named(groups, row_map), row_map.padded_counts, route
 
 
@@ -242,7 +247,7 @@ def dispatch_probs(
     check_shape(op, "probs", probs, shape, "one weight per row of the dispatch", "float32")
     column = jnp.asarray(probs).reshape(-1, 1)
     if route.order is not None and route.slots is not None:
-        column = gather_rows(column, route.order, route.slots.reshape(-1), across=route.peers and route.peers.axis_name)
+        column = gather_rows(column, route.order, route.slots.reshape(-1), across=route.across)
     if route.exchange is not None:
         column = a2a_dispatch(column, route.exchange)
         column = gather_rows(column, route.row_map.row_map, route.row_map.inverse)
@@ -303,7 +308,7 @@ def combine(
             return rows.astype(out_dtype)
     assert route.order is not None
     assert route.slots is not None
-    order, slots, across = route.order, route.slots, route.peers and route.peers.axis_name
+    order, slots, across = route.order, route.slots, route.across
     if across is not None and probs is not None:
         # The gradient of a weighted sum reads the rows again: they come here first.
         rows = unpermute_hp_fwd_mxfp8_bwd(rows, route.row_map._replace(row_map=order, inverse=slots), across=across)

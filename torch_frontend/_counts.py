@@ -25,11 +25,11 @@ from .shards import Ranks
 class Agreement(NamedTuple):
     """What the ranks know before rows travel.
 
-    rows, num_rows: as `checked_rows` returns them. sent: (E + 2,), this rank's counts, the number of its rows and
-    `_gradients`, or -1 if it is about to raise `error`; where a token goes once to each rank, also its copies for each
-    one. of_all: `sent` of every rank. received: (E,), rows that this rank receives, per rank and local expert. copies:
-    (ranks, 1), copies that it receives, or (ranks, 0). layout: of the copies that it sends. gradients: `_gradients` of
-    this rank.
+    rows, num_rows: as `checked_rows` returns them. sent: (E + 1,), this rank's counts, and 4 times the number of its
+    rows plus `_gradients`, or -1 if it is about to raise `error`; where a token goes once to each rank, also its copies
+    for each one. of_all: `sent` of every rank. received: (E,), rows that this rank receives, per rank and local expert.
+    copies: (ranks, 1), copies that it receives, or (ranks, 0). layout: of the copies that it sends. gradients:
+    `_gradients` of this rank.
     """
 
     rows: Tensor | TokenReplicas
@@ -78,8 +78,6 @@ def agree_on_counts(
     return Agreement(rows, num_rows, *_exchange_counts(sent, ranks), error, layout, gradients)
 
 
-_EXTRA = 2
-"""Numbers behind the counts of a message."""
 _NEEDED = ("none", "rows", "probs", "rows and probs")
 """The arguments whose gradients a rank needs, by `_gradients`."""
 
@@ -92,14 +90,14 @@ def _gradients(rows: Tensor | TokenReplicas, probs: Tensor | None) -> int:
 
 
 def _message(counts: Tensor, num_rows: int, gradients: int) -> Tensor:
-    """(E + 2,) int32."""
+    """(E + 1,) int32."""
     if torch.compiler.is_compiling():  # a graph reads no counts: it gets splits that every rank refuses
         fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
         counts = torch.where(fits, counts, -1)
     elif counts.dtype == torch.int64:
         counts = counts.clamp(-1, 2**31 - 1)
-    pad = torch.nn.functional.pad
-    return pad(pad(counts.to(torch.int32), (0, 1), value=num_rows), (0, 1), value=gradients)
+    # One number, since each takes the host and the GPU a launch.
+    return torch.nn.functional.pad(counts.to(torch.int32), (0, 1), value=4 * num_rows + gradients)
 
 
 class Counts(NamedTuple):
@@ -150,7 +148,7 @@ def refuse(ranks: Ranks) -> None:
 
 def _refusal(ranks: Ranks) -> Tensor:
     """Counts of -1: this rank is about to raise."""
-    length = ranks.num_experts + _EXTRA + _numbers_of_copies(ranks)
+    length = ranks.num_experts + 1 + _numbers_of_copies(ranks)
     return torch.full((length,), -1, dtype=torch.int32, device=ranks.device_type)
 
 
@@ -160,7 +158,7 @@ def _numbers_of_copies(ranks: Ranks) -> int:
 
 def _exchange_counts(message: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`sent`, `of_all`, `received` and `copies` of an `Agreement`."""
-    experts = message.shape[0] - _EXTRA - _numbers_of_copies(ranks)
+    experts = message.shape[0] - 1 - _numbers_of_copies(ranks)
     return message, *_exchange_messages(message, ranks.group_name, ranks.degree, experts // ranks.degree)
 
 
@@ -173,7 +171,7 @@ def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int
     except RuntimeError as error:
         no_answer("dispatch", "counts", f"an error while the ranks exchange them: {error}")
     rank = group_named(group_name).rank()
-    copies = of_all[:, degree * local + _EXTRA :][:, rank : rank + 1]
+    copies = of_all[:, degree * local + 1 :][:, rank : rank + 1]
     return of_all, of_all[:, rank * local : (rank + 1) * local].reshape(-1), copies
 
 
@@ -213,14 +211,15 @@ def checked_table(counts: Tensor, agreed: Agreement, of_all: list[list[int]]) ->
         raise agreed.error
     experts = counts.shape[0]
     for rank, message in enumerate(of_all):
-        row, rows = message[:experts], message[experts]
+        row, rows = message[:experts], message[experts] // 4
         if rows < 0 or min(row) < 0 or sum(row) != rows:
             require_total("dispatch", "counts", counts, agreed.num_rows)
             allowed = f"allowed: counts of at least 0 from every rank; rank {rank} raises the error that explains it"
             fail(ValueError, "dispatch", "counts", f"-1 from rank {rank}", allowed)
     for rank, message in enumerate(of_all):
-        if message[experts + 1] != agreed.gradients:
-            got, here = _NEEDED[message[experts + 1]], _NEEDED[agreed.gradients]
+        gradients = message[experts] % 4
+        if gradients != agreed.gradients:
+            got, here = _NEEDED[gradients], _NEEDED[agreed.gradients]
             allowed = f"allowed: the same on all ranks, here {here}; the backward exchanges them"
             fail(ValueError, "dispatch", "rows", f"gradients of {got} on rank {rank}", allowed)
     return [message[:experts] for message in of_all]
@@ -243,7 +242,7 @@ def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[B
     if not torch.compiler.is_compiling():
         of_all, rank = agreed.of_all.tolist(), group_named(group_name).rank()
         splits = splits_of(checked_table(counts, agreed, of_all), rank)
-        copies = [message[experts + _EXTRA :] for message in of_all]
+        copies = [message[experts + 1 :] for message in of_all]
         return splits, ([], []) if agreed.layout is None else ([row[rank] for row in copies], copies[rank])
     if agreed.error is not None:
         raise agreed.error
@@ -251,6 +250,6 @@ def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[B
     if agreed.layout is None:
         received, sent = both.tolist()
         return (received, sent), ([], [])
-    both = torch.cat([both, agreed.copies.mT, agreed.sent[None, experts + _EXTRA :]])
+    both = torch.cat([both, agreed.copies.mT, agreed.sent[None, experts + 1 :]])
     received, sent, *copies = both.tolist()
     return (received, sent), (copies[0], copies[1])

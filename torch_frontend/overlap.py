@@ -172,12 +172,13 @@ class _Overlapped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: Overlap, *parameters: Tensor | None) -> Tensor:
         need_x, need_probs, _, *need_parameters = ctx.needs_input_grad
         inside, device, mx = call.prob_inside, x.device, call.recipe.sends_mx("combine")
+        needs = need_x, need_probs and inside, *need_parameters
+        # Before the rows: on a GPU both run while the host waits for the counts and makes the plan.
+        experts = call.experts.quantized(parameters, needs)
         leaving = call.leaving_rows(x, "dispatch", probs if inside else None)
         plan = plan_exchange(call.table(), call.rank, call.recipe.alignment, call.least_rows(leaving))
         there = call.leg_to_experts(plan, leaving)
         back = call.leg_to_tokens(plan, call.layout_of(call.width, BF16, "combine"), device)
-        needs = need_x, need_probs and inside, *need_parameters
-        experts = call.experts.quantized(parameters, needs)  # while the first rows travel
         ends, saved = ends_of_chunks(plan, device), []
         no_prob = torch.empty(0, dtype=torch.float32, device=device)
         for c, chunk in enumerate(plan.chunks):

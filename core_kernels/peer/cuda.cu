@@ -13,7 +13,7 @@ namespace mxep::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kBlocksPerMultiprocessor = 2048 / kThreads;
+constexpr int kBlocks = 4;  // per multiprocessor, so that a thread has registers for several loads in flight
 
 // Where the rows of each rank lie. `of` is in shared memory.
 struct Ranks {
@@ -53,8 +53,9 @@ struct Part {
 };
 
 template <typename Word>
-__global__ void __launch_bounds__(kThreads)
-    gather_rows(const Peers peers, const int32_t* map, int64_t rows_of_rank, int64_t num_rows, Part part) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    gather_rows(const __grid_constant__ Peers peers, const int32_t* map, int64_t rows_of_rank, int64_t num_rows,
+                Part part) {
   __shared__ const char* shared[kMostPeers];
   const Ranks ranks(peers, rows_of_rank, shared);
   const int lane = threadIdx.x % 32;
@@ -75,8 +76,8 @@ void gather(const char* op, const Call& call, const Peers& peers, cudaStream_t s
   const int64_t word = std::gcd(std::gcd(std::gcd(part.stride, part.first), part.width), int64_t{16});
   const auto* places = map.as<const int32_t>();
   const auto launch = [&]<typename Word>(Word) {
-    const unsigned blocks = std::min<int64_t>(grid_x(op, ceil_div(map.dim(0), kWarps)),
-                                              int64_t{multiprocessors(op)} * kBlocksPerMultiprocessor);
+    const unsigned blocks =
+        std::min<int64_t>(grid_x(op, ceil_div(map.dim(0), kWarps)), int64_t{multiprocessors(op)} * kBlocks);
     launch_kernel(op, gather_rows<Word>, blocks, kThreads, 0, stream, peers, places, rows.dim(0), map.dim(0), part);
   };
   if (word == 16)
@@ -92,29 +93,33 @@ void gather(const char* op, const Call& call, const Peers& peers, cudaStream_t s
 __device__ inline float value(float x) { return x; }
 __device__ inline float value(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
 
-__device__ inline void store(float* out, float x) { *out = x; }
-// To nearest even; any NaN becomes 0x7FC0.
-__device__ inline void store(bf16* out, float x) {
+// bf16 to nearest even; any NaN becomes 0x7FC0.
+template <typename Out>
+__device__ Out rounded(float x) {
+  if constexpr (sizeof(Out) == sizeof(float)) return x;
   const uint32_t bits = __float_as_uint(x);
-  *out = (bits & 0x7FFFFFFF) > kInf ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  return (bits & 0x7FFFFFFF) > kInf ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
-// kValues neighbouring values, in one instruction of at most 16 bytes.
+// kValues neighbouring values, of at most 16 bytes: one instruction.
 template <typename T, int kValues>
-struct alignas(sizeof(T) * kValues > 16 ? 16 : sizeof(T) * kValues) Vector {
+struct alignas(sizeof(T) * kValues) Vector {
   T at[kValues];
 };
 
 // y[t] = ((0 + row) + row) + ... over the slots of t that have a row, in fp32, rounded once.
 template <typename In, typename Out, int kValues>
-__global__ void __launch_bounds__(kThreads) sum_rows(const Peers peers, const int32_t* slots, int64_t rows_of_rank,
-                                                     int64_t tokens, int k, int64_t width, Out* y) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    sum_rows(const __grid_constant__ Peers peers, const int32_t* slots, int64_t rows_of_rank, int64_t tokens, int k,
+             int64_t width, Out* y) {
   __shared__ const char* shared[kMostPeers];
   const Ranks ranks(peers, rows_of_rank, shared);
   const Run run(tokens, blockIdx.x, gridDim.x);
   for (int64_t t = run.begin; t < run.end; ++t) {
     for (int64_t c = threadIdx.x * kValues; c < width; c += kThreads * kValues) {
-      float sum[kValues] = {};
+      float sum[kValues];
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) sum[v] = 0;
 #pragma unroll 4
       for (int i = 0; i < k; ++i) {
         const char* row = ranks.row(slots[t * k + i], width * sizeof(In));
@@ -123,10 +128,14 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const Peers peers, const in
 #pragma unroll
         for (int v = 0; v < kValues; ++v) sum[v] += value(x.at[v]);
       }
-      Vector<Out, kValues> out;
+      constexpr int kStored = kValues * sizeof(Out) > 16 ? 16 / sizeof(Out) : kValues;
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) store(&out.at[v], sum[v]);
-      *reinterpret_cast<Vector<Out, kValues>*>(y + t * width + c) = out;
+      for (int first = 0; first < kValues; first += kStored) {
+        Vector<Out, kStored> out;
+#pragma unroll
+        for (int v = 0; v < kStored; ++v) out.at[v] = rounded<Out>(sum[first + v]);
+        *reinterpret_cast<Vector<Out, kStored>*>(y + t * width + c + first) = out;
+      }
     }
   }
 }
@@ -157,8 +166,7 @@ void combine_of_peers(const Call& call, const Peers& peers, cudaStream_t stream)
   constexpr const char* kOp = "combine";
   const Array &rows = call.in[0], &slots = call.in[1], &y = call.out[0];
   const int64_t tokens = slots.dim(0), width = rows.dim(1);
-  const unsigned blocks =
-      std::min<int64_t>(grid_x(kOp, tokens), int64_t{multiprocessors(kOp)} * kBlocksPerMultiprocessor);
+  const unsigned blocks = std::min<int64_t>(grid_x(kOp, tokens), int64_t{multiprocessors(kOp)} * kBlocks);
   with_type(rows.dtype, [&]<typename In>(In) {
     with_type(y.dtype, [&]<typename Out>(Out) {
       const auto launch = [&](auto kernel) {
