@@ -38,6 +38,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_left_out_of_collections() -> None:
+    """So do the programs that JAX and torch have compiled for the files before."""
+    gc.freeze()
+
+
 EXPECTED_SKIPS = Path(__file__).with_name("expected_skips.txt")
 
 

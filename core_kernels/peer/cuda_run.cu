@@ -6,7 +6,10 @@
 //
 // The host waits for the threads of the other devices, which then have recorded their events, and for no GPU. A GPU
 // waits for events of streams, not in a kernel: kernels of other streams and programs go on.
+#include <array>
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -41,8 +44,7 @@ class Recorded {
 struct Arrival {
   std::string error;
   const PeerOp* op;
-  Array rows;
-  int64_t width;
+  int64_t rows, width;
   Peer peer;
   int device;
   std::shared_ptr<const Recorded> event;
@@ -54,9 +56,14 @@ int current_device(const char* op) {
   return device;
 }
 
-// Lets kernels of the current device read the memory of a peer.
+// Lets kernels of the current device read the memory of a peer, as long as the process lives. Once per pair: while a
+// stream is captured, CUDA may refuse the call.
 void allow(const char* op, int device, int peer) {
+  static std::array<std::atomic<uint64_t>, 64> allowed;  // of each device, a bit per peer
   if (device == peer) return;
+  std::atomic<uint64_t>& peers = allowed.at(device);
+  const uint64_t bit = uint64_t{1} << peer;
+  if (peers.load() & bit) return;
   int possible;
   check(op, cudaDeviceCanAccessPeer(&possible, device, peer));
   if (!possible)
@@ -67,6 +74,7 @@ void allow(const char* op, int device, int peer) {
     cudaGetLastError();  // which would report it to another library
   else
     check(op, status);
+  peers |= bit;
 }
 
 }  // namespace
@@ -86,7 +94,7 @@ void run_with_peers(const PeerOp& op, const Call& call, int64_t run, int64_t dev
   };
   const Array& rows = call.in[0];
   const auto* place = call.in[2].as<const int32_t>();
-  Arrival mine{"", &op, rows, rows.dim(1), {rows.data, place}, current_device(op.name), nullptr};
+  Arrival mine{"", &op, rows.dim(0), rows.dim(1), {rows.data, place}, current_device(op.name), nullptr};
   // A device that fails still meets the others, which would wait for it.
   const auto attempt = [&](const auto& step) {
     try {
@@ -106,7 +114,7 @@ void run_with_peers(const PeerOp& op, const Call& call, int64_t run, int64_t dev
     require_none(ready);
     Peers peers{{}, 0, place};
     for (const Arrival& a : ready) {
-      if (a.op != &op || a.rows.dim(0) != rows.dim(0) || a.width != rows.dim(1))
+      if (a.op != &op || a.rows != mine.rows || a.width != mine.width)
         throw std::runtime_error(std::string(op.name) + " of peers: another device is at " + a.op->name +
                                  " or has rows of another shape; allowed: one program on all devices");
       allow(op.name, mine.device, a.device);
@@ -117,8 +125,9 @@ void run_with_peers(const PeerOp& op, const Call& call, int64_t run, int64_t dev
     mine.event = std::make_shared<Recorded>(op.name, stream);
   });
   const std::vector<Arrival> done = meet(mine);
+  for (const Arrival& a : done)  // also after an error: who could launch reads this device's rows
+    if (a.event) check(op.name, cudaStreamWaitEvent(stream, a.event->event(), 0));
   require_none(done);
-  for (const Arrival& a : done) check(op.name, cudaStreamWaitEvent(stream, a.event->event(), 0));
 }
 
 }  // namespace mxep::cuda
