@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 def leave() -> None:
     """Wait for all ranks and leave the process group. With Gloo the process ends here, with status 0."""
-    gloo = dist.get_backend() == "gloo"
+    # Not `get_backend`, which does not know the backend of a group that `init_device_mesh` has made.
+    gloo = "nccl" not in str(dist.get_backend_config())
     dist.barrier()  # a rank that ends while another still sends to it ends the other too
     if gloo:
         end_process()
