@@ -5,7 +5,8 @@
     dx = dgate w1 + dup w3    dw1 = dgate^T x    dw3 = dup^T x    dw2 = dout^T h
     db1, db3 = sums of dgate and dup over a group's rows    db2 = the sum of prob dout
 
-The operands of each product are quantized in the form of the recipe (products.py). Each product sums in fp64.
+The operands of each product are quantized in the form of the recipe (products.py). Each product sums in fp64, or as
+Hopper's FP8 tensor cores do.
 
 value                              is rounded to
 gate, up, h, out, dh, dgate, dup   bfloat16, a bias added before
@@ -35,12 +36,13 @@ Rows = Array | Pair
 class Precision(NamedTuple):
     """How operands are quantized.
 
-    form, wgrad_mx: a line of the table in products.py. rounding: the choice of a scale.
+    form, wgrad_mx: a line of the table in products.py. rounding: the choice of a scale. sums: of the products there.
     """
 
     form: str
     wgrad_mx: bool
     rounding: Rounding | str = Rounding.RCEIL
+    sums: str = "exact"
 
 
 NUMBERS = {"alpha": 1.0, "limit": 0.0, "offset": 0.0}
@@ -100,8 +102,9 @@ def _padding(group_ends: Array, num_rows: int) -> tuple[Array, Array, Array]:
 
 def _product(x: Rows, w: Array, ends: Array, precision: Precision, bias: Array | float = 0.0) -> Array:
     """x (P, K) w^T + bias, w (G, N, K), bias of each row -> (P, N) bfloat16."""
-    sums = grouped_mm(x, np.swapaxes(w, 1, 2), ends, precision.form, precision.rounding, "float64")
-    return round_to(sums + bias, "bfloat16")
+    form, _, rounding, sums = precision
+    products = grouped_mm(x, np.swapaxes(w, 1, 2), ends, form, rounding, sums, "float64")
+    return round_to(products + bias, "bfloat16")
 
 
 def _of_rows(bias: Array | None, group: Array) -> Array | float:

@@ -13,19 +13,38 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
           "block_power_of_two"
 
 An operand (q, sf) is multiplied as it is in form "mx", folded in form "fold", and dequantized in the other forms.
+
+sums: "exact", or "sm_90" for those of Hopper's FP8 tensor cores in every form but "bf16" and "mx"
+(../grouped_gemm/oracle_sm90.py).
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from ..fold.oracle import fold_groups, fold_rows
 from ..fold.oracle_balanced import balance_scales, fold_rows_balanced
 from ..formats import Rounding
+from ..grouped_gemm import oracle_blockwise, oracle_folded, oracle_sm90
 from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
-from ..grouped_gemm.oracle_blockwise import grouped_mm_blockwise
-from ..grouped_gemm.oracle_folded import grouped_mm_fold, grouped_wgrad_fold
 from ..oracle_math import Array, Pair, round_to
 from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
 from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
+
+
+class _Products(NamedTuple):
+    fold: Callable[..., Array]
+    fold_wgrad: Callable[..., Array]
+    blockwise: Callable[..., Array]
+
+
+_PRODUCTS = {
+    "exact": _Products(
+        oracle_folded.grouped_mm_fold, oracle_folded.grouped_wgrad_fold, oracle_blockwise.grouped_mm_blockwise
+    ),
+    "sm_90": _Products(oracle_sm90.grouped_mm_fold, oracle_sm90.grouped_wgrad_fold, oracle_sm90.grouped_mm_blockwise),
+}
 
 
 def _values(x: Array | Pair) -> Array:
@@ -43,20 +62,23 @@ def _rows(x: Array | Pair, form: str, rounding: Rounding | str) -> Pair:
     return fold_rows(*pair) if form == "fold" else pair
 
 
-def _product(x: Array | Pair, w: Array, group_ends: Array, form: str, rounding: Rounding | str, dtype: str) -> Array:
+def _product(
+    x: Array | Pair, w: Array, group_ends: Array, form: str, rounding: Rounding | str, sums: str, dtype: str
+) -> Array:
     """x along its last dim, w (G, N, K) along its last."""
+    products = _PRODUCTS[sums]
     if form == "bf16":
         return grouped_mm_bf16(_as_bf16(x), _as_bf16(w), group_ends, dtype)
     if form.startswith("block"):
         powers = form == "block_power_of_two"
         rows, weights = quantize_blockwise(_values(x), powers), quantize_squares(w, powers)
-        return grouped_mm_blockwise(*rows, *weights, group_ends, dtype)
+        return products.blockwise(*rows, *weights, group_ends, dtype)
     if form == "balanced":
         q, sf = quantize_row(w, rounding)
         balanced_sf, lift = balance_scales(sf)
         rows = fold_rows_balanced(*_rows(x, form, rounding), lift, group_ends)
-        return grouped_mm_fold(*rows, *fold_rows(q, balanced_sf), group_ends, dtype)
-    multiply = grouped_mm_mx if form == "mx" else grouped_mm_fold
+        return products.fold(*rows, *fold_rows(q, balanced_sf), group_ends, dtype)
+    multiply = grouped_mm_mx if form == "mx" else products.fold
     return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding), group_ends, dtype)
 
 
@@ -66,11 +88,12 @@ def grouped_mm(
     group_ends: Array,
     form: str,
     rounding: Rounding | str = Rounding.RCEIL,
+    sums: str = "exact",
     out_dtype: str = "bfloat16",
 ) -> Array:
     """a (M, K) floats or its (q, sf), b_t (G, K, N) floats -> out (M, N)."""
     b = np.ascontiguousarray(np.swapaxes(b_t, 1, 2))
-    return _product(a, b, group_ends, form, rounding, out_dtype)
+    return _product(a, b, group_ends, form, rounding, sums, out_dtype)
 
 
 def grouped_mm_vjp(
@@ -81,10 +104,11 @@ def grouped_mm_vjp(
     form: str,
     wgrad_mx: bool,
     rounding: Rounding | str = Rounding.RCEIL,
+    sums: str = "exact",
     out_dtype: str = "bfloat16",
 ) -> Pair:
     """dout (M, N), floats or its (q, sf) -> da (M, K), db_t (G, K, N)."""
-    da = _product(dout, np.ascontiguousarray(b_t), group_ends, form, rounding, out_dtype)
+    da = _product(dout, np.ascontiguousarray(b_t), group_ends, form, rounding, sums, out_dtype)
     if not wgrad_mx:
         db = grouped_wgrad_bf16(_as_bf16(dout), _as_bf16(a), group_ends, out_dtype)
         return da, np.swapaxes(db, 1, 2)
@@ -92,5 +116,5 @@ def grouped_mm_vjp(
     multiply = grouped_wgrad_mx
     if form in ("fold", "balanced"):
         dout_t, a_t = (fold_groups(*pair, group_ends) for pair in (dout_t, a_t))
-        multiply = grouped_wgrad_fold
+        multiply = _PRODUCTS[sums].fold_wgrad
     return da, np.swapaxes(multiply(*dout_t, *a_t, group_ends, out_dtype), 1, 2)

@@ -7,7 +7,10 @@ import pytest
 
 from . import backends
 
-WITHOUT_ADAPTER = ("test_adapter.py", "test_check.py", "test_oracle.py", "test_references.py", "test_swiglu_oracle.py")
+WITHOUT_ADAPTER = (
+    *("test_adapter.py", "test_check.py", "test_oracle.py", "test_oracle_sm90.py", "test_references.py"),
+    "test_swiglu_oracle.py",
+)
 """Tests of the definition and of the suite itself."""
 
 

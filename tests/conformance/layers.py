@@ -23,10 +23,10 @@ RUNS = {name: Recipe.parse(name, compute="exact") for name in RECIPES} | {
 RUNS["mxfp8_balanced"] = Recipe.parse("mxfp8", compute="balanced")
 
 
-def precision(run: str) -> ffn.Precision:
-    """How the operands of a run are quantized."""
+def precision(run: str, sums: str) -> ffn.Precision:
+    """How the operands of a run are quantized. sums: of FP8 products, "exact" or "sm_90"."""
     recipe = RUNS[run]
-    return ffn.Precision(recipe.form("cpu"), recipe.wgrad_mx, recipe.rounding)
+    return ffn.Precision(recipe.form("cpu"), recipe.wgrad_mx, recipe.rounding, sums)
 
 
 # --- the experts' feed-forward ----------------------------------------------------------------------------------------
@@ -49,13 +49,13 @@ class FeedForward:
         row, ends = np.arange(len(self.x)), self.group_ends[:, None]
         return (row < ends) & (row >= ends - np.diff(self.group_ends, prepend=0)[:, None])
 
-    def reference(self, run: str) -> dict[str, Array]:
+    def reference(self, run: str, sums: str = "exact") -> dict[str, Array]:
         """The quantized definition: "out", and the gradients of x, of the weights, of prob and of the biases."""
         weights = (self.weights[name] for name in ("w1", "w3", "w2"))
         biases = {name: self.weights.get(name) for name in ("b1", "b3", "b2")}
         numbers = tuple(self.numbers.get(name, value) for name, value in ffn.NUMBERS.items())
         after = ffn.Epilogues(**biases, numbers=numbers)
-        arguments = self.x, *weights, self.group_ends, self.prob, precision(run), after
+        arguments = self.x, *weights, self.group_ends, self.prob, precision(run, sums), after
         grads = ffn.swiglu_ffn_vjp(self.dout, *arguments)
         results = dict(zip(("x", "w1", "w3", "w2", "prob", "b1", "b3", "b2"), grads, strict=True))
         given = {name: value for name, value in results.items() if biases.get(name, value) is not None}
@@ -123,10 +123,10 @@ class Layer:
         named = {name: getattr(grads, name) for name in self.params}
         return {"y": layer_oracle.moe_layer(*arguments), "x": dx, **named}
 
-    def reference(self, run: str) -> dict[str, Array]:
+    def reference(self, run: str, sums: str = "exact") -> dict[str, Array]:
         """The quantized definition: "y" and the gradients."""
         parameters = layer_oracle.Parameters(**self.params)
-        options = layer_oracle.Options(self.choice, precision(run), self.prob_in)
+        options = layer_oracle.Options(self.choice, precision(run, sums), self.prob_in)
         dx, grads = layer_oracle.quantized_layer_vjp(self.dy, self.x, parameters, options)
         named = {name: getattr(grads, name) for name in self.params}
         return {"y": layer_oracle.quantized_layer(self.x, parameters, options), "x": dx, **named}

@@ -99,6 +99,7 @@ def test_grouped_mm_blockwise(backend: str, ops: Ops, name: str, out_dtype: str)
     got = ops["grouped_mm_blockwise"](*lhs, *rhs, case.group_ends, out_dtype=out_dtype)
     assert got.dtype == oracle_math.DTYPES[out_dtype]
     _within_the_bound(got, lhs, rhs, case.group_ends, check.fp8_chain(backend))
+    check.fp8_sums(backend, "grouped_mm_blockwise", got, *lhs, *rhs, case.group_ends)
     assert (got[case.group_ends[-1] :] == 0).all()
 
 

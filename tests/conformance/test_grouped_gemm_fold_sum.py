@@ -34,6 +34,7 @@ def test_a_sum_of_products(backend: str, ops: Ops, name: str, out_dtype: str) ->
     magnitudes = [x if i % 2 else x & 0x7F for i, x in enumerate(operands)]
     magnitude = oracle_folded.grouped_mm_fold_sum(*magnitudes, ends, "float64")
     check.gemm_bound(got, exact, magnitude, k + depth, check.fp8_chain(backend))
+    check.fp8_sums(backend, "grouped_mm_fold_sum", got, *operands, ends)
     assert (got[ends[-1] :] == 0).all()
 
 

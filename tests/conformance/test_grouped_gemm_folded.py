@@ -111,6 +111,7 @@ def test_grouped_mm_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> N
     got = ops["grouped_mm_fold"](*lhs, *rhs, case.group_ends, out_dtype=out_dtype)
     assert got.dtype == oracle_math.DTYPES[out_dtype]
     check.m_grouped(got, row_values(lhs), row_values(rhs), case.group_ends, check.fp8_chain(backend))
+    check.fp8_sums(backend, "grouped_mm_fold", got, *lhs, *rhs, case.group_ends)
     assert (got[case.group_ends[-1] :] == 0).all()
 
 
@@ -133,6 +134,7 @@ def test_grouped_mm_fold_bias(backend: str, ops: Ops, name: str, out_dtype: str)
         )
     )
     check.gemm_bound(got, exact, magnitude, case.lhs.shape[1] + 1, check.fp8_chain(backend))
+    check.fp8_sums(backend, "grouped_mm_fold_bias", got, *operands, bias, ends)
     assert (got[ends[-1] :] == 0).all()
 
 
@@ -162,6 +164,7 @@ def test_grouped_wgrad_fold(backend: str, ops: Ops, name: str, out_dtype: str) -
     assert got.dtype == oracle_math.DTYPES[out_dtype]
     values = [fold_oracle.span_values(*pair, ends).T for pair in (lhs, rhs)]
     check.k_grouped(got, *values, ends, check.fp8_chain(backend))
+    check.fp8_sums(backend, "grouped_wgrad_fold", got, *lhs, *rhs, ends)
     assert (got[np.diff(ends, prepend=0) == 0] == 0).all()
 
 

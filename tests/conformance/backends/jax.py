@@ -17,6 +17,7 @@ from ..layers import LAYERS, RANKS, RUNS, WIRE
 from . import KERNEL_OPS
 
 FP8_TENSOR_CORES = jax.default_backend() != "cpu"
+SM90_SUMS = FP8_TENSOR_CORES and jax.devices()[0].compute_capability == "9.0"
 FLUSHES_SUBNORMALS = not FP8_TENSOR_CORES  # XLA's matmul on a CPU
 # Ranks without a GPU each are compared with the dense layer of the same device; tests/gpu/ranks.py has GPUs.
 EXPERT_PARALLEL = not FP8_TENSOR_CORES

@@ -14,6 +14,7 @@ from ...compare import to_numpy
 from . import arrays
 
 FP8_TENSOR_CORES = torch.cuda.is_available()
+SM90_SUMS = FP8_TENSOR_CORES and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if FP8_TENSOR_CORES else "cpu")
 # Ranks without a GPU each are compared with the dense layer of the same device; tests/gpu/ranks.py has GPUs.
 EXPERT_PARALLEL = not FP8_TENSOR_CORES
