@@ -22,8 +22,13 @@ constexpr int kSpansPerNote = 16;  // a group's first span has no earlier sums: 
 struct ScaleIncreases {
   uint32_t increased_spans[kIncreaseParts];           // a bit per span
   uint32_t increased[kIncreaseParts][kSpansPerNote];  // a bit per four neighbours, set if one of them increases
-  alignas(4) uint8_t power[kIncreaseParts][kSpansPerNote][128];  // 127 - increase, at least 0, of the four neighbours
+  // 127 - increase, at least 0, of four neighbours in a word: of rows in order, of columns in the order of word_of.
+  alignas(16) uint8_t power[kIncreaseParts][kSpansPerNote][128];
 };
+
+// The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
+// words are neighbours.
+__device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
 
 // In shared memory. full: all three parts are written; empty: all consuming warps have read the note.
 struct IncreaseSlots {
@@ -106,7 +111,8 @@ __device__ void find_increases(const Problem& p, int part, const Tile& tile, Inc
         const int span = first_span + i;
         increased_spans |= 1 << span;
         if (lane == 0) note.increased[part][span] = increased;
-        *reinterpret_cast<uint32_t*>(&note.power[part][span][line]) = __vsubus4(kPowerOne, increase);
+        reinterpret_cast<uint32_t*>(note.power[part][span])[columns ? word_of(lane) : lane] =
+            __vsubus4(kPowerOne, increase);
       }
     }
     if (lane == 0) note.increased_spans[part] = increased_spans;
@@ -115,7 +121,8 @@ __device__ void find_increases(const Problem& p, int part, const Tile& tile, Inc
 }
 
 // Converts a warp's sums, rows `row` and on of both products of its warpgroup, to larger units. Few scales increase at
-// a time, so that sums are tested in groups of eight rows or columns.
+// a time: rows are tested in groups of eight, columns in groups of 32. A test that skips takes as long as a dozen
+// multiplications, since this code is seldom in the instruction cache.
 __device__ __forceinline__ void rescale_accumulator(float (&sum)[2][64], int row, uint32_t raised_rows,
                                                     const uint8_t* row_power, uint32_t raised_cols,
                                                     const uint8_t* col_power) {
@@ -132,13 +139,19 @@ __device__ __forceinline__ void rescale_accumulator(float (&sum)[2][64], int row
       sum[half][j + 1] *= f;
     }
   }
+  if (raised_cols == 0) return;
+  const auto* words = reinterpret_cast<const uint4*>(col_power) + lane % 4 / 2 * 4;
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if ((raised_cols >> i * 2 & 3) == 0) continue;
-    const auto two = *reinterpret_cast<const uchar2*>(col_power + i * 8 + lane % 4 * 2);
-    const float f[2] = {factor(two.x), factor(two.y)};
+  for (int i = 0; i < 4; ++i) {
+    if ((raised_cols >> i * 8 & 0xFF) == 0) continue;
+    const uint4 four = words[i];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sum[j / 4][i * 4 + j % 4] *= f[j % 2];
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t two = (&four.x)[j] >> lane % 2 * 16;
+      const float f[2] = {factor(two & 0xFF), factor(two >> 8 & 0xFF)};
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sum[n / 4][(i * 4 + j) * 4 + n % 4] *= f[n % 2];
+    }
   }
 }
 
