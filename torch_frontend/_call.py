@@ -140,7 +140,8 @@ def run(
         return *given, *found[len(given) :]
     if given:
         _check_given(op, given, out)
-        out = out.after(len(given))
-    outputs = *given, *allocate(out, index)
+        outputs = *given, *allocate(out.after(len(given)), index)
+    else:
+        outputs = allocate(out, index)
     runner(tensors, outputs)
     return outputs[: len(op.outputs)]  # without the scratch memory
