@@ -7,8 +7,8 @@
                  products  before  c0 c1 c2 .. filler              after
                  host      plan    c0 c1 c2 ..
 
-Routing is balanced. Every number of `Rates` is measured or quoted; the one fitted number, `e`, divides the time of the
-overlapped schedule, since products and wire slow each other down.
+Routing is balanced. Every number of `Rates` is measured or quoted. Products and wire slow each other down: the one
+fitted number, `unhidden`, is the share that a run adds of the time that the overlapped schedule hides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -254,7 +254,7 @@ def in_turn(d: Direction) -> float:
     return d.before + d.wire + d.group + sum(d.chunks) + d.scatter + d.filler + d.after
 
 
-def overlapped(d: Direction, e: float = 1.0) -> float:
+def overlapped(d: Direction, unhidden: float = 0.0) -> float:
     """Seconds of the overlapped schedule. The wire takes chunks in order, all of dispatch before the first one back."""
     host, wire, gpu, arrived = (
         d.before,
@@ -269,7 +269,8 @@ def overlapped(d: Direction, e: float = 1.0) -> float:
         host += d.launches
         gpu = max(gpu, here, host) + chunk
         wire = max(wire, gpu) + seconds
-    return (max(gpu + d.filler, wire) + d.after) / e
+    total = max(gpu + d.filler, wire) + d.after
+    return total + unhidden * max(d.local + d.travel - total, 0)
 
 
 def plain(case: Case, rates: Rates) -> tuple[float, float]:
@@ -284,7 +285,8 @@ def plain(case: Case, rates: Rates) -> tuple[float, float]:
     return wire + select + flops / of["plain forward"], wire + select + gradients
 
 
-def fitted_e(measured: Sequence[float], reckoned: Sequence[float]) -> float:
-    """The median of reckoned over measured times; 1 without any."""
-    ratios = [ours / real for real, ours in zip(measured, reckoned, strict=True)]
-    return median(ratios) if ratios else 1.0
+def fitted(measured: Sequence[float], hidden: Sequence[float], exposed: Sequence[float]) -> float:
+    """`unhidden` of runs whose times are `measured`; reckoned with 0 they are `hidden`, with 1 `exposed`. The median; 0
+    without any run."""
+    shares = [(real - low) / (high - low) for real, low, high in zip(measured, hidden, exposed, strict=True)]
+    return median(shares) if shares else 0.0

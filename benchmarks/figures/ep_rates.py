@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mxep.core_kernels.recipe import Recipe
 
-from ..ep_model import Case, Rates, Wire, backward, forward, in_turn, overlapped, plain
+from ..ep_model import BF16, MX, Case, Rates, Wire, backward, forward, in_turn, overlapped, plain
 from .results import RESULTS, newest
 
 FOLDER = RESULTS / "h200_ep_in_turn"
@@ -21,6 +21,8 @@ GPUS = 8
 NETWORK = 40.9e9
 """Bytes/s out of each GPU between hosts: two hosts of eight H200, InfiniBand of 400 Gb/s per GPU, a dispatch of bf16
 rows (deepseek-ai/DeepEP, issue 493)."""
+GPU_BOUND = 2**23
+"""dim x hidden from which a chunk takes the GPU longer than the host: 2048/1408 is below, 7168/2048 above."""
 PRODUCTS = {"grouped_mm_fwd": "forward", "grouped_mm_dgrad": "dgrad", "grouped_mm_wgrad": "wgrad"}
 
 
@@ -67,6 +69,26 @@ def rates(dim: int, hidden: int, ranks: int) -> Rates:
     )
 
 
+def wire_of_chunks(recorded: Iterable[Mapping[str, Any]]) -> Wire | None:
+    """Of recorded lines: the rate of `Collectives`, chunk by chunk with nothing between them, the median of the sizes
+    above GPU_BOUND; None without such lines."""
+    found = []
+    for row in recorded:
+        c, stages = row["case"], row.get("stages_us")
+        if row["op"] == "ep_fwd_bwd" and c["how"] == "collectives" and stages and c["dim"] * c["hidden"] > GPU_BOUND:
+            case = Case(c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], Recipe.parse(c["recipe"]))
+            sent = case.recipe.sends_mx
+            legs = (
+                ("dispatch", c["dim"]),
+                ("combine", c["hidden"]),
+                ("combine_grad", c["hidden"]),
+                ("dispatch_grad", c["dim"]),
+            )
+            width = sum(w * (MX if sent(leg) else BF16) for leg, w in legs)
+            found.append(c["rows"] * (c["ranks"] - 1) / c["ranks"] * width / stages["wire"] * 1e6)
+    return Wire(((1.0, 1 / median(found)),)) if found else None
+
+
 class Measured(NamedTuple):
     """how: "bf16", "in turn" or the name of a transport. milliseconds: forward, and with its backward."""
 
@@ -96,14 +118,16 @@ def measured(recorded: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
             yield Measured(Case(ranks, rows, dim, hidden, experts, Recipe.parse(recipe)), how, (one, both))
 
 
-def reckoned(of: Measured) -> tuple[float, float]:
-    """Milliseconds of the forward, and with its backward; e is 1."""
+def reckoned(of: Measured, chunks: Wire | None = None, unhidden: float = 0.0) -> tuple[float, float]:
+    """Milliseconds of the forward, and with its backward. chunks: the wire of `Collectives`, if it is known."""
     case, found = of.case, rates(of.case.dim, of.case.hidden, of.case.ranks)
     if of.how == "bf16":
         one, two = plain(case, found)
     else:
         if of.how == "collectives":
-            found = found._replace(copies=found.collectives)
-        total = in_turn if of.how == "in turn" else overlapped
-        one, two = total(forward(case, found)), total(backward(case, found))
+            found = found._replace(copies=chunks or found.collectives)
+        one, two = (
+            in_turn(d) if of.how == "in turn" else overlapped(d, unhidden)
+            for d in (forward(case, found), backward(case, found))
+        )
     return one * 1e3, (one + two) * 1e3

@@ -10,6 +10,7 @@ import torch
 from mxep import cpp_bindings
 from mxep.torch_frontend import ops
 from torch import Tensor
+from torch.cuda.green_contexts import GreenContext
 
 from .cases import CASES, same_bytes
 
@@ -98,3 +99,20 @@ def test_a_gemm_uses_the_whole_device_after_a_first_run_in_a_green_context() -> 
     run = subprocess.run([sys.executable, "-c", GREEN_FIRST], capture_output=True, text=True, timeout=120)
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+
+
+@pytest.mark.parametrize("sms", [8, 56, 112])
+def test_products_have_the_same_bytes_at_any_width(sms: int) -> None:
+    """A green context is the width of a launch: the other SMs are free for what runs beside it."""
+    context = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
+    for case in (case for name, case in CASES.items() if name.startswith("grouped")):
+        inputs = case.inputs(m=3072)
+        want = case.torch(*inputs, m=3072)
+        torch.cuda.synchronize()
+        context.set_context()
+        try:
+            got = case.torch(*inputs, m=3072)
+            torch.cuda.current_stream().synchronize()
+        finally:
+            context.pop_context()
+        same_bytes(got, want)
