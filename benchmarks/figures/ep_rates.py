@@ -10,7 +10,7 @@ from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
-from mxep.core_kernels.recipe import Recipe
+from mxep.core_kernels.recipe import LegName, Recipe
 
 from ..ep_model import BF16, MX, Case, Rates, Wire, backward, forward, in_turn, overlapped, plain
 from .results import RESULTS, newest
@@ -77,15 +77,14 @@ def wire_of_chunks(recorded: Iterable[Mapping[str, Any]]) -> Wire | None:
         c, stages = row["case"], row.get("stages_us")
         if row["op"] == "ep_fwd_bwd" and c["how"] == "collectives" and stages and c["dim"] * c["hidden"] > GPU_BOUND:
             case = Case(c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], Recipe.parse(c["recipe"]))
-            sent = case.recipe.sends_mx
-            legs = (
-                ("dispatch", c["dim"]),
-                ("combine", c["hidden"]),
-                ("combine_grad", c["hidden"]),
-                ("dispatch_grad", c["dim"]),
+            legs: tuple[tuple[LegName, int], ...] = (
+                ("dispatch", case.dim),
+                ("combine", case.hidden),
+                ("combine_grad", case.hidden),
+                ("dispatch_grad", case.dim),
             )
-            width = sum(w * (MX if sent(leg) else BF16) for leg, w in legs)
-            found.append(c["rows"] * (c["ranks"] - 1) / c["ranks"] * width / stages["wire"] * 1e6)
+            width = sum(values * (MX if case.recipe.sends_mx(leg) else BF16) for leg, values in legs)
+            found.append(case.rows * (1 - 1 / case.ranks) * width / stages["wire"] * 1e6)
     return Wire(((1.0, 1 / median(found)),)) if found else None
 
 
