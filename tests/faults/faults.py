@@ -271,6 +271,20 @@ FAULTS = (
         "tests/torch_frontend/test_fsdp.py",
     ),
     Fault(
+        "sums of Hopper's tensor cores: products are cut one bit higher",
+        "core_kernels/grouped_gemm/oracle_sm90.py",
+        "FRACTION = 13",
+        "FRACTION = 12",
+        "tests/conformance/test_oracle_sm90.py",
+    ),
+    Fault(
+        "cost model: what a run adds is a share of its time",
+        "benchmarks/ep_model.py",
+        "unhidden * max(d.local + d.travel - total, 0)",
+        "unhidden * total",
+        "tests/test_ep_model.py",
+    ),
+    Fault(
         "metrics: rows are quantized on three of their four ways",
         "core_kernels/metrics.py",
         "if recipe.sends_mx(leg) else bf16",
