@@ -1,6 +1,6 @@
 """One of four ranks: a model of two blocks under `shard_moe`, against one process; started by test_fsdp.py.
 
-python fsdp_ranks.py RANK STORE OUT      OUT/rank{RANK}: the checks that passed, one per line
+python fsdp_ranks.py RANK PORT OUT      PORT: of the store; OUT/rank{RANK}: the checks that passed, one per line
 """
 
 import os
@@ -339,10 +339,10 @@ def refused() -> None:
             shard_moe(model, pair)
 
 
-def main(store: str, out: str) -> None:
+def main(port: str, out: str) -> None:
     torch.set_num_threads(1)
     options = {"rank": RANK, "world_size": RANKS, "timeout": timedelta(seconds=120)}
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), **options)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int(port)), **options)
     checks = {
         "trains_as_one_process[2]": partial(trains_as_one_process, 2, "mxfp8_wgrad_with_hp", 5),
         "trains_as_one_process[4]": partial(trains_as_one_process, 4, "bf16", 2),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
 RANKS = 4
@@ -30,7 +31,8 @@ CHECKS = [
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], str]:
     """The checks that each rank passed, and what the ranks wrote to stderr."""
     out = tmp_path_factory.mktemp("ranks")
-    commands = [[sys.executable, str(SCRIPT), str(rank), str(out / "store"), str(out)] for rank in range(RANKS)]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    commands = [[sys.executable, str(SCRIPT), str(rank), str(store.port), str(out)] for rank in range(RANKS)]
     processes = [subprocess.Popen(c, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for c in commands]
     try:
         errors = [process.communicate(timeout=300)[1] for process in processes]
