@@ -11,13 +11,15 @@ oracle_folded.py and oracle_blockwise.py define the ops, with exact sums. Hopper
              '---------------- fp32 ------> sum     rounded to nearest even
                                              x 2^-n where the scale of a span rises by n; + bias; x scales --> out
 
-The exponent of a product is the sum of its factors' exponents, those of subnormal factors being -6; products that are
-zero have none. The functions have the names and arguments of the ops. Scales far from one, where a value before or
-after the scaling is no normal number, are left to the definitions.
+The exponent of a product is the sum of its factors' exponents, that of a subnormal factor is -6, and a product that is
+zero has none. The functions have the names and arguments of the ops; a pair of products has the bytes of two calls.
+Scales so far from one that a value before or after the scaling is no normal number are left to the definitions.
 
-The cuts are those of "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (arXiv 2511.10909),
-section on truncated fused summation; tests/gpu/test_fp8_sums.py compares them with the device.
+Measured: tests/conformance/test_fp8_sums.py compares every bit with the device. Models of this kind, of other tensor
+cores too: "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (arXiv 2511.10909).
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -72,7 +74,9 @@ def _scales(row_sf: Array, col_sf: Array) -> Array:
     return e8m0_value(row_sf)[:, None] * e8m0_value(col_sf)
 
 
-def _m_grouped(lhs_qf: Array, rhs_qf: Array, group_ends: Array, of_group, out_dtype: str) -> Array:
+def _m_grouped(
+    lhs_qf: Array, rhs_qf: Array, group_ends: Array, of_group: Callable[[slice, int], Array], out_dtype: str
+) -> Array:
     """of_group(rows, g) -> the group's scaled sums, fp64 values of fp32 sums; rows past the last end are zeros."""
     out = np.zeros((len(lhs_qf), rhs_qf.shape[1]))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -127,15 +131,6 @@ def grouped_mm_fold_sum(
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 
 
-def grouped_mm_fold_pair(
-    lhs_qf: Array, lhs_sf: Array, rhs_qf: Array, rhs_sf: Array, rhs2_qf: Array, rhs2_sf: Array, group_ends: Array,
-    out_dtype: str = "bfloat16",
-) -> tuple[Array, Array]:  # fmt: skip
-    """lhs rhs^T and lhs rhs2^T."""
-    first = grouped_mm_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype)
-    return first, grouped_mm_fold(lhs_qf, lhs_sf, rhs2_qf, rhs2_sf, group_ends, out_dtype)
-
-
 def grouped_mm_blockwise(
     lhs_q: Array, lhs_sf: Array, rhs_q: Array, rhs_sf: Array, group_ends: Array, out_dtype: str = "bfloat16"
 ) -> Array:
@@ -168,12 +163,3 @@ def grouped_wgrad_fold(
             if before is not None:
                 out[g] = total * before
     return round_to(out, out_dtype)
-
-
-def grouped_wgrad_fold_pair(
-    lhs_qf: Array, lhs_sf: Array, rhs_qf: Array, rhs_sf: Array, lhs2_qf: Array, lhs2_sf: Array, group_ends: Array,
-    out_dtype: str = "bfloat16",
-) -> tuple[Array, Array]:  # fmt: skip
-    """lhs rhs^T and lhs2 rhs^T over the tokens of each group."""
-    first = grouped_wgrad_fold(lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, out_dtype)
-    return first, grouped_wgrad_fold(lhs2_qf, lhs2_sf, rhs_qf, rhs_sf, group_ends, out_dtype)
