@@ -48,8 +48,7 @@ def passes(shape: MoELayer) -> list[Pass]:
     for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
         add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
     add(False, "quantize_row_packed", "x -> MX", tokens + mx(t * d))
-    add(False, "permute_mx", "MX x -> MX rows", mx(t * d) + mx(rows) + 4 * p)
-    add(False, "fold_rows", "MX rows -> folded", mx(rows) + row_d)
+    add(False, "permute_mx_fold", "MX x -> folded rows", mx(t * d) + 4 * p + row_d)
     own = 2 * (weight + e * f + 2 * hidden)  # what each of the two products has for itself
     add(False, "grouped_mm_fold_pair", "rows, w1, w3 -> gate, up", row_d + ends + own, 2)
     add(False, "swiglu_row", "gate, up, weights -> MX h", 4 * hidden + 4 * p + mx(hidden))
@@ -57,9 +56,8 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(False, "grouped_mm_fold", "h, w2 -> out", row_f + weight + e * d + ends + 2 * rows, 1)
     add(False, "combine", "out -> y", 2 * rows + 4 * t * shape.top_k + tokens)
     add(True, "quantize_row_packed", "dy -> MX", tokens + mx(t * d))
-    add(True, "permute_mx", "MX dy -> MX dout", mx(t * d) + 4 * p + mx(rows))
-    add(True, "fold_rows", "MX dout -> folded", mx(rows) + row_d)
-    add(True, "requantize_col_fold", "MX dout -> along tokens", mx(rows) + ends + along_d)
+    add(True, "permute_mx_fold", "MX dy -> folded dout", mx(t * d) + 4 * p + row_d)
+    add(True, "permute_mx_col_fold", "MX dy -> dout along tokens", mx(t * d) + 4 * p + ends + along_d)
     add(True, "grouped_mm_fold", "dout, w2 -> dh", row_d + weight + e * f + ends + 2 * hidden, 1)
     add(
         True,
@@ -81,7 +79,7 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(True, "swiglu_col", "gate, up, weights -> MX h along tokens", 4 * hidden + 4 * p + mx(hidden))
     add(True, "fold_groups", "MX h along tokens -> folded", mx(hidden) + ends + along_f)
     add(True, "grouped_wgrad_fold", "dout, h -> dw2", along_d + along_f + ends + 2 * weight, 1)
-    add(True, "requantize_col_fold", "MX rows -> along tokens", mx(rows) + ends + along_d)
+    add(True, "permute_mx_col_fold", "MX x -> rows along tokens", mx(t * d) + 4 * p + ends + along_d)
     own = 2 * (along_f + 2 * weight)
     add(True, "grouped_wgrad_fold_pair", "dgate, dup, rows -> dw1, dw3", along_d + ends + own, 2)
     add(True, "combine", "dx of rows -> dx", 2 * rows + 4 * t * shape.top_k + tokens)
@@ -101,5 +99,5 @@ def saved_nbytes(shape: MoELayer, how: How) -> tuple[int, int]:
         maps = 4 * t * e + 32 * r + 4 * t + 4 * e
         return x + maps + r * (2 * d + 6 * f + 6 * d), 0
     maps = 4 * t * e + 8 * r + 8 * p + 8 * e
-    rows, weights = p * d + p * d // BLOCK, 3 * e * d * f + e * (2 * d + f)
-    return (x + maps + rows, 0) if how == "recompute" else (x + maps + rows + 4 * p * f, weights)
+    tokens, weights = t * d + t * d // BLOCK, 3 * e * d * f + e * (2 * d + f)
+    return (x + maps + tokens, 0) if how == "recompute" else (x + maps + tokens + 4 * p * f, weights)

@@ -14,6 +14,7 @@ from typing import Any
 from .combine import plan as combine
 from .fold import plan as fold
 from .fold import plan_balanced, plan_both, plan_loss, plan_matrix, plan_requantize
+from .fold import plan_permute as fold_permute
 from .grouped_gemm import plan as grouped_gemm
 from .grouped_gemm import plan_blockwise as grouped_gemm_blockwise
 from .grouped_gemm import plan_folded, plan_folded_pair, plan_kn
@@ -28,7 +29,7 @@ from .swiglu import plan as swiglu
 
 _PLANS = (
     *(quantize, quantize_blockwise, permute, router, routing),
-    *(fold, plan_both, plan_matrix, plan_balanced, plan_loss, plan_requantize, scale_layout),
+    *(fold, plan_both, plan_matrix, plan_balanced, plan_loss, plan_requantize, fold_permute, scale_layout),
     *(combine, swiglu, grouped_gemm, plan_kn, plan_folded, plan_folded_pair, grouped_gemm_blockwise),
 )
 OPS: dict[str, KernelOp] = {

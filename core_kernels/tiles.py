@@ -38,6 +38,7 @@ _GPU = {
     "permute_rows": Tiles(m=4, k=1024),
     "permute_mx": Tiles(m=4, k=1024),
     "fold_rows": Tiles(),
+    "permute_mx_fold": Tiles(),
     "balance_scales": Tiles(m=16),
     "fold_rows_balanced": Tiles(),
     "quantize_row_fold": Tiles(),

@@ -41,6 +41,7 @@ from .products import (
     along_tokens,
     bias_gradient,
     bias_row_products,
+    for_backward,
     input_gradient,
     output_gradient_operands,
     pair_of_products,
@@ -97,7 +98,7 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
     gate, up = named(gate, GATE), named(up, UP)
     residuals = (
-        NoValues(x.dtype) if tokens else x,
+        NoValues(x.dtype) if tokens else for_backward(x, recipe),
         tokens,
         saved(w1),
         saved(w3),

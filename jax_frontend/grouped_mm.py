@@ -29,6 +29,7 @@ from .ops import RowMap
 from .permute import ends_of, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     bias_gradient,
+    for_backward,
     input_gradient,
     output_gradient_operands,
     product,
@@ -64,7 +65,7 @@ def _grouped_mm_fwd(x, w, group_ends, bias, recipe, out_dtype, mx_grad, layout):
     rows, tokens = quantize_activation(x, group_ends, recipe)
     w = for_call(w, recipe, backward)
     out = _grouped_mm(rows, w, group_ends, bias, recipe, out_dtype, mx_grad, layout)
-    return out, (NoValues(x.dtype) if tokens else x, tokens, saved(w, layout), group_ends, bias)
+    return out, (NoValues(x.dtype) if tokens else for_backward(x, recipe), tokens, saved(w, layout), group_ends, bias)
 
 
 def _grouped_mm_bwd(recipe, out_dtype, mx_grad, layout, residuals, grad):

@@ -48,6 +48,8 @@ class MXArray:
     carrier (M, K): zeros of the dtype before quantization; its cotangent is the gradient of the matrix.
     group_ends (G,) int32: of the rows that `dispatch` or `permute` laid out; None for other rows. The grouped products
     follow it.
+    source: of rows that a row map gathered, the packed rows (R, K + K/32) uint8 and the map (M,) int32; or None. A
+    folded product reads these, and inside `jax.jit` nothing gathers q and sf then.
     q and sf have no gradient. The functions of this package send theirs to the carrier; other functions of q and sf
     have none.
     """
@@ -56,10 +58,11 @@ class MXArray:
     sf: jax.Array
     carrier: jax.Array
     group_ends: jax.Array | None = None
+    source: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.q.shape
+        return self.carrier.shape
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -115,6 +118,10 @@ class MXArray:
     def laid_out(self, group_ends: jax.Array) -> "MXArray":
         """These rows, with the ends of their groups."""
         return dataclasses.replace(self, group_ends=group_ends)
+
+    def gathered_from(self, packed: jax.Array, row_map: jax.Array) -> "MXArray":
+        """These rows, with their source."""
+        return dataclasses.replace(self, source=(packed, row_map))
 
     def packed(self) -> jax.Array:
         """Rows `[q | sf]`. XLA makes no copy for an array of `from_packed`. Bytes have no gradient."""

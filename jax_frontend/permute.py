@@ -68,8 +68,13 @@ def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"],
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _gather_mx(mx: MXArray, row_map: jax.Array, inverse: jax.Array, across: Across) -> MXArray:
-    q, sf = peer_memory.permute_mx(mx.packed(), row_map, across)
-    return MXArray.from_bytes(q, sf, mx.dtype)
+    return _mapped(mx, row_map, across)
+
+
+def _mapped(mx: MXArray, row_map: jax.Array, across: Across) -> MXArray:
+    packed = mx.packed()
+    rows = MXArray.from_bytes(*peer_memory.permute_mx(packed, row_map, across), mx.dtype)
+    return rows.gathered_from(packed, row_map) if across is None else rows
 
 
 def _gather_mx_bwd(across, inverse, grad: MXArray):
@@ -206,8 +211,7 @@ _spread.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _spread_mx(mx: MXArray, order: jax.Array, slots: jax.Array, top_k: int, across: Across) -> MXArray:
-    q, sf = peer_memory.permute_mx(mx.packed(), order // top_k, across)
-    return MXArray.from_bytes(q, sf, mx.dtype)
+    return _mapped(mx, order // top_k, across)
 
 
 _spread_mx.defvjp(

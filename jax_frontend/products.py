@@ -14,12 +14,15 @@
 
 Transport and the backward's residuals hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward keeps the token operand in
-place of the activation: half of the memory. MX rows become a token operand in one pass. Hopper's tensor cores take no
+place of the activation: half of the memory. MX rows become a token operand in one pass, and so do those that a row map
+gathers from packed rows: of these neither form of the rows is stored. Hopper's tensor cores take no
 scales per 32, so form "mx" there dequantizes an operand once and multiplies bf16. This code runs below autodiff: no
 checks, no gradients; recipes come from
 `resolve_compute`. Weights and their gradient are (G, N, K), as a linear layer stores them, or (G, K, N) with
 layout="GKN".
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -226,6 +229,9 @@ def row_operand(x: Rows, recipe: Recipe) -> Multiplied:
     if form_of(recipe) == "bf16":
         return as_bf16(x)
     if isinstance(x, MXArray):
+        source = _source(x, recipe)
+        if source is not None:
+            return Folded(*ops.permute_mx_fold(*source))
         x = (x.q, x.sf)
     if isinstance(x, tuple) and not recipe.mx:
         x = as_bf16(x)
@@ -234,6 +240,20 @@ def row_operand(x: Rows, recipe: Recipe) -> Multiplied:
     if form_of(recipe) == "balanced":
         return x
     return Folded(*ops.fold_rows(*x)) if form_of(recipe) == "fold" else as_multiplied(x)
+
+
+def _source(x: MXArray, recipe: Recipe) -> tuple[jax.Array, jax.Array] | None:
+    """The packed rows and the row map of which both operands of x are made; None: they are made of q and sf."""
+    return x.source if recipe.wgrad_mx and form_of(recipe) == "fold" else None
+
+
+def for_backward(x: Rows, recipe: Recipe) -> Rows:
+    """x with what `token_operand` reads of it."""
+    if not isinstance(x, MXArray):
+        return x
+    if _source(x, recipe) is None:
+        return dataclasses.replace(x, source=None)
+    return dataclasses.replace(x, q=None, sf=None)
 
 
 def as_bf16(x: jax.Array | MXArray | MX | Upcast) -> jax.Array:
@@ -260,6 +280,9 @@ def token_operand(x: jax.Array | MXArray | MX, group_ends: jax.Array, recipe: Re
     """The operand of the weight gradient: x in bf16, or x (M, K) quantized along the tokens, transposed."""
     if not recipe.wgrad_mx:
         return as_bf16(x)
+    source = _source(x, recipe) if isinstance(x, MXArray) else None
+    if source is not None:
+        return Folded(*ops.permute_mx_col_fold(*source, group_ends, rounding=recipe.rounding))
     if form_of(recipe) in ("fold", "balanced") and isinstance(x, MXArray | tuple):
         q, sf = (x.q, x.sf) if isinstance(x, MXArray) else x
         return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding=recipe.rounding))

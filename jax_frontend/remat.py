@@ -30,7 +30,9 @@ Other names: `jax.checkpoint_policies.save_only_these_names("mxep_rows", "mxep_o
 
 
 def named(x: Rows, name: str) -> Rows:
-    """x with a name. Of an MXArray the bytes have it: the companion is zeros."""
+    """x with a name. Of an MXArray the bytes have it, gathered or as their source: the companion is zeros. What the
+    backward does not read is not saved."""
     if not isinstance(x, MXArray):
         return checkpoint_name(x, name)
-    return MXArray(checkpoint_name(x.q, name), checkpoint_name(x.sf, name), x.carrier)
+    q, sf, source = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (x.q, x.sf, x.source))
+    return MXArray(q, sf, x.carrier, source=source)

@@ -13,6 +13,7 @@ the same arrows.
        ^
        |---- swiglu   combine <-- peer (its oracle)
        '---- fold <---- grouped_gemm      grouped_gemm --> quantize      reference --> the oracles of all families
+             fold ----> permute
 
     oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> no kernel
 """
@@ -42,7 +43,7 @@ BELOW = {
     "permute": set(),
     "routing": set(),
     "scale_layout": set(),
-    "fold": {"quantize"},
+    "fold": {"quantize", "permute"},
     "swiglu": {"quantize"},
     "router": {"swiglu"},
     "combine": {"quantize"},
@@ -177,9 +178,9 @@ def test_jax_triton_is_named_in_one_file() -> None:
 ONLY_TORCH = {
     "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
     "_torch_private.py",
-    "convert.py", "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "mx_tensor.py", "overlap.py",
-    "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py", "torchtitan.py", "transformers.py",
-    "transport.py",
+    "convert.py", "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "gathered_rows.py", "mx_tensor.py",
+    "overlap.py", "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py", "torchtitan.py",
+    "transformers.py", "transport.py",
 }  # fmt: skip
 ONLY_JAX = {
     "_derivatives.py", "_jax_private.py", "_mesh.py", "_shapes.py", "_split.py", "_triton.py",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp_bindings
+from ..core_kernels.formats import packed_width
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
 from ._device import Implementation, choose
@@ -185,6 +186,18 @@ def array_type(shape: torch.Size, dtype: torch.dtype) -> ArrayType:
 def plain(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors without gradient, E4M3 and E8M0 as uint8, for DLPack and Triton."""
     return [as_bytes(t.detach()) for t in tensors]
+
+
+def packed_buffer(q: Tensor, sf: Tensor) -> Tensor | None:
+    """The packed rows `[q | sf]` of which q and sf are views; None if they are not."""
+    k, width = q.shape[1], packed_width(q.shape[1])
+    if (
+        q.stride() == sf.stride() == (width, 1)
+        and q.untyped_storage().data_ptr() == sf.untyped_storage().data_ptr()
+        and sf.storage_offset() == q.storage_offset() + k
+    ):
+        return q.as_strided((q.shape[0], width), (width, 1))
+    return None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

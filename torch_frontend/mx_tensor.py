@@ -139,12 +139,16 @@ class MXTensor(Tensor):
             _check_float("MXTensor.dequantize", "output_dtype", output_dtype)
         return _dequantize(self, output_dtype or self.orig_dtype)
 
+    def contiguous_parts(self) -> tuple[Tensor, Tensor]:
+        """q and sf, each contiguous, as ops read them."""
+        return self.q.contiguous(), self.sf.contiguous()
+
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["q", "sf"], self.orig_dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], orig_dtype: torch.dtype, size: Any, stride: Any) -> "MXTensor":
-        return MXTensor(inner["q"], inner["sf"], orig_dtype)
+        return mx_rows(inner["q"], inner["sf"], orig_dtype)
 
     def __coerce_same_metadata_as_tangent__(self, expected_metadata: Any, expected_type: type | None = None) -> Any:
         """A compiled backward that was traced with a plain gradient gets a plain gradient."""
@@ -256,7 +260,7 @@ _dequantize = differentiable("MXTensor.dequantize", _Dequantize)
 
 
 def _values(mx: MXTensor, dtype: torch.dtype) -> Tensor:
-    return ops.dequantize(mx.q.contiguous(), mx.sf.contiguous(), str(dtype).removeprefix("torch."))
+    return ops.dequantize(*mx.contiguous_parts(), str(dtype).removeprefix("torch."))
 
 
 def dequantized(x: Tensor) -> Tensor:
@@ -267,8 +271,13 @@ def dequantized(x: Tensor) -> Tensor:
 # The operations that autograd and its tools apply to a value: save, alias, add two gradients, cast, move, inspect.
 
 
+def _of_parts(func: Any, mx: MXTensor, dtype: torch.dtype) -> MXTensor:
+    parts = {name: func(getattr(mx, name)) for name in mx.__tensor_flatten__()[0]}
+    return mx.__tensor_unflatten__(parts, dtype, mx.shape, None)
+
+
 def _same(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
-    return mx_rows(func(mx.q), func(mx.sf), mx.orig_dtype)
+    return _of_parts(func, mx, mx.orig_dtype)
 
 
 def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
@@ -295,9 +304,12 @@ def _to_copy(
 ) -> MXTensor:
     if layout not in (None, torch.strided):
         fail(NotImplementedError, str(func), "layout", layout, "allowed: torch.strided; call .dequantize() first")
+
     # The bytes are independent of orig_dtype, so autograd may cast a gradient.
-    q, sf = (part if device in (None, part.device) else func(part, device=device, **how) for part in (mx.q, mx.sf))
-    return MXTensor(q, sf, dtype or mx.orig_dtype)
+    def moved(part: Tensor) -> Tensor:
+        return part if device in (None, part.device) else func(part, device=device, **how)
+
+    return _of_parts(moved, mx, dtype or mx.orig_dtype)
 
 
 def _on_values(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..core_kernels import registry
-from ..core_kernels.formats import BLOCK, Rounding, packed_width
+from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import KernelOp, require_dtype, require_multiple, require_rank, require_shape
 from ..core_kernels.permute import plan as permute
 from ..core_kernels.registry import OPS
 from ._call import call, require_tensor, run
-from ._launch import array_type, as_bytes, check_devices
+from ._launch import array_type, as_bytes, check_devices, packed_buffer
 from ._register import register
 
 __all__ = [*OPS, "OPS", "permute_q_sf"]  # pyright: ignore[reportUnsupportedDunderAll] -- defined from the registry
@@ -86,16 +86,6 @@ if TYPE_CHECKING:
         raise AttributeError(name)
 
 
-def _is_packed(q: Tensor, sf: Tensor) -> bool:
-    """Whether q and sf are views of the packed rows `[q | sf]` of one buffer."""
-    k, width = q.shape[1], packed_width(q.shape[1])
-    return (
-        q.stride() == sf.stride() == (width, 1)
-        and q.untyped_storage().data_ptr() == sf.untyped_storage().data_ptr()
-        and sf.storage_offset() == q.storage_offset() + k
-    )
-
-
 def _checked_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
     op = "permute_q_sf"
     for name, tensor in (("q", q), ("sf", sf), ("row_map", row_map)):
@@ -113,12 +103,8 @@ def _checked_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tenso
 
 def _permute_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tensor]:
     q, sf = _checked_q_sf(q, sf, row_map)
-    if _is_packed(q, sf):
-        width = packed_width(q.shape[1])
-        packed = q.as_strided((q.shape[0], width), (width, 1))
-    else:
-        packed = torch.cat([q, sf], dim=1)
-    q, sf = call(permute.permute_mx, packed, row_map)
+    packed = packed_buffer(q, sf)
+    q, sf = call(permute.permute_mx, torch.cat([q, sf], dim=1) if packed is None else packed, row_map)
     return q, sf
 
 

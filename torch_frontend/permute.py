@@ -5,7 +5,8 @@
     gather_rows      rows (M, K) --row_map------> padded groups (P, K)                backward: inverse
                      groups (P, N) --inverse----> rows (M, N)                         backward: row_map
 
-MX rows stay MX, forward and backward. A -1 in a map is padding, a row of zeros.
+MX rows stay MX, forward and backward. A -1 in a map is padding, a row of zeros. Where the next product folds, the
+gather is left to it: `GatheredRows`.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ from ._checks import (
     require_total,
 )
 from ._differentiable import differentiable
-from .mx_tensor import MXTensor, dequantized, mx_rows
+from .gathered_rows import mapped_rows, quantized_rows
+from .mx_tensor import MXTensor, dequantized
 from .weighted_combine import sum_slots, token_of
 
 
@@ -70,25 +72,25 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, row_map: Tensor, inverse: Tensor, folds: bool = False) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _gather(x, row_map)
+        ctx.folds = folds
+        return _gather(x, row_map, folds)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _gather(grads[0], inverse), None, None
+        return _gather(grads[0], inverse, ctx.folds), None, None, None
 
 
-def _gather(x: Tensor, row_map: Tensor) -> Tensor:
+def _gather(x: Tensor, row_map: Tensor, folds: bool = False) -> Tensor:
     if isinstance(x, MXTensor):
-        q, sf = ops.permute_q_sf(x.q, x.sf, row_map)
-        return mx_rows(q, sf, x.orig_dtype)
+        return mapped_rows(x, row_map, x.orig_dtype, folds)
     return ops.permute_rows(x.contiguous(), row_map)
 
 
 gather = differentiable("gather_rows", _Gather)
-"""`gather_rows` without its checks."""
+"""gather(x, row_map, inverse, folds): `gather_rows` without its checks. folds: a folded product reads them next."""
 
 
 def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
@@ -152,15 +154,15 @@ class _SpreadTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor | None, order: Tensor, token: Tensor, slots: Tensor, rounding: int | None
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, x: Tensor, weights: Tensor | None, order: Tensor, token: Tensor, slots: Tensor, rounding: int | None,
+        folds: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.save_for_backward(slots)
         ctx.set_materialize_grads(False)
         of_rows = None if weights is None else ops.permute_rows(weights.contiguous().view(-1, 1), order).view(-1)
         if rounding is None:
             return ops.permute_rows(x.contiguous(), token), of_rows
-        q, sf = ops.permute_mx(ops.quantize_row_packed(x.contiguous(), rounding), token)
-        return mx_rows(q, sf, x.dtype), of_rows
+        return quantized_rows(x, rounding, token, folds), of_rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -169,13 +171,13 @@ class _SpreadTokens(torch.autograd.Function):
             dx = sum_slots(dequantized(drows), slots, drows.dtype)
         if dof_rows is not None:
             dweights = ops.permute_rows(dof_rows.contiguous().view(-1, 1), slots.view(-1)).view(slots.shape)
-        return dx, dweights, None, None, None, None
+        return dx, dweights, None, None, None, None, None
 
 
 spread_tokens = differentiable("spread_rows", _SpreadTokens)
-"""spread_tokens(x, weights, order, token, slots, rounding): the rows of tokens, quantized before if there is a
-rounding, and the weight of each row, or None. order, token (P,): the slot and the token of each row, -1 for padding.
-slots (T, top_k): the rows of each token. Unchecked."""
+"""spread_tokens(x, weights, order, token, slots, rounding, folds): the rows of tokens, quantized before if there is a
+rounding, gathered by the next product if it folds, and the weight of each row, or None. order, token (P,): the slot and
+the token of each row, -1 for padding. slots (T, top_k): the rows of each token. Unchecked."""
 
 
 def check_replicas(op: str, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,7 @@ from .replicas import (
 )
 from .shards import Ranks
 from .weighted_combine import combine_slots, plain_sum, token_of, weighted_sum
+from .weights import form_of
 
 
 class Route(NamedTuple):
@@ -147,7 +148,7 @@ def dispatch_over(
         else:
             route = Route(row_map, counts, recipe, name, [num_rows], [num_rows])
             x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.sends_mx("dispatch") else rows
-            groups = gather(x, row_map.row_map, row_map.inverse)
+            groups = gather(x, row_map.row_map, row_map.inverse, _folds(recipe, x))
         if recipe.sends_mx("dispatch_grad"):
             groups = sent_rows(groups, True, int(recipe.rounding))
         return groups, row_map.padded_counts, route
@@ -179,8 +180,14 @@ def _replicas_to_groups(
     order = torch.cat([order.new_full((1,), -1), order]).index_select(0, row_map.row_map + 1)
     slots, token = row_map.inverse.index_select(0, inverse), token_of(order, top_k)
     rounding = int(recipe.rounding) if recipe.sends_mx("dispatch") else None
-    groups, prob = spread_tokens(x, probs, order, token, slots.view(-1, top_k), rounding)
+    groups, prob = spread_tokens(x, probs, order, token, slots.view(-1, top_k), rounding, _folds(recipe, x))
     return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)
+
+
+def _folds(recipe: Recipe, rows: Tensor) -> bool:
+    """Whether the experts' products read MXFP8 rows and their gradients folded, both of them: then dispatch and the
+    gradient of combine leave the gather to the products."""
+    return recipe.wgrad_mx and form_of(recipe, rows.device) == "fold"
 
 
 def _send(
@@ -198,7 +205,7 @@ def _send(
     if agreed.layout is None:
         arrived = exchange_tokens(rows, *splits, recipe, name)
         row_map = laid_out(arrived.shape[0])
-        groups = gather(arrived, row_map.row_map, row_map.inverse)
+        groups = gather(arrived, row_map.row_map, row_map.inverse, _folds(recipe, arrived))
         route = Route(row_map, agreed.totals, recipe, name, *splits)
         if isinstance(rows, TokenReplicas):
             route = route._replace(order=rows.order, slots=rows.inverse, top_k=rows.top_k)
@@ -293,7 +300,7 @@ def combine(
         return (_receive_sums if exchange else _receive_sums_eagerly)(groups, probs, route, out_dtype)
     else:
         rows = _receive_rows(groups, route)
-    return combine_slots(rows, probs, slots, route.order, out_dtype, rounding)
+    return combine_slots(rows, probs, slots, route.order, out_dtype, rounding, _folds(route.recipe, rows))
 
 
 @named("mxep.combine")
@@ -302,7 +309,7 @@ def groups_to_tokens(groups: Tensor, route: Route, probs: Tensor | None, out_dty
     assert route.slots is not None
     slots, (rows, rounding) = route.slots.view(-1, route.top_k), _rows_to_sum(groups, route.recipe)
     if probs is None:
-        return plain_sum(rows, slots, route.token, out_dtype, rounding)
+        return plain_sum(rows, slots, route.token, out_dtype, rounding, _folds(route.recipe, rows))
     return weighted_sum(rows, probs, slots, route.order, out_dtype, rounding)
 
 
@@ -319,8 +326,8 @@ def _receive_rows(groups: Tensor, route: Route) -> Tensor:
 
 
 def _receive(groups: Tensor, route: Route) -> Tensor:
-    rows = gather(groups, route.row_map.inverse, route.row_map.row_map)
     back, recipe = (route.input_splits, route.output_splits), route.recipe
+    rows = gather(groups, route.row_map.inverse, route.row_map.row_map, _folds(recipe, groups))
     mx, mx_grad = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad")
     received = exchange_rows(rows, *back, route.group_name, mx, mx_grad, int(recipe.rounding))
     return received.dequantize() if mx else received

@@ -14,7 +14,8 @@
 
 Transport and the backward's saved tensors hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward saves the token operand
-in place of the activation: half of the memory. MX rows become a token operand in one pass. Hopper's tensor cores take
+in place of the activation: half of the memory. MX rows become a token operand in one pass, and so do `GatheredRows`,
+packed rows that are read through their row map: of those neither form of the rows is stored. Hopper's tensor cores take
 no scales per 32, so form "mx" there dequantizes an operand once and multiplies bf16. This code runs below autograd: no
 checks, no gradients.
 """
@@ -31,6 +32,7 @@ from ..core_kernels.recipe import Form, Recipe
 from ..core_kernels.registry import OPS
 from . import _direct as ops
 from ._call import into
+from .gathered_rows import GatheredRows
 from .mx_tensor import MXTensor, dequantized
 from .weights import (
     KN,
@@ -245,8 +247,10 @@ def row_operand(x: Operand, form: Form, rounding: int) -> Operand:
     if form == "bf16":
         assert isinstance(x, Tensor)
         return as_bf16(x)
+    if form == "fold" and isinstance(x, GatheredRows):
+        return Folded(*ops.permute_mx_fold(x.packed, x.row_map))
     if isinstance(x, MXTensor) and is_mx(form):
-        x = MX(x.q.contiguous(), x.sf.contiguous())
+        x = MX(*x.contiguous_parts())
     if isinstance(x, MX):
         if form == "balanced":
             return x
@@ -280,8 +284,10 @@ def token_operand(x: Operand, form: Form, rounding: int, group_ends: Tensor, row
     assert not isinstance(x, Blockwise)
     if isinstance(x, Folded | Upcast):
         return x
+    if form == "fold" and isinstance(x, GatheredRows) and row_map is None:
+        return Folded(*ops.permute_mx_col_fold(x.packed, x.row_map, group_ends, rounding))
     if form in ("fold", "balanced") and isinstance(x, MXTensor):
-        q, sf = x.q.contiguous(), x.sf.contiguous()
+        q, sf = x.contiguous_parts()
         q, sf = (q, sf) if row_map is None else ops.permute_q_sf(q, sf, row_map)
         return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding))
     if not isinstance(x, MX):

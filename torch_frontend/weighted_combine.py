@@ -26,6 +26,7 @@ from ._checks import (
     out_dtype_of,
 )
 from ._differentiable import differentiable
+from .gathered_rows import mapped_rows, quantized_rows
 from .mx_tensor import MXTensor, dequantized, mx_rows
 from .products import dtype_name
 
@@ -62,25 +63,23 @@ class _Weighted(torch.autograd.Function):
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, slots: Tensor, token: Tensor, out_dtype: torch.dtype, rounding: int | None
-    ) -> Tensor:
+        ctx: Any, rows: Tensor, slots: Tensor, token: Tensor, out_dtype: torch.dtype, rounding: int | None,
+        folds: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(token)
-        ctx.dtype, ctx.rounding = rows.dtype, rounding
+        ctx.dtype, ctx.rounding, ctx.folds = rows.dtype, rounding, folds
         return sum_slots(rows, slots, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         if ctx.rounding is not None and isinstance(grads[0], MXTensor):  # its bytes, copied
-            q, sf = ops.permute_q_sf(grads[0].q, grads[0].sf, token)
-            return mx_rows(q, sf, ctx.dtype), None, None, None, None
-        dy = dequantized(grads[0]).to(ctx.dtype).contiguous()
-        if ctx.rounding is None:
-            drows = ops.permute_rows(dy, token)
+            drows = mapped_rows(grads[0], token, ctx.dtype, ctx.folds)
+        elif ctx.rounding is None:
+            drows = ops.permute_rows(dequantized(grads[0]).to(ctx.dtype).contiguous(), token)
         else:
-            q, sf = ops.permute_mx(ops.quantize_row_packed(dy, ctx.rounding), token)
-            drows = mx_rows(q, sf, ctx.dtype)
-        return drows, None, None, None, None
+            drows = quantized_rows(dequantized(grads[0]).to(ctx.dtype), ctx.rounding, token, ctx.folds)
+        return drows, None, None, None, None, None
 
 
 def weigh_slots(x: Tensor, probs: Tensor) -> Tensor:
@@ -96,7 +95,8 @@ def sum_of_slots(rows: Tensor, top_k: int, out_dtype: torch.dtype) -> Tensor:
 weighted_sum = differentiable("weighted_combine", _Weighted)
 """weighted_sum(rows, probs, slots, order, out_dtype, rounding): `combine_slots` with probs, unchecked."""
 plain_sum = differentiable("weighted_combine", _Plain)
-"""plain_sum(rows, slots, token, out_dtype, rounding): `combine_slots` without probs, unchecked. token: of each row."""
+"""plain_sum(rows, slots, token, out_dtype, rounding, folds): `combine_slots` without probs, unchecked. token: of each
+row. folds: a folded product reads the gradient of rows next."""
 
 
 def token_of(order: Tensor, top_k: int) -> Tensor:
@@ -126,9 +126,9 @@ def weighted_combine(
 
 def combine_slots(
     rows: Tensor, probs: Tensor | None, slots: Tensor, order: Tensor, out_dtype: torch.dtype | str | None,
-    rounding: int | None,
+    rounding: int | None, folds: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`weighted_combine`, whose gradient of rows is an MXTensor if there is a rounding."""
+    """`weighted_combine`, whose gradient of rows is an MXTensor if there is a rounding; folds: of `plain_sum`."""
     op = "weighted_combine"
     check_plain(op, "rows", rows)
     check_floats(op, "rows", rows)
@@ -139,6 +139,6 @@ def combine_slots(
     check_way_back(op, "slots", slots.view(-1), "order", order)
     out_dtype = rows.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
     if probs is None:
-        return plain_sum(rows, slots, token_of(order, slots.shape[1]), out_dtype, rounding)
+        return plain_sum(rows, slots, token_of(order, slots.shape[1]), out_dtype, rounding, folds)
     check_probs(op, "probs", probs, tuple(slots.shape), rows.device)
     return weighted_sum(rows, probs, slots, order, out_dtype, rounding)

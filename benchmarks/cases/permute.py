@@ -1,4 +1,4 @@
-"""Cases of the family `permute`: received rows to padded groups per expert, and back."""
+"""Cases of the family `permute`: received rows to padded groups per expert, also folded, and back."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 from .case import Call, Case, gather_part, one, values
 from .shapes import Layer
 
-OPS = ("permute_mx", "unpermute")
+OPS = ("permute_mx", "permute_mx_fold", "unpermute")
 
 
 class ReceivedRows(NamedTuple):
@@ -40,6 +40,8 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     r = received(layer, call, x)
     yield Case("permute_mx", r.shape, (r.packed, r.row_map), one("permute_mx"), gather_part, len(r.row_map),
                read=r.read, formula="permute_mx")  # fmt: skip
+    yield Case("permute_mx_fold", r.shape, (r.packed, r.row_map), one("permute_mx_fold"), gather_part, len(r.row_map),
+               read=r.read)  # fmt: skip
     row_map, inverse, shape = r.row_map, r.inverse, r.shape
     del r  # the packed rows are not needed any more
     (padded,) = call("permute_rows", x, row_map)

@@ -21,6 +21,7 @@ OF_A_COPY = {
     "requantize_col_fold": 0.55,
     "quantize_matrix_fold": 0.55,
     "permute_mx": 0.85,
+    "permute_mx_fold": 0.85,
     "unpermute": 0.85,
     "combine": 0.85,
     "swiglu_row_fwd": 0.85,

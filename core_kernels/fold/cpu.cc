@@ -2,6 +2,7 @@
 
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "permute/cpu.h"
 
 namespace mxep {
 
@@ -15,6 +16,29 @@ void fold_rows(const Call& call) {
         const int row = row_scale(sf + m * scales, scales);
         fold_blocks(q + m * k, sf + m * scales, row, qf + m * k, scales);
         row_sf[m] = row_scale_byte(row);
+      }
+    });
+  });
+}
+
+void permute_mx_fold(const Call& call) {
+  const Array& packed = call.in[0];
+  const int64_t width = packed.dim(1), k = call.out[0].dim(1);
+  const auto map = checked_map("permute_mx_fold", call.in[1], packed.dim(0));
+  const uint8_t* rows = packed.as<const uint8_t>();
+  uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
+  parallel_ranges(map.size(), width, [=](int64_t begin, int64_t end) {
+    vectorized([=]() MXEP_ALWAYS_INLINE {
+      for (int64_t i = begin; i < end; ++i) {
+        if (map[i] < 0) {
+          std::memset(qf + i * k, 0, k);
+          row_sf[i] = 0;
+          continue;
+        }
+        const uint8_t *q = rows + map[i] * width, *sf = q + k;
+        const int row = row_scale(sf, k / kBlock);
+        fold_blocks(q, sf, row, qf + i * k, k / kBlock);
+        row_sf[i] = row_scale_byte(row);
       }
     });
   });

@@ -1,5 +1,6 @@
 // Both folded operands of an activation: rows with one scale each, and columns with one scale per span of tokens; see
-// plan_both.py. Of MXFP8 rows the columns alone; see plan_requantize.py. The columns are processed group by group in
+// plan_both.py. Of MXFP8 rows the columns alone; see plan_requantize.py, and plan_permute.py
+// for packed rows through a row map. The columns are processed group by group in
 // strips, so that the running maxima of a strip stay in the cache:
 //
 //   strip      0       1       2
@@ -11,6 +12,7 @@
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "fold/cpu.h"
+#include "permute/cpu.h"
 #include "quantize/cpu.h"
 
 namespace mxep {
@@ -44,6 +46,28 @@ struct MxColumns {
     vectorized([&]() MXEP_ALWAYS_INLINE {
       for (int64_t r = 0; r < rows; ++r)
         dequantize_blocks(q + (row + r) * k, sf + (row + r) * (k / kBlock), values + r * pitch, cols / kBlock);
+    });
+    return values;
+  }
+};
+
+// Packed rows through a row map; padding is zeros.
+struct PackedColumns {
+  static constexpr int64_t pitch = kStripCols;
+  const uint8_t *q, *sf;  // the strip's first column
+  const int32_t* map;
+  int64_t width, cols;
+  bf16 values[kSpan * kStripCols];
+
+  const bf16* span(int64_t row, int64_t rows) {
+    vectorized([&]() MXEP_ALWAYS_INLINE {
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t from = map[row + r] * width;
+        if (from < 0)
+          std::memset(values + r * pitch, 0, cols * sizeof(bf16));
+        else
+          dequantize_blocks(q + from, sf + from, values + r * pitch, cols / kBlock);
+      }
     });
     return values;
   }
@@ -119,6 +143,17 @@ void requantize_col_fold(const Call& call) {
   fold_columns("requantize_col_fold", call.in[2], m, k, call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(),
                scale_rule(call),
                [=](int64_t col, int64_t cols) { return MxColumns{q + col, sf + col / kBlock, k, cols, {}}; });
+}
+
+void permute_mx_col_fold(const Call& call) {
+  const char* op = "permute_mx_col_fold";
+  const int64_t width = call.in[0].dim(1), k = call.out[0].dim(0);
+  const auto map = checked_map(op, call.in[1], call.in[0].dim(0));
+  const uint8_t* packed = call.in[0].as<uint8_t>();
+  fold_columns(op, call.in[2], call.in[1].dim(0), k, call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(),
+               scale_rule(call), [=](int64_t col, int64_t cols) {
+                 return PackedColumns{packed + col, packed + k + col / kBlock, map.data(), width, cols, {}};
+               });
 }
 
 }  // namespace mxep

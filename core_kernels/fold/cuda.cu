@@ -4,6 +4,7 @@
 //                                 qf_t (K, M)  span_sf (S, K)    one per column and span of 256 rows of a group: the
 //                                                                running maximum
 //   q (M, K), sf (M, K/32), group_ends (G,) --> qf_t, span_sf
+//   packed (R, K + K/32), row_map (M,), group_ends (G,) --> qf_t, span_sf of the rows of the map
 //
 // A CTA keeps a tile of 256 rows, a span, by some columns in registers (register_tile.cuh) while it waits for two
 // maxima: of the same columns in earlier spans, and of the same rows in the other tiles (look_back.cuh):
@@ -47,12 +48,13 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
   const ThreadCoord<T> thread;
   const int64_t row = span.begin + thread.row, col = left + thread.col;
   const bool exists = row < span.end && col < p.cols;
+  const auto later = x.later(row + p.ahead);
   const T tile = x.template tile<T>(row, col, exists);
 
   const uint32_t columns = column_bytes(tile, rule);
   uint32_t rows = 0;
   if constexpr (Source::kRowsToo) rows = row_bytes(tile, rule);
-  x.template prefetch<T>(row + p.ahead, left);
+  x.template prefetch<T>(later, left);
   *reinterpret_cast<ColumnBytes<T>*>(&s.magnitudes[thread.row / kBlock][thread.col]) =
       static_cast<ColumnBytes<T>>(exists ? __vadd4(columns, kOnes) : 0);
   if constexpr (Source::kRowsToo) {
@@ -138,8 +140,20 @@ void quantize_both_fold(const Call& call, cudaStream_t stream) {
 }
 
 void requantize_col_fold(const Call& call, cudaStream_t stream) {
-  const MxRows x{call.in[0].as<const uint8_t>(), call.in[1].as<const uint8_t>(), call.in[0].dim(0), call.in[0].dim(1)};
+  const MxRows x{
+      {}, call.in[0].as<const uint8_t>(), call.in[1].as<const uint8_t>(), call.in[0].dim(0), call.in[0].dim(1)};
   launch<FoldTile<Bf16x2>>("requantize_col_fold", x, call.in[2], call.out, call.attrs, stream);
+}
+
+void permute_mx_col_fold(const Call& call, cudaStream_t stream) {
+  const Array& packed = call.in[0];
+  const PackedRows x{{},
+                     packed.as<const uint8_t>(),
+                     call.in[1].as<const int32_t>(),
+                     packed.dim(0),
+                     call.in[1].dim(0),
+                     call.out[0].dim(0)};
+  launch<FoldTile<Bf16x2>>("permute_mx_col_fold", x, call.in[2], call.out, call.attrs, stream);
 }
 
 }  // namespace mxep::cuda

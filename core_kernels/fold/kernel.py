@@ -1,7 +1,8 @@
 """Triton kernels of folding; plan.py draws the operands.
 
-A program of `fold_kernel` and `quantize_fold_kernel` holds whole rows, since a row's scale needs all of its blocks. A
-program of `fold_groups_kernel` processes the spans of a group in order, with a running maximum per row.
+A program of `fold_kernel`, `permute_fold_kernel` and `quantize_fold_kernel` holds whole rows, since a row's scale needs
+all of its blocks. A program of `fold_groups_kernel` processes the spans of a group in order, with a running maximum per
+row.
 """
 
 import triton
@@ -52,6 +53,23 @@ def fold_kernel(
     sf_tile = tl.load(sf + m[:, None] * scales + kb[None, :], mask=(m < M)[:, None] & (kb < scales)[None, :], other=0)
     blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
     store_folded(blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def permute_fold_kernel(
+    packed, row_map, R, P, qf, row_sf,
+    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
+    scales: tl.constexpr = K // BLOCK_MX
+    row = tl.load(row_map + i, mask=i < P, other=-1).to(tl.int64)
+    tl.device_assert((row >= -1) & (row < R), "row_map points outside the input")
+    real, first = ((row >= 0) & (row < R))[:, None], packed + (row * (K + scales))[:, None]
+    q_tile = tl.load(first + k[None, :], mask=real & (k < K)[None, :], other=0)
+    sf_tile = tl.load(first + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
+    blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
+    store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit

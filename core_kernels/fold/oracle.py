@@ -4,6 +4,7 @@ import numpy as np
 
 from ..formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
 from ..oracle_math import E4M3_VALUES, Array, Pair, e8m0_value, group_slices, to_e4m3
+from ..permute.oracle import permute_mx
 from ..quantize.oracle import dequantize, quantize_col, quantize_row
 
 
@@ -105,3 +106,19 @@ def requantize_col_fold(
 ) -> Pair:
     """q (M, K), sf (M, K/32) -> qf_t (K, M), span_sf (S, K): bf16 values quantized along the tokens, and folded."""
     return fold_groups(*quantize_col(dequantize(q, sf, "bfloat16"), rounding, satfinite), group_ends)
+
+
+def permute_mx_fold(packed: Array, row_map: Array) -> Pair:
+    """packed (R, K + K/32), row_map (P,) -> qf (P, K), row_sf (P,): the rows of the map, folded."""
+    return fold_rows(*permute_mx(packed, row_map))
+
+
+def permute_mx_col_fold(
+    packed: Array,
+    row_map: Array,
+    group_ends: Array,
+    rounding: Rounding | str = Rounding.RCEIL,
+    satfinite: bool = False,
+) -> Pair:
+    """packed (R, K + K/32), row_map (P,) -> qf_t (K, P), span_sf (S, K): the rows of the map, along the tokens."""
+    return requantize_col_fold(*permute_mx(packed, row_map), group_ends, rounding, satfinite)

@@ -1,23 +1,12 @@
-#include <cstring>
-#include <span>
-#include <string>
+#include "permute/cpu.h"
 
-#include "cpu/errors.h"
+#include <cstring>
+
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
 namespace mxep {
 namespace {
-
-void check_map(const char* op, std::span<const int32_t> map, int64_t rows) {
-  for (size_t i = 0; i < map.size(); ++i)
-    if (map[i] < -1 || map[i] >= rows)
-      bad_value(op, "row_map", map[i], static_cast<int64_t>(i), "-1 (padding) or a row below " + std::to_string(rows));
-}
-
-std::span<const int32_t> map_of(const Call& call) {
-  return {call.in[1].as<const int32_t>(), static_cast<size_t>(call.in[1].dim(0))};
-}
 
 // Copies row `source` of the input, or writes zeros for padding.
 void gather(uint8_t* out, const uint8_t* in, int64_t stride, int64_t nbytes, int64_t source) {
@@ -31,8 +20,7 @@ void gather(uint8_t* out, const uint8_t* in, int64_t stride, int64_t nbytes, int
 
 void permute_rows(const Call& call) {
   const Array& x = call.in[0];
-  const auto map = map_of(call);
-  check_map("permute_rows", map, x.dim(0));
+  const auto map = checked_map("permute_rows", call.in[1], x.dim(0));
   const int64_t width = x.dim(1) * itemsize(x.dtype);
   const uint8_t* in = x.as<const uint8_t>();
   uint8_t* out = call.out[0].as<uint8_t>();
@@ -43,8 +31,7 @@ void permute_rows(const Call& call) {
 
 void permute_mx(const Call& call) {
   const Array& packed = call.in[0];
-  const auto map = map_of(call);
-  check_map("permute_mx", map, packed.dim(0));
+  const auto map = checked_map("permute_mx", call.in[1], packed.dim(0));
   const int64_t width = packed.dim(1), k = call.out[0].dim(1), scales = call.out[1].dim(1);
   const uint8_t* in = packed.as<const uint8_t>();
   uint8_t *q = call.out[0].as<uint8_t>(), *sf = call.out[1].as<uint8_t>();

@@ -39,6 +39,9 @@ class Case:
 
     def scratch(self, inputs: Tensors) -> int:
         """Bytes of scratch memory that the CUDA kernel needs."""
+        if self.op == "permute_mx_col_fold":
+            packed, row_map, ends = inputs
+            return plan_requantize.scratch_bytes(len(row_map), packed.shape[1] // 33 * 32, ends.shape[0])
         if self.op not in ("quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold"):
             return 0
         x, ends = inputs[0], inputs[-1]
@@ -87,7 +90,7 @@ _OF_MATRICES = (
     *("quantize_col", "quantize_both", "quantize_blockwise", "quantize_squares", "quantize_squares_both"),
 )
 _COLUMNS = (
-    *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold"),
+    *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold", "permute_mx_col_fold"),
     *("quantize_matrix_fold", "swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
 )
 _CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
@@ -126,6 +129,8 @@ CASES = {
     "quantize_both_fold": _case("quantize_both_fold", inputs.matrix_and_ends),
     "quantize_both_fold_fp32": _case("quantize_both_fold", inputs.matrix_and_ends_fp32, rounding=1, satfinite=True),
     "requantize_col_fold": _case("requantize_col_fold", inputs.mx_and_ends),
+    "permute_mx_fold": _case("permute_mx_fold", inputs.packed_and_map),
+    "permute_mx_col_fold": _case("permute_mx_col_fold", inputs.packed_map_and_ends),
     "quantize_matrix_fold": _case("quantize_matrix_fold", inputs.weight, rounding=1, satfinite=True),
     "quantize_matrix_fold_3d": _case("quantize_matrix_fold", inputs.matrices),
     "block_scales": _case("block_scales", inputs.scales),

@@ -259,6 +259,12 @@ def mx_and_ends(rng: Rng, m: int) -> Tensors:
     return *mx(rng, m), group_ends(rng, m, 32)
 
 
+def packed_map_and_ends(rng: Rng, m: int) -> Tensors:
+    """Rows that begin at multiples of 4 bytes, and m of any of them or padding."""
+    mapped = torch.randint(-1, max(m, 1), (m,), generator=rng, dtype=torch.int32)
+    return torch_ops.quantize_row_packed(floats(rng, max(m, 1), 128)), mapped, group_ends(rng, m, 32)
+
+
 def matrix_and_ends_fp32(rng: Rng, m: int) -> Tensors:
     return floats(rng, m, K, dtype=torch.float32), group_ends(rng, m, 32)
 

@@ -1,8 +1,9 @@
 """No launch whose CTAs wait for each other hangs, even if they cannot run concurrently.
 
 The tests use streams of several priorities, a green context of few SMs, two processes under MPS, a poll limit of zero,
-and lags from none to all tiles. The bytes are those of the ops that quantize_both_fold, requantize_col_fold and
-quantize_matrix_fold combine. Grouped GEMMs wait only within a cluster, whose CTAs always run concurrently.
+and lags from none to all tiles. The bytes are those of the ops that quantize_both_fold, requantize_col_fold,
+permute_mx_col_fold and quantize_matrix_fold combine. Grouped GEMMs wait only within a cluster, whose CTAs always run
+concurrently.
 """
 
 import os
@@ -18,6 +19,7 @@ import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.fold.plan_both import quantize_both_fold
 from mxep.core_kernels.fold.plan_matrix import quantize_matrix_fold
+from mxep.core_kernels.fold.plan_permute import permute_mx_col_fold
 from mxep.core_kernels.fold.plan_requantize import requantize_col_fold
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.torch_frontend import force_implementation, ops
@@ -95,7 +97,7 @@ ENDS = {
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(16384, 96), (8192, 160), (2080, 7168)])
+@pytest.mark.parametrize("shape", [(16384, 96), (8192, 160), (8192, 128), (2080, 7168)])
 def test_a_warp_that_stops_polling_computes_the_same_maxima(
     shape: tuple[int, int], dtype: torch.dtype, ends: str
 ) -> None:
@@ -111,12 +113,18 @@ def test_a_warp_that_stops_polling_computes_the_same_maxima(
     group_ends = torch.tensor([end // multiple * multiple for end in ENDS[ends](m)], dtype=torch.int32, device=DEVICE)
     for options in ({}, {"rounding": 1, "satfinite": True}):
         mx = ops.quantize_row(x)
+        row_map = torch.arange(m, dtype=torch.int32, device=DEVICE)
+        row_map[::37] = -1
+        packed = ops.quantize_row_packed(x), row_map
         with force_implementation("triton"):
             want = ops.quantize_both_fold(x, group_ends, **options)
             requantized = ops.requantize_col_fold(*mx, group_ends, **options)
+            mapped = ops.permute_mx_col_fold(*packed, group_ends, **options)
         for polls in (0, 0, 3):
             same_bytes(launch_with(quantize_both_fold, (x, group_ends), polls, **options), want)
             same_bytes(launch_with(requantize_col_fold, (*mx, group_ends), polls, **options), requantized)
+            if packed[0].shape[1] % 4 == 0:  # the kernel takes no others
+                same_bytes(launch_with(permute_mx_col_fold, (*packed, group_ends), polls, **options), mapped)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (40, 96, 160), (9, 544, 288), (3, 800, 1056), (2, 2080, 4128)])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from mxep.core_kernels.recipe import Recipe
 from mxep.jax_frontend import moe, quantize_weights
 
 RANKS, TOKENS, DIM, HIDDEN = 4, 25, 64, 96
@@ -212,3 +213,15 @@ def test_on_one_device_a_row_is_moved_once_each_way(prob_in: str) -> None:
     assert calls(program, "combine") == ({"combine": 2} if inside else {"combine": 2, "combine_bwd_row": 1})
     assert calls(program, "permute_rows") == ({"permute_rows": 2} if inside else {}), "probabilities there and back"
     assert not program.of("all-to-all")
+
+
+def test_folded_products_read_packed_rows_through_their_map() -> None:
+    """No kernel stores the rows of the groups, neither for a product nor for the gradients of w1 and w3. One stores
+    those of the outputs' gradient."""
+    config = dataclasses.replace(CONFIG, prob_in="swiglu", recipe=Recipe.parse("mxfp8", compute="fold"))
+    params = jax.eval_shape(lambda: moe.init(jax.random.key(0), config))
+    x = jax.ShapeDtypeStruct((TOKENS, DIM), jnp.float32)
+    gradient = jax.grad(lambda params, x: (moe.apply(params, x, config)[0] ** 2).sum(), argnums=(0, 1))
+    program = Program(jax.jit(gradient).lower(params, x).compile().as_text())
+    assert calls(program, "permute_mx") == {"permute_mx_fold": 1, "permute_mx_col_fold": 1, "permute_mx": 1}
+    assert calls(program, "fold_rows", "requantize") == {"fold_rows": 4, "requantize_col_fold": 1}

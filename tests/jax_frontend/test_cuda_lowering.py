@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
 from mxep.core_kernels.formats import spans
+from mxep.core_kernels.launch import KernelOp
 from mxep.jax_frontend import capabilities, force_implementation, grouped_mm, lower_for, moe, ops
 
 from ..samples import sample
@@ -59,6 +60,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "quantize_rowwise": (ops.quantize_rowwise, [bf16(G, N, K)]),
     "fold_groups": (ops.fold_groups, [u8(N, M), u8(N, M // 32), ENDS]),
     "quantize_both_fold": (ops.quantize_both_fold, [bf16(M, K), ENDS]),
+    "permute_mx_col_fold": (ops.permute_mx_col_fold, [u8(M, 132), i32(M), ENDS]),
     "count_fold_loss": (ops.count_fold_loss, [u8(M, K), u8(M, K // 32), u8(M, K // 32)]),
     "block_scales": (ops.block_scales, [u8(M, K // 32), ENDS]),
     "unblock_scales": (
@@ -87,7 +89,14 @@ for _name, _op in ops.OPS.items():
     if _name not in CALLS:
         _types, _options = sample(_op)
         CALLS[_name] = partial(getattr(ops, _name), **_options), [jax.ShapeDtypeStruct(*t) for t in _types]
-COMPOSED = {name: [part.name for part in op.parts] for name, op in ops.OPS.items() if op.compose}
+
+
+def parts(op: KernelOp) -> list[str]:
+    """The ops that run in Triton in its place."""
+    return [name for part in op.parts for name in (parts(part) if part.compose else [part.name])]
+
+
+COMPOSED = {name: parts(op) for name, op in ops.OPS.items() if op.compose}
 
 
 def kernels(lowered: jax.stages.Lowered) -> list[str]:

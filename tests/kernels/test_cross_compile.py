@@ -18,6 +18,7 @@ from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.fold import plan_balanced
 from mxep.core_kernels.fold import plan_loss as fold_loss
+from mxep.core_kernels.fold import plan_permute as fold_permute
 from mxep.core_kernels.formats import packed_width, spans
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm import plan_blockwise as blockwise_gemm
@@ -96,6 +97,7 @@ CASES = {
     "permute_rows u8": Case(permute.permute_rows, (u8(M, K), i32(M)), {}, VECTORS),
     "permute_mx": Case(permute.permute_mx, (u8(M, packed_width(K)), i32(M)), {}, VECTORS),
     "fold_rows": Case(fold.fold_rows, mx(M, K), {}, QUANTIZE),
+    "permute_mx_fold": Case(fold_permute.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
     "quantize_row_fold": Case(fold.quantize_row_fold, (bf16(M, K),), {}, QUANTIZE),
     "quantize_row_fold f32": Case(fold.quantize_row_fold, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
     "quantize_rowwise": Case(quantize.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),

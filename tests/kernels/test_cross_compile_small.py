@@ -5,6 +5,7 @@ from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.fold import plan_balanced
 from mxep.core_kernels.fold import plan_loss as fold_loss
+from mxep.core_kernels.fold import plan_permute as fold_permute
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm import plan_blockwise as blockwise_gemm
 from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
@@ -27,6 +28,7 @@ SMALL = {
     "permute_rows": (permute.permute_rows, (bf16(1, 3), i32(1))),
     "permute_mx": (permute.permute_mx, (u8(1, 33), i32(1))),
     "fold_rows": (fold.fold_rows, mx(1, 32)),
+    "permute_mx_fold": (fold_permute.permute_mx_fold, (u8(1, 33), i32(1))),
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
     "quantize_rowwise": (quantize.quantize_rowwise, (bf16(1, 32),)),
     "balance_scales": (plan_balanced.balance_scales, (u8(1, 1, 1),)),

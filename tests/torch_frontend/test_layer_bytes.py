@@ -73,7 +73,7 @@ def saved(run: Callable[[], object], parameters: Sequence[Tensor]) -> int:
     kept = {p.untyped_storage().data_ptr(): (0, p) for p in parameters}
 
     def pack(t: Tensor) -> Tensor:
-        for part in [t.q, t.sf] if isinstance(t, MXTensor) else [t]:
+        for part in (getattr(t, name) for name in t.__tensor_flatten__()[0]) if isinstance(t, MXTensor) else [t]:
             storage = part.untyped_storage()
             kept.setdefault(storage.data_ptr(), (storage.nbytes(), part))
         return t

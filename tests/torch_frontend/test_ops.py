@@ -8,6 +8,7 @@ import torch
 import torch._dynamo.testing
 from mxep.core_kernels.launch import KernelOp
 from mxep.torch_frontend import MXTensor, _call, debug_checks, ops
+from mxep.torch_frontend._launch import packed_buffer
 from torch import Tensor
 from torch.library import opcheck
 
@@ -173,9 +174,11 @@ def test_rows_past_the_last_end_are_zeros_and_their_nan_stays_out() -> None:
 def test_packed_rows_are_read_where_they_lie() -> None:
     packed, row_map = ops.quantize_row_packed(rows(5, 64)), ints(4, -1, 0)
     q, sf = packed[:, :64], packed[:, 64:]
-    assert ops._is_packed(q, sf)
-    assert not ops._is_packed(q.contiguous(), sf.contiguous())
-    assert not ops._is_packed(q, packed.clone()[:, 64:])
+    found = packed_buffer(q, sf)
+    assert found is not None
+    assert (found.data_ptr(), found.shape) == (packed.data_ptr(), packed.shape)
+    assert packed_buffer(q.contiguous(), sf.contiguous()) is None
+    assert packed_buffer(q, packed.clone()[:, 64:]) is None
     for parts in ((q, sf), (q.contiguous(), sf.contiguous())):
         for got, want in zip(ops.permute_q_sf(*parts, row_map), ops.permute_mx(packed, row_map), strict=True):
             assert torch.equal(got, want)

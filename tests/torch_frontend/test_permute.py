@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import (
     MXTensor,
     TokenReplicas,
+    combine,
     dispatch,
     gather_rows,
     grouped_mm,
@@ -16,6 +18,7 @@ from mxep.torch_frontend import (
     unpermute_hp_fwd_mxfp8_bwd,
     weighted_combine,
 )
+from mxep.torch_frontend.gathered_rows import GatheredRows
 from torch import Tensor
 
 # Two ranks, three local experts, the second of which nobody chose.
@@ -223,3 +226,41 @@ def test_the_rows_bring_their_group_ends() -> None:
             assert torch.equal(product(groups, w, ends), want)
         with pytest.raises(ValueError, match=r"group_ends: got those of 128 rows; allowed: the RowMap or Route"):
             product(groups.dequantize()[:64], w, laid)
+
+
+def test_rows_of_a_folded_recipe_stay_packed() -> None:
+    """Dispatch, and the gradient of combine, leave the gather to the products; the bytes are those of stored rows."""
+    folded, (t, e, top_k) = Recipe.parse("mxfp8", compute="fold"), (50, 4, 2)
+    experts = torch.randint(0, e, (t, top_k), generator=torch.Generator().manual_seed(0))
+    order, inverse, counts = sort_by_expert(experts, e)
+    x, weights = randn(t, K).requires_grad_(), [randn(e, K, K, seed=s).requires_grad_() for s in (1, 2, 3)]
+    leaves, arrived, results = [x, *weights], [], []
+    for stored in (False, True):
+        groups, _, route = dispatch(TokenReplicas(x, order, inverse, top_k), counts, recipe=folded)
+        assert isinstance(groups, GatheredRows)
+        rows = _Stored.apply(groups) if stored else groups
+        out = grouped_swiglu_ffn(rows, *weights, route, recipe=folded, pad_token_groups=False)
+        out.register_hook(arrived.append)
+        y = combine(out, route)
+        results.append([y, *torch.autograd.grad(y, leaves, randn(t, K, seed=4))])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert {type(grad) for grad in arrived} == {GatheredRows}
+    exact, _, _ = dispatch(TokenReplicas(x, order, inverse, top_k), counts, recipe="mxfp8")
+    assert type(exact) is MXTensor
+    for same in (groups, groups.detach(), groups.clone(), groups.to(torch.float32), groups.cpu()):
+        assert isinstance(same, GatheredRows)
+        assert torch.equal(same.q, exact.q)
+        assert torch.equal(same.sf, exact.sf)
+    assert torch.equal(groups.dequantize(), exact.dequantize())
+
+
+class _Stored(torch.autograd.Function):
+    """The rows as an MXTensor with q and sf of its own."""
+
+    @staticmethod
+    def forward(ctx, rows: MXTensor) -> MXTensor:
+        return MXTensor(rows.q, rows.sf, rows.orig_dtype)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        return grads[0]
