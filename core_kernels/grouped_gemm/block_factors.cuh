@@ -3,60 +3,67 @@
 //   sum[m, n] += row[m, k] square[n / 128, k] partial[m, n]     partial: the products of one stage, 128 of k
 //
 // A tile has 128 columns from a multiple of 128 on: one square per stage, so that a factor belongs to a row. An fma
-// with two factors per thread takes the place of the addition. A factor per column too would cost half of the product's
+// with two factors per half takes the place of the addition. A factor per column too would cost half of the product's
 // rate.
 //
-//   warps 1, 2 of warpgroup 0   row x square --> factor[stage]: 128 rows each, then arrive on full[stage]
-//   consumers                   during the first product of a stage: factor[stage] --> registers
+// A thread loads the scales of its four rows itself, two stages ahead: memory takes longer than one.
 #pragma once
 
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/folded_epilogue.cuh"
-#include "grouped_gemm/tile_queue.cuh"
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kFactorParts = 2;  // warps that provide factors
-
-// Called by whole warps. Rows past the array take the scale of its last row; they are not stored.
-template <int kStages>
-__device__ void put_factors(const Problem& p, int part, TileSlots& slots, float (&factor)[kStages][kTileM],
-                            uint64_t (&full)[kStages], uint64_t (&empty)[kStages]) {
-  const int first = part * (kTileM / kFactorParts) + threadIdx.x % 32 * 4;  // of four rows of the tile
-  const int blocks = (p.depth + kTileK - 1) / kTileK, squares = (p.cols + kTileN - 1) / kTileN, last = p.rows - 1;
-  TileQueue tiles(slots);
-  Ring<kStages> ring;
-  for (Tile tile; tiles.next(&tile);) {
-    int row = tile.row_scale + first;
-    const int group = tile.b_row / p.cols;
-    const int square = (tile.b_row - group * p.cols) / kTileN + group * squares;
-    const float* of_square = p.block_scale.square + (tile.cols > 0 ? square * blocks : 0);
-#pragma unroll 1
-    for (int block = 0; block < blocks; ++block, ring.advance()) {
-      asm volatile("" : "+r"(row));  // nothing is computed ahead of the loop: a thread has 24 registers
-      const float* of_row = p.block_scale.row + block;
-      const float scale = __ldg(of_square + block);
-      const float4 rows = {__ldg(of_row + min(row, last) * blocks), __ldg(of_row + min(row + 1, last) * blocks),
-                           __ldg(of_row + min(row + 2, last) * blocks), __ldg(of_row + min(row + 3, last) * blocks)};
-      barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-      *reinterpret_cast<float4*>(&factor[ring.stage][first]) = {rows.x * scale, rows.y * scale, rows.z * scale,
-                                                                rows.w * scale};
-      threads_sync<32>(3 + part);  // not __syncwarp, of which no instruction is left: racecheck would see a race
-      if (threadIdx.x % 32 == 0) barrier_arrive(&full[ring.stage], cluster_rank());
-    }
-  }
-}
-
-// The factors of this thread's rows from `row` of the tile on: two of each half of 64 rows. `stage`: the address of the
-// stage's factors.
-__device__ __forceinline__ void load_factors(uint32_t stage, int row, float (&factor)[2][2]) {
+class BlockFactors {
+ public:
+  // `row`: of the tile, the thread's first; the others are 8, 64 and 72 behind it. Rows past the array take the scale
+  // of its last row; they are not stored.
+  __device__ BlockFactors(const Problem& p, const Tile& tile, int row) : p_(p) {
+    const int blocks = (p.depth + kTileK - 1) / kTileK, squares = (p.cols + kTileN - 1) / kTileN;
+    const int group = tile.b_row / p.cols, square = (tile.b_row - group * p.cols) / kTileN + group * squares;
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    asm volatile("ld.shared.f32 %0, [%1];"
-                 : "=f"(factor[i / 2][i % 2])
-                 : "r"(stage + (row + i / 2 * 64 + i % 2 * 8) * 4)
-                 : "memory");
-  __syncwarp();  // before any lane gives the stage back
-}
+    for (int i = 0; i < 4; ++i) row_[i] = min(tile.row_scale + row + i / 2 * 64 + i % 2 * 8, p.rows - 1) * blocks;
+    // Plus 0, which the compiler does not know: a value that is the same in all lanes it would take into a uniform
+    // register at once, and wait for the load.
+    square_ = (tile.cols > 0 ? square * blocks : 0) + (row_[0] >> 31);
+    next_ = fetch(blocks > 1);
+    later_ = fetch(blocks > 2);
+  }
+
+  // The factors of a stage: two of each half of 64 rows. `more`: at least three stages follow.
+  __device__ __forceinline__ void take(float (&factor)[2][2], bool more) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = next_.row[i] * next_.square;
+    next_ = later_;
+    later_ = fetch(more);
+  }
+
+ private:
+  struct Scales {
+    float square, row[4];
+  };
+
+  // The scales of a stage; the next call's are those of the next stage if there are `more`.
+  __device__ __forceinline__ Scales fetch(bool more) {
+    Scales scales;
+    scales.square = load(p_.block_scale.square, square_);
+    square_ += more;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scales.row[i] = load(p_.block_scale.row, row_[i]);
+      row_[i] += more;
+    }
+    return scales;
+  }
+  static __device__ __forceinline__ float load(const float* from, int at) {
+    float scale;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(scale) : "l"(from + static_cast<uint32_t>(at)));
+    return scale;
+  }
+
+  const Problem& p_;
+  int square_, row_[4];  // where those of the next fetch are
+  Scales next_, later_;
+};
 
 }  // namespace mxep::cuda::sm90

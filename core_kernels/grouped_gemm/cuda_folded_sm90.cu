@@ -108,6 +108,10 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
   wgmma_commit();
 }
 
+struct NoFactors {
+  __device__ NoFactors(const Problem&, const Tile&, int) {}
+};
+
 template <bool kAlongK, typename Out, Plus kPlus>
 __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   constexpr bool kBias = kPlus == Plus::kBias, kTwo = kPlus == Plus::kProduct, kBlocks = kPlus == Plus::kBlockScales;
@@ -153,6 +157,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       }
     }
 
+    using Factors = std::conditional_t<kBlocks, BlockFactors, NoFactors>;
+    [[maybe_unused]] Factors blocks(p, tile, row + lane / 4);
     float sum[2][64] = {};
     int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
     int look = kSpan;  // the next token where a note is read
@@ -175,7 +181,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           start(partial, a + half * (64 * kTileK / 16), b);
           if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
           if constexpr (kBlocks)
-            if (half == 0) load_factors(at.of(s.factor) + ring.stage * sizeof(s.factor[0]), row + lane / 4, factor);
+            if (half == 0) blocks.take(factor, k + 3 * kTileK < depth);
           wgmma_wait();
           if (half == 1) {
             if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
@@ -239,11 +245,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       prefetch(&operands.b);
     }
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], kPlus == Plus::kBlockScales ? 1 + kFactorParts : 1);
+      barrier_init(&s.full[i], 1);
       barrier_init(&s.landed[i], 1);
       barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
     }
-    s.tiles.init(8 + (kAlongK ? kIncreaseParts : kPlus == Plus::kBlockScales ? kFactorParts : 0));
+    s.tiles.init(8 + (kAlongK ? kIncreaseParts : 0));
     s.increases.init(8);
     barrier_init_fence();
   }
@@ -252,11 +258,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
-    const int warp = kAlongK || kPlus == Plus::kBlockScales ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
+    const int warp = kAlongK ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
     if (warp == 0) {
       if (threadIdx.x == 0) produce<kAlongK>(p, maps, s);
-    } else if constexpr (kPlus == Plus::kBlockScales) {
-      if (warp <= kFactorParts) put_factors(p, warp - 1, s.tiles, s.factor, s.full, s.empty);
     } else {
       scan_ahead<kTwin>(p, warp - 1, s);
     }

@@ -23,11 +23,8 @@ struct FoldedShared {
   uint64_t full[kStages], empty[kStages];
   TileSlots tiles;
   uint64_t landed[kStages];  // K-grouped: replaces `full` for a stage that the group fills in part
-  union {
-    IncreaseSlots increases;                    // K-grouped
-    alignas(16) float factor[kStages][kTileM];  // scales of blocks, block_factors.cuh
-  };
-  LptSchedule lpt;  // K-grouped
+  IncreaseSlots increases;   // K-grouped
+  LptSchedule lpt;           // K-grouped
 };
 
 struct FoldedSharedWithBias : FoldedShared {
