@@ -29,7 +29,9 @@ train-gpu:
 # their names, since those with the fewest tests, which would be last, take the longest. Two workers on two cores have
 # more threads than cores: waiting threads of OpenMP sleep instead of spinning, and the oracles' BLAS has one thread.
 # Half of the time is XLA's, which compiles without LLVM's optimizations in 0.6 of the time, and of that in 0.75 with the
-# fusions of its older emitter in one module. A program that both workers need is compiled by one of them.
+# fusions of its older emitter in one module. A program that both workers need is compiled by one of them. The hundred
+# processes that tests start read the compiled modules of the first.
+test: export PYTHONDONTWRITEBYTECODE =
 test: export OMP_WAIT_POLICY = passive
 test: export OPENBLAS_NUM_THREADS = 1
 test: export XLA_FLAGS = --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \

@@ -1,6 +1,6 @@
-"""One of four ranks: runs every check below over gloo until one fails; started by test_expert_parallel.py.
+"""Four ranks: each runs every check below over gloo until one fails; started by test_expert_parallel.py.
 
-python ep_ranks.py RANK RANKS PORT OUT      PORT: of the store; OUT/rank{RANK}: the checks that passed, one per line
+python ep_ranks.py RANKS PORT OUT      PORT: of the store; OUT/rank{rank}: the checks that passed, one per line
 """
 
 import gc
@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import ep_overlap
@@ -21,6 +21,7 @@ import ep_weights
 import pytest
 import torch
 import torch.distributed as dist
+from forked import fork_ranks
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import (
     Collectives,
@@ -46,7 +47,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 D, HIDDEN, E, TOP_K, TOKENS = 64, 96, 8, 2, 48
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
+RANKS = int(sys.argv[1])
+RANK = fork_ranks(RANKS)
 
 
 def sqnr_db(got: Tensor, want: Tensor) -> float:
@@ -54,8 +56,10 @@ def sqnr_db(got: Tensor, want: Tensor) -> float:
     return (10 * torch.log10(want.square().sum() / (got - want).square().sum())).item()
 
 
+@cache
 def mesh_of(ep: int) -> DeviceMesh:
-    """This rank's group of `ep` consecutive ranks."""
+    """This rank's group of `ep` consecutive ranks, one for all checks: a thread of every group polls 100 times a
+    second."""
     return init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("replica", "ep"))["ep"]
 
 
@@ -365,4 +369,4 @@ def main(port: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[3:])
+    main(*sys.argv[2:])

@@ -1,6 +1,6 @@
-"""One of four ranks: a model of two blocks under `shard_moe`, against one process; started by test_fsdp.py.
+"""Ranks of a model of two blocks under `shard_moe`, against one process; started by test_fsdp.py.
 
-python fsdp_ranks.py RANK PORT OUT      PORT: of the store; OUT/rank{RANK}: the checks that passed, one per line
+python fsdp_ranks.py RANKS PORT OUT      PORT: of the store; OUT/rank{rank}: the checks that passed, one per line
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from forked import fork_ranks
 from mxep.torch_frontend import MoE, MoERecorder, MXFP8ExpertParallel, clip_grad_norm_, shard_moe
 from mxep.torch_frontend.transport import Collectives
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-RANK, RANKS = int(sys.argv[1]), 4
+RANKS = int(sys.argv[1])
+RANK = fork_ranks(RANKS)
 VOCAB, D, HIDDEN, TOKENS = 32, 64, 96, 48
 
 
@@ -60,7 +62,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
+@cache
 def mesh_of(ep: int) -> DeviceMesh:
+    """One for all checks: a thread of every group polls 100 times a second."""
     return init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
 
 

@@ -14,6 +14,8 @@ from mxep.torch_frontend import (
     to_mxfp8_a2a_dequant,
 )
 
+from .forked import run_ranks
+
 RANKS = 4
 SCRIPT = Path(__file__).with_name("ep_ranks.py")
 RECIPES = (
@@ -80,18 +82,7 @@ class Ranks(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    out = tmp_path_factory.mktemp("ranks")
-    # Ranks poll a store on disk: with as many groups as here that is a sixth of the time.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    commands = [[sys.executable, str(SCRIPT), str(r), str(RANKS), str(store.port), str(out)] for r in range(RANKS)]
-    processes = [subprocess.Popen(c, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) for c in commands]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    files = [out / f"rank{rank}" for rank in range(RANKS)]
-    return Ranks([file.read_text().splitlines() if file.exists() else [] for file in files], "\n".join(errors))
+    return Ranks(*run_ranks(SCRIPT, RANKS, tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.mark.parametrize("check", CHECKS)
