@@ -145,11 +145,12 @@ class KernelOp:
 
     @property
     def parts(self) -> "tuple[KernelOp, ...]":
-        """The ops that `compose` runs; none for an op with a Triton kernel."""
+        """The ops that `compose` runs, and in place of a composed one those that it runs; none for an op with a Triton
+        kernel."""
         ran: list[KernelOp] = []
 
         def record(op: KernelOp, *_arrays: Any, **_options: Any) -> tuple[None, ...]:
-            ran.append(op)
+            ran.extend(op.parts or (op,))
             return (None,) * len(op.outputs)
 
         if self.compose is not None:

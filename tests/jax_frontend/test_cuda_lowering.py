@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
 from mxep.core_kernels.formats import spans
-from mxep.core_kernels.launch import KernelOp
 from mxep.jax_frontend import capabilities, force_implementation, grouped_mm, lower_for, moe, ops
 
 from ..samples import sample
@@ -89,14 +88,7 @@ for _name, _op in ops.OPS.items():
     if _name not in CALLS:
         _types, _options = sample(_op)
         CALLS[_name] = partial(getattr(ops, _name), **_options), [jax.ShapeDtypeStruct(*t) for t in _types]
-
-
-def parts(op: KernelOp) -> list[str]:
-    """The ops that run in Triton in its place."""
-    return [name for part in op.parts for name in (parts(part) if part.compose else [part.name])]
-
-
-COMPOSED = {name: parts(op) for name, op in ops.OPS.items() if op.compose}
+COMPOSED = {name: [part.name for part in op.parts] for name, op in ops.OPS.items() if op.compose}
 
 
 def kernels(lowered: jax.stages.Lowered) -> list[str]:
