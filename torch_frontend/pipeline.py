@@ -112,8 +112,9 @@ def dispatch(
         in fp32, and one row comes back, in the dtype of the groups, or of the recipe's leg.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes, with padding rows of
-    zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of
-    the rows has their dtype. Several ranks synchronize once with the host, which reads the splits.
+    zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. Where products
+    and weight gradients fold, the MXTensor is `GatheredRows`, which these read without storing the groups. The gradient
+    of the rows has their dtype. Several ranks synchronize once with the host, which reads the splits.
 
     >>> order, inverse, counts = sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
     >>> tokens = TokenReplicas(torch.ones(2, 32), order, inverse, top_k=2)

@@ -36,6 +36,14 @@ FAULTS = (
         interpreter=True,
     ),
     Fault(
+        "fold: gathered rows begin their scales one byte early",
+        "core_kernels/fold/kernel.py",
+        "sf_tile = tl.load(first + K + kb[None, :]",
+        "sf_tile = tl.load(first + K - 1 + kb[None, :]",
+        "tests/conformance/test_fold_permute.py -k rows_of_any",
+        interpreter=True,
+    ),
+    Fault(
         "permute: packed rows lie one scale too close together",
         "core_kernels/permute/kernel.py",
         "_gather(packed, row_map, R, P, q, K, K + scales, TILES",
@@ -105,6 +113,13 @@ FAULTS = (
         "max_span(largest, token == group.begin",
         "max_span(0, token == group.begin",
         "tests/conformance/test_grouped_gemm_folded.py -k 'fold_groups and cpp'",
+    ),
+    Fault(
+        "fold: padding among gathered rows is the first row",
+        "core_kernels/fold/cpu_both.cc",
+        "const int64_t from = map[row + r] * width;",
+        "const int64_t from = std::max(map[row + r], 0) * width;",
+        "tests/conformance/test_fold_permute.py -k 'rise and cpp'",
     ),
     Fault(
         "routing: all ranks' rows begin with the first rank's",
