@@ -34,7 +34,7 @@ def debug_checks() -> AbstractContextManager[None]:
 
 def checks_values(device: torch.device) -> bool:
     """Whether data-dependent contracts are checked for tensors of this device."""
-    return _settings.debug.value or device.type == "cpu"
+    return _settings.debug.get() or device.type == "cpu"
 
 
 def check_ends(op: str, argument: str, group_ends: Tensor, rows: int, multiple: int = 1, remedy: str = "") -> None:
@@ -126,11 +126,11 @@ def run(
     given: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
     """`call` with `names[i]=values[i]` for as many values as there are; the body of an op of `torch.ops.mxep`."""
-    arch, index, options, tokens, out, runner = prepare(op, tensors, _settings.forced.value, names, values)
+    arch, index, options, tokens, out, runner = prepare(op, tensors, _settings.forced.get(), names, values)
     if index is not None and index != current_gpu():
         with torch.cuda.device(index):  # outputs are allocated and Triton launches there
             return run(op, tensors, names, values, given)
-    if index is None or _settings.debug.value:
+    if index is None or _settings.debug.get():
         _check_values(op, tensors, tokens, arch)
     if runner is None:
         assert op.compose is not None

@@ -28,7 +28,7 @@ def force_implementation(implementation: Implementation | None) -> AbstractConte
 
 def forced() -> Implementation | None:
     """The implementation of the innermost `force_implementation`."""
-    return _settings.forced.value
+    return _settings.forced.get()
 
 
 @cache

@@ -16,26 +16,27 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """A value of the current context, `default` outside of all blocks."""
+    """A value of the current context, `default` outside of all blocks. get() returns it: every call of an op does."""
 
     def __init__(self, name: str, default: T) -> None:
         self.default = default
         # One (marker, value) per block: two blocks with equal values are told apart.
-        self.blocks: ContextVar[tuple[tuple[object, T], ...]] = ContextVar(f"mxep_{name}", default=())
-
-    @property
-    def value(self) -> T:
-        blocks = self.blocks.get()
-        return blocks[-1][1] if blocks else self.default
+        self.blocks: ContextVar[tuple[tuple[object, T], ...]] = ContextVar(f"mxep_{name}_blocks", default=())
+        self.innermost: ContextVar[T] = ContextVar(f"mxep_{name}", default=default)
+        self.get = self.innermost.get
 
     @contextmanager
     def within(self, value: T) -> Iterator[None]:
         block = (object(), value)
-        self.blocks.set((*self.blocks.get(), block))
+        self._open((*self.blocks.get(), block))
         try:
             yield
         finally:
-            self.blocks.set(tuple(other for other in self.blocks.get() if other is not block))
+            self._open(tuple(other for other in self.blocks.get() if other is not block))
+
+    def _open(self, blocks: tuple[tuple[object, T], ...]) -> None:
+        self.blocks.set(blocks)
+        self.innermost.set(blocks[-1][1] if blocks else self.default)
 
 
 forced: Setting[Any] = Setting("forced", None)
@@ -48,7 +49,7 @@ Snapshot = tuple[Any, bool]
 
 def snapshot() -> Snapshot:
     """The current settings, for `restored`."""
-    return forced.value, debug.value
+    return forced.get(), debug.get()
 
 
 @contextmanager

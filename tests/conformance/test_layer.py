@@ -15,8 +15,6 @@ An expert has the same rows in the same padded group for any number of ranks, so
 router's fp32 product has fewer tokens on a rank and differs in its last bits.
 """
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,20 +98,10 @@ class TorchRanks:
 
 def started(out: Path) -> TorchRanks:
     """Run the four processes and read their results."""
-    script = [sys.executable, str(Path(__file__).with_name("torch_ranks.py"))]
-    processes = [
-        subprocess.Popen(
-            [*script, str(rank), str(RANKS), str(out / "store"), str(out)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [error for process, error in zip(processes, errors, strict=True) if process.returncode]
-    assert not failed, failed[0]
+    from ..torch_frontend.forked import run_script  # torch is not everywhere
+
+    status, errors = run_script(Path(__file__).with_name("torch_ranks.py"), RANKS, out / "store", out)
+    assert status == 0, errors
     return TorchRanks([dict(np.load(out / f"rank{rank}.npz")) for rank in range(RANKS)])
 
 

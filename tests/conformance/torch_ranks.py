@@ -1,6 +1,6 @@
-"""One rank of the expert-parallel runs in PyTorch; test_layer.py starts four of this script.
+"""The ranks of the expert-parallel runs in PyTorch, four for test_layer.py.
 
-    python torch_ranks.py RANK RANKS STORE OUT     results: OUT/rank{RANK}.npz, key "degree/case/recipe/what"
+    python torch_ranks.py RANKS STORE OUT     results: OUT/rank{rank}.npz, key "degree/case/recipe/what"
 
 A group of `ep` ranks shares the experts; with four processes and ep = 1 or 2 there are several groups with the
 same tokens. gloo uses a file store, so that no port is needed.
@@ -26,6 +26,7 @@ from tests.conformance.backends.arrays import to_torch
 from tests.conformance.backends.torch import moe_module
 from tests.conformance.cases import BF16
 from tests.conformance.layers import LAYERS, RANKED_RUNS, RUNS, WIRE, Layer, Wire
+from tests.torch_frontend.forked import fork_ranks
 
 DEGREES = (1, 2, 4)
 
@@ -82,4 +83,5 @@ def main(rank: int, ranks: int, store: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    count = int(sys.argv[1])
+    main(fork_ranks(count), count, sys.argv[2], Path(sys.argv[3]))

@@ -22,17 +22,22 @@ def fork_ranks(ranks: int) -> int:
     os._exit(any(failed))
 
 
-def run_ranks(script: Path, ranks: int, out: Path) -> tuple[list[list[str]], str]:
-    """Run `script RANKS PORT OUT`, PORT of a store. Returns the lines of OUT/rank0, OUT/rank1 ... and its stderr."""
-    # Ranks poll a store on disk: with as many groups as theirs that is a sixth of the time.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, str(script), str(ranks), str(store.port), str(out)]
+def run_script(script: Path, *arguments: object) -> tuple[int, str]:
+    """Run a script that forks ranks. Returns its status and its stderr."""
     how = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True, "start_new_session": True}
-    process = subprocess.Popen(command, **how)
+    process = subprocess.Popen([sys.executable, str(script), *map(str, arguments)], **how)
     try:
         errors = process.communicate(timeout=300)[1]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, errors
+
+
+def run_ranks(script: Path, ranks: int, out: Path) -> tuple[list[list[str]], str]:
+    """Run `script RANKS PORT OUT`, PORT of a store. Returns the lines of OUT/rank0, OUT/rank1 ... and its stderr."""
+    # Ranks poll a store on disk: with as many groups as theirs that is a sixth of the time.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _, errors = run_script(script, ranks, store.port, out)
     files = [out / f"rank{rank}" for rank in range(ranks)]
     return [file.read_text().splitlines() if file.exists() else [] for file in files], errors
