@@ -163,9 +163,16 @@ def test_state_dict_is_plain() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "prob_in"),
-    [("bf16", "combine"), ("mxfp8", "combine"), ("mxfp8_wgrad_with_hp", "combine"), ("mxfp8", "swiglu")],
+    [
+        ("bf16", "combine"),
+        ("mxfp8", "combine"),
+        ("mxfp8_wgrad_with_hp", "combine"),
+        ("mxfp8", "swiglu"),
+        (Recipe.parse("mxfp8", compute="fold"), "swiglu"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "folded",
 )
-def test_whole_graph(recipe: str, prob_in) -> None:
+def test_whole_graph(recipe: Recipe | str, prob_in) -> None:
     torch._dynamo.reset()
     moe, x = layer(recipe, prob_in=prob_in), tokens(20).requires_grad_()
     want, stats = moe(x)
