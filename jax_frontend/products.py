@@ -14,12 +14,11 @@
 
 Transport and the backward's residuals hold MX bytes; this file folds them directly before the product. With form
 "fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward keeps the token operand in
-place of the activation: half of the memory. MX rows become a token operand in one pass, and so do those that a row map
-gathers from packed rows: of these neither form of the rows is stored. Hopper's tensor cores take no
-scales per 32, so form "mx" there dequantizes an operand once and multiplies bf16. This code runs below autodiff: no
-checks, no gradients; recipes come from
-`resolve_compute`. Weights and their gradient are (G, N, K), as a linear layer stores them, or (G, K, N) with
-layout="GKN".
+place of the activation: half of the memory. MX rows become a token operand in one pass. Rows that a map gathers from
+packed ones become either operand in one pass, and are not stored themselves. Hopper's tensor cores take no scales per
+32, so form "mx" there dequantizes an operand once and multiplies bf16. This code runs below autodiff: no checks, no
+gradients; recipes come from `resolve_compute`. Weights and their gradient are (G, N, K), as a linear layer stores them,
+or (G, K, N) with layout="GKN".
 """
 
 import dataclasses

@@ -30,8 +30,8 @@ Other names: `jax.checkpoint_policies.save_only_these_names("mxep_rows", "mxep_o
 
 
 def named(x: Rows, name: str) -> Rows:
-    """x with a name. Of an MXArray the bytes have it, gathered or as their source: the companion is zeros. What the
-    backward does not read is not saved."""
+    """x with a name. Of an MXArray the gathered bytes and their source have it; the companion is zeros. A policy saves
+    those that the backward reads."""
     if not isinstance(x, MXArray):
         return checkpoint_name(x, name)
     q, sf, source = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (x.q, x.sf, x.source))

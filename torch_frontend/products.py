@@ -13,11 +13,11 @@
     "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
 Transport and the backward's saved tensors hold MX bytes; this file folds them directly before the product. With form
-"fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward saves the token operand
-in place of the activation: half of the memory. MX rows become a token operand in one pass, and so do `GatheredRows`,
-packed rows that are read through their row map: of those neither form of the rows is stored. Hopper's tensor cores take
-no scales per 32, so form "mx" there dequantizes an operand once and multiplies bf16. This code runs below autograd: no
-checks, no gradients.
+"fold", one read of a bf16 or fp32 activation produces both of its operands, and the backward saves the token operand in
+place of the activation: half of the memory. MX rows become a token operand in one pass. `GatheredRows`, packed rows
+with a row map, become either operand in one pass, and are not stored themselves. Hopper's tensor cores take no scales
+per 32, so form "mx" there dequantizes an operand once and multiplies bf16. This code runs below autograd: no checks, no
+gradients.
 """
 
 from collections.abc import Sequence

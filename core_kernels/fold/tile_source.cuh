@@ -156,7 +156,7 @@ struct PackedRows : MxValues {
     row += threadIdx.x % 32;
     return row < rows ? source(row) : -1;
   }
-  // A row of the tile lies in two lines.
+  // A row of the tile may lie in two cache lines.
   template <typename T>
   __device__ void prefetch(int of, int64_t left) const {
     if (of < 0) return;

@@ -3,8 +3,8 @@
 //   sum[m, n] += row[m, k] square[n / 128, k] partial[m, n]     partial: the products of one stage, 128 of k
 //
 // A tile has 128 columns from a multiple of 128 on: one square per stage, so that a factor belongs to a row. An fma
-// with two factors per half takes the place of the addition. A factor per column too would cost half of the product's
-// rate.
+// takes the place of the addition; a thread has two factors per half of its rows. A factor per column too would cost
+// half of the product's rate.
 //
 // A thread loads the scales of its four rows itself, two stages ahead: memory takes longer than one.
 #pragma once
@@ -23,8 +23,8 @@ class BlockFactors {
     const int group = tile.b_row / p.cols, square = (tile.b_row - group * p.cols) / kTileN + group * squares;
 #pragma unroll
     for (int i = 0; i < 4; ++i) row_[i] = min(tile.row_scale + row + i / 2 * 64 + i % 2 * 8, p.rows - 1) * blocks;
-    // Plus 0, which the compiler does not know: a value that is the same in all lanes it would take into a uniform
-    // register at once, and wait for the load.
+    // The addend is 0, which the compiler does not know. It takes a value that all lanes share into a uniform register
+    // at once, and waits for the load.
     square_ = (tile.cols > 0 ? square * blocks : 0) + (row_[0] >> 31);
     next_ = fetch(blocks > 1);
     later_ = fetch(blocks > 2);

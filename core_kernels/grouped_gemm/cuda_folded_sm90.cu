@@ -108,6 +108,7 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
   wgmma_commit();
 }
 
+// In place of BlockFactors, of products without scales of blocks.
 struct NoFactors {
   __device__ NoFactors(const Problem&, const Tile&, int) {}
 };
