@@ -16,8 +16,10 @@ from torch import Tensor
 
 from ..core_kernels.launch import KernelOp, fail
 from . import _settings
-from ._launch import Outputs, plain, prepare
-from ._torch_private import current_gpu, empty_cuda
+from ._launch import Outputs, known_calls, plain, prepare
+from ._torch_private import current_gpu, empty_cuda, layouts
+
+forced, debug = _settings.forced.get, _settings.debug.get
 
 FLOATS = (torch.bfloat16, torch.float32)
 """The dtypes that are quantized and that products are rounded to."""
@@ -126,11 +128,15 @@ def run(
     given: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
     """`call` with `names[i]=values[i]` for as many values as there are; the body of an op of `torch.ops.mxep`."""
-    arch, index, options, tokens, out, runner = prepare(op, tensors, _settings.forced.get(), names, values)
+    key = op, layouts(tensors), forced(), names, values
+    prepared = known_calls.recent.get(key)
+    if prepared is None:
+        prepared = prepare(key, tensors)
+    arch, index, options, tokens, out, runner, scratch = prepared
     if index is not None and index != current_gpu():
         with torch.cuda.device(index):  # outputs are allocated and Triton launches there
             return run(op, tensors, names, values, given)
-    if index is None or _settings.debug.get():
+    if index is None or debug():
         _check_values(op, tensors, tokens, arch)
     if runner is None:
         assert op.compose is not None
@@ -144,4 +150,4 @@ def run(
     else:
         outputs = allocate(out, index)
     runner(tensors, outputs)
-    return outputs[: len(op.outputs)]  # without the scratch memory
+    return outputs[:-scratch] if scratch else outputs

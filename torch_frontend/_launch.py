@@ -9,7 +9,7 @@
 An op without a Triton kernel is composed of other ops, which _call.py runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ..core_kernels.formats import packed_width
 from ..core_kernels.launch import ArrayType, KernelOp, Launch, fail
 from . import _cpu_gemm
 from ._device import Implementation, choose
-from ._torch_private import exchange, layouts, raw_stream
+from ._torch_private import exchange, raw_stream
 
 Runner = Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Any]
 """Runs an op on inputs and outputs."""
@@ -56,7 +56,8 @@ class PreparedCall(NamedTuple):
 
     arch: the architecture that the call is prepared for. index: of the GPU; None on a CPU.
     options: of the op. tokens: `Signature.tokens`, for the check of group ends.
-    outputs: to allocate, with the scratch memory of the launch. runner: None where other ops are composed.
+    outputs: to allocate, with the scratch memory of the launch, `scratch` tensors at the end. runner: None where other
+    ops are composed.
     """
 
     arch: str
@@ -65,6 +66,11 @@ class PreparedCall(NamedTuple):
     tokens: tuple[int, int] | None
     outputs: Outputs
     runner: Runner | None
+    scratch: int = 0
+
+
+Key = tuple[KernelOp, Hashable | None, Implementation | None, tuple[str, ...], tuple[Any, ...]]
+"""An op, the layouts of its tensors, the forced implementation, the names of options and the values of the first."""
 
 
 class PreparedCalls:
@@ -93,22 +99,17 @@ class PreparedCalls:
         self.recent[key] = call
 
 
-_prepared = PreparedCalls()
+known_calls = PreparedCalls()
 
 
-def prepare(
-    op: KernelOp, tensors: tuple[Tensor, ...], forced: Implementation | None, names: tuple[str, ...], values: tuple
-) -> PreparedCall:
-    """The call of the op on tensors of these layouts, with `names[i]=values[i]` for as many values as there are.
+def prepare(key: Key, tensors: tuple[Tensor, ...]) -> PreparedCall:
+    """The call of a key that `known_calls.recent` does not have, on tensors of its layouts.
 
     Raises ValueError unless the tensors are row-major, on one device and, on a GPU, aligned to 16 bytes, and the errors
     of `choose` and `KernelOp.check`.
     """
-    found = layouts(tensors)
-    key = (op, found, forced, names, values)
-    call = _prepared.recent.get(key)
-    if call is None:
-        call = _prepared.get(key)
+    op, found, forced, names, values = key
+    call = known_calls.get(key)
     if call is None:
         for name, tensor in zip(op.inputs, tensors, strict=True):  # a schema lets None pass
             if not isinstance(tensor, Tensor):
@@ -117,7 +118,7 @@ def prepare(
         if call.index is not None:
             _check_aligned(op, tensors)
         if found is not None:
-            _prepared.put(key, call)
+            known_calls.put(key, call)
     return call
 
 
@@ -146,7 +147,7 @@ def prepare_uncached(
         assert exchange is not None  # without it `choose` returns "triton"
         written = (*out, *launch.scratch)
         runner = cpp_bindings.CudaLaunch(exchange, device.index, op.name, inputs, written, launch.cuda_attrs)
-        return PreparedCall(arch, index, options, tokens, Outputs.of(written), runner)
+        return PreparedCall(arch, index, options, tokens, Outputs.of(written), runner, len(launch.scratch))
     if op.compose:
         return PreparedCall(arch, index, options, tokens, Outputs.of(()), None)
     if not all(launch.grid):

@@ -43,12 +43,12 @@ def schema(op: KernelOp) -> str:
 
 
 def _define(op: KernelOp) -> Callable[..., Any]:
-    num_inputs, names = len(op.inputs), tuple(op.options)
+    num_inputs, names, single = len(op.inputs), tuple(op.options), len(op.outputs) == 1
 
     # The dispatcher passes arguments by position and leaves out trailing ones that equal their defaults.
     def eager(*args: Any) -> Any:
         outputs = run(op, args[:num_inputs], names, args[num_inputs:])
-        return outputs[0] if len(outputs) == 1 else outputs
+        return outputs[0] if single else outputs
 
     def fake(*args: Any) -> Any:
         tensors = args[:num_inputs]

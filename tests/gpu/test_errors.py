@@ -58,8 +58,8 @@ def test_a_tensor_on_another_device(name: str, i: int) -> None:
 @pytest.fixture
 def empty_caches() -> Iterator[None]:
     def clear() -> None:
-        _launch._prepared.recent.clear()
-        _launch._prepared.former.clear()
+        _launch.known_calls.recent.clear()
+        _launch.known_calls.former.clear()
         _device.compute_capability.cache_clear()
 
     clear()

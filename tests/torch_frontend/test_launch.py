@@ -162,8 +162,9 @@ def test_scratch_memory_is_allocated_and_dropped(capability: Callable) -> None:
     assert len(written) == len(want) + 1
     assert attrs == (0, 0, plan_both.POLLS)
     assert call.outputs.shapes[-1] == (plan_both.scratch_bytes(32, 64, 1, "bfloat16"),)
-    with mock.patch.object(_call, "prepare", return_value=call._replace(arch="cpu", index=None)):
-        got = ops.quantize_both_fold(x, ends)
+    with mock.patch.multiple(_launch.known_calls, recent={}, former={}):
+        with mock.patch.object(_call, "prepare", return_value=call._replace(arch="cpu", index=None)):
+            got = ops.quantize_both_fold(x, ends)
     assert len(got) == len(want)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
@@ -171,14 +172,14 @@ def test_scratch_memory_is_allocated_and_dropped(capability: Callable) -> None:
 def test_a_call_is_prepared_once_per_layouts_in_use() -> None:
     """Layouts in use stay cached while others come and go, and memory is bounded."""
     with (
-        mock.patch.object(_launch, "_prepared", _launch.PreparedCalls()) as known,
+        mock.patch.multiple(_launch.known_calls, recent={}, former={}),
         mock.patch.object(_launch.PreparedCalls, "MOST", 2),
         mock.patch.object(_launch, "prepare_uncached", wraps=_launch.prepare_uncached) as prepare,
     ):
         for m, decided in ((1, 1), (1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (4, 4), (1, 4), (5, 5), (1, 5), (3, 6)):
             q, _ = ops.quantize_row(rows(m, 32))
             assert (q.shape, prepare.call_count) == ((m, 32), decided)
-            assert len(known.recent) + len(known.former) <= 4
+            assert len(_launch.known_calls.recent) + len(_launch.known_calls.former) <= 4
 
 
 def test_what_dlpack_has_no_words_for_is_refused_in_ours() -> None:
