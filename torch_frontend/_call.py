@@ -7,7 +7,7 @@ KernelOp + tensors + options
    '-- run:      C++ on a CPU   |   CUDA C++ or Triton on the current stream of the GPU   |   other ops, composed
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.launch import KernelOp, fail
+from ..core_kernels.registry import OPS
 from . import _settings
 from ._launch import Outputs, known_calls, plain, prepare
 from ._torch_private import current_gpu, empty_cuda, layouts
@@ -110,44 +111,70 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | float | str) ->
     Raises ValueError, TypeError (see `prepare` and `KernelOp.check`) and NotImplementedError where the device or the
     forced implementation cannot run it.
     """
-    return run(op, tensors, tuple(options), tuple(options.values()))
+    return into((), op, *tensors, **options)
 
 
 def into(
     given: tuple[Tensor, ...], op: KernelOp, *tensors: Tensor, **options: int | bool | float | str
 ) -> tuple[Tensor, ...]:
     """`call` whose first outputs are written to `given`, which no input overlaps."""
-    return run(op, tensors, tuple(options), tuple(options.values()), given)
+    outputs = RUN[op.name](*tensors, *_by_position(op, options), given=given)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
-def run(
-    op: KernelOp,
-    tensors: tuple[Tensor, ...],
-    names: tuple[str, ...],
-    values: tuple[Any, ...],
-    given: tuple[Tensor, ...] = (),
+def _by_position(op: KernelOp, options: dict[str, Any]) -> tuple[Any, ...]:
+    """The values of the op's options, up to the last of the given ones."""
+    values: list[Any] = []
+    for name, option in op.options.items():
+        if len(options) == 0:
+            break
+        values.append(options.pop(name, option.default))
+    if options:
+        raise TypeError(f"{op.name}: has no option {', '.join(options)}")
+    return tuple(values)
+
+
+def _runner(op: KernelOp) -> Callable[..., Any]:
+    """`into` with arguments by position: the tensors, then the values of as many options as there are. The body of an
+    op of `torch.ops.mxep`, which returns a single output by itself."""
+    count, single = len(op.inputs), len(op.outputs) == 1
+
+    def run(*args: Any, given: tuple[Tensor, ...] = ()) -> Any:
+        tensors = args[:count]
+        key = op, layouts(tensors), forced(), args[count:]
+        prepared = known_calls.recent.get(key)
+        if prepared is None:
+            prepared = prepare(key, tensors)
+        arch, index, options, tokens, out, runner, scratch = prepared
+        if index is not None and index != current_gpu():
+            with torch.cuda.device(index):  # outputs are allocated and Triton launches there
+                return run(*args, given=given)
+        if index is None or debug():
+            _check_values(op, tensors, tokens, arch)
+        if runner is None:
+            outputs = _composed(op, tensors, options, given)
+        else:
+            if given:
+                _check_given(op, given, out)
+                outputs = *given, *allocate(out.after(len(given)), index)
+            else:
+                outputs = allocate(out, index)
+            runner(tensors, outputs)
+            if scratch:
+                outputs = outputs[:-scratch]
+        return outputs[0] if single else outputs
+
+    return run
+
+
+def _composed(
+    op: KernelOp, tensors: tuple[Tensor, ...], options: dict[str, Any], given: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """`call` with `names[i]=values[i]` for as many values as there are; the body of an op of `torch.ops.mxep`."""
-    key = op, layouts(tensors), forced(), names, values
-    prepared = known_calls.recent.get(key)
-    if prepared is None:
-        prepared = prepare(key, tensors)
-    arch, index, options, tokens, out, runner, scratch = prepared
-    if index is not None and index != current_gpu():
-        with torch.cuda.device(index):  # outputs are allocated and Triton launches there
-            return run(op, tensors, names, values, given)
-    if index is None or debug():
-        _check_values(op, tensors, tokens, arch)
-    if runner is None:
-        assert op.compose is not None
-        found = op.compose(call, *plain(tensors), **options)
-        for place, result in zip(given, found, strict=False):
-            place.copy_(result)
-        return *given, *found[len(given) :]
-    if given:
-        _check_given(op, given, out)
-        outputs = *given, *allocate(out.after(len(given)), index)
-    else:
-        outputs = allocate(out, index)
-    runner(tensors, outputs)
-    return outputs[:-scratch] if scratch else outputs
+    assert op.compose is not None
+    found = op.compose(call, *plain(tensors), **options)
+    for place, result in zip(given, found, strict=False):
+        place.copy_(result)
+    return *given, *found[len(given) :]
+
+
+RUN: dict[str, Callable[..., Any]] = {name: _runner(op) for name, op in OPS.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core_kernels.launch import KernelOp
 from ..core_kernels.registry import OPS
 from . import ops
-from ._call import run
+from ._call import RUN
 from ._torch_private import dispatcher, in_forward_mode, open_modes, profiling, transformed
 
 PLAIN = {Tensor, nn.Parameter}
@@ -25,7 +25,7 @@ def _direct(op: KernelOp) -> Callable[..., Any]:
     overload = getattr(ops, op.name)
     if dispatcher is None or open_modes is None:
         return overload
-    num_inputs, names, single, modes = len(op.inputs), tuple(op.options), len(op.outputs) == 1, open_modes
+    num_inputs, run, modes = len(op.inputs), RUN[op.name], open_modes
     is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
     def call(*args: Any) -> Any:
@@ -36,8 +36,7 @@ def _direct(op: KernelOp) -> Callable[..., Any]:
             return overload(*args)
         if is_grad_enabled() and (in_forward_mode() or any(t.requires_grad for t in tensors)):
             return overload(*args)
-        outputs = run(op, tensors, names, args[num_inputs:])
-        return outputs[0] if single else outputs
+        return run(*args)
 
     dispatcher.mark_not_compiled(call)
     return call

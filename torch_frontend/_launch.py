@@ -69,8 +69,8 @@ class PreparedCall(NamedTuple):
     scratch: int = 0
 
 
-Key = tuple[KernelOp, Hashable | None, Implementation | None, tuple[str, ...], tuple[Any, ...]]
-"""An op, the layouts of its tensors, the forced implementation, the names of options and the values of the first."""
+Key = tuple[KernelOp, Hashable | None, Implementation | None, tuple[Any, ...]]
+"""An op, the layouts of its tensors, the forced implementation, the values of its first options."""
 
 
 class PreparedCalls:
@@ -108,13 +108,14 @@ def prepare(key: Key, tensors: tuple[Tensor, ...]) -> PreparedCall:
     Raises ValueError unless the tensors are row-major, on one device and, on a GPU, aligned to 16 bytes, and the errors
     of `choose` and `KernelOp.check`.
     """
-    op, found, forced, names, values = key
+    op, found, forced, values = key
     call = known_calls.get(key)
     if call is None:
         for name, tensor in zip(op.inputs, tensors, strict=True):  # a schema lets None pass
             if not isinstance(tensor, Tensor):
                 fail(TypeError, op.name, name, f"a {type(tensor).__name__}", "allowed: a torch.Tensor")
-        call = prepare_uncached(op, [layout_of(t) for t in tensors], forced, **dict(zip(names, values, strict=False)))
+        options = dict(zip(op.options, values, strict=False))
+        call = prepare_uncached(op, [layout_of(t) for t in tensors], forced, **options)
         if call.index is not None:
             _check_aligned(op, tensors)
         if found is not None:

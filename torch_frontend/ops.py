@@ -20,7 +20,7 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import KernelOp, require_dtype, require_multiple, require_rank, require_shape
 from ..core_kernels.permute import plan as permute
 from ..core_kernels.registry import OPS
-from ._call import call, require_tensor, run
+from ._call import RUN, call, require_tensor
 from ._launch import array_type, as_bytes, check_devices, packed_buffer
 from ._register import register
 
@@ -43,12 +43,7 @@ def schema(op: KernelOp) -> str:
 
 
 def _define(op: KernelOp) -> Callable[..., Any]:
-    num_inputs, names, single = len(op.inputs), tuple(op.options), len(op.outputs) == 1
-
-    # The dispatcher passes arguments by position and leaves out trailing ones that equal their defaults.
-    def eager(*args: Any) -> Any:
-        outputs = run(op, args[:num_inputs], names, args[num_inputs:])
-        return outputs[0] if single else outputs
+    num_inputs, names = len(op.inputs), tuple(op.options)
 
     def fake(*args: Any) -> Any:
         tensors = args[:num_inputs]
@@ -60,7 +55,8 @@ def _define(op: KernelOp) -> Callable[..., Any]:
         outputs = tuple(torch.empty(a.shape, dtype=getattr(torch, a.dtype), device=device) for a in out)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    return _documented(register(op.name, schema(op), eager, fake), op)
+    # The dispatcher passes arguments by position and leaves out trailing ones that equal their defaults.
+    return _documented(register(op.name, schema(op), RUN[op.name], fake), op)
 
 
 def _documented(overload: Callable[..., Any], op: KernelOp) -> Callable[..., Any]:
