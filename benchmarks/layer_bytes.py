@@ -51,8 +51,7 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(False, "permute_mx_fold", "MX x -> folded rows", mx(t * d) + 4 * p + row_d)
     own = 2 * (weight + e * f + 2 * hidden)  # what each of the two products has for itself
     add(False, "grouped_mm_fold_pair", "rows, w1, w3 -> gate, up", row_d + ends + own, 2)
-    add(False, "swiglu_row", "gate, up, weights -> MX h", 4 * hidden + 4 * p + mx(hidden))
-    add(False, "fold_rows", "MX h -> folded", mx(hidden) + row_f)
+    add(False, "swiglu_row_fold", "gate, up, weights -> folded h", 4 * hidden + 4 * p + row_f)
     add(False, "grouped_mm_fold", "h, w2 -> out", row_f + weight + e * d + ends + 2 * rows, 1)
     add(False, "combine", "out -> y", 2 * rows + 4 * t * shape.top_k + tokens)
     add(True, "quantize_row_packed", "dy -> MX", tokens + mx(t * d))

@@ -72,7 +72,8 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options, empty: Empty):
         implementation, _ = _device.choose(op, "cuda", _device.forced(), launch.cuda_unsupported)
     if implementation == "cuda" and all(launch.grid):
         return _ffi_call(ctx, op, CUDA_TARGETS[op.name], (*launch.out, *launch.scratch), launch.cuda_attrs, *operands)
-    run = partial(op.compose, call, **dict(options)) if op.compose else partial(_triton.call, op, launch)
+    composed = op.compose is not None and all(launch.grid)
+    run = partial(op.compose, call, **dict(options)) if composed else partial(_triton.call, op, launch)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

@@ -12,11 +12,12 @@
     tokens    recipe "mxfp8": quantized along the tokens by quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
 With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
-dw1 and dw3. One read of a bf16 x or dout produces its row and token operands, and the backward keeps the token operand
-of x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
-before they are quantized, so the bytes are those of the separate functions. dx alone differs: it is rounded once, the
-separate functions round three times. With b1 or b3, whose gradients sum them, dgate and dup are bf16 arrays. A row's
-weight multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
+dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
+operands, and the backward keeps the token operand of x instead of x. Recipe "bf16" follows the same picture without
+quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of the separate
+functions. dx alone differs: it is rounded once, the separate functions round three times. With b1 or b3, whose
+gradients sum them, dgate and dup are bf16 arrays. A row's weight multiplies h and b2, so that it multiplies the row of
+out; its gradient has a part of each.
 """
 
 from functools import partial
@@ -54,7 +55,7 @@ from .products import (
     weight_gradient,
 )
 from .remat import GATE, UP, named
-from .swiglu import row_probabilities
+from .swiglu import hidden_rows, row_probabilities
 from .weights import NoValues, QuantizedWeights, check_weights, cotangent_of, for_call, resolve_compute, saved
 
 if TYPE_CHECKING:
@@ -75,10 +76,7 @@ def _forward(rows, w1, w3, w2, group_ends, prob, biases, options: Options) -> tu
     recipe, numbers, (b1, b3, b2) = options.recipe, options.activation.attributes, biases
     weights, prob = prob if options.weighted else None, row_probabilities(prob)
     gate, up = pair_of_products(rows, w1, w3, group_ends, recipe, (b1, b3))
-    if recipe.mx:
-        h = ops.swiglu_row(gate, up, prob, recipe.rounding, False, *numbers)
-    else:
-        h = ops.swiglu(gate, up, prob, *numbers)
+    h = hidden_rows(gate, up, prob, recipe, numbers)
     return product(h, w2, group_ends, recipe, bias=b2, row_weights=weights), gate, up
 
 

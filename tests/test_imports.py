@@ -11,8 +11,8 @@ the same arrows.
 
     quantize   permute   routing   scale_layout
        ^
-       |---- swiglu   combine <-- peer (its oracle)
-       '---- fold <---- grouped_gemm      grouped_gemm --> quantize      reference --> the oracles of all families
+       |---- combine <-- peer (its oracle)
+       '---- fold <---- grouped_gemm, swiglu --> quantize                reference --> the oracles of all families
              fold ----> permute
 
     oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> no kernel
@@ -44,7 +44,7 @@ BELOW = {
     "routing": set(),
     "scale_layout": set(),
     "fold": {"quantize", "permute"},
-    "swiglu": {"quantize"},
+    "swiglu": {"quantize", "fold"},
     "router": {"swiglu"},
     "combine": {"quantize"},
     "peer": {"combine"},

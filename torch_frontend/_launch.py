@@ -149,10 +149,10 @@ def prepare_uncached(
         written = (*out, *launch.scratch)
         runner = cpp_bindings.CudaLaunch(exchange, device.index, op.name, inputs, written, launch.cuda_attrs)
         return PreparedCall(arch, index, options, tokens, Outputs.of(written), runner, len(launch.scratch))
-    if op.compose:
-        return PreparedCall(arch, index, options, tokens, Outputs.of(()), None)
     if not all(launch.grid):
         runner = _skip_launch
+    elif op.compose:
+        return PreparedCall(arch, index, options, tokens, Outputs.of(()), None)
     else:
         runner = _interpreter(op, launch) if index is None else _triton(op, launch, index)
     return PreparedCall(arch, index, options, tokens, Outputs.of(out), runner)

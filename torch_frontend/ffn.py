@@ -12,12 +12,12 @@
     tokens    recipe "mxfp8": quantized along the tokens by quantize_both, swiglu_bwd_both and swiglu_col; else bf16
 
 With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
-dw1 and dw3. One read of a bf16 x or dout produces its row and token operands, and the backward saves the token operand
-of x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
-before they are quantized, so the bytes are those of the separate functions. dx alone differs: autograd would add two
-rounded products and round again. With padding to whole blocks of tokens, dgate, dup and h are bf16 tensors; so are
-dgate and dup with b1 or b3, whose gradients sum them. A row's weight multiplies h and b2, so that it multiplies the row
-of out; its gradient has a part of each.
+dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
+operands, and the backward saves the token operand of x instead of x. Recipe "bf16" follows the same picture without
+quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of the separate
+functions. dx alone differs: autograd would add two rounded products and round again. With padding to whole blocks of
+tokens, dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A row's weight
+multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ from .products import (
     token_operand,
     weight_gradient,
 )
-from .swiglu import row_probabilities
+from .swiglu import hidden_rows, row_probabilities
 from .weights import (
     MX,
     Folded,
@@ -112,10 +112,7 @@ def ffn_forward(
     rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens and not again else None)
     (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = weight_operands(call, weights, held)
     gate, up = pair_of_products(rows, (gate_w, up_w), group_ends, BF16, (b1, b3))
-    if is_mx(form):
-        h: Operand = MX(*ops.swiglu_row(gate, up, prob, rounding, False, *call.numbers))
-    else:
-        h = ops.swiglu(gate, up, prob, *call.numbers)
+    h = hidden_rows(gate, up, prob, form, rounding, call.numbers)
     saved = (
         (tokens or x) if need_w1 or need_w3 or again else None,
         (gate_t or w1, up_t or w3) if need_x else None,

@@ -41,7 +41,7 @@ from .products import (
     token_operand,
     weight_gradient,
 )
-from .swiglu import row_probabilities
+from .swiglu import hidden_rows, row_probabilities
 from .weights import MX, WeightOperand, along_n, at_address, check_weights, for_call, form_of, outlives_forward
 
 BF16 = torch.bfloat16
@@ -93,10 +93,7 @@ class _PackedFFN(torch.autograd.Function):
         else:
             gate, up = _split(product(rows, first, group_ends, BF16, gate_up_bias), call.interleaved)
         glu = gate, up, prob
-        if is_mx(form):
-            h: Operand = MX(*ops.swiglu_row(*glu, rounding, False, *call.numbers))
-        else:
-            h = ops.swiglu(*glu, *call.numbers)
+        h = hidden_rows(*glu, form, rounding, call.numbers)
         weights = (first_n or gate_up) if need_x else None, (last_n or down) if need_dh else None
         save(ctx, ((tokens or x) if need_gate_up else None, weights, group_ends, glu))
         return product(row_operand(h, form, rounding), last, group_ends, BF16, down_bias)

@@ -25,6 +25,7 @@ OF_A_COPY = {
     "unpermute": 0.85,
     "combine": 0.85,
     "swiglu_row_fwd": 0.85,
+    "swiglu_row_fold_fwd": 0.85,
     "swiglu_row_bwd": 0.85,
     "swiglu_both_bwd": 0.85,
     "quantize_weights": 0.80,

@@ -13,7 +13,7 @@ RECORDED = {
     "grouped_wgrad_fold": "grouped_mm_wgrad",
     "quantize_row_packed": "quantize_row",
     "permute_mx_fold": "permute_mx_fold",
-    "swiglu_row": "swiglu_row_fwd",
+    "swiglu_row_fold": "swiglu_row_fold_fwd",
     "swiglu_bwd_both": "swiglu_both_bwd",
     "combine": "combine",
 }

@@ -109,6 +109,10 @@ def swiglu_row(gate: jax.Array, up: jax.Array, prob: jax.Array) -> Pair:
     return quantize_row(_swiglu(gate, up, prob))
 
 
+def swiglu_row_fold(gate: jax.Array, up: jax.Array, prob: jax.Array) -> Pair:
+    return quantize_row_fold(_swiglu(gate, up, prob))
+
+
 def _swiglu_bwd(
     dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

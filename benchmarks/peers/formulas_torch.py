@@ -182,6 +182,10 @@ def swiglu_row(gate: Tensor, up: Tensor, prob: Tensor, *out: Tensor) -> None:
     quantize_row(_swiglu(gate, up, prob), *out)
 
 
+def swiglu_row_fold(gate: Tensor, up: Tensor, prob: Tensor, *out: Tensor) -> None:
+    quantize_row_fold(_swiglu(gate, up, prob), *out)
+
+
 def _swiglu_bwd(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     g, u, d = gate.float(), up.float(), dh.float()
     sig = torch.sigmoid(g)

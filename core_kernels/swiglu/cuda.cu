@@ -40,16 +40,7 @@ template <typename By>
 __device__ void forward(const ForwardValues& from, const SigmoidTable<By>& table, const By& by,
                         Vector8 (&h)[kRowsAtOnce]) {
 #pragma unroll
-  for (int r = 0; r < kRowsAtOnce; ++r)
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      const Bf16x2 g = from.gate[r].at[p], u = from.up[r].at[p];
-      float low, high;
-      table.look_up(g, by, low, high);
-      const Gated first = gated(g.low(), u.low(), low, by), second = gated(g.high(), u.high(), high, by);
-      h[r].at[p] = round_to_bf16(__fmul_rn(__fmul_rn(first.silu, first.up), from.prob[r]),
-                                 __fmul_rn(__fmul_rn(second.silu, second.up), from.prob[r]));
-    }
+  for (int r = 0; r < kRowsAtOnce; ++r) h[r] = hidden(from.gate[r], from.up[r], table, by, from.prob[r]);
 }
 
 template <typename T, bool kCol, typename By>

@@ -85,4 +85,21 @@ __device__ inline Bf16x2 round_to_bf16(float low, float high) {
   return pair;
 }
 
+// h of a row's values. Vector: pairs `at`.
+template <typename Vector, typename By>
+__device__ Vector hidden(const Vector& gate, const Vector& up, const SigmoidTable<By>& table, const By& by,
+                         float prob) {
+  Vector h;
+#pragma unroll
+  for (int p = 0; p < static_cast<int>(sizeof(h.at) / sizeof(h.at[0])); ++p) {
+    const Bf16x2 g = gate.at[p], u = up.at[p];
+    float low, high;
+    table.look_up(g, by, low, high);
+    const Gated first = gated(g.low(), u.low(), low, by), second = gated(g.high(), u.high(), high, by);
+    h.at[p] = round_to_bf16(__fmul_rn(__fmul_rn(first.silu, first.up), prob),
+                            __fmul_rn(__fmul_rn(second.silu, second.up), prob));
+  }
+  return h;
+}
+
 }  // namespace mxep::cuda

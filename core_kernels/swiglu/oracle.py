@@ -4,6 +4,7 @@
 
     swiglu  swiglu_bwd                        exact bytes; dprob: a sum in fp64, rounded once
     swiglu_row / _col                         h in bf16, quantized
+    swiglu_row_fold                           h in bf16, quantized, folded
     swiglu_bwd_row / _col / _both             dgate and dup in bf16, quantized; then dprob
     sigmoid64  swiglu64                       the exact functions in fp64, for comparison
 
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..fold import oracle as fold_oracle
 from ..formats import EXP2_COEFFICIENTS, LOG2E, Rounding
 from ..oracle_math import round_to
 from ..quantize import oracle as quantize_oracle
@@ -137,6 +139,11 @@ def swiglu_row(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1
 def swiglu_col(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> q_t (F, M), sf_t (F, M/32) of h."""
     return quantize_oracle.quantize_col(swiglu(gate, up, prob, alpha, limit, offset), rounding, satfinite)
+
+
+def swiglu_row_fold(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
+    """-> qf (M, F), row_sf (M,) of h."""
+    return fold_oracle.fold_rows(*swiglu_row(gate, up, prob, rounding, satfinite, alpha, limit, offset))
 
 
 def swiglu_bwd_row(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):

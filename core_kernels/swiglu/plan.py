@@ -9,7 +9,7 @@
 
 `prob` of shape (0,) gives every row the weight one. h, dgate and dup are rounded to bf16 before they are quantized,
 so a fused op writes the bytes of the two ops that it replaces. oracle.py defines every byte; only the order of the
-sum dprob is free.
+sum dprob is free. plan_fold.py has h folded too.
 """
 
 from functools import partial
@@ -33,16 +33,16 @@ from .activation import swiglu_attrs
 
 UNWEIGHTED = (0,)
 """The shape of `prob` for weights of one."""
-_ARRAYS = "gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
+ARRAYS = "gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
 _GRADIENT_ARRAYS = "dh, gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
-_NUMBERS = """alpha, limit, offset: h = (up + offset) * gate * sigmoid(alpha * gate) * prob, of gate clamped to at most
+NUMBERS = """alpha, limit, offset: h = (up + offset) * gate * sigmoid(alpha * gate) * prob, of gate clamped to at most
     `limit` and up to [-limit, limit]. alpha is 1/64 to 64; a limit of 0 is none. The gradient of a clamped value is 0.
     """.rstrip()
-_FAILS = "Raises ValueError (shape) or TypeError (dtype)."
-_SOURCE = f'{_FAILS} Source: Shazeer, "GLU Variants Improve Transformer", 2020.'
+FAILS = "Raises ValueError (shape) or TypeError (dtype)."
+_SOURCE = f'{FAILS} Source: Shazeer, "GLU Variants Improve Transformer", 2020.'
 
 
-def _check_arrays(op: str, arrays: dict[str, ArrayType], prob: ArrayType) -> tuple[int, ...]:
+def check_arrays(op: str, arrays: dict[str, ArrayType], prob: ArrayType) -> tuple[int, ...]:
     """The shape of gate; raises unless `arrays` have it and prob has a weight per row or shape (0,)."""
     require_rank(op, "gate", arrays["gate"], 2)
     shape = arrays["gate"].shape
@@ -96,7 +96,7 @@ def _define(op: str, doc: str, row: bool = False, col: bool = False) -> KernelOp
     outputs = (*(f"{name}{part}" for name in results for part in scaled or ("",)), *(("dprob",) if backward else ()))
 
     def out(*arrays: ArrayType) -> tuple[ArrayType, ...]:
-        shape = _check_arrays(op, dict(zip(inputs[:-1], arrays[:-1], strict=True)), arrays[-1])
+        shape = check_arrays(op, dict(zip(inputs[:-1], arrays[:-1], strict=True)), arrays[-1])
         result = _result_types(op, shape, row, col)
         return (*result, *result, arrays[-1]) if backward else result
 
@@ -121,8 +121,8 @@ swiglu = _define(
     "swiglu",
     f"""silu(gate) * up * prob, the activation between the two products of an expert, and its clamped forms.
 
-    {_ARRAYS}
-    {_NUMBERS}
+    {ARRAYS}
+    {NUMBERS}
     Returns h (M, F) bf16.
 
     >>> one = xp.ones((1, 1), dtype=xp.bfloat16)
@@ -136,12 +136,12 @@ swiglu_row = _define(
     "swiglu_row",
     f"""`quantize_row` of `swiglu` in one pass; h is not stored.
 
-    {_ARRAYS} F is a multiple of 32.
+    {ARRAYS} F is a multiple of 32.
     {SCALES}
-    {_NUMBERS}
+    {NUMBERS}
     Returns h_q (M, F) E4M3 and h_sf (M, F/32) E8M0, as uint8.
 
-    {_FAILS}
+    {FAILS}
     """,
     row=True,
 )
@@ -149,12 +149,12 @@ swiglu_col = _define(
     "swiglu_col",
     f"""`quantize_col` of `swiglu` in one pass; h is not stored.
 
-    {_ARRAYS} M is a multiple of 32.
+    {ARRAYS} M is a multiple of 32.
     {SCALES}
-    {_NUMBERS}
+    {NUMBERS}
     Returns h_q_t (F, M) E4M3 and h_sf_t (F, M/32) E8M0, as uint8.
 
-    {_FAILS}
+    {FAILS}
     """,
     col=True,
 )
@@ -163,7 +163,7 @@ swiglu_bwd = _define(
     f"""The gradients of `swiglu`.
 
     {_GRADIENT_ARRAYS}
-    {_NUMBERS}
+    {NUMBERS}
     Returns dgate and dup (M, F) bf16, and dprob (M,) fp32, or (0,) with prob of shape (0,).
 
     {_SOURCE}
@@ -175,10 +175,10 @@ swiglu_bwd_row = _define(
 
     {_GRADIENT_ARRAYS} F is a multiple of 32.
     {SCALES}
-    {_NUMBERS}
+    {NUMBERS}
     Returns dgate_q (M, F), dgate_sf (M, F/32), dup_q, dup_sf, uint8, and dprob (M,) fp32, or (0,).
 
-    {_FAILS}
+    {FAILS}
     """,
     row=True,
 )
@@ -188,10 +188,10 @@ swiglu_bwd_col = _define(
 
     {_GRADIENT_ARRAYS} M is a multiple of 32.
     {SCALES}
-    {_NUMBERS}
+    {NUMBERS}
     Returns dgate_q_t (F, M), dgate_sf_t (F, M/32), dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or (0,).
 
-    {_FAILS}
+    {FAILS}
     """,
     col=True,
 )
@@ -201,11 +201,11 @@ swiglu_bwd_both = _define(
 
     {_GRADIENT_ARRAYS} M and F are multiples of 32.
     {SCALES}
-    {_NUMBERS}
+    {NUMBERS}
     Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or
     (0,).
 
-    {_FAILS}
+    {FAILS}
     """,
     row=True,
     col=True,

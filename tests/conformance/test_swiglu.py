@@ -16,11 +16,11 @@ from .backends import INTERPRETER
 from .cases import BF16, GLUS, NUMBERS, ODD_GLUS, RAGGED_GLUS, UNALIGNED_GLUS, Glu
 
 Ops = Mapping[str, Callable]
-FORWARD, BACKWARD = ("", "_row", "_col"), ("", "_row", "_col", "_both")
+FORWARD, BACKWARD = ("", "_row", "_row_fold", "_col"), ("", "_row", "_col", "_both")
 NOT_QUANTIZED = (
     dict.fromkeys(RAGGED_GLUS, ("_col", "_both"))
-    | dict.fromkeys(ODD_GLUS, ("_row", "_col", "_both"))
-    | dict.fromkeys(UNALIGNED_GLUS, ("_row", "_both"))
+    | dict.fromkeys(ODD_GLUS, ("_row", "_row_fold", "_col", "_both"))
+    | dict.fromkeys(UNALIGNED_GLUS, ("_row", "_row_fold", "_both"))
 )
 
 
@@ -67,7 +67,7 @@ def test_backward(ops: Ops, kind: str, name: str) -> None:
     dprob_bound(dprob, GLUS[name])
 
 
-EVERY_KIND = [("", "limit_of_7"), ("_row", "limit_of_7"), ("_col", "limit_of_7")]
+EVERY_KIND = [("", "limit_of_7"), ("_row", "limit_of_7"), ("_row_fold", "limit_of_7"), ("_col", "limit_of_7")]
 UNALIGNED = [("", "odd_width"), *(("_col", name) for name in UNALIGNED_GLUS)]
 EVERY_GATE = [("_row", "all_gates_shuffled")]
 CLAMPED = [("gpt_oss", *case) for case in EVERY_KIND + UNALIGNED + EVERY_GATE]
@@ -79,7 +79,7 @@ def test_other_numbers(ops: Ops, numbers: str, kind: str, name: str) -> None:
     """alpha, limit and offset, on both sides of the limit and for every gate."""
     got = ops[f"swiglu{kind}"](*GLUS[name].forward, **NUMBERS[numbers])
     check.same_bytes(got, expected(f"swiglu{kind}", name, numbers=numbers))
-    kind = "_both" if (kind, name) in EVERY_GATE else kind
+    kind = "_both" if (kind, name) in EVERY_GATE else kind.removesuffix("_fold")
     *got, dprob = ops[f"swiglu_bwd{kind}"](*GLUS[name].backward, **NUMBERS[numbers])
     *want, _ = expected(f"swiglu_bwd{kind}", name, numbers=numbers)
     check.same_bytes(tuple(got), tuple(want))
@@ -105,7 +105,7 @@ def test_nan_is_canonical(ops: Ops) -> None:
 @pytest.mark.parametrize("name", ["normal", "special_values"])
 def test_modes(ops: Ops, name: str, rounding: Rounding, satfinite: bool) -> None:
     mode = {"rounding": rounding, "satfinite": satfinite}
-    for op in ("swiglu_row", "swiglu_col"):
+    for op in ("swiglu_row", "swiglu_row_fold", "swiglu_col"):
         check.same_bytes(ops[op](*GLUS[name].forward, **mode), expected(op, name, rounding, satfinite))
     got = ops["swiglu_bwd_both"](*GLUS[name].backward, **mode)
     check.same_bytes(got[:-1], expected("swiglu_bwd_both", name, rounding, satfinite)[:-1])
@@ -125,9 +125,11 @@ def test_fusing_changes_no_byte(ops: Ops, data: st.DataObject, weighted: bool, r
     prob = data.draw(bits).view(np.float32)
     h = ops["swiglu"](gate, up, prob)
     dgate, dup, _ = ops["swiglu_bwd"](dh, gate, up, prob)
+    for kind in FORWARD[1:]:
+        check.same_bytes(
+            ops[f"swiglu{kind}"](gate, up, prob, rounding=rounding), ops[f"quantize{kind}"](h, rounding=rounding)
+        )
     for kind in BACKWARD[1:]:
         quantize = ops[f"quantize{kind}"]
-        if kind in FORWARD:
-            check.same_bytes(ops[f"swiglu{kind}"](gate, up, prob, rounding=rounding), quantize(h, rounding=rounding))
         fused = ops[f"swiglu_bwd{kind}"](dh, gate, up, prob, rounding=rounding)[:-1]
         check.same_bytes(fused, (*quantize(dgate, rounding=rounding), *quantize(dup, rounding=rounding)))

@@ -140,14 +140,18 @@ CASES = {
     "combine_bwd": _case("combine_bwd", inputs.combine_bwd),
     "combine_bwd_row": _case("combine_bwd_row", inputs.combine_bwd_row),
     "combine_bwd_unweighted": _case("combine_bwd", inputs.unweighted(inputs.combine_bwd)),
-    **{f"swiglu{to}": _case(f"swiglu{to}", inputs.swiglu) for to in ("", "_row", "_col")},
+    **{f"swiglu{to}": _case(f"swiglu{to}", inputs.swiglu) for to in ("", "_row", "_row_fold", "_col")},
     **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", inputs.swiglu_bwd) for to in ("", "_row", "_col", "_both")},
-    **{f"swiglu{to}_clamped": _case(f"swiglu{to}", inputs.swiglu, **_CLAMPED) for to in ("", "_row", "_col")},
+    **{
+        f"swiglu{to}_clamped": _case(f"swiglu{to}", inputs.swiglu, **_CLAMPED)
+        for to in ("", "_row", "_row_fold", "_col")
+    },
     **{
         f"swiglu_bwd{to}_clamped": _case(f"swiglu_bwd{to}", inputs.swiglu_bwd, **_CLAMPED)
         for to in ("", "_row", "_col", "_both")
     },
     "swiglu_unweighted": _case("swiglu", inputs.unweighted(inputs.swiglu)),
+    "swiglu_row_fold_unweighted": _case("swiglu_row_fold", inputs.unweighted(inputs.swiglu)),
     "swiglu_bwd_unweighted": _case("swiglu_bwd", inputs.unweighted(inputs.swiglu_bwd)),
     "grouped_mm_mx": _case("grouped_mm_mx", inputs.grouped_mm_mx),
     "grouped_mm_bf16": _case("grouped_mm_bf16", inputs.grouped_mm_bf16),

@@ -21,7 +21,7 @@ from mxep.jax_frontend.peer_memory import Transport
 
 from ..compare import same_bytes, sqnr_db
 
-DIVIDED_ON_GPUS = {"quantize_col", "quantize_both", "swiglu_row", "swiglu_bwd_row"}
+DIVIDED_ON_GPUS = {"quantize_col", "quantize_both", "swiglu_row", "swiglu_row_fold", "swiglu_bwd_row"}
 """On automatic axes, where XLA divides the calls of CUDA C++ alone; the others gather their rows there."""
 ROWS, DIM = 64, 128
 CONFIG = MoEConfig(DIM, 256, num_experts=8, top_k=2, recipe="bf16")
@@ -48,7 +48,7 @@ def arguments(name: str) -> tuple[jax.Array, ...]:
     if name in ("dequantize", "fold_rows"):
         return tuple(ops.quantize_row(x))
     return {
-        "swiglu": (x, up, prob), "swiglu_row": (x, up, prob),
+        "swiglu": (x, up, prob), "swiglu_row": (x, up, prob), "swiglu_row_fold": (x, up, prob),
         "swiglu_bwd": (dh, x, up, prob), "swiglu_bwd_row": (dh, x, up, prob),
     }.get(name, (x,))  # fmt: skip
 

@@ -68,6 +68,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     ),
     "swiglu": (ops.swiglu, GLU),
     "swiglu_row": (ops.swiglu_row, GLU[:2] + NO_PROB),
+    "swiglu_row_fold": (ops.swiglu_row_fold, GLU),
     "swiglu_col": (ops.swiglu_col, GLU),
     "swiglu_bwd": (ops.swiglu_bwd, [bf16(M, K), *GLU]),
     "swiglu_bwd_row": (ops.swiglu_bwd_row, [bf16(M, K), *GLU]),

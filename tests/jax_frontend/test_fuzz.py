@@ -231,6 +231,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.swiglu_bwd_row": {"dh": GATE, **GLU, **SCALES, **NUMBERS},
     "ops.swiglu_col": {**GLU, **SCALES, **NUMBERS},
     "ops.swiglu_row": {**GLU, **SCALES, **NUMBERS},
+    "ops.swiglu_row_fold": {**GLU, **SCALES, **NUMBERS},
     "ops.unblock_scales": {"blocked": BLOCKED, "group_ends": ENDS, "num_rows": M, "num_scales": K // 32},
 }
 # Records, whose fields nobody checks before a function takes them; what core_kernels' own tests fuzz; and the report

@@ -162,9 +162,11 @@ def test_scratch_memory_is_allocated_and_dropped(capability: Callable) -> None:
     assert len(written) == len(want) + 1
     assert attrs == (0, 0, plan_both.POLLS)
     assert call.outputs.shapes[-1] == (plan_both.scratch_bytes(32, 64, 1, "bfloat16"),)
-    with mock.patch.multiple(_launch.known_calls, recent={}, former={}):
-        with mock.patch.object(_call, "prepare", return_value=call._replace(arch="cpu", index=None)):
-            got = ops.quantize_both_fold(x, ends)
+    with (
+        mock.patch.multiple(_launch.known_calls, recent={}, former={}),
+        mock.patch.object(_call, "prepare", return_value=call._replace(arch="cpu", index=None)),
+    ):
+        got = ops.quantize_both_fold(x, ends)
     assert len(got) == len(want)
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
