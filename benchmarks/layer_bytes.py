@@ -60,9 +60,9 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(True, "grouped_mm_fold", "dout, w2 -> dh", row_d + weight + e * f + ends + 2 * hidden, 1)
     add(
         True,
-        "swiglu_bwd_both",
-        "dh, gate, up, weights -> MX dgate, dup, both ways",
-        6 * hidden + 8 * p + 4 * mx(hidden),
+        "swiglu_bwd_all",
+        "dh, gate, up, weights -> MX dgate, dup, both ways, h along tokens",
+        6 * hidden + 8 * p + 5 * mx(hidden),
     )
     for name in ("dgate", "dup"):
         add(True, "fold_groups", f"MX {name} along tokens -> folded", mx(hidden) + ends + along_f)
@@ -75,7 +75,6 @@ def passes(shape: MoELayer) -> list[Pass]:
         2 * (row_f + weight + e * d) + ends + 2 * rows,
         2,
     )
-    add(True, "swiglu_col", "gate, up, weights -> MX h along tokens", 4 * hidden + 4 * p + mx(hidden))
     add(True, "fold_groups", "MX h along tokens -> folded", mx(hidden) + ends + along_f)
     add(True, "grouped_wgrad_fold", "dout, h -> dw2", along_d + along_f + ends + 2 * weight, 1)
     add(True, "permute_mx_col_fold", "MX x -> rows along tokens", mx(t * d) + 4 * p + ends + along_d)

@@ -7,7 +7,7 @@ cuda   the CUDA C++ kernel as an XLA FFI call, where the build has one (_device.
 Importing this file registers the lowering rules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -72,8 +72,9 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options, empty: Empty):
         implementation, _ = _device.choose(op, "cuda", _device.forced(), launch.cuda_unsupported)
     if implementation == "cuda" and all(launch.grid):
         return _ffi_call(ctx, op, CUDA_TARGETS[op.name], (*launch.out, *launch.scratch), launch.cuda_attrs, *operands)
-    composed = op.compose is not None and all(launch.grid)
-    run = partial(op.compose, call, **dict(options)) if composed else partial(_triton.call, op, launch)
+    run: Callable[..., Any] = partial(_triton.call, op, launch)
+    if op.compose is not None and all(launch.grid):
+        run = partial(op.compose, call, **dict(options))
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

@@ -8,8 +8,8 @@
         |                                       '--------tokens--with x's--> dw1, dw3
         '----tokens--with h's, again from gate and up--> dw2
 
-    rows      quantized along the rows: directly by swiglu_bwd_both (recipe "mxfp8"), or from bf16
-    tokens    recipe "mxfp8": quantized along the tokens by quantize_both, swiglu_bwd_both and swiglu_col; else bf16
+    rows      quantized along the rows: directly by swiglu_bwd_all (recipe "mxfp8"), or from bf16
+    tokens    recipe "mxfp8": quantized along the tokens by quantize_both and swiglu_bwd_all; else bf16
 
 With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
 dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
@@ -119,16 +119,17 @@ def _hidden_tokens(glu, group_ends, options: Options):
 
 
 def _swiglu_bwd(dh, glu, group_ends, options: Options, need_values: bool):
-    """Return dgate and dup, each as (row operand, token operand); dprob; and both in bf16 if `need_values`."""
+    """Return dgate and dup, each as (row operand, token operand); the token operand of h, again; dprob; and dgate and
+    dup in bf16 if `need_values`."""
     recipe, numbers = options.recipe, options.activation.attributes
     if need_values or not recipe.wgrad_mx:
         dgate, dup, dprob = ops.swiglu_bwd(dh, *glu, *numbers)
         operands = (output_gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
-        return *operands, dprob, (dgate, dup)
+        return *operands, _hidden_tokens(glu, group_ends, options), dprob, (dgate, dup)
     arguments = dh, *glu, recipe.rounding, False, *numbers
-    q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, dprob = ops.swiglu_bwd_both(*arguments)
-    dgate, dup = (along_tokens(t, group_ends, recipe) for t in ((q_t, sf_t), (up_q_t, up_sf_t)))
-    return ((q, sf), dgate), ((up_q, up_sf), dup), dprob, (None, None)
+    q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(*arguments)
+    dgate, dup, h = (along_tokens(t, group_ends, recipe) for t in ((q_t, sf_t), (up_q_t, up_sf_t), (h_q_t, h_sf_t)))
+    return ((q, sf), dgate), ((up_q, up_sf), dup), h, dprob, (None, None)
 
 
 def _bias_gradients(values, grad, group_ends, prob, biases, options: Options):
@@ -145,9 +146,8 @@ def _ffn_bwd(options: Options, residuals, grad):
     dout, dout_tokens = output_gradient_operands(grad, group_ends, recipe)
     dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
     need_values = any(b is not None for b in biases[:2])
-    gate_operands, up_operands, dprob, values = _swiglu_bwd(dh, glu, group_ends, options, need_values)
+    gate_operands, up_operands, h_tokens, dprob, values = _swiglu_bwd(dh, glu, group_ends, options, need_values)
     (dgate, dgate_tokens), (dup, dup_tokens) = gate_operands, up_operands
-    h_tokens = _hidden_tokens(glu, group_ends, options)
     dbiases = _bias_gradients(values, grad, group_ends, prob, biases, options)
     if options.weighted and biases[2] is not None:
         dprob = dprob + bias_row_products(grad, biases[2], group_ends)

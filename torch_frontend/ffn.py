@@ -4,12 +4,13 @@
       x --rows--> q, sf --w1--> gate --.
                     '-----w3--> up  ---+--swiglu_row--> q, sf --w2--> out        saved: x, gate, up
     backward
-      dout --rows--> q, sf --w2--> dh --swiglu_bwd--> dgate, dup   rows:   --w1 + w3--> dx  (one sum, rounded once)
-        '---tokens--------.  |                          |          tokens: with x's   --> dw1, dw3
-                          '--+-- h again, from gate and up                 with dout's --> dw2
+      dout --rows--> q, sf --w2--> dh --swiglu_bwd--.--> dgate, dup   rows:   --w1 + w3--> dx  (one sum, rounded once)
+        |                                           |                 tokens: with x's    --> dw1, dw3
+        '---tokens-------------------------------.  '--> h again      tokens:
+                                                 '------------------- with h's            --> dw2
 
-    rows      quantized along the rows: directly by swiglu_bwd_both (recipe "mxfp8"), or from bf16
-    tokens    recipe "mxfp8": quantized along the tokens by quantize_both, swiglu_bwd_both and swiglu_col; else bf16
+    rows      quantized along the rows: directly by swiglu_bwd_all (recipe "mxfp8"), or from bf16
+    tokens    recipe "mxfp8": quantized along the tokens by quantize_both and swiglu_bwd_all; else bf16
 
 With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
 dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
@@ -173,7 +174,7 @@ class FFNBackward:
         del self.dout, self.w2
         # dh has no name here, so that `swiglu` lets go of it.
         (dgate, gate_tokens), (dup, up_tokens), dprob, values = steps.swiglu(
-            product(rows, w2, self.group_ends, BF16), need_x, need_tokens, need_values
+            product(rows, w2, self.group_ends, BF16), need_x, need_tokens, need_values, self.call.needs[3]
         )
         del rows, w2
         dgate_values, dup_values = values or (None, None)
@@ -228,7 +229,9 @@ class _Backward:
         self, group_ends: Tensor, gate: Tensor, up: Tensor, prob: Tensor, options: ProductOptions,
         numbers: tuple[float, float, float],
     ) -> None:  # fmt: skip
-        self.glu, self.group_ends, self.numbers = (gate, up, prob), group_ends, numbers
+        self.glu: Any = gate, up, prob
+        self.hidden: MX | None = None  # along the tokens, from `swiglu` to `hidden_tokens`
+        self.group_ends, self.numbers = group_ends, numbers
         self.form: Form = options.form
         self.rounding, self.wgrad_mx = options.rounding, options.wgrad_mx
         self.fused = options.wgrad_mx and not options.pad
@@ -256,21 +259,31 @@ class _Backward:
         return dout, self.tokens(dout)
 
     def hidden_tokens(self) -> Operand:
+        if self.hidden is not None:
+            hidden, self.hidden = self.hidden, None
+            return self.tokens(hidden)
         if self.fused:
             return self.tokens(MX(*ops.swiglu_col(*self.glu, self.rounding, False, *self.numbers)))
         return self.tokens(ops.swiglu(*self.glu, *self.numbers))
 
     def swiglu(
-        self, dh: Tensor, need_rows: bool, need_tokens: bool, need_values: bool
+        self, dh: Tensor, need_rows: bool, need_tokens: bool, need_values: bool, need_hidden: bool
     ) -> tuple[tuple[Unused, Unused], tuple[Unused, Unused], Tensor, tuple[Tensor, ...]]:
-        """Return dgate and dup, each as (row operand, token operand); dprob; and both in bf16 if `need_values`."""
+        """Return dgate and dup, each as (row operand, token operand); dprob; and both in bf16 if `need_values`.
+
+        need_hidden: `hidden_tokens` follows. Where one kernel computes all of it, it lets go of gate and up.
+        """
         arguments = dh, *self.glu, self.rounding, False, *self.numbers
         if need_values or not is_mx(self.form) or (need_tokens and not self.fused):
             dgate, dup, dprob = ops.swiglu_bwd(dh, *self.glu, *self.numbers)
             of_gate, of_up = (self._operands(x, need_rows, need_tokens) for x in (dgate, dup))
             return of_gate, of_up, dprob, (dgate, dup)
         if need_rows and need_tokens:
-            q, sf, q_t, sf_t, *up, dprob = ops.swiglu_bwd_both(*arguments)
+            if need_hidden:
+                q, sf, q_t, sf_t, *up, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(*arguments)
+                self.glu, self.hidden = None, MX(h_q_t, h_sf_t)
+            else:
+                q, sf, q_t, sf_t, *up, dprob = ops.swiglu_bwd_both(*arguments)
             del dh, arguments
             of_gate = MX(q, sf), self.tokens(MX(q_t, sf_t))
             del q_t, sf_t

@@ -1,4 +1,4 @@
-"""Cases of the family `swiglu`: forward quantized along rows, or folded; backward quantized along rows or both dims."""
+"""Cases of the family `swiglu`: forward along rows, or folded; backward along rows, both dims, or these and h."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from .case import Call, Case, one, rows_part, values
 from .shapes import Layer
 
-OPS = ("swiglu_row_fwd", "swiglu_row_fold_fwd", "swiglu_row_bwd", "swiglu_both_bwd")
+OPS = ("swiglu_row_fwd", "swiglu_row_fold_fwd", "swiglu_row_bwd", "swiglu_both_bwd", "swiglu_all_bwd")
 
 
 def _prob_gradient_terms(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor) -> Tensor:
@@ -26,6 +26,6 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
         for kind in ("row", "row_fold"):
             yield Case(f"swiglu_{kind}_fwd", shape, (gate, up, prob), one(f"swiglu_{kind}"), rows_part, m,
                        formula=f"swiglu_{kind}" if compiled else None)  # fmt: skip
-        for kind in ("row", "both"):
+        for kind in ("row", "both", "all"):
             yield Case(f"swiglu_{kind}_bwd", shape, (dh, gate, up, prob), one(f"swiglu_bwd_{kind}"), rows_part, m,
                        formula=f"swiglu_bwd_{kind}" if compiled else None, magnitude=_prob_gradient_terms)  # fmt: skip

@@ -28,6 +28,7 @@ OF_A_COPY = {
     "swiglu_row_fold_fwd": 0.85,
     "swiglu_row_bwd": 0.85,
     "swiglu_both_bwd": 0.85,
+    "swiglu_all_bwd": 0.70,
     "quantize_weights": 0.80,
 }
 AT_MOST_US = {"route": 100.0, "route_bwd": 100.0, "routing": 100.0, "host_overhead": 30.0}

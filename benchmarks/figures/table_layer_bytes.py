@@ -14,7 +14,7 @@ RECORDED = {
     "quantize_row_packed": "quantize_row",
     "permute_mx_fold": "permute_mx_fold",
     "swiglu_row_fold": "swiglu_row_fold_fwd",
-    "swiglu_bwd_both": "swiglu_both_bwd",
+    "swiglu_bwd_all": "swiglu_all_bwd",
     "combine": "combine",
 }
 """Kernel -> the op whose recorded lines time it alone."""

@@ -134,6 +134,11 @@ def swiglu_bwd_both(dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Arr
     return *quantize_both(dgate), *quantize_both(dup), dprob
 
 
+def swiglu_bwd_all(dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array) -> tuple[jax.Array, ...]:
+    *gradients, dprob = swiglu_bwd_both(dh, gate, up, prob)
+    return *gradients, *quantize_col(_swiglu(gate, up, prob)), dprob
+
+
 def route_bwd(dweights: jax.Array, dshares: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array]:
     scores = jax.nn.softmax(logits)
     chosen = jnp.take_along_axis(scores, ids, 1)

@@ -209,6 +209,11 @@ def swiglu_bwd_both(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor, *out: Te
     out[8].copy_(dprob)
 
 
+def swiglu_bwd_all(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor, *out: Tensor) -> None:
+    swiglu_bwd_both(dh, gate, up, prob, *out[:8], out[10])
+    quantize_col(_swiglu(gate, up, prob), *out[8:10])
+
+
 def combine(rows: Tensor, slots: Tensor, probs: Tensor, y: Tensor) -> None:
     y.copy_((rows[slots.long()].float() * probs[..., None]).sum(1))
 

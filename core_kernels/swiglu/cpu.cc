@@ -7,6 +7,7 @@
 // probability 1, which changes no bit.
 #include "quantize/cpu.h"
 
+#include <array>
 #include <cmath>
 
 #include "cpu/mx_math.h"
@@ -168,5 +169,13 @@ void swiglu_bwd(const Call& call) { backward(call, kNone); }
 void swiglu_bwd_row(const Call& call) { backward(call, kRows); }
 void swiglu_bwd_col(const Call& call) { backward(call, kCols); }
 void swiglu_bwd_both(const Call& call) { backward(call, kBoth); }
+
+void swiglu_bwd_all(const Call& call) {
+  std::array<Array, 9> gradients;
+  std::copy_n(call.out.begin(), 8, gradients.begin());
+  gradients[8] = call.out.back();
+  swiglu_bwd_both({call.in, gradients, call.attrs});
+  swiglu_col({call.in.subspan(1), call.out.subspan(8, 2), call.attrs});
+}
 
 }  // namespace mxep

@@ -1,5 +1,5 @@
 // SwiGLU backward; dgate and dup are quantized along columns, or along rows and columns, in the kernel that computes
-// them. Rows alone are in cuda_bwd_row.cu.
+// them; and h again along columns, if the op has it. Rows alone are in cuda_bwd_row.cu.
 //
 //   dh, gate, up (M, F)           a band of 4 warps loads whole lines of its 32 rows, 256 bytes each
 //        |
@@ -10,6 +10,7 @@
 //        | table of sigmoids
 //        v
 //   dgate, dup in registers ----> sums of dprob (M,), in shared memory until the strip ends
+//   h in shared memory, each value in its own thread's place, until dgate and dup are quantized
 //        |
 //        |--- rows: 4 lanes share a block ---------> q, from registers; scales staged until a sector is whole --> sf
 //        |
@@ -32,8 +33,14 @@ struct BackwardTile {
   static constexpr int kThreads = 32 * kDown * kAcross, kBandThreads = 32 * kAcross, kGroupThreads = 32 * kDown;
   static constexpr int kRows = kBlock * kDown, kCols = kBlock * kAcross;
   static constexpr int kPairs = 4, kVectors = kCols / 8, kBlockLanes = kBlock / 8;  // the constants of SharedTile
-  static constexpr int kTallest = 2, kStripRows = kTallest * kRows;  // more staged rows leave no room for the ring
-  static constexpr int kChunks = kStripRows / 16, kBlocks = kStripRows / kBlock;  // of a staged column
+};
+
+// What is staged of a strip. More rows leave no room for the ring, nor do as many of three results.
+template <bool kHidden>
+struct StripStage {
+  static constexpr int kResults = kHidden ? 3 : 2;  // dgate, dup, h
+  static constexpr int kTallest = kHidden ? 1 : 2, kRows = kTallest * BackwardTile::kRows;
+  static constexpr int kChunks = kRows / 16, kBlocks = kRows / kBlock;  // of a staged column
 };
 
 struct Strips {
@@ -41,18 +48,26 @@ struct Strips {
   uint32_t count, tiles_across, tall;  // tall: tiles of a strip on top of each other
 };
 
-template <typename By>
-struct BackwardColShared {
-  Vector8 ring[kRowsAtOnce][3][BackwardTile::kThreads];  // of dh, gate, up
-  uint4 codes[2][BackwardTile::kAcross][kBlock]
-             [BackwardTile::kChunks];  // of dgate, of dup; the columns of a group are lines
-  SigmoidTable<By> table;
-  uint8_t row_scales[2][BackwardTile::kStripRows][kSector];
-  uint8_t col_scales[2][BackwardTile::kAcross][kBlock][BackwardTile::kBlocks];
-  alignas(16) float prob[BackwardTile::kStripRows];
-  float sums[BackwardTile::kAcross][BackwardTile::kStripRows];
+template <bool kHidden>
+struct HiddenStash {};
+template <>
+struct HiddenStash<true> {
+  Vector8 hidden[kRowsAtOnce][BackwardTile::kThreads];
 };
-static_assert(sizeof(BackwardColShared<SwiGLU>) <= 227 * 1024);
+
+template <bool kHidden, typename By>
+struct BackwardColShared : HiddenStash<kHidden> {
+  using Stage = StripStage<kHidden>;
+  Vector8 ring[kRowsAtOnce][3][BackwardTile::kThreads];                         // of dh, gate, up
+  uint4 codes[Stage::kResults][BackwardTile::kAcross][kBlock][Stage::kChunks];  // the columns of a group are lines
+  SigmoidTable<By> table;
+  uint8_t row_scales[2][Stage::kRows][kSector];
+  uint8_t col_scales[Stage::kResults][BackwardTile::kAcross][kBlock][Stage::kBlocks];
+  alignas(16) float prob[Stage::kRows];
+  float sums[BackwardTile::kAcross][Stage::kRows];
+};
+static_assert(sizeof(BackwardColShared<false, SwiGLU>) <= 227 * 1024);
+static_assert(sizeof(BackwardColShared<true, SwiGLU>) <= 227 * 1024);
 
 // The values that a thread processes, and those that it loads for its band.
 struct BackwardThread {
@@ -121,9 +136,9 @@ __device__ void load_async(void* to, const void* from, bool exists) {
 
 // Starts the loads of row r of a slice; zeros outside the matrix. Rows start at multiples of kBytes. Single values, of
 // 2 bytes, go through registers and have arrived on return.
-template <int kBytes, typename By>
+template <int kBytes>
 __device__ void fetch(const BackwardInputs& in, const Strips& strips, const LoadSlice& load, int r, int to,
-                      BackwardColShared<By>& memory) {
+                      auto& memory) {
   const bool exists = r < load.rows;
   const int64_t offset = exists ? load.offset + r * strips.cols : 0;
 #pragma unroll(kBytes > 2 ? 3 : 1)  // single values of one matrix at a time, or the registers do not suffice
@@ -161,9 +176,9 @@ __device__ void wait_for_row() {
 __device__ int swizzled(int chunk, int line) { return chunk ^ (line / 4 & 7); }
 
 // Quantizes a warp's 32 rows of its columns: 8 lanes exchange maxima until each has one column's scale.
+template <int kChunks, int kBlocks>
 __device__ void scale_warp(const Vector8 (&vectors)[kRowsAtOnce], ScaleRule rule, int block,
-                           uint4 (&codes)[kBlock][BackwardTile::kChunks],
-                           uint8_t (&scales)[kBlock][BackwardTile::kBlocks]) {
+                           uint4 (&codes)[kBlock][kChunks], uint8_t (&scales)[kBlock][kBlocks]) {
   const int lane = threadIdx.x % 32, vector = lane % 4;
   uint32_t words[4];
 #pragma unroll
@@ -207,9 +222,8 @@ struct StoreToKeep {
 
 // Writes a group's 32 staged columns. `rows` of the strip and `cols` of the columns exist; `first` is the index of
 // their first value.
-template <typename By>
-__device__ void write_columns(const BackwardColShared<By>& memory, int which, const BackwardThread& thread,
-                              uint8_t* q_t, uint8_t* sf_t, int64_t first, int64_t pitch, int64_t rows, int64_t cols) {
+__device__ void write_columns(const auto& memory, int which, const BackwardThread& thread, uint8_t* q_t, uint8_t* sf_t,
+                              int64_t first, int64_t pitch, int64_t rows, int64_t cols) {
   const uint32_t index = thread.band * 32 + thread.lane;
   write_lines<BackwardTile::kGroupThreads>(memory.codes[which][thread.group], swizzled,
                                            reinterpret_cast<uint4*>(q_t + first), pitch / 16, cols, rows / 16, index);
@@ -218,12 +232,13 @@ __device__ void write_columns(const BackwardColShared<By>& memory, int which, co
       pitch / kBlock, cols, rows / kBlock, index, StoreToKeep{});
 }
 
-template <bool kRow, int kBytes, typename By>
+template <bool kRow, bool kHidden, int kBytes, typename By>
 __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
     backward_tiles(BackwardInputs in, Strips strips, ScaleRule rule, By by, Outputs dgate_out, Outputs dup_out,
-                   float* dprob) {
+                   Outputs h_out, float* dprob) {
+  using Stage = StripStage<kHidden>;
   extern __shared__ uint4 bytes[];
-  auto& memory = *reinterpret_cast<BackwardColShared<By>*>(bytes);
+  auto& memory = *reinterpret_cast<BackwardColShared<kHidden, By>*>(bytes);
   constexpr int kTileScales = BackwardTile::kCols / kBlock, kTilesPerSector = kSector / kTileScales;
   const BackwardThread thread;
   const int to = thread.to(), from = thread.from();
@@ -239,7 +254,7 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
     const int64_t strip_row = int64_t{strip} * strip_rows;
     const int rows_here = static_cast<int>(min(strips.rows - strip_row, int64_t{strip_rows}));
     const uint32_t height = (rows_here + BackwardTile::kRows - 1) / BackwardTile::kRows;
-    for (int row = threadIdx.x; row < BackwardTile::kStripRows; row += BackwardTile::kThreads)
+    for (int row = threadIdx.x; row < Stage::kRows; row += BackwardTile::kThreads)
       memory.prob[row] = row < rows_here && in.prob ? in.prob[strip_row + row] : 1.0f;
     __syncthreads();
     for (uint32_t across = 0; across < strips.tiles_across; ++across) {
@@ -262,6 +277,8 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
           fetch<kBytes>(in, strips, load, (r + kAhead<kRow>) % kRowsAtOnce, to, memory);
           const auto& [dh, gate, up] = memory.ring[r];
           backward(dh[from], gate[from], up[from], memory.table, by, prob[r], dgate[r], dup[r], sums[r]);
+          if constexpr (kHidden)
+            memory.hidden[r][threadIdx.x] = hidden(gate[from], up[from], memory.table, by, prob[r]);
         }
         exchange_halves<2, 2>(sums, [](float a, float b) { return a + b; });
         float& sum = memory.sums[thread.group][down * BackwardTile::kRows + thread.band * kBlock + thread.lane];
@@ -280,13 +297,20 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
         };
         quantize(dgate, dgate_out.q, 0);
         quantize(dup, dup_out.q, 1);
+        if constexpr (kHidden) {
+          Vector8 h[kRowsAtOnce];
+#pragma unroll
+          for (int r = 0; r < kRowsAtOnce; ++r) h[r] = memory.hidden[r][threadIdx.x];
+          scale_warp(h, rule, block, memory.codes[2][thread.group], memory.col_scales[2][thread.group]);
+        }
         if (down + 1 == height) {
           thread.sync_group();
           const int64_t col = tile_col + thread.group * kBlock, first = col * strips.rows + strip_row;
-#pragma unroll 1  // the addresses of both do not fit in the registers
-          for (int which = 0; which < 2; ++which)
-            write_columns(memory, which, thread, which ? dup_out.q_t : dgate_out.q_t,
-                          which ? dup_out.sf_t : dgate_out.sf_t, first, strips.rows, rows_here, strips.cols - col);
+#pragma unroll 1  // the addresses of all do not fit in the registers
+          for (int which = 0; which < Stage::kResults; ++which) {
+            const Outputs& out = which == 0 ? dgate_out : which == 1 ? dup_out : h_out;
+            write_columns(memory, which, thread, out.q_t, out.sf_t, first, strips.rows, rows_here, strips.cols - col);
+          }
         }
         strip = next.strip;  // changes after the strip's last tile only
       }
@@ -315,21 +339,23 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
   }
 }
 
-template <bool kRow, int kBytes, typename By>
-void launch(const char* op, const Call& call, const By& by, Outputs dgate, Outputs dup, cudaStream_t stream) {
+template <bool kRow, bool kHidden, int kBytes, typename By>
+void launch(const char* op, const Call& call, const By& by, Outputs dgate, Outputs dup, Outputs h,
+            cudaStream_t stream) {
   if (finished_if_empty(op, call, stream)) return;
   const int64_t rows = call.in[1].dim(0), cols = call.in[1].dim(1), ctas = multiprocessors(op);
   // The taller the better, since tall strips fill more of a sector of sf_t, but only while the CTAs' work stays
   // balanced.
   const auto rounds = [&](int64_t tall) { return ceil_div(ceil_div(rows, tall * BackwardTile::kRows), ctas) * tall; };
-  const int64_t tall = rounds(BackwardTile::kTallest) > rounds(1) ? 1 : BackwardTile::kTallest;
+  constexpr int64_t kTallest = StripStage<kHidden>::kTallest;
+  const int64_t tall = rounds(kTallest) > rounds(1) ? 1 : kTallest;
   const Strips strips{rows, cols, static_cast<uint32_t>(ceil_div(rows, tall * BackwardTile::kRows)),
                       static_cast<uint32_t>(ceil_div(cols, BackwardTile::kCols)), static_cast<uint32_t>(tall)};
-  constexpr auto kKernel = backward_tiles<kRow, kBytes, By>;
-  constexpr int kShared = sizeof(BackwardColShared<By>);
+  constexpr auto kKernel = backward_tiles<kRow, kHidden, kBytes, By>;
+  constexpr int kShared = sizeof(BackwardColShared<kHidden, By>);
   allow_shared_memory<kKernel>(op, stream, kShared);
   launch_kernel(op, kKernel, std::min<int64_t>(strips.count, ctas), BackwardTile::kThreads, kShared, stream,
-                BackwardInputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), by, dgate, dup,
+                BackwardInputs::of(call), strips, ScaleRule(call.attrs[0], call.attrs[1]), by, dgate, dup, h,
                 call.out.back().as<float>());
 }
 
@@ -340,20 +366,29 @@ void swiglu_bwd_col(const Call& call, cudaStream_t stream) {
   const int64_t cols = call.in[0].dim(1);
   with_swiglu(call, [&]<typename By>(const By& by) {
     // Numbers besides silu's need registers, which 4 or 8 bytes at a time leave no room for.
-    const auto launch_single = launch<false, 2, By>;
-    auto launch_widest = cols % 8 == 0 ? launch<false, 16, By> : launch_single;
+    const auto launch_single = launch<false, false, 2, By>;
+    auto launch_widest = cols % 8 == 0 ? launch<false, false, 16, By> : launch_single;
     if constexpr (By::kPlain)
-      if (cols % 8 && cols % 2 == 0) launch_widest = cols % 4 == 0 ? launch<false, 8, By> : launch<false, 4, By>;
+      if (cols % 8 && cols % 2 == 0)
+        launch_widest = cols % 4 == 0 ? launch<false, false, 8, By> : launch<false, false, 4, By>;
     launch_widest("swiglu_bwd_col", call, by, {nullptr, nullptr, out(0), out(1)}, {nullptr, nullptr, out(2), out(3)},
-                  stream);
+                  {}, stream);
   });
 }
 
 void swiglu_bwd_both(const Call& call, cudaStream_t stream) {
   const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
   with_swiglu(call, [&]<typename By>(const By& by) {
-    launch<true, 16, By>("swiglu_bwd_both", call, by, {out(0), out(1), out(2), out(3)},
-                         {out(4), out(5), out(6), out(7)}, stream);
+    launch<true, false, 16, By>("swiglu_bwd_both", call, by, {out(0), out(1), out(2), out(3)},
+                                {out(4), out(5), out(6), out(7)}, {}, stream);
+  });
+}
+
+void swiglu_bwd_all(const Call& call, cudaStream_t stream) {
+  const auto out = [&](int i) { return call.out[i].as<uint8_t>(); };
+  with_swiglu(call, [&]<typename By>(const By& by) {
+    launch<true, true, 16, By>("swiglu_bwd_all", call, by, {out(0), out(1), out(2), out(3)},
+                               {out(4), out(5), out(6), out(7)}, {nullptr, nullptr, out(8), out(9)}, stream);
   });
 }
 

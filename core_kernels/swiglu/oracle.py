@@ -6,6 +6,7 @@
     swiglu_row / _col                         h in bf16, quantized
     swiglu_row_fold                           h in bf16, quantized, folded
     swiglu_bwd_row / _col / _both             dgate and dup in bf16, quantized; then dprob
+    swiglu_bwd_all                            the same of _both, h of swiglu_col; then dprob
     sigmoid64  swiglu64                       the exact functions in fp64, for comparison
 
 gate, up, dh (M, F) bf16; prob (M,) fp32, or (0,) for probabilities of 1. A limit of 0 is none. dgate is zero where gate
@@ -162,6 +163,13 @@ def swiglu_bwd_both(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False
     """-> q, sf, q_t, sf_t of dgate, the same of dup, dprob."""
     dgate, dup, dprob = swiglu_bwd(dh, gate, up, prob, alpha, limit, offset)
     return *(part for x in (dgate, dup) for part in quantize_oracle.quantize_both(x, rounding, satfinite)), dprob
+
+
+def swiglu_bwd_all(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
+    """-> q, sf, q_t, sf_t of dgate, the same of dup, q_t, sf_t of h, dprob."""
+    numbers = rounding, satfinite, alpha, limit, offset
+    *gradients, dprob = swiglu_bwd_both(dh, gate, up, prob, *numbers)
+    return *gradients, *swiglu_col(gate, up, prob, *numbers), dprob
 
 
 def sigmoid64(g: Array) -> Array:

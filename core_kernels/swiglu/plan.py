@@ -6,13 +6,16 @@
 
     dh, gate, up     --swiglu_bwd-----> dgate, dup (M, F) bf16, dprob (M,) fp32
       prob           --swiglu_bwd_row-> quantize_row of each; likewise _col and _both
+                     --swiglu_bwd_all-> quantize_both of each, and quantize_col of h again: gate and up are read once
 
 `prob` of shape (0,) gives every row the weight one. h, dgate and dup are rounded to bf16 before they are quantized,
 so a fused op writes the bytes of the two ops that it replaces. oracle.py defines every byte; only the order of the
 sum dprob is free. plan_fold.py has h folded too.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from ..dispatch import facts
 from ..formats import BLOCK, Rounding, scale_attrs
@@ -34,7 +37,7 @@ from .activation import swiglu_attrs
 UNWEIGHTED = (0,)
 """The shape of `prob` for weights of one."""
 ARRAYS = "gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
-_GRADIENT_ARRAYS = "dh, gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
+GRADIENT_ARRAYS = "dh, gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
 NUMBERS = """alpha, limit, offset: h = (up + offset) * gate * sigmoid(alpha * gate) * prob, of gate clamped to at most
     `limit` and up to [-limit, limit]. alpha is 1/64 to 64; a limit of 0 is none. The gradient of a clamped value is 0.
     """.rstrip()
@@ -88,17 +91,32 @@ def _meta(call: Call, arch: str, block_m: int, block_k: int) -> dict[str, int]:
     return {"F": f, "WEIGHTED": weighted, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": block_m, "BLOCK_K": block_k}
 
 
-def _define(op: str, doc: str, row: bool = False, col: bool = False) -> KernelOp:
+def _compose_all(
+    call: Callable[..., tuple[Any, ...]], dh: Any, gate: Any, up: Any, prob: Any, **options: Any
+) -> tuple[Any, ...]:
+    *gradients, dprob = call(swiglu_bwd_both, dh, gate, up, prob, **options)
+    return *gradients, *call(swiglu_col, gate, up, prob, **options), dprob
+
+
+def _define(op: str, doc: str, row: bool = False, col: bool = False, hidden: bool = False) -> KernelOp:
+    """row, col: the dims along which the results are scaled. hidden: the results of a backward and, along columns, h,
+    of a kernel in CUDA C++ and C++."""
     backward = op.startswith("swiglu_bwd")
     inputs = ("dh", "gate", "up", "prob") if backward else ("gate", "up", "prob")
     scaled = ("_q", "_sf") * row + ("_q_t", "_sf_t") * col
     results = ("dgate", "dup") if backward else ("h",)
-    outputs = (*(f"{name}{part}" for name in results for part in scaled or ("",)), *(("dprob",) if backward else ()))
+    outputs = (
+        *(f"{name}{part}" for name in results for part in scaled or ("",)),
+        *(("h_q_t", "h_sf_t") if hidden else ()),
+        *(("dprob",) if backward else ()),
+    )
 
     def out(*arrays: ArrayType) -> tuple[ArrayType, ...]:
         shape = check_arrays(op, dict(zip(inputs[:-1], arrays[:-1], strict=True)), arrays[-1])
         result = _result_types(op, shape, row, col)
-        return (*result, *result, arrays[-1]) if backward else result
+        if not backward:
+            return result
+        return *result, *result, *(col_types(arrays[0]) if hidden else ()), arrays[-1]
 
     def check(*arrays: ArrayType, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0) -> Signature:
         return Signature(out(*arrays), swiglu_attrs(op, alpha, limit, offset))
@@ -110,6 +128,8 @@ def _define(op: str, doc: str, row: bool = False, col: bool = False) -> KernelOp
         attrs = scale_attrs(op, rounding, satfinite) | swiglu_attrs(op, alpha, limit, offset)
         return Signature(out(*arrays), attrs)
 
+    if hidden:
+        return KernelOp(op, doc, inputs, outputs, check_quantized, lambda call, arch: Tiling(), compose=_compose_all)
     kernel = op.removeprefix("swiglu").removeprefix("_") or "forward"
     tile = partial(_tile_backward, columns=col) if backward else _tile_forward
     return KernelOp(
@@ -162,7 +182,7 @@ swiglu_bwd = _define(
     "swiglu_bwd",
     f"""The gradients of `swiglu`.
 
-    {_GRADIENT_ARRAYS}
+    {GRADIENT_ARRAYS}
     {NUMBERS}
     Returns dgate and dup (M, F) bf16, and dprob (M,) fp32, or (0,) with prob of shape (0,).
 
@@ -173,7 +193,7 @@ swiglu_bwd_row = _define(
     "swiglu_bwd_row",
     f"""`swiglu_bwd` and `quantize_row` of dgate and dup in one pass.
 
-    {_GRADIENT_ARRAYS} F is a multiple of 32.
+    {GRADIENT_ARRAYS} F is a multiple of 32.
     {SCALES}
     {NUMBERS}
     Returns dgate_q (M, F), dgate_sf (M, F/32), dup_q, dup_sf, uint8, and dprob (M,) fp32, or (0,).
@@ -186,7 +206,7 @@ swiglu_bwd_col = _define(
     "swiglu_bwd_col",
     f"""`swiglu_bwd` and `quantize_col` of dgate and dup in one pass.
 
-    {_GRADIENT_ARRAYS} M is a multiple of 32.
+    {GRADIENT_ARRAYS} M is a multiple of 32.
     {SCALES}
     {NUMBERS}
     Returns dgate_q_t (F, M), dgate_sf_t (F, M/32), dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or (0,).
@@ -199,7 +219,7 @@ swiglu_bwd_both = _define(
     "swiglu_bwd_both",
     f"""`swiglu_bwd` and `quantize_both` of dgate and dup in one pass.
 
-    {_GRADIENT_ARRAYS} M and F are multiples of 32.
+    {GRADIENT_ARRAYS} M and F are multiples of 32.
     {SCALES}
     {NUMBERS}
     Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or
@@ -209,4 +229,20 @@ swiglu_bwd_both = _define(
     """,
     row=True,
     col=True,
+)
+swiglu_bwd_all = _define(
+    "swiglu_bwd_all",
+    f"""`swiglu_bwd_both`, and `swiglu_col`, in one pass: what a backward needs that multiplies along both dims.
+
+    {GRADIENT_ARRAYS} M and F are multiples of 32.
+    {SCALES}
+    {NUMBERS}
+    Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, h_q_t and h_sf_t, uint8, and
+    dprob (M,) fp32, or (0,).
+
+    {FAILS}
+    """,
+    row=True,
+    col=True,
+    hidden=True,
 )

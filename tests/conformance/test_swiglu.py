@@ -16,11 +16,11 @@ from .backends import INTERPRETER
 from .cases import BF16, GLUS, NUMBERS, ODD_GLUS, RAGGED_GLUS, UNALIGNED_GLUS, Glu
 
 Ops = Mapping[str, Callable]
-FORWARD, BACKWARD = ("", "_row", "_row_fold", "_col"), ("", "_row", "_col", "_both")
+FORWARD, BACKWARD = ("", "_row", "_row_fold", "_col"), ("", "_row", "_col", "_both", "_all")
 NOT_QUANTIZED = (
-    dict.fromkeys(RAGGED_GLUS, ("_col", "_both"))
-    | dict.fromkeys(ODD_GLUS, ("_row", "_row_fold", "_col", "_both"))
-    | dict.fromkeys(UNALIGNED_GLUS, ("_row", "_row_fold", "_both"))
+    dict.fromkeys(RAGGED_GLUS, ("_col", "_both", "_all"))
+    | dict.fromkeys(ODD_GLUS, ("_row", "_row_fold", "_col", "_both", "_all"))
+    | dict.fromkeys(UNALIGNED_GLUS, ("_row", "_row_fold", "_both", "_all"))
 )
 
 
@@ -79,7 +79,7 @@ def test_other_numbers(ops: Ops, numbers: str, kind: str, name: str) -> None:
     """alpha, limit and offset, on both sides of the limit and for every gate."""
     got = ops[f"swiglu{kind}"](*GLUS[name].forward, **NUMBERS[numbers])
     check.same_bytes(got, expected(f"swiglu{kind}", name, numbers=numbers))
-    kind = "_both" if (kind, name) in EVERY_GATE else kind.removesuffix("_fold")
+    kind = "_all" if (kind, name) in EVERY_GATE else kind.removesuffix("_fold")
     *got, dprob = ops[f"swiglu_bwd{kind}"](*GLUS[name].backward, **NUMBERS[numbers])
     *want, _ = expected(f"swiglu_bwd{kind}", name, numbers=numbers)
     check.same_bytes(tuple(got), tuple(want))
@@ -107,8 +107,9 @@ def test_modes(ops: Ops, name: str, rounding: Rounding, satfinite: bool) -> None
     mode = {"rounding": rounding, "satfinite": satfinite}
     for op in ("swiglu_row", "swiglu_row_fold", "swiglu_col"):
         check.same_bytes(ops[op](*GLUS[name].forward, **mode), expected(op, name, rounding, satfinite))
-    got = ops["swiglu_bwd_both"](*GLUS[name].backward, **mode)
-    check.same_bytes(got[:-1], expected("swiglu_bwd_both", name, rounding, satfinite)[:-1])
+    for op in ("swiglu_bwd_both", "swiglu_bwd_all"):
+        got = ops[op](*GLUS[name].backward, **mode)
+        check.same_bytes(got[:-1], expected(op, name, rounding, satfinite)[:-1])
 
 
 def bf16s(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
@@ -129,7 +130,10 @@ def test_fusing_changes_no_byte(ops: Ops, data: st.DataObject, weighted: bool, r
         check.same_bytes(
             ops[f"swiglu{kind}"](gate, up, prob, rounding=rounding), ops[f"quantize{kind}"](h, rounding=rounding)
         )
-    for kind in BACKWARD[1:]:
+    *of_all, _ = ops["swiglu_bwd_all"](dh, gate, up, prob, rounding=rounding)
+    *of_both, _ = ops["swiglu_bwd_both"](dh, gate, up, prob, rounding=rounding)
+    check.same_bytes(of_all, (*of_both, *ops["swiglu_col"](gate, up, prob, rounding=rounding)))
+    for kind in ("_row", "_col", "_both"):
         quantize = ops[f"quantize{kind}"]
         fused = ops[f"swiglu_bwd{kind}"](dh, gate, up, prob, rounding=rounding)[:-1]
         check.same_bytes(fused, (*quantize(dgate, rounding=rounding), *quantize(dup, rounding=rounding)))

@@ -91,7 +91,7 @@ _OF_MATRICES = (
 )
 _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold", "permute_mx_col_fold"),
-    *("quantize_matrix_fold", "swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both"),
+    *("quantize_matrix_fold", "swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both", "swiglu_bwd_all"),
 )
 _CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
 
@@ -141,18 +141,19 @@ CASES = {
     "combine_bwd_row": _case("combine_bwd_row", inputs.combine_bwd_row),
     "combine_bwd_unweighted": _case("combine_bwd", inputs.unweighted(inputs.combine_bwd)),
     **{f"swiglu{to}": _case(f"swiglu{to}", inputs.swiglu) for to in ("", "_row", "_row_fold", "_col")},
-    **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", inputs.swiglu_bwd) for to in ("", "_row", "_col", "_both")},
+    **{f"swiglu_bwd{to}": _case(f"swiglu_bwd{to}", inputs.swiglu_bwd) for to in ("", "_row", "_col", "_both", "_all")},
     **{
         f"swiglu{to}_clamped": _case(f"swiglu{to}", inputs.swiglu, **_CLAMPED)
         for to in ("", "_row", "_row_fold", "_col")
     },
     **{
         f"swiglu_bwd{to}_clamped": _case(f"swiglu_bwd{to}", inputs.swiglu_bwd, **_CLAMPED)
-        for to in ("", "_row", "_col", "_both")
+        for to in ("", "_row", "_col", "_both", "_all")
     },
     "swiglu_unweighted": _case("swiglu", inputs.unweighted(inputs.swiglu)),
     "swiglu_row_fold_unweighted": _case("swiglu_row_fold", inputs.unweighted(inputs.swiglu)),
     "swiglu_bwd_unweighted": _case("swiglu_bwd", inputs.unweighted(inputs.swiglu_bwd)),
+    "swiglu_bwd_all_unweighted": _case("swiglu_bwd_all", inputs.unweighted(inputs.swiglu_bwd)),
     "grouped_mm_mx": _case("grouped_mm_mx", inputs.grouped_mm_mx),
     "grouped_mm_bf16": _case("grouped_mm_bf16", inputs.grouped_mm_bf16),
     "grouped_wgrad_mx": Case("grouped_wgrad_mx", inputs.grouped_wgrad_mx, multiple=32),

@@ -51,7 +51,7 @@ def test_quantize_both_equals_row_and_col_on_large_inputs(dtype: torch.dtype, sh
     assert all(torch.equal(g.view(torch.uint8), w.view(torch.uint8)) for g, w in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("to", ["", "_row", "_col", "_both"])
+@pytest.mark.parametrize("to", ["", "_row", "_col", "_both", "_all"])
 def test_dprob_of_rows_without_columns_is_zero(to: str) -> None:
     """More rows than one wave of CTAs processes."""
     prob = torch.ones(64_000, device=DEVICE)

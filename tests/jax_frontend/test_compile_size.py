@@ -42,7 +42,7 @@ def gradient_of(depth: int, recipe: str) -> Any:
         (
             "mxfp8",
             {"permute_rows": 2, "permute_mx": 2, "quantize_both": 3, "quantize_col": 2, "quantize_row_packed": 2}
-            | {"swiglu_row": 1, "swiglu_col": 1, "swiglu_bwd_both": 1, "dequantize": 18},
+            | {"swiglu_row": 1, "swiglu_bwd_all": 1, "dequantize": 18},
         ),
     ],
 )

@@ -181,7 +181,7 @@ def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_inpu
         },
         "mxfp8": {
             "quantize_row": 1, "quantize_col": 1, "quantize_both": 3 + 1, "grouped_mm_mx": 6,
-            "grouped_wgrad_mx": 3, "swiglu_row": 1, "swiglu_col": 1, "swiglu_bwd_both": 1,
+            "grouped_wgrad_mx": 3, "swiglu_row": 1, "swiglu_bwd_all": 1,
         },
         "mxfp8_wgrad_with_hp fold": {
             "quantize_row_fold": 1 + 3, "quantize_matrix_fold": 3, "grouped_mm_fold": 2,
@@ -194,7 +194,7 @@ def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_inpu
             "quantize_both_fold": 2, "quantize_matrix_fold": 3,
             "fold_rows": 2, "fold_groups": 3, "grouped_mm_fold": 2, "grouped_mm_fold_pair": 1,
             "grouped_mm_fold_sum": 1, "grouped_wgrad_fold": 1, "grouped_wgrad_fold_pair": 1,
-            "swiglu_row_fold": 1, "swiglu_col": 1, "swiglu_bwd_both": 1,
+            "swiglu_row_fold": 1, "swiglu_bwd_all": 1,
         },
     }  # fmt: skip
     assert kernels(run, X, W1, W3, W2, PROB) == expected[recipe]

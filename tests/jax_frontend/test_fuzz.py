@@ -226,6 +226,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.sort_by_expert": {"expert_ids": IDS, "num_experts": G},
     "ops.swiglu": {**GLU, **NUMBERS},
     "ops.swiglu_bwd": {"dh": GATE, **GLU, **NUMBERS},
+    "ops.swiglu_bwd_all": {"dh": GATE, **GLU, **SCALES, **NUMBERS},
     "ops.swiglu_bwd_both": {"dh": GATE, **GLU, **SCALES, **NUMBERS},
     "ops.swiglu_bwd_col": {"dh": GATE, **GLU, **SCALES, **NUMBERS},
     "ops.swiglu_bwd_row": {"dh": GATE, **GLU, **SCALES, **NUMBERS},

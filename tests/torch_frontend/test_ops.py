@@ -65,6 +65,7 @@ CASES: dict[str, Callable[[], tuple]] = {
     "swiglu_bwd_row": lambda: (*glu(5, 64, weighted=False), 1),
     "swiglu_bwd_col": lambda: glu(64, 7),
     "swiglu_bwd_both": lambda: (*glu(32, 64), 0, True),
+    "swiglu_bwd_all": lambda: (*glu(32, 64), 0, True),
     "combine": lambda: (rows(5, 7), SLOTS, torch.rand(2, 2), "float32"),
     "combine_bwd": lambda: (rows(2, 7), rows(5, 7), SLOTS, ORDER, torch.zeros(0)),
     "grouped_mm_mx": lambda: (*mx(80, 64), *mx(3, 96, 64), ENDS),
