@@ -114,16 +114,21 @@ class _PackedFFN(torch.autograd.Function):
 
         dout: Any = grads[0]
         ddown_bias = bias_gradient(dout, group_ends) if need_down_bias else None
-        if need_down:
-            h_tokens = MX(*ops.swiglu_col(*glu, rounding, False, *numbers)) if wgrad_mx else ops.swiglu(*glu, *numbers)
-            dout_tokens = dout
-            if wgrad_mx:
-                dout, dout_tokens = output_gradient_operands(dout, form, rounding, group_ends)
-            ddown = call.weight_gradient(dout_tokens, tokens(h_tokens), group_ends, ctx.dtypes[2])
+        dout_tokens, of = dout, None
+        if need_down and wgrad_mx:
+            dout, dout_tokens = output_gradient_operands(dout, form, rounding, group_ends)
         if need_x or need_gate_up or need_prob or need_bias:
             last_n = along_n(last, form, rounding) if isinstance(last, Tensor) else last
             dh = product(rows(dout), last_n, group_ends, BF16)
-            of = _swiglu_gradient(dh, glu, call, group_ends, need_x, need_gate_up, need_bias)
+            of = _swiglu_gradient(dh, glu, call, group_ends, need_x, need_gate_up, need_bias, need_down)
+        if need_down:
+            h_tokens: Any = of.hidden if of else None
+            if h_tokens is None:
+                h_tokens = (
+                    MX(*ops.swiglu_col(*glu, rounding, False, *numbers)) if wgrad_mx else ops.swiglu(*glu, *numbers)
+                )
+            ddown = call.weight_gradient(dout_tokens, tokens(h_tokens), group_ends, ctx.dtypes[2])
+        if of:
             dprob = of.dprob
             if need_x:
                 first_n = along_n(first, form, rounding) if isinstance(first, Tensor) else first
@@ -166,13 +171,15 @@ class _Gradient(NamedTuple):
     tokens: Any
     values: Any
     dprob: Tensor
+    hidden: MX | None = None
 
 
 def _swiglu_gradient(
     dh: Tensor, glu: tuple[Tensor, ...], call: PackedCall, group_ends: Tensor, need_rows: bool, need_tokens: bool,
-    need_values: bool,
+    need_values: bool, need_hidden: bool,
 ) -> _Gradient:  # fmt: skip
-    """MX where the kernel of SwiGLU quantizes them, values where no kernel does."""
+    """MX where the kernel of SwiGLU quantizes them, values where no kernel does; h along the tokens where the same
+    kernel writes it."""
     options, arguments = call.options, (dh, *glu, call.options.rounding, False, *call.numbers)
 
     def rows_of(q: Tensor, sf: Tensor, q_up: Tensor, sf_up: Tensor) -> Any:
@@ -182,9 +189,10 @@ def _swiglu_gradient(
 
     if is_mx(options.form) and not (call.interleaved or need_values):
         if options.wgrad_mx and need_tokens and need_rows:
-            q, sf, q_t, sf_t, q_up, sf_up, q_up_t, sf_up_t, dprob = ops.swiglu_bwd_both(*arguments)
+            op = ops.swiglu_bwd_all if need_hidden else ops.swiglu_bwd_both
+            q, sf, q_t, sf_t, q_up, sf_up, q_up_t, sf_up_t, *hidden, dprob = op(*arguments)
             tokens = MX(torch.cat([q_t, q_up_t]), torch.cat([sf_t, sf_up_t]))
-            return _Gradient(rows_of(q, sf, q_up, sf_up), tokens, None, dprob)
+            return _Gradient(rows_of(q, sf, q_up, sf_up), tokens, None, dprob, MX(*hidden) if hidden else None)
         if options.wgrad_mx and need_tokens:
             q_t, sf_t, q_up_t, sf_up_t, dprob = ops.swiglu_bwd_col(*arguments)
             return _Gradient(None, MX(torch.cat([q_t, q_up_t]), torch.cat([sf_t, sf_up_t])), None, dprob)
