@@ -119,18 +119,18 @@ def same(one: list[Tensor | None], other: list[Tensor | None], what: object) -> 
 @contextmanager
 def addresses_of_a_gpu() -> Iterator[None]:
     """Ops refuse an address that is no multiple of 16 bytes, on a CPU too."""
-    real = torch_frontend._call.prepare
+    real = torch_frontend._call.layouts
 
-    def prepare(op, tensors, *rest):
-        for name, value in zip(op.inputs, tensors, strict=True):
-            assert value.data_ptr() % 16 == 0, (op.name, name, value.shape, value.storage_offset())
-        return real(op, tensors, *rest)
+    def layouts(tensors):
+        for value in tensors:
+            assert value.data_ptr() % 16 == 0, (value.shape, value.dtype, value.storage_offset())
+        return real(tensors)
 
-    torch_frontend._call.prepare = prepare
+    torch_frontend._call.layouts = layouts
     try:
         yield
     finally:
-        torch_frontend._call.prepare = real
+        torch_frontend._call.layouts = real
 
 
 @addresses_of_a_gpu()
