@@ -122,13 +122,17 @@ def into(
     return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
+# Read once: `KernelOp.options` inspects a signature, which takes longer than the rest of a call.
+_DEFAULTS = {name: {option: p.default for option, p in op.options.items()} for name, op in OPS.items()}
+
+
 def _by_position(op: KernelOp, options: dict[str, Any]) -> tuple[Any, ...]:
     """The values of the op's options, up to the last of the given ones."""
     values: list[Any] = []
-    for name, option in op.options.items():
-        if len(options) == 0:
+    for name, default in _DEFAULTS[op.name].items():
+        if not options:
             break
-        values.append(options.pop(name, option.default))
+        values.append(options.pop(name, default))
     if options:
         raise TypeError(f"{op.name}: has no option {', '.join(options)}")
     return tuple(values)
