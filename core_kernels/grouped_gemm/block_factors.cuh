@@ -6,7 +6,11 @@
 // takes the place of the addition; a thread has two factors per half of its rows. A factor per column too would cost
 // half of the product's rate.
 //
-// A thread loads the scales of its four rows itself, two stages ahead: memory takes longer than one.
+//   memory --four stages ahead--> one number per row and lane of four --x square--> factors of four stages
+//                                                                        shuffle --> the stage's factor
+//
+// The four lanes of a row hold the factors of four stages, one each. Shuffles run one product ahead: behind the wait
+// for a product they would delay its additions.
 #pragma once
 
 #include "cuda/sm90.cuh"
@@ -18,42 +22,43 @@ class BlockFactors {
  public:
   // `row`: of the tile, the thread's first; the others are 8, 64 and 72 behind it. Rows past the array take the scale
   // of its last row; they are not stored.
-  __device__ BlockFactors(const Problem& p, const Tile& tile, int row) : p_(p) {
-    const int blocks = (p.depth + kTileK - 1) / kTileK, squares = (p.cols + kTileN - 1) / kTileN;
+  __device__ BlockFactors(const Problem& p, const Tile& tile, int row)
+      : p_(p), last_((p.depth + kTileK - 1) / kTileK - 1), at_(threadIdx.x % kTogether) {
+    const int blocks = last_ + 1, squares = (p.cols + kTileN - 1) / kTileN;
     const int group = tile.b_row / p.cols, square = (tile.b_row - group * p.cols) / kTileN + group * squares;
 #pragma unroll
     for (int i = 0; i < 4; ++i) row_[i] = min(tile.row_scale + row + i / 2 * 64 + i % 2 * 8, p.rows - 1) * blocks;
-    // The addend is 0, which the compiler does not know. It takes a value that all lanes share into a uniform register
-    // at once, and waits for the load.
-    square_ = (tile.cols > 0 ? square * blocks : 0) + (row_[0] >> 31);
-    next_ = fetch(blocks > 1);
-    later_ = fetch(blocks > 2);
+    square_ = tile.cols > 0 ? square * blocks : 0;
+    fetch();
+    reach(0);
   }
 
-  // The factors of a stage: two of each half of 64 rows. `more`: at least three stages follow.
-  __device__ __forceinline__ void take(float (&factor)[2][2], bool more) {
+  // Called while a product runs, before the factors of the stage at `k` are taken.
+  __device__ __forceinline__ void reach(int k) {
+    stage_ = k / kTileK % kTogether;
+    if (stage_ == 0) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = next_.row[i] * next_.square;
-    next_ = later_;
-    later_ = fetch(more);
+      for (int i = 0; i < 4; ++i) factors_[i] = next_[i] * next_square_;
+      fetch();
+    }
+  }
+
+  // The two factors of one half of 64 rows.
+  __device__ __forceinline__ void take(float (&factor)[2], int half) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factor[i] = __shfl_sync(~0u, factors_[half * 2 + i], stage_, kTogether);
   }
 
  private:
-  struct Scales {
-    float square, row[4];
-  };
+  static constexpr int kTogether = 4;  // stages, and the lanes of a row
 
-  // The scales of a stage; the next call's are those of the next stage if there are `more`.
-  __device__ __forceinline__ Scales fetch(bool more) {
-    Scales scales;
-    scales.square = load(p_.block_scale.square, square_);
-    square_ += more;
+  // The scales of the next four stages; past the end those of the last.
+  __device__ __forceinline__ void fetch() {
+    const int at = min(at_, last_);
+    at_ += kTogether;
+    next_square_ = load(p_.block_scale.square, square_ + at);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scales.row[i] = load(p_.block_scale.row, row_[i]);
-      row_[i] += more;
-    }
-    return scales;
+    for (int i = 0; i < 4; ++i) next_[i] = load(p_.block_scale.row, row_[i] + at);
   }
   static __device__ __forceinline__ float load(const float* from, int at) {
     float scale;
@@ -62,8 +67,10 @@ class BlockFactors {
   }
 
   const Problem& p_;
-  int square_, row_[4];  // where those of the next fetch are
-  Scales next_, later_;
+  int last_, at_;        // the last stage; this lane's stage of the next fetch
+  int stage_;            // reached, of four
+  int square_, row_[4];  // where their first scales are
+  float factors_[4], next_square_, next_[4];
 };
 
 }  // namespace mxep::cuda::sm90

@@ -160,6 +160,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 
     using Factors = std::conditional_t<kBlocks, BlockFactors, NoFactors>;
     [[maybe_unused]] Factors blocks(p, tile, row + lane / 4);
+    [[maybe_unused]] float factor[2][2];  // of either half's next product
+    if constexpr (kBlocks) blocks.take(factor[0], 0);
     float sum[2][64] = {};
     int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
     int look = kSpan;  // the next token where a note is read
@@ -175,15 +177,15 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       }
       for (int k = 0; k < depth; k += kTileK) {
         barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
-        [[maybe_unused]] float factor[2][2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float partial[64];
           start(partial, a + half * (64 * kTileK / 16), b);
           if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
           if constexpr (kBlocks)
-            if (half == 0) blocks.take(factor, k + 3 * kTileK < depth);
+            if (half == 1) blocks.reach(k + kTileK);
           wgmma_wait();
+          if constexpr (kBlocks) blocks.take(factor[1 - half], 1 - half);
           if (half == 1) {
             if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
             ring.advance();
