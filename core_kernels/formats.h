@@ -12,7 +12,7 @@ inline constexpr int kSquare = 128;
 inline constexpr uint32_t kSmallestScale = 0x00800000u;
 // Octaves between the scale of a group's first span and the scale that the span needs. A later span then seldom needs a
 // larger scale, which the product would have to rescale its accumulator for.
-inline constexpr int kHeadroom = 2;
+inline constexpr int kHeadroom = 3;
 
 inline constexpr uint32_t kE4m3Nan = 0x7F;
 inline constexpr uint32_t kE8m0Max = 254, kE8m0Nan = 255;

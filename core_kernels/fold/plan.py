@@ -8,7 +8,7 @@ row_sf is the largest scale byte of the row and qf = RTNE(q * 2^(sf - row_sf)). 
 row_sf is chosen and becomes NaN elements, 0x7F; the other blocks keep their values. row_sf is 255 only for a row of NaN
 blocks alone.
 
-`fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, plus two
+`fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, plus three
 octaves in the first span, so that later spans seldom raise the scale. It is written in one pass over the group, before
 the largest byte of the group is known; a product rescales its accumulator where the scale increases.
 
@@ -103,13 +103,13 @@ fold_groups = KernelOp(
     q: (R, M) E4M3. sf: (R, M/32) E8M0. Both uint8; M, the tokens, is a multiple of 32.
     group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
     Returns qf (R, M) E4M3 and span_sf (M // 256 + G, R) E8M0, as uint8. A scale is the largest so far in the group,
-    plus two octaves in its first span; group g begins at slot start // 256 + g. Columns past the last end and unused
+    plus three octaves in its first span; group g begins at slot start // 256 + g. Columns past the last end and unused
     slots are 0.
 
     >>> q, sf = xp.full((1, 512), 0x70, dtype=xp.uint8), xp.asarray([[100] * 8 + [104] * 8], dtype=xp.uint8)
     >>> qf, span_sf = ops.fold_groups(q, sf, xp.asarray([512], dtype=xp.int32))
-    >>> span_sf[:, 0].tolist(), qf[0, ::256].tolist()  # 128 becomes 32 under 2^2, and stays 128
-    ([102, 104, 0], [96, 112])
+    >>> span_sf[:, 0].tolist(), qf[0, ::256].tolist()  # 128 becomes 16 under 2^3, and stays 128
+    ([103, 104, 0], [88, 112])
 
     Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
     """,

@@ -104,8 +104,8 @@ quantize_both_fold = KernelOp(
 
     >>> x = xp.asarray([[4.0] * 64] + [[1.0] * 64] * 31)
     >>> qf, row_sf, qf_t, span_sf = ops.quantize_both_fold(x, xp.asarray([32], dtype=xp.int32))
-    >>> row_sf[:2].tolist(), span_sf[:, 0].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus two octaves
-    ([121, 119], [123])
+    >>> row_sf[:2].tolist(), span_sf[:, 0].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
+    ([121, 119], [124])
 
     Raises ValueError (shape, rounding, on a CPU also the ends) or TypeError (dtype).
     """,

@@ -106,8 +106,8 @@ permute_mx_col_fold = KernelOp(
     >>> packed = ops.quantize_row_packed(xp.full((1, 32), 4.0))
     >>> row_map = xp.asarray([-1] * 31 + [0], dtype=xp.int32)
     >>> qf_t, span_sf = ops.permute_mx_col_fold(packed, row_map, xp.asarray([32], dtype=xp.int32))
-    >>> span_sf[0, :2].tolist(), qf_t[0, 30:].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus two octaves
-    ([123, 123], [0, 104])
+    >>> span_sf[0, :2].tolist(), qf_t[0, 30:].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
+    ([124, 124], [0, 96])
 
     Raises ValueError (shape, rounding, on a CPU also the ends and a row that does not exist) or TypeError (dtype).
     """,

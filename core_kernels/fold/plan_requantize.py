@@ -71,8 +71,8 @@ requantize_col_fold = KernelOp(
 
     >>> q, sf = ops.quantize_row(xp.asarray([[4.0] * 32] + [[1.0] * 32] * 31))
     >>> qf_t, span_sf = ops.requantize_col_fold(q, sf, xp.asarray([32], dtype=xp.int32))
-    >>> span_sf[0, :2].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus two octaves
-    [123, 123]
+    >>> span_sf[0, :2].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
+    [124, 124]
 
     Raises ValueError (shape, rounding, on a CPU also the ends) or TypeError (dtype).
     """,

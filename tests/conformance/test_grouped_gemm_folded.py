@@ -69,22 +69,22 @@ def test_fold_groups_of_no_columns_or_no_rows(ops: Ops) -> None:
 
 
 def test_groups_are_independent(ops: Ops) -> None:
-    """A first span has two octaves of headroom; a NaN block sets no scale; slots and columns without a group are 0."""
+    """A first span has three spare octaves; a NaN block sets no scale; slots and columns without a group are 0."""
     q = np.full((1, 14 * BLOCK), 0x38, np.uint8)  # 1.0
     first, second = [100, 102, *[255] * 6], [103, 110]
     sf = np.uint8([[*first, *second, 255, 180, 0, 200]])
     qf, span_sf = ops["fold_groups"](q, sf, np.int32([320, 320, 352, 416]))
-    np.testing.assert_array_equal(span_sf, [[104], [110], [0], [0], [182]])
-    codes = [0x18, 0x28, *[0x7F] * 6, 0x04, 0x38, 0x7F, 0x28, 0, 0]
+    np.testing.assert_array_equal(span_sf, [[105], [110], [0], [0], [183]])
+    codes = [0x10, 0x20, *[0x7F] * 6, 0x04, 0x38, 0x7F, 0x20, 0, 0]
     np.testing.assert_array_equal(qf[0], np.repeat(np.uint8(codes), BLOCK))
 
 
 def test_a_scale_rises_only_above_the_headroom(ops: Ops) -> None:
-    """Two octaves more in the second span leave the scale, three raise it by one; it never decreases."""
+    """Three octaves more in the second span leave the scale, four raise it by one; it never decreases."""
     q = np.full((2, 3 * SPAN), 0x38, np.uint8)
-    sf = np.repeat(np.uint8([[100, 102, 90], [100, 103, 90]]), SPAN // BLOCK, axis=1)
+    sf = np.repeat(np.uint8([[100, 103, 90], [100, 104, 90]]), SPAN // BLOCK, axis=1)
     _, span_sf = ops["fold_groups"](q, sf, np.int32([3 * SPAN]))
-    np.testing.assert_array_equal(span_sf.T, [[102, 102, 102, 0], [102, 103, 103, 0]])
+    np.testing.assert_array_equal(span_sf.T, [[103, 103, 103, 0], [103, 104, 104, 0]])
 
 
 # --- the products ---------------------------------------------------------------------------------------
