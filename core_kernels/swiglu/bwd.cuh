@@ -27,15 +27,17 @@ inline bool finished_if_empty(const char* op, const Call& call, cudaStream_t str
   return true;
 }
 
-// Adds the contribution of these values to their row's dprob to `sum`.
+// Adds the contribution of these values to their row's dprob to `sum`. h: where the values of h go, or null.
 template <typename By>
 __device__ void backward(const Vector8& dh, const Vector8& gate, const Vector8& up, const SigmoidTable<By>& table,
-                         const By& by, float prob, Vector8& dgate, Vector8& dup, float& sum) {
-  const auto one = [&](float g, float u, float d, float sigmoid, float& new_gate, float& new_up) {
+                         const By& by, float prob, Vector8& dgate, Vector8& dup, float& sum, Vector8* h = nullptr) {
+  const auto one = [&](float g, float u, float d, float sigmoid, float& new_gate, float& new_up, float& new_h) {
     const Gated of = gated(g, u, sigmoid, by);
     const float steep = By::kPlain ? of.silu : __fmul_rn(of.silu, by.alpha);
     const float slope = __fadd_rn(sigmoid, __fmul_rn(steep, __fsub_rn(1.0f, sigmoid)));
-    sum = __fmaf_rn(d, __fmul_rn(of.silu, of.up), sum);
+    const float product = __fmul_rn(of.silu, of.up);
+    sum = __fmaf_rn(d, product, sum);
+    new_h = __fmul_rn(product, prob);
     d = __fmul_rn(d, prob);
     new_up = __fmul_rn(d, of.silu);
     new_gate = __fmul_rn(__fmul_rn(d, of.up), slope);
@@ -47,10 +49,11 @@ __device__ void backward(const Vector8& dh, const Vector8& gate, const Vector8& 
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     const Bf16x2 g = gate.at[p], u = up.at[p], d = dh.at[p];
-    float low, high, gates[2], ups[2];
+    float low, high, gates[2], ups[2], hs[2];
     table.look_up(g, by, low, high);
-    one(g.low(), u.low(), d.low(), low, gates[0], ups[0]);
-    one(g.high(), u.high(), d.high(), high, gates[1], ups[1]);
+    one(g.low(), u.low(), d.low(), low, gates[0], ups[0], hs[0]);
+    one(g.high(), u.high(), d.high(), high, gates[1], ups[1], hs[1]);
+    if (h) h->at[p] = round_to_bf16(hs[0], hs[1]);
     dgate.at[p] = round_to_bf16(gates[0], gates[1]);
     dup.at[p] = round_to_bf16(ups[0], ups[1]);
   }

@@ -276,9 +276,10 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
           if (r == kRowsAtOnce - kAhead<kRow>) load = LoadSlice::of(strips, next, thread);
           fetch<kBytes>(in, strips, load, (r + kAhead<kRow>) % kRowsAtOnce, to, memory);
           const auto& [dh, gate, up] = memory.ring[r];
-          backward(dh[from], gate[from], up[from], memory.table, by, prob[r], dgate[r], dup[r], sums[r]);
-          if constexpr (kHidden)
-            memory.hidden[r][threadIdx.x] = hidden(gate[from], up[from], memory.table, by, prob[r]);
+          Vector8 h;
+          backward(dh[from], gate[from], up[from], memory.table, by, prob[r], dgate[r], dup[r], sums[r],
+                   kHidden ? &h : nullptr);
+          if constexpr (kHidden) memory.hidden[r][threadIdx.x] = h;
         }
         exchange_halves<2, 2>(sums, [](float a, float b) { return a + b; });
         float& sum = memory.sums[thread.group][down * BackwardTile::kRows + thread.band * kBlock + thread.lane];
