@@ -2,12 +2,13 @@
 
     inputs --torch--> y and gradients --SQNR against bf16--> events:    run | plain torch bf16
             '-JAX---> y and gradients --SQNR against bf16--> programs:  JAX | torch | plain torch bf16 | ragged_dot
+    torch, captured --replay--> y and gradients --SQNR--> events:    replay | replay of plain torch bf16
 
 JAX with held weights runs the forward and backward together only: a compilation takes as long as the measurement.
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -42,13 +43,14 @@ PLAIN, RAGGED_DOT = "plain_torch_bf16", "ragged_dot"
 # XLA holds several dense operands of a layer on ragged_dot at once: with 7 GiB each they fit into 139 GiB, with 16 GiB
 # each they do not.
 MAX_RAGGED_DOT_NBYTES = 8 << 30
+HELD, GRAPH = {"weights": "held"}, {"launch": "graph"}
 
 
 def layer_lines(
-    inputs: LayerInputs, op: str, frontend: str, held: bool, samples: Mapping[str, Sample], peak: int | None,
-    error: Error,
+    inputs: LayerInputs, op: str, frontend: str, how: Mapping[str, str], samples: Mapping[str, Sample],
+    peak: int | None, error: Error,
 ) -> Iterator[Line]:  # fmt: skip
-    """One line for each peer among the samples."""
+    """One line for each peer among the samples. how: weights="held" or launch="graph", part of the case."""
     ours = samples["run"]
     for name, theirs in samples.items():
         if name == "run":
@@ -56,7 +58,7 @@ def layer_lines(
         yield Line(
             op=op,
             frontend=frontend,
-            case={**inputs.shape._asdict(), "recipe": RECIPE, **({"weights": "held"} if held else {})},
+            case={**inputs.shape._asdict(), "recipe": RECIPE, **how},
             us=ours.us,
             spread=ours.spread,
             n=ours.n,
@@ -81,7 +83,31 @@ def torch_lines(
         for op in named:
             peak = device_timing.peak_nbytes(ours[op])
             samples = each({"run": ours[op], PLAIN: plain[op]})
-            yield from layer_lines(inputs, op, "torch", held, samples, peak, error)
+            yield from layer_lines(inputs, op, "torch", HELD if held else {}, samples, peak, error)
+
+
+def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors]:
+    """A function that replays the step from a CUDA graph, and the outputs that every replay overwrites."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # compiles and fills caches, which a graph must not
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    return graph.replay, outputs
+
+
+def graph_lines(inputs: LayerInputs, reference: Tensors, each: Each) -> Iterator[Line]:
+    """Forward and backward of torch's layer and of the plain one, both in a CUDA graph."""
+    op = "moe_layer_fwd_bwd"
+    ours, plain = (torch_programs(layer(inputs), inputs)[op] for layer in (our_torch_layer, plain_torch_layer))
+    (replay, outputs), (replay_plain, _) = captured(ours), captured(plain)
+    replay()
+    error = check(inputs, reference, outputs)
+    yield from layer_lines(inputs, op, "torch", GRAPH, each({"run": replay, PLAIN: replay_plain}), None, error)
 
 
 def _ragged_dot(inputs: LayerInputs, op: str) -> device_timing.Program:
@@ -121,7 +147,7 @@ def jax_lines(
             memory: Any = getattr(program, "memory_analysis", lambda: None)()
             peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
             samples = device_timing.programs(candidates, least_calls=2)
-            yield from layer_lines(inputs, op, "jax", held, samples, peak, error)
+            yield from layer_lines(inputs, op, "jax", HELD if held else {}, samples, peak, error)
 
 
 def lines(
@@ -137,6 +163,9 @@ def lines(
                 torch.cuda.empty_cache()  # memory for JAX
                 in_jax = jax_lines(inputs, reference, named, held, device, failures)
                 yield from guarded(f"{what} in JAX", in_jax, failures)
+            if device == "cuda" and "moe_layer_fwd_bwd" in named:
+                what = f"moe_layer {tuple(shape)}, in a graph"
+                yield from guarded(what, graph_lines(inputs, reference, each), failures)
             del inputs, reference
         gc.collect()
         torch.cuda.empty_cache()

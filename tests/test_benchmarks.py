@@ -85,6 +85,19 @@ def test_the_layer_is_checked_compared_and_reported(tmp_path: Path, monkeypatch:
     assert table_moe_layer.table([row for row in rows if row["frontend"] == "jax"]).count("\n| forward") == 3
 
 
+def test_a_layer_in_a_graph_has_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no graphs: here a replay is the step itself."""
+    monkeypatch.setattr(gpu_moe_layer, "captured", lambda step: (step, step()))
+    inputs = moe_layer.layer_inputs(shapes.TINY.moe_layers[0], "cpu")
+    reference = moe_layer.torch_programs(moe_layer.plain_torch_layer(inputs, torch.float32), inputs)
+    each = partial(timing.interleaved, rounds=1)
+    (line,) = gpu_moe_layer.graph_lines(inputs, reference["moe_layer_fwd_bwd"](), each)
+    assert (line.frontend, line.case["launch"], line.peer) == ("torch", "graph", "plain_torch_bf16")
+    assert line.error["sqnr_db"] >= moe_layer.MIN_SQNR_DB
+    rows = recorded([line], tmp_path, monkeypatch)
+    assert "| quantized in every step, in a CUDA graph |" in table_moe_layer.table(rows)
+
+
 def test_a_peer_that_fails_loses_its_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(*_: Any) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED")

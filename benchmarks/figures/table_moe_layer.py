@@ -19,6 +19,11 @@ def _sizes(row: Row) -> str:
     return ", ".join(str(row["case"][name]) for name in ("tokens", "dim", "hidden_dim", "num_experts", "top_k"))
 
 
+def _how(row: Row) -> str:
+    how = "held" if row["case"].get("weights") else "quantized in every step"
+    return f"{how}, in a CUDA graph" if row["case"].get("launch") else how
+
+
 def _cells(rows: list[Row]) -> tuple[str, ...]:
     by = {(row["frontend"], row["peer"]): row for row in rows}
     ours, jax, ragged = (by.get(key) for key in (("torch", "plain_torch_bf16"), ("jax", "plain_torch_bf16"),
@@ -28,7 +33,7 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
     return (
         NAMES[any_["op"]],
         _sizes(any_),
-        "held" if any_["case"].get("weights") else "quantized in every step",
+        _how(any_),
         f"{ours['peer_us'] / 1e3:.2f}" if ours else "",
         f"{ours['us'] / 1e3:.2f} ({ours['spread']:.0%})" if ours else "",
         f"{ours['ratio']:.2f}x" if ours else "",
@@ -51,7 +56,7 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         "",
         "- *plain torch bf16*: router, top-k, stable sort, gather, three `torch._grouped_mm`, compiled SwiGLU, "
         "weighted scatter-add ([source](../benchmarks/peers/moe_layer.py)).",
-        "- *speed-up*: time of the plain layer divided by our time.",
+        "- *speed-up*: time of the plain layer divided by our time; in a CUDA graph both are replayed.",
         "- *`jax.lax.ragged_dot` / JAX*: time of the plain JAX layer divided by our time in JAX; empty where "
         "XLA's dense operands exceed the memory.",
         "",
@@ -65,7 +70,7 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
 def _lines(rows: Sequence[Row]) -> list[str]:
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["op"], _sizes(row), row["case"].get("weights", "")), []).append(row)
+        groups.setdefault((row["op"], _sizes(row), _how(row)), []).append(row)
     return [
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",
