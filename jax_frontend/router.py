@@ -35,9 +35,9 @@ class Routing(NamedTuple):
 # --- logits ---------------------------------------------------------------------------------------------
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a @ b of bf16 operands in fp32, without a cast of either."""
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+def _product(a: jax.Array, b: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """a @ b of bf16 operands, without a cast of either, summed in fp32."""
+    return jnp.matmul(a, b, preferred_element_type=dtype)
 
 
 @jax.custom_vjp
@@ -53,9 +53,10 @@ def _logits_bwd(residuals, grad):
     high = jax.lax.reduce_precision(grad, 8, 7)
     low = jnp.where(jnp.isfinite(high), grad - high, 0)  # infinity less infinity would be NaN
     terms = jnp.concatenate([high, low], axis=1).astype(jnp.bfloat16)
-    dx = _product(terms, jnp.concatenate([weight, weight]))
+    # In bf16, so that the product of a GPU adds the experts' gradient of x.
+    dx = _product(terms, jnp.concatenate([weight, weight]), x.dtype)
     of_high, of_low = jnp.split(_product(terms.T, x), 2)
-    return dx.astype(x.dtype), (of_high + of_low).astype(weight.dtype)
+    return dx, (of_high + of_low).astype(weight.dtype)
 
 
 _logits.defvjp(lambda x, weight: (_logits(x, weight), (x, weight)), _logits_bwd)

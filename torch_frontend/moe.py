@@ -186,7 +186,7 @@ class MoE(nn.Module):
         # First, so that the device has work while the host prepares the next steps, which take the device less time.
         quantized = self.experts.quantized_ahead() if x.requires_grad else None
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        experts_TK, probs_TK, shares_E = self._route(x_TD) if outside is None else outside
+        x_TD, (experts_TK, probs_TK, shares_E) = self._route(x_TD) if outside is None else (x_TD, outside)
         order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).contiguous(), self.num_experts)
         top_k = experts_TK.shape[1]
         tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, top_k)
@@ -247,7 +247,8 @@ class MoE(nn.Module):
             fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
 
     @named("mxep.route")
-    def _route(self, x_TD: Tensor) -> Routing:
+    def _route(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
+        """The tokens for the experts, and their routing."""
         ranks, router = self.experts.expert_parallel, self.router
         bias = router.bias
         bias = None if bias is None else replicated(bias, ranks)

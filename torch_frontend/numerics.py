@@ -63,7 +63,7 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
         dout = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), dtype=x.dtype, device=x.device)
     dout_TD = dout.reshape(x_TD.shape).contiguous()
 
-    experts_TK, probs_TK, _ = moe._route(x_TD)
+    _, (experts_TK, probs_TK, _) = moe._route(x_TD)
     order, _, counts = ops.sort_by_expert(experts_TK.reshape(-1), moe.num_experts)
     row_map, _, _, ends = ops.row_map(counts, order.shape[0], moe.num_experts, recipe.alignment)
     slot_P = torch.cat([order, order.new_full((1,), -1)])[row_map]

@@ -2,8 +2,14 @@
 
     x (T, D), weight (E, D) --router_logits--> logits (T, E) fp32 --route--> experts, weights (T, k), shares (E,)
                       '---------------------route_tokens-----------------------'
+      '-----------------------------------------------------------------------> x, for the experts
 
-`route` reads the logits once, forward and backward. It saves the logits and the experts.
+    gradient of x from the experts ---.
+    gradient of the logits x weight --+--> gradient of x
+
+`route` reads the logits once, forward and backward. It saves the logits and the experts. `route_tokens` passes the
+tokens on to the experts, so that their gradient meets the router's in the product that computes the latter: no kernel
+adds the two.
 """
 
 from functools import partial
@@ -43,20 +49,30 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _logits_bwd(ctx: Any, dlogits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight, as far as the context needs them.
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b of bf16 operands, summed in fp32 and rounded to bf16 once. On a GPU in the memory of total."""
+    if a.is_cuda:
+        return torch.mm(a, b) if total is None else total.addmm_(a, b)
+    product = a.float() @ b.float()
+    return (product if total is None else product + total.float()).to(a.dtype)
+
+
+def _logits_bwd(
+    ctx: Any, dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and weight, as far as the context needs them. dx: another gradient of x, to add; it is lost.
 
     They multiply an fp32 gradient by bf16 operands. They split it into two bf16 terms, which hold 16 of its 24 bits,
     and sum both products in fp32; bf16 results keep 8.
     """
-    (tokens, experts), dx, dweight = dlogits.shape, None, None
+    (tokens, experts), dweight = dlogits.shape, None
     terms = weight.new_empty((tokens, 2 * experts))
     high, low = terms[:, :experts], terms[:, experts:]
     high.copy_(dlogits)
     torch.sub(dlogits, high, out=low)
     low.nan_to_num_(0, 0, 0)  # of a gradient that bf16 does not hold: infinity less infinity
     if ctx.needs_input_grad[0]:
-        dx = _product(terms, torch.cat([weight, weight])).to(x.dtype)
+        dx = _plus_product(dx, terms, torch.cat([weight, weight]))
     if ctx.needs_input_grad[1]:
         of_both = _product(terms.t(), x)
         dweight = torch.add(of_both[:experts], of_both[experts:], out=torch.empty_like(weight))
@@ -112,26 +128,34 @@ class _Route(torch.autograd.Function):
 
 
 class _Router(torch.autograd.Function):
-    """Logits of bf16 x and weight, and the choice, in one function: less work of the host."""
+    """x for the experts, logits of bf16 x and weight, and the choice, in one function: less work of the host.
+
+    The gradient of the x that it returns is its own: MoE reads that x in functions that make their gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = _product(x, weight.t())
-        routing = _chosen(ctx, logits, bias, options)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        logits, of_experts = _product(x, weight.t()), x.view_as(x)
+        routing = _chosen(ctx, logits, bias, options, () if ctx.needs_input_grad[0] else (of_experts,))
         ctx.save_for_backward(logits, routing[0], x, weight)
-        return routing
+        return of_experts, *routing
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, experts, x, weight = ctx.saved_tensors
-        return *_logits_bwd(ctx, _choice_bwd(ctx, grads, logits, experts), x, weight), None, None
+        dx, *of_routing = grads
+        dlogits = _choice_bwd(ctx, tuple(of_routing), logits, experts)
+        return *_logits_bwd(ctx, dlogits, x, weight, dx), None, None
 
 
-def _chosen(ctx: Any, logits: Tensor, bias: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _chosen(
+    ctx: Any, logits: Tensor, bias: Tensor, options: tuple[Any, ...], constants: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The routing. constants: other outputs without a gradient."""
     experts, weights, share_sums = ops.route(logits, bias, *options)
-    ctx.mark_non_differentiable(experts)
+    ctx.mark_non_differentiable(experts, *constants)
     ctx.set_materialize_grads(False)  # zeros for an output without a gradient are a kernel
     ctx.scores = options[1:4]
     return experts, weights, share_sums.sum(0)
@@ -150,12 +174,13 @@ _route, _router = differentiable("route", _Route), differentiable("route", _Rout
 
 def route_tokens(
     x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, options: tuple[Any, ...]
-) -> Routing:
-    """`route` of `router_logits`, for checked arguments. options: top_k and the `OPTIONS`."""
+) -> tuple[Tensor, Routing]:
+    """x for the experts, and `route` of `router_logits`, for checked arguments. options: top_k and the `OPTIONS`."""
     bias_of_choice = _selection("route", selection_bias, weight.shape[:1], x.device)
     if x.dtype == weight.dtype == torch.bfloat16 and bias is None and not _autocast(x):
-        return Routing(*_router(x, weight, bias_of_choice, options))
-    return Routing(*_route(router_logits(x, weight, bias), bias_of_choice, options))
+        of_experts, *routing = _router(x, weight, bias_of_choice, options)
+        return of_experts, Routing(*routing)
+    return x, Routing(*_route(router_logits(x, weight, bias), bias_of_choice, options))
 
 
 def _selection(op: str, bias: Tensor | None, shape: tuple[Any, ...], device: torch.device) -> Tensor:

@@ -48,7 +48,7 @@ namespace sm90 {
 namespace {
 
 struct Operands {
-  CUtensorMap a, b;
+  CUtensorMap a, b, flat_a;  // boxes of 128, 64 and 64 rows
 };
 // The operands of one product, or of two.
 template <Plus kPlus>
@@ -66,9 +66,10 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
-    const CUtensorMap *a = &maps.of[0].a, *b = &maps.of[0].b;
+    const bool flat = !kAlongK && tile.flat;
+    const CUtensorMap *a = flat ? &maps.of[0].flat_a : &maps.of[0].a, *b = &maps.of[0].b;
     if constexpr (kPlus == Plus::kTwin) {
-      a = &maps.of[tile.twin].a, b = &maps.of[tile.twin].b;
+      a = flat ? &maps.of[tile.twin].flat_a : &maps.of[tile.twin].a, b = &maps.of[tile.twin].b;
       // Where the compiler sees the choice, it keeps the consumers' descriptors in per-thread registers.
       asm volatile("" : "+l"(a), "+l"(b));
     }
@@ -77,7 +78,7 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
     for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
       int k = at;
       if constexpr (kPlus == Plus::kProduct) {
-        if (at == first_end) a = &maps.of[1].a, b = &maps.of[1].b;
+        if (at == first_end) a = flat ? &maps.of[1].flat_a : &maps.of[1].a, b = &maps.of[1].b;
         if (at >= first_end) k -= first_end;
       }
       uint64_t* full = &s.full[ring.stage];
@@ -85,7 +86,11 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
       if (kAlongK && k + kTileK > tile.k_end) full = &s.landed[ring.stage];
       barrier_expect(full, kBytesA + kBytesB);
-      if (tile.side_by_side) {
+      if (flat) {
+        load_box_multicast(to_b + at_b * kTileK, a, full, k, tile.a_row + at_b, kBoth);
+#pragma unroll
+        for (int row = 0; row < kTileM; row += kHalfB) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
+      } else if (tile.side_by_side) {
         load_box_multicast(to_a + at_a * kTileK, a, full, k, tile.a_row + at_a, kBoth);
         load_box(to_b, b, full, k, tile.b_row);
         load_box(to_b + kHalfB * kTileK, b, full, k, tile.b_row + kHalfB);
@@ -108,6 +113,14 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
   wgmma_commit();
 }
 
+// The descriptors of both matrices of a stage of the ring. A flat tile has the rows of A where others have those of B.
+struct Stages {
+  uint32_t first_a, first_b, step_a, step_b;
+
+  __device__ __forceinline__ uint32_t a(int stage) const { return first_a + stage * step_a; }
+  __device__ __forceinline__ uint32_t b(int stage) const { return first_b + stage * step_b; }
+};
+
 // In place of BlockFactors, of products without scales of blocks.
 struct NoFactors {
   __device__ NoFactors(const Problem&, const Tile&, int) {}
@@ -124,6 +137,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   IncreaseQueue notes(s.increases);
   // State of the next stage, computed during the additions of the previous one, so that a product follows them at once.
   const uint32_t first_a = descriptor(at.of(s.a) + group * kWarpgroup * kTileK), first_b = descriptor(at.of(s.b));
+  Stages matrices{first_a, first_b, kBytesA / 16, kBytesB / 16};
   uint32_t a = first_a, b = first_b;
   uint32_t is_full = 0;
   Ring<kStages> ring;
@@ -131,7 +145,18 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   for (Tile tile; tiles.next(&tile); odd ^= 1) {
     // Loaded here and used after a product. Scales of empty accumulators are ignored. Of two products, those of the
     // second are applied at the end.
-    const int col = threadIdx.x % kWarpgroup, row = group * kWarpgroup + warp % 4 * 16;
+    int first = group * kWarpgroup;  // of this warpgroup, the first row
+    if constexpr (!kAlongK) {
+      if (__shfl_sync(~0u, tile.flat, 0)) {
+        tile.out += first, tile.col_scale += first, tile.b_row += first, tile.cols -= first;
+        first = 0;
+        matrices = {first_b, first_a, kBytesB / 16, kBytesA / 16};
+      } else {
+        matrices = {first_a, first_b, kBytesA / 16, kBytesB / 16};
+      }
+      a = matrices.a(ring.stage), b = matrices.b(ring.stage);
+    }
+    const int col = threadIdx.x % kWarpgroup, row = first + warp % 4 * 16;
     const bool any = !kBlocks && tile.k_begin < tile.k_end;
     const uint8_t* row_scale = kTwo ? p.second.row_scale : p.row_scale;
     const uint8_t* col_scale = kTwo ? p.second.col_scale : p.col_scale;
@@ -150,7 +175,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     [[maybe_unused]] int first_col = kOne, first_row = kOne, second_row = kOne;
     [[maybe_unused]] bool near = true;
     if constexpr (kTwo) {
-      const int own = group * kWarpgroup + col;
+      const int own = first + col;
       if (col < tile.cols) first_col = p.col_scale[tile.col_scale + col];
       if (own < tile.rows) {
         first_row = p.row_scale[tile.row_scale + own];
@@ -189,8 +214,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           if (half == 1) {
             if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
             ring.advance();
-            a = first_a + ring.stage * (kBytesA / 16);
-            b = first_b + ring.stage * (kBytesB / 16);
+            a = matrices.a(ring.stage);
+            b = matrices.b(ring.stage);
             is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
           }
 #pragma unroll
@@ -288,10 +313,9 @@ void launch_as(const char* op, const Maps<kPlus>& maps, const Problem& p, cudaSt
   launch_kernel(op, kKernel, ctas, kThreads, kBytes, stream, maps, p);
 }
 
-// The operands a (.., depth) and b (.., depth) of a product.
-Operands operands(const char* op, const Array& a, const Array& b) {
-  const int64_t depth = a.dim(-1);
-  return {byte_matrix(op, a.data, a.leading(1), depth, kHalfA), byte_matrix(op, b.data, b.leading(1), depth, kHalfB)};
+// A matrix (.., depth) in boxes of `rows` rows.
+CUtensorMap boxes(const char* op, const Array& matrix, int rows) {
+  return byte_matrix(op, matrix.data, matrix.leading(1), matrix.dim(-1), rows);
 }
 
 template <bool kAlongK, Plus kPlus>
@@ -307,14 +331,18 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : call.in[1].leading(0);
   int64_t depth = call.in[0].dim(1);
   Maps<kPlus> maps;
-  maps.of[0] = operands(op, call.in[0], call.in[2]);
+  const auto operands = [&](const Array& a, const Array& b) -> Operands {
+    return {boxes(op, a, kHalfA), boxes(op, b, kHalfB), kAlongK ? CUtensorMap{} : boxes(op, a, kHalfB)};
+  };
+  maps.of[0] = operands(call.in[0], call.in[2]);
   if constexpr (kPlus == Plus::kProduct) {
-    maps.of[1] = operands(op, call.in[4], call.in[6]);
+    maps.of[1] = operands(call.in[4], call.in[6]);
     p.second = {call.in[5].as<const uint8_t>(), call.in[7].as<const uint8_t>(), static_cast<int>(call.in[4].dim(1))};
     depth += call.in[4].dim(1);
   }
   if constexpr (kPlus == Plus::kTwin) {
-    maps.of[1] = kAlongK ? operands(op, call.in[4], call.in[2]) : operands(op, call.in[0], call.in[4]);
+    maps.of[1] = maps.of[0];  // one operand is common
+    (kAlongK ? maps.of[1].a : maps.of[1].b) = boxes(op, call.in[4], kAlongK ? kHalfA : kHalfB);
     p.twin = {call.in[5].as<const uint8_t>() - (kAlongK ? p.row_scale : p.col_scale),
               (call.out[1].as<char>() - call.out[0].as<char>()) / itemsize(call.out[0].dtype)};
   }

@@ -15,7 +15,7 @@ constexpr int kTileM = 256, kTileN = 128, kTileK = 128;
 
 // K-grouped: groups end at multiples of 32.
 template <bool kAlongK, bool kTwin>
-using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1, kTwin>;
+using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1, kTwin, !kAlongK>;
 
 constexpr int kNanScale = kE8m0Nan, kOne = 127;
 

@@ -8,6 +8,12 @@
 // With equal numbers of pairs the squarer pair is better: per k-step a pair of 256 x 256 loads 512 rows, a pair of 512
 // x 128 loads 640, and the GPU is power-limited. Tiles of 128 x 256 are therefore stacked if the numbers are equal.
 //
+// The rows of a group past its whole tiles, if they are at most half a tile, are a strip of tiles of 128 x 256, side by
+// side: a tile costs the same for 256 x 128 values as for 128 x 256, and half of the former would be of other rows.
+//
+//   rank 0                rank 1
+//   [                    ][                    ]
+//
 // Two products with one common operand and an output each (kTwin): M-grouped, a pair has the same tile of both outputs,
 // rank 0 of the first and rank 1 of the second, and shares the rows of A. K-grouped, where that would load 640 rows, a
 // pair belongs to one output, and pairs of both outputs alternate.
@@ -58,11 +64,12 @@ struct Tile {
   int rows, cols;  // of the output from the tile's first on; at most 0 for a tile outside, whose pair has one inside
   bool side_by_side, exists;
   bool whole;    // K-grouped: the group's ends keep the contract; otherwise the sums are NaN
+  bool flat;     // half as many rows and twice as many columns
   uint8_t twin;  // 0 or 1: the product that the tile belongs to
 };
 
-// Tiles of kM x kN; group ends are multiples of kEnds.
-template <bool kAlongK, int kM, int kN, int kEnds = 1, bool kTwin = false>
+// Tiles of kM x kN; group ends are multiples of kEnds. kFlat: M-grouped, half a tile of rows is a strip of flat tiles.
+template <bool kAlongK, int kM, int kN, int kEnds = 1, bool kTwin = false, bool kFlat = false>
 class Schedule {
  public:
   // K-grouped: called by all threads of a CTA, before the first barrier of the cluster.
@@ -87,13 +94,14 @@ class Schedule {
       if (group != group_) enter_group(group);
       pair = number - i * pairs;
     } else {
-      while (group_ < p_.groups && next_ >= pairs_m_ * pairs_n_) {
-        next_ -= pairs_m_ * pairs_n_;
+      while (group_ < p_.groups && next_ >= pairs_m_ * pairs_n_ + flat_pairs_) {
+        next_ -= pairs_m_ * pairs_n_ + flat_pairs_;
         enter_group(group_ + 1);
       }
       if (group_ >= p_.groups) return false;
       pair = next_;
     }
+    const bool flat = kFlat && pair >= pairs_m_ * pairs_n_;
     const int height = side_by_side_ ? 2 * kPanel : kPanel, columns = pairs_n_;
     const int panel = pair / (height * columns), in_panel = pair % (height * columns);
     const int in_column = min(height, pairs_m_ - panel * height);
@@ -101,8 +109,13 @@ class Schedule {
     const int pair_n = in_panel / in_column, rank = blockIdx.x % kCluster;
     const int twin = kOfBoth ? rank : kAlternate ? pair_m % 2 : 0;
     if constexpr (kAlternate) pair_m /= 2;
-    const int i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kM;
-    const int j = (side_by_side_ && !kOfBoth ? pair_n * kCluster + rank : pair_n) * kN;
+    int i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kM;
+    int j = (side_by_side_ && !kOfBoth ? pair_n * kCluster + rank : pair_n) * kN;
+    if (flat) {
+      const int across = pair - pairs_m_ * pairs_n_;
+      i = flat_row_;
+      j = (kOfBoth ? across : across * kCluster + rank) * 2 * kN;
+    }
     const int64_t row = kAlongK ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out
     const int weight_row = group_ * p_.cols + j;
     const int slot = begin_ / kSpan + group_, last_slot = slot + (end_ - begin_ - 1) / kSpan;
@@ -117,9 +130,10 @@ class Schedule {
         .slot = slot,
         .rows = (kAlongK ? p_.rows : end_ - begin_) - i,
         .cols = p_.cols - j,
-        .side_by_side = side_by_side_,
+        .side_by_side = side_by_side_ || flat,
         .exists = true,
         .whole = whole_,
+        .flat = flat,
         .twin = static_cast<uint8_t>(twin),
     };
     next_ += kAlongK ? 1 : gridDim.x / kCluster;
@@ -148,7 +162,14 @@ class Schedule {
       // Ends that break the contract cause no write outside the output.
       end_ = min(max(p_.group_ends[group], begin_), p_.rows) / kEnds * kEnds;
     }
-    const int rows = kAlongK ? p_.rows : end_ - begin_;
+    int rows = kAlongK ? p_.rows : end_ - begin_;
+    if constexpr (kFlat) {
+      const int rest = rows % kM;
+      const bool flat = rest != 0 && rest <= kM / 2;
+      if (flat) rows -= rest;
+      flat_row_ = rows;
+      flat_pairs_ = flat ? tiles(p_.cols, (kOfBoth ? 1 : kCluster) * 2 * kN) : 0;
+    }
     if constexpr (kOfBoth) {
       side_by_side_ = true;
       pairs_m_ = tiles(rows, kM);
@@ -166,6 +187,7 @@ class Schedule {
   int next_;  // in the group; K-grouped: in this cluster's schedule
   int group_ = 0, begin_ = 0, end_ = 0;
   int pairs_m_ = 0, pairs_n_ = 0;
+  int flat_pairs_ = 0, flat_row_ = 0;  // of the group; the first row, in the group
   bool side_by_side_ = false, whole_ = true;
 };
 
