@@ -11,14 +11,18 @@
 // its output, and a tile belongs to one of them (schedule.cuh).
 //
 // A cluster of two CTAs computes two tiles of 256 x 128 that share their rows of B or of A (schedule.cuh): each CTA
-// loads one half of the shared rows for both.
+// loads one half of the shared rows for both. M-grouped, a flat tile has 128 rows and 256 columns: the same code with
+// the matrices of a stage exchanged.
+//
+//   256 x 128   A rows 0 to 127 | 128 to 255  B        128 x 256 (flat)   B rows 0 to 127 | 128 to 255  A
+//               warpgroup 1       2           both                        warpgroup 1       2           both
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
 //     K-grouped     scan ahead: scales of spans --> notes of scale increases (rescale_accumulator.cuh)
 //                               a group's last stage, if it ends inside one: the next group's tokens --> zeros
 //                                                        |  full: the bytes of the stage have arrived
 //                                                        |  empty: all consumers of both CTAs have read the stage
-//   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 rows each
+//   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
 //                        between two products of a tile: sum --second_product.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
@@ -48,7 +52,7 @@ namespace sm90 {
 namespace {
 
 struct Operands {
-  CUtensorMap a, b, flat_a;  // boxes of 128, 64 and 64 rows
+  CUtensorMap a, b, flat_a;  // boxes of 128, 64 and 64 rows; flat_a: A of flat tiles, M-grouped
 };
 // The operands of one product, or of two.
 template <Plus kPlus>
@@ -113,12 +117,11 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
   wgmma_commit();
 }
 
-// The descriptors of both matrices of a stage of the ring. A flat tile has the rows of A where others have those of B.
+// Descriptors of a warpgroup's part of a matrix, by stage of the ring.
 struct Stages {
-  uint32_t first_a, first_b, step_a, step_b;
+  uint32_t first, step;
 
-  __device__ __forceinline__ uint32_t a(int stage) const { return first_a + stage * step_a; }
-  __device__ __forceinline__ uint32_t b(int stage) const { return first_b + stage * step_b; }
+  __device__ __forceinline__ uint32_t at(int stage) const { return first + stage * step; }
 };
 
 // In place of BlockFactors, of products without scales of blocks.
@@ -136,27 +139,32 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   TileQueue tiles(s.tiles);
   IncreaseQueue notes(s.increases);
   // State of the next stage, computed during the additions of the previous one, so that a product follows them at once.
-  const uint32_t first_a = descriptor(at.of(s.a) + group * kWarpgroup * kTileK), first_b = descriptor(at.of(s.b));
-  Stages matrices{first_a, first_b, kBytesA / 16, kBytesB / 16};
-  uint32_t a = first_a, b = first_b;
+  const Stages own{descriptor(at.of(s.a) + group * kWarpgroup * kTileK), kBytesA / 16};
+  const Stages common{descriptor(at.of(s.b)), kBytesB / 16};
+  Stages stages_a = own, stages_b = common;
+  uint32_t a = own.first, b = common.first;
   uint32_t is_full = 0;
   Ring<kStages> ring;
   int odd = 0;
   for (Tile tile; tiles.next(&tile); odd ^= 1) {
     // Loaded here and used after a product. Scales of empty accumulators are ignored. Of two products, those of the
     // second are applied at the end.
-    int first = group * kWarpgroup;  // of this warpgroup, the first row
+    int first_row = group * kWarpgroup;  // of this warpgroup
     if constexpr (!kAlongK) {
-      if (__shfl_sync(~0u, tile.flat, 0)) {
-        tile.out += first, tile.col_scale += first, tile.b_row += first, tile.cols -= first;
-        first = 0;
-        matrices = {first_b, first_a, kBytesB / 16, kBytesA / 16};
-      } else {
-        matrices = {first_a, first_b, kBytesA / 16, kBytesB / 16};
+      const bool flat = __shfl_sync(~0u, tile.flat, 0);
+      stages_a = flat ? common : own;
+      stages_b = flat ? own : common;
+      a = stages_a.at(ring.stage);
+      b = stages_b.at(ring.stage);
+      if (flat) {  // the tile becomes this warpgroup's columns of it
+        tile.out += first_row;
+        tile.col_scale += first_row;
+        tile.b_row += first_row;
+        tile.cols -= first_row;
+        first_row = 0;
       }
-      a = matrices.a(ring.stage), b = matrices.b(ring.stage);
     }
-    const int col = threadIdx.x % kWarpgroup, row = first + warp % 4 * 16;
+    const int col = threadIdx.x % kWarpgroup, row = first_row + warp % 4 * 16;
     const bool any = !kBlocks && tile.k_begin < tile.k_end;
     const uint8_t* row_scale = kTwo ? p.second.row_scale : p.row_scale;
     const uint8_t* col_scale = kTwo ? p.second.col_scale : p.col_scale;
@@ -172,14 +180,14 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       row_byte[i / 2][i % 2] = any && r < tile.rows ? row_scale[tile.row_scale + r] : kOne;
     }
     // Of the column, and of the row of this warpgroup, with the thread's number.
-    [[maybe_unused]] int first_col = kOne, first_row = kOne, second_row = kOne;
+    [[maybe_unused]] int col_of_first = kOne, row_of_first = kOne, row_of_second = kOne;
     [[maybe_unused]] bool near = true;
     if constexpr (kTwo) {
-      const int own = first + col;
-      if (col < tile.cols) first_col = p.col_scale[tile.col_scale + col];
-      if (own < tile.rows) {
-        first_row = p.row_scale[tile.row_scale + own];
-        second_row = row_scale[tile.row_scale + own];
+      const int own_row = first_row + col;
+      if (col < tile.cols) col_of_first = p.col_scale[tile.col_scale + col];
+      if (own_row < tile.rows) {
+        row_of_first = p.row_scale[tile.row_scale + own_row];
+        row_of_second = row_scale[tile.row_scale + own_row];
       }
     }
 
@@ -195,8 +203,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     for (int product = 0; product < (kTwo ? 2 : 1); ++product) {
       if constexpr (kTwo) {
         if (product == 1) {
-          near =
-              change_units(sum, {first_row, second_row}, {first_col, col_byte}, s.unit_change[group][odd], 1 + group);
+          near = change_units(sum, {row_of_first, row_of_second}, {col_of_first, col_byte}, s.unit_change[group][odd],
+                              1 + group);
           depth = p.second.depth;
         }
       }
@@ -214,8 +222,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           if (half == 1) {
             if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
             ring.advance();
-            a = matrices.a(ring.stage);
-            b = matrices.b(ring.stage);
+            a = stages_a.at(ring.stage);
+            b = stages_b.at(ring.stage);
             is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
           }
 #pragma unroll

@@ -19,10 +19,12 @@ kinds = pytest.mark.parametrize("name", ["wide"] if INTERPRETER else KINDS)
 
 
 @kinds
-def test_a_product(backend: str, ops: Ops, name: str) -> None:
-    """Rows and columns of several tiles; two groups, of which the second has other scales."""
+@pytest.mark.parametrize("first", [44, 140])
+def test_a_product(backend: str, ops: Ops, name: str, first: int) -> None:
+    """Rows and columns of several tiles; two groups, of which the second has other scales. 44 rows and 136 columns are
+    in one tile of 128 x 256, 140 rows in two of 256 x 128."""
     a, b = operands(name, 300, 2 * 136, 416)
-    rhs, ends = b.reshape(2, 136, -1), np.int32([140, 300])
+    rhs, ends = b.reshape(2, 136, -1), np.int32([first, 300])
     scales = np.resize(np.uint8([127, 120, 135]), 300), np.resize(np.uint8([127, 126, 130, 140]), (2, 136))
     arguments = a, scales[0], rhs, scales[1], ends
     got = ops["grouped_mm_fold"](*arguments, out_dtype="float32")

@@ -190,6 +190,42 @@ def test_a_pair_has_the_bytes_of_two_launches(m: int, n: int, k: int, ends: tupl
     assert equal(got, tuple(ops.grouped_wgrad_fold(*dout, *tokens, offs, out_dtype) for dout in gradients))
 
 
+@pytest.mark.parametrize("first", [1, 64, 127, 128, 129, 200, 255, 256, 257, 384, 385, 600])
+@pytest.mark.parametrize("n", [8, 136, 264, 520])
+def test_tiles_of_any_shape_give_the_same_bytes(n: int, first: int) -> None:
+    """Two groups with the same weights have the bytes of one group, wherever the first one ends: its last rows are in
+    tiles of 256 x 128 or of 128 x 256."""
+    m, k = 640, 288
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=DEVICE).mul_(60).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def scales(*shape: int) -> Tensor:
+        return torch.randint(120, 130, shape, generator=generator, device=DEVICE, dtype=torch.uint8)
+
+    (x, x_sf), (x2, x2_sf) = ((codes(m, k), scales(m)) for _ in range(2))
+    (w, w_sf), (w2, w2_sf) = ((codes(1, n, k), scales(1, n)) for _ in range(2))
+    bias, row_scales, squares = (
+        torch.rand(shape, generator=generator, device=DEVICE)
+        for shape in ((1, n), (m, -(-k // 128)), (1, -(-n // 128), 3))
+    )
+
+    def products(*ends: int) -> tuple[Tensor, ...]:
+        offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        of_groups = [a.expand(len(ends), *a.shape[1:]).contiguous() for a in (w, w_sf, w2, w2_sf, bias, squares)]
+        w_, w_sf_, w2_, w2_sf_, bias_, squares_ = of_groups
+        return (
+            ops.grouped_mm_fold(x, x_sf, w_, w_sf_, offs, "bfloat16"),
+            ops.grouped_mm_fold_bias(x, x_sf, w_, w_sf_, bias_, offs, "bfloat16"),
+            ops.grouped_mm_fold_sum(x, x_sf, w_, w_sf_, x2, x2_sf, w2_, w2_sf_, offs, "float32"),
+            *ops.grouped_mm_fold_pair(x, x_sf, w_, w_sf_, w2_, w2_sf_, offs, "float32"),
+            ops.grouped_mm_blockwise(x, row_scales, w_, squares_, offs, "float32"),
+        )
+
+    assert equal(products(first, m), products(m))
+
+
 @pytest.mark.parametrize("compute", ["exact", "fold"])
 def test_held_weights_give_the_same_bytes(compute: str) -> None:
     """Also on another stream, which the caller synchronises."""
