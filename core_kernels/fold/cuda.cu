@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
   constexpr int kWordsAcross = T::kCols / 4;
   const uint32_t across = blockIdx.x % p.across, lane = threadIdx.x % 32;
   const int64_t slot = blockIdx.x / p.across, left = int64_t{across} * T::kCols, right = left + threadIdx.x * 4;
-  const SpanRows span = SpanRows::of(p, slot);
+  const SpanTokens span = SpanTokens::of(p, slot);
   const bool has_columns =
       threadIdx.x < kWordsAcross && right < p.cols && slot < p.slots;  // this thread has four columns
   if (has_columns && (span.group == p.groups || span.begin >= span.end)) {
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
   }
   __syncthreads();
   write_lines<T::kThreads>(s.codes.codes, s.codes.swizzled,
-                           reinterpret_cast<uint4*>(p.qf_t + left * p.rows + span.begin), p.rows / 16, p.cols - left,
-                           (span.end - span.begin) / 16);
+                           reinterpret_cast<uint4*>(p.qf_t + left * p.tokens + span.begin), p.tokens / 16,
+                           p.cols - left, (span.end - span.begin) / 16);
 
   if constexpr (Source::kRowsToo) {
     if (row >= span.end) return;  // the same for a whole warp
@@ -100,9 +100,9 @@ void launch(const char* op, const Source& x, const Array& ends, std::span<const 
   BothFold p{};
   p.ends = ends.as<const int32_t>();
   p.groups = static_cast<int>(ends.dim(0));
-  p.rows = x.rows;
+  p.tokens = x.rows;
   p.cols = x.cols;
-  p.slots = p.rows / kSpan + p.groups;
+  p.slots = p.tokens / kSpan + p.groups;
   p.across = static_cast<uint32_t>(ceil_div(p.cols, T::kCols));
   // About 100 of the 264 CTAs that an H200 runs at a time. From 130 on, L2 evicts some lines before they are read.
   p.ahead = ceil_div(100, p.across) * kSpan;

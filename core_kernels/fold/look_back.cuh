@@ -16,9 +16,9 @@
 
 #include "cuda/launch.h"
 #include "cuda/mx_math.cuh"
-#include "cuda/tokens.cuh"
 #include "fold/look_beyond.cuh"
 #include "fold/magnitudes.cuh"
+#include "fold/spans.cuh"
 #include "formats.h"
 
 namespace mxep::cuda {
@@ -29,10 +29,8 @@ __device__ inline uint32_t encode(uint32_t magnitudes) { return __vaddus4(magnit
 __device__ inline uint32_t decode(uint32_t words) { return __vsub4(words, kOnes & ~__vcmpeq4(words, ~0u)); }
 __device__ inline bool all_published(uint32_t words) { return !__vcmpeq4(words, 0); }
 
-struct BothFold {
-  const int32_t* ends;
-  int groups;
-  int64_t rows, cols, slots;
+struct BothFold : TokenGroups {  // a token is a row
+  int64_t cols, slots;
   uint32_t across;
   int64_t ahead;  // in rows
   int polls;      // that a warp spends on its columns, and on its rows, before it computes the value
@@ -40,45 +38,11 @@ struct BothFold {
   // Published words. Columns of slot s begin at s * cols: the maxima of the span, and the running maxima up to it. Rows
   // r to r + 31 of tile t across: 32 bytes at r * across + t.
   uint32_t *span_maxima, *running_maxima, *row_peers;
-
-  __device__ int end_of(int group) const { return cuda::end_of<kBlock>(ends, group, rows); }
-  // `scales`, or NaN bytes for the spans, and the slot without a span, of a group whose ends break the contract.
-  __device__ uint32_t unless_broken(int group, uint32_t scales) const {
-    return group == groups || is_whole<kBlock>(ends, group, rows) ? scales : ~0u;
-  }
-};
-
-// The rows of a slot.
-struct SpanRows {
-  int group;           // the number of groups for rows past the last end
-  int64_t first;       // slot of the group's first span
-  int64_t begin, end;  // at most kSpan rows; none for a slot without a span
-
-  // Called by whole warps.
-  static __device__ SpanRows of(const BothFold& p, int64_t slot) {
-    const int lane = threadIdx.x % 32;
-    SpanRows span{p.groups, 0, 0, p.rows};
-    for (int g = 0; g < p.groups; g += 32) {
-      const bool mine = g + lane < p.groups;
-      const int end = mine ? p.end_of(g + lane) : 0;
-      const uint32_t behind = __ballot_sync(~0u, mine && end / kSpan + g + lane >= slot);
-      if (!behind) continue;
-      const int at = __ffs(behind) - 1;
-      span.group = g + at;
-      span.end = __shfl_sync(~0u, end, at);
-      break;
-    }
-    const int64_t start = span.group ? p.end_of(span.group - 1) : 0;
-    span.first = start / kSpan + span.group;
-    span.begin = start + (slot - span.first) * kSpan;
-    span.end = min(span.end, span.begin + kSpan);
-    return span;
-  }
 };
 
 // The scales of four columns from this span on. `magnitudes`: those of the span's rows.
 template <typename Source>
-__device__ uint32_t running_scales(const Source& x, const BothFold& p, ScaleRule rule, const SpanRows& span,
+__device__ uint32_t running_scales(const Source& x, const BothFold& p, ScaleRule rule, const SpanTokens& span,
                                    int64_t slot, int64_t col, uint32_t magnitudes) {
   const auto with_headroom = [](uint32_t of_first) {
     return __vaddus4(of_first, __vcmpne4(of_first, 0) & kOnes * kHeadroom);

@@ -126,6 +126,7 @@ CASES = {
     "fold_rows_balanced": _case("fold_rows_balanced", inputs.mx_and_lift),
     "count_fold_loss": _case("count_fold_loss", inputs.mx_and_target),
     "fold_groups": Case("fold_groups", inputs.groups, multiple=32),
+    "fold_groups_of_many": Case("fold_groups", inputs.many_groups, multiple=32),
     "quantize_both_fold": _case("quantize_both_fold", inputs.matrix_and_ends),
     "quantize_both_fold_fp32": _case("quantize_both_fold", inputs.matrix_and_ends_fp32, rounding=1, satfinite=True),
     "requantize_col_fold": _case("requantize_col_fold", inputs.mx_and_ends),

@@ -251,6 +251,15 @@ def groups(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_col(floats(rng, m, N)), group_ends(rng, m, 32)
 
 
+def many_groups(rng: Rng, m: int) -> Tensors:
+    """Groups of up to nine blocks, some empty: shorter and longer than a span. Behind them one group of most tokens."""
+    q, sf = torch_ops.quantize_col(floats(rng, m, N))
+    blocks = m // 32
+    ends = torch.randint(0, 10, (69,), generator=rng).cumsum(0).clamp(max=blocks)
+    ends = torch.cat([ends, ends[-1:].clamp(min=blocks - blocks // 8)])
+    return q[:37].contiguous(), sf[:37].contiguous(), ends.int() * 32
+
+
 def matrix_and_ends(rng: Rng, m: int) -> Tensors:
     return floats(rng, m, K), group_ends(rng, m, 32)
 

@@ -91,7 +91,26 @@ def test_quantize_both_fold(name: str) -> None:
     with force_implementation("cuda"):
         got = ops.quantize_both_fold(x, ints(ends))
     same_bytes(got, want)
+    broken_scales_are_nan(got[3], ends, broken)
+
+
+@pytest.mark.parametrize("name", [*UNALIGNED, "an end past the last token"])
+def test_fold_groups(name: str) -> None:
+    """The bytes are those of Triton. The scales of broken groups are NaN."""
+    ends, broken = BROKEN[name]
+    x = floats(torch.Generator().manual_seed(0), TOKENS, 72).to(DEVICE)
+    operand = ops.quantize_col(x)
+    with force_implementation("triton"):
+        want = ops.fold_groups(*operand, ints(ends))
+    with force_implementation("cuda"):
+        got = ops.fold_groups(*operand, ints(ends))
+    same_bytes(got, want)
+    broken_scales_are_nan(got[1], ends, broken)
+
+
+def broken_scales_are_nan(span_sf: Tensor, ends: list[int], broken: list[int]) -> None:
+    """Broken groups have NaN scales alone, the others none."""
     for g, end in enumerate(ends):
         begin = ends[g - 1] if g else 0
-        slots = got[3][begin // 32 * 32 // 256 + g : end // 32 * 32 // 256 + g + 1]
+        slots = span_sf[begin // 32 * 32 // 256 + g : end // 32 * 32 // 256 + g + 1]
         assert slots.eq(255).all() if g in broken else slots.ne(255).all()

@@ -1,4 +1,4 @@
-"""Ops on arrays of more than 2^31 elements: 300000 x 8192, its permutation, its SwiGLU and its combine; weights.
+"""Ops on arrays of more than 2^31 elements: 300000 x 8192, its permutation, its SwiGLU, its combine; weights; groups.
 
 The first test compares bytes of slices with C++ on the CPU: the first, the middle and the last rows, and the rows
 around element 2^31; of transposed outputs, the columns of these rows. Inputs and slices are the benchmark's.
@@ -26,6 +26,20 @@ def test_more_than_2_to_the_31_elements(name: str) -> None:
             assert max(x.numel() for x in outputs) > 2**31
         check(case, outputs)
         del case, outputs
+    torch.cuda.empty_cache()
+
+
+def test_groups_of_more_than_2_to_the_31_elements() -> None:
+    """66000 rows of eight groups. The row that element 2^31 is in, and others, have the bytes that they have alone."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    q = torch.randint(256, (66_000, 33_024), generator=rng, dtype=torch.uint8, device=DEVICE)
+    sf = torch.randint(110, 140, (66_000, 33_024 // 32), generator=rng, dtype=torch.uint8, device=DEVICE)
+    ends = 4128 * torch.arange(1, 9, dtype=torch.int32, device=DEVICE)
+    qf, span_sf = ops.fold_groups(q, sf, ends)
+    for first in (0, 65_012, 65_966):
+        rows = slice(first, first + 34)
+        same_bytes((qf[rows], span_sf[:, rows]), ops.fold_groups(q[rows], sf[rows], ends))
+    del q, sf, qf, span_sf
     torch.cuda.empty_cache()
 
 
