@@ -5,23 +5,24 @@
 
 namespace mxep::cuda {
 
-// A map of a matrix of bytes for boxes of `box_rows` rows of 128 bytes, in the 128-byte swizzle that wgmma reads.
-// `pitch`, the length of a row, and the address are multiples of 16. With a number of matrices the map has a third dim,
-// and a box does not reach into the next matrix. The launch copies the map with its arguments.
-inline CUtensorMap byte_matrix(const char* op, const void* data, int64_t rows, int64_t pitch, int box_rows,
-                               int64_t matrices = 0) {
+// The shape of a map: sizes, the bytes from one row and one matrix to the next, the sizes of a box.
+struct MapShape {
+  cuuint32_t dims;
+  cuuint64_t sizes[3], strides[2];
+  cuuint32_t box[3];
+};
+
+// The launch copies the map with its arguments. Boxes read zeros outside the array.
+inline CUtensorMap tensor_map(const char* op, const void* data, CUtensorMapDataType type, const MapShape& shape,
+                              CUtensorMapSwizzle swizzle) {
   static const auto encode = driver_function<decltype(cuTensorMapEncodeTiled)>(op, "cuTensorMapEncodeTiled");
   CUtensorMap map;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(pitch), static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(matrices)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(pitch),
-                                static_cast<cuuint64_t>(rows * pitch)};  // of all dims but the first
-  const cuuint32_t box[] = {128, static_cast<cuuint32_t>(box_rows), 1}, steps[] = {1, 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1};
   // 256 bytes per L2 fetch: the neighbouring box is the next one to be loaded.
   const auto fill = [&] {
-    return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, matrices ? 3 : 2, const_cast<void*>(data), sizes, strides, box,
-                  steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros outside the matrix
+    return encode(&map, type, shape.dims, const_cast<void*>(data), shape.sizes, shape.strides, shape.box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = fill();
   // The driver needs a current context. A new thread, such as one of autograd's, has none before its first runtime
@@ -34,9 +35,33 @@ inline CUtensorMap byte_matrix(const char* op, const void* data, int64_t rows, i
   }
   if (status != CUDA_SUCCESS)
     throw std::runtime_error(std::string(op) + ": CUDA: cuTensorMapEncodeTiled refused a matrix of " +
-                             std::to_string(rows) + " x " + std::to_string(pitch) + " bytes (error " +
-                             std::to_string(status) + ")");
+                             std::to_string(shape.sizes[1]) + " x " + std::to_string(shape.strides[0]) +
+                             " bytes (error " + std::to_string(status) + ")");
   return map;
+}
+
+// A map of a matrix of bytes for boxes of `box_rows` rows of 128 bytes, in the 128-byte swizzle that wgmma reads.
+// `pitch`, the length of a row, and the address are multiples of 16. With a number of matrices the map has a third dim,
+// and a box does not reach into the next matrix.
+inline CUtensorMap byte_matrix(const char* op, const void* data, int64_t rows, int64_t pitch, int box_rows,
+                               int64_t matrices = 0) {
+  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
+  const MapShape shape{matrices ? 3u : 2u,
+                       {size(pitch), size(rows), size(matrices)},
+                       {size(pitch), size(rows * pitch)},
+                       {128, static_cast<cuuint32_t>(box_rows), 1}};
+  return tensor_map(op, data, CU_TENSOR_MAP_DATA_TYPE_UINT8, shape, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// A map of matrices of bf16 for boxes whose rows follow each other in shared memory. A row is a multiple of 16 bytes.
+inline CUtensorMap bf16_matrices(const char* op, const void* data, int64_t matrices, int64_t rows, int64_t cols,
+                                 int box_rows, int box_cols) {
+  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
+  const MapShape shape{3,
+                       {size(cols), size(rows), size(matrices)},
+                       {size(2 * cols), size(2 * rows * cols)},
+                       {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows), 1}};
+  return tensor_map(op, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace mxep::cuda

@@ -1,12 +1,11 @@
-"""Both folded operands of weights from one launch: by row, and by column.
+"""Both folded operands of weights: by row, and by column.
 
     x (..., M, K) --quantize_matrix_fold--> qf (..., M, K), row_sf (..., M)     operand of out = y x^T
                                             qf_t (..., K, M), col_sf (..., K)   operand of dy = dout x
 
-The scale of a row is known after the whole row, that of a column after the whole matrix. The CUDA kernel reads every
-tile of a matrix twice in one launch: first for the maxima, and again to write its bytes once the matrix is measured.
-Of bf16 it moves 4 bytes per value as far as L2 still holds the matrix at the second read, and at most 6. The separate
-ops move 8:
+The scale of a row is known after the whole row, that of a column after the whole matrix. Of bf16 the CUDA kernel moves
+4 bytes per value where the device holds the tiles of a matrix on the chip until all are measured, and otherwise 6: it
+reads x a second time. The separate ops move 8:
 
     x --quantize_both--> q, sf, q_t, sf_t --fold_rows, twice--> qf, row_sf, qf_t, col_sf
     read 2              write 2            read 2               write 2
@@ -24,23 +23,22 @@ from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, fail, require
 from ..quantize.plan import FLOATS, SCALES, quantize_both
 from .plan import fold_rows
 
-HELD_NBYTES = 8 << 20
-"""The largest matrix that the CUDA kernel takes for one that L2 holds until it is written. On an H200: second reads of
-such a matrix mark its lines for eviction, 4 to 5% faster for 3 to 6 MB and 3 to 10% slower from 11 MB on; first reads
-of a larger one are prefetched, 3 to 5% faster for 11 to 59 MB and 3 to 11% slower up to 6 MB."""
-LAG = 32
-"""Tiles that the CUDA kernel measures after the last tile of a larger matrix until it writes the first. A CTA measures
-before it writes: tiles of a few tickets earlier are measured by then. A held matrix is written at once."""
+HELD_NBYTES = 32 << 20
+"""The largest matrix that the CUDA kernel reads once. An H100 or H200 has 132 multiprocessors, which hold 33 MB of x in
+four tiles each. Of a larger matrix, or with fewer multiprocessors, tiles are dropped and read again."""
+TILE = 256, 128
+"""Rows and columns of a tile of the CUDA kernel."""
 
 
 def scratch_words(batch: int, m: int, k: int) -> int:
     """Words of the scratch memory of the CUDA kernel: the maximum of each row and column, a count of the tiles of each
-    matrix, and one of all.
+    matrix, one of all, and a word of each tile.
 
-    >>> scratch_words(2, 32, 64)
-    195
+    >>> scratch_words(2, 32, 160)
+    391
     """
-    return batch * (m + k + 1) + 1
+    tiles = -(-m // TILE[0]) * -(-k // TILE[1])
+    return batch * (m + k + 1) + 1 + batch * tiles
 
 
 def _check(x: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Signature:
@@ -62,9 +60,8 @@ def _tile(call: Call, arch: str) -> Tiling:  # one tile size on every architectu
     (x,) = call.inputs
     *lead, m, k = x.shape
     scratch = ArrayType((scratch_words(math.prod(lead), m, k),), "int32")
-    attrs = (0, 1) if 2 * m * k <= HELD_NBYTES else (LAG, 0)
     unsupported = "" if x.dtype == "bfloat16" else "allowed: triton; its CUDA kernel takes bfloat16"
-    return Tiling(scratch=(scratch,), cuda_attrs=attrs, cuda_unsupported=unsupported)
+    return Tiling(scratch=(scratch,), cuda_attrs=(int(2 * m * k <= HELD_NBYTES),), cuda_unsupported=unsupported)
 
 
 def _compose(call: Callable[..., tuple[Any, ...]], x: Any, **options: Any) -> tuple[Any, ...]:

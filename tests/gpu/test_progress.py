@@ -1,7 +1,7 @@
 """No launch whose CTAs wait for each other hangs, even if they cannot run concurrently.
 
 The tests use streams of several priorities, a green context of few SMs, two processes under MPS, a poll limit of zero,
-and lags from none to all tiles. The bytes are those of the ops that quantize_both_fold, requantize_col_fold,
+and matrices of more tiles than CTAs hold. The bytes are those of the ops that quantize_both_fold, requantize_col_fold,
 permute_mx_col_fold and quantize_matrix_fold combine. Grouped GEMMs wait only within a cluster, whose CTAs always run
 concurrently.
 """
@@ -127,9 +127,9 @@ def test_a_warp_that_stops_polling_computes_the_same_maxima(
                 same_bytes(launch_with(permute_mx_col_fold, (*packed, group_ends), polls, **options), mapped)
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (40, 96, 160), (9, 544, 288), (3, 800, 1056), (2, 2080, 4128)])
-def test_a_matrix_may_be_written_at_once_or_last(shape: tuple[int, ...]) -> None:
-    """Shapes: one tile, partial in both dims; many small matrices; more tiles than CTAs that run at a time.
+@pytest.mark.parametrize("shape", [(32, 32), (40, 96, 160), (9, 544, 288), (3, 800, 1056), (2, 4128, 8224)])
+def test_a_matrix_may_be_held_or_read_twice(shape: tuple[int, ...]) -> None:
+    """Shapes: one tile, partial in both dims; many small matrices; more tiles than an H100 holds.
 
     Magnitudes differ from row to row and from column to column, so that a missed tile changes the bytes."""
     x = floats(torch.Generator().manual_seed(sum(shape)), *shape).to(DEVICE)
@@ -137,6 +137,5 @@ def test_a_matrix_may_be_written_at_once_or_last(shape: tuple[int, ...]) -> None
     for options in ({}, {"rounding": 1, "satfinite": True}):
         with force_implementation("triton"):
             want = ops.quantize_matrix_fold(x, **options)
-        for lag in (0, 1, 50, 100_000):
-            for held in (0, 1):
-                same_bytes(launch_with(quantize_matrix_fold, (x,), lag, held, **options), want)
+        for held in (0, 1):
+            same_bytes(launch_with(quantize_matrix_fold, (x,), held, **options), want)
