@@ -2,7 +2,7 @@
 //
 //   q (R, M), sf (R, M/32), group_ends (G,) --> qf (R, M), span_sf (S, R)
 //
-//   a CTA's part:   slot 0    1    2   3       15       32 rows of 16 slots, about 4096 tokens, wherever groups begin
+//   a CTA's part:   slot 0    1    2   3       15       16 rows of 16 slots, about 4096 tokens, wherever groups begin
 //                  .----.----.-.----.-- ... --.
 //            row 0 |    |    | |    |         |         sf --> largest of each span --> running maximum --> span_sf
 //            row 1 |    |    | |    |         |                                            |
@@ -26,7 +26,7 @@ namespace {
 
 constexpr int kLanes = 16;  // half a warp: 16 slots, or the 16-byte pieces of a span
 constexpr int kThreads = 256, kWarps = kThreads / 32, kSlots = kThreads / kLanes;
-constexpr int kRows = 32, kAhead = 4;  // rows of a CTA, and how many of them it loads before it needs them
+constexpr int kRows = 16, kAhead = 4;  // rows of a CTA, and how many of them it loads before it needs them
 constexpr int kCtas = 5;               // that a multiprocessor runs at a time
 constexpr int kSpanBlocks = kSpan / kBlock;
 constexpr uint32_t kF16Nan = 0x7FFF;

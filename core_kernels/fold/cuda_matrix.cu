@@ -42,17 +42,15 @@ void quantize_matrix_fold(const Call& call, cudaStream_t stream) {
   const auto* zeros_end = held ? p.later : p.measured;
   check(op, cudaMemsetAsync(scratch.data, 0, (zeros_end - p.row_maxima) * sizeof(uint32_t), stream));
 
-  const CUtensorMap map = bf16_matrices(op, x.data, batch, rows, cols, MatrixTile::kRows, MatrixTile::kCols);
-  const unsigned ctas = std::min(p.tiles, 2 * multiprocessors(op));
   if (held) {
     constexpr int kBytes = sizeof(HeldShared);
+    const CUtensorMap map = bf16_matrices(op, x.data, batch, rows, cols, MatrixTile::kRows, MatrixTile::kCols);
+    const unsigned ctas = std::min(p.tiles, 2 * multiprocessors(op));
     allow_shared_memory<fold_held_matrices>(op, stream, kBytes);
     launch_kernel(op, fold_held_matrices, ctas, MatrixTile::kThreads, kBytes, stream, map, p, rule);
   } else {
-    constexpr int kBytes = sizeof(TwiceShared);
-    allow_shared_memory<write_matrices>(op, stream, kBytes);
-    launch_kernel(op, measure_matrices, p.tiles, MatrixTile::kThreads, 0, stream, x.as<const bf16>(), p, rule);
-    launch_kernel(op, write_matrices, ctas, MatrixTile::kThreads, kBytes, stream, map, p, rule);
+    for (auto kernel : {measure_matrices, write_matrices})
+      launch_kernel(op, kernel, p.tiles, MatrixTile::kThreads, 0, stream, x.as<const bf16>(), p, rule);
   }
 }
 
