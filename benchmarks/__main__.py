@@ -96,6 +96,8 @@ def main() -> None:
             parser.error(f"--{option}: got {got}; allowed: {', '.join(takes)}")
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
+    if not set(args.sections) & set(RANKS):  # with several GPUs JAX makes another one current than the one measured
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if "ep" in args.sections and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
         list(import_module(".ep", __package__).lines(args.only, **options))
         leave()

@@ -5,6 +5,7 @@
 `route` reads the logits once, forward and backward. It saves the logits and the experts.
 """
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -53,8 +54,11 @@ def _logits_bwd(residuals, grad):
     high = jax.lax.reduce_precision(grad, 8, 7)
     low = jnp.where(jnp.isfinite(high), grad - high, 0)  # infinity less infinity would be NaN
     terms = jnp.concatenate([high, low], axis=1).astype(jnp.bfloat16)
-    # In bf16, so that the product of a GPU adds the experts' gradient of x.
-    dx = _product(terms, jnp.concatenate([weight, weight]), x.dtype)
+    # Both gradients of x are rounded once: on a GPU in bf16, since the product adds the experts' one; on a CPU in fp32,
+    # since XLA then rounds after the addition.
+    of_both = terms, jnp.concatenate([weight, weight])
+    rounded = lambda a, b: _product(a, b).astype(x.dtype)  # noqa: E731
+    dx = jax.lax.platform_dependent(*of_both, cuda=partial(_product, dtype=x.dtype), default=rounded)
     of_high, of_low = jnp.split(_product(terms.T, x), 2)
     return dx, (of_high + of_low).astype(weight.dtype)
 
