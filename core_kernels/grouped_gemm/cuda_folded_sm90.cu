@@ -43,71 +43,13 @@
 #include "cuda/ops.h"
 #include "cuda/tensor_map.h"
 #include "grouped_gemm/block_factors.cuh"
+#include "grouped_gemm/folded_producer.cuh"
 #include "grouped_gemm/folded_shared.cuh"
 #include "grouped_gemm/scan_ahead.cuh"
-#include "grouped_gemm/schedule.cuh"
 
 namespace mxep::cuda {
 namespace sm90 {
 namespace {
-
-struct Operands {
-  CUtensorMap a, b, flat_a;  // boxes of 128, 64 and 64 rows; flat_a: A of flat tiles, M-grouped
-};
-// The operands of one product, or of two.
-template <Plus kPlus>
-struct Maps {
-  Operands of[kPlus == Plus::kProduct || kPlus == Plus::kTwin ? 2 : 1];
-};
-
-template <bool kAlongK, Plus kPlus>
-__device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared& s) {
-  constexpr uint16_t kBoth = 3;
-  const uint32_t rank = cluster_rank();
-  const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
-  FoldedSchedule<kAlongK, kPlus == Plus::kTwin> schedule(p, s.lpt);
-  Ring<kStages> ring;
-  TileQueue tiles(s.tiles);
-  for (Tile tile; schedule.next(&tile);) {
-    tiles.put(tile);
-    const bool flat = !kAlongK && tile.flat;
-    const CUtensorMap *a = flat ? &maps.of[0].flat_a : &maps.of[0].a, *b = &maps.of[0].b;
-    if constexpr (kPlus == Plus::kTwin) {
-      a = flat ? &maps.of[tile.twin].flat_a : &maps.of[tile.twin].a, b = &maps.of[tile.twin].b;
-      // Where the compiler sees the choice, it keeps the consumers' descriptors in per-thread registers.
-      asm volatile("" : "+l"(a), "+l"(b));
-    }
-    const int first_end = (tile.k_end + kTileK - 1) / kTileK * kTileK;
-    const int end = kPlus == Plus::kProduct ? first_end + p.second.depth : tile.k_end;
-    for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
-      int k = at;
-      if constexpr (kPlus == Plus::kProduct) {
-        if (at == first_end) a = flat ? &maps.of[1].flat_a : &maps.of[1].a, b = &maps.of[1].b;
-        if (at >= first_end) k -= first_end;
-      }
-      uint64_t* full = &s.full[ring.stage];
-      uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
-      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      if (kAlongK && k + kTileK > tile.k_end) full = &s.landed[ring.stage];
-      barrier_expect(full, kBytesA + kBytesB);
-      if (flat) {
-        load_box_multicast(to_b + at_b * kTileK, a, full, k, tile.a_row + at_b, kBoth);
-#pragma unroll
-        for (int row = 0; row < kTileM; row += kHalfB) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
-      } else if (tile.side_by_side) {
-        load_box_multicast(to_a + at_a * kTileK, a, full, k, tile.a_row + at_a, kBoth);
-        load_box(to_b, b, full, k, tile.b_row);
-        load_box(to_b + kHalfB * kTileK, b, full, k, tile.b_row + kHalfB);
-      } else {
-        load_box(to_a, a, full, k, tile.a_row);
-        load_box(to_a + kHalfA * kTileK, a, full, k, tile.a_row + kHalfA);
-        load_box_multicast(to_b + at_b * kTileK, b, full, k, tile.b_row + at_b, kBoth);
-      }
-    }
-  }
-  tiles.put({});  // the end
-  ring.drain(s.empty);
-}
 
 // Starts partial = a (64, 128) b (128, 128)^T. A step of 32 bytes along a row adds 2 to a descriptor.
 __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b) {

@@ -1,0 +1,75 @@
+// The loads of a folded product: tiles of the schedule, stage by stage.
+//
+//   schedule --tile--> queue, for the warps that compute and scan
+//                '---> A, B --TMA, one half of the common rows for both CTAs--> ring of stages
+#pragma once
+
+#include "cuda/sm90.cuh"
+#include "grouped_gemm/folded_shared.cuh"
+#include "grouped_gemm/schedule.cuh"
+
+namespace mxep::cuda::sm90 {
+
+struct Operands {
+  CUtensorMap a, b, flat_a;  // boxes of 128, 64 and 64 rows; flat_a: A of flat tiles, M-grouped
+};
+// The operands of one product, or of two.
+template <Plus kPlus>
+struct Maps {
+  Operands of[kPlus == Plus::kProduct || kPlus == Plus::kTwin ? 2 : 1];
+
+  __device__ const CUtensorMap* a(int product, bool flat) const { return flat ? &of[product].flat_a : &of[product].a; }
+  __device__ const CUtensorMap* b(int product) const { return &of[product].b; }
+};
+
+// Called by one thread of a CTA.
+template <bool kAlongK, Plus kPlus>
+__device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared& s) {
+  constexpr uint16_t kBoth = 3;
+  const uint32_t rank = cluster_rank();
+  const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
+  FoldedSchedule<kAlongK, kPlus == Plus::kTwin> schedule(p, s.lpt);
+  Ring<kStages> ring;
+  TileQueue tiles(s.tiles);
+  for (Tile tile; schedule.next(&tile);) {
+    tiles.put(tile);
+    const bool flat = !kAlongK && tile.flat;
+    const CUtensorMap *a = maps.a(0, flat), *b = maps.b(0);
+    if constexpr (kPlus == Plus::kTwin) {
+      a = maps.a(tile.twin, flat), b = maps.b(tile.twin);
+      // Where the compiler sees the choice, it keeps the consumers' descriptors in per-thread registers.
+      asm volatile("" : "+l"(a), "+l"(b));
+    }
+    const int first_end = (tile.k_end + kTileK - 1) / kTileK * kTileK;
+    const int end = kPlus == Plus::kProduct ? first_end + p.second.depth : tile.k_end;
+    for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
+      int k = at;
+      if constexpr (kPlus == Plus::kProduct) {
+        if (at == first_end) a = maps.a(1, flat), b = maps.b(1);
+        if (at >= first_end) k -= first_end;
+      }
+      uint64_t* full = &s.full[ring.stage];
+      uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
+      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+      if (kAlongK && k + kTileK > tile.k_end) full = &s.landed[ring.stage];
+      barrier_expect(full, kBytesA + kBytesB);
+      if (flat) {
+        load_box_multicast(to_b + at_b * kTileK, a, full, k, tile.a_row + at_b, kBoth);
+#pragma unroll
+        for (int row = 0; row < kTileM; row += kHalfB) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
+      } else if (tile.side_by_side) {
+        load_box_multicast(to_a + at_a * kTileK, a, full, k, tile.a_row + at_a, kBoth);
+        load_box(to_b, b, full, k, tile.b_row);
+        load_box(to_b + kHalfB * kTileK, b, full, k, tile.b_row + kHalfB);
+      } else {
+        load_box(to_a, a, full, k, tile.a_row);
+        load_box(to_a + kHalfA * kTileK, a, full, k, tile.a_row + kHalfA);
+        load_box_multicast(to_b + at_b * kTileK, b, full, k, tile.b_row + at_b, kBoth);
+      }
+    }
+  }
+  tiles.put({});  // the end
+  ring.drain(s.empty);
+}
+
+}  // namespace mxep::cuda::sm90
