@@ -40,12 +40,14 @@ def steps(ep: int, options: Options) -> tuple[list[dict[str, float]], Checkpoint
 
 @pytest.mark.parametrize(
     ("options", "rel_aux", "rel_weights"),
-    [(Options(dp=2), 1e-5, 2e-3), (Options(dp=2, remat="rows", scan_layers=True, accumulate=2), 0.05, 1e-2)],
+    [(Options(dp=2), 1e-5, 1e-2), (Options(dp=2, remat="rows", scan_layers=True, accumulate=2), 0.05, 1e-2)],
     ids=["whole", "a scan of remat over parts of a batch"],
 )
 def test_a_mesh_trains_as_one_device(options: Options, rel_aux: float, rel_weights: float) -> None:
     # Measured: losses and norms within 2.1e-6; weights within 4.2e-4 of the way from their start, and 3.1e-3 in parts,
-    # whose gradients bf16 rounds one by one; the auxiliary loss within 2.4e-7, and 7.2e-3.
+    # whose gradients bf16 rounds one by one; the auxiliary loss within 2.4e-7, and 7.2e-3. With AVX512-BF16 the
+    # embedding is within 3.9e-3, all of it one value. Its gradient is a thousandth of the others' median, another
+    # rounding changes it by its own size, and AdamW takes whole steps of either sign.
     one, mesh = steps(1, Options()), steps(2, options)
     for a, b in zip(one[0], mesh[0], strict=True):
         assert b["aux_loss"] == pytest.approx(a["aux_loss"], rel=rel_aux)
