@@ -96,8 +96,6 @@ def main() -> None:
             parser.error(f"--{option}: got {got}; allowed: {', '.join(takes)}")
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
-    if not set(args.sections) & set(RANKS):  # with several GPUs JAX makes another one current than the one measured
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if "ep" in args.sections and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
         list(import_module(".ep", __package__).lines(args.only, **options))
         leave()
@@ -113,6 +111,8 @@ def main() -> None:
         on_gpu = SECTIONS[section] == "gpu"
         if on_gpu and gpu is None:
             parser.error(f"section: got {section}; allowed: a section of the CPU, this machine has no GPU")
+        if on_gpu:  # one GPU: of several, JAX makes another one current than torch's
+            os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
         hardware = f"{_ranks(section)}x {gpu}" if gpu and section in ("gpu", *RANKS) else results.cpu_name()
         run = results.Run(hardware, args.commit or results.clean_commit())
         if args.out and run.commit is None:

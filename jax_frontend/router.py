@@ -5,7 +5,6 @@
 `route` reads the logits once, forward and backward. It saves the logits and the experts.
 """
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,9 +35,9 @@ class Routing(NamedTuple):
 # --- logits ---------------------------------------------------------------------------------------------
 
 
-def _product(a: jax.Array, b: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """a @ b of bf16 operands, without a cast of either, summed in fp32."""
-    return jnp.matmul(a, b, preferred_element_type=dtype)
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a @ b of bf16 operands in fp32, without a cast of either."""
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
@@ -54,13 +53,9 @@ def _logits_bwd(residuals, grad):
     high = jax.lax.reduce_precision(grad, 8, 7)
     low = jnp.where(jnp.isfinite(high), grad - high, 0)  # infinity less infinity would be NaN
     terms = jnp.concatenate([high, low], axis=1).astype(jnp.bfloat16)
-    # Both gradients of x are rounded once: on a GPU in bf16, since the product adds the experts' one; on a CPU in fp32,
-    # since XLA then rounds after the addition.
-    of_both = terms, jnp.concatenate([weight, weight])
-    rounded = lambda a, b: _product(a, b).astype(x.dtype)  # noqa: E731
-    dx = jax.lax.platform_dependent(*of_both, cuda=partial(_product, dtype=x.dtype), default=rounded)
+    dx = _product(terms, jnp.concatenate([weight, weight]))
     of_high, of_low = jnp.split(_product(terms.T, x), 2)
-    return dx, (of_high + of_low).astype(weight.dtype)
+    return dx.astype(x.dtype), (of_high + of_low).astype(weight.dtype)
 
 
 _logits.defvjp(lambda x, weight: (_logits(x, weight), (x, weight)), _logits_bwd)

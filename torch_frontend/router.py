@@ -8,8 +8,7 @@
     gradient of the logits x weight --+--> gradient of x
 
 `route` reads the logits once, forward and backward. It saves the logits and the experts. `route_tokens` passes the
-tokens on to the experts, so that their gradient meets the router's in the product that computes the latter: no kernel
-adds the two.
+tokens on to the experts, so that their gradient meets the router's in fp32: one kernel adds both and rounds once.
 """
 
 from functools import partial
@@ -50,17 +49,15 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b of bf16 operands, summed in fp32 and rounded to bf16 once. On a GPU in the memory of total."""
-    if a.is_cuda:
-        return torch.mm(a, b) if total is None else total.addmm_(a, b)
-    product = a.float() @ b.float()
-    return (product if total is None else product + total.float()).to(a.dtype)
+    """total + a @ b of bf16 operands, summed in fp32 and rounded to bf16 once. total, which hooks may hold, is kept."""
+    product = _product(a, b)
+    return product.to(a.dtype) if total is None else torch.add(product, total, out=torch.empty_like(total))
 
 
 def _logits_bwd(
     ctx: Any, dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight, as far as the context needs them. dx: another gradient of x, to add; it is lost.
+    """The gradients of x and weight, as far as the context needs them. dx: another gradient of x, to add.
 
     They multiply an fp32 gradient by bf16 operands. They split it into two bf16 terms, which hold 16 of its 24 bits,
     and sum both products in fp32; bf16 results keep 8.
@@ -128,10 +125,7 @@ class _Route(torch.autograd.Function):
 
 
 class _Router(torch.autograd.Function):
-    """x for the experts, logits of bf16 x and weight, and the choice, in one function: less work of the host.
-
-    The gradient of the x that it returns is its own: MoE reads that x in functions that make their gradients.
-    """
+    """x for the experts, logits of bf16 x and weight, and the choice, in one function: less work of the host."""
 
     @staticmethod
     def forward(

@@ -3,8 +3,8 @@
 //   measure_matrices   x --> maxima of all rows and columns
 //   write_matrices     x, maxima --> codes and scales
 //
-// A CTA has a tile in either: 64 KiB in flight at once, those of three CTAs on a multiprocessor, or of two that write.
-// Persistent CTAs that write, with the next tile on its way to shared memory meanwhile, take 7% longer on an H200.
+// A CTA has a tile, and loads its 64 KiB at once. A multiprocessor runs three CTAs that measure, or two that write.
+// Persistent CTAs that write, and load the next tile to shared memory meanwhile, take 7% longer on an H200.
 #pragma once
 
 #include "fold/matrix_tile.cuh"

@@ -8,8 +8,8 @@
 // With equal numbers of pairs the squarer pair is better: per k-step a pair of 256 x 256 loads 512 rows, a pair of 512
 // x 128 loads 640, and the GPU is power-limited. Tiles of 128 x 256 are therefore stacked if the numbers are equal.
 //
-// The rows of a group past its whole tiles, if they are at most half a tile, are a strip of tiles of 128 x 256, side by
-// side: a tile costs the same for 256 x 128 values as for 128 x 256, and half of the former would be of other rows.
+// A group's rows past its whole tiles, up to 128, are in flat tiles of 128 x 256, side by side. A tile of 256 x 128
+// costs as much, and at least half of it would be other rows.
 //
 //   rank 0                rank 1
 //   [                    ][                    ]
@@ -68,7 +68,7 @@ struct Tile {
   uint8_t twin;  // 0 or 1: the product that the tile belongs to
 };
 
-// Tiles of kM x kN; group ends are multiples of kEnds. kFlat: M-grouped, half a tile of rows is a strip of flat tiles.
+// Tiles of kM x kN; group ends are multiples of kEnds. kFlat: M-grouped, up to kM / 2 last rows are in flat tiles.
 template <bool kAlongK, int kM, int kN, int kEnds = 1, bool kTwin = false, bool kFlat = false>
 class Schedule {
  public:
@@ -101,20 +101,21 @@ class Schedule {
       if (group_ >= p_.groups) return false;
       pair = next_;
     }
-    const bool flat = kFlat && pair >= pairs_m_ * pairs_n_;
-    const int height = side_by_side_ ? 2 * kPanel : kPanel, columns = pairs_n_;
-    const int panel = pair / (height * columns), in_panel = pair % (height * columns);
-    const int in_column = min(height, pairs_m_ - panel * height);
-    int pair_m = panel * height + in_panel % in_column;
-    const int pair_n = in_panel / in_column, rank = blockIdx.x % kCluster;
-    const int twin = kOfBoth ? rank : kAlternate ? pair_m % 2 : 0;
-    if constexpr (kAlternate) pair_m /= 2;
-    int i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kM;
-    int j = (side_by_side_ && !kOfBoth ? pair_n * kCluster + rank : pair_n) * kN;
+    const int whole = pairs_m_ * pairs_n_, rank = blockIdx.x % kCluster;  // whole: pairs of tiles of kM x kN
+    const bool flat = kFlat && pair >= whole;
+    int i, j, twin = kOfBoth ? rank : 0;
     if (flat) {
-      const int across = pair - pairs_m_ * pairs_n_;
-      i = flat_row_;
-      j = (kOfBoth ? across : across * kCluster + rank) * 2 * kN;
+      i = (end_ - begin_) / kM * kM;
+      j = (kOfBoth ? pair - whole : (pair - whole) * kCluster + rank) * 2 * kN;
+    } else {
+      const int height = side_by_side_ ? 2 * kPanel : kPanel, columns = pairs_n_;
+      const int panel = pair / (height * columns), in_panel = pair % (height * columns);
+      const int in_column = min(height, pairs_m_ - panel * height);
+      int pair_m = panel * height + in_panel % in_column;
+      const int pair_n = in_panel / in_column;
+      if constexpr (kAlternate) twin = pair_m % 2, pair_m /= 2;
+      i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kM;
+      j = (side_by_side_ && !kOfBoth ? pair_n * kCluster + rank : pair_n) * kN;
     }
     const int64_t row = kAlongK ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out
     const int weight_row = group_ * p_.cols + j;
@@ -167,7 +168,6 @@ class Schedule {
       const int rest = rows % kM;
       const bool flat = rest != 0 && rest <= kM / 2;
       if (flat) rows -= rest;
-      flat_row_ = rows;
       flat_pairs_ = flat ? tiles(p_.cols, (kOfBoth ? 1 : kCluster) * 2 * kN) : 0;
     }
     if constexpr (kOfBoth) {
@@ -187,7 +187,7 @@ class Schedule {
   int next_;  // in the group; K-grouped: in this cluster's schedule
   int group_ = 0, begin_ = 0, end_ = 0;
   int pairs_m_ = 0, pairs_n_ = 0;
-  int flat_pairs_ = 0, flat_row_ = 0;  // of the group; the first row, in the group
+  int flat_pairs_ = 0;  // of the group
   bool side_by_side_ = false, whole_ = true;
 };
 

@@ -117,7 +117,9 @@ def test_the_gradients_of_experts_and_router_meet_in_one_sum(of_x: bool) -> None
         return
     (of_logits,) = torch.autograd.grad(routing.weights.sum(), x, retain_graph=True)
     dx = rows(60, 64) * of_logits.std()
-    (got,) = torch.autograd.grad((tokens, routing.weights), x, (dx.clone(), torch.ones_like(routing.weights)))
+    given = dx.clone()
+    (got,) = torch.autograd.grad((tokens, routing.weights), x, (given, torch.ones_like(routing.weights)))
+    assert torch.equal(given, dx), "the gradient of the experts is the caller's"
     logits = (x.detach().double() @ weight.detach().double().T).requires_grad_()
     logits.sigmoid().gather(1, routing.experts.long()).sum().backward()
     assert logits.grad is not None

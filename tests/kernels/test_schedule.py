@@ -1,0 +1,83 @@
+"""The M-grouped tiles of grouped_gemm/schedule.cuh, compiled for the CPU: each value of the output, up to the last
+group end, belongs to one tile of one CTA. Undefined behaviour, such as a division by zero, ends the program."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What the header takes from CUDA, and from the schedule of K-grouped tiles, which is not compiled here.
+DEVICE = r"""
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#define __device__
+using std::max, std::min;
+struct Index { unsigned x; } blockIdx, gridDim;
+namespace mxep::cuda::sm90 {
+struct Tokens { int begin, end; bool whole; };
+template <int> Tokens tokens_of(const int32_t*, int, int);
+struct LptSchedule { int count, order[1]; bool listed; int number(int) const; };
+template <int> void lpt_schedule(const int32_t*, int, int, int, int, int, LptSchedule&);
+}
+"""
+PROGRAM = r"""
+#include "grouped_gemm/schedule.cuh"
+#include <cstdio>
+#include <initializer_list>
+#include <random>
+#include <vector>
+using namespace mxep::cuda::sm90;
+
+// Whether the tiles of all CTAs cover each value once; counts the flat ones. Twins: two outputs, one behind the other.
+template <int kM, int kN, bool kTwin, bool kFlat>
+bool covered(Problem p, unsigned ctas, int& flat) {
+  std::vector<uint8_t> tiles(size_t(kTwin + 1) * p.rows * p.cols);
+  p.twin.to_out = int64_t{p.rows} * p.cols;
+  gridDim.x = ctas;
+  for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x) {
+    Schedule<false, kM, kN, 1, kTwin, kFlat> schedule(p, LptSchedule{});
+    for (Tile tile; schedule.next(&tile);) {
+      flat += tile.flat;
+      const int height = tile.flat ? kM / 2 : kM, width = tile.flat ? 2 * kN : kN;
+      for (int i = 0; i < min(height, tile.rows); ++i)
+        for (int j = 0; j < min(width, tile.cols); ++j) ++tiles[tile.out + int64_t{i} * p.cols + j];
+    }
+  }
+  for (size_t i = 0; i < tiles.size(); ++i)
+    if (tiles[i] != (int(i / p.cols) % p.rows < p.group_ends[p.groups - 1])) return false;
+  return true;
+}
+
+int main() {
+  std::mt19937 random(0);
+  const auto any = [&](std::initializer_list<int> of) { return of.begin()[random() % of.size()]; };
+  int wrong = 0, flat = 0, of_bf16 = 0;
+  for (int problem = 0; problem < 400; ++problem) {
+    std::vector<int32_t> ends(any({1, 2, 3, 9}));
+    int rows = 0;
+    for (int32_t& end : ends)
+      end = rows += any({0, 0, 1, 32, 127, 128, 129, 200, 255, 256, 257, 384, 385, 512, 600});
+    Problem p{};
+    p.group_ends = ends.data(), p.groups = int(ends.size());
+    p.rows = max(rows + any({0, 40}), 1), p.cols = any({8, 128, 136, 256, 264, 384, 520, 768, 1408}), p.depth = 128;
+    const unsigned ctas = any({2, 4, 10, 132});
+    wrong += !covered<256, 128, false, true>(p, ctas, flat);
+    wrong += !covered<256, 128, true, true>(p, ctas, flat);
+    wrong += !covered<128, 256, false, false>(p, ctas, of_bf16);
+  }
+  std::printf("wrong: %d, flat tiles: %s and %s\n", wrong, flat ? "some" : "none", of_bf16 ? "some" : "none");
+}
+"""
+
+
+def test_each_value_is_in_one_tile(tmp_path: Path) -> None:
+    source, program = tmp_path / "schedule.cc", tmp_path / "schedule"
+    stub = tmp_path / "grouped_gemm" / "lpt_schedule.cuh"
+    stub.parent.mkdir()
+    stub.write_text(DEVICE)
+    source.write_text(PROGRAM)
+    checks = ["-fsanitize=undefined", "-fno-sanitize-recover"]
+    include = [f"-I{tmp_path}", f"-I{ROOT / 'core_kernels'}"]
+    subprocess.run(["c++", "-std=c++20", "-O1", *checks, *include, str(source), "-o", str(program)], check=True)
+    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=100)
+    assert (ran.stdout, ran.stderr) == ("wrong: 0, flat tiles: some and none\n", "")
