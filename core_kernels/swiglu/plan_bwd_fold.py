@@ -8,7 +8,7 @@
 
 The scale of a column is known after 256 rows of its group, while CTAs still hold them: codes along the tokens are
 written folded. The scale of a row is known after the whole row. The rows are written with a scale per 32 values, which
-stays in scratch memory, and are folded in place. Of each value the CUDA kernel moves 15 bytes:
+stays in scratch memory, and are folded in place. Of each value the CUDA kernel moves at most 15 bytes, and scales:
 
     dh, gate, up --> dgate, dup, each: q along rows                        dgate, dup, h, each: qf along the tokens
       read 6                           write 2, then read 2 and write 2                         write 3
