@@ -26,12 +26,14 @@ from .router import plan as router
 from .routing import plan as routing
 from .scale_layout import plan as scale_layout
 from .swiglu import plan as swiglu
+from .swiglu import plan_bwd_fold as swiglu_bwd_fold
 from .swiglu import plan_fold as swiglu_fold
 
 _PLANS = (
     *(quantize, quantize_blockwise, permute, router, routing),
     *(fold, plan_both, plan_matrix, plan_balanced, plan_loss, plan_requantize, fold_permute, scale_layout),
-    *(combine, swiglu, swiglu_fold, grouped_gemm, plan_kn, plan_folded, plan_folded_pair, grouped_gemm_blockwise),
+    *(combine, swiglu, swiglu_fold, swiglu_bwd_fold),
+    *(grouped_gemm, plan_kn, plan_folded, plan_folded_pair, grouped_gemm_blockwise),
 )
 OPS: dict[str, KernelOp] = {
     op.name: op for module in _PLANS for op in vars(module).values() if isinstance(op, KernelOp)

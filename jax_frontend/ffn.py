@@ -13,11 +13,11 @@
 
 With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
 dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
-operands, and the backward keeps the token operand of x instead of x. Recipe "bf16" follows the same picture without
-quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of the separate
-functions. dx alone differs: it is rounded once, the separate functions round three times. With b1 or b3, whose
-gradients sum them, dgate and dup are bf16 arrays. A row's weight multiplies h and b2, so that it multiplies the row of
-out; its gradient has a part of each.
+operands, and the backward keeps the token operand of x instead of x. swiglu_bwd_fold, in place of swiglu_bwd_all, folds
+all that it computes. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
+before they are quantized, so the bytes are those of the separate functions. dx alone differs: it is rounded once, the
+separate functions round three times. With b1 or b3, whose gradients sum them, dgate and dup are bf16 arrays. A row's
+weight multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
 """
 
 from functools import partial
@@ -56,7 +56,17 @@ from .products import (
 )
 from .remat import GATE, UP, named
 from .swiglu import hidden_rows, row_probabilities
-from .weights import NoValues, QuantizedWeights, check_weights, cotangent_of, for_call, resolve_compute, saved
+from .weights import (
+    Folded,
+    NoValues,
+    QuantizedWeights,
+    check_weights,
+    cotangent_of,
+    for_call,
+    form_of,
+    resolve_compute,
+    saved,
+)
 
 if TYPE_CHECKING:
     from .pipeline import Route
@@ -126,8 +136,12 @@ def _swiglu_bwd(dh, glu, group_ends, options: Options, need_values: bool):
         dgate, dup, dprob = ops.swiglu_bwd(dh, *glu, *numbers)
         operands = (output_gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
         return *operands, _hidden_tokens(glu, group_ends, options), dprob, (dgate, dup)
-    arguments = dh, *glu, recipe.rounding, False, *numbers
-    q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(*arguments)
+    attributes = recipe.rounding, False, *numbers
+    if form_of(recipe) == "fold":
+        *parts, dprob = ops.swiglu_bwd_fold(dh, *glu, group_ends, *attributes)
+        gate, gate_t, up, up_t, h = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
+        return (gate, gate_t), (up, up_t), h, dprob, (None, None)
+    q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(dh, *glu, *attributes)
     dgate, dup, h = (along_tokens(t, group_ends, recipe) for t in ((q_t, sf_t), (up_q_t, up_sf_t), (h_q_t, h_sf_t)))
     return ((q, sf), dgate), ((up_q, up_sf), dup), h, dprob, (None, None)
 

@@ -13,8 +13,9 @@
     tokens    recipe "mxfp8": quantized along the tokens by quantize_both and swiglu_bwd_all; else bf16
 
 With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
-dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
-operands, and the backward saves the token operand of x instead of x. Recipe "bf16" follows the same picture without
+dw1 and dw3. The kernel that computes h folds its rows; swiglu_bwd_fold, in place of swiglu_bwd_all, folds all that it
+computes. One read of a bf16 x or dout produces its row and token operands, and the backward saves the token operand of
+x instead of x. Recipe "bf16" follows the same picture without
 quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of the separate
 functions. dx alone differs: autograd would add two rounded products and round again. With padding to whole blocks of
 tokens, dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A row's weight
@@ -170,13 +171,10 @@ class FFNBackward:
         need_values, need_tokens, steps, dx = need_b1 or need_b3, need_w1 or need_w3, self.steps, None
         if not (need_x or need_tokens or need_prob or need_values):
             return None, None
-        rows, w2 = steps.rows(self.dout), steps.along_n(self.w2)
-        del self.dout, self.w2
         # dh has no name here, so that `swiglu` lets go of it.
         (dgate, gate_tokens), (dup, up_tokens), dprob, values = steps.swiglu(
-            product(rows, w2, self.group_ends, BF16), need_x, need_tokens, need_values, self.call.needs[3]
+            self._dh(), need_x, need_tokens, need_values, self.call.needs[3]
         )
-        del rows, w2
         dgate_values, dup_values = values or (None, None)
         self.of_gate, self.of_up = (gate_tokens, dgate_values), (up_tokens, dup_values)
         if need_prob and self.b2 is not None:
@@ -187,6 +185,12 @@ class FFNBackward:
             dx = sum_of_products(dgate, gate_t, dup, up_t, self.group_ends, self.dtypes[0], out)
         del self.in_weights
         return dx, dprob
+
+    def _dh(self) -> Tensor:
+        """The gradient of h. It lets go of the rows of dout and of w2."""
+        rows, w2 = self.steps.rows(self.dout), self.steps.along_n(self.w2)
+        del self.dout, self.w2
+        return product(rows, w2, self.group_ends, BF16)
 
     def gate_and_up(self, out: Sequence[Tensor | None] = (None, None)) -> tuple[Tensor | None, ...]:
         """Gradients of w1 and w3, written to `out` where there is one, of b1 and b3; after `inputs`."""
@@ -230,7 +234,7 @@ class _Backward:
         numbers: tuple[float, float, float],
     ) -> None:  # fmt: skip
         self.glu: Any = gate, up, prob
-        self.hidden: MX | None = None  # along the tokens, from `swiglu` to `hidden_tokens`
+        self.hidden: MX | Folded | None = None  # along the tokens, from `swiglu` to `hidden_tokens`
         self.group_ends, self.numbers = group_ends, numbers
         self.form: Form = options.form
         self.rounding, self.wgrad_mx = options.rounding, options.wgrad_mx
@@ -278,6 +282,11 @@ class _Backward:
             dgate, dup, dprob = ops.swiglu_bwd(dh, *self.glu, *self.numbers)
             of_gate, of_up = (self._operands(x, need_rows, need_tokens) for x in (dgate, dup))
             return of_gate, of_up, dprob, (dgate, dup)
+        if need_rows and need_tokens and need_hidden and self.form == "fold":
+            *parts, dprob = ops.swiglu_bwd_fold(*arguments[:4], self.token_ends, *arguments[4:])
+            gate, gate_t, up, up_t, hidden = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
+            self.glu, self.hidden = None, hidden
+            return (gate, gate_t), (up, up_t), dprob, ()
         if need_rows and need_tokens:
             if need_hidden:
                 q, sf, q_t, sf_t, *up, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(*arguments)

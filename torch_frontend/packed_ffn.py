@@ -42,7 +42,7 @@ from .products import (
     weight_gradient,
 )
 from .swiglu import hidden_rows, row_probabilities
-from .weights import MX, WeightOperand, along_n, at_address, check_weights, for_call, form_of, outlives_forward
+from .weights import MX, Folded, WeightOperand, along_n, at_address, check_weights, for_call, form_of, outlives_forward
 
 BF16 = torch.bfloat16
 
@@ -171,15 +171,15 @@ class _Gradient(NamedTuple):
     tokens: Any
     values: Any
     dprob: Tensor
-    hidden: MX | None = None
+    hidden: MX | Folded | None = None
 
 
 def _swiglu_gradient(
     dh: Tensor, glu: tuple[Tensor, ...], call: PackedCall, group_ends: Tensor, need_rows: bool, need_tokens: bool,
     need_values: bool, need_hidden: bool,
 ) -> _Gradient:  # fmt: skip
-    """MX where the kernel of SwiGLU quantizes them, values where no kernel does; h along the tokens where the same
-    kernel writes it."""
+    """MX where the kernel of SwiGLU quantizes them, Folded where it folds them too, values where no kernel does; h
+    along the tokens where the same kernel writes it."""
     options, arguments = call.options, (dh, *glu, call.options.rounding, False, *call.numbers)
 
     def rows_of(q: Tensor, sf: Tensor, q_up: Tensor, sf_up: Tensor) -> Any:
@@ -188,6 +188,11 @@ def _swiglu_gradient(
         return MX(torch.cat([q, q_up], 1), torch.cat([sf, sf_up], 1))
 
     if is_mx(options.form) and not (call.interleaved or need_values):
+        if options.wgrad_mx and need_tokens and need_rows and need_hidden and call.apart and options.form == "fold":
+            *parts, dprob = ops.swiglu_bwd_fold(*arguments[:4], group_ends, *arguments[4:])
+            gate, gate_t, up, up_t, hidden = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
+            tokens = Folded(torch.cat([gate_t.q, up_t.q]), torch.cat([gate_t.sf, up_t.sf], 1))
+            return _Gradient((gate, up), tokens, None, dprob, hidden)
         if options.wgrad_mx and need_tokens and need_rows:
             op = ops.swiglu_bwd_all if need_hidden else ops.swiglu_bwd_both
             q, sf, q_t, sf_t, q_up, sf_up, q_up_t, sf_up_t, *hidden, dprob = op(*arguments)

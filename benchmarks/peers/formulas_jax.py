@@ -139,6 +139,14 @@ def swiglu_bwd_all(dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Arra
     return *gradients, *quantize_col(_swiglu(gate, up, prob)), dprob
 
 
+def swiglu_bwd_fold(
+    dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array, group_ends: jax.Array
+) -> tuple[jax.Array, ...]:
+    dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
+    gradients = *quantize_both_fold(dgate, group_ends), *quantize_both_fold(dup, group_ends)
+    return *gradients, *_fold_columns(_swiglu(gate, up, prob), group_ends), dprob
+
+
 def route_bwd(dweights: jax.Array, dshares: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array]:
     scores = jax.nn.softmax(logits)
     chosen = jnp.take_along_axis(scores, ids, 1)

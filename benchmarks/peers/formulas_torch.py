@@ -214,6 +214,14 @@ def swiglu_bwd_all(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor, *out: Ten
     quantize_col(_swiglu(gate, up, prob), *out[8:10])
 
 
+def swiglu_bwd_fold(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor, group_ends: Tensor, *out: Tensor) -> None:
+    dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
+    quantize_both_fold(dgate, group_ends, *out[:4])
+    quantize_both_fold(dup, group_ends, *out[4:8])
+    _fold_columns(_swiglu(gate, up, prob), group_ends, *out[8:10])
+    out[10].copy_(dprob)
+
+
 def combine(rows: Tensor, slots: Tensor, probs: Tensor, y: Tensor) -> None:
     y.copy_((rows[slots.long()].float() * probs[..., None]).sum(1))
 

@@ -7,6 +7,7 @@
     swiglu_row_fold                           h in bf16, quantized, folded
     swiglu_bwd_row / _col / _both             dgate and dup in bf16, quantized; then dprob
     swiglu_bwd_all                            the same of _both, h of swiglu_col; then dprob
+    swiglu_bwd_fold                           the same of _all, folded; then dprob
     sigmoid64  swiglu64                       the exact functions in fp64, for comparison
 
 gate, up, dh (M, F) bf16; prob (M,) fp32, or (0,) for probabilities of 1. A limit of 0 is none. dgate is zero where gate
@@ -170,6 +171,19 @@ def swiglu_bwd_all(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False,
     numbers = rounding, satfinite, alpha, limit, offset
     *gradients, dprob = swiglu_bwd_both(dh, gate, up, prob, *numbers)
     return *gradients, *swiglu_col(gate, up, prob, *numbers), dprob
+
+
+def swiglu_bwd_fold(
+    dh, gate, up, prob, group_ends, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0
+):
+    """-> qf, row_sf, qf_t, span_sf of dgate, the same of dup, qf_t, span_sf of h, dprob."""
+    q, sf, q_t, sf_t, *others, dprob = swiglu_bwd_all(dh, gate, up, prob, rounding, satfinite, alpha, limit, offset)
+    up_q, up_sf, up_q_t, up_sf_t, h_q_t, h_sf_t = others
+    gate_rows, up_rows = fold_oracle.fold_rows(q, sf), fold_oracle.fold_rows(up_q, up_sf)
+    gate_tokens, up_tokens, h_tokens = (
+        fold_oracle.fold_groups(*columns, group_ends) for columns in ((q_t, sf_t), (up_q_t, up_sf_t), (h_q_t, h_sf_t))
+    )
+    return *gate_rows, *gate_tokens, *up_rows, *up_tokens, *h_tokens, dprob
 
 
 def sigmoid64(g: Array) -> Array:

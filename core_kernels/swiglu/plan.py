@@ -10,7 +10,8 @@
 
 `prob` of shape (0,) gives every row the weight one. h, dgate and dup are rounded to bf16 before they are quantized,
 so a fused op writes the bytes of the two ops that it replaces. oracle.py defines every byte; only the order of the
-sum dprob is free. plan_fold.py has h folded too.
+sum dprob is free. plan_fold.py has h folded too, and
+plan_bwd_fold.py every result of swiglu_bwd_all.
 """
 
 from collections.abc import Callable

@@ -92,6 +92,14 @@ FAULTS = (
         interpreter=True,
     ),
     Fault(
+        "swiglu, composed: the columns of dup are folded as those of dgate",
+        "core_kernels/swiglu/plan_bwd_fold.py",
+        "in (gradients[:4], gradients[4:]):",
+        "in (gradients[:4], gradients[4:6] + gradients[2:4]):",
+        "tests/conformance/test_swiglu_fold.py -k every_kind",
+        interpreter=True,
+    ),
+    Fault(
         "grouped_gemm: weights of the first group for all",
         "core_kernels/grouped_gemm/kernel_folded.py",
         "row, weight_row = m.to(tl.int64), group.to(tl.int64) * N + n",
@@ -142,6 +150,13 @@ FAULTS = (
         "if (prob) dprob[row] = sum;",
         "tests/conformance/test_swiglu.py -k cpp",
     ),
+    Fault(
+        "swiglu: the columns of dup and h are folded from the scales of dgate",
+        "core_kernels/swiglu/cpu_fold.cc",
+        "blocks{columns[i][0], col_sf[i].array(), ends}",
+        "blocks{columns[i][0], col_sf[0].array(), ends}",
+        "tests/conformance/test_swiglu_fold.py -k 'every_kind and cpp'",
+    ),
     # torch
     Fault(
         "torch, CPU product: the row after the last group is not written",
@@ -163,6 +178,13 @@ FAULTS = (
         "self.glu, self.hidden = None, MX(h_q_t, h_sf_t)",
         "self.glu, self.hidden = None, MX(*up[2:])",
         "tests/torch_frontend/test_ffn.py",
+    ),
+    Fault(
+        "torch, folded SwiGLU FFN: the gradient of w2 reads the gradient of up in place of h",
+        "torch_frontend/ffn.py",
+        "self.glu, self.hidden = None, hidden",
+        "self.glu, self.hidden = None, up_t",
+        "tests/torch_frontend/test_ffn.py -k folded",
     ),
     Fault(
         "torch, expert parallelism: the router's gradient is not reduced over the ranks",

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from mxep.core_kernels.fold import plan_both, plan_matrix, plan_requantize
+from mxep.core_kernels.swiglu import plan_bwd_fold
 from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
 from mxep.torch_frontend import ops as torch_ops
@@ -42,6 +43,8 @@ class Case:
         if self.op == "permute_mx_col_fold":
             packed, row_map, ends = inputs
             return plan_requantize.scratch_bytes(len(row_map), packed.shape[1] // 33 * 32, ends.shape[0])
+        if self.op == "swiglu_bwd_fold":
+            return 4 * plan_bwd_fold.scratch_words(*inputs[0].shape, len(inputs[-1]))
         if self.op not in ("quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold"):
             return 0
         x, ends = inputs[0], inputs[-1]
@@ -91,7 +94,7 @@ _OF_MATRICES = (
 )
 _COLUMNS = (
     *("quantize_col", "quantize_both", "quantize_both_fold", "requantize_col_fold", "permute_mx_col_fold"),
-    *("quantize_matrix_fold", "swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both", "swiglu_bwd_all"),
+    *("quantize_matrix_fold", "swiglu_col", "swiglu_bwd_col", "swiglu_bwd_both", "swiglu_bwd_all", "swiglu_bwd_fold"),
 )
 _CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
 
@@ -155,6 +158,10 @@ CASES = {
     "swiglu_row_fold_unweighted": _case("swiglu_row_fold", inputs.unweighted(inputs.swiglu)),
     "swiglu_bwd_unweighted": _case("swiglu_bwd", inputs.unweighted(inputs.swiglu_bwd)),
     "swiglu_bwd_all_unweighted": _case("swiglu_bwd_all", inputs.unweighted(inputs.swiglu_bwd)),
+    "swiglu_bwd_fold": _case("swiglu_bwd_fold", inputs.swiglu_bwd_fold),
+    "swiglu_bwd_fold_clamped": _case("swiglu_bwd_fold", inputs.swiglu_bwd_fold, rounding=1, satfinite=True, **_CLAMPED),
+    "swiglu_bwd_fold_unweighted": _case("swiglu_bwd_fold", inputs.swiglu_bwd_fold_unweighted),
+    "swiglu_bwd_fold_wide": _case("swiglu_bwd_fold", inputs.swiglu_bwd_fold_wide),
     "grouped_mm_mx": _case("grouped_mm_mx", inputs.grouped_mm_mx),
     "grouped_mm_bf16": _case("grouped_mm_bf16", inputs.grouped_mm_bf16),
     "grouped_wgrad_mx": Case("grouped_wgrad_mx", inputs.grouped_wgrad_mx, multiple=32),

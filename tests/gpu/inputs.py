@@ -142,6 +142,21 @@ def swiglu_bwd(rng: Rng, m: int) -> Tensors:
     return floats(rng, m, N), *swiglu(rng, m)
 
 
+def swiglu_bwd_fold(rng: Rng, m: int) -> Tensors:
+    return *swiglu_bwd(rng, m), group_ends(rng, m, 32)
+
+
+def swiglu_bwd_fold_unweighted(rng: Rng, m: int) -> Tensors:
+    return *unweighted(swiglu_bwd)(rng, m), group_ends(rng, m, 32)
+
+
+def swiglu_bwd_fold_wide(rng: Rng, m: int) -> Tensors:
+    """Two tiles of dprob's partial sums and part of a third; many groups."""
+    dh, gate, up = (floats(rng, m, 544) for _ in range(3))
+    blocks = torch.randint(0, 10, (69,), generator=rng).cumsum(0).clamp(max=m // 32 - m // 256)
+    return dh, gate, up, torch.rand(m, generator=rng), blocks.int() * 32
+
+
 def grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
     return finite(rng, m, K), finite(rng, GROUPS, N, K), group_ends(rng, m)
 

@@ -94,6 +94,21 @@ def test_quantize_both_fold(name: str) -> None:
     broken_scales_are_nan(got[3], ends, broken)
 
 
+@pytest.mark.parametrize("name", UNALIGNED)
+def test_swiglu_bwd_fold(name: str) -> None:
+    """As quantize_both_fold, for the columns of dgate, dup and h."""
+    ends, broken = UNALIGNED[name]
+    rng = torch.Generator().manual_seed(0)
+    arrays = *(floats(rng, TOKENS, 288).to(DEVICE) for _ in range(3)), torch.ones(0, device=DEVICE), ints(ends)
+    with force_implementation("triton"):
+        want = ops.swiglu_bwd_fold(*arrays)
+    with force_implementation("cuda"):
+        got = ops.swiglu_bwd_fold(*arrays)
+    same_bytes(got, want)
+    for span_sf in (got[3], got[7], got[9]):
+        broken_scales_are_nan(span_sf, ends, broken)
+
+
 @pytest.mark.parametrize("name", [*UNALIGNED, "an end past the last token"])
 def test_fold_groups(name: str) -> None:
     """The bytes are those of Triton. The scales of broken groups are NaN."""

@@ -75,6 +75,7 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "swiglu_bwd_col": (ops.swiglu_bwd_col, [bf16(M, K), *GLU[:2], *NO_PROB]),
     "swiglu_bwd_both": (ops.swiglu_bwd_both, [bf16(M, K), *GLU]),
     "swiglu_bwd_all": (ops.swiglu_bwd_all, [bf16(M, K), *GLU]),
+    "swiglu_bwd_fold": (ops.swiglu_bwd_fold, [bf16(M, K), *GLU, ENDS]),
     "combine": (ops.combine, [bf16(2 * M, K), i32(M, 2), f32(M, 2)]),
     "combine_bwd": (ops.combine_bwd, [bf16(M, K), bf16(2 * M, K), i32(M, 2), i32(2 * M), f32(M, 2)]),
     "grouped_mm_mx": (ops.grouped_mm_mx, [u8(M, K), u8(M, K // 32), u8(G, N, K), u8(G, N, K // 32), ENDS]),

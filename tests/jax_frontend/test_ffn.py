@@ -188,13 +188,11 @@ def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_inpu
             "grouped_mm_fold_pair": 1, "grouped_mm_fold_sum": 1, "grouped_wgrad_bf16": 3,
             "swiglu_row_fold": 1, "swiglu": 1, "swiglu_bwd": 1,
         },
-        # x and dout in one read each; tokens of h, and rows and tokens of two gradients, come from SwiGLU as MX and are
-        # folded
+        # x and dout in one read each; tokens of h, and rows and tokens of two gradients, come folded from SwiGLU
         "mxfp8 fold": {
             "quantize_both_fold": 2, "quantize_matrix_fold": 3,
-            "fold_rows": 2, "fold_groups": 3, "grouped_mm_fold": 2, "grouped_mm_fold_pair": 1,
-            "grouped_mm_fold_sum": 1, "grouped_wgrad_fold": 1, "grouped_wgrad_fold_pair": 1,
-            "swiglu_row_fold": 1, "swiglu_bwd_all": 1,
+            "grouped_mm_fold": 2, "grouped_mm_fold_pair": 1, "grouped_mm_fold_sum": 1,
+            "grouped_wgrad_fold": 1, "grouped_wgrad_fold_pair": 1, "swiglu_row_fold": 1, "swiglu_bwd_fold": 1,
         },
     }  # fmt: skip
     assert kernels(run, X, W1, W3, W2, PROB) == expected[recipe]

@@ -18,6 +18,12 @@ def floats(*shape: int, seed: int = 0) -> jax.Array:
 
 
 ENDS = jnp.array([32, 64], jnp.int32)
+
+
+def gradient(x: jax.Array, group_ends: jax.Array = ENDS) -> tuple[jax.Array, ...]:
+    return ops.swiglu_bwd_fold(x, x, x, jnp.zeros(0), group_ends)
+
+
 Q, SF = jnp.zeros((64, 64), jnp.uint8), jnp.zeros((64, 2), jnp.uint8)
 
 
@@ -40,6 +46,9 @@ Q, SF = jnp.zeros((64, 64), jnp.uint8), jnp.zeros((64, 2), jnp.uint8)
         (lambda: ops.row_map(ENDS, num_rows=64, num_local_experts=2, alignment=16), ValueError, "alignment: got 16"),
         (lambda: ops.quantize_both_fold(floats(4, 32), ENDS), ValueError, "quantize_both_fold: x: got dim 0 = 4"),
         (lambda: ops.quantize_both_fold(floats(64, 32), floats(2)), TypeError, "group_ends: got dtype bfloat16"),
+        (lambda: gradient(floats(4, 32)), ValueError, "swiglu_bwd_fold: gate: got dim 0 = 4; .*pad the groups"),
+        (lambda: gradient(floats(32, 40)), ValueError, "swiglu_bwd_fold: gate: got last dim = 40"),
+        (lambda: gradient(floats(32, 32), floats(2)), TypeError, "swiglu_bwd_fold: group_ends: got dtype bfloat16"),
         (lambda: ops.grouped_mm_bf16(floats(64, 32), floats(2, 32, 64), ENDS), ValueError, "contraction dim"),
         (lambda: ops.grouped_mm_bf16(floats(64, 32), floats(3, 32, 32), ENDS), ValueError, "one end per group"),
     ],
@@ -51,9 +60,10 @@ def test_a_bad_argument_is_named_while_tracing(call, error, message, jit: bool) 
 
 @pytest.mark.parametrize("ends", [[32, 32, 64], [512, 640], [0]])
 @pytest.mark.parametrize("options", [{"rounding": 0, "satfinite": False}, {"rounding": 1, "satfinite": True}])
-def test_composed_both_fold_has_the_bytes_of_its_kernel(ends: list[int], options: dict) -> None:
-    op, x = ops.OPS["quantize_both_fold"], floats(672, 64)
-    arrays = (x, jnp.array(ends, jnp.int32))
+@pytest.mark.parametrize("name", ["quantize_both_fold", "swiglu_bwd_fold"])
+def test_a_composed_fold_has_the_bytes_of_its_kernel(name: str, ends: list[int], options: dict) -> None:
+    op, x, group_ends = ops.OPS[name], floats(672, 64), jnp.array(ends, jnp.int32)
+    arrays = (x, group_ends) if name == "quantize_both_fold" else (x, x, x, jnp.ones(672), group_ends)
     composed = jax.jit(partial(op.compose, _call.call, **options))(*arrays)
     for got, want in zip(composed, jax.jit(partial(_call.call, op, **options))(*arrays), strict=True):
         np.testing.assert_array_equal(got, want)

@@ -19,6 +19,8 @@ from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.quantize import plan as quantize
+from mxep.core_kernels.swiglu import oracle as swiglu_oracle
+from mxep.core_kernels.swiglu.plan_bwd_fold import swiglu_bwd_fold
 
 from ..compare import same_bytes
 
@@ -209,3 +211,13 @@ def test_both_operands_of_a_weight_between_guards(cpp_op, shape, dtype):
 def test_both_operands_refuse_other_ends(cpp_op, ends):
     with pytest.raises(ValueError, match=r"quantize_both_fold: group_ends: got -?\d+ .* allowed: non-decreasing"):
         cpp_op(both_fold.quantize_both_fold, np.zeros((96, 32), np.float32), np.int32(ends))
+    none = np.zeros((96, 32), BF16)
+    with pytest.raises(ValueError, match=r"swiglu_bwd_fold: group_ends: got -?\d+ .* allowed: non-decreasing"):
+        cpp_op(swiglu_bwd_fold, none, none, none, np.zeros(0, np.float32), np.int32(ends))
+
+
+@pytest.mark.parametrize("ends", [[608], [32, 32, 352], [288, 608], [0, 0], []], ids=str)
+def test_every_operand_of_swiglus_gradient_between_guards(cpp_op, ends):
+    rng, prob = np.random.default_rng(4), np.zeros(0, np.float32)
+    arrays = *(rng.standard_t(1, (608, 160)).astype(BF16) for _ in range(3)), prob, np.int32(ends)
+    same_bytes(cpp_op(swiglu_bwd_fold, *arrays), swiglu_oracle.swiglu_bwd_fold(*arrays))

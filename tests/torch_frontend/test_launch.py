@@ -133,11 +133,13 @@ def test_a_build_without_cuda_kernels_runs_triton(capability: Callable) -> None:
 
 
 @pytest.mark.parametrize("ends", [(32, 32, 64), (512, 640), (0,)])
-def test_composed_both_fold_has_the_bytes_of_its_kernel(ends: tuple[int, ...]) -> None:
-    op, x = ops.OPS["quantize_both_fold"], rows(672, 64)
+@pytest.mark.parametrize("name", ["quantize_both_fold", "swiglu_bwd_fold"])
+def test_a_composed_fold_has_the_bytes_of_its_kernel(name: str, ends: tuple[int, ...]) -> None:
+    op, x = ops.OPS[name], rows(672, 64)
+    arrays = (x, ints(*ends)) if name == "quantize_both_fold" else (x, x, x, torch.ones(672), ints(*ends))
     for options in ({}, {"rounding": 1, "satfinite": True}):
-        composed = op.compose(_call.call, x, ints(*ends), **options)
-        for got, want in zip(composed, ops.quantize_both_fold(x, ints(*ends), **options), strict=True):
+        composed = op.compose(_call.call, *arrays, **options)
+        for got, want in zip(composed, getattr(ops, name)(*arrays, **options), strict=True):
             assert torch.equal(got, want)
 
 

@@ -1,0 +1,118 @@
+"""The gradients of SwiGLU and h, folded in the pass that computes them: every operand of a backward from one read.
+
+    dh, gate, up (M, F), prob (M,), group_ends (G,)
+      --swiglu_bwd_fold--> dgate_qf (M, F), dgate_row_sf (M,)       operand of dx = dgate w1 + dup w3; the same of dup
+                           dgate_qf_t (F, M), dgate_span_sf (S, F)  operand of dw1 = dgate^T x; the same of dup
+                           h_qf_t (F, M), h_span_sf (S, F)          operand of dw2 = dout^T h
+                           dprob (M,)
+
+The scale of a column is known after 256 rows of its group, while CTAs still hold them: codes along the tokens are
+written folded. The scale of a row is known after the whole row. The rows are written with a scale per 32 values, which
+stays in scratch memory, and are folded in place. Of each value the CUDA kernel moves at most 15 bytes, and scales:
+
+    dh, gate, up --> dgate, dup, each: q along rows                        dgate, dup, h, each: qf along the tokens
+      read 6                           write 2, then read 2 and write 2                         write 3
+
+The separate ops move 21, beside the block scales:
+
+    dh, gate, up --swiglu_bwd_all--> dgate, dup, each: q    --fold_rows----> qf           read 2, write 2
+      read 6, write 5                dgate, dup, h: q_t     --fold_groups--> qf_t         read 3, write 3
+
+The bytes are those of the separate ops. An end that is no multiple of 32 has the effect that it has in `fold_groups`.
+There is no Triton kernel: where neither CUDA C++ nor C++ runs, the op is composed of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..fold.plan import fold_groups, fold_rows
+from ..formats import BLOCK, Rounding, scale_attrs, spans
+from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_multiple, require_rank
+from ..quantize.plan import SCALES, whole_row_types
+from ..tiles import cdiv
+from .activation import swiglu_attrs
+from .plan import GRADIENT_ARRAYS, NUMBERS, check_arrays, swiglu_bwd_all
+
+TILE_COLUMNS = 256
+"""Columns of a row whose part of dprob the CUDA kernel sums before it adds the parts."""
+PITCH = 16
+"""The scales of a row begin at a multiple of so many bytes."""
+
+
+def scratch_words(m: int, f: int, groups: int) -> int:
+    """Words of the scratch memory of the CUDA kernel: four counters; two bytes for each column of a span of each of the
+    three results; the block scales of the rows of dgate and dup, of each row a multiple of 16 bytes; and the partial
+    sums of dprob.
+
+    >>> scratch_words(256, 64, 1)  # 4, 192, 2048 and 256
+    2500
+    """
+    maxima, pitch = 2 * 3 * spans(m, groups) * f, cdiv(f // BLOCK, PITCH) * PITCH
+    return 4 + maxima // 4 + 2 * m * pitch // 4 + m * cdiv(f, TILE_COLUMNS)
+
+
+def _check(
+    dh: ArrayType, gate: ArrayType, up: ArrayType, prob: ArrayType, group_ends: ArrayType, *,
+    rounding: Rounding = Rounding.RCEIL, satfinite: bool = False, alpha: float = 1.0, limit: float = 0.0,
+    offset: float = 0.0,
+) -> Signature:  # fmt: skip
+    op = "swiglu_bwd_fold"
+    m, f = shape = check_arrays(op, {"dh": dh, "gate": gate, "up": up}, prob)
+    require_dtype(op, "group_ends", group_ends, "int32")
+    require_rank(op, "group_ends", group_ends, 1)
+    require_multiple(op, "gate", m, BLOCK, "dim 0", "pad the groups, see `row_map`")
+    require_multiple(op, "gate", f, BLOCK, "last dim")
+    rows = whole_row_types(op, "gate", shape)
+    tokens = ArrayType((f, m), "uint8"), ArrayType((spans(m, group_ends.shape[0]), f), "uint8")
+    attrs = scale_attrs(op, rounding, satfinite) | swiglu_attrs(op, alpha, limit, offset)
+    return Signature((*rows, *tokens, *rows, *tokens, *tokens, prob), attrs, tokens=(m, BLOCK))
+
+
+def _tile(call: Call, arch: str) -> Tiling:  # the same on every architecture
+    m, f = call.inputs[0].shape
+    words = scratch_words(m, f, call.inputs[-1].shape[0])
+    return Tiling(scratch=(ArrayType((words,), "int32"),))
+
+
+def _compose(
+    call: Callable[..., tuple[Any, ...]], dh: Any, gate: Any, up: Any, prob: Any, group_ends: Any, **options: Any
+) -> tuple[Any, ...]:
+    *gradients, h_q_t, h_sf_t, dprob = call(swiglu_bwd_all, dh, gate, up, prob, **options)
+    folded = []
+    for q, sf, q_t, sf_t in (gradients[:4], gradients[4:]):
+        folded += [*call(fold_rows, q, sf), *call(fold_groups, q_t, sf_t, group_ends)]
+    return *folded, *call(fold_groups, h_q_t, h_sf_t, group_ends), dprob
+
+
+swiglu_bwd_fold = KernelOp(
+    "swiglu_bwd_fold",
+    f"""`swiglu_bwd_all`, and `fold_rows` of its rows and `fold_groups` of its columns, in one read of the arrays.
+
+    {GRADIENT_ARRAYS} M and F are multiples of 32, F positive.
+    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
+    {SCALES}
+    {NUMBERS}
+    Returns dgate_qf (M, F), dgate_row_sf (M,), dgate_qf_t (F, M) and dgate_span_sf (M // 256 + G, F), the same four of
+    dup, h_qf_t (F, M) and h_span_sf (M // 256 + G, F), uint8, and dprob (M,) fp32, or (0,). Columns of the transposed
+    results past the last end are zeros.
+
+    >>> one, ends = xp.ones((32, 32), dtype=xp.bfloat16), xp.asarray([32], dtype=xp.int32)
+    >>> *_, dup_qf, dup_row_sf, dup_qf_t, dup_span_sf, h_qf_t, h_span_sf, _ = ops.swiglu_bwd_fold(
+    ...     one, one, one, xp.zeros((0,)), ends
+    ... )
+    >>> dup_qf[0, 0].item(), dup_row_sf[0].item()  # 0.73 becomes 0.75 = 384 * 2^-9
+    (124, 118)
+    >>> h_qf_t[0, 0].item(), h_span_sf[0, 0].item()  # the same under three octaves more: 48 * 2^-6
+    (100, 121)
+
+    Raises ValueError (shape, rounding, on a CPU also the ends) or TypeError (dtype).
+    """,
+    ("dh", "gate", "up", "prob", "group_ends"),
+    (
+        *(f"{name}_{part}" for name in ("dgate", "dup") for part in ("qf", "row_sf", "qf_t", "span_sf")),
+        *("h_qf_t", "h_span_sf", "dprob"),
+    ),
+    _check,
+    _tile,
+    compose=_compose,
+)
