@@ -54,4 +54,4 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
         op = "swiglu_bwd_fold"
         yield Case("swiglu_fold_bwd", {**shape, "G": g}, (dh, gate, up, prob, ends), one(op), _group_part, g * length,
                    length, op if compiled else None, magnitude=_prob_gradient_terms,
-                   scratch=4 * scratch_words(m, f, g))  # fmt: skip
+                   scratch=4 * scratch_words(m, f))  # fmt: skip

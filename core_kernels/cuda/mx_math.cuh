@@ -45,9 +45,9 @@ __device__ inline uint32_t e4m3x4(float a, float b, float c, float d) {
   return codes;
 }
 
-// 2^exponent twice in f16, for `folded`: rounded below 2^-24, limited to 2^15.
+// 2^exponent twice in f16, for `folded`, of an exponent from -127 to 15: rounded below 2^-24.
 __device__ inline uint32_t f16x2_power(int exponent) {
-  const float power = __uint_as_float(static_cast<uint32_t>(min(exponent, 15) + 127) << 23);
+  const float power = __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
   uint32_t both;
   asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(both) : "f"(power));
   return both;

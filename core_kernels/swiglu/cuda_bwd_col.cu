@@ -24,6 +24,7 @@
 #include "cuda/driver.h"
 #include "cuda/ops.h"
 #include "swiglu/bwd.cuh"
+#include "swiglu/bwd_columns.cuh"
 
 namespace mxep::cuda {
 namespace {
@@ -121,19 +122,6 @@ struct LoadSlice {
   }
 };
 
-// Starts an asynchronous load of kBytes into shared memory, zeros if `exists` is false. Both addresses are multiples of
-// kBytes.
-template <int kBytes>
-__device__ void load_async(void* to, const void* from, bool exists) {
-  const auto slot = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  const int bytes = exists ? kBytes : 0;
-  if constexpr (kBytes == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(slot), "l"(from), "r"(bytes) : "memory");
-  else  // L1 keeps the rest of the sector for the neighbouring loads
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(slot), "l"(from), "n"(kBytes), "r"(bytes)
-                 : "memory");
-}
-
 // Starts the loads of row r of a slice; zeros outside the matrix. Rows start at multiples of kBytes. Single values, of
 // 2 bytes, go through registers and have arrived on return.
 template <int kBytes>
@@ -164,49 +152,6 @@ __device__ void fetch(const BackwardInputs& in, const Strips& strips, const Load
 // 2048.
 template <bool kRow>
 inline constexpr int kAhead = kRow ? 2 : kRowsAtOnce - 1;
-
-// Waits for this thread's part of the oldest of kFetched rows.
-template <int kFetched>
-__device__ void wait_for_row() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kFetched - 1) : "memory");
-}
-
-// The slot of 16 codes of a staged column. A warp's words of 8 such chunks, two of every eighth column, are in all
-// banks.
-__device__ int swizzled(int chunk, int line) { return chunk ^ (line / 4 & 7); }
-
-// Quantizes a warp's 32 rows of its columns: 8 lanes exchange maxima until each has one column's scale.
-template <int kChunks, int kBlocks>
-__device__ void scale_warp(const Vector8 (&vectors)[kRowsAtOnce], ScaleRule rule, int block,
-                           uint4 (&codes)[kBlock][kChunks], uint8_t (&scales)[kBlock][kBlocks]) {
-  const int lane = threadIdx.x % 32, vector = lane % 4;
-  uint32_t words[4];
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    Bf16x2 largest = vectors[0].at[p];
-#pragma unroll
-    for (int r = 1; r < kRowsAtOnce; ++r) largest = max_magnitude(largest, vectors[r].at[p]);
-    words[p] = largest.bits;
-  }
-  exchange_halves<16, 2>(words, Bf16x2::max_words);
-  const uint32_t word = Bf16x2::max_words(words[0], __shfl_xor_sync(~0u, words[0], 4));
-  const bool second = lane & 4;  // of the pair that the exchanges left here
-  const int thread = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + second;
-  const uint32_t byte = e8m0_from_amax(Bf16x2::word_bits(word, second), rule);
-  scales[vector * 8 + thread][block] = byte;
-  const uint32_t factor = inverse_scale(byte), other = __shfl_xor_sync(~0u, factor, 4);
-  const uint32_t factors = second ? Bf16x2::from_bits(other, factor).bits : Bf16x2::from_bits(factor, other).bits;
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    const Bf16x2 both{__shfl_sync(~0u, factors, p / 2 * 16 + p % 2 * 8 + vector)};
-    Bf16x2 v[kRowsAtOnce];
-#pragma unroll
-    for (int r = 0; r < kRowsAtOnce; ++r) v[r] = vectors[r].at[p] * both;
-    const int line = vector * 8 + 2 * p, word_at = swizzled(2 * block + lane / 16, line) * 4 + lane / 4 % 4;
-    reinterpret_cast<uint32_t*>(codes[line])[word_at] = e4m3x4(v[0].low(), v[1].low(), v[2].low(), v[3].low());
-    reinterpret_cast<uint32_t*>(codes[line + 1])[word_at] = e4m3x4(v[0].high(), v[1].high(), v[2].high(), v[3].high());
-  }
-}
 
 // Stores with L2's evict_last policy. A CTA has at most a quarter of a sector of sf_t; its neighbours write the rest
 // some microseconds before or after. The parts meet in L2, and DRAM receives a whole sector instead of four parts, each
@@ -290,11 +235,16 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
         const int rows_own = tile_col + thread.col < strips.cols ? min(rows_here - row, kRowsAtOnce) : 0;
         const int64_t offset = (strip_row + row) * strips.cols + tile_col + thread.col;
         if (down == 0) thread.sync_group();  // the previous columns have been written
+        const auto quantize_columns = [&](const Vector8(&vectors)[kRowsAtOnce], int which) {
+          scale_warp(vectors, rule, block, memory.codes[which][thread.group], [&](int column, uint32_t byte) {
+            memory.col_scales[which][thread.group][column][block] = byte;
+          });
+        };
         const auto quantize = [&](const Vector8(&vectors)[kRowsAtOnce], uint8_t* q, int which) {
           if constexpr (kRow)
             scale_rows<BackwardTile>(vectors, rule, rows_own, q + offset, strips.cols,
                                      &memory.row_scales[which][row][scale], kSector);
-          scale_warp(vectors, rule, block, memory.codes[which][thread.group], memory.col_scales[which][thread.group]);
+          quantize_columns(vectors, which);
         };
         quantize(dgate, dgate_out.q, 0);
         quantize(dup, dup_out.q, 1);
@@ -302,7 +252,7 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
           Vector8 h[kRowsAtOnce];
 #pragma unroll
           for (int r = 0; r < kRowsAtOnce; ++r) h[r] = memory.hidden[r][threadIdx.x];
-          scale_warp(h, rule, block, memory.codes[2][thread.group], memory.col_scales[2][thread.group]);
+          quantize_columns(h, 2);
         }
         if (down + 1 == height) {
           thread.sync_group();

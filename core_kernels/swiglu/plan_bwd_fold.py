@@ -33,22 +33,27 @@ from ..tiles import cdiv
 from .activation import swiglu_attrs
 from .plan import GRADIENT_ARRAYS, NUMBERS, check_arrays, swiglu_bwd_all
 
-TILE_COLUMNS = 256
-"""Columns of a row whose part of dprob the CUDA kernel sums before it adds the parts."""
-PITCH = 16
-"""The scales of a row begin at a multiple of so many bytes."""
+TILE_COLUMNS = 64
+"""Columns of a tile of the CUDA kernel. A CTA walks down the tokens of a group in them, so that it has the running
+maxima of their scales."""
+MAX_GROUPS = 1024
+"""Groups whose order a CTA of the CUDA kernel keeps."""
+FEW_CHAINS = 128
+"""Groups times tiles of a row, the chains of spans that the 132 multiprocessors of an H100 or H200 share. With fewer
+some have nothing to do, and above MANY_TOKENS the separate ops are faster."""
+MANY_TOKENS = 8192
+LONGEST_ROW = 49152
+"""Values of a row whose block scales fit in shared memory, for 16 rows of dgate and dup."""
 
 
-def scratch_words(m: int, f: int, groups: int) -> int:
-    """Words of the scratch memory of the CUDA kernel: four counters; two bytes for each column of a span of each of the
-    three results; the block scales of the rows of dgate and dup, of each row a multiple of 16 bytes; and the partial
-    sums of dprob.
+def scratch_words(m: int, f: int) -> int:
+    """Words of the scratch memory of the CUDA kernel: the block scales of the rows of dgate and dup, two blocks each of
+    a tile; and a part of dprob for each block.
 
-    >>> scratch_words(256, 64, 1)  # 4, 192, 2048 and 256
-    2500
+    >>> scratch_words(256, 96)  # two tiles, three blocks
+    1280
     """
-    maxima, pitch = 2 * 3 * spans(m, groups) * f, cdiv(f // BLOCK, PITCH) * PITCH
-    return 4 + maxima // 4 + 2 * m * pitch // 4 + m * cdiv(f, TILE_COLUMNS)
+    return m * cdiv(f, TILE_COLUMNS) + m * (f // BLOCK)
 
 
 def _check(
@@ -69,9 +74,15 @@ def _check(
 
 
 def _tile(call: Call, arch: str) -> Tiling:  # the same on every architecture
-    m, f = call.inputs[0].shape
-    words = scratch_words(m, f, call.inputs[-1].shape[0])
-    return Tiling(scratch=(ArrayType((words,), "int32"),))
+    (m, f), groups = call.inputs[0].shape, call.inputs[-1].shape[0]
+    unsupported = ""
+    if groups > MAX_GROUPS:
+        unsupported = f"allowed: at most {MAX_GROUPS} groups"
+    elif f > LONGEST_ROW:
+        unsupported = f"allowed: rows of at most {LONGEST_ROW} values"
+    elif m > MANY_TOKENS and groups * cdiv(f, TILE_COLUMNS) < FEW_CHAINS:
+        unsupported = f"allowed: at least {FEW_CHAINS} tiles of {TILE_COLUMNS} columns in all groups; a CTA has one"
+    return Tiling(scratch=(ArrayType((scratch_words(m, f),), "int32"),), cuda_unsupported=unsupported)
 
 
 def _compose(

@@ -44,7 +44,7 @@ class Case:
             packed, row_map, ends = inputs
             return plan_requantize.scratch_bytes(len(row_map), packed.shape[1] // 33 * 32, ends.shape[0])
         if self.op == "swiglu_bwd_fold":
-            return 4 * plan_bwd_fold.scratch_words(*inputs[0].shape, len(inputs[-1]))
+            return 4 * plan_bwd_fold.scratch_words(*inputs[0].shape)
         if self.op not in ("quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold"):
             return 0
         x, ends = inputs[0], inputs[-1]
