@@ -160,11 +160,13 @@ __device__ uint32_t bf16_column_bytes(CodeTile<T>& tile, ScaleRule rule) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) scales[i] = MxValues::scale_of(tile.scales[i]).bits;
   tile.set_factors(__byte_perm(scales[0], scales[1], 0x5410), __byte_perm(scales[2], scales[3], 0x5410));
-  Bf16x2 largest[2] = {};
-  tile.template for_rows<kBlock>(0, [&](int, uint32_t codes, uint32_t word, int half) {
+  Bf16x2 largest[2];
+  tile.template for_rows<kBlock>(0, [&](int r, uint32_t codes, uint32_t word, int half) {
 #pragma unroll
-    for (int p = 0; p < 2; ++p)
-      largest[p] = max_magnitude(largest[p], MxValues::scaled(codes, p, Bf16x2::of_row(word, half)));
+    for (int p = 0; p < 2; ++p) {
+      const Bf16x2 values = MxValues::scaled(codes, p, Bf16x2::of_row(word, half));
+      largest[p] = r ? max_magnitude(largest[p], values) : values;  // ptxas drops values whose maximum with 0 is taken
+    }
   });
   uint32_t bytes = 0;
 #pragma unroll
