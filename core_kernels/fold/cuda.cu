@@ -6,8 +6,9 @@
 //   q (M, K), sf (M, K/32), group_ends (G,) --> qf_t, span_sf
 //   packed (R, K + K/32), row_map (M,), group_ends (G,) --> qf_t, span_sf of the rows of the map
 //
-// A CTA keeps a tile of 256 rows, a span, by some columns in registers (register_tile.cuh) while it waits for two
-// maxima: of the same columns in earlier spans, and of the same rows in the other tiles (look_back.cuh):
+// A CTA keeps a tile of 256 rows, a span, by some columns in registers (register_tile.cuh, of MXFP8 rows code_tile.cuh)
+// while it waits for two maxima: of the same columns in earlier spans, and of the same rows in the other tiles
+// (look_back.cuh):
 //
 //   load --> scales of all blocks --> publish --poll earlier spans--> codes of columns --> qf_t
 //                                       '---poll the row's tiles----> codes of rows --> qf
@@ -21,18 +22,18 @@
 namespace mxep::cuda {
 namespace {
 
-template <typename T>
-struct FoldShared {
+template <typename T, typename Source>
+struct FoldShared : Source::template Shared<T> {
   StagedCodes<T::kRows, T::kCols, T::kColumns> codes;
   alignas(4) uint8_t magnitudes[T::kDown][T::kCols];
   alignas(4) uint8_t scales[T::kCols];
 };
 
 template <typename T, typename Source>
-__global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
+__global__ void __launch_bounds__(T::kThreads, Source::kThreads / T::kThreads)
     fold_tiles(const Source x, const __grid_constant__ BothFold p, ScaleRule rule) {
   extern __shared__ uint4 memory[];
-  auto& s = *reinterpret_cast<FoldShared<T>*>(memory);
+  auto& s = *reinterpret_cast<FoldShared<T, Source>*>(memory);
   constexpr int kWordsAcross = T::kCols / 4;
   const uint32_t across = blockIdx.x % p.across, lane = threadIdx.x % 32;
   const int64_t slot = blockIdx.x / p.across, left = int64_t{across} * T::kCols, right = left + threadIdx.x * 4;
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
   const int64_t row = span.begin + thread.row, col = left + thread.col;
   const bool exists = row < span.end && col < p.cols;
   const auto later = x.later(row + p.ahead);
-  const T tile = x.template tile<T>(row, col, exists);
+  auto tile = x.template tile<T>(row, col, exists, s);
 
   const uint32_t columns = column_bytes(tile, rule);
   uint32_t rows = 0;
@@ -75,14 +76,17 @@ __global__ void __launch_bounds__(T::kThreads, 512 / T::kThreads)
       *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, scales);
     }
     __syncthreads();
-    stage_columns(tile, columns, s.codes, [&](int col) { return s.scales[col]; });
+    stage_columns(tile, columns, rule, s.codes, [&](int col) { return s.scales[col]; });
   } else {
     s.codes.clear(thread.row / kBlock, thread.col);
   }
   __syncthreads();
-  write_lines<T::kThreads>(s.codes.codes, s.codes.swizzled,
-                           reinterpret_cast<uint4*>(p.qf_t + left * p.tokens + span.begin), p.tokens / 16,
-                           p.cols - left, (span.end - span.begin) / 16);
+  uint8_t* qf_t = p.qf_t + left * p.tokens + span.begin;
+  if constexpr (Source::kRowsToo)
+    write_lines<T::kThreads>(s.codes.codes, s.codes.swizzled, reinterpret_cast<uint4*>(qf_t), p.tokens / 16,
+                             p.cols - left, (span.end - span.begin) / 16);
+  else
+    write_columns<T>(s.codes, qf_t, p.tokens, p.cols - left, (span.end - span.begin) / 16);
 
   if constexpr (Source::kRowsToo) {
     if (row >= span.end) return;  // the same for a whole warp
@@ -104,7 +108,8 @@ void launch(const char* op, const Source& x, const Array& ends, std::span<const 
   p.cols = x.cols;
   p.slots = p.tokens / kSpan + p.groups;
   p.across = static_cast<uint32_t>(ceil_div(p.cols, T::kCols));
-  // About 100 of the 264 CTAs that an H200 runs at a time. From 130 on, L2 evicts some lines before they are read.
+  // About 100 of the 264 CTAs of values that an H200 runs at a time. From 130 on, L2 evicts some lines before they are
+  // read.
   p.ahead = ceil_div(100, p.across) * kSpan;
   p.polls = static_cast<int>(attrs[2]);
   if (Source::kRowsToo) {
@@ -119,7 +124,7 @@ void launch(const char* op, const Source& x, const Array& ends, std::span<const 
   p.row_peers = p.running_maxima + p.slots * p.cols / 4;
   check(op, cudaMemsetAsync(p.span_maxima, 0, out[2].nbytes(), stream));
   constexpr auto kKernel = fold_tiles<T, Source>;
-  constexpr int kBytes = sizeof(FoldShared<T>);
+  constexpr int kBytes = sizeof(FoldShared<T, Source>);
   allow_shared_memory<kKernel>(op, stream, kBytes);
   // One slot more than `slots`: a span may begin where the rows past the last end begin.
   launch_kernel(op, kKernel, grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream, x, p,

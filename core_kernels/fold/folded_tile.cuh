@@ -122,8 +122,8 @@ __device__ void fold_rows(const T& tile, uint32_t bytes, uint32_t magnitudes, ui
 // Stages the codes of a tile's columns. `bytes`: the blocks' scales, of the lane's columns; scale_of(col): the scale of
 // a column of the tile.
 template <typename T>
-__device__ void stage_columns(const T& tile, uint32_t bytes, StagedCodes<T::kRows, T::kCols, T::kColumns>& codes,
-                              auto scale_of) {
+__device__ void stage_columns(const T& tile, uint32_t bytes, ScaleRule,
+                              StagedCodes<T::kRows, T::kCols, T::kColumns>& codes, auto scale_of) {
   for_column_pairs(tile, [&](const typename T::Pair* values, int block, int col) {
     const TwoScales two{bytes >> col % T::kColumns * 8 & 0xFF, bytes >> (col % T::kColumns * 8 + 8) & 0xFF};
     const uint32_t powers[] = {fold_power(two.low, scale_of(col)), fold_power(two.high, scale_of(col + 1))};

@@ -177,7 +177,7 @@ __device__ inline void write_tile(const MatrixTile& tile, LaneMagnitudes of, Mat
     *reinterpret_cast<uint32_t*>(p.row_sf + row) = __vsub4(of.rows, kOnes);
   if (slice.exists && at.row == 0 && thread.row == 0) *reinterpret_cast<uint32_t*>(p.col_sf + col) = col_scales;
 
-  stage_columns(tile, column_bytes(tile, rule), codes, [&](int c) { return col_scales >> c % 4 * 8 & 0xFF; });
+  stage_columns(tile, column_bytes(tile, rule), rule, codes, [&](int c) { return col_scales >> c % 4 * 8 & 0xFF; });
   __syncthreads();
   const int64_t first = (at.batch * p.grid.cols + at.col) * p.grid.rows + at.row;
   write_lines<MatrixTile::kThreads>(codes.codes, codes.swizzled, reinterpret_cast<uint4*>(p.qf_t + first),

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/mx_math.cuh"
+#include "fold/code_tile.cuh"
 #include "quantize/register_tile.cuh"
 
 namespace mxep::cuda {
@@ -31,12 +32,15 @@ template <typename Value>
 struct Floats {
   using Pair = decltype(pair_of(Value{}, Value{}));
   using Four = FourValues<Pair>;
+  template <typename T>
+  struct Shared {};
   static constexpr bool kRowsToo = true;  // the rows are folded as well as the columns
+  static constexpr int kThreads = 512;    // that a multiprocessor holds
   const Value* x;
   int64_t rows, cols;
 
   template <typename T>
-  __device__ T tile(int64_t row, int64_t col, bool exists) const {
+  __device__ T tile(int64_t row, int64_t col, bool exists, Shared<T>&) const {
     return load_tile<T, true>(x, Grid{rows, cols, 0, 0, 0, 0}, ThreadSlice{row * cols + col, cols - col, exists});
   }
   __device__ int64_t later(int64_t row) const { return row; }
@@ -51,60 +55,46 @@ struct Floats {
   }
 };
 
-// Codes and scales of MXFP8 as bf16 values.
-struct MxValues {
+// What the sources of MXFP8 rows have in common.
+struct Codes {
   using Pair = Bf16x2;
   using Four = FourValues<Pair>;
-  static constexpr bool kRowsToo = false;
-
-  // Two codes, in the upper bytes of two halves -> values times 2^-120, which are the bits of E4M3 in the fields of
-  // bf16. The code of NaN, 0x7F, gets all exponent bits.
-  static __device__ Bf16x2 unscaled(uint32_t codes) {
-    const uint32_t magnitude = codes >> 4 & 0x07F007F0u, nan = magnitude + 0x00100010u & 0x08000800u;
-    return {codes & 0x80008000u | magnitude | nan * 15};
-  }
-  // Four codes times `scale`: exact up to the one rounding to bf16.
-  static __device__ Four scaled(uint32_t codes, Bf16x2 scale) {
-    const Bf16x2 bias{0x7B807B80u};  // 2^120
-    return {{unscaled(__byte_perm(codes, 0, 0x1404)) * bias * scale,
-             unscaled(__byte_perm(codes, 0, 0x3424)) * bias * scale}};
-  }
-  // A scale in both halves.
-  static __device__ Bf16x2 scale_of(uint32_t byte) {
-    const uint32_t bits = byte == 255 ? 0x7FC0u : byte ? byte << 7 : 0x0040u;
-    return {bits * 0x00010001u};
-  }
-  // The tile of a lane: its codes of 32 rows, and the scales of four of them; the eight lanes of the block have all 32.
   template <typename T>
-  static __device__ T tile_of(const uint32_t (&codes)[kBlock], const Bf16x2 (&scales)[4]) {
-    static_assert(T::kColumns == 4 && T::kBlockLanes == 8);
-    T tile;
-#pragma unroll
-    for (int r = 0; r < kBlock; ++r) {
-      const Four values = scaled(codes[r], {__shfl_sync(~0u, scales[r % 4].bits, r / 4, T::kBlockLanes)});
-      tile.rows[r] = {{values.at[0], values.at[1]}};
-    }
-    return tile;
+  using Shared = RowFactors<T>;
+  static constexpr bool kRowsToo = false;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  static constexpr int kThreads = 512;  // its code for 80 registers spills
+#else
+  static constexpr int kThreads = 768;  // a lane has codes instead of values, in 80 registers
+#endif
+
+  static __device__ Four four_of(uint32_t codes, uint32_t scale) {
+    const auto by = MxValues::scale_of(scale);
+    return {{MxValues::scaled(codes, 0, by), MxValues::scaled(codes, 1, by)}};
+  }
+  template <typename T>
+  static __device__ uint4* factors_of(Shared<T>& shared) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return shared.factors[warp][lane / T::kBlockLanes];
   }
 };
 
-struct MxRows : MxValues {
+struct MxRows : Codes {
   const uint8_t *q, *sf;
   int64_t rows, cols;
 
   template <typename T>
-  __device__ T tile(int64_t row, int64_t col, bool exists) const {
+  __device__ CodeTile<T> tile(int64_t row, int64_t col, bool exists, Shared<T>& shared) const {
     const uint8_t* from = exists ? q + row * cols + col : q;
     const int64_t blocks = cols / kBlock;
     const uint8_t* scale = exists ? sf + (row + threadIdx.x % 8 * 4) * blocks + col / kBlock : sf;
-    Bf16x2 scales[4];
+    CodeTile<T> tile{.factors = factors_of<T>(shared), .exists = exists};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scales[i] = scale_of(__ldg(scale + (exists ? i * blocks : 0)));
-    uint32_t codes[kBlock];
+    for (int i = 0; i < 4; ++i) tile.scales[i] = __ldg(scale + (exists ? i * blocks : 0));
 #pragma unroll
     for (int r = 0; r < kBlock; ++r)
-      codes[r] = __ldg(reinterpret_cast<const uint32_t*>(at_row(from, static_cast<uint32_t>(cols), r)));
-    return tile_of<T>(codes, scales);
+      tile.codes[r] = __ldg(reinterpret_cast<const uint32_t*>(at_row(from, static_cast<uint32_t>(cols), r)));
+    return tile;
   }
   __device__ int64_t later(int64_t row) const { return row; }
   template <typename T>
@@ -113,12 +103,29 @@ struct MxRows : MxValues {
   }
   __device__ Four four(int64_t row, int64_t col) const {
     const uint32_t codes = __ldg(reinterpret_cast<const uint32_t*>(q + row * cols + col));
-    return scaled(codes, scale_of(__ldg(sf + row * (cols / kBlock) + col / kBlock)));
+    return four_of(codes, __ldg(sf + row * (cols / kBlock) + col / kBlock));
   }
 };
 
+// What lies in row `row` if that is below `end`, or 0. Without these statements the address too is computed under the
+// condition, in three times the instructions.
+template <typename Value>
+__device__ uint32_t load_below(const uint8_t* first, uint32_t width, uint32_t row, uint32_t end) {
+  const auto address = reinterpret_cast<uint64_t>(first) + uint64_t{row} * width;
+  uint32_t value;
+  if constexpr (sizeof(Value) == 4)
+    asm("{ .reg .pred below; setp.lt.u32 below, %2, %3; mov.b32 %0, 0; @below ld.global.nc.b32 %0, [%1]; }"
+        : "=&r"(value)
+        : "l"(address), "r"(row), "r"(end));
+  else
+    asm("{ .reg .pred below; setp.lt.u32 below, %2, %3; mov.b32 %0, 0; @below ld.global.nc.u8 %0, [%1]; }"
+        : "=&r"(value)
+        : "l"(address), "r"(row), "r"(end));
+  return value;
+}
+
 // Rows begin at multiples of 4 bytes.
-struct PackedRows : MxValues {
+struct PackedRows : Codes {
   const uint8_t* packed;
   const int32_t* row_map;
   int64_t sources, rows, cols;  // of packed; of the map; values of a row
@@ -130,26 +137,32 @@ struct PackedRows : MxValues {
     return from < sources ? from : -1;
   }
 
+  // A warp reads the map of four rows at once, of its first row if its rows do not exist. A packed row that does not
+  // exist, padding too, is zeros.
   template <typename T>
-  __device__ T tile(int64_t row, int64_t col, bool exists) const {
-    // Each lane reads the map of one row.
-    const int lane = threadIdx.x % 32, own = __any_sync(~0u, exists) ? source(row + lane) : -1;
+  __device__ CodeTile<T> tile(int64_t row, int64_t col, bool exists, Shared<T>& shared) const {
+    const bool any = __any_sync(~0u, exists);
+    const auto limit = any ? static_cast<uint32_t>(min(sources, int64_t{1} << 31)) : 0;
+    const auto map = reinterpret_cast<const uint4*>(row_map + (any ? row : 0));
     const uint8_t* from = packed + (exists ? col : 0);
     const uint8_t* scale = packed + cols + (exists ? col / kBlock : 0);
-    const auto width = static_cast<uint32_t>(this->width());
-    Bf16x2 scales[4];
+    asm("" : "+l"(from), "+l"(scale));  // or each row adds up the parts of these addresses again
+    // In a register of each lane, where it is a factor of one instruction; in a uniform one it takes another for its
+    // upper half.
+    const auto width = __shfl_sync(~0u, static_cast<uint32_t>(this->width()), 0);
+    CodeTile<T> tile{.factors = factors_of<T>(shared), .exists = exists};
+    const uint4 own = __ldg(map + threadIdx.x % 8);
+    const uint32_t of_scales[] = {own.x, own.y, own.z, own.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int of = __shfl_sync(~0u, own, lane % 8 * 4 + i);
-      scales[i] = scale_of(of < 0 ? 0 : __ldg(scale + static_cast<uint64_t>(of) * width));
-    }
-    uint32_t codes[kBlock];
+    for (int i = 0; i < 4; ++i) tile.scales[i] = load_below<uint8_t>(scale, width, of_scales[i], limit);
 #pragma unroll
-    for (int r = 0; r < kBlock; ++r) {
-      const int of = __shfl_sync(~0u, own, r);
-      codes[r] = of < 0 ? 0 : __ldg(reinterpret_cast<const uint32_t*>(from + static_cast<uint64_t>(of) * width));
+    for (int i = 0; i < kBlock / 4; ++i) {
+      const uint4 four = __ldg(map + i);
+      const uint32_t of[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) tile.codes[4 * i + r] = load_below<uint32_t>(from, width, of[r], limit);
     }
-    return tile_of<T>(codes, scales);
+    return tile;
   }
   // The packed row that the lane prefetches. The map is read long before the address is needed.
   __device__ int later(int64_t row) const {
@@ -168,7 +181,7 @@ struct PackedRows : MxValues {
     const int of = source(row);
     if (of < 0) return {{Pair::both(0), Pair::both(0)}};
     const uint8_t* from = packed + of * width();
-    return scaled(__ldg(reinterpret_cast<const uint32_t*>(from + col)), scale_of(__ldg(from + cols + col / kBlock)));
+    return four_of(__ldg(reinterpret_cast<const uint32_t*>(from + col)), __ldg(from + cols + col / kBlock));
   }
 };
 
