@@ -98,7 +98,7 @@ class CudaLaunch {
     return static_cast<char*>(found.data) + found.byte_offset;
   }
 
-  static constexpr size_t kMostArrays = 16;
+  static constexpr size_t kMostArrays = 17;
   const Exchange exchange_;
   const int device_;
   const CudaOp& op_;

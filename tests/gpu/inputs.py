@@ -6,6 +6,7 @@ They contain rows past the last group, padding, empty slots and an empty group: 
 from collections.abc import Callable
 
 import torch
+from mxep.core_kernels.swiglu.plan_bwd_fold import FEW_CHAINS
 from mxep.torch_frontend import ops as torch_ops
 from torch import Tensor
 
@@ -142,16 +143,21 @@ def swiglu_bwd(rng: Rng, m: int) -> Tensors:
     return floats(rng, m, N), *swiglu(rng, m)
 
 
+def many_groups(rng: Rng, m: int) -> Tensor:
+    """Ends of as many groups as `swiglu_bwd_fold` takes for any number of rows. The last may end before the last row."""
+    return torch.randint(0, m // 32 + 1, (FEW_CHAINS,), generator=rng).sort().values.int() * 32
+
+
 def swiglu_bwd_fold(rng: Rng, m: int) -> Tensors:
-    return *swiglu_bwd(rng, m), group_ends(rng, m, 32)
+    return *swiglu_bwd(rng, m), many_groups(rng, m)
 
 
 def swiglu_bwd_fold_unweighted(rng: Rng, m: int) -> Tensors:
-    return *unweighted(swiglu_bwd)(rng, m), group_ends(rng, m, 32)
+    return *unweighted(swiglu_bwd)(rng, m), many_groups(rng, m)
 
 
 def swiglu_bwd_fold_wide(rng: Rng, m: int) -> Tensors:
-    """Two tiles of dprob's partial sums and part of a third; many groups."""
+    """Eight tiles and a half; 69 groups, some of more than one span."""
     dh, gate, up = (floats(rng, m, 544) for _ in range(3))
     blocks = torch.randint(0, 10, (69,), generator=rng).cumsum(0).clamp(max=m // 32 - m // 256)
     return dh, gate, up, torch.rand(m, generator=rng), blocks.int() * 32
