@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "route": {"top_k": 1},
     "sort_by_expert": {"num_experts": 1},
     "row_map": {"num_rows": SIZE, "num_local_experts": 1},
+    "slot_map": {"top_k": 1},
     "unblock_scales": {"num_rows": SIZE, "num_scales": 1},
 }
 INDICES = {"row_map": np.arange(SIZE), "slots": np.arange(SIZE), "order": np.arange(SIZE), "expert_ids": np.zeros(SIZE)}

@@ -1,4 +1,4 @@
-"""Triton kernels of the expert sort and of the row map; plan.py draws both."""
+"""Triton kernels of the expert sort and of the maps of rows and slots; plan.py draws them."""
 
 import triton
 import triton.language as tl
@@ -80,3 +80,35 @@ def row_map_kernel(
     padding_end = tl.where(last_rank, tl.where(last_expert, P, end), 0)
     _fill_padding(row_map, target + count, padding_end, BLOCK_M)
     _fill_padding(inverse, source + count, slack_end, BLOCK_M)
+
+
+@triton.jit
+def slot_map_kernel(
+    counts, order, S, P, slots, tokens, inverse, padded_counts, group_ends,
+    top_k: tl.constexpr, alignment: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program per expert. The last one's also pads the rest of the buffer."""
+    expert = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    n = tl.load(counts + e, mask=e < EXPERTS, other=0)
+    tl.device_assert(n >= 0, "counts: allowed: at least 0")
+    groups = tl.maximum(tl.cdiv(n, alignment), 1) * alignment
+    size = tl.sum(tl.where(e == expert, groups, 0), 0)
+    end = tl.sum(tl.where(e <= expert, groups, 0), 0)
+    tl.store(padded_counts + expert, size)
+    tl.store(group_ends + expert, end)
+
+    count = tl.sum(tl.where(e == expert, n, 0), 0)
+    source = tl.sum(tl.where(e < expert, n, 0), 0)
+    target = end - size
+    for i in range(0, count, BLOCK_M):
+        j = i + tl.arange(0, BLOCK_M)
+        # Counts and slots that break the contract: the masks keep reads and writes inside.
+        slot = tl.load(order + source + j, mask=(j < count) & (source + j < S), other=-1)
+        padded, exists = (j < count) & (target + j < P), (slot >= 0) & (slot < S)
+        tl.store(slots + target + j, slot, mask=padded)
+        tl.store(tokens + target + j, tl.where(slot < 0, -1, slot // top_k), mask=padded)
+        tl.store(inverse + slot, target + j, mask=exists)
+    padding_end = tl.where(expert == EXPERTS - 1, P, end)
+    _fill_padding(slots, target + count, padding_end, BLOCK_M)
+    _fill_padding(tokens, target + count, padding_end, BLOCK_M)

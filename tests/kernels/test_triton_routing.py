@@ -67,3 +67,20 @@ def test_counts_beyond_the_buffer_stay_inside(triton_op):
     got = triton_op(routing.row_map, np.array([100, 200], np.int32), num_rows=40, num_local_experts=2)
     assert got[0].min() == -1
     assert got[0].max() == 39
+
+
+@pytest.mark.parametrize("alignment", [32, 96])
+@pytest.mark.parametrize(("slots", "num_experts"), [(0, 3), (1, 1), (200, 8), (2500, 2)])
+def test_slot_map(triton_op, slots, num_experts, alignment):
+    ids = np.random.default_rng(slots).integers(0, num_experts, slots, np.int32) // 2 * 2
+    order, _, counts = oracle.sort_by_expert(ids, num_experts)
+    got = triton_op(routing.slot_map, counts, order, top_k=2, alignment=alignment)
+    check_equal(routing.slot_map, got, oracle.slot_map(counts, order, 2, alignment))
+
+
+def test_counts_beyond_the_slots_stay_inside(triton_op):
+    """Counts and slots that break the contract cause no write outside: the guards around each output are intact."""
+    order = np.array([-7, 40, *range(38)], np.int32)
+    slots, _, inverse, *_ = triton_op(routing.slot_map, np.array([100, 200], np.int32), order, top_k=2)
+    assert slots.max() == 40
+    assert sorted(inverse[:38]) == list(range(2, 40))
