@@ -146,7 +146,7 @@ def dispatch_over(
         row_map = map_rows("dispatch", "counts", num_rows, counts, 1, counts.shape[0], recipe.alignment)
         if isinstance(rows, TokenReplicas):
             maps = _maps_of_slots(rows, row_map)
-            groups, _, route = _replicas_to_groups(rows, counts, row_map, maps, recipe, name, None)
+            groups, _, route = _replicas_to_groups(rows, counts, row_map, maps, recipe, name)
         else:
             route = Route(row_map, counts, recipe, name, [num_rows], [num_rows])
             x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.sends_mx("dispatch") else rows
@@ -164,9 +164,12 @@ def tokens_to_groups(
 ) -> tuple[Tensor, Tensor | None, Route]:
     """`dispatch_over` and, of probs, `dispatch_probs` on one rank, unchecked: groups, weights of their rows, route. All
     maps are those of `sort_by_expert`. The route's row map is that of the slots."""
-    order, token, slots, *of_groups = ops.slot_map(counts, tokens.order, tokens.top_k, recipe.alignment)
+    order, top_k = tokens.order, tokens.top_k
+    weights = torch.empty(0, dtype=torch.float32, device=order.device) if probs is None else probs.detach().reshape(-1)
+    order, token, slots, *of_groups, prob = ops.slot_map(counts, order, weights, top_k, recipe.alignment)
     row_map, maps = RowMap(order, slots, *of_groups), (order, token, slots)
-    groups, prob, route = _replicas_to_groups(tokens, counts, row_map, maps, recipe, group_name, probs)
+    of_probs = (None, None) if probs is None else (probs, prob)
+    groups, prob, route = _replicas_to_groups(tokens, counts, row_map, maps, recipe, group_name, *of_probs)
     if recipe.sends_mx("dispatch_grad"):
         groups = sent_rows(groups, True, int(recipe.rounding))
     return groups, prob, route
@@ -183,13 +186,13 @@ def _maps_of_slots(tokens: TokenReplicas, row_map: RowMap) -> tuple[Tensor, Tens
 
 def _replicas_to_groups(
     tokens: TokenReplicas, counts: Tensor, row_map: RowMap, maps: tuple[Tensor, Tensor, Tensor], recipe: Recipe,
-    group_name: str, probs: Tensor | None,
+    group_name: str, probs: Tensor | None = None, prob: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Route]:  # fmt: skip
-    """One gather from tokens to padded groups. maps: of `_maps_of_slots`."""
+    """One gather from tokens to padded groups. maps: of `_maps_of_slots`. prob: of each row, if there are probs."""
     x, top_k, (order, token, slots) = tokens.x, tokens.top_k, maps
     splits = [tokens.order.shape[0]], [tokens.order.shape[0]]
     rounding = int(recipe.rounding) if recipe.sends_mx("dispatch") else None
-    groups, prob = spread_tokens(x, probs, order, token, slots.view(-1, top_k), rounding, _folds(recipe, x))
+    groups, prob = spread_tokens(x, probs, prob, token, slots.view(-1, top_k), rounding, _folds(recipe, x))
     return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)
 
 

@@ -78,6 +78,8 @@ void slot_map(const Call& call) {
   const int32_t *counts = call.in[0].as<const int32_t>(), *order = call.in[1].as<const int32_t>();
   int32_t *slots = call.out[0].as<int32_t>(), *tokens = call.out[1].as<int32_t>(), *inverse = call.out[2].as<int32_t>();
   int32_t *padded_counts = call.out[3].as<int32_t>(), *group_ends = call.out[4].as<int32_t>();
+  const float* weights = call.in[2].as<const float>();
+  float* row_weights = call.out[5].dim(0) ? call.out[5].as<float>() : nullptr;
 
   int64_t total = 0;
   for (int64_t e = 0; e < experts; ++e) {
@@ -88,6 +90,7 @@ void slot_map(const Call& call) {
   }
   std::fill_n(slots, padded, -1);
   std::fill_n(tokens, padded, -1);
+  if (row_weights) std::fill_n(row_weights, padded, 0.0f);
   std::fill_n(inverse, num_slots, -1);
   int64_t source = 0, group = 0;
   for (int64_t e = 0; e < experts; ++e) {
@@ -98,6 +101,7 @@ void slot_map(const Call& call) {
       slots[row] = slot;
       tokens[row] = static_cast<int32_t>(slot / top_k);
       inverse[slot] = static_cast<int32_t>(row);
+      if (row_weights) row_weights[row] = weights[slot];
     }
     const int64_t size = std::max(alignment, (counts[e] + alignment - 1) / alignment * alignment);
     group += size;

@@ -31,10 +31,10 @@ def sort_kernel(
 
 
 @triton.jit
-def _fill_padding(out, start, stop, BLOCK_M: tl.constexpr):
+def _fill_padding(out, value, start, stop, BLOCK_M: tl.constexpr):
     for i in range(start, stop, BLOCK_M):
         at = i + tl.arange(0, BLOCK_M)
-        tl.store(out + at, tl.full((BLOCK_M,), -1, tl.int32), mask=at < stop)
+        tl.store(out + at, tl.full((BLOCK_M,), value, out.dtype.element_ty), mask=at < stop)
 
 
 @triton.jit
@@ -78,14 +78,15 @@ def row_map_kernel(
         tl.store(row_map + target + j, tl.where(received, source + j, -1), mask=padded)
         tl.store(inverse + source + j, target + j, mask=received)
     padding_end = tl.where(last_rank, tl.where(last_expert, P, end), 0)
-    _fill_padding(row_map, target + count, padding_end, BLOCK_M)
-    _fill_padding(inverse, source + count, slack_end, BLOCK_M)
+    _fill_padding(row_map, -1, target + count, padding_end, BLOCK_M)
+    _fill_padding(inverse, -1, source + count, slack_end, BLOCK_M)
 
 
 @triton.jit
 def slot_map_kernel(
-    counts, order, S, P, slots, tokens, inverse, padded_counts, group_ends,
-    top_k: tl.constexpr, alignment: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    counts, order, weights, S, P, slots, tokens, inverse, padded_counts, group_ends, row_weights,
+    top_k: tl.constexpr, alignment: tl.constexpr,
+    EXPERTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program per expert. The last one's also pads the rest of the buffer."""
     expert = tl.program_id(0)
@@ -109,6 +110,10 @@ def slot_map_kernel(
         tl.store(slots + target + j, slot, mask=padded)
         tl.store(tokens + target + j, tl.where(slot < 0, -1, slot // top_k), mask=padded)
         tl.store(inverse + slot, target + j, mask=exists)
+        if WEIGHTED:
+            tl.store(row_weights + target + j, tl.load(weights + slot, mask=exists, other=0.0), mask=padded)
     padding_end = tl.where(expert == EXPERTS - 1, P, end)
-    _fill_padding(slots, target + count, padding_end, BLOCK_M)
-    _fill_padding(tokens, target + count, padding_end, BLOCK_M)
+    _fill_padding(slots, -1, target + count, padding_end, BLOCK_M)
+    _fill_padding(tokens, -1, target + count, padding_end, BLOCK_M)
+    if WEIGHTED:
+        _fill_padding(row_weights, 0.0, target + count, padding_end, BLOCK_M)

@@ -54,14 +54,13 @@ def row_map(
 
 
 def slot_map(
-    counts: Array, order: Array, top_k: int, alignment: int = BLOCK
-) -> tuple[Array, Array, Array, Array, Array]:
-    """counts (E,), order (S,) -> slots (P,), tokens (P,), inverse (S,), padded_counts (E,), group_ends (E,), all int32.
-
-    P as in `row_map`.
-    """
+    counts: Array, order: Array, weights: Array, top_k: int, alignment: int = BLOCK
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """counts (E,), order (S,), weights (S,) fp32 or (0,) -> slots (P,), tokens (P,), inverse (S,), padded_counts (E,),
+    group_ends (E,), all int32, and row_weights (P,) fp32, or (0,) without weights. P as in `row_map`."""
     padded, row_of, padded_counts, group_ends = row_map(counts, len(order), len(counts), alignment)
     slots = np.where(padded < 0, -1, np.append(order, -1)[padded]).astype(np.int32)
     inverse = np.empty_like(order)
     inverse[order] = row_of
-    return slots, slots // np.int32(top_k), inverse, padded_counts, group_ends
+    row_weights = np.append(weights, np.float32(0))[slots] if len(weights) == len(order) else weights
+    return slots, slots // np.int32(top_k), inverse, padded_counts, group_ends, row_weights

@@ -28,6 +28,7 @@ from ..launch import (
     require_dtype,
     require_multiple,
     require_rank,
+    require_shape,
     require_size,
 )
 from ..tiles import next_power_of_2, tiles
@@ -99,22 +100,29 @@ def _tile_row_map(call: Call, arch: str) -> Tiling:
     return t.tiling((max(ranks, 1) * experts,), scalars, RANKS=ranks, **blocks)
 
 
-def _check_slot_map(counts: ArrayType, order: ArrayType, *, top_k: int, alignment: int = BLOCK) -> Signature:
+def _check_slot_map(
+    counts: ArrayType, order: ArrayType, weights: ArrayType, *, top_k: int, alignment: int = BLOCK
+) -> Signature:
     op = "slot_map"
     for name, array in (("counts", counts), ("order", order)):
         require_dtype(op, name, array, "int32")
         require_rank(op, name, array, 1)
+    require_dtype(op, "weights", weights, "float32")
+    weighted = weights.shape == order.shape
+    if not weighted:
+        require_shape(op, "weights", weights, (0,), f"for none; or {order.shape}, order's")
     require_size(op, "counts", counts.shape[0], 1)
     require_size(op, "top_k", top_k, 1)
-    padded = ArrayType((_checked_padded_rows(op, "order", order.shape[0], counts.shape[0], alignment),), "int32")
-    return Signature((padded, padded, order, counts, counts), {"top_k": top_k, "alignment": alignment})
+    shape = (_checked_padded_rows(op, "order", order.shape[0], counts.shape[0], alignment),)
+    padded, of_rows = ArrayType(shape, "int32"), ArrayType(shape if weighted else (0,), "float32")
+    return Signature((padded, padded, order, counts, counts, of_rows), {"top_k": top_k, "alignment": alignment})
 
 
 def _tile_slot_map(call: Call, arch: str) -> Tiling:
-    ((experts,), (num_slots,)), (padded, *_) = (array.shape for array in call.inputs), call.out[0].shape
-    t = tiles(call.op, arch)
-    scalars = {"S": num_slots, "P": padded}
-    return t.tiling((experts,), scalars, EXPERTS=experts, BLOCK_E=next_power_of_2(experts), BLOCK_M=t.m)
+    (experts,), (num_slots,), weights = (array.shape for array in call.inputs)
+    (padded,), t = call.out[0].shape, tiles(call.op, arch)
+    meta = {"EXPERTS": experts, "WEIGHTED": weights == (num_slots,), "BLOCK_E": next_power_of_2(experts)}
+    return t.tiling((experts,), {"S": num_slots, "P": padded}, **meta, BLOCK_M=t.m)
 
 
 sort_by_expert = KernelOp(
@@ -165,21 +173,22 @@ slot_map = KernelOp(
     """The maps between slots and padded groups on one rank: `row_map` of the rows that `sort_by_expert` has sorted,
     composed with its order.
 
-    counts: (E,) int32, slots of each expert. order: (S,) int32, slots sorted by expert; a permutation. top_k: slots of
-    a token. alignment: rows that each group is padded to, a positive multiple of 32.
+    counts: (E,) int32, slots of each expert. order: (S,) int32, slots sorted by expert; a permutation. weights: (S,)
+    fp32, of each slot, or (0,) for none. top_k: slots of a token. alignment: rows that each group is padded to, a
+    positive multiple of 32.
     Returns slots (P,) int32: the slot of each padded row, -1 for padding; tokens (P,) int32: its token, slot // top_k,
     -1 for padding; inverse (S,) int32: the padded row of each slot; padded_counts and group_ends (E,) int32 as in
-    `row_map`.
+    `row_map`; row_weights (P,) fp32: the weight of each padded row, 0 for padding; (0,) without weights.
 
     >>> order, counts = xp.asarray([1, 0, 2, 3], dtype=xp.int32), xp.asarray([1, 3], dtype=xp.int32)
-    >>> slots, tokens, inverse, _, _ = ops.slot_map(counts, order, 2)
+    >>> slots, tokens, inverse, *_ = ops.slot_map(counts, order, xp.zeros((0,)), 2)
     >>> slots[32:36].tolist(), tokens[32:36].tolist(), inverse.tolist()
     ([0, 2, 3, -1], [0, 1, 1, -1], [32, 0, 33, 34])
 
     Raises ValueError (shape, sizes, on a CPU also counts and slots that do not belong together) or TypeError (dtype).
     """,
-    ("counts", "order"),
-    ("slots", "tokens", "inverse", "padded_counts", "group_ends"),
+    ("counts", "order", "weights"),
+    ("slots", "tokens", "inverse", "padded_counts", "group_ends", "row_weights"),
     _check_slot_map,
     _tile_slot_map,
     "routing.kernel:slot_map_kernel",

@@ -30,7 +30,10 @@ def test_row_map(ops: Ops, name: str) -> None:
 @pytest.mark.parametrize("name", SORTS)
 def test_slot_map(ops: Ops, name: str, options: Mapping[str, int]) -> None:
     order, _, counts = routing_oracle.sort_by_expert(*SORTS[name])
-    check.same_bytes(ops["slot_map"](counts, order, **options), routing_oracle.slot_map(counts, order, **options))
+    weights = np.arange(1, len(order) + 1, dtype=np.float32)
+    for given in (weights, weights[:0]):
+        arrays = counts, order, given
+        check.same_bytes(ops["slot_map"](*arrays, **options), routing_oracle.slot_map(*arrays, **options))
 
 
 def random_rows(name: str, rows: int, dtype: np.dtype, width: int) -> np.ndarray:

@@ -122,7 +122,7 @@ CASES = {
     "route_bwd_in_two_terms": _case("route_bwd", inputs.route_bwd, split=True),
     "sort_by_expert": _case("sort_by_expert", inputs.expert_ids, num_experts=9),
     "row_map": Case("row_map", inputs.counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
-    "slot_map": _case("slot_map", inputs.counts_and_order, top_k=5),
+    "slot_map": _case("slot_map", inputs.sorted_slots, top_k=5),
     "fold_rows": _case("fold_rows", inputs.mx),
     "balance_scales": _case("balance_scales", inputs.weight_scales),
     "fold_rows_balanced": _case("fold_rows_balanced", inputs.mx_and_lift),

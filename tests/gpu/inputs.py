@@ -94,9 +94,9 @@ def counts(rng: Rng, m: int) -> Tensors:
     return (torch.bincount(pair, minlength=2 * GROUPS).int(),)
 
 
-def counts_and_order(rng: Rng, m: int) -> Tensors:
+def sorted_slots(rng: Rng, m: int) -> Tensors:
     order, _, counts = torch_ops.sort_by_expert(*expert_ids(rng, m), 9)
-    return counts, order
+    return counts, order, torch.rand(m, generator=rng)
 
 
 def group_ends(rng: Rng, m: int, multiple: int = 1) -> Tensor:

@@ -105,7 +105,9 @@ def test_sort(cpp_op, tokens, experts, seed):
 def test_slot_map(cpp_op, slots, experts, top_k, seed):
     ids = np.random.default_rng(seed).integers(0, experts, slots, np.int32)
     order, _, counts = routing_oracle.sort_by_expert(ids, experts)
-    same(cpp_op(routing.slot_map, counts, order, top_k=top_k), routing_oracle.slot_map(counts, order, top_k))
+    weights = np.arange(1, slots + 1, dtype=np.float32)
+    for arrays in ((counts, order, weights), (counts, order, weights[:0])):
+        same(cpp_op(routing.slot_map, *arrays, top_k=top_k), routing_oracle.slot_map(*arrays, top_k))
 
 
 @pytest.mark.parametrize(
@@ -121,4 +123,4 @@ def test_slot_map(cpp_op, slots, experts, top_k, seed):
 )
 def test_slots_that_do_not_fit(cpp_op, counts, order, message):
     with pytest.raises(ValueError, match=f"slot_map: {message}"):
-        cpp_op(routing.slot_map, counts, order, top_k=1)
+        cpp_op(routing.slot_map, counts, order, np.zeros(0, np.float32), top_k=1)

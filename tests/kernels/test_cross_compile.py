@@ -175,7 +175,7 @@ CASES = {
     "row_map of fixed parts": Case(
         routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS, "rank_rows": M // 32}
     ),
-    "slot_map": Case(routing.slot_map, (i32(256), i32(M)), {"top_k": 8}),
+    "slot_map": Case(routing.slot_map, (i32(256), i32(M), f32(M)), {"top_k": 8}),
     "swiglu": Case(swiglu.swiglu, glu(M, N), {}, VECTORS),
     "swiglu without prob": Case(swiglu.swiglu, glu(M, N, False), {}, VECTORS),
     "swiglu_row": Case(swiglu.swiglu_row, glu(M, N), {}, QUANTIZE),
