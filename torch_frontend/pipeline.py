@@ -165,7 +165,10 @@ def tokens_to_groups(
     """`dispatch_over` and, of probs, `dispatch_probs` on one rank, unchecked: groups, weights of their rows, route. All
     maps are those of `sort_by_expert`. The route's row map is that of the slots."""
     order, top_k = tokens.order, tokens.top_k
-    weights = torch.empty(0, dtype=torch.float32, device=order.device) if probs is None else probs.detach().reshape(-1)
+    if probs is None:
+        weights = torch.empty(0, dtype=torch.float32, device=order.device)
+    else:
+        weights = probs.detach().contiguous().view(-1)
     order, token, slots, *of_groups, prob = ops.slot_map(counts, order, weights, top_k, recipe.alignment)
     row_map, maps = RowMap(order, slots, *of_groups), (order, token, slots)
     of_probs = (None, None) if probs is None else (probs, prob)
