@@ -42,7 +42,9 @@ KINDS = {
     "attention": ("aten::_scaled_dot_product",),
     "quantize": ("cpp::quantize", "cpp::dequantize", "mxep::quantize", "mxep::dequantize"),
     "SwiGLU": ("cpp::swiglu", "mxep::swiglu"),
-    "permute": tuple(f"{where}::{op}" for where in ("cpp", "mxep") for op in ("permute", "sort", "row_map", "combine")),
+    "permute": tuple(
+        f"{where}::{op}" for where in ("cpp", "mxep") for op in ("permute", "sort", "row_map", "slot_map", "combine")
+    ),
     "all-to-all": ("_c10d_functional::all_to_all", "_c10d_functional::wait_tensor"),
 }
 

@@ -52,6 +52,7 @@ _GPU = {
     "combine_bwd_row": Tiles(m=8, k=256),
     "sort_by_expert": Tiles(m=4096, num_warps=8),
     "row_map": Tiles(m=1024),
+    "slot_map": Tiles(m=1024),
     "swiglu": Tiles(m=8, k=256),
     "swiglu_row": Tiles(m=8, k=512),
     "swiglu_col": Tiles(m=128, k=32),

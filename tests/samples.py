@@ -19,7 +19,7 @@ def _types(dtype: str, **shapes: tuple[int, ...]) -> dict[str, ArrayType]:
 SQUARE, COLUMN, ROW = (SIZE, SIZE), (SIZE, 1), (SIZE,)
 TYPES = {
     **_types("bfloat16", x=SQUARE, gate=SQUARE, up=SQUARE, dh=SQUARE, rows=SQUARE, dy=SQUARE),
-    **_types("float32", logits=SQUARE, dweights=COLUMN, dshares=ROW),
+    **_types("float32", logits=SQUARE, dweights=COLUMN, dshares=ROW, weights=ROW),
     **_types("bfloat16", lhs=SQUARE, lhs_t=SQUARE, rhs=SQUARE, rhs_t=SQUARE),
     **_types("uint8", q=SQUARE, sf=COLUMN, target=COLUMN, packed=(SIZE, SIZE + 1), blocked=(128, 4), lift=(1, 1)),
     **_types("uint8", lhs_q=SQUARE, lhs_sf=COLUMN, rhs_q=SQUARE, rhs_sf=COLUMN, lhs_qf=SQUARE, rhs_qf=SQUARE),
@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "route": {"top_k": 1},
     "sort_by_expert": {"num_experts": 1},
     "row_map": {"num_rows": SIZE, "num_local_experts": 1},
+    "slot_map": {"top_k": 1},
     "unblock_scales": {"num_rows": SIZE, "num_scales": 1},
 }
 INDICES = {"row_map": np.arange(SIZE), "slots": np.arange(SIZE), "order": np.arange(SIZE), "expert_ids": np.zeros(SIZE)}

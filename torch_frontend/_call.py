@@ -73,7 +73,7 @@ def _check_maps(op: KernelOp, inputs: Sequence[Tensor]) -> None:
     if "slots" in given:
         limits["slots"] = given["rows"].shape[0]
     if "order" in given:
-        limits["order"] = given["slots"].numel()
+        limits["order"] = given.get("slots", given["order"]).numel()  # of `slot_map`, a permutation
     for name, limit in limits.items():
         low, high = (int(x) for x in given[name].aminmax()) if given[name].numel() else (0, -1)
         if low < -1 or high >= limit:

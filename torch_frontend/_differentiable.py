@@ -74,18 +74,20 @@ def saved_by(ctx: Any) -> Any:
 
 # Functions of the module: one that calls itself from within `save` is a cycle, which keeps the tensors until the next
 # garbage collection.
-def _placed(value: Any, leaves: list[Any]) -> Any:
+def _placed(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
     """The nested tuples with the index of each leaf in its place; appends the leaves."""
-    if isinstance(value, tuple):
-        return _like(value, [_placed(item, leaves) for item in value])
-    leaves.append(value)
-    return len(leaves) - 1
+    places: list[Any] = []
+    for value in values:
+        if isinstance(value, tuple):
+            places.append(_placed(value, leaves))
+        else:
+            places.append(len(leaves))
+            leaves.append(value)
+    return _like(values, places)
 
 
-def _values(places: Any, leaves: Sequence[Any]) -> Any:
-    if isinstance(places, tuple):
-        return _like(places, [_values(place, leaves) for place in places])
-    return leaves[places]
+def _values(places: tuple[Any, ...], leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return _like(places, [_values(p, leaves) if isinstance(p, tuple) else leaves[p] for p in places])
 
 
 def _like(kind: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:

@@ -150,16 +150,15 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor
 
 
 class _SpreadTokens(torch.autograd.Function):
-    """Tokens x (T, D) -> rows (P, D), and weights (T, top_k), if there are any, -> (P,)."""
+    """Tokens x (T, D) -> rows (P, D), and weights (T, top_k), if there are any, as (P,), which the caller has."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor | None, order: Tensor, token: Tensor, slots: Tensor, rounding: int | None,
-        folds: bool,
+        ctx: Any, x: Tensor, weights: Tensor | None, of_rows: Tensor | None, token: Tensor, slots: Tensor,
+        rounding: int | None, folds: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.save_for_backward(slots)
         ctx.set_materialize_grads(False)
-        of_rows = None if weights is None else ops.permute_rows(weights.contiguous().view(-1, 1), order).view(-1)
         if rounding is None:
             return ops.permute_rows(x.contiguous(), token), of_rows
         return quantized_rows(x, rounding, token, folds), of_rows
@@ -175,9 +174,10 @@ class _SpreadTokens(torch.autograd.Function):
 
 
 spread_tokens = differentiable("spread_rows", _SpreadTokens)
-"""spread_tokens(x, weights, order, token, slots, rounding, folds): the rows of tokens, quantized before if there is a
-rounding, gathered by the next product if it folds, and the weight of each row, or None. order, token (P,): the slot and
-the token of each row, -1 for padding. slots (T, top_k): the rows of each token. Unchecked."""
+"""spread_tokens(x, weights, of_rows, token, slots, rounding, folds): the rows of tokens, quantized before if there is a
+rounding, gathered by the next product if it folds, and of_rows, the weight of each row, whose gradient is that of
+weights; both None without weights. token (P,): of each row, -1 for padding. slots (T, top_k): the rows of each token.
+Unchecked."""
 
 
 def check_replicas(op: str, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -145,7 +145,8 @@ def dispatch_over(
         name = ranks.group_name if ranks else ""
         row_map = map_rows("dispatch", "counts", num_rows, counts, 1, counts.shape[0], recipe.alignment)
         if isinstance(rows, TokenReplicas):
-            groups, _, route = _replicas_to_groups(rows, counts, row_map, recipe, name, None)
+            maps = _maps_of_slots(rows, row_map)
+            groups, _, route = _replicas_to_groups(rows, counts, row_map, maps, recipe, name)
         else:
             route = Route(row_map, counts, recipe, name, [num_rows], [num_rows])
             x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.sends_mx("dispatch") else rows
@@ -162,26 +163,39 @@ def tokens_to_groups(
     tokens: TokenReplicas, counts: Tensor, recipe: Recipe, group_name: str, probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Route]:
     """`dispatch_over` and, of probs, `dispatch_probs` on one rank, unchecked: groups, weights of their rows, route. All
-    maps are those of `sort_by_expert`."""
-    row_map = RowMap(*ops.row_map(counts, tokens.order.shape[0], counts.shape[0], recipe.alignment))
-    groups, prob, route = _replicas_to_groups(tokens, counts, row_map, recipe, group_name, probs)
+    maps are those of `sort_by_expert`. The route's row map is that of the slots."""
+    order, top_k = tokens.order, tokens.top_k
+    if probs is None:
+        weights = torch.empty(0, dtype=torch.float32, device=order.device)
+    else:
+        weights = probs.detach().contiguous().view(-1)
+    order, token, slots, *of_groups, prob = ops.slot_map(counts, order, weights, top_k, recipe.alignment)
+    row_map, maps = RowMap(order, slots, *of_groups), (order, token, slots)
+    of_probs = (None, None) if probs is None else (probs, prob)
+    groups, prob, route = _replicas_to_groups(tokens, counts, row_map, maps, recipe, group_name, *of_probs)
     if recipe.sends_mx("dispatch_grad"):
         groups = sent_rows(groups, True, int(recipe.rounding))
     return groups, prob, route
 
 
-def _replicas_to_groups(
-    tokens: TokenReplicas, counts: Tensor, row_map: RowMap, recipe: Recipe, group_name: str, probs: Tensor | None
-) -> tuple[Tensor, Tensor | None, Route]:
-    """One gather from tokens to padded groups, by the composition of the two maps."""
-    x, order, inverse, top_k = tokens
-    splits = [order.shape[0]], [order.shape[0]]
+def _maps_of_slots(tokens: TokenReplicas, row_map: RowMap) -> tuple[Tensor, Tensor, Tensor]:
+    """The slot and the token of each padded row, -1 for padding, and the padded row of each slot: the composition of
+    two maps."""
     # A padding row, -1 in the map, takes the -1 in front: it is the replica of no token. `index_select` reads int32;
     # indexing with [] would copy the map to int64.
-    order = torch.cat([order.new_full((1,), -1), order]).index_select(0, row_map.row_map + 1)
-    slots, token = row_map.inverse.index_select(0, inverse), token_of(order, top_k)
+    order = torch.cat([tokens.order.new_full((1,), -1), tokens.order]).index_select(0, row_map.row_map + 1)
+    return order, token_of(order, tokens.top_k), row_map.inverse.index_select(0, tokens.inverse)
+
+
+def _replicas_to_groups(
+    tokens: TokenReplicas, counts: Tensor, row_map: RowMap, maps: tuple[Tensor, Tensor, Tensor], recipe: Recipe,
+    group_name: str, probs: Tensor | None = None, prob: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Route]:  # fmt: skip
+    """One gather from tokens to padded groups. maps: of `_maps_of_slots`. prob: of each row, if there are probs."""
+    x, top_k, (order, token, slots) = tokens.x, tokens.top_k, maps
+    splits = [tokens.order.shape[0]], [tokens.order.shape[0]]
     rounding = int(recipe.rounding) if recipe.sends_mx("dispatch") else None
-    groups, prob = spread_tokens(x, probs, order, token, slots.view(-1, top_k), rounding, _folds(recipe, x))
+    groups, prob = spread_tokens(x, probs, prob, token, slots.view(-1, top_k), rounding, _folds(recipe, x))
     return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)
 
 

@@ -54,20 +54,26 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return product.to(a.dtype) if total is None else torch.add(product, total, out=torch.empty_like(total))
 
 
-def _logits_bwd(
-    ctx: Any, dlogits: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight, as far as the context needs them. dx: another gradient of x, to add.
-
-    They multiply an fp32 gradient by bf16 operands. They split it into two bf16 terms, which hold 16 of its 24 bits,
-    and sum both products in fp32; bf16 results keep 8.
-    """
-    (tokens, experts), dweight = dlogits.shape, None
-    terms = weight.new_empty((tokens, 2 * experts))
+def _terms(dlogits: Tensor) -> Tensor:
+    """Two bf16 terms of fp32 (T, E), side by side, as `route_bwd` splits it."""
+    tokens, experts = dlogits.shape
+    terms = torch.empty((tokens, 2 * experts), dtype=torch.bfloat16, device=dlogits.device)
     high, low = terms[:, :experts], terms[:, experts:]
     high.copy_(dlogits)
     torch.sub(dlogits, high, out=low)
     low.nan_to_num_(0, 0, 0)  # of a gradient that bf16 does not hold: infinity less infinity
+    return terms
+
+
+def _logits_bwd(
+    ctx: Any, terms: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and weight, as far as the context needs them. dx: another gradient of x, to add.
+
+    They multiply an fp32 gradient by bf16 operands: its two bf16 terms, which hold 16 of its 24 bits, with the sum of
+    both products in fp32; bf16 results keep 8.
+    """
+    experts, dweight = weight.shape[0], None
     if ctx.needs_input_grad[0]:
         dx = _plus_product(dx, terms, torch.cat([weight, weight]))
     if ctx.needs_input_grad[1]:
@@ -86,7 +92,7 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return _logits_bwd(ctx, grads[0], *ctx.saved_tensors)
+        return _logits_bwd(ctx, _terms(grads[0]), *ctx.saved_tensors)
 
 
 _logits = differentiable("router_logits", _Logits)
@@ -121,7 +127,8 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
-        return _choice_bwd(ctx, grads, *ctx.saved_tensors), None, None
+        logits, experts = ctx.saved_tensors
+        return _choice_bwd(ctx, grads, logits, experts, False), None, None
 
 
 class _Router(torch.autograd.Function):
@@ -140,8 +147,8 @@ class _Router(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, experts, x, weight = ctx.saved_tensors
         dx, *of_routing = grads
-        dlogits = _choice_bwd(ctx, tuple(of_routing), logits, experts)
-        return *_logits_bwd(ctx, dlogits, x, weight, dx), None, None
+        terms = _choice_bwd(ctx, tuple(of_routing), logits, experts, True)
+        return *_logits_bwd(ctx, terms, x, weight, dx), None, None
 
 
 def _chosen(
@@ -155,12 +162,18 @@ def _chosen(
     return experts, weights, share_sums.sum(0)
 
 
-def _choice_bwd(ctx: Any, grads: tuple[Tensor | None, ...], logits: Tensor, experts: Tensor) -> Tensor:
+def _choice_bwd(ctx: Any, grads: tuple[Tensor | None, ...], logits: Tensor, experts: Tensor, split: bool) -> Tensor:
+    """The gradient of the logits, or its two bf16 terms."""
     _, dweights, dshares = grads
     zeros = partial(torch.zeros, dtype=torch.float32, device=logits.device)
     dweights = zeros(experts.shape) if dweights is None else dweights.contiguous()
-    dshares = zeros(logits.shape[1]) if dshares is None else dshares.contiguous()
-    return ops.route_bwd(dweights, dshares, logits, experts, *ctx.scores)
+    if dshares is not None:
+        dshares = dshares.contiguous()
+    elif split and ctx.scores[0] != "sigmoid":  # beside zeros another zero's sign, which no product shows
+        dshares = logits.new_empty(0)
+    else:  # they also take a NaN of one expert's sigmoid to the others
+        dshares = zeros(logits.shape[1])
+    return ops.route_bwd(dweights, dshares, logits, experts, *ctx.scores, split)
 
 
 _route, _router = differentiable("route", _Route), differentiable("route", _Router)

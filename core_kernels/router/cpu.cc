@@ -172,8 +172,9 @@ MXEP_INLINE float mean(const float* w, const float* g, int64_t n) {
   return row_sum(product, n);
 }
 
+// The gradient of a token's logits.
 template <typename Logit>
-MXEP_INLINE void backward_row(const Gradient& c, const Logit* logits, int64_t token, Logit* dlogits) {
+MXEP_INLINE void backward_row(const Gradient& c, const Logit* logits, int64_t token, float* dx) {
   const int64_t n = c.experts;
   Row x, s, w;
   Row d = {};
@@ -184,7 +185,6 @@ MXEP_INLINE void backward_row(const Gradient& c, const Logit* logits, int64_t to
     chosen[c.ids[i]] = true;
   }
 
-  Row dx;
   if (c.scores == kSoftmaxOfChosen) {
     for (int64_t e = 0; e < n; ++e) w[e] = chosen[e] ? x[e] : kLowest;
     softmax(w, n, w);
@@ -215,7 +215,16 @@ MXEP_INLINE void backward_row(const Gradient& c, const Logit* logits, int64_t to
       for (int64_t e = 0; e < n; ++e) dx[e] = d[e] * (s[e] * (1.0f - s[e]));
     }
   }
-  for (int64_t e = 0; e < n; ++e) store(dlogits + token * n + e, canonical(dx[e]));
+  for (int64_t e = 0; e < n; ++e) dx[e] = canonical(dx[e]);
+}
+
+// x rounded to bf16, and what is left, 0 where that is no number.
+MXEP_INLINE void store_terms(const float* x, int64_t n, bf16* terms) {
+  for (int64_t e = 0; e < n; ++e) {
+    store(terms + e, x[e]);
+    const float high = to_f32(terms[e]);
+    store(terms + n + e, magnitude(high) < kInf ? x[e] - high : 0.0f);
+  }
 }
 
 }  // namespace
@@ -251,11 +260,18 @@ void route_bwd(const Call& call) {
                    call.in[0].as<const float>(),
                    call.in[1].dim(0) ? call.in[1].as<const float>() : nullptr,
                    ids};
+  const bool split = call.attrs[3] != 0;
   with_data(call.in[2], [&]<typename Logit>(const Logit* logits) {
-    Logit* dlogits = call.out[0].as<Logit>();
     parallel_ranges(tokens, experts * 16, [&](int64_t begin, int64_t end) {
       vectorized([&]() MXEP_ALWAYS_INLINE {
-        for (int64_t t = begin; t < end; ++t) backward_row(c, logits, t, dlogits);
+        Row dx;
+        for (int64_t t = begin; t < end; ++t) {
+          backward_row(c, logits, t, dx);
+          if (split)
+            store_terms(dx, experts, call.out[0].as<bf16>() + t * 2 * experts);
+          else
+            for (int64_t e = 0; e < experts; ++e) store(call.out[0].as<Logit>() + t * experts + e, dx[e]);
+        }
       });
     });
   });

@@ -158,7 +158,7 @@ def route_kernel(
 @triton.jit
 def route_bwd_kernel(
     dweights, dshares, logits, expert_ids, T, dlogits,
-    score_func: tl.constexpr, normalize: tl.constexpr, route_scale: tl.constexpr,
+    score_func: tl.constexpr, normalize: tl.constexpr, route_scale: tl.constexpr, split: tl.constexpr,
     E: tl.constexpr, top_k: tl.constexpr, SHARED: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -202,6 +202,13 @@ def route_bwd_kernel(
                 d += of_shares
             dx = s * (d - row_sum(s * d))
     dx = tl.where(dx == dx, dx, float("nan"))
+    width: tl.constexpr = 2 * E if split else E
+    first = dx
     if dlogits.dtype.element_ty == tl.bfloat16:
-        dx = f32_to_bf16(dx, HW_CAST)
-    tl.store(dlogits + m * E + expert, dx, mask=(m < T) & exists)
+        first = f32_to_bf16(dx, HW_CAST)
+    tl.store(dlogits + m * width + expert, first, mask=(m < T) & exists)
+    if split:
+        high = to_f32(first)
+        finite = (high.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < F32_INF
+        low = f32_to_bf16(tl.where(finite, dx - high, 0.0), HW_CAST)
+        tl.store(dlogits + m * width + E + expert, low, mask=(m < T) & exists)

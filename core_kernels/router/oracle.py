@@ -139,10 +139,10 @@ def route(
 @np.errstate(all="ignore")
 def route_bwd(
     dweights: Array, dshares: Array, logits: Array, expert_ids: Array,
-    score_func: str = "softmax", normalize: bool = True, route_scale: float = 1.0,
+    score_func: str = "softmax", normalize: bool = True, route_scale: float = 1.0, split: bool = False,
 ) -> Array:  # fmt: skip
-    """-> dlogits (T, E) in the dtype of logits. dshares: (E,) fp32, the gradient of each expert's sum of shares, or
-    (0,)."""
+    """-> dlogits (T, E) in the dtype of logits; with `split` two bf16 terms of it, (T, 2 E). dshares: (E,) fp32, the
+    gradient of each expert's sum of shares, or (0,)."""
     dtype, logits = logits.dtype, logits.astype(F32)
     s = _scores(logits, score_func)
     d, chosen = np.zeros_like(s), np.zeros(s.shape, bool)
@@ -173,4 +173,9 @@ def route_bwd(
                 of_shares = (dshares - row_sum(share * dshares)) / _at_least_tiny(total)
                 d = d + np.where(total < TINY, F32(0), of_shares)
             dlogits = d * (s * (ONE - s))
-    return round_to(_canonical(dlogits).astype(np.float64), dtype.name)
+    dlogits = _canonical(dlogits).astype(np.float64)
+    if not split:
+        return round_to(dlogits, dtype.name)
+    high = round_to(dlogits, "bfloat16")
+    low = np.where(np.isfinite(high.astype(F32)), dlogits - high.astype(np.float64), 0)
+    return np.concatenate([high, round_to(low, "bfloat16")], axis=1)

@@ -3,7 +3,7 @@
     logits (T, E)  --route----> expert_ids, weights (T, k)        the k best experts of each token
       bias (E,)                 share_sums (T/8, E) fp32         each expert's part of the scores, over 8 tokens
 
-    dweights (T, k), dshares (E,), logits, expert_ids  --route_bwd--> dlogits (T, E)
+    dweights (T, k), dshares (E,), logits, expert_ids  --route_bwd--> dlogits (T, E), or two bf16 terms of it (T, 2 E)
 
 The score of an expert is the softmax of the logits over all experts, or its own sigmoid. `bias` is added to the scores
 for the choice alone. With groups, the choice is among the experts of the best groups. The weights are the scores of the
@@ -128,7 +128,7 @@ def _check_route(
 
 def _check_route_bwd(
     dweights: ArrayType, dshares: ArrayType, logits: ArrayType, expert_ids: ArrayType, *,
-    score_func: str = "softmax", normalize: bool = True, route_scale: float = 1.0,
+    score_func: str = "softmax", normalize: bool = True, route_scale: float = 1.0, split: bool = False,
 ) -> Signature:  # fmt: skip
     op = "route_bwd"
     experts = _check_logits(op, logits)
@@ -141,7 +141,12 @@ def _check_route_bwd(
     require_dtype(op, "dweights", dweights, "float32")
     require_shape(op, "dweights", dweights, expert_ids.shape, "expert_ids'")
     _check_per_expert(op, "dshares", dshares, experts)
-    return Signature((logits,), _score_attrs(op, score_func, normalize, route_scale))
+    if split not in (False, True):
+        fail(TypeError, op, "split", repr(split), "allowed: a bool")
+    if split:
+        require_dtype(op, "logits", logits, "float32")
+    out = ArrayType((logits.shape[0], 2 * experts), "bfloat16") if split else logits
+    return Signature((out,), {**_score_attrs(op, score_func, normalize, route_scale), "split": int(split)})
 
 
 def _tile_route(call: Call, arch: str) -> Tiling:
@@ -202,8 +207,9 @@ route_bwd = KernelOp(
 
     dweights: (T, k) fp32. dshares: (E,) fp32, the gradient of the sum over all tokens of each expert's share, or (0,)
     for none. logits: (T, E) fp32 or bf16. expert_ids: (T, k) int32, different experts in a row, as `route` returns.
-    {_OPTIONS} Both as in `route`.
-    Returns dlogits (T, E) in the dtype of logits.
+    {_OPTIONS} Both as in `route`. split: for fp32 logits, return two bf16 terms instead, for products with bf16.
+    Returns dlogits (T, E) in the dtype of logits; or its terms (T, 2 E) bf16: rounded, then what is left, 0 where the
+    first is no number.
 
     >>> ids = xp.asarray([[1]], dtype=xp.int32)
     >>> ops.route_bwd(xp.ones((1, 1)), xp.zeros((0,)), xp.zeros((1, 2)), ids, "sigmoid", False).tolist()

@@ -71,4 +71,43 @@ void row_map(const Call& call) {
   }
 }
 
+// Groups of `order` by expert, each padded, as in row_map.
+void slot_map(const Call& call) {
+  const int64_t experts = call.in[0].dim(0), num_slots = call.in[1].dim(0), padded = call.out[0].dim(0);
+  const int64_t top_k = call.attrs[0], alignment = call.attrs[1];
+  const int32_t *counts = call.in[0].as<const int32_t>(), *order = call.in[1].as<const int32_t>();
+  int32_t *slots = call.out[0].as<int32_t>(), *tokens = call.out[1].as<int32_t>(), *inverse = call.out[2].as<int32_t>();
+  int32_t *padded_counts = call.out[3].as<int32_t>(), *group_ends = call.out[4].as<int32_t>();
+  const float* weights = call.in[2].as<const float>();
+  float* row_weights = call.out[5].dim(0) ? call.out[5].as<float>() : nullptr;
+
+  int64_t total = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    if (counts[e] < 0) bad_value("slot_map", "counts", counts[e], e, "at least 0");
+    total += counts[e];
+    if (total > num_slots || (e == experts - 1 && total < num_slots))
+      bad_value("slot_map", "counts", counts[e], e, "counts that sum to the slots, " + std::to_string(num_slots));
+  }
+  std::fill_n(slots, padded, -1);
+  std::fill_n(tokens, padded, -1);
+  if (row_weights) std::fill_n(row_weights, padded, 0.0f);
+  std::fill_n(inverse, num_slots, -1);
+  int64_t source = 0, group = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    for (int64_t row = group; row < group + counts[e]; ++row, ++source) {
+      const int32_t slot = order[source];
+      if (slot < 0 || slot >= num_slots || inverse[slot] >= 0)
+        bad_value("slot_map", "order", slot, source, "every slot below " + std::to_string(num_slots) + " once");
+      slots[row] = slot;
+      tokens[row] = static_cast<int32_t>(slot / top_k);
+      inverse[slot] = static_cast<int32_t>(row);
+      if (row_weights) row_weights[row] = weights[slot];
+    }
+    const int64_t size = std::max(alignment, (counts[e] + alignment - 1) / alignment * alignment);
+    group += size;
+    padded_counts[e] = static_cast<int32_t>(size);
+    group_ends[e] = static_cast<int32_t>(group);
+  }
+}
+
 }  // namespace mxep

@@ -1,4 +1,4 @@
-"""Triton kernels of the expert sort and of the row map; plan.py draws both."""
+"""Triton kernels of the expert sort and of the maps of rows and slots; plan.py draws them."""
 
 import triton
 import triton.language as tl
@@ -31,10 +31,10 @@ def sort_kernel(
 
 
 @triton.jit
-def _fill_padding(out, start, stop, BLOCK_M: tl.constexpr):
+def _fill_padding(out, value, start, stop, BLOCK_M: tl.constexpr):
     for i in range(start, stop, BLOCK_M):
         at = i + tl.arange(0, BLOCK_M)
-        tl.store(out + at, tl.full((BLOCK_M,), -1, tl.int32), mask=at < stop)
+        tl.store(out + at, tl.full((BLOCK_M,), value, out.dtype.element_ty), mask=at < stop)
 
 
 @triton.jit
@@ -78,5 +78,42 @@ def row_map_kernel(
         tl.store(row_map + target + j, tl.where(received, source + j, -1), mask=padded)
         tl.store(inverse + source + j, target + j, mask=received)
     padding_end = tl.where(last_rank, tl.where(last_expert, P, end), 0)
-    _fill_padding(row_map, target + count, padding_end, BLOCK_M)
-    _fill_padding(inverse, source + count, slack_end, BLOCK_M)
+    _fill_padding(row_map, -1, target + count, padding_end, BLOCK_M)
+    _fill_padding(inverse, -1, source + count, slack_end, BLOCK_M)
+
+
+@triton.jit
+def slot_map_kernel(
+    counts, order, weights, S, P, slots, tokens, inverse, padded_counts, group_ends, row_weights,
+    top_k: tl.constexpr, alignment: tl.constexpr,
+    EXPERTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program per expert. The last one's also pads the rest of the buffer."""
+    expert = tl.program_id(0)
+    e = tl.arange(0, BLOCK_E)
+    n = tl.load(counts + e, mask=e < EXPERTS, other=0)
+    tl.device_assert(n >= 0, "counts: allowed: at least 0")
+    groups = tl.maximum(tl.cdiv(n, alignment), 1) * alignment
+    size = tl.sum(tl.where(e == expert, groups, 0), 0)
+    end = tl.sum(tl.where(e <= expert, groups, 0), 0)
+    tl.store(padded_counts + expert, size)
+    tl.store(group_ends + expert, end)
+
+    count = tl.sum(tl.where(e == expert, n, 0), 0)
+    source = tl.sum(tl.where(e < expert, n, 0), 0)
+    target = end - size
+    for i in range(0, count, BLOCK_M):
+        j = i + tl.arange(0, BLOCK_M)
+        # Counts and slots that break the contract: the masks keep reads and writes inside.
+        slot = tl.load(order + source + j, mask=(j < count) & (source + j < S), other=-1)
+        padded, exists = (j < count) & (target + j < P), (slot >= 0) & (slot < S)
+        tl.store(slots + target + j, slot, mask=padded)
+        tl.store(tokens + target + j, tl.where(slot < 0, -1, slot // top_k), mask=padded)
+        tl.store(inverse + slot, target + j, mask=exists)
+        if WEIGHTED:
+            tl.store(row_weights + target + j, tl.load(weights + slot, mask=exists, other=0.0), mask=padded)
+    padding_end = tl.where(expert == EXPERTS - 1, P, end)
+    _fill_padding(slots, -1, target + count, padding_end, BLOCK_M)
+    _fill_padding(tokens, -1, target + count, padding_end, BLOCK_M)
+    if WEIGHTED:
+        _fill_padding(row_weights, 0.0, target + count, padding_end, BLOCK_M)

@@ -1,4 +1,4 @@
-"""The definition of the expert sort and of the row map in numpy. Indices are exact."""
+"""The definition of the expert sort and of the maps of rows and slots in numpy. Indices are exact."""
 
 import numpy as np
 
@@ -51,3 +51,16 @@ def row_map(
         if row >= 0:
             inverse[row] = position
     return np.array(padded, np.int32), inverse, np.array(padded_counts, np.int32), np.cumsum(padded_counts, dtype="i4")
+
+
+def slot_map(
+    counts: Array, order: Array, weights: Array, top_k: int, alignment: int = BLOCK
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """counts (E,), order (S,), weights (S,) fp32 or (0,) -> slots (P,), tokens (P,), inverse (S,), padded_counts (E,),
+    group_ends (E,), all int32, and row_weights (P,) fp32, or (0,) without weights. P as in `row_map`."""
+    padded, row_of, padded_counts, group_ends = row_map(counts, len(order), len(counts), alignment)
+    slots = np.where(padded < 0, -1, np.append(order, -1)[padded]).astype(np.int32)
+    inverse = np.empty_like(order)
+    inverse[order] = row_of
+    row_weights = np.append(weights, np.float32(0))[slots] if len(weights) == len(order) else weights
+    return slots, slots // np.int32(top_k), inverse, padded_counts, group_ends, row_weights

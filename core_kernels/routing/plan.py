@@ -1,4 +1,4 @@
-"""Positions of tokens: the stable sort by expert, and the map from received rows to padded groups.
+"""Positions of tokens: the stable sort by expert, and the maps from received rows, or from slots, to padded groups.
 
     expert_ids (T,) --sort_by_expert--> order (T,)    slots grouped by expert, stable
                                         inverse (T,)  the inverse permutation of order
@@ -13,6 +13,8 @@ Rows arrive rank-major (rank, then local expert). The grouped GEMM takes them ex
 
 `row_map` gathers into padded order. `inverse` gathers back; it is -1 where a received row holds no token, which is the
 slack of a fixed-capacity buffer. All indices are int32; addresses are 64-bit.
+
+`slot_map` composes both on one rank, where sorted slots are the received rows: from slots to padded groups.
 """
 
 from ..formats import BLOCK
@@ -26,6 +28,7 @@ from ..launch import (
     require_dtype,
     require_multiple,
     require_rank,
+    require_shape,
     require_size,
 )
 from ..tiles import next_power_of_2, tiles
@@ -37,6 +40,18 @@ CUDA_EXPERTS = 4096
 def padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
     """Rows that hold any split of `num_rows` over the experts, each group padded to `alignment`."""
     return -(-(num_rows + num_local_experts * alignment) // alignment) * alignment
+
+
+def _checked_padded_rows(op: str, argument: str, num_rows: int, num_local_experts: int, alignment: int) -> int:
+    """`padded_rows`; raises ValueError for an alignment that is not allowed, and for more rows than int32 counts.
+    argument: the one that has the rows."""
+    require_size(op, "alignment", alignment, BLOCK)
+    if alignment % BLOCK:
+        fail(ValueError, op, "alignment", alignment, f"allowed: positive multiples of {BLOCK}")
+    padded = padded_rows(num_rows, num_local_experts, alignment)
+    if isinstance(padded, int) and padded >= 2**31:
+        fail(ValueError, op, argument, f"{num_rows}, padded to {padded}", f"allowed: {2**31 - 1} rows with padding")
+    return padded
 
 
 def _check_sort(expert_ids: ArrayType, *, num_experts: int) -> Signature:
@@ -66,16 +81,11 @@ def _check_row_map(
     require_multiple(
         op, "counts", counts.shape[0], num_local_experts, "length", "pass ep_degree * num_local_experts counts"
     )
-    require_size(op, "alignment", alignment, BLOCK)
-    if alignment % BLOCK:
-        fail(ValueError, op, "alignment", alignment, f"allowed: positive multiples of {BLOCK}")
+    padded = _checked_padded_rows(op, "num_rows", num_rows, num_local_experts, alignment)
     ranks = counts.shape[0] // num_local_experts
     require_size(op, "rank_rows", rank_rows)
     if rank_rows and rank_rows * ranks != num_rows:
         fail(ValueError, op, "rank_rows", rank_rows, f"allowed: 0, or num_rows / ranks = {num_rows} / {ranks}")
-    padded = padded_rows(num_rows, num_local_experts, alignment)
-    if isinstance(padded, int) and padded >= 2**31:
-        fail(ValueError, op, "num_rows", f"{num_rows}, padded to {padded}", f"allowed: {2**31 - 1} rows with padding")
     shapes = (padded,), (num_rows,), (num_local_experts,), (num_local_experts,)
     attrs = {"num_local_experts": num_local_experts, "alignment": alignment, "rank_rows": rank_rows}
     return Signature(tuple(ArrayType(shape, "int32") for shape in shapes), attrs)
@@ -88,6 +98,31 @@ def _tile_row_map(call: Call, arch: str) -> Tiling:
     blocks = {"BLOCK_R": next_power_of_2(ranks), "BLOCK_E": next_power_of_2(experts), "BLOCK_M": t.m}
     # Without a rank there still is padding to write.
     return t.tiling((max(ranks, 1) * experts,), scalars, RANKS=ranks, **blocks)
+
+
+def _check_slot_map(
+    counts: ArrayType, order: ArrayType, weights: ArrayType, *, top_k: int, alignment: int = BLOCK
+) -> Signature:
+    op = "slot_map"
+    for name, array in (("counts", counts), ("order", order)):
+        require_dtype(op, name, array, "int32")
+        require_rank(op, name, array, 1)
+    require_dtype(op, "weights", weights, "float32")
+    weighted = weights.shape == order.shape
+    if not weighted:
+        require_shape(op, "weights", weights, (0,), f"for none; or {order.shape}, order's")
+    require_size(op, "counts", counts.shape[0], 1)
+    require_size(op, "top_k", top_k, 1)
+    shape = (_checked_padded_rows(op, "order", order.shape[0], counts.shape[0], alignment),)
+    padded, of_rows = ArrayType(shape, "int32"), ArrayType(shape if weighted else (0,), "float32")
+    return Signature((padded, padded, order, counts, counts, of_rows), {"top_k": top_k, "alignment": alignment})
+
+
+def _tile_slot_map(call: Call, arch: str) -> Tiling:
+    (experts,), (num_slots,), weights = (array.shape for array in call.inputs)
+    (padded,), t = call.out[0].shape, tiles(call.op, arch)
+    meta = {"EXPERTS": experts, "WEIGHTED": weights == (num_slots,), "BLOCK_E": next_power_of_2(experts)}
+    return t.tiling((experts,), {"S": num_slots, "P": padded}, **meta, BLOCK_M=t.m)
 
 
 sort_by_expert = KernelOp(
@@ -132,4 +167,29 @@ row_map = KernelOp(
     _check_row_map,
     _tile_row_map,
     "routing.kernel:row_map_kernel",
+)
+slot_map = KernelOp(
+    "slot_map",
+    """The maps between slots and padded groups on one rank: `row_map` of the rows that `sort_by_expert` has sorted,
+    composed with its order.
+
+    counts: (E,) int32, slots of each expert. order: (S,) int32, slots sorted by expert; a permutation. weights: (S,)
+    fp32, of each slot, or (0,) for none. top_k: slots of a token. alignment: rows that each group is padded to, a
+    positive multiple of 32.
+    Returns slots (P,) int32: the slot of each padded row, -1 for padding; tokens (P,) int32: its token, slot // top_k,
+    -1 for padding; inverse (S,) int32: the padded row of each slot; padded_counts and group_ends (E,) int32 as in
+    `row_map`; row_weights (P,) fp32: the weight of each padded row, 0 for padding; (0,) without weights.
+
+    >>> order, counts = xp.asarray([1, 0, 2, 3], dtype=xp.int32), xp.asarray([1, 3], dtype=xp.int32)
+    >>> slots, tokens, inverse, *_ = ops.slot_map(counts, order, xp.zeros((0,)), 2)
+    >>> slots[32:36].tolist(), tokens[32:36].tolist(), inverse.tolist()
+    ([0, 2, 3, -1], [0, 1, 1, -1], [32, 0, 33, 34])
+
+    Raises ValueError (shape, sizes, on a CPU also counts and slots that do not belong together) or TypeError (dtype).
+    """,
+    ("counts", "order", "weights"),
+    ("slots", "tokens", "inverse", "padded_counts", "group_ends", "row_weights"),
+    _check_slot_map,
+    _tile_slot_map,
+    "routing.kernel:slot_map_kernel",
 )

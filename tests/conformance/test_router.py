@@ -43,6 +43,23 @@ def test_route_bwd(ops: Ops, name: str, shared: bool) -> None:
     check.same_bytes(got, oracle.route_bwd(*inputs, **case.score_options))
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["weights", "shares"])
+@pytest.mark.parametrize("name", [name for name, case in ROUTES.items() if case.logits.dtype == np.float32])
+def test_route_bwd_in_two_terms(ops: Ops, name: str, shared: bool) -> None:
+    case = ROUTES[name]
+    dweights, dshares = gradients(name, shared)
+    dweights[:1], dweights[-1:] = 3e38, 3.3961e38  # which bf16 holds and does not hold
+    inputs = (dweights, dshares, case.logits, routed(name)[0])
+    got = ops["route_bwd"](*inputs, **case.score_options, split=True)
+    terms = oracle.route_bwd(*inputs, **case.score_options, split=True)
+    check.same_bytes(got, terms)
+    whole = oracle.route_bwd(*inputs, **case.score_options)
+    high, low = np.split(terms.astype(np.float32), 2, axis=1)
+    assert np.all(np.isfinite(low))
+    finite = np.isfinite(high)
+    assert np.all(np.abs(high + low - whole)[finite] <= np.abs(whole)[finite] * 2.0**-16 + 2.0**-133)
+
+
 def test_equal_scores_and_nan_are_in_order(ops: Ops) -> None:
     """Rows 2, 6 and 7 are all NaN, all 1.5, and zeros of both signs."""
     case = ROUTES["sigmoid_special"]

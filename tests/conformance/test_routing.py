@@ -1,4 +1,4 @@
-"""sort_by_expert, row_map, permute_rows, permute_mx: exact bytes."""
+"""sort_by_expert, row_map, slot_map, permute_rows, permute_mx: exact bytes."""
 
 from collections.abc import Callable, Mapping
 
@@ -24,6 +24,16 @@ def test_sort_by_expert(ops: Ops, name: str) -> None:
 def test_row_map(ops: Ops, name: str) -> None:
     case = MAPS[name]
     check.same_bytes(ops["row_map"](case.flat, **case.options), routing_oracle.row_map(case.flat, **case.options))
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 3, "alignment": 96}], ids=["rows", "tokens"])
+@pytest.mark.parametrize("name", SORTS)
+def test_slot_map(ops: Ops, name: str, options: Mapping[str, int]) -> None:
+    order, _, counts = routing_oracle.sort_by_expert(*SORTS[name])
+    weights = np.arange(1, len(order) + 1, dtype=np.float32)
+    for given in (weights, weights[:0]):
+        arrays = counts, order, given
+        check.same_bytes(ops["slot_map"](*arrays, **options), routing_oracle.slot_map(*arrays, **options))
 
 
 def random_rows(name: str, rows: int, dtype: np.dtype, width: int) -> np.ndarray:

@@ -137,6 +137,20 @@ FAULTS = (
         "tests/conformance/test_routing.py -k 'row_map and cpp'",
     ),
     Fault(
+        "routing: padding rows are those of slot 0",
+        "core_kernels/routing/cpu.cc",
+        "std::fill_n(slots, padded, -1);",
+        "std::fill_n(slots, padded, 0);",
+        "tests/conformance/test_routing.py -k 'slot_map and cpp'",
+    ),
+    Fault(
+        "router: the second term of the gradient is that of the first",
+        "core_kernels/router/cpu.cc",
+        "magnitude(high) < kInf ? x[e] - high : 0.0f",
+        "magnitude(high) < kInf ? high : 0.0f",
+        "tests/conformance/test_router.py -k 'two_terms and cpp'",
+    ),
+    Fault(
         "combine: the gradient of padding rows is not written",
         "core_kernels/combine/cpu.cc",
         "if (order[r] < 0) std::memset(bytes",

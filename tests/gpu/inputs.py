@@ -95,6 +95,11 @@ def counts(rng: Rng, m: int) -> Tensors:
     return (torch.bincount(pair, minlength=2 * GROUPS).int(),)
 
 
+def sorted_slots(rng: Rng, m: int) -> Tensors:
+    order, _, counts = torch_ops.sort_by_expert(*expert_ids(rng, m), 9)
+    return counts, order, torch.rand(m, generator=rng)
+
+
 def group_ends(rng: Rng, m: int, multiple: int = 1) -> Tensor:
     """Ends of three groups. The second group is empty; the last may end before the last row."""
     first, last = sorted(torch.randint(0, m // multiple + 1, (2,), generator=rng).tolist())

@@ -99,3 +99,28 @@ def test_row_map(cpp_op, ranks, experts, alignment, slack, static, seed):
 def test_sort(cpp_op, tokens, experts, seed):
     ids = np.random.default_rng(seed).integers(0, experts, tokens, np.int32)
     same(cpp_op(routing.sort_by_expert, ids, num_experts=experts), routing_oracle.sort_by_expert(ids, experts))
+
+
+@given(slots=st.integers(0, 300), experts=st.integers(1, 20), top_k=st.integers(1, 9), seed=st.integers(0, 999))
+def test_slot_map(cpp_op, slots, experts, top_k, seed):
+    ids = np.random.default_rng(seed).integers(0, experts, slots, np.int32)
+    order, _, counts = routing_oracle.sort_by_expert(ids, experts)
+    weights = np.arange(1, slots + 1, dtype=np.float32)
+    for arrays in ((counts, order, weights), (counts, order, weights[:0])):
+        same(cpp_op(routing.slot_map, *arrays, top_k=top_k), routing_oracle.slot_map(*arrays, top_k))
+
+
+@pytest.mark.parametrize(
+    ("counts", "order", "message"),
+    [
+        (i32(3, -1), i32(0, 1), "counts: got 3 at index 0; allowed: counts that sum to the slots, 2"),
+        (i32(2, -1), i32(0, 1), "counts: got -1 at index 1; allowed: at least 0"),
+        (i32(1, 0), i32(0, 1), "counts: got 0 at index 1; allowed: counts that sum to the slots, 2"),
+        (i32(1, 2), i32(0, 3, 1), "order: got 3 at index 1; allowed: every slot below 3 once"),
+        (i32(1, 2), i32(0, -1, 1), "order: got -1 at index 1; allowed: every slot below 3 once"),
+        (i32(1, 2), i32(1, 0, 1), "order: got 1 at index 2; allowed: every slot below 3 once"),
+    ],
+)
+def test_slots_that_do_not_fit(cpp_op, counts, order, message):
+    with pytest.raises(ValueError, match=f"slot_map: {message}"):
+        cpp_op(routing.slot_map, counts, order, np.zeros(0, np.float32), top_k=1)

@@ -166,6 +166,7 @@ CASES = {
     "route_bwd bf16": Case(
         router.route_bwd, (f32(M, 8), f32(128), bf16(M, 128), i32(M, 8)), {"score_func": "softmax_of_chosen"}
     ),
+    "route_bwd in two terms": Case(router.route_bwd, (f32(M, 8), f32(0), f32(M, 128), i32(M, 8)), {"split": True}),
     "route_bwd of most experts": Case(
         router.route_bwd, (f32(M, 32), f32(512), f32(M, 512), i32(M, 32)), {"score_func": "sigmoid"}
     ),
@@ -174,6 +175,7 @@ CASES = {
     "row_map of fixed parts": Case(
         routing.row_map, (i32(256),), {"num_rows": M, "num_local_experts": GROUPS, "rank_rows": M // 32}
     ),
+    "slot_map": Case(routing.slot_map, (i32(256), i32(M), f32(M)), {"top_k": 8}),
     "swiglu": Case(swiglu.swiglu, glu(M, N), {}, VECTORS),
     "swiglu without prob": Case(swiglu.swiglu, glu(M, N, False), {}, VECTORS),
     "swiglu_row": Case(swiglu.swiglu_row, glu(M, N), {}, QUANTIZE),

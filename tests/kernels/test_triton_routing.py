@@ -67,3 +67,24 @@ def test_counts_beyond_the_buffer_stay_inside(triton_op):
     got = triton_op(routing.row_map, np.array([100, 200], np.int32), num_rows=40, num_local_experts=2)
     assert got[0].min() == -1
     assert got[0].max() == 39
+
+
+@pytest.mark.parametrize("alignment", [32, 96])
+@pytest.mark.parametrize(("slots", "num_experts"), [(0, 3), (1, 1), (200, 8), (2500, 2)])
+def test_slot_map(triton_op, slots, num_experts, alignment):
+    ids = np.random.default_rng(slots).integers(0, num_experts, slots, np.int32) // 2 * 2
+    order, _, counts = oracle.sort_by_expert(ids, num_experts)
+    weights = np.arange(1, slots + 1, dtype=np.float32)
+    for given in (weights, weights[:0]):
+        got = triton_op(routing.slot_map, counts, order, given, top_k=2, alignment=alignment)
+        check_equal(routing.slot_map, got, oracle.slot_map(counts, order, given, 2, alignment))
+
+
+def test_counts_beyond_the_slots_stay_inside(triton_op):
+    """Counts and slots that break the contract cause no write outside: the guards around each output are intact."""
+    order = np.array([-7, 40, *range(38)], np.int32)
+    counts, weights = np.array([100, 200], np.int32), np.ones(40, np.float32)
+    slots, _, inverse, *_, row_weights = triton_op(routing.slot_map, counts, order, weights, top_k=2)
+    assert slots.max() == 40
+    assert row_weights.sum() == 38
+    assert sorted(inverse[:38]) == list(range(2, 40))

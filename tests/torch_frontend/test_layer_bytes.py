@@ -18,7 +18,7 @@ from benchmarks.peers import moe_layer as peer
 
 # The shapes of the documents: tokens / 256, D and F / 32 up to a multiple of 32.
 SHAPES = [MoELayer(t // 256, -(-d // 1024) * 32, -(-f // 1024) * 32, e, k) for t, d, f, e, k in H200.moe_layers]
-OTHERS = {"route", "route_bwd", "sort_by_expert", "row_map", "permute_rows"}
+OTHERS = {"route", "route_bwd", "sort_by_expert", "slot_map", "permute_rows"}
 """Ops that read no rows and no weights of the experts."""
 
 

@@ -14,19 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 WITHOUT_KERNELS = {"view", "_unsafe_view", "detach", "t", "slice", "empty", "new_empty", "empty_like", "empty_strided"}
 FORWARD = Counter(
     sum=2,  # of the shares, of the auxiliary loss
-    new_full=1,  # -1, before the slots of the rows
-    cat=1,
-    add=1,
-    index_select=2,  # the slots of the padded rows, the rows of the slots
-    div=3,  # slots to tokens; two of the auxiliary loss
+    div=2,  # of the auxiliary loss
     mul=2,
     new_zeros=1,  # overflow
 )
 BACKWARD = Counter(
-    zeros=1,  # the gradient of the shares, without an auxiliary loss
-    copy_=1,  # the router's gradient as two bf16 terms: cast, subtract, clear infinities
-    sub=1,
-    nan_to_num_=1,
     cat=1,  # the router's weight twice
     add=2,  # both terms of the router's weight; both gradients of x
 )

@@ -49,6 +49,7 @@ CASES: dict[str, Callable[[], tuple]] = {
     "route_bwd": lambda: (torch.ones(2, 1), torch.zeros(0), rows(2, 7, dtype=torch.float32), ints(2, 0).view(2, 1)),
     "sort_by_expert": lambda: (ints(2, 0, 1, 2), 4),
     "row_map": lambda: (ints(2, 1, 1, 2), 6, 2),
+    "slot_map": lambda: (ints(2, 0, 1), ints(1, 2, 0), torch.ones(3), 1, 64),
     "fold_rows": lambda: mx(5, 64),
     "quantize_row_fold": lambda: (rows(5, 64), 1),
     "quantize_rowwise": lambda: (rows(5, 64), 1),
@@ -189,6 +190,7 @@ def test_packed_rows_are_read_where_they_lie() -> None:
 
 A, W = rows(4, 32), rows(2, 8, 32)
 NO_PROB = torch.empty(0)
+SPLIT_BF16 = torch.ones(2, 1), torch.zeros(0), rows(2, 7), ints(2, 0).view(2, 1), "softmax", True, 1.0, True
 P = torch.full((2, 2), 0.5)
 
 
@@ -317,6 +319,11 @@ def bwd(**changed: Tensor) -> tuple[Tensor, ...]:
         (TypeError, r"prob: got dtype bfloat16; allowed: float32", "swiglu_row", (A, A, A[:, 0].contiguous())),
         (ValueError, r"expert_ids: got 4", "sort_by_expert", (ints(4), 4)),
         (ValueError, r"alignment: got 33", "row_map", (ints(2, 1), 3, 2, 33)),
+        (ValueError, r"alignment: got 33", "slot_map", (ints(2, 1), ints(0, 1, 2), NO_PROB, 1, 33)),
+        (ValueError, r"top_k: got 0", "slot_map", (ints(2, 1), ints(0, 1, 2), NO_PROB, 0)),
+        (ValueError, r"weights: got shape \(2,\)", "slot_map", (ints(2, 1), ints(0, 1, 2), torch.ones(2), 1)),
+        (TypeError, r"order: got dtype int64", "slot_map", (ints(2, 1), torch.arange(3), NO_PROB, 1)),
+        (TypeError, r"logits: got dtype bfloat16; allowed: float32", "route_bwd", SPLIT_BF16),
     ],
 )
 def test_bad_input(error: type[Exception], message: str, op: str, args: tuple) -> None:
