@@ -75,8 +75,8 @@ __device__ uint32_t max_over_blocks(uint32_t bytes) {
   return bytes;
 }
 
-// 2^(byte - scale) for `folded`, of a scale that is not smaller, or of a NaN block, whose codes stay NaN with any factor.
-// 448 * 2^-32 rounds to zero, and so does everything smaller.
+// 2^(byte - scale) for `folded`, of a scale that is not smaller, or of a NaN block, whose codes stay NaN with any
+// factor. 448 * 2^-32 rounds to zero, and so does everything smaller.
 __device__ inline uint32_t fold_power(uint32_t byte, uint32_t scale) {
   return f16x2_power(__viaddmax_s32(static_cast<int>(byte), -static_cast<int>(scale), -32));
 }

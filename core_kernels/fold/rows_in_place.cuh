@@ -1,5 +1,5 @@
-// Quantized rows folded where they are. Of E4M3 codes and the scales of their blocks, only the blocks whose scale is not
-// the largest of their row are read and written; a block is a sector of DRAM.
+// Quantized rows folded where they are. Of E4M3 codes and the scales of their blocks, only the blocks whose scale is
+// not the largest of their row are read and written; a block is a sector of DRAM.
 //
 //   scales of 16 rows --> shared memory --> the largest of each row --> row_sf
 //                                             |
@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_c
   const int pairs = p.pairs, blocks = static_cast<int>(p.cols / kBlock);
   for (int i = threadIdx.x; i < kResults * pairs * 2; i += kRowThreads) {
     const int pair = i / 2 % pairs, which = i / 2 / pairs, half = i % 2;
-    const uint4 eight = __ldg(reinterpret_cast<const uint4*>(
-        p.scales + ((int64_t{which} * pairs + pair) * p.rows + first_row) * 2) + half);
+    const uint4 eight = __ldg(
+        reinterpret_cast<const uint4*>(p.scales + ((int64_t{which} * pairs + pair) * p.rows + first_row) * 2) + half);
     const uint32_t words[] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
     for (int r = 0; r < 8; ++r)

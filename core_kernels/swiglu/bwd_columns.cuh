@@ -15,7 +15,8 @@ __device__ void load_async(void* to, const void* from, bool exists) {
   const auto slot = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   const int bytes = exists ? kBytes : 0;
   if constexpr (kBytes == 16)
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(slot), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(slot), "l"(from), "r"(bytes)
+                 : "memory");
   else  // L1 keeps the rest of the sector for the neighbouring loads
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(slot), "l"(from), "n"(kBytes), "r"(bytes)
                  : "memory");

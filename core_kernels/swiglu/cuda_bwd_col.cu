@@ -236,9 +236,8 @@ __global__ void __launch_bounds__(BackwardTile::kThreads, 1)
         const int64_t offset = (strip_row + row) * strips.cols + tile_col + thread.col;
         if (down == 0) thread.sync_group();  // the previous columns have been written
         const auto quantize_columns = [&](const Vector8(&vectors)[kRowsAtOnce], int which) {
-          scale_warp(vectors, rule, block, memory.codes[which][thread.group], [&](int column, uint32_t byte) {
-            memory.col_scales[which][thread.group][column][block] = byte;
-          });
+          scale_warp(vectors, rule, block, memory.codes[which][thread.group],
+                     [&](int column, uint32_t byte) { memory.col_scales[which][thread.group][column][block] = byte; });
         };
         const auto quantize = [&](const Vector8(&vectors)[kRowsAtOnce], uint8_t* q, int which) {
           if constexpr (kRow)

@@ -7,8 +7,8 @@
 //        v
 //   ring of 4 rows a quad --> dgate, dup in registers, h in shared memory --> parts of dprob, in scratch memory
 //        |
-//        |--- rows: codes --> qf, scales of blocks --> scratch memory      .-- fold_rows_in_place: blocks whose scale is
-//        |                                                                 |   not the largest of their row
+//        |--- rows: codes --> qf, scales of blocks --> scratch memory      .-- fold_rows_in_place: blocks whose scale
+//        is |                                                                 |   not the largest of their row
 //        '--- columns: codes and scales of blocks, in shared memory        '-> qf, row_sf, dprob
 //                  |
 //                  |   running maximum of each column, in registers of the threads that write it
@@ -42,10 +42,10 @@ using T = SpanTile;
 
 constexpr int kResults = 3;  // dgate, dup, h
 constexpr int kAheadRows = 2;
-constexpr int kChunks = kSpan / 16;                            // of a staged column
-constexpr int kLineStep = T::kGroupThreads / kChunks;          // columns that a group writes at a time
+constexpr int kChunks = kSpan / 16;                    // of a staged column
+constexpr int kLineStep = T::kGroupThreads / kChunks;  // columns that a group writes at a time
 constexpr int kLinesOfThread = kBlock / kLineStep;
-constexpr int kChains = 4;       // in shared memory
+constexpr int kChains = 4;        // in shared memory
 constexpr int kMaxGroups = 1024;  // of which a CTA knows the order
 
 // The spans of a group and a tile of columns.
@@ -243,8 +243,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const uint32_t scale = __shfl_sync(~0u, its_scale, i * kResults + which, kChunks);
         const uint32_t power = fold_power(s.scales[which][group][line][chunk / 2], scale);
         uint4 codes = s.codes[which][group][line][swizzled(chunk, line)];
-        if (grouped) codes = folded(codes, power);
-        else codes = {};
+        if (grouped)
+          codes = folded(codes, power);
+        else
+          codes = {};
         if (writes) *reinterpret_cast<uint4*>(to) = codes;
       }
     }
@@ -281,7 +283,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const auto& [dh, gate, up] = s.ring[r];
         Vector8 h;
         backward(dh[threadIdx.x], gate[threadIdx.x], up[threadIdx.x], s.table, by,
-                 r == 0 ? prob.x : r == 1 ? prob.y : r == 2 ? prob.z : prob.w, dgate[r], dup[r], sums[r], &h);
+                 r == 0   ? prob.x
+                 : r == 1 ? prob.y
+                 : r == 2 ? prob.z
+                          : prob.w,
+                 dgate[r], dup[r], sums[r], &h);
         s.hidden[r][threadIdx.x] = h;
       };
       if (exists) {
@@ -301,9 +307,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         if (p.in.prob) p.sums[block * p.tokens + begin + thread.band * kBlock + lane] = sums[0];
         if (any) sm90::barrier_wait(&s.written[group], phase ^ 1);
         const auto quantize_columns = [&](const Vector8(&vectors)[kRowsAtOnce], int which) {
-          scale_warp(vectors, rule, thread.band, s.codes[which][group], [&](int column, uint32_t byte) {
-            s.scales[which][group][column][thread.band] = byte;
-          });
+          scale_warp(vectors, rule, thread.band, s.codes[which][group],
+                     [&](int column, uint32_t byte) { s.scales[which][group][column][thread.band] = byte; });
         };
         const auto quantize = [&](const Vector8(&vectors)[kRowsAtOnce], int which) {
           scale_rows<T>(vectors, rule, kRowsAtOnce, p.qf[which] + row * p.cols + tile_col, p.cols,

@@ -148,17 +148,17 @@ def swiglu_bwd(rng: Rng, m: int) -> Tensors:
     return floats(rng, m, N), *swiglu(rng, m)
 
 
-def many_groups(rng: Rng, m: int) -> Tensor:
-    """Ends of as many groups as `swiglu_bwd_fold` takes for any number of rows. The last may end before the last row."""
+def ends_of_chains(rng: Rng, m: int) -> Tensor:
+    """Ends of as many groups as `swiglu_bwd_fold` takes with any number of rows. The last may end before them."""
     return torch.randint(0, m // 32 + 1, (FEW_CHAINS,), generator=rng).sort().values.int() * 32
 
 
 def swiglu_bwd_fold(rng: Rng, m: int) -> Tensors:
-    return *swiglu_bwd(rng, m), many_groups(rng, m)
+    return *swiglu_bwd(rng, m), ends_of_chains(rng, m)
 
 
 def swiglu_bwd_fold_unweighted(rng: Rng, m: int) -> Tensors:
-    return *unweighted(swiglu_bwd)(rng, m), many_groups(rng, m)
+    return *unweighted(swiglu_bwd)(rng, m), ends_of_chains(rng, m)
 
 
 def swiglu_bwd_fold_wide(rng: Rng, m: int) -> Tensors:
