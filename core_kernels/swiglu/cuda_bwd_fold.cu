@@ -7,8 +7,8 @@
 //        v
 //   ring of 4 rows a quad --> dgate, dup in registers, h in shared memory --> parts of dprob, in scratch memory
 //        |
-//        |--- rows: codes --> qf, scales of blocks --> scratch memory      .-- fold_rows_in_place: blocks whose scale
-//        is |                                                                 |   not the largest of their row
+//        |--- rows: codes --> qf, scales of blocks --> scratch memory      .-- fold_rows_in_place: blocks with another
+//        |                                                                 |   scale than the largest of their row
 //        '--- columns: codes and scales of blocks, in shared memory        '-> qf, row_sf, dprob
 //                  |
 //                  |   running maximum of each column, in registers of the threads that write it
@@ -25,9 +25,9 @@
 #include "cuda/sm90.cuh"
 #include "fold/folded_tile.cuh"
 #include "fold/rows_in_place.cuh"
-#include "fold/spans.cuh"
 #include "swiglu/bwd.cuh"
 #include "swiglu/bwd_columns.cuh"
+#include "swiglu/chains.cuh"
 
 namespace mxep::cuda {
 namespace {
@@ -45,25 +45,11 @@ constexpr int kAheadRows = 2;
 constexpr int kChunks = kSpan / 16;                    // of a staged column
 constexpr int kLineStep = T::kGroupThreads / kChunks;  // columns that a group writes at a time
 constexpr int kLinesOfThread = kBlock / kLineStep;
-constexpr int kChains = 4;        // in shared memory
-constexpr int kMaxGroups = 1024;  // of which a CTA knows the order
+constexpr int kChains = 4;  // in shared memory
 
-// The spans of a group and a tile of columns.
-struct alignas(16) Chain {
-  int32_t begin, end;  // tokens; no more chains where they are equal
-  int32_t slot;        // of the first span
-  uint32_t tile;       // of the columns
-  uint32_t broken;     // ~0 in a group whose ends break the contract
-  uint32_t grouped;    // 0 past the last end
-  uint32_t first;      // whether the group begins here
-
-  __device__ int spans() const { return (end - begin + kSpan - 1) / kSpan; }
-};
-
-struct BwdFold : TokenGroups {
+struct BwdFold : Chains {
   BackwardInputs in;
-  int64_t cols, slots;
-  uint32_t tiles_across, chains;
+  int64_t cols;
   uint8_t *qf[2], *qf_t[kResults], *span_sf[kResults];
   uint8_t* row_scales;  // scratch memory: (2, tiles_across, M, 2), of the blocks of dgate's and dup's rows
   float* sums;          // scratch memory: (F/32, M), parts of dprob
@@ -79,7 +65,7 @@ struct FoldShared {
   alignas(16) uint8_t scales[kResults][T::kAcross][kBlock][T::kDown];
   uint64_t staged[T::kAcross], written[T::kAcross];
   Chain chains[kChains];
-  int order[kMaxGroups + 1], slots[kMaxGroups + 1];  // groups, the longest first; the slot of a group's first span
+  GroupOrder groups;
 };
 static_assert(sizeof(FoldShared<SwiGLU>) <= 227 * 1024);
 
@@ -89,54 +75,6 @@ struct FoldThread {
   int group = warp % T::kAcross, band = warp / T::kAcross;
   int row = band * kBlock + lane / 4 * kRowsAtOnce, col = group * kBlock + lane % 4 * 8;
 };
-
-// Called by all threads. The tokens past the last end are the last group. `ends`: memory for an end per group.
-__device__ void order_groups(const BwdFold& p, int* order, int* slots, int* ends) {
-  for (int g = threadIdx.x; g <= p.groups; g += T::kThreads)
-    ends[g] = g < p.groups ? p.end_of(g) : static_cast<int>(p.tokens);
-  __syncthreads();
-  for (int g = threadIdx.x; g <= p.groups; g += T::kThreads) {
-    const int own = max(ends[g] - (g ? ends[g - 1] : 0), 0);
-    int longer = 0, slot = 0;  // a group has the slots after all of those before it
-    for (int other = 0, start = 0; other <= p.groups; ++other) {
-      const int end = ends[other], length = max(end - start, 0);
-      longer += length > own || (length == own && other < g);
-      if (other < g) slot = max(slot, end / kSpan + other + 1);
-      start = end;
-    }
-    order[longer] = g;
-    slots[g] = slot;
-  }
-}
-
-// The next chain with tokens from number `at` on. Slots without tokens have scales, which are written here. Called by
-// one warp.
-__device__ Chain take_chain(const BwdFold& p, const int* order, const int* slots, uint32_t& at) {
-  const int lane = threadIdx.x % 32;
-  for (; at < p.chains; at += gridDim.x) {
-    const int group = order[at / p.tiles_across];
-    const bool grouped = group < p.groups;
-    const int start = group ? p.end_of(group - 1) : 0, end = grouped ? p.end_of(group) : static_cast<int>(p.tokens);
-    const int first = start / kSpan + group, slot = slots[group];
-    const int slots_end = static_cast<int>(grouped ? int64_t{end / kSpan + group + 1} : p.slots);
-    Chain chain{start + (slot - first) * kSpan, 0, slot, at % p.tiles_across};
-    chain.end = max(end, chain.begin);
-    chain.broken = p.unless_broken(group, 0);
-    chain.grouped = grouped;
-    chain.first = slot == first;
-    for (int empty = slot + chain.spans(); empty < slots_end; ++empty)
-      for (int i = lane; i < kResults * T::kCols / 4; i += 32) {
-        const int64_t col = int64_t{chain.tile} * T::kCols + i % (T::kCols / 4) * 4;
-        if (col < p.cols)
-          *reinterpret_cast<uint32_t*>(p.span_sf[i / (T::kCols / 4)] + empty * p.cols + col) = chain.broken;
-      }
-    if (chain.spans()) {
-      at += gridDim.x;
-      return chain;
-    }
-  }
-  return {};
-}
 
 // The 4 rows of 8 columns that a thread loads of a span.
 struct LoadSlice {
@@ -179,7 +117,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   // Of the columns that a thread writes: a chunk of 16 tokens of each.
   const int chunk = lane % kChunks, first_line = (thread.band * 32 + lane) / kChunks;
 
-  order_groups(p, s.order, s.slots, reinterpret_cast<int*>(s.ring));
+  p.order_groups<T::kThreads>(s.groups, reinterpret_cast<int*>(s.ring));
   s.table.fill(by);
   if (threadIdx.x == 0)
     for (int i = 0; i < T::kAcross; ++i) {
@@ -190,7 +128,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   const bool takes = thread.warp == T::kThreads / 32 - 1;
   uint32_t at = blockIdx.x;
   const auto take = [&](int k) {
-    const Chain chain = take_chain(p, s.order, s.slots, at);
+    const Chain chain = p.take(s.groups, at, [&](const Chain& of, int slot) {
+      for (int i = lane; i < kResults * T::kCols / 4; i += 32) {
+        const int64_t col = int64_t{of.tile} * T::kCols + i % (T::kCols / 4) * 4;
+        if (col < p.cols) *reinterpret_cast<uint32_t*>(p.span_sf[i / (T::kCols / 4)] + slot * p.cols + col) = of.broken;
+      }
+    });
     if (lane == 0) s.chains[k % kChains] = chain;
   };
   if (takes) {

@@ -343,6 +343,13 @@ FAULTS = (
         "tests/kernels/test_schedule.py",
     ),
     Fault(
+        "chains of spans: the slots of a group begin one early",
+        "core_kernels/swiglu/chains.cuh",
+        "end / kSpan + other + 1",
+        "end / kSpan + other",
+        "tests/kernels/test_chains.py",
+    ),
+    Fault(
         "sums of Hopper's tensor cores: products are cut one bit higher",
         "core_kernels/grouped_gemm/oracle_sm90.py",
         "FRACTION = 13",

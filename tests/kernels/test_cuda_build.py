@@ -58,11 +58,11 @@ def test_the_table_names_ops_that_the_plans_describe() -> None:
         op = OPS[name]
         types, options = sample(op)
         launch = op.launch(*types, arch="sm_90", **options)
-        arrays = [((32, 32), "uint8")] * 12
+        arrays = [((32, 32), "uint8")] * 13
         outputs, attrs = len(launch.out) + len(launch.scratch), len(launch.cuda_attrs)
-        with pytest.raises(ValueError, match=f"{name}: inputs: got 12; allowed: {len(op.inputs)}$"):
+        with pytest.raises(ValueError, match=f"{name}: inputs: got 13; allowed: {len(op.inputs)}$"):
             cpp_bindings.CudaLaunch(EXCHANGE, 0, name, arrays, arrays, [])
-        with pytest.raises(ValueError, match=f"{name}: outputs: got 12; allowed: {outputs}$"):
+        with pytest.raises(ValueError, match=f"{name}: outputs: got 13; allowed: {outputs}$"):
             cpp_bindings.CudaLaunch(EXCHANGE, 0, name, arrays[: len(op.inputs)], arrays, [])
         with pytest.raises(ValueError, match=f"{name}: attrs: got 9; allowed: {attrs}$"):
             cpp_bindings.CudaLaunch(EXCHANGE, 0, name, arrays[: len(op.inputs)], arrays[:outputs], [0] * 9)
