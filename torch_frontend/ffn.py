@@ -15,11 +15,11 @@
 With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
 dw1 and dw3. The kernel that computes h folds its rows; swiglu_bwd_fold, in place of swiglu_bwd_all, folds all that it
 computes. One read of a bf16 x or dout produces its row and token operands, and the backward saves the token operand of
-x instead of x. Recipe "bf16" follows the same picture without
-quantization. h, dgate and dup are rounded to bf16 before they are quantized, so the bytes are those of the separate
-functions. dx alone differs: autograd would add two rounded products and round again. With padding to whole blocks of
-tokens, dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A row's weight
-multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
+x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16 before
+they are quantized, so the bytes are those of the separate functions. dx alone differs: autograd would add two rounded
+products and round again. With padding to whole blocks of tokens, dgate, dup and h are bf16 tensors; so are dgate and
+dup with b1 or b3, whose gradients sum them. A row's weight multiplies h and b2, so that it multiplies the row of out;
+its gradient has a part of each.
 """
 
 from collections.abc import Sequence

@@ -217,20 +217,19 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       };
       Vector8 dgate[kRowsAtOnce], dup[kRowsAtOnce];
       float sums[kRowsAtOnce] = {};
-      float4 prob{1.0f, 1.0f, 1.0f, 1.0f};
+      float prob[kRowsAtOnce] = {1.0f, 1.0f, 1.0f, 1.0f};
       const auto compute = [&](int r) {
         wait_for_row<kAheadRows>();
-        if (r == 0 && p.in.prob) prob = s.prob[threadIdx.x];
+        if (r == 0 && p.in.prob) {
+          const float4 four = s.prob[threadIdx.x];
+          prob[0] = four.x, prob[1] = four.y, prob[2] = four.z, prob[3] = four.w;
+        }
         if (r == kRowsAtOnce - kAheadRows) load = next_slice();
         fetch(p, load, (r + kAheadRows) % kRowsAtOnce, s);
         const auto& [dh, gate, up] = s.ring[r];
         Vector8 h;
-        backward(dh[threadIdx.x], gate[threadIdx.x], up[threadIdx.x], s.table, by,
-                 r == 0   ? prob.x
-                 : r == 1 ? prob.y
-                 : r == 2 ? prob.z
-                          : prob.w,
-                 dgate[r], dup[r], sums[r], &h);
+        backward(dh[threadIdx.x], gate[threadIdx.x], up[threadIdx.x], s.table, by, prob[r], dgate[r], dup[r], sums[r],
+                 &h);
         s.hidden[r][threadIdx.x] = h;
       };
       if (exists) {
