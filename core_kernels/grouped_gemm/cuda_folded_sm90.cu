@@ -18,8 +18,7 @@
 //               warpgroup 1       2           both                        warpgroup 1       2           both
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
-//     K-grouped     scan ahead: scales of spans --> notes of scale increases (rescale_accumulator.cuh)
-//                               a group's last stage, if it ends inside one: the next group's tokens --> zeros
+//     K-grouped     scales of spans --> notes of scale increases (rescale_accumulator.cuh)
 //                                                        |  full: the bytes of the stage have arrived
 //                                                        |  empty: all consumers of both CTAs have read the stage
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
@@ -45,19 +44,22 @@
 #include "grouped_gemm/block_factors.cuh"
 #include "grouped_gemm/folded_producer.cuh"
 #include "grouped_gemm/folded_shared.cuh"
-#include "grouped_gemm/scan_ahead.cuh"
 
 namespace mxep::cuda {
 namespace sm90 {
 namespace {
 
-// Starts partial = a (64, 128) b (128, 128)^T. A step of 32 bytes along a row adds 2 to a descriptor.
+// Starts partial = a (64, 32 kSteps) b (128, 32 kSteps)^T. A step of 32 bytes along a row adds 2 to a descriptor.
+template <int kSteps>
 __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b) {
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kTileK / 32; ++step) wgmma_e4m3(partial, a + step * 2, b + step * 2, step != 0);
+  for (int step = 0; step < kSteps; ++step) wgmma_e4m3(partial, a + step * 2, b + step * 2, step != 0);
   wgmma_commit();
 }
+
+template <int kSteps>
+using Steps = std::integral_constant<int, kSteps>;
 
 // Descriptors of a warpgroup's part of a matrix, by stage of the ring.
 struct Stages {
@@ -150,12 +152,12 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           depth = p.second.depth;
         }
       }
-      for (int k = 0; k < depth; k += kTileK) {
+      const auto stage = [&](int k, auto steps) {
         barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float partial[64];
-          start(partial, a + half * (64 * kTileK / 16), b);
+          start<steps>(partial, a + half * (64 * kTileK / 16), b);
           if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
           if constexpr (kBlocks)
             if (half == 1) blocks.reach(k + kTileK);
@@ -177,6 +179,15 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
             }
           }
         }
+      };
+      const int whole = kAlongK ? depth / kTileK * kTileK : depth;
+      int k = 0;
+      for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{});
+      if constexpr (kAlongK) {  // the group's last stage holds tokens of the next group, which are not multiplied
+        const int steps = (depth - whole) / 32;
+        if (steps == 3) stage(k, Steps<3>{});
+        if (steps == 2) stage(k, Steps<2>{});
+        if (steps == 1) stage(k, Steps<1>{});
       }
     }
     if (kAlongK && depth > kSpan) notes.read();
@@ -224,7 +235,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], 1);
-      barrier_init(&s.landed[i], 1);
       barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
     }
     s.tiles.init(8 + (kAlongK ? kIncreaseParts : 0));
@@ -240,7 +250,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       if (threadIdx.x == 0) produce<kAlongK>(p, maps, s);
     } else {
-      scan_ahead<kTwin>(p, warp - 1, s);
+      TileQueue tiles(s.tiles);
+      IncreaseQueue notes(s.increases);
+      for (Tile tile; tiles.next(&tile);) find_increases<kTwin>(p, warp - 1, tile, notes);
     }
   } else {
     alloc_registers<240>();

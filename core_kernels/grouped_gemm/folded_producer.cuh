@@ -1,6 +1,6 @@
 // The loads of a folded product: tiles of the schedule, stage by stage.
 //
-//   schedule --tile--> queue, for the warps that compute and scan
+//   schedule --tile--> queue, for the warps that compute and look for scale increases
 //                '---> A, B --TMA, one half of the common rows for both CTAs--> ring of stages
 #pragma once
 
@@ -51,7 +51,6 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
       uint64_t* full = &s.full[ring.stage];
       uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      if (kAlongK && k + kTileK > tile.k_end) full = &s.landed[ring.stage];
       barrier_expect(full, kBytesA + kBytesB);
       if (flat) {
         load_box_multicast(to_b + at_b * kTileK, a, full, k, tile.a_row + at_b, kBoth);

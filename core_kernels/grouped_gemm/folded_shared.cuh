@@ -22,9 +22,8 @@ struct FoldedShared {
   __nv_bfloat16 col_factor[2][2][kTileN];  // per warpgroup, for even and odd tiles
   uint64_t full[kStages], empty[kStages];
   TileSlots tiles;
-  uint64_t landed[kStages];  // K-grouped: replaces `full` for a stage that the group fills in part
-  IncreaseSlots increases;   // K-grouped
-  LptSchedule lpt;           // K-grouped
+  IncreaseSlots increases;  // K-grouped
+  LptSchedule lpt;          // K-grouped
 };
 
 struct FoldedSharedWithBias : FoldedShared {

@@ -72,7 +72,7 @@ class IncreaseQueue {
 // would take registers that there are not.
 template <bool kTwin>
 __device__ void find_increases(const Problem& p, int part, const Tile& tile, IncreaseQueue& notes) {
-  constexpr int kTogether = 4;                        // spans whose scales are in flight; the warps have 24 registers
+  constexpr int kTogether = 2;                        // spans whose scales are in flight; the warps have 24 registers
   constexpr uint32_t kPowerOne = kOne * 0x01010101u;  // 2^0 for four neighbours
   const bool columns = part == kColumnPart;
   const int lane = threadIdx.x % 32, line = lane * 4, first = columns ? line : part * 128 + line;
