@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, slots_of_blocks
-from ..core_kernels.formats import BLOCK, E8M0_NAN
+from ..core_kernels.formats import BLOCK, E8M0_NAN, WEIGHT_HEADROOM
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import moe, ops
@@ -84,7 +84,7 @@ def numerics_report(
     def weight(name: str, pair: MX) -> MX:
         groups, n, _ = pair[0].shape
         q, sf = (t.reshape(groups * n, t.shape[2]) for t in pair)
-        of[name] = _rows(q, sf, row_slices(np.arange(1, groups + 1) * n))
+        of[name] = _rows(q, sf, row_slices(np.arange(1, groups + 1) * n), WEIGHT_HEADROOM)
         return pair
 
     def tokens(name: str, pair: MX) -> None:
@@ -154,9 +154,9 @@ def _values_of(w: jax.Array | QuantizedWeights) -> jax.Array:
     return w.values if isinstance(w, QuantizedWeights) else w
 
 
-def _rows(q: jax.Array, sf: jax.Array, groups: tuple[slice, ...]) -> Measured:
+def _rows(q: jax.Array, sf: jax.Array, groups: tuple[slice, ...], headroom: int = 0) -> Measured:
     """Folded to one scale per row."""
-    qf, row_sf = ops.fold_rows(q, sf)
+    qf, row_sf = ops.fold_rows(q, sf, headroom=headroom)
     return _measured(q, sf, qf, jnp.broadcast_to(row_sf[:, None], sf.shape), groups)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core_kernels.dispatch import facts
-from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.formats import BLOCK, WEIGHT_HEADROOM, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import RECIPES, Form, Recipe
 from . import _device, ops
@@ -113,8 +113,8 @@ def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
     return dataclasses.replace(recipe, compute=form if form in ("fold", "balanced") else "exact")
 
 
-def quantize_rows(x: jax.Array, recipe: Recipe) -> QuantizedRows:
-    """Quantize x (..., M, K) along its last dim, in the recipe's form."""
+def quantize_rows(x: jax.Array, recipe: Recipe, headroom: int = 0) -> QuantizedRows:
+    """Quantize x (..., M, K) along its last dim, in the recipe's form. headroom: of a fold."""
     form = form_of(recipe)
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, power_of_two=form == "block_power_of_two"))
@@ -123,8 +123,9 @@ def quantize_rows(x: jax.Array, recipe: Recipe) -> QuantizedRows:
     if form == "balanced":
         q, sf = ops.quantize_row(x, rounding=recipe.rounding)
         return q, sf  # folded where the weights are known
-    quantize = ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise
-    return Folded(*quantize(x, rounding=recipe.rounding))
+    if form == "fold":
+        return Folded(*ops.quantize_row_fold(x, rounding=recipe.rounding, headroom=headroom))
+    return Folded(*ops.quantize_rowwise(x, rounding=recipe.rounding))
 
 
 def is_block(form: Form) -> bool:
@@ -139,7 +140,7 @@ def _along_rows(w: jax.Array, recipe: Recipe) -> Quantized:
         return Balanced.of(ops.quantize_row(w, rounding=recipe.rounding))
     if is_block(form):
         return Blockwise(*ops.quantize_squares(w, power_of_two=form == "block_power_of_two"))
-    return quantize_rows(w, recipe)
+    return quantize_rows(w, recipe, WEIGHT_HEADROOM)
 
 
 def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
@@ -152,7 +153,9 @@ def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
     transposed = ops.quantize_col(w, rounding=recipe.rounding)
     if form == "balanced":
         return Balanced.of(transposed)
-    return as_multiplied(transposed) if form == "mx" else Folded(*ops.fold_rows(*transposed))
+    if form == "mx":
+        return as_multiplied(transposed)
+    return Folded(*ops.fold_rows(*transposed, headroom=WEIGHT_HEADROOM))
 
 
 def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:

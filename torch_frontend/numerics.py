@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, slots_of_blocks
-from ..core_kernels.formats import BLOCK, E8M0_NAN
+from ..core_kernels.formats import BLOCK, E8M0_NAN, WEIGHT_HEADROOM
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
@@ -80,7 +80,7 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
 
     def weight(name: str, q: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
         groups, n, _ = q.shape
-        of[name] = _rows(q.flatten(0, 1), sf.flatten(0, 1), row_slices(np.arange(1, groups + 1) * n))
+        of[name] = _rows(q.flatten(0, 1), sf.flatten(0, 1), row_slices(np.arange(1, groups + 1) * n), WEIGHT_HEADROOM)
         return q, sf
 
     def tokens(name: str, q: Tensor, sf: Tensor) -> None:
@@ -152,9 +152,9 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
             fail(ValueError, OP, name, "NaN or infinity", "allowed: finite values; other values have no SQNR")
 
 
-def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...]) -> Measured:
+def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...], headroom: int = 0) -> Measured:
     """Folded to one scale per row."""
-    qf, row_sf = ops.fold_rows(q, sf)
+    qf, row_sf = ops.fold_rows(q, sf, headroom)
     return _measure(q, sf, qf, row_sf[:, None].expand_as(sf).contiguous(), groups)
 
 

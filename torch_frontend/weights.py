@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core_kernels.dispatch import facts
-from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.formats import BLOCK, WEIGHT_HEADROOM, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from . import _direct as ops
@@ -263,7 +263,7 @@ def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
         return Blockwise(*ops.quantize_squares(w.contiguous(), form == "block_power_of_two"))
     if form == "balanced":
         return Balanced.of(MX(*ops.quantize_row(w.contiguous(), rounding)))
-    return quantize_rows(w.contiguous(), form, rounding)
+    return quantize_rows(w.contiguous(), form, rounding, WEIGHT_HEADROOM)
 
 
 def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
@@ -279,7 +279,7 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
     x = MX(*ops.quantize_col(w.contiguous(), rounding))
     if form == "balanced":
         return Balanced.of(x)
-    return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
+    return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, WEIGHT_HEADROOM))
 
 
 def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
@@ -302,15 +302,17 @@ def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized,
     return as_multiplied(MX(q, sf)), as_multiplied(MX(q_t, sf_t))
 
 
-def quantize_rows(x: Tensor, form: Form, rounding: int) -> QuantizedRows:
-    """Quantize x (..., K), contiguous, along its last dim."""
+def quantize_rows(x: Tensor, form: Form, rounding: int, headroom: int = 0) -> QuantizedRows:
+    """Quantize x (..., K), contiguous, along its last dim. headroom: of a fold."""
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, form == "block_power_of_two"))
     if form == "mx":
         return as_multiplied(MX(*ops.quantize_row(x, rounding)))
     if form == "balanced":
         return MX(*ops.quantize_row(x, rounding))  # folded where the weights are known
-    return Folded(*(ops.quantize_row_fold if form == "fold" else ops.quantize_rowwise)(x, rounding))
+    if form == "fold":
+        return Folded(*ops.quantize_row_fold(x, rounding, False, headroom))
+    return Folded(*ops.quantize_rowwise(x, rounding))
 
 
 def at_address(part: Tensor) -> Tensor:

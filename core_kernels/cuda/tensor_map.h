@@ -53,15 +53,4 @@ inline CUtensorMap byte_matrix(const char* op, const void* data, int64_t rows, i
   return tensor_map(op, data, CU_TENSOR_MAP_DATA_TYPE_UINT8, shape, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// A map of matrices of bf16 for boxes whose rows follow each other in shared memory. A row is a multiple of 16 bytes.
-inline CUtensorMap bf16_matrices(const char* op, const void* data, int64_t matrices, int64_t rows, int64_t cols,
-                                 int box_rows, int box_cols) {
-  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const MapShape shape{3,
-                       {size(cols), size(rows), size(matrices)},
-                       {size(2 * cols), size(2 * rows * cols)},
-                       {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows), 1}};
-  return tensor_map(op, data, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape, CU_TENSOR_MAP_SWIZZLE_NONE);
-}
-
 }  // namespace mxep::cuda

@@ -10,10 +10,12 @@ void fold_rows(const Call& call) {
   const int64_t k = call.in[0].dim(-1), scales = call.in[1].dim(-1);
   const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
   uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
+  const int headroom = static_cast<int>(call.attrs[0]);
   parallel_ranges(call.out[1].leading(0), k, [=](int64_t begin, int64_t end) {
     vectorized([=]() MXEP_ALWAYS_INLINE {
       for (int64_t m = begin; m < end; ++m) {
-        const int row = row_scale(sf + m * scales, scales);
+        const int first = row_scale(sf + m * scales, std::min(scales, kSpanBlocks));
+        const int row = with_headroom(row_scale(sf + m * scales, scales), first, headroom);
         fold_blocks(q + m * k, sf + m * scales, row, qf + m * k, scales);
         row_sf[m] = row_scale_byte(row);
       }
@@ -46,8 +48,9 @@ void permute_mx_fold(const Call& call) {
 
 void quantize_row_fold(const Call& call) {
   const ScaleRule rule = scale_rule(call);
-  for_each_row(call, [rule]<typename T>(const T* x, uint8_t* qf, int64_t k)
-                         MXEP_ALWAYS_INLINE { return quantize_folded_row(x, qf, k / kBlock, rule); });
+  const int headroom = static_cast<int>(call.attrs[2]);
+  for_each_row(call, [=]<typename T>(const T* x, uint8_t* qf, int64_t k)
+                         MXEP_ALWAYS_INLINE { return quantize_folded_row(x, qf, k / kBlock, rule, headroom); });
 }
 
 void fold_groups(const Call& call) {

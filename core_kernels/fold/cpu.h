@@ -17,10 +17,16 @@ namespace mxep {
 
 // The larger scale byte; -1 stands for no scale so far. A NaN block is ignored.
 MXEP_INLINE int max_scale(int row, uint8_t byte) { return byte == kE8m0Nan ? row : std::max<int>(row, byte); }
+inline constexpr int64_t kSpanBlocks = kSpan / kBlock;
+
 MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
   int row = -1;
   for (int64_t b = 0; b < blocks; ++b) row = max_scale(row, sf[b]);
   return row;
+}
+// With the first span's blocks so many octaves larger. A fold of `first` alone has the scale of the whole row in `row`.
+MXEP_INLINE int with_headroom(int row, int first, int headroom) {
+  return first < 0 ? row : std::max(row, std::min<int>(first + headroom, kE8m0Nan - 1));
 }
 MXEP_INLINE uint8_t row_scale_byte(int row) { return static_cast<uint8_t>(row < 0 ? kE8m0Nan : row); }
 
@@ -78,11 +84,15 @@ MXEP_INLINE void fold_blocks(const uint8_t* q, const Scale* sf, int row, uint8_t
 
 // Computes the row's scale first, which loads the row into the cache; then quantizes and folds 16 blocks at a time.
 template <typename T>
-MXEP_INLINE uint8_t quantize_folded_row(const T* x, uint8_t* qf, int64_t blocks, ScaleRule rule) {
+MXEP_INLINE uint8_t quantize_folded_row(const T* x, uint8_t* qf, int64_t blocks, ScaleRule rule, int headroom) {
   constexpr int kGroup = 16;
   uint8_t sf[kGroup];
-  int row = -1;
-  for (int64_t b = 0; b < blocks; ++b) row = max_scale(row, block_scale(x + b * kBlock, rule));
+  int first_span = -1, row = -1;
+  for (int64_t b = 0; b < blocks; ++b) {
+    row = max_scale(row, block_scale(x + b * kBlock, rule));
+    if (b < kSpanBlocks) first_span = row;
+  }
+  row = with_headroom(row, first_span, headroom);
   for (int64_t first = 0; first < blocks; first += kGroup) {
     const int64_t count = std::min<int64_t>(kGroup, blocks - first);
     quantize_blocks(x + first * kBlock, qf + first * kBlock, sf, count, rule);

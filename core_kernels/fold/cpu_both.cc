@@ -9,6 +9,8 @@
 //            | span  | ...   |   |
 //   group 1  | span  |       |   |   the running maxima restart with every group
 //            '-------'-------'---'
+#include <array>
+
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "fold/cpu.h"
@@ -18,7 +20,7 @@
 namespace mxep {
 namespace {
 
-constexpr int64_t kStripCols = 128, kSpanBlocks = kSpan / kBlock;
+constexpr int64_t kStripCols = 128;
 static_assert(kSpan <= kCacheTileRows);
 
 // Columns of one group: all its tokens and all slots of their scales.
@@ -134,7 +136,8 @@ void quantize_both_fold(const Call& call) {
     fold_columns("quantize_both_fold", call.in[1], m, k, call.out[2].as<uint8_t>(), call.out[3].as<uint8_t>(), rule,
                  [=](int64_t col, int64_t) { return FloatColumns<T>{x + col, k}; });
   });
-  quantize_row_fold({call.in.first(1), call.out.first(2), call.attrs});
+  const std::array<int64_t, 3> of_rows{call.attrs[0], call.attrs[1], 0};  // no headroom
+  quantize_row_fold({call.in.first(1), call.out.first(2), of_rows});
 }
 
 void requantize_col_fold(const Call& call) {

@@ -29,12 +29,15 @@ def fold_tile(q_blocks, byte, scale, axis: tl.constexpr, HW_CAST: tl.constexpr):
 @triton.jit
 def store_folded(
     q_blocks, sf_tile, m, k, kb, M, qf, row_sf,
-    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, headroom: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Fold rows m, given as q (BLOCK_M, BLOCK_K / 32, 32) and sf (BLOCK_M, BLOCK_K / 32), and store them."""
     byte = sf_tile.to(tl.int32)
     counts = (kb < K // BLOCK_MX)[None, :] & (byte != NAN_BYTE)
     row = tl.max(tl.where(counts, byte, -1), 1)
+    if headroom > 0:
+        first = tl.max(tl.where(counts & (kb < SPAN_MX // BLOCK_MX)[None, :], byte, -1), 1)
+        row = tl.maximum(row, tl.where(first < 0, -1, tl.minimum(first + headroom, NAN_BYTE - 1)))
     folded = fold_tile(q_blocks, byte, row[:, None], 2, HW_CAST)
     inside = (m < M)[:, None] & (k < K)[None, :]
     tl.store(qf + m[:, None] * K + k[None, :], tl.reshape(folded, (BLOCK_M, BLOCK_K)), mask=inside)
@@ -44,7 +47,7 @@ def store_folded(
 @triton.jit
 def fold_kernel(
     q, sf, M, qf, row_sf,
-    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, headroom: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
@@ -52,7 +55,7 @@ def fold_kernel(
     q_tile = tl.load(q + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
     sf_tile = tl.load(sf + m[:, None] * scales + kb[None, :], mask=(m < M)[:, None] & (kb < scales)[None, :], other=0)
     blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    store_folded(blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+    store_folded(blocks, sf_tile, m, k, kb, M, qf, row_sf, K, headroom, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -69,13 +72,13 @@ def permute_fold_kernel(
     q_tile = tl.load(first + k[None, :], mask=real & (k < K)[None, :], other=0)
     sf_tile = tl.load(first + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
     blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+    store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, 0, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
 def quantize_fold_kernel(
     x, M, qf, row_sf,
-    K: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    K: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr, headroom: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -83,7 +86,7 @@ def quantize_fold_kernel(
     v = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
     blocks = tl.reshape(to_f32(v), (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
     q_blocks, sf_tile = quantize_blocks(blocks, 2, rounding, satfinite, HW_CAST)
-    store_folded(q_blocks, sf_tile, m, k, kb, M, qf, row_sf, K, HW_CAST, BLOCK_M, BLOCK_K)
+    store_folded(q_blocks, sf_tile, m, k, kb, M, qf, row_sf, K, headroom, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-// The two steps of cuda_matrix.cu on a tile of 256 rows x 128 columns.
+// Two steps of cuda_matrix.cu on a tile of 256 rows x 128 columns.
 //
-//   measure   tile --> largest block of each row and column --> maxima in global memory
-//   write     tile, maxima --> qf, qf_t; from the first tiles also row_sf and col_sf
+//   measure   tile --> largest block of each row, or of each column, or both --> maxima in global memory
+//   write     tile, maxima --> qf, qf_t; from the first tiles also row_sf and col_sf; lines with a larger block
 //
 //      lane    0       15          Measuring reads a tile in vectors of 8 values: half a warp has a row. A lane has 8
 //      row 0  .---- ... ----.      columns of 16 rows. Four lanes share the block of a row, two the block of a column.
@@ -12,7 +12,6 @@
 // maximum ignores.
 #pragma once
 
-#include "cuda/sm90.cuh"
 #include "fold/folded_tile.cuh"
 #include "fold/magnitudes.cuh"
 #include "quantize/register_tile.cuh"
@@ -21,14 +20,35 @@ namespace mxep::cuda {
 
 using MatrixTile = FoldTile<Bf16x2>;
 
+// Rows or columns of all matrices. Magnitudes of a line: of the largest block of its first span; 0, or of its largest
+// block if that exceeds the line's scale.
+struct Lines {
+  uint32_t *first, *larger;
+  int64_t count;
+
+  static Lines at(uint32_t* scratch, int64_t count) { return {scratch, scratch + count, count}; }
+};
+
 struct MatrixFold {
   Grid grid;  // a strip of tiles is as wide as the matrix, a group of strips is a matrix
-  uint32_t tiles, per_matrix;
   uint8_t *qf, *row_sf, *qf_t, *col_sf;
-  uint32_t *row_maxima, *col_maxima;  // magnitudes of all rows and columns
-  uint32_t *measured, *tickets;       // of matrix_held.cuh: tiles of each matrix; tiles that a CTA has taken
-  uint32_t* later;                    // of matrix_held.cuh: the tile after a dropped tile, in the queue of its CTA
+  Lines rows, columns;
+
+  // Tiles of a matrix with values of the first span of a row or a column: the upper strip, then the left of the others.
+  static constexpr uint32_t kFirstTiles = kSpan / MatrixTile::kCols;
+  __host__ __device__ uint32_t first_tiles() const {
+    const uint32_t left = grid.tiles_across < kFirstTiles ? grid.tiles_across : kFirstTiles;
+    return grid.tiles_across + (grid.strips - 1) * left;
+  }
+  __device__ TileCoord first_tile(uint32_t i) const {
+    const uint32_t left = min(grid.tiles_across, kFirstTiles), in_matrix = i % first_tiles();
+    const bool upper = in_matrix < grid.tiles_across;
+    const uint32_t strip = upper ? 0 : 1 + (in_matrix - grid.tiles_across) / left;
+    const uint32_t across = upper ? in_matrix : (in_matrix - grid.tiles_across) % left;
+    return {i / first_tiles(), int64_t{strip} * MatrixTile::kRows, int64_t{across} * MatrixTile::kCols};
+  }
 };
+static_assert(MatrixTile::kRows == kSpan && kSpan % MatrixTile::kCols == 0);
 
 // Nothing reads the codes before the launch ends. L2 evicts them before x.
 struct StreamingStore {
@@ -68,18 +88,24 @@ struct BlockMaxima {
 
 using ColumnMaxima = uint32_t[MatrixTile::kDown][MatrixTile::kCols / 2];  // of the blocks of two columns
 
-// Raises the maxima of a tile's rows and columns. vector(i): row 2 * i of the lane's half of a warp, as the lane reads
-// it.
-__device__ inline void raise_maxima(auto vector, ColumnMaxima& columns, const MatrixFold& p, ScaleRule rule,
+// Raises the maxima of a tile's rows and columns, as far as the tile has values of their first spans.
+__device__ inline void raise_maxima(const bf16* x, ColumnMaxima& columns, const MatrixFold& p, ScaleRule rule,
                                     const TileCoord& at) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = lane / 16;
+  const int64_t row = at.row + warp * kBlock, first_col = at.col + lane % 16 * 8;
+  const bool exists = row < p.grid.rows && first_col < p.grid.cols;
+  const bf16* from = exists ? x + (at.batch * p.grid.rows + row + half) * p.grid.cols + first_col : x;
+  const auto pitch_nbytes = static_cast<uint32_t>(p.grid.cols * sizeof(bf16));
+  uint4 vectors[16];  // of every second row
+#pragma unroll
+  for (int i = 0; i < 16; ++i) vectors[i] = __ldg(reinterpret_cast<const uint4*>(at_row(from, pitch_nbytes, 2 * i)));
   uint32_t of_columns[4] = {}, words[8];  // a word: rows 2 * i and 2 * i + 2
 #pragma unroll
   for (int i = 0; i < 16; i += 2) {
     Bf16x2 rows[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const uint4 v = vector(i + j);
+      const uint4 v = vectors[i + j];
       of_columns[0] = Bf16x2::max_words(of_columns[0], v.x);
       of_columns[1] = Bf16x2::max_words(of_columns[1], v.y);
       of_columns[2] = Bf16x2::max_words(of_columns[2], v.z);
@@ -96,8 +122,6 @@ __device__ inline void raise_maxima(auto vector, ColumnMaxima& columns, const Ma
   }
   exchange_halves<2, 4>(words, Bf16x2::max_words);  // blocks of rows: a lane has four rows of a block afterwards
 
-  const int64_t row = at.row + warp * kBlock;
-  const bool exists = row < p.grid.rows && at.col + lane % 16 * 8 < p.grid.cols;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     of_columns[i] = (exists ? BlockMaxima::of(of_columns[i], rule) : BlockMaxima{}).bits;
@@ -107,62 +131,47 @@ __device__ inline void raise_maxima(auto vector, ColumnMaxima& columns, const Ma
   exchange_halves<4, 1>(words, BlockMaxima::merged);  // over the blocks of a row
   const BlockMaxima two{BlockMaxima::merged(words[0], __shfl_xor_sync(~0u, words[0], 8))};
   const int of_lane = lane % 4 * 8 + lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + half;
-  if (row < p.grid.rows) raise(p.row_maxima + at.batch * p.grid.rows + row + of_lane, two.magnitude(lane & 8, rule));
+  if (row < p.grid.rows && at.col < kSpan)
+    raise(p.rows.first + at.batch * p.grid.rows + row + of_lane, two.magnitude(lane & 8, rule));
   __syncthreads();
 
   const int64_t col = at.col + threadIdx.x;
-  if (threadIdx.x < MatrixTile::kCols && col < p.grid.cols) {
+  if (at.row == 0 && threadIdx.x < MatrixTile::kCols && col < p.grid.cols) {
     BlockMaxima largest;
 #pragma unroll
     for (int i = 0; i < MatrixTile::kDown; ++i)
       largest.bits = BlockMaxima::merged(largest.bits, columns[i][threadIdx.x / 2]);
-    raise(p.col_maxima + at.batch * p.grid.cols + col, largest.magnitude(threadIdx.x % 2, rule));
+    p.columns.first[at.batch * p.grid.cols + col] = largest.magnitude(threadIdx.x % 2, rule);
   }
 }
 
-// A tile in shared memory, as the TMA unit loads it. What lies outside the matrix is zero.
-struct StagedTile {
-  uint2 rows[MatrixTile::kRows][MatrixTile::kCols / 4];
-
-  __device__ void load(const CUtensorMap& map, uint64_t* full, const TileCoord& at) {
-    sm90::barrier_expect(full, sizeof rows);
-    sm90::load_box(rows, &map, full, static_cast<int>(at.col), static_cast<int>(at.row), static_cast<int>(at.batch));
-  }
-  __device__ MatrixTile registers() const {
-    const ThreadCoord<MatrixTile> thread;
-    MatrixTile tile;
-#pragma unroll
-    for (int r = 0; r < kBlock; ++r)
-      tile.rows[r] = reinterpret_cast<const MatrixTile::Row&>(rows[thread.row + r][thread.col / 4]);
-    return tile;
-  }
-  __device__ void raise_maxima(ColumnMaxima& columns, const MatrixFold& p, ScaleRule rule, const TileCoord& at) const {
-    const auto* from = reinterpret_cast<const uint4*>(rows[threadIdx.x / 32 * kBlock]) + threadIdx.x % 32;
-    cuda::raise_maxima([&](int i) { return from[i * 32]; }, columns, p, rule, at);
-  }
-};
-
 using MatrixCodes = StagedCodes<MatrixTile::kRows, MatrixTile::kCols, MatrixTile::kColumns>;
 
-// The magnitudes of a lane's four rows and of its four columns, in the bytes of words.
+// The magnitudes of the scales of a lane's four rows and of its four columns, in the bytes of words.
 struct LaneMagnitudes {
   uint32_t rows = 0, columns = 0;
 
-  // Loads that bypass L1, since other CTAs may have raised the maxima in the same launch.
   static __device__ uint32_t four(const uint32_t* from) {
-    uint4 of;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(of.x), "=r"(of.y), "=r"(of.z), "=r"(of.w)
-                 : "l"(from));
-    return __byte_perm(__byte_perm(of.x, of.y, 0x0040), __byte_perm(of.z, of.w, 0x0040), 0x5410);
+    const uint4 of = __ldg(reinterpret_cast<const uint4*>(from));
+    const uint32_t first = __byte_perm(__byte_perm(of.x, of.y, 0x0040), __byte_perm(of.z, of.w, 0x0040), 0x5410);
+    return __vaddus4(first, kWeightHeadroom * kOnes) & __vcmpne4(first, 0);
   }
   static __device__ LaneMagnitudes of(const MatrixFold& p, const TileCoord& at) {
     if (!ThreadSlice::of<MatrixTile>(p.grid, at).exists) return {};
     const ThreadCoord<MatrixTile> thread;
     const int64_t row = at.row + thread.row + threadIdx.x % MatrixTile::kBlockLanes * 4, col = at.col + thread.col;
-    return {four(p.row_maxima + at.batch * p.grid.rows + row), four(p.col_maxima + at.batch * p.grid.cols + col)};
+    return {four(p.rows.first + at.batch * p.grid.rows + row), four(p.columns.first + at.batch * p.grid.cols + col)};
   }
 };
+
+// Notes the lines of a lane's four blocks whose scales, in `bytes`, exceed the lines' `magnitudes`.
+__device__ inline void note_larger(uint32_t bytes, uint32_t magnitudes, uint32_t* larger) {
+  const uint32_t of_blocks = __vadd4(bytes, kOnes), exceed = __vcmpgtu4(of_blocks, magnitudes);
+  if (exceed == 0) return;
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i)
+    if (exceed >> i * 8 & 1) raise(larger + i, of_blocks >> i * 8 & 0xFF);
+}
 
 // Writes the codes of a tile, and the scales of its rows and columns if it is the first of them.
 __device__ inline void write_tile(const MatrixTile& tile, LaneMagnitudes of, MatrixCodes& codes, const MatrixFold& p,
@@ -177,13 +186,18 @@ __device__ inline void write_tile(const MatrixTile& tile, LaneMagnitudes of, Mat
     *reinterpret_cast<uint32_t*>(p.row_sf + row) = __vsub4(of.rows, kOnes);
   if (slice.exists && at.row == 0 && thread.row == 0) *reinterpret_cast<uint32_t*>(p.col_sf + col) = col_scales;
 
-  stage_columns(tile, column_bytes(tile, rule), rule, codes, [&](int c) { return col_scales >> c % 4 * 8 & 0xFF; });
+  const uint32_t of_columns = column_bytes(tile, rule), of_rows = row_bytes(tile, rule);
+  if (slice.exists) {
+    note_larger(of_columns, of.columns, p.columns.larger + col);
+    note_larger(of_rows, of.rows, p.rows.larger + row);
+  }
+  stage_columns(tile, of_columns, rule, codes, [&](int c) { return col_scales >> c % 4 * 8 & 0xFF; });
   __syncthreads();
   const int64_t first = (at.batch * p.grid.cols + at.col) * p.grid.rows + at.row;
   write_lines<MatrixTile::kThreads>(codes.codes, codes.swizzled, reinterpret_cast<uint4*>(p.qf_t + first),
                                     p.grid.rows / 16, p.grid.cols - at.col, (p.grid.rows - at.row) / 16, threadIdx.x,
                                     StreamingStore{});
-  fold_rows(tile, row_bytes(tile, rule), of.rows, p.qf + slice.first, static_cast<uint32_t>(p.grid.cols), slice.exists,
+  fold_rows(tile, of_rows, of.rows, p.qf + slice.first, static_cast<uint32_t>(p.grid.cols), slice.exists,
             StreamingStore{});
 }
 

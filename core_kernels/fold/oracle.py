@@ -2,27 +2,31 @@
 
 import numpy as np
 
-from ..formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, Rounding, spans
+from ..formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, WEIGHT_HEADROOM, Rounding, spans
 from ..oracle_math import E4M3_VALUES, Array, Pair, e8m0_value, group_slices, to_e4m3
 from ..permute.oracle import permute_mx
 from ..quantize.oracle import dequantize, quantize_col, quantize_row
 
 
-def fold_rows(q: Array, sf: Array) -> Pair:
+def fold_rows(q: Array, sf: Array, headroom: int = 0) -> Pair:
     """q (..., K), sf (..., K/32) -> qf (..., K), row_sf (...): all blocks with the row's largest scale.
 
-    A NaN block (byte 255) is ignored when the row's scale is chosen and becomes elements 0x7F. A row of NaN blocks has
-    scale 255.
+    The blocks of a row's first SPAN values count as `headroom` octaves larger, at most as 254. A NaN block (byte 255) is
+    ignored when the row's scale is chosen and becomes elements 0x7F. A row of NaN blocks has scale 255.
     """
-    largest = np.where(sf == E8M0_NAN, -1, sf.astype(np.int32)).max(-1)
+    scales = np.where(sf == E8M0_NAN, -1, sf.astype(np.int32))
+    first = scales[..., : SPAN // BLOCK].max(-1)
+    largest = np.maximum(scales.max(-1), np.where(first < 0, -1, np.minimum(first + headroom, E8M0_NAN - 1)))
     factor = np.where(sf == E8M0_NAN, np.nan, np.ldexp(1.0, sf.astype(np.int32) - largest[..., None]))
     row_sf = np.where(largest < 0, E8M0_NAN, largest).astype(np.uint8)
     return to_e4m3(E4M3_VALUES[q] * np.repeat(factor, BLOCK, axis=-1)), row_sf
 
 
-def quantize_row_fold(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
+def quantize_row_fold(
+    x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False, headroom: int = 0
+) -> Pair:
     """x (..., K) -> qf (..., K), row_sf (...)."""
-    return fold_rows(*quantize_row(x, rounding, satfinite))
+    return fold_rows(*quantize_row(x, rounding, satfinite), headroom)
 
 
 def span_slices(group_ends: Array) -> list[list[tuple[int, slice]]]:
@@ -81,8 +85,9 @@ def quantize_matrix_fold(
     x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False
 ) -> tuple[Array, Array, Array, Array]:
     """x (..., M, K) -> qf (..., M, K), row_sf (..., M); qf_t (..., K, M), col_sf (..., K): both ways one scale per
-    row."""
-    return *quantize_row_fold(x, rounding, satfinite), *fold_rows(*quantize_col(x, rounding, satfinite))
+    row, with the headroom of weights."""
+    rows = quantize_row_fold(x, rounding, satfinite, WEIGHT_HEADROOM)
+    return *rows, *fold_rows(*quantize_col(x, rounding, satfinite), WEIGHT_HEADROOM)
 
 
 def count_fold_loss(q: Array, sf: Array, target: Array) -> tuple[Array, Array, Array]:

@@ -6,7 +6,8 @@
 
 row_sf is the largest scale byte of the row and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) is ignored when
 row_sf is chosen and becomes NaN elements, 0x7F; the other blocks keep their values. row_sf is 255 only for a row of NaN
-blocks alone.
+blocks alone. With a headroom the blocks of a row's first 256 values count as so many octaves larger: a kernel that has
+read these then nearly always knows row_sf. Weights have a headroom of one octave.
 
 `fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, plus three
 octaves in the first span, so that later spans seldom raise the scale. It is written in one pass over the group, before
@@ -22,23 +23,29 @@ groups that end before they begin or beyond M.
 """
 
 from ..dispatch import facts
-from ..formats import BLOCK, Rounding, scale_attrs, spans
+from ..formats import BLOCK, Rounding, headroom_attrs, scale_attrs, spans
 from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_multiple, require_rank
 from ..quantize.plan import FLOATS, SCALES, check_scaled, tile_whole_rows, whole_row_types
 from ..tiles import cdiv, tiles
 
 
-def _check_fold(q: ArrayType, sf: ArrayType) -> Signature:
+HEADROOM = """headroom: 0 to 7; the blocks of a row's first 256 values count as so many octaves larger when row_sf is chosen."""
+
+
+def _check_fold(q: ArrayType, sf: ArrayType, *, headroom: int = 0) -> Signature:
     check_scaled("fold_rows", q, sf, 2, 3)
-    return Signature(whole_row_types("fold_rows", "q", q.shape))
+    return Signature(whole_row_types("fold_rows", "q", q.shape), headroom_attrs("fold_rows", headroom))
 
 
-def _check_quantize_fold(x: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Signature:
+def _check_quantize_fold(
+    x: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False, headroom: int = 0
+) -> Signature:
     op = "quantize_row_fold"
     require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")
-    return Signature(whole_row_types(op, "x", x.shape), scale_attrs(op, rounding, satfinite))
+    attrs = {**scale_attrs(op, rounding, satfinite), **headroom_attrs(op, headroom)}
+    return Signature(whole_row_types(op, "x", x.shape), attrs)
 
 
 def _check_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType) -> Signature:
@@ -60,9 +67,10 @@ def _tile_fold_groups(call: Call, arch: str) -> Tiling:
 
 fold_rows = KernelOp(
     "fold_rows",
-    """Align the scales of a row to the largest of them: one scale per row.
+    f"""Align the scales of a row to the largest of them: one scale per row.
 
     q: (..., M, K) E4M3, 2 or 3 dims, K a positive multiple of 32. sf: (..., M, K/32) E8M0. Both uint8.
+    {HEADROOM}
     Returns qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8. Values of blocks with smaller scales lose the bits
     that fall below the subnormals of E4M3. A NaN block (scale byte 255) is ignored when row_sf is chosen and becomes
     bytes 0x7F; a row of NaN blocks alone has row_sf 255.
@@ -72,7 +80,7 @@ fold_rows = KernelOp(
     >>> qf[0, ::32].tolist(), row_sf.tolist()  # 0.5 and 1 under 2^1
     ([48, 56], [128])
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Raises ValueError (shape, headroom) or TypeError (dtype).
     """,
     ("q", "sf"),
     ("qf", "row_sf"),
@@ -86,9 +94,10 @@ quantize_row_fold = KernelOp(
 
     x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a positive multiple of 32.
     {SCALES}
+    {HEADROOM}
     Returns qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8.
 
-    Raises ValueError (shape, rounding) or TypeError (dtype).
+    Raises ValueError (shape, rounding, headroom) or TypeError (dtype).
     """,
     ("x",),
     ("qf", "row_sf"),

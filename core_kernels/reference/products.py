@@ -25,7 +25,7 @@ import numpy as np
 
 from ..fold.oracle import fold_groups, fold_rows
 from ..fold.oracle_balanced import balance_scales, fold_rows_balanced
-from ..formats import Rounding
+from ..formats import WEIGHT_HEADROOM, Rounding
 from ..grouped_gemm import oracle_blockwise, oracle_folded, oracle_sm90
 from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
 from ..oracle_math import Array, Pair, round_to
@@ -55,11 +55,11 @@ def _as_bf16(x: Array | Pair) -> Array:
     return round_to(_values(x).astype(np.float64), "bfloat16")
 
 
-def _rows(x: Array | Pair, form: str, rounding: Rounding | str) -> Pair:
+def _rows(x: Array | Pair, form: str, rounding: Rounding | str, headroom: int = 0) -> Pair:
     if form == "row":
         return quantize_rowwise(_values(x), rounding)
     pair = x if isinstance(x, tuple) else quantize_row(x, rounding)
-    return fold_rows(*pair) if form == "fold" else pair
+    return fold_rows(*pair, headroom) if form == "fold" else pair
 
 
 def _product(
@@ -79,7 +79,7 @@ def _product(
         rows = fold_rows_balanced(*_rows(x, form, rounding), lift, group_ends)
         return products.fold(*rows, *fold_rows(q, balanced_sf), group_ends, dtype)
     multiply = grouped_mm_mx if form == "mx" else products.fold
-    return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding), group_ends, dtype)
+    return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding, WEIGHT_HEADROOM), group_ends, dtype)
 
 
 def grouped_mm(

@@ -10,6 +10,8 @@
 namespace mxep {
 namespace {
 
+constexpr int64_t kNoHeadroom[] = {0};
+
 // The block scales of codes (R, C): (R, C/32).
 struct BlockScales {
   explicit BlockScales(const Array& codes)
@@ -29,7 +31,7 @@ void swiglu_row_fold(const Call& call) {
   BlockScales sf(qf);
   const std::array blocks{qf, sf.array()}, folded{qf, row_sf};
   swiglu_row({call.in, blocks, call.attrs});
-  fold_rows({blocks, folded, {}});
+  fold_rows({blocks, folded, kNoHeadroom});
 }
 
 void swiglu_bwd_fold(const Call& call) {
@@ -45,7 +47,7 @@ void swiglu_bwd_fold(const Call& call) {
   swiglu_bwd_all({call.in.first(4), quantized, call.attrs});
   for (size_t i = 0; i < rows.size(); ++i) {
     const std::array blocks{rows[i][0], row_sf[i].array()};
-    fold_rows({blocks, rows[i], {}});
+    fold_rows({blocks, rows[i], kNoHeadroom});
   }
   for (size_t i = 0; i < columns.size(); ++i) {
     const std::array blocks{columns[i][0], col_sf[i].array(), ends};

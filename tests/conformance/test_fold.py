@@ -49,6 +49,30 @@ def test_a_nan_block_stays_nan_and_leaves_the_others_alone(ops: Ops) -> None:
     np.testing.assert_array_equal(qf, np.repeat(qf[:, ::BLOCK], BLOCK, axis=1))
 
 
+@pytest.mark.parametrize("headroom", [0, 1, 7])
+@pytest.mark.parametrize("k", [64, 256, 288, 800])
+def test_the_first_256_values_count_as_larger_with_a_headroom(ops: Ops, k: int, headroom: int) -> None:
+    """Scales close to each other, with NaN blocks, first spans of NaN blocks alone, and the largest scale."""
+    rng = seeded(f"headroom {k}")
+    sf = rng.integers(100, 104, (64, k // BLOCK), np.uint8)
+    sf[rng.random(sf.shape) < 0.05] = 255
+    sf[:4, :8], sf[4:8] = 255, rng.integers(248, 255, (4, k // BLOCK))
+    q = rng.integers(0, 256, (64, k), np.uint8)
+    qf, row_sf = ops["fold_rows"](q, sf, headroom=headroom)
+    check.same_bytes((qf, row_sf), fold_oracle.fold_rows(q, sf, headroom))
+    for row, scale in zip(sf.tolist(), row_sf.tolist(), strict=True):
+        raised = [min(s + headroom, 254) if i < 8 else s for i, s in enumerate(row) if s != 255]
+        assert scale == max(raised, default=255)
+
+
+@pytest.mark.parametrize("headroom", [0, 1, 7])
+def test_a_headroom_of_quantized_rows(ops: Ops, headroom: int) -> None:
+    x = QUANTIZE["all_bf16_shuffled"]
+    x = np.concatenate([x.reshape(-1, 1024), np.zeros((4, 1024), x.dtype)])
+    got = ops["quantize_row_fold"](x, headroom=headroom)
+    check.same_bytes(got, fold_oracle.fold_rows(*quantize_oracle.quantize_row(x), headroom))
+
+
 @pytest.mark.parametrize("rounding", Rounding, ids=lambda r: r.name.lower())
 @pytest.mark.parametrize("name", QUANTIZE)
 def test_quantize_row_fold(ops: Ops, name: str, rounding: Rounding) -> None:

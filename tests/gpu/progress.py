@@ -22,8 +22,6 @@ Tensors = tuple[Tensor, ...]
 WIDTHS = ((torch.bfloat16, 16384), (torch.float32, 7168), (torch.bfloat16, 7168))
 """128, 112 and 56 tiles per row. An H100 or H200 runs 264 CTAs at a time; eight of its SMs run 16."""
 ROWS = (256, 1056, 4096)
-MATRICES = ((40, 96, 160), (9, 800, 1056), (2, 2080, 4128))
-"""Weights of 2, 36 and 297 tiles per matrix. Eight multiprocessors hold 32 tiles."""
 
 
 def inputs(rows: int, width: int, dtype: torch.dtype) -> Tensors:
@@ -42,11 +40,6 @@ def cases() -> Iterator[tuple[str, Callable[..., Tensors], Tensors, Tensors]]:
                 want = ops.quantize_both_fold(*given)
             across = tiles_across(width, str(dtype).removeprefix("torch."))
             yield f"{rows} x {width} {dtype}, {across} tiles across", ops.quantize_both_fold, given, want
-    for shape in MATRICES:
-        x = floats(torch.Generator().manual_seed(sum(shape)), *shape).to(DEVICE)
-        with force_implementation("triton"):
-            want = ops.quantize_matrix_fold(x)
-        yield f"matrices {shape}", ops.quantize_matrix_fold, (x,), want
 
 
 def wrong_bytes(got: Tensors, want: Tensors) -> Tensor:

@@ -1,8 +1,7 @@
 """No launch whose CTAs wait for each other hangs, even if they cannot run concurrently.
 
-The tests use streams of several priorities, a green context of few SMs, two processes under MPS, a poll limit of zero,
-and matrices of more tiles than CTAs hold. The bytes are those of the ops that quantize_both_fold, requantize_col_fold,
-permute_mx_col_fold and quantize_matrix_fold combine. Grouped GEMMs wait only within a cluster, whose CTAs always run
+The tests use streams of several priorities, a green context of few SMs, two processes under MPS and a poll limit of zero.
+The bytes are those of the ops that quantize_both_fold, requantize_col_fold and permute_mx_col_fold combine. Grouped GEMMs wait only within a cluster, whose CTAs always run
 concurrently.
 """
 
@@ -18,7 +17,6 @@ import pytest
 import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.fold.plan_both import quantize_both_fold
-from mxep.core_kernels.fold.plan_matrix import quantize_matrix_fold
 from mxep.core_kernels.fold.plan_permute import permute_mx_col_fold
 from mxep.core_kernels.fold.plan_requantize import requantize_col_fold
 from mxep.core_kernels.launch import ArrayType, KernelOp
@@ -125,17 +123,3 @@ def test_a_warp_that_stops_polling_computes_the_same_maxima(
             same_bytes(launch_with(requantize_col_fold, (*mx, group_ends), polls, **options), requantized)
             if packed[0].shape[1] % 4 == 0:  # the kernel takes no others
                 same_bytes(launch_with(permute_mx_col_fold, (*packed, group_ends), polls, **options), mapped)
-
-
-@pytest.mark.parametrize("shape", [(32, 32), (40, 96, 160), (9, 544, 288), (3, 800, 1056), (2, 4128, 8224)])
-def test_a_matrix_may_be_held_or_read_twice(shape: tuple[int, ...]) -> None:
-    """Shapes: one tile, partial in both dims; many small matrices; more tiles than an H100 holds.
-
-    Magnitudes differ from row to row and from column to column, so that a missed tile changes the bytes."""
-    x = floats(torch.Generator().manual_seed(sum(shape)), *shape).to(DEVICE)
-    x *= torch.exp2(torch.arange(shape[-1], device=DEVICE) * 7 % 31 - 15).bfloat16()
-    for options in ({}, {"rounding": 1, "satfinite": True}):
-        with force_implementation("triton"):
-            want = ops.quantize_matrix_fold(x, **options)
-        for held in (0, 1):
-            same_bytes(launch_with(quantize_matrix_fold, (x,), held, **options), want)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mxep.core_kernels.formats import spans
+from mxep.core_kernels.formats import WEIGHT_HEADROOM, spans
 from mxep.jax_frontend import MXArray, Recipe, grouped_mm, lower_for, ops
 from mxep.jax_frontend.weights import form_of
 
@@ -37,14 +37,15 @@ def results(recipe: Recipe, lhs: jax.Array, rhs_t: jax.Array, dout: jax.Array, m
 @pytest.mark.parametrize("mx", [False, True])
 @pytest.mark.parametrize("name", MX)
 def test_folded_products_are_the_ops_composed(name: str, mx: bool, rounding: str) -> None:
-    def rows(x):
-        return ops.fold_rows(*ops.quantize_row(x, rounding=rounding))
+    def rows(x, headroom=0):
+        return ops.fold_rows(*ops.quantize_row(x, rounding=rounding), headroom=headroom)
 
     def columns(x):
         return ops.quantize_col(x, rounding=rounding)
 
-    out = ops.grouped_mm_fold(*rows(LHS), *rows(RHS_T), ENDS)
-    dlhs = ops.grouped_mm_fold(*rows(DOUT), *ops.fold_rows(*columns(RHS_T)), ENDS)
+    out = ops.grouped_mm_fold(*rows(LHS), *rows(RHS_T, WEIGHT_HEADROOM), ENDS)
+    weights = ops.fold_rows(*columns(RHS_T), headroom=WEIGHT_HEADROOM)
+    dlhs = ops.grouped_mm_fold(*rows(DOUT), *weights, ENDS)
     lhs = MXArray.quantize(LHS, rounding).dequantize() if mx else LHS
     if name == "mxfp8":
         drhs = ops.grouped_wgrad_fold(*(x for t in (DOUT, lhs) for x in ops.fold_groups(*columns(t), ENDS)), ENDS)
@@ -86,7 +87,7 @@ def test_a_bias_is_added_by_the_product(shape: tuple[int, ...]) -> None:
         return whole_blocks(lhs, rhs_t, ENDS, bias=bias, recipe=recipe)
 
     assert kernels(multiply, LHS, RHS_T, bias) == {"quantize_row_fold": 2, "grouped_mm_fold_bias": 1}
-    operands = *ops.quantize_row_fold(LHS), *ops.quantize_row_fold(RHS_T)
+    operands = *ops.quantize_row_fold(LHS), *ops.quantize_row_fold(RHS_T, headroom=WEIGHT_HEADROOM)
     per_group = jnp.broadcast_to(bias.astype(jnp.float32), (3, N))
     np.testing.assert_array_equal(multiply(LHS, RHS_T, bias), ops.grouped_mm_fold_bias(*operands, per_group, ENDS))
 

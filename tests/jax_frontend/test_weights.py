@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from mxep.core_kernels.formats import WEIGHT_HEADROOM
 from mxep.jax_frontend import (
     MoEConfig,
     QuantizedWeights,
@@ -83,7 +84,8 @@ def test_the_bytes_are_those_of_the_ops() -> None:
     got = quantize_weights(w, recipe=Recipe.parse("mxfp8", compute="exact"))
     same((got.as_stored, got.transposed), (tuple(rows), tuple(columns)))
     got = jax.jit(partial(quantize_weights, recipe=Recipe.parse("mxfp8", compute="fold")))(w)
-    same((tuple(got.as_stored), tuple(got.transposed)), (tuple(ops.fold_rows(*rows)), tuple(ops.fold_rows(*columns))))
+    want = tuple(tuple(ops.fold_rows(*pair, headroom=WEIGHT_HEADROOM)) for pair in (rows, columns))
+    same((tuple(got.as_stored), tuple(got.transposed)), want)
     got = quantize_weights(w, recipe="bf16")
     assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [jnp.float32]
 

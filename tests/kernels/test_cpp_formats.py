@@ -22,6 +22,7 @@ EXPECTED = {
     "kSquare": formats.SQUARE,
     "kSmallestScale": bits(formats.SMALLEST_SCALE),
     "kHeadroom": formats.HEADROOM,
+    "kWeightHeadroom": formats.WEIGHT_HEADROOM,
     "kE4m3Nan": formats.E4M3_NAN,
     "kE8m0Max": formats.E8M0_MAX,
     "kE8m0Nan": formats.E8M0_NAN,

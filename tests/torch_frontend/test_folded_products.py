@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from mxep.core_kernels.formats import spans
+from mxep.core_kernels.formats import WEIGHT_HEADROOM, spans
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import MXTensor, _device, _direct, mxfp8_grouped_mm, ops, weights
 from mxep.torch_frontend.products import pair_of_weight_gradients
@@ -35,9 +35,9 @@ def test_products_of_folded_operands(mx: bool, wgrad_with_hp: bool) -> None:
     da, dw = torch.autograd.grad(out, [lhs, w], MXTensor.quantize(dout) if mx else dout)
 
     w = w.detach()
-    rows, columns = ops.quantize_row_fold(a), ops.quantize_row_fold(w)
+    rows, columns = ops.quantize_row_fold(a), ops.quantize_row_fold(w, headroom=WEIGHT_HEADROOM)
     assert torch.equal(out, ops.grouped_mm_fold(*rows, *columns, offs))
-    turned = ops.fold_rows(*ops.quantize_col(w))
+    turned = ops.fold_rows(*ops.quantize_col(w), WEIGHT_HEADROOM)
     assert torch.equal(da, ops.grouped_mm_fold(*ops.quantize_row_fold(dout), *turned, offs))
     if mx:
         a, dout = (MXTensor.quantize(x).dequantize() for x in (a, dout))
@@ -55,7 +55,7 @@ def test_a_bias_is_added_by_the_product(shape: tuple[int, ...]) -> None:
     with Kernels() as ran:
         out = mxfp8_grouped_mm(a, w.mT, offs, bias, compute="fold")
     assert ran.found == {"quantize_row_fold": 2, "grouped_mm_fold_bias": 1}
-    rows, weights = ops.quantize_row_fold(a), ops.quantize_row_fold(w)
+    rows, weights = ops.quantize_row_fold(a), ops.quantize_row_fold(w, headroom=WEIGHT_HEADROOM)
     per_group = bias.float().expand(3, N).contiguous()
     assert torch.equal(out, ops.grouped_mm_fold_bias(*rows, *weights, per_group, offs))
 
