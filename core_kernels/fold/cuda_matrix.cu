@@ -3,7 +3,7 @@
 //   x (B, M, K) --> qf (B, M, K)    row_sf (B, M)   one scale per row
 //                   qf_t (B, K, M)  col_sf (B, K)   one scale per column
 //
-// A row's first span, of 256 values, gives its scale, with one octave of headroom, and so does a column's. That holds
+// A row's first span, of 256 values, gives its scale, with two octaves of headroom, and so does a column's. That holds
 // for nearly every line, a row or a column: no other span of it has a block with a larger scale. A line is rewritten
 // where that does not hold. No CTA waits for another.
 //

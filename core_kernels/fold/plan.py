@@ -7,7 +7,7 @@
 row_sf is the largest scale byte of the row and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) is ignored when
 row_sf is chosen and becomes NaN elements, 0x7F; the other blocks keep their values. row_sf is 255 only for a row of NaN
 blocks alone. With a headroom the blocks of a row's first 256 values count as so many octaves larger: a kernel that has
-read these then nearly always knows row_sf. Weights have a headroom of one octave.
+read these then nearly always knows row_sf. Weights have a headroom of two octaves.
 
 `fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, plus three
 octaves in the first span, so that later spans seldom raise the scale. It is written in one pass over the group, before

@@ -65,7 +65,7 @@ def _compose(call: Callable[..., tuple[Any, ...]], x: Any, **options: Any) -> tu
 
 quantize_matrix_fold = KernelOp(
     "quantize_matrix_fold",
-    f"""`quantize_both`, and `fold_rows` of both results with a headroom of one octave: weights with one scale per row,
+    f"""`quantize_both`, and `fold_rows` of both results with a headroom of two octaves: weights with one scale per row,
     and per column.
 
     x: (..., M, K) bf16 or fp32, 2 or 3 dims, M and K positive multiples of 32.
@@ -74,8 +74,8 @@ quantize_matrix_fold = KernelOp(
 
     >>> x = xp.asarray([[4.0] * 64] + [[1.0] * 64] * 31)
     >>> qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(x)
-    >>> row_sf[:2].tolist(), col_sf[:2].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 + 1 = 122
-    ([122, 120], [122, 122])
+    >>> row_sf[:2].tolist(), col_sf[:2].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 + 2 = 123
+    ([123, 121], [123, 123])
 
     Raises ValueError (shape, rounding) or TypeError (dtype).
     """,
