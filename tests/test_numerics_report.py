@@ -90,7 +90,8 @@ def test_the_report_predicts_the_loss_of_a_folded_product(report: Callable, hot:
     full = x.astype(np.float64) @ params["w1"][0].astype(np.float64).T
     cost = sqnr(a @ b.T, full) - sqnr(a_folded @ b_folded.T, full)
     assert ("x" in found.lossy()) == (cost > 0.3), cost
-    assert found.worst() == "x" or not found.lossy()
+    # Weights, whose rows have a headroom, lose as much as x where x begins to be lossy.
+    assert found.worst() == "x" or hot <= 12
     # The SQNR of the operand itself does not show the loss.
     assert abs(losses[0].sqnr_db - sqnr(a_folded, a)) < 0.01
     assert losses[0].sqnr_db > 90

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mxep.core_kernels.formats import WEIGHT_HEADROOM
 from torch import Tensor
 
 from ..peers import grouped_gemm as products
@@ -56,7 +57,7 @@ def _row_scaled(lhs: Pair, rhs: Pair, ends: Tensor) -> Callable[[], Tensors]:
 
 
 def forward(p: Product, o: Operands) -> ProductCase:
-    lhs, rhs = (pair("quantize_row_fold", x) for x in (o.x, o.w))
+    lhs, rhs = pair("quantize_row_fold", o.x), pair("quantize_row_fold", o.w, headroom=WEIGHT_HEADROOM)
     peers = {BF16: one_output(products.grouped_bf16, o.x, o.w, o.ends), ROW_SCALED: _row_scaled(lhs, rhs, o.ends)}
     return _op_case(
         "grouped_mm_fwd", p, "grouped_mm_fold", lhs, rhs, o, rows_error,
@@ -67,7 +68,8 @@ def forward(p: Product, o: Operands) -> ProductCase:
 
 
 def input_gradient(p: Product, o: Operands) -> ProductCase:
-    lhs, rhs = pair("quantize_row_fold", o.dout), pair("fold_rows", *pair("quantize_col", o.w))
+    lhs = pair("quantize_row_fold", o.dout)
+    rhs = pair("fold_rows", *pair("quantize_col", o.w), headroom=WEIGHT_HEADROOM)
     peers = {
         BF16: one_output(products.grouped_bf16_dgrad, o.dout, o.w, o.ends),
         ROW_SCALED: _row_scaled(lhs, rhs, o.ends),
@@ -133,7 +135,7 @@ def large_cases(p: Product, device: str, only: tuple[str, ...]) -> Iterator[Prod
 
 def small_case(p: Product, device: str) -> ProductCase:
     x, w, _, ends = operands(p, device)
-    rhs = pair("quantize_row_fold", w)
+    rhs = pair("quantize_row_fold", w, headroom=WEIGHT_HEADROOM)
 
     def program(call: Call, x: Any, w_qf: Any, w_sf: Any, ends: Any) -> tuple[Any, ...]:
         return call("grouped_mm_fold", *call("quantize_row_fold", x), w_qf, w_sf, ends)

@@ -73,9 +73,9 @@ def operands(p: Product, device: str) -> Operands:
     return Operands(x, w, dout, group_ends(p, device))
 
 
-def pair(op: str, *tensors: Tensor) -> Pair:
+def pair(op: str, *tensors: Tensor, **options: int) -> Pair:
     """Outputs of an op that returns q and its scales."""
-    q, sf = torch_call(op, *tensors)
+    q, sf = torch_call(op, *tensors, **options)
     return q, sf
 
 

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from mxep.core_kernels.formats import HEADROOM
+from mxep.core_kernels.formats import HEADROOM, WEIGHT_HEADROOM
 
 Pair = tuple[jax.Array, jax.Array]
 E4M3 = jnp.float8_e4m3fn
@@ -38,10 +38,13 @@ def quantize_both(x: jax.Array) -> tuple[jax.Array, ...]:
     return *quantize_row(x), *quantize_col(x)
 
 
-def quantize_row_fold(x: jax.Array) -> Pair:
+def quantize_row_fold(x: jax.Array, headroom: int = 0) -> Pair:
     codes, byte = _encode(x)
     finite = jnp.where(byte == 255, -1, byte)
     largest = finite.max(-1, keepdims=True)
+    if headroom:
+        first = finite[..., : 256 // 32].max(-1, keepdims=True)
+        largest = jnp.maximum(largest, jnp.where(first < 0, -1, (first + headroom).clip(max=254)))
     factor = jnp.where(byte == 255, jnp.nan, jnp.exp2((finite - largest).astype(jnp.float32)))
     folded = (codes.astype(jnp.float32) * factor[..., None]).astype(E4M3)
     return _bits(folded, jnp.uint8).reshape(x.shape), (largest[..., 0] & 255).astype(jnp.uint8)
@@ -84,7 +87,7 @@ def requantize_col_fold(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> P
 
 
 def quantize_matrix_fold(x: jax.Array) -> tuple[jax.Array, ...]:
-    return *quantize_row_fold(x), *quantize_row_fold(x.mT)
+    return *quantize_row_fold(x, WEIGHT_HEADROOM), *quantize_row_fold(x.mT, WEIGHT_HEADROOM)
 
 
 def quantize_rowwise(x: jax.Array) -> Pair:

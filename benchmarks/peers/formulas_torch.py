@@ -4,7 +4,7 @@ A formula writes into existing outputs, as the kernels do; the compiler fuses th
 """
 
 import torch
-from mxep.core_kernels.formats import HEADROOM
+from mxep.core_kernels.formats import HEADROOM, WEIGHT_HEADROOM
 from torch import Tensor
 
 
@@ -46,10 +46,13 @@ def scale(sf: Tensor) -> Tensor:
     return torch.where(exponent == 255, float("nan"), scale)
 
 
-def quantize_row_fold(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
+def quantize_row_fold(x: Tensor, qf: Tensor, row_sf: Tensor, *, headroom: int = 0) -> None:
     codes, bytes_ = _encode(x.unflatten(-1, (-1, 32)).float(), -1)
     finite = torch.where(bytes_ == 255, -1, bytes_.int())
     largest = finite.amax(-2, keepdim=True)
+    if headroom:
+        first = finite[..., : 256 // 32, :].amax(-2, keepdim=True)
+        largest = torch.maximum(largest, torch.where(first < 0, -1, (first + headroom).clamp(max=254)))
     factor = torch.where(bytes_ == 255, float("nan"), torch.exp2((finite - largest).float()))
     folded = codes.view(torch.float8_e4m3fn).float() * factor
     qf.copy_(folded.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2))
@@ -101,10 +104,10 @@ def requantize_col_fold(q: Tensor, sf: Tensor, group_ends: Tensor, qf_t: Tensor,
 
 
 def quantize_matrix_fold(x: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, col_sf: Tensor) -> None:
-    quantize_row_fold(x, qf, row_sf)
+    quantize_row_fold(x, qf, row_sf, headroom=WEIGHT_HEADROOM)
     if not x.is_cuda:
         torch._dynamo.graph_break()  # as in quantize_both
-    quantize_row_fold(x.mT.contiguous(), qf_t, col_sf)
+    quantize_row_fold(x.mT.contiguous(), qf_t, col_sf, headroom=WEIGHT_HEADROOM)
 
 
 def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:

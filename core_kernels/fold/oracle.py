@@ -11,8 +11,8 @@ from ..quantize.oracle import dequantize, quantize_col, quantize_row
 def fold_rows(q: Array, sf: Array, headroom: int = 0) -> Pair:
     """q (..., K), sf (..., K/32) -> qf (..., K), row_sf (...): all blocks with the row's largest scale.
 
-    The blocks of a row's first SPAN values count as `headroom` octaves larger, at most as 254. A NaN block (byte 255) is
-    ignored when the row's scale is chosen and becomes elements 0x7F. A row of NaN blocks has scale 255.
+    The blocks of a row's first SPAN values count as `headroom` octaves larger, at most as 254. A NaN block (byte 255)
+    is ignored when the row's scale is chosen and becomes elements 0x7F. A row of NaN blocks has scale 255.
     """
     scales = np.where(sf == E8M0_NAN, -1, sf.astype(np.int32))
     first = scales[..., : SPAN // BLOCK].max(-1)

@@ -28,8 +28,8 @@ from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype
 from ..quantize.plan import FLOATS, SCALES, check_scaled, tile_whole_rows, whole_row_types
 from ..tiles import cdiv, tiles
 
-
-HEADROOM = """headroom: 0 to 7; the blocks of a row's first 256 values count as so many octaves larger when row_sf is chosen."""
+HEADROOM = """headroom: 0 to 7; the blocks of a row's first 256 values count as so many octaves larger when row_sf is
+        chosen."""
 
 
 def _check_fold(q: ArrayType, sf: ArrayType, *, headroom: int = 0) -> Signature:

@@ -36,6 +36,14 @@ FAULTS = (
         interpreter=True,
     ),
     Fault(
+        "fold: all blocks of a row have the headroom of the first ones",
+        "core_kernels/fold/kernel.py",
+        "counts & (kb < SPAN_MX // BLOCK_MX)[None, :]",
+        "counts & (kb >= 0)[None, :]",
+        "tests/conformance/test_fold.py -k headroom",
+        interpreter=True,
+    ),
+    Fault(
         "fold: gathered rows begin their scales one byte early",
         "core_kernels/fold/kernel.py",
         "sf_tile = tl.load(first + K + kb[None, :]",

@@ -49,6 +49,25 @@ def weight(rng: Rng, m: int) -> Tensors:
     return (floats(rng, m + 32, K),)
 
 
+def weights_beyond(rng: Rng, m: int) -> Tensors:
+    """Two matrices of which some rows and columns need a larger scale after their first 256 values: many of the first,
+    whose first rows are zeros, one row and one column of the second. Tiles of the CUDA kernel are partial."""
+    x = finite(rng, 2, m + 32, 2 * K)
+    heavy = torch.rand(x.shape[1:], generator=rng) < 0.001
+    x[0] = torch.where(heavy, 1e4 * x[0], x[0])
+    x[0, : min(256, m)] = 0
+    x[1, m // 2, 300] = 2.0**20
+    x[1, m, 17] = -(2.0**12)
+    return (x,)
+
+
+def weights_sorted(rng: Rng, m: int) -> Tensors:
+    """A matrix of which all rows need a larger scale after their first 256 values, and most columns if it is high."""
+    x = finite(rng, m + 32, 2 * K).float()
+    steps = torch.arange(x.shape[1])[None, :] / 16 + torch.arange(x.shape[0])[:, None] / 64
+    return ((x * torch.exp2(steps.clamp_max(100))).bfloat16(),)
+
+
 def mx(rng: Rng, m: int) -> Tensors:
     return torch_ops.quantize_row(floats(rng, m, K))
 

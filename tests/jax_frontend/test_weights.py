@@ -22,6 +22,7 @@ from mxep.jax_frontend import (
     quantize_weights,
     ragged_dot_mxfp8,
 )
+from mxep.jax_frontend.weights import along_k, for_call
 
 from .references import kernels, normal
 
@@ -84,8 +85,8 @@ def test_the_bytes_are_those_of_the_ops() -> None:
     got = quantize_weights(w, recipe=Recipe.parse("mxfp8", compute="exact"))
     same((got.as_stored, got.transposed), (tuple(rows), tuple(columns)))
     got = jax.jit(partial(quantize_weights, recipe=Recipe.parse("mxfp8", compute="fold")))(w)
-    want = tuple(tuple(ops.fold_rows(*pair, headroom=WEIGHT_HEADROOM)) for pair in (rows, columns))
-    same((tuple(got.as_stored), tuple(got.transposed)), want)
+    folded = (tuple(ops.fold_rows(*pair, headroom=WEIGHT_HEADROOM)) for pair in (rows, columns))
+    same((tuple(got.as_stored), tuple(got.transposed)), tuple(folded))
     got = quantize_weights(w, recipe="bf16")
     assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [jnp.float32]
 
@@ -107,6 +108,21 @@ def test_the_product_and_its_gradients_are_those_of_an_array(recipe: Recipe) -> 
     for f in (multiply, jax.jit(multiply), jax.checkpoint(multiply)):
         (got, backward), (want, expected) = jax.vjp(partial(f, cached=cached), X, w), jax.vjp(multiply, X, w)
         same((got, backward(DOUT)), (want, expected(DOUT)))
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_way_and_both_ways_fold_to_the_same_bytes(dtype: str, rounding: str) -> None:
+    """Of weights with rows and columns whose largest scale is not among the first 256 values, and with others."""
+    w = (normal(2, 320, 352, dtype="float32") / normal(2, 320, 352, seed=1, dtype="float32")).astype(dtype)
+    recipe = Recipe.parse("mxfp8", compute="fold", rounding=rounding)
+    forward, differentiated = for_call(w, recipe, backward=False), for_call(w, recipe, backward=True)
+    same(tuple(forward.as_stored), tuple(differentiated.as_stored))
+    same(tuple(forward.transposed), tuple(differentiated.transposed))
+    same(tuple(along_k(w, recipe)), tuple(differentiated.as_stored))
+    needed = ops.quantize_row_fold(w, rounding=rounding)[1]
+    assert (forward.as_stored.sf == needed).any()
+    assert (forward.as_stored.sf > needed).any()
 
 
 @recipes

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mxep import cpp_bindings
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.fold import plan_both as both_fold
 from mxep.core_kernels.fold import plan_matrix as matrix_fold
 from mxep.core_kernels.formats import BLOCK, Rounding
@@ -205,6 +206,16 @@ def test_both_operands_of_an_activation_between_guards(cpp_op, ends, dtype):
 def test_both_operands_of_a_weight_between_guards(cpp_op, shape, dtype):
     x = np.random.default_rng(4).standard_t(1, shape).astype(dtype)
     same_bytes(cpp_op(matrix_fold.quantize_matrix_fold, x), fold_oracle.quantize_matrix_fold(x))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize("width", [32, 256, 288, 800])
+@pytest.mark.parametrize("headroom", [0, 1, 7])
+def test_rows_with_headroom_between_guards(cpp_op, headroom, width, dtype):
+    x = np.random.default_rng(4).standard_t(1, (37, width)).astype(dtype)
+    want = fold_oracle.quantize_row_fold(x, headroom=headroom)
+    same_bytes(cpp_op(fold.quantize_row_fold, x, headroom=headroom), want)
+    same_bytes(cpp_op(fold.fold_rows, *quantize_oracle.quantize_row(x), headroom=headroom), want)
 
 
 @pytest.mark.parametrize("ends", [[64, 32], [48], [-32, 64], [128]], ids=str)

@@ -81,6 +81,25 @@ def test_both_ways_in_one_read_in_every_call(compute: str, quantized: list[str])
     assert quantized == 2 * (["quantize_row_fold"] if compute == "fold" else ["quantize_row"])
 
 
+@pytest.mark.parametrize("rounding", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_way_and_both_ways_fold_to_the_same_bytes(dtype: torch.dtype, rounding: int) -> None:
+    """Of weights with rows and columns whose largest scale is not among the first 256 values, and with others."""
+    rng = torch.Generator().manual_seed(0)
+    w = torch.randn(2, 320, 352, generator=rng).div(torch.rand(2, 320, 352, generator=rng)).to(dtype)
+    for given in (w, w.mT.contiguous().mT):
+        both = weights.quantize_both_ways(given, "fold", rounding)
+        alone = weights.along_k(given, "fold", rounding), weights.along_n(given, "fold", rounding)
+        for got, want in zip(alone, both, strict=True):
+            assert equal(list(got), list(want))
+    _, needed = ops.quantize_row_fold(w, rounding)
+    _, first = ops.quantize_row_fold(w[..., :256].contiguous(), rounding)
+    got = weights.along_k(w, "fold", rounding).sf
+    assert torch.equal(got, torch.maximum(first + weights.WEIGHT_HEADROOM, needed))
+    assert (got == needed).any()
+    assert (got > needed).any()
+
+
 def test_exact_products_on_hopper_multiply_them_dequantized(
     quantized: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
