@@ -27,6 +27,7 @@ scale is nearly always known before the rest is read. Of normal values none in a
 elsewhere. With one octave, 8% of the columns of 14336 rows have one where rows differ by half an octave. The price: the
 scale is 1.1 to 1.3 octaves larger in the mean."""
 MAX_HEADROOM = 7
+"""Octaves. More would leave less than half of E4M3's 15 binades of normal numbers."""
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value, S.1111.110 (OFP8 v1.0, table 2)."""

@@ -15,16 +15,16 @@
 
 namespace mxep {
 
-// The larger scale byte; -1 stands for no scale so far. A NaN block is ignored.
-MXEP_INLINE int max_scale(int row, uint8_t byte) { return byte == kE8m0Nan ? row : std::max<int>(row, byte); }
 inline constexpr int64_t kSpanBlocks = kSpan / kBlock;
 
+// The larger scale byte; -1 stands for no scale so far. A NaN block is ignored.
+MXEP_INLINE int max_scale(int row, uint8_t byte) { return byte == kE8m0Nan ? row : std::max<int>(row, byte); }
 MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
   int row = -1;
   for (int64_t b = 0; b < blocks; ++b) row = max_scale(row, sf[b]);
   return row;
 }
-// With the first span's blocks so many octaves larger. A fold of `first` alone has the scale of the whole row in `row`.
+// The scale of a row whose largest scale is `row`, and the largest of whose first span is `first`.
 MXEP_INLINE int with_headroom(int row, int first, int headroom) {
   return first < 0 ? row : std::max(row, std::min<int>(first + headroom, kE8m0Nan - 1));
 }

@@ -1,9 +1,8 @@
 // The chains of cuda_bwd_fold.cu: the spans of a group's tokens, in order, in one tile of columns.
 //
-//   group            0           1    2  past the last end       a CTA takes every n-th chain, of the longest group
-//   first: spans   tile 0   0  1  2  3  4    5  6                       groups 0, 1, 2 and the rest, each with all of
-//   its tiles
-//           tile 1   0  1  2  3  4    5  6
+//   group               0          1    past the last end
+//   tile 0   spans   0  1  2  3  4 | 5 | 6        a CTA takes every n-th chain; chains of the longest group are first
+//   tile 1           0  1  2  3  4 | 5 | 6
 //
 // A slot of span_sf without tokens belongs to the chain before it (plan.py of fold). Ends that break the contract give
 // other chains, whose tokens and slots exist too.
