@@ -6,31 +6,35 @@
 // A team of 1 to 16 warps has a row, 8 neighbouring values a lane at a time; a CTA has teams for as many rows as it has
 // warps. CTAs are persistent, so that the table of sigmoids is computed once per CTA, and a team loads its next row
 // while it writes one. oracle.py defines every byte.
+//
+// The clock of a GPU after matrix products is low, and a kernel with many instructions then no longer waits for memory.
+// These are about 20 per value.
 #include <algorithm>
 #include <bit>
 
 #include "cuda/driver.h"
 #include "cuda/ops.h"
-#include "fold/folded_tile.cuh"
+#include "swiglu/folded_rows.cuh"
 #include "swiglu/math.cuh"
-#include "swiglu/tile.cuh"
 
 namespace mxep::cuda {
 namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kVectors = 4;  // of a lane: a CTA holds rows of up to 16384 values
+constexpr int kVectors = kRowsAtOnce;  // of a lane: a CTA holds rows of up to 16384 values
+constexpr int kWarpValues = 32 * 8;    // a vector of each lane
 
 struct RowInputs {
   const bf16 *gate, *up;
   const float* prob;  // null: every row has probability 1
   int64_t rows, cols;
   int team;  // threads of a row
+  uint32_t zeros = 0x80000000u;  // a constant, which ptxas would compute where it is used if it knew it
 };
 
 struct RowValues {
-  Vector8 gate[kVectors], up[kVectors];
-  float prob;
+  Vector8 gate[kVectors] = {}, up[kVectors] = {};
+  float prob = 1;
 };
 
 template <typename By>
@@ -39,33 +43,38 @@ struct RowShared {
   uint32_t magnitudes[2][kWarps];  // of a row, by warp; of this row and of the next
 };
 
-// Calls body(i, col) for each vector of the row that the thread has; `col`: of the first value. Whole blocks exist.
-__device__ void for_vectors(const RowInputs& in, int thread, auto body) {
+// A lane's vectors of a row, kWarpValues apart. Whole blocks exist.
+struct RowSlice {
+  int first;  // value of the row
+  int left;   // values of the warp from `first` on
+  int count;  // of the vectors of a lane of the warp
+
+  // The warps of a row have as many vectors, or one more.
+  static __device__ RowSlice of(const RowInputs& in) {
+    const int warps = in.team / 32, warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) % warps;
+    const int cols = static_cast<int>(in.cols), all = (cols + kWarpValues - 1) / kWarpValues, more = all % warps;
+    const int count = all / warps + (warp < more), begin = (all / warps * warp + min(warp, more)) * kWarpValues;
+    const int first = begin + threadIdx.x % 32 * 8;
+    return {first, min(begin + count * kWarpValues, cols) - first, count};
+  }
+  __device__ bool has(int i) const { return i * kWarpValues < left; }
+  // Whether the block exists whose scale the lane has, that of vector lane % 4.
+  __device__ bool has_scale() const {
+    const int i = threadIdx.x % kVectors;
+    return i * (kWarpValues - 8) < left;
+  }
+};
+
+// Loads a lane's vectors from `gate` and `up` on; those that do not exist stay as they are.
+__device__ void fetch(RowValues& values, const RowSlice& slice, const bf16* gate, const bf16* up, const float* prob,
+                      int64_t row) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int col = (thread + i * in.team) * 8;
-    if (col < in.cols) body(i, col);
+    if (!slice.has(i)) continue;
+    values.gate[i] = load_vector<true>(gate + i * kWarpValues, true, 8);
+    values.up[i] = load_vector<true>(up + i * kWarpValues, true, 8);
   }
-}
-
-__device__ RowValues fetch(const RowInputs& in, int64_t row, int thread) {
-  RowValues fetched;
-  const bool exists = row < in.rows;
-  const int64_t first = exists ? row * in.cols : 0;
-  fetched.prob = in.prob && exists ? __ldg(in.prob + row) : 1.0f;
-  for_vectors(in, thread, [&](int i, int col) {
-    fetched.gate[i] = load_vector<true>(in.gate + first + col, exists, 8);
-    fetched.up[i] = load_vector<true>(in.up + first + col, exists, 8);
-  });
-  return fetched;
-}
-
-// The largest magnitude of four lanes, one block of a row.
-__device__ uint32_t block_amax(const Vector8& values) {
-  Bf16x2 largest = max_magnitude(max_magnitude(values.at[0], values.at[1]), max_magnitude(values.at[2], values.at[3]));
-  largest = max_magnitude(largest, {__shfl_xor_sync(~0u, largest.bits, 1)});
-  largest = max_magnitude(largest, {__shfl_xor_sync(~0u, largest.bits, 2)});
-  return max(largest.magnitude().low_bits(), largest.magnitude().high_bits());  // the bits of NaN are the largest
+  if (prob) values.prob = __ldg(prob + row);
 }
 
 template <typename By>
@@ -73,49 +82,56 @@ __global__ void __launch_bounds__(kThreads, 1)
     swiglu_row_folds(const RowInputs in, ScaleRule rule, By by, uint8_t* qf, uint8_t* row_sf) {
   extern __shared__ uint4 bytes[];
   auto& memory = *reinterpret_cast<RowShared<By>*>(bytes);
-  const int teams = kThreads / in.team, team = threadIdx.x / in.team, thread = threadIdx.x % in.team;
-  const int64_t step = int64_t{gridDim.x} * teams;
-  int64_t row = int64_t{blockIdx.x} * teams + team;
-  RowValues fetched = fetch(in, row, thread);
+  const int warps = in.team / 32, lane = threadIdx.x % 32, team = static_cast<int>(threadIdx.x) / 32 / warps;
+  const bool leads = (threadIdx.x & (in.team - 1)) == 0;
+  const auto slice = RowSlice::of(in);
+  const uint32_t owned = slice.has_scale() ? 0xFF : 0;
+  const int64_t step = int64_t{gridDim.x} * (kWarps / warps);
+  const int64_t stride = step * in.cols;
+  int64_t row = int64_t{blockIdx.x} * (kWarps / warps) + team;
+  int64_t at = row * in.cols + slice.first;
+  const bf16 *gate = in.gate + at, *up = in.up + at;
+  RowValues fetched;
+  if (row < in.rows) fetch(fetched, slice, gate, up, in.prob, row);
   memory.table.fill(by);
   __syncthreads();
-  for (int turn = 0; row < in.rows; row += step, turn ^= 1) {
-    Vector8 h[kVectors];
-    uint32_t scales[kVectors], magnitude = 0;
-    for_vectors(in, thread,
-                [&](int i, int) { h[i] = hidden(fetched.gate[i], fetched.up[i], memory.table, by, fetched.prob); });
-    fetched = fetch(in, row + step, thread);
-    // The lanes of a warp that have a vector are whole blocks, and the others take part in the exchanges.
+  Vector8 h[kVectors] = {};
+  for (int turn = 0; row < in.rows; turn ^= 1) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int first = (thread / 32 * 32 + i * in.team) * 8;
-      if (first >= in.cols) continue;  // the same for a whole warp
-      const bool exists = (thread + i * in.team) * 8 < in.cols;
-      if (!exists) h[i] = {};
-      scales[i] = e8m0_from_amax(block_amax(h[i]), rule);
-      magnitude = max(magnitude, exists ? (scales[i] + 1) & 0xFF : 0);
-    }
-    magnitude = __reduce_max_sync(~0u, magnitude);
-    if (in.team > 32) {
-      uint32_t* of_warps = memory.magnitudes[turn] + team * (in.team / 32);
-      if (thread % 32 == 0) of_warps[thread / 32] = magnitude;
+    for (int i = 0; i < kVectors; ++i)
+      if (i < slice.count) h[i] = hidden(fetched.gate[i], fetched.up[i], memory.table, by, fetched.prob);
+    uint8_t *to_scale = row_sf + row, *to_codes = qf + at;
+    row += step;
+    at += stride;
+    gate += stride;
+    up += stride;
+    asm("" : "+l"(at), "+l"(gate), "+l"(up));  // or each address is computed from the row
+    if (row < in.rows) fetch(fetched, slice, gate, up, in.prob, row);
+
+    uint32_t words[kVectors / 2];
+#pragma unroll
+    for (int w = 0; w < kVectors / 2; ++w) words[w] = row_word({largest(h[2 * w]), largest(h[2 * w + 1])});
+    const uint32_t byte = e8m0_from_amax(exchanged_amax(words), rule);
+    uint32_t magnitude = __reduce_max_sync(~0u, (byte + 1) & owned);
+    if (warps > 1) {
+      uint32_t* of_warps = memory.magnitudes[turn] + team * warps;
+      if (lane == 0) of_warps[threadIdx.x / 32 & (warps - 1)] = magnitude;
       asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(in.team) : "memory");
-      const int lane = threadIdx.x % 32;
-      magnitude = __reduce_max_sync(~0u, lane < in.team / 32 ? of_warps[lane] : 0);
+      magnitude = __reduce_max_sync(~0u, lane < warps ? of_warps[lane] : 0);
     }
     const uint32_t row_scale = magnitude - 1;
-    if (thread == 0) row_sf[row] = row_scale;
-    for_vectors(in, thread, [&](int i, int col) {
-      const Bf16x2 factor = Bf16x2::both(inverse_scale(scales[i]));
-      const uint32_t power = fold_power(scales[i], row_scale & 0xFF);
-      uint32_t codes[2];
+    if (leads) *to_scale = row_scale;
+
+    const uint32_t scale = folding_scale(byte, row_scale & 0xFF);
+    const auto write = [&]<bool kInfinite>() {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const Bf16x2 x = h[i].at[2 * j] * factor, y = h[i].at[2 * j + 1] * factor;
-        codes[j] = folded(e4m3x4(x.low(), x.high(), y.low(), y.high()), power);
+      for (int i = 0; i < kVectors; ++i) {
+        if (i >= slice.count) break;
+        const uint2 codes = folded_codes<kInfinite>(h[i], __shfl_sync(~0u, scale, i, kVectors), in.zeros);
+        if (slice.has(i)) *reinterpret_cast<uint2*>(to_codes + i * kWarpValues) = codes;
       }
-      *reinterpret_cast<uint2*>(qf + row * in.cols + col) = make_uint2(codes[0], codes[1]);
-    });
+    };
+    __any_sync(~0u, byte == kE8m0Max) ? write.template operator()<true>() : write.template operator()<false>();
   }
 }
 

@@ -68,6 +68,15 @@ __device__ Vector8 load_vector(const bf16* from, bool exists, int64_t columns) {
   return vector;
 }
 
+// fp32 bits of the amax that a lane has in the end, of row lane % kRowsAtOnce in a block of four lanes. `words`: the
+// lane's own maxima of its rows, two in a word.
+__device__ inline uint32_t exchanged_amax(uint32_t (&words)[kRowsAtOnce / 2]) {
+  static_assert(kBlock / 8 == kRowsAtOnce);  // each lane has one row
+  exchange_halves<kRowsAtOnce / 2, 1>(words, Bf16x2::max_words);
+  const uint32_t two = Bf16x2::max_words(words[0], __shfl_xor_sync(~0u, words[0], 1));
+  return Bf16x2::word_bits(two, threadIdx.x % kRowsAtOnce % 2);
+}
+
 // Quantizes `rows` rows. `q` and `sf`: addresses of the first vector's codes and of its block's scale.
 template <typename T>
 __device__ void scale_rows(const Vector8 (&vectors)[kRowsAtOnce], ScaleRule rule, int rows, uint8_t* q, int64_t q_pitch,
@@ -84,11 +93,8 @@ __device__ void scale_rows(const Vector8 (&vectors)[kRowsAtOnce], ScaleRule rule
     }
     words[w] = row_word(largest);
   }
-  exchange_halves<T::kBlockLanes / 2, 1>(words, Bf16x2::max_words);
-  const uint32_t two = Bf16x2::max_words(words[0], __shfl_xor_sync(~0u, words[0], 1));
-  static_assert(T::kBlockLanes == kRowsAtOnce);  // each lane has one row
+  const uint32_t byte = e8m0_from_amax(exchanged_amax(words), rule);
   const int lane_row = threadIdx.x % kRowsAtOnce;
-  const uint32_t byte = e8m0_from_amax(Bf16x2::word_bits(two, lane_row % 2), rule);
   if (lane_row < rows) sf[lane_row * sf_pitch] = byte;
 
   const uint32_t lane_factor = Bf16x2::both(inverse_scale(byte)).bits;
