@@ -1,14 +1,14 @@
 """Bytes of one step of the MoE layer, as functions of its shape: what each kernel moves, and what the forward saves.
 
 Recipe `mxfp8`, folded, `prob_in="swiglu"`, bf16 parameters, weights quantized in every step, one device. An array
-counts once where a kernel reads or writes it, and the rows that swiglu_bwd_fold folds in place once more each way; if a
-cache holds them it moves less. Scratch memory does not count. T tokens, R = T k rows, P rows of padded groups, E
+counts once where a kernel reads or writes it, and the first 256 columns that swiglu_bwd_fold measures once more; rows
+that it folds twice do not count. Scratch memory does not count. T tokens, R = T k rows, P rows of padded groups, E
 experts, D dim, F hidden dim.
 """
 
 from typing import Literal, NamedTuple
 
-from mxep.core_kernels.formats import BLOCK, spans
+from mxep.core_kernels.formats import BLOCK, SPAN, spans
 from mxep.core_kernels.routing.plan import padded_rows
 
 from .cases.shapes import MoELayer
@@ -19,8 +19,8 @@ How = Literal["plain", "mxfp8", "recompute"]
 
 
 class Pass(NamedTuple):
-    """A kernel of the step. operands: what it reads -> what it writes. again: the part of `nbytes` of results that the
-    kernel reads and writes once more."""
+    """A kernel of the step. operands: what it reads -> what it writes. again: the part of `nbytes` that the kernel
+    reads for the second time."""
 
     backward: bool
     op: str
@@ -64,9 +64,9 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(
         True,
         "swiglu_bwd_fold",
-        "dh, gate, up, weights -> folded dgate, dup, both ways, h along tokens; rows of dgate, dup again",
+        "dh, gate, up, weights -> folded dgate, dup, both ways, h along tokens; first 256 columns again",
         6 * hidden + 8 * p + ends + 2 * row_f + 3 * along_f,
-        again=2 * 2 * hidden,
+        again=6 * p * min(f, SPAN),
     )
     add(
         True,

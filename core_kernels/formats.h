@@ -16,6 +16,8 @@ inline constexpr int kHeadroom = 3;
 
 // Octaves between the scale of a weight's row or column and the scale that its first span needs.
 inline constexpr int kWeightHeadroom = 2;
+// The same of the rows of SwiGLU's gradients.
+inline constexpr int kGradientHeadroom = 2;
 
 inline constexpr uint32_t kE4m3Nan = 0x7F;
 inline constexpr uint32_t kE8m0Max = 254, kE8m0Nan = 255;

@@ -16,8 +16,9 @@ dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or 
 operands, and the backward keeps the token operand of x instead of x. swiglu_bwd_fold, in place of swiglu_bwd_all, folds
 all that it computes. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
 before they are quantized, so the bytes are those of the separate functions. dx alone differs: it is rounded once, the
-separate functions round three times. With b1 or b3, whose gradients sum them, dgate and dup are bf16 arrays. A row's
-weight multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
+separate functions round three times, and folded rows of dgate and dup have a headroom. With b1 or b3, whose gradients
+sum them, dgate and dup are bf16 arrays too. A row's weight multiplies h and b2, so that it multiplies the row of out;
+its gradient has a part of each.
 """
 
 from functools import partial
@@ -132,15 +133,19 @@ def _swiglu_bwd(dh, glu, group_ends, options: Options, need_values: bool):
     """Return dgate and dup, each as (row operand, token operand); the token operand of h, again; dprob; and dgate and
     dup in bf16 if `need_values`."""
     recipe, numbers = options.recipe, options.activation.attributes
-    if need_values or not recipe.wgrad_mx:
-        dgate, dup, dprob = ops.swiglu_bwd(dh, *glu, *numbers)
-        operands = (output_gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
-        return *operands, _hidden_tokens(glu, group_ends, options), dprob, (dgate, dup)
     attributes = recipe.rounding, False, *numbers
-    if form_of(recipe) == "fold":
+    if recipe.wgrad_mx and form_of(recipe) == "fold":
+        values = ops.swiglu_bwd(dh, *glu, *numbers)[:2] if need_values else (None, None)
         *parts, dprob = ops.swiglu_bwd_fold(dh, *glu, group_ends, *attributes)
         gate, gate_t, up, up_t, h = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
-        return (gate, gate_t), (up, up_t), h, dprob, (None, None)
+        return (gate, gate_t), (up, up_t), h, dprob, values
+    if need_values or not recipe.wgrad_mx:
+        dgate, dup, dprob = ops.swiglu_bwd(dh, *glu, *numbers)
+        if recipe.wgrad_mx:
+            operands = (output_gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
+        else:
+            operands = ((d, token_operand(d, group_ends, recipe)) for d in (dgate, dup))
+        return *operands, _hidden_tokens(glu, group_ends, options), dprob, (dgate, dup)
     q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(dh, *glu, *attributes)
     dgate, dup, h = (along_tokens(t, group_ends, recipe) for t in ((q_t, sf_t), (up_q_t, up_sf_t), (h_q_t, h_sf_t)))
     return ((q, sf), dgate), ((up_q, up_sf), dup), h, dprob, (None, None)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, slots_of_blocks
-from ..core_kernels.formats import BLOCK, E8M0_NAN, WEIGHT_HEADROOM
+from ..core_kernels.formats import BLOCK, E8M0_NAN, GRADIENT_HEADROOM, WEIGHT_HEADROOM
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import moe, ops
@@ -77,8 +77,8 @@ def numerics_report(
     of: dict[str, Measured] = {}
     ends_of_rows = np.asarray(ends)
 
-    def rows(name: str, pair: MX) -> MX:
-        of[name] = _rows(*pair, row_slices(ends_of_rows))
+    def rows(name: str, pair: MX, headroom: int = 0) -> MX:
+        of[name] = _rows(*pair, row_slices(ends_of_rows), headroom)
         return pair
 
     def weight(name: str, pair: MX) -> MX:
@@ -104,9 +104,9 @@ def numerics_report(
     d_P = rows("dout", ops.quantize_row(dout_P.astype(jnp.bfloat16), rounding=rounding))
     dh = ops.grouped_mm_mx(*d_P, *weight("w2_t", ops.quantize_col(w2, rounding=rounding)), ends)
     dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu, *numbers)
-    rows("dgate", ops.quantize_row(dgate, rounding=rounding))
+    rows("dgate", ops.quantize_row(dgate, rounding=rounding), GRADIENT_HEADROOM)
     weight("w1_t", ops.quantize_col(w1, rounding=rounding))
-    rows("dup", ops.quantize_row(dup, rounding=rounding))
+    rows("dup", ops.quantize_row(dup, rounding=rounding), GRADIENT_HEADROOM)
     weight("w3_t", ops.quantize_col(w3, rounding=rounding))
 
     if recipe.wgrad_mx:

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..core_kernels.formats import GRADIENT_HEADROOM
 from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import rounded
@@ -103,11 +104,14 @@ def input_gradient(
 
 
 def sum_of_input_gradients(
-    dout: Rows, w: Weights, dout2: Rows, w2: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype
+    dgate: Rows, w1: Weights, dup: Rows, w3: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype
 ) -> jax.Array:
-    """dout x w + dout2 x w2, rounded once -> dx (M, K): the gradient of one input of two weights."""
-    rows, weights = _balanced(row_operand(dout, recipe), along_n(w, recipe), group_ends)
-    rows2, weights2 = _balanced(row_operand(dout2, recipe), along_n(w2, recipe), group_ends)
+    """dgate x w1 + dup x w3, rounded once -> dx (M, K).
+
+    Folded rows have the bytes of swiglu_bwd_fold, whichever op quantizes them.
+    """
+    rows, weights = _balanced(row_operand(dgate, recipe, GRADIENT_HEADROOM), along_n(w1, recipe), group_ends)
+    rows2, weights2 = _balanced(row_operand(dup, recipe, GRADIENT_HEADROOM), along_n(w3, recipe), group_ends)
     if isinstance(rows, Folded):
         assert isinstance(weights, Folded)
         assert isinstance(rows2, Folded)
@@ -221,8 +225,11 @@ def _in_thirds(x: jax.Array) -> jax.Array:
     return jnp.stack([high, middle, rest - middle, *[jnp.zeros_like(x)] * 5]).astype(jnp.bfloat16)
 
 
-def row_operand(x: Rows, recipe: Recipe) -> Multiplied:
-    """x along its rows in the recipe's form. A Folded, Blockwise or Upcast operand is returned unchanged."""
+def row_operand(x: Rows, recipe: Recipe, headroom: int = 0) -> Multiplied:
+    """x along its rows in the recipe's form. A Folded, Blockwise or Upcast operand is returned unchanged.
+
+    headroom: of a fold; rows through a map have none.
+    """
     if isinstance(x, Folded | Blockwise | Upcast):
         return x
     if form_of(recipe) == "bf16":
@@ -235,10 +242,10 @@ def row_operand(x: Rows, recipe: Recipe) -> Multiplied:
     if isinstance(x, tuple) and not recipe.mx:
         x = as_bf16(x)
     if not isinstance(x, tuple):
-        return quantize_rows(x, recipe)
+        return quantize_rows(x, recipe, headroom)
     if form_of(recipe) == "balanced":
         return x
-    return Folded(*ops.fold_rows(*x)) if form_of(recipe) == "fold" else as_multiplied(x)
+    return Folded(*ops.fold_rows(*x, headroom=headroom)) if form_of(recipe) == "fold" else as_multiplied(x)
 
 
 def _source(x: MXArray, recipe: Recipe) -> tuple[jax.Array, jax.Array] | None:

@@ -17,9 +17,9 @@ dw1 and dw3. The kernel that computes h folds its rows; swiglu_bwd_fold, in plac
 computes. One read of a bf16 x or dout produces its row and token operands, and the backward saves the token operand of
 x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16 before
 they are quantized, so the bytes are those of the separate functions. dx alone differs: autograd would add two rounded
-products and round again. With padding to whole blocks of tokens, dgate, dup and h are bf16 tensors; so are dgate and
-dup with b1 or b3, whose gradients sum them. A row's weight multiplies h and b2, so that it multiplies the row of out;
-its gradient has a part of each.
+products and round again, and folded rows of dgate and dup have a headroom. With padding to whole blocks of tokens,
+dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A row's weight
+multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core_kernels.formats import GRADIENT_HEADROOM
 from ..core_kernels.recipe import Form, Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import _direct as ops
@@ -181,7 +182,7 @@ class FFNBackward:
             dprob = dprob + bias_row_products(self.given, self.b2, self.group_ends)
         if need_x:
             gate_t, up_t = map(steps.along_n, self.in_weights)
-            dgate, dup = steps.rows(dgate), steps.rows(dup)
+            dgate, dup = steps.gradient_rows(dgate), steps.gradient_rows(dup)
             dx = sum_of_products(dgate, gate_t, dup, up_t, self.group_ends, self.dtypes[0], out)
         del self.in_weights
         return dx, dprob
@@ -245,6 +246,10 @@ class _Backward:
     def rows(self, x: Unused) -> Operand:
         return row_operand(x, self.form, self.rounding)
 
+    def gradient_rows(self, x: Unused) -> Operand:
+        """x: dgate or dup. Folded, they have the bytes of swiglu_bwd_fold, whichever gradients are needed."""
+        return row_operand(x, self.form, self.rounding, GRADIENT_HEADROOM)
+
     def along_n(self, w: Operand) -> WeightOperand:
         """w: (G, N, K), or its operand along N."""
         return along_n(w, self.form, self.rounding) if isinstance(w, Tensor) else w
@@ -278,15 +283,16 @@ class _Backward:
         need_hidden: `hidden_tokens` follows. Where one kernel computes all of it, it lets go of gate and up.
         """
         arguments = dh, *self.glu, self.rounding, False, *self.numbers
+        if self.form == "fold" and self.fused and need_rows and need_tokens and need_hidden:
+            values = ops.swiglu_bwd(dh, *self.glu, *self.numbers)[:2] if need_values else ()
+            *parts, dprob = ops.swiglu_bwd_fold(*arguments[:4], self.token_ends, *arguments[4:])
+            gate, gate_t, up, up_t, hidden = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
+            self.glu, self.hidden = None, hidden
+            return (gate, gate_t), (up, up_t), dprob, values
         if need_values or not is_mx(self.form) or (need_tokens and not self.fused):
             dgate, dup, dprob = ops.swiglu_bwd(dh, *self.glu, *self.numbers)
             of_gate, of_up = (self._operands(x, need_rows, need_tokens) for x in (dgate, dup))
             return of_gate, of_up, dprob, (dgate, dup)
-        if need_rows and need_tokens and need_hidden and self.form == "fold":
-            *parts, dprob = ops.swiglu_bwd_fold(*arguments[:4], self.token_ends, *arguments[4:])
-            gate, gate_t, up, up_t, hidden = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
-            self.glu, self.hidden = None, hidden
-            return (gate, gate_t), (up, up_t), dprob, ()
         if need_rows and need_tokens:
             if need_hidden:
                 q, sf, q_t, sf_t, *up, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(*arguments)
@@ -307,7 +313,7 @@ class _Backward:
 
     def _operands(self, x: Tensor, need_rows: bool, need_tokens: bool) -> tuple[Unused, Unused]:
         """(row operand, token operand) of dgate or dup in bf16."""
-        if need_rows and need_tokens and self.fused:
+        if need_rows and need_tokens and self.fused and self.form != "fold":
             return output_gradient_operands(x, self.form, self.rounding, self.token_ends)
         return x, self.tokens(x) if need_tokens else None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, slots_of_blocks
-from ..core_kernels.formats import BLOCK, E8M0_NAN, WEIGHT_HEADROOM
+from ..core_kernels.formats import BLOCK, E8M0_NAN, GRADIENT_HEADROOM, WEIGHT_HEADROOM
 from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
@@ -74,8 +74,8 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     of: dict[str, Measured] = {}
     ends_of_rows = ends.cpu().numpy()
 
-    def rows(name: str, q: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
-        of[name] = _rows(q, sf, row_slices(ends_of_rows))
+    def rows(name: str, q: Tensor, sf: Tensor, headroom: int = 0) -> tuple[Tensor, Tensor]:
+        of[name] = _rows(q, sf, row_slices(ends_of_rows), headroom)
         return q, sf
 
     def weight(name: str, q: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     dh = ops.grouped_mm_mx(*d_P, *weight("w2_t", *ops.quantize_col(w2, rounding)), ends)
     dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, in_swiglu, *numbers)
     for name, gradient, w in (("dgate", dgate, w1), ("dup", dup, w3)):
-        rows(name, *ops.quantize_row(gradient, rounding))
+        rows(name, *ops.quantize_row(gradient, rounding), headroom=GRADIENT_HEADROOM)
         weight("w1_t" if w is w1 else "w3_t", *ops.quantize_col(w, rounding))
 
     if recipe.wgrad_mx:

@@ -240,8 +240,11 @@ def _in_thirds(x: Tensor) -> Tensor:
     return torch.stack([high, middle, low, *[torch.zeros_like(high)] * 5])
 
 
-def row_operand(x: Operand, form: Form, rounding: int) -> Operand:
-    """x along its last dim in the given form. A Folded, Blockwise or Upcast operand is returned unchanged."""
+def row_operand(x: Operand, form: Form, rounding: int, headroom: int = 0) -> Operand:
+    """x along its last dim in the given form. A Folded, Blockwise or Upcast operand is returned unchanged.
+
+    headroom: of a fold; gathered rows have none.
+    """
     if isinstance(x, Folded | Blockwise | Upcast):
         return x
     if form == "bf16":
@@ -254,8 +257,8 @@ def row_operand(x: Operand, form: Form, rounding: int) -> Operand:
     if isinstance(x, MX):
         if form == "balanced":
             return x
-        return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x))
-    return quantize_rows(dequantized(x).contiguous(), form, rounding)
+        return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, headroom))
+    return quantize_rows(dequantized(x).contiguous(), form, rounding, headroom)
 
 
 def as_bf16(x: Tensor) -> Tensor:

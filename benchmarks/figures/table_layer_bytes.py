@@ -18,8 +18,6 @@ RECORDED = {
     "combine": "combine",
 }
 """Kernel -> the op whose recorded lines time it alone."""
-MOVES = {"swiglu_bwd_fold": 15 / 11}
-"""Kernel -> what it moves, of the bytes of its arrays, which the recorded lines count."""
 HOWS: tuple[How, ...] = ("plain", "mxfp8", "recompute")
 
 
@@ -37,7 +35,7 @@ def reached(rows: Sequence[Row]) -> dict[str, float]:
         if row["frontend"] == "torch" and sizes == (131072, 7168, 2048, "fwd") and not of_product:
             rate, top = (row["flops"], FLOPS_PER_S) if row["flops"] else (row["nbytes"], BYTES_PER_S)
             found[row["op"]] = rate / row["us"] * 1e6 / top
-    return {kernel: found[op] * MOVES.get(kernel, 1) for kernel, op in RECORDED.items() if op in found}
+    return {kernel: found[op] for kernel, op in RECORDED.items() if op in found}
 
 
 def _cell(pass_: Pass) -> str:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from mxep.core_kernels.formats import HEADROOM, WEIGHT_HEADROOM
+from mxep.core_kernels.formats import GRADIENT_HEADROOM, HEADROOM, WEIGHT_HEADROOM
 
 Pair = tuple[jax.Array, jax.Array]
 E4M3 = jnp.float8_e4m3fn
@@ -44,7 +44,10 @@ def quantize_row_fold(x: jax.Array, headroom: int = 0) -> Pair:
     largest = finite.max(-1, keepdims=True)
     if headroom:
         first = finite[..., : 256 // 32].max(-1, keepdims=True)
-        largest = jnp.maximum(largest, jnp.where(first < 0, -1, (first + headroom).clip(max=254)))
+        least = jnp.where(first < 0, -1, (first + headroom).clip(max=254))
+        raised, largest = jnp.maximum(finite, least), jnp.maximum(largest, least)
+        codes = (codes.astype(jnp.float32) * jnp.exp2((finite - raised).astype(jnp.float32))[..., None]).astype(E4M3)
+        finite = raised
     factor = jnp.where(byte == 255, jnp.nan, jnp.exp2((finite - largest).astype(jnp.float32)))
     folded = (codes.astype(jnp.float32) * factor[..., None]).astype(E4M3)
     return _bits(folded, jnp.uint8).reshape(x.shape), (largest[..., 0] & 255).astype(jnp.uint8)
@@ -78,8 +81,8 @@ def _fold_columns(x: jax.Array, group_ends: jax.Array) -> Pair:
     return jnp.where(owned[:, None], folded, 0).reshape(x.mT.shape), scales.astype(jnp.uint8).mT
 
 
-def quantize_both_fold(x: jax.Array, group_ends: jax.Array) -> tuple[jax.Array, ...]:
-    return *quantize_row_fold(x), *_fold_columns(x, group_ends)
+def quantize_both_fold(x: jax.Array, group_ends: jax.Array, headroom: int = 0) -> tuple[jax.Array, ...]:
+    return *quantize_row_fold(x, headroom), *_fold_columns(x, group_ends)
 
 
 def requantize_col_fold(q: jax.Array, sf: jax.Array, group_ends: jax.Array) -> Pair:
@@ -146,8 +149,8 @@ def swiglu_bwd_fold(
     dh: jax.Array, gate: jax.Array, up: jax.Array, prob: jax.Array, group_ends: jax.Array
 ) -> tuple[jax.Array, ...]:
     dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
-    gradients = *quantize_both_fold(dgate, group_ends), *quantize_both_fold(dup, group_ends)
-    return *gradients, *_fold_columns(_swiglu(gate, up, prob), group_ends), dprob
+    of_gate, of_up = (quantize_both_fold(x, group_ends, GRADIENT_HEADROOM) for x in (dgate, dup))
+    return *of_gate, *of_up, *_fold_columns(_swiglu(gate, up, prob), group_ends), dprob
 
 
 def route_bwd(dweights: jax.Array, dshares: jax.Array, logits: jax.Array, ids: jax.Array) -> tuple[jax.Array]:

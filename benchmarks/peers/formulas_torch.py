@@ -4,7 +4,7 @@ A formula writes into existing outputs, as the kernels do; the compiler fuses th
 """
 
 import torch
-from mxep.core_kernels.formats import HEADROOM, WEIGHT_HEADROOM
+from mxep.core_kernels.formats import GRADIENT_HEADROOM, HEADROOM, WEIGHT_HEADROOM
 from torch import Tensor
 
 
@@ -50,12 +50,15 @@ def quantize_row_fold(x: Tensor, qf: Tensor, row_sf: Tensor, *, headroom: int = 
     codes, bytes_ = _encode(x.unflatten(-1, (-1, 32)).float(), -1)
     finite = torch.where(bytes_ == 255, -1, bytes_.int())
     largest = finite.amax(-2, keepdim=True)
+    codes = codes.view(torch.float8_e4m3fn)
     if headroom:
         first = finite[..., : 256 // 32, :].amax(-2, keepdim=True)
-        largest = torch.maximum(largest, torch.where(first < 0, -1, (first + headroom).clamp(max=254)))
+        least = torch.where(first < 0, -1, (first + headroom).clamp(max=254))
+        raised, largest = torch.maximum(finite, least), torch.maximum(largest, least)
+        codes = (codes.float() * torch.exp2((finite - raised).float())).to(torch.float8_e4m3fn)
+        finite = raised
     factor = torch.where(bytes_ == 255, float("nan"), torch.exp2((finite - largest).float()))
-    folded = codes.view(torch.float8_e4m3fn).float() * factor
-    qf.copy_(folded.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2))
+    qf.copy_((codes.float() * factor).to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2))
     row_sf.copy_(largest.flatten(-3).to(torch.uint8))  # -1, a row of NaN blocks, wraps to 255
 
 
@@ -90,9 +93,9 @@ def _fold_columns(x: Tensor, group_ends: Tensor, qf_t: Tensor, chunk_sf: Tensor)
 
 
 def quantize_both_fold(
-    x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, chunk_sf: Tensor
+    x: Tensor, group_ends: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, chunk_sf: Tensor, headroom: int = 0
 ) -> None:
-    quantize_row_fold(x, qf, row_sf)
+    quantize_row_fold(x, qf, row_sf, headroom=headroom)
     if not x.is_cuda:
         torch._dynamo.graph_break()  # as in quantize_both
     _fold_columns(x, group_ends, qf_t, chunk_sf)
@@ -219,8 +222,8 @@ def swiglu_bwd_all(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor, *out: Ten
 
 def swiglu_bwd_fold(dh: Tensor, gate: Tensor, up: Tensor, prob: Tensor, group_ends: Tensor, *out: Tensor) -> None:
     dgate, dup, dprob = _swiglu_bwd(dh, gate, up, prob)
-    quantize_both_fold(dgate, group_ends, *out[:4])
-    quantize_both_fold(dup, group_ends, *out[4:8])
+    quantize_both_fold(dgate, group_ends, *out[:4], headroom=GRADIENT_HEADROOM)
+    quantize_both_fold(dup, group_ends, *out[4:8], headroom=GRADIENT_HEADROOM)
     _fold_columns(_swiglu(gate, up, prob), group_ends, *out[8:10])
     out[10].copy_(dprob)
 

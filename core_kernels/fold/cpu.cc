@@ -15,8 +15,8 @@ void fold_rows(const Call& call) {
     vectorized([=]() MXEP_ALWAYS_INLINE {
       for (int64_t m = begin; m < end; ++m) {
         const int first = row_scale(sf + m * scales, std::min(scales, kSpanBlocks));
-        const int row = with_headroom(row_scale(sf + m * scales, scales), first, headroom);
-        fold_blocks(q + m * k, sf + m * scales, row, qf + m * k, scales);
+        const int least = least_scale(first, headroom), row = std::max(row_scale(sf + m * scales, scales), least);
+        fold_blocks_twice(q + m * k, sf + m * scales, least, row, qf + m * k, scales);
         row_sf[m] = row_scale_byte(row);
       }
     });

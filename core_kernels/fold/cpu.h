@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string>
 
@@ -24,9 +25,9 @@ MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
   for (int64_t b = 0; b < blocks; ++b) row = max_scale(row, sf[b]);
   return row;
 }
-// The scale of a row whose largest scale is `row`, and the largest of whose first span is `first`.
-MXEP_INLINE int with_headroom(int row, int first, int headroom) {
-  return first < 0 ? row : std::max(row, std::min<int>(first + headroom, kE8m0Nan - 1));
+// The scale that a row's blocks have at least, if the largest of its first span is `first`; -1: none.
+MXEP_INLINE int least_scale(int first, int headroom) {
+  return first < 0 || headroom == 0 ? -1 : std::min<int>(first + headroom, kE8m0Nan - 1);
 }
 MXEP_INLINE uint8_t row_scale_byte(int row) { return static_cast<uint8_t>(row < 0 ? kE8m0Nan : row); }
 
@@ -61,16 +62,18 @@ inline std::span<const int32_t> block_ends(const char* op, const Array& group_en
 }
 
 // Folds blocks; `out` may be `q`. The factors of 16 blocks are expanded to one per value first, so that one long loop
-// runs over the values. Scales are bytes, or wider numbers that may be negative.
+// runs over the values. Scales are bytes, or wider numbers that may be negative. Blocks with a smaller scale than
+// `least` have that one.
 template <typename Scale>
-MXEP_INLINE void fold_blocks(const uint8_t* q, const Scale* sf, int row, uint8_t* out, int64_t blocks) {
+MXEP_INLINE void fold_blocks(const uint8_t* q, const Scale* sf, int row, uint8_t* out, int64_t blocks,
+                             int least = std::numeric_limits<int>::min()) {
   constexpr int kGroup = 16;
   alignas(64) float factor[kGroup * kBlock];
   for (int64_t first = 0; first < blocks; first += kGroup, q += kGroup * kBlock, out += kGroup * kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kGroup, blocks - first));
     for (int b = 0; b < count; ++b) {
       // 448 * 2^-32 rounds to zero, and 2^-254 is not an fp32 number.
-      const int shift = std::clamp(sf[first + b] - row, -32, 0);
+      const int shift = std::clamp(std::max<int>(sf[first + b], least) - row, -32, 0);
       std::fill_n(factor + b * kBlock, kBlock, scale(static_cast<uint32_t>(127 + shift)));
     }
     for (int i = 0; i < count * kBlock; ++i) {
@@ -80,6 +83,14 @@ MXEP_INLINE void fold_blocks(const uint8_t* q, const Scale* sf, int row, uint8_t
     for (int b = 0; b < count; ++b)
       if (sf[first + b] == kE8m0Nan) std::memset(out + b * kBlock, kE4m3Nan, kBlock);
   }
+}
+
+// Folds blocks to `least`, those with a larger scale excepted, and where `row` is larger then to that.
+MXEP_INLINE void fold_blocks_twice(const uint8_t* q, const uint8_t* sf, int least, int row, uint8_t* out,
+                                   int64_t blocks) {
+  if (least < 0) return fold_blocks(q, sf, row, out, blocks);
+  fold_blocks(q, sf, least, out, blocks);
+  if (row > least) fold_blocks(out, sf, row, out, blocks, least);
 }
 
 // Computes the row's scale first, which loads the row into the cache; then quantizes and folds 16 blocks at a time.
@@ -92,11 +103,12 @@ MXEP_INLINE uint8_t quantize_folded_row(const T* x, uint8_t* qf, int64_t blocks,
     row = max_scale(row, block_scale(x + b * kBlock, rule));
     if (b < kSpanBlocks) first_span = row;
   }
-  row = with_headroom(row, first_span, headroom);
+  const int least = least_scale(first_span, headroom);
+  row = std::max(row, least);
   for (int64_t first = 0; first < blocks; first += kGroup) {
     const int64_t count = std::min<int64_t>(kGroup, blocks - first);
     quantize_blocks(x + first * kBlock, qf + first * kBlock, sf, count, rule);
-    fold_blocks(qf + first * kBlock, sf, row, qf + first * kBlock, count);
+    fold_blocks_twice(qf + first * kBlock, sf, least, row, qf + first * kBlock, count);
   }
   return row_scale_byte(row);
 }

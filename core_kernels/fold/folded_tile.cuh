@@ -81,6 +81,21 @@ __device__ inline uint32_t fold_power(uint32_t byte, uint32_t scale) {
   return f16x2_power(__viaddmax_s32(static_cast<int>(byte), -static_cast<int>(scale), -32));
 }
 
+// The powers that fold a block of a line twice: to `least`, the scale that the line's blocks have at least, -1 for
+// none, and to the line's scale.
+struct TwoFolds {
+  uint32_t first, second;
+
+  static __device__ TwoFolds of(uint32_t byte, int least, uint32_t scale) {
+    const auto raised = static_cast<uint32_t>(max(static_cast<int>(byte), least));
+    return {fold_power(byte, raised), fold_power(raised, scale)};
+  }
+  template <typename Codes>
+  __device__ Codes operator()(Codes codes) const {
+    return folded(folded(codes, first), second);
+  }
+};
+
 // Writes the codes of a tile's rows. `bytes`: the blocks' scales, `magnitudes`: the rows' scales + 1, both of the
 // lane's rows.
 template <typename T, typename Store = DefaultStore>

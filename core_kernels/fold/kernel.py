@@ -37,7 +37,11 @@ def store_folded(
     row = tl.max(tl.where(counts, byte, -1), 1)
     if headroom > 0:
         first = tl.max(tl.where(counts & (kb < SPAN_MX // BLOCK_MX)[None, :], byte, -1), 1)
-        row = tl.maximum(row, tl.where(first < 0, -1, tl.minimum(first + headroom, NAN_BYTE - 1)))
+        least = tl.where(first < 0, -1, tl.minimum(first + headroom, NAN_BYTE - 1))
+        row = tl.maximum(row, least)
+        raised = tl.maximum(byte, least[:, None])
+        q_blocks = fold_tile(q_blocks, byte, raised, 2, HW_CAST)
+        byte = raised
     folded = fold_tile(q_blocks, byte, row[:, None], 2, HW_CAST)
     inside = (m < M)[:, None] & (k < K)[None, :]
     tl.store(qf + m[:, None] * K + k[None, :], tl.reshape(folded, (BLOCK_M, BLOCK_K)), mask=inside)

@@ -8,6 +8,11 @@ namespace mxep::cuda {
 
 inline constexpr uint32_t kOnes = 0x01010101u;
 
+// Of four first spans: the magnitudes of the scales that the blocks of their lines have at least, `octaves` larger.
+__device__ inline uint32_t least_magnitudes(uint32_t first, uint32_t octaves) {
+  return __vaddus4(first, octaves * kOnes) & __vcmpne4(first, 0);
+}
+
 // Loads and stores that bypass L1, since other CTAs run at the same time.
 __device__ inline uint32_t poll(const uint32_t* from) {
   uint32_t words;

@@ -1,4 +1,5 @@
-// The lines of cuda_matrix.cu with a larger block than their scale allows, once more and with the scale of that block.
+// The lines of cuda_matrix.cu with a larger block than their scale allows, once more: folded to that scale, which the
+// larger blocks exceed, and then to the scale of the largest block.
 //
 //   magnitudes of lines --> the lines to rewrite, mostly none --.
 //   x ----------------------------------------------------------+--> codes and scales of these lines
@@ -29,17 +30,22 @@ struct List {
   }
 };
 
+// The scale that the blocks of a line have at least; -1: none.
+__device__ inline int least_scale(uint32_t first) {
+  return static_cast<int>(least_magnitudes(first, kWeightHeadroom)) - 1;
+}
+
 // Four values of a row of a block that eight neighbouring lanes have.
-__device__ inline uint32_t row_codes(uint2 values, uint32_t scale, ScaleRule rule) {
+__device__ inline uint32_t row_codes(uint2 values, int least, uint32_t scale, ScaleRule rule) {
   const Bf16x2 two[2] = {{values.x}, {values.y}};
   uint32_t largest = max_magnitude(two[0], two[1]).magnitude().bits;
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) largest = Bf16x2::max_words(largest, __shfl_xor_sync(~0u, largest, step));
   const uint32_t low = Bf16x2::word_bits(largest, 0), high = Bf16x2::word_bits(largest, 1);
   const uint32_t byte = e8m0_from_amax(max(low, high), rule);  // as integers: NaN is the largest
-  const uint32_t power = fold_power(byte, scale), both[2] = {inverse_scale(byte), inverse_scale(byte)};
+  const uint32_t both[2] = {inverse_scale(byte), inverse_scale(byte)};
   const Bf16x2 factor{Bf16x2::pack_word(both)}, a = two[0] * factor, b = two[1] * factor;
-  return folded(e4m3x4(a.low(), a.high(), b.low(), b.high()), power);
+  return TwoFolds::of(byte, least, scale)(e4m3x4(a.low(), a.high(), b.low(), b.high()));
 }
 
 __global__ void __launch_bounds__(kRewriters)
@@ -53,12 +59,13 @@ __global__ void __launch_bounds__(kRewriters)
   for (uint32_t i = threadIdx.x / 32; i < list.count; i += kRewriters / 32) {
     const int64_t row = first + list.numbers[i];
     const uint32_t scale = p.rows.larger[row] - 1;
+    const int least = least_scale(p.rows.first[row]);
     if (lane == 0) p.row_sf[row] = scale;
     for (int64_t at = 0; at < cols; at += 128) {
       const int64_t col = at + lane * 4;
       const bool exists = col < cols;
       const uint2 values = exists ? __ldg(reinterpret_cast<const uint2*>(x + row * cols + col)) : uint2{};
-      const uint32_t codes = row_codes(values, scale, rule);
+      const uint32_t codes = row_codes(values, least, scale, rule);
       if (exists) *reinterpret_cast<uint32_t*>(p.qf + row * cols + col) = codes;
     }
   }
@@ -103,7 +110,8 @@ __global__ void __launch_bounds__(kRewriters, 2)
           if (of_lines[i] == 0) continue;
           const int64_t to = line + 2 * pair + i;
           const uint32_t scale = of_lines[i] - 1;
-          reinterpret_cast<uint4*>(p.qf_t + to * rows + row)[half] = folded(codes[i], fold_power(bytes[i], scale));
+          const auto folds = TwoFolds::of(bytes[i], least_scale(p.columns.first[to]), scale);
+          reinterpret_cast<uint4*>(p.qf_t + to * rows + row)[half] = folds(codes[i]);
           if (row == 0) p.col_sf[to] = scale;
         }
       }

@@ -154,7 +154,7 @@ struct LaneMagnitudes {
   static __device__ uint32_t four(const uint32_t* from) {
     const uint4 of = __ldg(reinterpret_cast<const uint4*>(from));
     const uint32_t first = __byte_perm(__byte_perm(of.x, of.y, 0x0040), __byte_perm(of.z, of.w, 0x0040), 0x5410);
-    return __vaddus4(first, kWeightHeadroom * kOnes) & __vcmpne4(first, 0);
+    return least_magnitudes(first, kWeightHeadroom);
   }
   static __device__ LaneMagnitudes of(const MatrixFold& p, const TileCoord& at) {
     if (!ThreadSlice::of<MatrixTile>(p.grid, at).exists) return {};

@@ -11,15 +11,34 @@ from ..quantize.oracle import dequantize, quantize_col, quantize_row
 def fold_rows(q: Array, sf: Array, headroom: int = 0) -> Pair:
     """q (..., K), sf (..., K/32) -> qf (..., K), row_sf (...): all blocks with the row's largest scale.
 
-    The blocks of a row's first SPAN values count as `headroom` octaves larger, at most as 254. A NaN block (byte 255)
-    is ignored when the row's scale is chosen and becomes elements 0x7F. A row of NaN blocks has scale 255.
+    With a headroom, every block first gets at least the largest scale of the first SPAN values, `headroom` octaves
+    larger, up to 254. A NaN block (byte 255) is ignored when scales are chosen and becomes elements 0x7F. A row of NaN
+    blocks has scale 255.
     """
-    scales = np.where(sf == E8M0_NAN, -1, sf.astype(np.int32))
-    first = scales[..., : SPAN // BLOCK].max(-1)
-    largest = np.maximum(scales.max(-1), np.where(first < 0, -1, np.minimum(first + headroom, E8M0_NAN - 1)))
-    factor = np.where(sf == E8M0_NAN, np.nan, np.ldexp(1.0, sf.astype(np.int32) - largest[..., None]))
+    if headroom:
+        q, sf = _raise_scales(q, sf, headroom)
+    largest = _scales(sf).max(-1)
     row_sf = np.where(largest < 0, E8M0_NAN, largest).astype(np.uint8)
-    return to_e4m3(E4M3_VALUES[q] * np.repeat(factor, BLOCK, axis=-1)), row_sf
+    return _fold(q, sf, largest[..., None]), row_sf
+
+
+def _scales(sf: Array) -> Array:
+    """Scale bytes as int32, -1 for NaN."""
+    return np.where(sf == E8M0_NAN, -1, sf.astype(np.int32))
+
+
+def _fold(q: Array, sf: Array, target: Array) -> Array:
+    """Codes under the scale `target`, which is not smaller than sf."""
+    factor = np.where(sf == E8M0_NAN, np.nan, np.ldexp(1.0, sf.astype(np.int32) - target))
+    return to_e4m3(E4M3_VALUES[q] * np.repeat(factor, BLOCK, axis=-1))
+
+
+def _raise_scales(q: Array, sf: Array, headroom: int) -> Pair:
+    scales = _scales(sf)
+    first = scales[..., : SPAN // BLOCK].max(-1, keepdims=True)
+    least = np.where(first < 0, -1, np.minimum(first + headroom, E8M0_NAN - 1))
+    raised = np.maximum(scales, least)
+    return _fold(q, sf, raised), np.where(sf == E8M0_NAN, E8M0_NAN, raised).astype(np.uint8)
 
 
 def quantize_row_fold(

@@ -6,8 +6,11 @@
 
 row_sf is the largest scale byte of the row and qf = RTNE(q * 2^(sf - row_sf)). A NaN block (byte 255) is ignored when
 row_sf is chosen and becomes NaN elements, 0x7F; the other blocks keep their values. row_sf is 255 only for a row of NaN
-blocks alone. With a headroom the blocks of a row's first 256 values count as so many octaves larger: a kernel that has
-read these then nearly always knows row_sf. Weights have a headroom of two octaves.
+blocks alone.
+
+With a headroom a kernel that has read a row's first 256 values nearly always knows row_sf, and writes codes under it:
+the largest scale of their blocks, so many octaves larger. Where another block has a larger scale, the row is folded
+once more, to that one. Weights and SwiGLU's gradients have a headroom of two octaves.
 
 `fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, plus three
 octaves in the first span, so that later spans seldom raise the scale. It is written in one pass over the group, before
@@ -28,8 +31,8 @@ from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype
 from ..quantize.plan import FLOATS, SCALES, check_scaled, tile_whole_rows, whole_row_types
 from ..tiles import cdiv, tiles
 
-HEADROOM = """headroom: 0 to 7; the blocks of a row's first 256 values count as so many octaves larger when row_sf is
-        chosen."""
+HEADROOM = """headroom: 0 to 7; blocks are folded to the largest scale of the row's first 256 values, so many octaves
+        larger, and then, where a block has a larger one, to that. 0: once, to the largest scale of the row."""
 
 
 def _check_fold(q: ArrayType, sf: ArrayType, *, headroom: int = 0) -> Signature:

@@ -1,9 +1,10 @@
-// Quantized rows folded where they are. Of E4M3 codes and the scales of their blocks, only the blocks whose scale is
-// not the largest of their row are read and written; a block is a sector of DRAM.
+// Folded rows with a larger block than their scale allows, folded again where they are. Every block has at least the
+// row's scale, and of these rows only the blocks whose scale is not the largest are read and written; a block is a
+// sector of DRAM.
 //
 //   scales of 16 rows --> shared memory --> the largest of each row --> row_sf
 //                                             |
-//   qf -- blocks with another scale --> times 2^(block's scale - largest) --> qf
+//   qf -- blocks with a smaller one --> times 2^(block's scale - largest) --> qf
 //
 // A CTA also adds up the parts of a sum per row.
 #pragma once
@@ -19,7 +20,8 @@ template <int kResults>
 struct RowsInPlace {
   int64_t rows, cols;  // rows: a multiple of kRowsOfCta
   uint8_t *qf[kResults], *row_sf[kResults];
-  const uint8_t* scales;  // (kResults, pairs of blocks, rows, 2)
+  const uint8_t* scales;  // of the blocks before any fold: (pairs of blocks, kResults, rows, 2)
+  const uint8_t* least;   // (kResults, rows): magnitudes of the scales that blocks have at least
   const float* parts;     // (blocks, rows)
   float* sum;             // (rows,), or null
   int pairs;              // of blocks in a row, the last one perhaps alone
@@ -35,8 +37,9 @@ __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_c
   const int pairs = p.pairs, blocks = static_cast<int>(p.cols / kBlock);
   for (int i = threadIdx.x; i < kResults * pairs * 2; i += kRowThreads) {
     const int pair = i / 2 % pairs, which = i / 2 / pairs, half = i % 2;
-    const uint4 eight = __ldg(
-        reinterpret_cast<const uint4*>(p.scales + ((int64_t{which} * pairs + pair) * p.rows + first_row) * 2) + half);
+    const uint4 eight =
+        __ldg(reinterpret_cast<const uint4*>(p.scales + ((int64_t{pair} * kResults + which) * p.rows + first_row) * 2) +
+              half);
     const uint32_t words[] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
     for (int r = 0; r < 8; ++r)
@@ -62,11 +65,13 @@ __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_c
     const int which = line / kRowsOfCta;
     const int64_t row = first_row + line % kRowsOfCta;
     const auto* scales = reinterpret_cast<const uint8_t*>(staged + line * pairs);
-    uint32_t largest = 0;
+    const uint32_t least = __ldg(p.least + which * p.rows + row);
+    uint32_t largest = least;
     for (int i = lane; i < blocks; i += 32) largest = max(largest, (scales[i] + 1u) & 0xFF);
     largest = __reduce_max_sync(~0u, largest);
     if (lane == 0) p.row_sf[which][row] = largest - 1;
-    const uint32_t row_scale = max(largest, 1) - 1;
+    if (largest == least) continue;
+    const uint32_t row_scale = largest - 1, at_least = max(least, 1) - 1;
 
     constexpr int kAtOnce = 8;
     uint8_t* codes = p.qf[which] + row * p.cols + lane * 16;
@@ -76,7 +81,7 @@ __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_c
       uint32_t byte[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        byte[i] = first + 16 * i < blocks ? scales[first + 16 * i] : row_scale;
+        byte[i] = first + 16 * i < blocks ? max(uint32_t{scales[first + 16 * i]}, at_least) : row_scale;
         if (byte[i] != row_scale) found[i] = *reinterpret_cast<const uint4*>(codes + 512 * i);
       }
 #pragma unroll

@@ -10,7 +10,7 @@
 namespace mxep {
 namespace {
 
-constexpr int64_t kNoHeadroom[] = {0};
+constexpr int64_t kNoHeadroom[] = {0}, kOfGradients[] = {kGradientHeadroom};
 
 // The block scales of codes (R, C): (R, C/32).
 struct BlockScales {
@@ -47,7 +47,7 @@ void swiglu_bwd_fold(const Call& call) {
   swiglu_bwd_all({call.in.first(4), quantized, call.attrs});
   for (size_t i = 0; i < rows.size(); ++i) {
     const std::array blocks{rows[i][0], row_sf[i].array()};
-    fold_rows({blocks, rows[i], kNoHeadroom});
+    fold_rows({blocks, rows[i], kOfGradients});
   }
   for (size_t i = 0; i < columns.size(); ++i) {
     const std::array blocks{columns[i][0], col_sf[i].array(), ends};

@@ -1,14 +1,16 @@
 // SwiGLU backward with every operand of the products that follow, folded: dgate and dup with one scale per row, and
 // dgate, dup and h along the tokens with one scale per column and span.
 //
+//   first 256 columns of dh, gate, up --measure_rows--> least scales of the rows of dgate and dup
+//
 //   dh, gate, up (M, F)          a CTA has 64 columns of a group and walks down its spans; a warp has 32 x 32 values
 //        |
 //        | cp.async, a row of each quad 2 rows ahead
 //        v
 //   ring of 4 rows a quad --> dgate, dup in registers, h in shared memory --> parts of dprob, in scratch memory
 //        |
-//        |--- rows: codes --> qf, scales of blocks --> scratch memory      .-- fold_rows_in_place: blocks with another
-//        |                                                                 |   scale than the largest of their row
+//        |--- rows: codes, folded to the least scales --> qf               .-- fold_rows_in_place: rows with a larger
+//        |          scales of blocks --> scratch memory                    |   scale, seldom
 //        '--- columns: codes and scales of blocks, in shared memory        '-> qf, row_sf, dprob
 //                  |
 //                  |   running maximum of each column, in registers of the threads that write it
@@ -28,6 +30,7 @@
 #include "swiglu/bwd.cuh"
 #include "swiglu/bwd_columns.cuh"
 #include "swiglu/chains.cuh"
+#include "swiglu/folded_rows.cuh"
 
 namespace mxep::cuda {
 namespace {
@@ -36,7 +39,7 @@ struct SpanTile {
   static constexpr int kDown = kSpan / kBlock, kAcross = 2;  // in warps: a group of columns is kDown warps
   static constexpr int kThreads = 32 * kDown * kAcross, kGroupThreads = 32 * kDown;
   static constexpr int kCols = kBlock * kAcross;
-  static constexpr int kPairs = 4, kBlockLanes = kBlock / 8;  // the constants of SharedTile
+  static constexpr int kBlockLanes = kBlock / 8;
 };
 using T = SpanTile;
 
@@ -51,9 +54,54 @@ struct BwdFold : Chains {
   BackwardInputs in;
   int64_t cols;
   uint8_t *qf[2], *qf_t[kResults], *span_sf[kResults];
-  uint8_t* row_scales;  // scratch memory: (2, tiles_across, M, 2), of the blocks of dgate's and dup's rows
-  float* sums;          // scratch memory: (F/32, M), parts of dprob
+  // Scratch memory.
+  uint8_t* row_scales;  // (tiles_across, 2, M, 2): of the blocks of dgate's and dup's rows
+  float* sums;          // (F/32, M): parts of dprob
+  uint8_t* least;       // (2, M): magnitudes of the scales that blocks of dgate's and dup's rows have at least
 };
+
+constexpr int kMeasuring = 512;  // threads
+
+// Measures the rows of dgate and dup: the largest scale of their first 256 values. A warp has a row at a time.
+template <typename By>
+__global__ void __launch_bounds__(kMeasuring, 2)
+    measure_rows(const __grid_constant__ BwdFold p, ScaleRule rule, By by) {
+  __shared__ SigmoidTable<By> table;
+  static_assert(kSpan == 32 * 8);  // a vector of each lane
+  const int lane = threadIdx.x % 32;
+  const bool exists = lane * 8 < p.cols;
+  Vector8 dh, gate, up;
+  float prob = 1;
+  const auto fetch_row = [&](int64_t row) {
+    const int64_t at = row * p.cols + lane * 8;
+    dh = load_vector<true>(p.in.dh + at, exists, 8);
+    gate = load_vector<true>(p.in.gate + at, exists, 8);
+    up = load_vector<true>(p.in.up + at, exists, 8);
+    if (p.in.prob) prob = __ldg(p.in.prob + row);
+  };
+  const int64_t step = int64_t{gridDim.x} * (kMeasuring / 32);
+  int64_t row = int64_t{blockIdx.x} * (kMeasuring / 32) + threadIdx.x / 32;
+  if (row < p.tokens) fetch_row(row);
+  table.fill(by);
+  __syncthreads();
+  for (; row < p.tokens; row += step) {
+    Vector8 dgate, dup;
+    float sum = 0;
+    backward(dh, gate, up, table, by, prob, dgate, dup, sum);
+    if (row + step < p.tokens) fetch_row(row + step);
+    uint32_t word = row_word({largest(dgate), largest(dup)});
+#pragma unroll
+    for (int lanes = 1; lanes < T::kBlockLanes; lanes *= 2)
+      word = Bf16x2::max_words(word, __shfl_xor_sync(~0u, word, lanes));
+    const auto largest_magnitude = [&](int which) {
+      const uint32_t magnitude = e8m0_from_amax(Bf16x2::word_bits(word, which), rule) + 1 & 0xFF;
+      return __reduce_max_sync(~0u, exists ? magnitude : 0);
+    };
+    const uint32_t magnitudes = largest_magnitude(0) | largest_magnitude(1) << 8;
+    const uint32_t least = least_magnitudes(magnitudes, kGradientHeadroom);
+    if (lane < 2) p.least[lane * p.tokens + row] = least >> lane * 8;
+  }
+}
 
 template <typename By>
 struct FoldShared {
@@ -245,7 +293,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         compute(2);
         compute(3);
         exchange_halves<2, 2>(sums, [](float a, float b) { return a + b; });
-        const int64_t row = begin + thread.row, block = int64_t{chain.tile} * T::kAcross + group;
+        const int64_t row = begin + thread.row, at = row * p.cols + tile_col,
+                      block = int64_t{chain.tile} * T::kAcross + group;
         if (p.in.prob) p.sums[block * p.tokens + begin + thread.band * kBlock + lane] = sums[0];
         if (any) sm90::barrier_wait(&s.written[group], phase ^ 1);
         const auto quantize_columns = [&](const Vector8(&vectors)[kRowsAtOnce], int which) {
@@ -253,10 +302,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
                      [&](int column, uint32_t byte) { s.scales[which][group][column][thread.band] = byte; });
         };
         const auto quantize = [&](const Vector8(&vectors)[kRowsAtOnce], int which) {
-          scale_rows<T>(vectors, rule, kRowsAtOnce, p.qf[which] + row * p.cols + tile_col, p.cols,
-                        p.row_scales + ((int64_t{which} * p.tiles_across + chain.tile) * p.tokens + row) * 2 + group,
-                        2);
+          const int64_t of_rows = which * p.tokens + row;
           quantize_columns(vectors, which);
+          fold_rows(vectors, rule, p.least[of_rows + lane % kRowsAtOnce] - 1, p.qf[which] + at, p.cols,
+                    p.row_scales + (int64_t{chain.tile} * 2 * p.tokens + of_rows) * 2 + group, 2);
         };
         quantize(dgate, 0);
         quantize(dup, 1);
@@ -294,11 +343,17 @@ void launch(const char* op, const Call& call, const By& by, cudaStream_t stream)
   // plan_bwd_fold.py: scratch_words
   p.row_scales = call.out.back().as<uint8_t>();
   p.sums = reinterpret_cast<float*>(p.row_scales + 4 * p.tiles_across * rows);
+  p.least = reinterpret_cast<uint8_t*>(p.sums + cols / kBlock * rows);
+  const ScaleRule rule(call.attrs[0], call.attrs[1]);
+  if (rows) {
+    constexpr auto kMeasure = measure_rows<By>;
+    const auto ctas = std::min<int64_t>(ceil_div(rows, kMeasuring / 32), 2 * multiprocessors(op));
+    launch_kernel(op, kMeasure, static_cast<unsigned>(ctas), kMeasuring, 0, stream, p, rule, by);
+  }
   constexpr auto kKernel = backward_fold<By>;
   constexpr int kShared = sizeof(FoldShared<By>);
   allow_shared_memory<kKernel>(op, stream, kShared);
-  launch_kernel(op, kKernel, std::min(p.chains, multiprocessors(op)), T::kThreads, kShared, stream, p,
-                ScaleRule(call.attrs[0], call.attrs[1]), by);
+  launch_kernel(op, kKernel, std::min(p.chains, multiprocessors(op)), T::kThreads, kShared, stream, p, rule, by);
   if (rows == 0) return;
   RowsInPlace<2> folds{};
   folds.rows = rows;
@@ -306,6 +361,7 @@ void launch(const char* op, const Call& call, const By& by, cudaStream_t stream)
   folds.pairs = static_cast<int>(p.tiles_across);
   for (int i = 0; i < 2; ++i) folds.qf[i] = out(4 * i), folds.row_sf[i] = out(4 * i + 1);
   folds.scales = p.row_scales;
+  folds.least = p.least;
   folds.parts = p.sums;
   folds.sum = p.in.prob ? call.out[10].as<float>() : nullptr;
   fold_in_place(op, folds, stream);

@@ -29,7 +29,8 @@ struct RowInputs {
   const float* prob;  // null: every row has probability 1
   int64_t rows, cols;
   int team;  // threads of a row
-  uint32_t zeros = 0x80000000u;  // a constant, which ptxas would compute where it is used if it knew it
+  // A constant, which ptxas would compute where it is used if it knew it.
+  uint32_t zeros = 0x80000000u;
 };
 
 struct RowValues {

@@ -1,5 +1,5 @@
-// Rows of computed values, quantized and folded in registers: a lane has 8 neighbouring values of a few rows, four lanes
-// have a block.
+// Rows of computed values, quantized and folded in registers: a lane has 8 neighbouring values of a few rows, four
+// lanes have a block.
 #pragma once
 
 #include "fold/code_tile.cuh"
@@ -44,6 +44,21 @@ __device__ uint2 folded_codes(const Vector8& values, uint32_t folding_scale, uin
     codes[j] = folded(codes[j], power);
   }
   return make_uint2(codes[0], codes[1]);
+}
+
+// Quantizes and folds a lane's rows. `least`: of the row whose scale the lane has, the scale that its blocks have at
+// least; -1 for none. `q` and `sf`: addresses of the first vector's codes and of its block's own scale.
+__device__ inline void fold_rows(const Vector8 (&vectors)[kRowsAtOnce], ScaleRule rule, int least, uint8_t* q,
+                                 int64_t q_pitch, uint8_t* sf, int64_t sf_pitch) {
+  uint32_t words[kRowsAtOnce / 2];
+#pragma unroll
+  for (int w = 0; w < kRowsAtOnce / 2; ++w) words[w] = row_word({largest(vectors[2 * w]), largest(vectors[2 * w + 1])});
+  const uint32_t byte = e8m0_from_amax(exchanged_amax(words), rule);
+  sf[threadIdx.x % kRowsAtOnce * sf_pitch] = byte;
+  const uint32_t scale = folding_scale(byte, max(static_cast<int>(byte), least));
+#pragma unroll
+  for (int r = 0; r < kRowsAtOnce; ++r, q += q_pitch)
+    *reinterpret_cast<uint2*>(q) = folded_codes<true>(vectors[r], __shfl_sync(~0u, scale, r, kRowsAtOnce), 0);
 }
 
 }  // namespace mxep::cuda

@@ -54,12 +54,14 @@ struct SigmoidTable {
     }
   }
   __device__ void look_up(Bf16x2 g, const By& by, float& low, float& high) const {
-    constexpr uint32_t kTwice = 0x10001;
+    constexpr uint32_t kTwice = 0x10001, kSign = sizeof(float);
+    static_assert(sizeof(of) <= 0x10000);  // an offset in bytes is half a word
     const uint32_t i =
         __viaddmin_s16x2_relu(g.magnitude().bits, kTwice * (0x10000 - first(by)), kTwice * (kEntries - 1));
-    const uint32_t place = 2 * i + (g.bits >> 15 & kTwice);
-    low = of[0][place & 0xFFFF];
-    high = of[0][place >> 16];
+    const uint32_t offsets = sizeof(of[0]) * i + (g.bits >> 13 & kTwice * kSign);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(of);
+    low = *reinterpret_cast<const float*>(bytes + (offsets & 0xFFFF));
+    high = *reinterpret_cast<const float*>(bytes + (offsets >> 16));
   }
 };
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..fold import oracle as fold_oracle
-from ..formats import EXP2_COEFFICIENTS, LOG2E, Rounding
+from ..formats import EXP2_COEFFICIENTS, GRADIENT_HEADROOM, LOG2E, Rounding
 from ..oracle_math import round_to
 from ..quantize import oracle as quantize_oracle
 
@@ -179,7 +179,7 @@ def swiglu_bwd_fold(
     """-> qf, row_sf, qf_t, span_sf of dgate, the same of dup, qf_t, span_sf of h, dprob."""
     q, sf, q_t, sf_t, *others, dprob = swiglu_bwd_all(dh, gate, up, prob, rounding, satfinite, alpha, limit, offset)
     up_q, up_sf, up_q_t, up_sf_t, h_q_t, h_sf_t = others
-    gate_rows, up_rows = fold_oracle.fold_rows(q, sf), fold_oracle.fold_rows(up_q, up_sf)
+    gate_rows, up_rows = (fold_oracle.fold_rows(*rows, GRADIENT_HEADROOM) for rows in ((q, sf), (up_q, up_sf)))
     gate_tokens, up_tokens, h_tokens = (
         fold_oracle.fold_groups(*columns, group_ends) for columns in ((q_t, sf_t), (up_q_t, up_sf_t), (h_q_t, h_sf_t))
     )

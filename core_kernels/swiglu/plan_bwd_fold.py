@@ -7,11 +7,12 @@
                            dprob (M,)
 
 The scale of a column is known after 256 rows of its group, while CTAs still hold them: codes along the tokens are
-written folded. The scale of a row is known after the whole row. The rows are written with a scale per 32 values, which
-stays in scratch memory, and are folded in place. Of each value the CUDA kernel moves at most 15 bytes, and scales:
+written folded. Rows of dgate and dup have a headroom of two octaves over their first 256 values, which are computed
+twice. A row with a larger block elsewhere is folded once more, in place. Of each value the CUDA kernel moves 11 bytes,
+and scales; of a value of such a row 2 or 4 more:
 
-    dh, gate, up --> dgate, dup, each: q along rows                        dgate, dup, h, each: qf along the tokens
-      read 6                           write 2, then read 2 and write 2                         write 3
+    dh, gate, up --> dgate, dup, each: qf along rows    dgate, dup, h, each: qf along the tokens
+      read 6                           write 2                               write 3
 
 The separate ops move 21, beside the block scales:
 
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..fold.plan import fold_groups, fold_rows
-from ..formats import BLOCK, Rounding, scale_attrs, spans
+from ..formats import BLOCK, GRADIENT_HEADROOM, Rounding, scale_attrs, spans
 from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_multiple, require_rank
 from ..quantize.plan import SCALES, whole_row_types
 from ..tiles import cdiv
@@ -48,12 +49,12 @@ LONGEST_ROW = 49152
 
 def scratch_words(m: int, f: int) -> int:
     """Words of the scratch memory of the CUDA kernel: the block scales of the rows of dgate and dup, two blocks each of
-    a tile; and a part of dprob for each block.
+    a tile; a part of dprob for each block; and the least scales of the rows.
 
     >>> scratch_words(256, 96)  # two tiles, three blocks
-    1280
+    1408
     """
-    return m * cdiv(f, TILE_COLUMNS) + m * (f // BLOCK)
+    return m * cdiv(f, TILE_COLUMNS) + m * (f // BLOCK) + m // 2
 
 
 def _check(
@@ -91,13 +92,14 @@ def _compose(
     *gradients, h_q_t, h_sf_t, dprob = call(swiglu_bwd_all, dh, gate, up, prob, **options)
     folded = []
     for q, sf, q_t, sf_t in (gradients[:4], gradients[4:]):
-        folded += [*call(fold_rows, q, sf), *call(fold_groups, q_t, sf_t, group_ends)]
+        folded += [*call(fold_rows, q, sf, headroom=GRADIENT_HEADROOM), *call(fold_groups, q_t, sf_t, group_ends)]
     return *folded, *call(fold_groups, h_q_t, h_sf_t, group_ends), dprob
 
 
 swiglu_bwd_fold = KernelOp(
     "swiglu_bwd_fold",
-    f"""`swiglu_bwd_all`, and `fold_rows` of its rows and `fold_groups` of its columns, in one read of the arrays.
+    f"""`swiglu_bwd_all`, and `fold_rows` of its rows, with a headroom of two octaves, and `fold_groups` of its columns,
+    in one read of the arrays.
 
     {GRADIENT_ARRAYS} M and F are multiples of 32, F positive.
     group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
@@ -111,8 +113,8 @@ swiglu_bwd_fold = KernelOp(
     >>> *_, dup_qf, dup_row_sf, dup_qf_t, dup_span_sf, h_qf_t, h_span_sf, _ = ops.swiglu_bwd_fold(
     ...     one, one, one, xp.zeros((0,)), ends
     ... )
-    >>> dup_qf[0, 0].item(), dup_row_sf[0].item()  # 0.73 becomes 0.75 = 384 * 2^-9
-    (124, 118)
+    >>> dup_qf[0, 0].item(), dup_row_sf[0].item()  # 0.73 becomes 0.75 = 384 * 2^-9, under two octaves more 96 * 2^-7
+    (108, 120)
     >>> h_qf_t[0, 0].item(), h_span_sf[0, 0].item()  # the same under three octaves more: 48 * 2^-6
     (100, 121)
 

@@ -65,6 +65,17 @@ def test_the_first_256_values_count_as_larger_with_a_headroom(ops: Ops, k: int, 
         assert scale == max(raised, default=255)
 
 
+def test_a_larger_block_beyond_the_first_256_values_folds_the_row_twice(ops: Ops) -> None:
+    """1.25 * 2^-8 is 2.5 of E4M3's smallest values and becomes 2. A quarter of 2 becomes 0, one of 2.5 would be 1."""
+    q = np.full((1, 9 * BLOCK), 0x3A, np.uint8)  # 1.25
+    sf = np.uint8([[120, 113, *[120] * 6, 123]])
+    qf, row_sf = ops["fold_rows"](q, sf, headroom=1)
+    np.testing.assert_array_equal(row_sf, [123])
+    np.testing.assert_array_equal(qf[0, ::BLOCK], [0x22, 0, *[0x22] * 6, 0x3A])
+    qf, _ = ops["fold_rows"](q, sf)
+    np.testing.assert_array_equal(qf[0, BLOCK : 2 * BLOCK], 1)
+
+
 @pytest.mark.parametrize("headroom", [0, 1, 7])
 def test_a_headroom_of_quantized_rows(ops: Ops, headroom: int) -> None:
     x = QUANTIZE["all_bf16_shuffled"]

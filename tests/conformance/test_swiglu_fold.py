@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from mxep.core_kernels.formats import BLOCK, Rounding, spans
+from mxep.core_kernels.formats import BLOCK, GRADIENT_HEADROOM, SPAN, Rounding, spans
 from mxep.core_kernels.swiglu import oracle
 
 from . import check
@@ -63,6 +63,21 @@ def test_modes(ops: Ops, rounding: Rounding, satfinite: bool, numbers: str) -> N
     assert_defined(ops, WHOLE["special_values"], np.int32([32, 320, 1024]), rounding, satfinite, **NUMBERS[numbers])
 
 
+@pytest.mark.parametrize("first", ["smaller", "near", "nan", "short"])
+def test_rows_with_a_larger_block_beyond_their_first_values(ops: Ops, first: str) -> None:
+    """Of dgate, of dup, of both and of neither."""
+    rng = seeded(f"beyond {first}")
+    dh, gate, up = (rng.standard_normal((96, 224 if first == "short" else 608)) for _ in range(3))
+    if first == "nan":
+        dh[::2, :SPAN] = np.nan
+    octaves = np.arange(96) % 8 - (1 if first == "near" else -3)
+    up[:32, SPAN:] *= np.exp2(octaves)[:32, None]
+    gate[32:64, SPAN:] = 8
+    dh[64:, SPAN:] *= np.exp2(octaves)[64:, None]
+    case = Glu(*(x.astype(BF16) for x in (dh, gate, up)), rng.random(96).astype(np.float32))
+    assert_defined(ops, case, np.int32([32, 64]))
+
+
 @pytest.mark.parametrize("ends", [[0, 0], [0], []], ids=str)
 def test_no_rows(ops: Ops, ends: list[int]) -> None:
     none, prob = np.zeros((0, 64), BF16), np.zeros(0, np.float32)
@@ -85,5 +100,6 @@ def test_one_call_changes_no_byte(ops: Ops, data: st.DataObject, weighted: bool,
     folds = ("fold_rows", "fold_groups", "fold_rows", "fold_groups", "fold_groups")
     want = []
     for i, fold in enumerate(folds):
-        want += ops[fold](*blocks[2 * i : 2 * i + 2], *([ends] if fold == "fold_groups" else []))
+        pair = blocks[2 * i : 2 * i + 2]
+        want += ops[fold](*pair, ends) if fold == "fold_groups" else ops[fold](*pair, headroom=GRADIENT_HEADROOM)
     check.same_bytes(got, want)

@@ -44,6 +44,14 @@ FAULTS = (
         interpreter=True,
     ),
     Fault(
+        "fold: blocks are folded once, to the row's scale",
+        "core_kernels/fold/kernel.py",
+        "raised = tl.maximum(byte, least[:, None])",
+        "raised = byte",
+        "tests/conformance/test_fold.py -k twice",
+        interpreter=True,
+    ),
+    Fault(
         "fold: gathered rows begin their scales one byte early",
         "core_kernels/fold/kernel.py",
         "sf_tile = tl.load(first + K + kb[None, :]",

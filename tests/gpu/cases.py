@@ -167,6 +167,7 @@ CASES = {
     "swiglu_bwd_fold_clamped": _case("swiglu_bwd_fold", inputs.swiglu_bwd_fold, rounding=1, satfinite=True, **_CLAMPED),
     "swiglu_bwd_fold_unweighted": _case("swiglu_bwd_fold", inputs.swiglu_bwd_fold_unweighted),
     "swiglu_bwd_fold_wide": _case("swiglu_bwd_fold", inputs.swiglu_bwd_fold_wide),
+    "swiglu_bwd_fold_beyond": _case("swiglu_bwd_fold", inputs.swiglu_bwd_fold_beyond),
     "grouped_mm_mx": _case("grouped_mm_mx", inputs.grouped_mm_mx),
     "grouped_mm_bf16": _case("grouped_mm_bf16", inputs.grouped_mm_bf16),
     "grouped_wgrad_mx": Case("grouped_wgrad_mx", inputs.grouped_wgrad_mx, multiple=32),

@@ -187,6 +187,13 @@ def swiglu_bwd_fold_wide(rng: Rng, m: int) -> Tensors:
     return dh, gate, up, torch.rand(m, generator=rng), blocks.int() * 32
 
 
+def swiglu_bwd_fold_beyond(rng: Rng, m: int) -> Tensors:
+    """Most rows of dgate and dup have a larger block beyond their first 256 values."""
+    dh, gate, up = (finite(rng, m, 544) for _ in range(3))
+    dh[:, 256:] *= torch.exp2(torch.randint(0, 9, (m, 1), generator=rng))
+    return dh, gate, up, torch.rand(m, generator=rng), ends_of_chains(rng, m)
+
+
 def grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
     return finite(rng, m, K), finite(rng, GROUPS, N, K), group_ends(rng, m)
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
-from mxep.jax_frontend import MoEConfig
+from mxep.core_kernels.formats import GRADIENT_HEADROOM, WEIGHT_HEADROOM
+from mxep.jax_frontend import MoEConfig, ops
 
 
 def primitives(f: Callable, *arguments) -> tuple[Counter[str], Counter[str]]:
@@ -37,6 +38,16 @@ def results(f: Callable, dy: jax.Array, *arguments: jax.Array) -> tuple[jax.Arra
     """Value and gradients. The same f with the same shapes compiles once, whichever tests ask."""
     y, backward = jax.vjp(f, *arguments)
     return y, *backward(dy)
+
+
+def folded_sum(gradients, weights, group_ends: jax.Array) -> jax.Array:
+    """The sum in fp32 of the products of dgate and dup (M, F), whose folded rows have a headroom, with w1 and w3."""
+    total = jnp.float32(0)
+    for gradient, w in zip(gradients, weights, strict=True):
+        rows = ops.quantize_row_fold(gradient, headroom=GRADIENT_HEADROOM)
+        columns = ops.fold_rows(*ops.quantize_col(w), headroom=WEIGHT_HEADROOM)
+        total += ops.grouped_mm_fold(*rows, *columns, group_ends, out_dtype="float32")
+    return total
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "bfloat16") -> jax.Array:

@@ -23,6 +23,7 @@ EXPECTED = {
     "kSmallestScale": bits(formats.SMALLEST_SCALE),
     "kHeadroom": formats.HEADROOM,
     "kWeightHeadroom": formats.WEIGHT_HEADROOM,
+    "kGradientHeadroom": formats.GRADIENT_HEADROOM,
     "kE4m3Nan": formats.E4M3_NAN,
     "kE8m0Max": formats.E8M0_MAX,
     "kE8m0Nan": formats.E8M0_NAN,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from mxep.core_kernels.formats import spans
+from mxep.core_kernels.formats import GRADIENT_HEADROOM, WEIGHT_HEADROOM, spans
 from mxep.core_kernels.recipe import RECIPES, Recipe
 from mxep.torch_frontend import MXTensor, _direct, grouped_mm, grouped_swiglu_ffn, ops, swiglu
 from torch import Tensor
@@ -59,13 +59,19 @@ def fused_and_composed(inputs: dict[str, Tensor], group_ends: Tensor, recipe: st
 
 
 def fp32_sum(inputs: dict[str, Tensor], group_ends: Tensor, recipe: str, dout: Tensor) -> Tensor:
-    """dx as the sum of both products in fp32, rounded once, from the functions that compute them."""
+    """dx as the sum of both products in fp32, rounded once, from the functions that compute them. Folded rows of dgate
+    and dup have a headroom, which those of `grouped_mm` have not."""
     x, w1, w3, w2, prob = (inputs[name].detach() for name in NAMES)
     gate, up = (mm(x, w, group_ends, recipe, True) for w in (w1, w3))
     leaf = swiglu(gate, up, prob).requires_grad_()
     (dh,) = torch.autograd.grad(mm(leaf, w2, group_ends, recipe, True), leaf, dout)
     total = torch.zeros(x.shape)
     for dgrad, w in zip(ops.swiglu_bwd(dh, gate, up, prob), (w1, w3), strict=False):
+        if recipe.endswith("folded"):
+            rows = ops.quantize_row_fold(dgrad, headroom=GRADIENT_HEADROOM)
+            weights = ops.fold_rows(*ops.quantize_col(w), WEIGHT_HEADROOM)
+            total += ops.grouped_mm_fold(*rows, *weights, group_ends, "float32")
+            continue
         leaf = x.float().requires_grad_()
         total += torch.autograd.grad(mm(leaf, w, group_ends, recipe, True), leaf, dgrad)[0]
     return total.to(x.dtype)
