@@ -31,6 +31,7 @@
 #include "swiglu/bwd_columns.cuh"
 #include "swiglu/chains.cuh"
 #include "swiglu/folded_rows.cuh"
+#include "swiglu/least_scales.cuh"
 
 namespace mxep::cuda {
 namespace {
@@ -39,7 +40,6 @@ struct SpanTile {
   static constexpr int kDown = kSpan / kBlock, kAcross = 2;  // in warps: a group of columns is kDown warps
   static constexpr int kThreads = 32 * kDown * kAcross, kGroupThreads = 32 * kDown;
   static constexpr int kCols = kBlock * kAcross;
-  static constexpr int kBlockLanes = kBlock / 8;
 };
 using T = SpanTile;
 
@@ -59,49 +59,6 @@ struct BwdFold : Chains {
   float* sums;          // (F/32, M): parts of dprob
   uint8_t* least;       // (2, M): magnitudes of the scales that blocks of dgate's and dup's rows have at least
 };
-
-constexpr int kMeasuring = 512;  // threads
-
-// Measures the rows of dgate and dup: the largest scale of their first 256 values. A warp has a row at a time.
-template <typename By>
-__global__ void __launch_bounds__(kMeasuring, 2)
-    measure_rows(const __grid_constant__ BwdFold p, ScaleRule rule, By by) {
-  __shared__ SigmoidTable<By> table;
-  static_assert(kSpan == 32 * 8);  // a vector of each lane
-  const int lane = threadIdx.x % 32;
-  const bool exists = lane * 8 < p.cols;
-  Vector8 dh, gate, up;
-  float prob = 1;
-  const auto fetch_row = [&](int64_t row) {
-    const int64_t at = row * p.cols + lane * 8;
-    dh = load_vector<true>(p.in.dh + at, exists, 8);
-    gate = load_vector<true>(p.in.gate + at, exists, 8);
-    up = load_vector<true>(p.in.up + at, exists, 8);
-    if (p.in.prob) prob = __ldg(p.in.prob + row);
-  };
-  const int64_t step = int64_t{gridDim.x} * (kMeasuring / 32);
-  int64_t row = int64_t{blockIdx.x} * (kMeasuring / 32) + threadIdx.x / 32;
-  if (row < p.tokens) fetch_row(row);
-  table.fill(by);
-  __syncthreads();
-  for (; row < p.tokens; row += step) {
-    Vector8 dgate, dup;
-    float sum = 0;
-    backward(dh, gate, up, table, by, prob, dgate, dup, sum);
-    if (row + step < p.tokens) fetch_row(row + step);
-    uint32_t word = row_word({largest(dgate), largest(dup)});
-#pragma unroll
-    for (int lanes = 1; lanes < T::kBlockLanes; lanes *= 2)
-      word = Bf16x2::max_words(word, __shfl_xor_sync(~0u, word, lanes));
-    const auto largest_magnitude = [&](int which) {
-      const uint32_t magnitude = e8m0_from_amax(Bf16x2::word_bits(word, which), rule) + 1 & 0xFF;
-      return __reduce_max_sync(~0u, exists ? magnitude : 0);
-    };
-    const uint32_t magnitudes = largest_magnitude(0) | largest_magnitude(1) << 8;
-    const uint32_t least = least_magnitudes(magnitudes, kGradientHeadroom);
-    if (lane < 2) p.least[lane * p.tokens + row] = least >> lane * 8;
-  }
-}
 
 template <typename By>
 struct FoldShared {
@@ -348,7 +305,8 @@ void launch(const char* op, const Call& call, const By& by, cudaStream_t stream)
   if (rows) {
     constexpr auto kMeasure = measure_rows<By>;
     const auto ctas = std::min<int64_t>(ceil_div(rows, kMeasuring / 32), 2 * multiprocessors(op));
-    launch_kernel(op, kMeasure, static_cast<unsigned>(ctas), kMeasuring, 0, stream, p, rule, by);
+    launch_kernel(op, kMeasure, static_cast<unsigned>(ctas), kMeasuring, 0, stream, p.in, rows, cols, rule, by,
+                  p.least);
   }
   constexpr auto kKernel = backward_fold<By>;
   constexpr int kShared = sizeof(FoldShared<By>);
