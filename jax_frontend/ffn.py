@@ -31,16 +31,15 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from . import ops
 from ._call import jitted, vary_alike
 from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type
 from ._derivatives import reverse_only
 from ._shapes import Float, Float32, Int
+from .backward_operands import swiglu_operands
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .ops import RowMap
 from .permute import ends_of, gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
-    along_tokens,
     bias_gradient,
     bias_row_products,
     for_backward,
@@ -58,13 +57,11 @@ from .products import (
 from .remat import GATE, UP, named
 from .swiglu import hidden_rows, row_probabilities
 from .weights import (
-    Folded,
     NoValues,
     QuantizedWeights,
     check_weights,
     cotangent_of,
     for_call,
-    form_of,
     resolve_compute,
     saved,
 )
@@ -121,36 +118,6 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
     return MXGradArray.of(out) if mx_grad else out, residuals
 
 
-def _hidden_tokens(glu, group_ends, options: Options):
-    """The token operand of h, again from gate and up."""
-    recipe, numbers = options.recipe, options.activation.attributes
-    if not recipe.wgrad_mx:
-        return ops.swiglu(*glu, *numbers)
-    return along_tokens(ops.swiglu_col(*glu, recipe.rounding, False, *numbers), group_ends, recipe)
-
-
-def _swiglu_bwd(dh, glu, group_ends, options: Options, need_values: bool):
-    """Return dgate and dup, each as (row operand, token operand); the token operand of h, again; dprob; and dgate and
-    dup in bf16 if `need_values`."""
-    recipe, numbers = options.recipe, options.activation.attributes
-    attributes = recipe.rounding, False, *numbers
-    if recipe.wgrad_mx and form_of(recipe) == "fold":
-        values = ops.swiglu_bwd(dh, *glu, *numbers)[:2] if need_values else (None, None)
-        *parts, dprob = ops.swiglu_bwd_fold(dh, *glu, group_ends, *attributes)
-        gate, gate_t, up, up_t, h = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
-        return (gate, gate_t), (up, up_t), h, dprob, values
-    if need_values or not recipe.wgrad_mx:
-        dgate, dup, dprob = ops.swiglu_bwd(dh, *glu, *numbers)
-        if recipe.wgrad_mx:
-            operands = (output_gradient_operands(d, group_ends, recipe) for d in (dgate, dup))
-        else:
-            operands = ((d, token_operand(d, group_ends, recipe)) for d in (dgate, dup))
-        return *operands, _hidden_tokens(glu, group_ends, options), dprob, (dgate, dup)
-    q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(dh, *glu, *attributes)
-    dgate, dup, h = (along_tokens(t, group_ends, recipe) for t in ((q_t, sf_t), (up_q_t, up_sf_t), (h_q_t, h_sf_t)))
-    return ((q, sf), dgate), ((up_q, up_sf), dup), h, dprob, (None, None)
-
-
 def _bias_gradients(values, grad, group_ends, prob, biases, options: Options):
     """The gradients of b1, b3 and b2, from dgate and dup in bf16 and the gradient of out; None without a bias."""
     b1, b3, b2 = biases
@@ -165,8 +132,10 @@ def _ffn_bwd(options: Options, residuals, grad):
     dout, dout_tokens = output_gradient_operands(grad, group_ends, recipe)
     dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
     need_values = any(b is not None for b in biases[:2])
-    gate_operands, up_operands, h_tokens, dprob, values = _swiglu_bwd(dh, glu, group_ends, options, need_values)
-    (dgate, dgate_tokens), (dup, dup_tokens) = gate_operands, up_operands
+    of_gate, of_up, h_tokens, dprob, values = swiglu_operands(
+        dh, glu, group_ends, recipe, options.activation.attributes, need_values
+    )
+    (dgate, dgate_tokens), (dup, dup_tokens) = of_gate, of_up
     dbiases = _bias_gradients(values, grad, group_ends, prob, biases, options)
     if options.weighted and biases[2] is not None:
         dprob = dprob + bias_row_products(grad, biases[2], group_ends)

@@ -28,48 +28,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core_kernels.formats import GRADIENT_HEADROOM
-from ..core_kernels.recipe import Form, Recipe
+from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from . import _direct as ops
 from ._checks import check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
 from ._differentiable import differentiable, save, saved_by
 from ._ranges import named
+from .backward_operands import BackwardOperands, Unused
 from .pipeline import GroupEnds, ends_of
 from .products import (
-    Operand,
     ProductOptions,
     bias_gradient,
     bias_row_products,
-    is_mx,
-    output_gradient_operands,
-    pad_to_blocks,
     pair_of_products,
     pair_of_weight_gradients,
     product,
     quantize_activation,
     row_operand,
     sum_of_products,
-    token_operand,
     weight_gradient,
 )
 from .swiglu import hidden_rows, row_probabilities
 from .weights import (
-    MX,
-    Folded,
     Held,
     Quantized,
     WeightOperand,
     Weights,
-    along_n,
     check_ffn_weights,
     for_call,
     outlives_forward,
 )
 
 BF16 = torch.bfloat16
-Unused = Any
-"""An operand, or None if no gradient needs it."""
 Bias = Tensor | None
 
 
@@ -150,7 +139,7 @@ class FFNBackward:
         if again:
             (gate, up), self.x, self.in_weights = _gate_and_up(call, self.x, again, group_ends)
         self.call, self.given, self.dtypes, self.group_ends, self.prob = call, dout, dtypes, group_ends, prob
-        self.steps = _Backward(group_ends, gate, up, prob, call.options, call.numbers)
+        self.steps = BackwardOperands(group_ends, gate, up, prob, call.options, call.numbers)
         self.dout, self.dout_tokens = self.steps.output_gradient(dout, call.needs[3])
         self.of_gate: tuple[Unused, Tensor | None] = (None, None)  # token operand, values
         self.of_up: tuple[Unused, Tensor | None] = (None, None)
@@ -225,97 +214,6 @@ class _SwiGLUFFN(torch.autograd.Function):
         dw2, db2 = steps.down()
         dw1, dw3, db1, db3 = steps.gate_and_up()
         return dx, dw1, dw3, dw2, dprob, db1, db3, db2, None, None, None
-
-
-class _Backward:
-    """The operands of the backward products, in the recipe's form."""
-
-    def __init__(
-        self, group_ends: Tensor, gate: Tensor, up: Tensor, prob: Tensor, options: ProductOptions,
-        numbers: tuple[float, float, float],
-    ) -> None:  # fmt: skip
-        self.glu: Any = gate, up, prob
-        self.hidden: MX | Folded | None = None  # along the tokens, from `swiglu` to `hidden_tokens`
-        self.group_ends, self.numbers = group_ends, numbers
-        self.form: Form = options.form
-        self.rounding, self.wgrad_mx = options.rounding, options.wgrad_mx
-        self.fused = options.wgrad_mx and not options.pad
-        pad = options.wgrad_mx and options.pad
-        self.row_map, self.token_ends = pad_to_blocks(group_ends, gate.shape[0]) if pad else (None, group_ends)
-
-    def rows(self, x: Unused) -> Operand:
-        return row_operand(x, self.form, self.rounding)
-
-    def gradient_rows(self, x: Unused) -> Operand:
-        """x: dgate or dup. Folded, they have the bytes of swiglu_bwd_fold, whichever gradients are needed."""
-        return row_operand(x, self.form, self.rounding, GRADIENT_HEADROOM)
-
-    def along_n(self, w: Operand) -> WeightOperand:
-        """w: (G, N, K), or its operand along N."""
-        return along_n(w, self.form, self.rounding) if isinstance(w, Tensor) else w
-
-    def tokens(self, x: Tensor | MX | Folded) -> Operand:
-        if not self.wgrad_mx:
-            return x
-        return token_operand(x, self.form, self.rounding, self.token_ends, self.row_map)
-
-    def output_gradient(self, dout: Tensor, need_tokens: bool) -> tuple[Unused, Unused]:
-        """Return (row operand, token operand) of dout."""
-        if not need_tokens:
-            return dout, None
-        if self.fused:
-            return output_gradient_operands(dout, self.form, self.rounding, self.token_ends)
-        return dout, self.tokens(dout)
-
-    def hidden_tokens(self) -> Operand:
-        if self.hidden is not None:
-            hidden, self.hidden = self.hidden, None
-            return self.tokens(hidden)
-        if self.fused:
-            return self.tokens(MX(*ops.swiglu_col(*self.glu, self.rounding, False, *self.numbers)))
-        return self.tokens(ops.swiglu(*self.glu, *self.numbers))
-
-    def swiglu(
-        self, dh: Tensor, need_rows: bool, need_tokens: bool, need_values: bool, need_hidden: bool
-    ) -> tuple[tuple[Unused, Unused], tuple[Unused, Unused], Tensor, tuple[Tensor, ...]]:
-        """Return dgate and dup, each as (row operand, token operand); dprob; and both in bf16 if `need_values`.
-
-        need_hidden: `hidden_tokens` follows. Where one kernel computes all of it, it lets go of gate and up.
-        """
-        arguments = dh, *self.glu, self.rounding, False, *self.numbers
-        if self.form == "fold" and self.fused and need_rows and need_tokens and need_hidden:
-            values = ops.swiglu_bwd(dh, *self.glu, *self.numbers)[:2] if need_values else ()
-            *parts, dprob = ops.swiglu_bwd_fold(*arguments[:4], self.token_ends, *arguments[4:])
-            gate, gate_t, up, up_t, hidden = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
-            self.glu, self.hidden = None, hidden
-            return (gate, gate_t), (up, up_t), dprob, values
-        if need_values or not is_mx(self.form) or (need_tokens and not self.fused):
-            dgate, dup, dprob = ops.swiglu_bwd(dh, *self.glu, *self.numbers)
-            of_gate, of_up = (self._operands(x, need_rows, need_tokens) for x in (dgate, dup))
-            return of_gate, of_up, dprob, (dgate, dup)
-        if need_rows and need_tokens:
-            if need_hidden:
-                q, sf, q_t, sf_t, *up, h_q_t, h_sf_t, dprob = ops.swiglu_bwd_all(*arguments)
-                self.glu, self.hidden = None, MX(h_q_t, h_sf_t)
-            else:
-                q, sf, q_t, sf_t, *up, dprob = ops.swiglu_bwd_both(*arguments)
-            del dh, arguments
-            of_gate = MX(q, sf), self.tokens(MX(q_t, sf_t))
-            del q_t, sf_t
-            return of_gate, (MX(*up[:2]), self.tokens(MX(*up[2:]))), dprob, ()
-        if need_tokens:
-            q_t, sf_t, *up, dprob = ops.swiglu_bwd_col(*arguments)
-            return (None, self.tokens(MX(q_t, sf_t))), (None, self.tokens(MX(*up))), dprob, ()
-        if need_rows:
-            q, sf, *up, dprob = ops.swiglu_bwd_row(*arguments)
-            return (MX(q, sf), None), (MX(*up), None), dprob, ()
-        return (None, None), (None, None), ops.swiglu_bwd(dh, *self.glu, *self.numbers)[2], ()
-
-    def _operands(self, x: Tensor, need_rows: bool, need_tokens: bool) -> tuple[Unused, Unused]:
-        """(row operand, token operand) of dgate or dup in bf16."""
-        if need_rows and need_tokens and self.fused and self.form != "fold":
-            return output_gradient_operands(x, self.form, self.rounding, self.token_ends)
-        return x, self.tokens(x) if need_tokens else None
 
 
 _swiglu_ffn = differentiable("grouped_swiglu_ffn", _SwiGLUFFN)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core_kernels.formats import BLOCK, GRADIENT_HEADROOM
+from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
@@ -32,6 +32,7 @@ from .products import (
     Operand,
     ProductOptions,
     bias_gradient,
+    gradient_rows,
     is_mx,
     output_gradient_operands,
     product,
@@ -109,9 +110,6 @@ class _PackedFFN(torch.autograd.Function):
         def rows(operand: Any) -> Operand:
             return row_operand(operand, form, rounding)
 
-        def gradient_rows(operand: Any) -> Operand:
-            return row_operand(operand, form, rounding, GRADIENT_HEADROOM)
-
         def tokens(operand: Any) -> Operand:
             return token_operand(operand, form, rounding, group_ends) if wgrad_mx else operand
 
@@ -136,7 +134,8 @@ class _PackedFFN(torch.autograd.Function):
             if need_x:
                 first_n = along_n(first, form, rounding) if isinstance(first, Tensor) else first
                 if call.apart:
-                    (gates, ups), (dgate, dup) = _gates_and_ups(first_n), map(gradient_rows, of.rows)
+                    gates, ups = _gates_and_ups(first_n)
+                    dgate, dup = (gradient_rows(x, form, rounding) for x in of.rows)
                     dx = sum_of_products(dgate, gates, dup, ups, _ends_of_pairs(group_ends), ctx.dtypes[0])
                 else:
                     dx = product(rows(of.rows), first_n, group_ends, ctx.dtypes[0])

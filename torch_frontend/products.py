@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core_kernels.formats import BLOCK
+from ..core_kernels.formats import BLOCK, GRADIENT_HEADROOM
 from ..core_kernels.recipe import Form, Recipe
 from ..core_kernels.registry import OPS
 from . import _direct as ops
@@ -259,6 +259,11 @@ def row_operand(x: Operand, form: Form, rounding: int, headroom: int = 0) -> Ope
             return x
         return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, headroom))
     return quantize_rows(dequantized(x).contiguous(), form, rounding, headroom)
+
+
+def gradient_rows(x: Operand, form: Form, rounding: int) -> Operand:
+    """`row_operand` of dgate or dup. Folded, they have the bytes of swiglu_bwd_fold, whichever op quantizes them."""
+    return row_operand(x, form, rounding, GRADIENT_HEADROOM)
 
 
 def as_bf16(x: Tensor) -> Tensor:

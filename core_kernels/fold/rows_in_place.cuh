@@ -1,6 +1,6 @@
-// Folded rows with a larger block than their scale allows, folded again where they are. Every block has at least the
-// row's scale, and of these rows only the blocks whose scale is not the largest are read and written; a block is a
-// sector of DRAM.
+// Rows whose blocks are folded to a least scale, as far as their own scales are not larger. Where one is, the row is
+// folded again, to the largest. Of such a row the blocks with a smaller scale are read and written; a block is a sector
+// of DRAM.
 //
 //   scales of 16 rows --> shared memory --> the largest of each row --> row_sf
 //                                             |

@@ -204,14 +204,14 @@ FAULTS = (
     ),
     Fault(
         "torch, SwiGLU FFN: the gradient of w2 reads the gradient of up in place of h",
-        "torch_frontend/ffn.py",
+        "torch_frontend/backward_operands.py",
         "self.glu, self.hidden = None, MX(h_q_t, h_sf_t)",
         "self.glu, self.hidden = None, MX(*up[2:])",
         "tests/torch_frontend/test_ffn.py",
     ),
     Fault(
         "torch, folded SwiGLU FFN: the gradient of w2 reads the gradient of up in place of h",
-        "torch_frontend/ffn.py",
+        "torch_frontend/backward_operands.py",
         "self.glu, self.hidden = None, hidden",
         "self.glu, self.hidden = None, up_t",
         "tests/torch_frontend/test_ffn.py -k folded",
