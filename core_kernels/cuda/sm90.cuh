@@ -42,6 +42,16 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// ---- Two kernels at a time. The second is launched by launch_beside.
+
+// Called by the first kernel: the second may start once all its CTAs have called it.
+__device__ __forceinline__ void let_dependent_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Called by the second: waits for the end of the first one, so that what follows in the stream waits for both.
+__device__ __forceinline__ void wait_for_prerequisite() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- mbarrier. An Address is a pointer to shared memory or a shared_address. Every wait terminates: the arrivals come
 // from the TMA unit or from CTAs of the same cluster, which start together; clusters never wait for each other.
 

@@ -121,8 +121,8 @@ __device__ void produce(const Problem& p, const Maps<K>& maps, Bf16Shared& s) {
         Bf16Stage& stage = s.stages[ring.stage];
         barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
         barrier_expect(full, sizeof(Bf16Stage));
-        fetch<K::kA>(stage.a, &operands.a, full, tile.a_row, k, tile.side_by_side);
-        fetch<K::kB>(stage.b, &operands.b, full, b_row, k, !tile.side_by_side, group);
+        fetch<K::kA>(stage.a, &operands.a, full, tile.a_row, k, tile.shares_a);
+        fetch<K::kB>(stage.b, &operands.b, full, b_row, k, tile.shares_b, group);
       }
     }
   }
@@ -225,9 +225,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 }
 
 template <typename K, typename Out>
-void launch_as(const char* op, const Maps<K>& maps, const Problem& p, cudaStream_t stream) {
+void launch_as(const char* op, const Maps<K>& maps, Problem p, cudaStream_t stream) {
   constexpr auto kKernel = bf16_product<K, Out>;
   const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, sizeof(Bf16Shared));
+  p.shares = shares_of(0, static_cast<int>(ctas) / kCluster);
+  p.turns = turns_of(p.shares, Part::kPairs);
   launch_kernel(op, kKernel, ctas, kThreads, sizeof(Bf16Shared), stream, maps, p);
 }
 

@@ -11,8 +11,15 @@
 // its output, and a tile belongs to one of them (schedule.cuh).
 //
 // A cluster of two CTAs computes two tiles of 256 x 128 that share their rows of B or of A (schedule.cuh): each CTA
-// loads one half of the shared rows for both. M-grouped, a flat tile has 128 rows and 256 columns: the same code with
-// the matrices of a stage exchanged.
+// loads one half of the shared rows for both. Of large products, clusters of eight compute blocks of 2 x 4 tiles, which
+// share both, and a second launch computes pairs on the multiprocessors that hold no such cluster:
+//
+//   launch_kernel --> clusters of eight --------------------------------.
+//   launch_beside --> clusters of two, once all of those have started --+--> the next kernel of the stream
+//
+// The GPU is limited by its power, of which loads from L2 take a fifth; a block loads half of what four pairs load, and
+// large products are 2% faster. M-grouped, a flat tile has 128 rows and 256 columns: the same code with the matrices of
+// a stage exchanged.
 //
 //   256 x 128   A rows 0 to 127 | 128 to 255  B        128 x 256 (flat)   B rows 0 to 127 | 128 to 255  A
 //               warpgroup 1       2           both                        warpgroup 1       2           both
@@ -20,7 +27,7 @@
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
 //     K-grouped     scales of spans --> notes of scale increases (rescale_accumulator.cuh)
 //                                                        |  full: the bytes of the stage have arrived
-//                                                        |  empty: all consumers of both CTAs have read the stage
+//                                                        |  empty: all consumers of the sharing CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
 //                        between two products of a tile: sum --second_product.cuh--> sum
@@ -41,7 +48,7 @@
 #include "cuda/cluster_launch.h"
 #include "cuda/ops.h"
 #include "cuda/tensor_map.h"
-#include "grouped_gemm/block_factors.cuh"
+#include "grouped_gemm/folded_consumer.cuh"
 #include "grouped_gemm/folded_producer.cuh"
 #include "grouped_gemm/folded_shared.cuh"
 
@@ -49,185 +56,12 @@ namespace mxep::cuda {
 namespace sm90 {
 namespace {
 
-// Starts partial = a (64, 32 kSteps) b (128, 32 kSteps)^T. A step of 32 bytes along a row adds 2 to a descriptor.
-template <int kSteps>
-__device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b) {
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) wgmma_e4m3(partial, a + step * 2, b + step * 2, step != 0);
-  wgmma_commit();
-}
-
-template <int kSteps>
-using Steps = std::integral_constant<int, kSteps>;
-
-// Descriptors of a warpgroup's part of a matrix, by stage of the ring.
-struct Stages {
-  uint32_t first, step;
-
-  __device__ __forceinline__ uint32_t at(int stage) const { return first + stage * step; }
-};
-
-// In place of BlockFactors, of products without scales of blocks.
-struct NoFactors {
-  __device__ NoFactors(const Problem&, const Tile&, int) {}
-};
-
-template <bool kAlongK, typename Out, Plus kPlus>
-__device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
-  constexpr bool kBias = kPlus == Plus::kBias, kTwo = kPlus == Plus::kProduct, kBlocks = kPlus == Plus::kBlockScales;
-  constexpr bool kTwin = kPlus == Plus::kTwin;
-  // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
-  const Addresses at(s);
-  TileQueue tiles(s.tiles);
-  IncreaseQueue notes(s.increases);
-  // State of the next stage, computed during the additions of the previous one, so that a product follows them at once.
-  const Stages own{descriptor(at.of(s.a) + group * kWarpgroup * kTileK), kBytesA / 16};
-  const Stages common{descriptor(at.of(s.b)), kBytesB / 16};
-  Stages stages_a = own, stages_b = common;
-  uint32_t a = own.first, b = common.first;
-  uint32_t is_full = 0;
-  Ring<kStages> ring;
-  int odd = 0;
-  for (Tile tile; tiles.next(&tile); odd ^= 1) {
-    // Loaded here and used after a product. Scales of empty accumulators are ignored. Of two products, those of the
-    // second are applied at the end.
-    int first_row = group * kWarpgroup;  // of this warpgroup
-    if constexpr (!kAlongK) {
-      const bool flat = __shfl_sync(~0u, tile.flat, 0);
-      stages_a = flat ? common : own;
-      stages_b = flat ? own : common;
-      a = stages_a.at(ring.stage);
-      b = stages_b.at(ring.stage);
-      if (flat) {  // the tile becomes this warpgroup's columns of it
-        tile.out += first_row;
-        tile.col_scale += first_row;
-        tile.b_row += first_row;
-        tile.cols -= first_row;
-        first_row = 0;
-      }
-    }
-    const int col = threadIdx.x % kWarpgroup, row = first_row + warp % 4 * 16;
-    const bool any = !kBlocks && tile.k_begin < tile.k_end;
-    const uint8_t* row_scale = kTwo ? p.second.row_scale : p.row_scale;
-    const uint8_t* col_scale = kTwo ? p.second.col_scale : p.col_scale;
-    if constexpr (kTwin) (kAlongK ? row_scale : col_scale) += tile.twin * p.twin.to_scales;
-    int col_byte = any && col < tile.cols ? col_scale[tile.col_scale + col] : kOne;
-    if (kAlongK && !tile.whole) col_byte = kNanScale;
-    [[maybe_unused]] float col_bias = 0;
-    if constexpr (kBias) col_bias = col < tile.cols ? p.bias[tile.col_scale + col] : 0;
-    int row_byte[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = row + i / 2 * 64 + i % 2 * 8 + lane / 4;
-      row_byte[i / 2][i % 2] = any && r < tile.rows ? row_scale[tile.row_scale + r] : kOne;
-    }
-    // Of the column, and of the row of this warpgroup, with the thread's number.
-    [[maybe_unused]] int col_of_first = kOne, row_of_first = kOne, row_of_second = kOne;
-    [[maybe_unused]] bool near = true;
-    if constexpr (kTwo) {
-      const int own_row = first_row + col;
-      if (col < tile.cols) col_of_first = p.col_scale[tile.col_scale + col];
-      if (own_row < tile.rows) {
-        row_of_first = p.row_scale[tile.row_scale + own_row];
-        row_of_second = row_scale[tile.row_scale + own_row];
-      }
-    }
-
-    using Factors = std::conditional_t<kBlocks, BlockFactors, NoFactors>;
-    [[maybe_unused]] Factors blocks(p, tile, row + lane / 4);
-    [[maybe_unused]] float factor[2][2];  // of either half's next product
-    if constexpr (kBlocks) blocks.take(factor[0], 0);
-    float sum[2][64] = {};
-    int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
-    int look = kSpan;  // the next token where a note is read
-                       // A loop in a loop: a test in the inner one, where the second product begins, cost 5%.
-#pragma unroll 1
-    for (int product = 0; product < (kTwo ? 2 : 1); ++product) {
-      if constexpr (kTwo) {
-        if (product == 1) {
-          near = change_units(sum, {row_of_first, row_of_second}, {col_of_first, col_byte}, s.unit_change[group][odd],
-                              1 + group);
-          depth = p.second.depth;
-        }
-      }
-      const auto stage = [&](int k, auto steps) {
-        barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float partial[64];
-          start<steps>(partial, a + half * (64 * kTileK / 16), b);
-          if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
-          if constexpr (kBlocks)
-            if (half == 1) blocks.reach(k + kTileK);
-          wgmma_wait();
-          if constexpr (kBlocks) blocks.take(factor[1 - half], 1 - half);
-          if (half == 1) {
-            if (lane < kCluster) barrier_arrive(at.of(s.empty) + ring.stage * 8, lane);
-            ring.advance();
-            a = stages_a.at(ring.stage);
-            b = stages_b.at(ring.stage);
-            is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
-          }
-#pragma unroll
-          for (int i = 0; i < 64; ++i) {
-            if constexpr (kBlocks) {
-              sum[half][i] = fmaf(partial[i], factor[half][i / 2 % 2], sum[half][i]);
-            } else {
-              sum[half][i] += partial[i];
-            }
-          }
-        }
-      };
-      const int whole = kAlongK ? depth / kTileK * kTileK : depth;
-      int k = 0;
-      for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{});
-      if constexpr (kAlongK) {  // the group's last stage holds tokens of the next group, which are not multiplied
-        const int steps = (depth - whole) / 32;
-        if (steps == 3) stage(k, Steps<3>{});
-        if (steps == 2) stage(k, Steps<2>{});
-        if (steps == 1) stage(k, Steps<1>{});
-      }
-    }
-    if (kAlongK && depth > kSpan) notes.read();
-
-    // Two buffers: when this one is written again, every warp has passed the barrier of the tile in between.
-    __nv_bfloat16* col_factor = s.col_factor[group][odd];
-    col_factor[col] = __ushort_as_bfloat16(col_byte << 7);
-    if constexpr (kBias) s.bias[group][odd][col] = col_bias;
-    bool moderate = near && is_moderate(col_byte);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) moderate &= is_moderate(row_byte[i / 2][i % 2]);
-    // The vote makes the condition uniform for the compiler. Without it the compiler duplicates the rest of the tile,
-    // treats the loop over tiles as divergent, and keeps descriptors in per-thread registers.
-    if (!kBlocks && !__all_sync(~0u, threads_all(1 + group, moderate))) {
-      if constexpr (kTwo) {
-        scale_far(sum, row_byte, col_factor, s.unit_change[group][odd]);
-      } else {
-        scale_extreme(sum, row_byte, col_factor);
-      }
-      threads_sync(1 + group);
-      col_factor[col] = 1;
-      threads_sync(1 + group);
-    }
-    if constexpr (kBias) scale_and_add(sum, row_byte, col_factor, s.bias[group][odd]);
-    __nv_bfloat162 cols[16];  // of this thread
-#pragma unroll
-    for (int i = 0; i < 16; ++i) cols[i] = *reinterpret_cast<const __nv_bfloat162*>(col_factor + i * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor[2] = {__int_as_float(row_byte[half][0] << 23), __int_as_float(row_byte[half][1] << 23)};
-      store<Out, kBias || kBlocks>(p, tile, row + half * 64, sum[half], factor, cols, s.staging[warp]);
-    }
-  }
-}
-
-template <bool kAlongK, typename Out, Plus kPlus>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+template <bool kAlongK, typename Out, Plus kPlus, Part kPart>
+__global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThreads, 1)
     folded_product(const __grid_constant__ Maps<kPlus> maps, const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   auto& s = *reinterpret_cast<SharedOf<kPlus>*>(bytes);
+  if constexpr (kPart == Part::kBlocks) let_dependent_start();
   if (threadIdx.x == 0) {
     for (const Operands& operands : maps.of) {
       prefetch(&operands.a);
@@ -235,20 +69,23 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], 1);
-      barrier_init(&s.empty[i], 8 * kCluster);  // every consuming warp of both CTAs
+      barrier_init(&s.empty[i], 8 * Sharing<kPart>::kPartners);  // every consuming warp of the CTAs that it loads for
     }
     s.tiles.init(8 + (kAlongK ? kIncreaseParts : 0));
     s.increases.init(8);
     barrier_init_fence();
   }
   constexpr bool kTwin = kPlus == Plus::kTwin;
-  if constexpr (kAlongK) FoldedSchedule<true, kTwin>::template assign<kThreads>(p, s.lpt);
+  if constexpr (kAlongK) FoldedSchedule<true, kTwin, kPart>::template assign<kThreads>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
     const int warp = kAlongK ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
     if (warp == 0) {
-      if (threadIdx.x == 0) produce<kAlongK>(p, maps, s);
+      if (threadIdx.x == 0) {
+        produce<kAlongK, kPlus, kPart>(p, maps, s);
+        if constexpr (kPart == Part::kPairsOfBlocks) wait_for_prerequisite();
+      }
     } else {
       TileQueue tiles(s.tiles);
       IncreaseQueue notes(s.increases);
@@ -258,26 +95,86 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     alloc_registers<240>();
     constexpr int kConsumers = kThreads - kWarpgroup;
     if constexpr (!kAlongK) {
-      const int64_t thread = blockIdx.x * int64_t{kConsumers} + threadIdx.x - kWarpgroup;
+      const int before = kPart == Part::kPairsOfBlocks ? p.shares.clusters * kBlockCtas : 0;  // CTAs
+      const int64_t thread = (before + blockIdx.x) * int64_t{kConsumers} + threadIdx.x - kWarpgroup;
+      const int64_t threads = (p.shares.clusters * kBlockCtas + p.shares.pairs * kCluster) * int64_t{kConsumers};
       const auto out = static_cast<Out*>(p.out);
-      clear_rest(p, out, thread, gridDim.x * int64_t{kConsumers});
-      if constexpr (kTwin) clear_rest(p, out + p.twin.to_out, thread, gridDim.x * int64_t{kConsumers});
+      clear_rest(p, out, thread, threads);
+      if constexpr (kTwin) clear_rest(p, out + p.twin.to_out, thread, threads);
     }
-    consume<kAlongK, Out, kPlus>(p, s);
+    consume<kAlongK, Out, kPlus, kPart>(p, s);
   }
 }
 
-template <bool kAlongK, typename Out, Plus kPlus>
-void launch_as(const char* op, const Maps<kPlus>& maps, const Problem& p, cudaStream_t stream) {
-  constexpr size_t kBytes = sizeof(SharedOf<kPlus>);
-  constexpr auto kKernel = folded_product<kAlongK, Out, kPlus>;
-  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, kBytes);
-  launch_kernel(op, kKernel, ctas, kThreads, kBytes, stream, maps, p);
+// Whether blocks are faster than pairs: whole blocks, some for each cluster, and sums so long that the clusters' start
+// and end count little.
+template <bool kAlongK, Plus kPlus>
+bool in_blocks(const Problem& p) {
+  constexpr int kHigh = kBlockHigh * kTileM, kWide = kBlockWide * kTileN, kEnough = 128, kLong = 4096;
+  const int64_t outputs = kPlus == Plus::kTwin ? 2 : 1, rows = p.rows, cols = p.cols, depth = p.depth + p.second.depth;
+  if constexpr (kAlongK)
+    return rows % kHigh == 0 && cols % kWide == 0 && depth / p.groups >= kLong &&
+           outputs * p.groups * (rows / kHigh) * (cols / kWide) >= kEnough;
+  return outputs * cols % kWide == 0 && rows / p.groups >= kHigh && depth >= kLong &&
+         rows / kHigh * (outputs * cols / kWide) >= kEnough;
 }
 
 // A matrix (.., depth) in boxes of `rows` rows.
 CUtensorMap boxes(const char* op, const Array& matrix, int rows) {
   return byte_matrix(op, matrix.data, matrix.leading(1), matrix.dim(-1), rows);
+}
+
+template <bool kAlongK, Plus kPlus, Part kPart>
+Maps<kPlus> maps_of(const char* op, const Call& call) {
+  using Of = Sharing<kPart>;
+  const auto operands = [&](const Array& a, const Array& b) -> Operands {
+    return {boxes(op, a, Of::kPartA), boxes(op, b, Of::kPartB), kAlongK ? CUtensorMap{} : boxes(op, a, Of::kPartFlatA)};
+  };
+  Maps<kPlus> maps;
+  maps.of[0] = operands(call.in[0], call.in[2]);
+  if constexpr (kPlus == Plus::kProduct) maps.of[1] = operands(call.in[4], call.in[6]);
+  if constexpr (kPlus == Plus::kTwin) {
+    maps.of[1] = maps.of[0];  // one operand is common
+    (kAlongK ? maps.of[1].a : maps.of[1].b) = boxes(op, call.in[4], kAlongK ? Of::kPartA : Of::kPartB);
+  }
+  return maps;
+}
+
+template <bool kAlongK, typename Out, Plus kPlus, Part kPart>
+void launch_part(const char* op, const Call& call, Problem p, int clusters, cudaStream_t stream) {
+  p.turns = turns_of(p.shares, kPart);
+  constexpr auto kKernel = folded_product<kAlongK, Out, kPlus, kPart>;
+  const int ctas = clusters * kCtasOf<kPart>;
+  const auto maps = maps_of<kAlongK, kPlus, kPart>(op, call);
+  if constexpr (kPart == Part::kPairsOfBlocks) {
+    launch_beside(op, kKernel, ctas, kThreads, sizeof(SharedOf<kPlus>), stream, maps, p);
+  } else {
+    launch_kernel(op, kKernel, ctas, kThreads, sizeof(SharedOf<kPlus>), stream, maps, p);
+  }
+}
+
+template <bool kAlongK, typename Out, Plus kPlus>
+void launch_as(const char* op, const Call& call, Problem p, cudaStream_t stream) {
+  const auto resident = [&]<Part kPart>() {
+    constexpr auto kKernel = folded_product<kAlongK, Out, kPlus, kPart>;
+    constexpr unsigned kCtas = kCtasOf<kPart>;
+    return static_cast<int>(resident_ctas<kKernel>(op, stream, kCtas, kThreads, sizeof(SharedOf<kPlus>)) / kCtas);
+  };
+  if constexpr (sizeof(Out) == 2) {  // fp32 outputs are rare: they do without blocks
+    if (in_blocks<kAlongK, kPlus>(p)) {
+      const int clusters = resident.template operator()<Part::kBlocks>();
+      const int pairs = resident.template operator()<Part::kPairsOfBlocks>() - clusters * kPairsOfBlock;
+      if (clusters > 0) {
+        p.shares = shares_of(clusters, std::max(pairs, 0));
+        launch_part<kAlongK, Out, kPlus, Part::kBlocks>(op, call, p, clusters, stream);
+        if (pairs > 0) launch_part<kAlongK, Out, kPlus, Part::kPairsOfBlocks>(op, call, p, pairs, stream);
+        return;
+      }
+    }
+  }
+  const int pairs = resident.template operator()<Part::kPairs>();
+  p.shares = shares_of(0, pairs);
+  launch_part<kAlongK, Out, kPlus, Part::kPairs>(op, call, p, pairs, stream);
 }
 
 template <bool kAlongK, Plus kPlus>
@@ -292,28 +189,19 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   const int64_t a_rows = call.in[0].dim(0), b_rows = call.in[2].leading(1);
   const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : call.in[1].leading(0);
   int64_t depth = call.in[0].dim(1);
-  Maps<kPlus> maps;
-  const auto operands = [&](const Array& a, const Array& b) -> Operands {
-    return {boxes(op, a, kHalfA), boxes(op, b, kHalfB), kAlongK ? CUtensorMap{} : boxes(op, a, kHalfB)};
-  };
-  maps.of[0] = operands(call.in[0], call.in[2]);
   if constexpr (kPlus == Plus::kProduct) {
-    maps.of[1] = operands(call.in[4], call.in[6]);
     p.second = {call.in[5].as<const uint8_t>(), call.in[7].as<const uint8_t>(), static_cast<int>(call.in[4].dim(1))};
     depth += call.in[4].dim(1);
   }
-  if constexpr (kPlus == Plus::kTwin) {
-    maps.of[1] = maps.of[0];  // one operand is common
-    (kAlongK ? maps.of[1].a : maps.of[1].b) = boxes(op, call.in[4], kAlongK ? kHalfA : kHalfB);
+  if constexpr (kPlus == Plus::kTwin)
     p.twin = {call.in[5].as<const uint8_t>() - (kAlongK ? p.row_scale : p.col_scale),
               (call.out[1].as<char>() - call.out[0].as<char>()) / itemsize(call.out[0].dtype)};
-  }
-  if (std::max({b_rows, scales, depth}) > INT32_MAX - 2 * kTileM)
+  if (std::max({b_rows, scales, depth}) > INT32_MAX - kBlockCtas * kTileM)
     throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows, columns or scales");
   if (call.out[0].dtype == DType::bf16) {
-    launch_as<kAlongK, __nv_bfloat16>(op, maps, p, stream);
+    launch_as<kAlongK, __nv_bfloat16, kPlus>(op, call, p, stream);
   } else {
-    launch_as<kAlongK, float>(op, maps, p, stream);
+    launch_as<kAlongK, float, kPlus>(op, call, p, stream);
   }
 }
 

@@ -14,8 +14,8 @@ namespace mxep::cuda::sm90 {
 constexpr int kTileM = 256, kTileN = 128, kTileK = 128;
 
 // K-grouped: groups end at multiples of 32. M-grouped: tiles may be flat.
-template <bool kAlongK, bool kTwin>
-using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1, kTwin, !kAlongK>;
+template <bool kAlongK, bool kTwin, Part kPart>
+using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1, kTwin, !kAlongK, kPart>;
 
 constexpr int kNanScale = kE8m0Nan, kOne = 127;
 

@@ -1,7 +1,7 @@
 // The loads of a folded product: tiles of the schedule, stage by stage.
 //
 //   schedule --tile--> queue, for the warps that compute and look for scale increases
-//                '---> A, B --TMA, one half of the common rows for both CTAs--> ring of stages
+//                '---> A, B --TMA, a part of the common rows for all CTAs that have them--> ring of stages
 #pragma once
 
 #include "cuda/sm90.cuh"
@@ -11,7 +11,7 @@
 namespace mxep::cuda::sm90 {
 
 struct Operands {
-  CUtensorMap a, b, flat_a;  // boxes of 128, 64 and 64 rows; flat_a: A of flat tiles, M-grouped
+  CUtensorMap a, b, flat_a;  // in boxes of the parts of Sharing; flat_a: A of flat tiles, M-grouped
 };
 // The operands of one product, or of two.
 template <Plus kPlus>
@@ -23,12 +23,11 @@ struct Maps {
 };
 
 // Called by one thread of a CTA.
-template <bool kAlongK, Plus kPlus>
+template <bool kAlongK, Plus kPlus, Part kPart>
 __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared& s) {
-  constexpr uint16_t kBoth = 3;
-  const uint32_t rank = cluster_rank();
-  const int at_a = rank * kHalfA, at_b = rank * kHalfB;  // this CTA's half
-  FoldedSchedule<kAlongK, kPlus == Plus::kTwin> schedule(p, s.lpt);
+  using Of = Sharing<kPart>;
+  const Of shared(cluster_rank());
+  FoldedSchedule<kAlongK, kPlus == Plus::kTwin, kPart> schedule(p, s.lpt);
   Ring<kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
@@ -53,17 +52,25 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
       barrier_expect(full, kBytesA + kBytesB);
       if (flat) {
-        load_box_multicast(to_b + at_b * kTileK, a, full, k, tile.a_row + at_b, kBoth);
+        const int part = shared.a * Of::kPartFlatA;
+        load_box_multicast(to_b + part * kTileK, a, full, k, tile.a_row + part, shared.with_a);
 #pragma unroll
-        for (int row = 0; row < kTileM; row += kHalfB) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
-      } else if (tile.side_by_side) {
-        load_box_multicast(to_a + at_a * kTileK, a, full, k, tile.a_row + at_a, kBoth);
-        load_box(to_b, b, full, k, tile.b_row);
-        load_box(to_b + kHalfB * kTileK, b, full, k, tile.b_row + kHalfB);
+        for (int row = 0; row < kTileM; row += Of::kPartB) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
+        continue;
+      }
+      if (Of::kBlock || tile.shares_a) {
+        const int part = shared.a * Of::kPartA;
+        load_box_multicast(to_a + part * kTileK, a, full, k, tile.a_row + part, shared.with_a);
       } else {
-        load_box(to_a, a, full, k, tile.a_row);
-        load_box(to_a + kHalfA * kTileK, a, full, k, tile.a_row + kHalfA);
-        load_box_multicast(to_b + at_b * kTileK, b, full, k, tile.b_row + at_b, kBoth);
+#pragma unroll
+        for (int row = 0; row < kTileM; row += Of::kPartA) load_box(to_a + row * kTileK, a, full, k, tile.a_row + row);
+      }
+      if (tile.shares_b) {
+        const int part = shared.b * Of::kPartB;
+        load_box_multicast(to_b + part * kTileK, b, full, k, tile.b_row + part, shared.with_b);
+      } else {
+#pragma unroll
+        for (int row = 0; row < kTileN; row += Of::kPartB) load_box(to_b + row * kTileK, b, full, k, tile.b_row + row);
       }
     }
   }

@@ -13,7 +13,32 @@ namespace mxep::cuda::sm90 {
 constexpr int kStages = 4, kWarpgroup = 128;
 constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
 constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kHalfA = kTileM / kCluster, kHalfB = kTileN / kCluster;  // rows of a box
+
+// The CTAs of a cluster by the rows that they share. Those of a block, 2 x 4, share rows of A along it and rows of B
+// across it; each loads a part for all of them. A pair shares rows of A or rows of B.
+template <Part kPart>
+struct Sharing {
+  static constexpr bool kBlock = kPart == Part::kBlocks;
+  static constexpr int kOfA = kBlock ? kBlockWide : kCluster, kOfB = kCluster;       // CTAs with the same rows
+  static constexpr int kPartA = kTileM / kOfA, kPartB = kTileN / kOfB;               // rows of a box
+  static constexpr int kPartFlatA = kTileN / kOfA;                                   // of A in flat tiles
+  static constexpr int kPartners = kBlock ? kBlockWide + kBlockHigh - 1 : kCluster;  // of a CTA, and itself
+
+  int a, b;                 // this CTA's part
+  uint16_t with_a, with_b;  // masks of the CTAs that have the same rows
+
+  __device__ explicit Sharing(int rank) : a(rank), b(rank), with_a(3), with_b(3) {
+    if constexpr (kBlock) {
+      a = rank % kBlockWide, b = rank / kBlockWide;
+      with_a = 0xF << b * kBlockWide, with_b = 0x11 << a;
+    }
+  }
+  // The rank of partner i.
+  __device__ static uint32_t partner(uint32_t rank, int i) {
+    if (!kBlock) return i;
+    return i < kBlockWide ? rank / kBlockWide * kBlockWide + i : (rank + kBlockWide) % kBlockCtas;
+  }
+};
 
 struct FoldedShared {
   alignas(1024) uint8_t a[kStages][kBytesA];

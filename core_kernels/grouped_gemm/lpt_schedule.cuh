@@ -13,14 +13,18 @@
 // clusters before it begins and keeps its own pairs. Pairs that run at the same time have neighbouring numbers.
 //
 // Groups of about the same length are scheduled as one group with all their pairs: if all groups are alike, the pairs
-// are assigned round-robin. Round-robin is also the schedule if there are more groups, or more pairs per cluster, than
-// fit in shared memory.
+// are assigned in turns. Turns are also the schedule if there are more groups, or more pairs per cluster, than fit in
+// shared memory.
+//
+// Where clusters of eight compute blocks, it is the blocks of their turns that they take in this way, and clusters of
+// two take turns. Blocks that run at the same time have neighbouring numbers there too.
 #pragma once
 
 #include <climits>
 #include <cstdint>
 
 #include "cuda/tokens.cuh"
+#include "grouped_gemm/shares.cuh"
 
 namespace mxep::cuda::sm90 {
 
@@ -28,9 +32,11 @@ constexpr int kMaxGroups = 64, kMaxClusters = 96, kMaxPairs = 384;
 
 // The schedule of one cluster. Pairs are numbered group by group, in the order of the groups' lengths.
 struct LptSchedule {
-  int count;
-  bool listed;  // else round-robin: groups in their own order, numbers from `first` and `stride`
-  int first, stride;
+  int count;    // of pairs, or of blocks by their first pairs
+  bool sorted;  // groups by length, else in their own order
+  bool listed;  // else in turns
+  int cluster;
+  Turns turns;
   int numbers[kMaxPairs];
   int order[kMaxGroups];  // groups, the longest first
 
@@ -38,23 +44,31 @@ struct LptSchedule {
   int length[kMaxGroups], time[kMaxGroups];
   alignas(16) int free_at[2][kMaxClusters];
 
-  __device__ int number(int i) const { return listed ? numbers[i] : first + i * stride; }
+  __device__ int number(int i) const { return listed ? numbers[i] : turns.number(cluster, i); }
+  __device__ int group(int i) const { return sorted ? order[i] : i; }
 };
 
-// Called by all threads of a CTA of `cluster`, one of `clusters`; the result is visible after the next barrier.
-template <int kThreads>
-__device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, int pairs, int cluster, int clusters,
-                             LptSchedule& s) {
+// Called by all threads of a CTA of `cluster`, one of those of the launch; the result is visible after the next
+// barrier. Every group has `pairs` pairs, in blocks if there are blocks.
+template <int kThreads, Part kPart>
+__device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, int pairs, const Shares& shares,
+                             const Turns& turns, int cluster, LptSchedule& s) {
   constexpr int kLanes = kThreads / kMaxClusters;  // threads that count for a cluster
   static_assert(kLanes == 4 && kThreads == kLanes * kMaxClusters && kMaxGroups <= kThreads);
+  constexpr bool kInBlocks = kPart != Part::kPairs;
+  constexpr int kBlock = kInBlocks ? kPairsOfBlock : 1;
   const int thread = threadIdx.x;
   if (thread == 0) {
-    s.count = (groups * pairs - cluster + clusters - 1) / clusters;
-    s.listed = false;
-    s.first = cluster;
-    s.stride = clusters;
+    s.cluster = cluster;
+    s.turns = turns;
+    s.count = turns.below(cluster, groups * pairs);
+    s.sorted = s.listed = false;
   }
-  if (groups > kMaxGroups || clusters > kMaxClusters || groups * pairs > kMaxPairs * clusters) return;
+  // The units to list are blocks, or pairs where there are no blocks. Of a round of units, the first `own` are those of
+  // `clusters`.
+  const int clusters = kInBlocks ? shares.clusters : shares.pairs, units = pairs / kBlock;
+  const int own = clusters * shares.turns, round = own + (kInBlocks ? shares.pairs * shares.turns / kBlock : 0);
+  if (groups > kMaxGroups || clusters > kMaxClusters || groups * units > kMaxPairs * clusters) return;
 
   // The fixed time of a pair, mostly its stores, expressed in tokens. `unit` keeps times far below 2^31.
   constexpr int kTokensOfAnEnd = 256;
@@ -82,7 +96,8 @@ __device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, 
   int taken = 0;
   for (int buffer = 0, i = 0, last; i < groups; buffer ^= 1, i = last) {
     for (last = i + 1; last < groups && s.time[last] > s.time[i] / 16 * 15;) ++last;
-    const int count = (last - i) * pairs, time = s.time[(i + last) / 2];
+    const auto own_before = [&](int n) { return n / round * own + min(n % round, own); };
+    const int first = own_before(i * units), count = own_before(last * units) - first, time = s.time[(i + last) / 2];
     const int* free_at = s.free_at[buffer];
     const auto free_before = [&](int at) {
       int n = 0;
@@ -99,7 +114,9 @@ __device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, 
       int number = 0;
       for (int at = begin, n = 1; n > 0 && number < count; at -= time) number += n = free_before(at);
       for (int at = begin, n = 0; number < count; number += n, ++taken) {
-        if (c == cluster && lane == 0 && taken < kMaxPairs) s.numbers[taken] = i * pairs + number;
+        const int of_own = first + number;
+        if (c == cluster && lane == 0 && taken < kMaxPairs)
+          s.numbers[taken] = (of_own / own * round + of_own % own) * kBlock;
         if (n < clusters) n = free_before(at += time);
       }
       // Minus the time of an even share: on average that leaves less than one pair per group, and no sum exceeds 2^31.
@@ -108,7 +125,8 @@ __device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, 
     __syncthreads();
   }
   const bool fits = !__syncthreads_or(taken > kMaxPairs);
-  if (c == cluster && lane == 0 && fits) {
+  if (thread == 0) s.sorted = fits;
+  if (c == cluster && lane == 0 && fits && kPart != Part::kPairsOfBlocks) {
     s.count = taken;
     s.listed = true;
   }

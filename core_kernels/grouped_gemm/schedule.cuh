@@ -1,5 +1,5 @@
-// Tile scheduler: every cluster computes its pairs of tiles from the group ends. M-grouped pairs are assigned
-// round-robin, K-grouped pairs by the time that they take (lpt_schedule.cuh).
+// Tile scheduler: every cluster computes its tiles from the group ends. M-grouped pairs or blocks of tiles are assigned
+// in turns, K-grouped ones by the time that they take (lpt_schedule.cuh).
 //
 //   a pair, two tiles of 256 x 128        side by side             or stacked, if that takes fewer pairs
 //                                         rank 0  rank 1           rank 0  [      ]
@@ -8,18 +8,27 @@
 // With equal numbers of pairs the squarer pair is better: per k-step a pair of 256 x 256 loads 512 rows, a pair of 512
 // x 128 loads 640, and the GPU is power-limited. Tiles of 128 x 256 are therefore stacked if the numbers are equal.
 //
-// A group's rows past its whole tiles, up to 128, are in flat tiles of 128 x 256, side by side. A tile of 256 x 128
-// costs as much, and at least half of it would be other rows.
+// A block of 512 x 512 is four pairs, and loads half as many rows per tile. A cluster of eight computes it, or clusters
+// of two compute its pairs (shares.cuh). M-grouped, the last 256 rows of a group that fill no block are a row of eight
+// tiles, of which ranks 0 to 3 and ranks 4 to 7 load the rows of A.
+//
+//   a block     rank 0  1   2   3         a row    rank 0  1   2   3   4   5   6   7
+//               [  ][  ][  ][  ]                   [  ][  ][  ][  ][  ][  ][  ][  ]
+//               [  ][  ][  ][  ]
+//               rank 4  5   6   7
+//
+// A group's rows past its whole tiles, up to 128, are in flat tiles of 128 x 256, side by side, two or eight. A tile of
+// 256 x 128 costs as much, and at least half of it would be other rows.
 //
 //   rank 0                rank 1
 //   [                    ][                    ]
 //
 // Two products with one common operand and an output each (kTwin): M-grouped, a pair has the same tile of both outputs,
 // rank 0 of the first and rank 1 of the second, and shares the rows of A. K-grouped, where that would load 640 rows, a
-// pair belongs to one output, and pairs of both outputs alternate.
+// pair or block belongs to one output, and those of both outputs alternate.
 //
-//   pairs of a group, in panels           0  4  8      pairs that run at the same time form a block of the output
-//   of a few rows of pairs:               1  5  9      that is about as high as wide: their parts of both operands
+//   pairs or blocks of a group, in        0  4  8      those that run at the same time form a block of the output
+//   panels of a few rows of them:         1  5  9      that is about as high as wide: their parts of both operands
 //                                         2  6 10      are small and stay in L2
 //                                         3  7 11
 #pragma once
@@ -28,10 +37,11 @@
 
 #include "formats.h"
 #include "grouped_gemm/lpt_schedule.cuh"
+#include "grouped_gemm/shares.cuh"
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kCluster = 2;
+constexpr int kBlockHigh = 2, kBlockWide = 4;  // tiles of a block
 
 // M-grouped: out (rows, cols), M x N, groups of rows; depth is K.
 //  K-grouped: out (groups, rows, cols), groups of the contraction dim; depth is the number of tokens.
@@ -40,6 +50,8 @@ struct Problem {
   const uint8_t *row_scale, *col_scale;  // E8M0; (M,) and (G, N), or (S, rows) and (S, cols), S slots of spans
   void* out;
   int groups, rows, cols, depth;
+  Shares shares;
+  Turns turns;  // of the clusters of this launch
   // Of cuda_folded_sm90.cu, M-grouped:
   const float* bias;  // (G, N) or null
   struct {
@@ -61,62 +73,73 @@ struct Tile {
   int64_t out;               // index of its first value
   int row_scale, col_scale;  // of its first row and column; K-grouped: those of the group's last span
   int slot;                  // K-grouped: of the group's first span; the other spans follow
-  int rows, cols;  // of the output from the tile's first on; at most 0 for a tile outside, whose pair has one inside
-  bool side_by_side, exists;
+  int rows, cols;            // of the output from the tile's first on; at most 0 for a tile outside
+  bool shares_a, shares_b;   // whether other CTAs of the cluster load parts of its rows of A or B
+  bool exists;
   bool whole;    // K-grouped: the group's ends keep the contract; otherwise the sums are NaN
   bool flat;     // half as many rows and twice as many columns
   uint8_t twin;  // 0 or 1: the product that the tile belongs to
 };
 
 // Tiles of kM x kN; group ends are multiples of kEnds. kFlat: M-grouped, up to kM / 2 last rows are in flat tiles.
-template <bool kAlongK, int kM, int kN, int kEnds = 1, bool kTwin = false, bool kFlat = false>
+template <bool kAlongK, int kM, int kN, int kEnds = 1, bool kTwin = false, bool kFlat = false,
+          Part kPart = Part::kPairs>
 class Schedule {
  public:
   // K-grouped: called by all threads of a CTA, before the first barrier of the cluster.
   template <int kThreads>
   static __device__ void assign(const Problem& p, LptSchedule& lpt) {
-    const int pairs = min(pairs_stacked(p.rows, p.cols), pairs_side_by_side(p.rows, p.cols)) * (kAlternate ? 2 : 1);
-    lpt_schedule<kThreads>(p.group_ends, p.groups, p.depth, pairs, blockIdx.x / kCluster, gridDim.x / kCluster, lpt);
+    const int pairs = kInBlocks ? tiles(p.rows, kBlockHigh * kM) * tiles(p.cols, kBlockWide * kN) * kPairsOfUnit
+                                : min(pairs_stacked(p.rows, p.cols), pairs_side_by_side(p.rows, p.cols));
+    lpt_schedule<kThreads, kPart>(p.group_ends, p.groups, p.depth, pairs * (kAlternate ? 2 : 1), p.shares, p.turns,
+                                  blockIdx.x / kCtas, lpt);
   }
 
   // M-grouped: `lpt` is unused.
-  __device__ Schedule(const Problem& p, const LptSchedule& lpt)
-      : p_(p), lpt_(lpt), next_(kAlongK ? 0 : blockIdx.x / kCluster) {
+  __device__ Schedule(const Problem& p, const LptSchedule& lpt) : p_(p), lpt_(lpt) {
+    if constexpr (!kAlongK) next_ = p.turns.first_of(blockIdx.x / kCtas);
     enter_group(0);
   }
 
   __device__ bool next(Tile* tile) {
-    int pair;  // in the group
+    int pair;  // in the group; of a block, its first
     if constexpr (kAlongK) {
       if (next_ == lpt_.count) return false;
-      const int number = lpt_.number(next_), pairs = pairs_m_ * pairs_n_, i = number / pairs;
-      const int group = lpt_.listed ? lpt_.order[i] : i;
+      const int number = lpt_.number(next_++), i = number / pairs_;
+      const int group = lpt_.group(i);
       if (group != group_) enter_group(group);
-      pair = number - i * pairs;
+      pair = number - i * pairs_;
     } else {
-      while (group_ < p_.groups && next_ >= pairs_m_ * pairs_n_ + flat_pairs_) {
-        next_ -= pairs_m_ * pairs_n_ + flat_pairs_;
+      while (group_ < p_.groups && next_ >= pairs_) {
+        next_ -= pairs_;
         enter_group(group_ + 1);
       }
       if (group_ >= p_.groups) return false;
       pair = next_;
+      take_turn();
     }
-    const int whole = pairs_m_ * pairs_n_, rank = blockIdx.x % kCluster;  // whole: pairs of tiles of kM x kN
-    const bool flat = kFlat && pair >= whole;
-    int i, j, twin = kOfBoth ? rank : 0;
-    if (flat) {
-      i = (end_ - begin_) / kM * kM;
-      j = (kOfBoth ? pair - whole : (pair - whole) * kCluster + rank) * 2 * kN;
+    const int unit = pair / kPairsOfUnit, high = high_of_unit(), wide = wide_of_unit();
+    // The tile's place in the unit.
+    const int place =
+        kPart == Part::kBlocks ? blockIdx.x % kCtas : pair % kPairsOfUnit * kCluster + blockIdx.x % kCluster;
+    const int whole = units_m_ * units_n_;  // units of tiles of kM x kN
+    bool flat = false, in_a_row = false;
+    int i, j, twin = kOfBoth ? place % 2 : 0;  // the tile's first row and its column of tiles
+    if (unit < whole) {
+      const int height = high == 1 ? 2 * kPanel : kPanel;
+      const int panel = unit / (height * units_n_), in_panel = unit % (height * units_n_);
+      const int in_column = min(height, units_m_ - panel * height);
+      int unit_m = panel * height + in_panel % in_column;
+      if constexpr (kAlternate) twin = unit_m % 2, unit_m /= 2;
+      i = (unit_m * high + place / wide) * kM;
+      j = in_panel / in_column * wide + place % wide;
     } else {
-      const int height = side_by_side_ ? 2 * kPanel : kPanel, columns = pairs_n_;
-      const int panel = pair / (height * columns), in_panel = pair % (height * columns);
-      const int in_column = min(height, pairs_m_ - panel * height);
-      int pair_m = panel * height + in_panel % in_column;
-      const int pair_n = in_panel / in_column;
-      if constexpr (kAlternate) twin = pair_m % 2, pair_m /= 2;
-      i = (side_by_side_ ? pair_m : pair_m * kCluster + rank) * kM;
-      j = (side_by_side_ && !kOfBoth ? pair_n * kCluster + rank : pair_n) * kN;
+      flat = kFlat && unit >= whole + row_units_;
+      in_a_row = true;
+      i = flat ? (end_ - begin_) / kM * kM : units_m_ * high * kM;
+      j = (unit - whole - (flat ? row_units_ : 0)) * kTilesOfUnit + place;
     }
+    j = (kOfBoth ? j / 2 : j) * (flat ? 2 * kN : kN);
     const int64_t row = kAlongK ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out
     const int weight_row = group_ * p_.cols + j;
     const int slot = begin_ / kSpan + group_, last_slot = slot + (end_ - begin_ - 1) / kSpan;
@@ -131,17 +154,21 @@ class Schedule {
         .slot = slot,
         .rows = (kAlongK ? p_.rows : end_ - begin_) - i,
         .cols = p_.cols - j,
-        .side_by_side = side_by_side_ || flat,
+        .shares_a = wide > 1 || in_a_row,
+        .shares_b = !in_a_row && (kPart == Part::kBlocks || wide == 1),
         .exists = true,
         .whole = whole_,
         .flat = flat,
         .twin = static_cast<uint8_t>(twin),
     };
-    next_ += kAlongK ? 1 : gridDim.x / kCluster;
     return true;
   }
 
  private:
+  static constexpr int kCtas = kCtasOf<kPart>;
+  static constexpr bool kInBlocks = kPart != Part::kPairs;
+  // A unit is a pair or a block.
+  static constexpr int kTilesOfUnit = kInBlocks ? kBlockCtas : kCluster, kPairsOfUnit = kTilesOfUnit / kCluster;
   static constexpr bool kOfBoth = kTwin && !kAlongK, kAlternate = kTwin && kAlongK;  // a pair of twins
   static constexpr int kPanel = 1024 / kM;  // 2 to 16 panels of 256 measured within half a percent of each other
 
@@ -149,6 +176,18 @@ class Schedule {
 
   static __device__ int pairs_stacked(int rows, int cols) { return tiles(rows, 2 * kM) * tiles(cols, kN); }
   static __device__ int pairs_side_by_side(int rows, int cols) { return tiles(rows, kM) * tiles(cols, 2 * kN); }
+
+  __device__ int wide_of_unit() const { return kInBlocks ? kBlockWide : kOfBoth ? kCluster : wide_; }
+  __device__ int high_of_unit() const { return kTilesOfUnit / wide_of_unit(); }
+
+  __device__ void take_turn() {
+    next_ += p_.turns.step;
+    if constexpr (kInBlocks) {
+      if (++turn_ < p_.turns.turns) return;
+      turn_ = 0;
+      next_ += p_.turns.skip;
+    }
+  }
 
   __device__ void enter_group(int group) {
     group_ = group;
@@ -164,31 +203,38 @@ class Schedule {
       end_ = min(max(p_.group_ends[group], begin_), p_.rows) / kEnds * kEnds;
     }
     int rows = kAlongK ? p_.rows : end_ - begin_;
+    const int cols = kOfBoth ? 2 * p_.cols : p_.cols;  // of all outputs
+    int flat_units = 0;
     if constexpr (kFlat) {
       const int rest = rows % kM;
-      const bool flat = rest != 0 && rest <= kM / 2;
-      if (flat) rows -= rest;
-      flat_pairs_ = flat ? tiles(p_.cols, (kOfBoth ? 1 : kCluster) * 2 * kN) : 0;
+      if (rest != 0 && rest <= kM / 2) {
+        rows -= rest;
+        flat_units = tiles(cols, kTilesOfUnit * 2 * kN);
+      }
     }
-    if constexpr (kOfBoth) {
-      side_by_side_ = true;
-      pairs_m_ = tiles(rows, kM);
-      pairs_n_ = tiles(p_.cols, kN);
-      return;
+    if constexpr (kInBlocks && !kAlongK) {
+      const bool odd = tiles(rows, kM) % 2 != 0;
+      row_units_ = odd ? tiles(cols, kTilesOfUnit * kN) : 0;
+      if (odd) rows = (tiles(rows, kM) - 1) * kM;
+    } else if constexpr (!kInBlocks) {
+      const int stacked = pairs_stacked(rows, cols), side_by_side = pairs_side_by_side(rows, cols);
+      wide_ = (kM > kN ? side_by_side <= stacked : side_by_side < stacked) ? 2 : 1;
     }
-    const int stacked = pairs_stacked(rows, p_.cols), side_by_side = pairs_side_by_side(rows, p_.cols);
-    side_by_side_ = kM > kN ? side_by_side <= stacked : side_by_side < stacked;
-    pairs_m_ = tiles(rows, side_by_side_ ? kM : 2 * kM) * (kAlternate ? 2 : 1);
-    pairs_n_ = tiles(p_.cols, side_by_side_ ? 2 * kN : kN);
+    units_m_ = tiles(rows, high_of_unit() * kM) * (kAlternate ? 2 : 1);
+    units_n_ = tiles(cols, wide_of_unit() * kN);
+    pairs_ = (units_m_ * units_n_ + row_units_ + flat_units) * kPairsOfUnit;
   }
 
   const Problem& p_;
   const LptSchedule& lpt_;
-  int next_;  // in the group; K-grouped: in this cluster's schedule
+  int next_ = 0;  // pair of the group; K-grouped: in this cluster's schedule
+  int turn_ = 0;  // in the round
   int group_ = 0, begin_ = 0, end_ = 0;
-  int pairs_m_ = 0, pairs_n_ = 0;
-  int flat_pairs_ = 0;  // of the group
-  bool side_by_side_ = false, whole_ = true;
+  int wide_ = 2;  // tiles of a pair side by side
+  int units_m_ = 0, units_n_ = 0;
+  int row_units_ = 0;  // units of a row of tiles; those of flat tiles follow
+  int pairs_ = 0;      // of the group
+  bool whole_ = true;
 };
 
 }  // namespace mxep::cuda::sm90

@@ -122,8 +122,9 @@ def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> Non
     """Two products of four steps per stage, and of K-grouped ones of one, two and three steps of a group's last stage;
     multicast copies, and code for no other architecture."""
     of = {key: code for key, code in kernels("-sass").items() if "folded_product" in key[1]}
-    assert len(of) == 14, (
-        "M-grouped: alone, bias, second product, scales of blocks, pair; K-grouped: alone, pair; bf16, fp32"
+    assert len(of) == 28, (
+        "M-grouped: alone, bias, second product, scales of blocks, pair; K-grouped: alone, pair; "
+        "fp32 in pairs of tiles; bf16 in pairs, in blocks, and in pairs of blocks"
     )
     for (target, name), code in of.items():
         assert target == "sm_90a"
