@@ -124,7 +124,7 @@ def test_k_grouped(op: str, lengths: tuple[int, ...]) -> None:
     """Groups that differ much, that are alike, and more than are scheduled by their lengths."""
     values, tokens, both = Values(), sum(lengths), op.endswith("pair")
     offs = torch.tensor(lengths, device=DEVICE).cumsum(0).int()
-    spans, rows, columns = tokens // 256 + len(lengths), 1024, 1024 if both else 2048
+    spans, rows, columns = tokens // 256 + len(lengths), 2048, 1024 if both else 2048
     first, second = ((values.codes(rows, tokens), values.increases(spans, rows)) for _ in range(2))
     b, b_sf = values.codes(columns, tokens), values.increases(spans, columns)
 

@@ -75,7 +75,8 @@ int main() {
       end = rows += any({0, 0, 1, 32, 127, 128, 129, 200, 255, 256, 257, 384, 385, 512, 600, 1100});
     Problem p{};
     p.group_ends = ends.data(), p.groups = int(ends.size());
-    p.rows = max(rows + any({0, 40}), 1), p.cols = any({8, 128, 136, 256, 264, 384, 520, 768, 1408, 2048}), p.depth = 128;
+    p.rows = max(rows + any({0, 40}), 1), p.depth = 128;
+    p.cols = any({8, 128, 136, 256, 264, 384, 520, 768, 1408, 2048});
     const Shares pairs{0, any({1, 2, 5, 66}), 1}, both = shares_of(any({1, 2, 15}), any({0, 1, 2, 6}));
     for (const Shares& shares : {pairs, both}) {
       wrong += !covered<256, 128, false, true>(p, shares, flat);
