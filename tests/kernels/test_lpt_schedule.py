@@ -1,0 +1,194 @@
+"""The K-grouped tiles of grouped_gemm/schedule.cuh, compiled for the CPU: each value of every group's output belongs to
+one tile of one CTA, in pairs and in blocks, and the last cluster ends about when it would if each took the next one when it is free.
+
+The 384 threads of a CTA that compute grouped_gemm/lpt_schedule.cuh are contexts of one thread, which take turns where
+they wait for each other. Undefined behaviour ends the program."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = r"""
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <initializer_list>
+#include <memory>
+#include <random>
+#include <vector>
+#define __device__
+#define __host__
+using std::max, std::min;
+struct Index { unsigned x; } threadIdx, blockIdx;
+struct alignas(16) int4 { int x, y, z, w; };
+template <typename T> T __ldg(const T* from) { return *from; }
+
+constexpr int kCta = 384;
+struct Crowd {  // threads that wait for each other
+  int size, arrived = 0, meetings = 0;
+};
+struct Cta {
+  ucontext_t main, of[kCta];
+  std::unique_ptr<char[]> stacks{new char[size_t{kCta} << 16]};
+  bool ended[kCta];
+  Crowd all{kCta}, lanes[kCta / 4];
+  int value[2][kCta], any;
+} cta;
+
+void resume(unsigned next) {
+  const unsigned before = threadIdx.x;
+  threadIdx.x = next;
+  swapcontext(&cta.of[before], &cta.of[next]);
+}
+void meet(Crowd& crowd, unsigned first) {
+  const int meeting = crowd.meetings;
+  if (++crowd.arrived == crowd.size) crowd.arrived = 0, ++crowd.meetings;
+  while (crowd.meetings == meeting) {
+    unsigned next = threadIdx.x;
+    do next = first + (next + 1 - first) % crowd.size;
+    while (cta.ended[next]);
+    resume(next);
+  }
+}
+void __syncthreads() { meet(cta.all, 0); }
+int __syncthreads_or(int vote) {
+  __syncthreads();
+  cta.any = 0;
+  __syncthreads();
+  cta.any |= vote;
+  __syncthreads();
+  return cta.any;
+}
+int __shfl_xor_sync(unsigned, int value, int mask) {
+  const unsigned thread = threadIdx.x;
+  Crowd& lanes = cta.lanes[thread / 4];
+  int* values = cta.value[lanes.meetings % 2];
+  values[thread] = value;
+  meet(lanes, thread / 4 * 4);
+  return values[thread ^ mask];
+}
+
+#include "grouped_gemm/schedule.cuh"
+using namespace mxep::cuda::sm90;
+
+constexpr int kM = 256, kN = 128;
+const Problem* problem;
+LptSchedule lpt;
+
+template <typename Of>
+void thread() {
+  Of::template assign<kCta>(*problem, lpt);
+  cta.ended[threadIdx.x] = true;
+  for (unsigned next = 0; next < kCta; ++next)
+    if (!cta.ended[next]) {
+      threadIdx.x = next;
+      setcontext(&cta.of[next]);
+    }
+  setcontext(&cta.main);
+}
+
+template <typename Of>
+void assign() {
+  cta.all = {kCta};
+  for (Crowd& lanes : cta.lanes) lanes = {4};
+  for (int i = 0; i < kCta; ++i) {
+    cta.ended[i] = false;
+    getcontext(&cta.of[i]);
+    cta.of[i].uc_stack.ss_sp = &cta.stacks[size_t(i) << 16];
+    cta.of[i].uc_stack.ss_size = 1 << 16;
+    makecontext(&cta.of[i], thread<Of>, 0);
+  }
+  threadIdx.x = 0;
+  swapcontext(&cta.main, &cta.of[0]);
+}
+
+constexpr int kEnd = 256;  // what a tile takes beside its tokens, in tokens
+
+// Counts the values of the tiles of a launch. Returns the time of each cluster, in tokens.
+template <bool kTwin, Part kPart>
+std::vector<int> cover(Problem p, int clusters, std::vector<uint8_t>& times) {
+  using Of = Schedule<true, kM, kN, 32, kTwin, false, kPart>;
+  std::vector<int> time(clusters);
+  p.turns = turns_of(p.shares, kPart);
+  problem = &p;
+  for (int cluster = 0; cluster < clusters; ++cluster) {
+    blockIdx.x = cluster * kCtasOf<kPart>;
+    assign<Of>();
+    for (int rank = 0; rank < kCtasOf<kPart>; ++rank, ++blockIdx.x) {
+      Of schedule(p, lpt);
+      for (Tile tile; schedule.next(&tile);) {
+        if (rank == 0) time[cluster] += tile.k_end - tile.k_begin + kEnd;
+        for (int i = 0; i < min(kM, tile.rows); ++i)
+          for (int j = 0; j < min(kN, tile.cols); ++j) ++times[tile.out + int64_t{i} * p.cols + j];
+      }
+    }
+  }
+  return time;
+}
+
+// When the last cluster ends if each takes the next pair or block, those of the longest group first, when it is free.
+int best(const Problem& p, int per_group, int clusters) {
+  std::vector<int> free_at(clusters), lengths;
+  for (int i = 0, before = 0; i < p.groups; before = p.group_ends[i++]) lengths.push_back(p.group_ends[i] - before);
+  std::sort(lengths.rbegin(), lengths.rend());
+  const int own = clusters * p.shares.turns, block = p.shares.block();
+  const int round = p.shares.clusters ? own + p.shares.pairs * p.shares.turns / block : own;
+  for (int n = 0; n < p.groups * per_group; ++n)
+    if (n % round < own) *std::min_element(free_at.begin(), free_at.end()) += lengths[n / per_group] + kEnd;
+  return *std::max_element(free_at.begin(), free_at.end());
+}
+
+template <bool kTwin>
+bool right(Problem p, const Shares& shares, bool by_length) {
+  p.shares = shares;
+  const int64_t size = int64_t{p.groups} * p.rows * p.cols;
+  p.twin.to_out = size;
+  std::vector<uint8_t> times(size * (kTwin + 1));
+  std::vector<int> time;
+  int per_group = p.rows / 512 * (p.cols / 512) * (kTwin + 1);
+  if (shares.clusters) {
+    time = cover<kTwin, Part::kBlocks>(p, shares.clusters, times);
+    cover<kTwin, Part::kPairsOfBlocks>(p, shares.pairs, times);
+  } else {
+    time = cover<kTwin, Part::kPairs>(p, shares.pairs, times);
+    per_group = p.rows / kM * (p.cols / kN) / kCluster * (kTwin + 1);
+  }
+  for (uint8_t n : times)
+    if (n != 1) return false;
+  // Groups whose lengths differ by less than a sixteenth are scheduled as one.
+  return !by_length || *std::max_element(time.begin(), time.end()) <= best(p, per_group, time.size()) * 17 / 16;
+}
+
+int main() {
+  std::mt19937 random(0);
+  const auto any = [&](std::initializer_list<int> of) { return of.begin()[random() % of.size()]; };
+  int wrong = 0;
+  for (int number = 0; number < 24; ++number) {
+    const bool many = number % 8 == 7;
+    std::vector<int32_t> ends(many ? 70 : any({1, 2, 5, 9}));
+    int tokens = 0;
+    for (int32_t& end : ends) end = tokens += any({0, 32, 4096, 4096, 4128, 8192, 30720});
+    Problem p{};
+    p.group_ends = ends.data(), p.groups = int(ends.size()), p.depth = tokens + any({0, 64});
+    p.rows = many ? 512 : any({512, 1024, 1536}), p.cols = many ? 512 : any({512, 1024});
+    const Shares both = shares_of(any({1, 2, 3, 7}), any({0, 1, 2, 3, 6})), pairs{0, any({1, 3, 8}), 1};
+    for (const Shares& shares : {both, pairs}) {
+      wrong += !right<false>(p, shares, !many);
+      wrong += !right<true>(p, shares, !many);
+    }
+  }
+  std::printf("wrong: %d\n", wrong);
+}
+"""
+
+
+def test_each_value_is_in_one_tile_and_the_last_cluster_ends_early(tmp_path: Path) -> None:
+    source, program = tmp_path / "schedule.cc", tmp_path / "schedule"
+    source.write_text(PROGRAM)
+    checks = ["-fsanitize=undefined", "-fno-sanitize-recover"]
+    include = f"-I{ROOT / 'core_kernels'}"
+    subprocess.run(["c++", "-std=c++20", "-O1", *checks, include, str(source), "-o", str(program)], check=True)
+    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=200)
+    assert (ran.stdout, ran.stderr) == ("wrong: 0\n", "")
