@@ -12,6 +12,7 @@ import pytest
 import torch
 from mxep.torch_frontend import ops
 from torch import Tensor
+from torch.cuda.green_contexts import GreenContext
 from torch.profiler import ProfilerActivity, profile
 
 from .cases import DEVICE
@@ -137,6 +138,22 @@ def test_k_grouped(op: str, lengths: tuple[int, ...]) -> None:
     for at in range(0, columns, NARROW):
         part = slice(at, at + NARROW)
         assert all(torch.equal(out[..., part], want) for out, want in zip(got, run(part), strict=True))
+
+
+@pytest.mark.parametrize("sms", [8, 24, 56, 112])
+def test_fewer_multiprocessors_give_the_same_bytes(sms: int) -> None:
+    """As many clusters of eight as the SMs of a green context hold, if any, and pairs on the rest."""
+    run, every = m_grouped("grouped_mm_fold", 2560), slice(0, 2560)
+    want = run(every)
+    torch.cuda.synchronize()
+    context = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
+    context.set_context()
+    try:
+        got = run(every)
+        torch.cuda.current_stream().synchronize()
+    finally:
+        context.pop_context()
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def test_a_graph_replays_both_kernels_and_what_follows_waits_for_them() -> None:

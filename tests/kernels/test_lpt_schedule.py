@@ -1,5 +1,6 @@
 """The K-grouped tiles of grouped_gemm/schedule.cuh, compiled for the CPU: each value of every group's output belongs to
-one tile of one CTA, in pairs and in blocks, and the last cluster ends about when it would if each took the next one when it is free.
+one tile of one CTA, in pairs and in blocks. The last cluster ends about when it would if each took the next pair or
+block when it is free.
 
 The 384 threads of a CTA that compute grouped_gemm/lpt_schedule.cuh are contexts of one thread, which take turns where
 they wait for each other. Undefined behaviour ends the program."""
