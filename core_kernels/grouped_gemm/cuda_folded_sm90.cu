@@ -95,9 +95,9 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
     alloc_registers<240>();
     constexpr int kConsumers = kThreads - kWarpgroup;
     if constexpr (!kAlongK) {
-      const int before = kPart == Part::kPairsOfBlocks ? p.shares.clusters * kBlockCtas : 0;  // CTAs
+      const int before = kPart == Part::kPairsOfBlocks ? p.shares.eights * kBlockCtas : 0;  // CTAs
       const int64_t thread = (before + blockIdx.x) * int64_t{kConsumers} + threadIdx.x - kWarpgroup;
-      const int64_t threads = (p.shares.clusters * kBlockCtas + p.shares.pairs * kCluster) * int64_t{kConsumers};
+      const int64_t threads = (p.shares.eights * kBlockCtas + p.shares.twos * kCluster) * int64_t{kConsumers};
       const auto out = static_cast<Out*>(p.out);
       clear_rest(p, out, thread, threads);
       if constexpr (kTwin) clear_rest(p, out + p.twin.to_out, thread, threads);
@@ -111,11 +111,12 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
 template <bool kAlongK, Plus kPlus>
 bool in_blocks(const Problem& p) {
   constexpr int kHigh = kBlockHigh * kTileM, kWide = kBlockWide * kTileN, kEnough = 128, kLong = 4096;
-  const int64_t outputs = kPlus == Plus::kTwin ? 2 : 1, rows = p.rows, cols = p.cols, depth = p.depth + p.second.depth;
+  const int64_t outputs = kPlus == Plus::kTwin ? 2 : 1, rows = p.rows, cols = p.cols, groups = p.groups;
+  const int64_t depth = p.depth + p.second.depth;
   if constexpr (kAlongK)
-    return rows % kHigh == 0 && cols % kWide == 0 && depth / p.groups >= kLong &&
-           outputs * p.groups * (rows / kHigh) * (cols / kWide) >= kEnough;
-  return outputs * cols % kWide == 0 && rows / p.groups >= kHigh && depth >= kLong &&
+    return rows % kHigh == 0 && cols % kWide == 0 && depth >= kLong * groups &&
+           outputs * groups * (rows / kHigh) * (cols / kWide) >= kEnough;
+  return outputs * cols % kWide == 0 && rows >= kHigh * groups && depth >= kLong &&
          rows / kHigh * (outputs * cols / kWide) >= kEnough;
 }
 

@@ -16,8 +16,8 @@
 // are assigned in turns. Turns are also the schedule if there are more groups, or more pairs per cluster, than fit in
 // shared memory.
 //
-// Where clusters of eight compute blocks, it is the blocks of their turns that they take in this way, and clusters of
-// two take turns. Blocks that run at the same time have neighbouring numbers there too.
+// Blocks of clusters of eight are scheduled so too: those of their share of each round. Clusters of two beside them
+// take their share in turns. So all that runs at the same time has neighbouring numbers.
 #pragma once
 
 #include <climits>
@@ -66,8 +66,8 @@ __device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, 
   }
   // The units to list are blocks, or pairs where there are no blocks. Of a round of units, the first `own` are those of
   // `clusters`.
-  const int clusters = kInBlocks ? shares.clusters : shares.pairs, units = pairs / kBlock;
-  const int own = clusters * shares.turns, round = own + (kInBlocks ? shares.pairs * shares.turns / kBlock : 0);
+  const int clusters = kInBlocks ? shares.eights : shares.twos, units = pairs / kBlock;
+  const int own = clusters * shares.turns, round = own + (kInBlocks ? shares.twos * shares.turns / kBlock : 0);
   if (groups > kMaxGroups || clusters > kMaxClusters || groups * units > kMaxPairs * clusters) return;
 
   // The fixed time of a pair, mostly its stores, expressed in tokens. `unit` keeps times far below 2^31.

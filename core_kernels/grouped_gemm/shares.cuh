@@ -1,7 +1,7 @@
-// How clusters share the pairs of tiles of a product. Clusters of eight CTAs compute blocks of four pairs; clusters of
-// two, on the multiprocessors that hold no more clusters of eight, compute the pairs of other blocks.
+// How the clusters of a product share its pairs of tiles. Clusters of eight CTAs compute blocks of four pairs. The
+// multiprocessors that hold no more of them run clusters of two, which compute the pairs of other blocks.
 //
-//   round    | turns x a block for each cluster of eight | turns x a pair for each cluster of two: whole blocks |
+//   a round    | `turns` blocks for each cluster of eight | `turns` pairs for each cluster of two, together whole blocks |
 #pragma once
 
 #include <cstdint>
@@ -15,22 +15,21 @@ enum class Part { kPairs, kBlocks, kPairsOfBlocks };
 template <Part kPart>
 constexpr int kCtasOf = kPart == Part::kBlocks ? kBlockCtas : kCluster;  // of a cluster
 
-// `clusters` of eight CTAs take blocks and `pairs` of two take pairs of blocks, in rounds: `turns` blocks for each
-// cluster, then `turns` pairs for each pair, which are whole blocks. Without clusters there are no blocks.
+// How many clusters of eight and of two there are. Without clusters of eight there are no blocks.
 struct Shares {
-  int clusters, pairs, turns;
+  int eights, twos, turns;
 
-  __host__ __device__ int block() const { return clusters ? kPairsOfBlock : 1; }  // in pairs
+  __host__ __device__ int block() const { return eights ? kPairsOfBlock : 1; }  // in pairs
 };
 
-inline Shares shares_of(int clusters, int pairs) {
-  Shares shares{clusters, pairs, 1};
-  while (pairs * shares.turns % shares.block() != 0) ++shares.turns;
+inline Shares shares_of(int eights, int twos) {
+  Shares shares{eights, twos, 1};
+  while (twos * shares.turns % shares.block() != 0) ++shares.turns;
   return shares;
 }
 
-// The pairs of one cluster, of blocks their first ones: `turns` of them `step` apart, then `skip` to the next round.
-// `first`: of cluster 0.
+// The pairs of each cluster of a launch; a block is named by its first pair. A cluster's pairs of a round are `step`
+// apart, and the next round is `skip` further. `first`: the first pair of cluster 0.
 struct Turns {
   int first, step, turns, skip, to_next_cluster;
 
@@ -44,9 +43,9 @@ struct Turns {
 };
 
 inline Turns turns_of(const Shares& shares, Part part) {
-  const int of_clusters = shares.clusters * shares.block(), of_pairs = shares.pairs, n = shares.turns;
-  if (part == Part::kBlocks) return {0, of_clusters, n, of_pairs * n, shares.block()};
-  return {of_clusters * n, of_pairs, n, of_clusters * n, 1};
+  const int of_eights = shares.eights * shares.block(), of_twos = shares.twos, n = shares.turns;  // pairs of a turn
+  if (part == Part::kBlocks) return {0, of_eights, n, of_twos * n, shares.block()};
+  return {of_eights * n, of_twos, n, of_eights * n, 1};
 }
 
 }  // namespace mxep::cuda::sm90

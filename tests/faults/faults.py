@@ -361,8 +361,8 @@ FAULTS = (
     Fault(
         "schedule of products: clusters of two begin with the first block",
         "core_kernels/grouped_gemm/shares.cuh",
-        "return {of_clusters * n, of_pairs,",
-        "return {0, of_pairs,",
+        "return {of_eights * n, of_twos,",
+        "return {0, of_twos,",
         "tests/kernels/test_schedule.py",
     ),
     Fault(

@@ -135,7 +135,7 @@ int best(const Problem& p, int per_group, int clusters) {
   for (int i = 0, before = 0; i < p.groups; before = p.group_ends[i++]) lengths.push_back(p.group_ends[i] - before);
   std::sort(lengths.rbegin(), lengths.rend());
   const int own = clusters * p.shares.turns, block = p.shares.block();
-  const int round = p.shares.clusters ? own + p.shares.pairs * p.shares.turns / block : own;
+  const int round = p.shares.eights ? own + p.shares.twos * p.shares.turns / block : own;
   for (int n = 0; n < p.groups * per_group; ++n)
     if (n % round < own) *std::min_element(free_at.begin(), free_at.end()) += lengths[n / per_group] + kEnd;
   return *std::max_element(free_at.begin(), free_at.end());
@@ -149,11 +149,11 @@ bool right(Problem p, const Shares& shares, bool by_length) {
   std::vector<uint8_t> times(size * (kTwin + 1));
   std::vector<int> time;
   int per_group = p.rows / 512 * (p.cols / 512) * (kTwin + 1);
-  if (shares.clusters) {
-    time = cover<kTwin, Part::kBlocks>(p, shares.clusters, times);
-    cover<kTwin, Part::kPairsOfBlocks>(p, shares.pairs, times);
+  if (shares.eights) {
+    time = cover<kTwin, Part::kBlocks>(p, shares.eights, times);
+    cover<kTwin, Part::kPairsOfBlocks>(p, shares.twos, times);
   } else {
-    time = cover<kTwin, Part::kPairs>(p, shares.pairs, times);
+    time = cover<kTwin, Part::kPairs>(p, shares.twos, times);
     per_group = p.rows / kM * (p.cols / kN) / kCluster * (kTwin + 1);
   }
   for (uint8_t n : times)

@@ -54,10 +54,10 @@ bool covered(Problem p, Shares shares, int& flat) {
   p.twin.to_out = int64_t{p.rows} * p.cols;
   p.shares = shares;
   if constexpr (kFlat) {
-    cover<kM, kN, kTwin, kFlat, Part::kBlocks>(p, shares.clusters, all);
-    if (shares.clusters) cover<kM, kN, kTwin, kFlat, Part::kPairsOfBlocks>(p, shares.pairs, all);
+    cover<kM, kN, kTwin, kFlat, Part::kBlocks>(p, shares.eights, all);
+    if (shares.eights) cover<kM, kN, kTwin, kFlat, Part::kPairsOfBlocks>(p, shares.twos, all);
   }
-  if (!shares.clusters) cover<kM, kN, kTwin, kFlat, Part::kPairs>(p, shares.pairs, all);
+  if (!shares.eights) cover<kM, kN, kTwin, kFlat, Part::kPairs>(p, shares.twos, all);
   flat += all.flat;
   for (size_t i = 0; i < all.times.size(); ++i)
     if (all.times[i] != (int(i / p.cols) % p.rows < p.group_ends[p.groups - 1])) return false;
