@@ -1,7 +1,7 @@
 // How the clusters of a product share its pairs of tiles. Clusters of eight CTAs compute blocks of four pairs. The
 // multiprocessors that hold no more of them run clusters of two, which compute the pairs of other blocks.
 //
-//   a round    | `turns` blocks for each cluster of eight | `turns` pairs for each cluster of two, together whole blocks |
+//   a round    | `turns` blocks for each cluster of eight | whole blocks: `turns` pairs for each cluster of two |
 #pragma once
 
 #include <cstdint>
