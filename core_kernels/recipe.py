@@ -8,15 +8,17 @@ from .formats import BLOCK, Rounding
 from .launch import fail
 
 Operands = Literal["bf16", "mxfp8", "fp8_rowwise", "fp8_blockwise"]
-Compute = Literal["auto", "exact", "fold", "balanced"]
+Compute = Literal["auto", "exact", "fold", "stepped"]
 LegName = Literal["dispatch", "dispatch_grad", "combine", "combine_grad"]
 """Rows between ranks: tokens to the experts and their gradients back, the experts' rows back and their gradients to the
 experts."""
 Scales = Literal["power_of_two", "float32"]
-Form = Literal["bf16", "mx", "fold", "balanced", "row", "block", "block_power_of_two"]
-"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row, also with weights and
-rows balanced before; E4M3 quantized with one
-scale per row; E4M3 with one fp32 scale per 128 values, per 128 x 128 of weights; the same with powers of two."""
+Form = Literal["bf16", "mx", "fold", "stepped", "row", "block", "block_power_of_two"]
+"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; to one that changes where
+a block is far from the row's middle; E4M3 quantized with one scale per row; E4M3 with one fp32 scale per 128 values,
+per 128 x 128 of weights; the same with powers of two."""
+FOLDED: tuple[Form, ...] = ("fold", "stepped")
+"""The forms whose weight gradient multiplies folded operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,9 @@ class Recipe:
     scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
     compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row to
         the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3.
-        "balanced" folds after powers of two have moved from the weights to the rows, so that channels of large
-        activations and small weights spoil neither; one more pass over rows and weights. "auto" folds on Hopper and is
-        exact elsewhere (`dispatch.Arch.folds`).
+        "stepped" folds to a scale that changes along a row where a block is far from the row's middle, so that outlier
+        channels spoil no other; one more pass over rows and weights. "auto" folds on Hopper and is exact elsewhere
+        (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32.
     mx_legs: the legs whose rows are sent in MXFP8; the others are sent as they are. None is "dispatch" and
         "combine_grad" with MXFP8 operands, and no leg with others. PyTorch alone takes another choice.
@@ -104,8 +106,8 @@ class Recipe:
             return "block" if self.scales == "float32" else "block_power_of_two"
         if not self.mx:
             return "bf16" if self.operands == "bf16" else "row"
-        if self.compute == "balanced":
-            return "balanced"
+        if self.compute == "stepped":
+            return "stepped"
         return "fold" if self.compute == "fold" or (self.compute == "auto" and facts(arch).folds) else "mx"
 
     @classmethod

@@ -39,8 +39,7 @@ _GPU = {
     "permute_mx": Tiles(m=4, k=1024),
     "fold_rows": Tiles(),
     "permute_mx_fold": Tiles(),
-    "balance_scales": Tiles(m=16),
-    "fold_rows_balanced": Tiles(),
+    "fold_rows_stepped": Tiles(k=256),
     "quantize_row_fold": Tiles(),
     "quantize_rowwise": Tiles(),
     "fold_groups": Tiles(m=16),
@@ -71,6 +70,7 @@ _GPU = {
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
+    "grouped_mm_fold_stepped": Tiles(m=128, n=128, k=32, num_warps=8, num_stages=4),
     "grouped_mm_blockwise": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }

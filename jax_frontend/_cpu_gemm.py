@@ -136,6 +136,13 @@ def _mm_fold_pair(
     return first, _mm_fold(lhs_qf, lhs_sf, rhs2_qf, rhs2_sf, group_ends, out=out)
 
 
+def _mm_fold_stepped(
+    lhs_qf, lhs_sf, lhs_changes, rhs_qf, rhs_sf, rhs_changes, group_ends, *, out: ArrayType
+) -> jax.Array:
+    # A scale per row and 32 of K: MXFP8, with its scales transposed.
+    return _mm_mx(lhs_qf, lhs_sf.mT, rhs_qf, rhs_sf.mT, group_ends, out=out)
+
+
 def _widen(x: jax.Array) -> jax.Array:
     """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and the operand
     would not be bf16."""
@@ -227,6 +234,7 @@ GEMMS = {
     "grouped_mm_fold_pair": _mm_fold_pair,
     "grouped_wgrad_fold": _wgrad_fold,
     "grouped_wgrad_fold_pair": _wgrad_fold_pair,
+    "grouped_mm_fold_stepped": _mm_fold_stepped,
     "grouped_mm_blockwise": _mm_blockwise,
 }
 """Op name -> function of the inputs of the op and of the type of its output, or of either of two."""

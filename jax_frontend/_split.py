@@ -23,7 +23,14 @@ _BY_ROWS = (
     "quantize_row", "quantize_row_packed", "quantize_rowwise", "quantize_blockwise", "quantize_row_fold",
     "dequantize", "fold_rows", "swiglu", "swiglu_row", "swiglu_row_fold", "swiglu_bwd", "swiglu_bwd_row",
 )  # fmt: skip
-_BY_MATRICES = ("quantize_col", "quantize_both", "quantize_matrix_fold", "quantize_squares", "quantize_squares_both")
+_BY_MATRICES = (
+    "quantize_col",
+    "quantize_both",
+    "quantize_matrix_fold",
+    "quantize_squares",
+    "quantize_squares_both",
+    "fold_rows_stepped",
+)
 WHOLE_DIMS: dict[str, int] = {name: dims for dims, names in ((1, _BY_ROWS), (2, _BY_MATRICES)) for name in names}
 """The dims at the end of the op's first input that its outputs read as a whole; the dims in front divide the work."""
 

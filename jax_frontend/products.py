@@ -8,7 +8,7 @@
     "bf16"    bf16                          bf16
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
-    "balanced"  as "fold", with powers of two moved from the weights to the rows before; rows are folded by `product`
+    "stepped"  (q, sf, changes), one sf per 32, most of a row's the same; token operand as in form "fold"
     "row"     (q, sf), one sf per row       bf16
     "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
@@ -28,29 +28,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core_kernels.formats import GRADIENT_HEADROOM
-from ..core_kernels.recipe import Recipe
+from ..core_kernels.recipe import FOLDED, Recipe
 from . import ops
 from ._call import rounded
 from .mx_array import MXArray
 from .weights import (
     KN,
     MX,
-    Balanced,
     Blockwise,
     Folded,
     Layout,
     Quantized,
-    QuantizedRows,
+    Stepped,
     Upcast,
     Weights,
     along_k,
     along_n,
     as_multiplied,
     form_of,
+    mx_rows,
     quantize_rows,
 )
 
-Multiplied = jax.Array | QuantizedRows
+Multiplied = jax.Array | Quantized
 Rows = MXArray | Multiplied
 Tokens = Multiplied
 
@@ -61,7 +61,7 @@ def product(
 ) -> jax.Array:  # fmt: skip
     """x (M, K) x w (G, N, K) [+ row_weights (M,) bias (G, N), fp32], rounded once -> (M, N); rows past the last end are
     zeros."""
-    operands = _balanced(row_operand(x, recipe), along_k(w, recipe, layout), group_ends)
+    operands = row_operand(x, recipe), along_k(w, recipe, layout)
     return _plus_bias(*operands, group_ends, out_dtype, bias, row_weights)
 
 
@@ -91,16 +91,15 @@ def pair_of_products(
     if biases == (None, None) and isinstance(rows, Folded) and isinstance(weights, Folded):
         assert isinstance(weights2, Folded)
         return ops.grouped_mm_fold_pair(*rows, *weights, *weights2, group_ends, out_dtype="bfloat16")
-    first = _plus_bias(*_balanced(rows, weights, group_ends), group_ends, "bfloat16", biases[0])
-    return first, _plus_bias(*_balanced(rows, weights2, group_ends), group_ends, "bfloat16", biases[1])
+    first = _plus_bias(rows, weights, group_ends, "bfloat16", biases[0])
+    return first, _plus_bias(rows, weights2, group_ends, "bfloat16", biases[1])
 
 
 def input_gradient(
     dout: Rows, w: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype, layout: Layout = "GNK"
 ) -> jax.Array:
     """dout (M, N) x w -> dx (M, K)."""
-    operands = _balanced(row_operand(dout, recipe), along_n(w, recipe, layout), group_ends)
-    return _multiply(*operands, group_ends, out_dtype)
+    return _multiply(row_operand(dout, recipe), along_n(w, recipe, layout), group_ends, out_dtype)
 
 
 def sum_of_input_gradients(
@@ -110,8 +109,8 @@ def sum_of_input_gradients(
 
     Folded rows have the bytes of swiglu_bwd_fold, whichever op quantizes them.
     """
-    rows, weights = _balanced(row_operand(dgate, recipe, GRADIENT_HEADROOM), along_n(w1, recipe), group_ends)
-    rows2, weights2 = _balanced(row_operand(dup, recipe, GRADIENT_HEADROOM), along_n(w3, recipe), group_ends)
+    rows, rows2 = (row_operand(x, recipe, GRADIENT_HEADROOM) for x in (dgate, dup))
+    weights, weights2 = along_n(w1, recipe), along_n(w3, recipe)
     if isinstance(rows, Folded):
         assert isinstance(weights, Folded)
         assert isinstance(rows2, Folded)
@@ -151,18 +150,6 @@ def pair_of_weight_gradients(
     return first, weight_gradient(dout2, x, group_ends, out_dtypes[1])
 
 
-def _balanced(
-    rows: Multiplied, weights: jax.Array | Quantized | KN, group_ends: jax.Array
-) -> tuple[Multiplied, Multiplied | KN]:
-    """The folded operands of a product of balanced weights; other operands as they are."""
-    if not isinstance(weights, Balanced):
-        return rows, weights
-    assert isinstance(rows, tuple)
-    assert not isinstance(rows, Upcast)
-    q, sf = rows
-    return Folded(*ops.fold_rows_balanced(q, sf, weights.lift, group_ends)), Folded(weights.q, weights.sf)
-
-
 def _multiply(rows: Multiplied, weights: Multiplied | KN, group_ends, out_dtype) -> jax.Array:
     if isinstance(weights, KN):
         return ops.grouped_mm_bf16_kn(rows, *weights, group_ends, out_dtype=out_dtype)
@@ -170,6 +157,10 @@ def _multiply(rows: Multiplied, weights: Multiplied | KN, group_ends, out_dtype)
         assert isinstance(weights, jax.Array)
         return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
     assert not isinstance(weights, jax.Array)
+    if isinstance(rows, Stepped) or isinstance(weights, Stepped):
+        assert isinstance(rows, Stepped)
+        assert isinstance(weights, Stepped)
+        return ops.grouped_mm_fold_stepped(*rows, *weights, group_ends, out_dtype=out_dtype)
     if isinstance(rows, Blockwise):
         assert isinstance(weights, Blockwise)
         return ops.grouped_mm_blockwise(*rows, *weights, group_ends, out_dtype=out_dtype)
@@ -226,11 +217,11 @@ def _in_thirds(x: jax.Array) -> jax.Array:
 
 
 def row_operand(x: Rows, recipe: Recipe, headroom: int = 0) -> Multiplied:
-    """x along its rows in the recipe's form. A Folded, Blockwise or Upcast operand is returned unchanged.
+    """x along its rows in the recipe's form. Folded, Stepped, Blockwise and Upcast operands are returned unchanged.
 
     headroom: of a fold; rows through a map have none.
     """
-    if isinstance(x, Folded | Blockwise | Upcast):
+    if isinstance(x, Folded | Stepped | Blockwise | Upcast):
         return x
     if form_of(recipe) == "bf16":
         return as_bf16(x)
@@ -243,9 +234,7 @@ def row_operand(x: Rows, recipe: Recipe, headroom: int = 0) -> Multiplied:
         x = as_bf16(x)
     if not isinstance(x, tuple):
         return quantize_rows(x, recipe, headroom)
-    if form_of(recipe) == "balanced":
-        return x
-    return Folded(*ops.fold_rows(*x, headroom=headroom)) if form_of(recipe) == "fold" else as_multiplied(x)
+    return mx_rows(x, recipe, headroom)
 
 
 def _source(x: MXArray, recipe: Recipe) -> tuple[jax.Array, jax.Array] | None:
@@ -289,17 +278,16 @@ def token_operand(x: jax.Array | MXArray | MX, group_ends: jax.Array, recipe: Re
     source = _source(x, recipe) if isinstance(x, MXArray) else None
     if source is not None:
         return Folded(*ops.permute_mx_col_fold(*source, group_ends, rounding=recipe.rounding))
-    if form_of(recipe) in ("fold", "balanced") and isinstance(x, MXArray | tuple):
+    if form_of(recipe) in FOLDED and isinstance(x, MXArray | tuple):
         q, sf = (x.q, x.sf) if isinstance(x, MXArray) else x
         return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding=recipe.rounding))
     values = x.dequantize() if isinstance(x, MXArray) else as_bf16(x) if isinstance(x, tuple) else x
     return along_tokens(ops.quantize_col(values, rounding=recipe.rounding), group_ends, recipe)
 
 
-def along_tokens(pair: MX, group_ends: jax.Array, recipe: Recipe) -> QuantizedRows:
+def along_tokens(pair: MX, group_ends: jax.Array, recipe: Recipe) -> Quantized:
     """q (K, M) and sf along the tokens, in the recipe's form."""
-    folds = form_of(recipe) in ("fold", "balanced")
-    return Folded(*ops.fold_groups(*pair, group_ends)) if folds else as_multiplied(pair)
+    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) in FOLDED else as_multiplied(pair)
 
 
 def output_gradient_operands(dout: jax.Array | MX, group_ends: jax.Array, recipe: Recipe) -> tuple[Rows, Tokens]:

@@ -21,7 +21,7 @@ from jax import lax
 from ..core_kernels.dispatch import facts
 from ..core_kernels.formats import BLOCK, WEIGHT_HEADROOM, Rounding
 from ..core_kernels.launch import fail, require_multiple
-from ..core_kernels.recipe import RECIPES, Form, Recipe
+from ..core_kernels.recipe import FOLDED, RECIPES, Form, Recipe
 from . import _device, ops
 from ._checks import check_floats
 from ._shapes import Float
@@ -40,19 +40,13 @@ class Folded(NamedTuple):
     sf: jax.Array
 
 
-class Balanced(NamedTuple):
-    """Weights folded after `balance_scales`: q (G, N, K), sf (G, N), and the octaves that the fold takes out of rows,
-    lift (G, K/32)."""
+class Stepped(NamedTuple):
+    """E4M3 bytes q (M, K) whose scale may change between blocks of 32: sf (K/32, M), and where it does, changes
+    (M/32, K/4096), rounded up; of weights q (G, N, K), sf (G, K/32, N), changes (G, N/32, K/4096)."""
 
     q: jax.Array
     sf: jax.Array
-    lift: jax.Array
-
-    @classmethod
-    def of(cls, pair: MX) -> "Balanced":
-        sf, lift = ops.balance_scales(pair[1])
-        q, row_sf = ops.fold_rows(pair[0], sf)
-        return cls(q, row_sf, lift)
+    changes: jax.Array
 
 
 class Blockwise(NamedTuple):
@@ -75,8 +69,7 @@ class KN(NamedTuple):
     w: jax.Array
 
 
-QuantizedRows = MX | Folded | Blockwise | Upcast
-Quantized = QuantizedRows | Balanced
+Quantized = MX | Folded | Stepped | Blockwise | Upcast
 
 
 def as_multiplied(pair: MX) -> MX | Upcast:
@@ -86,7 +79,7 @@ def as_multiplied(pair: MX) -> MX | Upcast:
 
 
 def _on_this_device(x: Quantized) -> Quantized:
-    return x if isinstance(x, Folded | Balanced | Blockwise | Upcast) else as_multiplied(x)
+    return x if isinstance(x, Folded | Stepped | Blockwise | Upcast) else as_multiplied(x)
 
 
 def form_of(recipe: Recipe) -> Form:
@@ -106,23 +99,28 @@ def recipe_of(op: str, recipe: object) -> Recipe:
 
 
 def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
-    """The recipe with its compute decided, "fold" or "exact", so that forward and backward multiply alike wherever the
-    backward is traced."""
+    """The recipe with its compute decided, one of `FOLDED` or "exact", so that forward and backward multiply alike
+    wherever the backward is traced."""
     recipe = recipe_of(op, recipe)
     form = form_of(recipe)
-    return dataclasses.replace(recipe, compute=form if form in ("fold", "balanced") else "exact")
+    return dataclasses.replace(recipe, compute=form if form in FOLDED else "exact")
 
 
-def quantize_rows(x: jax.Array, recipe: Recipe, headroom: int = 0) -> QuantizedRows:
+def mx_rows(pair: MX, recipe: Recipe, headroom: int = 0) -> Quantized:
+    """MX in the recipe's form, "mx", "fold" or "stepped". headroom: of a fold."""
+    form = form_of(recipe)
+    if form == "stepped":
+        return Stepped(*ops.fold_rows_stepped(*pair))
+    return as_multiplied(pair) if form == "mx" else Folded(*ops.fold_rows(*pair, headroom=headroom))
+
+
+def quantize_rows(x: jax.Array, recipe: Recipe, headroom: int = 0) -> Quantized:
     """Quantize x (..., M, K) along its last dim, in the recipe's form. headroom: of a fold."""
     form = form_of(recipe)
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, power_of_two=form == "block_power_of_two"))
-    if form == "mx":
-        return as_multiplied(ops.quantize_row(x, rounding=recipe.rounding))
-    if form == "balanced":
-        q, sf = ops.quantize_row(x, rounding=recipe.rounding)
-        return q, sf  # folded where the weights are known
+    if form in ("mx", "stepped"):
+        return mx_rows(ops.quantize_row(x, rounding=recipe.rounding), recipe)
     if form == "fold":
         return Folded(*ops.quantize_row_fold(x, rounding=recipe.rounding, headroom=headroom))
     return Folded(*ops.quantize_rowwise(x, rounding=recipe.rounding))
@@ -136,8 +134,6 @@ def is_block(form: Form) -> bool:
 def _along_rows(w: jax.Array, recipe: Recipe) -> Quantized:
     """Quantize w (G, N, K) along its last dim, in the recipe's form."""
     form = form_of(recipe)
-    if form == "balanced":
-        return Balanced.of(ops.quantize_row(w, rounding=recipe.rounding))
     if is_block(form):
         return Blockwise(*ops.quantize_squares(w, power_of_two=form == "block_power_of_two"))
     return quantize_rows(w, recipe, WEIGHT_HEADROOM)
@@ -150,12 +146,7 @@ def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
         return quantize_both_ways(w, recipe)[1]
     if form == "row":
         return quantize_rows(w.mT, recipe)
-    transposed = ops.quantize_col(w, rounding=recipe.rounding)
-    if form == "balanced":
-        return Balanced.of(transposed)
-    if form == "mx":
-        return as_multiplied(transposed)
-    return Folded(*ops.fold_rows(*transposed, headroom=WEIGHT_HEADROOM))
+    return mx_rows(ops.quantize_col(w, rounding=recipe.rounding), recipe, WEIGHT_HEADROOM)
 
 
 def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
@@ -171,8 +162,8 @@ def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantiz
         qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding=recipe.rounding)
         return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding=recipe.rounding)
-    if form == "balanced":
-        return Balanced.of((q, sf)), Balanced.of((q_t, sf_t))
+    if form == "stepped":
+        return mx_rows((q, sf), recipe), mx_rows((q_t, sf_t), recipe)
     return (q, sf), (q_t, sf_t)
 
 

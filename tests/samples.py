@@ -21,7 +21,7 @@ TYPES = {
     **_types("bfloat16", x=SQUARE, gate=SQUARE, up=SQUARE, dh=SQUARE, rows=SQUARE, dy=SQUARE),
     **_types("float32", logits=SQUARE, dweights=COLUMN, dshares=ROW, weights=ROW),
     **_types("bfloat16", lhs=SQUARE, lhs_t=SQUARE, rhs=SQUARE, rhs_t=SQUARE),
-    **_types("uint8", q=SQUARE, sf=COLUMN, target=COLUMN, packed=(SIZE, SIZE + 1), blocked=(128, 4), lift=(1, 1)),
+    **_types("uint8", q=SQUARE, sf=COLUMN, target=COLUMN, packed=(SIZE, SIZE + 1), blocked=(128, 4)),
     **_types("uint8", lhs_q=SQUARE, lhs_sf=COLUMN, rhs_q=SQUARE, rhs_sf=COLUMN, lhs_qf=SQUARE, rhs_qf=SQUARE),
     **_types("int32", row_map=ROW, slots=COLUMN, order=ROW, expert_ids=ROW, counts=(1,), group_ends=(1,)),
     **_types("float32", prob=ROW, probs=COLUMN, bias=(1, SIZE)),
@@ -34,7 +34,6 @@ WEIGHTS = {
 SPECIAL = {
     "route": _types("float32", bias=ROW),
     "route_bwd": _types("int32", expert_ids=COLUMN),
-    "balance_scales": _types("uint8", sf=(1, SIZE, 1)),
     "grouped_mm_mx": WEIGHTS,
     "grouped_mm_bf16": WEIGHTS,
     "grouped_mm_bf16_kn": _types("bfloat16", rhs=(1, SIZE, SIZE)),
@@ -45,6 +44,9 @@ SPECIAL = {
     | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), lhs2_sf=ROW, rhs2_sf=(1, SIZE))
     | _types("uint8", lhs2_qf=SQUARE, rhs2_qf=(1, SIZE, SIZE)),
     "grouped_mm_blockwise": WEIGHTS | _types("float32", lhs_sf=COLUMN, rhs_sf=(1, 1, 1)),
+    "grouped_mm_fold_stepped": WEIGHTS
+    | _types("uint8", lhs_sf=(1, SIZE), rhs_sf=(1, 1, SIZE))
+    | _types("int32", lhs_changes=(1, 1), rhs_changes=(1, 1, 1)),
     "grouped_mm_fold_pair": WEIGHTS
     | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), rhs2_qf=(1, SIZE, SIZE), rhs2_sf=(1, SIZE)),
     "grouped_wgrad_fold": _types("uint8", lhs_sf=(1, SIZE), rhs_sf=(1, SIZE)),

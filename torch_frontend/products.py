@@ -8,7 +8,7 @@
     "bf16"    bf16                          bf16
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
-    "balanced"  as "fold", with powers of two moved from the weights to the rows before; rows are folded by `product`
+    "stepped"  (q, sf, changes), one sf per 32, most of a row's the same; token operand as in form "fold"
     "row"     (q, sf), one sf per row       bf16
     "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.formats import BLOCK, GRADIENT_HEADROOM
-from ..core_kernels.recipe import Form, Recipe
+from ..core_kernels.recipe import FOLDED, Form, Recipe
 from ..core_kernels.registry import OPS
 from . import _direct as ops
 from ._call import into
@@ -37,14 +37,15 @@ from .mx_tensor import MXTensor, dequantized
 from .weights import (
     KN,
     MX,
-    Balanced,
     Blockwise,
     Folded,
     Operand,
+    Stepped,
     Upcast,
     WeightOperand,
     as_multiplied,
     form_of,
+    mx_rows,
     quantize_rows,
 )
 
@@ -75,7 +76,7 @@ class ProductOptions(NamedTuple):
 
 def is_mx(form: Form) -> bool:
     """Whether operands are blocks of 32 before the product."""
-    return form in ("mx", "fold", "balanced")
+    return form in ("mx", *FOLDED)
 
 
 @cache
@@ -97,7 +98,6 @@ def product(
 
     Both operands have one form: an activation and the weights along K, or a gradient and the weights along N.
     """
-    rows, w = _balanced(rows, w, group_ends)
     if bias is not None and row_weights is None and isinstance(rows, Folded):
         return _written("grouped_mm_fold_bias", (*rows, *w, bias.contiguous(), group_ends), out_dtype, out)
     if bias is not None:  # the other kernels take no bias: it is added to their fp32 sums
@@ -109,6 +109,8 @@ def product(
         return (sums + added).to(out_dtype) if out is None else out.copy_(sums + added)
     if isinstance(rows, Tensor | Upcast):
         multiply = "grouped_mm_bf16_kn" if isinstance(w, KN) else "grouped_mm_bf16"
+    elif isinstance(rows, Stepped):
+        multiply = "grouped_mm_fold_stepped"
     elif isinstance(rows, Blockwise):
         multiply = "grouped_mm_blockwise"
     else:
@@ -137,20 +139,11 @@ def _written(name: str, operands: tuple[Tensor, ...], out_dtype: torch.dtype, ou
     return out
 
 
-def _balanced(rows: Operand, w: WeightOperand, group_ends: Tensor) -> tuple[Operand, WeightOperand]:
-    """The folded operands of a product of balanced weights; other operands as they are."""
-    if not isinstance(w, Balanced):
-        return rows, w
-    assert isinstance(rows, MX)
-    return Folded(*ops.fold_rows_balanced(*rows, w.lift, group_ends)), Folded(w.q, w.sf)
-
-
 def sum_of_products(
     rows: Operand, w: WeightOperand, rows2: Operand, w2: WeightOperand, group_ends: Tensor, out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """rows x w + rows2 x w2, rounded once -> (M, N); operands and out as in `product`."""
-    (rows, w), (rows2, w2) = _balanced(rows, w, group_ends), _balanced(rows2, w2, group_ends)
     if isinstance(rows, Folded) and isinstance(rows2, Folded):
         return _written("grouped_mm_fold_sum", (*rows, *w, *rows2, *w2, group_ends), out_dtype, out)
     if isinstance(w, KN) and isinstance(w2, KN):
@@ -241,11 +234,11 @@ def _in_thirds(x: Tensor) -> Tensor:
 
 
 def row_operand(x: Operand, form: Form, rounding: int, headroom: int = 0) -> Operand:
-    """x along its last dim in the given form. A Folded, Blockwise or Upcast operand is returned unchanged.
+    """x along its last dim in the given form. A Folded, Stepped, Blockwise or Upcast operand is returned unchanged.
 
     headroom: of a fold; gathered rows have none.
     """
-    if isinstance(x, Folded | Blockwise | Upcast):
+    if isinstance(x, Folded | Stepped | Blockwise | Upcast):
         return x
     if form == "bf16":
         assert isinstance(x, Tensor)
@@ -255,9 +248,7 @@ def row_operand(x: Operand, form: Form, rounding: int, headroom: int = 0) -> Ope
     if isinstance(x, MXTensor) and is_mx(form):
         x = MX(*x.contiguous_parts())
     if isinstance(x, MX):
-        if form == "balanced":
-            return x
-        return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, headroom))
+        return mx_rows(x, form, headroom)
     return quantize_rows(dequantized(x).contiguous(), form, rounding, headroom)
 
 
@@ -289,19 +280,19 @@ def token_operand(x: Operand, form: Form, rounding: int, group_ends: Tensor, row
 
     A Folded or Upcast operand is returned unchanged; an MX operand is along the tokens already.
     """
-    assert not isinstance(x, Blockwise)
+    assert not isinstance(x, Blockwise | Stepped)
     if isinstance(x, Folded | Upcast):
         return x
     if form == "fold" and isinstance(x, GatheredRows) and row_map is None:
         return Folded(*ops.permute_mx_col_fold(x.packed, x.row_map, group_ends, rounding))
-    if form in ("fold", "balanced") and isinstance(x, MXTensor):
+    if form in FOLDED and isinstance(x, MXTensor):
         q, sf = x.contiguous_parts()
         q, sf = (q, sf) if row_map is None else ops.permute_q_sf(q, sf, row_map)
         return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding))
     if not isinstance(x, MX):
         x = dequantized(x).contiguous()
         x = MX(*ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding))
-    return Folded(*ops.fold_groups(*x, group_ends)) if form in ("fold", "balanced") else as_multiplied(x)
+    return Folded(*ops.fold_groups(*x, group_ends)) if form in FOLDED else as_multiplied(x)
 
 
 def output_gradient_operands(dout: Tensor, form: Form, rounding: int, group_ends: Tensor) -> tuple[Operand, Operand]:

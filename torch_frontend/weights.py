@@ -44,19 +44,13 @@ class Folded(NamedTuple):
     sf: Tensor
 
 
-class Balanced(NamedTuple):
-    """Weights folded after `balance_scales`: q (G, N, K), sf (G, N), and the octaves that the fold takes out of rows,
-    lift (G, K/32)."""
+class Stepped(NamedTuple):
+    """E4M3 bytes q (M, K) whose scale may change between blocks of 32: sf (K/32, M), and where it does, changes
+    (M/32, K/4096), rounded up; of weights q (G, N, K), sf (G, K/32, N), changes (G, N/32, K/4096)."""
 
     q: Tensor
     sf: Tensor
-    lift: Tensor
-
-    @classmethod
-    def of(cls, x: MX) -> "Balanced":
-        sf, lift = ops.balance_scales(x.sf)
-        q, row_sf = ops.fold_rows(x.q, sf)
-        return cls(q, row_sf, lift)
+    changes: Tensor
 
 
 class Blockwise(NamedTuple):
@@ -79,11 +73,10 @@ class KN(NamedTuple):
     w: Tensor
 
 
-QuantizedRows = MX | Folded | Blockwise | Upcast
-Quantized = QuantizedRows | Balanced
-Operand = Tensor | QuantizedRows
+Quantized = MX | Folded | Stepped | Blockwise | Upcast
+Operand = Tensor | Quantized
 """An operand of a product: a bf16 tensor, or quantized bytes."""
-WeightOperand = Tensor | Quantized | KN
+WeightOperand = Operand | KN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,8 +254,6 @@ def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
         return cast(Quantized, along_n(w.mT, form, rounding))
     if is_block(form):
         return Blockwise(*ops.quantize_squares(w.contiguous(), form == "block_power_of_two"))
-    if form == "balanced":
-        return Balanced.of(MX(*ops.quantize_row(w.contiguous(), rounding)))
     return quantize_rows(w.contiguous(), form, rounding, WEIGHT_HEADROOM)
 
 
@@ -276,10 +267,7 @@ def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
         return quantize_both_ways(w, form, rounding)[1]
     if form == "row":
         return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
-    x = MX(*ops.quantize_col(w.contiguous(), rounding))
-    if form == "balanced":
-        return Balanced.of(x)
-    return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, WEIGHT_HEADROOM))
+    return mx_rows(MX(*ops.quantize_col(w.contiguous(), rounding)), form, WEIGHT_HEADROOM)
 
 
 def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
@@ -297,19 +285,22 @@ def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized,
         qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding)
         return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding)
-    if form == "balanced":
-        return Balanced.of(MX(q, sf)), Balanced.of(MX(q_t, sf_t))
-    return as_multiplied(MX(q, sf)), as_multiplied(MX(q_t, sf_t))
+    return mx_rows(MX(q, sf), form), mx_rows(MX(q_t, sf_t), form)
 
 
-def quantize_rows(x: Tensor, form: Form, rounding: int, headroom: int = 0) -> QuantizedRows:
+def mx_rows(x: MX, form: Form, headroom: int = 0) -> Quantized:
+    """MX in the form "mx", "fold" or "stepped". headroom: of a fold."""
+    if form == "stepped":
+        return Stepped(*ops.fold_rows_stepped(*x))
+    return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, headroom))
+
+
+def quantize_rows(x: Tensor, form: Form, rounding: int, headroom: int = 0) -> Quantized:
     """Quantize x (..., K), contiguous, along its last dim. headroom: of a fold."""
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, form == "block_power_of_two"))
-    if form == "mx":
-        return as_multiplied(MX(*ops.quantize_row(x, rounding)))
-    if form == "balanced":
-        return MX(*ops.quantize_row(x, rounding))  # folded where the weights are known
+    if form in ("mx", "stepped"):
+        return mx_rows(MX(*ops.quantize_row(x, rounding)), form)
     if form == "fold":
         return Folded(*ops.quantize_row_fold(x, rounding, False, headroom))
     return Folded(*ops.quantize_rowwise(x, rounding))

@@ -5,6 +5,7 @@
 //   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k] [+ bias[g, n]]      rows m of group g
 //              or the sum of two such products, with scales of their own (second_product.cuh)
 //              or with scales of blocks of 128 along k (block_factors.cuh)
+//              or with scales that change between steps of 32 along k (step_changes.cuh)
 //   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
 // Of either, two products in one launch: of the same rows with two weights, of two gradients with the same x. Each has
@@ -61,6 +62,7 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
     folded_product(const __grid_constant__ Maps<kPlus> maps, const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   auto& s = *reinterpret_cast<SharedOf<kPlus>*>(bytes);
+  constexpr bool kTwin = kPlus == Plus::kTwin, kStepped = kPlus == Plus::kSteps, kNotes = kAlongK || kStepped;
   if constexpr (kPart == Part::kBlocks) let_dependent_start();
   if (threadIdx.x == 0) {
     for (const Operands& operands : maps.of) {
@@ -71,16 +73,15 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], 8 * Sharing<kPart>::kPartners);  // every consuming warp of the CTAs that it loads for
     }
-    s.tiles.init(8 + (kAlongK ? kIncreaseParts : 0));
-    s.increases.init(8);
+    s.tiles.init(8 + (kNotes ? kNoteParts : 0));
+    notes_of<kStepped>(s).init(8);
     barrier_init_fence();
   }
-  constexpr bool kTwin = kPlus == Plus::kTwin;
   if constexpr (kAlongK) FoldedSchedule<true, kTwin, kPart>::template assign<kThreads>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
-    const int warp = kAlongK ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
+    const int warp = kNotes ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
     if (warp == 0) {
       if (threadIdx.x == 0) {
         produce<kAlongK, kPlus, kPart>(p, maps, s);
@@ -88,8 +89,14 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
       }
     } else {
       TileQueue tiles(s.tiles);
-      IncreaseQueue notes(s.increases);
-      for (Tile tile; tiles.next(&tile);) find_increases<kTwin>(p, warp - 1, tile, notes);
+      NoteQueue notes(notes_of<kStepped>(s));
+      for (Tile tile; tiles.next(&tile);) {
+        if constexpr (kStepped) {
+          find_changes(p, warp - 1, tile, notes);
+        } else {
+          find_increases<kTwin>(p, warp - 1, tile, notes);
+        }
+      }
     }
   } else {
     alloc_registers<240>();
@@ -120,6 +127,9 @@ bool in_blocks(const Problem& p) {
          rows / kHigh * (outputs * cols / kWide) >= kEnough;
 }
 
+// The position of the second operand among the inputs.
+constexpr size_t rhs_of(Plus plus) { return plus == Plus::kSteps ? 3 : 2; }
+
 // A matrix (.., depth) in boxes of `rows` rows.
 CUtensorMap boxes(const char* op, const Array& matrix, int rows) {
   return byte_matrix(op, matrix.data, matrix.leading(1), matrix.dim(-1), rows);
@@ -132,7 +142,7 @@ Maps<kPlus> maps_of(const char* op, const Call& call) {
     return {boxes(op, a, Of::kPartA), boxes(op, b, Of::kPartB), kAlongK ? CUtensorMap{} : boxes(op, a, Of::kPartFlatA)};
   };
   Maps<kPlus> maps;
-  maps.of[0] = operands(call.in[0], call.in[2]);
+  maps.of[0] = operands(call.in[0], call.in[rhs_of(kPlus)]);
   if constexpr (kPlus == Plus::kProduct) maps.of[1] = operands(call.in[4], call.in[6]);
   if constexpr (kPlus == Plus::kTwin) {
     maps.of[1] = maps.of[0];  // one operand is common
@@ -184,15 +194,29 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   if (kPlus == Plus::kBias) p.bias = call.in[4].as<const float>();
   if (kPlus == Plus::kBlockScales) p.block_scale = {call.in[1].as<const float>(), call.in[3].as<const float>()};
   p.row_scale = call.in[1].as<const uint8_t>();
-  p.col_scale = call.in[3].as<const uint8_t>();
+  const Array &rhs = call.in[rhs_of(kPlus)], &rhs_scales = call.in[rhs_of(kPlus) + 1];
+  p.col_scale = rhs_scales.as<const uint8_t>();
   p.out = call.out[0].data;
   // Rows of operands and scales are counted in 32 bits, as TMA counts them; tiles reach beyond the last.
-  const int64_t a_rows = call.in[0].dim(0), b_rows = call.in[2].leading(1);
-  const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : call.in[1].leading(0);
+  const int64_t a_rows = call.in[0].dim(0), b_rows = rhs.leading(1);
+  int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : call.in[1].leading(0);
   int64_t depth = call.in[0].dim(1);
   if constexpr (kPlus == Plus::kProduct) {
     p.second = {call.in[5].as<const uint8_t>(), call.in[7].as<const uint8_t>(), static_cast<int>(call.in[4].dim(1))};
     depth += call.in[4].dim(1);
+  }
+  if constexpr (kPlus == Plus::kSteps) {
+    const int steps = p.depth / 32;
+    const Array &row_changes = call.in[2], &col_changes = call.in[5];
+    p.steps = {p.row_scale,
+               p.col_scale,
+               row_changes.as<const uint32_t>(),
+               col_changes.as<const uint32_t>(),
+               static_cast<int>(row_changes.dim(1)),
+               (steps - 1) * p.cols};
+    scales = steps * std::max(a_rows, b_rows);
+    p.row_scale += (steps - 1) * a_rows;
+    p.col_scale += (steps - 1) * int64_t{p.cols};
   }
   if constexpr (kPlus == Plus::kTwin)
     p.twin = {call.in[5].as<const uint8_t>() - (kAlongK ? p.row_scale : p.col_scale),
@@ -213,7 +237,7 @@ void clear(const char* op, const Call& call, cudaStream_t stream) {
 
 template <Plus kPlus>
 void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
-  const Array &lhs = call.in[0], &rhs = call.in[2];
+  const Array &lhs = call.in[0], &rhs = call.in[rhs_of(kPlus)];
   Problem p{};
   p.groups = static_cast<int>(rhs.dim(0));
   p.rows = static_cast<int>(lhs.dim(0));
@@ -248,6 +272,10 @@ void grouped_mm_fold_bias(const Call& call, cudaStream_t stream) {
 
 void grouped_mm_fold_sum(const Call& call, cudaStream_t stream) {
   sm90::m_grouped<sm90::Plus::kProduct>("grouped_mm_fold_sum", call, stream);
+}
+
+void grouped_mm_fold_stepped(const Call& call, cudaStream_t stream) {
+  sm90::m_grouped<sm90::Plus::kSteps>("grouped_mm_fold_stepped", call, stream);
 }
 
 void grouped_mm_blockwise(const Call& call, cudaStream_t stream) {

@@ -11,13 +11,31 @@
 
 namespace mxep::cuda::sm90 {
 
-// Starts partial = a (64, 32 kSteps) b (128, 32 kSteps)^T. A step of 32 bytes along a row adds 2 to a descriptor.
+// Starts partial = a (64, 32 kSteps) b (128, 32 kSteps)^T [+ partial]. A step of 32 bytes along a row adds 2 to a
+// descriptor.
 template <int kSteps>
-__device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b) {
+__device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b, bool accumulate = false) {
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) wgmma_e4m3(partial, a + step * 2, b + step * 2, step != 0);
+  for (int step = 0; step < kSteps; ++step) wgmma_e4m3(partial, a + step * 2, b + step * 2, accumulate || step != 0);
   wgmma_commit();
+}
+
+// `start` of 1 to 4 steps, and the wait for it: in this form the compiler knows how many are in flight.
+__device__ __forceinline__ void multiply(int steps, float (&partial)[64], uint32_t a, uint32_t b, bool accumulate) {
+  const auto run = [&]<int kSteps>() {
+    start<kSteps>(partial, a, b, accumulate);
+    wgmma_wait();
+  };
+  if (steps == 4) {
+    run.template operator()<4>();
+  } else if (steps == 3) {
+    run.template operator()<3>();
+  } else if (steps == 2) {
+    run.template operator()<2>();
+  } else {
+    run.template operator()<1>();
+  }
 }
 
 template <int kSteps>
@@ -30,6 +48,15 @@ struct Stages {
   __device__ __forceinline__ uint32_t at(int stage) const { return first + stage * step; }
 };
 
+template <bool kStepped>
+__device__ __forceinline__ auto& notes_of(FoldedShared& s) {
+  if constexpr (kStepped) {
+    return s.changes;
+  } else {
+    return s.increases;
+  }
+}
+
 // In place of BlockFactors, of products without scales of blocks.
 struct NoFactors {
   __device__ NoFactors(const Problem&, const Tile&, int) {}
@@ -38,12 +65,13 @@ struct NoFactors {
 template <bool kAlongK, typename Out, Plus kPlus, Part kPart>
 __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   constexpr bool kBias = kPlus == Plus::kBias, kTwo = kPlus == Plus::kProduct, kBlocks = kPlus == Plus::kBlockScales;
-  constexpr bool kTwin = kPlus == Plus::kTwin;
+  constexpr bool kTwin = kPlus == Plus::kTwin, kStepped = kPlus == Plus::kSteps;
   // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
   TileQueue tiles(s.tiles);
-  IncreaseQueue notes(s.increases);
+  auto& slots = notes_of<kStepped>(s);
+  NoteQueue notes(slots);
   // State of the next stage, computed during the additions of the previous one, so that a product follows them at once.
   const Stages own{descriptor(at.of(s.a) + group * kWarpgroup * kTileK), kBytesA / 16};
   const Stages common{descriptor(at.of(s.b)), kBytesB / 16};
@@ -57,8 +85,9 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     // Loaded here and used after a product. Scales of empty accumulators are ignored. Of two products, those of the
     // second are applied at the end.
     int first_row = group * kWarpgroup;  // of this warpgroup
+    [[maybe_unused]] bool flat = false;
     if constexpr (!kAlongK) {
-      const bool flat = __shfl_sync(~0u, tile.flat, 0);
+      flat = __shfl_sync(~0u, tile.flat, 0);
       stages_a = flat ? common : own;
       stages_b = flat ? own : common;
       a = stages_a.at(ring.stage);
@@ -121,7 +150,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
         for (int half = 0; half < 2; ++half) {
           float partial[64];
           start<steps>(partial, a + half * (64 * kTileK / 16), b);
-          if (kAlongK && half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
+          if constexpr (kAlongK)
+            if (half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
           if constexpr (kBlocks)
             if (half == 1) blocks.reach(k + kTileK);
           wgmma_wait();
@@ -145,7 +175,44 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       };
       const int whole = kAlongK ? depth / kTileK * kTileK : depth;
       int k = 0;
-      for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{});
+      if constexpr (kStepped) {
+        const int of_rows = flat ? kCommonPart : group, of_cols = flat ? group : kCommonPart;
+#pragma unroll 1
+        for (;;) {
+          notes.wait_to_read();
+          const StepChanges& note = notes.current();
+          const int until = __shfl_sync(~0u, min(note.k, depth), 0);
+#pragma unroll 1
+          for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{});
+          if (k >= depth) break;
+          const uint32_t changing = __shfl_sync(~0u, note.steps[of_rows] | note.steps[of_cols], 0);
+          barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float partial[64] = {};
+#pragma unroll 1
+            for (int step = 0; step < kStepsOfStage;) {
+              if (changing >> step & 1)
+                change_step(sum[half], partial, warp % 4 * 16 + half * 64, note, of_rows, of_cols, step);
+              const int count = __ffs(changing >> (step + 1) | 1 << (kStepsOfStage - 1 - step));
+              multiply(count, partial, a + half * (64 * kTileK / 16) + step * 2, b + step * 2, step != 0);
+              step += count;
+            }
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
+          }
+          if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + ring.stage * 8, partner);
+          ring.advance();
+          a = stages_a.at(ring.stage);
+          b = stages_b.at(ring.stage);
+          is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
+          k += kTileK;
+          notes.read();
+        }
+        notes.read();
+      } else {
+        for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{});
+      }
       if constexpr (kAlongK) {  // the group's last stage holds tokens of the next group, which are not multiplied
         const int steps = (depth - whole) / 32;
         if (steps == 3) stage(k, Steps<3>{});
@@ -153,7 +220,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
         if (steps == 1) stage(k, Steps<1>{});
       }
     }
-    if (kAlongK && depth > kSpan) notes.read();
+    if constexpr (kAlongK)
+      if (depth > kSpan) notes.read();
 
     // Two buffers: when this one is written again, every warp has passed the barrier of the tile in between.
     __nv_bfloat16* col_factor = s.col_factor[group][odd];

@@ -6,6 +6,7 @@
 #include "grouped_gemm/folded_epilogue.cuh"
 #include "grouped_gemm/rescale_accumulator.cuh"
 #include "grouped_gemm/second_product.cuh"
+#include "grouped_gemm/step_changes.cuh"
 #include "grouped_gemm/tile_queue.cuh"
 
 namespace mxep::cuda::sm90 {
@@ -47,8 +48,11 @@ struct FoldedShared {
   __nv_bfloat16 col_factor[2][2][kTileN];  // per warpgroup, for even and odd tiles
   uint64_t full[kStages], empty[kStages];
   TileSlots tiles;
-  IncreaseSlots increases;  // K-grouped
-  LptSchedule lpt;          // K-grouped
+  union {
+    NoteSlots<ScaleIncreases> increases;  // K-grouped
+    NoteSlots<StepChanges> changes;       // Plus::kSteps
+  };
+  LptSchedule lpt;  // K-grouped
 };
 
 struct FoldedSharedWithBias : FoldedShared {
@@ -60,8 +64,8 @@ struct FoldedSharedOfTwo : FoldedShared {
 static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024 && sizeof(FoldedSharedOfTwo) <= 227 * 1024);
 
 // What a kernel computes beside the product: nothing, a bias to add, a second product to add, products with scales of
-// blocks, or a second product with an output of its own.
-enum class Plus { kNothing, kBias, kProduct, kBlockScales, kTwin };
+// blocks, scales that change along K, or a second product with an output of its own.
+enum class Plus { kNothing, kBias, kProduct, kBlockScales, kSteps, kTwin };
 
 template <Plus kPlus>
 using SharedOf = std::conditional_t<kPlus == Plus::kBias, FoldedSharedWithBias,

@@ -31,7 +31,7 @@ def dot(a, b, acc, HW_CAST: tl.constexpr):
 
 
 @triton.jit
-def _scaled(acc, row_byte, col_byte):
+def scaled(acc, row_byte, col_byte):
     """acc * 2^(row_byte + col_byte - 254), in two factors of half the exponent: no intermediate overflow."""
     row, col = row_byte.to(tl.int32)[:, None], col_byte.to(tl.int32)[None, :]
     half = (row + col) >> 1
@@ -40,9 +40,9 @@ def _scaled(acc, row_byte, col_byte):
 
 
 @triton.jit
-def _rescale_factor(increase):
-    """2^-increase: the factor of an accumulator whose scale increases. Below 2^-126 it is 0."""
-    return tl.where(increase > 126, 0, (127 - increase) << 23).to(tl.float32, bitcast=True)
+def rescale_factor(increase):
+    """2^-increase: the factor of an accumulator whose scale changes; 0 below 2^-126, and at most 2^127."""
+    return (tl.minimum(tl.maximum(127 - increase, 0), 254) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -74,13 +74,13 @@ def _mm_tile(
     if group < G:
         acc = _product(acc, lhs_qf, rhs_qf, row, in_m, weight_row, in_n, K, HW_CAST, BLOCK_K)
         row_byte = tl.load(lhs_sf + row, mask=in_m, other=0)
-        acc = _scaled(acc, row_byte, tl.load(rhs_sf + weight_row, mask=in_n, other=0))
+        acc = scaled(acc, row_byte, tl.load(rhs_sf + weight_row, mask=in_n, other=0))
         if K2:
             more = _product(
                 tl.zeros_like(acc), lhs2_qf, rhs2_qf, row, in_m, weight_row, in_n, K2, HW_CAST, BLOCK_K
             )  # fmt: skip
             row_byte = tl.load(lhs2_sf + row, mask=in_m, other=0)
-            acc += _scaled(more, row_byte, tl.load(rhs2_sf + weight_row, mask=in_n, other=0))
+            acc += scaled(more, row_byte, tl.load(rhs2_sf + weight_row, mask=in_n, other=0))
         if HAS_BIAS:
             acc += tl.load(bias + weight_row, mask=in_n, other=0.0)[None, :]
     store_tile(out, row, in_m, n0, N, N, acc, True, HW_CAST, False)
@@ -150,9 +150,9 @@ def wgrad_kernel(
         span = slot + (m0 - start) // SPAN_MX
         row_now = tl.load(lhs_sf + span * N + n, mask=in_n, other=0).to(tl.int32)
         col_now = tl.load(rhs_sf + span * K + k, mask=in_k, other=0).to(tl.int32)
-        acc = acc * _rescale_factor(row_now - row_byte)[:, None] * _rescale_factor(col_now - col_byte)[None, :]
+        acc = acc * rescale_factor(row_now - row_byte)[:, None] * rescale_factor(col_now - col_byte)[None, :]
         row_byte, col_byte = row_now, col_now
         a = load_tile(lhs_qf, n.to(tl.int64), in_n, m0, end, pitch, BLOCK_M)
         b = load_tile(rhs_qf, k.to(tl.int64), in_k, m0, end, pitch, BLOCK_M)
         acc = dot(a, b, acc, HW_CAST)
-    store_tile(out, group * N + n, in_n, k0, K, K, _scaled(acc, row_byte, col_byte), whole, HW_CAST, False)
+    store_tile(out, group * N + n, in_n, k0, K, K, scaled(acc, row_byte, col_byte), whole, HW_CAST, False)

@@ -11,6 +11,8 @@ oracle_folded.py and oracle_blockwise.py define the ops, with exact sums. Hopper
              '---------------- fp32 ------> sum     rounded to nearest even
                                              x 2^-n where the scale of a span rises by n; + bias; x scales --> out
 
+Where the unit of a stepped product changes within a stage, the sum of the terms before is added there.
+
 The exponent of a product is the sum of its factors' exponents, that of a subnormal factor is -6, and a product that is
 zero has none. The functions have the names and arguments of the ops; a pair of products has the bytes of two calls.
 Scales so far from one that a value before or after the scaling is no normal number are left to the definitions.
@@ -24,11 +26,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ..fold.oracle import span_slices
-from ..formats import E4M3_NAN, SQUARE
+from ..formats import E4M3_NAN, SQUARE, STAGE
 from ..oracle_math import Array, e8m0_value, group_slices, round_to
 
 TERMS = 32  # products that a tensor core adds at a time
-STAGE = 128  # terms between two additions in fp32
 FRACTION = 13  # bits below the largest exponent
 SIGNIFICANT = 14  # bits of a sum
 _NO_EXPONENT = -(10**4)
@@ -127,6 +128,32 @@ def grouped_mm_fold_sum(
         first, second = _scales(lhs_sf[rows], rhs_sf[g]), _scales(lhs2_sf[rows], rhs2_sf[g])
         total = (_sum(stages(lhs_qf[rows], rhs_qf[g])) * (first / second)).astype(np.float32)
         return _sum(stages(lhs2_qf[rows], rhs2_qf[g]), total) * second
+
+    return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
+
+
+def grouped_mm_fold_stepped(
+    lhs_qf: Array, lhs_sf: Array, lhs_changes: Array, rhs_qf: Array, rhs_sf: Array, rhs_changes: Array,
+    group_ends: Array, out_dtype: str = "bfloat16",
+) -> Array:  # fmt: skip
+    """lhs (M, K), (K/32, M) x rhs_t (G, N, K), (G, K/32, N) -> out (M, N): where the product of both scales changes,
+    the sum of the stage so far is added, and the sum goes on in the new unit."""
+
+    def of_group(rows: slice, g: int) -> Array:
+        a, b, before = lhs_qf[rows], rhs_qf[g], None
+        total, partial = np.zeros((2, len(a), len(b)))
+        for step, k in enumerate(range(0, a.shape[1], TERMS)):
+            units = _scales(lhs_sf[step, rows], rhs_sf[g, step])
+            if k % STAGE == 0:
+                total, partial = (total + partial).astype(np.float32), np.zeros_like(partial)
+            if before is not None:
+                changed = before != units
+                total = np.where(changed, (total + partial).astype(np.float32) * (before / units), total)
+                partial = np.where(changed, 0, partial)
+            parts = _factors(a[:, k : k + TERMS]), _factors(b[:, k : k + TERMS])
+            partial, before = _add_products(partial, *parts), units
+        nan = ((a & 0x7F) == E4M3_NAN).any(1)[:, None] | ((b & 0x7F) == E4M3_NAN).any(1)
+        return np.where(nan, np.nan, (total + partial).astype(np.float32)) * before
 
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 

@@ -49,19 +49,26 @@ def _check_contraction(op: str, name: str, qf: ArrayType, rank: int, what: str) 
     require_multiple(op, name, qf.shape[-1], BLOCK, what)
 
 
-def check_operands(
-    op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, number: str = ""
-) -> None:
-    """Raise unless these are the operands of an M-grouped product. number: of the pair, as in their names."""
+def check_codes(op: str, lhs_qf: ArrayType, rhs_qf: ArrayType, number: str = "") -> None:
+    """Raise unless these are the codes of an M-grouped product. number: of the pair, as in their names."""
     lhs, rhs = f"lhs{number}_qf", f"rhs{number}_qf"
-    scales = {f"lhs{number}_sf": lhs_sf, f"rhs{number}_sf": rhs_sf}
-    _check_bytes(op, **{lhs: lhs_qf, rhs: rhs_qf}, **scales)
+    _check_bytes(op, **{lhs: lhs_qf, rhs: rhs_qf})
     _check_contraction(op, lhs, lhs_qf, 2, "K")
     _check_contraction(op, rhs, rhs_qf, 3, "K")
     require_shape(op, lhs, lhs_qf, (lhs_qf.shape[0], rhs_qf.shape[2]), f"the contraction dim of {rhs}")
     if lhs_qf.shape[1] == 0:
         fail(ValueError, op, lhs, "K = 0", f"allowed: multiples of {BLOCK} from {BLOCK}")
     require_multiple(op, rhs, rhs_qf.shape[1], COLUMNS, "N", "pad the rows of the weights")
+
+
+def check_operands(
+    op: str, lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, number: str = ""
+) -> None:
+    """Raise unless these are the operands of an M-grouped product with a scale per row. number: as in `check_codes`."""
+    lhs, rhs = f"lhs{number}_qf", f"rhs{number}_qf"
+    scales = {f"lhs{number}_sf": lhs_sf, f"rhs{number}_sf": rhs_sf}
+    _check_bytes(op, **scales)
+    check_codes(op, lhs_qf, rhs_qf, number)
     for (name, scale), operand, of in zip(scales.items(), (lhs_qf, rhs_qf), (lhs, rhs), strict=True):
         require_shape(op, name, scale, operand.shape[:-1], f"one scale per row of {of}")
 

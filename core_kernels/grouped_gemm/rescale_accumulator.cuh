@@ -1,5 +1,5 @@
 // Rescaling of a K-grouped accumulator where scales increase. Three warps of the first warpgroup find the increases
-// ahead of the products.
+// ahead of the products (note_queue.cuh).
 //
 //   scales of consecutive spans --> increases at the first token of each of 16 spans --> ring of two notes
 //                                                                                          |  full, empty
@@ -11,70 +11,31 @@
 
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/folded_epilogue.cuh"
+#include "grouped_gemm/note_queue.cuh"
 #include "grouped_gemm/tile_queue.cuh"
 
 namespace mxep::cuda::sm90 {
 
-// One warp each: rows of consuming warpgroup 0, rows of warpgroup 1, columns.
-constexpr int kIncreaseParts = 3, kColumnPart = 2;
 constexpr int kSpansPerNote = 16;  // a group's first span has no earlier sums: notes begin with its second span
 
 struct ScaleIncreases {
-  uint32_t increased_spans[kIncreaseParts];           // a bit per span
-  uint32_t increased[kIncreaseParts][kSpansPerNote];  // a bit per four neighbours, set if one of them increases
+  uint32_t increased_spans[kNoteParts];           // a bit per span
+  uint32_t increased[kNoteParts][kSpansPerNote];  // a bit per four neighbours, set if one of them increases
   // 127 - increase, at least 0, of four neighbours in a word: of rows in order, of columns in the order of word_of.
-  alignas(16) uint8_t power[kIncreaseParts][kSpansPerNote][128];
+  alignas(16) uint8_t power[kNoteParts][kSpansPerNote][128];
 };
 
 // The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
 // words are neighbours.
 __device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
 
-// In shared memory. full: all three parts are written; empty: all consuming warps have read the note.
-struct IncreaseSlots {
-  static constexpr int kSlots = 2;
-  ScaleIncreases notes[kSlots];
-  uint64_t full[kSlots], empty[kSlots];
-
-  // Called by one thread, before the first barrier.
-  __device__ void init(int warps) {
-    for (int i = 0; i < kSlots; ++i) {
-      barrier_init(&full[i], kIncreaseParts);
-      barrier_init(&empty[i], warps);
-    }
-  }
-};
-
-// One side of the ring; called by whole warps.
-class IncreaseQueue {
- public:
-  __device__ explicit IncreaseQueue(IncreaseSlots& slots) : slots_(slots) {}
-
-  __device__ ScaleIncreases& current() { return slots_.notes[at_]; }
-  __device__ void wait_to_write() { barrier_wait(&slots_.empty[at_], parity_ ^ 1); }
-  __device__ void wait_to_read() { barrier_wait(&slots_.full[at_], parity_); }
-  __device__ void written() { pass_on(slots_.full); }
-  __device__ void read() { pass_on(slots_.empty); }
-
- private:
-  __device__ void pass_on(uint64_t* barriers) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers[at_], cluster_rank());
-    if (++at_ == IncreaseSlots::kSlots) at_ = 0, parity_ ^= 1;
-  }
-
-  IncreaseSlots& slots_;
-  int at_ = 0;
-  uint32_t parity_ = 0;
-};
-
 // Called by one warp per part; four neighbours per lane. Of twins, rows and columns are multiples of 4: the other way
 // would take registers that there are not.
 template <bool kTwin>
-__device__ void find_increases(const Problem& p, int part, const Tile& tile, IncreaseQueue& notes) {
+__device__ void find_increases(const Problem& p, int part, const Tile& tile, NoteQueue<ScaleIncreases>& notes) {
   constexpr int kTogether = 2;                        // spans whose scales are in flight; the warps have 24 registers
   constexpr uint32_t kPowerOne = kOne * 0x01010101u;  // 2^0 for four neighbours
-  const bool columns = part == kColumnPart;
+  const bool columns = part == kCommonPart;
   const int lane = threadIdx.x % 32, line = lane * 4, first = columns ? line : part * 128 + line;
   const int pitch = columns ? p.cols : p.rows;
   // Number of rows or columns of the tile from this lane's first on.
@@ -157,17 +118,18 @@ __device__ __forceinline__ void rescale_accumulator(float (&sum)[2][64], int row
 
 // Rescales a warp's sums at the group's token `k` if a scale increases there. Returns the next token at which to call
 // it.
-__device__ __forceinline__ int rescale_at(int k, float (&sum)[2][64], int row, int group, IncreaseQueue& notes) {
+__device__ __forceinline__ int rescale_at(int k, float (&sum)[2][64], int row, int group,
+                                          NoteQueue<ScaleIncreases>& notes) {
   const int span = (k / kSpan - 1) & (kSpansPerNote - 1);
   if (span == 0) {
     if (k > kSpan) notes.read();
     notes.wait_to_read();
   }
   const ScaleIncreases& note = notes.current();
-  const uint32_t rows = note.increased_spans[group] >> span, cols = note.increased_spans[kColumnPart] >> span;
+  const uint32_t rows = note.increased_spans[group] >> span, cols = note.increased_spans[kCommonPart] >> span;
   if ((rows | cols) & 1)
     rescale_accumulator(sum, row, rows & 1 ? note.increased[group][span] : 0, note.power[group][span],
-                        cols & 1 ? note.increased[kColumnPart][span] : 0, note.power[kColumnPart][span]);
+                        cols & 1 ? note.increased[kCommonPart][span] : 0, note.power[kCommonPart][span]);
   const uint32_t later = (rows | cols) >> 1;
   return k + kSpan * (later ? __ffs(later) : kSpansPerNote - span);
 }

@@ -7,7 +7,7 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
 "bf16"    bf16                            -
 "mx"      quantize_row, quantize_col      quantize_col
 "fold"    the same, folded by row         the same, folded by row and span of tokens
-"balanced"  the same, folded after `balance_scales` of the weights
+"stepped"  the same, folded by `fold_rows_stepped`; along the tokens as in form "fold"
 "row"     quantize_rowwise                -
 "block"   quantize_blockwise; weights: quantize_squares, transposed for da; with powers of two in form
           "block_power_of_two"
@@ -24,26 +24,36 @@ from typing import NamedTuple
 import numpy as np
 
 from ..fold.oracle import fold_groups, fold_rows
-from ..fold.oracle_balanced import balance_scales, fold_rows_balanced
+from ..fold.oracle_stepped import fold_rows_stepped
 from ..formats import WEIGHT_HEADROOM, Rounding
-from ..grouped_gemm import oracle_blockwise, oracle_folded, oracle_sm90
+from ..grouped_gemm import oracle_blockwise, oracle_folded, oracle_sm90, oracle_stepped
 from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
 from ..oracle_math import Array, Pair, round_to
 from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
 from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
+from ..recipe import FOLDED
 
 
 class _Products(NamedTuple):
     fold: Callable[..., Array]
     fold_wgrad: Callable[..., Array]
+    stepped: Callable[..., Array]
     blockwise: Callable[..., Array]
 
 
 _PRODUCTS = {
     "exact": _Products(
-        oracle_folded.grouped_mm_fold, oracle_folded.grouped_wgrad_fold, oracle_blockwise.grouped_mm_blockwise
+        oracle_folded.grouped_mm_fold,
+        oracle_folded.grouped_wgrad_fold,
+        oracle_stepped.grouped_mm_fold_stepped,
+        oracle_blockwise.grouped_mm_blockwise,
     ),
-    "sm_90": _Products(oracle_sm90.grouped_mm_fold, oracle_sm90.grouped_wgrad_fold, oracle_sm90.grouped_mm_blockwise),
+    "sm_90": _Products(
+        oracle_sm90.grouped_mm_fold,
+        oracle_sm90.grouped_wgrad_fold,
+        oracle_sm90.grouped_mm_fold_stepped,
+        oracle_sm90.grouped_mm_blockwise,
+    ),
 }
 
 
@@ -73,11 +83,9 @@ def _product(
         powers = form == "block_power_of_two"
         rows, weights = quantize_blockwise(_values(x), powers), quantize_squares(w, powers)
         return products.blockwise(*rows, *weights, group_ends, dtype)
-    if form == "balanced":
-        q, sf = quantize_row(w, rounding)
-        balanced_sf, lift = balance_scales(sf)
-        rows = fold_rows_balanced(*_rows(x, form, rounding), lift, group_ends)
-        return products.fold(*rows, *fold_rows(q, balanced_sf), group_ends, dtype)
+    if form == "stepped":
+        rows, weights = (fold_rows_stepped(*_rows(of, form, rounding)) for of in (x, w))
+        return products.stepped(*rows, *weights, group_ends, dtype)
     multiply = grouped_mm_mx if form == "mx" else products.fold
     return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding, WEIGHT_HEADROOM), group_ends, dtype)
 
@@ -114,7 +122,7 @@ def grouped_mm_vjp(
         return da, np.swapaxes(db, 1, 2)
     dout_t, a_t = (quantize_col(_values(x), rounding) for x in (dout, a))
     multiply = grouped_wgrad_mx
-    if form in ("fold", "balanced"):
+    if form in FOLDED:
         dout_t, a_t = (fold_groups(*pair, group_ends) for pair in (dout_t, a_t))
         multiply = _PRODUCTS[sums].fold_wgrad
     return da, np.swapaxes(multiply(*dout_t, *a_t, group_ends, out_dtype), 1, 2)

@@ -291,12 +291,28 @@ def mx_and_target(rng: Rng, m: int) -> Tensors:
     return q, sf, torch.randint(100, 140, sf.shape, generator=rng).byte()
 
 
-def weight_scales(rng: Rng, m: int) -> Tensors:
-    return (torch.randint(0, 256, (GROUPS, m, K // 32), generator=rng).byte(),)
+def _outliers(x: torch.Tensor, rng: Rng) -> torch.Tensor:
+    """x (..., K) with one block of all rows and a few blocks of single rows far larger, and one far smaller."""
+    blocks = x.unflatten(-1, (-1, 32)).clone()
+    blocks[..., 5, :] *= 2.0**13
+    blocks[..., -2, :] *= 2.0**-17
+    blocks[torch.rand(blocks.shape[:-1], generator=rng) < 0.003] *= 2.0**9
+    return blocks.flatten(-2)
 
 
-def mx_and_lift(rng: Rng, m: int) -> Tensors:
-    return *mx(rng, m), torch.randint(0, 30, (GROUPS, K // 32), generator=rng).byte(), group_ends(rng, m)
+def mx_with_outliers(rng: Rng, m: int) -> Tensors:
+    return torch_ops.quantize_row(_outliers(finite(rng, m, 8320), rng))
+
+
+def weights_with_outliers(rng: Rng, m: int) -> Tensors:
+    return torch_ops.quantize_row(_outliers(finite(rng, GROUPS, m, 288), rng))
+
+
+def grouped_mm_fold_stepped(rng: Rng, m: int) -> Tensors:
+    """Many tiles, and flat ones."""
+    lhs, rhs = (_outliers(finite(rng, *shape, 416), rng) for shape in ((m,), (GROUPS, 808)))
+    folded = [torch_ops.fold_rows_stepped(*torch_ops.quantize_row(x)) for x in (lhs, rhs)]
+    return *folded[0], *folded[1], ragged(rng, m)
 
 
 def groups(rng: Rng, m: int) -> Tensors:

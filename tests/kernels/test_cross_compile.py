@@ -16,14 +16,15 @@ import pytest
 import triton
 from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
-from mxep.core_kernels.fold import plan_balanced
 from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.fold import plan_permute as fold_permute
+from mxep.core_kernels.fold import plan_stepped as fold_stepped
 from mxep.core_kernels.formats import packed_width, spans
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm import plan_blockwise as blockwise_gemm
 from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.grouped_gemm import plan_kn
+from mxep.core_kernels.grouped_gemm import plan_stepped as stepped_gemm
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
@@ -103,10 +104,8 @@ CASES = {
     "quantize_rowwise": Case(quantize.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),
     "quantize_rowwise 3D floor": Case(quantize.quantize_rowwise, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
     "quantize_rowwise f32 satfinite": Case(quantize.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
-    "balance_scales": Case(plan_balanced.balance_scales, (u8(GROUPS, N, K // 32),), {}),
-    "fold_rows_balanced": Case(
-        plan_balanced.fold_rows_balanced, (*mx(M, K), u8(GROUPS, K // 32), i32(GROUPS)), {}, QUANTIZE
-    ),
+    "fold_rows_stepped": Case(fold_stepped.fold_rows_stepped, mx(M, K), {}, QUANTIZE),
+    "fold_rows_stepped 3D": Case(fold_stepped.fold_rows_stepped, mx(GROUPS, N, K), {}, QUANTIZE),
     "quantize_blockwise": Case(blockwise.quantize_blockwise, (bf16(M, K),), {}, QUANTIZE),
     "quantize_blockwise f32 powers": Case(
         blockwise.quantize_blockwise, (f32(GROUPS, M, K),), {"power_of_two": True}, QUANTIZE
@@ -234,6 +233,15 @@ CASES = {
         (
             *(u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N)),
             *(u8(M, 96), u8(M), u8(GROUPS, N, 96), u8(GROUPS, N), i32(GROUPS)),
+        ),
+        {},
+        ("fp8 mma",),
+    ),
+    "grouped_mm_fold_stepped": Case(
+        stepped_gemm.grouped_mm_fold_stepped,
+        (
+            *(u8(M, K), u8(K // 32, M), i32(-(-M // 32), -(-K // 4096))),
+            *(u8(GROUPS, N, K), u8(GROUPS, K // 32, N), i32(GROUPS, -(-N // 32), -(-K // 4096)), i32(GROUPS)),
         ),
         {},
         ("fp8 mma",),

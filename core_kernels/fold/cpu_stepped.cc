@@ -1,0 +1,70 @@
+// Rows folded to scales that change where a block is far from the row's middle.
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <vector>
+
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+#include "fold/cpu.h"
+
+namespace mxep {
+namespace {
+
+bool is_plain(uint8_t byte) { return byte != 0 && byte != kE8m0Nan; }
+
+// The lower median of the first blocks, zero and NaN blocks left out; 0 if there are no others.
+int middle_scale(const uint8_t* sf, int64_t blocks) {
+  std::array<uint8_t, kMiddleBlocks> first;
+  const auto end = std::copy_if(sf, sf + std::min<int64_t>(blocks, kMiddleBlocks), first.begin(), is_plain);
+  if (end == first.begin()) return 0;
+  const auto median = first.begin() + (end - first.begin() - 1) / 2;
+  std::nth_element(first.begin(), median, end);
+  return *median;
+}
+
+int step_scale(uint8_t byte, int middle) {
+  const int distance = is_plain(byte) ? byte - middle : 0, beyond = std::max(std::abs(distance) - kStepReach, 0);
+  const int octaves = (beyond + kStepOctaves - 1) / kStepOctaves * kStepOctaves;
+  return std::min<int>(middle + kStepReach + (distance < 0 ? -octaves : octaves), kE8m0Max);
+}
+
+}  // namespace
+
+void fold_rows_stepped(const Call& call) {
+  constexpr int64_t kWordBlocks = int64_t{kStage} / kBlock * kStagesOfWord;
+  const int64_t m = call.in[0].dim(-2), k = call.in[0].dim(-1), blocks = k / kBlock;
+  const int64_t lines = (m + kBlock - 1) / kBlock, words = call.out[2].dim(-1), matrices = call.in[0].leading(2);
+  const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
+  uint8_t *qf = call.out[0].as<uint8_t>(), *step_sf = call.out[1].as<uint8_t>();
+  int32_t* changes = call.out[2].as<int32_t>();
+  parallel_ranges(matrices * lines, kBlock * k, [=](int64_t begin, int64_t end) {
+    std::vector<int16_t> shifts(static_cast<size_t>(blocks));
+    int16_t* shift = shifts.data();
+    for (int64_t line = begin; line < end; ++line) {
+      const int64_t matrix = line / lines, first = line % lines * kBlock;
+      int32_t* bits = changes + line * words;
+      std::fill_n(bits, words, 0);
+      for (int64_t row = first; row < std::min<int64_t>(first + kBlock, m); ++row) {
+        const int64_t at = matrix * m + row;
+        const uint8_t* byte = sf + at * blocks;
+        const int middle = middle_scale(byte, blocks);
+        int before = step_scale(byte[0], middle);
+        for (int64_t b = 0; b < blocks; ++b) {
+          const int scale = step_scale(byte[b], middle);
+          if (scale != before) {
+            const int64_t stage = b % kWordBlocks / (kStage / kBlock);
+            bits[b / kWordBlocks] = static_cast<int32_t>(static_cast<uint32_t>(bits[b / kWordBlocks]) | 1u << stage);
+          }
+          before = scale;
+          step_sf[(matrix * blocks + b) * m + row] = static_cast<uint8_t>(scale);
+          shift[b] = static_cast<int16_t>(byte[b] == kE8m0Nan ? kE8m0Nan : byte[b] - scale);
+        }
+        // Under the scale 0; a NaN block keeps its byte, and no other shift is 255.
+        vectorized([=]() MXEP_ALWAYS_INLINE { fold_blocks(q + at * k, shift, 0, qf + at * k, blocks); });
+      }
+    }
+  });
+}
+
+}  // namespace mxep

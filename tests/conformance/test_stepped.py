@@ -1,0 +1,252 @@
+"""fold_rows_stepped: exact bytes. grouped_mm_fold_stepped: the error bound, the sums of Hopper, the bytes of other
+products, and the dB of outlier channels."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from mxep.core_kernels import oracle_math
+from mxep.core_kernels.fold import oracle_stepped as oracle
+from mxep.core_kernels.formats import BLOCK, STAGE
+from mxep.core_kernels.grouped_gemm import oracle_stepped
+from mxep.core_kernels.quantize import oracle as quantize_oracle
+
+from . import check
+from .backends import INTERPRETER
+from .cases import BF16, GEMMS, RAGGED_GEMMS, seeded
+from .fp8_sums import KINDS
+from .fp8_sums import operands as codes_of_kind
+from .test_fold import every_shift
+
+Ops = Mapping[str, Callable]
+Array = np.ndarray
+Stepped = tuple[Array, Array, Array]
+needs = pytest.mark.needs
+out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+
+# --- the fold -------------------------------------------------------------------------------------------
+
+
+def scales(*shape: int, low: int = 0, high: int = 256) -> Array:
+    return seeded(f"scales {shape} {low}").integers(low, high, shape, np.uint8)
+
+
+def same_fold(ops: Ops, q: Array, sf: Array) -> None:
+    check.same_bytes(ops["fold_rows_stepped"](q, sf), oracle.fold_rows_stepped(q, sf))
+
+
+def test_fold_every_element_by_every_shift(ops: Ops) -> None:
+    same_fold(ops, *every_shift())
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 256), (110, 140), (124, 128), (0, 12), (240, 256)])
+@pytest.mark.parametrize(
+    "shape", [(0, 64), (1, 32), (37, 544), (32, 256), (2, 33, 224), (3, 0, 64), (0, 5, 32)], ids=str
+)
+def test_shapes(ops: Ops, shape: tuple[int, ...], low: int, high: int) -> None:
+    same_fold(ops, scales(*shape), scales(*shape[:-1], shape[-1] // BLOCK, low=low, high=high))
+
+
+def test_changes_of_several_words(ops: Ops) -> None:
+    """4096 of K are a word. One block of a row differs, at every place of a stage and of a word."""
+    k = 2 * 4096 + 96
+    sf = np.full((2, 70, k // BLOCK), 120, np.uint8)
+    for i, block in enumerate((0, 1, 3, 4, 7, 123, 124, 126, 127, 128, 129, 252, 255, 256, 257, 258)):
+        sf[i % 2, 4 * i, block] = 140
+    same_fold(ops, np.full((2, 70, k), 0x38, np.uint8), sf)
+
+
+def test_a_scale_by_its_distance_to_the_middle(ops: Ops) -> None:
+    """5 octaves in both directions have the middle's scale; from there on steps of 4, alike in both directions."""
+    middle = 100
+    sf = np.concatenate([np.full(8, middle), np.arange(middle - 14, middle + 15), [0, 255]]).astype(np.uint8)[None]
+    q = np.full((1, sf.size * BLOCK), 0x38, np.uint8)
+    qf, step_sf, _ = ops["fold_rows_stepped"](q, sf)
+    above = [5] * 6 + [9] * 4 + [13] * 4 + [17]
+    below = [5] * 6 + [1] * 4 + [-3] * 4 + [-7]
+    np.testing.assert_array_equal(step_sf[8:, 0].astype(int) - middle, below[:0:-1] + above + [5, 5])
+    shift = sf[0].astype(int) - step_sf[:, 0]
+    np.testing.assert_array_equal(qf[0, ::BLOCK][:-2], oracle_math.to_e4m3(np.ldexp(1.0, shift[:-2])))
+    assert qf[0, -1] == 0x7F
+    assert shift[:-2].min() == -10
+
+
+def test_the_middle_is_the_lower_median_of_the_first_eight(ops: Ops) -> None:
+    """Zero and NaN blocks have no part in it; behind the eighth a block has none."""
+    first = [[9, 9, 9, 9, 90, 90, 90, 90], [0, 0, 255, 70, 80, 90, 0, 255], [0] * 8, [255] * 7 + [60], [250] * 8]
+    sf = np.concatenate([np.uint8(first), np.full((5, 8), 200, np.uint8)], 1)
+    _, step_sf, _ = ops["fold_rows_stepped"](np.zeros((5, 512), np.uint8), sf)
+    zero = np.where(np.uint8(first) % 255 == 0, np.uint8([14, 85, 5, 65, 254])[:, None], 0)
+    np.testing.assert_array_equal(np.where(zero > 0, step_sf[:8].T, 0), zero)
+    np.testing.assert_array_equal(step_sf[8], [202, 201, 201, 201, 207])
+    np.testing.assert_array_equal(step_sf[:8, 4], 254)
+
+
+def test_a_row_does_not_depend_on_others(ops: Ops) -> None:
+    q, sf = every_shift()
+    order = seeded("order").permutation(len(q))
+    qf, step_sf, _ = ops["fold_rows_stepped"](q, sf)
+    moved = ops["fold_rows_stepped"](q[order], sf[order])
+    check.same_bytes(moved[:2], (qf[order], np.ascontiguousarray(step_sf[:, order])))
+
+
+# --- the product ----------------------------------------------------------------------------------------
+
+
+def stepped(x: Array) -> Stepped:
+    return oracle.fold_rows_stepped(*quantize_oracle.quantize_row(x))
+
+
+def with_scales(qf: Array, sf: Array) -> Stepped:
+    """Codes qf (..., M, K) with the scales of blocks sf (..., M, K/32)."""
+    return qf, np.ascontiguousarray(np.swapaxes(sf, -1, -2)), oracle.step_changes(sf)
+
+
+def within_the_bound(
+    backend: str, got: Array, lhs: Stepped, rhs: Stepped, ends: Array, chain: float | None = None
+) -> None:
+    values = [oracle_stepped.stepped_values(*of[:2]) for of in (lhs, rhs)]
+    exact = oracle_stepped.grouped_mm_fold_stepped(*lhs, *rhs, ends, "float64")
+    magnitude = oracle_stepped.m_grouped(*map(np.abs, values), ends, "float64")
+    chain = check.fp8_chain(backend) if chain is None else chain
+    check.gemm_bound(got, exact, magnitude, lhs[0].shape[-1], chain)
+    check.fp8_sums(backend, "grouped_mm_fold_stepped", got, *lhs, *rhs, ends)
+
+
+M_GROUPED = GEMMS | RAGGED_GEMMS
+
+
+@needs("grouped_mm_fold_stepped")
+@out_dtypes
+@pytest.mark.parametrize("name", M_GROUPED)
+def test_grouped_mm_fold_stepped(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
+    case = M_GROUPED[name]
+    lhs, rhs = stepped(case.lhs), stepped(case.rhs_t)
+    got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, case.group_ends, out_dtype=out_dtype)
+    assert got.dtype == oracle_math.DTYPES[out_dtype]
+    within_the_bound(backend, got, lhs, rhs, case.group_ends)
+    assert (got[case.group_ends[-1] :] == 0).all()
+
+
+def courses(rng: np.random.Generator, kind: str, *shape: int) -> Array:
+    """Scale bytes (..., M, B) around 120: none changes; one block of some rows; one of all; any block of any row."""
+    sf = np.full(shape, 120) + rng.integers(-3, 4, shape[:-1])[..., None]
+    if kind == "some":
+        sf += np.where(rng.random(shape) < 0.01, rng.integers(-24, 25, shape), 0)
+    if kind == "one_of_all":
+        sf[..., 2] += 13
+        sf[..., 5:7] -= 20
+    if kind == "opposite":  # of both operands together no unit changes
+        sf[..., 2:4] += 12 if len(shape) == 2 else -12
+    if kind == "any":
+        sf += rng.integers(-15, 16, shape)
+    return sf.astype(np.uint8)
+
+
+@needs("grouped_mm_fold_stepped")
+@pytest.mark.parametrize("kind", ["none", "some", "one_of_all", "opposite", "any"])
+@pytest.mark.parametrize("first", [44, 140])
+def test_scales_change(backend: str, ops: Ops, kind: str, first: int) -> None:
+    """Rows and columns of several tiles; 44 rows and 136 columns are in one tile of 128 x 256, 140 rows in two of
+    256 x 128. K ends within a stage. NaN in rows past the last end reaches nothing."""
+    if INTERPRETER and (kind, first) not in (("any", 44), ("one_of_all", 140)):
+        pytest.skip("the interpreter runs two of these")
+    rng, m, n, k, ends = seeded(f"courses {kind}"), 300, 136, 416, np.int32([first, first, 290])
+    a, b = codes_of_kind("normal", m, 3 * n, k)
+    lhs = with_scales(a, courses(rng, kind, m, k // BLOCK))
+    rhs = with_scales(b.reshape(3, n, k), courses(rng, kind, 3, n, k // BLOCK))
+    lhs[0][290:] = 0x7F
+    got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends, out_dtype="float32")
+    within_the_bound(backend, got, lhs, rhs, ends)
+    assert (got[290:] == 0).all()
+
+
+@needs("grouped_mm_fold_stepped")
+@pytest.mark.parametrize("name", ["wide"] if INTERPRETER else KINDS)
+def test_sums_where_scales_change(backend: str, ops: Ops, name: str) -> None:
+    """Codes that tell the cuts of a tensor core apart. On a GPU the sums are those of oracle_sm90 to the bit."""
+    rng, m, n, k, ends = seeded(f"cuts {name}"), 70, 24, 288, np.int32([30, 70])
+    a, b = codes_of_kind(name, m, 2 * n, k)
+    lhs = with_scales(a, courses(rng, "any", m, k // BLOCK))
+    rhs = with_scales(b.reshape(2, n, k), courses(rng, "some", 2, n, k // BLOCK))
+    got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends, out_dtype="float32")
+    if check.fp8_chain(backend):
+        check.fp8_sums(backend, "grouped_mm_fold_stepped", got, *lhs, *rhs, ends)
+    else:
+        within_the_bound(backend, got, lhs, rhs, ends)
+
+
+@needs("grouped_mm_fold_stepped", "grouped_mm_fold")
+@out_dtypes
+def test_without_a_change_it_is_the_folded_product(ops: Ops, out_dtype: str) -> None:
+    a, b = codes_of_kind("normal", 90, 48, 544)
+    rows, cols, ends = scales(90, low=100, high=140), scales(2, 24, low=100, high=140), np.int32([33, 80])
+    lhs = with_scales(a, np.repeat(rows[:, None], 17, 1))
+    rhs = with_scales(b.reshape(2, 24, 544), np.repeat(cols[..., None], 17, 2))
+    got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends, out_dtype=out_dtype)
+    if INTERPRETER:  # the Triton kernel adds every 32 terms
+        within_the_bound("triton", got, lhs, rhs, ends)
+    else:
+        check.same_bytes(got, ops["grouped_mm_fold"](lhs[0], rows, rhs[0], cols, ends, out_dtype=out_dtype))
+
+
+@needs("grouped_mm_fold_stepped")
+@pytest.mark.parametrize("kind", ["some", "any"])
+def test_a_row_of_a_product_does_not_depend_on_others(ops: Ops, kind: str) -> None:
+    """Rows in another order, and columns, have the same bytes: what else a tile holds changes nothing."""
+    rng, m, n, k = seeded("neighbours"), 150, 72, 416
+    a, b = codes_of_kind("wide", m, n, k)
+    row_sf, col_sf = courses(rng, kind, m, k // BLOCK), courses(rng, "some", n, k // BLOCK)
+    rows, cols, ends = rng.permutation(m), rng.permutation(n), np.int32([m])
+    got, moved = (
+        ops["grouped_mm_fold_stepped"](*with_scales(a[i], row_sf[i]), *with_scales(b[j][None], col_sf[j][None]), ends)
+        for i, j in ((np.arange(m), np.arange(n)), (rows, cols))
+    )
+    check.same_bytes(moved, np.ascontiguousarray(got[rows][:, cols]))
+
+
+@needs("grouped_mm_fold_stepped")
+@pytest.mark.parametrize("octaves", [3, 40, 90])
+def test_units_that_rise_and_fall_are_exact(ops: Ops, octaves: int) -> None:
+    """Ones under powers of two that change in every block, in opposite directions for rows and columns."""
+    rng, blocks = seeded("exact"), 2 * STAGE // BLOCK
+    up = rng.integers(0, octaves, (1, blocks)) * rng.choice([-1, 1], (1, blocks)) // 2
+    rows, cols = (np.broadcast_to(127 + sign * up, (8, blocks)).astype(np.uint8) for sign in (1, -1))
+    ones = np.full((8, blocks * BLOCK), 0x38, np.uint8)
+    lhs, rhs = with_scales(ones, rows), with_scales(ones[None], cols[None])
+    got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, np.int32([8]), out_dtype="float32")
+    check.same_bytes(got, np.full((8, 8), blocks * BLOCK, np.float32))
+
+
+@pytest.mark.parametrize("octaves", [6, 12, 14, 16, 24, 40])
+def test_channels_of_large_activations_and_small_weights(octaves: int) -> None:
+    """32 of 1024 channels. The product folded by row is at 28.0, 21.4, 10.6 and 0 dB from full precision at 2^12 to
+    2^24. Stepped it is where MXFP8 is, measured 28.4 dB, less 0.3."""
+    rng, ends = seeded("outliers"), np.int32([64])
+    x, w = rng.standard_normal((64, 1024)), rng.standard_normal((1, 64, 1024))
+    x[:, 352:384] *= 2.0**octaves
+    w[..., 352:384] *= 2.0**-octaves
+    x, w = x.astype(BF16), w.astype(BF16)
+    full = x.astype(np.float64) @ w[0].astype(np.float64).T
+    lhs, rhs = stepped(x), stepped(w)
+    assert check.sqnr_db(oracle_stepped.grouped_mm_fold_stepped(*lhs, *rhs, ends, "float64"), full) >= 28.1
+    assert lhs[2].tolist() == [[0b1100]] * 2  # it ends where the next stage begins
+    assert (lhs[0] != 0).mean() > 0.99
+
+
+def test_ordinary_rows_have_one_scale() -> None:
+    """As `grouped_mm_fold` needs. Normal values, products of two, and rows of many sizes."""
+    rng = seeded("ordinary")
+    normal, other = rng.standard_normal((2, 256, 2048))
+    for x in (normal, normal * other, normal * np.exp2(rng.integers(-20, 20, (256, 1)))):
+        assert not stepped(x.astype(BF16))[2].any()
+
+
+@needs("grouped_mm_fold_stepped")
+def test_a_nan_block_is_nan_in_its_row_or_column(ops: Ops) -> None:
+    x, w = seeded("nan").standard_normal((2, 40, 256)).astype(BF16)
+    x[3, 70], w[5, 200] = np.nan, np.nan
+    got = ops["grouped_mm_fold_stepped"](*stepped(x), *stepped(w[None]), np.int32([40]), out_dtype="float32")
+    nan = np.zeros((40, 40), bool)
+    nan[3], nan[:, 5] = True, True
+    np.testing.assert_array_equal(np.isnan(got), nan)
