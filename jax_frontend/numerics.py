@@ -1,4 +1,4 @@
-"""The loss of `compute="fold"` on a layer: each operand of the layer, folded and unfolded.
+"""The loss of `compute="fold"` and "stepped" on a layer: each operand of the layer, folded and unfolded.
 
     x, params --route, quantize, multiply--> x  w1  w3  gate  up  h  w2          forward
     dout -----gather, quantize, multiply---> dout  w2_t  dh  dgate  dup  w1_t  w3_t   backward, as far as operands go
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, slots_of_blocks
+from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, share_of_changes, slots_of_blocks
 from ..core_kernels.formats import BLOCK, E8M0_NAN, GRADIENT_HEADROOM, WEIGHT_HEADROOM
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
@@ -35,7 +35,7 @@ def numerics_report(
     config: moe.MoEConfig,
     dout: Float[jax.Array, "... D"] | None = None,
 ) -> NumericsReport:
-    """Report the loss of folding the operands of a layer on these tokens: whether compute="exact" is needed.
+    """Report the loss of folding the operands of a layer on these tokens: whether another compute is needed.
 
     params: as for `moe.apply` without a mesh axis. x: (..., D) bf16 or fp32. dout: the gradient of the layer's
     output, like x; None draws normal values from a fixed seed. The report covers every MXFP8 operand of the recipe,
@@ -155,9 +155,12 @@ def _values_of(w: jax.Array | QuantizedWeights) -> jax.Array:
 
 
 def _rows(q: jax.Array, sf: jax.Array, groups: tuple[slice, ...], headroom: int = 0) -> Measured:
-    """Folded to one scale per row."""
+    """Folded to one scale per row, and to scales that change."""
     qf, row_sf = ops.fold_rows(q, sf, headroom=headroom)
-    return _measured(q, sf, qf, jnp.broadcast_to(row_sf[:, None], sf.shape), groups)
+    of = _measured(q, sf, qf, jnp.broadcast_to(row_sf[:, None], sf.shape), groups)
+    qf, step_sf, changes = ops.fold_rows_stepped(q, sf)
+    share = share_of_changes(np.asarray(changes), sf.shape[1])
+    return of._replace(stepped=_measured(q, sf, qf, step_sf.T, groups), changes=share)
 
 
 def _tokens(q: jax.Array, sf: jax.Array, ends: jax.Array) -> Measured:

@@ -15,8 +15,10 @@ from mxep import jax_frontend as mxep_jax
 from mxep import torch_frontend as mxep_torch
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.fold import oracle_stepped as fold_stepped
 from mxep.core_kernels.fold.report import OPERANDS, Measured, NumericsReport
 from mxep.core_kernels.formats import BLOCK, WEIGHT_HEADROOM
+from mxep.core_kernels.grouped_gemm import oracle_stepped
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -90,6 +92,13 @@ def test_the_report_predicts_the_loss_of_a_folded_product(report: Callable, hot:
     full = x.astype(np.float64) @ params["w1"][0].astype(np.float64).T
     cost = sqnr(a @ b.T, full) - sqnr(a_folded @ b_folded.T, full)
     assert ("x" in found.lossy()) == (cost > 0.3), cost
+    # Stepped, the scales of x and of w1 change after the first block.
+    stepped = [oracle_stepped.stepped_values(*fold_stepped.fold_rows_stepped(*pair)[:2]) for pair in operands]
+    predicted = -10 * np.log10(sum(10 ** (-loss.stepped_db / 10) for loss in losses))
+    assert abs(predicted - sqnr(stepped[0] @ stepped[1].T, a @ b.T)) < 0.5
+    bits = fold_stepped.step_changes(fold_stepped.step_scales(operands[1][1]))
+    assert losses[1].changes == np.mean([bits >> i & 1 for i in range(8)]) == 0.125
+    assert losses[0].changes > 0.09  # with rows of padding, whose scale does not change
     # Weights, whose rows have a headroom, lose as much as x where x begins to be lossy.
     assert found.worst() == "x" or hot <= 12
     # The SQNR of the operand itself does not show the loss.
@@ -203,7 +212,9 @@ def test_the_printed_table() -> None:
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == list(found.operands)
     assert lines[-2].startswith(f"Folding {found.worst()} leaves ")
-    assert lines[-1] == "Use compute='exact': x, w1, w3 below 40 dB, where MXFP8 itself has 27 to 30."
+    assert lines[-1] == "Use compute='stepped': x, w1, w3 below 40 dB, where MXFP8 itself has 27 to 30."
+    worse = found.operands["x"]._replace(stepped_db=39.9)
+    assert "Use compute='exact'" in str(NumericsReport({**found.operands, "x": worse}))
     assert str(torch_report(*make_layer(64, 96, 1, 64), 1)).endswith(
         "compute='fold' is safe here: MXFP8 itself has 27 to 30 dB."
     )

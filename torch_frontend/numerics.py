@@ -1,4 +1,4 @@
-"""The loss of `compute="fold"` on a layer: each operand of the layer, folded and unfolded.
+"""The loss of `compute="fold"` and "stepped" on a layer: each operand of the layer, folded and unfolded.
 
     x, params --route, quantize, multiply--> x  w1  w3  gate  up  h  w2          forward
     dout -----gather, quantize, multiply---> dout  w2_t  dh  dgate  dup  w1_t  w3_t   backward, as far as operands go
@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, slots_of_blocks
+from ..core_kernels.fold.report import (
+    Measured,
+    NumericsReport,
+    report,
+    row_slices,
+    share_of_changes,
+    slots_of_blocks,
+)
 from ..core_kernels.formats import BLOCK, E8M0_NAN, GRADIENT_HEADROOM, WEIGHT_HEADROOM
 from ..core_kernels.launch import fail
 from . import ops
@@ -30,7 +37,7 @@ CHUNK = 1 << 24
 
 @torch.no_grad()
 def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> NumericsReport:
-    """Report the loss of folding the operands of `moe` on these tokens: whether compute="exact" is needed.
+    """Report the loss of folding the operands of `moe` on these tokens: whether another compute is needed.
 
     x: (..., D) bfloat16 or float32, on the layer's device. dout: the gradient of the layer's output, like x; None
     draws normal values from a fixed seed. The report covers every MXFP8 operand of the recipe, whatever its compute:
@@ -153,9 +160,12 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
 
 
 def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...], headroom: int = 0) -> Measured:
-    """Folded to one scale per row."""
+    """Folded to one scale per row, and to scales that change."""
     qf, row_sf = ops.fold_rows(q, sf, headroom)
-    return _measure(q, sf, qf, row_sf[:, None].expand_as(sf).contiguous(), groups)
+    of = _measure(q, sf, qf, row_sf[:, None].expand_as(sf).contiguous(), groups)
+    qf, step_sf, changes = ops.fold_rows_stepped(q, sf)
+    stepped = _measure(q, sf, qf, step_sf.T.contiguous(), groups)
+    return of._replace(stepped=stepped, changes=share_of_changes(changes.cpu().numpy(), sf.shape[1]))
 
 
 def _tokens(q: Tensor, sf: Tensor, ends: Tensor) -> Measured:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..formats import BLOCK, E8M0_NAN, SPAN
+from ..formats import BLOCK, E8M0_NAN, SPAN, STAGE
 
 ADVISED_DB = 40.0
 """The report advises against folds below this SQNR of a product. MXFP8 alone has 27 to 30 dB; an operand at 40 dB costs
@@ -45,7 +45,8 @@ class Measured(NamedTuple):
 
     counts: nonzero, rounded, flushed. signal, noise: (R, B) fp32, in units of 2^(2 (top - 127)) of the row. top: (R,)
     uint8, the largest target scale byte of the row. groups: the rows of each expert, or a single group of all rows if
-    the blocks run along the tokens.
+    the blocks run along the tokens. stepped: the same of a stepped fold, of operands along the rows. changes: the share
+    of 32 rows and 128 of K in which that has more than one scale.
     """
 
     counts: tuple[int, int, int]
@@ -53,6 +54,8 @@ class Measured(NamedTuple):
     noise: np.ndarray
     top: np.ndarray
     groups: tuple[slice, ...]
+    stepped: "Measured | None" = None
+    changes: float = 0.0
 
     def sizes(self) -> np.ndarray:
         """(R,) fp32: 2^(2 (top - 127)) of each row, relative to the largest row; 0 for a row of NaN."""
@@ -83,6 +86,8 @@ class OperandLoss(NamedTuple):
     sqnr_db: SQNR of the folded operand against the unfolded one.
     product_db: SQNR of the products with this operand folded against the unfolded products; the smallest of them. All
         rows have equal weight, and the value is the mean over random signs of the operand's values.
+    stepped_db: the same with compute="stepped", and changes: the share of 32 rows and 128 of K that it multiplies 32
+        terms at a time; None along the tokens, where it folds as "fold" does.
     """
 
     along: str
@@ -91,6 +96,8 @@ class OperandLoss(NamedTuple):
     flushed: int
     sqnr_db: float
     product_db: float
+    stepped_db: float | None = None
+    changes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,41 +115,61 @@ class NumericsReport:
         return min(self.operands, key=lambda name: self.operands[name].product_db)
 
     def lossy(self) -> tuple[str, ...]:
-        """The operands whose fold leaves a product less than 40 dB. If there are any, use compute="exact"."""
+        """The operands whose fold leaves a product less than 40 dB. If there are any, use another compute."""
         return tuple(name for name, loss in self.operands.items() if loss.product_db < ADVISED_DB)
 
     def __str__(self) -> str:
         lines = [
             f"{'operand':8}{'along':>7}{'nonzero':>13}{'rounded':>10}{'flushed':>10}{'SQNR':>9}{'in products':>14}"
+            f"{'stepped':>11}{'changes':>10}"
         ]
         for name, loss in self.operands.items():
             shares = (f"{100 * count / max(loss.nonzero, 1):.3f}%" for count in (loss.rounded, loss.flushed))
             counts = f"{loss.nonzero:13}{next(shares):>10}{next(shares):>10}"
-            lines.append(f"{name:8}{loss.along:>7}{counts}{loss.sqnr_db:6.1f} dB{loss.product_db:11.1f} dB")
+            line = f"{name:8}{loss.along:>7}{counts}{loss.sqnr_db:6.1f} dB{loss.product_db:11.1f} dB"
+            if loss.stepped_db is not None and loss.changes is not None:
+                line += f"{loss.stepped_db:8.1f} dB{100 * loss.changes:9.2f}%"
+            lines.append(line)
         return "\n".join((*lines, self._advice()))
 
     def _advice(self) -> str:
         worst = self.worst()
         least = f"Folding {worst} leaves {self.operands[worst].product_db:.1f} dB of its products, the least of all"
         if self.lossy():
-            lossy = ", ".join(self.lossy())
-            return f"{least}.\nUse compute='exact': {lossy} below {ADVISED_DB:.0f} dB, where MXFP8 itself has 27 to 30."
+            of = [self.operands[name].stepped_db for name in self.lossy()]
+            better = "stepped" if all(db is not None and db >= ADVISED_DB for db in of) else "exact"
+            lossy = f"{', '.join(self.lossy())} below {ADVISED_DB:.0f} dB"
+            return f"{least}.\nUse compute={better!r}: {lossy}, where MXFP8 itself has 27 to 30."
         return f"{least}.\ncompute='fold' is safe here: MXFP8 itself has 27 to 30 dB."
 
 
 def report(measured: Mapping[str, Measured]) -> NumericsReport:
     """The report of the measured operands. A product needs both of its operands."""
-    product_db = dict.fromkeys(measured, np.inf)
-    for a, b in PRODUCTS:
-        if a in measured:
-            product_db[a] = min(product_db[a], measured[a].product_db(measured[b]))
-            product_db[b] = min(product_db[b], measured[b].product_db(measured[a]))
-    losses = {
-        name: OperandLoss(along, *measured[name].counts, measured[name].sqnr_db(), product_db[name])
-        for name, along in OPERANDS.items()
-        if name in measured
-    }
+    product_db, stepped_db = dict.fromkeys(measured, np.inf), dict.fromkeys(measured, np.inf)
+    for pair in PRODUCTS:
+        for name, other in (pair, pair[::-1]) if pair[0] in measured else ():
+            of = measured[name]
+            product_db[name] = min(product_db[name], of.product_db(measured[other]))
+            if of.stepped:
+                stepped_db[name] = min(stepped_db[name], of.stepped.product_db(measured[other]))
+    losses = {}
+    for name, along in OPERANDS.items():
+        if name in measured:
+            of = measured[name]
+            losses[name] = OperandLoss(along, *of.counts, of.sqnr_db(), product_db[name])
+            if of.stepped:
+                losses[name] = losses[name]._replace(stepped_db=stepped_db[name], changes=of.changes)
     return NumericsReport(losses)
+
+
+def share_of_changes(changes: np.ndarray, blocks: int) -> float:
+    """Of the changes (..., words) of stepped rows with this number of blocks, the share of bits that are set.
+
+    >>> share_of_changes(np.array([[1], [3]], np.int32), 8)
+    0.75
+    """
+    bits = int(np.unpackbits(np.ascontiguousarray(changes).view(np.uint8)).sum())
+    return bits / max(changes[..., 0].size * -(-blocks * BLOCK // STAGE), 1)
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -45,6 +45,14 @@ class Values:
     def floats(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=DEVICE) + 0.5
 
+    def stepped(self, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of which one block in 300 is far larger or smaller, and one of all rows."""
+        *rows, depth = shape
+        far = torch.rand(*rows, depth // 32, generator=self.generator, device=DEVICE) < 1 / 300
+        far[..., 70] = True
+        sf = 120 + far * torch.randint(-24, 25, far.shape, generator=self.generator, device=DEVICE)
+        return ops.fold_rows_stepped(self.codes(*shape), sf.to(torch.uint8))
+
     def increases(self, spans: int, width: int) -> Tensor:
         """Scales of spans that increase now and then, those of all groups alike."""
         up = torch.rand(spans, width, generator=self.generator, device=DEVICE) < 0.02
@@ -114,6 +122,25 @@ def test_m_grouped(op: str) -> None:
         for out, want in zip(got, run(part), strict=True):
             assert torch.equal(out[: ENDS[-1], part], want[: ENDS[-1]])
             assert out[ENDS[-1] :].eq(0).all()
+
+
+def test_stepped() -> None:
+    """Scales change in different stages of the tiles of a block."""
+    values, offs = Values(), torch.tensor(ENDS, dtype=torch.int32, device=DEVICE)
+    x, w = values.stepped(ROWS, DEPTH), values.stepped(len(ENDS), 2560, DEPTH)
+
+    def run(part: slice) -> Outputs:
+        codes, scales, changes = w
+        words = slice(part.start // 32, part.stop // 32)
+        side = codes[:, part].contiguous(), scales[..., part].contiguous(), changes[:, words].contiguous()
+        return poisoned(lambda: ops.grouped_mm_fold_stepped(*x, *side, offs, "bfloat16"))
+
+    (got,) = run(slice(0, 2560))
+    assert kernels(lambda: run(slice(0, 2560))) == 4, "two launches of two kernels"
+    for at in range(0, 2560, NARROW):
+        part = slice(at, at + NARROW)
+        assert torch.equal(got[: ENDS[-1], part], run(part)[0][: ENDS[-1]])
+    assert got[ENDS[-1] :].eq(0).all()
 
 
 LONG, ALIKE, MANY = (10240, 0, 32, 30720, 5120, 7680, 10240, 2560), (8192,) * 8, (4128, 4064) * 33
