@@ -21,23 +21,6 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
   wgmma_commit();
 }
 
-// `start` of 1 to 4 steps, and the wait for it: in this form the compiler knows how many are in flight.
-__device__ __forceinline__ void multiply(int steps, float (&partial)[64], uint32_t a, uint32_t b, bool accumulate) {
-  const auto run = [&]<int kSteps>() {
-    start<kSteps>(partial, a, b, accumulate);
-    wgmma_wait();
-  };
-  if (steps == 4) {
-    run.template operator()<4>();
-  } else if (steps == 3) {
-    run.template operator()<3>();
-  } else if (steps == 2) {
-    run.template operator()<2>();
-  } else {
-    run.template operator()<1>();
-  }
-}
-
 template <int kSteps>
 using Steps = std::integral_constant<int, kSteps>;
 
@@ -185,18 +168,21 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 #pragma unroll 1
           for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{});
           if (k >= depth) break;
+          if (keeps_units(note, of_rows, of_cols)) {
+            notes.read();
+            continue;
+          }
           const uint32_t changing = __shfl_sync(~0u, note.steps[of_rows] | note.steps[of_cols], 0);
           barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float partial[64] = {};
 #pragma unroll 1
-            for (int step = 0; step < kStepsOfStage;) {
+            for (int step = 0; step < kStepsOfStage; ++step) {
               if (changing >> step & 1)
                 change_step(sum[half], partial, warp % 4 * 16 + half * 64, note, of_rows, of_cols, step);
-              const int count = __ffs(changing >> (step + 1) | 1 << (kStepsOfStage - 1 - step));
-              multiply(count, partial, a + half * (64 * kTileK / 16) + step * 2, b + step * 2, step != 0);
-              step += count;
+              start<1>(partial, a + half * (64 * kTileK / 16) + step * 2, b + step * 2, step != 0);
+              wgmma_wait();
             }
 #pragma unroll
             for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];

@@ -16,16 +16,14 @@ from .kernel_tile import load_tile, store_tile
 
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
 SPAN_MX: tl.constexpr = tl.constexpr(SPAN)
-CHAIN: tl.constexpr = tl.constexpr(128)
-"""Number of terms that the tensor core sums before the promotion to fp32."""
 
 
 @triton.jit
 def dot(a, b, acc, HW_CAST: tl.constexpr):
-    """acc + a b^T; a and b are E4M3 bytes."""
+    """acc + a b^T; a and b are E4M3 bytes. The tensor core sums the terms of a call, at most 128; fp32 adds the sum."""
     if HW_CAST:
         a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
-        return tl.dot(a, tl.trans(b), acc, max_num_imprecise_acc=CHAIN)
+        return tl.dot(a, tl.trans(b), acc, max_num_imprecise_acc=a.shape[1])
     else:
         return tl.dot(e4m3_to_f32(a, False), tl.trans(e4m3_to_f32(b, False)), acc, input_precision="ieee")
 

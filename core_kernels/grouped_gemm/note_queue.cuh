@@ -1,6 +1,6 @@
 // Notes of changes of scale, from three warps of the first warpgroup to the computing warps.
 //
-//   one warp per part: scales --> its part of a note --> ring of two notes --> computing warps
+//   one warp per part: scales --> its part of a note --> ring of notes --> computing warps
 //                                                         |  full: all three parts are written
 //                                                         |  empty: all computing warps have read the note
 #pragma once
@@ -16,7 +16,7 @@ constexpr int kNoteParts = 3, kCommonPart = 2;
 // In shared memory.
 template <typename Note>
 struct NoteSlots {
-  static constexpr int kSlots = 2;
+  static constexpr int kSlots = Note::kSlots;
   Note notes[kSlots];
   uint64_t full[kSlots], empty[kSlots];
 

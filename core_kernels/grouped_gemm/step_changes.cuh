@@ -1,7 +1,7 @@
 // Stages of a product in which the scale of a row or a column changes, from one step of 32 to the next. Three warps of
 // the first warpgroup find them ahead of the products.
 //
-//   a bit per 32 rows and stage --> stages of the tile with a change --> scales of their steps --> ring of two notes
+//   a bit per 32 rows and stage --> stages of the tile with a change --> scales of their steps --> ring of notes
 //                                                                                                   |  full, empty
 //   stage in steps of 32: partial of what changes --add--> sum --x 2^(before - after)--> sum     <--'
 //
@@ -20,8 +20,9 @@ namespace mxep::cuda::sm90 {
 constexpr int kStepsOfStage = kStage / kBlock, kNoCommonPower = 255;
 
 struct StepChanges {
-  int k;                                            // first term of the stage; INT_MAX: the tile has no more
-  uint32_t steps[kNoteParts];                       // a bit per step in which the part changes
+  static constexpr int kSlots = 6;  // what a tile needs is often found while the tile before is multiplied
+  int k;                            // first term of the stage; INT_MAX: the tile has no more
+  uint32_t steps[kNoteParts];       // a bit per step in which the part changes
   uint8_t common_power[kNoteParts][kStepsOfStage];  // of all 128 rows or columns, if it is one
   // 127 + before - after, from 0 to 254, of four neighbours in a word: of rows in order, of columns as word_of.
   alignas(16) uint8_t power[kNoteParts][kStepsOfStage][128];
@@ -36,12 +37,13 @@ __device__ inline void find_changes(const Problem& p, int part, const Tile& tile
   const int group = tile.b_row / p.cols, col = tile.b_row - group * p.cols;
   const int pitch = columns ? p.cols : p.rows, left = (columns ? tile.cols : tile.rows) - first;
   const uint8_t* scales = (columns ? p.steps.col + tile.col_scale : p.steps.row + tile.row_scale) + first;
+  const bool aligned = left >= 4 && (reinterpret_cast<uintptr_t>(scales) | pitch) % 4 == 0;
   const auto scales_at = [&](int step) {
     const uint8_t* from = scales + static_cast<int64_t>(step) * pitch;
+    if (aligned) return *reinterpret_cast<const uint32_t*>(from);
     uint32_t bytes = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (i < left) bytes |= from[i] << i * 8;
+#pragma unroll 1
+    for (int i = 0; i < min(left, 4); ++i) bytes |= from[i] << i * 8;
     return bytes;
   };
   // A lane reads the words of 32 rows or columns: lanes 0 to 15 those of the rows, the others those of the columns.
@@ -81,6 +83,14 @@ __device__ inline void find_changes(const Problem& p, int part, const Tile& tile
   notes.wait_to_write();
   if (common && lane == 0) notes.current().k = INT_MAX;
   notes.written();
+}
+
+// Whether all rows and all columns change in opposite directions, so that no sum of the warp changes its unit.
+__device__ __forceinline__ bool keeps_units(const StepChanges& note, int of_rows, int of_cols) {
+  const int step = threadIdx.x % kStepsOfStage;
+  const auto power = [&](int part) { return note.steps[part] >> step & 1 ? note.common_power[part][step] : kOne; };
+  const int rows = power(of_rows), cols = power(of_cols);
+  return __all_sync(~0u, rows != kNoCommonPower && cols != kNoCommonPower && rows + cols == 2 * kOne);
 }
 
 // Where the unit of a sum changes, the product of the scales of its row and its column: sum + partial, in the new unit,

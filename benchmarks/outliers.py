@@ -1,0 +1,112 @@
+"""Products of rows with outliers: scales by row, stepped, blockwise, and bf16, in turn on one GPU.
+
+    python -m benchmarks.outliers --commit <40 digits> --out FILE
+
+    x, w bf16, a kind of data --quantize, fold--> operands --product--> error bound, dB from full precision --> rate
+
+Lines of JSON: `ratio` is the time of the product with one scale per row divided by the product's own. `sqnr_db` is that
+of 256 rows against bf16 operands multiplied in fp64. `changes`: the share of 32 rows and 128 of K of x that change.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from mxep.core_kernels.fold.report import share_of_changes
+from mxep.core_kernels.formats import WEIGHT_HEADROOM
+from mxep.torch_frontend import ops
+from torch import Tensor
+
+from .cases.error_check import FP8_CHAIN, rows_error
+from .figures.device_timing import events
+from .figures.results import Run, gpu_name
+from .peers.grouped_gemm import grouped_bf16
+
+SIZES = ((131072, 2048, 7168, 32), (32768, 4096, 14336, 8))
+"""M, N, K and G of the products of gate or up, and of down."""
+CHANNELS = slice(992, 1024)
+ROWS = 256
+
+
+def _channels(x: Tensor, w: Tensor, octaves: int, both: bool = True) -> None:
+    x[:, CHANNELS] *= 2.0**octaves
+    if both:
+        w[..., CHANNELS] *= 2.0**-octaves
+
+
+def _student(x: Tensor, w: Tensor) -> None:
+    x.copy_(torch.distributions.StudentT(torch.tensor(3.0, device=x.device)).sample(x.shape))
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "normal": lambda x, w: None,
+    "channels 2^12": partial(_channels, octaves=12),
+    "channels 2^14": partial(_channels, octaves=14),
+    "channels 2^16": partial(_channels, octaves=16),
+    "channels 2^16, of x alone": partial(_channels, octaves=16, both=False),
+    "Student's t, 3 degrees": _student,
+}
+
+
+def compare(kind: str, size: tuple[int, int, int, int], samples: int):
+    """One dict per product."""
+    m, n, k, g = size
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    w = (torch.randn(g, n, k, device="cuda") / k**0.5).bfloat16()
+    KINDS[kind](x, w)
+    ends = (torch.arange(1, g + 1, device="cuda") * (m // g)).int()
+    full = x[:ROWS].double() @ w[0].double().T
+    mx, mx_w = ops.quantize_row(x), ops.quantize_row(w)
+    by_row = ops.fold_rows(*mx), ops.fold_rows(*mx_w, WEIGHT_HEADROOM)
+    steps = ops.fold_rows_stepped(*mx), ops.fold_rows_stepped(*mx_w)
+    blocks = ops.quantize_blockwise(x), ops.quantize_squares(w)
+    candidates = {
+        "grouped_mm_fold": lambda: ops.grouped_mm_fold(*by_row[0], *by_row[1], ends),
+        "grouped_mm_fold_stepped": lambda: ops.grouped_mm_fold_stepped(*steps[0], *steps[1], ends),
+        "grouped_mm_blockwise": lambda: ops.grouped_mm_blockwise(*blocks[0], *blocks[1], ends),
+        "torch_grouped_mm_bf16": lambda: grouped_bf16(x, w, ends),
+    }
+    per_block = tuple((q, sf.mT.contiguous()) for q, sf, _ in steps)
+    errors = {
+        "grouped_mm_fold": rows_error((candidates["grouped_mm_fold"](),), *by_row, ends, FP8_CHAIN),
+        "grouped_mm_fold_stepped": rows_error(
+            (candidates["grouped_mm_fold_stepped"](),), per_block[0], per_block[1], ends, FP8_CHAIN
+        ),
+    }
+    db = {}
+    for name, run in candidates.items():
+        noise = run()[:ROWS].double() - full
+        db[name] = (10 * torch.log10(full.square().sum() / noise.square().sum())).item()
+    times = events(candidates, samples)
+    for name, sample in times.items():
+        yield {
+            "op": name, "M": m, "N": n, "K": k, "G": g, "data": kind,
+            "us": sample.us, "spread": sample.spread, "tflops": round(2 * m * n * k / sample.us / 1e6),
+            "ratio": round(times["grouped_mm_fold"].us / sample.us, 3), "sqnr_db": round(db[name], 1),
+            "changes": round(share_of_changes(steps[0][2].cpu().numpy(), k // 32), 4), "error": errors.get(name),
+        }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.outliers")
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=12)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    run = asdict(Run(f"1x {gpu_name()}", args.commit))
+    with args.out.open("a") as file:
+        for size in SIZES:
+            for kind in KINDS:
+                for line in compare(kind, size, args.samples):
+                    file.write(json.dumps({**run, **line}) + "\n")
+                    print({name: value for name, value in line.items() if name != "error"}, flush=True)
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
