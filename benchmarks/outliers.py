@@ -5,7 +5,8 @@
     x, w bf16, a kind of data --quantize, fold--> operands --product--> error bound, dB from full precision --> rate
 
 Lines of JSON: `ratio` is the time of the product with one scale per row divided by the product's own. `sqnr_db` is that
-of 256 rows against bf16 operands multiplied in fp64. `changes`: the share of 32 rows and 128 of K of x that change.
+of 256 rows against bf16 operands multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block
+apart.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from mxep.core_kernels.fold.report import share_of_changes
+from mxep.core_kernels.fold.report import share_apart
 from mxep.core_kernels.formats import WEIGHT_HEADROOM
 from mxep.torch_frontend import ops
 from torch import Tensor
@@ -42,6 +43,10 @@ def _student(x: Tensor, w: Tensor) -> None:
     x.copy_(torch.distributions.StudentT(torch.tensor(3.0, device=x.device)).sample(x.shape))
 
 
+def _half(x: Tensor, w: Tensor) -> None:
+    x[:, x.shape[1] // 2 :] *= 2.0**8
+
+
 KINDS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "normal": lambda x, w: None,
     "channels 2^12": partial(_channels, octaves=12),
@@ -49,6 +54,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "channels 2^16": partial(_channels, octaves=16),
     "channels 2^16, of x alone": partial(_channels, octaves=16, both=False),
     "Student's t, 3 degrees": _student,
+    "half of K 2^8": _half,
 }
 
 
@@ -70,7 +76,7 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
         "grouped_mm_blockwise": lambda: ops.grouped_mm_blockwise(*blocks[0], *blocks[1], ends),
         "torch_grouped_mm_bf16": lambda: grouped_bf16(x, w, ends),
     }
-    per_block = tuple((q, sf.mT.contiguous()) for q, sf, _ in steps)
+    per_block = tuple((q, sf.mT.contiguous()) for q, _, sf, _ in steps)
     errors = {
         "grouped_mm_fold": rows_error((candidates["grouped_mm_fold"](),), *by_row, ends, FP8_CHAIN),
         "grouped_mm_fold_stepped": rows_error(
@@ -87,7 +93,7 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
             "op": name, "M": m, "N": n, "K": k, "G": g, "data": kind,
             "us": sample.us, "spread": sample.spread, "tflops": round(2 * m * n * k / sample.us / 1e6),
             "ratio": round(times["grouped_mm_fold"].us / sample.us, 3), "sqnr_db": round(db[name], 1),
-            "changes": round(share_of_changes(steps[0][2].cpu().numpy(), k // 32), 4), "error": errors.get(name),
+            "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32), 4), "error": errors.get(name),
         }  # fmt: skip
 
 

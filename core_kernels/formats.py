@@ -36,17 +36,17 @@ The price is in data of which 32 of 7168 features are 2^e larger, and their weig
 STAGE = 128
 """Terms of a product between two additions in fp32: those that Hopper's FP8 tensor cores sum alone."""
 STAGES_OF_WORD = 32
-"""Stages that one word of the changes of a stepped fold tells of."""
+"""Stages that one word of `apart` of a stepped fold tells of."""
 MIDDLE_BLOCKS = 8
 """First blocks of a row whose median is the middle of a stepped fold."""
 STEP_REACH = 5
 """Octaves on both sides of the middle that share its scale in a stepped fold, which is as much larger than the middle.
-With 4, 7 to 13% of the stages of rows of Student's t with 3 degrees of freedom change their scale, with 3 two thirds,
+With 4, 7 to 13% of the stages of rows of Student's t with 3 degrees of freedom have a block apart, with 3 two thirds,
 with 5 up to 4%. The price: where large and small channels share a block, a product has 20 dB in place of 21 at 2^14."""
 STEP_OCTAVES = 4
 """Octaves between the other scales of a stepped fold. Blocks of one size seldom lie on both sides of a boundary, and a
-block with a scale of its own loses at most 3 octaves. With 1, rows of which a half is 2^8 larger change their scale in
-half of the stages, with 4 in 3%."""
+large block with a scale of its own loses at most 3 octaves; with 8, 20 dB in place of 21 where large and small channels
+share a block."""
 MAX_HEADROOM = 7
 """Octaves. More would leave less than half of E4M3's 15 binades of normal numbers."""
 

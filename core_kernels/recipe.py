@@ -14,9 +14,9 @@ LegName = Literal["dispatch", "dispatch_grad", "combine", "combine_grad"]
 experts."""
 Scales = Literal["power_of_two", "float32"]
 Form = Literal["bf16", "mx", "fold", "stepped", "row", "block", "block_power_of_two"]
-"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; to one that changes where
-a block is far from the row's middle; E4M3 quantized with one scale per row; E4M3 with one fp32 scale per 128 values,
-per 128 x 128 of weights; the same with powers of two."""
+"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; the same but for blocks
+far from the row's middle; E4M3 quantized with one scale per row; E4M3 with one fp32 scale per 128 values, per 128 x 128
+of weights; the same with powers of two."""
 FOLDED: tuple[Form, ...] = ("fold", "stepped")
 """The forms whose weight gradient multiplies folded operands."""
 
@@ -38,8 +38,8 @@ class Recipe:
     scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
     compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row to
         the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3.
-        "stepped" folds to a scale that changes along a row where a block is far from the row's middle, so that outlier
-        channels spoil no other; one more pass over rows and weights. "auto" folds on Hopper and is exact elsewhere
+        "stepped" folds too, but gives blocks far from a row's middle a scale of their own, so that outlier channels
+        spoil no other; one more pass over rows and weights. "auto" folds on Hopper and is exact elsewhere
         (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32.
     mx_legs: the legs whose rows are sent in MXFP8; the others are sent as they are. None is "dispatch" and

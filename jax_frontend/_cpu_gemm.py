@@ -137,10 +137,10 @@ def _mm_fold_pair(
 
 
 def _mm_fold_stepped(
-    lhs_qf, lhs_sf, lhs_changes, rhs_qf, rhs_sf, rhs_changes, group_ends, *, out: ArrayType
+    lhs_qf, lhs_sf, lhs_step_sf, lhs_apart, rhs_qf, rhs_sf, rhs_step_sf, rhs_apart, group_ends, *, out: ArrayType
 ) -> jax.Array:
     # A scale per row and 32 of K: MXFP8, with its scales transposed.
-    return _mm_mx(lhs_qf, lhs_sf.mT, rhs_qf, rhs_sf.mT, group_ends, out=out)
+    return _mm_mx(lhs_qf, lhs_step_sf.mT, rhs_qf, rhs_step_sf.mT, group_ends, out=out)
 
 
 def _widen(x: jax.Array) -> jax.Array:

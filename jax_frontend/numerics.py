@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, share_of_changes, slots_of_blocks
+from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, share_apart, slots_of_blocks
 from ..core_kernels.formats import BLOCK, E8M0_NAN, GRADIENT_HEADROOM, WEIGHT_HEADROOM
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
@@ -155,12 +155,12 @@ def _values_of(w: jax.Array | QuantizedWeights) -> jax.Array:
 
 
 def _rows(q: jax.Array, sf: jax.Array, groups: tuple[slice, ...], headroom: int = 0) -> Measured:
-    """Folded to one scale per row, and to scales that change."""
+    """Folded to one scale per row, and stepped."""
     qf, row_sf = ops.fold_rows(q, sf, headroom=headroom)
     of = _measured(q, sf, qf, jnp.broadcast_to(row_sf[:, None], sf.shape), groups)
-    qf, step_sf, changes = ops.fold_rows_stepped(q, sf)
-    share = share_of_changes(np.asarray(changes), sf.shape[1])
-    return of._replace(stepped=_measured(q, sf, qf, step_sf.T, groups), changes=share)
+    qf, _, step_sf, apart = ops.fold_rows_stepped(q, sf)
+    share = share_apart(np.asarray(apart), sf.shape[1])
+    return of._replace(stepped=_measured(q, sf, qf, step_sf.T, groups), apart=share)
 
 
 def _tokens(q: jax.Array, sf: jax.Array, ends: jax.Array) -> Measured:

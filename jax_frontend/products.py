@@ -8,7 +8,7 @@
     "bf16"    bf16                          bf16
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
-    "stepped"  (q, sf, changes), one sf per 32, most of a row's the same; token operand as in form "fold"
+    "stepped"  as "fold", but for blocks apart, with a scale of their own; the same token operand
     "row"     (q, sf), one sf per row       bf16
     "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 

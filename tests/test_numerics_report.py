@@ -92,13 +92,13 @@ def test_the_report_predicts_the_loss_of_a_folded_product(report: Callable, hot:
     full = x.astype(np.float64) @ params["w1"][0].astype(np.float64).T
     cost = sqnr(a @ b.T, full) - sqnr(a_folded @ b_folded.T, full)
     assert ("x" in found.lossy()) == (cost > 0.3), cost
-    # Stepped, the scales of x and of w1 change after the first block.
-    stepped = [oracle_stepped.stepped_values(*fold_stepped.fold_rows_stepped(*pair)[:2]) for pair in operands]
+    # Stepped, the first block of x and of w1 is apart.
+    stepped = [oracle_stepped.stepped_values(*fold_stepped.fold_rows_stepped(*pair)[::2]) for pair in operands]
     predicted = -10 * np.log10(sum(10 ** (-loss.stepped_db / 10) for loss in losses))
     assert abs(predicted - sqnr(stepped[0] @ stepped[1].T, a @ b.T)) < 0.5
-    bits = fold_stepped.step_changes(fold_stepped.step_scales(operands[1][1]))
-    assert losses[1].changes == np.mean([bits >> i & 1 for i in range(8)]) == 0.125
-    assert losses[0].changes > 0.09  # with rows of padding, whose scale does not change
+    bits = fold_stepped.blocks_apart(*fold_stepped.step_scales(operands[1][1]))
+    assert losses[1].apart == np.mean([bits >> i & 1 for i in range(8)]) == 0.125
+    assert losses[0].apart > 0.09  # with rows of padding, which have none
     # Weights, whose rows have a headroom, lose as much as x where x begins to be lossy.
     assert found.worst() == "x" or hot <= 12
     # The SQNR of the operand itself does not show the loss.

@@ -127,11 +127,11 @@ def grouped_mm_fold_pair(
 
 
 def grouped_mm_fold_stepped(
-    lhs_qf: Tensor, lhs_sf: Tensor, lhs_changes: Tensor, rhs_qf: Tensor, rhs_sf: Tensor, rhs_changes: Tensor,
-    group_ends: Tensor, out: Tensor,
+    lhs_qf: Tensor, lhs_sf: Tensor, lhs_step_sf: Tensor, lhs_apart: Tensor,
+    rhs_qf: Tensor, rhs_sf: Tensor, rhs_step_sf: Tensor, rhs_apart: Tensor, group_ends: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     # A scale per row and 32 of K: MXFP8, with its scales transposed.
-    grouped_mm_mx(lhs_qf, lhs_sf.mT.contiguous(), rhs_qf, rhs_sf.mT.contiguous(), group_ends, out)
+    grouped_mm_mx(lhs_qf, lhs_step_sf.mT.contiguous(), rhs_qf, rhs_step_sf.mT.contiguous(), group_ends, out)
 
 
 def _dequantize_rows(q: Tensor, sf: Tensor) -> Tensor:

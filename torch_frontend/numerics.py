@@ -18,7 +18,7 @@ from ..core_kernels.fold.report import (
     NumericsReport,
     report,
     row_slices,
-    share_of_changes,
+    share_apart,
     slots_of_blocks,
 )
 from ..core_kernels.formats import BLOCK, E8M0_NAN, GRADIENT_HEADROOM, WEIGHT_HEADROOM
@@ -160,12 +160,12 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
 
 
 def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...], headroom: int = 0) -> Measured:
-    """Folded to one scale per row, and to scales that change."""
+    """Folded to one scale per row, and stepped."""
     qf, row_sf = ops.fold_rows(q, sf, headroom)
     of = _measure(q, sf, qf, row_sf[:, None].expand_as(sf).contiguous(), groups)
-    qf, step_sf, changes = ops.fold_rows_stepped(q, sf)
+    qf, _, step_sf, apart = ops.fold_rows_stepped(q, sf)
     stepped = _measure(q, sf, qf, step_sf.T.contiguous(), groups)
-    return of._replace(stepped=stepped, changes=share_of_changes(changes.cpu().numpy(), sf.shape[1]))
+    return of._replace(stepped=stepped, apart=share_apart(apart.cpu().numpy(), sf.shape[1]))
 
 
 def _tokens(q: Tensor, sf: Tensor, ends: Tensor) -> Measured:

@@ -1,4 +1,4 @@
-// Rows folded to scales that change where a block is far from the row's middle.
+// Rows folded to one scale, and blocks far from the row's middle to one of their own.
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -34,29 +34,28 @@ int step_scale(uint8_t byte, int middle) {
 void fold_rows_stepped(const Call& call) {
   constexpr int64_t kWordBlocks = int64_t{kStage} / kBlock * kStagesOfWord;
   const int64_t m = call.in[0].dim(-2), k = call.in[0].dim(-1), blocks = k / kBlock;
-  const int64_t lines = (m + kBlock - 1) / kBlock, words = call.out[2].dim(-1), matrices = call.in[0].leading(2);
+  const int64_t lines = (m + kBlock - 1) / kBlock, words = call.out[3].dim(-1), matrices = call.in[0].leading(2);
   const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
-  uint8_t *qf = call.out[0].as<uint8_t>(), *step_sf = call.out[1].as<uint8_t>();
-  int32_t* changes = call.out[2].as<int32_t>();
+  uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>(), *step_sf = call.out[2].as<uint8_t>();
+  int32_t* apart = call.out[3].as<int32_t>();
   parallel_ranges(matrices * lines, kBlock * k, [=](int64_t begin, int64_t end) {
     std::vector<int16_t> shifts(static_cast<size_t>(blocks));
     int16_t* shift = shifts.data();
     for (int64_t line = begin; line < end; ++line) {
       const int64_t matrix = line / lines, first = line % lines * kBlock;
-      int32_t* bits = changes + line * words;
+      int32_t* bits = apart + line * words;
       std::fill_n(bits, words, 0);
       for (int64_t row = first; row < std::min<int64_t>(first + kBlock, m); ++row) {
         const int64_t at = matrix * m + row;
         const uint8_t* byte = sf + at * blocks;
         const int middle = middle_scale(byte, blocks);
-        int before = step_scale(byte[0], middle);
+        row_sf[at] = static_cast<uint8_t>(step_scale(0, middle));
         for (int64_t b = 0; b < blocks; ++b) {
           const int scale = step_scale(byte[b], middle);
-          if (scale != before) {
+          if (scale != row_sf[at]) {
             const int64_t stage = b % kWordBlocks / (kStage / kBlock);
             bits[b / kWordBlocks] = static_cast<int32_t>(static_cast<uint32_t>(bits[b / kWordBlocks]) | 1u << stage);
           }
-          before = scale;
           step_sf[(matrix * blocks + b) * m + row] = static_cast<uint8_t>(scale);
           shift[b] = static_cast<int16_t>(byte[b] == kE8m0Nan ? kE8m0Nan : byte[b] - scale);
         }

@@ -40,7 +40,9 @@ def _step_scale(byte, middle):
 
 
 @triton.jit
-def fold_stepped_kernel(q, sf, M, qf, step_sf, changes, K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_K: tl.constexpr):
+def fold_stepped_kernel(
+    q, sf, M, qf, row_sf, step_sf, apart, K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """32 rows of one matrix, BLOCK_K of K at a time."""
     blocks: tl.constexpr = K // BLOCK_MX
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK_MX
@@ -52,6 +54,8 @@ def fold_stepped_kernel(q, sf, M, qf, step_sf, changes, K: tl.constexpr, HW_CAST
     in_m, row = (m < M)[:, None], (matrix * M + m)[:, None]
     first = tl.arange(0, FIRST)[None, :]
     middle = _middle(tl.load(sf + row * blocks + first, mask=in_m & (first < blocks), other=0).to(tl.int32))[:, None]
+    of_row = tl.minimum(middle + REACH, LARGEST)
+    tl.store(row_sf + row, of_row.to(tl.uint8), mask=in_m)
     line = (matrix * tl.num_programs(0) + tile) * words
     for word in range(0, words):
         bits = 0
@@ -59,14 +63,12 @@ def fold_stepped_kernel(q, sf, M, qf, step_sf, changes, K: tl.constexpr, HW_CAST
             k, block = tl.arange(0, BLOCK_K) + k0, tl.arange(0, BLOCKS) + k0 // BLOCK_MX
             b, in_b = block[None, :], in_m & (block < blocks)[None, :]
             byte = tl.load(sf + row * blocks + b, mask=in_b, other=0).to(tl.int32)
-            before = tl.load(sf + row * blocks + tl.maximum(b - 1, 0), mask=in_b, other=0).to(tl.int32)
             scale = _step_scale(byte, middle)
-            change = tl.max((in_b & (scale != _step_scale(before, middle))).to(tl.int32), 0)
-            stage = tl.max(tl.reshape(change, (STAGES, STEPS)), 1)
+            stage = tl.max(tl.reshape(tl.max((in_b & (scale != of_row)).to(tl.int32), 0), (STAGES, STEPS)), 1)
             bits += tl.sum(stage << (tl.arange(0, STAGES) + k0 // (STEPS * BLOCK_MX) % WORD), 0)
             tl.store(step_sf + (matrix * blocks + b) * M + m[:, None], scale.to(tl.uint8), mask=in_b)
             inside, at = in_m & (k < K)[None, :], row * K + k[None, :]
             tile_q = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_MX, BLOCKS, BLOCK_MX))
             folded = fold_tile(tile_q, byte, scale, 2, HW_CAST)
             tl.store(qf + at, tl.reshape(folded, (BLOCK_MX, BLOCK_K)), mask=inside)
-        tl.store(changes + line + word, bits)
+        tl.store(apart + line + word, bits)

@@ -3,11 +3,11 @@
 import numpy as np
 
 from ..formats import BLOCK, E8M0_MAX, E8M0_NAN, MIDDLE_BLOCKS, STAGE, STAGES_OF_WORD, STEP_OCTAVES, STEP_REACH
-from ..oracle_math import E4M3_VALUES, Array, to_e4m3
+from ..oracle_math import E4M3_VALUES, Array, Pair, to_e4m3
 
 
-def step_scales(sf: Array) -> Array:
-    """sf (..., B) -> the scale bytes of the blocks (..., B)."""
+def step_scales(sf: Array) -> Pair:
+    """sf (..., B) -> the scale bytes of the rows (...), and of the blocks (..., B)."""
     byte = sf.astype(np.int32)
     plain = (sf != 0) & (sf != E8M0_NAN)
     first = np.sort(np.where(plain, byte, E8M0_NAN)[..., :MIDDLE_BLOCKS], -1)
@@ -15,8 +15,9 @@ def step_scales(sf: Array) -> Array:
     middle = np.where(number > 0, np.take_along_axis(first, np.maximum(number - 1, 0) // 2, -1), 0)
     distance = np.where(plain, byte - middle, 0)
     steps = -(-np.maximum(np.abs(distance) - STEP_REACH, 0) // STEP_OCTAVES)
-    scale = middle + STEP_REACH + np.sign(distance) * STEP_OCTAVES * steps
-    return np.minimum(scale, E8M0_MAX).astype(np.uint8)
+    row = middle + STEP_REACH
+    blocks = row + np.sign(distance) * STEP_OCTAVES * steps
+    return np.minimum(row[..., 0], E8M0_MAX).astype(np.uint8), np.minimum(blocks, E8M0_MAX).astype(np.uint8)
 
 
 def _bits(flags: Array) -> Array:
@@ -28,20 +29,18 @@ def _padded(x: Array, axis: int, multiple: int) -> Array:
     return np.pad(x, [(0, -x.shape[a] % multiple if a == axis % x.ndim else 0) for a in range(x.ndim)])
 
 
-def step_changes(scales: Array) -> Array:
-    """Scale bytes (..., M, B) -> changes (..., ceil(M/32), ceil(B/128)) int32."""
-    change = np.zeros(scales.shape, bool)
-    change[..., 1:] = scales[..., 1:] != scales[..., :-1]
+def blocks_apart(row_sf: Array, scales: Array) -> Array:
+    """Scale bytes of rows (..., M) and blocks (..., M, B) -> apart (..., ceil(M/32), ceil(B/128)) int32."""
     steps = STAGE // BLOCK
-    change = _padded(_padded(change, -1, steps * STAGES_OF_WORD), -2, BLOCK)
-    *lead, m, blocks = change.shape
+    apart = _padded(_padded(scales != row_sf[..., None], -1, steps * STAGES_OF_WORD), -2, BLOCK)
+    *lead, m, blocks = apart.shape
     words = blocks // (steps * STAGES_OF_WORD)
-    return _bits(change.reshape(*lead, m // BLOCK, BLOCK, words, STAGES_OF_WORD, steps).max(-1).max(-3))
+    return _bits(apart.reshape(*lead, m // BLOCK, BLOCK, words, STAGES_OF_WORD, steps).max(-1).max(-3))
 
 
-def fold_rows_stepped(q: Array, sf: Array) -> tuple[Array, Array, Array]:
-    """q (..., M, K), sf (..., M, K/32) -> qf (..., M, K), step_sf (..., K/32, M), changes."""
-    scales = step_scales(sf)
+def fold_rows_stepped(q: Array, sf: Array) -> tuple[Array, Array, Array, Array]:
+    """q (..., M, K), sf (..., M, K/32) -> qf (..., M, K), row_sf (..., M), step_sf (..., K/32, M), apart."""
+    row_sf, scales = step_scales(sf)
     factor = np.where(sf == E8M0_NAN, np.nan, np.ldexp(1.0, sf.astype(np.int32) - scales))
     qf = to_e4m3(E4M3_VALUES[q] * np.repeat(factor, BLOCK, axis=-1))
-    return qf, np.ascontiguousarray(np.swapaxes(scales, -1, -2)), step_changes(scales)
+    return qf, row_sf, np.ascontiguousarray(np.swapaxes(scales, -1, -2)), blocks_apart(row_sf, scales)

@@ -45,8 +45,8 @@ class Measured(NamedTuple):
 
     counts: nonzero, rounded, flushed. signal, noise: (R, B) fp32, in units of 2^(2 (top - 127)) of the row. top: (R,)
     uint8, the largest target scale byte of the row. groups: the rows of each expert, or a single group of all rows if
-    the blocks run along the tokens. stepped: the same of a stepped fold, of operands along the rows. changes: the share
-    of 32 rows and 128 of K in which that has more than one scale.
+    the blocks run along the tokens. stepped: the same of a stepped fold, of operands along the rows. apart: the share
+    of 32 rows and 128 of K in which that has a block apart.
     """
 
     counts: tuple[int, int, int]
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
     top: np.ndarray
     groups: tuple[slice, ...]
     stepped: "Measured | None" = None
-    changes: float = 0.0
+    apart: float = 0.0
 
     def sizes(self) -> np.ndarray:
         """(R,) fp32: 2^(2 (top - 127)) of each row, relative to the largest row; 0 for a row of NaN."""
@@ -86,7 +86,7 @@ class OperandLoss(NamedTuple):
     sqnr_db: SQNR of the folded operand against the unfolded one.
     product_db: SQNR of the products with this operand folded against the unfolded products; the smallest of them. All
         rows have equal weight, and the value is the mean over random signs of the operand's values.
-    stepped_db: the same with compute="stepped", and changes: the share of 32 rows and 128 of K that it multiplies 32
+    stepped_db: the same with compute="stepped", and apart: the share of 32 rows and 128 of K that it multiplies 32
         terms at a time; None along the tokens, where it folds as "fold" does.
     """
 
@@ -97,7 +97,7 @@ class OperandLoss(NamedTuple):
     sqnr_db: float
     product_db: float
     stepped_db: float | None = None
-    changes: float | None = None
+    apart: float | None = None
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ class NumericsReport:
     def __str__(self) -> str:
         lines = [
             f"{'operand':8}{'along':>7}{'nonzero':>13}{'rounded':>10}{'flushed':>10}{'SQNR':>9}{'in products':>14}"
-            f"{'stepped':>11}{'changes':>10}"
+            f"{'stepped':>11}{'apart':>10}"
         ]
         for name, loss in self.operands.items():
             shares = (f"{100 * count / max(loss.nonzero, 1):.3f}%" for count in (loss.rounded, loss.flushed))
             counts = f"{loss.nonzero:13}{next(shares):>10}{next(shares):>10}"
             line = f"{name:8}{loss.along:>7}{counts}{loss.sqnr_db:6.1f} dB{loss.product_db:11.1f} dB"
-            if loss.stepped_db is not None and loss.changes is not None:
-                line += f"{loss.stepped_db:8.1f} dB{100 * loss.changes:9.2f}%"
+            if loss.stepped_db is not None and loss.apart is not None:
+                line += f"{loss.stepped_db:8.1f} dB{100 * loss.apart:9.2f}%"
             lines.append(line)
         return "\n".join((*lines, self._advice()))
 
@@ -158,18 +158,18 @@ def report(measured: Mapping[str, Measured]) -> NumericsReport:
             of = measured[name]
             losses[name] = OperandLoss(along, *of.counts, of.sqnr_db(), product_db[name])
             if of.stepped:
-                losses[name] = losses[name]._replace(stepped_db=stepped_db[name], changes=of.changes)
+                losses[name] = losses[name]._replace(stepped_db=stepped_db[name], apart=of.apart)
     return NumericsReport(losses)
 
 
-def share_of_changes(changes: np.ndarray, blocks: int) -> float:
-    """Of the changes (..., words) of stepped rows with this number of blocks, the share of bits that are set.
+def share_apart(apart: np.ndarray, blocks: int) -> float:
+    """Of `apart` (..., words) of stepped rows with this number of blocks, the share of bits that are set.
 
-    >>> share_of_changes(np.array([[1], [3]], np.int32), 8)
+    >>> share_apart(np.array([[1], [3]], np.int32), 8)
     0.75
     """
-    bits = int(np.unpackbits(np.ascontiguousarray(changes).view(np.uint8)).sum())
-    return bits / max(changes[..., 0].size * -(-blocks * BLOCK // STAGE), 1)
+    bits = int(np.unpackbits(np.ascontiguousarray(apart).view(np.uint8)).sum())
+    return bits / max(apart[..., 0].size * -(-blocks * BLOCK // STAGE), 1)
 
 
 def decibels(signal: float, noise: float) -> float:

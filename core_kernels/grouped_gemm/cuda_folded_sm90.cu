@@ -5,7 +5,7 @@
 //   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k] [+ bias[g, n]]      rows m of group g
 //              or the sum of two such products, with scales of their own (second_product.cuh)
 //              or with scales of blocks of 128 along k (block_factors.cuh)
-//              or with scales that change between steps of 32 along k (step_changes.cuh)
+//              or with scales of blocks of 32 along k, most of which are those of the row (blocks_apart.cuh)
 //   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
 // Of either, two products in one launch: of the same rows with two weights, of two gradients with the same x. Each has
@@ -92,7 +92,7 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
       NoteQueue notes(notes_of<kStepped>(s));
       for (Tile tile; tiles.next(&tile);) {
         if constexpr (kStepped) {
-          find_changes(p, warp - 1, tile, notes);
+          find_apart(p, warp - 1, tile, notes);
         } else {
           find_increases<kTwin>(p, warp - 1, tile, notes);
         }
@@ -128,7 +128,7 @@ bool in_blocks(const Problem& p) {
 }
 
 // The position of the second operand among the inputs.
-constexpr size_t rhs_of(Plus plus) { return plus == Plus::kSteps ? 3 : 2; }
+constexpr size_t rhs_of(Plus plus) { return plus == Plus::kSteps ? 4 : 2; }
 
 // A matrix (.., depth) in boxes of `rows` rows.
 CUtensorMap boxes(const char* op, const Array& matrix, int rows) {
@@ -199,24 +199,16 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   p.out = call.out[0].data;
   // Rows of operands and scales are counted in 32 bits, as TMA counts them; tiles reach beyond the last.
   const int64_t a_rows = call.in[0].dim(0), b_rows = rhs.leading(1);
-  int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : call.in[1].leading(0);
+  const int64_t scales = kAlongK ? call.in[1].dim(0) * std::max(a_rows, b_rows) : call.in[1].leading(0);
   int64_t depth = call.in[0].dim(1);
   if constexpr (kPlus == Plus::kProduct) {
     p.second = {call.in[5].as<const uint8_t>(), call.in[7].as<const uint8_t>(), static_cast<int>(call.in[4].dim(1))};
     depth += call.in[4].dim(1);
   }
   if constexpr (kPlus == Plus::kSteps) {
-    const int steps = p.depth / 32;
-    const Array &row_changes = call.in[2], &col_changes = call.in[5];
-    p.steps = {p.row_scale,
-               p.col_scale,
-               row_changes.as<const uint32_t>(),
-               col_changes.as<const uint32_t>(),
-               static_cast<int>(row_changes.dim(1)),
-               (steps - 1) * p.cols};
-    scales = steps * std::max(a_rows, b_rows);
-    p.row_scale += (steps - 1) * a_rows;
-    p.col_scale += (steps - 1) * int64_t{p.cols};
+    const Array &row_apart = call.in[3], &col_apart = call.in[7];
+    p.steps = {call.in[2].as<const uint8_t>(), call.in[6].as<const uint8_t>(), row_apart.as<const uint32_t>(),
+               col_apart.as<const uint32_t>(), static_cast<int>(row_apart.dim(1))};
   }
   if constexpr (kPlus == Plus::kTwin)
     p.twin = {call.in[5].as<const uint8_t>() - (kAlongK ? p.row_scale : p.col_scale),

@@ -34,7 +34,7 @@ struct Stages {
 template <bool kStepped>
 __device__ __forceinline__ auto& notes_of(FoldedShared& s) {
   if constexpr (kStepped) {
-    return s.changes;
+    return s.apart;
   } else {
     return s.increases;
   }
@@ -163,29 +163,30 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 #pragma unroll 1
         for (;;) {
           notes.wait_to_read();
-          const StepChanges& note = notes.current();
+          const BlocksApart& note = notes.current();
           const int until = __shfl_sync(~0u, min(note.k, depth), 0);
 #pragma unroll 1
           for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{});
           if (k >= depth) break;
-          if (keeps_units(note, of_rows, of_cols)) {
+          if (cancel(note, of_rows, of_cols)) {
             notes.read();
             continue;
           }
-          const uint32_t changing = __shfl_sync(~0u, note.steps[of_rows] | note.steps[of_cols], 0);
+          const uint32_t changes = __shfl_sync(~0u, note.changes[of_rows] | note.changes[of_cols], 0);
           barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
+            const auto factors = [&](int step) {
+              return StepFactors(note, of_rows, of_cols, step, warp % 4 * 16 + half * 64);
+            };
             float partial[64] = {};
 #pragma unroll 1
             for (int step = 0; step < kStepsOfStage; ++step) {
-              if (changing >> step & 1)
-                change_step(sum[half], partial, warp % 4 * 16 + half * 64, note, of_rows, of_cols, step);
+              if (changes >> step & 1) change_factor(sum[half], partial, factors(step - 1), factors(step));
               start<1>(partial, a + half * (64 * kTileK / 16) + step * 2, b + step * 2, step != 0);
               wgmma_wait();
             }
-#pragma unroll
-            for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
+            add_scaled(sum[half], partial, factors(kStepsOfStage - 1));
           }
           if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + ring.stage * 8, partner);
           ring.advance();

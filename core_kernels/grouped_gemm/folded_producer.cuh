@@ -31,7 +31,6 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
   Ring<kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
-    if constexpr (kPlus == Plus::kSteps) tile.col_scale += tile.b_row / p.cols * p.steps.to_next_group;
     tiles.put(tile);
     const bool flat = !kAlongK && tile.flat;
     const CUtensorMap *a = maps.a(0, flat), *b = maps.b(0);

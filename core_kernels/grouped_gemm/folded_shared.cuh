@@ -3,10 +3,10 @@
 
 #include <type_traits>
 
+#include "grouped_gemm/blocks_apart.cuh"
 #include "grouped_gemm/folded_epilogue.cuh"
 #include "grouped_gemm/rescale_accumulator.cuh"
 #include "grouped_gemm/second_product.cuh"
-#include "grouped_gemm/step_changes.cuh"
 #include "grouped_gemm/tile_queue.cuh"
 
 namespace mxep::cuda::sm90 {
@@ -50,7 +50,7 @@ struct FoldedShared {
   TileSlots tiles;
   union {
     NoteSlots<ScaleIncreases> increases;  // K-grouped
-    NoteSlots<StepChanges> changes;       // Plus::kSteps
+    NoteSlots<BlocksApart> apart;         // Plus::kSteps
   };
   LptSchedule lpt;  // K-grouped
 };
@@ -64,7 +64,7 @@ struct FoldedSharedOfTwo : FoldedShared {
 static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024 && sizeof(FoldedSharedOfTwo) <= 227 * 1024);
 
 // What a kernel computes beside the product: nothing, a bias to add, a second product to add, products with scales of
-// blocks, scales that change along K, or a second product with an output of its own.
+// blocks, scales of blocks of 32, or a second product with an output of its own.
 enum class Plus { kNothing, kBias, kProduct, kBlockScales, kSteps, kTwin };
 
 template <Plus kPlus>

@@ -1,7 +1,7 @@
 """Triton kernel of the stepped product; plan_stepped.py draws the operands.
 
-It multiplies 32 terms at a time everywhere, and reads the scales of every step; Hopper's kernel does so where a scale
-changes.
+It multiplies 32 terms at a time everywhere, and reads the scales of every step; Hopper's kernel does so where a block
+is apart.
 """
 
 import triton
@@ -15,7 +15,7 @@ from .kernel_tile import load_tile, store_tile
 
 @triton.jit
 def mm_kernel(
-    lhs_qf, lhs_sf, lhs_changes, rhs_qf, rhs_sf, rhs_changes, group_ends, M, out,
+    lhs_qf, lhs_sf, lhs_step_sf, lhs_apart, rhs_qf, rhs_sf, rhs_step_sf, rhs_apart, group_ends, M, out,
     G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -29,17 +29,16 @@ def mm_kernel(
     row, weight = m.to(tl.int64), group.to(tl.int64)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if group < G:
-        of_rows, of_cols = lhs_sf + row, rhs_sf + weight * steps * N + n
-        row_byte = tl.load(of_rows, mask=in_m, other=0).to(tl.int32)
-        col_byte = tl.load(of_cols, mask=in_n, other=0).to(tl.int32)
+        of_rows, of_cols = lhs_step_sf + row, rhs_step_sf + weight * steps * N + n
+        row_byte = tl.load(lhs_sf + row, mask=in_m, other=0).to(tl.int32)
+        col_byte = tl.load(rhs_sf + weight * N + n, mask=in_n, other=0).to(tl.int32)
         for step in range(0, steps):
             row_now = tl.load(of_rows, mask=in_m, other=0).to(tl.int32)
             col_now = tl.load(of_cols, mask=in_n, other=0).to(tl.int32)
-            acc = acc * rescale_factor(row_now - row_byte)[:, None] * rescale_factor(col_now - col_byte)[None, :]
-            row_byte, col_byte = row_now, col_now
             of_rows, of_cols = of_rows + M, of_cols + N
             a = load_tile(lhs_qf, row, in_m, step * BLOCK_MX, K, K, BLOCK_MX)
             b = load_tile(rhs_qf, weight * N + n, in_n, step * BLOCK_MX, K, K, BLOCK_MX)
-            acc = dot(a, b, acc, HW_CAST)
+            partial = dot(a, b, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), HW_CAST)
+            acc += partial * rescale_factor(row_byte - row_now)[:, None] * rescale_factor(col_byte - col_now)[None, :]
         acc = scaled(acc, row_byte, col_byte)
     store_tile(out, row, in_m, n0, N, N, acc, True, HW_CAST, False)

@@ -13,7 +13,7 @@ namespace mxep::cuda::sm90 {
 // columns. In flat tiles rows and columns are exchanged.
 constexpr int kNoteParts = 3, kCommonPart = 2;
 
-// In shared memory.
+// In shared memory. Of a warp, Note::kLanes lanes arrive: one, or all, which racecheck follows where slots are reused.
 template <typename Note>
 struct NoteSlots {
   static constexpr int kSlots = Note::kSlots;
@@ -23,8 +23,8 @@ struct NoteSlots {
   // Called by one thread, before the first barrier.
   __device__ void init(int warps) {
     for (int i = 0; i < kSlots; ++i) {
-      barrier_init(&full[i], kNoteParts);
-      barrier_init(&empty[i], warps);
+      barrier_init(&full[i], kNoteParts * Note::kLanes);
+      barrier_init(&empty[i], warps * Note::kLanes);
     }
   }
 };
@@ -44,7 +44,7 @@ class NoteQueue {
  private:
   __device__ void pass_on(uint64_t* barriers) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers[at_], cluster_rank());
+    if (threadIdx.x % 32 < Note::kLanes) barrier_arrive(&barriers[at_], cluster_rank());
     if (++at_ == NoteSlots<Note>::kSlots) at_ = 0, parity_ ^= 1;
   }
 

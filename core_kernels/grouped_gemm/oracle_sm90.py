@@ -11,7 +11,7 @@ oracle_folded.py and oracle_blockwise.py define the ops, with exact sums. Hopper
              '---------------- fp32 ------> sum     rounded to nearest even
                                              x 2^-n where the scale of a span rises by n; + bias; x scales --> out
 
-Where the unit of a stepped product changes within a stage, the sum of the terms before is added there.
+Of a stepped product, steps of a stage with one factor make a sum, which an fma adds.
 
 The exponent of a product is the sum of its factors' exponents, that of a subnormal factor is -6, and a product that is
 zero has none. The functions have the names and arguments of the ops; a pair of products has the bytes of two calls.
@@ -132,28 +132,33 @@ def grouped_mm_fold_sum(
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 
 
+def _powers(row: Array, col: Array) -> Array:
+    """2^(row + col), each of 2^-127, then 0, to 2^127, and so the product."""
+    row, col = (np.where(x <= -127, 0, np.ldexp(1.0, np.minimum(x, 127))) for x in (row, col))
+    return np.minimum(row[:, None] * col, 2.0**127)
+
+
 def grouped_mm_fold_stepped(
-    lhs_qf: Array, lhs_sf: Array, lhs_changes: Array, rhs_qf: Array, rhs_sf: Array, rhs_changes: Array,
-    group_ends: Array, out_dtype: str = "bfloat16",
+    lhs_qf: Array, lhs_sf: Array, lhs_step_sf: Array, lhs_apart: Array,
+    rhs_qf: Array, rhs_sf: Array, rhs_step_sf: Array, rhs_apart: Array, group_ends: Array, out_dtype: str = "bfloat16",
 ) -> Array:  # fmt: skip
-    """lhs (M, K), (K/32, M) x rhs_t (G, N, K), (G, K/32, N) -> out (M, N): where the product of both scales changes,
-    the sum of the stage so far is added, and the sum goes on in the new unit."""
+    """lhs (M, K), (M,), (K/32, M) x rhs_t (G, N, K), (G, N), (G, K/32, N) -> out (M, N): steps of a stage with one
+    factor share a sum of the tensor core, which an fma adds."""
 
     def of_group(rows: slice, g: int) -> Array:
-        a, b, before = lhs_qf[rows], rhs_qf[g], None
-        total, partial = np.zeros((2, len(a), len(b)))
+        a, b = lhs_qf[rows], rhs_qf[g]
+        of_row = lhs_step_sf[:, rows].astype(np.int32) - lhs_sf[rows]
+        of_col = rhs_step_sf[g].astype(np.int32) - rhs_sf[g]
+        total, partial, factor = np.zeros((3, len(a), len(b)))
         for step, k in enumerate(range(0, a.shape[1], TERMS)):
-            units = _scales(lhs_sf[step, rows], rhs_sf[g, step])
-            if k % STAGE == 0:
-                total, partial = (total + partial).astype(np.float32), np.zeros_like(partial)
-            if before is not None:
-                changed = before != units
-                total = np.where(changed, (total + partial).astype(np.float32) * (before / units), total)
-                partial = np.where(changed, 0, partial)
+            before, factor = factor, _powers(of_row[step], of_col[step])
+            ends = (factor != before) | (k % STAGE == 0)
+            total = np.where(ends, (total + partial * before).astype(np.float32), total)
             parts = _factors(a[:, k : k + TERMS]), _factors(b[:, k : k + TERMS])
-            partial, before = _add_products(partial, *parts), units
+            partial = _add_products(np.where(ends, 0, partial), *parts)
         nan = ((a & 0x7F) == E4M3_NAN).any(1)[:, None] | ((b & 0x7F) == E4M3_NAN).any(1)
-        return np.where(nan, np.nan, (total + partial).astype(np.float32)) * before
+        total = np.where(nan, np.nan, (total + partial * factor).astype(np.float32))
+        return total * _scales(lhs_sf[rows], rhs_sf[g])
 
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 

@@ -13,8 +13,9 @@ def stepped_values(qf: Array, step_sf: Array) -> Array:
 
 
 def grouped_mm_fold_stepped(
-    lhs_qf: Array, lhs_sf: Array, lhs_changes: Array, rhs_qf: Array, rhs_sf: Array, rhs_changes: Array,
-    group_ends: Array, out_dtype: str = "bfloat16",
+    lhs_qf: Array, lhs_sf: Array, lhs_step_sf: Array, lhs_apart: Array,
+    rhs_qf: Array, rhs_sf: Array, rhs_step_sf: Array, rhs_apart: Array, group_ends: Array, out_dtype: str = "bfloat16",
 ) -> Array:  # fmt: skip
-    """lhs (M, K), (K/32, M) x rhs_t (G, N, K), (G, K/32, N) -> out (M, N); `changes` repeats what the scales say."""
-    return m_grouped(stepped_values(lhs_qf, lhs_sf), stepped_values(rhs_qf, rhs_sf), group_ends, out_dtype)
+    """lhs (M, K), (K/32, M) x rhs_t (G, N, K), (G, K/32, N) -> out (M, N); the scales of blocks say all."""
+    lhs, rhs = stepped_values(lhs_qf, lhs_step_sf), stepped_values(rhs_qf, rhs_step_sf)
+    return m_grouped(lhs, rhs, group_ends, out_dtype)

@@ -62,10 +62,10 @@ struct Problem {
     const float *row, *square;  // (M, K / 128) and (G, N / 128, K / 128), both rounded up
   } block_scale;
   struct {
-    const uint8_t *row, *col;                   // (K / 32, M) and (G, K / 32, N)
-    const uint32_t *row_changes, *col_changes;  // (M / 32, words) and (G, N / 32, words), rounded up
-    int words, to_next_group;                   // from a group's columns of one step to the next group's
-  } steps;                                      // row_scale and col_scale are those of the last step
+    const uint8_t *row, *col;               // (K / 32, M) and (G, K / 32, N)
+    const uint32_t *row_apart, *col_apart;  // (M / 32, words) and (G, N / 32, words), rounded up
+    int words;
+  } steps;
   // Of twins: how far the second one's values are from the first one's.
   struct {
     int64_t to_scales, to_out;

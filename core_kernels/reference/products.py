@@ -31,7 +31,6 @@ from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_
 from ..oracle_math import Array, Pair, round_to
 from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
 from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
-from ..recipe import FOLDED
 
 
 class _Products(NamedTuple):
@@ -122,7 +121,7 @@ def grouped_mm_vjp(
         return da, np.swapaxes(db, 1, 2)
     dout_t, a_t = (quantize_col(_values(x), rounding) for x in (dout, a))
     multiply = grouped_wgrad_mx
-    if form in FOLDED:
+    if form in ("fold", "stepped"):
         dout_t, a_t = (fold_groups(*pair, group_ends) for pair in (dout_t, a_t))
         multiply = _PRODUCTS[sums].fold_wgrad
     return da, np.swapaxes(multiply(*dout_t, *a_t, group_ends, out_dtype), 1, 2)

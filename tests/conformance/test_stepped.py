@@ -20,7 +20,7 @@ from .test_fold import every_shift
 
 Ops = Mapping[str, Callable]
 Array = np.ndarray
-Stepped = tuple[Array, Array, Array]
+Stepped = tuple[Array, Array, Array, Array]
 needs = pytest.mark.needs
 out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 
@@ -47,7 +47,7 @@ def test_shapes(ops: Ops, shape: tuple[int, ...], low: int, high: int) -> None:
     same_fold(ops, scales(*shape), scales(*shape[:-1], shape[-1] // BLOCK, low=low, high=high))
 
 
-def test_changes_of_several_words(ops: Ops) -> None:
+def test_blocks_apart_of_several_words(ops: Ops) -> None:
     """4096 of K are a word. One block of a row differs, at every place of a stage and of a word."""
     k = 2 * 4096 + 96
     sf = np.full((2, 70, k // BLOCK), 120, np.uint8)
@@ -61,10 +61,12 @@ def test_a_scale_by_its_distance_to_the_middle(ops: Ops) -> None:
     middle = 100
     sf = np.concatenate([np.full(8, middle), np.arange(middle - 14, middle + 15), [0, 255]]).astype(np.uint8)[None]
     q = np.full((1, sf.size * BLOCK), 0x38, np.uint8)
-    qf, step_sf, _ = ops["fold_rows_stepped"](q, sf)
-    above = [5] * 6 + [9] * 4 + [13] * 4 + [17]
-    below = [5] * 6 + [1] * 4 + [-3] * 4 + [-7]
-    np.testing.assert_array_equal(step_sf[8:, 0].astype(int) - middle, below[:0:-1] + above + [5, 5])
+    qf, row_sf, step_sf, apart = ops["fold_rows_stepped"](q, sf)
+    steps = [0] * 6 + [4] * 4 + [8] * 4 + [12]
+    want = [-octaves for octaves in steps[:0:-1]] + steps + [0, 0]
+    np.testing.assert_array_equal(step_sf[8:, 0].astype(int) - row_sf, want)
+    np.testing.assert_array_equal(row_sf, middle + 5)
+    assert apart.tolist() == [[0b1110011100]]  # of four blocks each: 14 to 6 below, 6 to 14 above
     shift = sf[0].astype(int) - step_sf[:, 0]
     np.testing.assert_array_equal(qf[0, ::BLOCK][:-2], oracle_math.to_e4m3(np.ldexp(1.0, shift[:-2])))
     assert qf[0, -1] == 0x7F
@@ -75,19 +77,19 @@ def test_the_middle_is_the_lower_median_of_the_first_eight(ops: Ops) -> None:
     """Zero and NaN blocks have no part in it; behind the eighth a block has none."""
     first = [[9, 9, 9, 9, 90, 90, 90, 90], [0, 0, 255, 70, 80, 90, 0, 255], [0] * 8, [255] * 7 + [60], [250] * 8]
     sf = np.concatenate([np.uint8(first), np.full((5, 8), 200, np.uint8)], 1)
-    _, step_sf, _ = ops["fold_rows_stepped"](np.zeros((5, 512), np.uint8), sf)
-    zero = np.where(np.uint8(first) % 255 == 0, np.uint8([14, 85, 5, 65, 254])[:, None], 0)
-    np.testing.assert_array_equal(np.where(zero > 0, step_sf[:8].T, 0), zero)
+    _, row_sf, step_sf, _ = ops["fold_rows_stepped"](np.zeros((5, 512), np.uint8), sf)
+    np.testing.assert_array_equal(row_sf, [14, 85, 5, 65, 254])
     np.testing.assert_array_equal(step_sf[8], [202, 201, 201, 201, 207])
-    np.testing.assert_array_equal(step_sf[:8, 4], 254)
+    left_out = np.uint8(first) % 255 == 0
+    np.testing.assert_array_equal(step_sf[:8].T[left_out], np.repeat(row_sf, left_out.sum(1)))
 
 
 def test_a_row_does_not_depend_on_others(ops: Ops) -> None:
     q, sf = every_shift()
     order = seeded("order").permutation(len(q))
-    qf, step_sf, _ = ops["fold_rows_stepped"](q, sf)
+    qf, row_sf, step_sf, _ = ops["fold_rows_stepped"](q, sf)
     moved = ops["fold_rows_stepped"](q[order], sf[order])
-    check.same_bytes(moved[:2], (qf[order], np.ascontiguousarray(step_sf[:, order])))
+    check.same_bytes(moved[:3], (qf[order], row_sf[order], np.ascontiguousarray(step_sf[:, order])))
 
 
 # --- the product ----------------------------------------------------------------------------------------
@@ -97,15 +99,15 @@ def stepped(x: Array) -> Stepped:
     return oracle.fold_rows_stepped(*quantize_oracle.quantize_row(x))
 
 
-def with_scales(qf: Array, sf: Array) -> Stepped:
-    """Codes qf (..., M, K) with the scales of blocks sf (..., M, K/32)."""
-    return qf, np.ascontiguousarray(np.swapaxes(sf, -1, -2)), oracle.step_changes(sf)
+def with_scales(qf: Array, row_sf: Array, sf: Array) -> Stepped:
+    """Codes qf (..., M, K) with the scales of rows (..., M) and of blocks (..., M, K/32)."""
+    return qf, row_sf, np.ascontiguousarray(np.swapaxes(sf, -1, -2)), oracle.blocks_apart(row_sf, sf)
 
 
 def within_the_bound(
     backend: str, got: Array, lhs: Stepped, rhs: Stepped, ends: Array, chain: float | None = None
 ) -> None:
-    values = [oracle_stepped.stepped_values(*of[:2]) for of in (lhs, rhs)]
+    values = [oracle_stepped.stepped_values(*of[::2]) for of in (lhs, rhs)]
     exact = oracle_stepped.grouped_mm_fold_stepped(*lhs, *rhs, ends, "float64")
     magnitude = oracle_stepped.m_grouped(*map(np.abs, values), ends, "float64")
     chain = check.fp8_chain(backend) if chain is None else chain
@@ -128,31 +130,37 @@ def test_grouped_mm_fold_stepped(backend: str, ops: Ops, name: str, out_dtype: s
     assert (got[case.group_ends[-1] :] == 0).all()
 
 
-def courses(rng: np.random.Generator, kind: str, *shape: int) -> Array:
-    """Scale bytes (..., M, B) around 120: none changes; one block of some rows; one of all; any block of any row."""
-    sf = np.full(shape, 120) + rng.integers(-3, 4, shape[:-1])[..., None]
+def courses(rng: np.random.Generator, kind: str, *shape: int) -> tuple[Array, Array]:
+    """Scale bytes of rows (..., M) around 120, and of blocks (..., M, B). Apart: none; some of some rows; three of all;
+    any of any row; all of a row from one on."""
+    row = (120 + rng.integers(-3, 4, shape[:-1])).astype(np.uint8)
+    sf = np.broadcast_to(row[..., None], shape).astype(int)
     if kind == "some":
         sf += np.where(rng.random(shape) < 0.01, rng.integers(-24, 25, shape), 0)
-    if kind == "one_of_all":
+    if kind == "three_of_all":
         sf[..., 2] += 13
         sf[..., 5:7] -= 20
-    if kind == "opposite":  # of both operands together no unit changes
+    if kind == "opposite":  # the factor of both operands together is 1
         sf[..., 2:4] += 12 if len(shape) == 2 else -12
     if kind == "any":
         sf += rng.integers(-15, 16, shape)
-    return sf.astype(np.uint8)
+    if kind == "late":
+        sf[..., 5:] += 8
+    return row, sf.astype(np.uint8)
 
 
 @needs("grouped_mm_fold_stepped")
-@pytest.mark.parametrize("kind", ["any"] if INTERPRETER else ["none", "some", "one_of_all", "opposite", "any"])
+@pytest.mark.parametrize(
+    "kind", ["any"] if INTERPRETER else ["none", "some", "three_of_all", "opposite", "any", "late"]
+)
 @pytest.mark.parametrize("first", [140] if INTERPRETER else [44, 140])
-def test_scales_change(backend: str, ops: Ops, kind: str, first: int) -> None:
+def test_blocks_apart(backend: str, ops: Ops, kind: str, first: int) -> None:
     """Rows and columns of several tiles; 44 rows and 136 columns are in one tile of 128 x 256, 140 rows in two of
     256 x 128. K ends within a stage. NaN in rows past the last end reaches nothing."""
     rng, m, n, k, ends = seeded(f"courses {kind}"), 300, 136, 416, np.int32([first, first, 290])
     a, b = codes_of_kind("normal", m, 3 * n, k)
-    lhs = with_scales(a, courses(rng, kind, m, k // BLOCK))
-    rhs = with_scales(b.reshape(3, n, k), courses(rng, kind, 3, n, k // BLOCK))
+    lhs = with_scales(a, *courses(rng, kind, m, k // BLOCK))
+    rhs = with_scales(b.reshape(3, n, k), *courses(rng, kind, 3, n, k // BLOCK))
     lhs[0][290:] = 0x7F
     got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends, out_dtype="float32")
     within_the_bound(backend, got, lhs, rhs, ends)
@@ -161,12 +169,12 @@ def test_scales_change(backend: str, ops: Ops, kind: str, first: int) -> None:
 
 @needs("grouped_mm_fold_stepped")
 @pytest.mark.parametrize("name", ["wide"] if INTERPRETER else KINDS)
-def test_sums_where_scales_change(backend: str, ops: Ops, name: str) -> None:
+def test_sums_with_blocks_apart(backend: str, ops: Ops, name: str) -> None:
     """Codes that tell the cuts of a tensor core apart. On a GPU the sums are those of oracle_sm90 to the bit."""
     rng, m, n, k, ends = seeded(f"cuts {name}"), 70, 24, 288, np.int32([30, 70])
     a, b = codes_of_kind(name, m, 2 * n, k)
-    lhs = with_scales(a, courses(rng, "any", m, k // BLOCK))
-    rhs = with_scales(b.reshape(2, n, k), courses(rng, "some", 2, n, k // BLOCK))
+    lhs = with_scales(a, *courses(rng, "any", m, k // BLOCK))
+    rhs = with_scales(b.reshape(2, n, k), *courses(rng, "some", 2, n, k // BLOCK))
     got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends, out_dtype="float32")
     if check.fp8_chain(backend):
         check.fp8_sums(backend, "grouped_mm_fold_stepped", got, *lhs, *rhs, ends)
@@ -176,11 +184,11 @@ def test_sums_where_scales_change(backend: str, ops: Ops, name: str) -> None:
 
 @needs("grouped_mm_fold_stepped", "grouped_mm_fold")
 @out_dtypes
-def test_without_a_change_it_is_the_folded_product(ops: Ops, out_dtype: str) -> None:
+def test_without_blocks_apart_it_is_the_folded_product(ops: Ops, out_dtype: str) -> None:
     a, b = codes_of_kind("normal", 90, 48, 544)
     rows, cols, ends = scales(90, low=100, high=140), scales(2, 24, low=100, high=140), np.int32([33, 80])
-    lhs = with_scales(a, np.repeat(rows[:, None], 17, 1))
-    rhs = with_scales(b.reshape(2, 24, 544), np.repeat(cols[..., None], 17, 2))
+    lhs = with_scales(a, rows, np.repeat(rows[:, None], 17, 1))
+    rhs = with_scales(b.reshape(2, 24, 544), cols, np.repeat(cols[..., None], 17, 2))
     got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends, out_dtype=out_dtype)
     if INTERPRETER:  # the Triton kernel adds every 32 terms
         within_the_bound("triton", got, lhs, rhs, ends)
@@ -194,24 +202,28 @@ def test_a_row_of_a_product_does_not_depend_on_others(ops: Ops, kind: str) -> No
     """Rows in another order, and columns, have the same bytes: what else a tile holds changes nothing."""
     rng, m, n, k = seeded("neighbours"), 150, 72, 416
     a, b = codes_of_kind("wide", m, n, k)
-    row_sf, col_sf = courses(rng, kind, m, k // BLOCK), courses(rng, "some", n, k // BLOCK)
+    of_rows, of_cols = courses(rng, kind, m, k // BLOCK), courses(rng, "some", n, k // BLOCK)
     rows, cols, ends = rng.permutation(m), rng.permutation(n), np.int32([m])
-    got, moved = (
-        ops["grouped_mm_fold_stepped"](*with_scales(a[i], row_sf[i]), *with_scales(b[j][None], col_sf[j][None]), ends)
-        for i, j in ((np.arange(m), np.arange(n)), (rows, cols))
-    )
+
+    def product(i: Array, j: Array) -> Array:
+        lhs = with_scales(a[i], *(sf[i] for sf in of_rows))
+        rhs = with_scales(b[j][None], *(sf[j][None] for sf in of_cols))
+        return ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends)
+
+    got, moved = product(np.arange(m), np.arange(n)), product(rows, cols)
     check.same_bytes(moved, np.ascontiguousarray(got[rows][:, cols]))
 
 
 @needs("grouped_mm_fold_stepped")
 @pytest.mark.parametrize("octaves", [3, 40, 90])
-def test_units_that_rise_and_fall_are_exact(ops: Ops, octaves: int) -> None:
-    """Ones under powers of two that change in every block, in opposite directions for rows and columns."""
+def test_opposite_scales_are_exact(ops: Ops, octaves: int) -> None:
+    """Ones under powers of two that differ in every block, in opposite directions for rows and columns."""
     rng, blocks = seeded("exact"), 2 * STAGE // BLOCK
     up = rng.integers(0, octaves, (1, blocks)) * rng.choice([-1, 1], (1, blocks)) // 2
     rows, cols = (np.broadcast_to(127 + sign * up, (8, blocks)).astype(np.uint8) for sign in (1, -1))
     ones = np.full((8, blocks * BLOCK), 0x38, np.uint8)
-    lhs, rhs = with_scales(ones, rows), with_scales(ones[None], cols[None])
+    one = np.full(8, 127, np.uint8)
+    lhs, rhs = with_scales(ones, one, rows), with_scales(ones[None], one[None], cols[None])
     got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, np.int32([8]), out_dtype="float32")
     check.same_bytes(got, np.full((8, 8), blocks * BLOCK, np.float32))
 
@@ -228,7 +240,7 @@ def test_channels_of_large_activations_and_small_weights(octaves: int) -> None:
     full = x.astype(np.float64) @ w[0].astype(np.float64).T
     lhs, rhs = stepped(x), stepped(w)
     assert check.sqnr_db(oracle_stepped.grouped_mm_fold_stepped(*lhs, *rhs, ends, "float64"), full) >= 28.1
-    assert lhs[2].tolist() == [[0b1100]] * 2  # it ends where the next stage begins
+    assert lhs[3].tolist() == [[0b100]] * 2
     assert (lhs[0] != 0).mean() > 0.99
 
 
@@ -237,7 +249,7 @@ def test_ordinary_rows_have_one_scale() -> None:
     rng = seeded("ordinary")
     normal, other = rng.standard_normal((2, 256, 2048))
     for x in (normal, normal * other, normal * np.exp2(rng.integers(-20, 20, (256, 1)))):
-        assert not stepped(x.astype(BF16))[2].any()
+        assert not stepped(x.astype(BF16))[3].any()
 
 
 @needs("grouped_mm_fold_stepped")

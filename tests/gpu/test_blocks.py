@@ -45,7 +45,7 @@ class Values:
     def floats(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=DEVICE) + 0.5
 
-    def stepped(self, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    def stepped(self, *shape: int) -> tuple[Tensor, ...]:
         """Rows of which one block in 300 is far larger or smaller, and one of all rows."""
         *rows, depth = shape
         far = torch.rand(*rows, depth // 32, generator=self.generator, device=DEVICE) < 1 / 300
@@ -125,14 +125,14 @@ def test_m_grouped(op: str) -> None:
 
 
 def test_stepped() -> None:
-    """Scales change in different stages of the tiles of a block."""
+    """Blocks apart in different stages of the tiles of a block."""
     values, offs = Values(), torch.tensor(ENDS, dtype=torch.int32, device=DEVICE)
     x, w = values.stepped(ROWS, DEPTH), values.stepped(len(ENDS), 2560, DEPTH)
 
     def run(part: slice) -> Outputs:
-        codes, scales, changes = w
         words = slice(part.start // 32, part.stop // 32)
-        side = codes[:, part].contiguous(), scales[..., part].contiguous(), changes[:, words].contiguous()
+        parts = w[0][:, part], w[1][:, part], w[2][..., part], w[3][:, words]
+        side = [x.contiguous() for x in parts]
         return poisoned(lambda: ops.grouped_mm_fold_stepped(*x, *side, offs, "bfloat16"))
 
     (got,) = run(slice(0, 2560))

@@ -19,6 +19,7 @@ from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.fold import plan_permute as fold_permute
 from mxep.core_kernels.fold import plan_stepped as fold_stepped
+from mxep.core_kernels.fold.plan_stepped import stepped_types
 from mxep.core_kernels.formats import packed_width, spans
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm import plan_blockwise as blockwise_gemm
@@ -240,8 +241,8 @@ CASES = {
     "grouped_mm_fold_stepped": Case(
         stepped_gemm.grouped_mm_fold_stepped,
         (
-            *(u8(M, K), u8(K // 32, M), i32(-(-M // 32), -(-K // 4096))),
-            *(u8(GROUPS, N, K), u8(GROUPS, K // 32, N), i32(GROUPS, -(-N // 32), -(-K // 4096)), i32(GROUPS)),
+            *(u8(M, K), *stepped_types((M, K))),
+            *(u8(GROUPS, N, K), *stepped_types((GROUPS, N, K)), i32(GROUPS)),
         ),
         {},
         ("fp8 mma",),

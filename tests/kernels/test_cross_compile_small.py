@@ -65,7 +65,7 @@ SMALL = {
     ),
     "grouped_mm_fold_stepped": (
         stepped_gemm.grouped_mm_fold_stepped,
-        (*(u8(1, 32), u8(1, 1), i32(1, 1)), *(u8(1, 8, 32), u8(1, 1, 8), i32(1, 1, 1)), i32(1)),
+        (*(u8(1, 32), u8(1), u8(1, 1), i32(1, 1)), *(u8(1, 8, 32), u8(1, 8), u8(1, 1, 8), i32(1, 1, 1)), i32(1)),
     ),
     "grouped_mm_blockwise": (
         blockwise_gemm.grouped_mm_blockwise,
