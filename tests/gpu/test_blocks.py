@@ -132,7 +132,7 @@ def test_stepped() -> None:
     def run(part: slice) -> Outputs:
         words = slice(part.start // 32, part.stop // 32)
         parts = w[0][:, part], w[1][:, part], w[2][..., part], w[3][:, words]
-        side = [x.contiguous() for x in parts]
+        side = [of.contiguous() for of in parts]
         return poisoned(lambda: ops.grouped_mm_fold_stepped(*x, *side, offs, "bfloat16"))
 
     (got,) = run(slice(0, 2560))
