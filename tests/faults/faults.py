@@ -52,6 +52,22 @@ FAULTS = (
         interpreter=True,
     ),
     Fault(
+        "stepped fold: a zero block is a part of the median",
+        "core_kernels/fold/kernel_stepped.py",
+        "return (byte != 0) & (byte != NAN_BYTE)",
+        "return byte != NAN_BYTE",
+        "tests/conformance/test_stepped.py -k lower_median",
+        interpreter=True,
+    ),
+    Fault(
+        "stepped product: a block apart counts with the scale of its row",
+        "core_kernels/grouped_gemm/kernel_stepped.py",
+        "partial * rescale_factor(row_byte - row_now)[:, None]",
+        "partial * rescale_factor(row_byte - row_byte)[:, None]",
+        "tests/conformance/test_stepped.py -k test_blocks_apart",
+        interpreter=True,
+    ),
+    Fault(
         "fold: gathered rows begin their scales one byte early",
         "core_kernels/fold/kernel.py",
         "sf_tile = tl.load(first + K + kb[None, :]",
@@ -130,6 +146,13 @@ FAULTS = (
         "e4m3_from_f32(to_f32(x[i]) * inverse)",
         "e4m3_from_f32(to_f32(x[i]))",
         "tests/conformance/test_quantize_rowwise.py -k cpp",
+    ),
+    Fault(
+        "stepped fold: a block below the middle has the scale of one above",
+        "core_kernels/fold/cpu_stepped.cc",
+        "(distance < 0 ? -octaves : octaves)",
+        "octaves",
+        "tests/conformance/test_stepped.py -k 'distance and cpp'",
     ),
     Fault(
         "fold: a chunk forgets the larger scales before it",
