@@ -70,7 +70,7 @@ _GPU = {
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
-    "grouped_mm_fold_stepped": Tiles(m=128, n=128, k=32, num_warps=8, num_stages=4),
+    "grouped_mm_fold_stepped": Tiles(m=128, n=64, k=32, num_warps=8, num_stages=4),
     "grouped_mm_blockwise": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
