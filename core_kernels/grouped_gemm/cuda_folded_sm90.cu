@@ -27,10 +27,12 @@
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
 //     K-grouped     scales of spans --> notes of scale increases (rescale_accumulator.cuh)
+//     of blocks     scales of blocks --> notes of stages with blocks apart (blocks_apart.cuh)
 //                                                        |  full: the bytes of the stage have arrived
 //                                                        |  empty: all consumers of the sharing CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
+//                        a stage with a block apart in steps of 32: partial --blocks_apart.cuh--> sum
 //                        between two products of a tile: sum --second_product.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //

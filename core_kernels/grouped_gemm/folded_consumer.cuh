@@ -172,6 +172,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
             notes.read();
             continue;
           }
+          // The stage in steps of 32.
           const uint32_t changes = __shfl_sync(~0u, note.changes[of_rows] | note.changes[of_cols], 0);
           barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
