@@ -93,7 +93,7 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
             "op": name, "M": m, "N": n, "K": k, "G": g, "data": kind,
             "us": sample.us, "spread": sample.spread, "tflops": round(2 * m * n * k / sample.us / 1e6),
             "ratio": round(times["grouped_mm_fold"].us / sample.us, 3), "sqnr_db": round(db[name], 1),
-            "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32), 4), "error": errors.get(name),
+            "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32, m), 4), "error": errors.get(name),
         }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def _rows(q: jax.Array, sf: jax.Array, groups: tuple[slice, ...], headroom: int 
     qf, row_sf = ops.fold_rows(q, sf, headroom=headroom)
     of = _measured(q, sf, qf, jnp.broadcast_to(row_sf[:, None], sf.shape), groups)
     qf, _, step_sf, apart = ops.fold_rows_stepped(q, sf)
-    share = share_apart(np.asarray(apart), sf.shape[1])
+    share = share_apart(np.asarray(apart), sf.shape[1], groups[-1].stop)
     return of._replace(stepped=_measured(q, sf, qf, step_sf.T, groups), apart=share)
 
 

@@ -165,7 +165,7 @@ def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...], headroom: int = 0) -
     of = _measure(q, sf, qf, row_sf[:, None].expand_as(sf).contiguous(), groups)
     qf, _, step_sf, apart = ops.fold_rows_stepped(q, sf)
     stepped = _measure(q, sf, qf, step_sf.T.contiguous(), groups)
-    return of._replace(stepped=stepped, apart=share_apart(apart.cpu().numpy(), sf.shape[1]))
+    return of._replace(stepped=stepped, apart=share_apart(apart.cpu().numpy(), sf.shape[1], groups[-1].stop))
 
 
 def _tokens(q: Tensor, sf: Tensor, ends: Tensor) -> Measured:

@@ -162,12 +162,14 @@ def report(measured: Mapping[str, Measured]) -> NumericsReport:
     return NumericsReport(losses)
 
 
-def share_apart(apart: np.ndarray, blocks: int) -> float:
-    """Of `apart` (..., words) of stepped rows with this number of blocks, the share of bits that are set.
+def share_apart(apart: np.ndarray, blocks: int, rows: int) -> float:
+    """Of `apart` (lines, words) of stepped rows with this number of blocks, the share of bits that are set in the lines
+    of the first rows.
 
-    >>> share_apart(np.array([[1], [3]], np.int32), 8)
+    >>> share_apart(np.array([[1], [3], [0]], np.int32), 8, 64)
     0.75
     """
+    apart = apart[: -(-rows // BLOCK)]
     bits = int(np.unpackbits(np.ascontiguousarray(apart).view(np.uint8)).sum())
     return bits / max(apart[..., 0].size * -(-blocks * BLOCK // STAGE), 1)
 
