@@ -15,7 +15,6 @@
 #include "formats.h"
 #include "grouped_gemm/folded_epilogue.cuh"
 #include "grouped_gemm/note_queue.cuh"
-#include "grouped_gemm/rescale_accumulator.cuh"
 
 namespace mxep::cuda::sm90 {
 

@@ -31,15 +31,6 @@ struct Stages {
   __device__ __forceinline__ uint32_t at(int stage) const { return first + stage * step; }
 };
 
-template <bool kStepped>
-__device__ __forceinline__ auto& notes_of(FoldedShared& s) {
-  if constexpr (kStepped) {
-    return s.apart;
-  } else {
-    return s.increases;
-  }
-}
-
 // In place of BlockFactors, of products without scales of blocks.
 struct NoFactors {
   __device__ NoFactors(const Problem&, const Tile&, int) {}

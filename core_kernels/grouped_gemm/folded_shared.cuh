@@ -55,6 +55,15 @@ struct FoldedShared {
   LptSchedule lpt;  // K-grouped
 };
 
+template <bool kStepped>
+__device__ __forceinline__ auto& notes_of(FoldedShared& s) {
+  if constexpr (kStepped) {
+    return s.apart;
+  } else {
+    return s.increases;
+  }
+}
+
 struct FoldedSharedWithBias : FoldedShared {
   float bias[2][2][kTileN];  // as col_factor
 };

@@ -26,10 +26,6 @@ struct ScaleIncreases {
   alignas(16) uint8_t power[kNoteParts][kSpansPerNote][128];
 };
 
-// The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
-// words are neighbours.
-__device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
-
 // Called by one warp per part; four neighbours per lane. Of twins, rows and columns are multiples of 4: the other way
 // would take registers that there are not.
 template <bool kTwin>
