@@ -32,7 +32,7 @@
 //                                                        |  empty: all consumers of the sharing CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
-//                        a stage with a block apart in steps of 32: partial --blocks_apart.cuh--> sum
+//                        a stage with a block apart in pieces of 32 or more: partial --stepped_stage.cuh--> sum
 //                        between two products of a tile: sum --second_product.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //
@@ -75,7 +75,7 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], 8 * Sharing<kPart>::kPartners);  // every consuming warp of the CTAs that it loads for
     }
-    s.tiles.init(8 + (kNotes ? kNoteParts : 0));
+    s.tiles.init(8 + (kAlongK ? kNoteParts : 0));
     notes_of<kStepped>(s).init(8);
     barrier_init_fence();
   }
@@ -90,14 +90,13 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
         if constexpr (kPart == Part::kPairsOfBlocks) wait_for_prerequisite();
       }
     } else {
-      TileQueue tiles(s.tiles);
       NoteQueue notes(notes_of<kStepped>(s));
-      for (Tile tile; tiles.next(&tile);) {
-        if constexpr (kStepped) {
-          find_apart(p, warp - 1, tile, notes);
-        } else {
-          find_increases<kTwin>(p, warp - 1, tile, notes);
-        }
+      if constexpr (kStepped) {  // as many tiles ahead as there are notes for
+        FoldedSchedule<false, false, kPart> schedule(p, s.lpt);
+        for (Tile tile; schedule.next(&tile);) find_apart(p, warp - 1, tile, notes);
+      } else {
+        TileQueue tiles(s.tiles);
+        for (Tile tile; tiles.next(&tile);) find_increases<kTwin>(p, warp - 1, tile, notes);
       }
     }
   } else {

@@ -8,6 +8,7 @@
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/block_factors.cuh"
 #include "grouped_gemm/folded_shared.cuh"
+#include "grouped_gemm/stepped_stage.cuh"
 
 namespace mxep::cuda::sm90 {
 
@@ -23,6 +24,7 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
 
 template <int kSteps>
 using Steps = std::integral_constant<int, kSteps>;
+struct ByFactor {};  // sum + factor * partial in place of sum + partial
 
 // Descriptors of a warpgroup's part of a matrix, by stage of the ring.
 struct Stages {
@@ -103,7 +105,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 
     using Factors = std::conditional_t<kBlocks, BlockFactors, NoFactors>;
     [[maybe_unused]] Factors blocks(p, tile, row + lane / 4);
-    [[maybe_unused]] float factor[2][2];  // of either half's next product
+    [[maybe_unused]] float factor[2][2];  // of either half
     if constexpr (kBlocks) blocks.take(factor[0], 0);
     float sum[2][64] = {};
     int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
@@ -118,7 +120,14 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           depth = p.second.depth;
         }
       }
-      const auto stage = [&](int k, auto steps) {
+      const auto leave_stage = [&] {
+        if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + ring.stage * 8, partner);
+        ring.advance();
+        a = stages_a.at(ring.stage);
+        b = stages_b.at(ring.stage);
+        is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
+      };
+      const auto stage = [&](int k, auto steps, auto... by_factor) {
         barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -130,16 +139,10 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
             if (half == 1) blocks.reach(k + kTileK);
           wgmma_wait();
           if constexpr (kBlocks) blocks.take(factor[1 - half], 1 - half);
-          if (half == 1) {
-            if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + ring.stage * 8, partner);
-            ring.advance();
-            a = stages_a.at(ring.stage);
-            b = stages_b.at(ring.stage);
-            is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
-          }
+          if (half == 1) leave_stage();
 #pragma unroll
           for (int i = 0; i < 64; ++i) {
-            if constexpr (kBlocks) {
+            if constexpr (kBlocks || sizeof...(by_factor)) {
               sum[half][i] = fmaf(partial[i], factor[half][i / 2 % 2], sum[half][i]);
             } else {
               sum[half][i] += partial[i];
@@ -159,33 +162,21 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 #pragma unroll 1
           for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{});
           if (k >= depth) break;
-          if (cancel(note, of_rows, of_cols)) {
-            notes.read();
-            continue;
-          }
-          // The stage in steps of 32.
-          const uint32_t changes = __shfl_sync(~0u, note.changes[of_rows] | note.changes[of_cols], 0);
-          barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
+          const Pieces pieces(note, of_rows, of_cols, warp % 4 * 16);
+          if (!pieces.none()) {
+            if (pieces.one()) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const auto factors = [&](int step) {
-              return StepFactors(note, of_rows, of_cols, step, warp % 4 * 16 + half * 64);
-            };
-            float partial[64] = {};
-#pragma unroll 1
-            for (int step = 0; step < kStepsOfStage; ++step) {
-              if (changes >> step & 1) change_factor(sum[half], partial, factors(step - 1), factors(step));
-              start<1>(partial, a + half * (64 * kTileK / 16) + step * 2, b + step * 2, step != 0);
-              wgmma_wait();
+              for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = pieces.row_factor(i / 2, 0, i % 2);
+              stage(k, Steps<kTileK / 32>{}, ByFactor{});
+            } else {
+              barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
+              multiply_in_pieces(sum, pieces, [&](auto& partial, int half, int step, auto steps, bool accumulate) {
+                start<steps>(partial, a + half * (64 * kTileK / 16) + step * 2, b + step * 2, accumulate);
+              });
+              leave_stage();
             }
-            add_scaled(sum[half], partial, factors(kStepsOfStage - 1));
+            k += kTileK;
           }
-          if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + ring.stage * 8, partner);
-          ring.advance();
-          a = stages_a.at(ring.stage);
-          b = stages_b.at(ring.stage);
-          is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
-          k += kTileK;
           notes.read();
         }
         notes.read();

@@ -132,28 +132,31 @@ def grouped_mm_fold_sum(
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 
 
-def _powers(row: Array, col: Array) -> Array:
-    """2^(row + col), each of 2^-127, then 0, to 2^127, and so the product."""
-    row, col = (np.where(x <= -127, 0, np.ldexp(1.0, np.minimum(x, 127))) for x in (row, col))
-    return np.minimum(row[:, None] * col, 2.0**127)
+def _powers(row: Array, col: Array) -> tuple[Array, Array]:
+    """Distances of scales -> the power of two of every sum, and the factor: 0 where row or column has 2^-127, 2^127 at
+    most."""
+    row, col = (np.clip(x, -127, 127) for x in (row, col))
+    row_factor, col_factor = (np.where(x == -127, 0, np.ldexp(1.0, x)) for x in (row, col))
+    return row[:, None] + col, np.minimum(row_factor[:, None] * col_factor, 2.0**127)
 
 
 def grouped_mm_fold_stepped(
     lhs_qf: Array, lhs_sf: Array, lhs_step_sf: Array, lhs_apart: Array,
     rhs_qf: Array, rhs_sf: Array, rhs_step_sf: Array, rhs_apart: Array, group_ends: Array, out_dtype: str = "bfloat16",
 ) -> Array:  # fmt: skip
-    """lhs (M, K), (M,), (K/32, M) x rhs_t (G, N, K), (G, N), (G, K/32, N) -> out (M, N): steps of a stage with one
-    factor share a sum of the tensor core, which an fma adds."""
+    """lhs (M, K), (M,), (K/32, M) x rhs_t (G, N, K), (G, N), (G, K/32, N) -> out (M, N): steps of a stage with the same
+    power of two share a sum of the tensor core, which an fma adds."""
 
     def of_group(rows: slice, g: int) -> Array:
         a, b = lhs_qf[rows], rhs_qf[g]
         of_row = lhs_step_sf[:, rows].astype(np.int32) - lhs_sf[rows]
         of_col = rhs_step_sf[g].astype(np.int32) - rhs_sf[g]
-        total, partial, factor = np.zeros((3, len(a), len(b)))
+        total, partial, power, factor = np.zeros((4, len(a), len(b)))
         for step, k in enumerate(range(0, a.shape[1], TERMS)):
-            before, factor = factor, _powers(of_row[step], of_col[step])
-            ends = (factor != before) | (k % STAGE == 0)
-            total = np.where(ends, (total + partial * before).astype(np.float32), total)
+            last_power, last_factor = power, factor
+            power, factor = _powers(of_row[step], of_col[step])
+            ends = (power != last_power) | (k % STAGE == 0)
+            total = np.where(ends, (total + partial * last_factor).astype(np.float32), total)
             parts = _factors(a[:, k : k + TERMS]), _factors(b[:, k : k + TERMS])
             partial = _add_products(np.where(ends, 0, partial), *parts)
         nan = ((a & 0x7F) == E4M3_NAN).any(1)[:, None] | ((b & 0x7F) == E4M3_NAN).any(1)
