@@ -6,7 +6,7 @@
 //                                             |
 //   qf -- blocks with a smaller one --> times 2^(block's scale - largest) --> qf
 //
-// A CTA also adds up the parts of a sum per row.
+// A CTA also adds up the parts of a sum per row: every kSlices-th one in order, then these sums.
 #pragma once
 
 #include "cuda/driver.h"
@@ -29,10 +29,10 @@ struct RowsInPlace {
 
 inline constexpr int kRowsOfCta = 16, kRowThreads = 256, kRowWarps = kRowThreads / 32;
 
-template <int kResults>
+template <int kResults, int kSlices>
 __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_constant__ RowsInPlace<kResults> p) {
   extern __shared__ uint16_t staged[];  // (kResults, kRowsOfCta, pairs)
-  __shared__ float part_sums[kRowThreads / kRowsOfCta][kRowsOfCta];
+  __shared__ float part_sums[kSlices][kRowsOfCta];
   const int64_t first_row = int64_t{blockIdx.x} * kRowsOfCta;
   const int pairs = p.pairs, blocks = static_cast<int>(p.cols / kBlock);
   for (int i = threadIdx.x; i < kResults * pairs * 2; i += kRowThreads) {
@@ -45,17 +45,18 @@ __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_c
     for (int r = 0; r < 8; ++r)
       staged[(which * kRowsOfCta + half * 8 + r) * pairs + pair] = static_cast<uint16_t>(words[r / 2] >> r % 2 * 16);
   }
-  if (p.sum) {
+  if (p.sum && threadIdx.x < kSlices * kRowsOfCta) {
     const int row = threadIdx.x % kRowsOfCta, slice = threadIdx.x / kRowsOfCta;
     float sum = 0;
-    for (int i = slice; i < blocks; i += kRowThreads / kRowsOfCta) sum += __ldg(p.parts + i * p.rows + first_row + row);
+#pragma unroll 8
+    for (int i = slice; i < blocks; i += kSlices) sum += __ldg(p.parts + i * p.rows + first_row + row);
     part_sums[slice][row] = sum;
   }
   __syncthreads();
   if (p.sum && threadIdx.x < kRowsOfCta) {
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < kRowThreads / kRowsOfCta; ++i) sum += part_sums[i][threadIdx.x];
+    for (int i = 0; i < kSlices; ++i) sum += part_sums[i][threadIdx.x];
     p.sum[first_row + threadIdx.x] = sum;
   }
 
@@ -92,9 +93,9 @@ __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_c
   }
 }
 
-template <int kResults>
+template <int kSlices, int kResults>
 void fold_in_place(const char* op, const RowsInPlace<kResults>& folds, cudaStream_t stream) {
-  constexpr auto kKernel = fold_rows_in_place<kResults>;
+  constexpr auto kKernel = fold_rows_in_place<kResults, kSlices>;
   const auto bytes = static_cast<int>(kResults * kRowsOfCta * folds.pairs * sizeof(uint16_t));
   launch_kernel(op, kKernel, grid_x(op, folds.rows / kRowsOfCta), kRowThreads, bytes, stream, folds);
 }

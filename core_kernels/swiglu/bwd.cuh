@@ -27,6 +27,10 @@ inline bool finished_if_empty(const char* op, const Call& call, cudaStream_t str
   return true;
 }
 
+// dprob in the kernels that write columns: a part for each block of 32 columns, every fourth of them added in order,
+// and then these four sums. Which kernel runs depends on the shape; the bytes do not.
+inline constexpr int kProbSlices = 4;
+
 // Adds the contribution of these values to their row's dprob to `sum`. h: where the values of h go, or null.
 template <typename By>
 __device__ void backward(const Vector8& dh, const Vector8& gate, const Vector8& up, const SigmoidTable<By>& table,

@@ -35,6 +35,7 @@ struct BackwardTile {
   static constexpr int kRows = kBlock * kDown, kCols = kBlock * kAcross;
   static constexpr int kPairs = 4, kVectors = kCols / 8, kBlockLanes = kBlock / 8;  // the constants of SharedTile
 };
+static_assert(BackwardTile::kAcross == kProbSlices);
 
 // What is staged of a strip. More rows leave no room for the ring, nor do as many of three results.
 template <bool kHidden>

@@ -322,7 +322,7 @@ void launch(const char* op, const Call& call, const By& by, cudaStream_t stream)
   folds.least = p.least;
   folds.parts = p.sums;
   folds.sum = p.in.prob ? call.out[10].as<float>() : nullptr;
-  fold_in_place(op, folds, stream);
+  fold_in_place<kProbSlices>(op, folds, stream);
 }
 
 }  // namespace

@@ -19,8 +19,9 @@ The separate ops move 21, beside the block scales:
     dh, gate, up --swiglu_bwd_all--> dgate, dup, each: q    --fold_rows----> qf           read 2, write 2
       read 6, write 5                dgate, dup, h: q_t     --fold_groups--> qf_t         read 3, write 3
 
-The bytes are those of the separate ops. An end that is no multiple of 32 has the effect that it has in `fold_groups`.
-There is no Triton kernel: where neither CUDA C++ nor C++ runs, the op is composed of them.
+The bytes are those of the separate ops, dprob's too where both are CUDA C++: which of them run depends on the shape. An
+end that is no multiple of 32 has the effect that it has in `fold_groups`. There is no Triton kernel: where neither CUDA
+C++ nor C++ runs, the op is composed of them.
 """
 
 from collections.abc import Callable

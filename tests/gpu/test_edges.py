@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from mxep.torch_frontend import _call, ops
+from mxep.torch_frontend import _call, force_implementation, ops
 from mxep.torch_frontend._launch import Outputs
 
 from .cases import CASES, DEVICE, EDGES, same_bytes
@@ -58,3 +58,16 @@ def test_dprob_of_rows_without_columns_is_zero(to: str) -> None:
     none = torch.empty(len(prob), 0, dtype=torch.bfloat16, device=DEVICE)
     dprob = poisoned(0xFF, lambda: getattr(ops, f"swiglu_bwd{to}")(none, none, none, prob))[-1]
     assert dprob.eq(0).all()
+
+
+@pytest.mark.parametrize("f", [32, 96, 544, 1408])
+def test_dprob_does_not_depend_on_the_kernel(f: int) -> None:
+    """Few groups with many rows run another kernel than many: a chunk of experts has the bytes of all experts."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    dh, gate, up = (torch.randn(4096, f, generator=rng, device=DEVICE).bfloat16() for _ in range(3))
+    prob = torch.rand(4096, generator=rng, device=DEVICE)
+    with force_implementation("cuda"):
+        want = ops.swiglu_bwd_all(dh, gate, up, prob)[-1]
+        ends = torch.full((1,), 4096, dtype=torch.int32, device=DEVICE)
+        got = ops.swiglu_bwd_fold(dh, gate, up, prob, ends)[-1]
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

@@ -78,8 +78,8 @@ SPILLED = {
 """Bytes a thread may spill. SwiGLU's gradient along rows runs 512 threads of 128 registers; spilling this much it
 reaches 0.94 of a copy's bandwidth on an H200. With a limit it spills 8 on sm_90a and 48 on sm_100a. Along both, 24 on
 sm_100a alone, of addresses of a strip's end: in a loop that needs none it is 1.4% slower on an H200. With h besides, 8
-on sm_90a, 0.77 to 0.80 of a copy; with a limit too, 40, not timed. Stepped products spill up to 32, most in the warps that
-look for blocks apart; the loop over the other stages has none."""
+on sm_90a, 0.77 to 0.80 of a copy; with a limit too, 40, not timed. Stepped products spill up to 32, most in the warps
+that look for blocks apart; the loop over the other stages has none."""
 
 
 def spilled(name: str) -> int:
@@ -121,8 +121,9 @@ def test_a_product_is_not_fused_into_a_sum(kernel: str, target: str) -> None:
 
 
 def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> None:
-    """Two products of four steps per stage; K-grouped also of one, two and three steps of a group's last stage, and where
-    blocks are apart of four by factors and of one to four; multicast copies, and code for no other architecture."""
+    """Two products of four steps per stage; K-grouped also of one, two and three steps of a group's last stage, and
+    where blocks are apart of four by factors and of one to four; multicast copies, and code for no other
+    architecture."""
     of = {key: code for key, code in kernels("-sass").items() if "folded_product" in key[1]}
     assert len(of) == 32, (
         "M-grouped: alone, bias, second product, scales of blocks, of steps, pair; K-grouped: alone, pair; "
