@@ -21,8 +21,9 @@ inline constexpr int kGradientHeadroom = 2;
 
 // Terms of a product between two additions in fp32, and how many of these stages a word of a stepped fold tells of.
 inline constexpr int kStage = 128, kStagesOfWord = 32;
-// A stepped fold: blocks whose median is the middle, octaves around it with one scale, octaves between other scales.
-inline constexpr int kMiddleBlocks = 8, kStepReach = 5, kStepOctaves = 4;
+// A stepped fold: octaves from the median block to the scale of its row, at most; octaves below that scale with blocks
+// that share it; octaves between other scales.
+inline constexpr int kStepAbove = 9, kStepBelow = 11, kStepOctaves = 4;
 
 inline constexpr uint32_t kE4m3Nan = 0x7F;
 inline constexpr uint32_t kE8m0Max = 254, kE8m0Nan = 255;

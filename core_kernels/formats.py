@@ -37,17 +37,18 @@ STAGE = 128
 """Terms of a product between two additions in fp32: those that Hopper's FP8 tensor cores sum alone."""
 STAGES_OF_WORD = 32
 """Stages that one word of `apart` of a stepped fold tells of."""
-MIDDLE_BLOCKS = 8
-"""First blocks of a row whose median is the middle of a stepped fold."""
-STEP_REACH = 5
-"""In a stepped fold a block within so many octaves of the middle has the scale of its row, as many above the middle.
-Of Student's t with 3 degrees of freedom 0.4 to 2% of the stages of 256 x 128 have a block apart; with 4, 10 to 12%;
-with 3, more than half. The price: where channels 2^14 larger share blocks with others, a product has 20.1 dB. Folded by
-row it has 21.4."""
+STEP_ABOVE = 9
+"""In a stepped fold the scale of a row is the largest of its blocks that are at most so many octaves above the median
+one."""
+STEP_BELOW = 11
+"""Blocks up to so many octaves below the scale of their row share it; so ordinary rows lie between a quarter of their
+median and 2^9 of it. A block as far below keeps 47 dB. Where blocks differ by a log-normal factor of 2 octaves, 0 to
+18% of the stages of 128 x 128 have a block apart; with two octaves less of both numbers 38 to 71%, with one more 0 to
+5%."""
 STEP_OCTAVES = 4
 """Octaves between the other scales of a stepped fold. Blocks of one size seldom lie on both sides of a boundary, and a
-large block with a scale of its own loses at most 3 octaves; with 8, 20 dB in place of 21 where large and small channels
-share a block."""
+block with a scale of its own loses at most 3 octaves. With 8, a product has 14 dB in place of 23 where channels 2^14
+larger share blocks with others."""
 MAX_HEADROOM = 7
 """Octaves. More would leave less than half of E4M3's 15 binades of normal numbers."""
 

@@ -15,7 +15,7 @@ experts."""
 Scales = Literal["power_of_two", "float32"]
 Form = Literal["bf16", "mx", "fold", "stepped", "row", "block", "block_power_of_two"]
 """Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; the same but for blocks
-far from the row's middle; E4M3 quantized with one scale per row; E4M3 with one fp32 scale per 128 values, per 128 x 128
+far from the row's scale; E4M3 quantized with one scale per row; E4M3 with one fp32 scale per 128 values, per 128 x 128
 of weights; the same with powers of two."""
 FOLDED: tuple[Form, ...] = ("fold", "stepped")
 """The forms whose weight gradient multiplies folded operands."""
@@ -38,7 +38,7 @@ class Recipe:
     scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
     compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row to
         the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3.
-        "stepped" folds too, but gives blocks far from a row's middle a scale of their own, so that outlier channels
+        "stepped" folds too, but gives blocks far from a row's scale one of their own, so that outlier channels
         spoil no other; one more pass over rows and weights. "auto" folds on Hopper and is exact elsewhere
         (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32.

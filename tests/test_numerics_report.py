@@ -92,12 +92,15 @@ def test_the_report_predicts_the_loss_of_a_folded_product(report: Callable, hot:
     full = x.astype(np.float64) @ params["w1"][0].astype(np.float64).T
     cost = sqnr(a @ b.T, full) - sqnr(a_folded @ b_folded.T, full)
     assert ("x" in found.lossy()) == (cost > 0.3), cost
-    # Stepped, the first block of x and of w1 is apart.
+    # Stepped, the first block of x and of w1 is apart, of all rows from 2^12 on. Nearly nothing is lost then, in few
+    # values: 135 dB and more.
     stepped = [oracle_stepped.stepped_values(*fold_stepped.fold_rows_stepped(*pair)[::2]) for pair in operands]
     predicted = -10 * np.log10(sum(10 ** (-loss.stepped_db / 10) for loss in losses))
-    assert abs(predicted - sqnr(stepped[0] @ stepped[1].T, a @ b.T)) < 0.5
-    bits = fold_stepped.blocks_apart(*fold_stepped.step_scales(operands[1][1]))
-    assert [loss.apart for loss in losses] == [np.mean([bits >> i & 1 for i in range(8)])] * 2 == [0.125] * 2
+    found_db = sqnr(stepped[0] @ stepped[1].T, a @ b.T)
+    assert abs(predicted - found_db) < 0.5 if hot < 12 else min(predicted, found_db) > 130
+    apart = [fold_stepped.blocks_apart(*fold_stepped.step_scales(sf)) for _, sf in operands]
+    assert [loss.apart for loss in losses] == [np.mean([bits >> i & 1 for i in range(8)]) for bits in apart]
+    assert hot < 12 or [loss.apart for loss in losses] == [0.125] * 2
     # Weights, whose rows have a headroom, lose as much as x where x begins to be lossy.
     assert found.worst() == "x" or hot <= 12
     # The SQNR of the operand itself does not show the loss.

@@ -1,7 +1,5 @@
-// Rows folded to one scale, and blocks far from the row's middle to one of their own.
+// Rows folded to one scale, and blocks far from it to one of their own.
 #include <algorithm>
-#include <array>
-#include <cstdlib>
 #include <vector>
 
 #include "cpu/ops.h"
@@ -13,20 +11,25 @@ namespace {
 
 bool is_plain(uint8_t byte) { return byte != 0 && byte != kE8m0Nan; }
 
-// The lower median of the first blocks, zero and NaN blocks left out; 0 if there are no others.
-int middle_scale(const uint8_t* sf, int64_t blocks) {
-  std::array<uint8_t, kMiddleBlocks> first;
-  const auto end = std::copy_if(sf, sf + std::min<int64_t>(blocks, kMiddleBlocks), first.begin(), is_plain);
-  if (end == first.begin()) return 0;
-  const auto median = first.begin() + (end - first.begin() - 1) / 2;
-  std::nth_element(first.begin(), median, end);
-  return *median;
+// The largest scale of a row that is at most kStepAbove octaves above the lower median, zero and NaN blocks left out; 0
+// if there are no others. `plain` has room for a row.
+int row_scale(const uint8_t* sf, int64_t blocks, uint8_t* plain) {
+  uint8_t* const end = std::copy_if(sf, sf + blocks, plain, is_plain);
+  if (end == plain) return 0;
+  uint8_t* const median = plain + (end - plain - 1) / 2;
+  std::nth_element(plain, median, end);
+  const int most = *median + kStepAbove;
+  int scale = 0;
+  for (const uint8_t* byte = median; byte < end; ++byte)
+    if (*byte <= most) scale = std::max<int>(scale, *byte);
+  return scale;
 }
 
-int step_scale(uint8_t byte, int middle) {
-  const int distance = is_plain(byte) ? byte - middle : 0, beyond = std::max(std::abs(distance) - kStepReach, 0);
-  const int octaves = (beyond + kStepOctaves - 1) / kStepOctaves * kStepOctaves;
-  return std::min<int>(middle + kStepReach + (distance < 0 ? -octaves : octaves), kE8m0Max);
+int step_scale(uint8_t byte, int row) {
+  const int distance = is_plain(byte) ? byte - row : 0;
+  const int above = (std::max(distance, 0) + kStepOctaves - 1) / kStepOctaves;
+  const int below = distance < -kStepBelow ? -distance / kStepOctaves : 0;
+  return std::min<int>(row + kStepOctaves * (above - below), kE8m0Max);
 }
 
 }  // namespace
@@ -40,6 +43,7 @@ void fold_rows_stepped(const Call& call) {
   int32_t* apart = call.out[3].as<int32_t>();
   parallel_ranges(matrices * lines, kBlock * k, [=](int64_t begin, int64_t end) {
     std::vector<int16_t> shifts(static_cast<size_t>(blocks));
+    std::vector<uint8_t> plain(static_cast<size_t>(blocks));
     int16_t* shift = shifts.data();
     for (int64_t line = begin; line < end; ++line) {
       const int64_t matrix = line / lines, first = line % lines * kBlock;
@@ -48,10 +52,9 @@ void fold_rows_stepped(const Call& call) {
       for (int64_t row = first; row < std::min<int64_t>(first + kBlock, m); ++row) {
         const int64_t at = matrix * m + row;
         const uint8_t* byte = sf + at * blocks;
-        const int middle = middle_scale(byte, blocks);
-        row_sf[at] = static_cast<uint8_t>(step_scale(0, middle));
+        row_sf[at] = static_cast<uint8_t>(row_scale(byte, blocks, plain.data()));
         for (int64_t b = 0; b < blocks; ++b) {
-          const int scale = step_scale(byte[b], middle);
+          const int scale = step_scale(byte[b], row_sf[at]);
           if (scale != row_sf[at]) {
             const int64_t stage = b % kWordBlocks / (kStage / kBlock);
             bits[b / kWordBlocks] = static_cast<int32_t>(static_cast<uint32_t>(bits[b / kWordBlocks]) | 1u << stage);

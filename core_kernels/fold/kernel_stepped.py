@@ -3,16 +3,17 @@
 import triton
 import triton.language as tl
 
-from ..formats import E8M0_MAX, E8M0_NAN, MIDDLE_BLOCKS, STAGE, STAGES_OF_WORD, STEP_OCTAVES, STEP_REACH
+from ..formats import E8M0_MAX, E8M0_NAN, STAGE, STAGES_OF_WORD, STEP_ABOVE, STEP_BELOW, STEP_OCTAVES
 from ..mx_math import BLOCK_MX
 from .kernel import fold_tile
 
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
 LARGEST: tl.constexpr = tl.constexpr(E8M0_MAX)
-FIRST: tl.constexpr = tl.constexpr(MIDDLE_BLOCKS)
-REACH: tl.constexpr = tl.constexpr(STEP_REACH)
+ABOVE: tl.constexpr = tl.constexpr(STEP_ABOVE)
+BELOW: tl.constexpr = tl.constexpr(STEP_BELOW)
 OCTAVES: tl.constexpr = tl.constexpr(STEP_OCTAVES)
 STEPS: tl.constexpr = tl.constexpr(STAGE // 32)
+SEARCHED: tl.constexpr = tl.constexpr(128)  # block scales of a row at a time, while the row's is searched
 WORD: tl.constexpr = tl.constexpr(STAGES_OF_WORD)
 
 
@@ -22,21 +23,39 @@ def _plain(byte):
 
 
 @triton.jit
-def _middle(first):
-    """(R, 8) scale bytes of a row's first blocks, 0 beyond its end -> (R,) the lower median of the plain ones."""
-    plain = _plain(first)
-    key = tl.where(plain, first, NAN_BYTE) * FIRST + tl.arange(0, FIRST)[None, :]  # no two are equal
-    rank = tl.sum((key[:, None, :] < key[:, :, None]).to(tl.int32), 2)
-    wanted = (tl.sum(plain.to(tl.int32), 1) - 1) // 2
-    return tl.sum(tl.where(plain & (rank == wanted[:, None]), first, 0), 1)
+def _below(sf, in_m, most, blocks: tl.constexpr):
+    """Rows of scale bytes, (R, 1) addresses -> (R, 1): how many plain ones are less than `most`, (R, 1)."""
+    count = tl.zeros_like(most)
+    for b0 in range(0, blocks, SEARCHED):
+        b = (b0 + tl.arange(0, SEARCHED))[None, :]
+        byte = tl.load(sf + b, mask=in_m & (b < blocks), other=0).to(tl.int32)
+        count += tl.sum((_plain(byte) & (byte < most)).to(tl.int32), 1, keep_dims=True)
+    return count
 
 
 @triton.jit
-def _step_scale(byte, middle):
-    distance = tl.where(_plain(byte), byte - middle, 0)
-    beyond = tl.maximum(tl.abs(distance) - REACH, 0)
-    steps = (beyond + (OCTAVES - 1)) // OCTAVES * OCTAVES
-    return tl.minimum(middle + REACH + tl.where(distance < 0, -steps, steps), LARGEST)
+def _row_scale(sf, in_m, blocks: tl.constexpr):
+    """Rows of scale bytes, (R, 1) addresses -> (R, 1) the scales of the rows."""
+    median = tl.where(in_m, 0, 0)
+    wanted = tl.maximum(_below(sf, in_m, median + NAN_BYTE, blocks) - 1, 0) // 2
+    for bit in tl.static_range(8):  # the largest byte that at most `wanted` are less than
+        higher = median + (128 >> bit)
+        median = tl.where(_below(sf, in_m, higher, blocks) <= wanted, higher, median)
+    scale = tl.where(in_m, 0, 0)
+    for b0 in range(0, blocks, SEARCHED):
+        b = (b0 + tl.arange(0, SEARCHED))[None, :]
+        byte = tl.load(sf + b, mask=in_m & (b < blocks), other=0).to(tl.int32)
+        near = tl.where(_plain(byte) & (byte <= median + ABOVE), byte, 0)
+        scale = tl.maximum(scale, tl.max(near, 1, keep_dims=True))
+    return scale
+
+
+@triton.jit
+def _step_scale(byte, row):
+    distance = tl.where(_plain(byte), byte - row, 0)
+    above = (tl.maximum(distance, 0) + (OCTAVES - 1)) // OCTAVES
+    below = tl.where(distance < -BELOW, -distance // OCTAVES, 0)
+    return tl.minimum(row + OCTAVES * (above - below), LARGEST)
 
 
 @triton.jit
@@ -52,9 +71,7 @@ def fold_stepped_kernel(
     tile, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     m = tile * BLOCK_MX + tl.arange(0, BLOCK_MX)
     in_m, row = (m < M)[:, None], (matrix * M + m)[:, None]
-    first = tl.arange(0, FIRST)[None, :]
-    middle = _middle(tl.load(sf + row * blocks + first, mask=in_m & (first < blocks), other=0).to(tl.int32))[:, None]
-    of_row = tl.minimum(middle + REACH, LARGEST)
+    of_row = _row_scale(sf + row * blocks, in_m, blocks)
     tl.store(row_sf + row, of_row.to(tl.uint8), mask=in_m)
     line = (matrix * tl.num_programs(0) + tile) * words
     for word in range(0, words):
@@ -63,7 +80,7 @@ def fold_stepped_kernel(
             k, block = tl.arange(0, BLOCK_K) + k0, tl.arange(0, BLOCKS) + k0 // BLOCK_MX
             b, in_b = block[None, :], in_m & (block < blocks)[None, :]
             byte = tl.load(sf + row * blocks + b, mask=in_b, other=0).to(tl.int32)
-            scale = _step_scale(byte, middle)
+            scale = _step_scale(byte, of_row)
             stage = tl.max(tl.reshape(tl.max((in_b & (scale != of_row)).to(tl.int32), 0), (STAGES, STEPS)), 1)
             bits += tl.sum(stage << (tl.arange(0, STAGES) + k0 // (STEPS * BLOCK_MX) % WORD), 0)
             tl.store(step_sf + (matrix * blocks + b) * M + m[:, None], scale.to(tl.uint8), mask=in_b)

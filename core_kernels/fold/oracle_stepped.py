@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..formats import BLOCK, E8M0_MAX, E8M0_NAN, MIDDLE_BLOCKS, STAGE, STAGES_OF_WORD, STEP_OCTAVES, STEP_REACH
+from ..formats import BLOCK, E8M0_MAX, E8M0_NAN, STAGE, STAGES_OF_WORD, STEP_ABOVE, STEP_BELOW, STEP_OCTAVES
 from ..oracle_math import E4M3_VALUES, Array, Pair, to_e4m3
 
 
@@ -10,14 +10,15 @@ def step_scales(sf: Array) -> Pair:
     """sf (..., B) -> the scale bytes of the rows (...), and of the blocks (..., B)."""
     byte = sf.astype(np.int32)
     plain = (sf != 0) & (sf != E8M0_NAN)
-    first = np.sort(np.where(plain, byte, E8M0_NAN)[..., :MIDDLE_BLOCKS], -1)
-    number = plain[..., :MIDDLE_BLOCKS].sum(-1, keepdims=True)
-    middle = np.where(number > 0, np.take_along_axis(first, np.maximum(number - 1, 0) // 2, -1), 0)
-    distance = np.where(plain, byte - middle, 0)
-    steps = -(-np.maximum(np.abs(distance) - STEP_REACH, 0) // STEP_OCTAVES)
-    row = middle + STEP_REACH
-    blocks = row + np.sign(distance) * STEP_OCTAVES * steps
-    return np.minimum(row[..., 0], E8M0_MAX).astype(np.uint8), np.minimum(blocks, E8M0_MAX).astype(np.uint8)
+    number = plain.sum(-1, keepdims=True)
+    in_order = np.sort(np.where(plain, byte, E8M0_NAN), -1)
+    median = np.take_along_axis(in_order, np.maximum(number - 1, 0) // 2, -1)
+    row = np.where(plain & (byte <= median + STEP_ABOVE), byte, 0).max(-1, keepdims=True)
+    distance = np.where(plain, byte - row, 0)
+    above = -(-np.maximum(distance, 0) // STEP_OCTAVES)
+    below = np.where(distance < -STEP_BELOW, -distance // STEP_OCTAVES, 0)
+    blocks = np.minimum(row + STEP_OCTAVES * (above - below), E8M0_MAX)
+    return row[..., 0].astype(np.uint8), blocks.astype(np.uint8)
 
 
 def _bits(flags: Array) -> Array:

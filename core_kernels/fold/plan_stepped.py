@@ -1,21 +1,22 @@
-"""A fold that outlier channels do not spoil: a block far from its row's middle has a scale of its own.
+"""A fold that outlier channels do not spoil: a block far from its row's scale has a scale of its own.
 
     q (M, K), sf (M, K/32) --fold_rows_stepped--> qf (M, K), row_sf (M,), step_sf (K/32, M), apart (M/32, K/4096)
 
-A row has a middle scale, the lower median of its first eight blocks, and its scale row_sf is five octaves above. Blocks
-within five octaves of the middle have the scale of the row. Others are apart: their scale is steps of four octaves
-away, in both directions alike:
+The scale of a row is the largest of its blocks that are at most nine octaves above its median block. Blocks up to
+eleven octaves below share it. Others are apart: their scale is a multiple of four octaves away, the nearest that holds
+them:
 
-    block - middle     -13 ... -10   -9 ... -6   -5 ... 5   6 ... 9   10 ... 13    octaves
-    step_sf - row_sf       -8           -4          0          4          8
-    octaves lost         7 to 10       7 to 10    0 to 10    0 to 3     0 to 3     of E4M3's 15 with all bits
+    block - row_sf      -19 ... -16   -15 ... -12   -11 ... 0   1 ... 4   5 ... 8    octaves
+    step_sf - row_sf        -16           -12           0          4         8
+    octaves lost           0 to 3        0 to 3      0 to 11    0 to 3    0 to 3     of E4M3's 15 with all bits
 
-So ordinary rows have one scale, and a product of two such operands multiplies 128 terms at a time. Where one of them
-has a block apart, it multiplies those 128 terms 32 at a time, and scales what it adds. Where row and column are apart
-in opposite directions, as large activations and their small weights are, the factor is 1.
+So ordinary rows are those of `fold_rows`, byte for byte, and so is their product, which multiplies 128 terms at a
+time. Where one of the operands has a block apart, it multiplies these in steps of 32, and scales what it adds. Where
+row and column are apart in opposite directions, as large activations and their small weights are, the factor is 1, or
+one of few.
 
-A scale depends on its block and on the first eight blocks of its row alone. Zero blocks (byte 0) and NaN blocks (255)
-are left out of the median, and are never apart.
+A scale depends on its row alone, and not on the order of its blocks. Zero blocks (byte 0) and NaN blocks (255) are left
+out of the median, and are never apart.
 """
 
 import math
@@ -58,23 +59,22 @@ def _tile(call: Call, arch: str) -> Tiling:
 
 fold_rows_stepped = KernelOp(
     "fold_rows_stepped",
-    """Fold rows to one scale, and blocks far from the row's middle to one of their own: operands of
-    `grouped_mm_fold_stepped`.
+    """Fold rows to one scale, and blocks far from it to one of their own: operands of `grouped_mm_fold_stepped`.
 
     q: (..., M, K) E4M3, 2 or 3 dims, K a positive multiple of 32. sf: (..., M, K/32) E8M0. Both uint8.
     Returns qf (..., M, K) E4M3, row_sf (..., M) E8M0, step_sf (..., K/32, M) E8M0, the scale of every block, all uint8,
     and apart (..., ceil(M/32), ceil(K/4096)) int32: of 32 rows a bit per 128 of K, set if step_sf of one of them is not
-    its row_sf there. row_sf is the middle + 5, at most 254, and the middle the lower median of the first eight blocks,
-    zero blocks (byte 0) and NaN blocks (255) left out; 0 if there are no others. With d the octaves from the middle to
-    a block, its step_sf is middle + 5 + 4 n, at most 254, with the sign of d and n = ceil((|d| - 5) / 4), or 0 if |d|
-    <= 5. A zero block and a NaN block have row_sf; a NaN block becomes bytes 0x7F.
+    its row_sf there. row_sf is the largest scale of a block that is at most 9 octaves above the lower median of the
+    row's blocks, zero blocks (byte 0) and NaN blocks (255) left out; 0 if there are no others. With d the octaves from
+    row_sf to a block, its step_sf is row_sf if -11 <= d <= 0; row_sf + 4 ceil(d / 4), at most 254, if d > 0; and
+    row_sf - 4 floor(-d / 4) if d < -11. A zero block and a NaN block have row_sf; a NaN block becomes bytes 0x7F.
 
     >>> q, sf = xp.full((1, 256), 0x38, dtype=xp.uint8), xp.asarray([[127] * 4 + [141] + [127] * 3], dtype=xp.uint8)
     >>> qf, row_sf, step_sf, apart = ops.fold_rows_stepped(q, sf)  # a block of 2^14
     >>> row_sf.tolist(), step_sf[:, 0].tolist(), apart.tolist()
-    ([132], [132, 132, 132, 132, 144, 132, 132, 132], [[2]])
-    >>> qf[0, [0, 128]].tolist()  # 2^-5 under 2^5, 2^-3 under 2^17
-    [16, 32]
+    ([127], [127, 127, 127, 127, 143, 127, 127, 127], [[2]])
+    >>> qf[0, [0, 128]].tolist()  # 1, and 2^-2 under 2^16
+    [56, 40]
 
     Raises ValueError (shape) or TypeError (dtype).
     """,

@@ -148,10 +148,10 @@ FAULTS = (
         "tests/conformance/test_quantize_rowwise.py -k cpp",
     ),
     Fault(
-        "stepped fold: a block below the middle has the scale of one above",
+        "stepped fold: a block far below its row has the scale of one above",
         "core_kernels/fold/cpu_stepped.cc",
-        "(distance < 0 ? -octaves : octaves)",
-        "octaves",
+        "kStepOctaves * (above - below)",
+        "kStepOctaves * (above + below)",
         "tests/conformance/test_stepped.py -k 'distance and cpp'",
     ),
     Fault(
