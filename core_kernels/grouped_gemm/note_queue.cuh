@@ -13,10 +13,6 @@ namespace mxep::cuda::sm90 {
 // columns. In flat tiles rows and columns are exchanged.
 constexpr int kNoteParts = 3, kCommonPart = 2;
 
-// The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
-// words are neighbours.
-__device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
-
 // In shared memory. Note::kLanes lanes of a warp arrive at its barriers: one, or all 32. Where slots are reused,
 // racecheck needs all: it reports hazards of the others.
 template <typename Note>

@@ -17,6 +17,9 @@
 namespace mxep::cuda::sm90 {
 
 constexpr int kSpansPerNote = 16;  // a group's first span has no earlier sums: notes begin with its second span
+// The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
+// words are neighbours.
+__device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
 
 struct ScaleIncreases {
   static constexpr int kSlots = 2, kLanes = 1;
