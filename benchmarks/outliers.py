@@ -1,11 +1,11 @@
-"""Products of rows with outliers: scales by row, stepped, blockwise, and bf16, in turn on one GPU.
+"""Products of rows with outliers: scales by row, stepped, blockwise, and bf16, in turn on one GPU; and the folds of x.
 
     python -m benchmarks.outliers --commit <40 digits> --out FILE
 
     x, w bf16, a kind of data --quantize, fold--> operands --product--> error bound, dB from full precision --> rate
 
-Lines of JSON: `ratio` is the time of the product with one scale per row divided by the product's own. `sqnr_db` is that
-of 256 rows against bf16 operands multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block
+Lines of JSON: `ratio` is the time of the product, or the fold, with one scale per row divided by its own. `sqnr_db` is
+that of 256 rows against bf16 operands multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block
 apart.
 """
 
@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor], None]] = {
 
 
 def compare(kind: str, size: tuple[int, int, int, int], samples: int):
-    """One dict per product."""
+    """One dict per product, and per fold."""
     m, n, k, g = size
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     w = (torch.randn(g, n, k, device="cuda") / k**0.5).bfloat16()
@@ -94,6 +94,13 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
             "us": sample.us, "spread": sample.spread, "tflops": round(2 * m * n * k / sample.us / 1e6),
             "ratio": round(times["grouped_mm_fold"].us / sample.us, 3), "sqnr_db": round(db[name], 1),
             "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32, m), 4), "error": errors.get(name),
+        }  # fmt: skip
+    both = {"fold_rows": lambda: ops.fold_rows(*mx), "fold_rows_stepped": lambda: ops.fold_rows_stepped(*mx)}
+    folds = events(both, samples)
+    for name, sample in folds.items():
+        yield {
+            "op": name, "M": m, "K": k, "data": kind, "us": sample.us, "spread": sample.spread,
+            "ratio": round(folds["fold_rows"].us / sample.us, 3),
         }  # fmt: skip
 
 
