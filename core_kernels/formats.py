@@ -41,10 +41,10 @@ STEP_ABOVE = 9
 """In a stepped fold the scale of a row is the largest of its blocks that are at most so many octaves above the median
 one."""
 STEP_BELOW = 11
-"""Blocks up to so many octaves below the scale of their row share it; so ordinary rows lie between a quarter of their
-median and 2^9 of it. A block as far below keeps 47 dB. Where blocks differ by a log-normal factor of 2 octaves, 0 to
-18% of the stages of 128 x 128 have a block apart; with two octaves less of both numbers 38 to 71%, with one more 0 to
-5%."""
+"""Blocks up to so many octaves below the scale of their row share it. So a row has one scale if its blocks lie between
+a quarter of the median and 2^9 of it. A block as far below keeps 47 dB. Where blocks differ by a log-normal factor of 2
+octaves, 0 to 18% of the stages of 128 x 128 have a block apart; with two octaves less of both numbers 38 to 71%, with
+one more 0 to 5%."""
 STEP_OCTAVES = 4
 """Octaves between the other scales of a stepped fold. Blocks of one size seldom lie on both sides of a boundary, and a
 block with a scale of its own loses at most 3 octaves. With 8, a product has 14 dB in place of 23 where channels 2^14

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from .faults.faults import FAULTS, Fault
+from .faults.fault import Fault
+from .faults.faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,9 +17,6 @@
 namespace mxep::cuda::sm90 {
 
 constexpr int kSpansPerNote = 16;  // a group's first span has no earlier sums: notes begin with its second span
-// The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
-// words are neighbours.
-__device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
 
 struct ScaleIncreases {
   static constexpr int kSlots = 2, kLanes = 1;
@@ -28,6 +25,10 @@ struct ScaleIncreases {
   // 127 - increase, at least 0, of four neighbours in a word: of rows in order, of columns in the order of word_of.
   alignas(16) uint8_t power[kNoteParts][kSpansPerNote][128];
 };
+
+// The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
+// words are neighbours.
+__device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
 
 // Called by one warp per part; four neighbours per lane. Of twins, rows and columns are multiples of 4: the other way
 // would take registers that there are not.

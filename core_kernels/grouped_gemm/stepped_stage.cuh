@@ -151,7 +151,7 @@ template <typename Start>
 __device__ __forceinline__ void multiply_in_pieces(float (&sum)[2][64], const Pieces& pieces, const Start& start) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float partial[64] = {};  // or the compiler keeps registers for them everywhere
+    float partial[64] = {};  // without a value here the compiler keeps their registers in other stages too
 #pragma unroll 1
     for (int step = 0; step < kStepsOfStage;) {
       const int steps = pieces.steps(half, step), now = step;

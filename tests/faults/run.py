@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from .faults import FAULTS, Fault
+from .fault import Fault
+from .faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED = 0, 1  # of pytest; other codes are errors of the run itself

@@ -1,0 +1,26 @@
+import pytest
+from mxep.torch_frontend import _direct
+from torch import Tensor
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops that quantized a weight, as they run."""
+    calls: list[str] = []
+
+    def spied(name: str) -> None:
+        real = getattr(_direct, name)
+
+        def spy(x: Tensor, *rest: int):
+            if x.dim() == 3:
+                calls.append(name)
+            return real(x, *rest)
+
+        monkeypatch.setattr(_direct, name, spy)
+
+    for name in (
+        *("quantize_row", "quantize_col", "quantize_both", "dequantize"),
+        *("quantize_row_fold", "quantize_matrix_fold"),
+    ):
+        spied(name)
+    return calls
