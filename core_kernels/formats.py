@@ -35,8 +35,8 @@ The price is in data of which 32 of 7168 features are 2^e larger, and their weig
 14."""
 STAGE = 128
 """Terms of a product between two additions in fp32: those that Hopper's FP8 tensor cores sum alone."""
-STAGES_OF_WORD = 32
-"""Stages that one word of `apart` of a stepped fold tells of."""
+BLOCKS_OF_WORD = 32
+"""Blocks along K that one word of `apart` of a stepped fold tells of."""
 STEP_ABOVE = 9
 """In a stepped fold the scale of a row is the largest of its blocks that are at most so many octaves above the median
 one."""
@@ -45,10 +45,9 @@ STEP_BELOW = 11
 a quarter of the median and 2^9 of it. A block as far below keeps 47 dB. Where blocks differ by a log-normal factor of 2
 octaves, 0 to 18% of the stages of 128 x 128 have a block apart; with two octaves less of both numbers 38 to 71%, with
 one more 0 to 5%."""
-STEP_OCTAVES = 4
-"""Octaves between the other scales of a stepped fold. Blocks of one size seldom lie on both sides of a boundary, and a
-block with a scale of its own loses at most 3 octaves. With 8, a product has 14 dB in place of 23 where channels 2^14
-larger share blocks with others."""
+STEP_MOST = 44
+"""Octaves between the scale of a row and that of a block apart in a stepped fold, at most. So products are between
+2^-106 and 2^106 in units of the scales of row and column, and their sums finite."""
 MAX_HEADROOM = 7
 """Octaves. More would leave less than half of E4M3's 15 binades of normal numbers."""
 

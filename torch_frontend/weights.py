@@ -46,8 +46,8 @@ class Folded(NamedTuple):
 
 class Stepped(NamedTuple):
     """E4M3 bytes q (M, K) with one E8M0 byte per row, sf (M,), but for blocks apart: the scales of all blocks, step_sf
-    (K/32, M), and where some are apart, (M/32, K/4096), rounded up; of weights q (G, N, K), sf (G, N), step_sf
-    (G, K/32, N), apart (G, N/32, K/4096)."""
+    (K/32, M), and where some are apart, (M/32, K/1024), rounded up; of weights q (G, N, K), sf (G, N), step_sf
+    (G, K/32, N), apart (G, N/32, K/1024)."""
 
     q: Tensor
     sf: Tensor

@@ -91,21 +91,21 @@ __device__ __forceinline__ void barrier_wait(Address barrier, uint32_t parity) {
       : "memory");
 }
 
-// 1 if a wait would return at once, else 0. As a bool the result would be packed into a byte and unpacked again.
+// `yes` if a wait would return at once, else 0. As a bool the result would be packed into a byte and unpacked again.
 template <typename Address>
-__device__ __forceinline__ uint32_t barrier_test(Address barrier, uint32_t parity) {
+__device__ __forceinline__ uint32_t barrier_test(Address barrier, uint32_t parity, uint32_t yes = 1) {
   uint32_t over;
   asm volatile(
       "{\n.reg .pred done;\n"
       "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, done;\n}"
+      "selp.b32 %0, %3, 0, done;\n}"
       : "=r"(over)
-      : "r"(shared_address(barrier)), "r"(parity)
+      : "r"(shared_address(barrier)), "r"(parity), "r"(yes)
       : "memory");
   return over;
 }
 
-// Waits unless `over`, the result of barrier_test, is 1.
+// Waits if `over`, the result of barrier_test, is 0.
 template <typename Address>
 __device__ __forceinline__ void barrier_wait_unless(uint32_t over, Address barrier, uint32_t parity) {
   asm volatile(
@@ -179,6 +179,13 @@ __device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* 
       : "memory");
 }
 
+// ---- cp.async: copies of 16 bytes from global to shared memory by this thread, and their end.
+
+__device__ __forceinline__ void copy_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- wgmma
 
 // Matrices in shared memory, as the low words of their descriptors: a step of 16 bytes adds 1. The high word is the
@@ -224,6 +231,21 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t 
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "a, b, p, 1, 1;\n}"
+      : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
+        MXEP_R8(d, 56)
+      : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// d (64, 128) = a (64, 16) b (128, 16)^T [+ d], bf16 operands, fp32 sums.
+__device__ __forceinline__ void wgmma_bf16(float (&d)[64], uint32_t a, uint32_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n" MXEP_DESCRIPTORS("%64", "%65")
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "a, b, p, 1, 1, 0, 0;\n}"
       : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
         MXEP_R8(d, 56)
       : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));

@@ -11,31 +11,30 @@ namespace {
 
 bool is_plain(uint8_t byte) { return byte != 0 && byte != kE8m0Nan; }
 
-// The largest scale of a row that is at most kStepAbove octaves above the lower median, zero and NaN blocks left out; 0
-// if there are no others. `plain` has room for a row.
+// The largest scale of a row that is at most kStepAbove octaves above the lower median, or kStepMost below the largest,
+// zero and NaN blocks left out; 0 if there are no others. `plain` has room for a row.
 int row_scale(const uint8_t* sf, int64_t blocks, uint8_t* plain) {
   uint8_t* const end = std::copy_if(sf, sf + blocks, plain, is_plain);
   if (end == plain) return 0;
   uint8_t* const median = plain + (end - plain - 1) / 2;
   std::nth_element(plain, median, end);
   const int most = *median + kStepAbove;
-  int scale = 0;
-  for (const uint8_t* byte = median; byte < end; ++byte)
+  int scale = 0, top = 0;
+  for (const uint8_t* byte = median; byte < end; ++byte) {
     if (*byte <= most) scale = std::max<int>(scale, *byte);
-  return scale;
+    top = std::max<int>(top, *byte);
+  }
+  return std::max(scale, top - kStepMost);
 }
 
 int step_scale(uint8_t byte, int row) {
-  const int distance = is_plain(byte) ? byte - row : 0;
-  const int above = (std::max(distance, 0) + kStepOctaves - 1) / kStepOctaves;
-  const int below = distance < -kStepBelow ? -distance / kStepOctaves : 0;
-  return std::min<int>(row + kStepOctaves * (above - below), kE8m0Max);
+  const bool shared = !is_plain(byte) || (byte <= row && byte >= row - kStepBelow);
+  return shared ? row : std::max<int>(byte, row - kStepMost);
 }
 
 }  // namespace
 
 void fold_rows_stepped(const Call& call) {
-  constexpr int64_t kWordBlocks = int64_t{kStage} / kBlock * kStagesOfWord;
   const int64_t m = call.in[0].dim(-2), k = call.in[0].dim(-1), blocks = k / kBlock;
   const int64_t lines = (m + kBlock - 1) / kBlock, words = call.out[3].dim(-1), matrices = call.in[0].leading(2);
   const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
@@ -55,10 +54,9 @@ void fold_rows_stepped(const Call& call) {
         row_sf[at] = static_cast<uint8_t>(row_scale(byte, blocks, plain.data()));
         for (int64_t b = 0; b < blocks; ++b) {
           const int scale = step_scale(byte[b], row_sf[at]);
-          if (scale != row_sf[at]) {
-            const int64_t stage = b % kWordBlocks / (kStage / kBlock);
-            bits[b / kWordBlocks] = static_cast<int32_t>(static_cast<uint32_t>(bits[b / kWordBlocks]) | 1u << stage);
-          }
+          const uint32_t bit = scale != row_sf[at];
+          int32_t& word = bits[b / kBlocksOfWord];
+          word = static_cast<int32_t>(static_cast<uint32_t>(word) | bit << b % kBlocksOfWord);
           step_sf[(matrix * blocks + b) * m + row] = static_cast<uint8_t>(scale);
           shift[b] = static_cast<int16_t>(byte[b] == kE8m0Nan ? kE8m0Nan : byte[b] - scale);
         }

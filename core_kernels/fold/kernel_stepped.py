@@ -3,18 +3,16 @@
 import triton
 import triton.language as tl
 
-from ..formats import E8M0_MAX, E8M0_NAN, STAGE, STAGES_OF_WORD, STEP_ABOVE, STEP_BELOW, STEP_OCTAVES
+from ..formats import BLOCKS_OF_WORD, E8M0_NAN, STEP_ABOVE, STEP_BELOW, STEP_MOST
 from ..mx_math import BLOCK_MX
 from .kernel import fold_tile
 
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
-LARGEST: tl.constexpr = tl.constexpr(E8M0_MAX)
 ABOVE: tl.constexpr = tl.constexpr(STEP_ABOVE)
 BELOW: tl.constexpr = tl.constexpr(STEP_BELOW)
-OCTAVES: tl.constexpr = tl.constexpr(STEP_OCTAVES)
-STEPS: tl.constexpr = tl.constexpr(STAGE // 32)
+MOST: tl.constexpr = tl.constexpr(STEP_MOST)
 SEARCHED: tl.constexpr = tl.constexpr(128)  # block scales of a row at a time, while the row's is searched
-WORD: tl.constexpr = tl.constexpr(STAGES_OF_WORD)
+WORD: tl.constexpr = tl.constexpr(BLOCKS_OF_WORD)
 
 
 @triton.jit
@@ -41,21 +39,21 @@ def _row_scale(sf, in_m, blocks: tl.constexpr):
     for bit in tl.static_range(8):  # the largest byte that at most `wanted` are less than
         higher = median + (128 >> bit)
         median = tl.where(_below(sf, in_m, higher, blocks) <= wanted, higher, median)
-    scale = tl.where(in_m, 0, 0)
+    scale, top = tl.where(in_m, 0, 0), tl.where(in_m, 0, 0)
     for b0 in range(0, blocks, SEARCHED):
         b = (b0 + tl.arange(0, SEARCHED))[None, :]
         byte = tl.load(sf + b, mask=in_m & (b < blocks), other=0).to(tl.int32)
-        near = tl.where(_plain(byte) & (byte <= median + ABOVE), byte, 0)
+        plain = tl.where(_plain(byte), byte, 0)
+        near = tl.where(plain <= median + ABOVE, plain, 0)
         scale = tl.maximum(scale, tl.max(near, 1, keep_dims=True))
-    return scale
+        top = tl.maximum(top, tl.max(plain, 1, keep_dims=True))
+    return tl.maximum(scale, top - MOST)
 
 
 @triton.jit
 def _step_scale(byte, row):
-    distance = tl.where(_plain(byte), byte - row, 0)
-    above = (tl.maximum(distance, 0) + (OCTAVES - 1)) // OCTAVES
-    below = tl.where(distance < -BELOW, -distance // OCTAVES, 0)
-    return tl.minimum(row + OCTAVES * (above - below), LARGEST)
+    shared = (byte == 0) | (byte == NAN_BYTE) | ((byte <= row) & (byte >= row - BELOW))
+    return tl.where(shared, row, tl.maximum(byte, row - MOST))
 
 
 @triton.jit
@@ -65,8 +63,7 @@ def fold_stepped_kernel(
     """32 rows of one matrix, BLOCK_K of K at a time."""
     blocks: tl.constexpr = K // BLOCK_MX
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK_MX
-    STAGES: tl.constexpr = BLOCKS // STEPS
-    WORD_K: tl.constexpr = WORD * STEPS * BLOCK_MX
+    WORD_K: tl.constexpr = WORD * BLOCK_MX
     words: tl.constexpr = (K + WORD_K - 1) // WORD_K
     tile, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     m = tile * BLOCK_MX + tl.arange(0, BLOCK_MX)
@@ -81,8 +78,7 @@ def fold_stepped_kernel(
             b, in_b = block[None, :], in_m & (block < blocks)[None, :]
             byte = tl.load(sf + row * blocks + b, mask=in_b, other=0).to(tl.int32)
             scale = _step_scale(byte, of_row)
-            stage = tl.max(tl.reshape(tl.max((in_b & (scale != of_row)).to(tl.int32), 0), (STAGES, STEPS)), 1)
-            bits += tl.sum(stage << (tl.arange(0, STAGES) + k0 // (STEPS * BLOCK_MX) % WORD), 0)
+            bits += tl.sum(tl.max((in_b & (scale != of_row)).to(tl.int32), 0) << block % WORD, 0)
             tl.store(step_sf + (matrix * blocks + b) * M + m[:, None], scale.to(tl.uint8), mask=in_b)
             inside, at = in_m & (k < K)[None, :], row * K + k[None, :]
             tile_q = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_MX, BLOCKS, BLOCK_MX))

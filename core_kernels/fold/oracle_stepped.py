@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..formats import BLOCK, E8M0_MAX, E8M0_NAN, STAGE, STAGES_OF_WORD, STEP_ABOVE, STEP_BELOW, STEP_OCTAVES
+from ..formats import BLOCK, BLOCKS_OF_WORD, E8M0_NAN, STEP_ABOVE, STEP_BELOW, STEP_MOST
 from ..oracle_math import E4M3_VALUES, Array, Pair, to_e4m3
 
 
@@ -14,16 +14,10 @@ def step_scales(sf: Array) -> Pair:
     in_order = np.sort(np.where(plain, byte, E8M0_NAN), -1)
     median = np.take_along_axis(in_order, np.maximum(number - 1, 0) // 2, -1)
     row = np.where(plain & (byte <= median + STEP_ABOVE), byte, 0).max(-1, keepdims=True)
-    distance = np.where(plain, byte - row, 0)
-    above = -(-np.maximum(distance, 0) // STEP_OCTAVES)
-    below = np.where(distance < -STEP_BELOW, -distance // STEP_OCTAVES, 0)
-    blocks = np.minimum(row + STEP_OCTAVES * (above - below), E8M0_MAX)
+    row = np.maximum(row, np.where(plain, byte, 0).max(-1, keepdims=True) - STEP_MOST)
+    shared = ~plain | ((byte <= row) & (byte >= row - STEP_BELOW))
+    blocks = np.where(shared, row, np.maximum(byte, row - STEP_MOST))
     return row[..., 0].astype(np.uint8), blocks.astype(np.uint8)
-
-
-def _bits(flags: Array) -> Array:
-    """(..., words, 32) -> (..., words) int32, the first flag in the lowest bit."""
-    return (flags.astype(np.uint32) << np.arange(STAGES_OF_WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32).view("i4")
 
 
 def _padded(x: Array, axis: int, multiple: int) -> Array:
@@ -31,12 +25,12 @@ def _padded(x: Array, axis: int, multiple: int) -> Array:
 
 
 def blocks_apart(row_sf: Array, scales: Array) -> Array:
-    """Scale bytes of rows (..., M) and blocks (..., M, B) -> apart (..., ceil(M/32), ceil(B/128)) int32."""
-    steps = STAGE // BLOCK
-    apart = _padded(_padded(scales != row_sf[..., None], -1, steps * STAGES_OF_WORD), -2, BLOCK)
+    """Scale bytes of rows (..., M) and blocks (..., M, B) -> apart (..., ceil(M/32), ceil(B/32)) int32, the first block
+    in the lowest bit."""
+    apart = _padded(_padded(scales != row_sf[..., None], -1, BLOCKS_OF_WORD), -2, BLOCK)
     *lead, m, blocks = apart.shape
-    words = blocks // (steps * STAGES_OF_WORD)
-    return _bits(apart.reshape(*lead, m // BLOCK, BLOCK, words, STAGES_OF_WORD, steps).max(-1).max(-3))
+    flags = apart.reshape(*lead, m // BLOCK, BLOCK, blocks // BLOCKS_OF_WORD, BLOCKS_OF_WORD).max(-3).astype(np.uint32)
+    return (flags << np.arange(BLOCKS_OF_WORD, dtype=np.uint32)).sum(-1, dtype=np.uint32).view("i4")
 
 
 def fold_rows_stepped(q: Array, sf: Array) -> tuple[Array, Array, Array, Array]:

@@ -163,15 +163,15 @@ def report(measured: Mapping[str, Measured]) -> NumericsReport:
 
 
 def share_apart(apart: np.ndarray, blocks: int, rows: int) -> float:
-    """Of `apart` (lines, words) of stepped rows with this number of blocks, the share of bits that are set in the lines
-    of the first rows.
+    """Of `apart` (lines, words) of stepped rows with this number of blocks, the share of stages, 32 rows and 128 of K,
+    with a block apart in the lines of the first rows.
 
-    >>> share_apart(np.array([[1], [3], [0]], np.int32), 8, 64)
+    >>> share_apart(np.array([[1], [0x33], [0]], np.int32), 8, 64)
     0.75
     """
-    apart = apart[: -(-rows // BLOCK)]
-    bits = int(np.unpackbits(np.ascontiguousarray(apart).view(np.uint8)).sum())
-    return bits / max(apart[..., 0].size * -(-blocks * BLOCK // STAGE), 1)
+    apart = np.ascontiguousarray(apart[: -(-rows // BLOCK)]).astype("<i4")
+    of_stages = np.unpackbits(apart.view(np.uint8), axis=-1, bitorder="little").reshape(-1, STAGE // BLOCK).any(-1)
+    return int(of_stages.sum()) / max(apart[..., 0].size * -(-blocks * BLOCK // STAGE), 1)
 
 
 def decibels(signal: float, noise: float) -> float:

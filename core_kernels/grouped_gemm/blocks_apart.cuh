@@ -1,117 +1,102 @@
-// Blocks apart: blocks of 32 along K whose scale is not that of their row. Three warps of the first warpgroup find the
-// stages of a tile that have one, ahead of the products.
+// Blocks apart: blocks of 32 along K whose scale is not that of their row. One warp of a CTA computes its tiles, and
+// finds for the other warps the blocks apart of all tiles of the cluster.
 //
-//   a bit per 32 rows and stage --> stages of the tile --> scales of their steps of 32 --> ring of notes
-//                                                                                           |  full, empty
-//   a stage in steps of 32: partial --x 2^(scale of block - scale of row), fma--> sum    <--'  stepped_stage.cuh
+//   schedule ----------------------------------------------------------------------------> queue of tiles
+//   a bit per 32 rows and block of K --or, for all lines of the cluster--> a bit per block --> ring of notes
 //
-// Steps of a sum with the same power of two share their partial, as all four do in a stage without blocks apart. A
-// sum's power is that of its row plus that of its column. So the bytes of an output depend on its row and its column
-// alone, and not on what else the tile holds.
+// A line is a row of the output or a column. All CTAs of a cluster find the same: what one of them loads for the others
+// goes to the same place of every ring of stages.
 #pragma once
-
-#include <climits>
 
 #include "formats.h"
 #include "grouped_gemm/folded_epilogue.cuh"
 #include "grouped_gemm/note_queue.cuh"
+#include "grouped_gemm/schedule.cuh"
+#include "grouped_gemm/tile_queue.cuh"
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kStepsOfStage = kStage / kBlock;
+constexpr int kBlocksOfStage = kStage / kBlock, kTermsOfWord = kBlock * kBlocksOfWord;
 
-// Powers of two are bytes, 127 + scale of block - scale of row, from 0 to 254.
+// Bits of the blocks of 1024 terms in which some line of the cluster is apart.
 struct BlocksApart {
-  static constexpr int kSlots = 6, kLanes = 32;
+  static constexpr int kSlots = 16, kWriters = 1, kLanes = 32;
 
-  // Of the 128 rows or columns of a part.
-  struct alignas(8) Summary {
-    uint32_t common;  // a byte per step: the power that all have, or 0
-    // Bits: step of the first 64 lines, and 4 + step of the others: some have another power than in the step before; 8
-    // bits on: all have. Columns: of all 128, in either place. Bit 16: in some step they have no common power.
-    uint32_t bits;
-
-    __device__ __forceinline__ uint32_t some() const { return bits; }
-    __device__ __forceinline__ uint32_t all() const { return bits >> 8; }
-    __device__ __forceinline__ bool differ() const { return bits >> 16; }
-  };
-
-  int k;  // first term of the stage; INT_MAX: the tile has no more
-  Summary of[kNoteParts];
-  alignas(16) uint8_t power[kNoteParts][kStepsOfStage][128];
+  uint32_t bits;
 };
 
-// Called by one warp per part. Parts: the rows of either warpgroup, the common columns; of a flat tile the columns of
-// either warpgroup, the common rows.
-__device__ inline void find_apart(const Problem& p, int part, const Tile& tile, NoteQueue<BlocksApart>& notes) {
-  const bool common = part == kCommonPart, columns = common != tile.flat;
-  const int lane = threadIdx.x % 32, first = (common ? 0 : part * 128) + lane * 4;
-  const int steps = p.depth / 32, stages = (steps + kStepsOfStage - 1) / kStepsOfStage;
-  const int group = tile.b_row / p.cols, col = tile.b_row - group * p.cols;
-  const int pitch = columns ? p.cols : p.rows, left = (columns ? tile.cols : tile.rows) - first;
-  const auto four = [&](const uint8_t* from) {
-    if (left >= 4 && reinterpret_cast<uintptr_t>(from) % 4 == 0) return *reinterpret_cast<const uint32_t*>(from);
-    uint32_t bytes = 0;
-#pragma unroll 1
-    for (int i = 0; i < min(left, 4); ++i) bytes |= from[i] << i * 8;
-    return bytes;
+// The blocks of a stage among `bits`, the stage `at` a multiple of 128.
+__device__ __forceinline__ uint32_t blocks_at(uint32_t bits, uint32_t at) {
+  return bits >> at % kTermsOfWord / kBlock & ((1 << kBlocksOfStage) - 1);
+}
+
+// The first column of a tile, also of one outside the output, and its group.
+__device__ __forceinline__ int column_of(const Problem& p, const Tile& tile) { return p.cols - tile.cols; }
+__device__ __forceinline__ int group_of(const Problem& p, const Tile& tile) {
+  return (tile.b_row - column_of(p, tile)) / p.cols;
+}
+
+// The lines of a cluster's tiles whose words one warp reads.
+template <Part kPart>
+class LinesOfCluster {
+ public:
+  __device__ LinesOfCluster(const Problem& p, const Tile& tile) : words_(p.steps.words) {
+    const int rank = static_cast<int>(cluster_rank()), lane = threadIdx.x % 32;
+    const int high = tile.flat ? kTileM / 2 : kTileM, wide = tile.flat ? 2 * kTileN : kTileN;
+    const int tiles_high = tile.shares_b ? 2 : 1, above = tile.shares_b ? (kInBlock ? rank / kBlockWide : rank) : 0;
+    const int tiles_wide = kInBlock ? (tile.shares_b ? kBlockWide : kBlockCtas) : tile.shares_a ? kCluster : 1;
+    const int before = rank % tiles_wide * wide, row = tile.a_row - above * high, col = column_of(p, tile) - before;
+    const int rows = min(tile.rows + above * high, tiles_high * high),
+              cols = min(tile.cols + before, tiles_wide * wide);
+    const int first_row = row / kBlock + lane, first_col = col / kBlock + lane;
+    rows_ = rows > 0 ? (row + rows - 1) / kBlock - first_row : -1;
+    cols_ = cols > 0 ? (col + cols - 1) / kBlock - first_col : -1;
+    of_rows_ = p.steps.row_apart + static_cast<int64_t>(first_row) * words_;
+    const int64_t words_of_group = (p.cols + kBlock - 1) / kBlock;
+    of_cols_ = p.steps.col_apart + (group_of(p, tile) * words_of_group + first_col) * words_;
+  }
+
+  // What this lane reads of 1024 terms. Its parts are in flight until `all` is called.
+  struct Word {
+    uint32_t rows, cols, more_cols;
+
+    __device__ uint32_t all() const { return __reduce_or_sync(~0u, rows | cols | more_cols); }
   };
-  const uint32_t of_line = four((columns ? p.col_scale + tile.col_scale : p.row_scale + tile.row_scale) + first);
-  const uint8_t* scales =
-      columns ? p.steps.col + static_cast<int64_t>(group) * steps * p.cols + col : p.steps.row + tile.a_row;
-  scales += first;
-  // A lane reads the words of 32 rows or columns: lanes 0 to 15 those of the rows, the others those of the columns.
-  const int of = lane % 16, base = lane < 16 ? tile.a_row : col;
-  const int size = min(lane < 16 ? tile.rows : tile.cols, (lane < 16) == tile.flat ? kTileN : kTileM);
-  const bool reads = size > 0 && base / 32 + of <= (base + size - 1) / 32;
-  const int64_t line = base / 32 + of + (lane < 16 ? 0 : static_cast<int64_t>(group) * ((p.cols + 31) / 32));
-  const uint32_t* words = (lane < 16 ? p.steps.row_apart : p.steps.col_apart) + line * p.steps.words;
-  for (int word = 0; word < p.steps.words; ++word) {
-    uint32_t with_apart = __reduce_or_sync(~0u, reads ? words[word] : 0);
-    for (; with_apart; with_apart &= with_apart - 1) {
-      const int stage = word * kStagesOfWord + __ffs(with_apart) - 1;
-      if (stage >= stages) break;
-      uint32_t fetched[kStepsOfStage];  // in flight together
-#pragma unroll
-      for (int i = 0; i < kStepsOfStage; ++i) {
-        const int step = stage * kStepsOfStage + i;
-        fetched[i] = step < steps ? four(scales + static_cast<int64_t>(step) * pitch) : of_line;
-      }
-      constexpr uint32_t kOnes = kOne * 0x01010101u;
-      uint32_t before = kOnes;
-      BlocksApart::Summary summary{};
+  __device__ Word fetch(int i) const {
+    return {rows_ >= 0 ? of_rows_[i] : 0, cols_ >= 0 ? of_cols_[i] : 0, cols_ >= 32 ? of_cols_[32 * words_ + i] : 0};
+  }
+
+ private:
+  static constexpr bool kInBlock = kPart == Part::kBlocks;
+
+  int words_, rows_, cols_;  // the last of this lane's words of 32 rows, counted from its first one; negative: none
+  const uint32_t *of_rows_, *of_cols_;
+
+  static_assert(2 * kTileM / kBlock < 32 && kBlockCtas * 2 * kTileN / kBlock == 64);
+};
+
+// Called by one warp: the tiles of its CTA and their notes, as far ahead as the queues hold.
+template <Part kPart>
+__device__ void find_apart(const Problem& p, const LptSchedule& lpt, TileSlots& tile_slots,
+                           NoteSlots<BlocksApart>& note_slots) {
+  FoldedSchedule<false, false, kPart> schedule(p, lpt);
+  TileQueue tiles(tile_slots);
+  NoteQueue notes(note_slots);
+  const bool writes = threadIdx.x % 32 == 0;
+  for (Tile tile; schedule.next(&tile);) {
+    const LinesOfCluster<kPart> lines(p, tile);
+    auto in_flight = lines.fetch(0);
+    if (writes) tiles.put(tile);
+#pragma unroll 1
+    for (int word = 0; word < p.steps.words; ++word) {
+      const uint32_t bits = in_flight.all();
+      if (word + 1 < p.steps.words) in_flight = lines.fetch(word + 1);
       notes.wait_to_write();
-      BlocksApart& note = notes.current();
-#pragma unroll
-      for (int i = 0; i < kStepsOfStage; ++i) {
-        const uint32_t up = __vsubus4(fetched[i], of_line), down = __vsubus4(of_line, fetched[i]);
-        uint32_t power = __vminu4(__vsubus4(__vaddus4(kOnes, up), down), 0xFEFEFEFEu);
-        const uint32_t common_power = __shfl_sync(~0u, power & 0xFF, 0);
-        if (left <= 0) power = common_power * 0x01010101u;  // lines outside the output are as its first
-        if (i > 0) {
-          uint32_t some = __ballot_sync(~0u, power != before), same = __ballot_sync(~0u, __vcmpeq4(power, before));
-          if (columns) some = some ? ~0u : 0, same = same ? ~0u : 0;
-          summary.bits |= (some & 0xFFFF ? 0x01 << i : 0) | (some >> 16 ? 0x10 << i : 0);
-          summary.bits |= (same & 0xFFFF ? 0 : 0x100 << i) | (same >> 16 ? 0 : 0x1000 << i);
-        }
-        before = power;
-        if (common_power != 0 && __all_sync(~0u, power == common_power * 0x01010101u)) {
-          summary.common |= common_power << i * 8;
-        } else {
-          summary.bits |= 0x10000;
-        }
-        reinterpret_cast<uint32_t*>(note.power[part][i])[lane] = power;
-      }
-      if (lane == 0) {
-        note.of[part] = summary;
-        if (common) note.k = stage * kTileK;
-      }
+      if (writes) notes.current().bits = bits;
       notes.written();
     }
   }
-  notes.wait_to_write();
-  if (common && lane == 0) notes.current().k = INT_MAX;
-  notes.written();
+  if (writes) tiles.put({});  // the end
 }
 
 }  // namespace mxep::cuda::sm90

@@ -27,17 +27,19 @@
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
 //     K-grouped     scales of spans --> notes of scale increases (rescale_accumulator.cuh)
-//     of blocks     scales of blocks --> notes of stages with blocks apart (blocks_apart.cuh)
+//     of blocks     tiles, blocks apart --> notes (blocks_apart.cuh)
+//     and 3         stages with blocks apart --> stages in FP8 and in bf16 (apart_stage.cuh)
 //                                                        |  full: the bytes of the stage have arrived
 //                                                        |  empty: all consumers of the sharing CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
-//                        a stage with a block apart in pieces of 32 or more: partial --stepped_stage.cuh--> sum
+//                        a block apart: two products of 64 x 128 x 32 or 64 in bf16 --> partial --fp32 add--> sum
 //                        between two products of a tile: sum --second_product.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //
 // Hopper's FP8 tensor cores accumulate with about 14 mantissa bits, so that partial sums are promoted to fp32 every 128
-// terms. sum and partial take 192 of a thread's 240 registers. With 48 KiB a stage, four stages are the most that fit.
+// terms. sum and partial take 192 of a thread's 240 registers, of 224 where a fourth warpgroup writes
+// blocks apart. With 48 KiB a stage, four stages are the most that fit.
 //
 // The warpgroups are not synchronised (no ping-pong). Without synchronisation one's fp32 promotion overlaps the other's
 // WGMMA. Explicit ordering, or an offset of one or more stages, cost 1 to 3%. The gap between promotion and the next
@@ -51,6 +53,7 @@
 #include "cuda/cluster_launch.h"
 #include "cuda/ops.h"
 #include "cuda/tensor_map.h"
+#include "grouped_gemm/apart_stage.cuh"
 #include "grouped_gemm/folded_consumer.cuh"
 #include "grouped_gemm/folded_producer.cuh"
 #include "grouped_gemm/folded_shared.cuh"
@@ -60,7 +63,7 @@ namespace sm90 {
 namespace {
 
 template <bool kAlongK, typename Out, Plus kPlus, Part kPart>
-__global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThreadsOf<kPlus>, 1)
     folded_product(const __grid_constant__ Maps<kPlus> maps, const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   auto& s = *reinterpret_cast<SharedOf<kPlus>*>(bytes);
@@ -75,37 +78,52 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], 8 * Sharing<kPart>::kPartners);  // every consuming warp of the CTAs that it loads for
     }
-    s.tiles.init(8 + (kAlongK ? kNoteParts : 0));
-    notes_of<kStepped>(s).init(8);
+    constexpr int kApartWarps = kStepped ? 1 + (kZeroThreads + kBlockThreads) / 32 : 0;  // that load, and that write
+    s.tiles.init(8 + (kAlongK ? kNoteParts : kApartWarps));
+    notes_of<kStepped>(s).init(8 + kApartWarps);
+    if constexpr (kStepped) {
+      for (int i = 0; i < kStages; ++i) {
+        barrier_init(&s.apart.loaded[i], 1);
+        barrier_init(&s.apart.free[i], 1);
+      }
+    }
     barrier_init_fence();
   }
-  if constexpr (kAlongK) FoldedSchedule<true, kTwin, kPart>::template assign<kThreads>(p, s.lpt);
+  if constexpr (kAlongK) FoldedSchedule<true, kTwin, kPart>::template assign<kThreadsOf<kPlus>>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
-    dealloc_registers<24>();
+    dealloc_registers<kStepped ? 32 : 24>();
     const int warp = kNotes ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
     if (warp == 0) {
-      if (threadIdx.x == 0) {
+      if constexpr (kStepped) {
+        produce_stepped<kPart>(p, maps, s);
+        if constexpr (kPart == Part::kPairsOfBlocks) wait_for_prerequisite();
+      } else if (threadIdx.x == 0) {
         produce<kAlongK, kPlus, kPart>(p, maps, s);
         if constexpr (kPart == Part::kPairsOfBlocks) wait_for_prerequisite();
       }
     } else {
-      NoteQueue notes(notes_of<kStepped>(s));
-      if constexpr (kStepped) {  // as many tiles ahead as there are notes for
-        FoldedSchedule<false, false, kPart> schedule(p, s.lpt);
-        for (Tile tile; schedule.next(&tile);) find_apart(p, warp - 1, tile, notes);
+      if constexpr (kStepped) {
+        if (warp == 1) {
+          find_apart<kPart>(p, s.lpt, s.tiles, s.apart.notes);
+        } else {
+          write_zeros(p, s);
+        }
       } else {
+        NoteQueue notes(s.increases);
         TileQueue tiles(s.tiles);
         for (Tile tile; tiles.next(&tile);) find_increases<kTwin>(p, warp - 1, tile, notes);
       }
     }
+  } else if (kStepped && threadIdx.x >= kWarpgroup + kComputing) {
+    dealloc_registers<32>();
+    write_blocks(p, s);
   } else {
-    alloc_registers<240>();
-    constexpr int kConsumers = kThreads - kWarpgroup;
+    alloc_registers<kStepped ? 224 : 240>();
     if constexpr (!kAlongK) {
       const int before = kPart == Part::kPairsOfBlocks ? p.shares.eights * kBlockCtas : 0;  // CTAs
-      const int64_t thread = (before + blockIdx.x) * int64_t{kConsumers} + threadIdx.x - kWarpgroup;
-      const int64_t threads = (p.shares.eights * kBlockCtas + p.shares.twos * kCluster) * int64_t{kConsumers};
+      const int64_t thread = (before + blockIdx.x) * int64_t{kComputing} + threadIdx.x - kWarpgroup;
+      const int64_t threads = (p.shares.eights * kBlockCtas + p.shares.twos * kCluster) * int64_t{kComputing};
       const auto out = static_cast<Out*>(p.out);
       clear_rest(p, out, thread, threads);
       if constexpr (kTwin) clear_rest(p, out + p.twin.to_out, thread, threads);
@@ -159,9 +177,9 @@ void launch_part(const char* op, const Call& call, Problem p, int clusters, cuda
   const int ctas = clusters * kCtasOf<kPart>;
   const auto maps = maps_of<kAlongK, kPlus, kPart>(op, call);
   if constexpr (kPart == Part::kPairsOfBlocks) {
-    launch_beside(op, kKernel, ctas, kThreads, sizeof(SharedOf<kPlus>), stream, maps, p);
+    launch_beside(op, kKernel, ctas, kThreadsOf<kPlus>, sizeof(SharedOf<kPlus>), stream, maps, p);
   } else {
-    launch_kernel(op, kKernel, ctas, kThreads, sizeof(SharedOf<kPlus>), stream, maps, p);
+    launch_kernel(op, kKernel, ctas, kThreadsOf<kPlus>, sizeof(SharedOf<kPlus>), stream, maps, p);
   }
 }
 
@@ -170,7 +188,8 @@ void launch_as(const char* op, const Call& call, Problem p, cudaStream_t stream)
   const auto resident = [&]<Part kPart>() {
     constexpr auto kKernel = folded_product<kAlongK, Out, kPlus, kPart>;
     constexpr unsigned kCtas = kCtasOf<kPart>;
-    return static_cast<int>(resident_ctas<kKernel>(op, stream, kCtas, kThreads, sizeof(SharedOf<kPlus>)) / kCtas);
+    return static_cast<int>(resident_ctas<kKernel>(op, stream, kCtas, kThreadsOf<kPlus>, sizeof(SharedOf<kPlus>)) /
+                            kCtas);
   };
   if constexpr (sizeof(Out) == 2) {  // fp32 outputs are rare: they do without blocks
     if (in_blocks<kAlongK, kPlus>(p)) {
@@ -208,8 +227,9 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   }
   if constexpr (kPlus == Plus::kSteps) {
     const Array &row_apart = call.in[3], &col_apart = call.in[7];
-    p.steps = {call.in[2].as<const uint8_t>(), call.in[6].as<const uint8_t>(), row_apart.as<const uint32_t>(),
-               col_apart.as<const uint32_t>(), static_cast<int>(row_apart.dim(1))};
+    p.steps = {call.in[2].as<const uint8_t>(), call.in[6].as<const uint8_t>(),     row_apart.as<const uint32_t>(),
+               col_apart.as<const uint32_t>(), static_cast<int>(row_apart.dim(1)), call.in[0].as<const uint8_t>(),
+               rhs.as<const uint8_t>()};
   }
   if constexpr (kPlus == Plus::kTwin)
     p.twin = {call.in[5].as<const uint8_t>() - (kAlongK ? p.row_scale : p.col_scale),

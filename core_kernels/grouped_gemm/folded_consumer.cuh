@@ -8,7 +8,6 @@
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/block_factors.cuh"
 #include "grouped_gemm/folded_shared.cuh"
-#include "grouped_gemm/stepped_stage.cuh"
 
 namespace mxep::cuda::sm90 {
 
@@ -22,9 +21,20 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
   wgmma_commit();
 }
 
+// The same of bf16 (64, 32) and (128, 32), or of 64 terms.
+__device__ __forceinline__ void start_bf16(float (&partial)[64], uint32_t a, uint32_t b, bool both) {
+  wgmma_fence();
+  wgmma_bf16(partial, a, b, false);
+  wgmma_bf16(partial, a + 2, b + 2, true);
+  if (both) {
+    wgmma_bf16(partial, a + 4, b + 4, true);
+    wgmma_bf16(partial, a + 6, b + 6, true);
+  }
+  wgmma_commit();
+}
+
 template <int kSteps>
 using Steps = std::integral_constant<int, kSteps>;
-struct ByFactor {};  // sum + factor * partial in place of sum + partial
 
 // Descriptors of a warpgroup's part of a matrix, by stage of the ring.
 struct Stages {
@@ -125,9 +135,17 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
         ring.advance();
         a = stages_a.at(ring.stage);
         b = stages_b.at(ring.stage);
-        is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity);
+        // A value that differs between lanes: a vote would make a common one uniform, before the next product.
+        is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity, kStepped ? lane + 1 : 1);
       };
-      const auto stage = [&](int k, auto steps, auto... by_factor) {
+      // Blocks apart of the current 1024 terms that are not yet multiplied, the terms up to and with the next stage
+      // that has any, or up to and with the one where the next note is read.
+      [[maybe_unused]] uint32_t apart = 0;
+      [[maybe_unused]] int until = kTileK;
+      [[maybe_unused]] const auto find_until = [&](int word) {
+        until = word + (apart ? (__ffs(apart) - 1) / kBlocksOfStage * kTileK : kTermsOfWord) + kTileK;
+      };
+      const auto stage = [&](int k, auto steps) {
         barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -135,6 +153,14 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           start<steps>(partial, a + half * (64 * kTileK / 16), b);
           if constexpr (kAlongK)
             if (half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
+          if constexpr (kStepped)
+            if (half == 0 && k == look) {
+              notes.wait_to_read();
+              apart = __shfl_sync(~0u, notes.current().bits, 0);
+              notes.read();
+              find_until(k);
+              look += kTermsOfWord;
+            }
           if constexpr (kBlocks)
             if (half == 1) blocks.reach(k + kTileK);
           wgmma_wait();
@@ -142,7 +168,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           if (half == 1) leave_stage();
 #pragma unroll
           for (int i = 0; i < 64; ++i) {
-            if constexpr (kBlocks || sizeof...(by_factor)) {
+            if constexpr (kBlocks) {
               sum[half][i] = fmaf(partial[i], factor[half][i / 2 % 2], sum[half][i]);
             } else {
               sum[half][i] += partial[i];
@@ -153,33 +179,29 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       const int whole = kAlongK ? depth / kTileK * kTileK : depth;
       int k = 0;
       if constexpr (kStepped) {
-        const int of_rows = flat ? kCommonPart : group, of_cols = flat ? group : kCommonPart;
+        look = 0;
 #pragma unroll 1
         for (;;) {
-          notes.wait_to_read();
-          const BlocksApart& note = notes.current();
-          const int until = __shfl_sync(~0u, min(note.k, depth), 0);
 #pragma unroll 1
-          for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{});
-          if (k >= depth) break;
-          const Pieces pieces(note, of_rows, of_cols, warp % 4 * 16);
-          if (!pieces.none()) {
-            if (pieces.one()) {
+          for (; k < min(until, depth); k += kTileK) stage(k, Steps<kTileK / 32>{});
+          if (apart == 0) break;
+#pragma unroll 1
+          for (uint32_t blocks = blocks_at(apart, k - kTileK); blocks != 0; blocks &= blocks - 1) {
+            barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
+            const bool both = __shfl_sync(~0u, s.apart.terms[ring.stage], 0) == 64;
 #pragma unroll
-              for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] = pieces.row_factor(i / 2, 0, i % 2);
-              stage(k, Steps<kTileK / 32>{}, ByFactor{});
-            } else {
-              barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
-              multiply_in_pieces(sum, pieces, [&](auto& partial, int half, int step, auto steps, bool accumulate) {
-                start<steps>(partial, a + half * (64 * kTileK / 16) + step * 2, b + step * 2, accumulate);
-              });
-              leave_stage();
+            for (int half = 0; half < 2; ++half) {
+              float partial[64];
+              start_bf16(partial, a + half * (64 * kTileK / 16), b, both);
+              if (half == 1) apart &= apart - 1;
+              wgmma_wait();
+              if (half == 1) leave_stage();
+#pragma unroll
+              for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
             }
-            k += kTileK;
           }
-          notes.read();
+          find_until(look - kTermsOfWord);
         }
-        notes.read();
       } else {
         for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{});
       }

@@ -22,11 +22,41 @@ struct Maps {
   __device__ const CUtensorMap* b(int product) const { return &of[product].b; }
 };
 
+// Starts the loads of a stage of the ring, terms k to k + 127, which arrive at `full`.
+template <Part kPart>
+__device__ __forceinline__ void load_stage(const Sharing<kPart>& shared, const Tile& tile, bool flat,
+                                           const CUtensorMap* a, const CUtensorMap* b, int k, FoldedShared& s,
+                                           int stage, uint64_t* full) {
+  using Of = Sharing<kPart>;
+  uint8_t *to_a = s.a[stage], *to_b = s.b[stage];
+  barrier_expect(full, kBytesA + kBytesB);
+  if (flat) {
+    const int part = shared.a * Of::kPartFlatA;
+    load_box_multicast(to_b + part * kTileK, a, full, k, tile.a_row + part, shared.with_a);
+#pragma unroll
+    for (int row = 0; row < kTileM; row += Of::kPartB) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
+    return;
+  }
+  if (Of::kBlock || tile.shares_a) {
+    const int part = shared.a * Of::kPartA;
+    load_box_multicast(to_a + part * kTileK, a, full, k, tile.a_row + part, shared.with_a);
+  } else {
+#pragma unroll
+    for (int row = 0; row < kTileM; row += Of::kPartA) load_box(to_a + row * kTileK, a, full, k, tile.a_row + row);
+  }
+  if (tile.shares_b) {
+    const int part = shared.b * Of::kPartB;
+    load_box_multicast(to_b + part * kTileK, b, full, k, tile.b_row + part, shared.with_b);
+  } else {
+#pragma unroll
+    for (int row = 0; row < kTileN; row += Of::kPartB) load_box(to_b + row * kTileK, b, full, k, tile.b_row + row);
+  }
+}
+
 // Called by one thread of a CTA.
 template <bool kAlongK, Plus kPlus, Part kPart>
 __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared& s) {
-  using Of = Sharing<kPart>;
-  const Of shared(cluster_rank());
+  const Sharing<kPart> shared(cluster_rank());
   FoldedSchedule<kAlongK, kPlus == Plus::kTwin, kPart> schedule(p, s.lpt);
   Ring<kStages> ring;
   TileQueue tiles(s.tiles);
@@ -47,34 +77,44 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
         if (at == first_end) a = maps.a(1, flat), b = maps.b(1);
         if (at >= first_end) k -= first_end;
       }
-      uint64_t* full = &s.full[ring.stage];
-      uint8_t *to_a = s.a[ring.stage], *to_b = s.b[ring.stage];
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      barrier_expect(full, kBytesA + kBytesB);
-      if (flat) {
-        const int part = shared.a * Of::kPartFlatA;
-        load_box_multicast(to_b + part * kTileK, a, full, k, tile.a_row + part, shared.with_a);
-#pragma unroll
-        for (int row = 0; row < kTileM; row += Of::kPartB) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
-        continue;
-      }
-      if (Of::kBlock || tile.shares_a) {
-        const int part = shared.a * Of::kPartA;
-        load_box_multicast(to_a + part * kTileK, a, full, k, tile.a_row + part, shared.with_a);
-      } else {
-#pragma unroll
-        for (int row = 0; row < kTileM; row += Of::kPartA) load_box(to_a + row * kTileK, a, full, k, tile.a_row + row);
-      }
-      if (tile.shares_b) {
-        const int part = shared.b * Of::kPartB;
-        load_box_multicast(to_b + part * kTileK, b, full, k, tile.b_row + part, shared.with_b);
-      } else {
-#pragma unroll
-        for (int row = 0; row < kTileN; row += Of::kPartB) load_box(to_b + row * kTileK, b, full, k, tile.b_row + row);
-      }
+      load_stage(shared, tile, flat, a, b, k, s, ring.stage, &s.full[ring.stage]);
     }
   }
   tiles.put({});  // the end
+  ring.drain(s.empty);
+}
+
+// The same where blocks may be apart: those of the tiles in the queue; called by a warp, of which one thread loads.
+template <Part kPart>
+__device__ void produce_stepped(const Problem& p, const Maps<Plus::kSteps>& maps, FoldedShared& s) {
+  const Sharing<kPart> shared(cluster_rank());
+  Ring<kStages> ring;
+  TileQueue tiles(s.tiles);
+  NoteQueue notes(s.apart.notes);
+  const bool loads = threadIdx.x == 0;
+  for (Tile tile; tiles.next(&tile);) {
+    const CUtensorMap *a = maps.a(0, tile.flat), *b = maps.b(0);
+#pragma unroll 1
+    for (int k = 0; k < p.depth;) {
+      notes.wait_to_read();
+      const uint32_t bits = __shfl_sync(~0u, notes.current().bits, 0);
+      notes.read();
+#pragma unroll 1
+      for (const int until = min(p.depth, k + kTermsOfWord); k < until; k += kTileK) {
+        const uint32_t blocks = blocks_at(bits, k);
+        barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+        uint64_t* full = blocks ? &s.apart.loaded[ring.stage] : &s.full[ring.stage];
+        if (loads) load_stage(shared, tile, tile.flat, a, b, k, s, ring.stage, full);
+        ring.advance();
+#pragma unroll 1
+        for (int more = __popc(blocks); more > 0; --more, ring.advance()) {  // places for blocks in bf16
+          barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+          if (loads) barrier_arrive(&s.apart.free[ring.stage], cluster_rank());
+        }
+      }
+    }
+  }
   ring.drain(s.empty);
 }
 

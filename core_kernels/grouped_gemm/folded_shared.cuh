@@ -13,7 +13,7 @@ namespace mxep::cuda::sm90 {
 
 constexpr int kStages = 4, kWarpgroup = 128;
 constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
-constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kComputing = 2 * kWarpgroup;  // threads
 
 // The CTAs of a cluster by the rows that they share. Those of a block, 2 x 4, share rows of A along it and rows of B
 // across it; each loads a part for all of them. A pair shares rows of A or rows of B.
@@ -41,6 +41,16 @@ struct Sharing {
   }
 };
 
+// Of stages with blocks apart (apart_stage.cuh). loaded: their bytes have arrived; free: the place for a block in bf16
+// is.
+constexpr int kZeroThreads = 64, kBlockThreads = kWarpgroup, kLines = kTileM + kTileN;
+struct ApartSlots {
+  NoteSlots<BlocksApart> notes;
+  uint64_t loaded[kStages], free[kStages];
+  int terms[kStages];                         // of each line, of stages in bf16
+  alignas(16) uint8_t codes[kLines][kBlock];  // of a block
+};
+
 struct FoldedShared {
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
@@ -50,7 +60,7 @@ struct FoldedShared {
   TileSlots tiles;
   union {
     NoteSlots<ScaleIncreases> increases;  // K-grouped
-    NoteSlots<BlocksApart> apart;         // Plus::kSteps
+    ApartSlots apart;                     // Plus::kSteps
   };
   LptSchedule lpt;  // K-grouped
 };
@@ -58,7 +68,7 @@ struct FoldedShared {
 template <bool kStepped>
 __device__ __forceinline__ auto& notes_of(FoldedShared& s) {
   if constexpr (kStepped) {
-    return s.apart;
+    return s.apart.notes;
   } else {
     return s.increases;
   }
@@ -70,12 +80,15 @@ struct FoldedSharedWithBias : FoldedShared {
 struct FoldedSharedOfTwo : FoldedShared {
   UnitChange unit_change[2][2];  // as col_factor
 };
+static_assert(sizeof(ApartSlots) <= sizeof(NoteSlots<ScaleIncreases>));
 static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024 && sizeof(FoldedSharedOfTwo) <= 227 * 1024);
 
 // What a kernel computes beside the product: nothing, a bias to add, a second product to add, products with scales of
 // blocks, scales of blocks of 32, or a second product with an output of its own.
 enum class Plus { kNothing, kBias, kProduct, kBlockScales, kSteps, kTwin };
 
+template <Plus kPlus>
+constexpr int kThreadsOf = kWarpgroup + kComputing + (kPlus == Plus::kSteps ? kBlockThreads : 0);
 template <Plus kPlus>
 using SharedOf = std::conditional_t<kPlus == Plus::kBias, FoldedSharedWithBias,
                                     std::conditional_t<kPlus == Plus::kProduct, FoldedSharedOfTwo, FoldedShared>>;

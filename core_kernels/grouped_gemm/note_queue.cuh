@@ -13,8 +13,8 @@ namespace mxep::cuda::sm90 {
 // columns. In flat tiles rows and columns are exchanged.
 constexpr int kNoteParts = 3, kCommonPart = 2;
 
-// In shared memory. Note::kLanes lanes of a warp arrive at its barriers: one, or all 32. Where slots are reused,
-// racecheck needs all: it reports hazards of the others.
+// In shared memory. Of each warp Note::kLanes lanes arrive at its barriers: one, or all 32. Where slots are reused,
+// racecheck needs all: it reports hazards of the others. Note::kWriters warps write a note.
 template <typename Note>
 struct NoteSlots {
   static constexpr int kSlots = Note::kSlots;
@@ -24,7 +24,7 @@ struct NoteSlots {
   // Called by one thread, before the first barrier.
   __device__ void init(int warps) {
     for (int i = 0; i < kSlots; ++i) {
-      barrier_init(&full[i], kNoteParts * Note::kLanes);
+      barrier_init(&full[i], Note::kWriters * Note::kLanes);
       barrier_init(&empty[i], warps * Note::kLanes);
     }
   }

@@ -11,7 +11,8 @@ oracle_folded.py and oracle_blockwise.py define the ops, with exact sums. Hopper
              '---------------- fp32 ------> sum     rounded to nearest even
                                              x 2^-n where the scale of a span rises by n; + bias; x scales --> out
 
-Of a stepped product, steps of a stage with one factor make a sum, which an fma adds.
+Of a stepped product, a block of 32 terms that is apart in its row or column counts as zeros in its stage, and is added
+by itself after it, in bf16: sums of 16 products at a time, aligned to multiples of 2^(e - 25), cut to 24 bits.
 
 The exponent of a product is the sum of its factors' exponents, that of a subnormal factor is -6, and a product that is
 zero has none. The functions have the names and arguments of the ops; a pair of products has the bytes of two calls.
@@ -32,26 +33,29 @@ from ..oracle_math import Array, e8m0_value, group_slices, round_to
 TERMS = 32  # products that a tensor core adds at a time
 FRACTION = 13  # bits below the largest exponent
 SIGNIFICANT = 14  # bits of a sum
+BF16_TERMS, BF16_FRACTION, BF16_SIGNIFICANT = 16, 25, 24  # the same of operands in bf16
+MOST_APART = 119  # octaves; more overflow in bf16
 _NO_EXPONENT = -(10**4)
+Parts = tuple[Array, Array]
 _ROWS_AT_ONCE = 64
 
 
-def _factors(codes: Array) -> tuple[Array, Array]:
+def _factors(codes: Array) -> Parts:
     """E4M3 bytes -> signed significands, eighths of 2^exponent, and exponents."""
     exponent, mantissa = codes >> 3 & 15, (codes & 7).astype(np.int32)
     significand = np.where(exponent > 0, 8 + mantissa, mantissa)
     return np.where(codes & 0x80, -significand, significand), np.maximum(exponent, 1).astype(np.int32) - 7
 
 
-def _add_products(total: Array, a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    """total (M, N) fp64 plus the products of a (M, 32) and b (N, 32), as a tensor core adds them."""
-    product = a[0][:, None] * b[0][None]  # in 64ths of 2^exponent
+def _add_products(total: Array, a: Parts, b: Parts, fraction: int = FRACTION, significant: int = SIGNIFICANT) -> Array:
+    """total (M, N) fp64 plus the products of a (M, terms) and b (N, terms), as a tensor core adds them."""
+    product = a[0][:, None].astype(np.int64) * b[0][None]  # in 64ths of 2^exponent
     exponent = np.where(product == 0, _NO_EXPONENT, a[1][:, None] + b[1][None])
     top = np.maximum(exponent.max(-1), np.where(total == 0, _NO_EXPONENT, np.frexp(total)[1] - 1))
-    aligned = np.abs(product) << FRACTION - 6 >> np.minimum(top[..., None] - exponent, 31)
-    unit = np.ldexp(1.0, np.where(top == _NO_EXPONENT, 0, top) - FRACTION)
+    aligned = np.abs(product) << fraction - 6 >> np.minimum(top[..., None] - exponent, 63)
+    unit = np.ldexp(1.0, np.where(top == _NO_EXPONENT, 0, top) - fraction)
     units = (np.sign(product) * aligned).sum(-1) + np.trunc(total / unit)
-    excess = np.maximum(np.frexp(units)[1] - SIGNIFICANT, 0)
+    excess = np.maximum(np.frexp(units)[1] - significant, 0)
     return np.ldexp(np.trunc(np.ldexp(units, -excess)), excess) * unit
 
 
@@ -132,36 +136,39 @@ def grouped_mm_fold_sum(
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 
 
-def _powers(row: Array, col: Array) -> tuple[Array, Array]:
-    """Distances of scales -> the power of two of every sum, and the factor: 0 where row or column has 2^-127, 2^127 at
-    most."""
-    row, col = (np.clip(x, -127, 127) for x in (row, col))
-    row_factor, col_factor = (np.where(x == -127, 0, np.ldexp(1.0, x)) for x in (row, col))
-    return row[:, None] + col, np.minimum(row_factor[:, None] * col_factor, 2.0**127)
+def _blocks_in_bf16(a: Array, a_power: Array, b: Array, b_power: Array, apart: Array) -> Array:
+    """Codes a (M, 32), b (N, 32) times 2^power (M,), (N,) -> the sums of the products of pairs `apart` (M, N)."""
+    total = np.zeros(apart.shape)
+    for at in range(0, a.shape[1], BF16_TERMS):
+        (of_a, e_a), (of_b, e_b) = (_factors(codes[:, at : at + BF16_TERMS]) for codes in (a, b))
+        parts = (of_a, e_a + a_power[:, None]), (of_b, e_b + b_power[:, None])
+        total = _add_products(total, *parts, BF16_FRACTION, BF16_SIGNIFICANT)
+    return np.where(apart, total, 0)
 
 
 def grouped_mm_fold_stepped(
     lhs_qf: Array, lhs_sf: Array, lhs_step_sf: Array, lhs_apart: Array,
     rhs_qf: Array, rhs_sf: Array, rhs_step_sf: Array, rhs_apart: Array, group_ends: Array, out_dtype: str = "bfloat16",
 ) -> Array:  # fmt: skip
-    """lhs (M, K), (M,), (K/32, M) x rhs_t (G, N, K), (G, N), (G, K/32, N) -> out (M, N): steps of a stage with the same
-    power of two share a sum of the tensor core, which an fma adds."""
+    """lhs (M, K), (M,), (K/32, M) x rhs_t (G, N, K), (G, N), (G, K/32, N) -> out (M, N): of each stage the other
+    blocks, then those that are apart."""
 
     def of_group(rows: slice, g: int) -> Array:
         a, b = lhs_qf[rows], rhs_qf[g]
-        of_row = lhs_step_sf[:, rows].astype(np.int32) - lhs_sf[rows]
-        of_col = rhs_step_sf[g].astype(np.int32) - rhs_sf[g]
-        total, partial, power, factor = np.zeros((4, len(a), len(b)))
-        for step, k in enumerate(range(0, a.shape[1], TERMS)):
-            last_power, last_factor = power, factor
-            power, factor = _powers(of_row[step], of_col[step])
-            ends = (power != last_power) | (k % STAGE == 0)
-            total = np.where(ends, (total + partial * last_factor).astype(np.float32), total)
-            parts = _factors(a[:, k : k + TERMS]), _factors(b[:, k : k + TERMS])
-            partial = _add_products(np.where(ends, 0, partial), *parts)
+        of_row = np.clip(lhs_step_sf[:, rows].astype(np.int32) - lhs_sf[rows], -MOST_APART, MOST_APART)
+        of_col = np.clip(rhs_step_sf[g].astype(np.int32) - rhs_sf[g], -MOST_APART, MOST_APART)
+        others = [np.where(np.repeat(power.T != 0, TERMS, 1), 0, codes) for codes, power in ((a, of_row), (b, of_col))]
+        total = np.zeros((len(a), len(b)))
+        for stage, part in enumerate(stages(*others)):
+            total = (total + part).astype(np.float32)
+            for k in range(stage * STAGE, min((stage + 1) * STAGE, a.shape[1]), TERMS):
+                row, col = of_row[k // TERMS], of_col[k // TERMS]
+                apart = (row != 0)[:, None] | (col != 0)
+                if apart.any():
+                    part = _blocks_in_bf16(a[:, k : k + TERMS], row, b[:, k : k + TERMS], col, apart)
+                    total = (total + part).astype(np.float32)
         nan = ((a & 0x7F) == E4M3_NAN).any(1)[:, None] | ((b & 0x7F) == E4M3_NAN).any(1)
-        total = np.where(nan, np.nan, (total + partial * factor).astype(np.float32))
-        return total * _scales(lhs_sf[rows], rhs_sf[g])
+        return np.where(nan, np.nan, total) * _scales(lhs_sf[rows], rhs_sf[g])
 
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 

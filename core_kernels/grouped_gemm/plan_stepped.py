@@ -4,10 +4,10 @@
 
     terms         | 128                   | 32 | 32 | 32 | 32 | 128 ...
     scales        2^a                     2^a  2^a  2^b  2^a  2^a
-    sum           + 128 terms             + 64 terms, + 2^(b-a) * 32 terms, + 32 terms, + 128 ...         * 2^a --> out
+    sum           + 128 terms             + 96 terms, + 2^(b-a) * 32 terms, + 128 ...                      * 2^a --> out
 
-`apart` tells the kernel in which 128 terms one of 32 rows or columns has a block apart. Others it multiplies as
-`grouped_mm_fold` does, with the same bytes. The factor is the row's times the column's.
+`apart` tells the kernel which blocks of 32 rows or columns are apart. It multiplies those in bf16, where an E4M3 code
+times a power of two is exact, and all others as `grouped_mm_fold` does, with the same bytes.
 """
 
 from ..fold.plan_stepped import stepped_types
@@ -36,14 +36,14 @@ grouped_mm_fold_stepped = KernelOp(
     "grouped_mm_fold_stepped",
     f"""Each group of rows times its weight matrix, E4M3 operands with a scale per row and blocks apart.
 
-    lhs_qf: (M, K) E4M3, lhs_sf: (M,) and lhs_step_sf: (K/32, M) E8M0, lhs_apart: (ceil(M/32), ceil(K/4096)) int32.
-    rhs_qf: (G, N, K) E4M3, rhs_sf: (G, N) and rhs_step_sf: (G, K/32, N) E8M0, rhs_apart: (G, ceil(N/32), ceil(K/4096))
+    lhs_qf: (M, K) E4M3, lhs_sf: (M,) and lhs_step_sf: (K/32, M) E8M0, lhs_apart: (ceil(M/32), ceil(K/1024)) int32.
+    rhs_qf: (G, N, K) E4M3, rhs_sf: (G, N) and rhs_step_sf: (G, K/32, N) E8M0, rhs_apart: (G, ceil(N/32), ceil(K/1024))
     int32. Others uint8; K is a positive multiple of 32 and N a multiple of 8. `fold_rows_stepped` makes such operands;
     no scale is NaN.
     {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (M, N) = lhs rhs[g]^T for the group g of each row, rounded once; zeros past the last end. Sums are fp32
-    in units of the scales of row and column: a sum 2^127 larger is infinite, and so is a block as far apart.
+    in units of the scales of row and column; scales of blocks are at most 44 octaves from these.
 
     >>> q, sf = xp.full((8, 64), 0x38, dtype=xp.uint8), xp.full((8, 2), 127, dtype=xp.uint8)  # 1.0
     >>> x, w = ops.fold_rows_stepped(q, sf), ops.fold_rows_stepped(q[None], sf[None])

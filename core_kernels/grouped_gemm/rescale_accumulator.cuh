@@ -19,7 +19,7 @@ namespace mxep::cuda::sm90 {
 constexpr int kSpansPerNote = 16;  // a group's first span has no earlier sums: notes begin with its second span
 
 struct ScaleIncreases {
-  static constexpr int kSlots = 2, kLanes = 1;
+  static constexpr int kSlots = 2, kWriters = kNoteParts, kLanes = 1;
   uint32_t increased_spans[kNoteParts];           // a bit per span
   uint32_t increased[kNoteParts][kSpansPerNote];  // a bit per four neighbours, set if one of them increases
   // 127 - increase, at least 0, of four neighbours in a word: of rows in order, of columns in the order of word_of.
