@@ -39,6 +39,12 @@ def _channels(x: Tensor, w: Tensor, octaves: int, both: bool = True) -> None:
         w[..., CHANNELS] *= 2.0**-octaves
 
 
+def _scattered(x: Tensor, w: Tensor) -> None:
+    every = x.shape[1] // 32
+    x[:, ::every] *= 2.0**14
+    w[..., ::every] *= 2.0**-14
+
+
 def _student(x: Tensor, w: Tensor) -> None:
     x.copy_(torch.distributions.StudentT(torch.tensor(3.0, device=x.device)).sample(x.shape))
 
@@ -53,6 +59,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "channels 2^14": partial(_channels, octaves=14),
     "channels 2^16": partial(_channels, octaves=16),
     "channels 2^16, of x alone": partial(_channels, octaves=16, both=False),
+    "channels 2^14 in 32 blocks": _scattered,
     "Student's t, 3 degrees": _student,
     "half of K 2^8": _half,
 }
