@@ -188,7 +188,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 #pragma unroll 1
           for (uint32_t blocks = blocks_at(apart, k - kTileK); blocks != 0; blocks &= blocks - 1) {
             barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
-            const bool both = __shfl_sync(~0u, s.apart.terms[ring.stage], 0) == 64;
+            // Read by a lane that then arrives at `empty`: racecheck takes other lanes' reads as not over.
+            const bool both = __shfl_sync(~0u, lane == 0 ? s.apart.terms[ring.stage] : 0, 0) == 64;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float partial[64];
