@@ -1,17 +1,13 @@
-// Notes on scales of a tile, from three warps of the first warpgroup to the computing warps.
+// Notes on a tile, from warps that read its scales to those that multiply, load or write its operands.
 //
-//   one warp per part: scales --> its part of a note --> ring of notes --> computing warps
-//                                                         |  full: all three parts are written
-//                                                         |  empty: all computing warps have read the note
+//   the warps that write a note --> ring of notes --> every warp that reads them
+//                                    |  full: all of its parts are written
+//                                    |  empty: every reader has it
 #pragma once
 
 #include "cuda/sm90.cuh"
 
 namespace mxep::cuda::sm90 {
-
-// One warp each: what a computing warpgroup has alone, rows of warpgroup 1 and of warpgroup 2; and what both have,
-// columns. In flat tiles rows and columns are exchanged.
-constexpr int kNoteParts = 3, kCommonPart = 2;
 
 // In shared memory. Of each warp Note::kLanes lanes arrive at its barriers: one, or all 32. Where slots are reused,
 // racecheck needs all: it reports hazards of the others. Note::kWriters warps write a note.

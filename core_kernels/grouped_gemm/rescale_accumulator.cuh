@@ -18,6 +18,9 @@ namespace mxep::cuda::sm90 {
 
 constexpr int kSpansPerNote = 16;  // a group's first span has no earlier sums: notes begin with its second span
 
+// One warp each: the rows of warpgroup 1, those of warpgroup 2, and the columns, which both have.
+constexpr int kNoteParts = 3, kCommonPart = 2;
+
 struct ScaleIncreases {
   static constexpr int kSlots = 2, kWriters = kNoteParts, kLanes = 1;
   uint32_t increased_spans[kNoteParts];           // a bit per span
