@@ -260,6 +260,31 @@ def test_opposite_scales_are_exact(ops: Ops, octaves: int) -> None:
     check.same_bytes(got, np.full((8, 8), blocks * BLOCK, np.float32))
 
 
+@needs("grouped_mm_fold_stepped")
+def test_every_block_counts_once_with_its_factor(ops: Ops) -> None:
+    """Ones, with one or two blocks apart in each row and column: at either end of a stage and of the 1024 terms of a
+    word, and where rows and columns meet. All sums are exact."""
+    m, n, blocks = (40, 24, 68) if INTERPRETER else (300, 136, 68)
+    places = np.array([0, 3, 4, 17, 28, 31, 32, 35, 62, 63, 64, 67])
+    row, col = (np.zeros((size, blocks), int) for size in (m, n))
+    row[np.arange(m), places[np.arange(m) % 12]] = 8
+    row[np.arange(m), places[np.arange(m) // 7 % 12]] = -4
+    col[np.arange(n), places[np.arange(n) // 3 % 12]] = -6
+    ends = np.int32([m // 3, m // 3, m - 10])
+    lhs, rhs = (
+        with_scales(
+            np.full((*power.shape[:-1], blocks * BLOCK), 0x38, np.uint8),
+            np.full(power.shape[:-1], 127, np.uint8),
+            (127 + power).astype(np.uint8),
+        )
+        for power in (row, np.broadcast_to(col, (3, *col.shape)))
+    )
+    got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends, out_dtype="float32")
+    wanted = BLOCK * np.ldexp(1.0, row) @ np.ldexp(1.0, col).T
+    wanted[m - 10 :] = 0
+    check.same_bytes(got, wanted.astype(np.float32))
+
+
 @pytest.mark.parametrize("octaves", [6, 8, 11, 12, 14, 16, 24, 40])
 def test_channels_of_large_activations_and_small_weights(octaves: int) -> None:
     """32 of 1024 channels. The product folded by row is at 28.0, 21.4, 10.6 and 0 dB from full precision at 2^12 to
