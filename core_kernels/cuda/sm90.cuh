@@ -220,35 +220,32 @@ __device__ __forceinline__ void wgmma_wait() {
 #define MXEP_R8(d, i)                                                                                         \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define MXEP_R64(d, i)                                                                                              \
+  MXEP_R8(d, i), MXEP_R8(d, i + 8), MXEP_R8(d, i + 16), MXEP_R8(d, i + 24), MXEP_R8(d, i + 32), MXEP_R8(d, i + 40), \
+      MXEP_R8(d, i + 48), MXEP_R8(d, i + 56)
+// The first 64 operands of an instruction.
+#define MXEP_64                                                                      \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // d (64, 128) = a (64, 32) b (128, 32)^T [+ d], E4M3 operands, fp32 sums; 64 values per thread.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n" MXEP_DESCRIPTORS("%64", "%65")
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "a, b, p, 1, 1;\n}"
-      : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
-        MXEP_R8(d, 56)
-      : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
+  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n" MXEP_DESCRIPTORS(
+                   "%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" MXEP_64
+                                 "}, a, b, p, 1, 1;\n}"
+               : MXEP_R64(d, 0)
+               : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
 }
 
 // d (64, 128) = a (64, 16) b (128, 16)^T [+ d], bf16 operands, fp32 sums.
 __device__ __forceinline__ void wgmma_bf16(float (&d)[64], uint32_t a, uint32_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n" MXEP_DESCRIPTORS("%64", "%65")
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "a, b, p, 1, 1, 0, 0;\n}"
-      : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
-        MXEP_R8(d, 56)
-      : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
+  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n" MXEP_DESCRIPTORS(
+                   "%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MXEP_64
+                                 "}, a, b, p, 1, 1, 0, 0;\n}"
+               : MXEP_R64(d, 0)
+               : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
 }
 
 // d (64, 256) += a (64, 16) b (256, 16)^T, bf16 operands, fp32 sums; 128 values per thread. kColumnsA, kColumnsB: the
@@ -258,21 +255,18 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[128], uint32_t a, uint32_t
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.eq.b32 p, 0, 0;\n" MXEP_DESCRIPTORS("%128", "%129")
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "{" MXEP_64 ", "
       "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
       "a, b, p, 1, 1, %130, %131;\n}"
-      : MXEP_R8(d, 0), MXEP_R8(d, 8), MXEP_R8(d, 16), MXEP_R8(d, 24), MXEP_R8(d, 32), MXEP_R8(d, 40), MXEP_R8(d, 48),
-        MXEP_R8(d, 56), MXEP_R8(d, 64), MXEP_R8(d, 72), MXEP_R8(d, 80), MXEP_R8(d, 88), MXEP_R8(d, 96), MXEP_R8(d, 104),
-        MXEP_R8(d, 112), MXEP_R8(d, 120)
+      : MXEP_R64(d, 0), MXEP_R64(d, 64)
       : "r"(a), "r"(b), "n"(static_cast<int>(kColumnsA)), "n"(static_cast<int>(kColumnsB)));
 }
 #undef MXEP_R8
+#undef MXEP_R64
+#undef MXEP_64
 #undef MXEP_DESCRIPTORS
 
 template <int kRegisters>

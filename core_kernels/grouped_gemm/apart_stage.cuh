@@ -2,9 +2,10 @@
 // that is apart in some row or column. Warps that have no part in the products write these operands, in the places of
 // the ring.
 //
-//   loads --loaded--> stage --two warps: zeros in place of the blocks apart-----------> 128 terms in FP8 --full-->
-//   places --free--> codes of a block x 2^(scale of block - of line), a warpgroup-----> 32 or 64 terms in bf16
-//   --full-->
+//   loads  --loaded--> a stage in FP8 --two warps: zeros in place of the blocks apart--> 128 terms in FP8
+//   places --free----> a place for a block --a warpgroup: codes x 2^power-------------> 32 or 64 terms in bf16
+//
+// Either is passed on through `full`. A power is the scale of a block minus that of its line.
 //
 // A line is a row of the output or a column; x and w are a block of a line of either operand.
 //
@@ -75,7 +76,7 @@ class BlockOfLines {
   Side own_, common_;
 };
 
-// Of threads that write stages: the i-th line of each, and what both kinds of them do.
+// One of kThreads threads that write stages together; it writes the same lines of each.
 template <int kThreads, int kBarrier>
 class StageWriter {
  public:

@@ -27,27 +27,27 @@
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
 //     K-grouped     scales of spans --> notes of scale increases (rescale_accumulator.cuh)
-//     of blocks     tiles, blocks apart --> notes (blocks_apart.cuh)
-//     and 3         stages with blocks apart --> stages in FP8 and in bf16 (apart_stage.cuh)
+//     of blocks     blocks apart --> notes (blocks_apart.cuh); zeros in their place (apart_stage.cuh)
 //                                                        |  full: the bytes of the stage have arrived
 //                                                        |  empty: all consumers of the sharing CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
-//                        a block apart: two products of 64 x 128 x 32 or 64 in bf16 --> partial --fp32 add--> sum
+//                        of a block apart: two products of 64 x 128 x 32 or 64 in bf16, added likewise
 //                        between two products of a tile: sum --second_product.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
+//   warpgroup 3     of blocks: blocks apart in bf16 --> ring of stages (apart_stage.cuh)
 //
 // Hopper's FP8 tensor cores accumulate with about 14 mantissa bits, so that partial sums are promoted to fp32 every 128
-// terms. sum and partial take 192 of a thread's 240 registers, of 224 where a fourth warpgroup writes
-// blocks apart. With 48 KiB a stage, four stages are the most that fit.
+// terms. sum and partial take 192 of a thread's 240 registers, of 224 where there is a warpgroup 3. With 48 KiB a
+// stage, four stages are the most that fit.
 //
 // The warpgroups are not synchronised (no ping-pong). Without synchronisation one's fp32 promotion overlaps the other's
 // WGMMA. Explicit ordering, or an offset of one or more stages, cost 1 to 3%. The gap between promotion and the next
 // WGMMA is critical: ten extra instructions there cost 1 to 4%. All other work therefore runs during promotion while a
 // WGMMA is in flight, or in other warps.
 //
-// CTAs are persistent. One thread of each reads the group ends and queues the tiles (tile_queue.cuh). Rows of the next
-// group or array that a tile covers are computed but not stored.
+// CTAs are persistent. One thread of each, or one warp where blocks may be apart, reads the group ends and queues the
+// tiles (tile_queue.cuh). Rows of the next group or array that a tile covers are computed but not stored.
 #include <algorithm>
 
 #include "cuda/cluster_launch.h"

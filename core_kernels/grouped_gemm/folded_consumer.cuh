@@ -135,7 +135,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
         ring.advance();
         a = stages_a.at(ring.stage);
         b = stages_b.at(ring.stage);
-        // A value that differs between lanes: a vote would make a common one uniform, before the next product.
+        // Lanes have different values, so that the compiler keeps one per lane. One for all takes a vote, just before
+        // the next product.
         is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity, kStepped ? lane + 1 : 1);
       };
       // Blocks apart of the current 1024 terms that are not yet multiplied, the terms up to and with the next stage

@@ -2,6 +2,11 @@
 //
 //   schedule --tile--> queue, for the warps that compute and look for scale increases
 //                '---> A, B --TMA, a part of the common rows for all CTAs that have them--> ring of stages
+//
+// Where blocks may be apart, another warp queues the tiles (blocks_apart.cuh):
+//
+//   queue --tile--> A, B --TMA--> ring of stages, and after a stage a free place for each of its blocks that is apart
+//   notes --blocks apart---'
 #pragma once
 
 #include "cuda/sm90.cuh"
