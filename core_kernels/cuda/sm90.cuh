@@ -239,13 +239,13 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t 
                : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d (64, 128) = a (64, 16) b (128, 16)^T [+ d], bf16 operands, fp32 sums.
-__device__ __forceinline__ void wgmma_bf16(float (&d)[64], uint32_t a, uint32_t b, bool accumulate) {
-  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n" MXEP_DESCRIPTORS(
+// d (64, 128) += a (64, 16) b (128, 16)^T, bf16 operands, fp32 sums.
+__device__ __forceinline__ void wgmma_bf16(float (&d)[64], uint32_t a, uint32_t b) {
+  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.eq.b32 p, 0, 0;\n" MXEP_DESCRIPTORS(
                    "%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MXEP_64
                                  "}, a, b, p, 1, 1, 0, 0;\n}"
                : MXEP_R64(d, 0)
-               : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
+               : "r"(a), "r"(b));
 }
 
 // d (64, 256) += a (64, 16) b (256, 16)^T, bf16 operands, fp32 sums; 128 values per thread. kColumnsA, kColumnsB: the

@@ -124,19 +124,13 @@ template <typename Write>
 __device__ void for_apart(const Problem& p, FoldedShared& s, const Write& write) {
   TileQueue tiles(s.tiles);
   NoteQueue notes(s.apart.notes);
-  uint32_t at = 0;
-  for (Tile tile; tiles.next(&tile);) {
+  const uint32_t stages = (p.depth + kStage - 1) / kStage;
+  uint32_t before = 0;
+  for (Tile tile; tiles.next(&tile); before += stages) {
 #pragma unroll 1
-    for (int k = 0; k < p.depth;) {
-      notes.wait_to_read();
-      const uint32_t bits = notes.current().bits;
-      notes.read();
-#pragma unroll 1
-      for (const int until = min(p.depth, k + kTermsOfWord); k < until; k += kStage) {
-        const uint32_t blocks = blocks_at(bits, k);
-        if (blocks != 0) write(tile, k, blocks, at);
-        at += 1 + __popc(blocks);
-      }
+    for (StageApart next = next_apart(notes); next.blocks() != 0; next = next_apart(notes)) {
+      write(tile, next.at(), next.blocks(), before + next.at() / kStage);
+      before += __popc(next.blocks());
     }
   }
 }
@@ -222,23 +216,27 @@ __device__ inline void write_blocks(const Problem& p, FoldedShared& s) {
       writer.wait_for(stage);
       if (Writer::thread() == 0) s.apart.terms[stage] = both ? 64 : 32;
 #pragma unroll 1
-      for (int i = 0; i < 2 * Writer::kOfThread; ++i) {  // 16 codes: little code, which warps need not fetch again
-        const int line = Writer::line(i / 2), power = static_cast<int>(powers >> i / 2 * 8 & 0xFF);
+      for (int i = 0; i < Writer::kOfThread; ++i, powers >>= 8) {  // little code, which warps need not fetch again
+        const int line = Writer::line(i), power = static_cast<int>(powers & 0xFF);
         const bool own = BlockOfLines::is_own(line), apart = power != kOne;
-        const auto factor = __bfloat162bfloat162(__ushort_as_bfloat16(power << 7));
-        uint4 in = reinterpret_cast<const uint4*>(s.apart.codes[line])[i % 2];
-        if (!apart && !both && first == own) in = {};
-        const uint4 low{scaled_pair(in.x & 0xFFFF, factor), scaled_pair(in.x >> 16, factor),
-                        scaled_pair(in.y & 0xFFFF, factor), scaled_pair(in.y >> 16, factor)};
-        const uint4 high{scaled_pair(in.z & 0xFFFF, factor), scaled_pair(in.z >> 16, factor),
-                         scaled_pair(in.w & 0xFFFF, factor), scaled_pair(in.w >> 16, factor)};
+        const bool zero = !apart && !both && first == own;  // a NaN stays one, which the line has in FP8, too
+        const auto factor = __bfloat162bfloat162(__ushort_as_bfloat16(zero ? 0 : power << 7));
         uint8_t* to = writer.of_line(stage, line);
-        const int place = i % 2 * 2 + (both && own && !apart ? 4 : 0);
-        Writer::chunk(to, line, place) = low, Writer::chunk(to, line, place + 1) = high;
-        if (!both) continue;
-        const bool again = apart && !own;
-        Writer::chunk(to, line, place ^ 4) = again ? low : uint4{};
-        Writer::chunk(to, line, (place ^ 4) + 1) = again ? high : uint4{};
+        const int place = both && own && !apart ? 4 : 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 in = reinterpret_cast<const uint4*>(s.apart.codes[line])[half];
+          const uint4 low{scaled_pair(in.x & 0xFFFF, factor), scaled_pair(in.x >> 16, factor),
+                          scaled_pair(in.y & 0xFFFF, factor), scaled_pair(in.y >> 16, factor)};
+          const uint4 high{scaled_pair(in.z & 0xFFFF, factor), scaled_pair(in.z >> 16, factor),
+                           scaled_pair(in.w & 0xFFFF, factor), scaled_pair(in.w >> 16, factor)};
+          const int at = place ^ half * 2;
+          Writer::chunk(to, line, at) = low, Writer::chunk(to, line, at ^ 1) = high;
+          if (!both) continue;
+          const bool again = apart && !own;
+          Writer::chunk(to, line, at ^ 4) = again ? low : uint4{};
+          Writer::chunk(to, line, at ^ 5) = again ? high : uint4{};
+        }
       }
       writer.pass_on(stage);
     }

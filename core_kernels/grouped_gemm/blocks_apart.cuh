@@ -1,8 +1,8 @@
 // Blocks apart: blocks of 32 along K whose scale is not that of their row. One warp of a CTA computes its tiles, and
 // finds for the other warps the blocks apart of all tiles of the cluster.
 //
-//   schedule ----------------------------------------------------------------------------> queue of tiles
-//   a bit per 32 rows and block of K --or, for all lines of the cluster--> a bit per block --> ring of notes
+//   schedule -------------------------------------------------------------------> queue of tiles
+//   a bit per 32 rows and block of K --or, for all lines of the cluster, by stage--> ring of notes
 //
 // A line is a row of the output or a column. All CTAs of a cluster find the same: what one of them loads for the others
 // goes to the same place of every ring of stages.
@@ -18,16 +18,24 @@ namespace mxep::cuda::sm90 {
 
 constexpr int kBlocksOfStage = kStage / kBlock, kTermsOfWord = kBlock * kBlocksOfWord;
 
-// Bits of the blocks of 1024 terms in which some line of the cluster is apart.
-struct BlocksApart {
+// A stage that has blocks apart in some line of the cluster: its first term, a multiple of 128, plus a bit per block.
+// The last note of a tile has no blocks.
+struct StageApart {
   static constexpr int kSlots = 16, kWriters = 1, kLanes = 32;
+  static constexpr int kAllBlocks = (1 << kBlocksOfStage) - 1, kLast = -kStage;
 
-  uint32_t bits;
+  int bits;
+
+  __device__ __forceinline__ int at() const { return bits & ~kAllBlocks; }
+  __device__ __forceinline__ uint32_t blocks() const { return bits & kAllBlocks; }
 };
 
-// The blocks of a stage among `bits`, the stage `at` a multiple of 128.
-__device__ __forceinline__ uint32_t blocks_at(uint32_t bits, uint32_t at) {
-  return bits >> at % kTermsOfWord / kBlock & ((1 << kBlocksOfStage) - 1);
+// The next note, of a whole warp; from one lane, so that the compiler knows that all lanes agree.
+__device__ __forceinline__ StageApart next_apart(NoteQueue<StageApart>& notes) {
+  notes.wait_to_read();
+  const StageApart note{__shfl_sync(~0u, notes.current().bits, 0)};
+  notes.read();
+  return note;
 }
 
 // The first column of a tile, also of one outside the output, and its group.
@@ -78,23 +86,29 @@ class LinesOfCluster {
 // Called by one warp: the tiles of its CTA and their notes, as far ahead as the queues hold.
 template <Part kPart>
 __device__ void find_apart(const Problem& p, const LptSchedule& lpt, TileSlots& tile_slots,
-                           NoteSlots<BlocksApart>& note_slots) {
+                           NoteSlots<StageApart>& note_slots) {
   FoldedSchedule<false, false, kPart> schedule(p, lpt);
   TileQueue tiles(tile_slots);
   NoteQueue notes(note_slots);
   const bool writes = threadIdx.x % 32 == 0;
+  const auto put = [&](int note) {
+    notes.wait_to_write();
+    if (writes) notes.current().bits = note;
+    notes.written();
+  };
   for (Tile tile; schedule.next(&tile);) {
     const LinesOfCluster<kPart> lines(p, tile);
     auto in_flight = lines.fetch(0);
     if (writes) tiles.put(tile);
 #pragma unroll 1
     for (int word = 0; word < p.steps.words; ++word) {
-      const uint32_t bits = in_flight.all();
+      uint32_t bits = in_flight.all();
       if (word + 1 < p.steps.words) in_flight = lines.fetch(word + 1);
-      notes.wait_to_write();
-      if (writes) notes.current().bits = bits;
-      notes.written();
+#pragma unroll 1
+      for (int at = word * kTermsOfWord; bits != 0; at += kStage, bits >>= kBlocksOfStage)
+        if (const int blocks = bits & StageApart::kAllBlocks; blocks != 0) put(at | blocks);
     }
+    put(StageApart::kLast);
   }
   if (writes) tiles.put({});  // the end
 }

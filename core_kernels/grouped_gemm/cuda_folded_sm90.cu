@@ -32,7 +32,7 @@
 //                                                        |  empty: all consumers of the sharing CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        during a product, where a scale increases: sum --rescale_accumulator.cuh--> sum
-//                        of a block apart: two products of 64 x 128 x 32 or 64 in bf16, added likewise
+//                        of a block apart: two products of 64 x 128 x 32 or 64 in bf16 --> sum
 //                        between two products of a tile: sum --second_product.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //   warpgroup 3     of blocks: blocks apart in bf16 --> ring of stages (apart_stage.cuh)

@@ -21,18 +21,6 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
   wgmma_commit();
 }
 
-// The same of bf16 (64, 32) and (128, 32), or of 64 terms.
-__device__ __forceinline__ void start_bf16(float (&partial)[64], uint32_t a, uint32_t b, bool both) {
-  wgmma_fence();
-  wgmma_bf16(partial, a, b, false);
-  wgmma_bf16(partial, a + 2, b + 2, true);
-  if (both) {
-    wgmma_bf16(partial, a + 4, b + 4, true);
-    wgmma_bf16(partial, a + 6, b + 6, true);
-  }
-  wgmma_commit();
-}
-
 template <int kSteps>
 using Steps = std::integral_constant<int, kSteps>;
 
@@ -139,12 +127,12 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
         // the next product.
         is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity, kStepped ? lane + 1 : 1);
       };
-      // Blocks apart of the current 1024 terms that are not yet multiplied, the terms up to and with the next stage
-      // that has any, or up to and with the one where the next note is read.
-      [[maybe_unused]] uint32_t apart = 0;
-      [[maybe_unused]] int until = kTileK;
-      [[maybe_unused]] const auto find_until = [&](int word) {
-        until = word + (apart ? (__ffs(apart) - 1) / kBlocksOfStage * kTileK : kTermsOfWord) + kTileK;
+      // The next stage with blocks apart, those of them that are not yet multiplied, and the terms up to its end.
+      [[maybe_unused]] StageApart next{StageApart::kLast};
+      [[maybe_unused]] int until = min(kTileK, depth);
+      [[maybe_unused]] const auto look_ahead = [&](auto& notes) {
+        next = next_apart(notes);
+        until = next.blocks() ? next.at() + kTileK : depth;
       };
       const auto stage = [&](int k, auto steps) {
         barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
@@ -155,13 +143,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           if constexpr (kAlongK)
             if (half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
           if constexpr (kStepped)
-            if (half == 0 && k == look) {
-              notes.wait_to_read();
-              apart = __shfl_sync(~0u, notes.current().bits, 0);
-              notes.read();
-              find_until(k);
-              look += kTermsOfWord;
-            }
+            if (half == 0 && k == 0) look_ahead(notes);
           if constexpr (kBlocks)
             if (half == 1) blocks.reach(k + kTileK);
           wgmma_wait();
@@ -180,29 +162,26 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       const int whole = kAlongK ? depth / kTileK * kTileK : depth;
       int k = 0;
       if constexpr (kStepped) {
-        look = 0;
 #pragma unroll 1
         for (;;) {
 #pragma unroll 1
-          for (; k < min(until, depth); k += kTileK) stage(k, Steps<kTileK / 32>{});
-          if (apart == 0) break;
-#pragma unroll 1
-          for (uint32_t blocks = blocks_at(apart, k - kTileK); blocks != 0; blocks &= blocks - 1) {
-            barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
-            // Read by a lane that then arrives at `empty`: racecheck takes other lanes' reads as not over.
-            const bool both = __shfl_sync(~0u, lane == 0 ? s.apart.terms[ring.stage] : 0, 0) == 64;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              float partial[64];
-              start_bf16(partial, a + half * (64 * kTileK / 16), b, both);
-              if (half == 1) apart &= apart - 1;
-              wgmma_wait();
-              if (half == 1) leave_stage();
-#pragma unroll
-              for (int i = 0; i < 64; ++i) sum[half][i] += partial[i];
-            }
-          }
-          find_until(look - kTermsOfWord);
+          for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{});
+          if (next.blocks() == 0) break;
+          // A block apart is added in bf16: such sums keep 24 bits, those in FP8 do not.
+          barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
+          wgmma_fence();
+          const auto add = [&](int step) {
+            wgmma_bf16(sum[0], a + step * 2, b + step * 2);
+            wgmma_bf16(sum[1], a + 64 * kTileK / 16 + step * 2, b + step * 2);
+          };
+          add(0), add(1);
+          // Read by a lane that then arrives at `empty`: racecheck takes other lanes' reads as not over.
+          if (__shfl_sync(~0u, lane == 0 ? s.apart.terms[ring.stage] : 0, 0) == 64) add(2), add(3);
+          wgmma_commit();
+          next.bits &= next.bits - 1;
+          if (next.blocks() == 0) look_ahead(notes);
+          wgmma_wait();
+          leave_stage();
         }
       } else {
         for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{});

@@ -100,24 +100,21 @@ __device__ void produce_stepped(const Problem& p, const Maps<Plus::kSteps>& maps
   const bool loads = threadIdx.x == 0;
   for (Tile tile; tiles.next(&tile);) {
     const CUtensorMap *a = maps.a(0, tile.flat), *b = maps.b(0);
+    StageApart next = next_apart(notes);
 #pragma unroll 1
-    for (int k = 0; k < p.depth;) {
-      notes.wait_to_read();
-      const uint32_t bits = __shfl_sync(~0u, notes.current().bits, 0);
-      notes.read();
+    for (int k = 0; k < p.depth; k += kTileK) {
+      const bool apart = k == next.at();
+      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+      uint64_t* full = apart ? &s.apart.loaded[ring.stage] : &s.full[ring.stage];
+      if (loads) load_stage(shared, tile, tile.flat, a, b, k, s, ring.stage, full);
+      ring.advance();
+      if (!apart) continue;
 #pragma unroll 1
-      for (const int until = min(p.depth, k + kTermsOfWord); k < until; k += kTileK) {
-        const uint32_t blocks = blocks_at(bits, k);
+      for (int more = __popc(next.blocks()); more > 0; --more, ring.advance()) {  // places for blocks in bf16
         barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-        uint64_t* full = blocks ? &s.apart.loaded[ring.stage] : &s.full[ring.stage];
-        if (loads) load_stage(shared, tile, tile.flat, a, b, k, s, ring.stage, full);
-        ring.advance();
-#pragma unroll 1
-        for (int more = __popc(blocks); more > 0; --more, ring.advance()) {  // places for blocks in bf16
-          barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-          if (loads) barrier_arrive(&s.apart.free[ring.stage], cluster_rank());
-        }
+        if (loads) barrier_arrive(&s.apart.free[ring.stage], cluster_rank());
       }
+      next = next_apart(notes);
     }
   }
   ring.drain(s.empty);

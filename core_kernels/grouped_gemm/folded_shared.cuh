@@ -45,7 +45,7 @@ struct Sharing {
 // is.
 constexpr int kZeroThreads = 64, kBlockThreads = kWarpgroup, kLines = kTileM + kTileN;
 struct ApartSlots {
-  NoteSlots<BlocksApart> notes;
+  NoteSlots<StageApart> notes;
   uint64_t loaded[kStages], free[kStages];
   int terms[kStages];                         // of each line, of stages in bf16
   alignas(16) uint8_t codes[kLines][kBlock];  // of a block

@@ -11,12 +11,13 @@ oracle_folded.py and oracle_blockwise.py define the ops, with exact sums. Hopper
              '---------------- fp32 ------> sum     rounded to nearest even
                                              x 2^-n where the scale of a span rises by n; + bias; x scales --> out
 
-Of a stepped product, a block of 32 terms that is apart in its row or column counts as zeros in its stage, and is added
-by itself after it, in bf16: sums of 16 products at a time, aligned to multiples of 2^(e - 25), cut to 24 bits.
+Of a stepped product, a block of 32 terms that is apart in its row or column counts as zeros in its stage. After it, the
+block is added to the sum in bf16: 16 products at a time, aligned to multiples of 2^(e - 25), cut to 24 bits.
 
-The exponent of a product is the sum of its factors' exponents, that of a subnormal factor is -6, and a product that is
-zero has none. The functions have the names and arguments of the ops; a pair of products has the bytes of two calls.
-Scales so far from one that a value before or after the scaling is no normal number are left to the definitions.
+The exponent of a product is the sum of its factors' exponents, that of a factor that E4M3 has as a subnormal is -6 (in
+bf16 it is a normal number), and a product that is zero has none. The functions have the names and arguments of the ops;
+a pair of products has the bytes of two calls. Scales so far from one that a value before or after the scaling is no
+normal number are left to the definitions.
 
 Measured: tests/conformance/test_fp8_sums.py compares every bit with the device. Models of this kind, of other tensor
 cores too: "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (arXiv 2511.10909).
@@ -45,6 +46,12 @@ def _factors(codes: Array) -> Parts:
     exponent, mantissa = codes >> 3 & 15, (codes & 7).astype(np.int32)
     significand = np.where(exponent > 0, 8 + mantissa, mantissa)
     return np.where(codes & 0x80, -significand, significand), np.maximum(exponent, 1).astype(np.int32) - 7
+
+
+def _normal(parts: Parts) -> Parts:
+    """Factors in bf16, where what E4M3 has as subnormal is a normal number: significands of 8 to 15, or 0."""
+    below = 4 - np.frexp(parts[0])[1]
+    return parts[0] << below, parts[1] - below
 
 
 def _add_products(total: Array, a: Parts, b: Parts, fraction: int = FRACTION, significant: int = SIGNIFICANT) -> Array:
@@ -136,14 +143,13 @@ def grouped_mm_fold_sum(
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 
 
-def _blocks_in_bf16(a: Array, a_power: Array, b: Array, b_power: Array, apart: Array) -> Array:
-    """Codes a (M, 32), b (N, 32) times 2^power (M,), (N,) -> the sums of the products of pairs `apart` (M, N)."""
-    total = np.zeros(apart.shape)
+def _add_in_bf16(total: Array, a: Array, a_power: Array, b: Array, b_power: Array) -> Array:
+    """total (M, N) plus the products of codes a (M, 32), b (N, 32) times 2^power (M,), (N,)."""
     for at in range(0, a.shape[1], BF16_TERMS):
-        (of_a, e_a), (of_b, e_b) = (_factors(codes[:, at : at + BF16_TERMS]) for codes in (a, b))
+        (of_a, e_a), (of_b, e_b) = (_normal(_factors(codes[:, at : at + BF16_TERMS])) for codes in (a, b))
         parts = (of_a, e_a + a_power[:, None]), (of_b, e_b + b_power[:, None])
         total = _add_products(total, *parts, BF16_FRACTION, BF16_SIGNIFICANT)
-    return np.where(apart, total, 0)
+    return total
 
 
 def grouped_mm_fold_stepped(
@@ -165,8 +171,8 @@ def grouped_mm_fold_stepped(
                 row, col = of_row[k // TERMS], of_col[k // TERMS]
                 apart = (row != 0)[:, None] | (col != 0)
                 if apart.any():
-                    part = _blocks_in_bf16(a[:, k : k + TERMS], row, b[:, k : k + TERMS], col, apart)
-                    total = (total + part).astype(np.float32)
+                    more = _add_in_bf16(total, a[:, k : k + TERMS], row, b[:, k : k + TERMS], col)
+                    total = np.where(apart, more, total).astype(np.float32)
         nan = ((a & 0x7F) == E4M3_NAN).any(1)[:, None] | ((b & 0x7F) == E4M3_NAN).any(1)
         return np.where(nan, np.nan, total) * _scales(lhs_sf[rows], rhs_sf[g])
 
