@@ -42,10 +42,11 @@ class BlockOfLines {
     const int step = at / kBlock;
     own_ = {p.row_scale + tile.a_row, p.steps.row + static_cast<int64_t>(step) * p.rows + tile.a_row,
             p.steps.row_codes + static_cast<int64_t>(tile.a_row) * p.depth + at, tile.rows};
-    common_ = {p.col_scale + tile.b_row,
-               p.steps.col + (static_cast<int64_t>(group_of(p, tile)) * (p.depth / kBlock) + step) * p.cols +
-                   column_of(p, tile),
-               p.steps.col_codes + static_cast<int64_t>(tile.b_row) * p.depth + at, tile.cols};
+    const int column = column_of(p, tile), group = tile.b_row - column;  // the first row of the group
+    common_ = {
+        p.col_scale + tile.b_row,
+        p.steps.col + static_cast<int64_t>(group) * (p.depth / kBlock) + static_cast<int64_t>(step) * p.cols + column,
+        p.steps.col_codes + static_cast<int64_t>(tile.b_row) * p.depth + at, tile.cols};
     if (tile.flat) {
       const Side rows = own_;
       own_ = common_, common_ = rows;
@@ -106,11 +107,12 @@ class StageWriter {
     threads_sync<kThreads>(kBarrier);
     if (thread() == 0) barrier_arrive(&s_.full[stage], cluster_rank());
   }
-  // Whether it holds in some thread.
-  static __device__ bool some(bool vote) {
+  // Whether it holds in every thread, or in some.
+  static __device__ bool every(bool vote) {
     __syncwarp();
-    return !threads_all<kThreads>(kBarrier, !vote);
+    return threads_all<kThreads>(kBarrier, vote);
   }
+  static __device__ bool some(bool vote) { return !every(!vote); }
 
  private:
   FoldedShared& s_;
@@ -139,9 +141,11 @@ __device__ void for_apart(const Problem& p, FoldedShared& s, const Write& write)
 __device__ inline void write_zeros(const Problem& p, FoldedShared& s) {
   using Writer = StageWriter<kZeroThreads, 3>;
   Writer writer(s, s.apart.loaded);
-  static_assert(Writer::kOfThread * kBlocksOfStage <= 32);
+  // A block's bits of a thread's common lines, of four per line.
+  constexpr uint32_t kCommon = 1 << 4 * kBlocksOfStage | 1 << 5 * kBlocksOfStage;
+  static_assert(Writer::kOfThread == 6 && kTileM / kZeroThreads == 4);
   for_apart(p, s, [&](const Tile& tile, int k, uint32_t blocks, uint32_t at) {
-    uint32_t apart = 0;  // four bits per line
+    uint32_t zero = 0;  // four bits per line
 #pragma unroll 1
     for (uint32_t left = blocks; left != 0; left &= left - 1) {
       const int block = __ffs(left) - 1;
@@ -150,17 +154,25 @@ __device__ inline void write_zeros(const Problem& p, FoldedShared& s) {
 #pragma unroll
       for (int i = 0; i < Writer::kOfThread; ++i)
         if (lines.has(Writer::line(i))) power[i] = lines.power(Writer::line(i));
+      uint32_t apart = 0;
+      bool every_own = true, every_common = true;
 #pragma unroll
-      for (int i = 0; i < Writer::kOfThread; ++i) apart |= (power[i] != 0) << (i * kBlocksOfStage + block);
+      for (int i = 0; i < Writer::kOfThread; ++i) {
+        const int line = Writer::line(i);
+        (BlockOfLines::is_own(line) ? every_own : every_common) &= power[i] != 0 || !lines.has(line);
+        apart |= (power[i] != 0) << i * kBlocksOfStage;
+      }
+      // Where every line of a side is apart, no pair is left: zeros in the fewer, common lines are enough.
+      zero |= (Writer::every(every_own) || Writer::every(every_common) ? kCommon : apart) << block;
     }
     const int stage = at % kStages;
     writer.wait_for(stage);
 #pragma unroll 1
-    for (int i = 0; apart != 0; ++i, apart >>= kBlocksOfStage) {
+    for (int i = 0; zero != 0; ++i, zero >>= kBlocksOfStage) {
       const int line = Writer::line(i);
       uint8_t* to = writer.of_line(stage, line);
 #pragma unroll 1
-      for (uint32_t left = apart & 0xF; left != 0; left &= left - 1) {
+      for (uint32_t left = zero & 0xF; left != 0; left &= left - 1) {
         const int first = (__ffs(left) - 1) * 2;
         Writer::chunk(to, line, first) = Writer::chunk(to, line, first + 1) = {};
       }
@@ -169,12 +181,17 @@ __device__ inline void write_zeros(const Problem& p, FoldedShared& s) {
   });
 }
 
-// Two E4M3 codes x factor -> bf16, the first in the low half.
-__device__ __forceinline__ uint32_t scaled_pair(uint32_t codes, __nv_bfloat162 factor) {
-  const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
-  const float2 values = __half22float2(__half2(halves));
-  const __nv_bfloat162 pair = __hmul2(__floats2bfloat162_rn(values.x, values.y), factor);
-  return reinterpret_cast<const uint32_t&>(pair);
+// Four E4M3 codes x factor -> bf16, the first in the low half.
+__device__ __forceinline__ uint2 scaled(uint32_t codes, __nv_bfloat162 factor) {
+  __half2 halves[2];
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(reinterpret_cast<uint32_t&>(halves[0])), "=r"(reinterpret_cast<uint32_t&>(halves[1]))
+      : "r"(codes));
+  uint2 out;
+  reinterpret_cast<__nv_bfloat162&>(out.x) = __hmul2(__float22bfloat162_rn(__half22float2(halves[0])), factor);
+  reinterpret_cast<__nv_bfloat162&>(out.y) = __hmul2(__float22bfloat162_rn(__half22float2(halves[1])), factor);
+  return out;
 }
 
 // Called by a warpgroup: blocks in bf16. A block is fetched long before its place is free.
@@ -226,10 +243,9 @@ __device__ inline void write_blocks(const Problem& p, FoldedShared& s) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const uint4 in = reinterpret_cast<const uint4*>(s.apart.codes[line])[half];
-          const uint4 low{scaled_pair(in.x & 0xFFFF, factor), scaled_pair(in.x >> 16, factor),
-                          scaled_pair(in.y & 0xFFFF, factor), scaled_pair(in.y >> 16, factor)};
-          const uint4 high{scaled_pair(in.z & 0xFFFF, factor), scaled_pair(in.z >> 16, factor),
-                           scaled_pair(in.w & 0xFFFF, factor), scaled_pair(in.w >> 16, factor)};
+          const uint2 parts[4]{scaled(in.x, factor), scaled(in.y, factor), scaled(in.z, factor), scaled(in.w, factor)};
+          const uint4 low{parts[0].x, parts[0].y, parts[1].x, parts[1].y};
+          const uint4 high{parts[2].x, parts[2].y, parts[3].x, parts[3].y};
           const int at = place ^ half * 2;
           Writer::chunk(to, line, at) = low, Writer::chunk(to, line, at ^ 1) = high;
           if (!both) continue;
