@@ -1,4 +1,5 @@
-"""Products of rows with outliers: scales by row, stepped, blockwise, and bf16, in turn on one GPU; and the folds of x.
+"""Products of rows with outliers: scales by row, stepped, blockwise, and bf16, in turn on one GPU; the folds of x; and
+the layer, of normal data, with either fold and in bf16.
 
     python -m benchmarks.outliers --commit <40 digits> --out FILE
 
@@ -6,7 +7,7 @@
 
 Lines of JSON: `ratio` is the time of the product, or the fold, with one scale per row divided by its own. `sqnr_db` is
 that of 256 rows against bf16 operands multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block
-apart.
+apart. Of a layer, `ratio` is that of the plain bf16 layer's time to its own.
 """
 
 import argparse
@@ -19,10 +20,13 @@ from pathlib import Path
 import torch
 from mxep.core_kernels.fold.report import share_apart
 from mxep.core_kernels.formats import WEIGHT_HEADROOM
+from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import ops
 from torch import Tensor
 
 from .cases.error_check import FP8_CHAIN, rows_error
+from .cases.moe_layer import check, layer_inputs, our_torch_layer, plain_torch_layer, torch_programs
+from .cases.shapes import H200, MoELayer
 from .figures.device_timing import events
 from .figures.results import Run, gpu_name
 from .peers.grouped_gemm import grouped_bf16
@@ -111,6 +115,23 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
         }  # fmt: skip
 
 
+def layers(shape: MoELayer, samples: int):
+    """One dict per layer, forward and backward, of equal weights that are quantized in every step."""
+    op = "moe_layer_fwd_bwd"
+    inputs = {name: layer_inputs(shape, "cuda", Recipe.parse("mxfp8", compute=name)) for name in ("fold", "stepped")}
+    programs = {name: torch_programs(our_torch_layer(of), of)[op] for name, of in inputs.items()}
+    reference = torch_programs(plain_torch_layer(inputs["fold"], torch.float32), inputs["fold"])[op]()
+    errors = {name: check(of, reference, programs[name]()) for name, of in inputs.items()}
+    del reference
+    programs["plain_torch_bf16"] = torch_programs(plain_torch_layer(inputs["fold"]), inputs["fold"])[op]
+    times = events(programs, samples)
+    for name, sample in times.items():
+        yield {
+            "op": op, **shape._asdict(), "layer": name, "us": sample.us, "spread": sample.spread,
+            "ratio": round(times["plain_torch_bf16"].us / sample.us, 3), "error": errors.get(name),
+        }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outliers")
     parser.add_argument("--commit", required=True)
@@ -119,13 +140,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     run = asdict(Run(f"1x {gpu_name()}", args.commit))
+    measurements = [partial(compare, kind, size, args.samples) for size in SIZES for kind in KINDS]
+    measurements += [partial(layers, shape, args.samples) for shape in H200.moe_layers]
     with args.out.open("a") as file:
-        for size in SIZES:
-            for kind in KINDS:
-                for line in compare(kind, size, args.samples):
-                    file.write(json.dumps({**run, **line}) + "\n")
-                    print({name: value for name, value in line.items() if name != "error"}, flush=True)
-                torch.cuda.empty_cache()
+        for measure in measurements:
+            for line in measure():
+                file.write(json.dumps({**run, **line}) + "\n")
+                print({name: value for name, value in line.items() if name != "error"}, flush=True)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 from mxep import jax_frontend, torch_frontend
+from mxep.core_kernels.recipe import Recipe
 from torch import Tensor
 
 from ..peers.moe_layer import Weights, torch_layer
@@ -40,11 +41,11 @@ class LayerInputs(NamedTuple):
     weights: Weights
 
 
-def layer_inputs(shape: MoELayer, device: str) -> LayerInputs:
+def layer_inputs(shape: MoELayer, device: str, recipe: Recipe | str = RECIPE) -> LayerInputs:
     """Normal values; the deviation of a weight is 1 / sqrt(fan in)."""
     t, d, f, e, k = shape
     x, dy = values(2, t, d, device=device, octaves=0.5)
-    ours = torch_frontend.MoE(d, f, e, k, recipe=RECIPE, dtype=torch.bfloat16, device=device)
+    ours = torch_frontend.MoE(d, f, e, k, recipe=recipe, dtype=torch.bfloat16, device=device)
     weights = Weights(ours.router.weight, ours.experts.w1, ours.experts.w3, ours.experts.w2)
     with torch.no_grad():
         for i, w in enumerate(weights, 1):
