@@ -179,13 +179,6 @@ __device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* 
       : "memory");
 }
 
-// ---- cp.async: copies of 16 bytes from global to shared memory by this thread, and their end.
-
-__device__ __forceinline__ void copy_16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // ---- wgmma
 
 // Matrices in shared memory, as the low words of their descriptors: a step of 16 bytes adds 1. The high word is the

@@ -27,7 +27,7 @@
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
 //     K-grouped     scales of spans --> notes of scale increases (rescale_accumulator.cuh)
-//     of blocks     blocks apart --> notes (blocks_apart.cuh); zeros in their place (apart_stage.cuh)
+//     of blocks     blocks apart --> notes (blocks_apart.cuh)
 //                                                        |  full: the bytes of the stage have arrived
 //                                                        |  empty: all consumers of the sharing CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
@@ -35,7 +35,7 @@
 //                        of a block apart: two products of 64 x 128 x 32 or 64 in bf16 --> sum
 //                        between two products of a tile: sum --second_product.cuh--> sum
 //                        end of the tile: sum --folded_epilogue.cuh--> out
-//   warpgroup 3     of blocks: blocks apart in bf16 --> ring of stages (apart_stage.cuh)
+//   warpgroup 3     of blocks: in the ring, zeros in place of blocks apart, and these in bf16 (apart_stage.cuh)
 //
 // Hopper's FP8 tensor cores accumulate with about 14 mantissa bits, so that partial sums are promoted to fp32 every 128
 // terms. sum and partial take 192 of a thread's 240 registers, of 224 where there is a warpgroup 3. With 48 KiB a
@@ -78,7 +78,7 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], 8 * Sharing<kPart>::kPartners);  // every consuming warp of the CTAs that it loads for
     }
-    constexpr int kApartWarps = kStepped ? 1 + (kZeroThreads + kBlockThreads) / 32 : 0;  // that load, and that write
+    constexpr int kApartWarps = kStepped ? 1 + kBlockThreads / 32 : 0;  // that load, and that write
     s.tiles.init(8 + (kAlongK ? kNoteParts : kApartWarps));
     notes_of<kStepped>(s).init(8 + kApartWarps);
     if constexpr (kStepped) {
@@ -104,11 +104,7 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
       }
     } else {
       if constexpr (kStepped) {
-        if (warp == 1) {
-          find_apart<kPart>(p, s.lpt, s.tiles, s.apart.notes);
-        } else {
-          write_zeros(p, s);
-        }
+        if (warp == 1) find_apart<kPart>(p, s.lpt, s.tiles, s.apart.notes);
       } else {
         NoteQueue notes(s.increases);
         TileQueue tiles(s.tiles);
@@ -117,7 +113,7 @@ __global__ void __cluster_dims__(kCtasOf<kPart>, 1, 1) __launch_bounds__(kThread
     }
   } else if (kStepped && threadIdx.x >= kWarpgroup + kComputing) {
     dealloc_registers<32>();
-    write_blocks(p, s);
+    write_apart(p, s);
   } else {
     alloc_registers<kStepped ? 224 : 240>();
     if constexpr (!kAlongK) {
@@ -227,9 +223,8 @@ void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
   }
   if constexpr (kPlus == Plus::kSteps) {
     const Array &row_apart = call.in[3], &col_apart = call.in[7];
-    p.steps = {call.in[2].as<const uint8_t>(), call.in[6].as<const uint8_t>(),     row_apart.as<const uint32_t>(),
-               col_apart.as<const uint32_t>(), static_cast<int>(row_apart.dim(1)), call.in[0].as<const uint8_t>(),
-               rhs.as<const uint8_t>()};
+    p.steps = {call.in[2].as<const uint8_t>(), call.in[6].as<const uint8_t>(), row_apart.as<const uint32_t>(),
+               col_apart.as<const uint32_t>(), static_cast<int>(row_apart.dim(1))};
   }
   if constexpr (kPlus == Plus::kTwin)
     p.twin = {call.in[5].as<const uint8_t>() - (kAlongK ? p.row_scale : p.col_scale),

@@ -43,12 +43,12 @@ struct Sharing {
 
 // Of stages with blocks apart (apart_stage.cuh). loaded: their bytes have arrived; free: the place for a block in bf16
 // is.
-constexpr int kZeroThreads = 64, kBlockThreads = kWarpgroup, kLines = kTileM + kTileN;
+constexpr int kBlockThreads = kWarpgroup, kBlockBarrier = 3, kLines = kTileM + kTileN;
 struct ApartSlots {
   NoteSlots<StageApart> notes;
   uint64_t loaded[kStages], free[kStages];
-  int terms[kStages];                         // of each line, of stages in bf16
-  alignas(16) uint8_t codes[kLines][kBlock];  // of a block
+  int terms[kStages];      // of each line, of stages in bf16
+  uint4 codes[2][kLines];  // of a block, by halves
 };
 
 struct FoldedShared {

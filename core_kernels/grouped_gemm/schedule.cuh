@@ -65,7 +65,6 @@ struct Problem {
     const uint8_t *row, *col;               // (K / 32, M) and (G, K / 32, N)
     const uint32_t *row_apart, *col_apart;  // (M / 32, words) and (G, N / 32, words), rounded up
     int words;
-    const uint8_t *row_codes, *col_codes;  // (M, K) and (G, N, K)
   } steps;
   // Of twins: how far the second one's values are from the first one's.
   struct {
