@@ -86,23 +86,6 @@ class ReadyPlaces {
   uint32_t parities_ = 0;  // a bit per place
 };
 
-// Follows the tiles of the queue; write(tile, k, blocks, stages of the ring since the start) writes the stages of 128
-// terms from k on with `blocks` apart.
-template <typename Write>
-__device__ void for_apart(const Problem& p, FoldedShared& s, const Write& write) {
-  TileQueue tiles(s.tiles);
-  NoteQueue notes(s.apart.notes);
-  const uint32_t stages = (p.depth + kStage - 1) / kStage;
-  uint32_t before = 0;
-  for (Tile tile; tiles.next(&tile); before += stages) {
-#pragma unroll 1
-    for (StageApart next = next_apart(notes); next.blocks() != 0; next = next_apart(notes)) {
-      write(tile, next.at(), next.blocks(), before + next.at() / kStage);
-      before += __popc(next.blocks());
-    }
-  }
-}
-
 // Four E4M3 codes x factor -> bf16, the first in the low half.
 __device__ __forceinline__ uint2 scaled(uint32_t codes, __nv_bfloat162 factor) {
   __half2 halves[2];
@@ -116,97 +99,144 @@ __device__ __forceinline__ uint2 scaled(uint32_t codes, __nv_bfloat162 factor) {
   return out;
 }
 
-// Called by a warpgroup. A thread writes the same lines of every stage.
-__device__ inline void write_apart(const Problem& p, FoldedShared& s) {
-  constexpr int kOfThread = kLines / kBlockThreads;
-  static_assert(kLines % kBlockThreads == 0 && kTileM % kBlockThreads == 0);
-  const int thread = threadIdx.x % kBlockThreads;
-  const auto line_of = [&](int i) { return thread + i * kBlockThreads; };
-  // 16 bytes of a line in the 128-byte swizzle.
-  const auto chunk = [&](int place, int line, int i) -> uint4& {
-    uint8_t* bytes = BlockOfLines::is_own(line) ? s.a[place] + line * kTileK : s.b[place] + (line - kTileM) * kTileK;
-    return *reinterpret_cast<uint4*>(bytes + (i ^ line % 8) * 16);
-  };
-  const auto every = [](bool vote) {
-    __syncwarp();
-    return threads_all<kBlockThreads>(kBlockBarrier, vote);
-  };
-  const auto pass_on = [&](int place) {
-    shared_to_async_fence();
-    __syncwarp();
-    threads_sync<kBlockThreads>(kBlockBarrier);
-    if (thread == 0) barrier_arrive(&s.full[place], cluster_rank());
-  };
-  ReadyPlaces loaded(s.apart.loaded), free(s.apart.free);
-  for_apart(p, s, [&](const Tile& tile, int k, uint32_t blocks, uint32_t at) {
+// A warpgroup that writes stages; a thread has the same lines of each.
+class ApartWriter {
+ public:
+  __device__ explicit ApartWriter(FoldedShared& s) : s_(s), loaded_(s.apart.loaded), free_(s.apart.free) {}
+
+  // The stage of 128 terms from k on, which has `blocks` apart, and these; `at` stages of the ring are before it.
+  __device__ void write(const Problem& p, const Tile& tile, int k, uint32_t blocks, uint32_t at) {
     const int in_fp8 = at % kStages;
 #pragma unroll 1
     for (uint32_t left = blocks; left != 0; left &= left - 1) {
       const int block = __ffs(left) - 1;
-      uint32_t powers = 0;  // bytes 127 + power
-      bool own_apart = false, own_not = false, common_apart = false;
-      {
-        const BlockOfLines lines(p, tile, k + block * kBlock);
-        int power[kOfThread] = {};  // their loads are in flight together
-#pragma unroll
-        for (int i = 0; i < kOfThread; ++i)
-          if (lines.has(line_of(i))) power[i] = lines.power(line_of(i));
-#pragma unroll
-        for (int i = 0; i < kOfThread; ++i) {
-          powers |= (kOne + power[i]) << i * 8;
-          if (BlockOfLines::is_own(line_of(i))) {
-            own_apart |= power[i] != 0;
-            own_not |= power[i] == 0 && lines.has(line_of(i));
-          } else {
-            common_apart |= power[i] != 0;
-          }
-        }
-      }
-      const bool every_own = every(!own_not), no_own = every(!own_apart), no_common = every(!common_apart);
-      const bool second = !every_own && !no_common, first = !second || !no_own, both = first && second;
-
-      if (left == blocks) loaded.wait_for(in_fp8);
-#pragma unroll 1
-      for (int i = 0; i < kOfThread; ++i) {
-        const int line = line_of(i);
-        // If every own line is apart, no pair is left in FP8: zeros in the fewer, common lines are enough.
-        const bool zero = every_own ? !BlockOfLines::is_own(line) : (powers >> i * 8 & 0xFF) != kOne;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint4& codes = chunk(in_fp8, line, block * 2 + half);
-          s.apart.codes[half][line] = codes;
-          if (zero) codes = {};
-        }
-      }
+      const Powers powers = find_powers(BlockOfLines(p, tile, k + block * kBlock));
+      if (left == blocks) loaded_.wait_for(in_fp8);
+      take_out(in_fp8, block, powers);
       if ((left & left - 1) == 0) pass_on(in_fp8);
 
-      const int place = ++at % kStages;
-      free.wait_for(place);
-      if (thread == 0) s.apart.terms[place] = both ? 64 : 32;
-#pragma unroll 1
-      for (int i = 0; i < kOfThread; ++i, powers >>= 8) {  // little code, which warps need not fetch again
-        const int line = line_of(i), power = static_cast<int>(powers & 0xFF);
-        const bool own = BlockOfLines::is_own(line), apart = power != kOne;
-        const bool zero = !apart && !both && first == own;  // a NaN stays one, which the line has in FP8, too
-        const auto factor = __bfloat162bfloat162(__ushort_as_bfloat16(zero ? 0 : power << 7));
-        const int begin = both && own && !apart ? 4 : 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint4 in = s.apart.codes[half][line];
-          const uint2 parts[4]{scaled(in.x, factor), scaled(in.y, factor), scaled(in.z, factor), scaled(in.w, factor)};
-          const uint4 low{parts[0].x, parts[0].y, parts[1].x, parts[1].y};
-          const uint4 high{parts[2].x, parts[2].y, parts[3].x, parts[3].y};
-          const int i = begin ^ half * 2;
-          chunk(place, line, i) = low, chunk(place, line, i ^ 1) = high;
-          if (!both) continue;
-          const bool again = apart && !own;
-          chunk(place, line, i ^ 4) = again ? low : uint4{};
-          chunk(place, line, i ^ 5) = again ? high : uint4{};
-        }
-      }
-      pass_on(place);
+      const int in_bf16 = ++at % kStages;
+      free_.wait_for(in_bf16);
+      put_in(in_bf16, powers);
+      pass_on(in_bf16);
     }
-  });
+  }
+
+ private:
+  static constexpr int kOfThread = kLines / kBlockThreads;
+  static_assert(kLines % kBlockThreads == 0 && kTileM % kBlockThreads == 0);
+
+  // Of a block.
+  struct Powers {
+    uint32_t of_lines;                  // of the thread's lines, bytes 127 + power
+    bool every_own, no_own, no_common;  // lines that are apart
+  };
+
+  static __device__ int thread() { return threadIdx.x % kBlockThreads; }
+  static __device__ int line(int i) { return thread() + i * kBlockThreads; }
+  static __device__ bool every(bool vote) {
+    __syncwarp();
+    return threads_all<kBlockThreads>(kBlockBarrier, vote);
+  }
+
+  static __device__ Powers find_powers(const BlockOfLines& lines) {
+    int power[kOfThread] = {};  // their loads are in flight together
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i)
+      if (lines.has(line(i))) power[i] = lines.power(line(i));
+    Powers found{0, true, true, true};
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const bool apart = power[i] != 0;
+      found.of_lines |= (kOne + power[i]) << i * 8;
+      if (BlockOfLines::is_own(line(i))) {
+        found.every_own &= apart || !lines.has(line(i));
+        found.no_own &= !apart;
+      } else {
+        found.no_common &= !apart;
+      }
+    }
+    found.every_own = every(found.every_own);
+    found.no_own = every(found.no_own);
+    found.no_common = every(found.no_common);
+    return found;
+  }
+
+  // 16 bytes of a line in the 128-byte swizzle.
+  __device__ uint4& chunk(int place, int line, int i) {
+    uint8_t* bytes = BlockOfLines::is_own(line) ? s_.a[place] + line * kTileK : s_.b[place] + (line - kTileM) * kTileK;
+    return *reinterpret_cast<uint4*>(bytes + (i ^ line % 8) * 16);
+  }
+
+  // Codes of a stage to s.apart.codes, and zeros in their place.
+  __device__ void take_out(int place, int block, const Powers& powers) {
+#pragma unroll 1
+    for (int i = 0; i < kOfThread; ++i) {
+      const int of = line(i);
+      // If every own line is apart, no pair is left in FP8: zeros in the fewer, common lines are enough.
+      const bool zero = powers.every_own ? !BlockOfLines::is_own(of) : (powers.of_lines >> i * 8 & 0xFF) != kOne;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint4& codes = chunk(place, of, block * 2 + half);
+        s_.apart.codes[half][of] = codes;
+        if (zero) codes = {};
+      }
+    }
+  }
+
+  // The codes, times their powers, to a place of the ring.
+  __device__ void put_in(int place, Powers powers) {
+    const bool second = !powers.every_own && !powers.no_common, first = !second || !powers.no_own;
+    const bool both = first && second;
+    if (thread() == 0) s_.apart.terms[place] = both ? 64 : 32;
+#pragma unroll 1
+    for (int i = 0; i < kOfThread; ++i, powers.of_lines >>= 8) {  // little code, which warps need not fetch again
+      const int of = line(i), power = static_cast<int>(powers.of_lines & 0xFF);
+      const bool own = BlockOfLines::is_own(of), apart = power != kOne;
+      const bool zero = !apart && !both && first == own;  // a NaN stays one, which the line has in FP8, too
+      const auto factor = __bfloat162bfloat162(__ushort_as_bfloat16(zero ? 0 : power << 7));
+      const int begin = both && own && !apart ? 4 : 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 in = s_.apart.codes[half][of];
+        const uint2 parts[4]{scaled(in.x, factor), scaled(in.y, factor), scaled(in.z, factor), scaled(in.w, factor)};
+        const uint4 low{parts[0].x, parts[0].y, parts[1].x, parts[1].y};
+        const uint4 high{parts[2].x, parts[2].y, parts[3].x, parts[3].y};
+        const int to = begin ^ half * 2;
+        chunk(place, of, to) = low, chunk(place, of, to ^ 1) = high;
+        if (!both) continue;
+        const bool again = apart && !own;
+        chunk(place, of, to ^ 4) = again ? low : uint4{};
+        chunk(place, of, to ^ 5) = again ? high : uint4{};
+      }
+    }
+  }
+
+  __device__ void pass_on(int place) {
+    shared_to_async_fence();
+    __syncwarp();
+    threads_sync<kBlockThreads>(kBlockBarrier);
+    if (thread() == 0) barrier_arrive(&s_.full[place], cluster_rank());
+  }
+
+  FoldedShared& s_;
+  ReadyPlaces loaded_, free_;
+};
+
+// Called by a warpgroup: follows the tiles of the queue.
+__device__ inline void write_apart(const Problem& p, FoldedShared& s) {
+  TileQueue tiles(s.tiles);
+  NoteQueue notes(s.apart.notes);
+  ApartWriter writer(s);
+  const uint32_t stages = (p.depth + kStage - 1) / kStage;
+  uint32_t before = 0;  // stages of the ring
+  for (Tile tile; tiles.next(&tile); before += stages) {
+#pragma unroll 1
+    for (StageApart next = next_apart(notes); next.blocks() != 0; next = next_apart(notes)) {
+      writer.write(p, tile, next.at(), next.blocks(), before + next.at() / kStage);
+      before += __popc(next.blocks());
+    }
+  }
 }
 
 }  // namespace mxep::cuda::sm90
