@@ -2,9 +2,10 @@
 // that is apart in some row or column. A warpgroup that has no part in the products writes these operands, in the
 // places of the ring.
 //
-//   loads  --loaded--> a stage in FP8 --zeros in place of the blocks apart--------> 128 terms in FP8
-//                                     '--codes--.
-//   places --free----> a place for a block -----'--codes x 2^power----------------> 32 or 64 terms in bf16
+//   loads  --loaded--> a stage --codes of the blocks apart out, zeros in--> 128 terms in FP8
+//                                     |
+//                                     v   in shared memory, then times 2^power
+//   places --free----> a place --codes in---------------------------------> 32 or 64 terms in bf16
 //
 // Either is passed on through `full`. A power is the scale of a block minus that of its line.
 //
