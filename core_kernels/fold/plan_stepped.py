@@ -51,7 +51,7 @@ def _check(q: ArrayType, sf: ArrayType) -> Signature:
 
 def _tile(call: Call, arch: str) -> Tiling:
     *lead, m, k = call.inputs[0].shape
-    t = tiles(call.op, arch)
+    t = tiles(call.op, arch, row_width=k)
     grid = cdiv(m, BLOCK), math.prod(lead)
     return t.tiling(grid, {"M": m}, K=k, HW_CAST=facts(arch).hw_cast, BLOCK_K=t.k)
 
