@@ -39,7 +39,7 @@ _GPU = {
     "permute_mx": Tiles(m=4, k=1024),
     "fold_rows": Tiles(),
     "permute_mx_fold": Tiles(),
-    "fold_rows_stepped": Tiles(k=1024, num_warps=8),
+    "fold_rows_stepped": Tiles(k=512, num_warps=8),
     "quantize_row_fold": Tiles(),
     "quantize_rowwise": Tiles(),
     "fold_groups": Tiles(m=16),
