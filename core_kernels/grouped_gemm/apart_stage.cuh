@@ -72,7 +72,7 @@ class BlockOfLines {
   Side own_, common_;
 };
 
-// Places of the ring that are ready to be written; every place that was ever ready is waited for.
+// Waits for places of the ring to be ready, once for each time that one is: a parity per place tells these apart.
 class ReadyPlaces {
  public:
   __device__ explicit ReadyPlaces(uint64_t (&ready)[kStages]) : ready_(ready) {}
@@ -105,7 +105,8 @@ class ApartWriter {
  public:
   __device__ explicit ApartWriter(FoldedShared& s) : s_(s), loaded_(s.apart.loaded), free_(s.apart.free) {}
 
-  // The stage of 128 terms from k on, which has `blocks` apart, and these; `at` stages of the ring are before it.
+  // Writes the stage of terms k to k + 127 without its `blocks` apart, and these in bf16. at: stages of the ring
+  // before.
   __device__ void write(const Problem& p, const Tile& tile, int k, uint32_t blocks, uint32_t at) {
     const int in_fp8 = at % kStages;
 #pragma unroll 1
@@ -129,12 +130,12 @@ class ApartWriter {
 
   // Of a block.
   struct Powers {
-    uint32_t of_lines;                  // of the thread's lines, bytes 127 + power
-    bool every_own, no_own, no_common;  // lines that are apart
+    uint32_t of_lines;                  // bytes 127 + power, of the thread's lines
+    bool every_own, no_own, no_common;  // which lines of the tile are apart
   };
 
   static __device__ int thread() { return threadIdx.x % kBlockThreads; }
-  static __device__ int line(int i) { return thread() + i * kBlockThreads; }
+  static __device__ int line_of(int i) { return thread() + i * kBlockThreads; }
   static __device__ bool every(bool vote) {
     __syncwarp();
     return threads_all<kBlockThreads>(kBlockBarrier, vote);
@@ -144,14 +145,14 @@ class ApartWriter {
     int power[kOfThread] = {};  // their loads are in flight together
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i)
-      if (lines.has(line(i))) power[i] = lines.power(line(i));
+      if (lines.has(line_of(i))) power[i] = lines.power(line_of(i));
     Powers found{0, true, true, true};
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {
       const bool apart = power[i] != 0;
       found.of_lines |= (kOne + power[i]) << i * 8;
-      if (BlockOfLines::is_own(line(i))) {
-        found.every_own &= apart || !lines.has(line(i));
+      if (BlockOfLines::is_own(line_of(i))) {
+        found.every_own &= apart || !lines.has(line_of(i));
         found.no_own &= !apart;
       } else {
         found.no_common &= !apart;
@@ -173,13 +174,14 @@ class ApartWriter {
   __device__ void take_out(int place, int block, const Powers& powers) {
 #pragma unroll 1
     for (int i = 0; i < kOfThread; ++i) {
-      const int of = line(i);
-      // If every own line is apart, no pair is left in FP8: zeros in the fewer, common lines are enough.
-      const bool zero = powers.every_own ? !BlockOfLines::is_own(of) : (powers.of_lines >> i * 8 & 0xFF) != kOne;
+      const int line = line_of(i);
+      // If every own line is apart, no pair is left in FP8. Zeros in the common lines, which are fewer, are enough
+      // then.
+      const bool zero = powers.every_own ? !BlockOfLines::is_own(line) : (powers.of_lines >> i * 8 & 0xFF) != kOne;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint4& codes = chunk(place, of, block * 2 + half);
-        s_.apart.codes[half][of] = codes;
+        uint4& codes = chunk(place, line, block * 2 + half);
+        s_.apart.codes[half][line] = codes;
         if (zero) codes = {};
       }
     }
@@ -192,23 +194,24 @@ class ApartWriter {
     if (thread() == 0) s_.apart.terms[place] = both ? 64 : 32;
 #pragma unroll 1
     for (int i = 0; i < kOfThread; ++i, powers.of_lines >>= 8) {  // little code, which warps need not fetch again
-      const int of = line(i), power = static_cast<int>(powers.of_lines & 0xFF);
-      const bool own = BlockOfLines::is_own(of), apart = power != kOne;
-      const bool zero = !apart && !both && first == own;  // a NaN stays one, which the line has in FP8, too
+      const int line = line_of(i), power = static_cast<int>(powers.of_lines & 0xFF);
+      const bool own = BlockOfLines::is_own(line), apart = power != kOne;
+      // NaN times zero is NaN. The line's sums are NaN anyway.
+      const bool zero = !apart && !both && first == own;
       const auto factor = __bfloat162bfloat162(__ushort_as_bfloat16(zero ? 0 : power << 7));
       const int begin = both && own && !apart ? 4 : 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint4 in = s_.apart.codes[half][of];
+        const uint4 in = s_.apart.codes[half][line];
         const uint2 parts[4]{scaled(in.x, factor), scaled(in.y, factor), scaled(in.z, factor), scaled(in.w, factor)};
         const uint4 low{parts[0].x, parts[0].y, parts[1].x, parts[1].y};
         const uint4 high{parts[2].x, parts[2].y, parts[3].x, parts[3].y};
         const int to = begin ^ half * 2;
-        chunk(place, of, to) = low, chunk(place, of, to ^ 1) = high;
+        chunk(place, line, to) = low, chunk(place, line, to ^ 1) = high;
         if (!both) continue;
         const bool again = apart && !own;
-        chunk(place, of, to ^ 4) = again ? low : uint4{};
-        chunk(place, of, to ^ 5) = again ? high : uint4{};
+        chunk(place, line, to ^ 4) = again ? low : uint4{};
+        chunk(place, line, to ^ 5) = again ? high : uint4{};
       }
     }
   }

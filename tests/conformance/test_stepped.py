@@ -8,7 +8,7 @@ import pytest
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.fold import oracle_stepped as oracle
 from mxep.core_kernels.formats import BLOCK, STAGE
-from mxep.core_kernels.grouped_gemm import oracle_stepped
+from mxep.core_kernels.grouped_gemm import oracle_sm90, oracle_stepped
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 
 from . import check
@@ -199,14 +199,27 @@ def test_blocks_apart(backend: str, ops: Ops, of_rows: str, of_cols: str, first:
     assert (got[290:] == 0).all()
 
 
+def cut_sums(name: str) -> tuple[Stepped, Stepped, Array]:
+    """Codes that tell the cuts of a tensor core apart, with blocks apart, and group ends."""
+    rng, m, n, k, ends = seeded(f"cuts {name}"), 70, 24, 288, np.int32([30, 70])
+    a, b = codes_of_kind(name, m, 2 * n, k)
+    lhs = with_scales(a, *courses(rng, "any", m, k // BLOCK))
+    return lhs, with_scales(b.reshape(2, n, k), *courses(rng, "some", 2, n, k // BLOCK)), ends
+
+
+def test_the_model_of_hopper_has_subnormals_of_e4m3_as_normal_numbers_in_bf16() -> None:
+    """Five sums of an H100. With the exponent that a subnormal has in FP8, each is one unit less."""
+    lhs, rhs, ends = cut_sums("subnormal")
+    sums = oracle_sm90.grouped_mm_fold_stepped(*lhs, *rhs, ends, "float32")
+    wanted = {(11, 14): 1022957746, (30, 11): 972464620, (55, 4): 980898734, (55, 20): 963060520, (63, 11): 981146684}
+    assert {at: int(sums.view(np.uint32)[at]) for at in wanted} == wanted
+
+
 @needs("grouped_mm_fold_stepped")
 @pytest.mark.parametrize("name", ["wide"] if INTERPRETER else KINDS)
 def test_sums_with_blocks_apart(backend: str, ops: Ops, name: str) -> None:
     """Codes that tell the cuts of a tensor core apart. On a GPU the sums are those of oracle_sm90 to the bit."""
-    rng, m, n, k, ends = seeded(f"cuts {name}"), 70, 24, 288, np.int32([30, 70])
-    a, b = codes_of_kind(name, m, 2 * n, k)
-    lhs = with_scales(a, *courses(rng, "any", m, k // BLOCK))
-    rhs = with_scales(b.reshape(2, n, k), *courses(rng, "some", 2, n, k // BLOCK))
+    lhs, rhs, ends = cut_sums(name)
     got = ops["grouped_mm_fold_stepped"](*lhs, *rhs, ends, out_dtype="float32")
     if check.fp8_chain(backend):
         check.fp8_sums(backend, "grouped_mm_fold_stepped", got, *lhs, *rhs, ends)
