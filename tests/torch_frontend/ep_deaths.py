@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +76,9 @@ def run(rank: int, stage: str, out: Path) -> None:
     limit = timedelta(seconds=STAGES[stage].limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     assert dist.group.WORLD is not None
+    # A rank is connected before the others know it: one that dies at once would end their init_process_group.
+    store.set(f"connected-{rank}", "")
+    store.wait([f"connected-{other}" for other in range(RANKS)])
     transport = Fatal(dist.group.WORLD, stage)
     x, w = (torch.ones(shape).bfloat16().requires_grad_() for shape in ((12, 64), (2, 32, 64)))
     # A layer knows the number of experts and begins with the counts; the function compares sizes first.
@@ -102,16 +106,17 @@ def main(out: Path) -> None:
             if not pid:
                 try:
                     run(rank, stage, out)
-                finally:
                     os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
             pids[stage, rank] = pid
-    for (_, rank), pid in pids.items():
-        if rank != VICTIM:
-            os.waitpid(pid, 0)
+    ends = {who: os.waitpid(pid, 0)[1] for who, pid in pids.items() if who[1] != VICTIM}
     for (_, rank), pid in pids.items():  # the one that hangs
         if rank == VICTIM:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+    assert not any(ends.values()), ends
 
 
 if __name__ == "__main__":
