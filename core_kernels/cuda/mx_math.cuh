@@ -53,6 +53,17 @@ __device__ inline uint32_t f16x2_power(int exponent) {
   return both;
 }
 
+// Codes 2 * half and 2 * half + 1 of a word as f16. In the form of these statements a choice of a half is part of an
+// operand; a shift or a permutation would be an instruction.
+__device__ inline uint32_t f16x2_from_codes(uint32_t codes, int half) {
+  uint32_t values;
+  if (half)
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(values) : "r"(codes));
+  else
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(values) : "r"(codes));
+  return values;
+}
+
 // Codes times a power of two, rounded once, to E4M3. A product above 2^-10 is an f16 number; a smaller product becomes
 // zero however f16 rounds it.
 __device__ inline uint32_t folded(uint32_t codes, uint32_t power) {

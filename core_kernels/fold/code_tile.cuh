@@ -25,18 +25,7 @@
 
 namespace mxep::cuda {
 
-// Codes 2 * half and 2 * half + 1 of a word as f16. In the form of these statements a choice of a half is part of an
-// operand; a shift or a permutation would be an instruction.
-__device__ inline uint32_t f16x2_from_codes(uint32_t codes, int half) {
-  uint32_t values;
-  if (half)
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(values) : "r"(codes));
-  else
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(values) : "r"(codes));
-  return values;
-}
-
-// A half of a word in both halves.
+// A half of a word in both halves, as part of an operand like the choice in f16x2_from_codes.
 __device__ inline uint32_t both_halves(uint32_t word, int half) {
   uint32_t both;
   if (half)

@@ -25,8 +25,8 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
+#include "cuda/mx_math.cuh"
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/blocks_apart.cuh"
 #include "grouped_gemm/folded_shared.cuh"
@@ -44,8 +44,8 @@ class BlockOfLines {
     const int64_t step = at / kBlock;
     own_ = {p.row_scale + tile.a_row, p.steps.row + step * p.rows + tile.a_row, tile.rows};
     const int column = column_of(p, tile);
-    const int64_t group = tile.b_row - column;  // the first row of the group
-    common_ = {p.col_scale + tile.b_row, p.steps.col + group * (p.depth / kBlock) + step * p.cols + column, tile.cols};
+    const int64_t before = tile.b_row - column;  // columns of the groups before
+    common_ = {p.col_scale + tile.b_row, p.steps.col + before * (p.depth / kBlock) + step * p.cols + column, tile.cols};
     if (tile.flat) {
       const Side rows = own_;
       own_ = common_, common_ = rows;
@@ -89,14 +89,13 @@ class ReadyPlaces {
 
 // Four E4M3 codes x factor -> bf16, the first in the low half.
 __device__ __forceinline__ uint2 scaled(uint32_t codes, __nv_bfloat162 factor) {
-  __half2 halves[2];
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
-      : "=r"(reinterpret_cast<uint32_t&>(halves[0])), "=r"(reinterpret_cast<uint32_t&>(halves[1]))
-      : "r"(codes));
+  const uint32_t halves[]{f16x2_from_codes(codes, 0), f16x2_from_codes(codes, 1)};
+  const auto values = [&](int i) {
+    return __float22bfloat162_rn(__half22float2(reinterpret_cast<const __half2&>(halves[i])));
+  };
   uint2 out;
-  reinterpret_cast<__nv_bfloat162&>(out.x) = __hmul2(__float22bfloat162_rn(__half22float2(halves[0])), factor);
-  reinterpret_cast<__nv_bfloat162&>(out.y) = __hmul2(__float22bfloat162_rn(__half22float2(halves[1])), factor);
+  reinterpret_cast<__nv_bfloat162&>(out.x) = __hmul2(values(0), factor);
+  reinterpret_cast<__nv_bfloat162&>(out.y) = __hmul2(values(1), factor);
   return out;
 }
 

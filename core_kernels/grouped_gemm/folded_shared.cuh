@@ -41,8 +41,8 @@ struct Sharing {
   }
 };
 
-// Of stages with blocks apart (apart_stage.cuh). loaded: their bytes have arrived; free: the place for a block in bf16
-// is.
+// Of stages with blocks apart (apart_stage.cuh). Barriers of a place of the ring: `loaded`, the bytes of such a stage
+// have arrived; `free`, a block in bf16 may be written.
 constexpr int kBlockThreads = kWarpgroup, kBlockBarrier = 3, kLines = kTileM + kTileN;
 struct ApartSlots {
   NoteSlots<StageApart> notes;

@@ -1,13 +1,12 @@
 """A rank that dies or hangs in mid step ends the others, with an error that names it; the ranks are in ep_deaths.py."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from .ep_deaths import STAGES, VICTIM
+from .forked import run_script
 
 SCRIPT = Path(__file__).with_name("ep_deaths.py")
 ERROR = r"Collectives: rank ([\d or]+): got an error in chunk \d of the rows to (experts|tokens): .+; allowed: none"
@@ -19,8 +18,8 @@ SLACK = 10
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deaths")
-    run = subprocess.run([sys.executable, str(SCRIPT), str(folder)], stderr=subprocess.PIPE, text=True, timeout=90)
-    assert run.returncode == 0, run.stderr
+    status, errors = run_script(SCRIPT, folder)
+    assert status == 0, errors
     return folder
 
 
