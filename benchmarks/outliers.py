@@ -5,9 +5,10 @@ the layer, of normal data, with either fold and in bf16.
 
     x, w bf16, a kind of data --quantize, fold--> operands --product--> error bound, dB from full precision --> rate
 
-Lines of JSON: `ratio` is the time of the product, or the fold, with one scale per row divided by its own. `sqnr_db` is
-that of 256 rows against bf16 operands multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block
-apart. Of a layer, `ratio` is that of the plain bf16 layer's time to its own.
+Lines of JSON: `ratio` is the time of the product, or the fold, with one scale per row divided by its own; of a layer,
+that of the plain bf16 layer. `us` is the time of a launch with pauses before and after, `steady_us` that of one of
+many launches in a row, which keep the card at its power limit. `sqnr_db` is that of 256 rows against bf16 operands
+multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block apart.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from torch import Tensor
 from .cases.error_check import FP8_CHAIN, rows_error
 from .cases.moe_layer import check, layer_inputs, our_torch_layer, plain_torch_layer, torch_programs
 from .cases.shapes import H200, MoELayer
-from .figures.device_timing import events
+from .figures.device_timing import events, programs, torch_wait
 from .figures.results import Run, gpu_name
 from .peers.grouped_gemm import grouped_bf16
 
@@ -99,11 +100,15 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
         noise = run()[:ROWS].double() - full
         db[name] = (10 * torch.log10(full.square().sum() / noise.square().sum())).item()
     times = events(candidates, samples)
+    wait = torch_wait("cuda")
+    steady = programs({name: (run, wait) for name, run in candidates.items()})
     for name, sample in times.items():
         yield {
             "op": name, "M": m, "N": n, "K": k, "G": g, "data": kind,
             "us": sample.us, "spread": sample.spread, "tflops": round(2 * m * n * k / sample.us / 1e6),
-            "ratio": round(times["grouped_mm_fold"].us / sample.us, 3), "sqnr_db": round(db[name], 1),
+            "ratio": round(times["grouped_mm_fold"].us / sample.us, 3),
+            "steady_us": steady[name].us, "steady_spread": steady[name].spread,
+            "steady_ratio": round(steady["grouped_mm_fold"].us / steady[name].us, 3), "sqnr_db": round(db[name], 1),
             "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32, m), 4), "error": errors.get(name),
         }  # fmt: skip
     both = {"fold_rows": lambda: ops.fold_rows(*mx), "fold_rows_stepped": lambda: ops.fold_rows_stepped(*mx)}

@@ -91,33 +91,6 @@ __device__ __forceinline__ void barrier_wait(Address barrier, uint32_t parity) {
       : "memory");
 }
 
-// `yes` if a wait would return at once, else 0. As a bool the result would be packed into a byte and unpacked again.
-template <typename Address>
-__device__ __forceinline__ uint32_t barrier_test(Address barrier, uint32_t parity, uint32_t yes = 1) {
-  uint32_t over;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.b32 %0, %3, 0, done;\n}"
-      : "=r"(over)
-      : "r"(shared_address(barrier)), "r"(parity), "r"(yes)
-      : "memory");
-  return over;
-}
-
-// Waits if `over`, the result of barrier_test, is 0.
-template <typename Address>
-__device__ __forceinline__ void barrier_wait_unless(uint32_t over, Address barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nsetp.ne.b32 done, %2, 0;\n@done bra over;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "over:\n}" ::"r"(shared_address(barrier)),
-      "r"(parity), "r"(over)
-      : "memory");
-}
-
 // The position of a producer or consumer in a ring of stages. A producer waits for `empty` with the other parity, since
 // all stages are empty at first.
 template <int kStages>

@@ -24,11 +24,14 @@ __device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t
 template <int kSteps>
 using Steps = std::integral_constant<int, kSteps>;
 
-// Descriptors of a warpgroup's part of a matrix, by stage of the ring.
+// Descriptors of a warpgroup's part of a matrix: of the ring's first stage, and from one stage to the next.
 struct Stages {
   uint32_t first, step;
 
   __device__ __forceinline__ uint32_t at(int stage) const { return first + stage * step; }
+  __device__ __forceinline__ void advance(uint32_t& descriptor, int to) const {
+    descriptor = to == 0 ? first : descriptor + step;
+  }
 };
 
 // In place of BlockFactors, of products without scales of blocks.
@@ -46,12 +49,10 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   TileQueue tiles(s.tiles);
   auto& slots = notes_of<kStepped>(s);
   NoteQueue notes(slots);
-  // State of the next stage, computed during the additions of the previous one, so that a product follows them at once.
   const Stages own{descriptor(at.of(s.a) + group * kWarpgroup * kTileK), kBytesA / 16};
   const Stages common{descriptor(at.of(s.b)), kBytesB / 16};
   Stages stages_a = own, stages_b = common;
   uint32_t a = own.first, b = common.first;
-  uint32_t is_full = 0;
   Ring<kStages> ring;
   const uint32_t partner = Sharing<kPart>::partner(cluster_rank(), lane);
   int odd = 0;
@@ -62,8 +63,10 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     [[maybe_unused]] bool flat = false;
     if constexpr (!kAlongK) {
       flat = __shfl_sync(~0u, tile.flat, 0);
-      stages_a = flat ? common : own;
-      stages_b = flat ? own : common;
+      // From one lane: otherwise the compiler selects them anew in every stage, before the product.
+      const auto uniform = [](uint32_t value) { return __shfl_sync(~0u, value, 0); };
+      stages_a = {uniform(flat ? common.first : own.first), uniform(flat ? common.step : own.step)};
+      stages_b = {uniform(flat ? own.first : common.first), uniform(flat ? own.step : common.step)};
       a = stages_a.at(ring.stage);
       b = stages_b.at(ring.stage);
       if (flat) {  // the tile becomes this warpgroup's columns of it
@@ -108,7 +111,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     float sum[2][64] = {};
     int depth = __shfl_sync(~0u, tile.k_end - tile.k_begin, 0);
     int look = kSpan;  // the next token where a note is read
-                       // A loop in a loop: a test in the inner one, where the second product begins, cost 5%.
+
+    // A loop in a loop: a test in the inner one, where the second product begins, cost 5%.
 #pragma unroll 1
     for (int product = 0; product < (kTwo ? 2 : 1); ++product) {
       if constexpr (kTwo) {
@@ -118,37 +122,42 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           depth = p.second.depth;
         }
       }
-      const auto leave_stage = [&] {
-        if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + ring.stage * 8, partner);
+      // Waits for the next stage, if there is one, during a product: nothing is left to do between the additions to the
+      // sum and the next product.
+      const auto next_stage = [&](bool more) {
         ring.advance();
-        a = stages_a.at(ring.stage);
-        b = stages_b.at(ring.stage);
-        // Lanes have different values, so that the compiler keeps one per lane. One for all takes a vote, just before
-        // the next product.
-        is_full = barrier_test(at.of(s.full) + ring.stage * 8, ring.parity, kStepped ? lane + 1 : 1);
+        stages_a.advance(a, ring.stage);
+        stages_b.advance(b, ring.stage);
+        if (more) barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
       };
-      // The next stage with blocks apart, those of them that are not yet multiplied, and the terms up to its end.
+      const auto release = [&](int stage) {
+        if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + stage * 8, partner);
+      };
+      // The next stage with blocks apart, those of them that are not yet multiplied, and the terms up to its end, or to
+      // that of the sum.
       [[maybe_unused]] StageApart next{StageApart::kLast};
-      [[maybe_unused]] int until = min(kTileK, depth);
+      int until = kStepped ? min(kTileK, depth) : depth;
       [[maybe_unused]] const auto look_ahead = [&](auto& notes) {
         next = next_apart(notes);
         until = next.blocks() ? next.at() + kTileK : depth;
       };
       const auto stage = [&](int k, auto steps) {
-        barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float partial[64];
           start<steps>(partial, a + half * (64 * kTileK / 16), b);
           if constexpr (kAlongK)
             if (half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
+          // Not between the halves: with a branch there, the descriptors of all products share four uniform registers.
           if constexpr (kStepped)
-            if (half == 0 && k == 0) look_ahead(notes);
+            if (half == 1 && k == 0) look_ahead(notes);
           if constexpr (kBlocks)
             if (half == 1) blocks.reach(k + kTileK);
+          const int current = ring.stage;
+          if (half == 1) next_stage(k + kTileK < until);
           wgmma_wait();
           if constexpr (kBlocks) blocks.take(factor[1 - half], 1 - half);
-          if (half == 1) leave_stage();
+          if (half == 1) release(current);
 #pragma unroll
           for (int i = 0; i < 64; ++i) {
             if constexpr (kBlocks) {
@@ -161,6 +170,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       };
       const int whole = kAlongK ? depth / kTileK * kTileK : depth;
       int k = 0;
+      if (depth > 0) barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
       if constexpr (kStepped) {
 #pragma unroll 1
         for (;;) {
@@ -168,7 +178,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{});
           if (next.blocks() == 0) break;
           // A block apart is added in bf16: such sums keep 24 bits, those in FP8 do not.
-          barrier_wait_unless(is_full, at.of(s.full) + ring.stage * 8, ring.parity);
+          barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
           wgmma_fence();
           const auto add = [&](int step) {
             wgmma_bf16(sum[0], a + step * 2, b + step * 2);
@@ -181,7 +191,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           next.bits &= next.bits - 1;
           if (next.blocks() == 0) look_ahead(notes);
           wgmma_wait();
-          leave_stage();
+          release(ring.stage);
+          next_stage(k < until);
         }
       } else {
         for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{});
