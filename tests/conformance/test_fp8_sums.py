@@ -51,3 +51,18 @@ def test_a_weight_gradient(backend: str, ops: Ops, name: str) -> None:
     check.fp8_sums(backend, "grouped_wgrad_fold", got, *arguments)
     if not check.fp8_chain(backend):
         check.gemm_bound(got, exact, magnitude, 576)
+
+
+@pytest.mark.parametrize("begin", [0, 32, 64, 96])
+def test_weight_gradients_from_any_token(backend: str, ops: Ops, begin: int) -> None:
+    """Groups of one step to several stages, each of which begins at every multiple of 32 within a stage."""
+    a, b = operands("wide", 264, 136, 1248)
+    ends = begin + np.cumsum([0, 96, 128, 160, 32, 288, 416], dtype=np.int32)
+    slots = 1248 // 256 + len(ends)
+    arguments = a, np.full((slots, 264), 127, np.uint8), b, np.full((slots, 136), 126, np.uint8), ends
+    got = ops["grouped_wgrad_fold"](*arguments, out_dtype="float32")
+    exact = oracle_folded.grouped_wgrad_fold(*arguments, "float64")
+    magnitude = oracle_folded.grouped_wgrad_fold(a & 0x7F, arguments[1], b & 0x7F, *arguments[3:], "float64")
+    check.fp8_sums(backend, "grouped_wgrad_fold", got, *arguments)
+    if not check.fp8_chain(backend):
+        check.gemm_bound(got, exact, magnitude, 416)
