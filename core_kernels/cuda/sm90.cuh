@@ -102,12 +102,6 @@ struct Ring {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
 
-  __device__ Ring next() const {
-    Ring position = *this;
-    position.advance();
-    return position;
-  }
-
   // Waits until every stage is empty: until then consumers of the other CTA arrive on this CTA's barriers.
   __device__ void drain(uint64_t (&empty)[kStages]) {
     for (int i = 0; i < kStages; ++i, advance()) barrier_wait(&empty[stage], parity ^ 1);

@@ -37,13 +37,6 @@
 //                        end of the tile: sum --folded_epilogue.cuh--> out
 //   warpgroup 3     of blocks: in the ring, zeros in place of blocks apart, and these in bf16 (apart_stage.cuh)
 //
-// Groups of tokens begin at multiples of 32, stages at multiples of 128, as lines of L2 do. Of a group that begins within
-// a stage, 128 terms are in two stages, and a product takes its steps from both: the sums of a group do not depend on
-// where it begins.
-//
-//   stages               |  0 .. 127 | 128 .. 255 | 256 .. 383 |
-//   products of a group           |  96 .. 223 | 224 .. 351 |
-//
 // Hopper's FP8 tensor cores accumulate with about 14 mantissa bits, so that partial sums are promoted to fp32 every 128
 // terms. sum and partial take 192 of a thread's 240 registers, of 224 where there is a warpgroup 3. With 48 KiB a
 // stage, four stages are the most that fit.

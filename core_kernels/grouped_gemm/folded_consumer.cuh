@@ -11,33 +11,26 @@
 
 namespace mxep::cuda::sm90 {
 
-struct Descriptors {
-  uint32_t a, b;
-};
-
-// Starts partial = a (64, 32 kSteps) b (128, 32 kSteps)^T. at: step -> descriptors of its 32 terms.
-template <int kSteps, typename At>
-__device__ __forceinline__ void start(float (&partial)[64], const At& at) {
+// Starts partial = a (64, 32 kSteps) b (128, 32 kSteps)^T [+ partial]. A step of 32 bytes along a row adds 2 to a
+// descriptor.
+template <int kSteps>
+__device__ __forceinline__ void start(float (&partial)[64], uint32_t a, uint32_t b, bool accumulate = false) {
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const Descriptors of = at(step);
-    wgmma_e4m3(partial, of.a, of.b, step != 0);
-  }
+  for (int step = 0; step < kSteps; ++step) wgmma_e4m3(partial, a + step * 2, b + step * 2, accumulate || step != 0);
   wgmma_commit();
 }
 
 template <int kSteps>
 using Steps = std::integral_constant<int, kSteps>;
 
-// Descriptors of a warpgroup's part of a matrix, by stage of the ring. 32 bytes further in a row are 2 more.
+// Descriptors of a warpgroup's part of a matrix: of the ring's first stage, and from one stage to the next.
 struct Stages {
   uint32_t first, step;
 
   __device__ __forceinline__ uint32_t at(int stage) const { return first + stage * step; }
-  // In the next stage, from that in `stage`.
-  __device__ __forceinline__ uint32_t after(uint32_t descriptor, int stage) const {
-    return stage == kStages - 1 ? first : descriptor + step;
+  __device__ __forceinline__ void advance(uint32_t& descriptor, int to) const {
+    descriptor = to == 0 ? first : descriptor + step;
   }
 };
 
@@ -58,6 +51,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   NoteQueue notes(slots);
   const Stages own{descriptor(at.of(s.a) + group * kWarpgroup * kTileK), kBytesA / 16};
   const Stages common{descriptor(at.of(s.b)), kBytesB / 16};
+  Stages stages_a = own, stages_b = common;
+  uint32_t a = own.first, b = common.first;
   Ring<kStages> ring;
   const uint32_t partner = Sharing<kPart>::partner(cluster_rank(), lane);
   int odd = 0;
@@ -65,22 +60,22 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     // Loaded here and used after a product. Scales of empty accumulators are ignored. Of two products, those of the
     // second are applied at the end.
     int first_row = group * kWarpgroup;  // of this warpgroup
-    const bool flat = !kAlongK && __shfl_sync(~0u, tile.flat, 0);
-    // K-grouped, the steps of 32 in the group's first stage that are tokens of the group before.
-    const int lead = kAlongK ? __shfl_sync(~0u, tile.k_begin % kTileK / 32, 0) : 0;
-    // From one lane: otherwise the compiler selects anew in every stage, just before the product.
-    const auto select = [&](uint32_t if_flat, uint32_t otherwise) {
-      return kAlongK ? otherwise : __shfl_sync(~0u, flat ? if_flat : otherwise, 0);
-    };
-    const Stages stages_a{select(common.first, own.first) + lead * 2, select(common.step, own.step)};
-    const Stages stages_b{select(own.first, common.first) + lead * 2, select(own.step, common.step)};
-    uint32_t a = stages_a.at(ring.stage), b = stages_b.at(ring.stage);
-    if (flat) {  // the tile becomes this warpgroup's columns of it
-      tile.out += first_row;
-      tile.col_scale += first_row;
-      tile.b_row += first_row;
-      tile.cols -= first_row;
-      first_row = 0;
+    [[maybe_unused]] bool flat = false;
+    if constexpr (!kAlongK) {
+      flat = __shfl_sync(~0u, tile.flat, 0);
+      // From one lane: otherwise the compiler selects them anew in every stage, before the product.
+      const auto uniform = [](uint32_t value) { return __shfl_sync(~0u, value, 0); };
+      stages_a = {uniform(flat ? common.first : own.first), uniform(flat ? common.step : own.step)};
+      stages_b = {uniform(flat ? own.first : common.first), uniform(flat ? own.step : common.step)};
+      a = stages_a.at(ring.stage);
+      b = stages_b.at(ring.stage);
+      if (flat) {  // the tile becomes this warpgroup's columns of it
+        tile.out += first_row;
+        tile.col_scale += first_row;
+        tile.b_row += first_row;
+        tile.cols -= first_row;
+        first_row = 0;
+      }
     }
     const int col = threadIdx.x % kWarpgroup, row = first_row + warp % 4 * 16;
     const bool any = !kBlocks && tile.k_begin < tile.k_end;
@@ -127,24 +122,21 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           depth = p.second.depth;
         }
       }
-      // Waits for the stages of the next product, if there is one, during a product: nothing is left to do between the
-      // additions to the sum and the next product.
-      const auto wait_for = [&](const Ring<kStages>& position) {
-        barrier_wait(at.of(s.full) + position.stage * 8, position.parity);
-      };
+      // Waits for the next stage, if there is one, during a product: nothing is left to do between the additions to the
+      // sum and the next product.
       const auto next_stage = [&](bool more) {
-        a = stages_a.after(a, ring.stage);
-        b = stages_b.after(b, ring.stage);
         ring.advance();
-        if (more) wait_for(lead ? ring.next() : ring);
+        stages_a.advance(a, ring.stage);
+        stages_b.advance(b, ring.stage);
+        if (more) barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
       };
       const auto release = [&](int stage) {
         if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + stage * 8, partner);
       };
-      // Terms below which another stage is to be waited for: with a lead, a product reaches one stage further. Of rows
-      // with blocks apart, up to the end of the next stage that has any; and those of them not yet multiplied.
-      int until = kStepped ? min(kTileK, depth) : lead ? depth + lead * 32 - kTileK : depth;
+      // The next stage with blocks apart, those of them that are not yet multiplied, and the terms up to its end, or to
+      // that of the sum.
       [[maybe_unused]] StageApart next{StageApart::kLast};
+      int until = kStepped ? min(kTileK, depth) : depth;
       [[maybe_unused]] const auto look_ahead = [&](auto& notes) {
         next = next_apart(notes);
         until = next.blocks() ? next.at() + kTileK : depth;
@@ -153,12 +145,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float partial[64];
-          start<steps>(partial, [&](int step) -> Descriptors {
-            const bool over = step > 0 && lead + step >= kTileK / 32;  // in the next stage, at the begin of a row
-            const uint32_t in_a = over ? stages_a.after(a, ring.stage) - kTileK / 16 : a;
-            const uint32_t in_b = over ? stages_b.after(b, ring.stage) - kTileK / 16 : b;
-            return {in_a + half * (64 * kTileK / 16) + step * 2, in_b + step * 2};
-          });
+          start<steps>(partial, a + half * (64 * kTileK / 16), b);
           if constexpr (kAlongK)
             if (half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
           // Not between the halves: with a branch there, the descriptors of all products share four uniform registers.
@@ -183,8 +170,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       };
       const int whole = kAlongK ? depth / kTileK * kTileK : depth;
       int k = 0;
-      if (depth > 0) wait_for(ring);
-      if (lead && until > 0) wait_for(ring.next());
+      if (depth > 0) barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
       if constexpr (kStepped) {
 #pragma unroll 1
         for (;;) {
@@ -192,7 +178,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{});
           if (next.blocks() == 0) break;
           // A block apart is added in bf16: such sums keep 24 bits, those in FP8 do not.
-          wait_for(ring);
+          barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
           wgmma_fence();
           const auto add = [&](int step) {
             wgmma_bf16(sum[0], a + step * 2, b + step * 2);
@@ -216,11 +202,6 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
         if (steps == 3) stage(k, Steps<3>{});
         if (steps == 2) stage(k, Steps<2>{});
         if (steps == 1) stage(k, Steps<1>{});
-        // The last product's stage too, if its terms are in two.
-        if (depth > 0 && lead + (depth - 1) % kTileK / 32 >= kTileK / 32) {
-          release(ring.stage);
-          ring.advance();
-        }
       }
     }
     if constexpr (kAlongK)

@@ -58,11 +58,6 @@ __device__ __forceinline__ void load_stage(const Sharing<kPart>& shared, const T
   }
 }
 
-// Stages of tokens begin at multiples of 128, as lines of L2 do: a row that is in two lines costs two requests.
-__device__ __forceinline__ int first_stage(const Tile& tile) {
-  return tile.k_begin < tile.k_end ? tile.k_begin / kTileK * kTileK : tile.k_end;
-}
-
 // Called by one thread of a CTA.
 template <bool kAlongK, Plus kPlus, Part kPart>
 __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared& s) {
@@ -81,7 +76,7 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
     }
     const int first_end = (tile.k_end + kTileK - 1) / kTileK * kTileK;
     const int end = kPlus == Plus::kProduct ? first_end + p.second.depth : tile.k_end;
-    for (int at = kAlongK ? first_stage(tile) : 0; at < end; at += kTileK, ring.advance()) {
+    for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
       int k = at;
       if constexpr (kPlus == Plus::kProduct) {
         if (at == first_end) a = maps.a(1, flat), b = maps.b(1);
