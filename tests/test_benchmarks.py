@@ -85,17 +85,31 @@ def test_the_layer_is_checked_compared_and_reported(tmp_path: Path, monkeypatch:
     assert table_moe_layer.table([row for row in rows if row["frontend"] == "jax"]).count("\n| forward") == 3
 
 
-def test_a_layer_in_a_graph_has_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_in_a_graph_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has no graphs: here a replay is the step itself."""
     monkeypatch.setattr(gpu_moe_layer, "captured", lambda step: (step, step()))
     inputs = moe_layer.layer_inputs(shapes.TINY.moe_layers[0], "cpu")
     reference = moe_layer.torch_programs(moe_layer.plain_torch_layer(inputs, torch.float32), inputs)
     each = partial(timing.interleaved, rounds=1)
-    (line,) = gpu_moe_layer.graph_lines(inputs, reference["moe_layer_fwd_bwd"](), each)
-    assert (line.frontend, line.case["launch"], line.peer) == ("torch", "graph", "plain_torch_bf16")
-    assert line.error["sqnr_db"] >= moe_layer.MIN_SQNR_DB
-    rows = recorded([line], tmp_path, monkeypatch)
-    assert "| quantized in every step, in a CUDA graph |" in table_moe_layer.table(rows)
+    lines = list(gpu_moe_layer.graph_lines(inputs, reference["moe_layer_fwd_bwd"](), "cpu", each))
+    for line in lines:
+        assert (line.frontend, line.case["launch"], line.peer) == ("torch", "graph", "plain_torch_bf16")
+        assert line.error["sqnr_db"] >= moe_layer.MIN_SQNR_DB
+    assert [line.case.get("clock") for line in lines] == [None, "in a row"]
+    table = table_moe_layer.table(recorded(lines, tmp_path, monkeypatch))
+    assert "| quantized in every step, in a CUDA graph |" in table
+    assert f"| {lines[0].ratio:.2f}x | {lines[1].ratio:.2f}x |" in table
+
+
+def test_the_speed_up_in_a_row_is_of_one_comparison() -> None:
+    """Both times are of the run that compares JAX's program with torch's and with the plain layer."""
+    case = {"tokens": 8, "dim": 2, "hidden_dim": 4, "num_experts": 2, "top_k": 1, "recipe": "mxfp8"}
+    line = {"op": "moe_layer_fwd_bwd", "case": case, "us": 90.0, "spread": 0.0, "peak_nbytes": None, "hardware": "g",
+            "commit": "c" * 40, "versions": {}}  # fmt: skip
+    rows = [line | {"frontend": frontend, "peer": peer, "peer_us": us, "ratio": us / 90}
+            for frontend, peer, us in (("torch", "plain_torch_bf16", 180.0), ("jax", "plain_torch_bf16", 270.0),
+                                       ("jax", "torch_frontend", 100.0))]  # fmt: skip
+    assert "| 2.00x | 2.70x |" in table_moe_layer.table(rows)
 
 
 def test_a_peer_that_fails_loses_its_line_only(monkeypatch: pytest.MonkeyPatch) -> None:
