@@ -28,7 +28,7 @@ from mxep.torch_frontend.peer_memory import Carrier, PeerMemory
 from mxep.torch_frontend.transport import Collectives
 
 from .cases import ep_layer, expert_parallel
-from .cases.ep_routing import ROUTINGS
+from .cases.chosen_experts import ROUTINGS
 from .cases.ep_work import PEER, Work, check, held_nbytes
 from .cases.expert_parallel import EPShape
 from .cases.shapes import MoELayer

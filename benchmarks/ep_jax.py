@@ -21,8 +21,8 @@ from mxep.core_kernels.launch import fail
 from mxep.jax_frontend import MoEConfig, moe
 from mxep.jax_frontend.peer_memory import Transport
 
+from .cases.chosen_experts import ROUTINGS, logits
 from .cases.ep_layer import H200, MIN_SQNR_DB, OUTPUTS, TINY
-from .cases.ep_routing import ROUTINGS, places
 from .cases.moe_layer import flops
 from .cases.shapes import MoELayer
 from .figures import device_timing
@@ -71,18 +71,18 @@ class _Inputs:
         t, d, _, e, k = shape
         auto = (jax.sharding.AxisType.Auto,)
         self.mesh = jax.make_mesh((self.ranks,), (AXIS,), auto, devices=jax.devices()[: self.ranks])
-        logits = [((e / 2 - places(routing, t, e, k, rank)) / 8).astype("float32") for rank in range(self.ranks)]
+        of_ranks = [jnp.asarray(logits(routing, t, e, k, rank)) for rank in range(self.ranks)]
         of_tokens, config = NamedSharding(self.mesh, P(AXIS)), self.config("mxfp8")
 
-        def draw(key: jax.Array, logits: jax.Array) -> tuple[Any, ...]:
+        def draw(key: jax.Array, chosen: jax.Array) -> tuple[Any, ...]:
             x, dy = (jax.random.normal(k, (self.ranks * t, d), jnp.bfloat16) for k in jax.random.split(key))
             params = moe.init(key, config, jnp.bfloat16)
             params["router"] = jnp.eye(e, d, dtype=jnp.bfloat16)
-            return x.at[:, :e].set(logits.astype(jnp.bfloat16)), dy, params
+            return x.at[:, :e].set(chosen.astype(jnp.bfloat16)), dy, params
 
         of_params = jax.tree.map(partial(NamedSharding, self.mesh), moe.specs(config, expert_axis=AXIS))
         made = jax.jit(draw, out_shardings=(of_tokens, of_tokens, of_params))
-        self.x, self.dy, self.params = made(jax.random.key(0), jnp.concatenate(list(map(jnp.asarray, logits))))
+        self.x, self.dy, self.params = made(jax.random.key(0), jnp.concatenate(of_ranks))
 
     def config(self, recipe: str, how: str = "jit") -> MoEConfig:
         room, transport = HOWS[how]

@@ -58,6 +58,6 @@ def lines(
         yield from guarded("host_overhead", gpu_ops.host_lines(device, failures), failures)
     yield from gpu_ops.lines(named, shapes.layer, device, each, failures)
     yield from gpu_grouped_gemm.lines(named, shapes.products, device, each, failures)
-    yield from gpu_moe_layer.lines(named, shapes.moe_layers, device, each, failures)
+    yield from gpu_moe_layer.lines(named, shapes.moe_layers, shapes.uneven, device, each, failures)
     if failures:
         raise RuntimeError("gpu: " + "; ".join(failures))

@@ -32,7 +32,7 @@ from .cases.moe_layer import (
     plain_torch_layer,
     torch_programs,
 )
-from .cases.shapes import MoELayer
+from .cases.shapes import MoELayer, RoutedLayer
 from .figures import device_timing
 from .figures.device_timing import Each, torch_wait
 from .figures.failures import failed, guarded
@@ -53,13 +53,14 @@ def layer_lines(
 ) -> Iterator[Line]:  # fmt: skip
     """One line for each peer among the samples. how: HELD, GRAPH, IN_A_ROW, or several of them; part of the case."""
     ours = samples["run"]
+    routed = {} if inputs.routing == "random" else {"routing": inputs.routing}
     for name, theirs in samples.items():
         if name == "run":
             continue
         yield Line(
             op=op,
             frontend=frontend,
-            case={**inputs.shape._asdict(), "recipe": RECIPE, **how},
+            case={**inputs.shape._asdict(), "recipe": RECIPE, **how, **routed},
             us=ours.us,
             spread=ours.spread,
             n=ours.n,
@@ -156,30 +157,33 @@ def jax_lines(
 
 
 def lines(
-    only: Sequence[str], layers: Sequence[MoELayer], device: str, each: Each, failures: list[str]
-) -> Iterator[Line]:
-    """The lines of the ops named."""
+    only: Sequence[str], layers: Sequence[MoELayer], uneven: Sequence[RoutedLayer], device: str, each: Each,
+    failures: list[str],
+) -> Iterator[Line]:  # fmt: skip
+    """The lines of the ops named; of uneven layers without those of held weights and of graphs."""
     named = tuple(op for op in OPS if op in only)
-    for shape in layers if named else ():
-        for inputs, reference in guarded(f"moe_layer: inputs of {shape}", _inputs(shape, device), failures):
-            for held in (False, True):
-                what = f"moe_layer {tuple(shape)}{', weights held' if held else ''}"
+    all_layers = [*((RoutedLayer(shape, "random"), True) for shape in layers), *((layer, False) for layer in uneven)]
+    for (shape, routing), even in all_layers if named else ():
+        of = f"{tuple(shape)}, routing {routing}"
+        for inputs, reference in guarded(f"moe_layer: inputs of {of}", _inputs(shape, routing, device), failures):
+            for held in (False, True) if even else (False,):
+                what = f"moe_layer {of}{', weights held' if held else ''}"
                 yield from guarded(what, torch_lines(inputs, reference, named, held, each), failures)
                 torch.cuda.empty_cache()  # memory for JAX
                 in_jax = jax_lines(inputs, reference, named, held, device, failures)
                 yield from guarded(f"{what} in JAX", in_jax, failures)
-            if device == "cuda" and "moe_layer_fwd_bwd" in named:
-                what = f"moe_layer {tuple(shape)}, in a graph"
+            if even and device == "cuda" and "moe_layer_fwd_bwd" in named:
+                what = f"moe_layer {of}, in a graph"
                 yield from guarded(what, graph_lines(inputs, reference, device, each), failures)
             del inputs, reference
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _inputs(shape: MoELayer, device: str) -> Iterator[tuple[LayerInputs, Tensors]]:
+def _inputs(shape: MoELayer, routing: str, device: str) -> Iterator[tuple[LayerInputs, Tensors]]:
     """The inputs of a layer, and y and the gradients of the plain layer.
 
     The plain layer has an fp32 router here, as ours: bf16 logits select other experts for some tokens.
     """
-    inputs = layer_inputs(shape, device)
+    inputs = layer_inputs(shape, device, routing=routing)
     yield inputs, torch_programs(plain_torch_layer(inputs, torch.float32), inputs)["moe_layer_fwd_bwd"]()

@@ -18,7 +18,7 @@ from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend.copy_engines import CopyEngines
 
 from benchmarks import __main__, ep, ep_jax, readme
-from benchmarks.cases import ep_layer, ep_routing, ep_wire, ep_work, expert_parallel, shapes
+from benchmarks.cases import chosen_experts, ep_layer, ep_wire, ep_work, expert_parallel, shapes
 from benchmarks.figures import device_timing, results, table_ep, timeline
 from benchmarks.figures.timeline import Event
 
@@ -204,7 +204,7 @@ def test_options_of_other_sections_are_refused(
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [ep_routing, table_ep, timeline])
+@pytest.mark.parametrize("module", [chosen_experts, table_ep, timeline])
 def test_examples_in_docstrings(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted
@@ -213,36 +213,36 @@ def test_examples_in_docstrings(module: Any) -> None:
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(96, 8, 2), (64, 64, 6), (100, 12, 8), (50, 4, 3)])
 def test_a_token_chooses_each_expert_once(tokens: int, experts: int, top_k: int) -> None:
-    for routing in ep_routing.ROUTINGS:
-        places = ep_routing.places(routing, tokens, experts, top_k, rank=1)
+    for routing in chosen_experts.ROUTINGS:
+        places = chosen_experts.places(routing, tokens, experts, top_k, rank=1)
         assert (np.sort(places, axis=1) == np.arange(experts)).all()
-    rows = (ep_routing.places("balanced", tokens, experts, top_k, rank=0) < top_k).sum(0)
+    rows = (chosen_experts.places("balanced", tokens, experts, top_k, rank=0) < top_k).sum(0)
     assert np.ptp(rows) <= (0 if (tokens, experts) != (50, 4) and tokens * top_k % experts == 0 else top_k)
-    rows = (ep_routing.places("one_expert", tokens, experts, top_k, rank=0) < top_k).sum(0)
+    rows = (chosen_experts.places("one_expert", tokens, experts, top_k, rank=0) < top_k).sum(0)
     assert rows[0] == round(tokens * min(0.3 * top_k, 1))
-    first, second = (ep_routing.places("balanced", tokens, experts, top_k, rank) for rank in (0, 1))
+    first, second = (chosen_experts.places("balanced", tokens, experts, top_k, rank) for rank in (0, 1))
     assert (first != second).any()
 
 
 @pytest.mark.parametrize("experts", [8, 64, 256])
-@pytest.mark.parametrize("routing", ep_routing.ROUTINGS)
+@pytest.mark.parametrize("routing", chosen_experts.ROUTINGS)
 def test_logits_choose_what_the_routing_says(routing: str, experts: int) -> None:
     shape = shapes.MoELayer(64, 256, 32, experts, 6)
     x = ep_layer.tokens_of(shape, routing, 1, torch.device("cpu"))
     logits = torch.nn.functional.linear(x, torch.eye(experts, shape.dim, dtype=x.dtype))
-    places = ep_routing.places(routing, shape.tokens, experts, shape.top_k, rank=1)
+    places = chosen_experts.places(routing, shape.tokens, experts, shape.top_k, rank=1)
     assert (logits.argsort(dim=1, descending=True).numpy() == np.argsort(places, axis=1)).all()
 
 
 def test_rows_of_a_product() -> None:
-    for routing in ep_routing.ROUTINGS:
+    for routing in chosen_experts.ROUTINGS:
         for rank in range(2):
-            rows = ep_routing.counts(routing, 131072, 16, rank)
+            rows = chosen_experts.counts(routing, 131072, 16, rank)
             assert sum(rows) == 131072
             assert not [n for n in rows if n % 32]
-    assert ep_routing.counts("balanced", 131072, 16, 0) == [8192] * 16
-    assert ep_routing.counts("one_expert", 131072, 16, 0)[0] == pytest.approx(0.3 * 131072, abs=32)
-    shares = [np.array(ep_routing.counts("dirichlet", 131072, 16, rank)) / 131072 for rank in range(2)]
+    assert chosen_experts.counts("balanced", 131072, 16, 0) == [8192] * 16
+    assert chosen_experts.counts("one_expert", 131072, 16, 0)[0] == pytest.approx(0.3 * 131072, abs=32)
+    shares = [np.array(chosen_experts.counts("dirichlet", 131072, 16, rank)) / 131072 for rank in range(2)]
     assert np.abs(shares[0] - shares[1]).max() < 0.02  # one popularity
     assert shares[0].max() > 2 / 16
 

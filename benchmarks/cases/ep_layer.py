@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..peers.ep_layer import Experts, experts_bf16, torch_layer
 from ..peers.moe_layer import Weights
 from .case import Tensors, values
+from .chosen_experts import logits, places
 from .ep_products import Products
-from .ep_routing import places
 from .ep_wire import NoWire
 from .ep_work import BF16_WIRE, IN_TURN, PEER, Work, stages_of
 from .shapes import MoELayer
@@ -41,12 +41,11 @@ MIN_SQNR_DB = 21.0
 
 
 def tokens_of(shape: MoELayer, routing: str, rank: int, device: torch.device) -> Tensor:
-    """(T, D) bf16: normal values, and in front of each token its logits, (E / 2 - place) / 8, which bf16 holds."""
+    """(T, D) bf16: normal values, and in front of each token its logits."""
     t, d, _, e, k = shape
     rng = torch.Generator(device).manual_seed(rank)
     x = torch.randn(t, d, generator=rng, device=device, dtype=BF16)
-    order = torch.from_numpy(places(routing, t, e, k, rank)).to(device)
-    x[:, :e] = ((e / 2 - order) / 8).to(BF16)
+    x[:, :e] = torch.from_numpy(logits(routing, t, e, k, rank)).to(device, BF16)
     return x
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..peers.expert_parallel import grouped_mm_bf16, pipeline
 from .case import Tensors
+from .chosen_experts import counts as rows_of_experts
 from .ep_products import Products
-from .ep_routing import counts as rows_of_experts
 from .ep_wire import NoWire
 from .ep_work import BF16_WIRE, IN_TURN, PEER, Work, stages_of
 

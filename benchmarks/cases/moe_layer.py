@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..peers.moe_layer import Weights, torch_layer
 from .case import Tensors, values
+from .chosen_experts import logits
 from .error_check import Error, sqnr_db
 from .shapes import MoELayer
 
@@ -32,17 +33,21 @@ JaxProgram = tuple[Callable[..., tuple[jax.Array, ...]], tuple[Any, ...]]
 
 
 class LayerInputs(NamedTuple):
-    """x, dy (T, D) bf16, x a leaf; ours: the torch layer; weights: its parameters."""
+    """x, dy (T, D) bf16, x a leaf; ours: the torch layer; weights: its parameters. routing: "random" or another."""
 
     shape: MoELayer
+    routing: str
     x: Tensor
     dy: Tensor
     ours: torch_frontend.MoE
     weights: Weights
 
 
-def layer_inputs(shape: MoELayer, device: str, recipe: Recipe | str = RECIPE) -> LayerInputs:
-    """Normal values; the deviation of a weight is 1 / sqrt(fan in)."""
+def layer_inputs(shape: MoELayer, device: str, recipe: Recipe | str = RECIPE, routing: str = "random") -> LayerInputs:
+    """Normal values; the deviation of a weight is 1 / sqrt(fan in).
+
+    With a routing of chosen_experts.py the router is the identity on the first E values of x, which are logits.
+    """
     t, d, f, e, k = shape
     x, dy = values(2, t, d, device=device, octaves=0.5)
     ours = torch_frontend.MoE(d, f, e, k, recipe=recipe, dtype=torch.bfloat16, device=device)
@@ -50,7 +55,10 @@ def layer_inputs(shape: MoELayer, device: str, recipe: Recipe | str = RECIPE) ->
     with torch.no_grad():
         for i, w in enumerate(weights, 1):
             w.copy_(values(*w.shape, device=device, octaves=0.5, operand=i).mul_(w.shape[-1] ** -0.5))
-    return LayerInputs(shape, x.clone().requires_grad_(), dy.clone(), ours, weights)
+        if routing != "random":
+            weights.router.copy_(torch.eye(e, d))
+            x[:, :e] = torch.from_numpy(logits(routing, t, e, k, rank=0)).to(x)
+    return LayerInputs(shape, routing, x.clone().requires_grad_(), dy.clone(), ours, weights)
 
 
 def flops(shape: MoELayer, op: str) -> int:

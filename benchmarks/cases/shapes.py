@@ -61,12 +61,20 @@ class MoELayer(NamedTuple):
     top_k: int
 
 
+class RoutedLayer(NamedTuple):
+    """A layer whose experts are chosen by a routing of chosen_experts.py, or by a "random" router."""
+
+    layer: MoELayer
+    routing: str
+
+
 class Shapes(NamedTuple):
-    """Everything that a run on a GPU measures."""
+    """Everything that a run on a GPU measures. uneven: layers of uneven groups, or of tokens that no tile divides."""
 
     layer: Layer
     products: Products
     moe_layers: tuple[MoELayer, ...]
+    uneven: tuple[RoutedLayer, ...] = ()
 
 
 class CpuShapes(NamedTuple):
@@ -98,6 +106,11 @@ H200 = Shapes(
         MoELayer(16384, 4096, 14336, 8, 2),
         MoELayer(4096, 2048, 768, 128, 8),
     ),
+    uneven=tuple(
+        RoutedLayer(MoELayer(tokens, *sizes), routing)
+        for sizes in ((7168, 2048, 32, 8), (4096, 14336, 8, 2))
+        for tokens, routing in ((16384, "one_expert"), (16384, "dirichlet"), (16381, "random"))
+    ),
 )
 # The device finishes these launches before the host sends the next one, so the host's time is what remains.
 TINY_LAYER = Layer(96, 64, (32,), num_experts=8, top_k=2, local_experts=2)
@@ -106,6 +119,7 @@ TINY = Shapes(
     # Every kind of group: full tiles, part of a tile, empty.
     Products(large=(Product(256, 64, 32, 4), Product(256, 64, 32, 4, "skewed")), small=(Product(128, 64, 32, 4),)),
     (MoELayer(96, 64, 96, 8, 2),),
+    (RoutedLayer(MoELayer(83, 64, 96, 8, 2), "one_expert"),),
 )
 
 

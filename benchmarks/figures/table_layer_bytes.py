@@ -47,7 +47,7 @@ def _moved() -> list[str]:
     steps, shares = [passes(shape) for shape in shapes], reached(recorded)
     times = {tuple(r["case"][n] for n in MoELayer._fields): r["us"] for r in recorded
              if r["op"] == "moe_layer_fwd_bwd" and r["frontend"] == "torch"
-             and not {"weights", "launch", "clock"} & r["case"].keys()}  # fmt: skip
+             and not {"weights", "launch", "clock", "routing"} & r["case"].keys()}  # fmt: skip
     head = ["", "kernel", "operands", *map(_sizes, shapes), "share of the floor, alone"]
     rows = []
     for of_op in zip(*steps, strict=True):

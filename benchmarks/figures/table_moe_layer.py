@@ -19,6 +19,11 @@ def _sizes(row: Row) -> str:
     return ", ".join(str(row["case"][name]) for name in ("tokens", "dim", "hidden_dim", "num_experts", "top_k"))
 
 
+def _layer(row: Row) -> str:
+    routing = row["case"].get("routing")
+    return f"{NAMES[row['op']]}, {routing.replace('_', ' ')}" if routing else NAMES[row["op"]]
+
+
 def _how(row: Row) -> str:
     how = "held" if row["case"].get("weights") else "quantized in every step"
     return f"{how}, in a CUDA graph" if row["case"].get("launch") else how
@@ -40,7 +45,7 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
     any_ = rows[0]
     peak: int | None = ours["peak_nbytes"] if ours else None
     return (
-        NAMES[any_["op"]],
+        _layer(any_),
         _sizes(any_),
         _how(any_),
         f"{ours['peer_us'] / 1e3:.2f}" if ours else "",
@@ -68,6 +73,8 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         "weighted scatter-add ([source](../benchmarks/peers/moe_layer.py)).",
         "- *speed-up*: time of the plain layer divided by our time, of a step behind a pause with cold caches; in a "
         "CUDA graph both are replayed.",
+        "- *one expert*: 30% of the rows are of one expert, of top-8 an eighth; *dirichlet*: the popularity of experts "
+        "is a draw of Dirichlet(1, ..., 1). Other layers have the groups of a random router.",
         "- *in a row*: the same of steps that follow each other, as in training. JAX is compared in this way.",
         "- *`jax.lax.ragged_dot` / JAX*: time of the plain JAX layer divided by our time in JAX; empty where "
         "XLA's dense operands exceed the memory.",
@@ -82,7 +89,7 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
 def _lines(rows: Sequence[Row]) -> list[str]:
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["op"], _sizes(row), _how(row)), []).append(row)
+        groups.setdefault((_layer(row), _sizes(row), _how(row)), []).append(row)
     return [
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",

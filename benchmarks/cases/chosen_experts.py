@@ -53,6 +53,17 @@ def places(routing: str, tokens: int, experts: int, top_k: int, rank: int) -> Pl
     return np.argsort(np.argsort(-scores, axis=1), axis=1)
 
 
+def logits(routing: str, tokens: int, experts: int, top_k: int, rank: int) -> np.ndarray:
+    """(T, E) fp32: logits with which a router chooses so, (E / 2 - place) / 8, exact in bf16.
+
+    A router in bf16 and one in fp32 choose the same experts.
+
+    >>> logits("balanced", 4, 4, 2, rank=0).max(1).tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+    return ((experts / 2 - places(routing, tokens, experts, top_k, rank)) / 8).astype(np.float32)
+
+
 def counts(routing: str, rows: int, experts: int, rank: int) -> list[int]:
     """The rows of a rank for each expert, in multiples of 32, so that no group is padded.
 
