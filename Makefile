@@ -22,7 +22,7 @@ train: .venv/.train
 train-gpu: OUT ?= runs/gpu
 train-gpu:
 	$(PYTHON) -m examples.train_all --device gpu --ep 1 --preset curves --checkpoint-every 0 \
-	  --recipes bf16 mxfp8 mxfp8_wgrad_with_hp fp8_rowwise --limit 0.08 --out $(OUT)
+	  --recipes bf16 mxfp8 mxfp8_wgrad_with_hp fp8_rowwise fp8_blockwise --limit 0.08 --out $(OUT)
 
 # Two runs: Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile. A file
 # stays on one worker, so that process groups and compiled programs are made once per file; files start in the order of
