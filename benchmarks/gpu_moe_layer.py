@@ -160,19 +160,19 @@ def lines(
     only: Sequence[str], layers: Sequence[MoELayer], uneven: Sequence[RoutedLayer], device: str, each: Each,
     failures: list[str],
 ) -> Iterator[Line]:  # fmt: skip
-    """The lines of the ops named; of uneven layers without those of held weights and of graphs."""
+    """The lines of the ops named. Uneven layers are not measured with held weights or in a graph."""
     named = tuple(op for op in OPS if op in only)
     all_layers = [*((RoutedLayer(shape, "random"), True) for shape in layers), *((layer, False) for layer in uneven)]
-    for (shape, routing), even in all_layers if named else ():
+    for (shape, routing), whole in all_layers if named else ():
         of = f"{tuple(shape)}, routing {routing}"
         for inputs, reference in guarded(f"moe_layer: inputs of {of}", _inputs(shape, routing, device), failures):
-            for held in (False, True) if even else (False,):
+            for held in (False, True) if whole else (False,):
                 what = f"moe_layer {of}{', weights held' if held else ''}"
                 yield from guarded(what, torch_lines(inputs, reference, named, held, each), failures)
                 torch.cuda.empty_cache()  # memory for JAX
                 in_jax = jax_lines(inputs, reference, named, held, device, failures)
                 yield from guarded(f"{what} in JAX", in_jax, failures)
-            if even and device == "cuda" and "moe_layer_fwd_bwd" in named:
+            if whole and device == "cuda" and "moe_layer_fwd_bwd" in named:
                 what = f"moe_layer {of}, in a graph"
                 yield from guarded(what, graph_lines(inputs, reference, device, each), failures)
             del inputs, reference

@@ -6,9 +6,9 @@ the layer, of normal data, with either fold and in bf16.
     x, w bf16, a kind of data --quantize, fold--> operands --product--> error bound, dB from full precision --> rate
 
 Lines of JSON: `ratio` is the time of the product, or the fold, with one scale per row divided by its own; of a layer,
-that of the plain bf16 layer. `us` is the time of a launch with pauses before and after, `steady_us` that of one of
-many launches in a row, which keep the card at its power limit. `sqnr_db` is that of 256 rows against bf16 operands
-multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block apart.
+the time of the plain bf16 layer divided by its own. `us` and `ratio` are of launches between pauses, `in_a_row` of
+launches that follow each other and keep the card at its power limit. `sqnr_db` is that of 256 rows against bf16
+operands multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block apart.
 """
 
 import argparse
@@ -101,14 +101,17 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
         db[name] = (10 * torch.log10(full.square().sum() / noise.square().sum())).item()
     times = events(candidates, samples)
     wait = torch_wait("cuda")
-    steady = programs({name: (run, wait) for name, run in candidates.items()})
+    in_a_row = programs({name: (run, wait) for name, run in candidates.items()})
     for name, sample in times.items():
         yield {
             "op": name, "M": m, "N": n, "K": k, "G": g, "data": kind,
             "us": sample.us, "spread": sample.spread, "tflops": round(2 * m * n * k / sample.us / 1e6),
             "ratio": round(times["grouped_mm_fold"].us / sample.us, 3),
-            "steady_us": steady[name].us, "steady_spread": steady[name].spread,
-            "steady_ratio": round(steady["grouped_mm_fold"].us / steady[name].us, 3), "sqnr_db": round(db[name], 1),
+            "in_a_row": {
+                "us": in_a_row[name].us, "spread": in_a_row[name].spread,
+                "ratio": round(in_a_row["grouped_mm_fold"].us / in_a_row[name].us, 3),
+            },
+            "sqnr_db": round(db[name], 1),
             "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32, m), 4), "error": errors.get(name),
         }  # fmt: skip
     both = {"fold_rows": lambda: ops.fold_rows(*mx), "fold_rows_stepped": lambda: ops.fold_rows_stepped(*mx)}

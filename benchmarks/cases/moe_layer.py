@@ -33,7 +33,7 @@ JaxProgram = tuple[Callable[..., tuple[jax.Array, ...]], tuple[Any, ...]]
 
 
 class LayerInputs(NamedTuple):
-    """x, dy (T, D) bf16, x a leaf; ours: the torch layer; weights: its parameters. routing: "random" or another."""
+    """x, dy (T, D) bf16, x a leaf; ours: the torch layer; weights: its parameters. routing: a RoutedLayer's."""
 
     shape: MoELayer
     routing: str

@@ -69,7 +69,7 @@ class RoutedLayer(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Everything that a run on a GPU measures. uneven: layers of uneven groups, or of tokens that no tile divides."""
+    """Everything that a run on a GPU measures. uneven: layers with uneven groups, or with a prime number of tokens."""
 
     layer: Layer
     products: Products

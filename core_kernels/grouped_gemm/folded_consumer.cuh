@@ -63,7 +63,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
     [[maybe_unused]] bool flat = false;
     if constexpr (!kAlongK) {
       flat = __shfl_sync(~0u, tile.flat, 0);
-      // From one lane: otherwise the compiler selects them anew in every stage, before the product.
+      // From one lane: otherwise the compiler selects between the matrices in every stage, just before the product.
       const auto uniform = [](uint32_t value) { return __shfl_sync(~0u, value, 0); };
       stages_a = {uniform(flat ? common.first : own.first), uniform(flat ? common.step : own.step)};
       stages_b = {uniform(flat ? own.first : common.first), uniform(flat ? own.step : common.step)};
@@ -122,8 +122,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           depth = p.second.depth;
         }
       }
-      // Waits for the next stage, if there is one, during a product: nothing is left to do between the additions to the
-      // sum and the next product.
+      // more: whether there is another stage to wait for. In FP8 the wait is during the product of the stage before, so
+      // that the next product follows the additions to the sum at once.
       const auto next_stage = [&](bool more) {
         ring.advance();
         stages_a.advance(a, ring.stage);
