@@ -6,14 +6,16 @@ the layer, of normal data, with either fold and in bf16.
     x, w bf16, a kind of data --quantize, fold--> operands --product--> error bound, dB from full precision --> rate
 
 Lines of JSON: `ratio` is the time of the product, or the fold, with one scale per row divided by its own; of a layer,
-the time of the plain bf16 layer divided by its own. `us` and `ratio` are of launches between pauses, `in_a_row` of
-launches that follow each other and keep the card at its power limit. `sqnr_db` is that of 256 rows against bf16
-operands multiplied in fp64. `apart`: the share of 32 rows and 128 of K of x with a block apart.
+the time of the plain bf16 layer divided by its own. `of_normal` is the time of the product of normal data with one
+scale per row divided by its own: outlier channels make that product flush values, and zeros take less power. `zeros`
+is the share of them in x and in w. `us` and these ratios are of launches between pauses, `in_a_row` of launches that
+follow each other and keep the card at its power limit. `sqnr_db` is that of 256 rows against bf16 operands multiplied
+in fp64. `apart`: the share of 32 rows and 128 of K of x with a block apart.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,7 @@ from torch import Tensor
 from .cases.error_check import FP8_CHAIN, rows_error
 from .cases.moe_layer import check, layer_inputs, our_torch_layer, plain_torch_layer, torch_programs
 from .cases.shapes import H200, MoELayer
-from .figures.device_timing import events, programs, torch_wait
+from .figures.device_timing import Sample, events, programs, torch_wait
 from .figures.results import Run, gpu_name
 from .peers.grouped_gemm import grouped_bf16
 
@@ -36,6 +38,8 @@ SIZES = ((131072, 2048, 7168, 32), (32768, 4096, 14336, 8))
 """M, N, K and G of the products of gate or up, and of down."""
 CHANNELS = slice(992, 1024)
 ROWS = 256
+NORMAL = "grouped_mm_fold, normal data"
+Operand = tuple[Tensor, Tensor]
 
 
 def _channels(x: Tensor, w: Tensor, octaves: int, both: bool = True) -> None:
@@ -70,16 +74,30 @@ KINDS: dict[str, Callable[[Tensor, Tensor], None]] = {
 }
 
 
+def _normal(size: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    m, n, k, g = size
+    w = torch.randn(g, n, k, device="cuda") / k**0.5
+    return torch.randn(m, k, device="cuda", dtype=torch.bfloat16), w.bfloat16()
+
+
+def _by_row(mx: Operand, mx_w: Operand) -> tuple[Operand, Operand]:
+    return ops.fold_rows(*mx), ops.fold_rows(*mx_w, WEIGHT_HEADROOM)
+
+
+def _zeros(codes: Tensor) -> float:
+    return round(((codes[:ROWS] & 0x7F) == 0).float().mean().item(), 4)
+
+
 def compare(kind: str, size: tuple[int, int, int, int], samples: int):
     """One dict per product, and per fold."""
     m, n, k, g = size
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    w = (torch.randn(g, n, k, device="cuda") / k**0.5).bfloat16()
+    normal = _by_row(*map(ops.quantize_row, _normal(size)))
+    x, w = _normal(size)
     KINDS[kind](x, w)
     ends = (torch.arange(1, g + 1, device="cuda") * (m // g)).int()
     full = x[:ROWS].double() @ w[0].double().T
     mx, mx_w = ops.quantize_row(x), ops.quantize_row(w)
-    by_row = ops.fold_rows(*mx), ops.fold_rows(*mx_w, WEIGHT_HEADROOM)
+    by_row = _by_row(mx, mx_w)
     steps = ops.fold_rows_stepped(*mx), ops.fold_rows_stepped(*mx_w)
     blocks = ops.quantize_blockwise(x), ops.quantize_squares(w)
     candidates = {
@@ -88,6 +106,7 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
         "grouped_mm_blockwise": lambda: ops.grouped_mm_blockwise(*blocks[0], *blocks[1], ends),
         "torch_grouped_mm_bf16": lambda: grouped_bf16(x, w, ends),
     }
+    timed = candidates | {NORMAL: lambda: ops.grouped_mm_fold(*normal[0], *normal[1], ends)}
     per_block = tuple((q, sf.mT.contiguous()) for q, _, sf, _ in steps)
     errors = {
         "grouped_mm_fold": rows_error((candidates["grouped_mm_fold"](),), *by_row, ends, FP8_CHAIN),
@@ -99,19 +118,18 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
     for name, run in candidates.items():
         noise = run()[:ROWS].double() - full
         db[name] = (10 * torch.log10(full.square().sum() / noise.square().sum())).item()
-    times = events(candidates, samples)
     wait = torch_wait("cuda")
-    in_a_row = programs({name: (run, wait) for name, run in candidates.items()})
-    for name, sample in times.items():
+    paused, in_a_row = events(timed, samples), programs({name: (run, wait) for name, run in timed.items()})
+
+    def figures(times: Mapping[str, Sample], name: str) -> dict[str, float]:
+        ratio, of_normal = (round(times[base].us / times[name].us, 3) for base in ("grouped_mm_fold", NORMAL))
+        return {"us": times[name].us, "spread": times[name].spread, "ratio": ratio, "of_normal": of_normal}
+
+    for name in candidates:
         yield {
-            "op": name, "M": m, "N": n, "K": k, "G": g, "data": kind,
-            "us": sample.us, "spread": sample.spread, "tflops": round(2 * m * n * k / sample.us / 1e6),
-            "ratio": round(times["grouped_mm_fold"].us / sample.us, 3),
-            "in_a_row": {
-                "us": in_a_row[name].us, "spread": in_a_row[name].spread,
-                "ratio": round(in_a_row["grouped_mm_fold"].us / in_a_row[name].us, 3),
-            },
-            "sqnr_db": round(db[name], 1),
+            "op": name, "M": m, "N": n, "K": k, "G": g, "data": kind, **figures(paused, name),
+            "tflops": round(2 * m * n * k / paused[name].us / 1e6), "in_a_row": figures(in_a_row, name),
+            "zeros": [_zeros(by_row[0][0]), _zeros(by_row[1][0][0])], "sqnr_db": round(db[name], 1),
             "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32, m), 4), "error": errors.get(name),
         }  # fmt: skip
     both = {"fold_rows": lambda: ops.fold_rows(*mx), "fold_rows_stepped": lambda: ops.fold_rows_stepped(*mx)}
