@@ -1,5 +1,5 @@
-"""Products of rows with outliers: scales by row, stepped, blockwise, and bf16, in turn on one GPU; the folds of x; and
-the layer, of normal data, with either fold and in bf16.
+"""Products of rows with outliers: scales by row, balanced, stepped, blockwise, and bf16, in turn on one GPU; the folds
+of x; and the layer, of normal data, with each fold and in bf16.
 
     python -m benchmarks.outliers --commit <40 digits> --out FILE
 
@@ -23,8 +23,10 @@ from pathlib import Path
 import torch
 from mxep.core_kernels.fold.report import share_apart
 from mxep.core_kernels.formats import WEIGHT_HEADROOM
-from mxep.core_kernels.recipe import Recipe
+from mxep.core_kernels.recipe import FOLDED, Recipe
 from mxep.torch_frontend import ops
+from mxep.torch_frontend.balanced import balanced, group_levels
+from mxep.torch_frontend.weights import Balanced
 from torch import Tensor
 
 from .cases.error_check import FP8_CHAIN, rows_error
@@ -38,7 +40,7 @@ SIZES = ((131072, 2048, 7168, 32), (32768, 4096, 14336, 8))
 """M, N, K and G of the products of gate or up, and of down."""
 CHANNELS = slice(992, 1024)
 ROWS = 256
-NORMAL = "grouped_mm_fold, normal data"
+NORMAL, BALANCED = "grouped_mm_fold, normal data", "grouped_mm_fold, balanced"
 Operand = tuple[Tensor, Tensor]
 
 
@@ -100,8 +102,11 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
     by_row = _by_row(mx, mx_w)
     steps = ops.fold_rows_stepped(*mx), ops.fold_rows_stepped(*mx_w)
     blocks = ops.quantize_blockwise(x), ops.quantize_squares(w)
+    own, ends_of_w = group_levels(mx[1], ends), (torch.arange(1, g + 1, device="cuda") * n).int()
+    even, (even_w,) = balanced(Balanced(*mx), [Balanced(*mx_w)], ends)
     candidates = {
         "grouped_mm_fold": lambda: ops.grouped_mm_fold(*by_row[0], *by_row[1], ends),
+        BALANCED: lambda: ops.grouped_mm_fold(*even, *even_w, ends),
         "grouped_mm_fold_stepped": lambda: ops.grouped_mm_fold_stepped(*steps[0], *steps[1], ends),
         "grouped_mm_blockwise": lambda: ops.grouped_mm_blockwise(*blocks[0], *blocks[1], ends),
         "torch_grouped_mm_bf16": lambda: grouped_bf16(x, w, ends),
@@ -110,6 +115,7 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
     per_block = tuple((q, sf.mT.contiguous()) for q, _, sf, _ in steps)
     errors = {
         "grouped_mm_fold": rows_error((candidates["grouped_mm_fold"](),), *by_row, ends, FP8_CHAIN),
+        BALANCED: rows_error((candidates[BALANCED](),), even, even_w, ends, FP8_CHAIN),
         "grouped_mm_fold_stepped": rows_error(
             (candidates["grouped_mm_fold_stepped"](),), per_block[0], per_block[1], ends, FP8_CHAIN
         ),
@@ -132,8 +138,14 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
             "zeros": [_zeros(by_row[0][0]), _zeros(by_row[1][0][0])], "sqnr_db": round(db[name], 1),
             "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32, m), 4), "error": errors.get(name),
         }  # fmt: skip
-    both = {"fold_rows": lambda: ops.fold_rows(*mx), "fold_rows_stepped": lambda: ops.fold_rows_stepped(*mx)}
-    folds = events(both, samples)
+    other = group_levels(mx_w[1].flatten(0, 1), ends_of_w)
+    ways = {
+        "fold_rows": lambda: ops.fold_rows(*mx),
+        "fold_rows_balanced": lambda: ops.fold_rows_balanced(*mx, own, other, ends),
+        "span_levels, group_levels": lambda: group_levels(mx[1], ends),
+        "fold_rows_stepped": lambda: ops.fold_rows_stepped(*mx),
+    }
+    folds = events(ways, samples)
     for name, sample in folds.items():
         yield {
             "op": name, "M": m, "K": k, "data": kind, "us": sample.us, "spread": sample.spread,
@@ -144,7 +156,7 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
 def layers(shape: MoELayer, samples: int):
     """One dict per layer, forward and backward, of equal weights that are quantized in every step."""
     op = "moe_layer_fwd_bwd"
-    inputs = {name: layer_inputs(shape, "cuda", Recipe.parse("mxfp8", compute=name)) for name in ("fold", "stepped")}
+    inputs = {name: layer_inputs(shape, "cuda", Recipe.parse("mxfp8", compute=name)) for name in FOLDED}
     programs = {name: torch_programs(our_torch_layer(of), of)[op] for name, of in inputs.items()}
     reference = torch_programs(plain_torch_layer(inputs["fold"], torch.float32), inputs["fold"])[op]()
     errors = {name: check(of, reference, programs[name]()) for name, of in inputs.items()}

@@ -9,6 +9,7 @@
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
     "stepped"  as "fold", but for blocks apart, with a scale of their own; the same token operand
+    "balanced"  as "fold", after blocks have moved between both operands (balanced.py); the same token operand
     "row"     (q, sf), one sf per row       bf16
     "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
@@ -31,10 +32,12 @@ from ..core_kernels.formats import GRADIENT_HEADROOM
 from ..core_kernels.recipe import FOLDED, Recipe
 from . import ops
 from ._call import rounded
+from .balanced import balanced
 from .mx_array import MXArray
 from .weights import (
     KN,
     MX,
+    Balanced,
     Blockwise,
     Folded,
     Layout,
@@ -69,6 +72,9 @@ def _plus_bias(
     rows: Multiplied, weights: Multiplied | KN, group_ends: jax.Array, out_dtype, bias: jax.Array | None,
     row_weights: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
+    if isinstance(rows, Balanced):
+        assert isinstance(weights, Balanced)
+        rows, (weights,) = balanced(rows, (weights,), group_ends)
     if bias is None:
         return _multiply(rows, weights, group_ends, out_dtype)
     if isinstance(rows, Folded) and row_weights is None:
@@ -88,6 +94,10 @@ def pair_of_products(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`product` of the same rows with two weights of one shape, in bf16; folded ones without biases in one launch."""
     rows, weights, weights2 = row_operand(x, recipe), along_k(w, recipe), along_k(w2, recipe)
+    if isinstance(rows, Balanced):
+        assert isinstance(weights, Balanced)
+        assert isinstance(weights2, Balanced)
+        rows, (weights, weights2) = balanced(rows, (weights, weights2), group_ends)
     if biases == (None, None) and isinstance(rows, Folded) and isinstance(weights, Folded):
         assert isinstance(weights2, Folded)
         return ops.grouped_mm_fold_pair(*rows, *weights, *weights2, group_ends, out_dtype="bfloat16")
@@ -99,7 +109,7 @@ def input_gradient(
     dout: Rows, w: Weights, group_ends: jax.Array, recipe: Recipe, out_dtype, layout: Layout = "GNK"
 ) -> jax.Array:
     """dout (M, N) x w -> dx (M, K)."""
-    return _multiply(row_operand(dout, recipe), along_n(w, recipe, layout), group_ends, out_dtype)
+    return _plus_bias(row_operand(dout, recipe), along_n(w, recipe, layout), group_ends, out_dtype, None)
 
 
 def sum_of_input_gradients(
@@ -111,6 +121,12 @@ def sum_of_input_gradients(
     """
     rows, rows2 = (row_operand(x, recipe, GRADIENT_HEADROOM) for x in (dgate, dup))
     weights, weights2 = along_n(w1, recipe), along_n(w3, recipe)
+    if isinstance(rows, Balanced):
+        assert isinstance(rows2, Balanced)
+        assert isinstance(weights, Balanced)
+        assert isinstance(weights2, Balanced)
+        rows, (weights,) = balanced(rows, (weights,), group_ends)
+        rows2, (weights2,) = balanced(rows2, (weights2,), group_ends)
     if isinstance(rows, Folded):
         assert isinstance(weights, Folded)
         assert isinstance(rows2, Folded)
@@ -217,11 +233,11 @@ def _in_thirds(x: jax.Array) -> jax.Array:
 
 
 def row_operand(x: Rows, recipe: Recipe, headroom: int = 0) -> Multiplied:
-    """x along its rows in the recipe's form. Folded, Stepped, Blockwise and Upcast operands are returned unchanged.
+    """x along its rows in the recipe's form. Operands but MX are returned unchanged.
 
     headroom: of a fold; rows through a map have none.
     """
-    if isinstance(x, Folded | Stepped | Blockwise | Upcast):
+    if isinstance(x, Folded | Stepped | Balanced | Blockwise | Upcast):
         return x
     if form_of(recipe) == "bf16":
         return as_bf16(x)

@@ -51,6 +51,13 @@ class Stepped(NamedTuple):
     apart: jax.Array
 
 
+class Balanced(NamedTuple):
+    """MX bytes that a product folds by the levels of both of its operands (balanced.py): q (..., K), sf (..., K/32)."""
+
+    q: jax.Array
+    sf: jax.Array
+
+
 class Blockwise(NamedTuple):
     """E4M3 bytes q (M, K) with one fp32 scale per 128 values, sf (M, K/128); of weights q (G, N, K) with one per 128 x
     128 values, sf (G, N/128, K/128)."""
@@ -71,7 +78,7 @@ class KN(NamedTuple):
     w: jax.Array
 
 
-Quantized = MX | Folded | Stepped | Blockwise | Upcast
+Quantized = MX | Folded | Stepped | Balanced | Blockwise | Upcast
 
 
 def as_multiplied(pair: MX) -> MX | Upcast:
@@ -81,7 +88,7 @@ def as_multiplied(pair: MX) -> MX | Upcast:
 
 
 def _on_this_device(x: Quantized) -> Quantized:
-    return x if isinstance(x, Folded | Stepped | Blockwise | Upcast) else as_multiplied(x)
+    return x if isinstance(x, Folded | Stepped | Balanced | Blockwise | Upcast) else as_multiplied(x)
 
 
 def form_of(recipe: Recipe) -> Form:
@@ -109,8 +116,10 @@ def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
 
 
 def mx_rows(pair: MX, recipe: Recipe, headroom: int = 0) -> Quantized:
-    """MX in the recipe's form, "mx", "fold" or "stepped". headroom: of a fold."""
+    """MX in the recipe's form, "mx", "fold", "stepped" or "balanced". headroom: of a fold."""
     form = form_of(recipe)
+    if form == "balanced":
+        return Balanced(*pair)
     if form == "stepped":
         return Stepped(*ops.fold_rows_stepped(*pair))
     return as_multiplied(pair) if form == "mx" else Folded(*ops.fold_rows(*pair, headroom=headroom))
@@ -121,7 +130,7 @@ def quantize_rows(x: jax.Array, recipe: Recipe, headroom: int = 0) -> Quantized:
     form = form_of(recipe)
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, power_of_two=form == "block_power_of_two"))
-    if form in ("mx", "stepped"):
+    if form in ("mx", "stepped", "balanced"):
         return mx_rows(ops.quantize_row(x, rounding=recipe.rounding), recipe)
     if form == "fold":
         return Folded(*ops.quantize_row_fold(x, rounding=recipe.rounding, headroom=headroom))
@@ -164,7 +173,7 @@ def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantiz
         qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding=recipe.rounding)
         return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding=recipe.rounding)
-    if form == "stepped":
+    if form in ("stepped", "balanced"):
         return mx_rows((q, sf), recipe), mx_rows((q_t, sf_t), recipe)
     return (q, sf), (q_t, sf_t)
 

@@ -47,6 +47,8 @@ SPECIAL = {
     "grouped_mm_fold_stepped": WEIGHTS
     | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), lhs_step_sf=(1, SIZE), rhs_step_sf=(1, 1, SIZE))
     | _types("int32", lhs_apart=(1, 1), rhs_apart=(1, 1, 1)),
+    "fold_rows_balanced": _types("uint8", own=(1, 1), other=(1, 1)),
+    "group_levels": _types("uint8", levels=(1, 1)),
     "grouped_mm_fold_pair": WEIGHTS
     | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), rhs2_qf=(1, SIZE, SIZE), rhs2_sf=(1, SIZE)),
     "grouped_wgrad_fold": _types("uint8", lhs_sf=(1, SIZE), rhs_sf=(1, SIZE)),

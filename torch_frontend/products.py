@@ -9,6 +9,7 @@
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
     "stepped"  as "fold", but for blocks apart, with a scale of their own; the same token operand
+    "balanced"  as "fold", after blocks have moved between both operands (balanced.py); the same token operand
     "row"     (q, sf), one sf per row       bf16
     "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
@@ -32,11 +33,13 @@ from ..core_kernels.recipe import FOLDED, Form, Recipe
 from ..core_kernels.registry import OPS
 from . import _direct as ops
 from ._call import into
+from .balanced import balanced
 from .gathered_rows import GatheredRows
 from .mx_tensor import MXTensor, dequantized
 from .weights import (
     KN,
     MX,
+    Balanced,
     Blockwise,
     Folded,
     Operand,
@@ -98,6 +101,9 @@ def product(
 
     Both operands have one form: an activation and the weights along K, or a gradient and the weights along N.
     """
+    if isinstance(rows, Balanced):
+        assert isinstance(w, Balanced)
+        rows, (w,) = balanced(rows, (w,), group_ends)
     if bias is not None and row_weights is None and isinstance(rows, Folded):
         return _written("grouped_mm_fold_bias", (*rows, *w, bias.contiguous(), group_ends), out_dtype, out)
     if bias is not None:  # the other kernels take no bias: it is added to their fp32 sums
@@ -125,6 +131,10 @@ def pair_of_products(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`product` of the same rows with two weights of one shape; folded ones without biases in one launch."""
     (w, w2), (bias, bias2) = weights, biases
+    if isinstance(rows, Balanced):
+        assert isinstance(w, Balanced)
+        assert isinstance(w2, Balanced)
+        rows, (w, w2) = balanced(rows, (w, w2), group_ends)
     if bias is bias2 is None and isinstance(rows, Folded) and isinstance(w, Folded) and isinstance(w2, Folded):
         return ops.grouped_mm_fold_pair(*rows, *w, *w2, group_ends, dtype_name(out_dtype))
     first = product(rows, w, group_ends, out_dtype, bias)
@@ -144,6 +154,11 @@ def sum_of_products(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """rows x w + rows2 x w2, rounded once -> (M, N); operands and out as in `product`."""
+    if isinstance(rows, Balanced):
+        assert isinstance(rows2, Balanced)
+        assert isinstance(w, Balanced)
+        assert isinstance(w2, Balanced)
+        (rows, (w,)), (rows2, (w2,)) = balanced(rows, (w,), group_ends), balanced(rows2, (w2,), group_ends)
     if isinstance(rows, Folded) and isinstance(rows2, Folded):
         return _written("grouped_mm_fold_sum", (*rows, *w, *rows2, *w2, group_ends), out_dtype, out)
     if isinstance(w, KN) and isinstance(w2, KN):
@@ -234,11 +249,11 @@ def _in_thirds(x: Tensor) -> Tensor:
 
 
 def row_operand(x: Operand, form: Form, rounding: int, headroom: int = 0) -> Operand:
-    """x along its last dim in the given form. A Folded, Stepped, Blockwise or Upcast operand is returned unchanged.
+    """x along its last dim in the given form. Operands but MX are returned unchanged.
 
     headroom: of a fold; gathered rows have none.
     """
-    if isinstance(x, Folded | Stepped | Blockwise | Upcast):
+    if isinstance(x, Folded | Stepped | Balanced | Blockwise | Upcast):
         return x
     if form == "bf16":
         assert isinstance(x, Tensor)
@@ -280,7 +295,7 @@ def token_operand(x: Operand, form: Form, rounding: int, group_ends: Tensor, row
 
     A Folded or Upcast operand is returned unchanged; an MX operand is along the tokens already.
     """
-    assert not isinstance(x, Blockwise | Stepped)
+    assert not isinstance(x, Blockwise | Stepped | Balanced)
     if isinstance(x, Folded | Upcast):
         return x
     if form == "fold" and isinstance(x, GatheredRows) and row_map is None:

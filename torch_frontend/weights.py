@@ -55,6 +55,13 @@ class Stepped(NamedTuple):
     apart: Tensor
 
 
+class Balanced(NamedTuple):
+    """MX bytes that a product folds by the levels of both of its operands (balanced.py): q (..., K), sf (..., K/32)."""
+
+    q: Tensor
+    sf: Tensor
+
+
 class Blockwise(NamedTuple):
     """E4M3 bytes q (..., K) with one fp32 scale per 128 values, sf (..., K/128); of weights q (G, N, K) with one per
     128 x 128 values, sf (G, N/128, K/128)."""
@@ -75,7 +82,7 @@ class KN(NamedTuple):
     w: Tensor
 
 
-Quantized = MX | Folded | Stepped | Blockwise | Upcast
+Quantized = MX | Folded | Stepped | Balanced | Blockwise | Upcast
 Operand = Tensor | Quantized
 """An operand of a product: a bf16 tensor, or quantized bytes."""
 WeightOperand = Operand | KN
@@ -291,7 +298,9 @@ def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized,
 
 
 def mx_rows(x: MX, form: Form, headroom: int = 0) -> Quantized:
-    """MX in the form "mx", "fold" or "stepped". headroom: of a fold."""
+    """MX in the form "mx", "fold", "stepped" or "balanced". headroom: of a fold."""
+    if form == "balanced":
+        return Balanced(*x)
     if form == "stepped":
         return Stepped(*ops.fold_rows_stepped(*x))
     return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, headroom))
@@ -301,7 +310,7 @@ def quantize_rows(x: Tensor, form: Form, rounding: int, headroom: int = 0) -> Qu
     """Quantize x (..., K), contiguous, along its last dim. headroom: of a fold."""
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, form == "block_power_of_two"))
-    if form in ("mx", "stepped"):
+    if form in ("mx", "stepped", "balanced"):
         return mx_rows(MX(*ops.quantize_row(x, rounding)), form)
     if form == "fold":
         return Folded(*ops.quantize_row_fold(x, rounding, False, headroom))

@@ -28,6 +28,7 @@ from ..combine.oracle import combine, combine_bwd
 from ..oracle_math import Array, round_to
 from ..permute.oracle import permute_rows
 from ..quantize.oracle import quantize_row
+from ..recipe import FOLDED
 from ..routing.oracle import sort_by_expert
 from .choice import Choice, route, route_vjp, sigmoid
 from .ffn import Precision, Rows, swiglu_ffn, swiglu_ffn_vjp
@@ -118,7 +119,7 @@ class Options(NamedTuple):
     @property
     def mx(self) -> bool:
         """Whether rows and their gradients travel as MXFP8."""
-        return self.precision.form in ("mx", "fold", "stepped")
+        return self.precision.form in ("mx", *FOLDED)
 
 
 class _Rows(NamedTuple):

@@ -308,6 +308,22 @@ def weights_with_outliers(rng: Rng, m: int) -> Tensors:
     return torch_ops.quantize_row(_outliers(finite(rng, GROUPS, m, 288), rng))
 
 
+def scales_and_rows(rng: Rng, m: int) -> Tensors:
+    return torch_ops.quantize_row(_outliers(finite(rng, m, 8320), rng))[1], ragged(rng, m)
+
+
+def levels_and_rows(rng: Rng, m: int) -> Tensors:
+    sf, ends = scales_and_rows(rng, m)
+    return torch_ops.span_levels(sf, ends), ends
+
+
+def mx_and_levels(rng: Rng, m: int) -> Tensors:
+    q, sf = torch_ops.quantize_row(_outliers(finite(rng, m, 8320), rng))
+    ends = ragged(rng, m)
+    own = torch_ops.group_levels(torch_ops.span_levels(sf, ends), ends)
+    return q, sf, own, own.flip(1), ends
+
+
 def grouped_mm_fold_stepped(rng: Rng, m: int) -> Tensors:
     """Many tiles, and flat ones."""
     lhs, rhs = (_outliers(finite(rng, *shape, 416), rng) for shape in ((m,), (GROUPS, 808)))

@@ -16,6 +16,7 @@ import pytest
 import triton
 from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_balanced as fold_balanced
 from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.fold import plan_permute as fold_permute
 from mxep.core_kernels.fold import plan_stepped as fold_stepped
@@ -107,6 +108,14 @@ CASES = {
     "quantize_rowwise f32 satfinite": Case(quantize.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
     "fold_rows_stepped": Case(fold_stepped.fold_rows_stepped, mx(M, K), {}, QUANTIZE),
     "fold_rows_stepped 3D": Case(fold_stepped.fold_rows_stepped, mx(GROUPS, N, K), {}, QUANTIZE),
+    "span_levels": Case(fold_balanced.span_levels, (u8(M, K // 32), i32(GROUPS)), {}, ()),
+    "group_levels": Case(fold_balanced.group_levels, (u8(M // 256 + GROUPS, K // 32), i32(GROUPS)), {}, ()),
+    "fold_rows_balanced": Case(
+        fold_balanced.fold_rows_balanced,
+        (*mx(M, K), u8(GROUPS, K // 32), u8(GROUPS, K // 32), i32(GROUPS)),
+        {},
+        QUANTIZE,
+    ),
     "quantize_blockwise": Case(blockwise.quantize_blockwise, (bf16(M, K),), {}, QUANTIZE),
     "quantize_blockwise f32 powers": Case(
         blockwise.quantize_blockwise, (f32(GROUPS, M, K),), {"power_of_two": True}, QUANTIZE

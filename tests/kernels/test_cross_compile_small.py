@@ -3,6 +3,7 @@
 import pytest
 from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
+from mxep.core_kernels.fold import plan_balanced as fold_balanced
 from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.fold import plan_permute as fold_permute
 from mxep.core_kernels.fold import plan_stepped as fold_stepped
@@ -33,6 +34,9 @@ SMALL = {
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
     "quantize_rowwise": (quantize.quantize_rowwise, (bf16(1, 32),)),
     "fold_rows_stepped": (fold_stepped.fold_rows_stepped, mx(1, 32)),
+    "span_levels": (fold_balanced.span_levels, (u8(1, 1), i32(1))),
+    "group_levels": (fold_balanced.group_levels, (u8(1, 1), i32(1))),
+    "fold_rows_balanced": (fold_balanced.fold_rows_balanced, (*mx(1, 32), u8(1, 1), u8(1, 1), i32(1))),
     "quantize_blockwise": (blockwise.quantize_blockwise, (bf16(1, 3),)),
     "quantize_squares": (blockwise.quantize_squares, (bf16(1, 3),)),
     "quantize_squares_both": (blockwise.quantize_squares_both, (bf16(1, 3),)),

@@ -114,7 +114,8 @@ def step(moe: MoE, x: Tensor) -> list[Tensor]:
     return [y, x.grad, *(p.grad for p in moe.parameters() if p.grad is not None)]
 
 
-RUNS = RECIPES | {"mxfp8 folded": folded(), "mxfp8 stepped": Recipe.parse("mxfp8", compute="stepped")}
+RUNS = RECIPES | {"mxfp8 folded": folded()}
+RUNS |= {f"mxfp8 {compute}": Recipe.parse("mxfp8", compute=compute) for compute in ("balanced", "stepped")}
 
 
 @pytest.mark.parametrize(("run", "prob_in"), [*((run, "swiglu") for run in RUNS), ("mxfp8 folded", "combine")])
