@@ -1,4 +1,4 @@
-"""The loss of `compute="fold"` and "stepped" on a layer: each operand of the layer, folded and unfolded.
+"""The loss of `compute="fold"`, "balanced" and "stepped" on a layer: each operand of the layer, folded and unfolded.
 
     x, params --route, quantize, multiply--> x  w1  w3  gate  up  h  w2          forward
     dout -----gather, quantize, multiply---> dout  w2_t  dh  dgate  dup  w1_t  w3_t   backward, as far as operands go
@@ -8,19 +8,31 @@
 The products are the exact ones on any device, so that no operand contains the error of an earlier fold.
 """
 
+from functools import reduce
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ..core_kernels.fold.report import Measured, NumericsReport, report, row_slices, share_apart, slots_of_blocks
+from ..core_kernels.fold.report import (
+    BALANCED,
+    Measured,
+    NumericsReport,
+    report,
+    row_slices,
+    share_apart,
+    slots_of_blocks,
+)
 from ..core_kernels.formats import BLOCK, E8M0_NAN, GRADIENT_HEADROOM, WEIGHT_HEADROOM
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from . import moe, ops
 from ._checks import check_floats
 from ._shapes import Float
+from .balanced import group_levels
 from .moe_params import check_params
 from .products import bias_of_rows
 from .weighted_combine import weigh_slots
@@ -75,16 +87,17 @@ def numerics_report(
     in_swiglu = prob_P if config.prob_in == "swiglu" else prob_P[:0]
 
     of: dict[str, Measured] = {}
-    ends_of_rows = np.asarray(ends)
+    operands: dict[str, _Operand] = {}
 
-    def rows(name: str, pair: MX, headroom: int = 0) -> MX:
-        of[name] = _rows(*pair, row_slices(ends_of_rows), headroom)
+    def rows(name: str, pair: MX, headroom: int = 0, group_ends: jax.Array = ends) -> MX:
+        operands[name] = _Operand(*pair, group_ends)
+        of[name] = _rows(operands[name], headroom)
         return pair
 
     def weight(name: str, pair: MX) -> MX:
         groups, n, _ = pair[0].shape
         q, sf = (t.reshape(groups * n, t.shape[2]) for t in pair)
-        of[name] = _rows(q, sf, row_slices(np.arange(1, groups + 1) * n), WEIGHT_HEADROOM)
+        rows(name, (q, sf), WEIGHT_HEADROOM, jnp.arange(1, groups + 1, dtype=jnp.int32) * n)
         return pair
 
     def tokens(name: str, pair: MX) -> None:
@@ -115,7 +128,27 @@ def numerics_report(
         tokens("dup_t", ops.quantize_col(dup, rounding=rounding))
         tokens("h_t", ops.swiglu_col(gate, up, in_swiglu, rounding, False, *numbers))
         tokens("dout_t", ops.quantize_col(ops.dequantize(*d_P), rounding=rounding))
+    for name, weights in BALANCED.items():
+        own, others = operands[name].level(), [operands[w].level() for w in weights]
+        other = reduce(jnp.minimum, others)
+        of[name] = of[name]._replace(balanced=_balanced(operands[name], own, other))
+        for w in weights:
+            of[w] = of[w]._replace(balanced=_balanced(operands[w], other, own))
     return report(of)
+
+
+class _Operand(NamedTuple):
+    """q (R, K), sf (R, K/32), and the ends of its groups of rows (G,)."""
+
+    q: jax.Array
+    sf: jax.Array
+    ends: jax.Array
+
+    def groups(self) -> tuple[slice, ...]:
+        return row_slices(np.asarray(self.ends))
+
+    def level(self) -> jax.Array:
+        return group_levels(self.sf, self.ends)
 
 
 def _product(x: MX, w: MX, ends: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -154,13 +187,25 @@ def _values_of(w: jax.Array | QuantizedWeights) -> jax.Array:
     return w.values if isinstance(w, QuantizedWeights) else w
 
 
-def _rows(q: jax.Array, sf: jax.Array, groups: tuple[slice, ...], headroom: int = 0) -> Measured:
+def _rows(x: _Operand, headroom: int = 0) -> Measured:
     """Folded to one scale per row, and stepped."""
+    (q, sf, _), groups = x, x.groups()
     qf, row_sf = ops.fold_rows(q, sf, headroom=headroom)
     of = _measured(q, sf, qf, jnp.broadcast_to(row_sf[:, None], sf.shape), groups)
     qf, _, step_sf, apart = ops.fold_rows_stepped(q, sf)
     share = share_apart(np.asarray(apart), sf.shape[1], groups[-1].stop)
     return of._replace(stepped=_measured(q, sf, qf, step_sf.T, groups), apart=share)
+
+
+def _balanced(x: _Operand, own: jax.Array, other: jax.Array) -> Measured:
+    """Folded by the levels of both operands. Unmoved, a block has the scale of its row less what it moved."""
+    qf, row_sf = ops.fold_rows_balanced(x.q, x.sf, own, other, x.ends)
+    moved = lax.div(own.astype(jnp.int32) - other.astype(jnp.int32), jnp.int32(2))  # towards zero
+    group = np.searchsorted(np.asarray(x.ends), np.arange(len(x.q)), side="right")
+    of_rows = jnp.pad(moved, ((0, 1), (0, 0)))[group]
+    target = jnp.clip(row_sf[:, None].astype(jnp.int32) - of_rows, 0, E8M0_NAN - 1)
+    target = jnp.where(row_sf[:, None] == E8M0_NAN, E8M0_NAN, target).astype(jnp.uint8)
+    return _measured(x.q, x.sf, qf, target, x.groups())
 
 
 def _tokens(q: jax.Array, sf: jax.Array, ends: jax.Array) -> Measured:

@@ -16,6 +16,7 @@ from mxep import torch_frontend as mxep_torch
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold import oracle_stepped as fold_stepped
+from mxep.core_kernels.fold.oracle_balanced import balanced
 from mxep.core_kernels.fold.report import OPERANDS, Measured, NumericsReport
 from mxep.core_kernels.formats import BLOCK, WEIGHT_HEADROOM
 from mxep.core_kernels.grouped_gemm import oracle_stepped
@@ -69,9 +70,12 @@ def sqnr(got: Array, want: Array) -> float:
     return float(10 * np.log10(np.sum(want**2) / np.sum((got - want) ** 2)))
 
 
-def folded_rows(q: Array, sf: Array, headroom: int = 0) -> Array:
-    qf, row_sf = fold_oracle.fold_rows(q, sf, headroom)
+def values_of(qf: Array, row_sf: Array) -> Array:
     return oracle_math.E4M3_VALUES[qf] * oracle_math.e8m0_value(row_sf)[..., None]
+
+
+def folded_rows(q: Array, sf: Array, headroom: int = 0) -> Array:
+    return values_of(*fold_oracle.fold_rows(q, sf, headroom))
 
 
 # SQNR of x w1^T with both operands folded, K = 1024, per value of hot: 50.0, 34.4, 20.5, 9.6 and 0.9 dB.
@@ -92,6 +96,13 @@ def test_the_report_predicts_the_loss_of_a_folded_product(report: Callable, hot:
     full = x.astype(np.float64) @ params["w1"][0].astype(np.float64).T
     cost = sqnr(a @ b.T, full) - sqnr(a_folded @ b_folded.T, full)
     assert ("x" in found.lossy()) == (cost > 0.3), cost
+    # Balanced, the first block of x and of w1 meet in the middle, and nothing is lost that all blocks do not lose.
+    even = balanced(operands[0], [tuple(part[None] for part in operands[1])], np.int32([len(a)]))
+    even_a, even_b = even[0], tuple(part[0] for part in even[1][0])
+    predicted = -10 * np.log10(sum(10 ** (-loss.balanced_db / 10) for loss in losses))
+    found_db = sqnr(values_of(*even_a) @ values_of(*even_b).T, a @ b.T)
+    assert abs(predicted - found_db) < 0.5 or min(predicted, found_db) > 130
+    assert found_db > 60
     # Stepped, the first block of x and of w1 is apart, of all rows from 2^12 on. Nearly nothing is lost then, in few
     # values: 135 dB and more.
     stepped = [oracle_stepped.stepped_values(*fold_stepped.fold_rows_stepped(*pair)[::2]) for pair in operands]
@@ -214,8 +225,10 @@ def test_the_printed_table() -> None:
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines[1:-2]] == list(found.operands)
     assert lines[-2].startswith(f"Folding {found.worst()} leaves ")
-    assert lines[-1] == "Use compute='stepped': x, w1, w3 below 40 dB, where MXFP8 itself has 27 to 30."
-    worse = found.operands["x"]._replace(stepped_db=39.9)
+    assert lines[-1] == "Use compute='balanced': x, w1, w3 below 40 dB, where MXFP8 itself has 27 to 30."
+    worse = found.operands["x"]._replace(balanced_db=39.9)
+    assert "Use compute='stepped'" in str(NumericsReport({**found.operands, "x": worse}))
+    worse = worse._replace(stepped_db=39.9)
     assert "Use compute='exact'" in str(NumericsReport({**found.operands, "x": worse}))
     assert str(torch_report(*make_layer(64, 96, 1, 64), 1)).endswith(
         "compute='fold' is safe here: MXFP8 itself has 27 to 30 dB."

@@ -1,4 +1,4 @@
-"""The loss of `compute="fold"` and "stepped" on a layer: each operand of the layer, folded and unfolded.
+"""The loss of `compute="fold"`, "balanced" and "stepped" on a layer: each operand of the layer, folded and unfolded.
 
     x, params --route, quantize, multiply--> x  w1  w3  gate  up  h  w2          forward
     dout -----gather, quantize, multiply---> dout  w2_t  dh  dgate  dup  w1_t  w3_t   backward, as far as operands go
@@ -8,12 +8,15 @@
 The products are the exact ones on any device, so that no operand contains the error of an earlier fold.
 """
 
-import numpy as np
+from functools import reduce
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core_kernels.fold.report import (
+    BALANCED,
     Measured,
     NumericsReport,
     report,
@@ -26,6 +29,7 @@ from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
 from ._checks import check_plain
+from .balanced import group_levels
 from .moe import MoE
 from .products import bias_of_rows
 from .weighted_combine import weigh_slots
@@ -79,15 +83,17 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     in_swiglu = prob_P if moe.prob_in == "swiglu" else prob_P[:0]
 
     of: dict[str, Measured] = {}
-    ends_of_rows = ends.cpu().numpy()
+    operands: dict[str, _Operand] = {}
 
-    def rows(name: str, q: Tensor, sf: Tensor, headroom: int = 0) -> tuple[Tensor, Tensor]:
-        of[name] = _rows(q, sf, row_slices(ends_of_rows), headroom)
+    def rows(name: str, q: Tensor, sf: Tensor, headroom: int = 0, group_ends: Tensor = ends) -> tuple[Tensor, Tensor]:
+        operands[name] = _Operand(q, sf, group_ends)
+        of[name] = _rows(operands[name], headroom)
         return q, sf
 
     def weight(name: str, q: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
         groups, n, _ = q.shape
-        of[name] = _rows(q.flatten(0, 1), sf.flatten(0, 1), row_slices(np.arange(1, groups + 1) * n), WEIGHT_HEADROOM)
+        of_groups = torch.arange(1, groups + 1, dtype=torch.int32, device=q.device) * n
+        rows(name, q.flatten(0, 1), sf.flatten(0, 1), WEIGHT_HEADROOM, of_groups)
         return q, sf
 
     def tokens(name: str, q: Tensor, sf: Tensor) -> None:
@@ -116,7 +122,27 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
         tokens("dup_t", *ops.quantize_col(dup, rounding))
         tokens("h_t", *ops.swiglu_col(gate, up, in_swiglu, rounding, False, *numbers))
         tokens("dout_t", *ops.quantize_col(ops.dequantize(*d_P), rounding))
+    for name, weights in BALANCED.items():
+        own, others = operands[name].level(), [operands[w].level() for w in weights]
+        other = reduce(torch.minimum, others)
+        of[name] = of[name]._replace(balanced=_balanced(operands[name], own, other))
+        for w in weights:
+            of[w] = of[w]._replace(balanced=_balanced(operands[w], other, own))
     return report(of)
+
+
+class _Operand(NamedTuple):
+    """q (R, K), sf (R, K/32), and the ends of its groups of rows (G,)."""
+
+    q: Tensor
+    sf: Tensor
+    ends: Tensor
+
+    def groups(self) -> tuple[slice, ...]:
+        return row_slices(self.ends.cpu().numpy())
+
+    def level(self) -> Tensor:
+        return group_levels(self.sf, self.ends)
 
 
 def _product(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], ends: Tensor, bias: Tensor | None) -> Tensor:
@@ -159,13 +185,25 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
             fail(ValueError, OP, name, "NaN or infinity", "allowed: finite values; other values have no SQNR")
 
 
-def _rows(q: Tensor, sf: Tensor, groups: tuple[slice, ...], headroom: int = 0) -> Measured:
+def _rows(x: _Operand, headroom: int = 0) -> Measured:
     """Folded to one scale per row, and stepped."""
+    (q, sf, _), groups = x, x.groups()
     qf, row_sf = ops.fold_rows(q, sf, headroom)
     of = _measure(q, sf, qf, row_sf[:, None].expand_as(sf).contiguous(), groups)
     qf, _, step_sf, apart = ops.fold_rows_stepped(q, sf)
     stepped = _measure(q, sf, qf, step_sf.T.contiguous(), groups)
     return of._replace(stepped=stepped, apart=share_apart(apart.cpu().numpy(), sf.shape[1], groups[-1].stop))
+
+
+def _balanced(x: _Operand, own: Tensor, other: Tensor) -> Measured:
+    """Folded by the levels of both operands. Unmoved, a block has the scale of its row less what it moved."""
+    qf, row_sf = ops.fold_rows_balanced(x.q, x.sf, own, other, x.ends)
+    moved = torch.div(own.int() - other.int(), 2, rounding_mode="trunc")
+    row = torch.arange(x.q.shape[0], dtype=torch.int32, device=x.q.device)
+    of_rows = torch.nn.functional.pad(moved, (0, 0, 0, 1))[torch.searchsorted(x.ends, row, right=True)]
+    target = (row_sf[:, None].int() - of_rows).clamp(0, E8M0_NAN - 1)
+    target = torch.where(row_sf[:, None] == E8M0_NAN, E8M0_NAN, target).to(torch.uint8)
+    return _measure(x.q, x.sf, qf, target, x.groups())
 
 
 def _tokens(q: Tensor, sf: Tensor, ends: Tensor) -> Measured:

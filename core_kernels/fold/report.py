@@ -38,6 +38,8 @@ PRODUCTS = (
     *(("dout", "w2_t"), ("dgate", "w1_t"), ("dup", "w3_t")),
     *(("dgate_t", "x_t"), ("dup_t", "x_t"), ("dout_t", "h_t")),
 )
+BALANCED = {"x": ("w1", "w3"), "h": ("w2",), "dout": ("w2_t",), "dgate": ("w1_t",), "dup": ("w3_t",)}
+"""The rows and the weights that a balanced fold moves blocks between: those of one launch share their levels."""
 
 
 class Measured(NamedTuple):
@@ -45,8 +47,8 @@ class Measured(NamedTuple):
 
     counts: nonzero, rounded, flushed. signal, noise: (R, B) fp32, in units of 2^(2 (top - 127)) of the row. top: (R,)
     uint8, the largest target scale byte of the row. groups: the rows of each expert, or a single group of all rows if
-    the blocks run along the tokens. stepped: the same of a stepped fold, of operands along the rows. apart: the share
-    of 32 rows and 128 of K in which that has a block apart.
+    the blocks run along the tokens. balanced, stepped: the same of these folds, of operands along the rows. apart: the
+    share of 32 rows and 128 of K in which the stepped one has a block apart.
     """
 
     counts: tuple[int, int, int]
@@ -54,6 +56,7 @@ class Measured(NamedTuple):
     noise: np.ndarray
     top: np.ndarray
     groups: tuple[slice, ...]
+    balanced: "Measured | None" = None
     stepped: "Measured | None" = None
     apart: float = 0.0
 
@@ -86,8 +89,8 @@ class OperandLoss(NamedTuple):
     sqnr_db: SQNR of the folded operand against the unfolded one.
     product_db: SQNR of the products with this operand folded against the unfolded products; the smallest of them. All
         rows have equal weight, and the value is the mean over random signs of the operand's values.
-    stepped_db: the same with compute="stepped", and apart: the share of 32 rows and 128 of K that it multiplies 32
-        terms at a time; None along the tokens, where it folds as "fold" does.
+    balanced_db, stepped_db: the same with compute="balanced" and "stepped", and apart: the share of 32 rows and 128 of
+        K that "stepped" multiplies 32 terms at a time; None along the tokens, where both fold as "fold" does.
     """
 
     along: str
@@ -96,6 +99,7 @@ class OperandLoss(NamedTuple):
     flushed: int
     sqnr_db: float
     product_db: float
+    balanced_db: float | None = None
     stepped_db: float | None = None
     apart: float | None = None
 
@@ -121,14 +125,15 @@ class NumericsReport:
     def __str__(self) -> str:
         lines = [
             f"{'operand':8}{'along':>7}{'nonzero':>13}{'rounded':>10}{'flushed':>10}{'SQNR':>9}{'in products':>14}"
-            f"{'stepped':>11}{'apart':>10}"
+            f"{'balanced':>11}{'stepped':>11}{'apart':>10}"
         ]
         for name, loss in self.operands.items():
             shares = (f"{100 * count / max(loss.nonzero, 1):.3f}%" for count in (loss.rounded, loss.flushed))
             counts = f"{loss.nonzero:13}{next(shares):>10}{next(shares):>10}"
             line = f"{name:8}{loss.along:>7}{counts}{loss.sqnr_db:6.1f} dB{loss.product_db:11.1f} dB"
-            if loss.stepped_db is not None and loss.apart is not None:
-                line += f"{loss.stepped_db:8.1f} dB{100 * loss.apart:9.2f}%"
+            for db in (loss.balanced_db, loss.stepped_db):
+                line += "" if db is None else f"{db:8.1f} dB"
+            line += "" if loss.apart is None else f"{100 * loss.apart:9.2f}%"
             lines.append(line)
         return "\n".join((*lines, self._advice()))
 
@@ -136,29 +141,36 @@ class NumericsReport:
         worst = self.worst()
         least = f"Folding {worst} leaves {self.operands[worst].product_db:.1f} dB of its products, the least of all"
         if self.lossy():
-            of = [self.operands[name].stepped_db for name in self.lossy()]
-            better = "stepped" if all(db is not None and db >= ADVISED_DB for db in of) else "exact"
+            better = next((name for name in ("balanced", "stepped") if self._is_enough(name)), "exact")
             lossy = f"{', '.join(self.lossy())} below {ADVISED_DB:.0f} dB"
             return f"{least}.\nUse compute={better!r}: {lossy}, where MXFP8 itself has 27 to 30."
         return f"{least}.\ncompute='fold' is safe here: MXFP8 itself has 27 to 30 dB."
 
+    def _is_enough(self, compute: str) -> bool:
+        """Whether every product keeps 40 dB with another fold, which has all operands but those along the tokens."""
+        found = {name: getattr(loss, f"{compute}_db") for name, loss in self.operands.items()}
+        return all((self.operands[name].product_db if db is None else db) >= ADVISED_DB for name, db in found.items())
+
 
 def report(measured: Mapping[str, Measured]) -> NumericsReport:
     """The report of the measured operands. A product needs both of its operands."""
-    product_db, stepped_db = dict.fromkeys(measured, np.inf), dict.fromkeys(measured, np.inf)
+    folds = ("folded", "balanced", "stepped")
+    least = {fold: dict.fromkeys(measured, np.inf) for fold in folds}
     for pair in PRODUCTS:
         for name, other in (pair, pair[::-1]) if pair[0] in measured else ():
             of = measured[name]
-            product_db[name] = min(product_db[name], of.product_db(measured[other]))
-            if of.stepped:
-                stepped_db[name] = min(stepped_db[name], of.stepped.product_db(measured[other]))
+            for fold, way in zip(folds, (of, of.balanced, of.stepped), strict=True):
+                if way:
+                    least[fold][name] = min(least[fold][name], way.product_db(measured[other]))
     losses = {}
     for name, along in OPERANDS.items():
         if name in measured:
             of = measured[name]
-            losses[name] = OperandLoss(along, *of.counts, of.sqnr_db(), product_db[name])
+            losses[name] = OperandLoss(along, *of.counts, of.sqnr_db(), least["folded"][name])
+            if of.balanced:
+                losses[name] = losses[name]._replace(balanced_db=least["balanced"][name])
             if of.stepped:
-                losses[name] = losses[name]._replace(stepped_db=stepped_db[name], apart=of.apart)
+                losses[name] = losses[name]._replace(stepped_db=least["stepped"][name], apart=of.apart)
     return NumericsReport(losses)
 
 
