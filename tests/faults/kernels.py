@@ -37,6 +37,22 @@ KERNELS = (
         interpreter=True,
     ),
     Fault(
+        "balanced fold: a block moves by the other half",
+        "core_kernels/fold/kernel_balanced.py",
+        "tl.where(apart < 0, -half, half)",
+        "tl.where(apart < 0, half, -half)",
+        "tests/conformance/test_balanced.py -k half_of_the_difference",
+        interpreter=True,
+    ),
+    Fault(
+        "levels: a span reads a row of the next group",
+        "core_kernels/fold/kernel_balanced.py",
+        "mask=(m < end) & (b < B)",
+        "mask=(m <= end) & (b < B)",
+        "tests/conformance/test_balanced.py -k test_levels",
+        interpreter=True,
+    ),
+    Fault(
         "stepped fold: a zero block is a part of the median",
         "core_kernels/fold/kernel_stepped.py",
         "return (byte != 0) & (byte != NAN_BYTE)",
@@ -131,6 +147,13 @@ KERNELS = (
         "e4m3_from_f32(to_f32(x[i]) * inverse)",
         "e4m3_from_f32(to_f32(x[i]))",
         "tests/conformance/test_quantize_rowwise.py -k cpp",
+    ),
+    Fault(
+        "levels: a zero block has one",
+        "core_kernels/fold/cpu_balanced.cc",
+        "return byte != 0 && byte != kE8m0Nan",
+        "return byte != kE8m0Nan",
+        "tests/conformance/test_balanced.py -k 'least_distance and cpp'",
     ),
     Fault(
         "stepped fold: a block below its row has the scale of one far above",
