@@ -160,8 +160,9 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
 
 
 def _draw(key: jax.Array, sizes: dict[str, tuple[int, ...]], dtype: str) -> Params:
+    # In fp32: of bf16 random numbers `truncated_normal` makes 128 different values.
     return {
-        name: jax.random.truncated_normal(k, -2.0, 2.0, shape, dtype) * shape[-1] ** -0.5
+        name: (jax.random.truncated_normal(k, -2.0, 2.0, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
         for k, (name, shape) in zip(jax.random.split(key, len(sizes)), sizes.items(), strict=True)
     }
 

@@ -94,7 +94,8 @@ class GroupedExperts(nn.Module):
 
     def reset_parameters(self) -> None:
         for w in (self.w1, self.w2, self.w3):
-            nn.init.trunc_normal_(w, std=w.shape[-1] ** -0.5)
+            # Before torch 2.13 `trunc_normal_` makes one of 512 bf16 weights +-2: the ends of a uniform bf16 number.
+            nn.init.normal_(w, std=w.shape[-1] ** -0.5)
         for b in (self.b1, self.b2, self.b3):
             if b is not None:
                 nn.init.zeros_(b)

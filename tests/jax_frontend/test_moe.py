@@ -300,6 +300,17 @@ def test_x_keeps_its_shape_and_dtype() -> None:
     assert (y.shape, y.dtype) == (x.shape, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_init_draws_from_a_truncated_normal_distribution(dtype: str) -> None:
+    """Whose deviation is 0.88 of that of the whole. The bf16 weights are the rounded fp32 ones."""
+    wide = MoEConfig(256, 128, num_experts=8, top_k=2)
+    for w in moe.init(jax.random.key(0), wide, dtype)["experts"].values():
+        drawn = np.asarray(w, np.float32) * w.shape[-1] ** 0.5
+        assert abs(drawn.std() - 0.88) < 0.01
+        assert np.abs(drawn).max() <= 2.01
+        assert len(np.unique(drawn)) > 1000
+
+
 def test_init_draws_what_apply_takes() -> None:
     params = moe.init(jax.random.key(0), config(), jnp.bfloat16)
     shapes = {"router": (EXPERTS, DIM), "w1": (EXPERTS, HIDDEN, DIM), "w2": (EXPERTS, DIM, HIDDEN)}

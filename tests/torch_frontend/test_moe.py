@@ -243,3 +243,14 @@ def test_autocast_changes_no_choice() -> None:
         y, stats = moe(x)
     assert torch.equal(y, moe(x)[0])
     assert torch.equal(stats.counts, moe(x)[1].counts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_initial_weights_are_normal(dtype: torch.dtype) -> None:
+    """Of 1 / sqrt(fan in), without values that a normal number never has: `tests/gpu/test_init.py` runs it there."""
+    torch.manual_seed(0)
+    for w in GroupedExperts(256, 128, 8, dtype=dtype).parameters():
+        w = w.detach().float() * w.shape[-1] ** 0.5
+        assert abs(w.std() - 1) < 0.01
+        assert w.abs().max() < 6.5
+        assert len(w.unique()) > 1000
