@@ -54,8 +54,8 @@ def mxfp8_grouped_mm(
     B_t: the transpose of a contiguous (G, N, K), or the QuantizedWeights of that (G, N, K). kernel_preference: "auto",
     or "emulated" for compute="exact"; torchao's `KernelPreference` is read by name. wgrad_with_hp: recipe
     "mxfp8_wgrad_with_hp" instead of "mxfp8". scale_calculation_mode: a `Rounding` or its name.
-    pad_token_groups_for_grouped_mm: `pad_token_groups`. compute: "exact", "fold" or "auto", see `Recipe`. Other
-    arguments, result and errors as in `grouped_mm`.
+    pad_token_groups_for_grouped_mm: `pad_token_groups`. compute: as in `Recipe`. Other arguments, result and errors as
+    in `grouped_mm`.
 
     >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
     >>> mxfp8_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
@@ -127,9 +127,9 @@ def _preferred_compute(op: str, kernel_preference: Any, compute: Any) -> Any:
         fail(ValueError, op, "compute", repr(compute), f"allowed: {', '.join(map(repr, get_args(Compute)))}")
     if name.lower() == "auto":
         return compute
-    if compute == "fold":
+    if compute not in ("auto", "exact"):
         allowed = "allowed: 'auto'; or compute='exact'"
-        fail(ValueError, op, "kernel_preference", f"{name!r} with compute 'fold'", allowed)
+        fail(ValueError, op, "kernel_preference", f"{name!r} with compute {compute!r}", allowed)
     return "exact"
 
 
