@@ -25,6 +25,7 @@ RECIPES = (
     "fp8_rowwise",
     "fp8_blockwise",
     "mxfp8 folded",
+    "mxfp8 balanced",
     "mxfp8 on all legs",
 )
 DEGREES = [
