@@ -28,10 +28,10 @@ from ..combine.oracle import combine, combine_bwd
 from ..oracle_math import Array, round_to
 from ..permute.oracle import permute_rows
 from ..quantize.oracle import quantize_row
-from ..recipe import FOLDED
 from ..routing.oracle import sort_by_expert
 from .choice import Choice, route, route_vjp, sigmoid
 from .ffn import Precision, Rows, swiglu_ffn, swiglu_ffn_vjp
+from .products import FOLDED
 
 
 def swiglu_expert(x: Array, w1: Array, w3: Array, w2: Array) -> Array:

@@ -33,7 +33,9 @@ from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_
 from ..oracle_math import Array, Pair, round_to
 from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
 from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
-from ..recipe import FOLDED
+
+FOLDED = ("fold", "balanced", "stepped")
+"""Forms whose operands along the tokens are folded."""
 
 
 class _Products(NamedTuple):
