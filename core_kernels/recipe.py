@@ -43,7 +43,7 @@ class Recipe:
         but gives blocks far from a row's scale one of their own, which a slower product multiplies; a row of its result
         depends on no other row. "auto" folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32. It changes no byte of results. On
-        an H200 128 is up to 4% faster with 4096 rows per expert, and 7% slower with 256.
+        an H200 128 is 0 to 4% faster, by card, with 4096 rows per expert, and 7% slower with 256.
     mx_legs: the legs whose rows are sent in MXFP8; the others are sent as they are. None is "dispatch" and
         "combine_grad" with MXFP8 operands, and no leg with others. PyTorch alone takes another choice.
     """
