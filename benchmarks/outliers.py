@@ -25,7 +25,7 @@ from mxep.core_kernels.fold.report import share_apart
 from mxep.core_kernels.formats import WEIGHT_HEADROOM
 from mxep.core_kernels.recipe import FOLDED, Recipe
 from mxep.torch_frontend import ops
-from mxep.torch_frontend.balanced import balanced, group_levels
+from mxep.torch_frontend.balanced import GroupedRows, balanced
 from mxep.torch_frontend.weights import Balanced
 from torch import Tensor
 
@@ -102,7 +102,8 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
     by_row = _by_row(mx, mx_w)
     steps = ops.fold_rows_stepped(*mx), ops.fold_rows_stepped(*mx_w)
     blocks = ops.quantize_blockwise(x), ops.quantize_squares(w)
-    own, ends_of_w = group_levels(mx[1], ends), (torch.arange(1, g + 1, device="cuda") * n).int()
+    rows = GroupedRows(mx[0], mx[1], ends)
+    own, other = rows.level(), GroupedRows.of_weights(*mx_w).level()
     even, (even_w,) = balanced(Balanced(*mx), [Balanced(*mx_w)], ends)
     candidates = {
         "grouped_mm_fold": lambda: ops.grouped_mm_fold(*by_row[0], *by_row[1], ends),
@@ -138,11 +139,10 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
             "zeros": [_zeros(by_row[0][0]), _zeros(by_row[1][0][0])], "sqnr_db": round(db[name], 1),
             "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32, m), 4), "error": errors.get(name),
         }  # fmt: skip
-    other = group_levels(mx_w[1].flatten(0, 1), ends_of_w)
     ways = {
         "fold_rows": lambda: ops.fold_rows(*mx),
-        "fold_rows_balanced": lambda: ops.fold_rows_balanced(*mx, own, other, ends),
-        "span_levels, group_levels": lambda: group_levels(mx[1], ends),
+        "fold_rows_balanced": lambda: rows.folded(own, other),
+        "span_levels, group_levels": rows.level,
         "fold_rows_stepped": lambda: ops.fold_rows_stepped(*mx),
     }
     folds = events(ways, samples)

@@ -9,7 +9,6 @@ The products are the exact ones on any device, so that no operand contains the e
 """
 
 from functools import reduce
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from ..core_kernels.recipe import Recipe
 from . import moe, ops
 from ._checks import check_floats
 from ._shapes import Float
-from .balanced import group_levels
+from .balanced import GroupedRows
 from .moe_params import check_params
 from .products import bias_of_rows
 from .weighted_combine import weigh_slots
@@ -87,17 +86,17 @@ def numerics_report(
     in_swiglu = prob_P if config.prob_in == "swiglu" else prob_P[:0]
 
     of: dict[str, Measured] = {}
-    operands: dict[str, _Operand] = {}
+    operands: dict[str, GroupedRows] = {}
 
-    def rows(name: str, pair: MX, headroom: int = 0, group_ends: jax.Array = ends) -> MX:
-        operands[name] = _Operand(*pair, group_ends)
-        of[name] = _rows(operands[name], headroom)
+    def measure(name: str, x: GroupedRows, headroom: int) -> None:
+        operands[name], of[name] = x, _rows(x, headroom)
+
+    def rows(name: str, pair: MX, headroom: int = 0) -> MX:
+        measure(name, GroupedRows(*pair, ends), headroom)
         return pair
 
     def weight(name: str, pair: MX) -> MX:
-        groups, n, _ = pair[0].shape
-        q, sf = (t.reshape(groups * n, t.shape[2]) for t in pair)
-        rows(name, (q, sf), WEIGHT_HEADROOM, jnp.arange(1, groups + 1, dtype=jnp.int32) * n)
+        measure(name, GroupedRows.of_weights(*pair), WEIGHT_HEADROOM)
         return pair
 
     def tokens(name: str, pair: MX) -> None:
@@ -137,20 +136,6 @@ def numerics_report(
     return report(of)
 
 
-class _Operand(NamedTuple):
-    """q (R, K), sf (R, K/32), and the ends of its groups of rows (G,)."""
-
-    q: jax.Array
-    sf: jax.Array
-    ends: jax.Array
-
-    def groups(self) -> tuple[slice, ...]:
-        return row_slices(np.asarray(self.ends))
-
-    def level(self) -> jax.Array:
-        return group_levels(self.sf, self.ends)
-
-
 def _product(x: MX, w: MX, ends: jax.Array, bias: jax.Array | None) -> jax.Array:
     """x w^T [+ bias (G, N)] in bf16, rounded once."""
     if bias is None:
@@ -187,9 +172,13 @@ def _values_of(w: jax.Array | QuantizedWeights) -> jax.Array:
     return w.values if isinstance(w, QuantizedWeights) else w
 
 
-def _rows(x: _Operand, headroom: int = 0) -> Measured:
+def _slices(x: GroupedRows) -> tuple[slice, ...]:
+    return row_slices(np.asarray(x.ends))
+
+
+def _rows(x: GroupedRows, headroom: int = 0) -> Measured:
     """Folded to one scale per row, and stepped."""
-    (q, sf, _), groups = x, x.groups()
+    (q, sf, _), groups = x, _slices(x)
     qf, row_sf = ops.fold_rows(q, sf, headroom=headroom)
     of = _measured(q, sf, qf, jnp.broadcast_to(row_sf[:, None], sf.shape), groups)
     qf, _, step_sf, apart = ops.fold_rows_stepped(q, sf)
@@ -197,15 +186,15 @@ def _rows(x: _Operand, headroom: int = 0) -> Measured:
     return of._replace(stepped=_measured(q, sf, qf, step_sf.T, groups), apart=share)
 
 
-def _balanced(x: _Operand, own: jax.Array, other: jax.Array) -> Measured:
+def _balanced(x: GroupedRows, own: jax.Array, other: jax.Array) -> Measured:
     """Folded by the levels of both operands. Unmoved, a block has the scale of its row less what it moved."""
-    qf, row_sf = ops.fold_rows_balanced(x.q, x.sf, own, other, x.ends)
+    qf, row_sf = x.folded(own, other)
     moved = lax.div(own.astype(jnp.int32) - other.astype(jnp.int32), jnp.int32(2))  # towards zero
     group = np.searchsorted(np.asarray(x.ends), np.arange(len(x.q)), side="right")
     of_rows = jnp.pad(moved, ((0, 1), (0, 0)))[group]
     target = jnp.clip(row_sf[:, None].astype(jnp.int32) - of_rows, 0, E8M0_NAN - 1)
     target = jnp.where(row_sf[:, None] == E8M0_NAN, E8M0_NAN, target).astype(jnp.uint8)
-    return _measured(x.q, x.sf, qf, target, x.groups())
+    return _measured(x.q, x.sf, qf, target, _slices(x))
 
 
 def _tokens(q: jax.Array, sf: jax.Array, ends: jax.Array) -> Measured:

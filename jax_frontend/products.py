@@ -73,7 +73,6 @@ def _plus_bias(
     row_weights: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     if isinstance(rows, Balanced):
-        assert isinstance(weights, Balanced)
         rows, (weights,) = balanced(rows, (weights,), group_ends)
     if bias is None:
         return _multiply(rows, weights, group_ends, out_dtype)
@@ -95,8 +94,6 @@ def pair_of_products(
     """`product` of the same rows with two weights of one shape, in bf16; folded ones without biases in one launch."""
     rows, weights, weights2 = row_operand(x, recipe), along_k(w, recipe), along_k(w2, recipe)
     if isinstance(rows, Balanced):
-        assert isinstance(weights, Balanced)
-        assert isinstance(weights2, Balanced)
         rows, (weights, weights2) = balanced(rows, (weights, weights2), group_ends)
     if biases == (None, None) and isinstance(rows, Folded) and isinstance(weights, Folded):
         assert isinstance(weights2, Folded)
@@ -123,8 +120,6 @@ def sum_of_input_gradients(
     weights, weights2 = along_n(w1, recipe), along_n(w3, recipe)
     if isinstance(rows, Balanced):
         assert isinstance(rows2, Balanced)
-        assert isinstance(weights, Balanced)
-        assert isinstance(weights2, Balanced)
         rows, (weights,) = balanced(rows, (weights,), group_ends)
         rows2, (weights2,) = balanced(rows2, (weights2,), group_ends)
     if isinstance(rows, Folded):
@@ -233,7 +228,7 @@ def _in_thirds(x: jax.Array) -> jax.Array:
 
 
 def row_operand(x: Rows, recipe: Recipe, headroom: int = 0) -> Multiplied:
-    """x along its rows in the recipe's form. Operands but MX are returned unchanged.
+    """x along its rows in the recipe's form. Quantized operands but MX are returned unchanged.
 
     headroom: of a fold; rows through a map have none.
     """

@@ -9,7 +9,6 @@ The products are the exact ones on any device, so that no operand contains the e
 """
 
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from ..core_kernels.launch import fail
 from . import ops
 from ._call import require_tensor
 from ._checks import check_plain
-from .balanced import group_levels
+from .balanced import GroupedRows
 from .moe import MoE
 from .products import bias_of_rows
 from .weighted_combine import weigh_slots
@@ -83,17 +82,17 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     in_swiglu = prob_P if moe.prob_in == "swiglu" else prob_P[:0]
 
     of: dict[str, Measured] = {}
-    operands: dict[str, _Operand] = {}
+    operands: dict[str, GroupedRows] = {}
 
-    def rows(name: str, q: Tensor, sf: Tensor, headroom: int = 0, group_ends: Tensor = ends) -> tuple[Tensor, Tensor]:
-        operands[name] = _Operand(q, sf, group_ends)
-        of[name] = _rows(operands[name], headroom)
+    def measure(name: str, x: GroupedRows, headroom: int) -> None:
+        operands[name], of[name] = x, _rows(x, headroom)
+
+    def rows(name: str, q: Tensor, sf: Tensor, headroom: int = 0) -> tuple[Tensor, Tensor]:
+        measure(name, GroupedRows(q, sf, ends), headroom)
         return q, sf
 
     def weight(name: str, q: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
-        groups, n, _ = q.shape
-        of_groups = torch.arange(1, groups + 1, dtype=torch.int32, device=q.device) * n
-        rows(name, q.flatten(0, 1), sf.flatten(0, 1), WEIGHT_HEADROOM, of_groups)
+        measure(name, GroupedRows.of_weights(q, sf), WEIGHT_HEADROOM)
         return q, sf
 
     def tokens(name: str, q: Tensor, sf: Tensor) -> None:
@@ -129,20 +128,6 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
         for w in weights:
             of[w] = of[w]._replace(balanced=_balanced(operands[w], other, own))
     return report(of)
-
-
-class _Operand(NamedTuple):
-    """q (R, K), sf (R, K/32), and the ends of its groups of rows (G,)."""
-
-    q: Tensor
-    sf: Tensor
-    ends: Tensor
-
-    def groups(self) -> tuple[slice, ...]:
-        return row_slices(self.ends.cpu().numpy())
-
-    def level(self) -> Tensor:
-        return group_levels(self.sf, self.ends)
 
 
 def _product(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], ends: Tensor, bias: Tensor | None) -> Tensor:
@@ -185,9 +170,13 @@ def _check(moe: MoE, x: Tensor, dout: Tensor | None) -> None:
             fail(ValueError, OP, name, "NaN or infinity", "allowed: finite values; other values have no SQNR")
 
 
-def _rows(x: _Operand, headroom: int = 0) -> Measured:
+def _slices(x: GroupedRows) -> tuple[slice, ...]:
+    return row_slices(x.ends.cpu().numpy())
+
+
+def _rows(x: GroupedRows, headroom: int = 0) -> Measured:
     """Folded to one scale per row, and stepped."""
-    (q, sf, _), groups = x, x.groups()
+    (q, sf, _), groups = x, _slices(x)
     qf, row_sf = ops.fold_rows(q, sf, headroom)
     of = _measure(q, sf, qf, row_sf[:, None].expand_as(sf).contiguous(), groups)
     qf, _, step_sf, apart = ops.fold_rows_stepped(q, sf)
@@ -195,15 +184,15 @@ def _rows(x: _Operand, headroom: int = 0) -> Measured:
     return of._replace(stepped=stepped, apart=share_apart(apart.cpu().numpy(), sf.shape[1], groups[-1].stop))
 
 
-def _balanced(x: _Operand, own: Tensor, other: Tensor) -> Measured:
+def _balanced(x: GroupedRows, own: Tensor, other: Tensor) -> Measured:
     """Folded by the levels of both operands. Unmoved, a block has the scale of its row less what it moved."""
-    qf, row_sf = ops.fold_rows_balanced(x.q, x.sf, own, other, x.ends)
+    qf, row_sf = x.folded(own, other)
     moved = torch.div(own.int() - other.int(), 2, rounding_mode="trunc")
     row = torch.arange(x.q.shape[0], dtype=torch.int32, device=x.q.device)
     of_rows = torch.nn.functional.pad(moved, (0, 0, 0, 1))[torch.searchsorted(x.ends, row, right=True)]
     target = (row_sf[:, None].int() - of_rows).clamp(0, E8M0_NAN - 1)
     target = torch.where(row_sf[:, None] == E8M0_NAN, E8M0_NAN, target).to(torch.uint8)
-    return _measure(x.q, x.sf, qf, target, x.groups())
+    return _measure(x.q, x.sf, qf, target, _slices(x))
 
 
 def _tokens(q: Tensor, sf: Tensor, ends: Tensor) -> Measured:

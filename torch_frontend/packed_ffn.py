@@ -90,8 +90,7 @@ class _PackedFFN(torch.autograd.Function):
         first, first_n = for_call(gate_up, None, form, rounding, need_x and call.save_bytes)
         last, last_n = for_call(down, None, form, rounding, need_dh and call.save_bytes)
         if call.apart:
-            ends, none = _ends_of_pairs(group_ends), (None, None)
-            gate, up = pair_of_products(rows, _gates_and_ups(first), ends, BF16, none)
+            gate, up = pair_of_products(rows, _gates_and_ups(first), _ends_of_pairs(group_ends), BF16)
         else:
             gate, up = _split(product(rows, first, group_ends, BF16, gate_up_bias), call.interleaved)
         glu = gate, up, prob

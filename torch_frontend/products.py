@@ -102,7 +102,6 @@ def product(
     Both operands have one form: an activation and the weights along K, or a gradient and the weights along N.
     """
     if isinstance(rows, Balanced):
-        assert isinstance(w, Balanced)
         rows, (w,) = balanced(rows, (w,), group_ends)
     if bias is not None and row_weights is None and isinstance(rows, Folded):
         return _written("grouped_mm_fold_bias", (*rows, *w, bias.contiguous(), group_ends), out_dtype, out)
@@ -127,13 +126,11 @@ def product(
 
 def pair_of_products(
     rows: Operand, weights: tuple[WeightOperand, WeightOperand], group_ends: Tensor, out_dtype: torch.dtype,
-    biases: tuple[Tensor | None, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`product` of the same rows with two weights of one shape; folded ones without biases in one launch."""
     (w, w2), (bias, bias2) = weights, biases
     if isinstance(rows, Balanced):
-        assert isinstance(w, Balanced)
-        assert isinstance(w2, Balanced)
         rows, (w, w2) = balanced(rows, (w, w2), group_ends)
     if bias is bias2 is None and isinstance(rows, Folded) and isinstance(w, Folded) and isinstance(w2, Folded):
         return ops.grouped_mm_fold_pair(*rows, *w, *w2, group_ends, dtype_name(out_dtype))
@@ -156,8 +153,6 @@ def sum_of_products(
     """rows x w + rows2 x w2, rounded once -> (M, N); operands and out as in `product`."""
     if isinstance(rows, Balanced):
         assert isinstance(rows2, Balanced)
-        assert isinstance(w, Balanced)
-        assert isinstance(w2, Balanced)
         (rows, (w,)), (rows2, (w2,)) = balanced(rows, (w,), group_ends), balanced(rows2, (w2,), group_ends)
     if isinstance(rows, Folded) and isinstance(rows2, Folded):
         return _written("grouped_mm_fold_sum", (*rows, *w, *rows2, *w2, group_ends), out_dtype, out)
@@ -249,7 +244,7 @@ def _in_thirds(x: Tensor) -> Tensor:
 
 
 def row_operand(x: Operand, form: Form, rounding: int, headroom: int = 0) -> Operand:
-    """x along its last dim in the given form. Operands but MX are returned unchanged.
+    """x along its last dim in the given form. Quantized operands but MX are returned unchanged.
 
     headroom: of a fold; gathered rows have none.
     """

@@ -51,14 +51,20 @@ MXEP_INLINE int max_span(int largest, bool first, const uint8_t* sf, int64_t blo
 }
 MXEP_INLINE uint8_t span_scale_byte(int largest) { return static_cast<uint8_t>(std::max(largest - 1, 0)); }
 
-// The ends of groups of whole blocks among m tokens. Throws std::invalid_argument for other ends.
-inline std::span<const int32_t> block_ends(const char* op, const Array& group_ends, int64_t m) {
+// Whether a block has values and a scale.
+MXEP_INLINE bool is_plain(uint8_t byte) { return byte != 0 && byte != kE8m0Nan; }
+
+// The ends of groups of rows or tokens among m, multiples of `multiple`. Throws std::invalid_argument for other ends.
+inline std::span<const int32_t> checked_ends(const char* op, const Array& group_ends, int64_t m, int64_t multiple) {
   const std::span<const int32_t> ends(group_ends.as<const int32_t>(), static_cast<size_t>(group_ends.dim(0)));
   for (size_t g = 0; g < ends.size(); ++g)
-    if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m || ends[g] % kBlock)
+    if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m || ends[g] % multiple)
       bad_value(op, "group_ends", ends[g], static_cast<int64_t>(g),
-                "non-decreasing multiples of 32 from 0 up to " + std::to_string(m));
+                "non-decreasing multiples of " + std::to_string(multiple) + " from 0 up to " + std::to_string(m));
   return ends;
+}
+inline std::span<const int32_t> block_ends(const char* op, const Array& group_ends, int64_t m) {
+  return checked_ends(op, group_ends, m, kBlock);
 }
 
 // Folds blocks; `out` may be `q`. The factors of 16 blocks are expanded to one per value first, so that one long loop

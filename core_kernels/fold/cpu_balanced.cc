@@ -1,7 +1,5 @@
 // Rows folded to one scale, each block moved by half of the difference of two levels (plan_balanced.py).
 #include <algorithm>
-#include <cstdlib>
-#include <string>
 #include <vector>
 
 #include "cpu/ops.h"
@@ -13,23 +11,11 @@ namespace {
 
 constexpr uint8_t kNoLevel = 255;
 
-bool is_plain(uint8_t byte) { return byte != 0 && byte != kE8m0Nan; }
-
-// The ends of groups of rows among m. Throws std::invalid_argument for other ends.
-std::span<const int32_t> row_ends(const char* op, const Array& group_ends, int64_t m) {
-  const std::span<const int32_t> ends(group_ends.as<const int32_t>(), static_cast<size_t>(group_ends.dim(0)));
-  for (size_t g = 0; g < ends.size(); ++g)
-    if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m)
-      bad_value(op, "group_ends", ends[g], static_cast<int64_t>(g),
-                "non-decreasing ends from 0 up to " + std::to_string(m));
-  return ends;
-}
-
 }  // namespace
 
 void span_levels(const Call& call) {
   const int64_t m = call.in[0].dim(0), blocks = call.in[0].dim(1);
-  const auto ends = row_ends("span_levels", call.in[1], m);
+  const auto ends = checked_ends("span_levels", call.in[1], m, 1);
   const uint8_t* sf = call.in[0].as<const uint8_t>();
   uint8_t* levels = call.out[0].as<uint8_t>();
   std::fill_n(levels, call.out[0].dim(0) * blocks, kNoLevel);
@@ -51,7 +37,7 @@ void span_levels(const Call& call) {
 
 void group_levels(const Call& call) {
   const int64_t slots = call.in[0].dim(0), blocks = call.in[0].dim(1), groups = call.in[1].dim(0);
-  const auto ends = row_ends("group_levels", call.in[1], (slots - groups + 1) * kSpan - 1);
+  const auto ends = checked_ends("group_levels", call.in[1], (slots - groups + 1) * kSpan - 1, 1);
   const uint8_t* levels = call.in[0].as<const uint8_t>();
   uint8_t* out = call.out[0].as<uint8_t>();
   for (size_t g = 0; g < ends.size(); ++g, out += blocks) {
@@ -66,7 +52,7 @@ void group_levels(const Call& call) {
 
 void fold_rows_balanced(const Call& call) {
   const int64_t m = call.in[0].dim(0), k = call.in[0].dim(1), blocks = k / kBlock;
-  const auto ends = row_ends("fold_rows_balanced", call.in[4], m);
+  const auto ends = checked_ends("fold_rows_balanced", call.in[4], m, 1);
   const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
   const uint8_t *own = call.in[2].as<const uint8_t>(), *other = call.in[3].as<const uint8_t>();
   uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();

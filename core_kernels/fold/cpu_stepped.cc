@@ -9,8 +9,6 @@
 namespace mxep {
 namespace {
 
-bool is_plain(uint8_t byte) { return byte != 0 && byte != kE8m0Nan; }
-
 // The largest scale of a row that is at most kStepAbove octaves above the lower median, or kStepMost below the largest,
 // zero and NaN blocks left out; 0 if there are no others. `plain` has room for a row.
 int row_scale(const uint8_t* sf, int64_t blocks, uint8_t* plain) {

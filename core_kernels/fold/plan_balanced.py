@@ -1,4 +1,4 @@
-"""A fold that outlier channels do not spoil: half of the distance moves from the rows to the weights.
+"""A fold that outlier channels do not spoil: half of a block's distance moves from one operand to the other.
 
     sf (M, K/32), group_ends (G,) --span_levels--> (S, K/32) --group_levels--> level (G, K/32)
     q, sf, own level, other level, group_ends --fold_rows_balanced--> qf (M, K), row_sf (M,)
@@ -13,7 +13,7 @@ where that is least. A product multiplies block by block, so that a block of x m
 
     folded by row              x  -14 -14   0 -14     w    0   0   0   0     one such channel of a block
     n                              +7  +7   0  +7         -7  -7   0  -7
-    balanced                   x   -7  -7   0  -7     w   -7  -7   0  -7     two values lose less than one by 14
+    balanced                   x   -7  -7   0  -7     w   -7  -7   0  -7     7 octaves below lose nothing, 14 do
 
 No block rises above its row's largest scale. Levels that differ by less than two move nothing: ordinary operands are
 those of `fold_rows`, byte for byte. The product is the folded one. A level depends on all rows of its group.
@@ -127,8 +127,9 @@ fold_rows_balanced = KernelOp(
     q: (M, K) E4M3, K a positive multiple of 32. sf: (M, K/32) E8M0. own, other: (G, K/32), `group_levels` of these rows
     and of the other operand of their products. All uint8. group_ends: (G,) int32, where each group of rows ends.
     Returns qf (M, K) E4M3 and row_sf (M,) E8M0, as uint8: of `fold_rows` with every scale multiplied by
-    2^((own - other) / 2), the exponent rounded towards zero. A scale below 2^-127 counts as it is, and its row has at
-    least that one; a scale of 0 stays 0, and none is above 254. Rows past the last end are those of `fold_rows`.
+    2^((own - other) / 2), the exponent rounded towards zero. A scale above byte 254 counts as 254. row_sf is at least
+    byte 0; a block with a smaller scale is folded to it. A zero block (byte 0) is not moved. Rows past the last end are
+    those of `fold_rows`.
 
     >>> q, sf = xp.full((1, 64), 0x38, dtype=xp.uint8), xp.asarray([[127, 141]], dtype=xp.uint8)  # 1 and 2^14
     >>> own, other = xp.asarray([[14, 0]], dtype=xp.uint8), xp.asarray([[0, 14]], dtype=xp.uint8)

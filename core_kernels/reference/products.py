@@ -111,8 +111,8 @@ def grouped_mm(
 ) -> Array:
     """a (M, K) floats or its (q, sf), b_t (G, K, N) floats -> out (M, N). beside_t: like b_t, of another product of a
     in the same call."""
-    b, beside = (None if x is None else np.ascontiguousarray(np.swapaxes(x, 1, 2)) for x in (b_t, beside_t))
-    assert b is not None
+    b = np.ascontiguousarray(np.swapaxes(b_t, 1, 2))
+    beside = None if beside_t is None else np.ascontiguousarray(np.swapaxes(beside_t, 1, 2))
     return _product(a, b, group_ends, form, rounding, sums, out_dtype, beside)
 
 
