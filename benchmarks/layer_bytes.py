@@ -35,7 +35,8 @@ class Pass(NamedTuple):
 
 
 def passes(shape: MoELayer) -> list[Pass]:
-    """All kernels that read or write rows or weights, in order; without the router's products and the maps of rows."""
+    """All kernels that read or write rows or weights, in order; without the router's products with x and the maps of
+    rows."""
     t, d, f, e, _ = shape
     p, ends, found = padded_rows(t * shape.top_k, e, BLOCK), 4 * e, []
     tokens, chunks = 2 * t * d, spans(p, e)
@@ -80,6 +81,7 @@ def passes(shape: MoELayer) -> list[Pass]:
     own = 2 * (along_f + 2 * weight)
     add(True, "grouped_wgrad_fold_pair", "dgate, dup, rows -> dw1, dw3", along_d + ends + own, 2)
     add(True, "combine", "dx of rows -> dx", 2 * rows + 4 * t * shape.top_k + tokens)
+    add(True, "logits_bwd", "dlogits, router, dx -> dx", 4 * t * e + 2 * e * d + 2 * tokens)
     return found
 
 

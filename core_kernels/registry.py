@@ -24,6 +24,7 @@ from .permute import plan as permute
 from .quantize import plan as quantize
 from .quantize import plan_blockwise as quantize_blockwise
 from .router import plan as router
+from .router import plan_logits as router_logits
 from .routing import plan as routing
 from .scale_layout import plan as scale_layout
 from .swiglu import plan as swiglu
@@ -31,7 +32,7 @@ from .swiglu import plan_bwd_fold as swiglu_bwd_fold
 from .swiglu import plan_fold as swiglu_fold
 
 _PLANS = (
-    *(quantize, quantize_blockwise, permute, router, routing),
+    *(quantize, quantize_blockwise, permute, router, router_logits, routing),
     *(fold, plan_both, plan_matrix, plan_balanced, plan_stepped, plan_loss, plan_requantize, fold_permute),
     scale_layout,
     *(combine, swiglu, swiglu_fold, swiglu_bwd_fold),

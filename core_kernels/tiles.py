@@ -37,6 +37,7 @@ _GPU = {
     "dequantize": Tiles(m=16, k=256),
     "permute_rows": Tiles(m=4, k=1024),
     "permute_mx": Tiles(m=4, k=1024),
+    "logits_bwd": Tiles(m=64, n=128, k=32, num_warps=4, num_stages=3),
     "fold_rows": Tiles(),
     "permute_mx_fold": Tiles(),
     "fold_rows_stepped": Tiles(k=512, num_warps=8),

@@ -220,6 +220,11 @@ def _wgrad_fold_pair(
     return first, _wgrad_fold(lhs2_qf, lhs2_sf, rhs_qf, rhs_sf, group_ends, out=out)
 
 
+def _logits_bwd(dlogits, weight, dx, *, out: ArrayType) -> jax.Array:
+    total = _widen(dlogits) @ jnp.concatenate([_widen(weight)] * 2)
+    return rounded(total + _widen(dx) if dx.ndim == 2 else total, out.dtype)
+
+
 GEMMS = {
     "grouped_mm_mx": _mm_mx,
     "grouped_mm_bf16": _mm_bf16,
@@ -236,5 +241,6 @@ GEMMS = {
     "grouped_wgrad_fold_pair": _wgrad_fold_pair,
     "grouped_mm_fold_stepped": _mm_fold_stepped,
     "grouped_mm_blockwise": _mm_blockwise,
+    "logits_bwd": _logits_bwd,
 }
 """Op name -> function of the inputs of the op and of the type of its output, or of either of two."""

@@ -36,7 +36,7 @@ from .moe_params import init as init
 from .mx_array import MXArray, MXGradArray
 from .permute import sort_by_expert
 from .pipeline import combine, dispatch, dispatch_probs
-from .router import Routing, chosen_outside, router_logits
+from .router import Routing, chosen_outside, tokens_and_logits
 from .router import route as choose_experts
 from .weighted_combine import sum_of_slots, weigh_slots
 from .weights import Weights, recipe_of
@@ -125,7 +125,7 @@ def apply(
     params, outside = reverse_only(op, (params, outside), rows="x (..., D) with any leading dims")
     x = reverse_only(op, x, rows="x (..., D) with any leading dims", together=_TOGETHER)
     x_TD = x.reshape(-1, config.dim)
-    chosen = _route(params, x_TD, config, selection_bias) if outside is None else outside
+    x_TD, chosen = _route(params, x_TD, config, selection_bias) if outside is None else (x_TD, outside)
     experts_TK, probs_TK, shares_E = chosen
     order, inverse, counts = sort_by_expert(experts_TK, config.num_experts)
     # The ranks of tensor_axis compute parts of one sum: JAX adds their gradients where they leave x and probs.
@@ -265,9 +265,12 @@ def _total(x: jax.Array, axes: Axes | None) -> jax.Array:
 
 
 @jax.named_scope("mxep.route")
-def _route(params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: jax.Array | None = None) -> Routing:
-    logits_TE = router_logits(x_TD, params["router"], params.get("router_bias"))
-    return choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)
+def _route(
+    params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: jax.Array | None = None
+) -> tuple[jax.Array, Routing]:
+    """The tokens for the experts, and their routing."""
+    x_TD, logits_TE = tokens_and_logits(x_TD, params["router"], params.get("router_bias"))
+    return x_TD, choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)
 
 
 def _shared(params: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:

@@ -75,7 +75,7 @@ def numerics_report(
     x_TD = jnp.asarray(x).reshape(-1, config.dim)
     dout = jax.random.normal(jax.random.key(0), x.shape, x.dtype) if dout is None else jnp.asarray(dout)
 
-    experts_TK, probs_TK, _ = moe._route(params, x_TD, config)
+    _, (experts_TK, probs_TK, _) = moe._route(params, x_TD, config)
     order, _, counts = ops.sort_by_expert(experts_TK.reshape(-1), config.num_experts)
     maps = ops.row_map(
         counts, num_rows=order.shape[0], num_local_experts=config.num_experts, alignment=recipe.alignment

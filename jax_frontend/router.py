@@ -1,8 +1,13 @@
 """The router: from tokens to logits, from logits to experts and weights. Both gradients are one kernel or two products.
 
-    x (T, D), weight (E, D) --router_logits--> logits (T, E) fp32 --route--> experts, weights (T, k), shares (E,)
+    x (T, D), weight (E, D) --tokens_and_logits--> logits (T, E) fp32 --route--> experts, weights (T, k), shares (E,)
+                                      '--> x (T, D), for the experts
 
-`route` reads the logits once, forward and backward. It saves the logits and the experts.
+    gradient of x from the experts ---.
+    gradient of the logits x weight --+--logits_bwd--> gradient of x
+
+`route` reads the logits once, forward and backward. It saves the logits and the experts. `tokens_and_logits` passes the
+tokens on to the experts, so that their gradient meets the router's in fp32: `logits_bwd` adds both and rounds once.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -41,37 +46,37 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _logits(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _product(x, weight.T)
+def _logits(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x for the experts, and the logits."""
+    return x, _product(x, weight.T)
 
 
-def _logits_bwd(residuals, grad):
+def _logits_bwd(residuals, grads):
     """The gradients multiply an fp32 gradient by bf16 operands. They split it into two bf16 terms, which hold 16 of its
     24 bits, and sum both products in fp32; bf16 results keep 8."""
-    x, weight = residuals
+    (x, weight), (dx, grad) = residuals, grads
     # Not astype alone: XLA may drop a rounding to bf16 and back.
     high = jax.lax.reduce_precision(grad, 8, 7)
     low = jnp.where(jnp.isfinite(high), grad - high, 0)  # infinity less infinity would be NaN
     terms = jnp.concatenate([high, low], axis=1).astype(jnp.bfloat16)
-    dx = _product(terms, jnp.concatenate([weight, weight]))
     of_high, of_low = jnp.split(_product(terms.T, x), 2)
-    return dx.astype(x.dtype), (of_high + of_low).astype(weight.dtype)
+    return ops.logits_bwd(terms, weight, dx), (of_high + of_low).astype(weight.dtype)
 
 
 _logits.defvjp(lambda x, weight: (_logits(x, weight), (x, weight)), _logits_bwd)
 
 
-def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """x (T, D) @ weight (E, D)^T + bias (E,) in fp32; for arguments that the caller has checked.
+def tokens_and_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """x (T, D) for the experts, and x @ weight (E, D)^T + bias (E,) in fp32; for arguments that the caller has checked.
 
     bf16 operands are multiplied as they are; others are cast to fp32.
     """
     if x.dtype == weight.dtype == jnp.bfloat16:
-        logits = _logits(*arguments("router_logits", x, weight))
+        x, logits = _logits(*arguments("router_logits", x, weight))
     else:
         # The default precision of a GPU is tf32, whose 10 bits choose other experts than fp32.
         logits = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision="highest")
-    return logits if bias is None else logits + bias.astype(jnp.float32)
+    return x, logits if bias is None else logits + bias.astype(jnp.float32)
 
 
 # --- the choice -------------------------------------------------------------------------------------------

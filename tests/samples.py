@@ -25,6 +25,7 @@ TYPES = {
     **_types("uint8", lhs_q=SQUARE, lhs_sf=COLUMN, rhs_q=SQUARE, rhs_sf=COLUMN, lhs_qf=SQUARE, rhs_qf=SQUARE),
     **_types("int32", row_map=ROW, slots=COLUMN, order=ROW, expert_ids=ROW, counts=(1,), group_ends=(1,)),
     **_types("float32", prob=ROW, probs=COLUMN, bias=(1, SIZE)),
+    **_types("bfloat16", dlogits=(SIZE, 2), weight=(1, SIZE), dx=SQUARE),
 }
 """Name of an array -> its type in most ops."""
 WEIGHTS = {

@@ -45,7 +45,7 @@ BELOW = {
     "scale_layout": set(),
     "fold": {"quantize", "permute"},
     "swiglu": {"quantize", "fold"},
-    "router": {"swiglu"},
+    "router": {"swiglu", "grouped_gemm"},
     "combine": {"quantize"},
     "peer": {"combine"},
     "grouped_gemm": {"quantize", "fold"},

@@ -179,6 +179,11 @@ def grouped_wgrad_fold_pair(
     grouped_wgrad_fold(lhs2_qf, lhs2_sf, rhs_qf, rhs_sf, group_ends, out2)
 
 
+def logits_bwd(dlogits: Tensor, weight: Tensor, dx: Tensor, out: Tensor) -> None:
+    total = dlogits.float() @ torch.cat([weight, weight]).float()
+    torch.add(total, dx if dx.dim() == 2 else 0, out=out)
+
+
 TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_mx": grouped_mm_mx,
     "grouped_mm_bf16": grouped_mm_bf16,
@@ -195,5 +200,6 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_wgrad_fold_pair": grouped_wgrad_fold_pair,
     "grouped_mm_fold_stepped": grouped_mm_fold_stepped,
     "grouped_mm_blockwise": grouped_mm_blockwise,
+    "logits_bwd": logits_bwd,
 }
 """Ops that run here on a CPU: functions of the inputs and of the outputs, which they write."""

@@ -5,10 +5,10 @@
       '-----------------------------------------------------------------------> x, for the experts
 
     gradient of x from the experts ---.
-    gradient of the logits x weight --+--> gradient of x
+    gradient of the logits x weight --+--logits_bwd--> gradient of x
 
 `route` reads the logits once, forward and backward. It saves the logits and the experts. `route_tokens` passes the
-tokens on to the experts, so that their gradient meets the router's in fp32: one kernel adds both and rounds once.
+tokens on to the experts, so that their gradient meets the router's in fp32: `logits_bwd` adds both and rounds once.
 """
 
 from functools import partial
@@ -24,6 +24,7 @@ from . import _direct as ops
 from ._call import FLOATS, require_tensor
 from ._checks import check_counts, check_devices, check_plain, check_shape, reads_values
 from ._differentiable import differentiable
+from .weights import at_address
 
 ScoreFunc = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["top2", "max"]
@@ -48,18 +49,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b of bf16 operands, summed in fp32 and rounded to bf16 once. total, which hooks may hold, is kept.
-
-    On a GPU `addmm` copies total and adds to the copy: 8 bytes per value, where an fp32 product, and an addition to it,
-    are 12.
-    """
-    if total is not None and a.is_cuda:
-        return torch.addmm(total, a, b)
-    product = _product(a, b)
-    return product.to(a.dtype) if total is None else torch.add(product, total, out=torch.empty_like(total))
-
-
 def _terms(dlogits: Tensor) -> Tensor:
     """Two bf16 terms of fp32 (T, E), side by side, as `route_bwd` splits it."""
     tokens, experts = dlogits.shape
@@ -81,7 +70,8 @@ def _logits_bwd(
     """
     experts, dweight = weight.shape[0], None
     if ctx.needs_input_grad[0]:
-        dx = _plus_product(dx, terms, torch.cat([weight, weight]))
+        given = [weight.new_empty(0) if t is None else at_address(t.contiguous()) for t in (weight, dx)]
+        dx = ops.logits_bwd(terms, *given)
     if ctx.needs_input_grad[1]:
         of_both = _product(terms.t(), x)
         dweight = torch.add(of_both[:experts], of_both[experts:], out=torch.empty_like(weight))

@@ -1,4 +1,4 @@
-"""The definition of the choice of experts and of its gradient in numpy: exact bytes.
+"""The definition of the choice of experts and of its gradient in numpy: exact bytes; and of the tokens' gradient.
 
     logits --scores--> scores (T, E) --+ bias, groups--> the top k --> ids, weights (T, k)
                                 '--divided by their sum--> shares --sums over 8 tokens--> share_sums (T/8, E)
@@ -179,3 +179,15 @@ def route_bwd(
     high = round_to(dlogits, "bfloat16")
     low = np.where(np.isfinite(high.astype(F32)), dlogits - high.astype(np.float64), 0)
     return np.concatenate([high, round_to(low, "bfloat16")], axis=1)
+
+
+def logits_bwd(dlogits: Array, weight: Array, dx: Array) -> Array:
+    """dlogits (T, 2 E), weight (E, D), dx (T, D) or (0,), bf16 -> (T, D): the exact sum, rounded once.
+
+    >>> from ml_dtypes import bfloat16 as bf16
+    >>> logits_bwd(np.array([[1, 0.5]], bf16), np.array([[2, 4]], bf16), np.ones((1, 2), bf16))
+    array([[4, 7]], dtype=bfloat16)
+    """
+    both = np.concatenate([weight, weight]).astype(np.float64)
+    total = dlogits.astype(np.float64) @ both
+    return round_to(total + dx.astype(np.float64) if dx.ndim == 2 else total, "bfloat16")

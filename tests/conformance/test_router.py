@@ -1,4 +1,4 @@
-"""route, route_bwd: exact bytes."""
+"""route, route_bwd: exact bytes. logits_bwd: the error bound of a product."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -8,7 +8,7 @@ import pytest
 from mxep.core_kernels.router import oracle
 
 from . import check
-from .cases import seeded
+from .cases import BF16, seeded
 from .cases_router import ROUTES
 
 Ops = Mapping[str, Callable]
@@ -69,3 +69,30 @@ def test_equal_scores_and_nan_are_in_order(ops: Ops) -> None:
     assert ids[1, 0] == 2
     assert np.isnan(weights[[1, 2]]).all()
     assert set(weights[np.isnan(weights)].view(np.uint32).tolist()) == {0x7FC00000}
+
+
+@pytest.mark.needs("logits_bwd")
+@pytest.mark.parametrize("experts", [1, 8, 40, 130])
+@pytest.mark.parametrize("adds", [True, False], ids=["added", "alone"])
+def test_logits_bwd(ops: Ops, experts: int, adds: bool) -> None:
+    """Both terms of an expert times its row of weight, and dx as a term of its own."""
+    rng = seeded(f"logits_bwd {experts} {adds}")
+    dlogits, weight = (rng.standard_normal(shape).astype(BF16) for shape in ((70, 2 * experts), (experts, 200)))
+    dlogits[:, experts:] *= BF16.type(2.0**-9)
+    dx = rng.standard_normal((70, 200) if adds else 0).astype(BF16)
+    got = ops["logits_bwd"](dlogits, weight, dx)
+    assert got.dtype == BF16
+    a, b, c = (x.astype(np.float64) for x in (dlogits, np.concatenate([weight, weight]), dx if adds else np.zeros(1)))
+    magnitude = np.abs(a) @ np.abs(b) + np.abs(c)
+    check.gemm_bound(got, a @ b + c, magnitude, 2 * experts + 1)
+    check.gemm_bound(oracle.logits_bwd(dlogits, weight, dx), a @ b + c, 0 * magnitude, 0)
+
+
+@pytest.mark.needs("logits_bwd")
+def test_no_token_reads_another_one(ops: Ops) -> None:
+    """Infinity and NaN of a token's gradient stay in its row; those of an expert's weight reach every token."""
+    dlogits, weight, dx = np.ones((67, 10), BF16), np.ones((5, 40), BF16), np.ones((67, 40), BF16)
+    dlogits[3, 2], dx[64, 1], weight[4, 39] = np.inf, np.nan, np.nan
+    want = np.full((67, 40), 11.0)
+    want[3], want[64, 1], want[:, 39] = np.inf, np.nan, np.nan
+    np.testing.assert_array_equal(ops["logits_bwd"](dlogits, weight, dx).astype(np.float64), want)

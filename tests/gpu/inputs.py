@@ -104,6 +104,18 @@ def route_bwd_bf16(rng: Rng, m: int) -> Tensors:
     return dweights, torch.empty(0), *others
 
 
+def logits_bwd(rng: Rng, m: int, experts: int = 40) -> Tensors:
+    return floats(rng, m, 2 * experts), floats(rng, experts, K), floats(rng, m, K)
+
+
+def logits_bwd_alone(rng: Rng, m: int) -> Tensors:
+    return *logits_bwd(rng, m, 6)[:2], torch.empty(0, dtype=torch.bfloat16)
+
+
+def logits_bwd_of_many(rng: Rng, m: int) -> Tensors:
+    return logits_bwd(rng, m, 300)
+
+
 def expert_ids(rng: Rng, m: int) -> Tensors:
     return (torch.tensor([1, 4, 6, 8], dtype=torch.int32)[torch.randint(0, 4, (m,), generator=rng)],)
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.reference import choice
 from mxep.jax_frontend import MoEConfig, moe, route, update_selection_bias
-from mxep.jax_frontend.router import router_logits
+from mxep.jax_frontend.router import tokens_and_logits
 
 from .. import routed_layers
 from ..compare import gemm_bound, sqnr_db
@@ -94,7 +94,7 @@ def test_the_logits_of_bf16_values() -> None:
     """fp32 sums of bf16 products, forward; bf16 gradients of an fp32 gradient, 55.5 dB, which the exact gradients have
     too after their rounding, less 0.3. With one bf16 term for the gradient they have 52.4 at most."""
     x, weight, grad = normal(60, 64), normal(8, 64, seed=1), normal(60, 8, seed=2, dtype="float32")
-    logits, backward = jax.vjp(lambda x, w: router_logits(x, w, None), x, weight)
+    logits, backward = jax.vjp(lambda x, w: tokens_and_logits(x, w, None)[1], x, weight)
     x64, w64, g64 = (np.asarray(a).astype(np.float64) for a in (x, weight, grad))
     assert logits.dtype == jnp.float32
     gemm_bound(logits, x64 @ w64.T, np.abs(x64) @ np.abs(w64).T, 64)
@@ -104,10 +104,22 @@ def test_the_logits_of_bf16_values() -> None:
     assert sqnr_db(dweight, g64.T @ x64) > 55.2
 
 
+def test_the_gradients_of_experts_and_router_meet_in_one_sum() -> None:
+    """One rounding to bf16 of the whole gradient of x, 55.5 dB less 0.3."""
+    x, weight, grad = normal(60, 64), normal(8, 64, seed=1), normal(60, 8, seed=2, dtype="float32")
+    (tokens, _), backward = jax.vjp(lambda x: tokens_and_logits(x, weight, None), x)
+    np.testing.assert_array_equal(tokens, x)
+    dx = normal(60, 64, seed=3)
+    (got,), (of_logits,) = jax.jit(backward)((dx, grad)), jax.jit(backward)((jnp.zeros_like(dx), grad))
+    want = np.float64(dx) + np.float64(grad) @ np.float64(weight)
+    assert sqnr_db(got, want) > 55.2
+    assert sqnr_db(of_logits + dx, want) < 54.7  # two roundings: 53.4
+
+
 def test_an_infinite_gradient_of_a_logit_stays_infinite() -> None:
     x, weight = normal(3, 64), normal(8, 64, seed=1)
     grad = jnp.zeros((3, 8)).at[1, 5].set(jnp.inf)
-    _, backward = jax.vjp(lambda x: router_logits(x, weight, None), x)
+    _, backward = jax.vjp(lambda x: tokens_and_logits(x, weight, None)[1], x)
     (dx,) = jax.jit(backward)(grad)
     want = np.zeros((3, 64), np.float32)
     want[1] = np.asarray(weight[5], np.float32) * np.inf
@@ -120,7 +132,7 @@ def test_experts_chosen_outside() -> None:
     params["router_bias"] = jnp.arange(EXPERTS, dtype=jnp.float32) / 4
     x = normal(5, 8, DIM, dtype="float32")
     want, stats = moe.apply(params, x, config(router_bias=True))
-    own = moe._route(params, x.reshape(-1, DIM), config())
+    _, own = moe._route(params, x.reshape(-1, DIM), config())
     experts, weights = (a.reshape(5, 8, TOP_K) for a in (own.experts, own.weights))
 
     def outside(weights):

@@ -33,6 +33,7 @@ from mxep.core_kernels.quantize import plan as quantize
 from mxep.core_kernels.quantize import plan_blockwise as blockwise
 from mxep.core_kernels.registry import OPS
 from mxep.core_kernels.router import plan as router
+from mxep.core_kernels.router import plan_logits as router_logits
 from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
 from mxep.core_kernels.swiglu import plan as swiglu
@@ -169,6 +170,13 @@ CASES = {
         router.route, (f32(M, 510), f32(0)), {"top_k": 32, "num_groups": 6, "top_k_groups": 3}
     ),
     "route balanced": Case(router.route, (f32(M, 40), f32(0)), {"top_k": 6, "force_balance": True}),
+    "logits_bwd": Case(
+        router_logits.logits_bwd,
+        (bf16(M, 2 * 64), bf16(64, N), bf16(M, N)),
+        {},
+        ("mma", *VECTORS),
+    ),
+    "logits_bwd of few experts": Case(router_logits.logits_bwd, (bf16(M, 2 * 6), bf16(6, N), bf16(0)), {}, ("mma",)),
     "route_bwd": Case(
         router.route_bwd, (f32(M, 6), f32(0), f32(M, 64), i32(M, 6)), {}, ("ld.global.v4.b32", "st.global.v4.b32")
     ),

@@ -16,6 +16,7 @@ from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
 from mxep.core_kernels.quantize import plan_blockwise as blockwise
 from mxep.core_kernels.router import plan as router
+from mxep.core_kernels.router import plan_logits as router_logits
 from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
 from mxep.core_kernels.swiglu import plan as swiglu
@@ -47,6 +48,7 @@ SMALL = {
     "swiglu_row": (swiglu.swiglu_row, glu(1, 32)),
     "swiglu_bwd": (swiglu.swiglu_bwd, (bf16(1, 3), *glu(1, 3))),
     "swiglu_bwd_row": (swiglu.swiglu_bwd_row, (bf16(1, 32), *glu(1, 32, False))),
+    "logits_bwd": (router_logits.logits_bwd, (bf16(1, 6), bf16(3, 5), bf16(1, 5))),
     "route_bwd": (router.route_bwd, (f32(1, 1), f32(3), f32(1, 3), i32(1, 1))),
     "combine": (combine.combine, (bf16(1, 3), i32(1, 1), f32(1, 1))),
     "combine_bwd": (combine.combine_bwd, (bf16(1, 3), bf16(1, 3), i32(1, 1), i32(1), f32(1, 1))),

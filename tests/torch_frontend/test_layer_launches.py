@@ -19,8 +19,7 @@ FORWARD = Counter(
     new_zeros=1,  # overflow
 )
 BACKWARD = Counter(
-    cat=1,  # the router's weight twice
-    add=2,  # both terms of the router's weight; both gradients of x
+    add=1,  # both terms of the router's weight
 )
 
 

@@ -46,6 +46,7 @@ CASES: dict[str, Callable[[], tuple]] = {
     "permute_rows": lambda: (rows(5, 7), ints(4, -1, 0)),
     "permute_mx": lambda: (ops.quantize_row_packed(rows(5, 64)), ints(4, -1, 0)),
     "route": lambda: (rows(20, 7), torch.zeros(7), 3, "sigmoid", True, 2.5),
+    "logits_bwd": lambda: (rows(20, 14), rows(7, 40), rows(20, 40)),
     "route_bwd": lambda: (torch.ones(2, 1), torch.zeros(0), rows(2, 7, dtype=torch.float32), ints(2, 0).view(2, 1)),
     "sort_by_expert": lambda: (ints(2, 0, 1, 2), 4),
     "row_map": lambda: (ints(2, 1, 1, 2), 6, 2),

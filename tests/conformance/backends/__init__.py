@@ -29,7 +29,7 @@ INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 ADAPTERS = ("cpp", "triton", "torch", "jax")
 DEFAULT = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
 
-PRODUCTS = {name for name in KERNEL_OPS if name.startswith("grouped_")}
+PRODUCTS = {name for name in KERNEL_OPS if name.startswith(("grouped_", "logits_"))}
 """Ops of the registry with an error bound; the results of the others are exact bytes."""
 BYTES = KERNEL_OPS.keys() - PRODUCTS
 
