@@ -6,7 +6,7 @@ from mxep.torch_frontend import ops
 
 from .gpu import cases
 
-OF_FRAMEWORKS = {name for name in ops.OPS if name.startswith("grouped_")}
+OF_FRAMEWORKS = {name for name in ops.OPS if name.startswith(("grouped_", "logits_"))}
 
 
 def test_every_op_has_a_case() -> None:
@@ -15,7 +15,7 @@ def test_every_op_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_a_case_runs_in_both_frontends(name: str) -> None:
-    """Grouped products are not compared: on a CPU each framework sums in its own order. JAX compiles each number of
+    """Products are not compared: on a CPU each framework sums in its own order. JAX compiles each number of
     rows, and takes few rows as it takes many."""
     case = cases.CASES[name]
     for m in (96, *case.edges):

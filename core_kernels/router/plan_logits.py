@@ -42,7 +42,7 @@ logits_bwd = KernelOp(
 
     dlogits: (T, 2 E) bf16, two terms of the gradient of the logits, as `route_bwd` with split returns. weight: (E, D)
     bf16. dx: (T, D) bf16, from the experts; or (0,) for none.
-    Returns (T, D) bf16: dx + high weight + low weight, summed in fp32 and rounded once.
+    Returns total (T, D) bf16 = dx + high weight + low weight, summed in fp32 and rounded once.
 
     >>> terms, weight = xp.asarray([[1, 0.5]], dtype=xp.bfloat16), xp.asarray([[2, 4]], dtype=xp.bfloat16)
     >>> ops.logits_bwd(terms, weight, xp.ones((1, 2), dtype=xp.bfloat16)).tolist()

@@ -42,9 +42,16 @@ FRONTENDS = (
     Fault(
         "torch, router: the experts' gradient of the tokens is lost",
         "torch_frontend/router.py",
-        "return product.to(a.dtype) if total is None else torch.add(product, total, out=torch.empty_like(total))",
-        "return product.to(a.dtype)",
+        "for t in (weight, dx)]",
+        "for t in (weight, None)]",
         "tests/torch_frontend/test_router.py -k meet",
+    ),
+    Fault(
+        "JAX, router: the experts' gradient of the tokens is lost",
+        "jax_frontend/router.py",
+        "return ops.logits_bwd(terms, weight, dx),",
+        "return ops.logits_bwd(terms, weight, dx[0, :0]),",
+        "tests/jax_frontend/test_router.py -k meet",
     ),
     Fault(
         "torch, overlapped experts: the padding of groups keeps what was in memory",

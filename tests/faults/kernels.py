@@ -13,6 +13,14 @@ KERNELS = (
         interpreter=True,
     ),
     Fault(
+        "router: the second terms of the gradient of the logits are not read",
+        "core_kernels/router/kernel_logits.py",
+        "low = load_tile(dlogits + E,",
+        "low = load_tile(dlogits,",
+        "tests/conformance/test_router.py -k logits_bwd",
+        interpreter=True,
+    ),
+    Fault(
         "fold: NaN scales count as the largest",
         "core_kernels/fold/kernel.py",
         "counts = (kb < K // BLOCK_MX)[None, :] & (byte != NAN_BYTE)",

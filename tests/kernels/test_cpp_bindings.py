@@ -9,7 +9,7 @@ from mxep.core_kernels.registry import OPS
 
 from ..samples import sample
 
-CPP_OPS = [op for name, op in OPS.items() if not name.startswith("grouped_")]
+CPP_OPS = [op for name, op in OPS.items() if not name.startswith(("grouped_", "logits_"))]
 """On a CPU the frameworks multiply."""
 
 

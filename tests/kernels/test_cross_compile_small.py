@@ -82,7 +82,9 @@ SMALL = {
 
 
 # The code of products differs between the architectures.
-LAUNCHES = [(name, arch) for name in SMALL for arch in ARCHS if arch == "sm_90" or name.startswith("grouped_")]
+LAUNCHES = [
+    (name, arch) for name in SMALL for arch in ARCHS if arch == "sm_90" or name.startswith(("grouped_", "logits_"))
+]
 
 
 @pytest.mark.parametrize(("name", "arch"), LAUNCHES)
