@@ -69,12 +69,13 @@ install-gpu:
 	-$(PYTHON) -c "from mxep.jax_frontend import capabilities as c; [print('jax', n, '->', *v) for n, v in c().items()]"
 
 # On the GPU with $(PYTHON), after install-gpu. Excluded: the C++ kernels, ranks on a CPU, and the references for the
-# oracle, which need onnx and gfloat. JAX allocates memory on demand, because processes share the device. Host time is
-# measured last, with no other test running.
+# oracle, which need onnx and gfloat. JAX allocates memory on demand, because processes share the device. The files that
+# take longest start first. Host time is measured last, with no other test running.
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -n 8 --dist loadfile tests/conformance \
 	  --ignore tests/conformance/test_references.py -k "(torch or jax) and not expert_parallel"
-	$(PYTHON) -m pytest -n 8 --dist loadfile tests/gpu -k "not host_time"
+	$(PYTHON) -m pytest -n 8 --dist loadfile --no-loadscope-reorder tests/gpu/test_large.py \
+	  tests/gpu/test_sanitizer.py tests/gpu -k "not host_time"
 	$(PYTHON) -m pytest tests/gpu/test_cost.py -k host_time
 
 lint: .venv/.dev

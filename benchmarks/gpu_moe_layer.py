@@ -112,7 +112,7 @@ def graph_lines(inputs: LayerInputs, reference: Tensors, device: str, each: Each
     error = check(inputs, reference, outputs)
     yield from layer_lines(inputs, op, "torch", GRAPH, each({"run": replay, PLAIN: replay_plain}), None, error)
     wait = torch_wait(device)
-    in_a_row = device_timing.programs({"run": (replay, wait), PLAIN: (replay_plain, wait)}, least_calls=2)
+    in_a_row = device_timing.programs({"run": (replay, wait), PLAIN: (replay_plain, wait)}, settle=True)
     yield from layer_lines(inputs, op, "torch", GRAPH | IN_A_ROW, in_a_row, None, error)
 
 
@@ -152,7 +152,7 @@ def jax_lines(
                     failed(f"{op} in JAX: peer {RAGGED_DOT}", failures)
             memory: Any = getattr(program, "memory_analysis", lambda: None)()
             peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
-            samples = device_timing.programs(candidates, least_calls=2)
+            samples = device_timing.programs(candidates, settle=True)
             yield from layer_lines(inputs, op, "jax", HELD if held else {}, samples, peak, error)
 
 

@@ -126,7 +126,7 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
         noise = run()[:ROWS].double() - full
         db[name] = (10 * torch.log10(full.square().sum() / noise.square().sum())).item()
     wait = torch_wait("cuda")
-    paused, in_a_row = events(timed, samples), programs({name: (run, wait) for name, run in timed.items()})
+    paused, in_a_row = events(timed, samples), programs({name: (run, wait) for name, run in timed.items()}, settle=True)
 
     def figures(times: Mapping[str, Sample], name: str) -> dict[str, float]:
         ratio, of_normal = (round(times[base].us / times[name].us, 3) for base in ("grouped_mm_fold", NORMAL))

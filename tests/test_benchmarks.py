@@ -27,6 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, samples=1))
     monkeypatch.setattr(device_timing, "BATCH_US", 1)
+    monkeypatch.setattr(device_timing, "SETTLE_S", 0)
     monkeypatch.setattr(device_timing, "host", partial(device_timing.host, stretches=1, calls=1))
     plain._swiglu.cache_clear()
     yield

@@ -34,6 +34,9 @@ L2_NBYTES = 256 << 20  # several times an H200's L2
 BUSY_CYCLES = 1_000_000
 # JAX takes a tenth of a millisecond to launch a first program on an idle device: 0.2% of a batch of this length.
 BATCH_US = 50_000
+# The clock of a card near its power limit follows a change of load within this time: of a plain bf16 layer behind an
+# MXFP8 one, the second and third step take 2% longer than later ones (results/h200_layer).
+SETTLE_S = 0.25
 # Upper bound of the host time of a framework's launch on a busy host.
 SHORT_US = 250
 
@@ -70,29 +73,39 @@ def events(candidates: Candidates, samples: int = 15) -> dict[str, Sample]:
     return _there_and_back({name: seconds[2:] for name, seconds in times.items()})
 
 
-def programs(candidates: Programs, least_calls: int = 4) -> dict[str, Sample]:
+def programs(candidates: Programs, least_calls: int = 4, settle: bool = False) -> dict[str, Sample]:
     """Device time of each candidate. The length of the first one selects the clock; a batch has at
-    least `least_calls` calls.
+    least `least_calls` calls. settle: run each candidate for `SETTLE_S` before a batch of it.
 
     Results are dropped at once, so that buffers are reused.
     """
     (estimate,) = batches(dict([next(iter(candidates.items()))]), calls=4, samples=1).values()
     if estimate.us < SHORT_US and torch.cuda.is_available():
         return kernels(candidates)
-    return batches(candidates, min(max(int(BATCH_US / estimate.us), least_calls), 200))
+    calls = min(max(int(BATCH_US / estimate.us), least_calls), 200)
+    if settle:
+        return batches(candidates, calls, samples=2, settle_s=SETTLE_S)
+    return batches(candidates, calls)
 
 
-def batches(candidates: Programs, calls: int, samples: int = 4) -> dict[str, Sample]:
-    """Time per call of `calls` calls in a row; the first round warms up."""
+def batches(candidates: Programs, calls: int, samples: int = 4, settle_s: float = 0) -> dict[str, Sample]:
+    """Time per call of `calls` calls in a row, after a call, and more for `settle_s`; the first round warms up."""
+
+    def stretch(run: Callable[[], Any], wait: Callable[[Any], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            run()
+        wait(run())
+        return time.perf_counter() - start
+
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(1 + 2 * samples):
         for name, (run, wait) in _in_turn(candidates, round_):
             wait(run())
-            start = time.perf_counter()
-            for _ in range(calls - 1):
-                run()
-            wait(run())
-            times[name].append((time.perf_counter() - start) / calls)
+            settled = 0.0
+            while settled < settle_s:
+                settled += stretch(run, wait)
+            times[name].append(stretch(run, wait) / calls)
     return _there_and_back({name: seconds[1:] for name, seconds in times.items()})
 
 

@@ -75,7 +75,8 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         "CUDA graph both are replayed.",
         "- *one expert*: 30% of the rows are of one expert, of top-8 an eighth; *dirichlet*: the popularity of experts "
         "is a draw of Dirichlet(1, ..., 1). Other layers have the groups of a random router.",
-        "- *in a row*: the same of steps that follow each other, as in training. JAX is compared in this way.",
+        "- *in a row*: the same of steps that follow each other, as in training, after 0.25 s of such steps. JAX is "
+        "compared in this way.",
         "- *`jax.lax.ragged_dot` / JAX*: time of the plain JAX layer divided by our time in JAX; empty where "
         "XLA's dense operands exceed the memory.",
         "",
