@@ -9,14 +9,15 @@ from .kernel_tile import dot_bf16, load_tile, store_tile
 
 @triton.jit
 def _product(
-    acc, lhs, rhs, row, in_m, group, n0, N: tl.constexpr, K: tl.constexpr,
+    acc, lhs, rhs, row, in_m, group, n0, STEP: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     HW_CAST: tl.constexpr, TCGEN05: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """acc + lhs rhs[group]. STEP: added to k0, so that no two products of a kernel have the same `step`."""
     for k0 in range(0, K, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         a = load_tile(lhs, row, in_m, k0, K, K, BLOCK_K)
         b = load_tile(rhs, group.to(tl.int64) * K + k, k < K, n0, N, N, BLOCK_N)
-        acc = dot_bf16(a, b, acc, k0, HW_CAST, TCGEN05)
+        acc = dot_bf16(a, b, acc, STEP + k0, HW_CAST, TCGEN05)
     return acc
 
 
@@ -35,9 +36,9 @@ def _tile(
     in_m, row = m < end, m.to(tl.int64)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if group < G:
-        acc = _product(acc, lhs, rhs, row, in_m, group, n0, N, K, HW_CAST, TCGEN05, BLOCK_N, BLOCK_K)
+        acc = _product(acc, lhs, rhs, row, in_m, group, n0, 0, N, K, HW_CAST, TCGEN05, BLOCK_N, BLOCK_K)
         if SUM:
-            acc = _product(acc, lhs2, rhs2, row, in_m, group, n0, N, K, HW_CAST, TCGEN05, BLOCK_N, BLOCK_K)
+            acc = _product(acc, lhs2, rhs2, row, in_m, group, n0, K, N, K, HW_CAST, TCGEN05, BLOCK_N, BLOCK_K)
     store_tile(out, row, in_m, n0, N, N, acc, True, HW_CAST, TCGEN05)
 
 

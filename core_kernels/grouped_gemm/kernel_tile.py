@@ -61,7 +61,8 @@ def _fenced(acc, step):
     cp.async writes through the generic proxy and tcgen05 reads through the async one. Triton 3.6 omits the fence:
     triton-lang/triton#9610, and pytorch/pytorch#181248 for wrong results on a B200. Pipelining moves a separate
     statement away from the product. The fence therefore returns a value, always 0, that selects whether the product
-    adds to acc or starts from zero. The operand `step` changes per iteration and keeps the fence inside the loop.
+    adds to acc or starts from zero. The operand `step` changes per iteration and keeps the fence inside the loop. It
+    differs between all products of a kernel: the compiler merges fences of equal ones.
     """
     zero = tl.inline_asm_elementwise(
         "fence.proxy.async.shared::cta; mov.b32 $0, 0;", "=r,r", [step], tl.int32, is_pure=True, pack=1

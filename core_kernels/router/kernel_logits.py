@@ -27,5 +27,5 @@ def logits_bwd_kernel(
         high = load_tile(dlogits, row, inside, e0, E, 2 * E, BLOCK_E)
         acc = dot_bf16(high, w, acc, e0, HW_CAST, TCGEN05)
         low = load_tile(dlogits + E, row, inside, e0, E, 2 * E, BLOCK_E)
-        acc = dot_bf16(low, w, acc, e0, HW_CAST, TCGEN05)
+        acc = dot_bf16(low, w, acc, E + e0, HW_CAST, TCGEN05)
     store_tile(total, row, inside, n0, D, D, acc, True, HW_CAST, TCGEN05)
