@@ -1,4 +1,4 @@
-"""The router: from tokens to logits, from logits to experts and weights. Both gradients are one kernel or two products.
+"""The router: from tokens to logits, from logits to experts and weights, and the gradients of both steps.
 
     x (T, D), weight (E, D) --tokens_and_logits--> logits (T, E) fp32 --route--> experts, weights (T, k), shares (E,)
                                       '--> x (T, D), for the experts

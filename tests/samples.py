@@ -8,8 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from mxep.core_kernels.launch import ArrayType, KernelOp
+from mxep.core_kernels.registry import OPS
 
 SIZE = 32
+PRODUCTS = {name for name in OPS if name.startswith(("grouped_", "logits_"))}
+"""Ops with an error bound, which the framework's own matmul computes on a CPU; the others write exact bytes."""
 
 
 def _types(dtype: str, **shapes: tuple[int, ...]) -> dict[str, ArrayType]:

@@ -5,8 +5,11 @@ from types import FunctionType
 from typing import Any
 
 from mxep import jax_frontend, torch_frontend
+from mxep.jax_frontend._cpu_gemm import GEMMS
+from mxep.torch_frontend._cpu_gemm import TABLE
 
 from .public_names import public_names
+from .samples import PRODUCTS
 
 SHARED = {
     name
@@ -49,6 +52,10 @@ def test_the_signatures_are_the_same() -> None:
         one = parameters(getattr(torch_frontend, name), TORCH_ONLY)
         other = parameters(getattr(jax_frontend, name), JAX_ONLY)
         assert list(one.items()) == list(other.items()), name
+
+
+def test_the_frameworks_multiply_the_same_ops_on_a_cpu() -> None:
+    assert TABLE.keys() == GEMMS.keys() == PRODUCTS
 
 
 def test_the_default_recipe_is_mxfp8() -> None:

@@ -1,4 +1,4 @@
-"""The router: from tokens to logits, from logits to experts and weights. Both gradients are one kernel or two products.
+"""The router: from tokens to logits, from logits to experts and weights, and the gradients of both steps.
 
     x (T, D), weight (E, D) --router_logits--> logits (T, E) fp32 --route--> experts, weights (T, k), shares (E,)
                       '---------------------route_tokens-----------------------'
@@ -65,13 +65,13 @@ def _logits_bwd(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and weight, as far as the context needs them. dx: another gradient of x, to add.
 
-    They multiply an fp32 gradient by bf16 operands: its two bf16 terms, which hold 16 of its 24 bits, with the sum of
-    both products in fp32; bf16 results keep 8.
+    They multiply an fp32 gradient by bf16 operands. Its two bf16 terms hold 16 of its 24 bits, and both products are
+    summed in fp32; bf16 results keep 8.
     """
     experts, dweight = weight.shape[0], None
     if ctx.needs_input_grad[0]:
-        given = [weight.new_empty(0) if t is None else at_address(t.contiguous()) for t in (weight, dx)]
-        dx = ops.logits_bwd(terms, *given)
+        dx = weight.new_empty(0) if dx is None else at_address(dx.contiguous())
+        dx = ops.logits_bwd(terms, at_address(weight.contiguous()), dx)
     if ctx.needs_input_grad[1]:
         of_both = _product(terms.t(), x)
         dweight = torch.add(of_both[:experts], of_both[experts:], out=torch.empty_like(weight))

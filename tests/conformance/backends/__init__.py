@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from mxep.core_kernels.registry import OPS as KERNEL_OPS
 
+from ...samples import PRODUCTS
 from ..layers import LAYERS, RUNS
 
 Array = np.ndarray
@@ -29,8 +30,6 @@ INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 ADAPTERS = ("cpp", "triton", "torch", "jax")
 DEFAULT = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
 
-PRODUCTS = {name for name in KERNEL_OPS if name.startswith(("grouped_", "logits_"))}
-"""Ops of the registry with an error bound; the results of the others are exact bytes."""
 BYTES = KERNEL_OPS.keys() - PRODUCTS
 
 
