@@ -46,7 +46,7 @@ class GroupedExperts(nn.Module):
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
     padded_counts (local experts,) of an integer dtype, multiples of 32, or the RowMap that laid the groups out; probs
-    (P,) float32, a weight for each row of y; quantized: of `quantized_ahead`.
+    (P,) float32, a weight for each row of y.
     Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
 
     >>> experts = GroupedExperts(32, 64, num_experts=2)
@@ -110,10 +110,9 @@ class GroupedExperts(nn.Module):
         groups_PD: "Tensor | Unsent",
         padded_counts: Tensor | RowMap,
         probs_P: Tensor | None = None,
-        quantized: tuple[QuantizedWeights, ...] | None = None,
     ) -> Any:
         op = "GroupedExperts.forward"
-        of = self._local(quantized)
+        of = self._local()
         if isinstance(groups_PD, Unsent):
             assert isinstance(padded_counts, Tensor)
             return self._send(of, groups_PD, padded_counts, probs_P)
@@ -146,20 +145,6 @@ class GroupedExperts(nn.Module):
         options = unsent.prob_in, unsent.out_dtype, self.recipe, ranks, ranks.transport
         return ffn_over("MoE", unsent.tokens, counts, of, probs_TK, *options)
 
-    def quantized_ahead(self) -> tuple[QuantizedWeights, ...] | None:
-        """w1, w3 and w2 quantized now, for one call of this step: the device works on them while the host prepares the
-        call. None where the call would not quantize them so: of held weights, without gradients, in a compiled graph,
-        of recipes without quantized weights, with `recompute`, and of weights that FSDP gathers for the call."""
-        parameters = self.w1, self.w3, self.w2
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.recompute:
-            return None
-        if self._held is not None or self.recipe.operands == "bf16" or not all(map(outlives_forward, parameters)):
-            return None
-        parts = tuple(sharded(w, None) for w in parameters)
-        if self._of_other_shape(parts):
-            return None
-        return tuple(quantize_weights(part, self.recipe) for part in parts)
-
     def _of_other_shape(self, parts: tuple[Tensor, ...]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
         """The parts of w1, w3 and w2 that are not all of this rank's experts: their names and the shapes of all."""
         degree = self.expert_parallel.degree if self.expert_parallel else 1
@@ -167,16 +152,15 @@ class GroupedExperts(nn.Module):
         found = zip(("w1", "w3", "w2"), parts, wholes, strict=True)
         return [(name, part, whole) for name, part, whole in found if part.shape != whole]
 
-    def _local(self, quantized: tuple[QuantizedWeights, ...] | None = None) -> FFNWeights:
-        """The experts of this rank, with quantized weights if they are given or held."""
+    def _local(self) -> FFNWeights:
+        """The experts of this rank, with quantized weights if they are held. Called in `forward` alone: the parameters
+        may be other ones before, since forward hooks assign or gather them."""
         parameters = self.w1, self.w3, self.w2
         weights: tuple[Any, ...] = tuple(sharded(w, self.expert_parallel) for w in parameters)
-        if quantized is not None:
-            weights = tuple(q.with_values(w) for q, w in zip(quantized, weights, strict=True))
-        elif self._held is not None:
+        if self._held is not None:
             weights = self._held.weights_of(parameters, weights)
         biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
-        save_bytes = quantized is not None or all(map(outlives_forward, parameters))
+        save_bytes = all(map(outlives_forward, parameters))
         return FFNWeights(weights, biases, self.activation, save_bytes, self.recompute)
 
     def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:

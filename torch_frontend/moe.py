@@ -51,7 +51,7 @@ from .pipeline import (
 from .router import GroupScore, Routing, ScoreFunc, chosen_outside, route_tokens
 from .shards import Ranks, replicated
 from .weighted_combine import sum_of_slots, weigh_slots
-from .weights import QuantizedWeights, outlives_forward
+from .weights import outlives_forward
 
 
 class MoEStats(NamedTuple):
@@ -183,8 +183,6 @@ class MoE(nn.Module):
             if ranks is not None:
                 refuse(ranks)
             raise
-        # First, so that the device has work while the host prepares the next steps, which take the device less time.
-        quantized = self.experts.quantized_ahead() if x.requires_grad else None
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x_TD, (experts_TK, probs_TK, shares_E) = self._route(x_TD) if outside is None else (x_TD, outside)
         order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).contiguous(), self.num_experts)
@@ -193,7 +191,7 @@ class MoE(nn.Module):
         of_input = self.prob_in == "input"
         if of_input:  # a row per slot, of a weight each
             tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
-        y_TD, counts = self._experts(tokens, counts, None if of_input else probs_TK, x_TD.dtype, quantized)
+        y_TD, counts = self._experts(tokens, counts, None if of_input else probs_TK, x_TD.dtype)
         if of_input:
             y_TD = sum_of_slots(y_TD, top_k, x_TD.dtype)
         if self.shared_expert is not None:
@@ -211,7 +209,6 @@ class MoE(nn.Module):
         counts: Tensor,
         probs_TK: Tensor | None,
         out_dtype: torch.dtype,
-        quantized: tuple[QuantizedWeights, ...] | None,
     ) -> tuple[Tensor, Tensor]:
         """The sums of the experts' outputs (T, D), weighted if there are probs_TK, and the rows of all ranks per
         expert."""
@@ -220,14 +217,14 @@ class MoE(nn.Module):
         if ranks is None or ranks.degree == 1:
             name = ranks.group_name if ranks else ""
             groups, prob_P, route = tokens_to_groups(tokens, counts, recipe, name, probs_TK if inside else None)
-            out = experts(groups, self._layout(route), prob_P, quantized)
+            out = experts(groups, self._layout(route), prob_P)
             return groups_to_tokens(out, route, None if inside else probs_TK, out_dtype), counts
         if ranks.transport is not None:
             # A call of the module, so that FSDP's hooks run.
-            return experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK, quantized)
+            return experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK)
         groups, _, route = dispatch_over(tokens, counts, recipe, ranks)
         prob_P = dispatch_probs(probs_TK, route) if inside and probs_TK is not None else None
-        out = experts(groups, self._layout(route), prob_P, quantized)
+        out = experts(groups, self._layout(route), prob_P)
         return combine(out, route, None if inside else probs_TK, out_dtype=out_dtype), route.counts
 
     def _layout(self, route: Route) -> Tensor | RowMap:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch_frontend"))
 import ep_overlap
@@ -30,17 +31,20 @@ PROGRAMS = (
     ("mxfp8", "sum", "combine"),
     ("bf16", "sum", "combine"),
 )
+OFFLOADED = {"with weights on the GPU": None, "with weights on the CPU": CPUOffloadPolicy()}
 LIMIT = timedelta(seconds=60)
 Check = Callable[[], object]
 
 
 def training(mesh: DeviceMesh) -> dict[str, Check]:
+    pair = init_device_mesh("cuda", (1, mesh.size()), mesh_dim_names=("dp", "ep"))
     # One rank has nothing to sum before the wire.
     of_replicas = ep_replicas.CHECKS if mesh.size() > 1 else {}
     return {
         **{f"trains {p}": partial(ep_training.ranks_train_as_one_process, mesh, *p) for p in PROGRAMS},
         "one norm, one optimizer": lambda: ep_training.one_norm_one_optimizer(mesh),
         "saved, moved and cast": lambda: ep_training.saved_moved_and_cast(mesh),
+        **{f"one data rank {n}": partial(ep_training.one_data_rank, pair, of) for n, of in OFFLOADED.items()},
         **{f"replicas {n}": partial(check, mesh.get_group()) for n, check in of_replicas.items()},
     }
 

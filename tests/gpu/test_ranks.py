@@ -19,7 +19,7 @@ def test_ranks_on_gpus_train_as_one_process() -> None:
     run = subprocess.run([*launcher, str(SCRIPT)], capture_output=True, text=True, timeout=600)
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr[-8000:]
-    assert f"{ranks} ranks: {9 if ranks > 1 else 6} checks passed" in run.stdout
+    assert f"{ranks} ranks: {11 if ranks > 1 else 8} checks passed" in run.stdout
     if ranks > 1:
         assert "Poisoned: 16 checks passed" in run.stdout
         assert "CopyEngines: 16 checks passed" in run.stdout

@@ -6,10 +6,10 @@ import io
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, MoE, MXFP8ExpertParallel
+from mxep.torch_frontend import Collectives, MoE, MXFP8ExpertParallel, shard_moe
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -95,6 +95,26 @@ def sharded_twice(recipe: str, overlapped: bool = False) -> None:
         got, want = whole(p.grad), getattr(alone.experts, name).grad
         # Measured: 124 dB and more; sums over tokens are ordered otherwise. Twice the gradient is at 0 dB.
         assert sqnr_db(got, want) > 100, (name, sqnr_db(got, want))
+
+
+def one_data_rank(mesh: DeviceMesh, offload: OffloadPolicy | None) -> None:
+    """FSDP2 over a data dim of 1, (1, experts): experts multiply the weights that it gathers, in the precision of its
+    policy, with a gradient of x and without one."""
+    policy, device = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), mesh.device_type
+    torch.manual_seed(0)
+    home = device if offload is None else "cpu"
+    layer = shard_moe(MoE(D, HIDDEN, E, TOP_K).to(home), mesh, mp_policy=policy, offload_policy=offload)
+    optimizer, x = torch.optim.SGD(layer.parameters(), lr=0.5), torch.randn(TOKENS, D).to(device)
+    for step in range(2):
+        found = [layer(x.clone().requires_grad_(needed))[0] for needed in (True, False)]
+        alone = MoE(D, HIDDEN, E, TOP_K, device=device)
+        alone.load_state_dict({name: whole(w.detach().to(device)) for name, w in layer.named_parameters()})
+        with torch.no_grad():
+            want = alone.bfloat16()(x.bfloat16())[0]
+        assert [torch.equal(y, want) for y in found] == [True, True], step
+        found[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def sqnr_db(got: Tensor, want: Tensor) -> float:

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import ep_training
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from mxep.torch_frontend.transport import Collectives
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -355,6 +356,8 @@ def main(port: str, out: str) -> None:
         "overlaps": partial(overlaps, 2),
         "recomputes": partial(recomputes, 2),
         "mixed_precision": partial(mixed_precision, 2),
+        "one_data_rank": partial(ep_training.one_data_rank, mesh_of(4), None),
+        "one_data_rank_offloaded": partial(ep_training.one_data_rank, mesh_of(4), CPUOffloadPolicy(pin_memory=False)),
         "experts_in_parts": experts_in_parts,
         "checkpoints_between_degrees": partial(checkpoints_between_degrees, Path(out, "checkpoints")),
         "metrics_of_ranks": metrics_of_ranks,

@@ -16,6 +16,8 @@ CHECKS = [
     "overlaps",
     "recomputes",
     "mixed_precision",
+    "one_data_rank",
+    "one_data_rank_offloaded",
     "experts_in_parts",
     "checkpoints_between_degrees",
     "metrics_of_ranks",
