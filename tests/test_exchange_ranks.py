@@ -1,4 +1,4 @@
-"""The exchange of 64 ranks, carried out on arrays of identities in one process.
+"""The exchange of up to 64 ranks, carried out on arrays of identities in one process.
 
     plan_exchange of every rank --moves--> operands --moves back--> tokens
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from mxep.core_kernels.exchange import Exchange, Step, plan_exchange
+from mxep.core_kernels.exchange import MOST_CHUNKS, Exchange, Step, plan_exchange
 
 ROWS, ALIGNMENT = 384, 32
 NOBODY = -1  # before anything is written, and in padding
@@ -37,13 +37,23 @@ def drawn(routing: str, ranks: int, experts: int) -> np.ndarray:
 
 
 ROUTINGS = ("balanced", "one expert 30%", "dirichlet", "empty experts", "empty ranks", "all to one expert")
-CASES = [(routing, 64, 256) for routing in ROUTINGS] + [("dirichlet", 5, 60)]  # the last has chunks of two experts
+CASES = [
+    *((routing, 64, 256, 1) for routing in ROUTINGS),
+    ("dirichlet", 5, 60, 1),  # chunks of two experts
+    # Chunks of about so many rows: 4 and 2 of them for the busiest rank, which has five times the rows of another.
+    *(("one expert 30%", 16, 128, chunk_rows) for chunk_rows in (500, 1000)),
+    # 8, 7, 5, 2 and 1 chunks; another rank would make 4, 3, 2 and 1.
+    *(("dirichlet", 5, 60, chunk_rows) for chunk_rows in (130, 150, 200, 400, 10**6)),
+]
 
 
-@pytest.mark.parametrize(("routing", "ranks", "experts"), CASES)
-def test_every_row_reaches_its_expert_once_and_comes_home_once(routing: str, ranks: int, experts: int) -> None:
+@pytest.mark.parametrize(("routing", "ranks", "experts", "chunk_rows"), CASES)
+def test_every_row_reaches_its_expert_once_and_comes_home_once(
+    routing: str, ranks: int, experts: int, chunk_rows: int
+) -> None:
     table, local = drawn(routing, ranks, experts), experts // ranks
-    plans = [plan_exchange(table.tolist(), rank, ALIGNMENT) for rank in range(ranks)]
+    plans = [plan_exchange(table.tolist(), rank, ALIGNMENT, chunk_rows) for rank in range(ranks)]
+    check_chunks(plans, local, chunk_rows)
     tokens = [rows_of(rank, counts) for rank, counts in enumerate(table)]
     by_expert = np.concatenate(tokens)
     by_expert = by_expert[np.argsort(by_expert[:, 2], kind="stable")]  # of an expert: by rank, then by token
@@ -62,6 +72,16 @@ def rows_of(rank: int, counts: np.ndarray) -> np.ndarray:
     """(rows, 3): the rank, the token, the expert of each row of a rank, sorted by expert."""
     expert = np.repeat(np.arange(counts.size), counts)
     return np.stack([np.full_like(expert, rank), np.arange(expert.size), expert], axis=1)
+
+
+def check_chunks(plans: Sequence[Exchange], local: int, chunk_rows: int) -> None:
+    """All ranks have the same chunks, or they would wait for each other. A chunk of the busiest rank has `chunk_rows`
+    rows or more on average; with one chunk more it would have fewer, unless there are no more chunks."""
+    experts = [[(chunk.first, chunk.last) for chunk in plan.chunks] for plan in plans]
+    assert experts == experts[:1] * len(plans)
+    busiest, chunks = max(plan.group_ends[-1] for plan in plans), len(experts[0])
+    assert chunks == 1 or busiest >= chunks * chunk_rows
+    assert chunks == min(local, MOST_CHUNKS) or busiest < (chunks + 1) * chunk_rows
 
 
 def check_operand(plan: Exchange, operand: np.ndarray, groups: Sequence[np.ndarray]) -> None:
