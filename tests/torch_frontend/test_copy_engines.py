@@ -5,9 +5,9 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Queue
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,55 +16,102 @@ from mxep.torch_frontend import copy_engines
 from mxep.torch_frontend._torch_private import Shared
 from mxep.torch_frontend.copy_engines import CopyEngines
 from mxep.torch_frontend.transport import Part
+from torch import Tensor
 
-RANKS = 3
 BIGGEST = (6, 20, 8, 8, 30, 9, 30, 9)
 """Rows of an expert in each leg, at most: the boxes grow, and they are used again."""
 TIMEOUT = 20.0
+CPU = torch.device("cpu")
 
 
 class Host:
-    """What the ranks share: a barrier and the boxes that they allocate together."""
+    """What the ranks share: a barrier, the boxes that they allocate together, and what went wrong, which ends all."""
 
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(RANKS, timeout=TIMEOUT)
-        self.memory: dict[int, list[torch.Tensor]] = {}
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.barrier = threading.Barrier(ranks, timeout=TIMEOUT)
+        self.memory: dict[int, list[Tensor]] = {}
         self.calls = threading.local()
+        self.boxes: dict[int, int] = {}
+        self.read: set[int] = set()
+        self.failures: list[BaseException] = []
 
     def shared_memory(self, nbytes: int, group: "Group") -> Shared:
         self.calls.number = getattr(self.calls, "number", -1) + 1
         if group.rank() == 0:
             # Flags are zero, boxes are not.
             fill = 0 if self.calls.number == 0 else 255
-            memory = [torch.full((nbytes,), fill, dtype=torch.uint8) for _ in range(RANKS)]
+            memory = [torch.full((nbytes,), fill, dtype=torch.uint8) for _ in range(self.ranks)]
             self.memory[self.calls.number] = memory
-            Driver.boxes.update({of.data_ptr(): nbytes for of in memory})
+            self.boxes.update({of.data_ptr(): nbytes for of in memory})
         self.barrier.wait()
         assert self.memory[self.calls.number][0].shape == (nbytes,)
         return Shared(list(self.memory[self.calls.number]), None)
 
+    def run(self, work: Callable[[CopyEngines], None]) -> None:
+        """`work` in a thread per rank; raises the first error."""
+
+        def of_rank(rank: int) -> None:
+            try:
+                work(CopyEngines(Group(rank, self.ranks)))  # type: ignore[arg-type]
+            except BaseException as error:
+                self.failures.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT)
+        if self.failures:
+            raise self.failures[0]
+        assert not any(thread.is_alive() for thread in threads)
+
 
 class Group:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
 
     def rank(self) -> int:
         return self._rank
 
     def size(self) -> int:
-        return RANKS
+        return self._ranks
 
 
-class Driver:
-    """Copies and their flags run in a thread of their own, each after a random delay. Two copies at a time out of one
-    box are an error."""
+CURRENT = object()
+"""The current stream of every rank, whose work the rank's thread does."""
 
-    boxes: ClassVar[dict[int, int]] = {}
-    read: ClassVar[set[int]] = set()
-    failures: ClassVar[list[BaseException]] = []
+
+class Copies:
+    """The stream of copies, as torch's allocator knows it. recorded: memory that it does not reuse before the copies
+    have ended."""
 
     def __init__(self) -> None:
+        self.recorded: list[range] = []
+        self.behind: object = None
+
+    def wait_stream(self, stream: object) -> None:
+        self.behind = stream
+
+
+def record(part: Tensor, stream: Copies) -> None:
+    stream.recorded.append(range(part.data_ptr(), part.data_ptr() + part.nbytes))
+
+
+class Driver(copy_engines._Driver):
+    """Copies and their flags run in a thread of their own, each after a random delay. Two copies at a time out of one
+    box are an error, and so are copies to memory that the allocator may have given away.
+
+    may_copy: the thread goes on while it is set. when_blocked: called before the current stream waits for a flag.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.copies = host, Copies()  # type: ignore[assignment]
         self.queue: Queue[Callable[[], object]] = Queue()
+        self.may_copy = threading.Event()
+        self.may_copy.set()
+        self.when_blocked: Callable[[], None] = lambda: None
         threading.Thread(target=self.run, daemon=True).start()
 
     def run(self) -> None:
@@ -72,44 +119,88 @@ class Driver:
         while True:
             work = self.queue.get()
             time.sleep(delays.random() * 1e-3 if delays.random() < 0.98 else 0.02)
-            work()
+            self.may_copy.wait(TIMEOUT)
+            if self.host.failures:  # the memory of a rank that has ended may be gone
+                return
+            try:
+                work()
+            except BaseException as error:
+                self.host.failures.append(error)
+                return
 
     def enter(self) -> None:
         pass
 
-    def begin(self, received: Any) -> None:
+    def begin(self, received: Sequence[Tensor]) -> None:
+        self.copies.behind = None  # type: ignore[attr-defined]
+        super().begin(received)
+        assert self.copies.behind is CURRENT  # type: ignore[attr-defined]
         for part in received:  # a row that no copy writes is seen
             part.fill_(7)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        self.queue.put(lambda: self._copy(destination, source, nbytes))
+        recorded: list[range] = self.copies.recorded  # type: ignore[attr-defined]
+        kept = any(memory.start <= destination and destination + nbytes <= memory.stop for memory in recorded)
+        assert kept, "rows arrive in memory that is not recorded on the stream of copies"
+        self.queue.put(lambda: self._copy_out(destination, source, nbytes))
 
-    def _copy(self, destination: int, source: int, nbytes: int) -> None:
-        box = next(at for at, size in self.boxes.items() if at <= source < at + size)
-        if box in self.read:
-            self.failures.append(AssertionError("two copies out of one box"))
-        self.read.add(box)
+    def _copy_out(self, destination: int, source: int, nbytes: int) -> None:
+        read = self.host.read
+        box = next(at for at, size in self.host.boxes.items() if at <= source < at + size)
+        assert box not in read, "two copies out of one box"
+        read.add(box)
         time.sleep(5e-4)
         ctypes.memmove(destination, source, nbytes)
-        self.read.discard(box)
+        read.discard(box)
 
     def copy_here(self, destination: int, source: int, nbytes: int) -> None:
         ctypes.memmove(destination, source, nbytes)
 
     def wait_to_copy(self, flag: int, value: int) -> None:
-        self.queue.put(lambda: self.wait(flag, value))
+        self.queue.put(lambda: self._until(flag, value))
 
     def write_behind_copies(self, flag: int, value: int) -> None:
         self.queue.put(lambda: self.write(flag, value))
 
     def wait(self, flag: int, value: int) -> None:
+        if ctypes.c_int32.from_address(flag).value < value:
+            self.when_blocked()
+        self._until(flag, value)
+
+    def _until(self, flag: int, value: int) -> None:
         stop = time.monotonic() + TIMEOUT
         while ctypes.c_int32.from_address(flag).value < value:
+            assert not self.host.failures, "another rank has failed"
             assert time.monotonic() < stop, "a flag was never written"
             time.sleep(1e-4)
 
     def write(self, flag: int, value: int) -> None:
         ctypes.c_int32.from_address(flag).value = value
+
+
+@pytest.fixture
+def host_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Host]:
+    """A host of so many ranks, whose CopyEngines have the drivers above."""
+
+    def host_of(ranks: int) -> Host:
+        host = Host(ranks)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: CURRENT)
+        monkeypatch.setattr(Tensor, "record_stream", record)
+        monkeypatch.setattr(copy_engines, "has_shared_memory", True)
+        monkeypatch.setattr(copy_engines, "shared_memory", host.shared_memory)
+        monkeypatch.setattr(copy_engines, "group_of", lambda op, group: group)
+        monkeypatch.setattr(copy_engines, "_Driver", lambda: Driver(host))
+        monkeypatch.setattr(copy_engines.dist, "barrier", lambda group: host.barrier.wait())
+        monkeypatch.setattr(
+            copy_engines.dist,
+            "all_gather_object",
+            lambda hosts, name, group: hosts.__setitem__(slice(None), [name] * ranks),
+        )
+        return host
+
+    return host_of
 
 
 def row_of(leg: int, rank: int, row: int) -> int:
@@ -119,25 +210,24 @@ def row_of(leg: int, rank: int, row: int) -> int:
 
 def exchange(engines: CopyEngines, leg: int) -> None:
     """There and back once, or there alone; every row is where the plan puts it."""
-    local, rank = 2 + leg % 2 * 8, engines.rank  # 10 experts: chunks of several
+    local, rank, ranks = 2 + leg % 2 * 8, engines.rank, engines.ranks  # 10 experts: chunks of several
     numbers = random.Random(leg)
     table = [
-        [numbers.randrange(BIGGEST[leg]) * (numbers.random() < 0.8) for _ in range(RANKS * local)] for _ in range(RANKS)
+        [numbers.randrange(BIGGEST[leg]) * (numbers.random() < 0.8) for _ in range(ranks * local)] for _ in range(ranks)
     ]
     plan = plan_exchange(table, rank, 32)
     mine = torch.tensor([row_of(leg, rank, i) for i in range(plan.token_rows[rank])], dtype=torch.int32)
     values = mine[:, None].repeat(1, 5), mine[:, None].repeat(1, 2).to(torch.uint8)
     parts = [Part(5, torch.int32), Part(2, torch.uint8)]
-    device = torch.device("cpu")
-    leaving = values if leg % 3 == 2 else engines.outgoing("experts", mine.shape[0], parts, device)
-    if rank == leg % RANKS:
+    leaving = values if leg % 3 == 2 else engines.outgoing("experts", mine.shape[0], parts, CPU)
+    if rank == leg % ranks:
         time.sleep(0.03)  # the others may not read before
     for place, value in zip(leaving, values, strict=True):
         place.copy_(value)
     there = engines.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
     back = None
     if leg % 3:  # a backward without gradients of rows has no way back, and the next leg starts sooner
-        room = engines.outgoing("tokens", plan.operand_rows[rank], parts[:1], device)
+        room = engines.outgoing("tokens", plan.operand_rows[rank], parts[:1], CPU)
         back = engines.leg("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, room)
     there.send(range(len(plan.chunks)))
     starts = [[sum(row[:e]) for e in range(len(row))] for row in table]
@@ -146,11 +236,11 @@ def exchange(engines: CopyEngines, leg: int) -> None:
         rows, others = (part[chunk.start : chunk.end] for part in there.received)
         at = 0
         for e in range(rank * local + chunk.first, rank * local + chunk.last):
-            want = [row_of(leg, s, starts[s][e] + i) for s in range(RANKS) for i in range(table[s][e])]
+            want = [row_of(leg, s, starts[s][e] + i) for s in range(ranks) for i in range(table[s][e])]
             assert rows[at : at + len(want), 4].tolist() == want
             assert others[at : at + len(want), 1].tolist() == [value % 256 for value in want]
             at += max(-(-len(want) // 32), 1) * 32
-        if rank == leg % RANKS:
+        if rank == leg % ranks:
             time.sleep(2e-3)
         if back is not None:
             back.outgoing[0][chunk.start : chunk.end] = rows * 2
@@ -161,35 +251,52 @@ def exchange(engines: CopyEngines, leg: int) -> None:
         assert torch.equal(back.received[0], values[0] * 2)
 
 
-def test_rows_arrive_in_every_leg(monkeypatch: pytest.MonkeyPatch) -> None:
-    host, failures = Host(), Driver.failures
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(copy_engines, "has_shared_memory", True)
-    monkeypatch.setattr(copy_engines, "shared_memory", host.shared_memory)
-    monkeypatch.setattr(copy_engines, "group_of", lambda op, group: group)
-    monkeypatch.setattr(copy_engines, "_Driver", Driver)
-    monkeypatch.setattr(copy_engines.dist, "barrier", lambda group: host.barrier.wait())
-    monkeypatch.setattr(
-        copy_engines.dist,
-        "all_gather_object",
-        lambda hosts, name, group: hosts.__setitem__(slice(None), [name] * RANKS),
-    )
+def test_rows_arrive_in_every_leg(host_of: Callable[[int], Host]) -> None:
+    def work(engines: CopyEngines) -> None:
+        for leg in range(len(BIGGEST)):
+            exchange(engines, leg)
 
-    def run(rank: int) -> None:
-        try:
-            engines = CopyEngines(Group(rank))  # type: ignore[arg-type]
-            for leg in range(len(BIGGEST)):
-                exchange(engines, leg)
-        except BaseException as error:
-            failures.append(error)
-            host.barrier.abort()
+    host_of(3).run(work)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * TIMEOUT)
-    if failures:
-        raise failures[0]
-    assert not any(thread.is_alive() for thread in threads)
+
+@pytest.mark.parametrize("rows", ["in the box", "of the caller"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_copies_after_another_has_begun_its_next_leg(
+    host_of: Callable[[int], Host], ranks: int, rows: str
+) -> None:
+    """Rank 0 copies no row of the second leg before the last rank waits for it, or has gone through its third leg as
+    far as it gets alone. Rows of the caller are copied to the box by `leg`; its own rows are there already."""
+    host, each, last = host_of(ranks), 4, ranks - 1
+    may_copy = threading.Event()
+    may_copy.set()
+
+    def leg(engines: CopyEngines, number: int) -> Any:
+        rank = engines.rank
+        plan = plan_exchange([[each] * ranks] * ranks, rank, 32)
+        values: Any = torch.tensor([[row_of(number, rank, i)] for i in range(each * ranks)], dtype=torch.int32)
+        leaving = (values,)
+        if rows == "in the box":
+            leaving = engines.outgoing("experts", each * ranks, [Part(1, torch.int32)], CPU)
+            leaving[0].copy_(values)
+        leg = engines.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
+        leg.send(range(1))
+        return leg
+
+    def check(engines: CopyEngines, leg: Any, number: int) -> None:
+        leg.wait(0)
+        want = [row_of(number, s, each * engines.rank + i) for s in range(ranks) for i in range(each)]
+        assert leg.received[0][: len(want), 0].tolist() == want
+
+    def work(engines: CopyEngines) -> None:
+        driver: Any = engines.driver
+        check(engines, leg(engines, 0), 0)  # the first leg allocates the boxes
+        if engines.rank == 0:
+            driver.may_copy = may_copy
+            may_copy.clear()
+        check(engines, leg(engines, 1), 1)
+        if engines.rank == last:
+            assert not may_copy.is_set()
+            driver.when_blocked = may_copy.set
+        check(engines, leg(engines, 2), 2)
+
+    host.run(work)
