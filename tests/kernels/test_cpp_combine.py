@@ -1,5 +1,7 @@
-"""The combine in C++, between guards: large random slots, and errors before the first write."""
+"""The combine in C++, between guards: large random slots, the order of a dot product's sums, and errors before the
+first write."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,6 +45,36 @@ def test_combine(cpp_op, tokens, top_k, padding, d, weighted, seed):
         got = cpp_op(combine.combine_bwd_row, dy, rows, slots, order, probs)
         for g, w in zip(got, oracle.combine_bwd_row(dy, rows, slots, order, probs), strict=True):
             np.testing.assert_array_equal(g, w)
+
+
+def dot_in_16_lanes(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The fp32 dot products of the last dim: column c counts to partial sum c % 16; then halves are added. Every
+    product and every sum rounds."""
+    products = a.astype(np.float32) * b.astype(np.float32)
+    lanes = np.zeros((*products.shape[:-1], 16), np.float32)
+    for c in range(products.shape[-1]):
+        lanes[..., c % 16] += products[..., c]
+    for half in (8, 4, 2, 1):
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("d", [1, 15, 16, 17, 31, 64, 95, 263, 544])
+def test_a_dot_product_has_16_partial_sums(cpp_op, d, dtype):
+    """On every machine, whatever its vectors hold: widths with and without a rest."""
+    rng = np.random.default_rng(d)
+    dy, rows = (rng.standard_normal((64, d)).astype(dtype) for _ in range(2))
+    every, probs = np.arange(64, dtype=np.int32), np.ones((64, 1), np.float32)
+    want = dot_in_16_lanes(dy, rows)
+    _, dprobs = cpp_op(combine.combine_bwd, dy, rows, every[:, None], every, probs)
+    np.testing.assert_array_equal(dprobs[:, 0], want)
+    if d % 32 == 0:
+        *_, dprobs = cpp_op(combine.combine_bwd_row, dy, rows, every[:, None], every, probs)
+        np.testing.assert_array_equal(dprobs[:, 0], want)
+    # Of these values the order shows: a sum from the first column to the last one is another for some of the rows.
+    in_turn = np.cumsum(dy.astype(np.float32) * rows.astype(np.float32), axis=1, dtype=np.float32)[:, -1]
+    assert d <= 16 or (in_turn != want).any()
 
 
 @pytest.mark.parametrize("bad", [-2, 3, 2**31 - 1, -(2**31)])
