@@ -1,18 +1,26 @@
 """Expert parallelism over gloo, four processes at once; the checks themselves are in ep_ranks.py."""
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from mxep.torch_frontend import (
+    MXFP8ExpertParallel,
     MXTensor,
+    Route,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
 )
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from .forked import run_ranks
 
@@ -115,6 +123,43 @@ def test_alone_nothing_needs_a_process_group() -> None:
         a2a_dispatch_mxfp8_fwd_hp_bwd(x, [5], [6])
     with pytest.raises(ValueError, match=r"output_splits: got \[3, 3\]; allowed: 1 counts"):
         a2a_dispatch_mxfp8_fwd_hp_bwd(x, [3, 3], [3, 3])
+
+
+@pytest.fixture
+def mesh_of_one() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Experts(nn.Module):
+    """A module of another package, which can fail; the hooks of MXFP8ExpertParallel carry its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, 64, 64))
+        self.fails = False
+
+    def forward(self, groups: Tensor, padded_counts: Tensor) -> Tensor:
+        if self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return groups
+
+
+def test_a_forward_that_fails_keeps_no_route(mesh_of_one: DeviceMesh) -> None:
+    """A training that skips such a batch would keep the maps of every one."""
+    experts = Experts()
+    parallelize_module(experts, mesh_of_one, MXFP8ExpertParallel("bf16", gradients="sum"))
+    rows, counts = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor([4, 2])
+    for fails in (False, True, True, False):
+        experts.fails = fails
+        if fails:
+            with pytest.raises(torch.OutOfMemoryError):
+                experts(rows, counts)
+        else:
+            assert torch.equal(experts(rows, counts), rows)
+        gc.collect()
+        assert not any(isinstance(thing, Route) for thing in gc.get_objects())
 
 
 def test_without_torch_the_import_says_what_to_install() -> None:
