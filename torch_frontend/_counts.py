@@ -1,10 +1,13 @@
 """The ranks agree on their counts before rows travel: an error on one rank is raised on all, and no row is sent.
 
-arguments --check--> counts, number of rows, what needs a gradient; or -1
+arguments --check--> counts, number of rows + key of the arguments that all ranks share; or -1
           --all-to-all--> counts of all ranks, or an error on every rank
+
+A receiver reads rows with its own options, so `shared_arguments` are equal on all ranks. Where keys differ the ranks
+compare the arguments themselves, and the error names the first that differs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._checks import check_counts, check_probs, check_shape, require_total
-from ._ranks import can_compare, check_rows_to_send, compare_calls, no_answer
+from ._ranks import agree, can_compare, check_rows_to_send, compare_calls, key_of, no_answer
 from ._torch_private import group_named
 from .ep import TokenReplicas, all_to_all
 from .peer_memory import PeerMemory
@@ -25,22 +28,22 @@ from .shards import Ranks
 class Agreement(NamedTuple):
     """What the ranks know before rows travel.
 
-    rows, num_rows: as `checked_rows` returns them. sent: (E + 1,), this rank's counts, and 4 times the number of its
-    rows plus `_gradients`, or -1 if it is about to raise `error`; where a token goes once to each rank, also its copies
-    for each one. of_all: `sent` of every rank. received: (E,), rows that this rank receives, per rank and local expert.
-    copies: (ranks, 1), copies that it receives, or (ranks, 0). layout: of the copies that it sends. gradients:
-    `_gradients` of this rank.
+    rows, num_rows: as `checked_rows` returns them. shared: of `shared_arguments`. sent: (E + 1,), this rank's counts,
+    and the number of its rows plus `key_of` the shared arguments, modulo 2^31, or -1 if it is about to raise `error`;
+    where a token goes once to each rank, also its copies for each one. of_all: `sent` of every rank. received: (E,),
+    rows that this rank receives, per rank and local expert. copies: (ranks, 1), copies that it receives, or (ranks, 0).
+    layout: of the copies that it sends.
     """
 
     rows: Tensor | TokenReplicas
     num_rows: int
+    shared: Mapping[str, Any]
     sent: Tensor
     of_all: Tensor
     received: Tensor
     copies: Tensor
     error: Exception | None
     layout: Layout | None
-    gradients: int = 0
 
     @property
     def totals(self) -> Tensor:
@@ -50,54 +53,71 @@ class Agreement(NamedTuple):
 
 def agree_on_counts(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    error: Exception | None = None, shared: dict[str, Any] | None = None,
+    error: Exception | None = None, also: Mapping[str, Any] | None = None,
 ) -> Agreement:  # fmt: skip
     """Check this rank's arguments, unless it has an `error` already, and exchange the counts. A collective; the host
-    does not wait, unless the number of experts is unknown. Then the ranks compare recipe, `replicas` and what is
-    `shared`, by argument; the ranks of a layer have compared theirs before."""
-    num_rows = 0
+    does not wait, unless the number of experts is unknown, which the ranks compare first. also: further arguments that
+    all ranks share, by name."""
+    num_rows, shared = 0, {}
     try:
         if error is None:
             rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
+            shared = shared_arguments(rows, recipe, ranks, probs, also or {})
     except (TypeError, ValueError) as found:
         error = found
     if not ranks.num_experts:
         if can_compare(ranks.group_name):
-            x = rows.x if isinstance(rows, TokenReplicas) else rows
-            shared = {"recipe": recipe, "replicas": ranks.replicas} | (shared or {})
-            compare_calls("dispatch", x, counts, shared, ranks.group_name, error)
+            experts = {} if error else {"experts": counts.shape[0]}
+            compare_calls("dispatch", experts | shared, ranks.group_name, error)
         elif error is not None:
             raise error
     if error is not None:
-        return Agreement(rows, num_rows, *_exchange_counts(_refusal(ranks), ranks), error, None)
-    gradients, layout = _gradients(rows, probs), None
-    sent = _message(counts, num_rows, gradients)
+        return Agreement(rows, num_rows, shared, *_exchange_counts(_refusal(ranks), ranks), error, None)
+    sent, layout = _message(counts, num_rows, shared), None
     if ranks.replicas != "each" and isinstance(rows, TokenReplicas):
         layout = lay_out(rows, counts, ranks.degree)
         sent = torch.cat([sent, layout.counts])
-    return Agreement(rows, num_rows, *_exchange_counts(sent, ranks), error, layout, gradients)
+    return Agreement(rows, num_rows, shared, *_exchange_counts(sent, ranks), error, layout)
 
 
-_NEEDED = ("none", "rows", "probs", "rows and probs")
-"""The arguments whose gradients a rank needs, by `_gradients`."""
+def shared_arguments(
+    rows: Tensor | TokenReplicas, recipe: Recipe, ranks: Ranks, probs: Tensor | None, also: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments with which a rank reads the rows that it receives, forward and backward; equal on all ranks."""
+    x, once = rows.x if isinstance(rows, TokenReplicas) else rows, ranks.replicas != "each"
+    # In a compiled graph the rest is that of the layer, whose ranks have compared it before.
+    if torch.compiler.is_compiling():
+        return {"top_k": rows.top_k} if once and isinstance(rows, TokenReplicas) else {}
+    return {
+        "rows": f"{x.shape[1]} values of {x.dtype}",
+        "recipe": recipe,
+        "replicas": ranks.replicas,
+        # The slot of a replica is that of its copy times top_k: elsewhere ranks may have other numbers of experts.
+        "top_k": rows.top_k if once and isinstance(rows, TokenReplicas) else None,
+        **also,
+        "probs": "none" if probs is None else "given",
+        "gradients": ", ".join(name for name, t in (("rows", x), ("probs", probs)) if _needs_gradient(t)) or "none",
+    }
 
 
-def _gradients(rows: Tensor | TokenReplicas, probs: Tensor | None) -> int:
-    """1 if this rank needs a gradient of the rows, plus 2 for one of the probabilities. Its backward exchanges them."""
-    x = rows.x if isinstance(rows, TokenReplicas) else rows
-    needs = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return needs * (x.requires_grad + 2 * (probs is not None and probs.requires_grad))
+def _needs_gradient(x: Tensor | None) -> bool:
+    return x is not None and torch.is_grad_enabled() and x.requires_grad
 
 
-def _message(counts: Tensor, num_rows: int, gradients: int) -> Tensor:
+def _message(counts: Tensor, num_rows: int, shared: Mapping[str, Any]) -> Tensor:
     """(E + 1,) int32."""
+    # One number, since each takes the host and the GPU a launch.
+    value = (num_rows + _key(shared)) % 2**31
     if torch.compiler.is_compiling():  # a graph reads no counts: it gets splits that every rank refuses
         fits = (counts.sum() == num_rows) & (counts.amin() >= 0)
         counts = torch.where(fits, counts, -1)
     elif counts.dtype == torch.int64:
         counts = counts.clamp(-1, 2**31 - 1)
-    # One number, since each takes the host and the GPU a launch.
-    return torch.nn.functional.pad(counts.to(torch.int32), (0, 1), value=4 * num_rows + gradients)
+    return torch.nn.functional.pad(counts.to(torch.int32), (0, 1), value=value)
+
+
+def _key(shared: Mapping[str, Any]) -> int:
+    return shared.get("top_k", 0) if torch.compiler.is_compiling() else key_of(shared)
 
 
 class Counts(NamedTuple):
@@ -111,16 +131,16 @@ class Counts(NamedTuple):
 
 def counts_of_ranks(
     rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    error: Exception | None, shared: dict[str, Any],
+    error: Exception | None, also: Mapping[str, Any],
 ) -> Counts:  # fmt: skip
     """`agree_on_counts` for a caller whose host waits later. An error on one rank raises on all: here on this one, in
     `table` on the others."""
-    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, error, shared)
+    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, error, also)
     if agreed.error is not None:
         raise agreed.error
     read = _reading(agreed.of_all)
 
-    return Counts(agreed.rows, agreed, lambda: checked_table(counts, agreed, read()))
+    return Counts(agreed.rows, agreed, lambda: checked_table(counts, agreed, read(), ranks.group_name))
 
 
 def _reading(x: Tensor) -> Callable[[], Any]:
@@ -142,7 +162,9 @@ def _reading(x: Tensor) -> Callable[[], Any]:
 def refuse(ranks: Ranks) -> None:
     """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise. Over
     PeerMemory there is none: the others wait for this rank until their time limit."""
-    if ranks.degree > 1 and not isinstance(ranks.transport, PeerMemory):
+    if isinstance(ranks.transport, PeerMemory):
+        ranks.transport.interrupt()
+    elif ranks.degree > 1:
         _exchange_counts(_refusal(ranks), ranks)
 
 
@@ -204,25 +226,26 @@ def checked_rows(
     return rows, num_rows
 
 
-def checked_table(counts: Tensor, agreed: Agreement, of_all: list[list[int]]) -> list[list[int]]:
-    """The values of `Agreement.of_all` as (ranks, E) counts; raises this rank's error, or ValueError if its counts are
-    wrong, or another rank's, or if ranks need other gradients."""
+def checked_table(counts: Tensor, agreed: Agreement, of_all: list[list[int]], group_name: str) -> list[list[int]]:
+    """The values of `Agreement.of_all` as (ranks, E) counts. Raises this rank's error; on every rank ValueError if the
+    counts of a rank are wrong or the ranks differ in `Agreement.shared`."""
     if agreed.error is not None:
         raise agreed.error
-    experts = counts.shape[0]
-    for rank, message in enumerate(of_all):
-        row, rows = message[:experts], message[experts] // 4
-        if rows < 0 or min(row) < 0 or sum(row) != rows:
+    experts, key = counts.shape[0], key_of(agreed.shared)
+    table = [message[:experts] for message in of_all]
+    for rank, row in enumerate(table):
+        if min(row) < 0:
             require_total("dispatch", "counts", counts, agreed.num_rows)
             allowed = f"allowed: counts of at least 0 from every rank; rank {rank} raises the error that explains it"
             fail(ValueError, "dispatch", "counts", f"-1 from rank {rank}", allowed)
-    for rank, message in enumerate(of_all):
-        gradients = message[experts] % 4
-        if gradients != agreed.gradients:
-            got, here = _NEEDED[gradients], _NEEDED[agreed.gradients]
-            allowed = f"allowed: the same on all ranks, here {here}; the backward exchanges them"
-            fail(ValueError, "dispatch", "rows", f"gradients of {got} on rank {rank}", allowed)
-    return [message[:experts] for message in of_all]
+    if any((message[experts] - sum(row) - key) % 2**31 for message, row in zip(of_all, table, strict=True)):
+        error = None
+        try:
+            require_total("dispatch", "counts", counts, agreed.num_rows)
+        except ValueError as found:
+            error = found
+        agree("dispatch", group_name, agreed.shared, error, "counts")
+    return table
 
 
 def splits_of(table: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
@@ -241,12 +264,14 @@ def agreed_splits(counts: Tensor, agreed: Agreement, group_name: str) -> tuple[B
     degree, experts = agreed.of_all.shape[0], agreed.received.shape[0]
     if not torch.compiler.is_compiling():
         of_all, rank = agreed.of_all.tolist(), group_named(group_name).rank()
-        splits = splits_of(checked_table(counts, agreed, of_all), rank)
+        splits = splits_of(checked_table(counts, agreed, of_all, group_name), rank)
         copies = [message[experts + 1 :] for message in of_all]
         return splits, ([], []) if agreed.layout is None else ([row[rank] for row in copies], copies[rank])
     if agreed.error is not None:
         raise agreed.error
-    both = torch.stack([agreed.received, agreed.sent[:experts]]).view(2, degree, -1).sum(-1)
+    differs = agreed.of_all[:, experts] - agreed.of_all[:, :experts].sum(1) - _key(agreed.shared)
+    refused = (differs % 2**31 != 0).any()
+    both = torch.stack([torch.where(refused, -1, agreed.received), agreed.sent[:experts]]).view(2, degree, -1).sum(-1)
     if agreed.layout is None:
         received, sent = both.tolist()
         return (received, sent), ([], [])

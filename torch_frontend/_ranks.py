@@ -3,6 +3,7 @@
 arguments of a rank --check--> valid or an error --all-gather--> table of all ranks --> send, or raise on every rank
 """
 
+import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -165,39 +166,43 @@ def compare_all_to_all(
                 fail(ValueError, op, "output_splits", got, f"allowed: {size}, its input_splits there")
 
 
-def compare_calls(
-    op: str, rows: Tensor, counts: Tensor, shared: Mapping[str, Any], group_name: str, error: Exception | None
+def key_of(shared: Mapping[str, Any]) -> int:
+    """31 bits that are equal in every process for equal arguments."""
+    return zlib.crc32(repr(list(shared.items())).encode()) & 0x7FFFFFFF
+
+
+def compare_calls(op: str, shared: Mapping[str, Any], group_name: str, error: Exception | None) -> None:
+    """Raise on every rank if one rank has an `error` or the calls differ in an argument that all ranks share. A
+    collective."""
+    ours = -1 if error else key_of(shared)
+    keys = [key for (key,) in table_of_ranks(op, [ours], group_name)]
+    raise_of_ranks(op, "rows", [key < 0 for key in keys], error)
+    if any(key != ours for key in keys):
+        agree(op, group_name, shared, None)
+
+
+def agree(
+    op: str, group_name: str, arguments: Mapping[str, Any], error: Exception | None, argument: str = "rows"
 ) -> None:
-    """Raise on every rank if one rank has an `error` or the calls differ in what all ranks share: the number of
-    experts, the width and the dtype of a row, and the arguments `shared`. A collective."""
-    checksums = [zlib.crc32(repr(value).encode()) for value in shared.values()]  # the same in every process
-    ours = [-1] * (3 + len(shared))
-    if error is None:
-        ours = [counts.shape[0], rows.shape[1], rows.dtype.itemsize, *checksums]
-    table = table_of_ranks(op, ours, group_name)
-    raise_of_ranks(op, "rows", [theirs[0] < 0 for theirs in table], error)
-    for rank, theirs in enumerate(table):
-        for argument, what, one, other in zip(
-            ("counts", "rows", "rows"), ("experts", "values", "bytes per value"), theirs, ours, strict=False
-        ):
-            if one != other:
-                fail(ValueError, op, argument, f"{one} {what} on rank {rank}", f"allowed: {other}, as here")
-        for (argument, value), one, other in zip(shared.items(), theirs[3:], checksums, strict=True):
-            if one != other:
-                fail(ValueError, op, argument, f"another one on rank {rank}", f"allowed: {value}, as here")
-
-
-def agree(op: str, group_name: str, arguments: dict[str, Any], error: Exception | None) -> None:
-    """Raise on every rank if one rank has an `error` or an argument differs between ranks. It sends pickled objects, so
-    it is for once per layer."""
+    """Raise on every rank if one rank has an `error`, in the name of `argument`, or an argument differs between ranks.
+    It sends pickled objects: once per layer, or to name the argument where the keys of two calls differ."""
     if not can_compare(group_name):
         if error is not None:
             raise error
         return
     table: list[Any] = [None] * degree_of(group_name)
-    dist.all_gather_object(table, None if error else arguments, group=group_named(group_name))
-    raise_of_ranks(op, "module", [theirs is None for theirs in table], error)
+    dist.all_gather_object(table, None if error else dict(arguments), group=group_named(group_name))
+    raise_of_ranks(op, argument, [theirs is None for theirs in table], error)
     for rank, theirs in enumerate(table):
-        for argument, value in arguments.items():
-            if theirs[argument] != value:
-                fail(ValueError, op, argument, f"{theirs[argument]} on rank {rank}", f"allowed: {value}, as here")
+        for name, value in arguments.items():
+            if theirs[name] != value:
+                there, here = _differing(theirs[name], value)
+                fail(ValueError, op, name, f"{there} on rank {rank}", f"allowed: {here}, as here")
+
+
+def _differing(there: Any, here: Any) -> tuple[Any, Any]:
+    """Two values, or of two dataclasses the fields that differ."""
+    if not (dataclasses.is_dataclass(there) and type(there) is type(here)):
+        return there, here
+    names = [f.name for f in dataclasses.fields(there) if getattr(there, f.name) != getattr(here, f.name)]
+    return ", ".join(f"{n}={getattr(there, n)!r}" for n in names), ", ".join(f"{n}={getattr(here, n)!r}" for n in names)

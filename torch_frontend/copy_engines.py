@@ -1,4 +1,4 @@
-"""Rows travel by the copy engines of the GPUs of one host: no multiprocessor takes part, not even to wait.
+"""Rows travel by the copy engines of the GPUs of one host: no multiprocessor takes part in the copies.
 
     box        memory of every rank that the others read; one for rows on the way to operands, one to tokens
     ready      flag in the receiver's memory, per sender: the chunks whose rows are in the sender's box
@@ -20,6 +20,8 @@ they take the host longer than the GPU needs for a chunk.
 import ctypes
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,9 +30,22 @@ from torch import Tensor
 
 from ..core_kernels.exchange import MOST_CHUNKS, Move, Step
 from ..core_kernels.launch import fail
+from ..core_kernels.peer import plan
 from ._checks import check_int
 from ._torch_private import Shared, has_shared_memory, raw_stream, shared_memory
-from .transport import ALIGNMENT, CHUNK_BYTES, Part, Where, arriving, group_of, places_of, rows_of_parts, views_of
+from .transport import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    TIMEOUT,
+    Part,
+    Where,
+    arriving,
+    group_of,
+    milliseconds,
+    places_of,
+    rows_of_parts,
+    views_of,
+)
 
 OP = "CopyEngines"
 BOXES: tuple[Where, Where] = ("experts", "tokens")
@@ -45,15 +60,22 @@ class CopyEngines:
     the rank that sends most: on each GPU that many bytes, on the way to the operands and to the tokens.
 
     The legs of two layers share this memory in the order of the calls, which must be one on all ranks. Layers that run
-    on two streams at a time take a transport each. If a rank dies, the others' GPUs wait for its flags.
-    chunk_bytes: as of `Collectives`.
+    on two streams at a time take a transport each.
+    chunk_bytes: as of `Collectives`. timeout: how long a GPU waits for the rows of the other ranks; then it ends this
+    process with an error of CUDA, as `PeerMemory` does.
 
     Raises NotImplementedError without CUDA or torch's symmetric memory, ValueError for ranks on several hosts.
     """
 
-    def __init__(self, group: "str | dist.ProcessGroup | None" = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        group: "str | dist.ProcessGroup | None" = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
         check_int(OP, "chunk_bytes", chunk_bytes, 1)
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes, limit_ms = chunk_bytes, milliseconds(OP, timeout)
         if not (torch.cuda.is_available() and has_shared_memory):
             got = "no CUDA" if has_shared_memory else "a torch without torch.distributed._symmetric_memory"
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
@@ -63,7 +85,7 @@ class CopyEngines:
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
             fail(ValueError, OP, "group", f"ranks on {sorted(set(hosts))}", "allowed: one host; else Collectives")
-        self.driver = _Driver()
+        self.driver = _Driver(limit_ms)
         self.flags = shared_memory(4 * len(BOXES) * self._flags_of_a_box(), self.group)
         self.flags.of_rank[self.rank].zero_()
         torch.cuda.synchronize()
@@ -87,12 +109,13 @@ class CopyEngines:
         parts = [Part(part.shape[1], part.dtype) for part in outgoing]
         box = self._box(where, max(places_of(sent, parts)[-1], ALIGNMENT))
         self._wait_until_taken(where)
-        self.legs[where] += 1
         boxes = [
             [memory.data_ptr() + at for at in places_of([rows], parts)]
             for memory, rows in zip(box.of_rank, sent, strict=True)
         ]
-        return _CopyLeg(self, where, self.legs[where], steps, boxes, outgoing, arriving(outgoing, received[self.rank]))
+        memory = arriving(outgoing, received[self.rank])  # before the leg counts: there may be too little
+        self.legs[where] += 1
+        return _CopyLeg(self, where, self.legs[where], steps, boxes, outgoing, memory)
 
     def _wait_until_taken(self, where: Where) -> None:
         """The current stream goes on when all ranks have copied the rows of the last leg out of this rank's box."""
@@ -198,11 +221,25 @@ class _CopyLeg:
     def wait(self, chunk: int) -> None:
         self.of.driver.wait(self.of.arrived(self.where), self._chunk(chunk))
 
+    def abandon(self) -> None:
+        # Behind the copies of the chunks that were sent: this rank reads no more out of the boxes of this leg.
+        of = self.of
+        for peer in range(of.ranks):
+            if peer != of.rank:
+                of.driver.write_behind_copies(of.taken(peer, self.where, of.rank), self.number)
+
 
 class _Driver:
-    """Copies, and waits and writes of flags of 32 bits, on the stream of copies or on the current one."""
+    """Copies, and waits and writes of flags of 32 bits, on the stream of copies or on the current one.
 
-    def __init__(self) -> None:
+    The current stream waits in a kernel, which has a time limit and a multiprocessor that has nothing else to do. Waits
+    on the stream of copies have none: the current stream waits for these copies.
+    """
+
+    def __init__(self, limit_ms: int) -> None:
+        self.limit_ms = limit_ms
+        self.wait_kernel = import_module(plan.__name__.replace(".plan", ".kernel")).wait_kernel
+        self._compiled_wait: Any = None
         library = ctypes.CDLL("libcuda.so.1")
         self._wait, self._write = library.cuStreamWaitValue32_v2, library.cuStreamWriteValue32_v2
         self._context, self._enter = ctypes.c_void_p(), library.cuCtxSetCurrent
@@ -243,8 +280,13 @@ class _Driver:
         self._raise(self._write(self.stream, flag, value, 0))
 
     def wait(self, flag: int, value: int) -> None:
-        """Work that the current stream gets from now on starts when the flag is at least `value`."""
-        self._raise(self._wait(raw_stream(self.index), flag, value, GREATER_OR_EQUAL))
+        """Work that the current stream gets from now on starts when the flag is at least `value`; after the time limit
+        this process gets an error of CUDA."""
+        if self._compiled_wait is None:
+            with torch.cuda.device(self.index):
+                self._compiled_wait = self.wait_kernel[(1,)](flag, value, self.limit_ms, num_warps=1)[(1, 1, 1)]
+        else:  # Triton's own look-up takes the host longer than the launch
+            self._compiled_wait(flag, value, self.limit_ms, stream=raw_stream(self.index))
 
     def write(self, flag: int, value: int) -> None:
         """Write the flag behind the work of the current stream, whose bytes are visible before it."""

@@ -6,7 +6,7 @@
 overlap.py has the schedule. The bytes are those of `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._checks import check_bias, check_devices
-from ._counts import checked_rows, counts_of_ranks
+from ._counts import checked_rows, counts_of_ranks, shared_arguments
 from ._ranks import can_compare, check_rows_to_send, compare_calls, degree_of, name_of
 from ._torch_private import group_named
 from .ep import TokenReplicas
@@ -42,6 +42,9 @@ from .products import ProductOptions
 from .shards import Ranks
 from .transport import Collectives
 from .weights import Held, Weights, at_address, check_weights, for_call, form_of, outlives_forward, values_and_held
+
+NO_MORE: Mapping[str, Any] = {}
+"""No further arguments that all ranks share."""
 
 
 class FFNExperts(NamedTuple):
@@ -150,10 +153,10 @@ class FFNWeights(NamedTuple):
 
 def ffn_over(
     op: str, rows: Tensor | TokenReplicas, counts: Tensor, of: FFNWeights, probs: Tensor | None, prob_in: str,
-    out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks, transport: Carrier,
+    out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks, transport: Carrier, also: Mapping[str, Any] = NO_MORE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`expert_parallel_ffn` over the ranks of a layer, at least two. Returns the result and (E,) rows of all ranks per
-    expert."""
+    """`expert_parallel_ffn` over the ranks of a layer, at least two. also: as in `dispatch_over`. Returns the result
+    and (E,) rows of all ranks per expert."""
     error, inside = None, probs is not None and prob_in == "swiglu"
     experts, parameters, width = None, (), 0
     try:
@@ -166,7 +169,7 @@ def ffn_over(
         experts, parameters, width = FFNExperts(call, held), (*values, *biases), values[2].shape[1]
     except (TypeError, ValueError) as found:
         error = found
-    options = width, out_dtype, recipe, ranks, transport, error
+    options = width, out_dtype, recipe, ranks, transport, also, error
     return _run_eagerly(rows, counts, probs, inside, experts, parameters, *options)
 
 
@@ -193,20 +196,20 @@ def mm_over(
         experts, parameters = MMExperts(call, held), (values, bias)
     except (TypeError, ValueError) as found:
         error = found
-    options = width, out_dtype, recipe, ranks, transport, error
+    options = width, out_dtype, recipe, ranks, transport, NO_MORE, error
     return _run_eagerly(rows, counts, None, False, experts, parameters, *options)
 
 
 def _run(
     rows: Tensor | TokenReplicas, counts: Tensor, probs: Tensor | None, inside: bool, experts: Experts | None,
     parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
-    transport: Carrier, error: Exception | None,
+    transport: Carrier, also: Mapping[str, Any], error: Exception | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    also = {**also, "transport": described(transport), "weights inside": inside}
     if isinstance(transport, PeerMemory):
-        options = width, out_dtype, recipe, ranks, transport, error
+        options = width, out_dtype, recipe, ranks, transport, also, error
         return _run_over_peers(rows, counts, probs, inside, experts, parameters, *options)
-    shared = {"transport": described(transport), "weights inside": inside}
-    of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error, shared)
+    of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error, also)
     assert experts is not None
     rank, replicas = group_named(ranks.group_name).rank(), of_ranks.rows
     if isinstance(replicas, TokenReplicas):
@@ -220,30 +223,27 @@ def _run(
 def _run_over_peers(
     rows: Tensor | TokenReplicas, counts: Tensor, probs: Tensor | None, inside: bool, experts: Experts | None,
     parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
-    memory: PeerMemory, error: Exception | None,
+    memory: PeerMemory, also: Mapping[str, Any], error: Exception | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    op, num_rows = "dispatch", 0
+    op, num_rows, shared = "dispatch", 0, {}
     try:
         if error is None:
             rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
             check_devices(op, "transport", memory.device, rows=maps_of(rows)[0])
+            also = {"experts": counts.shape[0], **also}
+            shared = shared_arguments(rows, recipe, ranks, probs, also)
     except (TypeError, ValueError) as found:
         error = found
-    x, inverse, top_k = maps_of(rows)
-
-    def compare() -> None:
-        shared = {"recipe": recipe, "transport": described(memory), "weights inside": inside}
-        shared["gradients"] = torch.is_grad_enabled() and x.requires_grad
-        compare_calls(op, x, counts, shared, ranks.group_name, error)
-
     if error is not None:
+        memory.interrupt()
         if memory.room is None and can_compare(ranks.group_name):
-            compare()  # the other ranks compare before they allocate, and raise too
+            compare_calls(op, shared, ranks.group_name, error)  # the others do before they allocate, and raise too
         raise error
     assert experts is not None
+    x, inverse, top_k = maps_of(rows)
     parts = legs(recipe, x.shape[1], x.dtype, width)
-    with torch.no_grad():
-        capacity = memory.reserve(op, num_rows, counts.shape[0], recipe.alignment, parts, compare)
+    with torch.no_grad(), memory.uninterrupted():
+        capacity = memory.reserve(op, num_rows, counts.shape[0], recipe.alignment, parts, shared)
         layout = lay_out(memory, counts, num_rows, capacity, recipe.alignment)
     call = PeerCall(memory, layout, recipe, experts, width, out_dtype, inverse, top_k, inside)
     return exchanged(x, probs, call, *parameters), layout.totals

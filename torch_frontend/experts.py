@@ -142,7 +142,7 @@ class GroupedExperts(nn.Module):
         ranks = self.expert_parallel
         assert ranks is not None
         assert ranks.transport is not None
-        options = unsent.prob_in, unsent.out_dtype, self.recipe, ranks, ranks.transport
+        options = unsent.prob_in, unsent.out_dtype, self.recipe, ranks, ranks.transport, unsent.also
         return ffn_over("MoE", unsent.tokens, counts, of, probs_TK, *options)
 
     def _of_other_shape(self, parts: tuple[Tensor, ...]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
@@ -195,11 +195,12 @@ class GroupedExperts(nn.Module):
 
 
 class Unsent(NamedTuple):
-    """Tokens that the experts exchange themselves, beside their products, and how: arguments of `ffn_over`."""
+    """Tokens that the experts exchange themselves, while they multiply: arguments of `ffn_over`."""
 
     tokens: TokenReplicas
     prob_in: str
     out_dtype: torch.dtype
+    also: dict[str, Any]
 
 
 class HeldWeights(NamedTuple):

@@ -191,7 +191,8 @@ class MoE(nn.Module):
         of_input = self.prob_in == "input"
         if of_input:  # a row per slot, of a weight each
             tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
-        y_TD, counts = self._experts(tokens, counts, None if of_input else probs_TK, x_TD.dtype)
+        also = self._shared_arguments(outside is not None) if ranks is not None and ranks.degree > 1 else {}
+        y_TD, counts = self._experts(tokens, counts, None if of_input else probs_TK, x_TD.dtype, also)
         if of_input:
             y_TD = sum_of_slots(y_TD, top_k, x_TD.dtype)
         if self.shared_expert is not None:
@@ -209,9 +210,10 @@ class MoE(nn.Module):
         counts: Tensor,
         probs_TK: Tensor | None,
         out_dtype: torch.dtype,
+        also: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """The sums of the experts' outputs (T, D), weighted if there are probs_TK, and the rows of all ranks per
-        expert."""
+        expert. also: of `_shared_arguments`."""
         experts = self.experts
         ranks, recipe, inside = experts.expert_parallel, experts.recipe, self.prob_in == "swiglu"
         if ranks is None or ranks.degree == 1:
@@ -221,11 +223,22 @@ class MoE(nn.Module):
             return groups_to_tokens(out, route, None if inside else probs_TK, out_dtype), counts
         if ranks.transport is not None:
             # A call of the module, so that FSDP's hooks run.
-            return experts(Unsent(tokens, self.prob_in, out_dtype), counts, probs_TK)
-        groups, _, route = dispatch_over(tokens, counts, recipe, ranks)
-        prob_P = dispatch_probs(probs_TK, route) if inside and probs_TK is not None else None
+            return experts(Unsent(tokens, self.prob_in, out_dtype, also), counts, probs_TK)
+        sent_TK = probs_TK if inside else None
+        groups, _, route = dispatch_over(tokens, counts, recipe, ranks, sent_TK, also)
+        prob_P = None if sent_TK is None else dispatch_probs(sent_TK, route)
         out = experts(groups, self._layout(route), prob_P)
         return combine(out, route, None if inside else probs_TK, out_dtype=out_dtype), route.counts
+
+    def _shared_arguments(self, outside: bool) -> dict[str, Any]:
+        """What the ranks of this layer must have in common in a call, but for the arguments of `dispatch`. The backward
+        sums the gradients of trained parameters over the ranks, so all train the same ones."""
+        if torch.compiler.is_compiling():
+            return {}
+        trained = [name for name, w in self.named_parameters() if w.requires_grad] if torch.is_grad_enabled() else []
+        routing = "the caller" if outside else "the router"
+        bias = self.router.bias is not None
+        return {"prob_in": self.prob_in, "routing": routing, "router_bias": bias, "parameters": ", ".join(trained)}
 
     def _layout(self, route: Route) -> Tensor | RowMap:
         """What the experts' forward takes for its groups: experts with a forward of their own take padded_counts."""

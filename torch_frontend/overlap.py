@@ -13,7 +13,8 @@ and the gradients of weights are computed while the last ones travel.
 The bytes of the result and of all gradients are those of `dispatch`, experts and `combine` in turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -109,7 +110,7 @@ class Overlap(NamedTuple):
         else:
             into(room[:1], OPS["permute_rows"], x, token)
         if weights is not None:
-            into(room[-1:], OPS["permute_rows"], weights.reshape(-1, 1), self.order)
+            into(room[-1:], OPS["permute_rows"], weights.contiguous().view(-1, 1), self.order)
         return room
 
     def least_rows(self, leaving: Sequence[Tensor]) -> int:
@@ -141,18 +142,20 @@ class Overlap(NamedTuple):
             return ops.dequantize(parts[0], parts[1], dtype_name(dtype)), list(parts[2:])
         return parts[0], list(parts[1:])
 
-    def leg_to_experts(self, plan: Exchange, rows: tuple[Tensor, ...]) -> Leg:
-        """Open the leg, clear the padding of its groups and send every chunk."""
+    def leg_to_experts(self, plan: Exchange, rows: tuple[Tensor, ...], legs: list[Leg]) -> Leg:
+        """Open the leg, add it to the open ones, clear the padding of its groups and send every chunk."""
         leg = self.transport.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, rows)
+        legs.append(leg)
         padding = [part[start:end] for part in leg.received for start, end in plan.padding]
         if padding:
             zero_each(padding)
         leg.send(range(len(plan.chunks)))
         return leg
 
-    def leg_to_tokens(self, plan: Exchange, parts: Sequence[Part], device: torch.device) -> Leg:
+    def leg_to_tokens(self, plan: Exchange, parts: Sequence[Part], device: torch.device, legs: list[Leg]) -> Leg:
         room = self.transport.outgoing("tokens", plan.operand_rows[self.rank], parts, device)
-        return self.transport.leg("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, room)
+        legs.append(self.transport.leg("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, room))
+        return legs[-1]
 
     def chunk_rows(self, leg: Leg, chunk: Chunk, dtype: torch.dtype, name: LegName) -> tuple[Tensor, list[Tensor]]:
         """The rows of a chunk that has arrived, and the parts that came with them."""
@@ -167,36 +170,49 @@ def layout_of(recipe: Recipe, width: int, dtype: torch.dtype, name: LegName) -> 
     return [Part(width, dtype)]
 
 
+@contextmanager
+def ended_legs() -> Iterator[list[Leg]]:
+    """A list for the legs that open. An error ends them: a rank that skips the batch can open the next ones."""
+    legs: list[Leg] = []
+    try:
+        yield legs
+    except Exception:
+        for leg in legs:
+            leg.abandon()
+        raise
+
+
 class _Overlapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: Overlap, *parameters: Tensor | None) -> Tensor:
         need_x, need_probs, _, *need_parameters = ctx.needs_input_grad
         inside, device, mx = call.prob_inside, x.device, call.recipe.sends_mx("combine")
         needs = need_x, need_probs and inside, *need_parameters
-        # Before the rows: on a GPU both run while the host waits for the counts and makes the plan.
-        experts = call.experts.quantized(parameters, needs)
-        leaving = call.leaving_rows(x, "dispatch", probs if inside else None)
-        plan = plan_exchange(call.table(), call.rank, call.recipe.alignment, call.least_rows(leaving))
-        there = call.leg_to_experts(plan, leaving)
-        back = call.leg_to_tokens(plan, call.layout_of(call.width, BF16, "combine"), device)
-        ends, saved = ends_of_chunks(plan, device), []
-        no_prob = torch.empty(0, dtype=torch.float32, device=device)
-        for c, chunk in enumerate(plan.chunks):
-            there.wait(c)
-            rows, others = call.chunk_rows(there, chunk, x.dtype, "dispatch")
-            prob = others[0].squeeze(1) if inside else no_prob
-            local = [p if p is None else p[chunk.first : chunk.last] for p in parameters]
-            room = tuple(part[chunk.start : chunk.end] for part in back.outgoing)
-            place = None if mx else room[0]
-            out, state = experts.forward(chunk, rows, prob, ends[c], local, needs, place)
-            call.written(out, "combine", room)
-            back.send(range(c, c + 1))
-            saved.append(state)
-        for c in range(len(plan.chunks)):
-            back.wait(c)
-        home, _ = call.received_rows(back.received, BF16, "combine")
-        weights = None if inside or probs is None else probs.contiguous()
-        y = home.to(call.out_dtype) if call.order is None else _sum(call, home, weights)
+        with ended_legs() as legs:
+            # Before the rows: on a GPU both run while the host waits for the counts and makes the plan.
+            experts = call.experts.quantized(parameters, needs)
+            leaving = call.leaving_rows(x, "dispatch", probs if inside else None)
+            plan = plan_exchange(call.table(), call.rank, call.recipe.alignment, call.least_rows(leaving))
+            there = call.leg_to_experts(plan, leaving, legs)
+            back = call.leg_to_tokens(plan, call.layout_of(call.width, BF16, "combine"), device, legs)
+            ends, saved = ends_of_chunks(plan, device), []
+            no_prob = torch.empty(0, dtype=torch.float32, device=device)
+            for c, chunk in enumerate(plan.chunks):
+                there.wait(c)
+                rows, others = call.chunk_rows(there, chunk, x.dtype, "dispatch")
+                prob = others[0].squeeze(1) if inside else no_prob
+                local = [p if p is None else p[chunk.first : chunk.last] for p in parameters]
+                room = tuple(part[chunk.start : chunk.end] for part in back.outgoing)
+                place = None if mx else room[0]
+                out, state = experts.forward(chunk, rows, prob, ends[c], local, needs, place)
+                call.written(out, "combine", room)
+                back.send(range(c, c + 1))
+                saved.append(state)
+            for c in range(len(plan.chunks)):
+                back.wait(c)
+            home, _ = call.received_rows(back.received, BF16, "combine")
+            weights = None if inside or probs is None else probs.contiguous()
+            y = home.to(call.out_dtype) if call.order is None else _sum(call, home, weights)
         save(ctx, (tuple(saved), None if weights is None else (home, weights)))
         ctx.call, ctx.plan, ctx.needs, ctx.dim = call, plan, needs, x.shape[1]
         ctx.dtypes = x.dtype, *(None if p is None else p.dtype for p in parameters)
@@ -207,43 +223,44 @@ class _Overlapped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call, plan, (need_x, need_prob, *_) = ctx.call, ctx.plan, ctx.needs
         saved, weighted = saved_by(ctx)
-        leaving, dprobs = _gradient_rows(call, dequantized(grads[0]).contiguous(), weighted)
-        there, mx = call.leg_to_experts(plan, leaving), call.recipe.sends_mx("dispatch_grad")
-        parts = call.layout_of(ctx.dim, ctx.dtypes[0], "dispatch_grad") if need_x else []
-        parts += [Part(1, torch.float32)] * need_prob
-        back, steps = call.leg_to_tokens(plan, parts, grads[0].device) if parts else None, []
-        for c, chunk in enumerate(plan.chunks):
-            there.wait(c)
-            dout, _ = call.chunk_rows(there, chunk, BF16, "combine_grad")
-            step = call.experts.backward(saved[c], dout, ctx.dtypes, ctx.needs)
-            outgoing = () if back is None else back.outgoing
-            room: tuple[Tensor, ...] = tuple(part[chunk.start : chunk.end] for part in outgoing)
-            dx, dprob = step.inputs(room[0] if need_x and not mx else None)
+        with ended_legs() as legs:
+            leaving, dprobs = _gradient_rows(call, dequantized(grads[0]).contiguous(), weighted)
+            there, mx = call.leg_to_experts(plan, leaving, legs), call.recipe.sends_mx("dispatch_grad")
+            parts = call.layout_of(ctx.dim, ctx.dtypes[0], "dispatch_grad") if need_x else []
+            parts += [Part(1, torch.float32)] * need_prob
+            back, steps = call.leg_to_tokens(plan, parts, grads[0].device, legs) if parts else None, []
+            for c, chunk in enumerate(plan.chunks):
+                there.wait(c)
+                dout, _ = call.chunk_rows(there, chunk, BF16, "combine_grad")
+                step = call.experts.backward(saved[c], dout, ctx.dtypes, ctx.needs)
+                outgoing = () if back is None else back.outgoing
+                room: tuple[Tensor, ...] = tuple(part[chunk.start : chunk.end] for part in outgoing)
+                dx, dprob = step.inputs(room[0] if need_x and not mx else None)
+                if back is not None:
+                    if dx is not None:
+                        call.written(dx, "dispatch_grad", room[: len(room) - need_prob])
+                    if dprob is not None and need_prob:
+                        room[-1].copy_(dprob.reshape(-1, 1))
+                    back.send(range(c, c + 1))
+                steps.append(step)
+            whole, found = _whole_gradients(ctx, grads[0].device), []
+            for chunk in plan.chunks:  # what the steps hold is freed one by one
+                out = [None if w is None else w[chunk.first : chunk.last] for w in whole]
+                found.append(steps.pop(0).weights(out))
+            weights = [
+                None if of[0] is None else torch.cat(of) if w is None else w
+                for w, of in zip(whole, zip(*found, strict=True), strict=True)
+            ]
+            dx = None
             if back is not None:
-                if dx is not None:
-                    call.written(dx, "dispatch_grad", room[: len(room) - need_prob])
-                if dprob is not None and need_prob:
-                    room[-1].copy_(dprob.reshape(-1, 1))
-                back.send(range(c, c + 1))
-            steps.append(step)
-        whole, found = _whole_gradients(ctx, grads[0].device), []
-        for chunk in plan.chunks:  # what the steps hold is freed one by one
-            out = [None if w is None else w[chunk.first : chunk.last] for w in whole]
-            found.append(steps.pop(0).weights(out))
-        weights = [
-            None if of[0] is None else torch.cat(of) if w is None else w
-            for w, of in zip(whole, zip(*found, strict=True), strict=True)
-        ]
-        dx = None
-        if back is not None:
-            for c in range(len(plan.chunks)):
-                back.wait(c)
-            received = list(back.received)
-            if need_x:
-                rows, received = call.received_rows(received, ctx.dtypes[0], "dispatch_grad")
-                dx = rows if call.order is None else sum_slots(rows, call.slots, rows.dtype)
-            if need_prob:
-                dprobs = ops.permute_rows(received[0], call.inverse).view(-1, call.top_k)
+                for c in range(len(plan.chunks)):
+                    back.wait(c)
+                received = list(back.received)
+                if need_x:
+                    rows, received = call.received_rows(received, ctx.dtypes[0], "dispatch_grad")
+                    dx = rows if call.order is None else sum_slots(rows, call.slots, rows.dtype)
+                if need_prob:
+                    dprobs = ops.permute_rows(received[0], call.inverse).view(-1, call.top_k)
         return dx, dprobs, None, *weights
 
 

@@ -10,6 +10,7 @@
 `MoE` itself calls dispatch, experts and combine, or overlap.py; the hooks serve modules of other packages alone.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -127,15 +128,16 @@ class MXFP8ExpertParallel(ParallelStyle):
             if mesh.ndim != 1:  # no group
                 raise
             error = found
-        parameters = ", ".join(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in experts.named_parameters(recurse=False))
+        parameters = _described(experts.named_parameters(recurse=False))
         carried = self.transport and described(self.transport)
         arguments = {"recipe": recipe, "gradients": self.gradients, "transport": carried, "parameters": parameters}
         arguments["replicas"] = self.replicas
         if isinstance(module, MoE):
-            arguments["prob_in"] = module.prob_in
+            others = [(n, p) for n, p in module.named_parameters() if not n.startswith("experts.")]
+            arguments |= {"prob_in": module.prob_in, "other parameters": _described(others)}
         if isinstance(experts, GroupedExperts):
             arguments["activation"] = experts.activation
-        agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error)
+        agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error, "module")
 
     def _check(self, module: nn.Module, experts: nn.Module, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
         op, ours = "MXFP8ExpertParallel", isinstance(experts, GroupedExperts)
@@ -175,6 +177,10 @@ class MXFP8ExpertParallel(ParallelStyle):
             if parameter.shape[0] % mesh.size():
                 allowed = f"allowed: a number of experts that the mesh of {mesh.size()} ranks divides"
                 fail(ValueError, op, name, f"{parameter.shape[0]} experts", allowed)
+
+
+def _described(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    return ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters)
 
 
 class _Hooks:

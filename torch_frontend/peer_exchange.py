@@ -169,41 +169,43 @@ class _Exchanged(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: PeerCall, *parameters: Tensor | None) -> Tensor:
         need_x, need_probs, _, *need_parameters = ctx.needs_input_grad
         inside, memory, ends = call.prob_inside, call.memory, call.layout.group_ends
-        rows, prob = call.push(x, "dispatch", probs if inside else None)
-        needs = need_x, need_probs and inside, *need_parameters
-        experts = call.experts.quantized(parameters, needs)
-        memory.meet()
-        parts = layout_of(call.recipe, call.width, BF16, "combine")
-        room, mx = call.room(parts), call.recipe.sends_mx("combine")
-        prob = torch.empty(0, dtype=torch.float32, device=x.device) if prob is None else prob
-        whole = Chunk(0, ends.shape[0], 0, call.layout.capacity)
-        out, state = experts.forward(whole, rows, prob, ends, parameters, needs, None if mx else room[0])
-        call.written(out, "combine", room)
-        save(ctx, call.kept(state))
-        memory.meet()
-        ctx.call, ctx.needs, ctx.tokens, ctx.dim = call, needs, x.shape[0], x.shape[1]
-        ctx.dtypes = x.dtype, *(None if p is None else p.dtype for p in parameters)
-        return call.pull(parts, x.shape[0], BF16, "combine", call.out_dtype)
+        with memory.uninterrupted():
+            rows, prob = call.push(x, "dispatch", probs if inside else None)
+            needs = need_x, need_probs and inside, *need_parameters
+            experts = call.experts.quantized(parameters, needs)
+            memory.meet()
+            parts = layout_of(call.recipe, call.width, BF16, "combine")
+            room, mx = call.room(parts), call.recipe.sends_mx("combine")
+            prob = torch.empty(0, dtype=torch.float32, device=x.device) if prob is None else prob
+            whole = Chunk(0, ends.shape[0], 0, call.layout.capacity)
+            out, state = experts.forward(whole, rows, prob, ends, parameters, needs, None if mx else room[0])
+            call.written(out, "combine", room)
+            save(ctx, call.kept(state))
+            memory.meet()
+            ctx.call, ctx.needs, ctx.tokens, ctx.dim = call, needs, x.shape[0], x.shape[1]
+            ctx.dtypes = x.dtype, *(None if p is None else p.dtype for p in parameters)
+            return call.pull(parts, x.shape[0], BF16, "combine", call.out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call, (need_x, need_prob, *_), dtype = ctx.call, ctx.needs, ctx.dtypes[0]
         memory, state = call.memory, saved_by(ctx)
-        memory.meet()
-        dout, _ = call.push(dequantized(grads[0]).contiguous().to(BF16), "combine_grad")
-        memory.meet()
-        step = call.experts.backward(state, dout, ctx.dtypes, ctx.needs)
-        parts = [*layout_of(call.recipe, ctx.dim, dtype, "dispatch_grad"), PROB]
-        room, mx = call.room(parts), call.recipe.sends_mx("dispatch_grad")
-        dx, dprob = step.inputs(room[0] if need_x and not mx else None)
-        if dx is not None:
-            call.written(dx, "dispatch_grad", room)
-        if dprob is not None and need_prob:
-            room[-1].copy_(dprob.reshape(-1, 1))
-        memory.meet()
-        dx = call.pull(parts, ctx.tokens, dtype, "dispatch_grad", dtype) if need_x else None
-        dprobs = call.pull_weights(parts, ctx.tokens) if need_prob else None
-        return dx, dprobs, None, *step.weights([None] * len(ctx.needs[2:]))
+        with memory.uninterrupted():
+            memory.meet()
+            dout, _ = call.push(dequantized(grads[0]).contiguous().to(BF16), "combine_grad")
+            memory.meet()
+            step = call.experts.backward(state, dout, ctx.dtypes, ctx.needs)
+            parts = [*layout_of(call.recipe, ctx.dim, dtype, "dispatch_grad"), PROB]
+            room, mx = call.room(parts), call.recipe.sends_mx("dispatch_grad")
+            dx, dprob = step.inputs(room[0] if need_x and not mx else None)
+            if dx is not None:
+                call.written(dx, "dispatch_grad", room)
+            if dprob is not None and need_prob:
+                room[-1].copy_(dprob.reshape(-1, 1))
+            memory.meet()
+            dx = call.pull(parts, ctx.tokens, dtype, "dispatch_grad", dtype) if need_x else None
+            dprobs = call.pull_weights(parts, ctx.tokens) if need_prob else None
+            return dx, dprobs, None, *step.weights([None] * len(ctx.needs[2:]))
 
 
 def _aligned(x: Tensor) -> Tensor:

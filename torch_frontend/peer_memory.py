@@ -19,8 +19,8 @@ peer_exchange.py runs these steps; the kernels are in core_kernels/peer.
 """
 
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 from itertools import pairwise
@@ -33,14 +33,13 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from ..core_kernels.peer import plan
 from ._checks import check_int
-from ._ranks import table_of_ranks
+from ._ranks import compare_calls, key_of, table_of_ranks
 from ._torch_private import Shared, has_shared_memory, meet, shared_memory
-from .transport import ALIGNMENT, Part, Transport, Where, group_of, places_of, views_of
+from .transport import ALIGNMENT, TIMEOUT, Part, Transport, Where, group_of, milliseconds, places_of, views_of
 from .transport import described as described_transport
 
 OP = "PeerMemory"
 WIDTH = 1024
-TIMEOUT = timedelta(minutes=10)
 WHERE: tuple[Where, Where] = ("experts", "tokens")
 
 
@@ -59,9 +58,9 @@ class PeerMemory:
 
     group: a process group or its name, of at least two ranks; None is the default group.
     rows: the rows that a rank has place for, from all ranks together; more may arrive than it has place for. Then the
-        outputs of the tokens with a row that found no place are NaN, their gradients too, and `overflow` raises. None:
-        place for all rows of all ranks, each with as many as the rank with the most rows in the first call; a rank with
-        more rows in a later call raises.
+        outputs of the tokens with a row that found no place are NaN, their gradients too, and `overflow` raises, on
+        all ranks. None: place for all rows of all ranks, each with as many as the rank with the most rows in the first
+        call. A later call may have more, such as an evaluation with a larger batch: then the same holds.
     width: programs of the kernels that write and read rows of peers.
     timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
 
@@ -86,13 +85,12 @@ class PeerMemory:
         if rows is not None:
             check_int(OP, "rows", rows, 1)
         check_int(OP, "width", width, 1)
-        if not isinstance(timeout, timedelta) or timeout < timedelta(milliseconds=1):
-            fail(ValueError, OP, "timeout", repr(timeout), "allowed: a timedelta of a millisecond or more")
+        self.timeout_ms = milliseconds(OP, timeout)
         if got := _missing():
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
         self.group = group_of(OP, group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        self.rows, self.width, self.timeout_ms = rows, width, int(timeout / timedelta(milliseconds=1))
+        self.rows, self.width = rows, width
         hosts: list[Any] = [None] * self.ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
@@ -101,6 +99,8 @@ class PeerMemory:
         self.device = _device()
         self.worst = torch.zeros((self.ranks, 2), dtype=torch.int32, device=self.device)
         self.most: int | None = None
+        self.compared: set[int] = set()
+        self.interrupted = False
         self.room: Room | None = None
         self.of_graphs: list[Room] = []
 
@@ -116,20 +116,18 @@ class PeerMemory:
 
     def reserve(
         self, op: str, rows: int, experts: int, alignment: int, parts: Sequence[tuple[Where, Sequence[Part]]],
-        compare: Callable[[], None],
+        shared: Mapping[str, Any],
     ) -> int:  # fmt: skip
         """Room for the legs of a call, allocated if there is less; returns the rows of an operand. rows: of this rank.
-        parts: of each leg. compare: compares the calls of the ranks, before they allocate."""
+        parts: of each leg. shared: arguments that the ranks compare in the first call that has them, in the first after
+        an error, and before they allocate."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        first = self.room is None
-        if first and not capturing:
-            compare()
+        new = key_of(shared) not in self.compared
+        if new and not capturing:
+            self._compare(op, shared)
         if self.rows is None and self.most is None and not capturing:
             (all_rows,) = zip(*table_of_ranks(op, [rows], self.group.group_name), strict=True)
             self.most = max(all_rows)
-        if self.rows is None and self.most is not None and rows > self.most:
-            allowed = f"allowed: up to {self.most}, the most of a rank in the first call; PeerMemory(group, rows=...)"
-            fail(ValueError, op, "rows", f"{rows} rows", f"{allowed} has place for a stated number from all ranks")
         worst = self.rows if self.rows is not None else (self.most or 0) * self.ranks
         capacity = plan.capacity_of(worst, experts // self.ranks, alignment)
         if capacity >= 2**31:
@@ -141,12 +139,33 @@ class PeerMemory:
             if capturing:
                 got, allowed = "a call that needs more than any before, in a graph", "allowed: outside of the capture"
                 fail(RuntimeError, op, "transport", got, f"{allowed}; run the layer once at these sizes before")
-            if not first:
-                compare()
+            if not new:
+                self._compare(op, shared)
             self._grow([max(need, size) for need, size in zip(needs, has, strict=True)])
         if capturing and self.room is not None and not any(room is self.room for room in self.of_graphs):
             self.of_graphs.append(self.room)  # the graph has its addresses
         return capacity
+
+    def _compare(self, op: str, shared: Mapping[str, Any]) -> None:
+        if self.interrupted and torch.cuda.is_available():
+            torch.cuda.synchronize()  # with the comparison: nobody reads what the next call writes
+        compare_calls(op, shared, self.group.group_name, None)
+        self.compared.add(key_of(shared))
+        self.interrupted = False
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Around the work between two barriers. After an error there the next call begins with a comparison on the
+        host, where the ranks wait for each other: all have failed alike, or the time limit ends them."""
+        try:
+            yield
+        except Exception:
+            self.interrupt()
+            raise
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        self.compared.clear()
 
     def _grow(self, sizes: Sequence[int]) -> None:
         if torch.cuda.is_available():

@@ -13,7 +13,7 @@ token directly into the groups, and combine sums directly from them. `tokens_to_
 `groups_to_tokens` are these steps on one rank, without checks, for a layer that has made their arguments itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -132,13 +132,14 @@ def dispatch(
 
 @named("mxep.dispatch")
 def dispatch_over(
-    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None = None
-) -> tuple[Tensor, Tensor, Route]:
+    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None = None,
+    also: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor, Route]:  # fmt: skip
     """`dispatch` over the ranks of a layer; None is this process alone.
 
-    probs: the argument of the `dispatch_probs` that follows, checked here, before any rank sends rows. An error on one
-    rank raises on all. If all ranks know the number of experts, the exchange of counts carries the verdict; if it is 0,
-    unknown, a small all-gather does.
+    probs: the argument of the `dispatch_probs` that follows, checked here, before any rank sends rows. also: further
+    arguments that must be the same on all ranks, by name. An error on one rank raises on all: the exchange of counts
+    has its verdict, or, where the number of experts is unknown (0), a small all-gather before it.
     """
     if ranks is None or ranks.degree == 1:
         rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
@@ -155,7 +156,7 @@ def dispatch_over(
             groups = sent_rows(groups, True, int(recipe.rounding))
         return groups, row_map.padded_counts, route
     send = _send if captures_splits() else _send_eagerly
-    return send(rows, counts, recipe, ranks, probs)
+    return send(rows, counts, recipe, ranks, probs, also)
 
 
 @named("mxep.dispatch")
@@ -206,9 +207,10 @@ def _folds(recipe: Recipe, rows: Tensor) -> bool:
 
 
 def _send(
-    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None
-) -> tuple[Tensor, Tensor, Route]:
-    agreed = agree_on_counts(rows, counts, recipe, ranks, probs)
+    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
+    also: Mapping[str, Any] | None,
+) -> tuple[Tensor, Tensor, Route]:  # fmt: skip
+    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, None, also)
     rows, received = agreed.rows, agreed.received
     # torch's all-to-all takes its splits from the host: the one sync of the layer.
     splits, of_copies = agreed_splits(counts, agreed, ranks.group_name)

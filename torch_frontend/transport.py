@@ -4,13 +4,15 @@
     leg = transport.leg(..., outgoing)      leg.received: memory for the rows that arrive
     leg.send(range(c, d))                   rows of chunks leave as soon as the current stream has written them
     leg.wait(c)                             the current stream goes on when chunk c of leg.received is there
+    leg.abandon()                           after an error: the next leg can be opened
 
 All ranks open the same legs in the same order and send their chunks in the same order. `core_kernels/exchange.py` says
 which rows go where; every transport writes the same bytes.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol
 
@@ -26,6 +28,7 @@ from ._torch_private import copy_each, group_named
 
 Where = Literal["experts", "tokens"]
 CHUNK_BYTES = 2**26
+TIMEOUT = timedelta(minutes=10)
 ALIGNMENT = 256
 """Bytes: each part in a box begins at a multiple."""
 
@@ -46,6 +49,10 @@ class Leg(Protocol):
 
     def send(self, chunks: range) -> None: ...
     def wait(self, chunk: int) -> None: ...
+    def abandon(self) -> None:
+        """End the leg after an error: chunks that were not sent never are, and nobody waits for them. If all ranks fail
+        at the same chunk, the transport can open the next leg. Raises nothing of its own."""
+        ...
 
 
 class Transport(Protocol):
@@ -80,6 +87,13 @@ def group_of(op: str, group: "str | dist.ProcessGroup | None") -> dist.ProcessGr
     if not name:
         fail(ValueError, op, "group", repr(group), "allowed: a process group; call init_process_group before")
     return group_named(name)
+
+
+def milliseconds(op: str, timeout: timedelta) -> int:
+    """The limit of a wait on a GPU; raises ValueError unless it is a timedelta of a millisecond or more."""
+    if not isinstance(timeout, timedelta) or timeout < timedelta(milliseconds=1):
+        fail(ValueError, op, "timeout", repr(timeout), "allowed: a timedelta of a millisecond or more")
+    return int(timeout / timedelta(milliseconds=1))
 
 
 def copy_own(step: Step, rank: int, leg: Leg) -> None:
@@ -185,6 +199,12 @@ class _Batches:
         for i, work in enumerate(works):  # one per send and receive, or with NCCL one of all
             with self._named(chunk, batch[i : i + 1] if len(works) == len(batch) else batch):
                 work.wait()
+
+    def abandon(self) -> None:
+        # Works that nobody has waited for break the process group when they are freed.
+        with suppress(RuntimeError):
+            for chunk in list(self.under_way):
+                self.wait(chunk)
 
     @contextmanager
     def _named(self, chunk: int, batch: Sequence[dist.P2POp]) -> Iterator[None]:

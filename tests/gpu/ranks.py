@@ -1,16 +1,19 @@
 """Checks of expert parallelism in training over NCCL, and of every transport, one process per GPU. test_ranks.py runs
 
-torchrun --standalone --nproc-per-node N tests/gpu/ranks.py [WORDS]     WORDS: of the names of the checks to run
+torchrun --standalone --nproc-per-node N tests/gpu/ranks.py [WORDS]          WORDS: of the names of the checks to run
+torchrun --standalone --nproc-per-node N tests/gpu/ranks.py alone NAME      rank 0 gets an error while rows move
 
-Rank 0 prints the name of each check before it starts.
+Rank 0 prints the name of each check before it starts. `alone` ends the processes; NAME is CopyEngines or PeerMemory.
 """
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "torch_frontend"))
 import ep_overlap
 import ep_peers
 import ep_replicas
+import ep_skips
 import ep_training
 import peer_graph
 from mxep.torch_frontend import CopyEngines, PeerMemory
@@ -52,7 +56,8 @@ def training(mesh: DeviceMesh) -> dict[str, Check]:
 def transports(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, Check]]]:
     group = mesh.get_group()
     for transport in (ep_overlap.Poisoned(group), CopyEngines(group, chunk_bytes=1)):
-        yield type(transport).__name__, {n: partial(check, transport) for n, check in ep_overlap.CHECKS.items()}
+        checks = {n: partial(check, transport) for n, check in ep_overlap.CHECKS.items()}
+        yield type(transport).__name__, checks | ep_skips.checks(mesh, transport, ep_skips.E // mesh.size())
 
     def opened(rows: int | None) -> PeerMemory:
         return PeerMemory(group, rows, timeout=LIMIT)
@@ -81,10 +86,41 @@ def run(name: str, checks: dict[str, Check], words: str) -> None:
         print(f"{name}: {len(chosen)} checks passed", flush=True)
 
 
+def alone(mesh: DeviceMesh, name: str) -> NoReturn:
+    """Rank 0 gets an error in a chunk and stays away; the GPUs of the others end their wait for it with an error."""
+    group, rank, limit = mesh.get_group(), mesh.get_local_rank(), timedelta(seconds=10)
+    transports = {
+        "CopyEngines": lambda: CopyEngines(group, chunk_bytes=1, timeout=limit),
+        "PeerMemory": lambda: PeerMemory(group, 4096, timeout=limit),
+    }
+    layer = ep_skips.layer(mesh, transports[name]())
+    ep_skips.step(layer, 0, rank)
+    torch.cuda.synchronize()
+    start, end = time.monotonic(), "no error"
+    try:
+        if rank == 0:
+            with ep_skips.failing("forward", 0):
+                ep_skips.step(layer, 1, rank)
+        else:
+            ep_skips.step(layer, 1, rank)
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        end = f"{type(error).__name__}: {error}".splitlines()[0]
+    seconds = time.monotonic() - start
+    right = end == "Skipped: no memory in the forward" if rank == 0 else "CUDA error" in end
+    verdict = "ended as it should" if right and seconds < 60 else "WRONG"
+    print(f"alone: {name}: rank {rank} {verdict} after {seconds:.1f} s: {end}", flush=True)
+    if rank == 0:
+        time.sleep(30)  # a process that ends would end the others, by the launcher
+    os._exit(0)
+
+
 def main(words: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=LIMIT)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    if words.startswith("alone "):
+        alone(mesh, words.removeprefix("alone "))
     run(f"{mesh.size()} ranks", training(mesh), words)
     for name, checks in transports(mesh) if mesh.size() > 1 else ():
         run(name, checks, words)

@@ -21,9 +21,18 @@ def test_ranks_on_gpus_train_as_one_process() -> None:
     assert run.returncode == 0, run.stdout + run.stderr[-8000:]
     assert f"{ranks} ranks: {11 if ranks > 1 else 8} checks passed" in run.stdout
     if ranks > 1:
-        assert "Poisoned: 16 checks passed" in run.stdout
-        assert "CopyEngines: 16 checks passed" in run.stdout
-        assert "PeerMemory: 29 checks passed" in run.stdout
+        assert "Poisoned: 20 checks passed" in run.stdout
+        assert "CopyEngines: 20 checks passed" in run.stdout
+        assert "PeerMemory: 31 checks passed" in run.stdout
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a rank that waits for another needs two GPUs")
+@pytest.mark.parametrize("transport", ["CopyEngines", "PeerMemory"])
+def test_a_rank_with_an_error_ends_the_others(transport: str) -> None:
+    ranks = min(torch.cuda.device_count(), 8)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = subprocess.run([*launcher, str(SCRIPT), "alone", transport], capture_output=True, text=True, timeout=180)
+    assert run.stdout.count("ended as it should") == ranks, run.stdout + run.stderr[-8000:]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks over NCCL need two GPUs")

@@ -61,6 +61,7 @@ CASES = {
     "pull rows": pull(BF16, 2048, False, False, False, **COPIES),
     "pull rows mx": pull(F32, 160, False, True, True),
     "pull 32": pull(BF16, 32, True, True, False),
+    "wait": Case("wait", ("i64", "i32", "i32"), {}, ("ld.global.sys.acquire.b32", "%globaltimer", "trap;")),
     "pull_weights": Case("pull_weights", (I32, I64, I64, "i32", "i64", F32), {"BLOCK_M": 256}),
 }
 

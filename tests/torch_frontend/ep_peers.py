@@ -2,12 +2,22 @@
 and on GPUs by tests/gpu/ranks.py."""
 
 from collections.abc import Callable
+from typing import Any
 
+import ep_skips
 import pytest
 import torch
 from ep_overlap import LOCAL, TOP_K, D, F, device_of, leaves, routing, same
 from mxep.core_kernels.peer import oracle, plan
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel, PeerMemory, TokenReplicas, expert_parallel_ffn, sort_by_expert
+from mxep.torch_frontend import (
+    Collectives,
+    MoE,
+    MXFP8ExpertParallel,
+    PeerMemory,
+    TokenReplicas,
+    expert_parallel_ffn,
+    sort_by_expert,
+)
 from mxep.torch_frontend.peer_memory import Carrier
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -110,18 +120,35 @@ def overflow(small: PeerMemory, enough: PeerMemory) -> None:
 
 
 def more_rows(memory: PeerMemory) -> None:
-    """A rank whose rows are more than those of the first call says so; of no stated rows."""
+    """A rank may have more rows than any had in the first call. They have the bytes of no transport where they find a
+    place; else their outputs are NaN, and `overflow` raises on all ranks."""
     assert memory.rows is None
     _sums(memory, 5)
-    assert memory.most is not None
     group = memory.group
-    experts = LOCAL * group.size()
-    x = torch.ones(memory.most + 1, D, device=device_of(group))
-    counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
-    counts[0] = x.shape[0]
-    w = torch.ones(LOCAL, F, D, device=x.device), torch.ones(LOCAL, D, F, device=x.device)
-    with pytest.raises(ValueError, match=f"got {memory.most + 1} rows; allowed: up to {memory.most}"):
-        expert_parallel_ffn(x, counts, w[0], w[0], w[1], group=group, transport=memory)
+    assert memory.most is not None
+    experts, rank, device = LOCAL * group.size(), group.rank(), device_of(group)
+    weights = [w.detach() for w in leaves(0, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F))]
+    rows_of = [memory.most + 160 * (r == 0) for r in range(group.size())]  # the padding has place for 96
+    more = rows_of[rank]
+    x = torch.randn(more, D, generator=torch.Generator().manual_seed(rank)).to(device)
+    counts = torch.full((experts,), more // experts, dtype=torch.int32, device=device)
+    counts[0] += more % experts
+    of: dict[str, Any] = {"group": group}
+    found = [
+        expert_parallel_ffn(x, counts, *weights, transport=carrier, **of) for carrier in (memory, Collectives(group))
+    ]
+    same([found[0]], [found[1]], "more rows")
+    memory.overflow()
+    all_to_one = torch.zeros_like(counts)
+    all_to_one[0] = more
+    y = expert_parallel_ffn(x, all_to_one, *weights, transport=memory, **of)
+    capacity = plan.capacity_of(memory.most * memory.ranks, LOCAL, 32)
+    lost = sum(rows_of) - capacity
+    assert 0 < lost < memory.most
+    # A group begins with the rows of rank 0: rows of the last rank find no place.
+    assert int(y.isnan().all(1).sum()) == lost * (rank == memory.ranks - 1)
+    with pytest.raises(RuntimeError, match=f"on rank 0; allowed: {capacity}"):
+        memory.overflow()
 
 
 def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
@@ -151,4 +178,5 @@ def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict
         "overflow": lambda: overflow(opened(10), opened(worst)),
         "refused": lambda: [refused(mesh, opened(rows)) for rows in (None, worst)],
         "more rows": lambda: more_rows(opened(None)),
+        **ep_skips.checks(mesh, opened(worst), 1),
     }

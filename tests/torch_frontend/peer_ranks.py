@@ -45,6 +45,10 @@ class Files:
         names = [str(mine.with_name(f"memory{self.number}-{r}")) for r in range(group.size())]
         return Shared([torch.from_file(n, shared=True, size=nbytes, dtype=torch.uint8) for n in names], group)
 
+    def interrupt(self, memory: PeerMemory) -> None:
+        """After an error the next barrier is the first one of a direction."""
+        self.barriers[id(memory)] = -1
+
     def meet(self, shared: Shared, timeout_ms: int) -> None:
         (memory,) = (m for m in self.opened if m.room is not None and m.room.shared is shared)
         assert memory.room is not None
@@ -114,6 +118,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
     peer_memory._device = lambda: torch.device("cpu")
     peer_memory.shared_memory = files.shared_memory
     peer_memory.meet = files.meet
+    interrupt = PeerMemory.interrupt
+    PeerMemory.interrupt = lambda memory: (interrupt(memory), files.interrupt(memory))[0]  # type: ignore[method-assign]
     for name, check in checks(files, ranks).items():
         with np.errstate(all="ignore"):
             check()

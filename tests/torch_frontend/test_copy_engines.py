@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from queue import Queue
 from typing import Any
 
@@ -28,7 +29,7 @@ class Host:
     """What the ranks share: a barrier, the boxes that they allocate together, and what went wrong, which ends all."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+        self.ranks, self.limit = ranks, timedelta(seconds=TIMEOUT)
         self.barrier = threading.Barrier(ranks, timeout=TIMEOUT)
         self.memory: dict[int, list[Tensor]] = {}
         self.calls = threading.local()
@@ -53,7 +54,7 @@ class Host:
 
         def of_rank(rank: int) -> None:
             try:
-                work(CopyEngines(Group(rank, self.ranks)))  # type: ignore[arg-type]
+                work(CopyEngines(Group(rank, self.ranks), timeout=self.limit))  # type: ignore[arg-type]
             except BaseException as error:
                 self.failures.append(error)
                 self.barrier.abort()
@@ -88,7 +89,7 @@ class Copies:
     have ended."""
 
     def __init__(self) -> None:
-        self.recorded: list[range] = []
+        self.recorded: list[Tensor] = []
         self.behind: object = None
 
     def wait_stream(self, stream: object) -> None:
@@ -96,7 +97,7 @@ class Copies:
 
 
 def record(part: Tensor, stream: Copies) -> None:
-    stream.recorded.append(range(part.data_ptr(), part.data_ptr() + part.nbytes))
+    stream.recorded.append(part)
 
 
 class Driver(copy_engines._Driver):
@@ -106,8 +107,8 @@ class Driver(copy_engines._Driver):
     may_copy: the thread goes on while it is set. when_blocked: called before the current stream waits for a flag.
     """
 
-    def __init__(self, host: Host) -> None:
-        self.host, self.copies = host, Copies()  # type: ignore[assignment]
+    def __init__(self, host: Host, limit_ms: int) -> None:
+        self.host, self.copies, self.limit_ms = host, Copies(), limit_ms  # type: ignore[assignment]
         self.queue: Queue[Callable[[], object]] = Queue()
         self.may_copy = threading.Event()
         self.may_copy.set()
@@ -139,8 +140,8 @@ class Driver(copy_engines._Driver):
             part.fill_(7)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        recorded: list[range] = self.copies.recorded  # type: ignore[attr-defined]
-        kept = any(memory.start <= destination and destination + nbytes <= memory.stop for memory in recorded)
+        recorded: list[Tensor] = self.copies.recorded  # type: ignore[attr-defined]
+        kept = any(0 <= destination - of.data_ptr() <= of.nbytes - nbytes for of in recorded)
         assert kept, "rows arrive in memory that is not recorded on the stream of copies"
         self.queue.put(lambda: self._copy_out(destination, source, nbytes))
 
@@ -165,13 +166,17 @@ class Driver(copy_engines._Driver):
     def wait(self, flag: int, value: int) -> None:
         if ctypes.c_int32.from_address(flag).value < value:
             self.when_blocked()
-        self._until(flag, value)
+        try:
+            self._until(flag, value, self.limit_ms / 1000)
+        except TimeoutError as error:  # the kernel's trap
+            raise RuntimeError("CUDA error: unspecified launch failure") from error
 
-    def _until(self, flag: int, value: int) -> None:
-        stop = time.monotonic() + TIMEOUT
+    def _until(self, flag: int, value: int, limit: float = TIMEOUT) -> None:
+        stop = time.monotonic() + limit
         while ctypes.c_int32.from_address(flag).value < value:
             assert not self.host.failures, "another rank has failed"
-            assert time.monotonic() < stop, "a flag was never written"
+            if time.monotonic() > stop:
+                raise TimeoutError("a flag was never written")
             time.sleep(1e-4)
 
     def write(self, flag: int, value: int) -> None:
@@ -191,7 +196,7 @@ def host_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Host]:
         monkeypatch.setattr(copy_engines, "has_shared_memory", True)
         monkeypatch.setattr(copy_engines, "shared_memory", host.shared_memory)
         monkeypatch.setattr(copy_engines, "group_of", lambda op, group: group)
-        monkeypatch.setattr(copy_engines, "_Driver", lambda: Driver(host))
+        monkeypatch.setattr(copy_engines, "_Driver", lambda limit_ms: Driver(host, limit_ms))
         monkeypatch.setattr(copy_engines.dist, "barrier", lambda group: host.barrier.wait())
         monkeypatch.setattr(
             copy_engines.dist,
@@ -208,8 +213,9 @@ def row_of(leg: int, rank: int, row: int) -> int:
     return leg * 10000 + rank * 1000 + row + 1
 
 
-def exchange(engines: CopyEngines, leg: int) -> None:
-    """There and back once, or there alone; every row is where the plan puts it."""
+def exchange(engines: CopyEngines, leg: int, failing_chunk: int | None = None) -> None:
+    """There and back once, or there alone; every row is where the plan puts it. At `failing_chunk` the rank gets an
+    error."""
     local, rank, ranks = 2 + leg % 2 * 8, engines.rank, engines.ranks  # 10 experts: chunks of several
     numbers = random.Random(leg)
     table = [
@@ -242,6 +248,11 @@ def exchange(engines: CopyEngines, leg: int) -> None:
             at += max(-(-len(want) // 32), 1) * 32
         if rank == leg % ranks:
             time.sleep(2e-3)
+        if c == failing_chunk:
+            for open_leg in (there, back):
+                if open_leg is not None:
+                    open_leg.abandon()
+            return
         if back is not None:
             back.outgoing[0][chunk.start : chunk.end] = rows * 2
             back.send(range(c, c + 1))
@@ -257,6 +268,39 @@ def test_rows_arrive_in_every_leg(host_of: Callable[[int], Host]) -> None:
             exchange(engines, leg)
 
     host_of(3).run(work)
+
+
+@pytest.mark.parametrize("leg", [1, 3, 7])  # 3 has no way back
+@pytest.mark.parametrize("chunk", [0, 1, 7])
+def test_a_leg_after_an_error_of_all_ranks(host_of: Callable[[int], Host], leg: int, chunk: int) -> None:
+    """The rows of the next legs are right, and no rank waits for the rows of the one that ended."""
+
+    def work(engines: CopyEngines) -> None:
+        for number in range(len(BIGGEST)):
+            exchange(engines, number, chunk if number == leg else None)
+
+    host_of(3).run(work)
+
+
+def test_a_rank_that_does_not_send_ends_the_others(host_of: Callable[[int], Host]) -> None:
+    """Their current streams wait no longer than the time limit."""
+    host = host_of(3)
+    host.limit = timedelta(seconds=0.5)
+    ended: list[int] = []
+    others_ended = threading.Barrier(3, timeout=TIMEOUT)
+
+    def run(engines: CopyEngines) -> None:
+        exchange(engines, 0)
+        if engines.rank == 1:
+            exchange(engines, 1, failing_chunk=1)
+        else:
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                exchange(engines, 1)
+            ended.append(engines.rank)
+        others_ended.wait()  # memory of the ranks lives until all have ended
+
+    host.run(run)
+    assert sorted(ended) == [0, 2]
 
 
 @pytest.mark.parametrize("rows", ["in the box", "of the caller"])

@@ -9,6 +9,7 @@ SCRIPT = Path(__file__).with_name("ep_errors.py")
 CHECKS = [
     "bad_arguments_of_overlapped_experts",
     "bad_arguments_of_dispatch",
+    "ranks_of_a_layer_that_differ",
     "experts_that_nobody_agreed_on",
     "counts_of_two_dtypes",
     "bad_arguments_of_an_all_to_all",

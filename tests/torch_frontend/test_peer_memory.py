@@ -25,6 +25,8 @@ CHECKS = [
     "overflow",
     "refused",
     "more rows",
+    "skips forward 0",
+    "skips backward 0",
 ]
 
 
