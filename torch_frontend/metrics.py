@@ -4,6 +4,7 @@ model --forward hooks--> counts, overflow (on the device, no synchronization) --
                                                                               '-read-----> dict per layer
 """
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -45,7 +46,7 @@ def lost_values(x: Tensor, recipe: Recipe) -> Tensor:
     >>> lost_values(torch.tensor([[1.0, 2e-3, 1e-6] + [0.0] * 29]), Recipe.parse("mxfp8")).tolist()
     [3, 1, 0]
     """
-    x = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16)
+    x = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
     q, sf = ops.quantize_row(x, int(recipe.rounding))
     size, code = x.float().abs(), q & 0x7F
     largest = torch.ldexp(torch.full(sf.shape, 448.0, device=x.device), sf.int() - E8M0_BIAS)
@@ -61,7 +62,7 @@ class MoERecorder:
         each layer's output; that quantizes both once more. FLOOR rounding alone saturates.
 
     Hooks add small tensors on the device and never synchronize. A recomputed forward (activation checkpointing) counts
-    twice. `close`, or the end of a `with` block, removes the hooks.
+    twice; a deep copy of the model does not count. `close`, or the end of a `with` block, removes the hooks.
 
     >>> model = nn.Sequential(nn.Linear(32, 32))
     >>> model.moe = MoE(32, 64, num_experts=4, top_k=2, force_balance=True)
@@ -86,9 +87,16 @@ class MoERecorder:
         self._numerics = numerics
         self._sums: dict[str, dict[str, Tensor]] = {}
         self._hooks = [
-            moe.register_forward_hook(lambda moe, inputs, out, name=name: self._forward(name, moe, inputs[0], out))
-            for name, moe in self._layers.items()
+            moe.register_forward_hook(self._hook(name), with_kwargs=True) for name, moe in self._layers.items()
         ]
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        # A function: a deep copy of the layer keeps it as it is, and would copy a bound method with its recorder.
+        def hook(moe: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            if moe is self._layers[name]:  # and no copy of it, such as an average of the weights
+                self._forward(name, moe, args[0] if args else kwargs["x"], out)
+
+        return hook
 
     def _forward(self, name: str, moe: nn.Module, x: Tensor, out: Any) -> None:
         y, stats = out
@@ -103,7 +111,8 @@ class MoERecorder:
 
     def _add(self, name: str, key: str, value: Tensor) -> None:
         sums = self._sums.setdefault(name, {})
-        sums[key] = sums[key] + value.detach() if key in sums else value.detach().clone()
+        value = value.detach().to(torch.int64)  # sums of many steps do not fit int32
+        sums[key] = sums[key] + value if key in sums else value.clone()
 
     def scalars(self) -> dict[str, Tensor]:
         """Over all layers, as scalars on the device: imbalance, the largest; dead_experts and overflow, the sums. With

@@ -1,5 +1,6 @@
 """Metrics of a run: of counts that are known, of values that are known to be lost, and of a model by hooks."""
 
+import copy
 import doctest
 import re
 from pathlib import Path
@@ -85,6 +86,57 @@ def test_lost_values_of_tokens_and_gradients() -> None:
         scalars = recorder.scalars()
     assert scalars["tokens_flushed"] == 1 / 32
     assert scalars["tokens_saturated"] == scalars["gradients_flushed"] == scalars["gradients_saturated"] == 0
+
+
+def test_every_call_that_the_layer_takes_is_recorded() -> None:
+    layer, x = MoE(32, 32, 4, 2), torch.randn(16, 32)
+    with MoERecorder(layer, numerics=True) as recorder:
+        layer(x)
+        want = recorder.read(), recorder.scalars()
+        for call in (
+            lambda: layer(x=x),
+            lambda: layer(x.t().contiguous().t()),
+            lambda: layer(x.repeat_interleave(2, 1)[:, ::2]),
+            lambda: layer(x.view(2, 8, 32)),
+        ):
+            recorder.reset()
+            call()
+            assert (recorder.read(), recorder.scalars()) == want
+
+
+def test_gradients_without_memory_of_their_own() -> None:
+    """The gradient of a sum is one value, expanded."""
+    layer = MoE(32, 32, 4, 2, dtype=torch.bfloat16)
+    with MoERecorder(layer, numerics=True) as recorder:
+        layer(torch.randn(16, 32, dtype=torch.bfloat16))[0].sum().backward()
+        assert recorder._sums["moe"]["gradients"].tolist() == [16 * 32, 0, 0]
+
+
+def test_copies_of_the_model_do_not_count() -> None:
+    layers = model()
+    x = torch.randn(16, 32)
+    before = copy.deepcopy(layers)
+    with MoERecorder(layers) as recorder:
+        average = copy.deepcopy(layers)
+        for each in (layers, average, before):
+            each["first"](x)
+        assert sum(recorder.read()["first"]["tokens_per_expert"]) == 2 * 16
+        with MoERecorder(average) as other:
+            average["first"](x)
+            assert sum(other.read()["first"]["tokens_per_expert"]) == 2 * 16
+        assert sum(recorder.read()["first"]["tokens_per_expert"]) == 2 * 16
+    average["first"](x)  # its copy of the removed hook counts nothing
+
+
+def test_sums_of_many_steps_do_not_wrap() -> None:
+    recorder = MoERecorder(MoE(32, 32, 4, 2))
+    for _ in range(2):
+        recorder._add("moe", "counts", torch.full((4,), 2**30, dtype=torch.int32))
+        recorder._add("moe", "overflow", torch.tensor(2**31 - 1, dtype=torch.int32))
+    found = recorder.read()["moe"]
+    assert (found["tokens_per_expert"], found["imbalance"]) == ([2**31] * 4, 1.0)
+    assert found["overflow"] == recorder.scalars()["overflow"] == 2**32 - 2
+    assert recorder.scalars()["imbalance"] == 1
 
 
 def test_bad_input() -> None:
