@@ -6,6 +6,7 @@ Unsent tokens, counts        --forward--> sums (T, D), counts     the exchanges 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,9 @@ class GroupedExperts(nn.Module):
     b2: Tensor | None
     b3: Tensor | None
     _held: "HeldWeights | None" = None
+    """Of the innermost open block of `weights_held`."""
+    _blocks: "tuple[HeldWeights, ...]" = ()
+    """Of all open blocks, in the order in which they began."""
 
     def __init__(
         self,
@@ -179,19 +183,35 @@ class GroupedExperts(nn.Module):
         exact products on Hopper. Calls and the end of the block raise RuntimeError if a version counter shows a write
         to a weight; version counters do not count writes through `.data`, by collectives or by other processes.
 
+        The block holds for calls of all threads. Several blocks may be open and end in any order. A deep copy and a
+        saved layer are outside of the block.
+
         >>> experts = GroupedExperts(32, 64, num_experts=2)
         >>> with experts.weights_held():
         ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
 
         Raises ValueError for weights that FSDP has sharded, which are gathered in every call.
         """
-        before, held = self._held, HeldWeights.of(self)
-        self._held = held
+        held = HeldWeights.of(self)
+        with _opening:
+            self._open((*self._blocks, held))
         try:
             yield
         finally:
-            self._held = before
+            with _opening:
+                self._open(tuple(other for other in self._blocks if other is not held))
         held.check((self.w1, self.w3, self.w2))
+
+    def _open(self, blocks: "tuple[HeldWeights, ...]") -> None:
+        self._blocks, self._held = blocks, blocks[-1] if blocks else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy and a saved layer have weights of their own, and no block that would end.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_held", "_blocks")}
+
+
+_opening = Lock()
+"""For the blocks of a layer, which threads may open and end at a time."""
 
 
 class Unsent(NamedTuple):

@@ -1,6 +1,13 @@
 """Quantized weights live as long as the user holds them."""
 
+import copy
+import io
+import pickle
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +113,86 @@ def test_writes_within_the_block_raise() -> None:
         written_in_place(experts.w3)
         raise ZeroDivisionError
     assert experts._held is None
+
+
+def test_blocks_end_in_any_order(quantized: list[str]) -> None:
+    moe = MoE(64, 64, 4, 2, shared_hidden_dim=64)
+    first, second = moe.weights_held(), moe.weights_held()
+    with ExitStack() as stack:
+        stack.enter_context(second)
+        first.__enter__()
+        first.__exit__(None, None, None)
+        quantized.clear()
+        moe(X)
+        assert quantized == []  # `second` is open
+    third, fourth = moe.weights_held(), moe.weights_held()
+    third.__enter__()
+    fourth.__enter__()
+    third.__exit__(None, None, None)
+    quantized.clear()
+    moe(X)
+    assert quantized == []  # `fourth` is open
+    fourth.__exit__(None, None, None)
+    takes_a_step(moe)
+
+
+class SlowlyOpened(GroupedExperts):
+    def _open(self, blocks: tuple[Any, ...]) -> None:
+        time.sleep(0.001)  # another thread begins or ends a block
+        super()._open(blocks)
+
+
+def test_blocks_of_threads() -> None:
+    experts = SlowlyOpened(32, 32, num_experts=1, recipe="bf16")
+
+    def blocks() -> None:
+        for _ in range(10):
+            with experts.weights_held():
+                experts(torch.ones(32, 32), torch.tensor([32]))
+                assert experts._held is not None
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(blocks) for _ in range(4)]:
+            done.result()
+    assert experts._held is None
+    assert experts._blocks == ()
+
+
+def test_a_write_in_one_thread_raises_in_the_others() -> None:
+    experts = GroupedExperts(64, 96, num_experts=2)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="w1: got a write"), experts.weights_held():
+        pool.submit(written_in_place, experts.w1).result()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_a_copy_made_within_the_block_is_not_held(how: str, quantized: list[str]) -> None:
+    moe = MoE(64, 64, 4, 2, shared_hidden_dim=64)
+    with moe.weights_held():
+        if how == "deepcopy":
+            found = copy.deepcopy(moe)
+        elif how == "pickle":
+            found = pickle.loads(pickle.dumps(moe))
+        else:
+            file = io.BytesIO()
+            torch.save(moe, file)
+            file.seek(0)
+            found = torch.load(file, weights_only=False)
+        quantized.clear()
+        moe(X)
+        assert quantized == []
+        takes_a_step(found)
+    takes_a_step(moe)
+
+
+def takes_a_step(moe: MoE) -> None:
+    """The layer multiplies the weights that an optimizer has written."""
+    y, _ = moe(X)
+    y.square().sum().backward()
+    torch.optim.SGD(moe.parameters(), lr=0.1).step()
+    moe.zero_grad()
+    fresh = MoE(64, 64, 4, 2, shared_hidden_dim=64)
+    fresh.load_state_dict(moe.state_dict())
+    assert torch.equal(moe(X)[0], fresh(X)[0])
 
 
 def test_inference_tensors() -> None:
