@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mxep.core_kernels.recipe import RECIPES
 
-from .checkpoint import step_folders
-from .config import DENSE_DTYPES, LOG_NAME, PRESETS, Config
+from .config import DENSE_DTYPES, PRESETS, Config
+from .lock import check_new
 
 DEFAULT_RECIPE = "mxfp8_wgrad_with_hp"
 # Flags of Config's fields, with the least value of each.
@@ -75,7 +75,9 @@ def _check_folders(flags: argparse.ArgumentParser, args: argparse.Namespace) -> 
     file = next((path for path in (args.out, *args.out.parents) if path.exists() and not path.is_dir()), None)
     if file:
         flags.error(f"--out: got {args.out}, but {file} is a file; allowed: a folder or a new path")
-    if ((args.out / LOG_NAME).exists() or step_folders(args.out)) and not args.resume:
-        flags.error(f"--out: {args.out} already holds a run; pass --resume to continue it, or another folder")
+    try:
+        check_new(args.out, args.resume)
+    except ValueError as error:
+        flags.error(str(error))
     if args.resume and args.init_from:
         flags.error("--init-from: not together with --resume, which loads its own weights")

@@ -8,7 +8,6 @@ All runs start from the same weights and train on the same batches. Flags that a
 
 import argparse
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from mxep.core_kernels.recipe import RECIPES
 from . import plot_curves
 from .config import LOG_NAME
 from .flags import DEFAULT_RECIPE
+from .lock import remove_run
 from .plot_curves import FRAMEWORKS, REFERENCE
 from .runlog import read_log
 
@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for recipe in args.recipes:
             out = args.out / f"{framework}-{recipe}"
             if not args.resume and (out / LOG_NAME).exists():
-                shutil.rmtree(out)
+                try:
+                    remove_run(out)
+                except ValueError as error:
+                    sys.exit(f"train_all: error: {error}")
             launcher = torchrun if framework == "torch" else ()
             command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", "--ep", str(args.ep)]
             start = time.perf_counter()

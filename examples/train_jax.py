@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import tree_utils
@@ -37,6 +38,7 @@ from .checkpoint import Arrays, Checkpoint, step_folders
 from .config import Config, is_decayed, is_expert, learning_rates
 from .data import Text
 from .flags import parse_args, parser
+from .lock import locked
 from .loop import train
 from .model_jax import REMAT, STACKED, Params, stacked, unstacked
 from .weights import weight_shapes
@@ -297,6 +299,24 @@ def find_device(ranks: int, requested: str | None) -> str:
     return found
 
 
+def of_process_0(value: bool) -> bool:
+    """The value of process 0, in every process. A collective."""
+    return bool(multihost_utils.broadcast_one_to_all(np.array(value, np.int32)))
+
+
+def sharded_checkpoints(args: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """`load` and `save` of the loop, if the flags ask for sharded checkpoints."""
+    if not args.sharded_checkpoints:
+        return {}
+    from .sharded_checkpoint import ShardedCheckpoints  # Orbax, which other runs do not need
+
+    mesh, shapes = mesh_of(args.dp, args.ep), shapes_of(config, args.scan_layers)
+    orbax = ShardedCheckpoints(
+        args.out / SHARDED, shapes, lambda name: NamedSharding(mesh, spec(name)), args.scan_layers
+    )
+    return {"load": orbax.load, "save": orbax.save}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parser(PROG)
     add_option_flags(flags)
@@ -308,18 +328,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.device = find_device(args.dp * args.ep, args.device)
     if args.device == "gpu" and config.dense_dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU's default is TF32; PyTorch's is fp32
-    sharded = args.sharded_checkpoints
-    options = Options(args.dp, args.remat, args.scan_layers, args.accumulate, sharded, args.profile)
-    checkpoints: dict[str, Any] = {}
-    if sharded:
-        from .sharded_checkpoint import ShardedCheckpoints  # Orbax, which other runs do not need
-
-        mesh, shapes = mesh_of(args.dp, args.ep), shapes_of(config, args.scan_layers)
-        orbax = ShardedCheckpoints(
-            args.out / SHARDED, shapes, lambda name: NamedSharding(mesh, spec(name)), args.scan_layers
-        )
-        checkpoints = {"load": orbax.load, "save": orbax.save}
-    train("jax", args, config, partial(Trainer, options=options), **checkpoints)
+    options = Options(args.dp, args.remat, args.scan_layers, args.accumulate, args.sharded_checkpoints, args.profile)
+    with locked(PROG, args, jax.process_index() == 0, of_process_0):
+        train("jax", args, config, partial(Trainer, options=options), **sharded_checkpoints(args, config))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ trains on its slice of the batch:
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from .checkpoint import Checkpoint
 from .config import Config, is_decayed, is_expert, learning_rates
 from .data import Text
 from .flags import parse_args, parser
+from .lock import locked
 from .loop import train
 from .model_torch import Transformer
 from .ranks import leave
@@ -208,11 +211,20 @@ def start_ranks(ep: int, device: str) -> None:
         dist.init_process_group("gloo")
 
 
+def of_rank_0(args: Namespace, value: bool) -> bool:
+    """The value of rank 0, in every rank. A collective."""
+    told = torch.tensor(value, dtype=torch.int32, device=device_of(args.device))
+    if args.ep > 1:
+        dist.broadcast(told, 0)
+    return bool(told)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args, config = parse_args(parser(PROG), argv)
     args.device = find_device(args.device)
     start_ranks(args.ep, args.device)
-    train("torch", args, config, Trainer)
+    with locked(PROG, args, args.ep == 1 or dist.get_rank() == 0, partial(of_rank_0, args)):
+        train("torch", args, config, Trainer)
     if args.ep > 1:
         leave()
 

@@ -42,7 +42,7 @@ def test_an_error_names_the_bad_flag(flags, message, capsys):
 
 @pytest.mark.parametrize(
     ("existing", "refused"),
-    [("step-000005/", True), ("log.jsonl", True), ("notes/", False), ("step-000005.partial/", False)],
+    [("step-000005/", True), ("log.jsonl", True), ("notes/", False), ("lock", False), ("step-000005.partial/", False)],
 )
 def test_a_folder_with_a_run_needs_resume(tmp_path, capsys, existing, refused):
     (tmp_path / existing).mkdir() if existing.endswith("/") else (tmp_path / existing).touch()

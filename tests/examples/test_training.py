@@ -173,13 +173,16 @@ def assert_same_run(left: Path, right: Path) -> None:
 
 
 def kill_in_the_middle(framework: str, ep: int, out: Path) -> None:
-    """Start a run and send SIGKILL after its first checkpoint: to one rank under torchrun, else to the process."""
+    """Start a run and send SIGKILL after its first checkpoint: to one rank under torchrun, else to the process. Before
+    that another run is refused the folder."""
     process = start(framework, ep, out)
     deadline = time.monotonic() + 100
     while not list(out.glob("step-*[0-9]")):
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline, "no checkpoint within 100 s"
         time.sleep(0.005)
+    with pytest.raises(SystemExit, match=r"--out: .* is in use by the run of process \d+; allowed: another folder"):
+        train_torch.main([*arguments(1, out), "--resume"])
     victim = process.pid
     if ep > 1 and framework == "torch":
         victim = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
