@@ -111,8 +111,9 @@ def check_splits(op: str, x: Tensor, output_splits: Splits, input_splits: Splits
 
 def can_compare(group_name: str) -> bool:
     """Whether the group has other ranks and the host can wait for them now."""
-    alone = degree_of(group_name) == 1
-    if torch.compiler.is_compiling() or alone or dist.get_backend(group_named(group_name)) == "fake":
+    if torch.compiler.is_compiling():  # first: Dynamo cannot trace a look-up of the group
+        return False
+    if degree_of(group_name) == 1 or dist.get_backend(group_named(group_name)) == "fake":
         return False
     # The question about capture creates a CUDA context: a process without one captures nothing.
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

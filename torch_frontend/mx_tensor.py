@@ -117,7 +117,7 @@ class MXTensor(Tensor):
         is_swizzled_scales: bool = False,
     ) -> "MXTensor":
         """`MXTensor(q, sf, orig_dtype)` with torchao's signature. qdata: (..., K) float8_e4m3fn, scales: (..., K/32)
-        float8_e8m0fnu, one per block, row-major. Other arguments and errors as in `to_mx`."""
+        float8_e8m0fnu or uint8, one per block, row-major. Other arguments and errors as in `to_mx`."""
         op = "MXTensor.from_qdata_and_scales"
         require_tensor(op, "qdata", qdata)
         _check_torchao(op, qdata.dtype, block_size, act_quant_kwargs, is_swizzled_scales, "qdata")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import ep_overlap
 import ep_replicas
+import ep_torchao
 import ep_training
 import ep_tutorial
 import ep_weights
@@ -348,6 +349,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         f"compiled_layer[{prob_in}-{replicas}]": partial(compiled_layer, prob_in, replicas)
         for prob_in, replicas in (("combine", "each"), ("swiglu", "each"), ("swiglu", "once"), ("combine", "summed"))
     },
+    # By the first two ranks, as above.
+    "compiled_names_of_torchao": lambda: ep_torchao.compiled_names(mesh_of(2).get_group()) if RANK < 2 else None,
 }
 
 

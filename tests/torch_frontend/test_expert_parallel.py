@@ -81,6 +81,7 @@ CHECKS = [
     "replicas_and_their_error",
     "bad_input",
     *(f"compiled_layer[{how}]" for how in ("combine-each", "swiglu-each", "swiglu-once", "combine-summed")),
+    "compiled_names_of_torchao",
 ]
 
 

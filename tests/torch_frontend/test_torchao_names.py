@@ -13,6 +13,7 @@ from mxep.core_kernels.recipe import FOLDED
 from mxep.torch_frontend import MXTensor, mxfp8_grouped_mm
 from torch import Tensor
 
+from .ep_torchao import compiled_names
 from .inputs import ints, rows
 
 
@@ -127,9 +128,12 @@ def test_to_mx_and_from_qdata_and_scales() -> None:
         ("block_size: got 16; allowed: 32", {"block_size": 16}),
         ("is_swizzled_scales: got True; allowed: False", {"is_swizzled_scales": True}),
         ("act_quant_kwargs: got {}; allowed: None", {"act_quant_kwargs": {}}),
+        (r"data_hp: got shape \(64,\); allowed: \(M, K\) or \(G, M, K\)", {"data_hp": x[0]}),
     ):
         with pytest.raises(ValueError, match=words):
             MXTensor.to_mx(**{"data_hp": x, "elem_dtype": E4M3} | options)
+    of_bytes = MXTensor.from_qdata_and_scales(mx.qdata.detach(), mx.sf, torch.bfloat16)
+    assert torch.equal(of_bytes.sf, mx.sf)
     with pytest.raises(ValueError, match=r"qdata: got torch\.uint8; allowed: torch\.float8_e4m3fn"):
         MXTensor.from_qdata_and_scales(mx.q, mx.sf, torch.bfloat16)
 
@@ -175,3 +179,8 @@ def test_groups_of_any_size() -> None:
 def test_other_operations_on_an_mxtensor_raise() -> None:
     with pytest.raises(NotImplementedError, match=r"call \.dequantize\(\) first"):
         MXTensor.quantize(A) @ W[0].mT
+
+
+def test_compiled_without_a_graph_break() -> None:
+    """Over two ranks too, in ep_ranks.py."""
+    compiled_names(None)
