@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
+from .ep import sent_rows
 from .grouped_mm import Names, checked_grouped_mm
 from .packed_ffn import packed_ffn
 from .permute import sort_by_expert
@@ -97,4 +98,7 @@ def _outputs(
         gate_up = checked_grouped_mm(names, groups, first, ends, packed.gate_up_bias, *last_three)
         names = names._replace(w="down_proj")
         out = checked_grouped_mm(names, gate(gate_up), last, ends, packed.down_bias, *last_three)
-    return out if packed.norm is None else packed.norm(out)
+    if packed.norm is None:
+        return out
+    # The combine's gradient may be an MXTensor, which a norm of the model cannot take: it gets the values.
+    return sent_rows(packed.norm(out), False, 0) if recipe.sends_mx("combine_grad") else packed.norm(out)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from mxep.torch_frontend import RECIPES, Recipe, convert_moe
+from mxep.torch_frontend import RECIPES, Recipe, SwiGLU, convert_moe
+from mxep.torch_frontend.packed_experts import PackedExperts, packed_experts
 from mxep.torch_frontend.transformers import register_experts
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,17 +114,56 @@ def test_other_experts(name: str, recipe: str) -> None:
     assert min(decibels.values()) > {"bf16": 43.3, "mxfp8": 21.9}[recipe], decibels
 
 
-def test_a_norm_after_the_experts() -> None:
-    """Models of release 5.23 have one; the eager experts of others take it outside, with one expert of weight 1."""
+def normed_experts() -> Any:
+    """Models of release 5.23, MuseSpark, have a norm after the experts; these are Mixtral's with one."""
     module: Any = model_of("mixtral").get_submodule("model.layers.0.mlp.experts")
-    x, experts, _ = routing(E, top_k=1)
-    module.config._experts_implementation = "eager"
-    norm = nn.RMSNorm(64)
-    want = norm(module(x, experts, torch.ones(50, 1)))
-    module.has_post_expert_norm, module.post_expert_norm = True, norm
-    module.config._experts_implementation = "bf16"
-    decibels = sqnr_of_all({"y": module(x, experts, torch.full((50, 1), 0.5))}, {"y": want / 2})
-    assert decibels["y"] > 44.3, decibels  # measured: 45.3
+    module.has_post_expert_norm, module.post_expert_norm = True, nn.RMSNorm(64)
+    nn.init.normal_(module.post_expert_norm.weight, generator=torch.Generator().manual_seed(3))
+    return module
+
+
+class EachNormed(nn.Module):
+    """The eager experts, which leave the norm out, one choice of each token at a time with the norm outside."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts, self.config = experts, experts.config
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        one = torch.ones_like(weights[:, :1])
+        outputs = [self.experts(x, experts[:, k : k + 1], one) for k in range(experts.shape[1])]
+        return sum(weights[:, k : k + 1] * self.experts.post_expert_norm(out) for k, out in enumerate(outputs))
+
+
+@pytest.mark.parametrize("how", ["switch", "convert_moe"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_wgrad_with_hp"])
+def test_a_norm_after_the_experts_trains(recipe: str, how: str) -> None:
+    """The worst results: bf16 43.9 dB, MXFP8 22.0. Less 1."""
+    inputs = routing(E)
+    want = run(EachNormed(normed_experts()), "eager", *inputs)
+    want = {name.removeprefix("experts."): value for name, value in want.items()}
+    module = normed_experts()
+    if how == "convert_moe":
+        convert_moe(module, recipe)
+    got = run(module, recipe if how == "switch" else "eager", *inputs)
+    decibels = sqnr_of_all(got, want)
+    assert min(decibels.values()) > (42.9 if recipe == "bf16" else 21.0), decibels
+
+
+@pytest.mark.parametrize("recipe", [*(RECIPES[name] for name in ("bf16", "mxfp8", "mxfp8_wgrad_with_hp")),
+                                    Recipe.parse("mxfp8", compute="fold")], ids=lambda r: f"{r.name} {r.compute}")  # fmt: skip
+def test_a_norm_that_changes_nothing_changes_no_bit(recipe: Recipe) -> None:
+    """As a bias of zeros, which also leaves the weights of the routing to the combine."""
+    generator, (x, experts, weights) = torch.Generator().manual_seed(0), routing(E)
+    packed = [torch.randn(*shape, generator=generator) / 8 for shape in ((E, 192, 64), (E, 64, 96))]
+
+    def step(down_bias: Tensor | None, norm: Any) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, weights, *packed)]
+        of = PackedExperts(*leaves[2:], None, down_bias, SwiGLU(), norm=norm)
+        y = packed_experts("test", leaves[0], experts, leaves[1], of, recipe)
+        return [y.detach(), *torch.autograd.grad(y, leaves, torch.randn(y.shape, generator=generator.manual_seed(1)))]
+
+    assert all(map(torch.equal, step(None, nn.Identity()), step(torch.zeros(E, 64), None)))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
