@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import RECIPES, Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
@@ -83,8 +84,18 @@ def experts_forward(
     module: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, recipe: Recipe
 ) -> Tensor:
     """The forward of an experts module: x (T, D), top_k_index and top_k_weights (T, K) -> (T, D) of x's dtype."""
-    op = type(module).__name__
-    return packed_experts(op, x, top_k_index, top_k_weights, packed_weights(module), recipe)
+    op, packed = type(module).__name__, packed_weights(module)
+    _check_sizes(op, packed)
+    return packed_experts(op, x, top_k_index, top_k_weights, packed, recipe)
+
+
+def _check_sizes(op: str, packed: PackedExperts) -> None:
+    """Raise ValueError, in the names of the model's configuration, for sizes that are not whole blocks."""
+    d, f = packed.down.shape[1:] if not packed.transposed else packed.down.shape[:0:-1]
+    for name, size in (("hidden_size", d), ("intermediate_size", f)):
+        if size % BLOCK:
+            got, allowed = f"{name} {size}", f"allowed: multiples of {BLOCK}; other sizes run 'grouped_mm'"
+            fail(ValueError, op, "set_experts_implementation", got, allowed)
 
 
 def packed_weights(module: Any) -> PackedExperts:
