@@ -153,8 +153,8 @@ def titan_forward(
     names = next(names for names in TITAN if names[0] in module._parameters)
     parameters = (getattr(module, name) for name in names)
     w1, w3, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in parameters)
-    ends = torch.cumsum(num_tokens_per_expert, 0, dtype=torch.int32)
-    return grouped_swiglu_ffn(x, w1, w3, w2, ends, recipe=recipe, pad_token_groups=pad_token_groups).to(x.dtype)
+    options: dict[str, Any] = {"recipe": recipe, "pad_token_groups": pad_token_groups}
+    return grouped_swiglu_ffn(x, w1, w3, w2, group_sizes=num_tokens_per_expert, **options).to(x.dtype)
 
 
 def _checked(name: str, module: Any, adapter: _Adapter) -> ConvertedExperts:

@@ -297,7 +297,7 @@ def expert_parallel_mm(
     ranks = _ranks_of(op, group)
     if ranks.degree == 1:
         groups, _, route = dispatch_over(rows, counts, recipe, None)
-        out = grouped_mm(groups, w, route.group_ends, recipe=recipe, bias=bias, pad_token_groups=False)
+        out = grouped_mm(groups, w, route, recipe=recipe, bias=bias, pad_token_groups=False)
         return combine(out, route)
     transport = transport or Collectives(ranks.group_name)
     return mm_over(op, rows, counts, w, bias, torch.bfloat16, recipe, ranks, transport)[0]
@@ -348,7 +348,7 @@ def expert_parallel_ffn(
         prob = dispatch_probs(probs, route) if probs is not None and inside else None
         biases: dict[str, Any] = {"b1": b1, "b3": b3, "b2": b2}
         options: dict[str, Any] = {"activation": activation, "recipe": recipe, "pad_token_groups": False}
-        out = grouped_swiglu_ffn(groups, w1, w3, w2, route.group_ends, prob, **biases, **options)
+        out = grouped_swiglu_ffn(groups, w1, w3, w2, route, prob, **biases, **options)
         return combine(out, route, None if inside else probs)
     weights = w1, w3, w2
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in weights)

@@ -34,7 +34,8 @@ from ._checks import check_devices, check_flag, check_floats, check_group_ends, 
 from ._differentiable import differentiable, save, saved_by
 from ._ranges import named
 from .backward_operands import BackwardOperands, Unused
-from .pipeline import GroupEnds, ends_of
+from .grouped_mm import ends_by_hand
+from .pipeline import GroupEnds
 from .products import (
     ProductOptions,
     bias_gradient,
@@ -224,7 +225,7 @@ def grouped_swiglu_ffn(
     w1: Weights,
     w3: Weights,
     w2: Weights,
-    group_ends: GroupEnds,
+    group_ends: GroupEnds | None = None,
     prob: Tensor | None = None,
     *,
     b1: Tensor | None = None,
@@ -233,6 +234,7 @@ def grouped_swiglu_ffn(
     activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     pad_token_groups: bool = True,
+    group_sizes: Tensor | None = None,
 ) -> Tensor:
     """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
     the biases and prob.
@@ -248,7 +250,7 @@ def grouped_swiglu_ffn(
         sums. With b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2
         and prob the sums of the last product are stored in fp32.
     activation: a `SwiGLU`, for models that clamp or scale gate and up.
-    recipe, pad_token_groups: as in `grouped_mm`.
+    recipe, pad_token_groups, group_sizes: as in `grouped_mm`.
 
     Returns (P, D) bfloat16. The gradients have their argument's dtype. The gradient of the result may be an MXTensor.
     Raises ValueError (shapes, layout, values of group_ends) and TypeError (dtypes), as `grouped_mm` does.
@@ -262,11 +264,12 @@ def grouped_swiglu_ffn(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    check_flag("grouped_swiglu_ffn", "pad_token_groups", pad_token_groups)
+    op = "grouped_swiglu_ffn"
+    check_flag(op, "pad_token_groups", pad_token_groups)
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in (w1, w3, w2))
     weights, biases, recipe = (w1, w3, w2), (b1, b3, b2), Recipe.parse(recipe)
-    group_ends, options = ends_of("grouped_swiglu_ffn", group_ends, x), (pad_token_groups, save_bytes)
-    return swiglu_ffn("grouped_swiglu_ffn", x, weights, group_ends, prob, recipe, *options, biases, activation)
+    group_ends, options = ends_by_hand(op, group_ends, group_sizes, x, w1), (pad_token_groups, save_bytes)
+    return swiglu_ffn(op, x, weights, group_ends, prob, recipe, *options, biases, activation)
 
 
 @named("mxep.experts")

@@ -11,6 +11,8 @@ The forward saves x. With compute="fold" and recipe "mxfp8" it saves the E4M3 to
 read of x produces: half of the memory of bf16.
 """
 
+import warnings
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +23,16 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._checks import (
     check_bias,
+    check_counts,
     check_devices,
     check_flag,
     check_floats,
     check_group_ends,
+    check_shape,
     check_token_blocks,
     out_dtype_of,
+    reads_values,
+    require_rows,
 )
 from ._differentiable import differentiable, save, saved_by
 from .pipeline import GroupEnds, ends_of
@@ -157,12 +163,13 @@ class Names(NamedTuple):
 def grouped_mm(
     x: Tensor,
     w: Weights,
-    group_ends: GroupEnds,
+    group_ends: GroupEnds | None = None,
     *,
     recipe: Recipe | str = "mxfp8",
     bias: Tensor | None = None,
     out_dtype: torch.dtype | str = "bfloat16",
     pad_token_groups: bool = True,
+    group_sizes: Tensor | None = None,
 ) -> Tensor:
     """Multiply each group of rows by its own matrix, out = x w^T; differentiable in x, w and bias.
 
@@ -172,7 +179,7 @@ def grouped_mm(
         (G, K, N), w.mT; neither is copied, except the second by "fp8_rowwise". Or its QuantizedWeights, whose `values`
         get the gradient. K and N are multiples of 32.
     group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out, which
-        has them. Rows past the last end give zeros.
+        has them. Rows past the last end give zeros. A UserWarning tells where these are more than half of the rows.
     recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
     bias: (N,) for all groups or (G, N), bfloat16 or float32; or None. The kernel adds it to the fp32 sums, before the
         rounding to out_dtype.
@@ -180,6 +187,7 @@ def grouped_mm(
     pad_token_groups: the weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. True pads each group to
         whole blocks, so that groups of any size are allowed. False saves those passes for group ends that are multiples
         of 32; the weight gradient of any other group is NaN.
+    group_sizes: (G,) of an integer dtype, the rows of each group, in place of group_ends.
 
     Returns (M, N) of out_dtype. w is quantized in every call; `quantize_weights` quantizes it once for several calls.
     The gradient of the result may be an MXTensor.
@@ -187,16 +195,52 @@ def grouped_mm(
     >>> x, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
     >>> grouped_mm(x, w, torch.tensor([1, 2]))[:, 0].tolist()
     [32.0, 32.0, 0.0]
+    >>> grouped_mm(x, w, group_sizes=torch.tensor([1, 2]))[:, 0].tolist()
+    [32.0, 32.0, 32.0]
 
-    Raises ValueError (shapes, layout, values of group_ends) and TypeError (dtypes). The values of group_ends are
-    checked for CPU tensors, and for CUDA tensors within `debug_checks()`.
+    Raises ValueError (shapes, layout, both or none of group_ends and group_sizes, their values) and TypeError (dtypes).
+    Their values are checked for CPU tensors, and for CUDA tensors within `debug_checks()`.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.
     """
     check_flag("grouped_mm", "pad_token_groups", pad_token_groups)
     recipe = Recipe.parse(recipe)
-    group_ends = ends_of("grouped_mm", group_ends, x)
+    group_ends = ends_by_hand("grouped_mm", group_ends, group_sizes, x, w)
     return checked_grouped_mm(Names(), x, w, group_ends, bias, out_dtype, recipe, pad_token_groups)
+
+
+def ends_by_hand(op: str, group_ends: GroupEnds | None, group_sizes: Tensor | None, x: Tensor, w: Weights) -> Tensor:
+    """The ends of the groups of x, of two arguments of the public function `op`. Warns its caller of counts in place of
+    ends, which leave most rows out.
+
+    Raises TypeError (dtype) and ValueError (both or none of the arguments, shape, values).
+    """
+    if (group_ends is None) == (group_sizes is None):
+        got = "none" if group_ends is None else "both"
+        fail(ValueError, op, "group_ends, group_sizes", got, "allowed: one of them, the ends or the counts of groups")
+    rows = x.shape[0] if isinstance(x, Tensor) and x.dim() else 0
+    if group_sizes is not None:
+        check_counts(op, "group_sizes", group_sizes, x.device if isinstance(x, Tensor) else None)
+        groups = w.shape[0] if isinstance(w, Weights) and len(w.shape) else "G"
+        check_shape(op, "group_sizes", group_sizes, (groups,))
+        if reads_values(group_sizes):
+            require_rows(op, "group_sizes", group_sizes, rows)
+        return torch.cumsum(group_sizes, 0, dtype=torch.int32)
+    assert group_ends is not None
+    if isinstance(group_ends, Tensor) and _are_known_ends(group_ends):
+        ends = group_ends.tolist()
+        if any(a > b for a, b in pairwise(ends)):
+            allowed = f"allowed: non-decreasing ends from 0 up to {rows}, the rows; counts go to group_sizes="
+            fail(ValueError, op, "group_ends", ends, allowed)
+        if 2 * ends[-1] < rows:
+            few = f"the last end is {ends[-1]} of {rows} rows, and the rows past it give zeros"
+            warnings.warn(f"{op}: group_ends: {few}; counts go to group_sizes=", stacklevel=3)
+    return ends_of(op, group_ends, x)
+
+
+def _are_known_ends(ends: Tensor) -> bool:
+    is_list = ends.layout == torch.strided and ends.dim() == 1 and ends.numel() > 0
+    return is_list and ends.dtype in (torch.int32, torch.int64) and reads_values(ends)
 
 
 def checked_grouped_mm(

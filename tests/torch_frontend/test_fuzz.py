@@ -89,7 +89,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         mt.grouped_mm,
         {
             "x": floats(64, 32), "w": floats(2, 64, 32), "group_ends": ints(32, 64), "recipe": "mxfp8",
-            "bias": floats(2, 64), **OUT, "pad_token_groups": True,
+            "bias": floats(2, 64), **OUT, "pad_token_groups": True, "group_sizes": None,
         },
     ),
     "dispatch": (sent, {**SIX_ROWS, "recipe": "mxfp8", "group": ""}),
@@ -121,6 +121,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "x": floats(64, 32), "w1": floats(2, 96, 32), "w3": floats(2, 96, 32), "w2": floats(2, 32, 96),
             "group_ends": ints(32, 64), "prob": floats(64, dtype="float32"), "recipe": "mxfp8",
             "b1": floats(2, 96), "b3": floats(2, 96), "b2": floats(32), "pad_token_groups": False,
+            "group_sizes": None,
         },
     ),
     "SwiGLU": (activated, {"alpha": 1.702, "limit": 7.0, "offset": 1.0}),
