@@ -26,6 +26,9 @@ from .moe import GroupedExperts, MoE
 from .parallel import MXFP8ExpertParallel
 
 OP = "shard_moe"
+DATA_DIMS = {"dp", "dp_shard", "dp_shard_mod_ep", "fsdp", "efsdp", "edp", "data", "data_parallel"}
+EXPERT_DIMS = {"ep", "dp_shard_in_ep", "expert", "experts", "expert_parallel"}
+"""Names of mesh dims, of torchtitan, torchao, transformers and Megatron among others."""
 
 
 def shard_moe(
@@ -42,7 +45,9 @@ def shard_moe(
 
     model: contains one `MoE` or more; or is one. Parameters are plain and on the mesh's device, or on "meta".
     mesh: `init_device_mesh(device, (D, E), mesh_dim_names=("dp", "ep"))`, of all ranks or, with pipeline parallelism,
-        of a stage's. E divides the number of experts; D and E may be 1. Every rank passes tokens of its own.
+        of a stage's. E divides the number of experts; D and E may be 1. Every rank passes tokens of its own. Dims in
+        the other order are taken by their names, if one of them is in `DATA_DIMS` or `EXPERT_DIMS` of this file; dims
+        with other names are (data, experts).
     units: classes of modules, usually the transformer block, that FSDP2 gathers one at a time; the model itself is
         always one. Without units all weights outside of the experts are gathered at once.
     style: how rows travel between experts, `MXFP8ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))` beside
@@ -60,7 +65,8 @@ def shard_moe(
     ...     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
     ...     return shard_moe(model, mesh, [Block])
 
-    Raises TypeError and ValueError, before anything is sharded, for a mesh of other dims or without names, a model
+    Raises TypeError and ValueError, before anything is sharded, for a mesh of other dims, without names or with two
+    names of one kind, a model
     without `MoE`, units that the model does not contain, a style whose gradients are sums, experts that are sharded
     already, and a number of experts that E does not divide.
     """
@@ -73,9 +79,7 @@ def shard_moe(
         fail(TypeError, OP, "style", repr(style), allowed)
     if style.gradients != "mean":
         fail(ValueError, OP, "style", f"gradients={style.gradients!r}", allowed)
-    names = mesh.mesh_dim_names
-    assert names is not None
-    data, experts = mesh[names[0]], mesh[names[1]]
+    data, experts = (mesh[name] for name in _dims(mesh))
     options: dict[str, Any] = {} if offload_policy is None else {"offload_policy": offload_policy}
     options |= {"reshard_after_forward": reshard_after_forward}
     policy = mp_policy or MixedPrecisionPolicy()
@@ -102,12 +106,26 @@ def _placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     return place
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, units: tuple[type[nn.Module], ...]) -> tuple[list[MoE], list[nn.Module]]:
-    """The layers, and the units without the model itself."""
+def _dims(mesh: DeviceMesh) -> tuple[str, str]:
+    """The names of the dims of data and of experts."""
     if mesh.ndim != 2 or mesh.mesh_dim_names is None:
         got = f"{mesh.ndim} dims named {mesh.mesh_dim_names}"
         allowed = 'allowed: two dims with names; init_device_mesh(device, (D, E), mesh_dim_names=("dp", "ep"))'
         fail(ValueError, OP, "mesh", got, allowed)
+    first, second = mesh.mesh_dim_names
+    for kind, names in (("data", DATA_DIMS), ("experts", EXPERT_DIMS)):
+        if {first, second} <= names:
+            got, allowed = (
+                f"two dims of {kind}, {(first, second)}",
+                'allowed: one of data and one of experts, ("dp", "ep")',
+            )
+            fail(ValueError, OP, "mesh", got, allowed)
+    return (second, first) if first in EXPERT_DIMS or second in DATA_DIMS else (first, second)
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, units: tuple[type[nn.Module], ...]) -> tuple[list[MoE], list[nn.Module]]:
+    """The layers, and the units without the model itself."""
+    name_of_experts = _dims(mesh)[1]
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
         allowed = "allowed: a model with MoE layers; fully_shard alone shards other models"
@@ -129,11 +147,11 @@ def _check(model: nn.Module, mesh: DeviceMesh, units: tuple[type[nn.Module], ...
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             fail(ValueError, OP, "model", f"{name} as a DTensor", "allowed: plain parameters; call shard_moe first")
-    ranks = mesh.size(1)
+    ranks = mesh[name_of_experts].size()
     for name, layer in layers.items():
         if layer.num_experts % ranks:
             got = f"{layer.num_experts} experts in {name or 'the model'}"
-            fail(ValueError, OP, "mesh", got, f"allowed: numbers that the {ranks} ranks of its second dim divide")
+            fail(ValueError, OP, "mesh", got, f"allowed: numbers that the {ranks} ranks of {name_of_experts!r} divide")
     # Inner units first: a parameter belongs to the innermost one.
     blocks = [module for module in model.modules() if isinstance(module, units) and module is not model]
     return list(layers.values()), blocks[::-1]

@@ -201,6 +201,19 @@ def mixed_precision(ep: int) -> None:
         assert db > 48, (name, db)
 
 
+def dims_by_name() -> None:
+    """A mesh whose dims come in the other order: experts lie on the dim of their name."""
+    mesh, alone = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "data")), fresh()
+    model = shard_moe(fresh(), mesh, [Block])
+    for block in model.blocks:
+        experts = block.moe.experts
+        assert experts.expert_parallel.group_name == mesh["experts"].get_group().group_name
+        assert experts.w1.device_mesh.mesh_dim_names == ("data", "experts")
+    for each, part in ((alone, lambda tokens: tokens), (model, mine)):
+        loss_of(each, part(batch(0))).backward()
+    require_near(gradients(model), gradients(alone))
+
+
 def experts_in_parts() -> None:
     """One expert per expert rank and two data ranks: FSDP2 shards within the expert."""
     alone, model = fresh(experts=2), sharded(2, experts=2)
@@ -328,6 +341,11 @@ def refused() -> None:
 
     raises("mesh: got 1 dims named ('ep',); allowed: two dims with names", mesh=pair["ep"])
     raises("mesh: got 2 dims named None", mesh=init_device_mesh("cpu", (2, 2)))
+    for kind, names in (("data", ("dp", "fsdp")), ("experts", ("ep", "experts"))):
+        twice = DeviceMesh.from_group(
+            [pair["dp"].get_group(), pair["ep"].get_group()], "cpu", pair.mesh, mesh_dim_names=names
+        )
+        raises(f"mesh: got two dims of {kind}, {names}; allowed: one of data and one of experts", mesh=twice)
     raises("mesh: got 6 experts in blocks.0.moe; allowed: numbers that the 4 ranks", model=Model(experts=6),
            mesh=mesh_of(4))  # fmt: skip
     raises("model: got a Linear without MoE; allowed: a model with MoE layers", model=nn.Linear(2, 2))
@@ -358,6 +376,7 @@ def main(port: str, out: str) -> None:
         "mixed_precision": partial(mixed_precision, 2),
         "one_data_rank": partial(ep_training.one_data_rank, mesh_of(4), None),
         "one_data_rank_offloaded": partial(ep_training.one_data_rank, mesh_of(4), CPUOffloadPolicy(pin_memory=False)),
+        "dims_by_name": dims_by_name,
         "experts_in_parts": experts_in_parts,
         "checkpoints_between_degrees": partial(checkpoints_between_degrees, Path(out, "checkpoints")),
         "metrics_of_ranks": metrics_of_ranks,

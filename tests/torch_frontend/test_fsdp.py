@@ -21,6 +21,7 @@ CHECKS = [
     "mixed_precision",
     "one_data_rank",
     "one_data_rank_offloaded",
+    "dims_by_name",
     "experts_in_parts",
     "checkpoints_between_degrees",
     "metrics_of_ranks",
