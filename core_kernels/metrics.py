@@ -18,7 +18,7 @@ class MoEMetrics(TypedDict):
     tokens_per_expert: rows of each expert, of all ranks that share the experts.
     imbalance: the largest of them divided by their mean; 1 is balanced, E is one expert with everything, 0 no tokens.
     dead_experts: experts without a row.
-    overflow: rows that did not fit and were dropped; always 0 in PyTorch.
+    overflow: rows that found no room; always 0 in PyTorch.
     wire_nbytes: bytes of the rows in the four all-to-alls of a forward and backward, of all ranks together. Rows of a
         rank's own experts are in it: 1 / ranks of the rows if experts are chosen evenly. 0 on one rank. A row per
         expert of a token counts, as replicas="each" sends it; the counts do not tell how much less the others send.

@@ -7,9 +7,10 @@
     combine    y                                          ==bf16==> --gather--> rows   backward ==u8==
 
 Every exchange is one dense all_to_all over whole rows. XLA needs static sizes, so each pair of ranks has room for
-`capacity` rows: all local rows by default, which never drops one. With less room, rows that do not fit are dropped:
+`capacity` rows: all local rows by default, which have room. With less, rows that do not fit are dropped:
 `Exchange.overflow` counts them, they are zeros after the combine, and their gradient is zero. A token is quantized
-once: its replicas share the bytes. pipeline.py lays out the rows around these exchanges.
+once: its replicas share the bytes. pipeline.py lays out the rows around these exchanges, and overflow.py makes the rows
+without room NaN.
 """
 
 import dataclasses

@@ -53,7 +53,8 @@ class MoEStats(NamedTuple):
     counts: (E,) int32, rows of each expert.
     aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
         Transformer, equation 4). 0 if the caller chose the experts.
-    overflow: int32 scalar, rows that did not fit the capacity; 0 without a capacity.
+    overflow: int32 scalar, rows that did not fit the capacity; 0 without a capacity. Their tokens are NaN in y, unless
+        `MoEConfig.on_overflow` is "drop".
     """
 
     counts: jax.Array
@@ -136,7 +137,8 @@ def apply(
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
     ranks = {"axis_name": axis_name, "capacity": config.capacity, "replicas": config.replicas}
-    groups, _, route = dispatch(tokens, counts, recipe=recipe, transport=config.transport, **ranks)
+    ranks |= {"transport": config.transport, "on_overflow": config.on_overflow}
+    groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
     inside = dispatch_probs(probs_TK, route) if config.prob_in == "swiglu" else None
     out = _experts(params["experts"], groups, route.group_ends, inside, config, parts)
     y_TD = combine(out, route, probs_TK if config.prob_in == "combine" else None, out_dtype=x_TD.dtype)

@@ -23,6 +23,7 @@ from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._checks import check_floats, check_type, dtype_name
 from ._mesh import Axes, axis_names, axis_size
+from .overflow import OnOverflow, check_on_overflow
 from .peer_memory import Transport, check_transport
 from .router import GroupScore, ScoreFunc
 from .weights import check_weights, recipe_of, resolve_compute
@@ -46,7 +47,10 @@ class MoEConfig:
         the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
         the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
         experts' input, as Llama 4 does; x then has a row per token and expert.
-    capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
+    capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which always have room.
+        math.ceil(f * T * top_k / ranks), for the T tokens of a rank, is f times the mean.
+    on_overflow: what a row without room makes of its token. "nan": y and the gradient of x are NaN there, so that the
+        loss shows it, and `MoEStats.overflow` counts the rows. "drop": the row is left out of the token's sum.
     bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
         the experts and of the shared one, which has no bias.
     replicas: "each", "once" or "summed", how often a token crosses the wire to a rank with several of its experts, as
@@ -81,6 +85,7 @@ class MoEConfig:
     activation: SwiGLU = PLAIN
     replicas: Replicas = "each"
     transport: Transport = "all_to_all"
+    on_overflow: OnOverflow = "nan"
 
     def __post_init__(self) -> None:
         optional = ("capacity", "shared_hidden_dim")
@@ -110,6 +115,7 @@ class MoEConfig:
             fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
         if self.capacity is not None and self.capacity < 1:
             fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
+        check_on_overflow("MoEConfig", self.on_overflow)
         check_type("MoEConfig", "bias", self.bias, bool)
         SwiGLU.check("MoEConfig", self.activation)
         object.__setattr__(self, "recipe", recipe_of("MoEConfig", self.recipe))

@@ -35,6 +35,7 @@ from .ep import (
 )
 from .mx_array import MXArray, MXGradArray
 from .ops import RowMap
+from .overflow import OnOverflow, check_on_overflow, lost_rows, nan_gradients, nan_values
 from .peer_exchange import PeerMaps, map_peers
 from .peer_memory import Transport, check_transport
 from .permute import gather_rows, permute, spread_rows, unpermute_hp_fwd_mxfp8_bwd
@@ -52,7 +53,8 @@ class Route:
     row_map: between received rows and padded groups. exchange: the all-to-all, None on one rank without a capacity.
     order, slots, top_k: the maps of `weighted_combine`; top_k is 0 for rows, which have none across ranks. recipe,
     top_k: static. copies: where a token goes once to each rank, how its copies lie. peers: with
-    transport="peer_memory" the maps across ranks, of which row_map, order and slots are parts.
+    transport="peer_memory" the maps across ranks, of which row_map, order and slots are parts. lost: bool, (M,) of
+    rows or (T, top_k) of tokens, the rows without room, which make NaN; None if all have room, or on_overflow="drop".
     """
 
     row_map: RowMap
@@ -63,6 +65,7 @@ class Route:
     top_k: int = dataclasses.field(default=0, metadata={"static": True})
     copies: Copies | None = None
     peers: PeerMaps | None = None
+    lost: jax.Array | None = None
 
     @property
     def group_ends(self) -> jax.Array:
@@ -92,6 +95,7 @@ def dispatch(
     capacity: int | None = None,
     replicas: Replicas = "each",
     transport: Transport = "all_to_all",
+    on_overflow: OnOverflow = "nan",
 ) -> tuple[Float[jax.Array, "P K"] | MXArray, Int[jax.Array, " G"], Route]:
     """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
 
@@ -110,11 +114,13 @@ def dispatch(
         memory of the other GPUs, into their groups and, summed, into their tokens; elsewhere the same from an
         all-gather of the rows. The same bytes, with replicas="each". A rank then has room for `capacity` rows from each
         rank, which all ranks share.
+    on_overflow: what a row that does not fit the capacity makes of its row or token after `combine`. "nan": NaN, in the
+        result, in the gradient of the row or token, and in the gradient of its weight. "drop": zeros, in the sum of a
+        token and in the gradients.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXArray if the recipe quantizes, with padding rows of
     zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of
-    the rows has their dtype. A row that does not fit the capacity is in no group; `route.overflow` counts such rows,
-    they are zeros after `combine`, and so are their gradients.
+    the rows has their dtype. A row that does not fit the capacity is in no group; `route.overflow` counts such rows.
 
     >>> order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
     >>> tokens = TokenReplicas(jnp.ones((2, 32)), order, inverse, top_k=2)
@@ -136,40 +142,57 @@ def dispatch(
     top_k = rows.top_k if isinstance(rows, TokenReplicas) else 0
     num_rows = x.shape[0] * max(top_k, 1)
     check_replicas_option(op, replicas)
+    check_on_overflow(op, on_overflow)
     if replicas != "each" and not top_k:
         allowed = "allowed: 'each' for rows; TokenReplicas, whose rows are copies, take the others"
         fail(ValueError, op, "replicas", repr(replicas), allowed)
     if axis_name is None and capacity is None:
         return _on_one_rank(rows, x, counts, num_rows, recipe)
     check_transport(op, transport)
+    limited = on_overflow == "nan" and capacity is not None and capacity < num_rows
     if transport == "peer_memory" and axis_name is not None and axis_size(op, axis_name) > 1:
         if replicas != "each":
             allowed = "allowed: 'each' with transport='peer_memory'"
             fail(ValueError, op, "replicas", repr(replicas), allowed)
         tokens, sizes = rows if isinstance(rows, TokenReplicas) else None, {"num_rows": num_rows, "capacity": capacity}
         peers = map_peers(op, counts, tokens, axis_name, alignment=recipe.alignment, **sizes)
-        return _laid_out(x, peers.row_map, peers.order, peers.slots, recipe, top_k, peers)
-    exchange = plan_exchange(counts, axis_name, num_rows=num_rows, capacity=capacity)
+        lost = _lost(peers.row_map.inverse, counts, tokens) if limited else None
+        return _laid_out(_marked(x, lost), peers.row_map, peers.order, peers.slots, recipe, top_k, peers, lost)
+    exchange, lost = plan_exchange(counts, axis_name, num_rows=num_rows, capacity=capacity), None
+    if limited:
+        lost = _lost(exchange.slots, counts, rows if isinstance(rows, TokenReplicas) else None)
+        x = _marked(x, lost)
+        rows = dataclasses.replace(rows, x=x) if isinstance(rows, TokenReplicas) else x
     if isinstance(rows, TokenReplicas) and replicas != "each" and exchange.ep_degree > 1:
-        return _once(rows, exchange, recipe, replicas == "summed")
+        return _once(rows, exchange, recipe, replicas == "summed", lost)
     received: Any = a2a_dispatch(rows, exchange) if not recipe.mx else None
     if recipe.mx:
         received = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, exchange, recipe.rounding)
     groups, row_map = permute(received, exchange, group_size_multiple_of=recipe.alignment)
     groups = _named(groups, row_map)
     order, slots = (rows.order, rows.inverse) if isinstance(rows, TokenReplicas) else (None, None)
-    return groups, row_map.padded_counts, Route(row_map, exchange, order, slots, recipe, top_k)
+    return groups, row_map.padded_counts, Route(row_map, exchange, order, slots, recipe, top_k, lost=lost)
+
+
+def _lost(places: jax.Array, counts: jax.Array, tokens: TokenReplicas | None) -> jax.Array:
+    """`Route.lost`, from the place of each sorted row."""
+    lost = lost_rows(places, counts)
+    return lost if tokens is None else lost[tokens.inverse].reshape(-1, tokens.top_k)
+
+
+def _marked(x: jax.Array, lost: jax.Array | None) -> jax.Array:
+    return x if lost is None else nan_gradients("dispatch", x, lost)
 
 
 def _once(
-    tokens: TokenReplicas, exchange: Exchange, recipe: Recipe, summed: bool
+    tokens: TokenReplicas, exchange: Exchange, recipe: Recipe, summed: bool, lost: jax.Array | None
 ) -> tuple[jax.Array | MXArray, jax.Array, Route]:
     """A copy of a token for each rank, and its replicas from there."""
     counts, room = exchange.recv_counts, exchange.capacity
     sizes = {"num_rows": exchange.ep_degree * room, "rank_rows": room, "alignment": recipe.alignment}
     row_map = ops.row_map(counts, num_local_experts=counts.shape[0] // exchange.ep_degree, **sizes)
     copies = map_copies(tokens, exchange, row_map, summed)
-    route = Route(row_map, exchange, tokens.order, tokens.inverse, recipe, tokens.top_k, copies)
+    route = Route(row_map, exchange, tokens.order, tokens.inverse, recipe, tokens.top_k, copies, lost=lost)
     groups: Any
     if summed:
         arrived = exchange_copies(tokens.x, copies, recipe.rounding if recipe.mx else None)
@@ -218,10 +241,11 @@ def _laid_out(
     recipe: Recipe,
     top_k: int,
     peers: PeerMaps | None = None,
+    lost: jax.Array | None = None,
 ) -> tuple[jax.Array | MXArray, jax.Array, Route]:
     """One gather from rows, or from tokens, to padded groups."""
     values: Any = MXArray.quantize(x, recipe.rounding) if recipe.mx else x
-    route = Route(row_map, None, order, slots, recipe, top_k, peers=peers)
+    route = Route(row_map, None, order, slots, recipe, top_k, peers=peers, lost=lost)
     groups = spread_rows(values, order, slots, max(top_k, 1), across=route.across)
     return _named(groups, row_map), row_map.padded_counts, route
 
@@ -245,7 +269,10 @@ def dispatch_probs(
     num_rows = route.row_map.inverse.shape[0] if route.exchange is None else route.exchange.num_rows
     shape = (num_rows // route.top_k, route.top_k) if route.top_k else (num_rows,)
     check_shape(op, "probs", probs, shape, "one weight per row of the dispatch", "float32")
-    column = jnp.asarray(probs).reshape(-1, 1)
+    probs = jnp.asarray(probs)
+    if route.lost is not None:
+        probs = nan_gradients(op, probs, route.lost)
+    column = probs.reshape(-1, 1)
     if route.order is not None and route.slots is not None:
         column = gather_rows(column, route.order, route.slots.reshape(-1), across=route.across)
     if route.exchange is not None:
@@ -269,8 +296,8 @@ def combine(
     None is the dtype of groups.
 
     Returns (M, N) rows; or, of TokenReplicas, (T, N), each token's weighted sum over its replicas in fp32, rounded
-    once. If the recipe quantizes, the gradient of groups is MXFP8, dequantized unless groups is an MXGradArray. Raises
-    ValueError (shape) and TypeError (dtype).
+    once; NaN for a row without room, as `dispatch` says. If the recipe quantizes, the gradient of groups is MXFP8,
+    dequantized unless groups is an MXGradArray. Raises ValueError (shape) and TypeError (dtype).
 
     >>> groups, _, route = dispatch(jnp.ones((3, 32)), jnp.array([1, 2]))
     >>> combine(groups.dequantize(), route).shape
@@ -290,6 +317,14 @@ def combine(
     if probs is not None and route.slots is not None:
         shape = (route.slots.size // route.top_k, route.top_k)
         check_shape(op, "probs", probs, shape, "one weight per replica", "float32")
+    if route.lost is None:
+        return _combined(groups, route, probs, out_dtype)
+    probs = None if probs is None else nan_gradients(op, jnp.asarray(probs), route.lost)
+    return nan_values(op, _combined(groups, route, probs, out_dtype), route.lost)
+
+
+def _combined(groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
+    """`combine` without its checks, zeros for rows that found no room."""
     recipe, rows = route.recipe, groups
     if recipe.mx and not isinstance(rows, MXGradArray):
         rows = MXGradArray.wrap(rows)

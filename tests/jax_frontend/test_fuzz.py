@@ -87,6 +87,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "prob_in": "combine",
         "replicas": "once",
         "transport": "all_to_all",
+        "on_overflow": "drop",
     },
     "QuantizedWeights.with_values": {"values": W},
     "a2a_combine_hp_fwd_mxfp8_bwd": {
@@ -107,6 +108,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "capacity": 40,
         "replicas": "each",
         "transport": "peer_memory",
+        "on_overflow": "nan",
     },
     "dispatch_probs": {"probs": TOKEN_PROBS, "route": ROUTE},
     "force_implementation": {"implementation": "cpp"},

@@ -228,9 +228,9 @@ def test_a_mesh_trains_as_one_device(shape: tuple[int, int], check_vma: bool) ->
 
 
 def test_a_capacity_drops_rows_and_says_so() -> None:
-    """Two ranks, 20 rows per pair: what does not fit adds nothing to its token and gets no gradient."""
+    """Two ranks, 20 rows per pair: what does not fit adds nothing to its token and gets no gradient; with "drop"."""
     capacity, ranks = 20, 2
-    y, stats, grads = parallel(ranks, "bf16", capacity=capacity)(PARAMS, X, DY)
+    y, stats, grads = parallel(ranks, "bf16", capacity=capacity, on_overflow="drop")(PARAMS, X, DY)
     kept = np.zeros((TOKENS, EXPERTS), np.float32)
     probs, chosen = jax.lax.top_k(jax.nn.softmax(X @ PARAMS["router"].T), TOP_K)
     probs, chosen = np.asarray(probs / probs.sum(-1, keepdims=True)), np.asarray(chosen)

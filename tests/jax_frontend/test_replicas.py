@@ -76,7 +76,7 @@ def run(
         def layer(x: jax.Array, probs: jax.Array) -> tuple[jax.Array, Any]:
             order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
             tokens, options = TokenReplicas(x, order, inverse, TOP_K), {"recipe": RUNS[name], "capacity": capacity}
-            options["transport"] = transport
+            options |= {"transport": transport, "on_overflow": "drop"}
             groups, _, route = dispatch(tokens, counts, axis_name="ep", replicas=how, **options)
             row = jnp.arange(groups.shape[0])[:, None]
             local = jnp.minimum((row >= route.group_ends).sum(1), LOCAL - 1)
