@@ -7,6 +7,8 @@ A traced program has values only when it runs. A wrong value is then
     inside jax.jit alone                     ignored: XLA removes the check
 """
 
+import sys
+import warnings
 from typing import Any
 
 import jax
@@ -112,6 +114,14 @@ def rounding_of(op: str, argument: str, rounding: Any) -> Rounding:
         fail(type(error), op, argument, repr(rounding), f"allowed: a Rounding, or its name: {names}")
 
 
+def warn_caller(text: str) -> None:
+    """A UserWarning at the line outside of this package and of JAX that called."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("mxep", "jax"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
 def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed: str) -> None:
     """Raise ValueError, or report to checkify, unless the scalar `ok` holds."""
     if isinstance(ok, Tracer):
@@ -134,7 +144,9 @@ def check_ends(op: str, group_ends: jax.Array, rows: int, multiple: int) -> None
     steps = jnp.diff(group_ends, prepend=0, append=rows)
     ok = (steps >= 0).all() & (group_ends % multiple == 0).all()
     what = "multiples of 32 that do not decrease" if multiple > 1 else "ends that do not decrease"
-    check_values(ok, op, "group_ends", group_ends, f"allowed: {what}, at most {rows}, the rows they divide")
+    check_values(
+        ok, op, "group_ends", group_ends, f"allowed: {what}, at most {rows}, the rows; counts go to group_sizes="
+    )
 
 
 def check_counts(op: str, counts: jax.Array, parts: int, rows: int, argument: str = "num_tokens_per_expert") -> None:
@@ -145,6 +157,7 @@ def check_counts(op: str, counts: jax.Array, parts: int, rows: int, argument: st
     high, low = (each >> 16).sum(1) + (low >> 16), low & 0xFFFF
     rows_high, rows_low = rows // 2**16, rows % 2**16  # not by bits: rows may be a symbol of jax.export
     fits = (high < rows_high) | ((high == rows_high) & (low <= rows_low))
-    ok = (counts >= 0).all() & fits.all()
+    # A count of another dtype that an int32 does not hold is negative here, or another number.
+    ok = (each >= 0).all() & (each.reshape(counts.shape) == counts).all() & fits.all()
     allowed = f"allowed: counts of at least 0 that sum to at most {rows}, the rows they count"
     check_values(ok, op, argument, counts, allowed)

@@ -9,7 +9,6 @@ grad of grad, of an op         the kernels' primitive (_call.py) has no derivati
 """
 
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..core_kernels.launch import fail
 from ._call import vary_alike, whole
+from ._checks import warn_caller
 from ._split import alike
 
 _guard_p, _linear_p = Primitive("mxep_guard"), Primitive("mxep_linear")
@@ -76,7 +76,7 @@ def _lower_guard(ctx, x, *, op: str, rows: str, together: str):
     automatic = [] if mesh is None else [n for axis, n in mesh.shape.items() if axis not in context.manual_axes]
     count = context.num_devices if mesh is None else math.prod(automatic)
     if together and count > 1:
-        warnings.warn(together.format(op=op, count=count), stacklevel=1)
+        warn_caller(together.format(op=op, count=count))
     return [x]
 
 

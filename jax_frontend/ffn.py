@@ -158,7 +158,7 @@ def grouped_swiglu_ffn(
     w1: Float[jax.Array, "G F D"] | QuantizedWeights,
     w3: Float[jax.Array, "G F D"] | QuantizedWeights,
     w2: Float[jax.Array, "G D F"] | QuantizedWeights,
-    group_ends: Int[jax.Array, " G"] | RowMap | "Route",
+    group_ends: Int[jax.Array, " G"] | RowMap | "Route" | None = None,
     prob: Float32[jax.Array, " P"] | None = None,
     *,
     b1: Float[jax.Array, "G F"] | Float[jax.Array, " F"] | None = None,
@@ -168,6 +168,7 @@ def grouped_swiglu_ffn(
     recipe: Recipe | str = "mxfp8",
     pad_token_groups: bool = True,
     mx_grad: bool = False,
+    group_sizes: Int[jax.Array, " G"] | None = None,
 ) -> Float[jax.Array, "P D"] | MXGradArray:
     """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
     the biases and prob.
@@ -184,7 +185,7 @@ def grouped_swiglu_ffn(
         sums of the last product are stored in fp32.
     activation: a `SwiGLU`, for models that clamp or scale gate and up.
     recipe: a `Recipe` or its name.
-    pad_token_groups, mx_grad: as in `grouped_mm`.
+    pad_token_groups, mx_grad, group_sizes: as in `grouped_mm`.
 
     Returns (P, D) bf16, or an MXGradArray of it. The gradients have their argument's dtype. Raises ValueError (shapes,
     QuantizedWeights of another recipe, values of group_ends in eager calls) and TypeError (dtypes), as `grouped_mm`
@@ -214,7 +215,7 @@ def grouped_swiglu_ffn(
     for (name, shape), weight in zip(shapes.items(), (w1, w3, w2), strict=True):
         if weight.shape != shape:
             fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
-    group_ends = ends_of(op, group_ends, x, groups)
+    group_ends = ends_of(op, group_ends, group_sizes, x, groups)
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
     sides = (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, x.shape[1]))

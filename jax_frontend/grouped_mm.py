@@ -102,13 +102,14 @@ def unchecked_grouped_mm(
 def grouped_mm(
     x: Float[jax.Array, "M K"] | MXArray,
     w: Float[jax.Array, "G N K"] | QuantizedWeights,
-    group_ends: Int[jax.Array, " G"] | RowMap | "Route",
+    group_ends: Int[jax.Array, " G"] | RowMap | "Route" | None = None,
     *,
     recipe: Recipe | str = "mxfp8",
     bias: Float[jax.Array, "G N"] | Float[jax.Array, " N"] | None = None,
     out_dtype: jax.typing.DTypeLike = "bfloat16",
     pad_token_groups: bool = True,
     mx_grad: bool = False,
+    group_sizes: Int[jax.Array, " G"] | None = None,
 ) -> Float[jax.Array, "M N"] | MXGradArray:
     """Multiply each group of rows by its own matrix, out = x w^T; differentiable in x, w and bias.
 
@@ -117,7 +118,7 @@ def grouped_mm(
     w: (G, N, K) bf16 or fp32, as a linear layer stores it; or its QuantizedWeights, made with the same recipe, whose
         `values` get the gradient. K and N are multiples of 32, unless the recipe is "bf16".
     group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
-        them. Rows past the last end give zeros.
+        them. Rows past the last end give zeros. An eager call warns if these are more than half of the rows.
     recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
         `Recipe.compute` "auto" follows `jax.default_backend()`, or `lower_for`, when the call is traced. A folded
         product runs on every backend.
@@ -129,15 +130,18 @@ def grouped_mm(
         of 32; the weight gradient of any other group is NaN.
     mx_grad: return an MXGradArray, whose gradient arrives as MXFP8 bytes from `unpermute_hp_fwd_mxfp8_bwd`,
         `a2a_combine_hp_fwd_mxfp8_bwd` or `combine`.
+    group_sizes: (G,) of an integer dtype, the rows of each group, in place of group_ends.
 
     Returns (M, N) of out_dtype. w is quantized in every call; `quantize_weights` quantizes it once for several calls.
 
     >>> x, w = jnp.ones((3, 32), jnp.bfloat16), jnp.ones((2, 64, 32), jnp.bfloat16)
     >>> grouped_mm(x, w, jnp.array([1, 2]))[:, 0].tolist()
     [32.0, 32.0, 0.0]
+    >>> grouped_mm(x, w, group_sizes=jnp.array([1, 2]))[:, 0].tolist()
+    [32.0, 32.0, 32.0]
 
-    Raises ValueError (shapes, an unknown recipe, QuantizedWeights of another recipe; values of group_ends in eager
-    calls and under checkify) and TypeError (dtypes).
+    Raises ValueError (shapes, an unknown recipe, QuantizedWeights of another recipe, both or none of group_ends and
+    group_sizes; their values in eager calls and under checkify) and TypeError (dtypes).
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.
     """
@@ -150,7 +154,7 @@ def grouped_mm(
     check_weights(op, "w", w, recipe)
     if w.ndim != 3 or len(x.shape) != 2:
         fail(ValueError, op, "x, w", f"shapes {x.shape}, {w.shape}", "allowed: (M, K) and (G, N, K)")
-    group_ends = ends_of(op, group_ends, x, w.shape[0])
+    group_ends = ends_of(op, group_ends, group_sizes, x, w.shape[0])
     if bias is not None:
         bias = check_bias(op, "bias", bias, *w.shape[:2])
     if recipe.operands != "bf16":

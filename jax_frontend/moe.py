@@ -13,7 +13,6 @@ unweighted.
 T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups      suffixes below name the dims
 """
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ._call import vary, varying_axes
-from ._checks import check_floats, check_shape, check_type
+from ._checks import check_floats, check_shape, check_type, warn_caller
 from ._derivatives import reverse_only
 from ._mesh import AnyMesh, Axes, axes_of, axis_names, axis_size, mesh_of, over_mesh
 from ._shapes import Float, Float32, Int
@@ -35,7 +34,7 @@ from .moe_params import MoEConfig, Params, check_params, specs
 from .moe_params import init as init
 from .mx_array import MXArray, MXGradArray
 from .permute import sort_by_expert
-from .pipeline import combine, dispatch, dispatch_probs
+from .pipeline import Route, combine, dispatch, dispatch_probs
 from .router import Routing, chosen_outside, tokens_and_logits
 from .router import route as choose_experts
 from .weighted_combine import sum_of_slots, weigh_slots
@@ -140,7 +139,7 @@ def apply(
     ranks |= {"transport": config.transport, "on_overflow": config.on_overflow}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
     inside = dispatch_probs(probs_TK, route) if config.prob_in == "swiglu" else None
-    out = _experts(params["experts"], groups, route.group_ends, inside, config, parts)
+    out = _experts(params["experts"], groups, route, inside, config, parts)
     y_TD = combine(out, route, probs_TK if config.prob_in == "combine" else None, out_dtype=x_TD.dtype)
     if config.prob_in == "input":
         y_TD = sum_of_slots(y_TD, experts_TK.shape[1], x_TD.dtype)
@@ -255,7 +254,7 @@ def _warn_if_sharded(op: str, experts: Params) -> None:
     leaves = [leaf for leaf in jax.tree.leaves(experts) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)]
     count = max((len(leaf.sharding.device_set) for leaf in leaves), default=1)
     if count > 1:
-        warnings.warn(_TOGETHER.format(op=op, count=count), stacklevel=3)
+        warn_caller(_TOGETHER.format(op=op, count=count))
 
 
 def _total(x: jax.Array, axes: Axes | None) -> jax.Array:
@@ -292,7 +291,7 @@ def _shared(params: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:
 def _experts(
     experts: Params,
     groups: jax.Array | MXArray,
-    group_ends: jax.Array,
+    route: Route,
     prob_P: jax.Array | None,
     config: MoEConfig,
     parts: tuple[str, ...],
@@ -304,7 +303,7 @@ def _experts(
         biases["b2"] = jnp.where(jax.lax.axis_index(parts) == 0, biases["b2"], 0)
     # The groups are padded already.
     options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False, "activation": config.activation}
-    return grouped_swiglu_ffn(groups, *weights, group_ends, prob_P, **biases, **options)
+    return grouped_swiglu_ffn(groups, *weights, route, prob_P, **biases, **options)
 
 
 def _local(experts: Params, axes: tuple[str, ...]) -> tuple[Weights, Weights, Weights]:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
-from ._checks import check_counts, check_floats, check_integers, dtype_name
+from ._checks import check_floats, dtype_name
 from ._derivatives import reverse_only
 from ._shapes import Float, Int
 from .grouped_mm import unchecked_grouped_mm
+from .permute import ends_of_sizes
 from .weights import QuantizedWeights, check_weights, resolve_compute
 
 
@@ -63,21 +64,15 @@ def ragged_dot_mxfp8(
     group_sizes = getattr(group_sizes, "value", group_sizes)  # of tokamax
     check_floats(op, "lhs", lhs)
     check_weights(op, "rhs", rhs, recipe)
-    check_integers(op, "group_sizes", group_sizes)
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
         fail(ValueError, op, "lhs, rhs", f"shapes {lhs.shape}, {rhs.shape}", "allowed: (M, K) and (G, K, N)")
-    if group_sizes.shape != rhs.shape[:1]:
-        allowed = f"allowed: {rhs.shape[:1]}, one size per group of rhs"
-        fail(ValueError, op, "group_sizes", f"shape {group_sizes.shape}", allowed)
+    ends = ends_of_sizes(op, group_sizes, lhs.shape[0], rhs.shape[0], "rhs")
     if recipe.operands != "bf16":
         require_multiple(op, "rhs", rhs.shape[1], BLOCK, "dim 1, K,", "the product quantizes along it")
         require_multiple(op, "rhs", rhs.shape[2], BLOCK, "dim 2, N,", "the input gradient quantizes along it")
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype).name
     if preferred_element_type is not None:
         out_dtype = dtype_name(op, "preferred_element_type", preferred_element_type)
-    sizes = jnp.asarray(group_sizes).astype(jnp.int32)
-    check_counts(op, sizes, 1, lhs.shape[0], "group_sizes")
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
     lhs, rhs = reverse_only(op, (lhs, rhs))
     out = unchecked_grouped_mm(lhs, rhs, ends, recipe, out_dtype, layout="GKN")
     assert isinstance(out, jax.Array)

@@ -282,6 +282,17 @@ def test_checkify_finds_a_bad_value_inside_jit() -> None:
     assert checked(ENDS)[0].get() is None
 
 
+def test_counts_of_groups_in_place_of_ends() -> None:
+    sizes = jnp.array(SIZES, jnp.int16)
+    got, want = (grouped_swiglu_ffn(X, W1, W3, W2, **kind) for kind in ({"group_sizes": sizes}, {"group_ends": ENDS}))
+    np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="grouped_swiglu_ffn: group_ends, group_sizes: got both; allowed: one of them"):
+        grouped_swiglu_ffn(X, W1, W3, W2, ENDS, group_sizes=sizes)
+    with pytest.warns(UserWarning, match="the last end is 75 of 160 rows, .* counts go to group_sizes=") as found:
+        grouped_swiglu_ffn(X, W1, W3, W2, jnp.array([10, 20, 75]))
+    assert found[0].filename == __file__
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_rowwise"])
 def test_recipes_without_blocks_take_the_values_of_mx_rows(recipe: str) -> None:
     x = MXArray.quantize(X)

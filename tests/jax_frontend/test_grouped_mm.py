@@ -1,5 +1,6 @@
 """The grouped product: its gradients, bias, padding of groups, and what it refuses."""
 
+import warnings
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from mxep.jax_frontend import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     grouped_mm,
     ops,
+    permute,
     plan_exchange,
 )
 
@@ -178,7 +180,25 @@ def test_padding_groups_is_what_the_caller_would_do(recipe: str, mx: bool) -> No
             ValueError,
             "x: got rows = 33",
         ),
-        (lambda: grouped_mm(X, W, jnp.array([64, 32, 96], jnp.int32)), ValueError, "do not decrease"),
+        (
+            lambda: grouped_mm(X, W, jnp.array([64, 32, 96], jnp.int32)),
+            ValueError,
+            "decrease.*counts go to group_sizes=",
+        ),
+        (lambda: grouped_mm(X, W), ValueError, "group_ends, group_sizes: got none; allowed: one of them"),
+        (
+            lambda: grouped_mm(X, W, ENDS, group_sizes=ENDS),
+            ValueError,
+            "group_ends, group_sizes: got both; allowed: one",
+        ),
+        (
+            lambda: grouped_mm(X, W, group_sizes=ENDS[:2]),
+            ValueError,
+            r"group_sizes: got shape \(2,\); allowed: \(3,\), one",
+        ),
+        (lambda: grouped_mm(X, W, group_sizes=jnp.ones(3)), TypeError, "group_sizes: got dtype float32"),
+        (lambda: grouped_mm(X, W, group_sizes=ENDS), ValueError, "group_sizes: .* sum to at most 192"),
+        (lambda: grouped_mm(X, W, group_sizes=ENDS - 96), ValueError, "group_sizes: .* at least 0"),
         (lambda: grouped_mm(X, W, jnp.array([64, 96, 193], jnp.int32)), ValueError, "at most 192"),
         (
             lambda: grouped_mm(X, W, ENDS - 1, recipe="mxfp8", pad_token_groups=False),
@@ -201,6 +221,38 @@ def test_padding_groups_is_what_the_caller_would_do(recipe: str, mx: bool) -> No
 def test_a_bad_argument_is_named(call, error, message) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint32", "numpy"])
+def test_counts_of_groups_in_place_of_ends(dtype: str) -> None:
+    """Of any integer dtype, eagerly and traced. NumPy counts in int64."""
+    sizes = np.array(SIZES) if dtype == "numpy" else jnp.array(SIZES, dtype)
+    want = grouped_mm(X, W, ENDS)
+    np.testing.assert_array_equal(grouped_mm(X, W, group_sizes=sizes), want)
+    np.testing.assert_array_equal(jax.jit(lambda sizes: grouped_mm(X, W, group_sizes=sizes))(sizes), want)
+
+
+def test_counts_that_an_int32_does_not_hold_are_no_smaller_counts() -> None:
+    for sizes in (jnp.array([64, 2**32 - 1, 96], jnp.uint32), np.array([64, 2**31, 96]), np.array([64, 2**32, 96])):
+        with pytest.raises(ValueError, match=r"group_sizes: .* sum to at most 192"):
+            grouped_mm(X, W, group_sizes=sizes)
+
+
+def test_an_eager_call_with_counts_for_ends_is_warned_of() -> None:
+    """Most rows lie past the last end. The RowMap of a padded buffer has such ends too, and no call is a mistake."""
+    counts = jnp.array([10, 20, 30], jnp.int32)
+    text = r"grouped_mm: group_ends: the last end is 30 of 192 rows, .* counts go to group_sizes="
+    with pytest.warns(UserWarning, match=text) as found:
+        grouped_mm(X, W, counts)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(lambda ends: grouped_mm(X, W, ends))(counts)
+        grouped_mm(X, W, jnp.array([0, 0, M // 2]))
+        grouped_mm(X[:0], W, jnp.zeros(3, jnp.int32))
+        grouped_mm(X, W, group_sizes=counts)
+        rows, maps = permute(X, jnp.array([1, 1, 1]))
+        grouped_mm(rows, W, maps)
 
 
 def test_checkify_finds_a_bad_value_inside_jit() -> None:

@@ -166,13 +166,14 @@ def test_quantized_weights_lie_as_the_weights() -> None:
 MESSAGE = r"^moe.apply: this program is for 4 devices that each gather all tokens .*; moe.sharded_apply"
 
 
-def test_a_layer_that_is_not_split_warns() -> None:
+def test_a_layer_that_is_not_split_warns_at_the_line_of_the_call() -> None:
     mesh = mesh_of()
     params, x = place(params_of(CONFIG), moe.specs(CONFIG), mesh), place(X, BOTH, mesh)
-    with pytest.warns(UserWarning, match=MESSAGE):
+    with pytest.warns(UserWarning, match=MESSAGE) as traced:
         jax.jit(moe.apply, static_argnums=2).lower(params, x, CONFIG)
-    with pytest.warns(UserWarning, match=MESSAGE):
+    with pytest.warns(UserWarning, match=MESSAGE) as eager:
         moe.apply(params, x, CONFIG)
+    assert {warning.filename for warning in (*traced, *eager)} == {__file__}
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=(P(), P()), axis_names={"data"})
     def beside_experts(params, x):
