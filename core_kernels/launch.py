@@ -188,7 +188,7 @@ def require_shape(op: str, argument: str, array: ArrayType, shape: tuple[int, ..
 
 def require_size(op: str, argument: str, size: int, least: int = 0) -> None:
     """Raise ValueError unless a size is from `least` up to the largest int32; a symbolic size passes."""
-    if not hasattr(size, "__index__"):
+    if not hasattr(size, "__index__") and not hasattr(size, "dimension_as_value"):  # the latter of jax.export
         fail(TypeError, op, argument, repr(size), "allowed: an int")
     if isinstance(size, int) and not least <= size < 2**31:
         fail(ValueError, op, argument, size, f"allowed: {least} to {2**31 - 1}")

@@ -73,16 +73,13 @@ def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jax.lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
-def _option(op: KernelOp, name: str, value: Any) -> int | bool | float | str:
+def _option(op: KernelOp, name: str, value: Any) -> Any:
     """An option as `KernelOp.check` takes it."""
     if name == "rounding" and not isinstance(value, int):
         return rounding_of(op.name, name, value)
     if name == "out_dtype":
         return dtype_name(op.name, name, value)
-    if is_symbolic_dim(value):
-        allowed = "allowed: a number; groups have fixed sizes, so export a program for each number of tokens"
-        fail(NotImplementedError, op.name, name, f"{value}, a symbol of jax.export", allowed)
-    if not isinstance(value, int | float | str):
+    if not isinstance(value, int | float | str) and not is_symbolic_dim(value):
         fail(TypeError, op.name, name, repr(value), "allowed: a number, a bool or a name")
     return value
 
@@ -98,6 +95,10 @@ def call(op: KernelOp, *arrays: jax.Array, **options: object) -> tuple[jax.Array
             fail(TypeError, op.name, name, type(x).__name__, "allowed: a jax array")
     given = {name: _option(op, name, value) for name, value in options.items()}
     signature = op.signature(*map(array_type, arrays), **given)  # here the traceback ends in the user's call
+    for name, value in signature.attrs.items():
+        if is_symbolic_dim(value):
+            allowed = "allowed: a number, which is part of the program; export a program for each number of tokens"
+            fail(NotImplementedError, op.name, name, f"{value}, a symbol of jax.export", allowed)
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         # The outputs of a kernel vary wherever one of its inputs does; JAX has no such rule for a new primitive.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.export import is_symbolic_dim
 
 from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
@@ -47,7 +48,9 @@ def check_type(op: str, argument: str, x: object, *kinds: type) -> None:
 
 
 def check_size(op: str, argument: str, x: Any, least: int = 0) -> None:
-    """TypeError unless x is an int, ValueError unless it is in [least, 2^31)."""
+    """TypeError unless x is an int, ValueError unless it is in [least, 2^31); a symbol of jax.export passes."""
+    if is_symbolic_dim(x):
+        return
     if isinstance(x, bool) or not hasattr(x, "__index__") or isinstance(x, jax.Array | np.ndarray):
         fail(TypeError, op, argument, repr(x), "allowed: an int")
     if not least <= int(x) < 2**31:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import min_dim
 
 from ..core_kernels.formats import BLOCK, E8M0_BIAS, SPAN, SQUARE
 from ..core_kernels.launch import ArrayType
@@ -27,7 +28,7 @@ TILE = 128
 
 def _tiles(start: jax.Array, end: jax.Array, rows: int, body: Callable, init: jax.Array) -> jax.Array:
     """Loop `body(first, mask, carry)` over the tiles of [start, end); mask is true for rows of the group."""
-    tile = min(TILE, rows)
+    tile = min_dim(TILE, rows)
 
     def step(i, carry):
         wanted = start + i * tile
@@ -57,7 +58,7 @@ def _m_grouped(
     lhs: jax.Array, rhs_t: jax.Array, group_ends: jax.Array, out: ArrayType, bias: jax.Array | None = None
 ) -> jax.Array:
     """All fp32; bias (G, N)."""
-    rows, tile = lhs.shape[0], min(TILE, lhs.shape[0])
+    rows, tile = lhs.shape[0], min_dim(TILE, lhs.shape[0])
     dtype = jnp.dtype(out.dtype)
     # The carry holds bits: XLA:CPU updates a bf16 array by converting all of it to fp32 and back, per tile.
     bits = {2: "uint16", 4: "uint32"}[dtype.itemsize]
@@ -81,7 +82,7 @@ def _m_grouped(
 def _k_grouped(lhs: jax.Array, rhs: jax.Array, axis: int, group_ends: jax.Array, out: ArrayType) -> jax.Array:
     """Contract `axis`, the tokens, of two fp32 matrices group by group: axis 0 is (M, N) and (M, K), axis 1
     is (N, M) and (K, M)."""
-    rows, tile = lhs.shape[axis], min(TILE, lhs.shape[axis])
+    rows, tile = lhs.shape[axis], min_dim(TILE, lhs.shape[axis])
 
     def body(first, mask, total):
         mask = jnp.expand_dims(mask, 1 - axis)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.export import is_symbolic_dim
 from jax.interpreters import mlir
 
 from .. import cpp_bindings
@@ -75,6 +76,9 @@ def _lower_cuda(ctx, *operands, op: KernelOp, options: Options, empty: Empty):
     run: Callable[..., Any] = partial(_triton.call, op, launch)
     if op.compose is not None and all(launch.grid):
         run = partial(op.compose, call, **dict(options))
+    elif symbols := [size for size in (*launch.grid, *launch.scalars.values()) if is_symbolic_dim(size)]:
+        allowed = "allowed on a GPU: numbers, with which a Triton kernel is launched; export a program for each"
+        fail(NotImplementedError, op.name, "a size", f"{symbols[0]}, a symbol of jax.export", allowed)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

@@ -114,7 +114,7 @@ def plan_exchange(
             f"allowed: multiples of the {ep_degree} ranks of mesh axis {axis_name!r}",
         )  # fmt: skip
     check_counts(op, counts, 1, num_rows, "counts")
-    capacity = num_rows if capacity is None else min(capacity, num_rows)
+    capacity = room_of(capacity, num_rows)
 
     counts = counts.astype(jnp.int32).reshape(ep_degree, -1)
     rank_ends = jnp.cumsum(counts.sum(1))
@@ -140,6 +140,11 @@ def plan_exchange(
         ep_degree=ep_degree,
         capacity=capacity,
     )
+
+
+def room_of(capacity: int | None, num_rows: int) -> int:
+    """Rows of a pair of ranks. If num_rows is a symbol of jax.export the capacity stays: an op takes a number."""
+    return num_rows if capacity is None or (isinstance(num_rows, int) and num_rows < capacity) else capacity
 
 
 def all_to_all(x: jax.Array, axis_name: Axes | None) -> jax.Array:

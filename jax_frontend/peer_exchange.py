@@ -18,7 +18,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.routing.plan import padded_rows
 from ._checks import check_counts
 from ._mesh import Axes, axis_size
-from .ep import TokenReplicas
+from .ep import TokenReplicas, room_of
 from .ops import RowMap
 from .peer_memory import all_ranks
 
@@ -58,7 +58,7 @@ def map_peers(
         allowed = f"allowed: multiples of the {ranks} ranks of mesh axis {axis_name!r}"
         fail(ValueError, op, "counts", f"{experts} experts", allowed)
     check_counts(op, counts, 1, num_rows, "counts")
-    local, room = experts // ranks, ranks * (num_rows if capacity is None else min(capacity, num_rows))
+    local, room = experts // ranks, ranks * room_of(capacity, num_rows)
     padded = padded_rows(room, local, alignment)
     if ranks * max(padded, num_rows) >= 2**31:
         got = f"{ranks} ranks with {padded} padded rows"

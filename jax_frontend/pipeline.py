@@ -32,6 +32,7 @@ from .ep import (
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     check_replicas,
     plan_exchange,
+    room_of,
 )
 from .mx_array import MXArray, MXGradArray
 from .ops import RowMap
@@ -149,7 +150,7 @@ def dispatch(
     if axis_name is None and capacity is None:
         return _on_one_rank(rows, x, counts, num_rows, recipe)
     check_transport(op, transport)
-    limited = on_overflow == "nan" and capacity is not None and capacity < num_rows
+    limited = on_overflow == "nan" and room_of(capacity, num_rows) != num_rows
     if transport == "peer_memory" and axis_name is not None and axis_size(op, axis_name) > 1:
         if replicas != "each":
             allowed = "allowed: 'each' with transport='peer_memory'"

@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "jax.md"
 
 def test_the_page_runs() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", "\n".join(blocks)],

@@ -11,7 +11,7 @@ from jax import export
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, export_checks, grouped_mm, moe, ops, remat, save_mx_rows
+from mxep.jax_frontend import MoEConfig, export_checks, grouped_mm, lower_for, moe, ops, remat, save_mx_rows
 
 from .references import normal
 
@@ -38,15 +38,49 @@ def test_a_program_is_serialized_as_it_is() -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), again, want)
 
 
-def test_a_symbolic_number_of_tokens_is_refused_with_what_to_write() -> None:
-    """Groups are padded to fixed sizes. Row-wise ops take symbols."""
-    (rows,) = export.symbolic_shape("T")
-    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
-    with pytest.raises(NotImplementedError, match=r"^row_map: num_rows: got 2\*T, a symbol of jax.export; allowed: "):
-        export.export(jax.jit(loss), disabled_checks=export_checks())(PARAMS, x)
-    q, sf = export.export(jax.jit(ops.quantize_row), disabled_checks=export_checks())(x).call(X)
-    np.testing.assert_array_equal(q, ops.quantize_row(X)[0])
-    assert sf.shape == (32, 2)
+def symbolic(symbols: str, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*export.symbolic_shape(symbols), 64), dtype)
+
+
+@pytest.mark.parametrize("changes", [{}, {"recipe": "bf16", "prob_in": "combine", "shared_hidden_dim": 32}], ids=str)
+def test_one_program_for_every_number_of_tokens(changes: dict) -> None:
+    """Forward and gradients of the layer, with the bytes of the program of a number."""
+    config = dataclasses.replace(CONFIG, **changes)
+    params = moe.init(jax.random.key(0), config)
+
+    def loss(params, x):
+        y, stats = moe.apply(params, x, config)
+        return (y**2).mean() + 0.01 * stats.aux_loss
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    exported = export.export(step, disabled_checks=export_checks())(params, symbolic("B, S"))
+    loaded = export.deserialize(exported.serialize())
+    for batch in ((1, 1), (3, 50)):
+        x = normal(*batch, 64, dtype="float32")
+        jax.tree.map(np.testing.assert_array_equal, loaded.call(params, x), step(params, x))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_blockwise"])
+def test_a_product_of_a_symbolic_number_of_rows(recipe: str) -> None:
+    product = jax.jit(lambda x, w, sizes: grouped_mm(x, w, group_sizes=sizes, recipe=recipe))
+    sizes = jnp.array([3, 20])
+    exported = export.export(product, disabled_checks=export_checks())(symbolic("T"), W, sizes)
+    for rows in (23, 200):
+        x = normal(rows, 64, dtype="float32")
+        np.testing.assert_array_equal(exported.call(x, W, sizes), product(x, W, sizes))
+
+
+def test_where_a_number_of_tokens_is_part_of_the_program() -> None:
+    """A Triton kernel is launched with numbers, and rows of several ranks lie at multiples of one."""
+    (rows,), sizes = export.symbolic_shape("n"), jnp.zeros(4, jnp.int32)
+    with pytest.raises(NotImplementedError, match=r"^row_map: rank_rows: got n, a symbol of jax.export; allowed: a n"):
+        jax.eval_shape(partial(ops.row_map, num_rows=2 * rows, num_local_experts=2, rank_rows=rows), sizes)
+    on_gpus = {"platforms": ["cuda"], "disabled_checks": export_checks()}
+    product = jax.jit(lambda x, w: grouped_mm(x, w, ENDS, recipe="bf16"))
+    with lower_for("sm_90"):
+        export.export(product, **on_gpus)(symbolic("T", "bfloat16"), W.astype("bfloat16"))
+        with pytest.raises(NotImplementedError, match=r"^route: a size: got .* T.*allowed on a GPU: numbers"):
+            export.export(jax.jit(loss), **on_gpus)(PARAMS, symbolic("T"))
 
 
 @pytest.mark.parametrize(
