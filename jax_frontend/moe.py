@@ -76,8 +76,9 @@ def apply(
     """Run the layer on this device's tokens: x (..., D) bf16 or fp32 -> (y like x, MoEStats).
 
     params: of `init`. An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)`.
-    experts, weights: (..., k) integers and (..., k) float32, which replace the router: the caller has chosen k
-        different experts for each token. y is differentiable in weights.
+    experts, weights: (..., k) integers and (..., k) float32, which replace the router: the caller has chosen k experts
+        for each token. An expert that a token has twice counts twice, as two experts of the same weights would. y is
+        differentiable in weights.
     selection_bias: (E,) float32, added to the scores for the choice alone; `update_selection_bias` balances the load.
     axis_name: expert parallelism over a mesh axis, or a tuple of them, inside `jax.shard_map`: params["experts"] holds
         this rank's E / ranks experts (shard the first dim), the other parameters are whole, x is this rank's tokens.
