@@ -1,5 +1,6 @@
 """`jax.shard_map` for functions that are called under `jax.jit` alone, or inside a shard_map over some of the axes."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,12 @@ def mesh_of(op: str, mesh: AnyMesh | None, x: jax.Array) -> AnyMesh:
 def axes_of(spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes of a PartitionSpec, in order."""
     return tuple(axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ()))
+
+
+def ranks_of(mesh: AnyMesh, axes: tuple[str | None, ...], of_part: bool = False) -> int:
+    """The ranks along axes of a mesh. of_part: along those that are not manual yet, which divide an argument."""
+    manual = mesh.manual_axes if of_part and isinstance(mesh, AbstractMesh) else ()
+    return math.prod(mesh.shape[axis] for axis in axes if axis is not None and axis not in manual)
 
 
 _AN_AXIS = "allowed: a mesh axis of the enclosing jax.shard_map, a tuple of them, or None"

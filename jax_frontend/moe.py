@@ -26,11 +26,11 @@ from ..core_kernels.launch import fail
 from ._call import vary, varying_axes
 from ._checks import check_floats, check_shape, check_type, warn_caller
 from ._derivatives import reverse_only
-from ._mesh import AnyMesh, Axes, axes_of, axis_names, axis_size, mesh_of, over_mesh
+from ._mesh import AnyMesh, Axes, axes_of, axis_names, axis_size, mesh_of, over_mesh, ranks_of
 from ._shapes import Float, Float32, Int
 from .ep import TokenReplicas
 from .ffn import grouped_swiglu_ffn
-from .moe_params import MoEConfig, Params, check_params, specs
+from .moe_params import MoEConfig, Params, check_divided, check_params, specs
 from .moe_params import init as init
 from .mx_array import MXArray, MXGradArray
 from .permute import sort_by_expert
@@ -196,7 +196,8 @@ def sharded_apply(
     """
     op = "moe.sharded_apply"
     check_type(op, "config", config, MoEConfig)
-    check_type(op, "tokens", tokens, PartitionSpec)
+    if not isinstance(tokens, PartitionSpec):
+        fail(TypeError, op, "tokens", type(tokens).__name__, "allowed: a jax.sharding.PartitionSpec")
     check_floats(op, "x", x)
     check_type(op, "mesh", mesh, Mesh, AbstractMesh, type(None))
     mesh = mesh_of(op, mesh, x)
@@ -225,6 +226,16 @@ def sharded_apply(
         if not isinstance(got, Mapping) or got.keys() != wanted.keys():
             keys = sorted(got) if isinstance(got, Mapping) else type(got).__name__
             fail(ValueError, op, "params", keys, f"allowed: {sorted(wanted)}, what `moe.init` makes of the config")
+
+    by = {"num_experts": expert_axes, "dim": (fsdp_axis,), "hidden_dim": (tensor_axis,)}
+    check_divided(op, config, {name: (ranks_of(mesh, axes), axes) for name, axes in by.items()})
+    for dim, part in enumerate(tokens):
+        ranks = ranks_of(mesh, axes_of(PartitionSpec(part)), of_part=True)
+        if x.shape[dim] % ranks:
+            allowed = (
+                f"allowed: multiples of the {ranks} ranks of {part!r} in tokens; pad x, or split it over fewer axes"
+            )
+            fail(ValueError, op, "x", f"{x.shape[dim]} rows in dim {dim} of {x.shape}", allowed)
 
     exchanged = tuple(axis for axis in expert_axes if mesh.shape[axis] > 1)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ..core_kernels.formats import BLOCK
@@ -31,9 +32,17 @@ from .weights import check_weights, recipe_of, resolve_compute
 Params = dict[str, Any]
 
 
+_ROWS = "rows per pair of ranks; math.ceil(f * T * top_k / ranks) is f times the mean, T tokens on each rank"
+
+
+def _shown(value: Any) -> str:
+    return "a traced value, which differs from call to call" if isinstance(value, Tracer) else repr(value)
+
+
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """Sizes and choices of a layer; hashable, a static argument of a jitted function.
+    """Sizes and choices of a layer; hashable. `jax.jit` takes it as a static argument, declared or not.
 
     dim, hidden_dim: multiples of 32.
     score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance: the choice of experts and
@@ -92,7 +101,13 @@ class MoEConfig:
         for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups", "top_k_groups", *optional):
             size = getattr(self, name)
             if type(size) is not int and not (name in optional and size is None):
-                fail(TypeError, "MoEConfig", name, repr(size), "allowed: an int")
+                fail(
+                    TypeError,
+                    "MoEConfig",
+                    name,
+                    _shown(size),
+                    "allowed: an int" + (f", {_ROWS}" if name == "capacity" else ""),
+                )
         for name in ("dim", "hidden_dim", "shared_hidden_dim"):
             size = getattr(self, name)
             if size is not None and (size <= 0 or size % BLOCK):
@@ -234,16 +249,9 @@ def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tens
             fail(ValueError, op, "params", got, "allowed: what `moe.init` makes of the config")
     recipe = resolve_compute(op, config.recipe)
     e, d = config.num_experts, config.dim
-    ranks = axis_size(op, axis_name)
-    if e % ranks:
-        allowed = f"allowed: a multiple of the {ranks} ranks of mesh axis {axis_name!r}"
-        fail(ValueError, op, "config.num_experts", e, allowed)
-    local, parts = e // ranks, axis_size(op, tensor_axis, "tensor_axis")
-    for name in ("hidden_dim", "shared_hidden_dim"):
-        size = getattr(config, name)
-        if size is not None and size % (parts * BLOCK):
-            allowed = f"allowed: multiples of {parts * BLOCK}, {BLOCK} for each of {parts} ranks of {tensor_axis!r}"
-            fail(ValueError, op, f"config.{name}", size, allowed)
+    ranks, parts = axis_size(op, axis_name), axis_size(op, tensor_axis, "tensor_axis")
+    check_divided(op, config, {"num_experts": (ranks, axis_name), "hidden_dim": (parts, tensor_axis)})
+    local = e // ranks
     f = config.hidden_dim // parts
     routers = {"router": (e, d)} | ({"router_bias": (e,)} if config.router_bias else {})
     routers |= {"shared_gate": (1, d)} if config.shared_gate else {}
@@ -266,6 +274,17 @@ def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tens
             if holder[name].shape != shape:
                 why = f"allowed: {shape} on each of {ranks * parts} ranks"
                 fail(ValueError, op, argument, f"shape {holder[name].shape}", why)
+
+
+def check_divided(op: str, config: MoEConfig, ranks: dict[str, tuple[int, Axes | None]]) -> None:
+    """ValueError unless mesh axes divide the sizes of the config: by name, the ranks and the axes."""
+    for name, (parts, axes) in ranks.items():
+        least = BLOCK if name == "hidden_dim" else 1
+        for size_name in (name, "shared_hidden_dim") if name == "hidden_dim" else (name,):
+            size = getattr(config, size_name)
+            if size is not None and size % (parts * least):
+                each = f"{parts * least}, {least} for each of {parts} ranks" if least > 1 else f"the {parts} ranks"
+                fail(ValueError, op, f"config.{size_name}", size, f"allowed: multiples of {each} of mesh axis {axes!r}")
 
 
 def shapes(experts: int, dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:

@@ -83,6 +83,8 @@ def _read(name: str, rows: jax.Array, row_map: jax.Array, across: Across, **opti
 
     if across is None:
         return run(rows, row_map)
+    if _device.arch() != "cpu":
+        _check_processes(f"{name} of peers")
     place, devices = _place(across)
     axes = tuple(sorted({*varying_axes(rows, row_map, place)}))
     rows, row_map, place = (vary(x, axes) for x in (rows, row_map, place))
@@ -102,6 +104,12 @@ def _read(name: str, rows: jax.Array, row_map: jax.Array, across: Across, **opti
 def check_across(op: str, across: Across) -> Across:
     """Raise ValueError or TypeError unless it is None or mesh axes of the enclosing shard_map. None for one rank."""
     return across if across is not None and axis_size(op, across, "across") > 1 else None
+
+
+def _check_processes(op: str) -> None:
+    if (processes := jax.process_count()) > 1:
+        allowed = "allowed: one process with all GPUs of the mesh, or transport='all_to_all'"
+        fail(NotImplementedError, op, "processes", processes, allowed)
 
 
 def _place(across: Across) -> tuple[jax.Array, int]:
@@ -127,12 +135,11 @@ def _abstract_eval(rows, row_map, place, *, name: str, options: tuple, devices: 
 
 
 def _lower_cuda(ctx, *operands, name: str, options: tuple, devices: int):
-    op, allowed = f"{name} of peers", "allowed: transport='all_to_all'"
+    op = f"{name} of peers"
     if _device.compute_capability() not in cpp_bindings.cuda_archs:
         got = "no CUDA kernels in this build for this GPU"
-        fail(NotImplementedError, op, "build", got, f"{allowed}, or `make install-gpu` with nvcc")
-    if jax.process_count() > 1:
-        fail(NotImplementedError, op, "processes", jax.process_count(), f"{allowed}, or one process with all GPUs")
+        fail(NotImplementedError, op, "build", got, "allowed: transport='all_to_all', or `make install-gpu` with nvcc")
+    _check_processes(op)
     return jax.ffi.ffi_lowering(TARGETS[name])(ctx, *operands, devices=np.int64(devices))
 
 

@@ -345,6 +345,26 @@ def test_a_size_that_is_no_int_is_named(changes: dict) -> None:
         config(**changes)
 
 
+def test_a_capacity_that_is_a_factor_is_told_the_rows() -> None:
+    with pytest.raises(
+        TypeError, match=r"capacity: got 1.25; allowed: an int, rows per .*ceil\(f \* T \* top_k / ranks\)"
+    ):
+        config(capacity=1.25)
+
+
+def test_a_config_is_static_where_jit_takes_it() -> None:
+    """Declared or not. Its sizes are numbers, and no dict stands for it."""
+    want = jax.jit(moe.apply, static_argnums=2)(PARAMS, X, config())[0]
+    np.testing.assert_array_equal(jax.jit(moe.apply)(PARAMS, X, config())[0], want)
+    np.testing.assert_array_equal(jax.jit(jax.checkpoint(moe.apply))(PARAMS, X, config=config())[0], want)
+    with pytest.raises(
+        TypeError, match="MoEConfig: dim: got a traced value, which differs from call to call; allowed: an"
+    ):
+        jax.jit(lambda dim: config(dim=dim).dim)(DIM)
+    with pytest.raises(TypeError, match=r"config: got dict; allowed: MoEConfig"):
+        jax.jit(moe.apply)(PARAMS, X, {"dim": DIM})
+
+
 def test_a_config_is_hashable_and_equal_by_value() -> None:
     assert len({config(), config("mxfp8_wgrad_with_hp"), config("bf16")}) == 2
 
@@ -375,5 +395,5 @@ def test_what_does_not_fit_the_config_is_named() -> None:
 def test_an_axis_that_does_not_divide_the_experts_is_refused() -> None:
     mesh = Mesh(np.array(jax.devices("cpu")[:3]), ("ep",))
     apply = partial(moe.apply, PARAMS, config=config(), axis_name="ep")
-    with pytest.raises(ValueError, match="a multiple of the 3 ranks of mesh axis 'ep'"):
+    with pytest.raises(ValueError, match="num_experts: got 8; allowed: multiples of the 3 ranks of mesh axis 'ep'"):
         jax.shard_map(lambda x: apply(x)[0], mesh=mesh, in_specs=P(), out_specs=P("ep"))(X)

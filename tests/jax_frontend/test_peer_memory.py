@@ -118,6 +118,18 @@ def test_refused() -> None:
         part(jnp.ones((8, 2)), lambda x: weighted_combine(x, probs, index[:, None], index, across="expert"))
 
 
+def test_several_processes_are_refused_where_the_layer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPUs; the definition of a CPU runs in several."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config, mesh = MoEConfig(64, 64, num_experts=4, top_k=2, transport="peer_memory"), mesh_of((2,), ("expert",))
+    params = moe.init(jax.random.key(0), config)
+    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
+    allowed = "allowed: one process with all GPUs of the mesh, or transport='all_to_all'"
+    with lower_for("sm_90"), pytest.raises(NotImplementedError, match=f"peers: processes: got 2; {allowed}"):
+        jax.eval_shape(layer, params, jnp.ones((8, 64)))
+    assert jax.eval_shape(layer, params, jnp.ones((8, 64)))[0].shape == (8, 64)
+
+
 def test_maps_across_ranks() -> None:
     """Rows go to the next rank, and gradients back, by public functions."""
     mesh = mesh_of((4,), ("ep",))

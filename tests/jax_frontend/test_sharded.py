@@ -197,14 +197,38 @@ def test_a_layer_that_is_not_split_warns_at_the_line_of_the_call() -> None:
         ({"expert_axis": "ep"}, r"expert_axis: got 'ep'; allowed: axes of the mesh"),
         ({"fsdp_axis": "expert"}, r"fsdp_axis: got .*; allowed: axes of tokens, .* not of expert_axis"),
         ({"tensor_axis": "data"}, r"tensor_axis: got 'data'; allowed: an axis that is not in tokens"),
+        (
+            {"config": dataclasses.replace(CONFIG, num_experts=7)},
+            r"config.num_experts: got 7; allowed: multiples of the 2 ranks of mesh axis \('expert',\)",
+        ),
+        (
+            {"x": X[:99]},
+            r"x: got 99 rows in dim 0 of \(99, 64\); allowed: multiples of the 4 ranks of .* in tokens; pad x",
+        ),
         ({"config": WITH_ALL}, r"params: got \['experts', 'router'\]; allowed: .*'shared_expert'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_specs_that_do_not_fit_are_named(changes: dict, message: str) -> None:
-    arguments = {"config": CONFIG, "tokens": BOTH, "mesh": mesh_of()} | changes
+    arguments = {"x": X, "config": CONFIG, "tokens": BOTH, "mesh": mesh_of()} | changes
     with pytest.raises(ValueError, match=message):
-        moe.sharded_apply(params_of(CONFIG), X, **arguments)
+        moe.sharded_apply(params_of(CONFIG), **arguments)
+
+
+def test_axes_that_do_not_divide_the_weights_are_named() -> None:
+    """Three ranks, and hidden values or dims of 64."""
+    mesh = jax.make_mesh((1, 3), ("expert", "rest"), (AxisType.Auto,) * 2, devices=jax.devices("cpu")[:3])
+    config, layer = dataclasses.replace(CONFIG, hidden_dim=64), partial(moe.sharded_apply, params_of(CONFIG), X[:99])
+    with pytest.raises(
+        ValueError, match=r"config.hidden_dim: got 64; allowed: multiples of 96, 32 for each of 3 ranks"
+    ):
+        layer(config, tokens=P("expert"), tensor_axis="rest", mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"config.dim: got 64; allowed: multiples of the 3 ranks of mesh axis \('rest',\)"
+    ):
+        layer(config, tokens=P(("expert", "rest")), fsdp_axis="rest", mesh=mesh)
+    with pytest.raises(TypeError, match=r"tokens: got str; allowed: a jax.sharding.PartitionSpec"):
+        layer(config, tokens="expert", mesh=mesh)
 
 
 def test_hidden_values_that_do_not_divide_are_named() -> None:
