@@ -3,8 +3,9 @@
     this process    packages, the C++ extension
     child processes mxep.torch_frontend and mxep.jax_frontend, one each, since either framework may be missing or broken
 
-Exits with 1 if a package of the wrong version is installed, an installed frontend fails, or an op runs nowhere. The
-output is meant for bug reports too: it contains no names of files or users.
+Exits with 1 if a package of the wrong version is installed, an installed frontend fails, or an op runs nowhere.
+Packages newer than those of the tests are warnings. The output is meant for bug reports too: it contains no names of
+files or users.
 """
 
 import json
@@ -24,6 +25,7 @@ from mxep import __version__
 
 FRONTENDS = {"torch": "PyTorch", "jax": "JAX"}
 OPTIONAL = {
+    "triton": "ops on a GPU; a CPU needs none",
     "jax-triton": "Triton kernels in JAX on a GPU",
     "flax": "mxep.jax_frontend.nnx",
     "transformers": "mxep.torch_frontend.transformers",
@@ -33,9 +35,9 @@ OPTIONAL = {
 }
 """Package -> what needs it."""
 TESTED = {
-    "numpy": "2.3",
-    "ml_dtypes": "0.6.0",
-    "triton": "3.6.0",
+    "numpy": "2.3, 2.5",
+    "ml_dtypes": "0.6",
+    "triton": "3.6",
     "torch": "2.11 to 2.13",
     "jax": "0.10.2, 0.11.2",
     "jaxlib": "0.10.2, 0.11.2",
@@ -46,7 +48,7 @@ TESTED = {
     "torchtitan": "0.3.0",
     "safetensors": "0.8.0",
 }
-"""Package -> the releases that tests ran with; others that the package asks for are allowed."""
+"""Package -> the releases that tests ran with, the last of which is the ceiling: above it the report warns."""
 TIMEOUT_S = 300
 
 
@@ -93,9 +95,10 @@ def _driver() -> str:
 def main() -> int:
     """Print the report; returns the exit status."""
     problems: list[str] = []
+    warnings: list[str] = []
     print(f"mxep {__version__}, Python {platform.python_version()}, {platform.system()} "
           f"{platform.machine()}, {os.cpu_count()} CPUs\n")  # fmt: skip
-    _packages(problems)
+    _packages(problems, warnings)
     _extension(problems)
     works = [_frontend(name, problems) for name in FRONTENDS if _version(name)]
     for name, title in FRONTENDS.items():
@@ -103,10 +106,19 @@ def main() -> int:
             print(f"\n{title}: not installed; `pip install 'mxep[{name}]'`")
     if not any(works):
         problems.append("no frontend works: install PyTorch or JAX")
-    print("\nNothing is wrong." if not problems else "\nWrong:")
-    for problem in problems:
-        print(textwrap.fill(f"- {problem}", 110, subsequent_indent="  "))
+    if warnings:
+        _list("Not tested:", warnings)
+    if problems:
+        _list("Wrong:", problems)
+    else:
+        print("\nNothing is wrong.")
     return int(bool(problems))
+
+
+def _list(title: str, lines: list[str]) -> None:
+    print(f"\n{title}")
+    for line in lines:
+        print(textwrap.fill(f"- {line}", 110, subsequent_indent="  "))
 
 
 def _version(package: str) -> str:
@@ -117,7 +129,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _packages(problems: list[str]) -> None:
+def _packages(problems: list[str], warnings: list[str]) -> None:
     asked = dict(_requirement(line) for line in metadata.requires("mxep") or [])
     print(f"  {'':14}{'here':16}{'asked for':16}tested with")
     for package, tested in TESTED.items():
@@ -126,6 +138,9 @@ def _packages(problems: list[str]) -> None:
         print(f"  {package:14}{version or 'missing':16}{spec:16}{tested}{purpose}")
         if version and not satisfies(version, spec):
             problems.append(f"{package} {version}: mxep asks for {spec}; `pip install '{package}{spec}'`")
+        elif version and is_above(version, ceiling := re.split(" to |, ", tested)[-1]):
+            warnings.append(f"{package} {version}: tests ran with releases up to {ceiling}; "
+                            f"if it fails, `pip install '{package}=={ceiling}.*'`")  # fmt: skip
         if not version and package in ("numpy", "ml_dtypes"):
             problems.append(f"{package} is missing; `pip install '{package}{spec}'`")
 
@@ -148,6 +163,16 @@ def satisfies(version: str, spec: str) -> bool:
     number = _numbers(version)
     compare = {">=": number.__ge__, "<": number.__lt__, "==": number.__eq__}
     return all(compare[operator](_numbers(bound)) for operator, bound in re.findall(r"(>=|<|==)\s*([\w.]+)", spec))
+
+
+def is_above(version: str, ceiling: str) -> bool:
+    """Whether a release is newer than a tested one, as far as the tested one is given.
+
+    >>> is_above("3.6.1", "3.6"), is_above("3.7", "3.6"), is_above("3.9.0", "3.10")
+    (False, True, False)
+    """
+    number = _numbers(ceiling)
+    return _numbers(version)[: len(number)] > number
 
 
 def _numbers(version: str) -> list[int]:

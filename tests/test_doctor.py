@@ -112,6 +112,31 @@ def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "  1 op does not run (triton: allowed: sm_89, sm_90): route" in text.splitlines()
 
 
+def test_a_release_above_the_tested_ones_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"devices": {"cpu": {"route": ["cpp", {}]}}, "note": ""}
+    versions = ALL | {"triton": "3.9.0", "numpy": "2.12.0", "torch": "2.11.0"}
+    status, text = report(monkeypatch, capsys, versions=versions, answers={"torch": facts})
+    assert status == 0
+    assert text.split("Not tested:\n")[1].splitlines() == [
+        "- numpy 2.12.0: tests ran with releases up to 2.5; if it fails, `pip install 'numpy==2.5.*'`",
+        "- triton 3.9.0: tests ran with releases up to 3.6; if it fails, `pip install 'triton==3.6.*'`",
+        "",
+        "Nothing is wrong.",
+    ]
+
+
+def test_jax_on_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    versions = {name: version for name, version in ALL.items() if name != "triton"} | {"jax": "0.10.2"}
+    facts = {"devices": {"cpu": {"route": ["cpp", {}]}}, "note": ""}
+    status, text = report(monkeypatch, capsys, versions=versions, answers={"jax": facts})
+    assert (status, text.splitlines()[-1]) == (0, "Nothing is wrong.")
+    assert (
+        "  triton        missing         >=3.6           3.6  for ops on a GPU; a CPU needs none" in text.splitlines()
+    )
+
+
 def test_without_a_framework(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = report(monkeypatch, capsys, versions=ALL, answers={})
     assert status == 1

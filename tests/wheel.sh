@@ -38,4 +38,5 @@ beside/bin/python -c "${layer[torch]}"
 beside/bin/python -m mxep.doctor
 install alone "$cpu_wheel" jax
 alone/bin/python -c "from mxep.cpp_bindings import cuda_archs; assert not cuda_archs, cuda_archs"
+if alone/bin/python -c "import triton" 2> /dev/null; then echo "mxep[jax] installs triton, which no CPU needs"; exit 1; fi
 alone/bin/python -m mxep.doctor
