@@ -61,12 +61,12 @@ wheel: .venv/.nvcc
 	$(WHEEL) . --config-settings=cmake.define.MXEP_CUDA=$(CUDA)
 	tests/wheel.sh dist dist/cpu
 
-# Into the environment of $(PYTHON), which has torch or jax for CUDA already, and jaxlib, nanobind and
-# scikit-build-core to build with. Downloads nothing; fails without nvcc.
+# Into the environment of $(PYTHON), which has torch or jax for CUDA already. Downloads nothing; names the packages that
+# the build needs and that are missing, and fails without nvcc.
 install-gpu:
+	$(PYTHON) cmake/missing.py
 	$(PYTHON) -m pip install --no-build-isolation --no-deps --editable . --config-settings=cmake.define.MXEP_CUDA=ON
-	-$(PYTHON) -c "from mxep.torch_frontend import capabilities as c; [print('torch', n, '->', *v) for n, v in c().items()]"
-	-$(PYTHON) -c "from mxep.jax_frontend import capabilities as c; [print('jax', n, '->', *v) for n, v in c().items()]"
+	-$(PYTHON) -m mxep.doctor
 
 # On the GPU with $(PYTHON), after install-gpu. Excluded: the C++ kernels, ranks on a CPU, and the references for the
 # oracle, which need onnx and gfloat. JAX allocates memory on demand, because processes share the device. The files that
