@@ -6,7 +6,7 @@ WHEEL := PATH=$(abspath $(BIN)):$$PATH $(BIN)/pip wheel --quiet --no-build-isola
 CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.py \
   $(wildcard cmake/* cpp_bindings/*.cc cpp_bindings/*.h \
     $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
-AUTO := --config-settings=cmake.define.MXEP_CUDA=AUTO # or CMake keeps the choice of the last `make wheel`
+CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
 .PHONY: train train-gpu test faults coverage wheel install-gpu test-gpu lint format benchmark clean
@@ -52,20 +52,20 @@ coverage: .venv/.dev
 	$(PIP) pytest-cov gcovr
 	tests/coverage.sh
 
-# A wheel in dist/ with the CUDA kernels, where there is an nvcc, and one in dist/cpu/ without them, from the build tree
-# of the editable install; then whether they work in new environments, with torch alone, jax alone and both, of the newest
-# versions that pip picks. CUDA=OFF builds both without CUDA kernels, which takes a minute where nothing is built yet.
-wheel: CUDA ?= AUTO
+# A wheel in dist/ with the CUDA kernels and one in dist/cpu/ without them, from the build tree of the editable install;
+# then whether they work in new environments, with torch alone, jax alone and both, of the newest versions that pip picks.
+# CUDA=OFF builds both without CUDA kernels, which takes a minute where nothing is built yet.
+wheel: CUDA ?= ON
 wheel: .venv/.nvcc
-	$(WHEEL)/cpu . --config-settings=cmake.define.MXEP_CUDA=OFF
-	$(WHEEL) . --config-settings=cmake.define.MXEP_CUDA=$(CUDA)
+	$(WHEEL)/cpu . $(CUDA_KERNELS)=OFF
+	$(WHEEL) . $(CUDA_KERNELS)=$(CUDA)
 	tests/wheel.sh dist dist/cpu
 
 # Into the environment of $(PYTHON), which has torch or jax for CUDA already. Downloads nothing; names the packages that
 # the build needs and that are missing, and fails without nvcc.
 install-gpu:
 	$(PYTHON) cmake/missing.py
-	$(PYTHON) -m pip install --no-build-isolation --no-deps --editable . --config-settings=cmake.define.MXEP_CUDA=ON
+	$(PYTHON) -m pip install --no-build-isolation --no-deps --editable . $(CUDA_KERNELS)=ON
 	-$(PYTHON) -m mxep.doctor
 
 # On the GPU with $(PYTHON), after install-gpu. Excluded: the C++ kernels, ranks on a CPU, and the references for the
@@ -101,7 +101,7 @@ benchmark: .venv/.dev
 	touch $@
 
 .venv/.train: .venv/.base $(CXX_SOURCES)
-	$(PIP) --no-build-isolation --editable '.[train]' $(AUTO)
+	$(PIP) --no-build-isolation --editable '.[train]' $(CUDA_KERNELS)=AUTO
 	touch $@
 
 # The CUDA kernels are compiled on every machine: with the nvcc on the PATH, or else with the packaged one, whose
@@ -112,10 +112,11 @@ benchmark: .venv/.dev
 	touch $@
 
 # The CUDA plugin without its run time: enough for jax-triton to import and to lower for a GPU. torchtitan without the
-# packages of its trainer, 300 MB: its models import two packages, which the extra names.
+# packages of its trainer, 300 MB: its models import two packages, which the extra names. Last, since pip reports what an
+# environment lacks whenever it installs dependencies.
 .venv/.dev: .venv/.base .venv/.nvcc $(CXX_SOURCES)
+	$(PIP) --no-build-isolation --editable '.[dev]' $(CUDA_KERNELS)=ON
 	$(PIP) --no-deps jax-cuda13-plugin torchtitan
-	$(PIP) --no-build-isolation --editable '.[dev]' $(AUTO)
 	touch $@ .venv/.train
 
 clean:

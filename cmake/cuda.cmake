@@ -1,11 +1,21 @@
-# The CUDA kernels, if nvcc is available: one module has the code for the CPU, Hopper and Blackwell.
-set(MXEP_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO (if nvcc 13.0 or newer is found), ON (fail without it) or OFF")
+# The CUDA kernels: one module has the code for the CPU, Hopper and Blackwell.
+set(MXEP_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO (with nvcc 13.0 or newer and an NVIDIA driver), ON (fail without nvcc) or OFF")
 set_property(CACHE MXEP_CUDA PROPERTY STRINGS AUTO ON OFF)
 if(NOT MXEP_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "MXEP_CUDA: got '${MXEP_CUDA}'; allowed: AUTO, ON, OFF")
 endif()
 if(MXEP_CUDA STREQUAL "OFF")
-  message(STATUS "MXEP_CUDA is OFF: no CUDA kernels")
+  message(STATUS "CUDA kernels: none, MXEP_CUDA is OFF")
+  return()
+endif()
+
+# AUTO leaves them out where nothing could launch them: they take three times as long as the rest.
+set(MXEP_TURN_ON "`pip install . --config-settings=cmake.define.MXEP_CUDA=ON` compiles them with nvcc 13.0 or newer")
+find_file(MXEP_DRIVER NAMES version PATHS /proc/driver/nvidia NO_DEFAULT_PATH)
+find_program(MXEP_DRIVER NAMES nvidia-smi)
+find_library(MXEP_DRIVER NAMES libcuda.so.1 PATHS ENV LD_LIBRARY_PATH PATHS /usr/lib/wsl/lib)
+if(MXEP_CUDA STREQUAL "AUTO" AND NOT MXEP_DRIVER)
+  message(STATUS "CUDA kernels: none, this machine has no NVIDIA driver; ${MXEP_TURN_ON}")
   return()
 endif()
 
@@ -25,7 +35,7 @@ if(NOT MXEP_NVCC)
     message(FATAL_ERROR "MXEP_CUDA is ON, but there is no nvcc of CUDA 13.0 or newer: install the toolkit, put nvcc on "
                         "the PATH or name it in CUDACXX; or build with MXEP_CUDA=OFF")
   endif()
-  message(STATUS "no nvcc of CUDA 13.0 or newer found: no CUDA kernels")
+  message(STATUS "CUDA kernels: none, no nvcc of CUDA 13.0 or newer on the PATH or in CUDACXX; ${MXEP_TURN_ON}")
   return()
 endif()
 
@@ -55,6 +65,7 @@ foreach(library mxep_cuda mxep_cuda_sm90)
 endforeach()
 
 target_sources(_ops PRIVATE cpp_bindings/cuda.cc)
-target_compile_definitions(_ops PRIVATE MXEP_CUDA)
+set_target_properties(_ops PROPERTIES CUDA_ARCHITECTURES OFF) # it was made before CUDA; `make` asks, ninja does not
+set_source_files_properties(cpp_bindings/module.cc PROPERTIES COMPILE_DEFINITIONS MXEP_CUDA)
 target_link_libraries(_ops PRIVATE mxep_cuda mxep_cuda_sm90)
-message(STATUS "CUDA kernels: ${MXEP_NVCC}")
+message(STATUS "CUDA kernels: with ${MXEP_NVCC}")

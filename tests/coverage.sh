@@ -16,7 +16,7 @@ rm -rf "$out" .venv/.dev && mkdir -p "$out"
 # Several threads count the same line, and tests run in other folders.
 CXXFLAGS="--coverage -fprofile-update=atomic -fprofile-abs-path" LDFLAGS="--coverage -Wl,-u,__gcov_dump" \
   "$bin/python" -m pip install --quiet --no-build-isolation --no-deps --editable . \
-  --config-settings=build-dir="$out/build"
+  --config-settings=build-dir="$out/build" --config-settings=cmake.define.MXEP_CUDA=ON
 
 measure() {
   "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.gcov \

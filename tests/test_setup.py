@@ -1,13 +1,18 @@
-"""What an installation finds: the packages of `make install-gpu`."""
+"""What an installation finds: the packages of `make install-gpu`, and when CMake compiles the CUDA kernels."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import nanobind
 import pytest
+from packaging.specifiers import SpecifierSet
+from scikit_build_core.cmake import CMake
 
 ROOT = Path(__file__).parents[1]
+DRIVER = Path("/proc/driver/nvidia/version").exists() or bool(shutil.which("nvidia-smi"))
 BUILD = "'scikit-build-core>=1.1,<2' 'nanobind>=3.1,<4' 'jaxlib==0.10.2'"
 
 
@@ -47,3 +52,26 @@ def test_an_environment_with_torch_alone(bare: str, tmp_path: Path) -> None:
     ran = missing(bare, PYTHONPATH=str(tmp_path))
     assert ran.returncode == 1
     assert ran.stderr.splitlines()[1].endswith(f"pip install {BUILD}")
+
+
+def configure(folder: Path, *options: str) -> str:
+    """What CMake says about the CUDA kernels, in one line."""
+    options = (f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind.cmake_dir()}", *options)
+    command = [CMake.default_search(version=SpecifierSet(">=3.26")).cmake_path, "-S", ROOT, "-B", folder, *options]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    (line,) = (line for line in ran.stdout.splitlines() if line.startswith("-- CUDA kernels: "))
+    return line.removeprefix("-- CUDA kernels: ")
+
+
+def test_cuda_kernels_are_compiled_where_a_driver_could_launch_them(tmp_path: Path) -> None:
+    """AUTO, the default, on this machine; then on one whose driver is told to CMake."""
+    said = configure(tmp_path / "here")
+    if DRIVER:
+        assert said.startswith("with /")
+    else:
+        assert said.startswith(
+            "none, this machine has no NVIDIA driver; `pip install . --config-settings=cmake.define."
+        )
+        assert "MXEP_CUDA=ON` compiles them with nvcc 13.0 or newer" in said
+    assert configure(tmp_path / "driver", "-DMXEP_DRIVER=/proc/driver/nvidia/version").startswith("with /")
