@@ -32,7 +32,7 @@ from .expert_parallel import FFNWeights, ffn_over
 from .ffn import swiglu_ffn
 from .permute import RowMap
 from .pipeline import ends_of
-from .shards import Ranks, sharded
+from .shards import Ranks, replicated, sharded
 from .weights import QuantizedWeights, Weights, outlives_forward, quantize_weights
 
 
@@ -208,6 +208,28 @@ class GroupedExperts(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy and a saved layer have weights of their own, and no block that would end.
         return {name: value for name, value in self.__dict__.items() if name not in ("_held", "_blocks")}
+
+
+class SharedExpert(GroupedExperts):
+    """The expert of a layer that takes every token: GroupedExperts of one expert, without biases.
+
+    forward(x): x (T, D) bfloat16 -> (T, D) bfloat16. Under MXFP8ExpertParallel every rank has all of its weights, and
+    the backward sums their gradients over the ranks.
+    """
+
+    all_ranks: Ranks | None = None
+    """The ranks that have this expert, set by MXFP8ExpertParallel; None is this process alone."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:  # type: ignore[override]
+        parameters = self.w1, self.w3, self.w2
+        weights: tuple[Any, ...] = tuple(replicated(w, self.all_ranks) for w in parameters)
+        if self._held is not None:
+            weights = self._held.weights_of(parameters, weights)
+        tokens = x_TD.shape[0]
+        ends = torch.full((1,), tokens, dtype=torch.int32, device=x_TD.device)
+        options = self.recipe, tokens % BLOCK != 0, all(map(outlives_forward, parameters))
+        last: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
+        return swiglu_ffn("MoE", x_TD, weights, ends, None, *options, **last)
 
 
 _opening = Lock()

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.prob_in import ProbIn, check_prob_in
 from ..core_kernels.recipe import Recipe
@@ -36,8 +35,7 @@ from ._checks import (
 )
 from ._counts import refuse
 from ._ranges import named
-from .experts import GroupedExperts, Unsent, check_sizes
-from .ffn import swiglu_ffn
+from .experts import GroupedExperts, SharedExpert, Unsent, check_sizes
 from .permute import RowMap
 from .pipeline import (
     Route,
@@ -51,7 +49,6 @@ from .pipeline import (
 from .router import GroupScore, Routing, ScoreFunc, chosen_outside, route_tokens
 from .shards import Ranks, replicated
 from .weighted_combine import sum_of_slots, weigh_slots
-from .weights import outlives_forward
 
 
 class MoEStats(NamedTuple):
@@ -94,6 +91,9 @@ class MoE(nn.Module):
     token; y is differentiable in weights. Expert parallelism is
     `parallelize_module(moe, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens, and `MXFP8ExpertParallel`
     documents the loss and the gradients.
+
+    `experts` and `shared_expert` are called as modules, with their hooks. The layer reads the weights of `router` and of
+    `shared_gate` itself: forward hooks of these two do not run.
 
     Raises ValueError and TypeError for sizes, names and dtypes that are not allowed.
 
@@ -154,7 +154,7 @@ class MoE(nn.Module):
         self.shared_expert = None
         if shared_hidden_dim is not None:
             check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
-            self.shared_expert = GroupedExperts(dim, shared_hidden_dim, 1, recipe, dtype, device, **options)
+            self.shared_expert = SharedExpert(dim, shared_hidden_dim, 1, recipe, dtype, device, **options)
 
     def reset_parameters(self) -> None:
         for part in (self.router, self.experts, self.shared_expert, self.shared_gate):
@@ -267,16 +267,8 @@ class MoE(nn.Module):
 
     def _shared(self, x_TD: Tensor, ranks: Ranks | None) -> Tensor:
         """(T, D): the shared expert, one group of all tokens. Its weights are those of every rank."""
-        expert = self.shared_expert
-        assert expert is not None
-        parameters = expert.w1, expert.w3, expert.w2
-        weights = tuple(replicated(w, ranks) for w in parameters)
-        if expert._held is not None:
-            weights = expert._held.weights_of(parameters, weights)
-        ends = torch.full((1,), x_TD.shape[0], dtype=torch.int32, device=x_TD.device)
-        options = expert.recipe, x_TD.shape[0] % BLOCK != 0, all(outlives_forward(w) for w in parameters)
-        last: dict[str, Any] = {"activation": expert.activation, "recompute": expert.recompute}
-        y_TD = swiglu_ffn("MoE", x_TD.to(torch.bfloat16), weights, ends, None, *options, **last)
+        assert self.shared_expert is not None
+        y_TD = self.shared_expert(x_TD.to(torch.bfloat16))
         if self.shared_gate is None:
             return y_TD
         gate_T1 = x_TD @ replicated(self.shared_gate.weight, ranks).to(x_TD.dtype).mT

@@ -110,6 +110,8 @@ class MXFP8ExpertParallel(ParallelStyle):
             for shared in (module.shared_expert, module.shared_gate):
                 if shared is not None:
                     _distribute(shared, device_mesh, Replicate())
+            if module.shared_expert is not None:
+                module.shared_expert.all_ranks = ranks
         if not ours:
             hooks = _Hooks(recipe, ranks)
             experts.register_forward_pre_hook(hooks.before)

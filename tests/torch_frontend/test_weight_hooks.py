@@ -88,6 +88,30 @@ def test_hooks_that_change_the_weights(change: Callable[[nn.Module], None]) -> N
         x = x.detach()
 
 
+@pytest.mark.parametrize("change", [prune_half, normalize, halve, offload])
+def test_hooks_of_the_shared_expert(change: Callable[[nn.Module], None]) -> None:
+    """Its weights are those that its own hooks leave: the layer is that of experts without hooks and these weights."""
+    torch.manual_seed(0)
+    moe, x = MoE(D, HIDDEN, 4, 2, shared_hidden_dim=32), torch.randn(48, D)
+    assert moe.shared_expert is not None
+    change(moe.shared_expert)
+    with torch.no_grad():
+        for w in moe.parameters():
+            w.add_(0.01)  # an optimizer step
+    seen: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, args: object, out: object) -> None:
+        seen.update({name: getattr(module, name).detach().clone() for name in NAMES})
+
+    handle = moe.shared_expert.register_forward_hook(look, prepend=True)
+    got = moe(x.requires_grad_())[0].detach()
+    handle.remove()
+    plain = MoE(D, HIDDEN, 4, 2, shared_hidden_dim=32)
+    state = {name: w for name, w in moe.state_dict().items() if not name.startswith("shared_expert.")}
+    plain.load_state_dict(state | {f"shared_expert.{name}": w for name, w in seen.items()})
+    assert torch.equal(got, plain(x)[0].detach())
+
+
 def test_pruned_experts_learn() -> None:
     """Loss after 25 steps of the same layer: 0.04 where x needs no gradient, and 0.41 once where it needed one."""
     losses = []
