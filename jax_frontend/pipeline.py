@@ -21,7 +21,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
 from . import ops
-from ._checks import check_counts, check_floats, check_shape, check_type, check_vector, dtype_name
+from ._checks import check_counts, check_floats, check_shape, check_size, check_type, check_vector, dtype_name
 from ._mesh import Axes, axis_size
 from ._shapes import Float, Float32, Int
 from .ep import (
@@ -144,6 +144,8 @@ def dispatch(
     num_rows = x.shape[0] * max(top_k, 1)
     check_replicas_option(op, replicas)
     check_on_overflow(op, on_overflow)
+    if capacity is not None:
+        check_size(op, "capacity", capacity, 1)
     if replicas != "each" and not top_k:
         allowed = "allowed: 'each' for rows; TokenReplicas, whose rows are copies, take the others"
         fail(ValueError, op, "replicas", repr(replicas), allowed)
