@@ -24,10 +24,12 @@ class Array(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """kind: what is wrong with the value ("none", "type", "dtype", "rank", "size", "empty" or "value")."""
+    """kind: what is wrong with the value ("none", "type", "dtype", "rank", "size", "empty" or "value"). name: the same
+    in detail, one per value of an argument."""
 
     kind: str
     value: Any
+    name: str
 
 
 class Case(NamedTuple):
@@ -41,7 +43,7 @@ class Case(NamedTuple):
         value = self.bad.value
         if isinstance(value, Array):
             value = f"{value.dtype}{list(value.values.shape)}"
-        return f"{self.call}({self.argument}={value}), bad {self.bad.kind}"
+        return f"{self.call}({self.argument}={value}), bad {self.bad.kind}: {self.bad.name}"
 
 
 DTYPES = ("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "bool", "complex64")
@@ -49,47 +51,59 @@ DTYPES = ("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64",
 
 def bad_values(good: Any) -> list[Bad]:
     """Replacements of `good`. Some are valid, for example another dtype that the function accepts."""
-    types = [Bad("none", None), Bad("type", "x"), Bad("type", [1, 2]), Bad("type", object()), Bad("type", {"a": 1})]
+    none = [] if good is None else [Bad("none", None, "None")]
+    types = [*none, *map(_of_type, ("x", [1, 2], object(), {"a": 1}))]
     if isinstance(good, Array):
-        return [*types, Bad("type", 3), Bad("type", 0.5), *_bad_arrays(good)]
+        return [*types, _of_type(3), _of_type(0.5), *_bad_arrays(good)]
     if isinstance(good, bool):
         return types
     if isinstance(good, int):
         huge = (2**31 - 1, 2**31, 2**63, -(2**63))
         numbers = (-1, 0, 1, 7, 1.5, float("nan"), float("inf"), *huge)
-        return [*types, *(Bad("value", number) for number in numbers)]
+        return [*types, *(Bad("value", number, str(number)) for number in numbers if number != good)]
     if isinstance(good, str):
-        return [*types, Bad("type", 7), Bad("value", ""), Bad("value", "int32"), Bad("value", "complex64")]
-    return [*types, Bad("type", 7), Bad("type", 0.5), Bad("type", Array(np.zeros(3), "float32"))]
+        return [*types, _of_type(7), *(Bad("value", name, repr(name)) for name in ("", "int32", "complex64"))]
+    numbers = (float("nan"), float("inf"), -float("inf"), -1.0, 0.0) if isinstance(good, float) else ()
+    return [
+        *types, _of_type(7), _of_type(0.5), Bad("type", Array(np.zeros(3), "float32"), "an array"),
+        *(Bad("value", number, str(number)) for number in numbers),
+    ]  # fmt: skip
+
+
+def _of_type(value: Any) -> Bad:
+    return Bad("type", value, f"type {type(value).__name__}")
 
 
 def _bad_arrays(good: Array) -> Iterator[Bad]:
     values, dtype = good
     for other in DTYPES:
         if other != dtype:
-            yield Bad("dtype", Array(values, other))
-    yield Bad("rank", Array(values[None], dtype))
-    yield Bad("rank", Array(np.zeros(()), dtype))
+            yield Bad("dtype", Array(values, other), other)
+    yield Bad("rank", Array(values[None], dtype), "a dim more")
+    if values.ndim:
+        yield Bad("rank", Array(np.zeros(()), dtype), "no dims")
     if values.ndim > 1:
-        yield Bad("rank", Array(values[0], dtype))
-        yield Bad("size", Array(values.swapaxes(0, -1).copy(), dtype))
+        yield Bad("rank", Array(values[0], dtype), "a dim less")
+        if values.shape[0] != values.shape[-1]:
+            yield Bad("size", Array(values.swapaxes(0, -1).copy(), dtype), "dims swapped")
     for axis in range(values.ndim):
         size = values.shape[axis]
-        for wanted in (size + 1, size - 1, 2 * size, 2 * size + 32, 1):
+        sizes = {"+ 1": size + 1, "- 1": size - 1, "* 2": 2 * size, "* 2 + 32": 2 * size + 32, "= 1": 1}
+        for change, wanted in sizes.items():
             if size and wanted not in (0, size):
-                yield Bad("size", Array(values.take(np.arange(wanted) % size, axis), dtype))
-        yield Bad("empty", Array(values.take([], axis), dtype))
-    yield Bad("empty", Array(np.zeros((0,) * values.ndim), dtype))
+                yield Bad("size", Array(values.take(np.arange(wanted) % size, axis), dtype), f"dim {axis} {change}")
+        yield Bad("empty", Array(values.take([], axis), dtype), f"dim {axis} = 0")
+    yield Bad("empty", Array(np.zeros((0,) * values.ndim), dtype), "all dims = 0")
     if dtype.startswith("int"):
         fills = (-1, -(2**31), 2**30, 2**31 - 1, 1, 0)
     else:
         fills = () if dtype == "uint8" else (np.nan, np.inf, -np.inf, 3e38)
     for fill in fills:
-        yield Bad("value", Array(np.full_like(values, fill), dtype))
-        if values.size:
-            some = values.copy()
-            some.flat[some.size // 2] = fill
-            yield Bad("value", Array(some, dtype))
+        whole, some = np.full_like(values, fill), values.copy()
+        some.flat[some.size // 2 : some.size // 2 + 1] = fill
+        for name, changed in ((f"all {fill}", whole), (f"one {fill}", some))[: min(values.size, 2)]:
+            if not np.array_equal(changed, values):
+                yield Bad("value", Array(changed, dtype), name)
 
 
 def draw(calls: Mapping[str, Mapping[str, Any]], number: int, seed: int) -> list[Case]:

@@ -1,10 +1,7 @@
 """Arguments and calls of test_fuzz.py: arrays that are made without torch, and functions of ours with arguments as they
-are drawn. bad_values is ../bad_values.py, which imports no framework."""
+are drawn."""
 
-import runpy
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +10,7 @@ from mxep import torch_frontend as mt
 from mxep.torch_frontend import MXTensor
 from torch import Tensor
 
-bad_values = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "bad_values.py")))
-Array = bad_values.Array
+from ..bad_values import Array
 
 
 def array(x: Tensor) -> Any:
