@@ -68,6 +68,48 @@ FRONTENDS = (
         "tests/torch_frontend/test_copy_engines.py",
     ),
     Fault(
+        "torch, copy engines: a leg writes over rows that another rank has not copied yet",
+        "torch_frontend/copy_engines.py",
+        "self._wait_until_taken(where)\n        boxes = [",
+        "boxes = [",
+        "tests/torch_frontend/test_copy_engines.py -k after_another",
+    ),
+    Fault(
+        "torch, copy engines: memory for the next rows is given before the last ones are copied",
+        "torch_frontend/copy_engines.py",
+        "self._wait_until_taken(where)\n        return views_of",
+        "return views_of",
+        "tests/torch_frontend/test_copy_engines.py -k after_another",
+    ),
+    Fault(
+        "torch, copy engines: the allocator does not know of the copies to received memory",
+        "torch_frontend/copy_engines.py",
+        "part.record_stream(self.copies)",
+        "pass",
+        "tests/torch_frontend/test_copy_engines.py",
+    ),
+    Fault(
+        "torch, modules of experts with hooks: the route of a failed forward is kept",
+        "torch_frontend/parallel.py",
+        "self.routes.pop() if self.routes else None",
+        "self.routes.pop() if self.routes and groups is not None else None",
+        "tests/torch_frontend/test_expert_parallel.py -k keeps_no_route",
+    ),
+    Fault(
+        "torch, clip_grad_norm_: a norm that is not finite passes",
+        "torch_frontend/fsdp.py",
+        "get_total_norm(norms, norm_type, error_if_nonfinite, foreach)",
+        "get_total_norm(norms, norm_type, False, foreach)",
+        "tests/torch_frontend/test_fsdp.py -k clip_grad_norm",
+    ),
+    Fault(
+        "torch, a flag of any type is taken in silence",
+        "torch_frontend/layouts.py",
+        'check_flag(op, "interleaved", interleaved)',
+        "pass",
+        "tests/torch_frontend/test_fuzz.py -k 'one_bad_argument and public'",
+    ),
+    Fault(
         "torch, experts that recompute: gate and up without their biases",
         "torch_frontend/ffn.py",
         "pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, biases)",
@@ -79,6 +121,13 @@ FRONTENDS = (
         "core_kernels/exchange.py",
         "destination = starts + _before(rows, axis=0)",
         "destination = starts + 0 * _before(rows, axis=0)",
+        "tests/test_exchange_ranks.py",
+    ),
+    Fault(
+        "exchange: chunks by the rows of the rank itself, not by those of the busiest rank",
+        "core_kernels/exchange.py",
+        "max(max(operand_rows) // chunk_rows, 1)",
+        "max(operand_rows[rank] // chunk_rows, 1)",
         "tests/test_exchange_ranks.py",
     ),
     Fault(
@@ -156,8 +205,8 @@ FRONTENDS = (
     Fault(
         "torch: a rank that needs no gradient of its rows is not told",
         "torch_frontend/_counts.py",
-        "return needs * (x.requires_grad",
-        "return 0 * (x.requires_grad",
+        "return x is not None and torch.is_grad_enabled() and x.requires_grad",
+        "return False",
         "tests/torch_frontend/test_ep_errors.py",
     ),
     Fault(
@@ -166,6 +215,13 @@ FRONTENDS = (
         "begin // SPAN + group + (first - begin) // SPAN",
         "begin // SPAN + (first - begin) // SPAN",
         "tests/conformance/test_grouped_gemm_folded.py -k 'grouped_wgrad_fold and hot_columns and jax'",
+    ),
+    Fault(
+        "JAX, a rate that is no positive number is taken in silence",
+        "jax_frontend/router.py",
+        'fail(ValueError, op, "rate", rate, "allowed: positive finite numbers")',
+        "pass",
+        "tests/jax_frontend/test_fuzz.py -k public",
     ),
     Fault(
         "JAX, SwiGLU FFN: the gradient of x uses w1 twice",

@@ -150,6 +150,13 @@ KERNELS = (
     ),
     # C++
     Fault(
+        "combine: the rest of a dot product counts to its first partial sum",
+        "core_kernels/combine/cpu.cc",
+        "lanes[i % kLanes] +=",
+        "lanes[0] +=",
+        "tests/kernels/test_cpp_combine.py -k partial_sums",
+    ),
+    Fault(
         "quantize: one scale per row, and values that are not divided by it",
         "core_kernels/quantize/cpu.cc",
         "e4m3_from_f32(to_f32(x[i]) * inverse)",
