@@ -87,10 +87,10 @@ class MoE(nn.Module):
     dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
 
     forward(x, experts=None, weights=None): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). experts (..., k)
-    int32 or int64 and weights (..., k) float32 replace the router: the caller has chosen k different experts for each
-    token; y is differentiable in weights. Expert parallelism is
-    `parallelize_module(moe, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens, and `MXFP8ExpertParallel`
-    documents the loss and the gradients.
+    int32 or int64 and weights (..., k) float32 replace the router: the caller has chosen k experts for each token; y is
+    differentiable in weights. An expert that a token has twice counts twice, as two experts with the same weights.
+    Expert parallelism is `parallelize_module(moe, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens, and
+    `MXFP8ExpertParallel` documents the loss and the gradients.
 
     `experts` and `shared_expert` are called as modules, with their hooks. The layer reads the weights of `router` and of
     `shared_gate` itself: forward hooks of these two do not run.

@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import ep_overlap
+import ep_repeated
 import ep_replicas
 import ep_torchao
 import ep_training
@@ -344,6 +345,12 @@ CHECKS: dict[str, Callable[[], None]] = {
         for ep, prob_in in ((2, "combine"), (4, "swiglu"))
     },
     "replicas_and_their_error": lambda: ep_replicas.errors(mesh_of(4).get_group()),
+    **{
+        f"repeated_experts[{prob_in}-{replicas}]": lambda how=(prob_in, replicas): ep_repeated.same_as_two_experts(
+            mesh_of(2), *how, "mxfp8"
+        )
+        for prob_in, replicas in ep_repeated.OVER_RANKS
+    },
     "bad_input": bad_input,
     **{
         f"compiled_layer[{prob_in}-{replicas}]": partial(compiled_layer, prob_in, replicas)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from .ep_repeated import OVER_RANKS
 from .forked import run_ranks
 
 RANKS = 4
@@ -79,6 +80,7 @@ CHECKS = [
     "replicas_of_a_layer[2-combine]",
     "replicas_of_a_layer[4-swiglu]",
     "replicas_and_their_error",
+    *(f"repeated_experts[{prob_in}-{replicas}]" for prob_in, replicas in OVER_RANKS),
     "bad_input",
     *(f"compiled_layer[{how}]" for how in ("combine-each", "swiglu-each", "swiglu-once", "combine-summed")),
     "compiled_names_of_torchao",

@@ -10,6 +10,7 @@ from mxep.torch_frontend.shards import Ranks
 from torch import Tensor
 
 from ..compare import sqnr_db
+from .ep_repeated import same_as_two_experts
 
 D, HIDDEN, E, TOP_K = 64, 96, 8, 2
 
@@ -254,3 +255,10 @@ def test_initial_weights_are_normal(dtype: torch.dtype) -> None:
         assert abs(w.std() - 1) < 0.01
         assert w.abs().max() < 6.5
         assert len(w.unique()) > 1000
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_rowwise"])
+@pytest.mark.parametrize("prob_in", ["combine", "swiglu", "input"])
+def test_an_expert_that_a_token_has_twice_counts_twice(prob_in: str, recipe: str) -> None:
+    """Over two ranks in ep_ranks.py."""
+    same_as_two_experts(None, prob_in, "each", recipe)
