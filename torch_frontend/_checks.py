@@ -48,6 +48,15 @@ def out_dtype_of(op: str, dtype: object) -> torch.dtype:
     return dtype
 
 
+def check_autocast(op: str, x: Tensor) -> None:
+    """Raise TypeError under autocast to float16, which a layer whose rows are bf16 or MXFP8 would ignore."""
+    device = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.float16:
+        return
+    allowed = f"allowed: torch.bfloat16; or torch.autocast({device!r}, enabled=False) around this layer"
+    fail(TypeError, op, "torch.autocast", "dtype torch.float16", allowed)
+
+
 def check_flag(op: str, name: str, flag: object) -> None:
     """Raise TypeError unless the flag is a bool."""
     if not isinstance(flag, bool):

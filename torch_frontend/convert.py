@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ._checks import check_autocast
 from .ffn import grouped_swiglu_ffn
 from .moe import GroupedExperts
 
@@ -150,6 +151,7 @@ def titan_forward(
     """The forward of torchtitan's experts: rows x (R, D), sorted by expert, and counts (E,) -> (R, D) of x's dtype.
 
     pad_token_groups: as in `grouped_swiglu_ffn`; not for groups of whole blocks."""
+    check_autocast(type(module).__name__, x)
     names = next(names for names in TITAN if names[0] in module._parameters)
     parameters = (getattr(module, name) for name in names)
     w1, w3, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in parameters)

@@ -17,6 +17,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._checks import (
+    check_autocast,
     check_counts,
     check_flag,
     check_floats,
@@ -132,6 +133,7 @@ class GroupedExperts(nn.Module):
         self, op: str, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None, w1: Weights
     ) -> None:
         check_floats(op, "groups_PD", groups_PD)
+        check_autocast(op, groups_PD)
         check_shape(op, "groups_PD", groups_PD, ("P", w1.shape[2]))
         check_counts(op, "padded_counts", padded_counts, groups_PD.device)
         check_shape(op, "padded_counts", padded_counts, (w1.shape[0],))

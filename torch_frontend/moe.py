@@ -29,6 +29,7 @@ from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import _direct as ops
 from ._call import require_tensor
 from ._checks import (
+    check_autocast,
     check_devices,
     check_flag,
     check_plain,
@@ -92,8 +93,10 @@ class MoE(nn.Module):
     Expert parallelism is `parallelize_module(moe, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens, and
     `MXFP8ExpertParallel` documents the loss and the gradients.
 
-    `experts` and `shared_expert` are called as modules, with their hooks. The layer reads the weights of `router` and of
-    `shared_gate` itself: forward hooks of these two do not run.
+    `experts` and `shared_expert` are called as modules, with their hooks. The layer reads the weights of `router` and
+    of `shared_gate` itself: forward hooks of these two do not run.
+
+    Autocast to bfloat16 changes no output, but through a shared gate in fp32. Autocast to float16 raises TypeError.
 
     Raises ValueError and TypeError for sizes, names and dtypes that are not allowed.
 
@@ -249,6 +252,7 @@ class MoE(nn.Module):
         router = self.router
         check_plain("MoE", "x", x)
         require_tensor("MoE", "x", x)
+        check_autocast("MoE", x)
         check_devices("MoE", "the router", router.weight.device, x=x)
         if x.dtype not in (torch.bfloat16, torch.float32):
             fail(TypeError, "MoE", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
+from ._checks import check_autocast
 from .ep import sent_rows
 from .grouped_mm import Names, checked_grouped_mm
 from .packed_ffn import packed_ffn
@@ -65,6 +66,7 @@ def packed_experts(
     expert: its rows are zero, as on a rank of expert parallelism that has only some of the experts. weigh_input:
     weights multiply x and not the experts' output. Returns (T, D) of x's dtype.
     """
+    check_autocast(op, x)
     top_k, num_experts = experts.shape[1], packed.gate_up.shape[0]
     order, inverse, counts = sort_by_expert(experts, num_experts + 1)
     if weigh_input:

@@ -144,3 +144,11 @@ def test_bad_input_is_named_and_changes_nothing(name: str) -> None:
     with pytest.raises(error, match=message):
         convert_moe(model, **({"recipe": "fp8_rowwise"} | options))
     assert [dict(vars(module)) for module in modules] == before
+
+
+def test_autocast_to_fp16_is_refused() -> None:
+    experts = titan_like(TITAN["0.3"])
+    convert_moe(experts)
+    message = r"GroupedExperts: torch\.autocast: got dtype torch\.float16; allowed: torch\.bfloat16"
+    with pytest.raises(TypeError, match=message), torch.autocast("cpu", torch.float16):
+        experts(torch.zeros(4, 64), torch.tensor([1, 1, 1, 1]))

@@ -238,6 +238,37 @@ def test_underflowed_sigmoids_give_zeros() -> None:
     assert stats.aux_loss == 0
 
 
+def test_autocast_to_fp16_is_refused() -> None:
+    """Experts of other libraries: test_transformers.py, test_convert.py."""
+    moe, x = layer("mxfp8"), tokens(4)
+    message = (
+        r"torch\.autocast: got dtype torch\.float16; allowed: torch\.bfloat16; or torch\.autocast\('cpu', enabled=Fa"
+    )
+    with torch.autocast("cpu", torch.float16):
+        for op, call in (("MoE", lambda: moe(x)), ("forward", lambda: moe.experts(x[:0], torch.zeros(E).int()))):
+            with pytest.raises(TypeError, match=f"{op}: {message}"):
+                call()
+        with pytest.raises(TypeError, match=message):
+            torch.compile(moe, backend="eager")(x)
+        with torch.autocast("cpu", enabled=False):
+            got = moe(x)[0]
+    assert torch.equal(got, moe(x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prob_in", ["combine", "swiglu", "input"])
+def test_autocast_to_bf16_changes_no_output(prob_in: str, dtype: torch.dtype) -> None:
+    moe, x = layer("mxfp8", prob_in=prob_in, shared_hidden_dim=32, dtype=dtype), tokens(40).to(dtype)
+    want = moe(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = moe(x)[0]
+        if (prob_in, dtype) == ("swiglu", torch.float32):
+            torch._dynamo.reset()
+            assert torch.equal(torch.compile(moe, fullgraph=True, backend="eager")(x)[0], want)
+    assert got.dtype == dtype
+    assert torch.equal(got, want)
+
+
 def test_autocast_changes_no_choice() -> None:
     moe, x = layer(), tokens(64)
     with torch.autocast("cpu", torch.bfloat16):

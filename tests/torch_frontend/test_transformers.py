@@ -414,3 +414,11 @@ def test_a_model_in_fp16_is_refused() -> None:
     model.set_experts_implementation("mxfp8")
     with pytest.raises(TypeError, match=r"dtype torch\.float16"):
         loss_and_gradients(model)
+
+
+def test_autocast_to_fp16_is_refused() -> None:
+    model = model_of("mixtral")
+    model.set_experts_implementation("mxfp8")
+    message = r"MixtralExperts: torch\.autocast: got dtype torch\.float16; allowed: torch\.bfloat16"
+    with pytest.raises(TypeError, match=message), torch.autocast("cpu", torch.float16):
+        loss_and_gradients(model)
