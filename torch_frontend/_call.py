@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..core_kernels.launch import KernelOp, fail
 from ..core_kernels.registry import OPS
@@ -84,6 +85,8 @@ def require_tensor(op: str, argument: str, value: object) -> None:
     """Raise TypeError unless the value is a tensor with strides."""
     if not isinstance(value, Tensor):
         fail(TypeError, op, argument, f"a {type(value).__name__}", "allowed: a torch.Tensor")
+    if isinstance(value, DTensor):
+        fail(TypeError, op, argument, "a DTensor", "allowed: this rank's tensor, .to_local()")
     if value.layout != torch.strided or value.is_nested:
         got = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         fail(TypeError, op, argument, got, "allowed: dense tensors; call .to_dense() or .to_padded_tensor(0)")

@@ -33,7 +33,7 @@ from .expert_parallel import FFNWeights, ffn_over
 from .ffn import swiglu_ffn
 from .permute import RowMap
 from .pipeline import ends_of
-from .shards import Ranks, replicated, sharded
+from .shards import Ranks, check_sharded, replicated, sharded
 from .weights import QuantizedWeights, Weights, outlives_forward, quantize_weights
 
 
@@ -162,6 +162,7 @@ class GroupedExperts(nn.Module):
         """The experts of this rank, with quantized weights if they are held. Called in `forward` alone: the parameters
         may be other ones before, since forward hooks assign or gather them."""
         parameters = self.w1, self.w3, self.w2
+        check_sharded("GroupedExperts", parameters, self.expert_parallel)
         weights: tuple[Any, ...] = tuple(sharded(w, self.expert_parallel) for w in parameters)
         if self._held is not None:
             weights = self._held.weights_of(parameters, weights)

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
@@ -63,7 +63,9 @@ class MXFP8ExpertParallel(ParallelStyle):
     DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside
     of the layer need another group of parameters and another call. With FSDP2 shard the experts over the other dim of
     the mesh, `fully_shard(moe.experts, mesh=mesh["dp"])`, apply this style to `moe.experts`, and leave the router to
-    the caller.
+    the caller. DistributedDataParallel takes no DTensors and raises errors of torch: "Operator c10d.broadcast_.default
+    does not have a sharding strategy registered" or "aten.cat.default got mixed torch.Tensor and DTensor". `shard_moe`
+    takes its place.
 
     >>> style = MXFP8ExpertParallel(gradients="mean")  # parallelize_module(moe, mesh, style)
 
@@ -148,6 +150,10 @@ class MXFP8ExpertParallel(ParallelStyle):
         if getattr(experts, "expert_parallel", None) is not None:
             fail(ValueError, op, "module", "experts that are parallel already", "allowed: once")
         parameters = dict(experts.named_parameters(recurse=False))
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                allowed = "allowed: plain parameters; apply this style first, and fully_shard or other styles after it"
+                fail(ValueError, op, "module", f"{name} as a DTensor", allowed)
         numbers = {p.shape[0] if p.dim() else 0 for p in parameters.values()}
         shapeless = all(p.dim() < 2 for p in parameters.values()) or isinstance(experts, nn.Linear)
         if len(numbers) != 1 or shapeless:

@@ -4,12 +4,13 @@ Shard(0)      experts    --to_local--> part     gradient: of the tokens of all r
 Replicate()   router     --to_local--> weight   gradient: of this rank's tokens -- all-reduce, / divisor --> DTensor
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..core_kernels.launch import fail
 from ..core_kernels.replicas import Replicas
 from ._differentiable import differentiable
 from ._torch_private import all_reduce, group_named
@@ -66,9 +67,27 @@ def sharded(parameter: Tensor, ranks: Ranks | None) -> Tensor:
     return part if ranks is None or ranks.gradient_divisor == 1 else _divide_gradient(part, ranks.gradient_divisor)
 
 
+def check_sharded(op: str, parameters: tuple[Tensor, ...], ranks: Ranks | None) -> None:
+    """Raise TypeError for DTensors of a module that has no ranks: its forward would take a part for the whole."""
+    if ranks is None:
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                _not_ours(op, parameter)
+
+
+def _not_ours(op: str, parameter: DTensor) -> NoReturn:
+    got = f"a DTensor {tuple(parameter.shape)} with {parameter.placements} of another style"
+    allowed = (
+        "allowed: plain tensors, or parallelize_module(moe, mesh, MXFP8ExpertParallel()), or shard_moe(model, mesh)"
+    )
+    fail(TypeError, op, "parameters", got, allowed)
+
+
 def replicated(parameter: Tensor, ranks: Ranks | None) -> Tensor:
     """A weight with `Replicate()`, whose gradient is reduced over the ranks, or the plain weight itself;
     differentiable."""
-    if not isinstance(parameter, DTensor) or ranks is None:
+    if not isinstance(parameter, DTensor):
         return parameter
+    if ranks is None or not all(placement.is_replicate() for placement in parameter.placements):
+        _not_ours("MoE", parameter)
     return _reduce_gradient(parameter.to_local(), ranks.group_name, ranks.gradient_divisor)

@@ -45,8 +45,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 D, HIDDEN, E, TOP_K, TOKENS = 64, 96, 8, 2, 48
 RANKS = int(sys.argv[1])
@@ -291,6 +292,43 @@ def bad_input() -> None:
     raises(ValueError, "dispatch: counts", lambda: exchange(torch.ones(E, dtype=torch.int32)[:4] * 3))
 
 
+class SplitExperts(ParallelStyle):
+    """Weights as DTensors, and nothing else, as styles of other packages for their own experts have them."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, w in list(module.named_parameters()):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(w, device_mesh, [Shard(self.dim)])))
+        return module
+
+
+def other_styles() -> None:
+    """A layer that another style has sharded says so, and so does one that is given a DTensor."""
+    mesh, x = mesh_of(2), batch()[:8]
+    plans = {
+        "MoE: parameters: got a DTensor (8, 64) with (Shard(dim=0),)": {
+            "router": ColwiseParallel(), "experts": MXFP8ExpertParallel(),
+        },
+        "MoE: parameters: got a DTensor (8, 64) with (Shard(dim=1),)": {"router": RowwiseParallel()},
+        "GroupedExperts: parameters: got a DTensor (8, 96, 64) with (Shard(dim=0),)": {"experts": SplitExperts(0)},
+        "MoE: parameters: got a DTensor (1, 64, 64) with (Shard(dim=1),)": {"shared_expert": SplitExperts(1)},
+    }  # fmt: skip
+    for words, plan in plans.items():
+        moe = parallelize_module(MoE(D, HIDDEN, E, TOP_K, shared_hidden_dim=64), mesh, plan)
+        raises(TypeError, f"{words} of another style; allowed: plain tensors, or parallelize_module(", partial(moe, x))
+    moe = MoE(D, HIDDEN, E, TOP_K)
+    raises(
+        TypeError,
+        "MoE: x: got a DTensor; allowed: this rank's tensor",
+        lambda: moe(distribute_tensor(x, mesh, [Replicate()])),
+    )
+    moe = fully_shard(MoE(D, HIDDEN, E, TOP_K), mesh=mesh)
+    raises(ValueError, "module: got w1 as a DTensor; allowed: plain parameters; apply this style first",
+           lambda: parallelize_module(moe, mesh, MXFP8ExpertParallel()))  # fmt: skip
+
+
 PROGRAMS = (
     (2, "mxfp8_wgrad_with_hp", "mean", "combine"),
     (4, "mxfp8", "mean", "swiglu"),
@@ -352,6 +390,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         for prob_in, replicas in ep_repeated.OVER_RANKS
     },
     "bad_input": bad_input,
+    "other_styles": other_styles,
     **{
         f"compiled_layer[{prob_in}-{replicas}]": partial(compiled_layer, prob_in, replicas)
         for prob_in, replicas in (("combine", "each"), ("swiglu", "each"), ("swiglu", "once"), ("combine", "summed"))

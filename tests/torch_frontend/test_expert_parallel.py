@@ -82,6 +82,7 @@ CHECKS = [
     "replicas_and_their_error",
     *(f"repeated_experts[{prob_in}-{replicas}]" for prob_in, replicas in OVER_RANKS),
     "bad_input",
+    "other_styles",
     *(f"compiled_layer[{how}]" for how in ("combine-each", "swiglu-each", "swiglu-once", "combine-summed")),
     "compiled_names_of_torchao",
 ]
