@@ -157,6 +157,10 @@ class MXTensor(Tensor):
     def _stable_hash_for_caching(self) -> str:
         return str((tuple(self.shape), self.orig_dtype, self.device))
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # By the constructor, which checks what a file holds. Views of one buffer stay views of one.
+        return MXTensor, (self.q, self.sf, self.orig_dtype)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"MXTensor(shape={tuple(self.shape)}, orig_dtype={self.orig_dtype}, device={self.device})"
 
@@ -172,6 +176,9 @@ class MXTensor(Tensor):
             "gradient, pass mxfp8_bwd=False to a2a_combine_hp_fwd_mxfp8_bwd"
         )
         return fail(NotImplementedError, str(func), "argument", "an MXTensor", remedy)
+
+
+torch.serialization.add_safe_globals([MXTensor])  # for torch.load, which by default loads nothing else
 
 
 def mx_rows(q: Tensor, sf: Tensor, orig_dtype: torch.dtype) -> MXTensor:
