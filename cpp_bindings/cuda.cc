@@ -109,41 +109,43 @@ class CudaLaunch {
 };
 
 // XLA makes the device current. A handler only launches, so that a CUDA graph can capture it.
+auto* bind(const CudaOp& op) {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ffi::Span<const int64_t>>("attrs")
+      .To([&op](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int64_t> attrs)
+              -> ffi::Error { return call_op(op, args, rets, attrs, [&](const Call& c) { op.run(c, stream); }); },
+          {ffi::Traits::kCmdBufferCompatible})
+      .release();
+}
+
 template <size_t Index>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
-  static auto* bound = ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attr<ffi::Span<const int64_t>>("attrs")
-                           .To(
-                               [](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                  ffi::Span<const int64_t> attrs) -> ffi::Error {
-                                 const CudaOp& op = cuda::kCudaOps[Index];
-                                 return call_op(op, args, rets, attrs, [&](const Call& c) { op.run(c, stream); });
-                               },
-                               {ffi::Traits::kCmdBufferCompatible})
-                           .release();
+  static auto* bound = bind(cuda::kCudaOps[Index]);
   return bound->Call(frame);
 }
 
 // A thread of XLA's per device and run. The host meets the other devices in every call, so no CUDA graph captures it.
+auto* bind(const cuda::PeerOp& op) {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::RunId>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<int64_t>("devices")
+      .To([&op](cudaStream_t stream, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                int64_t devices) -> ffi::Error {
+        return call_op(op, args, rets, {},
+                       [&](const Call& c) { cuda::run_with_peers(op, c, run.run_id, devices, stream); });
+      })
+      .release();
+}
+
 template <size_t Index>
 XLA_FFI_Error* peer_handler(XLA_FFI_CallFrame* frame) {
-  static auto* bound = ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::RunId>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attr<int64_t>("devices")
-                           .To([](cudaStream_t stream, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                                  int64_t devices) -> ffi::Error {
-                             const cuda::PeerOp& op = cuda::kPeerOps[Index];
-                             return call_op(op, args, rets, {}, [&](const Call& c) {
-                               cuda::run_with_peers(op, c, run.run_id, devices, stream);
-                             });
-                           })
-                           .release();
+  static auto* bound = bind(cuda::kPeerOps[Index]);
   return bound->Call(frame);
 }
 

@@ -16,19 +16,22 @@ namespace ffi = xla::ffi;
 namespace mxep {
 namespace {
 
+// One type for all entries: the decoding of a call is compiled once.
+auto* bind(const Op& op) {
+  return ffi::Ffi::Bind()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ffi::Span<const int64_t>>("attrs")
+      .To([&op](ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int64_t> attrs) -> ffi::Error {
+        return call_op(op, args, rets, attrs, [&](const Call& call) { run_op(op, call); });
+      })
+      .release();
+}
+
 // XLA's handler is a plain function pointer: one instantiation per table entry.
 template <size_t Index>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
-  static auto* bound =
-      ffi::Ffi::Bind()
-          .RemainingArgs()
-          .RemainingRets()
-          .Attr<ffi::Span<const int64_t>>("attrs")
-          .To([](ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int64_t> attrs) -> ffi::Error {
-            const Op& op = kCpuOps[Index];
-            return call_op(op, args, rets, attrs, [&](const Call& call) { run_op(op, call); });
-          })
-          .release();
+  static auto* bound = bind(kCpuOps[Index]);
   return bound->Call(frame);
 }
 
