@@ -36,10 +36,10 @@ class Config:
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
 
-    steps: int = 120
+    steps: int = 60
     schedule_steps: int | None = None
     batch_size: int = 32
-    warmup_steps: int = 20
+    warmup_steps: int = 10
     peak_lr: float = 1.5e-3
     final_lr: float = 1.5e-4
     beta1: float = 0.9
@@ -49,8 +49,8 @@ class Config:
     max_grad_norm: float = 1.0
     aux_loss_weight: float = 1e-2
 
-    log_every: int = 10
-    eval_every: int = 40
+    log_every: int = 5
+    eval_every: int = 20
     checkpoint_every: int | None = None
     eval_sequences: int = 128
     seed: int = 0
@@ -86,12 +86,12 @@ PRESETS = {
     "curves": Config(
         dim=1024, num_layers=4, num_heads=8, hidden_dim=1024, num_experts=16, top_k=2, seq_len=512,
         dense_dtype="bfloat16", steps=500, batch_size=32, warmup_steps=50, peak_lr=1e-3, final_lr=1e-4,
-        eval_every=100, checkpoint_every=500,
+        log_every=10, eval_every=100, checkpoint_every=500,
     ),
     "h200": Config(
         dim=1536, num_layers=8, num_heads=12, hidden_dim=1536, num_experts=16, top_k=2, seq_len=2048,
         dense_dtype="bfloat16", steps=500, batch_size=48, warmup_steps=50, peak_lr=4e-4, final_lr=4e-5,
-        eval_every=100, checkpoint_every=500, eval_sequences=96,
+        log_every=10, eval_every=100, checkpoint_every=500, eval_sequences=96,
     ),
 }  # fmt: skip
 

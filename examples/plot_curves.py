@@ -7,8 +7,8 @@ Writes curves.png to the same folder, prints the comparisons, and exits with 1 i
 - PyTorch is within the limit of JAX at every logged step, for each recipe;
 - the held-out loss of every recipe is within the limit of bf16, for each framework.
 
-The limit, 1% unless given, is a property of the config: it has to cover two runs that differ in the order of additions
-alone. Runs of 500 steps on a GPU differ more than runs of 120 steps on a CPU (docs/training.md).
+The limit, 0.5% unless given, is a property of the config: it has to cover two runs that differ in the order of additions
+alone. Runs of 500 steps on a GPU differ more than runs of 60 steps on a CPU (docs/training.md).
 
 A missing run is an error, and so are runs with different configs or texts.
 """
@@ -29,7 +29,9 @@ FRAMEWORKS = ("torch", "jax")
 REFERENCE = "bf16"
 COLORS = dict(zip(RECIPES, ("tab:blue", "tab:green", "tab:orange", "tab:red", "tab:purple"), strict=True))
 MAY_DIFFER = ("framework", "recipe", "ep", "device")
-LIMIT = 0.01
+LIMIT = 0.005
+"""Twice what the comparisons of `make train` differ by, 0.22% at most over four seeds. Faults in one framework of that
+config: no auxiliary loss 0.8%, a router without a gradient 0.7%, rates of 1.05 times 1.5%, frozen experts 11%."""
 Curves = dict[str, dict[int, float]]  # "train" and "eval" -> step -> loss
 Runs = dict[tuple[str, str], Curves]  # by framework and recipe
 
@@ -98,7 +100,7 @@ def compare(runs: Runs, limit: float) -> bool:
     width = max(len(name) for name, _ in rows)
     for name, (relative, step) in rows:
         verdict = "ok" if relative <= limit else "FAILED"
-        print(f"{name:{width}} at most {relative:8.4%} (step {step}), limit {limit:.0%}: {verdict}")
+        print(f"{name:{width}} at most {relative:8.4%} (step {step}), limit {limit:.1%}: {verdict}")
     return all(relative <= limit for _, (relative, _) in rows)
 
 

@@ -1,6 +1,6 @@
 """Runs of several recipes in both frameworks, one after the other, then the plot and its checks.
 
-    make train        on a CPU: torch (torchrun, 2 processes) and jax (one process, 2 devices), 120 steps each
+    make train        on a CPU: torch (torchrun, 2 processes) and jax (one process, 2 devices), 60 steps each
     make train-gpu    on one GPU: every recipe, 500 steps each
 
 All runs start from the same weights and train on the same batches. Flags that are not listed go to every run.
