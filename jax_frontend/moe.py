@@ -37,6 +37,7 @@ from .permute import sort_by_expert
 from .pipeline import Route, combine, dispatch, dispatch_probs
 from .router import Routing, chosen_outside, tokens_and_logits
 from .router import route as choose_experts
+from .shared_gate import gated, twice
 from .weighted_combine import sum_of_slots, weigh_slots
 from .weights import Weights, recipe_of
 
@@ -292,12 +293,12 @@ def _shared(params: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:
     weights = _local(params["shared_expert"], varying_axes(x_TD))
     pad = bool(x_TD.shape[0] % BLOCK)
     options = {"recipe": config.recipe, "activation": config.activation, "pad_token_groups": pad}
+    x_TD, x_of_gate = twice(x_TD) if config.shared_gate else (x_TD, x_TD)
     out = grouped_swiglu_ffn(x_TD.astype(jnp.bfloat16), *weights, ends, **options)
     assert isinstance(out, jax.Array)
     if not config.shared_gate:
         return out
-    gate_T1 = x_TD @ vary(params["shared_gate"], varying_axes(x_TD)).astype(x_TD.dtype).T
-    return jax.nn.sigmoid(gate_T1.astype(jnp.float32)) * out
+    return gated(x_of_gate, params["shared_gate"], out)
 
 
 def _experts(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..core_kernels.formats import Rounding
 from ..core_kernels.launch import fail
 from . import ops, peer_memory
-from ._call import jitted
+from ._call import jitted, rounded
 from ._checks import check_floats, check_integers, check_matrix, check_shape, dtype_name, rounding_of
 from ._derivatives import arguments
 from ._shapes import Float, Float32, Int
@@ -45,15 +45,24 @@ def _sum_slots(rows: jax.Array, slots: jax.Array, across: Across = None) -> Floa
 sum_slots = jitted(_sum_slots, 2)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _widened(x: jax.Array, dtype: str) -> jax.Array:
+    """x of the dtype in fp32; its gradient is rounded here."""
+    return x.astype(jnp.float32)
+
+
+_widened.defvjp(lambda x, dtype: (_widened(x, dtype), None), lambda dtype, _, grad: (rounded(grad, dtype),))
+
+
 def weigh_slots(x: jax.Array, probs: jax.Array) -> jax.Array:
     """A row per slot: x (T, D) times probs (T, K), computed in fp32 -> (T K, D) bf16."""
-    rows = x[:, None].astype(jnp.float32) * probs[..., None]
-    return rows.reshape(-1, x.shape[1]).astype(jnp.bfloat16)
+    wide: jax.Array = _widened(x, x.dtype.name)
+    return rounded((wide[:, None] * probs[..., None]).reshape(-1, x.shape[1]), jnp.bfloat16)
 
 
 def sum_of_slots(rows: jax.Array, top_k: int, out_dtype: Any) -> jax.Array:
     """rows (T K, D), one per slot -> (T, D), summed in fp32 and rounded once."""
-    return rows.reshape(-1, top_k, rows.shape[1]).sum(1, dtype=jnp.float32).astype(out_dtype)
+    return rounded(rows.reshape(-1, top_k, rows.shape[1]).sum(1, dtype=jnp.float32), out_dtype)
 
 
 def _sum(rows: jax.Array | MXGradArray, probs: jax.Array, slots: jax.Array, options: _Options) -> jax.Array:

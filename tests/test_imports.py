@@ -185,9 +185,10 @@ ONLY_TORCH = {
 ONLY_JAX = {
     "_derivatives.py", "_jax_private.py", "_mesh.py", "_shapes.py", "_split.py", "_triton.py",
     "moe_params.py", "mx_array.py", "nnx.py", "overflow.py", "ragged_dot.py", "remat.py",
+    "shared_gate.py",
 }  # fmt: skip
 """Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees,
-static capacities and jax.lax.ragged_dot in JAX."""
+static capacities, jax.lax.ragged_dot and roundings that XLA keeps in JAX."""
 
 
 def test_the_frontends_use_the_same_file_names() -> None:
