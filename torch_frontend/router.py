@@ -128,13 +128,17 @@ class _Route(torch.autograd.Function):
 
 
 class _Router(torch.autograd.Function):
-    """x for the experts, logits of bf16 x and weight, and the choice, in one function: less work of the host."""
+    """x for the experts, logits of bf16 x and weight, and the choice, in one function: less work of the host, and one
+    rounding of the gradient of x. logit_bias: (E,), or None."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: tuple[Any, ...]
+        ctx: Any, x: Tensor, weight: Tensor, logit_bias: Tensor | None, bias: Tensor, options: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits, of_experts = _product(x, weight.t()), x.view_as(x)
+        if logit_bias is not None:
+            logits += logit_bias
+            ctx.bias_dtype = logit_bias.dtype
         routing = _chosen(ctx, logits, bias, options, () if ctx.needs_input_grad[0] else (of_experts,))
         ctx.save_for_backward(logits, routing[0], x, weight)
         return of_experts, *routing
@@ -143,8 +147,11 @@ class _Router(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, experts, x, weight = ctx.saved_tensors
         dx, *of_routing = grads
-        terms = _choice_bwd(ctx, tuple(of_routing), logits, experts, True)
-        return *_logits_bwd(ctx, terms, x, weight, dx), None, None
+        biased = ctx.needs_input_grad[2]
+        terms, dbias = _choice_bwd(ctx, tuple(of_routing), logits, experts, not biased), None
+        if biased:  # the two terms hold 16 bits of its 24
+            terms, dbias = _terms(terms), terms.sum(0).to(ctx.bias_dtype)
+        return *_logits_bwd(ctx, terms, x, weight, dx), dbias, None, None
 
 
 def _chosen(
@@ -180,8 +187,8 @@ def route_tokens(
 ) -> tuple[Tensor, Routing]:
     """x for the experts, and `route` of `router_logits`, for checked arguments. options: top_k and the `OPTIONS`."""
     bias_of_choice = _selection("route", selection_bias, weight.shape[:1], x.device)
-    if x.dtype == weight.dtype == torch.bfloat16 and bias is None and not _autocast(x):
-        of_experts, *routing = _router(x, weight, bias_of_choice, options)
+    if x.dtype == weight.dtype == torch.bfloat16 and not _autocast(x):
+        of_experts, *routing = _router(x, weight, bias, bias_of_choice, options)
         return of_experts, Routing(*routing)
     return x, Routing(*_route(router_logits(x, weight, bias), bias_of_choice, options))
 
