@@ -29,7 +29,9 @@ def _existing(device: torch.device | str) -> torch.device:
         named = torch.device(device)
         if named.type == "cuda":
             _device.compute_capability(named)
-    except (AssertionError, RuntimeError, TypeError):
+        else:  # torch.device takes the names of devices that this build or machine does not have
+            torch.empty(0, device=named)
+    except (AssertionError, ImportError, RuntimeError, TypeError):
         allowed = "allowed: a torch.device of this machine or its name"
         fail(ValueError, "capabilities", "device", repr(device), allowed)
     return named

@@ -26,6 +26,11 @@ def test_what_runs_and_why_the_rest_does_not() -> None:
     nothing = capabilities("meta")["quantize_row"]
     assert nothing.uses == ""
     assert set(nothing.absent) == {"cpp", "cuda", "triton"}
+    for name in ("xla", "hpu", "abacus"):
+        with pytest.raises(
+            ValueError, match=f"capabilities: device: got '{name}'; allowed: a torch.device"
+        ):
+            capabilities(name)
 
 
 def test_a_forced_implementation_runs_or_raises() -> None:
