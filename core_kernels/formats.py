@@ -2,7 +2,7 @@
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5 (formats) and 6 (conversion);
 OCP 8-bit Floating Point Specification (OFP8) v1.0 for E4M3. RCEIL is what cuBLAS, cuDNN,
-Transformer Engine and the sm_100 conversion instruction compute.
+Transformer Engine and the sm_100 conversion instruction compute for finite blocks.
 """
 
 from enum import Enum, IntEnum
@@ -73,7 +73,8 @@ exactly 1. The relative error is 1.1e-7. Kernels round the coefficients to fp32.
 class Rounding(IntEnum):
     """How a block's amax becomes its power-of-two scale.
 
-    RCEIL: the smallest power of two >= amax / 448, so no element saturates.
+    RCEIL: the smallest power of two >= amax / 448, divided in fp32, so no element saturates. One quotient rounds down
+        to a power of two: of amax = 0x1.c00002p-119, whose largest element saturates by 1 in 2^23.
     FLOOR: 2^(floor(log2(amax)) - 8), section 6.3 of the MX specification; elements may saturate.
     """
 

@@ -37,6 +37,17 @@ def test_quantize_bytes(ops: Ops, op: str, name: str, rounding: Rounding, satfin
     check.same_bytes(got, expected(op, name, rounding, satfinite))
 
 
+def test_the_one_magnitude_whose_quotient_rounds_down_to_a_power_of_two(ops: Ops) -> None:
+    """docs/recipes.md names it: 0x1.c00002p-119 / 448 is 2^-127 in fp32. Its neighbours have the scale of their own."""
+    x = np.zeros((1, 3 * BLOCK), np.float32)
+    x[0, ::BLOCK] = np.array(
+        [float.fromhex("0x1.cp-119"), float.fromhex("0x1.c00002p-119"), float.fromhex("0x1.c00004p-119")]
+    )
+    q, sf = ops["quantize_row"](x, rounding=Rounding.RCEIL)
+    assert np.asarray(sf).tolist() == [[0, 0, 1]]
+    assert np.asarray(q)[0, ::BLOCK].tolist() == [0x7E, 0x7E, 0x76]
+
+
 def all_byte_pairs() -> tuple[np.ndarray, np.ndarray]:
     """Every element under every scale: q (256, 256), sf (256, 8)."""
     q = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
