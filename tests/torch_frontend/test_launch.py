@@ -27,9 +27,7 @@ def test_what_runs_and_why_the_rest_does_not() -> None:
     assert nothing.uses == ""
     assert set(nothing.absent) == {"cpp", "cuda", "triton"}
     for name in ("xla", "hpu", "abacus"):
-        with pytest.raises(
-            ValueError, match=f"capabilities: device: got '{name}'; allowed: a torch.device"
-        ):
+        with pytest.raises(ValueError, match=f"capabilities: device: got '{name}'; allowed: a torch.device"):
             capabilities(name)
 
 
