@@ -75,6 +75,9 @@ class _Still:
     def wait(self, chunk: int) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
 
 def travel(transport: Transport, legs: Sequence[OpenedLeg]) -> None:
     """Send the rows of each leg, after those of the leg before; the values do not matter."""
