@@ -48,7 +48,7 @@ from .pipeline import (
     tokens_to_groups,
 )
 from .router import GroupScore, Routing, ScoreFunc, chosen_outside, route_tokens
-from .shards import Ranks, replicated
+from .shards import Ranks, check_group, replicated
 from .weighted_combine import sum_of_slots, weigh_slots
 
 
@@ -249,7 +249,9 @@ class MoE(nn.Module):
         return route.row_map.padded_counts if own else route.row_map
 
     def _check(self, x: Tensor) -> None:
-        router = self.router
+        router, ranks = self.router, self.experts.expert_parallel
+        if ranks is not None:
+            check_group("MoE", ranks)
         check_plain("MoE", "x", x)
         require_tensor("MoE", "x", x)
         check_autocast("MoE", x)

@@ -7,6 +7,7 @@ Replicate()   router     --to_local--> weight   gradient: of this rank's tokens 
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -73,6 +74,18 @@ def check_sharded(op: str, parameters: tuple[Tensor, ...], ranks: Ranks | None) 
         for parameter in parameters:
             if isinstance(parameter, DTensor):
                 _not_ours(op, parameter)
+
+
+def check_group(op: str, ranks: Ranks) -> None:
+    """Raise RuntimeError if the process group has been destroyed since the layer was sharded. A default group made
+    again has its old name; a transport has the old group."""
+    if ranks.degree == 1 or torch.compiler.is_compiling():
+        return
+    try:
+        dist.get_process_group_ranks(ranks.transport.group if ranks.transport else group_named(ranks.group_name))
+    except (KeyError, RuntimeError, ValueError):
+        allowed = "allowed: a group that exists; build and shard the layer after init_process_group"
+        fail(RuntimeError, op, "group", f"{ranks.group_name!r}, which has been destroyed", allowed)
 
 
 def _not_ours(op: str, parameter: DTensor) -> NoReturn:

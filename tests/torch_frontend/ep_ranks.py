@@ -329,6 +329,20 @@ def other_styles() -> None:
            lambda: parallelize_module(moe, mesh, MXFP8ExpertParallel()))  # fmt: skip
 
 
+def group_that_is_gone() -> None:
+    """As after destroy_process_group and another init_process_group."""
+    group = dist.new_group([0, 1])
+    if RANK >= 2:
+        return
+    mesh = DeviceMesh.from_group(group, "cpu")
+    styles = MXFP8ExpertParallel(), MXFP8ExpertParallel(transport=Collectives(group))
+    layers = [parallelize_module(MoE(D, HIDDEN, E, TOP_K), mesh, style) for style in styles]
+    dist.destroy_process_group(group)
+    for moe in layers:
+        words = f"MoE: group: got '{group.group_name}', which has been destroyed; allowed: a group that exists"
+        raises(RuntimeError, words, partial(moe, batch()[:8]))
+
+
 PROGRAMS = (
     (2, "mxfp8_wgrad_with_hp", "mean", "combine"),
     (4, "mxfp8", "mean", "swiglu"),
@@ -391,6 +405,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     },
     "bad_input": bad_input,
     "other_styles": other_styles,
+    "group_that_is_gone": group_that_is_gone,
     **{
         f"compiled_layer[{prob_in}-{replicas}]": partial(compiled_layer, prob_in, replicas)
         for prob_in, replicas in (("combine", "each"), ("swiglu", "each"), ("swiglu", "once"), ("combine", "summed"))

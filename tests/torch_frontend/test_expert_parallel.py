@@ -83,6 +83,7 @@ CHECKS = [
     *(f"repeated_experts[{prob_in}-{replicas}]" for prob_in, replicas in OVER_RANKS),
     "bad_input",
     "other_styles",
+    "group_that_is_gone",
     *(f"compiled_layer[{how}]" for how in ("combine-each", "swiglu-each", "swiglu-once", "combine-summed")),
     "compiled_names_of_torchao",
 ]
