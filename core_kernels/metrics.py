@@ -55,8 +55,8 @@ def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ran
     for name, size, multiple in (("dim", dim, BLOCK), ("ranks", ranks, 1)):
         if not isinstance(size, int) or isinstance(size, bool):
             fail(TypeError, op, name, f"a {type(size).__name__}", "allowed: an int")
-        if size < 1 or size % multiple:
-            fail(ValueError, op, name, size, f"allowed: positive multiples of {multiple}")
+        if not 1 <= size < 2**31 or size % multiple:
+            fail(ValueError, op, name, size, f"allowed: positive multiples of {multiple} below 2^31")
     check_prob_in(op, prob_in)
     rows = sum(counts)
     nbytes = row_nbytes(dim, recipe) + (8 if prob_in == "swiglu" else 0)  # a weight of fp32 each way

@@ -159,3 +159,13 @@ def test_a_bad_layout_is_named(name: str, frontend) -> None:
     array = (lambda t: t) if frontend is mxep_torch else (lambda t: jnp.asarray(t.numpy()))
     with pytest.raises(error, match=message):
         call(frontend, array)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int32])
+def test_torch_packs_floats_alone(dtype: torch.dtype) -> None:
+    for name in PARTS:
+        with pytest.raises(TypeError, match=f"pack_expert_weights: {name}: got dtype {dtype}; allowed: floating-point"):
+            mxep_torch.pack_expert_weights(PARTS | {name: PARTS[name].to(dtype)})
+    for name, one, other in (("gate_up", GATE_UP.to(dtype), DOWN), ("down", GATE_UP, DOWN.to(dtype))):
+        with pytest.raises(TypeError, match=f"unpack_expert_weights: {name}: got dtype {dtype}; allowed: floating-"):
+            mxep_torch.unpack_expert_weights(one, other)

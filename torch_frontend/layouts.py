@@ -35,7 +35,7 @@ def unpack_expert_weights(
     gate_up: (E, 2F, D), or (E, D, 2F) if transposed: gate, then up; or interleaved, gate at even places of 2F.
     down: (E, D, F), or (E, F, D) if transposed. gate_up_bias: (E, 2F), down_bias: (E, D), both or neither: b1, b3, b2.
 
-    Returns the tensors by name, contiguous. Raises ValueError (shapes) and TypeError (not a tensor).
+    Returns the tensors by name, contiguous. Raises ValueError (shapes) and TypeError (dtypes).
 
     >>> gate_up, down = torch.arange(4.0).view(1, 1, 4), torch.zeros(1, 2, 1)  # E 1, D 1, F 2
     >>> parts = unpack_expert_weights(gate_up, down, interleaved=True, transposed=True)
@@ -47,7 +47,7 @@ def unpack_expert_weights(
     op = "unpack_expert_weights"
     _check_options(op, interleaved, transposed)
     for name, w in (("gate_up", gate_up), ("down", down)):
-        require_tensor(op, name, w)
+        _check_floating(op, name, w)
         if w.dim() != 3:
             fail(ValueError, op, name, f"shape {tuple(w.shape)}", "allowed: 3 dims, experts first")
     gate_up, down = (w.transpose(1, 2) if transposed else w for w in (gate_up, down))
@@ -61,7 +61,7 @@ def unpack_expert_weights(
     parts = {"w1": w1, "w3": w3, "w2": down}
     if gate_up_bias is not None and down_bias is not None:
         for name, b, n in (("gate_up_bias", gate_up_bias, 2 * f), ("down_bias", down_bias, d)):
-            require_tensor(op, name, b)
+            _check_floating(op, name, b)
             if b.shape != (e, n):
                 fail(ValueError, op, name, f"shape {tuple(b.shape)}", f"allowed: ({e}, {n})")
         b1, b3 = halves(gate_up_bias, interleaved)
@@ -76,7 +76,7 @@ def pack_expert_weights(
     "down_bias".
 
     parts: w1, w3 (E, F, D), w2 (E, D, F), and b1, b3 (E, F), b2 (E, D) or none of the three, by name; other names are
-    left out. Raises ValueError for a missing name or other shapes.
+    left out. Raises ValueError for a missing name or other shapes, TypeError for dtypes that are no floats.
 
     >>> parts = {"w1": torch.zeros(1, 2, 1), "w3": torch.ones(1, 2, 1), "w2": torch.zeros(1, 1, 2)}
     >>> pack_expert_weights(parts)["gate_up"].flatten().tolist()
@@ -94,7 +94,7 @@ def pack_expert_weights(
                 f"no {name!r}",
                 "allowed: 'w1', 'w3', 'w2', and all of 'b1', 'b3', 'b2' or none",
             )
-        require_tensor(op, name, parts[name])
+        _check_floating(op, name, parts[name])
     (e, d, f), w1 = parts["w2"].shape if parts["w2"].dim() == 3 else (0, 0, 0), parts["w1"]
     shapes = {"w1": (e, f, d), "w3": (e, f, d), "w2": (e, d, f), "b1": (e, f), "b3": (e, f), "b2": (e, d)}
     for name in NAMES if biased else NAMES[:3]:
@@ -111,6 +111,12 @@ def pack_expert_weights(
     if biased:
         packed |= {"gate_up_bias": joined(parts["b1"], parts["b3"], interleaved), "down_bias": parts["b2"]}
     return {name: part.clone(memory_format=torch.contiguous_format) for name, part in packed.items()}
+
+
+def _check_floating(op: str, name: str, w: Tensor) -> None:
+    require_tensor(op, name, w)
+    if not w.is_floating_point():
+        fail(TypeError, op, name, f"dtype {w.dtype}", "allowed: floating-point dtypes")
 
 
 def _check_options(op: str, interleaved: bool, transposed: bool) -> None:

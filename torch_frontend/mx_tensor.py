@@ -64,6 +64,8 @@ class MXTensor(Tensor):
         through unchanged. Raises ValueError (shape) and TypeError (dtype).
         """
         op = "MXTensor.quantize"
+        if not isinstance(packed, bool):
+            fail(TypeError, op, "packed", repr(packed), "allowed: bool")
         return _quantized(op, "x", x, Rounding.parse(rounding, op), packed)
 
     @staticmethod

@@ -303,8 +303,9 @@ def update_selection_bias(selection_bias: Tensor, counts: Tensor, rate: float) -
     >>> update_selection_bias(torch.zeros(3), torch.tensor([4, 1, 1]), 0.5).tolist()
     [-0.5, 0.5, 0.5]
 
-    Raises ValueError (shapes, devices, a rate that is not positive and finite) and TypeError (dtypes). Source: Wang et
-    al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
+    Raises ValueError (shapes, devices, negative counts where values are checked, a rate that is not positive and
+    finite) and TypeError (dtypes). Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
+    Mixture-of-Experts", 2024.
     """
     op = "update_selection_bias"
     require_tensor(op, "selection_bias", selection_bias)
@@ -315,5 +316,7 @@ def update_selection_bias(selection_bias: Tensor, counts: Tensor, rate: float) -
         fail(TypeError, op, "rate", repr(rate), "allowed: a float")
     if not 0 < rate < float("inf"):
         fail(ValueError, op, "rate", rate, "allowed: positive finite numbers")
+    if reads_values(counts) and (counts < 0).any():
+        fail(ValueError, op, "counts", counts.tolist(), "allowed: counts of at least 0")
     load = counts.detach().float()
     return selection_bias.detach() + rate * torch.sign(load.mean() - load)

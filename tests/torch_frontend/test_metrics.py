@@ -146,6 +146,13 @@ def test_bad_input() -> None:
         MoERecorder(model("bf16"), numerics=True)
 
 
+@pytest.mark.parametrize("argument", ["dim", "ranks"])
+def test_sizes_that_no_layer_has(argument: str) -> None:
+    _, stats = MoE(32, 32, 4, 2)(torch.zeros(1, 32))
+    with pytest.raises(ValueError, match=f"moe_metrics: {argument}: got {2**63}; allowed: .* below 2\\^31"):
+        moe_metrics(stats, **{"dim": 32} | {argument: 2**63})
+
+
 def test_the_program_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(program, {"__name__": "page"})

@@ -131,3 +131,9 @@ def test_in_and_out_of_a_compiled_graph(x: Tensor) -> None:
     mx = quantize(x)
     assert isinstance(mx, MXTensor)
     assert torch.equal(double(mx), MXTensor.quantize(x).dequantize() * 2)
+
+
+def test_packed_is_a_flag(x: Tensor) -> None:
+    for wrong in ("x", 1, None):
+        with pytest.raises(TypeError, match=r"MXTensor\.quantize: packed: got .*; allowed: bool"):
+            MXTensor.quantize(x, packed=wrong)  # type: ignore[arg-type]

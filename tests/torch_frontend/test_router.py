@@ -315,6 +315,8 @@ IDS = ONES.long()
         (TypeError, r"MoE: weights: got dtype torch.float64", lambda: moe(experts=IDS, weights=ONES.double())),
         (ValueError, r"update_selection_bias: counts: got shape \(2,\)",
          lambda: update_selection_bias(torch.zeros(3), torch.ones(2).int(), 0.1)),
+        (ValueError, r"update_selection_bias: counts: got \[3, -1\]; allowed: counts of at least 0",
+         lambda: update_selection_bias(torch.zeros(2), torch.tensor([3, -1]), 0.1)),
         (ValueError, r"update_selection_bias: rate: got 0", lambda: update_selection_bias(ONES[0], ONES[0].int(), 0)),
     ],
 )  # fmt: skip
