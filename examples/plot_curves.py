@@ -7,7 +7,7 @@ Writes curves.png to the same folder, prints the comparisons, and exits with 1 i
 - PyTorch is within the limit of JAX at every logged step, for each recipe;
 - the held-out loss of every recipe is within the limit of bf16, for each framework.
 
-The limit, 0.5% unless given, is a property of the config: it has to cover two runs that differ in the order of
+The limit, 0.7% unless given, is a property of the config: it has to cover two runs that differ in the order of
 additions alone. Runs of 500 steps on a GPU differ more than runs of 60 steps on a CPU (docs/training.md).
 
 A missing run is an error, and so are runs with different configs or texts.
@@ -29,9 +29,9 @@ FRAMEWORKS = ("torch", "jax")
 REFERENCE = "bf16"
 COLORS = dict(zip(RECIPES, ("tab:blue", "tab:green", "tab:orange", "tab:red", "tab:purple"), strict=True))
 MAY_DIFFER = ("framework", "recipe", "ep", "device")
-LIMIT = 0.005
-"""Twice what the comparisons of `make train` differ by, 0.22% at most over four seeds. Faults in one framework of that
-config: no auxiliary loss 0.8%, a router without a gradient 0.7%, rates of 1.05 times 1.5%, frozen experts 11%."""
+LIMIT = 0.007
+"""Of the comparisons of `make train` the largest is 0.22%, over four seeds 0.38%. A fault in one framework: a router
+without a gradient 0.75%, no auxiliary loss 0.80%, rates of 1.05 times 1.5%, one layer's experts frozen 4%."""
 Curves = dict[str, dict[int, float]]  # "train" and "eval" -> step -> loss
 Runs = dict[tuple[str, str], Curves]  # by framework and recipe
 
