@@ -1,18 +1,20 @@
 """The whole MoE layer, from torch and from JAX, compared with a plain bf16 layer in each framework.
 
     inputs --torch--> y and gradients --SQNR against bf16--> events:    run | plain torch bf16
-            '-JAX---> y and gradients --SQNR against bf16--> programs:  JAX | torch | plain torch bf16 | ragged_dot
+            '-JAX---> y and gradients --SQNR against bf16--> in a row:  JAX | torch | plain torch bf16 | ragged_dot
     torch, captured --replay--> y and gradients --SQNR--> events:    replay | replay of plain torch bf16
-                                                          programs:  the same, replayed several times in a row
+                                                          in a row:  the same
 
-JAX with held weights runs the forward and backward together only: a compilation takes as long as the measurement.
+Every line has the peak memory of both sides. JAX with held weights, and uneven layers, run the forward and backward
+together only: a compilation takes as long as the measurement. `ragged_dot` takes ten times as long as the others, and
+is left out of uneven layers.
 """
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -34,7 +36,7 @@ from .cases.moe_layer import (
 )
 from .cases.shapes import MoELayer, RoutedLayer
 from .figures import device_timing
-from .figures.device_timing import Each, torch_wait
+from .figures.device_timing import Each, torch_end
 from .figures.failures import failed, guarded
 from .figures.results import Line
 from .figures.timing import Sample
@@ -47,11 +49,19 @@ MAX_RAGGED_DOT_NBYTES = 8 << 30
 HELD, GRAPH, IN_A_ROW = {"weights": "held"}, {"launch": "graph"}, {"clock": "in a row"}
 
 
+class Found(NamedTuple):
+    """What holds of a program's lines: the distance from bf16, and the peak memory, None without a GPU."""
+
+    error: Error
+    peak: int | None
+
+
 def layer_lines(
     inputs: LayerInputs, op: str, frontend: str, how: Mapping[str, str], samples: Mapping[str, Sample],
-    peak: int | None, error: Error,
+    found: Found, peaks: Mapping[str, int | None],
 ) -> Iterator[Line]:  # fmt: skip
-    """One line for each peer among the samples. how: HELD, GRAPH, IN_A_ROW, or several of them; part of the case."""
+    """One line for each peer among the samples. how: HELD, GRAPH, IN_A_ROW, or several of them; part of the case.
+    peaks: memory of the peers."""
     ours = samples["run"]
     routed = {} if inputs.routing == "random" else {"routing": inputs.routing}
     for name, theirs in samples.items():
@@ -71,25 +81,30 @@ def layer_lines(
             peer=name,
             peer_us=theirs.us,
             ratio=round(theirs.us / ours.us, 3),
-            peak_nbytes=peak,
-            error=error,
+            peak_nbytes=found.peak,
+            error=found.error,
+            peer_peak_nbytes=peaks.get(name),
         )
 
 
 def torch_lines(
-    inputs: LayerInputs, reference: Tensors, named: Sequence[str], held: bool, each: Each
-) -> Iterator[Line]:
+    inputs: LayerInputs, reference: Tensors, named: Sequence[str], held: bool, each: Each, found: dict[str, Found],
+    peaks: dict[str, int | None],
+) -> Iterator[Line]:  # fmt: skip
+    """Lines of single steps. Fills `found`, of our layer, and `peaks`, of the plain one, by op."""
     ours, plain = (torch_programs(layer(inputs), inputs) for layer in (our_torch_layer, plain_torch_layer))
     with inputs.ours.weights_held() if held else nullcontext():
         error = check(inputs, reference, ours["moe_layer_fwd_bwd"]())
         for op in named:
-            peak = device_timing.peak_nbytes(ours[op])
+            found[op] = Found(error, device_timing.peak_nbytes(ours[op]))
+            peaks[op] = device_timing.peak_nbytes(plain[op])
             samples = each({"run": ours[op], PLAIN: plain[op]})
-            yield from layer_lines(inputs, op, "torch", HELD if held else {}, samples, peak, error)
+            yield from layer_lines(inputs, op, "torch", HELD if held else {}, samples, found[op], {PLAIN: peaks[op]})
 
 
-def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors]:
-    """A function that replays the step from a CUDA graph, and the outputs that every replay overwrites."""
+def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors, int | None]:
+    """A function that replays the step from a CUDA graph, the outputs that every replay overwrites, and the peak of the
+    memory that the graph's step takes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -97,9 +112,13 @@ def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
-    return graph.replay, outputs
+
+    def capture() -> Tensors:
+        with torch.cuda.graph(graph):
+            return step()
+
+    outputs, peak = device_timing.with_peak(capture)
+    return graph.replay, outputs, peak
 
 
 def graph_lines(inputs: LayerInputs, reference: Tensors, device: str, each: Each) -> Iterator[Line]:
@@ -107,71 +126,94 @@ def graph_lines(inputs: LayerInputs, reference: Tensors, device: str, each: Each
     training, one replay after the other."""
     op = "moe_layer_fwd_bwd"
     ours, plain = (torch_programs(layer(inputs), inputs)[op] for layer in (our_torch_layer, plain_torch_layer))
-    (replay, outputs), (replay_plain, _) = captured(ours), captured(plain)
+    (replay, outputs, peak), (replay_plain, _, plain_peak) = captured(ours), captured(plain)
     replay()
-    error = check(inputs, reference, outputs)
-    yield from layer_lines(inputs, op, "torch", GRAPH, each({"run": replay, PLAIN: replay_plain}), None, error)
-    wait = torch_wait(device)
-    in_a_row = device_timing.programs({"run": (replay, wait), PLAIN: (replay_plain, wait)}, settle=True)
-    yield from layer_lines(inputs, op, "torch", GRAPH | IN_A_ROW, in_a_row, None, error)
+    found, peaks = Found(check(inputs, reference, outputs), peak), {PLAIN: plain_peak}
+    replays, end = {"run": replay, PLAIN: replay_plain}, torch_end(device)
+    yield from layer_lines(inputs, op, "torch", GRAPH, each(replays), found, peaks)
+    in_a_row = device_timing.in_a_row({name: (run, end) for name, run in replays.items()})
+    yield from layer_lines(inputs, op, "torch", GRAPH | IN_A_ROW, in_a_row, found, peaks)
 
 
-def _ragged_dot(inputs: LayerInputs, op: str) -> device_timing.Program:
-    """The plain JAX layer, compiled; its weights are copies in the layout of ragged_dot."""
+def _jax_end(result: Sequence[jax.Array]) -> Callable[[], object]:
+    """All outputs of a program are there at the same time. Only y is kept until then."""
+    return partial(jax.block_until_ready, result[0])
+
+
+def _peak(program: Any) -> int | None:
+    """Of a compiled program: XLA's temporaries and outputs."""
+    memory: Any = getattr(program, "memory_analysis", lambda: None)()
+    return memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
+def _ragged_dot(inputs: LayerInputs, op: str) -> tuple[Callable[[], Any], int | None]:
+    """The plain JAX layer, compiled, and its peak memory; its weights are copies in the layout of ragged_dot."""
     x, dy, router = (jax.dlpack.from_dlpack(a.detach()) for a in (inputs.x, inputs.dy, inputs.weights.router))
     experts = (jax.dlpack.from_dlpack(w.detach().mT.contiguous()) for w in inputs.weights[1:])
     layer = lambda x, weights: jax_layer(x, weights, inputs.shape.top_k)  # noqa: E731
     program, arguments = jax_program(layer, op, x, dy, (router, *experts))
-    return partial(program, *arguments), jax.block_until_ready
+    return partial(program, *arguments), _peak(program)
 
 
-def jax_lines(
-    inputs: LayerInputs, reference: Tensors, named: Sequence[str], held: bool, device: str, failures: list[str]
-) -> Iterator[Line]:
+def in_a_row_lines(
+    inputs: LayerInputs, reference: Tensors, named: Sequence[str], held: bool, ragged: bool, device: str,
+    failures: list[str], torch_found: Mapping[str, Found], plain_peaks: Mapping[str, int | None],
+) -> Iterator[Line]:  # fmt: skip
+    """Lines of steps in a row: of JAX's layer against torch's and the plain ones, and of torch's against the plain one,
+    all of them timed in the same rounds. ragged: against `ragged_dot` too, where its operands fit."""
     ours, plain = (torch_programs(layer(inputs), inputs) for layer in (our_torch_layer, plain_torch_layer))
-    wait = torch_wait(device)
+    end, how = torch_end(device), HELD if held else {}
     t, d, f, e, k = inputs.shape
-    fits = ragged_dot_nbytes(t * k, max(d, f), e) <= MAX_RAGGED_DOT_NBYTES
+    ragged = ragged and ragged_dot_nbytes(t * k, max(d, f), e) <= MAX_RAGGED_DOT_NBYTES
     with inputs.ours.weights_held() if held else nullcontext():
-        for op in [op for op in named if not (held and op == "moe_layer_fwd")]:
+        for op in named:
             program, arguments = our_jax_program(inputs, op, held)
             outputs = tuple(map(torch.from_dlpack, program(*arguments)))
-            error = check(inputs, reference[: len(outputs)], outputs)
+            found = Found(check(inputs, reference[: len(outputs)], outputs), _peak(program))
             del outputs
-            candidates: dict[str, device_timing.Program] = {
-                "run": (partial(program, *arguments), jax.block_until_ready),
-                "torch_frontend": (ours[op], wait),
-                PLAIN: (plain[op], wait),
+            steps: dict[str, device_timing.Step] = {
+                "run": (partial(program, *arguments), _jax_end),
+                "torch_frontend": (ours[op], end),
+                PLAIN: (plain[op], end),
             }
-            if fits and not held:
+            peaks = {"torch_frontend": torch_found[op].peak, PLAIN: plain_peaks[op]}
+            if ragged:
                 try:
-                    peer, wait_for = _ragged_dot(inputs, op)
-                    wait_for(peer())
-                    candidates[RAGGED_DOT] = peer, wait_for
+                    peer, peaks[RAGGED_DOT] = _ragged_dot(inputs, op)
+                    jax.block_until_ready(peer())
+                    steps[RAGGED_DOT] = peer, _jax_end
                 except Exception:
                     failed(f"{op} in JAX: peer {RAGGED_DOT}", failures)
-            memory: Any = getattr(program, "memory_analysis", lambda: None)()
-            peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
-            samples = device_timing.programs(candidates, settle=True)
-            yield from layer_lines(inputs, op, "jax", HELD if held else {}, samples, peak, error)
+            samples = device_timing.in_a_row(steps)
+            yield from layer_lines(inputs, op, "jax", how, samples, found, peaks)
+            in_torch = {"run": samples["torch_frontend"], PLAIN: samples[PLAIN]}
+            yield from layer_lines(inputs, op, "torch", how | IN_A_ROW, in_torch, torch_found[op], peaks)
 
 
 def lines(
     only: Sequence[str], layers: Sequence[MoELayer], uneven: Sequence[RoutedLayer], device: str, each: Each,
     failures: list[str],
 ) -> Iterator[Line]:  # fmt: skip
-    """The lines of the ops named. Uneven layers are not measured with held weights or in a graph."""
+    """The lines of the ops named. Uneven layers are measured forward and backward together, without held weights and
+    graphs."""
     named = tuple(op for op in OPS if op in only)
-    all_layers = [*((RoutedLayer(shape, "random"), True) for shape in layers), *((layer, False) for layer in uneven)]
-    for (shape, routing), whole in all_layers if named else ():
+    both = tuple(op for op in named if op == "moe_layer_fwd_bwd")
+    all_layers = [*((RoutedLayer(shape, "random"), True) for shape in layers if named),
+                  *((layer, False) for layer in uneven if both)]  # fmt: skip
+    for (shape, routing), whole in all_layers:
         of = f"{tuple(shape)}, routing {routing}"
         for inputs, reference in guarded(f"moe_layer: inputs of {of}", _inputs(shape, routing, device), failures):
             for held in (False, True) if whole else (False,):
                 what = f"moe_layer {of}{', weights held' if held else ''}"
-                yield from guarded(what, torch_lines(inputs, reference, named, held, each), failures)
+                found, peaks = {}, {}
+                one_by_one = torch_lines(inputs, reference, named if whole else both, held, each, found, peaks)
+                yield from guarded(what, one_by_one, failures)
                 torch.cuda.empty_cache()  # memory for JAX
-                in_jax = jax_lines(inputs, reference, named, held, device, failures)
-                yield from guarded(f"{what} in JAX", in_jax, failures)
+                alone = whole and not held
+                in_a_row = in_a_row_lines(
+                    inputs, reference, named if alone else both, held, alone, device, failures, found, peaks
+                )
+                yield from guarded(f"{what} in JAX", in_a_row, failures)
             if whole and device == "cuda" and "moe_layer_fwd_bwd" in named:
                 what = f"moe_layer {of}, in a graph"
                 yield from guarded(what, graph_lines(inputs, reference, device, each), failures)

@@ -32,7 +32,7 @@ from torch import Tensor
 from .cases.error_check import FP8_CHAIN, rows_error
 from .cases.moe_layer import check, layer_inputs, our_torch_layer, plain_torch_layer, torch_programs
 from .cases.shapes import H200, MoELayer
-from .figures.device_timing import Sample, events, programs, torch_wait
+from .figures.device_timing import Sample, events, in_a_row, torch_end
 from .figures.results import Run, gpu_name
 from .peers.grouped_gemm import grouped_bf16
 
@@ -125,8 +125,10 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
     for name, run in candidates.items():
         noise = run()[:ROWS].double() - full
         db[name] = (10 * torch.log10(full.square().sum() / noise.square().sum())).item()
-    wait = torch_wait("cuda")
-    paused, in_a_row = events(timed, samples), programs({name: (run, wait) for name, run in timed.items()}, settle=True)
+    paused, following = (
+        events(timed, samples),
+        in_a_row({name: (run, torch_end("cuda")) for name, run in timed.items()}),
+    )
 
     def figures(times: Mapping[str, Sample], name: str) -> dict[str, float]:
         ratio, of_normal = (round(times[base].us / times[name].us, 3) for base in ("grouped_mm_fold", NORMAL))
@@ -135,7 +137,7 @@ def compare(kind: str, size: tuple[int, int, int, int], samples: int):
     for name in candidates:
         yield {
             "op": name, "M": m, "N": n, "K": k, "G": g, "data": kind, **figures(paused, name),
-            "tflops": round(2 * m * n * k / paused[name].us / 1e6), "in_a_row": figures(in_a_row, name),
+            "tflops": round(2 * m * n * k / paused[name].us / 1e6), "in_a_row": figures(following, name),
             "zeros": [_zeros(by_row[0][0]), _zeros(by_row[1][0][0])], "sqnr_db": round(db[name], 1),
             "apart": round(share_apart(steps[0][3].cpu().numpy(), k // 32, m), 4), "error": errors.get(name),
         }  # fmt: skip

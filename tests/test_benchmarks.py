@@ -4,6 +4,7 @@ The figures mean nothing. test_product_benchmarks.py does the same for the group
 """
 
 import doctest
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -28,6 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, samples=1))
     monkeypatch.setattr(device_timing, "BATCH_US", 1)
     monkeypatch.setattr(device_timing, "SETTLE_S", 0)
+    monkeypatch.setattr(device_timing, "in_a_row", partial(device_timing.in_a_row, rounds=2, groups=1))
     monkeypatch.setattr(device_timing, "host", partial(device_timing.host, stretches=1, calls=1))
     plain._swiglu.cache_clear()
     yield
@@ -70,29 +72,38 @@ def test_every_op_is_checked_compared_and_reported(tmp_path: Path, monkeypatch: 
 
 
 def test_the_layer_is_checked_compared_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_timing, "peak_nbytes", lambda run: 1000)  # None on a CPU
     lines = measured("moe_layer")
+    assert all(line.peak_nbytes and line.peer_peak_nbytes for line in lines)
     uneven = [line for line in lines if "routing" in line.case]
     ((layer, routing),) = shapes.TINY.uneven
     assert {(line.case["tokens"], line.case["routing"]) for line in uneven} == {(layer.tokens, routing)}
-    found = {(line.op, line.frontend, line.case.get("weights"), line.peer) for line in lines if line not in uneven}
-    torch_peers, jax_peers = {"plain_torch_bf16"}, {"plain_torch_bf16", "torch_frontend"}
-    assert found == {
-        *((op, "torch", held, peer) for op in moe_layer.OPS for held in (None, "held") for peer in torch_peers),
-        *((op, "jax", None, peer) for op in moe_layer.OPS for peer in (*jax_peers, "ragged_dot")),
-        *(("moe_layer_fwd_bwd", "jax", "held", peer) for peer in jax_peers),
-    }
+    assert {line.op for line in uneven} == {"moe_layer_fwd_bwd"}
+    found = [
+        (line.op, line.frontend, line.case.get("weights"), line.case.get("clock"), line.peer)
+        for line in lines
+        if line not in uneven
+    ]
+    bwd, plain_torch, jax_peers = "moe_layer_fwd_bwd", "plain_torch_bf16", ("plain_torch_bf16", "torch_frontend")
+    assert sorted(found, key=str) == sorted([
+        *((op, "torch", held, None, plain_torch) for op in moe_layer.OPS for held in (None, "held")),
+        *((op, "torch", None, "in a row", plain_torch) for op in moe_layer.OPS),
+        (bwd, "torch", "held", "in a row", plain_torch),
+        *((op, "jax", None, None, peer) for op in moe_layer.OPS for peer in (*jax_peers, "ragged_dot")),
+        *((bwd, "jax", "held", None, peer) for peer in jax_peers),
+    ], key=str)  # fmt: skip
     t, d, f, _, k = shapes.TINY.moe_layers[0]
     assert {line.flops for line in lines if line not in uneven} == {2 * 3 * t * k * d * f, 2 * 9 * t * k * d * f}
     assert all(line.error["grade"] == "sqnr_db" and line.error["sqnr_db"] >= 21 for line in lines)
     rows = recorded(lines, tmp_path, monkeypatch)
-    assert table_moe_layer.table(rows).count("\n| forward") == 4 + 2
-    assert table_moe_layer.table([row for row in rows if row["frontend"] == "jax"]).count("\n| forward") == 3 + 2
+    assert table_moe_layer.table(rows).count("\n| forward") == 4 + 1
+    assert table_moe_layer.table([row for row in rows if row["frontend"] == "jax"]).count("\n| forward") == 3 + 1
     assert table_moe_layer.table(rows).count("\n| forward and backward, one expert |") == 1
 
 
 def test_a_layer_in_a_graph_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has no graphs: here a replay is the step itself."""
-    monkeypatch.setattr(gpu_moe_layer, "captured", lambda step: (step, step()))
+    monkeypatch.setattr(gpu_moe_layer, "captured", lambda step: (step, step(), 1000))
     inputs = moe_layer.layer_inputs(shapes.TINY.moe_layers[0], "cpu")
     reference = moe_layer.torch_programs(moe_layer.plain_torch_layer(inputs, torch.float32), inputs)
     each = partial(timing.interleaved, rounds=1)
@@ -101,20 +112,56 @@ def test_a_layer_in_a_graph_has_lines_of_its_own(tmp_path: Path, monkeypatch: py
         assert (line.frontend, line.case["launch"], line.peer) == ("torch", "graph", "plain_torch_bf16")
         assert line.error["sqnr_db"] >= moe_layer.MIN_SQNR_DB
     assert [line.case.get("clock") for line in lines] == [None, "in a row"]
+    single, in_a_row = lines
+    assert (single.peak_nbytes, in_a_row.peer_peak_nbytes) == (1000, 1000)
     table = table_moe_layer.table(recorded(lines, tmp_path, monkeypatch))
     assert "| quantized in every step, in a CUDA graph |" in table
-    assert f"| {lines[0].ratio:.2f}x | {lines[1].ratio:.2f}x |" in table
+    assert f"({in_a_row.n}, {in_a_row.spread:.0%}) | {in_a_row.ratio:.2f}x |" in table
+    assert f"({single.n}, {single.spread:.0%}) | {single.ratio:.2f}x |" in table
 
 
-def test_the_speed_up_in_a_row_is_of_one_comparison() -> None:
-    """Both times are of the run that compares JAX's program with torch's and with the plain layer."""
+def test_the_table_of_the_layer() -> None:
+    """Steps in a row of torch's own lines, or of older lines, where JAX's comparison has both times."""
     case = {"tokens": 8, "dim": 2, "hidden_dim": 4, "num_experts": 2, "top_k": 1, "recipe": "mxfp8"}
-    line = {"op": "moe_layer_fwd_bwd", "case": case, "us": 90.0, "spread": 0.0, "peak_nbytes": None, "hardware": "g",
-            "commit": "c" * 40, "versions": {}}  # fmt: skip
-    rows = [line | {"frontend": frontend, "peer": peer, "peer_us": us, "ratio": us / 90}
-            for frontend, peer, us in (("torch", "plain_torch_bf16", 180.0), ("jax", "plain_torch_bf16", 270.0),
-                                       ("jax", "torch_frontend", 100.0))]  # fmt: skip
-    assert "| 2.00x | 2.70x |" in table_moe_layer.table(rows)
+    line = {"op": "moe_layer_fwd_bwd", "case": case, "us": 9e4, "spread": 0.125, "n": 15, "hardware": "g",
+            "commit": "c" * 40, "versions": {}, "error": {"sqnr_db": 22.7}, "peak_nbytes": 7 * 2**29}  # fmt: skip
+    single, of_plain, of_torch = (
+        line | {"frontend": frontend, "peer": peer, "peer_us": us, "ratio": us / 9e4}
+        for frontend, peer, us in (("torch", "plain_torch_bf16", 18e4), ("jax", "plain_torch_bf16", 27e4),
+                                   ("jax", "torch_frontend", 10e4))
+    )  # fmt: skip
+    older = table_moe_layer.table([single, of_plain | {"n": 2}, of_torch | {"n": 2}])
+    assert "| 270.00 / 100.00 (2) | 2.70x | 180.00 / 90.00 (15, 12%) | 2.00x |" in older
+    assert "| 22.7 | - / 3.5 |" in older
+    own = single | {"case": {**case, "clock": "in a row"}, "n": 10, "us": 10e4, "peer_us": 26e4, "ratio": 2.6}
+    rows = [row | {"peer_peak_nbytes": 3 * 2**30} for row in (single, of_plain, of_torch, own)]
+    table = table_moe_layer.table(rows)
+    assert "| 260.00 / 100.00 (10, 12%) | 2.60x | 180.00 / 90.00 (15, 12%) | 2.00x |" in table
+    assert "| 22.7 | 3.0 / 3.5 |" in table
+
+
+def test_steps_in_a_row_are_launched_ahead_and_sampled_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock ticks once for each step; the steps of "b" are three times as long."""
+    monkeypatch.undo()  # of the fixture that takes one sample of everything
+    monkeypatch.setattr(device_timing, "BATCH_US", 4e6)
+    seen, now = [], [0.0]
+    monkeypatch.setattr(device_timing.time, "perf_counter", lambda: now[0])
+
+    def step(name: str, seconds: float) -> device_timing.Step:
+        def wait() -> None:
+            seen.append(f"{name} ends")
+            now[0] += seconds
+
+        return lambda: seen.append(name), lambda _: wait
+
+    found = device_timing.in_a_row({"a": step("a", 2.0), "b": step("b", 6.0)})
+    assert found == {"a": timing.Sample(2e6, 0.0, 10), "b": timing.Sample(6e6, 0.0, 10)}
+    rounds = [name for before, name in itertools.pairwise(["", *seen]) if name in "ab" and before[:1] != name]
+    assert rounds == ["a", "b", "a", "b", "a"]  # there, and back, twice
+    one = seen[: seen.index("b")]
+    assert one[:5] == ["a", "a ends", "a", "a", "a ends"]  # a compilation, then a step ahead
+    assert one[-2:] == ["a ends", "a ends"]
+    assert one.count("a") == one.count("a ends") == 1 + 1 + 1 + 5 * 2
 
 
 def test_a_peer_that_fails_loses_its_line_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ events    one launch between two CUDA events, caches cold: torch programs
 programs  one clock for torch and JAX, whose stream takes no events from outside:
  batches    N launches, then one wait, divided by N; the wait adds the same to both
  kernels    the time of the kernels in CUPTI's record, for programs that run faster than a host launches them
+in_a_row  steps that follow each other, as in training, from the end of one to the end of another; torch and JAX
 host      the time until an eager call returns, without waiting for the device; the quietest of many stretches of calls
 
 Every other round runs backwards, and a sample is the mean of a round and the next. The clock of the card follows the
@@ -12,6 +13,7 @@ apart, and their median is either of them.
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +29,8 @@ Candidates = Mapping[str, Callable[[], object]]
 Program = tuple[Callable[[], Any], Callable[[Any], object]]
 """A call, and a function that waits for its result."""
 Programs = Mapping[str, Program]
+Step = tuple[Callable[[], Any], Callable[[Any], Callable[[], object]]]
+"""A call, and a function of its result that makes a wait for it, which keeps little of the result's memory."""
 Each = Callable[[Candidates], dict[str, Sample]]
 """A clock: candidates -> a sample of each."""
 L2_NBYTES = 256 << 20  # several times an H200's L2
@@ -44,6 +48,17 @@ SHORT_US = 250
 def torch_wait(device: str) -> Callable[[object], None]:
     """A function that waits for torch's work on the device, whatever its argument."""
     return (lambda _: torch.cuda.synchronize()) if device == "cuda" else lambda _: None
+
+
+def torch_end(device: str) -> Callable[[object], Callable[[], object]]:
+    """A wait for torch's work on the device up to here, whatever the argument."""
+
+    def end(_: object) -> Callable[[], object]:
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    return end if device == "cuda" else lambda _: lambda: None
 
 
 def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
@@ -73,9 +88,9 @@ def events(candidates: Candidates, samples: int = 15) -> dict[str, Sample]:
     return _there_and_back({name: seconds[2:] for name, seconds in times.items()})
 
 
-def programs(candidates: Programs, least_calls: int = 4, settle: bool = False) -> dict[str, Sample]:
+def programs(candidates: Programs, least_calls: int = 4) -> dict[str, Sample]:
     """Device time of each candidate. The length of the first one selects the clock; a batch has at
-    least `least_calls` calls. settle: run each candidate for `SETTLE_S` before a batch of it.
+    least `least_calls` calls.
 
     Results are dropped at once, so that buffers are reused.
     """
@@ -83,30 +98,62 @@ def programs(candidates: Programs, least_calls: int = 4, settle: bool = False) -
     if estimate.us < SHORT_US and torch.cuda.is_available():
         return kernels(candidates)
     calls = min(max(int(BATCH_US / estimate.us), least_calls), 200)
-    if settle:
-        return batches(candidates, calls, samples=2, settle_s=SETTLE_S)
     return batches(candidates, calls)
 
 
-def batches(candidates: Programs, calls: int, samples: int = 4, settle_s: float = 0) -> dict[str, Sample]:
-    """Time per call of `calls` calls in a row, after a call, and more for `settle_s`; the first round warms up."""
-
-    def stretch(run: Callable[[], Any], wait: Callable[[Any], object]) -> float:
-        start = time.perf_counter()
-        for _ in range(calls - 1):
-            run()
-        wait(run())
-        return time.perf_counter() - start
-
+def batches(candidates: Programs, calls: int, samples: int = 4) -> dict[str, Sample]:
+    """Time per call of `calls` calls in a row, after a call; the first round warms up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(1 + 2 * samples):
         for name, (run, wait) in _in_turn(candidates, round_):
             wait(run())
-            settled = 0.0
-            while settled < settle_s:
-                settled += stretch(run, wait)
-            times[name].append(stretch(run, wait) / calls)
+            start = time.perf_counter()
+            for _ in range(calls - 1):
+                run()
+            wait(run())
+            times[name].append((time.perf_counter() - start) / calls)
     return _there_and_back({name: seconds[1:] for name, seconds in times.items()})
+
+
+def in_a_row(steps: Mapping[str, Step], rounds: int = 4, groups: int = 5) -> dict[str, Sample]:
+    """Time of a step among steps that follow each other: rounds / 2 x groups samples.
+
+    In every round a candidate runs for `SETTLE_S`, and without a pause for as many groups of steps as long as
+    `BATCH_US`. A step is launched before the host waits for the step before it, so the device does not wait for the
+    host where the host is faster.
+    """
+    times: dict[str, list[list[float]]] = {name: [] for name in steps}
+    for round_ in range(rounds):
+        for name, step in _in_turn(steps, round_):
+            times[name].append(_groups(*step, groups))
+    there_and_back = {
+        name: [
+            t for pair in zip(found[::2], found[1::2], strict=True) for both in zip(*pair, strict=True) for t in both
+        ]
+        for name, found in times.items()
+    }
+    return _there_and_back(there_and_back)
+
+
+def _groups(run: Callable[[], Any], end: Callable[[Any], Callable[[], object]], groups: int) -> list[float]:
+    """Seconds per step of each group."""
+    end(run())()  # compiles
+    wait, settled, start = end(run()), 0, time.perf_counter()
+    while not settled or time.perf_counter() - start < SETTLE_S:
+        following = end(run())
+        wait()
+        wait, settled = following, settled + 1
+    calls = math.ceil(BATCH_US / 1e6 * settled / (time.perf_counter() - start))
+    found = []
+    for _ in range(groups):
+        start = time.perf_counter()
+        for _ in range(calls):
+            following = end(run())
+            wait()
+            wait = following
+        found.append((time.perf_counter() - start) / calls)
+    wait()
+    return found
 
 
 def kernels(candidates: Programs, calls: int = 50, samples: int = 4) -> dict[str, Sample]:
@@ -156,12 +203,15 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def peak_nbytes(run: Callable[[], object]) -> int | None:
     """Peak of the bytes requested from torch's CUDA allocator by `run`, its result included; None without a GPU."""
+    return with_peak(run)[1]
+
+
+def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
+    """The result of `run`, and `peak_nbytes` of it."""
     if not torch.cuda.is_available():
-        return None
+        return run(), None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     result = run()
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-    del result
-    return peak
+    return result, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before

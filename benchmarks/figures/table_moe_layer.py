@@ -7,8 +7,10 @@ from .table_ops import machine
 
 Row = dict[str, Any]
 NAMES = {"moe_layer_fwd": "forward", "moe_layer_fwd_bwd": "forward and backward"}
-COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "plain torch bf16, ms", "torch, ms (spread)", "speed-up",
-           "in a row", "JAX, ms", "JAX speed-up", "`jax.lax.ragged_dot` / JAX", "peak memory, torch")  # fmt: skip
+COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "in a row, ms: bf16 / ours (n, spread)", "speed-up",
+           "single, ms: bf16 / ours (n, spread)", "speed-up", "JAX in a row, ms (n, spread)", "speed-up",
+           "`jax.lax.ragged_dot` / JAX", "dB", "peak memory, GiB: bf16 / ours")  # fmt: skip
+PLAIN = "plain_torch_bf16"
 
 
 def is_layer(op: str) -> bool:
@@ -29,33 +31,52 @@ def _how(row: Row) -> str:
     return f"{how}, in a CUDA graph" if row["case"].get("launch") else how
 
 
-def _in_a_row(by: dict[tuple[str, str, str | None], Row]) -> str:
-    """The speed-up of torch's layer where steps follow each other: recorded, or by the lines that compare with JAX."""
-    recorded = by.get(("torch", "plain_torch_bf16", "in a row"))
-    if recorded:
-        return f"{recorded['ratio']:.2f}x"
-    plain, ours = (by.get(("jax", peer, None)) for peer in ("plain_torch_bf16", "torch_frontend"))
-    return f"{plain['peer_us'] / ours['peer_us']:.2f}x" if plain and ours else ""
+def in_a_row(rows: Sequence[Row]) -> Row | None:
+    """Torch's layer against the plain one where steps follow each other. Older lines have it only as two peers of JAX's
+    layer, whose spread is not theirs."""
+    by = {(row["frontend"], row["peer"], row["case"].get("clock")): row for row in rows}
+    if recorded := by.get(("torch", PLAIN, "in a row")):
+        return recorded
+    plain, ours = (by.get(("jax", peer, None)) for peer in (PLAIN, "torch_frontend"))
+    single = by.get(("torch", PLAIN, None))
+    if not (plain and ours and single):
+        return None
+    us, peer_us = ours["peer_us"], plain["peer_us"]
+    return {**single, "us": us, "peer_us": peer_us, "ratio": peer_us / us, "n": ours["n"], "spread": None}
+
+
+def peaks(row: Row) -> str:
+    """GiB of the plain layer and of ours; a dash for the plain layer of older lines, "" without either."""
+    found = [f"{peak / 2**30:.1f}" if peak else "-" for peak in map(row.get, ("peer_peak_nbytes", "peak_nbytes"))]
+    return " / ".join(found) if found != ["-", "-"] else ""
+
+
+def _samples(row: Row) -> str:
+    return f"{row['n']}, {row['spread']:.0%}" if row["spread"] is not None else f"{row['n']}"
+
+
+def _times(row: Row | None) -> tuple[str, str]:
+    """Both times with their samples, and the ratio."""
+    if not row:
+        return "", ""
+    return f"{row['peer_us'] / 1e3:.2f} / {row['us'] / 1e3:.2f} ({_samples(row)})", f"{row['ratio']:.2f}x"
 
 
 def _cells(rows: list[Row]) -> tuple[str, ...]:
-    by = {(row["frontend"], row["peer"], row["case"].get("clock")): row for row in rows}
-    ours, jax, ragged = (by.get((*key, None)) for key in (("torch", "plain_torch_bf16"), ("jax", "plain_torch_bf16"),
-                                                          ("jax", "ragged_dot")))  # fmt: skip
-    any_ = rows[0]
-    peak: int | None = ours["peak_nbytes"] if ours else None
+    by = {(row["frontend"], row["peer"]): row for row in rows if not row["case"].get("clock")}
+    single, jax, ragged = (by.get(key) for key in (("torch", PLAIN), ("jax", PLAIN), ("jax", "ragged_dot")))
+    any_ = single or rows[0]
     return (
         _layer(any_),
         _sizes(any_),
         _how(any_),
-        f"{ours['peer_us'] / 1e3:.2f}" if ours else "",
-        f"{ours['us'] / 1e3:.2f} ({ours['spread']:.0%})" if ours else "",
-        f"{ours['ratio']:.2f}x" if ours else "",
-        _in_a_row(by),
-        f"{jax['us'] / 1e3:.2f}" if jax else "",
+        *_times(in_a_row(rows)),
+        *_times(single),
+        f"{jax['us'] / 1e3:.2f} ({_samples(jax)})" if jax else "",
         f"{jax['ratio']:.2f}x" if jax else "",
         f"{ragged['ratio']:.2f}x" if ragged else "",
-        f"{peak / 2**30:.1f} GiB" if peak else "",
+        f"{any_['error']['sqnr_db']}",
+        peaks(any_),
     )
 
 
@@ -66,19 +87,19 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
     text = [
         "## The MoE layer, on a GPU",
         "",
-        f"{machine(rows)}, recipe `{rows[0]['case']['recipe']}`. Times are medians of one run. The "
-        "output and all gradients are compared with the bf16 layer, in dB, before timing.",
+        f"{machine(rows)}, recipe `{rows[0]['case']['recipe']}`. Times are medians of n samples of one run; spread is "
+        "(p90 - p10) / median.",
         "",
-        "- *plain torch bf16*: router, top-k, stable sort, gather, three `torch._grouped_mm`, compiled SwiGLU, "
-        "weighted scatter-add ([source](../benchmarks/peers/moe_layer.py)).",
-        "- *speed-up*: time of the plain layer divided by our time, of a step behind a pause with cold caches; in a "
-        "CUDA graph both are replayed.",
+        "- *bf16*: router, top-k, stable sort, gather, three `torch._grouped_mm`, compiled SwiGLU, weighted "
+        "scatter-add ([source](../benchmarks/peers/moe_layer.py)), a layer without fused passes.",
+        "- *in a row*: steps that follow each other, as in training, after 0.25 s of such steps. JAX is compared in "
+        "this way, with the same plain layer in torch.",
+        "- *single*: one step behind a pause, with cold caches. In a CUDA graph both sides are replayed.",
+        "- *dB*: SQNR of the worst of y and all gradients against the bf16 layer, with the same choice of experts.",
         "- *one expert*: 30% of the rows are of one expert, of top-8 an eighth; *dirichlet*: the popularity of experts "
         "is a draw of Dirichlet(1, ..., 1). Other layers have the groups of a random router.",
-        "- *in a row*: the same of steps that follow each other, as in training, after 0.25 s of such steps. JAX is "
-        "compared in this way.",
-        "- *`jax.lax.ragged_dot` / JAX*: time of the plain JAX layer divided by our time in JAX; empty where "
-        "XLA's dense operands exceed the memory.",
+        "- *`jax.lax.ragged_dot` / JAX*: time of the plain JAX layer divided by our time in JAX. XLA writes dense "
+        "operands for it. Empty where they exceed the memory, and where it was not measured.",
         "",
         *_lines(rows),
     ]
