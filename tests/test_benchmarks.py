@@ -280,7 +280,8 @@ def test_the_figures_of_an_op_have_one_commit_and_later_lines_replace_earlier_on
 ) -> None:
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert results.newest("h200") == []
-    rows = [{"commit": c, "op": op, "frontend": "torch", "case": {"M": 1}, "peer": "copy", "us": us}
-            for c, op, us in [("a", "z", 0), ("a", "x", 1), ("b", "x", 2), ("b", "y", 3), ("b", "x", 4)]]  # fmt: skip
+    rows = [{"hardware": gpus, "commit": c, "op": op, "frontend": "torch", "case": {"M": 1}, "peer": "copy", "us": us}
+            for gpus, c, op, us in [("1x", "a", "z", 0), ("1x", "a", "x", 1), ("1x", "b", "x", 2), ("1x", "b", "y", 3),
+                                    ("1x", "b", "x", 4), ("4x", "c", "y", 5)]]  # fmt: skip
     (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [(row["op"], row["us"]) for row in results.newest("h200")] == [("z", 0), ("x", 4), ("y", 3)]
+    assert [(row["op"], row["us"]) for row in results.newest("h200")] == [("z", 0), ("x", 4), ("y", 3), ("y", 5)]

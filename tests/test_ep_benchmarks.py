@@ -115,14 +115,15 @@ def test_the_tables_have_a_row_per_candidate(
 
 def test_the_cells_of_a_table() -> None:
     case = {"rows": 64, "dim": 64, "hidden": 32, "experts": 2, "ranks": 2, "recipe": "mxfp8", "how": "copy engines"}
-    common = {"frontend": "torch", "case": case, "hardware": "2x GPU", "versions": {}, "commit": "a"}
+    common = {"frontend": "torch", "case": case, "hardware": "2x GPU", "versions": {}, "commit": "a", "n": 8,
+              "error": {"sqnr_db": 23.1}}  # fmt: skip
     one = {"us": 8000.0, "peer_us": 12000.0, "stages_us": {"wire": 3000.0, "products": 6000.0, "exposed": 1500.0}}
     both = {"us": 18000.0, "peer_us": 36000.0, "peak_nbytes": 2**31, "peer_peak_nbytes": 3 * 2**30,
             "stages_us": {"wire": 8000.0, "products": 15000.0, "exposed": 3700.0}}  # fmt: skip
     text = table_ep.tables([{**common, **one, "op": "ep_fwd"}, {**common, **both, "op": "ep_fwd_bwd"}])
     assert text.splitlines()[-1] == (
         "| 64, 64/32, 2 | 2, balanced | `mxfp8` | `CopyEngines` | 12.0 / 8.0 (1.50x) | 24.0 / 10.0 (2.40x) | "
-        "**36.0 / 18.0 (2.00x)** | 0.75 / 0.90 | 1.5 / 2.2 | 3.0 / 2.0 |"
+        "**36.0 / 18.0 (2.00x)** | 0.75 / 0.90 | 1.5 / 2.2 | 3.0 / 2.0 | 8 | 23.1 |"
     )
 
 

@@ -146,16 +146,19 @@ def test_fitted() -> None:
 
 
 def test_measured_times_of_overlapped_runs() -> None:
-    """One number per transport is fitted to two runs of two sizes. Measured: -9% to 0, with the backward within 1%."""
+    """One number per transport is fitted to four runs, of two sizes on two and on four GPUs. Measured: -18% to 7%, with
+    the backward -11% to 11%."""
     recorded = list(newest("h200_ep", lambda op: op in ("ep_fwd", "ep_fwd_bwd")))
-    chunks = ep_rates.wire_of_chunks(recorded)
-    assert chunks is not None
+    chunks = {ranks: ep_rates.wire_of_chunks(recorded, ranks) for ranks in (2, 4)}
+    assert None not in chunks.values()
     runs = [m for m in ep_rates.measured(recorded) if m.case.dim * m.case.hidden > ep_rates.GPU_BOUND]
     for how in ("collectives", "copy engines"):
         of = [m for m in runs if m.how == how]
-        assert len(of) == 2
-        ends = [[ep_rates.reckoned(m, chunks, share)[1] for m in of] for share in (0.0, 1.0)]
+        assert len(of) == 4
+        ends = [[ep_rates.reckoned(m, chunks[m.case.ranks], share)[1] for m in of] for share in (0.0, 1.0)]
         unhidden = ep_model.fitted([m.milliseconds[1] for m in of], *ends)
         assert 0 < unhidden < 1
         for m in of:
-            assert ep_rates.reckoned(m, chunks, unhidden) == pytest.approx(m.milliseconds, rel=0.1)
+            one, both = ep_rates.reckoned(m, chunks[m.case.ranks], unhidden)
+            assert one == pytest.approx(m.milliseconds[0], rel=0.2)
+            assert both == pytest.approx(m.milliseconds[1], rel=0.13)

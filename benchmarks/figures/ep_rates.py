@@ -69,13 +69,19 @@ def rates(dim: int, hidden: int, ranks: int) -> Rates:
     )
 
 
-def wire_of_chunks(recorded: Iterable[Mapping[str, Any]]) -> Wire | None:
-    """Of recorded lines: the rate of `Collectives`, chunk by chunk with nothing between them, the median of the sizes
-    above GPU_BOUND; None without such lines."""
+def wire_of_chunks(recorded: Iterable[Mapping[str, Any]], ranks: int) -> Wire | None:
+    """Of recorded lines of so many GPUs: the rate of `Collectives`, chunk by chunk with nothing between them, the
+    median of the sizes above GPU_BOUND; None without such lines."""
     found = []
     for row in recorded:
         c, stages = row["case"], row.get("stages_us")
-        if row["op"] == "ep_fwd_bwd" and c["how"] == "collectives" and stages and c["dim"] * c["hidden"] > GPU_BOUND:
+        if (
+            c["ranks"] == ranks
+            and row["op"] == "ep_fwd_bwd"
+            and c["how"] == "collectives"
+            and stages
+            and c["dim"] * c["hidden"] > GPU_BOUND
+        ):
             case = Case(c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], Recipe.parse(c["recipe"]))
             legs: tuple[tuple[LegName, int], ...] = (
                 ("dispatch", case.dim),

@@ -78,11 +78,11 @@ def _table(head: str, rows: list[tuple[str, ...]]) -> list[str]:
 
 def _beside_measured() -> list[str]:
     recorded = list(newest("h200_ep", lambda op: op in ("ep_fwd", "ep_fwd_bwd")))
-    chunks = wire_of_chunks(recorded)
     found, unhidden = list(measured(recorded)), {}
+    chunks = {ranks: wire_of_chunks(recorded, ranks) for ranks in {m.case.ranks for m in found}}
     for how in ("collectives", "copy engines"):
         runs = [
-            (m.milliseconds[1], *(reckoned(m, chunks, share)[1] for share in (0.0, 1.0)))
+            (m.milliseconds[1], *(reckoned(m, chunks[m.case.ranks], share)[1] for share in (0.0, 1.0)))
             for m in found
             if m.how == how and m.case.dim * m.case.hidden > GPU_BOUND
         ]
@@ -91,7 +91,7 @@ def _beside_measured() -> list[str]:
     rows = []
     for m in found:
         c = m.case
-        ours = reckoned(m, chunks, unhidden.get(m.how, 0.0))
+        ours = reckoned(m, chunks[c.ranks], unhidden.get(m.how, 0.0))
         pairs = [
             f"{real:.1f} / {time:.1f} ({time / real - 1:+.0%})" for real, time in zip(m.milliseconds, ours, strict=True)
         ]

@@ -17,7 +17,7 @@ HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 products", "in turn": "in turn", "
 TITLES = {"ep": "### One product", "ep_layer": "### The whole layer"}
 HEAD = ("{sizes}, dim/hidden, experts{top_k}", "GPUs, routing", "recipe", "exchanges", "forward, ms: bf16 / ours",
         "backward", "together", "e, forward / backward", "exposed, forward / backward, ms",
-        "peak memory, GiB: bf16 / ours")  # fmt: skip
+        "peak memory, GiB: bf16 / ours", "n", "dB")  # fmt: skip
 
 
 def is_ep(op: str) -> bool:
@@ -64,6 +64,8 @@ def _cells(one: Row, both: Row) -> tuple[str, ...]:
         f"{e[0]:.2f} / {e[1]:.2f}" if e else "",
         f"{exposed[0]:.1f} / {exposed[1] - exposed[0]:.1f}" if exposed else "",
         " / ".join(f"{peak:.1f}" for peak in peaks),
+        str(both["n"]),
+        str(both["error"]["sqnr_db"]),
     )
 
 
