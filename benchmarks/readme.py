@@ -43,7 +43,7 @@ def performance() -> str:
 
 
 DOCUMENTS: dict[Path, Callable[[], str]] = {
-    ROOT / "README.md": lambda: speed.table(newest("h200")),
+    ROOT / "README.md": lambda: speed.table(newest("h200"), newest("h200_ep", table_ep.is_ep)),
     ROOT / "docs" / "performance.md": performance,
     ROOT / "docs" / "status.md": status.tables,
     ROOT / "docs" / "overlap.md": lambda: table_ep.tables(newest("h200_ep", table_ep.is_ep)),
