@@ -15,8 +15,8 @@ CUDA = re.compile(r"^void (\w+)\(const Call& call, cudaStream_t stream\) \{", re
 FUNCTIONS = (
     ("the experts' feed-forward", "tested", "tested", "ran", "ran", "not run"),
     ("MoE layer and its gradients", "tested", "tested", "ran", "ran", "not run"),
-    ("expert parallelism, training", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, 2 GPUs, NCCL", "not tested",
-     "not run"),
+    ("expert parallelism, training", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, 2 and 4 GPUs of a host",
+     "ran, 2 and 4 GPUs of a host, one process", "not run"),
     ("folded operands, `fp8_rowwise`, held weights", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, one GPU",
      "ran, one GPU", "not run"),
     ("grouped products on the exact path", "tested", "tested", "ran, bf16 CUDA C++ on dequantized operands",
