@@ -42,8 +42,8 @@ test: export JAX_COMPILATION_CACHE_DIR = $(CURDIR)/build/programs
 test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 test: .venv/.dev
 	rm -rf build/programs
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/conformance tests/kernels
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30 tests/conformance tests/kernels
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 # Whether the tests catch faults that are put into a copy of the committed code, one at a time.
 faults: .venv/.dev
