@@ -114,7 +114,8 @@ def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors
     graph = torch.cuda.CUDAGraph()
 
     def capture() -> Tensors:
-        with torch.cuda.graph(graph):
+        # A thread of XLA that frees memory would end a capture of all threads.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             return step()
 
     outputs, peak = device_timing.with_peak(capture)
