@@ -55,7 +55,7 @@ class Case:
         return plan_both.scratch_bytes(*x.shape, ends.shape[0], str(x.dtype).removeprefix("torch."))
 
     def inputs(self, seed: int = 0, m: int = 96) -> Tensors:
-        return tuple(x.to(DEVICE) for x in self.make(Rng().manual_seed(seed), m))
+        return tuple(x.to(DEVICE) for x in self.make(np.random.default_rng(seed), m))
 
     def torch(self, *inputs: Tensor, m: int = 96) -> Tensors:
         outputs = getattr(torch_ops, self.op)(*inputs, **self.options(m))

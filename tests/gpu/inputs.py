@@ -1,10 +1,12 @@
 """Inputs of ops for the GPU tests: make(rng, m) returns CPU tensors of m rows.
 
-They contain rows past the last group, padding, empty slots and an empty group: parts that a kernel could skip.
+They contain rows past the last group, padding, empty slots and an empty group: parts that a kernel could skip. numpy
+draws them, so that they are the same with every version of torch and on every CPU.
 """
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from mxep.core_kernels.swiglu.plan_bwd_fold import FEW_CHAINS
 from mxep.torch_frontend import ops as torch_ops
@@ -13,19 +15,42 @@ from torch import Tensor
 K, N, GROUPS = 160, 64, 3
 
 Tensors = tuple[Tensor, ...]
-Rng = torch.Generator
+Rng = np.random.Generator
+
+
+def normal(rng: Rng, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, np.float32))
+
+
+def uniform(rng: Rng, *shape: int) -> Tensor:
+    """From 0 to 1."""
+    return torch.from_numpy(rng.random(shape, np.float32))
+
+
+def integers(rng: Rng, low: int, high: int, *shape: int) -> Tensor:
+    """int64, from low to high - 1."""
+    return torch.from_numpy(rng.integers(low, high, shape))
+
+
+def permutation(rng: Rng, n: int) -> Tensor:
+    return torch.from_numpy(rng.permutation(n))
+
+
+def exp2(x: Tensor) -> Tensor:
+    """Computed in fp64: its last bit, which differs between CPUs, does not reach the fp32 result."""
+    return torch.exp2(x.double()).float()
 
 
 def floats(rng: Rng, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Normal values; every row has its own magnitude. One in 500 is NaN, infinite, zero or subnormal in fp32."""
-    x = torch.randn(shape, generator=rng) * torch.exp2(3 * torch.randn(*shape[:-1], 1, generator=rng))
+    x = normal(rng, *shape) * exp2(3 * normal(rng, *shape[:-1], 1))
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 2.0**-130, 0.0])
-    chosen = special[torch.randint(0, 5, shape, generator=rng)]
-    return torch.where(torch.rand(shape, generator=rng) < 0.002, chosen, x).to(dtype)
+    chosen = special[integers(rng, 0, 5, *shape)]
+    return torch.where(uniform(rng, *shape) < 0.002, chosen, x).to(dtype)
 
 
 def finite(rng: Rng, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=rng).bfloat16()
+    return normal(rng, *shape).bfloat16()
 
 
 def matrix(rng: Rng, m: int) -> Tensors:
@@ -53,7 +78,7 @@ def weights_beyond(rng: Rng, m: int) -> Tensors:
     """Two matrices of which some rows and columns need a larger scale after their first 256 values: many of the first,
     whose first rows are zeros, one row and one column of the second. Tiles of the CUDA kernel are partial."""
     x = finite(rng, 2, m + 32, 2 * K)
-    heavy = torch.rand(x.shape[1:], generator=rng) < 0.001
+    heavy = uniform(rng, *x.shape[1:]) < 0.001
     x[0] = torch.where(heavy, 1e4 * x[0], x[0])
     x[0, : min(256, m)] = 0
     x[1, m // 2, 300] = 2.0**20
@@ -65,7 +90,7 @@ def weights_sorted(rng: Rng, m: int) -> Tensors:
     """A matrix of which all rows need a larger scale after their first 256 values, and most columns if it is high."""
     x = finite(rng, m + 32, 2 * K).float()
     steps = torch.arange(x.shape[1])[None, :] / 16 + torch.arange(x.shape[0])[:, None] / 64
-    return ((x * torch.exp2(steps.clamp_max(100))).bfloat16(),)
+    return ((x * exp2(steps.clamp_max(100))).bfloat16(),)
 
 
 def mx(rng: Rng, m: int) -> Tensors:
@@ -73,8 +98,8 @@ def mx(rng: Rng, m: int) -> Tensors:
 
 
 def row_map(rng: Rng, m: int) -> Tensor:
-    rows = torch.cat([torch.randperm(m, generator=rng), torch.full((9,), -1)])
-    return rows[torch.randperm(len(rows), generator=rng)].int()
+    rows = torch.cat([permutation(rng, m), torch.full((9,), -1)])
+    return rows[permutation(rng, len(rows))].int()
 
 
 def rows_and_map(rng: Rng, m: int) -> Tensors:
@@ -86,7 +111,7 @@ def packed_and_map(rng: Rng, m: int) -> Tensors:
 
 
 def route(rng: Rng, m: int, experts: int = 40) -> Tensors:
-    return floats(rng, m, experts, dtype=torch.float32), torch.randn(experts, generator=rng)
+    return floats(rng, m, experts, dtype=torch.float32), normal(rng, experts)
 
 
 def route_bf16(rng: Rng, m: int) -> Tensors:
@@ -95,8 +120,8 @@ def route_bf16(rng: Rng, m: int) -> Tensors:
 
 def route_bwd(rng: Rng, m: int, dtype: torch.dtype = torch.float32) -> Tensors:
     logits = floats(rng, m, 40, dtype=dtype)
-    ids = torch.rand(m, 40, generator=rng).argsort(-1)[:, :5].int().contiguous()
-    return torch.randn(m, 5, generator=rng), torch.randn(40, generator=rng), logits, ids
+    ids = uniform(rng, m, 40).argsort(stable=True)[:, :5].int().contiguous()
+    return normal(rng, m, 5), normal(rng, 40), logits, ids
 
 
 def route_bwd_bf16(rng: Rng, m: int) -> Tensors:
@@ -117,23 +142,23 @@ def logits_bwd_of_many(rng: Rng, m: int) -> Tensors:
 
 
 def expert_ids(rng: Rng, m: int) -> Tensors:
-    return (torch.tensor([1, 4, 6, 8], dtype=torch.int32)[torch.randint(0, 4, (m,), generator=rng)],)
+    return (torch.tensor([1, 4, 6, 8], dtype=torch.int32)[integers(rng, 0, 4, m)],)
 
 
 def counts(rng: Rng, m: int) -> Tensors:
     """Token counts from two ranks for three experts; the last expert receives none."""
-    pair = torch.tensor([0, 1, 3, 4])[torch.randint(0, 4, (m,), generator=rng)]
+    pair = torch.tensor([0, 1, 3, 4])[integers(rng, 0, 4, m)]
     return (torch.bincount(pair, minlength=2 * GROUPS).int(),)
 
 
 def sorted_slots(rng: Rng, m: int) -> Tensors:
     order, _, counts = torch_ops.sort_by_expert(*expert_ids(rng, m), 9)
-    return counts, order, torch.rand(m, generator=rng)
+    return counts, order, uniform(rng, m)
 
 
 def group_ends(rng: Rng, m: int, multiple: int = 1) -> Tensor:
     """Ends of three groups. The second group is empty; the last may end before the last row."""
-    first, last = sorted(torch.randint(0, m // multiple + 1, (2,), generator=rng).tolist())
+    first, last = sorted(integers(rng, 0, m // multiple + 1, 2).tolist())
     return torch.tensor([first, first, last], dtype=torch.int32) * multiple
 
 
@@ -154,11 +179,11 @@ def combine(rng: Rng, m: int) -> Tensors:
 
 def combine_bwd(rng: Rng, m: int) -> Tensors:
     num_rows = 2 * m + 5
-    slots = torch.randperm(num_rows, generator=rng)[: 2 * m]
-    slots[torch.rand(2 * m, generator=rng) < 0.2] = -1
+    slots = permutation(rng, num_rows)[: 2 * m]
+    slots[uniform(rng, 2 * m) < 0.2] = -1
     order = torch.full((num_rows,), -1)
     order[slots[slots >= 0]] = torch.arange(2 * m)[slots >= 0]
-    probs = torch.rand(m, 2, generator=rng)
+    probs = uniform(rng, m, 2)
     return finite(rng, m, 72), finite(rng, num_rows, 72), slots.view(m, 2).int(), order.int(), probs
 
 
@@ -172,7 +197,7 @@ def unweighted(make: Callable[[Rng, int], Tensors]) -> Callable[[Rng, int], Tens
 
 
 def swiglu(rng: Rng, m: int) -> Tensors:
-    return floats(rng, m, N), floats(rng, m, N), torch.rand(m, generator=rng)
+    return floats(rng, m, N), floats(rng, m, N), uniform(rng, m)
 
 
 def swiglu_bwd(rng: Rng, m: int) -> Tensors:
@@ -181,7 +206,7 @@ def swiglu_bwd(rng: Rng, m: int) -> Tensors:
 
 def ends_of_chains(rng: Rng, m: int) -> Tensor:
     """Ends of as many groups as `swiglu_bwd_fold` takes with any number of rows. The last may end before them."""
-    return torch.randint(0, m // 32 + 1, (FEW_CHAINS,), generator=rng).sort().values.int() * 32
+    return integers(rng, 0, m // 32 + 1, FEW_CHAINS).sort().values.int() * 32
 
 
 def swiglu_bwd_fold(rng: Rng, m: int) -> Tensors:
@@ -195,15 +220,15 @@ def swiglu_bwd_fold_unweighted(rng: Rng, m: int) -> Tensors:
 def swiglu_bwd_fold_wide(rng: Rng, m: int) -> Tensors:
     """Eight tiles and a half; 69 groups, some of more than one span."""
     dh, gate, up = (floats(rng, m, 544) for _ in range(3))
-    blocks = torch.randint(0, 10, (69,), generator=rng).cumsum(0).clamp(max=m // 32 - m // 256)
-    return dh, gate, up, torch.rand(m, generator=rng), blocks.int() * 32
+    blocks = integers(rng, 0, 10, 69).cumsum(0).clamp(max=m // 32 - m // 256)
+    return dh, gate, up, uniform(rng, m), blocks.int() * 32
 
 
 def swiglu_bwd_fold_beyond(rng: Rng, m: int) -> Tensors:
     """Most rows of dgate and dup have a larger block beyond their first 256 values."""
     dh, gate, up = (finite(rng, m, 544) for _ in range(3))
-    dh[:, 256:] *= torch.exp2(torch.randint(0, 9, (m, 1), generator=rng))
-    return dh, gate, up, torch.rand(m, generator=rng), ends_of_chains(rng, m)
+    dh[:, 256:] *= exp2(integers(rng, 0, 9, m, 1))
+    return dh, gate, up, uniform(rng, m), ends_of_chains(rng, m)
 
 
 def grouped_mm_bf16(rng: Rng, m: int) -> Tensors:
@@ -269,7 +294,7 @@ def grouped_mm_fold(rng: Rng, m: int) -> Tensors:
 
 def grouped_mm_fold_bias(rng: Rng, m: int) -> Tensors:
     *operands, ends = grouped_mm_fold(rng, m)
-    return *operands, torch.randn(GROUPS, N, generator=rng), ends
+    return *operands, normal(rng, GROUPS, N), ends
 
 
 def grouped_mm_fold_sum(rng: Rng, m: int) -> Tensors:
@@ -300,7 +325,7 @@ def blockwise_of_many_tiles(rng: Rng, m: int) -> Tensors:
 
 def mx_and_target(rng: Rng, m: int) -> Tensors:
     q, sf = mx(rng, m)
-    return q, sf, torch.randint(100, 140, sf.shape, generator=rng).byte()
+    return q, sf, integers(rng, 100, 140, *sf.shape).byte()
 
 
 def _outliers(x: torch.Tensor, rng: Rng) -> torch.Tensor:
@@ -308,7 +333,7 @@ def _outliers(x: torch.Tensor, rng: Rng) -> torch.Tensor:
     blocks = x.unflatten(-1, (-1, 32)).clone()
     blocks[..., 5, :] *= 2.0**13
     blocks[..., -2, :] *= 2.0**-17
-    blocks[torch.rand(blocks.shape[:-1], generator=rng) < 0.003] *= 2.0**9
+    blocks[uniform(rng, *blocks.shape[:-1]) < 0.003] *= 2.0**9
     return blocks.flatten(-2)
 
 
@@ -351,7 +376,7 @@ def many_groups(rng: Rng, m: int) -> Tensors:
     """Groups of up to nine blocks, some empty: shorter and longer than a span. Behind them one group of most tokens."""
     q, sf = torch_ops.quantize_col(floats(rng, m, N))
     blocks = m // 32
-    ends = torch.randint(0, 10, (69,), generator=rng).cumsum(0).clamp(max=blocks)
+    ends = integers(rng, 0, 10, 69).cumsum(0).clamp(max=blocks)
     ends = torch.cat([ends, ends[-1:].clamp(min=blocks - blocks // 8)])
     return q[:37].contiguous(), sf[:37].contiguous(), ends.int() * 32
 
@@ -366,7 +391,7 @@ def mx_and_ends(rng: Rng, m: int) -> Tensors:
 
 def packed_map_and_ends(rng: Rng, m: int) -> Tensors:
     """Rows that begin at multiples of 4 bytes, and m of any of them or padding."""
-    mapped = torch.randint(-1, max(m, 1), (m,), generator=rng, dtype=torch.int32)
+    mapped = integers(rng, -1, max(m, 1), m).int()
     return torch_ops.quantize_row_packed(floats(rng, max(m, 1), 128)), mapped, group_ends(rng, m, 32)
 
 

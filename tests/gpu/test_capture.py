@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 from mxep.jax_frontend import _call as jax_launch
@@ -12,7 +13,7 @@ from mxep.jax_frontend import ops as jax_ops
 from torch import Tensor
 
 from .cases import CASES, DEVICE, Case, same_bytes, to_numpy
-from .inputs import floats
+from .inputs import floats, integers, uniform
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,10 +94,10 @@ def test_a_jitted_chain_of_ops_gives_the_same_bytes_again() -> None:
         return Case(op, lambda rng, m: ()).torch(*tensors)
 
     run = jax.jit(partial(chain, in_jax))
-    rng = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
     runs = []
     for _ in range(8):
-        inputs = (floats(rng, 200, 256), torch.randint(-1, 200, (256,), generator=rng).int(), torch.rand(256))
+        inputs = (floats(rng, 200, 256), integers(rng, -1, 200, 256).int(), uniform(rng, 256))
         arrays = tuple(map(to_numpy, inputs))
         got = run(*arrays)
         runs.append((got, run(*arrays)))  # keeps the buffers alive, so that every run gets new ones
