@@ -109,7 +109,7 @@ def jax_program(
 
 def our_jax_program(inputs: LayerInputs, op: str, held: bool) -> JaxProgram:
     """Ours in JAX, on the memory of the torch inputs."""
-    config = jax_frontend.MoEConfig(*inputs.shape[1:], recipe=RECIPE)
+    config = jax_frontend.MoEConfig(*inputs.shape[1:], recipe=inputs.ours.experts.recipe)
     x, dy, router, *experts = (jax.dlpack.from_dlpack(a.detach()) for a in (inputs.x, inputs.dy, *inputs.weights))
     if held:
         experts = [jax_frontend.quantize_weights(w, recipe=config.recipe) for w in experts]

@@ -1,6 +1,7 @@
 """The kernels over memory of peers become machine code at realistic sizes and at the least ones, and copy 16 bytes at a
 time. They have no KernelOp, so their launches are written out here."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -66,8 +67,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "arch"), [(n, a) for n in CASES for a in ARCHS if a == "sm_90" or n == "push mx"])
-def test_machine_code(name: str, arch: str, tmp_path) -> None:
+@cache
+def compiled(name: str, arch: str) -> Any:
     case = CASES[name]
     function = getattr(kernel, f"{case.kernel}_kernel")
     types = [*case.types, *["constexpr"] * len(case.constexprs)]
@@ -80,12 +81,17 @@ def test_machine_code(name: str, arch: str, tmp_path) -> None:
         attrs={(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")},
     )
     options = {"enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", ARCHS[arch], 32), options=options)
-    ptx, usage = compiled.asm["ptx"], resources(compiled.asm["cubin"], tmp_path)
+    return triton.compile(source, target=GPUTarget("cuda", ARCHS[arch], 32), options=options)
+
+
+@pytest.mark.parametrize(("name", "arch"), [(n, a) for n in CASES for a in ARCHS if a == "sm_90" or n == "push mx"])
+def test_machine_code(name: str, arch: str, tmp_path) -> None:
+    code = compiled(name, arch)
+    ptx, usage = code.asm["ptx"], resources(code.asm["cubin"], tmp_path)
     print(f"{name} {arch}: {usage['REG']} registers")
     assert usage["STACK"] == usage["LOCAL"] == 0, "registers spill"
     assert ".ftz" not in ptx
     assert ".nc" not in ptx, "loads that may be stale"
     assert_rounds_as_written(ptx, name)
-    for instruction in case.instructions:
+    for instruction in CASES[name].instructions:
         assert instruction in ptx or instruction.replace("v4.b32", "v2.b64") in ptx, instruction
