@@ -1,0 +1,60 @@
+"""The layers of layers.RANKED in PyTorch, on two processes over gloo: without a transport, and by Collectives.
+
+The hash of a result is that of the ranks' hashes, in order. Only rank 0 has it.
+"""
+
+import os
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from mxep.torch_frontend import Collectives, MXFP8ExpertParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ...conformance.backends.torch import to_torch
+from ...torch_frontend.forked import fork_ranks
+from ..hashes import digits_of, digits_of_text
+from ..records import INPUTS, Case, Entry
+from .layers import RANKED, RANKS, RankedLayer
+from .layers_torch import module, results
+
+PARTS = (slice(0, 40), slice(40, None))
+"""The tokens of each rank."""
+
+
+def start(store: str) -> int:
+    """Fork the ranks. Returns the rank of this process; the one that called waits for its ranks and exits."""
+    rank = fork_ranks(RANKS)
+    torch.set_num_threads(1)
+    options = {"rank": rank, "world_size": RANKS, "timeout": timedelta(seconds=120)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", **options)
+    return rank
+
+
+def end() -> None:
+    dist.barrier()  # a rank that leaves while another still sends to it breaks its connection
+    os._exit(0)  # gloo's threads may still drop tensors, which aborts while Python ends
+
+
+def cases() -> dict[str, Case]:
+    runs = {f"torch ranks {name}": (ranked, False) for name, ranked in RANKED.items()}
+    runs |= {f"{name} overlapped": (ranked, True) for name, (ranked, _) in runs.items() if ranked.replicas == "each"}
+    return {name: Case("cpu_products", partial(entry, *run)) for name, run in runs.items()}
+
+
+def entry(ranked: RankedLayer, overlapped: bool) -> Entry:
+    layer, mesh = ranked.layer, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    transport = Collectives(mesh.get_group(), chunk_bytes=1) if overlapped else None
+    moe = module(layer)
+    parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=transport, replicas=ranked.replicas))
+    x, dy = (to_torch(value[PARTS[dist.get_rank()]]) for value in (layer.x, layer.dy))
+    found = {}
+    for name, value in results(moe, x, dy).items():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        of_ranks = [""] * RANKS
+        dist.all_gather_object(of_ranks, digits_of(local))
+        found[name] = digits_of_text(" ".join(of_ranks))
+    return {INPUTS: layer.digits, **found}
