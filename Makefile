@@ -10,7 +10,7 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.p
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test faults coverage wheel install-gpu test-gpu lint format benchmark clean
+.PHONY: train train-gpu test faults freeze frozen frozen-gpu coverage wheel install-gpu test-gpu lint format benchmark clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -48,6 +48,21 @@ test: .venv/.dev
 # Whether the tests catch faults that are put into a copy of the committed code, one at a time.
 faults: .venv/.dev
 	$(BIN)/python -m tests.faults.run
+
+# Whether outputs and machine code are still those whose hashes tests/frozen stores, and storing those of this tree.
+# ARGS="--against COMMIT" compares with a commit, on this machine; others: python -m tests.frozen --help.
+frozen: .venv/.dev
+	$(BIN)/python -m tests.frozen --compare $(ARGS)
+
+freeze: .venv/.dev
+	$(BIN)/python -m tests.frozen --write $(ARGS)
+
+# On the GPU with $(PYTHON), after install-gpu. What is found goes to the file OUT too, and from there, on any machine,
+# into tests/frozen: make freeze ARGS="--only gpu --found OUT".
+frozen-gpu: OUT ?= runs/frozen.json
+frozen-gpu:
+	mkdir -p $(dir $(OUT))
+	$(PYTHON) -m tests.frozen --compare --only gpu --only sass --out $(OUT) $(ARGS)
 
 # Lines that the tests run, in Python and in C++. The next `make test` builds the extension again.
 coverage: .venv/.dev
