@@ -49,10 +49,10 @@ def passes(shape: MoELayer) -> list[Pass]:
     def add(backward: bool, op: str, operands: str, nbytes: int, products: int = 0, again: int = 0) -> None:
         found.append(Pass(backward, op, operands, nbytes + again, products * product, again))
 
-    for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
-        add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
     add(False, "quantize_row_packed", "x -> MX", tokens + mx(t * d))
     add(False, "permute_mx_fold", "MX x -> folded rows", mx(t * d) + 4 * p + row_d)
+    for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
+        add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
     own = 2 * (weight + e * f + 2 * hidden)  # what each of the two products has for itself
     add(False, "grouped_mm_fold_pair", "rows, w1, w3 -> gate, up", row_d + ends + own, 2)
     add(False, "swiglu_row_fold", "gate, up, weights -> folded h", 4 * hidden + 4 * p + row_f)

@@ -274,7 +274,7 @@ def test_without_lines_there_is_no_table(bench: Any, tmp_path: Path, monkeypatch
     """A later run of the products alone leaves the table of the ops as it is."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert table_grouped_gemm.table(results.newest("h200", table_grouped_gemm.is_product)) == ""
-    rows = [{"commit": c, "op": op, "frontend": "torch", "case": {}, "peer": "copy"}
+    rows = [{"commit": c, "op": op, "hardware": "h200", "frontend": "torch", "case": {}, "peer": "copy"}
             for c, op in (("a", "quantize_row"), ("b", "grouped_mm_fwd"))]  # fmt: skip
     (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert results.newest("h200", table_grouped_gemm.is_product) == rows[1:]
