@@ -10,7 +10,7 @@ one.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -199,3 +199,18 @@ def require_multiple(op: str, argument: str, size: int, multiple: int, what: str
     if size % multiple:
         tail = f"; {remedy}" if remedy else ""
         fail(ValueError, op, argument, f"{what} = {size}", f"allowed: multiples of {multiple}{tail}")
+
+
+def require_ends(op: str, argument: str, ends: Sequence[int], rows: int, multiple: int, remedy: str) -> None:
+    """Raise ValueError unless group ends are non-decreasing multiples of `multiple` in 0..rows; `remedy` is the advice
+    for ends that are no multiples."""
+    if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
+        allowed = f"allowed: non-decreasing ends from 0 up to {rows}, the rows of the first operand"
+        fail(ValueError, op, argument, ends, allowed)
+    if any(end % multiple for end in ends):
+        fail(ValueError, op, argument, ends, f"allowed: multiples of {multiple}; {remedy}")
+
+
+def require_ends_of(op: KernelOp, ends: Sequence[int], tokens: tuple[int, int]) -> None:
+    """`require_ends` for the values of an op's `group_ends`; tokens: of its Signature."""
+    require_ends(op.name, "group_ends", ends, *tokens, "pad the groups, see `row_map`")

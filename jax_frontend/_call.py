@@ -21,8 +21,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core_kernels.launch import ArrayType, KernelOp, fail
-from ._checks import dtype_name, rounding_of
+from ..core_kernels.launch import ArrayType, KernelOp, fail, require_ends_of
+from ._checks import dtype_name, reads_values, rounding_of
 from ._split import over_parts
 
 Options = tuple[tuple[str, int | bool | float | str], ...]
@@ -84,6 +84,16 @@ def _option(op: KernelOp, name: str, value: Any) -> Any:
     return value
 
 
+def _check_ends(op: KernelOp, arrays: Sequence[jax.Array], tokens: tuple[int, int] | None) -> None:
+    """Raise ValueError for group ends that end no groups of the tokens, where reading them waits for no GPU. The number
+    of tokens may be a symbol of jax.export, with which nothing is compared."""
+    if tokens is None or not isinstance(tokens[0], int):
+        return
+    ends = arrays[op.inputs.index("group_ends")]
+    if reads_values(ends):
+        require_ends_of(op, np.asarray(ends).tolist(), tokens)
+
+
 def call(op: KernelOp, *arrays: jax.Array, **options: object) -> tuple[jax.Array, ...]:
     """Run one op on arrays and return its outputs; works under jit, shard_map and remat.
 
@@ -99,6 +109,7 @@ def call(op: KernelOp, *arrays: jax.Array, **options: object) -> tuple[jax.Array
         if is_symbolic_dim(value):
             allowed = "allowed: a number, which is part of the program; export a program for each number of tokens"
             fail(NotImplementedError, op.name, name, f"{value}, a symbol of jax.export", allowed)
+    _check_ends(op, arrays, signature.tokens)
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         # The outputs of a kernel vary wherever one of its inputs does; JAX has no such rule for a new primitive.

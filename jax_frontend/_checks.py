@@ -125,6 +125,15 @@ def warn_caller(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
+def reads_values(x: Any) -> bool:
+    """Whether reading the values of x waits for no GPU: it is numpy's, or has them on a CPU of this process."""
+    if isinstance(x, Tracer):
+        return False
+    if not isinstance(x, jax.Array):
+        return True
+    return x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
+
+
 def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed: str) -> None:
     """Raise ValueError, or report to checkify, unless the scalar `ok` holds."""
     if isinstance(ok, Tracer):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core_kernels.launch import KernelOp, fail
+from ..core_kernels.launch import KernelOp, fail, require_ends_of
 from ..core_kernels.registry import OPS
 from . import _settings
 from ._launch import Outputs, known_calls, plain, prepare
@@ -41,26 +41,10 @@ def checks_values(device: torch.device) -> bool:
     return _settings.debug.get() or device.type == "cpu"
 
 
-def check_ends(op: str, argument: str, group_ends: Tensor, rows: int, multiple: int = 1, remedy: str = "") -> None:
-    """Raise ValueError unless the ends are non-decreasing multiples of `multiple` in 0..rows. Reads the values."""
-    ends = group_ends.tolist()
-    if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
-        fail(
-            ValueError,
-            op,
-            argument,
-            ends,
-            f"allowed: non-decreasing ends from 0 up to {rows}, the rows of the first operand",
-        )
-    if any(end % multiple for end in ends):
-        fail(ValueError, op, argument, ends, f"allowed: multiples of {multiple}; {remedy}")
-
-
 def _check_values(op: KernelOp, inputs: Sequence[Tensor], tokens: tuple[int, int] | None, arch: str) -> None:
     """Raise ValueError unless group ends end groups of the tokens and maps lead to rows that exist."""
     if tokens is not None:
-        ends = inputs[op.inputs.index("group_ends")]
-        check_ends(op.name, "group_ends", ends, *tokens, "pad the groups, see `row_map`")
+        require_ends_of(op, inputs[op.inputs.index("group_ends")].tolist(), tokens)
     if arch != "cpu":  # the C++ kernels check maps themselves
         _check_maps(op, inputs)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.formats import BLOCK
-from ..core_kernels.launch import fail
-from ._call import FLOATS, check_ends, checks_values, require_tensor
+from ..core_kernels.launch import fail, require_ends
+from ._call import FLOATS, checks_values, require_tensor
 from ._torch_private import check, is_fake
 from .mx_tensor import MXTensor
 
@@ -105,7 +105,7 @@ def check_group_ends(op: str, name: str, ends: Tensor, x: Tensor, groups: int, x
         fail(ValueError, op, name, f"shape {tuple(ends.shape)}", allowed)
     check_devices(op, x_name, x.device, **{name: ends})
     if reads_values(ends):  # a compiled program's op checks them when it runs
-        check_ends(op, name, ends, x.shape[0])
+        require_ends(op, name, ends.tolist(), x.shape[0], 1, "")
     return ends.to(torch.int32).contiguous()
 
 
@@ -128,7 +128,7 @@ def check_token_blocks(op: str, x_name: str, ends_name: str, rows: int, ends: Te
     if rows % BLOCK:
         fail(ValueError, op, x_name, f"M = {rows}", f"allowed: multiples of {BLOCK}; {remedy}")
     if reads_values(ends):
-        check_ends(op, ends_name, ends, rows, BLOCK, remedy)
+        require_ends(op, ends_name, ends.tolist(), rows, BLOCK, remedy)
 
 
 def check_counts(op: str, name: str, counts: Tensor, device: torch.device | None) -> None:

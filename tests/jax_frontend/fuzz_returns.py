@@ -1,6 +1,7 @@
 """The bad values that may return in test_fuzz.py, per argument, with the reason; ../may_return.py reads the list.
 
-Arrays of bad values are computed with; all else is traced alone, where no value is known.
+Arrays of bad values are computed with; all else is traced alone, where the ops know the values of group ends and no
+others.
 """
 
 from ..may_return import (
@@ -9,9 +10,11 @@ from ..may_return import (
     BITS,
     COUNTS,
     EMPTY,
+    FEWER_GROUPS,
     FLOAT32,
     INT64,
     INTEGERS,
+    MORE_GROUPS,
     NEGATIVE,
     NO_ROWS,
     NO_VALUES,
@@ -30,19 +33,14 @@ from ..may_return import (
 )
 
 SMALL, LARGE, HUGE = ("1", "7"), str(2**31 - 1), (str(2**31), str(2**63))
-SWAPPED = may("both dims are free", "dims swapped")
 PACKED = may("33 bytes a block", "dim 1 * 2", "dim 1 = 0")
 ANY_SUM = may("counts of fewer rows; more are dropped", "all 0", "all 1", "one 0", "one 1")
 SOME_COUNTS = may("traced alone: the sum of the counts is unknown", *(f"dim 0 {n}" for n in ("- 1", "= 1")))
 ANY_MAP = may("padding, or a row many times", "all -1", "all 0", "all 1", "one -1", "one 0", "one 1")
 OTHER_IDS = may("other experts", "all 0", "all 1", "one 1")
 UNREAD = may("the gradient alone reads it", *BITS.names)
-NOTHING = may("nothing to do", "dim 1 = 0", "all dims = 0")
-MORE_GROUPS = may("groups that end where the last one does", "dim 0 + 1", "dim 0 * 2", "dim 0 * 2 + 32", "dim 0 = 0")
 ONE_NUMBER = may("computed as IEEE numbers", "all nan", "all inf", "all -inf", "all 3e+38")
 ONE_OF_BITS = may("bits", *(name for name in BITS.names if name.startswith("all")))
-UNREAD_ENDS = may("jax.numpy multiplies on a CPU, and nobody reads the ends", *BITS.names)
-UNREAD_END = may("jax.numpy multiplies on a CPU, and nobody reads the ends", *ONE_OF_BITS.names)
 MOVED = may(
     "values are moved, of whatever dtype",
     *("int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bool", "complex64"),
@@ -122,7 +120,6 @@ OPS: Rows = (
         may("the other rounding", "1"),
     ),
     ("ops.unblock_scales.num_scales", may("fewer scales, which take as many blocks", "1")),
-    ("ops.unblock_scales.num_rows", may("fewer rows, which take as many blocks", "7")),
     ("ops.sort_by_expert.num_experts", may("traced alone: experts without rows, or without a number", *SMALL, LARGE)),
     ("ops.slot_map.top_k", may("nobody checks it: slots of a token, also where there are fewer slots", "7", LARGE)),
     ("ops.row_map.rank_rows", may("rows of all ranks in one", "0")),
@@ -135,10 +132,11 @@ OPS: Rows = (
     ("ops.quantize_row_packed.x", NUMBERS, any_size(0), blocks(1), EMPTY, FLOAT32),
     ("ops.quantize_row_fold.x ops.quantize_rowwise.x", NUMBERS, any_size(0), more_blocks(1), ROWS_MORE, FLOAT32),
     ("ops.quantize_both.x", NUMBERS, blocks(0), blocks(1), EMPTY, ROWS_MORE, FLOAT32),
-    ("ops.quantize_both_fold.x", NUMBERS, blocks(0), more_blocks(1), FLOAT32),
+    ("ops.quantize_both_fold.x", NUMBERS, more_blocks(0), more_blocks(1), FLOAT32),
     ("ops.quantize_matrix_fold.x", NUMBERS, more_blocks(0), more_blocks(1), ROWS_MORE, FLOAT32),
     ("ops.quantize_col.x", NUMBERS, blocks(0), any_size(1), EMPTY, ROWS_MORE, FLOAT32),
-    ("ops.grouped_mm_bf16.lhs ops.grouped_mm_bf16_kn.lhs ops.grouped_wgrad_bf16_t.?hs_t", NUMBERS, any_size(0)),
+    ("ops.grouped_mm_bf16.lhs ops.grouped_mm_bf16_kn.lhs", NUMBERS, larger(0)),
+    ("ops.grouped_wgrad_bf16_t.?hs_t", NUMBERS, any_size(0)),
     ("ops.grouped_mm_bf16.rhs_t ops.grouped_wgrad_bf16.?hs", NUMBERS, any_size(1)),
     ("ops.grouped_mm_bf16_kn.rhs", NUMBERS, any_size(2)),
     ("ops.swiglu*.gate ops.swiglu*.up ops.swiglu_bwd*.dh ops.logits_bwd.*", NUMBERS),
@@ -153,29 +151,25 @@ OPS: Rows = (
     ("ops.grouped_mm_blockwise.rhs_q", more_blocks(1)),
     ("ops.permute_mx.packed ops.permute_mx_col_fold.packed", any_size(0), PACKED, EMPTY),
     ("ops.permute_mx_fold.packed", any_size(0), may("33 bytes a block", "dim 1 * 2")),
-    ("ops.block_scales.sf", any_size(0), any_size(1), EMPTY, SWAPPED),
-    ("ops.group_levels.levels", larger(0), larger(1), NOTHING, may("nothing to do", "dim 0 = 0")),
-    ("ops.span_levels.sf", any_size(0), larger(1), NOTHING, SWAPPED),
+    ("ops.block_scales.sf", larger(0), any_size(1)),
+    ("ops.group_levels.levels ops.span_levels.sf", larger(0), larger(1), may("nothing to do", "dim 1 = 0")),
     ("ops.grouped_mm_fold_stepped.?hs_apart", ONE_OF_BITS),
     # Ends of groups, counts and maps.
     (
-        "ops.grouped_mm_bf16.group_ends ops.grouped_mm_bf16_kn.group_ends ops.grouped_mm_mx.group_ends"
-        " ops.grouped_mm_fold.group_ends ops.grouped_mm_fold_bias.group_ends ops.grouped_wgrad_fold.group_ends",
-        UNREAD_ENDS,
+        "ops.grouped_mm_*.group_ends ops.fold_rows_balanced.group_ends ops.unblock_scales.group_ends",
+        *(NO_ROWS, SHORT),
     ),
+    ("ops.grouped_wgrad_fold*.group_ends", NO_ROWS),
     (
-        "ops.grouped_*_sum.group_ends ops.grouped_*_pair.group_ends ops.grouped_mm_blockwise.group_ends"
-        " ops.grouped_mm_fold_stepped.group_ends",
-        UNREAD_END,
+        "ops.fold_groups.group_ends ops.quantize_both_fold.group_ends ops.grouped_wgrad_mx.group_ends",
+        *(NO_ROWS, FEWER_GROUPS),
     ),
-    ("ops.grouped_wgrad_bf16*.group_ends ops.grouped_wgrad_mx.group_ends", UNREAD_ENDS, any_size(0), EMPTY),
-    ("ops.fold_rows_balanced.group_ends ops.unblock_scales.group_ends", NO_ROWS, SHORT),
-    ("ops.fold_groups.group_ends ops.quantize_both_fold.group_ends", NO_ROWS, any_size(0), EMPTY),
-    ("ops.block_scales.group_ends", NO_ROWS, SHORT, any_size(0), EMPTY),
-    ("ops.*_levels.group_ends", NO_ROWS, SHORT, MORE_GROUPS, EMPTY),
+    ("ops.grouped_wgrad_bf16*.group_ends ops.block_scales.group_ends", NO_ROWS, SHORT, FEWER_GROUPS),
+    ("ops.group_levels.group_ends", NO_ROWS, SHORT, NO_VALUES),
+    ("ops.span_levels.group_ends", NO_ROWS, SHORT, MORE_GROUPS, EMPTY),
     ("ops.*_col_fold.group_ends ops.swiglu_bwd_fold.group_ends", NO_ROWS, MORE_GROUPS, EMPTY),
     ("ops.permute_mx.row_map ops.permute_mx_fold.row_map ops.permute_rows.row_map", ANY_MAP, any_size(0), EMPTY),
-    ("ops.permute_mx_col_fold.row_map", ANY_MAP, blocks(0), EMPTY),
+    ("ops.permute_mx_col_fold.row_map", ANY_MAP, more_blocks(0)),
     ("ops.combine.slots", ANY_MAP),
     ("ops.row_map.counts", ANY_SUM),
     ("ops.slot_map.counts", larger(0)),

@@ -12,6 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import _call, capabilities, ops
 
+from ..samples import sample, sample_arrays
+
 
 def floats(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
@@ -56,6 +58,25 @@ Q, SF = jnp.zeros((64, 64), jnp.uint8), jnp.zeros((64, 2), jnp.uint8)
 def test_a_bad_argument_is_named_while_tracing(call, error, message, jit: bool) -> None:
     with pytest.raises(error, match=message):
         jax.jit(call)() if jit else call()
+
+
+@pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if "group_ends" in op.inputs])
+def test_an_eager_call_checks_group_ends(name: str) -> None:
+    """Before it runs: the products of jax.numpy would clip them. Inside jit they have no values yet."""
+    op, (types, options) = ops.OPS[name], sample(ops.OPS[name])
+    given = dict(zip(op.inputs, map(jnp.asarray, sample_arrays(op)), strict=True))
+    rows, multiple = op.signature(*types, **options).tokens
+
+    def run(ends: jax.Array) -> object:
+        return getattr(ops, name)(**given | {"group_ends": ends}, **options)
+
+    wrong = dict.fromkeys((-1, rows + 1), f"non-decreasing ends from 0 up to {rows},")
+    for end, allowed in (wrong | ({rows - 1: "multiples of 32;"} if multiple > 1 else {})).items():
+        ends = np.array([end], np.int32)
+        for array in (ends, jnp.asarray(ends)):
+            with pytest.raises(ValueError, match=rf"^{name}: group_ends: got \[{end}\]; allowed: {allowed}"):
+                run(array)
+        jax.eval_shape(run, ends)
 
 
 @pytest.mark.parametrize("ends", [[32, 32, 64], [512, 640], [0]])

@@ -5,11 +5,13 @@ from ..may_return import (
     BFLOAT16,
     COUNTS,
     EMPTY,
+    FEWER_GROUPS,
     FLOAT32,
     INT32,
     INT64,
     INTEGERS,
     LARGE,
+    MORE_GROUPS,
     NEGATIVE,
     NO_ROWS,
     NO_VALUES,
@@ -43,8 +45,6 @@ MOVED = may(
 SWAPPED = may("both dims are free", "dims swapped")
 ONE_NUMBER = may("computed as IEEE numbers", "all nan", "all inf", "all -inf", "all 3e+38")
 ONE_OF_BITS = may("bits", *(f"all {n}" for n in (-1, -(2**31), 2**30, 2**31 - 1, 1, 0)))
-FEWER_GROUPS = may("fewer groups", "dim 0 - 1", "dim 0 = 0", "dim 0 = 1", "all dims = 0")
-MORE_GROUPS = may("groups that end where the last one does", "dim 0 + 1", "dim 0 * 2", "dim 0 * 2 + 32", "dim 0 = 0")
 WHOLE = may("33 bytes a block", "dim 1 * 2", "dim 1 = 0")
 HUGE = tuple(map(str, (2**31 - 1, 2**31, 2**63)))
 TWICE, PADDING = may("a row twice", "one 0", "one 1"), may("a row of padding", "one -1")
