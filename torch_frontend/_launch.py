@@ -138,6 +138,7 @@ def prepare_uncached(
     implementation, arch = choose(op, device, forced)
     inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in tensors)
     out, attrs, tokens = op.signature(*inputs, **options)
+    check_float8(op.name, op.inputs, [dtype for _, dtype, _, _ in tensors])
     if implementation == "cpp":
         runner = _matmul(op) if op.name in _cpu_gemm.TABLE else _cpp(op, tuple(attrs.values()))
         return PreparedCall(arch, index, options, tokens, Outputs.of(out), runner)
@@ -164,6 +165,24 @@ def check_devices(op: KernelOp, devices: Sequence[torch.device]) -> None:
         if device != devices[0]:
             allowed = f"allowed: {devices[0]}, where {op.inputs[0]} is; move it with .to()"
             fail(ValueError, op.name, op.inputs[i], f"device {device}", allowed)
+
+
+def check_float8(op: str, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
+    """Raise TypeError unless inputs of E4M3 are elements, and inputs of E8M0 scales; every other dtype passes. Both are
+    bytes to the kernels, which would read one as the other."""
+    for name, dtype in zip(names, dtypes, strict=True):
+        if dtype in FLOAT8 and dtype not in (meant := _float8_of(name)):
+            allowed = " or ".join(map(str, (torch.uint8, *meant)))
+            fail(TypeError, op, name, f"dtype {dtype}", f"allowed: {allowed}")
+
+
+def _float8_of(name: str) -> tuple[torch.dtype, ...]:
+    """What the bytes of an input of this name are; nothing for packed rows, which are of both, and for levels."""
+    if name == "x":
+        return FLOAT8  # rows of any bytes
+    if name.endswith(("q", "qf")):
+        return (torch.float8_e4m3fn,)
+    return (torch.float8_e8m0fnu,) if name.endswith("sf") or name in ("target", "blocked") else ()
 
 
 def _check_dense(op: KernelOp, layouts: Sequence[Layout]) -> None:

@@ -21,7 +21,7 @@ from ..core_kernels.launch import KernelOp, require_dtype, require_multiple, req
 from ..core_kernels.permute import plan as permute
 from ..core_kernels.registry import OPS
 from ._call import RUN, call, require_tensor
-from ._launch import array_type, as_bytes, check_devices, packed_buffer
+from ._launch import array_type, as_bytes, check_devices, check_float8, packed_buffer
 from ._register import register
 
 __all__ = [*OPS, "OPS", "permute_q_sf"]  # pyright: ignore[reportUnsupportedDunderAll] -- defined from the registry
@@ -51,6 +51,7 @@ def _define(op: KernelOp) -> Callable[..., Any]:
         # Not `op.signature`: its cache hashes shapes, and symbolic sizes have no hash.
         types = (array_type(t.shape, t.dtype) for t in tensors)
         out = op.check(*types, **dict(zip(names, args[num_inputs:], strict=False))).out
+        check_float8(op.name, op.inputs, [t.dtype for t in tensors])
         device = tensors[0].device
         outputs = tuple(torch.empty(a.shape, dtype=getattr(torch, a.dtype), device=device) for a in out)
         return outputs[0] if len(outputs) == 1 else outputs
@@ -86,6 +87,7 @@ def _checked_q_sf(q: Tensor, sf: Tensor, row_map: Tensor) -> tuple[Tensor, Tenso
     op = "permute_q_sf"
     for name, tensor in (("q", q), ("sf", sf), ("row_map", row_map)):
         require_tensor(op, name, tensor)
+    check_float8(op, ("q", "sf"), (q.dtype, sf.dtype))
     q, sf = as_bytes(q), as_bytes(sf)
     types = [array_type(t.shape, t.dtype) for t in (q, sf, row_map)]
     for name, array in zip(("q", "sf"), types, strict=False):

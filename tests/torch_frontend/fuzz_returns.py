@@ -33,7 +33,7 @@ from ..may_return import (
 STRIDED = may("the same values, which are copied where a kernel needs them in order", "transposed")
 META = may("a meta tensor gives a meta tensor", "meta")
 MX = may("rows that are quantized already", "MXTensor")
-BYTES = may("float8 is read as bytes", "float8")
+ELEMENTS = may("E4M3 is what the bytes are", "float8")
 OTHER_BYTES = may("rows of bytes", "float8", "uint8")
 FALSE = may("torch reads None as False where a schema has a bool", "None")
 CEIL, FLOOR = may("the other rounding", "0"), may("the other rounding", "1")
@@ -62,7 +62,7 @@ PUBLIC: Rows = (
     ("MXTensor.from_packed.packed", any_size(0), WHOLE, EMPTY, STRIDED, META),
     ("MXTensor.dequantize.output_dtype combine.out_dtype weighted_combine.out_dtype", NONE),
     ("MXFP8ExpertParallel.recipe MoE.shared_hidden_dim capabilities.device force_implementation.implementation", NONE),
-    ("MXTensor.from_qdata_and_scales.qdata MXTensor.q", STRIDED, BYTES),
+    ("MXTensor.from_qdata_and_scales.qdata MXTensor.q", STRIDED, ELEMENTS),
     ("MXTensor.from_qdata_and_scales.scales MXTensor.sf", STRIDED),
     ("MXTensor.quantize.x", NUMBERS, any_size(0), blocks(1), EMPTY, FLOAT32, STRIDED, META),
     ("MXTensor.to_mx.data_hp", NUMBERS, any_size(0), blocks(1), EMPTY, ROWS_MORE, FLOAT32, STRIDED, META),
@@ -184,18 +184,18 @@ OPS: Rows = (
     ),
     # Codes and scales.
     (
-        "ops.count_fold_loss.* ops.dequantize.q ops.dequantize.sf ops.fold_groups.q ops.fold_groups.sf ops.fold_rows*.q"
-        " ops.fold_rows*.sf ops.fold_rows_balanced.o* ops.requantize_col_fold.q ops.requantize_col_fold.sf"
-        " ops.unblock_scales.blocked ops.grouped_mm_mx.?hs_* ops.grouped_wgrad_mx.?hs_* ops.grouped_*_fold*.?hs_*f"
-        " ops.grouped_*_fold*.?hs2_*f ops.grouped_mm_blockwise.lhs_q",
-        BYTES,
+        "ops.count_fold_loss.q ops.dequantize.q ops.fold_groups.q ops.fold_rows*.q ops.requantize_col_fold.q"
+        " ops.grouped_mm_mx.?hs_q ops.grouped_wgrad_mx.?hs_q ops.grouped_*_fold*.?hs_qf ops.grouped_*_fold*.?hs2_qf"
+        " ops.grouped_mm_blockwise.lhs_q",
+        ELEMENTS,
     ),
-    ("ops.grouped_mm_blockwise.rhs_q", BYTES, more_blocks(1)),
-    ("ops.permute_q_sf.q ops.permute_q_sf.sf", BYTES, STRIDED, META),
-    ("ops.permute_mx.packed ops.permute_mx_col_fold.packed", BYTES, larger(0), WHOLE),
-    ("ops.permute_mx_fold.packed", BYTES, larger(0), may("33 bytes a block", "dim 1 * 2")),
-    ("ops.block_scales.sf", BYTES, larger(0), may("its last row is in no group", "dim 0 - 1"), any_size(1)),
-    ("ops.group_levels.levels ops.span_levels.sf", BYTES, larger(0), larger(1), may("nothing to do", "dim 1 = 0")),
+    ("ops.grouped_mm_blockwise.rhs_q", ELEMENTS, more_blocks(1)),
+    ("ops.permute_q_sf.q", ELEMENTS, STRIDED, META),
+    ("ops.permute_q_sf.sf", STRIDED, META),
+    ("ops.permute_mx.packed ops.permute_mx_col_fold.packed", larger(0), WHOLE),
+    ("ops.permute_mx_fold.packed", larger(0), may("33 bytes a block", "dim 1 * 2")),
+    ("ops.block_scales.sf", larger(0), may("its last row is in no group", "dim 0 - 1"), any_size(1)),
+    ("ops.group_levels.levels ops.span_levels.sf", larger(0), larger(1), may("nothing to do", "dim 1 = 0")),
     ("ops.grouped_mm_fold_stepped.?hs_apart", ONE_OF_BITS),
     # Ends of groups, counts and maps.
     (

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -158,10 +159,34 @@ def test_schemas_are_typed() -> None:
     )
 
 
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+
+
 def test_float8_views_are_bytes() -> None:
     q, sf = mx(4, 64)
-    views = q.view(torch.float8_e4m3fn), sf.view(torch.float8_e8m0fnu)
-    assert torch.equal(ops.dequantize(*views), ops.dequantize(q, sf))
+    assert torch.equal(ops.dequantize(q.view(E4M3), sf.view(E8M0)), ops.dequantize(q, sf))
+    packed = torch.cat([q, sf], 1)
+    for dtype in (E4M3, E8M0):  # rows of bytes are moved as they are
+        assert torch.equal(ops.permute_rows(packed.view(dtype), ints(1)), packed[1:2])
+
+
+@pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if "uint8" in {x.dtype for x in sample(op)[0]}])
+def test_float8_of_the_other_kind_is_refused(name: str) -> None:
+    """Elements are E4M3 and scales E8M0. Packed rows, which hold both, and levels are uint8 alone."""
+    op, options = ops.OPS[name], sample(ops.OPS[name])[1]
+    given = dict(zip(op.inputs, map(to_torch, sample_arrays(op)), strict=True))
+    for argument in (argument for argument, x in given.items() if x.dtype == torch.uint8):
+        is_scale = argument.endswith("sf") or argument in ("target", "blocked")
+        right = E8M0 if is_scale else None if argument in ("packed", "levels", "own", "other") else E4M3
+        for dtype, device in product((E4M3, E8M0), ("cpu", "meta")):
+            views = given | {argument: given[argument].view(dtype)}
+            run = partial(getattr(ops, name), *(x.to(device) for x in views.values()), **options)
+            if dtype == right:
+                run()
+                continue
+            allowed = "torch.uint8" if right is None else f"torch.uint8 or {right}"
+            with pytest.raises(TypeError, match=f"^{name}: {argument}: got dtype {dtype}; allowed: {allowed}$"):
+                run()
 
 
 def test_rows_past_the_last_end_are_zeros_and_their_nan_stays_out() -> None:
@@ -323,6 +348,12 @@ def bwd(**changed: Tensor) -> tuple[Tensor, ...]:
         (ValueError, r"expert_ids: got 4", "sort_by_expert", (ints(4), 4)),
         (ValueError, r"alignment: got 33", "row_map", (ints(2, 1), 3, 2, 33)),
         (ValueError, r"alignment: got 33", "slot_map", (ints(2, 1), ints(0, 1, 2), NO_PROB, 1, 33)),
+        (
+            TypeError,
+            f"sf: got dtype {E4M3}; allowed: torch.uint8 or {E8M0}",
+            "permute_q_sf",
+            (u8(4, 64), u8(4, 2).view(E4M3), ints(0)),
+        ),
         (ValueError, r"top_k: got 0", "slot_map", (ints(2, 1), ints(0, 1, 2), NO_PROB, 0)),
         (ValueError, r"weights: got shape \(2,\)", "slot_map", (ints(2, 1), ints(0, 1, 2), torch.ones(2), 1)),
         (TypeError, r"order: got dtype int64", "slot_map", (ints(2, 1), torch.arange(3), NO_PROB, 1)),
