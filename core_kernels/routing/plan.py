@@ -113,6 +113,8 @@ def _check_slot_map(
         require_shape(op, "weights", weights, (0,), f"for none; or {order.shape}, order's")
     require_size(op, "counts", counts.shape[0], 1)
     require_size(op, "top_k", top_k, 1)
+    if order.shape[0] % top_k:
+        fail(ValueError, op, "top_k", top_k, f"allowed: divisors of {order.shape[0]}, the slots of all tokens")
     shape = (_checked_padded_rows(op, "order", order.shape[0], counts.shape[0], alignment),)
     padded, of_rows = ArrayType(shape, "int32"), ArrayType(shape if weighted else (0,), "float32")
     return Signature((padded, padded, order, counts, counts, of_rows), {"top_k": top_k, "alignment": alignment})
@@ -174,8 +176,8 @@ slot_map = KernelOp(
     composed with its order.
 
     counts: (E,) int32, slots of each expert. order: (S,) int32, slots sorted by expert; a permutation. weights: (S,)
-    fp32, of each slot, or (0,) for none. top_k: slots of a token. alignment: rows that each group is padded to, a
-    positive multiple of 32.
+    fp32, of each slot, or (0,) for none. top_k: slots of a token, of which S is a multiple. alignment: rows that each
+    group is padded to, a positive multiple of 32.
     Returns slots (P,) int32: the slot of each padded row, -1 for padding; tokens (P,) int32: its token, slot // top_k,
     -1 for padding; inverse (S,) int32: the padded row of each slot; padded_counts and group_ends (E,) int32 as in
     `row_map`; row_weights (P,) fp32: the weight of each padded row, 0 for padding; (0,) without weights.

@@ -29,7 +29,8 @@ def test_row_map(ops: Ops, name: str) -> None:
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 3, "alignment": 96}], ids=["rows", "tokens"])
 @pytest.mark.parametrize("name", SORTS)
 def test_slot_map(ops: Ops, name: str, options: Mapping[str, int]) -> None:
-    order, _, counts = routing_oracle.sort_by_expert(*SORTS[name])
+    expert_ids, num_experts = SORTS[name]
+    order, _, counts = routing_oracle.sort_by_expert(np.repeat(expert_ids, options["top_k"]), num_experts)
     weights = np.arange(1, len(order) + 1, dtype=np.float32)
     for given in (weights, weights[:0]):
         arrays = counts, order, given

@@ -121,7 +121,6 @@ OPS: Rows = (
     ),
     ("ops.unblock_scales.num_scales", may("fewer scales, which take as many blocks", "1")),
     ("ops.sort_by_expert.num_experts", may("traced alone: experts without rows, or without a number", *SMALL, LARGE)),
-    ("ops.slot_map.top_k", may("nobody checks it: slots of a token, also where there are fewer slots", "7", LARGE)),
     ("ops.row_map.rank_rows", may("rows of all ranks in one", "0")),
     # Rows in bf16 or fp32.
     ("ops.combine_bwd*.dy ops.combine_bwd*.rows", NUMBERS, FLOAT32),

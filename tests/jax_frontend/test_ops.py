@@ -44,6 +44,11 @@ Q, SF = jnp.zeros((64, 64), jnp.uint8), jnp.zeros((64, 2), jnp.uint8)
         (lambda: ops.permute_rows(floats(4, 32), jnp.zeros(4, jnp.uint32)), TypeError, "row_map: got dtype uint32"),
         (lambda: ops.permute_mx(jnp.zeros((4, 64), jnp.uint8), ENDS), ValueError, "rows of 64 bytes"),
         (lambda: ops.sort_by_expert(ENDS, 0), ValueError, "num_experts: got 0"),
+        (
+            lambda: ops.slot_map(ENDS, ENDS, jnp.zeros(0), 3),
+            ValueError,
+            "slot_map: top_k: got 3; allowed: divisors of 2",
+        ),
         (lambda: ops.row_map(ENDS, num_rows=64, num_local_experts=3), ValueError, "ep_degree"),
         (lambda: ops.row_map(ENDS, num_rows=64, num_local_experts=2, alignment=16), ValueError, "alignment: got 16"),
         (lambda: ops.quantize_both_fold(floats(4, 32), ENDS), ValueError, "quantize_both_fold: x: got dim 0 = 4"),

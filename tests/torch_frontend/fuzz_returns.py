@@ -148,7 +148,6 @@ OPS: Rows = (
     ("ops.row_map.num_local_experts", may("one expert per rank", "1")),
     ("ops.row_map.num_rows ops.sort_by_expert.num_experts", may("more than there are", "7")),
     ("ops.unblock_scales.num_scales", may("fewer scales, which take as many blocks", "1")),
-    ("ops.slot_map.top_k", may("slots of a token; nobody checks that there are so many", "7", HUGE[0])),
     # Rows in bf16 or fp32.
     ("ops.combine_bwd*.dy ops.combine_bwd*.rows", NUMBERS, FLOAT32),
     ("ops.combine.rows", NUMBERS, larger(0), any_size(1), SWAPPED, FLOAT32),

@@ -354,6 +354,7 @@ def bwd(**changed: Tensor) -> tuple[Tensor, ...]:
             "permute_q_sf",
             (u8(4, 64), u8(4, 2).view(E4M3), ints(0)),
         ),
+        (ValueError, r"top_k: got 2; allowed: divisors of 3", "slot_map", (ints(2, 1), ints(0, 1, 2), NO_PROB, 2)),
         (ValueError, r"top_k: got 0", "slot_map", (ints(2, 1), ints(0, 1, 2), NO_PROB, 0)),
         (ValueError, r"weights: got shape \(2,\)", "slot_map", (ints(2, 1), ints(0, 1, 2), torch.ones(2), 1)),
         (TypeError, r"order: got dtype int64", "slot_map", (ints(2, 1), torch.arange(3), NO_PROB, 1)),
