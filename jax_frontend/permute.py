@@ -58,10 +58,13 @@ def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"],
     >>> sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3).order.tolist()
     [1, 0, 2, 3]
 
-    Raises TypeError (dtype).
+    Raises TypeError (dtype) and ValueError (shape).
     """
-    check_integers("sort_by_expert", "expert_ids", expert_ids)
-    check_size("sort_by_expert", "num_experts", num_experts, 1)
+    op = "sort_by_expert"
+    check_integers(op, "expert_ids", expert_ids)
+    if expert_ids.ndim not in (1, 2):
+        fail(ValueError, op, "expert_ids", f"shape {expert_ids.shape}", "allowed: (T, top_k) or (S,)")
+    check_size(op, "num_experts", num_experts, 1)
     return ops.sort_by_expert(jnp.asarray(expert_ids).reshape(-1).astype(jnp.int32), num_experts)
 
 

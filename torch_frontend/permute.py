@@ -62,10 +62,12 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
     >>> sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3).order.tolist()
     [1, 0, 2, 3]
 
-    Raises TypeError (dtype) and ValueError (values, on a CPU).
+    Raises TypeError (dtype) and ValueError (shape; values, on a CPU).
     """
     op = "sort_by_expert"
     check_counts(op, "expert_ids", expert_ids, None)
+    if expert_ids.dim() not in (1, 2):
+        fail(ValueError, op, "expert_ids", f"shape {tuple(expert_ids.shape)}", "allowed: (T, top_k) or (S,)")
     check_int(op, "num_experts", num_experts, 1)
     return ExpertOrder(*ops.sort_by_expert(expert_ids.reshape(-1).to(torch.int32), num_experts))
 

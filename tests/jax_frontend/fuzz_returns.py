@@ -33,6 +33,7 @@ from ..may_return import (
 )
 
 SMALL, LARGE, HUGE = ("1", "7"), str(2**31 - 1), (str(2**31), str(2**63))
+SWAPPED = may("both dims are free", "dims swapped")
 PACKED = may("33 bytes a block", "dim 1 * 2", "dim 1 = 0")
 ANY_SUM = may("counts of fewer rows; more are dropped", "all 0", "all 1", "one 0", "one 1")
 SOME_COUNTS = may("traced alone: the sum of the counts is unknown", *(f"dim 0 {n}" for n in ("- 1", "= 1")))
@@ -98,8 +99,8 @@ PUBLIC: Rows = (
     ("weighted_combine.order", UNREAD, INTEGERS),
     ("weighted_combine.slots", ANY_MAP, INT64),
     (
-        "sort_by_expert.expert_ids", OTHER_IDS, any_size(0), EMPTY, INTEGERS,
-        may("its values in order, whatever the dims", "a dim more", "no dims"),
+        "sort_by_expert.expert_ids", OTHER_IDS, any_size(0), any_size(1), EMPTY, INTEGERS, SWAPPED,
+        may("the slots of all tokens", "a dim less"),
     ),
     ("sort_by_expert.num_experts", may("traced alone: experts without rows, or without a number", *SMALL, LARGE)),
     ("unpack_expert_weights.gate_up* unpack_expert_weights.down*", NUMBERS),

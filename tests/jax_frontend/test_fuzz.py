@@ -173,7 +173,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "preferred_element_type": "float32",
     },
     "route": {"logits": normal(M, G), "top_k": 1, "selection_bias": jnp.zeros(G), **ROUTING},
-    "sort_by_expert": {"expert_ids": IDS, "num_experts": G},
+    "sort_by_expert": {"expert_ids": IDS.reshape(T, TOP_K), "num_experts": G},
     "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "top_k": TOP_K, "across": None},
     "SwiGLU": NUMBERS,
     "swiglu": {**GLU, "activation": mxep.SwiGLU(limit=7.0)},

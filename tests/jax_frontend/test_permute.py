@@ -95,6 +95,14 @@ def test_a_bad_argument_is_named(call, error, message) -> None:
         call()
 
 
+@pytest.mark.parametrize("shape", [(), (1, 2, 2)])
+def test_ids_are_of_slots_or_of_tokens(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"sort_by_expert: expert_ids: got shape \(.*\); allowed: \(T, top_k\) or \(S,\)"
+    ):
+        sort_by_expert(jnp.zeros(shape, int), 2)
+
+
 def test_the_rows_bring_their_group_ends() -> None:
     """A Route or a RowMap stands for its group ends, and only for rows that it laid out. MX rows follow their own."""
     order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)

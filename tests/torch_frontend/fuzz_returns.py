@@ -37,6 +37,7 @@ ELEMENTS = may("E4M3 is what the bytes are", "float8")
 OTHER_BYTES = may("rows of bytes", "float8", "uint8")
 FALSE = may("torch reads None as False where a schema has a bool", "None")
 CEIL, FLOOR = may("the other rounding", "0"), may("the other rounding", "1")
+OTHER_IDS = may("other experts", "all 0", "all 1", "one 0")
 ONE_HOT = may("all rows to one expert", "all 0", "all 1", "one 1")
 MOVED = may(
     "values are moved, of whatever dtype",
@@ -116,8 +117,8 @@ PUBLIC: Rows = (
     ("quantize_weights.w", NUMBERS, any_size(0), blocks(1), blocks(2), EMPTY, FLOAT32, META),
     ("route.logits", NUMBERS, any_size(0), FLOAT32, STRIDED),
     (
-        "sort_by_expert.expert_ids", INTEGERS, ONE_HOT, any_size(0), EMPTY, META,
-        may("its values in order, whatever the dims", "a dim more", "no dims"),
+        "sort_by_expert.expert_ids", INTEGERS, OTHER_IDS, any_size(0), any_size(1), SWAPPED, EMPTY, STRIDED, META,
+        may("the slots of all tokens", "a dim less"),
     ),
     ("sort_by_expert.num_experts", may("experts without rows", "7")),
     ("update_selection_bias.counts", INTEGERS, COUNTS, STRIDED),
@@ -218,7 +219,7 @@ OPS: Rows = (
     ("ops.combine.slots", ANY_MAP, may("none, or a row twice", "one -1", "one 1")),
     ("ops.row_map.counts", may("fewer rows than there are", "all 0", "all 1", "one 0"), NO_VALUES, META),
     ("ops.slot_map.counts", may("the counts of other slots, as many", "all 1")),
-    ("ops.sort_by_expert.expert_ids", any_size(0), EMPTY, may("other experts", "all 0", "all 1", "one 0"), META),
+    ("ops.sort_by_expert.expert_ids", any_size(0), EMPTY, OTHER_IDS, META),
     ("ops.route_bwd.expert_ids", may("other experts", "all 0", "all 1", "one 1")),
 )  # fmt: skip
 ROWS = (*PUBLIC, *OPS)

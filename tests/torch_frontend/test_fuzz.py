@@ -106,7 +106,10 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         lambda groups, probs, out_dtype: mt.combine(groups, route("bf16"), probs, out_dtype=out_dtype),
         {"groups": floats(128, 32), "probs": floats(2, 2, dtype="float32"), **OUT},
     ),
-    "sort_by_expert": (mt.sort_by_expert, {"expert_ids": ints(1, 0, 1), "num_experts": 2}),
+    "sort_by_expert": (
+        mt.sort_by_expert,
+        {"expert_ids": Array(np.array([[1, 0], [0, 1], [1, 0]]), "int32"), "num_experts": 2},
+    ),
     "a2a_dispatch": (mt.a2a_dispatch, {**EXCHANGE, "group_name": ""}),
     "mxfp8_grouped_mm": (
         product(mt.mxfp8_grouped_mm),

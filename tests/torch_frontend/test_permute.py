@@ -228,6 +228,14 @@ def test_the_rows_bring_their_group_ends() -> None:
             product(groups.dequantize()[:64], w, laid)
 
 
+@pytest.mark.parametrize("shape", [(), (1, 2, 2)])
+def test_ids_are_of_slots_or_of_tokens(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"sort_by_expert: expert_ids: got shape \(.*\); allowed: \(T, top_k\) or \(S,\)"
+    ):
+        sort_by_expert(torch.zeros(shape, dtype=torch.int64), 2)
+
+
 def test_rows_of_a_folded_recipe_stay_packed() -> None:
     """Dispatch, and the gradient of combine, leave the gather to the products; the bytes are those of stored rows."""
     folded, (t, e, top_k) = Recipe.parse("mxfp8", compute="fold"), (50, 4, 2)
