@@ -57,6 +57,8 @@ def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ran
             fail(TypeError, op, name, f"a {type(size).__name__}", "allowed: an int")
         if not 1 <= size < 2**31 or size % multiple:
             fail(ValueError, op, name, size, f"allowed: positive multiples of {multiple} below 2^31")
+    if len(counts) % ranks:
+        fail(ValueError, op, "ranks", ranks, f"allowed: divisors of {len(counts)}, the experts, which the ranks share")
     check_prob_in(op, prob_in)
     rows = sum(counts)
     nbytes = row_nbytes(dim, recipe) + (8 if prob_in == "swiglu" else 0)  # a weight of fp32 each way

@@ -36,7 +36,7 @@ def unpack_expert_weights(
     gate_up: (E, 2F, D), or (E, D, 2F) if transposed: gate, then up; or interleaved, gate at even places of 2F.
     down: (E, D, F), or (E, F, D) if transposed. gate_up_bias: (E, 2F), down_bias: (E, D), both or neither: b1, b3, b2.
 
-    Returns the arrays by name. Raises ValueError (shapes) and TypeError (not an array).
+    Returns the arrays by name. Raises ValueError (shapes) and TypeError (dtypes).
 
     >>> gate_up, down = jnp.arange(4.0).reshape(1, 1, 4), jnp.zeros((1, 2, 1))  # E 1, D 1, F 2
     >>> parts = unpack_expert_weights(gate_up, down, interleaved=True, transposed=True)
@@ -48,7 +48,7 @@ def unpack_expert_weights(
     op = "unpack_expert_weights"
     _check_options(op, interleaved, transposed)
     for name, w in (("gate_up", gate_up), ("down", down)):
-        check_type(op, name, w, jax.Array, np.ndarray)
+        _check_floating(op, name, w)
         if w.ndim != 3:
             fail(ValueError, op, name, f"shape {w.shape}", "allowed: 3 dims, experts first")
     gate_up, down = (jnp.swapaxes(w, 1, 2) if transposed else w for w in (gate_up, down))
@@ -62,7 +62,7 @@ def unpack_expert_weights(
     parts = {"w1": w1, "w3": w3, "w2": down}
     if gate_up_bias is not None and down_bias is not None:
         for name, b, n in (("gate_up_bias", gate_up_bias, 2 * f), ("down_bias", down_bias, d)):
-            check_type(op, name, b, jax.Array, np.ndarray)
+            _check_floating(op, name, b)
             if b.shape != (e, n):
                 fail(ValueError, op, name, f"shape {b.shape}", f"allowed: ({e}, {n})")
         b1, b3 = _halves(gate_up_bias, interleaved)
@@ -77,7 +77,7 @@ def pack_expert_weights(
     "down_bias".
 
     parts: w1, w3 (E, F, D), w2 (E, D, F), and b1, b3 (E, F), b2 (E, D) or none of the three, by name; other names are
-    left out. Raises ValueError for a missing name or other shapes.
+    left out. Raises ValueError for a missing name or other shapes, TypeError for dtypes that are no floats.
 
     >>> parts = {"w1": jnp.zeros((1, 2, 1)), "w3": jnp.ones((1, 2, 1)), "w2": jnp.zeros((1, 1, 2))}
     >>> pack_expert_weights(parts)["gate_up"].ravel().tolist()
@@ -95,7 +95,7 @@ def pack_expert_weights(
                 f"no {name!r}",
                 "allowed: 'w1', 'w3', 'w2', and all of 'b1', 'b3', 'b2' or none",
             )
-        check_type(op, name, parts[name], jax.Array, np.ndarray)
+        _check_floating(op, name, parts[name])
     (e, d, f), w1 = parts["w2"].shape if parts["w2"].ndim == 3 else (0, 0, 0), parts["w1"]
     shapes = {"w1": (e, f, d), "w3": (e, f, d), "w2": (e, d, f), "b1": (e, f), "b3": (e, f), "b2": (e, d)}
     for name in NAMES if biased else NAMES[:3]:
@@ -111,6 +111,12 @@ def pack_expert_weights(
     if biased:
         packed |= {"gate_up_bias": _joined(parts["b1"], parts["b3"], interleaved), "down_bias": parts["b2"]}
     return {name: jnp.asarray(part) for name, part in packed.items()}
+
+
+def _check_floating(op: str, name: str, w: jax.Array) -> None:
+    check_type(op, name, w, jax.Array, np.ndarray)
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        fail(TypeError, op, name, f"dtype {w.dtype}", "allowed: floating-point dtypes")
 
 
 def _check_options(op: str, interleaved: bool, transposed: bool) -> None:

@@ -17,8 +17,9 @@ def moe_metrics(
 ) -> MoEMetrics:
     """The metrics of one forward of a layer as a dict of Python numbers; the host waits for the device.
 
-    stats: of `moe.apply`, outside of jit. dim, recipe, prob_in: of the layer. ranks: that share its experts.
-    `MoEMetrics` names the entries; wire_nbytes counts rows, not the unused room of buffers with a capacity.
+    stats: of `moe.apply`, outside of jit. dim, recipe, prob_in: of the layer. ranks: that share its experts, a divisor
+    of their number. `MoEMetrics` names the entries; wire_nbytes counts rows, not the unused room of buffers with a
+    capacity. Raises TypeError and ValueError for other sizes and names.
 
     >>> import jax
     >>> config = MoEConfig(dim=32, hidden_dim=64, num_experts=4, top_k=2, force_balance=True)

@@ -22,7 +22,7 @@ from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
 from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from ._checks import check_floats, check_type, dtype_name
+from ._checks import check_floats, check_size, check_type, dtype_name
 from ._mesh import Axes, axis_names, axis_size
 from .overflow import OnOverflow, check_on_overflow
 from .peer_memory import Transport, check_transport
@@ -110,10 +110,9 @@ class MoEConfig:
                 )
         for name in ("dim", "hidden_dim", "shared_hidden_dim"):
             size = getattr(self, name)
-            if size is not None and (size <= 0 or size % BLOCK):
-                fail(ValueError, "MoEConfig", name, size, f"allowed: positive multiples of {BLOCK}")
-        if self.num_experts < 1:
-            fail(ValueError, "MoEConfig", "num_experts", self.num_experts, "allowed: at least 1")
+            if size is not None and (not 1 <= size < 2**31 or size % BLOCK):
+                fail(ValueError, "MoEConfig", name, size, f"allowed: positive multiples of {BLOCK} below 2^31")
+        check_size("MoEConfig", "num_experts", self.num_experts, 1)
         for name in ("normalize", "router_bias", "shared_gate"):
             check_type("MoEConfig", name, getattr(self, name), bool)
         if self.shared_gate and self.shared_hidden_dim is None:
@@ -128,8 +127,9 @@ class MoEConfig:
         if self.replicas != "each" and self.transport == "peer_memory":
             allowed = "allowed: 'each' with transport='peer_memory'"
             fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
-        if self.capacity is not None and self.capacity < 1:
-            fail(ValueError, "MoEConfig", "capacity", self.capacity, "allowed: at least 1, or None for dropless")
+        if self.capacity is not None and not 1 <= self.capacity < 2**31:
+            allowed = f"allowed: 1 to {2**31 - 1}, or None for dropless"
+            fail(ValueError, "MoEConfig", "capacity", self.capacity, allowed)
         check_on_overflow("MoEConfig", self.on_overflow)
         check_type("MoEConfig", "bias", self.bias, bool)
         SwiGLU.check("MoEConfig", self.activation)

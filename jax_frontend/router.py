@@ -15,12 +15,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..core_kernels.launch import fail
 from ..core_kernels.router.plan import check_options
 from . import ops
 from ._call import jitted
-from ._checks import check_floats, check_integers, check_matrix, check_shape, check_values
+from ._checks import check_floats, check_integers, check_matrix, check_shape, check_values, reads_values
 from ._derivatives import arguments
 from ._shapes import Float, Float32, Int
 
@@ -208,8 +209,9 @@ def update_selection_bias(
     >>> update_selection_bias(jnp.zeros(3), jnp.array([4, 1, 1]), 0.5).tolist()
     [-0.5, 0.5, 0.5]
 
-    Raises ValueError (shapes, a rate that is not positive and finite) and TypeError (dtypes). Source: Wang et al.,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
+    Raises ValueError (shapes, a rate that is not positive and finite, negative counts in eager calls on a CPU and under
+    checkify) and TypeError (dtypes). Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
+    Mixture-of-Experts", 2024.
     """
     op = "update_selection_bias"
     check_floats(op, "selection_bias", selection_bias)
@@ -222,5 +224,7 @@ def update_selection_bias(
         fail(TypeError, op, "rate", repr(rate), "allowed: a float")
     if not 0 < rate < float("inf"):
         fail(ValueError, op, "rate", rate, "allowed: positive finite numbers")
+    if isinstance(counts, Tracer) or reads_values(counts):
+        check_values((counts >= 0).all(), op, "counts", counts, "allowed: counts of at least 0")
     load = jnp.asarray(counts).astype(jnp.float32)
     return jax.lax.stop_gradient(selection_bias + rate * jnp.sign(load.mean() - load))

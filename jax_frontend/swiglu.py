@@ -14,7 +14,7 @@ from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._call import jitted
-from ._checks import check_type
+from ._checks import check_matrix, check_shape, check_type
 from ._derivatives import arguments_by_rows
 from ._shapes import BFloat16, Float32
 from .weights import MX, Folded, form_of
@@ -76,6 +76,9 @@ def swiglu(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    for name, x in (("gate", gate), ("up", up), *(() if prob is None else (("prob", prob),))):
+    for name, x in (("gate", gate), ("up", up)):
         check_type("swiglu", name, x, jax.Array, np.ndarray)
+    check_matrix("swiglu", "gate", gate)
+    if prob is not None:
+        check_shape("swiglu", "prob", prob, gate.shape[:1], "a weight per row of gate", "float32")
     return _swiglu_jitted(*arguments_by_rows("swiglu", gate, up, prob), SwiGLU.check("swiglu", activation))

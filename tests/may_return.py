@@ -51,7 +51,6 @@ SHORT = may("groups of a row, which are padded, or need no padding", "all 1")
 FEWER_GROUPS = may("fewer groups", "dim 0 - 1", "dim 0 = 0", "dim 0 = 1", "all dims = 0")
 MORE_GROUPS = may("groups that end where the last one does", "dim 0 + 1", "dim 0 * 2", "dim 0 * 2 + 32", "dim 0 = 0")
 COUNTS = may("any counts", *all_and_one(0, 1, 2**30, 2**31 - 1))
-NEGATIVE = may("negative counts", *all_and_one(-1, -(2**31)))
 BITS = may("bits", *all_and_one(-1, -(2**31), 2**30, 2**31 - 1, 1, 0))
 
 
@@ -94,11 +93,9 @@ def by_argument(rows: Rows, arguments: Collection[str]) -> Listed:
     return listed
 
 
-def verdict(may: Listed, under_repair: Listed, case: Case, returned: bool) -> str:
-    """What is wrong with a call that returned, or raised as it should; "" if the list says the same, or if the value
-    stands in the list of what is under repair."""
-    argument, name = f"{case.call}.{case.argument}", case.bad.name
-    why = may.get(argument, {}).get(name)
-    if name in under_repair.get(argument, {}) or returned == (why is not None):
+def verdict(may: Listed, case: Case, returned: bool) -> str:
+    """What is wrong with a call that returned, or raised as it should; "" if the list says the same."""
+    why = may.get(f"{case.call}.{case.argument}", {}).get(case.bad.name)
+    if returned == (why is not None):
         return ""
     return "returned, and no list says why" if returned else f"raised, and a list says why it returns: {why}"

@@ -161,11 +161,32 @@ def test_a_bad_layout_is_named(name: str, frontend) -> None:
         call(frontend, array)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int32])
-def test_torch_packs_floats_alone(dtype: torch.dtype) -> None:
+OTHER_DTYPES = ("complex64", "bool", "int32")
+FLOAT4 = "float4_e2m1fn_x2"
+"""Of PyTorch alone. An element is two values."""
+
+
+@pytest.mark.parametrize(
+    ("frontend", "dtype"),
+    [*((mxep_torch, dtype) for dtype in (*OTHER_DTYPES, FLOAT4)), *((mxep_jax, dtype) for dtype in OTHER_DTYPES)],
+)
+def test_the_elements_are_floats(frontend, dtype: str) -> None:
+    def array(x: torch.Tensor):
+        return x if frontend is mxep_torch else jnp.asarray(x.numpy())
+
+    def wrong(x: torch.Tensor):
+        if dtype == FLOAT4:
+            return torch.zeros(x.shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        return array(x.to(getattr(torch, dtype)))
+
+    got = rf"got dtype (torch\.)?{dtype}; allowed: floating-point dtypes"
+    parts = {name: array(x) for name, x in PARTS.items()}
     for name in PARTS:
-        with pytest.raises(TypeError, match=f"pack_expert_weights: {name}: got dtype {dtype}; allowed: floating-point"):
-            mxep_torch.pack_expert_weights(PARTS | {name: PARTS[name].to(dtype)})
-    for name, one, other in (("gate_up", GATE_UP.to(dtype), DOWN), ("down", GATE_UP, DOWN.to(dtype))):
-        with pytest.raises(TypeError, match=f"unpack_expert_weights: {name}: got dtype {dtype}; allowed: floating-"):
-            mxep_torch.unpack_expert_weights(one, other)
+        with pytest.raises(TypeError, match=f"pack_expert_weights: {name}: {got}"):
+            frontend.pack_expert_weights(parts | {name: wrong(PARTS[name])})
+    biases = {"gate_up_bias": GATE_UP[:, :, 0], "down_bias": DOWN[:, :, 0]}
+    packed = {"gate_up": GATE_UP, "down": DOWN, **biases}
+    for name, x in packed.items():
+        given = {key: array(value) for key, value in packed.items()} | {name: wrong(x)}
+        with pytest.raises(TypeError, match=f"unpack_expert_weights: {name}: {got}"):
+            frontend.unpack_expert_weights(**given)

@@ -17,3 +17,12 @@ def test_the_frontends_agree(recipe: str) -> None:
     assert found == jax_frontend.moe_metrics(in_jax, 64, **options)
     assert set(found) == set(torch_frontend.MoEMetrics.__annotations__)
     assert (found["imbalance"], found["dead_experts"], found["overflow"]) == (8 * 4 / 12, 1, 2)
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_ranks_that_cannot_share_the_experts(ranks: int) -> None:
+    in_torch = torch_frontend.MoEStats(torch.ones(4, dtype=torch.int32), torch.tensor(1.0), torch.tensor(0))
+    in_jax = jax_frontend.MoEStats(jnp.ones(4, int), jnp.asarray(1.0), jnp.asarray(0))
+    for moe_metrics, stats in ((torch_frontend.moe_metrics, in_torch), (jax_frontend.moe_metrics, in_jax)):
+        with pytest.raises(ValueError, match=f"moe_metrics: ranks: got {ranks}; allowed: divisors of 4, the experts"):
+            moe_metrics(stats, 32, ranks=ranks)

@@ -115,8 +115,9 @@ def pack_expert_weights(
 
 def _check_floating(op: str, name: str, w: Tensor) -> None:
     require_tensor(op, name, w)
-    if not w.is_floating_point():
-        fail(TypeError, op, name, f"dtype {w.dtype}", "allowed: floating-point dtypes")
+    # An element of float4_e2m1fn_x2 is two values: its shapes are not those of the weights.
+    if not w.is_floating_point() or w.dtype == torch.float4_e2m1fn_x2:
+        fail(TypeError, op, name, f"dtype {w.dtype}", "allowed: floating-point dtypes of one value per element")
 
 
 def _check_options(op: str, interleaved: bool, transposed: bool) -> None:

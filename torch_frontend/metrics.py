@@ -28,7 +28,8 @@ def moe_metrics(
 ) -> MoEMetrics:
     """The metrics of one forward of a layer as a dict of Python numbers; the host waits for the device.
 
-    stats: of `MoE`. dim, recipe, prob_in: of the layer. ranks: that share its experts. `MoEMetrics` names the entries.
+    stats: of `MoE`. dim, recipe, prob_in: of the layer. ranks: that share its experts, a divisor of their number.
+    `MoEMetrics` names the entries. Raises TypeError and ValueError for other sizes and names.
 
     >>> moe = MoE(32, 64, num_experts=4, top_k=2, force_balance=True)
     >>> _, stats = moe(torch.ones(6, 32))

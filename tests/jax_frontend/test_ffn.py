@@ -319,6 +319,8 @@ def test_recipes_without_blocks_take_the_values_of_mx_rows(recipe: str) -> None:
         (lambda: grouped_swiglu_ffn(X, W1, W3, W2, jnp.ones(3)), TypeError, "group_ends: got dtype float32"),
         (lambda: swiglu(X, X[:3]), ValueError, "swiglu: up: got shape"),
         (lambda: swiglu(X.astype("float32"), X), TypeError, "swiglu: gate: got dtype float32"),
+        (lambda: swiglu(X, X, np.ones(len(X))), TypeError, "swiglu: prob: got dtype float64; allowed: float32"),
+        (lambda: swiglu(X, X, jnp.zeros(0)), ValueError, r"swiglu: prob: got shape \(0,\)"),
         (lambda: jax.vmap(swiglu)(X[None], X[None]), NotImplementedError, r"jax\.vmap"),
     ],
 )

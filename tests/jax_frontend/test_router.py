@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.reference import choice
@@ -156,6 +157,17 @@ def test_the_balance() -> None:
     assert bias.tolist() == [0.25, -0.75, 0, 0]
 
 
+def test_negative_counts_are_reported_under_checkify() -> None:
+    """Inside jit alone they are not: then the sign of a negative count counts as that of an idle expert."""
+    update = jax.jit(lambda counts: update_selection_bias(jnp.zeros(2), counts, 0.25))
+    assert update(jnp.array([3, -1])).tolist() == [-0.25, 0.25]
+    error, _ = checkify.checkify(update)(jnp.array([3, -1]))
+    with pytest.raises(
+        checkify.JaxRuntimeError, match=r"update_selection_bias: counts: got \[ 3 -1\]; allowed: counts"
+    ):
+        error.throw()
+
+
 LOGITS, ONES = jnp.zeros((3, 8)), jnp.ones((3, 2))
 IDS = ONES.astype(jnp.int32)
 
@@ -176,6 +188,11 @@ def layer(**arguments) -> object:
         (ValueError, r"MoEConfig: num_groups: got 3", lambda: config(num_groups=3)),
         (TypeError, r"MoEConfig: num_groups: got 2.0; allowed: an int", lambda: config(num_groups=2.0)),
         (ValueError, r"MoEConfig: shared_hidden_dim: got 40", lambda: config(shared_hidden_dim=40)),
+        (ValueError, rf"MoEConfig: shared_hidden_dim: got {2**31}", lambda: config(shared_hidden_dim=2**31)),
+        (ValueError, rf"MoEConfig: dim: got {2**63}; allowed: .* below 2\^31", lambda: MoEConfig(2**63, 32, 2, 1)),
+        (ValueError, rf"MoEConfig: hidden_dim: got {2**31}; allowed: .*", lambda: MoEConfig(32, 2**31, 2, 1)),
+        (ValueError, rf"MoEConfig: num_experts: got {2**31}; allowed: 1 to", lambda: MoEConfig(32, 32, 2**31, 1)),
+        (ValueError, rf"MoEConfig: capacity: got {2**31}; allowed: 1 to .*, or None", lambda: config(capacity=2**31)),
         (TypeError, r"MoEConfig: router_bias: got int", lambda: config(router_bias=1)),
         (ValueError, r"moe.apply: params: got no 'shared_expert'",
          lambda: moe.apply(moe.init(jax.random.key(0), config()), LOGITS[:, :1] + jnp.zeros((3, DIM)),
@@ -187,6 +204,8 @@ def layer(**arguments) -> object:
          lambda: layer(experts=IDS, weights=ONES, selection_bias=LOGITS[0])),
         (ValueError, r"update_selection_bias: counts: got shape \(2,\)",
          lambda: update_selection_bias(jnp.zeros(3), jnp.ones(2, int), 0.1)),
+        (ValueError, r"update_selection_bias: counts: got \[ 3 -1\]; allowed: counts of at least 0",
+         lambda: update_selection_bias(jnp.zeros(2), jnp.array([3, -1]), 0.1)),
         (ValueError, r"update_selection_bias: rate: got 0", lambda: update_selection_bias(ONES[0], IDS[0], 0)),
     ],
 )  # fmt: skip
