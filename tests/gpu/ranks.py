@@ -3,7 +3,8 @@
 torchrun --standalone --nproc-per-node N tests/gpu/ranks.py [WORDS]          WORDS: of the names of the checks to run
 torchrun --standalone --nproc-per-node N tests/gpu/ranks.py alone NAME      rank 0 gets an error while rows move
 
-Rank 0 prints the name of each check before it starts. `alone` ends the processes; NAME is CopyEngines or PeerMemory.
+Rank 0 prints the name of each check before it starts. `alone` ends the processes; NAME is a transport. Over Collectives
+the watchdog of NCCL ends the other ranks, without a word of theirs.
 """
 
 import os
@@ -27,7 +28,7 @@ import ep_replicas
 import ep_skips
 import ep_training
 import peer_graph
-from mxep.torch_frontend import CopyEngines, PeerMemory
+from mxep.torch_frontend import Collectives, CopyEngines, PeerMemory
 
 PROGRAMS = (
     ("mxfp8_wgrad_with_hp", "mean", "combine"),
@@ -92,6 +93,7 @@ def alone(mesh: DeviceMesh, name: str) -> NoReturn:
     transports = {
         "CopyEngines": lambda: CopyEngines(group, chunk_bytes=1, timeout=limit),
         "PeerMemory": lambda: PeerMemory(group, 4096, timeout=limit),
+        "Collectives": lambda: Collectives(group, chunk_bytes=1),
     }
     layer = ep_skips.layer(mesh, transports[name]())
     ep_skips.step(layer, 0, rank)
@@ -111,13 +113,13 @@ def alone(mesh: DeviceMesh, name: str) -> NoReturn:
     verdict = "ended as it should" if right and seconds < 60 else "WRONG"
     print(f"alone: {name}: rank {rank} {verdict} after {seconds:.1f} s: {end}", flush=True)
     if rank == 0:
-        time.sleep(30)  # a process that ends would end the others, by the launcher
+        time.sleep(60)  # a process that ends would end the others, by the launcher
     os._exit(0)
 
 
 def main(words: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=LIMIT)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=20) if words.startswith("alone ") else LIMIT)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     if words.startswith("alone "):
         alone(mesh, words.removeprefix("alone "))
