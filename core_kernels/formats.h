@@ -19,12 +19,6 @@ inline constexpr int kWeightHeadroom = 2;
 // The same of the rows of SwiGLU's gradients.
 inline constexpr int kGradientHeadroom = 2;
 
-// Terms of a product between two additions in fp32, and how many blocks a word of a stepped fold tells of.
-inline constexpr int kStage = 128, kBlocksOfWord = 32;
-// A stepped fold: octaves from the median block to the scale of its row, at most; octaves below that scale with blocks
-// that share it; octaves to the scales of other blocks, at most.
-inline constexpr int kStepAbove = 9, kStepBelow = 11, kStepMost = 44;
-
 inline constexpr uint32_t kE4m3Nan = 0x7F;
 inline constexpr uint32_t kE8m0Max = 254, kE8m0Nan = 255;
 

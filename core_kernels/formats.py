@@ -35,19 +35,6 @@ The price is in data of which 32 of 7168 features are 2^e larger, and their weig
 14."""
 STAGE = 128
 """Terms of a product between two additions in fp32: those that Hopper's FP8 tensor cores sum alone."""
-BLOCKS_OF_WORD = 32
-"""Blocks along K that one word of `apart` of a stepped fold tells of."""
-STEP_ABOVE = 9
-"""In a stepped fold the scale of a row is the largest of its blocks that are at most so many octaves above the median
-one."""
-STEP_BELOW = 11
-"""Blocks up to so many octaves below the scale of their row share it. So a row has one scale if its blocks lie between
-a quarter of the median and 2^9 of it. A block as far below keeps 47 dB. Where blocks differ by a log-normal factor of 2
-octaves, 0 to 18% of the stages of 128 x 128 have a block apart; with two octaves less of both numbers 38 to 71%, with
-one more 0 to 5%."""
-STEP_MOST = 44
-"""Octaves between the scale of a row and that of a block apart in a stepped fold, at most. So products are between
-2^-106 and 2^106 in units of the scales of row and column, and their sums finite."""
 MAX_HEADROOM = 7
 """Octaves. More would leave less than half of E4M3's 15 binades of normal numbers."""
 

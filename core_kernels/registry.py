@@ -13,12 +13,11 @@ from typing import Any
 
 from .combine import plan as combine
 from .fold import plan as fold
-from .fold import plan_balanced, plan_both, plan_loss, plan_matrix, plan_requantize, plan_stepped
+from .fold import plan_both, plan_loss, plan_matrix, plan_requantize
 from .fold import plan_permute as fold_permute
 from .grouped_gemm import plan as grouped_gemm
 from .grouped_gemm import plan_blockwise as grouped_gemm_blockwise
 from .grouped_gemm import plan_folded, plan_folded_pair, plan_kn
-from .grouped_gemm import plan_stepped as grouped_gemm_stepped
 from .launch import KernelOp
 from .permute import plan as permute
 from .quantize import plan as quantize
@@ -33,10 +32,10 @@ from .swiglu import plan_fold as swiglu_fold
 
 _PLANS = (
     *(quantize, quantize_blockwise, permute, router, router_logits, routing),
-    *(fold, plan_both, plan_matrix, plan_balanced, plan_stepped, plan_loss, plan_requantize, fold_permute),
+    *(fold, plan_both, plan_matrix, plan_loss, plan_requantize, fold_permute),
     scale_layout,
     *(combine, swiglu, swiglu_fold, swiglu_bwd_fold),
-    *(grouped_gemm, plan_kn, plan_folded, plan_folded_pair, grouped_gemm_stepped, grouped_gemm_blockwise),
+    *(grouped_gemm, plan_kn, plan_folded, plan_folded_pair, grouped_gemm_blockwise),
 )
 OPS: dict[str, KernelOp] = {
     op.name: op for module in _PLANS for op in vars(module).values() if isinstance(op, KernelOp)

@@ -40,10 +40,6 @@ _GPU = {
     "logits_bwd": Tiles(m=64, n=128, k=32, num_warps=4, num_stages=3),
     "fold_rows": Tiles(),
     "permute_mx_fold": Tiles(),
-    "fold_rows_stepped": Tiles(k=512, num_warps=8),
-    "span_levels": Tiles(m=16, k=256, num_warps=4),
-    "group_levels": Tiles(m=16, k=64),
-    "fold_rows_balanced": Tiles(),
     "quantize_row_fold": Tiles(),
     "quantize_rowwise": Tiles(),
     "fold_groups": Tiles(m=16),
@@ -74,7 +70,6 @@ _GPU = {
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
-    "grouped_mm_fold_stepped": Tiles(m=128, n=64, k=32, num_warps=8, num_stages=4),
     "grouped_mm_blockwise": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }

@@ -25,19 +25,4 @@ unsigned resident_ctas(const char* op, cudaStream_t stream, unsigned cluster, un
   });
 }
 
-// Launches CTAs that start beside the kernel before them in the stream, once all its CTAs have allowed it (sm90.cuh).
-template <typename... Params, typename... Args>
-void launch_beside(const char* op, void (*kernel)(Params...), unsigned ctas, unsigned threads, size_t shared_bytes,
-                   cudaStream_t stream, Args&&... args) {
-  cudaLaunchAttribute attribute{.id = cudaLaunchAttributeProgrammaticStreamSerialization,
-                                .val = {.programmaticStreamSerializationAllowed = 1}};
-  const cudaLaunchConfig_t config{.gridDim = ctas,
-                                  .blockDim = threads,
-                                  .dynamicSmemBytes = shared_bytes,
-                                  .stream = stream,
-                                  .attrs = &attribute,
-                                  .numAttrs = 1};
-  check(op, cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
-}
-
 }  // namespace mxep::cuda

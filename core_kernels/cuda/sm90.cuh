@@ -42,16 +42,6 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// ---- Two kernels at a time. The second is launched by launch_beside.
-
-// Called by the first kernel: the second may start once all its CTAs have called it.
-__device__ __forceinline__ void let_dependent_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Called by the second: waits for the end of the first one, so that what follows in the stream waits for both.
-__device__ __forceinline__ void wait_for_prerequisite() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- mbarrier. An Address is a pointer to shared memory or a shared_address. Every wait terminates: the arrivals come
 // from the TMA unit or from CTAs of the same cluster, which start together; clusters never wait for each other.
 
@@ -203,15 +193,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32_t a, uint32_t 
                                  "}, a, b, p, 1, 1;\n}"
                : MXEP_R64(d, 0)
                : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)));
-}
-
-// d (64, 128) += a (64, 16) b (128, 16)^T, bf16 operands, fp32 sums.
-__device__ __forceinline__ void wgmma_bf16(float (&d)[64], uint32_t a, uint32_t b) {
-  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.eq.b32 p, 0, 0;\n" MXEP_DESCRIPTORS(
-                   "%64", "%65") "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MXEP_64
-                                 "}, a, b, p, 1, 1, 0, 0;\n}"
-               : MXEP_R64(d, 0)
-               : "r"(a), "r"(b));
 }
 
 // d (64, 256) += a (64, 16) b (256, 16)^T, bf16 operands, fp32 sums; 128 values per thread. kColumnsA, kColumnsB: the

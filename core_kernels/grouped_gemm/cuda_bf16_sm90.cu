@@ -228,8 +228,7 @@ template <typename K, typename Out>
 void launch_as(const char* op, const Maps<K>& maps, Problem p, cudaStream_t stream) {
   constexpr auto kKernel = bf16_product<K, Out>;
   const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, sizeof(Bf16Shared));
-  p.shares = shares_of(0, static_cast<int>(ctas) / kCluster);
-  p.turns = turns_of(p.shares, Part::kPairs);
+  p.clusters = static_cast<int>(ctas) / kCluster;
   launch_kernel(op, kKernel, ctas, kThreads, sizeof(Bf16Shared), stream, maps, p);
 }
 

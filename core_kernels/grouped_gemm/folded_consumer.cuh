@@ -41,22 +41,20 @@ struct NoFactors {
   __device__ NoFactors(const Problem&, const Tile&, int) {}
 };
 
-template <bool kAlongK, typename Out, Plus kPlus, Part kPart>
+template <bool kAlongK, typename Out, Plus kPlus>
 __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
   constexpr bool kBias = kPlus == Plus::kBias, kTwo = kPlus == Plus::kProduct, kBlocks = kPlus == Plus::kBlockScales;
-  constexpr bool kTwin = kPlus == Plus::kTwin, kStepped = kPlus == Plus::kSteps;
+  constexpr bool kTwin = kPlus == Plus::kTwin;
   // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   const Addresses at(s);
   TileQueue tiles(s.tiles);
-  auto& slots = notes_of<kStepped>(s);
-  NoteQueue notes(slots);
+  IncreaseQueue notes(s.increases);
   const Stages own{descriptor(at.of(s.a) + group * kWarpgroup * kTileK), kBytesA / 16};
   const Stages common{descriptor(at.of(s.b)), kBytesB / 16};
   Stages stages_a = own, stages_b = common;
   uint32_t a = own.first, b = common.first;
   Ring<kStages> ring;
-  const uint32_t partner = Sharing<kPart>::partner(cluster_rank(), lane);
   int odd = 0;
   for (Tile tile; tiles.next(&tile); odd ^= 1) {
     // Loaded here and used after a product. Scales of empty accumulators are ignored. Of two products, those of the
@@ -80,8 +78,8 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       }
     }
     // Whether the rows of this warpgroup end in its first half. The other half would be rows of the next group. Without
-    // it products of 256 rows per group are 1 to 5% faster; of 4096 they are not, and in blocks 1% slower in a row.
-    constexpr bool kMayEnd = kPart == Part::kPairs && !kAlongK && !kBlocks && !kStepped;
+    // it products of 256 rows per group are 1 to 5% faster; of 4096 they are not.
+    constexpr bool kMayEnd = !kAlongK && !kBlocks;
     [[maybe_unused]] const bool ends = kMayEnd && __shfl_sync(~0u, tile.rows - first_row, 0) <= 64;
     const int col = threadIdx.x % kWarpgroup, row = first_row + warp % 4 * 16;
     const bool any = !kBlocks && tile.k_begin < tile.k_end;
@@ -137,15 +135,7 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
         if (more) barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
       };
       const auto release = [&](int stage) {
-        if (lane < Sharing<kPart>::kPartners) barrier_arrive(at.of(s.empty) + stage * 8, partner);
-      };
-      // The next stage with blocks apart, those of them that are not yet multiplied, and the terms up to its end, or to
-      // that of the sum.
-      [[maybe_unused]] StageApart next{StageApart::kLast};
-      int until = kStepped ? min(kTileK, depth) : depth;
-      [[maybe_unused]] const auto look_ahead = [&](auto& notes) {
-        next = next_apart(notes);
-        until = next.blocks() ? next.at() + kTileK : depth;
+        if (lane < kCluster) barrier_arrive(at.of(s.empty) + stage * 8, lane);
       };
       const auto stage = [&](int k, auto steps, auto halves) {
         constexpr int kLast = decltype(halves)::value - 1;
@@ -155,13 +145,10 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
           start<steps>(partial, a + half * (64 * kTileK / 16), b);
           if constexpr (kAlongK)
             if (half == 0 && k == look) look = rescale_at(k, sum, warp % 4 * 16, group, notes);
-          // Not between the halves: with a branch there, the descriptors of all products share four uniform registers.
-          if constexpr (kStepped)
-            if (half == 1 && k == 0) look_ahead(notes);
           if constexpr (kBlocks)
             if (half == 1) blocks.reach(k + kTileK);
           const int current = ring.stage;
-          if (half == kLast) next_stage(k + kTileK < until);
+          if (half == kLast) next_stage(k + kTileK < depth);
           wgmma_wait();
           if constexpr (kBlocks) blocks.take(factor[1 - half], 1 - half);
           if (half == kLast) release(current);
@@ -178,36 +165,11 @@ __device__ void consume(const Problem& p, SharedOf<kPlus>& s) {
       const int whole = kAlongK ? depth / kTileK * kTileK : depth;
       int k = 0;
       if (depth > 0) barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
-      if constexpr (kStepped) {
+      if (kMayEnd && ends) {
 #pragma unroll 1
-        for (;;) {
-#pragma unroll 1
-          for (; k < until; k += kTileK) stage(k, Steps<kTileK / 32>{}, Halves<2>{});
-          if (next.blocks() == 0) break;
-          // A block apart is added in bf16: such sums keep 24 bits, those in FP8 do not.
-          barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
-          wgmma_fence();
-          const auto add = [&](int step) {
-            wgmma_bf16(sum[0], a + step * 2, b + step * 2);
-            wgmma_bf16(sum[1], a + 64 * kTileK / 16 + step * 2, b + step * 2);
-          };
-          add(0), add(1);
-          // Read by a lane that then arrives at `empty`: racecheck takes other lanes' reads as not over.
-          if (__shfl_sync(~0u, lane == 0 ? s.apart.terms[ring.stage] : 0, 0) == 64) add(2), add(3);
-          wgmma_commit();
-          next.bits &= next.bits - 1;
-          if (next.blocks() == 0) look_ahead(notes);
-          wgmma_wait();
-          release(ring.stage);
-          next_stage(k < until);
-        }
-      } else {
-        if (kMayEnd && ends) {
-#pragma unroll 1
-          for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{}, Halves<1>{});
-        }
-        for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{}, Halves<2>{});
+        for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{}, Halves<1>{});
       }
+      for (; k < whole; k += kTileK) stage(k, Steps<kTileK / 32>{}, Halves<2>{});
       if constexpr (kAlongK) {  // the group's last stage holds tokens of the next group, which are not multiplied
         const int steps = (depth - whole) / 32;
         if (steps == 3) stage(k, Steps<3>{}, Halves<2>{});

@@ -11,11 +11,11 @@
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kTileM = 256, kTileN = 128, kTileK = 128;
+constexpr int kTileM = 256, kTileN = 128, kTileK = 128, kHalfM = kTileM / 2, kHalfN = kTileN / 2;
 
 // K-grouped: groups end at multiples of 32. M-grouped: tiles may be flat.
-template <bool kAlongK, bool kTwin, Part kPart>
-using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1, kTwin, !kAlongK, kPart>;
+template <bool kAlongK, bool kTwin>
+using FoldedSchedule = Schedule<kAlongK, kTileM, kTileN, kAlongK ? 32 : 1, kTwin, !kAlongK>;
 
 constexpr int kNanScale = kE8m0Nan, kOne = 127;
 

@@ -1,12 +1,7 @@
 // The loads of a folded product: tiles of the schedule, stage by stage.
 //
 //   schedule --tile--> queue, for the warps that compute and look for scale increases
-//                '---> A, B --TMA, a part of the common rows for all CTAs that have them--> ring of stages
-//
-// Where blocks may be apart, another warp queues the tiles (blocks_apart.cuh):
-//
-//   queue --tile--> A, B --TMA--> ring of stages, and after a stage a free place for each of its blocks that is apart
-//   notes --blocks apart---'
+//                '---> A, B --TMA, one half of the common rows for both CTAs--> ring of stages
 #pragma once
 
 #include "cuda/sm90.cuh"
@@ -16,7 +11,7 @@
 namespace mxep::cuda::sm90 {
 
 struct Operands {
-  CUtensorMap a, b, flat_a;  // in boxes of the parts of Sharing; flat_a: A of flat tiles, M-grouped
+  CUtensorMap a, b, flat_a;  // in boxes of one half of a tile's rows; flat_a: A of flat tiles, M-grouped
 };
 // The operands of one product, or of two.
 template <Plus kPlus>
@@ -27,42 +22,41 @@ struct Maps {
   __device__ const CUtensorMap* b(int product) const { return &of[product].b; }
 };
 
-// Starts the loads of a stage of the ring, terms k to k + 127, which arrive at `full`.
-template <Part kPart>
-__device__ __forceinline__ void load_stage(const Sharing<kPart>& shared, const Tile& tile, bool flat,
-                                           const CUtensorMap* a, const CUtensorMap* b, int k, FoldedShared& s,
-                                           int stage, uint64_t* full) {
-  using Of = Sharing<kPart>;
+// Starts the loads of a stage of the ring, terms k to k + 127, which arrive at `full`. Each CTA of a cluster loads one
+// half of the common rows for both.
+__device__ __forceinline__ void load_stage(uint32_t rank, const Tile& tile, bool flat, const CUtensorMap* a,
+                                           const CUtensorMap* b, int k, FoldedShared& s, int stage, uint64_t* full) {
+  constexpr uint16_t kBoth = 3;
   uint8_t *to_a = s.a[stage], *to_b = s.b[stage];
   barrier_expect(full, kBytesA + kBytesB);
   if (flat) {
-    const int part = shared.a * Of::kPartFlatA;
-    load_box_multicast(to_b + part * kTileK, a, full, k, tile.a_row + part, shared.with_a);
+    const int half = rank * kHalfN;
+    load_box_multicast(to_b + half * kTileK, a, full, k, tile.a_row + half, kBoth);
 #pragma unroll
-    for (int row = 0; row < kTileM; row += Of::kPartB) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
+    for (int row = 0; row < kTileM; row += kHalfN) load_box(to_a + row * kTileK, b, full, k, tile.b_row + row);
     return;
   }
-  if (Of::kBlock || tile.shares_a) {
-    const int part = shared.a * Of::kPartA;
-    load_box_multicast(to_a + part * kTileK, a, full, k, tile.a_row + part, shared.with_a);
+  if (tile.shares_a) {
+    const int half = rank * kHalfM;
+    load_box_multicast(to_a + half * kTileK, a, full, k, tile.a_row + half, kBoth);
   } else {
 #pragma unroll
-    for (int row = 0; row < kTileM; row += Of::kPartA) load_box(to_a + row * kTileK, a, full, k, tile.a_row + row);
+    for (int row = 0; row < kTileM; row += kHalfM) load_box(to_a + row * kTileK, a, full, k, tile.a_row + row);
   }
   if (tile.shares_b) {
-    const int part = shared.b * Of::kPartB;
-    load_box_multicast(to_b + part * kTileK, b, full, k, tile.b_row + part, shared.with_b);
+    const int half = rank * kHalfN;
+    load_box_multicast(to_b + half * kTileK, b, full, k, tile.b_row + half, kBoth);
   } else {
 #pragma unroll
-    for (int row = 0; row < kTileN; row += Of::kPartB) load_box(to_b + row * kTileK, b, full, k, tile.b_row + row);
+    for (int row = 0; row < kTileN; row += kHalfN) load_box(to_b + row * kTileK, b, full, k, tile.b_row + row);
   }
 }
 
 // Called by one thread of a CTA.
-template <bool kAlongK, Plus kPlus, Part kPart>
+template <bool kAlongK, Plus kPlus>
 __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared& s) {
-  const Sharing<kPart> shared(cluster_rank());
-  FoldedSchedule<kAlongK, kPlus == Plus::kTwin, kPart> schedule(p, s.lpt);
+  const uint32_t rank = cluster_rank();
+  FoldedSchedule<kAlongK, kPlus == Plus::kTwin> schedule(p, s.lpt);
   Ring<kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
@@ -83,40 +77,10 @@ __device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared&
         if (at >= first_end) k -= first_end;
       }
       barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      load_stage(shared, tile, flat, a, b, k, s, ring.stage, &s.full[ring.stage]);
+      load_stage(rank, tile, flat, a, b, k, s, ring.stage, &s.full[ring.stage]);
     }
   }
   tiles.put({});  // the end
-  ring.drain(s.empty);
-}
-
-// The same where blocks may be apart: those of the tiles in the queue; called by a warp, of which one thread loads.
-template <Part kPart>
-__device__ void produce_stepped(const Problem& p, const Maps<Plus::kSteps>& maps, FoldedShared& s) {
-  const Sharing<kPart> shared(cluster_rank());
-  Ring<kStages> ring;
-  TileQueue tiles(s.tiles);
-  NoteQueue notes(s.apart.notes);
-  const bool loads = threadIdx.x == 0;
-  for (Tile tile; tiles.next(&tile);) {
-    const CUtensorMap *a = maps.a(0, tile.flat), *b = maps.b(0);
-    StageApart next = next_apart(notes);
-#pragma unroll 1
-    for (int k = 0; k < p.depth; k += kTileK) {
-      const bool apart = k == next.at();
-      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      uint64_t* full = apart ? &s.apart.loaded[ring.stage] : &s.full[ring.stage];
-      if (loads) load_stage(shared, tile, tile.flat, a, b, k, s, ring.stage, full);
-      ring.advance();
-      if (!apart) continue;
-#pragma unroll 1
-      for (int more = __popc(next.blocks()); more > 0; --more, ring.advance()) {  // places for blocks in bf16
-        barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-        if (loads) barrier_arrive(&s.apart.free[ring.stage], cluster_rank());
-      }
-      next = next_apart(notes);
-    }
-  }
   ring.drain(s.empty);
 }
 

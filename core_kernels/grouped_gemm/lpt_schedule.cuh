@@ -15,16 +15,12 @@
 // Groups of about the same length are scheduled as one group with all their pairs: if all groups are alike, the pairs
 // are assigned in turns. Turns are also the schedule if there are more groups, or more pairs per cluster, than fit in
 // shared memory.
-//
-// Blocks of clusters of eight are scheduled so too: those of their share of each round. Clusters of two beside them
-// take their share in turns. So all that runs at the same time has neighbouring numbers.
 #pragma once
 
 #include <climits>
 #include <cstdint>
 
 #include "cuda/tokens.cuh"
-#include "grouped_gemm/shares.cuh"
 
 namespace mxep::cuda::sm90 {
 
@@ -32,11 +28,10 @@ constexpr int kMaxGroups = 64, kMaxClusters = 96, kMaxPairs = 384;
 
 // The schedule of one cluster. Pairs are numbered group by group, in the order of the groups' lengths.
 struct LptSchedule {
-  int count;    // of pairs, or of blocks by their first pairs
-  bool sorted;  // groups by length, else in their own order
-  bool listed;  // else in turns
-  int cluster;
-  Turns turns;
+  int count;              // of pairs
+  bool sorted;            // groups by length, else in their own order
+  bool listed;            // else in turns
+  int cluster, clusters;  // this one's number, and how many there are
   int numbers[kMaxPairs];
   int order[kMaxGroups];  // groups, the longest first
 
@@ -44,31 +39,25 @@ struct LptSchedule {
   int length[kMaxGroups], time[kMaxGroups];
   alignas(16) int free_at[2][kMaxClusters];
 
-  __device__ int number(int i) const { return listed ? numbers[i] : turns.number(cluster, i); }
+  __device__ int number(int i) const { return listed ? numbers[i] : cluster + i * clusters; }
   __device__ int group(int i) const { return sorted ? order[i] : i; }
 };
 
-// Called by all threads of a CTA of `cluster`, one of those of the launch; the result is visible after the next
-// barrier. Every group has `pairs` pairs, in blocks if there are blocks.
-template <int kThreads, Part kPart>
-__device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, int pairs, const Shares& shares,
-                             const Turns& turns, int cluster, LptSchedule& s) {
+// Called by all threads of a CTA of `cluster`, one of `clusters`; the result is visible after the next barrier. Every
+// group has `pairs` pairs.
+template <int kThreads>
+__device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, int pairs, int clusters, int cluster,
+                             LptSchedule& s) {
   constexpr int kLanes = kThreads / kMaxClusters;  // threads that count for a cluster
   static_assert(kLanes == 4 && kThreads == kLanes * kMaxClusters && kMaxGroups <= kThreads);
-  constexpr bool kInBlocks = kPart != Part::kPairs;
-  constexpr int kBlock = kInBlocks ? kPairsOfBlock : 1;
   const int thread = threadIdx.x;
   if (thread == 0) {
     s.cluster = cluster;
-    s.turns = turns;
-    s.count = turns.below(cluster, groups * pairs);
+    s.clusters = clusters;
+    s.count = (groups * pairs + clusters - 1 - cluster) / clusters;
     s.sorted = s.listed = false;
   }
-  // The units to list are blocks, or pairs where there are no blocks. Of a round of units, the first `own` are those of
-  // `clusters`.
-  const int clusters = kInBlocks ? shares.eights : shares.twos, units = pairs / kBlock;
-  const int own = clusters * shares.turns, round = own + (kInBlocks ? shares.twos * shares.turns / kBlock : 0);
-  if (groups > kMaxGroups || clusters > kMaxClusters || groups * units > kMaxPairs * clusters) return;
+  if (groups > kMaxGroups || clusters > kMaxClusters || groups * pairs > kMaxPairs * clusters) return;
 
   // The fixed time of a pair, mostly its stores, expressed in tokens. `unit` keeps times far below 2^31.
   constexpr int kTokensOfAnEnd = 256;
@@ -96,8 +85,7 @@ __device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, 
   int taken = 0;
   for (int buffer = 0, i = 0, last; i < groups; buffer ^= 1, i = last) {
     for (last = i + 1; last < groups && s.time[last] > s.time[i] / 16 * 15;) ++last;
-    const auto own_before = [&](int n) { return n / round * own + min(n % round, own); };
-    const int first = own_before(i * units), count = own_before(last * units) - first, time = s.time[(i + last) / 2];
+    const int first = i * pairs, count = (last - i) * pairs, time = s.time[(i + last) / 2];
     const int* free_at = s.free_at[buffer];
     const auto free_before = [&](int at) {
       int n = 0;
@@ -114,9 +102,7 @@ __device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, 
       int number = 0;
       for (int at = begin, n = 1; n > 0 && number < count; at -= time) number += n = free_before(at);
       for (int at = begin, n = 0; number < count; number += n, ++taken) {
-        const int of_own = first + number;
-        if (c == cluster && lane == 0 && taken < kMaxPairs)
-          s.numbers[taken] = (of_own / own * round + of_own % own) * kBlock;
+        if (c == cluster && lane == 0 && taken < kMaxPairs) s.numbers[taken] = first + number;
         if (n < clusters) n = free_before(at += time);
       }
       // Minus the time of an even share: on average that leaves less than one pair per group, and no sum exceeds 2^31.
@@ -126,7 +112,7 @@ __device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, 
   }
   const bool fits = !__syncthreads_or(taken > kMaxPairs);
   if (thread == 0) s.sorted = fits;
-  if (c == cluster && lane == 0 && fits && kPart != Part::kPairsOfBlocks) {
+  if (c == cluster && lane == 0 && fits) {
     s.count = taken;
     s.listed = true;
   }

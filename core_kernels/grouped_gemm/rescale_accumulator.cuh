@@ -1,5 +1,5 @@
 // Rescaling of a K-grouped accumulator where scales increase. Three warps of the first warpgroup find the increases
-// ahead of the products (note_queue.cuh).
+// ahead of the products (scale_increases.cuh).
 //
 //   scales of consecutive spans --> increases at the first token of each of 16 spans --> ring of two notes
 //                                                                                          |  full, empty
@@ -11,23 +11,10 @@
 
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/folded_epilogue.cuh"
-#include "grouped_gemm/note_queue.cuh"
+#include "grouped_gemm/scale_increases.cuh"
 #include "grouped_gemm/tile_queue.cuh"
 
 namespace mxep::cuda::sm90 {
-
-constexpr int kSpansPerNote = 16;  // a group's first span has no earlier sums: notes begin with its second span
-
-// One warp each: the rows of warpgroup 1, those of warpgroup 2, and the columns, which both have.
-constexpr int kNoteParts = 3, kCommonPart = 2;
-
-struct ScaleIncreases {
-  static constexpr int kSlots = 2, kWriters = kNoteParts, kLanes = 1;
-  uint32_t increased_spans[kNoteParts];           // a bit per span
-  uint32_t increased[kNoteParts][kSpansPerNote];  // a bit per four neighbours, set if one of them increases
-  // 127 - increase, at least 0, of four neighbours in a word: of rows in order, of columns in the order of word_of.
-  alignas(16) uint8_t power[kNoteParts][kSpansPerNote][128];
-};
 
 // The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
 // words are neighbours.
@@ -36,7 +23,7 @@ __device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
 // Called by one warp per part; four neighbours per lane. Of twins, rows and columns are multiples of 4: the other way
 // would take registers that there are not.
 template <bool kTwin>
-__device__ void find_increases(const Problem& p, int part, const Tile& tile, NoteQueue<ScaleIncreases>& notes) {
+__device__ void find_increases(const Problem& p, int part, const Tile& tile, IncreaseQueue& notes) {
   constexpr int kTogether = 2;                        // spans whose scales are in flight; the warps have 24 registers
   constexpr uint32_t kPowerOne = kOne * 0x01010101u;  // 2^0 for four neighbours
   const bool columns = part == kCommonPart;
@@ -122,8 +109,7 @@ __device__ __forceinline__ void rescale_accumulator(float (&sum)[2][64], int row
 
 // Rescales a warp's sums at the group's token `k` if a scale increases there. Returns the next token at which to call
 // it.
-__device__ __forceinline__ int rescale_at(int k, float (&sum)[2][64], int row, int group,
-                                          NoteQueue<ScaleIncreases>& notes) {
+__device__ __forceinline__ int rescale_at(int k, float (&sum)[2][64], int row, int group, IncreaseQueue& notes) {
   const int span = (k / kSpan - 1) & (kSpansPerNote - 1);
   if (span == 0) {
     if (k > kSpan) notes.read();

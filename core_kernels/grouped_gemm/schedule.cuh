@@ -1,5 +1,5 @@
-// Tile scheduler: every cluster computes its tiles from the group ends. M-grouped pairs or blocks of tiles are assigned
-// in turns, K-grouped ones by the time that they take (lpt_schedule.cuh).
+// Tile scheduler: every cluster computes its tiles from the group ends. M-grouped pairs of tiles are assigned in turns,
+// K-grouped ones by the time that they take (lpt_schedule.cuh).
 //
 //   a pair, two tiles of 256 x 128        side by side             or stacked, if that takes fewer pairs
 //                                         rank 0  rank 1           rank 0  [      ]
@@ -8,16 +8,7 @@
 // With equal numbers of pairs the squarer pair is better: per k-step a pair of 256 x 256 loads 512 rows, a pair of 512
 // x 128 loads 640, and the GPU is power-limited. Tiles of 128 x 256 are therefore stacked if the numbers are equal.
 //
-// A block of 512 x 512 is four pairs, and loads half as many rows per tile. A cluster of eight computes it, or clusters
-// of two compute its pairs (shares.cuh). M-grouped, the last 256 rows of a group that fill no block are a row of eight
-// tiles, of which ranks 0 to 3 and ranks 4 to 7 load the rows of A.
-//
-//   a block     rank 0  1   2   3         a row    rank 0  1   2   3   4   5   6   7
-//               [  ][  ][  ][  ]                   [  ][  ][  ][  ][  ][  ][  ][  ]
-//               [  ][  ][  ][  ]
-//               rank 4  5   6   7
-//
-// A group's rows past its whole tiles, up to 128, are in flat tiles of 128 x 256, side by side, two or eight. A tile of
+// A group's rows past its whole tiles, up to 128, are in flat tiles of 128 x 256, side by side. A tile of
 // 256 x 128 costs as much, and at least half of it would be other rows.
 //
 //   rank 0                rank 1
@@ -25,9 +16,9 @@
 //
 // Two products with one common operand and an output each (kTwin): M-grouped, a pair has the same tile of both outputs,
 // rank 0 of the first and rank 1 of the second, and shares the rows of A. K-grouped, where that would load 640 rows, a
-// pair or block belongs to one output, and those of both outputs alternate.
+// pair belongs to one output, and those of both outputs alternate.
 //
-//   pairs or blocks of a group, in        0  4  8      those that run at the same time form a block of the output
+//   pairs of a group, in                  0  4  8      those that run at the same time form a block of the output
 //   panels of a few rows of them:         1  5  9      that is about as high as wide: their parts of both operands
 //                                         2  6 10      are small and stay in L2
 //                                         3  7 11
@@ -37,11 +28,10 @@
 
 #include "formats.h"
 #include "grouped_gemm/lpt_schedule.cuh"
-#include "grouped_gemm/shares.cuh"
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kBlockHigh = 2, kBlockWide = 4;  // tiles of a block
+constexpr int kCluster = 2;  // CTAs of a cluster, tiles of a pair
 
 // M-grouped: out (rows, cols), M x N, groups of rows; depth is K.
 //  K-grouped: out (groups, rows, cols), groups of the contraction dim; depth is the number of tokens.
@@ -50,8 +40,7 @@ struct Problem {
   const uint8_t *row_scale, *col_scale;  // E8M0; (M,) and (G, N), or (S, rows) and (S, cols), S slots of spans
   void* out;
   int groups, rows, cols, depth;
-  Shares shares;
-  Turns turns;  // of the clusters of this launch
+  int clusters;
   // Of cuda_folded_sm90.cu, M-grouped:
   const float* bias;  // (G, N) or null
   struct {
@@ -61,11 +50,6 @@ struct Problem {
   struct {
     const float *row, *square;  // (M, K / 128) and (G, N / 128, K / 128), both rounded up
   } block_scale;
-  struct {
-    const uint8_t *row, *col;               // (K / 32, M) and (G, K / 32, N)
-    const uint32_t *row_apart, *col_apart;  // (M / 32, words) and (G, N / 32, words), rounded up
-    int words;
-  } steps;
   // Of twins: how far the second one's values are from the first one's.
   struct {
     int64_t to_scales, to_out;
@@ -79,7 +63,7 @@ struct Tile {
   int row_scale, col_scale;  // of its first row and column; K-grouped: those of the group's last span
   int slot;                  // K-grouped: of the group's first span; the other spans follow
   int rows, cols;            // of the output from the tile's first on; at most 0 for a tile outside
-  bool shares_a, shares_b;   // whether other CTAs of the cluster load parts of its rows of A or B
+  bool shares_a, shares_b;   // whether the other CTA of the cluster loads one half of its rows of A or B
   bool exists;
   bool whole;    // K-grouped: the group's ends keep the contract; otherwise the sums are NaN
   bool flat;     // half as many rows and twice as many columns
@@ -87,27 +71,25 @@ struct Tile {
 };
 
 // Tiles of kM x kN; group ends are multiples of kEnds. kFlat: M-grouped, up to kM / 2 last rows are in flat tiles.
-template <bool kAlongK, int kM, int kN, int kEnds = 1, bool kTwin = false, bool kFlat = false,
-          Part kPart = Part::kPairs>
+template <bool kAlongK, int kM, int kN, int kEnds = 1, bool kTwin = false, bool kFlat = false>
 class Schedule {
  public:
   // K-grouped: called by all threads of a CTA, before the first barrier of the cluster.
   template <int kThreads>
   static __device__ void assign(const Problem& p, LptSchedule& lpt) {
-    const int pairs = kInBlocks ? tiles(p.rows, kBlockHigh * kM) * tiles(p.cols, kBlockWide * kN) * kPairsOfUnit
-                                : min(pairs_stacked(p.rows, p.cols), pairs_side_by_side(p.rows, p.cols));
-    lpt_schedule<kThreads, kPart>(p.group_ends, p.groups, p.depth, pairs * (kAlternate ? 2 : 1), p.shares, p.turns,
-                                  blockIdx.x / kCtas, lpt);
+    const int pairs = min(pairs_stacked(p.rows, p.cols), pairs_side_by_side(p.rows, p.cols));
+    lpt_schedule<kThreads>(p.group_ends, p.groups, p.depth, pairs * (kAlternate ? 2 : 1), p.clusters,
+                           blockIdx.x / kCluster, lpt);
   }
 
   // M-grouped: `lpt` is unused.
   __device__ Schedule(const Problem& p, const LptSchedule& lpt) : p_(p), lpt_(lpt) {
-    if constexpr (!kAlongK) next_ = p.turns.first_of(blockIdx.x / kCtas);
+    if constexpr (!kAlongK) next_ = blockIdx.x / kCluster;
     enter_group(0);
   }
 
   __device__ bool next(Tile* tile) {
-    int pair;  // in the group; of a block, its first
+    int pair;  // in the group
     if constexpr (kAlongK) {
       if (next_ == lpt_.count) return false;
       const int number = lpt_.number(next_++), i = number / pairs_;
@@ -121,28 +103,24 @@ class Schedule {
       }
       if (group_ >= p_.groups) return false;
       pair = next_;
-      take_turn();
+      next_ += p_.clusters;
     }
-    const int unit = pair / kPairsOfUnit, high = high_of_unit(), wide = wide_of_unit();
-    // The tile's place in the unit.
-    const int place =
-        kPart == Part::kBlocks ? blockIdx.x % kCtas : pair % kPairsOfUnit * kCluster + blockIdx.x % kCluster;
-    const int whole = units_m_ * units_n_;  // units of tiles of kM x kN
-    bool flat = false, in_a_row = false;
-    int i, j, twin = kOfBoth ? place % 2 : 0;  // the tile's first row and its column of tiles
-    if (unit < whole) {
-      const int height = high == 1 ? 2 * kPanel : kPanel;
-      const int panel = unit / (height * units_n_), in_panel = unit % (height * units_n_);
-      const int in_column = min(height, units_m_ - panel * height);
-      int unit_m = panel * height + in_panel % in_column;
-      if constexpr (kAlternate) twin = unit_m % 2, unit_m /= 2;
-      i = (unit_m * high + place / wide) * kM;
-      j = in_panel / in_column * wide + place % wide;
+    const int high = high_of_pair(), wide = wide_of_pair();
+    const int place = blockIdx.x % kCluster;  // of the tile in the pair
+    const int whole = pairs_m_ * pairs_n_;    // pairs of tiles of kM x kN
+    const bool flat = kFlat && pair >= whole;
+    int i, j, twin = kOfBoth ? place : 0;  // the tile's first row and its column of tiles
+    if (flat) {
+      i = (end_ - begin_) / kM * kM;
+      j = (pair - whole) * kCluster + place;
     } else {
-      flat = kFlat && unit >= whole + row_units_;
-      in_a_row = true;
-      i = flat ? (end_ - begin_) / kM * kM : units_m_ * high * kM;
-      j = (unit - whole - (flat ? row_units_ : 0)) * kTilesOfUnit + place;
+      const int height = high == 1 ? 2 * kPanel : kPanel;
+      const int panel = pair / (height * pairs_n_), in_panel = pair % (height * pairs_n_);
+      const int in_column = min(height, pairs_m_ - panel * height);
+      int pair_m = panel * height + in_panel % in_column;
+      if constexpr (kAlternate) twin = pair_m % 2, pair_m /= 2;
+      i = (pair_m * high + place / wide) * kM;
+      j = in_panel / in_column * wide + place % wide;
     }
     j = (kOfBoth ? j / 2 : j) * (flat ? 2 * kN : kN);
     const int64_t row = kAlongK ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out
@@ -159,8 +137,8 @@ class Schedule {
         .slot = slot,
         .rows = (kAlongK ? p_.rows : end_ - begin_) - i,
         .cols = p_.cols - j,
-        .shares_a = wide > 1 || in_a_row,
-        .shares_b = !in_a_row && (kPart == Part::kBlocks || wide == 1),
+        .shares_a = wide > 1 || flat,
+        .shares_b = !flat && wide == 1,
         .exists = true,
         .whole = whole_,
         .flat = flat,
@@ -170,10 +148,6 @@ class Schedule {
   }
 
  private:
-  static constexpr int kCtas = kCtasOf<kPart>;
-  static constexpr bool kInBlocks = kPart != Part::kPairs;
-  // A unit is a pair or a block.
-  static constexpr int kTilesOfUnit = kInBlocks ? kBlockCtas : kCluster, kPairsOfUnit = kTilesOfUnit / kCluster;
   static constexpr bool kOfBoth = kTwin && !kAlongK, kAlternate = kTwin && kAlongK;  // a pair of twins
   static constexpr int kPanel = 1024 / kM;  // 2 to 16 panels of 256 measured within half a percent of each other
 
@@ -182,17 +156,8 @@ class Schedule {
   static __device__ int pairs_stacked(int rows, int cols) { return tiles(rows, 2 * kM) * tiles(cols, kN); }
   static __device__ int pairs_side_by_side(int rows, int cols) { return tiles(rows, kM) * tiles(cols, 2 * kN); }
 
-  __device__ int wide_of_unit() const { return kInBlocks ? kBlockWide : kOfBoth ? kCluster : wide_; }
-  __device__ int high_of_unit() const { return kTilesOfUnit / wide_of_unit(); }
-
-  __device__ void take_turn() {
-    next_ += p_.turns.step;
-    if constexpr (kInBlocks) {
-      if (++turn_ < p_.turns.turns) return;
-      turn_ = 0;
-      next_ += p_.turns.skip;
-    }
-  }
+  __device__ int wide_of_pair() const { return kOfBoth ? kCluster : wide_; }
+  __device__ int high_of_pair() const { return kCluster / wide_of_pair(); }
 
   __device__ void enter_group(int group) {
     group_ = group;
@@ -209,36 +174,28 @@ class Schedule {
     }
     int rows = kAlongK ? p_.rows : end_ - begin_;
     const int cols = kOfBoth ? 2 * p_.cols : p_.cols;  // of all outputs
-    int flat_units = 0;
+    int flat_pairs = 0;
     if constexpr (kFlat) {
       const int rest = rows % kM;
       if (rest != 0 && rest <= kM / 2) {
         rows -= rest;
-        flat_units = tiles(cols, kTilesOfUnit * 2 * kN);
+        flat_pairs = tiles(cols, kCluster * 2 * kN);
       }
     }
-    if constexpr (kInBlocks && !kAlongK) {
-      const bool odd = tiles(rows, kM) % 2 != 0;
-      row_units_ = odd ? tiles(cols, kTilesOfUnit * kN) : 0;
-      if (odd) rows = (tiles(rows, kM) - 1) * kM;
-    } else if constexpr (!kInBlocks) {
-      const int stacked = pairs_stacked(rows, cols), side_by_side = pairs_side_by_side(rows, cols);
-      wide_ = (kM > kN ? side_by_side <= stacked : side_by_side < stacked) ? 2 : 1;
-    }
-    units_m_ = tiles(rows, high_of_unit() * kM) * (kAlternate ? 2 : 1);
-    units_n_ = tiles(cols, wide_of_unit() * kN);
-    pairs_ = (units_m_ * units_n_ + row_units_ + flat_units) * kPairsOfUnit;
+    const int stacked = pairs_stacked(rows, cols), side_by_side = pairs_side_by_side(rows, cols);
+    wide_ = (kM > kN ? side_by_side <= stacked : side_by_side < stacked) ? 2 : 1;
+    pairs_m_ = tiles(rows, high_of_pair() * kM) * (kAlternate ? 2 : 1);
+    pairs_n_ = tiles(cols, wide_of_pair() * kN);
+    pairs_ = pairs_m_ * pairs_n_ + flat_pairs;
   }
 
   const Problem& p_;
   const LptSchedule& lpt_;
   int next_ = 0;  // pair of the group; K-grouped: in this cluster's schedule
-  int turn_ = 0;  // in the round
   int group_ = 0, begin_ = 0, end_ = 0;
   int wide_ = 2;  // tiles of a pair side by side
-  int units_m_ = 0, units_n_ = 0;
-  int row_units_ = 0;  // units of a row of tiles; those of flat tiles follow
-  int pairs_ = 0;      // of the group
+  int pairs_m_ = 0, pairs_n_ = 0;
+  int pairs_ = 0;  // of the group, with pairs of flat tiles at the end
   bool whole_ = true;
 };
 
