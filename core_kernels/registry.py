@@ -13,7 +13,7 @@ from typing import Any
 
 from .combine import plan as combine
 from .fold import plan as fold
-from .fold import plan_both, plan_loss, plan_matrix, plan_requantize
+from .fold import plan_both, plan_matrix, plan_requantize
 from .fold import plan_permute as fold_permute
 from .grouped_gemm import plan as grouped_gemm
 from .grouped_gemm import plan_blockwise as grouped_gemm_blockwise
@@ -32,7 +32,7 @@ from .swiglu import plan_fold as swiglu_fold
 
 _PLANS = (
     *(quantize, quantize_blockwise, permute, router, router_logits, routing),
-    *(fold, plan_both, plan_matrix, plan_loss, plan_requantize, fold_permute),
+    *(fold, plan_both, plan_matrix, plan_requantize, fold_permute),
     scale_layout,
     *(combine, swiglu, swiglu_fold, swiglu_bwd_fold),
     *(grouped_gemm, plan_kn, plan_folded, plan_folded_pair, grouped_gemm_blockwise),

@@ -43,7 +43,6 @@ _GPU = {
     "quantize_row_fold": Tiles(),
     "quantize_rowwise": Tiles(),
     "fold_groups": Tiles(m=16),
-    "count_fold_loss": Tiles(m=8, k=512),
     "block_scales": Tiles(k=32),
     "unblock_scales": Tiles(m=128, k=64),
     "combine": Tiles(m=4, k=1024),

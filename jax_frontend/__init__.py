@@ -19,9 +19,9 @@ try:
 except ImportError as error:
     raise ImportError("mxep.jax_frontend needs jax: pip install 'mxep[jax]'") from error
 
-from ..core_kernels.fold.report import NumericsReport as NumericsReport
 from ..core_kernels.formats import Rounding as Rounding
 from ..core_kernels.metrics import MoEMetrics as MoEMetrics
+from ..core_kernels.numerics import NumericsReport as NumericsReport
 from ..core_kernels.recipe import RECIPES as RECIPES
 from ..core_kernels.recipe import Recipe as Recipe
 from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU

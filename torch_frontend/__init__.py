@@ -23,9 +23,9 @@ except ModuleNotFoundError as error:
         "mxep.torch_frontend: PyTorch is missing; install it with `pip install 'mxep[torch]'`"
     ) from error
 
-from ..core_kernels.fold.report import NumericsReport as NumericsReport
 from ..core_kernels.formats import Rounding as Rounding
 from ..core_kernels.metrics import MoEMetrics as MoEMetrics
+from ..core_kernels.numerics import NumericsReport as NumericsReport
 from ..core_kernels.recipe import RECIPES as RECIPES
 from ..core_kernels.recipe import Recipe as Recipe
 from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU

@@ -1,4 +1,4 @@
-"""The definition of the folds in numpy. Bytes and counts are exact."""
+"""The definition of the folds in numpy. Bytes are exact."""
 
 import numpy as np
 
@@ -107,22 +107,6 @@ def quantize_matrix_fold(
     row, with the headroom of weights."""
     rows = quantize_row_fold(x, rounding, satfinite, WEIGHT_HEADROOM)
     return *rows, *fold_rows(*quantize_col(x, rounding, satfinite), WEIGHT_HEADROOM)
-
-
-def count_fold_loss(q: Array, sf: Array, target: Array) -> tuple[Array, Array, Array]:
-    """q (..., K), sf, target (..., K/32) -> nonzero, rounded, flushed (...) int32, of values folded to the target.
-
-    NaN values are not counted, nor are values of a block whose sf or target is 255. A target below a block's scale
-    loses nothing.
-    """
-    here = np.repeat((sf != E8M0_NAN) & (target != E8M0_NAN), BLOCK, axis=-1)
-    shift = np.minimum(sf.astype(np.int32) - target, 0)
-    value = E4M3_VALUES[q] * np.repeat(np.ldexp(1.0, shift), BLOCK, axis=-1)
-    folded = E4M3_VALUES[to_e4m3(value)]
-    nonzero = here & (np.abs(value) > 0)  # not NaN either
-    flushed = nonzero & (folded == 0)
-    rounded = nonzero & (folded != value) & ~flushed
-    return nonzero.sum(-1, dtype="i4"), rounded.sum(-1, dtype="i4"), flushed.sum(-1, dtype="i4")
 
 
 def requantize_col_fold(
