@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <span>
 #include <string>
 
@@ -51,28 +50,20 @@ MXEP_INLINE int max_span(int largest, bool first, const uint8_t* sf, int64_t blo
 }
 MXEP_INLINE uint8_t span_scale_byte(int largest) { return static_cast<uint8_t>(std::max(largest - 1, 0)); }
 
-// Whether a block has values and a scale.
-MXEP_INLINE bool is_plain(uint8_t byte) { return byte != 0 && byte != kE8m0Nan; }
-
-// The ends of groups of rows or tokens among m, multiples of `multiple`. Throws std::invalid_argument for other ends.
-inline std::span<const int32_t> checked_ends(const char* op, const Array& group_ends, int64_t m, int64_t multiple) {
+// The ends of groups among m tokens, multiples of 32. Throws std::invalid_argument for other ends.
+inline std::span<const int32_t> block_ends(const char* op, const Array& group_ends, int64_t m) {
   const std::span<const int32_t> ends(group_ends.as<const int32_t>(), static_cast<size_t>(group_ends.dim(0)));
   for (size_t g = 0; g < ends.size(); ++g)
-    if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m || ends[g] % multiple)
+    if (ends[g] < (g ? ends[g - 1] : 0) || ends[g] > m || ends[g] % kBlock)
       bad_value(op, "group_ends", ends[g], static_cast<int64_t>(g),
-                "non-decreasing multiples of " + std::to_string(multiple) + " from 0 up to " + std::to_string(m));
+                "non-decreasing multiples of 32 from 0 up to " + std::to_string(m));
   return ends;
-}
-inline std::span<const int32_t> block_ends(const char* op, const Array& group_ends, int64_t m) {
-  return checked_ends(op, group_ends, m, kBlock);
 }
 
 // Folds blocks; `out` may be `q`. The factors of 16 blocks are expanded to one per value first, so that one long loop
-// runs over the values. Scales are bytes, or wider numbers that may be negative. Blocks with a smaller scale than
-// `least` have that one.
-template <typename Scale>
-MXEP_INLINE void fold_blocks(const uint8_t* q, const Scale* sf, int row, uint8_t* out, int64_t blocks,
-                             int least = std::numeric_limits<int>::min()) {
+// runs over the values. Blocks with a smaller scale than `least` have that one.
+MXEP_INLINE void fold_blocks(const uint8_t* q, const uint8_t* sf, int row, uint8_t* out, int64_t blocks,
+                             int least = 0) {
   constexpr int kGroup = 16;
   alignas(64) float factor[kGroup * kBlock];
   for (int64_t first = 0; first < blocks; first += kGroup, q += kGroup * kBlock, out += kGroup * kBlock) {
