@@ -33,8 +33,6 @@ dh, gate and up 2 in 1000 rows of 14336 have a larger block elsewhere, of Studen
 The price is in data of which 32 of 7168 features are 2^e larger, and their weights as much smaller. A product then has
 28.0 dB at e = 10 and 21.6 at 12 if these features are among the first 256; without headroom 28.0 at 12 and 21.2 at
 14."""
-STAGE = 128
-"""Terms of a product between two additions in fp32: those that Hopper's FP8 tensor cores sum alone."""
 MAX_HEADROOM = 7
 """Octaves. More would leave less than half of E4M3's 15 binades of normal numbers."""
 

@@ -8,17 +8,14 @@ from .formats import BLOCK, Rounding
 from .launch import fail
 
 Operands = Literal["bf16", "mxfp8", "fp8_rowwise", "fp8_blockwise"]
-Compute = Literal["auto", "exact", "fold", "balanced", "stepped"]
+Compute = Literal["auto", "exact", "fold"]
 LegName = Literal["dispatch", "dispatch_grad", "combine", "combine_grad"]
 """Rows between ranks: tokens to the experts and their gradients back, the experts' rows back and their gradients to the
 experts."""
 Scales = Literal["power_of_two", "float32"]
-Form = Literal["bf16", "mx", "fold", "balanced", "stepped", "row", "block", "block_power_of_two"]
-"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; the same after blocks
-have moved between both operands; the same but for blocks far from the row's scale; E4M3 quantized with one scale per
-row; E4M3 with one fp32 scale per 128 values, per 128 x 128 of weights; the same with powers of two."""
-FOLDED: tuple[Form, ...] = ("fold", "balanced", "stepped")
-"""The forms whose weight gradient multiplies folded operands."""
+Form = Literal["bf16", "mx", "fold", "row", "block", "block_power_of_two"]
+"""Operand format of a product along the rows: bf16; MXFP8; MXFP8 folded to one scale per row; E4M3 quantized with one
+scale per row; E4M3 with one fp32 scale per 128 values, per 128 x 128 of weights; the same with powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +35,7 @@ class Recipe:
     scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
     compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row to
         the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3.
-        "balanced" folds too, after it has moved powers of two between each block of the rows and of the weights, so
-        that outlier channels spoil no other; one more pass over rows and weights, the same product. "stepped" folds,
-        but gives blocks far from a row's scale one of their own, which a slower product multiplies; a row of its result
-        depends on no other row. "auto" folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
+        "auto" folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32. It changes no byte of results. On
         an H200 128 is 0 to 4% faster, by card, with 4096 rows per expert, and 7% slower with 256.
     mx_legs: the legs whose rows are sent in MXFP8; the others are sent as they are. None is "dispatch" and
@@ -108,8 +102,6 @@ class Recipe:
             return "block" if self.scales == "float32" else "block_power_of_two"
         if not self.mx:
             return "bf16" if self.operands == "bf16" else "row"
-        if self.compute in ("balanced", "stepped"):
-            return self.compute
         return "fold" if self.compute == "fold" or (self.compute == "auto" and facts(arch).folds) else "mx"
 
     @classmethod

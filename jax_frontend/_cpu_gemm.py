@@ -137,13 +137,6 @@ def _mm_fold_pair(
     return first, _mm_fold(lhs_qf, lhs_sf, rhs2_qf, rhs2_sf, group_ends, out=out)
 
 
-def _mm_fold_stepped(
-    lhs_qf, lhs_sf, lhs_step_sf, lhs_apart, rhs_qf, rhs_sf, rhs_step_sf, rhs_apart, group_ends, *, out: ArrayType
-) -> jax.Array:
-    # A scale per row and 32 of K: MXFP8, with its scales transposed.
-    return _mm_mx(lhs_qf, lhs_step_sf.mT, rhs_qf, rhs_step_sf.mT, group_ends, out=out)
-
-
 def _widen(x: jax.Array) -> jax.Array:
     """bf16 to fp32 by its bits: XLA drops a rounding to bf16 that is followed by a conversion to fp32, and the operand
     would not be bf16."""
@@ -240,7 +233,6 @@ GEMMS = {
     "grouped_mm_fold_pair": _mm_fold_pair,
     "grouped_wgrad_fold": _wgrad_fold,
     "grouped_wgrad_fold_pair": _wgrad_fold_pair,
-    "grouped_mm_fold_stepped": _mm_fold_stepped,
     "grouped_mm_blockwise": _mm_blockwise,
     "logits_bwd": _logits_bwd,
 }

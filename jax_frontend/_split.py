@@ -29,7 +29,6 @@ _BY_MATRICES = (
     "quantize_matrix_fold",
     "quantize_squares",
     "quantize_squares_both",
-    "fold_rows_stepped",
 )
 WHOLE_DIMS: dict[str, int] = {name: dims for dims, names in ((1, _BY_ROWS), (2, _BY_MATRICES)) for name in names}
 """The dims at the end of the op's first input that its outputs read as a whole; the dims in front divide the work."""

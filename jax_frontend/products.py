@@ -8,8 +8,6 @@
     "bf16"    bf16                          bf16
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
-    "stepped"  as "fold", but for blocks apart, with a scale of their own; the same token operand
-    "balanced"  as "fold", after blocks have moved between both operands (balanced.py); the same token operand
     "row"     (q, sf), one sf per row       bf16
     "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
@@ -29,20 +27,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..core_kernels.formats import GRADIENT_HEADROOM
-from ..core_kernels.recipe import FOLDED, Recipe
+from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import rounded
-from .balanced import balanced
 from .mx_array import MXArray
 from .weights import (
     KN,
     MX,
-    Balanced,
     Blockwise,
     Folded,
     Layout,
     Quantized,
-    Stepped,
     Upcast,
     Weights,
     along_k,
@@ -72,8 +67,6 @@ def _plus_bias(
     rows: Multiplied, weights: Multiplied | KN, group_ends: jax.Array, out_dtype, bias: jax.Array | None,
     row_weights: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    if isinstance(rows, Balanced):
-        rows, (weights,) = balanced(rows, (weights,), group_ends)
     if bias is None:
         return _multiply(rows, weights, group_ends, out_dtype)
     if isinstance(rows, Folded) and row_weights is None:
@@ -93,8 +86,6 @@ def pair_of_products(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`product` of the same rows with two weights of one shape, in bf16; folded ones without biases in one launch."""
     rows, weights, weights2 = row_operand(x, recipe), along_k(w, recipe), along_k(w2, recipe)
-    if isinstance(rows, Balanced):
-        rows, (weights, weights2) = balanced(rows, (weights, weights2), group_ends)
     if biases == (None, None) and isinstance(rows, Folded) and isinstance(weights, Folded):
         assert isinstance(weights2, Folded)
         return ops.grouped_mm_fold_pair(*rows, *weights, *weights2, group_ends, out_dtype="bfloat16")
@@ -118,10 +109,6 @@ def sum_of_input_gradients(
     """
     rows, rows2 = (row_operand(x, recipe, GRADIENT_HEADROOM) for x in (dgate, dup))
     weights, weights2 = along_n(w1, recipe), along_n(w3, recipe)
-    if isinstance(rows, Balanced):
-        assert isinstance(rows2, Balanced)
-        rows, (weights,) = balanced(rows, (weights,), group_ends)
-        rows2, (weights2,) = balanced(rows2, (weights2,), group_ends)
     if isinstance(rows, Folded):
         assert isinstance(weights, Folded)
         assert isinstance(rows2, Folded)
@@ -168,10 +155,6 @@ def _multiply(rows: Multiplied, weights: Multiplied | KN, group_ends, out_dtype)
         assert isinstance(weights, jax.Array)
         return ops.grouped_mm_bf16(rows, weights, group_ends, out_dtype=out_dtype)
     assert not isinstance(weights, jax.Array)
-    if isinstance(rows, Stepped) or isinstance(weights, Stepped):
-        assert isinstance(rows, Stepped)
-        assert isinstance(weights, Stepped)
-        return ops.grouped_mm_fold_stepped(*rows, *weights, group_ends, out_dtype=out_dtype)
     if isinstance(rows, Blockwise):
         assert isinstance(weights, Blockwise)
         return ops.grouped_mm_blockwise(*rows, *weights, group_ends, out_dtype=out_dtype)
@@ -232,7 +215,7 @@ def row_operand(x: Rows, recipe: Recipe, headroom: int = 0) -> Multiplied:
 
     headroom: of a fold; rows through a map have none.
     """
-    if isinstance(x, Folded | Stepped | Balanced | Blockwise | Upcast):
+    if isinstance(x, Folded | Blockwise | Upcast):
         return x
     if form_of(recipe) == "bf16":
         return as_bf16(x)
@@ -289,7 +272,7 @@ def token_operand(x: jax.Array | MXArray | MX, group_ends: jax.Array, recipe: Re
     source = _source(x, recipe) if isinstance(x, MXArray) else None
     if source is not None:
         return Folded(*ops.permute_mx_col_fold(*source, group_ends, rounding=recipe.rounding))
-    if form_of(recipe) in FOLDED and isinstance(x, MXArray | tuple):
+    if form_of(recipe) == "fold" and isinstance(x, MXArray | tuple):
         q, sf = (x.q, x.sf) if isinstance(x, MXArray) else x
         return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding=recipe.rounding))
     values = x.dequantize() if isinstance(x, MXArray) else as_bf16(x) if isinstance(x, tuple) else x
@@ -298,7 +281,7 @@ def token_operand(x: jax.Array | MXArray | MX, group_ends: jax.Array, recipe: Re
 
 def along_tokens(pair: MX, group_ends: jax.Array, recipe: Recipe) -> Quantized:
     """q (K, M) and sf along the tokens, in the recipe's form."""
-    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) in FOLDED else as_multiplied(pair)
+    return Folded(*ops.fold_groups(*pair, group_ends)) if form_of(recipe) == "fold" else as_multiplied(pair)
 
 
 def output_gradient_operands(dout: jax.Array | MX, group_ends: jax.Array, recipe: Recipe) -> tuple[Rows, Tokens]:

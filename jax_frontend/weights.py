@@ -21,7 +21,7 @@ from jax import lax
 from ..core_kernels.dispatch import facts
 from ..core_kernels.formats import BLOCK, WEIGHT_HEADROOM, Rounding
 from ..core_kernels.launch import fail, require_multiple
-from ..core_kernels.recipe import FOLDED, RECIPES, Form, Recipe
+from ..core_kernels.recipe import RECIPES, Form, Recipe
 from . import _device, ops
 from ._checks import check_floats
 from ._shapes import Float
@@ -35,24 +35,6 @@ Layout = Literal["GNK", "GKN"]
 class Folded(NamedTuple):
     """E4M3 bytes with one scale per row: q (M, K), sf (M,), of weights q (G, N, K), sf (G, N). Along the tokens with
     one scale per feature and chunk of 256 tokens: q (K, M), sf (`spans(M, G)`, K)."""
-
-    q: jax.Array
-    sf: jax.Array
-
-
-class Stepped(NamedTuple):
-    """E4M3 bytes q (M, K) with one E8M0 byte per row, sf (M,), but for blocks apart: the scales of all blocks, step_sf
-    (K/32, M), and where some are apart, (M/32, K/1024), rounded up; of weights q (G, N, K), sf (G, N), step_sf
-    (G, K/32, N), apart (G, N/32, K/1024)."""
-
-    q: jax.Array
-    sf: jax.Array
-    step_sf: jax.Array
-    apart: jax.Array
-
-
-class Balanced(NamedTuple):
-    """MX bytes that a product folds by the levels of both of its operands (balanced.py): q (..., K), sf (..., K/32)."""
 
     q: jax.Array
     sf: jax.Array
@@ -78,7 +60,7 @@ class KN(NamedTuple):
     w: jax.Array
 
 
-Quantized = MX | Folded | Stepped | Balanced | Blockwise | Upcast
+Quantized = MX | Folded | Blockwise | Upcast
 
 
 def as_multiplied(pair: MX) -> MX | Upcast:
@@ -88,7 +70,7 @@ def as_multiplied(pair: MX) -> MX | Upcast:
 
 
 def _on_this_device(x: Quantized) -> Quantized:
-    return x if isinstance(x, Folded | Stepped | Balanced | Blockwise | Upcast) else as_multiplied(x)
+    return x if isinstance(x, Folded | Blockwise | Upcast) else as_multiplied(x)
 
 
 def form_of(recipe: Recipe) -> Form:
@@ -108,21 +90,17 @@ def recipe_of(op: str, recipe: object) -> Recipe:
 
 
 def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
-    """The recipe with its compute decided, one of `FOLDED` or "exact", so that forward and backward multiply alike
-    wherever the backward is traced."""
+    """The recipe with its compute decided, "fold" or "exact", so that forward and backward multiply alike wherever the
+    backward is traced."""
     recipe = recipe_of(op, recipe)
-    form = form_of(recipe)
-    return dataclasses.replace(recipe, compute=form if form in FOLDED else "exact")
+    return dataclasses.replace(recipe, compute="fold" if form_of(recipe) == "fold" else "exact")
 
 
 def mx_rows(pair: MX, recipe: Recipe, headroom: int = 0) -> Quantized:
-    """MX in the recipe's form, "mx", "fold", "stepped" or "balanced". headroom: of a fold."""
-    form = form_of(recipe)
-    if form == "balanced":
-        return Balanced(*pair)
-    if form == "stepped":
-        return Stepped(*ops.fold_rows_stepped(*pair))
-    return as_multiplied(pair) if form == "mx" else Folded(*ops.fold_rows(*pair, headroom=headroom))
+    """MX in the recipe's form, "mx" or "fold". headroom: of a fold."""
+    if form_of(recipe) == "mx":
+        return as_multiplied(pair)
+    return Folded(*ops.fold_rows(*pair, headroom=headroom))
 
 
 def quantize_rows(x: jax.Array, recipe: Recipe, headroom: int = 0) -> Quantized:
@@ -130,8 +108,8 @@ def quantize_rows(x: jax.Array, recipe: Recipe, headroom: int = 0) -> Quantized:
     form = form_of(recipe)
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, power_of_two=form == "block_power_of_two"))
-    if form in ("mx", "stepped", "balanced"):
-        return mx_rows(ops.quantize_row(x, rounding=recipe.rounding), recipe)
+    if form == "mx":
+        return as_multiplied(ops.quantize_row(x, rounding=recipe.rounding))
     if form == "fold":
         return Folded(*ops.quantize_row_fold(x, rounding=recipe.rounding, headroom=headroom))
     return Folded(*ops.quantize_rowwise(x, rounding=recipe.rounding))
@@ -173,8 +151,6 @@ def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantiz
         qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding=recipe.rounding)
         return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding=recipe.rounding)
-    if form in ("stepped", "balanced"):
-        return mx_rows((q, sf), recipe), mx_rows((q_t, sf_t), recipe)
     return (q, sf), (q_t, sf_t)
 
 

@@ -24,7 +24,7 @@ TYPES = {
     **_types("bfloat16", x=SQUARE, gate=SQUARE, up=SQUARE, dh=SQUARE, rows=SQUARE, dy=SQUARE),
     **_types("float32", logits=SQUARE, dweights=COLUMN, dshares=ROW, weights=ROW),
     **_types("bfloat16", lhs=SQUARE, lhs_t=SQUARE, rhs=SQUARE, rhs_t=SQUARE),
-    **_types("uint8", q=SQUARE, sf=COLUMN, target=COLUMN, packed=(SIZE, SIZE + 1), blocked=(128, 4)),
+    **_types("uint8", q=SQUARE, sf=COLUMN, packed=(SIZE, SIZE + 1), blocked=(128, 4)),
     **_types("uint8", lhs_q=SQUARE, lhs_sf=COLUMN, rhs_q=SQUARE, rhs_sf=COLUMN, lhs_qf=SQUARE, rhs_qf=SQUARE),
     **_types("int32", row_map=ROW, slots=COLUMN, order=ROW, expert_ids=ROW, counts=(1,), group_ends=(1,)),
     **_types("float32", prob=ROW, probs=COLUMN, bias=(1, SIZE)),
@@ -48,11 +48,6 @@ SPECIAL = {
     | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), lhs2_sf=ROW, rhs2_sf=(1, SIZE))
     | _types("uint8", lhs2_qf=SQUARE, rhs2_qf=(1, SIZE, SIZE)),
     "grouped_mm_blockwise": WEIGHTS | _types("float32", lhs_sf=COLUMN, rhs_sf=(1, 1, 1)),
-    "grouped_mm_fold_stepped": WEIGHTS
-    | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), lhs_step_sf=(1, SIZE), rhs_step_sf=(1, 1, SIZE))
-    | _types("int32", lhs_apart=(1, 1), rhs_apart=(1, 1, 1)),
-    "fold_rows_balanced": _types("uint8", own=(1, 1), other=(1, 1)),
-    "group_levels": _types("uint8", levels=(1, 1)),
     "grouped_mm_fold_pair": WEIGHTS
     | _types("uint8", lhs_sf=ROW, rhs_sf=(1, SIZE), rhs2_qf=(1, SIZE, SIZE), rhs2_sf=(1, SIZE)),
     "grouped_wgrad_fold": _types("uint8", lhs_sf=(1, SIZE), rhs_sf=(1, SIZE)),
@@ -81,7 +76,7 @@ def sample_arrays(op: KernelOp) -> list[np.ndarray]:
     arrays = []
     for name, (shape, dtype) in zip(op.inputs, sample(op)[0], strict=True):
         if dtype == "uint8":
-            low = 120 if "sf" in name or name == "target" else 40
+            low = 120 if "sf" in name else 40
             arrays.append(rng.integers(low, low + 30, shape, np.uint8))
         elif dtype == "int32":
             arrays.append(INDICES.get(name, np.full(shape, SIZE)).reshape(shape).astype(np.int32))

@@ -126,14 +126,6 @@ def grouped_mm_fold_pair(
     grouped_mm_fold(lhs_qf, lhs_sf, rhs2_qf, rhs2_sf, group_ends, out2)
 
 
-def grouped_mm_fold_stepped(
-    lhs_qf: Tensor, lhs_sf: Tensor, lhs_step_sf: Tensor, lhs_apart: Tensor,
-    rhs_qf: Tensor, rhs_sf: Tensor, rhs_step_sf: Tensor, rhs_apart: Tensor, group_ends: Tensor, out: Tensor,
-) -> None:  # fmt: skip
-    # A scale per row and 32 of K: MXFP8, with its scales transposed.
-    grouped_mm_mx(lhs_qf, lhs_step_sf.mT.contiguous(), rhs_qf, rhs_step_sf.mT.contiguous(), group_ends, out)
-
-
 def _dequantize_rows(q: Tensor, sf: Tensor) -> Tensor:
     """q (R, K), sf (R, ceil(K/128)) fp32 -> fp32, rounded once."""
     ones = torch.full((q.shape[0], q.shape[1] // BLOCK), E8M0_BIAS, dtype=torch.uint8)
@@ -198,7 +190,6 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_mm_fold_pair": grouped_mm_fold_pair,
     "grouped_wgrad_fold": grouped_wgrad_fold,
     "grouped_wgrad_fold_pair": grouped_wgrad_fold_pair,
-    "grouped_mm_fold_stepped": grouped_mm_fold_stepped,
     "grouped_mm_blockwise": grouped_mm_blockwise,
     "logits_bwd": logits_bwd,
 }

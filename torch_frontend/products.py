@@ -8,8 +8,6 @@
     "bf16"    bf16                          bf16
     "mx"      (q, sf), one sf per 32        (q_t, sf_t), one sf per 32
     "fold"    (q, sf), one sf per row       (q_t, sf), one sf per feature and chunk of 256 tokens
-    "stepped"  as "fold", but for blocks apart, with a scale of their own; the same token operand
-    "balanced"  as "fold", after blocks have moved between both operands (balanced.py); the same token operand
     "row"     (q, sf), one sf per row       bf16
     "block"   (q, sf), one fp32 sf per 128  bf16                   and per 128 x 128 of weights
 
@@ -29,21 +27,18 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.formats import BLOCK, GRADIENT_HEADROOM
-from ..core_kernels.recipe import FOLDED, Form, Recipe
+from ..core_kernels.recipe import Form, Recipe
 from ..core_kernels.registry import OPS
 from . import _direct as ops
 from ._call import into
-from .balanced import balanced
 from .gathered_rows import GatheredRows
 from .mx_tensor import MXTensor, dequantized
 from .weights import (
     KN,
     MX,
-    Balanced,
     Blockwise,
     Folded,
     Operand,
-    Stepped,
     Upcast,
     WeightOperand,
     as_multiplied,
@@ -79,7 +74,7 @@ class ProductOptions(NamedTuple):
 
 def is_mx(form: Form) -> bool:
     """Whether operands are blocks of 32 before the product."""
-    return form in ("mx", *FOLDED)
+    return form in ("mx", "fold")
 
 
 @cache
@@ -101,8 +96,6 @@ def product(
 
     Both operands have one form: an activation and the weights along K, or a gradient and the weights along N.
     """
-    if isinstance(rows, Balanced):
-        rows, (w,) = balanced(rows, (w,), group_ends)
     if bias is not None and row_weights is None and isinstance(rows, Folded):
         return _written("grouped_mm_fold_bias", (*rows, *w, bias.contiguous(), group_ends), out_dtype, out)
     if bias is not None:  # the other kernels take no bias: it is added to their fp32 sums
@@ -114,8 +107,6 @@ def product(
         return (sums + added).to(out_dtype) if out is None else out.copy_(sums + added)
     if isinstance(rows, Tensor | Upcast):
         multiply = "grouped_mm_bf16_kn" if isinstance(w, KN) else "grouped_mm_bf16"
-    elif isinstance(rows, Stepped):
-        multiply = "grouped_mm_fold_stepped"
     elif isinstance(rows, Blockwise):
         multiply = "grouped_mm_blockwise"
     else:
@@ -130,8 +121,6 @@ def pair_of_products(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`product` of the same rows with two weights of one shape; folded ones without biases in one launch."""
     (w, w2), (bias, bias2) = weights, biases
-    if isinstance(rows, Balanced):
-        rows, (w, w2) = balanced(rows, (w, w2), group_ends)
     if bias is bias2 is None and isinstance(rows, Folded) and isinstance(w, Folded) and isinstance(w2, Folded):
         return ops.grouped_mm_fold_pair(*rows, *w, *w2, group_ends, dtype_name(out_dtype))
     first = product(rows, w, group_ends, out_dtype, bias)
@@ -151,9 +140,6 @@ def sum_of_products(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """rows x w + rows2 x w2, rounded once -> (M, N); operands and out as in `product`."""
-    if isinstance(rows, Balanced):
-        assert isinstance(rows2, Balanced)
-        (rows, (w,)), (rows2, (w2,)) = balanced(rows, (w,), group_ends), balanced(rows2, (w2,), group_ends)
     if isinstance(rows, Folded) and isinstance(rows2, Folded):
         return _written("grouped_mm_fold_sum", (*rows, *w, *rows2, *w2, group_ends), out_dtype, out)
     if isinstance(w, KN) and isinstance(w2, KN):
@@ -248,7 +234,7 @@ def row_operand(x: Operand, form: Form, rounding: int, headroom: int = 0) -> Ope
 
     headroom: of a fold; gathered rows have none.
     """
-    if isinstance(x, Folded | Stepped | Balanced | Blockwise | Upcast):
+    if isinstance(x, Folded | Blockwise | Upcast):
         return x
     if form == "bf16":
         assert isinstance(x, Tensor)
@@ -290,19 +276,19 @@ def token_operand(x: Operand, form: Form, rounding: int, group_ends: Tensor, row
 
     A Folded or Upcast operand is returned unchanged; an MX operand is along the tokens already.
     """
-    assert not isinstance(x, Blockwise | Stepped | Balanced)
+    assert not isinstance(x, Blockwise)
     if isinstance(x, Folded | Upcast):
         return x
     if form == "fold" and isinstance(x, GatheredRows) and row_map is None:
         return Folded(*ops.permute_mx_col_fold(x.packed, x.row_map, group_ends, rounding))
-    if form in FOLDED and isinstance(x, MXTensor):
+    if form == "fold" and isinstance(x, MXTensor):
         q, sf = x.contiguous_parts()
         q, sf = (q, sf) if row_map is None else ops.permute_q_sf(q, sf, row_map)
         return Folded(*ops.requantize_col_fold(q, sf, group_ends, rounding))
     if not isinstance(x, MX):
         x = dequantized(x).contiguous()
         x = MX(*ops.quantize_col(x if row_map is None else ops.permute_rows(x, row_map), rounding))
-    return Folded(*ops.fold_groups(*x, group_ends)) if form in FOLDED else as_multiplied(x)
+    return Folded(*ops.fold_groups(*x, group_ends)) if form == "fold" else as_multiplied(x)
 
 
 def output_gradient_operands(dout: Tensor, form: Form, rounding: int, group_ends: Tensor) -> tuple[Operand, Operand]:

@@ -44,24 +44,6 @@ class Folded(NamedTuple):
     sf: Tensor
 
 
-class Stepped(NamedTuple):
-    """E4M3 bytes q (M, K) with one E8M0 byte per row, sf (M,), but for blocks apart: the scales of all blocks, step_sf
-    (K/32, M), and where some are apart, (M/32, K/1024), rounded up; of weights q (G, N, K), sf (G, N), step_sf
-    (G, K/32, N), apart (G, N/32, K/1024)."""
-
-    q: Tensor
-    sf: Tensor
-    step_sf: Tensor
-    apart: Tensor
-
-
-class Balanced(NamedTuple):
-    """MX bytes that a product folds by the levels of both of its operands (balanced.py): q (..., K), sf (..., K/32)."""
-
-    q: Tensor
-    sf: Tensor
-
-
 class Blockwise(NamedTuple):
     """E4M3 bytes q (..., K) with one fp32 scale per 128 values, sf (..., K/128); of weights q (G, N, K) with one per
     128 x 128 values, sf (G, N/128, K/128)."""
@@ -82,7 +64,7 @@ class KN(NamedTuple):
     w: Tensor
 
 
-Quantized = MX | Folded | Stepped | Balanced | Blockwise | Upcast
+Quantized = MX | Folded | Blockwise | Upcast
 Operand = Tensor | Quantized
 """An operand of a product: a bf16 tensor, or quantized bytes."""
 WeightOperand = Operand | KN
@@ -294,15 +276,11 @@ def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized,
         qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding)
         return Folded(qf, row_sf), Folded(qf_t, col_sf)
     q, sf, q_t, sf_t = ops.quantize_both(w, rounding)
-    return mx_rows(MX(q, sf), form), mx_rows(MX(q_t, sf_t), form)
+    return as_multiplied(MX(q, sf)), as_multiplied(MX(q_t, sf_t))
 
 
 def mx_rows(x: MX, form: Form, headroom: int = 0) -> Quantized:
-    """MX in the form "mx", "fold", "stepped" or "balanced". headroom: of a fold."""
-    if form == "balanced":
-        return Balanced(*x)
-    if form == "stepped":
-        return Stepped(*ops.fold_rows_stepped(*x))
+    """MX in the form "mx" or "fold". headroom: of a fold."""
     return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, headroom))
 
 
@@ -310,8 +288,8 @@ def quantize_rows(x: Tensor, form: Form, rounding: int, headroom: int = 0) -> Qu
     """Quantize x (..., K), contiguous, along its last dim. headroom: of a fold."""
     if is_block(form):
         return Blockwise(*ops.quantize_blockwise(x, form == "block_power_of_two"))
-    if form in ("mx", "stepped", "balanced"):
-        return mx_rows(MX(*ops.quantize_row(x, rounding)), form)
+    if form == "mx":
+        return as_multiplied(MX(*ops.quantize_row(x, rounding)))
     if form == "fold":
         return Folded(*ops.quantize_row_fold(x, rounding, False, headroom))
     return Folded(*ops.quantize_rowwise(x, rounding))

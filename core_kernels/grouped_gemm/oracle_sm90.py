@@ -11,13 +11,10 @@ oracle_folded.py and oracle_blockwise.py define the ops, with exact sums. Hopper
              '---------------- fp32 ------> sum     rounded to nearest even
                                              x 2^-n where the scale of a span rises by n; + bias; x scales --> out
 
-Of a stepped product, a block of 32 terms that is apart in its row or column counts as zeros in its stage. After it, the
-block is added to the sum in bf16: 16 products at a time, aligned to multiples of 2^(e - 25), cut to 24 bits.
-
-The exponent of a product is the sum of its factors' exponents, that of a factor that E4M3 has as a subnormal is -6 (in
-bf16 it is a normal number), and a product that is zero has none. The functions have the names and arguments of the ops;
-a pair of products has the bytes of two calls. Scales so far from one that a value before or after the scaling is no
-normal number are left to the definitions.
+The exponent of a product is the sum of its factors' exponents, that of a factor that E4M3 has as a subnormal is -6, and
+a product that is zero has none. The functions have the names and arguments of the ops; a pair of products has the bytes
+of two calls. Scales so far from one that a value before or after the scaling is no normal number are left to the
+definitions.
 
 Measured: tests/conformance/test_fp8_sums.py compares every bit with the device. Models of this kind, of other tensor
 cores too: "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (arXiv 2511.10909).
@@ -28,14 +25,13 @@ from collections.abc import Callable
 import numpy as np
 
 from ..fold.oracle import span_slices
-from ..formats import E4M3_NAN, SQUARE, STAGE
+from ..formats import E4M3_NAN, SQUARE
 from ..oracle_math import Array, e8m0_value, group_slices, round_to
 
+STAGE = 128  # terms between two additions in fp32: those that the tensor cores sum alone
 TERMS = 32  # products that a tensor core adds at a time
 FRACTION = 13  # bits below the largest exponent
 SIGNIFICANT = 14  # bits of a sum
-BF16_TERMS, BF16_FRACTION, BF16_SIGNIFICANT = 16, 25, 24  # the same of operands in bf16
-MOST_APART = 119  # octaves; more overflow in bf16
 _NO_EXPONENT = -(10**4)
 Parts = tuple[Array, Array]
 _ROWS_AT_ONCE = 64
@@ -48,21 +44,15 @@ def _factors(codes: Array) -> Parts:
     return np.where(codes & 0x80, -significand, significand), np.maximum(exponent, 1).astype(np.int32) - 7
 
 
-def _normal(parts: Parts) -> Parts:
-    """Factors in bf16, where what E4M3 has as subnormal is a normal number: significands of 8 to 15, or 0."""
-    below = 4 - np.frexp(parts[0])[1]
-    return parts[0] << below, parts[1] - below
-
-
-def _add_products(total: Array, a: Parts, b: Parts, fraction: int = FRACTION, significant: int = SIGNIFICANT) -> Array:
+def _add_products(total: Array, a: Parts, b: Parts) -> Array:
     """total (M, N) fp64 plus the products of a (M, terms) and b (N, terms), as a tensor core adds them."""
     product = a[0][:, None].astype(np.int64) * b[0][None]  # in 64ths of 2^exponent
     exponent = np.where(product == 0, _NO_EXPONENT, a[1][:, None] + b[1][None])
     top = np.maximum(exponent.max(-1), np.where(total == 0, _NO_EXPONENT, np.frexp(total)[1] - 1))
-    aligned = np.abs(product) << fraction - 6 >> np.minimum(top[..., None] - exponent, 63)
-    unit = np.ldexp(1.0, np.where(top == _NO_EXPONENT, 0, top) - fraction)
+    aligned = np.abs(product) << FRACTION - 6 >> np.minimum(top[..., None] - exponent, 63)
+    unit = np.ldexp(1.0, np.where(top == _NO_EXPONENT, 0, top) - FRACTION)
     units = (np.sign(product) * aligned).sum(-1) + np.trunc(total / unit)
-    excess = np.maximum(np.frexp(units)[1] - significant, 0)
+    excess = np.maximum(np.frexp(units)[1] - SIGNIFICANT, 0)
     return np.ldexp(np.trunc(np.ldexp(units, -excess)), excess) * unit
 
 
@@ -139,42 +129,6 @@ def grouped_mm_fold_sum(
         first, second = _scales(lhs_sf[rows], rhs_sf[g]), _scales(lhs2_sf[rows], rhs2_sf[g])
         total = (_sum(stages(lhs_qf[rows], rhs_qf[g])) * (first / second)).astype(np.float32)
         return _sum(stages(lhs2_qf[rows], rhs2_qf[g]), total) * second
-
-    return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
-
-
-def _add_in_bf16(total: Array, a: Array, a_power: Array, b: Array, b_power: Array) -> Array:
-    """total (M, N) plus the products of codes a (M, 32), b (N, 32) times 2^power (M,), (N,)."""
-    for at in range(0, a.shape[1], BF16_TERMS):
-        (of_a, e_a), (of_b, e_b) = (_normal(_factors(codes[:, at : at + BF16_TERMS])) for codes in (a, b))
-        parts = (of_a, e_a + a_power[:, None]), (of_b, e_b + b_power[:, None])
-        total = _add_products(total, *parts, BF16_FRACTION, BF16_SIGNIFICANT)
-    return total
-
-
-def grouped_mm_fold_stepped(
-    lhs_qf: Array, lhs_sf: Array, lhs_step_sf: Array, lhs_apart: Array,
-    rhs_qf: Array, rhs_sf: Array, rhs_step_sf: Array, rhs_apart: Array, group_ends: Array, out_dtype: str = "bfloat16",
-) -> Array:  # fmt: skip
-    """lhs (M, K), (M,), (K/32, M) x rhs_t (G, N, K), (G, N), (G, K/32, N) -> out (M, N): of each stage the other
-    blocks, then those that are apart."""
-
-    def of_group(rows: slice, g: int) -> Array:
-        a, b = lhs_qf[rows], rhs_qf[g]
-        of_row = np.clip(lhs_step_sf[:, rows].astype(np.int32) - lhs_sf[rows], -MOST_APART, MOST_APART)
-        of_col = np.clip(rhs_step_sf[g].astype(np.int32) - rhs_sf[g], -MOST_APART, MOST_APART)
-        others = [np.where(np.repeat(power.T != 0, TERMS, 1), 0, codes) for codes, power in ((a, of_row), (b, of_col))]
-        total = np.zeros((len(a), len(b)))
-        for stage, part in enumerate(stages(*others)):
-            total = (total + part).astype(np.float32)
-            for k in range(stage * STAGE, min((stage + 1) * STAGE, a.shape[1]), TERMS):
-                row, col = of_row[k // TERMS], of_col[k // TERMS]
-                apart = (row != 0)[:, None] | (col != 0)
-                if apart.any():
-                    more = _add_in_bf16(total, a[:, k : k + TERMS], row, b[:, k : k + TERMS], col)
-                    total = np.where(apart, more, total).astype(np.float32)
-        nan = ((a & 0x7F) == E4M3_NAN).any(1)[:, None] | ((b & 0x7F) == E4M3_NAN).any(1)
-        return np.where(nan, np.nan, total) * _scales(lhs_sf[rows], rhs_sf[g])
 
     return _m_grouped(lhs_qf, rhs_qf, group_ends, of_group, out_dtype)
 

@@ -100,14 +100,10 @@ def _padding(group_ends: Array, num_rows: int) -> tuple[Array, Array, Array]:
     return padded_rows, inverse, ends
 
 
-def _product(
-    x: Rows, w: Array, ends: Array, precision: Precision, bias: Array | float = 0.0, beside: Array | None = None
-) -> Array:
-    """x (P, K) w^T + bias, w (G, N, K), bias of each row -> (P, N) bfloat16. beside: the weights of a product of x in
-    the same launch."""
+def _product(x: Rows, w: Array, ends: Array, precision: Precision, bias: Array | float = 0.0) -> Array:
+    """x (P, K) w^T + bias, w (G, N, K), bias of each row -> (P, N) bfloat16."""
     form, _, rounding, sums = precision
-    beside_t = None if beside is None else np.swapaxes(beside, 1, 2)
-    products = grouped_mm(x, np.swapaxes(w, 1, 2), ends, form, rounding, sums, "float64", beside_t)
+    products = grouped_mm(x, np.swapaxes(w, 1, 2), ends, form, rounding, sums, "float64")
     return round_to(products + bias, "bfloat16")
 
 
@@ -134,9 +130,7 @@ def _forward(
     x, prob = _permuted(x, rows), _permuted_vector(prob, rows)
     group = np.searchsorted(ends, np.arange(len(rows)), side="right")
     group = np.where((rows < 0) | (group == len(ends)), -1, group)
-    pairs = (w1, after.b1, w3), (w3, after.b3, w1)
-    of_gate, of_up = ((w, ends, precision, _of_rows(b, group), beside) for w, b, beside in pairs)
-    gate, up = _product(x, *of_gate), _product(x, *of_up)
+    gate, up = (_product(x, w, ends, precision, _of_rows(b, group)) for w, b in ((w1, after.b1), (w3, after.b3)))
     return _Hidden(x, prob, group, gate, up, swiglu(gate, up, prob, *after.numbers))
 
 

@@ -31,7 +31,6 @@ from ..quantize.oracle import quantize_row
 from ..routing.oracle import sort_by_expert
 from .choice import Choice, route, route_vjp, sigmoid
 from .ffn import Precision, Rows, swiglu_ffn, swiglu_ffn_vjp
-from .products import FOLDED
 
 
 def swiglu_expert(x: Array, w1: Array, w3: Array, w2: Array) -> Array:
@@ -119,7 +118,7 @@ class Options(NamedTuple):
     @property
     def mx(self) -> bool:
         """Whether rows and their gradients travel as MXFP8."""
-        return self.precision.form in ("mx", *FOLDED)
+        return self.precision.form in ("mx", "fold")
 
 
 class _Rows(NamedTuple):

@@ -7,8 +7,6 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
 "bf16"    bf16                            -
 "mx"      quantize_row, quantize_col      quantize_col
 "fold"    the same, folded by row         the same, folded by row and span of tokens
-"balanced"  the same, both folded by `oracle_balanced.balanced`; along the tokens as in form "fold"
-"stepped"  the same, folded by `fold_rows_stepped`; along the tokens as in form "fold"
 "row"     quantize_rowwise                -
 "block"   quantize_blockwise; weights: quantize_squares, transposed for da; with powers of two in form
           "block_power_of_two"
@@ -25,23 +23,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ..fold.oracle import fold_groups, fold_rows
-from ..fold.oracle_balanced import balanced
-from ..fold.oracle_stepped import fold_rows_stepped
 from ..formats import WEIGHT_HEADROOM, Rounding
-from ..grouped_gemm import oracle_blockwise, oracle_folded, oracle_sm90, oracle_stepped
+from ..grouped_gemm import oracle_blockwise, oracle_folded, oracle_sm90
 from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
 from ..oracle_math import Array, Pair, round_to
 from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
 from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
 
-FOLDED = ("fold", "balanced", "stepped")
-"""Forms whose operands along the tokens are folded."""
-
 
 class _Products(NamedTuple):
     fold: Callable[..., Array]
     fold_wgrad: Callable[..., Array]
-    stepped: Callable[..., Array]
     blockwise: Callable[..., Array]
 
 
@@ -49,13 +41,11 @@ _PRODUCTS = {
     "exact": _Products(
         oracle_folded.grouped_mm_fold,
         oracle_folded.grouped_wgrad_fold,
-        oracle_stepped.grouped_mm_fold_stepped,
         oracle_blockwise.grouped_mm_blockwise,
     ),
     "sm_90": _Products(
         oracle_sm90.grouped_mm_fold,
         oracle_sm90.grouped_wgrad_fold,
-        oracle_sm90.grouped_mm_fold_stepped,
         oracle_sm90.grouped_mm_blockwise,
     ),
 }
@@ -77,10 +67,9 @@ def _rows(x: Array | Pair, form: str, rounding: Rounding | str, headroom: int = 
 
 
 def _product(
-    x: Array | Pair, w: Array, group_ends: Array, form: str, rounding: Rounding | str, sums: str, dtype: str,
-    beside: Array | None = None,
-) -> Array:  # fmt: skip
-    """x along its last dim, w (G, N, K) along its last. beside: other weights that the same rows are multiplied by."""
+    x: Array | Pair, w: Array, group_ends: Array, form: str, rounding: Rounding | str, sums: str, dtype: str
+) -> Array:
+    """x along its last dim, w (G, N, K) along its last."""
     products = _PRODUCTS[sums]
     if form == "bf16":
         return grouped_mm_bf16(_as_bf16(x), _as_bf16(w), group_ends, dtype)
@@ -88,13 +77,6 @@ def _product(
         powers = form == "block_power_of_two"
         rows, weights = quantize_blockwise(_values(x), powers), quantize_squares(w, powers)
         return products.blockwise(*rows, *weights, group_ends, dtype)
-    if form == "balanced":
-        sides = [_rows(of, form, rounding) for of in (w, beside) if of is not None]
-        rows, folded = balanced(_rows(x, form, rounding), sides, group_ends)
-        return products.fold(*rows, *folded[0], group_ends, dtype)
-    if form == "stepped":
-        rows, weights = (fold_rows_stepped(*_rows(of, form, rounding)) for of in (x, w))
-        return products.stepped(*rows, *weights, group_ends, dtype)
     multiply = grouped_mm_mx if form == "mx" else products.fold
     return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding, WEIGHT_HEADROOM), group_ends, dtype)
 
@@ -107,13 +89,9 @@ def grouped_mm(
     rounding: Rounding | str = Rounding.RCEIL,
     sums: str = "exact",
     out_dtype: str = "bfloat16",
-    beside_t: Array | None = None,
 ) -> Array:
-    """a (M, K) floats or its (q, sf), b_t (G, K, N) floats -> out (M, N). beside_t: like b_t, of another product of a
-    in the same call."""
-    b = np.ascontiguousarray(np.swapaxes(b_t, 1, 2))
-    beside = None if beside_t is None else np.ascontiguousarray(np.swapaxes(beside_t, 1, 2))
-    return _product(a, b, group_ends, form, rounding, sums, out_dtype, beside)
+    """a (M, K) floats or its (q, sf), b_t (G, K, N) floats -> out (M, N)."""
+    return _product(a, np.ascontiguousarray(np.swapaxes(b_t, 1, 2)), group_ends, form, rounding, sums, out_dtype)
 
 
 def grouped_mm_vjp(
@@ -134,7 +112,7 @@ def grouped_mm_vjp(
         return da, np.swapaxes(db, 1, 2)
     dout_t, a_t = (quantize_col(_values(x), rounding) for x in (dout, a))
     multiply = grouped_wgrad_mx
-    if form in FOLDED:
+    if form == "fold":
         dout_t, a_t = (fold_groups(*pair, group_ends) for pair in (dout_t, a_t))
         multiply = _PRODUCTS[sums].fold_wgrad
     return da, np.swapaxes(multiply(*dout_t, *a_t, group_ends, out_dtype), 1, 2)

@@ -5,7 +5,6 @@ Grouped products are compared here with the oracle's fp64 sums; a feed-forward o
 
 import numpy as np
 from mxep.core_kernels.grouped_gemm import oracle, oracle_sm90
-from mxep.core_kernels.recipe import FOLDED
 
 from ..compare import gemm_bound, same_bytes, sqnr_db
 from .backends import offers
@@ -30,7 +29,7 @@ FP8_CHAIN = 2.0**-9
 them and cuts each below 2^-13 of it. At worst that is 33 * 2^-13 for every 32 terms; measured 2^-11 where a group has
 32 terms of widely spread magnitudes, 2^-14 at 7168. `fp8_sums` is the sharper test, of operands that lose more too."""
 
-FP8_FORMS = (*FOLDED, "row", "block", "block_power_of_two")
+FP8_FORMS = ("fold", "row", "block", "block_power_of_two")
 """Operand forms that the FP8 tensor cores of sm_90 multiply."""
 
 

@@ -4,11 +4,9 @@ from collections.abc import Callable
 
 from mxep.core_kernels.combine import oracle as combine
 from mxep.core_kernels.fold import oracle as fold
-from mxep.core_kernels.fold import oracle_balanced as fold_balanced
-from mxep.core_kernels.fold import oracle_stepped as fold_stepped
 from mxep.core_kernels.grouped_gemm import oracle as grouped_gemm
 from mxep.core_kernels.grouped_gemm import oracle_blockwise as grouped_gemm_blockwise
-from mxep.core_kernels.grouped_gemm import oracle_folded, oracle_stepped
+from mxep.core_kernels.grouped_gemm import oracle_folded
 from mxep.core_kernels.permute import oracle as permute
 from mxep.core_kernels.quantize import oracle as quantize
 from mxep.core_kernels.quantize import oracle_blockwise as quantize_blockwise
@@ -18,9 +16,8 @@ from mxep.core_kernels.scale_layout import oracle as scale_layout
 from mxep.core_kernels.swiglu import oracle as swiglu
 
 ORACLES = (
-    *(quantize, quantize_blockwise, permute, router, routing, scale_layout, swiglu, combine),
-    *(fold, fold_balanced, fold_stepped),
-    *(grouped_gemm, oracle_folded, oracle_stepped, grouped_gemm_blockwise),
+    *(quantize, quantize_blockwise, permute, router, routing, scale_layout, swiglu, combine, fold),
+    *(grouped_gemm, oracle_folded, grouped_gemm_blockwise),
 )
 DEFINITIONS: dict[str, Callable] = {
     name: value for oracle in ORACLES for name, value in vars(oracle).items() if callable(value)

@@ -63,7 +63,6 @@ def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
         "fold_groups": ((*lhs_t, ends), {}),
         "quantize_both_fold": ((gemm.lhs, ends), {}),
         "swiglu_bwd_fold": ((*GLUS["normal"].backward, np.int32([32, 32])), {}),
-        "count_fold_loss": ((*lhs, np.full_like(lhs[1], 127)), {}),
         "combine": (COMBINES["padding"].inputs, {}),
         "combine_bwd": (COMBINES["padding"].bwd_inputs, {}),
         "grouped_mm_mx": ((*lhs, *rhs, ends), {}),

@@ -323,51 +323,6 @@ def blockwise_of_many_tiles(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_blockwise(lhs), *torch_ops.quantize_squares(rhs_t), ragged(rng, m)
 
 
-def mx_and_target(rng: Rng, m: int) -> Tensors:
-    q, sf = mx(rng, m)
-    return q, sf, integers(rng, 100, 140, *sf.shape).byte()
-
-
-def _outliers(x: torch.Tensor, rng: Rng) -> torch.Tensor:
-    """x (..., K) with one block of all rows and a few blocks of single rows far larger, and one far smaller."""
-    blocks = x.unflatten(-1, (-1, 32)).clone()
-    blocks[..., 5, :] *= 2.0**13
-    blocks[..., -2, :] *= 2.0**-17
-    blocks[uniform(rng, *blocks.shape[:-1]) < 0.003] *= 2.0**9
-    return blocks.flatten(-2)
-
-
-def mx_with_outliers(rng: Rng, m: int) -> Tensors:
-    return torch_ops.quantize_row(_outliers(finite(rng, m, 8320), rng))
-
-
-def weights_with_outliers(rng: Rng, m: int) -> Tensors:
-    return torch_ops.quantize_row(_outliers(finite(rng, GROUPS, m, 288), rng))
-
-
-def scales_and_rows(rng: Rng, m: int) -> Tensors:
-    return torch_ops.quantize_row(_outliers(finite(rng, m, 8320), rng))[1], ragged(rng, m)
-
-
-def levels_and_rows(rng: Rng, m: int) -> Tensors:
-    sf, ends = scales_and_rows(rng, m)
-    return torch_ops.span_levels(sf, ends), ends
-
-
-def mx_and_levels(rng: Rng, m: int) -> Tensors:
-    q, sf = torch_ops.quantize_row(_outliers(finite(rng, m, 8320), rng))
-    ends = ragged(rng, m)
-    own = torch_ops.group_levels(torch_ops.span_levels(sf, ends), ends)
-    return q, sf, own, own.flip(1), ends
-
-
-def grouped_mm_fold_stepped(rng: Rng, m: int) -> Tensors:
-    """Many tiles, and flat ones."""
-    lhs, rhs = (_outliers(finite(rng, *shape, 416), rng) for shape in ((m,), (GROUPS, 808)))
-    folded = [torch_ops.fold_rows_stepped(*torch_ops.quantize_row(x)) for x in (lhs, rhs)]
-    return *folded[0], *folded[1], ragged(rng, m)
-
-
 def groups(rng: Rng, m: int) -> Tensors:
     return *torch_ops.quantize_col(floats(rng, m, N)), group_ends(rng, m, 32)
 

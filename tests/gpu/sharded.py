@@ -43,8 +43,6 @@ def arguments(name: str) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 3)
     x, up, dh = (jax.random.normal(key, (ROWS, DIM), jnp.bfloat16) for key in keys)
     prob = jnp.linspace(0, 1, ROWS)
-    if name == "fold_rows_stepped":
-        return tuple(ops.quantize_row(x.reshape(4, -1, 64)))
     if WHOLE_DIMS[name] == 2:
         return (x.reshape(4, -1, 64),)
     if name in ("dequantize", "fold_rows"):

@@ -40,7 +40,6 @@ ANY_MAP = may("padding, or a row many times", "all -1", "all 0", "all 1", "one -
 OTHER_IDS = may("other experts", "all 0", "all 1", "one 1")
 UNREAD = may("the gradient alone reads it", *BITS.names)
 ONE_NUMBER = may("computed as IEEE numbers", "all nan", "all inf", "all -inf", "all 3e+38")
-ONE_OF_BITS = may("bits", *(name for name in BITS.names if name.startswith("all")))
 MOVED = may(
     "values are moved, of any dtype of floats; jax.numpy makes fp32 of float64", "float16", "float32", "float64"
 )
@@ -150,21 +149,14 @@ OPS: Rows = (
     ("ops.permute_mx.packed ops.permute_mx_col_fold.packed", any_size(0), PACKED, EMPTY),
     ("ops.permute_mx_fold.packed", any_size(0), may("33 bytes a block", "dim 1 * 2")),
     ("ops.block_scales.sf", larger(0), any_size(1)),
-    ("ops.group_levels.levels ops.span_levels.sf", larger(0), larger(1), may("nothing to do", "dim 1 = 0")),
-    ("ops.grouped_mm_fold_stepped.?hs_apart", ONE_OF_BITS),
     # Ends of groups, counts and maps.
-    (
-        "ops.grouped_mm_*.group_ends ops.fold_rows_balanced.group_ends ops.unblock_scales.group_ends",
-        *(NO_ROWS, SHORT),
-    ),
+    ("ops.grouped_mm_*.group_ends ops.unblock_scales.group_ends", NO_ROWS, SHORT),
     ("ops.grouped_wgrad_fold*.group_ends", NO_ROWS),
     (
         "ops.fold_groups.group_ends ops.quantize_both_fold.group_ends ops.grouped_wgrad_mx.group_ends",
         *(NO_ROWS, FEWER_GROUPS),
     ),
     ("ops.grouped_wgrad_bf16*.group_ends ops.block_scales.group_ends", NO_ROWS, SHORT, FEWER_GROUPS),
-    ("ops.group_levels.group_ends", NO_ROWS, SHORT, NO_VALUES),
-    ("ops.span_levels.group_ends", NO_ROWS, SHORT, MORE_GROUPS, EMPTY),
     ("ops.*_col_fold.group_ends ops.swiglu_bwd_fold.group_ends", NO_ROWS, MORE_GROUPS, EMPTY),
     ("ops.permute_mx.row_map ops.permute_mx_fold.row_map ops.permute_rows.row_map", ANY_MAP, any_size(0), EMPTY),
     ("ops.permute_mx_col_fold.row_map", ANY_MAP, more_blocks(0)),

@@ -60,7 +60,6 @@ CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
     "fold_groups": (ops.fold_groups, [u8(N, M), u8(N, M // 32), ENDS]),
     "quantize_both_fold": (ops.quantize_both_fold, [bf16(M, K), ENDS]),
     "permute_mx_col_fold": (ops.permute_mx_col_fold, [u8(M, 132), i32(M), ENDS]),
-    "count_fold_loss": (ops.count_fold_loss, [u8(M, K), u8(M, K // 32), u8(M, K // 32)]),
     "block_scales": (ops.block_scales, [u8(M, K // 32), ENDS]),
     "unblock_scales": (
         lambda blocked, ends: ops.unblock_scales(blocked, ends, num_rows=M, num_scales=K // 32),

@@ -204,7 +204,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "ops.dequantize": {"q": Q, "sf": SF, "out_dtype": "float32"},
     "ops.fold_groups": {"q": Q_T, "sf": SF_T, "group_ends": ENDS},
     "ops.fold_rows": {"q": Q, "sf": SF, "headroom": 1},
-    "ops.count_fold_loss": {"q": Q, "sf": SF, "target": SF},
     "ops.grouped_mm_bf16": products("lhs rhs_t", X, W),
     "ops.grouped_mm_bf16_kn": products("lhs rhs", X, W.mT),
     "ops.grouped_mm_fold": products(FOLDED, *XF, *WF),

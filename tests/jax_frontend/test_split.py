@@ -47,10 +47,7 @@ def every_op(x, up, dh, prob, w):
         "swiglu_bwd": (dh, x, up, prob), "swiglu_bwd_row": (dh, x, up, prob),
     }  # fmt: skip
     by_rows = {name: getattr(ops, name)(*given.get(name, (x,))) for name, dims in WHOLE_DIMS.items() if dims == 1}
-    matrices = {"fold_rows_stepped": ops.quantize_row(w)}
-    return by_rows | {
-        name: getattr(ops, name)(*matrices.get(name, (w,))) for name, dims in WHOLE_DIMS.items() if dims == 2
-    }
+    return by_rows | {name: getattr(ops, name)(w) for name, dims in WHOLE_DIMS.items() if dims == 2}
 
 
 @KINDS

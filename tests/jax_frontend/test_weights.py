@@ -39,8 +39,6 @@ CHOICES = {
     "fold": Recipe.parse("mxfp8_wgrad_with_hp", compute="fold"),
     "row": Recipe.parse("fp8_rowwise"),
     "block": Recipe.parse("fp8_blockwise", scales="power_of_two"),
-    "balanced": Recipe.parse("mxfp8_wgrad_with_hp", compute="balanced"),
-    "stepped": Recipe.parse("mxfp8_wgrad_with_hp", compute="stepped"),
     "mxfp8 exact": Recipe.parse("mxfp8"),
     "mxfp8 fold": Recipe.parse("mxfp8", compute="fold"),
 }
@@ -138,8 +136,6 @@ def test_no_weight_is_quantized_where_it_is_used(recipe: Recipe) -> None:
         "bf16": {},
         "mx": {"quantize_both": 3},
         "fold": {"quantize_matrix_fold": 3},
-        "balanced": {"quantize_both": 3},
-        "stepped": {"quantize_both": 3, "fold_rows_stepped": 6},
         "row": {"quantize_rowwise": 6},
         "block_power_of_two": {"quantize_squares_both": 3},
     }

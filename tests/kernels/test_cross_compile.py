@@ -16,17 +16,12 @@ import pytest
 import triton
 from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
-from mxep.core_kernels.fold import plan_balanced as fold_balanced
-from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.fold import plan_permute as fold_permute
-from mxep.core_kernels.fold import plan_stepped as fold_stepped
-from mxep.core_kernels.fold.plan_stepped import stepped_types
 from mxep.core_kernels.formats import packed_width, spans
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm import plan_blockwise as blockwise_gemm
 from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.grouped_gemm import plan_kn
-from mxep.core_kernels.grouped_gemm import plan_stepped as stepped_gemm
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
@@ -86,7 +81,6 @@ class Case(NamedTuple):
 VECTORS = ("ld.global.v4.b32", "st.global.v4.b32")
 QUANTIZE = (*VECTORS, "cvt.rn.satfinite.e4m3x2.f32")
 CLAMPED = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
-COUNT = ("ld.global.v4.b32", "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.f16x2.e4m3x2")
 CASES = {
     "quantize_row": Case(quantize.quantize_row, (bf16(M, K),), {}, QUANTIZE),
     "quantize_row f32": Case(quantize.quantize_row, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
@@ -107,16 +101,6 @@ CASES = {
     "quantize_rowwise": Case(quantize.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),
     "quantize_rowwise 3D floor": Case(quantize.quantize_rowwise, (bf16(GROUPS, N, K),), {"rounding": 1}, QUANTIZE),
     "quantize_rowwise f32 satfinite": Case(quantize.quantize_rowwise, (f32(M, K),), {"satfinite": True}, QUANTIZE),
-    "fold_rows_stepped": Case(fold_stepped.fold_rows_stepped, mx(M, K), {}, QUANTIZE),
-    "fold_rows_stepped 3D": Case(fold_stepped.fold_rows_stepped, mx(GROUPS, N, K), {}, QUANTIZE),
-    "span_levels": Case(fold_balanced.span_levels, (u8(M, K // 32), i32(GROUPS)), {}, ()),
-    "group_levels": Case(fold_balanced.group_levels, (u8(M // 256 + GROUPS, K // 32), i32(GROUPS)), {}, ()),
-    "fold_rows_balanced": Case(
-        fold_balanced.fold_rows_balanced,
-        (*mx(M, K), u8(GROUPS, K // 32), u8(GROUPS, K // 32), i32(GROUPS)),
-        {},
-        QUANTIZE,
-    ),
     "quantize_blockwise": Case(blockwise.quantize_blockwise, (bf16(M, K),), {}, QUANTIZE),
     "quantize_blockwise f32 powers": Case(
         blockwise.quantize_blockwise, (f32(GROUPS, M, K),), {"power_of_two": True}, QUANTIZE
@@ -127,8 +111,6 @@ CASES = {
     "quantize_rowwise wide": Case(quantize.quantize_rowwise, (bf16(M, 16384),), {}, QUANTIZE),
     "quantize_rowwise wide f32": Case(quantize.quantize_rowwise, (f32(M, 16384),), {}, QUANTIZE),
     "fold_groups": Case(fold.fold_groups, (*mx(K, M), i32(GROUPS)), {}, QUANTIZE),
-    "count_fold_loss": Case(fold_loss.count_fold_loss, (*mx(M, K), u8(M, K // 32)), {}, COUNT),
-    "count_fold_loss 3D": Case(fold_loss.count_fold_loss, (*mx(GROUPS, N, K), u8(GROUPS, N, K // 32)), {}, COUNT),
     "block_scales": Case(scale_layout.block_scales, (u8(M, K // 32), i32(GROUPS))),
     "unblock_scales": Case(
         scale_layout.unblock_scales,
@@ -251,15 +233,6 @@ CASES = {
         (
             *(u8(M, K), u8(M), u8(GROUPS, N, K), u8(GROUPS, N)),
             *(u8(M, 96), u8(M), u8(GROUPS, N, 96), u8(GROUPS, N), i32(GROUPS)),
-        ),
-        {},
-        ("fp8 mma",),
-    ),
-    "grouped_mm_fold_stepped": Case(
-        stepped_gemm.grouped_mm_fold_stepped,
-        (
-            *(u8(M, K), *stepped_types((M, K))),
-            *(u8(GROUPS, N, K), *stepped_types((GROUPS, N, K)), i32(GROUPS)),
         ),
         {},
         ("fp8 mma",),

@@ -3,15 +3,11 @@
 import pytest
 from mxep.core_kernels.combine import plan as combine
 from mxep.core_kernels.fold import plan as fold
-from mxep.core_kernels.fold import plan_balanced as fold_balanced
-from mxep.core_kernels.fold import plan_loss as fold_loss
 from mxep.core_kernels.fold import plan_permute as fold_permute
-from mxep.core_kernels.fold import plan_stepped as fold_stepped
 from mxep.core_kernels.grouped_gemm import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm import plan_blockwise as blockwise_gemm
 from mxep.core_kernels.grouped_gemm import plan_folded as folded_gemm
 from mxep.core_kernels.grouped_gemm import plan_kn
-from mxep.core_kernels.grouped_gemm import plan_stepped as stepped_gemm
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
 from mxep.core_kernels.quantize import plan_blockwise as blockwise
@@ -35,15 +31,10 @@ SMALL = {
     "permute_mx_fold": (fold_permute.permute_mx_fold, (u8(1, 33), i32(1))),
     "quantize_row_fold": (fold.quantize_row_fold, (bf16(1, 32),)),
     "quantize_rowwise": (quantize.quantize_rowwise, (bf16(1, 32),)),
-    "fold_rows_stepped": (fold_stepped.fold_rows_stepped, mx(1, 32)),
-    "span_levels": (fold_balanced.span_levels, (u8(1, 1), i32(1))),
-    "group_levels": (fold_balanced.group_levels, (u8(1, 1), i32(1))),
-    "fold_rows_balanced": (fold_balanced.fold_rows_balanced, (*mx(1, 32), u8(1, 1), u8(1, 1), i32(1))),
     "quantize_blockwise": (blockwise.quantize_blockwise, (bf16(1, 3),)),
     "quantize_squares": (blockwise.quantize_squares, (bf16(1, 3),)),
     "quantize_squares_both": (blockwise.quantize_squares_both, (bf16(1, 3),)),
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
-    "count_fold_loss": (fold_loss.count_fold_loss, (*mx(1, 32), u8(1, 1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),
     "swiglu": (swiglu.swiglu, glu(1, 3)),
     "swiglu_row": (swiglu.swiglu_row, glu(1, 32)),
@@ -69,10 +60,6 @@ SMALL = {
     "grouped_mm_fold_sum": (
         folded_gemm.grouped_mm_fold_sum,
         (*(u8(1, 32), u8(1), u8(1, 8, 32), u8(1, 8)) * 2, i32(1)),
-    ),
-    "grouped_mm_fold_stepped": (
-        stepped_gemm.grouped_mm_fold_stepped,
-        (*(u8(1, 32), u8(1), u8(1, 1), i32(1, 1)), *(u8(1, 8, 32), u8(1, 8), u8(1, 1, 8), i32(1, 1, 1)), i32(1)),
     ),
     "grouped_mm_blockwise": (
         blockwise_gemm.grouped_mm_blockwise,

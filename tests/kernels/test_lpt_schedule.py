@@ -1,6 +1,5 @@
 """The K-grouped tiles of grouped_gemm/schedule.cuh, compiled for the CPU: each value of every group's output belongs to
-one tile of one CTA, in pairs and in blocks. The last cluster ends about when it would if each took the next pair or
-block when it is free.
+one tile of one CTA. The last cluster ends about when it would if each took the next pair when it is free.
 
 The 384 threads of a CTA that compute grouped_gemm/lpt_schedule.cuh are contexts of one thread, which take turns where
 they wait for each other. Undefined behaviour ends the program."""
@@ -20,7 +19,6 @@ PROGRAM = r"""
 #include <random>
 #include <vector>
 #define __device__
-#define __host__
 using std::max, std::min;
 struct Index { unsigned x; } threadIdx, blockIdx;
 struct alignas(16) int4 { int x, y, z, w; };
@@ -107,17 +105,16 @@ void assign() {
 
 constexpr int kEnd = 256;  // what a tile takes beside its tokens, in tokens
 
-// Counts the values of the tiles of a launch. Returns the time of each cluster, in tokens.
-template <bool kTwin, Part kPart>
-std::vector<int> cover(Problem p, int clusters, std::vector<uint8_t>& times) {
-  using Of = Schedule<true, kM, kN, 32, kTwin, false, kPart>;
-  std::vector<int> time(clusters);
-  p.turns = turns_of(p.shares, kPart);
+// Counts the values of the tiles. Returns the time of each cluster, in tokens.
+template <bool kTwin>
+std::vector<int> cover(const Problem& p, std::vector<uint8_t>& times) {
+  using Of = Schedule<true, kM, kN, 32, kTwin>;
+  std::vector<int> time(p.clusters);
   problem = &p;
-  for (int cluster = 0; cluster < clusters; ++cluster) {
-    blockIdx.x = cluster * kCtasOf<kPart>;
+  for (int cluster = 0; cluster < p.clusters; ++cluster) {
+    blockIdx.x = cluster * kCluster;
     assign<Of>();
-    for (int rank = 0; rank < kCtasOf<kPart>; ++rank, ++blockIdx.x) {
+    for (int rank = 0; rank < kCluster; ++rank, ++blockIdx.x) {
       Of schedule(p, lpt);
       for (Tile tile; schedule.next(&tile);) {
         if (rank == 0) time[cluster] += tile.k_end - tile.k_begin + kEnd;
@@ -129,37 +126,27 @@ std::vector<int> cover(Problem p, int clusters, std::vector<uint8_t>& times) {
   return time;
 }
 
-// When the last cluster ends if each takes the next pair or block, those of the longest group first, when it is free.
-int best(const Problem& p, int per_group, int clusters) {
-  std::vector<int> free_at(clusters), lengths;
+// When the last cluster ends if each takes the next pair, those of the longest group first, when it is free.
+int best(const Problem& p, int pairs) {
+  std::vector<int> free_at(p.clusters), lengths;
   for (int i = 0, before = 0; i < p.groups; before = p.group_ends[i++]) lengths.push_back(p.group_ends[i] - before);
   std::sort(lengths.rbegin(), lengths.rend());
-  const int own = clusters * p.shares.turns, block = p.shares.block();
-  const int round = p.shares.eights ? own + p.shares.twos * p.shares.turns / block : own;
-  for (int n = 0; n < p.groups * per_group; ++n)
-    if (n % round < own) *std::min_element(free_at.begin(), free_at.end()) += lengths[n / per_group] + kEnd;
+  for (int length : lengths)
+    for (int n = 0; n < pairs; ++n) *std::min_element(free_at.begin(), free_at.end()) += length + kEnd;
   return *std::max_element(free_at.begin(), free_at.end());
 }
 
 template <bool kTwin>
-bool right(Problem p, const Shares& shares, bool by_length) {
-  p.shares = shares;
+bool right(Problem p, bool by_length) {
   const int64_t size = int64_t{p.groups} * p.rows * p.cols;
   p.twin.to_out = size;
   std::vector<uint8_t> times(size * (kTwin + 1));
-  std::vector<int> time;
-  int per_group = p.rows / 512 * (p.cols / 512) * (kTwin + 1);
-  if (shares.eights) {
-    time = cover<kTwin, Part::kBlocks>(p, shares.eights, times);
-    cover<kTwin, Part::kPairsOfBlocks>(p, shares.twos, times);
-  } else {
-    time = cover<kTwin, Part::kPairs>(p, shares.twos, times);
-    per_group = p.rows / kM * (p.cols / kN) / kCluster * (kTwin + 1);
-  }
+  const std::vector<int> time = cover<kTwin>(p, times);
   for (uint8_t n : times)
     if (n != 1) return false;
   // Groups whose lengths differ by less than a sixteenth are scheduled as one.
-  return !by_length || *std::max_element(time.begin(), time.end()) <= best(p, per_group, time.size()) * 17 / 16;
+  const int pairs = p.rows / kM * (p.cols / kN) / kCluster * (kTwin + 1);
+  return !by_length || *std::max_element(time.begin(), time.end()) <= best(p, pairs) * 17 / 16;
 }
 
 int main() {
@@ -174,10 +161,10 @@ int main() {
     Problem p{};
     p.group_ends = ends.data(), p.groups = int(ends.size()), p.depth = tokens + any({0, 64});
     p.rows = many ? 512 : any({512, 1024, 1536}), p.cols = many ? 512 : any({512, 1024});
-    const Shares both = shares_of(any({1, 2, 3, 7}), any({0, 1, 2, 3, 6})), pairs{0, any({1, 3, 8}), 1};
-    for (const Shares& shares : {both, pairs}) {
-      wrong += !right<false>(p, shares, !many);
-      wrong += !right<true>(p, shares, !many);
+    for (int clusters : {1, any({2, 3}), any({7, 8}), any({15, 21})}) {
+      p.clusters = clusters;
+      wrong += !right<false>(p, !many);
+      wrong += !right<true>(p, !many);
     }
   }
   std::printf("wrong: %d\n", wrong);

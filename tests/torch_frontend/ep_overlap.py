@@ -33,7 +33,6 @@ D, F, TOP_K, LOCAL = 64, 32, 2, 3
 LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RUNS = RECIPES | {
     "mxfp8 folded": Recipe.parse("mxfp8", compute="fold"),
-    "mxfp8 balanced": Recipe.parse("mxfp8", compute="balanced"),
     "mxfp8 on all legs": Recipe.parse("mxfp8", mx_legs=LEGS),
     "bf16 on all legs": Recipe.parse("mxfp8", mx_legs=()),
 }

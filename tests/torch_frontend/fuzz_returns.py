@@ -41,7 +41,6 @@ ONE_HOT = may("all rows to one expert", "all 0", "all 1", "one 1")
 MOVED = may("values are moved, of any dtype of floats", "float16", "float32", "float64", "float8")
 SWAPPED = may("both dims are free", "dims swapped")
 ONE_NUMBER = may("computed as IEEE numbers", "all nan", "all inf", "all -inf", "all 3e+38")
-ONE_OF_BITS = may("bits", *(f"all {n}" for n in (-1, -(2**31), 2**30, 2**31 - 1, 1, 0)))
 WHOLE = may("33 bytes a block", "dim 1 * 2", "dim 1 = 0")
 TWICE, PADDING = may("a row twice", "one 0", "one 1"), may("a row of padding", "one -1")
 ANY_MAP = may("padding alone, or a row many times", "all -1", "all 0", "all 1")
@@ -179,7 +178,7 @@ OPS: Rows = (
     ),
     # Codes and scales.
     (
-        "ops.count_fold_loss.q ops.dequantize.q ops.fold_groups.q ops.fold_rows*.q ops.requantize_col_fold.q"
+        "ops.dequantize.q ops.fold_groups.q ops.fold_rows*.q ops.requantize_col_fold.q"
         " ops.grouped_mm_mx.?hs_q ops.grouped_wgrad_mx.?hs_q ops.grouped_*_fold*.?hs_qf ops.grouped_*_fold*.?hs2_qf"
         " ops.grouped_mm_blockwise.lhs_q",
         ELEMENTS,
@@ -190,13 +189,8 @@ OPS: Rows = (
     ("ops.permute_mx.packed ops.permute_mx_col_fold.packed", larger(0), WHOLE),
     ("ops.permute_mx_fold.packed", larger(0), may("33 bytes a block", "dim 1 * 2")),
     ("ops.block_scales.sf", larger(0), may("its last row is in no group", "dim 0 - 1"), any_size(1)),
-    ("ops.group_levels.levels ops.span_levels.sf", larger(0), larger(1), may("nothing to do", "dim 1 = 0")),
-    ("ops.grouped_mm_fold_stepped.?hs_apart", ONE_OF_BITS),
     # Ends of groups, counts and maps.
-    (
-        "ops.grouped_mm_*.group_ends ops.fold_rows_balanced.group_ends ops.unblock_scales.group_ends",
-        *(NO_ROWS, SHORT),
-    ),
+    ("ops.grouped_mm_*.group_ends ops.unblock_scales.group_ends", NO_ROWS, SHORT),
     ("ops.grouped_wgrad_fold*.group_ends", NO_ROWS),
     (
         "ops.fold_groups.group_ends ops.quantize_both_fold.group_ends ops.swiglu_bwd_fold.group_ends"
@@ -204,8 +198,6 @@ OPS: Rows = (
         *(NO_ROWS, FEWER_GROUPS),
     ),
     ("ops.grouped_wgrad_bf16*.group_ends ops.block_scales.group_ends", NO_ROWS, SHORT, FEWER_GROUPS),
-    ("ops.group_levels.group_ends", NO_ROWS, SHORT, NO_VALUES),
-    ("ops.span_levels.group_ends", NO_ROWS, SHORT, MORE_GROUPS, EMPTY),
     ("ops.permute_mx_col_fold.group_ends ops.requantize_col_fold.group_ends", NO_ROWS, MORE_GROUPS, EMPTY),
     ("ops.permute_mx.row_map ops.permute_rows.row_map", ANY_MAP, TWICE, any_size(0), EMPTY),
     ("ops.permute_q_sf.row_map", ANY_MAP, TWICE, any_size(0), EMPTY, META),

@@ -20,7 +20,6 @@ from torch import Tensor
 E, D, F, ROWS = 3, 64, 96, 128
 ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)  # the second group is empty; rows 96.. belong to nobody
 ALL = [*RECIPES.values(), Recipe("folded", compute="fold", wgrad_with_hp=False), Recipe("folded_hp", compute="fold")]
-ALL += [Recipe("balanced", compute="balanced", wgrad_with_hp=False)]
 NEEDS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 JOINED = {  # transposed, interleaved, biases
     "llama4": (True, False, False),

@@ -34,7 +34,6 @@ RECIPES = (
     "fp8_rowwise",
     "fp8_blockwise",
     "mxfp8 folded",
-    "mxfp8 balanced",
     "mxfp8 on all legs",
 )
 DEGREES = [
