@@ -244,8 +244,8 @@ def test_the_command_compares_stores_and_reports(
 def test_a_process_computes_its_share_and_a_failure_of_it_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    found, failures = jobs.run(("ptx",), ["sm_90 fold_g", "sm_90 span_"], 1)
-    assert (found["ptx"].keys(), failures) == ({"sm_90 fold_groups", "sm_90 span_levels"}, [])
+    found, failures = jobs.run(("ptx",), ["sm_90 fold_g", "sm_90 sort_"], 1)
+    assert (found["ptx"].keys(), failures) == ({"sm_90 fold_groups", "sm_90 sort_by_expert"}, [])
     assert all(entry.keys() == {"ptx", "shared"} for entry in found["ptx"].values())
     monkeypatch.setattr(jobs, "SOURCES", (jobs.Source("none", ("ptx",)),))
     assert "No module named 'tests.frozen.sources.none'" in jobs.run(("ptx",), [], 1)[1][0]
