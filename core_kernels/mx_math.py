@@ -50,15 +50,6 @@ def f32_to_bf16(x, HW_CAST: tl.constexpr):
 
 
 @triton.jit
-def round_to_bf16(x, HW_CAST: tl.constexpr):
-    """f32 -> bf16, to nearest even; NaN stays some NaN, which suffices for quantization."""
-    if HW_CAST:
-        return x.to(tl.bfloat16)
-    else:
-        return f32_to_bf16(x, HW_CAST)
-
-
-@triton.jit
 def fma(a, b, c, HW_CAST: tl.constexpr):
     """a * b + c, rounded once.
 

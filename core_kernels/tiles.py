@@ -52,12 +52,7 @@ _GPU = {
     "row_map": Tiles(m=1024),
     "slot_map": Tiles(m=1024),
     "swiglu": Tiles(m=8, k=256),
-    "swiglu_row": Tiles(m=8, k=512),
-    "swiglu_col": Tiles(m=128, k=32),
     "swiglu_bwd": Tiles(m=2, k=1024),
-    "swiglu_bwd_row": Tiles(m=2, k=1024),
-    "swiglu_bwd_col": Tiles(m=32, k=64),
-    "swiglu_bwd_both": Tiles(m=64, k=32),
     "grouped_mm_mx": Tiles(m=128, n=128, k=64, num_warps=8, num_stages=3),
     "grouped_mm_bf16": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
     "grouped_mm_bf16_kn": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
@@ -133,7 +128,7 @@ def row_tiles(op: str, arch: str, width: int) -> Tiles:
 def strip_tiles(op: str, arch: str, width: int) -> Tiles:
     """Tiles of an op whose programs loop over rows of `width` values: on GPUs rows of at most 2048 take one step.
 
-    >>> strip_tiles("swiglu_bwd_row", "sm_90", 2048)
+    >>> strip_tiles("swiglu_bwd", "sm_90", 2048)
     Tiles(m=1, n=1, k=2048, num_warps=4, num_stages=1)
     """
     t, k = tiles(op, arch, row_width=width), next_power_of_2(width)

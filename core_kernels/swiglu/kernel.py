@@ -1,4 +1,4 @@
-"""Triton kernels of SwiGLU and of its gradient; plan.py draws the operands.
+"""Triton kernels of SwiGLU and of its gradient; plan.py draws the operands, and composes the ops that quantize.
 
 dprob is a sum over whole rows: a backward program with `prob` loops over the tiles of its rows, one without `prob` owns
 a single tile.
@@ -7,9 +7,8 @@ a single tile.
 import triton
 import triton.language as tl
 
-from ..mx_math import BLOCK_MX, f32_to_bf16, round_to_bf16, to_f32
+from ..mx_math import f32_to_bf16, to_f32
 from ..mx_math import sigmoid as _sigmoid
-from ..quantize.kernel import store_quantized
 
 ONE_BITS, INFINITY_BITS = tl.constexpr(0x3F800000), tl.constexpr(0x7F800000)
 """The bits of fp32: alpha, limit and offset of silu(gate) * up are 1, infinity and 0."""
@@ -37,14 +36,12 @@ def _gated(g, u, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
 
 
 @triton.jit
-def _forward_tile(
-    gate, up, prob, M,
-    h, q, sf, q_t, sf_t,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    rounding: tl.constexpr, satfinite: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+def forward_kernel(
+    gate, up, prob, M, h,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One (BLOCK_M, BLOCK_K) tile of h, stored in bf16 or quantized along rows or columns."""
+    """One (BLOCK_M, BLOCK_K) tile of h."""
     tile = tl.program_id(0)
     k_tiles: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
     m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K
@@ -56,24 +53,16 @@ def _forward_tile(
     v = silu * u
     if WEIGHTED:
         v = v * tl.load(prob + m, mask=m < M, other=0.0)[:, None]
-    if ROW or COL:
-        store_quantized(
-            round_to_bf16(v, HW_CAST), m0, k0, 0, M, q, sf, q_t, sf_t, F, F, F // BLOCK_MX, ROW, COL,
-            rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
-    else:
-        tl.store(h + at, f32_to_bf16(v, HW_CAST), mask=inside)
+    tl.store(h + at, f32_to_bf16(v, HW_CAST), mask=inside)
 
 
 @triton.jit
-def _backward_strip(
-    dh, gate, up, prob, M,
-    dgate, dup, q, sf, q_t, sf_t, up_q, up_sf, up_q_t, up_sf_t, dprob,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    rounding: tl.constexpr, satfinite: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+def bwd_kernel(
+    dh, gate, up, prob, M, dgate, dup, dprob,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of dgate and dup, tile by tile from left to right. q*, sf* hold dgate; up_q*, up_sf* hold dup.
+    """BLOCK_M rows of dgate and dup, tile by tile from left to right.
 
     Programs along axis 1 share the tiles of a strip. With `prob` there is one program per strip, which also sums dprob.
     """
@@ -97,108 +86,7 @@ def _backward_strip(
         if limit != INFINITY_BITS:
             most = _number(limit)
             v_gate, v_up = tl.where(g > most, 0.0, v_gate), tl.where(tl.abs(u) > most, 0.0, v_up)
-        if ROW or COL:
-            store_quantized(
-                round_to_bf16(v_gate, HW_CAST), m0, k0, 0, M, q, sf, q_t, sf_t, F, F, F // BLOCK_MX, ROW, COL,
-                rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
-            )  # fmt: skip
-            store_quantized(
-                round_to_bf16(v_up, HW_CAST), m0, k0, 0, M, up_q, up_sf, up_q_t, up_sf_t, F, F, F // BLOCK_MX, ROW, COL,
-                rounding, satfinite, HW_CAST, BLOCK_M, BLOCK_K,
-            )  # fmt: skip
-        else:
-            tl.store(dgate + at, f32_to_bf16(v_gate, HW_CAST), mask=inside)
-            tl.store(dup + at, f32_to_bf16(v_up, HW_CAST), mask=inside)
+        tl.store(dgate + at, f32_to_bf16(v_gate, HW_CAST), mask=inside)
+        tl.store(dup + at, f32_to_bf16(v_up, HW_CAST), mask=inside)
     if WEIGHTED:
         tl.store(dprob + m, tl.sum(total, 1), mask=m < M)
-
-
-@triton.jit
-def forward_kernel(
-    gate, up, prob, M, h,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _forward_tile(
-        gate, up, prob, M, h, None, None, None, None, F, WEIGHTED, False, False,
-        0, 0, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit
-def row_kernel(
-    gate, up, prob, M, q, sf,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
-    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _forward_tile(
-        gate, up, prob, M, None, q, sf, None, None, F, WEIGHTED, True, False,
-        rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit
-def col_kernel(
-    gate, up, prob, M, q_t, sf_t,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
-    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _forward_tile(
-        gate, up, prob, M, None, None, None, q_t, sf_t, F, WEIGHTED, False, True,
-        rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit
-def bwd_kernel(
-    dh, gate, up, prob, M, dgate, dup, dprob,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _backward_strip(
-        dh, gate, up, prob, M, dgate, dup, None, None, None, None, None, None, None, None, dprob,
-        F, WEIGHTED, False, False, 0, 0, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit
-def bwd_row_kernel(
-    dh, gate, up, prob, M, dgate_q, dgate_sf, dup_q, dup_sf, dprob,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
-    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _backward_strip(
-        dh, gate, up, prob, M, None, None, dgate_q, dgate_sf, None, None, dup_q, dup_sf, None, None, dprob,
-        F, WEIGHTED, True, False, rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit
-def bwd_col_kernel(
-    dh, gate, up, prob, M, dgate_q_t, dgate_sf_t, dup_q_t, dup_sf_t, dprob,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
-    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _backward_strip(
-        dh, gate, up, prob, M, None, None, None, None, dgate_q_t, dgate_sf_t, None, None, dup_q_t, dup_sf_t, dprob,
-        F, WEIGHTED, False, True, rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
-
-
-@triton.jit
-def bwd_both_kernel(
-    dh, gate, up, prob, M,
-    dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, dprob,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
-    alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    _backward_strip(
-        dh, gate, up, prob, M, None, None,
-        dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, dprob,
-        F, WEIGHTED, True, True, rounding, satfinite, alpha, limit, offset, HW_CAST, BLOCK_M, BLOCK_K,
-    )  # fmt: skip

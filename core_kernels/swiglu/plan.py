@@ -10,12 +10,14 @@
 
 `prob` of shape (0,) gives every row the weight one. h, dgate and dup are rounded to bf16 before they are quantized,
 so a fused op writes the bytes of the two ops that it replaces. oracle.py defines every byte; only the order of the
-sum dprob is free. plan_fold.py has h folded too, and
-plan_bwd_fold.py every result of swiglu_bwd_all.
+sum dprob is free. plan_fold.py has h folded too, and plan_bwd_fold.py every result of swiglu_bwd_all.
+
+Triton has kernels of swiglu and swiglu_bwd. Where neither CUDA C++ nor C++ runs, the other ops are composed of them and
+of quantize_*: h, or dgate and dup, are stored and read once more, 4 bytes per value.
 """
 
 from collections.abc import Callable
-from functools import partial
+from itertools import chain
 from typing import Any
 
 from ..dispatch import facts
@@ -31,7 +33,7 @@ from ..launch import (
     require_rank,
     require_shape,
 )
-from ..quantize.plan import SCALES, col_types, row_types
+from ..quantize.plan import SCALES, col_types, quantize_both, quantize_col, quantize_row
 from ..tiles import cdiv, strip_tiles, tiles
 from .activation import swiglu_attrs
 
@@ -60,14 +62,15 @@ def check_arrays(op: str, arrays: dict[str, ArrayType], prob: ArrayType) -> tupl
     return shape
 
 
-def _result_types(op: str, shape: tuple[int, ...], row: bool, col: bool) -> tuple[ArrayType, ...]:
-    """An (M, F) result: bf16, or bytes scaled along rows, columns or both."""
-    h = ArrayType(shape, "bfloat16")
-    if row:
-        require_multiple(op, "gate", shape[1], BLOCK, "last dim")
-    if col:
-        require_multiple(op, "gate", shape[0], BLOCK, "dim 0 (scaled along)")
-    return (row_types(h) if row else ()) + (col_types(h) if col else ()) or (h,)
+def _result_types(op: str, h: ArrayType, quantize: KernelOp | None) -> tuple[ArrayType, ...]:
+    """An (M, F) result: bf16 `h`, or what `quantize` makes of it."""
+    if quantize is None:
+        return (h,)
+    if quantize is not quantize_col:
+        require_multiple(op, "gate", h.shape[1], BLOCK, "last dim")
+    if quantize is not quantize_row:
+        require_multiple(op, "gate", h.shape[0], BLOCK, "dim 0 (scaled along)")
+    return quantize.check(h).out
 
 
 def _tile_forward(call: Call, arch: str) -> Tiling:
@@ -76,13 +79,10 @@ def _tile_forward(call: Call, arch: str) -> Tiling:
     return t.tiling((cdiv(m, t.m) * cdiv(f, t.k),), {"M": m}, **_meta(call, arch, t.m, t.k))
 
 
-def _tile_backward(call: Call, arch: str, columns: bool) -> Tiling:
-    """With `prob` a program takes whole rows, also empty ones, since dprob is a sum over a row.
-
-    columns: the op scales along columns, so a program holds squares of values; otherwise it holds parts of rows.
-    """
+def _tile_backward(call: Call, arch: str) -> Tiling:
+    """With `prob` a program takes whole rows, also empty ones, since dprob is a sum over a row."""
     m, f = call.inputs[0].shape
-    t = tiles(call.op, arch, row_width=f) if columns else strip_tiles(call.op, arch, f)
+    t = strip_tiles(call.op, arch, f)
     across = 1 if call.inputs[-1].shape != UNWEIGHTED else cdiv(f, t.k)
     return t.tiling((cdiv(m, t.m), across), {"M": m}, **_meta(call, arch, t.m, t.k))
 
@@ -92,6 +92,13 @@ def _meta(call: Call, arch: str, block_m: int, block_k: int) -> dict[str, int]:
     return {"F": f, "WEIGHTED": weighted, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": block_m, "BLOCK_K": block_k}
 
 
+def _tile_quantized(call: Call, arch: str) -> Tiling:
+    """The same on every architecture. Without columns there are no bytes to write but those of dprob."""
+    m, f = call.inputs[0].shape
+    sums = call.op.startswith("swiglu_bwd") and call.inputs[-1].shape != UNWEIGHTED
+    return Tiling(grid=(m, 1 if sums else f))
+
+
 def _compose_all(
     call: Callable[..., tuple[Any, ...]], dh: Any, gate: Any, up: Any, prob: Any, **options: Any
 ) -> tuple[Any, ...]:
@@ -99,22 +106,21 @@ def _compose_all(
     return *gradients, *call(swiglu_col, gate, up, prob, **options), dprob
 
 
-def _define(op: str, doc: str, row: bool = False, col: bool = False, hidden: bool = False) -> KernelOp:
-    """row, col: the dims along which the results are scaled. hidden: the results of a backward and, along columns, h,
-    of a kernel in CUDA C++ and C++."""
+def _define(op: str, doc: str, quantize: KernelOp | None = None, hidden: bool = False) -> KernelOp:
+    """quantize: what is done to the results, h, or dgate and dup. hidden: a backward has h too, along columns."""
     backward = op.startswith("swiglu_bwd")
     inputs = ("dh", "gate", "up", "prob") if backward else ("gate", "up", "prob")
-    scaled = ("_q", "_sf") * row + ("_q_t", "_sf_t") * col
     results = ("dgate", "dup") if backward else ("h",)
+    scaled = [f"_{part}" for part in quantize.outputs] if quantize else [""]
     outputs = (
-        *(f"{name}{part}" for name in results for part in scaled or ("",)),
+        *(f"{name}{part}" for name in results for part in scaled),
         *(("h_q_t", "h_sf_t") if hidden else ()),
         *(("dprob",) if backward else ()),
     )
 
     def out(*arrays: ArrayType) -> tuple[ArrayType, ...]:
         shape = check_arrays(op, dict(zip(inputs[:-1], arrays[:-1], strict=True)), arrays[-1])
-        result = _result_types(op, shape, row, col)
+        result = _result_types(op, ArrayType(shape, "bfloat16"), quantize)
         if not backward:
             return result
         return *result, *result, *(col_types(arrays[0]) if hidden else ()), arrays[-1]
@@ -129,13 +135,19 @@ def _define(op: str, doc: str, row: bool = False, col: bool = False, hidden: boo
         attrs = scale_attrs(op, rounding, satfinite) | swiglu_attrs(op, alpha, limit, offset)
         return Signature(out(*arrays), attrs)
 
-    if hidden:
-        return KernelOp(op, doc, inputs, outputs, check_quantized, lambda call, arch: Tiling(), compose=_compose_all)
-    kernel = op.removeprefix("swiglu").removeprefix("_") or "forward"
-    tile = partial(_tile_backward, columns=col) if backward else _tile_forward
-    return KernelOp(
-        op, doc, inputs, outputs, check_quantized if row or col else check, tile, f"swiglu.kernel:{kernel}_kernel"
-    )
+    def compose(
+        call: Callable[..., tuple[Any, ...]], *arrays: Any,
+        rounding: Rounding = Rounding.RCEIL, satfinite: bool = False, **numbers: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        found = call(swiglu_bwd if backward else swiglu, *arrays, **numbers)
+        quantized = (call(quantize, x, rounding=rounding, satfinite=satfinite) for x in found[: len(results)])
+        return *chain(*quantized), *found[len(results) :]
+
+    if quantize:
+        how = _compose_all if hidden else compose
+        return KernelOp(op, doc, inputs, outputs, check_quantized, _tile_quantized, compose=how)
+    tile, kernel = (_tile_backward, "bwd_kernel") if backward else (_tile_forward, "forward_kernel")
+    return KernelOp(op, doc, inputs, outputs, check, tile, f"swiglu.kernel:{kernel}")
 
 
 swiglu = _define(
@@ -164,7 +176,7 @@ swiglu_row = _define(
 
     {FAILS}
     """,
-    row=True,
+    quantize_row,
 )
 swiglu_col = _define(
     "swiglu_col",
@@ -177,7 +189,7 @@ swiglu_col = _define(
 
     {FAILS}
     """,
-    col=True,
+    quantize_col,
 )
 swiglu_bwd = _define(
     "swiglu_bwd",
@@ -201,7 +213,7 @@ swiglu_bwd_row = _define(
 
     {FAILS}
     """,
-    row=True,
+    quantize_row,
 )
 swiglu_bwd_col = _define(
     "swiglu_bwd_col",
@@ -214,7 +226,7 @@ swiglu_bwd_col = _define(
 
     {FAILS}
     """,
-    col=True,
+    quantize_col,
 )
 swiglu_bwd_both = _define(
     "swiglu_bwd_both",
@@ -228,8 +240,7 @@ swiglu_bwd_both = _define(
 
     {FAILS}
     """,
-    row=True,
-    col=True,
+    quantize_both,
 )
 swiglu_bwd_all = _define(
     "swiglu_bwd_all",
@@ -243,7 +254,6 @@ swiglu_bwd_all = _define(
 
     {FAILS}
     """,
-    row=True,
-    col=True,
+    quantize_both,
     hidden=True,
 )

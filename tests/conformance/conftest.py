@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(*names): ops and functions that an adapter has to offer for the test")
-    config.addinivalue_line("markers", "composed: the op has no Triton kernel of its own; it runs those of other ops")
+    config.addinivalue_line("markers", "composed(op): no Triton kernel of its own; it runs the kernels of other ops")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -45,10 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     composed = set()
 
     def runs(item: pytest.Item) -> bool:
-        if backends.INTERPRETER and item.get_closest_marker("composed"):
-            if item.function in composed:  # type: ignore[attr-defined]
+        if backends.INTERPRETER and (mark := item.get_closest_marker("composed")):
+            test = item.function, mark.args  # type: ignore[attr-defined]
+            if test in composed:
                 return False
-            composed.add(item.function)  # type: ignore[attr-defined]
+            composed.add(test)
         needed = [name for mark in item.iter_markers("needs") for name in mark.args]
         return all(backends.offers(item.callspec.params["backend"], name) for name in needed)  # type: ignore[attr-defined]
 

@@ -27,7 +27,7 @@ NOT_QUANTIZED = (
 def cases(kinds: tuple[str, ...]) -> pytest.MarkDecorator:
     """Every kind with every case that it takes."""
     of_kinds = [
-        pytest.param(kind, name, id=f"{kind or 'bf16'}-{name}")
+        pytest.param(kind, name, id=f"{kind or 'bf16'}-{name}", marks=[pytest.mark.composed(kind)] * bool(kind))
         for name in GLUS
         for kind in kinds
         if kind not in NOT_QUANTIZED.get(name, ())
@@ -102,7 +102,7 @@ def test_nan_is_canonical(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(("rounding", "satfinite"), MODES)
-@pytest.mark.parametrize("name", ["normal", "special_values"])
+@pytest.mark.parametrize("name", ["normal", pytest.param("special_values", marks=pytest.mark.composed)])
 def test_modes(ops: Ops, name: str, rounding: Rounding, satfinite: bool) -> None:
     mode = {"rounding": rounding, "satfinite": satfinite}
     for op in ("swiglu_row", "swiglu_row_fold", "swiglu_col"):
@@ -116,7 +116,7 @@ def bf16s(shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
     return hnp.arrays(np.uint16, shape, elements=st.integers(0, 2**16 - 1)).map(lambda bits: bits.view(BF16))
 
 
-@settings(max_examples=8 if INTERPRETER else 25)  # of 9216 values each, which the interpreter computes in a second
+@settings(max_examples=2 if INTERPRETER else 25)  # there the ops are composed
 @given(data=st.data(), weighted=st.booleans(), rounding=st.sampled_from(Rounding))
 def test_fusing_changes_no_byte(ops: Ops, data: st.DataObject, weighted: bool, rounding: Rounding) -> None:
     """swiglu_* gives the bytes of swiglu followed by quantize_*, for any bits of the operands."""

@@ -55,6 +55,8 @@ def _run_guarded(op: KernelOp, run: Callable[[list, list], object], *inputs: np.
 
 def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
     launch = op.launch(*map(array_type, inputs), arch="interpreter", **options)
+    if op.compose is not None and all(launch.grid):
+        return op.compose(run_interpreted, *inputs, **options)
 
     def run(args: list, outs: list) -> None:
         if 0 in launch.grid:

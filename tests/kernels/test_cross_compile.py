@@ -177,16 +177,10 @@ CASES = {
     "slot_map": Case(routing.slot_map, (i32(256), i32(M), f32(M)), {"top_k": 8}),
     "swiglu": Case(swiglu.swiglu, glu(M, N), {}, VECTORS),
     "swiglu without prob": Case(swiglu.swiglu, glu(M, N, False), {}, VECTORS),
-    "swiglu_row": Case(swiglu.swiglu_row, glu(M, N), {}, QUANTIZE),
-    "swiglu_col": Case(swiglu.swiglu_col, glu(M, N), {}, QUANTIZE),
+    "swiglu clamped": Case(swiglu.swiglu, glu(M, N), CLAMPED, VECTORS),
     "swiglu_bwd": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N)), {}, VECTORS),
     "swiglu_bwd without prob": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N, False)), {}, VECTORS),
-    "swiglu_bwd_row": Case(swiglu.swiglu_bwd_row, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
-    "swiglu_bwd_col": Case(swiglu.swiglu_bwd_col, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
-    "swiglu_bwd_both": Case(swiglu.swiglu_bwd_both, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
-    "swiglu_row clamped": Case(swiglu.swiglu_row, glu(M, N), CLAMPED, QUANTIZE),
-    "swiglu_bwd_row clamped": Case(swiglu.swiglu_bwd_row, (bf16(M, N), *glu(M, N)), CLAMPED, QUANTIZE),
-    "swiglu_bwd_both clamped": Case(swiglu.swiglu_bwd_both, (bf16(M, N), *glu(M, N)), CLAMPED, QUANTIZE),
+    "swiglu_bwd clamped": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N)), CLAMPED, VECTORS),
     "grouped_mm_mx": Case(grouped_gemm.grouped_mm_mx, (*mx(M, K), *mx(GROUPS, N, K), i32(GROUPS)), {}, ("mx mma",)),
     "grouped_mm_mx f32": Case(
         grouped_gemm.grouped_mm_mx, (*mx(M, N), *mx(GROUPS, K, N), i32(GROUPS)), {"out_dtype": "float32"}, ("mx mma",)
