@@ -30,7 +30,6 @@ _GPU = {
     "quantize_row": Tiles(m=8, k=512),
     "quantize_row_packed": Tiles(m=16, k=256),
     "quantize_col": Tiles(m=128, k=64),
-    "quantize_both": Tiles(m=128, k=32),
     "quantize_blockwise": Tiles(m=8, k=512),
     "quantize_squares": Tiles(num_warps=8),
     "quantize_squares_both": Tiles(num_warps=8),

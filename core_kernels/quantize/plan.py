@@ -7,7 +7,8 @@
     q, sf ---dequantize--> x (M, K)
 
 A leading dim (experts) is a batch: (G, M, K) quantizes each expert's matrix. All bytes are uint8: E4M3 for q, E8M0 for
-sf. oracle.py defines every byte.
+sf. oracle.py defines every byte. There is no Triton kernel of `quantize_both`: where neither CUDA C++ nor C++ runs, it
+is composed of `quantize_row` and `quantize_col`, and reads x twice.
 
 `quantize_rowwise` has one power-of-two scale per row instead; its block is the row:
 
@@ -21,6 +22,8 @@ scale of the row, and a NaN makes NaN of its block alone. In `quantize_rowwise` 
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from ..dispatch import facts
 from ..formats import BLOCK, Rounding, packed_width, scale_attrs
@@ -95,6 +98,14 @@ def _tile_rows(call: Call, arch: str) -> Tiling:
 def _tile_batch(call: Call, arch: str) -> Tiling:
     *lead, m, k = call.inputs[0].shape
     return _tile_matrices(call, arch, math.prod(lead), m, k)
+
+
+def _tile_both(call: Call, arch: str) -> Tiling:  # the same on every architecture
+    return Tiling(grid=call.inputs[0].shape)
+
+
+def _compose_both(call: Callable[..., tuple[Any, ...]], x: Any, **options: Any) -> tuple[Any, ...]:
+    return *call(quantize_row, x, **options), *call(quantize_col, x, **options)
 
 
 def tile_whole_rows(call: Call, arch: str) -> Tiling:
@@ -214,8 +225,8 @@ quantize_both = KernelOp(
     ("x",),
     ("q", "sf", "q_t", "sf_t"),
     _check_both,
-    _tile_batch,
-    "quantize.kernel:both_kernel",
+    _tile_both,
+    compose=_compose_both,
 )
 dequantize = KernelOp(
     "dequantize",

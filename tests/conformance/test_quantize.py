@@ -22,7 +22,7 @@ def expected(op: str, name: str, rounding: Rounding, satfinite: bool):
 
 
 OPS_OF_A_CASE = [
-    pytest.param(op, name, id=f"{op}-{name}")
+    pytest.param(op, name, id=f"{op}-{name}", marks=[pytest.mark.composed(op)] * (op == "quantize_both"))
     for name, x in QUANTIZE.items()
     for op in ("quantize_row", "quantize_row_packed", "quantize_col", "quantize_both")
     if not (op == "quantize_row_packed" and x.ndim == 3)

@@ -7,8 +7,8 @@ KERNELS = (
     Fault(
         "quantize: scales one block to the right",
         "core_kernels/quantize/kernel.py",
-        "        kb = k0 // BLOCK_MX + tl.arange",
-        "        kb = k0 // BLOCK_MX + 1 + tl.arange",
+        "    kb = k0 // BLOCK_MX + tl.arange",
+        "    kb = k0 // BLOCK_MX + 1 + tl.arange",
         "tests/kernels/test_triton_quantize.py",
         interpreter=True,
     ),

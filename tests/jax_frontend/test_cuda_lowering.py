@@ -141,8 +141,8 @@ def test_rows_wider_than_the_cuda_kernel_takes_are_folded_in_parts() -> None:
 
 
 def test_weights_in_fp32_are_folded_in_parts() -> None:
-    name = "quantize_matrix_fold"
-    for w, expected in ((bf16(G, N, K), [name]), (f32(G, N, K), COMPOSED[name])):
+    parts = ["quantize_both", "fold_rows", "fold_rows"]
+    for w, expected in ((bf16(G, N, K), ["quantize_matrix_fold"]), (f32(G, N, K), parts)):
         with lower_for("sm_90"):
             lowered = jax.jit(ops.quantize_matrix_fold).trace(w).lower(lowering_platforms=("cuda",))
         assert ops_of(lowered) == Counter(expected)

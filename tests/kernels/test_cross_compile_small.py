@@ -23,7 +23,7 @@ from .test_cross_compile import ARCHS, bf16, compile_plan, f32, glu, i32, mx, u8
 SMALL = {
     "quantize_row": (quantize.quantize_row, (bf16(1, 32),)),
     "quantize_row_packed": (quantize.quantize_row_packed, (bf16(1, 32),)),
-    "quantize_both": (quantize.quantize_both, (bf16(32, 32),)),
+    "quantize_col": (quantize.quantize_col, (bf16(32, 32),)),
     "dequantize": (quantize.dequantize, mx(1, 32)),
     "permute_rows": (permute.permute_rows, (bf16(1, 3), i32(1))),
     "permute_mx": (permute.permute_mx, (u8(1, 33), i32(1))),
