@@ -4,9 +4,9 @@
     peers/     against what: a device copy, compiled formulas, torch's, cuBLAS's and XLA's products, a plain bf16 layer
     figures/   how it is timed, stored, compared with its bar, and printed
 
-    cpu.py   gpu.py (gpu_ops.py, gpu_grouped_gemm.py, gpu_moe_layer.py)   train_step.py    the sections of a run
-    ep.py    ep_jax.py                                                                     those of several GPUs
-    readme.py                                                                              the generated documents
+    gpu.py (gpu_ops.py, gpu_grouped_gemm.py, gpu_moe_layer.py)   the section of one GPU
+    ep.py    ep_jax.py                                           those of several GPUs
+    readme.py                                                    the generated documents
 
 A section joins the three folders. `cases` imports `peers`; `peers` and `figures` import neither of the others.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [cpu | train_step | gpu | ep | ep_jax] [--only NAME,...]`: measure, print, record.
+"""`python -m benchmarks [gpu | ep | ep_jax] [--only NAME,...]`: measure, print, record.
 
 cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
@@ -16,11 +16,9 @@ from examples.ranks import leave
 from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
-# Section -> device. The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
-SECTIONS = {"cpu": "cpu", "train_step": "cpu", "gpu": "gpu", "ep": "ranks", "ep_jax": "ranks"}
+# The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
+SECTIONS = ("gpu", "ep", "ep_jax")
 RANKS = ("ep", "ep_jax")
-OWN_SHAPE = ("cpu", "gpu")
-"""The sections that `--shape` applies to."""
 
 
 def _commit(text: str) -> str:
@@ -60,7 +58,7 @@ def main() -> None:
         "sections",
         nargs="*",
         metavar="section",
-        help=f"any of {', '.join(SECTIONS)}; default: those of this machine",
+        help=f"any of {', '.join(SECTIONS)}; default: gpu",
     )
     parser.add_argument(
         "--only",
@@ -85,8 +83,8 @@ def main() -> None:
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"section: got {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
 
-    if args.shape and (fixed := set(args.sections) - set(OWN_SHAPE)):
-        parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: {', '.join(OWN_SHAPE)}")
+    if args.shape and (fixed := set(args.sections) & set(RANKS)):
+        parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: gpu")
 
     options = {name: value for name, value in (("routing", args.routing), ("trace", args.trace)) if value is not None}
     for option in options:
@@ -100,30 +98,25 @@ def main() -> None:
         list(import_module(".ep", __package__).lines(args.only, **options))
         leave()
         return
-    gpu = results.gpu_name()
-    here = "gpu" if gpu else "cpu"
-    sections = args.sections or [
-        name for name, on in SECTIONS.items() if on == here and (not args.shape or name in OWN_SHAPE)
-    ]
+    gpu, sections = results.gpu_name(), args.sections or ["gpu"]
     if args.only and (wrong := unknown_names(args.only, sections)):
         parser.error(f"--only: {wrong}")
     for section in sections:
-        on_gpu = SECTIONS[section] == "gpu"
-        if on_gpu and gpu is None:
-            parser.error(f"section: got {section}; allowed: a section of the CPU, this machine has no GPU")
-        if on_gpu:  # one GPU: of several, JAX makes another one current than torch's
+        if section == "gpu" and gpu is None:
+            parser.error(f"section: got {section}; allowed: {', '.join(RANKS)}, this machine has no GPU")
+        if section == "gpu":  # one GPU: of several, JAX makes another one current than torch's
             os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-        hardware = f"{_ranks(section)}x {gpu}" if gpu and section in ("gpu", *RANKS) else results.cpu_name()
+        hardware = f"{_ranks(section)}x {gpu}" if gpu else results.cpu_name()
         run = results.Run(hardware, args.commit or results.clean_commit())
         if args.out and run.commit is None:
             parser.error("--out: got a working tree without a commit; allowed: a clean tree, or --commit without git")
-        name = results.file_name(gpu if on_gpu or section in RANKS else None) + ("_ep" if section in RANKS else "")
+        name = results.file_name(gpu) + ("_ep" if section in RANKS else "")
         path = args.out or results.RESULTS / f"{name}.jsonl"
         print(f"\n{section}: {run.hardware}, {run.date}, commit {run.commit}, {run.versions}")
         print(results.row(results.HEADER))
         own = args.shape and not args.out
         recorded = run.commit is not None and not args.no_record and not own
-        shapes = (of_layer(args.shape, section),) if args.shape else ()
+        shapes = (of_layer(args.shape),) if args.shape else ()
         for line in import_module(f".{section}", __package__).lines(args.only, *shapes, **options):
             print(results.row(results.cells(line)), flush=True)
             if recorded:

@@ -14,7 +14,6 @@ from .figures import (
     ep_scale,
     speed,
     status,
-    table_cpu,
     table_ep,
     table_grouped_gemm,
     table_layer_bytes,
@@ -37,7 +36,6 @@ def performance() -> str:
         table_moe_layer.table(*(newest(gpu, table_moe_layer.is_layer) for gpu in ("h200", "h100"))),
         table_grouped_gemm.table(newest("h200", table_grouped_gemm.is_product)),
         table_ops.table(newest("h200", _of_an_op)),
-        table_cpu.table(newest("cpu")),
     )
     return "\n\n".join(section for section in sections if section)
 

@@ -1,4 +1,4 @@
-"""The grouped products of the GPU benchmark on a CPU, at small sizes: cases, checks, peers, lines, bars, tables.
+"""The grouped products of the GPU benchmark on a CPU, at small sizes: cases, checks, peers, lines, tables.
 
 The figures mean nothing. A GPU alone has the clock and `torch._scaled_grouped_mm`; torch's shape rule checks the
 arguments of the latter here.
@@ -20,19 +20,8 @@ from benchmarks import gpu, gpu_grouped_gemm
 from benchmarks.cases import error_check, grouped_gemm, shapes
 from benchmarks.cases.grouped_gemm_case import group_ends, operands
 from benchmarks.cases.shapes import Product
-from benchmarks.figures import device_timing, results, roofline, table_grouped_gemm, timing
-from benchmarks.figures.bars import bar
+from benchmarks.figures import device_timing, results, roofline, table_grouped_gemm
 from benchmarks.figures.timing import Sample
-
-PEERS = {
-    "grouped_mm_fwd": {"torch_grouped_mm_bf16", "torch_scaled_grouped_mm"},
-    "grouped_mm_dgrad": {"torch_grouped_mm_bf16", "torch_scaled_grouped_mm"},
-    "grouped_mm_wgrad": {"torch_grouped_mm_bf16"},
-    "grouped_mm_exact": {"torch_grouped_mm_bf16"},
-    "grouped_mm_autograd": {"torch_grouped_mm_bf16"},
-}
-HELD = {"weights": "held"}
-ROOFS = {"cublas_fp8", "cublas_fp8_fp32_sums", "cublas_bf16", "copy"}
 
 
 def scaled_grouped_mm(
@@ -57,22 +46,30 @@ def scaled_grouped_mm(
     return result
 
 
+def clock(us: dict[str, float]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A clock that returns given times, by the candidate's name."""
+
+    def once(candidates: dict[str, Any]) -> dict[str, Any]:
+        for run in candidates.values():
+            run()
+        return {name: Sample(us.get(name, 10.0), 0.01, 1) for name in candidates}
+
+    return once
+
+
+ALIKE = clock({})
+
+
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     monkeypatch.setattr(device_timing, "batches", partial(device_timing.batches, samples=1))
     monkeypatch.setattr(device_timing, "BATCH_US", 1)
 
-    def measured(*only: str, products: Any = shapes.TINY.products, each: Any = None) -> list[Any]:
-        each = each or partial(timing.interleaved, rounds=1)
+    def measured(*only: str, products: Any = shapes.TINY.products, each: Any = ALIKE) -> list[Any]:
         return list(gpu.lines(only or ("grouped_gemm",), shapes.TINY._replace(products=products), "cpu", each))
 
     return measured
-
-
-def stand_in_times(us: dict[str, float]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A clock that returns given times, by the candidate's name."""
-    return lambda candidates: {name: Sample(us.get(name, 10.0), 0.01, 1) for name in candidates}
 
 
 def test_every_product_is_checked_compared_and_reported(
@@ -81,116 +78,46 @@ def test_every_product_is_checked_compared_and_reported(
     """Every op, recipe, routing and peer; then the table and picture from the stored lines."""
     lines = bench()
     large = [line for line in lines if "operands" not in line.case]
-    assert {line.op for line in large} == set(PEERS)
     for line in large:
-        of_case = {x.peer for x in large if (x.op, x.case, x.frontend) == (line.op, line.case, line.frontend)}
-        ragged = {"jax_ragged_dot_bf16"} & {line.peer} if line.op == "grouped_mm_fwd" else set()
-        assert of_case - ragged >= ({"torch_frontend"} if line.frontend == "jax" else PEERS[line.op] | ROOFS)
         assert line.error["grade"] == ("sqnr_db" if line.op == "grouped_mm_autograd" else "gemm_bound")
         assert line.error["sqnr_db"] > (25 if line.op == "grouped_mm_autograd" else 50)
-        assert (line.roof, line.of_roof is not None) == ("fp8_mm", True)
-        assert line.flops == 2 * 256 * 64 * 32 * (3 if line.op == "grouped_mm_autograd" else 1)
         json.loads(json.dumps(asdict(line)), parse_constant=pytest.fail)  # no NaN, no infinity
     assert {line.case["routing"] for line in large if line.frontend == "torch"} == {"balanced", "skewed"}
     assert {line.case["recipe"] for line in large if "recipe" in line.case} == {"mxfp8", "mxfp8_wgrad_with_hp"}
     assert {line.peer for line in lines if line.frontend == "jax"} == {"torch_frontend", "jax_ragged_dot_bf16"}
-    of_roof = {line.peer: line.peer_roof for line in large if line.peer_of_roof is not None}
-    assert of_roof == {
+    roofs = {line.peer: line.peer_roof for line in large if line.peer_of_roof is not None}
+    assert roofs == {
         "torch_grouped_mm_bf16": "bf16_mm", "torch_scaled_grouped_mm": "fp8_mm", "jax_ragged_dot_bf16": "bf16_mm"
     }  # fmt: skip
-    small = [line for line in lines if "operands" in line.case]
-    assert {(line.peer, line.roof) for line in small} == {("torch_grouped_mm_bf16", "copy"), ("copy", "copy")}
 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    run = results.Run("1x GPU", "a" * 40)
     for line in lines:
         assert results.row(results.cells(line))
-        results.record(run, line, tmp_path / "h200.jsonl")
+        results.record(results.Run("1x GPU", "a" * 40), line, tmp_path / "h200.jsonl")
     rows = results.newest("h200", table_grouped_gemm.is_product)
     assert len(rows) == len(lines)
-    assert any(bar(row) for row in rows)
     text = table_grouped_gemm.table(rows)
     shapes = {(r["op"], r["case"].get("recipe"), table_grouped_gemm.shape_of(r)) for r in rows}
     assert text.count("\n| forward") + text.count("\n| input") + text.count("\n| weight") == len(shapes)
-    assert len([r for r in rows if r["frontend"] == "jax"]) == 9
-    assert "\n| forward" not in table_grouped_gemm.table([r for r in rows if r["frontend"] == "jax"])
-    for path in (tmp_path / "products.svg", tmp_path / "products.png"):
-        roofline.draw(rows, path)
-        assert path.stat().st_size > 10_000
+    roofline.draw(rows, tmp_path / "products.svg")
     first = (tmp_path / "products.svg").read_bytes()
     roofline.draw(rows, tmp_path / "products.svg")
     assert (tmp_path / "products.svg").read_bytes() == first
-
-
-def test_an_exact_product_on_hopper_names_weights_dequantized_before(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grouped_gemm, "on_hopper", lambda x: True)
-    lines = bench("grouped_mm_exact")
-    assert {line.frontend for line in lines} == {"torch", "jax"}
-    m, k, n, g = 256, 64, 32, 4
-    for line in lines:
-        assert line.case["weights"] == "dequantized before"
-        assert line.nbytes == m * (k + k // 32) + 2 * g * n * k + 4 * g + 2 * m * n
 
 
 def test_shares_and_ratios_of_known_times(bench: Any) -> None:
     """The time of a dense product is scaled to our operations: three times for the forward and both gradients."""
     times = {"run": 10.0, "cublas_fp8": 9.0, "cublas_bf16": 12.0, "torch_grouped_mm_bf16": 18.0,
              "torch_scaled_grouped_mm": 10.9, "copy": 1.0}  # fmt: skip
-    each = stand_in_times(times)
+    each = clock(times)
     skewed = shapes.TINY.products._replace(large=shapes.TINY.products.large[1:], small=())  # torch alone
     fwd = {line.peer: line for line in bench("grouped_mm_fwd", products=skewed, each=each)}
     assert (fwd["cublas_fp8"].of_roof, fwd["cublas_fp8"].ratio) == (0.9, 0.9)
     assert (fwd["torch_grouped_mm_bf16"].ratio, fwd["torch_grouped_mm_bf16"].peer_of_roof) == (1.8, 0.667)
     assert fwd["torch_scaled_grouped_mm"].peer_of_roof == round(9 / 10.9, 3)
-    assert [str(bar(asdict(fwd[p]))) for p in ("torch_grouped_mm_bf16", "torch_scaled_grouped_mm")] == [
-        "x 1.8: 1.80 ok", "x 1.1: 1.09 MISSED"
-    ]  # fmt: skip
     both = {line.peer: line for line in bench("grouped_mm_autograd", products=skewed, each=each)}
     assert (both["cublas_fp8"].peer_us, both["cublas_fp8"].of_roof) == (27.0, 2.7)
     assert both["torch_grouped_mm_bf16"].peer_of_roof == 2.0
-
-
-def test_bars_of_the_products(bench: Any) -> None:
-    case = {"M": 131072, "K": 7168, "N": 2048, "G": 8}
-    line = {"op": "grouped_mm_fwd", "frontend": "torch", "peer": "cublas_fp8", "of_roof": 0.88, "ratio": 0.88,
-            "us": 1.0, "peer_us": 1.0, "case": case}  # fmt: skip
-    assert str(bar(line)) == "of dense FP8 0.88: 0.88 ok"
-    assert bar(line | {"case": case | {"K": 2048}}) is None
-    assert bar(line | {"op": "grouped_mm_dgrad"}) is None
-    bf16 = line | {"peer": "torch_grouped_mm_bf16", "ratio": 1.6}
-    for op, extra, told in (
-        ("grouped_mm_fwd", {}, "x 1.8: 1.60 MISSED"),
-        ("grouped_mm_wgrad", {}, "x 1.65: 1.60 MISSED"),
-        ("grouped_mm_exact", {}, "x 0.9: 1.60 ok"),
-        ("grouped_mm_autograd", {"recipe": "mxfp8"}, "None"),
-        ("grouped_mm_autograd", {"recipe": "mxfp8", **HELD}, "x 1.6: 1.60 ok"),
-        ("grouped_mm_autograd", {"recipe": "mxfp8", "K": 2048, **HELD}, "x 1.45: 1.60 ok"),
-        ("grouped_mm_autograd", {"recipe": "mxfp8_wgrad_with_hp", **HELD}, "x 1.35: 1.60 ok"),
-        ("grouped_mm_autograd", {"recipe": "mxfp8_wgrad_with_hp", "K": 2048, **HELD}, "x 1.2: 1.60 ok"),
-        ("grouped_mm_fwd", {"operands": "bf16"}, "x 1: 1.60 ok"),
-    ):
-        assert str(bar(bf16 | {"op": op, "case": case | extra})) == told
-    assert bar(bf16 | {"op": "grouped_mm_dgrad"}) is None
-    jax = line | {"frontend": "jax", "peer": "torch_frontend", "us": 1.04}
-    assert str(bar(jax)) == "JAX / torch 1.03: 1.04 MISSED"
-    assert str(bar(jax | {"peer": "jax_ragged_dot_bf16", "ratio": 12.0})) == "x 10: 12.00 ok"
-
-
-def test_a_small_product_grows_until_it_is_not_slower(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    runs: list[int] = []
-
-    def each(candidates: Any) -> Any:
-        runs.append(1)
-        return {name: Sample(11.0 if name == "run" and len(runs) < 3 else 10.0, 0.0, 1) for name in candidates}
-
-    lines = bench("grouped_mm_fwd", products=shapes.TINY.products._replace(large=()), each=each)
-    assert [line.case["M"] for line in lines if line.peer == "torch_grouped_mm_bf16"] == [128, 256, 512]
-    told = "G 4, K 64, N 32, quantization included: not slower from 512 rows on"
-    assert told in capsys.readouterr().out
-    rows = [{**asdict(line), "hardware": "1x GPU", "versions": {}, "commit": "a" * 40} for line in lines]
-    assert "| 4 | 64 | 32 | 512 |" in table_grouped_gemm.table(rows)
 
 
 def test_a_wrong_product_is_an_error_and_the_others_are_measured(
@@ -208,7 +135,7 @@ def test_a_wrong_product_is_an_error_and_the_others_are_measured(
     monkeypatch.setattr(grouped_gemm, "torch_call", wrong)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda a, b, *_, **__: torch.ones(a.shape[0], b.shape[2]))
     with pytest.raises(RuntimeError, match="grouped_mm_wgrad balanced") as error:
-        bench("grouped_mm_wgrad", "grouped_mm_dgrad", each=stand_in_times({}))
+        bench("grouped_mm_wgrad", "grouped_mm_dgrad")
     assert str(error.value).startswith("gpu: grouped_mm_dgrad: peer torch_scaled_grouped_mm; ")
     assert "values are past the bound of their sums" in capsys.readouterr().err
 
@@ -225,7 +152,7 @@ def test_bytes_that_differ_on_a_gpu_are_an_error(
     for frontend in ("torch_frontend", "jax_frontend"):
         monkeypatch.setattr(getattr(gpu_grouped_gemm, frontend), "capabilities", lambda *_: uses)
     with pytest.raises(RuntimeError, match=r"^gpu: grouped_mm_dgrad in JAX$"):
-        bench("grouped_mm_dgrad", "grouped_mm_exact", products=balanced, each=stand_in_times({}))
+        bench("grouped_mm_dgrad", "grouped_mm_exact", products=balanced)
     assert "3 values differ from torch's" in capsys.readouterr().err
 
 
@@ -268,17 +195,6 @@ def test_group_ends(bench: Any) -> None:
         assert bool((sizes % 32 == 0).all() & (sizes >= 0).all())
         assert (sizes[0] == p.M // 2 and sizes[1] == 0) if p.routing == "skewed" else bool((sizes > 0).all())
     assert len(set(torch.diff(group_ends(shapes.H200.products.large[0], "cpu")).tolist())) > 4
-
-
-def test_without_lines_there_is_no_table(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later run of the products alone leaves the table of the ops as it is."""
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    assert table_grouped_gemm.table(results.newest("h200", table_grouped_gemm.is_product)) == ""
-    rows = [{"commit": c, "op": op, "hardware": "h200", "frontend": "torch", "case": {}, "peer": "copy"}
-            for c, op in (("a", "quantize_row"), ("b", "grouped_mm_fwd"))]  # fmt: skip
-    (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert results.newest("h200", table_grouped_gemm.is_product) == rows[1:]
-    assert results.newest("h200", lambda op: not table_grouped_gemm.is_product(op)) == rows[:1]
 
 
 def test_a_roofline_needs_its_roofs(bench: Any) -> None:

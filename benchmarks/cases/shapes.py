@@ -3,22 +3,6 @@
 from typing import NamedTuple
 
 
-class Matrix(NamedTuple):
-    """(M, K)."""
-
-    M: int
-    K: int
-
-
-class Received(NamedTuple):
-    """M rows of K values that a rank received from `ranks` ranks for its G experts."""
-
-    M: int
-    K: int
-    G: int
-    ranks: int
-
-
 class Layer(NamedTuple):
     """One rank's share of a Mixture-of-Experts layer, for single ops. hiddens: the widths of SwiGLU."""
 
@@ -77,18 +61,6 @@ class Shapes(NamedTuple):
     uneven: tuple[RoutedLayer, ...] = ()
 
 
-class CpuShapes(NamedTuple):
-    """Everything that a run on a CPU measures, except for the training step."""
-
-    matrices: tuple[Matrix, ...]
-    received: tuple[Received, ...]
-
-
-CPU = CpuShapes(
-    matrices=(Matrix(8192, 4096), Matrix(1024, 2048)),
-    received=(Received(8192, 4096, G=8, ranks=4), Received(1024, 2048, G=4, ranks=2)),
-)
-
 H200 = Shapes(
     layer=Layer(131072, 7168, (2048, 5120), num_experts=256, top_k=8, local_experts=8),
     products=Products(
@@ -123,15 +95,9 @@ TINY = Shapes(
 )
 
 
-def of_layer(layer: MoELayer, section: str) -> Shapes | CpuShapes:
-    """The shapes of a section, "cpu" or "gpu", for one layer on one device.
-
-    >>> of_layer(MoELayer(4096, 2048, 768, 128, 8), "cpu").received
-    (Received(M=32768, K=2048, G=128, ranks=1),)
-    """
+def of_layer(layer: MoELayer) -> Shapes:
+    """The shapes of a run for one layer on one device."""
     t, d, f, e, k = layer
-    if section == "cpu":
-        return CpuShapes((Matrix(t, d),), (Received(t * k, d, e, 1),))
     products = Products(large=(Product(t * k, d, f, e),), small=())
     return Shapes(Layer(t * k, d, (f,), e, k, local_experts=e), products, (layer,))
 

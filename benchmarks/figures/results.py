@@ -19,7 +19,7 @@ from typing import Any
 from .bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPTIONAL = ("shares", "peer_of_roof", "peer_roof", "peer_peak_nbytes", "stages_us")
+OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "stages_us")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Line:
     ratio: float
     peak_nbytes: int | None
     error: Mapping[str, object]
-    shares: Mapping[str, float] | None = None  # of a step's time, by kind; of a profiled step only
     peer_of_roof: float | None = None  # the peer's share of its own roof, peer_roof; of grouped products only
     peer_roof: str | None = None
     peer_peak_nbytes: int | None = None  # of layers and of expert parallelism
