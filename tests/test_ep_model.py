@@ -14,7 +14,7 @@ from mxep.torch_frontend.replicas import lay_out
 from mxep.torch_frontend.transport import CHUNK_BYTES
 
 from benchmarks import ep_model
-from benchmarks.ep_model import Case, Direction, Wire, distinct, in_turn, overlapped, rows_sent, token_bytes
+from benchmarks.ep_model import Case, Direction, distinct, in_turn, overlapped, rows_sent, token_bytes
 from benchmarks.figures import ep_rates, ep_scale
 from benchmarks.figures.results import newest
 
@@ -62,14 +62,6 @@ def test_a_token_has_the_bytes_of_the_copies_that_dispatch_lays_out(ranks: int, 
     assert (weighted.forward, weighted.backward) == pytest.approx((of["once"].forward, of["each"].backward))
 
 
-def test_a_wire_takes_what_was_measured_and_is_linear_between() -> None:
-    wire = Wire(((8.0, 3.0), (16.0, 5.0), (64.0, 13.0)))
-    assert [wire.seconds(size, size) for size in (8, 12, 16, 40, 64)] == [3, 4, 5, 9, 13]
-    assert wire.seconds(64, 8) == 24
-    assert [wire.seconds(size, size) for size in (4, 128)] == pytest.approx([2, 13 + 8 * 64 / 48])
-    assert Wire(((1.0, 0.5),)).seconds(10, 3) == 5
-
-
 def test_chunks_are_those_of_the_transports() -> None:
     case = Case(2, 131072, 2048, 1408, 8, RECIPES["mxfp8"])
     assert case.chunk_bytes == CHUNK_BYTES
@@ -106,12 +98,6 @@ def test_the_schedule(of: Direction, seconds: float) -> None:
     assert in_turn(of) == of.before + of.travel + sum(of.chunks) + of.filler + of.after
 
 
-def test_bound() -> None:
-    assert direction(5, 1, 2, 4).bound == "wire"
-    assert direction(1, 5, 2, 4).bound == "products"
-    assert direction(1, 5, 2, 4, launches=9).bound == "host"
-
-
 def test_measured_times_in_turn() -> None:
     """Without a fitted number. Measured at an older commit, whose backward had passes that the model lacks."""
     found = list(ep_rates.measured([]))
@@ -121,28 +107,6 @@ def test_measured_times_in_turn() -> None:
         # Measured: -9% to 5%, and with the backward -15% to 1%.
         assert one == pytest.approx(forward, rel=0.1)
         assert both == pytest.approx(step, rel=0.1 if of.how == "bf16" else 0.16)
-
-
-def test_recorded_runs_take_the_place_of_older_ones() -> None:
-    case = {"rows": 131072, "dim": 7168, "hidden": 2048, "experts": 8, "ranks": 4, "recipe": "mxfp8"}
-    lines = [
-        {"op": op, "case": {**case, "how": how}, "us": us, "peer_us": 2 * us}
-        for how in ("in turn", "copy engines", "bf16 wire")
-        for op, us in (("ep_fwd", 5000.0), ("ep_fwd_bwd", 15000.0))
-    ]
-    lines += [
-        line | {"case": line["case"] | {"routing": "dirichlet"}, "us": 9e3} for line in lines
-    ]  # the model has none
-    found = {(m.case.dim, m.how): m.milliseconds for m in ep_rates.measured(lines)}
-    assert len(found) == 9
-    assert found[7168, "in turn"] == found[7168, "copy engines"] == (5.0, 15.0)
-    assert found[7168, "bf16"] == (10.0, 30.0)
-    assert found[8192, "in turn"] == (15.9, 44.0)
-
-
-def test_fitted() -> None:
-    assert ep_model.fitted([], [], []) == 0
-    assert ep_model.fitted([12.0, 21.0, 9.0], [10.0, 20.0, 9.0], [18.0, 24.0, 10.0]) == pytest.approx(0.25)
 
 
 def test_measured_times_of_overlapped_runs() -> None:

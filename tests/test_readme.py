@@ -38,47 +38,6 @@ def test_the_status_lists_every_op_once() -> None:
     assert sorted(listed) == sorted(OPS)
 
 
-def test_the_table_of_speed_has_one_row_per_comparison() -> None:
-    layer = dict(zip(("tokens", "dim", "hidden_dim", "num_experts", "top_k"), speed.LAYERS[0], strict=True))
-    line = {"peer_us": 3000.0, "us": 2000.0, "ratio": 1.5, "n": 10, "spread": 0.0, "hardware": "1x GPU",
-            "commit": "a" * 40, "date": "2026-11-26", "error": {"sqnr_db": 22.7}, "frontend": "torch",
-            "peak_nbytes": 2**30, "peer_peak_nbytes": 3 * 2**30}  # fmt: skip
-    plain, product = "plain_torch_bf16", "torch_grouped_mm_bf16"
-    mx, clock = {"recipe": "mxfp8"}, {"clock": "in a row"}
-    measured = [
-        line | {"op": op, "peer": peer, "case": case}
-        for op, peer, case in (
-            ("grouped_mm_autograd", product, {**speed.PRODUCT, "implementation": "cuda"}),
-            ("grouped_mm_autograd", product, {**speed.PRODUCT, "weights": "held", "implementation": "cuda"}),
-            ("moe_layer_fwd_bwd", plain, {**layer, **mx}),  # a single step
-            ("moe_layer_fwd_bwd", plain, {**layer, **mx, **clock}),
-            ("moe_layer_fwd_bwd", plain, {**layer, **mx, **clock, "weights": "held"}),
-            ("moe_layer_fwd_bwd", plain, {**layer, **mx, **clock, "launch": "graph"}),
-        )
-    ]
-    measured[0] |= {"peer_peak_nbytes": None}
-    measured[3] |= {"us": 1500.0, "ratio": 2.0}
-    ranks = {**layer, **mx, "ranks": 4, "routing": "balanced"}
-    parallel = [
-        line | {"op": "ep_layer_fwd_bwd", "peer": "bf16", "case": ranks | more, "hardware": "4x GPU"}
-        for more in ({"how": "copy engines"}, {"how": "copy engines", "ranks": 2}, {"how": "bf16 wire"}, {"how": "jit"})
-    ]
-    text = speed.table(measured, parallel)
-    sizes = "16384, 7168, 2048, 32, 8"
-    assert [
-        row for row in text.splitlines() if row.startswith("| ") and "bf16, ms" not in row and "---" not in row
-    ] == [
-        f"| MoE layer | {sizes} | 3.0 | 1.5 | 2.00x | 22.7 | 3.0 / 1.0 | 10 |",
-        "| grouped GEMM and its quantization | 131072 rows, K 7168, N 2048, 8 experts | 3.0 | 2.0 | 1.50x | 22.7 | "
-        " | 10 |",
-        f"| {sizes} | 3.0 | 2.0 (1.50x) | 22.7 | 10 |",
-    ]
-    assert text.startswith("On one H200 a layer is 2.0 to 2.0 times as fast")
-    assert "1x GPU, commit aaaaaaa of 2026-11-26" in text
-    assert "4x GPU, commit aaaaaaa of 2026-11-26" in text
-    assert f"recipe `bf16`: {sizes}: 2.0 (1.50x) by all-to-all (n 10)." in text
-
-
 def test_the_readme_has_the_figures_of_every_size() -> None:
     text = (ROOT / "README.md").read_text()
     assert text.count("\n| MoE layer |") == len(speed.LAYERS)
