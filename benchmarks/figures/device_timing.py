@@ -39,7 +39,7 @@ BUSY_CYCLES = 1_000_000
 # JAX takes a tenth of a millisecond to launch a first program on an idle device: 0.2% of a batch of this length.
 BATCH_US = 50_000
 # The clock of a card near its power limit follows a change of load within this time: of a plain bf16 layer behind an
-# MXFP8 one, the second and third step take 2% longer than later ones (results/h200_layer).
+# MXFP8 one, the second and third step take 2% longer than later ones.
 SETTLE_S = 0.25
 # Upper bound of the host time of a framework's launch on a busy host.
 SHORT_US = 250
