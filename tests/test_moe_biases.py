@@ -83,17 +83,13 @@ def by_formulas() -> dict[str, Tensor]:
 EXACT = by_formulas()
 
 
-# Measured, the worst of all results: bf16 46.7 dB, MXFP8 24.2 dB. Less 1.2.
-FLOORS_DB = {"bf16": 45.5, "mxfp8": 23}
-RUNS = [(by_torch, recipe, prob_in) for recipe in FLOORS_DB for prob_in in ("combine", "swiglu")]
-RUNS += [(by_jax, "bf16", "combine"), (by_jax, "mxfp8", "combine"), (by_jax, "mxfp8", "swiglu")]
-
-
-@pytest.mark.parametrize(("run", "recipe", "prob_in"), RUNS)
-def test_the_layer_is_its_formulas(run, recipe: str, prob_in: str) -> None:
-    got = run(recipe, prob_in)
+@pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
+@pytest.mark.parametrize("run", [by_torch, by_jax])
+def test_the_layer_is_its_formulas(run, prob_in: str) -> None:
+    """In bf16, the worst of all results: 46.7 dB, less 1.2. Conformance has the feed-forward with biases in MXFP8."""
+    got = run("bf16", prob_in)
     decibels = {name: sqnr_db(got[name], want) for name, want in EXACT.items()}
-    assert min(decibels.values()) > FLOORS_DB[recipe], decibels
+    assert min(decibels.values()) > 45.5, decibels
 
 
 def test_two_devices_of_jax_give_the_answer_of_one() -> None:

@@ -16,7 +16,7 @@ FRONTENDS = (
         "torch_frontend/ffn.py",
         "dgate, gate_t, dup, up_t",
         "dgate, gate_t, dup, gate_t",
-        "tests/torch_frontend/test_ffn.py -k close_to_fp64",
+        "tests/torch_frontend/test_ffn.py -k fusing",
     ),
     Fault(
         "torch, SwiGLU FFN: the gradient of w2 reads the gradient of up in place of h",
@@ -228,7 +228,7 @@ FRONTENDS = (
         "jax_frontend/ffn.py",
         "sum_of_input_gradients(dgate, w1, dup, w3",
         "sum_of_input_gradients(dgate, w1, dup, w1",
-        "tests/jax_frontend/test_ffn.py -k formula",
+        "tests/jax_frontend/test_ffn.py -k fused_is_composed",
     ),
     Fault(
         "shard_moe: gradients of experts are a sum over the expert ranks",

@@ -54,12 +54,6 @@ def normal(*shape: int, seed: int = 0, dtype: str = "bfloat16") -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def grouped_mm(lhs: jax.Array, rhs_t: jax.Array, sizes: list[int]) -> jax.Array:
-    starts = np.cumsum([0, *sizes])
-    parts = [lhs[a:b] @ w.T for a, b, w in zip(starts, starts[1:], rhs_t, strict=False)]
-    return jnp.concatenate([*parts, jnp.zeros((lhs.shape[0] - starts[-1], rhs_t.shape[1]))])
-
-
 def moe(params: dict, x: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
     """Every expert on every token, then the chosen ones: (y, aux_loss)."""
     logits = x @ params["router"].T

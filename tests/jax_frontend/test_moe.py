@@ -1,7 +1,6 @@
 """The layer: against plain formulas, on 1, 2 and 4 devices against itself on one, with a full capacity, transformed."""
 
 import re
-from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -46,26 +45,22 @@ def formulas(params, x, layer_config, dy):
     return y, aux_loss, backward((dy, jnp.zeros(())))
 
 
-# Measured 23.6 to 25.1 dB (MXFP8) and 44.2 to 45.8 dB (bf16), less a margin of 2.
 @pytest.mark.parametrize(
-    ("changes", "limit"),
+    "changes",
     [
-        ({"recipe": "bf16"}, 42),
-        ({"recipe": "mxfp8_wgrad_with_hp"}, 21.5),
-        ({"recipe": "mxfp8", "score_func": "sigmoid"}, 21.5),
-        ({"recipe": "bf16", "score_func": "sigmoid", "normalize": False, "top_k": 3}, 42),
-        ({"recipe": "bf16", "prob_in": "swiglu"}, 42),
-        ({"recipe": "mxfp8", "prob_in": "swiglu", "normalize": False}, 20.5),
+        {},
+        {"score_func": "sigmoid", "normalize": False, "top_k": 3},
+        {"prob_in": "swiglu", "normalize": False},
     ],
 )
-def test_the_layer_is_its_formulas(changes: dict, limit: float) -> None:
-    layer_config = config(**changes)
+def test_the_layer_is_its_formulas(changes: dict) -> None:
+    """In bf16, 44.2 to 45.8 dB, less 2. tests/conformance/test_layer.py has every recipe."""
+    layer_config = config("bf16", **changes)
     y, stats, grads = run(PARAMS, X, layer_config, DY)
-    # compiled once for all recipes
-    expected, aux_loss, wanted = formulas(PARAMS, X, replace(layer_config, recipe="bf16", prob_in="combine"), DY)
-    assert sqnr_db(y, expected) > limit
+    expected, aux_loss, wanted = formulas(PARAMS, X, layer_config, DY)
+    assert sqnr_db(y, expected) > 42
     for name, want in names(wanted).items():
-        assert sqnr_db(names(grads)[name], want) > limit, name
+        assert sqnr_db(names(grads)[name], want) > 42, name
     np.testing.assert_allclose(stats.aux_loss, aux_loss, rtol=1e-5)
     assert stats.counts.shape == (EXPERTS,)
     assert (int(stats.counts.sum()), int(stats.overflow)) == (TOKENS * layer_config.top_k, 0)
@@ -263,9 +258,8 @@ def test_a_capacity_drops_rows_and_says_so() -> None:
 def test_few_tokens_and_one_hot_expert(tokens: int) -> None:
     params = PARAMS | {"router": jnp.zeros_like(PARAMS["router"]).at[5].set(10.0)}
     x = jnp.abs(X[:tokens])
-    y, stats, grads = run(params, x, config(), DY[:tokens])
+    _, stats, grads = run(params, x, config(), DY[:tokens])
     assert stats.counts.tolist() == [tokens, 0, 0, 0, 0, tokens, 0, 0], "equal scores: the lower expert first"
-    assert sqnr_db(y, jax.jit(references.moe, static_argnums=2)(params, x, config())[0]) > 20
     assert all(np.isfinite(np.asarray(g)).all() for g in jax.tree.leaves(grads))
 
 

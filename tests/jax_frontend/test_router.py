@@ -40,21 +40,17 @@ def run(params, x, layer_config, bias, dy):
     return {"y": y, "x": dx, "router": grads["router"], **grads["experts"], **shared}
 
 
-# As in tests/torch_frontend/test_router.py.
-FLOORS_DB = {"bf16": (44.0, 42.3), "mxfp8": (21.6, 19.9)}
-
-
-@pytest.mark.parametrize(("name", "recipe"), [("deepseek_v3", "mxfp8"), ("as_it_is", "bf16")])
-def test_a_layer_with_options_is_its_definition(name: str, recipe: str) -> None:
+@pytest.mark.parametrize("name", ["deepseek_v3", "as_it_is"])
+def test_a_layer_with_options_is_its_definition(name: str) -> None:
+    """In bf16, with the limits of tests/torch_frontend/test_router.py."""
     case = LAYERS[name]
-    options = config(recipe, shared_hidden_dim=SHARED, **case.options)
+    options = config(shared_hidden_dim=SHARED, **case.options)
     bias = jnp.asarray(case.bias) if len(case.bias) else None
     got, want = run(tree(case), case.x, options, bias, case.dy), case.expected()
     assert got.keys() == want.keys()
     measured = {key: sqnr_db(got[key], value) for key, value in want.items()}
-    floor_db, router_db = FLOORS_DB[recipe]
-    assert measured.pop("router") > router_db
-    assert min(measured.values()) > floor_db, measured
+    assert measured.pop("router") > 42.3
+    assert min(measured.values()) > 44.0, measured
 
 
 def test_a_shared_expert_on_two_devices() -> None:

@@ -396,7 +396,6 @@ CHECKS: dict[str, Callable[[], None]] = {
         f"replicas_of_a_layer[{ep}-{prob_in}]": partial(ep_replicas.layer, parallel_layer, ep, prob_in)
         for ep, prob_in in ((2, "combine"), (4, "swiglu"))
     },
-    "replicas_and_their_error": lambda: ep_replicas.errors(mesh_of(4).get_group()),
     **{
         f"repeated_experts[{prob_in}-{replicas}]": lambda how=(prob_in, replicas): ep_repeated.same_as_two_experts(
             mesh_of(2), *how, "mxfp8"

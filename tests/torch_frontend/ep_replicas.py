@@ -1,7 +1,5 @@
 """A token goes once to each rank: "once" has every byte of "each", "summed" those of the oracle; run by ep_ranks.py."""
 
-import math
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ep_overlap import device_of, same
-from mxep.core_kernels.recipe import Recipe
 from mxep.core_kernels.replicas import Replicas
 from mxep.torch_frontend import (
     MoE,
@@ -19,7 +16,6 @@ from mxep.torch_frontend import (
     combine,
     dispatch,
     dispatch_probs,
-    grouped_swiglu_ffn,
     sort_by_expert,
 )
 from torch import Tensor
@@ -32,8 +28,6 @@ from tests.compare import same_bytes
 from tests.conformance.backends.arrays import to_torch
 from tests.replicas import LOCAL, ROUTINGS, RUNS, TOP_K, Case, case, expected
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
-MARGIN_DB = 0.3
 HOWS: tuple[Replicas, ...] = ("each", "once", "summed")
 
 
@@ -122,46 +116,6 @@ def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str
             found += [y, stats.counts, stats.aux_loss, x.grad, *(p.grad for p in moe.parameters())]
         results.append([t.to_local() if isinstance(t, DTensor) else t for t in found])
     same(*results, (ep, prob_in))
-
-
-def errors(group: dist.ProcessGroup) -> None:
-    """The table of docs/pipeline.md: "summed" against "each", of all ranks."""
-    found = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| `(\w+)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(found) == 6
-    for recipe, legs, prob_in, figures in found:
-        name = {"default": recipe, "all legs": "mxfp8 on all legs"}.get(legs, legs)
-        each, summed = (of_experts(RUNS[name], prob_in, how, group) for how in HOWS[::2])
-        measured = [decibels(one, other, group) for one, other in zip(summed, each, strict=True)]
-        for got, want in zip(measured, figures.split(" | "), strict=True):
-            near = got == want if "same" in (got, want) else abs(float(got) - float(want)) <= MARGIN_DB
-            assert near, (name, prob_in, measured)
-
-
-def of_experts(recipe: Recipe, prob_in: str, how: Replicas, group: dist.ProcessGroup) -> list[Tensor]:
-    """y and the gradients of x, w1, w2 and the probabilities, of 4 experts per rank and top-8."""
-    tokens, dim, local, k, ranks = 96, 128, 4, 8, group.size()
-    of_rank = torch.Generator().manual_seed(group.rank())
-    experts = torch.stack([torch.randperm(local * ranks, generator=of_rank)[:k] for _ in range(tokens)]).int()
-    x, dy = (torch.randn(tokens, dim, generator=of_rank).bfloat16() for _ in range(2))
-    w1, w3, w2 = (torch.randn(local, dim, dim, generator=of_rank) * dim**-0.5 for _ in range(3))
-    probs = torch.rand(tokens, k, generator=of_rank)
-    leaves = [leaf.requires_grad_() for leaf in (x, w1, w3, w2, probs)]
-    order, inverse, counts = sort_by_expert(experts, local * ranks)
-    tokens_of = TokenReplicas(x, order, inverse, k)
-    groups, _, route = dispatch(tokens_of, counts, recipe=recipe, group=group, replicas=how)
-    inside = dispatch_probs(probs, route) if prob_in == "swiglu" else None
-    options = {"recipe": recipe, "pad_token_groups": False}
-    out = grouped_swiglu_ffn(groups, w1, w3, w2, route.group_ends, inside, **options)
-    y = combine(out, route, probs if inside is None else None)
-    dx, dw1, _, dw2, dprobs = torch.autograd.grad(y, leaves, dy)
-    return [y, dx, dw1, dw2, dprobs]
-
-
-def decibels(got: Tensor, want: Tensor, group: dist.ProcessGroup) -> str:
-    energies = torch.stack([t.double().square().sum() for t in (want, got.double() - want.double())])
-    dist.all_reduce(energies, group=group)
-    signal, noise = energies.tolist()
-    return f"{10 * math.log10(signal / noise):.1f}" if noise else "same"
 
 
 CHECKS: dict[str, Callable[[dist.ProcessGroup], None]] = {

@@ -1,8 +1,7 @@
-"""The fused feed-forward against the functions it is made of, bit for bit, and against fp64 autograd."""
+"""The fused feed-forward against the functions it is made of, bit for bit."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mxep.core_kernels.formats import GRADIENT_HEADROOM, WEIGHT_HEADROOM, spans
 from mxep.core_kernels.recipe import RECIPES, Recipe
 from mxep.torch_frontend import MXTensor, _direct, grouped_mm, grouped_swiglu_ffn, ops, swiglu
@@ -118,26 +117,6 @@ def test_without_prob_and_with_mx_rows(name: str) -> None:
         NAMES[1:], *(torch.autograd.grad(out, [w1, w3, w2, prob], dout) for out in (got, want)), strict=True
     ):
         assert torch.equal(g, w), of
-
-
-# Measured: 49.0 dB and more in bf16, 23.1 in MXFP8.
-@pytest.mark.parametrize(
-    ("recipe", "floor_db"), [("bf16", 47.5), ("mxfp8", 22), ("mxfp8_wgrad_with_hp", 22), ("fp8_rowwise", 22)]
-)
-def test_close_to_fp64_autograd(recipe: str, floor_db: float) -> None:
-    inputs, dout = operands(), randn(ROWS, D, seed=7).bfloat16()
-    fused, _ = fused_and_composed(inputs, ends(), recipe, dout)
-    exact_inputs = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
-    x, w1, w3, w2, prob = exact_inputs.values()
-    parts, start = [], 0
-    for g, end in enumerate(ENDS):
-        rows = slice(start, end)
-        parts.append((F.silu(x[rows] @ w1[g].T) * (x[rows] @ w3[g].T) * prob[rows, None]) @ w2[g].T)
-        start = end
-    out = torch.cat([*parts, torch.zeros(ROWS - start, D, dtype=torch.float64)])
-    grads = torch.autograd.grad(out, list(exact_inputs.values()), dout.double())
-    for name, want in zip(("out", *NAMES), (out, *grads), strict=True):
-        assert sqnr_db(fused[name], want) > floor_db, (name, sqnr_db(fused[name], want))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 folded"])

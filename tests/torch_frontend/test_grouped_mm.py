@@ -1,4 +1,4 @@
-"""The differentiable grouped product against plain matmuls of the values it multiplies, and against bf16 autograd."""
+"""The differentiable grouped product against plain matmuls of the values it multiplies."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from mxep.core_kernels.recipe import Compute
 from mxep.torch_frontend import MXTensor, Recipe, Rounding, bf16_grouped_mm, grouped_mm, mxfp8_grouped_mm, ops
 from torch import Tensor
 
-from ..compare import product_bound, same_bytes, sqnr_db
+from ..compare import product_bound, same_bytes
 
 K, N, ENDS = 64, 96, (32, 32, 96)  # the second group is empty; rows 96.. belong to nobody
 GROUPS = [(g, slice(start, end)) for g, (start, end) in enumerate(zip((0, *ENDS), ENDS, strict=False))]
@@ -64,20 +64,6 @@ def test_gradients_multiply_the_values_they_promise(wgrad_with_hp: bool, mx_inpu
         product_bound(dw[g], d_value[group].T, a_value[group])
     assert (da[ENDS[-1] :] == 0).all()
     assert (dw[1] == 0).all()
-
-
-@pytest.mark.parametrize("wgrad_with_hp", [True, False])
-def test_close_to_bf16_autograd(wgrad_with_hp: bool) -> None:
-    a, w, offs = operands(rows=96)
-    dout = randn(96, N, seed=2)
-    want = torch.cat([a[rows].float() @ w[g].float().T for g, rows in GROUPS])
-    got = mxfp8_grouped_mm(a, w.mT, offs, wgrad_with_hp=wgrad_with_hp)
-    grads = zip(torch.autograd.grad(got, [a, w], dout), torch.autograd.grad(want, [a, w], dout.float()), strict=True)
-    # Measured: 28.3 dB forward, 28.4 dB for each MXFP8 gradient; the bf16 weight gradient comes out equal.
-    assert sqnr_db(got, want) > 27.5
-    (da, want_da), (dw, want_dw) = grads
-    assert sqnr_db(da, want_da) > 27.5
-    assert sqnr_db(dw, want_dw) > (50 if wgrad_with_hp else 27.5)
 
 
 def test_any_counts_with_padding() -> None:

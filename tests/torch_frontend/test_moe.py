@@ -45,25 +45,20 @@ def gradients(moe: MoE, y: Tensor, x: Tensor) -> dict[str, Tensor]:
     return dict(zip(("x", *names), grads, strict=True))
 
 
-# The worst of 24 seeds, six programs each. bf16: 44.9 dB, 42.5 dB for the router, whose gradient sums few terms. MXFP8:
-# 22.6 and 21.0 dB. Less 0.6 to 1 dB. Draws of the weights differ between versions of torch, so one seed says little.
-FLOORS_DB = {"bf16": (44, 41.5), "mxfp8": (22, 20), "mxfp8_wgrad_with_hp": (22, 20)}
-
-
-@pytest.mark.parametrize("recipe", FLOORS_DB)
 @pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
 @pytest.mark.parametrize(("score_func", "normalize"), [("softmax", True), ("sigmoid", True), ("softmax", False)])
-def test_forward_and_backward(recipe: str, score_func, normalize: bool, prob_in) -> None:
-    moe = layer(recipe, score_func=score_func, normalize=normalize, prob_in=prob_in)
+def test_forward_and_backward(score_func, normalize: bool, prob_in) -> None:
+    """In bf16, the worst of 24 seeds: 44.9 dB, 42.5 dB for the router, whose gradient sums few terms, less 1. Draws of
+    the weights differ between versions of torch. tests/conformance/test_layer.py has every recipe."""
+    moe = layer(score_func=score_func, normalize=normalize, prob_in=prob_in)
     x = tokens(50).requires_grad_()
     y, _ = moe(x)
     want = by_token(moe, x)
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     got, exact = {"y": y} | gradients(moe, y, x), {"y": want} | gradients(moe, want, x)
     measured = {name: sqnr_db(got[name], exact[name]) for name in got}
-    floor_db, router_db = FLOORS_DB[recipe]
-    assert measured.pop("router.weight") > router_db
-    assert min(measured.values()) > floor_db, measured
+    assert measured.pop("router.weight") > 41.5
+    assert min(measured.values()) > 44, measured
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:

@@ -37,21 +37,15 @@ def results(moe: MoE, case: routed_layers.RoutedLayer) -> dict[str, Tensor]:
     return {"y": y, **dict(zip(("x", *names), grads, strict=True))}
 
 
-# The worst of 8 seeds. bf16: 44.8 dB, 43.1 for the router, whose gradient sums few terms; MXFP8: 22.4 and 20.7. Less
-# 0.8.
-FLOORS_DB = {"bf16": (44.0, 42.3), "mxfp8": (21.6, 19.9)}
-
-
-@pytest.mark.parametrize("recipe", FLOORS_DB)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_with_options_is_its_definition(name: str, recipe: str) -> None:
+def test_a_layer_with_options_is_its_definition(name: str) -> None:
+    """In bf16, the worst of 8 seeds: 44.8 dB, 43.1 for the router, whose gradient sums few terms, less 0.8."""
     case = LAYERS[name]
-    got, want = results(layer_of(case, recipe), case), case.expected()
+    got, want = results(layer_of(case, "bf16"), case), case.expected()
     assert got.keys() == want.keys()
     measured = {key: sqnr_db(got[key], value) for key, value in want.items()}
-    floor_db, router_db = FLOORS_DB[recipe]
-    assert measured.pop("router") > router_db
-    assert min(measured.values()) > floor_db, measured
+    assert measured.pop("router") > 42.3
+    assert min(measured.values()) > 44.0, measured
 
 
 def test_a_layer_with_options_compiles() -> None:
