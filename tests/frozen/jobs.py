@@ -108,7 +108,8 @@ def run(names: Collection[str], words: list[str], jobs: int) -> tuple[dict[str, 
 def _run_one(words: list[str], share: Share, out: Path) -> Ran:
     begin, source = time.monotonic(), share.source
     command = [sys.executable, "-m", "tests.frozen.worker", source.module, str(share.number), str(share.of), str(out)]
-    environment = {**os.environ, **(ON_A_GPU if "gpu" in source.records else ON_A_CPU)}
+    one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    environment = {**os.environ, **(one_gpu | ON_A_GPU if "gpu" in source.records else ON_A_CPU)}
     environment.pop("TRITON_INTERPRET", None)
     ran = subprocess.run([*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
     failed = ran.returncode != 0 or not out.exists()
