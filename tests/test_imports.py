@@ -175,16 +175,50 @@ def test_jax_triton_is_named_in_one_file() -> None:
     assert len(users) <= 1, users
 
 
+NOT_BELOW_PRODUCTS = {
+    "exchange": {
+        "_counts", "_ranks", "combine", "dispatch", "ep", "replicas", "route", "shards",
+    },
+    "overlap": {
+        "copy_engines", "expert_parallel", "overlap", "peer_exchange", "peer_memory", "symmetric", "transport",
+    },
+    "layer": {"experts", "fsdp", "metrics", "moe", "numerics", "parallel"},
+}  # fmt: skip
+"""Rooms of torch_frontend above its products, and their files."""
+
+
+def reached(path: Path) -> set[Path]:
+    """The file, the files of its frontend that it imports, and those that these import."""
+    room, found, todo = path.relative_to(ROOT).parts[0], set(), [path]
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            names = (module.split(".") for module, _ in imports(path) if top(module) == room)
+            files = ((ROOT / "/".join(parts[:depth])).with_suffix(".py") for parts in names for depth in (2, 3))
+            todo += [file for file in files if file.exists()]
+    return found
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "ffn"])
+def test_a_product_reaches_no_exchange_and_no_layer(name: str) -> None:
+    (path,) = (ROOT / "torch_frontend").rglob(f"{name}.py")
+    below = {file.stem for file in reached(path)}
+    assert {"products", "weights"} < below
+    for room, files in NOT_BELOW_PRODUCTS.items():
+        assert not below & files, f"{room}: {sorted(below & files)}"
+
+
 ONLY_TORCH = {
     "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
     "_torch_private.py",
-    "convert.py", "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "gathered_rows.py", "mx_tensor.py",
-    "overlap.py", "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "torchao.py", "torchtitan.py",
-    "transformers.py", "transport.py",
+    "combine.py", "convert.py", "copy_engines.py", "dispatch.py", "expert_parallel.py", "experts.py", "fsdp.py",
+    "gathered_rows.py", "groups.py", "mx_tensor.py", "overlap.py", "packed_experts.py", "packed_ffn.py", "parallel.py",
+    "route.py", "shards.py", "symmetric.py", "torchao.py", "torchtitan.py", "transformers.py", "transport.py",
 }  # fmt: skip
 ONLY_JAX = {
     "_derivatives.py", "_jax_private.py", "_mesh.py", "_shapes.py", "_split.py", "_triton.py",
-    "moe_params.py", "mx_array.py", "nnx.py", "overflow.py", "ragged_dot.py", "remat.py",
+    "moe_params.py", "mx_array.py", "nnx.py", "overflow.py", "pipeline.py", "ragged_dot.py", "remat.py",
     "shared_gate.py",
 }  # fmt: skip
 """Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees,

@@ -34,10 +34,13 @@ from ._call import debug_checks as debug_checks
 from ._device import force_implementation as force_implementation
 from .capabilities import Capability as Capability
 from .capabilities import capabilities as capabilities
+from .combine import combine as combine
 from .convert import ConversionReport as ConversionReport
 from .convert import ConvertedExperts as ConvertedExperts
 from .convert import convert_moe as convert_moe
 from .copy_engines import CopyEngines as CopyEngines
+from .dispatch import dispatch as dispatch
+from .dispatch import dispatch_probs as dispatch_probs
 from .ep import TokenReplicas as TokenReplicas
 from .ep import a2a_dispatch as a2a_dispatch
 from .expert_parallel import expert_parallel_ffn as expert_parallel_ffn
@@ -46,6 +49,7 @@ from .ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
 from .fsdp import clip_grad_norm_ as clip_grad_norm_
 from .fsdp import shard_moe as shard_moe
 from .grouped_mm import grouped_mm as grouped_mm
+from .groups import RowMap as RowMap
 from .layouts import pack_expert_weights as pack_expert_weights
 from .layouts import unpack_expert_weights as unpack_expert_weights
 from .metrics import MoERecorder as MoERecorder
@@ -58,14 +62,10 @@ from .numerics import numerics_report as numerics_report
 from .parallel import MXFP8ExpertParallel as MXFP8ExpertParallel
 from .peer_memory import PeerMemory as PeerMemory
 from .permute import ExpertOrder as ExpertOrder
-from .permute import RowMap as RowMap
 from .permute import gather_rows as gather_rows
 from .permute import sort_by_expert as sort_by_expert
 from .permute import spread_rows as spread_rows
-from .pipeline import Route as Route
-from .pipeline import combine as combine
-from .pipeline import dispatch as dispatch
-from .pipeline import dispatch_probs as dispatch_probs
+from .route import Route as Route
 from .router import Routing as Routing
 from .router import route as route
 from .router import update_selection_bias as update_selection_bias

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail, require_ends
 from ._call import FLOATS, checks_values, require_tensor
+from ._launch import check_devices
 from ._torch_private import check, is_fake
 from .mx_tensor import MXTensor
 
@@ -87,16 +88,13 @@ def check_shape(op: str, name: str, x: Tensor, shape: tuple[Any, ...]) -> None:
         fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: ({sizes})")
 
 
-def check_devices(op: str, x: str, device: torch.device, /, **others: Tensor) -> None:
-    """Raise unless the other tensors are on the device of x."""
-    for name, other in others.items():
-        if other.device != device:
-            allowed = f"allowed: {device}, where {x} is; move it with .to()"
-            fail(ValueError, op, name, f"device {other.device}", allowed)
-
-
-def check_group_ends(op: str, name: str, ends: Tensor, x: Tensor, groups: int, x_name: str, weights: str) -> Tensor:
-    """ends (groups,) as int32; raises unless it is int32 or int64 and divides the rows of x into groups."""
+def check_group_ends(
+    op: str, name: str, ends: Tensor, x: Tensor, groups: int, x_name: str, weights: str, remedy: str | None = None,
+    known: list[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """ends (groups,) as int32; raises unless it is int32 or int64 and divides the rows of x into groups. remedy: the
+    groups are whole blocks of 32 tokens, and the advice where they are not. known: the values, if the caller read
+    them."""
     require_tensor(op, name, ends)
     if ends.dtype not in (torch.int32, torch.int64):
         fail(TypeError, op, name, f"dtype {ends.dtype}", "allowed: int32 or int64")
@@ -104,8 +102,11 @@ def check_group_ends(op: str, name: str, ends: Tensor, x: Tensor, groups: int, x
         allowed = f"allowed: ({groups},), one end per group of {weights}"
         fail(ValueError, op, name, f"shape {tuple(ends.shape)}", allowed)
     check_devices(op, x_name, x.device, **{name: ends})
+    if remedy is not None and x.shape[0] % BLOCK:
+        fail(ValueError, op, x_name, f"M = {x.shape[0]}", f"allowed: multiples of {BLOCK}; {remedy}")
     if reads_values(ends):  # a compiled program's op checks them when it runs
-        require_ends(op, name, ends.tolist(), x.shape[0], 1, "")
+        values = ends.tolist() if known is None else known
+        require_ends(op, name, values, x.shape[0], 1 if remedy is None else BLOCK, remedy or "")
     return ends.to(torch.int32).contiguous()
 
 
@@ -121,14 +122,6 @@ def check_bias(op: str, name: str, bias: Tensor, groups: int, n: int, device: to
     check_devices(op, "the weights", device, **{name: bias})
     # The cast comes before the expansion, so that the gradient is rounded after all sums.
     return bias.float().expand(groups, n)
-
-
-def check_token_blocks(op: str, x_name: str, ends_name: str, rows: int, ends: Tensor, remedy: str) -> None:
-    """Raise unless blocks of 32 tokens stay inside their groups."""
-    if rows % BLOCK:
-        fail(ValueError, op, x_name, f"M = {rows}", f"allowed: multiples of {BLOCK}; {remedy}")
-    if reads_values(ends):
-        require_ends(op, ends_name, ends.tolist(), rows, BLOCK, remedy)
 
 
 def check_counts(op: str, name: str, counts: Tensor, device: torch.device | None) -> None:

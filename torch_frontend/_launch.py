@@ -10,6 +10,7 @@ An op without a Triton kernel is composed of other ops, which _call.py runs.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -131,9 +132,9 @@ def prepare_uncached(
     op: KernelOp, tensors: Sequence[Layout], forced: Implementation | None, **options: Any
 ) -> PreparedCall:
     """`prepare` for layouts alone."""
-    check_devices(op, [device for _, _, device, _ in tensors])
-    _check_dense(op, tensors)
     device = tensors[0][2]
+    check_devices(op.name, op.inputs[0], device, **dict(zip(op.inputs, (d for _, _, d, _ in tensors), strict=True)))
+    _check_dense(op, tensors)
     index = device.index if device.type == "cuda" else None
     implementation, arch = choose(op, device, forced)
     inputs = tuple(array_type(shape, dtype) for shape, dtype, _, _ in tensors)
@@ -159,12 +160,13 @@ def prepare_uncached(
     return PreparedCall(arch, index, options, tokens, Outputs.of(out), runner)
 
 
-def check_devices(op: KernelOp, devices: Sequence[torch.device]) -> None:
-    """Raise ValueError unless all inputs are on the first one's device."""
-    for i, device in enumerate(devices):
-        if device != devices[0]:
-            allowed = f"allowed: {devices[0]}, where {op.inputs[0]} is; move it with .to()"
-            fail(ValueError, op.name, op.inputs[i], f"device {device}", allowed)
+def check_devices(op: str, x: str, device: torch.device, /, **others: Tensor | torch.device) -> None:
+    """Raise ValueError unless the other tensors are on the device of x."""
+    for name, other in others.items():
+        there = other.device if isinstance(other, Tensor) else other
+        if there != device:
+            allowed = f"allowed: {device}, where {x} is; move it with .to()"
+            fail(ValueError, op, name, f"device {there}", allowed)
 
 
 def check_float8(op: str, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
@@ -201,12 +203,23 @@ def _check_aligned(op: KernelOp, inputs: Sequence[Tensor]) -> None:
 
 def array_type(shape: torch.Size, dtype: torch.dtype) -> ArrayType:
     """E4M3 and E8M0 are bytes to every kernel."""
-    return ArrayType(tuple(shape), "uint8" if dtype in FLOAT8 else str(dtype).removeprefix("torch."))
+    return ArrayType(tuple(shape), "uint8" if dtype in FLOAT8 else dtype_name(dtype))
 
 
 def plain(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors without gradient, E4M3 and E8M0 as uint8, for DLPack and Triton."""
     return [as_bytes(t.detach()) for t in tensors]
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name by which an op takes the dtype of its output."""
+    return str(dtype).removeprefix("torch.")
+
+
+def at_address(part: Tensor) -> Tensor:
+    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes, as that of storage is."""
+    return part.clone() if part.storage_offset() * part.element_size() % 16 else part
 
 
 def packed_buffer(q: Tensor, sf: Tensor) -> Tensor | None:

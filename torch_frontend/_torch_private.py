@@ -1,4 +1,5 @@
-"""Every private name of torch that this package uses, each with a public way to the same result.
+"""Every private name of torch that this package uses, each with a public way to the same result; symmetric.py has
+those of memory that GPUs map, and of copies to it.
 
 A private name is faster or sees more; where torch lacks it, the public way runs. The choice is made once, at import.
 This is not a version shim: both ways compute the same bytes on the same torch, and
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from .. import cpp_bindings
 
 
-def _private(name: str) -> Any:
+def private(name: str) -> Any:
     """The object named "module:attribute", or None if this torch has no such name."""
     try:
         return pkgutil.resolve_name(name)
@@ -37,12 +38,12 @@ def _public_empty_cuda(shape: Sequence[int], strides: Sequence[int], dtype: torc
 
 # Allocates without the dispatcher, as the programs of torch.compile do.
 empty_cuda: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor] = (
-    _private("torch._C._dynamo.guards:_empty_strided_cuda") or _public_empty_cuda
+    private("torch._C._dynamo.guards:_empty_strided_cuda") or _public_empty_cuda
 )
 """empty_cuda(shape, strides, dtype): an uninitialized tensor on the current GPU."""
 
 # The C function behind `torch.cuda.current_device`, without the check for lazy initialization.
-current_gpu: Callable[[], int] = _private("torch._C:_cuda_getDevice") or torch.cuda.current_device
+current_gpu: Callable[[], int] = private("torch._C:_cuda_getDevice") or torch.cuda.current_device
 """The index of the current GPU."""
 
 
@@ -51,7 +52,7 @@ def _public_raw_stream(index: int) -> int:
 
 
 # Returns the address alone; the public function builds a Stream object per call.
-raw_stream: Callable[[int], int] = _private("torch._C:_cuda_getCurrentRawStream") or _public_raw_stream
+raw_stream: Callable[[int], int] = private("torch._C:_cuda_getCurrentRawStream") or _public_raw_stream
 """raw_stream(index): the address of the current CUDA stream of GPU `index`."""
 
 # --- Profiles ---
@@ -62,7 +63,7 @@ def _public_profiling() -> bool:
 
 
 # A range costs 13 us even without a profiler; no public name tells whether there is one.
-profiling: Callable[[], bool] = _private("torch.autograd:_profiler_enabled") or _public_profiling
+profiling: Callable[[], bool] = private("torch.autograd:_profiler_enabled") or _public_profiling
 """Whether a profiler of this thread is running."""
 
 # --- Reading tensors ---
@@ -75,7 +76,7 @@ def _public_layouts(tensors: tuple[Any, ...]) -> Hashable | None:
 
 
 # DLPack's table of C functions reads a tensor without a Python call.
-_has_exchange = _private("torch:Tensor.__dlpack_c_exchange_api__") is not None
+_has_exchange = private("torch:Tensor.__dlpack_c_exchange_api__") is not None
 exchange = cpp_bindings.Exchange(Tensor) if _has_exchange else None
 """Reads tensors in C++; None without DLPack's table, and then no op runs in CUDA C++ (`no_cuda_launch`)."""
 layouts: Callable[[tuple[Any, ...]], Hashable | None] = _public_layouts if exchange is None else exchange.layouts
@@ -90,7 +91,7 @@ def _public_is_fake(x: Tensor) -> bool:
 
 
 # Sees through functional tensors too; the public function does not.
-is_fake: Callable[[Tensor], bool] = _private("torch._subclasses.fake_tensor:is_fake") or _public_is_fake
+is_fake: Callable[[Tensor], bool] = private("torch._subclasses.fake_tensor:is_fake") or _public_is_fake
 """is_fake(x): whether x has a shape and no values, as in a FakeTensorMode."""
 
 
@@ -103,7 +104,7 @@ def _public_owner(x: Tensor) -> Tensor:
 
 
 # No public name leads from a view to the tensor that it views.
-owner_of: Callable[[Tensor], Tensor] = _public_owner if _private("torch:Tensor._base") is None else _private_owner
+owner_of: Callable[[Tensor], Tensor] = _public_owner if private("torch:Tensor._base") is None else _private_owner
 """owner_of(x): the tensor that x views, or x; if unknown a new leaf, of which nothing is assumed."""
 
 
@@ -117,30 +118,10 @@ def _public_version(x: Tensor) -> int:
 
 
 # Autograd's counter of writes in place; the public way reads all values on the host.
-has_version = _private("torch:Tensor._version") is not None
+has_version = private("torch:Tensor._version") is not None
 """Whether `version_of` is autograd's counter of writes, which is 0 before the first one."""
 version_of: Callable[[Tensor], int] = _private_version if has_version else _public_version
 """version_of(x): a number that changes when the values of x do; that of an inference tensor may not."""
-
-# --- Writing tensors ---
-
-
-def _public_copy_each(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    for destination, source in zip(destinations, sources, strict=True):
-        destination.copy_(source)
-
-
-def _public_zero_each(tensors: list[Tensor]) -> None:
-    for x in tensors:
-        x.zero_()
-
-
-# One kernel for all, where the public way launches one per tensor; a copy of one tensor would be one by a copy engine,
-# which within a GPU reaches a small part of the memory's bandwidth.
-copy_each: Callable[[list[Tensor], list[Tensor]], Any] = _private("torch:_foreach_copy_") or _public_copy_each
-"""copy_each(destinations, sources): copy every source into its destination; not for empty lists."""
-zero_each: Callable[[list[Tensor]], Any] = _private("torch:_foreach_zero_") or _public_zero_each
-"""zero_each(tensors): fill every tensor with zeros; not for an empty list."""
 
 # --- Tensor subclasses and torch.func ---
 
@@ -157,7 +138,7 @@ def _private_wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype
 
 # The public way makes a tensor and frees its memory, which a FakeTensorMode does not allow.
 wrapper: Callable[..., Any] = (
-    _public_wrapper if _private("torch:Tensor._make_wrapper_subclass") is None else _private_wrapper
+    _public_wrapper if private("torch:Tensor._make_wrapper_subclass") is None else _private_wrapper
 )
 """wrapper(cls, shape, dtype, device): an instance of a subclass of Tensor without memory."""
 
@@ -167,7 +148,7 @@ def _public_torch_function(cls: type, func: Any, types: Any, args: Any = (), kwa
 
 
 # A constant that torch tests for in C++, so that no Python function is called.
-unwrapped_results: Any = _private("torch._C:_disabled_torch_function_impl") or classmethod(_public_torch_function)
+unwrapped_results: Any = private("torch._C:_disabled_torch_function_impl") or classmethod(_public_torch_function)
 """A `__torch_function__` that leaves results as they are, instead of wrapping them in the subclass."""
 
 
@@ -176,7 +157,7 @@ def _public_transformed() -> bool:
 
 
 # Without it torch raises its own RuntimeError for an autograd.Function inside a transform.
-transformed: Callable[[], bool] = _private("torch._C:_are_functorch_transforms_active") or _public_transformed
+transformed: Callable[[], bool] = private("torch._C:_are_functorch_transforms_active") or _public_transformed
 """Whether a transform of torch.func is active."""
 
 # --- Memory of a backward ---
@@ -188,7 +169,7 @@ def _public_release_saved(ctx: Any) -> None:
 
 # Without it what a function has saved lives until its backward returns.
 release_saved: Callable[[Any], None] = (
-    _private("torch._C:_FunctionBase.maybe_clear_saved_tensors") or _public_release_saved
+    private("torch._C:_FunctionBase.maybe_clear_saved_tensors") or _public_release_saved
 )
 """release_saved(ctx): in a backward, let go of the saved tensors, unless the graph is retained."""
 
@@ -201,11 +182,11 @@ def _public_check(condition: Any) -> None:
 
 
 # Records a symbolic size for the run instead of guarding on it.
-check: Callable[[Any], None] = _private("torch:_check") or _public_check
+check: Callable[[Any], None] = private("torch:_check") or _public_check
 """check(condition): raise RuntimeError unless a condition of sizes holds; a compiled program may do so as it runs."""
 
-_dynamo_config = _private("torch._dynamo.config")
-_has_capture = _private("torch._dynamo.config:capture_scalar_outputs") is not None
+_dynamo_config = private("torch._dynamo.config")
+_has_capture = private("torch._dynamo.config:capture_scalar_outputs") is not None
 
 
 def _private_captures_splits() -> bool:
@@ -237,18 +218,18 @@ class Dispatcher(NamedTuple):
 
 
 def _dispatcher() -> Dispatcher | None:
-    keysets, keys = _private("torch._C:DispatchKeySet"), _private("torch._C:DispatchKey")
-    raw_repr = _private("torch._C:DispatchKeySet.raw_repr")
-    after_autograd = _private("torch._C:_after_autograd_keyset")
-    below_autograd = _private("torch._C:_AutoDispatchBelowAutograd")
-    any_requires_grad = _private("torch._C:_any_requires_grad")
+    keysets, keys = private("torch._C:DispatchKeySet"), private("torch._C:DispatchKey")
+    raw_repr = private("torch._C:DispatchKeySet.raw_repr")
+    after_autograd = private("torch._C:_after_autograd_keyset")
+    below_autograd = private("torch._C:_AutoDispatchBelowAutograd")
+    any_requires_grad = private("torch._C:_any_requires_grad")
     redispatch, level = (
-        _private("torch._ops:OpOverload.redispatch"),
-        _private("torch.autograd.forward_ad:_current_level"),
+        private("torch._ops:OpOverload.redispatch"),
+        private("torch.autograd.forward_ad:_current_level"),
     )
-    set_strategy = _private("torch._C._dynamo.eval_frame:set_code_exec_strategy")
-    strategy = _private("torch._C._dynamo.eval_frame:_FrameExecStrategy")
-    action = _private("torch._C._dynamo.eval_frame:_FrameAction")
+    set_strategy = private("torch._C._dynamo.eval_frame:set_code_exec_strategy")
+    strategy = private("torch._C._dynamo.eval_frame:_FrameExecStrategy")
+    action = private("torch._C._dynamo.eval_frame:_FrameAction")
     needed = keysets, keys, raw_repr, after_autograd, below_autograd, any_requires_grad, redispatch, level
     if any(name is None for name in (*needed, set_strategy, strategy, action)):
         return None
@@ -272,7 +253,7 @@ def in_forward_mode() -> bool:
 
 
 # Modes of torch_dispatch see every op: fake tensors, counters of operations, selective checkpointing.
-open_modes: Callable[[], int] | None = _private("torch._C:_len_torch_dispatch_stack")
+open_modes: Callable[[], int] | None = private("torch._C:_len_torch_dispatch_stack")
 """open_modes(): how many modes are open in this thread; None without the name."""
 
 # --- Process groups ---
@@ -297,7 +278,7 @@ def _public_group_named(name: str) -> dist.ProcessGroup:
 
 # torch's own table of groups; the public way finds the default group and those that came as objects.
 group_named: Callable[[str], dist.ProcessGroup] = (
-    _private("torch.distributed.distributed_c10d:_resolve_process_group") or _public_group_named
+    private("torch.distributed.distributed_c10d:_resolve_process_group") or _public_group_named
 )
 """group_named(name): the process group; raises RuntimeError or ValueError if there is none of that name."""
 
@@ -313,7 +294,7 @@ def _private_flattened(mesh: DeviceMesh) -> DeviceMesh:
 
 
 # A mesh of some of the ranks, such as those of a pipeline stage, is flattened by the private name alone.
-_has_flatten = _private("torch.distributed.device_mesh:DeviceMesh._flatten") is not None
+_has_flatten = private("torch.distributed.device_mesh:DeviceMesh._flatten") is not None
 flattened = _private_flattened if _has_flatten else _public_flattened
 """flattened(mesh): a mesh of one dim with the same ranks in the same order; collective."""
 
@@ -354,9 +335,9 @@ def _private_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 # Collectives with a result of their own, which torch.compile traces.
-_collectives = _private("torch.distributed._functional_collectives")
-_gather_single = _private("torch.distributed._functional_collectives:all_gather_single")  # missing in torch 2.11
-_gather_tensor = _private("torch.distributed._functional_collectives:all_gather_tensor")  # deprecated in torch 2.13
+_collectives = private("torch.distributed._functional_collectives")
+_gather_single = private("torch.distributed._functional_collectives:all_gather_single")  # missing in torch 2.11
+_gather_tensor = private("torch.distributed._functional_collectives:all_gather_tensor")  # deprecated in torch 2.13
 _gather_rows: Any = _gather_single or _gather_tensor
 all_to_all = _private_all_to_all if _collectives else _public_all_to_all
 """all_to_all(x, output_splits, input_splits, group): rows received; x is contiguous."""
@@ -364,30 +345,3 @@ all_reduce = _private_all_reduce if _collectives else _public_all_reduce
 """all_reduce(x, group): the sum of x over the ranks; x is contiguous and stays as it is."""
 all_gather = _private_all_gather if _collectives and _gather_rows else _public_all_gather
 """all_gather(x, group): the rows x of all ranks, in the order of the ranks; x is contiguous."""
-
-
-class Shared(NamedTuple):
-    """Memory that the GPUs of a group map: of_rank[r], uint8, is on the GPU of rank r. handle: keeps the maps alive."""
-
-    of_rank: list[Tensor]
-    handle: Any
-
-
-_symmetric = _private("torch.distributed._symmetric_memory")
-# No public way: without the name `CopyEngines` raises, and `Collectives` carry the same bytes.
-has_shared_memory = _symmetric is not None
-"""Whether `shared_memory` works on this torch."""
-
-
-def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Shared:
-    """Allocate and map `nbytes` bytes on the GPU of every rank; uninitialized. A collective; the host waits."""
-    mine = _symmetric.empty(nbytes, dtype=torch.uint8, device="cuda")
-    handle = _symmetric.rendezvous(mine, group.group_name)
-    of_rank = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
-    of_rank[group.rank()] = mine
-    return Shared(of_rank, handle)
-
-
-def meet(memory: Shared, timeout_ms: int) -> None:
-    """A barrier of the group in the current stream: a kernel, which ends with an error after `timeout_ms`."""
-    memory.handle.barrier(channel=0, timeout_ms=timeout_ms)

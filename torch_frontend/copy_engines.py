@@ -32,7 +32,8 @@ from ..core_kernels.exchange import MOST_CHUNKS, Move, Step
 from ..core_kernels.launch import fail
 from ..core_kernels.peer import plan
 from ._checks import check_int
-from ._torch_private import Shared, has_shared_memory, raw_stream, shared_memory
+from ._torch_private import raw_stream
+from .symmetric import Shared, has_shared_memory, shared_memory
 from .transport import (
     ALIGNMENT,
     CHUNK_BYTES,

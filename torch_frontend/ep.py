@@ -6,8 +6,8 @@
                rows <--a2a_dispatch-- received        send bf16
 
 A quantized all-to-all is one collective over packed rows `[q | sf]`, 33/64 of the bytes of bf16. A token is quantized
-once: its replicas share the bytes. A group of one rank sends nothing and needs no torch.distributed. pipeline.py lays
-out the rows around these exchanges; torchao.py has the functions with torchao's signatures.
+once: its replicas share the bytes. A group of one rank sends nothing and needs no torch.distributed. dispatch.py and
+combine.py lay out the rows around these exchanges; torchao.py has the functions with torchao's signatures.
 """
 
 from typing import Any, NamedTuple
@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core_kernels.formats import Rounding
+from ..core_kernels.recipe import Recipe
 from . import _direct as ops
 from ._differentiable import differentiable
 from ._ranks import Splits, checked_all_to_all, degree_of
 from ._torch_private import all_to_all as _collective
 from ._torch_private import group_named
 from .mx_tensor import MXTensor, dequantized
+from .permute import spread
 from .weighted_combine import sum_slots
 
 
@@ -144,6 +146,19 @@ exchange_replicas = differentiable("dispatch", _ExchangeReplicas)
 the replicas of tokens, unchecked."""
 exchange_dequantized = differentiable("to_mxfp8_a2a_dequant", _AllToAllDequantized)
 """exchange_dequantized(x, output_splits, input_splits, group_name), unchecked."""
+
+
+def exchange_tokens(
+    rows: Tensor | TokenReplicas, output_splits: Splits, input_splits: Splits, recipe: Recipe, group_name: str
+) -> Tensor:
+    """Rows, or the copies that `TokenReplicas` lays out, in the precision of the recipe's legs; differentiable."""
+    splits, rounding = (list(output_splits), list(input_splits)), int(recipe.rounding)
+    mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
+    if isinstance(rows, TokenReplicas) and mx:
+        return exchange_replicas(*rows, *splits, group_name, rounding, mx_grad)
+    rows = spread(*rows) if isinstance(rows, TokenReplicas) else rows
+    rows = sent_rows(rows, False, 0) if mx_grad else rows  # an MXFP8 gradient is dequantized
+    return exchange_rows(rows, *splits, group_name, mx, mx_grad, rounding)
 
 
 def a2a_dispatch(

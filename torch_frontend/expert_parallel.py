@@ -18,10 +18,13 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from ._checks import check_bias, check_devices
+from ._checks import check_bias
 from ._counts import checked_rows, counts_of_ranks, shared_arguments
+from ._launch import at_address, check_devices
 from ._ranks import can_compare, check_rows_to_send, compare_calls, degree_of, name_of
 from ._torch_private import group_named
+from .combine import combine
+from .dispatch import dispatch_over, dispatch_probs
 from .ep import TokenReplicas
 from .ffn import (
     Bias,
@@ -37,11 +40,10 @@ from .grouped_mm import MMBackward, MMCall, grouped_mm, mm_forward
 from .overlap import Experts, Overlap, overlapped
 from .peer_exchange import PeerCall, exchanged, lay_out, legs, maps_of
 from .peer_memory import Carrier, PeerMemory, check_prob_in_of_peers, described
-from .pipeline import combine, dispatch_over, dispatch_probs
 from .products import ProductOptions
 from .shards import Ranks
 from .transport import Collectives
-from .weights import Held, Weights, at_address, check_weights, for_call, form_of, outlives_forward, values_and_held
+from .weights import Held, Weights, check_weights, for_call, form_of, outlives_forward, values_and_held
 
 NO_MORE: Mapping[str, Any] = {}
 """No further arguments that all ranks share."""

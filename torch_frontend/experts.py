@@ -31,8 +31,7 @@ from ._torch_private import version_of
 from .ep import TokenReplicas
 from .expert_parallel import FFNWeights, ffn_over
 from .ffn import swiglu_ffn
-from .permute import RowMap
-from .pipeline import ends_of
+from .groups import RowMap, ends_of
 from .shards import Ranks, check_sharded, replicated, sharded
 from .weights import QuantizedWeights, Weights, outlives_forward, quantize_weights
 

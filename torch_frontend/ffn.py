@@ -30,12 +30,13 @@ from torch import Tensor
 
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from ._checks import check_devices, check_flag, check_floats, check_group_ends, check_token_blocks
+from ._checks import check_flag, check_floats, check_group_ends
 from ._differentiable import differentiable, save, saved_by
+from ._launch import check_devices
 from ._ranges import named
 from .backward_operands import BackwardOperands, Unused
 from .grouped_mm import ends_by_hand
-from .pipeline import GroupEnds
+from .groups import GroupEnds
 from .products import (
     ProductOptions,
     bias_gradient,
@@ -268,8 +269,8 @@ def grouped_swiglu_ffn(
     check_flag(op, "pad_token_groups", pad_token_groups)
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in (w1, w3, w2))
     weights, biases, recipe = (w1, w3, w2), (b1, b3, b2), Recipe.parse(recipe)
-    group_ends, options = ends_by_hand(op, group_ends, group_sizes, x, w1), (pad_token_groups, save_bytes)
-    return swiglu_ffn(op, x, weights, group_ends, prob, recipe, *options, biases, activation)
+    (ends, known), options = ends_by_hand(op, group_ends, group_sizes, x, w1), (pad_token_groups, save_bytes)
+    return swiglu_ffn(op, x, weights, ends, prob, recipe, *options, biases, activation, known=known)
 
 
 @named("mxep.experts")
@@ -285,16 +286,17 @@ def swiglu_ffn(
     biases: Sequence[Bias] = (None, None, None),
     activation: SwiGLU = PLAIN,
     recompute: bool = False,
+    known: list[int] | None = None,
 ) -> Tensor:
-    """`grouped_swiglu_ffn` in the name of `op`. save_bytes: quantized weights may live until the backward."""
+    """`grouped_swiglu_ffn` in the name of `op`. save_bytes: quantized weights may live until the backward. known: of
+    `check_group_ends`."""
     check_floats(op, "x", x)
     values, held, biases = check_ffn_weights(op, "x", x, weights, biases, recipe)
     weighted, prob = prob is not None, row_probabilities(op, prob, x)
     check_devices(op, "x", x.device, prob=prob)
-    group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1")
     call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes, recompute)
-    if call.options.whole_blocks:
-        check_token_blocks(op, "x", "group_ends", x.shape[0], group_ends, "pass pad_token_groups=True")
+    remedy = "pass pad_token_groups=True" if call.options.whole_blocks else None
+    group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1", remedy, known)
     return _swiglu_ffn(x, *values, prob, *biases, held, group_ends, call)
 
 

@@ -24,18 +24,17 @@ from ..core_kernels.recipe import Recipe
 from ._checks import (
     check_bias,
     check_counts,
-    check_devices,
     check_flag,
     check_floats,
     check_group_ends,
     check_shape,
-    check_token_blocks,
     out_dtype_of,
     reads_values,
     require_rows,
 )
 from ._differentiable import differentiable, save, saved_by
-from .pipeline import GroupEnds, ends_of
+from ._launch import check_devices
+from .groups import GroupEnds, ends_of
 from .products import (
     ProductOptions,
     bias_gradient,
@@ -205,13 +204,15 @@ def grouped_mm(
     """
     check_flag("grouped_mm", "pad_token_groups", pad_token_groups)
     recipe = Recipe.parse(recipe)
-    group_ends = ends_by_hand("grouped_mm", group_ends, group_sizes, x, w)
-    return checked_grouped_mm(Names(), x, w, group_ends, bias, out_dtype, recipe, pad_token_groups)
+    ends, known = ends_by_hand("grouped_mm", group_ends, group_sizes, x, w)
+    return checked_grouped_mm(Names(), x, w, ends, bias, out_dtype, recipe, pad_token_groups, known)
 
 
-def ends_by_hand(op: str, group_ends: GroupEnds | None, group_sizes: Tensor | None, x: Tensor, w: Weights) -> Tensor:
-    """The ends of the groups of x, of two arguments of the public function `op`. Warns its caller of counts in place of
-    ends, which leave most rows out.
+def ends_by_hand(
+    op: str, group_ends: GroupEnds | None, group_sizes: Tensor | None, x: Tensor, w: Weights
+) -> tuple[Tensor, list[int] | None]:
+    """The ends of the groups of x, of two arguments of the public function `op`, and their values if it read them.
+    Warns its caller of counts in place of ends, which leave most rows out.
 
     Raises TypeError (dtype) and ValueError (both or none of the arguments, shape, values).
     """
@@ -225,8 +226,9 @@ def ends_by_hand(op: str, group_ends: GroupEnds | None, group_sizes: Tensor | No
         check_shape(op, "group_sizes", group_sizes, (groups,))
         if reads_values(group_sizes):
             require_rows(op, "group_sizes", group_sizes, rows)
-        return torch.cumsum(group_sizes, 0, dtype=torch.int32)
+        return torch.cumsum(group_sizes, 0, dtype=torch.int32), None
     assert group_ends is not None
+    ends = None
     if isinstance(group_ends, Tensor) and _are_known_ends(group_ends):
         ends = group_ends.tolist()
         if any(a > b for a, b in pairwise(ends)):
@@ -235,7 +237,7 @@ def ends_by_hand(op: str, group_ends: GroupEnds | None, group_sizes: Tensor | No
         if 2 * ends[-1] < rows:
             few = f"the last end is {ends[-1]} of {rows} rows, and the rows past it give zeros"
             warnings.warn(f"{op}: group_ends: {few}; counts go to group_sizes=", stacklevel=3)
-    return ends_of(op, group_ends, x)
+    return ends_of(op, group_ends, x), ends
 
 
 def _are_known_ends(ends: Tensor) -> bool:
@@ -252,8 +254,10 @@ def checked_grouped_mm(
     out_dtype: torch.dtype | str,
     recipe: Recipe,
     pad: bool,
+    known: list[int] | None = None,
 ) -> Tensor:
-    """`grouped_mm` with its checks, under the names of the public function that calls it."""
+    """`grouped_mm` with its checks, under the names of the public function that calls it. known: of
+    `check_group_ends`."""
     op = names.op
     check_floats(op, names.x, x)
     check_weights(op, names.w, w, form_of(recipe, x.device), recipe.rounding)
@@ -272,12 +276,11 @@ def checked_grouped_mm(
         allowed = "allowed: a contiguous (G, N, K), or the transpose of a contiguous (G, K, N)"
         fail(ValueError, op, names.w, f"strides {values.stride()} of (G, N, K)", allowed)
     check_devices(op, names.x, x.device, **{names.w: values})
-    group_ends = check_group_ends(op, names.group_ends, group_ends, x, groups, names.x, names.w)
-    if bias is not None:
-        bias = check_bias(op, "bias", bias, groups, n, values.device)
     # `needs_input_grad` in the forward is set even under `no_grad`.
     need_wgrad = torch.is_grad_enabled() and values.requires_grad
     options = ProductOptions.of(recipe, x.device, pad, need_wgrad)
-    if options.whole_blocks:
-        check_token_blocks(op, names.x, names.group_ends, x.shape[0], group_ends, f"pass {names.pad}=True")
+    of_ends = names.group_ends, group_ends, x, groups, names.x, names.w
+    group_ends = check_group_ends(op, *of_ends, f"pass {names.pad}=True" if options.whole_blocks else None, known)
+    if bias is not None:
+        bias = check_bias(op, "bias", bias, groups, n, values.device)
     return _grouped_mm(x, values, bias, held, group_ends, MMCall(options, out_dtype))

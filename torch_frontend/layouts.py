@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..core_kernels.launch import fail
 from ._call import require_tensor
-from ._checks import check_devices, check_flag
+from ._checks import check_flag
+from ._launch import check_devices
 
 NAMES = ("w1", "w3", "w2", "b1", "b3", "b2")
 

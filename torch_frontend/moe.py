@@ -28,25 +28,16 @@ from ..core_kernels.router.plan import OPTIONS, check_options
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import _direct as ops
 from ._call import require_tensor
-from ._checks import (
-    check_autocast,
-    check_devices,
-    check_flag,
-    check_plain,
-)
+from ._checks import check_autocast, check_flag, check_plain
 from ._counts import refuse
+from ._launch import check_devices
 from ._ranges import named
+from .combine import combine, groups_to_tokens
+from .dispatch import dispatch_over, dispatch_probs, tokens_to_groups
+from .ep import TokenReplicas
 from .experts import GroupedExperts, SharedExpert, Unsent, check_sizes
-from .permute import RowMap
-from .pipeline import (
-    Route,
-    TokenReplicas,
-    combine,
-    dispatch_over,
-    dispatch_probs,
-    groups_to_tokens,
-    tokens_to_groups,
-)
+from .groups import RowMap
+from .route import Route
 from .router import GroupScore, Routing, ScoreFunc, chosen_outside, route_tokens
 from .shards import Ranks, check_group, replicated
 from .weighted_combine import sum_of_slots, weigh_slots

@@ -47,7 +47,7 @@ def _define(op: KernelOp) -> Callable[..., Any]:
 
     def fake(*args: Any) -> Any:
         tensors = args[:num_inputs]
-        check_devices(op, [t.device for t in tensors])
+        check_devices(op.name, op.inputs[0], tensors[0].device, **dict(zip(op.inputs, tensors, strict=True)))
         # Not `op.signature`: its cache hashes shapes, and symbolic sizes have no hash.
         types = (array_type(t.shape, t.dtype) for t in tensors)
         out = op.check(*types, **dict(zip(names, args[num_inputs:], strict=False))).out

@@ -27,9 +27,9 @@ from ..core_kernels.registry import OPS
 from . import _direct as ops
 from ._call import into
 from ._differentiable import differentiable, save, saved_by
-from ._torch_private import zero_each
+from ._launch import dtype_name
 from .mx_tensor import MXTensor, dequantized
-from .products import dtype_name
+from .symmetric import zero_each
 from .transport import Leg, Part, Transport
 from .weighted_combine import sum_slots
 

@@ -22,11 +22,13 @@ from torch import Tensor
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
 from ._checks import check_autocast
-from .ep import sent_rows
+from .combine import combine
+from .dispatch import dispatch_over, dispatch_probs
+from .ep import TokenReplicas, sent_rows
 from .grouped_mm import Names, checked_grouped_mm
 from .packed_ffn import packed_ffn
 from .permute import sort_by_expert
-from .pipeline import Route, TokenReplicas, combine, dispatch_over, dispatch_probs
+from .route import Route
 from .weighted_combine import sum_of_slots, weigh_slots
 
 Rowwise = Callable[[Tensor], Tensor]

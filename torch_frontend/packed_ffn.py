@@ -24,8 +24,9 @@ from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
 from . import _direct as ops
-from ._checks import check_bias, check_devices, check_floats, check_group_ends, check_token_blocks
+from ._checks import check_bias, check_floats, check_group_ends
 from ._differentiable import differentiable, save, saved_by
+from ._launch import at_address, check_devices
 from ._ranges import named
 from .layouts import joined
 from .products import (
@@ -44,7 +45,7 @@ from .products import (
     weight_gradient,
 )
 from .swiglu import hidden_rows, row_probabilities
-from .weights import MX, Folded, WeightOperand, along_n, at_address, check_weights, for_call, form_of, outlives_forward
+from .weights import MX, Folded, WeightOperand, along_n, check_weights, for_call, form_of, outlives_forward
 
 BF16 = torch.bfloat16
 
@@ -266,11 +267,11 @@ def packed_ffn(
         gate_up_bias = check_bias(op, "gate_up_proj_bias", gate_up_bias, experts, 2 * f, x.device)
     if down_bias is not None:
         down_bias = check_bias(op, "down_proj_bias", down_bias, experts, d, x.device)
-    group_ends = check_group_ends(op, "group_ends", group_ends, x, experts, "hidden_states", "down_proj")
     need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in named_weights.values())
     options = ProductOptions.of(recipe, x.device, False, need_wgrad)
-    if options.whole_blocks:
-        check_token_blocks(op, "hidden_states", "group_ends", x.shape[0], group_ends, "pad the groups")
+    remedy = "pad the groups" if options.whole_blocks else None
+    of_ends = "group_ends", group_ends, x, experts, "hidden_states", "down_proj"
+    group_ends = check_group_ends(op, *of_ends, remedy)
     save_bytes = all(map(outlives_forward, named_weights.values()))
     apart = not transposed and not interleaved and gate_up_bias is None
     call = PackedCall(options, activation.attributes, save_bytes, transposed, interleaved, apart)

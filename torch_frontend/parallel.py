@@ -24,9 +24,11 @@ from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
 from ._ranks import agree
 from ._torch_private import name_of_group
+from .combine import combine
+from .dispatch import dispatch_over, dispatch_probs
 from .moe import GroupedExperts, MoE
 from .peer_memory import Carrier, PeerMemory, check_prob_in_of_peers, described
-from .pipeline import Route, combine, dispatch_over, dispatch_probs
+from .route import Route
 from .shards import Ranks
 
 Gradients = Literal["mean", "sum"]

@@ -34,7 +34,7 @@ from ..core_kernels.launch import fail
 from ..core_kernels.peer import plan
 from ._checks import check_int
 from ._ranks import compare_calls, key_of, table_of_ranks
-from ._torch_private import Shared, has_shared_memory, meet, shared_memory
+from .symmetric import Shared, has_shared_memory, meet, shared_memory
 from .transport import ALIGNMENT, TIMEOUT, Part, Transport, Where, group_of, milliseconds, places_of, views_of
 from .transport import described as described_transport
 

@@ -27,21 +27,9 @@ from ._checks import (
 )
 from ._differentiable import differentiable
 from .gathered_rows import mapped_rows, quantized_rows
+from .groups import RowMap
 from .mx_tensor import MXTensor, dequantized
 from .weighted_combine import sum_slots, token_of
-
-
-class RowMap(NamedTuple):
-    """The maps between received rows and padded groups, one group per local expert; all int32.
-
-    row_map (P,): the received row of each padded row, -1 for padding. inverse (M,): the padded row of each received
-    row. padded_counts, group_ends (local experts,): rows of each group with padding, and the end of each group.
-    """
-
-    row_map: Tensor
-    inverse: Tensor
-    padded_counts: Tensor
-    group_ends: Tensor
 
 
 class ExpertOrder(NamedTuple):

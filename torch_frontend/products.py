@@ -20,7 +20,6 @@ gradients.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from ..core_kernels.recipe import Form, Recipe
 from ..core_kernels.registry import OPS
 from . import _direct as ops
 from ._call import into
+from ._launch import dtype_name
 from .gathered_rows import GatheredRows
 from .mx_tensor import MXTensor, dequantized
 from .weights import (
@@ -75,11 +75,6 @@ class ProductOptions(NamedTuple):
 def is_mx(form: Form) -> bool:
     """Whether operands are blocks of 32 before the product."""
     return form in ("mx", "fold")
-
-
-@cache
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def product(

@@ -23,9 +23,10 @@ from ..core_kernels.recipe import Recipe
 from . import _direct as ops
 from ._differentiable import differentiable
 from ._ranks import Splits
-from .ep import TokenReplicas, all_to_all, exchange_replicas, exchange_rows, packed_rows, sent_rows
+from .ep import TokenReplicas, all_to_all, exchange_rows, packed_rows
+from .groups import RowMap
 from .mx_tensor import MXTensor, dequantized
-from .permute import RowMap, gather, spread
+from .permute import gather
 from .weighted_combine import combine_slots, sum_slots
 
 
@@ -123,19 +124,6 @@ def _scatter(size: int, places: Tensor, values: Tensor) -> Tensor:
 def _followed(map: Tensor, by: Tensor) -> Tensor:
     """map[by], -1 where `by` is -1."""
     return torch.cat([map, map.new_full((1,), -1)])[by]
-
-
-def exchange_tokens(
-    rows: Tensor | TokenReplicas, output_splits: Splits, input_splits: Splits, recipe: Recipe, group_name: str
-) -> Tensor:
-    """Rows, or the copies that `TokenReplicas` lays out, in the precision of the recipe's legs; differentiable."""
-    splits, rounding = (list(output_splits), list(input_splits)), int(recipe.rounding)
-    mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
-    if isinstance(rows, TokenReplicas) and mx:
-        return exchange_replicas(*rows, *splits, group_name, rounding, mx_grad)
-    rows = spread(*rows) if isinstance(rows, TokenReplicas) else rows
-    rows = sent_rows(rows, False, 0) if mx_grad else rows  # an MXFP8 gradient is dequantized
-    return exchange_rows(rows, *splits, group_name, mx, mx_grad, rounding)
 
 
 def exchange_sums(

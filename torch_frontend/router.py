@@ -22,9 +22,9 @@ from ..core_kernels.launch import fail
 from ..core_kernels.router.plan import OPTIONS, check_options
 from . import _direct as ops
 from ._call import FLOATS, require_tensor
-from ._checks import check_counts, check_devices, check_plain, check_shape, reads_values
+from ._checks import check_counts, check_plain, check_shape, reads_values
 from ._differentiable import differentiable
-from .weights import at_address
+from ._launch import at_address, check_devices
 
 ScoreFunc = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["top2", "max"]

@@ -14,8 +14,9 @@ from ..core_kernels.recipe import Form
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import _direct as ops
 from ._call import require_tensor
-from ._checks import check_devices, check_plain, check_probs, check_shape
+from ._checks import check_plain, check_probs, check_shape
 from ._differentiable import differentiable
+from ._launch import check_devices
 from .mx_tensor import dequantized
 from .products import is_mx
 from .weights import MX, Folded, Operand

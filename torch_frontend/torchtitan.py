@@ -19,9 +19,12 @@ from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ._torch_private import name_of_group
+from .combine import combine
 from .convert import titan_forward
+from .dispatch import dispatch_over
+from .ep import TokenReplicas
 from .permute import sort_by_expert
-from .pipeline import Route, TokenReplicas, combine, dispatch_over
+from .route import Route
 from .shards import Ranks
 
 TESTED = "0.3.0"

@@ -24,7 +24,8 @@ from ..core_kernels.exchange import Move, Step
 from ..core_kernels.launch import fail
 from ._checks import check_int
 from ._ranks import name_of, no_answer
-from ._torch_private import copy_each, group_named
+from ._torch_private import group_named
+from .symmetric import copy_each
 
 Where = Literal["experts", "tokens"]
 CHUNK_BYTES = 2**26

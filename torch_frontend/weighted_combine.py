@@ -26,9 +26,9 @@ from ._checks import (
     out_dtype_of,
 )
 from ._differentiable import differentiable
+from ._launch import dtype_name
 from .gathered_rows import mapped_rows, quantized_rows
 from .mx_tensor import MXTensor, dequantized, mx_rows
-from .products import dtype_name
 
 
 def sum_slots(rows: Tensor, slots: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -23,8 +23,9 @@ from ..core_kernels.formats import BLOCK, WEIGHT_HEADROOM, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
 from . import _direct as ops
-from ._checks import check_bias, check_devices, check_floats
+from ._checks import check_bias, check_floats
 from ._device import arch_of
+from ._launch import check_devices
 from ._torch_private import has_version, owner_of, version_of
 from .mx_tensor import MXTensor
 
@@ -293,11 +294,6 @@ def quantize_rows(x: Tensor, form: Form, rounding: int, headroom: int = 0) -> Qu
     if form == "fold":
         return Folded(*ops.quantize_row_fold(x, rounding, False, headroom))
     return Folded(*ops.quantize_rowwise(x, rounding))
-
-
-def at_address(part: Tensor) -> Tensor:
-    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes, as that of storage is."""
-    return part.clone() if part.storage_offset() * part.element_size() % 16 else part
 
 
 def is_block(form: Form) -> bool:

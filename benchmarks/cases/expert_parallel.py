@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import combine, grouped_mm
+from mxep.torch_frontend.dispatch import dispatch_over
 from mxep.torch_frontend.expert_parallel import MMExperts, mm_over
 from mxep.torch_frontend.grouped_mm import MMCall
 from mxep.torch_frontend.peer_memory import Carrier
-from mxep.torch_frontend.pipeline import dispatch_over
 from mxep.torch_frontend.products import ProductOptions
 from mxep.torch_frontend.shards import Ranks
 from torch import Tensor

@@ -32,7 +32,8 @@ from mxep.torch_frontend import (
     sort_by_expert,
     to_mxfp8_a2a_dequant,
 )
-from mxep.torch_frontend.pipeline import combine, dispatch, dispatch_over
+from mxep.torch_frontend.combine import combine
+from mxep.torch_frontend.dispatch import dispatch, dispatch_over
 from mxep.torch_frontend.shards import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mxep.torch_frontend import PeerMemory, peer_memory
-from mxep.torch_frontend._torch_private import Shared
+from mxep.torch_frontend.symmetric import Shared
 from torch.distributed.device_mesh import init_device_mesh
 from triton.runtime import interpreter
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from mxep.core_kernels.exchange import plan_exchange
 from mxep.torch_frontend import copy_engines
-from mxep.torch_frontend._torch_private import Shared
 from mxep.torch_frontend.copy_engines import CopyEngines
+from mxep.torch_frontend.symmetric import Shared
 from mxep.torch_frontend.transport import Part
 from torch import Tensor
 

@@ -29,8 +29,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-SOURCE = Path(__file__).parents[2] / "torch_frontend" / "_torch_private.py"
-NAMES = sorted(set(re.findall(r'_private\("([^"]+)"\)', SOURCE.read_text())))
+PACKAGE = Path(__file__).parents[2] / "torch_frontend"
+FILES = "_torch_private.py", "symmetric.py"
+"""The files that name private parts of torch."""
+NAMES = sorted({n for f in FILES for n in re.findall(r'\bprivate\("([^"]+)"\)', (PACKAGE / f).read_text())})
 
 BITS = range((len(NAMES) - 1).bit_length())
 HALVES = {
@@ -41,7 +43,7 @@ HALVES = {
 
 @contextmanager
 def hiding(hidden: set[str]) -> Iterator[None]:
-    """Within the block _torch_private.py finds none of these names; it has to look for all of them."""
+    """Within the block `private` finds none of these names; the package has to look for all of them."""
     resolve, missed = pkgutil.resolve_name, set()
 
     def look_up(name: str) -> Any:

@@ -1,93 +1,35 @@
-"""The pipeline around the experts: dispatch rows to the ranks of their experts, and combine the results.
+"""Rows to the ranks of their experts, laid out in one padded group per local expert.
 
-    rows (M, K), or TokenReplicas --dispatch--> groups (P, K), padded_counts, route
-    groups (P, N), route ---------combine-----> rows (M, N), or tokens (T, N)
+    rows (M, K), or TokenReplicas --quantize--> all-to-all --gather--> groups (P, K), padded_counts, route
 
-    dispatch    quantize -> all-to-all -> gather into one padded group per local expert        backward: bf16
-    combine     gather -> all-to-all [-> sum over each token's replicas]                       backward: MXFP8
-
-`Recipe.mx_legs` chooses other legs to be sent in MXFP8; on one rank too, so that results do not depend on the ranks.
-
-A `Route` is a value: whoever holds it can combine. On one rank there is no exchange: dispatch gathers the replicas of a
-token directly into the groups, and combine sums directly from them. `tokens_to_groups` and
-`groups_to_tokens` are these steps on one rank, without checks, for a layer that has made their arguments itself.
+The gradient of the rows comes back in bf16; `Recipe.mx_legs` chooses other legs to be sent in MXFP8, on one rank too,
+so that results do not depend on the ranks. On one rank there is no exchange: the replicas of a token are gathered
+directly into the groups. `tokens_to_groups` is this step without checks, for a layer that has made its arguments.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
 from . import _direct as ops
-from ._checks import check_probs, check_shape, out_dtype_of
+from ._checks import check_probs
 from ._counts import agree_on_counts, agreed_splits, checked_rows
 from ._ranges import named
-from ._ranks import check_rows_to_send, degree_of, name_of
+from ._ranks import degree_of, name_of
 from ._torch_private import captures_splits
-from .ep import TokenReplicas, exchange_rows, sent_rows
+from .ep import TokenReplicas, exchange_rows, exchange_tokens, sent_rows
+from .groups import RowMap
 from .mx_tensor import MXTensor
-from .permute import RowMap, gather, map_rows, spread, spread_tokens
-from .replicas import (
-    Copies,
-    Way,
-    exchange_slots,
-    exchange_sums,
-    exchange_tokens,
-    map_copies,
-    probs_of_copies,
-    return_each,
-    send_once,
-)
+from .permute import gather, map_rows, spread, spread_tokens
+from .replicas import exchange_slots, map_copies, send_once
+from .route import Route, folds
 from .shards import Ranks
-from .weighted_combine import combine_slots, plain_sum, token_of, weighted_sum
-from .weights import form_of
-
-
-class Route(NamedTuple):
-    """Where `dispatch` put each row; `combine` takes it.
-
-    row_map: between received rows and padded groups. counts (E,) int32: rows of all ranks per expert. output_splits,
-    input_splits: rows per rank, received and sent. order, slots, top_k: of TokenReplicas, the maps of
-    `weighted_combine`; None and 0 for rows. copies: where a token goes once to each rank, how its copies lie. token: of
-    TokenReplicas on one rank, the token of each row of the groups.
-    """
-
-    row_map: RowMap
-    counts: Tensor
-    recipe: Recipe
-    group_name: str
-    output_splits: list[int]
-    input_splits: list[int]
-    order: Tensor | None = None
-    slots: Tensor | None = None
-    top_k: int = 0
-    copies: Copies | None = None
-    token: Tensor | None = None
-
-    @property
-    def group_ends(self) -> Tensor:
-        """(local experts,) int32, the end of each padded group."""
-        return self.row_map.group_ends
-
-
-GroupEnds = Tensor | RowMap | Route
-
-
-def ends_of(op: str, group_ends: GroupEnds, x: Tensor) -> Tensor:
-    """group_ends, or those of the RowMap or Route that laid out the rows x; ValueError if it laid out others."""
-    maps = group_ends.row_map if isinstance(group_ends, Route) else group_ends
-    if not isinstance(maps, RowMap):
-        return maps
-    rows = maps.row_map.shape[0]
-    if isinstance(x, Tensor) and x.shape[0] != rows:
-        allowed = f"allowed: the RowMap or Route that laid out these {x.shape[0]} rows"
-        fail(ValueError, op, "group_ends", f"those of {rows} rows", allowed)
-    return maps.group_ends
+from .weighted_combine import token_of
 
 
 def dispatch(
@@ -151,7 +93,7 @@ def dispatch_over(
         else:
             route = Route(row_map, counts, recipe, name, [num_rows], [num_rows])
             x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.sends_mx("dispatch") else rows
-            groups = gather(x, row_map.row_map, row_map.inverse, _folds(recipe, x))
+            groups = gather(x, row_map.row_map, row_map.inverse, folds(recipe, x))
         if recipe.sends_mx("dispatch_grad"):
             groups = sent_rows(groups, True, int(recipe.rounding))
         return groups, row_map.padded_counts, route
@@ -196,14 +138,8 @@ def _replicas_to_groups(
     x, top_k, (order, token, slots) = tokens.x, tokens.top_k, maps
     splits = [tokens.order.shape[0]], [tokens.order.shape[0]]
     rounding = int(recipe.rounding) if recipe.sends_mx("dispatch") else None
-    groups, prob = spread_tokens(x, probs, prob, token, slots.view(-1, top_k), rounding, _folds(recipe, x))
+    groups, prob = spread_tokens(x, probs, prob, token, slots.view(-1, top_k), rounding, folds(recipe, x))
     return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)
-
-
-def _folds(recipe: Recipe, rows: Tensor) -> bool:
-    """Whether the experts' products read MXFP8 rows and their gradients folded, both of them: then dispatch and the
-    gradient of combine leave the gather to the products."""
-    return recipe.wgrad_mx and form_of(recipe, rows.device) == "fold"
 
 
 def _send(
@@ -222,7 +158,7 @@ def _send(
     if agreed.layout is None:
         arrived = exchange_tokens(rows, *splits, recipe, name)
         row_map = laid_out(arrived.shape[0])
-        groups = gather(arrived, row_map.row_map, row_map.inverse, _folds(recipe, arrived))
+        groups = gather(arrived, row_map.row_map, row_map.inverse, folds(recipe, arrived))
         route = Route(row_map, agreed.totals, recipe, name, *splits)
         if isinstance(rows, TokenReplicas):
             route = route._replace(order=rows.order, slots=rows.inverse, top_k=rows.top_k)
@@ -239,16 +175,8 @@ def _send(
         groups = spread(arrived, copies.group_order, copies.group_slots.view(-1), rows.top_k)
     else:
         legs = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad"), int(recipe.rounding)
-        groups = send_once(rows.x, _way(route, copies), *legs)
+        groups = send_once(rows.x, route.way, *legs)
     return groups, row_map.padded_counts, route
-
-
-def _way(route: Route, copies: Copies) -> Way:
-    """Of the copies of a token there, and of its replicas back."""
-    assert route.slots is not None
-    copy, slots = copies.group_order // route.top_k, route.slots.view(-1, route.top_k)
-    splits = (copies.output_splits, copies.input_splits), (route.input_splits, route.output_splits)
-    return Way(copies.order // copies.width, copy, route.row_map.inverse, slots, *splits, route.group_name)
 
 
 def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
@@ -280,94 +208,8 @@ def _send_probs(column: Tensor, route: Route) -> Tensor:
     return gather(received, route.row_map.row_map, route.row_map.inverse)
 
 
-@named("mxep.combine")
-def combine(
-    groups: Tensor, route: Route, probs: Tensor | None = None, *, out_dtype: torch.dtype | str | None = None
-) -> Tensor:
-    """Take expert outputs back to the ranks and rows that `dispatch` took them from; differentiable.
-
-    groups: (P, N) bfloat16 or float32. probs: of TokenReplicas, (T, top_k) float32, the weight of each replica in its
-    token's sum; None is a weight of 1. out_dtype: of that sum; None is the dtype of groups.
-
-    Returns (M, N) rows; or, of TokenReplicas, (T, N), each token's weighted sum over its replicas in fp32, rounded
-    once. If the recipe quantizes, the gradient of groups is an MXTensor. Raises ValueError (shape) and TypeError
-    (dtype).
-
-    >>> groups, _, route = dispatch(torch.ones(3, 32), torch.tensor([1, 2]))
-    >>> combine(groups.dequantize(), route).shape
-    torch.Size([3, 32])
-    """
-    op = "combine"
-    check_rows_to_send(op, "groups", groups, route.recipe.mx or bool(route.recipe.mx_legs))
-    check_shape(op, "groups", groups, (route.row_map.row_map.shape[0], "N"))
-    out_dtype = groups.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
-    if route.order is None or route.slots is None:
-        if probs is not None:
-            allowed = "allowed: None for rows; the sum over replicas, of TokenReplicas, is weighted"
-            fail(ValueError, op, "probs", "a tensor", allowed)
-        rows = _receive_rows(groups, route)
-        return rows.to(out_dtype)
-    if probs is not None:
-        check_probs(op, "probs", probs, (route.slots.shape[0] // route.top_k, route.top_k), groups.device)
-    slots, rounding = route.slots.view(-1, route.top_k), None
-    if len(route.input_splits) == 1:
-        rows, rounding = _rows_to_sum(groups, route.recipe)
-    elif route.copies is not None and (route.copies.summed or probs is None):
-        exchange = captures_splits()
-        return (_receive_sums if exchange else _receive_sums_eagerly)(groups, probs, route, out_dtype)
-    else:
-        rows = _receive_rows(groups, route)
-    return combine_slots(rows, probs, slots, route.order, out_dtype, rounding, _folds(route.recipe, rows))
-
-
-@named("mxep.combine")
-def groups_to_tokens(groups: Tensor, route: Route, probs: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """`combine` of TokenReplicas on one rank, unchecked."""
-    assert route.slots is not None
-    slots, (rows, rounding) = route.slots.view(-1, route.top_k), _rows_to_sum(groups, route.recipe)
-    if probs is None:
-        return plain_sum(rows, slots, route.token, out_dtype, rounding, _folds(route.recipe, rows))
-    return weighted_sum(rows, probs, slots, route.order, out_dtype, rounding)
-
-
-def _rows_to_sum(groups: Tensor, recipe: Recipe) -> tuple[Tensor, int | None]:
-    """The groups with the values that they have after they were sent, and the rounding of their gradient."""
-    if recipe.sends_mx("combine"):
-        groups = MXTensor.quantize(groups, recipe.rounding).dequantize()
-    return groups, int(recipe.rounding) if recipe.sends_mx("combine_grad") else None
-
-
-def _receive_rows(groups: Tensor, route: Route) -> Tensor:
-    exchange = captures_splits() or len(route.input_splits) == 1
-    return (_receive if exchange else _receive_eagerly)(groups, route)
-
-
-def _receive(groups: Tensor, route: Route) -> Tensor:
-    back, recipe = (route.input_splits, route.output_splits), route.recipe
-    rows = gather(groups, route.row_map.inverse, route.row_map.row_map, _folds(recipe, groups))
-    mx, mx_grad = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad")
-    received = exchange_rows(rows, *back, route.group_name, mx, mx_grad, int(recipe.rounding))
-    return received.dequantize() if mx else received
-
-
-def _receive_sums(groups: Tensor, probs: Tensor | None, route: Route, out_dtype: torch.dtype) -> Tensor:
-    """Of the copies of tokens."""
-    copies, recipe = route.copies, route.recipe
-    assert copies is not None
-    if not copies.summed:
-        legs = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad"), int(recipe.rounding)
-        return return_each(groups, _way(route, copies), *legs, out_dtype)
-    if probs is not None:
-        column = gather(probs.reshape(-1, 1), route.order, route.slots)
-        splits = route.output_splits, route.input_splits
-        probs = probs_of_copies(exchange_rows(column, *splits, route.group_name, False, False, 0), copies)
-    return exchange_sums(groups, probs, copies, recipe, route.group_name, out_dtype)
-
-
 # AOTAutograd traces a backward with tangents of the outputs' types. Here an MX output has a plain gradient and a plain
 # output an MX gradient (pytorch/pytorch#172556), so exchanges run outside of compiled graphs, unless Dynamo may keep
 # the splits as symbols and trace on.
 _send_eagerly: Callable[..., Any] = torch.compiler.disable(_send)
 _send_probs_eagerly: Callable[..., Any] = torch.compiler.disable(_send_probs)
-_receive_sums_eagerly: Callable[..., Any] = torch.compiler.disable(_receive_sums)
-_receive_eagerly: Callable[..., Any] = torch.compiler.disable(_receive)
