@@ -3,8 +3,9 @@
     rows of rank r, sorted by expert         `capacity` rows per destination rank
     | e0 e0 e1 | e2 e3 e3 e3 | ...   --->    | e0 e0 e1 __ | e2 e3 e3 e3 | ...  --all-to-all-->
 
-    dispatch   x --quantize--> [q | sf] --gather--> parts ==u8==> MXArray          backward ==bf16==
-    combine    y                                          ==bf16==> --gather--> rows   backward ==u8==
+    dispatch   exchange_rows(fwd=...)    x --quantize--> [q | sf] --gather--> parts ==u8==> MXArray
+                                         dx <--sum--           <--gather--         <==bf16==
+    combine    exchange_rows(bwd=...)    the same, the other way round
 
 Every exchange is one dense all_to_all over whole rows. XLA needs static sizes, so each pair of ranks has room for
 `capacity` rows: all local rows by default, which have room. With less, rows that do not fit are dropped:
@@ -15,20 +16,23 @@ without room NaN.
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..core_kernels.formats import BLOCK, Rounding
-from ..core_kernels.launch import fail, require_multiple
+from ..core_kernels.launch import fail
 from . import ops
-from ._checks import check_counts, check_floats, check_integers, check_shape, check_size, check_type, rounding_of
+from ._checks import check_counts, check_floats, check_integers, check_matrix, check_shape, check_size, check_type
 from ._derivatives import arguments
 from ._mesh import Axes, axis_size
 from ._shapes import Float, Int
+from .gathers import Rows, gather
+from .groups import laid_out, map_groups
 from .mx_array import MXArray, MXGradArray
+from .ops import RowMap
 from .weighted_combine import sum_slots
 
 
@@ -58,6 +62,18 @@ class Exchange:
     def num_rows(self) -> int:
         """Local rows, M."""
         return self.slots.shape[0]
+
+    def of_replicas(self, tokens: "TokenReplicas") -> "Exchange":
+        """The exchange that gathers the tokens directly into the send buffer."""
+        rows = jnp.append(tokens.order, -1)[self.sources] // tokens.top_k  # a source of -1 stays -1
+        return dataclasses.replace(self, sources=rows, slots=self.slots[tokens.inverse], top_k=tokens.top_k)
+
+    def map_rows(self, alignment: int) -> RowMap:
+        """Between the rows received and one padded group per local expert."""
+        return ops.row_map(
+            self.recv_counts, num_rows=self.ep_degree * self.capacity, alignment=alignment, rank_rows=self.capacity,
+            num_local_experts=self.recv_counts.shape[0] // self.ep_degree,
+        )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -172,176 +188,99 @@ def send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
     return sum_slots(rows, exchange.slots.reshape(-1, exchange.top_k))
 
 
-def _for_replicas(op: str, input: Any, exchange: Exchange) -> tuple[jax.Array, Exchange]:
-    """The array to send, and the exchange that gathers it directly into the send buffer."""
+# --- differentiable ----------------------------------------------------------------------------------
+
+
+class _Legs(NamedTuple):
+    """back: from the layout received to the local rows. fwd, bwd: the rounding of the quantized rows that a direction
+    sends, None for rows as they are. floats: quantized rows are dequantized on arrival."""
+
+    back: bool
+    fwd: Rounding | None
+    bwd: Rounding | None
+    floats: bool
+
+
+def _moved(x: jax.Array, plan: Exchange, back: bool, rounding: Rounding | None) -> jax.Array:
+    rows = x if rounding is None else ops.quantize_row_packed(x, rounding=rounding)
+    return send_back(rows, plan) if back else send_rows(rows, plan)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _exchange(x: Any, plan: Exchange, legs: _Legs) -> Any:
+    x = x.value if isinstance(x, MXGradArray) else x
+    rows = _moved(x, plan, legs.back, legs.fwd)
+    if legs.fwd is None:
+        return rows
+    mx = MXArray.from_packed(rows, x.dtype)
+    return ops.dequantize(mx.q, mx.sf, out_dtype=x.dtype) if legs.floats else mx
+
+
+def _exchange_bwd(legs, plan, grad):
+    grad = grad.carrier if isinstance(grad, MXArray) else grad
+    rows = _moved(grad, plan, not legs.back, legs.bwd)
+    if legs.bwd is None:
+        return rows, None
+    mx = MXArray.from_packed(rows)
+    if legs.floats:
+        return ops.dequantize(mx.q, mx.sf, out_dtype=grad.dtype), None
+    return MXGradArray.cotangent(None, (mx.q, mx.sf)), None
+
+
+_exchange.defvjp(lambda x, plan, legs: (_exchange(x, plan, legs), plan), _exchange_bwd)
+
+
+def exchange_rows(
+    op: str,
+    x: Any,
+    plan: Exchange,
+    *,
+    back: bool = False,
+    fwd: Rounding | None = None,
+    bwd: Rounding | None = None,
+    floats: bool = False,
+) -> Any:
+    """Send rows to the ranks of their experts, or with `back` expert outputs to the ranks of their tokens.
+
+    x: (M, W), or of the layout received, (ep * capacity, W). fwd, bwd: the rounding of rows that are quantized for
+    their way forward and of gradients that are quantized for their way backward; None sends them as they are.
+    Quantized rows arrive as an MXArray, and quantized gradients at an MXGradArray, which x then is; or with `floats`
+    both are dequantized on arrival. The callers have checked the arguments.
+    """
+    x = x.once(op) if isinstance(x, MXGradArray) else x
+    return _exchange(*arguments(op, x, plan), _Legs(back, fwd, bwd, floats))
+
+
+def replicas_to_send(op: str, input: Any, plan: Exchange) -> tuple[jax.Array, Exchange]:
+    """The array to send and its exchange, of rows or TokenReplicas; TypeError and ValueError unless they fit it."""
     if not isinstance(input, TokenReplicas):
-        _check_rows(op, input, exchange.num_rows, "the exchange's local rows", " or TokenReplicas")
-        return input, exchange
-    x, order, inverse, top_k = input.x, input.order, input.inverse, input.top_k
+        check_rows(op, input, plan.num_rows, "the exchange's local rows", " or TokenReplicas")
+        return input, plan
+    x, top_k = input.x, input.top_k
     check_floats(op, "input", x)
     check_replicas(op, input)
-    if x.ndim != 2 or x.shape[0] * top_k != exchange.num_rows:
-        allowed = f"allowed: (T, D) with T * top_k = {exchange.num_rows}, the exchange's local rows"
+    if x.ndim != 2 or x.shape[0] * top_k != plan.num_rows:
+        allowed = f"allowed: (T, D) with T * top_k = {plan.num_rows}, the exchange's local rows"
         fail(ValueError, op, "input", f"shape {x.shape} with top_k {top_k}", allowed)
-    tokens = jnp.append(order, -1)[exchange.sources] // top_k  # a source of -1 picks the appended -1, and stays -1
-    return x, dataclasses.replace(exchange, sources=tokens, slots=exchange.slots[inverse], top_k=top_k)
+    return x, plan.of_replicas(input)
 
 
-def _check_rows(op: str, x: Any, rows: int, what: str, other: str = "") -> None:
+def check_rows(op: str, x: Any, rows: int, what: str, other: str = "") -> None:
+    """TypeError unless x is an array of floats, ValueError unless it has this number of rows."""
     check_floats(op, "input", x, other)
     if len(x.shape) != 2 or x.shape[0] != rows:
         fail(ValueError, op, "input", f"shape {x.shape}", f"allowed: ({rows}, D), {what}")
 
 
-# --- dispatch --------------------------------------------------------------------------------------
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def dispatch_mx(x: jax.Array, exchange: Exchange, rounding: Rounding) -> MXArray:
-    return MXArray.from_packed(send_rows(ops.quantize_row_packed(x, rounding=rounding), exchange), x.dtype)
-
-
-dispatch_mx.defvjp(
-    lambda x, exchange, rounding: (dispatch_mx(x, exchange, rounding), exchange),
-    lambda rounding, exchange, grad: (send_back(grad.carrier, exchange), None),
-)
-
-
-def a2a_dispatch_mxfp8_fwd_hp_bwd(
-    input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Exchange, rounding: Rounding | str = Rounding.RCEIL
-) -> MXArray:
-    """Quantize rows and send them to the ranks of their experts; the gradient comes back in input's dtype.
-
-    input: (M, D) bf16 or fp32, sorted by expert; or TokenReplicas, with M = T * top_k, which go from the tokens
-    directly
-        into the send buffer, and whose gradient is summed over a token's replicas in fp32 and rounded once.
-    exchange: of `plan_exchange` for these M rows. rounding: a `Rounding` or its name.
-
-    Returns an MXArray (ep_degree * capacity, D) for `permute_mxfp8_fwd_hp_bwd`: the rows of source rank s start at
-    s * capacity, and `exchange.recv_counts` has their numbers.
-
-    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
-    >>> a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange).dequantize().sum().item()
-    96.0
-
-    Raises ValueError (shapes; D no multiple of 32) and TypeError (dtypes).
-    """
-    op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
-    check_type(op, "exchange", exchange, Exchange)
-    x, exchange = _for_replicas(op, input, exchange)
-    return dispatch_mx(*arguments(op, x, exchange), rounding_of(op, "rounding", rounding))
-
-
-# --- combine ---------------------------------------------------------------------------------------
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _combine_mx(x: MXGradArray, exchange: Exchange, rounding: Rounding) -> jax.Array:
-    return send_back(x.value, exchange)
-
-
-def _combine_mx_bwd(rounding, exchange, grad):
-    rows = MXArray.from_packed(send_rows(ops.quantize_row_packed(grad, rounding=rounding), exchange))
-    return MXGradArray.cotangent(None, (rows.q, rows.sf)), None
-
-
-_combine_mx.defvjp(lambda x, exchange, rounding: (_combine_mx(x, exchange, rounding), exchange), _combine_mx_bwd)
-
-
-@jax.custom_vjp
-def _combine(x: jax.Array, exchange: Exchange) -> jax.Array:
-    return send_back(x, exchange)
-
-
-_combine.defvjp(
-    lambda x, exchange: (_combine(x, exchange), exchange), lambda exchange, grad: (send_rows(grad, exchange), None)
-)
-
-
-def a2a_combine_hp_fwd_mxfp8_bwd(
-    input: Float[jax.Array, "P N"] | MXGradArray,
-    exchange: Exchange,
-    rounding: Rounding | str = Rounding.RCEIL,
-    *,
-    mxfp8_bwd: bool = True,
-) -> Float[jax.Array, "M N"]:
-    """Send expert outputs back to the tokens' ranks as they are; the gradient is sent in MXFP8.
-
-    input: (P, N), P = ep_degree * capacity, in the layout of the dispatch; an array, whose gradient is dequantized on
-        arrival, or an MXGradArray, whose gradient stays MXFP8 bytes for the grouped GEMM.
-    exchange: of the dispatch. rounding: a `Rounding` or its name. mxfp8_bwd: False sends the gradient in its own dtype.
-
-    Returns (M, N) of input's dtype; rows that did not fit are zeros. Raises ValueError (shapes; N no multiple of 32)
-    and TypeError (dtypes).
-
-    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
-    >>> a2a_combine_hp_fwd_mxfp8_bwd(jnp.ones((3, 32)), exchange).shape
-    (3, 32)
-    """
-    op = "a2a_combine_hp_fwd_mxfp8_bwd"
-    check_type(op, "exchange", exchange, Exchange)
-    check_type(op, "mxfp8_bwd", mxfp8_bwd, bool)
-    values = input.value if isinstance(input, MXGradArray) else input
-    _check_rows(op, values, exchange.sources.shape[0], "ep_degree * capacity rows", " or an MXGradArray")
-    if not mxfp8_bwd:
-        return _combine(*arguments(op, values, exchange))
-    require_multiple(op, "input", input.shape[1], BLOCK, "last dim", "the backward quantizes along it")
-    if isinstance(input, MXGradArray):
-        return _combine_mx(*arguments(op, input.once(op), exchange), rounding_of(op, "rounding", rounding))
-    return _dequantized(*arguments(op, input, exchange), rounding_of(op, "rounding", rounding), "combine")
-
-
-# --- MXFP8 on the wire, floats on both sides ---------------------------------------------------------
-
-
-def _wire(x, exchange, rounding, back: bool):
-    rows = ops.quantize_row_packed(x, rounding=rounding)
-    rows = MXArray.from_packed(send_back(rows, exchange) if back else send_rows(rows, exchange))
-    return ops.dequantize(rows.q, rows.sf, out_dtype=x.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dequantized(x: jax.Array, exchange: Exchange, rounding: Rounding, leg: str) -> jax.Array:
-    return send_back(x, exchange) if leg == "combine" else _wire(x, exchange, rounding, leg == "reverse")
-
-
-_dequantized.defvjp(
-    lambda x, exchange, rounding, leg: (_dequantized(x, exchange, rounding, leg), exchange),
-    lambda rounding, leg, exchange, grad: (_wire(grad, exchange, rounding, leg == "forward"), None),
-)
-
-
-def to_mxfp8_a2a_dequant(
-    input: Float[jax.Array, "M D"],
-    exchange: Exchange,
-    rounding: Rounding | str = Rounding.RCEIL,
-    *,
-    reverse: bool = False,
-) -> Float[jax.Array, "P D"]:
-    """All-to-all with MXFP8 on the wire in both directions and input's dtype at both ends.
-
-    input: (M, D) bf16 or fp32 -> (P, D), P = ep_degree * capacity; with reverse=True (P, D) -> (M, D).
-    exchange, rounding: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`. Raises ValueError (shapes; D no multiple of 32) and
-    TypeError (dtypes).
-
-    >>> exchange = plan_exchange(jnp.array([1]), None, num_rows=1)
-    >>> to_mxfp8_a2a_dequant(jnp.full((1, 32), 1.06), exchange)[0, 0].item()
-    1.0
-    """
-    op = "to_mxfp8_a2a_dequant"
-    check_type(op, "exchange", exchange, Exchange)
-    check_type(op, "reverse", reverse, bool)
-    rows = exchange.sources.shape[0] if reverse else exchange.num_rows
-    _check_rows(op, input, rows, "the exchange's rows")
-    leg = "reverse" if reverse else "forward"
-    return _dequantized(*arguments(op, input, exchange), rounding_of(op, "rounding", rounding), leg)
-
-
 def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Exchange) -> Float[jax.Array, "P D"]:
     """Send rows to the ranks of their experts as they are, forward and backward.
 
-    input, exchange: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, D of any size. Returns (P, D) of input's dtype,
-    P = ep_degree * capacity. Raises ValueError (shapes) and TypeError (dtypes).
+    input: (M, D) bf16 or fp32, sorted by expert; or TokenReplicas, with M = T * top_k, which go from the tokens
+        directly into the send buffer, and whose gradient is summed over a token's replicas in fp32 and rounded once.
+    exchange: of `plan_exchange` for these M rows.
+
+    Returns (P, D) of input's dtype, P = ep_degree * capacity, for `permute`: the rows of source rank s start at
+    s * capacity, and `exchange.recv_counts` has their numbers. Raises ValueError (shapes) and TypeError (dtypes).
 
     >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
     >>> a2a_dispatch(jnp.ones((3, 32)), exchange).shape
@@ -349,15 +288,47 @@ def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Excha
     """
     op = "a2a_dispatch"
     check_type(op, "exchange", exchange, Exchange)
-    return dispatch_rows(*arguments(op, *_for_replicas(op, input, exchange)))
+    return exchange_rows(op, *replicas_to_send(op, input, exchange))
 
 
-@jax.custom_vjp
-def dispatch_rows(x: jax.Array, exchange: Exchange) -> jax.Array:
-    return send_rows(x, exchange)
+def permute(
+    x: Rows, num_tokens_per_expert: Int[jax.Array, " G"] | Exchange, group_size_multiple_of: int = BLOCK
+) -> tuple[Rows, RowMap]:
+    """Gather rows into one padded group per local expert.
+
+    x: (R, K) bf16, fp32 or MXArray. num_tokens_per_expert: the Exchange that sent the rows, which says how they came
+        from several ranks; or (G,) of an integer dtype, the sizes of groups that follow each other. For rows of several
+        ranks that no Exchange sent, `ops.row_map` makes the maps and `gather_rows` takes them.
+    group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
+
+    Returns (rows (P, K) of x's kind, RowMap). P holds any split of R rows; padding rows are zeros. The gradient of an
+    MXArray is a float array.
+
+    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
+    >>> rows.shape, row_map.padded_counts.tolist()
+    ((96, 32), [32, 32])
+
+    Raises ValueError (shapes, counts that do not fit) and TypeError (dtypes).
+    """
+    op = "permute"
+    if not isinstance(x, MXArray):
+        check_floats(op, "x", x, " or an MXArray")
+    return gather_groups(op, "x", x, num_tokens_per_expert, group_size_multiple_of)
 
 
-dispatch_rows.defvjp(
-    lambda x, exchange: (dispatch_rows(x, exchange), exchange),
-    lambda exchange, grad: (send_back(grad, exchange), None),
-)
+def gather_groups(op: str, name: str, x: Rows, counts: Any, alignment: int) -> tuple[Rows, RowMap]:
+    """`permute` of the argument `name`, whose type the caller has checked."""
+    check_matrix(op, name, x)
+    check_size(op, "group_size_multiple_of", alignment, BLOCK)
+    if isinstance(counts, Exchange):
+        rows = counts.ep_degree * counts.capacity
+        if x.shape[0] != rows:
+            fail(ValueError, op, name, f"shape {x.shape}", f"allowed: {rows} rows, what the exchange dispatched")
+        maps = counts.map_rows(alignment)
+    else:
+        check_integers(op, "num_tokens_per_expert", counts, " or an Exchange")
+        if counts.ndim != 1 or not counts.size:
+            fail(ValueError, op, "num_tokens_per_expert", f"shape {counts.shape}", "allowed: (G,), or an Exchange")
+        check_counts(op, counts, 1, x.shape[0])
+        maps = map_groups(counts, x.shape[0], alignment)
+    return laid_out(gather(op, x, maps.row_map, maps.inverse), maps), maps

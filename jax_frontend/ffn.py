@@ -22,7 +22,7 @@ its gradient has a part of each.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,10 @@ from ._checks import check_bias, check_blocks, check_floats, check_shape, check_
 from ._derivatives import reverse_only
 from ._shapes import Float, Float32, Int
 from .backward_operands import swiglu_operands
+from .gathers import gather, ungather
+from .groups import LaidOut, ends_of, pad_groups
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .ops import RowMap
-from .permute import ends_of, gather_rows, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     bias_gradient,
     bias_row_products,
@@ -65,9 +66,6 @@ from .weights import (
     resolve_compute,
     saved,
 )
-
-if TYPE_CHECKING:
-    from .pipeline import Route
 
 
 class Options(NamedTuple):
@@ -158,7 +156,7 @@ def grouped_swiglu_ffn(
     w1: Float[jax.Array, "G F D"] | QuantizedWeights,
     w3: Float[jax.Array, "G F D"] | QuantizedWeights,
     w2: Float[jax.Array, "G D F"] | QuantizedWeights,
-    group_ends: Int[jax.Array, " G"] | RowMap | "Route" | None = None,
+    group_ends: Int[jax.Array, " G"] | RowMap | LaidOut | None = None,
     prob: Float32[jax.Array, " P"] | None = None,
     *,
     b1: Float[jax.Array, "G F"] | Float[jax.Array, " F"] | None = None,
@@ -227,12 +225,12 @@ def grouped_swiglu_ffn(
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     maps = None
     if pad_token_groups and recipe.wgrad_mx:
-        x, maps = pad_groups(x, group_ends, recipe.alignment)
+        x, maps = pad_groups(op, x, group_ends, recipe.alignment)
         group_ends = maps.group_ends
         if prob is not None:
-            prob = gather_rows(prob[:, None], maps.row_map, maps.inverse)[:, 0]
+            prob = gather(op, prob[:, None], maps.row_map, maps.inverse)[:, 0]
         elif b1 is not None or b3 is not None:  # h of a padding row is not zero by itself
             prob = (maps.row_map >= 0).astype(jnp.float32)
     options = Options(recipe, activation, weighted, mx_grad)
     out = _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob, biases), options)
-    return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out
+    return ungather(op, out, maps.row_map, maps.inverse) if maps else out

@@ -13,7 +13,6 @@ MXArray enters as its bytes, and so does the gradient of an MXGradArray.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -24,9 +23,10 @@ from ._call import jitted, vary_alike
 from ._checks import check_bias, check_blocks, check_floats, check_type, dtype_name
 from ._derivatives import reverse_only
 from ._shapes import Float, Int
+from .gathers import ungather
+from .groups import LaidOut, ends_of, pad_groups
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .ops import RowMap
-from .permute import ends_of, pad_groups, unpermute_hp_fwd_mxfp8_bwd
 from .products import (
     bias_gradient,
     for_backward,
@@ -48,9 +48,6 @@ from .weights import (
     resolve_compute,
     saved,
 )
-
-if TYPE_CHECKING:
-    from .pipeline import Route
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
@@ -92,17 +89,17 @@ def unchecked_grouped_mm(
     result."""
     maps = None
     if pad and recipe.wgrad_mx:
-        x, maps = pad_groups(x, group_ends, recipe.alignment)
+        x, maps = pad_groups("grouped_mm", x, group_ends, recipe.alignment)
         group_ends = maps.group_ends
     x, w, group_ends, bias = vary_alike(x, w, group_ends, bias)
     out = _grouped_mm_jitted(x, w, group_ends, bias, recipe, out_dtype, mx_grad, layout)
-    return unpermute_hp_fwd_mxfp8_bwd(out, maps) if maps else out
+    return ungather("grouped_mm", out, maps.row_map, maps.inverse) if maps else out
 
 
 def grouped_mm(
     x: Float[jax.Array, "M K"] | MXArray,
     w: Float[jax.Array, "G N K"] | QuantizedWeights,
-    group_ends: Int[jax.Array, " G"] | RowMap | "Route" | None = None,
+    group_ends: Int[jax.Array, " G"] | RowMap | LaidOut | None = None,
     *,
     recipe: Recipe | str = "mxfp8",
     bias: Float[jax.Array, "G N"] | Float[jax.Array, " N"] | None = None,

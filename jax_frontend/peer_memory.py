@@ -9,6 +9,7 @@ cuda     one kernel per GPU and call, which reads the rows of the others over NV
 others   the definition: the op of the same name, on the rows of all ranks
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,8 @@ from ..core_kernels.launch import ArrayType, fail
 from . import _device, ops
 from ._call import array_type, aval, vary, varying_axes
 from ._mesh import Axes, axis_names, axis_size
+from .gathers import HERE, Reader
+from .mx_array import MXArray
 
 Across = Axes | None
 """The mesh axes of the enclosing shard_map along which a map leads; None: its numbers are rows of this rank."""
@@ -49,7 +52,7 @@ def check_transport(op: str, transport: Any) -> None:
         fail(ValueError, op, "transport", repr(transport), f"allowed: {', '.join(map(repr, get_args(Transport)))}")
 
 
-def all_ranks(x: jax.Array, across: Across) -> jax.Array:
+def all_ranks(x: jax.Array, across: Axes) -> jax.Array:
     """The rows of all ranks, one rank after the other; no gradient."""
     if not x.shape[0]:
         return x
@@ -59,51 +62,54 @@ def all_ranks(x: jax.Array, across: Across) -> jax.Array:
     return lax.bitcast_convert_type(gathered, x.dtype)
 
 
-def permute_rows(x: jax.Array, row_map: jax.Array, across: Across = None) -> jax.Array:
-    """`ops.permute_rows` with the numbers of `across`."""
-    return _read("permute_rows", x, row_map, across)[0]
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """A `gathers.Reader` of the rows of all ranks along mesh axes of the enclosing shard_map."""
+
+    across: Axes
+
+    def permute_rows(self, x: jax.Array, row_map: jax.Array) -> jax.Array:
+        return self._read("permute_rows", x, row_map)[0]
+
+    def permute_mx(self, packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, sf = self._read("permute_mx", packed, row_map)
+        return q, sf
+
+    def gather_mx(self, mx: MXArray, row_map: jax.Array) -> MXArray:
+        """Without a source: no product reads rows of other ranks."""
+        return MXArray.from_bytes(*self.permute_mx(mx.packed(), row_map), mx.dtype)
+
+    def combine(self, rows: jax.Array, slots: jax.Array, out_dtype: Any) -> jax.Array:
+        return self._read("combine", rows, slots, out_dtype=jnp.dtype(out_dtype).name)[0]
+
+    def _read(self, name: str, rows: jax.Array, row_map: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+        def run(rows: jax.Array, row_map: jax.Array) -> tuple[jax.Array, ...]:
+            others = (jnp.zeros(x.shape, x.dtype) for x in _OPERANDS[name])
+            found = getattr(ops, name)(rows, row_map, *others, **options)
+            return tuple(found) if isinstance(found, tuple) else (found,)
+
+        if _device.arch() != "cpu":
+            _check_processes(f"{name} of peers")
+        place, devices = _place(self.across)
+        axes = tuple(sorted({*varying_axes(rows, row_map, place)}))
+        rows, row_map, place = (vary(x, axes) for x in (rows, row_map, place))
+        if not rows.size or not row_map.size:
+            return run(rows, jnp.full_like(row_map, -1))
+
+        def of_peers(rows: jax.Array, row_map: jax.Array, place: jax.Array) -> tuple[jax.Array, ...]:
+            arguments = {"name": name, "options": tuple(options.items()), "devices": devices}
+            return tuple(vary(x, axes) for x in peers_p.bind(rows, row_map, place, **arguments))
+
+        def definition(rows: jax.Array, row_map: jax.Array, place: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(vary(x, axes) for x in run(all_ranks(rows, self.across), row_map))
+
+        return lax.platform_dependent(rows, row_map, place, cuda=of_peers, default=definition)
 
 
-def permute_mx(packed: jax.Array, row_map: jax.Array, across: Across = None) -> tuple[jax.Array, jax.Array]:
-    """`ops.permute_mx` with the numbers of `across`."""
-    q, sf = _read("permute_mx", packed, row_map, across)
-    return q, sf
-
-
-def combine(rows: jax.Array, slots: jax.Array, out_dtype: jax.typing.DTypeLike, across: Across = None) -> jax.Array:
-    """`ops.combine`, unweighted, with the numbers of `across`."""
-    return _read("combine", rows, slots, across, out_dtype=jnp.dtype(out_dtype).name)[0]
-
-
-def _read(name: str, rows: jax.Array, row_map: jax.Array, across: Across, **options: Any) -> tuple[jax.Array, ...]:
-    def run(rows: jax.Array, row_map: jax.Array) -> tuple[jax.Array, ...]:
-        others = (jnp.zeros(x.shape, x.dtype) for x in _OPERANDS[name])
-        found = getattr(ops, name)(rows, row_map, *others, **options)
-        return tuple(found) if isinstance(found, tuple) else (found,)
-
-    if across is None:
-        return run(rows, row_map)
-    if _device.arch() != "cpu":
-        _check_processes(f"{name} of peers")
-    place, devices = _place(across)
-    axes = tuple(sorted({*varying_axes(rows, row_map, place)}))
-    rows, row_map, place = (vary(x, axes) for x in (rows, row_map, place))
-    if not rows.size or not row_map.size:
-        return run(rows, jnp.full_like(row_map, -1))
-
-    def of_peers(rows: jax.Array, row_map: jax.Array, place: jax.Array) -> tuple[jax.Array, ...]:
-        arguments = {"name": name, "options": tuple(options.items()), "devices": devices}
-        return tuple(vary(x, axes) for x in peers_p.bind(rows, row_map, place, **arguments))
-
-    def definition(rows: jax.Array, row_map: jax.Array, place: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(vary(x, axes) for x in run(all_ranks(rows, across), row_map))
-
-    return lax.platform_dependent(rows, row_map, place, cuda=of_peers, default=definition)
-
-
-def check_across(op: str, across: Across) -> Across:
-    """Raise ValueError or TypeError unless it is None or mesh axes of the enclosing shard_map. None for one rank."""
-    return across if across is not None and axis_size(op, across, "across") > 1 else None
+def reader_of(op: str, across: Across) -> Reader:
+    """What reads along `across`: `HERE` for None and for one rank. Raises ValueError or TypeError unless it is None or
+    mesh axes of the enclosing shard_map."""
+    return Peers(across) if across is not None and axis_size(op, across, "across") > 1 else HERE
 
 
 def _check_processes(op: str) -> None:
@@ -112,7 +118,7 @@ def _check_processes(op: str) -> None:
         fail(NotImplementedError, op, "processes", processes, allowed)
 
 
-def _place(across: Across) -> tuple[jax.Array, int]:
+def _place(across: Axes) -> tuple[jax.Array, int]:
     """(2,) int32, the number of this device's group of ranks and its rank there; and the devices of the program."""
     mesh = jax.sharding.get_abstract_mesh()
     inside = axis_names("peer_memory", "across", across)

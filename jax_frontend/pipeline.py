@@ -24,25 +24,18 @@ from . import ops
 from ._checks import check_counts, check_floats, check_shape, check_size, check_type, check_vector, dtype_name
 from ._mesh import Axes, axis_size
 from ._shapes import Float, Float32, Int
-from .ep import (
-    Exchange,
-    TokenReplicas,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    a2a_dispatch,
-    a2a_dispatch_mxfp8_fwd_hp_bwd,
-    check_replicas,
-    plan_exchange,
-    room_of,
-)
+from .ep import Exchange, TokenReplicas, check_replicas, exchange_rows, plan_exchange, room_of
+from .gathers import HERE, Reader, gather, ungather
+from .groups import laid_out
 from .mx_array import MXArray, MXGradArray
 from .ops import RowMap
 from .overflow import OnOverflow, check_on_overflow, lost_rows, nan_gradients, nan_values
 from .peer_exchange import PeerMaps, map_peers
-from .peer_memory import Transport, check_transport
-from .permute import gather_rows, permute, spread_rows, unpermute_hp_fwd_mxfp8_bwd
+from .peer_memory import Peers, Transport, check_transport
+from .permute import spread
 from .remat import ROWS, named
 from .replicas import Copies, Way, exchange_copies, exchange_sums, map_copies, probs_of_copies, return_each, send_once
-from .weighted_combine import weighted_combine
+from .weighted_combine import combine_slots
 from .weights import recipe_of
 
 
@@ -74,9 +67,9 @@ class Route:
         return self.row_map.group_ends
 
     @property
-    def across(self) -> Axes | None:
-        """The mesh axes along which order and slots lead; None: they stay on this rank."""
-        return None if self.peers is None else self.peers.axis_name
+    def reader(self) -> Reader:
+        """What reads rows by order and slots."""
+        return HERE if self.peers is None else Peers(self.peers.axis_name)
 
     @property
     def overflow(self) -> jax.Array:
@@ -168,11 +161,10 @@ def dispatch(
         rows = dataclasses.replace(rows, x=x) if isinstance(rows, TokenReplicas) else x
     if isinstance(rows, TokenReplicas) and replicas != "each" and exchange.ep_degree > 1:
         return _once(rows, exchange, recipe, replicas == "summed", lost)
-    received: Any = a2a_dispatch(rows, exchange) if not recipe.mx else None
-    if recipe.mx:
-        received = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, exchange, recipe.rounding)
-    groups, row_map = permute(received, exchange, group_size_multiple_of=recipe.alignment)
-    groups = _named(groups, row_map)
+    direct = exchange.of_replicas(rows) if isinstance(rows, TokenReplicas) else exchange
+    received = exchange_rows(op, x, direct, fwd=recipe.rounding if recipe.mx else None)
+    row_map = exchange.map_rows(recipe.alignment)
+    groups = _named(gather(op, received, row_map.row_map, row_map.inverse), row_map)
     order, slots = (rows.order, rows.inverse) if isinstance(rows, TokenReplicas) else (None, None)
     return groups, row_map.padded_counts, Route(row_map, exchange, order, slots, recipe, top_k, lost=lost)
 
@@ -191,15 +183,13 @@ def _once(
     tokens: TokenReplicas, exchange: Exchange, recipe: Recipe, summed: bool, lost: jax.Array | None
 ) -> tuple[jax.Array | MXArray, jax.Array, Route]:
     """A copy of a token for each rank, and its replicas from there."""
-    counts, room = exchange.recv_counts, exchange.capacity
-    sizes = {"num_rows": exchange.ep_degree * room, "rank_rows": room, "alignment": recipe.alignment}
-    row_map = ops.row_map(counts, num_local_experts=counts.shape[0] // exchange.ep_degree, **sizes)
+    row_map = exchange.map_rows(recipe.alignment)
     copies = map_copies(tokens, exchange, row_map, summed)
     route = Route(row_map, exchange, tokens.order, tokens.inverse, recipe, tokens.top_k, copies, lost=lost)
     groups: Any
     if summed:
         arrived = exchange_copies(tokens.x, copies, recipe.rounding if recipe.mx else None)
-        groups = spread_rows(arrived, copies.group_order, copies.group_slots.reshape(-1), tokens.top_k)
+        groups = spread("dispatch", arrived, copies.group_order, copies.group_slots.reshape(-1), tokens.top_k)
     else:
         groups = send_once(tokens.x, _way(route, copies))
     return _named(groups, row_map), row_map.padded_counts, route
@@ -207,8 +197,7 @@ def _once(
 
 def _named(groups: Any, row_map: RowMap) -> Any:
     """For policies of jax.checkpoint; MX rows with the ends of their groups."""
-    groups = named(groups, ROWS)
-    return groups.laid_out(row_map.group_ends) if isinstance(groups, MXArray) else groups
+    return laid_out(named(groups, ROWS), row_map)
 
 
 def _way(route: Route, copies: Copies) -> Way:
@@ -249,7 +238,7 @@ def _laid_out(
     """One gather from rows, or from tokens, to padded groups."""
     values: Any = MXArray.quantize(x, recipe.rounding) if recipe.mx else x
     route = Route(row_map, None, order, slots, recipe, top_k, peers=peers, lost=lost)
-    groups = spread_rows(values, order, slots, max(top_k, 1), across=route.across)
+    groups = spread("dispatch", values, order, slots, max(top_k, 1), route.reader)
     return _named(groups, row_map), row_map.padded_counts, route
 
 
@@ -277,10 +266,10 @@ def dispatch_probs(
         probs = nan_gradients(op, probs, route.lost)
     column = probs.reshape(-1, 1)
     if route.order is not None and route.slots is not None:
-        column = gather_rows(column, route.order, route.slots.reshape(-1), across=route.across)
+        column = gather(op, column, route.order, route.slots.reshape(-1), route.reader)
     if route.exchange is not None:
-        column = a2a_dispatch(column, route.exchange)
-        column = gather_rows(column, route.row_map.row_map, route.row_map.inverse)
+        column = exchange_rows(op, column, route.exchange)
+        column = gather(op, column, route.row_map.row_map, route.row_map.inverse)
     return column[:, 0]
 
 
@@ -328,7 +317,7 @@ def combine(
 
 def _combined(groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
     """`combine` without its checks, zeros for rows that found no room."""
-    recipe, rows = route.recipe, groups
+    op, recipe, rows = "combine", route.recipe, groups
     if recipe.mx and not isinstance(rows, MXGradArray):
         rows = MXGradArray.wrap(rows)
     copies = route.copies
@@ -336,22 +325,23 @@ def _combined(groups: Any, route: Route, probs: jax.Array | None, out_dtype: str
         return return_each(rows, _way(route, copies), out_dtype)
     if copies is not None and copies.summed:
         if probs is not None and route.exchange is not None and route.order is not None and route.slots is not None:
-            column = gather_rows(jnp.asarray(probs).reshape(-1, 1), route.order, route.slots.reshape(-1))
+            column = gather(op, jnp.asarray(probs).reshape(-1, 1), route.order, route.slots.reshape(-1))
             probs = probs_of_copies(column, route.exchange, copies)
         return exchange_sums(rows, probs, copies, out_dtype, recipe.rounding if recipe.mx else None)
     if route.exchange is not None:
-        rows = unpermute_hp_fwd_mxfp8_bwd(rows, route.row_map)
-        rows = a2a_combine_hp_fwd_mxfp8_bwd(rows, route.exchange, recipe.rounding, mxfp8_bwd=recipe.mx)
+        rows = ungather(op, rows, route.row_map.row_map, route.row_map.inverse)
+        rows = rows if recipe.mx or not isinstance(rows, MXGradArray) else rows.value
+        rows = exchange_rows(op, rows, route.exchange, back=True, bwd=recipe.rounding if recipe.mx else None)
         if route.order is None or route.slots is None:
             return rows.astype(out_dtype)
     assert route.order is not None
     assert route.slots is not None
-    order, slots, across = route.order, route.slots, route.across
-    if across is not None and probs is not None:
+    order, slots, reader = route.order, route.slots, route.reader
+    if reader is not HERE and probs is not None:
         # The gradient of a weighted sum reads the rows again: they come here first.
-        rows = unpermute_hp_fwd_mxfp8_bwd(rows, route.row_map._replace(row_map=order, inverse=slots), across=across)
+        rows = ungather(op, rows, order, slots.reshape(-1), reader)
         order = slots = jnp.arange(slots.size, dtype=jnp.int32)
-        across = None
+        reader = HERE
     slots = slots.reshape(-1, max(route.top_k, 1))
-    options = {"out_dtype": out_dtype, "rounding": recipe.rounding, "across": across}
-    return weighted_combine(rows, probs, slots, order, **options)
+    options = {"out_dtype": out_dtype, "rounding": recipe.rounding, "reader": reader}
+    return combine_slots(op, rows, probs, slots, order, **options)

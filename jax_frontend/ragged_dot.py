@@ -15,7 +15,7 @@ from ._checks import check_floats, dtype_name
 from ._derivatives import reverse_only
 from ._shapes import Float, Int
 from .grouped_mm import unchecked_grouped_mm
-from .permute import ends_of_sizes
+from .groups import ends_of_sizes
 from .weights import QuantizedWeights, check_weights, resolve_compute
 
 

@@ -25,11 +25,11 @@ from ..core_kernels.formats import Rounding
 from . import ops
 from ._call import jitted
 from ._derivatives import arguments
-from .ep import Exchange, TokenReplicas, a2a_dispatch, all_to_all, dispatch_mx, dispatch_rows, send_back, send_rows
+from .ep import Exchange, TokenReplicas, all_to_all, exchange_rows, send_back, send_rows
+from .gathers import gather
 from .mx_array import MXArray, MXGradArray, pack
 from .ops import RowMap
-from .permute import gather_rows
-from .weighted_combine import weighted_combine
+from .weighted_combine import combine_slots
 
 
 @jax.tree_util.register_dataclass
@@ -89,8 +89,9 @@ def _scatter(size: int, places: jax.Array, values: jax.Array) -> jax.Array:
 
 def probs_of_copies(probs: jax.Array, exchange: Exchange, copies: Copies) -> jax.Array:
     """probs (M, 1) of this rank's replicas -> (ep C, top_k) of the copies received, zeros for slots without one."""
-    received = a2a_dispatch(probs, exchange)
-    return gather_rows(received, copies.replica_slots, copies.replica_order).reshape(copies.group_slots.shape)
+    received = exchange_rows("combine", probs, exchange)
+    of_copies = gather("combine", received, copies.replica_slots, copies.replica_order)
+    return of_copies.reshape(copies.group_slots.shape)
 
 
 # --- once: copies there, replicas back -------------------------------------------------------------
@@ -177,8 +178,7 @@ def _sum(rows: jax.Array, exchange: Exchange, out_dtype: str) -> jax.Array:
 def exchange_copies(x: jax.Array, copies: Copies, rounding: Rounding | None) -> Any:
     """Tokens (T, K) to the copies received (ep C, K), quantized if there is a rounding; the gradients of a token's
     copies are summed."""
-    x, exchange = arguments("dispatch", x, copies.exchange)
-    return dispatch_rows(x, exchange) if rounding is None else dispatch_mx(x, exchange, rounding)
+    return exchange_rows("dispatch", x, copies.exchange, fwd=rounding)
 
 
 @jax.custom_vjp
@@ -234,6 +234,7 @@ def exchange_sums(
     if probs is None and rounding is not None:
         sums = _sum_mx_jitted(*arguments(op, groups.once(op), slots, order // slots.shape[1]))
     else:
-        sums = weighted_combine(groups, probs, slots, order, rounding=rounding or Rounding.RCEIL)
+        dtype = jnp.dtype(groups.dtype).name
+        sums = combine_slots(op, groups, probs, slots, order, out_dtype=dtype, rounding=rounding or Rounding.RCEIL)
         sums = sums if rounding is None else MXGradArray.wrap(sums)
     return _return_sums_jitted(*arguments(op, sums, copies.exchange), out_dtype, rounding)

@@ -16,30 +16,27 @@ import jax
 import jax.numpy as jnp
 
 from ..core_kernels.formats import Rounding
-from ..core_kernels.launch import fail
-from . import ops, peer_memory
+from . import ops
 from ._call import jitted, rounded
-from ._checks import check_floats, check_integers, check_matrix, check_shape, dtype_name, rounding_of
 from ._derivatives import arguments
-from ._shapes import Float, Float32, Int
+from .gathers import HERE, Reader
 from .mx_array import MXGradArray
-from .peer_memory import Across
 from .remat import OUTPUTS, named
 
 
 class _Options(NamedTuple):
-    """Dtypes of the rows and of the result; the rounding of an MXGradArray's gradient, None for an array; the mesh axes
-    along which slots and order lead."""
+    """Dtypes of the rows and of the result; the rounding of an MXGradArray's gradient, None for an array; what reads
+    the rows of an unweighted sum."""
 
     dtype: str
     out_dtype: str
     rounding: Rounding | None
-    across: Across
+    reader: Reader
 
 
-def _sum_slots(rows: jax.Array, slots: jax.Array, across: Across = None) -> Float[jax.Array, "T D"]:
+def _sum_slots(rows: jax.Array, slots: jax.Array, reader: Reader = HERE) -> jax.Array:
     """y[t] = the fp32 sum over k of rows[slots[t, k]], rounded once to rows' dtype; for code below autodiff."""
-    return peer_memory.combine(rows, slots, rows.dtype, across)
+    return reader.combine(rows, slots, rows.dtype)
 
 
 sum_slots = jitted(_sum_slots, 2)
@@ -95,7 +92,7 @@ _weighted.defvjp(_weighted_fwd, _weighted_bwd)
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _plain(rows: Any, slots: jax.Array, order: jax.Array, options: _Options) -> jax.Array:
     values = rows.value if isinstance(rows, MXGradArray) else rows
-    return peer_memory.combine(values, slots, options.out_dtype, options.across)
+    return options.reader.combine(values, slots, options.out_dtype)
 
 
 def _plain_fwd(rows, slots, order, options):
@@ -106,8 +103,8 @@ def _plain_fwd(rows, slots, order, options):
 def _plain_bwd(options, token, dy):
     dy = dy.astype(options.dtype)
     if options.rounding is None:
-        return peer_memory.permute_rows(dy, token, options.across), None, None
-    mx = peer_memory.permute_mx(ops.quantize_row_packed(dy, rounding=options.rounding), token, options.across)
+        return options.reader.permute_rows(dy, token), None, None
+    mx = options.reader.permute_mx(ops.quantize_row_packed(dy, rounding=options.rounding), token)
     return MXGradArray.cotangent(None, mx), None, None
 
 
@@ -115,47 +112,20 @@ _plain.defvjp(_plain_fwd, _plain_bwd)
 _plain_jitted = jitted(_plain, 3)
 
 
-def weighted_combine(
-    rows: Float[jax.Array, "R D"] | MXGradArray,
-    probs: Float32[jax.Array, "T K"] | None,
-    slots: Int[jax.Array, "T K"],
-    order: Int[jax.Array, " R"],
+def combine_slots(
+    op: str,
+    rows: jax.Array | MXGradArray,
+    probs: jax.Array | None,
+    slots: jax.Array,
+    order: jax.Array,
     *,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    rounding: Rounding | str = Rounding.RCEIL,
-    across: Across = None,
-) -> Float[jax.Array, "T D"]:
-    """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
-
-    rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized with `rounding`. probs: (T, K) float32, or
-    None for an unweighted sum, which saves no rows for its gradient. slots: (T, K), the row of each slot, -1 for none.
-    order: (R,), the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros; both int32.
-    out_dtype: bf16 or fp32; None is the dtype of rows. across: mesh axes of the enclosing shard_map, without probs: row
-    r of rank q has the number q R + r in slots, and slot s of rank q the number q T K + s in order.
-    Returns (T, D). The gradients have their argument's dtype,
-    that of an MXGradArray is MXFP8.
-
-    >>> slots, order = jnp.array([[1, 0]]), jnp.array([1, 0])
-    >>> weighted_combine(jnp.array([[1.0], [2.0]]), jnp.array([[0.5, 0.25]]), slots, order).tolist()
-    [[1.25]]
-
-    Raises ValueError (shapes) and TypeError (dtypes).
-    """
-    op, rounding = "weighted_combine", rounding_of("weighted_combine", "rounding", rounding)
-    if not isinstance(rows, MXGradArray):
-        check_floats(op, "rows", rows, " or an MXGradArray")
-    check_matrix(op, "rows", rows)
-    check_integers(op, "slots", slots)
-    check_matrix(op, "slots", slots)
-    if probs is not None:
-        check_shape(op, "probs", probs, slots.shape, "as slots", "float32")
-    check_shape(op, "order", order, rows.shape[:1], "one slot per row", "int")  # only the gradient reads it
-    dtype = jnp.dtype(rows.dtype).name
-    out_dtype = dtype if out_dtype is None else dtype_name(op, "out_dtype", out_dtype)
-    across = peer_memory.check_across(op, across)
-    if probs is not None and across is not None:
-        fail(ValueError, op, "across", repr(across), "allowed: None with probs; gather the rows, and sum them here")
-    options = _Options(dtype, out_dtype, rounding if isinstance(rows, MXGradArray) else None, across)
+    out_dtype: str,
+    rounding: Rounding = Rounding.RCEIL,
+    reader: Reader = HERE,
+) -> jax.Array:
+    """`rows.weighted_combine` for checked arguments; a reader of other ranks' rows, without probs."""
+    quantized = isinstance(rows, MXGradArray)
+    options = _Options(jnp.dtype(rows.dtype).name, out_dtype, rounding if quantized else None, reader)
     rows = rows.once(op) if isinstance(rows, MXGradArray) else rows
     if probs is None:
         return _plain_jitted(*arguments(op, rows, slots, order), options)

@@ -53,7 +53,7 @@ def test_annotations_show_the_dims_of_arrays(name: str) -> None:
 def test_dims_are_shown_as_jaxtyping_writes_them() -> None:
     parameters = inspect.signature(jax_frontend.grouped_mm).parameters
     assert str(parameters["x"]) == 'x: Float[Array, "M K"] | MXArray'
-    assert str(parameters["group_ends"]) == 'group_ends: Int[Array, "G"] | RowMap | Route | None = None'
+    assert str(parameters["group_ends"]) == 'group_ends: Int[Array, "G"] | RowMap | LaidOut | None = None'
     assert len(pydoc.render_doc(jax_frontend).splitlines()) < 100, "a few screens"
 
 
