@@ -32,10 +32,10 @@ def lost_rows(places: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def _over(x: jax.Array, lost: jax.Array) -> jax.Array:
-    """NaN in x (R, N) where lost: (R, N), (R,), or (R, k), where any of a row is lost."""
-    if lost.ndim == 1:
-        lost = lost[:, None]
-    return jnp.where(lost if lost.shape == x.shape else lost.any(1, keepdims=True), jnp.nan, x)
+    """NaN in x where lost, of the shape of x; or in x (R, N) where lost (R,), or any of lost (R, k)."""
+    if lost.shape != x.shape:
+        lost = (lost[:, None] if lost.ndim == 1 else lost).any(1, keepdims=True)
+    return jnp.where(lost, jnp.nan, x)
 
 
 @jax.custom_vjp

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, combine, dispatch, moe
+from mxep.jax_frontend import MoEConfig, combine, dispatch, dispatch_probs, moe
 
 from ..compare import same_bytes
 from .references import normal
@@ -137,6 +137,14 @@ def test_room_for_all_rows_compares_nothing() -> None:
     _, _, route = dispatch(x, counts, capacity=2)
     assert route.lost is not None
     assert route.lost.tolist() == [False, False, True]
+
+
+def test_the_weight_of_a_lost_row_has_a_nan_gradient() -> None:
+    """Of rows, whose weights have one dim."""
+    x, probs = jnp.ones((3, 32)), jnp.ones(3)
+    _, _, route = dispatch(x, jnp.array([2, 1]), capacity=2)
+    grad = jax.grad(lambda probs: dispatch_probs(probs, route).sum())(probs)
+    np.testing.assert_array_equal(grad, [1, 1, float("nan")])
 
 
 def test_other_names_are_refused() -> None:
