@@ -10,8 +10,7 @@
 Every exchange is one dense all_to_all over whole rows. XLA needs static sizes, so each pair of ranks has room for
 `capacity` rows: all local rows by default, which have room. With less, rows that do not fit are dropped:
 `Exchange.overflow` counts them, they are zeros after the combine, and their gradient is zero. A token is quantized
-once: its replicas share the bytes. pipeline.py lays out the rows around these exchanges, and overflow.py makes the rows
-without room NaN.
+once: its replicas share the bytes. overflow.py makes the rows without room NaN.
 """
 
 import dataclasses
@@ -22,18 +21,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core_kernels.formats import BLOCK, Rounding
+from ..core_kernels.formats import Rounding
 from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
 from . import ops
-from ._checks import check_counts, check_floats, check_integers, check_matrix, check_shape, check_size, check_type
+from ._checks import check_counts, check_integers, check_shape, check_size
 from ._derivatives import arguments
 from ._mesh import Axes, axis_size
-from ._shapes import Float, Int
-from .gathers import Rows, gather
-from .groups import laid_out, map_groups
+from ._shapes import Int
+from .gathers import gather, ungather
 from .mx_array import MXArray, MXGradArray
 from .ops import RowMap
-from .weighted_combine import sum_slots
+from .overflow import OnOverflow, lost_rows, nan_gradients
+from .route import Route, named_groups
+from .weighted_combine import combine_slots, sum_slots
 
 
 @jax.tree_util.register_dataclass
@@ -91,6 +92,13 @@ class TokenReplicas:
     top_k: int = dataclasses.field(metadata={"static": True})
 
 
+def parts_of(rows: Any) -> tuple[jax.Array, int, int]:
+    """The array, top_k and the number of rows, of TokenReplicas; of other rows with a top_k of 0."""
+    if isinstance(rows, TokenReplicas):
+        return rows.x, rows.top_k, rows.x.shape[0] * rows.top_k
+    return rows, 0, rows.shape[0]
+
+
 def check_replicas(op: str, tokens: TokenReplicas) -> None:
     """TypeError unless order and inverse are integers, ValueError unless they lay out top_k replicas of each token."""
     check_size(op, "top_k", tokens.top_k, 1)
@@ -116,22 +124,28 @@ def plan_exchange(
     Raises ValueError (a capacity below 1, a mesh axis whose size does not divide E) and TypeError (dtypes).
     """
     op = "plan_exchange"
-    check_integers(op, "counts", counts)
-    if counts.ndim != 1 or not counts.size:
-        got = f"shape {counts.shape}"
-        fail(ValueError, op, "counts", got, "allowed: (E,), one count per expert")
     check_size(op, "num_rows", num_rows)
     if capacity is not None:
         check_size(op, "capacity", capacity, 1)
-    num_experts, ep_degree = counts.shape[0], axis_size(op, axis_name)
-    if num_experts % ep_degree:
-        fail(
-            ValueError, op, "counts", f"{num_experts} experts",
-            f"allowed: multiples of the {ep_degree} ranks of mesh axis {axis_name!r}",
-        )  # fmt: skip
-    check_counts(op, counts, 1, num_rows, "counts")
-    capacity = room_of(capacity, num_rows)
+    check_expert_counts(op, counts, axis_name, num_rows)
+    return lay_out(counts, axis_name, num_rows, capacity)
 
+
+def check_expert_counts(op: str, counts: Any, axis_name: Axes | None, num_rows: int) -> None:
+    """TypeError unless counts are integers; ValueError unless they are one per expert, in equal parts of the ranks, and
+    sum to at most num_rows, where values are known."""
+    check_integers(op, "counts", counts)
+    if counts.ndim != 1 or not counts.size:
+        fail(ValueError, op, "counts", f"shape {counts.shape}", "allowed: (E,), one count per expert")
+    if counts.shape[0] % (ranks := axis_size(op, axis_name)):
+        allowed = f"allowed: multiples of the {ranks} ranks of mesh axis {axis_name!r}"
+        fail(ValueError, op, "counts", f"{counts.shape[0]} experts", allowed)
+    check_counts(op, counts, 1, num_rows, "counts")
+
+
+def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: int | None) -> Exchange:
+    """`plan_exchange` for checked arguments."""
+    ep_degree, capacity = axis_size("plan_exchange", axis_name), room_of(capacity, num_rows)
     counts = counts.astype(jnp.int32).reshape(ep_degree, -1)
     rank_ends = jnp.cumsum(counts.sum(1))
     rank_starts = rank_ends - counts.sum(1)
@@ -161,6 +175,16 @@ def plan_exchange(
 def room_of(capacity: int | None, num_rows: int) -> int:
     """Rows of a pair of ranks. If num_rows is a symbol of jax.export the capacity stays: an op takes a number."""
     return num_rows if capacity is None or (isinstance(num_rows, int) and num_rows < capacity) else capacity
+
+
+def lost_of(
+    rows: Any, counts: jax.Array, places: jax.Array, capacity: int | None, on_overflow: OnOverflow
+) -> jax.Array | None:
+    """`Route.lost`, from the place of each sorted row."""
+    if on_overflow == "drop" or room_of(capacity, places.shape[0]) == places.shape[0]:
+        return None
+    lost = lost_rows(places, counts)
+    return lost[rows.inverse].reshape(-1, rows.top_k) if isinstance(rows, TokenReplicas) else lost
 
 
 def all_to_all(x: jax.Array, axis_name: Axes | None) -> jax.Array:
@@ -251,84 +275,70 @@ def exchange_rows(
     return _exchange(*arguments(op, x, plan), _Legs(back, fwd, bwd, floats))
 
 
-def replicas_to_send(op: str, input: Any, plan: Exchange) -> tuple[jax.Array, Exchange]:
-    """The array to send and its exchange, of rows or TokenReplicas; TypeError and ValueError unless they fit it."""
-    if not isinstance(input, TokenReplicas):
-        check_rows(op, input, plan.num_rows, "the exchange's local rows", " or TokenReplicas")
-        return input, plan
-    x, top_k = input.x, input.top_k
-    check_floats(op, "input", x)
-    check_replicas(op, input)
-    if x.ndim != 2 or x.shape[0] * top_k != plan.num_rows:
-        allowed = f"allowed: (T, D) with T * top_k = {plan.num_rows}, the exchange's local rows"
-        fail(ValueError, op, "input", f"shape {x.shape} with top_k {top_k}", allowed)
-    return x, plan.of_replicas(input)
+# --- the exchange of a layer -------------------------------------------------------------------------
 
 
-def check_rows(op: str, x: Any, rows: int, what: str, other: str = "") -> None:
-    """TypeError unless x is an array of floats, ValueError unless it has this number of rows."""
-    check_floats(op, "input", x, other)
-    if len(x.shape) != 2 or x.shape[0] != rows:
-        fail(ValueError, op, "input", f"shape {x.shape}", f"allowed: ({rows}, D), {what}")
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """plan: the all-to-all of the rows. tokens: order and inverse of TokenReplicas, None of rows. copies: where a token
+    goes once to each rank, how its copies lie, None elsewhere."""
+
+    plan: Exchange
+    tokens: tuple[jax.Array, jax.Array] | None
+    copies: Any
+
+    @property
+    def num_rows(self) -> int:
+        return self.plan.num_rows
+
+    @property
+    def overflow(self) -> jax.Array:
+        return self.plan.overflow
 
 
-def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Exchange) -> Float[jax.Array, "P D"]:
-    """Send rows to the ranks of their experts as they are, forward and backward.
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    """Collectives of XLA, on any number of processes, with a row per replica both ways; replicas.py has the policies
+    that send a token once to each rank. A pair of ranks has room for `capacity` rows; None: for all."""
 
-    input: (M, D) bf16 or fp32, sorted by expert; or TokenReplicas, with M = T * top_k, which go from the tokens
-        directly into the send buffer, and whose gradient is summed over a token's replicas in fp32 and rounded once.
-    exchange: of `plan_exchange` for these M rows.
+    axis_name: Axes | None
+    capacity: int | None
+    on_overflow: OnOverflow
 
-    Returns (P, D) of input's dtype, P = ep_degree * capacity, for `permute`: the rows of source rank s start at
-    s * capacity, and `exchange.recv_counts` has their numbers. Raises ValueError (shapes) and TypeError (dtypes).
+    def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
+        x, top_k, num_rows = parts_of(rows)
+        plan = lay_out(counts, self.axis_name, num_rows, self.capacity)
+        lost = lost_of(rows, counts, plan.slots, self.capacity, self.on_overflow)
+        x, tokens = nan_gradients("dispatch", x, lost), None
+        if isinstance(rows, TokenReplicas):
+            tokens = rows.order, rows.inverse
+        groups, row_map, copies = self.send(x, rows, plan, recipe)
+        route = Route(row_map, Sent(plan, tokens, copies), self, recipe, top_k, lost)
+        return named_groups(groups, row_map), route
 
-    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
-    >>> a2a_dispatch(jnp.ones((3, 32)), exchange).shape
-    (3, 32)
-    """
-    op = "a2a_dispatch"
-    check_type(op, "exchange", exchange, Exchange)
-    return exchange_rows(op, *replicas_to_send(op, input, exchange))
+    def send(self, x: jax.Array, rows: Any, plan: Exchange, recipe: Recipe) -> tuple[Any, RowMap, Any]:
+        """Rows or tokens x to groups (P, K), their map, and `Sent.copies`. rows: TokenReplicas, or no tokens."""
+        direct = plan.of_replicas(rows) if isinstance(rows, TokenReplicas) else plan
+        received = exchange_rows("dispatch", x, direct, fwd=recipe.rounding if recipe.mx else None)
+        row_map = plan.map_rows(recipe.alignment)
+        return gather("dispatch", received, row_map.row_map, row_map.inverse), row_map, None
 
+    def dispatch_probs(self, op: str, probs: jax.Array, route: Route) -> jax.Array:
+        rows = exchange_rows(op, sorted_probs(op, probs, route), route.maps.plan)
+        return gather(op, rows, route.row_map.row_map, route.row_map.inverse)
 
-def permute(
-    x: Rows, num_tokens_per_expert: Int[jax.Array, " G"] | Exchange, group_size_multiple_of: int = BLOCK
-) -> tuple[Rows, RowMap]:
-    """Gather rows into one padded group per local expert.
-
-    x: (R, K) bf16, fp32 or MXArray. num_tokens_per_expert: the Exchange that sent the rows, which says how they came
-        from several ranks; or (G,) of an integer dtype, the sizes of groups that follow each other. For rows of several
-        ranks that no Exchange sent, `ops.row_map` makes the maps and `gather_rows` takes them.
-    group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
-
-    Returns (rows (P, K) of x's kind, RowMap). P holds any split of R rows; padding rows are zeros. The gradient of an
-    MXArray is a float array.
-
-    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
-    >>> rows.shape, row_map.padded_counts.tolist()
-    ((96, 32), [32, 32])
-
-    Raises ValueError (shapes, counts that do not fit) and TypeError (dtypes).
-    """
-    op = "permute"
-    if not isinstance(x, MXArray):
-        check_floats(op, "x", x, " or an MXArray")
-    return gather_groups(op, "x", x, num_tokens_per_expert, group_size_multiple_of)
+    def combine(self, groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
+        op, recipe, sent = "combine", route.recipe, route.maps
+        rows = ungather(op, groups, route.row_map.row_map, route.row_map.inverse)
+        rows = rows if recipe.mx or not isinstance(rows, MXGradArray) else rows.value
+        rows = exchange_rows(op, rows, sent.plan, back=True, bwd=recipe.rounding if recipe.mx else None)
+        if sent.tokens is None:
+            return rows.astype(out_dtype)
+        order, slots = sent.tokens
+        return combine_slots(op, rows, probs, slots.reshape(-1, route.top_k), order, out_dtype=out_dtype)
 
 
-def gather_groups(op: str, name: str, x: Rows, counts: Any, alignment: int) -> tuple[Rows, RowMap]:
-    """`permute` of the argument `name`, whose type the caller has checked."""
-    check_matrix(op, name, x)
-    check_size(op, "group_size_multiple_of", alignment, BLOCK)
-    if isinstance(counts, Exchange):
-        rows = counts.ep_degree * counts.capacity
-        if x.shape[0] != rows:
-            fail(ValueError, op, name, f"shape {x.shape}", f"allowed: {rows} rows, what the exchange dispatched")
-        maps = counts.map_rows(alignment)
-    else:
-        check_integers(op, "num_tokens_per_expert", counts, " or an Exchange")
-        if counts.ndim != 1 or not counts.size:
-            fail(ValueError, op, "num_tokens_per_expert", f"shape {counts.shape}", "allowed: (G,), or an Exchange")
-        check_counts(op, counts, 1, x.shape[0])
-        maps = map_groups(counts, x.shape[0], alignment)
-    return laid_out(gather(op, x, maps.row_map, maps.inverse), maps), maps
+def sorted_probs(op: str, probs: jax.Array, route: Route) -> jax.Array:
+    """(M, 1), a weight per row, or per slot of TokenReplicas -> (M, 1) in the order of the rows."""
+    return probs if route.maps.tokens is None else gather(op, probs, *route.maps.tokens)

@@ -10,13 +10,13 @@
 Rows in front of the experts are MXFP8 forward and bf16 backward, rows behind them the other way round, so no row is
 dequantized and quantized again between the network and the grouped products. A -1 in a map is padding, a row of zeros.
 
-A `Reader` reads the rows: `HERE` reads rows of this rank, and peer_memory.py has one for rows of all ranks of a mesh
-axis. The callers have checked the arguments.
+A `Reader` reads the rows: `HERE` reads rows of this rank, `Peers` of peer_memory.py those of all ranks of a mesh axis.
+The callers have checked the arguments.
 """
 
 import dataclasses
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,36 +29,33 @@ from .mx_array import MXArray, MXGradArray, pack
 Rows = TypeVar("Rows", jax.Array, MXArray)
 
 
-class Reader(Protocol):
-    """Ops that read rows by their numbers; a static argument, so it has a hash."""
-
-    def permute_rows(self, x: jax.Array, row_map: jax.Array) -> jax.Array: ...
-    def permute_mx(self, packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, jax.Array]: ...
-    def gather_mx(self, mx: MXArray, row_map: jax.Array) -> MXArray: ...
-    def combine(self, rows: jax.Array, slots: jax.Array, out_dtype: Any) -> jax.Array: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Here:
-    """Reads rows of this rank."""
+class Reader:
+    """Ops that read rows of this rank by their numbers; a static argument."""
+
+    def read(self, name: str, rows: jax.Array, row_map: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+        """The outputs of an op, "permute_rows", "permute_mx" or "combine", the unweighted sum of each token's rows."""
+        unweighted = (jnp.zeros(0, jnp.float32),) if name == "combine" else ()
+        found = getattr(ops, name)(rows, row_map, *unweighted, **options)
+        return tuple(found) if isinstance(found, tuple) else (found,)
 
     def permute_rows(self, x: jax.Array, row_map: jax.Array) -> jax.Array:
-        return ops.permute_rows(x, row_map)
+        return self.read("permute_rows", x, row_map)[0]
 
     def permute_mx(self, packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return ops.permute_mx(packed, row_map)
+        q, sf = self.read("permute_mx", packed, row_map)
+        return q, sf
+
+    def combine(self, rows: jax.Array, slots: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
+        return self.read("combine", rows, slots, out_dtype=jnp.dtype(out_dtype).name)[0]
 
     def gather_mx(self, mx: MXArray, row_map: jax.Array) -> MXArray:
         """With its source, which a folded product reads in place of the result."""
         packed = mx.packed()
         return MXArray.from_bytes(*self.permute_mx(packed, row_map), mx.dtype).gathered_from(packed, row_map)
 
-    def combine(self, rows: jax.Array, slots: jax.Array, out_dtype: Any) -> jax.Array:
-        """The unweighted sum of each token's rows."""
-        return ops.combine(rows, slots, jnp.zeros(0, jnp.float32), out_dtype=out_dtype)
 
-
-HERE = Here()
+HERE = Reader()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

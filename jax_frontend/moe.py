@@ -28,13 +28,15 @@ from ._checks import check_floats, check_shape, check_type, warn_caller
 from ._derivatives import reverse_only
 from ._mesh import AnyMesh, Axes, axes_of, axis_names, axis_size, mesh_of, over_mesh, ranks_of
 from ._shapes import Float, Float32, Int
+from .combine import combine
+from .dispatch import dispatch, dispatch_probs
 from .ep import TokenReplicas
 from .ffn import grouped_swiglu_ffn
 from .moe_params import MoEConfig, Params, check_divided, check_params, specs
 from .moe_params import init as init
 from .mx_array import MXArray, MXGradArray
 from .permute import sort_by_expert
-from .pipeline import Route, combine, dispatch, dispatch_probs
+from .route import Route
 from .router import Routing, chosen_outside, tokens_and_logits
 from .router import route as choose_experts
 from .shared_gate import gated, twice

@@ -52,11 +52,11 @@ _nan_values.defvjp(lambda x, lost: (_over(x, lost), None), lambda _, grad: (grad
 _nan_gradients.defvjp(lambda x, lost: (x, lost), lambda lost, grad: (_over(grad, lost), None))
 
 
-def nan_values(op: str, x: jax.Array, lost: jax.Array) -> jax.Array:
-    """x (R, N) with NaN in lost rows, (R,) or any of (R, k); the gradient passes unchanged."""
-    return _nan_values(*arguments(op, x, lost))
+def nan_values(op: str, x: jax.Array, lost: jax.Array | None) -> jax.Array:
+    """x (R, N) with NaN in lost rows, (R,) or any of (R, k); the gradient passes unchanged. None: no row is lost."""
+    return x if lost is None else _nan_values(*arguments(op, x, lost))
 
 
-def nan_gradients(op: str, x: jax.Array, lost: jax.Array) -> jax.Array:
-    """x, whose gradient is NaN in lost rows, or where lost has the shape of x."""
-    return _nan_gradients(*arguments(op, x, lost))
+def nan_gradients(op: str, x: jax.Array, lost: jax.Array | None) -> jax.Array:
+    """x, whose gradient is NaN in lost rows, or where lost has the shape of x. None: no row is lost."""
+    return x if lost is None else _nan_gradients(*arguments(op, x, lost))

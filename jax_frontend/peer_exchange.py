@@ -9,55 +9,63 @@ those of the all-to-all. peer_memory.py reads the rows.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..core_kernels.launch import fail
+from ..core_kernels.recipe import Recipe
 from ..core_kernels.routing.plan import padded_rows
-from ._checks import check_counts
 from ._mesh import Axes, axis_size
-from .ep import TokenReplicas, room_of
+from .ep import TokenReplicas, lost_of, parts_of, room_of
+from .gathers import HERE, gather, ungather
+from .local import SlotMaps, read_groups, sum_groups
 from .ops import RowMap
-from .peer_memory import all_ranks
+from .overflow import OnOverflow, nan_gradients
+from .peer_memory import Peers, all_ranks
+from .route import Route
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PeerMaps:
-    """Maps across the ranks of `axis_name`, static.
+class PeerMemory:
+    """Kernels read rows in the memory of the other GPUs of this process. A rank has room for `capacity` rows from each
+    rank, shared by all of them. The maps are `SlotMaps` whose numbers lead across ranks; so does `Route.row_map`,
+    between the sorted rows of the ranks and their padded groups."""
 
-    row_map: between the sorted rows (M) of the ranks and their padded groups (P): row_map (P,) has numbers of sorted
-        rows, inverse (M,) of padded rows.
-    order (P,) int32: the number of the slot t * top_k + k of each padded row; of rows, row_map.row_map. slots (M,)
-        int32: the number of the padded row of each slot; -1 is none in both.
-    overflow () int32: local rows that did not fit.
-    """
+    axis_name: Axes
+    capacity: int | None
+    on_overflow: OnOverflow
 
-    row_map: RowMap
-    order: jax.Array
-    slots: jax.Array
-    overflow: jax.Array
-    axis_name: Axes = dataclasses.field(metadata={"static": True})
+    def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
+        x, top_k, num_rows = parts_of(rows)
+        row_map, maps = map_peers(rows, counts, self.axis_name, num_rows, self.capacity, recipe.alignment)
+        lost = lost_of(rows, counts, row_map.inverse, self.capacity, self.on_overflow)
+        route = Route(row_map, maps, self, recipe, top_k, lost)
+        return read_groups(nan_gradients("dispatch", x, lost), route, Peers(self.axis_name)), route
+
+    def dispatch_probs(self, op: str, probs: jax.Array, route: Route) -> jax.Array:
+        return gather(op, probs, route.maps.order, route.maps.slots, Peers(self.axis_name))
+
+    def combine(self, groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
+        maps, reader = route.maps, Peers(self.axis_name)
+        if probs is None:
+            return sum_groups(groups, route, maps.slots, maps.order, None, out_dtype, reader)
+        # The gradient of a weighted sum reads the rows again: they come here first.
+        rows = ungather("combine", groups, maps.order, maps.slots, reader)
+        here = jnp.arange(maps.num_rows, dtype=jnp.int32)
+        return sum_groups(rows, route, here, here, probs, out_dtype, HERE)
 
 
 def map_peers(
-    op: str,
-    counts: jax.Array,
-    tokens: TokenReplicas | None,
-    axis_name: Axes,
-    *,
-    num_rows: int,
-    capacity: int | None,
-    alignment: int,
-) -> PeerMaps:
-    """The maps of one dispatch. A rank has room for `capacity` rows from each rank, shared by all of them."""
+    rows: Any, counts: jax.Array, axis_name: Axes, num_rows: int, capacity: int | None, alignment: int
+) -> tuple[RowMap, SlotMaps]:
+    """The maps of one dispatch, in numbers across ranks: row_map (P,) of sorted rows, inverse (M,) of padded rows.
+
+    Raises ValueError if all ranks together have 2^31 padded rows."""
+    op = "dispatch"
     ranks, rank, experts = axis_size(op, axis_name), lax.axis_index(axis_name), counts.shape[0]
-    if experts % ranks:
-        allowed = f"allowed: multiples of the {ranks} ranks of mesh axis {axis_name!r}"
-        fail(ValueError, op, "counts", f"{experts} experts", allowed)
-    check_counts(op, counts, 1, num_rows, "counts")
     local, room = experts // ranks, ranks * room_of(capacity, num_rows)
     padded = padded_rows(room, local, alignment)
     if ranks * max(padded, num_rows) >= 2**31:
@@ -93,11 +101,11 @@ def map_peers(
     row_map = jnp.where(found, source * num_rows + before + place, -1)
 
     order, slots = row_map, inverse
-    if tokens is not None:
+    if isinstance(rows, TokenReplicas):
         # A slot beyond the rows of its rank is the row of another; row -1 is the appended -1.
-        own = jnp.where((tokens.order >= 0) & (tokens.order < num_rows), tokens.order + rank * num_rows, -1)
-        order, slots = jnp.append(all_ranks(own, axis_name), -1)[row_map], inverse[tokens.inverse]
+        own = jnp.where((rows.order >= 0) & (rows.order < num_rows), rows.order + rank * num_rows, -1)
+        order, slots = jnp.append(all_ranks(own, axis_name), -1)[row_map], inverse[rows.inverse]
     own_sizes, own_ends = (jnp.take(x, rank, axis=0) for x in (sizes, group_ends))
     maps = RowMap(*(x.astype(jnp.int32) for x in (row_map, inverse, own_sizes, own_ends)))
     overflow = (counts - own_fitting).sum().astype(jnp.int32)
-    return PeerMaps(maps, order.astype(jnp.int32), slots.astype(jnp.int32), overflow, axis_name)
+    return maps, SlotMaps(order.astype(jnp.int32), slots.astype(jnp.int32), overflow)

@@ -63,45 +63,30 @@ def all_ranks(x: jax.Array, across: Axes) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Peers:
-    """A `gathers.Reader` of the rows of all ranks along mesh axes of the enclosing shard_map."""
+class Peers(Reader):
+    """Reads rows of all ranks along mesh axes of the enclosing shard_map."""
 
     across: Axes
-
-    def permute_rows(self, x: jax.Array, row_map: jax.Array) -> jax.Array:
-        return self._read("permute_rows", x, row_map)[0]
-
-    def permute_mx(self, packed: jax.Array, row_map: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q, sf = self._read("permute_mx", packed, row_map)
-        return q, sf
 
     def gather_mx(self, mx: MXArray, row_map: jax.Array) -> MXArray:
         """Without a source: no product reads rows of other ranks."""
         return MXArray.from_bytes(*self.permute_mx(mx.packed(), row_map), mx.dtype)
 
-    def combine(self, rows: jax.Array, slots: jax.Array, out_dtype: Any) -> jax.Array:
-        return self._read("combine", rows, slots, out_dtype=jnp.dtype(out_dtype).name)[0]
-
-    def _read(self, name: str, rows: jax.Array, row_map: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
-        def run(rows: jax.Array, row_map: jax.Array) -> tuple[jax.Array, ...]:
-            others = (jnp.zeros(x.shape, x.dtype) for x in _OPERANDS[name])
-            found = getattr(ops, name)(rows, row_map, *others, **options)
-            return tuple(found) if isinstance(found, tuple) else (found,)
-
+    def read(self, name: str, rows: jax.Array, row_map: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
         if _device.arch() != "cpu":
             _check_processes(f"{name} of peers")
         place, devices = _place(self.across)
         axes = tuple(sorted({*varying_axes(rows, row_map, place)}))
         rows, row_map, place = (vary(x, axes) for x in (rows, row_map, place))
         if not rows.size or not row_map.size:
-            return run(rows, jnp.full_like(row_map, -1))
+            return HERE.read(name, rows, jnp.full_like(row_map, -1), **options)
 
         def of_peers(rows: jax.Array, row_map: jax.Array, place: jax.Array) -> tuple[jax.Array, ...]:
             arguments = {"name": name, "options": tuple(options.items()), "devices": devices}
             return tuple(vary(x, axes) for x in peers_p.bind(rows, row_map, place, **arguments))
 
         def definition(rows: jax.Array, row_map: jax.Array, place: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(vary(x, axes) for x in run(all_ranks(rows, self.across), row_map))
+            return tuple(vary(x, axes) for x in HERE.read(name, all_ranks(rows, self.across), row_map, **options))
 
         return lax.platform_dependent(rows, row_map, place, cuda=of_peers, default=definition)
 

@@ -170,7 +170,7 @@ def _multiply(rows: Multiplied, weights: Multiplied | KN, group_ends, out_dtype)
 def bias_of_rows(bias: jax.Array, group_ends: jax.Array, rows: int) -> jax.Array:
     """bias (G, N) -> (rows, N), the bias of each row's group; zeros past the last end."""
     row = jnp.arange(rows, dtype=group_ends.dtype)
-    group = (row[:, None] >= group_ends).sum(1, dtype=jnp.int32)  # not jnp.searchsorted, see ep.plan_exchange
+    group = (row[:, None] >= group_ends).sum(1, dtype=jnp.int32)  # not jnp.searchsorted, see ep.lay_out
     return jnp.pad(bias, ((0, 1), (0, 0)))[group]
 
 

@@ -22,13 +22,16 @@ import jax
 import jax.numpy as jnp
 
 from ..core_kernels.formats import Rounding
+from ..core_kernels.recipe import Recipe
 from . import ops
 from ._call import jitted
 from ._derivatives import arguments
-from .ep import Exchange, TokenReplicas, all_to_all, exchange_rows, send_back, send_rows
+from .ep import AllToAll, Exchange, TokenReplicas, all_to_all, exchange_rows, send_back, send_rows, sorted_probs
 from .gathers import gather
 from .mx_array import MXArray, MXGradArray, pack
 from .ops import RowMap
+from .permute import spread
+from .route import Route
 from .weighted_combine import combine_slots
 
 
@@ -40,8 +43,7 @@ class Copies:
     exchange: of copies. Its sources are tokens, its slots (T * width,) the copies of a token, ranks ascending; width,
     its top_k, is the most ranks of a token. order (ep C,): the slot t * width + w of each copy. replica_order
     (ep capacity,), replica_slots (ep C * top_k,): as `TokenReplicas`, of the replicas of the copies received, in the
-    order of arrival. group_order (P,), group_slots (ep C, top_k): the same in the padded groups. -1 is none. summed:
-    whether a rank's replicas return as a sum; static.
+    order of arrival. group_order (P,), group_slots (ep C, top_k): the same in the padded groups. -1 is none.
     """
 
     exchange: Exchange
@@ -50,10 +52,9 @@ class Copies:
     replica_slots: jax.Array
     group_order: jax.Array
     group_slots: jax.Array
-    summed: bool = dataclasses.field(metadata={"static": True})
 
 
-def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap, summed: bool) -> Copies:
+def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Copies:
     """The maps, from the exchange of the tokens' replicas. The ranks exchange the slots of their replicas."""
     t, top_k, ranks, room = tokens.x.shape[0], tokens.top_k, exchange.ep_degree, exchange.capacity
     size, width = min(t, room), min(top_k, ranks)
@@ -79,19 +80,12 @@ def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap, summe
     group_order = jnp.append(replica_order, -1)[row_map.row_map]
     group_slots = jnp.append(row_map.inverse, -1)[replica_slots].reshape(-1, top_k)
     of_copies = dataclasses.replace(exchange, sources=sources, slots=slots, capacity=size, top_k=width)
-    return Copies(of_copies, order, replica_order, replica_slots, group_order, group_slots, summed)
+    return Copies(of_copies, order, replica_order, replica_slots, group_order, group_slots)
 
 
 def _scatter(size: int, places: jax.Array, values: jax.Array) -> jax.Array:
     """(size,) int32: the value of each place, -1 without one. Values at the place `size` are dropped."""
     return jnp.full(size + 1, -1, jnp.int32).at[places.reshape(-1)].set(values.reshape(-1))[:-1]
-
-
-def probs_of_copies(probs: jax.Array, exchange: Exchange, copies: Copies) -> jax.Array:
-    """probs (M, 1) of this rank's replicas -> (ep C, top_k) of the copies received, zeros for slots without one."""
-    received = exchange_rows("combine", probs, exchange)
-    of_copies = gather("combine", received, copies.replica_slots, copies.replica_order)
-    return of_copies.reshape(copies.group_slots.shape)
 
 
 # --- once: copies there, replicas back -------------------------------------------------------------
@@ -135,11 +129,6 @@ def _send_once_bwd(way, grad):
 _send_once.defvjp(lambda x, way: (_send_once(x, way), way), _send_once_bwd)
 
 
-def send_once(x: jax.Array, way: Way) -> Any:
-    """Tokens (T, K) to groups (P, K)."""
-    return _send_once(*arguments("dispatch", x, way))
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _return_each(groups: Any, way: Way, out_dtype: str) -> jax.Array:
     rows = ops.permute_rows(groups.value if way.mx else groups, way.inverse)
@@ -160,25 +149,37 @@ _return_each.defvjp(_return_each_fwd, _return_each_bwd)
 _return_each_jitted = jitted(_return_each, 2)
 
 
-def return_each(groups: Any, way: Way, out_dtype: str) -> jax.Array:
-    """Groups (P, N) to the unweighted sums of tokens (T, N)."""
-    groups = groups.once("combine") if way.mx else groups
-    return _return_each_jitted(*arguments("combine", groups, way), out_dtype)
-
-
 def _sum(rows: jax.Array, exchange: Exchange, out_dtype: str) -> jax.Array:
     """The sums (T, N) of what an all-to-all has brought back."""
     unweighted = jnp.zeros(0, jnp.float32)
     return ops.combine(rows, exchange.slots.reshape(-1, exchange.top_k), unweighted, out_dtype=out_dtype)
 
 
+def _way(slots: jax.Array, top_k: int, plan: Exchange, row_map: RowMap, copies: Copies, recipe: Recipe) -> Way:
+    each = dataclasses.replace(plan, slots=plan.slots[slots], top_k=top_k)
+    return Way(copies.exchange, each, copies.group_order // top_k, row_map.inverse, recipe.mx, recipe.rounding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Once(AllToAll):
+    """A row per token and rank there; the replicas come back each."""
+
+    def send(self, x: jax.Array, rows: TokenReplicas, plan: Exchange, recipe: Recipe) -> tuple[Any, RowMap, Copies]:
+        row_map = plan.map_rows(recipe.alignment)
+        copies = map_copies(rows, plan, row_map)
+        way = _way(rows.inverse, rows.top_k, plan, row_map, copies, recipe)
+        return _send_once(*arguments("dispatch", x, way)), row_map, copies
+
+    def combine(self, groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
+        if probs is not None:  # the gradient of a weighted sum reads the replicas again, at their tokens
+            return super().combine(groups, route, probs, out_dtype)
+        (_, slots), sent = route.maps.tokens, route.maps
+        way = _way(slots, route.top_k, sent.plan, route.row_map, sent.copies, route.recipe)
+        groups = groups.once("combine") if way.mx else groups
+        return _return_each_jitted(*arguments("combine", groups, way), out_dtype)
+
+
 # --- summed: copies there, sums back ---------------------------------------------------------------
-
-
-def exchange_copies(x: jax.Array, copies: Copies, rounding: Rounding | None) -> Any:
-    """Tokens (T, K) to the copies received (ep C, K), quantized if there is a rounding; the gradients of a token's
-    copies are summed."""
-    return exchange_rows("dispatch", x, copies.exchange, fwd=rounding)
 
 
 @jax.custom_vjp
@@ -224,17 +225,28 @@ _return_sums.defvjp(_return_sums_fwd, _return_sums_bwd)
 _return_sums_jitted = jitted(_return_sums, 2, 3)
 
 
-def exchange_sums(
-    groups: Any, probs: jax.Array | None, copies: Copies, out_dtype: str, rounding: Rounding | None
-) -> jax.Array:
-    """(T, N): the sums over a rank's replicas, weighted by probs (ep C, top_k), sent back and added. groups: an
-    MXGradArray if there is a rounding, that of its gradient."""
-    op, (slots, order) = "combine", (copies.group_slots, copies.group_order)
-    sums: Any
-    if probs is None and rounding is not None:
-        sums = _sum_mx_jitted(*arguments(op, groups.once(op), slots, order // slots.shape[1]))
-    else:
-        dtype = jnp.dtype(groups.dtype).name
-        sums = combine_slots(op, groups, probs, slots, order, out_dtype=dtype, rounding=rounding or Rounding.RCEIL)
-        sums = sums if rounding is None else MXGradArray.wrap(sums)
-    return _return_sums_jitted(*arguments(op, sums, copies.exchange), out_dtype, rounding)
+@dataclasses.dataclass(frozen=True)
+class Summed(AllToAll):
+    """A row per token and rank, both ways: a rank sums its replicas of a token."""
+
+    def send(self, x: jax.Array, rows: TokenReplicas, plan: Exchange, recipe: Recipe) -> tuple[Any, RowMap, Copies]:
+        row_map = plan.map_rows(recipe.alignment)
+        copies = map_copies(rows, plan, row_map)
+        received = exchange_rows("dispatch", x, copies.exchange, fwd=recipe.rounding if recipe.mx else None)
+        slots = copies.group_slots.reshape(-1)
+        return spread("dispatch", received, copies.group_order, slots, rows.top_k), row_map, copies
+
+    def combine(self, groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
+        op, recipe, copies = "combine", route.recipe, route.maps.copies
+        rounding = recipe.rounding if recipe.mx else None
+        slots, order, sums = copies.group_slots, copies.group_order, groups
+        if probs is not None:  # zeros for slots without a replica
+            received = exchange_rows(op, sorted_probs(op, probs.reshape(-1, 1), route), route.maps.plan)
+            probs = gather(op, received, copies.replica_slots, copies.replica_order).reshape(slots.shape)
+        if probs is None and rounding is not None:
+            sums = _sum_mx_jitted(*arguments(op, groups.once(op), slots, order // slots.shape[1]))
+        else:
+            dtype = jnp.dtype(groups.dtype).name
+            sums = combine_slots(op, groups, probs, slots, order, out_dtype=dtype, rounding=recipe.rounding)
+            sums = sums if rounding is None else MXGradArray.wrap(sums)
+        return _return_sums_jitted(*arguments(op, sums, copies.exchange), out_dtype, rounding)

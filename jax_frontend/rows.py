@@ -1,30 +1,39 @@
-"""The public gathers and sums of rows: by maps of this rank, or with `across` by maps that lead to rows of other ranks.
+"""The public functions of rows: gathers and sums by maps, and the exchange of rows that an `Exchange` lays out.
 
     spread_rows         x (T, D) --order // top_k--> rows (P, D)
     gather_rows         x (M, K) --row_map--> rows (P, K)
     weighted_combine    rows (R, D), probs (T, K) --slots--> y (T, D)
+    a2a_dispatch        x (M, D) --all-to-all--> rows (ep * capacity, D) --permute--> groups (P, D)
 
-This file checks the arguments; gathers.py, permute.py and weighted_combine.py compute.
+With `across` a map leads to rows of other ranks. This file checks the arguments; gathers.py, permute.py,
+weighted_combine.py and ep.py compute.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..core_kernels.formats import Rounding
+from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ._checks import (
+    check_counts,
     check_floats,
     check_integers,
     check_matrix,
     check_shape,
     check_size,
+    check_type,
     check_vector,
     dtype_name,
     rounding_of,
 )
 from ._shapes import Float, Float32, Int
+from .ep import Exchange, TokenReplicas, check_replicas, exchange_rows
 from .gathers import HERE, Rows, gather
+from .groups import laid_out, map_groups
 from .mx_array import MXArray, MXGradArray
+from .ops import RowMap
 from .peer_memory import Across, reader_of
 from .permute import spread
 from .weighted_combine import combine_slots
@@ -119,3 +128,86 @@ def weighted_combine(
     if probs is not None and reader is not HERE:
         fail(ValueError, op, "across", repr(across), "allowed: None with probs; gather the rows, and sum them here")
     return combine_slots(op, rows, probs, slots, order, out_dtype=out_dtype, rounding=rounding, reader=reader)
+
+
+def replicas_to_send(op: str, input: Any, plan: Exchange) -> tuple[jax.Array, Exchange]:
+    """The array to send and its exchange, of rows or TokenReplicas; TypeError and ValueError unless they fit it."""
+    if not isinstance(input, TokenReplicas):
+        check_rows(op, input, plan.num_rows, "the exchange's local rows", " or TokenReplicas")
+        return input, plan
+    x, top_k = input.x, input.top_k
+    check_floats(op, "input", x)
+    check_replicas(op, input)
+    if x.ndim != 2 or x.shape[0] * top_k != plan.num_rows:
+        allowed = f"allowed: (T, D) with T * top_k = {plan.num_rows}, the exchange's local rows"
+        fail(ValueError, op, "input", f"shape {x.shape} with top_k {top_k}", allowed)
+    return x, plan.of_replicas(input)
+
+
+def check_rows(op: str, x: Any, rows: int, what: str, other: str = "") -> None:
+    """TypeError unless x is an array of floats, ValueError unless it has this number of rows."""
+    check_floats(op, "input", x, other)
+    if len(x.shape) != 2 or x.shape[0] != rows:
+        fail(ValueError, op, "input", f"shape {x.shape}", f"allowed: ({rows}, D), {what}")
+
+
+def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Exchange) -> Float[jax.Array, "P D"]:
+    """Send rows to the ranks of their experts as they are, forward and backward.
+
+    input: (M, D) bf16 or fp32, sorted by expert; or TokenReplicas, with M = T * top_k, which go from the tokens
+        directly into the send buffer, and whose gradient is summed over a token's replicas in fp32 and rounded once.
+    exchange: of `plan_exchange` for these M rows.
+
+    Returns (P, D) of input's dtype, P = ep_degree * capacity, for `permute`: the rows of source rank s start at
+    s * capacity, and `exchange.recv_counts` has their numbers. Raises ValueError (shapes) and TypeError (dtypes).
+
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> a2a_dispatch(jnp.ones((3, 32)), exchange).shape
+    (3, 32)
+    """
+    op = "a2a_dispatch"
+    check_type(op, "exchange", exchange, Exchange)
+    return exchange_rows(op, *replicas_to_send(op, input, exchange))
+
+
+def permute(
+    x: Rows, num_tokens_per_expert: Int[jax.Array, " G"] | Exchange, group_size_multiple_of: int = BLOCK
+) -> tuple[Rows, RowMap]:
+    """Gather rows into one padded group per local expert.
+
+    x: (R, K) bf16, fp32 or MXArray. num_tokens_per_expert: the Exchange that sent the rows, which says how they came
+        from several ranks; or (G,) of an integer dtype, the sizes of groups that follow each other. For rows of several
+        ranks that no Exchange sent, `ops.row_map` makes the maps and `gather_rows` takes them.
+    group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
+
+    Returns (rows (P, K) of x's kind, RowMap). P holds any split of R rows; padding rows are zeros. The gradient of an
+    MXArray is a float array.
+
+    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
+    >>> rows.shape, row_map.padded_counts.tolist()
+    ((96, 32), [32, 32])
+
+    Raises ValueError (shapes, counts that do not fit) and TypeError (dtypes).
+    """
+    op = "permute"
+    if not isinstance(x, MXArray):
+        check_floats(op, "x", x, " or an MXArray")
+    return gather_groups(op, "x", x, num_tokens_per_expert, group_size_multiple_of)
+
+
+def gather_groups(op: str, name: str, x: Rows, counts: Any, alignment: int) -> tuple[Rows, RowMap]:
+    """`permute` of the argument `name`, whose type the caller has checked."""
+    check_matrix(op, name, x)
+    check_size(op, "group_size_multiple_of", alignment, BLOCK)
+    if isinstance(counts, Exchange):
+        rows = counts.ep_degree * counts.capacity
+        if x.shape[0] != rows:
+            fail(ValueError, op, name, f"shape {x.shape}", f"allowed: {rows} rows, what the exchange dispatched")
+        maps = counts.map_rows(alignment)
+    else:
+        check_integers(op, "num_tokens_per_expert", counts, " or an Exchange")
+        if counts.ndim != 1 or not counts.size:
+            fail(ValueError, op, "num_tokens_per_expert", f"shape {counts.shape}", "allowed: (G,), or an Exchange")
+        check_counts(op, counts, 1, x.shape[0])
+        maps = map_groups(counts, x.shape[0], alignment)
+    return laid_out(gather(op, x, maps.row_map, maps.inverse), maps), maps

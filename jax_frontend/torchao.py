@@ -19,11 +19,12 @@ from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from ._checks import check_floats, check_type, rounding_of
 from ._shapes import Float, Int
-from .ep import Exchange, TokenReplicas, check_rows, exchange_rows, gather_groups, replicas_to_send
+from .ep import Exchange, TokenReplicas, exchange_rows
 from .gathers import ungather
 from .mx_array import MXArray, MXGradArray
 from .ops import RowMap
 from .peer_memory import Across, reader_of
+from .rows import check_rows, gather_groups, replicas_to_send
 
 
 def a2a_dispatch_mxfp8_fwd_hp_bwd(

@@ -184,7 +184,9 @@ NOT_BELOW_PRODUCTS = {
         "layer": {"experts", "fsdp", "metrics", "moe", "numerics", "parallel"},
     },
     "jax_frontend": {
-        "exchange": {"ep", "peer_exchange", "peer_memory", "pipeline", "replicas", "rows"},
+        "exchange": {
+            "combine", "dispatch", "ep", "local", "peer_exchange", "peer_memory", "replicas", "route", "rows",
+        },
         "layer": {"metrics", "moe", "moe_params", "numerics", "shared_gate"},
     },
 }  # fmt: skip
@@ -219,15 +221,14 @@ def test_a_product_reaches_no_exchange_and_no_layer(room: str, name: str) -> Non
 ONLY_TORCH = {
     "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
     "_torch_private.py",
-    "combine.py", "convert.py", "copy_engines.py", "dispatch.py", "expert_parallel.py", "experts.py", "fsdp.py",
-    "gathered_rows.py", "mx_tensor.py", "overlap.py", "packed_experts.py", "packed_ffn.py", "parallel.py",
-    "route.py", "shards.py", "symmetric.py", "torchtitan.py", "transformers.py", "transport.py",
+    "convert.py", "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "gathered_rows.py", "mx_tensor.py",
+    "overlap.py", "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "symmetric.py", "torchtitan.py",
+    "transformers.py", "transport.py",
 }  # fmt: skip
 ONLY_JAX = {
     "_derivatives.py", "_jax_private.py", "_mesh.py", "_shapes.py", "_split.py", "_triton.py",
-    "gathers.py", "moe_params.py", "mx_array.py", "nnx.py", "overflow.py", "pipeline.py", "ragged_dot.py", "remat.py",
-    "rows.py",
-    "shared_gate.py",
+    "gathers.py", "local.py", "moe_params.py", "mx_array.py", "nnx.py", "overflow.py", "ragged_dot.py", "remat.py",
+    "rows.py", "shared_gate.py",
 }  # fmt: skip
 """Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees,
 static capacities, jax.lax.ragged_dot and roundings that XLA keeps in JAX."""
