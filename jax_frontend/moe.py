@@ -32,12 +32,12 @@ from .combine import combine
 from .dispatch import dispatch, dispatch_probs
 from .ep import TokenReplicas
 from .ffn import grouped_swiglu_ffn
-from .moe_params import MoEConfig, Params, check_divided, check_params, specs
+from .moe_params import MoEConfig, Params, check_divided, check_params, check_shapes, specs
 from .moe_params import init as init
 from .mx_array import MXArray, MXGradArray
 from .permute import sort_by_expert
 from .route import Route
-from .router import Routing, chosen_outside, tokens_and_logits
+from .router import Routing, check_chosen, chosen_outside, tokens_and_logits
 from .router import route as choose_experts
 from .shared_gate import gated, twice
 from .weighted_combine import sum_of_slots, weigh_slots
@@ -115,22 +115,42 @@ def apply(
     and TypeError (dtypes).
     """
     op = "moe.apply"
+    _check(op, x, config, experts, weights, selection_bias)
+    check_params(params, config, axis_name, tensor_axis)
+    _warn_if_sharded(op, params["experts"])
+    token_axes = axis_name if token_axes is None else token_axes
+    return _layer(params, x, config, (experts, weights, selection_bias), axis_name, token_axes, tensor_axis)
+
+
+def _check(op: str, x: Any, config: Any, experts: Any, weights: Any, selection_bias: Any) -> None:
+    """Raise unless the arguments of all tokens, or of the tokens of a rank, fit each other."""
     check_type(op, "config", config, MoEConfig)
     check_floats(op, "x", x)
     if x.ndim < 1 or x.shape[-1] != config.dim:
         fail(ValueError, op, "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
-    check_params(params, config, axis_name, tensor_axis)
-    _warn_if_sharded(op, params["experts"])
-    token_axes = axis_name if token_axes is None else token_axes
-    replicas = axis_size(op, token_axes, "token_axes")
-    outside = chosen_outside(op, x, config.num_experts, experts, weights)
-    if outside is not None and selection_bias is not None:
+    check_chosen(op, x, config.num_experts, experts, weights)
+    if experts is not None and selection_bias is not None:
         fail(ValueError, op, "selection_bias", "an array", "allowed: None beside experts and weights")
+
+
+def _layer(
+    params: Params,
+    x: jax.Array,
+    config: MoEConfig,
+    chosen: tuple[jax.Array | None, ...],
+    axis_name: Axes | None,
+    token_axes: Axes | None,
+    tensor_axis: str | None,
+) -> tuple[jax.Array, MoEStats]:
+    """`apply` for checked arguments. chosen: experts, weights and selection_bias."""
+    op, (experts, weights, selection_bias) = "moe.apply", chosen
+    replicas = axis_size(op, token_axes, "token_axes")
+    outside = chosen_outside(config.num_experts, experts, weights)
     params, outside = reverse_only(op, (params, outside), rows="x (..., D) with any leading dims")
     x = reverse_only(op, x, rows="x (..., D) with any leading dims", together=_TOGETHER)
     x_TD = x.reshape(-1, config.dim)
-    x_TD, chosen = _route(params, x_TD, config, selection_bias) if outside is None else (x_TD, outside)
-    experts_TK, probs_TK, shares_E = chosen
+    x_TD, routing = _route(params, x_TD, config, selection_bias) if outside is None else (x_TD, outside)
+    experts_TK, probs_TK, shares_E = routing
     order, inverse, counts = sort_by_expert(experts_TK, config.num_experts)
     # The ranks of tensor_axis compute parts of one sum: JAX adds their gradients where they leave x and probs.
     parts = axis_names(op, "tensor_axis", tensor_axis)
@@ -198,10 +218,9 @@ def sharded_apply(
     Raises as `apply`; ValueError too for specs that do not fit x, params or the mesh.
     """
     op = "moe.sharded_apply"
-    check_type(op, "config", config, MoEConfig)
+    _check(op, x, config, experts, weights, selection_bias)
     if not isinstance(tokens, PartitionSpec):
         fail(TypeError, op, "tokens", type(tokens).__name__, "allowed: a jax.sharding.PartitionSpec")
-    check_floats(op, "x", x)
     check_type(op, "mesh", mesh, Mesh, AbstractMesh, type(None))
     mesh = mesh_of(op, mesh, x)
     token_axes, expert_axes = axes_of(tokens), axis_names(op, "expert_axis", expert_axis)
@@ -221,7 +240,6 @@ def sharded_apply(
             why = "; the ranks would compute the same tokens" if name == "expert_axis" else " and not of expert_axis"
             fail(ValueError, op, name, repr(axes), f"allowed: axes of tokens, {tokens}{why}")
     check_type(op, "params", params, Mapping)
-    chosen_outside(op, x, config.num_experts, experts, weights)
     if selection_bias is not None:
         check_shape(op, "selection_bias", selection_bias, (config.num_experts,), "one value per expert", "float32")
     of_params = specs(config, expert_axis=expert_axis, fsdp_axis=fsdp_axis, tensor_axis=tensor_axis)
@@ -245,9 +263,8 @@ def sharded_apply(
     def local(params: Params, x: jax.Array, *chosen: jax.Array | None) -> tuple[jax.Array, MoEStats]:
         if fsdp_axis:
             params = {name: _gathered(op, p, of_params[name], fsdp_axis) for name, p in params.items()}
-        of_tokens = dict(zip(("experts", "weights", "selection_bias"), chosen, strict=True))
-        axes = {"axis_name": exchanged or None, "token_axes": token_axes or None, "tensor_axis": tensor_axis}
-        return apply(params, x, config, **of_tokens, **axes)
+        check_shapes(op, params, config, ranks_of(mesh, expert_axes), ranks_of(mesh, (tensor_axis,)))
+        return _layer(params, x, config, chosen, exchanged or None, token_axes or None, tensor_axis)
 
     in_specs = (of_params, tokens, tokens, tokens, PartitionSpec())
     run = over_mesh(local, mesh, in_specs, (tokens, PartitionSpec()))

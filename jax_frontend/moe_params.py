@@ -235,22 +235,29 @@ def _spec(*axes: Axes | None) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
+_LAYOUT = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3' and the biases, as `moe.init` makes them"
+
+
 def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tensor_axis: str | None = None) -> None:
     """Raise unless params are those of the config on this rank of the mesh."""
     op = "moe.apply"
-    layout = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3' and the biases, as `moe.init` makes them"
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
-        fail(TypeError, op, "params", type(params).__name__, layout)
+        fail(TypeError, op, "params", type(params).__name__, _LAYOUT)
     optional = {"shared_expert": config.shared_hidden_dim is not None, "router_bias": config.router_bias}
     optional["shared_gate"] = config.shared_gate
     for name, wanted in optional.items():
         if wanted != (name in params):
             got = f"no {name!r}" if wanted else repr(name)
             fail(ValueError, op, "params", got, "allowed: what `moe.init` makes of the config")
-    recipe = resolve_compute(op, config.recipe)
-    e, d = config.num_experts, config.dim
     ranks, parts = axis_size(op, axis_name), axis_size(op, tensor_axis, "tensor_axis")
     check_divided(op, config, {"num_experts": (ranks, axis_name), "hidden_dim": (parts, tensor_axis)})
+    check_shapes(op, params, config, ranks, parts)
+
+
+def check_shapes(op: str, params: Params, config: MoEConfig, ranks: int, parts: int) -> None:
+    """Raise unless each parameter has the shape and a dtype of the config, for experts over ranks and F over parts."""
+    recipe = resolve_compute(op, config.recipe)
+    e, d = config.num_experts, config.dim
     local = e // ranks
     f = config.hidden_dim // parts
     routers = {"router": (e, d)} | ({"router_bias": (e,)} if config.router_bias else {})
@@ -265,7 +272,7 @@ def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tens
     for of, (holder, expected) in holders.items():
         for name, shape in expected.items():
             if name not in holder:
-                fail(ValueError, op, "params", f"no {name!r}", layout)
+                fail(ValueError, op, "params", f"no {name!r}", _LAYOUT)
             argument = f"params {'of ' + of + ' ' if of == 'shared_expert' else ''}{name!r}"
             if of in ("router", "biases"):
                 check_floats(op, argument, holder[name])

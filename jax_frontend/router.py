@@ -171,17 +171,13 @@ def route(
     return _route_jitted(*arguments(op, jnp.asarray(logits), bias), options)
 
 
-def chosen_outside(
-    op: str, x: jax.Array, num_experts: int, experts: jax.Array | None, weights: jax.Array | None
-) -> Routing | None:
-    """Experts and weights that the caller of a layer has chosen, or None without both; x (..., D). shares are zeros.
-
-    Raises unless experts (..., k) are integers and weights (..., k) are float32; in eager calls and inside
-    `checkify.checkify` also for experts that do not exist.
+def check_chosen(op: str, x: jax.Array, num_experts: int, experts: jax.Array | None, weights: jax.Array | None) -> None:
+    """Raise unless the caller of a layer for x (..., D) gives no experts and weights, or experts (..., k) of integers
+    and weights (..., k) of float32; in eager calls and inside `checkify.checkify` also for experts that do not exist.
     """
     if experts is None or weights is None:
         if experts is weights:
-            return None
+            return
         name, other = ("experts", "weights") if experts is None else ("weights", "experts")
         fail(ValueError, op, name, "None", f"allowed: an array beside {other}, or neither")
     check_integers(op, "experts", experts)
@@ -191,7 +187,13 @@ def chosen_outside(
     check_shape(op, "weights", weights, experts.shape, "experts'", "float32")
     ok = ((experts >= 0) & (experts < num_experts)).all()
     check_values(ok, op, "experts", experts, f"allowed: 0 to {num_experts - 1}")
-    flat = experts.reshape(-1, experts.shape[-1]).astype(jnp.int32)
+
+
+def chosen_outside(num_experts: int, experts: jax.Array | None, weights: jax.Array | None) -> Routing | None:
+    """Experts and weights that the caller of a layer has chosen, or None without both. shares are zeros."""
+    if experts is None or weights is None:
+        return None
+    flat = jnp.asarray(experts).reshape(-1, experts.shape[-1]).astype(jnp.int32)
     return Routing(flat, jnp.asarray(weights).reshape(flat.shape), jnp.zeros(num_experts, jnp.float32))
 
 
