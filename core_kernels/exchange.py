@@ -1,12 +1,12 @@
-"""Where rows lie on every rank before and after an expert-parallel exchange: pure functions of the table of counts.
+"""The layout of rows on every rank before and after an expert-parallel all-to-all: pure functions of the counts.
 
     table[s][e]    rows of rank s for expert e; rank r has the experts [r L, (r + 1) L)
 
     tokens of rank s    | r0: e0 e1 | r1: e0 e1 | ...     sorted by expert, without padding
     operand of rank r   | e0: s0 s1 .. pad | e1: s0 s1 .. pad |     one group per local expert, padded to `alignment`
 
-Every rank computes the same layouts from the same table, so a sender knows the final row of each of its rows in the
-receiver's operand: what arrives needs no permutation, and the order of rows is fixed.
+Every rank computes the same layouts from the same table. A sender knows the final row of each of its rows in the
+receiver's operand. Received rows need no permutation, and their order is fixed.
 
 Local experts are exchanged and multiplied in chunks. The rows of one expert from one rank to another are a `Move`; a
 `Step` has the moves of one chunk.
@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
 class Step(NamedTuple):
     """The moves of one chunk of local experts, one per peer and expert, empty ones too. The first peer is the rank
-    itself. Then a rank sends to rank + 1, rank + 2, ... (on the way back to rank - 1, rank - 2, ...), so that in each
+    itself. Then a rank sends to rank + 1, rank + 2, ... (in combine to rank - 1, rank - 2, ...), so that in each
     turn every rank receives from one peer."""
 
     sends: tuple[Move, ...]
@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
 
     chunks: of local experts. group_ends: the end of each group in the operand, padding included. padding: the rows
     [start, end) of the operand that no rank fills. operand_rows, token_rows: rows of each rank's operand and tokens.
-    to_experts: a step per chunk from tokens to operands. to_tokens: the way back.
+    to_experts: a step per chunk from tokens to operands. to_tokens: the reverse steps.
     """
 
     chunks: tuple[Chunk, ...]
@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
 
 def expert_chunks(experts: int, most: int = MOST_CHUNKS) -> tuple[tuple[int, int], ...]:
     """Ranges of local experts that are exchanged and multiplied together: at most `most`. Of three and more the first
-    and the last have one expert, since nothing hides the exchange of the first chunk and the way back of the last one.
+    and the last have one expert: dispatch of the first chunk and combine of the last one cannot be overlapped.
 
     >>> expert_chunks(4), expert_chunks(10)
     (((0, 1), (1, 2), (2, 3), (3, 4)), ((0, 1), (1, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 9), (9, 10)))

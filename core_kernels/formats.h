@@ -10,13 +10,13 @@ inline constexpr int kSpan = 256;  // tokens of a group that share a scale per r
 // Values of a row that share an fp32 scale in blockwise FP8, and the fp32 bits of the smallest such scale, 2^-126.
 inline constexpr int kSquare = 128;
 inline constexpr uint32_t kSmallestScale = 0x00800000u;
-// Octaves between the scale of a group's first span and the scale that the span needs. A later span then seldom needs a
-// larger scale, which the product would have to rescale its accumulator for.
+// A group's first span gets a scale 2^kHeadroom times larger than it needs. A later span then seldom needs a larger
+// scale, for which the GEMM would have to rescale its accumulator.
 inline constexpr int kHeadroom = 3;
 
-// Octaves between the scale of a weight's row or column and the scale that its first span needs.
+// A weight's row or column gets a scale 2^kWeightHeadroom times larger than its first span needs.
 inline constexpr int kWeightHeadroom = 2;
-// The same of the rows of SwiGLU's gradients.
+// Likewise for the rows of SwiGLU's gradients.
 inline constexpr int kGradientHeadroom = 2;
 
 inline constexpr uint32_t kE4m3Nan = 0x7F;

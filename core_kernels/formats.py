@@ -18,23 +18,23 @@ SQUARE = 128
 SMALLEST_SCALE = 2.0**-126
 """The smallest blockwise scale: below it fp32 numbers are subnormal, and their reciprocals overflow."""
 HEADROOM = 3
-"""The scale exponent of a group's first span is raised by this much. A later span with a larger scale forces the
-product to rescale its accumulator, and a product of which 0.7% of the scales rise takes 8% longer; three spare octaves
-make that rare on normal and SwiGLU data. The price: underflow begins 2^12 instead of 2^15 below the largest value."""
+"""The scale exponent of a group's first span is raised by this much. A later span with a larger scale forces the GEMM
+to rescale its accumulator. A GEMM takes 8% longer if 0.7% of its scales rise; a factor of 8 makes that rare on normal
+and SwiGLU data. The price: underflow begins 2^12 instead of 2^15 below the largest value."""
 WEIGHT_HEADROOM = 2
-"""The scale exponent of a weight's row or column is raised by this much above what its first span needs, so that the
-scale is nearly always known before the rest is read. Of normal values none in a million lines has a larger block
-elsewhere. With one octave, 8% of the columns of 14336 rows have one where rows differ by half an octave. The price: the
-scale is 1.1 to 1.3 octaves larger in the mean."""
+"""The scale exponent of a weight's row or column is raised by this much above the need of its first span. The scale is
+then nearly always known before the rest is read. Of normal values none in a million lines has a larger block elsewhere.
+With 1 instead of 2, 8% of the columns of 14336 rows have one if rows differ by a factor of 1.4. The price: the scale is
+on average 2.1 to 2.5 times larger."""
 GRADIENT_HEADROOM = 2
-"""The scale exponent of a row of SwiGLU's gradients is raised by this much above what its first span needs. Of normal
-dh, gate and up 2 in 1000 rows of 14336 have a larger block elsewhere, of Student's t with 4 degrees of freedom 280.
+"""The scale exponent of a row of SwiGLU's gradients is raised by this much above the need of its first span. Of normal
+dh, gate and up 2 in 1000 rows of 14336 have a larger block elsewhere; with Student's t, 4 degrees of freedom, 280.
 
 The price is in data of which 32 of 7168 features are 2^e larger, and their weights as much smaller. A product then has
 28.0 dB at e = 10 and 21.6 at 12 if these features are among the first 256; without headroom 28.0 at 12 and 21.2 at
 14."""
 MAX_HEADROOM = 7
-"""Octaves. More would leave less than half of E4M3's 15 binades of normal numbers."""
+"""An exponent. More would leave less than half of E4M3's 15 binades of normal numbers."""
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value, S.1111.110 (OFP8 v1.0, table 2)."""
@@ -99,11 +99,11 @@ def scale_attrs(op: str, rounding: int, satfinite: bool) -> dict[str, int]:
 
 
 def headroom_attrs(op: str, headroom: int) -> dict[str, int]:
-    """The attribute of a fold with a headroom. Raises unless it is a number of octaves up to MAX_HEADROOM."""
+    """The attribute of a fold with a headroom. Raises unless it is an exponent from 0 to MAX_HEADROOM."""
     if isinstance(headroom, bool) or not isinstance(headroom, int):
         fail(TypeError, op, "headroom", repr(headroom), "allowed: an int")
     if not 0 <= headroom <= MAX_HEADROOM:
-        fail(ValueError, op, "headroom", headroom, f"allowed: 0 to {MAX_HEADROOM} octaves")
+        fail(ValueError, op, "headroom", headroom, f"allowed: 0 to {MAX_HEADROOM}")
     return {"headroom": headroom}
 
 

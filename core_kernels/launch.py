@@ -1,4 +1,4 @@
-"""One op, described once: what it computes, and how a GPU runs it.
+"""One op, described once: its computation, and its launch on a GPU.
 
     arrays of a framework --> ArrayType --> KernelOp.check --> Signature   outputs, attributes
                                                  |
@@ -28,7 +28,7 @@ class ArrayType(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What an op computes from arrays and options; the same on every architecture.
+    """The computation of an op from arrays and options; the same on every architecture.
 
     out: the outputs. A frontend allocates them; the kernel writes every byte.
     attrs: integers that every implementation takes, by name: C++ and CUDA C++ in this order, Triton as constexprs.

@@ -1,4 +1,4 @@
-"""What a step of a layer tells: balance of the experts and bytes between the ranks, from the counts of rows.
+"""Metrics of a step of a layer: balance of the experts and bytes between the ranks, from the counts of rows.
 
 counts (E,), overflow --moe_metrics, in a frontend--> describe --> dict of numbers
 """

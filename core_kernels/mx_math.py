@@ -166,7 +166,7 @@ def e4m3_to_f32(q, HW_CAST: tl.constexpr):
 def quantize_blocks(x, axis: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr, HW_CAST: tl.constexpr):
     """f32 blocks -> E4M3 bytes of the same shape and E8M0 bytes without `axis`: one scale for all values along it.
 
-    Magnitudes order as their bits do, and NaN lies above infinity: the integer maximum is an amax that propagates NaN.
+    Magnitudes order as their bits do, and NaN is above infinity: the integer maximum is an amax that propagates NaN.
     """
     amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
     byte = scale_byte(amax, rounding, satfinite)

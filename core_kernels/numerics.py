@@ -204,7 +204,7 @@ def measure(q: Array, sf: Array, qf: Array, target: Array, groups: tuple[slice, 
     known = (sf != E8M0_NAN) & (target != E8M0_NAN)
     top = np.where(known, target, 0).max(1, initial=0).astype(np.int32)  # the unit of a row: the square of this scale
     size = np.ldexp(np.float32(1), np.maximum(2 * (top - top.max(initial=0)), -126))
-    # Beyond 60 octaves the fold flushes every value, and the squares stay fp32 numbers.
+    # Beyond 2^60 the fold flushes every value, and the squares remain fp32 numbers.
     octaves = np.clip(target.astype(np.int32) - sf, 0, 60)
     unit = np.ldexp(known.astype(np.float32), 2 * np.clip(sf.astype(np.int32) - top[:, None], -60, 0))
     signal, noise = np.empty(sf.shape, np.float32), np.empty(sf.shape, np.float32)

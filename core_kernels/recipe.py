@@ -38,8 +38,8 @@ class Recipe:
         "auto" folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32. It changes no byte of results. On
         an H200 128 is 0 to 4% faster, by card, with 4096 rows per expert, and 7% slower with 256.
-    mx_legs: the legs whose rows are sent in MXFP8; the others are sent as they are. None is "dispatch" and
-        "combine_grad" with MXFP8 operands, and no leg with others. PyTorch alone takes another choice.
+    mx_legs: the all-to-alls that send rows in MXFP8; the others send rows as they are. None is "dispatch" and
+        "combine_grad" with MXFP8 operands, and no all-to-all with others. PyTorch alone takes another choice.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Recipe:
         return self.operands == "mxfp8"
 
     def sends_mx(self, leg: LegName) -> bool:
-        """Whether the rows of a leg are sent in MXFP8.
+        """Whether an all-to-all sends rows in MXFP8.
 
         >>> [RECIPES["mxfp8"].sends_mx(leg) for leg in ("dispatch", "dispatch_grad", "combine", "combine_grad")]
         [True, False, False, True]

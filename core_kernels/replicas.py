@@ -1,4 +1,4 @@
-"""How often a token crosses the wire to a rank that has several of its experts, and how often its rows come back."""
+"""How often a token is sent to a rank that has several of its experts, and how often that rank returns its rows."""
 
 from typing import Any, Literal, get_args
 

@@ -59,14 +59,14 @@ _GPU = {
     "grouped_wgrad_mx": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16": Tiles(m=64, n=128, k=256, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16_t": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
-    # 128 along the contraction dim: what the tensor core sums before fp32 adds it (grouped_gemm/kernel_folded.py)
+    # 128 along the contraction dim: the tensor core sums them before fp32 adds the sum (grouped_gemm/kernel_folded.py)
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_blockwise": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_wgrad_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
 }
-# Compiled, not measured, since no sm_100 was available: the largest accumulators that fit tensor memory beside their
+# Compiled, not measured, since no sm_100 was available: the largest accumulators that fit tensor memory with their
 # scales, without spills, and the deepest pipeline that fits 227 KiB. grouped_mm_mx: with 8 warps a thread would copy 2
 # bytes of the scales of 128 rows at a time; cp.async copies at least 4.
 _SM100 = _GPU | {

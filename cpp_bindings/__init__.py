@@ -7,7 +7,7 @@ The CUDA C++ kernels, for the ops where Triton is not fast enough; a build witho
 
     CudaLaunch(exchange, 0, "quantize_col", [x], [q_t, sf_t], attrs)    made once from types, then called with tensors
     cuda_ffi_targets()["quantize_col"]                         the same op as an XLA FFI capsule
-    peer_ffi_targets()["combine"]                              an op whose rows lie on several GPUs, likewise
+    peer_ffi_targets()["combine"]                              an op whose rows are on several GPUs, likewise
 
 Callers check arguments and size outputs with `KernelOp.signature` first; nothing here checks them again. `attrs` are
 the values of `Signature.attrs`, for CUDA `Launch.cuda_attrs`. Users call the frontends.

@@ -5,7 +5,7 @@
 //                                                  +--> CudaOp.run(call, stream)
 //   XLA:   buffers --> cuda_ffi_targets()[name] ---'
 //
-// And the table of ops whose rows lie on several GPUs (core_kernels/peer/peers.h), for XLA:
+// And the table of ops whose rows are on several GPUs (core_kernels/peer/peers.h), for XLA:
 //
 //          buffers --> peer_ffi_targets()[name] --> run_with_peers(op, call, run, devices, stream)
 #include <nanobind/nanobind.h>

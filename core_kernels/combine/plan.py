@@ -96,7 +96,7 @@ def _tile_combine_bwd(call: Call, arch: str) -> Tiling:
     """A program per token, which holds all its slots, and programs for the rows of padding."""
     (r, d), (tokens, k), probs = call.inputs[1].shape, call.inputs[2].shape, call.inputs[4]
     t, slots = tiles(call.op, arch), next_power_of_2(k)
-    # The values in flight are those of the table: all slots of a token times a part of its columns.
+    # As many values in flight as the table has: all slots of a token times a part of its columns.
     columns = min(max(t.m * t.k // slots, 32), max(next_power_of_2(d), 32))
     shape = {"D": d, "K": k, "WEIGHTED": probs.shape != UNWEIGHTED}
     blocks = {"HW_CAST": facts(arch).hw_cast, "BLOCK_S": slots, "BLOCK_M": t.m, "BLOCK_K": columns}

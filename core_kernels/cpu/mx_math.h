@@ -12,7 +12,7 @@
 
 namespace mxep {
 
-// Magnitudes order as their bits do, and NaN lies above infinity: an integer maximum is an amax that propagates NaN.
+// Magnitudes order as their bits do, and NaN is above infinity: an integer maximum is an amax that propagates NaN.
 // bf16 magnitudes are compared in 16 bits and widened once per block.
 MXEP_INLINE uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7FFFFFFFu; }
 MXEP_INLINE uint16_t magnitude(bf16 x) { return x & 0x7FFF; }

@@ -13,9 +13,9 @@
 //   folded = q * 2^(15 + column - span)     exact, or too small for E4M3; packed, which is the second rounding
 //
 // p loses bits below 2^-24. Such values are at most 448 * 2^-25, and E4M3 rounds them to zero at the scale of a column
-// whose largest p is 4 or more. Bf16 holds the values of blocks with scale bytes of 3 to 246 exactly; those of smaller
-// bytes are zeros in columns with bytes of 21 and more. A warp with another column, that is neither zeros alone nor
-// NaN, takes the bf16 values instead. tests/kernels/test_code_tile.py tries all codes and scales.
+// whose largest p is 4 or more. Bf16 holds the values of blocks with scale bytes of 3 to 246 exactly; values of blocks
+// with smaller bytes are zeros in columns with bytes of 21 and more. A warp with another column, that is neither zeros
+// alone nor NaN, takes the bf16 values instead. tests/kernels/test_code_tile.py tries all codes and scales.
 #pragma once
 
 #include "cuda/mx_math.cuh"
@@ -183,7 +183,7 @@ __device__ uint32_t column_bytes(CodeTile<T>& tile, ScaleRule rule) {
     powers[i] = rows[i] == kE8m0Nan ? kNan : static_cast<uint32_t>(max(rows[i] - largest, -32) + 7 + 127) << 23;
   tile.set_factors(f16x2_from_floats(powers[0], powers[1]), f16x2_from_floats(powers[2], powers[3]));
 
-  uint32_t maxima[2] = {}, before[2] = {};  // magnitudes of f16 order as integers do, NaN lies above
+  uint32_t maxima[2] = {}, before[2] = {};  // magnitudes of f16 order as integers do, NaN is above
   tile.template for_rows<kBlock>(0, [&](int r, uint32_t codes, uint32_t word, int half) {
     const uint32_t factor = both_halves(word, half);
     const uint32_t left = times(f16x2_magnitude(f16x2_from_codes(codes, 0)), factor);

@@ -17,7 +17,7 @@ namespace mxep {
 
 inline constexpr int64_t kSpanBlocks = kSpan / kBlock;
 
-// The larger scale byte; -1 stands for no scale so far. A NaN block is ignored.
+// The larger scale byte; -1 means no scale so far. A NaN block is ignored.
 MXEP_INLINE int max_scale(int row, uint8_t byte) { return byte == kE8m0Nan ? row : std::max<int>(row, byte); }
 MXEP_INLINE int row_scale(const uint8_t* sf, int64_t blocks) {
   int row = -1;
@@ -30,7 +30,7 @@ MXEP_INLINE int least_scale(int first, int headroom) {
 }
 MXEP_INLINE uint8_t row_scale_byte(int row) { return static_cast<uint8_t>(row < 0 ? kE8m0Nan : row); }
 
-// Group `g` of tokens and the slots of its spans' scales, as drawn in plan.py. g = ends.size() stands for the tokens
+// Group `g` of tokens and the slots of its spans' scales, as drawn in plan.py. g = ends.size() means the tokens
 // past the last end and for the slots without a span.
 struct SpannedGroup {
   int64_t begin, end, slot, end_slot;
@@ -43,7 +43,7 @@ struct SpannedGroup {
 };
 
 // Running maximum of a row's scale bytes plus 1 within a group; 0 before the first scale. The group's first span gets
-// kHeadroom octaves, so that later spans seldom raise the scale.
+// a scale that is 2^kHeadroom times larger, so that later spans seldom raise it.
 MXEP_INLINE int max_span(int largest, bool first, const uint8_t* sf, int64_t blocks) {
   const int here = row_scale(sf, blocks) + 1;
   return std::max(largest, first && here > 0 ? std::min<int>(here + kHeadroom, kE8m0Nan) : here);

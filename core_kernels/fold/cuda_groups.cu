@@ -12,7 +12,7 @@
 // While scales are chosen half a warp has a row, and a lane a slot. Then half a warp has a slot of all rows, and a lane
 // 16 codes: the CTA reads and writes 4 KiB of a row at a time, and loads several rows ahead.
 //
-// The running maximum at the CTA's first slot comes from the scales of the group's earlier tokens, a 32nd of their
+// The running maximum at the CTA's first slot is read off the scales of the group's earlier tokens, a 32nd of their
 // bytes, which are in L2 since other CTAs read them at about the same time. No CTA waits for another, and a group of
 // most tokens has as many CTAs as its tokens take.
 #include "cuda/launch.h"

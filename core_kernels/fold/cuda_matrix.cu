@@ -3,9 +3,8 @@
 //   x (B, M, K) --> qf (B, M, K)    row_sf (B, M)   one scale per row
 //                   qf_t (B, K, M)  col_sf (B, K)   one scale per column
 //
-// A row's first span, of 256 values, gives its scale, with two octaves of headroom, and so does a column's. That holds
-// for nearly every line, a row or a column: no other span of it has a block with a larger scale. A line is rewritten
-// where that does not hold. No CTA waits for another.
+// The first span of a line (a row or a column), 256 values, gives its scale, times 4 as headroom. Nearly no line has a
+// block with a larger scale in another span; such a line is rewritten. No CTA waits for another.
 //
 //   measure_first    the first 256 rows and columns of x --> scales of the lines
 //   write_matrices   x, scales --> codes and scales; lines with a larger block, and its scale

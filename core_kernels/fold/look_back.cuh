@@ -40,7 +40,7 @@ struct BothFold : TokenGroups {  // a token is a row
   uint32_t *span_maxima, *running_maxima, *row_peers;
 };
 
-// The scales of four columns from this span on. `magnitudes`: those of the span's rows.
+// The scales of four columns from this span on. `magnitudes`: of the span's rows.
 template <typename Source>
 __device__ uint32_t running_scales(const Source& x, const BothFold& p, ScaleRule rule, const SpanTokens& span,
                                    int64_t slot, int64_t col, uint32_t magnitudes) {

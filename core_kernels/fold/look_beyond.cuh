@@ -50,7 +50,7 @@ __device__ uint32_t tile_row_maxima(const Value* x, int64_t cols, ScaleRule rule
 #pragma unroll
     for (int i = 0; i < 4; ++i, x += cols) {
       const auto values = load_row<true, typename T::Row>(x, T::kColumns);
-      uint32_t amax = 0;  // fp32 bits: those of a NaN are the largest
+      uint32_t amax = 0;  // fp32 bits: a NaN has the largest
 #pragma unroll
       for (int p = 0; p < T::kPairs; ++p) {
         const auto two = values.at[p].magnitude();

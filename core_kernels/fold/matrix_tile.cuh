@@ -7,9 +7,9 @@
 //      row 0  .---- ... ----.      columns of 16 rows. Four lanes share the block of a row, two the block of a column.
 //      row 1  '16-- ... --31'
 //
-// A scale byte grows with the largest magnitude of its block. A row's scale is therefore that of its largest block, and
-// one scale is computed per row and tile instead of one per block. Blocks without a scale count as NaN, which the
-// maximum ignores.
+// A scale byte grows with the largest magnitude of its block. A row's scale is therefore the scale of its largest
+// block, and one scale is computed per row and tile instead of one per block. Blocks without a scale count as NaN,
+// which the maximum ignores.
 #pragma once
 
 #include "fold/folded_tile.cuh"

@@ -11,9 +11,9 @@ from ..quantize.oracle import dequantize, quantize_col, quantize_row
 def fold_rows(q: Array, sf: Array, headroom: int = 0) -> Pair:
     """q (..., K), sf (..., K/32) -> qf (..., K), row_sf (...): all blocks with the row's largest scale.
 
-    With a headroom, every block first gets at least the largest scale of the first SPAN values, `headroom` octaves
-    larger, up to 254. A NaN block (byte 255) is ignored when scales are chosen and becomes elements 0x7F. A row of NaN
-    blocks has scale 255.
+    With a headroom, every block first gets at least the largest scale of the first SPAN values times 2^headroom, up to
+    byte 254. A NaN block (byte 255) is ignored when scales are chosen and becomes elements 0x7F. A row of NaN blocks
+    has scale 255.
     """
     if headroom:
         q, sf = _raise_scales(q, sf, headroom)
@@ -71,9 +71,9 @@ def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
     """q (R, M), sf (R, M/32) -> qf (R, M), span_sf (S, R): every span with the running maximum of the group's
     scales.
 
-    The group's first span has HEADROOM octaves more than it needs, so that later spans seldom raise the scale. A NaN
-    block is ignored when scales are chosen and becomes elements 0x7F. Columns past the last end become zeros, and so do
-    the scales of slots without a span.
+    The scale of the group's first span is 2^HEADROOM times larger than it needs, so that later spans seldom raise it. A
+    NaN block is ignored when scales are chosen and becomes elements 0x7F. Columns past the last end become zeros, and
+    so do the scales of slots without a span.
     """
     rows, m = q.shape
     qf, span_sf = np.zeros_like(q), np.zeros((spans(m, len(group_ends)), rows), np.uint8)

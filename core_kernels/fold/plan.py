@@ -9,12 +9,12 @@ row_sf is chosen and becomes NaN elements, 0x7F; the other blocks keep their val
 blocks alone.
 
 With a headroom a kernel that has read a row's first 256 values nearly always knows row_sf, and writes codes under it:
-the largest scale of their blocks, so many octaves larger. Where another block has a larger scale, the row is folded
-once more, to that one. Weights and SwiGLU's gradients have a headroom of two octaves.
+the largest scale of their blocks times 2^headroom. If another block has a larger scale, the row is folded once more, to
+the larger scale. Weights and SwiGLU's gradients have a headroom of 2, a factor of 4.
 
-`fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group, plus three
-octaves in the first span, so that later spans seldom raise the scale. It is written in one pass over the group, before
-the largest byte of the group is known; a product rescales its accumulator where the scale increases.
+`fold_groups` has a scale per row and span of 256 tokens of a group: the largest byte so far in the group. In the first
+span it is 3 larger, a factor of 8, so that later spans seldom raise the scale. It is written in one pass over the
+group, before the largest byte of the group is known. A GEMM rescales its accumulator where the scale increases.
 
     tokens   0 ------- 256 ------- 512 - 544 ------------ 800 - 832   group_ends = [544, 832]
     spans    | 0       | 1         | 2   | 0              | 1   |
@@ -31,8 +31,8 @@ from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype
 from ..quantize.plan import FLOATS, SCALES, check_scaled, tile_whole_rows, whole_row_types
 from ..tiles import cdiv, tiles
 
-HEADROOM = """headroom: 0 to 7; blocks are folded to the largest scale of the row's first 256 values, so many octaves
-        larger, and then, where a block has a larger one, to that. 0: once, to the largest scale of the row."""
+HEADROOM = """headroom: 0 to 7; blocks are folded to the largest scale of the row's first 256 values times 2^headroom.
+        If another block has a larger scale, they are folded again, to this scale. 0: once, to the row's largest."""
 
 
 def _check_fold(q: ArrayType, sf: ArrayType, *, headroom: int = 0) -> Signature:
@@ -115,8 +115,8 @@ fold_groups = KernelOp(
     q: (R, M) E4M3. sf: (R, M/32) E8M0. Both uint8; M, the tokens, is a multiple of 32.
     group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
     Returns qf (R, M) E4M3 and span_sf (M // 256 + G, R) E8M0, as uint8. A scale is the largest so far in the group,
-    plus three octaves in its first span; group g begins at slot start // 256 + g. Columns past the last end and unused
-    slots are 0.
+    times 8 in its first span; group g begins at slot start // 256 + g. Columns past the last end and unused slots are
+    0.
 
     >>> q, sf = xp.full((1, 512), 0x70, dtype=xp.uint8), xp.asarray([[100] * 8 + [104] * 8], dtype=xp.uint8)
     >>> qf, span_sf = ops.fold_groups(q, sf, xp.asarray([512], dtype=xp.int32))

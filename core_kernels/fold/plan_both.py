@@ -7,10 +7,10 @@
     32    v v v v ...               v     The scale of a row is known after the whole row, the scale of a column after
     rows  v v v v ...               v     256 rows of its group: both while the CTAs still hold the rows. Earlier spans
     ...                                   raise the scale of a column. CTAs publish the largest bytes that they hold in
-          v v v v ...               v     scratch memory and poll those of their neighbours.
+          v v v v ...               v     scratch memory and poll the bytes of their neighbours.
 
-An end that is no multiple of 32 has the effect that it has in `fold_groups`. The bytes are those of
-`quantize_row_fold`, and of `fold_groups` after `quantize_col`. There is no Triton kernel: where neither CUDA C++ nor
+An end that is no multiple of 32 has the effect that it has in `fold_groups`. Results are bitwise equal to
+`quantize_row_fold`, and to `fold_groups` after `quantize_col`. There is no Triton kernel: where neither CUDA C++ nor
 C++ runs, the op is composed of these three.
 """
 

@@ -3,15 +3,15 @@
     x (..., M, K) --quantize_matrix_fold--> qf (..., M, K), row_sf (..., M)     operand of out = y x^T
                                             qf_t (..., K, M), col_sf (..., K)   operand of dy = dout x
 
-The scale of a row is known after the whole row, that of a column after the whole matrix. With the headroom of weights
-the first 256 values of a row or of a column nearly always decide it: the CUDA kernel reads x once, moves 4 bytes per
-value, and rewrites the few rows and columns with a larger block beyond. The separate ops move 8:
+The scale of a row is known after the whole row, the scale of a column after the whole matrix. With the headroom of
+weights the first 256 values of a row or of a column nearly always decide it. The CUDA kernel therefore reads x once,
+moves 4 bytes per value, and rewrites the few rows and columns with a larger block elsewhere. The separate ops move 8:
 
     x --quantize_both--> q, sf, q_t, sf_t --fold_rows, twice--> qf, row_sf, qf_t, col_sf
     read 2              write 2            read 2               write 2
 
-The bytes are those of the separate ops. Where the CUDA kernel does not run, and there is no C++, the op is composed of
-them. That is so for fp32 on every GPU.
+Results are bitwise equal to the separate ops. Where the CUDA kernel does not run, and there is no C++, the op is
+composed of them. That is so for fp32 on every GPU.
 """
 
 import math
@@ -65,8 +65,8 @@ def _compose(call: Callable[..., tuple[Any, ...]], x: Any, **options: Any) -> tu
 
 quantize_matrix_fold = KernelOp(
     "quantize_matrix_fold",
-    f"""`quantize_both`, and `fold_rows` of both results with a headroom of two octaves: weights with one scale per row,
-    and per column.
+    f"""`quantize_both`, and `fold_rows` of both results with headroom 2: weights with one scale per row, and per
+    column.
 
     x: (..., M, K) bf16 or fp32, 2 or 3 dims, M and K positive multiples of 32.
     {SCALES}

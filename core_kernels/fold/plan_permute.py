@@ -9,8 +9,8 @@ gradient reads them along the tokens. The separate ops move 2 bytes per value mo
     packed, row_map --permute_mx--> q, sf --fold_rows------------> qf, row_sf
          read 1         write 1       '-----requantize_col_fold--> qf_t, span_sf        read 1, write 1 each
 
-The bytes are those of the separate ops. There is no Triton kernel of permute_mx_col_fold: where neither CUDA C++ nor
-C++ runs, and on a GPU for rows of which some begin at no multiple of 4 bytes, it is composed of them.
+Results are bitwise equal to the separate ops. There is no Triton kernel of permute_mx_col_fold: it is composed of them
+where neither CUDA C++ nor C++ runs, and on a GPU if some rows begin at no multiple of 4 bytes.
 """
 
 from collections.abc import Callable

@@ -8,8 +8,8 @@ along K. The three separate ops move 8 bytes per value; this one reads one byte 
     q, sf --dequantize--> bf16 --quantize_col--> q_t, sf_t --fold_groups--> qf_t, span_sf
     read 1      write 2     read 2        write 1      read 1       write 1
 
-The bytes are those of the three ops. There is no Triton kernel: on an H200 it took twice as long as the three ops,
-which run where neither CUDA C++ nor C++ does.
+Results are bitwise equal to the three ops. There is no Triton kernel: on an H200 it took twice as long as the three
+ops, which run where neither CUDA C++ nor C++ does.
 """
 
 from collections.abc import Callable

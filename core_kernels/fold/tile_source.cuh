@@ -1,4 +1,4 @@
-// Where the tiles of cuda.cu come from. A source gives a thread's tile, four neighbouring values, and prefetches what
+// Sources of the tiles of cuda.cu. A source gives a thread's tile, four neighbouring values, and prefetches what
 // `later` has found.
 //
 //   Floats<Value>   x (M, K) bf16 or fp32
@@ -55,7 +55,7 @@ struct Floats {
   }
 };
 
-// What the sources of MXFP8 rows have in common.
+// Common parts of the sources of MXFP8 rows.
 struct Codes {
   using Pair = Bf16x2;
   using Four = FourValues<Pair>;
@@ -107,7 +107,7 @@ struct MxRows : Codes {
   }
 };
 
-// What lies in row `row` if that is below `end`, or 0. Without these statements the address too is computed under the
+// The value of row `row` if `row` is below `end`, or 0. Without these statements the address too is computed under the
 // condition, in three times the instructions.
 template <typename Value>
 __device__ uint32_t load_below(const uint8_t* first, uint32_t width, uint32_t row, uint32_t end) {
@@ -169,7 +169,7 @@ struct PackedRows : Codes {
     row += threadIdx.x % 32;
     return row < rows ? source(row) : -1;
   }
-  // A row of the tile may lie in two cache lines.
+  // A row of the tile may span two cache lines.
   template <typename T>
   __device__ void prefetch(int of, int64_t left) const {
     if (of < 0) return;

@@ -3,7 +3,7 @@
     memory --load_tile--> operands --dot_mx, dot_bf16--> sums --store_tile--> memory
            --load_scales-->  scales --^
 
-TCGEN05 stands for sm_100: the tensor core multiplies E4M3 by its scales (tcgen05.mma kind::mxf8f6f4.block_scale) and
+TCGEN05 means sm_100: the tensor core multiplies E4M3 by its scales (tcgen05.mma kind::mxf8f6f4.block_scale) and
 accumulates in tensor memory; operands and scales bypass the registers. Other architectures dequantize the operands and
 multiply the results. Loads, masks and stores are the same code for both.
 """
@@ -29,7 +29,7 @@ def load_scales(
 ):
     """(BLOCK_R, BLOCK_C / 32) scales of rows first + r0 on and columns c0 on; zeros from r_end and c_end on.
 
-    The masks are those of the elements, since a NaN scale times zero is NaN. BLOCKED loads consecutive tiles of
+    Scales have the masks of the elements, since a NaN scale times zero is NaN. BLOCKED loads consecutive tiles of
     128 x 4 scales in the order that scale_layout/plan.py draws. tcgen05.cp reads this order from shared memory, so that
     the product of one step overlaps the loads of the next.
     """

@@ -1,4 +1,4 @@
-"""What the FP8 products give on Hopper, to the bit: sums of its tensor cores, in the order of cuda_folded_sm90.cu.
+"""The results of FP8 GEMMs on Hopper, to the bit: sums of its tensor cores, in the order of cuda_folded_sm90.cu.
 
 oracle_folded.py and oracle_blockwise.py define the ops, with exact sums. Hopper's tensor cores cut theirs:
 
@@ -11,9 +11,9 @@ oracle_folded.py and oracle_blockwise.py define the ops, with exact sums. Hopper
              '---------------- fp32 ------> sum     rounded to nearest even
                                              x 2^-n where the scale of a span rises by n; + bias; x scales --> out
 
-The exponent of a product is the sum of its factors' exponents, that of a factor that E4M3 has as a subnormal is -6, and
-a product that is zero has none. The functions have the names and arguments of the ops; a pair of products has the bytes
-of two calls. Scales so far from one that a value before or after the scaling is no normal number are left to the
+The exponent of a product is the sum of its factors' exponents. A factor that is subnormal in E4M3 has the exponent -6,
+and a product that is zero has none. The functions have the names and arguments of the ops; a pair of GEMMs is bitwise
+equal to two calls. Scales so far from one that a value before or after the scaling is no normal number are left to the
 definitions.
 
 Measured: tests/conformance/test_fp8_sums.py compares every bit with the device. Models of this kind, of other tensor

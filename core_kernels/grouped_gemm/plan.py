@@ -7,10 +7,9 @@
 Operands are MXFP8 (q and sf, scaled along the contraction dim, which is contiguous) or bf16. `group_ends` (G,) holds
 where each group ends along M; kernels read it on the device. Rows past the last end are zeros, the weight gradient of
 an empty group is zero, and padding rows do not contribute to other rows. The bf16 K-grouped product also takes lhs
-(M, N) and rhs (M, K); its ends are any non-decreasing numbers. The ends of the MXFP8 one are multiples of 32. On a
-GPU the host
-does not check ends: the weight gradients of the groups on both sides of an end that is no multiple are NaN in every
-element, and so are those of groups that end before they begin or beyond M.
+(M, N) and rhs (M, K); its ends are any non-decreasing numbers. The ends of the MXFP8 weight gradient are multiples of
+32. On a GPU the host does not check ends. If an end is no multiple, the weight gradients of the groups on both sides of
+it are NaN in every element. So are the weight gradients of groups that end before they begin or beyond M.
 """
 
 import math

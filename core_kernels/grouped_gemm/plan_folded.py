@@ -16,8 +16,8 @@ before:
                                                             the sum * 2^(a+3) at the end
 
 Rows past the last end are zeros, the weight gradient of an empty group is zero, and padding rows do not contribute to
-other rows. On a GPU the host does not check ends: the weight gradients of the groups on both sides of an end that is no
-multiple of 32 are NaN in every element, and so are those of groups that end before they begin or beyond M.
+other rows. On a GPU the host does not check ends. If an end is no multiple of 32, the weight gradients of the groups on
+both sides of it are NaN in every element. So are the weight gradients of groups that end before they begin or beyond M.
 """
 
 from ..formats import BLOCK, spans
@@ -150,7 +150,7 @@ grouped_mm_fold = KernelOp(
     {ENDS}
     out_dtype: "bfloat16" or "float32".
     Returns out (M, N) = lhs rhs[g]^T for the group g of each row, rounded once; zeros past the last end. Sums are fp32;
-    those of Hopper's tensor cores are added in fp32 after every 128 terms.
+    Hopper's tensor cores sum 128 terms of K, and these sums are added in fp32.
 
     Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
     """,

@@ -6,8 +6,8 @@
     one launch       | gate, up: tiles of both side by side       |    the last CTAs idle once, the common operand
     two launches     | gate               | up                    |    is read while it is in L2
 
-The bytes are those of two calls of `grouped_mm_fold` or `grouped_wgrad_fold`. There is no Triton kernel: where CUDA C++
-does not run, the op is composed of these calls.
+Results are bitwise equal to two calls of `grouped_mm_fold` or `grouped_wgrad_fold`. There is no Triton kernel: where
+CUDA C++ does not run, the op is composed of these calls.
 """
 
 import math
@@ -41,7 +41,7 @@ def _check_wgrad(
 
 
 def _check_alike(op: str, **pairs: tuple[ArrayType, ArrayType]) -> None:
-    """Raise unless both arrays are bytes of one shape; by the name of the first, "rhs_qf" beside "rhs2_qf"."""
+    """Raise unless both arrays are bytes of one shape. The first's name gives the second's: "rhs_qf", "rhs2_qf"."""
     for name, (first, second) in pairs.items():
         side, kind = name.split("_")
         require_dtype(op, f"{side}2_{kind}", second, "uint8")

@@ -15,7 +15,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kBlocks = 4;  // per multiprocessor, so that a thread has registers for several loads in flight
 
-// Where the rows of each rank lie. `of` is in shared memory.
+// The addresses of each rank's rows. `of` is in shared memory.
 struct Ranks {
   const char** of;
   int64_t rows;  // of a rank

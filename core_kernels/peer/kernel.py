@@ -90,7 +90,7 @@ def lay_out_kernel(
         fits = (row >= 0) & (row < CAPACITY)
         place = tl.where(fits, high | row.to(tl.int64), -1)
         tl.store(places + source + j, place, mask=(j < count) & (source + j < ROWS))
-    # Rows that the counts leave out have no place.
+    # Rows beyond the counts have no place.
     rest = tl.where(expert == E - 1, ROWS, 0)
     for m in range(source + count, rest, BLOCK_M):
         j = m + tl.arange(0, BLOCK_M)
@@ -127,8 +127,8 @@ def push_kernel(
     VALUES: tl.constexpr, SCALES: tl.constexpr, SCALE_SIZE: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr,
     WEIGHTED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Programs take tokens in turn; a token is read once and written to each of its K places. values, scales: rows of
-    VALUES words of 8 bytes and of SCALES words of SCALE_SIZE; weights: (T, K) fp32."""
+    """Program p takes tokens p, p + programs, ...; a token is read once and written to each of its K places. values,
+    scales: rows of VALUES words of 8 bytes and of SCALES words of SCALE_SIZE; weights: (T, K) fp32."""
     for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         _write(values, t, inverse, places, table, VALUES_AT, VALUES, 8, 16, K, REPLICAS, BLOCK_V)
@@ -198,8 +198,8 @@ def pull_kernel(
     D: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr, MX: tl.constexpr, WIDE: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Programs take tokens in turn. y[t]: the sum of the token's replicas in fp32 from +0 with ascending k, rounded
-    once, as `combine` computes it; of rows without replicas the row. NaN if a row has no place."""
+    """Program p takes tokens p, p + programs, ... y[t]: the sum of the token's replicas in fp32 from +0 with ascending
+    k, rounded once, as `combine` computes it; of rows without replicas the row. NaN if a row has no place."""
     for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         for d0 in range(0, D, BLOCK_D):

@@ -1,9 +1,9 @@
-// Ops whose first input lies on several GPUs of one process, a part on each.
+// Ops whose first input is distributed over several GPUs of one process.
 //
 //   rows (R, W) of rank 0, 1, ...      row r of rank q is row q R + r of the op
 //
-// A device's kernel reads the rows of the others where they lie, over NVLink, and writes its own output. The output is
-// that of the op of the same name whose input is the rows of all ranks, one rank after the other.
+// A device's kernel reads the rows of the other devices in their memory, over NVLink, and writes its own output. The
+// result equals the op of the same name on the concatenated rows of all ranks.
 #pragma once
 
 #include "cuda/ops.h"
@@ -12,13 +12,13 @@ namespace mxep::cuda {
 
 constexpr int kMostPeers = 16;
 
-// What one device brings. place (2,) int32: the number of its group of ranks, and its rank there.
+// The inputs of one device. place (2,) int32: the number of its group of ranks, and its rank there.
 struct Peer {
   const void* rows;
   const int32_t* place;
 };
 
-// All devices of the program; those of the own group are the ranks.
+// All devices of the program; the devices of the own group are the ranks.
 struct Peers {
   Peer of[kMostPeers];
   int count;

@@ -6,8 +6,8 @@
     rows (T, K) --push--> row of each replica in the memory of its expert's rank
     sums (T, D) <--pull-- rows in the memory of the ranks
 
-The layout is that of ../exchange.py: one padded group per local expert, in it the rows of rank 0, 1, ... A row whose
-place lies past the capacity of the memory has none, and the sums of its token are NaN.
+The layout is defined in ../exchange.py: one padded group per local expert, in it the rows of rank 0, 1, ... A row past
+the capacity of the memory has no place, and the sums of its token are NaN.
 
 These kernels are no ops of the registry: they write into memory that no argument names, at addresses of a table
 (ranks,) int64. This file has their constexprs.

@@ -8,7 +8,7 @@
 namespace mxep {
 namespace {
 
-// One block of any length. The second read comes from the cache.
+// One block of any length. The second read hits the cache.
 template <typename T>
 MXEP_INLINE uint8_t quantize_long_block(const T* x, uint8_t* qf, int64_t length, ScaleRule rule) {
   const uint8_t sf = block_scale(x, rule, length);

@@ -2,7 +2,7 @@
 //
 //   rows      blocks are contiguous. The factors of 16 blocks are expanded to one per value first, so that one long
 //             loop runs over the values with the widest vectors.
-//   columns   a tile of 32 x 32 values is copied out of x, whose rows lie far apart and often in one cache set. Four
+//   columns   a tile of 32 x 32 values is copied out of x, whose rows are far apart and often in one cache set. Four
 //             rows of codes make one 32-bit word per column, which is most of the transpose. 256 rows are written
 //             together, so that a column receives whole cache lines.
 #pragma once

@@ -2,8 +2,8 @@
 //
 //        4 tiles across (of bf16)      A tile of 256 x 256 has 8 scale bytes per line of sf and of sf_t, a quarter of a
 //        .----.----.----.----.         sector, and DRAM charges a partial sector like a whole one. A CTA that processes
-//        |  0 |  4 |  8 | 12 |         a square of tiles collects the scales until sectors are whole: those of sf_t at
-//        |  1 |  5 |  9 | 13 |         the end of each column of tiles, those of sf at the end of the square.
+//        |  0 |  4 |  8 | 12 |         a square of tiles collects the scales until sectors are whole: sf_t is written
+//        |  1 |  5 |  9 | 13 |         at the end of each column of tiles, sf at the end of the square.
 //        |  2 |  6 | 10 | 14 |
 //        |  3 |  7 | 11 | 15 |         The loads of a tile start before the codes of the previous one are written.
 //        '----'----'----'----'

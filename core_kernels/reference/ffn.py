@@ -14,7 +14,7 @@ dprob, db1, db3, db2               float32; h's part of dprob before b2's is add
 dx                                 the dtype of x, after the sum of both products; bfloat16 where x is (q, sf)
 dw1, dw3, dw2                      the dtype of the weight
 
-Each group of rows is padded to a multiple of 32 rows, so that a block along the tokens lies in one group. The padding
+Each group of rows is padded to a multiple of 32 rows, so that a block along the tokens is within one group. The padding
 is zero in x, gate, up and h: it has no bias.
 """
 
@@ -50,7 +50,7 @@ NUMBERS = {"alpha": 1.0, "limit": 0.0, "offset": 0.0}
 
 
 class Epilogues(NamedTuple):
-    """What follows the products: b1 and b3 (G, F), b2 (G, D) float32, or None; alpha, limit and offset of SwiGLU."""
+    """Operations after the GEMMs: b1 and b3 (G, F), b2 (G, D) float32, or None; alpha, limit and offset of SwiGLU."""
 
     b1: Array | None = None
     b3: Array | None = None

@@ -117,7 +117,7 @@ class Options(NamedTuple):
 
     @property
     def mx(self) -> bool:
-        """Whether rows and their gradients travel as MXFP8."""
+        """Whether rows and their gradients are sent in MXFP8."""
         return self.precision.form in ("mx", "fold")
 
 

@@ -13,7 +13,7 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
 
 An operand (q, sf) is multiplied as it is in form "mx", folded in form "fold", and dequantized in the other forms.
 
-sums: "exact", or "sm_90" for those of Hopper's FP8 tensor cores in every form but "bf16" and "mx"
+sums: "exact", or "sm_90" for sums as of Hopper's FP8 tensor cores in every form but "bf16" and "mx"
 (../grouped_gemm/oracle_sm90.py).
 """
 

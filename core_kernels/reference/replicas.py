@@ -1,6 +1,6 @@
 """The rows of a token's replicas, summed on the ranks of their experts before they return, in numpy: exact bytes.
 
-rows --fp32 sum of the rows on rank r, k ascending--> dtype of the rows, as the leg sends them --+
+rows --fp32 sum of the rows on rank r, k ascending--> dtype of the rows, as combine sends them --+
                                                                                                  | r = 0, 1, ...
 y <-- rounded once <-- fp32 sum, r ascending <---------------------------------------------------+
 """
@@ -16,7 +16,7 @@ UNWEIGHTED = np.zeros(0, np.float32)
 
 
 def as_sent(rows: Array, mx: bool, rounding: Rounding = Rounding.RCEIL) -> Array:
-    """The values of rows after a leg, in MXFP8 or as they are."""
+    """The values of rows after an all-to-all, in MXFP8 or as they are."""
     return dequantize(*quantize_row(rows, rounding), dtype_of(rows)) if mx else rows
 
 

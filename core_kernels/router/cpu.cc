@@ -218,7 +218,7 @@ MXEP_INLINE void backward_row(const Gradient& c, const Logit* logits, int64_t to
   for (int64_t e = 0; e < n; ++e) dx[e] = canonical(dx[e]);
 }
 
-// x rounded to bf16, and what is left, 0 where that is no number.
+// x rounded to bf16, and the remainder, 0 where the first is no number.
 MXEP_INLINE void store_terms(const float* x, int64_t n, bf16* terms) {
   for (int64_t e = 0; e < n; ++e) {
     store(terms + e, x[e]);

@@ -203,12 +203,12 @@ route = KernelOp(
 )
 route_bwd = KernelOp(
     "route_bwd",
-    f"""The gradient of `route`: that of the logits from those of the weights and of the sums of shares.
+    f"""The gradient of `route`: dlogits from the gradients of the weights and of the sums of shares.
 
     dweights: (T, k) fp32. dshares: (E,) fp32, the gradient of the sum over all tokens of each expert's share, or (0,)
     for none. logits: (T, E) fp32 or bf16. expert_ids: (T, k) int32, different experts in a row, as `route` returns.
     {_OPTIONS} Both as in `route`. split: for fp32 logits, return two bf16 terms instead, for products with bf16.
-    Returns dlogits (T, E) in the dtype of logits; or its terms (T, 2 E) bf16: rounded, then what is left, 0 where the
+    Returns dlogits (T, E) in the dtype of logits; or its terms (T, 2 E) bf16: rounded, then the remainder, 0 where the
     first is no number.
 
     >>> ids = xp.asarray([[1]], dtype=xp.int32)

@@ -38,7 +38,7 @@ def _tile(call: Call, arch: str) -> Tiling:
 
 logits_bwd = KernelOp(
     "logits_bwd",
-    """The gradient of x from that of logits = x weight^T, added to another gradient of x.
+    """The gradient of x from the gradient of logits = x weight^T, added to another gradient of x.
 
     dlogits: (T, 2 E) bf16, two terms of the gradient of the logits, as `route_bwd` with split returns. weight: (E, D)
     bf16. dx: (T, D) bf16, from the experts; or (0,) for none.

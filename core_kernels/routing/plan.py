@@ -4,7 +4,7 @@
                                         inverse (T,)  the inverse permutation of order
                                         counts (E,)
 
-Rows arrive rank-major (rank, then local expert). The grouped GEMM takes them expert-major, each group padded to
+Rows are received rank-major (rank, then local expert). The grouped GEMM takes them expert-major, each group padded to
 `alignment` rows; an empty expert gets one aligned group:
 
     received   | rank 0: e0 e0 e1 | rank 1: e0 e1 e1 |        counts = [2, 1, 1, 2], 2 local experts

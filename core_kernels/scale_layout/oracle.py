@@ -21,7 +21,7 @@ def _padded_row_of(group_ends: Array) -> list[int]:
 def block_scales(sf: Array, group_ends: Array) -> Array:
     """sf (M, S) -> (P, S4): groups padded to 128 rows, S to a multiple of 4, each 128 x 4 tile in 512 bytes.
 
-    P = M + 127 * G, rounded down to 128. In a tile row r = 32 * a + b, scale c lies at byte 16 * b + 4 * a + c.
+    P = M + 127 * G, rounded down to 128. In a tile row r = 32 * a + b, scale c is byte 16 * b + 4 * a + c.
     Padding and the positions past the last end are 0.
     """
     m, s = sf.shape

@@ -3,7 +3,7 @@
     sf (M, S) row-major  --block_scales-->  blocked (P, S4)       S = K/32, S4 = S padded to a multiple of 4
                         <-unblock_scales--
 
-    a tile: row r = 32 * a + b, scale c at byte 16 * b + 4 * a + c      (32 x 4 x 4; tiles lie row-major)
+    a tile: row r = 32 * a + b, scale c at byte 16 * b + 4 * a + c      (32 x 4 x 4; tiles in row-major order)
 
 Each group of rows starts a new tile: P = M + 127 * G rounded down to 128 holds any split of M rows into G groups.
 Padding and tiles past the last group are 0. Source: cuBLAS, "1D block scaling factors layout".

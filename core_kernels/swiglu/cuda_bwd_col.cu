@@ -37,7 +37,8 @@ struct BackwardTile {
 };
 static_assert(BackwardTile::kAcross == kProbSlices);
 
-// What is staged of a strip. More rows leave no room for the ring, nor do as many of three results.
+// The staged part of a strip. More rows would leave no shared memory for the ring, and so would as many rows of three
+// results.
 template <bool kHidden>
 struct StripStage {
   static constexpr int kResults = kHidden ? 3 : 2;  // dgate, dup, h

@@ -62,7 +62,7 @@ struct BwdFold : Chains {
 
 template <typename By>
 struct FoldShared {
-  Vector8 ring[kRowsAtOnce][3][T::kThreads];  // of dh, gate, up; each thread reads what it has loaded
+  Vector8 ring[kRowsAtOnce][3][T::kThreads];  // of dh, gate, up; each thread reads its own loads
   Vector8 hidden[kRowsAtOnce][T::kThreads];
   uint4 codes[kResults][T::kAcross][kBlock][kChunks];  // the columns of a group are lines
   SigmoidTable<By> table;

@@ -59,7 +59,7 @@ struct RowSlice {
     return {first, min(begin + count * kWarpValues, cols) - first, count};
   }
   __device__ bool has(int i) const { return i * kWarpValues < left; }
-  // Whether the block exists whose scale the lane has, that of vector lane % 4.
+  // Whether the block exists whose scale the lane has, the block of vector lane % 4.
   __device__ bool has_scale() const {
     const int i = threadIdx.x % kVectors;
     return i * (kWarpValues - 8) < left;

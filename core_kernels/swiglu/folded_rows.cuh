@@ -17,9 +17,9 @@ __device__ inline uint32_t folding_scale(uint32_t byte, uint32_t scale) {
   return __byte_perm(fold_power(byte, scale), inverse_scale(byte), 0x7610);
 }
 
-// A value of a pair times a factor, which is the upper half of a word; the lower half is zero. So is that of the
-// product, an fp32 number without another instruction. The sum with `zeros`, -0 above 0, keeps the sign of a zero.
-// Infinity is not allowed, since its product with zero is not zero.
+// A value of a pair times a factor, which is the upper half of a word; the lower half is zero. The lower half of the
+// product is zero too, so that it is an fp32 number without another instruction. The sum with `zeros`, -0 above 0,
+// keeps the sign of a zero. Infinity is not allowed, since its product with zero is not zero.
 __device__ inline float scaled(Bf16x2 values, int half, uint32_t factor, uint32_t zeros) {
   uint32_t product;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(both_halves(values.bits, half)), "r"(factor), "r"(zeros));

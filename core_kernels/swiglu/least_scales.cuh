@@ -1,6 +1,6 @@
 // The least scales of the rows of SwiGLU's gradients, before cuda_bwd_fold.cu computes the whole rows.
 //
-//   first 256 columns of dh, gate, up --> dgate, dup --> largest scale of a row's blocks --two octaves--> least
+//   first 256 columns of dh, gate, up --> dgate, dup --> largest scale of a row's blocks --times 4--> least
 #pragma once
 
 #include "cuda/launch.h"

@@ -93,7 +93,7 @@ def _meta(call: Call, arch: str, block_m: int, block_k: int) -> dict[str, int]:
 
 
 def _tile_quantized(call: Call, arch: str) -> Tiling:
-    """The same on every architecture. Without columns there are no bytes to write but those of dprob."""
+    """The same on every architecture. Without columns only dprob is written."""
     m, f = call.inputs[0].shape
     sums = call.op.startswith("swiglu_bwd") and call.inputs[-1].shape != UNWEIGHTED
     return Tiling(grid=(m, 1 if sums else f))
@@ -107,7 +107,7 @@ def _compose_all(
 
 
 def _define(op: str, doc: str, quantize: KernelOp | None = None, hidden: bool = False) -> KernelOp:
-    """quantize: what is done to the results, h, or dgate and dup. hidden: a backward has h too, along columns."""
+    """quantize: the quantization of the results, h, or dgate and dup. hidden: a backward has h too, along columns."""
     backward = op.startswith("swiglu_bwd")
     inputs = ("dh", "gate", "up", "prob") if backward else ("gate", "up", "prob")
     results = ("dgate", "dup") if backward else ("h",)
@@ -244,7 +244,7 @@ swiglu_bwd_both = _define(
 )
 swiglu_bwd_all = _define(
     "swiglu_bwd_all",
-    f"""`swiglu_bwd_both`, and `swiglu_col`, in one pass: what a backward needs that multiplies along both dims.
+    f"""`swiglu_bwd_both`, and `swiglu_col`, in one pass: for a backward that multiplies along both dims.
 
     {GRADIENT_ARRAYS} M and F are multiples of 32.
     {SCALES}

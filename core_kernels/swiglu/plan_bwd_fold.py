@@ -7,21 +7,21 @@
                            dprob (M,)
 
 The scale of a column is known after 256 rows of its group, while CTAs still hold them: codes along the tokens are
-written folded. Rows of dgate and dup have a headroom of two octaves over their first 256 values, which are computed
-twice. A row with a larger block elsewhere is folded once more, in place. Of each value the CUDA kernel moves 11 bytes,
-and scales; of a value of such a row 2 or 4 more:
+written folded. Rows of dgate and dup have a headroom of 2, a factor of 4, over their first 256 values, which are
+computed twice. A row with a larger block elsewhere is folded once more, in place. The CUDA kernel moves 11 bytes per
+value, and scales; in such a row 2 or 4 more:
 
     dh, gate, up --> dgate, dup, each: qf along rows    dgate, dup, h, each: qf along the tokens
       read 6                           write 2                               write 3
 
-The separate ops move 21, beside the block scales:
+The separate ops move 21, and the block scales:
 
     dh, gate, up --swiglu_bwd_all--> dgate, dup, each: q    --fold_rows----> qf           read 2, write 2
       read 6, write 5                dgate, dup, h: q_t     --fold_groups--> qf_t         read 3, write 3
 
-The bytes are those of the separate ops, dprob's too where both are CUDA C++: which of them run depends on the shape. An
-end that is no multiple of 32 has the effect that it has in `fold_groups`. There is no Triton kernel: where neither CUDA
-C++ nor C++ runs, the op is composed of them.
+Results are bitwise equal to the separate ops, dprob too where both are CUDA C++: which of them run depends on the
+shape. An end that is no multiple of 32 has the effect that it has in `fold_groups`. There is no Triton kernel: where
+neither CUDA C++ nor C++ runs, the op is composed of them.
 """
 
 from collections.abc import Callable
@@ -99,8 +99,8 @@ def _compose(
 
 swiglu_bwd_fold = KernelOp(
     "swiglu_bwd_fold",
-    f"""`swiglu_bwd_all`, and `fold_rows` of its rows, with a headroom of two octaves, and `fold_groups` of its columns,
-    in one read of the arrays.
+    f"""`swiglu_bwd_all`, and `fold_rows` of its rows, with headroom 2, and `fold_groups` of its columns, in one read of
+    the arrays.
 
     {GRADIENT_ARRAYS} M and F are multiples of 32, F positive.
     group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.

@@ -7,8 +7,8 @@ The separate ops store MXFP8 rows, which a second pass reads and folds: 7 bytes 
     gate, up, prob --swiglu_row--> q, sf --fold_rows--> qf, row_sf
         read 4         write 1       read 1     write 1
 
-The bytes are those of the separate ops. There is no Triton kernel: where neither CUDA C++ nor C++ runs, and on a GPU
-for rows that a CTA does not hold, the op is composed of them.
+Results are bitwise equal to the separate ops. There is no Triton kernel: the op is composed of them where neither CUDA
+C++ nor C++ runs, and on a GPU for rows that a CTA does not hold.
 """
 
 from collections.abc import Callable
