@@ -46,7 +46,7 @@ def _ranks(section: str) -> int:
 
 
 def unknown_names(only: Sequence[str], sections: Sequence[str]) -> str:
-    """What is wrong with the names of `--only`; "" if every name is one of the sections'."""
+    """The error in the names of `--only`; "" if every name is one of the sections'."""
     known = {name for section in sections for name in import_module(f".{section}", __package__).NAMES}
     unknown = ", ".join(sorted(set(only) - known))
     return f"got {unknown}; allowed in {', '.join(sections)}: {', '.join(sorted(known))}" if unknown else ""

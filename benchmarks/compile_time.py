@@ -1,8 +1,8 @@
 """`python -m benchmarks.compile_time`: the time in which JAX compiles forward and backward of a layer, for a CPU.
 
 one layer, or eight unrolled ones --trace--> jaxpr --lower--> StableHLO --XLA--> program
-ours and the plain layer on jax.lax.ragged_dot in turns; medians of CPU seconds of all threads, which other processes of
-the machine disturb less than the clock; docs/jax_compile.md quotes the output
+ours and the plain layer on jax.lax.ragged_dot alternate; medians of CPU seconds of all threads, which other processes
+of the machine disturb less than the clock; docs/jax_compile.md quotes the output
 """
 
 import dataclasses

@@ -4,8 +4,8 @@ plain torch with bf16 all-to-alls; over Gloo at a small size where there is no G
     product   dispatch, one grouped product, combine       cases/expert_parallel.py
     layer     router, dispatch, experts, combine           cases/ep_layer.py
 
-    bytes of every run over a transport = bytes of the run in turn; SQNR of result and gradients against bf16
-    rounds: bf16 | bf16 wire | in turn | each transport | parts alone       median of the slowest rank
+    bytes of every run over a transport = bytes of the run without one; SQNR of result and gradients against bf16
+    rounds: bf16 | bf16 wire | no transport | each transport | parts alone       median of the slowest rank
     peer memory: also with the forward, and with the step, in a CUDA graph
 
 exposed = a step over a transport - the same step without a wire; e = max(wire, products) / measured, of a direction.
@@ -53,7 +53,7 @@ NAMES = (*KINDS, *RECIPES, *TRANSPORTS,
          *dict.fromkeys(size_of(s) for kind in KINDS.values() for s in (*kind.H200, *kind.TINY)))  # fmt: skip
 ROUNDS = 8
 SLACK = 1.25
-"""Peer memory has place for so many times the rows of balanced ranks; with another routing for all rows."""
+"""Capacity of peer memory, relative to the rows of balanced ranks; with another routing it is all rows."""
 TIMEOUT = timedelta(seconds=90)
 BOTH = "both"
 
@@ -164,7 +164,7 @@ def _captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def _parts(work: Work, name: str, step: str, times: Mapping[str, Sample]) -> dict[str, float]:
-    """Microseconds of the parts of a run over a transport, each alone, and what the wire adds."""
+    """Microseconds of the parts of a run over a transport, each alone, and the exposed communication."""
     directions = ("forward",) if step == "forward" else ("forward", "backward")
     alone = {"wire": f"{name} wire", "products": "products"}
     parts = {part: round(sum(times[f"{key} {of}"].us for of in directions), 2) for part, key in alone.items()}

@@ -1,14 +1,14 @@
-"""What expert parallelism of one product takes, reckoned from measured rates: each stage, in turn and overlapped.
+"""A performance model of expert parallelism of one GEMM, from measured rates: each stage, without and with overlap.
 
     Case, Rates --forward, backward--> Direction: seconds of each stage --in_turn, overlapped--> seconds
 
-    in turn      before | dispatch | group | products | scatter | combine | after
-    overlapped   wire         c0 c1 c2 ..            c0 c1 c2 ..       dispatch first, then what has been multiplied
+    in_turn      before | dispatch | group | products | scatter | combine | after
+    overlapped   wire         c0 c1 c2 ..            c0 c1 c2 ..       dispatch first, then multiplied chunks
                  products  before  c0 c1 c2 .. filler              after
                  host      plan    c0 c1 c2 ..
 
-Routing is balanced. Every number of `Rates` is measured or quoted. Products and wire slow each other down: the one
-fitted number, `unhidden`, is the share that a run adds of the time that the overlapped schedule hides.
+Routing is balanced. Every number of `Rates` is measured or quoted. GEMMs and communication slow each other down. The
+only fitted parameter, `unhidden`, is the part of the hidden communication time that reappears because of that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ from mxep.core_kernels.recipe import LegName, Recipe
 from mxep.core_kernels.replicas import Replicas
 
 Send = Literal["each", "summed", "host"]
-"""What travels: a row per replica, or `dispatch(replicas="summed")`: one row per rank, both ways, or one per host."""
+"""Rows that are sent: one per replica; one per rank, both ways, as `dispatch(replicas="summed")`; or one per host."""
 MX, BF16 = 1 + 1 / BLOCK, 2.0
 """Bytes per value."""
 
 
 class Wire(NamedTuple):
-    """How fast rows leave a GPU for others of its host. blocks: (bytes, seconds) of the copies that were measured, in
+    """The speed of communication between GPUs of a host. blocks: (bytes, seconds) of the copies that were measured, in
     order; one entry is a rate."""
 
     blocks: tuple[tuple[float, float], ...]
@@ -47,9 +47,9 @@ class Wire(NamedTuple):
 
 class Rates(NamedTuple):
     """products: FLOP/s of "forward", "dgrad", "wgrad", "bf16" (ours) and of torch's bf16 "plain forward", ... .
-    passes: bytes/s, read and written, of the kernels beside the products. wire: of a host, for copies in turn and for
-    collectives. network: bytes/s out of each GPU between hosts. gpus: of a host. launch, copy: seconds of the host per
-    kernel and per copy."""
+    passes: bytes/s, read and written, of the other kernels. copies, collectives: communication within a host by copies
+    one after another, and by collectives. network: bytes/s out of each GPU between hosts. gpus: of a host. launch,
+    copy: CPU seconds per kernel and per copy."""
 
     products: Mapping[str, float]
     passes: Mapping[str, float]
@@ -87,10 +87,10 @@ class Case(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """Seconds. before, after: local passes before the first row leaves and after the last one is home. there, back: of
-    the chunks' rows on the wire; chunks: of their products and folds. filler: after the last chunk, while rows travel.
-    group, scatter: passes that only the run in turn needs; own: copies that only the overlapped run needs. wire: of
-    both legs in turn. launches: of the host, per chunk."""
+    """Seconds. before, after: local passes before the first row is sent and after the last one is received. there,
+    back: of the communication of each chunk; chunks: of their GEMMs and folds. filler: work after the last chunk,
+    overlapped with the last communication. group, scatter: passes that only the run without overlap needs; own: copies
+    that only the overlapped run needs. wire: of both all-to-alls without overlap. launches: CPU time per chunk."""
 
     before: float
     there: tuple[float, ...]
@@ -106,7 +106,7 @@ class Direction(NamedTuple):
 
     @property
     def local(self) -> float:
-        """Everything but the wire and the host, overlapped."""
+        """Everything but communication and CPU time, overlapped."""
         return self.before + self.own + sum(self.chunks) + self.filler + self.after
 
     @property
@@ -115,7 +115,7 @@ class Direction(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What the overlapped time cannot be below."""
+        """The resource that bounds the overlapped time from below."""
         products, host = self.own + sum(self.chunks) + self.filler, self.launches * len(self.chunks)
         of = {"wire": self.travel, "products": products, "host": host}
         return max(of, key=lambda name: of[name])
@@ -143,7 +143,7 @@ def rows_sent(case: Case, gpus: int) -> tuple[float, float, float]:
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token, on average, that leave its rank for others and come back to it."""
+    """Bytes of a token, on average, that its rank sends to other ranks and receives from them."""
 
     forward: float
     backward: float
@@ -154,8 +154,9 @@ def token_bytes(
 ) -> TokenBytes:
     """Of `dispatch` and `combine` with uniform routing. experts: of all ranks. weighted: `combine` has probabilities.
 
-    A leg has top_k rows of a token, or one for each of the R (1 - C(E - E/R, k) / C(E, k)) ranks with one of its
-    experts, and of both R - 1 of R for other ranks. With "once" and "summed" 4 bytes per replica go to the experts.
+    An all-to-all has top_k rows of a token, or one for each rank with one of its experts: on average
+    R (1 - C(E - E/R, k) / C(E, k)) of the R ranks. R - 1 of R rows are for other ranks. With "once" and "summed"
+    dispatch also sends 4 bytes per replica.
 
     >>> mxfp8 = Recipe.parse("mxfp8")
     >>> [round(token_bytes(4, 64, 8, 7168, mxfp8, how).forward / 1e3, 1) for how in get_args(Replicas)]
@@ -173,7 +174,7 @@ def token_bytes(
 
 
 def leg_seconds(case: Case, rates: Rates, wire: Wire, row_nbytes: float) -> float:
-    """Of all rows of a leg; the host's wire and the network carry them at once."""
+    """Of all rows of an all-to-all; the links within a host and the network transfer them in parallel."""
     inside, remote, received = rows_sent(case, rates.gpus)
     block = received * row_nbytes / (case.ranks * case.experts)
     return max(wire.seconds(inside * row_nbytes, block), remote * row_nbytes / rates.network)
@@ -218,7 +219,7 @@ def _direction(
     case: Case, rates: Rates, there: tuple[LegName, int, float], back: tuple[LegName, int], before: float,
     arrived: float, work: float, filler: float,
 ) -> Direction:  # fmt: skip
-    """Add what the legs need, and divide the work into chunks of experts."""
+    """Add the passes that the all-to-alls need, and divide the work into chunks of experts."""
     (_, width, sent), (name, back_width) = there, back
     mx_back, passes, rows = case.recipe.sends_mx(name), rates.passes, case.rows
     returned = MX if mx_back else BF16
@@ -226,7 +227,7 @@ def _direction(
     if case.top_k > 1:  # rows are gathered from tokens, and summed over each token's copies
         before += arrived * width * 2 * sent / passes["permute_mx"]
         after += (arrived + case.tokens) * back_width * BF16 / passes["combine"]
-    if case.send != "each":  # spread after arrival; summed before the way back
+    if case.send != "each":  # duplicated after dispatch; summed before combine
         work += (arrived + rows) * width * sent / passes["permute_mx"]
         work += (arrived + rows) * back_width * BF16 / passes["combine"]
     if mx_back:
@@ -255,13 +256,13 @@ def in_turn(d: Direction) -> float:
 
 
 def overlapped(d: Direction, unhidden: float = 0.0) -> float:
-    """Seconds of the overlapped schedule. The wire takes chunks in order, all of dispatch before the first one back."""
+    """Seconds of the overlapped schedule. Chunks are sent in order, all of dispatch before the first one of combine."""
     host, wire, gpu, arrived = (
         d.before,
         d.before,
         d.before + d.own,
         [],
-    )  # the host waits for the counts beneath `before`
+    )  # the host waits for the counts during `before`
     for seconds in d.there:
         wire += seconds
         arrived.append(wire)
@@ -286,7 +287,7 @@ def plain(case: Case, rates: Rates) -> tuple[float, float]:
 
 
 def fitted(measured: Sequence[float], hidden: Sequence[float], exposed: Sequence[float]) -> float:
-    """`unhidden` of runs whose times are `measured`; reckoned with 0 they are `hidden`, with 1 `exposed`. The median; 0
+    """`unhidden` of runs whose times are `measured`; the model has `hidden` for 0 and `exposed` for 1. The median; 0
     without any run."""
     shares = [(real - low) / (high - low) for real, low, high in zip(measured, hidden, exposed, strict=True)]
     return median(shares) if shares else 0.0

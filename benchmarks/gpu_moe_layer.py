@@ -160,8 +160,8 @@ def in_a_row_lines(
     inputs: LayerInputs, reference: Tensors, named: Sequence[str], held: bool, ragged: bool, device: str,
     failures: list[str], torch_found: Mapping[str, Found], plain_peaks: Mapping[str, int | None],
 ) -> Iterator[Line]:  # fmt: skip
-    """Lines of steps in a row: of JAX's layer against torch's and the plain ones, and of torch's against the plain one,
-    all of them timed in the same rounds. ragged: against `ragged_dot` too, where its operands fit."""
+    """Lines of back-to-back steps: of JAX's layer against torch's and the plain ones, and of torch's against the plain
+    one, all of them timed in the same rounds. ragged: against `ragged_dot` too, where its operands fit."""
     ours, plain = (torch_programs(layer(inputs), inputs) for layer in (our_torch_layer, plain_torch_layer))
     end, how = torch_end(device), HELD if held else {}
     t, d, f, e, k = inputs.shape

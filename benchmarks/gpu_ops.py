@@ -136,7 +136,7 @@ def lines(only: Sequence[str], layer: Layer, device: str, each: Each, failures: 
 
 
 def host_lines(device: str, failures: list[str]) -> Iterator[Line]:
-    """Host time of every eager torch op; all ops and torch's own copy take turns."""
+    """Host time of every eager torch op; all ops and torch's own copy alternate."""
     source, target = torch.ones(2, 4096, dtype=torch.uint8, device=device)
     found: dict[str, Case] = {}
     runs: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}

@@ -1,4 +1,4 @@
-"""Bytes of one step of the MoE layer, as functions of its shape: what each kernel moves, and what the forward saves.
+"""Bytes of one step of the MoE layer, as functions of its shape: moved by each kernel, and saved by the forward.
 
 Recipe `mxfp8`, folded, `prob_in="swiglu"`, bf16 parameters, weights quantized in every step, one device. An array
 counts once where a kernel reads or writes it, and the first 256 columns that swiglu_bwd_fold measures once more; rows
@@ -19,7 +19,7 @@ How = Literal["plain", "mxfp8", "recompute"]
 
 
 class Pass(NamedTuple):
-    """A kernel of the step. operands: what it reads -> what it writes. again: the part of `nbytes` that the kernel
+    """A kernel of the step. operands: inputs -> outputs. again: the part of `nbytes` that the kernel
     reads for the second time."""
 
     backward: bool
@@ -53,7 +53,7 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(False, "permute_mx_fold", "MX x -> folded rows", mx(t * d) + 4 * p + row_d)
     for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
         add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
-    own = 2 * (weight + e * f + 2 * hidden)  # what each of the two products has for itself
+    own = 2 * (weight + e * f + 2 * hidden)  # not shared by the two GEMMs
     add(False, "grouped_mm_fold_pair", "rows, w1, w3 -> gate, up", row_d + ends + own, 2)
     add(False, "swiglu_row_fold", "gate, up, weights -> folded h", 4 * hidden + 4 * p + row_f)
     add(False, "grouped_mm_fold", "h, w2 -> out", row_f + weight + e * d + ends + 2 * rows, 1)
@@ -86,7 +86,7 @@ def passes(shape: MoELayer) -> list[Pass]:
 
 
 def saved_nbytes(shape: MoELayer, how: How) -> tuple[int, int]:
-    """What the forward saves for the backward: activations, x among them, and quantized weights.
+    """The tensors that the forward saves for the backward: activations, x among them, and quantized weights.
 
     plain: the plain torch layer in bf16, with a compiled SwiGLU. recompute: `MoE(recompute=True)`.
     """

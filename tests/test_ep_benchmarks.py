@@ -133,14 +133,16 @@ def test_rows_that_do_not_travel_and_noise_are_errors(alone: None) -> None:
     assert group is not None
     shape, recipe = expert_parallel.TINY[0], Recipe.parse("mxfp8")
     work = expert_parallel.work(shape, "balanced", recipe, {"nothing": ep_wire.NoWire(group)}, device)
-    with pytest.raises(AssertionError, match=r"^ep: nothing: values that differ from the run in turn: \{'y': \d+, "):
+    with pytest.raises(AssertionError, match=r"^ep: nothing: differs from the run without a transport: \{'y': \d+, "):
         ep_work.check(work)
     right = work._replace(forwards={name: f for name, f in work.forwards.items() if name != "nothing"})
     assert ep_work.check(right) >= expert_parallel.MIN_SQNR_DB
     with pytest.raises(AssertionError, match=r"^ep: bf16 wire: \{'y': .*\} dB from bf16; expected 40 or more$"):
         ep_work.check(right._replace(min_sqnr_db=40))
     exact = {**right.forwards, "bf16 wire": right.forwards["bf16"]}
-    with pytest.raises(AssertionError, match=r"^ep: in turn: \{'y': .*\} dB from bf16; expected 40 or more$"):
+    with pytest.raises(
+        AssertionError, match=rf"^ep: {ep_work.IN_TURN}: \{{'y': .*\}} dB from bf16; expected 40 or more$"
+    ):
         ep_work.check(right._replace(min_sqnr_db=40, forwards=exact))
 
 

@@ -1,1 +1,1 @@
-"""What is measured: shapes, inputs, and the check that runs before the clock."""
+"""Measured code: shapes, inputs, and the check that runs before the clock."""

@@ -55,7 +55,7 @@ def one(op: str, **options: int) -> Callable[..., tuple[Any, ...]]:
 
 def values(*shape: int, device: str, octaves: float = 3, operand: int = 0) -> Tensor:
     """Normal bf16 values. Magnitudes vary by `octaves` (one standard deviation) between rows, a third of it between
-    columns. Seeded by the sum of the shape and by `operand`, the place of the array among those of a case."""
+    columns. Seeded by the sum of the shape and by `operand`, the index of the array in its case."""
     rng = torch.Generator(device).manual_seed(sum(shape) + 1_000_003 * operand)  # a CPU reads 32 bits
     rows = torch.randn(*shape[:-1], 1, generator=rng, device=device)
     columns = torch.randn(shape[-1], generator=rng, device=device)

@@ -1,4 +1,4 @@
-"""What the experts of a rank compute in a step over a transport, with its chunks and kernels, and nothing else:
+"""The computation of a rank's experts in a step over a transport, with its chunks and kernels, and nothing else:
 quantization of weights, folds, products and SwiGLU of all chunks, forward and backward.
 """
 
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 class Products:
     """experts, parameters: of this rank. table: the rows of each rank for each expert. rows (M, K), dout (M, N) bf16:
-    their values stand for those of the rows that arrive; prob (M,) their weights, or None."""
+    stand-ins for the received rows, of the same values; prob (M,) their weights, or None."""
 
     def __init__(
         self, experts: Experts, parameters: Sequence[Tensor | None], recipe: Recipe, table: Sequence[Sequence[int]],
@@ -47,7 +47,7 @@ class Products:
         return {"products forward": self.forward, "products backward": lambda: self.backward(saved)}
 
     def forward(self) -> list[tuple[Any, ...]]:
-        """What the backward reads."""
+        """The saved tensors for the backward."""
         saved, experts = [], self.experts.quantized(self.parameters, self.needs)
         for c, chunk in enumerate(self.plan.chunks):
             x, room = self._chunk(self.rows, chunk.start, chunk.end), self.out[chunk.start : chunk.end]

@@ -1,7 +1,7 @@
-"""The exchanges of a step without its products, and the products without the exchanges.
+"""The all-to-alls of a step without its GEMMs, and the GEMMs without the all-to-alls.
 
-NoWire      a transport over which nothing travels: the same kernels run, on rows that nobody sent
-travel      the legs that a step opened, over a real transport, without anything between them
+`NoWire`    a transport that sends nothing: the same kernels run, on rows that no rank sent
+`travel`    the transfers that a step opened, over a real transport, without any work between them
 """
 
 from collections import deque
@@ -16,11 +16,11 @@ from mxep.torch_frontend.transport import CHUNK_BYTES, Part, Transport, Where, r
 from torch import Tensor
 
 LEGS = 4
-"""Of a forward, to the experts and to the tokens, and of its backward."""
+"""Transfers of a step: to the experts and back to the tokens, in the forward and in the backward."""
 
 
 class OpenedLeg(NamedTuple):
-    """The arguments of one leg; parts instead of its rows."""
+    """The arguments of one transfer; parts instead of its rows."""
 
     where: Where
     steps: Sequence[Step]
@@ -30,7 +30,7 @@ class OpenedLeg(NamedTuple):
 
 
 class NoWire:
-    """What arrives is memory with fixed values, and nothing waits. legs: the last four that were opened."""
+    """Received rows are memory with fixed values, and nothing waits. `legs`: the last four transfers."""
 
     def __init__(self, group: dist.ProcessGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.group, self.chunk_bytes = group, chunk_bytes
@@ -80,7 +80,7 @@ class _Still:
 
 
 def travel(transport: Transport, legs: Sequence[OpenedLeg]) -> None:
-    """Send the rows of each leg, after those of the leg before; the values do not matter."""
+    """Send the rows of each transfer, one transfer after the other; the values do not matter."""
     for where, steps, sent, received, parts in legs:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         room = transport.outgoing(where, sent[transport.group.rank()], parts, device)

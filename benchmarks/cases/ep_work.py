@@ -1,4 +1,4 @@
-"""One measurement of expert parallelism: what all ranks run, and against what."""
+"""One measurement of expert parallelism: the work of all ranks, and its peer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from .case import Tensors
 from .ep_wire import NoWire, travel
 
 PEER, BF16_WIRE, IN_TURN = "bf16", "bf16 wire", "in turn"
-"""The plain pipeline; the same with our products; ours without a transport."""
+"""The plain pipeline; the same with our GEMMs; ours without a transport."""
 
 
 class Work(NamedTuple):
     """op: "ep" or "ep_layer". case: sizes and options. flops: of the forward, and of both directions.
-    outputs: names of what `step` returns. forwards: PEER, BF16_WIRE, IN_TURN and the transports. step: a forward -> its
-    result and all gradients. stages: parts of a step, each alone, by "wire", "products" or "without a wire" and the
+    outputs: names of the results of `step`. forwards: PEER, BF16_WIRE, IN_TURN and the transports. step: a forward ->
+    its result and all gradients. stages: parts of a step, each alone, by "wire", "products" or "without a wire" and the
     direction. groups: local experts that have rows; torch does not define the weight gradients of the others."""
 
     op: str
@@ -46,8 +46,8 @@ def stages_of(
     without: Callable[[], Tensor], step: Callable[[Callable[[], Tensor]], Tensors], no_wire: NoWire,
     transports: Mapping[str, Carrier],
 ) -> dict[str, Callable[[], object]]:  # fmt: skip
-    """The wire alone of each transport that has legs, and the step without a wire. without: the forward over
-    `no_wire`."""
+    """The communication alone of each transport except `PeerMemory`, and the step without communication. without: the
+    forward over `no_wire`."""
     step(without)
     legs = list(no_wire.legs)  # of the forward, then of its backward
     stages: dict[str, Callable[[], object]] = {"without a wire forward": without}
@@ -69,17 +69,17 @@ def held_nbytes(transport: Any) -> int:
 
 
 def check(work: Work) -> float:
-    """Bytes of the runs over a transport against the run in turn, on all ranks; SQNR in dB of the result and of all
+    """Bytes of the runs over a transport against the run without one, on all ranks; SQNR in dB of the result and of all
     gradients against the peer. Returns the least of ours. Raises AssertionError on all ranks alike."""
     want = work.step(work.forwards[IN_TURN])
     for name in work.transports:
         for _ in range(2):  # the second call reuses buffers
             got = work.step(work.forwards[name])
             wrong = torch.stack([(a != b).sum() for a, b in zip(got, want, strict=True)])
-            dist.all_reduce(wrong)  # every rank raises: the others would wait for one that left
+            dist.all_reduce(wrong)  # every rank raises: the others would wait for one that has ended
             if wrong.any():
                 values = dict(zip(work.outputs, wrong.tolist(), strict=True))
-                raise AssertionError(f"{work.op}: {name}: values that differ from the run in turn: {values}")
+                raise AssertionError(f"{work.op}: {name}: differs from the run without a transport: {values}")
             del got
     peer = work.step(work.forwards[PEER])
     for name, got in ((BF16_WIRE, work.step(work.forwards[BF16_WIRE])), (IN_TURN, want)):

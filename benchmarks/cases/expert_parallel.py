@@ -1,6 +1,6 @@
-"""Expert parallelism of one product: a plain pipeline, and ours in turn and overlapped.
+"""Expert parallelism of one GEMM: a plain pipeline, and ours without and with overlap.
 
-in turn      dispatch --> grouped_mm --> combine
+"in turn"    dispatch --> grouped_mm --> combine, without a transport
 overlapped   expert_parallel_mm, by each transport
 """
 

@@ -1,6 +1,6 @@
 """The op families that a device copy bounds, each with the ops that it measures.
 
-The grouped products and the layer have runs of their own: grouped_gemm.py and moe_layer.py.
+The grouped GEMMs and the layer have separate runs: grouped_gemm.py and moe_layer.py.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ NAMES = tuple(name for names in OPS.values() for name in names)
 
 
 def cases(layer: Layer, call: Call, device: str, only: tuple[str, ...] = NAMES) -> Iterator[Case]:
-    """Every case, or those of the ops named. A family of which no op is named builds no inputs."""
+    """Every case, or the cases of the ops named. A family of which no op is named builds no inputs."""
     for family, names in OPS.items():
         if set(only) & set(names):
             yield from (case for case in _MODULES[family].cases(layer, call, device) if case.name in only)

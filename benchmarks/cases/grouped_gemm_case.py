@@ -1,4 +1,4 @@
-"""What the cases of the grouped products have in common: operands, group ends, and one line of the table."""
+"""Common parts of the cases of grouped GEMMs: operands, group ends, and one line of the table."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -24,7 +24,7 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     ids = chosen_experts(layer, device)
 
     def program(call: Call, ids: Any) -> tuple[Any, ...]:
-        """Both ops. This rank's counts stand for the counts that an all-to-all would deliver."""
+        """Both ops. This rank's counts replace the counts that it would receive from an all-to-all."""
         order, inverse, counts = call("sort_by_expert", ids, num_experts=layer.num_experts)
         maps = call("row_map", counts, num_rows=len(ids), num_local_experts=layer.local_experts)
         return (order, inverse, counts, *maps)

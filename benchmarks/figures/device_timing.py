@@ -102,7 +102,7 @@ def programs(candidates: Programs, least_calls: int = 4) -> dict[str, Sample]:
 
 
 def batches(candidates: Programs, calls: int, samples: int = 4) -> dict[str, Sample]:
-    """Time per call of `calls` calls in a row, after a call; the first round warms up."""
+    """Time per call of `calls` calls back to back, after a call; the first round warms up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(1 + 2 * samples):
         for name, (run, wait) in _in_turn(candidates, round_):

@@ -1,4 +1,4 @@
-"""What the model of expert parallelism is fed with, and held against: recorded rates, and recorded times of pipelines.
+"""Inputs of the model of expert parallelism and measurements to compare it with: recorded rates and times of pipelines.
 
 results/h200.jsonl, h200_ep_in_turn/ --> rates
 results/h200_ep.jsonl, h200_ep_in_turn/ --> measured
@@ -103,7 +103,7 @@ class Measured(NamedTuple):
 
 
 def measured(recorded: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
-    """Of recorded lines of `python -m benchmarks ep`, and what they lack of h200_ep_in_turn."""
+    """Of recorded lines of `python -m benchmarks ep`; cases that they lack from h200_ep_in_turn."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for row in recorded:
         c, step = row["case"], row["op"] == "ep_fwd_bwd"
@@ -124,7 +124,7 @@ def measured(recorded: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
 
 
 def reckoned(of: Measured, chunks: Wire | None = None, unhidden: float = 0.0) -> tuple[float, float]:
-    """Milliseconds of the forward, and with its backward. chunks: the wire of `Collectives`, if it is known."""
+    """Milliseconds of the forward, and with its backward. chunks: the rate of `Collectives`, if it is known."""
     case, found = of.case, rates(of.case.dim, of.case.hidden, of.case.ranks)
     if of.how == "bf16":
         one, two = plain(case, found)

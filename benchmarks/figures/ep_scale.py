@@ -1,8 +1,8 @@
-"""`python -m benchmarks.figures.ep_scale`: expert parallelism at scale, reckoned; the tables and the picture of
-docs/ep_scale.md.
+"""`python -m benchmarks.figures.ep_scale`: a performance model of expert parallelism at scale; the tables and the
+picture of docs/ep_scale.md.
 
 ep_rates.py --measured rates--> benchmarks/ep_model.py --> tables, results/h200_ep_scale.svg
-            --measured times beside reckoned ones--> tables
+            --measured and modelled times--> tables
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ COUNT = 0.08e-6
 LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RECIPES = {
     "`mxfp8`": Recipe.parse("mxfp8"),
-    "`mxfp8`, all legs": Recipe.parse("mxfp8", mx_legs=LEGS),
+    "`mxfp8`, four MXFP8 all-to-alls": Recipe.parse("mxfp8", mx_legs=LEGS),
     "`mxfp8_wgrad_with_hp`": Recipe.parse("mxfp8_wgrad_with_hp"),
 }
 WIRES = {
@@ -96,13 +96,14 @@ def _beside_measured() -> list[str]:
             f"{real:.1f} / {time:.1f} ({time / real - 1:+.0%})" for real, time in zip(m.milliseconds, ours, strict=True)
         ]
         sizes = f"{c.dim}/{c.hidden}, {c.rows} rows, {c.experts} experts"
-        rows.append((str(c.ranks), sizes, "" if m.how == "bf16" else f"`{c.recipe.name}`", m.how, *pairs))
-    fit = "No overlapped run is recorded: all that the schedule hides is hidden."
+        how = "no transport" if m.how == "in turn" else m.how
+        rows.append((str(c.ranks), sizes, "" if m.how == "bf16" else f"`{c.recipe.name}`", how, *pairs))
+    fit = "No overlapped run is recorded: the model hides all that the schedule can hide."
     if unhidden:
         shares = ", ".join(f"{how} {of:.2f}" for how, of in unhidden.items())
         fit = f"*Unhidden*, the median of a transport's runs at 7168/2048 and 8192/5120: {shares}."
         fit += " At 2048/1408 the host takes longer than the GPU, which the model leaves out."
-    head = "GPUs | dim/hidden, per rank | recipe | pipeline | forward, ms, measured / reckoned | and backward"
+    head = "GPUs | dim/hidden, per rank | recipe | pipeline | forward, ms, measured / modelled | and backward"
     return [*_table(head, rows), fit, ""]
 
 
@@ -118,7 +119,7 @@ def _on_a_host() -> list[str]:
                 rows.append((f"{dim}/{hidden}", str(ranks), name, f"{bf16:.1f}", f"{serial:.1f} ({bf16 / serial:.2f}x)",
                              f"{beside:.1f} ({bf16 / beside:.2f}x)",
                              *(f"{d.travel * 1e3:.1f} / {d.local * 1e3:.1f}, {d.bound}" for d in both)))  # fmt: skip
-    head = ("dim/hidden | GPUs | recipe | bf16, ms | in turn | overlapped | forward: wire / rest, bound | "
+    head = ("dim/hidden | GPUs | recipe | bf16, ms | no overlap | overlapped | forward: wire / rest, bound | "
             "backward: wire / rest, bound")  # fmt: skip
     return _table(head, rows)
 
@@ -142,7 +143,7 @@ def _at_scale() -> list[str]:
 
 
 def _rows() -> list[str]:
-    """Ranks and hosts of a token, its own included, and the bytes of a layer that leave its rank and come back."""
+    """Ranks and hosts of a token, its own included, and the bytes that its rank sends and receives in a layer."""
     rows, dim = [], SHAPES[0][0]
     for experts in (64, EXPERTS):
         for ranks in (4, 8, 64):
@@ -171,19 +172,19 @@ def _hidden() -> list[str]:
 def tables() -> str:
     """The generated part of docs/ep_scale.md."""
     return "\n".join([
-        "## Beside measured times", "", *_beside_measured(),
+        "## Measured and modelled times", "", *_beside_measured(),
         "## One host", "", *_on_a_host(),
         "## From one host to 1024 GPUs", "", *_at_scale(),
         "## Bytes of a token", "",
-        f"KB of a token that leave its rank and come back, of a layer with dim {SHAPES[0][0]} and top-{TOP_K}, by "
+        f"KB per token that its rank sends and receives, of a layer with dim {SHAPES[0][0]} and top-{TOP_K}, by "
         "`dispatch(replicas=...)`; without the probabilities, 4 bytes per replica:", "", *_rows(),
         "## Where communication stops being hidden", "",
-        "GPUs up to which at most a tenth of forward and backward waits for the wire:", "", *_hidden(),
+        "GPUs up to which at most a tenth of forward and backward waits for communication:", "", *_hidden(),
     ]).strip()  # fmt: skip
 
 
 def draw(path: Path) -> None:
-    """Write the picture: forward and backward by number of GPUs, and what the products alone take."""
+    """Write the picture: time of forward and backward by number of GPUs, and of the GEMMs alone."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -191,7 +192,7 @@ def draw(path: Path) -> None:
 
     colors = dict(zip(SENDS, ("tab:red", "tab:orange", "tab:green"), strict=True))
     labels = {
-        "each": "each copy of a token travels",
+        "each": "each copy of a token",
         "summed": "a token once per rank",
         "host": "a token once per host",
     }
@@ -199,7 +200,7 @@ def draw(path: Path) -> None:
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         for axes, (dim, hidden) in zip(figure.subplots(1, len(SHAPES)), SHAPES, strict=True):
             for send in SENDS:
-                for name, style in (("`mxfp8`", "-"), ("`mxfp8`, all legs", ":")):
+                for name, style in (("`mxfp8`", "-"), ("`mxfp8`, four MXFP8 all-to-alls", ":")):
                     of = [directions(case_of(dim, hidden, ranks, RECIPES[name], send)) for ranks in SCALES]
                     label = f"{labels[send]}, {name.replace('`', '')}"
                     axes.plot(
@@ -225,7 +226,7 @@ def draw(path: Path) -> None:
             axes.set_yticks(ticks, [str(n) for n in ticks])
             axes.minorticks_off()
             axes.grid(alpha=0.2)
-        figure.axes[0].set_ylabel("forward and backward, ms, reckoned")
+        figure.axes[0].set_ylabel("forward and backward, ms, modelled")
         figure.legend(
             *figure.axes[0].get_legend_handles_labels(), fontsize="x-small", loc="outside lower center", ncols=4
         )

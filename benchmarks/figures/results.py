@@ -44,7 +44,7 @@ class Line:
     peer_of_roof: float | None = None  # the peer's share of its own roof, peer_roof; of grouped products only
     peer_roof: str | None = None
     peer_peak_nbytes: int | None = None  # of layers and of expert parallelism
-    stages_us: Mapping[str, float] | None = None  # parts of a run over a transport, each alone, and what the wire adds
+    stages_us: Mapping[str, float] | None = None  # parts of a run over a transport, each alone; exposed communication
 
 
 @dataclass(frozen=True)

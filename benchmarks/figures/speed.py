@@ -51,7 +51,7 @@ def _run(rows: Sequence[Row]) -> str:
 
 
 def layers(rows: Sequence[Row]) -> list[Row]:
-    """Steps in a row, forward and backward, of each size that is recorded."""
+    """Back-to-back steps, forward and backward, of each size that is recorded."""
     of = [row for row in rows if row["op"] == "moe_layer_fwd_bwd" and row["case"]["recipe"] == RECIPE
           and not {"weights", "launch", "routing"} & row["case"].keys()]  # fmt: skip
     found = (in_a_row([row for row in of if _sizes(row["case"]) == sizes]) for sizes in LAYERS)
@@ -109,14 +109,14 @@ def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
         *(_cells("MoE layer", _sizes_of(row), row) for row in of_layers),
         *(_cells("grouped GEMM and its quantization", f"{m} rows, K {k}, N {n}, {g} experts", row) for row in product),
     ]
-    single = f" The grouped GEMM: {_run(product)}, single calls behind a pause." if product else ""
+    single = f" The grouped GEMM: {_run(product)}, single calls after a pause." if product else ""
     return "\n".join([
         f"On one H200 a layer is {min(ratios):.1f} to {max(ratios):.1f} times as fast as a plain bf16 layer, by size:",
         "",
         *_table(HEAD, cells),
         "",
-        f"{_run(of_layers)}. Steps in a row, as in training; medians of n samples, the two times of a row alternate in "
-        "one run. bf16: a plain layer in PyTorch without fused passes ([source](benchmarks/peers/moe_layer.py)), and "
+        f"{_run(of_layers)}. Back-to-back steps, as in training; medians of n samples, both sides alternate in one "
+        "run. bf16: a plain layer in PyTorch without fused passes ([source](benchmarks/peers/moe_layer.py)), and "
         f"`torch._grouped_mm`. dB: SQNR of the worst of output and gradients against bf16.{single}",
         *(["", *_of_ranks(of_ranks)] if of_ranks else []),
     ])  # fmt: skip

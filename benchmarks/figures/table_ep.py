@@ -7,7 +7,7 @@ from .table_ops import machine
 
 Row = Mapping[str, Any]
 OPS = ("ep_fwd", "ep_fwd_bwd", "ep_layer_fwd", "ep_layer_fwd_bwd")
-HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 products", "in turn": "in turn", "collectives": "`Collectives`",
+HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 products", "in turn": "no transport", "collectives": "`Collectives`",
         "copy engines": "`CopyEngines`", "peer memory": "`PeerMemory`",
         "peer memory, in a graph": "`PeerMemory`, in a CUDA graph",
         "jit": "`jit`, and recipe `bf16` as bf16",

@@ -1,4 +1,4 @@
-"""The tables of docs/layer_bytes.md: what one step of the MoE layer moves and what its forward saves."""
+"""The tables of docs/layer_bytes.md: bytes that one step of the MoE layer moves and that its forward saves."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,11 +78,11 @@ def _saved() -> list[str]:
 def tables() -> str:
     """The generated part of docs/layer_bytes.md."""
     moved = [
-        "## What each kernel moves",
+        "## Bytes moved by each kernel",
         "",
         "GB, and the floor in ms, by tokens, D, F, experts, k:",
         "",
         *_moved(),
         "",
     ]
-    return "\n".join([*moved, "## What the forward saves", "", *_saved()])
+    return "\n".join([*moved, "## Bytes saved by the forward", "", *_saved()])

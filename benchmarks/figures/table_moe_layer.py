@@ -94,7 +94,7 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         "scatter-add ([source](../benchmarks/peers/moe_layer.py)), a layer without fused passes.",
         "- *in a row*: steps that follow each other, as in training, after 0.25 s of such steps. JAX is compared in "
         "this way, with the same plain layer in torch.",
-        "- *single*: one step behind a pause, with cold caches. In a CUDA graph both sides are replayed.",
+        "- *single*: one step after a pause, with cold caches. In a CUDA graph both sides are replayed.",
         "- *dB*: SQNR of the worst of y and all gradients against the bf16 layer, with the same choice of experts.",
         "- *one expert*: 30% of the rows are of one expert, of top-8 an eighth; *dirichlet*: the popularity of experts "
         "is a draw of Dirichlet(1, ..., 1). Other layers have the groups of a random router.",

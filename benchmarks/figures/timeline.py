@@ -112,7 +112,7 @@ def read(path: Path) -> list[Event]:
 
     ran = [(e, at) for e, at in ((e, launched(e)) for e in ran) if marks and (at or e["ts"]) >= marks[-1]["ts"]]
     if not ran:
-        got = f"{path.name} with {len(marks)} marks of a forward and nothing behind"
+        got = f"{path.name} with {len(marks)} marks of a forward and nothing after them"
         fail(ValueError, "timeline", "path", got, "allowed: a trace of python -m benchmarks ep --trace FILE")
     returned, first = marks[-1]["ts"] + marks[-1]["dur"], ran[0][0]["ts"]
     backward = min((e["ts"] for e, at in ran if at is not None and at > returned), default=float("inf"))
@@ -149,7 +149,7 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def table(events: Sequence[Event]) -> str:
-    """Milliseconds of each stage, and those in which copies or the wire run and no kernel does."""
+    """Milliseconds of each stage, and of exposed communication: copies or collectives run and no kernel does."""
     of = {d: [e for e in events if e.direction == d] for d in DIRECTIONS}
     stages = sorted({(LANES.index(e.lane), e.lane, e.stage) for e in events})
 

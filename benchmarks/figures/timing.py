@@ -1,4 +1,4 @@
-"""What a clock returns."""
+"""The samples of a clock."""
 
 from typing import NamedTuple
 

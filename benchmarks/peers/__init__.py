@@ -1,1 +1,1 @@
-"""What a measurement is compared with."""
+"""The baselines of measurements."""

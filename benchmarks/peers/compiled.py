@@ -1,4 +1,4 @@
-"""What a torch user runs instead of an op: its formula under `torch.compile`, or torchao's Triton casts."""
+"""The alternatives of a torch user to an op: its formula under `torch.compile`, or torchao's Triton casts."""
 
 import importlib.util
 from collections.abc import Callable

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Larger copies reuse the buffers piece by piece: two whole buffers do not fit beside the largest case.
+# Larger copies reuse the buffers piece by piece: two whole buffers do not fit next to the largest case.
 COPY_NBYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
 
 

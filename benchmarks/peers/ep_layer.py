@@ -1,11 +1,11 @@
-"""A plain Mixture-of-Experts layer in bf16 over several ranks, in PyTorch: what a user writes without this package.
+"""A plain Mixture-of-Experts layer in bf16 over several ranks, in PyTorch, as a user writes it without this package.
 
 x (T, D) --router, softmax, top-k--> p (T, k), experts (T, k) --stable sort--> rows by expert (T k, D)
          --counts to all ranks, splits to the host, all-to-all--> rows --gather--> groups of the local experts
          --grouped products w1, w3; silu(gate) up; w2--> --gather, all-to-all--> (T k, D) --weighted scatter-add--> y
 
-The steps are those of torchtitan's layer (torchtitan/models/common/moe.py) with its expert parallelism
-(torchtitan/distributed/expert_parallel.py). torch's bf16 product takes groups of any size, so nothing is padded.
+The steps follow torchtitan's layer (torchtitan/models/common/moe.py) with its expert parallelism
+(torchtitan/distributed/expert_parallel.py). torch's bf16 GEMM takes groups of any size, so nothing is padded.
 """
 
 from collections.abc import Callable

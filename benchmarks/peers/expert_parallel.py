@@ -56,8 +56,8 @@ def grouped_mm_bf16(ends: Tensor) -> Product:
 
 
 def by_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """received: (ranks, local experts), the rows that arrived, `rows` together, in this order. Two index tensors: from
-    groups, one per expert, to arrived rows, and back."""
+    """received: (ranks, local experts), the received rows, `rows` together, in this order. Two index tensors: from
+    groups, one per expert, to received rows, and back."""
     experts = torch.arange(received.shape[1], device=received.device).repeat(received.shape[0])
     there = torch.argsort(experts.repeat_interleave(received.flatten(), output_size=rows), stable=True)
     back = torch.empty_like(there)

@@ -1,6 +1,6 @@
 """The grouped products of torch and XLA, and the dense products of cuBLAS that are their roof.
 
-Every call has a function of its own. `torch._grouped_mm` and `torch._scaled_grouped_mm` are documented in torch's
+Every call has its own function. `torch._grouped_mm` and `torch._scaled_grouped_mm` are documented in torch's
 sources only: they take a row-major (M, K), a column-major (G, K, N) and int32 group ends; scales are fp32, (M,) and
 (G, N).
 """

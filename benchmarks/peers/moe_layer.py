@@ -1,9 +1,9 @@
-"""A plain Mixture-of-Experts layer in bf16, in PyTorch and in JAX: what a user writes without this package.
+"""A plain Mixture-of-Experts layer in bf16, in PyTorch and in JAX, as a user writes it without this package.
 
 x (T, D) --router, softmax, top-k--> p (T, k), experts (T, k) --stable sort--> rows by expert (T k, D)
          --grouped products w1, w3; silu(gate) up; w2--> (T k, D) --weighted scatter-add--> y (T, D)
 
-The steps are those of torchtitan's layer (torchtitan/models/common/moe.py).
+The steps follow torchtitan's layer (torchtitan/models/common/moe.py).
 """
 
 from collections.abc import Callable
