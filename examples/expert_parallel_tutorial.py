@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 4 -m examples.expert_parallel_tutorial --device gpu      # a GPU each, NCCL
     python -m examples.expert_parallel_tutorial                                                     # one rank
 
-On GPUs the sizes are those of DeepSeek-V3's experts: dim 7168, hidden 2048, 32 experts, 131072 tokens of all ranks.
-`--style library` runs the same layer with `MXFP8ExpertParallel` in place of the five steps, to the same bits.
+On GPUs the sizes are taken from DeepSeek-V3's experts: dim 7168, hidden 2048, 32 experts, 131072 tokens of all ranks.
+`--style library` runs the same layer with `MXFP8ExpertParallel` in place of the five steps; results are bitwise equal.
 
     x (T, D) --norm, router--> experts and weights of each token --sort, replicate--> rows (T k, D) bf16
         1  quantize and send   T k rows --> M received rows [q | sf]     all-to-all, 1.03 bytes a value
@@ -82,9 +82,9 @@ class FiveSteps(ParallelStyle):
         group, ranks = mesh.get_group(), mesh.size()
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=group)
-        # The host reads how many rows go to each rank and come from it.
+        # The host reads how many rows are sent to each rank and received from it.
         self.sent, self.received = (c.view(ranks, -1).sum(1).tolist() for c in (counts, received))
-        # 1  Quantize and send: each row travels as its D E4M3 bytes and D / 32 scale bytes, in one collective.
+        # 1  Quantize and send: each row is sent as its D E4M3 bytes and D / 32 scale bytes, in one collective.
         arrived = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, self.received, self.sent, group_name=group)
         # 2  Permute and pad: one group of rows per local expert, a multiple of 32 rows.
         local = counts.shape[0] // ranks
@@ -146,7 +146,7 @@ class Layer(nn.Module):
 
 def train(sizes: argparse.Namespace, mesh: DeviceMesh) -> None:
     rank, ranks, device = mesh.get_local_rank(), mesh.size(), torch.device(mesh.device_type)
-    torch.manual_seed(0)  # the same dense weights on every rank; experts are those of the first rank
+    torch.manual_seed(0)  # the same dense weights on every rank; experts are scattered from rank 0
     with device:
         layer = Layer(sizes)
     style = FiveSteps() if sizes.style == "steps" else MXFP8ExpertParallel(sizes.recipe, gradients="sum")

@@ -99,7 +99,7 @@ def run(stage: int, args: argparse.Namespace, tokens: np.ndarray, rank: int, ran
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The stages beside each other; a speed-up is over the first row."""
+    """One row per stage; a speed-up is relative to the first row."""
     lines = [
         "| stage | | ms / step | tokens/s | peak GiB | first loss | last loss | speed-up |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -5,7 +5,7 @@
     1       `MoE`, a loop over the experts of a rank          over "ep"         bf16, three per expert
     2       `MoE`, torch's grouped product                    over "ep"         bf16, three
     3       `MoE`, the fused feed-forward                     over "ep"         MXFP8, three; MXFP8 rows between ranks,
-                                                                              on GPUs beside the products
+                                                                              on GPUs overlapped with GEMMs
 
     meta model --replace the layers--> --shard: FSDP2, and `shard_moe` from stage 1--> --weights--> on the devices
 
@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256,
         "num_attention_heads": 4, "num_key_value_heads": 2,
     },
-    "layer": {},  # the defaults of MixtralConfig are those of Mixtral 8x7B
+    "layer": {},  # the defaults of MixtralConfig are the sizes of Mixtral 8x7B
 }  # fmt: skip
 SEQUENCES = {"tiny": (2, 128), "layer": (2, 4096)}  # of a rank, and their length
 WEIGHT_NBYTES = 16  # fp32: weight, gradient and the two moments of AdamW

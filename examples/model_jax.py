@@ -29,11 +29,11 @@ REMAT = {
     "rows": partial(jax.checkpoint, policy=save_mx_rows),  # saves the rows that the experts read, as they were sent
     "all": jax.checkpoint,  # saves the input of the layer
 }
-"""What the gradient computes again: `jax.checkpoint` of a layer."""
+"""The activations that the gradient computes again: `jax.checkpoint` of a layer."""
 
 
 def stacked(weights: Arrays) -> dict[str, np.ndarray]:
-    """Weights with those of all layers in one array (L, ...) each."""
+    """Weights, stacked over layers: one array (L, ...) for each weight of a layer."""
     rest, layers = {}, {}
     for name, array in weights.items():
         if found := re.fullmatch(r"blocks\.(\d+)\.(.*)", name):

@@ -1,6 +1,6 @@
 """Sharded checkpoints of examples.train_jax, by Orbax: every process writes and reads the parts of its own devices.
 
-FOLDER/<step>/arrays   weights and AdamW's moments, as they lie on the mesh
+FOLDER/<step>/arrays   weights and AdamW's moments, as they are sharded on the mesh
               run      step and config, JSON
 
 A run with another mesh reads the same checkpoint: each device reads the parts that it has there.

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def speed(out: Path) -> str:
-    """What a run on a GPU reached, as a median over its records without the first, whose step compiles kernels."""
+    """The speed of a run on a GPU, as a median over its records without the first, whose step compiles kernels."""
     records = [r for r in read_log(out) if r["kind"] == "train" and "tflops" in r][1:]
     if not records:
         return ""

@@ -10,7 +10,7 @@ One process per GPU, the same command with another --process-id in each; the fir
 
 The batch is split over all devices, the experts over the devices of a group; dense weights are whole on each. The loss
 is a mean over the global batch, and JAX reduces every gradient: the step is `jax.jit` and shardings alone. `Options`
-are what JAX programs of this kind have beside that: remat, a scan over layers, accumulation, sharded checkpoints, a
+adds the usual features of JAX programs of this kind: remat, a scan over layers, accumulation, sharded checkpoints, a
 profile.
 """
 
@@ -68,7 +68,7 @@ def mesh_of(dp: int, ep: int) -> Mesh:
 
 
 def spec(name: str) -> P:
-    """Sharding of a weight, its gradient and its moments: experts along their first dim, behind that of layers."""
+    """Sharding of a weight, its gradient and its moments: experts along their first dim, after the dim of layers."""
     if not is_expert(name):
         return P()
     return P(None, "expert") if name.startswith(STACKED) else P("expert")
@@ -159,8 +159,8 @@ class Trainer:
         return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), lambda part: array[part])
 
     def place(self, arrays: Arrays) -> Params:
-        """Copy unsharded arrays to the devices, sharded by `spec`; those of a sharded checkpoint lie there already.
-        A copy owns its memory and can be donated."""
+        """Copy unsharded arrays to the devices, sharded by `spec`. Arrays of a sharded checkpoint are on the devices
+        already. A copy owns its memory and can be donated."""
         if any(isinstance(array, Array) for array in arrays.values()):
             return {name: jnp.copy(array) for name, array in arrays.items()}
         arrays = stacked(arrays) if self.options.scan_layers else arrays
@@ -187,7 +187,7 @@ class Trainer:
         return total / count
 
     def state(self, step: int) -> Checkpoint | None:
-        """Weights and moments after `step` updates: as they lie on the mesh if checkpoints are sharded, else unsharded,
+        """Weights and moments after `step` updates: sharded as on the mesh if checkpoints are sharded, else unsharded,
         and None in processes that do not write them.
 
         Collective: every process calls it."""
@@ -221,7 +221,7 @@ def accumulated(
 
 def add_option_flags(flags: argparse.ArgumentParser) -> None:
     group = flags.add_argument_group("the JAX program")
-    group.add_argument("--remat", choices=tuple(REMAT), default="none", help="what the gradient computes again")
+    group.add_argument("--remat", choices=tuple(REMAT), default="none", help="activations that backward recomputes")
     group.add_argument("--scan-layers", action="store_true", help="one scan over stacked weights: compiles one layer")
     group.add_argument("--accumulate", type=int, default=1, metavar="N", help="parts of a batch, one after the other")
     group.add_argument("--sharded-checkpoints", action="store_true", help="by Orbax, in --out/sharded")
@@ -294,7 +294,7 @@ def find_device(ranks: int, requested: str | None) -> str:
     # Every process takes part in every collective, so each device of several processes is a rank.
     processes = jax.process_count()
     if count < ranks or (processes > 1 and count != ranks):
-        hint = f" of {processes} processes; --local-devices chooses those of a process" if processes > 1 else ""
+        hint = f" of {processes} processes; --local-devices sets the devices of each" if processes > 1 else ""
         sys.exit(f"{PROG}: error: --ep: got {ranks} with {count} {found} device(s){hint}; allowed: one device per rank")
     return found
 

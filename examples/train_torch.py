@@ -183,7 +183,7 @@ class Trainer:
 
 
 def find_device(requested: str | None) -> str:
-    """What is requested, "cpu" or "gpu"; else a GPU if there is one. Exits where the requested GPU is missing."""
+    """The requested device, "cpu" or "gpu"; else a GPU if there is one. Exits where the requested GPU is missing."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = requested or ("gpu" if found else "cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -104,7 +104,7 @@ def write_assets(folder: Path) -> None:
 
 
 def arguments(given: Sequence[str], assets: Path, *overrides: str) -> list[str]:
-    """torchtitan's command line: defaults that are not given, then what is, with more overrides in its list."""
+    """torchtitan's command line: missing defaults, then the given arguments, with more overrides in its list."""
     defaults = {
         "--module": ("deepseek_v3",),
         "--config": ("deepseek_v3_debugmodel",),
@@ -113,7 +113,7 @@ def arguments(given: Sequence[str], assets: Path, *overrides: str) -> list[str]:
         "--dataloader.dataset_path": (str(assets / "text"),),
         "--training.local_batch_size": ("1",),
         "--training.seq_len": ("128",),
-        "--training.disable_cuda_graphs": (),  # with several ranks the splits of an exchange come from the host
+        "--training.disable_cuda_graphs": (),  # with several ranks the splits of an all-to-all are on the host
         "--parallelism.spmd_backend": ("partial_dtensor",),
         "--debug.seed": ("0",),
         "--override.imports": overrides,

@@ -48,7 +48,7 @@ def test_jax_trains_on_the_default_backend(monkeypatch, backend, requested):
         (1, 8, 4, ""),
         (1, 2, 4, r"--ep: got 4 with 2 gpu device\(s\); allowed"),
         (2, 2, 2, ""),
-        (2, 16, 2, r"--ep: got 2 with 16 gpu device\(s\) of 2 processes; --local-devices chooses"),
+        (2, 16, 2, r"--ep: got 2 with 16 gpu device\(s\) of 2 processes; --local-devices sets"),
     ],
 )
 def test_jax_has_one_device_per_rank(monkeypatch, processes, devices, ep, message):
