@@ -4,7 +4,7 @@
     child processes mxep.torch_frontend and mxep.jax_frontend, one each, since either framework may be missing or broken
 
 Exits with 1 if a package of the wrong version is installed, an installed frontend fails, or an op runs nowhere.
-Packages newer than those of the tests are warnings. The output is meant for bug reports too: it contains no names of
+Packages newer than the tested versions are warnings. The output is meant for bug reports too: it contains no names of
 files or users.
 """
 

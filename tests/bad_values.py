@@ -24,7 +24,7 @@ class Array(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """kind: what is wrong with the value ("none", "type", "dtype", "rank", "size", "empty" or "value"). name: the same
+    """kind: the error in the value ("none", "type", "dtype", "rank", "size", "empty" or "value"). name: the same
     in detail, one per value of an argument."""
 
     kind: str

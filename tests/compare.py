@@ -44,9 +44,9 @@ def gemm_bound(got: Any, exact: Any, magnitude: Any, k: int, chain: float = 0, o
     """Raise AssertionError unless |got - exact| <= (2^-23 k + chain) sum|a||b| + rounding + operands.
 
     exact: the fp64 sum. magnitude: sum|a||b|. k: terms of the sum. rounding: for bf16 half an ulp of `exact`; none for
-    fp32, whose last rounding is one of the sum's. chain: what FP8 tensor cores lose, relative to sum|a||b|. operands:
-    what the sum may be off because other values than those of `exact` were multiplied. NaN and infinity must be where
-    `exact` has them.
+    fp32, whose last rounding is one of the sum's. chain: the loss of FP8 tensor cores, relative to sum|a||b|. operands:
+    the error of the sum that is allowed because the factors differ from the factors of `exact`. NaN and infinity must
+    be where `exact` has them.
 
     An fp32 sum s in any order has |s - exact| <= 2^-24 k sum|a||b|, half of the first term. The other half covers
     exact products that fp32 rounds, and a bf16 rounding of s above a power of two with `exact` below it: then either

@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
     # A launch replaces the functions of `triton.language`. Each call of a function in a kernel does it again, and
-    # replaces those of its `core`, which then stay replaced: once is enough.
+    # replaces the functions of its `core`, which are never restored: once is enough.
     def call(self, *args, **kwargs):
         if core.is_builtin(core.load):
             interpreter._patch_lang(self.fn)

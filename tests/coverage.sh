@@ -3,7 +3,7 @@
 #
 #   extension built to count lines --> tests --> coverage report (Python), gcovr (C++)
 #
-# The processes are those of `make test`, which builds the usual extension again. tests/gcov.py has each of them write its
+# Runs the processes of `make test`, which builds the usual extension again. tests/gcov.py has each of them write its
 # counts of C++ lines. Reports, data and the build are in build/coverage.
 set -euo pipefail
 cd "$(dirname "$0")/.."

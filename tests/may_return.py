@@ -2,7 +2,7 @@
 
     ROWS   ("call.argument call.argument ...", May, May, ...)     names with * of `fnmatch`; an argument has one row
 
-What a list has returns, else it is struck from the list. This file imports no framework.
+Every call of a list returns, else it is struck from the list. This file imports no framework.
 """
 
 from collections.abc import Collection, Sequence
@@ -80,7 +80,7 @@ Listed = dict[str, dict[str, str]]
 
 def by_argument(rows: Rows, arguments: Collection[str]) -> Listed:
     """For each "call.argument" the bad values that may return, with the reason. Every name fits an argument, and no
-    argument stands in two rows."""
+    argument is in two rows."""
     listed: Listed = {}
     for names, *values in rows:
         assert isinstance(names, str)
@@ -88,13 +88,13 @@ def by_argument(rows: Rows, arguments: Collection[str]) -> Listed:
             found = [argument for argument in arguments if fnmatchcase(argument, pattern)]
             assert found, f"{pattern} is no argument"
             for argument in found:
-                assert argument not in listed, f"{argument} stands in two rows"
+                assert argument not in listed, f"{argument} is in two rows"
                 listed[argument] = {name: of.why for of in values if isinstance(of, May) for name in of.names}
     return listed
 
 
 def verdict(may: Listed, case: Case, returned: bool) -> str:
-    """What is wrong with a call that returned, or raised as it should; "" if the list says the same."""
+    """The error of a call that returned, or raised as it should; "" if the list says the same."""
     why = may.get(f"{case.call}.{case.argument}", {}).get(case.bad.name)
     if returned == (why is not None):
         return ""

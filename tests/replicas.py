@@ -1,4 +1,4 @@
-"""Tokens of several ranks, their experts, and what a pipeline that sums replicas on the experts' ranks has to return.
+"""Tokens of several ranks, their experts, and the results of a pipeline that sums replicas on the experts' ranks.
 
 An expert multiplies its rows by a number of its own: E numbers, no products, so that all bytes follow from the oracles.
 Both frontends run the same cases.
@@ -17,8 +17,8 @@ LEGS: tuple[LegName, ...] = ("dispatch", "dispatch_grad", "combine", "combine_gr
 RUNS = {
     "bf16": RECIPES["bf16"],
     "mxfp8": RECIPES["mxfp8"],
-    "mxfp8 on all legs": Recipe.parse("mxfp8", mx_legs=LEGS),
-    "bf16 on all legs": Recipe.parse("mxfp8", mx_legs=()),
+    "four MXFP8 all-to-alls": Recipe.parse("mxfp8", mx_legs=LEGS),
+    "four bf16 all-to-alls": Recipe.parse("mxfp8", mx_legs=()),
 }
 ROUTINGS = ("one expert", "empty ranks", "no tokens", "one rank", "empty experts", "twice", "random")
 

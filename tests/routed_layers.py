@@ -13,7 +13,7 @@ TOKENS, DIM, HIDDEN, SHARED, EXPERTS, TOP_K = 50, 64, 96, 32, 8, 2
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """x, dy (T, D) and parameters in fp32. options: those of a frontend's layer besides its sizes."""
+    """x, dy (T, D) and parameters in fp32. options: arguments of a frontend's layer except its sizes."""
 
     x: Array
     dy: Array
@@ -22,7 +22,7 @@ class RoutedLayer:
     options: dict[str, Any]
 
     def expected(self) -> dict[str, Array]:
-        """ "y" and the gradients by name, in fp64; those of the shared expert as "shared.w1" and so on."""
+        """ "y" and the gradients by name, in fp64; gradients of the shared expert as "shared.w1" and so on."""
         choice = Choice(TOP_K, bias=self.bias, **self.options)
         dx, grads = layer.moe_layer_vjp(self.dy, self.x, self.parameters, choice)
         named = {"router": grads.router, "w1": grads.w1, "w3": grads.w3, "w2": grads.w2}

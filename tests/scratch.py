@@ -1,4 +1,4 @@
-"""A scratch copy of a commit, built beside this one: `make faults` changes it, `make frozen` compares with it."""
+"""A scratch copy of a commit, built separately: `make faults` changes it, `make frozen` compares with it."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""The numbers of SwiGLU: what is allowed, and the bits that kernels take."""
+"""The parameters of SwiGLU: allowed values, and the bits that kernels take."""
 
 import numpy as np
 import pytest

@@ -25,7 +25,7 @@ FORCED = (None, *IMPLEMENTATIONS)
 
 
 def expected(op: KernelOp, capability: tuple[int, int], forced: Implementation | None) -> tuple[str, str] | str:
-    """The choice, or what the error names."""
+    """The choice, or the value in the error."""
     if capability in REFUSED:
         return "sm_{}{}.*; allowed: sm_89, sm_90, sm_100, sm_103, sm_120, sm_121; on a CPU".format(*capability)
     if forced == "cpp":

@@ -84,11 +84,11 @@ def direction(there: float, chunk: float, back: float, chunks: int, **rest: floa
         (direction(2, 5, 3, 1), 10),  # one chunk hides nothing
         (direction(2, 5, 3, 4), 2 + 4 * 5 + 3),  # products: the first rows and the last are exposed
         (direction(5, 1, 2, 4), 4 * 5 + 4 * 2),  # wire: rows go back when all have left; the last one waits for nothing
-        (direction(5, 1, 2, 4, filler=100), 4 * 5 + 1 + 100),  # beneath what follows the products
+        (direction(5, 1, 2, 4, filler=100), 4 * 5 + 1 + 100),  # combine is overlapped with the filler
         (
             direction(2, 5, 3, 4, before=7, after=9, own=4),
             7 + 4 + 4 * 5 + 3 + 9,
-        ),  # own rows while the first ones travel
+        ),  # own rows while the first ones are sent
         (direction(1, 1, 1, 4, launches=6), 4 * 6 + 1 + 1),  # host
     ],
 )

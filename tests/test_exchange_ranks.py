@@ -101,7 +101,7 @@ def check_operand(plan: Exchange, operand: np.ndarray, groups: Sequence[np.ndarr
 
 
 def moved(plans: Sequence[Exchange], way: str, sources: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What each rank holds after all its peers have sent; each row of it is written once at most."""
+    """The rows of each rank after all its peers have sent; each row is written once at most."""
     homeward = way == "to_tokens"
     rows = plans[0].token_rows if homeward else plans[0].operand_rows
     assert all((plan.token_rows if homeward else plan.operand_rows) == rows for plan in plans)
@@ -112,7 +112,7 @@ def moved(plans: Sequence[Exchange], way: str, sources: Sequence[np.ndarray]) ->
         check_agreement(steps)
         check_turns(steps, -1 if homeward else 1)
         for rank, step in enumerate(steps):
-            chunk = plans[rank].chunks[c]  # what has been multiplied may go home
+            chunk = plans[rank].chunks[c]  # multiplied rows may be sent back
             first, last = (chunk.start, chunk.end) if homeward else (0, len(sources[rank]))
             for peer, source, destination, n in step.sends:
                 assert first <= source <= source + n <= last
@@ -125,7 +125,7 @@ def moved(plans: Sequence[Exchange], way: str, sources: Sequence[np.ndarray]) ->
 
 
 def check_agreement(steps: Sequence[Step]) -> None:
-    """What a rank sends to a peer, in order, is what the peer expects of it."""
+    """The rows that a rank sends to a peer, in order, are the rows that the peer expects."""
     sent, expected = {}, {}
     for rank, step in enumerate(steps):
         for move in step.sends:
@@ -136,7 +136,7 @@ def check_agreement(steps: Sequence[Step]) -> None:
 
 
 def check_turns(steps: Sequence[Step], way: int) -> None:
-    """In turn k rank r sends to rank r + way * k, so that each rank receives from one peer."""
+    """As its k-th move rank r sends to rank r + way * k, so that each rank receives from one peer at a time."""
     ranks, experts = len(steps), len(steps[0].sends) // len(steps)
     for rank, step in enumerate(steps):
         assert [move.peer for move in step.sends] == [

@@ -1,4 +1,4 @@
-"""`make faults` runs rarely: the texts that it changes are those of today's code."""
+"""`make faults` runs rarely: the texts that it changes are in today's code."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""tests/frozen: what counts as a difference, and that the hashes stored for every machine are those of this tree."""
+"""tests/frozen: the definition of a difference, and the hashes stored for every machine, which hold for this tree."""
 
 import doctest
 import json
@@ -101,7 +101,7 @@ def test_a_case_that_raises_has_the_error_for_an_entry(capsys: pytest.CaptureFix
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the cases run on the GPU")
 def test_the_hashes_of_ops_hold_on_every_machine() -> None:
-    """Those of PyTorch, which compiles nothing; `make frozen` has the others. A change on purpose: `make freeze`."""
+    """Only PyTorch, which compiles nothing; `make frozen` has the others. After a change on purpose: `make freeze`."""
     stored = records.stored("cpu")
     assert stored
     assert stored.cases.keys() == {

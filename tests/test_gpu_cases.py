@@ -1,4 +1,4 @@
-"""The table of cases behind tests/gpu, on a CPU: it covers every op, and its inputs are valid."""
+"""The table of cases of tests/gpu, on a CPU: it covers every op, and its inputs are valid."""
 
 import pytest
 from mxep.core_kernels.formats import BLOCK

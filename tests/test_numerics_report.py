@@ -133,7 +133,7 @@ def test_the_report_of_one_expert_measures_the_operands_of_the_layer(report: Cal
 
 
 def test_the_counts_of_every_code_under_every_shift() -> None:
-    """NaN, and blocks whose scale or target is NaN, count nowhere; a fold by more than 18 octaves leaves nothing."""
+    """NaN, and blocks whose scale or target is NaN, count nowhere; a fold by more than 2^18 flushes every value."""
     q = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     sf = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
     for target in (0, 100, 254, 255):

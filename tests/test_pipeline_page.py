@@ -17,7 +17,7 @@ def blocks(page: str) -> list[str]:
 
 ROUTING = blocks("routing.md")
 BLOCKS = [*blocks("pipeline.md"), *("\n".join(ROUTING[i::2]) for i in range(2))]
-"""PyTorch and JAX take turns. The blocks of routing.md are short: those of a framework run in one process."""
+"""PyTorch and JAX take turns. The blocks of routing.md are short: all blocks of a framework run in one process."""
 
 
 @pytest.mark.parametrize("number", range(6))

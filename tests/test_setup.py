@@ -1,4 +1,4 @@
-"""What an installation finds: the packages of `make install-gpu`, and when CMake compiles the CUDA kernels."""
+"""Checks of an installation: the packages of `make install-gpu`, and when CMake compiles the CUDA kernels."""
 
 import os
 import shutil

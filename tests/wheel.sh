@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # tests/wheel.sh FOLDER CPU_FOLDER: installs the newest wheel of each folder into new environments, with the newest
-# dependencies that pip picks: torch alone, then jax beside it, from FOLDER; jax alone, from CPU_FOLDER, whose wheel has
+# dependencies that pip picks: torch alone, then jax too, from FOLDER; jax alone, from CPU_FOLDER, whose wheel has
 # no CUDA kernels. Runs a layer and the doctor in each.
 set -euo pipefail
 newest() { realpath "$(ls -t "$1"/mxep-*.whl | head -1)"; }

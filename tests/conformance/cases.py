@@ -1,7 +1,7 @@
 """The inputs of every backend: numpy arrays from fixed seeds, built once.
 
 QUANTIZE   name -> x            floats in, bytes out; the last two dims are multiples of 32 unless `ROW_ONLY`
-MAPS       name -> RowMap       counts of tokens per (rank, local expert), and the buffer they lie in
+MAPS       name -> RowMap       counts of tokens per (rank, local expert), and the size of their buffer
 SORTS      name -> expert ids
 COMBINES   name -> Combine      rows, the slots they fill, probabilities
 GLUS       name -> Glu          operands of SwiGLU and of its gradient
@@ -47,7 +47,7 @@ def student_t(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def lognormal_blocks(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Log-normal block magnitudes, with a standard deviation of three octaves."""
+    """Log-normal block magnitudes, with a standard deviation of a factor of 8."""
     octaves = 3 * rng.standard_normal((*shape[:-1], shape[-1] // BLOCK))
     return normal(rng, shape) * np.repeat(np.exp2(octaves), BLOCK, axis=-1)
 

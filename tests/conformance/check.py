@@ -25,9 +25,10 @@ __all__ = [
 
 Array = np.ndarray
 FP8_CHAIN = 2.0**-9
-"""What an FP8 tensor core of sm_90 may lose of sum|a||b|: it aligns 32 products and the sum so far to the largest of
-them and cuts each below 2^-13 of it. At worst that is 33 * 2^-13 for every 32 terms; measured 2^-11 where a group has
-32 terms of widely spread magnitudes, 2^-14 at 7168. `fp8_sums` is the sharper test, of operands that lose more too."""
+"""The largest loss of an FP8 tensor core of sm_90, relative to sum|a||b|. It aligns 32 products and the sum so far to
+the largest of them and cuts each below 2^-13 of it. At worst that is 33 * 2^-13 for every 32 terms; measured 2^-11
+where a group has 32 terms of widely spread magnitudes, 2^-14 at 7168. `fp8_sums` is the sharper test, of operands that
+lose more too."""
 
 FP8_FORMS = ("fold", "row", "block", "block_power_of_two")
 """Operand forms that the FP8 tensor cores of sm_90 multiply."""

@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of what an adapter does not offer. In Triton's interpreter an op that is composed of others
+    """Deselect the tests of ops that an adapter lacks. In Triton's interpreter an op that is composed of others
     runs one case of each test: the others have their own cases there.
     """
     composed = set()

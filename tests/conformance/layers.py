@@ -163,7 +163,7 @@ LAYERS = {
 }
 # Every recipe where the layers share their shapes, the default one for the rest: JAX compiles each in seconds.
 LIKE_ANOTHER = "fp8_blockwise"
-"""A run whose products differ from those of "fp8_rowwise", and nothing else of a layer does."""
+"""A run that differs from "fp8_rowwise" in its GEMMs alone."""
 LAYER_RUNS = [
     (name, run)
     for name in LAYERS

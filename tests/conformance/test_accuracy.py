@@ -273,7 +273,7 @@ def test_only_the_fold_loses_small_blocks(ops: Ops) -> None:
 # --- padding ---------------------------------------------------------------------------------------------------
 
 PADDED = routing_oracle.row_map(np.int32([5, 40, 33, 0, 9, 20]), num_rows=107, num_local_experts=3)
-"""Two ranks, three experts: padding inside every group and behind the last."""
+"""Two ranks, three experts: padding inside every group and after the last."""
 BEHIND = np.arange(len(PADDED[0])) >= PADDED[3][-1]
 REAL = PADDED[0] >= 0
 POISONS = [(E4M3_NAN, E8M0_NAN, np.nan), (E4M3_NAN | 0x80, E8M0_NAN, -np.inf), (0x7E, 254, np.inf)]
@@ -355,7 +355,7 @@ def backward(distribution: str) -> Backward:
 @needs("grouped_wgrad_fold")
 @each_distribution
 def test_a_folded_weight_gradient_cannot_be_told_from_rounding(ops: Ops, distribution: str) -> None:
-    """A span's scale is the largest so far in the group, the first span's three octaves more. Measured on CPUs: at
+    """A span's scale is the largest so far in the group, the first span's is 8 times larger. Measured on CPUs: at
     most 0.03 dB, and 0.35 dB of log-normal blocks, which are at 66.5 dB in fp32."""
     pairs = [ops["quantize_col"](x) for x in (backward(distribution).dy, backward(distribution).x)]
     exact = grouped_gemm_oracle.grouped_wgrad_mx(*pairs[0], *pairs[1], TOKEN_ENDS, "float64")
@@ -367,10 +367,10 @@ def test_a_folded_weight_gradient_cannot_be_told_from_rounding(ops: Ops, distrib
 @needs("grouped_wgrad_fold", "grouped_wgrad_mx")
 @each_distribution
 def test_a_weight_gradient_of_what_was_dispatched_in_mxfp8(ops: Ops, distribution: str) -> None:
-    """Activations and gradients arrive quantized along their rows and are quantized again along the tokens.
+    """Activations and gradients are received quantized along their rows and are quantized again along the tokens.
 
-    The second quantization costs at most 0.09 dB (measured). All scales are powers of two, so a value that E4M3 held
-    once it holds again, unless it lies near the bottom of its new block.
+    The second quantization costs at most 0.09 dB (measured). All scales are powers of two, so a value that is exact in
+    E4M3 is exact again, unless it is near the bottom of its new block.
     """
     case = backward(distribution)
     pairs = [ops["quantize_col"](ops["dequantize"](*ops["quantize_row"](x))) for x in (case.dy, case.x)]

@@ -77,8 +77,8 @@ def test_a_transposed_matrix_has_the_transposed_bytes(ops: Ops, power_of_two: bo
 
 M_GROUPED = GEMMS | RAGGED_GEMMS
 ROUNDINGS = 4
-"""fp32 roundings of a term beside those of the sum, in halves of 2^-23: two scaled operands, or a product of scales and
-of a partial sum."""
+"""fp32 roundings of a term in addition to the roundings of the sum, in halves of 2^-23: two scaled operands, or a
+product of scales and of a partial sum."""
 
 
 def _within_the_bound(

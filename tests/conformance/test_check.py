@@ -61,7 +61,7 @@ def test_the_bound_is_wider_by_the_given_error_of_the_operands() -> None:
 
 
 def test_the_bound_is_half_an_ulp_of_bf16_and_none_of_fp32() -> None:
-    """The exact value, 257 / 256, lies halfway between two bf16 numbers; the sum of one term adds 2^-23 of it."""
+    """The exact value, 257 / 256, is halfway between two bf16 numbers; the sum of one term adds 2^-23 of it."""
     exact = np.float64([1 + 2.0**-8])
     check.gemm_bound(np.array([1], BF16), exact, exact, 1)
     check.gemm_bound(np.float32([1 + 2.0**-8 + 2.0**-23]), exact, exact, 1)

@@ -25,7 +25,7 @@ def test_combine(ops: Ops, name: str, out_dtype: str) -> None:
 
 
 def dprobs_bound(got: np.ndarray, case: Combine) -> None:
-    """Each dot product is within the bound, and that of an empty slot is zero."""
+    """Each dot product is within the bound, and zero for an empty slot."""
     width, none = case.rows.shape[1], case.slots < 0
     gathered = case.rows[np.where(none, 0, case.slots)] if case.rows.size else np.zeros((*none.shape, width))
     x = np.where(none[..., None], 0, gathered.astype(np.float64))

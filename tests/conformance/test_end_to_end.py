@@ -36,7 +36,7 @@ def frontend(backend: str) -> ModuleType:
 
 
 def magnitude(x: Rows) -> Rows:
-    """|x|, whose quantized values are the magnitudes of those of x."""
+    """|x|, whose quantized values are the magnitudes of x's quantized values."""
     return (x[0] & 0x7F, x[1]) if isinstance(x, tuple) else np.abs(x)
 
 
@@ -65,7 +65,7 @@ PRODUCTS = [
 @needs("grouped_mm")
 @pytest.mark.parametrize(("name", "run", "mx"), PRODUCTS)
 def test_grouped_mm_and_its_gradients(frontend: ModuleType, backend: str, name: str, run: str, mx: str) -> None:
-    """mx: the activations and the gradient arrive quantized, as they do from a dispatch and from a combine."""
+    """mx: the activations and the gradient are received quantized, as from a dispatch and from a combine."""
     case, recipe = GEMMS[name], RUNS[run]
     a: Rows = quantize_oracle.quantize_row(case.lhs) if mx == "mx" else case.lhs
     dout: Rows = quantize_oracle.quantize_row(case.dout) if mx == "mx" else case.dout

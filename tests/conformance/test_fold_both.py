@@ -1,4 +1,4 @@
-"""quantize_both_fold: exact bytes, those of the ops that it is composed of."""
+"""quantize_both_fold: bitwise equal to the ops that it is composed of."""
 
 from collections.abc import Callable, Mapping
 
@@ -23,9 +23,8 @@ SMALL = {name: x for name, x in QUANTIZE.items() if x.ndim == 2 and name not in 
 
 
 def _courses(columns: int) -> Array:
-    """(1440, columns) fp32, block by block of magnitudes that stay, rise by 1 or 17 octaves every 8 blocks or by 200 at
-    once, fall, or are 2^-40 to 2^40 at random. Some columns begin with zeros, NaN or infinity, some are nothing else.
-    """
+    """(1440, columns) fp32. By block, magnitudes are constant, rise by 2 or 2^17 every 8 blocks or by 2^200 at once,
+    fall, or are 2^-40 to 2^40 at random. Some columns begin with zeros, NaN or infinity, some have nothing else."""
     rng, block = seeded("courses"), np.arange(1440 // BLOCK)[:, None]
     courses = [block * 0, block // 8 - 5, 17 * (block // 8 - 5), np.where(block < 20, -100, 100), -block]
     courses += [rng.integers(-40, 41, (len(block), columns))]

@@ -1,4 +1,4 @@
-"""quantize_matrix_fold: exact bytes, those of the ops that it is composed of, with the headroom of weights."""
+"""quantize_matrix_fold: bitwise equal to the ops that it is composed of, with the headroom of weights."""
 
 from collections.abc import Callable, Mapping
 

@@ -33,7 +33,7 @@ def test_scales_rise_from_span_to_span(ops: Ops, name: str, ends: str) -> None:
 
 @pytest.mark.parametrize(("rounding", "satfinite"), MODES, ids=MODE_NAMES)
 def test_any_bytes(ops: Ops, rounding: Rounding, satfinite: bool) -> None:
-    """Every code under every scale, and blocks whose magnitudes are ordinary beside them."""
+    """Every code under every scale, next to blocks of ordinary magnitudes."""
     rng, m = seeded("requantized"), 1440
     q, sf = (rng.integers(0, 256, shape).astype(np.uint8) for shape in ((m, 160), (m, 5)))
     sf[: m // 2] = rng.integers(100, 140, sf[: m // 2].shape)

@@ -91,7 +91,7 @@ def test_grouped_wgrad_bf16_t(ops: Ops, name: str, out_dtype: str) -> None:
 
 @needs("grouped_mm_bf16", "grouped_wgrad_bf16", "grouped_wgrad_bf16_t")
 def test_no_group_reads_the_next_one(ops: Ops) -> None:
-    """Operands are ones, and NaN in the next group; the ends lie on both sides of the sizes of a tile."""
+    """Operands are ones, and NaN in the next group; the ends are on both sides of the sizes of a tile."""
     ones = np.ones((168, 16), BF16)
     for end in (1, 7, 63, 64, 65, 128, 130):
         group_ends, tokens = np.int32([end, end, 160]), np.arange(168)[:, None]
@@ -145,8 +145,7 @@ def flushed(x: np.ndarray) -> np.ndarray:
 def test_scales_that_one_dtype_cannot_hold_alone(backend: str, ops: Ops) -> None:
     """2^-126 times 2^110: operands that are subnormal numbers in fp32 and bf16 have a product that is not.
 
-    XLA's matmul on a CPU reads subnormal operands as zeros. There the result is that of the flushed operands, and not
-    that of the operands themselves.
+    XLA's matmul on a CPU reads subnormal operands as zeros. There the result is computed from the flushed operands.
     """
     case: Gemm = GEMMS["normal"]
     lhs, rhs = oracle.quantize_row(case.lhs), oracle.quantize_row(case.rhs_t)

@@ -34,7 +34,7 @@ def test_two_gradients(ops: Ops, name: str) -> None:
 
 
 def test_each_output_has_its_own_scales(ops: Ops) -> None:
-    """Products of ones, whose scales differ between the two; those of the second gradient rise from span to span."""
+    """GEMMs of ones, whose scales differ; the scales of the second gradient rise from span to span."""
     ends, ones = np.int32([512]), np.full((8, 512), 0x38, np.uint8)
     plain, rising = np.full((3, 8), 127, np.uint8), np.repeat(np.uint8([[128], [130], [0]]), 8, axis=1)
     got = ops["grouped_wgrad_fold_pair"](ones, plain, ones, plain, ones, rising, ends, out_dtype="float32")

@@ -50,8 +50,8 @@ def single_terms(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 def test_scales_of_both_products_are_independent(ops: Ops, spread: int, out_dtype: str) -> None:
     """Each product has one term, which is often zero: the sum is exact before it is rounded.
 
-    Exponents of rows and of columns differ between the products by up to twice the spread each. The sm_90 kernel has
-    three ways: differences up to 40 octaves, more, and sums of a row's and a column's of more than 96.
+    Exponents of rows and of columns differ between the GEMMs by up to twice the spread each. The sm_90 kernel has
+    three paths: differences up to 40, larger ones, and sums of a row's and a column's difference above 96.
     """
     rng = seeded(f"units {spread}")
     m, n = (136, 72) if INTERPRETER else (600, 264)  # several tiles of either
@@ -68,8 +68,8 @@ def test_scales_of_both_products_are_independent(ops: Ops, spread: int, out_dtyp
 
 @pytest.mark.parametrize("byte", [0, 1, 254, 255])
 def test_extreme_scales_of_one_product(backend: str, ops: Ops, byte: int) -> None:
-    """A row of the first product, then of the second, with an extreme scale beside columns that make up for it. XLA's
-    matmul on a CPU reads subnormal operands as zeros."""
+    """A row of the first GEMM, then of the second, with an extreme scale, and columns whose scales make up for it.
+    XLA's matmul on a CPU reads subnormal operands as zeros."""
     one = np.full((1, 32), 0x38, np.uint8)
     w, other = one[None].repeat(8, 1), np.full((1, 8), 127, np.uint8)
     far = np.full((1, 8), 254 - min(byte, 254), np.uint8)

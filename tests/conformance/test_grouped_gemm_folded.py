@@ -69,7 +69,7 @@ def test_fold_groups_of_no_columns_or_no_rows(ops: Ops) -> None:
 
 
 def test_groups_are_independent(ops: Ops) -> None:
-    """A first span has three spare octaves; a NaN block sets no scale; slots and columns without a group are 0."""
+    """A first span has a spare factor of 8; a NaN block sets no scale; slots and columns without a group are 0."""
     q = np.full((1, 14 * BLOCK), 0x38, np.uint8)  # 1.0
     first, second = [100, 102, *[255] * 6], [103, 110]
     sf = np.uint8([[*first, *second, 255, 180, 0, 200]])
@@ -80,7 +80,7 @@ def test_groups_are_independent(ops: Ops) -> None:
 
 
 def test_a_scale_rises_only_above_the_headroom(ops: Ops) -> None:
-    """Three octaves more in the second span leave the scale, four raise it by one; it never decreases."""
+    """A second span that is 2^3 larger does not change the scale, 2^4 raises it by one; it never decreases."""
     q = np.full((2, 3 * SPAN), 0x38, np.uint8)
     sf = np.repeat(np.uint8([[100, 103, 90], [100, 104, 90]]), SPAN // BLOCK, axis=1)
     _, span_sf = ops["fold_groups"](q, sf, np.int32([3 * SPAN]))
@@ -169,7 +169,7 @@ def test_grouped_wgrad_fold(backend: str, ops: Ops, name: str, out_dtype: str) -
 
 
 def rising(rng: np.random.Generator, columns: int, highest: int) -> Array:
-    """(1440, columns) fp32: by column, magnitudes that stay, rise by 1 or by 17 octaves from span to span or by 200 at
+    """(1440, columns) fp32. By column, magnitudes are constant, rise by 2 or by 2^17 from span to span or by 2^200 at
     once, up to about 2^highest. One column begins with a NaN, one with zeros."""
     span, column = np.arange(1440)[:, None] // SPAN, np.arange(columns)
     octaves = [span * 0, span - 5, 17 * (span - 5), np.where(span < 2, -200, 0)]
@@ -258,8 +258,8 @@ def test_an_empty_group_is_zero_whatever_its_scales(ops: Ops) -> None:
     np.testing.assert_array_equal(got, np.zeros((2, 8, 8), np.float32))
 
 
-# Row byte, column byte: the result is that of one multiplication by both. The last two lines are pairs on both sides of
-# where the sm_90 kernel begins to multiply in steps.
+# Row byte, column byte: the result equals one multiplication by both. The last two lines are pairs on both sides of the
+# limit from which the sm_90 kernel multiplies in steps.
 FAR = [(0, 254), (254, 0), (64, 190), (20, 230), (0, 127), (127, 255), (255, 0)]
 FAR += [(74, 74), (73, 74), (74, 73), (190, 186), (191, 186), (186, 191), (73, 191)]
 

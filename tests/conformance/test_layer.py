@@ -4,7 +4,7 @@ is compared with                                                 grade
 layer.py of the reference: quantized                             dB of each result and expert
 layer.py of the reference: fp64, not quantized                   dB of each result; exact counts of tokens
 the layer on one rank: the layer on several                      dB of each result; exact counts of tokens
-the oracle: rows on the wire                                     exact bytes
+the oracle: sent rows                                            exact bytes
 
 Several ranks are
 
@@ -42,7 +42,7 @@ def test_each_expert_of_a_layer(backend: str, name: str, run: str) -> None:
     assert min(decibels.values()) > check.definition_db(backend), decibels
 
 
-# dB of a layer from the same layer in fp64 without quantization: what the recipe costs. Measured in either framework at
+# dB of a layer from the same layer in fp64 without quantization, the recipe's error. Measured in either framework at
 # least 44.8 for bf16 and 22.5 else, of the router's gradient, a difference of products, 43.0 and 16.2; less 0.5.
 LAYER_DB = {run: 44.3 if run == "bf16" else 22.0 for run in RUNS}
 ROUTER_DB = {run: 42.5 if run == "bf16" else 15.7 for run in RUNS}
@@ -128,7 +128,7 @@ def test_expert_parallel_gives_the_dense_layer(ranks: Any, backend: str, name: s
 @expert_parallel
 @pytest.mark.parametrize("name", WIRE)
 def test_expert_parallel_sends_the_oracles_bytes(ranks: Any, name: str) -> None:
-    """Dispatch forward and combine backward send MXFP8 bytes, the other two legs bf16; each received row is exact."""
+    """Dispatch forward and combine backward send MXFP8 bytes, the other two send bf16; each received row is exact."""
     case = WIRE[name]
     got, received = ranks.wire(name), case.received()
     packed = collectives.all_to_all([oracle.quantize_row_packed(rows) for rows in case.rows], case.splits)

@@ -40,7 +40,7 @@ ONE, SIXTEEN, LARGEST, SMALLEST, EIGHTH, ZERO, NAN = 0x38, 0x58, 0x7E, 0x01, 0x2
 
 
 def test_products_below_the_largest_are_cut_toward_zero() -> None:
-    """Beside 2^14, products are multiples of 2: of 1 nothing is left, of 3.5 it is 2, whatever the sign."""
+    """In a sum with 2^14, products are cut to multiples of 2: 1 becomes 0 and 3.5 becomes 2, with either sign."""
     large = (0x78, 0x68)  # 2^8 2^6
     assert dot(large, (ONE, ONE)) == 2**14
     assert dot(large, (0xB8, ONE)) == 2**14

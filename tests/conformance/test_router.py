@@ -90,7 +90,7 @@ def test_logits_bwd(ops: Ops, experts: int, adds: bool) -> None:
 
 @pytest.mark.needs("logits_bwd")
 def test_no_token_reads_another_one(ops: Ops) -> None:
-    """Infinity and NaN of a token's gradient stay in its row; those of an expert's weight reach every token."""
+    """Infinity and NaN of a token's gradient change its row alone; in an expert's weight they change every token."""
     dlogits, weight, dx = np.ones((67, 10), BF16), np.ones((5, 40), BF16), np.ones((67, 40), BF16)
     dlogits[3, 2], dx[64, 1], weight[4, 39] = np.inf, np.nan, np.nan
     want = np.full((67, 40), 11.0)

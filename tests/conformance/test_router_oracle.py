@@ -1,4 +1,4 @@
-"""The definition of the router against what it approximates: fp64 scores, sums and derivatives."""
+"""The definition of the router against fp64 scores, sums and derivatives, which it approximates."""
 
 import numpy as np
 import pytest

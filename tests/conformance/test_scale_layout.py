@@ -43,7 +43,7 @@ def test_there_and_back(ops: Ops, name: str) -> None:
 
 
 def test_the_byte_of_a_scale(ops: Ops) -> None:
-    """cuBLAS: offset (row % 32) * 16 + (row / 32) * 4 + col inside a tile of 128 x 4; tiles lie row-major."""
+    """cuBLAS: offset (row % 32) * 16 + (row / 32) * 4 + col inside a tile of 128 x 4; tiles in row-major order."""
     sf, ends = layout("ragged")
     flat = ops["block_scales"](sf, ends).reshape(-1)
     want = np.zeros_like(flat)

@@ -1,4 +1,4 @@
-"""swiglu_bwd_fold: exact bytes, those of the ops that it is composed of; dprob within its error bound."""
+"""swiglu_bwd_fold: bitwise equal to the ops that it is composed of; dprob within its error bound."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""The definition of SwiGLU against what it approximates: the true sigmoid, fp64 derivatives, a real fma."""
+"""The definition of SwiGLU against the true sigmoid, fp64 derivatives and a real fma, which it approximates."""
 
 from fractions import Fraction
 from unittest import mock

@@ -47,7 +47,7 @@ def layer(case: Layer, recipe: str, mesh: DeviceMesh) -> dict[str, np.ndarray]:
 
 
 def wire(case: Wire, mesh: DeviceMesh) -> dict[str, np.ndarray]:
-    """The bytes that this rank receives: dispatch forward and combine backward; and the two wide legs."""
+    """The bytes that this rank receives: dispatch forward and combine backward; and the two bf16 all-to-alls."""
     rank, group = mesh.get_local_rank(), mesh.get_group()
     sent, received = case.splits[rank], [row[rank] for row in case.splits]
     rows = to_torch(case.rows[rank]).requires_grad_()

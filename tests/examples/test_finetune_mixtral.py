@@ -1,4 +1,4 @@
-"""Mixtral in four stages: their logits and gradients beside each other, a run of two ranks, checkpoints, bad input."""
+"""Mixtral in four stages: their logits and gradients compared, a run of two ranks, checkpoints, bad input."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_the_stages_agree(group: None) -> None:
 
 
 def test_a_checkpoint_is_the_model_of_transformers(tmp_path: Path, group: None) -> None:
-    """Every weight of a saved model arrives under its name: the logits of stage 0 are the model's own."""
+    """Every weight of a saved model is loaded under its name: the logits of stage 0 are the model's own."""
     folder = saved(tmp_path / "mixtral")
     config, files = mixtral.read_config(folder)
     model = mixtral.build(config, 0, CPU, 1, 1, mixtral.checkpoint_weights(files, CPU))

@@ -1,5 +1,5 @@
-"""The JAX training step on a mesh of data x experts is that of one device, also as one scan, in parts and with remat;
-sharded checkpoints are read on another mesh."""
+"""The JAX training step on a mesh of data x experts equals the step of one device, also as one scan, in parts and with
+remat; sharded checkpoints are read on another mesh."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""Which runs `examples.train_all` starts, with which flags, and what it says of a run that fails."""
+"""Which runs `examples.train_all` starts, with which flags, and its report of a run that fails."""
 
 import subprocess
 import sys

@@ -1,10 +1,10 @@
-"""What a seeded fault is."""
+"""A seeded fault."""
 
 from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """`old`, which stands once in `file`, becomes `new`; a test of the selection has to fail.
+    """`old`, which is once in `file`, becomes `new`; a test of the selection has to fail.
 
     interpreter: the selection runs in Triton's interpreter. A C++ file is compiled anew.
     """

@@ -54,7 +54,7 @@ FRONTENDS = (
         "tests/jax_frontend/test_router.py -k meet",
     ),
     Fault(
-        "torch, overlapped experts: the padding of groups keeps what was in memory",
+        "torch, overlapped experts: the padding of groups keeps old bytes of its memory",
         "torch_frontend/overlap.py",
         "zero_each(padding)",
         "padding.clear()",
@@ -68,7 +68,7 @@ FRONTENDS = (
         "tests/torch_frontend/test_copy_engines.py",
     ),
     Fault(
-        "torch, copy engines: a leg writes over rows that another rank has not copied yet",
+        "torch, copy engines: a transfer writes over rows that another rank has not copied yet",
         "torch_frontend/copy_engines.py",
         "self._wait_until_taken(where)\n        boxes = [",
         "boxes = [",
@@ -117,14 +117,14 @@ FRONTENDS = (
         "tests/torch_frontend/test_layer_bytes.py -k same_bytes",
     ),
     Fault(
-        "exchange: rows of a rank lie in a group where those of the rank before do",
+        "exchange: rows of a rank overwrite the rows of the rank before in a group",
         "core_kernels/exchange.py",
         "destination = starts + _before(rows, axis=0)",
         "destination = starts + 0 * _before(rows, axis=0)",
         "tests/test_exchange_ranks.py",
     ),
     Fault(
-        "exchange: chunks by the rows of the rank itself, not by those of the busiest rank",
+        "exchange: chunks by the rows of the rank itself, not of the busiest rank",
         "core_kernels/exchange.py",
         "max(max(operand_rows) // chunk_rows, 1)",
         "max(operand_rows[rank] // chunk_rows, 1)",
@@ -145,7 +145,7 @@ FRONTENDS = (
         "tests/torch_frontend/test_expert_parallel.py -k 'replicas and routings'",
     ),
     Fault(
-        "peer memory: the rows of a rank lie where those of the ranks before do",
+        "peer memory: the rows of a rank overwrite the rows of the ranks before",
         "core_kernels/peer/kernel.py",
         "before += tl.where(s < rank, n, 0)",
         "before += tl.where(s < 0, n, 0)",
@@ -160,7 +160,7 @@ FRONTENDS = (
         "tests/torch_frontend/test_peer_memory.py",
     ),
     Fault(
-        "torch, peer memory: padding is what the leg before left there",
+        "torch, peer memory: padding keeps the bytes of the previous transfer",
         "torch_frontend/peer_exchange.py",
         'memory.launch("clear", at.capacity // plan.BLOCK,',
         'memory.launch("clear", 0,',
@@ -189,7 +189,7 @@ FRONTENDS = (
         "tests/jax_frontend/test_overflow.py -k tokens_that",
     ),
     Fault(
-        "JAX, peer memory: rows of the next rank begin where those of rank 0 end",
+        "JAX, peer memory: rows of every later rank begin where the rows of rank 0 end",
         "jax_frontend/peer_exchange.py",
         "+ jnp.cumsum(fitting, 2) - fitting",
         "+ fitting[..., :1] * jnp.minimum(jnp.arange(ranks), 1)",
@@ -245,7 +245,7 @@ FRONTENDS = (
         "tests/kernels/test_schedule.py",
     ),
     Fault(
-        "schedule of weight gradients: all clusters take the same pairs in turns",
+        "schedule of weight gradients: all clusters take the same pairs",
         "core_kernels/grouped_gemm/lpt_schedule.cuh",
         "cluster + i * clusters;",
         "i * clusters;",
@@ -266,14 +266,14 @@ FRONTENDS = (
         "tests/conformance/test_oracle_sm90.py",
     ),
     Fault(
-        "cost model: what a run adds is a share of its time",
+        "cost model: `unhidden` is a share of the whole time",
         "benchmarks/ep_model.py",
         "unhidden * max(d.local + d.travel - total, 0)",
         "unhidden * total",
         "tests/test_ep_model.py",
     ),
     Fault(
-        "metrics: rows are quantized on three of their four ways",
+        "metrics: rows are quantized in three of the four all-to-alls",
         "core_kernels/metrics.py",
         "if recipe.sends_mx(leg) else bf16",
         "if recipe.sends_mx(leg) or (recipe.mx and leg == 'combine') else bf16",

@@ -53,7 +53,7 @@ KERNELS = (
         interpreter=True,
     ),
     Fault(
-        "permute: packed rows lie one scale too close together",
+        "permute: packed rows are one scale too close together",
         "core_kernels/permute/kernel.py",
         "_gather(packed, row_map, R, P, q, K, K + scales, TILES",
         "_gather(packed, row_map, R, P, q, K, K + scales - 1, TILES",
@@ -101,7 +101,7 @@ KERNELS = (
         interpreter=True,
     ),
     Fault(
-        "swiglu, composed: the columns of dup are folded as those of dgate",
+        "swiglu, composed: the folded columns of dup are dgate's",
         "core_kernels/swiglu/plan_bwd_fold.py",
         "in (gradients[:4], gradients[4:]):",
         "in (gradients[:4], gradients[4:6] + gradients[2:4]):",
@@ -153,14 +153,14 @@ KERNELS = (
         "tests/conformance/test_routing.py -k 'row_map and cpp'",
     ),
     Fault(
-        "routing: padding rows are those of slot 0",
+        "routing: padding rows copy slot 0",
         "core_kernels/routing/cpu.cc",
         "std::fill_n(slots, padded, -1);",
         "std::fill_n(slots, padded, 0);",
         "tests/conformance/test_routing.py -k 'slot_map and cpp'",
     ),
     Fault(
-        "router: the second term of the gradient is that of the first",
+        "router: the second term of the gradient is the first again",
         "core_kernels/router/cpu.cc",
         "magnitude(high) < kInf ? x[e] - high : 0.0f",
         "magnitude(high) < kInf ? high : 0.0f",

@@ -21,7 +21,7 @@ PASSED, FAILED = 0, 1  # of pytest; other codes are errors of the run itself
 
 
 class Run(NamedTuple):
-    """pytest's exit code and what it printed last."""
+    """pytest's exit code and the last line that it printed."""
 
     code: int
     output: str = ""

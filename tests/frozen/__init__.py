@@ -2,9 +2,9 @@
 
     python -m tests.frozen --compare                        this tree against the stored hashes       make frozen
     python -m tests.frozen --compare --against COMMIT       this tree against a commit, on this machine
-    python -m tests.frozen --write                          store what this tree has                  make freeze
+    python -m tests.frozen --write                          store the hashes of this tree             make freeze
 
-| record | what is hashed | the hashes hold for |
+| record | hashed data | the hashes hold for |
 | --- | --- | --- |
 | `cpu` | outputs of the ops whose bytes are defined, through PyTorch and JAX | every machine |
 | `cpu_products` | on a CPU: grouped products, MoE layers, layers on two ranks | versions of the frameworks, the CPU |
@@ -13,7 +13,7 @@
 | `ptx` | PTX of the Triton kernels for Hopper and Blackwell | version of Triton |
 
 A record is a JSON file: for what its hashes hold, and by case the hashes of the inputs and of each output. Hashes that
-hold for another machine are not compared. The cases are those of the tests and of the benchmark: tests/gpu/cases.py,
+hold for another machine are not compared. The cases are taken from the tests and the benchmark: tests/gpu/cases.py,
 tests/conformance/layers.py, tests/routed_layers.py, tests/kernels/test_cross_compile.py, benchmarks/cases/shapes.py.
 
     __main__.py --> jobs.py --processes--> worker.py: a module of sources/

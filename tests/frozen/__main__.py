@@ -1,6 +1,6 @@
 """The command: python -m tests.frozen --write | --compare [--only cpu|ptx|sass|gpu] [-k WORD] ...
 
-Exits with 1 if something differs, is gone, is new or fails. tests/frozen/__init__.py says what is hashed.
+Exits with 1 if something differs, is gone, is new or fails. tests/frozen/__init__.py lists the hashed data.
 """
 
 import argparse
@@ -30,8 +30,8 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=jobs.RECORDS, help="all but gpu without a GPU; repeatable")
     parser.add_argument("-k", action="append", metavar="WORD", default=[], help="cases whose names have it; repeatable")
     parser.add_argument("--against", metavar="COMMIT", help="compare with this commit, built and run here")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="put what was found there, not into tests/frozen")
-    parser.add_argument("--found", type=Path, metavar="FILE", help="take what was found from there and run nothing")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the hashes there, not into tests/frozen")
+    parser.add_argument("--found", type=Path, metavar="FILE", help="read the hashes from there and run nothing")
     parser.add_argument(
         "--jobs", type=int, metavar="N", default=min(os.cpu_count() or 1, 12), help="processes at a time"
     )
@@ -98,7 +98,7 @@ def of_commit(commit: str, options: argparse.Namespace) -> dict[str, Record]:
 
 
 def _compare(old: dict[str, Record] | None, found: dict[str, Record], words: list[str]) -> int:
-    """old: of a commit; None: what is stored. Prints what differs. Returns 1 if something does."""
+    """old: of a commit; None: the stored records. Prints the differences. Returns 1 if there are any."""
     differs = 0
     if words and not any(record.cases for record in found.values()):
         print(f"no case has {' or '.join(map(repr, words))} in its name")
@@ -123,7 +123,7 @@ def _compare(old: dict[str, Record] | None, found: dict[str, Record], words: lis
 
 
 def _store(found: dict[str, Record], words: list[str]) -> int:
-    """Into the files of this folder; of a selection, beside the other cases. Returns 1 if something is not stored."""
+    """Write records to the files of this folder; a selection keeps the other cases. Returns 1 if one is not stored."""
     failed = 0
     for name, new in found.items():
         base = records.stored(name)

@@ -1,4 +1,4 @@
-"""What the hashes of a record hold for: the versions and the machine that its bytes depend on."""
+"""The conditions of a record: the versions and the machine that its bytes depend on."""
 
 import hashlib
 import re

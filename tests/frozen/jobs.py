@@ -49,7 +49,7 @@ SOURCES = (
 """In the order in which they start: the longest first."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
-"""Sums do not depend on the number of cores, or on where in memory an operand lies."""
+"""Sums do not depend on the number of cores or on the address of an operand."""
 EXACT = "--xla_allow_excess_precision=false"
 """XLA rounds to bf16 where the program does, wherever it cuts the program into fusions."""
 ON_A_CPU = {
@@ -81,7 +81,7 @@ class Share(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """cases: by record. failure: what the process printed if it did not end well."""
+    """cases: by record. failure: the output of a process that failed."""
 
     cases: dict[str, Cases]
     failure: str

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 CODE = ("sass", "ptx")
-"""Records of machine code. A case is named after its kernel there, and the name is no part of what is compared."""
+"""Records of machine code. A case is named after its kernel there, and names are not compared."""
 INPUTS, ERROR = "inputs", "error"
 
 Entry = dict[str, str]

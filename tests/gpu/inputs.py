@@ -328,7 +328,7 @@ def groups(rng: Rng, m: int) -> Tensors:
 
 
 def many_groups(rng: Rng, m: int) -> Tensors:
-    """Groups of up to nine blocks, some empty: shorter and longer than a span. Behind them one group of most tokens."""
+    """Groups of up to nine blocks, some empty: shorter and longer than a span. After them one group of most tokens."""
     q, sf = torch_ops.quantize_col(floats(rng, m, N))
     blocks = m // 32
     ends = integers(rng, 0, 10, 69).cumsum(0).clamp(max=blocks)

@@ -86,7 +86,7 @@ def no_growth_in_a_graph(mesh: DeviceMesh, memory: PeerMemory) -> None:
 
 
 def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], None]]:
-    """opened: new memory of the mesh's group with place for so many rows."""
+    """opened: new memory of the mesh's group with a capacity of so many rows."""
     return {
         **{f"no synchronisation, {r}": lambda r=r: no_synchronisation(mesh, opened(None), r) for r in RECIPES},
         **{f"graph, {r}": lambda r=r: graph(mesh, opened(None), r) for r in RECIPES},

@@ -44,7 +44,7 @@ Check = Callable[[], object]
 
 def training(mesh: DeviceMesh) -> dict[str, Check]:
     pair = init_device_mesh("cuda", (1, mesh.size()), mesh_dim_names=("dp", "ep"))
-    # One rank has nothing to sum before the wire.
+    # One rank has nothing to sum before it sends.
     of_replicas = ep_replicas.CHECKS if mesh.size() > 1 else {}
     return {
         **{f"trains {p}": partial(ep_training.ranks_train_as_one_process, mesh, *p) for p in PROGRAMS},

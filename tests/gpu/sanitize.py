@@ -1,6 +1,6 @@
 """Runs every op once on small ragged inputs: `compute-sanitizer python -m tests.gpu.sanitize cuda triton`.
 
-CUDA C++ also runs the edge cases. The inputs come from the CPU and the outputs are not read, so only kernels of this
+CUDA C++ also runs the edge cases. The inputs are made on the CPU and the outputs are not read, so only kernels of this
 package run.
 """
 

@@ -39,7 +39,7 @@ def collectives(text: str) -> Counter[str]:
 
 
 def arguments(name: str) -> tuple[jax.Array, ...]:
-    """What the op takes, with rows or matrices first."""
+    """The inputs of the op, with rows or matrices first."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, up, dh = (jax.random.normal(key, (ROWS, DIM), jnp.bfloat16) for key in keys)
     prob = jnp.linspace(0, 1, ROWS)
@@ -54,7 +54,7 @@ def arguments(name: str) -> tuple[jax.Array, ...]:
 
 
 def same_in_parts(function: Callable[..., Any], mesh: Mesh, arrays: tuple[jax.Array, ...]) -> Counter[str]:
-    """The collectives of the function on arrays whose rows lie on the mesh; its results are those of one device."""
+    """The collectives of the function on arrays with rows sharded on the mesh; results equal the run on one device."""
     placed = [jax.device_put(x, NamedSharding(mesh, P("expert", *(None,) * (x.ndim - 1)))) for x in arrays]
     program = jax.jit(function).lower(*placed).compile()
     one = [jax.device_put(x, mesh.devices.flat[0]) for x in arrays]

@@ -103,7 +103,7 @@ def test_a_gemm_uses_the_whole_device_after_a_first_run_in_a_green_context() -> 
 
 @pytest.mark.parametrize("sms", [8, 56, 112])
 def test_products_have_the_same_bytes_at_any_width(sms: int) -> None:
-    """A green context is the width of a launch: the other SMs are free for what runs beside it."""
+    """A green context limits the width of a launch: the other SMs are free for concurrent work."""
     context = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
     for case in (case for name, case in CASES.items() if name.startswith("grouped")):
         inputs = case.inputs(m=3072)

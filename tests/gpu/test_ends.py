@@ -84,7 +84,7 @@ def test_bf16_wgrad_takes_unaligned_ends(name: str, implementation: str) -> None
 
 @pytest.mark.parametrize("name", UNALIGNED)
 def test_quantize_both_fold(name: str) -> None:
-    """The bytes are those of the ops that it combines. The scales of broken groups are NaN."""
+    """Results are bitwise equal to the ops that it combines. The scales of broken groups are NaN."""
     ends, broken = UNALIGNED[name]
     x = floats(np.random.default_rng(0), TOKENS, 288).to(DEVICE)
     with force_implementation("triton"):
@@ -112,7 +112,7 @@ def test_swiglu_bwd_fold(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*UNALIGNED, "an end past the last token"])
 def test_fold_groups(name: str) -> None:
-    """The bytes are those of Triton. The scales of broken groups are NaN."""
+    """Results are bitwise equal to Triton. The scales of broken groups are NaN."""
     ends, broken = BROKEN[name]
     x = floats(np.random.default_rng(0), TOKENS, 72).to(DEVICE)
     operand = ops.quantize_col(x)

@@ -1,5 +1,4 @@
-"""On a GPU: the feed-forward of packed weights gives the bytes of weights apart, and transposed weights those of stored
-ones."""
+"""On a GPU: the feed-forward is bitwise equal with packed and separate weights, and with transposed and stored ones."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """No launch whose CTAs wait for each other hangs, even if they cannot run concurrently.
 
 The tests use streams of several priorities, a green context of few SMs, two processes under MPS, and a poll limit of
-zero. The bytes are those of the ops that quantize_both_fold, requantize_col_fold and permute_mx_col_fold combine.
-Grouped GEMMs wait within a cluster, whose CTAs always run concurrently, and a launch for the end of the one before it.
+zero. Results are bitwise equal to the ops that quantize_both_fold, requantize_col_fold and permute_mx_col_fold combine.
+Grouped GEMMs wait within a cluster, whose CTAs always run concurrently. A launch waits for the end of the previous one.
 """
 
 import os

@@ -1,5 +1,5 @@
 """The chains of spans of swiglu/chains.cuh, compiled for the CPU: all CTAs together have each token and each slot in
-every tile of columns once, the longest groups first. Ends that break the contract lead to no token or slot that does
+every tile of columns once, the longest groups first. Ends that break the contract give no token or slot that does
 not exist. Undefined behaviour ends the program."""
 
 import subprocess

@@ -14,7 +14,7 @@ FOUND = {name: int(value.rstrip("u"), 0) for name, value in re.findall(r"\b(k\w+
 SMALLEST = np.uint32(FOUND["kSmallestMaximum"]).view(np.float32)
 LIMIT = np.uint16(FOUND["kLargestCode"] & 0xFFFF).view(np.float16)
 FINITE = ~np.isnan(E4M3_VALUES)
-DOWN = np.arange(256)  # a row's scale lies so many octaves below the largest one of its block
+DOWN = np.arange(256)  # how far a row's scale byte is below the largest one of its block
 
 
 def power(exponent):

@@ -1,4 +1,4 @@
-"""The constants of formats.h, which C++ and CUDA share, against those of formats.py."""
+"""The constants of formats.h, which C++ and CUDA share, equal the constants of formats.py."""
 
 import re
 from pathlib import Path

@@ -2,7 +2,7 @@
 
     plan (arch, realistic shape) --> signature, constexprs, warps, stages --> triton.compile --> PTX, cubin
 
-What is read off the result: no register spills, the hardware's conversions and matrix instructions, 16-byte
+Checked in the result: no register spills, the hardware's conversions and matrix instructions, 16-byte
 loads and stores, and no flush-to-zero arithmetic (2^-127 is an fp32 subnormal). `pytest -s` prints registers.
 """
 

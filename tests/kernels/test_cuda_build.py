@@ -2,7 +2,7 @@
 
     core_kernels/*/*.cu --nvcc--> _ops.so --cuobjdump--> targets, resource usage, SASS
 
-Nothing here is skipped without nvcc: `make test` brings one, and a build without CUDA kernels fails.
+Nothing here is skipped without nvcc: `make test` installs one, and a build without CUDA kernels fails.
 """
 
 import re

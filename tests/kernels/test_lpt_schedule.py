@@ -103,7 +103,7 @@ void assign() {
   swapcontext(&cta.main, &cta.of[0]);
 }
 
-constexpr int kEnd = 256;  // what a tile takes beside its tokens, in tokens
+constexpr int kEnd = 256;  // the fixed cost of a tile, in tokens
 
 // Counts the values of the tiles. Returns the time of each cluster, in tokens.
 template <bool kTwin>
@@ -126,7 +126,7 @@ std::vector<int> cover(const Problem& p, std::vector<uint8_t>& times) {
   return time;
 }
 
-// When the last cluster ends if each takes the next pair, those of the longest group first, when it is free.
+// When the last cluster ends if each free cluster takes the next pair, and pairs of the longest group come first.
 int best(const Problem& p, int pairs) {
   std::vector<int> free_at(p.clusters), lengths;
   for (int i = 0, before = 0; i < p.groups; before = p.group_ends[i++]) lengths.push_back(p.group_ends[i] - before);

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What the header takes from CUDA, and from the schedule of K-grouped tiles, which is not compiled here.
+# Names that the header uses from CUDA, and from the schedule of K-grouped tiles, which is not compiled here.
 DEVICE = r"""
 #pragma once
 #include <algorithm>
@@ -27,7 +27,7 @@ PROGRAM = r"""
 #include <vector>
 using namespace mxep::cuda::sm90;
 
-// Whether the tiles of all CTAs cover each value once; counts the flat ones. Twins: two outputs, one behind the other.
+// Whether the tiles of all CTAs cover each value once; counts the flat ones. Twins: two outputs, one after the other.
 template <int kM, int kN, bool kTwin, bool kFlat>
 bool covered(Problem p, int& flat) {
   std::vector<uint8_t> tiles(size_t(kTwin + 1) * p.rows * p.cols);

@@ -42,7 +42,7 @@ def laid_out(counts: np.ndarray, rank: int, rows: int, capacity: int) -> list[np
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_layout(name):
-    """Of every rank, with place for all rows and for some; the first as `plan_exchange` computes it on the host."""
+    """Of every rank, with capacity for all rows and for some; the first as `plan_exchange` computes it on the host."""
     counts = COUNTS[name](np.random.default_rng(0)).astype(np.int32)
     for rank in range(RANKS):
         rows, host = int(counts[rank].sum()), plan_exchange(counts.tolist(), rank, 32)

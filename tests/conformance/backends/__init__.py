@@ -1,4 +1,4 @@
-"""Adapters: one module per way to run the ops. README.md says what an adapter defines.
+"""Adapters: one module per way to run the ops. README.md lists the functions of an adapter.
 
 | adapter | what runs | process |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""numpy -> torch, bit for bit. numpy has no bf16 of its own and torch no ml_dtypes, so bf16 travels as int16."""
+"""numpy -> torch, bit for bit. numpy has no bf16 of its own and torch no ml_dtypes, so bf16 is passed as int16."""
 
 import numpy as np
 import torch

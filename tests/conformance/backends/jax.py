@@ -44,7 +44,7 @@ OPS: dict[str, Callable] = {name: partial(run, name) for name in KERNEL_OPS}
 
 @jax.custom_vjp
 def with_mx_gradient(out: mxep.MXGradArray, q: jax.Array, sf: jax.Array) -> jax.Array:
-    """The value of `out`; its gradient is the pair q, sf whatever comes back: what a combine does."""
+    """The value of `out`; its gradient is the pair q, sf whatever the cotangent, as in a combine."""
     return out.value
 
 
@@ -101,7 +101,7 @@ def swiglu_ffn(
 
 @partial(jax.jit, static_argnames=("ranks", "alignment"))
 def _permute(rows, counts, dout, ranks: int, alignment: int):
-    # Ranks whose rows follow each other without slack come from no Exchange of ours.
+    # No Exchange of ours has ranks whose rows follow each other without slack.
     sizes = {"num_rows": rows.shape[0], "num_local_experts": counts.shape[0] // ranks, "alignment": alignment}
     maps = mxep.ops.row_map(counts, **sizes)
     groups, groups_vjp = jax.vjp(

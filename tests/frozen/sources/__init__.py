@@ -1,1 +1,1 @@
-"""What is hashed. A module, but for `layers`, has `cases() -> {name: Case}`; jobs.py lists them."""
+"""Hashed cases. A module, but for `layers`, has `cases() -> {name: Case}`; jobs.py lists them."""

@@ -1,6 +1,6 @@
 """The four layers of the benchmark, forward and backward, on the GPU: in PyTorch, then in JAX on the same memory.
 
-Values come from a table that numpy draws. The place of a value in it is a hash of the value's place in its array, in
+Values are read from a table drawn by numpy. The place of a value in it is a hash of the value's place in its array, in
 integers, so that the billion values of a layer are the same everywhere and take no time.
 """
 
@@ -37,7 +37,7 @@ def cases(device: str = "cuda") -> dict[str, Case]:
 
 
 def fill(x: torch.Tensor, operand: int) -> None:
-    """bf16, about normal of deviation 1. operand: the place of the array among those of a layer."""
+    """bf16, about normal of deviation 1. operand: the index of the array in its layer."""
     drawn = np.random.default_rng(operand).standard_normal(1 << BITS, np.float32)
     table, begin = torch.from_numpy(drawn).to(x.device).bfloat16(), 0
     for part in x.view(-1).split(1 << 24):

@@ -3,7 +3,7 @@
 LAYERS   name -> Layer          on one process: recipes x prob_in, and options of the layer
 RANKED   name -> RankedLayer    on two ranks, of 40 and 56 tokens in PyTorch, of 48 each in JAX
 
-Arrays are those of tests/conformance/layers.py and tests/routed_layers.py.
+Arrays are taken from tests/conformance/layers.py and tests/routed_layers.py.
 """
 
 from dataclasses import dataclass, field, replace
@@ -136,7 +136,7 @@ class RankedLayer:
     in_jax: bool = True
 
 
-_ALL_LEGS = replace(_PLAIN, recipe=replicas.RUNS["mxfp8 on all legs"])
+_ALL_LEGS = replace(_PLAIN, recipe=replicas.RUNS["four MXFP8 all-to-alls"])
 RANKED: dict[str, RankedLayer] = {
     **{
         f"{run} {prob_in}": RankedLayer(_of_conformance("softmax", run, prob_in=prob_in))

@@ -1,6 +1,6 @@
 """The layers of layers.RANKED in PyTorch, on two processes over gloo: without a transport, and by Collectives.
 
-The hash of a result is that of the ranks' hashes, in order. Only rank 0 has it.
+The hash of a result is the hash of the ranks' hashes, in order. Only rank 0 has it.
 """
 
 import os
