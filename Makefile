@@ -30,9 +30,9 @@ train-gpu:
 # stays on one worker, so that process groups and compiled programs are made once per file; files start in the order of
 # their names, since those with the fewest tests, which would be last, take the longest. Two workers on two cores have
 # more threads than cores: waiting threads of OpenMP sleep instead of spinning, and the oracles' BLAS has one thread.
-# Half of the time is XLA's, which compiles without LLVM's optimizations in 0.6 of the time, and of that in 0.75 with the
-# fusions of its older emitter in one module. A program that both workers need is compiled by one of them. The hundred
-# processes that tests start read the compiled modules of the first.
+# Half of the time is XLA's. Without LLVM's optimizations it compiles in 0.6 of the time, and with the fusions of its
+# older emitter in one module in another 0.75 of that. A program that both workers need is compiled by one of them. The
+# hundred processes that tests start read the compiled modules of the first.
 test: export PYTHONDONTWRITEBYTECODE =
 test: export OMP_WAIT_POLICY = passive
 test: export OPENBLAS_NUM_THREADS = 1
@@ -45,11 +45,11 @@ test: .venv/.dev
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30 tests/conformance tests/kernels
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
-# Whether the tests catch faults that are put into a copy of the committed code, one at a time.
+# Put faults into a copy of the committed code, one at a time, and fail if the tests miss one.
 faults: .venv/.dev
 	$(BIN)/python -m tests.faults.run
 
-# Whether outputs and machine code are still those whose hashes tests/frozen stores, and storing those of this tree.
+# Compare outputs and machine code with the hashes in tests/frozen; `freeze` stores the hashes of this tree.
 # ARGS="--against COMMIT" compares with a commit, on this machine; others: python -m tests.frozen --help.
 frozen: .venv/.dev
 	$(BIN)/python -m tests.frozen --compare $(ARGS)
@@ -57,8 +57,8 @@ frozen: .venv/.dev
 freeze: .venv/.dev
 	$(BIN)/python -m tests.frozen --write $(ARGS)
 
-# On the GPU with $(PYTHON), after install-gpu. What is found goes to the file OUT too, and from there, on any machine,
-# into tests/frozen: make freeze ARGS="--only gpu --found OUT".
+# On the GPU with $(PYTHON), after install-gpu. The hashes are also written to the file OUT. On any machine
+# make freeze ARGS="--only gpu --found OUT" stores them in tests/frozen.
 frozen-gpu: OUT ?= runs/frozen.json
 frozen-gpu:
 	mkdir -p $(dir $(OUT))
@@ -69,9 +69,9 @@ coverage: .venv/.dev
 	$(PIP) pytest-cov gcovr
 	tests/coverage.sh
 
-# A wheel in dist/ with the CUDA kernels and one in dist/cpu/ without them, from the build tree of the editable install;
-# then whether they work in new environments, with torch alone, jax alone and both, of the newest versions that pip picks.
-# CUDA=OFF builds both without CUDA kernels, which takes a minute where nothing is built yet.
+# A wheel in dist/ with the CUDA kernels and one in dist/cpu/ without them, from the build tree of the editable install.
+# Then both are tested in new environments, with torch alone, jax alone and both, of the newest versions that pip picks.
+# CUDA=OFF builds both without CUDA kernels, which takes a minute if nothing is built yet.
 wheel: CUDA ?= ON
 wheel: .venv/.nvcc
 	$(WHEEL)/cpu . $(CUDA_KERNELS)=OFF
@@ -99,6 +99,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files '*.cc' '*.h' '*.cu' '*.cuh' | xargs $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/python -m tests.words
 	$(BIN)/basedpyright
 
 format: .venv/.dev
