@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.launch import fail
 from mxep.core_kernels.recipe import Recipe
+from mxep.torch_frontend.collectives import Collectives
 from mxep.torch_frontend.copy_engines import CopyEngines
-from mxep.torch_frontend.peer_memory import Carrier, PeerMemory
-from mxep.torch_frontend.transport import Collectives
+from mxep.torch_frontend.expert_parallel import Transport
+from mxep.torch_frontend.peer_memory import PeerMemory
 
 from .cases import ep_layer, expert_parallel
 from .cases.chosen_experts import ROUTINGS
@@ -115,7 +116,7 @@ def _join(device: torch.device) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def _opened(transport: str, shape: Shape, routing: str) -> Carrier:
+def _opened(transport: str, shape: Shape, routing: str) -> Transport:
     group = dist.group.WORLD
     if transport == "peer memory":
         rows = shape.rows if isinstance(shape, EPShape) else shape.tokens * shape.top_k
@@ -132,7 +133,7 @@ def _named(only: Sequence[str], sort: Sequence[str] | Mapping[str, object]) -> l
     return [name for name in sort if name in only or not set(only) & set(sort)]
 
 
-def _measured(work: Work, transports: Mapping[str, Carrier], device: torch.device, rounds: int) -> list[Line]:
+def _measured(work: Work, transports: Mapping[str, Transport], device: torch.device, rounds: int) -> list[Line]:
     sqnr = check(work)
     runs: dict[str, Callable[[], object]] = dict(work.stages)
     for name, forward in work.forwards.items():

@@ -177,9 +177,10 @@ def test_jax_triton_is_named_in_one_file() -> None:
 
 NOT_BELOW_PRODUCTS = {
     "torch_frontend": {
-        "exchange": {"_counts", "_ranks", "combine", "dispatch", "ep", "replicas", "route", "shards"},
+        "exchange": {"_counts", "_ranks", "combine", "dispatch", "ep", "exchange", "replicas", "route", "shards"},
         "overlap": {
-            "copy_engines", "expert_parallel", "overlap", "peer_exchange", "peer_memory", "symmetric", "transport",
+            "collectives", "copy_engines", "expert_parallel", "local_experts", "overlap", "peer_exchange",
+            "peer_memory", "planned_exchange", "symmetric", "transport",
         },
         "layer": {"experts", "fsdp", "metrics", "moe", "numerics", "parallel"},
     },
@@ -220,9 +221,9 @@ def test_a_product_reaches_no_exchange_and_no_layer(room: str, name: str) -> Non
 
 ONLY_TORCH = {
     "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
-    "_torch_private.py",
-    "convert.py", "copy_engines.py", "expert_parallel.py", "experts.py", "fsdp.py", "gathered_rows.py", "mx_tensor.py",
-    "overlap.py", "packed_experts.py", "packed_ffn.py", "parallel.py", "shards.py", "symmetric.py", "torchtitan.py",
+    "_torch_private.py", "collectives.py", "convert.py", "copy_engines.py", "exchange.py", "expert_parallel.py",
+    "experts.py", "fsdp.py", "gathered_rows.py", "local_experts.py", "mx_tensor.py", "overlap.py", "packed_experts.py",
+    "packed_ffn.py", "parallel.py", "planned_exchange.py", "shards.py", "symmetric.py", "torchtitan.py",
     "transformers.py", "transport.py",
 }  # fmt: skip
 ONLY_JAX = {

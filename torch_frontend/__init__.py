@@ -34,6 +34,7 @@ from ._call import debug_checks as debug_checks
 from ._device import force_implementation as force_implementation
 from .capabilities import Capability as Capability
 from .capabilities import capabilities as capabilities
+from .collectives import Collectives as Collectives
 from .combine import combine as combine
 from .convert import ConversionReport as ConversionReport
 from .convert import ConvertedExperts as ConvertedExperts
@@ -80,7 +81,6 @@ from .torchao import mxfp8_grouped_mm as mxfp8_grouped_mm
 from .torchao import permute_mxfp8_fwd_hp_bwd as permute_mxfp8_fwd_hp_bwd
 from .torchao import to_mxfp8_a2a_dequant as to_mxfp8_a2a_dequant
 from .torchao import unpermute_hp_fwd_mxfp8_bwd as unpermute_hp_fwd_mxfp8_bwd
-from .transport import Collectives as Collectives
 from .weighted_combine import weighted_combine as weighted_combine
 from .weights import QuantizedWeights as QuantizedWeights
 from .weights import quantize_weights as quantize_weights

@@ -15,14 +15,56 @@ from torch import Tensor
 
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.replicas import Replicas
 from ._checks import check_counts, check_probs, check_shape, require_total
 from ._ranks import agree, can_compare, check_rows_to_send, compare_calls, key_of, no_answer
 from ._torch_private import group_named
 from .ep import TokenReplicas, all_to_all
-from .peer_memory import PeerMemory
 from .permute import check_replicas
 from .replicas import Layout, lay_out
-from .shards import Ranks
+from .shards import ALONE, Ranks
+
+
+class Request(NamedTuple):
+    """What a rank passes to an exchange.
+
+    op: of errors before the exchange. rows, counts, probs: as of `dispatch` and `dispatch_probs`. inside: the experts
+    weight their rows with probs, else the sum over replicas does. out_dtype: of the result. also: further arguments
+    that must be the same on all ranks, by name. check: raises if the experts do not fit these arguments. error: what
+    this rank is about to raise. An error on one rank raises on all: the exchange of counts has its verdict, or, where
+    the number of experts is unknown (0), a small all-gather before it.
+    """
+
+    op: str
+    rows: Tensor | TokenReplicas
+    counts: Tensor
+    recipe: Recipe
+    ranks: Ranks = ALONE
+    probs: Tensor | None = None
+    inside: bool = True
+    out_dtype: torch.dtype | None = None
+    also: Mapping[str, Any] = {}
+    check: Callable[[], object] | None = None
+    error: Exception | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """The rows, or the tokens of TokenReplicas."""
+        return self.rows.x if isinstance(self.rows, TokenReplicas) else self.rows
+
+    def after_hooks(self, x: Tensor, probs: Tensor | None) -> "Request":
+        """With these tensors in place of its own."""
+        rows = self.rows._replace(x=x) if isinstance(self.rows, TokenReplicas) else x
+        return self._replace(rows=rows, probs=probs)
+
+    def checked(self) -> "Request":
+        """With the error of `check`."""
+        try:
+            if self.check is not None:
+                self.check()
+        except (TypeError, ValueError) as found:
+            return self._replace(error=found)
+        return self
 
 
 class Agreement(NamedTuple):
@@ -51,18 +93,16 @@ class Agreement(NamedTuple):
         return self.of_all[:, : self.received.shape[0]].sum(0, dtype=self.of_all.dtype)
 
 
-def agree_on_counts(
-    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    error: Exception | None = None, also: Mapping[str, Any] | None = None,
-) -> Agreement:  # fmt: skip
-    """Check this rank's arguments, unless it has an `error` already, and exchange the counts. A collective; the host
-    does not wait, unless the number of experts is unknown, which the ranks compare first. also: further arguments that
-    all ranks share, by name."""
+def agree_on_counts(request: Request, replicas: Replicas = "each") -> Agreement:
+    """Check this rank's arguments, unless it has an error already, and exchange the counts. A collective; the host
+    does not wait, unless the number of experts is unknown, which the ranks compare first. replicas: how often a token
+    goes to a rank."""
+    rows, counts, ranks, error = request.rows, request.counts, request.ranks, request.error
     num_rows, shared = 0, {}
     try:
         if error is None:
-            rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
-            shared = shared_arguments(rows, recipe, ranks, probs, also or {})
+            rows, num_rows = checked_rows(request, replicas)
+            shared = shared_arguments(request, replicas)
     except (TypeError, ValueError) as found:
         error = found
     if not ranks.num_experts:
@@ -71,32 +111,32 @@ def agree_on_counts(
             compare_calls("dispatch", experts | shared, ranks.group_name, error)
         elif error is not None:
             raise error
+    copies = 0 if replicas == "each" else ranks.degree
     if error is not None:
-        return Agreement(rows, num_rows, shared, *_exchange_counts(_refusal(ranks), ranks), error, None)
+        exchanged = _exchange_counts(_refusal(ranks, copies), ranks, copies)
+        return Agreement(rows, num_rows, shared, *exchanged, error, None)
     sent, layout = _message(counts, num_rows, shared), None
-    if ranks.replicas != "each" and isinstance(rows, TokenReplicas):
+    if copies and isinstance(rows, TokenReplicas):
         layout = lay_out(rows, counts, ranks.degree)
         sent = torch.cat([sent, layout.counts])
-    return Agreement(rows, num_rows, shared, *_exchange_counts(sent, ranks), error, layout)
+    return Agreement(rows, num_rows, shared, *_exchange_counts(sent, ranks, copies), error, layout)
 
 
-def shared_arguments(
-    rows: Tensor | TokenReplicas, recipe: Recipe, ranks: Ranks, probs: Tensor | None, also: Mapping[str, Any]
-) -> dict[str, Any]:
+def shared_arguments(request: Request, replicas: Replicas = "each") -> dict[str, Any]:
     """The arguments with which a rank reads the rows that it receives, forward and backward; equal on all ranks."""
-    x, once = rows.x if isinstance(rows, TokenReplicas) else rows, ranks.replicas != "each"
+    rows, x, once = request.rows, request.x, replicas != "each"
     # In a compiled graph the rest is that of the layer, whose ranks have compared it before.
     if torch.compiler.is_compiling():
         return {"top_k": rows.top_k} if once and isinstance(rows, TokenReplicas) else {}
     return {
         "rows": f"{x.shape[1]} values of {x.dtype}",
-        "recipe": recipe,
-        "replicas": ranks.replicas,
+        "recipe": request.recipe,
+        "replicas": replicas,
         # The slot of a replica is that of its copy times top_k: elsewhere ranks may have other numbers of experts.
         "top_k": rows.top_k if once and isinstance(rows, TokenReplicas) else None,
-        **also,
-        "probs": "none" if probs is None else "given",
-        "gradients": ", ".join(name for name, t in (("rows", x), ("probs", probs)) if _needs_gradient(t)) or "none",
+        **request.also,
+        "probs": "none" if request.probs is None else "given",
+        "gradients": ", ".join(n for n, t in (("rows", x), ("probs", request.probs)) if _needs_gradient(t)) or "none",
     }
 
 
@@ -120,27 +160,14 @@ def _key(shared: Mapping[str, Any]) -> int:
     return shared.get("top_k", 0) if torch.compiler.is_compiling() else key_of(shared)
 
 
-class Counts(NamedTuple):
-    """Valid rows with int32 maps, what the ranks agreed on, and a function that waits for the counts of each rank,
-    (ranks, E), and raises if one of them sent none."""
-
-    rows: Tensor | TokenReplicas
-    agreed: Agreement
-    table: Callable[[], list[list[int]]]
-
-
-def counts_of_ranks(
-    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    error: Exception | None, also: Mapping[str, Any],
-) -> Counts:  # fmt: skip
-    """`agree_on_counts` for a caller whose host waits later. An error on one rank raises on all: here on this one, in
-    `table` on the others."""
-    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, error, also)
+def counts_of_ranks(request: Request) -> tuple[Agreement, Callable[[], list[list[int]]]]:
+    """`agree_on_counts` for a caller whose host waits later, and the function that waits: it returns the counts of each
+    rank, (ranks, E). An error on one rank raises on all: here on this one, in that function on the others."""
+    agreed, counts, name = agree_on_counts(request), request.counts, request.ranks.group_name
     if agreed.error is not None:
         raise agreed.error
     read = _reading(agreed.of_all)
-
-    return Counts(agreed.rows, agreed, lambda: checked_table(counts, agreed, read(), ranks.group_name))
+    return agreed, (lambda: checked_table(counts, agreed, read(), name))
 
 
 def _reading(x: Tensor) -> Callable[[], Any]:
@@ -159,28 +186,21 @@ def _reading(x: Tensor) -> Callable[[], Any]:
     return values
 
 
-def refuse(ranks: Ranks) -> None:
-    """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise. Over
-    PeerMemory there is none: the others wait for this rank until their time limit."""
-    if isinstance(ranks.transport, PeerMemory):
-        ranks.transport.interrupt()
-    elif ranks.degree > 1:
-        _exchange_counts(_refusal(ranks), ranks)
+def refuse(ranks: Ranks, replicas: Replicas = "each") -> None:
+    """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
+    if ranks.degree > 1:
+        copies = 0 if replicas == "each" else ranks.degree
+        _exchange_counts(_refusal(ranks, copies), ranks, copies)
 
 
-def _refusal(ranks: Ranks) -> Tensor:
+def _refusal(ranks: Ranks, copies: int) -> Tensor:
     """Counts of -1: this rank is about to raise."""
-    length = ranks.num_experts + 1 + _numbers_of_copies(ranks)
-    return torch.full((length,), -1, dtype=torch.int32, device=ranks.device_type)
+    return torch.full((ranks.num_experts + 1 + copies,), -1, dtype=torch.int32, device=ranks.device_type)
 
 
-def _numbers_of_copies(ranks: Ranks) -> int:
-    return 0 if ranks.replicas == "each" else ranks.degree
-
-
-def _exchange_counts(message: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`sent`, `of_all`, `received` and `copies` of an `Agreement`."""
-    experts = message.shape[0] - 1 - _numbers_of_copies(ranks)
+def _exchange_counts(message: Tensor, ranks: Ranks, copies: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`sent`, `of_all`, `received` and `copies` of an `Agreement`. copies: how many numbers of copies are sent."""
+    experts = message.shape[0] - 1 - copies
     return message, *_exchange_messages(message, ranks.group_name, ranks.degree, experts // ranks.degree)
 
 
@@ -197,17 +217,14 @@ def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int
     return of_all, of_all[:, rank * local : (rank + 1) * local].reshape(-1), copies
 
 
-def checked_rows(
-    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None
-) -> tuple[Tensor | TokenReplicas, int]:
+def checked_rows(request: Request, replicas: Replicas = "each") -> tuple[Tensor | TokenReplicas, int]:
     """The rows with int32 maps and their number; raises if an argument of this rank is wrong."""
-    op = "dispatch"
-    x = rows.x if isinstance(rows, TokenReplicas) else rows
+    op, x, (_, rows, counts, recipe, ranks, probs, *_) = "dispatch", request.x, request
     check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mx_legs))
-    if ranks is not None and ranks.replicas != "each" and not isinstance(rows, TokenReplicas):
+    if replicas != "each" and not isinstance(rows, TokenReplicas):
         allowed = "allowed: 'each' for rows; TokenReplicas, whose rows are copies, take the others"
-        fail(ValueError, op, "replicas", repr(ranks.replicas), allowed)
-    if ranks is not None and ranks.num_experts and x.device.type != ranks.device_type:
+        fail(ValueError, op, "replicas", repr(replicas), allowed)
+    if ranks.num_experts and x.device.type != ranks.device_type:
         allowed = f"allowed: {ranks.device_type}, the device of the experts' group"
         fail(ValueError, op, "rows", f"device {x.device}", allowed)
     num_rows, shape = x.shape[0], tuple(x.shape[:1])
@@ -216,10 +233,9 @@ def checked_rows(
         rows = TokenReplicas(x, order, inverse, rows.top_k)
         num_rows, shape = order.shape[0], (x.shape[0], rows.top_k)
     check_counts(op, "counts", counts, x.device)
-    check_shape(op, "counts", counts, (ranks.num_experts,) if ranks is not None and ranks.num_experts else ("E",))
-    degree = 1 if ranks is None else ranks.degree
-    if counts.shape[0] == 0 or counts.shape[0] % degree:
-        allowed = f"allowed: (E,) with E a multiple of {degree}, the ranks of the group"
+    check_shape(op, "counts", counts, (ranks.num_experts,) if ranks.num_experts else ("E",))
+    if counts.shape[0] == 0 or counts.shape[0] % ranks.degree:
+        allowed = f"allowed: (E,) with E a multiple of {ranks.degree}, the ranks of the group"
         fail(ValueError, op, "counts", f"shape {tuple(counts.shape)}", allowed)
     if probs is not None:
         check_probs(op, "probs", probs, shape, x.device)

@@ -32,7 +32,10 @@ from ..core_kernels.exchange import MOST_CHUNKS, Move, Step
 from ..core_kernels.launch import fail
 from ..core_kernels.peer import plan
 from ._checks import check_int
+from ._counts import Request, refuse
 from ._torch_private import raw_stream
+from .planned_exchange import Planned
+from .shards import Ranks
 from .symmetric import Shared, has_shared_memory, shared_memory
 from .transport import (
     ALIGNMENT,
@@ -93,6 +96,17 @@ class CopyEngines:
         dist.barrier(self.group)
         self.boxes: dict[Where, Shared | None] = dict.fromkeys(BOXES)
         self.legs: dict[Where, int] = dict.fromkeys(BOXES, 0)
+        self.weighs_sums = True
+
+    @property
+    def described(self) -> str:
+        return f"{type(self).__name__}(chunk_bytes={self.chunk_bytes})"
+
+    def begin(self, request: Request, width: int) -> Planned:
+        return Planned(self, request)
+
+    def refuse(self, ranks: Ranks) -> None:
+        refuse(ranks)
 
     def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
         self.driver.enter()

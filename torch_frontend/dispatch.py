@@ -7,7 +7,7 @@ so that results do not depend on the ranks. On one rank there is no exchange: th
 directly into the groups. `tokens_to_groups` is this step without checks, for a layer that has made its arguments.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
 from . import _direct as ops
 from ._checks import check_probs
-from ._counts import agree_on_counts, agreed_splits, checked_rows
+from ._counts import Request, agree_on_counts, agreed_splits, checked_rows
 from ._ranges import named
 from ._ranks import degree_of, name_of
 from ._torch_private import captures_splits
@@ -68,37 +68,29 @@ def dispatch(
     """
     name = name_of("dispatch", "group", group)
     check_replicas_option("dispatch", replicas)
-    ranks = Ranks(name, degree_of(name), 0, "", replicas=replicas)
-    return dispatch_over(rows, counts, Recipe.parse(recipe), ranks)
+    ranks = Ranks(name, degree_of(name), 0, "")
+    return dispatch_over(Request("dispatch", rows, counts, Recipe.parse(recipe), ranks), replicas)
 
 
 @named("mxep.dispatch")
-def dispatch_over(
-    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks | None, probs: Tensor | None = None,
-    also: Mapping[str, Any] | None = None,
-) -> tuple[Tensor, Tensor, Route]:  # fmt: skip
-    """`dispatch` over the ranks of a layer; None is this process alone.
-
-    probs: the argument of the `dispatch_probs` that follows, checked here, before any rank sends rows. also: further
-    arguments that must be the same on all ranks, by name. An error on one rank raises on all: the exchange of counts
-    has its verdict, or, where the number of experts is unknown (0), a small all-gather before it.
-    """
-    if ranks is None or ranks.degree == 1:
-        rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
-        name = ranks.group_name if ranks else ""
+def dispatch_over(request: Request, replicas: Replicas = "each") -> tuple[Tensor, Tensor, Route]:
+    """`dispatch` of a request. Its probs are the argument of the `dispatch_probs` that follows, or of `combine`,
+    checked here, before any rank sends rows."""
+    ranks = request.ranks
+    if ranks.degree == 1:
+        (rows, num_rows), counts, recipe = checked_rows(request, replicas), request.counts, request.recipe
         row_map = map_rows("dispatch", "counts", num_rows, counts, 1, counts.shape[0], recipe.alignment)
         if isinstance(rows, TokenReplicas):
             maps = _maps_of_slots(rows, row_map)
-            groups, _, route = _replicas_to_groups(rows, counts, row_map, maps, recipe, name)
+            groups, _, route = _replicas_to_groups(rows, counts, row_map, maps, recipe, ranks.group_name)
         else:
-            route = Route(row_map, counts, recipe, name, [num_rows], [num_rows])
+            route = Route(row_map, counts, recipe, ranks.group_name, [num_rows], [num_rows])
             x = MXTensor.quantize(rows, recipe.rounding, packed=True) if recipe.sends_mx("dispatch") else rows
             groups = gather(x, row_map.row_map, row_map.inverse, folds(recipe, x))
         if recipe.sends_mx("dispatch_grad"):
             groups = sent_rows(groups, True, int(recipe.rounding))
         return groups, row_map.padded_counts, route
-    send = _send if captures_splits() else _send_eagerly
-    return send(rows, counts, recipe, ranks, probs, also)
+    return (_send if captures_splits() else _send_eagerly)(request, replicas)
 
 
 @named("mxep.dispatch")
@@ -142,14 +134,11 @@ def _replicas_to_groups(
     return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)
 
 
-def _send(
-    rows: Tensor | TokenReplicas, counts: Tensor, recipe: Recipe, ranks: Ranks, probs: Tensor | None,
-    also: Mapping[str, Any] | None,
-) -> tuple[Tensor, Tensor, Route]:  # fmt: skip
-    agreed = agree_on_counts(rows, counts, recipe, ranks, probs, None, also)
+def _send(request: Request, replicas: Replicas) -> tuple[Tensor, Tensor, Route]:
+    agreed, recipe, ranks = agree_on_counts(request, replicas), request.recipe, request.ranks
     rows, received = agreed.rows, agreed.received
     # torch's all-to-all takes its splits from the host: the one sync of the layer.
-    splits, of_copies = agreed_splits(counts, agreed, ranks.group_name)
+    splits, of_copies = agreed_splits(request.counts, agreed, ranks.group_name)
     local, name = received.shape[0] // ranks.degree, ranks.group_name
 
     def laid_out(num_rows: int) -> RowMap:
@@ -167,7 +156,7 @@ def _send(
     slots = exchange_slots(agreed.layout.slots, *splits, name)
     row_map = laid_out(slots.shape[0])
     numbers = received.view(ranks.degree, -1).sum(1), agreed.copies[:, 0]
-    summed = ranks.replicas == "summed"
+    summed = replicas == "summed"
     copies = map_copies(agreed.layout, slots, *numbers, row_map, rows.top_k, *of_copies, summed)
     route = Route(row_map, agreed.totals, recipe, name, *splits, rows.order, rows.inverse, rows.top_k, copies)
     if summed:

@@ -1,273 +1,131 @@
-"""Products and feed-forwards of experts on several ranks, as one function each: the exchanges run beside the products.
+"""Products and feed-forwards of experts on several ranks, as one function each.
 
     expert_parallel_mm     rows (M, K)  --> out (M, N), row i multiplied by the matrix of its expert, wherever it is
     expert_parallel_ffn    rows or TokenReplicas --> the experts' SwiGLU feed-forward
 
-overlap.py has the schedule. The bytes are those of `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`.
+They are `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`; over a transport the exchanges run beside the
+products, with the same bytes (overlap.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core_kernels.exchange import Chunk
-from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ..core_kernels.replicas import Replicas
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
-from ._checks import check_bias
-from ._counts import checked_rows, counts_of_ranks, shared_arguments
-from ._launch import at_address, check_devices
-from ._ranks import can_compare, check_rows_to_send, compare_calls, degree_of, name_of
-from ._torch_private import group_named
-from .combine import combine
-from .dispatch import dispatch_over, dispatch_probs
+from ._counts import Request
+from ._ranks import degree_of, name_of
 from .ep import TokenReplicas
-from .ffn import (
-    Bias,
-    FFNBackward,
-    FFNCall,
-    check_ffn_weights,
-    ffn_call,
-    ffn_forward,
-    grouped_swiglu_ffn,
-    weight_operands,
-)
-from .grouped_mm import MMBackward, MMCall, grouped_mm, mm_forward
-from .overlap import Experts, Overlap, overlapped
-from .peer_exchange import PeerCall, exchanged, lay_out, legs, maps_of
-from .peer_memory import Carrier, PeerMemory, check_prob_in_of_peers, described
-from .products import ProductOptions
+from .exchange import AllToAll, Exchange
+from .local_experts import FFN, MM
+from .overlap import Overlap, Way, overlapped
 from .shards import Ranks
-from .transport import Collectives
-from .weights import Held, Weights, check_weights, for_call, form_of, outlives_forward, values_and_held
-
-NO_MORE: Mapping[str, Any] = {}
-"""No further arguments that all ranks share."""
+from .weights import Weights, outlives_forward
 
 
-class FFNExperts(NamedTuple):
-    """Parameters: w1, w3, w2, b1, b3, b2."""
+class Transport(Protocol):
+    """How rows travel beside the products: `Collectives`, `CopyEngines` or `PeerMemory`.
 
-    call: FFNCall
-    held: tuple[Held, ...]
+    group: of the ranks. weighs_sums: it keeps the rows that the gradient of a weighted sum reads.
+    """
 
-    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "FFNExperts":
-        weights: Any = parameters[:3]
-        if self.call.options.form == "bf16":
-            return self
-        held: Any = tuple(weight_operands(self._call(needs), weights, self.held))
-        return self._replace(held=held)
+    group: dist.ProcessGroup
+    weighs_sums: bool
 
-    def forward(
-        self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
-        needs: Sequence[bool], out: Tensor | None,
-    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
-        weights: Any = parameters[:3]
-        held = [_of_chunk(h, chunk) for h in self.held]
-        return ffn_forward(self._call(needs), x, weights, prob, parameters[3:], held, group_ends, out)
+    @property
+    def described(self) -> str:
+        """What the ranks must agree on."""
+        ...
 
-    def backward(
-        self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
-    ) -> "_FFNGradients":
-        return _FFNGradients(FFNBackward(self._call(needs), saved, dout, dtypes[:4]))
+    def begin(self, request: Request, width: int) -> Way:
+        """The way of a request whose experts return rows of this width. An error on one rank raises on all, here or in
+        the forward of the way."""
+        ...
 
-    def _call(self, needs: Sequence[bool]) -> FFNCall:
-        x, prob, w1, w3, w2, b1, b3, b2 = needs
-        return self.call._replace(needs=(x, w1, w3, w2, prob, b1, b3, b2))
+    def refuse(self, ranks: Ranks) -> None: ...
 
 
-class _FFNGradients(NamedTuple):
-    of: FFNBackward
-
-    def inputs(self, out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        return self.of.inputs(out)
-
-    def weights(self, out: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        dw2, db2 = self.of.down(out[2])
-        dw1, dw3, db1, db3 = self.of.gate_and_up(out[:2])
-        return dw1, dw3, dw2, db1, db3, db2
+def check_prob_in(op: str, argument: str, prob_in: str, transport: Transport) -> None:
+    """Raise ValueError for the place of the probabilities whose gradient reads rows of the forward, unless the
+    transport keeps them."""
+    if prob_in == "combine" and not transport.weighs_sums:
+        name = type(transport).__name__
+        allowed = f"allowed: 'swiglu' or 'input' with {name}; the gradient of a weighted sum reads the rows again"
+        fail(ValueError, op, argument, "prob_in='combine'", allowed)
 
 
-class MMExperts(NamedTuple):
-    """Parameters: w, bias."""
+class Overlapped:
+    """An `Exchange` over a transport: `dispatch` moves nothing, and the experts exchange rows while they multiply."""
 
-    call: MMCall
-    held: Held
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.group = transport, transport.group
 
-    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "MMExperts":
-        w, (form, rounding, *_) = parameters[0], self.call.options
-        assert w is not None
-        if form == "bf16":
-            return self
-        held: Any = for_call(w, self.held, form, rounding, needs[0] and outlives_forward(w))
-        return self._replace(held=held)
+    def dispatch(self, request: Request) -> tuple[Tensor, Tensor | None, "AtHome"]:
+        return request.x, request.probs, AtHome(self.transport, request)
 
-    def forward(
-        self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
-        needs: Sequence[bool], out: Tensor | None,
-    ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
-        w, bias = parameters
-        assert w is not None
-        return mm_forward(self._call(needs), x, w, bias, _of_chunk(self.held, chunk), group_ends, out)
+    def combine(self, out: Tensor, handle: "AtHome", request: Request) -> Tensor:
+        return out
 
-    def backward(
-        self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
-    ) -> "_MMGradients":
-        return _MMGradients(MMBackward(self._call(needs), saved, dout, dtypes[:2]))
-
-    def _call(self, needs: Sequence[bool]) -> MMCall:
-        x, _, w, bias = needs
-        return self.call._replace(needs=(x, w, bias))
+    def refuse(self, ranks: Ranks) -> None:
+        self.transport.refuse(ranks)
 
 
-class _MMGradients(NamedTuple):
-    of: MMBackward
-
-    def inputs(self, out: Tensor | None) -> tuple[Tensor | None, None]:
-        return self.of.inputs(out), None
-
-    def weights(self, out: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return self.of.weights(out[0])
+def exchange_over(transport: Transport | None, replicas: Replicas = "each") -> Exchange:
+    """The exchange of several ranks. transport: None is one exchange after the other. replicas: of `AllToAll`."""
+    return AllToAll(replicas) if transport is None else Overlapped(transport)
 
 
-def _of_chunk(held: Held, chunk: Chunk) -> Held:
-    """The operands of a chunk's experts."""
-    if held is None:
-        return None
-    cut = lambda part: at_address(part[chunk.first : chunk.last])  # noqa: E731
-    return tuple(None if x is None else type(x)(*map(cut, x)) for x in held)  # type: ignore[return-value]
+class AtHome:
+    """The `Handle` and the layout of rows that no rank has sent yet."""
 
+    counts: Tensor
 
-class FFNWeights(NamedTuple):
-    """The experts of this rank: w1, w3, w2 and b1, b3, b2, their activation, whether quantized weights may live until
-    the backward, and whether it multiplies gate and up again."""
+    def __init__(self, transport: Transport, request: Request) -> None:
+        self.transport, self.request = transport, request
 
-    weights: Sequence[Weights]
-    biases: Sequence[Bias]
-    activation: SwiGLU
-    save_bytes: bool
-    recompute: bool = False
+    @property
+    def layout(self) -> "AtHome":
+        return self
 
+    @property
+    def padded_counts(self) -> Tensor:
+        allowed = "allowed: the forward of GroupedExperts over a transport; no transport for another"
+        fail(TypeError, self.request.op, "experts", "a forward of their own", allowed)
 
-def ffn_over(
-    op: str, rows: Tensor | TokenReplicas, counts: Tensor, of: FFNWeights, probs: Tensor | None, prob_in: str,
-    out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks, transport: Carrier, also: Mapping[str, Any] = NO_MORE,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`expert_parallel_ffn` over the ranks of a layer, at least two. also: as in `dispatch_over`. Returns the result
-    and (E,) rows of all ranks per expert."""
-    error, inside = None, probs is not None and prob_in == "swiglu"
-    experts, parameters, width = None, (), 0
-    try:
-        x = _checked(op, rows, recipe, probs)
-        values, held, biases = check_ffn_weights(op, "rows", x, of.weights, of.biases, recipe)
-        _check_experts(op, counts, values[0].shape[0], ranks)
-        if isinstance(transport, PeerMemory) and probs is not None:
-            check_prob_in_of_peers(op, "prob_in", prob_in)
-        call = ffn_call(op, values, recipe, x.device, of.activation, False, inside, of.save_bytes, of.recompute)
-        experts, parameters, width = FFNExperts(call, held), (*values, *biases), values[2].shape[1]
-    except (TypeError, ValueError) as found:
-        error = found
-    options = width, out_dtype, recipe, ranks, transport, also, error
-    return _run_eagerly(rows, counts, probs, inside, experts, parameters, *options)
-
-
-def mm_over(
-    op: str, rows: Tensor | TokenReplicas, counts: Tensor, w: Weights, bias: Bias, out_dtype: torch.dtype,
-    recipe: Recipe, ranks: Ranks, transport: Carrier,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`expert_parallel_mm`, as `ffn_over`."""
-    error, experts, parameters, width = None, None, (), 0
-    try:
-        x = _checked(op, rows, recipe, None)
-        check_weights(op, "w", w, form_of(recipe, x.device), recipe.rounding)
-        values, held = values_and_held(w)
-        groups, width, k = values.shape
-        if x.shape[1] != k or k % BLOCK or width % BLOCK or not values.is_contiguous():
-            got = f"shape {tuple(values.shape)}, strides {values.stride()}"
-            allowed = f"allowed: a contiguous (G, N, {x.shape[1]}), N and K multiples of {BLOCK}"
-            fail(ValueError, op, "w", got, allowed)
-        check_devices(op, "rows", x.device, w=values)
-        _check_experts(op, counts, groups, ranks)
-        bias = None if bias is None else check_bias(op, "bias", bias, groups, width, x.device)
-        need_wgrad = torch.is_grad_enabled() and values.requires_grad
-        call = MMCall(ProductOptions.of(recipe, x.device, False, need_wgrad), torch.bfloat16)
-        experts, parameters = MMExperts(call, held), (values, bias)
-    except (TypeError, ValueError) as found:
-        error = found
-    options = width, out_dtype, recipe, ranks, transport, NO_MORE, error
-    return _run_eagerly(rows, counts, None, False, experts, parameters, *options)
+    def run(self, experts: FFN | MM, x: Tensor, prob: Tensor | None) -> Tensor:
+        """Dispatch, experts and combine."""
+        y, self.counts = _run_eagerly(self.transport, self.request, experts, x, prob)
+        return y
 
 
 def _run(
-    rows: Tensor | TokenReplicas, counts: Tensor, probs: Tensor | None, inside: bool, experts: Experts | None,
-    parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
-    transport: Carrier, also: Mapping[str, Any], error: Exception | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    also = {**also, "transport": described(transport), "weights inside": inside}
-    if isinstance(transport, PeerMemory):
-        options = width, out_dtype, recipe, ranks, transport, also, error
-        return _run_over_peers(rows, counts, probs, inside, experts, parameters, *options)
-    of_ranks = counts_of_ranks(rows, counts, recipe, ranks, probs, error, also)
-    assert experts is not None
-    rank, replicas = group_named(ranks.group_name).rank(), of_ranks.rows
-    if isinstance(replicas, TokenReplicas):
-        x, maps = replicas.x, (replicas.order, replicas.inverse, replicas.top_k)
-    else:
-        x, maps = replicas, (None, None, 0)
-    call = Overlap(transport, rank, of_ranks.table, recipe, experts, width, out_dtype, *maps, inside)
-    return overlapped(x, probs, call, *parameters), of_ranks.agreed.totals
-
-
-def _run_over_peers(
-    rows: Tensor | TokenReplicas, counts: Tensor, probs: Tensor | None, inside: bool, experts: Experts | None,
-    parameters: Sequence[Tensor | None], width: int, out_dtype: torch.dtype, recipe: Recipe, ranks: Ranks,
-    memory: PeerMemory, also: Mapping[str, Any], error: Exception | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    op, num_rows, shared = "dispatch", 0, {}
+    transport: Transport, request: Request, experts: FFN | MM, x: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The result, and (E,) rows of all ranks per expert. x, probs: those of the request, after hooks of the experts."""
+    inside, found = request.inside and probs is not None, None
+    also = {**request.also, "transport": transport.described, "weights inside": inside}
+    request = request.after_hooks(x, probs)._replace(also=also)
     try:
-        if error is None:
-            rows, num_rows = checked_rows(rows, counts, recipe, ranks, probs)
-            check_devices(op, "transport", memory.device, rows=maps_of(rows)[0])
-            also = {"experts": counts.shape[0], **also}
-            shared = shared_arguments(rows, recipe, ranks, probs, also)
-    except (TypeError, ValueError) as found:
-        error = found
-    if error is not None:
-        memory.interrupt()
-        if memory.room is None and can_compare(ranks.group_name):
-            compare_calls(op, shared, ranks.group_name, error)  # the others do before they allocate, and raise too
-        raise error
-    assert experts is not None
-    x, inverse, top_k = maps_of(rows)
-    parts = legs(recipe, x.shape[1], x.dtype, width)
-    with torch.no_grad(), memory.uninterrupted():
-        capacity = memory.reserve(op, num_rows, counts.shape[0], recipe.alignment, parts, shared)
-        layout = lay_out(memory, counts, num_rows, capacity, recipe.alignment)
-    call = PeerCall(memory, layout, recipe, experts, width, out_dtype, inverse, top_k, inside)
-    return exchanged(x, probs, call, *parameters), layout.totals
+        if probs is not None and not inside:
+            check_prob_in(request.op, "prob_in", "combine", transport)
+        found = experts.in_chunks(request)
+    except (TypeError, ValueError) as error:
+        request = request._replace(error=error)
+    way = transport.begin(request, found.width if found else 0)
+    assert found is not None
+    assert request.out_dtype is not None
+    call = Overlap(way, request.recipe, found.experts, found.width, request.out_dtype, inside)
+    return overlapped(x, probs, call, *found.parameters), way.totals
 
 
 # The host reads the counts, and which rows travel depends on them.
 _run_eagerly: Callable[..., Any] = torch.compiler.disable(_run)
-
-
-def _checked(op: str, rows: Tensor | TokenReplicas, recipe: Recipe, probs: Tensor | None) -> Tensor:
-    """The tensor of the rows; raises unless it can be sent and probs weight a sum over replicas."""
-    x = rows.x if isinstance(rows, TokenReplicas) else rows
-    check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mx_legs))
-    if probs is not None and not isinstance(rows, TokenReplicas):
-        fail(ValueError, op, "probs", "a tensor", "allowed: None for rows; probs weight the replicas of TokenReplicas")
-    return x
-
-
-def _check_experts(op: str, counts: Tensor, groups: int, ranks: Ranks) -> None:
-    if isinstance(counts, Tensor) and counts.shape != (groups * ranks.degree,):
-        allowed = f"allowed: ({groups * ranks.degree},), the {groups} experts of each of {ranks.degree} ranks"
-        fail(ValueError, op, "counts", f"shape {tuple(counts.shape)}", allowed)
 
 
 def expert_parallel_mm(
@@ -278,16 +136,17 @@ def expert_parallel_mm(
     recipe: Recipe | str = "mxfp8",
     bias: Tensor | None = None,
     group: "str | dist.ProcessGroup | None" = None,
-    transport: Carrier | None = None,
+    transport: Transport | None = None,
 ) -> Tensor:
     """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
 
     rows, counts, recipe, group: as in `dispatch`. w (G, N, K), bias: of this rank's experts, as in `grouped_mm`.
-    transport: how rows travel; None is `Collectives` of the group.
+    transport: how rows travel beside the products: `Collectives`, `CopyEngines` or `PeerMemory` of the group; None is
+        one exchange after the other, by all-to-alls.
 
     Returns (M, N) bfloat16, or of TokenReplicas (T, N), the sum over each token's replicas. The bytes of the result and
-    of all gradients are those of `dispatch`, `grouped_mm` and `combine`, and the exchanges run beside the products. The
-    host waits for the counts alone, over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
+    of all gradients are those of `dispatch`, `grouped_mm` and `combine`. The host waits for the counts alone, over
+    `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
 
     >>> w = torch.stack([torch.eye(32), 2 * torch.eye(32)])
     >>> expert_parallel_mm(torch.ones(3, 32), w, torch.tensor([1, 2]))[:, 0].tolist()
@@ -295,14 +154,9 @@ def expert_parallel_mm(
 
     Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
     """
-    op, recipe = "expert_parallel_mm", Recipe.parse(recipe)
-    ranks = _ranks_of(op, group)
-    if ranks.degree == 1:
-        groups, _, route = dispatch_over(rows, counts, recipe, None)
-        out = grouped_mm(groups, w, route, recipe=recipe, bias=bias, pad_token_groups=False)
-        return combine(out, route)
-    transport = transport or Collectives(ranks.group_name)
-    return mm_over(op, rows, counts, w, bias, torch.bfloat16, recipe, ranks, transport)[0]
+    recipe = Recipe.parse(recipe)
+    request = Request("expert_parallel_mm", rows, counts, recipe, out_dtype=torch.bfloat16)
+    return _over(transport, group, request, MM(w, bias, recipe))
 
 
 def expert_parallel_ffn(
@@ -320,7 +174,7 @@ def expert_parallel_ffn(
     activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     group: "str | dist.ProcessGroup | None" = None,
-    transport: Carrier | None = None,
+    transport: Transport | None = None,
 ) -> Tensor:
     """The SwiGLU feed-forward of experts on the ranks of a group; differentiable in rows, weights, biases and probs.
 
@@ -328,7 +182,7 @@ def expert_parallel_ffn(
     w1, w3 (G, F, D), w2 (G, D, F), b1, b3, b2, activation: of this rank's experts, as in `grouped_swiglu_ffn`.
     probs: of TokenReplicas, (T, top_k) float32. prob_in: the place where it weights a row: "combine" or "swiglu", as
         in `MoE`.
-    transport: how rows travel; None is `Collectives` of the group.
+    transport: as in `expert_parallel_mm`.
 
     Returns (M, D) rows, or of TokenReplicas (T, D), bfloat16. The bytes of the result and of all gradients are those of
     `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts alone, over `PeerMemory` for
@@ -341,26 +195,23 @@ def expert_parallel_ffn(
     Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
     """
     op, recipe = "expert_parallel_ffn", Recipe.parse(recipe)
-    ranks = _ranks_of(op, group)
     if prob_in not in ("combine", "swiglu"):
         fail(ValueError, op, "prob_in", repr(prob_in), "allowed: 'combine' or 'swiglu'")
-    if ranks.degree == 1:
-        groups, _, route = dispatch_over(rows, counts, recipe, None, probs)
-        inside = probs is not None and prob_in == "swiglu"
-        prob = dispatch_probs(probs, route) if probs is not None and inside else None
-        biases: dict[str, Any] = {"b1": b1, "b3": b3, "b2": b2}
-        options: dict[str, Any] = {"activation": activation, "recipe": recipe, "pad_token_groups": False}
-        out = grouped_swiglu_ffn(groups, w1, w3, w2, route, prob, **biases, **options)
-        return combine(out, route, None if inside else probs)
     weights = w1, w3, w2
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in weights)
-    of, transport = (
-        FFNWeights(weights, (b1, b3, b2), activation, save_bytes),
-        transport or Collectives(ranks.group_name),
-    )
-    return ffn_over(op, rows, counts, of, probs, prob_in, torch.bfloat16, recipe, ranks, transport)[0]
+    experts = FFN("grouped_swiglu_ffn", weights, (b1, b3, b2), activation, recipe, save_bytes)
+    request = Request(op, rows, counts, recipe, probs=probs, inside=prob_in == "swiglu", out_dtype=torch.bfloat16)
+    return _over(transport, group, request, experts)
 
 
-def _ranks_of(op: str, group: "str | dist.ProcessGroup | None") -> Ranks:
-    name = name_of(op, "group", group)
-    return Ranks(name, degree_of(name), 0, "")
+def _over(
+    transport: Transport | None, group: "str | dist.ProcessGroup | None", request: Request, experts: FFN | MM
+) -> Tensor:
+    """The result of a request over the ranks of a group."""
+    name = name_of(request.op, "group", group)
+    ranks = Ranks(name, degree_of(name), 0, "")
+    request = request._replace(ranks=ranks)
+    request = request._replace(check=partial(experts.in_chunks, request))
+    exchange = exchange_over(transport if ranks.degree > 1 else None)
+    rows, prob, handle = exchange.dispatch(request)
+    return exchange.combine(handle.layout.run(experts, rows, prob), handle, request)

@@ -1,7 +1,6 @@
 """The experts of a layer as parameters: this rank's part of them, quantized once or in every call.
 
-groups (P, D), padded_counts --forward--> (P, D)              after `dispatch`
-Unsent tokens, counts        --forward--> sums (T, D), counts     the exchanges run beside the products
+groups (P, D), layout --forward--> (P, D)       the layout of a `dispatch` says how: at once, or beside an exchange
 """
 
 from collections.abc import Iterator
@@ -28,10 +27,9 @@ from ._checks import (
     require_rows,
 )
 from ._torch_private import version_of
-from .ep import TokenReplicas
-from .expert_parallel import FFNWeights, ffn_over
+from .exchange import Exchange, Layout, Local
 from .ffn import swiglu_ffn
-from .groups import RowMap, ends_of
+from .local_experts import FFN
 from .shards import Ranks, check_sharded, replicated, sharded
 from .weights import QuantizedWeights, Weights, outlives_forward, quantize_weights
 
@@ -46,8 +44,8 @@ class GroupedExperts(nn.Module):
     the same bytes.
 
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
-    padded_counts (local experts,) of an integer dtype, multiples of 32, or the RowMap that laid the groups out; probs
-    (P,) float32, a weight for each row of y.
+    padded_counts (local experts,) of an integer dtype, multiples of 32, or the RowMap that laid the groups out, or
+    another layout of a `dispatch`; probs (P,) float32, a weight for each row of y.
     Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
 
     >>> experts = GroupedExperts(32, 64, num_experts=2)
@@ -59,6 +57,8 @@ class GroupedExperts(nn.Module):
 
     expert_parallel: Ranks | None = None
     """The ranks that share the experts, set by MXFP8ExpertParallel; None is this process alone."""
+    exchange: Exchange = Local()
+    """How their layer exchanges rows, set by MXFP8ExpertParallel."""
 
     b1: Tensor | None
     b2: Tensor | None
@@ -109,24 +109,12 @@ class GroupedExperts(nn.Module):
         sizes = f"dim={d}, hidden_dim={f}, num_experts={e}, recipe={self.recipe.name!r}, bias={bias}"
         return f"{sizes}, activation={self.activation}"
 
-    def forward(
-        self,
-        groups_PD: "Tensor | Unsent",
-        padded_counts: Tensor | RowMap,
-        probs_P: Tensor | None = None,
-    ) -> Any:
-        op = "GroupedExperts.forward"
+    def forward(self, groups_PD: Tensor, padded_counts: Tensor | Layout, probs_P: Tensor | None = None) -> Tensor:
         of = self._local()
-        if isinstance(groups_PD, Unsent):
-            assert isinstance(padded_counts, Tensor)
-            return self._send(of, groups_PD, padded_counts, probs_P)
-        if isinstance(padded_counts, RowMap):
-            ends = ends_of(op, padded_counts, groups_PD)
-        else:
-            self._check_groups(op, groups_PD, padded_counts, probs_P, of.weights[0])
-            ends = torch.cumsum(padded_counts, 0, dtype=torch.int32)
-        options = self.recipe, False, of.save_bytes, of.biases, of.activation, of.recompute
-        return swiglu_ffn(op, groups_PD, of.weights, ends, probs_P, *options)
+        if not isinstance(padded_counts, Tensor) and hasattr(padded_counts, "run"):
+            return padded_counts.run(of, groups_PD, probs_P)
+        self._check_groups(of.op, groups_PD, padded_counts, probs_P, of.weights[0])  # type: ignore[arg-type]
+        return of.multiply(groups_PD, torch.cumsum(padded_counts, 0, dtype=torch.int32), probs_P)  # type: ignore[arg-type]
 
     def _check_groups(
         self, op: str, groups_PD: Tensor, padded_counts: Tensor, probs_P: Tensor | None, w1: Weights
@@ -143,13 +131,6 @@ class GroupedExperts(nn.Module):
         if probs_P is not None:
             check_probs(op, "probs_P", probs_P, groups_PD.shape[:1], groups_PD.device)
 
-    def _send(self, of: FFNWeights, unsent: "Unsent", counts: Tensor, probs_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-        ranks = self.expert_parallel
-        assert ranks is not None
-        assert ranks.transport is not None
-        options = unsent.prob_in, unsent.out_dtype, self.recipe, ranks, ranks.transport, unsent.also
-        return ffn_over("MoE", unsent.tokens, counts, of, probs_TK, *options)
-
     def _of_other_shape(self, parts: tuple[Tensor, ...]) -> list[tuple[str, Tensor, tuple[int, ...]]]:
         """The parts of w1, w3 and w2 that are not all of this rank's experts: their names and the shapes of all."""
         degree = self.expert_parallel.degree if self.expert_parallel else 1
@@ -157,7 +138,7 @@ class GroupedExperts(nn.Module):
         found = zip(("w1", "w3", "w2"), parts, wholes, strict=True)
         return [(name, part, whole) for name, part, whole in found if part.shape != whole]
 
-    def _local(self) -> FFNWeights:
+    def _local(self) -> FFN:
         """The experts of this rank, with quantized weights if they are held. Called in `forward` alone: the parameters
         may be other ones before, since forward hooks assign or gather them."""
         parameters = self.w1, self.w3, self.w2
@@ -167,7 +148,7 @@ class GroupedExperts(nn.Module):
             weights = self._held.weights_of(parameters, weights)
         biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
         save_bytes = all(map(outlives_forward, parameters))
-        return FFNWeights(weights, biases, self.activation, save_bytes, self.recompute)
+        return FFN("GroupedExperts.forward", weights, biases, self.activation, self.recipe, save_bytes, self.recompute)
 
     def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
         """Raise unless every group is whole blocks of 32 tokens, along which the weight gradient quantizes."""
@@ -236,15 +217,6 @@ class SharedExpert(GroupedExperts):
 
 _opening = Lock()
 """For the blocks of a layer, which threads may open and end at a time."""
-
-
-class Unsent(NamedTuple):
-    """Tokens that the experts exchange themselves, while they multiply: arguments of `ffn_over`."""
-
-    tokens: TokenReplicas
-    prob_in: str
-    out_dtype: torch.dtype
-    also: dict[str, Any]
 
 
 class HeldWeights(NamedTuple):

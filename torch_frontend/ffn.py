@@ -50,15 +50,7 @@ from .products import (
     weight_gradient,
 )
 from .swiglu import hidden_rows, row_probabilities
-from .weights import (
-    Held,
-    Quantized,
-    WeightOperand,
-    Weights,
-    check_ffn_weights,
-    for_call,
-    outlives_forward,
-)
+from .weights import Held, Quantized, WeightOperand, Weights, check_ffn_weights, for_call, outlives_forward
 
 BF16 = torch.bfloat16
 Bias = Tensor | None
@@ -196,6 +188,12 @@ class FFNBackward:
             found.append(bias_gradient(values, self.group_ends) if need and values is not None else None)
         return tuple(found)
 
+    def weights(self, out: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor | None, ...]:
+        """Gradients of w1, w3 and w2, written to `out` where there is one, of b1, b3 and b2; after `inputs`."""
+        dw2, db2 = self.down(out[2])
+        dw1, dw3, db1, db3 = self.gate_and_up(out[:2])
+        return dw1, dw3, dw2, db1, db3, db2
+
 
 class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
@@ -213,9 +211,8 @@ class _SwiGLUFFN(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         steps = FFNBackward(ctx.call, saved_by(ctx), grads[0], ctx.dtypes)
         dx, dprob = steps.inputs()
-        dw2, db2 = steps.down()
-        dw1, dw3, db1, db3 = steps.gate_and_up()
-        return dx, dw1, dw3, dw2, dprob, db1, db3, db2, None, None, None
+        dw1, dw3, dw2, *of_biases = steps.weights()
+        return dx, dw1, dw3, dw2, dprob, *of_biases, None, None, None
 
 
 _swiglu_ffn = differentiable("grouped_swiglu_ffn", _SwiGLUFFN)

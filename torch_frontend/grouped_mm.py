@@ -12,6 +12,7 @@ read of x produces: half of the memory of bf16.
 """
 
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -97,24 +98,24 @@ class MMBackward:
             operands = output_gradient_operands(dout, options.form, options.rounding, self.group_ends)
             self.rows, self.tokens = operands
 
-    def inputs(self, out: Tensor | None = None) -> Tensor | None:
-        """The gradient of x, written to `out` if there is one."""
+    def inputs(self, out: Tensor | None = None) -> tuple[Tensor | None, None]:
+        """The gradient of x, written to `out` if there is one, and of weights of its rows, which has none."""
         (need_x, *_), (form, rounding, *_) = self.call.needs, self.call.options
         if not need_x:
-            return None
+            return None, None
         w_n = along_n(self.w_n, form, rounding) if isinstance(self.w_n, Tensor) else self.w_n
-        return product(row_operand(self.rows, form, rounding), w_n, self.group_ends, self.dtypes[0], out=out)
+        return product(row_operand(self.rows, form, rounding), w_n, self.group_ends, self.dtypes[0], out=out), None
 
-    def weights(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of w, written to `out` if there is one, and of bias."""
-        (_, need_w, need_bias), options, dw = self.call.needs, self.call.options, None
+    def weights(self, out: Sequence[Tensor | None] = (None,)) -> tuple[Tensor | None, ...]:
+        """The gradients of w, written to the first of `out` if there is one, and of bias."""
+        (_, need_w, need_bias), options, dw, place = self.call.needs, self.call.options, None, out[0]
         if need_w and options.wgrad_mx:
             pad = options.pad
             row_map, ends = pad_to_blocks(self.group_ends, self.dout.shape[0]) if pad else (None, self.group_ends)
             tokens, x = (token_operand(t, options.form, options.rounding, ends, row_map) for t in (self.tokens, self.x))
-            dw = _weight_gradient(tokens, x, ends, self.dtypes[1], self.call.transposed, out)
+            dw = _weight_gradient(tokens, x, ends, self.dtypes[1], self.call.transposed, place)
         elif need_w:
-            dw = _weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1], self.call.transposed, out)
+            dw = _weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1], self.call.transposed, place)
         return dw, bias_gradient(self.dout, self.group_ends) if need_bias else None
 
 
@@ -132,7 +133,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         steps = MMBackward(ctx.call, saved_by(ctx), grads[0], ctx.dtypes)
-        dx = steps.inputs()
+        dx, _ = steps.inputs()
         return dx, *steps.weights(), None, None, None
 
 

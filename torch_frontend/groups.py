@@ -27,6 +27,16 @@ class RowMap(NamedTuple):
         """P."""
         return self.row_map.shape[0]
 
+    def run(self, experts: "Multiplied", groups: Tensor, prob: Tensor | None) -> Tensor:
+        """What the experts compute of the groups that this map has laid out."""
+        return experts.multiply(groups, self, prob)
+
+
+class Multiplied(Protocol):
+    """Experts of this rank. prob (P,): a weight for each row, or None."""
+
+    def multiply(self, groups: Tensor, group_ends: "GroupEnds", prob: Tensor | None) -> Tensor: ...
+
 
 class LaidOut(Protocol):
     """A RowMap or a Route: what has laid out `padded_rows` rows in groups with these ends."""

@@ -29,17 +29,14 @@ from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import _direct as ops
 from ._call import require_tensor
 from ._checks import check_autocast, check_flag, check_plain
-from ._counts import refuse
+from ._counts import Request
 from ._launch import check_devices
 from ._ranges import named
-from .combine import combine, groups_to_tokens
-from .dispatch import dispatch_over, dispatch_probs, tokens_to_groups
 from .ep import TokenReplicas
-from .experts import GroupedExperts, SharedExpert, Unsent, check_sizes
-from .groups import RowMap
-from .route import Route
+from .exchange import Handle, Layout
+from .experts import GroupedExperts, SharedExpert, check_sizes
 from .router import GroupScore, Routing, ScoreFunc, chosen_outside, route_tokens
-from .shards import Ranks, check_group, replicated
+from .shards import ALONE, check_group, replicated
 from .weighted_combine import sum_of_slots, weigh_slots
 
 
@@ -169,13 +166,12 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, experts: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, MoEStats]:
-        ranks = self.experts.expert_parallel
+        ranks = self.experts.expert_parallel or ALONE
         try:
             self._check(x)
             outside = chosen_outside("MoE", x, self.num_experts, experts, weights)
         except (TypeError, ValueError):
-            if ranks is not None:
-                refuse(ranks)
+            self.experts.exchange.refuse(ranks)
             raise
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x_TD, (experts_TK, probs_TK, shares_E) = self._route(x_TD) if outside is None else (x_TD, outside)
@@ -185,44 +181,28 @@ class MoE(nn.Module):
         of_input = self.prob_in == "input"
         if of_input:  # a row per slot, of a weight each
             tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
-        also = self._shared_arguments(outside is not None) if ranks is not None and ranks.degree > 1 else {}
-        y_TD, counts = self._experts(tokens, counts, None if of_input else probs_TK, x_TD.dtype, also)
+        also = self._shared_arguments(outside is not None) if ranks.degree > 1 else {}
+        probs = None if of_input else probs_TK, self.prob_in == "swiglu"
+        y_TD, counts = self._experts(
+            Request("MoE", tokens, counts, self.experts.recipe, ranks, *probs, x_TD.dtype, also)
+        )
         if of_input:
             y_TD = sum_of_slots(y_TD, top_k, x_TD.dtype)
         if self.shared_expert is not None:
-            y_TD = y_TD + self._shared(x_TD, ranks).to(y_TD.dtype)
-        degree = ranks.degree if ranks else 1
+            y_TD = y_TD + self._shared(x_TD).to(y_TD.dtype)
+        degree = ranks.degree
         rows = counts.sum().clamp_min(1) if degree > 1 else max(experts_TK.numel(), 1)
         mean_prob_E = shares_E / (rows / (top_k * degree))
         aux_loss = self.num_experts * (counts / rows * mean_prob_E).sum()
         y = y_TD if x.dim() == 2 else y_TD.view(x.shape)
         return y, MoEStats(counts, aux_loss, counts.new_zeros(()))
 
-    def _experts(
-        self,
-        tokens: TokenReplicas,
-        counts: Tensor,
-        probs_TK: Tensor | None,
-        out_dtype: torch.dtype,
-        also: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        """The sums of the experts' outputs (T, D), weighted if there are probs_TK, and the rows of all ranks per
-        expert. also: of `_shared_arguments`."""
-        experts = self.experts
-        ranks, recipe, inside = experts.expert_parallel, experts.recipe, self.prob_in == "swiglu"
-        if ranks is None or ranks.degree == 1:
-            name = ranks.group_name if ranks else ""
-            groups, prob_P, route = tokens_to_groups(tokens, counts, recipe, name, probs_TK if inside else None)
-            out = experts(groups, self._layout(route), prob_P)
-            return groups_to_tokens(out, route, None if inside else probs_TK, out_dtype), counts
-        if ranks.transport is not None:
-            # A call of the module, so that FSDP's hooks run.
-            return experts(Unsent(tokens, self.prob_in, out_dtype, also), counts, probs_TK)
-        sent_TK = probs_TK if inside else None
-        groups, _, route = dispatch_over(tokens, counts, recipe, ranks, sent_TK, also)
-        prob_P = None if sent_TK is None else dispatch_probs(sent_TK, route)
-        out = experts(groups, self._layout(route), prob_P)
-        return combine(out, route, None if inside else probs_TK, out_dtype=out_dtype), route.counts
+    def _experts(self, request: Request) -> tuple[Tensor, Tensor]:
+        """The sums of the experts' outputs (T, D), and the rows of all ranks per expert."""
+        exchange = self.experts.exchange
+        groups, prob_P, handle = exchange.dispatch(request)
+        out = self.experts(groups, self._layout(handle), prob_P)
+        return exchange.combine(out, handle, request), handle.counts
 
     def _shared_arguments(self, outside: bool) -> dict[str, Any]:
         """What the ranks of this layer must have in common in a call, but for the arguments of `dispatch`. The backward
@@ -234,15 +214,15 @@ class MoE(nn.Module):
         bias = self.router.bias is not None
         return {"prob_in": self.prob_in, "routing": routing, "router_bias": bias, "parameters": ", ".join(trained)}
 
-    def _layout(self, route: Route) -> Tensor | RowMap:
+    def _layout(self, handle: Handle) -> Tensor | Layout:
         """What the experts' forward takes for its groups: experts with a forward of their own take padded_counts."""
         own = type(self.experts).forward is not GroupedExperts.forward
-        return route.row_map.padded_counts if own else route.row_map
+        return handle.layout.padded_counts if own else handle.layout
 
     def _check(self, x: Tensor) -> None:
         router, ranks = self.router, self.experts.expert_parallel
         if ranks is not None:
-            check_group("MoE", ranks)
+            check_group("MoE", ranks, self.experts.exchange.group)
         check_plain("MoE", "x", x)
         require_tensor("MoE", "x", x)
         check_autocast("MoE", x)
@@ -262,11 +242,11 @@ class MoE(nn.Module):
         options = self.top_k, *self.route_options.values()
         return route_tokens(x_TD, replicated(router.weight, ranks), bias, self.selection_bias, options)
 
-    def _shared(self, x_TD: Tensor, ranks: Ranks | None) -> Tensor:
+    def _shared(self, x_TD: Tensor) -> Tensor:
         """(T, D): the shared expert, one group of all tokens. Its weights are those of every rank."""
         assert self.shared_expert is not None
         y_TD = self.shared_expert(x_TD.to(torch.bfloat16))
         if self.shared_gate is None:
             return y_TD
-        gate_T1 = x_TD @ replicated(self.shared_gate.weight, ranks).to(x_TD.dtype).mT
+        gate_T1 = x_TD @ replicated(self.shared_gate.weight, self.experts.expert_parallel).to(x_TD.dtype).mT
         return gate_T1.float().sigmoid() * y_TD

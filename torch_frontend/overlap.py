@@ -5,33 +5,31 @@ function.
                               ~~chunk 1~~> operand --products--> rows ~~>
                               ~~chunk 2~~> ...                              ~~> travels beside the products before it
 
-A chunk is a range of local experts. The ranks exchange their counts first, so every row travels to its final place in
-the receiver's padded groups and back to its place among the sender's rows: nothing is permuted after the wire. The
-backward runs the same steps: gradients of outputs travel to the experts by chunk, gradients of inputs leave by chunk,
-and the gradients of weights are computed while the last ones travel.
+A chunk is a range of local experts. Every row travels to its final place in the receiver's padded groups and back to
+its place among the sender's rows: nothing is permuted after the wire. The backward runs the same steps: gradients of
+outputs travel to the experts by chunk, gradients of inputs leave by chunk, and the gradients of weights are computed
+while the last ones travel.
 
-The bytes of the result and of all gradients are those of `dispatch`, experts and `combine` in turn.
+A `Way` is how rows travel: by places that the host plans (planned_exchange.py), or by kernels that write and read the
+memory of peers (peer_exchange.py). The bytes of the result and of all gradients are those of `dispatch`, experts and
+`combine` in turn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..core_kernels.exchange import Chunk, Exchange, plan_exchange
+from ..core_kernels.exchange import Chunk
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.recipe import LegName, Recipe
 from ..core_kernels.registry import OPS
-from . import _direct as ops
 from ._call import into
 from ._differentiable import differentiable, save, saved_by
-from ._launch import dtype_name
 from .mx_tensor import MXTensor, dequantized
-from .symmetric import zero_each
-from .transport import Leg, Part, Transport
-from .weighted_combine import sum_slots
+from .transport import Part
 
 BF16 = torch.bfloat16
 
@@ -68,243 +66,186 @@ class Experts(Protocol):
     ) -> Gradients: ...
 
 
+class Rows(NamedTuple):
+    """The rows of one leg: q and sf if there is a rounding, else values of the dtype."""
+
+    width: int
+    dtype: torch.dtype
+    rounding: int | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, name: LegName, width: int, dtype: torch.dtype) -> "Rows":
+        return cls(width, dtype, int(recipe.rounding) if recipe.sends_mx(name) else None)
+
+    @property
+    def parts(self) -> list[Part]:
+        if self.rounding is None:
+            return [Part(self.width, self.dtype)]
+        return [Part(self.width, torch.uint8), Part(self.width // BLOCK, torch.uint8)]
+
+    def operand(self, parts: Sequence[Tensor]) -> Tensor:
+        """The rows in these parts, of which the others are ignored."""
+        return parts[0] if self.rounding is None else MXTensor(parts[0], parts[1], self.dtype)
+
+    def write(self, x: Tensor, room: Sequence[Tensor]) -> None:
+        """Write x as the leg sends it, unless it is there. The parts of `room` after those of the rows stay."""
+        if self.rounding is not None:
+            into(tuple(room[:2]), OPS["quantize_row"], x.contiguous(), rounding=self.rounding)
+        elif room[0].data_ptr() != x.data_ptr():
+            room[0].copy_(x)
+
+
+class Trip(Protocol):
+    """Rows to the experts and rows of the experts home, once, a chunk of experts at a time."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]: ...
+
+    def depart(self) -> None:
+        """In a forward, before the steps below: send what has not left. The experts' weights are quantized before."""
+        ...
+
+    def ends(self) -> Sequence[Tensor]:
+        """For each chunk (its experts,) int32: the end of each group, counted from the first row of the chunk."""
+        ...
+
+    def operands(self, chunk: int) -> tuple[Tensor, Tensor | None]:
+        """The rows of a chunk, for work that the current stream gets from now on, and their weights."""
+        ...
+
+    def room(self, chunk: int) -> tuple[Tensor, ...]:
+        """Memory for the rows of the chunk on their way home, and for the gradients of their weights."""
+        ...
+
+    def kept(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the backward of a chunk reads, in memory that lasts until then; before the chunk is sent back."""
+        ...
+
+    def send_back(self, chunk: int) -> None: ...
+
+    def sums(self, out_dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sums of the tokens, weighted (T, top_k) if there are weights, or the rows; and what their gradient
+        reads."""
+        ...
+
+    def gradients(
+        self, needs: tuple[bool, bool], beside: Callable[[], list[Tensor | None]]
+    ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+        """Of the rows, of the weights, if they are needed, and what `beside` returns, which launches work that does not
+        wait for rows."""
+        ...
+
+
+class Way(Protocol):
+    """How the rows of one call travel, forward and backward; an error within the block ends the trip. totals: (E,) rows
+    of all ranks per expert."""
+
+    @property
+    def totals(self) -> Tensor: ...
+
+    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> AbstractContextManager[Trip]:
+        """x, with their weights if the experts weight the rows."""
+        ...
+
+    def backward(
+        self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
+    ) -> AbstractContextManager[Trip]:
+        """The gradient of the sums. weighted: what the gradient of a weighted sum reads, and its weights. needs:
+        whether gradients of the rows and of the experts' weights for them travel home."""
+        ...
+
+
 class Overlap(NamedTuple):
-    """One call: how rows travel, and what the experts compute.
+    """One call. width: of the experts' rows. prob_inside: the experts weight their rows, else the sum does."""
 
-    table: waits for the counts and returns them, (ranks, E) rows of each rank for each expert. width: of the experts'
-    rows. order, inverse, top_k: of TokenReplicas, or None and 0 for rows. prob_inside: the experts weight their rows,
-    else the sum does.
-    """
-
-    transport: Transport
-    rank: int
-    table: Callable[[], list[list[int]]]
+    way: Way
     recipe: Recipe
     experts: Experts
     width: int
     out_dtype: torch.dtype
-    order: Tensor | None
-    inverse: Tensor | None
-    top_k: int
     prob_inside: bool
 
-    @property
-    def rounding(self) -> int:
-        return int(self.recipe.rounding)
-
-    @property
-    def slots(self) -> Tensor:
-        assert self.inverse is not None
-        return self.inverse.view(-1, self.top_k)
-
-    def leaving_rows(self, x: Tensor, name: LegName, weights: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The parts of the rows that travel to the experts, of tokens or of rows: q and sf, or plain; with their
-        weights (T, top_k), if they travel too."""
-        x, parts = x.contiguous(), self.layout_of(x.shape[1], x.dtype, name)
-        if self.order is None:
-            return self.written(x, name, None if parts[0].dtype == x.dtype else self.room(x, parts))
-        token = torch.div(self.order, self.top_k, rounding_mode="floor")
-        room = self.room(x, parts if weights is None else [*parts, Part(1, weights.dtype)])
-        if self.recipe.sends_mx(name):
-            into(room[:2], OPS["permute_mx"], ops.quantize_row_packed(x, self.rounding), token)
-        else:
-            into(room[:1], OPS["permute_rows"], x, token)
-        if weights is not None:
-            into(room[-1:], OPS["permute_rows"], weights.contiguous().view(-1, 1), self.order)
-        return room
-
-    def least_rows(self, leaving: Sequence[Tensor]) -> int:
-        """The rows that make a chunk of the transport's size."""
-        return max(self.transport.chunk_bytes // sum(part.shape[1] * part.dtype.itemsize for part in leaving), 1)
-
-    def room(self, x: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-        """Memory for the rows of this rank that travel to the experts."""
-        rows = x.shape[0] if self.order is None else self.order.shape[0]
-        return self.transport.outgoing("experts", rows, parts, x.device)
-
-    def written(self, x: Tensor, name: LegName, room: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """Rows as the leg sends them: q and sf in `room`, or plain, which are x itself or a copy in `room`."""
-        if self.recipe.sends_mx(name):
-            assert room is not None
-            return into(room, OPS["quantize_row"], x.contiguous(), rounding=self.rounding)
-        if room is None or room[0].data_ptr() == x.data_ptr():
-            return (x,)
-        room[0].copy_(x)
-        return room
-
-    def layout_of(self, width: int, dtype: torch.dtype, name: LegName) -> list[Part]:
-        """The parts of rows: q and sf, or plain."""
-        return layout_of(self.recipe, width, dtype, name)
-
-    def received_rows(self, parts: Sequence[Tensor], dtype: torch.dtype, name: LegName) -> tuple[Tensor, list[Tensor]]:
-        """Rows that are back at their tokens, and the parts that came with them."""
-        if self.recipe.sends_mx(name):
-            return ops.dequantize(parts[0], parts[1], dtype_name(dtype)), list(parts[2:])
-        return parts[0], list(parts[1:])
-
-    def leg_to_experts(self, plan: Exchange, rows: tuple[Tensor, ...], legs: list[Leg]) -> Leg:
-        """Open the leg, add it to the open ones, clear the padding of its groups and send every chunk."""
-        leg = self.transport.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, rows)
-        legs.append(leg)
-        padding = [part[start:end] for part in leg.received for start, end in plan.padding]
-        if padding:
-            zero_each(padding)
-        leg.send(range(len(plan.chunks)))
-        return leg
-
-    def leg_to_tokens(self, plan: Exchange, parts: Sequence[Part], device: torch.device, legs: list[Leg]) -> Leg:
-        room = self.transport.outgoing("tokens", plan.operand_rows[self.rank], parts, device)
-        legs.append(self.transport.leg("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, room))
-        return legs[-1]
-
-    def chunk_rows(self, leg: Leg, chunk: Chunk, dtype: torch.dtype, name: LegName) -> tuple[Tensor, list[Tensor]]:
-        """The rows of a chunk that has arrived, and the parts that came with them."""
-        parts = [part[chunk.start : chunk.end] for part in leg.received]
-        return (MXTensor(parts[0], parts[1], dtype), parts[2:]) if self.recipe.sends_mx(name) else (parts[0], parts[1:])
-
-
-def layout_of(recipe: Recipe, width: int, dtype: torch.dtype, name: LegName) -> list[Part]:
-    """The parts of rows: q and sf, or plain."""
-    if recipe.sends_mx(name):
-        return [Part(width, torch.uint8), Part(width // BLOCK, torch.uint8)]
-    return [Part(width, dtype)]
-
-
-@contextmanager
-def ended_legs() -> Iterator[list[Leg]]:
-    """A list for the legs that open. An error ends them: a rank that skips the batch can open the next ones."""
-    legs: list[Leg] = []
-    try:
-        yield legs
-    except Exception:
-        for leg in legs:
-            leg.abandon()
-        raise
+    def rows(self, name: LegName, width: int, dtype: torch.dtype) -> Rows:
+        return Rows.of(self.recipe, name, width, dtype)
 
 
 class _Overlapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: Overlap, *parameters: Tensor | None) -> Tensor:
         need_x, need_probs, _, *need_parameters = ctx.needs_input_grad
-        inside, device, mx = call.prob_inside, x.device, call.recipe.sends_mx("combine")
+        inside, home, saved = call.prob_inside, call.rows("combine", call.width, BF16), []
         needs = need_x, need_probs and inside, *need_parameters
-        with ended_legs() as legs:
-            # Before the rows: on a GPU both run while the host waits for the counts and makes the plan.
+        there = call.rows("dispatch", x.shape[1], x.dtype)
+        with call.way.forward(x, probs if inside else None, there, home) as trip:
             experts = call.experts.quantized(parameters, needs)
-            leaving = call.leaving_rows(x, "dispatch", probs if inside else None)
-            plan = plan_exchange(call.table(), call.rank, call.recipe.alignment, call.least_rows(leaving))
-            there = call.leg_to_experts(plan, leaving, legs)
-            back = call.leg_to_tokens(plan, call.layout_of(call.width, BF16, "combine"), device, legs)
-            ends, saved = ends_of_chunks(plan, device), []
-            no_prob = torch.empty(0, dtype=torch.float32, device=device)
-            for c, chunk in enumerate(plan.chunks):
-                there.wait(c)
-                rows, others = call.chunk_rows(there, chunk, x.dtype, "dispatch")
-                prob = others[0].squeeze(1) if inside else no_prob
-                local = [p if p is None else p[chunk.first : chunk.last] for p in parameters]
-                room = tuple(part[chunk.start : chunk.end] for part in back.outgoing)
-                place = None if mx else room[0]
+            trip.depart()
+            ends, no_prob = trip.ends(), torch.empty(0, dtype=torch.float32, device=x.device)
+            for c, chunk in enumerate(trip.chunks):
+                rows, prob = trip.operands(c)
+                room, local = trip.room(c), [_part(p, chunk) for p in parameters]
+                place = room[0] if home.rounding is None else None
+                prob = no_prob if prob is None else prob
                 out, state = experts.forward(chunk, rows, prob, ends[c], local, needs, place)
-                call.written(out, "combine", room)
-                back.send(range(c, c + 1))
-                saved.append(state)
-            for c in range(len(plan.chunks)):
-                back.wait(c)
-            home, _ = call.received_rows(back.received, BF16, "combine")
+                home.write(out, room)
+                saved.append(trip.kept(state))
+                trip.send_back(c)
             weights = None if inside or probs is None else probs.contiguous()
-            y = home.to(call.out_dtype) if call.order is None else _sum(call, home, weights)
-        save(ctx, (tuple(saved), None if weights is None else (home, weights)))
-        ctx.call, ctx.plan, ctx.needs, ctx.dim = call, plan, needs, x.shape[1]
+            y, rows = trip.sums(call.out_dtype, weights)
+        save(ctx, (tuple(saved), None if weights is None else (rows, weights)))
+        ctx.call, ctx.needs, ctx.dim = call, needs, x.shape[1]
         ctx.dtypes = x.dtype, *(None if p is None else p.dtype for p in parameters)
         ctx.shapes = [None if p is None else p.shape for p in parameters]
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        call, plan, (need_x, need_prob, *_) = ctx.call, ctx.plan, ctx.needs
+        call, (need_x, need_prob, *_) = ctx.call, ctx.needs
         saved, weighted = saved_by(ctx)
-        with ended_legs() as legs:
-            leaving, dprobs = _gradient_rows(call, dequantized(grads[0]).contiguous(), weighted)
-            there, mx = call.leg_to_experts(plan, leaving, legs), call.recipe.sends_mx("dispatch_grad")
-            parts = call.layout_of(ctx.dim, ctx.dtypes[0], "dispatch_grad") if need_x else []
-            parts += [Part(1, torch.float32)] * need_prob
-            back, steps = call.leg_to_tokens(plan, parts, grads[0].device, legs) if parts else None, []
-            for c, chunk in enumerate(plan.chunks):
-                there.wait(c)
-                dout, _ = call.chunk_rows(there, chunk, BF16, "combine_grad")
+        there = call.rows("combine_grad", call.width, BF16)
+        home, steps = call.rows("dispatch_grad", ctx.dim, ctx.dtypes[0]), []
+        travel = there, home, (need_x, need_prob)
+        with call.way.backward(dequantized(grads[0]).contiguous(), weighted, *travel) as trip:
+            for c in range(len(trip.chunks)):
+                dout, _ = trip.operands(c)
                 step = call.experts.backward(saved[c], dout, ctx.dtypes, ctx.needs)
-                outgoing = () if back is None else back.outgoing
-                room: tuple[Tensor, ...] = tuple(part[chunk.start : chunk.end] for part in outgoing)
-                dx, dprob = step.inputs(room[0] if need_x and not mx else None)
-                if back is not None:
-                    if dx is not None:
-                        call.written(dx, "dispatch_grad", room[: len(room) - need_prob])
-                    if dprob is not None and need_prob:
-                        room[-1].copy_(dprob.reshape(-1, 1))
-                    back.send(range(c, c + 1))
+                room = trip.room(c)
+                dx, dprob = step.inputs(room[0] if need_x and home.rounding is None else None)
+                if dx is not None:
+                    home.write(dx, room)
+                if dprob is not None and need_prob:
+                    room[-1].copy_(dprob.reshape(-1, 1))
+                trip.send_back(c)
                 steps.append(step)
-            whole, found = _whole_gradients(ctx, grads[0].device), []
-            for chunk in plan.chunks:  # what the steps hold is freed one by one
-                out = [None if w is None else w[chunk.first : chunk.last] for w in whole]
-                found.append(steps.pop(0).weights(out))
-            weights = [
-                None if of[0] is None else torch.cat(of) if w is None else w
-                for w, of in zip(whole, zip(*found, strict=True), strict=True)
-            ]
-            dx = None
-            if back is not None:
-                for c in range(len(plan.chunks)):
-                    back.wait(c)
-                received = list(back.received)
-                if need_x:
-                    rows, received = call.received_rows(received, ctx.dtypes[0], "dispatch_grad")
-                    dx = rows if call.order is None else sum_slots(rows, call.slots, rows.dtype)
-                if need_prob:
-                    dprobs = ops.permute_rows(received[0], call.inverse).view(-1, call.top_k)
+            of_weights = lambda: _weight_gradients(ctx, trip.chunks, steps, grads[0].device)  # noqa: E731
+            dx, dprobs, weights = trip.gradients((need_x, need_prob), of_weights)
         return dx, dprobs, None, *weights
 
 
-def _gradient_rows(
-    call: Overlap, dy: Tensor, weighted: tuple[Tensor, Tensor] | None
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The parts of the gradient's rows, and the gradient of the weights of the sum."""
-    if weighted is None:
-        return call.leaving_rows(dy.to(BF16), "combine_grad"), None
-    home, probs = weighted
-    room = call.room(dy, call.layout_of(dy.shape[1], BF16, "combine_grad"))
-    assert call.order is not None
-    operands = dy, home, call.slots, call.order, probs
-    if call.recipe.sends_mx("combine_grad"):
-        *rows, dprobs = into(room, OPS["combine_bwd_row"], *operands, rounding=call.rounding)
-    else:
-        *rows, dprobs = into(room, OPS["combine_bwd"], *operands)
-    return tuple(rows), dprobs
+def _part(parameter: Tensor | None, chunk: Chunk) -> Tensor | None:
+    """Of the chunk's experts; of all experts the parameter itself."""
+    if parameter is None or parameter.shape[0] == chunk.last - chunk.first:
+        return parameter
+    return parameter[chunk.first : chunk.last]
 
 
-def _sum(call: Overlap, home: Tensor, weights: Tensor | None) -> Tensor:
-    """Each token's sum over its replicas."""
-    if weights is None:
-        return sum_slots(home, call.slots, call.out_dtype)
-    return ops.combine(home, call.slots, weights, dtype_name(call.out_dtype))
-
-
-def _whole_gradients(ctx: Any, device: torch.device) -> list[Tensor | None]:
-    """Memory for the gradients of the matrices, which the chunks write part by part."""
-    of_parameters = zip(ctx.shapes, ctx.dtypes[1:], ctx.needs[2:], strict=True)
-    return [
+def _weight_gradients(
+    ctx: Any, chunks: Sequence[Chunk], steps: list[Gradients], device: torch.device
+) -> list[Tensor | None]:
+    """Of all parameters; what the steps hold is freed one by one."""
+    if len(chunks) == 1:
+        return list(steps.pop().weights([None] * len(ctx.shapes)))
+    # Memory for the gradients of the matrices, which the chunks write part by part.
+    whole = [
         torch.empty(shape, dtype=dtype, device=device) if need and len(shape) == 3 else None
-        for shape, dtype, need in of_parameters
+        for shape, dtype, need in zip(ctx.shapes, ctx.dtypes[1:], ctx.needs[2:], strict=True)
     ]
-
-
-def ends_of_chunks(plan: Exchange, device: torch.device) -> list[Tensor]:
-    """For each chunk (its experts,) int32: the end of each group, counted from the first row of the chunk."""
-    ends = [[end - chunk.start for end in plan.group_ends[chunk.first : chunk.last]] for chunk in plan.chunks]
-    width = -(-max(map(len, ends), default=0) // 4) * 4  # kernels take addresses that are multiples of 16 bytes
-    padded = [end + [0] * (width - len(end)) for end in ends]
-    # One copy. Pinned memory is copied behind the work of the stream; the host does not wait.
-    host = torch.tensor(padded, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return [row[: len(end)] for row, end in zip(host.to(device, non_blocking=True), ends, strict=True)]
+    found = []
+    for chunk in chunks:
+        found.append(steps.pop(0).weights([None if w is None else w[chunk.first : chunk.last] for w in whole]))
+    return [
+        None if of[0] is None else torch.cat(of) if w is None else w
+        for w, of in zip(whole, zip(*found, strict=True), strict=True)
+    ]
 
 
 overlapped = differentiable("expert parallelism", _Overlapped)

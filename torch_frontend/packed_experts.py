@@ -22,6 +22,7 @@ from torch import Tensor
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import SwiGLU
 from ._checks import check_autocast
+from ._counts import Request
 from .combine import combine
 from .dispatch import dispatch_over, dispatch_probs
 from .ep import TokenReplicas, sent_rows
@@ -75,7 +76,7 @@ def packed_experts(
         tokens = TokenReplicas(weigh_slots(x, weights), order, inverse, 1)
     else:
         tokens = TokenReplicas(x.to(torch.bfloat16), order, inverse, top_k)
-    groups, _, route = dispatch_over(tokens, counts, recipe, None)
+    groups, _, route = dispatch_over(Request(op, tokens, counts, recipe))
     if weigh_input:
         return sum_of_slots(combine(_outputs(op, groups, route, packed, recipe, None), route), top_k, x.dtype)
     weights = weights.float()

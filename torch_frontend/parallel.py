@@ -22,12 +22,13 @@ from torch.distributed.tensor.placement_types import Placement
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.replicas import Replicas, check_replicas_option
+from ._counts import Request
 from ._ranks import agree
 from ._torch_private import name_of_group
 from .combine import combine
-from .dispatch import dispatch_over, dispatch_probs
+from .exchange import AllToAll
+from .expert_parallel import Transport, check_prob_in, exchange_over
 from .moe import GroupedExperts, MoE
-from .peer_memory import Carrier, PeerMemory, check_prob_in_of_peers, described
 from .route import Route
 from .shards import Ranks
 
@@ -80,7 +81,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         self,
         recipe: Recipe | str | None = None,
         gradients: Gradients = "mean",
-        transport: Carrier | None = None,
+        transport: Transport | None = None,
         replicas: Replicas = "each",
     ) -> None:
         super().__init__()
@@ -105,8 +106,6 @@ class MXFP8ExpertParallel(ParallelStyle):
             next(experts.parameters(recurse=False)).shape[0],
             device_mesh.device_type,
             device_mesh.size() if self.gradients == "mean" else 1,
-            self.transport,
-            self.replicas,
         )
         _distribute(experts, device_mesh, Shard(0))
         if isinstance(module, MoE):
@@ -117,10 +116,12 @@ class MXFP8ExpertParallel(ParallelStyle):
             if module.shared_expert is not None:
                 module.shared_expert.all_ranks = ranks
         if not ours:
-            hooks = _Hooks(recipe, ranks)
+            hooks = _Hooks(recipe, ranks, self.replicas)
             experts.register_forward_pre_hook(hooks.before)
             experts.register_forward_hook(hooks.after, always_call=True)
         experts.expert_parallel = ranks  # type: ignore[assignment]
+        if ours and ranks.degree > 1:
+            experts.exchange = exchange_over(self.transport, self.replicas)
         return module
 
     def _check_on_all_ranks(
@@ -135,7 +136,7 @@ class MXFP8ExpertParallel(ParallelStyle):
                 raise
             error = found
         parameters = _described(experts.named_parameters(recurse=False))
-        carried = self.transport and described(self.transport)
+        carried = self.transport and self.transport.described
         arguments = {"recipe": recipe, "gradients": self.gradients, "transport": carried, "parameters": parameters}
         arguments["replicas"] = self.replicas
         if isinstance(module, MoE):
@@ -170,8 +171,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         if self.transport is not None and not ours:
             allowed = f"allowed: None for a {type(experts).__name__}; a MoE and its experts take a transport"
             fail(ValueError, op, "transport", repr(self.transport), allowed)
-        if isinstance(self.transport, PeerMemory) and isinstance(module, MoE):
-            check_prob_in_of_peers(op, "module", module.prob_in)
+        if self.transport is not None and isinstance(module, MoE):
+            check_prob_in(op, "module", module.prob_in, self.transport)
         if self.replicas != "each" and self.transport is not None:
             allowed = "allowed: 'each' with a transport, which sends a row per replica to its final place"
             fail(ValueError, op, "replicas", repr(self.replicas), allowed)
@@ -196,8 +197,8 @@ def _described(parameters: Iterable[tuple[str, Tensor]]) -> str:
 class _Hooks:
     """dispatch before and combine after the forward of a module of experts that is written for one device."""
 
-    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
-        self.recipe, self.ranks = recipe, ranks
+    def __init__(self, recipe: Recipe, ranks: Ranks, replicas: Replicas) -> None:
+        self.recipe, self.ranks, self.exchange = recipe, ranks, AllToAll(replicas)
         self.routes: list[Route] = []  # of the forwards that have begun and not ended
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -205,9 +206,10 @@ class _Hooks:
             allowed = "allowed: (rows, counts), or (rows, counts, probs)"
             fail(TypeError, "MXFP8ExpertParallel", "module", f"called with {len(args)} arguments", allowed)
         rows, counts, *probs = args
-        groups, padded_counts, route = dispatch_over(rows, counts, self.recipe, self.ranks, *probs)
+        request = Request("MXFP8ExpertParallel", rows, counts, self.recipe, self.ranks, *probs)
+        groups, prob, route = self.exchange.dispatch(request)
         self.routes.append(route)
-        return groups, padded_counts, *(dispatch_probs(p, route) for p in probs)
+        return (groups, route.row_map.padded_counts) if prob is None else (groups, route.row_map.padded_counts, prob)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], groups: Tensor | None) -> Tensor | None:
         # The hook runs after a failed forward too (groups is None), so that no route outlives its call.

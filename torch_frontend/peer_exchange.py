@@ -10,8 +10,9 @@ expert's rank. The operand is as long as the memory has place for, the end of ea
 the result and of all gradients are those of `dispatch`, experts and `combine` in turn.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,17 +20,16 @@ from torch import Tensor
 from ..core_kernels.dispatch import facts
 from ..core_kernels.exchange import Chunk
 from ..core_kernels.peer import plan
-from ..core_kernels.recipe import LegName, Recipe
-from ..core_kernels.registry import OPS
+from ..core_kernels.recipe import Recipe
 from . import _direct as ops
-from ._call import into
 from ._device import arch_of
-from ._differentiable import differentiable, save, saved_by
 from .ep import TokenReplicas
-from .mx_tensor import MXTensor, dequantized
-from .overlap import BF16, Experts, layout_of
-from .peer_memory import PeerMemory
-from .transport import Part
+from .mx_tensor import MXTensor
+from .overlap import BF16, Rows
+from .transport import Part, Where
+
+if TYPE_CHECKING:
+    from .peer_memory import PeerMemory
 
 PROB = Part(1, torch.float32)
 
@@ -46,80 +46,88 @@ class Layout(NamedTuple):
     capacity: int
 
 
-class PeerCall(NamedTuple):
-    """One call. width: of the experts' rows. order, inverse, top_k: of TokenReplicas, or None and 1 for rows.
-    prob_inside: the experts weight their rows."""
+class Peers:
+    """One call: a `Way`. inverse, top_k: of TokenReplicas, or None and 1."""
 
-    memory: PeerMemory
-    layout: Layout
-    recipe: Recipe
-    experts: Experts
-    width: int
-    out_dtype: torch.dtype
-    inverse: Tensor | None
-    top_k: int
-    prob_inside: bool
+    def __init__(self, memory: "PeerMemory", layout: Layout, rows: Tensor | TokenReplicas) -> None:
+        self.memory, self.layout, self.totals = memory, layout, layout.totals
+        self.inverse, self.top_k = None, 1
+        if isinstance(rows, TokenReplicas):
+            self.inverse, self.top_k = rows.inverse, rows.top_k
 
-    def push(self, x: Tensor, name: LegName, weights: Tensor | None = None) -> tuple[Tensor | MXTensor, Tensor | None]:
+    @contextmanager
+    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Trip"]:
+        with self.memory.uninterrupted():
+            yield _Trip(self, *self.push(x, there, weights), home, home.parts)
+
+    @contextmanager
+    def backward(
+        self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
+    ) -> Iterator["_Trip"]:
+        assert weighted is None
+        with self.memory.uninterrupted():
+            self.memory.meet()
+            operand = self.push(dy.to(BF16), there, None)
+            del dy
+            trip = _Trip(self, *operand, home, [*home.parts, PROB])
+            trip.depart()
+            yield trip
+
+    def push(self, x: Tensor, rows: Rows, weights: Tensor | None) -> tuple[Tensor | MXTensor, Tensor | None]:
         """Write rows (T, K) to their places on all ranks, and weights (T, top_k) with them. Returns this rank's operand
         and the weights of its rows, which are there after the next barrier."""
-        memory, at, mx = self.memory, self.layout, self.recipe.sends_mx(name)
-        parts = layout_of(self.recipe, x.shape[1], x.dtype, name) + [PROB] * (weights is not None)
+        memory, at = self.memory, self.layout
+        parts = rows.parts + [PROB] * (weights is not None)
         starts = [*memory.starts("experts", at.capacity, parts), 0, 0]
         room = memory.views("experts", at.capacity, parts)
         weights_at = starts[len(parts) - 1] if weights is not None else 0
         scales = own_scales = x.new_empty(0, dtype=torch.uint8)
-        word, per_row = "uint8", 0
-        if mx:
-            values, scales = ops.quantize_row(x.contiguous(), int(self.recipe.rounding))
+        word, per_row, scales_at = "uint8", 0, 0
+        if rows.rounding is None:
+            values = _aligned(x)
+        else:
+            values, scales = ops.quantize_row(x.contiguous(), rows.rounding)
             word, per_row = plan.words_of(scales.shape[1])
             scales, own_scales = (s.view(getattr(torch, word)) for s in (scales, room[1]))
-        else:
-            values = _aligned(x)
+            scales_at = starts[1]
         values, own_values = values.view(torch.int64), room[0].view(torch.int64)
         prob = own_prob = x.new_empty(0, dtype=torch.float32)
         if weights is not None:
             prob, own_prob = weights.contiguous(), room[-1]
         flags = self.inverse is not None, weights is not None
         blocks = plan.push(values.shape[1], per_row, scales.element_size(), self.top_k, *flags)
-        args = values, scales, prob, *self._maps(), x.shape[0], starts[0], starts[1] if mx else 0, weights_at
+        args = values, scales, prob, *self._maps(), x.shape[0], starts[0], scales_at, weights_at
         memory.launch("push", min(x.shape[0], memory.width), *args, **blocks)
         blocks = plan.clear(values.shape[1], per_row, at.group_ends.shape[0], weights is not None)
         args = at.group_ends, at.filled_ends, own_values, own_scales, own_prob
         memory.launch("clear", at.capacity // plan.BLOCK, *args, **blocks)
-        rows = MXTensor(room[0], room[1], x.dtype) if mx else room[0]
-        return rows, room[-1].squeeze(1) if weights is not None else None
+        operand = MXTensor(room[0], room[1], x.dtype) if rows.rounding is not None else room[0]
+        return operand, room[-1].squeeze(1) if weights is not None else None
 
-    def room(self, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-        """This rank's memory for rows on their way to tokens."""
-        return self.memory.views("tokens", self.layout.capacity, parts)
-
-    def written(self, x: Tensor, name: LegName, room: tuple[Tensor, ...]) -> None:
-        """Rows as the leg sends them, in `room` if they are not there."""
-        if self.recipe.sends_mx(name):
-            into(room[:2], OPS["quantize_row"], x.contiguous(), rounding=int(self.recipe.rounding))
-        elif x.data_ptr() != room[0].data_ptr():
-            room[0].copy_(x)
-
-    def pull(self, parts: Sequence[Part], tokens: int, dtype: torch.dtype, name: LegName, out: torch.dtype) -> Tensor:
-        """(T, width) of dtype `out`: the sum of each token's replicas, rows of `dtype` in the memory of their ranks, or
-        the row."""
-        memory, device, width, mx = self.memory, self.layout.places.device, parts[0].width, self.recipe.sends_mx(name)
-        y = torch.empty((tokens, width), dtype=out, device=device)
+    def pull(self, rows: Rows, parts: Sequence[Part], out: torch.dtype) -> Tensor:
+        """(T, width) of dtype `out`: the sum of each token's replicas, rows in the memory of their ranks, or the row.
+        parts: what travels with them too."""
+        memory, device, tokens, mx = self.memory, self.layout.places.device, self.tokens, rows.rounding is not None
+        y = torch.empty((tokens, rows.width), dtype=out, device=device)
         starts = [*memory.starts("tokens", self.layout.capacity, parts), 0]
         hw_cast = device.type == "cuda" and facts(arch_of(device)).hw_cast
-        flags = self.inverse is not None, mx, dtype == torch.float32, hw_cast
+        flags = self.inverse is not None, mx, rows.dtype == torch.float32, hw_cast
         args = *self._maps(), tokens, starts[0], starts[1] if mx else 0, y
-        memory.launch("pull", min(tokens, memory.width), *args, **plan.pull(width, self.top_k, *flags))
+        memory.launch("pull", min(tokens, memory.width), *args, **plan.pull(rows.width, self.top_k, *flags))
         return y
 
-    def pull_weights(self, parts: Sequence[Part], tokens: int) -> Tensor:
+    def pull_weights(self, parts: Sequence[Part]) -> Tensor:
         """(T, top_k) fp32, the last part of each replica's row."""
-        out = torch.empty((tokens, self.top_k), dtype=torch.float32, device=self.layout.places.device)
+        out = torch.empty((self.tokens, self.top_k), dtype=torch.float32, device=self.layout.places.device)
         start = self.memory.starts("tokens", self.layout.capacity, parts)[-1]
         args = *self._maps(), out.numel(), start, out
         self.memory.launch("pull_weights", -(-out.numel() // 256), *args, BLOCK_M=256)
         return out
+
+    @property
+    def tokens(self) -> int:
+        maps = self.layout.places if self.inverse is None else self.inverse
+        return maps.shape[0] // self.top_k
 
     def _maps(self) -> tuple[Tensor, Tensor, Tensor]:
         room, places = self.memory.room, self.layout.places
@@ -136,17 +144,55 @@ class PeerCall(NamedTuple):
         return value.clone() if isinstance(value, Tensor) and self.memory.holds(value) else value
 
 
-def legs(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple[Any, list[Part]]]:
+class _Trip:
+    """All experts are one chunk. parts: of the rows home, and what travels with them."""
+
+    def __init__(self, of: Peers, rows: Tensor, prob: Tensor | None, home: Rows, parts: list[Part]) -> None:
+        self.of, self.of_home, self.parts, self.operand = of, home, parts, (rows, prob)
+        self.chunks = (Chunk(0, of.layout.group_ends.shape[0], 0, of.layout.capacity),)
+
+    def depart(self) -> None:
+        self.of.memory.meet()
+
+    def ends(self) -> list[Tensor]:
+        return [self.of.layout.group_ends]
+
+    def operands(self, chunk: int) -> tuple[Tensor, Tensor | None]:
+        return self.operand
+
+    def room(self, chunk: int) -> tuple[Tensor, ...]:
+        return self.of.memory.views("tokens", self.of.layout.capacity, self.parts)
+
+    def kept(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.of.kept(state)
+
+    def send_back(self, chunk: int) -> None:
+        self.of.memory.meet()
+
+    def sums(self, out_dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        y = self.of.pull(self.of_home, self.parts, out_dtype)
+        return y, y
+
+    def gradients(
+        self, needs: tuple[bool, bool], beside: Callable[[], list[Tensor | None]]
+    ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+        need_x, need_prob = needs
+        dx = self.of.pull(self.of_home, self.parts, self.of_home.dtype) if need_x else None
+        dprobs = self.of.pull_weights(self.parts) if need_prob else None
+        return dx, dprobs, beside()
+
+
+def legs(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple[Where, list[Part]]]:
     """The most that each leg of a call carries: rows (.., dim) there, (.., width) back."""
     return [
-        ("experts", [*layout_of(recipe, dim, dtype, "dispatch"), PROB]),
-        ("experts", layout_of(recipe, width, BF16, "combine_grad")),
-        ("tokens", layout_of(recipe, width, BF16, "combine")),
-        ("tokens", [*layout_of(recipe, dim, dtype, "dispatch_grad"), PROB]),
+        ("experts", [*Rows.of(recipe, "dispatch", dim, dtype).parts, PROB]),
+        ("experts", Rows.of(recipe, "combine_grad", width, BF16).parts),
+        ("tokens", Rows.of(recipe, "combine", width, BF16).parts),
+        ("tokens", [*Rows.of(recipe, "dispatch_grad", dim, dtype).parts, PROB]),
     ]
 
 
-def lay_out(memory: PeerMemory, counts: Tensor, rows: int, capacity: int, alignment: int) -> Layout:
+def lay_out(memory: "PeerMemory", counts: Tensor, rows: int, capacity: int, alignment: int) -> Layout:
     """Exchange the counts (E,) of all ranks and place the rows of this one; ends with the first barrier of a call."""
     experts, device, room = counts.shape[0], counts.device, memory.room
     assert room is not None
@@ -164,60 +210,7 @@ def lay_out(memory: PeerMemory, counts: Tensor, rows: int, capacity: int, alignm
     return Layout(places, ends, filled, totals, capacity)
 
 
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: PeerCall, *parameters: Tensor | None) -> Tensor:
-        need_x, need_probs, _, *need_parameters = ctx.needs_input_grad
-        inside, memory, ends = call.prob_inside, call.memory, call.layout.group_ends
-        with memory.uninterrupted():
-            rows, prob = call.push(x, "dispatch", probs if inside else None)
-            needs = need_x, need_probs and inside, *need_parameters
-            experts = call.experts.quantized(parameters, needs)
-            memory.meet()
-            parts = layout_of(call.recipe, call.width, BF16, "combine")
-            room, mx = call.room(parts), call.recipe.sends_mx("combine")
-            prob = torch.empty(0, dtype=torch.float32, device=x.device) if prob is None else prob
-            whole = Chunk(0, ends.shape[0], 0, call.layout.capacity)
-            out, state = experts.forward(whole, rows, prob, ends, parameters, needs, None if mx else room[0])
-            call.written(out, "combine", room)
-            save(ctx, call.kept(state))
-            memory.meet()
-            ctx.call, ctx.needs, ctx.tokens, ctx.dim = call, needs, x.shape[0], x.shape[1]
-            ctx.dtypes = x.dtype, *(None if p is None else p.dtype for p in parameters)
-            return call.pull(parts, x.shape[0], BF16, "combine", call.out_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        call, (need_x, need_prob, *_), dtype = ctx.call, ctx.needs, ctx.dtypes[0]
-        memory, state = call.memory, saved_by(ctx)
-        with memory.uninterrupted():
-            memory.meet()
-            dout, _ = call.push(dequantized(grads[0]).contiguous().to(BF16), "combine_grad")
-            memory.meet()
-            step = call.experts.backward(state, dout, ctx.dtypes, ctx.needs)
-            parts = [*layout_of(call.recipe, ctx.dim, dtype, "dispatch_grad"), PROB]
-            room, mx = call.room(parts), call.recipe.sends_mx("dispatch_grad")
-            dx, dprob = step.inputs(room[0] if need_x and not mx else None)
-            if dx is not None:
-                call.written(dx, "dispatch_grad", room)
-            if dprob is not None and need_prob:
-                room[-1].copy_(dprob.reshape(-1, 1))
-            memory.meet()
-            dx = call.pull(parts, ctx.tokens, dtype, "dispatch_grad", dtype) if need_x else None
-            dprobs = call.pull_weights(parts, ctx.tokens) if need_prob else None
-            return dx, dprobs, None, *step.weights([None] * len(ctx.needs[2:]))
-
-
 def _aligned(x: Tensor) -> Tensor:
     """x with dense rows at an address that kernels take."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
-
-
-exchanged = differentiable("expert parallelism", _Exchanged)
-"""exchanged(x, probs, call, *parameters): dispatch, experts and combine, unchecked."""
-
-
-def maps_of(rows: Tensor | TokenReplicas) -> tuple[Tensor, Tensor | None, int]:
-    """x, inverse and top_k of a `PeerCall`."""
-    return (rows.x, rows.inverse, rows.top_k) if isinstance(rows, TokenReplicas) else (rows, None, 1)

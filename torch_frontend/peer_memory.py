@@ -33,10 +33,13 @@ from torch import Tensor
 from ..core_kernels.launch import fail
 from ..core_kernels.peer import plan
 from ._checks import check_int
-from ._ranks import compare_calls, key_of, table_of_ranks
+from ._counts import Request, checked_rows, shared_arguments
+from ._launch import check_devices
+from ._ranks import can_compare, compare_calls, key_of, table_of_ranks
+from .peer_exchange import Peers, lay_out, legs
+from .shards import Ranks
 from .symmetric import Shared, has_shared_memory, meet, shared_memory
-from .transport import ALIGNMENT, TIMEOUT, Part, Transport, Where, group_of, milliseconds, places_of, views_of
-from .transport import described as described_transport
+from .transport import ALIGNMENT, TIMEOUT, Part, Where, group_of, milliseconds, places_of, views_of
 
 OP = "PeerMemory"
 WIDTH = 1024
@@ -103,6 +106,39 @@ class PeerMemory:
         self.interrupted = False
         self.room: Room | None = None
         self.of_graphs: list[Room] = []
+        self.weighs_sums = False
+
+    @property
+    def described(self) -> str:
+        return f"PeerMemory(rows={self.rows})"
+
+    def begin(self, request: Request, width: int) -> Peers:
+        """Room for a request whose experts return rows of this width, and its layout; ends with the first barrier."""
+        op, error, ranks = "dispatch", request.error, request.ranks
+        rows, num_rows, shared = request.rows, 0, {}
+        try:
+            if error is None:
+                rows, num_rows = checked_rows(request)
+                check_devices(op, "transport", self.device, rows=request.x)
+                also = {"experts": request.counts.shape[0], **request.also}
+                shared = shared_arguments(request._replace(also=also))
+        except (TypeError, ValueError) as found:
+            error = found
+        if error is not None:
+            self.interrupt()
+            if self.room is None and can_compare(ranks.group_name):
+                compare_calls(op, shared, ranks.group_name, error)  # the others do before they allocate, and raise too
+            raise error
+        x, counts, alignment = request.x, request.counts, request.recipe.alignment
+        parts = legs(request.recipe, x.shape[1], x.dtype, width)
+        with torch.no_grad(), self.uninterrupted():
+            capacity = self.reserve(op, num_rows, counts.shape[0], alignment, parts, shared)
+            layout = lay_out(self, counts, num_rows, capacity, alignment)
+        return Peers(self, layout, rows)
+
+    def refuse(self, ranks: Ranks) -> None:
+        """There is no exchange that tells the others: they wait for this rank until their time limit."""
+        self.interrupt()
 
     def overflow(self) -> None:
         """Raise RuntimeError, with the numbers, if a rank had no place for a row since the last call of this method.
@@ -216,24 +252,6 @@ class PeerMemory:
             with self._on_device():
                 function = getattr(self.kernels, f"{kernel}_kernel")
                 function[(programs,)](*args, **constexprs, enable_fp_fusion=False)
-
-
-Carrier = Transport | PeerMemory
-"""What carries the rows of a layer."""
-
-
-def check_prob_in_of_peers(op: str, argument: str, prob_in: str) -> None:
-    """Raise ValueError for the place of the probabilities whose gradient reads rows of the forward."""
-    if prob_in == "combine":
-        allowed = "allowed: 'swiglu' or 'input' with PeerMemory; the gradient of a weighted sum reads the rows again"
-        fail(ValueError, op, argument, "prob_in='combine'", allowed)
-
-
-def described(carrier: Carrier) -> str:
-    """What the ranks must agree on."""
-    if isinstance(carrier, PeerMemory):
-        return f"PeerMemory(rows={carrier.rows})"
-    return described_transport(carrier)
 
 
 def _missing() -> str:

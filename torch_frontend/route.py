@@ -41,6 +41,11 @@ class Route(NamedTuple):
         return self.row_map.padded_rows
 
     @property
+    def layout(self) -> RowMap:
+        """What the experts take beside their groups."""
+        return self.row_map
+
+    @property
     def way(self) -> Way:
         """Of the copies of a token there, and of its replicas back."""
         copies = self.copies

@@ -12,18 +12,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core_kernels.launch import fail
-from ..core_kernels.replicas import Replicas
 from ._differentiable import differentiable
 from ._torch_private import all_reduce, group_named
-from .peer_memory import Carrier
 
 
 class Ranks(NamedTuple):
     """The ranks that share a layer's experts.
 
     group_name, degree: their process group and its size. num_experts: of all ranks together; 0 is unknown. device_type:
-    of their devices. gradient_divisor: divides a weight's gradient, which is a sum over the ranks. transport: carries
-    rows beside the products; None is one exchange after the other. replicas: how often a token goes to a rank.
+    of their devices. gradient_divisor: divides a weight's gradient, which is a sum over the ranks.
     """
 
     group_name: str
@@ -31,8 +28,10 @@ class Ranks(NamedTuple):
     num_experts: int
     device_type: str
     gradient_divisor: int = 1
-    transport: Carrier | None = None
-    replicas: Replicas = "each"
+
+
+ALONE = Ranks("", 1, 0, "")
+"""This process alone."""
 
 
 class _DivideGradient(torch.autograd.Function):
@@ -76,13 +75,13 @@ def check_sharded(op: str, parameters: tuple[Tensor, ...], ranks: Ranks | None) 
                 _not_ours(op, parameter)
 
 
-def check_group(op: str, ranks: Ranks) -> None:
+def check_group(op: str, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
     """Raise RuntimeError if the process group has been destroyed since the layer was sharded. A default group made
-    again has its old name; a transport has the old group."""
+    again has its old name; group: the old one, of a transport."""
     if ranks.degree == 1 or torch.compiler.is_compiling():
         return
     try:
-        dist.get_process_group_ranks(ranks.transport.group if ranks.transport else group_named(ranks.group_name))
+        dist.get_process_group_ranks(group_named(ranks.group_name) if group is None else group)
     except (KeyError, RuntimeError, ValueError):
         allowed = "allowed: a group that exists; build and shard the layer after init_process_group"
         fail(RuntimeError, op, "group", f"{ranks.group_name!r}, which has been destroyed", allowed)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
+from ._counts import Request
 from ._torch_private import name_of_group
 from .combine import combine
 from .convert import titan_forward
@@ -25,7 +26,7 @@ from .dispatch import dispatch_over
 from .ep import TokenReplicas
 from .permute import sort_by_expert
 from .route import Route
-from .shards import Ranks
+from .shards import ALONE, Ranks
 
 TESTED = "0.3.0"
 """The release that the tests ran with."""
@@ -97,16 +98,16 @@ class Dispatcher(AllToAllTokenDispatcher):
     ) -> tuple[Tensor, Tensor, Any]:
         order, inverse, counts = sort_by_expert(topk_expert_ids_TK, self.num_experts)
         tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, self.top_k)
-        groups, padded_counts, route = dispatch_over(tokens, counts, self.recipe, self._ranks())
+        groups, padded_counts, route = dispatch_over(Request("dispatch", tokens, counts, self.recipe, self._ranks()))
         return groups, padded_counts, Sent(route, topk_scores_TK)
 
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
         return combine(routed_output_RD, metadata.route, metadata.scores_TK.float(), out_dtype=x_TD.dtype)
 
-    def _ranks(self) -> Ranks | None:
+    def _ranks(self) -> Ranks:
         mesh = self.ep_mesh
         if mesh is None:
-            return None
+            return ALONE
         return Ranks(name_of_group(mesh.get_group()), mesh.size(), self.num_experts, mesh.device_type)
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from mxep.core_kernels.recipe import Recipe
 from mxep.core_kernels.swiglu.activation import PLAIN
 from mxep.torch_frontend import MoE, MXFP8ExpertParallel, grouped_swiglu_ffn
-from mxep.torch_frontend.expert_parallel import FFNExperts
+from mxep.torch_frontend.expert_parallel import Transport, exchange_over
 from mxep.torch_frontend.ffn import ffn_call
-from mxep.torch_frontend.peer_memory import Carrier
+from mxep.torch_frontend.local_experts import FFNExperts
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -63,7 +63,7 @@ def our_layer(shape: MoELayer, recipe: Recipe, group: dist.ProcessGroup, device:
 
 
 def work(
-    shape: MoELayer, routing: str, recipe: Recipe, transports: Mapping[str, Carrier], device: torch.device
+    shape: MoELayer, routing: str, recipe: Recipe, transports: Mapping[str, Transport], device: torch.device
 ) -> Work:
     """The layer of this shape, `tokens` on each of the ranks of the default group."""
     group = dist.group.WORLD
@@ -73,12 +73,11 @@ def work(
     dy = values(shape.tokens, shape.dim, device=device.type, octaves=0.5)
     ours = moe.router.weight, moe.experts.w1, moe.experts.w3, moe.experts.w2
     plain = Weights(*(_local(w).detach().requires_grad_() for w in ours))
-    alone, no_wire = moe.experts.expert_parallel, NoWire(group)
-    assert alone is not None
+    no_wire = NoWire(group)
 
-    def over(transport: Carrier | None) -> Callable[[], Tensor]:
+    def over(transport: Transport | None) -> Callable[[], Tensor]:
         def forward() -> Tensor:
-            moe.experts.expert_parallel = alone._replace(transport=transport)
+            moe.experts.exchange = exchange_over(transport)
             return moe(x)[0]
 
         return forward

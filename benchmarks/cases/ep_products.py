@@ -10,7 +10,8 @@ import torch.distributed as dist
 from mxep.core_kernels.exchange import plan_exchange
 from mxep.core_kernels.recipe import LegName, Recipe
 from mxep.torch_frontend import MXTensor, ops
-from mxep.torch_frontend.overlap import Experts, ends_of_chunks
+from mxep.torch_frontend.overlap import Experts
+from mxep.torch_frontend.planned_exchange import ends_of_chunks
 from mxep.torch_frontend.transport import CHUNK_BYTES
 from torch import Tensor
 

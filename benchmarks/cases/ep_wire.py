@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.exchange import Step
-from mxep.torch_frontend.transport import CHUNK_BYTES, Part, Transport, Where, rows_of_parts
+from mxep.torch_frontend import Collectives
+from mxep.torch_frontend.transport import CHUNK_BYTES, Legs, Part, Where, rows_of_parts
 from torch import Tensor
 
 LEGS = 4
@@ -29,11 +30,11 @@ class OpenedLeg(NamedTuple):
     parts: list[Part]
 
 
-class NoWire:
+class NoWire(Collectives):
     """Received rows are memory with fixed values, and nothing waits. `legs`: the last four transfers."""
 
     def __init__(self, group: dist.ProcessGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self.group, self.chunk_bytes = group, chunk_bytes
+        super().__init__(group, chunk_bytes=chunk_bytes)
         self.legs: deque[OpenedLeg] = deque(maxlen=LEGS)
         self.rows: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
 
@@ -79,7 +80,7 @@ class _Still:
         pass
 
 
-def travel(transport: Transport, legs: Sequence[OpenedLeg]) -> None:
+def travel(transport: Legs, legs: Sequence[OpenedLeg]) -> None:
     """Send the rows of each transfer, one transfer after the other; the values do not matter."""
     for where, steps, sent, received, parts in legs:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

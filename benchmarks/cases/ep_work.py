@@ -1,12 +1,14 @@
 """One measurement of expert parallelism: the work of all ranks, and its peer."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from mxep.torch_frontend.copy_engines import CopyEngines
-from mxep.torch_frontend.peer_memory import Carrier, PeerMemory
+from mxep.torch_frontend.expert_parallel import Transport
+from mxep.torch_frontend.peer_memory import PeerMemory
+from mxep.torch_frontend.transport import Legs
 from torch import Tensor
 
 from .case import Tensors
@@ -44,7 +46,7 @@ class Work(NamedTuple):
 
 def stages_of(
     without: Callable[[], Tensor], step: Callable[[Callable[[], Tensor]], Tensors], no_wire: NoWire,
-    transports: Mapping[str, Carrier],
+    transports: Mapping[str, Transport],
 ) -> dict[str, Callable[[], object]]:  # fmt: skip
     """The communication alone of each transport except `PeerMemory`, and the step without communication. without: the
     forward over `no_wire`."""
@@ -52,9 +54,10 @@ def stages_of(
     legs = list(no_wire.legs)  # of the forward, then of its backward
     stages: dict[str, Callable[[], object]] = {"without a wire forward": without}
     stages["without a wire both"] = lambda: step(without)
-    for name, transport in transports.items():
-        if isinstance(transport, PeerMemory):
+    for name, of in transports.items():
+        if isinstance(of, PeerMemory):
             continue
+        transport = cast(Legs, of)
         stages[f"{name} wire forward"] = lambda t=transport: travel(t, legs[:2])
         stages[f"{name} wire backward"] = lambda t=transport: travel(t, legs[2:])
     return stages

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import combine, grouped_mm
+from mxep.torch_frontend._counts import Request
 from mxep.torch_frontend.dispatch import dispatch_over
-from mxep.torch_frontend.expert_parallel import MMExperts, mm_over
+from mxep.torch_frontend.expert_parallel import Overlapped, Transport
 from mxep.torch_frontend.grouped_mm import MMCall
-from mxep.torch_frontend.peer_memory import Carrier
+from mxep.torch_frontend.local_experts import MM, MMExperts
 from mxep.torch_frontend.products import ProductOptions
 from mxep.torch_frontend.shards import Ranks
 from torch import Tensor
@@ -81,7 +82,9 @@ class Inputs(NamedTuple):
         return (y.detach(), *torch.autograd.grad(y, (self.rows, self.w), self.dy))
 
 
-def work(shape: EPShape, routing: str, recipe: Recipe, transports: Mapping[str, Carrier], device: torch.device) -> Work:
+def work(
+    shape: EPShape, routing: str, recipe: Recipe, transports: Mapping[str, Transport], device: torch.device
+) -> Work:
     """The pipeline of a product at this shape, for all ranks of the default group."""
     inputs, group = Inputs.of(shape, routing, device), dist.group.WORLD
     assert group is not None
@@ -89,12 +92,15 @@ def work(shape: EPShape, routing: str, recipe: Recipe, transports: Mapping[str, 
     groups = torch.tensor(inputs.received, device=device).sum(0)
     ends, no_wire = groups.cumsum(0).to(torch.int32), NoWire(group)
 
+    request = Request("benchmark", rows, counts, recipe, ranks, out_dtype=BF16)
+
     def in_turn() -> Tensor:
-        groups, _, route = dispatch_over(rows, counts, recipe, ranks)
+        groups, _, route = dispatch_over(request)
         return combine(grouped_mm(groups, w, route.group_ends, recipe=recipe, pad_token_groups=False), route)
 
-    def over(transport: Carrier) -> Callable[[], Tensor]:
-        return lambda: mm_over("benchmark", rows, counts, w, None, BF16, recipe, ranks, transport)[0]
+    def over(transport: Transport) -> Callable[[], Tensor]:
+        exchange = Overlapped(transport)
+        return lambda: exchange.dispatch(request)[2].run(MM(w, None, recipe), rows, None)
 
     ours = lambda x, w: grouped_mm(x, w, ends, recipe=recipe, pad_token_groups=False)  # noqa: E731
     m, k, n, _ = shape

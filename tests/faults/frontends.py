@@ -55,7 +55,7 @@ FRONTENDS = (
     ),
     Fault(
         "torch, overlapped experts: the padding of groups keeps old bytes of its memory",
-        "torch_frontend/overlap.py",
+        "torch_frontend/planned_exchange.py",
         "zero_each(padding)",
         "padding.clear()",
         "tests/torch_frontend/test_expert_parallel.py",
@@ -154,9 +154,9 @@ FRONTENDS = (
     ),
     Fault(
         "torch, peer memory: the backward reads rows that the next layer has written",
-        "torch_frontend/peer_exchange.py",
-        "save(ctx, call.kept(state))",
-        "save(ctx, state)",
+        "torch_frontend/overlap.py",
+        "saved.append(trip.kept(state))",
+        "saved.append(state)",
         "tests/torch_frontend/test_peer_memory.py",
     ),
     Fault(

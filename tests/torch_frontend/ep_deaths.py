@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.recipe import RECIPES
-from mxep.torch_frontend.expert_parallel import mm_over
+from mxep.torch_frontend import Collectives
+from mxep.torch_frontend._counts import Request
+from mxep.torch_frontend.expert_parallel import Overlapped
+from mxep.torch_frontend.local_experts import MM
 from mxep.torch_frontend.shards import Ranks
-from mxep.torch_frontend.transport import Collectives
 
 RANKS, VICTIM = 3, 1
 
@@ -88,8 +90,10 @@ def run(rank: int, stage: str, out: Path) -> None:
     if rank == VICTIM and STAGES[stage].leg < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        arguments = x, torch.full((6,), 2), w, None, torch.bfloat16, RECIPES["mxfp8"], ranks, transport
-        y, _ = mm_over("test", *arguments)
+        recipe = RECIPES["mxfp8"]
+        request = Request("test", x, torch.full((6,), 2), recipe, ranks, out_dtype=torch.bfloat16)
+        rows, prob, handle = Overlapped(transport).dispatch(request)
+        y = handle.run(MM(w, None, recipe), rows, prob)
         where, start = "backward", time.monotonic()
         y.sum().backward()
         error = "none"

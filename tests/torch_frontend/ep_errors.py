@@ -22,6 +22,7 @@ from mxep.core_kernels.recipe import RECIPES
 from mxep.core_kernels.swiglu.activation import SwiGLU
 from mxep.torch_frontend import (
     Collectives,
+    GroupedExperts,
     MoE,
     MXFP8ExpertParallel,
     MXTensor,
@@ -32,6 +33,7 @@ from mxep.torch_frontend import (
     sort_by_expert,
     to_mxfp8_a2a_dequant,
 )
+from mxep.torch_frontend._counts import Request
 from mxep.torch_frontend.combine import combine
 from mxep.torch_frontend.dispatch import dispatch, dispatch_over
 from mxep.torch_frontend.shards import Ranks
@@ -57,7 +59,8 @@ def raises(words: str, others_words: str, run: Callable[[], object], error: type
 def send(rows: object = X, counts: object = COUNTS, probs: object = None) -> None:
     """`dispatch` with these arguments on rank 0, and with right ones on rank 1."""
     mine = (rows, counts, probs) if RANK == 0 else (X, COUNTS, None)
-    dispatch_over(*mine[:2], RECIPES["mxfp8"], Ranks(GROUP, RANKS, E, DEVICE.type), mine[2])  # type: ignore[arg-type]
+    ranks = Ranks(GROUP, RANKS, E, DEVICE.type)
+    dispatch_over(Request("test", *mine[:2], RECIPES["mxfp8"], ranks, mine[2]))  # type: ignore[arg-type]
 
 
 def bad_arguments_of_dispatch() -> None:
@@ -228,6 +231,11 @@ class Experts(nn.Module):
         return groups.dequantize()
 
 
+class OwnForward(GroupedExperts):
+    def forward(self, *args: Any) -> Tensor:
+        return super().forward(*args)
+
+
 def bad_arguments_of_parallel_experts() -> None:
     mesh, style = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("ep",)), MXFP8ExpertParallel(gradients="sum")
     for module, told in (
@@ -274,6 +282,10 @@ def bad_arguments_of_parallel_experts() -> None:
     ):
         with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: replicas: {words}"):
             parallelize_module(module, mesh, MXFP8ExpertParallel(replicas="once", **options))
+    moe = parallelize_module(MoE(D, 96, E, 1).to(DEVICE), mesh, MXFP8ExpertParallel(transport=transports[0]))
+    moe.experts.__class__ = OwnForward
+    with pytest.raises(TypeError, match="MoE: experts: got a forward of their own; allowed: the forward of GroupedEx"):
+        moe(X)
     with pytest.raises(ValueError, match=r"replicas: got 'twice'; allowed: 'each', 'once', 'summed'"):
         MXFP8ExpertParallel(replicas="twice")  # type: ignore[arg-type]
     once = parallelize_module(MoE(D, 96, E, 2).to(DEVICE), mesh, MXFP8ExpertParallel(replicas="once"))
@@ -313,8 +325,7 @@ def bad_arguments_of_overlapped_experts() -> None:
         mine = arguments | change if RANK == 0 else arguments
         raises(words, told, lambda mine=mine: expert_parallel_mm(**mine))
     mine = arguments | {"transport": Collectives(GROUP, chunk_bytes=1)} if RANK == 0 else arguments
-    whole = "Collectives(chunk_bytes=67108864)"
-    words = f"transport: got {whole} on rank 1; allowed: Collectives(chunk_bytes=1), as here"
+    words = "transport: got None on rank 1; allowed: Collectives(chunk_bytes=1), as here"
     raises(words, "transport: got Collectives(chunk_bytes=1) on rank 0", lambda: expert_parallel_mm(**mine))
     mine = arguments | {"rows": X.clone().requires_grad_()} if RANK == 0 else arguments
     words = "gradients: got none on rank 1; allowed: rows, as here"

@@ -21,9 +21,8 @@ from mxep.torch_frontend import (
     quantize_weights,
     sort_by_expert,
 )
-from mxep.torch_frontend.expert_parallel import expert_parallel_ffn, expert_parallel_mm
-from mxep.torch_frontend.peer_memory import Carrier
-from mxep.torch_frontend.transport import Collectives
+from mxep.torch_frontend.collectives import Collectives
+from mxep.torch_frontend.expert_parallel import Transport, expert_parallel_ffn, expert_parallel_mm
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -135,7 +134,7 @@ def addresses_of_a_gpu() -> Iterator[None]:
 
 @addresses_of_a_gpu()
 def ffn(
-    transport: Carrier, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
+    transport: Transport, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
     held: bool = False, frozen: bool = False, most: int = MOST_TOKENS,
 ) -> None:  # fmt: skip
     recipe, group = RUNS[run], transport.group
@@ -144,7 +143,7 @@ def ffn(
         x, experts = (t.to(device) for t in routing(seed, rank, ranks, most))
         order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
         results = []
-        for overlapped in (False, True):
+        for over in ("in turn", transport, *([None] if seed == seeds[0] else [])):  # None: the default, no overlap
             w1, w3, w2, b1, b3, b2 = leaves(
                 seed, group, *[(LOCAL, F, D)] * 2, (LOCAL, D, F), *[(LOCAL, F)] * 2, (LOCAL, D)
             )
@@ -155,7 +154,7 @@ def ffn(
             tokens = TokenReplicas(leaf, order, inverse, TOP_K)
             biases = {"b1": b1, "b3": b3, "b2": b2} if bias else {}
             weights = [quantize_weights(w, recipe) for w in (w1, w3, w2)] if held else [w1, w3, w2]
-            if overlapped:
+            if over != "in turn":
                 y = expert_parallel_ffn(
                     tokens,
                     counts,
@@ -164,7 +163,7 @@ def ffn(
                     prob_in=prob_in,
                     recipe=recipe,
                     group=group,
-                    transport=transport,
+                    transport=over,
                     **biases,
                 )
             else:
@@ -176,7 +175,8 @@ def ffn(
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank))
             y.backward(dy.bfloat16().to(device))
             results.append([y, leaf.grad, probs.grad, *(t.grad for t in (w1, w3, w2, b1, b3, b2))])
-        same(*results, (run, prob_in, seed))
+        for found in results[1:]:
+            same(results[0], found, (run, prob_in, seed))
         if seed == 7:
             y, dx, *_ = (t for t in results[1] if t is not None)
             assert y[0].isnan().all()
@@ -185,19 +185,19 @@ def ffn(
 
 
 @addresses_of_a_gpu()
-def products(transport: Carrier, run: str, replicas: bool, seeds: range, most: int = MOST_TOKENS) -> None:
+def products(transport: Transport, run: str, replicas: bool, seeds: range, most: int = MOST_TOKENS) -> None:
     recipe, group = RUNS[run], transport.group
     rank, ranks, device = group.rank(), group.size(), device_of(group)
     for seed in seeds:
         x, experts = (t.to(device) for t in routing(seed, rank, ranks, most))
         order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
         results = []
-        for overlapped in (False, True):
+        for over in ("in turn", transport, *([None] if seed == seeds[0] else [])):
             w, bias = leaves(seed, group, (LOCAL, F, D), (LOCAL, F))
             leaf = (x if replicas else x[order // TOP_K]).bfloat16().requires_grad_()
             rows = TokenReplicas(leaf, order, inverse, TOP_K) if replicas else leaf
-            if overlapped:
-                y = expert_parallel_mm(rows, w, counts, bias=bias, recipe=recipe, group=group, transport=transport)
+            if over != "in turn":
+                y = expert_parallel_mm(rows, w, counts, bias=bias, recipe=recipe, group=group, transport=over)
             else:
                 groups, _, route = dispatch(rows, counts, recipe=recipe, group=group)
                 out = grouped_mm(groups, w, route.group_ends, bias=bias, recipe=recipe, pad_token_groups=False)
@@ -205,7 +205,8 @@ def products(transport: Carrier, run: str, replicas: bool, seeds: range, most: i
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank))
             y.backward(dy.bfloat16().to(device))
             results.append([y, leaf.grad, w.grad, bias.grad])
-        same(*results, (run, replicas, seed))
+        for found in results[1:]:
+            same(results[0], found, (run, replicas, seed))
 
 
 def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str) -> None:
@@ -217,6 +218,8 @@ def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str
         moe, mesh = parallel(ep, "mxfp8", transport=transport, prob_in=prob_in, recompute=again)
         rank = mesh.get_local_rank()
         found: list[Tensor | None] = []
+        seen = []  # by a hook of the experts, such as those of FSDP2
+        moe.experts.register_forward_hook(lambda module, args, out, seen=seen: seen.append(type(out)))
         batch = torch.randn(7 + 3 * rank, moe.router.in_features, generator=torch.Generator().manual_seed(rank))
         for needs_gradient in (True, False):
             x = batch.clone().requires_grad_(needs_gradient)
@@ -227,11 +230,12 @@ def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str
             found += [y, stats.counts, stats.aux_loss, x.grad, *(p.grad for p in moe.parameters())]
         with moe.weights_held():
             found.append(moe(batch)[0])
+        assert set(seen) == {Tensor}, seen
         results.append([t.to_local() if isinstance(t, DTensor) else t for t in found])
     same(*results, (ep, prob_in))
 
 
-def checks(prob_in: Literal["combine", "swiglu"]) -> dict[str, Callable[[Carrier], None]]:
+def checks(prob_in: Literal["combine", "swiglu"]) -> dict[str, Callable[[Transport], None]]:
     """prob_in: of the checks that leave it open; PeerMemory takes no "combine"."""
     of = partial(ffn, prob_in=prob_in)
     return {

@@ -18,7 +18,7 @@ from mxep.torch_frontend import (
     expert_parallel_ffn,
     sort_by_expert,
 )
-from mxep.torch_frontend.peer_memory import Carrier
+from mxep.torch_frontend.expert_parallel import Transport
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -32,7 +32,7 @@ class Layers(nn.Module):
     """A layer for each place of the probabilities, of one transport; the first multiplies gate and up again, the second
     is recomputed."""
 
-    def __init__(self, mesh: DeviceMesh, carrier: Carrier | None, recipe: str) -> None:
+    def __init__(self, mesh: DeviceMesh, carrier: Transport | None, recipe: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         sizes, device = (D, F, LOCAL * mesh.size(), TOP_K), mesh.device_type
@@ -71,7 +71,7 @@ def layers(mesh: DeviceMesh, memory: PeerMemory, recipe: str = "mxfp8", steps: i
         same(list(ours.step(x, dy)), list(plain.step(x, dy)), seed)
 
 
-def _sums(carrier: Carrier, seed: int) -> list[Tensor | None]:
+def _sums(carrier: Transport, seed: int) -> list[Tensor | None]:
     """y and the gradients of x and probs of a feed-forward; the inputs depend on the seed alone."""
     group = carrier.group
     x, experts = (t.to(device_of(group)) for t in routing(seed, group.rank(), group.size()))

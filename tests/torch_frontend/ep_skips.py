@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mxep.torch_frontend import Collectives, MoE, MXFP8ExpertParallel
-from mxep.torch_frontend.expert_parallel import FFNExperts
+from mxep.torch_frontend.local_experts import FFNExperts
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from forked import fork_ranks
 from mxep.torch_frontend import MoE, MoERecorder, MXFP8ExpertParallel, clip_grad_norm_, shard_moe
-from mxep.torch_frontend.transport import Collectives
+from mxep.torch_frontend.collectives import Collectives
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
