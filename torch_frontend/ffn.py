@@ -29,164 +29,200 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.recipe import Recipe
-from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
+from ..core_kernels.swiglu.activation import PLAIN, Numbers, SwiGLU
+from ..core_kernels.swiglu.gradient import Needs
 from ._checks import check_flag, check_floats, check_group_ends
 from ._differentiable import differentiable, save, saved_by
 from ._launch import check_devices
 from ._ranges import named
-from .backward_operands import BackwardOperands, Unused
+from .backward_operands import BackwardOperands
+from .forms import AddedBias, Glu, Operands, WeightOperands
 from .grouped_mm import ends_by_hand
 from .groups import GroupEnds
-from .products import (
-    ProductOptions,
-    bias_gradient,
-    bias_row_products,
-    pair_of_products,
-    pair_of_weight_gradients,
-    product,
-    quantize_activation,
-    row_operand,
-    sum_of_products,
-    weight_gradient,
-)
-from .swiglu import hidden_rows, row_probabilities
-from .weights import Held, Quantized, WeightOperand, Weights, check_ffn_weights, for_call, outlives_forward
+from .products import ProductOptions, bias_gradient, bias_row_products
+from .swiglu import row_probabilities
+from .weights import Held, Weights, along_n, check_ffn_weights, for_call, outlives_forward
 
 BF16 = torch.bfloat16
 Bias = Tensor | None
+
+
+class FFNNeeds(NamedTuple):
+    """Which arguments need gradients."""
+
+    x: bool = False
+    w1: bool = False
+    w3: bool = False
+    w2: bool = False
+    prob: bool = False
+    b1: bool = False
+    b3: bool = False
+    b2: bool = False
+
+    @property
+    def of_swiglu(self) -> Needs:
+        return Needs(self.x, self.w1 or self.w3, self.b1 or self.b3, self.w2)
+
+    @property
+    def dh(self) -> bool:
+        return self.x or self.w1 or self.w3 or self.prob or self.b1 or self.b3
 
 
 class FFNCall(NamedTuple):
     """What one call of the feed-forward has beside its tensors.
 
     numbers: of the activation. weighted: `prob` weights b2 too. save_bytes: the quantized weights may live until the
-    backward. recompute: it multiplies gate and up again. needs: x, w1, w3, w2, prob, b1, b3 and b2 need gradients.
+    backward. recompute: it multiplies gate and up again.
     """
 
     options: ProductOptions
-    numbers: tuple[float, float, float]
+    numbers: Numbers
     weighted: bool
     save_bytes: bool
     recompute: bool
-    needs: tuple[bool, ...] = ()
+    needs: FFNNeeds = FFNNeeds()
 
-    @property
-    def need_dh(self) -> bool:
-        need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = self.needs
-        return need_x or need_w1 or need_w3 or need_prob or need_b1 or need_b3
+    def activation(self, x: Tensor, group_ends: Tensor | None) -> Operands:
+        """Rows of x, and tokens if one read makes both and a gradient needs them."""
+        tokens = self.options.whole_blocks and (self.needs.w1 or self.needs.w3)
+        return self.options.form.activation(x, group_ends if tokens else None)
 
 
-def weight_operands(
-    call: FFNCall, weights: Sequence[Tensor], held: Sequence[Held]
-) -> list[tuple[WeightOperand, Quantized | None]]:
+class Again(NamedTuple):
+    """What multiplies gate and up again, of w1 and w3."""
+
+    weights: tuple[Tensor, Tensor]
+    biases: tuple[Bias, Bias]
+    held: tuple[Held, Held]
+
+
+class FFNSaved(NamedTuple):
+    """What `FFNBackward` reads: x or its tokens; w1 and w3, and w2, or their operands along N; b2, for the gradient of
+    prob. Without gate and up, `again` has what they are made of."""
+
+    x: Any
+    in_weights: Any
+    w2: Any
+    group_ends: Tensor
+    prob: Tensor
+    gate: Any
+    up: Any
+    b2: Bias
+    again: Again | None
+
+
+def weight_operands(call: FFNCall, weights: Sequence[Tensor], held: Sequence[Held]) -> list[WeightOperands]:
     """`for_call` of w1, w3 and w2; with `recompute`, unless held, along K alone, for the forward."""
-    (form, rounding, *_), (need_x, *_) = call.options, call.needs
-    needs = [need and call.save_bytes and not call.recompute for need in (need_x, need_x, call.need_dh)]
-    return [for_call(w, h, form, rounding, need) for w, h, need in zip(weights, held, needs, strict=True)]
+    needs = [need and call.save_bytes and not call.recompute for need in (call.needs.x, call.needs.x, call.needs.dh)]
+    return [for_call(w, h, call.options.form, need) for w, h, need in zip(weights, held, needs, strict=True)]
 
 
 def ffn_forward(
     call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Held],
     group_ends: Tensor, out: Tensor | None = None,
-) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
-    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads, tensors and None in nested tuples.
-    weights, biases and held are of w1, w3, w2."""
-    (w1, w3, w2), (b1, b3, b2), options = weights, biases, call.options
-    prob, (form, rounding, *_) = prob.contiguous(), options
-    need_x, need_w1, need_w3, _, need_prob, *_ = call.needs
-    again, need_tokens = call.recompute, options.whole_blocks and (need_w1 or need_w3)
-    rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens and not again else None)
-    (gate_w, gate_t), (up_w, up_t), (down_w, down_t) = weight_operands(call, weights, held)
-    gate, up = pair_of_products(rows, (gate_w, up_w), group_ends, BF16, (b1, b3))
-    h = hidden_rows(gate, up, prob, form, rounding, call.numbers)
-    saved = (
-        (tokens or x) if need_w1 or need_w3 or again else None,
-        (gate_t or w1, up_t or w3) if need_x else None,
-        (down_t or w2) if call.need_dh else None,
-        (group_ends, prob, *((None, None) if again else (gate, up))),
-        b2 if need_prob else None,
-        ((w1, w3), (b1, b3), tuple(h if h and h[1] else None for h in held[:2])) if again else None,
+) -> tuple[Tensor, FFNSaved]:  # fmt: skip
+    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads. weights, biases and held are of
+    w1, w3, w2."""
+    needs, again, form = call.needs, call.recompute, call.options.form
+    prob, (b1, b3, b2) = prob.contiguous(), biases
+    rows, tokens = call.activation(x, None if again else group_ends)
+    w1, w3, w2 = weight_operands(call, weights, held)
+    gate, up = form.mm_pair(rows, w1.along_k, w3.along_k, group_ends, BF16, b1, b3)
+    h = form.hidden(Glu(gate, up, prob, call.numbers))
+    saved = FFNSaved(
+        x=(tokens or x) if needs.w1 or needs.w3 or again else None,
+        in_weights=(w1.along_n or weights[0], w3.along_n or weights[1]) if needs.x else None,
+        w2=(w2.along_n or weights[2]) if needs.dh else None,
+        group_ends=group_ends,
+        prob=prob,
+        gate=None if again else gate,
+        up=None if again else up,
+        b2=b2 if needs.prob else None,
+        again=_again(weights, biases, held) if again else None,
     )
-    h, weights_of_b2 = row_operand(h, form, rounding), prob if call.weighted else None
-    return product(h, down_w, group_ends, BF16, b2, weights_of_b2, out), saved
+    added = None if b2 is None else AddedBias(b2, prob if call.weighted else None)
+    return form.mm(h, w2.along_k, group_ends, BF16, added, out), saved
 
 
-def _gate_and_up(call: FFNCall, x: Tensor, first: tuple[Any, Any, Any], group_ends: Tensor) -> tuple[Any, Unused, Any]:
-    """gate and up again; x as weight gradients read it; w1 and w3 along N. first: their values, biases, held bytes."""
-    (weights, biases, held), (need_x, need_w1, need_w3, *_), options = first, call.needs, call.options
-    ends = group_ends if options.whole_blocks and (need_w1 or need_w3) else None
-    rows, tokens = quantize_activation(x, options.form, options.rounding, ends)
-    gate, up = (for_call(w, h, options.form, options.rounding, need_x) for w, h in zip(weights, held, strict=True))
-    products = pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, biases)
-    return products, tokens or x, (gate[1] or weights[0], up[1] or weights[1])
+def _again(weights: Sequence[Tensor], biases: Sequence[Bias], held: Sequence[Held]) -> Again:
+    bytes1, bytes3 = (h if h and h.along_n else None for h in held[:2])
+    return Again((weights[0], weights[1]), (biases[0], biases[1]), (bytes1, bytes3))
 
 
 class FFNBackward:
     """The gradients of one forward, in parts: other work may lie between those of the inputs and of the weights.
 
-    saved: of `ffn_forward`. dtypes: of x, w1, w3, w2. Each part lets go of the operands that no later one reads;
+    saved: FFNSaved. dtypes: of x, w1, w3, w2. Each part lets go of the operands that no later one reads;
     `gate_and_up` is the last.
     """
 
-    def __init__(self, call: FFNCall, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        self.x, self.in_weights, self.w2, (group_ends, prob, gate, up), self.b2, again = saved
-        if again:
-            (gate, up), self.x, self.in_weights = _gate_and_up(call, self.x, again, group_ends)
-        self.call, self.given, self.dtypes, self.group_ends, self.prob = call, dout, dtypes, group_ends, prob
-        self.steps = BackwardOperands(group_ends, gate, up, prob, call.options, call.numbers)
-        self.dout, self.dout_tokens = self.steps.output_gradient(dout, call.needs[3])
-        self.of_gate: tuple[Unused, Tensor | None] = (None, None)  # token operand, values
-        self.of_up: tuple[Unused, Tensor | None] = (None, None)
+    def __init__(self, call: FFNCall, saved: Any, dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.call, self.form, self.given, self.dtypes = call, call.options.form, dout, dtypes
+        self.x, self.in_weights, self.w2, self.group_ends, self.prob, gate, up, self.b2, again = saved
+        if again is not None:
+            gate, up = self._gate_and_up(again)
+        self.steps = BackwardOperands(call.options, self.group_ends, Glu(gate, up, self.prob, call.numbers))
+        self.dout, self.dout_tokens = dout, None
+        if call.needs.w2:
+            self.dout, self.dout_tokens = self.steps.both(dout, self.form.gradient)
+        self.gate_tokens = self.up_tokens = None
+        self.values: tuple[Tensor | None, Tensor | None] = (None, None)  # dgate and dup in bf16
+
+    def _gate_and_up(self, again: Again) -> tuple[Tensor, Tensor]:
+        """gate and up again; x as weight gradients read it, and w1 and w3 along N."""
+        (w1, w3), (b1, b3), (held1, held3) = again
+        rows, tokens = self.call.activation(self.x, self.group_ends)
+        gate = for_call(w1, held1, self.form, self.call.needs.x)
+        up = for_call(w3, held3, self.form, self.call.needs.x)
+        self.x, self.in_weights = tokens or self.x, (gate.along_n or w1, up.along_n or w3)
+        return self.form.mm_pair(rows, gate.along_k, up.along_k, self.group_ends, BF16, b1, b3)
 
     def down(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of w2, written to `out` if there is one, and of b2."""
-        (_, _, _, need_w2, _, _, _, need_b2), dw2, db2 = self.call.needs, None, None
-        if need_w2:
-            tokens, ends = (self.dout_tokens, self.steps.hidden_tokens()), self.steps.token_ends
-            dw2 = weight_gradient(*tokens, ends, self.dtypes[3], out)
+        dw2, db2 = None, None
+        if self.call.needs.w2:
+            hidden, ends = self.steps.hidden_tokens(), self.steps.groups.ends
+            dw2 = self.form.wgrad(self.dout_tokens, hidden, ends, self.dtypes[3], out)
         del self.dout_tokens
-        if need_b2:
+        if self.call.needs.b2:
             db2 = bias_gradient(self.given, self.group_ends, self.prob if self.call.weighted else None)
         return dw2, db2
 
     def inputs(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of x, written to `out` if there is one, and of prob."""
-        need_x, need_w1, need_w3, _, need_prob, need_b1, need_b3, _ = self.call.needs
-        need_values, need_tokens, steps, dx = need_b1 or need_b3, need_w1 or need_w3, self.steps, None
-        if not (need_x or need_tokens or need_prob or need_values):
+        needs, steps, dx = self.call.needs, self.steps, None
+        if not needs.dh:
             return None, None
-        # dh has no name here, so that `swiglu` lets go of it.
-        (dgate, gate_tokens), (dup, up_tokens), dprob, values = steps.swiglu(
-            self._dh(), need_x, need_tokens, need_values, self.call.needs[3]
-        )
-        dgate_values, dup_values = values or (None, None)
-        self.of_gate, self.of_up = (gate_tokens, dgate_values), (up_tokens, dup_values)
-        if need_prob and self.b2 is not None:
+        steps.dh = self._dh()
+        found = self.form.swiglu_backward(steps, needs.of_swiglu)
+        dprob, dgate, dup, self.gate_tokens, self.up_tokens, self.values = found
+        del found
+        if needs.prob and self.b2 is not None:
             dprob = dprob + bias_row_products(self.given, self.b2, self.group_ends)
-        if need_x:
-            gate_t, up_t = map(steps.along_n, self.in_weights)
+        if needs.x:
+            w1, w3 = along_n(self.in_weights[0], self.form), along_n(self.in_weights[1], self.form)
             dgate, dup = steps.gradient_rows(dgate), steps.gradient_rows(dup)
-            dx = sum_of_products(dgate, gate_t, dup, up_t, self.group_ends, self.dtypes[0], out)
+            dx = self.form.mm_sum(dgate, w1, dup, w3, self.group_ends, self.dtypes[0], out)
         del self.in_weights
         return dx, dprob
 
     def _dh(self) -> Tensor:
         """The gradient of h. It lets go of the rows of dout and of w2."""
-        rows, w2 = self.steps.rows(self.dout), self.steps.along_n(self.w2)
+        rows, w2 = self.form.rows(self.dout), along_n(self.w2, self.form)
         del self.dout, self.w2
-        return product(rows, w2, self.group_ends, BF16)
+        return self.form.mm(rows, w2, self.group_ends, BF16)
 
     def gate_and_up(self, out: Sequence[Tensor | None] = (None, None)) -> tuple[Tensor | None, ...]:
         """Gradients of w1 and w3, written to `out` where there is one, of b1 and b3; after `inputs`."""
-        _, need_w1, need_w3, _, _, need_b1, need_b3, _ = self.call.needs
-        x_tokens: Unused = self.steps.tokens(self.x) if need_w1 or need_w3 else None
+        needs, groups = self.call.needs, self.steps.groups
+        x = self.steps.tokens(self.x) if needs.w1 or needs.w3 else None
         del self.steps.glu, self.x
-        tokens = self.of_gate[0] if need_w1 else None, self.of_up[0] if need_w3 else None
-        dtypes, ends = (self.dtypes[1], self.dtypes[2]), self.steps.token_ends
-        found: list[Tensor | None] = [*pair_of_weight_gradients(tokens, x_tokens, ends, dtypes, out)]
-        for need, (_, values) in ((need_b1, self.of_gate), (need_b3, self.of_up)):
-            found.append(bias_gradient(values, self.group_ends) if need and values is not None else None)
-        return tuple(found)
+        douts = self.gate_tokens if needs.w1 else None, self.up_tokens if needs.w3 else None
+        dw1, dw3 = self.form.wgrad_pair(douts, x, groups.ends, self.dtypes[1:3], out)
+        dgate, dup = self.values
+        db1 = bias_gradient(dgate, self.group_ends) if needs.b1 and dgate is not None else None
+        db3 = bias_gradient(dup, self.group_ends) if needs.b3 and dup is not None else None
+        return dw1, dw3, db1, db3
 
     def weights(self, out: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor | None, ...]:
         """Gradients of w1, w3 and w2, written to `out` where there is one, of b1, b3 and b2; after `inputs`."""
@@ -201,7 +237,7 @@ class _SwiGLUFFN(torch.autograd.Function):
         ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, prob: Tensor,
         b1: Bias, b3: Bias, b2: Bias, held: tuple[Held, Held, Held], group_ends: Tensor, call: FFNCall,
     ) -> Tensor:  # fmt: skip
-        call = call._replace(needs=tuple(ctx.needs_input_grad[:8]))
+        call = call._replace(needs=FFNNeeds._make(ctx.needs_input_grad[:8]))
         out, saved = ffn_forward(call, x, (w1, w3, w2), prob, (b1, b3, b2), held, group_ends)
         save(ctx, saved)
         ctx.dtypes, ctx.call = (x.dtype, w1.dtype, w3.dtype, w2.dtype), call

@@ -35,88 +35,90 @@ from ._checks import (
 )
 from ._differentiable import differentiable, save, saved_by
 from ._launch import check_devices
+from .forms import AddedBias
 from .groups import GroupEnds, ends_of
-from .products import (
-    ProductOptions,
-    bias_gradient,
-    output_gradient_operands,
-    pad_to_blocks,
-    product,
-    quantize_activation,
-    row_operand,
-    token_operand,
-    weight_gradient,
-)
+from .products import ProductOptions, bias_gradient
 from .weights import (
     Held,
-    Operand,
     Weights,
     along_n,
     check_weights,
     for_call,
-    form_of,
+    format_of,
     is_transpose,
     outlives_forward,
     values_and_held,
 )
 
 
+class MMNeeds(NamedTuple):
+    """Whether x, w and bias need gradients."""
+
+    x: bool = False
+    w: bool = False
+    bias: bool = False
+
+
 class MMCall(NamedTuple):
-    """What one call of the product has beside its tensors. needs: whether x, w and bias need gradients. transposed:
-    whether w is the transpose of contiguous weights, as its gradient then is."""
+    """What one call of the product has beside its tensors. transposed: whether w is the transpose of contiguous
+    weights, as its gradient then is."""
 
     options: ProductOptions
     out_dtype: torch.dtype
-    needs: tuple[bool, ...] = ()
+    needs: MMNeeds = MMNeeds()
     transposed: bool = False
+
+
+class MMSaved(NamedTuple):
+    """What `MMBackward` reads: x or its tokens, w or its operand along N."""
+
+    x: Any
+    w: Any
+    group_ends: Tensor
 
 
 def mm_forward(
     call: MMCall, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, out: Tensor | None = None
-) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return (M, N), written to `out` if there is one, and what `MMBackward` reads, tensors and None in nested
-    tuples."""
-    (need_x, need_w, _), options = call.needs, call.options
-    form, rounding = options.form, options.rounding
-    rows, tokens = quantize_activation(x, form, rounding, group_ends if options.whole_blocks else None)
-    w_k, w_n = for_call(w, held, form, rounding, need_x and outlives_forward(w))
-    saved = (tokens or x) if need_w else None, w_n or w if need_x else None, group_ends
-    return product(rows, w_k, group_ends, call.out_dtype, bias, out=out), saved
+) -> tuple[Tensor, MMSaved]:
+    """Return (M, N), written to `out` if there is one, and what `MMBackward` reads."""
+    needs, form = call.needs, call.options.form
+    rows, tokens = form.activation(x, group_ends if call.options.whole_blocks else None)
+    w_k, w_n = for_call(w, held, form, needs.x and outlives_forward(w))
+    saved = MMSaved((tokens or x) if needs.w else None, w_n or w if needs.x else None, group_ends)
+    return form.mm(rows, w_k, group_ends, call.out_dtype, None if bias is None else AddedBias(bias), out), saved
 
 
 class MMBackward:
     """The gradients of one product, in parts: other work may lie between that of x and those of the weights.
 
-    saved: of `mm_forward`. dtypes: of x and w.
+    saved: MMSaved. dtypes: of x and w.
     """
 
-    def __init__(self, call: MMCall, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(self, call: MMCall, saved: Any, dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         self.x, self.w_n, self.group_ends = saved
-        (need_x, need_w, _), options = call.needs, call.options
-        self.call, self.dout, self.rows, self.tokens, self.dtypes = call, dout, dout, dout, dtypes
-        if options.wgrad_mx and need_x and need_w and not options.pad:
-            operands = output_gradient_operands(dout, options.form, options.rounding, self.group_ends)
-            self.rows, self.tokens = operands
+        self.call, self.form, self.dout, self.dtypes = call, call.options.form, dout, dtypes
+        self.rows, self.tokens = dout, dout
+        if call.needs.x and call.needs.w and not call.options.pad:
+            self.rows, self.tokens = self.form.gradient(dout, self.group_ends)
 
     def inputs(self, out: Tensor | None = None) -> tuple[Tensor | None, None]:
         """The gradient of x, written to `out` if there is one, and of weights of its rows, which has none."""
-        (need_x, *_), (form, rounding, *_) = self.call.needs, self.call.options
-        if not need_x:
+        if not self.call.needs.x:
             return None, None
-        w_n = along_n(self.w_n, form, rounding) if isinstance(self.w_n, Tensor) else self.w_n
-        return product(row_operand(self.rows, form, rounding), w_n, self.group_ends, self.dtypes[0], out=out), None
+        w_n = along_n(self.w_n, self.form)
+        return self.form.mm(self.form.rows(self.rows), w_n, self.group_ends, self.dtypes[0], out=out), None
 
     def weights(self, out: Sequence[Tensor | None] = (None,)) -> tuple[Tensor | None, ...]:
         """The gradients of w, written to the first of `out` if there is one, and of bias."""
-        (_, need_w, need_bias), options, dw, place = self.call.needs, self.call.options, None, out[0]
-        if need_w and options.wgrad_mx:
-            pad = options.pad
-            row_map, ends = pad_to_blocks(self.group_ends, self.dout.shape[0]) if pad else (None, self.group_ends)
-            tokens, x = (token_operand(t, options.form, options.rounding, ends, row_map) for t in (self.tokens, self.x))
-            dw = _weight_gradient(tokens, x, ends, self.dtypes[1], self.call.transposed, place)
-        elif need_w:
-            dw = _weight_gradient(self.dout, self.x, self.group_ends, self.dtypes[1], self.call.transposed, place)
-        return dw, bias_gradient(self.dout, self.group_ends) if need_bias else None
+        needs, dw, place = self.call.needs, None, out[0]
+        if needs.w:
+            groups = self.call.options.token_groups(self.group_ends, self.dout.shape[0])
+            dout, x = self.form.tokens(self.tokens, groups), self.form.tokens(self.x, groups)
+            if self.call.transposed:  # in memory as the weights are
+                dw = self.form.wgrad(x, dout, groups.ends, self.dtypes[1], None if place is None else place.mT).mT
+            else:
+                dw = self.form.wgrad(dout, x, groups.ends, self.dtypes[1], place)
+        return dw, bias_gradient(self.dout, self.group_ends) if needs.bias else None
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -124,7 +126,7 @@ class _GroupedMM(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, call: MMCall
     ) -> Tensor:
-        needs = tuple(ctx.needs_input_grad[:3])
+        needs = MMNeeds._make(ctx.needs_input_grad[:3])
         ctx.call, ctx.dtypes = call._replace(needs=needs, transposed=is_transpose(w)), (x.dtype, w.dtype)
         out, saved = mm_forward(ctx.call, x, w, bias, held, group_ends)
         save(ctx, saved)
@@ -134,16 +136,8 @@ class _GroupedMM(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         steps = MMBackward(ctx.call, saved_by(ctx), grads[0], ctx.dtypes)
         dx, _ = steps.inputs()
-        return dx, *steps.weights(), None, None, None
-
-
-def _weight_gradient(
-    dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype, transposed: bool, out: Tensor | None
-) -> Tensor:
-    """(G, N, K), in memory as the weights are."""
-    if transposed:
-        return weight_gradient(x, dout, ends, dtype, None if out is None else out.mT).mT
-    return weight_gradient(dout, x, ends, dtype, out)
+        dw, dbias = steps.weights()
+        return dx, dw, dbias, None, None, None
 
 
 _grouped_mm = differentiable("grouped_mm", _GroupedMM)
@@ -261,7 +255,7 @@ def checked_grouped_mm(
     `check_group_ends`."""
     op = names.op
     check_floats(op, names.x, x)
-    check_weights(op, names.w, w, form_of(recipe, x.device), recipe.rounding)
+    check_weights(op, names.w, w, format_of(recipe, x.device), recipe.rounding)
     values, held = values_and_held(w)
     out_dtype = out_dtype_of(op, out_dtype)
     groups, n, k = values.shape

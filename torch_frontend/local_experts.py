@@ -20,12 +20,23 @@ from ._counts import Request
 from ._launch import at_address, check_devices
 from ._ranks import check_rows_to_send
 from .ep import TokenReplicas
-from .ffn import Bias, FFNBackward, FFNCall, check_ffn_weights, ffn_call, ffn_forward, swiglu_ffn, weight_operands
-from .grouped_mm import MMBackward, MMCall, grouped_mm, mm_forward
+from .ffn import (
+    Bias,
+    FFNBackward,
+    FFNCall,
+    FFNNeeds,
+    check_ffn_weights,
+    ffn_call,
+    ffn_forward,
+    swiglu_ffn,
+    weight_operands,
+)
+from .forms import WeightOperands
+from .grouped_mm import MMBackward, MMCall, MMNeeds, grouped_mm, mm_forward
 from .groups import GroupEnds, ends_of
 from .overlap import Experts
 from .products import ProductOptions
-from .weights import Held, Weights, check_weights, for_call, form_of, outlives_forward, values_and_held
+from .weights import Held, Weights, check_weights, for_call, format_of, outlives_forward, values_and_held
 
 
 class FFNExperts(NamedTuple):
@@ -36,7 +47,7 @@ class FFNExperts(NamedTuple):
 
     def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "FFNExperts":
         weights: Any = parameters[:3]
-        if self.call.options.form == "bf16":
+        if not self.call.options.form.quantizes:
             return self
         held: Any = tuple(weight_operands(self._call(needs), weights, self.held))
         return self._replace(held=held)
@@ -56,7 +67,7 @@ class FFNExperts(NamedTuple):
 
     def _call(self, needs: Sequence[bool]) -> FFNCall:
         x, prob, w1, w3, w2, b1, b3, b2 = needs
-        return self.call._replace(needs=(x, w1, w3, w2, prob, b1, b3, b2))
+        return self.call._replace(needs=FFNNeeds(x, w1, w3, w2, prob, b1, b3, b2))
 
 
 class MMExperts(NamedTuple):
@@ -66,12 +77,11 @@ class MMExperts(NamedTuple):
     held: Held
 
     def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "MMExperts":
-        w, (form, rounding, *_) = parameters[0], self.call.options
+        w, form = parameters[0], self.call.options.form
         assert w is not None
-        if form == "bf16":
+        if not form.quantizes:
             return self
-        held: Any = for_call(w, self.held, form, rounding, needs[0] and outlives_forward(w))
-        return self._replace(held=held)
+        return self._replace(held=for_call(w, self.held, form, needs[0] and outlives_forward(w)))
 
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
@@ -88,7 +98,7 @@ class MMExperts(NamedTuple):
 
     def _call(self, needs: Sequence[bool]) -> MMCall:
         x, _, w, bias = needs
-        return self.call._replace(needs=(x, w, bias))
+        return self.call._replace(needs=MMNeeds(x, w, bias))
 
 
 def _of_chunk(held: Held, chunk: Chunk) -> Held:
@@ -96,7 +106,7 @@ def _of_chunk(held: Held, chunk: Chunk) -> Held:
     if held is None:
         return None
     cut = lambda part: at_address(part[chunk.first : chunk.last])  # noqa: E731
-    return tuple(None if x is None else type(x)(*map(cut, x)) for x in held)  # type: ignore[return-value]
+    return WeightOperands._make(None if x is None else type(x)(*map(cut, x)) for x in held)
 
 
 class InChunks(NamedTuple):
@@ -155,7 +165,7 @@ class MM(NamedTuple):
     def in_chunks(self, request: Request) -> InChunks:
         """Raises unless the experts fit the request."""
         op, x, (w, bias, recipe) = request.op, _checked(request), self
-        check_weights(op, "w", w, form_of(recipe, x.device), recipe.rounding)
+        check_weights(op, "w", w, format_of(recipe, x.device), recipe.rounding)
         values, held = values_and_held(w)
         groups, width, k = values.shape
         if x.shape[1] != k or k % BLOCK or width % BLOCK or not values.is_contiguous():

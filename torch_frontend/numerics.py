@@ -8,12 +8,13 @@ from torch.distributed.tensor import DTensor
 
 from ..core_kernels.launch import fail
 from ..core_kernels.numerics import NumericsReport, report
-from . import ops, products
+from . import ops
 from ._call import require_tensor
 from ._checks import check_plain
+from .form_mx import MX, MXForm
+from .forms import AddedBias
 from .moe import MoE
 from .weighted_combine import weigh_slots
-from .weights import MX
 
 OP = "numerics_report"
 
@@ -63,8 +64,11 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     dout_P = ops.permute_rows(dout_TD, token_P).float()
     dout_P = dout_P * prob_P[:, None] if moe.prob_in == "combine" else dout_P
 
+    form = MXForm("mx", int(recipe.rounding), recipe.wgrad_mx, upcasts=False)
+
     def product(x: Any, w: Any, bias: Tensor | None) -> Tensor:
-        return products.product(MX(*x), MX(*w), ends, torch.bfloat16, None if bias is None else bias.float())
+        added = None if bias is None else AddedBias(bias.float())
+        return form.mm(MX(*x), MX(*w), ends, torch.bfloat16, added)
 
     return report(
         ops, lambda t: t.cpu().numpy(), product, recipe, experts.activation.attributes,

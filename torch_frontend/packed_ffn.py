@@ -22,32 +22,36 @@ from torch import Tensor
 from ..core_kernels.formats import BLOCK
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Recipe
-from ..core_kernels.swiglu.activation import SwiGLU
-from . import _direct as ops
+from ..core_kernels.swiglu.activation import Numbers, SwiGLU
+from ..core_kernels.swiglu.gradient import Needs, gradient_op
 from ._checks import check_bias, check_floats, check_group_ends
 from ._differentiable import differentiable, save, saved_by
 from ._launch import at_address, check_devices
 from ._ranges import named
+from .backward_operands import BackwardOperands
+from .form_mx import MX
+from .forms import AddedBias, Glu, Operands
 from .layouts import joined
-from .products import (
-    Operand,
-    ProductOptions,
-    bias_gradient,
-    gradient_rows,
-    is_mx,
-    output_gradient_operands,
-    pair_of_products,
-    product,
-    quantize_activation,
-    row_operand,
-    sum_of_products,
-    token_operand,
-    weight_gradient,
-)
-from .swiglu import hidden_rows, row_probabilities
-from .weights import MX, Folded, WeightOperand, along_n, check_weights, for_call, form_of, outlives_forward
+from .products import ProductOptions, bias_gradient
+from .swiglu import row_probabilities
+from .weights import along_n, check_weights, for_call, format_of, outlives_forward
 
 BF16 = torch.bfloat16
+
+
+class PackedNeeds(NamedTuple):
+    """Which arguments need gradients."""
+
+    x: bool = False
+    gate_up: bool = False
+    down: bool = False
+    prob: bool = False
+    gate_up_bias: bool = False
+    down_bias: bool = False
+
+    @property
+    def dh(self) -> bool:
+        return self.x or self.gate_up or self.prob or self.gate_up_bias
 
 
 class PackedCall(NamedTuple):
@@ -58,11 +62,12 @@ class PackedCall(NamedTuple):
     """
 
     options: ProductOptions
-    numbers: tuple[float, float, float]
+    numbers: Numbers
     save_bytes: bool
     transposed: bool
     interleaved: bool
     apart: bool
+    needs: PackedNeeds = PackedNeeds()
 
     def weights(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
         """(E, 2F, D), or (2E, F, D) if apart, and (E, D, F), views of the weights as stored."""
@@ -70,9 +75,23 @@ class PackedCall(NamedTuple):
             return gate_up.view(-1, gate_up.shape[1] // 2, gate_up.shape[2]), down
         return (gate_up.mT, down.mT) if self.transposed else (gate_up, down)
 
-    def weight_gradient(self, dout: Operand, x: Operand, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    def weight_gradient(self, dout: Any, x: Any, ends: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of a weight, as it is stored."""
-        return weight_gradient(*((x, dout) if self.transposed else (dout, x)), ends, dtype)
+        first, second = (x, dout) if self.transposed else (dout, x)
+        return self.options.form.wgrad(first, second, ends, dtype)
+
+
+class PackedSaved(NamedTuple):
+    """What the backward reads: x or its tokens; gate_up and down, as `PackedCall.weights` has them, or their operands
+    along N."""
+
+    x: Any
+    gate_up: Any
+    down: Any
+    group_ends: Tensor
+    gate: Tensor
+    up: Tensor
+    prob: Tensor
 
 
 class _PackedFFN(torch.autograd.Function):
@@ -81,69 +100,53 @@ class _PackedFFN(torch.autograd.Function):
         ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, prob: Tensor, gate_up_bias: Tensor | None,
         down_bias: Tensor | None, group_ends: Tensor, call: PackedCall,
     ) -> Tensor:  # fmt: skip
-        form, rounding, *_ = options = call.options
-        need_x, need_gate_up, _, need_prob, need_bias, _ = ctx.needs_input_grad[:6]
-        ctx.dtypes, ctx.call = (x.dtype, gate_up.dtype, down.dtype), call
-        need_dh = need_x or need_gate_up or need_prob or need_bias
+        needs, form = PackedNeeds._make(ctx.needs_input_grad[:6]), call.options.form
+        ctx.dtypes, ctx.call = (x.dtype, gate_up.dtype, down.dtype), call._replace(needs=needs)
         gate_up, down = call.weights(gate_up, down)
-        need_tokens = options.whole_blocks and need_gate_up
-        rows, tokens = quantize_activation(x, form, rounding, group_ends if need_tokens else None)
-        first, first_n = for_call(gate_up, None, form, rounding, need_x and call.save_bytes)
-        last, last_n = for_call(down, None, form, rounding, need_dh and call.save_bytes)
+        rows, tokens = form.activation(x, group_ends if call.options.whole_blocks and needs.gate_up else None)
+        first = for_call(gate_up, None, form, needs.x and call.save_bytes)
+        last = for_call(down, None, form, needs.dh and call.save_bytes)
         if call.apart:
-            gate, up = pair_of_products(rows, _gates_and_ups(first), _ends_of_pairs(group_ends), BF16)
+            gates, ups = _gates_and_ups(first.along_k)
+            gate, up = form.mm_pair(rows, gates, ups, _ends_of_pairs(group_ends), BF16)
         else:
-            gate, up = _split(product(rows, first, group_ends, BF16, gate_up_bias), call.interleaved)
-        glu = gate, up, prob
-        h = hidden_rows(*glu, form, rounding, call.numbers)
-        weights = (first_n or gate_up) if need_x else None, (last_n or down) if need_dh else None
-        save(ctx, ((tokens or x) if need_gate_up else None, weights, group_ends, glu))
-        return product(row_operand(h, form, rounding), last, group_ends, BF16, down_bias)
+            added = None if gate_up_bias is None else AddedBias(gate_up_bias)
+            gate, up = _split(form.mm(rows, first.along_k, group_ends, BF16, added), call.interleaved)
+        saved = PackedSaved(
+            x=(tokens or x) if needs.gate_up else None,
+            gate_up=(first.along_n or gate_up) if needs.x else None,
+            down=(last.along_n or down) if needs.dh else None,
+            group_ends=group_ends,
+            gate=gate,
+            up=up,
+            prob=prob,
+        )
+        save(ctx, saved)
+        h = form.hidden(Glu(gate, up, prob, call.numbers))
+        return form.mm(h, last.along_k, group_ends, BF16, None if down_bias is None else AddedBias(down_bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, (first, last), group_ends, glu = saved_by(ctx)
-        need_x, need_gate_up, need_down, need_prob, need_bias, need_down_bias = ctx.needs_input_grad[:6]
         call: PackedCall = ctx.call
-        (form, rounding, wgrad_mx, *_), numbers = call.options, call.numbers
-        dx = dgate_up = ddown = dprob = dbias = None
-
-        def rows(operand: Any) -> Operand:
-            return row_operand(operand, form, rounding)
-
-        def tokens(operand: Any) -> Operand:
-            return token_operand(operand, form, rounding, group_ends) if wgrad_mx else operand
-
-        dout: Any = grads[0]
-        ddown_bias = bias_gradient(dout, group_ends) if need_down_bias else None
-        dout_tokens, of = dout, None
-        if need_down and wgrad_mx:
-            dout, dout_tokens = output_gradient_operands(dout, form, rounding, group_ends)
-        if need_x or need_gate_up or need_prob or need_bias:
-            last_n = along_n(last, form, rounding) if isinstance(last, Tensor) else last
-            dh = product(rows(dout), last_n, group_ends, BF16)
-            of = _swiglu_gradient(dh, glu, call, group_ends, need_x, need_gate_up, need_bias, need_down)
-        if need_down:
-            h_tokens: Any = of.hidden if of else None
-            if h_tokens is None:
-                h_tokens = (
-                    MX(*ops.swiglu_col(*glu, rounding, False, *numbers)) if wgrad_mx else ops.swiglu(*glu, *numbers)
-                )
-            ddown = call.weight_gradient(dout_tokens, tokens(h_tokens), group_ends, ctx.dtypes[2])
-        if of:
-            dprob = of.dprob
-            if need_x:
-                first_n = along_n(first, form, rounding) if isinstance(first, Tensor) else first
-                if call.apart:
-                    gates, ups = _gates_and_ups(first_n)
-                    dgate, dup = (gradient_rows(x, form, rounding) for x in of.rows)
-                    dx = sum_of_products(dgate, gates, dup, ups, _ends_of_pairs(group_ends), ctx.dtypes[0])
-                else:
-                    dx = product(rows(of.rows), first_n, group_ends, ctx.dtypes[0])
-            if need_gate_up:
-                dgate_up = call.weight_gradient(tokens(of.tokens), tokens(x), group_ends, ctx.dtypes[1])
-            if need_bias:
-                dbias = bias_gradient(of.values, group_ends)
+        x, gate_up, down, ends, gate, up, prob = saved_by(ctx)
+        steps = BackwardOperands(call.options, ends, Glu(gate, up, prob, call.numbers))
+        del gate, up
+        needs, form, dout = call.needs, call.options.form, grads[0]
+        dx = dgate_up = ddown = dprob = dbias = found = None
+        rows, tokens = steps.both(dout, form.gradient) if needs.down else Operands(dout)
+        if needs.dh:
+            steps.dh = form.mm(form.rows(rows), along_n(down, form), ends, BF16)
+            found = _swiglu_gradient(call, steps)
+            dprob = found.dprob
+        if needs.down:
+            ddown = call.weight_gradient(tokens, steps.hidden_tokens(), ends, ctx.dtypes[2])
+        if found and needs.x:
+            dx = _input_gradient(call, steps, found, along_n(gate_up, form), ctx.dtypes[0])
+        if found and needs.gate_up:
+            dgate_up = call.weight_gradient(steps.tokens(found.tokens), steps.tokens(x), ends, ctx.dtypes[1])
+        if found and needs.gate_up_bias:
+            dbias = bias_gradient(found.values, ends)
+        ddown_bias = bias_gradient(dout, ends) if needs.down_bias else None
         return dx, dgate_up, ddown, dprob, dbias, ddown_bias, None, None
 
 
@@ -151,7 +154,7 @@ def _ends_of_pairs(group_ends: Tensor) -> Tensor:
     return group_ends.repeat_interleave(2)[:-1]
 
 
-def _gates_and_ups(pairs: WeightOperand) -> tuple[Any, Any]:
+def _gates_and_ups(pairs: Any) -> tuple[Any, Any]:
     """The views of an operand of (2E, F, D) in which group 2e is the gate, or the up, of expert e."""
     if isinstance(pairs, Tensor):
         return pairs[:-1], pairs[1:]
@@ -167,54 +170,46 @@ def _split(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 class _Gradient(NamedTuple):
-    """Of gate and up: the row operands, a pair if apart, else joined; joined the operand along the tokens and the
-    values in bf16. Any is None, or may be, if nothing needs it."""
+    """Of gate and up: rows, a pair if apart, else joined; tokens, joined, not in the form yet; joined values in bf16.
+    Any is None, or may be, if nothing needs it."""
 
+    dprob: Tensor
     rows: Any
     tokens: Any
-    values: Any
-    dprob: Tensor
-    hidden: MX | Folded | None = None
+    values: Any = None
 
 
-def _swiglu_gradient(
-    dh: Tensor, glu: tuple[Tensor, ...], call: PackedCall, group_ends: Tensor, need_rows: bool, need_tokens: bool,
-    need_values: bool, need_hidden: bool,
-) -> _Gradient:  # fmt: skip
-    """MX where the kernel of SwiGLU quantizes them, Folded where it folds them too, values where no kernel does; h
-    along the tokens where the same kernel writes it."""
-    options, arguments = call.options, (dh, *glu, call.options.rounding, False, *call.numbers)
-
-    def rows_of(q: Tensor, sf: Tensor, q_up: Tensor, sf_up: Tensor) -> Any:
+def _swiglu_gradient(call: PackedCall, steps: BackwardOperands) -> _Gradient:
+    needs, form = call.needs, call.options.form
+    # Rows with one scale each cannot be joined, and a block of 32 columns may have columns of both.
+    name = "mx" if form.name == "fold" and not call.apart else form.name
+    of_swiglu = Needs(needs.x, needs.gate_up, needs.gate_up_bias or call.interleaved, needs.down)
+    op = gradient_op(name, steps.quantized_tokens, of_swiglu)
+    if op == "swiglu_bwd":
+        dgate, dup, dprob = steps.values()
         if call.apart:
-            return MX(q, sf), MX(q_up, sf_up)
-        return MX(torch.cat([q, q_up], 1), torch.cat([sf, sf_up], 1))
+            return _Gradient(dprob, (dgate, dup), joined(dgate, dup, False) if needs.gate_up else None)
+        values = joined(dgate, dup, call.interleaved)
+        rows, tokens = steps.both(values, form.gradient) if needs.x and needs.gate_up else (values, values)
+        return _Gradient(dprob, rows, tokens, values)
+    dprob, gate, up, gate_t, up_t, _ = steps.quantized(op)
+    rows, tokens = (gate, up), None
+    if needs.x and not call.apart:
+        rows = MX(torch.cat([gate.q, up.q], 1), torch.cat([gate.sf, up.sf], 1))
+    if needs.gate_up:
+        features = 1 if op == "swiglu_bwd_fold" else 0  # of the scales: Folded have (spans, F)
+        tokens = gate_t._make([torch.cat([gate_t.q, up_t.q]), torch.cat([gate_t.sf, up_t.sf], features)])
+    return _Gradient(dprob, rows, tokens)
 
-    if is_mx(options.form) and not (call.interleaved or need_values):
-        if options.wgrad_mx and need_tokens and need_rows and need_hidden and call.apart and options.form == "fold":
-            *parts, dprob = ops.swiglu_bwd_fold(*arguments[:4], group_ends, *arguments[4:])
-            gate, gate_t, up, up_t, hidden = (Folded(*parts[i : i + 2]) for i in range(0, 10, 2))
-            tokens = Folded(torch.cat([gate_t.q, up_t.q]), torch.cat([gate_t.sf, up_t.sf], 1))
-            return _Gradient((gate, up), tokens, None, dprob, hidden)
-        if options.wgrad_mx and need_tokens and need_rows:
-            op = ops.swiglu_bwd_all if need_hidden else ops.swiglu_bwd_both
-            q, sf, q_t, sf_t, q_up, sf_up, q_up_t, sf_up_t, *hidden, dprob = op(*arguments)
-            tokens = MX(torch.cat([q_t, q_up_t]), torch.cat([sf_t, sf_up_t]))
-            return _Gradient(rows_of(q, sf, q_up, sf_up), tokens, None, dprob, MX(*hidden) if hidden else None)
-        if options.wgrad_mx and need_tokens:
-            q_t, sf_t, q_up_t, sf_up_t, dprob = ops.swiglu_bwd_col(*arguments)
-            return _Gradient(None, MX(torch.cat([q_t, q_up_t]), torch.cat([sf_t, sf_up_t])), None, dprob)
-        if not need_tokens and need_rows:
-            *quantized, dprob = ops.swiglu_bwd_row(*arguments)
-            return _Gradient(rows_of(*quantized), None, None, dprob)
-    dgate, dup, dprob = ops.swiglu_bwd(dh, *glu, *call.numbers)
-    if call.apart:
-        return _Gradient((dgate, dup), joined(dgate, dup, False) if need_tokens else None, None, dprob)
-    values = joined(dgate, dup, call.interleaved)
-    if options.wgrad_mx and need_tokens and need_rows:
-        operands = output_gradient_operands(values, options.form, options.rounding, group_ends)
-        return _Gradient(*operands, values, dprob)
-    return _Gradient(values, values, values, dprob)
+
+def _input_gradient(
+    call: PackedCall, steps: BackwardOperands, found: _Gradient, gate_up: Any, dtype: torch.dtype
+) -> Tensor:
+    form, ends = call.options.form, steps.groups.ends
+    if not call.apart:
+        return form.mm(form.rows(found.rows), gate_up, ends, dtype)
+    (gates, ups), (dgate, dup) = _gates_and_ups(gate_up), map(steps.gradient_rows, found.rows)
+    return form.mm_sum(dgate, gates, dup, ups, _ends_of_pairs(ends), dtype)
 
 
 _packed_ffn = differentiable("packed_ffn", _PackedFFN)
@@ -248,7 +243,7 @@ def packed_ffn(
     check_floats(op, "hidden_states", x)
     named_weights = {"gate_up_proj": gate_up, "down_proj": down}
     for name, w in named_weights.items():
-        check_weights(op, name, w, form_of(recipe, x.device), recipe.rounding)
+        check_weights(op, name, w, format_of(recipe, x.device), recipe.rounding)
         if not w.is_contiguous():
             fail(ValueError, op, name, f"strides {w.stride()}", "allowed: contiguous weights")
     experts, d, f = down.mT.shape if transposed else down.shape

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..core_kernels.recipe import Recipe
 from .groups import RowMap
 from .replicas import Copies, Way
-from .weights import form_of
+from .weights import format_of
 
 
 class Route(NamedTuple):
@@ -59,4 +59,4 @@ class Route(NamedTuple):
 def folds(recipe: Recipe, rows: Tensor) -> bool:
     """Whether the experts' products read MXFP8 rows and their gradients folded, both of them: then dispatch and the
     gradient of combine leave the gather to the products."""
-    return recipe.wgrad_mx and form_of(recipe, rows.device) == "fold"
+    return recipe.wgrad_mx and format_of(recipe, rows.device).name == "fold"

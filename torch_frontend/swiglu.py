@@ -1,7 +1,8 @@
 """SwiGLU and its gradient, which is computed from gate and up: nothing else is saved.
 
 gate, up, prob --swiglu--> h          dgate, dup, dprob <--swiglu_bwd-- dh, gate, up, prob
-               --hidden_rows--> h quantized along its rows, for the product with w2
+
+A form quantizes h in the same pass: `Format.hidden`.
 """
 
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..core_kernels.launch import fail
-from ..core_kernels.recipe import Form
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import _direct as ops
 from ._call import require_tensor
@@ -18,8 +18,6 @@ from ._checks import check_plain, check_probs, check_shape
 from ._differentiable import differentiable
 from ._launch import check_devices
 from .mx_tensor import dequantized
-from .products import is_mx
-from .weights import MX, Folded, Operand
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -44,18 +42,6 @@ def row_probabilities(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.float32, device=rows.device)
     check_probs(op, "prob", prob, rows.shape[:1], rows.device)
     return prob
-
-
-def hidden_rows(
-    gate: Tensor, up: Tensor, prob: Tensor, form: Form, rounding: int, numbers: tuple[float, float, float]
-) -> Operand:
-    """h (M, F) for a product of this form: MX, or folded, by the kernel that computes it; in bf16 for other forms.
-    prob: of `row_probabilities`. numbers: of the activation."""
-    if not is_mx(form):
-        return ops.swiglu(gate, up, prob, *numbers)
-    if form == "fold":
-        return Folded(*ops.swiglu_row_fold(gate, up, prob, rounding, False, *numbers))
-    return MX(*ops.swiglu_row(gate, up, prob, rounding, False, *numbers))
 
 
 def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None, activation: SwiGLU = PLAIN) -> Tensor:

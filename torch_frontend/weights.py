@@ -12,63 +12,43 @@ quantizes once for several microbatches, an evaluation or serving holds the resu
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core_kernels.dispatch import facts
-from ..core_kernels.formats import BLOCK, WEIGHT_HEADROOM, Rounding
+from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail
 from ..core_kernels.recipe import Form, Recipe
-from . import _direct as ops
 from ._checks import check_bias, check_floats
 from ._device import arch_of
 from ._launch import check_devices
 from ._torch_private import has_version, owner_of, version_of
+from .form_bf16 import BF16Form
+from .form_block import BlockForm
+from .form_fold import FoldForm
+from .form_mx import MXForm
+from .form_row import RowForm
+from .forms import Format, WeightOperands
 from .mx_tensor import MXTensor
 
-
-class MX(NamedTuple):
-    """E4M3 bytes q (..., K) with one E8M0 byte per 32 values, sf (..., K/32)."""
-
-    q: Tensor
-    sf: Tensor
-
-
-class Folded(NamedTuple):
-    """E4M3 bytes q (..., K) with one E8M0 byte per row, sf (...). Along M tokens in G groups: q (K, M) with one E8M0
-    byte per feature and chunk of 256 tokens, sf (`spans(M, G)`, K)."""
-
-    q: Tensor
-    sf: Tensor
+FORMS = {
+    "bf16": BF16Form,
+    "mx": MXForm,
+    "fold": FoldForm,
+    "row": RowForm,
+    "block": BlockForm,
+    "block_power_of_two": BlockForm,
+}
 
 
-class Blockwise(NamedTuple):
-    """E4M3 bytes q (..., K) with one fp32 scale per 128 values, sf (..., K/128); of weights q (G, N, K) with one per
-    128 x 128 values, sf (G, N/128, K/128)."""
-
-    q: Tensor
-    sf: Tensor
-
-
-class Upcast(NamedTuple):
-    """MX dequantized to bf16, the operand of form "mx" on sm_90."""
-
-    x: Tensor
-
-
-class KN(NamedTuple):
-    """bf16 weights (G, K, N) of a product over K: a linear layer's (G, N, K), as stored, in its input gradient."""
-
-    w: Tensor
-
-
-Quantized = MX | Folded | Blockwise | Upcast
-Operand = Tensor | Quantized
-"""An operand of a product: a bf16 tensor, or quantized bytes."""
-WeightOperand = Operand | KN
+def format_of(recipe: Recipe, device: torch.device) -> Format:
+    """The operand form of the recipe's products on a device."""
+    arch = arch_of(device)
+    name = recipe.form(arch)
+    return FORMS[name](name, int(recipe.rounding), recipe.wgrad_mx, facts(arch).upcasts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +60,8 @@ class QuantizedWeights:
     """
 
     values: Tensor
-    as_stored: Quantized | None
-    transposed: Quantized | None
+    as_stored: Any
+    transposed: Any
     form: Form
     rounding: Rounding
 
@@ -118,8 +98,8 @@ class QuantizedWeights:
 
 
 Weights = Tensor | QuantizedWeights
-Held = tuple[Quantized | None, Quantized | None] | None
-"""The operands `as_stored` and `transposed` of QuantizedWeights; None for a plain weight."""
+Held = WeightOperands | None
+"""The operands of QuantizedWeights; None for a plain weight."""
 
 
 def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
@@ -146,15 +126,9 @@ def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeig
             fail(ValueError, op, "w", f"dim {dim} = {w.shape[dim]}", f"allowed: multiples of {BLOCK}")
     if not w.is_contiguous():
         fail(ValueError, op, "w", f"strides {w.stride()}", "allowed: a contiguous (G, N, K)")
-    form, rounding = form_of(recipe, w.device), recipe.rounding
-    if form == "bf16":
-        return QuantizedWeights(w, None, None, form, rounding)
-    return QuantizedWeights(w, *quantize_both_ways(w.detach(), form, int(rounding)), form, rounding)
-
-
-def form_of(recipe: Recipe, device: torch.device) -> Form:
-    """The operand format of the recipe's products on a device."""
-    return recipe.form(arch_of(device))
+    form = format_of(recipe, w.device)
+    operands = form.weights(w.detach()) if form.quantizes else WeightOperands()
+    return QuantizedWeights(w, operands.along_k, operands.along_n, form.name, recipe.rounding)
 
 
 def check_float_weights(op: str, argument: str, w: object) -> None:
@@ -166,20 +140,22 @@ def check_float_weights(op: str, argument: str, w: object) -> None:
     check_floats(op, argument, cast(Tensor, w), 3)
 
 
-def check_weights(op: str, argument: str, w: object, form: Form, rounding: Rounding) -> None:
+def check_weights(op: str, argument: str, w: object, form: Format, rounding: Rounding) -> None:
     """Raise TypeError unless w is a float tensor or QuantizedWeights, ValueError for QuantizedWeights of another form
     or rounding."""
     if not isinstance(w, QuantizedWeights):
         check_float_weights(op, argument, w)
-    elif w.form != form or (form != "bf16" and w.rounding != rounding):
+    elif w.form != form.name or (form.quantizes and w.rounding != rounding):
         got = f"QuantizedWeights of form {w.form!r} with {w.rounding.name}"
-        allowed = f"allowed: form {form!r} with {rounding.name}; call quantize_weights with this call's recipe"
+        allowed = f"allowed: form {form.name!r} with {rounding.name}; call quantize_weights with this call's recipe"
         fail(ValueError, op, argument, got, allowed)
 
 
 def values_and_held(w: Weights) -> tuple[Tensor, Held]:
     """The tensor that receives the gradient, and the operands of QuantizedWeights."""
-    return (w.values, (w.as_stored, w.transposed)) if isinstance(w, QuantizedWeights) else (w, None)
+    if not isinstance(w, QuantizedWeights):
+        return w, None
+    return w.values, WeightOperands(w.as_stored, w.transposed)
 
 
 def check_ffn_weights(
@@ -187,7 +163,7 @@ def check_ffn_weights(
 ) -> tuple[tuple[Tensor, ...], tuple[Held, ...], tuple[Tensor | None, ...]]:
     """Values and held operands of w1, w3, w2, and b1, b3, b2 as (G, N) fp32; raises unless they fit each other and the
     rows of x, named `name`."""
-    form = form_of(recipe, x.device)
+    form = format_of(recipe, x.device)
     for of, w in zip(("w1", "w3", "w2"), weights, strict=True):
         check_weights(op, of, w, form, recipe.rounding)
     (w1, w3, w2), held = zip(*map(values_and_held, weights), strict=True)
@@ -226,76 +202,21 @@ def is_transpose(w: Tensor) -> bool:
     return not w.is_contiguous() and w.mT.is_contiguous()
 
 
-def for_call(w: Tensor, held: Held, form: Form, rounding: int, both: bool) -> tuple[WeightOperand, Quantized | None]:
-    """The operands of w along K and along N. The second is None unless w is held or `both` is set."""
-    if form == "bf16":
-        return (KN(w.mT.to(torch.bfloat16)) if is_transpose(w) else w.to(torch.bfloat16)), None
-    if held is not None and held[0] is not None:
-        return held[0], held[1]
-    return quantize_both_ways(w, form, rounding) if both else (along_k(w, form, rounding), None)
+def for_call(w: Tensor, held: Held, form: Format, both: bool) -> WeightOperands:
+    """The operands of w. The second is None unless w is held or `both` is set and the form quantizes."""
+    if held is not None and held.along_k is not None:
+        return held
+    transposed = is_transpose(w)
+    if not both or not form.quantizes:
+        return WeightOperands(form.along_n(w.mT) if transposed else form.along_k(w))
+    if not transposed:
+        return form.weights(w)
+    along_n, along_k = form.weights(w.mT)
+    return WeightOperands(along_k, along_n)
 
 
-def as_multiplied(x: MX) -> MX | Upcast:
-    """MX as the tensor cores of its device read it: dequantized to bf16 on sm_90."""
-    return Upcast(ops.dequantize(*x)) if facts(arch_of(x.q.device)).upcasts else x
-
-
-def along_k(w: Tensor, form: Form, rounding: int) -> Quantized:
-    """w (G, N, K) -> (G, N, K), quantized along K."""
-    if is_transpose(w):
-        return cast(Quantized, along_n(w.mT, form, rounding))
-    if is_block(form):
-        return Blockwise(*ops.quantize_squares(w.contiguous(), form == "block_power_of_two"))
-    return quantize_rows(w.contiguous(), form, rounding, WEIGHT_HEADROOM)
-
-
-def along_n(w: Tensor, form: Form, rounding: int) -> WeightOperand:
-    """w (G, N, K) -> (G, K, N), quantized along N; bf16 stays as stored."""
-    if is_transpose(w):
-        return w.mT.to(torch.bfloat16) if form == "bf16" else along_k(w.mT, form, rounding)
-    if form == "bf16":
-        return KN(w.to(torch.bfloat16).contiguous())
-    if is_block(form):
-        return quantize_both_ways(w, form, rounding)[1]
-    if form == "row":
-        return quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
-    return mx_rows(MX(*ops.quantize_col(w.contiguous(), rounding)), form, WEIGHT_HEADROOM)
-
-
-def quantize_both_ways(w: Tensor, form: Form, rounding: int) -> tuple[Quantized, Quantized]:
-    """w (G, N, K) along K, as stored, and along N, transposed. Only weights scaled by row are read twice."""
-    if is_transpose(w):
-        first, second = quantize_both_ways(w.mT, form, rounding)
-        return second, first
-    w = w.contiguous()
-    if is_block(form):
-        q, sf, q_t, sf_t = ops.quantize_squares_both(w, form == "block_power_of_two")
-        return Blockwise(q, sf), Blockwise(q_t, sf_t)
-    if form == "row":
-        return quantize_rows(w, form, rounding), quantize_rows(w.transpose(-2, -1).contiguous(), form, rounding)
-    if form == "fold":
-        qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding)
-        return Folded(qf, row_sf), Folded(qf_t, col_sf)
-    q, sf, q_t, sf_t = ops.quantize_both(w, rounding)
-    return as_multiplied(MX(q, sf)), as_multiplied(MX(q_t, sf_t))
-
-
-def mx_rows(x: MX, form: Form, headroom: int = 0) -> Quantized:
-    """MX in the form "mx" or "fold". headroom: of a fold."""
-    return as_multiplied(x) if form == "mx" else Folded(*ops.fold_rows(*x, headroom))
-
-
-def quantize_rows(x: Tensor, form: Form, rounding: int, headroom: int = 0) -> Quantized:
-    """Quantize x (..., K), contiguous, along its last dim. headroom: of a fold."""
-    if is_block(form):
-        return Blockwise(*ops.quantize_blockwise(x, form == "block_power_of_two"))
-    if form == "mx":
-        return as_multiplied(MX(*ops.quantize_row(x, rounding)))
-    if form == "fold":
-        return Folded(*ops.quantize_row_fold(x, rounding, False, headroom))
-    return Folded(*ops.quantize_rowwise(x, rounding))
-
-
-def is_block(form: Form) -> bool:
-    """Whether operands have fp32 scales per 128 values."""
-    return form in ("block", "block_power_of_two")
+def along_n(w: Any, form: Format) -> Any:
+    """The operand along N of a backward: itself, or of weights (G, N, K)."""
+    if not isinstance(w, Tensor):
+        return w
+    return form.along_k(w.mT) if is_transpose(w) else form.along_n(w)

@@ -6,6 +6,7 @@ SwiGLU(alpha, limit, offset) --attributes--> options of an op --swiglu_attrs--> 
 import math
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..launch import fail
 
@@ -13,6 +14,14 @@ LARGEST_ALPHA = 64.0
 """The CUDA kernels' table of sigmoids reaches from 2^-25 / alpha to 88 / alpha, both in bf16's range."""
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 """A limit between them is a normal fp32."""
+
+
+class Numbers(NamedTuple):
+    """The options of an op. A limit of 0 is none."""
+
+    alpha: float
+    limit: float
+    offset: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +51,8 @@ class SwiGLU:
         swiglu_attrs("SwiGLU", *self.attributes)
 
     @property
-    def attributes(self) -> tuple[float, float, float]:
-        """The options alpha, limit and offset of an op, where a limit of 0 is none."""
-        return self.alpha, 0.0 if self.limit is None else self.limit, self.offset
+    def attributes(self) -> Numbers:
+        return Numbers(self.alpha, 0.0 if self.limit is None else self.limit, self.offset)
 
     @classmethod
     def check(cls, op: str, activation: object) -> "SwiGLU":

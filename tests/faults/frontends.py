@@ -14,22 +14,22 @@ FRONTENDS = (
     Fault(
         "torch, SwiGLU FFN: the gradient of x uses w1 twice",
         "torch_frontend/ffn.py",
-        "dgate, gate_t, dup, up_t",
-        "dgate, gate_t, dup, gate_t",
+        "mm_sum(dgate, w1, dup, w3",
+        "mm_sum(dgate, w1, dup, w1",
         "tests/torch_frontend/test_ffn.py -k fusing",
     ),
     Fault(
         "torch, SwiGLU FFN: the gradient of w2 reads the gradient of up in place of h",
         "torch_frontend/backward_operands.py",
-        "self.glu, self.hidden = None, MX(h_q_t, h_sf_t)",
-        "self.glu, self.hidden = None, MX(*up[2:])",
+        'self.dh, self.hidden = None, parts.pop("hidden", None)',
+        'self.dh, self.hidden = None, parts.pop("hidden", None) and parts["up_tokens"]',
         "tests/torch_frontend/test_ffn.py",
     ),
     Fault(
-        "torch, folded SwiGLU FFN: the gradient of w2 reads the gradient of up in place of h",
-        "torch_frontend/backward_operands.py",
-        "self.glu, self.hidden = None, hidden",
-        "self.glu, self.hidden = None, up_t",
+        "torch, folded sum of two products: the second is scaled by the weights of the first",
+        "torch_frontend/form_fold.py",
+        "rows.q, rows.sf, w.q, w.sf, rows2.q, rows2.sf, w2.q, w2.sf",
+        "rows.q, rows.sf, w.q, w.sf, rows2.q, rows2.sf, w2.q, w.sf",
         "tests/torch_frontend/test_ffn.py -k folded",
     ),
     Fault(
@@ -112,8 +112,8 @@ FRONTENDS = (
     Fault(
         "torch, experts that recompute: gate and up without their biases",
         "torch_frontend/ffn.py",
-        "pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, biases)",
-        "pair_of_products(rows, (gate[0], up[0]), group_ends, BF16, (None, None))",
+        "up.along_k, self.group_ends, BF16, b1, b3)",
+        "up.along_k, self.group_ends, BF16, None, None)",
         "tests/torch_frontend/test_layer_bytes.py -k same_bytes",
     ),
     Fault(

@@ -8,8 +8,7 @@ import torch
 from mxep.core_kernels.formats import WEIGHT_HEADROOM, spans
 from mxep.core_kernels.recipe import Recipe
 from mxep.torch_frontend import MXTensor, _device, _direct, mxfp8_grouped_mm, ops, weights
-from mxep.torch_frontend.products import pair_of_weight_gradients
-from mxep.torch_frontend.weights import Folded
+from mxep.torch_frontend.form_fold import Folded, FoldForm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -161,9 +160,9 @@ def test_auto_folds_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_form_on_a_gpu(capability: tuple[int, int], form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_device, "compute_capability", lambda device: capability)
-    assert weights.form_of(Recipe.parse("mxfp8"), torch.device("cuda")) == form
-    assert weights.form_of(Recipe.parse("mxfp8", compute="exact"), torch.device("cuda")) == "mx"
-    assert weights.form_of(Recipe.parse("bf16"), torch.device("cuda")) == "bf16"
+    assert weights.format_of(Recipe.parse("mxfp8"), torch.device("cuda")).name == form
+    assert weights.format_of(Recipe.parse("mxfp8", compute="exact"), torch.device("cuda")).name == "mx"
+    assert weights.format_of(Recipe.parse("bf16"), torch.device("cuda")).name == "bf16"
 
 
 def test_bad_compute() -> None:
@@ -180,7 +179,7 @@ def test_gradients_of_two_weights_are_written_where_they_are_asked_for(given: tu
     out = [torch.empty_like(w) if i in given else None for i, w in enumerate(want)]
     types = torch.bfloat16, torch.bfloat16
     with torch.no_grad():
-        got = pair_of_weight_gradients((gradients[0], gradients[1]), tokens, ends, types, out)
+        got = FoldForm("fold", 0, wgrad_mx=True, upcasts=False).wgrad_pair(gradients, tokens, ends, types, out)
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert torch.equal(g, w)
         assert out[i] is None or g is out[i]

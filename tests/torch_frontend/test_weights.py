@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from mxep.core_kernels.formats import WEIGHT_HEADROOM
 from mxep.torch_frontend import MoE, Recipe, mxfp8_grouped_mm, ops, quantize_weights, weights
+from mxep.torch_frontend.form_fold import FoldForm
+from mxep.torch_frontend.form_mx import Upcast
 from torch import Tensor, nn
 
 from .one_weight import ENDS, X, clone, equal, other_memory, parameter, step, through_data, written_in_place
@@ -33,15 +36,16 @@ def test_one_way_and_both_ways_fold_to_the_same_bytes(dtype: torch.dtype, roundi
     """Of weights with rows and columns whose largest scale is not among the first 256 values, and with others."""
     rng = torch.Generator().manual_seed(0)
     w = torch.randn(2, 320, 352, generator=rng).div(torch.rand(2, 320, 352, generator=rng)).to(dtype)
+    form = FoldForm("fold", rounding, wgrad_mx=True, upcasts=False)
     for given in (w, w.mT.contiguous().mT):
-        both = weights.quantize_both_ways(given, "fold", rounding)
-        alone = weights.along_k(given, "fold", rounding), weights.along_n(given, "fold", rounding)
+        both = weights.for_call(given, None, form, both=True)
+        alone = weights.for_call(given, None, form, both=False).along_k, weights.along_n(given, form)
         for got, want in zip(alone, both, strict=True):
             assert equal(list(got), list(want))
     _, needed = ops.quantize_row_fold(w, rounding)
     _, first = ops.quantize_row_fold(w[..., :256].contiguous(), rounding)
-    got = weights.along_k(w, "fold", rounding).sf
-    assert torch.equal(got, torch.maximum(first + weights.WEIGHT_HEADROOM, needed))
+    got = form.along_k(w).sf
+    assert torch.equal(got, torch.maximum(first + WEIGHT_HEADROOM, needed))
     assert (got == needed).any()
     assert (got > needed).any()
 
@@ -58,7 +62,7 @@ def test_exact_products_on_hopper_multiply_them_dequantized(
     held = quantize_weights(w, "mxfp8")
     assert held.form == "fold"
     held = quantize_weights(w, Recipe.parse("mxfp8", compute="exact"))
-    assert isinstance(held.as_stored, weights.Upcast)
+    assert isinstance(held.as_stored, Upcast)
     assert torch.equal(held.as_stored.x, ops.dequantize(*ops.quantize_row(w.detach())))
     assert torch.equal(held.transposed.x, ops.dequantize(*ops.quantize_col(w.detach())))
 
