@@ -11,7 +11,7 @@
     rows      quantized along the rows: directly by swiglu_bwd_all (recipe "mxfp8"), or from bf16
     tokens    recipe "mxfp8": quantized along the tokens by quantize_both and swiglu_bwd_all; else bf16
 
-With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
+With form "fold", form_fold.py folds each operand once for both of its products; gate and up are one launch, and so are
 dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
 operands, and the backward keeps the token operand of x instead of x. swiglu_bwd_fold, in place of swiglu_bwd_all, folds
 all that it computes. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
@@ -22,47 +22,36 @@ its gradient has a part of each.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..core_kernels.formats import BLOCK
+from ..core_kernels.formats import BLOCK, GRADIENT_HEADROOM
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ._call import jitted, vary_alike
-from ._checks import check_bias, check_blocks, check_floats, check_shape, check_type
+from ._checks import check_bias, check_blocks, check_shape, check_type
 from ._derivatives import reverse_only
 from ._shapes import Float, Float32, Int
-from .backward_operands import swiglu_operands
+from .forms import AddedBias, Format, Glu
 from .gathers import gather, ungather
+from .grouped_mm import check_operands
 from .groups import LaidOut, ends_of, pad_groups
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .ops import RowMap
-from .products import (
-    bias_gradient,
-    bias_row_products,
-    for_backward,
-    input_gradient,
-    output_gradient_operands,
-    pair_of_products,
-    pair_of_weight_gradients,
-    product,
-    quantize_activation,
-    row_operand,
-    sum_of_input_gradients,
-    token_operand,
-    weight_gradient,
-)
+from .products import bias_gradient, bias_row_products
 from .remat import GATE, UP, named
-from .swiglu import hidden_rows, row_probabilities
+from .swiglu import row_probabilities
 from .weights import (
     NoValues,
     QuantizedWeights,
-    check_weights,
+    along_k,
+    along_n,
     cotangent_of,
     for_call,
+    format_of,
     resolve_compute,
     saved,
 )
@@ -71,79 +60,103 @@ from .weights import (
 class Options(NamedTuple):
     """Static arguments. weighted: `prob` multiplies b2 too; otherwise it only removes padding rows from h."""
 
-    recipe: Recipe
+    form: Format
     activation: SwiGLU
     weighted: bool
     mx_grad: bool
 
 
-def _forward(rows, w1, w3, w2, group_ends, prob, biases, options: Options) -> tuple[jax.Array, jax.Array, jax.Array]:
+class Biases(NamedTuple):
+    b1: Any
+    b3: Any
+    b2: Any
+
+
+class Saved(NamedTuple):
+    """x: what tokens are made of, if the forward has not made them. Weights: the part that a backward reads."""
+
+    x: Any
+    tokens: Any
+    w1: Any
+    w3: Any
+    w2: Any
+    group_ends: jax.Array
+    prob: jax.Array | None
+    gate: jax.Array
+    up: jax.Array
+    biases: Biases
+
+
+def _glu(gate, up, prob, options: Options) -> Glu:
+    return Glu(gate, up, row_probabilities(prob), options.activation.attributes)
+
+
+def _forward(rows, w1, w3, w2, group_ends, prob, biases: Biases, options: Options):
     """Return out, gate and up. rows: the row operand of x."""
-    recipe, numbers, (b1, b3, b2) = options.recipe, options.activation.attributes, biases
-    weights, prob = prob if options.weighted else None, row_probabilities(prob)
-    gate, up = pair_of_products(rows, w1, w3, group_ends, recipe, (b1, b3))
-    h = hidden_rows(gate, up, prob, recipe, numbers)
-    return product(h, w2, group_ends, recipe, bias=b2, row_weights=weights), gate, up
+    form = options.form
+    weights = along_k(w1, form), along_k(w3, form)
+    gate, up = form.mm_pair(rows, weights[0], weights[1], group_ends, biases.b1, biases.b3)
+    h = form.hidden(_glu(gate, up, prob, options))
+    added = None
+    if biases.b2 is not None:
+        added = AddedBias(biases.b2, prob if options.weighted else None)
+    return form.mm(h, along_k(w2, form), group_ends, "bfloat16", added), gate, up
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _ffn(x, w1, w3, w2, group_ends, prob, biases, options: Options):
-    rows = row_operand(x, options.recipe)
-    out, _, _ = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
+    out, _, _ = _forward(options.form.rows(x), w1, w3, w2, group_ends, prob, biases, options)
     return MXGradArray.of(out) if options.mx_grad else out
 
 
 def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
-    recipe, mx_grad = options.recipe, options.mx_grad
+    form = options.form
     x_grad, h_grad = differentiated(x), differentiated((x, w1, w3, prob, biases[:2]))
     x, w1, w3, w2, group_ends, prob, biases = values_of((x, w1, w3, w2, group_ends, prob, biases))
-    w1, w3, w2 = for_call(w1, recipe, x_grad), for_call(w3, recipe, x_grad), for_call(w2, recipe, h_grad)
-    rows, tokens = quantize_activation(x, group_ends, recipe)
+    w1, w3, w2 = for_call(w1, form, x_grad), for_call(w3, form, x_grad), for_call(w2, form, h_grad)
+    rows, tokens = form.activation(x, group_ends)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
-    gate, up = named(gate, GATE), named(up, UP)
-    residuals = (
-        NoValues(x.dtype) if tokens else for_backward(x, recipe),
-        tokens,
-        saved(w1),
-        saved(w3),
-        saved(w2),
-        group_ends,
-        prob,
-        gate,
-        up,
-        biases,
+    residuals = Saved(
+        x=NoValues(x.dtype) if tokens else form.saved(x),
+        tokens=tokens,
+        w1=saved(w1),
+        w3=saved(w3),
+        w2=saved(w2),
+        group_ends=group_ends,
+        prob=prob,
+        gate=named(gate, GATE),
+        up=named(up, UP),
+        biases=biases,
     )
-    return MXGradArray.of(out) if mx_grad else out, residuals
+    return MXGradArray.of(out) if options.mx_grad else out, residuals
 
 
-def _bias_gradients(values, grad, group_ends, prob, biases, options: Options):
-    """The gradients of b1, b3 and b2, from dgate and dup in bf16 and the gradient of out; None without a bias."""
-    b1, b3, b2 = biases
-    db1, db3 = (None if b is None else bias_gradient(d, group_ends) for b, d in ((b1, values[0]), (b3, values[1])))
-    return db1, db3, None if b2 is None else bias_gradient(grad, group_ends, prob if options.weighted else None)
+def _bias_gradients(values, grad, kept: Saved, options: Options) -> Biases:
+    """The gradients of the biases, from dgate and dup in bf16 and the gradient of out; None without a bias."""
+    (b1, b3, b2), ends = kept.biases, kept.group_ends
+    db1, db3 = (None if b is None else bias_gradient(d, ends) for b, d in ((b1, values[0]), (b3, values[1])))
+    return Biases(db1, db3, None if b2 is None else bias_gradient(grad, ends, kept.prob if options.weighted else None))
 
 
-def _ffn_bwd(options: Options, residuals, grad):
-    x, tokens, w1, w3, w2, group_ends, prob, gate, up, biases = residuals
-    recipe, grad = options.recipe, received(grad)
-    glu = gate, up, row_probabilities(prob)
-    dout, dout_tokens = output_gradient_operands(grad, group_ends, recipe)
-    dh = input_gradient(dout, w2, group_ends, recipe, "bfloat16")
-    need_values = any(b is not None for b in biases[:2])
-    of_gate, of_up, h_tokens, dprob, values = swiglu_operands(
-        dh, glu, group_ends, recipe, options.activation.attributes, need_values
-    )
-    (dgate, dgate_tokens), (dup, dup_tokens) = of_gate, of_up
-    dbiases = _bias_gradients(values, grad, group_ends, prob, biases, options)
-    if options.weighted and biases[2] is not None:
-        dprob = dprob + bias_row_products(grad, biases[2], group_ends)
-    dx = sum_of_input_gradients(dgate, w1, dup, w3, group_ends, recipe, x.dtype)
-    tokens = tokens or token_operand(x, group_ends, recipe)
-    dw1, dw3 = pair_of_weight_gradients(dgate_tokens, dup_tokens, tokens, group_ends, (w1.dtype, w3.dtype))
-    dw2 = weight_gradient(dout_tokens, h_tokens, group_ends, w2.dtype)
-    dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
-    dws = (cotangent_of(w, dw) for w, dw in ((w1, dw1), (w3, dw3), (w2, dw2)))
-    return dx, *dws, None, None if prob is None else dprob, dbiases
+def _ffn_bwd(options: Options, kept: Saved, grad):
+    form, ends, grad, biases = options.form, kept.group_ends, received(grad), kept.biases
+    dout, dout_tokens = form.gradient(grad, ends)
+    dh = form.mm(form.rows(dout), along_n(kept.w2, form), ends, "bfloat16")
+    need_values = biases.b1 is not None or biases.b3 is not None
+    found = form.swiglu_backward(dh, _glu(kept.gate, kept.up, kept.prob, options), ends, need_values)
+    dprob = found.dprob
+    dbiases = _bias_gradients(found.values, grad, kept, options)
+    if options.weighted and biases.b2 is not None:
+        dprob = dprob + bias_row_products(grad, biases.b2, ends)
+    # Folded rows have the bytes of swiglu_bwd_fold, whichever op quantizes them.
+    dgate, dup = (form.rows(x, GRADIENT_HEADROOM) for x in (found.gate.rows, found.up.rows))
+    dx = form.mm_sum(dgate, along_n(kept.w1, form), dup, along_n(kept.w3, form), ends, kept.x.dtype)
+    tokens = kept.tokens or form.tokens(kept.x, ends)
+    dw1, dw3 = form.wgrad_pair(found.gate.tokens, found.up.tokens, tokens, ends, (kept.w1.dtype, kept.w3.dtype))
+    dw2 = form.wgrad(dout_tokens, found.hidden, ends, kept.w2.dtype)
+    dx = MXArray.cotangent(dx) if isinstance(kept.x, MXArray) else dx
+    dws = (cotangent_of(w, dw) for w, dw in ((kept.w1, dw1), (kept.w3, dw3), (kept.w2, dw2)))
+    return dx, *dws, None, None if kept.prob is None else dprob, dbiases
 
 
 _ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)
@@ -202,35 +215,41 @@ def grouped_swiglu_ffn(
     SwiGLU.check(op, activation)
     check_type(op, "mx_grad", mx_grad, bool)
     check_type(op, "pad_token_groups", pad_token_groups, bool)
-    if not isinstance(x, MXArray):
-        check_floats(op, "x", x, " or an MXArray")
-    for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
-        check_weights(op, name, weight, recipe)
-    if len(x.shape) != 2 or w1.ndim != 3:
-        fail(ValueError, op, "x, w1", f"shapes {x.shape}, {w1.shape}", "allowed: (P, D) and (G, F, D)")
-    groups, hidden, _ = w1.shape
-    shapes = {"w1": (groups, hidden, x.shape[1]), "w3": w1.shape, "w2": (groups, x.shape[1], hidden)}
-    for (name, shape), weight in zip(shapes.items(), (w1, w3, w2), strict=True):
-        if weight.shape != shape:
-            fail(ValueError, op, name, f"shape {weight.shape}", f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
+    groups, hidden = _checked_shape(op, x, {"w1": w1, "w3": w3, "w2": w2}, recipe)
     group_ends = ends_of(op, group_ends, group_sizes, x, groups)
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
     sides = (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, x.shape[1]))
-    biases = tuple(None if b is None else check_bias(op, name, b, groups, n) for name, b, n in sides)
+    biases = Biases._make(None if b is None else check_bias(op, name, b, groups, n) for name, b, n in sides)
     if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
-    weighted = prob is not None
+    options = Options(format_of(recipe), activation, prob is not None, mx_grad)
     x, w1, w3, w2, prob, biases = reverse_only(op, (x, w1, w3, w2, prob, biases))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     maps = None
     if pad_token_groups and recipe.wgrad_mx:
         x, maps = pad_groups(op, x, group_ends, recipe.alignment)
-        group_ends = maps.group_ends
-        if prob is not None:
-            prob = gather(op, prob[:, None], maps.row_map, maps.inverse)[:, 0]
-        elif b1 is not None or b3 is not None:  # h of a padding row is not zero by itself
-            prob = (maps.row_map >= 0).astype(jnp.float32)
-    options = Options(recipe, activation, weighted, mx_grad)
+        group_ends, prob = maps.group_ends, _padded_prob(op, prob, biases, maps)
     out = _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob, biases), options)
     return ungather(op, out, maps.row_map, maps.inverse) if maps else out
+
+
+def _checked_shape(op: str, x: Any, weights: dict[str, Any], recipe: Recipe) -> tuple[int, int]:
+    """G and F; raises unless x and w1, w3, w2 fit each other and the recipe."""
+    check_operands(op, x, weights, recipe, "(P, D) and (G, F, D)")
+    (groups, hidden, _), dim = weights["w1"].shape, x.shape[1]
+    shapes = {"w1": (groups, hidden, dim), "w3": weights["w1"].shape, "w2": (groups, dim, hidden)}
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            got = f"shape {weights[name].shape}"
+            fail(ValueError, op, name, got, f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
+    return groups, hidden
+
+
+def _padded_prob(op: str, prob: jax.Array | None, biases: Biases, maps: RowMap) -> jax.Array | None:
+    """The weights of padded rows; with b1 or b3 zeros for padding, whose h is not zero by itself."""
+    if prob is not None:
+        return gather(op, prob[:, None], maps.row_map, maps.inverse)[:, 0]
+    if biases.b1 is None and biases.b3 is None:
+        return None
+    return (maps.row_map >= 0).astype(jnp.float32)

@@ -13,6 +13,7 @@ MXArray enters as its bytes, and so does the gradient of an MXGradArray.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,62 +24,80 @@ from ._call import jitted, vary_alike
 from ._checks import check_bias, check_blocks, check_floats, check_type, dtype_name
 from ._derivatives import reverse_only
 from ._shapes import Float, Int
+from .forms import AddedBias, Format
 from .gathers import ungather
 from .groups import LaidOut, ends_of, pad_groups
 from .mx_array import MXArray, MXGradArray, differentiated, received, values_of
 from .ops import RowMap
-from .products import (
-    bias_gradient,
-    for_backward,
-    input_gradient,
-    output_gradient_operands,
-    product,
-    quantize_activation,
-    token_operand,
-    weight_gradient,
-)
+from .products import bias_gradient
 from .weights import (
     Layout,
     NoValues,
     QuantizedWeights,
     Weights,
+    along_k,
+    along_n,
     check_weights,
     cotangent_of,
     for_call,
+    format_of,
     resolve_compute,
     saved,
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _grouped_mm(x, w, group_ends, bias, recipe, out_dtype, mx_grad, layout):
-    out = product(x, w, group_ends, recipe, out_dtype, layout, bias)
-    return MXGradArray.of(out) if mx_grad else out
+class Options(NamedTuple):
+    """Static arguments."""
+
+    form: Format
+    out_dtype: str
+    mx_grad: bool
+    layout: Layout
 
 
-def _grouped_mm_fwd(x, w, group_ends, bias, recipe, out_dtype, mx_grad, layout):
-    backward = differentiated(x)
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _grouped_mm(x, w, group_ends, bias, options: Options):
+    form, added = options.form, None if bias is None else AddedBias(bias)
+    out = form.mm(form.rows(x), along_k(w, form, options.layout), group_ends, options.out_dtype, added)
+    return MXGradArray.of(out) if options.mx_grad else out
+
+
+class Saved(NamedTuple):
+    """x: what tokens are made of, if the forward has not made them."""
+
+    x: Any
+    tokens: Any
+    w: Any
+    group_ends: jax.Array
+    bias: jax.Array | None
+
+
+def _grouped_mm_fwd(x, w, group_ends, bias, options: Options):
+    backward, form = differentiated(x), options.form
     x, w, group_ends, bias = values_of((x, w, group_ends, bias))
-    rows, tokens = quantize_activation(x, group_ends, recipe)
-    w = for_call(w, recipe, backward)
-    out = _grouped_mm(rows, w, group_ends, bias, recipe, out_dtype, mx_grad, layout)
-    return out, (NoValues(x.dtype) if tokens else for_backward(x, recipe), tokens, saved(w, layout), group_ends, bias)
+    rows, tokens = form.activation(x, group_ends)
+    w = for_call(w, form, backward)
+    out = _grouped_mm(rows, w, group_ends, bias, options)
+    return out, Saved(
+        NoValues(x.dtype) if tokens else form.saved(x), tokens, saved(w, options.layout), group_ends, bias
+    )
 
 
-def _grouped_mm_bwd(recipe, out_dtype, mx_grad, layout, residuals, grad):
-    x, tokens, w, group_ends, bias = residuals
+def _grouped_mm_bwd(options: Options, residuals: Saved, grad):
+    (x, tokens, w, group_ends, bias), form, layout = residuals, options.form, options.layout
     grad = received(grad)
     dbias = None if bias is None else bias_gradient(grad, group_ends)
-    dout, dout_tokens = output_gradient_operands(grad, group_ends, recipe)
-    dx = input_gradient(dout, w, group_ends, recipe, x.dtype, layout)
-    tokens = tokens or token_operand(x, group_ends, recipe)
-    dw = weight_gradient(dout_tokens, tokens, group_ends, w.dtype, layout)
+    dout, dout_tokens = form.gradient(grad, group_ends)
+    dx = form.mm(form.rows(dout), along_n(w, form, layout), group_ends, x.dtype)
+    tokens = tokens or form.tokens(x, group_ends)
+    a, b = (dout_tokens, tokens) if layout == "GNK" else (tokens, dout_tokens)
+    dw = form.wgrad(a, b, group_ends, w.dtype)
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
     return dx, cotangent_of(w, dw), None, dbias
 
 
 _grouped_mm.defvjp(_grouped_mm_fwd, _grouped_mm_bwd, symbolic_zeros=True)
-_grouped_mm_jitted = jitted(_grouped_mm, 4, 5, 6, 7)
+_grouped_mm_jitted = jitted(_grouped_mm, 4)
 
 
 def unchecked_grouped_mm(
@@ -92,8 +111,20 @@ def unchecked_grouped_mm(
         x, maps = pad_groups("grouped_mm", x, group_ends, recipe.alignment)
         group_ends = maps.group_ends
     x, w, group_ends, bias = vary_alike(x, w, group_ends, bias)
-    out = _grouped_mm_jitted(x, w, group_ends, bias, recipe, out_dtype, mx_grad, layout)
+    out = _grouped_mm_jitted(x, w, group_ends, bias, Options(format_of(recipe), out_dtype, mx_grad, layout))
     return ungather("grouped_mm", out, maps.row_map, maps.inverse) if maps else out
+
+
+def check_operands(op: str, x: Any, weights: dict[str, Any], recipe: Recipe, shapes: str) -> None:
+    """Raise unless x is floats or an MXArray, weights are floats or QuantizedWeights of the recipe, and x and the first
+    of the weights have 2 and 3 dims."""
+    if not isinstance(x, MXArray):
+        check_floats(op, "x", x, " or an MXArray")
+    for name, w in weights.items():
+        check_weights(op, name, w, recipe)
+    name, w = next(iter(weights.items()))
+    if len(x.shape) != 2 or w.ndim != 3:
+        fail(ValueError, op, f"x, {name}", f"shapes {x.shape}, {w.shape}", f"allowed: {shapes}")
 
 
 def grouped_mm(
@@ -146,11 +177,7 @@ def grouped_mm(
     recipe, out_dtype = resolve_compute(op, recipe), dtype_name(op, "out_dtype", out_dtype)
     check_type(op, "mx_grad", mx_grad, bool)
     check_type(op, "pad_token_groups", pad_token_groups, bool)
-    if not isinstance(x, MXArray):
-        check_floats(op, "x", x, " or an MXArray")
-    check_weights(op, "w", w, recipe)
-    if w.ndim != 3 or len(x.shape) != 2:
-        fail(ValueError, op, "x, w", f"shapes {x.shape}, {w.shape}", "allowed: (M, K) and (G, N, K)")
+    check_operands(op, x, {"w": w}, recipe, "(M, K) and (G, N, K)")
     group_ends = ends_of(op, group_ends, group_sizes, x, w.shape[0])
     if bias is not None:
         bias = check_bias(op, "bias", bias, *w.shape[:2])
@@ -158,5 +185,4 @@ def grouped_mm(
         require_multiple(op, "w", w.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
     x, w, bias = reverse_only(op, (x, w, bias))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
-    options = {"bias": bias, "mx_grad": mx_grad, "pad": pad_token_groups}
-    return unchecked_grouped_mm(x, w, group_ends, recipe, out_dtype, **options)
+    return unchecked_grouped_mm(x, w, group_ends, recipe, out_dtype, bias=bias, mx_grad=mx_grad, pad=pad_token_groups)

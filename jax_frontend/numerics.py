@@ -8,12 +8,14 @@ from jax.core import Tracer
 from ..core_kernels.launch import fail
 from ..core_kernels.numerics import NumericsReport, report
 from ..core_kernels.recipe import Recipe
-from . import moe, ops, products
+from . import moe, ops
 from ._checks import check_floats
 from ._shapes import Float
+from .form_mx import MXForm
+from .forms import MX, AddedBias
 from .moe_params import check_params
 from .weighted_combine import weigh_slots
-from .weights import MX, QuantizedWeights
+from .weights import QuantizedWeights
 
 OP = "numerics_report"
 
@@ -65,9 +67,10 @@ def numerics_report(
     dout_P = ops.permute_rows(dout.reshape(x_TD.shape), token_P).astype(jnp.float32)
     dout_P = dout_P * prob_P[:, None] if config.prob_in == "combine" else dout_P
 
+    form = MXForm("mx", recipe.rounding, recipe.wgrad_mx, upcasts=False)
+
     def product(x: MX, w: MX, bias: jax.Array | None) -> jax.Array:
-        bias = None if bias is None else bias.astype(jnp.float32)
-        return products._plus_bias(x, w, ends, "bfloat16", bias)
+        return form.mm(x, w, ends, "bfloat16", None if bias is None else AddedBias(bias.astype(jnp.float32)))
 
     experts = params["experts"]
     w1, w3, w2 = (_values_of(experts[name]) for name in ("w1", "w3", "w2"))

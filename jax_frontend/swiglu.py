@@ -1,7 +1,8 @@
 """SwiGLU and its gradient, which is computed from gate and up: nothing else is saved.
 
 gate, up, prob --swiglu--> h          dgate, dup, dprob <--swiglu_bwd-- dh, gate, up, prob
-               --hidden_rows--> h quantized along its rows, for the product with w2
+
+A form quantizes h in the same pass: `Format.hidden`.
 """
 
 from functools import partial
@@ -10,31 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core_kernels.recipe import Recipe
 from ..core_kernels.swiglu.activation import PLAIN, SwiGLU
 from . import ops
 from ._call import jitted
 from ._checks import check_matrix, check_shape, check_type
 from ._derivatives import arguments_by_rows
 from ._shapes import BFloat16, Float32
-from .weights import MX, Folded, form_of
 
 
 def row_probabilities(prob: jax.Array | None) -> jax.Array:
     """`prob` as the ops take it, shape (0,) for a weight of 1 on every row."""
     return jnp.zeros(0, jnp.float32) if prob is None else prob
-
-
-def hidden_rows(
-    gate: jax.Array, up: jax.Array, prob: jax.Array, recipe: Recipe, numbers: tuple[float, float, float]
-) -> jax.Array | MX | Folded:
-    """h (M, F) for a product of this recipe: MX, or folded, by the kernel that computes it; in bf16 for other recipes.
-    prob: of `row_probabilities`. numbers: of the activation."""
-    if not recipe.mx:
-        return ops.swiglu(gate, up, prob, *numbers)
-    if form_of(recipe) == "fold":
-        return Folded(*ops.swiglu_row_fold(gate, up, prob, recipe.rounding, False, *numbers))
-    return ops.swiglu_row(gate, up, prob, recipe.rounding, False, *numbers)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

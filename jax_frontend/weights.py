@@ -12,70 +12,35 @@ Weights of layout (G, K, N) swap the two: along N they are read as stored, along
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, cast
+from importlib import import_module
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..core_kernels.dispatch import facts
-from ..core_kernels.formats import BLOCK, WEIGHT_HEADROOM, Rounding
+from ..core_kernels.formats import BLOCK, Rounding
 from ..core_kernels.launch import fail, require_multiple
 from ..core_kernels.recipe import RECIPES, Form, Recipe
-from . import _device, ops
+from . import _device
 from ._checks import check_floats
 from ._shapes import Float
+from .forms import Format, FormatType, WeightOperands
 
-MX = tuple[jax.Array, jax.Array]
-"""q and sf, one scale per 32 values, in the order in which a product reads them."""
 Layout = Literal["GNK", "GKN"]
 """The dims of weights and of their gradient; a linear layer stores (G, N, K)."""
+FORMS: dict[Form, FormatType] = {
+    name: import_module(f".form_{name.partition('_')[0]}", __package__).FORM for name in get_args(Form)
+}
+"""A form is in the file of the first word of its name."""
 
 
-class Folded(NamedTuple):
-    """E4M3 bytes with one scale per row: q (M, K), sf (M,), of weights q (G, N, K), sf (G, N). Along the tokens with
-    one scale per feature and chunk of 256 tokens: q (K, M), sf (`spans(M, G)`, K)."""
-
-    q: jax.Array
-    sf: jax.Array
-
-
-class Blockwise(NamedTuple):
-    """E4M3 bytes q (M, K) with one fp32 scale per 128 values, sf (M, K/128); of weights q (G, N, K) with one per 128 x
-    128 values, sf (G, N/128, K/128)."""
-
-    q: jax.Array
-    sf: jax.Array
-
-
-class Upcast(NamedTuple):
-    """MXFP8 dequantized to bf16, the operand of form "mx" on sm_90."""
-
-    x: jax.Array
-
-
-class KN(NamedTuple):
-    """bf16 weights (G, K, N) of a product over K: a linear layer's (G, N, K), as stored, in its input gradient."""
-
-    w: jax.Array
-
-
-Quantized = MX | Folded | Blockwise | Upcast
-
-
-def as_multiplied(pair: MX) -> MX | Upcast:
-    """MXFP8 as the tensor cores of a program traced now read it: dequantized to bf16 for sm_90."""
-    q, sf = pair  # a plain pair, whatever tuple the caller holds: pytrees of weights have one structure
-    return Upcast(ops.dequantize(q, sf)) if facts(_device.arch()).upcasts else (q, sf)
-
-
-def _on_this_device(x: Quantized) -> Quantized:
-    return x if isinstance(x, Folded | Blockwise | Upcast) else as_multiplied(x)
-
-
-def form_of(recipe: Recipe) -> Form:
-    """The operand format of the recipe's products in a program traced now."""
-    return recipe.form(_device.arch())
+def format_of(recipe: Recipe) -> Format:
+    """The operand form of the recipe's products in a program traced now."""
+    arch = _device.arch()
+    name = recipe.form(arch)
+    return FORMS[name](name, recipe.rounding, recipe.wgrad_mx, facts(arch).upcasts)
 
 
 def recipe_of(op: str, recipe: object) -> Recipe:
@@ -93,65 +58,7 @@ def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
     """The recipe with its compute decided, "fold" or "exact", so that forward and backward multiply alike wherever the
     backward is traced."""
     recipe = recipe_of(op, recipe)
-    return dataclasses.replace(recipe, compute="fold" if form_of(recipe) == "fold" else "exact")
-
-
-def mx_rows(pair: MX, recipe: Recipe, headroom: int = 0) -> Quantized:
-    """MX in the recipe's form, "mx" or "fold". headroom: of a fold."""
-    if form_of(recipe) == "mx":
-        return as_multiplied(pair)
-    return Folded(*ops.fold_rows(*pair, headroom=headroom))
-
-
-def quantize_rows(x: jax.Array, recipe: Recipe, headroom: int = 0) -> Quantized:
-    """Quantize x (..., M, K) along its last dim, in the recipe's form. headroom: of a fold."""
-    form = form_of(recipe)
-    if is_block(form):
-        return Blockwise(*ops.quantize_blockwise(x, power_of_two=form == "block_power_of_two"))
-    if form == "mx":
-        return as_multiplied(ops.quantize_row(x, rounding=recipe.rounding))
-    if form == "fold":
-        return Folded(*ops.quantize_row_fold(x, rounding=recipe.rounding, headroom=headroom))
-    return Folded(*ops.quantize_rowwise(x, rounding=recipe.rounding))
-
-
-def is_block(form: Form) -> bool:
-    """Whether operands have fp32 scales per 128 values."""
-    return form in ("block", "block_power_of_two")
-
-
-def _along_rows(w: jax.Array, recipe: Recipe) -> Quantized:
-    """Quantize w (G, N, K) along its last dim, in the recipe's form."""
-    form = form_of(recipe)
-    if is_block(form):
-        return Blockwise(*ops.quantize_squares(w, power_of_two=form == "block_power_of_two"))
-    return quantize_rows(w, recipe, WEIGHT_HEADROOM)
-
-
-def quantize_transposed(w: jax.Array, recipe: Recipe) -> Quantized:
-    """Quantize w (G, N, K) along N -> q (G, K, N), in the recipe's form."""
-    form = form_of(recipe)
-    if is_block(form):
-        return quantize_both_ways(w, recipe)[1]
-    if form == "row":
-        return quantize_rows(w.mT, recipe)
-    return mx_rows(ops.quantize_col(w, rounding=recipe.rounding), recipe, WEIGHT_HEADROOM)
-
-
-def quantize_both_ways(w: jax.Array, recipe: Recipe) -> tuple[Quantized, Quantized]:
-    """w along its last dim, and along dim 1, transposed. Only weights scaled by row are read twice. MXFP8 is not
-    dequantized here."""
-    form = form_of(recipe)
-    if is_block(form):
-        q, sf, q_t, sf_t = ops.quantize_squares_both(w, power_of_two=form == "block_power_of_two")
-        return Blockwise(q, sf), Blockwise(q_t, sf_t)
-    if form == "row":
-        return quantize_rows(w, recipe), quantize_rows(w.mT, recipe)
-    if form == "fold":
-        qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(w, rounding=recipe.rounding)
-        return Folded(qf, row_sf), Folded(qf_t, col_sf)
-    q, sf, q_t, sf_t = ops.quantize_both(w, rounding=recipe.rounding)
-    return (q, sf), (q_t, sf_t)
+    return dataclasses.replace(recipe, compute="fold" if recipe.form(_device.arch()) == "fold" else "exact")
 
 
 @jax.tree_util.register_dataclass
@@ -166,8 +73,8 @@ class QuantizedWeights:
     """
 
     values: jax.Array
-    as_stored: Quantized | None
-    transposed: Quantized | None
+    as_stored: Any
+    transposed: Any
     form: Form = dataclasses.field(metadata={"static": True})
     rounding: Rounding = dataclasses.field(metadata={"static": True})
 
@@ -220,16 +127,16 @@ class _CallWeights(QuantizedWeights):
         return grad
 
 
-def for_call(w: Weights, recipe: Recipe, backward: bool) -> Weights:
+def for_call(w: Weights, form: Format, backward: bool) -> Weights:
     """The quantized w of a forward and its backward, both from one read if there is an input gradient.
 
     Without an input gradient XLA drops the operand along N. It is present here in any case, since JAX's residuals have
     one structure, whichever arguments are differentiated.
     """
-    if isinstance(w, QuantizedWeights) or form_of(recipe) == "bf16":
+    if isinstance(w, QuantizedWeights) or not form.quantizes:
         return w
-    both = quantize_both_ways(w, recipe) if backward else (_along_rows(w, recipe), quantize_transposed(w, recipe))
-    return _CallWeights(w, *both, form_of(recipe), recipe.rounding)
+    both = form.weights(w) if backward else WeightOperands(form.along_rows(w), form.along_columns(w))
+    return _CallWeights(w, both.as_stored, both.transposed, form.name, form.rounding)
 
 
 def saved(w: Weights, layout: Layout = "GNK") -> Weights:
@@ -274,14 +181,13 @@ def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8
     check_floats(op, "w", w)
     if w.ndim != 3:
         fail(ValueError, op, "w", f"shape {w.shape}", "allowed: (G, N, K)")
-    form = form_of(recipe)
-    if form == "bf16":
-        return QuantizedWeights(w, None, None, form, recipe.rounding)
+    form = format_of(recipe)
+    if not form.quantizes:
+        return QuantizedWeights(w, None, None, form.name, recipe.rounding)
     require_multiple(op, "w", w.shape[1], BLOCK, "dim 1", "the input gradient quantizes along it")
     require_multiple(op, "w", w.shape[2], BLOCK, "dim 2", "the product quantizes along it")
-    fixed = lax.stop_gradient(w)
-    as_stored, transposed = map(_on_this_device, quantize_both_ways(fixed, recipe))
-    return QuantizedWeights(w, as_stored, transposed, form, recipe.rounding)
+    as_stored, transposed = map(form.rows, form.weights(lax.stop_gradient(w)))  # MX as this device multiplies it
+    return QuantizedWeights(w, as_stored, transposed, form.name, recipe.rounding)
 
 
 def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
@@ -291,34 +197,30 @@ def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
         check_floats(op, argument, w, " or QuantizedWeights")
         return
     check_floats(op, argument, w.values)
-    form = form_of(recipe)
+    form = recipe.form(_device.arch())
     if w.form != form or (form != "bf16" and w.rounding != recipe.rounding):
         got = f"QuantizedWeights of form {w.form!r} with {w.rounding.name}"
         allowed = f"allowed: form {form!r} with {recipe.rounding.name}, as recipe {recipe.name!r} multiplies here"
         fail(ValueError, op, argument, got, f"{allowed}; call quantize_weights with that recipe")
 
 
-def along_k(w: Weights, recipe: Recipe, layout: Layout = "GNK") -> jax.Array | KN | Quantized:
+def along_k(w: Weights, form: Format, layout: Layout = "GNK") -> Any:
     """The right operand of a product over K: (G, N, K), or bf16 as stored."""
-    return _as_stored(w, recipe) if layout == "GNK" else _transposed(w, recipe)
+    return _as_stored(w, form) if layout == "GNK" else _transposed(w, form)
 
 
-def along_n(w: Weights, recipe: Recipe, layout: Layout = "GNK") -> jax.Array | KN | Quantized:
+def along_n(w: Weights, form: Format, layout: Layout = "GNK") -> Any:
     """The right operand of a product over N: (G, K, N), or bf16 as stored."""
-    return _transposed(w, recipe) if layout == "GNK" else _as_stored(w, recipe)
+    return _transposed(w, form) if layout == "GNK" else _as_stored(w, form)
 
 
-def _as_stored(w: Weights, recipe: Recipe) -> jax.Array | Quantized:
-    if isinstance(w, QuantizedWeights):
-        if w.as_stored is not None:
-            return w.as_stored
-        w = w.values
-    return w.astype(jnp.bfloat16) if form_of(recipe) == "bf16" else _along_rows(w, recipe)
+def _as_stored(w: Weights, form: Format) -> Any:
+    if not isinstance(w, QuantizedWeights):
+        return form.along_rows(w)
+    return form.along_rows(w.values) if w.as_stored is None else w.as_stored
 
 
-def _transposed(w: Weights, recipe: Recipe) -> KN | Quantized:
-    if isinstance(w, QuantizedWeights):
-        if w.transposed is not None:
-            return w.transposed
-        w = w.values
-    return KN(w.astype(jnp.bfloat16)) if form_of(recipe) == "bf16" else quantize_transposed(w, recipe)
+def _transposed(w: Weights, form: Format) -> Any:
+    if not isinstance(w, QuantizedWeights):
+        return form.along_columns(w)
+    return form.along_columns(w.values) if w.transposed is None else w.transposed

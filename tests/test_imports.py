@@ -221,18 +221,18 @@ def test_a_product_reaches_no_exchange_and_no_layer(room: str, name: str) -> Non
 
 ONLY_TORCH = {
     "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
-    "_torch_private.py", "collectives.py", "convert.py", "copy_engines.py", "exchange.py", "expert_parallel.py",
-    "experts.py", "fsdp.py", "gathered_rows.py", "local_experts.py", "mx_tensor.py", "overlap.py", "packed_experts.py",
-    "packed_ffn.py", "parallel.py", "planned_exchange.py", "shards.py", "symmetric.py", "torchtitan.py",
-    "transformers.py", "transport.py",
+    "_torch_private.py", "backward_operands.py", "collectives.py", "convert.py", "copy_engines.py", "exchange.py",
+    "expert_parallel.py", "experts.py", "fsdp.py", "gathered_rows.py", "local_experts.py", "mx_tensor.py", "overlap.py",
+    "packed_experts.py", "packed_ffn.py", "parallel.py", "planned_exchange.py", "shards.py", "symmetric.py",
+    "torchtitan.py", "transformers.py", "transport.py",
 }  # fmt: skip
 ONLY_JAX = {
     "_derivatives.py", "_jax_private.py", "_mesh.py", "_shapes.py", "_split.py", "_triton.py",
     "gathers.py", "local.py", "moe_params.py", "mx_array.py", "nnx.py", "overflow.py", "ragged_dot.py", "remat.py",
     "rows.py", "shared_gate.py",
 }  # fmt: skip
-"""Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees,
-static capacities, jax.lax.ragged_dot and roundings that XLA keeps in JAX."""
+"""Tensor subclasses, modules, process groups, tensors that a backward frees and torchao's signatures in torch; arrays,
+meshes, parameters as trees, static capacities, jax.lax.ragged_dot and roundings that XLA keeps in JAX."""
 
 
 def test_the_frontends_use_the_same_file_names() -> None:

@@ -12,7 +12,7 @@
     rows      quantized along the rows: directly by swiglu_bwd_all (recipe "mxfp8"), or from bf16
     tokens    recipe "mxfp8": quantized along the tokens by quantize_both and swiglu_bwd_all; else bf16
 
-With form "fold", products.py folds each operand once for both of its products; gate and up are one launch, and so are
+With form "fold", form_fold.py folds each operand once for both of its products; gate and up are one launch, and so are
 dw1 and dw3. The kernel that computes h folds its rows; swiglu_bwd_fold, in place of swiglu_bwd_all, folds all that it
 computes. One read of a bf16 x or dout produces its row and token operands, and the backward saves the token operand of
 x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16 before

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core_kernels.recipe import Form
 from . import forms
-from .forms import Added, DType, Glu, Maybe, WeightOperands
+from .forms import Added, DType, FormatType, Glu, Maybe, WeightOperands
 
 
 class KN(NamedTuple):
@@ -54,3 +54,6 @@ class BF16Form(NamedTuple):
     mm_pair = forms.pair_apart
     tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.twice
     wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_apart, forms.swiglu_apart
+
+
+FORM: FormatType = BF16Form

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core_kernels.recipe import Form
 from . import _direct as ops
 from . import forms
-from .forms import Added, DType, Glu, Maybe, WeightOperands
+from .forms import Added, DType, FormatType, Glu, Maybe, WeightOperands
 from .mx_tensor import dequantized
 
 
@@ -58,3 +58,6 @@ class BlockForm(NamedTuple):
     mm_pair, mm_sum = forms.pair_apart, forms.sum_apart
     tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.twice
     wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_apart, forms.swiglu_apart
+
+
+FORM: FormatType = BlockForm

@@ -18,7 +18,7 @@ from . import forms
 from ._call import into
 from ._launch import dtype_name
 from .form_mx import MX, mx_tokens
-from .forms import Added, DType, Format, Glu, Maybe, Operands, SwiGLUGradient, TokenGroups, WeightOperands
+from .forms import Added, DType, Format, FormatType, Glu, Maybe, Operands, SwiGLUGradient, TokenGroups, WeightOperands
 from .gathered_rows import GatheredRows
 from .mx_tensor import MXTensor
 
@@ -146,3 +146,6 @@ class FoldForm(NamedTuple):
         return place, place2
 
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
+
+
+FORM: FormatType = FoldForm

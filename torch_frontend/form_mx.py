@@ -11,7 +11,7 @@ from ..core_kernels.recipe import Form
 from ..core_kernels.swiglu.gradient import Needs, gradient_op
 from . import _direct as ops
 from . import forms
-from .forms import Added, DType, Glu, Maybe, Operands, SwiGLUGradient, TokenGroups, WeightOperands
+from .forms import Added, DType, FormatType, Glu, Maybe, Operands, SwiGLUGradient, TokenGroups, WeightOperands
 from .mx_tensor import MXTensor, dequantized
 
 if TYPE_CHECKING:
@@ -105,3 +105,6 @@ class MXForm(NamedTuple):
         return forms.written("grouped_wgrad_mx", (dout.q, dout.sf, x.q, x.sf, ends), dtype, out)
 
     activation, mm_pair, mm_sum, wgrad_pair = forms.rows_alone, forms.pair_apart, forms.sum_apart, forms.wgrads_apart
+
+
+FORM: FormatType = MXForm

@@ -8,7 +8,7 @@ from ..core_kernels.recipe import Form
 from . import _direct as ops
 from . import forms
 from .form_fold import Folded, folded_mm, folded_pair, folded_sum
-from .forms import Glu, WeightOperands
+from .forms import FormatType, Glu, WeightOperands
 from .mx_tensor import dequantized
 
 
@@ -38,3 +38,6 @@ class RowForm(NamedTuple):
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
     tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.twice
     wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_apart, forms.swiglu_apart
+
+
+FORM: FormatType = RowForm

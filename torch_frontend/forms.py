@@ -4,12 +4,12 @@
     dx  = dout w      rows      x  weights along N        mm, mm_sum of two products
     dw  = dout^T x    tokens^T  x  tokens                 wgrad, wgrad_pair of two gradients with the same x
 
-A form is one object, in one file: form_*.py. It makes the operands of a recipe's products and multiplies them; nothing
-else asks what an operand is. `weights.format_of` has the table of all forms. A kernel that computes less than a method
-is called more often: the functions below that end with _apart. This code runs below autograd: no checks, no gradients.
+A form is one object, the FORM of one file: form_*.py. It makes the operands of a recipe's products and multiplies them;
+nothing else asks what an operand is. `weights.format_of` finds it. A kernel that computes less than a method is called
+more often: the functions below that end with _apart. This code runs below autograd: no checks, no gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -137,6 +137,10 @@ class Format(Protocol):
     def wgrad_pair(
         self, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType], out: Sequence[Maybe] = (None, None)
     ) -> tuple[Maybe, Maybe]: ...
+
+
+FormatType = Callable[..., Format]
+"""Of name, rounding, wgrad_mx and upcasts."""
 
 
 def written(name: str, operands: tuple[Tensor, ...], dtype: DType, out: Maybe) -> Tensor:

@@ -12,7 +12,8 @@ quantizes once for several microbatches, an evaluation or serving holds the resu
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from importlib import import_module
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -26,22 +27,13 @@ from ._checks import check_bias, check_floats
 from ._device import arch_of
 from ._launch import check_devices
 from ._torch_private import has_version, owner_of, version_of
-from .form_bf16 import BF16Form
-from .form_block import BlockForm
-from .form_fold import FoldForm
-from .form_mx import MXForm
-from .form_row import RowForm
-from .forms import Format, WeightOperands
+from .forms import Format, FormatType, WeightOperands
 from .mx_tensor import MXTensor
 
-FORMS = {
-    "bf16": BF16Form,
-    "mx": MXForm,
-    "fold": FoldForm,
-    "row": RowForm,
-    "block": BlockForm,
-    "block_power_of_two": BlockForm,
+FORMS: dict[Form, FormatType] = {
+    name: import_module(f".form_{name.partition('_')[0]}", __package__).FORM for name in get_args(Form)
 }
+"""A form is in the file of the first word of its name."""
 
 
 def format_of(recipe: Recipe, device: torch.device) -> Format:

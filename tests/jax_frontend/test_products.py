@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mxep.core_kernels.formats import WEIGHT_HEADROOM, spans
 from mxep.jax_frontend import MXArray, Recipe, grouped_mm, lower_for, ops
-from mxep.jax_frontend.weights import form_of
+from mxep.jax_frontend.weights import format_of
 
 from ..compare import sqnr_db
 from .references import kernels, normal
@@ -141,9 +141,9 @@ def test_auto_folds_on_hopper_alone(capability: str, form: str) -> None:
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(jax, "devices", return_value=[gpu]),
     ):
-        assert form_of(Recipe.parse("mxfp8")) == form
-        assert form_of(Recipe.parse("mxfp8", compute="exact")) == "mx"
-        assert form_of(Recipe.parse("bf16")) == "bf16"
+        assert format_of(Recipe.parse("mxfp8")).name == form
+        assert format_of(Recipe.parse("mxfp8", compute="exact")).name == "mx"
+        assert format_of(Recipe.parse("bf16")).name == "bf16"
 
 
 def test_a_backward_multiplies_what_its_forward_did() -> None:

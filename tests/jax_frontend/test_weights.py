@@ -22,7 +22,7 @@ from mxep.jax_frontend import (
     quantize_weights,
     ragged_dot_mxfp8,
 )
-from mxep.jax_frontend.weights import along_k, for_call
+from mxep.jax_frontend.weights import along_k, for_call, format_of
 
 from .references import kernels, normal
 
@@ -115,10 +115,11 @@ def test_one_way_and_both_ways_fold_to_the_same_bytes(dtype: str, rounding: str)
     """Of weights with rows and columns whose largest scale is not among the first 256 values, and with others."""
     w = (normal(2, 320, 352, dtype="float32") / normal(2, 320, 352, seed=1, dtype="float32")).astype(dtype)
     recipe = Recipe.parse("mxfp8", compute="fold", rounding=rounding)
-    forward, differentiated = for_call(w, recipe, backward=False), for_call(w, recipe, backward=True)
+    form = format_of(recipe)
+    forward, differentiated = for_call(w, form, backward=False), for_call(w, form, backward=True)
     same(tuple(forward.as_stored), tuple(differentiated.as_stored))
     same(tuple(forward.transposed), tuple(differentiated.transposed))
-    same(tuple(along_k(w, recipe)), tuple(differentiated.as_stored))
+    same(tuple(along_k(w, form)), tuple(differentiated.as_stored))
     needed = ops.quantize_row_fold(w, rounding=rounding)[1]
     assert (forward.as_stored.sf == needed).any()
     assert (forward.as_stored.sf > needed).any()
