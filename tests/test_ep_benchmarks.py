@@ -219,7 +219,7 @@ def synthetic() -> list[dict[str, Any]]:
     kernel("ncclDevKernel_AllReduce", 1, 5, 0)  # the barrier before
     kernel("void mxep::cuda::(anonymous namespace)::quantize_tiles<...>", 20, 10, 12)
     kernel("Memcpy DtoD (Device -> Device)", 25, 20, 14, "gpu_memcpy", 9)
-    kernel("void mxep::cuda::sm90::(anonymous namespace)::folded_product<false>", 45, 30, 16)
+    kernel("void mxep::cuda::sm90::(anonymous namespace)::grouped_gemm_fp8_nt<RowScales>", 45, 30, 16)
     kernel("Memcpy DtoD (Device -> Device)", 76, 2, 18, "gpu_memcpy")
     events.append({"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": 79, "dur": 6,
                    "args": {"correlation": 1000, "stream": 9}})  # fmt: skip

@@ -34,7 +34,7 @@ STAGES = (
     (r"Memcpy PtoP|Memcpy P2P", "copies/wire", "copies from peers"),
     (r"Memcpy DtoD", "copies/wire", "rows that stay"),
     (r"Memcpy", "copies/wire", "counts, host"),
-    (r"folded_product|bf16_product|grouped_|\bmm_\w*kernel|wgrad_\w*kernel", "products", "products"),
+    (r"grouped_|\bmm_\w*kernel|wgrad_\w*kernel", "products", "products"),
     (r"swiglu|backward_tiles|backward_rows", "other kernels", "SwiGLU"),
     (r"fold_matrices", "other kernels", "quantize weights"),
     (r"combine", "other kernels", "sum over replicas"),
@@ -92,7 +92,7 @@ def trace(step: Callable[[Callable[[], Any]], object], forward: Callable[[], Any
 def stage_of(name: str) -> tuple[str, str]:
     """Lane and stage of an event.
 
-    >>> stage_of("void mxep::cuda::sm90::(anonymous namespace)::folded_product<true>(Maps, Problem)")
+    >>> stage_of("void mxep::cuda::sm90::(anonymous namespace)::grouped_gemm_fp8_nt<SpanScales>(Maps, Problem)")
     ('products', 'products')
     """
     return next(((lane, stage) for pattern, lane, stage in STAGES if re.search(pattern, name)), OTHERS)

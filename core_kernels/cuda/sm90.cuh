@@ -156,7 +156,8 @@ __device__ __forceinline__ uint32_t descriptor(Address tile) {
 }
 
 // Consecutive boxes of 64 columns (128 bytes) by kRows rows in the same swizzle: the transposed matrix, whose
-// contiguous dim is not the contraction dim. Groups of eight rows are contiguous, boxes are kRows * 128 bytes apart.
+// contiguous dim is not the contraction dim. Groups of eight rows are contiguous, the pitch of boxes is kRows * 128
+// bytes.
 template <int kRows, typename Address>
 __device__ __forceinline__ uint32_t columns_descriptor(Address boxes) {
   return (kRows * 128 >> 4) << 16 | (shared_address(boxes) & 0x3FFFF) >> 4;

@@ -41,8 +41,8 @@ struct TileCoord {
   }
 };
 
-// Butterfly reduction by halving: lanes `kStep` apart swap half of their 2 * kHalf words and merge, recursively, until
-// one word is left. The number of shuffles is about the number of words.
+// Butterfly reduction by halving: lanes at a distance of `kStep` swap half of their 2 * kHalf words and merge,
+// recursively, until one word is left. The number of shuffles is about the number of words.
 template <int kStep, int kHalf, typename Word, typename Merge>
 __device__ void exchange_halves(Word* words, Merge merge) {
   const bool upper = threadIdx.x & kStep;
@@ -61,7 +61,7 @@ struct DefaultStore {
   }
 };
 
-// Writes staged lines of kChunksPerLine chunks, limited to `lines` x `chunks`, to lines `pitch` chunks apart. Chunk i
+// Writes staged lines of kChunksPerLine chunks, limited to `lines` x `chunks`, to lines of `pitch` chunks. Chunk i
 // of a line is staged at slot(i, line). `thread`: index of this thread among the writing threads.
 template <int kThreads, typename Chunk, int kLines, int kChunksPerLine, typename Slot, typename Store = DefaultStore>
 __device__ void write_lines(const Chunk (&staged)[kLines][kChunksPerLine], Slot slot, Chunk* out, int64_t pitch,

@@ -52,7 +52,7 @@ class BlockFactors {
  private:
   static constexpr int kTogether = 4;  // stages, and the lanes of a row
 
-  // The scales of the next four stages; past the end those of the last.
+  // The scales of the next four stages; past the end, the scales of the last.
   __device__ __forceinline__ void fetch() {
     const int at = min(at_, last_);
     at_ += kTogether;

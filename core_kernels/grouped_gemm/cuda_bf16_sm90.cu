@@ -4,7 +4,7 @@
 //              or the sum of two such products
 //   K-grouped  out[g, i, j] = sum_m a[m, i] b[m, j]            tokens m of group g; operands (tokens, N) or (N, tokens)
 //
-// A cluster of two CTAs computes two tiles of 128 x 256 that share their rows of B or of A (schedule.cuh): each CTA
+// A cluster of two CTAs computes two tiles of 128 x 256 that share their rows of B or of A (tile_choice.h): each CTA
 // loads one half of the shared rows for both.
 //
 //   warpgroup 0     TMA: A (128, 64), B (256, 64), in boxes of 64 x 64 --> ring of 4 stages of 48 KiB
@@ -19,10 +19,10 @@
 // would enter the sums.
 #include <algorithm>
 
-#include "cuda/cluster_launch.h"
 #include "cuda/ops.h"
 #include "cuda/sm90.cuh"
 #include "cuda/tensor_map.h"
+#include "grouped_gemm/product_launch.cuh"
 #include "grouped_gemm/schedule.cuh"
 #include "grouped_gemm/staged_store.cuh"
 #include "grouped_gemm/tile_queue.cuh"
@@ -32,8 +32,8 @@ namespace sm90 {
 namespace {
 
 constexpr int kM = 128, kN = 256, kK = 64;
-constexpr int kStages = 4, kWarpgroup = 128, kConsumers = kM / 64;
-constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+constexpr int kConsumers = kM / 64;  // warpgroups
+static_assert(kConsumers * kWarpgroup == kComputing);
 constexpr int kBox = 64, kBoxBytes = kBox * kK * 2;
 static_assert(kBox == kK, "boxes of either orientation are equal");
 
@@ -57,9 +57,9 @@ template <Side kSide>
 constexpr bool kInColumns = kSide != Side::kRows;
 
 // What a kernel multiplies.
-template <bool kAlongK_, Side kA_, Side kB_, int kProducts_ = 1>
+template <bool kKGrouped_, Side kA_, Side kB_, int kProducts_ = 1>
 struct Kind {
-  static constexpr bool kAlongK = kAlongK_, kColumnsA = kInColumns<kA_>, kColumnsB = kInColumns<kB_>;
+  static constexpr bool kKGrouped = kKGrouped_, kColumnsA = kInColumns<kA_>, kColumnsB = kInColumns<kB_>;
   static constexpr Side kA = kA_, kB = kB_;
   static constexpr int kProducts = kProducts_;
 };
@@ -105,7 +105,7 @@ __device__ __forceinline__ int first_of(const Tile& tile) {
 
 template <typename K>
 __device__ void produce(const Problem& p, const Maps<K>& maps, Bf16Shared& s) {
-  Schedule<K::kAlongK, kM, kN> schedule(p, s.lpt);
+  Schedule<K::kKGrouped, kM, kN> schedule(p, s.lpt);
   TileQueue tiles(s.tiles);
   Ring<kStages> ring;
   for (Tile tile; schedule.next(&tile);) {
@@ -134,8 +134,8 @@ __device__ void produce(const Problem& p, const Maps<K>& maps, Bf16Shared& s) {
 template <bool kColumns>
 __device__ __forceinline__ void clear_tokens(Bf16Stage& stage, int first, int last) {
   uint16_t* values = reinterpret_cast<uint16_t*>(&stage);
-  for (int i = threadIdx.x - kWarpgroup; i < sizeof(Bf16Stage) / 16; i += kConsumers * kWarpgroup) {
-    // 16 bytes of a row: one token's, or those of eight tokens, which the swizzle permutes by row.
+  for (int i = threadIdx.x - kWarpgroup; i < sizeof(Bf16Stage) / 16; i += kComputing) {
+    // 16 bytes of a row: of one token, or of eight tokens, which the swizzle permutes by row.
     const int row = i / 8 % kBox, token = kColumns ? row : (i ^ row) % 8 * 8, end = kColumns ? row + 1 : token + 8;
     if (end <= first || token >= last) {
       reinterpret_cast<uint4*>(&stage)[i] = {};
@@ -145,12 +145,12 @@ __device__ __forceinline__ void clear_tokens(Bf16Stage& stage, int first, int la
     }
   }
   shared_to_async_fence();
-  threads_sync<kConsumers * kWarpgroup>(1);
+  threads_sync<kComputing>(1);
 }
 
 template <typename K, typename Out>
 __device__ void consume(const Problem& p, Bf16Shared& s) {
-  constexpr bool kAlongK = K::kAlongK;
+  constexpr bool kKGrouped = K::kKGrouped;
   // 16 values of the contraction dim are 32 bytes of a row, or 16 rows.
   constexpr int kStepA = (K::kColumnsA ? 16 * 128 : 32) / 16, kStepB = (K::kColumnsB ? 16 * 128 : 32) / 16;
   // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
@@ -160,7 +160,7 @@ __device__ void consume(const Problem& p, Bf16Shared& s) {
   Ring<kStages> ring;
   for (Tile tile; tiles.next(&tile);) {
     float sum[128] = {};
-    if (kAlongK && !__shfl_sync(~0u, tile.whole, 0)) {
+    if (kKGrouped && !__shfl_sync(~0u, tile.whole, 0)) {
 #pragma unroll
       for (int i = 0; i < 128; ++i) sum[i] = __int_as_float(kNan);
     }
@@ -171,7 +171,7 @@ __device__ void consume(const Problem& p, Bf16Shared& s) {
       Bf16Stage& stage = s.stages[ring.stage];
       barrier_wait(at.of(s.full) + ring.stage * 8, ring.parity);
       // Along the rows, TMA has written zeros beyond the end.
-      if (kAlongK && (k < tile.k_begin || k + kK > tile.k_end))
+      if (kKGrouped && (k < tile.k_begin || k + kK > tile.k_end))
         clear_tokens<K::kColumnsA>(stage, tile.k_begin - k, tile.k_end - k);
       const uint32_t first_a = at.of(stage.a[group]), first_b = at.of(stage.b);
       const uint32_t a = K::kColumnsA ? columns_descriptor<kBox>(first_a) : descriptor(first_a);
@@ -194,50 +194,32 @@ __device__ void consume(const Problem& p, Bf16Shared& s) {
 
 template <typename K, typename Out>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    bf16_product(const __grid_constant__ Maps<K> maps, const __grid_constant__ Problem p) {
+    grouped_gemm_bf16(const __grid_constant__ Maps<K> maps, const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   Bf16Shared& s = *reinterpret_cast<Bf16Shared*>(bytes);
   if (threadIdx.x == 0) {
-    for (const Operands& operands : maps.of) {
-      prefetch(&operands.a);
-      prefetch(&operands.b);
-    }
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], 1);
-      barrier_init(&s.empty[i], 4 * kConsumers * kCluster);  // every consuming warp of both CTAs
-    }
-    s.tiles.init(4 * kConsumers);
+    init_product(maps, s, kComputing / 32);
     barrier_init_fence();
   }
-  if constexpr (K::kAlongK) Schedule<true, kM, kN>::assign<kThreads>(p, s.lpt);
+  if constexpr (K::kKGrouped) Schedule<true, kM, kN>::assign<kThreads>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
     if (threadIdx.x == 0) produce(p, maps, s);
   } else {
     alloc_registers<240>();
-    constexpr int kClearing = kConsumers * kWarpgroup;
-    if constexpr (!K::kAlongK)
-      clear_rest(p, static_cast<Out*>(p.out), blockIdx.x * int64_t{kClearing} + threadIdx.x - kWarpgroup,
-                 gridDim.x * int64_t{kClearing});
+    if constexpr (!K::kKGrouped)
+      clear_rest(p, static_cast<Out*>(p.out), blockIdx.x * int64_t{kComputing} + threadIdx.x - kWarpgroup,
+                 gridDim.x * int64_t{kComputing});
     consume<K, Out>(p, s);
   }
-}
-
-template <typename K, typename Out>
-void launch_as(const char* op, const Maps<K>& maps, Problem p, cudaStream_t stream) {
-  constexpr auto kKernel = bf16_product<K, Out>;
-  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, sizeof(Bf16Shared));
-  p.clusters = static_cast<int>(ctas) / kCluster;
-  launch_kernel(op, kKernel, ctas, kThreads, sizeof(Bf16Shared), stream, maps, p);
 }
 
 // Describes `a` and `b` as matrices with all their leading dims as rows, or b as a matrix per group.
 template <typename K>
 Operands operands(const char* op, const Array& a, const Array& b) {
-  // TMA counts rows, and bytes of a row, in 32 bits; tiles reach beyond the last.
-  if (std::max({a.leading(1), b.leading(1), 2 * a.dim(-1), 2 * b.dim(-1)}) > INT32_MAX - 4 * kN)
-    throw std::runtime_error(std::string(op) + ": an operand has more than 2^31 rows or 2^30 columns");
+  require_32_bits(op, std::max({a.leading(1), b.leading(1), 2 * a.dim(-1), 2 * b.dim(-1)}), 4 * kN,
+                  "2^31 rows or 2^30 columns");
   const bool by_group = K::kB == Side::kColumnsOfGroup;
   return {byte_matrix(op, a.data, a.leading(1), 2 * a.dim(-1), kBox),
           byte_matrix(op, b.data, by_group ? b.dim(1) : b.leading(1), 2 * b.dim(-1), kBox, by_group ? b.dim(0) : 0)};
@@ -245,76 +227,44 @@ Operands operands(const char* op, const Array& a, const Array& b) {
 
 // Inputs: a and b of each product, then the ends.
 template <typename K>
-void launch(const char* op, const Call& call, Problem p, cudaStream_t stream) {
-  p.group_ends = call.in.back().as<const int32_t>();
-  p.out = call.out[0].data;
+void launch(const char* op, const Call& call, cudaStream_t stream) {
+  const Problem p = problem_of(call, call.in[0].dim(K::kColumnsA ? 0 : 1));
+  if (clear_empty(op, call, p, stream)) return;
   Maps<K> maps;
   for (int i = 0; i < K::kProducts; ++i) maps.of[i] = operands<K>(op, call.in[2 * i], call.in[2 * i + 1]);
-  if (call.out[0].dtype == DType::bf16) {
-    launch_as<K, __nv_bfloat16>(op, maps, p, stream);
-  } else {
-    launch_as<K, float>(op, maps, p, stream);
-  }
+  launch_for(call.out[0].dtype, [&]<typename Out>(Out) {
+    launch_resident<grouped_gemm_bf16<K, Out>>(op, sizeof(Bf16Shared), maps, p, stream);
+  });
 }
 
-// Empty sums. An operand without bytes has no tensor map.
-void clear(const char* op, const Array& out, cudaStream_t stream) {
-  check(op, cudaMemsetAsync(out.data, 0, out.nbytes(), stream));
-}
-
-template <typename K>
-void m_grouped(const char* op, const Call& call, cudaStream_t stream) {
-  const Array &lhs = call.in[0], &rhs = call.in[1], &out = call.out[0];
-  Problem p{};
-  p.groups = static_cast<int>(rhs.dim(0));
-  p.rows = static_cast<int>(lhs.dim(0));
-  p.cols = static_cast<int>(out.dim(1));
-  p.depth = static_cast<int>(lhs.dim(1));
-  if (p.groups == 0 || p.depth == 0) return clear(op, out, stream);
-  launch<K>(op, call, p, stream);
-}
-
-using StoredNK = Kind<false, Side::kRows, Side::kRows>;
-using StoredKN = Kind<false, Side::kRows, Side::kColumnsOfGroup>;
-using SumOfKN = Kind<false, Side::kRows, Side::kColumnsOfGroup, 2>;
-using TokensFirst = Kind<true, Side::kColumns, Side::kColumns>;
-using TokensLast = Kind<true, Side::kRows, Side::kRows>;
+// T: an operand is stored transposed, with the contraction dim first in A, or last in B.
+using MGroupedNT = Kind<false, Side::kRows, Side::kRows>;
+using MGroupedNN = Kind<false, Side::kRows, Side::kColumnsOfGroup>;
+using MGroupedNNSum = Kind<false, Side::kRows, Side::kColumnsOfGroup, 2>;
+using KGroupedTN = Kind<true, Side::kColumns, Side::kColumns>;
+using KGroupedNT = Kind<true, Side::kRows, Side::kRows>;
 
 }  // namespace
 }  // namespace sm90
 
 void grouped_mm_bf16(const Call& call, cudaStream_t stream) {
-  sm90::m_grouped<sm90::StoredNK>("grouped_mm_bf16", call, stream);
+  sm90::launch<sm90::MGroupedNT>("grouped_mm_bf16", call, stream);
 }
 
 void grouped_mm_bf16_kn(const Call& call, cudaStream_t stream) {
-  sm90::m_grouped<sm90::StoredKN>("grouped_mm_bf16_kn", call, stream);
+  sm90::launch<sm90::MGroupedNN>("grouped_mm_bf16_kn", call, stream);
 }
 
 void grouped_mm_bf16_kn_sum(const Call& call, cudaStream_t stream) {
-  sm90::m_grouped<sm90::SumOfKN>("grouped_mm_bf16_kn_sum", call, stream);
+  sm90::launch<sm90::MGroupedNNSum>("grouped_mm_bf16_kn_sum", call, stream);
 }
 
 void grouped_wgrad_bf16(const Call& call, cudaStream_t stream) {
-  const Array &lhs = call.in[0], &rhs = call.in[1];
-  sm90::Problem p{};
-  p.groups = static_cast<int>(call.in[2].dim(0));
-  p.rows = static_cast<int>(lhs.dim(1));
-  p.cols = static_cast<int>(rhs.dim(1));
-  p.depth = static_cast<int>(lhs.dim(0));
-  if (p.depth == 0) return sm90::clear("grouped_wgrad_bf16", call.out[0], stream);
-  sm90::launch<sm90::TokensFirst>("grouped_wgrad_bf16", call, p, stream);
+  sm90::launch<sm90::KGroupedTN>("grouped_wgrad_bf16", call, stream);
 }
 
 void grouped_wgrad_bf16_t(const Call& call, cudaStream_t stream) {
-  const Array &lhs = call.in[0], &rhs = call.in[1];
-  sm90::Problem p{};
-  p.groups = static_cast<int>(call.in[2].dim(0));
-  p.rows = static_cast<int>(lhs.dim(0));
-  p.cols = static_cast<int>(rhs.dim(0));
-  p.depth = static_cast<int>(lhs.dim(1));
-  if (p.depth == 0) return sm90::clear("grouped_wgrad_bf16_t", call.out[0], stream);
-  sm90::launch<sm90::TokensLast>("grouped_wgrad_bf16_t", call, p, stream);
+  sm90::launch<sm90::KGroupedNT>("grouped_wgrad_bf16_t", call, stream);
 }
 
 }  // namespace mxep::cuda

@@ -14,9 +14,10 @@ struct Operands {
   CUtensorMap a, b, flat_a;  // in boxes of one half of a tile's rows; flat_a: A of flat tiles, M-grouped
 };
 // The operands of one product, or of two.
-template <Plus kPlus>
+template <typename Variant>
 struct Maps {
-  Operands of[kPlus == Plus::kProduct || kPlus == Plus::kTwin ? 2 : 1];
+  static constexpr int kCount = Variant::kProducts * Variant::kOutputs;
+  Operands of[kCount];
 
   __device__ const CUtensorMap* a(int product, bool flat) const { return flat ? &of[product].flat_a : &of[product].a; }
   __device__ const CUtensorMap* b(int product) const { return &of[product].b; }
@@ -53,26 +54,26 @@ __device__ __forceinline__ void load_stage(uint32_t rank, const Tile& tile, bool
 }
 
 // Called by one thread of a CTA.
-template <bool kAlongK, Plus kPlus>
-__device__ void produce(const Problem& p, const Maps<kPlus>& maps, FoldedShared& s) {
+template <typename Variant>
+__device__ void produce(const Problem& p, const Maps<Variant>& maps, FoldedShared& s) {
   const uint32_t rank = cluster_rank();
-  FoldedSchedule<kAlongK, kPlus == Plus::kTwin> schedule(p, s.lpt);
+  FoldedSchedule<Variant::kKGrouped, Variant::kOutputs == 2> schedule(p, s.lpt);
   Ring<kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
-    const bool flat = !kAlongK && tile.flat;
+    const bool flat = !Variant::kKGrouped && tile.flat;
     const CUtensorMap *a = maps.a(0, flat), *b = maps.b(0);
-    if constexpr (kPlus == Plus::kTwin) {
-      a = maps.a(tile.twin, flat), b = maps.b(tile.twin);
+    if constexpr (Variant::kOutputs == 2) {
+      a = maps.a(tile.output, flat), b = maps.b(tile.output);
       // Where the compiler sees the choice, it keeps the consumers' descriptors in per-thread registers.
       asm volatile("" : "+l"(a), "+l"(b));
     }
     const int first_end = (tile.k_end + kTileK - 1) / kTileK * kTileK;
-    const int end = kPlus == Plus::kProduct ? first_end + p.second.depth : tile.k_end;
+    const int end = Variant::kProducts == 2 ? first_end + p.second_product.depth : tile.k_end;
     for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
       int k = at;
-      if constexpr (kPlus == Plus::kProduct) {
+      if constexpr (Variant::kProducts == 2) {
         if (at == first_end) a = maps.a(1, flat), b = maps.b(1);
         if (at >= first_end) k -= first_end;
       }

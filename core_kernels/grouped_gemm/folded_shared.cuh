@@ -4,15 +4,15 @@
 #include <type_traits>
 
 #include "grouped_gemm/folded_epilogue.cuh"
+#include "grouped_gemm/product_launch.cuh"
 #include "grouped_gemm/rescale_accumulator.cuh"
 #include "grouped_gemm/second_product.cuh"
 #include "grouped_gemm/tile_queue.cuh"
+#include "op.h"
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kStages = 4, kWarpgroup = 128;
 constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
-constexpr int kComputing = 2 * kWarpgroup, kThreads = kWarpgroup + kComputing;
 
 struct FoldedShared {
   alignas(1024) uint8_t a[kStages][kBytesA];
@@ -24,20 +24,16 @@ struct FoldedShared {
   IncreaseSlots increases;  // K-grouped
   LptSchedule lpt;          // K-grouped
 };
-struct FoldedSharedWithBias : FoldedShared {
-  float bias[2][2][kTileN];  // as col_factor
-};
-struct FoldedSharedOfTwo : FoldedShared {
-  UnitChange unit_change[2][2];  // as col_factor
-};
-static_assert(sizeof(FoldedSharedWithBias) <= 227 * 1024 && sizeof(FoldedSharedOfTwo) <= 227 * 1024);
 
-// What a kernel computes in addition to the product: nothing, a bias to add, a second product to add, products with
-// scales of blocks, or a second product with an output of its own.
-enum class Plus { kNothing, kBias, kProduct, kBlockScales, kTwin };
+// Operands of one product or output.
+struct Matrices {
+  const Array *a, *b;
+};
 
-template <Plus kPlus>
-using SharedOf = std::conditional_t<kPlus == Plus::kBias, FoldedSharedWithBias,
-                                    std::conditional_t<kPlus == Plus::kProduct, FoldedSharedOfTwo, FoldedShared>>;
+// Of two outputs. scales: of the first operand that they do not have in common; input 5 is the second one's.
+inline SecondOutput distances(const Call& call, const uint8_t* scales) {
+  return {call.in[5].as<const uint8_t>() - scales,
+          (call.out[1].as<char>() - call.out[0].as<char>()) / itemsize(call.out[0].dtype)};
+}
 
 }  // namespace mxep::cuda::sm90

@@ -13,8 +13,7 @@
 // clusters before it begins and keeps its own pairs. Pairs that run at the same time have neighbouring numbers.
 //
 // Groups of about the same length are scheduled as one group with all their pairs: if all groups are alike, the pairs
-// are assigned in turns. Turns are also the schedule if there are more groups, or more pairs per cluster, than fit in
-// shared memory.
+// are assigned round robin. So they are if there are more groups, or more pairs per cluster, than fit in shared memory.
 #pragma once
 
 #include <climits>
@@ -30,7 +29,7 @@ constexpr int kMaxGroups = 64, kMaxClusters = 96, kMaxPairs = 384;
 struct LptSchedule {
   int count;              // of pairs
   bool sorted;            // groups by length, else in their own order
-  bool listed;            // else in turns
+  bool listed;            // else round robin
   int cluster, clusters;  // this one's number, and how many there are
   int numbers[kMaxPairs];
   int order[kMaxGroups];  // groups, the longest first

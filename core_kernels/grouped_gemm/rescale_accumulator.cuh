@@ -1,11 +1,11 @@
 // Rescaling of a K-grouped accumulator where scales increase. Three warps of the first warpgroup find the increases
 // ahead of the products (scale_increases.cuh).
 //
-//   scales of consecutive spans --> increases at the first token of each of 16 spans --> ring of two notes
+//   scales of consecutive spans --> increases at the first token of each of 16 spans --> ring of two entries
 //                                                                                          |  full, empty
 //   products up to there --> sum --x 2^-increase of the row--x 2^-increase of the column--> sum   <'
 //
-// Without increases, consumers read a note once in 16 spans. A note per stage, which consumers read before every
+// Without increases, consumers read an entry once in 16 spans. An entry per stage, which consumers read before every
 // promotion, cost 4% of the rate.
 #pragma once
 
@@ -20,10 +20,10 @@ namespace mxep::cuda::sm90 {
 // words are neighbours.
 __device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
 
-// Called by one warp per part; four neighbours per lane. Of twins, rows and columns are multiples of 4: the other way
-// would take registers that there are not.
-template <bool kTwin>
-__device__ void find_increases(const Problem& p, int part, const Tile& tile, IncreaseQueue& notes) {
+// Called by one warp per part; four neighbours per lane. With two outputs, rows and columns are multiples of
+// 4: the general loads would take more registers than there are.
+template <bool kDualOutput>
+__device__ void find_increases(const Problem& p, int part, const Tile& tile, IncreaseQueue& increases) {
   constexpr int kTogether = 2;                        // spans whose scales are in flight; the warps have 24 registers
   constexpr uint32_t kPowerOne = kOne * 0x01010101u;  // 2^0 for four neighbours
   const bool columns = part == kCommonPart;
@@ -32,13 +32,13 @@ __device__ void find_increases(const Problem& p, int part, const Tile& tile, Inc
   // Number of rows or columns of the tile from this lane's first on.
   const int left = (columns ? tile.cols : tile.rows) - first;
   const uint8_t* scales = columns ? p.col_scale + tile.b_row : p.row_scale + tile.a_row;
-  if (kTwin && !columns) scales += tile.twin * p.twin.to_scales;
+  if (kDualOutput && !columns) scales += tile.output * p.second_output.to_scales;
   int at = tile.slot * pitch + first;
   const auto next_scales = [&] {
     uint32_t bytes = 0;
-    if (left >= 4 && (kTwin || pitch % 4 == 0)) {
+    if (left >= 4 && (kDualOutput || pitch % 4 == 0)) {
       bytes = *reinterpret_cast<const uint32_t*>(scales + at);
-    } else if constexpr (!kTwin) {
+    } else if constexpr (!kDualOutput) {
       for (int i = 0; i < min(left, 4); ++i) bytes |= scales[at + i] << i * 8;
     }
     at += pitch;
@@ -47,11 +47,11 @@ __device__ void find_increases(const Problem& p, int part, const Tile& tile, Inc
   int spans = (tile.k_end - tile.k_begin + kSpan - 1) / kSpan - 1;  // spans left
   uint32_t before = spans > 0 ? next_scales() : 0;
   while (spans > 0) {
-    notes.wait_to_write();
-    ScaleIncreases& note = notes.current();
+    increases.wait_to_write();
+    ScaleIncreases& entry = increases.current();
     uint32_t increased_spans = 0;
 #pragma unroll 1
-    for (int first_span = 0; first_span < kSpansPerNote; first_span += kTogether, spans -= kTogether) {
+    for (int first_span = 0; first_span < kSpansPerEntry; first_span += kTogether, spans -= kTogether) {
       uint32_t fetched[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) fetched[i] = i < spans ? next_scales() : before;
@@ -62,13 +62,13 @@ __device__ void find_increases(const Problem& p, int part, const Tile& tile, Inc
         if (increased == 0) continue;
         const int span = first_span + i;
         increased_spans |= 1 << span;
-        if (lane == 0) note.increased[part][span] = increased;
-        reinterpret_cast<uint32_t*>(note.power[part][span])[columns ? word_of(lane) : lane] =
+        if (lane == 0) entry.increased[part][span] = increased;
+        reinterpret_cast<uint32_t*>(entry.power[part][span])[columns ? word_of(lane) : lane] =
             __vsubus4(kPowerOne, increase);
       }
     }
-    if (lane == 0) note.increased_spans[part] = increased_spans;
-    notes.written();
+    if (lane == 0) entry.increased_spans[part] = increased_spans;
+    increases.written();
   }
 }
 
@@ -109,19 +109,19 @@ __device__ __forceinline__ void rescale_accumulator(float (&sum)[2][64], int row
 
 // Rescales a warp's sums at the group's token `k` if a scale increases there. Returns the next token at which to call
 // it.
-__device__ __forceinline__ int rescale_at(int k, float (&sum)[2][64], int row, int group, IncreaseQueue& notes) {
-  const int span = (k / kSpan - 1) & (kSpansPerNote - 1);
+__device__ __forceinline__ int rescale_at(int k, float (&sum)[2][64], int row, int group, IncreaseQueue& increases) {
+  const int span = (k / kSpan - 1) & (kSpansPerEntry - 1);
   if (span == 0) {
-    if (k > kSpan) notes.read();
-    notes.wait_to_read();
+    if (k > kSpan) increases.read();
+    increases.wait_to_read();
   }
-  const ScaleIncreases& note = notes.current();
-  const uint32_t rows = note.increased_spans[group] >> span, cols = note.increased_spans[kCommonPart] >> span;
+  const ScaleIncreases& entry = increases.current();
+  const uint32_t rows = entry.increased_spans[group] >> span, cols = entry.increased_spans[kCommonPart] >> span;
   if ((rows | cols) & 1)
-    rescale_accumulator(sum, row, rows & 1 ? note.increased[group][span] : 0, note.power[group][span],
-                        cols & 1 ? note.increased[kCommonPart][span] : 0, note.power[kCommonPart][span]);
+    rescale_accumulator(sum, row, rows & 1 ? entry.increased[group][span] : 0, entry.power[group][span],
+                        cols & 1 ? entry.increased[kCommonPart][span] : 0, entry.power[kCommonPart][span]);
   const uint32_t later = (rows | cols) >> 1;
-  return k + kSpan * (later ? __ffs(later) : kSpansPerNote - span);
+  return k + kSpan * (later ? __ffs(later) : kSpansPerEntry - span);
 }
 
 }  // namespace mxep::cuda::sm90

@@ -1,4 +1,4 @@
-// The sum of two folded products: the accumulator changes from the scales of the first to those of the second.
+// The sum of two folded products: the accumulator changes from the units of the first to the units of the second.
 //
 //   sum of the first product, units 2^(row + col) --x 2^(row - row2 + col - col2)--> + the second product --> epilogue
 //
@@ -47,7 +47,7 @@ __device__ __forceinline__ int sum_row(int i) {
 }
 __device__ __forceinline__ int sum_col(int i) { return i % 64 / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-// Called by a warpgroup between the products; `row_scales` and `col_scales` are those of the row and the column with
+// Called by a warpgroup between the products; `row_scales` and `col_scales` belong to the row and the column with
 // the thread's number. Returns whether all changes are near.
 __device__ __forceinline__ bool change_units(float (&sum)[2][64], TwoScaleBytes row_scales, TwoScaleBytes col_scales,
                                              UnitChange& change, int barrier) {

@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Tile& tile, i
 }
 
 // Writes zeros to the rows of `out` past the last end. There is at least one group. `thread` of `threads`: this
-// thread's index among those of all CTAs.
+// thread's index among the threads of all CTAs.
 template <typename Out>
 __device__ void clear_rest(const Problem& p, Out* out, int64_t thread, int64_t threads) {
   constexpr int kVector = 16 / sizeof(Out);

@@ -239,9 +239,9 @@ FRONTENDS = (
     ),
     Fault(
         "schedule of products: flat tiles for one row more than they have",
-        "core_kernels/grouped_gemm/schedule.cuh",
-        "rest != 0 && rest <= kM / 2",
-        "rest != 0 && rest <= kM / 2 + 1",
+        "core_kernels/grouped_gemm/tile_choice.h",
+        "rest != 0 && rest <= kTile.m / 2",
+        "rest != 0 && rest <= kTile.m / 2 + 1",
         "tests/kernels/test_schedule.py",
     ),
     Fault(

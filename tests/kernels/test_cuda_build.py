@@ -121,14 +121,14 @@ def test_a_product_is_not_fused_into_a_sum(kernel: str, target: str) -> None:
 def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> None:
     """Two products of four steps per stage; M-grouped also one, of rows that end in the first half; K-grouped also of
     one, two and three steps of a group's last stage; multicast copies, and code for no other architecture."""
-    of = {key: code for key, code in kernels("-sass").items() if "folded_product" in key[1]}
+    of = {key: code for key, code in kernels("-sass").items() if "grouped_gemm_fp8_nt" in key[1]}
     assert len(of) == 14, (
         "M-grouped: alone, bias, second product, scales of blocks, pair; K-grouped: alone, pair; in bf16 and fp32"
     )
     for (target, name), code in of.items():
         assert target == "sm_90a"
-        steps = 4 + (3 + 2 + 1 if "folded_productILb1E" in name else 0)
-        ends = 4 if re.search(r"folded_productILb0E\w+PlusE[0124]", name) else 0
+        steps = 4 + (3 + 2 + 1 if "SpanScales" in name else 0)
+        ends = 4 if "RowScales" in name else 0
         assert len(re.findall(r"\bQGMMA\.64x128x32\.F32\.E4M3\.E4M3\b", code)) == 2 * steps + ends, name
         assert "UTMALDG.2D.MULTICAST" in code, name
     assert "its CUDA kernel was compiled for sm_90," in cpp_bindings.why_not_cuda("grouped_mm_fold", (10, 0))
@@ -136,7 +136,7 @@ def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> Non
 
 def test_the_bf16_products_are_tensor_core_instructions_of_hopper_for_either_layout() -> None:
     """Operands with a contiguous contraction dim, or (tokens, N) and (tokens, K), which the tensor core transposes."""
-    of = {key: code for key, code in kernels("-sass").items() if "bf16_product" in key[1]}
+    of = {key: code for key, code in kernels("-sass").items() if "grouped_gemm_bf16" in key[1]}
     assert len(of) == 10, "M-grouped with either layout of the weights, a sum, K-grouped with either, in bf16 and fp32"
     transposed = []
     for (target, name), code in of.items():

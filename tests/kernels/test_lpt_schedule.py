@@ -106,9 +106,9 @@ void assign() {
 constexpr int kEnd = 256;  // the fixed cost of a tile, in tokens
 
 // Counts the values of the tiles. Returns the time of each cluster, in tokens.
-template <bool kTwin>
+template <bool kDualOutput>
 std::vector<int> cover(const Problem& p, std::vector<uint8_t>& times) {
-  using Of = Schedule<true, kM, kN, 32, kTwin>;
+  using Of = Schedule<true, kM, kN, 32, kDualOutput>;
   std::vector<int> time(p.clusters);
   problem = &p;
   for (int cluster = 0; cluster < p.clusters; ++cluster) {
@@ -136,16 +136,16 @@ int best(const Problem& p, int pairs) {
   return *std::max_element(free_at.begin(), free_at.end());
 }
 
-template <bool kTwin>
+template <bool kDualOutput>
 bool right(Problem p, bool by_length) {
   const int64_t size = int64_t{p.groups} * p.rows * p.cols;
-  p.twin.to_out = size;
-  std::vector<uint8_t> times(size * (kTwin + 1));
-  const std::vector<int> time = cover<kTwin>(p, times);
+  p.second_output.to_out = size;
+  std::vector<uint8_t> times(size * (kDualOutput + 1));
+  const std::vector<int> time = cover<kDualOutput>(p, times);
   for (uint8_t n : times)
     if (n != 1) return false;
   // Groups whose lengths differ by less than a sixteenth are scheduled as one.
-  const int pairs = p.rows / kM * (p.cols / kN) / kCluster * (kTwin + 1);
+  const int pairs = p.rows / kM * (p.cols / kN) / kCluster * (kDualOutput + 1);
   return !by_length || *std::max_element(time.begin(), time.end()) <= best(p, pairs) * 17 / 16;
 }
 

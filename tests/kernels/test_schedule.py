@@ -1,5 +1,7 @@
 """The M-grouped tiles of grouped_gemm/schedule.cuh, compiled for the CPU: each value of the output, up to the last
-group end, belongs to one tile of one CTA. Undefined behaviour, such as a division by zero, ends the program."""
+group end, belongs to one tile of one CTA. Undefined behaviour, such as a division by zero, ends the program.
+
+The choice of tiles of grouped_gemm/tile_choice.h, as a table."""
 
 import subprocess
 from pathlib import Path
@@ -27,13 +29,13 @@ PROGRAM = r"""
 #include <vector>
 using namespace mxep::cuda::sm90;
 
-// Whether the tiles of all CTAs cover each value once; counts the flat ones. Twins: two outputs, one after the other.
-template <int kM, int kN, bool kTwin, bool kFlat>
+// Whether the tiles of all CTAs cover each value once; counts the flat ones. kDualOutput: one output follows the other.
+template <int kM, int kN, bool kDualOutput, bool kFlat>
 bool covered(Problem p, int& flat) {
-  std::vector<uint8_t> tiles(size_t(kTwin + 1) * p.rows * p.cols);
-  p.twin.to_out = int64_t{p.rows} * p.cols;
+  std::vector<uint8_t> tiles(size_t(kDualOutput + 1) * p.rows * p.cols);
+  p.second_output.to_out = int64_t{p.rows} * p.cols;
   for (blockIdx.x = 0; blockIdx.x < p.clusters * kCluster; ++blockIdx.x) {
-    Schedule<false, kM, kN, 1, kTwin, kFlat> schedule(p, LptSchedule{});
+    Schedule<false, kM, kN, 1, kDualOutput, kFlat> schedule(p, LptSchedule{});
     for (Tile tile; schedule.next(&tile);) {
       flat += tile.flat;
       const int height = tile.flat ? kM / 2 : kM, width = tile.flat ? 2 * kN : kN;
@@ -79,3 +81,57 @@ def test_each_value_is_in_one_tile(tmp_path: Path) -> None:
     subprocess.run(["c++", "-std=c++20", "-O1", *checks, *include, str(source), "-o", str(program)], check=True)
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=100)
     assert (ran.stdout, ran.stderr) == ("wrong: 0, flat tiles: some and none\n", "")
+
+
+CHOICE = r"""
+#include "grouped_gemm/tile_choice.h"
+#include <cstdio>
+#include <initializer_list>
+using namespace mxep::cuda::sm90;
+
+constexpr TileShape kMGrouped{256, 128, true}, kKGrouped{256, 128, false}, kBf16{128, 256, false};
+static_assert(choose_tiles<kMGrouped, Outputs::kOne>(4096, 2048).wide == 2, "computed by the compiler");
+
+template <TileShape kTile, Outputs kOutputs>
+void print(const char* product, int rows, int cols) {
+  const TileChoice choice = choose_tiles<kTile, kOutputs>(rows, cols);
+  const int whole = choice.pairs_m * choice.pairs_n;
+  std::printf("%s %d x %d: %s, %d x %d pairs, %d of flat tiles, panels of %d\n", product, rows, cols,
+              choice.wide == 2 ? "side by side" : "stacked", choice.pairs_m, choice.pairs_n, choice.pairs - whole,
+              choice.panel(kTile));
+  if (!kTile.flat && k_grouped_pairs<kTile, kOutputs>(rows, cols) != whole) std::printf("another number of pairs\n");
+}
+
+int main() {
+  for (int rows : {32, 256, 300, 400, 4096}) print<kMGrouped, Outputs::kOne>("m_grouped_fp8", rows, 2048);
+  print<kMGrouped, Outputs::kOne>("m_grouped_fp8", 512, 1408);
+  print<kMGrouped, Outputs::kTwoInPair>("m_grouped_fp8, two outputs", 300, 1408);
+  print<kKGrouped, Outputs::kOne>("k_grouped_fp8", 2048, 7168);
+  print<kKGrouped, Outputs::kOne>("k_grouped_fp8", 512, 1408);
+  print<kKGrouped, Outputs::kTwoAlternating>("k_grouped_fp8, two outputs", 2048, 7168);
+  print<kBf16, Outputs::kOne>("bf16", 4096, 2048);
+  print<kBf16, Outputs::kOne>("bf16", 128, 2048);
+}
+"""
+TABLE = """\
+m_grouped_fp8 32 x 2048: side by side, 0 x 8 pairs, 4 of flat tiles, panels of 8
+m_grouped_fp8 256 x 2048: side by side, 1 x 8 pairs, 0 of flat tiles, panels of 8
+m_grouped_fp8 300 x 2048: side by side, 1 x 8 pairs, 4 of flat tiles, panels of 8
+m_grouped_fp8 400 x 2048: side by side, 2 x 8 pairs, 0 of flat tiles, panels of 8
+m_grouped_fp8 4096 x 2048: side by side, 16 x 8 pairs, 0 of flat tiles, panels of 8
+m_grouped_fp8 512 x 1408: stacked, 1 x 11 pairs, 0 of flat tiles, panels of 4
+m_grouped_fp8, two outputs 300 x 1408: side by side, 1 x 11 pairs, 6 of flat tiles, panels of 8
+k_grouped_fp8 2048 x 7168: side by side, 8 x 28 pairs, 0 of flat tiles, panels of 8
+k_grouped_fp8 512 x 1408: stacked, 1 x 11 pairs, 0 of flat tiles, panels of 4
+k_grouped_fp8, two outputs 2048 x 7168: side by side, 16 x 28 pairs, 0 of flat tiles, panels of 8
+bf16 4096 x 2048: stacked, 16 x 8 pairs, 0 of flat tiles, panels of 8
+bf16 128 x 2048: side by side, 1 x 4 pairs, 0 of flat tiles, panels of 16
+"""
+
+
+def test_the_choice_of_tiles_is_a_table(tmp_path: Path) -> None:
+    source, program = tmp_path / "choice.cc", tmp_path / "choice"
+    source.write_text(CHOICE)
+    command = ["c++", "-std=c++20", "-O1", f"-I{ROOT / 'core_kernels'}", str(source), "-o", str(program)]
+    subprocess.run(command, check=True)
+    assert subprocess.run([str(program)], capture_output=True, text=True, timeout=100).stdout == TABLE
