@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 from mxep import jax_frontend, torch_frontend
 from mxep.core_kernels.registry import OPS
+from mxep.core_kernels.swiglu.gradient import PARTS
 
 from .public_names import public_names
 
@@ -42,7 +43,7 @@ def called(folder: str) -> set[str]:
 
 def test_an_op_that_no_function_calls_says_so_and_what_it_is_for() -> None:
     used = called("torch_frontend") | called("jax_frontend")
-    used |= {part.name for op in OPS.values() if op.compose for part in op.parts}
+    used |= {part.name for op in OPS.values() if op.compose for part in op.parts} | set(PARTS)
     assert {name for name in OPS if name not in used} == {
         name for name, op in OPS.items() if "No function of mxep calls this op." in op.doc
     }

@@ -38,7 +38,7 @@ PARTS = {
 def gradient_op(form: Form, quantized_tokens: bool, needs: Needs) -> str:
     """The name of the op.
 
-    quantized_tokens: operands along the tokens are quantized, and no padding lies between the groups' tokens.
+    quantized_tokens: operands along the tokens are quantized, and groups have no padding between their tokens.
 
     >>> gradient_op("mx", True, Needs(rows=True, tokens=True, values=False, hidden=True))
     'swiglu_bwd_all'
