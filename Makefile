@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 WHEEL := PATH=$(abspath $(BIN)):$$PATH $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist
 CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.py \
   $(wildcard cmake/* cpp_bindings/*.cc cpp_bindings/*.h \
-    $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix)))
+    $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix) core_kernels/*/*/*.$(suffix)))
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
@@ -76,7 +76,7 @@ wheel: CUDA ?= ON
 wheel: .venv/.nvcc
 	$(WHEEL)/cpu . $(CUDA_KERNELS)=OFF
 	$(WHEEL) . $(CUDA_KERNELS)=$(CUDA)
-	tests/wheel.sh dist dist/cpu
+	tests/install/wheel.sh dist dist/cpu
 
 # Into the environment of $(PYTHON), which has torch or jax for CUDA already. Downloads nothing; names the packages that
 # the build needs and that are missing, and fails without nvcc.

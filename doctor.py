@@ -27,10 +27,10 @@ FRONTENDS = {"torch": "PyTorch", "jax": "JAX"}
 OPTIONAL = {
     "triton": "ops on a GPU; a CPU needs none",
     "jax-triton": "Triton kernels in JAX on a GPU",
-    "flax": "mxep.jax_frontend.nnx",
-    "transformers": "mxep.torch_frontend.transformers",
+    "flax": "mxep.jax_frontend.integrations.nnx",
+    "transformers": "mxep.torch_frontend.integrations.transformers",
     "accelerate": "the Trainer of transformers",
-    "torchtitan": "mxep.torch_frontend.torchtitan",
+    "torchtitan": "mxep.torch_frontend.integrations.torchtitan",
     "safetensors": "checkpoints of the training examples",
 }
 """Package -> what needs it."""

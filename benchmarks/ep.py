@@ -22,16 +22,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.launch import fail
-from mxep.core_kernels.recipe import Recipe
-from mxep.torch_frontend.collectives import Collectives
-from mxep.torch_frontend.copy_engines import CopyEngines
-from mxep.torch_frontend.expert_parallel import Transport
-from mxep.torch_frontend.peer_memory import PeerMemory
+from mxep.core_kernels.policy.recipe import Recipe
+from mxep.torch_frontend.overlap.collectives import Collectives
+from mxep.torch_frontend.overlap.copy_engines import CopyEngines
+from mxep.torch_frontend.overlap.expert_parallel import Transport
+from mxep.torch_frontend.overlap.peer_memory import PeerMemory
 
-from .cases import ep_layer, expert_parallel
 from .cases.chosen_experts import ROUTINGS
-from .cases.ep_work import PEER, Work, check, held_nbytes
-from .cases.expert_parallel import EPShape
+from .cases.ep import ep_layer, expert_parallel
+from .cases.ep.ep_work import PEER, Work, check, held_nbytes
+from .cases.ep.expert_parallel import EPShape
 from .cases.shapes import MoELayer
 from .figures import ranks, timeline
 from .figures.device_timing import peak_nbytes

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.launch import fail
 from mxep.jax_frontend import MoEConfig, moe
-from mxep.jax_frontend.peer_memory import Transport
+from mxep.jax_frontend.exchange.peer_memory import Transport
 
 from .cases.chosen_experts import ROUTINGS, logits
-from .cases.ep_layer import H200, MIN_SQNR_DB, OUTPUTS, TINY
+from .cases.ep.ep_layer import H200, MIN_SQNR_DB, OUTPUTS, TINY
 from .cases.moe_layer import flops
 from .cases.shapes import MoELayer
 from .figures import device_timing

@@ -16,10 +16,10 @@ from math import comb
 from statistics import median
 from typing import Literal, NamedTuple, get_args
 
-from mxep.core_kernels.exchange import MOST_CHUNKS, expert_chunks
 from mxep.core_kernels.formats import BLOCK
-from mxep.core_kernels.recipe import LegName, Recipe
-from mxep.core_kernels.replicas import Replicas
+from mxep.core_kernels.policy.exchange import MOST_CHUNKS, expert_chunks
+from mxep.core_kernels.policy.recipe import LegName, Recipe
+from mxep.core_kernels.policy.replicas import Replicas
 
 Send = Literal["each", "summed", "host"]
 """Rows that are sent: one per replica; one per rank, both ways, as `dispatch(replicas="summed")`; or one per host."""

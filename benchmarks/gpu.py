@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from mxep.core_kernels.launch import fail
 
 from . import gpu_grouped_gemm, gpu_moe_layer, gpu_ops
-from .cases import families, grouped_gemm, moe_layer
+from .cases import moe_layer
+from .cases.ops import families
+from .cases.products import grouped_gemm
 from .cases.shapes import H200, Shapes
 from .figures import device_timing
 from .figures.device_timing import Each

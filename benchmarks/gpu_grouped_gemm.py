@@ -18,8 +18,8 @@ from mxep import jax_frontend, torch_frontend
 from .cases.byte_check import differing
 from .cases.case import Tensors
 from .cases.error_check import Error, sqnr_db
-from .cases.grouped_gemm import OPS, ProductCase, large_cases, small_case
-from .cases.grouped_gemm_autograd import MIN_SQNR_DB
+from .cases.products.grouped_gemm import OPS, ProductCase, large_cases, small_case
+from .cases.products.grouped_gemm_autograd import MIN_SQNR_DB
 from .cases.shapes import Product, Products
 from .figures import device_timing
 from .figures.device_timing import Each, torch_wait

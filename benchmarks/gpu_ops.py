@@ -15,10 +15,10 @@ import jax
 import torch
 from mxep import jax_frontend, torch_frontend
 
-from .cases import families
 from .cases.byte_check import check, differing, require_same
 from .cases.calls import jax_call, ops_of, torch_call
 from .cases.case import Case, Tensors
+from .cases.ops import families
 from .cases.shapes import TINY_LAYER, Layer
 from .figures import device_timing
 from .figures.device_timing import Each, torch_wait

@@ -10,17 +10,9 @@ A test compares the documents with what this module generates.
 from collections.abc import Callable
 from pathlib import Path
 
-from .figures import (
-    ep_scale,
-    speed,
-    status,
-    table_ep,
-    table_grouped_gemm,
-    table_layer_bytes,
-    table_moe_layer,
-    table_ops,
-)
+from .figures import ep_scale, speed, status
 from .figures.results import newest
+from .figures.tables import table_ep, table_grouped_gemm, table_layer_bytes, table_moe_layer, table_ops
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: python -m benchmarks.readme -->", "<!-- end of the generated part -->"

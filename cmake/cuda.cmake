@@ -48,7 +48,7 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # loads the driver at the first call, so that the module imports without one
 
-file(GLOB MXEP_CUDA_SOURCES CONFIGURE_DEPENDS core_kernels/*/*.cu)
+file(GLOB_RECURSE MXEP_CUDA_SOURCES CONFIGURE_DEPENDS core_kernels/*.cu)
 # Kernels with Hopper's instructions are in files named *_sm90.cu; core_kernels/cuda/ops.def limits their ops to 900.
 set(MXEP_HOPPER_SOURCES ${MXEP_CUDA_SOURCES})
 list(FILTER MXEP_HOPPER_SOURCES INCLUDE REGEX "_sm90\\.cu$")

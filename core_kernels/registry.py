@@ -1,6 +1,6 @@
 """The list of ops, by name.
 
-    core_kernels/<family>/plan*.py --> OPS --> torch.ops.mxep and torch_frontend.ops
+    core_kernels/<family>/**/plan*.py --> OPS --> torch.ops.mxep and torch_frontend.ops
                                            --> jax_frontend.ops
                                            --> capabilities, conformance backends, tests
 
@@ -13,11 +13,15 @@ from typing import Any
 
 from .combine import plan as combine
 from .fold import plan as fold
-from .fold import plan_both, plan_matrix, plan_requantize
-from .fold import plan_permute as fold_permute
-from .grouped_gemm import plan as grouped_gemm
-from .grouped_gemm import plan_blockwise as grouped_gemm_blockwise
-from .grouped_gemm import plan_folded, plan_folded_pair, plan_kn
+from .fold.both import plan as plan_both
+from .fold.gathered import plan_permute as fold_permute
+from .fold.gathered import plan_requantize
+from .fold.matrix import plan as plan_matrix
+from .grouped_gemm.blockwise import plan as grouped_gemm_blockwise
+from .grouped_gemm.exact import plan as grouped_gemm
+from .grouped_gemm.exact import plan_kn
+from .grouped_gemm.folded import plan as plan_folded
+from .grouped_gemm.folded import plan_pair as plan_folded_pair
 from .launch import KernelOp
 from .permute import plan as permute
 from .quantize import plan as quantize
@@ -27,8 +31,8 @@ from .router import plan_logits as router_logits
 from .routing import plan as routing
 from .scale_layout import plan as scale_layout
 from .swiglu import plan as swiglu
-from .swiglu import plan_bwd_fold as swiglu_bwd_fold
-from .swiglu import plan_fold as swiglu_fold
+from .swiglu.folded import plan as swiglu_fold
+from .swiglu.folded import plan_bwd as swiglu_bwd_fold
 
 _PLANS = (
     *(quantize, quantize_blockwise, permute, router, router_logits, routing),

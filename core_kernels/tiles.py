@@ -59,7 +59,7 @@ _GPU = {
     "grouped_wgrad_mx": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16": Tiles(m=64, n=128, k=256, num_warps=8, num_stages=3),
     "grouped_wgrad_bf16_t": Tiles(m=64, n=128, k=128, num_warps=8, num_stages=3),
-    # 128 along the contraction dim: the tensor core sums them before fp32 adds the sum (grouped_gemm/kernel_folded.py)
+    # 128 along the contraction dim: the tensor core sums them before fp32 adds the sum (grouped_gemm/folded/kernel.py)
     "grouped_mm_fold": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_bias": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),
     "grouped_mm_fold_sum": Tiles(m=128, n=128, k=128, num_warps=8, num_stages=4),

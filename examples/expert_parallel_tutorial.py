@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from mxep.core_kernels.recipe import RECIPES
+from mxep.core_kernels.policy.recipe import RECIPES
 from mxep.torch_frontend import (
     MXFP8ExpertParallel,
     MXTensor,

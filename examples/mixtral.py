@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from mxep.torch_frontend import CopyEngines, GroupedExperts, MoE, MXFP8ExpertParallel, shard_moe, swiglu
-from mxep.torch_frontend.shards import sharded
+from mxep.torch_frontend.exchange.shards import sharded
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from mxep.core_kernels.recipe import RECIPES
+from mxep.core_kernels.policy.recipe import RECIPES
 
 from .config import LOG_NAME
 from .runlog import read_log

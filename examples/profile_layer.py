@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mxep.core_kernels.recipe import RECIPES
+from mxep.core_kernels.policy.recipe import RECIPES
 
 PROG = "examples.profile_layer"
 SIZES = {"tokens": 1024, "dim": 256, "hidden_dim": 256, "num_experts": 8, "top_k": 2}

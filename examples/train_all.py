@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mxep.core_kernels.recipe import RECIPES
+from mxep.core_kernels.policy.recipe import RECIPES
 
 from . import plot_curves
 from .config import LOG_NAME

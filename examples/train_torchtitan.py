@@ -1,7 +1,8 @@
 """torchtitan's trainer with the routed experts of this package or its own; docs/torchtitan.md has the flags.
 
     torchrun --standalone --nproc-per-node 4 -m examples.train_torchtitan --assets runs/assets --training.steps 20 \\
-      --parallelism.expert_parallel_degree 2 --override.imports mxep.torch_frontend.torchtitan.routed_experts
+      --parallelism.expert_parallel_degree 2 \\
+      --override.imports mxep.torch_frontend.integrations.torchtitan.routed_experts
 
 The script writes a tokenizer of bytes and a text into `--assets`, and passes every other argument on. By default it is
 the debug model of DeepSeek-V3, on CPU ranks, for which torchtitan is not written: `use_cpu` is what that takes.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mxep.core_kernels.combine.oracle import combine_bwd
 from mxep.core_kernels.oracle_math import Array, round_to
-from mxep.core_kernels.recipe import RECIPES, LegName, Recipe
+from mxep.core_kernels.policy.recipe import RECIPES, LegName, Recipe
 from mxep.core_kernels.reference.replicas import UNWEIGHTED, as_sent, sum_by_rank
 
 D, TOP_K, LOCAL = 64, 4, 3

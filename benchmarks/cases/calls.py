@@ -3,8 +3,8 @@
 from typing import Any
 
 import jax
-from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
+from mxep.jax_frontend.ops import call as jax_launch
 from mxep.torch_frontend import ops as torch_ops
 from torch import Tensor
 

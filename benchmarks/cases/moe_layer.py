@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 from mxep import jax_frontend, torch_frontend
-from mxep.core_kernels.recipe import Recipe
+from mxep.core_kernels.policy.recipe import Recipe
 from torch import Tensor
 
 from ..peers.moe_layer import Weights, torch_layer

@@ -10,7 +10,7 @@ from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
-from mxep.core_kernels.recipe import LegName, Recipe
+from mxep.core_kernels.policy.recipe import LegName, Recipe
 
 from ..ep_model import BF16, MX, Case, Rates, Wire, backward, forward, in_turn, overlapped, plain
 from .results import RESULTS, newest

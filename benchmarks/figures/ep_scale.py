@@ -8,8 +8,8 @@ ep_rates.py --measured rates--> benchmarks/ep_model.py --> tables, results/h200_
 from pathlib import Path
 from typing import get_args
 
-from mxep.core_kernels.recipe import Recipe
-from mxep.core_kernels.replicas import Replicas
+from mxep.core_kernels.policy.recipe import Recipe
+from mxep.core_kernels.policy.replicas import Replicas
 
 from ..ep_model import (
     Case,

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from mxep.core_kernels.launch import fail
 
 from .results import RESULTS, newest
-from .table_grouped_gemm import NAMES, is_product
+from .tables.table_grouped_gemm import NAMES, is_product
 
 Row = dict[str, Any]
 CEILINGS = {"FP8": "cublas_fp8", "bf16": "cublas_bf16"}

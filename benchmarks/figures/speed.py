@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .table_moe_layer import in_a_row, peaks
+from .tables.table_moe_layer import in_a_row, peaks
 
 Row = dict[str, Any]
 SIZES = "tokens, D, F, experts, k"

@@ -32,7 +32,7 @@ def _family(op: KernelOp) -> str:
 
 def _cuda_files(family: str) -> dict[str, Path]:
     """Name of an op -> the file that defines its CUDA kernel."""
-    paths = sorted((CORE / family).glob("cuda*.cu"))
+    paths = sorted((CORE / family).rglob("cuda*.cu"))
     return {name: path for path in paths for name in CUDA.findall(path.read_text())}
 
 

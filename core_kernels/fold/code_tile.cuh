@@ -15,7 +15,7 @@
 // p loses bits below 2^-24. Such values are at most 448 * 2^-25, and E4M3 rounds them to zero at the scale of a column
 // whose largest p is 4 or more. Bf16 holds the values of blocks with scale bytes of 3 to 246 exactly; values of blocks
 // with smaller bytes are zeros in columns with bytes of 21 and more. A warp with another column, that is neither zeros
-// alone nor NaN, takes the bf16 values instead. tests/kernels/test_code_tile.py tries all codes and scales.
+// alone nor NaN, takes the bf16 values instead. tests/kernels/headers/test_code_tile.py tries all codes and scales.
 #pragma once
 
 #include "cuda/mx_math.cuh"

@@ -1,4 +1,4 @@
-"""Triton kernels of blockwise FP8; plan_blockwise.py draws the operands.
+"""Triton kernels of blockwise FP8; blockwise/plan.py draws the operands.
 
 Quotient and reciprocal are IEEE divisions, one of each per block, so that all backends write the same bytes.
 """

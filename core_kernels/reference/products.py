@@ -14,7 +14,7 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
 An operand (q, sf) is multiplied as it is in form "mx", folded in form "fold", and dequantized in the other forms.
 
 sums: "exact", or "sm_90" for sums as of Hopper's FP8 tensor cores in every form but "bf16" and "mx"
-(../grouped_gemm/oracle_sm90.py).
+(../grouped_gemm/folded/oracle_sm90.py).
 """
 
 from collections.abc import Callable
@@ -24,8 +24,10 @@ import numpy as np
 
 from ..fold.oracle import fold_groups, fold_rows
 from ..formats import WEIGHT_HEADROOM, Rounding
-from ..grouped_gemm import oracle_blockwise, oracle_folded, oracle_sm90
-from ..grouped_gemm.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
+from ..grouped_gemm.blockwise import oracle as oracle_blockwise
+from ..grouped_gemm.exact.oracle import grouped_mm_bf16, grouped_mm_mx, grouped_wgrad_bf16, grouped_wgrad_mx
+from ..grouped_gemm.folded import oracle as oracle_folded
+from ..grouped_gemm.folded import oracle_sm90
 from ..oracle_math import Array, Pair, round_to
 from ..quantize.oracle import dequantize, quantize_col, quantize_row, quantize_rowwise
 from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares

@@ -4,7 +4,7 @@ whose sums begin with dx."""
 import triton
 import triton.language as tl
 
-from ..grouped_gemm.kernel_tile import dot_bf16, load_tile, store_tile
+from ..grouped_gemm.exact.kernel_tile import dot_bf16, load_tile, store_tile
 from ..mx_math import to_f32
 
 

@@ -10,7 +10,7 @@
 
 `prob` of shape (0,) gives every row the weight one. h, dgate and dup are rounded to bf16 before they are quantized,
 so a fused op writes the bytes of the two ops that it replaces. oracle.py defines every byte; only the order of the
-sum dprob is free. plan_fold.py has h folded too, and plan_bwd_fold.py every result of swiglu_bwd_all.
+sum dprob is free. folded/plan.py has h folded too, and folded/plan_bwd.py every result of swiglu_bwd_all.
 
 Triton has kernels of swiglu and swiglu_bwd. Where neither CUDA C++ nor C++ runs, the other ops are composed of them and
 of quantize_*: h, or dgate and dup, are stored and read once more, 4 bytes per value.

@@ -4,7 +4,8 @@ Grouped products are compared here with the oracle's fp64 sums; a feed-forward o
 """
 
 import numpy as np
-from mxep.core_kernels.grouped_gemm import oracle, oracle_sm90
+from mxep.core_kernels.grouped_gemm.exact import oracle
+from mxep.core_kernels.grouped_gemm.folded import oracle_sm90
 
 from ..compare import gemm_bound, same_bytes, sqnr_db
 from .backends import offers

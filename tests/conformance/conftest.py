@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Tests without an adapter run in the normal process alone, and not with the option."""
-    if collection_path.parent != Path(__file__).parent or collection_path.name not in WITHOUT_ADAPTER:
+    if Path(__file__).parent not in collection_path.parents or collection_path.name not in WITHOUT_ADAPTER:
         return None
     return True if config.getoption("backend", None) or backends.INTERPRETER else None
 

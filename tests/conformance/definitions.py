@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from mxep.core_kernels.combine import oracle as combine
 from mxep.core_kernels.fold import oracle as fold
-from mxep.core_kernels.grouped_gemm import oracle as grouped_gemm
-from mxep.core_kernels.grouped_gemm import oracle_blockwise as grouped_gemm_blockwise
-from mxep.core_kernels.grouped_gemm import oracle_folded
+from mxep.core_kernels.grouped_gemm.blockwise import oracle as grouped_gemm_blockwise
+from mxep.core_kernels.grouped_gemm.exact import oracle as grouped_gemm
+from mxep.core_kernels.grouped_gemm.folded import oracle as oracle_folded
 from mxep.core_kernels.permute import oracle as permute
 from mxep.core_kernels.quantize import oracle as quantize
 from mxep.core_kernels.quantize import oracle_blockwise as quantize_blockwise

@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from mxep.core_kernels.grouped_gemm import oracle
+from mxep.core_kernels.grouped_gemm.exact import oracle
 
 from . import check
 from .cases import BF16, GEMMS
-from .layers import FFN, LAYERS
+from .layer.layers import FFN, LAYERS
 
 
 def test_same_bytes_sees_a_bit_a_sign_a_dtype_and_a_nan() -> None:

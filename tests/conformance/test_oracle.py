@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.formats import Rounding
-from mxep.core_kernels.grouped_gemm import oracle as grouped_gemm_oracle
+from mxep.core_kernels.grouped_gemm.exact import oracle as grouped_gemm_oracle
 from mxep.core_kernels.permute import oracle as permute_oracle
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.reference import collectives

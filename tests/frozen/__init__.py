@@ -14,7 +14,8 @@
 
 A record is a JSON file: for what its hashes hold, and by case the hashes of the inputs and of each output. Hashes that
 hold for another machine are not compared. The cases are taken from the tests and the benchmark: tests/gpu/cases.py,
-tests/conformance/layers.py, tests/routed_layers.py, tests/kernels/test_cross_compile.py, benchmarks/cases/shapes.py.
+tests/conformance/layer/layers.py, tests/routed_layers.py, tests/kernels/cross_compile/test_cross_compile.py,
+benchmarks/cases/shapes.py.
 
     __main__.py --> jobs.py --processes--> worker.py: a module of sources/
                        '--> records.py --> equal | what differs

@@ -12,10 +12,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
-from mxep.core_kernels.fold import plan_both, plan_matrix, plan_requantize
-from mxep.core_kernels.swiglu import plan_bwd_fold
-from mxep.jax_frontend import _call as jax_launch
+from mxep.core_kernels.fold.both import plan as plan_both
+from mxep.core_kernels.fold.gathered import plan_requantize
+from mxep.core_kernels.fold.matrix import plan as plan_matrix
+from mxep.core_kernels.swiglu.folded import plan_bwd as plan_bwd_fold
 from mxep.jax_frontend import ops as jax_ops
+from mxep.jax_frontend.ops import call as jax_launch
 from mxep.torch_frontend import ops as torch_ops
 from torch import Tensor
 

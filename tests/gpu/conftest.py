@@ -1,4 +1,4 @@
-"""Without a GPU, pytest does not collect these tests; `tests/test_gpu_cases.py` runs their cases on a CPU."""
+"""Without a GPU, pytest does not collect these tests; `tests/frontends/test_gpu_cases.py` runs their cases on a CPU."""
 
 import os
 
@@ -6,4 +6,4 @@ import torch
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with torch and other workers
 
-collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
+collect_ignore_glob = [] if torch.cuda.is_available() else ["*test_*.py"]

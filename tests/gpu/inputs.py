@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from mxep.core_kernels.swiglu.plan_bwd_fold import FEW_CHAINS
+from mxep.core_kernels.swiglu.folded.plan_bwd import FEW_CHAINS
 from mxep.torch_frontend import ops as torch_ops
 from torch import Tensor
 

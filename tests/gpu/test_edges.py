@@ -5,8 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
-from mxep.torch_frontend import _call, force_implementation, ops
-from mxep.torch_frontend._launch import Outputs
+from mxep.torch_frontend import force_implementation, ops
+from mxep.torch_frontend.ops import call
+from mxep.torch_frontend.ops.launch import Outputs
 
 from .cases import CASES, DEVICE, EDGES, same_bytes
 
@@ -27,7 +28,7 @@ def poisoned(byte: int, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[to
             out.view(-1).view(torch.uint8).fill_(byte)
         return tuple(filled)
 
-    with mock.patch.object(_call, "allocate", allocate):
+    with mock.patch.object(call, "allocate", allocate):
         return run()
 
 

@@ -1,6 +1,7 @@
 """Group ends that break the contract. The kernels do not check them on a GPU; groups with a broken end become NaN.
 
-tests/kernels/test_triton_ends.py tests the same in Triton's interpreter. This file adds CUDA C++ and several tiles.
+tests/kernels/interpreter/test_triton_ends.py tests the same in Triton's interpreter. This file adds CUDA C++ and
+several tiles.
 """
 
 import numpy as np

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 import torch
-from mxep.jax_frontend import _call as jax_launch
 from mxep.jax_frontend import ops as jax_ops
-from mxep.torch_frontend import _call, _device, _launch
+from mxep.jax_frontend.ops import call as jax_launch
+from mxep.torch_frontend.ops import call, device, launch
 from torch import Tensor
 
 from .cases import CASES, Case
@@ -20,7 +20,7 @@ INPUTS = [(name, i) for name, case in CASES.items() for i, x in enumerate(case.i
 
 def assert_raises_before_launch(case: Case, inputs: Sequence[Tensor], error: type[Exception], message: str) -> None:
     """The error comes before the allocation of outputs, which precedes every launch."""
-    launched = mock.patch.object(_call, "allocate", side_effect=AssertionError("the op allocated its outputs"))
+    launched = mock.patch.object(call, "allocate", side_effect=AssertionError("the op allocated its outputs"))
     with launched, pytest.raises(error, match=message):
         case.torch(*inputs)
 
@@ -58,9 +58,9 @@ def test_a_tensor_on_another_device(name: str, i: int) -> None:
 @pytest.fixture
 def empty_caches() -> Iterator[None]:
     def clear() -> None:
-        _launch.known_calls.recent.clear()
-        _launch.known_calls.former.clear()
-        _device.compute_capability.cache_clear()
+        launch.known_calls.recent.clear()
+        launch.known_calls.former.clear()
+        device.compute_capability.cache_clear()
 
     clear()
     yield

@@ -8,9 +8,9 @@ import pytest
 import torch
 from mxep.torch_frontend import ops
 
-from benchmarks.cases import families
 from benchmarks.cases.byte_check import check
 from benchmarks.cases.calls import torch_call
+from benchmarks.cases.ops import families
 from benchmarks.cases.shapes import Layer
 
 from .cases import DEVICE, same_bytes

@@ -1,5 +1,5 @@
 import pytest
-from mxep.torch_frontend import _direct
+from mxep.torch_frontend.ops import direct
 from torch import Tensor
 
 
@@ -9,14 +9,14 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def spied(name: str) -> None:
-        real = getattr(_direct, name)
+        real = getattr(direct, name)
 
         def spy(x: Tensor, *rest: int):
             if x.dim() == 3:
                 calls.append(name)
             return real(x, *rest)
 
-        monkeypatch.setattr(_direct, name, spy)
+        monkeypatch.setattr(direct, name, spy)
 
     for name in (
         *("quantize_row", "quantize_col", "quantize_both", "dequantize"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+ROOT = Path(__file__).parents[2]
+
 
 def fork_ranks(ranks: int) -> int:
     """Return in every rank with its number. The calling process waits for them, and exits with 1 if one has failed."""
@@ -23,9 +25,10 @@ def fork_ranks(ranks: int) -> int:
 
 
 def run_script(script: Path, *arguments: object) -> tuple[int, str]:
-    """Run a script that forks ranks. Returns its status and its stderr."""
+    """Run a script of `tests` that forks ranks. Returns its status and its stderr."""
     how = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True, "start_new_session": True}
-    process = subprocess.Popen([sys.executable, str(script), *map(str, arguments)], **how)
+    module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
+    process = subprocess.Popen([sys.executable, "-m", module, *map(str, arguments)], cwd=ROOT, **how)
     try:
         errors = process.communicate(timeout=300)[1]
     finally:

@@ -12,17 +12,16 @@ from mxep.torch_frontend import ops
 
 from ..public_names import public_names
 
-MODULES = [m.name for m in pkgutil.iter_modules(torch_frontend.__path__) if not m.name.startswith("_")]
-MODULES.remove("ops")  # its examples are in the registry, below
+MODULES = [m.name for m in pkgutil.walk_packages(torch_frontend.__path__, "mxep.torch_frontend.") if not m.ispkg]
 NAMES = {name: getattr(torch_frontend, name) for name in public_names(torch_frontend)}
 """The examples use the public names without importing them."""
 SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
 """They change how later calls run: an example has nothing to show."""
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", MODULES, ids=lambda name: name.partition("_frontend.")[2])
 def test_examples(module: str) -> None:
-    source = importlib.import_module(f"mxep.torch_frontend.{module}")
+    source = importlib.import_module(module)
     results = doctest.testmod(source, extraglobs={n: v for n, v in NAMES.items() if n not in vars(source)})
     assert results.failed == 0
 

@@ -22,7 +22,7 @@ import pytest
 from mxep.core_kernels.registry import OPS as KERNEL_OPS
 
 from ...samples import PRODUCTS
-from ..layers import LAYERS, RUNS
+from ..layer.layers import LAYERS, RUNS
 
 Array = np.ndarray
 

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from mxep import jax_frontend as mxep
-from mxep.core_kernels.recipe import Recipe
+from mxep.core_kernels.policy.recipe import Recipe
 from mxep.jax_frontend import ops
 
-from ..layers import LAYERS, RANKS, RUNS, WIRE
+from ..layer.layers import LAYERS, RANKS, RUNS, WIRE
 from . import KERNEL_OPS
 
 FP8_TENSOR_CORES = jax.default_backend() != "cpu"
 SM90_SUMS = FP8_TENSOR_CORES and jax.devices()[0].compute_capability == "9.0"
 FLUSHES_SUBNORMALS = not FP8_TENSOR_CORES  # XLA's matmul on a CPU
-# Ranks without a GPU each are compared with the dense layer of the same device; tests/gpu/ranks.py has GPUs.
+# Ranks without a GPU each are compared with the dense layer of the same device; tests/gpu/exchange/ranks.py has GPUs.
 EXPERT_PARALLEL = not FP8_TENSOR_CORES
 Array = np.ndarray
 Pair = tuple[Array, Array]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from mxep import torch_frontend as mxep
-from mxep.core_kernels.recipe import Recipe
+from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import ops
 
 from ...compare import to_numpy
@@ -16,7 +16,7 @@ from . import arrays
 FP8_TENSOR_CORES = torch.cuda.is_available()
 SM90_SUMS = FP8_TENSOR_CORES and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if FP8_TENSOR_CORES else "cpu")
-# Ranks without a GPU each are compared with the dense layer of the same device; tests/gpu/ranks.py has GPUs.
+# Ranks without a GPU each are compared with the dense layer of the same device; tests/gpu/exchange/ranks.py has GPUs.
 EXPERT_PARALLEL = not FP8_TENSOR_CORES
 Array = np.ndarray
 Pair = tuple[Array, Array]

@@ -7,8 +7,9 @@ from unittest import mock
 
 import numpy as np
 from mxep.core_kernels.launch import KernelOp
-from mxep.torch_frontend import _call, force_implementation
-from mxep.torch_frontend._launch import Outputs
+from mxep.torch_frontend import force_implementation
+from mxep.torch_frontend.ops import call
+from mxep.torch_frontend.ops.launch import Outputs
 
 from ...compare import to_numpy
 from . import KERNEL_OPS
@@ -23,8 +24,8 @@ def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any)
         return tuple(poisoned(s, d, poison) for s, d in zip(outputs.shapes, outputs.dtypes, strict=True))
 
     quiet = np.errstate(all="ignore")  # the interpreter is numpy, and overflow is among the cases
-    with mock.patch.object(_call, "allocate", allocate), force_implementation("triton"), quiet:
-        results = tuple(map(to_numpy, _call.call(op, *map(to_torch, inputs), **options)))
+    with mock.patch.object(call, "allocate", allocate), force_implementation("triton"), quiet:
+        results = tuple(map(to_numpy, call.call(op, *map(to_torch, inputs), **options)))
     return results if len(results) > 1 else results[0]
 
 

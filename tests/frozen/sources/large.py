@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from mxep.core_kernels.recipe import RECIPES
+from mxep.core_kernels.policy.recipe import RECIPES
 from mxep.torch_frontend import MoE
 
 from benchmarks.cases.moe_layer import OUTPUTS, LayerInputs, our_jax_program, our_torch_layer, torch_programs

@@ -3,21 +3,21 @@
 LAYERS   name -> Layer          on one process: recipes x prob_in, and options of the layer
 RANKED   name -> RankedLayer    on two ranks, of 40 and 56 tokens in PyTorch, of 48 each in JAX
 
-Arrays are taken from tests/conformance/layers.py and tests/routed_layers.py.
+Arrays are taken from tests/conformance/layer/layers.py and tests/routed_layers.py.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
-from mxep.core_kernels.prob_in import ProbIn
-from mxep.core_kernels.recipe import Recipe
-from mxep.core_kernels.replicas import Replicas
+from mxep.core_kernels.policy.prob_in import ProbIn
+from mxep.core_kernels.policy.recipe import Recipe
+from mxep.core_kernels.policy.replicas import Replicas
 from mxep.core_kernels.swiglu.activation import SwiGLU
 
 from ... import replicas, routed_layers
-from ...conformance import layers as conformance
 from ...conformance.cases import BF16, Array, seeded
+from ...conformance.layer import layers as conformance
 from ..hashes import digits_of
 
 RANKS = 2

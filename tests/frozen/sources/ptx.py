@@ -7,8 +7,8 @@ import re
 from functools import partial
 from typing import Any
 
-from ...kernels import test_cross_compile as cross_compile
-from ...kernels import test_cross_compile_peer as peer
+from ...kernels.cross_compile import test_cross_compile as cross_compile
+from ...kernels.cross_compile import test_cross_compile_peer as peer
 from ..hashes import digits_of_text
 from ..records import Case, Entry
 

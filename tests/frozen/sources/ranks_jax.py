@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from mxep.jax_frontend import MoEConfig, moe
-from mxep.jax_frontend.peer_memory import Transport
+from mxep.jax_frontend.exchange.peer_memory import Transport
 
 from ..hashes import digits_of
 from ..records import INPUTS, Case, Entry

@@ -1,0 +1,104 @@
+"""One measurement of expert parallelism: the work of all ranks, and its peer."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from mxep.torch_frontend.overlap.copy_engines import CopyEngines
+from mxep.torch_frontend.overlap.expert_parallel import Transport
+from mxep.torch_frontend.overlap.peer_memory import PeerMemory
+from mxep.torch_frontend.overlap.transport import Legs
+from torch import Tensor
+
+from ..case import Tensors
+from .ep_wire import NoWire, travel
+
+PEER, BF16_WIRE, IN_TURN = "bf16", "bf16 wire", "in turn"
+"""The plain pipeline; the same with our GEMMs; ours without a transport."""
+
+
+class Work(NamedTuple):
+    """op: "ep" or "ep_layer". case: sizes and options. flops: of the forward, and of both directions.
+    outputs: names of the results of `step`. forwards: PEER, BF16_WIRE, IN_TURN and the transports. step: a forward ->
+    its result and all gradients. stages: parts of a step, each alone, by "wire", "products" or "without a wire" and the
+    direction. groups: local experts that have rows; torch does not define the weight gradients of the others."""
+
+    op: str
+    case: Mapping[str, object]
+    flops: tuple[int, int]
+    outputs: tuple[str, ...]
+    forwards: Mapping[str, Callable[[], Tensor]]
+    step: Callable[[Callable[[], Tensor]], Tensors]
+    stages: Mapping[str, Callable[[], object]]
+    groups: Tensor
+    min_sqnr_db: float
+
+    @property
+    def with_wire(self) -> list[str]:
+        """The transports whose wire is timed alone."""
+        return [name for name in self.transports if f"{name} wire forward" in self.stages]
+
+    @property
+    def transports(self) -> list[str]:
+        return [name for name in self.forwards if name not in (PEER, BF16_WIRE, IN_TURN)]
+
+
+def stages_of(
+    without: Callable[[], Tensor], step: Callable[[Callable[[], Tensor]], Tensors], no_wire: NoWire,
+    transports: Mapping[str, Transport],
+) -> dict[str, Callable[[], object]]:  # fmt: skip
+    """The communication alone of each transport except `PeerMemory`, and the step without communication. without: the
+    forward over `no_wire`."""
+    step(without)
+    legs = list(no_wire.legs)  # of the forward, then of its backward
+    stages: dict[str, Callable[[], object]] = {"without a wire forward": without}
+    stages["without a wire both"] = lambda: step(without)
+    for name, of in transports.items():
+        if isinstance(of, PeerMemory):
+            continue
+        transport = cast(Legs, of)
+        stages[f"{name} wire forward"] = lambda t=transport: travel(t, legs[:2])
+        stages[f"{name} wire backward"] = lambda t=transport: travel(t, legs[2:])
+    return stages
+
+
+def held_nbytes(transport: Any) -> int:
+    """The bytes of a transport's own memory on this rank, which torch's allocator does not count."""
+    if isinstance(transport, PeerMemory):
+        return transport.room.starts[-1] if transport.room is not None else 0
+    boxes = transport.boxes.values() if isinstance(transport, CopyEngines) else ()
+    return sum(box.of_rank[transport.rank].nbytes for box in boxes if box is not None)
+
+
+def check(work: Work) -> float:
+    """Bytes of the runs over a transport against the run without one, on all ranks; SQNR in dB of the result and of all
+    gradients against the peer. Returns the least of ours. Raises AssertionError on all ranks alike."""
+    want = work.step(work.forwards[IN_TURN])
+    for name in work.transports:
+        for _ in range(2):  # the second call reuses buffers
+            got = work.step(work.forwards[name])
+            wrong = torch.stack([(a != b).sum() for a, b in zip(got, want, strict=True)])
+            dist.all_reduce(wrong)  # every rank raises: the others would wait for one that has ended
+            if wrong.any():
+                values = dict(zip(work.outputs, wrong.tolist(), strict=True))
+                raise AssertionError(f"{work.op}: {name}: differs from the run without a transport: {values}")
+            del got
+    peer = work.step(work.forwards[PEER])
+    for name, got in ((BF16_WIRE, work.step(work.forwards[BF16_WIRE])), (IN_TURN, want)):
+        least = torch.stack([_sqnr_db(work, a, b) for a, b in zip(got, peer, strict=True)]).nan_to_num(nan=-torch.inf)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        db = dict(zip(work.outputs, least.tolist(), strict=True))
+        if not min(db.values()) >= work.min_sqnr_db:
+            raise AssertionError(f"{work.op}: {name}: {db} dB from bf16; expected {work.min_sqnr_db} or more")
+    return round(min(db.values()), 1)
+
+
+def _sqnr_db(work: Work, got: Tensor, want: Tensor) -> Tensor:
+    got, want = (x.detach()[work.groups] if x.ndim == 3 else x.detach() for x in (got, want))
+    signal = noise = torch.zeros((), dtype=torch.float64, device=got.device)
+    for a, b in zip(got.split(2**14 if got.ndim == 2 else 1), want.split(2**14 if want.ndim == 2 else 1), strict=True):
+        signal = signal + b.double().square().sum()
+        noise = noise + (a.double() - b.double()).square().sum()
+    # No rows here: nothing to compare.
+    return 10 * torch.log10(signal / noise) if got.numel() else signal.new_tensor(200.0)

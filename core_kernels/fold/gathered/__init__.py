@@ -1,0 +1,1 @@
+"""Folded operands of MXFP8 rows."""

@@ -1,0 +1,1 @@
+"""Both folded operands of weights."""

@@ -1,0 +1,1 @@
+"""Recipes, and what both frontends decide alike without a kernel."""

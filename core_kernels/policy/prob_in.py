@@ -1,0 +1,13 @@
+"""The place where a layer multiplies a row by its probability; moe.py of a frontend has the formula of each."""
+
+from typing import Any, Literal, get_args
+
+from ..launch import fail
+
+ProbIn = Literal["combine", "swiglu", "input"]
+"""The sum of the experts' outputs, the experts' SwiGLU, or the experts' input."""
+
+
+def check_prob_in(op: str, prob_in: Any) -> None:
+    if not isinstance(prob_in, str) or prob_in not in get_args(ProbIn):
+        fail(ValueError, op, "prob_in", repr(prob_in), f"allowed: {', '.join(map(repr, get_args(ProbIn)))}")

@@ -1,0 +1,1 @@
+"""SwiGLU with folded results."""

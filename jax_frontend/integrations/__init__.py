@@ -1,0 +1,1 @@
+"""Other libraries: Flax, and layouts of weights."""

@@ -1,0 +1,146 @@
+"""The names of torchao's MXFP8 expert-parallel functions, as thin aliases over this package's functions.
+
+    torchao's name                    this package
+    a2a_dispatch_mxfp8_fwd_hp_bwd     ep.exchange_rows, quantized forward
+    a2a_combine_hp_fwd_mxfp8_bwd      ep.exchange_rows, quantized backward
+    to_mxfp8_a2a_dequant              ep.exchange_rows, quantized both ways
+    permute_mxfp8_fwd_hp_bwd          permute
+    unpermute_hp_fwd_mxfp8_bwd        gathers.ungather
+
+Nothing of this package calls them, and nothing of torchao is imported. The arguments are those of JAX: an `Exchange` in
+place of splits and a process group, a RowMap in place of a tuple.
+
+Source: torchao.prototype.moe_training, commit 36027d82d of pytorch/ao.
+"""
+
+import jax
+
+from ...core_kernels.formats import BLOCK, Rounding
+from ...core_kernels.launch import fail, require_multiple
+from ..exchange.all_to_all import Exchange, TokenReplicas, exchange_rows
+from ..exchange.peer_memory import Across, reader_of
+from ..exchange.rows import check_rows, gather_groups, replicas_to_send
+from ..ops import RowMap
+from ..ops.checks import check_floats, check_type, rounding_of
+from ..ops.mx_array import MXArray, MXGradArray
+from ..ops.shapes import Float, Int
+from ..products.gathers import ungather
+
+
+def a2a_dispatch_mxfp8_fwd_hp_bwd(
+    input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Exchange, rounding: Rounding | str = Rounding.RCEIL
+) -> MXArray:
+    """Quantize rows and send them to the ranks of their experts; the gradient comes back in input's dtype.
+
+    input, exchange: as in `a2a_dispatch`. rounding: a `Rounding` or its name.
+
+    Returns an MXArray (ep_degree * capacity, D) for `permute_mxfp8_fwd_hp_bwd`: the rows of source rank s start at
+    s * capacity, and `exchange.recv_counts` has their numbers.
+
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange).dequantize().sum().item()
+    96.0
+
+    Raises ValueError (shapes; D no multiple of 32) and TypeError (dtypes).
+    """
+    op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
+    check_type(op, "exchange", exchange, Exchange)
+    return exchange_rows(op, *replicas_to_send(op, input, exchange), fwd=rounding_of(op, "rounding", rounding))
+
+
+def a2a_combine_hp_fwd_mxfp8_bwd(
+    input: Float[jax.Array, "P N"] | MXGradArray,
+    exchange: Exchange,
+    rounding: Rounding | str = Rounding.RCEIL,
+    *,
+    mxfp8_bwd: bool = True,
+) -> Float[jax.Array, "M N"]:
+    """Send expert outputs back to the tokens' ranks as they are; the gradient is sent in MXFP8.
+
+    input: (P, N), P = ep_degree * capacity, in the layout of the dispatch; an array, whose gradient is dequantized on
+        arrival, or an MXGradArray, whose gradient stays MXFP8 bytes for the grouped GEMM.
+    exchange: of the dispatch. rounding: a `Rounding` or its name. mxfp8_bwd: False sends the gradient in its own dtype.
+
+    Returns (M, N) of input's dtype; rows that did not fit are zeros. Raises ValueError (shapes; N no multiple of 32)
+    and TypeError (dtypes).
+
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> a2a_combine_hp_fwd_mxfp8_bwd(jnp.ones((3, 32)), exchange).shape
+    (3, 32)
+    """
+    op = "a2a_combine_hp_fwd_mxfp8_bwd"
+    check_type(op, "exchange", exchange, Exchange)
+    check_type(op, "mxfp8_bwd", mxfp8_bwd, bool)
+    values = input.value if isinstance(input, MXGradArray) else input
+    check_rows(op, values, exchange.sources.shape[0], "ep_degree * capacity rows", " or an MXGradArray")
+    if not mxfp8_bwd:
+        return exchange_rows(op, values, exchange, back=True)
+    require_multiple(op, "input", input.shape[1], BLOCK, "last dim", "the backward quantizes along it")
+    rounding, floats = rounding_of(op, "rounding", rounding), not isinstance(input, MXGradArray)
+    return exchange_rows(op, input, exchange, back=True, bwd=rounding, floats=floats)
+
+
+def to_mxfp8_a2a_dequant(
+    input: Float[jax.Array, "M D"],
+    exchange: Exchange,
+    rounding: Rounding | str = Rounding.RCEIL,
+    *,
+    reverse: bool = False,
+) -> Float[jax.Array, "P D"]:
+    """All-to-all with MXFP8 on the wire in both directions and input's dtype at both ends.
+
+    input: (M, D) bf16 or fp32 -> (P, D), P = ep_degree * capacity; with reverse=True (P, D) -> (M, D).
+    exchange, rounding: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`. Raises ValueError (shapes; D no multiple of 32) and
+    TypeError (dtypes).
+
+    >>> exchange = plan_exchange(jnp.array([1]), None, num_rows=1)
+    >>> to_mxfp8_a2a_dequant(jnp.full((1, 32), 1.06), exchange)[0, 0].item()
+    1.0
+    """
+    op = "to_mxfp8_a2a_dequant"
+    check_type(op, "exchange", exchange, Exchange)
+    check_type(op, "reverse", reverse, bool)
+    rows = exchange.sources.shape[0] if reverse else exchange.num_rows
+    check_rows(op, input, rows, "the exchange's rows")
+    rounding = rounding_of(op, "rounding", rounding)
+    return exchange_rows(op, input, exchange, back=reverse, fwd=rounding, bwd=rounding, floats=True)
+
+
+def permute_mxfp8_fwd_hp_bwd(
+    mx: MXArray, num_tokens_per_expert: Int[jax.Array, " G"] | Exchange, group_size_multiple_of: int = BLOCK
+) -> tuple[MXArray, RowMap]:
+    """`permute` of MX rows. Arguments, result and errors are those of `permute`.
+
+    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+    >>> received = a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange)
+    >>> rows, row_map = permute_mxfp8_fwd_hp_bwd(received, exchange)
+    >>> rows.shape, row_map.group_ends.tolist()
+    ((96, 32), [32, 64])
+    """
+    op = "permute_mxfp8_fwd_hp_bwd"
+    if not isinstance(mx, MXArray):
+        fail(TypeError, op, "mx", type(mx).__name__, "allowed: an MXArray; `permute` takes float rows")
+    return gather_groups(op, "mx", mx, num_tokens_per_expert, group_size_multiple_of)
+
+
+def unpermute_hp_fwd_mxfp8_bwd(
+    input: Float[jax.Array, "P N"] | MXGradArray, maps: RowMap, *, across: Across = None
+) -> Float[jax.Array, "R N"] | MXGradArray:
+    """Gather expert outputs back into the order in which the rows were received; rows without a token are zeros.
+
+    input: (P, N), an array, or an MXGradArray, whose gradient is gathered as MXFP8 bytes. maps: the RowMap of the
+    permute. across: as in `gather_rows`. Returns (R, N) of input's kind. Raises ValueError (shapes) and TypeError
+    (dtypes).
+
+    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
+    >>> unpermute_hp_fwd_mxfp8_bwd(rows, row_map).shape
+    (3, 32)
+    """
+    op = "unpermute_hp_fwd_mxfp8_bwd"
+    if not isinstance(input, MXGradArray):
+        check_floats(op, "input", input, " or an MXGradArray")
+    check_type(op, "maps", maps, RowMap)
+    if len(input.shape) != 2 or input.shape[0] != maps.row_map.shape[0]:
+        allowed = f"allowed: ({maps.row_map.shape[0]}, N), the rows of maps.row_map"
+        fail(ValueError, op, "input", f"shape {input.shape}", allowed)
+    return ungather(op, input, maps.row_map, maps.inverse, reader_of(op, across))

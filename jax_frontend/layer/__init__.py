@@ -1,0 +1,1 @@
+"""The layer as functions, its parameters and its metrics."""

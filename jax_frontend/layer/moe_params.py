@@ -1,0 +1,299 @@
+"""Sizes and choices of a layer, its parameters, and where they lie on a mesh.
+
+E experts   D dim   F hidden_dim   S shared_hidden_dim
+
+"router" (E, D)        "experts":       w1, w3 (E, F, D), w2 (E, D, F)
+"shared_gate" (1, D)   "shared_expert": w1, w3 (1, S, D), w2 (1, D, S)
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from ...core_kernels.formats import BLOCK
+from ...core_kernels.launch import fail
+from ...core_kernels.policy.prob_in import ProbIn, check_prob_in
+from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.policy.replicas import Replicas, check_replicas_option
+from ...core_kernels.router.plan import OPTIONS, check_options
+from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
+from ..exchange.peer_memory import Transport, check_transport
+from ..ops.checks import check_floats, check_size, check_type, dtype_name
+from ..ops.mesh import Axes, axis_names, axis_size
+from ..products.weights import check_weights, recipe_of, resolve_compute
+from ..routing.overflow import OnOverflow, check_on_overflow
+from ..routing.router import GroupScore, ScoreFunc
+
+Params = dict[str, Any]
+
+
+_ROWS = "rows per pair of ranks; math.ceil(f * T * top_k / ranks) is f times the mean, T tokens on each rank"
+
+
+def _shown(value: Any) -> str:
+    return "a traced value, which differs from call to call" if isinstance(value, Tracer) else repr(value)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Sizes and choices of a layer; hashable. `jax.jit` takes it as a static argument, declared or not.
+
+    dim, hidden_dim: multiples of 32.
+    score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance: the choice of experts and
+        their weights, as in `route`. The router computes in fp32.
+    router_bias: add a learned bias to the logits.
+    shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
+        expert.
+    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
+    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
+        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
+        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
+        experts' input, as Llama 4 does; x then has a row per token and expert.
+    capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which always have room.
+        math.ceil(f * T * top_k / ranks), for the T tokens of a rank, is f times the mean.
+    on_overflow: what a row without room makes of its token. "nan": y and the gradient of x are NaN there, so that the
+        loss shows it, and `MoEStats.overflow` counts the rows. "drop": the row is left out of the token's sum.
+    bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
+        the experts and of the shared one, which has no bias.
+    replicas: "each", "once" or "summed", how often a token crosses the wire to a rank with several of its experts, as
+        in `dispatch`. With prob_in="input", where a row is one replica, "each" alone.
+    transport: "all_to_all" or "peer_memory", what carries rows between ranks, as in `dispatch`; "peer_memory" with
+        replicas="each".
+
+    >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
+    'mxfp8'
+
+    Raises ValueError and TypeError for sizes and names that are not allowed.
+    """
+
+    dim: int
+    hidden_dim: int
+    num_experts: int
+    top_k: int
+    score_func: ScoreFunc = "softmax"
+    normalize: bool = True
+    recipe: Recipe | str = "mxfp8"
+    capacity: int | None = None
+    prob_in: ProbIn = "swiglu"
+    route_scale: float = 1.0
+    num_groups: int = 1
+    top_k_groups: int = 1
+    group_score: GroupScore = "top2"
+    force_balance: bool = False
+    router_bias: bool = False
+    shared_hidden_dim: int | None = None
+    shared_gate: bool = False
+    bias: bool = False
+    activation: SwiGLU = PLAIN
+    replicas: Replicas = "each"
+    transport: Transport = "all_to_all"
+    on_overflow: OnOverflow = "nan"
+
+    def __post_init__(self) -> None:
+        optional = ("capacity", "shared_hidden_dim")
+        for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups", "top_k_groups", *optional):
+            size = getattr(self, name)
+            if type(size) is not int and not (name in optional and size is None):
+                fail(
+                    TypeError,
+                    "MoEConfig",
+                    name,
+                    _shown(size),
+                    "allowed: an int" + (f", {_ROWS}" if name == "capacity" else ""),
+                )
+        for name in ("dim", "hidden_dim", "shared_hidden_dim"):
+            size = getattr(self, name)
+            if size is not None and (not 1 <= size < 2**31 or size % BLOCK):
+                fail(ValueError, "MoEConfig", name, size, f"allowed: positive multiples of {BLOCK} below 2^31")
+        check_size("MoEConfig", "num_experts", self.num_experts, 1)
+        for name in ("normalize", "router_bias", "shared_gate"):
+            check_type("MoEConfig", name, getattr(self, name), bool)
+        if self.shared_gate and self.shared_hidden_dim is None:
+            fail(ValueError, "MoEConfig", "shared_gate", True, "allowed: with shared_hidden_dim")
+        check_options("MoEConfig", self.num_experts, top_k=self.top_k, **self.route_options)
+        check_prob_in("MoEConfig", self.prob_in)
+        check_replicas_option("MoEConfig", self.replicas)
+        if self.replicas != "each" and self.prob_in == "input":
+            allowed = "allowed: 'each' with prob_in='input', whose replicas have a row each"
+            fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
+        check_transport("MoEConfig", self.transport)
+        if self.replicas != "each" and self.transport == "peer_memory":
+            allowed = "allowed: 'each' with transport='peer_memory'"
+            fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
+        if self.capacity is not None and not 1 <= self.capacity < 2**31:
+            allowed = f"allowed: 1 to {2**31 - 1}, or None for dropless"
+            fail(ValueError, "MoEConfig", "capacity", self.capacity, allowed)
+        check_on_overflow("MoEConfig", self.on_overflow)
+        check_type("MoEConfig", "bias", self.bias, bool)
+        SwiGLU.check("MoEConfig", self.activation)
+        object.__setattr__(self, "recipe", recipe_of("MoEConfig", self.recipe))
+
+    @property
+    def route_options(self) -> dict[str, Any]:
+        """The options of `route`."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    @property
+    def bias_shapes(self) -> dict[str, tuple[int, int]]:
+        """The biases of all experts by name; none without `bias`."""
+        sizes = {"b1": self.hidden_dim, "b3": self.hidden_dim, "b2": self.dim}
+        return {name: (self.num_experts, n) for name, n in sizes.items()} if self.bias else {}
+
+
+def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+    """Draw the parameters {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normal
+    distributions with standard deviation 1 / sqrt(fan in). With bias experts also have "b1", "b3" (E, F) and "b2"
+    (E, D), zeros; with router_bias also {"router_bias": (E,)}, zeros; with a shared expert {"shared_expert": {"w1",
+    "w3": (1, S, D), "w2": (1, D, S)}}, S = shared_hidden_dim; with shared_gate also {"shared_gate": (1, D)}.
+
+    key: a key of jax.random. dtype: of the parameters, bf16 or fp32. Raises TypeError for other arguments.
+
+    >>> init(jax.random.key(0), MoEConfig(32, 64, num_experts=4, top_k=2))["router"].shape
+    (4, 32)
+    """
+    op = "moe.init"
+    check_type(op, "config", config, MoEConfig)
+    dtype = dtype_name(op, "dtype", dtype)
+    is_key = isinstance(key, jax.Array) and (
+        (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and not key.ndim) or (key.dtype == jnp.uint32 and key.ndim == 1)
+    )
+    if not is_key:
+        got = f"{key.dtype}{list(key.shape)}" if isinstance(key, jax.Array) else type(key).__name__
+        fail(TypeError, op, "key", got, "allowed: one key of jax.random")
+    e, d, f = config.num_experts, config.dim, config.hidden_dim
+    drawn = _draw(key, {"router": (e, d), **shapes(e, d, f)}, dtype)
+    biases = {name: jnp.zeros(shape, dtype) for name, shape in config.bias_shapes.items()}
+    params = {"router": drawn.pop("router"), "experts": drawn | biases}
+    if config.router_bias:
+        params["router_bias"] = jnp.zeros(e, dtype)
+    if (s := config.shared_hidden_dim) is not None:
+        params["shared_expert"] = _draw(jax.random.fold_in(key, 1), shapes(1, d, s), dtype)
+    if config.shared_gate:
+        params |= _draw(jax.random.fold_in(key, 2), {"shared_gate": (1, d)}, dtype)
+    return params
+
+
+def _draw(key: jax.Array, sizes: dict[str, tuple[int, ...]], dtype: str) -> Params:
+    # In fp32: of bf16 random numbers `truncated_normal` makes 128 different values.
+    return {
+        name: (jax.random.truncated_normal(k, -2.0, 2.0, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
+        for k, (name, shape) in zip(jax.random.split(key, len(sizes)), sizes.items(), strict=True)
+    }
+
+
+def specs(
+    config: MoEConfig,
+    *,
+    expert_axis: Axes | None = "expert",
+    fsdp_axis: str | None = None,
+    tensor_axis: str | None = None,
+) -> Params:
+    """The PartitionSpec of each parameter that `init` draws, as a tree of the same form.
+
+    expert_axis: the mesh axis, or axes, that split the experts. fsdp_axis: the axis that splits dim D of the experts'
+        weights; `sharded_apply` gathers them for each call, and JAX scatters the sum of their gradients.
+    tensor_axis: the axis that splits dim F. Router and biases of dim D are whole on the two.
+
+    Parameters are born sharded, and so are the optimizer's moments, which have the same form:
+
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), moe.specs(config))
+        params = jax.jit(partial(moe.init, config=config), out_shardings=shardings)(key)
+
+    >>> specs(MoEConfig(32, 64, num_experts=4, top_k=2), fsdp_axis="data")["experts"]["w1"]
+    P('expert', None, 'data')
+
+    Raises TypeError (a config or an axis of another type).
+    """
+    op = "moe.specs"
+    check_type(op, "config", config, MoEConfig)
+    axis_names(op, "expert_axis", expert_axis)
+    for name, axis in (("fsdp_axis", fsdp_axis), ("tensor_axis", tensor_axis)):
+        check_type(op, name, axis, str, type(None))
+    split = {"w1": (tensor_axis, fsdp_axis), "w3": (tensor_axis, fsdp_axis), "w2": (fsdp_axis, tensor_axis)}
+    biases = {"b1": (tensor_axis,), "b3": (tensor_axis,), "b2": ()}
+    experts = split | {name: biases[name] for name in config.bias_shapes}
+    tree: Params = {"router": PartitionSpec(), "experts": {n: _spec(expert_axis, *of) for n, of in experts.items()}}
+    for name, present in (("router_bias", config.router_bias), ("shared_gate", config.shared_gate)):
+        if present:
+            tree[name] = PartitionSpec()
+    if config.shared_hidden_dim is not None:
+        tree["shared_expert"] = {name: _spec(None, *of) for name, of in split.items()}
+    return tree
+
+
+def _spec(*axes: Axes | None) -> PartitionSpec:
+    """Without the dims at the end that no axis splits, so that it is also the spec of quantized weights."""
+    while axes and axes[-1] is None:
+        axes = axes[:-1]
+    return PartitionSpec(*axes)
+
+
+_LAYOUT = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3' and the biases, as `moe.init` makes them"
+
+
+def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tensor_axis: str | None = None) -> None:
+    """Raise unless params are those of the config on this rank of the mesh."""
+    op = "moe.apply"
+    if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
+        fail(TypeError, op, "params", type(params).__name__, _LAYOUT)
+    optional = {"shared_expert": config.shared_hidden_dim is not None, "router_bias": config.router_bias}
+    optional["shared_gate"] = config.shared_gate
+    for name, wanted in optional.items():
+        if wanted != (name in params):
+            got = f"no {name!r}" if wanted else repr(name)
+            fail(ValueError, op, "params", got, "allowed: what `moe.init` makes of the config")
+    ranks, parts = axis_size(op, axis_name), axis_size(op, tensor_axis, "tensor_axis")
+    check_divided(op, config, {"num_experts": (ranks, axis_name), "hidden_dim": (parts, tensor_axis)})
+    check_shapes(op, params, config, ranks, parts)
+
+
+def check_shapes(op: str, params: Params, config: MoEConfig, ranks: int, parts: int) -> None:
+    """Raise unless each parameter has the shape and a dtype of the config, for experts over ranks and F over parts."""
+    recipe = resolve_compute(op, config.recipe)
+    e, d = config.num_experts, config.dim
+    local = e // ranks
+    f = config.hidden_dim // parts
+    routers = {"router": (e, d)} | ({"router_bias": (e,)} if config.router_bias else {})
+    routers |= {"shared_gate": (1, d)} if config.shared_gate else {}
+    holders = {"router": (params, routers), "experts": (params.get("experts", {}), shapes(local, d, f))}
+    if config.shared_hidden_dim is not None:
+        holders["shared_expert"] = params["shared_expert"], shapes(1, d, config.shared_hidden_dim // parts)
+    biases = {name: (local, d if name == "b2" else f) for name in config.bias_shapes}
+    for name in {"b1", "b3", "b2"} & set(params.get("experts", {})) - set(biases):
+        fail(ValueError, op, f"params {name!r}", "a bias", "allowed: none with config.bias = False")
+    holders["biases"] = params.get("experts", {}), biases
+    for of, (holder, expected) in holders.items():
+        for name, shape in expected.items():
+            if name not in holder:
+                fail(ValueError, op, "params", f"no {name!r}", _LAYOUT)
+            argument = f"params {'of ' + of + ' ' if of == 'shared_expert' else ''}{name!r}"
+            if of in ("router", "biases"):
+                check_floats(op, argument, holder[name])
+            else:
+                check_weights(op, argument, holder[name], recipe)
+            if holder[name].shape != shape:
+                why = f"allowed: {shape} on each of {ranks * parts} ranks"
+                fail(ValueError, op, argument, f"shape {holder[name].shape}", why)
+
+
+def check_divided(op: str, config: MoEConfig, ranks: dict[str, tuple[int, Axes | None]]) -> None:
+    """ValueError unless mesh axes divide the sizes of the config: by name, the ranks and the axes."""
+    for name, (parts, axes) in ranks.items():
+        least = BLOCK if name == "hidden_dim" else 1
+        for size_name in (name, "shared_hidden_dim") if name == "hidden_dim" else (name,):
+            size = getattr(config, size_name)
+            if size is not None and size % (parts * least):
+                each = f"{parts * least}, {least} for each of {parts} ranks" if least > 1 else f"the {parts} ranks"
+                fail(ValueError, op, f"config.{size_name}", size, f"allowed: multiples of {each} of mesh axis {axes!r}")
+
+
+def shapes(experts: int, dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:
+    """The weights of experts by name."""
+    return {"w1": (experts, hidden_dim, dim), "w2": (experts, dim, hidden_dim), "w3": (experts, hidden_dim, dim)}

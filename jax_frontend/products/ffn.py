@@ -1,0 +1,255 @@
+"""The experts' feed-forward as one differentiable function: x is quantized once, h is never stored.
+
+    forward (MXFP8)
+      x --rows--> q, sf --w1--> gate --.
+                    '-----w3--> up ----+--swiglu_row--> q, sf --w2--> out        saved: x, gate, up, weights' bytes
+    backward
+      dout --rows--w2--> dh --swiglu_bwd--> dgate, dup --rows----w1 + w3--> dx  (one sum, rounded once)
+        |                                       '--------tokens--with x's--> dw1, dw3
+        '----tokens--with h's, again from gate and up--> dw2
+
+    rows      quantized along the rows: directly by swiglu_bwd_all (recipe "mxfp8"), or from bf16
+    tokens    recipe "mxfp8": quantized along the tokens by quantize_both and swiglu_bwd_all; else bf16
+
+With form "fold", forms/fold.py folds each operand once for both of its products; gate and up are one launch, and so are
+dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
+operands, and the backward keeps the token operand of x instead of x. swiglu_bwd_fold, in place of swiglu_bwd_all, folds
+all that it computes. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
+before they are quantized, so the bytes are those of the separate functions. dx alone differs: it is rounded once, the
+separate functions round three times, and folded rows of dgate and dup have a headroom. With b1 or b3, whose gradients
+sum them, dgate and dup are bf16 arrays too. A row's weight multiplies h and b2, so that it multiplies the row of out;
+its gradient has a part of each.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...core_kernels.formats import BLOCK, GRADIENT_HEADROOM
+from ...core_kernels.launch import fail, require_multiple
+from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
+from ..ops import RowMap
+from ..ops.call import jitted, vary_alike
+from ..ops.checks import check_bias, check_blocks, check_shape, check_type
+from ..ops.derivatives import reverse_only
+from ..ops.mx_array import MXArray, MXGradArray, differentiated, received, values_of
+from ..ops.remat import GATE, UP, named
+from ..ops.shapes import Float, Float32, Int
+from .forms.form import AddedBias, Format, Glu
+from .gathers import gather, ungather
+from .grouped_mm import check_operands
+from .groups import LaidOut, ends_of, pad_groups
+from .products import bias_gradient, bias_row_products
+from .swiglu import row_probabilities
+from .weights import (
+    NoValues,
+    QuantizedWeights,
+    along_k,
+    along_n,
+    cotangent_of,
+    for_call,
+    format_of,
+    resolve_compute,
+    saved,
+)
+
+
+class Options(NamedTuple):
+    """Static arguments. weighted: `prob` multiplies b2 too; otherwise it only removes padding rows from h."""
+
+    form: Format
+    activation: SwiGLU
+    weighted: bool
+    mx_grad: bool
+
+
+class Biases(NamedTuple):
+    b1: Any
+    b3: Any
+    b2: Any
+
+
+class Saved(NamedTuple):
+    """x: what tokens are made of, if the forward has not made them. Weights: the part that a backward reads."""
+
+    x: Any
+    tokens: Any
+    w1: Any
+    w3: Any
+    w2: Any
+    group_ends: jax.Array
+    prob: jax.Array | None
+    gate: jax.Array
+    up: jax.Array
+    biases: Biases
+
+
+def _glu(gate, up, prob, options: Options) -> Glu:
+    return Glu(gate, up, row_probabilities(prob), options.activation.attributes)
+
+
+def _forward(rows, w1, w3, w2, group_ends, prob, biases: Biases, options: Options):
+    """Return out, gate and up. rows: the row operand of x."""
+    form = options.form
+    weights = along_k(w1, form), along_k(w3, form)
+    gate, up = form.mm_pair(rows, weights[0], weights[1], group_ends, biases.b1, biases.b3)
+    h = form.hidden(_glu(gate, up, prob, options))
+    added = None
+    if biases.b2 is not None:
+        added = AddedBias(biases.b2, prob if options.weighted else None)
+    return form.mm(h, along_k(w2, form), group_ends, "bfloat16", added), gate, up
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _ffn(x, w1, w3, w2, group_ends, prob, biases, options: Options):
+    out, _, _ = _forward(options.form.rows(x), w1, w3, w2, group_ends, prob, biases, options)
+    return MXGradArray.of(out) if options.mx_grad else out
+
+
+def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
+    form = options.form
+    x_grad, h_grad = differentiated(x), differentiated((x, w1, w3, prob, biases[:2]))
+    x, w1, w3, w2, group_ends, prob, biases = values_of((x, w1, w3, w2, group_ends, prob, biases))
+    w1, w3, w2 = for_call(w1, form, x_grad), for_call(w3, form, x_grad), for_call(w2, form, h_grad)
+    rows, tokens = form.activation(x, group_ends)
+    out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
+    residuals = Saved(
+        x=NoValues(x.dtype) if tokens else form.saved(x),
+        tokens=tokens,
+        w1=saved(w1),
+        w3=saved(w3),
+        w2=saved(w2),
+        group_ends=group_ends,
+        prob=prob,
+        gate=named(gate, GATE),
+        up=named(up, UP),
+        biases=biases,
+    )
+    return MXGradArray.of(out) if options.mx_grad else out, residuals
+
+
+def _bias_gradients(values, grad, kept: Saved, options: Options) -> Biases:
+    """The gradients of the biases, from dgate and dup in bf16 and the gradient of out; None without a bias."""
+    (b1, b3, b2), ends = kept.biases, kept.group_ends
+    db1, db3 = (None if b is None else bias_gradient(d, ends) for b, d in ((b1, values[0]), (b3, values[1])))
+    return Biases(db1, db3, None if b2 is None else bias_gradient(grad, ends, kept.prob if options.weighted else None))
+
+
+def _ffn_bwd(options: Options, kept: Saved, grad):
+    form, ends, grad, biases = options.form, kept.group_ends, received(grad), kept.biases
+    dout, dout_tokens = form.gradient(grad, ends)
+    dh = form.mm(form.rows(dout), along_n(kept.w2, form), ends, "bfloat16")
+    need_values = biases.b1 is not None or biases.b3 is not None
+    found = form.swiglu_backward(dh, _glu(kept.gate, kept.up, kept.prob, options), ends, need_values)
+    dprob = found.dprob
+    dbiases = _bias_gradients(found.values, grad, kept, options)
+    if options.weighted and biases.b2 is not None:
+        dprob = dprob + bias_row_products(grad, biases.b2, ends)
+    # Folded rows have the bytes of swiglu_bwd_fold, whichever op quantizes them.
+    dgate, dup = (form.rows(x, GRADIENT_HEADROOM) for x in (found.gate.rows, found.up.rows))
+    dx = form.mm_sum(dgate, along_n(kept.w1, form), dup, along_n(kept.w3, form), ends, kept.x.dtype)
+    tokens = kept.tokens or form.tokens(kept.x, ends)
+    dw1, dw3 = form.wgrad_pair(found.gate.tokens, found.up.tokens, tokens, ends, (kept.w1.dtype, kept.w3.dtype))
+    dw2 = form.wgrad(dout_tokens, found.hidden, ends, kept.w2.dtype)
+    dx = MXArray.cotangent(dx) if isinstance(kept.x, MXArray) else dx
+    dws = (cotangent_of(w, dw) for w, dw in ((kept.w1, dw1), (kept.w3, dw3), (kept.w2, dw2)))
+    return dx, *dws, None, None if kept.prob is None else dprob, dbiases
+
+
+_ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)
+_ffn_jitted = jitted(_ffn, 7)
+
+
+@jax.named_scope("mxep.experts")
+def grouped_swiglu_ffn(
+    x: Float[jax.Array, "P D"] | MXArray,
+    w1: Float[jax.Array, "G F D"] | QuantizedWeights,
+    w3: Float[jax.Array, "G F D"] | QuantizedWeights,
+    w2: Float[jax.Array, "G D F"] | QuantizedWeights,
+    group_ends: Int[jax.Array, " G"] | RowMap | LaidOut | None = None,
+    prob: Float32[jax.Array, " P"] | None = None,
+    *,
+    b1: Float[jax.Array, "G F"] | Float[jax.Array, " F"] | None = None,
+    b3: Float[jax.Array, "G F"] | Float[jax.Array, " F"] | None = None,
+    b2: Float[jax.Array, "G D"] | Float[jax.Array, " D"] | None = None,
+    activation: SwiGLU = PLAIN,
+    recipe: Recipe | str = "mxfp8",
+    pad_token_groups: bool = True,
+    mx_grad: bool = False,
+    group_sizes: Int[jax.Array, " G"] | None = None,
+) -> Float[jax.Array, "P D"] | MXGradArray:
+    """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
+    the biases and prob.
+
+    x: (P, D) bf16 or fp32, quantized here, once; or an MXArray, used as it is. The recipes "bf16" and "fp8_..."
+        dequantize an MXArray.
+    w1, w3: (G, F, D), w2: (G, D, F), bf16 or fp32; D and F are multiples of 32, unless the recipe is "bf16". Or their
+        QuantizedWeights, made with the same recipe, whose `values` get the gradients.
+    group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
+        them. Rows past the last end give zeros.
+    prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2; None is a weight of 1.
+    b1, b3: (F,) for all groups or (G, F), b2: (D,) or (G, D), bf16 or fp32; or None. They are added to fp32 sums. With
+        b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2 and prob the
+        sums of the last product are stored in fp32.
+    activation: a `SwiGLU`, for models that clamp or scale gate and up.
+    recipe: a `Recipe` or its name.
+    pad_token_groups, mx_grad, group_sizes: as in `grouped_mm`.
+
+    Returns (P, D) bf16, or an MXGradArray of it. The gradients have their argument's dtype. Raises ValueError (shapes,
+    QuantizedWeights of another recipe, values of group_ends in eager calls) and TypeError (dtypes), as `grouped_mm`
+    does.
+
+    >>> x, w = jnp.ones((1, 32)), jnp.full((1, 32, 32), 1 / 32)
+    >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
+    0.75
+    >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
+    >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]), b2=jnp.ones(32), activation=gpt_oss)[0, 0].item()
+    2.75
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    op, recipe = "grouped_swiglu_ffn", resolve_compute("grouped_swiglu_ffn", recipe)
+    SwiGLU.check(op, activation)
+    check_type(op, "mx_grad", mx_grad, bool)
+    check_type(op, "pad_token_groups", pad_token_groups, bool)
+    groups, hidden = _checked_shape(op, x, {"w1": w1, "w3": w3, "w2": w2}, recipe)
+    group_ends = ends_of(op, group_ends, group_sizes, x, groups)
+    if prob is not None:
+        check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
+    sides = (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, x.shape[1]))
+    biases = Biases._make(None if b is None else check_bias(op, name, b, groups, n) for name, b, n in sides)
+    if recipe.operands != "bf16":
+        require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
+    options = Options(format_of(recipe), activation, prob is not None, mx_grad)
+    x, w1, w3, w2, prob, biases = reverse_only(op, (x, w1, w3, w2, prob, biases))
+    check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
+    maps = None
+    if pad_token_groups and recipe.wgrad_mx:
+        x, maps = pad_groups(op, x, group_ends, recipe.alignment)
+        group_ends, prob = maps.group_ends, _padded_prob(op, prob, biases, maps)
+    out = _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob, biases), options)
+    return ungather(op, out, maps.row_map, maps.inverse) if maps else out
+
+
+def _checked_shape(op: str, x: Any, weights: dict[str, Any], recipe: Recipe) -> tuple[int, int]:
+    """G and F; raises unless x and w1, w3, w2 fit each other and the recipe."""
+    check_operands(op, x, weights, recipe, "(P, D) and (G, F, D)")
+    (groups, hidden, _), dim = weights["w1"].shape, x.shape[1]
+    shapes = {"w1": (groups, hidden, dim), "w3": weights["w1"].shape, "w2": (groups, dim, hidden)}
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            got = f"shape {weights[name].shape}"
+            fail(ValueError, op, name, got, f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
+    return groups, hidden
+
+
+def _padded_prob(op: str, prob: jax.Array | None, biases: Biases, maps: RowMap) -> jax.Array | None:
+    """The weights of padded rows; with b1 or b3 zeros for padding, whose h is not zero by itself."""
+    if prob is not None:
+        return gather(op, prob[:, None], maps.row_map, maps.inverse)[:, 0]
+    if biases.b1 is None and biases.b3 is None:
+        return None
+    return (maps.row_map >= 0).astype(jnp.float32)

@@ -1,0 +1,61 @@
+"""The form "bf16": nothing is quantized, and both products read weights as they are stored."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ....core_kernels.formats import Rounding
+from ....core_kernels.policy.recipe import Form
+from ... import ops
+from . import form as forms
+from .form import Added, FormatType, Glu, WeightOperands
+
+
+class KN(NamedTuple):
+    """Weights (G, K, N) of a product over K: a linear layer's (G, N, K), as stored, in its input gradient."""
+
+    w: jax.Array
+
+
+class BF16Form(NamedTuple):
+    name: Form
+    rounding: Rounding
+    wgrad_mx: bool
+    upcasts: bool
+
+    quantizes = False
+
+    def rows(self, x: Any, headroom: int = 0) -> jax.Array:
+        return forms.as_bf16(x)
+
+    def along_rows(self, w: jax.Array) -> jax.Array:
+        return w.astype(jnp.bfloat16)
+
+    def along_columns(self, w: jax.Array) -> KN:
+        return KN(w.astype(jnp.bfloat16))
+
+    def weights(self, w: jax.Array) -> WeightOperands:
+        return WeightOperands(self.along_rows(w), self.along_columns(w))
+
+    def hidden(self, glu: Glu) -> jax.Array:
+        return glu.hidden()
+
+    def mm(self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array:
+        if bias is not None:
+            return forms.bias_apart(self, rows, w, ends, dtype, bias)
+        if isinstance(w, KN):
+            return ops.grouped_mm_bf16_kn(rows, w.w, ends, out_dtype=dtype)
+        return ops.grouped_mm_bf16(rows, w, ends, out_dtype=dtype)
+
+    def mm_sum(self, rows: Any, w: Any, rows2: Any, w2: Any, ends: jax.Array, dtype: Any) -> jax.Array:
+        if isinstance(w, KN):
+            return ops.grouped_mm_bf16_kn_sum(rows, w.w, rows2, w2.w, ends, out_dtype=dtype)
+        return forms.sum_apart(self, rows, w, rows2, w2, ends, dtype)
+
+    mm_pair, wgrad, wgrad_pair = forms.pair_apart, forms.wgrad_bf16, forms.wgrads_apart
+    tokens, saved, activation = forms.bf16_tokens, forms.without_source, forms.rows_alone
+    gradient, swiglu_backward = forms.gradient_apart, forms.swiglu_apart
+
+
+FORM: FormatType = BF16Form

@@ -1,0 +1,63 @@
+"""The forms "block" and "block_power_of_two": E4M3 with one fp32 scale per 128 values of a row, and per 128 x 128 of a
+weight, whose bytes serve both products. Tokens are not quantized."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from ....core_kernels.formats import Rounding
+from ....core_kernels.policy.recipe import Form
+from ... import ops
+from . import form as forms
+from .form import Added, FormatType, Glu, WeightOperands
+
+
+class Blockwise(NamedTuple):
+    """E4M3 bytes q (M, K) with one fp32 scale per 128 values, sf (M, K/128); of weights q (G, N, K) with one per 128 x
+    128 values, sf (G, N/128, K/128)."""
+
+    q: jax.Array
+    sf: jax.Array
+
+
+class BlockForm(NamedTuple):
+    name: Form
+    rounding: Rounding
+    wgrad_mx: bool
+    upcasts: bool
+
+    quantizes = True
+
+    def rows(self, x: Any, headroom: int = 0) -> Blockwise:
+        if isinstance(x, Blockwise):
+            return x
+        return Blockwise(*ops.quantize_blockwise(forms.floats(x), power_of_two=self._power_of_two))
+
+    def along_rows(self, w: jax.Array) -> Blockwise:
+        return Blockwise(*ops.quantize_squares(w, power_of_two=self._power_of_two))
+
+    def along_columns(self, w: jax.Array) -> Blockwise:
+        return self.weights(w).transposed
+
+    def weights(self, w: jax.Array) -> WeightOperands:
+        q, sf, q_t, sf_t = ops.quantize_squares_both(w, power_of_two=self._power_of_two)
+        return WeightOperands(Blockwise(q, sf), Blockwise(q_t, sf_t))
+
+    def hidden(self, glu: Glu) -> Blockwise:
+        return self.rows(glu.hidden())
+
+    def mm(self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array:
+        if bias is not None:
+            return forms.bias_apart(self, rows, w, ends, dtype, bias)
+        return ops.grouped_mm_blockwise(rows.q, rows.sf, w.q, w.sf, ends, out_dtype=dtype)
+
+    @property
+    def _power_of_two(self) -> bool:
+        return self.name == "block_power_of_two"
+
+    mm_pair, mm_sum, wgrad = forms.pair_apart, forms.sum_apart, forms.wgrad_bf16
+    tokens, saved, activation = forms.bf16_tokens, forms.without_source, forms.rows_alone
+    wgrad_pair, gradient, swiglu_backward = forms.wgrads_apart, forms.gradient_apart, forms.swiglu_apart
+
+
+FORM: FormatType = BlockForm

@@ -1,0 +1,226 @@
+"""Quantized weights: for one call and its backward, or once for many calls.
+
+                                          form "mx"                  form "fold", "row"
+    w (G, N, K) --along K, as stored-----> q (G, N, K), sf per 32     q, sf (G, N)     out = x w^T     "as_stored"
+                '-along N, transposed---> q (G, K, N), sf per 32     q, sf (G, K)     dx  = dout w    "transposed"
+
+A differentiated call makes both from one read of w and keeps the second for its backward; any other call makes the
+first alone. A caller that quantizes once for several calls holds the result of `quantize_weights`.
+
+Form "mx" on sm_90 dequantizes these bytes and multiplies bf16, and QuantizedWeights there hold the dequantized values.
+Weights of layout (G, K, N) swap the two: along N they are read as stored, along K the kernel transposes them.
+"""
+
+import dataclasses
+from importlib import import_module
+from typing import Any, Literal, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...core_kernels.dispatch import facts
+from ...core_kernels.formats import BLOCK, Rounding
+from ...core_kernels.launch import fail, require_multiple
+from ...core_kernels.policy.recipe import RECIPES, Form, Recipe
+from ..ops import device
+from ..ops.checks import check_floats
+from ..ops.shapes import Float
+from .forms.form import Format, FormatType, WeightOperands
+
+Layout = Literal["GNK", "GKN"]
+"""The dims of weights and of their gradient; a linear layer stores (G, N, K)."""
+FORMS: dict[Form, FormatType] = {
+    name: import_module(f".form_{name.partition('_')[0]}", __package__).FORM for name in get_args(Form)
+}
+"""A form is in the file of the first word of its name."""
+
+
+def format_of(recipe: Recipe) -> Format:
+    """The operand form of the recipe's products in a program traced now."""
+    arch = device.arch()
+    name = recipe.form(arch)
+    return FORMS[name](name, recipe.rounding, recipe.wgrad_mx, facts(arch).upcasts)
+
+
+def recipe_of(op: str, recipe: object) -> Recipe:
+    """`Recipe.parse`, whose errors name the op."""
+    if isinstance(recipe, Recipe) and recipe.mx_legs is not None:
+        allowed = "allowed: None; PyTorch alone takes another choice"
+        fail(NotImplementedError, op, "recipe", f"mx_legs {recipe.mx_legs}", allowed)
+    if isinstance(recipe, Recipe) or (isinstance(recipe, str) and recipe in RECIPES):
+        return Recipe.parse(recipe)
+    error = ValueError if isinstance(recipe, str) else TypeError
+    fail(error, op, "recipe", repr(recipe), f"allowed: a Recipe or one of {', '.join(map(repr, RECIPES))}")
+
+
+def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
+    """The recipe with its compute decided, "fold" or "exact", so that forward and backward multiply alike wherever the
+    backward is traced."""
+    recipe = recipe_of(op, recipe)
+    return dataclasses.replace(recipe, compute="fold" if recipe.form(device.arch()) == "fold" else "exact")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """Weights and their quantized bytes, which the products multiply instead; made by `quantize_weights`.
+
+    values (G, N, K): bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is the
+    weight gradient. as_stored, transposed: q and sf (uint8) along the last dim and along dim 1; for exact products on
+    Hopper their dequantized values (bf16); None for recipe "bf16". form, rounding: the format of the operands, static.
+    The first dim of every array is G: one PartitionSpec serves all.
+    """
+
+    values: jax.Array
+    as_stored: Any
+    transposed: Any
+    form: Form = dataclasses.field(metadata={"static": True})
+    rounding: Rounding = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the weight gradient."""
+        return self.values.dtype
+
+    def with_values(self, values: jax.Array) -> "QuantizedWeights":
+        """Return the same bytes with other values, the parameter that they were quantized from and that is
+        differentiated.
+
+        Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
+        """
+        check_floats("with_values", "values", values)
+        if values.shape != self.values.shape:
+            fail(ValueError, "with_values", "values", f"shape {values.shape}", f"allowed: {self.values.shape}")
+        return dataclasses.replace(self, values=values)
+
+    def cotangent(self, grad: jax.Array) -> Any:
+        """The cotangent of weights whose values have gradient `grad`. Bytes have no gradient."""
+        return dataclasses.replace(self, values=grad, as_stored=None, transposed=None)
+
+
+Weights = jax.Array | QuantizedWeights
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoValues:
+    """The dtype of an array, for a backward that does not read its values."""
+
+    dtype: jnp.dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _CallWeights(QuantizedWeights):
+    """The bytes of an array for one call and its backward. Their cotangent is the array's."""
+
+    def cotangent(self, grad: jax.Array) -> jax.Array:
+        return grad
+
+
+def for_call(w: Weights, form: Format, backward: bool) -> Weights:
+    """The quantized w of a forward and its backward, both from one read if there is an input gradient.
+
+    Without an input gradient XLA drops the operand along N. It is present here in any case, since JAX's residuals have
+    one structure, whichever arguments are differentiated.
+    """
+    if isinstance(w, QuantizedWeights) or not form.quantizes:
+        return w
+    both = form.weights(w) if backward else WeightOperands(form.along_rows(w), form.along_columns(w))
+    return _CallWeights(w, both.as_stored, both.transposed, form.name, form.rounding)
+
+
+def saved(w: Weights, layout: Layout = "GNK") -> Weights:
+    """The part of w that a backward reads: of quantized weights the bytes along N, and the dtype of the values."""
+    if not isinstance(w, QuantizedWeights) or w.as_stored is None:
+        return w
+    values = cast(jax.Array, NoValues(w.dtype))
+    if layout == "GNK":
+        return dataclasses.replace(w, values=values, as_stored=None)
+    return dataclasses.replace(w, values=values, transposed=None)
+
+
+def cotangent_of(w: Weights, grad: jax.Array) -> Any:
+    """The cotangent of w, as returned by `saved`, from its gradient."""
+    return w.cotangent(grad) if isinstance(w, QuantizedWeights) else grad
+
+
+def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
+    """Quantize w (G, N, K) along both of its last dims, for all calls until w changes.
+
+    w: bf16 or fp32, as a linear layer stores it; N and K multiples of 32. `grouped_mm`, `ragged_dot_mxfp8`,
+    `grouped_swiglu_ffn` and `moe.apply` take the result in place of w, with a recipe of the same form and rounding.
+    Quantize once per optimizer step outside of `jax.grad`. Inside, insert the parameter, which gets the gradient:
+
+        quantized = quantize_weights(params["w"], recipe=recipe)
+
+        def loss(params, x):
+            return grouped_mm(x, quantized.with_values(params["w"]), ends, recipe=recipe).sum()
+
+        grads = jax.tree.map(jnp.add, *(jax.grad(loss)(params, x) for x in microbatches))
+
+    The bytes are integers and have no gradient; `jax.grad(..., allow_int=True)` with respect to the whole gives them
+    float0, and zeros to dequantized values. The device of this call decides what compute "auto" is. Works under jit,
+    shard_map and remat, and for a differentiated w.
+
+    >>> quantize_weights(jnp.ones((2, 32, 64))).as_stored[1].shape
+    (2, 32, 2)
+
+    Raises ValueError (shape) and TypeError (dtype).
+    """
+    op, recipe = "quantize_weights", resolve_compute("quantize_weights", recipe)
+    check_floats(op, "w", w)
+    if w.ndim != 3:
+        fail(ValueError, op, "w", f"shape {w.shape}", "allowed: (G, N, K)")
+    form = format_of(recipe)
+    if not form.quantizes:
+        return QuantizedWeights(w, None, None, form.name, recipe.rounding)
+    require_multiple(op, "w", w.shape[1], BLOCK, "dim 1", "the input gradient quantizes along it")
+    require_multiple(op, "w", w.shape[2], BLOCK, "dim 2", "the product quantizes along it")
+    as_stored, transposed = map(form.rows, form.weights(lax.stop_gradient(w)))  # MX as this device multiplies it
+    return QuantizedWeights(w, as_stored, transposed, form.name, recipe.rounding)
+
+
+def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
+    """Raise TypeError unless w is a float array or QuantizedWeights, ValueError for QuantizedWeights of another form or
+    rounding."""
+    if not isinstance(w, QuantizedWeights):
+        check_floats(op, argument, w, " or QuantizedWeights")
+        return
+    check_floats(op, argument, w.values)
+    form = recipe.form(device.arch())
+    if w.form != form or (form != "bf16" and w.rounding != recipe.rounding):
+        got = f"QuantizedWeights of form {w.form!r} with {w.rounding.name}"
+        allowed = f"allowed: form {form!r} with {recipe.rounding.name}, as recipe {recipe.name!r} multiplies here"
+        fail(ValueError, op, argument, got, f"{allowed}; call quantize_weights with that recipe")
+
+
+def along_k(w: Weights, form: Format, layout: Layout = "GNK") -> Any:
+    """The right operand of a product over K: (G, N, K), or bf16 as stored."""
+    return _as_stored(w, form) if layout == "GNK" else _transposed(w, form)
+
+
+def along_n(w: Weights, form: Format, layout: Layout = "GNK") -> Any:
+    """The right operand of a product over N: (G, K, N), or bf16 as stored."""
+    return _transposed(w, form) if layout == "GNK" else _as_stored(w, form)
+
+
+def _as_stored(w: Weights, form: Format) -> Any:
+    if not isinstance(w, QuantizedWeights):
+        return form.along_rows(w)
+    return form.along_rows(w.values) if w.as_stored is None else w.as_stored
+
+
+def _transposed(w: Weights, form: Format) -> Any:
+    if not isinstance(w, QuantizedWeights):
+        return form.along_columns(w)
+    return form.along_columns(w.values) if w.transposed is None else w.transposed

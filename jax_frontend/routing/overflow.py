@@ -1,0 +1,62 @@
+"""Rows that found no room in a static buffer: what they make of their tokens.
+
+    forward    y[t]  NaN for a token with a lost row         the other tokens as they are
+    backward   dy    as it is                                dx[t], dprobs[t, k]  NaN for a lost row
+
+A NaN, unlike a zero, is in the loss and in the norm of the gradients of the step that lost a row. The gradients of the
+experts' weights have the rows that found room: dy of a lost token is what the loss makes of its NaN.
+"""
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from ...core_kernels.launch import fail
+from ..ops.derivatives import arguments
+
+OnOverflow = Literal["nan", "drop"]
+"""nan: tokens with a lost row are NaN. drop: a lost row is zero in the sum of its token, and so is its gradient."""
+
+
+def check_on_overflow(op: str, on_overflow: Any) -> None:
+    """Raise ValueError unless it is one of `OnOverflow`."""
+    if not isinstance(on_overflow, str) or on_overflow not in get_args(OnOverflow):
+        allowed = f"allowed: {', '.join(map(repr, get_args(OnOverflow)))}"
+        fail(ValueError, op, "on_overflow", repr(on_overflow), allowed)
+
+
+def lost_rows(places: jax.Array, counts: jax.Array) -> jax.Array:
+    """(M,) bool: the rows that counts (E,) give to an expert, and that have no place in places (M,)."""
+    return (places < 0) & (jnp.arange(places.shape[0], dtype=jnp.int32) < counts.astype(jnp.int32).sum())
+
+
+def _over(x: jax.Array, lost: jax.Array) -> jax.Array:
+    """NaN in x where lost, of the shape of x; or in x (R, N) where lost (R,), or any of lost (R, k)."""
+    if lost.shape != x.shape:
+        lost = (lost[:, None] if lost.ndim == 1 else lost).any(1, keepdims=True)
+    return jnp.where(lost, jnp.nan, x)
+
+
+@jax.custom_vjp
+def _nan_values(x: jax.Array, lost: jax.Array) -> jax.Array:
+    return _over(x, lost)
+
+
+@jax.custom_vjp
+def _nan_gradients(x: jax.Array, lost: jax.Array) -> jax.Array:
+    return x
+
+
+_nan_values.defvjp(lambda x, lost: (_over(x, lost), None), lambda _, grad: (grad, None))
+_nan_gradients.defvjp(lambda x, lost: (x, lost), lambda lost, grad: (_over(grad, lost), None))
+
+
+def nan_values(op: str, x: jax.Array, lost: jax.Array | None) -> jax.Array:
+    """x (R, N) with NaN in lost rows, (R,) or any of (R, k); the gradient passes unchanged. None: no row is lost."""
+    return x if lost is None else _nan_values(*arguments(op, x, lost))
+
+
+def nan_gradients(op: str, x: jax.Array, lost: jax.Array | None) -> jax.Array:
+    """x, whose gradient is NaN in lost rows, or where lost has the shape of x. None: no row is lost."""
+    return x if lost is None else _nan_gradients(*arguments(op, x, lost))

@@ -1,0 +1,147 @@
+"""transport="peer_memory": every byte is that of the all-to-all, here by the definition, an all-gather of the rows; and
+the program for a GPU reads rows through the kernels of peers alone."""
+
+import re
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from mxep.jax_frontend import MoEConfig, combine, dispatch, gather_rows, lower_for, moe, spread_rows, weighted_combine
+
+from ...compare import same_bytes
+from .test_replicas import TOKENS, cases_of, run
+
+
+@pytest.mark.parametrize(
+    ("routing", "ranks", "name", "weighted"),
+    [
+        ("random", 4, "mxfp8", False),
+        ("twice", 2, "mxfp8", True),
+        ("one expert", 2, "bf16", False),
+        ("one rank", 4, "mxfp8", False),
+        ("empty experts", 2, "bf16", True),
+        ("no tokens", 2, "mxfp8", False),
+    ],
+)
+def test_results_and_gradients(routing: str, ranks: int, name: str, weighted: bool) -> None:
+    """y, dx and dprobs, the probabilities in the groups, and the bytes of the groups."""
+    cases = cases_of(routing, ranks)
+    want, got = (run(cases, name, weighted, "each", transport=t) for t in ("all_to_all", "peer_memory"))
+    for a, b in zip(got, want, strict=True):
+        same_bytes(a, b)
+
+
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")[: np.prod(shape)]).reshape(shape), names)
+
+
+@pytest.mark.parametrize("prob_in", ["swiglu", "input"])
+def test_the_layer_on_a_mesh_of_data_and_expert_ranks(prob_in: Any) -> None:
+    """y, statistics and gradients under remat; the ranks of an expert axis read from their own group alone."""
+    mesh, results = mesh_of((2, 2), ("data", "expert")), []
+    x = jax.random.normal(jax.random.key(1), (4 * TOKENS, 32), jnp.bfloat16)
+    for transport in ("all_to_all", "peer_memory"):
+        config = MoEConfig(32, 32, num_experts=4, top_k=3, prob_in=prob_in, transport=transport)
+        layer = partial(moe.sharded_apply, config=config, tokens=P(("data", "expert")), mesh=mesh)
+
+        def loss(params: Any, x: jax.Array, layer: Any = layer) -> Any:
+            y, stats = jax.checkpoint(layer)(params, x)
+            return (y.astype(jnp.float32) ** 2).sum() + stats.aux_loss, (y, stats)
+
+        params = moe.init(jax.random.key(0), config)
+        results.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x))
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        same_bytes(got, want)
+
+
+def test_a_full_rank_drops_the_last_rows() -> None:
+    """Rows of rank 0, then of rank 1; with "drop" results and gradients of dropped rows are zeros; they are counted."""
+    mesh, x = mesh_of((2,), ("ep",)), jnp.ones((16, 32))
+
+    def of_rank(x: jax.Array, counts: jax.Array, capacity: int | None) -> Any:
+        options = {"recipe": "bf16", "axis_name": "ep", "capacity": capacity, "transport": "peer_memory"}
+        groups, sizes, route = dispatch(x, counts, **options, on_overflow="drop")
+        return combine(groups, route)[:, 0], (sizes, route.overflow[None])
+
+    def run(capacity: int | None, *counts: int) -> Any:
+        of_ranks = partial(of_rank, capacity=capacity)
+        program = jax.jit(jax.shard_map(of_ranks, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+        y, vjp, others = jax.vjp(lambda x: program(x, jnp.array(counts)), x, has_aux=True)
+        assert (vjp(jnp.ones(16))[0][:, 0] == y).all()
+        return y.reshape(2, 8).sum(1).tolist(), *(other.tolist() for other in others)
+
+    # The counts of rank 0, then of rank 1. Rank 1 has room for 10 rows: 8 come from rank 0, 2 of 5 from rank 1.
+    assert run(5, 0, 8, 2, 5) == ([8, 4], [32, 32], [0, 3])
+    assert run(3, 0, 8, 2, 5) == ([6, 2], [32, 32], [2, 5])
+    # Wrong counts, which nothing checks under jit, are clipped to the rows.
+    assert run(None, -1, 2**31 - 1, 9, 9) == ([8, 8], [32, 32], [0, 0])
+
+
+def test_the_program_for_gpus() -> None:
+    """Rows travel by six calls of peers; collectives carry counts and orders, at most 4 bytes a row."""
+    mesh = mesh_of((2,), ("expert",))
+    config = MoEConfig(64, 64, num_experts=4, top_k=2, transport="peer_memory")
+    params, x = moe.init(jax.random.key(0), config, jnp.bfloat16), jnp.ones((2 * TOKENS, 64), jnp.bfloat16)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return moe.sharded_apply(params, x, config, tokens=P("expert"), mesh=mesh)[0].astype(jnp.float32).sum()
+
+    with lower_for("sm_90"):
+        text = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert Counter(re.findall(r"@mxep\.peers\.(\w+)", text)) == {"permute_mx": 2, "combine": 2, "permute_rows": 2}
+    assert "all_to_all" not in text
+    gathered = re.findall(r"all_gather.*?-> tensor<([\dx]+)xi32>", text, re.DOTALL)
+    assert sorted(gathered) == sorted(["2x4", str(2 * TOKENS * config.top_k)])
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match=r"transport: got 'wire'; allowed: 'all_to_all', 'peer_memory'"):
+        dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), axis_name=None, capacity=3, transport="wire")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"MoEConfig: replicas: got 'once'; allowed: 'each' with transport='peer"):
+        MoEConfig(32, 64, num_experts=4, top_k=2, replicas="once", transport="peer_memory")
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
+
+    def part(x: jax.Array, function: Any) -> Any:
+        axes = {"mesh": mesh, "in_specs": P("expert"), "out_specs": P("expert"), "axis_names": {"expert"}}
+        return jax.jit(jax.shard_map(function, **axes))(x)
+
+    index, probs = jnp.arange(4, dtype=jnp.int32), jnp.ones((4, 1))
+    with pytest.raises(NotImplementedError, match=r"axes: got \('data',\) outside of shard_map; allowed: a shard_map"):
+        part(jnp.ones((8, 2)), lambda x: gather_rows(x, index, index, across="expert"))
+    with pytest.raises(ValueError, match="weighted_combine: across: got 'expert'; allowed: None with probs"):
+        part(jnp.ones((8, 2)), lambda x: weighted_combine(x, probs, index[:, None], index, across="expert"))
+
+
+def test_several_processes_are_refused_where_the_layer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPUs; the definition of a CPU runs in several."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config, mesh = MoEConfig(64, 64, num_experts=4, top_k=2, transport="peer_memory"), mesh_of((2,), ("expert",))
+    params = moe.init(jax.random.key(0), config)
+    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
+    allowed = "allowed: one process with all GPUs of the mesh, or transport='all_to_all'"
+    with lower_for("sm_90"), pytest.raises(NotImplementedError, match=f"peers: processes: got 2; {allowed}"):
+        jax.eval_shape(layer, params, jnp.ones((8, 64)))
+    assert jax.eval_shape(layer, params, jnp.ones((8, 64)))[0].shape == (8, 64)
+
+
+def test_maps_across_ranks() -> None:
+    """Rows go to the next rank, and gradients back, by public functions."""
+    mesh = mesh_of((4,), ("ep",))
+
+    def around(x: jax.Array) -> jax.Array:
+        rank, row = jax.lax.axis_index("ep"), jnp.arange(2, dtype=jnp.int32)
+        to, back = (rank + 1) % 4 * 2 + row, (rank - 1) % 4 * 2 + row
+        y = gather_rows(x, to, back, across="ep") * (rank + 1)
+        return y + spread_rows(x, to, back, 1, across="ep")
+
+    program = jax.jit(jax.shard_map(around, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    x = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
+    y, vjp = jax.vjp(program, x)
+    assert y[:, 0].tolist() == [4, 6, 12, 15, 24, 28, 0, 5]
+    assert vjp(jnp.ones_like(y))[0][:, 0].tolist() == [5, 5, 2, 2, 3, 3, 4, 4]

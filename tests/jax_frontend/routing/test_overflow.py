@@ -1,0 +1,154 @@
+"""A capacity that is too small: the tokens that lose a row are NaN, the others have the bytes of enough room."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from mxep.jax_frontend import MoEConfig, combine, dispatch, dispatch_probs, moe
+
+from ...compare import same_bytes
+from ..references import normal
+
+RANKS, TOKENS, DIM, EXPERTS, TOP_K, CAPACITY = 2, 24, 32, 8, 3, 32
+LOCAL = EXPERTS // RANKS
+MESH = Mesh(np.array(jax.devices("cpu")[:RANKS]), ("ep",))
+X, DY = (normal(RANKS * TOKENS, DIM, seed=seed, dtype="float32") for seed in (0, 1))
+RNG = np.random.default_rng(0)
+CHOSEN = np.array([RNG.choice(EXPERTS, TOP_K, replace=False, p=np.arange(1, 9) / 36) for _ in X], np.int32)
+WEIGHTS = jnp.asarray(RNG.integers(1, 64, CHOSEN.shape).astype(np.float32) / 64)
+
+
+def config(**changes: Any) -> MoEConfig:
+    return MoEConfig(DIM, 64, num_experts=EXPERTS, top_k=TOP_K, **changes)
+
+
+PARAMS = moe.init(jax.random.key(0), config())
+
+
+def lost_slots(shared_room: bool) -> np.ndarray:
+    """(tokens, TOP_K) bool. A pair of ranks has room for the first rows by expert; with shared_room a rank has it for
+    RANKS times as many, expert after expert, those of rank 0 first."""
+    lost = np.zeros(CHOSEN.shape, bool)
+    for owner in range(RANKS):
+        slots = [(e, t // TOKENS, t, k) for (t, k), e in np.ndenumerate(CHOSEN) if e // LOCAL == owner]
+        sources: Any = [range(RANKS)] if shared_room else [[rank] for rank in range(RANKS)]
+        for ranks in sources:
+            for _, _, t, k in sorted(slot for slot in slots if slot[1] in ranks)[CAPACITY * len(ranks) :]:
+                lost[t, k] = True
+    return lost
+
+
+def run(layer_config: MoEConfig) -> dict[str, Any]:
+    """y, the gradients for DY, and the rows that found no room."""
+    specs = {"router": P(), "experts": P("ep")}
+
+    def of_rank(params: Any, x: jax.Array, weights: jax.Array, experts: jax.Array) -> Any:
+        return moe.apply(params, x, layer_config, experts=experts, weights=weights, axis_name="ep")
+
+    layer = jax.shard_map(of_rank, mesh=MESH, in_specs=(specs, P("ep"), P("ep"), P("ep")), out_specs=(P("ep"), P()))
+
+    def of_layer(params: Any, x: jax.Array, weights: jax.Array) -> Any:
+        return layer(params, x, weights, jnp.asarray(CHOSEN))
+
+    @jax.jit
+    def program(params: Any, x: jax.Array, weights: jax.Array) -> Any:
+        y, backward, stats = jax.vjp(of_layer, params, x, weights, has_aux=True)
+        return y, stats.overflow, backward(DY)
+
+    y, overflow, (params, dx, dweights) = program(PARAMS, X, WEIGHTS)
+    return {"y": y, "x": dx, "weights": dweights, "experts": params["experts"], "overflow": int(overflow)}
+
+
+@pytest.mark.parametrize(
+    ("transport", "replicas", "recipe", "prob_in"),
+    [
+        ("all_to_all", "each", "mxfp8", "swiglu"),
+        ("all_to_all", "each", "mxfp8", "input"),
+        ("all_to_all", "once", "mxfp8", "swiglu"),
+        ("all_to_all", "summed", "mxfp8_wgrad_with_hp", "combine"),
+        ("peer_memory", "each", "bf16", "combine"),
+    ],
+)
+def test_the_tokens_that_lose_a_row_are_nan(transport: Any, replicas: Any, recipe: str, prob_in: Any) -> None:
+    """So are their gradients and the gradients of the lost rows' weights. The experts' gradients for a dy without NaN
+    are those of "drop"."""
+    options = {"transport": transport, "replicas": replicas, "recipe": recipe, "prob_in": prob_in}
+    enough = run(config(**options))
+    nan, drop = (run(config(**options, capacity=CAPACITY, on_overflow=how)) for how in ("nan", "drop"))
+    lost = lost_slots(transport == "peer_memory")
+    of_token = np.asarray(lost.any(1))
+    assert (enough["overflow"], nan["overflow"], drop["overflow"]) == (0, lost.sum(), lost.sum())
+    assert 0 < of_token.sum() < of_token.size
+    for name, rows in (("y", of_token), ("x", of_token), ("weights", lost)):
+        got, want, dropped = (np.asarray(found[name]) for found in (nan, enough, drop))
+        assert np.isnan(got[rows]).all(), name
+        same_bytes(got[~rows], want[~rows])
+        assert np.isfinite(dropped).all(), name
+    for name, got in nan["experts"].items():
+        same_bytes(got, drop["experts"][name])
+
+
+def test_a_training_step_that_loses_a_row_is_loud() -> None:
+    """The loss is NaN, the gradients of the router and of every expert with another row of a lost token too."""
+    params = PARAMS | {"router": PARAMS["router"].at[5].add(10.0)}
+
+    def loss(params: Any, x: jax.Array, on_overflow: Any) -> jax.Array:
+        layer = partial(moe.sharded_apply, config=config(capacity=8, on_overflow=on_overflow), mesh=MESH)
+        y, stats = layer(params, x, tokens=P("ep"), expert_axis="ep")
+        return (y**2).mean() + 0.01 * stats.aux_loss
+
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    value, grads = step(params, jnp.abs(X), "nan")
+    assert np.isnan(value)
+    assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(grads))
+    value, grads = step(params, jnp.abs(X), "drop")
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((value, grads)))
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "peer_memory"])
+def test_rows_of_no_expert_are_not_lost(transport: Any) -> None:
+    """Rows past the sum of the counts are zeros, as with enough room. Two ranks with 3 and 5 of 6 rows."""
+    counts, x = jnp.array([[1, 2], [3, 2]]), jnp.ones((12, 32))
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
+
+    def of_rank(x: jax.Array, counts: jax.Array) -> Any:
+        options = {"axis_name": "ep", "capacity": 2, "transport": transport, "recipe": "bf16"}
+        groups, _, route = dispatch(x, counts[0], **options)
+        assert isinstance(groups, jax.Array)
+        return combine(groups, route)[:, 0], route.overflow[None]
+
+    y, overflow = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, counts)
+    nan = float("nan")
+    want = {"all_to_all": [1, 1, 1, 0, 0, 0, 1, 1, nan, 1, 1, 0], "peer_memory": [1, 1, 1, 0, 0, 0] + [1] * 5 + [0]}
+    np.testing.assert_array_equal(y, want[transport])
+    assert overflow.tolist() == ([0, 1] if transport == "all_to_all" else [0, 0])
+
+
+def test_room_for_all_rows_compares_nothing() -> None:
+    """A capacity of all rows makes the program of no capacity."""
+    counts, x = jnp.array([2, 1]), jnp.ones((3, 32))
+    _, _, route = dispatch(x, counts, capacity=3)
+    assert route.lost is None
+    _, _, route = dispatch(x, counts, capacity=2)
+    assert route.lost is not None
+    assert route.lost.tolist() == [False, False, True]
+
+
+def test_the_weight_of_a_lost_row_has_a_nan_gradient() -> None:
+    """Of rows, whose weights have one dim."""
+    x, probs = jnp.ones((3, 32)), jnp.ones(3)
+    _, _, route = dispatch(x, jnp.array([2, 1]), capacity=2)
+    grad = jax.grad(lambda probs: dispatch_probs(probs, route).sum())(probs)
+    np.testing.assert_array_equal(grad, [1, 1, float("nan")])
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"MoEConfig: on_overflow: got 'raise'; allowed: 'nan', 'drop'"):
+        config(on_overflow="raise")
+    with pytest.raises(ValueError, match=r"dispatch: on_overflow: got None; allowed: 'nan', 'drop'"):
+        dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), on_overflow=None)  # type: ignore[arg-type]

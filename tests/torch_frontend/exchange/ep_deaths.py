@@ -1,0 +1,127 @@
+"""One of three ranks dies or hangs in mid step, over gloo: the others end with an error; started by test_ep_deaths.py.
+
+arguments: OUT      OUT/{stage}-{rank}: where a rank was, its seconds until the error, and the error
+
+All stages run at once. A rank is a fork of this process, which has imported torch and started no thread.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from mxep.core_kernels.policy.recipe import RECIPES
+from mxep.torch_frontend import Collectives
+from mxep.torch_frontend.exchange.counts import Request
+from mxep.torch_frontend.exchange.shards import Ranks
+from mxep.torch_frontend.overlap.expert_parallel import Overlapped
+from mxep.torch_frontend.overlap.local_experts import MM
+
+RANKS, VICTIM = 3, 1
+
+
+class Stage(NamedTuple):
+    """Where the rank ends: before `method` of a chunk of a leg. Legs: 0 rows to experts, all chunks in one call, 1 rows
+    to tokens, 2 and 3 their gradients; less than 0: the collectives before them. limit: of the process group, in
+    seconds."""
+
+    where: str
+    leg: int
+    method: str
+    chunk: int
+    ending: signal.Signals = signal.SIGKILL
+    limit: int = 40
+
+
+STAGES = {
+    "before sizes are compared": Stage("forward", -2, "", 0),
+    "before the counts": Stage("forward", -1, "", 0),
+    "hangs": Stage("forward", 1, "send", 0, signal.SIGSTOP, 5),
+    "after the counts": Stage("forward", 0, "send", 0),
+    "rows travel to experts": Stage("forward", 0, "wait", 1),
+    "rows travel to tokens": Stage("forward", 1, "send", 1),
+    "backward": Stage("backward", 3, "send", 1),
+}
+
+
+class Fatal(Collectives):
+    """Ends the process of the victim at a stage. Every rank has one, since the ranks compare their transports."""
+
+    def __init__(self, group: dist.ProcessGroup, stage: str) -> None:
+        super().__init__(group, chunk_bytes=1)
+        self.stage, self.legs = STAGES[stage], 0
+
+    def leg(self, *arguments):
+        leg, stage = super().leg(*arguments), self.stage
+        if self.group.rank() == VICTIM and self.legs == stage.leg:
+            real = getattr(leg, stage.method)
+
+            def fatal(chunks: int | range) -> None:
+                if stage.chunk in (chunks if isinstance(chunks, range) else (chunks,)):
+                    os.kill(os.getpid(), stage.ending)
+                real(chunks)
+
+            setattr(leg, stage.method, fatal)
+        self.legs += 1
+        return leg
+
+
+def run(rank: int, stage: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    store, limit = dist.FileStore(str(out / f"{stage}-store"), RANKS), timedelta(seconds=STAGES[stage].limit)
+    store.set_timeout(limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    assert dist.group.WORLD is not None
+    # A rank is connected before the others know it: one that dies at once would end their init_process_group.
+    store.set(f"connected-{rank}", "")
+    store.wait([f"connected-{other}" for other in range(RANKS)])
+    transport = Fatal(dist.group.WORLD, stage)
+    x, w = (torch.ones(shape).bfloat16().requires_grad_() for shape in ((12, 64), (2, 32, 64)))
+    # A layer knows the number of experts and begins with the counts; the function compares sizes first.
+    experts = 6 if STAGES[stage].leg == -1 else 0
+    ranks = Ranks(dist.group.WORLD.group_name, RANKS, experts, "cpu")
+    where, start = "forward", time.monotonic()
+    if rank == VICTIM and STAGES[stage].leg < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        recipe = RECIPES["mxfp8"]
+        request = Request("test", x, torch.full((6,), 2), recipe, ranks, out_dtype=torch.bfloat16)
+        rows, prob, handle = Overlapped(transport).dispatch(request)
+        y = handle.run(MM(w, None, recipe), rows, prob)
+        where, start = "backward", time.monotonic()
+        y.sum().backward()
+        error = "none"
+    except RuntimeError as found:
+        error = str(found)
+    Path(out, f"{stage}-{rank}").write_text(f"{where}\n{time.monotonic() - start}\n{error}")
+
+
+def main(out: Path) -> None:
+    pids = {}
+    for stage in STAGES:
+        for rank in range(RANKS):
+            pid = os.fork()
+            if not pid:
+                try:
+                    run(rank, stage, out)
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            pids[stage, rank] = pid
+    failed = [who for who, pid in pids.items() if who[1] != VICTIM and os.waitpid(pid, 0)[1]]
+    for (_, rank), pid in pids.items():  # the one that hangs
+        if rank == VICTIM:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert not failed, failed
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

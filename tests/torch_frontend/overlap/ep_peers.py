@@ -1,0 +1,183 @@
+"""Layers over PeerMemory have the bytes of layers without a transport, and an overflow is loud; run by peer_ranks.py
+and on GPUs by tests/gpu/exchange/ranks.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mxep.core_kernels.peer import oracle, plan
+from mxep.torch_frontend import (
+    Collectives,
+    MoE,
+    MXFP8ExpertParallel,
+    PeerMemory,
+    TokenReplicas,
+    expert_parallel_ffn,
+    sort_by_expert,
+)
+from mxep.torch_frontend.overlap.expert_parallel import Transport
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from ..exchange import ep_skips
+from .ep_overlap import LOCAL, TOP_K, D, F, device_of, leaves, routing, same
+
+PROB_IN = ("swiglu", "input")
+
+
+class Layers(nn.Module):
+    """A layer for each place of the probabilities, of one transport; the first multiplies gate and up again, the second
+    is recomputed."""
+
+    def __init__(self, mesh: DeviceMesh, carrier: Transport | None, recipe: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes, device = (D, F, LOCAL * mesh.size(), TOP_K), mesh.device_type
+        options = [{"prob_in": prob_in, "recompute": prob_in == "swiglu"} for prob_in in PROB_IN]
+        self.layers = nn.ModuleList(MoE(*sizes, recipe=recipe, device=device, **of) for of in options)  # pyright: ignore
+        for layer in self.layers:
+            parallelize_module(layer, mesh, MXFP8ExpertParallel(gradients="sum", transport=carrier))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, first = self.layers[0](x)
+        y, second = checkpoint(self.layers[1], y + x, use_reentrant=False)
+        return y, first.counts + second.counts
+
+    def step(self, x: Tensor, dy: Tensor) -> list[Tensor]:
+        """y, the rows of each expert, the gradients of x and of the parameters."""
+        y, counts = self(x)
+        found = [y.detach(), counts, *torch.autograd.grad(y, (x, *self.parameters()), dy)]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+
+
+def tokens(seed: int, mesh: DeviceMesh, uneven: int = 3) -> tuple[Tensor, Tensor]:
+    """x and dy of this rank."""
+    rank = mesh.get_local_rank()
+    shape = 2, 7 + uneven * rank, D
+    x, dy = torch.randn(shape, generator=torch.Generator().manual_seed(10 * seed + rank)).to(mesh.device_type)
+    return x.requires_grad_(), dy
+
+
+def layers(mesh: DeviceMesh, memory: PeerMemory, recipe: str = "mxfp8", steps: int = 2) -> None:
+    """Two layers with one memory, steps and an evaluation before each."""
+    ours, plain = (Layers(mesh, carrier, recipe) for carrier in (memory, None))
+    for seed in range(steps):
+        x, dy = tokens(seed, mesh)
+        with torch.no_grad():
+            same(list(ours(x)), list(plain(x)), "evaluation")
+        same(list(ours.step(x, dy)), list(plain.step(x, dy)), seed)
+
+
+def _sums(carrier: Transport, seed: int) -> list[Tensor | None]:
+    """y and the gradients of x and probs of a feed-forward; the inputs depend on the seed alone."""
+    group = carrier.group
+    x, experts = (t.to(device_of(group)) for t in routing(seed, group.rank(), group.size()))
+    order, inverse, counts = sort_by_expert(experts, LOCAL * group.size())
+    (probs,) = leaves(seed, group, (x.shape[0], TOP_K))
+    weights = leaves(seed, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F))
+    x.requires_grad_()
+    replicas = TokenReplicas(x, order, inverse, TOP_K)
+    y = expert_parallel_ffn(replicas, counts, *weights, probs, group=group, transport=carrier)
+    y.sum().backward()
+    return [y.detach(), x.grad, probs.grad]
+
+
+def overflow(small: PeerMemory, enough: PeerMemory) -> None:
+    """Tokens with a row without a place are NaN, and so are their gradients; the others have their bytes. The routing
+    is the first with tokens of both kinds."""
+    group, experts = small.group, LOCAL * small.group.size()
+    assert small.rows is not None
+    capacity = plan.capacity_of(small.rows, LOCAL, 32)
+    for seed in range(50):
+        routings = [routing(seed, rank, group.size())[1] for rank in range(group.size())]
+        table = torch.stack([torch.bincount(e.flatten(), minlength=experts) for e in routings]).numpy()
+        laid_out = [oracle.lay_out(table, rank, e.numel(), capacity) for rank, e in enumerate(routings)]
+        without = sum(int((places < 0).sum()) for places, *_ in laid_out)
+        if 0 < without < table.sum() / 2:
+            break
+    else:
+        raise AssertionError("no routing overflows")
+    places, *_, needed = laid_out[group.rank()]
+    inverse = sort_by_expert(routings[group.rank()], experts).inverse
+    lost_slots = torch.from_numpy(places)[inverse.long()].view(-1, TOP_K) < 0
+    lost = lost_slots.any(1)
+    got, want = _sums(small, seed), _sums(enough, seed)
+    for of, (one, other) in zip((lost, lost, lost_slots), zip(got, want, strict=True), strict=True):
+        assert one is not None
+        assert other is not None
+        one, other = one.cpu(), other.cpu()
+        assert one[of].isnan().all()
+        same([one[~of]], [other[~of]], "tokens with places")
+    enough.overflow()
+    rank = int((needed > capacity).argmax())
+    words = f"{needed[rank]} rows with padding on rank {rank}; allowed: {capacity}"
+    with pytest.raises(RuntimeError, match=words):
+        small.overflow()
+    small.overflow()
+
+
+def more_rows(memory: PeerMemory) -> None:
+    """A rank may have more rows than any had in the first call. They have the bytes of no transport where they find a
+    place; else their outputs are NaN, and `overflow` raises on all ranks."""
+    assert memory.rows is None
+    _sums(memory, 5)
+    group = memory.group
+    assert memory.most is not None
+    experts, rank, device = LOCAL * group.size(), group.rank(), device_of(group)
+    weights = [w.detach() for w in leaves(0, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F))]
+    rows_of = [memory.most + 160 * (r == 0) for r in range(group.size())]  # the padding has place for 96
+    more = rows_of[rank]
+    x = torch.randn(more, D, generator=torch.Generator().manual_seed(rank)).to(device)
+    counts = torch.full((experts,), more // experts, dtype=torch.int32, device=device)
+    counts[0] += more % experts
+    of: dict[str, Any] = {"group": group}
+    found = [
+        expert_parallel_ffn(x, counts, *weights, transport=carrier, **of) for carrier in (memory, Collectives(group))
+    ]
+    same([found[0]], [found[1]], "more rows")
+    memory.overflow()
+    all_to_one = torch.zeros_like(counts)
+    all_to_one[0] = more
+    y = expert_parallel_ffn(x, all_to_one, *weights, transport=memory, **of)
+    capacity = plan.capacity_of(memory.most * memory.ranks, LOCAL, 32)
+    lost = sum(rows_of) - capacity
+    assert 0 < lost < memory.most
+    # A group begins with the rows of rank 0: rows of the last rank find no place.
+    assert int(y.isnan().all(1).sum()) == lost * (rank == memory.ranks - 1)
+    with pytest.raises(RuntimeError, match=f"on rank 0; allowed: {capacity}"):
+        memory.overflow()
+
+
+def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
+    """Arguments that this memory does not take; a wrong one of one rank raises on all before they allocate."""
+    group, device, experts = memory.group, device_of(memory.group), LOCAL * mesh.size()
+    x, (probs,) = torch.ones(4, D, device=device), leaves(0, group, (4, 1))
+    order, inverse, counts = sort_by_expert(torch.zeros(4, 1, dtype=torch.int32, device=device), experts)
+    weights, tokens = leaves(0, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F)), TokenReplicas(x, order, inverse, 1)
+    with pytest.raises(ValueError, match="prob_in='combine'; allowed: 'swiglu' or 'input' with PeerMemory"):
+        expert_parallel_ffn(tokens, counts, *weights, probs, prob_in="combine", group=group, transport=memory)
+    of_first = group.rank() == 0
+    words = "dtype torch.float64" if of_first else "bad arguments on rank 0"
+    wrong = probs.double() if of_first else probs
+    with pytest.raises((TypeError, ValueError), match=words):
+        expert_parallel_ffn(tokens, counts, *weights, wrong, group=group, transport=memory)
+    moe = MoE(D, F, experts, TOP_K, prob_in="combine", device=device)
+    with pytest.raises(ValueError, match="MXFP8ExpertParallel: module: got prob_in='combine'"):
+        parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=memory))
+
+
+def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], object]]:
+    """opened: new memory of the mesh's group with place for so many rows."""
+    worst = 60 * TOP_K * mesh.size()
+    return {
+        "layers": lambda: layers(mesh, opened(worst)),
+        "layers of all rows": lambda: layers(mesh, opened(None), "bf16", 1),
+        "overflow": lambda: overflow(opened(10), opened(worst)),
+        "refused": lambda: [refused(mesh, opened(rows)) for rows in (None, worst)],
+        "more rows": lambda: more_rows(opened(None)),
+        **ep_skips.checks(mesh, opened(worst), 1),
+    }

@@ -1,0 +1,133 @@
+"""A rank of PeerMemory on a CPU: kernels in Triton's interpreter, files as the memory of the ranks, Gloo as the
+barrier.
+
+arguments: RANK RANKS FOLDER       writes the names of the checks that passed to FOLDER
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mxep.torch_frontend import PeerMemory
+from mxep.torch_frontend.overlap import peer_memory
+from mxep.torch_frontend.overlap.symmetric import Shared
+from torch.distributed.device_mesh import init_device_mesh
+from triton.runtime import interpreter
+
+from . import ep_overlap, ep_peers
+
+MOST_TOKENS, BARRIERS = 12, 3
+"""Of a direction; nobody uses a rank's memory when it has passed the first one."""
+
+
+class Files:
+    """What the ranks map. The operand is poisoned before a rank says that it is done with it, its rows to tokens when
+    all are. One rank is late, at a barrier that changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number = folder, 0
+        self.opened: list[PeerMemory] = []
+        self.barriers: dict[int, int] = {}
+
+    def open(self, group: dist.ProcessGroup, rows: int | None) -> PeerMemory:
+        self.opened.append(PeerMemory(group, rows, width=3))
+        return self.opened[-1]
+
+    def shared_memory(self, nbytes: int, group: dist.ProcessGroup) -> Shared:
+        self.number += 1
+        mine = self.folder / f"memory{self.number}-{group.rank()}"
+        mine.write_bytes(b"\xff" * nbytes)
+        dist.barrier(group)
+        names = [str(mine.with_name(f"memory{self.number}-{r}")) for r in range(group.size())]
+        return Shared([torch.from_file(n, shared=True, size=nbytes, dtype=torch.uint8) for n in names], group)
+
+    def interrupt(self, memory: PeerMemory) -> None:
+        """After an error the next barrier is the first one of a direction."""
+        self.barriers[id(memory)] = -1
+
+    def meet(self, shared: Shared, timeout_ms: int) -> None:
+        (memory,) = (m for m in self.opened if m.room is not None and m.room.shared is shared)
+        assert memory.room is not None
+        number = self.barriers[id(memory)] = self.barriers.get(id(memory), -1) + 1
+        _, experts, tokens, end = memory.room.starts
+        if number % 7 == memory.rank:
+            time.sleep(0.01)  # the others may not go on
+        if number % BARRIERS == 0:
+            memory.own[experts:tokens] = 255
+        dist.barrier(shared.handle)
+        if number % BARRIERS == 0:
+            memory.own[tokens:end] = 255
+
+
+def checks(files: Files, ranks: int) -> dict[str, Callable[[], object]]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    group = mesh.get_group()
+    memory = files.open(group, MOST_TOKENS * ep_overlap.TOP_K * ranks)
+
+    def ffn(run: str, *seeds: int, bias: bool = True) -> None:
+        for seed in seeds:
+            ep_overlap.ffn(memory, run, "swiglu", range(seed, seed + 1), bias, most=MOST_TOKENS)
+        memory.overflow()
+
+    def products(run: str, *seeds: int) -> None:
+        for seed in seeds:
+            ep_overlap.products(memory, run, False, range(seed, seed + 1), MOST_TOKENS)
+
+    return {
+        "routings": lambda: ffn("mxfp8", 0, 1, 2, 3, 4, 7, bias=False),
+        "all legs": lambda: ffn("mxfp8 on all legs", 5),
+        "no leg": lambda: ffn("bf16 on all legs", 5),
+        "bf16": lambda: ffn("bf16", 4),
+        "folded": lambda: ffn("mxfp8 folded", 5),
+        "rows": lambda: products("mxfp8_wgrad_with_hp", 4),
+        "rows on all legs": lambda: products("mxfp8 on all legs", 5),
+        **ep_peers.checks(mesh, lambda rows: files.open(group, rows)),
+    }
+
+
+class PatchOnce:
+    """Triton's interpreter replaces the names of `triton.language` in every call of a `@triton.jit` function within a
+    kernel; once per kernel and module of such functions takes half of the time."""
+
+    def __init__(self) -> None:
+        self.real = interpreter._patch_lang
+        self.modules: set[str] = set()
+
+    def __call__(self, function: Any) -> Any:
+        if function.__module__ in self.modules:
+            return None
+        scope, first = self.real(function), not self.modules
+        self.modules.add(function.__module__)
+        restore = scope.restore
+        if first:
+            scope.restore = lambda: (restore(), self.modules.clear())
+        return scope
+
+
+def main(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    files = Files(folder)
+    interpreter._patch_lang = PatchOnce()
+    peer_memory._missing = lambda: ""
+    peer_memory._device = lambda: torch.device("cpu")
+    peer_memory.shared_memory = files.shared_memory
+    peer_memory.meet = files.meet
+    interrupt = PeerMemory.interrupt
+    PeerMemory.interrupt = lambda memory: (interrupt(memory), files.interrupt(memory))[0]  # type: ignore[method-assign]
+    for name, check in checks(files, ranks).items():
+        with np.errstate(all="ignore"):
+            check()
+        with (folder / f"rank{rank}").open("a") as file:
+            file.write(name + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,327 @@
+"""The router: the differentiable choice, routing from outside, shared experts, the balance; and routers of models."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from mxep.core_kernels.reference import choice
+from mxep.torch_frontend import MoE, Routing, route, update_selection_bias
+from mxep.torch_frontend.routing.router import route_tokens, router_logits
+from torch import Tensor
+
+from ... import routed_layers
+from ...compare import gemm_bound, sqnr_db
+from ...routed_layers import DIM, EXPERTS, HIDDEN, LAYERS, SHARED, TOP_K
+from ..inputs import rows
+
+
+def layer_of(case: routed_layers.RoutedLayer, recipe: str) -> MoE:
+    options = {"selection_bias": len(case.bias) > 0, "shared_hidden_dim": SHARED, "recipe": recipe, **case.options}
+    moe = MoE(DIM, HIDDEN, EXPERTS, TOP_K, **options)
+    router, w1, w3, w2, shared = case.parameters
+    state = {"router.weight": router, "experts.w1": w1, "experts.w2": w2, "experts.w3": w3}
+    state |= dict(zip(("shared_expert.w1", "shared_expert.w3", "shared_expert.w2"), shared, strict=True))
+    state |= {"selection_bias": case.bias} if len(case.bias) else {}
+    moe.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
+    return moe
+
+
+def results(moe: MoE, case: routed_layers.RoutedLayer) -> dict[str, Tensor]:
+    x = torch.from_numpy(case.x).requires_grad_()
+    y, _ = moe(x)
+    names, parameters = zip(*moe.named_parameters(), strict=True)
+    names = [
+        n.replace("router.weight", "router").replace("experts.", "").replace("shared_expert.", "shared.") for n in names
+    ]
+    grads = torch.autograd.grad(y, [x, *parameters], torch.from_numpy(case.dy))
+    return {"y": y, **dict(zip(("x", *names), grads, strict=True))}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_with_options_is_its_definition(name: str) -> None:
+    """In bf16, the worst of 8 seeds: 44.8 dB, 43.1 for the router, whose gradient sums few terms, less 0.8."""
+    case = LAYERS[name]
+    got, want = results(layer_of(case, "bf16"), case), case.expected()
+    assert got.keys() == want.keys()
+    measured = {key: sqnr_db(got[key], value) for key, value in want.items()}
+    assert measured.pop("router") > 42.3
+    assert min(measured.values()) > 44.0, measured
+
+
+def test_a_layer_with_options_compiles() -> None:
+    torch._dynamo.reset()
+    case = LAYERS["deepseek_v3"]
+    moe = layer_of(case, "mxfp8")
+    want = results(moe, case)
+    got = results(torch.compile(moe, fullgraph=True, backend="aot_eager"), case)
+    for (name, a), b in zip(want.items(), got.values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_weights_held_cover_the_shared_expert() -> None:
+    case = LAYERS["deepseek_v3"]
+    moe, x = layer_of(case, "mxfp8"), torch.from_numpy(case.x)
+    want, _ = moe(x)
+    with moe.weights_held():
+        assert moe.shared_expert is not None
+        assert moe.shared_expert._held is not None
+        assert torch.equal(moe(x)[0], want)
+
+
+# --- the choice -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid", "softmax_of_chosen"])
+def test_the_gradient_of_weights_and_shares(score_func) -> None:
+    """Measured at least 137.1 dB, less 3."""
+    logits, dweights, dshares = rows(40, 12, dtype=torch.float32), rows(40, 3).float(), rows(12).float()
+    logits.requires_grad_()
+    routing = route(logits, 3, score_func=score_func, route_scale=1.5)
+    ((routing.weights * dweights).sum() + (routing.shares * dshares).sum()).backward()
+    options = choice.Choice(3, score_func, route_scale=1.5)
+    want = choice.route_vjp(dweights.numpy(), dshares.numpy(), logits.detach().numpy(), options)
+    assert logits.grad is not None
+    assert sqnr_db(logits.grad, want) > 134.1
+    assert not routing.experts.requires_grad
+
+
+def test_the_logits_of_bf16_values() -> None:
+    """fp32 sums of bf16 products, forward; bf16 gradients of an fp32 gradient, 55.5 dB, which the exact gradients have
+    too after their rounding, less 0.3. With one bf16 term for the gradient they have 52.4 at most."""
+    x, weight, grad = rows(60, 64).requires_grad_(), rows(8, 64).requires_grad_(), rows(60, 8, dtype=torch.float32)
+    grad = grad * 1.001  # bits that bf16 does not hold
+    logits = router_logits(x, weight, None)
+    x64, w64, g64 = (t.detach().double() for t in (x, weight, grad))
+    assert logits.dtype == torch.float32
+    gemm_bound(logits, x64 @ w64.T, x64.abs() @ w64.abs().T, 64)
+    dx, dweight = torch.autograd.grad(logits, (x, weight), grad)
+    assert dx.dtype == dweight.dtype == torch.bfloat16
+    assert sqnr_db(dx, g64 @ w64) > 55.2
+    assert sqnr_db(dweight, g64.T @ x64) > 55.2
+
+
+@pytest.mark.parametrize("of_x", [True, False])
+def test_the_gradients_of_experts_and_router_meet_in_one_sum(of_x: bool) -> None:
+    """One rounding to bf16 of the whole gradient of x, 55.5 dB less 0.3; of x that needs none, no gradient at all."""
+    x, weight = rows(60, 64).requires_grad_(of_x), rows(8, 64).requires_grad_()
+    tokens, routing = route_tokens(x, weight, None, None, (2, "sigmoid", False, 1.0, 1, 1, "top2", False))
+    assert torch.equal(tokens, x)
+    assert tokens.requires_grad == of_x
+    if not of_x:
+        return
+    (of_logits,) = torch.autograd.grad(routing.weights.sum(), x, retain_graph=True)
+    dx = rows(60, 64) * of_logits.std()
+    given = dx.clone()
+    (got,) = torch.autograd.grad((tokens, routing.weights), x, (given, torch.ones_like(routing.weights)))
+    assert torch.equal(given, dx), "the gradient of the experts is the caller's"
+    logits = (x.detach().double() @ weight.detach().double().T).requires_grad_()
+    logits.sigmoid().gather(1, routing.experts.long()).sum().backward()
+    assert logits.grad is not None
+    want = logits.grad @ weight.detach().double()
+    assert sqnr_db(of_logits, want) > 55.2
+    assert sqnr_db(got, want + dx.double()) > 55.2
+    assert sqnr_db(of_logits + dx, want + dx.double()) < 54.7  # two roundings: 54.2
+
+
+def test_an_infinite_gradient_of_a_logit_stays_infinite() -> None:
+    x, weight = rows(3, 64).requires_grad_(), rows(8, 64)
+    grad = torch.zeros(3, 8)
+    grad[1, 5] = torch.inf
+    (dx,) = torch.autograd.grad(router_logits(x, weight, None), x, grad)
+    infinite = weight[5].float() * torch.inf
+    assert torch.equal(dx, torch.stack([0 * infinite.sign(), infinite, 0 * infinite.sign()]).bfloat16())
+
+
+def test_a_forced_balance() -> None:
+    moe = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16", force_balance=True)
+    _, stats = moe(rows(40, DIM, dtype=torch.float32))
+    assert stats.counts.tolist() == [40 * TOP_K // EXPERTS] * EXPERTS
+
+
+def test_a_bias_of_the_router_is_added_to_the_logits() -> None:
+    moe, x = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16", router_bias=True), rows(40, DIM, dtype=torch.float32)
+    with torch.no_grad():
+        moe.router.bias.copy_(torch.arange(EXPERTS))
+    y, stats = moe(x)
+    chosen = route(F.linear(x, moe.router.weight, moe.router.bias), TOP_K)
+    assert torch.equal(y, moe(x, chosen.experts, chosen.weights)[0])
+    assert stats.counts[-1] > 20
+    (grad,) = torch.autograd.grad(y.sum() + stats.aux_loss, moe.router.bias)
+    assert (grad != 0).any()
+
+
+# --- routing from outside -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_experts_chosen_outside(dtype: torch.dtype, prob_in) -> None:
+    """The layer's own choice, given to it, changes no bit of y or of a gradient."""
+    moe = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="mxfp8", prob_in=prob_in)
+    x, dy = rows(5, 8, DIM, dtype=torch.float32).requires_grad_(), rows(5, 8, DIM).float()
+    parameters = moe.experts.w1, moe.experts.w2, moe.experts.w3, moe.router.weight
+    want, _ = moe(x)
+    _, own = moe._route(x.view(-1, DIM))
+    weights = own.weights.detach().view(5, 8, TOP_K).requires_grad_()
+    got, stats = moe(x, own.experts.to(dtype).view(5, 8, TOP_K), weights)
+    assert torch.equal(got, want)
+    assert stats.aux_loss == 0
+    *of_experts, of_router = torch.autograd.grad(want, parameters, dy)
+    *again, dweights = torch.autograd.grad(got, (*parameters[:3], weights), dy)
+    assert all(map(torch.equal, again, of_experts))
+    (through,) = torch.autograd.grad(own.weights, moe.router.weight, dweights.view(-1, TOP_K))
+    assert torch.equal(through, of_router)
+
+
+def test_any_number_of_experts_chosen_outside() -> None:
+    moe, x = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16"), rows(6, DIM, dtype=torch.float32)
+    one = moe(x, torch.full((6, 1), 3), torch.ones(6, 1))[0]
+    three = moe(x, torch.tensor([[3, 4, 5]]).repeat(6, 1), torch.tensor([[1.0, 0, 0]]).repeat(6, 1))[0]
+    assert torch.equal(one, three)
+
+
+# --- balance ------------------------------------------------------------------------------------------------
+
+
+def test_the_selection_bias_balances() -> None:
+    """The update moves each expert by the rate towards the mean; steps of it balance a skewed router."""
+    bias = torch.tensor([0.5, -1.0, 0, 0])
+    assert update_selection_bias(bias, torch.tensor([4, 0, 2, 2]), 0.25).tolist() == [0.25, -0.75, 0, 0]
+    logits = rows(512, 8, dtype=torch.float32) + torch.arange(8) / 2
+    bias = torch.zeros(8)
+    for _ in range(100):
+        counts = torch.bincount(
+            route(logits, 2, selection_bias=bias, score_func="sigmoid").experts.flatten(), minlength=8
+        )
+        bias = update_selection_bias(bias, counts, 0.01)
+    assert counts.max() / counts.float().mean() < 1.2
+
+
+# --- routers of models --------------------------------------------------------------------------------------
+# Formulas of transformers (models/*/modeling_*.py), of fp32 logits.
+
+
+def mixtral(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, experts = logits.softmax(-1).topk(2)
+    return experts, weights / weights.sum(-1, keepdim=True)
+
+
+def qwen3_moe(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, experts = logits.softmax(-1).topk(8)
+    return experts, weights / weights.sum(-1, keepdim=True)
+
+
+def qwen2_moe(logits: Tensor) -> tuple[Tensor, Tensor]:
+    weights, experts = logits.softmax(-1).topk(4)
+    return experts, weights
+
+
+def llama4(logits: Tensor) -> tuple[Tensor, Tensor]:
+    top, experts = logits.topk(1)
+    return experts, top.sigmoid()
+
+
+def gpt_oss(logits: Tensor) -> tuple[Tensor, Tensor]:
+    top, experts = logits.topk(4)
+    return experts, top.softmax(-1)
+
+
+def deepseek_v3(logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid()
+    biased = scores + BIAS
+    best = biased.unflatten(1, (8, -1)).topk(2).values.sum(-1).topk(4).indices
+    inside = torch.zeros(len(logits), 8).scatter(1, best, 1).repeat_interleave(logits.shape[1] // 8, 1)
+    experts = torch.where(inside > 0, biased, 0.0).topk(8).indices
+    weights = scores.gather(1, experts)
+    return experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+
+
+BIAS = rows(64, dtype=torch.float32).abs() * 0.1
+MODELS = {
+    mixtral: {"top_k": 2},
+    qwen3_moe: {"top_k": 8},
+    qwen2_moe: {"top_k": 4, "normalize": False},
+    llama4: {"top_k": 1, "score_func": "sigmoid", "normalize": False},
+    gpt_oss: {"top_k": 4, "score_func": "softmax_of_chosen"},
+    deepseek_v3: {
+        "top_k": 8,
+        "score_func": "sigmoid",
+        "route_scale": 2.5,
+        "num_groups": 8,
+        "top_k_groups": 4,
+        "selection_bias": BIAS,
+    },
+}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_the_routers_of_models(model) -> None:
+    """The same experts in the same order. Weights: measured at least 141.5 dB, less 3."""
+    logits = 2 * rows(400, 64, dtype=torch.float32)
+    got, (experts, weights) = route(logits, **MODELS[model]), model(logits)
+    assert torch.equal(got.experts.long(), experts)
+    assert sqnr_db(got.weights, weights) > 138.5
+
+
+# --- bad input ------------------------------------------------------------------------------------------------
+
+
+def moe(x: Tensor | None = None, **arguments) -> object:
+    x = torch.zeros(3, DIM) if x is None else x
+    return MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16")(x, **arguments)
+
+
+def made(**options) -> MoE:
+    return MoE(DIM, HIDDEN, EXPERTS, TOP_K, **options)
+
+
+LOGITS, ONES = torch.zeros(3, 8), torch.ones(3, 2)
+IDS = ONES.long()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "run"),
+    [
+        (TypeError, r"route: logits: got dtype torch.float64; allowed: float32", lambda: route(LOGITS.double(), 2)),
+        (ValueError, r"route: logits: got shape \(3, 513\); allowed: \(T, E\)", lambda: route(torch.zeros(3, 513), 2)),
+        (ValueError, r"route: top_k: got 9; allowed: 1 to num_experts = 8", lambda: route(LOGITS, 9)),
+        (ValueError, r"route: score_func: got 'relu'", lambda: route(LOGITS, 2, score_func="relu")),  # type: ignore[arg-type]
+        (ValueError, r"route: normalize: got False; allowed: True",
+         lambda: route(LOGITS, 2, score_func="softmax_of_chosen", normalize=False)),
+        (ValueError, r"route: route_scale: got inf", lambda: route(LOGITS, 2, route_scale=float("inf"))),
+        (ValueError, r"route: num_groups: got 3; allowed: divisors of 8", lambda: route(LOGITS, 2, num_groups=3)),
+        (ValueError, r"route: top_k_groups: got 5; allowed: 1 to num_groups = 4",
+         lambda: route(LOGITS, 2, num_groups=4, top_k_groups=5)),
+        (ValueError, r"route: top_k: got 3; allowed: 1 to the experts of the chosen groups = 2",
+         lambda: route(LOGITS, 3, num_groups=4)),
+        (ValueError, r"route: selection_bias: got shape \(7,\); allowed: \(8,\)",
+         lambda: route(LOGITS, 2, selection_bias=torch.zeros(7))),
+        (TypeError, r"route: selection_bias: got dtype torch.float64",
+         lambda: route(LOGITS, 2, selection_bias=torch.zeros(8).double())),
+        (ValueError, r"MoE: num_groups: got 3", lambda: made(num_groups=3)),
+        (ValueError, r"MoE: force_balance: got True", lambda: made(num_groups=2, force_balance=True)),
+        (TypeError, r"MoE: selection_bias: got 'x'", lambda: made(selection_bias="x")),
+        (ValueError, r"MoE: shared_hidden_dim: got 40", lambda: made(shared_hidden_dim=40)),
+        (ValueError, r"MoE: weights: got None; allowed: a tensor beside experts", lambda: moe(experts=IDS)),
+        (TypeError, r"MoE: experts: got dtype torch.int16", lambda: moe(experts=ONES.short(), weights=ONES)),
+        (ValueError, r"MoE: experts: got shape \(2, 2\); allowed: \(3, 2", lambda: moe(experts=IDS[:2], weights=ONES)),
+        (ValueError, r"MoE: experts: got 8 to 8; allowed: 0 to 7", lambda: moe(experts=8 * IDS, weights=ONES)),
+        (TypeError, r"MoE: weights: got dtype torch.float64", lambda: moe(experts=IDS, weights=ONES.double())),
+        (ValueError, r"update_selection_bias: counts: got shape \(2,\)",
+         lambda: update_selection_bias(torch.zeros(3), torch.ones(2).int(), 0.1)),
+        (ValueError, r"update_selection_bias: counts: got \[3, -1\]; allowed: counts of at least 0",
+         lambda: update_selection_bias(torch.zeros(2), torch.tensor([3, -1]), 0.1)),
+        (ValueError, r"update_selection_bias: rate: got 0", lambda: update_selection_bias(ONES[0], ONES[0].int(), 0)),
+    ],
+)  # fmt: skip
+def test_bad_input(error: type[Exception], message: str, run) -> None:
+    with pytest.raises(error, match=message):
+        run()
+
+
+def test_a_routing_has_names() -> None:
+    routing = route(LOGITS, 2)
+    assert isinstance(routing, Routing)
+    assert routing.experts.dtype == torch.int32
+    np.testing.assert_array_equal(routing.experts, [[0, 1]] * 3)
+    assert torch.equal(routing.shares, torch.full((8,), 3 / 8))

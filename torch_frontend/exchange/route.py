@@ -1,0 +1,62 @@
+"""What `dispatch` has done with the rows, as a value: whoever holds it can combine."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...core_kernels.policy.recipe import Recipe
+from ..products.groups import RowMap
+from ..products.weights import format_of
+from .replicas import Copies, Way
+
+
+class Route(NamedTuple):
+    """Where `dispatch` put each row; `combine` takes it.
+
+    row_map: between received rows and padded groups. counts (E,) int32: rows of all ranks per expert. output_splits,
+    input_splits: rows per rank, received and sent. order, slots, top_k: of TokenReplicas, the maps of
+    `weighted_combine`; None and 0 for rows. copies: where a token goes once to each rank, how its copies lie. token: of
+    TokenReplicas on one rank, the token of each row of the groups.
+    """
+
+    row_map: RowMap
+    counts: Tensor
+    recipe: Recipe
+    group_name: str
+    output_splits: list[int]
+    input_splits: list[int]
+    order: Tensor | None = None
+    slots: Tensor | None = None
+    top_k: int = 0
+    copies: Copies | None = None
+    token: Tensor | None = None
+
+    @property
+    def group_ends(self) -> Tensor:
+        """(local experts,) int32, the end of each padded group."""
+        return self.row_map.group_ends
+
+    @property
+    def padded_rows(self) -> int:
+        return self.row_map.padded_rows
+
+    @property
+    def layout(self) -> RowMap:
+        """What the experts take beside their groups."""
+        return self.row_map
+
+    @property
+    def way(self) -> Way:
+        """Of the copies of a token there, and of its replicas back."""
+        copies = self.copies
+        assert copies is not None
+        assert self.slots is not None
+        copy, slots = copies.group_order // self.top_k, self.slots.view(-1, self.top_k)
+        splits = (copies.output_splits, copies.input_splits), (self.input_splits, self.output_splits)
+        return Way(copies.order // copies.width, copy, self.row_map.inverse, slots, *splits, self.group_name)
+
+
+def folds(recipe: Recipe, rows: Tensor) -> bool:
+    """Whether the experts' products read MXFP8 rows and their gradients folded, both of them: then dispatch and the
+    gradient of combine leave the gather to the products."""
+    return recipe.wgrad_mx and format_of(recipe, rows.device).name == "fold"

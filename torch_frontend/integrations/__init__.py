@@ -1,0 +1,1 @@
+"""Other libraries: torchao, transformers, torchtitan."""

@@ -1,0 +1,136 @@
+"""Expert weights as other libraries store them: gate and up in one tensor, contraction dims last or first.
+
+unpack_expert_weights    gate_up, down [, biases]  -->  w1, w3, w2 [, b1, b3, b2]
+pack_expert_weights      w1, w3, w2 [, b1, b3, b2] -->  gate_up, down [, biases]
+
+                                  gate_up        gate and up         options
+Mixtral, Qwen-MoE, DeepSeek-V3    (E, 2F, D)     halves              none
+Llama 4                           (E, D, 2F)     halves              transposed
+GPT-OSS                           (E, D, 2F)     every other column  transposed, interleaved
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...core_kernels.launch import fail
+from ..ops.call import require_tensor
+from ..ops.checks import check_flag
+from ..ops.launch import check_devices
+
+NAMES = ("w1", "w3", "w2", "b1", "b3", "b2")
+
+
+def unpack_expert_weights(
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    transposed: bool = False,
+) -> dict[str, Tensor]:
+    """Copy packed expert weights into w1, w3 (E, F, D) and w2 (E, D, F), the parameters of `GroupedExperts`.
+
+    gate_up: (E, 2F, D), or (E, D, 2F) if transposed: gate, then up; or interleaved, gate at even places of 2F.
+    down: (E, D, F), or (E, F, D) if transposed. gate_up_bias: (E, 2F), down_bias: (E, D), both or neither: b1, b3, b2.
+
+    Returns the tensors by name, contiguous. Raises ValueError (shapes) and TypeError (dtypes).
+
+    >>> gate_up, down = torch.arange(4.0).view(1, 1, 4), torch.zeros(1, 2, 1)  # E 1, D 1, F 2
+    >>> parts = unpack_expert_weights(gate_up, down, interleaved=True, transposed=True)
+    >>> parts["w1"].flatten().tolist(), parts["w3"].flatten().tolist()
+    ([0.0, 2.0], [1.0, 3.0])
+
+    Source: the experts of transformers 5, `is_concatenated` and `is_transposed` of its `use_experts_implementation`.
+    """
+    op = "unpack_expert_weights"
+    _check_options(op, interleaved, transposed)
+    for name, w in (("gate_up", gate_up), ("down", down)):
+        _check_floating(op, name, w)
+        if w.dim() != 3:
+            fail(ValueError, op, name, f"shape {tuple(w.shape)}", "allowed: 3 dims, experts first")
+    gate_up, down = (w.transpose(1, 2) if transposed else w for w in (gate_up, down))
+    e, d, f = down.shape
+    if gate_up.shape != (e, 2 * f, d):
+        got = f"shapes {tuple(gate_up.shape)} and {tuple(down.shape)} as (E, N, K)"
+        fail(ValueError, op, "gate_up, down", got, "allowed: (E, 2F, D) and (E, D, F); or pass transposed")
+    if (gate_up_bias is None) != (down_bias is None):
+        fail(ValueError, op, "gate_up_bias, down_bias", "one of them", "allowed: both or neither")
+    w1, w3 = halves(gate_up, interleaved)
+    parts = {"w1": w1, "w3": w3, "w2": down}
+    if gate_up_bias is not None and down_bias is not None:
+        for name, b, n in (("gate_up_bias", gate_up_bias, 2 * f), ("down_bias", down_bias, d)):
+            _check_floating(op, name, b)
+            if b.shape != (e, n):
+                fail(ValueError, op, name, f"shape {tuple(b.shape)}", f"allowed: ({e}, {n})")
+        b1, b3 = halves(gate_up_bias, interleaved)
+        parts |= {"b1": b1, "b3": b3, "b2": down_bias}
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+
+
+def pack_expert_weights(
+    parts: Mapping[str, Tensor], *, interleaved: bool = False, transposed: bool = False
+) -> dict[str, Tensor]:
+    """The inverse of `unpack_expert_weights`: "gate_up", "down" and, where there are biases, "gate_up_bias" and
+    "down_bias".
+
+    parts: w1, w3 (E, F, D), w2 (E, D, F), and b1, b3 (E, F), b2 (E, D) or none of the three, by name; other names are
+    left out. Raises ValueError for a missing name or other shapes, TypeError for dtypes that are no floats.
+
+    >>> parts = {"w1": torch.zeros(1, 2, 1), "w3": torch.ones(1, 2, 1), "w2": torch.zeros(1, 1, 2)}
+    >>> pack_expert_weights(parts)["gate_up"].flatten().tolist()
+    [0.0, 0.0, 1.0, 1.0]
+    """
+    op = "pack_expert_weights"
+    _check_options(op, interleaved, transposed)
+    biased = any(name in parts for name in NAMES[3:])
+    for name in NAMES if biased else NAMES[:3]:
+        if name not in parts:
+            fail(
+                ValueError,
+                op,
+                "parts",
+                f"no {name!r}",
+                "allowed: 'w1', 'w3', 'w2', and all of 'b1', 'b3', 'b2' or none",
+            )
+        _check_floating(op, name, parts[name])
+    (e, d, f), w1 = parts["w2"].shape if parts["w2"].dim() == 3 else (0, 0, 0), parts["w1"]
+    shapes = {"w1": (e, f, d), "w3": (e, f, d), "w2": (e, d, f), "b1": (e, f), "b3": (e, f), "b2": (e, d)}
+    for name in NAMES if biased else NAMES[:3]:
+        if parts[name].shape != shapes[name]:
+            allowed = f"allowed: {shapes[name]}, by w2's {tuple(parts['w2'].shape)}"
+            fail(ValueError, op, name, f"shape {tuple(parts[name].shape)}", allowed)
+    for gate, up in (("w1", "w3"), ("b1", "b3")) if biased else (("w1", "w3"),):
+        check_devices(op, gate, parts[gate].device, **{up: parts[up]})
+        if parts[up].dtype != parts[gate].dtype:
+            fail(TypeError, op, up, f"dtype {parts[up].dtype}", f"allowed: {parts[gate].dtype}, {gate}'s")
+    packed = {"gate_up": joined(w1, parts["w3"], interleaved), "down": parts["w2"]}
+    if transposed:
+        packed = {name: w.transpose(1, 2) for name, w in packed.items()}
+    if biased:
+        packed |= {"gate_up_bias": joined(parts["b1"], parts["b3"], interleaved), "down_bias": parts["b2"]}
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in packed.items()}
+
+
+def _check_floating(op: str, name: str, w: Tensor) -> None:
+    require_tensor(op, name, w)
+    # An element of float4_e2m1fn_x2 is two values: its shapes are not those of the weights.
+    if not w.is_floating_point() or w.dtype == torch.float4_e2m1fn_x2:
+        fail(TypeError, op, name, f"dtype {w.dtype}", "allowed: floating-point dtypes of one value per element")
+
+
+def _check_options(op: str, interleaved: bool, transposed: bool) -> None:
+    check_flag(op, "interleaved", interleaved)
+    check_flag(op, "transposed", transposed)
+
+
+def halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up along dim 1."""
+    return (x[:, ::2], x[:, 1::2]) if interleaved else (x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :])
+
+
+def joined(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of `halves`."""
+    return torch.stack([gate, up], 2).flatten(1, 2) if interleaved else torch.cat([gate, up], 1)

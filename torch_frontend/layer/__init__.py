@@ -1,0 +1,1 @@
+"""The layer as modules, its parallel styles and its metrics."""

@@ -1,0 +1,252 @@
+"""A complete Mixture-of-Experts layer, with expert parallelism on or off.
+
+    x (T, D) --router (router.py)--> top_k experts and probabilities p per token
+       |
+       '--sort_by_expert--> replicas --dispatch--> groups (P, D) --experts (ffn.py)--> groups (P, D)
+                                                                                          |
+    y (T, D) <------------------ sum over a token's replicas, weighted by p <--combine----'
+       '--shared expert (every token)--> added to y
+
+prob_in = "swiglu": p is sent with the rows, the experts compute w2 (p silu(w1 x) * w3 x), and the last sum is
+unweighted. Its gradient reads no rows, so none are saved: T K D 2 bytes of activations less, for 4 bytes a row on the
+wire.
+
+T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups      suffixes below name the dims
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...core_kernels.launch import fail
+from ...core_kernels.policy.prob_in import ProbIn, check_prob_in
+from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.router.plan import OPTIONS, check_options
+from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
+from ..exchange.all_to_all import TokenReplicas
+from ..exchange.counts import Request
+from ..exchange.exchange import Handle, Layout
+from ..exchange.shards import ALONE, check_group, replicated
+from ..ops import direct as ops
+from ..ops.call import require_tensor
+from ..ops.checks import check_autocast, check_flag, check_plain
+from ..ops.launch import check_devices
+from ..ops.ranges import named
+from ..routing.router import GroupScore, Routing, ScoreFunc, chosen_outside, route_tokens
+from ..routing.weighted_combine import sum_of_slots, weigh_slots
+from .experts import GroupedExperts, SharedExpert, check_sizes
+
+
+class MoEStats(NamedTuple):
+    """Statistics of one forward.
+
+    counts: (E,) int32, rows of each expert, summed over the ranks that share the experts.
+    aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
+        Transformer, equation 4). The fractions cover the tokens of all ranks, the probabilities those of this rank. The
+        mean of aux_loss over the ranks is the auxiliary loss of their batch, and the same holds for its gradient. 0 if
+        the caller chose the experts.
+    overflow: int32 scalar, rows that did not fit; 0, since no row is dropped.
+    """
+
+    counts: Tensor
+    aux_loss: Tensor
+    overflow: Tensor
+
+
+class MoE(nn.Module):
+    """Mixture of SwiGLU experts with top-k routing.
+
+    dim, hidden_dim: multiples of 32.
+    score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance: the choice of experts and
+        their weights, as in `route`. The router computes in fp32.
+    selection_bias: keep a buffer `selection_bias` (E,) float32, zeros at first, that is added to the scores for the
+        choice; `update_selection_bias` balances the load with it.
+    router_bias: add a learned bias to the logits.
+    shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
+        expert.
+    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
+    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
+        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
+        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
+        experts' input, as Llama 4 does; x then has a row per token and expert.
+    bias, activation, recompute: of the experts, as in `GroupedExperts`. The shared expert has no bias.
+    dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
+
+    forward(x, experts=None, weights=None): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). experts (..., k)
+    int32 or int64 and weights (..., k) float32 replace the router: the caller has chosen k experts for each token; y is
+    differentiable in weights. An expert that a token has twice counts twice, as two experts with the same weights.
+    Expert parallelism is `parallelize_module(moe, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens, and
+    `MXFP8ExpertParallel` documents the loss and the gradients.
+
+    `experts` and `shared_expert` are called as modules, with their hooks. The layer reads the weights of `router` and
+    of `shared_gate` itself: forward hooks of these two do not run.
+
+    Autocast to bfloat16 changes no output, but through a shared gate in fp32. Autocast to float16 raises TypeError.
+
+    Raises ValueError and TypeError for sizes, names and dtypes that are not allowed.
+
+    >>> moe = MoE(32, 64, num_experts=4, top_k=2)
+    >>> y, stats = moe(torch.randn(5, 32))
+    >>> y.shape, stats.counts.sum().item()
+    (torch.Size([5, 32]), 10)
+    """
+
+    selection_bias: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score_func: ScoreFunc = "softmax",
+        normalize: bool = True,
+        route_scale: float = 1.0,
+        num_groups: int = 1,
+        top_k_groups: int = 1,
+        group_score: GroupScore = "top2",
+        selection_bias: bool = False,
+        force_balance: bool = False,
+        router_bias: bool = False,
+        shared_hidden_dim: int | None = None,
+        recipe: Recipe | str = "mxfp8",
+        shared_gate: bool = False,
+        prob_in: ProbIn = "swiglu",
+        bias: bool = False,
+        activation: SwiGLU = PLAIN,
+        recompute: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts, "top_k": top_k})
+        choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
+        self.route_options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
+        check_options("MoE", num_experts, top_k=top_k, **self.route_options)
+        flags = {"selection_bias": selection_bias, "router_bias": router_bias, "shared_gate": shared_gate}
+        for name in flags:
+            check_flag("MoE", name, flags[name])
+        if shared_gate and shared_hidden_dim is None:
+            fail(ValueError, "MoE", "shared_gate", True, "allowed: with shared_hidden_dim")
+        check_prob_in("MoE", prob_in)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.score_func, self.normalize = score_func, normalize
+        self.prob_in: ProbIn = prob_in
+        self.router = nn.Linear(dim, num_experts, bias=router_bias, dtype=dtype, device=device)
+        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", zeros)
+        options: dict[str, Any] = {"activation": activation, "recompute": recompute}
+        self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, bias=bias, **options)
+        self.shared_gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if shared_gate else None
+        self.shared_expert = None
+        if shared_hidden_dim is not None:
+            check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
+            self.shared_expert = SharedExpert(dim, shared_hidden_dim, 1, recipe, dtype, device, **options)
+
+    def reset_parameters(self) -> None:
+        for part in (self.router, self.experts, self.shared_expert, self.shared_gate):
+            if part is not None:
+                part.reset_parameters()
+        if self.selection_bias is not None:
+            self.selection_bias.zero_()
+
+    @contextmanager
+    def weights_held(self) -> Iterator[None]:
+        """`GroupedExperts.weights_held` of the experts and of the shared expert."""
+        with ExitStack() as held:
+            held.enter_context(self.experts.weights_held())
+            if self.shared_expert is not None:
+                held.enter_context(self.shared_expert.weights_held())
+            yield
+
+    def forward(
+        self, x: Tensor, experts: Tensor | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, MoEStats]:
+        ranks = self.experts.expert_parallel or ALONE
+        try:
+            self._check(x)
+            outside = chosen_outside("MoE", x, self.num_experts, experts, weights)
+        except (TypeError, ValueError):
+            self.experts.exchange.refuse(ranks)
+            raise
+        x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        x_TD, (experts_TK, probs_TK, shares_E) = self._route(x_TD) if outside is None else (x_TD, outside)
+        order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).contiguous(), self.num_experts)
+        top_k = experts_TK.shape[1]
+        tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, top_k)
+        of_input = self.prob_in == "input"
+        if of_input:  # a row per slot, of a weight each
+            tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
+        also = self._shared_arguments(outside is not None) if ranks.degree > 1 else {}
+        probs = None if of_input else probs_TK, self.prob_in == "swiglu"
+        y_TD, counts = self._experts(
+            Request("MoE", tokens, counts, self.experts.recipe, ranks, *probs, x_TD.dtype, also)
+        )
+        if of_input:
+            y_TD = sum_of_slots(y_TD, top_k, x_TD.dtype)
+        if self.shared_expert is not None:
+            y_TD = y_TD + self._shared(x_TD).to(y_TD.dtype)
+        degree = ranks.degree
+        rows = counts.sum().clamp_min(1) if degree > 1 else max(experts_TK.numel(), 1)
+        mean_prob_E = shares_E / (rows / (top_k * degree))
+        aux_loss = self.num_experts * (counts / rows * mean_prob_E).sum()
+        y = y_TD if x.dim() == 2 else y_TD.view(x.shape)
+        return y, MoEStats(counts, aux_loss, counts.new_zeros(()))
+
+    def _experts(self, request: Request) -> tuple[Tensor, Tensor]:
+        """The sums of the experts' outputs (T, D), and the rows of all ranks per expert."""
+        exchange = self.experts.exchange
+        groups, prob_P, handle = exchange.dispatch(request)
+        out = self.experts(groups, self._layout(handle), prob_P)
+        return exchange.combine(out, handle, request), handle.counts
+
+    def _shared_arguments(self, outside: bool) -> dict[str, Any]:
+        """What the ranks of this layer must have in common in a call, but for the arguments of `dispatch`. The backward
+        sums the gradients of trained parameters over the ranks, so all train the same ones."""
+        if torch.compiler.is_compiling():
+            return {}
+        trained = [name for name, w in self.named_parameters() if w.requires_grad] if torch.is_grad_enabled() else []
+        routing = "the caller" if outside else "the router"
+        bias = self.router.bias is not None
+        return {"prob_in": self.prob_in, "routing": routing, "router_bias": bias, "parameters": ", ".join(trained)}
+
+    def _layout(self, handle: Handle) -> Tensor | Layout:
+        """What the experts' forward takes for its groups: experts with a forward of their own take padded_counts."""
+        own = type(self.experts).forward is not GroupedExperts.forward
+        return handle.layout.padded_counts if own else handle.layout
+
+    def _check(self, x: Tensor) -> None:
+        router, ranks = self.router, self.experts.expert_parallel
+        if ranks is not None:
+            check_group("MoE", ranks, self.experts.exchange.group)
+        check_plain("MoE", "x", x)
+        require_tensor("MoE", "x", x)
+        check_autocast("MoE", x)
+        check_devices("MoE", "the router", router.weight.device, x=x)
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            fail(TypeError, "MoE", "x", f"dtype {x.dtype}", "allowed: bfloat16 or float32")
+        dim = router.in_features
+        if x.dim() < 1 or x.shape[-1] != dim:
+            fail(ValueError, "MoE", "x", f"shape {tuple(x.shape)}", f"allowed: (..., {dim})")
+
+    @named("mxep.route")
+    def _route(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
+        """The tokens for the experts, and their routing."""
+        ranks, router = self.experts.expert_parallel, self.router
+        bias = router.bias
+        bias = None if bias is None else replicated(bias, ranks)
+        options = self.top_k, *self.route_options.values()
+        return route_tokens(x_TD, replicated(router.weight, ranks), bias, self.selection_bias, options)
+
+    def _shared(self, x_TD: Tensor) -> Tensor:
+        """(T, D): the shared expert, one group of all tokens. Its weights are those of every rank."""
+        assert self.shared_expert is not None
+        y_TD = self.shared_expert(x_TD.to(torch.bfloat16))
+        if self.shared_gate is None:
+            return y_TD
+        gate_T1 = x_TD @ replicated(self.shared_gate.weight, self.experts.expert_parallel).to(x_TD.dtype).mT
+        return gate_T1.float().sigmoid() * y_TD

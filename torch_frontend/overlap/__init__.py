@@ -1,0 +1,1 @@
+"""Exchanges that run while experts compute."""

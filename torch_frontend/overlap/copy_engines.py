@@ -1,0 +1,312 @@
+"""Rows travel by the copy engines of the GPUs of one host: no multiprocessor takes part in the copies.
+
+    box        memory of every rank that the others read; one for rows on the way to operands, one to tokens
+    ready      flag in the receiver's memory, per sender: the chunks whose rows are in the sender's box
+    turn       flag in the next receiver's memory: a copy out of a box starts when the copy before it has ended
+    taken      flag in the sender's memory, per receiver: the receiver has copied all rows of the leg
+    arrived    flag in the receiver's own memory: the chunks that it has copied
+
+    current stream    wait taken of the leg before --> kernels write rows to the box --> write ready
+    copy stream       wait ready, turn --> copy the rows of a chunk from one peer --> write turn, taken, arrived
+    current stream    wait arrived --> products
+
+The receiver copies, so rows arrive in memory that torch's allocator gave, and nothing copies them again. Senders that
+write to one GPU at a time slow each other down, 212 GB/s against 311 to 359 in turns on four H200; receivers that read
+from one take turns likewise. A flag holds the number of the leg that wrote it last, `ready` the number of the chunk in
+all legs, so nothing is ever reset. Waits, writes and copies are calls of the driver with addresses: through tensors
+they take the host longer than the GPU needs for a chunk.
+"""
+
+import ctypes
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core_kernels.launch import fail
+from ...core_kernels.peer import plan
+from ...core_kernels.policy.exchange import MOST_CHUNKS, Move, Step
+from ..exchange.counts import Request, refuse
+from ..exchange.shards import Ranks
+from ..ops.checks import check_int
+from ..ops.private import raw_stream
+from .planned_exchange import Planned
+from .symmetric import Shared, has_shared_memory, shared_memory
+from .transport import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    TIMEOUT,
+    Part,
+    Where,
+    arriving,
+    group_of,
+    milliseconds,
+    places_of,
+    rows_of_parts,
+    views_of,
+)
+
+OP = "CopyEngines"
+BOXES: tuple[Where, Where] = ("experts", "tokens")
+GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
+
+
+class CopyEngines:
+    """Copy engines between the GPUs of one host, a process each; the transport of all layers that share a group.
+
+    group: a process group or its name, of at least two ranks; None is the default group. The memory that leaving rows
+    need is allocated when a leg needs more than any before; all ranks then wait for each other. It holds the rows of
+    the rank that sends most: on each GPU that many bytes, on the way to the operands and to the tokens.
+
+    The legs of two layers share this memory in the order of the calls, which must be one on all ranks. Layers that run
+    on two streams at a time take a transport each.
+    chunk_bytes: as of `Collectives`. timeout: how long a GPU waits for the rows of the other ranks; then it ends this
+    process with an error of CUDA, as `PeerMemory` does.
+
+    Raises NotImplementedError without CUDA or torch's symmetric memory, ValueError for ranks on several hosts.
+    """
+
+    def __init__(
+        self,
+        group: "str | dist.ProcessGroup | None" = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        check_int(OP, "chunk_bytes", chunk_bytes, 1)
+        self.chunk_bytes, limit_ms = chunk_bytes, milliseconds(OP, timeout)
+        if not (torch.cuda.is_available() and has_shared_memory):
+            got = "no CUDA" if has_shared_memory else "a torch without torch.distributed._symmetric_memory"
+            fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
+        self.group = group_of(OP, group)
+        self.rank, self.ranks = self.group.rank(), self.group.size()
+        hosts: list[Any] = [None] * self.ranks
+        dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
+        if len(set(hosts)) > 1:
+            fail(ValueError, OP, "group", f"ranks on {sorted(set(hosts))}", "allowed: one host; else Collectives")
+        self.driver = _Driver(limit_ms)
+        self.flags = shared_memory(4 * len(BOXES) * self._flags_of_a_box(), self.group)
+        self.flags.of_rank[self.rank].zero_()
+        torch.cuda.synchronize()
+        dist.barrier(self.group)
+        self.boxes: dict[Where, Shared | None] = dict.fromkeys(BOXES)
+        self.legs: dict[Where, int] = dict.fromkeys(BOXES, 0)
+        self.weighs_sums = True
+
+    @property
+    def described(self) -> str:
+        return f"{type(self).__name__}(chunk_bytes={self.chunk_bytes})"
+
+    def begin(self, request: Request, width: int) -> Planned:
+        return Planned(self, request)
+
+    def refuse(self, ranks: Ranks) -> None:
+        refuse(ranks)
+
+    def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
+        self.driver.enter()
+        box, nbytes = self.boxes[where], places_of([rows], parts)[-1]
+        if box is None or box.of_rank[self.rank].shape[0] < nbytes:
+            return rows_of_parts(rows, parts, device)  # `leg` lets the box grow, which takes all ranks
+        self._wait_until_taken(where)
+        return views_of(box.of_rank[self.rank], rows, parts)
+
+    def leg(
+        self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
+        outgoing: tuple[Tensor, ...],
+    ) -> "_CopyLeg":  # fmt: skip
+        self.driver.enter()
+        parts = [Part(part.shape[1], part.dtype) for part in outgoing]
+        box = self._box(where, max(places_of(sent, parts)[-1], ALIGNMENT))
+        self._wait_until_taken(where)
+        boxes = [
+            [memory.data_ptr() + at for at in places_of([rows], parts)]
+            for memory, rows in zip(box.of_rank, sent, strict=True)
+        ]
+        memory = arriving(outgoing, received[self.rank])  # before the leg counts: there may be too little
+        self.legs[where] += 1
+        return _CopyLeg(self, where, self.legs[where], steps, boxes, outgoing, memory)
+
+    def _wait_until_taken(self, where: Where) -> None:
+        """The current stream goes on when all ranks have copied the rows of the last leg out of this rank's box."""
+        for peer in range(self.ranks) if self.legs[where] else ():
+            if peer != self.rank:
+                self.driver.wait(self.taken(self.rank, where, peer), self.legs[where])
+
+    def _box(self, where: Where, nbytes: int) -> Shared:
+        """The box, of at least `nbytes` bytes. All ranks ask for equally many, so they grow it in the same leg."""
+        box = self.boxes[where]
+        if box is None or box.of_rank[0].shape[0] < nbytes:
+            torch.cuda.synchronize()  # with the barrier: nobody reads the old box any more
+            dist.barrier(self.group)
+            box = self.boxes[where] = shared_memory(nbytes, self.group)
+        return box
+
+    def _flags_of_a_box(self) -> int:
+        return 2 * self.ranks + (self.ranks - 1) * MOST_CHUNKS + 1
+
+    def flag(self, owner: int, where: Where, index: int) -> int:
+        """The address of a flag in the memory of rank `owner`."""
+        at = BOXES.index(where) * self._flags_of_a_box() + index
+        return self.flags.of_rank[owner].data_ptr() + 4 * at
+
+    def taken(self, owner: int, where: Where, by: int) -> int:
+        return self.flag(owner, where, by)
+
+    def ready(self, owner: int, where: Where, sender: int) -> int:
+        return self.flag(owner, where, self.ranks + sender)
+
+    def turn(self, owner: int, where: Where, step: int) -> int:
+        return self.flag(owner, where, 2 * self.ranks + 1 + step)
+
+    def arrived(self, where: Where) -> int:
+        return self.flag(self.rank, where, 2 * self.ranks)
+
+
+class _CopyLeg:
+    """boxes: for each rank the addresses of the parts in its box."""
+
+    def __init__(
+        self, of: CopyEngines, where: Where, number: int, steps: Sequence[Step], boxes: list[list[int]],
+        outgoing: tuple[Tensor, ...], received: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        self.where: Where = where
+        self.of, self.number, self.steps, self.boxes = of, number, steps, boxes
+        self.outgoing, self.received = outgoing, received
+        self.row_bytes = [part.shape[1] * part.dtype.itemsize for part in outgoing]
+        self.left = [part.data_ptr() for part in outgoing]
+        self.here = [part.data_ptr() for part in received]
+        self.way = 1 if where == "experts" else -1  # of the peers in a step, see `Step`
+        of.driver.begin(received)
+
+    def send(self, chunks: range) -> None:
+        of = self.of
+        for chunk in chunks:
+            self._to_box(self.steps[chunk])
+        for peer in range(of.ranks):
+            if peer != of.rank:
+                of.driver.write(of.ready(peer, self.where, of.rank), self._chunk(chunks[-1]))
+        for chunk in chunks:
+            for k in range(1, of.ranks):
+                self._take((of.rank - self.way * k) % of.ranks, chunk, k)
+            of.driver.write_behind_copies(of.arrived(self.where), self._chunk(chunk))
+        for chunk in chunks:
+            own = [move for move in self.steps[chunk].sends if move.peer == of.rank]
+            self._copy(of.driver.copy_here, self.here, self.left, own)
+
+    def _chunk(self, chunk: int) -> int:
+        """The number of a chunk in all legs."""
+        return self.number * MOST_CHUNKS + chunk
+
+    def _copy(
+        self, copy: Callable[[int, int, int], None], destinations: list[int], sources: list[int], moves: Sequence[Move]
+    ) -> None:
+        for destination, source, nbytes in zip(destinations, sources, self.row_bytes, strict=False):
+            for move in moves:
+                if move.rows:
+                    to, from_ = destination + move.destination * nbytes, source + move.source * nbytes
+                    copy(to, from_, move.rows * nbytes)
+
+    def _to_box(self, step: Step) -> None:
+        """Copy rows that leave and are not in the box yet."""
+        box, rank = self.boxes[self.of.rank], self.of.rank
+        if any(at != place for at, place in zip(self.left, box, strict=False)):
+            moves = [move._replace(destination=move.source) for move in step.sends if move.peer != rank]
+            self._copy(self.of.driver.copy_here, box, self.left, moves)
+
+    def _take(self, peer: int, chunk: int, k: int) -> None:
+        """Copy the rows of a chunk from a peer, the k-th in turn."""
+        of, driver, turn = self.of, self.of.driver, chunk * (self.of.ranks - 1) + k - 1
+        driver.wait_to_copy(of.ready(of.rank, self.where, peer), self._chunk(chunk))
+        if turn and of.ranks > 2:
+            driver.wait_to_copy(of.turn(of.rank, self.where, turn), self.number)
+        moves = [move for move in self.steps[chunk].receives if move.peer == peer]
+        self._copy(driver.copy, self.here, self.boxes[peer], moves)
+        if turn + 1 < len(self.steps) * (of.ranks - 1) and of.ranks > 2:
+            after = (peer + self.way * ((turn + 1) % (of.ranks - 1) + 1)) % of.ranks
+            driver.write_behind_copies(of.turn(after, self.where, turn + 1), self.number)
+        if chunk + 1 == len(self.steps):
+            driver.write_behind_copies(of.taken(peer, self.where, of.rank), self.number)
+
+    def wait(self, chunk: int) -> None:
+        self.of.driver.wait(self.of.arrived(self.where), self._chunk(chunk))
+
+    def abandon(self) -> None:
+        # Behind the copies of the chunks that were sent: this rank reads no more out of the boxes of this leg.
+        of = self.of
+        for peer in range(of.ranks):
+            if peer != of.rank:
+                of.driver.write_behind_copies(of.taken(peer, self.where, of.rank), self.number)
+
+
+class _Driver:
+    """Copies, and waits and writes of flags of 32 bits, on the stream of copies or on the current one.
+
+    The current stream waits in a kernel, which has a time limit and a multiprocessor that has nothing else to do. Waits
+    on the stream of copies have none: the current stream waits for these copies.
+    """
+
+    def __init__(self, limit_ms: int) -> None:
+        self.limit_ms = limit_ms
+        self.wait_kernel = import_module(plan.__name__.replace(".plan", ".kernel")).wait_kernel
+        self._compiled_wait: Any = None
+        library = ctypes.CDLL("libcuda.so.1")
+        self._wait, self._write = library.cuStreamWaitValue32_v2, library.cuStreamWriteValue32_v2
+        self._context, self._enter = ctypes.c_void_p(), library.cuCtxSetCurrent
+        torch.cuda.synchronize()  # there is a context
+        self._raise(library.cuCtxGetCurrent(ctypes.byref(self._context)))
+        for function in (self._wait, self._write):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._copy = library.cuMemcpyAsync
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        self.copies = torch.cuda.Stream()
+        self.stream = self.copies.cuda_stream
+        self.index = self.copies.device.index
+
+    def enter(self) -> None:
+        """Before other calls: a thread of autograd has no context before its first call of the runtime."""
+        self._raise(self._enter(self._context))
+
+    def begin(self, received: Sequence[Tensor]) -> None:
+        """Copies that follow come behind the work of the current stream, which may have used this memory before."""
+        self.copies.wait_stream(torch.cuda.current_stream())
+        for part in received:  # the allocator waits for the copies before it reuses the memory
+            part.record_stream(self.copies)
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy bytes between addresses on the stream of copies."""
+        self._raise(self._copy(destination, source, nbytes, self.stream))
+
+    def copy_here(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy bytes between addresses on the current stream."""
+        self._raise(self._copy(destination, source, nbytes, raw_stream(self.index)))
+
+    def wait_to_copy(self, flag: int, value: int) -> None:
+        """Copies that follow start when the flag is at least `value`."""
+        self._raise(self._wait(self.stream, flag, value, GREATER_OR_EQUAL))
+
+    def write_behind_copies(self, flag: int, value: int) -> None:
+        """Write the flag behind the copies."""
+        self._raise(self._write(self.stream, flag, value, 0))
+
+    def wait(self, flag: int, value: int) -> None:
+        """Work that the current stream gets from now on starts when the flag is at least `value`; after the time limit
+        this process gets an error of CUDA."""
+        if self._compiled_wait is None:
+            with torch.cuda.device(self.index):
+                self._compiled_wait = self.wait_kernel[(1,)](flag, value, self.limit_ms, num_warps=1)[(1, 1, 1)]
+        else:  # Triton's own look-up takes the host longer than the launch
+            self._compiled_wait(flag, value, self.limit_ms, stream=raw_stream(self.index))
+
+    def write(self, flag: int, value: int) -> None:
+        """Write the flag behind the work of the current stream, whose bytes are visible before it."""
+        self._raise(self._write(raw_stream(self.index), flag, value, 0))
+
+    def _raise(self, code: int) -> None:
+        if code:
+            fail(RuntimeError, OP, "a call of the driver", f"CUDA error {code}", "allowed: none")

@@ -1,0 +1,217 @@
+"""Products and feed-forwards of experts on several ranks, as one function each.
+
+    expert_parallel_mm     rows (M, K)  --> out (M, N), row i multiplied by the matrix of its expert, wherever it is
+    expert_parallel_ffn    rows or TokenReplicas --> the experts' SwiGLU feed-forward
+
+They are `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`; over a transport the exchanges run beside the
+products, with the same bytes (schedule.py).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core_kernels.launch import fail
+from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.policy.replicas import Replicas
+from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
+from ..exchange.all_to_all import TokenReplicas
+from ..exchange.counts import Request
+from ..exchange.exchange import AllToAll, Exchange
+from ..exchange.process_groups import degree_of, name_of
+from ..exchange.shards import Ranks
+from ..products.weights import Weights, outlives_forward
+from .local_experts import FFN, MM
+from .schedule import Overlap, Way, overlapped
+
+
+class Transport(Protocol):
+    """How rows travel beside the products: `Collectives`, `CopyEngines` or `PeerMemory`.
+
+    group: of the ranks. weighs_sums: it keeps the rows that the gradient of a weighted sum reads.
+    """
+
+    group: dist.ProcessGroup
+    weighs_sums: bool
+
+    @property
+    def described(self) -> str:
+        """What the ranks must agree on."""
+        ...
+
+    def begin(self, request: Request, width: int) -> Way:
+        """The way of a request whose experts return rows of this width. An error on one rank raises on all, here or in
+        the forward of the way."""
+        ...
+
+    def refuse(self, ranks: Ranks) -> None: ...
+
+
+def check_prob_in(op: str, argument: str, prob_in: str, transport: Transport) -> None:
+    """Raise ValueError for the place of the probabilities whose gradient reads rows of the forward, unless the
+    transport keeps them."""
+    if prob_in == "combine" and not transport.weighs_sums:
+        name = type(transport).__name__
+        allowed = f"allowed: 'swiglu' or 'input' with {name}; the gradient of a weighted sum reads the rows again"
+        fail(ValueError, op, argument, "prob_in='combine'", allowed)
+
+
+class Overlapped:
+    """An `Exchange` over a transport: `dispatch` moves nothing, and the experts exchange rows while they multiply."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.group = transport, transport.group
+
+    def dispatch(self, request: Request) -> tuple[Tensor, Tensor | None, "AtHome"]:
+        return request.x, request.probs, AtHome(self.transport, request)
+
+    def combine(self, out: Tensor, handle: "AtHome", request: Request) -> Tensor:
+        return out
+
+    def refuse(self, ranks: Ranks) -> None:
+        self.transport.refuse(ranks)
+
+
+def exchange_over(transport: Transport | None, replicas: Replicas = "each") -> Exchange:
+    """The exchange of several ranks. transport: None is one exchange after the other. replicas: of `AllToAll`."""
+    return AllToAll(replicas) if transport is None else Overlapped(transport)
+
+
+class AtHome:
+    """The `Handle` and the layout of rows that no rank has sent yet."""
+
+    counts: Tensor
+
+    def __init__(self, transport: Transport, request: Request) -> None:
+        self.transport, self.request = transport, request
+
+    @property
+    def layout(self) -> "AtHome":
+        return self
+
+    @property
+    def padded_counts(self) -> Tensor:
+        allowed = "allowed: the forward of GroupedExperts over a transport; no transport for another"
+        fail(TypeError, self.request.op, "experts", "a forward of their own", allowed)
+
+    def run(self, experts: FFN | MM, x: Tensor, prob: Tensor | None) -> Tensor:
+        """Dispatch, experts and combine."""
+        y, self.counts = _run_eagerly(self.transport, self.request, experts, x, prob)
+        return y
+
+
+def _run(
+    transport: Transport, request: Request, experts: FFN | MM, x: Tensor, probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The result, and (E,) rows of all ranks per expert. x, probs: those of the request, after hooks of the experts."""
+    inside, found = request.inside and probs is not None, None
+    also = {**request.also, "transport": transport.described, "weights inside": inside}
+    request = request.after_hooks(x, probs)._replace(also=also)
+    try:
+        if probs is not None and not inside:
+            check_prob_in(request.op, "prob_in", "combine", transport)
+        found = experts.in_chunks(request)
+    except (TypeError, ValueError) as error:
+        request = request._replace(error=error)
+    way = transport.begin(request, found.width if found else 0)
+    assert found is not None
+    assert request.out_dtype is not None
+    call = Overlap(way, request.recipe, found.experts, found.width, request.out_dtype, inside)
+    return overlapped(x, probs, call, *found.parameters), way.totals
+
+
+# The host reads the counts, and which rows travel depends on them.
+_run_eagerly: Callable[..., Any] = torch.compiler.disable(_run)
+
+
+def expert_parallel_mm(
+    rows: Tensor | TokenReplicas,
+    w: Weights,
+    counts: Tensor,
+    *,
+    recipe: Recipe | str = "mxfp8",
+    bias: Tensor | None = None,
+    group: "str | dist.ProcessGroup | None" = None,
+    transport: Transport | None = None,
+) -> Tensor:
+    """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
+
+    rows, counts, recipe, group: as in `dispatch`. w (G, N, K), bias: of this rank's experts, as in `grouped_mm`.
+    transport: how rows travel beside the products: `Collectives`, `CopyEngines` or `PeerMemory` of the group; None is
+        one exchange after the other, by all-to-alls.
+
+    Returns (M, N) bfloat16, or of TokenReplicas (T, N), the sum over each token's replicas. The bytes of the result and
+    of all gradients are those of `dispatch`, `grouped_mm` and `combine`. The host waits for the counts alone, over
+    `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
+
+    >>> w = torch.stack([torch.eye(32), 2 * torch.eye(32)])
+    >>> expert_parallel_mm(torch.ones(3, 32), w, torch.tensor([1, 2]))[:, 0].tolist()
+    [1.0, 2.0, 2.0]
+
+    Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
+    """
+    recipe = Recipe.parse(recipe)
+    request = Request("expert_parallel_mm", rows, counts, recipe, out_dtype=torch.bfloat16)
+    return _over(transport, group, request, MM(w, bias, recipe))
+
+
+def expert_parallel_ffn(
+    rows: Tensor | TokenReplicas,
+    counts: Tensor,
+    w1: Weights,
+    w3: Weights,
+    w2: Weights,
+    probs: Tensor | None = None,
+    *,
+    prob_in: Literal["combine", "swiglu"] = "swiglu",
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: SwiGLU = PLAIN,
+    recipe: Recipe | str = "mxfp8",
+    group: "str | dist.ProcessGroup | None" = None,
+    transport: Transport | None = None,
+) -> Tensor:
+    """The SwiGLU feed-forward of experts on the ranks of a group; differentiable in rows, weights, biases and probs.
+
+    rows, counts, recipe, group: as in `dispatch`.
+    w1, w3 (G, F, D), w2 (G, D, F), b1, b3, b2, activation: of this rank's experts, as in `grouped_swiglu_ffn`.
+    probs: of TokenReplicas, (T, top_k) float32. prob_in: the place where it weights a row: "combine" or "swiglu", as
+        in `MoE`.
+    transport: as in `expert_parallel_mm`.
+
+    Returns (M, D) rows, or of TokenReplicas (T, D), bfloat16. The bytes of the result and of all gradients are those of
+    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts alone, over `PeerMemory` for
+    nothing; that takes no prob_in="combine". All ranks need a gradient of the rows, or none does.
+
+    >>> w = torch.full((1, 32, 32), 1 / 32)
+    >>> expert_parallel_ffn(torch.ones(1, 32), torch.tensor([1]), w, w, w)[0, 0].item()  # as grouped_swiglu_ffn's
+    0.75
+
+    Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
+    """
+    op, recipe = "expert_parallel_ffn", Recipe.parse(recipe)
+    if prob_in not in ("combine", "swiglu"):
+        fail(ValueError, op, "prob_in", repr(prob_in), "allowed: 'combine' or 'swiglu'")
+    weights = w1, w3, w2
+    save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in weights)
+    experts = FFN("grouped_swiglu_ffn", weights, (b1, b3, b2), activation, recipe, save_bytes)
+    request = Request(op, rows, counts, recipe, probs=probs, inside=prob_in == "swiglu", out_dtype=torch.bfloat16)
+    return _over(transport, group, request, experts)
+
+
+def _over(
+    transport: Transport | None, group: "str | dist.ProcessGroup | None", request: Request, experts: FFN | MM
+) -> Tensor:
+    """The result of a request over the ranks of a group."""
+    name = name_of(request.op, "group", group)
+    ranks = Ranks(name, degree_of(name), 0, "")
+    request = request._replace(ranks=ranks)
+    request = request._replace(check=partial(experts.in_chunks, request))
+    exchange = exchange_over(transport if ranks.degree > 1 else None)
+    rows, prob, handle = exchange.dispatch(request)
+    return exchange.combine(handle.layout.run(experts, rows, prob), handle, request)

@@ -1,0 +1,216 @@
+"""Expert parallelism through memory of peers: dispatch, experts and combine as one differentiable function, of which
+the host reads no size.
+
+    forward     share counts | lay out, push tokens | products of all experts | pull and sum rows
+    backward                   push gradients       | products of all experts | pull and sum rows, weight gradients
+                bars: barriers of the ranks in the stream (peer_memory.py)
+
+A token is quantized once, and a kernel writes its bytes to the final row of each of its replicas, in the memory of the
+expert's rank. The operand is as long as the memory has place for, the end of each group is on the device. The bytes of
+the result and of all gradients are those of `dispatch`, experts and `combine` in turn.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core_kernels.dispatch import facts
+from ...core_kernels.peer import plan
+from ...core_kernels.policy.exchange import Chunk
+from ...core_kernels.policy.recipe import Recipe
+from ..exchange.all_to_all import TokenReplicas
+from ..ops import direct as ops
+from ..ops.device import arch_of
+from ..ops.mx_tensor import MXTensor
+from .schedule import BF16, Rows
+from .transport import Part, Where
+
+if TYPE_CHECKING:
+    from .peer_memory import PeerMemory
+
+PROB = Part(1, torch.float32)
+
+
+class Layout(NamedTuple):
+    """Of one call. places (M,) int64: rank << 32 | row of each row of this rank, -1 without a place. group_ends,
+    filled_ends (local experts,) int32: the ends of this rank's groups, with and without padding. totals (E,) int32:
+    rows of all ranks. capacity: rows of an operand."""
+
+    places: Tensor
+    group_ends: Tensor
+    filled_ends: Tensor
+    totals: Tensor
+    capacity: int
+
+
+class Peers:
+    """One call: a `Way`. inverse, top_k: of TokenReplicas, or None and 1."""
+
+    def __init__(self, memory: "PeerMemory", layout: Layout, rows: Tensor | TokenReplicas) -> None:
+        self.memory, self.layout, self.totals = memory, layout, layout.totals
+        self.inverse, self.top_k = None, 1
+        if isinstance(rows, TokenReplicas):
+            self.inverse, self.top_k = rows.inverse, rows.top_k
+
+    @contextmanager
+    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Trip"]:
+        with self.memory.uninterrupted():
+            yield _Trip(self, *self.push(x, there, weights), home, home.parts)
+
+    @contextmanager
+    def backward(
+        self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
+    ) -> Iterator["_Trip"]:
+        assert weighted is None
+        with self.memory.uninterrupted():
+            self.memory.meet()
+            operand = self.push(dy.to(BF16), there, None)
+            del dy
+            trip = _Trip(self, *operand, home, [*home.parts, PROB])
+            trip.depart()
+            yield trip
+
+    def push(self, x: Tensor, rows: Rows, weights: Tensor | None) -> tuple[Tensor | MXTensor, Tensor | None]:
+        """Write rows (T, K) to their places on all ranks, and weights (T, top_k) with them. Returns this rank's operand
+        and the weights of its rows, which are there after the next barrier."""
+        memory, at = self.memory, self.layout
+        parts = rows.parts + [PROB] * (weights is not None)
+        starts = [*memory.starts("experts", at.capacity, parts), 0, 0]
+        room = memory.views("experts", at.capacity, parts)
+        weights_at = starts[len(parts) - 1] if weights is not None else 0
+        scales = own_scales = x.new_empty(0, dtype=torch.uint8)
+        word, per_row, scales_at = "uint8", 0, 0
+        if rows.rounding is None:
+            values = _aligned(x)
+        else:
+            values, scales = ops.quantize_row(x.contiguous(), rows.rounding)
+            word, per_row = plan.words_of(scales.shape[1])
+            scales, own_scales = (s.view(getattr(torch, word)) for s in (scales, room[1]))
+            scales_at = starts[1]
+        values, own_values = values.view(torch.int64), room[0].view(torch.int64)
+        prob = own_prob = x.new_empty(0, dtype=torch.float32)
+        if weights is not None:
+            prob, own_prob = weights.contiguous(), room[-1]
+        flags = self.inverse is not None, weights is not None
+        blocks = plan.push(values.shape[1], per_row, scales.element_size(), self.top_k, *flags)
+        args = values, scales, prob, *self._maps(), x.shape[0], starts[0], scales_at, weights_at
+        memory.launch("push", min(x.shape[0], memory.width), *args, **blocks)
+        blocks = plan.clear(values.shape[1], per_row, at.group_ends.shape[0], weights is not None)
+        args = at.group_ends, at.filled_ends, own_values, own_scales, own_prob
+        memory.launch("clear", at.capacity // plan.BLOCK, *args, **blocks)
+        operand = MXTensor(room[0], room[1], x.dtype) if rows.rounding is not None else room[0]
+        return operand, room[-1].squeeze(1) if weights is not None else None
+
+    def pull(self, rows: Rows, parts: Sequence[Part], out: torch.dtype) -> Tensor:
+        """(T, width) of dtype `out`: the sum of each token's replicas, rows in the memory of their ranks, or the row.
+        parts: what travels with them too."""
+        memory, device, tokens, mx = self.memory, self.layout.places.device, self.tokens, rows.rounding is not None
+        y = torch.empty((tokens, rows.width), dtype=out, device=device)
+        starts = [*memory.starts("tokens", self.layout.capacity, parts), 0]
+        hw_cast = device.type == "cuda" and facts(arch_of(device)).hw_cast
+        flags = self.inverse is not None, mx, rows.dtype == torch.float32, hw_cast
+        args = *self._maps(), tokens, starts[0], starts[1] if mx else 0, y
+        memory.launch("pull", min(tokens, memory.width), *args, **plan.pull(rows.width, self.top_k, *flags))
+        return y
+
+    def pull_weights(self, parts: Sequence[Part]) -> Tensor:
+        """(T, top_k) fp32, the last part of each replica's row."""
+        out = torch.empty((self.tokens, self.top_k), dtype=torch.float32, device=self.layout.places.device)
+        start = self.memory.starts("tokens", self.layout.capacity, parts)[-1]
+        args = *self._maps(), out.numel(), start, out
+        self.memory.launch("pull_weights", -(-out.numel() // 256), *args, BLOCK_M=256)
+        return out
+
+    @property
+    def tokens(self) -> int:
+        maps = self.layout.places if self.inverse is None else self.inverse
+        return maps.shape[0] // self.top_k
+
+    def _maps(self) -> tuple[Tensor, Tensor, Tensor]:
+        room, places = self.memory.room, self.layout.places
+        assert room is not None
+        return places if self.inverse is None else self.inverse, places, room.addresses
+
+    def kept(self, value: Any) -> Any:
+        """What the backward reads, with memory of its own."""
+        if isinstance(value, MXTensor):
+            return MXTensor(self.kept(value.q), self.kept(value.sf), value.orig_dtype)
+        if isinstance(value, tuple):
+            items = map(self.kept, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value.clone() if isinstance(value, Tensor) and self.memory.holds(value) else value
+
+
+class _Trip:
+    """All experts are one chunk. parts: of the rows home, and what travels with them."""
+
+    def __init__(self, of: Peers, rows: Tensor, prob: Tensor | None, home: Rows, parts: list[Part]) -> None:
+        self.of, self.of_home, self.parts, self.operand = of, home, parts, (rows, prob)
+        self.chunks = (Chunk(0, of.layout.group_ends.shape[0], 0, of.layout.capacity),)
+
+    def depart(self) -> None:
+        self.of.memory.meet()
+
+    def ends(self) -> list[Tensor]:
+        return [self.of.layout.group_ends]
+
+    def operands(self, chunk: int) -> tuple[Tensor, Tensor | None]:
+        return self.operand
+
+    def room(self, chunk: int) -> tuple[Tensor, ...]:
+        return self.of.memory.views("tokens", self.of.layout.capacity, self.parts)
+
+    def kept(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.of.kept(state)
+
+    def send_back(self, chunk: int) -> None:
+        self.of.memory.meet()
+
+    def sums(self, out_dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        y = self.of.pull(self.of_home, self.parts, out_dtype)
+        return y, y
+
+    def gradients(
+        self, needs: tuple[bool, bool], beside: Callable[[], list[Tensor | None]]
+    ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+        need_x, need_prob = needs
+        dx = self.of.pull(self.of_home, self.parts, self.of_home.dtype) if need_x else None
+        dprobs = self.of.pull_weights(self.parts) if need_prob else None
+        return dx, dprobs, beside()
+
+
+def legs(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple[Where, list[Part]]]:
+    """The most that each leg of a call carries: rows (.., dim) there, (.., width) back."""
+    return [
+        ("experts", [*Rows.of(recipe, "dispatch", dim, dtype).parts, PROB]),
+        ("experts", Rows.of(recipe, "combine_grad", width, BF16).parts),
+        ("tokens", Rows.of(recipe, "combine", width, BF16).parts),
+        ("tokens", [*Rows.of(recipe, "dispatch_grad", dim, dtype).parts, PROB]),
+    ]
+
+
+def lay_out(memory: "PeerMemory", counts: Tensor, rows: int, capacity: int, alignment: int) -> Layout:
+    """Exchange the counts (E,) of all ranks and place the rows of this one; ends with the first barrier of a call."""
+    experts, device, room = counts.shape[0], counts.device, memory.room
+    assert room is not None
+    counts = counts.to(torch.int32).contiguous()
+    memory.launch(
+        "share_counts", memory.ranks, counts, room.addresses, memory.rank, room.starts[0], **plan.share_counts(experts)
+    )
+    memory.meet()
+    groups = experts // memory.ranks
+    ends, filled, totals = (torch.empty(n, dtype=torch.int32, device=device) for n in (groups, groups, experts))
+    places = torch.empty(rows, dtype=torch.int64, device=device)
+    blocks = plan.lay_out(experts, memory.ranks, alignment)
+    args = memory.counts(experts), memory.rank, rows, capacity, places, ends, filled, totals, memory.worst
+    memory.launch("lay_out", experts, *args, **blocks)
+    return Layout(places, ends, filled, totals, capacity)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with dense rows at an address that kernels take."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x

@@ -1,0 +1,265 @@
+"""Memory of the GPUs of one host that kernels of all of them write and read: exchanges of which the host reads no size.
+
+    counts     (ranks, E) int32: every rank writes its row into the memory of all
+    experts    rows on the way to operands: the ranks of the tokens write them to their final place
+    tokens     rows on the way to tokens: the products write them, the ranks of the tokens read and sum them
+
+    share counts | meet | lay out, push rows | meet | products | meet | pull rows        forward
+                   meet | push rows          | meet | products | meet | pull rows        backward
+
+`meet` is a barrier in the stream, a kernel that signals every rank with release and waits for its signal with acquire,
+both of system scope. A kernel's stores are complete when the kernel ends, before the signal; the loads of the next
+kernel come after the wait. So what was written before a rank's barrier is seen after the barrier of any other.
+
+The first barrier of each direction keeps a fast rank from memory that a slow one still reads: a rank signals it when
+everything it read in the direction before is read, operands and rows of its peers. Counts need none of their own: at
+least the second barrier of a direction lies between the kernel that reads them and the next one that writes them.
+
+peer_exchange.py runs these steps; the kernels are in core_kernels/peer.
+"""
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core_kernels.launch import fail
+from ...core_kernels.peer import plan
+from ..exchange.counts import Request, checked_rows, shared_arguments
+from ..exchange.process_groups import can_compare, compare_calls, key_of, table_of_ranks
+from ..exchange.shards import Ranks
+from ..ops.checks import check_int
+from ..ops.launch import check_devices
+from .peer_exchange import Peers, lay_out, legs
+from .symmetric import Shared, has_shared_memory, meet, shared_memory
+from .transport import ALIGNMENT, TIMEOUT, Part, Where, group_of, milliseconds, places_of, views_of
+
+OP = "PeerMemory"
+WIDTH = 1024
+WHERE: tuple[Where, Where] = ("experts", "tokens")
+
+
+class Room(NamedTuple):
+    """Mapped memory. addresses (ranks,) int64: of each rank's. starts: the first byte of the counts, of the rows to
+    experts and of the rows to tokens, and the end."""
+
+    shared: Shared
+    addresses: Tensor
+    starts: tuple[int, ...]
+
+
+class PeerMemory:
+    """The memory that the GPUs of one host, a process each, map for exchanges without the host: the layers that use it
+    read no size on the host, forward and backward, and a CUDA graph can capture them.
+
+    group: a process group or its name, of at least two ranks; None is the default group.
+    rows: the rows that a rank has place for, from all ranks together; more may arrive than it has place for. Then the
+        outputs of the tokens with a row that found no place are NaN, their gradients too, and `overflow` raises, on
+        all ranks. None: place for all rows of all ranks, each with as many as the rank with the most rows in the first
+        call. A later call may have more, such as an evaluation with a larger batch: then the same holds.
+    width: programs of the kernels that write and read rows of peers.
+    timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
+
+    It takes `rows` rows to experts and as many to tokens, with the padding of the groups, on every GPU. The memory is
+    allocated when a call needs more than any before, never while a graph is captured; all ranks then wait for each
+    other once. Products run over all of it: state `rows` where the worst case is far from what arrives.
+
+    Calls share the memory in their order, which must be one on all ranks. Layers that run on two streams at a time take
+    one each. Layers with prob_in="combine" raise: their backward reads rows that this memory does not keep.
+
+    Raises NotImplementedError without CUDA or torch's symmetric memory, ValueError for ranks on several hosts.
+    """
+
+    def __init__(
+        self,
+        group: "str | dist.ProcessGroup | None" = None,
+        rows: int | None = None,
+        *,
+        width: int = WIDTH,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        if rows is not None:
+            check_int(OP, "rows", rows, 1)
+        check_int(OP, "width", width, 1)
+        self.timeout_ms = milliseconds(OP, timeout)
+        if got := _missing():
+            fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
+        self.group = group_of(OP, group)
+        self.rank, self.ranks = self.group.rank(), self.group.size()
+        self.rows, self.width = rows, width
+        hosts: list[Any] = [None] * self.ranks
+        dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
+        if len(set(hosts)) > 1:
+            fail(ValueError, OP, "group", f"ranks on {sorted(set(hosts))}", "allowed: one host; else Collectives")
+        self.kernels = import_module(plan.__name__.replace(".plan", ".kernel"))
+        self.device = _device()
+        self.worst = torch.zeros((self.ranks, 2), dtype=torch.int32, device=self.device)
+        self.most: int | None = None
+        self.compared: set[int] = set()
+        self.interrupted = False
+        self.room: Room | None = None
+        self.of_graphs: list[Room] = []
+        self.weighs_sums = False
+
+    @property
+    def described(self) -> str:
+        return f"PeerMemory(rows={self.rows})"
+
+    def begin(self, request: Request, width: int) -> Peers:
+        """Room for a request whose experts return rows of this width, and its layout; ends with the first barrier."""
+        op, error, ranks = "dispatch", request.error, request.ranks
+        rows, num_rows, shared = request.rows, 0, {}
+        try:
+            if error is None:
+                rows, num_rows = checked_rows(request)
+                check_devices(op, "transport", self.device, rows=request.x)
+                also = {"experts": request.counts.shape[0], **request.also}
+                shared = shared_arguments(request._replace(also=also))
+        except (TypeError, ValueError) as found:
+            error = found
+        if error is not None:
+            self.interrupt()
+            if self.room is None and can_compare(ranks.group_name):
+                compare_calls(op, shared, ranks.group_name, error)  # the others do before they allocate, and raise too
+            raise error
+        x, counts, alignment = request.x, request.counts, request.recipe.alignment
+        parts = legs(request.recipe, x.shape[1], x.dtype, width)
+        with torch.no_grad(), self.uninterrupted():
+            capacity = self.reserve(op, num_rows, counts.shape[0], alignment, parts, shared)
+            layout = lay_out(self, counts, num_rows, capacity, alignment)
+        return Peers(self, layout, rows)
+
+    def refuse(self, ranks: Ranks) -> None:
+        """There is no exchange that tells the others: they wait for this rank until their time limit."""
+        self.interrupt()
+
+    def overflow(self) -> None:
+        """Raise RuntimeError, with the numbers, if a rank had no place for a row since the last call of this method.
+        The host waits for the GPU. All ranks find the same."""
+        found = self.worst.tolist()
+        self.worst.zero_()
+        for rank, (beyond, rows) in enumerate(found):
+            if beyond > 0:
+                allowed = f"allowed: {rows - beyond}; state more `rows`, or None for the worst case"
+                fail(RuntimeError, OP, "rows", f"groups of {rows} rows with padding on rank {rank}", allowed)
+
+    def reserve(
+        self, op: str, rows: int, experts: int, alignment: int, parts: Sequence[tuple[Where, Sequence[Part]]],
+        shared: Mapping[str, Any],
+    ) -> int:  # fmt: skip
+        """Room for the legs of a call, allocated if there is less; returns the rows of an operand. rows: of this rank.
+        parts: of each leg. shared: arguments that the ranks compare in the first call that has them, in the first after
+        an error, and before they allocate."""
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        new = key_of(shared) not in self.compared
+        if new and not capturing:
+            self._compare(op, shared)
+        if self.rows is None and self.most is None and not capturing:
+            (all_rows,) = zip(*table_of_ranks(op, [rows], self.group.group_name), strict=True)
+            self.most = max(all_rows)
+        worst = self.rows if self.rows is not None else (self.most or 0) * self.ranks
+        capacity = plan.capacity_of(worst, experts // self.ranks, alignment)
+        if capacity >= 2**31:
+            fail(ValueError, OP, "rows", f"{worst}, with padding {capacity}", f"allowed: {2**31 - 1} with padding")
+        needs = [-(-4 * experts * self.ranks // ALIGNMENT) * ALIGNMENT]
+        needs += [max(places_of([capacity], p)[-1] for at, p in parts if at == where) for where in WHERE]
+        has = [0] * 3 if self.room is None else [end - start for start, end in pairwise(self.room.starts)]
+        if any(need > size for need, size in zip(needs, has, strict=True)):
+            if capturing:
+                got, allowed = "a call that needs more than any before, in a graph", "allowed: outside of the capture"
+                fail(RuntimeError, op, "transport", got, f"{allowed}; run the layer once at these sizes before")
+            if not new:
+                self._compare(op, shared)
+            self._grow([max(need, size) for need, size in zip(needs, has, strict=True)])
+        if capturing and self.room is not None and not any(room is self.room for room in self.of_graphs):
+            self.of_graphs.append(self.room)  # the graph has its addresses
+        return capacity
+
+    def _compare(self, op: str, shared: Mapping[str, Any]) -> None:
+        if self.interrupted and torch.cuda.is_available():
+            torch.cuda.synchronize()  # with the comparison: nobody reads what the next call writes
+        compare_calls(op, shared, self.group.group_name, None)
+        self.compared.add(key_of(shared))
+        self.interrupted = False
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Around the work between two barriers. After an error there the next call begins with a comparison on the
+        host, where the ranks wait for each other: all have failed alike, or the time limit ends them."""
+        try:
+            yield
+        except Exception:
+            self.interrupt()
+            raise
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        self.compared.clear()
+
+    def _grow(self, sizes: Sequence[int]) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # with the barrier: nobody uses the old memory any more
+        dist.barrier(self.group)
+        starts = tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
+        with self._on_device():
+            shared = shared_memory(starts[-1], self.group)
+        addresses = [of.data_ptr() for of in shared.of_rank]
+        self.room = Room(shared, torch.tensor(addresses, dtype=torch.int64, device=self.device), starts)
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's memory, uint8."""
+        assert self.room is not None
+        return self.room.shared.of_rank[self.rank]
+
+    def counts(self, experts: int) -> Tensor:
+        """(ranks, E) int32, of every rank."""
+        return self.own[: 4 * experts * self.ranks].view(torch.int32).view(self.ranks, experts)
+
+    def starts(self, where: Where, capacity: int, parts: Sequence[Part]) -> list[int]:
+        """The first byte of each part of a leg of `capacity` rows, in the memory of every rank."""
+        assert self.room is not None
+        first = self.room.starts[1 + WHERE.index(where)]
+        return [first + at for at in places_of([capacity], parts)[:-1]]
+
+    def views(self, where: Where, capacity: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+        """The parts of a leg in this rank's memory."""
+        assert self.room is not None
+        return views_of(self.own[self.room.starts[1 + WHERE.index(where)] :], capacity, parts)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether x lies in this memory."""
+        return x.untyped_storage().data_ptr() == self.own.untyped_storage().data_ptr()
+
+    def meet(self) -> None:
+        """Work that the current stream gets from now on starts when all ranks have ended theirs before this call."""
+        assert self.room is not None
+        meet(self.room.shared, self.timeout_ms)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def launch(self, kernel: str, programs: int, *args: Any, **constexprs: Any) -> None:
+        """Start a kernel of core_kernels/peer on the current stream."""
+        if programs:
+            with self._on_device():
+                function = getattr(self.kernels, f"{kernel}_kernel")
+                function[(programs,)](*args, **constexprs, enable_fp_fusion=False)
+
+
+def _missing() -> str:
+    """What this process lacks for memory of peers."""
+    if not has_shared_memory:
+        return "a torch without torch.distributed._symmetric_memory"
+    return "" if torch.cuda.is_available() else "no CUDA"
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())

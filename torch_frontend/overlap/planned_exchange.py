@@ -1,0 +1,221 @@
+"""Rows travel to places that the host plans: the ranks exchange their counts, and legs of a transport carry the rows.
+
+    forward     agree on counts | quantize weights, rows | host waits for the counts, plans | leg to experts, to tokens
+    backward                      rows of the gradients                                     | leg to experts, to tokens
+
+`core_kernels/policy/exchange.py` makes the plan, which the backward uses again; transport.py has the protocol of legs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ...core_kernels.policy.exchange import Chunk, Exchange, plan_exchange
+from ...core_kernels.registry import OPS
+from ..exchange.all_to_all import TokenReplicas
+from ..exchange.counts import Request, counts_of_ranks
+from ..ops import direct as ops
+from ..ops.call import into
+from ..ops.launch import dtype_name
+from ..ops.private import group_named
+from ..routing.weighted_combine import sum_slots
+from .schedule import BF16, Rows
+from .symmetric import zero_each
+from .transport import Leg, Legs, Part
+
+PROB = Part(1, torch.float32)
+
+
+class Planned:
+    """One call: a `Way`. It agrees on the counts; raises the error of this rank."""
+
+    def __init__(self, transport: Legs, request: Request) -> None:
+        self.agreed, self.table = counts_of_ranks(request)
+        rows = self.agreed.rows
+        self.transport, self.alignment = transport, request.recipe.alignment
+        self.rank = group_named(request.ranks.group_name).rank()
+        self.order, self.slots = None, None
+        self.top_k, self.device = 0, request.counts.device
+        if isinstance(rows, TokenReplicas):
+            self.order, self.slots, self.top_k = rows.order, rows.inverse.view(-1, rows.top_k), rows.top_k
+        self.plan: Exchange | None = None
+
+    @property
+    def totals(self) -> Tensor:
+        return self.agreed.totals
+
+    @contextmanager
+    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Trip"]:
+        with _ended_legs() as legs:
+            yield _Trip(self, legs, there, home, home.parts, lambda: self._leaving(x, there, weights))
+
+    @contextmanager
+    def backward(
+        self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
+    ) -> Iterator["_Trip"]:
+        need_x, need_prob = needs
+        parts = home.parts * need_x + [PROB] * need_prob
+        with _ended_legs() as legs:
+            if weighted is None:
+                leaving, dprobs = self._leaving(dy.to(BF16), there, None), None
+            else:
+                leaving, dprobs = self._weighted(dy, *weighted, there)
+            del dy, weighted
+            trip = _Trip(self, legs, there, home, parts, lambda: leaving, dprobs)
+            trip.depart()
+            yield trip
+
+    def planned(self, leaving: Sequence[Tensor]) -> Exchange:
+        """The host waits for the counts, in the forward."""
+        if self.plan is None:
+            row_bytes = sum(part.shape[1] * part.dtype.itemsize for part in leaving)
+            least_rows = max(self.transport.chunk_bytes // row_bytes, 1)
+            self.plan = plan_exchange(self.table(), self.rank, self.alignment, least_rows)
+        return self.plan
+
+    def _leaving(self, x: Tensor, rows: Rows, weights: Tensor | None) -> tuple[Tensor, ...]:
+        """The parts of the rows that travel to the experts, of tokens or of rows, with their weights (T, top_k), if
+        they travel too."""
+        x, parts = x.contiguous(), rows.parts
+        if self.order is None:
+            if rows.rounding is None and rows.dtype == x.dtype:
+                return (x,)
+            room = self._room(x.shape[0], parts)
+            rows.write(x, room)
+            return room
+        token = torch.div(self.order, self.top_k, rounding_mode="floor")
+        room = self._room(self.order.shape[0], parts if weights is None else [*parts, PROB])
+        if rows.rounding is not None:
+            into(room[:2], OPS["permute_mx"], ops.quantize_row_packed(x, rows.rounding), token)
+        else:
+            into(room[:1], OPS["permute_rows"], x, token)
+        if weights is not None:
+            into(room[-1:], OPS["permute_rows"], weights.contiguous().view(-1, 1), self.order)
+        return room
+
+    def _weighted(self, dy: Tensor, home: Tensor, probs: Tensor, rows: Rows) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The parts of the gradient's rows, and the gradient of the weights of the sum."""
+        assert self.order is not None
+        assert self.slots is not None
+        room = self._room(self.order.shape[0], rows.parts)
+        operands = dy, home, self.slots, self.order, probs
+        if rows.rounding is None:
+            *parts, dprobs = into(room, OPS["combine_bwd"], *operands)
+        else:
+            *parts, dprobs = into(room, OPS["combine_bwd_row"], *operands, rounding=rows.rounding)
+        return tuple(parts), dprobs
+
+    def _room(self, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+        """Memory for the rows of this rank that travel to the experts."""
+        return self.transport.outgoing("experts", rows, parts, self.device)
+
+
+class _Trip:
+    """legs: the open ones, to which the trip adds its own. parts: of the rows home; none, and nothing travels home.
+    leaving: makes the parts that leave. dprobs: the gradient of the weights of a sum."""
+
+    def __init__(
+        self, of: Planned, legs: list[Leg], there: Rows, home: Rows, parts: list[Part],
+        leaving: Callable[[], tuple[Tensor, ...]], dprobs: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.of, self.legs, self.of_there, self.of_home = of, legs, there, home
+        self.parts, self.leaving, self.dprobs = parts, leaving, dprobs
+        self.chunks: tuple[Chunk, ...] = ()
+        self.back: Leg | None = None
+
+    def depart(self) -> None:
+        """Open the legs, clear the padding of the groups and send every chunk."""
+        of, leaving = self.of, self.leaving()
+        plan, transport = of.planned(leaving), of.transport
+        self.plan, self.chunks = plan, plan.chunks
+        self.there = transport.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
+        self.legs.append(self.there)
+        padding = [part[start:end] for part in self.there.received for start, end in plan.padding]
+        if padding:
+            zero_each(padding)
+        self.there.send(range(len(plan.chunks)))
+        if self.parts:
+            room = transport.outgoing("tokens", plan.operand_rows[of.rank], self.parts, of.device)
+            self.back = transport.leg("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, room)
+            self.legs.append(self.back)
+
+    def ends(self) -> list[Tensor]:
+        return ends_of_chunks(self.plan, self.of.device)
+
+    def operands(self, chunk: int) -> tuple[Tensor, Tensor | None]:
+        self.there.wait(chunk)
+        rows = slice(self.chunks[chunk].start, self.chunks[chunk].end)
+        parts = [part[rows] for part in self.there.received]
+        others = parts[len(self.of_there.parts) :]
+        return self.of_there.operand(parts), others[0].squeeze(1) if others else None
+
+    def room(self, chunk: int) -> tuple[Tensor, ...]:
+        rows = slice(self.chunks[chunk].start, self.chunks[chunk].end)
+        return () if self.back is None else tuple(part[rows] for part in self.back.outgoing)
+
+    def kept(self, state: tuple) -> tuple:
+        return state
+
+    def send_back(self, chunk: int) -> None:
+        if self.back is not None:
+            self.back.send(range(chunk, chunk + 1))
+
+    def sums(self, out_dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        rows, _ = self._home()
+        if self.of.slots is None:
+            return rows.to(out_dtype), rows
+        if weights is None:
+            return sum_slots(rows, self.of.slots, out_dtype), rows
+        return ops.combine(rows, self.of.slots, weights, dtype_name(out_dtype)), rows
+
+    def gradients(
+        self, needs: tuple[bool, bool], beside: Callable[[], list[Tensor | None]]
+    ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+        weights, dx, dprobs, (need_x, need_prob) = beside(), None, self.dprobs, needs
+        if self.back is None:
+            return None, dprobs, weights
+        rows, others = self._home() if need_x else (None, self._arrived())
+        slots = self.of.slots
+        if rows is not None:
+            dx = rows if slots is None else sum_slots(rows, slots, rows.dtype)
+        if need_prob:
+            assert slots is not None
+            dprobs = ops.permute_rows(others[0], slots.view(-1)).view(slots.shape)
+        return dx, dprobs, weights
+
+    def _arrived(self) -> tuple[Tensor, ...]:
+        """The parts that are home."""
+        assert self.back is not None
+        for chunk in range(len(self.chunks)):
+            self.back.wait(chunk)
+        return self.back.received
+
+    def _home(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The rows that are home, and the parts that came with them."""
+        parts, rows = self._arrived(), self.of_home
+        others = parts[len(rows.parts) :]
+        return parts[0] if rows.rounding is None else ops.dequantize(*parts[:2], dtype_name(rows.dtype)), others
+
+
+@contextmanager
+def _ended_legs() -> Iterator[list[Leg]]:
+    """A list for the legs that open. An error ends them: a rank that skips the batch can open the next ones."""
+    legs: list[Leg] = []
+    try:
+        yield legs
+    except Exception:
+        for leg in legs:
+            leg.abandon()
+        raise
+
+
+def ends_of_chunks(plan: Exchange, device: torch.device) -> list[Tensor]:
+    """For each chunk (its experts,) int32: the end of each group, counted from the first row of the chunk."""
+    ends = [[end - chunk.start for end in plan.group_ends[chunk.first : chunk.last]] for chunk in plan.chunks]
+    width = -(-max(map(len, ends), default=0) // 4) * 4  # kernels take addresses that are multiples of 16 bytes
+    padded = [end + [0] * (width - len(end)) for end in ends]
+    # One copy. Pinned memory is copied behind the work of the stream; the host does not wait.
+    host = torch.tensor(padded, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return [row[: len(end)] for row, end in zip(host.to(device, non_blocking=True), ends, strict=True)]

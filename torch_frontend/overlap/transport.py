@@ -1,0 +1,117 @@
+"""How the rows of an exchange travel to places that the host has planned: the protocol of legs.
+
+    outgoing = transport.outgoing(...)      memory for the rows of this rank that leave
+    leg = transport.leg(..., outgoing)      leg.received: memory for the rows that arrive
+    leg.send(range(c, d))                   rows of chunks leave as soon as the current stream has written them
+    leg.wait(c)                             the current stream goes on when chunk c of leg.received is there
+    leg.abandon()                           after an error: the next leg can be opened
+
+All ranks open the same legs in the same order and send their chunks in the same order.
+`core_kernels/policy/exchange.py` says which rows go where; every transport writes the same bytes.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core_kernels.launch import fail
+from ...core_kernels.policy.exchange import Step
+from ..exchange.process_groups import name_of
+from ..ops.private import group_named
+
+Where = Literal["experts", "tokens"]
+CHUNK_BYTES = 2**26
+TIMEOUT = timedelta(minutes=10)
+ALIGNMENT = 256
+"""Bytes: each part in a box begins at a multiple."""
+
+
+class Part(NamedTuple):
+    """One of the arrays that travel together: the values of a row and their dtype."""
+
+    width: int
+    dtype: torch.dtype
+
+
+class Leg(Protocol):
+    """The rows of one exchange in one direction. outgoing, received: a tensor per part; rows of `received` that no rank
+    fills are uninitialized."""
+
+    outgoing: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
+
+    def send(self, chunks: range) -> None: ...
+    def wait(self, chunk: int) -> None: ...
+    def abandon(self) -> None:
+        """End the leg after an error: chunks that were not sent never are, and nobody waits for them. If all ranks fail
+        at the same chunk, the transport can open the next leg. Raises nothing of its own."""
+        ...
+
+
+class Legs(Protocol):
+    """A transport that opens legs between the ranks of `group`.
+
+    chunk_bytes: a chunk of experts has about so many bytes of rows, so that the device works on it longer than the host
+    prepares it.
+    """
+
+    group: dist.ProcessGroup
+    chunk_bytes: int
+
+    def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
+        """Uninitialized memory for the rows of the next leg to the experts' operands or to the tokens, from which they
+        leave without a copy. The current stream may write to it after this call."""
+        ...
+
+    def leg(
+        self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
+        outgoing: tuple[Tensor, ...],
+    ) -> Leg:  # fmt: skip
+        """A leg to the experts' operands or to the tokens. steps: of the chunks. sent, received: rows of each rank.
+        outgoing: the rows of this rank; of `outgoing`, or any other tensors."""
+        ...
+
+
+def group_of(op: str, group: "str | dist.ProcessGroup | None") -> dist.ProcessGroup:
+    """The process group; raises TypeError and ValueError if there is none."""
+    name = name_of(op, "group", group)
+    if not name:
+        fail(ValueError, op, "group", repr(group), "allowed: a process group; call init_process_group before")
+    return group_named(name)
+
+
+def milliseconds(op: str, timeout: timedelta) -> int:
+    """The limit of a wait on a GPU; raises ValueError unless it is a timedelta of a millisecond or more."""
+    if not isinstance(timeout, timedelta) or timeout < timedelta(milliseconds=1):
+        fail(ValueError, op, "timeout", repr(timeout), "allowed: a timedelta of a millisecond or more")
+    return int(timeout / timedelta(milliseconds=1))
+
+
+def rows_of_parts(rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
+    """Uninitialized rows."""
+    return tuple(torch.empty((rows, part.width), dtype=part.dtype, device=device) for part in parts)
+
+
+def arriving(outgoing: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
+    """Uninitialized memory for `rows` rows of the parts that leave."""
+    return tuple(part.new_empty((rows, part.shape[1])) for part in outgoing)
+
+
+def places_of(rows: Sequence[int], parts: Sequence[Part]) -> list[int]:
+    """The first byte of each part in a box of at most so many rows, and the end of the last one."""
+    sizes = [-(-max(rows) * part.width * part.dtype.itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
+    return list(accumulate(sizes, initial=0))
+
+
+def views_of(memory: Tensor, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    """The parts of a box of `rows` rows."""
+    sizes = [rows * part.width * part.dtype.itemsize for part in parts]
+    return tuple(
+        memory[at : at + nbytes].view(part.dtype).view(rows, part.width)
+        for at, nbytes, part in zip(places_of([rows], parts), sizes, parts, strict=False)
+    )

@@ -1,0 +1,1 @@
+"""Grouped products, the feed-forward of experts, and the formats of their operands."""

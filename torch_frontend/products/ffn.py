@@ -1,0 +1,342 @@
+"""The experts' feed-forward as one differentiable function: x is quantized once, h is never stored.
+
+    forward (MXFP8)
+      x --rows--> q, sf --w1--> gate --.
+                    '-----w3--> up  ---+--swiglu_row--> q, sf --w2--> out        saved: x, gate, up
+    backward
+      dout --rows--> q, sf --w2--> dh --swiglu_bwd--.--> dgate, dup   rows:   --w1 + w3--> dx  (one sum, rounded once)
+        |                                           |                 tokens: with x's    --> dw1, dw3
+        '---tokens-------------------------------.  '--> h again      tokens:
+                                                 '------------------- with h's            --> dw2
+
+    rows      quantized along the rows: directly by swiglu_bwd_all (recipe "mxfp8"), or from bf16
+    tokens    recipe "mxfp8": quantized along the tokens by quantize_both and swiglu_bwd_all; else bf16
+
+With form "fold", forms/fold.py folds each operand once for both of its products; gate and up are one launch, and so are
+dw1 and dw3. The kernel that computes h folds its rows; swiglu_bwd_fold, in place of swiglu_bwd_all, folds all that it
+computes. One read of a bf16 x or dout produces its row and token operands, and the backward saves the token operand of
+x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16 before
+they are quantized, so the bytes are those of the separate functions. dx alone differs: autograd would add two rounded
+products and round again, and folded rows of dgate and dup have a headroom. With padding to whole blocks of tokens,
+dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A row's weight
+multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.policy.swiglu_gradient import Needs
+from ...core_kernels.swiglu.activation import PLAIN, Numbers, SwiGLU
+from ..ops.checks import check_flag, check_floats, check_group_ends
+from ..ops.differentiable import differentiable, save, saved_by
+from ..ops.launch import check_devices
+from ..ops.ranges import named
+from .backward_operands import BackwardOperands
+from .forms.form import AddedBias, Glu, Operands, WeightOperands
+from .grouped_mm import ends_by_hand
+from .groups import GroupEnds
+from .products import ProductOptions, bias_gradient, bias_row_products
+from .swiglu import row_probabilities
+from .weights import Held, Weights, along_n, check_ffn_weights, for_call, outlives_forward
+
+BF16 = torch.bfloat16
+Bias = Tensor | None
+
+
+class FFNNeeds(NamedTuple):
+    """Which arguments need gradients."""
+
+    x: bool = False
+    w1: bool = False
+    w3: bool = False
+    w2: bool = False
+    prob: bool = False
+    b1: bool = False
+    b3: bool = False
+    b2: bool = False
+
+    @property
+    def of_swiglu(self) -> Needs:
+        return Needs(self.x, self.w1 or self.w3, self.b1 or self.b3, self.w2)
+
+    @property
+    def dh(self) -> bool:
+        return self.x or self.w1 or self.w3 or self.prob or self.b1 or self.b3
+
+
+class FFNCall(NamedTuple):
+    """What one call of the feed-forward has beside its tensors.
+
+    numbers: of the activation. weighted: `prob` weights b2 too. save_bytes: the quantized weights may live until the
+    backward. recompute: it multiplies gate and up again.
+    """
+
+    options: ProductOptions
+    numbers: Numbers
+    weighted: bool
+    save_bytes: bool
+    recompute: bool
+    needs: FFNNeeds = FFNNeeds()
+
+    def activation(self, x: Tensor, group_ends: Tensor | None) -> Operands:
+        """Rows of x, and tokens if one read makes both and a gradient needs them."""
+        tokens = self.options.whole_blocks and (self.needs.w1 or self.needs.w3)
+        return self.options.form.activation(x, group_ends if tokens else None)
+
+
+class Again(NamedTuple):
+    """What multiplies gate and up again, of w1 and w3."""
+
+    weights: tuple[Tensor, Tensor]
+    biases: tuple[Bias, Bias]
+    held: tuple[Held, Held]
+
+
+class FFNSaved(NamedTuple):
+    """What `FFNBackward` reads: x or its tokens; w1 and w3, and w2, or their operands along N; b2, for the gradient of
+    prob. Without gate and up, `again` has what they are made of."""
+
+    x: Any
+    in_weights: Any
+    w2: Any
+    group_ends: Tensor
+    prob: Tensor
+    gate: Any
+    up: Any
+    b2: Bias
+    again: Again | None
+
+
+def weight_operands(call: FFNCall, weights: Sequence[Tensor], held: Sequence[Held]) -> list[WeightOperands]:
+    """`for_call` of w1, w3 and w2; with `recompute`, unless held, along K alone, for the forward."""
+    needs = [need and call.save_bytes and not call.recompute for need in (call.needs.x, call.needs.x, call.needs.dh)]
+    return [for_call(w, h, call.options.form, need) for w, h, need in zip(weights, held, needs, strict=True)]
+
+
+def ffn_forward(
+    call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Held],
+    group_ends: Tensor, out: Tensor | None = None,
+) -> tuple[Tensor, FFNSaved]:  # fmt: skip
+    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads. weights, biases and held are of
+    w1, w3, w2."""
+    needs, again, form = call.needs, call.recompute, call.options.form
+    prob, (b1, b3, b2) = prob.contiguous(), biases
+    rows, tokens = call.activation(x, None if again else group_ends)
+    w1, w3, w2 = weight_operands(call, weights, held)
+    gate, up = form.mm_pair(rows, w1.along_k, w3.along_k, group_ends, BF16, b1, b3)
+    h = form.hidden(Glu(gate, up, prob, call.numbers))
+    saved = FFNSaved(
+        x=(tokens or x) if needs.w1 or needs.w3 or again else None,
+        in_weights=(w1.along_n or weights[0], w3.along_n or weights[1]) if needs.x else None,
+        w2=(w2.along_n or weights[2]) if needs.dh else None,
+        group_ends=group_ends,
+        prob=prob,
+        gate=None if again else gate,
+        up=None if again else up,
+        b2=b2 if needs.prob else None,
+        again=_again(weights, biases, held) if again else None,
+    )
+    added = None if b2 is None else AddedBias(b2, prob if call.weighted else None)
+    return form.mm(h, w2.along_k, group_ends, BF16, added, out), saved
+
+
+def _again(weights: Sequence[Tensor], biases: Sequence[Bias], held: Sequence[Held]) -> Again:
+    bytes1, bytes3 = (h if h and h.along_n else None for h in held[:2])
+    return Again((weights[0], weights[1]), (biases[0], biases[1]), (bytes1, bytes3))
+
+
+class FFNBackward:
+    """The gradients of one forward, in parts: other work may lie between those of the inputs and of the weights.
+
+    saved: FFNSaved. dtypes: of x, w1, w3, w2. Each part lets go of the operands that no later one reads;
+    `gate_and_up` is the last.
+    """
+
+    def __init__(self, call: FFNCall, saved: Any, dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.call, self.form, self.given, self.dtypes = call, call.options.form, dout, dtypes
+        self.x, self.in_weights, self.w2, self.group_ends, self.prob, gate, up, self.b2, again = saved
+        if again is not None:
+            gate, up = self._gate_and_up(again)
+        self.steps = BackwardOperands(call.options, self.group_ends, Glu(gate, up, self.prob, call.numbers))
+        self.dout, self.dout_tokens = dout, None
+        if call.needs.w2:
+            self.dout, self.dout_tokens = self.steps.both(dout, self.form.gradient)
+        self.gate_tokens = self.up_tokens = None
+        self.values: tuple[Tensor | None, Tensor | None] = (None, None)  # dgate and dup in bf16
+
+    def _gate_and_up(self, again: Again) -> tuple[Tensor, Tensor]:
+        """gate and up again; x as weight gradients read it, and w1 and w3 along N."""
+        (w1, w3), (b1, b3), (held1, held3) = again
+        rows, tokens = self.call.activation(self.x, self.group_ends)
+        gate = for_call(w1, held1, self.form, self.call.needs.x)
+        up = for_call(w3, held3, self.form, self.call.needs.x)
+        self.x, self.in_weights = tokens or self.x, (gate.along_n or w1, up.along_n or w3)
+        return self.form.mm_pair(rows, gate.along_k, up.along_k, self.group_ends, BF16, b1, b3)
+
+    def down(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of w2, written to `out` if there is one, and of b2."""
+        dw2, db2 = None, None
+        if self.call.needs.w2:
+            hidden, ends = self.steps.hidden_tokens(), self.steps.groups.ends
+            dw2 = self.form.wgrad(self.dout_tokens, hidden, ends, self.dtypes[3], out)
+        del self.dout_tokens
+        if self.call.needs.b2:
+            db2 = bias_gradient(self.given, self.group_ends, self.prob if self.call.weighted else None)
+        return dw2, db2
+
+    def inputs(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of x, written to `out` if there is one, and of prob."""
+        needs, steps, dx = self.call.needs, self.steps, None
+        if not needs.dh:
+            return None, None
+        steps.dh = self._dh()
+        found = self.form.swiglu_backward(steps, needs.of_swiglu)
+        dprob, dgate, dup, self.gate_tokens, self.up_tokens, self.values = found
+        del found
+        if needs.prob and self.b2 is not None:
+            dprob = dprob + bias_row_products(self.given, self.b2, self.group_ends)
+        if needs.x:
+            w1, w3 = along_n(self.in_weights[0], self.form), along_n(self.in_weights[1], self.form)
+            dgate, dup = steps.gradient_rows(dgate), steps.gradient_rows(dup)
+            dx = self.form.mm_sum(dgate, w1, dup, w3, self.group_ends, self.dtypes[0], out)
+        del self.in_weights
+        return dx, dprob
+
+    def _dh(self) -> Tensor:
+        """The gradient of h. It lets go of the rows of dout and of w2."""
+        rows, w2 = self.form.rows(self.dout), along_n(self.w2, self.form)
+        del self.dout, self.w2
+        return self.form.mm(rows, w2, self.group_ends, BF16)
+
+    def gate_and_up(self, out: Sequence[Tensor | None] = (None, None)) -> tuple[Tensor | None, ...]:
+        """Gradients of w1 and w3, written to `out` where there is one, of b1 and b3; after `inputs`."""
+        needs, groups = self.call.needs, self.steps.groups
+        x = self.steps.tokens(self.x) if needs.w1 or needs.w3 else None
+        del self.steps.glu, self.x
+        douts = self.gate_tokens if needs.w1 else None, self.up_tokens if needs.w3 else None
+        dw1, dw3 = self.form.wgrad_pair(douts, x, groups.ends, self.dtypes[1:3], out)
+        dgate, dup = self.values
+        db1 = bias_gradient(dgate, self.group_ends) if needs.b1 and dgate is not None else None
+        db3 = bias_gradient(dup, self.group_ends) if needs.b3 and dup is not None else None
+        return dw1, dw3, db1, db3
+
+    def weights(self, out: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor | None, ...]:
+        """Gradients of w1, w3 and w2, written to `out` where there is one, of b1, b3 and b2; after `inputs`."""
+        dw2, db2 = self.down(out[2])
+        dw1, dw3, db1, db3 = self.gate_and_up(out[:2])
+        return dw1, dw3, dw2, db1, db3, db2
+
+
+class _SwiGLUFFN(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, prob: Tensor,
+        b1: Bias, b3: Bias, b2: Bias, held: tuple[Held, Held, Held], group_ends: Tensor, call: FFNCall,
+    ) -> Tensor:  # fmt: skip
+        call = call._replace(needs=FFNNeeds._make(ctx.needs_input_grad[:8]))
+        out, saved = ffn_forward(call, x, (w1, w3, w2), prob, (b1, b3, b2), held, group_ends)
+        save(ctx, saved)
+        ctx.dtypes, ctx.call = (x.dtype, w1.dtype, w3.dtype, w2.dtype), call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        steps = FFNBackward(ctx.call, saved_by(ctx), grads[0], ctx.dtypes)
+        dx, dprob = steps.inputs()
+        dw1, dw3, dw2, *of_biases = steps.weights()
+        return dx, dw1, dw3, dw2, dprob, *of_biases, None, None, None
+
+
+_swiglu_ffn = differentiable("grouped_swiglu_ffn", _SwiGLUFFN)
+
+
+def grouped_swiglu_ffn(
+    x: Tensor,
+    w1: Weights,
+    w3: Weights,
+    w2: Weights,
+    group_ends: GroupEnds | None = None,
+    prob: Tensor | None = None,
+    *,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    b2: Tensor | None = None,
+    activation: SwiGLU = PLAIN,
+    recipe: Recipe | str = "mxfp8",
+    pad_token_groups: bool = True,
+    group_sizes: Tensor | None = None,
+) -> Tensor:
+    """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
+    the biases and prob.
+
+    x: (P, D) bfloat16 or float32, quantized here, once; or an MXTensor, used as it is. The recipes "bf16" and
+        "fp8_..." dequantize an MXTensor.
+    w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D and F are multiples of 32. Or their
+        QuantizedWeights, whose `values` get the gradients.
+    group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out, which
+        has them. Rows past the last end give zeros.
+    prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2; None is a weight of 1.
+    b1, b3: (F,) for all groups or (G, F), b2: (D,) or (G, D), bfloat16 or float32; or None. They are added to fp32
+        sums. With b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2
+        and prob the sums of the last product are stored in fp32.
+    activation: a `SwiGLU`, for models that clamp or scale gate and up.
+    recipe, pad_token_groups, group_sizes: as in `grouped_mm`.
+
+    Returns (P, D) bfloat16. The gradients have their argument's dtype. The gradient of the result may be an MXTensor.
+    Raises ValueError (shapes, layout, values of group_ends) and TypeError (dtypes), as `grouped_mm` does.
+
+    >>> x, w = torch.ones(1, 32), torch.full((1, 32, 32), 1 / 32)
+    >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
+    0.75
+    >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
+    >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]), b2=torch.ones(32), activation=gpt_oss)[0, 0].item()
+    2.75
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    op = "grouped_swiglu_ffn"
+    check_flag(op, "pad_token_groups", pad_token_groups)
+    save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in (w1, w3, w2))
+    weights, biases, recipe = (w1, w3, w2), (b1, b3, b2), Recipe.parse(recipe)
+    (ends, known), options = ends_by_hand(op, group_ends, group_sizes, x, w1), (pad_token_groups, save_bytes)
+    return swiglu_ffn(op, x, weights, ends, prob, recipe, *options, biases, activation, known=known)
+
+
+@named("mxep.experts")
+def swiglu_ffn(
+    op: str,
+    x: Tensor,
+    weights: Sequence[Weights],
+    group_ends: Tensor,
+    prob: Tensor | None,
+    recipe: Recipe,
+    pad: bool,
+    save_bytes: bool,
+    biases: Sequence[Bias] = (None, None, None),
+    activation: SwiGLU = PLAIN,
+    recompute: bool = False,
+    known: list[int] | None = None,
+) -> Tensor:
+    """`grouped_swiglu_ffn` in the name of `op`. save_bytes: quantized weights may live until the backward. known: of
+    `check_group_ends`."""
+    check_floats(op, "x", x)
+    values, held, biases = check_ffn_weights(op, "x", x, weights, biases, recipe)
+    weighted, prob = prob is not None, row_probabilities(op, prob, x)
+    check_devices(op, "x", x.device, prob=prob)
+    call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes, recompute)
+    remedy = "pass pad_token_groups=True" if call.options.whole_blocks else None
+    group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1", remedy, known)
+    return _swiglu_ffn(x, *values, prob, *biases, held, group_ends, call)
+
+
+def ffn_call(
+    op: str, weights: Sequence[Tensor], recipe: Recipe, device: torch.device, activation: SwiGLU, pad: bool,
+    weighted: bool, save_bytes: bool, recompute: bool,
+) -> FFNCall:  # fmt: skip
+    need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+    numbers = SwiGLU.check(op, activation).attributes
+    return FFNCall(ProductOptions.of(recipe, device, pad, need_wgrad), numbers, weighted, save_bytes, recompute)

@@ -1,0 +1,1 @@
+"""The forms of a quantized operand, a file each."""

@@ -1,0 +1,63 @@
+"""The forms "block" and "block_power_of_two": E4M3 with one fp32 scale per 128 values of a row, and per 128 x 128 of a
+weight, whose bytes serve both products. Tokens are not quantized."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ....core_kernels.policy.recipe import Form
+from ...ops import direct as ops
+from ...ops.mx_tensor import dequantized
+from . import form as forms
+from .form import Added, DType, FormatType, Glu, Maybe, WeightOperands
+
+
+class Blockwise(NamedTuple):
+    """E4M3 bytes q (..., K) with one fp32 scale per 128 values, sf (..., K/128); of weights q (G, N, K) with one per
+    128 x 128 values, sf (G, N/128, K/128)."""
+
+    q: Tensor
+    sf: Tensor
+
+
+class BlockForm(NamedTuple):
+    name: Form
+    rounding: int
+    wgrad_mx: bool
+    upcasts: bool
+
+    quantizes = True
+
+    def rows(self, x: Any, headroom: int = 0) -> Blockwise:
+        if isinstance(x, Blockwise):
+            return x
+        return Blockwise(*ops.quantize_blockwise(dequantized(x).contiguous(), self._power_of_two))
+
+    def along_k(self, w: Tensor) -> Blockwise:
+        return Blockwise(*ops.quantize_squares(w.contiguous(), self._power_of_two))
+
+    def along_n(self, w: Tensor) -> Blockwise:
+        return self.weights(w).along_n
+
+    def weights(self, w: Tensor) -> WeightOperands:
+        q, sf, q_t, sf_t = ops.quantize_squares_both(w.contiguous(), self._power_of_two)
+        return WeightOperands(Blockwise(q, sf), Blockwise(q_t, sf_t))
+
+    def hidden(self, glu: Glu) -> Blockwise:
+        return self.rows(glu.hidden())
+
+    def mm(self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None) -> Tensor:
+        if bias is not None:
+            return forms.bias_apart(self, rows, w, ends, dtype, bias, out)
+        return forms.written("grouped_mm_blockwise", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out)
+
+    @property
+    def _power_of_two(self) -> bool:
+        return self.name == "block_power_of_two"
+
+    mm_pair, mm_sum = forms.pair_apart, forms.sum_apart
+    tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.twice
+    wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_apart, forms.swiglu_apart
+
+
+FORM: FormatType = BlockForm

@@ -1,0 +1,1 @@
+"""The router, the order of tokens by expert, and their weighted sum."""
