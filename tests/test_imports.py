@@ -6,8 +6,12 @@ torch_frontend -> core_kernels, cpp_bindings, torch     transformers and torchti
                                                         imports outside of functions
 jax_frontend   -> core_kernels, cpp_bindings, jax       jax_triton in one file, inside a function
 
-Inside core_kernels a family imports itself, the shared files and the families below it; C++ and CUDA headers follow
-the same arrows.
+Inside a frontend an import points to the same room or to one before it:
+
+    ops < products < routing < exchange < overlap < layer < integrations
+
+Inside core_kernels a family imports itself, the shared files and the families below it; so do folders of a family.
+C++ and CUDA headers follow the same arrows. The files of `policy` are for frontends alone.
 
     quantize   permute   routing   scale_layout
        ^
@@ -29,16 +33,20 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = {
+PARTS = {
     "core_kernels": {"numpy", "triton"},
     "cpp_bindings": {"cpp_bindings"},
     "torch_frontend": {"numpy", "torch", "core_kernels", "cpp_bindings"},
     "jax_frontend": {"numpy", "jax", "core_kernels", "cpp_bindings"},
 }
-FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+FRONTENDS = ("torch_frontend", "jax_frontend")
+ROOMS = ("ops", "products", "routing", "exchange", "overlap", "layer", "integrations")
+"""Folders of a frontend; a file imports its own room and those before it."""
+FILES = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
 
 CORE = ROOT / "core_kernels"
 BELOW = {
+    "policy": set(),
     "quantize": set(),
     "permute": set(),
     "routing": set(),
@@ -51,7 +59,13 @@ BELOW = {
     "grouped_gemm": {"quantize", "fold"},
 }
 """The families that each family may import."""
-BELOW["reference"] = set(BELOW)
+BELOW["reference"] = set(BELOW) - {"policy"}
+INSIDE = {
+    "fold": ("", "both", "matrix", "gathered"),
+    "swiglu": ("", "backward", "folded"),
+    "grouped_gemm": ("", "schedule", "exact", "folded", "blockwise"),
+}
+"""Folders of a family, "" its own files; a file imports its own folder and those before it."""
 SHARED_TRITON = {"formats", "mx_math", "tokens"}
 """The files at the top of core_kernels that a Triton kernel may import."""
 CPP_SHARED = {"cpu", "cuda"}
@@ -94,42 +108,75 @@ def is_oracle(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_imports_only_what_its_room_allows(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    allowed = ROOMS[room] | {room} | sys.stdlib_module_names
-    if room == "core_kernels" and is_oracle(path):
+def test_a_file_imports_only_what_its_part_allows(path: Path) -> None:
+    part = path.relative_to(ROOT).parts[0]
+    allowed = PARTS[part] | {part} | sys.stdlib_module_names
+    if part == "core_kernels" and is_oracle(path):
         allowed = allowed - {"triton"} | {"ml_dtypes"}
     for module, lazy in imports(path):
-        if (room, path.name, top(module)) == ("jax_frontend", "nnx.py", "flax"):
+        if (name_of(path), top(module)) == ("jax_frontend/integrations/nnx.py", "flax"):
             continue  # which no other file imports
         if top(module) == "jax_triton":
-            assert (room, lazy) == ("jax_frontend", True), f"{module}: only lazily, in the JAX frontend"
+            assert (part, lazy) == ("jax_frontend", True), f"{module}: only lazily, in the JAX frontend"
             continue
         if top(module) in ("transformers", "torchtitan"):
-            only = f"torch_frontend/{top(module)}.py"
+            only = f"torch_frontend/integrations/{top(module)}.py"
             assert name_of(path) == only, f"{module}: in {only} alone"
             continue
-        assert top(module) in allowed, f"{module}: {room} may import {sorted(ROOMS[room])}"
+        assert top(module) in allowed, f"{module}: {part} may import {sorted(PARTS[part])}"
+
+
+def rooms_of(frontend: str) -> list[str]:
+    """The frontend's folders, in the order of ROOMS."""
+    folders = {path.parent.name for path in (ROOT / frontend).glob("*/__init__.py")}
+    assert folders <= set(ROOMS), f"{frontend}: folders that ROOMS lacks: {sorted(folders - set(ROOMS))}"
+    return [room for room in ROOMS if room in folders]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if name_of(path).startswith(FRONTENDS)], ids=name_of)
+def test_an_import_of_a_frontend_points_down(path: Path) -> None:
+    frontend, *folders, _ = path.relative_to(ROOT).parts
+    rooms = rooms_of(frontend)
+    for module, _ in imports(path):
+        parts = module.split(".")
+        if parts[0] != frontend or not folders:
+            continue
+        assert parts[1] in rooms, f"{module}: import a module of a room"
+        below = rooms[: rooms.index(folders[0]) + 1]
+        assert parts[1] in below, f"{module}: {folders[0]} may import {below}"
 
 
 def core_imports(path: Path) -> Iterator[tuple[str, str]]:
-    """(folder or "", file) of every import of core_kernels: "fold", "plan" or "", "formats"."""
+    """(folder or "", file) of every import of core_kernels: "fold/both", "plan" or "", "formats"."""
     for module, _ in imports(path):
         parts = module.split(".")
         if parts[0] != "core_kernels":
             continue
-        if (CORE / f"{parts[1]}.py").exists():
-            yield "", parts[1]
-        else:
-            assert (CORE / parts[1] / f"{parts[2]}.py").exists(), f"{module}: import a file, then its names"
-            yield parts[1], parts[2]
+        files = [n for n in range(2, len(parts) + 1) if CORE.joinpath(*parts[1:n]).with_suffix(".py").exists()]
+        assert files, f"{module}: import a file, then its names"
+        yield "/".join(parts[1 : files[-1] - 1]), parts[files[-1] - 1]
+
+
+def family_of(folder: str) -> str:
+    return folder.partition("/")[0]
+
+
+def check_folders(folder: str, imported: str) -> None:
+    """Folders below core_kernels of a file and of what it imports."""
+    family = family_of(folder)
+    if family_of(imported) != family:
+        assert family_of(imported) in BELOW[family], f"{imported}: {family} may import {sorted(BELOW[family])}"
+    elif family in INSIDE:
+        order = INSIDE[family]
+        below = order[: order.index(folder.partition("/")[2]) + 1]
+        assert imported.partition("/")[2] in below, f"{imported}: {folder} may import {below}"
 
 
 @pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=name_of)
 def test_a_family_imports_itself_and_families_below_it(path: Path) -> None:
     """Files at the top of core_kernels import each other, and the registry imports plans; oracles import formats and
     oracles, kernels no plan, plans no kernel: a machine without triton can ask every op for its shapes."""
-    family = path.parent.name if path.parent != CORE else ""
+    own = str(path.parent.relative_to(CORE)) if path.parent != CORE else ""
     for folder, file in core_imports(path):
         assert file != "registry" or folder, "the registry is for frontends"
         if path.name == "registry.py":
@@ -138,10 +185,10 @@ def test_a_family_imports_itself_and_families_below_it(path: Path) -> None:
             assert not file.startswith("kernel"), f"{folder}.{file}: KernelOp names its kernel"
         if path.name == "registry.py":
             continue
-        if not family:
+        if not own:
             assert folder == "", f"{folder}.{file}: a shared file imports no family"
-        elif folder not in ("", family):
-            assert folder in BELOW[family], f"{folder}.{file}: {family} may import {sorted(BELOW[family])}"
+        elif folder:
+            check_folders(own, folder)
         if is_oracle(path):
             assert file == "formats" or is_oracle(CORE / folder / f"{file}.py"), f"{file}: formats and oracles"
         if path.name.startswith("kernel"):
@@ -153,6 +200,11 @@ def test_every_family_is_listed() -> None:
     folders = {path.name for path in CORE.iterdir() if (path / "__init__.py").exists()}
     assert folders == set(BELOW)
     assert all(below <= set(BELOW) for below in BELOW.values())
+    inside = {path.parent for path in CORE.rglob("*.*") if "__pycache__" not in path.parts}
+    nested = {family: {folder.name for folder in inside if folder.parent == CORE / family} for family in BELOW}
+    assert {family: names for family, names in nested.items() if names} == {
+        family: set(order) - {""} for family, order in INSIDE.items()
+    }
 
 
 SOURCES = sorted(path for path in CORE.rglob("*.*") if path.suffix in (".h", ".cc", ".cuh", ".cu"))
@@ -160,14 +212,14 @@ SOURCES = sorted(path for path in CORE.rglob("*.*") if path.suffix in (".h", ".c
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_a_cpp_file_includes_its_family_and_families_below_it(path: Path) -> None:
-    family = path.parent.name if path.parent != CORE else ""
+    own = str(path.parent.relative_to(CORE)) if path.parent != CORE else ""
     for include in re.findall(r'#include "([^"]+)"', path.read_text()):
         assert (CORE / include).exists(), f"{include}: includes begin at core_kernels"
-        folder = include.partition("/")[0] if "/" in include else ""
-        if family in BELOW:
-            assert folder in {"", family} | CPP_SHARED | BELOW[family], f"{include}: {family} includes {BELOW[family]}"
-        else:
-            assert folder in ("", family), f"{include}: a shared file includes no family"
+        folder = include.rpartition("/")[0]
+        if family_of(own) not in BELOW:
+            assert folder in ("", own), f"{include}: a shared file includes no family"
+        elif folder not in {"", *CPP_SHARED}:
+            check_folders(own, folder)
 
 
 def test_jax_triton_is_named_in_one_file() -> None:
@@ -175,71 +227,47 @@ def test_jax_triton_is_named_in_one_file() -> None:
     assert len(users) <= 1, users
 
 
-NOT_BELOW_PRODUCTS = {
-    "torch_frontend": {
-        "exchange": {"_counts", "_ranks", "combine", "dispatch", "ep", "exchange", "replicas", "route", "shards"},
-        "overlap": {
-            "collectives", "copy_engines", "expert_parallel", "local_experts", "overlap", "peer_exchange",
-            "peer_memory", "planned_exchange", "symmetric", "transport",
-        },
-        "layer": {"experts", "fsdp", "metrics", "moe", "numerics", "parallel"},
-    },
-    "jax_frontend": {
-        "exchange": {
-            "combine", "dispatch", "ep", "local", "peer_exchange", "peer_memory", "replicas", "route", "rows",
-        },
-        "layer": {"metrics", "moe", "moe_params", "numerics", "shared_gate"},
-    },
-}  # fmt: skip
-"""Rooms of a frontend above its products, and their files."""
+ONLY_TORCH: dict[str, set[str]] = {
+    "ops": {"differentiable", "direct", "mx_tensor", "ranges", "register", "settings"},
+    "products": {"backward_operands", "gathered_rows"},
+    "exchange": {"counts", "exchange", "process_groups", "shards"},
+    "layer": {"experts", "fsdp", "parallel"},
+    "integrations": {"convert", "packed_experts", "packed_ffn", "torchtitan", "transformers"},
+}
+ONLY_JAX: dict[str, set[str]] = {
+    "ops": {"derivatives", "mesh", "mx_array", "remat", "shapes", "split", "triton"},
+    "products": {"gathers", "ragged_dot"},
+    "routing": {"overflow"},
+    "exchange": {"local", "peer_exchange", "peer_memory", "rows"},
+    "layer": {"moe_params", "shared_gate"},
+    "integrations": {"nnx"},
+}
+"""Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees,
+static capacities, jax.lax.ragged_dot and roundings that XLA keeps in JAX."""
 
 
-def reached(path: Path) -> set[Path]:
-    """The file, the files of its frontend that it imports, and those that these import."""
-    room, found, todo = path.relative_to(ROOT).parts[0], set(), [path]
-    while todo:
-        path = todo.pop()
-        if path not in found:
-            found.add(path)
-            names = (module.split(".") for module, _ in imports(path) if top(module) == room)
-            files = ((ROOT / "/".join(parts[:depth])).with_suffix(".py") for parts in names for depth in (2, 3))
-            todo += [file for file in files if file.exists()]
-    return found
-
-
-PRODUCTS = {"torch_frontend": ("grouped_mm", "ffn"), "jax_frontend": ("grouped_mm", "ffn", "ragged_dot")}
-
-
-@pytest.mark.parametrize(("room", "name"), [(room, name) for room, names in PRODUCTS.items() for name in names])
-def test_a_product_reaches_no_exchange_and_no_layer(room: str, name: str) -> None:
-    (path,) = (ROOT / room).rglob(f"{name}.py")
-    below = {file.stem for file in reached(path)}
-    assert {"products", "weights"} < below
-    for above, files in NOT_BELOW_PRODUCTS[room].items():
-        assert not below & files, f"{above}: {sorted(below & files)}"
-
-
-ONLY_TORCH = {
-    "_counts.py", "_differentiable.py", "_direct.py", "_ranges.py", "_ranks.py", "_register.py", "_settings.py",
-    "_torch_private.py", "backward_operands.py", "collectives.py", "convert.py", "copy_engines.py", "exchange.py",
-    "expert_parallel.py", "experts.py", "fsdp.py", "gathered_rows.py", "local_experts.py", "mx_tensor.py", "overlap.py",
-    "packed_experts.py", "packed_ffn.py", "parallel.py", "planned_exchange.py", "shards.py", "symmetric.py",
-    "torchtitan.py", "transformers.py", "transport.py",
-}  # fmt: skip
-ONLY_JAX = {
-    "_derivatives.py", "_jax_private.py", "_mesh.py", "_shapes.py", "_split.py", "_triton.py",
-    "gathers.py", "local.py", "moe_params.py", "mx_array.py", "nnx.py", "overflow.py", "ragged_dot.py", "remat.py",
-    "rows.py", "shared_gate.py",
-}  # fmt: skip
-"""Tensor subclasses, modules, process groups, tensors that a backward frees and torchao's signatures in torch; arrays,
-meshes, parameters as trees, static capacities, jax.lax.ragged_dot and roundings that XLA keeps in JAX."""
-
-
-def test_the_frontends_use_the_same_file_names() -> None:
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_frontends_use_the_same_file_names(room: str) -> None:
     """A function of both frontends is in files of the same name."""
-    torch_files, jax_files = ({path.name for path in (ROOT / room).glob("*.py")} for room in list(ROOMS)[2:])
-    assert torch_files - jax_files == ONLY_TORCH
-    assert jax_files - torch_files == ONLY_JAX
+    rooms = [ROOT / part / room for part in FRONTENDS]
+    torch_files, jax_files = ({str(p.relative_to(r).with_suffix("")) for p in r.rglob("*.py")} for r in rooms)
+    if torch_files and jax_files:
+        assert torch_files - jax_files == ONLY_TORCH.get(room, set())
+        assert jax_files - torch_files == ONLY_JAX.get(room, set())
+
+
+FOLDERS = sorted(
+    {path.parent for part in (*PARTS, "tests", "benchmarks") for path in (ROOT / part).rglob("*") if path.is_file()}
+)
+MOST_FILES = 15
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if f.name != "__pycache__"], ids=name_of)
+def test_a_folder_is_read_at_a_glance(folder: Path) -> None:
+    """At most MOST_FILES files; none begins with one underscore but the extension and its types."""
+    names = [path.name for path in folder.iterdir() if path.is_file() and path.suffix not in (".so", ".pyc")]
+    assert len(names) <= MOST_FILES, sorted(names)
+    assert not [name for name in names if re.match(r"_[a-z]", name) and name != "_ops.pyi"]
 
 
 @pytest.mark.parametrize(
@@ -248,8 +276,8 @@ def test_the_frontends_use_the_same_file_names() -> None:
         ("mxep.torch_frontend", ["jax", "jaxlib", "jax_triton", "transformers", "torchtitan"]),
         ("mxep.jax_frontend", ["torch", "jax_triton"]),
         *(
-            (f"mxep.core_kernels.{family}.oracle", ["torch", "jax", "triton"])
-            for family in sorted(set(BELOW) - {"reference"})
+            (f"mxep.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}", ["torch", "jax", "triton"])
+            for path in sorted(CORE.rglob("oracle.py"))
         ),
     ],
 )
