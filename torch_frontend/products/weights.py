@@ -31,7 +31,7 @@ from ..ops.private import has_version, owner_of, version_of
 from .forms.form import Format, FormatType, WeightOperands
 
 FORMS: dict[Form, FormatType] = {
-    name: import_module(f".form_{name.partition('_')[0]}", __package__).FORM for name in get_args(Form)
+    name: import_module(f".forms.{name.partition('_')[0]}", __package__).FORM for name in get_args(Form)
 }
 """A form is in the file of the first word of its name."""
 
