@@ -215,27 +215,30 @@ def grouped_swiglu_ffn(
     SwiGLU.check(op, activation)
     check_type(op, "mx_grad", mx_grad, bool)
     check_type(op, "pad_token_groups", pad_token_groups, bool)
-    groups, hidden = _checked_shape(op, x, {"w1": w1, "w3": w3, "w2": w2}, recipe)
-    group_ends = ends_of(op, group_ends, group_sizes, x, groups)
+    biases = _checked_biases(op, x, {"w1": w1, "w3": w3, "w2": w2}, Biases(b1, b3, b2), recipe)
+    group_ends = ends_of(op, group_ends, group_sizes, x, w1.shape[0])
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
-    sides = (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, x.shape[1]))
-    biases = Biases._make(None if b is None else check_bias(op, name, b, groups, n) for name, b, n in sides)
-    if recipe.operands != "bf16":
-        require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
     options = Options(format_of(recipe), activation, prob is not None, mx_grad)
     x, w1, w3, w2, prob, biases = reverse_only(op, (x, w1, w3, w2, prob, biases))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
+    alignment = recipe.alignment if pad_token_groups and recipe.wgrad_mx else 0
+    return _padded_ffn(op, x, w1, w3, w2, group_ends, prob, biases, options, alignment)
+
+
+def _padded_ffn(op: str, x, w1, w3, w2, group_ends, prob, biases: Biases, options: Options, alignment: int):
+    """alignment: rows that groups are padded to for the weight gradient, and unpadded after it; 0 pads none."""
     maps = None
-    if pad_token_groups and recipe.wgrad_mx:
-        x, maps = pad_groups(op, x, group_ends, recipe.alignment)
+    if alignment:
+        x, maps = pad_groups(op, x, group_ends, alignment)
         group_ends, prob = maps.group_ends, _padded_prob(op, prob, biases, maps)
-    out = _ffn_jitted(*vary_alike(x, w1, w3, w2, group_ends, prob, biases), options)
+    x, w1, w3, w2, group_ends, prob, biases = vary_alike(x, w1, w3, w2, group_ends, prob, biases)
+    out = _ffn_jitted(x, w1, w3, w2, group_ends, prob, biases, options)
     return ungather(op, out, maps.row_map, maps.inverse) if maps else out
 
 
-def _checked_shape(op: str, x: Any, weights: dict[str, Any], recipe: Recipe) -> tuple[int, int]:
-    """G and F; raises unless x and w1, w3, w2 fit each other and the recipe."""
+def _checked_biases(op: str, x: Any, weights: dict[str, Any], biases: Biases, recipe: Recipe) -> Biases:
+    """The biases as (G, N) fp32; raises unless they, x and w1, w3, w2 fit each other and the recipe."""
     check_operands(op, x, weights, recipe, "(P, D) and (G, F, D)")
     (groups, hidden, _), dim = weights["w1"].shape, x.shape[1]
     shapes = {"w1": (groups, hidden, dim), "w3": weights["w1"].shape, "w2": (groups, dim, hidden)}
@@ -243,7 +246,10 @@ def _checked_shape(op: str, x: Any, weights: dict[str, Any], recipe: Recipe) -> 
         if weights[name].shape != shape:
             got = f"shape {weights[name].shape}"
             fail(ValueError, op, name, got, f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
-    return groups, hidden
+    if recipe.operands != "bf16":
+        require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
+    sides = zip(biases._fields, biases, (hidden, hidden, dim), strict=True)
+    return Biases._make(None if b is None else check_bias(op, name, b, groups, n) for name, b, n in sides)
 
 
 def _padded_prob(op: str, prob: jax.Array | None, biases: Biases, maps: RowMap) -> jax.Array | None:

@@ -14,7 +14,8 @@ outputs; and with a gate of the module's own.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,16 +94,16 @@ def _outputs(
     num_experts, gate = packed.gate_up.shape[0], packed.gate
     ends = route.group_ends[:num_experts].contiguous()  # rows past the last end give zeros
     if isinstance(gate, SwiGLU):
-        options: dict[str, Any] = {"gate_up_bias": packed.gate_up_bias, "down_bias": packed.down_bias, "prob": prob}
-        options |= {"transposed": packed.transposed, "interleaved": packed.interleaved}
-        out = packed_ffn(op, groups, packed.gate_up, packed.down, ends, recipe, gate, **options)
+        out = packed_ffn(
+            op, groups, packed.gate_up, packed.down, ends, recipe, gate, prob=prob, gate_up_bias=packed.gate_up_bias,
+            down_bias=packed.down_bias, transposed=packed.transposed, interleaved=packed.interleaved,
+        )  # fmt: skip
     else:
         names = Names(op, "hidden_states", "gate_up_proj", "group_ends", "pad")
         first, last = (w.mT if packed.transposed else w for w in (packed.gate_up, packed.down))
-        last_three = torch.bfloat16, recipe, False
-        gate_up = checked_grouped_mm(names, groups, first, ends, packed.gate_up_bias, *last_three)
-        names = names._replace(w="down_proj")
-        out = checked_grouped_mm(names, gate(gate_up), last, ends, packed.down_bias, *last_three)
+        multiply = partial(checked_grouped_mm, out_dtype=torch.bfloat16, recipe=recipe, pad=False)
+        gate_up = multiply(names, groups, first, ends, packed.gate_up_bias)
+        out = multiply(names._replace(w="down_proj"), gate(gate_up), last, ends, packed.down_bias)
     if packed.norm is None:
         return out
     # The combine's gradient may be an MXTensor, which a norm of the model cannot take: it gets the values.

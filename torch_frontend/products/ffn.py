@@ -302,8 +302,9 @@ def grouped_swiglu_ffn(
     check_flag(op, "pad_token_groups", pad_token_groups)
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in (w1, w3, w2))
     weights, biases, recipe = (w1, w3, w2), (b1, b3, b2), Recipe.parse(recipe)
-    (ends, known), options = ends_by_hand(op, group_ends, group_sizes, x, w1), (pad_token_groups, save_bytes)
-    return swiglu_ffn(op, x, weights, ends, prob, recipe, *options, biases, activation, known=known)
+    ends, known = ends_by_hand(op, group_ends, group_sizes, x, w1)
+    pad = pad_token_groups
+    return swiglu_ffn(op, x, weights, ends, prob, recipe, pad, save_bytes, biases, activation, known=known)
 
 
 @named("mxep.experts")
@@ -324,13 +325,14 @@ def swiglu_ffn(
     """`grouped_swiglu_ffn` in the name of `op`. save_bytes: quantized weights may live until the backward. known: of
     `check_group_ends`."""
     check_floats(op, "x", x)
-    values, held, biases = check_ffn_weights(op, "x", x, weights, biases, recipe)
+    values, held, (b1, b3, b2) = check_ffn_weights(op, "x", x, weights, biases, recipe)
     weighted, prob = prob is not None, row_probabilities(op, prob, x)
     check_devices(op, "x", x.device, prob=prob)
     call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes, recompute)
     remedy = "pass pad_token_groups=True" if call.options.whole_blocks else None
     group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1", remedy, known)
-    return _swiglu_ffn(x, *values, prob, *biases, held, group_ends, call)
+    w1, w3, w2 = values
+    return _swiglu_ffn(x, w1, w3, w2, prob, b1, b3, b2, held, group_ends, call)
 
 
 def ffn_call(

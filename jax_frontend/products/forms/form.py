@@ -4,9 +4,9 @@
     dx  = dout w      rows      x  weights along N        mm, mm_sum of two products
     dw  = dout^T x    tokens^T  x  tokens                 wgrad, wgrad_pair of two gradients with the same x
 
-A form is one object, the FORM of a file of this folder. It makes the operands of a recipe's products and multiplies them;
-nothing else asks what an operand is. `weights.format_of` finds it. A kernel that computes less than a method is called
-more often: the functions below that end with _apart. This code runs below autodiff: no checks, no gradients.
+A form is one object, the FORM of a file of this folder. It makes the operands of a recipe's products and multiplies
+them; nothing else asks what an operand is. `weights.format_of` finds it. A kernel that computes less than a method is
+called more often: the functions below that end with _apart. This code runs below autodiff: no checks, no gradients.
 A form is a static argument of the programs that it is traced into.
 """
 
