@@ -8,7 +8,7 @@
 // loads one half of the shared rows for both.
 //
 //   warpgroup 0     TMA: A (128, 64), B (256, 64), in boxes of 64 x 64 --> ring of 4 stages of 48 KiB
-//                                                        |  full: the bytes of the stage have arrived
+//                                                        |  full: the stage is loaded
 //                                                        |  empty: all consumers of both CTAs have read the stage
 //   warpgroups 1, 2      64 x 256 x 64 --> sum, 128 registers a thread; the next stage is issued before this one ends
 //                        end of the tile: sum --staged_store.cuh--> out

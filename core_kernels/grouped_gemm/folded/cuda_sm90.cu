@@ -19,7 +19,7 @@
 //
 //   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
 //     K-grouped     scales of spans --> scale increases (rescale_accumulator.cuh)
-//                                                        |  full: the bytes of the stage have arrived
+//                                                        |  full: the stage is loaded
 //                                                        |  empty: the consumers of both CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        the variant's steps, during a product and between products: sum --> sum

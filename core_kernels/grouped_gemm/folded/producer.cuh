@@ -23,8 +23,8 @@ struct Maps {
   __device__ const CUtensorMap* b(int product) const { return &of[product].b; }
 };
 
-// Starts the loads of a stage of the ring, terms k to k + 127, which arrive at `full`. Each CTA of a cluster loads one
-// half of the common rows for both.
+// Starts the loads of terms k to k + 127 into a stage of the ring; the barrier `full` counts their bytes. Each CTA of a
+// cluster loads one half of the common rows for both.
 __device__ __forceinline__ void load_stage(uint32_t rank, const Tile& tile, bool flat, const CUtensorMap* a,
                                            const CUtensorMap* b, int k, FoldedShared& s, int stage, uint64_t* full) {
   constexpr uint16_t kBoth = 3;

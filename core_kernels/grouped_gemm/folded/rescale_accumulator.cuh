@@ -16,7 +16,7 @@
 
 namespace mxep::cuda::sm90 {
 
-// The place of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and those
+// The index of the word of columns 4 i to 4 i + 3. A thread has one pair of columns of every second word, and such
 // words are neighbours.
 __device__ constexpr int word_of(int i) { return i % 2 * 16 + i / 2; }
 

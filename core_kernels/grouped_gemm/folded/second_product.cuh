@@ -2,9 +2,9 @@
 //
 //   sum of the first product, units 2^(row + col) --x 2^(row - row2 + col - col2)--> + the second product --> epilogue
 //
-// A difference of more than kFar octaves is applied up to kFar. No product that is not zero is then near the other: a
-// sum of E4M3 products is zero or at least 2^-18, and below 2^kLargest for any depth. The larger one absorbs the
-// smaller one, and the epilogue finds out from the size of a value whose units it has.
+// A factor outside 2^-kFar to 2^kFar is replaced by the nearest limit. The larger product then absorbs the smaller one,
+// unless one is zero. A sum of E4M3 products is zero or at least 2^-18, and below 2^kLargest for any depth. The
+// epilogue reads from the size of a value which units the value has.
 #pragma once
 
 #include "cuda/sm90.cuh"
@@ -13,10 +13,10 @@
 namespace mxep::cuda::sm90 {
 
 constexpr int kFar = 96, kLargest = 50;
-constexpr int kNear = 40;  // octaves of a row or of a column that are applied without a test per value
+constexpr int kNear = 40;  // row and column factors of 2^-kNear to 2^kNear need no test per value
 
-// A warpgroup's scale bytes of the first product less those of the second, in shared memory. kNanChange: the scale of
-// the first product is NaN, and so is the sum.
+// A warpgroup's scale bytes of the first product minus its scale bytes of the second product, in shared memory.
+// kNanChange: the scale of the first product is NaN, and so is the sum.
 struct UnitChange {
   int16_t row[128], col[128];
 };
@@ -35,7 +35,7 @@ struct TwoScaleBytes {
 
 __device__ __forceinline__ float power_of_difference(int octaves) { return __int_as_float(kOne + octaves << 23); }
 
-// 2^octaves as a product of two.
+// `2^octaves` as a product of two factors.
 __device__ __forceinline__ void halves(int octaves, float (&factor)[2]) {
   factor[0] = power(kOne + (octaves >> 1));
   factor[1] = power(kOne + octaves - (octaves >> 1));
@@ -68,7 +68,7 @@ __device__ __forceinline__ bool change_units(float (&sum)[2][64], TwoScaleBytes 
       for (int j = 0; j < 8; ++j) sum[j / 4][i + j % 4] *= rows[j / 2] * cols[j % 2];
     }
   } else {
-    // In two factors of half the octaves: their product is a factor in 2^-254 to 2^254, cut off at kFar.
+    // In two factors of half the exponent: their product is 2^-254 to 2^254, limited to 2^-kFar to 2^kFar.
     float rows[4][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) halves(change.row[sum_row(i / 2 * 64 + i % 2 * 2)], rows[i]);
