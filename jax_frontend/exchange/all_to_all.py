@@ -7,10 +7,10 @@
                                          dx <--sum--           <--gather--         <==bf16==
     combine    exchange_rows(bwd=...)    the same, the other way round
 
-Every exchange is one dense all_to_all over whole rows. XLA needs static sizes, so each pair of ranks has room for
-`capacity` rows: all local rows by default, which have room. With less, rows that do not fit are dropped:
-`Exchange.overflow` counts them, they are zeros after the combine, and their gradient is zero. A token is quantized
-once: its replicas share the bytes. overflow.py makes the rows without room NaN.
+Every exchange is one dense all_to_all over whole rows. XLA needs static sizes, so each pair of ranks has a buffer of
+`capacity` rows, by default as many as local rows. Rows above the capacity are dropped: `Exchange.overflow` counts them,
+they are zeros after the combine, and their gradient is zero. overflow.py makes dropped rows NaN. A token is quantized
+once: its replicas share the bytes.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def parts_of(rows: Any) -> tuple[jax.Array, int, int]:
 
 
 def check_replicas(op: str, tokens: TokenReplicas) -> None:
-    """TypeError unless order and inverse are integers, ValueError unless they lay out top_k replicas of each token."""
+    """TypeError unless order and inverse are integers, ValueError unless they have top_k slots per token."""
     check_size(op, "top_k", tokens.top_k, 1)
     rows = tokens.x.shape[0] * tokens.top_k
     for name, slots in (("order", tokens.order), ("inverse", tokens.inverse)):
@@ -110,7 +110,7 @@ def check_replicas(op: str, tokens: TokenReplicas) -> None:
 def plan_exchange(
     counts: Int[jax.Array, " E"], axis_name: Axes | None, *, num_rows: int, capacity: int | None = None
 ) -> Exchange:
-    """Lay out the all-to-all of rows that are sorted by expert. The ranks exchange their counts.
+    """Plan the all-to-all of rows that are sorted by expert. The ranks exchange their counts.
 
     counts: (E,) of an integer dtype, local rows of each expert; rank r of the mesh axis has the experts
         [r E / ranks, (r + 1) E / ranks). num_rows: M, local rows, at least the sum of the counts.
@@ -173,14 +173,14 @@ def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: 
 
 
 def room_of(capacity: int | None, num_rows: int) -> int:
-    """Rows of a pair of ranks. If num_rows is a symbol of jax.export the capacity stays: an op takes a number."""
+    """Rows per pair of ranks. If num_rows is a symbol of jax.export, the capacity: an op takes a number."""
     return num_rows if capacity is None or (isinstance(num_rows, int) and num_rows < capacity) else capacity
 
 
 def lost_of(
     rows: Any, counts: jax.Array, places: jax.Array, capacity: int | None, on_overflow: OnOverflow
 ) -> jax.Array | None:
-    """`Route.lost`, from the place of each sorted row."""
+    """`Route.lost`, from the position of each sorted row in the buffers, -1 for none."""
     if on_overflow == "drop" or room_of(capacity, places.shape[0]) == places.shape[0]:
         return None
     lost = lost_rows(places, counts)
@@ -216,8 +216,8 @@ def send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 class _Legs(NamedTuple):
-    """back: from the layout received to the local rows. fwd, bwd: the rounding of the quantized rows that a direction
-    sends, None for rows as they are. floats: quantized rows are dequantized on arrival."""
+    """back: from received rows to local rows. fwd, bwd: the rounding of the quantized rows that the transfer of a pass
+    sends, None for rows as they are. floats: received rows are dequantized."""
 
     back: bool
     fwd: Rounding | None
@@ -266,10 +266,10 @@ def exchange_rows(
 ) -> Any:
     """Send rows to the ranks of their experts, or with `back` expert outputs to the ranks of their tokens.
 
-    x: (M, W), or of the layout received, (ep * capacity, W). fwd, bwd: the rounding of rows that are quantized for
-    their way forward and of gradients that are quantized for their way backward; None sends them as they are.
-    Quantized rows arrive as an MXArray, and quantized gradients at an MXGradArray, which x then is; or with `floats`
-    both are dequantized on arrival. The callers have checked the arguments.
+    x: (M, W), or with `back` (ep * capacity, W). fwd, bwd: the rounding that quantizes rows in the forward pass and
+    gradients in the backward pass; None sends them as they are. Quantized rows are received as an MXArray. If gradients
+    are quantized, x is an MXGradArray. With `floats` received rows and gradients are dequantized instead. The callers
+    have checked the arguments.
     """
     x = x.once(op) if isinstance(x, MXGradArray) else x
     return _exchange(*arguments(op, x, plan), _Legs(back, fwd, bwd, floats))
@@ -281,8 +281,8 @@ def exchange_rows(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """plan: the all-to-all of the rows. tokens: order and inverse of TokenReplicas, None of rows. copies: where a token
-    goes once to each rank, how its copies lie, None elsewhere."""
+    """plan: the all-to-all of the rows. tokens: order and inverse of TokenReplicas, None for rows. copies: the maps of
+    the copies if a token is sent once to each rank, else None."""
 
     plan: Exchange
     tokens: tuple[jax.Array, jax.Array] | None
@@ -299,8 +299,8 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """Collectives of XLA, on any number of processes, with a row per replica both ways; replicas.py has the policies
-    that send a token once to each rank. A pair of ranks has room for `capacity` rows; None: for all."""
+    """Collectives of XLA, on any number of processes, with a row per replica in both directions. replicas.py has the
+    policies that send a token once to each rank. capacity: rows per pair of ranks; None: all local rows."""
 
     axis_name: Axes | None
     capacity: int | None

@@ -65,7 +65,7 @@ def dispatch(
     transport: Transport = "all_to_all",
     on_overflow: OnOverflow = "nan",
 ) -> tuple[Float[jax.Array, "P K"] | MXArray, Int[jax.Array, " G"], Route]:
-    """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
+    """Send rows to the ranks of their experts, into one padded group per local expert; differentiable.
 
     rows: (M, K) bf16 or fp32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
     counts: (E,) of an integer dtype, the rows of each expert; E is a multiple of the ranks, and rank r has the experts
@@ -73,15 +73,15 @@ def dispatch(
     recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
     axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
     capacity: rows that each pair of ranks exchanges at most; None is all local rows, which never drops one.
-    replicas: of TokenReplicas, how often a token crosses the wire to a rank with several of its experts. "each": a row
-        per expert, both ways. "once": one row, from which that rank makes the others; their results come back each, and
-        results and gradients are the same bytes. "summed": the results of a token on a rank are summed there as well,
-        in fp32, and one row comes back, in the dtype of the groups. A pair of ranks then has room for min(T, capacity)
-        rows of tokens.
+    replicas: of TokenReplicas, how often a token is sent to a rank with several of its experts. "each": a row per
+        expert, in both directions. "once": one row, which that rank copies for each expert. It sends one result per
+        expert back, and results and gradients are the same bytes. "summed": as "once", but that rank sums the results
+        of a token in fp32 and sends one row back, in the dtype of the groups. With "once" and "summed" a pair of ranks
+        has a buffer for min(T, capacity) tokens.
     transport: "all_to_all": collectives of XLA. "peer_memory": on GPUs of one process kernels read the rows in the
-        memory of the other GPUs, into their groups and, summed, into their tokens; elsewhere the same from an
-        all-gather of the rows. The same bytes, with replicas="each". A rank then has room for `capacity` rows from each
-        rank, which all ranks share.
+        memory of the other GPUs, into their groups and, summed, into their tokens. Elsewhere rows are read from an
+        all-gather of the rows. The same bytes, with replicas="each". Each rank then has one buffer of `capacity` rows
+        per rank, which all ranks share.
     on_overflow: what a row that does not fit the capacity makes of its row or token after `combine`. "nan": NaN, in the
         result, in the gradient of the row or token, and in the gradient of its weight. "drop": zeros, in the sum of a
         token and in the gradients.

@@ -36,7 +36,7 @@ class SlotMaps:
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """The exchange of one rank, which has room for every row."""
+    """The exchange of one rank, which drops no row."""
 
     def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
         x, top_k, num_rows = parts_of(rows)

@@ -1,11 +1,11 @@
-"""Dispatch and combine through memory of peers: where each row of each rank lies, in numbers across ranks.
+"""Dispatch and combine through memory of peers: the position of each row of each rank, in numbers across ranks.
 
     tokens (T, K) of all ranks --one gather, by `order`--> padded groups (P, K) of this rank's experts
     tokens (T, N) <--one sum, by `slots`-- padded groups (P, N) of all ranks
 
 The ranks exchange their counts and, of tokens, the orders of their replicas: 4 bytes a row. Every rank then knows the
-rows of its groups, and the places of its own rows in the groups of all. The groups have the rows of rank 0, 1, ..., as
-those of the all-to-all. peer_memory.py reads the rows.
+rows of its groups, and the positions of its own rows in the groups of all ranks. The groups have the rows of rank 0,
+1, ..., in this order, as the groups of the all-to-all. peer_memory.py reads the rows.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from .route import Route
 
 @dataclasses.dataclass(frozen=True)
 class PeerMemory:
-    """Kernels read rows in the memory of the other GPUs of this process. A rank has room for `capacity` rows from each
-    rank, shared by all of them. The maps are `SlotMaps` whose numbers lead across ranks; so does `Route.row_map`,
-    between the sorted rows of the ranks and their padded groups."""
+    """Kernels read rows in the memory of the other GPUs of this process. Each rank has one buffer of `capacity` rows
+    per rank, which all ranks share. The maps are `SlotMaps` with numbers across ranks. `Route.row_map` has such numbers
+    too, between the sorted rows of the ranks and their padded groups."""
 
     axis_name: Axes
     capacity: int | None
@@ -52,7 +52,7 @@ class PeerMemory:
         maps, reader = route.maps, Peers(self.axis_name)
         if probs is None:
             return sum_groups(groups, route, maps.slots, maps.order, None, out_dtype, reader)
-        # The gradient of a weighted sum reads the rows again: they come here first.
+        # The gradient of a weighted sum reads the rows again, so they are read into this rank's memory first.
         rows = ungather("combine", groups, maps.order, maps.slots, reader)
         here = jnp.arange(maps.num_rows, dtype=jnp.int32)
         return sum_groups(rows, route, here, here, probs, out_dtype, HERE)
@@ -71,7 +71,7 @@ def map_peers(
     if ranks * max(padded, num_rows) >= 2**31:
         got = f"{ranks} ranks with {padded} padded rows"
         fail(ValueError, op, "capacity", got, "allowed: fewer than 2^31 padded rows on all ranks")
-    # Wrong counts are clipped: inside jit nothing checks them, and a row must not leave its rank's memory.
+    # Wrong counts are clipped: inside jit nothing checks them, and a row must be in its rank's memory.
     ends = jnp.minimum(jnp.cumsum(jnp.clip(counts.astype(jnp.int32), 0, num_rows)), num_rows)
     counts = jnp.diff(ends, prepend=0)
     table = all_ranks(counts[None], axis_name)
@@ -83,7 +83,7 @@ def map_peers(
     group_ends = jnp.cumsum(sizes, 1)
     first = (group_ends - sizes)[..., None] + jnp.cumsum(fitting, 2) - fitting
 
-    # The places of this rank's rows. Comparisons and sums as in `plan_exchange`.
+    # The positions of this rank's rows. Comparisons and sums as in `plan_exchange`.
     row = jnp.arange(num_rows, dtype=jnp.int32)
     expert = jnp.minimum((row[:, None] >= ends).sum(1, dtype=jnp.int32), experts - 1)
     place = row - (ends - counts)[expert]

@@ -1,11 +1,11 @@
-"""Rows that lie on all ranks of a mesh axis, read where they lie: gathers and sums whose maps lead across ranks.
+"""Rows in the memory of all ranks of a mesh axis, read by gathers and sums whose maps have numbers across ranks.
 
     rows (R, W) on each rank            row r of rank q has the number q R + r
     map (P,) of numbers, -1 for none -> (P, W) on each rank, by its own map
 
 cuda     one kernel per GPU and call, which reads the rows of the others over NVLink and writes the result. The streams
-         of the GPUs wait for each other before and after; rows travel once, to their last place. One process has all
-         GPUs. core_kernels/peer/cuda_run.cu draws it.
+         of the GPUs wait for each other before and after. Rows are sent without a buffer in between. One process has
+         all GPUs. core_kernels/peer/cuda_run.cu draws it.
 others   the definition: the op of the same name, on the rows of all ranks
 """
 

@@ -1,15 +1,16 @@
-"""A token goes once to each rank that has one of its experts: the copies of its row, and its replicas there.
+"""A token is sent once to each rank that has one of its experts: the copies of its row, and its replicas there.
 
     tokens (T, K) --copy per rank--> copies (ep C, K) ==wire==> copies (ep C, K) --replica per expert--> groups (P, K)
     tokens (T, N) <--sum over ranks-- (ep C, N) <==wire== (ep C, N) <--sum of a rank's replicas-- groups (P, N)  summed
     tokens (T, N) <--sum of replicas-- (ep capacity, N) <==wire== <----------- gather ----------- groups (P, N)    once
 
-Both steps to the right are gathers. What travels beside a row is 4 bytes per replica: the slot of the replica in its
-copy, `copy * top_k + k`, in the order of the replicas. So the receiver has the replicas of its copies in the form of
-`TokenReplicas`, and the padded groups are those that replicas sent one by one would make.
+Both steps to the right are gathers. In addition to rows the ranks send 4 bytes per replica, in the order of the
+replicas. They are the slot of the replica in its copy, `copy * top_k + k`. So the receiver has the replicas of its
+copies in the form of `TokenReplicas`. The padded groups equal the groups of replicas that are sent one by one.
 
-"once": forward and backward return replicas, and every byte is that of replicas sent one by one. "summed": sums are
-fp32, of a rank's replicas with k ascending, rounded to the dtype of the rows, sent, and added with ranks ascending.
+"once": forward and backward return replicas, and all bytes equal the bytes with "each". "summed": a rank sums its
+replicas of a token in fp32, k ascending, rounds each sum to the dtype of the rows and sends it. The sums of the ranks
+are added with ranks ascending.
 
 Sizes are static: a pair of ranks exchanges C = min(T, capacity) copies, not the T top_k rows of a dispatch of replicas.
 """
@@ -42,8 +43,8 @@ class Copies:
 
     exchange: of copies. Its sources are tokens, its slots (T * width,) the copies of a token, ranks ascending; width,
     its top_k, is the most ranks of a token. order (ep C,): the slot t * width + w of each copy. replica_order
-    (ep capacity,), replica_slots (ep C * top_k,): as `TokenReplicas`, of the replicas of the copies received, in the
-    order of arrival. group_order (P,), group_slots (ep C, top_k): the same in the padded groups. -1 is none.
+    (ep capacity,), replica_slots (ep C * top_k,): as `TokenReplicas`, of the replicas of the received copies, in the
+    order received. group_order (P,), group_slots (ep C, top_k): the same in the padded groups. -1 is none.
     """
 
     exchange: Exchange
@@ -59,7 +60,7 @@ def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Co
     t, top_k, ranks, room = tokens.x.shape[0], tokens.top_k, exchange.ep_degree, exchange.capacity
     size, width = min(t, room), min(top_k, ranks)
     rank, sent = jnp.arange(ranks, dtype=jnp.int32)[:, None], exchange.slots >= 0
-    # The last place takes the replicas that did not fit.
+    # The last element is for the replicas that did not fit.
     place = jnp.where(sent, exchange.slots // max(room, 1) * t + tokens.order // top_k, ranks * t)
     hit = jnp.zeros(ranks * t + 1, bool).at[place].set(True)[:-1].reshape(ranks, t)
     position = jnp.cumsum(hit, axis=1, dtype=jnp.int32) - 1
@@ -84,7 +85,7 @@ def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Co
 
 
 def _scatter(size: int, places: jax.Array, values: jax.Array) -> jax.Array:
-    """(size,) int32: the value of each place, -1 without one. Values at the place `size` are dropped."""
+    """(size,) int32: the value at each index, -1 without one. Values at the index `size` are dropped."""
     return jnp.full(size + 1, -1, jnp.int32).at[places.reshape(-1)].set(values.reshape(-1))[:-1]
 
 
@@ -94,7 +95,7 @@ def _scatter(size: int, places: jax.Array, values: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Between tokens and groups. copies, replicas: exchanges whose sources and slots are those of tokens. copy (P,): of
+    """Between tokens and groups. copies, replicas: exchanges with sources and slots of tokens. copy (P,): the copy for
     each row of the groups. inverse (ep capacity,): the row of each replica. recipe's `mx`, rounding: static."""
 
     copies: Exchange
@@ -150,7 +151,7 @@ _return_each_jitted = jitted(_return_each, 2)
 
 
 def _sum(rows: jax.Array, exchange: Exchange, out_dtype: str) -> jax.Array:
-    """The sums (T, N) of what an all-to-all has brought back."""
+    """The sums (T, N) of the rows that an all-to-all has sent back."""
     unweighted = jnp.zeros(0, jnp.float32)
     return ops.combine(rows, exchange.slots.reshape(-1, exchange.top_k), unweighted, out_dtype=out_dtype)
 
@@ -162,7 +163,7 @@ def _way(slots: jax.Array, top_k: int, plan: Exchange, row_map: RowMap, copies: 
 
 @dataclasses.dataclass(frozen=True)
 class Once(AllToAll):
-    """A row per token and rank there; the replicas come back each."""
+    """A row per token and rank in the dispatch, a row per replica in the combine."""
 
     def send(self, x: jax.Array, rows: TokenReplicas, plan: Exchange, recipe: Recipe) -> tuple[Any, RowMap, Copies]:
         row_map = plan.map_rows(recipe.alignment)

@@ -19,7 +19,7 @@ from ..products.groups import laid_out
 
 
 class TokenExchange(Protocol):
-    """What carries rows to the experts and back, with its options; static. The callers have checked the arguments."""
+    """Sends rows to the experts and back, with its options; static. The callers have checked the arguments."""
 
     def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> "tuple[Any, Route]":
         """rows: (M, K), or TokenReplicas. counts (E,). Returns groups, an MXArray if the recipe quantizes."""
@@ -30,7 +30,7 @@ class TokenExchange(Protocol):
         ...
 
     def combine(self, groups: Any, route: "Route", probs: jax.Array | None, out_dtype: str) -> jax.Array:
-        """groups (P, N), an MXGradArray if the recipe quantizes -> (M, N) or (T, N), zeros for rows without room."""
+        """groups (P, N), an MXGradArray if the recipe quantizes -> (M, N) or (T, N), zeros for dropped rows."""
         ...
 
 
@@ -41,7 +41,7 @@ class Route:
 
     row_map: between received rows and padded groups. maps: of the exchange, `local.SlotMaps` or `ep.Sent`. exchange,
     recipe, top_k: static; top_k is 0 for rows that are no TokenReplicas. lost: bool, (M,) of rows or (T, top_k) of
-    tokens, the rows without room, which make NaN; None if all have room, or on_overflow="drop".
+    tokens, the dropped rows, which make NaN; None if no row can be dropped, or on_overflow="drop".
     """
 
     row_map: RowMap

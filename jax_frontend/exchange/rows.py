@@ -45,7 +45,7 @@ def spread_rows(
     """Replicate each token for its top_k experts: out[i] = x[order[i] // top_k], zeros where order is -1.
 
     x: (T, D) bf16, fp32 or MXArray. order: (P,), the slot t * top_k + k of each row of the result. inverse:
-    (T * top_k,), the row of each slot; both int32, P = T * top_k for those of `sort_by_expert`.
+    (T * top_k,), the row of each slot; both int32; `sort_by_expert` makes them with P = T * top_k.
     across: mesh axes of the enclosing shard_map: slot s of rank q has the number q T top_k + s in order, row i of rank
     q the number q P + i in inverse.
     Returns (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.

@@ -33,7 +33,7 @@ def unpack_expert_weights(
 ) -> dict[str, jax.Array]:
     """Copy packed expert weights into w1, w3 (E, F, D) and w2 (E, D, F), the experts' parameters of `moe`.
 
-    gate_up: (E, 2F, D), or (E, D, 2F) if transposed: gate, then up; or interleaved, gate at even places of 2F.
+    gate_up: (E, 2F, D), or (E, D, 2F) if transposed: gate, then up; or interleaved, gate at even indices of 2F.
     down: (E, D, F), or (E, F, D) if transposed. gate_up_bias: (E, 2F), down_bias: (E, D), both or neither: b1, b3, b2.
 
     Returns the arrays by name. Raises ValueError (shapes) and TypeError (dtypes).

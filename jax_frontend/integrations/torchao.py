@@ -7,8 +7,8 @@
     permute_mxfp8_fwd_hp_bwd          permute
     unpermute_hp_fwd_mxfp8_bwd        gathers.ungather
 
-Nothing of this package calls them, and nothing of torchao is imported. The arguments are those of JAX: an `Exchange` in
-place of splits and a process group, a RowMap in place of a tuple.
+This package does not call these functions, and imports nothing of torchao. The arguments follow JAX: an `Exchange`
+instead of splits and a process group, a RowMap instead of a tuple.
 
 Source: torchao.prototype.moe_training, commit 36027d82d of pytorch/ao.
 """
@@ -57,8 +57,8 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 ) -> Float[jax.Array, "M N"]:
     """Send expert outputs back to the tokens' ranks as they are; the gradient is sent in MXFP8.
 
-    input: (P, N), P = ep_degree * capacity, in the layout of the dispatch; an array, whose gradient is dequantized on
-        arrival, or an MXGradArray, whose gradient stays MXFP8 bytes for the grouped GEMM.
+    input: (P, N), P = ep_degree * capacity, in the layout of the dispatch. The received gradient of an array is
+        dequantized. The received gradient of an MXGradArray is MXFP8 bytes for the grouped GEMM.
     exchange: of the dispatch. rounding: a `Rounding` or its name. mxfp8_bwd: False sends the gradient in its own dtype.
 
     Returns (M, N) of input's dtype; rows that did not fit are zeros. Raises ValueError (shapes; N no multiple of 32)
@@ -109,7 +109,7 @@ def to_mxfp8_a2a_dequant(
 def permute_mxfp8_fwd_hp_bwd(
     mx: MXArray, num_tokens_per_expert: Int[jax.Array, " G"] | Exchange, group_size_multiple_of: int = BLOCK
 ) -> tuple[MXArray, RowMap]:
-    """`permute` of MX rows. Arguments, result and errors are those of `permute`.
+    """`permute` of MX rows. Arguments, result and errors are as in `permute`.
 
     >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
     >>> received = a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange)

@@ -18,7 +18,7 @@ def moe_metrics(
     """The metrics of one forward of a layer as a dict of Python numbers; the host waits for the device.
 
     stats: of `moe.apply`, outside of jit. dim, recipe, prob_in: of the layer. ranks: that share its experts, a divisor
-    of their number. `MoEMetrics` names the entries; wire_nbytes counts rows, not the unused room of buffers with a
+    of their number. `MoEMetrics` names the entries; wire_nbytes counts rows, not the unused rows of buffers with a
     capacity. Raises TypeError and ValueError for other sizes and names.
 
     >>> import jax

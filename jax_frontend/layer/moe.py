@@ -130,7 +130,7 @@ def _check(op: str, x: Any, config: Any, experts: Any, weights: Any, selection_b
         fail(ValueError, op, "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
     check_chosen(op, x, config.num_experts, experts, weights)
     if experts is not None and selection_bias is not None:
-        fail(ValueError, op, "selection_bias", "an array", "allowed: None beside experts and weights")
+        fail(ValueError, op, "selection_bias", "an array", "allowed: None with experts and weights")
 
 
 def _layer(
@@ -195,13 +195,13 @@ def sharded_apply(
     """Run the layer on a mesh, on global arrays, under `jax.jit` and shardings alone: `apply` inside `jax.shard_map`.
 
     params, x, config, experts, weights, selection_bias: as in `apply`, of all ranks.
-    tokens: the PartitionSpec of x without its last dim, also that of y: P(("data", "expert")) for x (T, D),
+    tokens: the PartitionSpec of x and y without their last dim: P(("data", "expert")) for x (T, D),
         P("data", "expert") for x (B, S, D). Its axes include expert_axis: each rank computes its own tokens.
     expert_axis: the mesh axis, or axes, that split the experts; None: every rank has all.
     fsdp_axis: an axis of `tokens` that splits dim D of the experts' weights too. They are gathered for the call, and
         the sum of their gradients is scattered. tensor_axis: an axis that splits dim F, as in `apply`.
-    mesh: None is the mesh of `jax.set_mesh`, or that of x on a mesh with explicit axes. A parameter lies as `specs`
-        says for these axes; otherwise JAX moves it in every call (automatic axes) or refuses it (explicit axes).
+    mesh: None is the mesh of `jax.set_mesh`, or the mesh of x if it has explicit axes. Parameters have the shardings
+        of `specs` for these axes. Otherwise JAX reshards them in every call (automatic axes) or raises (explicit axes).
 
     Returns (y like x, MoEStats of all tokens, P()). Inside a shard_map over some axes of the mesh, x and params are the
     parts of these axes, and the other axes become manual here.

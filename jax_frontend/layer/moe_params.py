@@ -1,4 +1,4 @@
-"""Sizes and choices of a layer, its parameters, and where they lie on a mesh.
+"""Sizes and choices of a layer, its parameters, and their shardings on a mesh.
 
 E experts   D dim   F hidden_dim   S shared_hidden_dim
 
@@ -52,19 +52,19 @@ class MoEConfig:
         expert.
     recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
     shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
-    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
-        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
+    prob_in: the step that multiplies a row by its probability. "swiglu": inside the experts, before h is rounded;
+        the combine then saves no rows for its gradient and sends quantized tokens backward. "combine": the fp32 sum of
         the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
         experts' input, as Llama 4 does; x then has a row per token and expert.
-    capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which always have room.
+    capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
         math.ceil(f * T * top_k / ranks), for the T tokens of a rank, is f times the mean.
-    on_overflow: what a row without room makes of its token. "nan": y and the gradient of x are NaN there, so that the
+    on_overflow: the effect of a dropped row on its token. "nan": y and the gradient of x are NaN there, so that the
         loss shows it, and `MoEStats.overflow` counts the rows. "drop": the row is left out of the token's sum.
     bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
         the experts and of the shared one, which has no bias.
-    replicas: "each", "once" or "summed", how often a token crosses the wire to a rank with several of its experts, as
-        in `dispatch`. With prob_in="input", where a row is one replica, "each" alone.
-    transport: "all_to_all" or "peer_memory", what carries rows between ranks, as in `dispatch`; "peer_memory" with
+    replicas: "each", "once" or "summed", how often a token is sent to a rank with several of its experts, as in
+        `dispatch`. With prob_in="input", where a row is one replica, "each" alone.
+    transport: "all_to_all" or "peer_memory", how rows are sent between ranks, as in `dispatch`; "peer_memory" with
         replicas="each".
 
     >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
@@ -239,7 +239,7 @@ _LAYOUT = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3' and the biases,
 
 
 def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tensor_axis: str | None = None) -> None:
-    """Raise unless params are those of the config on this rank of the mesh."""
+    """Raise unless params match the config on this rank of the mesh."""
     op = "moe.apply"
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
         fail(TypeError, op, "params", type(params).__name__, _LAYOUT)

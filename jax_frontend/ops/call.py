@@ -27,7 +27,7 @@ from .split import over_parts
 
 Options = tuple[tuple[str, int | bool | float | str], ...]
 Empty = tuple[tuple[int, str], ...]
-"""The place and the dtype of each input of shape (0,), which stands for an argument that is None."""
+"""The index and the dtype of each input of shape (0,), which stands for an argument that is None."""
 
 
 def array_type(x: jax.Array | jax.ShapeDtypeStruct) -> ArrayType:
@@ -131,7 +131,7 @@ kernel_p.def_impl(partial(xla.apply_primitive, kernel_p))
 
 
 def with_empty(arrays: Sequence[Any], empty: Empty, make: Callable[[ArrayType], Any]) -> list[Any]:
-    """The inputs of the op: those of the primitive, and `make` of each empty one."""
+    """The inputs of the op: the inputs of the primitive, and `make` of each empty input."""
     inputs = list(arrays)
     for place, dtype in empty:
         inputs.insert(place, make(ArrayType((0,), dtype)))

@@ -159,7 +159,7 @@ def _mm_bf16_kn_sum(lhs, rhs, lhs2, rhs2, group_ends, *, out: ArrayType) -> jax.
 
 
 def _of_whole_blocks(dw: jax.Array, group_ends: jax.Array, tokens: int) -> jax.Array:
-    """dw (G, N, K), as on a GPU NaN for a group with an end that is no multiple of 32 or lies beyond the tokens."""
+    """dw (G, N, K), as on a GPU NaN for a group with an end that is no multiple of 32 or exceeds `tokens`."""
     begin = jnp.pad(group_ends, (1, 0))[:-1]
     whole = (begin >= 0) & (begin <= group_ends) & (group_ends <= tokens) & ((begin | group_ends) % BLOCK == 0)
     return jnp.where(whole[:, None, None], dw, jnp.nan)

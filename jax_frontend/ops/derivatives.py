@@ -45,7 +45,7 @@ def arguments(op: str, *trees: Any) -> tuple[Any, ...]:
 
 
 def arguments_by_rows(op: str, *arrays: Any) -> tuple[Any, ...]:
-    """`arguments` of a function that works row by row: arrays (M, ...) whose rows lie on explicit axes stay there."""
+    """`arguments` of a function that works row by row: rows of arrays (M, ...) remain sharded over explicit axes."""
     return reverse_only(op, alike(vary_alike(*arrays), 1), gather=False)
 
 
@@ -70,7 +70,7 @@ def _no_vmap(*_args, op: str, rows: str, together: str):
 
 
 def _lower_guard(ctx, x, *, op: str, rows: str, together: str):
-    # The context of jit counts devices; that of shard_map has a mesh, with axes that are manual and others.
+    # The context of jit counts devices; the context of shard_map has a mesh, with manual axes and others.
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     automatic = [] if mesh is None else [n for axis, n in mesh.shape.items() if axis not in context.manual_axes]

@@ -75,7 +75,7 @@ def compute_capability() -> tuple[int, int]:
 def arch() -> str:
     """The architecture that a program is traced for: "cpu", "sm_90".
 
-    It is that of `lower_for`; outside of it, that of JAX's default backend.
+    Inside `lower_for` its architecture; outside, the architecture of JAX's default backend.
     """
     on_gpu = lowered_for() is not None or jax.default_backend() == "gpu"
     return dispatch.arch_name(compute_capability()) if on_gpu else "cpu"

@@ -17,7 +17,7 @@ Axes = str | tuple[str, ...]
 
 
 def mesh_of(op: str, mesh: AnyMesh | None, x: jax.Array) -> AnyMesh:
-    """The mesh of the enclosing shard_map or `jax.set_mesh`, else the one given, else that of x's type.
+    """The mesh of the enclosing shard_map or `jax.set_mesh`, else the given mesh, else the mesh of x's type.
 
     Raises ValueError without any."""
     context = jax.sharding.get_abstract_mesh()

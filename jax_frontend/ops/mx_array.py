@@ -3,7 +3,7 @@
 JAX gives integer arrays no gradient, and a cotangent has the dtype of its value. So a value in bytes with a bf16
 gradient, and a bf16 value with a gradient in bytes, each have companions: zeros of the other dtype.
 
-                 forward reads        cotangents arrive on
+                 forward reads        backward sums cotangents of
     MXArray      q, sf  (uint8)       carrier (bf16 or fp32, zeros)         forward MXFP8, backward bf16
     MXGradArray  value  (bf16)        q_grad (e4m3), sf_grad (bf16), uses   forward bf16, backward MXFP8
 
@@ -136,7 +136,7 @@ class MXArray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MXGradArray:
-    """A bf16 or fp32 matrix whose gradient arrives in MXFP8: the value between a grouped GEMM and the combine.
+    """A bf16 or fp32 matrix whose gradient is received in MXFP8: the value between a grouped GEMM and the combine.
 
     value (M, N). q_grad (M, N) e4m3 and sf_grad (M, N/32) bf16: zeros; their cotangents are the gradient, the scales as
     integers 0 to 255. uses (1,) fp32: zero; its cotangent is the number of readers.
@@ -183,7 +183,7 @@ class MXGradArray:
 
     @classmethod
     def wrap(cls, value: jax.Array) -> "MXGradArray":
-        """Wrap value (M, N) bf16 or fp32. Its gradient arrives in MXFP8 and is dequantized.
+        """Wrap value (M, N) bf16 or fp32. Its gradient is received in MXFP8 and dequantized.
 
         Raises ValueError unless N is a multiple of 32."""
         op = "MXGradArray.wrap"
@@ -226,7 +226,7 @@ class MXGradArray:
 
 
 def received(grad: jax.Array | MXGradArray) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The gradient of a result: an array, or (q, sf) if it arrived as bytes."""
+    """The gradient of a result: an array, or (q, sf) if it was received as bytes."""
     if not isinstance(grad, MXGradArray):
         return grad
     value, mx = grad.poisoned()

@@ -1,12 +1,12 @@
 """What a layer saves for its gradient, by name, and policies of `jax.checkpoint` made of these names.
 
-    "mxep_rows"      what dispatch delivers: rows of padded groups, MXFP8 bytes if the recipe quantizes
+    "mxep_rows"      the rows of padded groups that dispatch returns, MXFP8 bytes if the recipe quantizes
     "mxep_gate"      x w1^T, bf16; with "mxep_up" the largest of all
     "mxep_up"        x w3^T, bf16
     "mxep_outputs"   the experts' outputs back at their tokens, bf16; `combine` with probabilities needs them
 
-A value that is not saved is computed again in the backward pass, with the exchange in front of it: that of "mxep_rows"
-is the dispatch, that of "mxep_outputs" the combine. With prob_in="swiglu" the combine saves no outputs.
+A value that is not saved is computed again in the backward pass, with the exchange in front of it. The exchange is the
+dispatch for "mxep_rows", the combine for "mxep_outputs". With prob_in="swiglu" the combine saves no outputs.
 """
 
 from typing import TypeVar

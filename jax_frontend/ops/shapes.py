@@ -5,7 +5,7 @@ Int        any integers        Bytes                uint8
 "... D"    any leading dims    " G"                 one dim; without the space a linter reads a name
 
 A type checker reads `typing.Annotated`, an array. Nothing is checked when a function is called: its own checks name the
-argument. Letters are those of the function's docstring.
+argument. The function's docstring explains the letters.
 """
 
 from typing import TYPE_CHECKING, Any

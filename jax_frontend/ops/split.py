@@ -90,8 +90,8 @@ def _name(i: int) -> str:
 
 
 def alike(arrays: Sequence[Any], dims: int) -> tuple[Any, ...]:
-    """The arrays with their first `dims` dims split over explicit axes as those of the first array that is split
-    there, and whole in the other dims; arrays of other sizes are whole. None stays None."""
+    """The arrays with their first `dims` dims split over explicit axes like the first array with such a split, and
+    whole in the other dims. Arrays of other sizes are whole; None is returned as None."""
     sharding, spec = _split_of(arrays, dims)
     if spec is None:
         return tuple(arrays)

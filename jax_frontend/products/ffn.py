@@ -15,10 +15,10 @@ With form "fold", forms/fold.py folds each operand once for both of its products
 dw1 and dw3. The kernel that computes h folds its rows. One read of a bf16 x or dout produces its row and token
 operands, and the backward keeps the token operand of x instead of x. swiglu_bwd_fold, in place of swiglu_bwd_all, folds
 all that it computes. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16
-before they are quantized, so the bytes are those of the separate functions. dx alone differs: it is rounded once, the
-separate functions round three times, and folded rows of dgate and dup have a headroom. With b1 or b3, whose gradients
-sum them, dgate and dup are bf16 arrays too. A row's weight multiplies h and b2, so that it multiplies the row of out;
-its gradient has a part of each.
+before they are quantized, so the bytes equal the bytes of the separate functions. dx alone differs: it is rounded once,
+the separate functions round three times, and folded rows of dgate and dup have a headroom. With b1 or b3, whose
+gradients sum them, dgate and dup are bf16 arrays too. A row's weight multiplies h and b2, so that it multiplies the row
+of out; its gradient has a part of each.
 """
 
 from functools import partial

@@ -10,7 +10,7 @@
 Rows in front of the experts are MXFP8 forward and bf16 backward, rows behind them the other way round, so no row is
 dequantized and quantized again between the network and the grouped products. A -1 in a map is padding, a row of zeros.
 
-A `Reader` reads the rows: `HERE` reads rows of this rank, `Peers` of peer_memory.py those of all ranks of a mesh axis.
+A `Reader` reads the rows: `HERE` reads rows of this rank, `Peers` of peer_memory.py rows of all ranks of a mesh axis.
 The callers have checked the arguments.
 """
 

@@ -156,7 +156,7 @@ def grouped_mm(
     pad_token_groups: the weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. True pads each group to
         whole blocks, so that groups of any size are allowed. False saves those passes for group ends that are multiples
         of 32; the weight gradient of any other group is NaN.
-    mx_grad: return an MXGradArray, whose gradient arrives as MXFP8 bytes from `unpermute_hp_fwd_mxfp8_bwd`,
+    mx_grad: return an MXGradArray, whose gradient is received as MXFP8 bytes from `unpermute_hp_fwd_mxfp8_bwd`,
         `a2a_combine_hp_fwd_mxfp8_bwd` or `combine`.
     group_sizes: (G,) of an integer dtype, the rows of each group, in place of group_ends.
 

@@ -22,9 +22,9 @@ class LaidOut(Protocol):
 
 
 def ends_of(op: str, group_ends: Any, group_sizes: Any, x: jax.Array | MXArray, groups: int) -> jax.Array:
-    """The ends (groups,) of the groups of x: group_ends, or those of the RowMap or Route that laid out x, or the sums
-    of group_sizes. An MXArray that was laid out brings its own: a product follows these, and others are an error where
-    their values are known.
+    """The ends (groups,) of the groups of x: group_ends, or the ends in the RowMap or Route of x, or the sums of
+    group_sizes. An MXArray from `permute` or `dispatch` has ends of its own, which a product takes. Other ends are an
+    error where their values are known.
 
     Raises TypeError (dtype) and ValueError (shape, both or none of ends and sizes, other ends, a Route of other rows).
     """
@@ -36,7 +36,7 @@ def ends_of(op: str, group_ends: Any, group_sizes: Any, x: jax.Array | MXArray, 
     by_hand = group_ends is not None and not isinstance(maps, RowMap)
     if isinstance(maps, RowMap):
         if maps.row_map.shape[0] != rows:
-            got = f"those of {maps.row_map.shape[0]} rows"
+            got = f"ends of {maps.row_map.shape[0]} rows"
             fail(ValueError, op, "group_ends", got, f"allowed: the RowMap or Route that laid out these {rows} rows")
         group_ends = maps.group_ends
     elif group_ends is None:
@@ -47,9 +47,9 @@ def ends_of(op: str, group_ends: Any, group_sizes: Any, x: jax.Array | MXArray, 
         _warn_if_sizes(op, given, rows)
     if own is None or own is given:
         return given
-    check_shape(op, "group_ends", given, own.shape, "those of x", "int")
+    check_shape(op, "group_ends", given, own.shape, "the ends of x", "int")
     check_values(
-        (given == own).all(), op, "group_ends", given, "allowed: those of x; pass the RowMap or Route of its rows"
+        (given == own).all(), op, "group_ends", given, "allowed: the ends of x; pass the RowMap or Route of its rows"
     )
     return own
 

@@ -1,10 +1,10 @@
-"""Rows that found no room in a static buffer: what they make of their tokens.
+"""Rows above the capacity of a static buffer, and their effect on their tokens.
 
     forward    y[t]  NaN for a token with a lost row         the other tokens as they are
     backward   dy    as it is                                dx[t], dprobs[t, k]  NaN for a lost row
 
 A NaN, unlike a zero, is in the loss and in the norm of the gradients of the step that lost a row. The gradients of the
-experts' weights have the rows that found room: dy of a lost token is what the loss makes of its NaN.
+experts' weights sum over the rows within the capacity: dy of a lost token is the loss's gradient at its NaN.
 """
 
 from typing import Any, Literal, get_args
@@ -27,7 +27,7 @@ def check_on_overflow(op: str, on_overflow: Any) -> None:
 
 
 def lost_rows(places: jax.Array, counts: jax.Array) -> jax.Array:
-    """(M,) bool: the rows that counts (E,) give to an expert, and that have no place in places (M,)."""
+    """(M,) bool: the rows that counts (E,) give to an expert, and whose entry in places (M,) is negative."""
     return (places < 0) & (jnp.arange(places.shape[0], dtype=jnp.int32) < counts.astype(jnp.int32).sum())
 
 

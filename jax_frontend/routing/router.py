@@ -179,7 +179,7 @@ def check_chosen(op: str, x: jax.Array, num_experts: int, experts: jax.Array | N
         if experts is weights:
             return
         name, other = ("experts", "weights") if experts is None else ("weights", "experts")
-        fail(ValueError, op, name, "None", f"allowed: an array beside {other}, or neither")
+        fail(ValueError, op, name, "None", f"allowed: an array with {other}, or neither")
     check_integers(op, "experts", experts)
     experts = jnp.asarray(experts)
     if experts.ndim != x.ndim or experts.shape[:-1] != x.shape[:-1] or not experts.shape[-1]:

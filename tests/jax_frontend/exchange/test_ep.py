@@ -257,7 +257,7 @@ def test_an_axis_that_does_not_divide_the_experts_is_refused() -> None:
 @pytest.mark.parametrize("capacity", [None, 5])
 @pytest.mark.parametrize("send", [a2a_dispatch, lambda x, e: a2a_dispatch_mxfp8_fwd_hp_bwd(x, e).dequantize()])
 def test_tokens_are_sent_as_their_replicas_would_be(send: Callable, capacity: int | None) -> None:
-    """The same rows arrive, and the same gradient comes back, dropped replicas and all."""
+    """The same rows are received, and the same gradient is returned, also with dropped replicas."""
     top_k = 3
     ids = jnp.asarray(np.random.default_rng(0).integers(0, EXPERTS, (RANKS, TOKENS * top_k)), jnp.int32)
 

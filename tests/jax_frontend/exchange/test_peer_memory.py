@@ -1,5 +1,5 @@
-"""transport="peer_memory": every byte is that of the all-to-all, here by the definition, an all-gather of the rows; and
-the program for a GPU reads rows through the kernels of peers alone."""
+"""transport="peer_memory" has the same bytes as the all-to-all, here by the definition, an all-gather of the rows. The
+program for a GPU reads rows through the kernels of peers alone."""
 
 import re
 from collections import Counter
@@ -76,7 +76,7 @@ def test_a_full_rank_drops_the_last_rows() -> None:
         assert (vjp(jnp.ones(16))[0][:, 0] == y).all()
         return y.reshape(2, 8).sum(1).tolist(), *(other.tolist() for other in others)
 
-    # The counts of rank 0, then of rank 1. Rank 1 has room for 10 rows: 8 come from rank 0, 2 of 5 from rank 1.
+    # The counts of rank 0, then of rank 1. Rank 1 has a capacity of 10 rows: 8 of rank 0, 2 of the 5 of rank 1.
     assert run(5, 0, 8, 2, 5) == ([8, 4], [32, 32], [0, 3])
     assert run(3, 0, 8, 2, 5) == ([6, 2], [32, 32], [2, 5])
     # Wrong counts, which nothing checks under jit, are clipped to the rows.
@@ -84,7 +84,7 @@ def test_a_full_rank_drops_the_last_rows() -> None:
 
 
 def test_the_program_for_gpus() -> None:
-    """Rows travel by six calls of peers; collectives carry counts and orders, at most 4 bytes a row."""
+    """Six calls of peers read rows; collectives send counts and orders, at most 4 bytes a row."""
     mesh = mesh_of((2,), ("expert",))
     config = MoEConfig(64, 64, num_experts=4, top_k=2, transport="peer_memory")
     params, x = moe.init(jax.random.key(0), config, jnp.bfloat16), jnp.ones((2 * TOKENS, 64), jnp.bfloat16)

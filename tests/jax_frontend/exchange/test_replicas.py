@@ -1,4 +1,4 @@
-"""A token goes once to each rank: "once" has every byte of "each", "summed" those of the oracle; on four devices."""
+"""A token is sent once to each rank: "once" has the bytes of "each", "summed" the oracle's bytes; on four devices."""
 
 import re
 from functools import partial
@@ -159,7 +159,7 @@ def test_the_wire_has_room_for_tokens_not_for_replicas() -> None:
 
 
 def test_a_layer() -> None:
-    """y, statistics and gradients of "once" are those of "each", under remat."""
+    """y, statistics and gradients of "once" equal the results of "each", under remat."""
     mesh, results = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",)), []
     x = jax.random.normal(jax.random.key(1), (2 * TOKENS, 32), jnp.bfloat16)
     for how in HOWS[:2]:

@@ -1,4 +1,4 @@
-"""The Flax module: the functions with its parameters, their places on a mesh, and layers stacked for a scan."""
+"""The Flax module: the functions with its parameters, their shardings on a mesh, and layers stacked for a scan."""
 
 import dataclasses
 import importlib

@@ -217,7 +217,7 @@ def test_on_one_device_a_row_is_moved_once_each_way(prob_in: str) -> None:
 
 def test_folded_products_read_packed_rows_through_their_map() -> None:
     """No kernel stores the rows of the groups, neither for a product nor for the gradients of w1 and w3. One stores
-    those of the outputs' gradient."""
+    the rows of the outputs' gradient."""
     config = dataclasses.replace(CONFIG, prob_in="swiglu", recipe=Recipe.parse("mxfp8", compute="fold"))
     params = jax.eval_shape(lambda: moe.init(jax.random.key(0), config))
     x = jax.ShapeDtypeStruct((TOKENS, DIM), jnp.float32)

@@ -172,7 +172,7 @@ def test_replicas_of_the_experts_add_their_gradients_in_fp32(recipe: str) -> Non
 
 
 def train(apply, params: dict, x: jax.Array):
-    """A loss whose gradient comes through y and through aux_loss; ten steps of SGD on it, as the arrays lie."""
+    """Ten steps of SGD on a loss of y and aux_loss, with the shardings of the arguments."""
 
     def loss(params, x):
         y, stats = apply(params, x)
@@ -296,7 +296,7 @@ def test_x_keeps_its_shape_and_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_init_draws_from_a_truncated_normal_distribution(dtype: str) -> None:
-    """Whose deviation is 0.88 of that of the whole. The bf16 weights are the rounded fp32 ones."""
+    """Its deviation is 0.88 of the deviation without truncation. The bf16 weights are the rounded fp32 weights."""
     wide = MoEConfig(256, 128, num_experts=8, top_k=2)
     for w in moe.init(jax.random.key(0), wide, dtype)["experts"].values():
         drawn = np.asarray(w, np.float32) * w.shape[-1] ** 0.5

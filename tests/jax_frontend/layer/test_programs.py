@@ -72,7 +72,7 @@ def test_a_product_of_a_symbolic_number_of_rows(recipe: str) -> None:
 
 
 def test_where_a_number_of_tokens_is_part_of_the_program() -> None:
-    """A Triton kernel is launched with numbers, and rows of several ranks lie at multiples of one."""
+    """A Triton kernel is launched with numbers, and the rows of each rank begin at multiples of a number."""
     (rows,), sizes = export.symbolic_shape("n"), jnp.zeros(4, jnp.int32)
     with pytest.raises(NotImplementedError, match=r"^row_map: rank_rows: got n, a symbol of jax.export; allowed: a n"):
         jax.eval_shape(partial(ops.row_map, num_rows=2 * rows, num_local_experts=2, rank_rows=rows), sizes)

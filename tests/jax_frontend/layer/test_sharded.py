@@ -59,7 +59,7 @@ def collectives(text: str) -> Counter[str]:
 def check(
     layer: Callable, config: MoEConfig, mesh, of_x: P, of_params, limit: float = 120, x: jax.Array = X
 ) -> Counter[str]:
-    """The loss, the stats and the gradients are those of one device; returns the collectives of the program."""
+    """The loss, the stats and the gradients equal the results of one device; returns the collectives of the program."""
     arguments = place(params_of(config), of_params, mesh), place(x, of_x, mesh)
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(partial(loss, layer), (0, 1), has_aux=True))
@@ -110,7 +110,7 @@ def test_inside_a_shard_map_over_the_experts_alone(kind: AxisType) -> None:
 
 
 def test_fsdp_gathers_weights_and_scatters_their_gradients() -> None:
-    """Each of w1, w2, w3 is gathered over the data axis once, and its gradient leaves as it lies."""
+    """Each of w1, w2, w3 is gathered over the data axis once, and its gradient is sharded as the weight."""
     mesh, of_params = mesh_of(), moe.specs(CONFIG, fsdp_axis="data")
     layer = partial(moe.sharded_apply, config=CONFIG, tokens=BOTH, fsdp_axis="data")
     found = check(layer, CONFIG, mesh, BOTH, of_params)

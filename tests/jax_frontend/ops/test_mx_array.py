@@ -1,4 +1,4 @@
-"""The arrays that carry rows and gradients in MXFP8: which bytes arrive, and who may read them."""
+"""The arrays with rows and gradients in MXFP8: the received bytes, and the functions that may read them."""
 
 from functools import partial
 
@@ -34,8 +34,8 @@ def to_experts_and_back(x, w, mx_grad: bool, **options):
 
 
 def test_an_mx_gradient_reaches_the_product_as_the_bytes_that_were_sent() -> None:
-    """The input gradient quantizes its operand along the rows, and permuting and quantizing rows commute: bytes that
-    arrive as MXFP8 and floats that are quantized on arrival give the same bits."""
+    """The input gradient quantizes its operand along the rows, and permuting and quantizing rows commute. So received
+    MXFP8 bytes and received floats, quantized afterwards, give the same bits."""
     x, dy = normal(128, K, seed=3), normal(128, N, seed=4)
 
     def gradients(mx_grad: bool, mxfp8_bwd: bool):
@@ -47,7 +47,7 @@ def test_an_mx_gradient_reaches_the_product_as_the_bytes_that_were_sent() -> Non
         same = jax.jit(partial(gradients, mx_grad, mxfp8_bwd))()
         np.testing.assert_array_equal(same[0], y)
         np.testing.assert_array_equal(same[1], dx)
-        # bf16 weight gradients see what the wire carried: floats, or what MXFP8 kept of them
+        # bf16 weight gradients read the received values: floats, or dequantized MXFP8
         assert np.array_equal(same[2], dw) == mxfp8_bwd
 
 

@@ -27,7 +27,7 @@ def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
 
 
 def run(function: Callable[..., Any], kind: AxisType, spec: P, *arrays: jax.Array) -> Counter[str]:
-    """The collectives of the compiled function; its results are those of one device, and lie as the rows do."""
+    """The collectives of the compiled function. Results equal the results of one device, sharded as the rows."""
     mesh = mesh_of(kind)
     placed = tuple(jax.device_put(x, NamedSharding(mesh, P(*spec[: x.ndim]))) for x in arrays)
     program = jax.jit(function).lower(*placed).compile()

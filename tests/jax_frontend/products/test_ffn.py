@@ -99,8 +99,8 @@ def folded_input_gradient(recipe: str, kind: str, weighted: bool, mm):
 
 @pytest.mark.parametrize(("recipe", "kind", "weighted"), FUSED)
 def test_fused_is_composed(recipe: str, kind: str, weighted: bool) -> None:
-    """To the byte. x is fp32 in the composed one, whose gradient is then the fp32 sum of both products; rounded, it is
-    that of a bf16 x. Folded rows of dgate and dup have a headroom, which those of `grouped_mm` have not."""
+    """To the byte. x is fp32 in the composed function: its gradient is the fp32 sum of both products and, rounded,
+    the gradient of a bf16 x. Folded rows of dgate and dup have a headroom, folded rows of `grouped_mm` have none."""
     mx_grad = kind == "mx both ways"
     mm = partial(grouped_mm, group_ends=ENDS, recipe=FOLD.get(recipe, recipe), pad_token_groups=False)
 

@@ -39,7 +39,7 @@ def test_fused_is_composed(compute: str) -> None:
 
     got, want = (results(f, DY, x, W1, W3, W2, *BIASES) for f, x in ((fused, X), (composed, X.astype(jnp.float32))))
     dx = want[1]
-    if compute == "fold":  # rows of dgate and dup have a headroom, which those of `grouped_mm` have not
+    if compute == "fold":  # rows of dgate and dup have a headroom, rows of `grouped_mm` have none
         mm = partial(grouped_mm, group_ends=ENDS, **options)
         gate, up = mm(X, W1, bias=B1), mm(X, W3, bias=B3)
         h = swiglu(gate, up, activation=CLAMPED)
@@ -53,7 +53,7 @@ def test_fused_is_composed(compute: str) -> None:
 
 
 def test_padding_rows_do_not_count_without_a_weight_either() -> None:
-    """h of a row of zeros is that of the biases. With weights of one the padding has weights of zero."""
+    """h of a row of zeros is made of the biases alone. With weights of one the padding has weights of zero."""
     ends = jnp.array([33, 33, 100], jnp.int32)
 
     def ffn(x, w1, w3, w2, b1, b3, b2, prob=None):

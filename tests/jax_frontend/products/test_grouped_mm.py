@@ -215,7 +215,7 @@ def test_counts_that_an_int32_does_not_hold_are_no_smaller_counts() -> None:
 
 
 def test_an_eager_call_with_counts_for_ends_is_warned_of() -> None:
-    """Most rows lie past the last end. The RowMap of a padded buffer has such ends too, and no call is a mistake."""
+    """Most rows are past the last end. The RowMap of a padded buffer has such ends too, and no call is a mistake."""
     counts = jnp.array([10, 20, 30], jnp.int32)
     text = r"grouped_mm: group_ends: the last end is 30 of 192 rows, .* counts go to group_sizes="
     with pytest.warns(UserWarning, match=text) as found:

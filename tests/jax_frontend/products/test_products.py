@@ -155,8 +155,8 @@ def test_a_backward_multiplies_what_its_forward_did() -> None:
         np.testing.assert_array_equal(g, w)
 
 
-# Measured at least 120.8 dB along the rows and 103.5 along the tokens, whose scales have octaves to spare, less a
-# margin of 10; bytes are compared above. Normal numbers alone fold without a loss at these sizes, so one block along
+# Measured at least 120.8 dB along the rows and 103.5 along the tokens, less a margin of 10; bytes are compared above.
+# Token scales have powers of 2 to spare. Normal numbers alone fold without a loss at these sizes, so one block along
 # every dim is 300 times larger.
 @pytest.mark.parametrize("name", MX)
 def test_folding_loses_little(name: str) -> None:

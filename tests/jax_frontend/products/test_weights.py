@@ -200,7 +200,7 @@ def test_a_backward_keeps_the_bytes_that_it_multiplies(recipe: Recipe) -> None:
 
 
 def test_weights_that_no_input_gradient_reads_are_not_transposed() -> None:
-    """Where x has no gradient: w1 and w3. One traced function serves this gradient and that of x."""
+    """Where x has no gradient: w1 and w3. One traced function serves this gradient and the gradient of x."""
     layer = jax.jit(partial(ffn, recipe=EXACT))
 
     def gradient(argnums):

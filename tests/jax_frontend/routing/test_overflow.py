@@ -1,4 +1,4 @@
-"""A capacity that is too small: the tokens that lose a row are NaN, the others have the bytes of enough room."""
+"""A capacity that is too small: the tokens that lose a row are NaN, the others have the bytes with enough capacity."""
 
 from functools import partial
 from typing import Any
@@ -31,8 +31,8 @@ PARAMS = moe.init(jax.random.key(0), config())
 
 
 def lost_slots(shared_room: bool) -> np.ndarray:
-    """(tokens, TOP_K) bool. A pair of ranks has room for the first rows by expert; with shared_room a rank has it for
-    RANKS times as many, expert after expert, those of rank 0 first."""
+    """(tokens, TOP_K) bool. A pair of ranks has a capacity for the first rows by expert. With shared_room a rank has a
+    capacity for RANKS times as many rows, expert after expert, rows of rank 0 first."""
     lost = np.zeros(CHOSEN.shape, bool)
     for owner in range(RANKS):
         slots = [(e, t // TOKENS, t, k) for (t, k), e in np.ndenumerate(CHOSEN) if e // LOCAL == owner]
@@ -44,7 +44,7 @@ def lost_slots(shared_room: bool) -> np.ndarray:
 
 
 def run(layer_config: MoEConfig) -> dict[str, Any]:
-    """y, the gradients for DY, and the rows that found no room."""
+    """y, the gradients for DY, and the number of lost rows."""
     specs = {"router": P(), "experts": P("ep")}
 
     def of_rank(params: Any, x: jax.Array, weights: jax.Array, experts: jax.Array) -> Any:
@@ -76,7 +76,7 @@ def run(layer_config: MoEConfig) -> dict[str, Any]:
 )
 def test_the_tokens_that_lose_a_row_are_nan(transport: Any, replicas: Any, recipe: str, prob_in: Any) -> None:
     """So are their gradients and the gradients of the lost rows' weights. The experts' gradients for a dy without NaN
-    are those of "drop"."""
+    equal the gradients with "drop"."""
     options = {"transport": transport, "replicas": replicas, "recipe": recipe, "prob_in": prob_in}
     enough = run(config(**options))
     nan, drop = (run(config(**options, capacity=CAPACITY, on_overflow=how)) for how in ("nan", "drop"))
@@ -112,7 +112,7 @@ def test_a_training_step_that_loses_a_row_is_loud() -> None:
 
 @pytest.mark.parametrize("transport", ["all_to_all", "peer_memory"])
 def test_rows_of_no_expert_are_not_lost(transport: Any) -> None:
-    """Rows past the sum of the counts are zeros, as with enough room. Two ranks with 3 and 5 of 6 rows."""
+    """Rows past the sum of the counts are zeros, as with enough capacity. Two ranks with 3 and 5 of 6 rows."""
     counts, x = jnp.array([[1, 2], [3, 2]]), jnp.ones((12, 32))
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
 

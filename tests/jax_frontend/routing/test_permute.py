@@ -112,9 +112,9 @@ def test_the_rows_bring_their_group_ends() -> None:
         want = product(groups, w, laid.group_ends)
         for ends in (laid, laid.row_map):
             np.testing.assert_array_equal(product(groups, w, ends), want)
-        with pytest.raises(ValueError, match=r"group_ends: got those of 128 rows; allowed: the RowMap or Route"):
+        with pytest.raises(ValueError, match=r"group_ends: got ends of 128 rows; allowed: the RowMap or Route"):
             product(groups.dequantize()[:96], w, laid)
         own = jnp.cumsum(counts)  # without the padding
-        with pytest.raises(ValueError, match=r"group_ends: got \[1 3 4\]; allowed: those of x; pass the RowMap"):
+        with pytest.raises(ValueError, match=r"group_ends: got \[1 3 4\]; allowed: the ends of x; pass the RowMap"):
             product(groups, w, own)
         np.testing.assert_array_equal(jax.jit(product)(groups, w, own), want)  # the rows' own

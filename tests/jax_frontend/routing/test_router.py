@@ -154,7 +154,7 @@ def test_the_balance() -> None:
 
 
 def test_negative_counts_are_reported_under_checkify() -> None:
-    """Inside jit alone they are not: then the sign of a negative count counts as that of an idle expert."""
+    """Inside jit alone they are not: the bias of a negative count is then updated as for an idle expert."""
     update = jax.jit(lambda counts: update_selection_bias(jnp.zeros(2), counts, 0.25))
     assert update(jnp.array([3, -1])).tolist() == [-0.25, 0.25]
     error, _ = checkify.checkify(update)(jnp.array([3, -1]))
@@ -193,10 +193,10 @@ def layer(**arguments) -> object:
         (ValueError, r"moe.apply: params: got no 'shared_expert'",
          lambda: moe.apply(moe.init(jax.random.key(0), config()), LOGITS[:, :1] + jnp.zeros((3, DIM)),
                            config(shared_hidden_dim=32))),
-        (ValueError, r"moe.apply: weights: got None; allowed: an array beside experts", lambda: layer(experts=IDS)),
+        (ValueError, r"moe.apply: weights: got None; allowed: an array with experts", lambda: layer(experts=IDS)),
         (ValueError, r"moe.apply: experts: got shape \(2, 2\)", lambda: layer(experts=IDS[:2], weights=ONES)),
         (ValueError, r"(?s)moe.apply: experts: got .*; allowed: 0 to 7", lambda: layer(experts=8 * IDS, weights=ONES)),
-        (ValueError, r"moe.apply: selection_bias: got an array; allowed: None beside experts",
+        (ValueError, r"moe.apply: selection_bias: got an array; allowed: None with experts",
          lambda: layer(experts=IDS, weights=ONES, selection_bias=LOGITS[0])),
         (ValueError, r"update_selection_bias: counts: got shape \(2,\)",
          lambda: update_selection_bias(jnp.zeros(3), jnp.ones(2, int), 0.1)),
