@@ -7,7 +7,7 @@
 
 A quantized all-to-all is one collective over packed rows `[q | sf]`, 33/64 of the bytes of bf16. A token is quantized
 once: its replicas share the bytes. A group of one rank sends nothing and needs no torch.distributed. dispatch.py and
-combine.py lay out the rows around these exchanges; torchao.py has the functions with torchao's signatures.
+combine.py order the rows before and after these exchanges; torchao.py has the functions with torchao's signatures.
 """
 
 from typing import Any, NamedTuple
@@ -151,7 +151,7 @@ exchange_dequantized = differentiable("to_mxfp8_a2a_dequant", _AllToAllDequantiz
 def exchange_tokens(
     rows: Tensor | TokenReplicas, output_splits: Splits, input_splits: Splits, recipe: Recipe, group_name: str
 ) -> Tensor:
-    """Rows, or the copies that `TokenReplicas` lays out, in the precision of the recipe's legs; differentiable."""
+    """Rows, or the copies of `TokenReplicas`, in the precision of the recipe's all-to-alls; differentiable."""
     splits, rounding = (list(output_splits), list(input_splits)), int(recipe.rounding)
     mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
     if isinstance(rows, TokenReplicas) and mx:

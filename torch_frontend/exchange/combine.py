@@ -2,7 +2,7 @@
 
     groups (P, N), route --gather--> all-to-all [--sum over each token's replicas-->] rows (M, N), or tokens (T, N)
 
-The gradient of the groups travels in MXFP8 if the recipe quantizes. On one rank the sum reads the groups directly;
+The gradient of the groups is sent in MXFP8 if the recipe quantizes. On one rank the sum reads the groups directly;
 `groups_to_tokens` is this step without checks.
 """
 

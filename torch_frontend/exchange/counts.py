@@ -1,4 +1,4 @@
-"""The ranks agree on their counts before rows travel: an error on one rank is raised on all, and no row is sent.
+"""The ranks agree on their counts before they send rows: an error on one rank is raised on all, and no row is sent.
 
 arguments --check--> counts, number of rows + key of the arguments that all ranks share; or -1
           --all-to-all--> counts of all ranks, or an error on every rank
@@ -68,7 +68,7 @@ class Request(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What the ranks know before rows travel.
+    """The counts and arguments that a rank knows before it sends rows.
 
     rows, num_rows: as `checked_rows` returns them. shared: of `shared_arguments`. sent: (E + 1,), this rank's counts,
     and the number of its rows plus `key_of` the shared arguments, modulo 2^31, or -1 if it is about to raise `error`;
@@ -125,14 +125,14 @@ def agree_on_counts(request: Request, replicas: Replicas = "each") -> Agreement:
 def shared_arguments(request: Request, replicas: Replicas = "each") -> dict[str, Any]:
     """The arguments with which a rank reads the rows that it receives, forward and backward; equal on all ranks."""
     rows, x, once = request.rows, request.x, replicas != "each"
-    # In a compiled graph the rest is that of the layer, whose ranks have compared it before.
+    # In a compiled graph the other arguments are the layer's, whose ranks have compared them before.
     if torch.compiler.is_compiling():
         return {"top_k": rows.top_k} if once and isinstance(rows, TokenReplicas) else {}
     return {
         "rows": f"{x.shape[1]} values of {x.dtype}",
         "recipe": request.recipe,
         "replicas": replicas,
-        # The slot of a replica is that of its copy times top_k: elsewhere ranks may have other numbers of experts.
+        # A replica's slot is `copy * top_k + k`, so ranks share top_k. Without copies top_k may differ between ranks.
         "top_k": rows.top_k if once and isinstance(rows, TokenReplicas) else None,
         **request.also,
         "probs": "none" if request.probs is None else "given",

@@ -2,9 +2,10 @@
 
     rows (M, K), or TokenReplicas --quantize--> all-to-all --gather--> groups (P, K), padded_counts, route
 
-The gradient of the rows comes back in bf16; `Recipe.mx_legs` chooses other legs to be sent in MXFP8, on one rank too,
-so that results do not depend on the ranks. On one rank there is no exchange: the replicas of a token are gathered
-directly into the groups. `tokens_to_groups` is this step without checks, for a layer that has made its arguments.
+The gradient of the rows is sent in bf16. `Recipe.mx_legs` chooses other all-to-alls that send MXFP8. The choice holds
+on one rank too, so that results do not depend on the ranks. On one rank there is no exchange: the replicas of a token
+are gathered directly into the groups. `tokens_to_groups` is this step without checks, for a layer that has made its
+arguments.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def dispatch(
     group: "str | dist.ProcessGroup | None" = None,
     replicas: Replicas = "each",
 ) -> tuple[Tensor, Tensor, Route]:
-    """Send rows to the ranks of their experts and lay them out in one padded group per local expert; differentiable.
+    """Send rows to the ranks of their experts, into one padded group per local expert; differentiable.
 
     rows: (M, K) bfloat16 or float32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
     counts: (E,) of any integer dtype, the rows of each expert; E is a multiple of the group's ranks, and rank r has the
@@ -48,10 +49,10 @@ def dispatch(
     recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
     group: a process group or its name; None is the default group, or this process alone where torch.distributed is not
         initialised.
-    replicas: of TokenReplicas, how often a token crosses the wire to a rank with several of its experts. "each": a row
-        per expert, both ways. "once": one row, from which that rank makes the others; their results come back each, and
-        results and gradients are the same bytes. "summed": the results of a token on a rank are summed there as well,
-        in fp32, and one row comes back, in the dtype of the groups, or of the recipe's leg.
+    replicas: of TokenReplicas, how often a token is sent to a rank with several of its experts. "each": a row per
+        expert, in both directions. "once": one row, from which that rank makes the other rows. It returns the result of
+        each row, and results and gradients are the same bytes. "summed": the rank also sums the results of a token, in
+        fp32, and returns one row. The row has the dtype of the groups, or of the recipe's all-to-all.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes, with padding rows of
     zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. Where products
@@ -98,7 +99,7 @@ def tokens_to_groups(
     tokens: TokenReplicas, counts: Tensor, recipe: Recipe, group_name: str, probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Route]:
     """`dispatch_over` and, of probs, `dispatch_probs` on one rank, unchecked: groups, weights of their rows, route. All
-    maps are those of `sort_by_expert`. The route's row map is that of the slots."""
+    maps are from `sort_by_expert`. The route's row map is the map of the slots."""
     order, top_k = tokens.order, tokens.top_k
     if probs is None:
         weights = torch.empty(0, dtype=torch.float32, device=order.device)

@@ -6,7 +6,7 @@
 
 Local       this process alone                     groups are gathered, and sums read them directly
 AllToAll    all-to-alls, before and after          replicas: how often a token goes to a rank
-Overlapped  a transport, beside the products       expert_parallel.py; dispatch moves nothing, `run` exchanges
+Overlapped  a transport, during the products       expert_parallel.py; dispatch moves nothing, `run` exchanges
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Handle(Protocol):
 
 
 class Exchange(Protocol):
-    """group: the process group that rows travel over; None is the group of the layer's ranks, by its name."""
+    """group: the process group that sends the rows; None is the group of the layer's ranks, by its name."""
 
     @property
     def group(self) -> dist.ProcessGroup | None: ...

@@ -4,12 +4,13 @@
     tokens (T, N) <--sum over ranks-- (U, N) <==wire== (R, N) <--sum over a rank's replicas-- groups (P, N)     summed
     tokens (T, N) <--sum over replicas-- (S, N) <==wire== (M, N) <------------ gather ------------ groups (P, N)   once
 
-Both steps to the right are gathers. What travels beside a row is 4 bytes per replica: the slot of the replica in its
-copy, `copy * top_k + k`, in the order of the replicas. So the receiver has the replicas of its copies in the form of
-`TokenReplicas`, and the padded groups are those that replicas sent one by one would make.
+Both steps to the right are gathers. A row is sent with 4 bytes per replica: the slot of the replica in its copy,
+`copy * top_k + k`, in the order of the replicas. So the receiver has the replicas of its copies in the form of
+`TokenReplicas`. The padded groups are the same as with replicas sent one by one.
 
-"once": forward and backward return replicas, and every byte is that of replicas sent one by one. "summed": sums are
-fp32, of a rank's replicas with k ascending, rounded to the dtype of the rows, sent, and added with ranks ascending.
+"once": forward and backward return replicas, and every byte is the same as with replicas sent one by one. "summed":
+sums are fp32, of a rank's replicas with k ascending, rounded to the dtype of the rows, sent, and added with ranks
+ascending.
 
 T tokens, S = T top_k replicas, U copies of this rank; R copies and M replicas received; P rows of padded groups.
 """

@@ -15,8 +15,8 @@ class Route(NamedTuple):
 
     row_map: between received rows and padded groups. counts (E,) int32: rows of all ranks per expert. output_splits,
     input_splits: rows per rank, received and sent. order, slots, top_k: of TokenReplicas, the maps of
-    `weighted_combine`; None and 0 for rows. copies: where a token goes once to each rank, how its copies lie. token: of
-    TokenReplicas on one rank, the token of each row of the groups.
+    `weighted_combine`; None and 0 for rows. copies: where a token is sent once to each rank, the layout of its copies.
+    token: of TokenReplicas on one rank, the token of each row of the groups.
     """
 
     row_map: RowMap
@@ -42,7 +42,7 @@ class Route(NamedTuple):
 
     @property
     def layout(self) -> RowMap:
-        """What the experts take beside their groups."""
+        """The layout that the experts take together with their groups."""
         return self.row_map
 
     @property

@@ -116,7 +116,7 @@ def pack_expert_weights(
 
 def _check_floating(op: str, name: str, w: Tensor) -> None:
     require_tensor(op, name, w)
-    # An element of float4_e2m1fn_x2 is two values: its shapes are not those of the weights.
+    # An element of float4_e2m1fn_x2 is two values: its shapes are not the shapes of the weights.
     if not w.is_floating_point() or w.dtype == torch.float4_e2m1fn_x2:
         fail(TypeError, op, name, f"dtype {w.dtype}", "allowed: floating-point dtypes of one value per element")
 

@@ -55,7 +55,7 @@ class PackedNeeds(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """What one call has beside its tensors.
+    """The arguments of one call other than tensors.
 
     numbers: of the activation. save_bytes: the quantized weights may live until the backward. transposed, interleaved:
     the layout. apart: gate and up are products of their own.

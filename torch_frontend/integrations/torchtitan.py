@@ -1,7 +1,7 @@
 """torchtitan's routed experts with a recipe, through its registry of overrides.
 
     --override.imports mxep.torch_frontend.integrations.torchtitan.routed_experts    experts and dispatcher
-    --override.imports mxep.torch_frontend.integrations.torchtitan.experts           experts, beside any dispatcher
+    --override.imports mxep.torch_frontend.integrations.torchtitan.experts           experts, with any dispatcher
 
     x (T, D), scores (T, K), ids (T, K) --Dispatcher--> groups (P, D) --Experts--> (P, D) --Dispatcher--> y (T, D)
                                         by rank and expert                                weighted by the scores
@@ -61,7 +61,7 @@ except ImportError as error:  # a name that an older torch has not
 class Experts(GroupedExperts):
     """torchtitan's experts with its parameters, multiplied with a recipe.
 
-    padded: the groups are whole blocks of 32 rows, as those of `Dispatcher` are.
+    padded: the groups are whole blocks of 32 rows, as the groups of `Dispatcher` are.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class Sent(NamedTuple):
 
 
 class Dispatcher(AllToAllTokenDispatcher):
-    """Tokens to the ranks of their experts and back, in MXFP8 on the legs that the recipe names."""
+    """Tokens to the ranks of their experts and back, in MXFP8 in the all-to-alls that the recipe names."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
@@ -146,13 +146,14 @@ def routed_experts(
 ) -> RoutedExperts.Config:
     """The override of torchtitan's routed experts: `Experts` and `Dispatcher` with one recipe.
 
-    recipe: a `Recipe` or its name. mx_legs: `Recipe.mx_legs`, the legs that send MXFP8 rows; None is the recipe's
-    choice, tokens to the experts and the gradients of their outputs. Both travel in JSON on torchtitan's command line:
+    recipe: a `Recipe` or its name. mx_legs: `Recipe.mx_legs`, the all-to-alls that send MXFP8 rows; None is the
+    recipe's choice, tokens to the experts and the gradients of their outputs. torchtitan's command line has both as
+    JSON:
     `--override.imports 'mxep.torch_frontend.integrations.torchtitan.routed_experts={"recipe": "mxfp8", "mx_legs":
     ["dispatch"]}'`.
 
-    Raises TypeError for experts or dispatchers of another kind, which `experts` or another override may serve,
-    ValueError for sizes that are no multiples of 32, unknown recipes and legs.
+    Raises TypeError for experts or dispatchers of another kind, which `experts` or another override may serve. Raises
+    ValueError for sizes that are no multiples of 32, unknown recipes and unknown all-to-alls.
 
     >>> from torchtitan.models.common.config_utils import make_routed_experts_config
     >>> sizes = {"dim": 64, "hidden_dim": 96, "num_experts": 4, "top_k": 2}
@@ -164,7 +165,7 @@ def routed_experts(
     chosen = _recipe(op, recipe, mx_legs)
     dispatcher = config.token_dispatcher
     if type(dispatcher) not in (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config):
-        allowed = "allowed: those of the standard backend; beside others use the override `experts`"
+        allowed = "allowed: dispatchers of the standard backend; with another use the override `experts`"
         fail(TypeError, op, "token_dispatcher", type(dispatcher).__qualname__, allowed)
     config.inner_experts = _experts(op, config.inner_experts, chosen, padded=True)
     config.token_dispatcher = derive(dispatcher, Dispatcher.Config, recipe=chosen)

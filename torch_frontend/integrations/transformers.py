@@ -45,7 +45,7 @@ def register_experts(recipe: Recipe | str = "mxfp8", name: str | None = None) ->
 
     After it, `model.set_experts_implementation(name)` and `from_pretrained(..., experts_implementation=name)` work for
     every model whose experts are decorated with `use_experts_implementation`, such as Mixtral, Qwen3-MoE, DeepSeek-V3
-    and GPT-OSS. Those of Llama 4 are not: transformers ignores the setting there, and `convert_moe` converts them.
+    and GPT-OSS. Llama 4's experts are not: transformers ignores the setting there, and `convert_moe` converts them.
     Tokens, parameters and the result are bf16 or fp32; D and F are multiples of 32. The expert id num_experts gives
     zeros: so transformers' expert parallelism marks the experts of other ranks.
 

@@ -1,6 +1,6 @@
 """The experts of a layer as parameters: this rank's part of them, quantized once or in every call.
 
-groups (P, D), layout --forward--> (P, D)       the layout of a `dispatch` says how: at once, or beside an exchange
+groups (P, D), layout --forward--> (P, D)       the layout of a `dispatch` says how: at once, or during an exchange
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class GroupedExperts(nn.Module):
     forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
     padded_counts (local experts,) of an integer dtype, multiples of 32, or the RowMap that laid the groups out, or
     another layout of a `dispatch`; probs (P,) float32, a weight for each row of y.
-    Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are those of `dispatch` on this rank.
+    Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are from `dispatch` on this rank.
 
     >>> experts = GroupedExperts(32, 64, num_experts=2)
     >>> experts(torch.ones(64, 32), torch.tensor([32, 32])).shape

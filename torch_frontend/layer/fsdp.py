@@ -50,16 +50,17 @@ def shard_moe(
         with other names are (data, experts).
     units: classes of modules, usually the transformer block, that FSDP2 gathers one at a time; the model itself is
         always one. Without units all weights outside of the experts are gathered at once.
-    style: how rows travel between experts, `MXFP8ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))` beside
-        the products on the GPUs of one host; None is `MXFP8ExpertParallel()`. Its gradients are "mean".
+    style: how rows are sent to experts. On the GPUs of one host, overlapped with the products:
+        `MXFP8ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))`. None is `MXFP8ExpertParallel()`. Its
+        gradients are "mean".
     mp_policy, offload_policy, reshard_after_forward: of FSDP2's `fully_shard`. Experts never cast their inputs, which
         are MXFP8 or bf16 rows and fp32 weights.
 
     Parameters become DTensors: of the experts over both dims, of the rest over one dim of all ranks. A rank's loss is
-    the mean over its tokens, and every gradient is that of the mean of the ranks' losses: no divide factor is needed,
-    over gloo or NCCL. `set_requires_gradient_sync(False)` of the model accumulates without communication over the data
-    dim. One optimizer, fused or foreach, takes all parameters; clip with `clip_grad_norm_` of this package. Each rank
-    keeps the shards of its own initial weights.
+    the mean over its tokens. Every gradient is the gradient of the mean of the ranks' losses: no divide factor is
+    needed, over gloo or NCCL. `set_requires_gradient_sync(False)` of the model accumulates without communication over
+    the data dim. One optimizer, fused or foreach, takes all parameters; clip with `clip_grad_norm_` of this package.
+    Each rank keeps the shards of its own initial weights.
 
     >>> def sharded(model, Block):  # under torchrun, for example on 8 GPUs
     ...     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))

@@ -45,9 +45,9 @@ class MoEStats(NamedTuple):
 
     counts: (E,) int32, rows of each expert, summed over the ranks that share the experts.
     aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
-        Transformer, equation 4). The fractions cover the tokens of all ranks, the probabilities those of this rank. The
-        mean of aux_loss over the ranks is the auxiliary loss of their batch, and the same holds for its gradient. 0 if
-        the caller chose the experts.
+        Transformer, equation 4). The fractions cover the tokens of all ranks, the probabilities the tokens of this
+        rank. The mean of aux_loss over the ranks is the auxiliary loss of their batch, and the same holds for its
+        gradient. 0 if the caller chose the experts.
     overflow: int32 scalar, rows that did not fit; 0, since no row is dropped.
     """
 
@@ -243,7 +243,7 @@ class MoE(nn.Module):
         return route_tokens(x_TD, replicated(router.weight, ranks), bias, self.selection_bias, options)
 
     def _shared(self, x_TD: Tensor) -> Tensor:
-        """(T, D): the shared expert, one group of all tokens. Its weights are those of every rank."""
+        """(T, D): the shared expert, one group of all tokens. Its weights are the same on every rank."""
         assert self.shared_expert is not None
         y_TD = self.shared_expert(x_TD.to(torch.bfloat16))
         if self.shared_gate is None:

@@ -57,11 +57,11 @@ class MXFP8ExpertParallel(ParallelStyle):
         the other gradients. Another module of experts takes "sum" alone: this style does not see how it reads its
         weights.
     transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole graph.
-        `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts travel beside the products of
-        the chunks before. `PeerMemory`: kernels write rows to the other GPUs, and the host reads no size. The bytes are
-        the same. A MoE and its experts take it.
-    replicas: "each", "once" or "summed", how often a token crosses the wire to a rank with several of its experts, as
-        in `dispatch`. With a transport, and where a row is one replica (prob_in="input"), "each" alone.
+        `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts are sent during the products
+        of the chunks before. `PeerMemory`: kernels write rows to the other GPUs, and the host reads no size. The bytes
+        are the same. A MoE and its experts take a transport.
+    replicas: "each", "once" or "summed", how often a token is sent to a rank with several of its experts, as in
+        `dispatch`. With a transport, and where a row is one replica (prob_in="input"), "each" alone.
 
     The backward reduces the gradients of the router and of the shared expert over the mesh. All weights of a layer are
     DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside

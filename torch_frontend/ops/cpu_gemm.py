@@ -2,9 +2,8 @@
 
     lhs [g0 g0 g1 | tail]  x  rhs_t[g]^T  -->  out [g0 g0 g1 | zeros]
 
-Products of fp32 values that come from E4M3 or bf16 are exact. The only errors are those of the fp32 accumulation and of
-the one rounding to the output dtype. A row is read by its own group alone: a NaN in a row past the last end has no
-effect.
+Products of fp32 values that come from E4M3 or bf16 are exact. The only errors are from the fp32 accumulation and the
+one rounding to the output dtype. A row is read by its own group alone: a NaN in a row past the last end has no effect.
 """
 
 from collections.abc import Callable, Iterator

@@ -64,8 +64,8 @@ def save(ctx: Any, values: tuple[Any, ...]) -> None:
 
 
 def saved_by(ctx: Any) -> Any:
-    """The nested tuples given to `save`, once in a backward. Unless the graph is retained the context lets go of them:
-    a tensor lives until it is read for the last time."""
+    """The nested tuples given to `save`, once in a backward. Unless the graph is retained, the context drops its
+    references: a tensor lives until it is read for the last time."""
     saved = ctx.saved_tensors
     if not torch.compiler.is_compiling():
         release_saved(ctx)

@@ -218,7 +218,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def at_address(part: Tensor) -> Tensor:
-    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes, as that of storage is."""
+    """The part itself, or a copy at an address that kernels take: a multiple of 16 bytes, as a storage's address is."""
     return part.clone() if part.storage_offset() * part.element_size() % 16 else part
 
 

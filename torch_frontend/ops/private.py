@@ -1,5 +1,5 @@
-"""Every private name of torch that this package uses, each with a public way to the same result; symmetric.py has
-those of memory that GPUs map, and of copies to it.
+"""Every private name of torch that this package uses, each with a public way to the same result; symmetric.py has the
+private names for memory that GPUs map, and for copies to this memory.
 
 A private name is faster or sees more; where torch lacks it, the public way runs. The choice is made once, at import.
 This is not a version shim: both ways compute the same bytes on the same torch, and
@@ -121,7 +121,7 @@ def _public_version(x: Tensor) -> int:
 has_version = private("torch:Tensor._version") is not None
 """Whether `version_of` is autograd's counter of writes, which is 0 before the first one."""
 version_of: Callable[[Tensor], int] = _private_version if has_version else _public_version
-"""version_of(x): a number that changes when the values of x do; that of an inference tensor may not."""
+"""version_of(x): a number that changes when the values of x do; an inference tensor's number may not."""
 
 # --- Tensor subclasses and torch.func ---
 
@@ -171,7 +171,7 @@ def _public_release_saved(ctx: Any) -> None:
 release_saved: Callable[[Any], None] = (
     private("torch._C:_FunctionBase.maybe_clear_saved_tensors") or _public_release_saved
 )
-"""release_saved(ctx): in a backward, let go of the saved tensors, unless the graph is retained."""
+"""release_saved(ctx): in a backward, drop the references to saved tensors, unless the graph is retained."""
 
 # --- torch.compile ---
 
@@ -293,7 +293,7 @@ def _private_flattened(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._flatten()
 
 
-# A mesh of some of the ranks, such as those of a pipeline stage, is flattened by the private name alone.
+# A mesh of some of the ranks, such as the ranks of a pipeline stage, is flattened by the private name alone.
 _has_flatten = private("torch.distributed.device_mesh:DeviceMesh._flatten") is not None
 flattened = _private_flattened if _has_flatten else _public_flattened
 """flattened(mesh): a mesh of one dim with the same ranks in the same order; collective."""

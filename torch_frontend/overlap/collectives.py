@@ -1,4 +1,4 @@
-"""Rows travel by the sends and receives of a process group, a batch per chunk."""
+"""Rows are exchanged by the sends and receives of a process group, a batch per chunk."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,12 +18,12 @@ from .transport import CHUNK_BYTES, Leg, Part, Where, arriving, group_of, rows_o
 
 
 class Collectives:
-    """Rows travel by the sends and receives of a process group, a batch per chunk: NCCL on GPUs, within a host and
-    between hosts; Gloo on a CPU.
+    """Rows are exchanged by the sends and receives of a process group, a batch per chunk: NCCL on GPUs, within a host
+    and between hosts; Gloo on a CPU.
 
-    group: a process group or its name; None is the default group. The group's own stream carries a batch, behind the
-    work that the current stream has when `send` is called. NCCL runs it on multiprocessors, beside the products.
-    chunk_bytes: the rows of a layer that arrive on a rank are divided into at most eight chunks, of about so many bytes
+    group: a process group or its name; None is the default group. A batch runs on the group's own stream, after the
+    work that the current stream has when `send` is called. NCCL runs a batch on SMs, overlapped with the products.
+    chunk_bytes: the rows that a rank receives in a layer are divided into at most eight chunks, of about so many bytes
     each; the same on all ranks. A chunk costs the host some tens of microseconds.
     """
 
@@ -94,7 +94,7 @@ class _Batches:
 
     @contextmanager
     def _named(self, chunk: int, batch: Sequence[dist.P2POp]) -> Iterator[None]:
-        """Errors of a process group name neither the rank nor what travels."""
+        """Errors of a process group name neither the rank nor the sent rows."""
         try:
             yield
         except RuntimeError as error:
@@ -103,7 +103,7 @@ class _Batches:
 
 
 def copy_own(step: Step, rank: int, leg: Leg) -> None:
-    """Copy the rows that stay on this rank."""
+    """Copy the rows that this rank sends to itself."""
     own = [move for move in step.sends if move.peer == rank and move.rows]
     for source, destination in zip(leg.outgoing, leg.received, strict=True) if own else ():
         pairs = [(destination.narrow(0, m.destination, m.rows), source.narrow(0, m.source, m.rows)) for m in own]
@@ -118,5 +118,5 @@ def _in_words(pair: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 def between_ranks(moves: Sequence[Move], rank: int) -> list[Move]:
-    """The moves of rows that travel."""
+    """The moves of rows to or from another rank."""
     return [move for move in moves if move.peer != rank and move.rows]

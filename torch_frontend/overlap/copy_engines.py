@@ -1,20 +1,20 @@
-"""Rows travel by the copy engines of the GPUs of one host: no multiprocessor takes part in the copies.
+"""Rows are copied by the copy engines of the GPUs of one host: no SM takes part in the copies.
 
-    box        memory of every rank that the others read; one for rows on the way to operands, one to tokens
-    ready      flag in the receiver's memory, per sender: the chunks whose rows are in the sender's box
-    turn       flag in the next receiver's memory: a copy out of a box starts when the copy before it has ended
-    taken      flag in the sender's memory, per receiver: the receiver has copied all rows of the leg
+    box        buffer of every rank that the other ranks read; one for rows to operands, one for rows to tokens
+    ready      flag in the receiver's memory, per sender: the chunks whose rows are in the sender's buffer
+    turn       flag in the next receiver's memory: a copy out of a buffer starts when the copy before it has ended
+    taken      flag in the sender's memory, per receiver: the receiver has copied all rows of the transfer
     arrived    flag in the receiver's own memory: the chunks that it has copied
 
-    current stream    wait taken of the leg before --> kernels write rows to the box --> write ready
+    current stream    wait taken of the transfer before --> kernels write rows to the buffer --> write ready
     copy stream       wait ready, turn --> copy the rows of a chunk from one peer --> write turn, taken, arrived
     current stream    wait arrived --> products
 
-The receiver copies, so rows arrive in memory that torch's allocator gave, and nothing copies them again. Senders that
-write to one GPU at a time slow each other down, 212 GB/s against 311 to 359 in turns on four H200; receivers that read
-from one take turns likewise. A flag holds the number of the leg that wrote it last, `ready` the number of the chunk in
-all legs, so nothing is ever reset. Waits, writes and copies are calls of the driver with addresses: through tensors
-they take the host longer than the GPU needs for a chunk.
+The receiver copies, so rows are received in memory of torch's allocator and are not copied again. Senders that write to
+one GPU at the same time slow each other down: 212 GB/s, against 311 to 359 one after another, on four H200. Receivers
+that read from one GPU copy one after another, too. A flag holds the number of the transfer that wrote it last; `ready`
+holds the number of the chunk in all transfers. So no flag is ever reset. Waits, writes and copies are calls of the
+driver with addresses. The same calls with tensors take the host longer than the GPU needs for a chunk.
 """
 
 import ctypes
@@ -59,12 +59,12 @@ GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 class CopyEngines:
     """Copy engines between the GPUs of one host, a process each; the transport of all layers that share a group.
 
-    group: a process group or its name, of at least two ranks; None is the default group. The memory that leaving rows
-    need is allocated when a leg needs more than any before; all ranks then wait for each other. It holds the rows of
-    the rank that sends most: on each GPU that many bytes, on the way to the operands and to the tokens.
+    group: a process group or its name, of at least two ranks; None is the default group. Each GPU has two send buffers,
+    to the operands and to the tokens, each as large as the rows of the rank that sends most. A buffer is allocated when
+    a transfer needs more memory than any before; all ranks then wait for each other.
 
-    The legs of two layers share this memory in the order of the calls, which must be one on all ranks. Layers that run
-    on two streams at a time take a transport each.
+    The transfers of two layers share these buffers in the order of the calls, which must be the same on all ranks.
+    Layers that run on two streams at a time take a transport each.
     chunk_bytes: as of `Collectives`. timeout: how long a GPU waits for the rows of the other ranks; then it ends this
     process with an error of CUDA, as `PeerMemory` does.
 
@@ -112,7 +112,7 @@ class CopyEngines:
         self.driver.enter()
         box, nbytes = self.boxes[where], places_of([rows], parts)[-1]
         if box is None or box.of_rank[self.rank].shape[0] < nbytes:
-            return rows_of_parts(rows, parts, device)  # `leg` lets the box grow, which takes all ranks
+            return rows_of_parts(rows, parts, device)  # `leg` grows the buffer, which takes all ranks
         self._wait_until_taken(where)
         return views_of(box.of_rank[self.rank], rows, parts)
 
@@ -128,21 +128,21 @@ class CopyEngines:
             [memory.data_ptr() + at for at in places_of([rows], parts)]
             for memory, rows in zip(box.of_rank, sent, strict=True)
         ]
-        memory = arriving(outgoing, received[self.rank])  # before the leg counts: there may be too little
+        memory = arriving(outgoing, received[self.rank])  # may raise: before the transfer is counted
         self.legs[where] += 1
         return _CopyLeg(self, where, self.legs[where], steps, boxes, outgoing, memory)
 
     def _wait_until_taken(self, where: Where) -> None:
-        """The current stream goes on when all ranks have copied the rows of the last leg out of this rank's box."""
+        """The current stream waits until all ranks have copied the last transfer's rows out of this rank's buffer."""
         for peer in range(self.ranks) if self.legs[where] else ():
             if peer != self.rank:
                 self.driver.wait(self.taken(self.rank, where, peer), self.legs[where])
 
     def _box(self, where: Where, nbytes: int) -> Shared:
-        """The box, of at least `nbytes` bytes. All ranks ask for equally many, so they grow it in the same leg."""
+        """The buffer, of at least `nbytes` bytes. All ranks ask for equally many: they grow it in the same transfer."""
         box = self.boxes[where]
         if box is None or box.of_rank[0].shape[0] < nbytes:
-            torch.cuda.synchronize()  # with the barrier: nobody reads the old box any more
+            torch.cuda.synchronize()  # with the barrier: nobody reads the old buffer any more
             dist.barrier(self.group)
             box = self.boxes[where] = shared_memory(nbytes, self.group)
         return box
@@ -169,7 +169,7 @@ class CopyEngines:
 
 
 class _CopyLeg:
-    """boxes: for each rank the addresses of the parts in its box."""
+    """boxes: for each rank the addresses of the parts in its buffer."""
 
     def __init__(
         self, of: CopyEngines, where: Where, number: int, steps: Sequence[Step], boxes: list[list[int]],
@@ -200,7 +200,7 @@ class _CopyLeg:
             self._copy(of.driver.copy_here, self.here, self.left, own)
 
     def _chunk(self, chunk: int) -> int:
-        """The number of a chunk in all legs."""
+        """The number of a chunk in all transfers."""
         return self.number * MOST_CHUNKS + chunk
 
     def _copy(
@@ -213,14 +213,14 @@ class _CopyLeg:
                     copy(to, from_, move.rows * nbytes)
 
     def _to_box(self, step: Step) -> None:
-        """Copy rows that leave and are not in the box yet."""
+        """Copy the sent rows to the buffer, unless they are there already."""
         box, rank = self.boxes[self.of.rank], self.of.rank
         if any(at != place for at, place in zip(self.left, box, strict=False)):
             moves = [move._replace(destination=move.source) for move in step.sends if move.peer != rank]
             self._copy(self.of.driver.copy_here, box, self.left, moves)
 
     def _take(self, peer: int, chunk: int, k: int) -> None:
-        """Copy the rows of a chunk from a peer, the k-th in turn."""
+        """Copy the rows of a chunk from a peer, the k-th from which this rank copies."""
         of, driver, turn = self.of, self.of.driver, chunk * (self.of.ranks - 1) + k - 1
         driver.wait_to_copy(of.ready(of.rank, self.where, peer), self._chunk(chunk))
         if turn and of.ranks > 2:
@@ -237,7 +237,7 @@ class _CopyLeg:
         self.of.driver.wait(self.of.arrived(self.where), self._chunk(chunk))
 
     def abandon(self) -> None:
-        # Behind the copies of the chunks that were sent: this rank reads no more out of the boxes of this leg.
+        # After the copies of the sent chunks: this rank no longer reads the buffers of this transfer.
         of = self.of
         for peer in range(of.ranks):
             if peer != of.rank:

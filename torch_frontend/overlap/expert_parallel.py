@@ -3,8 +3,8 @@
     expert_parallel_mm     rows (M, K)  --> out (M, N), row i multiplied by the matrix of its expert, wherever it is
     expert_parallel_ffn    rows or TokenReplicas --> the experts' SwiGLU feed-forward
 
-They are `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`; over a transport the exchanges run beside the
-products, with the same bytes (schedule.py).
+They are `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`. Over a transport the exchanges are overlapped
+with the products, with the same bytes (schedule.py).
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from .schedule import Overlap, Way, overlapped
 
 
 class Transport(Protocol):
-    """How rows travel beside the products: `Collectives`, `CopyEngines` or `PeerMemory`.
+    """Sends rows during the products: `Collectives`, `CopyEngines` or `PeerMemory`.
 
     group: of the ranks. weighs_sums: it keeps the rows that the gradient of a weighted sum reads.
     """
@@ -107,7 +107,7 @@ class AtHome:
 def _run(
     transport: Transport, request: Request, experts: FFN | MM, x: Tensor, probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The result, and (E,) rows of all ranks per expert. x, probs: those of the request, after hooks of the experts."""
+    """The result, and (E,) rows of all ranks per expert. x, probs: of the request, after hooks of the experts."""
     inside, found = request.inside and probs is not None, None
     also = {**request.also, "transport": transport.described, "weights inside": inside}
     request = request.after_hooks(x, probs)._replace(also=also)
@@ -124,7 +124,7 @@ def _run(
     return overlapped(x, probs, call, *found.parameters), way.totals
 
 
-# The host reads the counts, and which rows travel depends on them.
+# The host reads the counts, and the sent rows depend on the counts.
 _run_eagerly: Callable[..., Any] = torch.compiler.disable(_run)
 
 
@@ -141,12 +141,12 @@ def expert_parallel_mm(
     """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
 
     rows, counts, recipe, group: as in `dispatch`. w (G, N, K), bias: of this rank's experts, as in `grouped_mm`.
-    transport: how rows travel beside the products: `Collectives`, `CopyEngines` or `PeerMemory` of the group; None is
-        one exchange after the other, by all-to-alls.
+    transport: sends rows during the products: `Collectives`, `CopyEngines` or `PeerMemory` of the group; None is one
+        exchange after the other, by all-to-alls.
 
-    Returns (M, N) bfloat16, or of TokenReplicas (T, N), the sum over each token's replicas. The bytes of the result and
-    of all gradients are those of `dispatch`, `grouped_mm` and `combine`. The host waits for the counts alone, over
-    `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
+    Returns (M, N) bfloat16, or of TokenReplicas (T, N), the sum over each token's replicas. The result and all
+    gradients have the same bytes as from `dispatch`, `grouped_mm` and `combine`. The host waits for the counts alone,
+    over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
 
     >>> w = torch.stack([torch.eye(32), 2 * torch.eye(32)])
     >>> expert_parallel_mm(torch.ones(3, 32), w, torch.tensor([1, 2]))[:, 0].tolist()
@@ -184,9 +184,9 @@ def expert_parallel_ffn(
         in `MoE`.
     transport: as in `expert_parallel_mm`.
 
-    Returns (M, D) rows, or of TokenReplicas (T, D), bfloat16. The bytes of the result and of all gradients are those of
-    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts alone, over `PeerMemory` for
-    nothing; that takes no prob_in="combine". All ranks need a gradient of the rows, or none does.
+    Returns (M, D) rows, or of TokenReplicas (T, D), bfloat16. The result and all gradients have the same bytes as from
+    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts alone, over `PeerMemory` for nothing.
+    `PeerMemory` takes no prob_in="combine". All ranks need a gradient of the rows, or none does.
 
     >>> w = torch.full((1, 32, 32), 1 / 32)
     >>> expert_parallel_ffn(torch.ones(1, 32), torch.tensor([1]), w, w, w)[0, 0].item()  # as grouped_swiglu_ffn's

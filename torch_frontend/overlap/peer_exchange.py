@@ -1,13 +1,13 @@
 """Expert parallelism through memory of peers: dispatch, experts and combine as one differentiable function, of which
 the host reads no size.
 
-    forward     share counts | lay out, push tokens | products of all experts | pull and sum rows
+    forward     share counts | lay_out, push tokens | products of all experts | pull and sum rows
     backward                   push gradients       | products of all experts | pull and sum rows, weight gradients
                 bars: barriers of the ranks in the stream (peer_memory.py)
 
 A token is quantized once, and a kernel writes its bytes to the final row of each of its replicas, in the memory of the
-expert's rank. The operand is as long as the memory has place for, the end of each group is on the device. The bytes of
-the result and of all gradients are those of `dispatch`, experts and `combine` in turn.
+expert's rank. The operand is as long as the capacity of the memory; the end of each group is on the device. The result
+and all gradients have the same bytes as from `dispatch`, experts and `combine` without overlap.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ PROB = Part(1, torch.float32)
 
 
 class Layout(NamedTuple):
-    """Of one call. places (M,) int64: rank << 32 | row of each row of this rank, -1 without a place. group_ends,
+    """Of one call. places (M,) int64: rank << 32 | row of each row of this rank, -1 if it is not sent. group_ends,
     filled_ends (local experts,) int32: the ends of this rank's groups, with and without padding. totals (E,) int32:
     rows of all ranks. capacity: rows of an operand."""
 
@@ -74,8 +74,8 @@ class Peers:
             yield trip
 
     def push(self, x: Tensor, rows: Rows, weights: Tensor | None) -> tuple[Tensor | MXTensor, Tensor | None]:
-        """Write rows (T, K) to their places on all ranks, and weights (T, top_k) with them. Returns this rank's operand
-        and the weights of its rows, which are there after the next barrier."""
+        """Write rows (T, K) to their offsets on all ranks, and weights (T, top_k) with the rows. Returns this rank's
+        operand and the weights of its rows, which are complete after the next barrier."""
         memory, at = self.memory, self.layout
         parts = rows.parts + [PROB] * (weights is not None)
         starts = [*memory.starts("experts", at.capacity, parts), 0, 0]
@@ -106,7 +106,7 @@ class Peers:
 
     def pull(self, rows: Rows, parts: Sequence[Part], out: torch.dtype) -> Tensor:
         """(T, width) of dtype `out`: the sum of each token's replicas, rows in the memory of their ranks, or the row.
-        parts: what travels with them too."""
+        parts: of the rows, and further parts sent with the rows."""
         memory, device, tokens, mx = self.memory, self.layout.places.device, self.tokens, rows.rounding is not None
         y = torch.empty((tokens, rows.width), dtype=out, device=device)
         starts = [*memory.starts("tokens", self.layout.capacity, parts), 0]
@@ -145,7 +145,7 @@ class Peers:
 
 
 class _Trip:
-    """All experts are one chunk. parts: of the rows home, and what travels with them."""
+    """All experts are one chunk. parts: of the rows sent back, and further parts sent with the rows."""
 
     def __init__(self, of: Peers, rows: Tensor, prob: Tensor | None, home: Rows, parts: list[Part]) -> None:
         self.of, self.of_home, self.parts, self.operand = of, home, parts, (rows, prob)
@@ -183,7 +183,7 @@ class _Trip:
 
 
 def legs(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple[Where, list[Part]]]:
-    """The most that each leg of a call carries: rows (.., dim) there, (.., width) back."""
+    """The most parts that each transfer of a call sends: rows (.., dim) to the experts, (.., width) back."""
     return [
         ("experts", [*Rows.of(recipe, "dispatch", dim, dtype).parts, PROB]),
         ("experts", Rows.of(recipe, "combine_grad", width, BF16).parts),

@@ -1,19 +1,20 @@
 """Memory of the GPUs of one host that kernels of all of them write and read: exchanges of which the host reads no size.
 
     counts     (ranks, E) int32: every rank writes its row into the memory of all
-    experts    rows on the way to operands: the ranks of the tokens write them to their final place
-    tokens     rows on the way to tokens: the products write them, the ranks of the tokens read and sum them
+    experts    rows to operands: the ranks of the tokens write them to their final offset
+    tokens     rows to tokens: the products write them, the ranks of the tokens read and sum them
 
-    share counts | meet | lay out, push rows | meet | products | meet | pull rows        forward
+    share counts | meet | lay_out, push rows | meet | products | meet | pull rows        forward
                    meet | push rows          | meet | products | meet | pull rows        backward
 
 `meet` is a barrier in the stream, a kernel that signals every rank with release and waits for its signal with acquire,
 both of system scope. A kernel's stores are complete when the kernel ends, before the signal; the loads of the next
 kernel come after the wait. So what was written before a rank's barrier is seen after the barrier of any other.
 
-The first barrier of each direction keeps a fast rank from memory that a slow one still reads: a rank signals it when
-everything it read in the direction before is read, operands and rows of its peers. Counts need none of their own: at
-least the second barrier of a direction lies between the kernel that reads them and the next one that writes them.
+The first barrier of each direction keeps a fast rank from writing memory that a slow rank still reads. A rank signals
+it after all its reads of the direction before, of operands and of rows of its peers. Counts need no barrier of their
+own. At least the second barrier of a direction separates the kernel that reads counts from the next kernel that writes
+them.
 
 peer_exchange.py runs these steps; the kernels are in core_kernels/peer.
 """
@@ -60,16 +61,17 @@ class PeerMemory:
     read no size on the host, forward and backward, and a CUDA graph can capture them.
 
     group: a process group or its name, of at least two ranks; None is the default group.
-    rows: the rows that a rank has place for, from all ranks together; more may arrive than it has place for. Then the
-        outputs of the tokens with a row that found no place are NaN, their gradients too, and `overflow` raises, on
-        all ranks. None: place for all rows of all ranks, each with as many as the rank with the most rows in the first
-        call. A later call may have more, such as an evaluation with a larger batch: then the same holds.
+    rows: the capacity of a rank, in rows from all ranks together. A rank may be sent more rows. Then the outputs of the
+        tokens with a row beyond the capacity are NaN, their gradients too, and `overflow` raises, on all ranks. None:
+        capacity for all rows of all ranks, each with as many as the rank with the most rows in the first call. A later
+        call may have more rows, such as an evaluation with a larger batch: then the same holds.
     width: programs of the kernels that write and read rows of peers.
     timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
 
     It takes `rows` rows to experts and as many to tokens, with the padding of the groups, on every GPU. The memory is
     allocated when a call needs more than any before, never while a graph is captured; all ranks then wait for each
-    other once. Products run over all of it: state `rows` where the worst case is far from what arrives.
+    other once. Products run over the whole capacity: state `rows` if far fewer rows are received than in the worst
+    case.
 
     Calls share the memory in their order, which must be one on all ranks. Layers that run on two streams at a time take
     one each. Layers with prob_in="combine" raise: their backward reads rows that this memory does not keep.
@@ -113,7 +115,7 @@ class PeerMemory:
         return f"PeerMemory(rows={self.rows})"
 
     def begin(self, request: Request, width: int) -> Peers:
-        """Room for a request whose experts return rows of this width, and its layout; ends with the first barrier."""
+        """Memory for a request whose experts return rows of this width, and its layout; ends with the first barrier."""
         op, error, ranks = "dispatch", request.error, request.ranks
         rows, num_rows, shared = request.rows, 0, {}
         try:
@@ -141,7 +143,7 @@ class PeerMemory:
         self.interrupt()
 
     def overflow(self) -> None:
-        """Raise RuntimeError, with the numbers, if a rank had no place for a row since the last call of this method.
+        """Raise RuntimeError, with the numbers, if rows exceeded a rank's capacity since the last call of this method.
         The host waits for the GPU. All ranks find the same."""
         found = self.worst.tolist()
         self.worst.zero_()
@@ -154,9 +156,9 @@ class PeerMemory:
         self, op: str, rows: int, experts: int, alignment: int, parts: Sequence[tuple[Where, Sequence[Part]]],
         shared: Mapping[str, Any],
     ) -> int:  # fmt: skip
-        """Room for the legs of a call, allocated if there is less; returns the rows of an operand. rows: of this rank.
-        parts: of each leg. shared: arguments that the ranks compare in the first call that has them, in the first after
-        an error, and before they allocate."""
+        """Memory for the transfers of a call, allocated if there is less; returns the rows of an operand. rows: of this
+        rank. parts: of each transfer. shared: arguments that the ranks compare in the first call that has them, in the
+        first after an error, and before they allocate."""
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         new = key_of(shared) not in self.compared
         if new and not capturing:
@@ -224,18 +226,18 @@ class PeerMemory:
         return self.own[: 4 * experts * self.ranks].view(torch.int32).view(self.ranks, experts)
 
     def starts(self, where: Where, capacity: int, parts: Sequence[Part]) -> list[int]:
-        """The first byte of each part of a leg of `capacity` rows, in the memory of every rank."""
+        """The first byte of each part of a transfer of `capacity` rows, in the memory of every rank."""
         assert self.room is not None
         first = self.room.starts[1 + WHERE.index(where)]
         return [first + at for at in places_of([capacity], parts)[:-1]]
 
     def views(self, where: Where, capacity: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-        """The parts of a leg in this rank's memory."""
+        """The parts of a transfer in this rank's memory."""
         assert self.room is not None
         return views_of(self.own[self.room.starts[1 + WHERE.index(where)] :], capacity, parts)
 
     def holds(self, x: Tensor) -> bool:
-        """Whether x lies in this memory."""
+        """Whether x is in this memory."""
         return x.untyped_storage().data_ptr() == self.own.untyped_storage().data_ptr()
 
     def meet(self) -> None:

@@ -1,9 +1,10 @@
-"""Rows travel to places that the host plans: the ranks exchange their counts, and legs of a transport carry the rows.
+"""Rows are sent to offsets that the host plans: the ranks exchange their counts, and a transport sends the rows.
 
-    forward     agree on counts | quantize weights, rows | host waits for the counts, plans | leg to experts, to tokens
-    backward                      rows of the gradients                                     | leg to experts, to tokens
+    forward     agree on counts | quantize weights, rows | host waits for the counts, plans | send to experts, tokens
+    backward                      rows of the gradients                                     | send to experts, tokens
 
-`core_kernels/policy/exchange.py` makes the plan, which the backward uses again; transport.py has the protocol of legs.
+`core_kernels/policy/exchange.py` makes the plan, which the backward uses again. transport.py has the protocol of
+transfers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,8 +77,8 @@ class Planned:
         return self.plan
 
     def _leaving(self, x: Tensor, rows: Rows, weights: Tensor | None) -> tuple[Tensor, ...]:
-        """The parts of the rows that travel to the experts, of tokens or of rows, with their weights (T, top_k), if
-        they travel too."""
+        """The parts of the rows sent to the experts, of tokens or of rows, and of their weights (T, top_k), if weights
+        are sent too."""
         x, parts = x.contiguous(), rows.parts
         if self.order is None:
             if rows.rounding is None and rows.dtype == x.dtype:
@@ -108,13 +109,13 @@ class Planned:
         return tuple(parts), dprobs
 
     def _room(self, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-        """Memory for the rows of this rank that travel to the experts."""
+        """The send buffer for the rows of this rank to the experts."""
         return self.transport.outgoing("experts", rows, parts, self.device)
 
 
 class _Trip:
-    """legs: the open ones, to which the trip adds its own. parts: of the rows home; none, and nothing travels home.
-    leaving: makes the parts that leave. dprobs: the gradient of the weights of a sum."""
+    """`legs`: the open transfers, to which the trip adds its own. parts: of the rows sent back; without parts no row is
+    sent back. leaving: makes the sent parts. dprobs: the gradient of the weights of a sum."""
 
     def __init__(
         self, of: Planned, legs: list[Leg], there: Rows, home: Rows, parts: list[Part],
@@ -126,7 +127,7 @@ class _Trip:
         self.back: Leg | None = None
 
     def depart(self) -> None:
-        """Open the legs, clear the padding of the groups and send every chunk."""
+        """Open the transfers, clear the padding of the groups and send every chunk."""
         of, leaving = self.of, self.leaving()
         plan, transport = of.planned(leaving), of.transport
         self.plan, self.chunks = plan, plan.chunks
@@ -186,14 +187,14 @@ class _Trip:
         return dx, dprobs, weights
 
     def _arrived(self) -> tuple[Tensor, ...]:
-        """The parts that are home."""
+        """The parts sent back, after all are received."""
         assert self.back is not None
         for chunk in range(len(self.chunks)):
             self.back.wait(chunk)
         return self.back.received
 
     def _home(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The rows that are home, and the parts that came with them."""
+        """The rows sent back, dequantized, and the parts sent with them."""
         parts, rows = self._arrived(), self.of_home
         others = parts[len(rows.parts) :]
         return parts[0] if rows.rounding is None else ops.dequantize(*parts[:2], dtype_name(rows.dtype)), others
@@ -201,7 +202,7 @@ class _Trip:
 
 @contextmanager
 def _ended_legs() -> Iterator[list[Leg]]:
-    """A list for the legs that open. An error ends them: a rank that skips the batch can open the next ones."""
+    """A list for the opened transfers. An error ends them: a rank that skips the batch can open the next transfers."""
     legs: list[Leg] = []
     try:
         yield legs

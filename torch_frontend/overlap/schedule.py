@@ -1,18 +1,18 @@
-"""Expert parallelism whose exchanges run beside the products: dispatch, experts and combine as one differentiable
-function.
+"""Expert parallelism whose exchanges are overlapped with the products: dispatch, experts and combine as one
+differentiable function.
 
     tokens --quantize--> rows ~~chunk 0~~> operand --products--> rows ~~> sum of each token's replicas
                               ~~chunk 1~~> operand --products--> rows ~~>
-                              ~~chunk 2~~> ...                              ~~> travels beside the products before it
+                              ~~chunk 2~~> ...                              ~~> overlapped with products of chunk 1
 
-A chunk is a range of local experts. Every row travels to its final place in the receiver's padded groups and back to
-its place among the sender's rows: nothing is permuted after the wire. The backward runs the same steps: gradients of
-outputs travel to the experts by chunk, gradients of inputs leave by chunk, and the gradients of weights are computed
-while the last ones travel.
+A chunk is a range of local experts. Every row is sent to its final offset in the receiver's padded groups. Its result
+is sent to the row's offset at the sender. Nothing is permuted after an exchange. The backward runs the same steps: it
+sends the gradients of outputs to the experts by chunk, and the gradients of inputs back by chunk. The gradients of
+weights are computed during the last transfers.
 
-A `Way` is how rows travel: by places that the host plans (planned_exchange.py), or by kernels that write and read the
-memory of peers (peer_exchange.py). The bytes of the result and of all gradients are those of `dispatch`, experts and
-`combine` in turn.
+A `Way` sends the rows: to offsets that the host plans (planned_exchange.py), or by kernels that write and read the
+memory of peers (peer_exchange.py). The result and all gradients have the same bytes as from `dispatch`, experts and
+`combine` without overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ class Experts(Protocol):
 
 
 class Rows(NamedTuple):
-    """The rows of one leg: q and sf if there is a rounding, else values of the dtype."""
+    """The rows of one transfer: q and sf if there is a rounding, else values of the dtype."""
 
     width: int
     dtype: torch.dtype
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
         return parts[0] if self.rounding is None else MXTensor(parts[0], parts[1], self.dtype)
 
     def write(self, x: Tensor, room: Sequence[Tensor]) -> None:
-        """Write x as the leg sends it, unless it is there. The parts of `room` after those of the rows stay."""
+        """Write x to `room` as the transfer sends it, unless x is there already. Later parts are not written."""
         if self.rounding is not None:
             into(tuple(room[:2]), OPS["quantize_row"], x.contiguous(), rounding=self.rounding)
         elif room[0].data_ptr() != x.data_ptr():
@@ -102,7 +102,7 @@ class Trip(Protocol):
     def chunks(self) -> Sequence[Chunk]: ...
 
     def depart(self) -> None:
-        """In a forward, before the steps below: send what has not left. The experts' weights are quantized before."""
+        """In a forward, before the steps below: send the unsent rows. The experts' weights are quantized before."""
         ...
 
     def ends(self) -> Sequence[Tensor]:
@@ -137,8 +137,8 @@ class Trip(Protocol):
 
 
 class Way(Protocol):
-    """How the rows of one call travel, forward and backward; an error within the block ends the trip. totals: (E,) rows
-    of all ranks per expert."""
+    """Sends the rows of one call, forward and backward; an error within the block ends the `Trip`. totals: (E,) rows of
+    all ranks per expert."""
 
     @property
     def totals(self) -> Tensor: ...
@@ -151,7 +151,7 @@ class Way(Protocol):
         self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
     ) -> AbstractContextManager[Trip]:
         """The gradient of the sums. weighted: what the gradient of a weighted sum reads, and its weights. needs:
-        whether gradients of the rows and of the experts' weights for them travel home."""
+        whether the gradients of the rows, and of the experts' weights for the rows, are sent back."""
         ...
 
 

@@ -1,12 +1,12 @@
-"""How the rows of an exchange travel to places that the host has planned: the protocol of legs.
+"""The protocol of transfers: the rows of an exchange are sent to offsets that the host has planned.
 
-    outgoing = transport.outgoing(...)      memory for the rows of this rank that leave
-    leg = transport.leg(..., outgoing)      leg.received: memory for the rows that arrive
-    leg.send(range(c, d))                   rows of chunks leave as soon as the current stream has written them
-    leg.wait(c)                             the current stream goes on when chunk c of leg.received is there
-    leg.abandon()                           after an error: the next leg can be opened
+    outgoing = transport.outgoing(...)          the send buffer of this rank
+    transfer = transport.leg(..., outgoing)     transfer.received: the receive buffer
+    transfer.send(range(c, d))                  sends the rows of chunks when the current stream has written the rows
+    transfer.wait(c)                            the current stream waits until chunk c of transfer.received is written
+    transfer.abandon()                          after an error: the next transfer can be opened
 
-All ranks open the same legs in the same order and send their chunks in the same order.
+All ranks open the same transfers in the same order and send their chunks in the same order.
 `core_kernels/policy/exchange.py` says which rows go where; every transport writes the same bytes.
 """
 
@@ -28,11 +28,11 @@ Where = Literal["experts", "tokens"]
 CHUNK_BYTES = 2**26
 TIMEOUT = timedelta(minutes=10)
 ALIGNMENT = 256
-"""Bytes: each part in a box begins at a multiple."""
+"""Bytes: each part of a buffer begins at a multiple."""
 
 
 class Part(NamedTuple):
-    """One of the arrays that travel together: the values of a row and their dtype."""
+    """One of the arrays that are sent together: the values of a row and their dtype."""
 
     width: int
     dtype: torch.dtype
@@ -48,13 +48,13 @@ class Leg(Protocol):
     def send(self, chunks: range) -> None: ...
     def wait(self, chunk: int) -> None: ...
     def abandon(self) -> None:
-        """End the leg after an error: chunks that were not sent never are, and nobody waits for them. If all ranks fail
-        at the same chunk, the transport can open the next leg. Raises nothing of its own."""
+        """End the transfer after an error: its unsent chunks are never sent, and no rank waits for them. If all ranks
+        fail at the same chunk, the transport can open the next transfer. Raises nothing of its own."""
         ...
 
 
 class Legs(Protocol):
-    """A transport that opens legs between the ranks of `group`.
+    """A transport that opens transfers between the ranks of `group`.
 
     chunk_bytes: a chunk of experts has about so many bytes of rows, so that the device works on it longer than the host
     prepares it.
@@ -64,16 +64,16 @@ class Legs(Protocol):
     chunk_bytes: int
 
     def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
-        """Uninitialized memory for the rows of the next leg to the experts' operands or to the tokens, from which they
-        leave without a copy. The current stream may write to it after this call."""
+        """An uninitialized send buffer for the rows of the next transfer to the experts' operands or to the tokens. Its
+        rows are sent without a copy. The current stream may write to the buffer after this call."""
         ...
 
     def leg(
         self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
         outgoing: tuple[Tensor, ...],
     ) -> Leg:  # fmt: skip
-        """A leg to the experts' operands or to the tokens. steps: of the chunks. sent, received: rows of each rank.
-        outgoing: the rows of this rank; of `outgoing`, or any other tensors."""
+        """A transfer to the experts' operands or to the tokens. steps: of the chunks. sent, received: rows of each
+        rank. outgoing: the rows of this rank; from `outgoing`, or any other tensors."""
         ...
 
 
@@ -98,18 +98,18 @@ def rows_of_parts(rows: int, parts: Sequence[Part], device: torch.device) -> tup
 
 
 def arriving(outgoing: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
-    """Uninitialized memory for `rows` rows of the parts that leave."""
+    """An uninitialized receive buffer for `rows` rows of the sent parts."""
     return tuple(part.new_empty((rows, part.shape[1])) for part in outgoing)
 
 
 def places_of(rows: Sequence[int], parts: Sequence[Part]) -> list[int]:
-    """The first byte of each part in a box of at most so many rows, and the end of the last one."""
+    """The first byte of each part in a buffer of at most so many rows, and the end of the last part."""
     sizes = [-(-max(rows) * part.width * part.dtype.itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
     return list(accumulate(sizes, initial=0))
 
 
 def views_of(memory: Tensor, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-    """The parts of a box of `rows` rows."""
+    """The parts of a buffer of `rows` rows."""
     sizes = [rows * part.width * part.dtype.itemsize for part in parts]
     return tuple(
         memory[at : at + nbytes].view(part.dtype).view(rows, part.width)

@@ -16,9 +16,9 @@ With form "fold", forms/fold.py folds each operand once for both of its products
 dw1 and dw3. The kernel that computes h folds its rows; swiglu_bwd_fold, in place of swiglu_bwd_all, folds all that it
 computes. One read of a bf16 x or dout produces its row and token operands, and the backward saves the token operand of
 x instead of x. Recipe "bf16" follows the same picture without quantization. h, dgate and dup are rounded to bf16 before
-they are quantized, so the bytes are those of the separate functions. dx alone differs: autograd would add two rounded
-products and round again, and folded rows of dgate and dup have a headroom. With padding to whole blocks of tokens,
-dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A row's weight
+they are quantized, so the bytes are the same as from the separate functions. dx alone differs: autograd would add two
+rounded products and round again, and folded rows of dgate and dup have a headroom. With padding to whole blocks of
+tokens, dgate, dup and h are bf16 tensors; so are dgate and dup with b1 or b3, whose gradients sum them. A row's weight
 multiplies h and b2, so that it multiplies the row of out; its gradient has a part of each.
 """
 
@@ -69,7 +69,7 @@ class FFNNeeds(NamedTuple):
 
 
 class FFNCall(NamedTuple):
-    """What one call of the feed-forward has beside its tensors.
+    """The arguments of one call of the feed-forward other than tensors.
 
     numbers: of the activation. weighted: `prob` weights b2 too. save_bytes: the quantized weights may live until the
     backward. recompute: it multiplies gate and up again.
@@ -150,10 +150,10 @@ def _again(weights: Sequence[Tensor], biases: Sequence[Bias], held: Sequence[Hel
 
 
 class FFNBackward:
-    """The gradients of one forward, in parts: other work may lie between those of the inputs and of the weights.
+    """The gradients of one forward, in parts: other work may run between gradients of inputs and gradients of weights.
 
-    saved: FFNSaved. dtypes: of x, w1, w3, w2. Each part lets go of the operands that no later one reads;
-    `gate_and_up` is the last.
+    saved: FFNSaved. dtypes: of x, w1, w3, w2. Each part frees the operands that no later part reads; `gate_and_up` is
+    the last.
     """
 
     def __init__(self, call: FFNCall, saved: Any, dout: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -207,7 +207,7 @@ class FFNBackward:
         return dx, dprob
 
     def _dh(self) -> Tensor:
-        """The gradient of h. It lets go of the rows of dout and of w2."""
+        """The gradient of h. Frees dout and w2."""
         rows, w2 = self.form.rows(self.dout), along_n(self.w2, self.form)
         del self.dout, self.w2
         return self.form.mm(rows, w2, self.group_ends, BF16)

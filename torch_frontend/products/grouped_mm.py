@@ -60,7 +60,7 @@ class MMNeeds(NamedTuple):
 
 
 class MMCall(NamedTuple):
-    """What one call of the product has beside its tensors. transposed: whether w is the transpose of contiguous
+    """The arguments of one call of the product other than tensors. transposed: whether w is the transpose of contiguous
     weights, as its gradient then is."""
 
     options: ProductOptions
@@ -89,7 +89,7 @@ def mm_forward(
 
 
 class MMBackward:
-    """The gradients of one product, in parts: other work may lie between that of x and those of the weights.
+    """The gradients of one product, in parts: other work may run between the gradient of x and the weights' gradients.
 
     saved: MMSaved. dtypes: of x and w.
     """

@@ -51,11 +51,11 @@ GroupEnds = Tensor | LaidOut
 
 
 def ends_of(op: str, group_ends: GroupEnds, x: Tensor) -> Tensor:
-    """group_ends, or those of the RowMap or Route that laid out the rows x; ValueError if it laid out others."""
+    """group_ends, or the ends of the RowMap or Route that laid out the rows x; ValueError if it laid out other rows."""
     if isinstance(group_ends, Tensor) or not hasattr(group_ends, "padded_rows"):
         return group_ends  # type: ignore[return-value] -- `check_group_ends` refuses what is no tensor
     rows = group_ends.padded_rows
     if isinstance(x, Tensor) and x.shape[0] != rows:
         allowed = f"allowed: the RowMap or Route that laid out these {x.shape[0]} rows"
-        fail(ValueError, op, "group_ends", f"those of {rows} rows", allowed)
+        fail(ValueError, op, "group_ends", f"ends of {rows} rows", allowed)
     return group_ends.group_ends

@@ -190,7 +190,7 @@ def outlives_forward(w: Tensor) -> bool:
 
 
 def is_transpose(w: Tensor) -> bool:
-    """Whether w (G, N, K) is the transpose of a contiguous (G, K, N), whose operands are those of w, exchanged."""
+    """Whether w (G, N, K) is the transpose of a contiguous (G, K, N), whose operands are w's operands, exchanged."""
     return not w.is_contiguous() and w.mT.is_contiguous()
 
 

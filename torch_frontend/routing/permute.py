@@ -128,7 +128,7 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor
     """Replicate each token for its top_k experts: out[i] = x[order[i] // top_k], zeros where order is -1.
 
     x: (T, D) bfloat16, float32 or MXTensor. order: (P,), the slot t * top_k + k of each row of the result. inverse:
-    (T * top_k,), the row of each slot; both int32 or int64, P = T * top_k for those of `sort_by_expert`. Returns (P, D)
+    (T * top_k,), the row of each slot; both int32 or int64, P = T * top_k for maps of `sort_by_expert`. Returns (P, D)
     of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
 
     >>> spread_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([2, 0, 1, 3]), torch.tensor([1, 2, 0, 3]), 2).tolist()
@@ -165,13 +165,13 @@ class _SpreadTokens(torch.autograd.Function):
 
 spread_tokens = differentiable("spread_rows", _SpreadTokens)
 """spread_tokens(x, weights, of_rows, token, slots, rounding, folds): the rows of tokens, quantized before if there is a
-rounding, gathered by the next product if it folds, and of_rows, the weight of each row, whose gradient is that of
-weights; both None without weights. token (P,): of each row, -1 for padding. slots (T, top_k): the rows of each token.
-Unchecked."""
+rounding, gathered by the next product if it folds; and of_rows, the weight of each row. Weights get the gradient of
+of_rows; both are None without weights. token (P,): of each row, -1 for padding. slots (T, top_k): the rows of each
+token. Unchecked."""
 
 
 def check_replicas(op: str, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """order and inverse as int32; raises unless they lay out `top_k` replicas of each row of x."""
+    """order and inverse as int32; raises unless they have `top_k` replicas of each row of x."""
     check_floats(op, "x", x)
     check_int(op, "top_k", top_k, 1)
     slots = x.shape[0] * top_k

@@ -172,7 +172,7 @@ def _choice_bwd(ctx: Any, grads: tuple[Tensor | None, ...], logits: Tensor, expe
     dweights = zeros(experts.shape) if dweights is None else dweights.contiguous()
     if dshares is not None:
         dshares = dshares.contiguous()
-    elif split and ctx.scores[0] != "sigmoid":  # beside zeros another zero's sign, which no product shows
+    elif split and ctx.scores[0] != "sigmoid":  # zeros change only a zero's sign, which no product shows
         dshares = logits.new_empty(0)
     else:  # they also take a NaN of one expert's sigmoid to the others
         dshares = zeros(logits.shape[1])
@@ -270,7 +270,7 @@ def chosen_outside(
         if experts is weights:
             return None
         name, other = ("experts", "weights") if experts is None else ("weights", "experts")
-        fail(ValueError, op, name, "None", f"allowed: a tensor beside {other}, or neither")
+        fail(ValueError, op, name, "None", f"allowed: a tensor together with {other}, or neither")
     check_counts(op, "experts", experts, x.device)
     if experts.dtype not in (torch.int32, torch.int64):
         fail(TypeError, op, "experts", f"dtype {experts.dtype}", "allowed: int32 or int64")

@@ -224,7 +224,7 @@ def test_the_rows_bring_their_group_ends() -> None:
         want = product(groups, w, laid.group_ends)
         for ends in (laid, laid.row_map):
             assert torch.equal(product(groups, w, ends), want)
-        with pytest.raises(ValueError, match=r"group_ends: got those of 128 rows; allowed: the RowMap or Route"):
+        with pytest.raises(ValueError, match=r"group_ends: got ends of 128 rows; allowed: the RowMap or Route"):
             product(groups.dequantize()[:64], w, laid)
 
 
@@ -237,7 +237,7 @@ def test_ids_are_of_slots_or_of_tokens(shape: tuple[int, ...]) -> None:
 
 
 def test_rows_of_a_folded_recipe_stay_packed() -> None:
-    """Dispatch, and the gradient of combine, leave the gather to the products; the bytes are those of stored rows."""
+    """Dispatch, and the gradient of combine, leave the gather to the products; the bytes are equal to stored rows'."""
     folded, (t, e, top_k) = Recipe.parse("mxfp8", compute="fold"), (50, 4, 2)
     experts = torch.randint(0, e, (t, top_k), generator=torch.Generator().manual_seed(0))
     order, inverse, counts = sort_by_expert(experts, e)
