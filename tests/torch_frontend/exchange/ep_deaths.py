@@ -27,9 +27,9 @@ RANKS, VICTIM = 3, 1
 
 
 class Stage(NamedTuple):
-    """Where the rank ends: before `method` of a chunk of a leg. Legs: 0 rows to experts, all chunks in one call, 1 rows
-    to tokens, 2 and 3 their gradients; less than 0: the collectives before them. limit: of the process group, in
-    seconds."""
+    """Where the rank ends: before `method` of a chunk of a transfer. `leg`: 0 rows to experts, all chunks in one call,
+    1 rows to tokens, 2 and 3 their gradients; less than 0: the collectives before the transfers. limit: of the process
+    group, in seconds."""
 
     where: str
     leg: int
@@ -44,8 +44,8 @@ STAGES = {
     "before the counts": Stage("forward", -1, "", 0),
     "hangs": Stage("forward", 1, "send", 0, signal.SIGSTOP, 5),
     "after the counts": Stage("forward", 0, "send", 0),
-    "rows travel to experts": Stage("forward", 0, "wait", 1),
-    "rows travel to tokens": Stage("forward", 1, "send", 1),
+    "rows sent to experts": Stage("forward", 0, "wait", 1),
+    "rows sent to tokens": Stage("forward", 1, "send", 1),
     "backward": Stage("backward", 3, "send", 1),
 }
 

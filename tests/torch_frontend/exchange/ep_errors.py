@@ -97,8 +97,8 @@ def bad_arguments_of_dispatch() -> None:
 
 
 def ranks_of_a_layer_that_differ() -> None:
-    """What a rank reads with its own options, changed on one rank after the layers were compared: all raise before
-    rows travel, and the layer works again when they agree."""
+    """Options with which a rank reads rows, changed on one rank after the layers were compared: all raise before rows
+    are sent, and the layer works again when the options agree."""
     mesh = init_device_mesh(DEVICE.type, (RANKS,))
     x = torch.randn(4, D, device=DEVICE).requires_grad_()
     weights = torch.ones(4, 2, device=DEVICE)
@@ -175,7 +175,7 @@ def experts_that_nobody_agreed_on() -> None:
 
 
 def counts_of_two_dtypes() -> None:
-    """int64 on one rank, int32 and uint8 on the other: they travel as int32."""
+    """int64 on one rank, int32 and uint8 on the other: counts are sent as int32."""
     for mine in (COUNTS, COUNTS.int(), COUNTS.to(torch.uint8)):
         counts = mine if RANK else COUNTS
         groups, padded, route = dispatch(X, counts, group=GROUP)
@@ -313,7 +313,7 @@ def bad_arguments_of_parallel_experts() -> None:
 
 
 def bad_arguments_of_overlapped_experts() -> None:
-    """Weights, counts and rows of one rank; nothing travels, and the next call works."""
+    """Weights, counts and rows of one rank; no row is sent, and the next call works."""
     w, told = torch.ones(E // RANKS, 32, D, device=DEVICE), "dispatch: rows: got bad arguments on rank 0"
     for words, change in (
         ("w: got shape (2, 32, 48)", {"w": w[..., :48].contiguous()}),

@@ -84,11 +84,11 @@ def raises(error: type[Exception], words: str, run: Callable[[], object]) -> Non
         run()
 
 
-RUNS = {name: recipe for name, recipe in ep_overlap.RUNS.items() if name != "bf16 on all legs"}
+RUNS = {name: recipe for name, recipe in ep_overlap.RUNS.items() if name != "bf16 in all transfers"}
 
 
 def equal_to_dense(ep: int, run: str, prob_in) -> None:
-    """Tokens dealt out over the ranks give the answer and the gradients of one process with all of them."""
+    """Tokens distributed over the ranks give the answer and the gradients of one process with all tokens."""
     recipe = RUNS[run]
     torch.manual_seed(0)
     dense = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in)
@@ -172,7 +172,7 @@ def wire_of_a2a_dequant() -> None:
 
 
 def dispatch_is_one_collective() -> None:
-    """Rows travel packed, q and sf of what arrives are views of one buffer, and bf16 comes back."""
+    """Rows are sent packed, q and sf of received rows are views of one buffer, and bf16 rows are sent back."""
     mesh = mesh_of(2)
     name = mesh.get_group().group_name
     x = batch()[:8].bfloat16().requires_grad_()

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 D, E = 64, 8
 TWICE = ((0, 0), (4, 4), (0, 4), (4, 0), (0, 3), (6, 7), (4, 2), (2, 6))
 COPIED = ((0, 1), (4, 5), (0, 4), (4, 0), (0, 3), (6, 7), (4, 2), (2, 6))
-"""Experts 1 and 5 have the weights of 0 and 4, and lie on the same of two ranks."""
+"""Experts 1 and 5 have the weights of experts 0 and 4. With two ranks, experts of the same weights share a rank."""
 APART = [e for e in range(E) if e not in (0, 1, 4, 5)]
 OVER_RANKS = [(p, r) for p, r in product(("combine", "swiglu", "input"), ("each", "once", "summed"))
               if p != "input" or r == "each"]  # fmt: skip

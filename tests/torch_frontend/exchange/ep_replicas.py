@@ -1,4 +1,4 @@
-"""A token goes once to each rank: "once" has every byte of "each", "summed" those of the oracle; run by ep_ranks.py."""
+"""A token is sent once to each rank: "once" has the bytes of "each", "summed" the oracle's; run by ep_ranks.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +100,7 @@ def of_a_subset(group: dist.ProcessGroup) -> None:
 
 
 def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str) -> None:
-    """The layer in two steps: outputs, statistics and gradients of "once" are those of "each"."""
+    """The layer in two steps: outputs, statistics and gradients of "once" are equal to the results of "each"."""
     results = []
     for how in HOWS[:2]:
         moe, mesh = parallel(ep, "mxfp8", prob_in=prob_in, replicas=how)

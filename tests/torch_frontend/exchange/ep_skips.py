@@ -1,5 +1,5 @@
-"""One of two ranks, or both, get an error while rows travel and catch it, as a script does that skips a batch; started
-by test_ep_skips.py, over gloo, and of a transport by peer_ranks.py and tests/gpu/exchange/ranks.py.
+"""One of two ranks, or both, get an error in a transfer and catch it, as a script does that skips a batch; started by
+test_ep_skips.py, over gloo, and of a transport by peer_ranks.py and tests/gpu/exchange/ranks.py.
 
 arguments: OUT      OUT/{where}-{who}-{rank}: the end of each step and its seconds, a step per line
 """

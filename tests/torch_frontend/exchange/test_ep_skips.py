@@ -1,5 +1,5 @@
-"""An error while rows travel: alike on all ranks and caught, the next step is right; on one rank all end, and the
-others name it. The ranks are in ep_skips.py."""
+"""An error in a transfer: alike on all ranks and caught, the next step is right; on one rank all end, and the other
+ranks name it. The ranks are in ep_skips.py."""
 
 from pathlib import Path
 

@@ -34,7 +34,7 @@ RECIPES = (
     "fp8_rowwise",
     "fp8_blockwise",
     "mxfp8 folded",
-    "mxfp8 on all legs",
+    "mxfp8 in all transfers",
 )
 DEGREES = [
     f"equal_to_dense[{ep}-{run}-{prob_in}]" for ep in (1, 2, 4) for run in RECIPES for prob_in in ("combine", "swiglu")
@@ -42,11 +42,11 @@ DEGREES = [
 OVERLAPPED = [
     "routings",
     "weights inside",
-    *(f"recipe {recipe}" for recipe in (*RECIPES, "bf16 on all legs")),
+    *(f"recipe {recipe}" for recipe in (*RECIPES, "bf16 in all transfers")),
     "frozen weights",
     "held weights",
     "products of rows",
-    "products of rows, all legs",
+    "products of rows, all transfers",
     "products of replicas",
     "folded products",
 ]

@@ -68,6 +68,6 @@ def loss_and_gradients(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, 
 
 
 def sqnr_of_all(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
-    """SQNR in dB by name; all names of one side are those of the other."""
+    """SQNR in dB by name; both sides have the same names."""
     assert got.keys() == want.keys()
     return {name: sqnr_db(got[name], value) for name, value in want.items()}

@@ -39,7 +39,7 @@ def test_the_bytes_of_one_product_are_those_of_the_functions(recipe: Recipe, lay
 
 
 def test_gate_and_up_are_saved_and_h_is_not() -> None:
-    """Beside the weights: x of two bytes in recipe "bf16", gate and up."""
+    """Saved with the weights: x of two bytes in recipe "bf16", gate and up."""
     x = randn(ROWS, D, seed=0, dtype=torch.bfloat16).requires_grad_()
     gate_up = randn(E, D, 2 * F, seed=1, dtype=torch.bfloat16).requires_grad_()
     down = randn(E, F, D, seed=2, dtype=torch.bfloat16).requires_grad_()

@@ -80,7 +80,7 @@ def one_norm_one_optimizer(mesh: DeviceMesh) -> None:
 
 
 def sharded_twice(recipe: str, overlapped: bool = False) -> None:
-    """FSDP2 over one dim of the mesh, experts over the other: gradients are those of the mean of all ranks' losses."""
+    """FSDP2 over one dim of the mesh, experts over the other: gradients of the mean of all ranks' losses."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)
     alone = MoE(D, HIDDEN, E, TOP_K, recipe=recipe)

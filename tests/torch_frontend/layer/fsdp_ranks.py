@@ -160,7 +160,7 @@ def accumulates(ep: int) -> None:
 
 
 def overlaps(ep: int) -> None:
-    """Exchanges beside the products, and a token once to each rank, give the gradients' bytes."""
+    """Exchanges during the products, and a token sent once to each rank, give the same bytes of gradients."""
     mesh, want = mesh_of(ep), None
     for options in ({}, {"transport": Collectives(mesh["ep"].get_group(), chunk_bytes=1)}, {"replicas": "once"}):
         model = shard_moe(fresh(recipe="mxfp8"), mesh, [Block], style=MXFP8ExpertParallel(**options))
@@ -203,7 +203,7 @@ def mixed_precision(ep: int) -> None:
 
 
 def dims_by_name() -> None:
-    """A mesh whose dims come in the other order: experts lie on the dim of their name."""
+    """A mesh whose dims are in the other order: experts are sharded over the dim of their name."""
     mesh, alone = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "data")), fresh()
     model = shard_moe(fresh(), mesh, [Block])
     for block in model.blocks:

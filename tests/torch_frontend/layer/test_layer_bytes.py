@@ -105,7 +105,7 @@ def test_what_each_kernel_moves(shape: MoELayer) -> None:
 
 
 def step(moe: MoE, x: Tensor) -> list[Tensor]:
-    """y, the gradient of x and those of the parameters."""
+    """y, the gradient of x and the gradients of the parameters."""
     x.grad = None
     moe.zero_grad()
     y, _ = moe(x)

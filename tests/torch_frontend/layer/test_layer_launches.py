@@ -1,5 +1,5 @@
-"""Torch's kernels in a step of the layer on a GPU, beside the ops of this package: an eager step of a small layer takes
-as long as the host takes to start them."""
+"""Torch's kernels in a step of the layer on a GPU, without the ops of this package: an eager step of a small layer
+takes as long as the host takes to start the kernels."""
 
 from collections import Counter
 from typing import Any

@@ -1,5 +1,5 @@
 """The peak of a step's memory, counted at the sizes of the documents on torch's meta device, with the scratch memory of
-Hopper's kernels: no more than the plain layer's. What a backward has read for the last time it lets go of, unless the
+Hopper's kernels: no more than the plain layer's. A backward frees each saved tensor after its last use, unless the
 graph is retained."""
 
 import math
@@ -91,7 +91,7 @@ def test_the_peak_is_not_above_the_plain_layers(shape: MoELayer, monkeypatch: py
             w.zero_()  # a parameter that was never written may be one that FSDP2 gathered
     plain = peak(lambda x: peer.torch_layer(x, peer.Weights(*weights), shape.top_k), shape, weights)
     # Experts wider than the rows: the quantized w1 and w3, which the plain layer does not keep, come on top. At its
-    # peak, the gradient of SwiGLU, the backward has let go of w2's.
+    # peak, the gradient of SwiGLU, the backward has freed w2's.
     _, dim, hidden, experts, _ = shape
     kept = 2 * experts * dim * (hidden + 1) if hidden > dim else 0
     assert peak(lambda x: moe(x)[0], shape, weights) - kept <= plain

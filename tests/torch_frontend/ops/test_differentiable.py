@@ -161,7 +161,7 @@ def test_saved_rows_are_offloaded() -> None:
 
     def pack(t: Tensor) -> tuple[Tensor, Tensor]:
         moved.append(type(t))
-        return t.to("meta"), t  # the move itself; the bytes to come back stand beside it
+        return t.to("meta"), t  # the move itself, and the bytes to return
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda pair: pair[1]):
         y = moe(rows)[0]

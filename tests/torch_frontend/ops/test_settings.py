@@ -1,4 +1,4 @@
-"""Settings are those of a thread and task, whatever the order in which blocks end, and a backward has its forward's."""
+"""A thread and task has its own settings, whatever the order in which blocks end; a backward has its forward's."""
 
 import asyncio
 import threading

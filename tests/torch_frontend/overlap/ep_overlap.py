@@ -1,4 +1,4 @@
-"""Overlapped expert parallelism has the bytes of dispatch, experts and combine in turn; run by ep_ranks.py."""
+"""Expert parallelism with overlap has the bytes of dispatch, experts and combine without it; run by ep_ranks.py."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,15 +32,15 @@ D, F, TOP_K, LOCAL = 64, 32, 2, 3
 LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RUNS = RECIPES | {
     "mxfp8 folded": Recipe.parse("mxfp8", compute="fold"),
-    "mxfp8 on all legs": Recipe.parse("mxfp8", mx_legs=LEGS),
-    "bf16 on all legs": Recipe.parse("mxfp8", mx_legs=()),
+    "mxfp8 in all transfers": Recipe.parse("mxfp8", mx_legs=LEGS),
+    "bf16 in all transfers": Recipe.parse("mxfp8", mx_legs=()),
 }
 ROUTINGS, MOST_TOKENS = 20, 40
 
 
 class Poisoned(Collectives):
-    """What no rank fills is NaN, and so are rows that have left, as if the next leg had the memory. One rank is late,
-    at a stage that changes from leg to leg."""
+    """Rows that no rank fills are NaN, and so are sent rows, as if the next transfer had the memory. One rank is late,
+    at a stage that changes from transfer to transfer."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group, chunk_bytes=1)  # as many chunks as there may be
@@ -218,7 +218,7 @@ def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str
         moe, mesh = parallel(ep, "mxfp8", transport=transport, prob_in=prob_in, recompute=again)
         rank = mesh.get_local_rank()
         found: list[Tensor | None] = []
-        seen = []  # by a hook of the experts, such as those of FSDP2
+        seen = []  # by a hook of the experts, such as FSDP2's hooks
         moe.experts.register_forward_hook(lambda module, args, out, seen=seen: seen.append(type(out)))
         batch = torch.randn(7 + 3 * rank, moe.router.in_features, generator=torch.Generator().manual_seed(rank))
         for needs_gradient in (True, False):
@@ -245,7 +245,9 @@ def checks(prob_in: Literal["combine", "swiglu"]) -> dict[str, Callable[[Transpo
         "frozen weights": lambda transport: ffn(transport, "mxfp8", "swiglu", range(5, 6), frozen=True),
         "held weights": lambda transport: of(transport, "mxfp8", seeds=range(5, 6), held=True),
         "products of rows": lambda transport: products(transport, "mxfp8", False, range(6)),
-        "products of rows, all legs": lambda transport: products(transport, "mxfp8 on all legs", False, range(3, 6)),
+        "products of rows, all transfers": lambda transport: products(
+            transport, "mxfp8 in all transfers", False, range(3, 6)
+        ),
         "products of replicas": lambda transport: products(transport, "bf16", True, range(3, 6)),
         "folded products": lambda transport: products(transport, "mxfp8 folded", False, range(3, 6)),
     }

@@ -129,7 +129,7 @@ def more_rows(memory: PeerMemory) -> None:
     assert memory.most is not None
     experts, rank, device = LOCAL * group.size(), group.rank(), device_of(group)
     weights = [w.detach() for w in leaves(0, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F))]
-    rows_of = [memory.most + 160 * (r == 0) for r in range(group.size())]  # the padding has place for 96
+    rows_of = [memory.most + 160 * (r == 0) for r in range(group.size())]  # the padding has capacity for 96
     more = rows_of[rank]
     x = torch.randn(more, D, generator=torch.Generator().manual_seed(rank)).to(device)
     counts = torch.full((experts,), more // experts, dtype=torch.int32, device=device)
@@ -171,7 +171,7 @@ def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
 
 
 def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], object]]:
-    """opened: new memory of the mesh's group with place for so many rows."""
+    """opened: new memory of the mesh's group with capacity for so many rows."""
     worst = 60 * TOP_K * mesh.size()
     return {
         "layers": lambda: layers(mesh, opened(worst)),

@@ -80,12 +80,12 @@ def checks(files: Files, ranks: int) -> dict[str, Callable[[], object]]:
 
     return {
         "routings": lambda: ffn("mxfp8", 0, 1, 2, 3, 4, 7, bias=False),
-        "all legs": lambda: ffn("mxfp8 on all legs", 5),
-        "no leg": lambda: ffn("bf16 on all legs", 5),
+        "all transfers": lambda: ffn("mxfp8 in all transfers", 5),
+        "no transfer": lambda: ffn("bf16 in all transfers", 5),
         "bf16": lambda: ffn("bf16", 4),
         "folded": lambda: ffn("mxfp8 folded", 5),
         "rows": lambda: products("mxfp8_wgrad_with_hp", 4),
-        "rows on all legs": lambda: products("mxfp8 on all legs", 5),
+        "rows in all transfers": lambda: products("mxfp8 in all transfers", 5),
         **ep_peers.checks(mesh, lambda rows: files.open(group, rows)),
     }
 

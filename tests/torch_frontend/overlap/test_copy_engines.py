@@ -20,7 +20,7 @@ from mxep.torch_frontend.overlap.transport import Part
 from torch import Tensor
 
 BIGGEST = (6, 20, 8, 8, 30, 9, 30, 9)
-"""Rows of an expert in each leg, at most: the boxes grow, and they are used again."""
+"""Rows of an expert in each transfer, at most: the buffers grow, and they are used again."""
 TIMEOUT = 20.0
 CPU = torch.device("cpu")
 
@@ -142,7 +142,7 @@ class Driver(copy_engines._Driver):
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         recorded: list[Tensor] = self.copies.recorded  # type: ignore[attr-defined]
         kept = any(0 <= destination - of.data_ptr() <= of.nbytes - nbytes for of in recorded)
-        assert kept, "rows arrive in memory that is not recorded on the stream of copies"
+        assert kept, "rows are received in memory that is not recorded on the stream of copies"
         self.queue.put(lambda: self._copy_out(destination, source, nbytes))
 
     def _copy_out(self, destination: int, source: int, nbytes: int) -> None:
@@ -209,7 +209,7 @@ def host_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Host]:
 
 
 def row_of(leg: int, rank: int, row: int) -> int:
-    """The value of a row, which names its leg, its first rank and its place there."""
+    """The value of a row, which names its transfer, its first rank and its offset there."""
     return leg * 10000 + rank * 1000 + row + 1
 
 
@@ -232,7 +232,7 @@ def exchange(engines: CopyEngines, leg: int, failing_chunk: int | None = None) -
         place.copy_(value)
     there = engines.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
     back = None
-    if leg % 3:  # a backward without gradients of rows has no way back, and the next leg starts sooner
+    if leg % 3:  # a backward without gradients of rows sends no row back, and the next transfer starts sooner
         room = engines.outgoing("tokens", plan.operand_rows[rank], parts[:1], CPU)
         back = engines.leg("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, room)
     there.send(range(len(plan.chunks)))
@@ -273,7 +273,7 @@ def test_rows_arrive_in_every_leg(host_of: Callable[[int], Host]) -> None:
 @pytest.mark.parametrize("leg", [1, 3, 7])  # 3 has no way back
 @pytest.mark.parametrize("chunk", [0, 1, 7])
 def test_a_leg_after_an_error_of_all_ranks(host_of: Callable[[int], Host], leg: int, chunk: int) -> None:
-    """The rows of the next legs are right, and no rank waits for the rows of the one that ended."""
+    """The rows of the next transfers are right, and no rank waits for the rows of the ended transfer."""
 
     def work(engines: CopyEngines) -> None:
         for number in range(len(BIGGEST)):
@@ -308,8 +308,9 @@ def test_a_rank_that_does_not_send_ends_the_others(host_of: Callable[[int], Host
 def test_a_rank_copies_after_another_has_begun_its_next_leg(
     host_of: Callable[[int], Host], ranks: int, rows: str
 ) -> None:
-    """Rank 0 copies no row of the second leg before the last rank waits for it, or has gone through its third leg as
-    far as it gets alone. Rows of the caller are copied to the box by `leg`; its own rows are there already."""
+    """Rank 0 delays its copies of the second transfer. It copies when the last rank waits for rank 0, or has run its
+    third transfer as far as it can alone. `leg` copies rows of the caller to the buffer; other rows are there already.
+    """
     host, each, last = host_of(ranks), 4, ranks - 1
     may_copy = threading.Event()
     may_copy.set()
@@ -333,7 +334,7 @@ def test_a_rank_copies_after_another_has_begun_its_next_leg(
 
     def work(engines: CopyEngines) -> None:
         driver: Any = engines.driver
-        check(engines, leg(engines, 0), 0)  # the first leg allocates the boxes
+        check(engines, leg(engines, 0), 0)  # the first transfer allocates the buffers
         if engines.rank == 0:
             driver.may_copy = may_copy
             may_copy.clear()

@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ("-m", "tests.torch_frontend.overlap.peer_ranks")
 CHECKS = [
     "routings",
-    "all legs",
-    "no leg",
+    "all transfers",
+    "no transfer",
     "bf16",
     "folded",
     "rows",
-    "rows on all legs",
+    "rows in all transfers",
     "layers",
     "layers of all rows",
     "overflow",

@@ -60,7 +60,7 @@ def fused_and_composed(inputs: dict[str, Tensor], group_ends: Tensor, recipe: st
 
 def fp32_sum(inputs: dict[str, Tensor], group_ends: Tensor, recipe: str, dout: Tensor) -> Tensor:
     """dx as the sum of both products in fp32, rounded once, from the functions that compute them. Folded rows of dgate
-    and dup have a headroom, which those of `grouped_mm` have not."""
+    and dup have a headroom, which folded rows of `grouped_mm` have not."""
     x, w1, w3, w2, prob = (inputs[name].detach() for name in NAMES)
     gate, up = (mm(x, w, group_ends, recipe, True) for w in (w1, w3))
     leaf = swiglu(gate, up, prob).requires_grad_()
@@ -81,7 +81,7 @@ def fp32_sum(inputs: dict[str, Tensor], group_ends: Tensor, recipe: str, dout: T
 @pytest.mark.parametrize("recipe", RUNS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fusing_changes_no_bit(recipe: str, dtype: torch.dtype, mx_grad: bool) -> None:
-    """Of the output and of each gradient but that of x, which is rounded once instead of three times."""
+    """Of the output and of each gradient but dx, which is rounded once instead of three times."""
     inputs, dout = operands(dtype), randn(ROWS, D, seed=7).bfloat16()
     fused, want = fused_and_composed(inputs, ends(), recipe, MXTensor.quantize(dout) if mx_grad else dout)
     dx, want_dx = fused.pop("x"), want.pop("x")

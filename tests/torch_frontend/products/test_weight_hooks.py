@@ -49,7 +49,7 @@ def halve(experts: nn.Module) -> None:
 
 
 def offload(experts: nn.Module) -> None:
-    """The weights are in other memory between calls, as those of accelerate, DeepSpeed and of a block swap."""
+    """The weights are in other memory between calls, as with accelerate, DeepSpeed and a block swap."""
     home = {name: w.detach().clone() for name, w in experts.named_parameters()}
 
     def bring(module: nn.Module, args: object = ()) -> None:
@@ -90,7 +90,7 @@ def test_hooks_that_change_the_weights(change: Callable[[nn.Module], None]) -> N
 
 @pytest.mark.parametrize("change", [prune_half, normalize, halve, offload])
 def test_hooks_of_the_shared_expert(change: Callable[[nn.Module], None]) -> None:
-    """Its weights are those that its own hooks leave: the layer is that of experts without hooks and these weights."""
+    """Its own hooks change its weights: the layer is equal to a layer without hooks that has the changed weights."""
     torch.manual_seed(0)
     moe, x = MoE(D, HIDDEN, 4, 2, shared_hidden_dim=32), torch.randn(48, D)
     assert moe.shared_expert is not None

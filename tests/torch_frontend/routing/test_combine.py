@@ -1,4 +1,4 @@
-"""The differentiable combine: its bits are the ops', its gradients those of plain torch. Bytes: tests/conformance."""
+"""The differentiable combine: its bits are the ops', its gradients plain torch's. Bytes: tests/conformance."""
 
 import pytest
 import torch
