@@ -253,7 +253,7 @@ def test_the_lanes_of_a_trace(tmp_path: Path) -> None:
     text = (tmp_path / "trace.svg").read_text()
     assert all(word in text for word in (*timeline.LANES, *timeline.DIRECTIONS, "copies from peers"))
     path.write_text(json.dumps({"traceEvents": synthetic()[1:]}))
-    with pytest.raises(ValueError, match=r"^timeline: path: got trace.json with 0 marks of a forward and nothing beh"):
+    with pytest.raises(ValueError, match=r"^timeline: path: got trace.json with 0 marks of a forward and nothing aft"):
         timeline.read(path)
 
 

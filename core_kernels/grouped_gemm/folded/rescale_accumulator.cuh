@@ -11,7 +11,7 @@
 
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/folded/epilogue.cuh"
-#include "grouped_gemm/folded/scale_increases.cuh"
+#include "grouped_gemm/schedule/scale_increases.cuh"
 #include "grouped_gemm/schedule/tile_queue.cuh"
 
 namespace mxep::cuda::sm90 {

@@ -15,6 +15,7 @@ import pytest
 import torch
 from mxep import torch_frontend as mt
 from mxep.torch_frontend import MXTensor, ops
+from mxep.torch_frontend.ops.checks import FLOATS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -302,7 +303,7 @@ def run(case: bad_values.Case) -> tuple[bool, str]:
     try:
         if not public:
             return True, strange(call(**given))
-        leaves = [x.requires_grad_() for x in given.values() if isinstance(x, Tensor) and x.dtype in mt._checks.FLOATS]
+        leaves = [x.requires_grad_() for x in given.values() if isinstance(x, Tensor) and x.dtype in FLOATS]
         result = call(**given)
         if leaves:
             backward(result)
