@@ -29,16 +29,18 @@ from mxep.core_kernels.policy.recipe import RECIPES
 from mxep.torch_frontend import (
     MXFP8ExpertParallel,
     MXTensor,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    a2a_dispatch_mxfp8_fwd_hp_bwd,
     grouped_swiglu_ffn,
-    permute_mxfp8_fwd_hp_bwd,
     route,
     sort_by_expert,
-    spread_rows,
-    unpermute_hp_fwd_mxfp8_bwd,
     weighted_combine,
 )
+from mxep.torch_frontend.integrations.torchao import (
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    permute_mxfp8_fwd_hp_bwd,
+    unpermute_hp_fwd_mxfp8_bwd,
+)
+from mxep.torch_frontend.routing.permute import spread_rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor

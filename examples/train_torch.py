@@ -21,7 +21,8 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import MoE, MoERecorder, MXFP8ExpertParallel
+from mxep.torch_frontend import MoE, MXFP8ExpertParallel
+from mxep.torch_frontend.layer.metrics import MoERecorder
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -1,72 +1,116 @@
 """mxep for JAX: MXFP8 grouped products, expert parallelism inside shard_map and a complete Mixture-of-Experts layer.
 
-The layer      moe.init, moe.apply, moe.sharded_apply, moe.specs, MoEConfig, MoEStats
-Its metrics    moe_metrics, MoEMetrics
-The router     route, Routing, update_selection_bias
-The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
-Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights, QuantizedWeights
-Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
-Rows           MXArray, MXGradArray, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder
-Exchanges      plan_exchange, Exchange, a2a_dispatch, permute, and torchao's names a2a_*, permute_*, unpermute_*
-Programs       save_mx_rows (remat.py lists the names), export_checks, lower_for
+The layer      moe (init, apply, sharded_apply, specs), MoEConfig, MoEStats, moe_metrics (docs/metrics.md)
+The router     route, update_selection_bias
+The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/pipeline.md)
+Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights
+Recipes        Recipe, RECIPES, Rounding
+Rows           MXArray, gather_rows, weighted_combine
+Programs       save_mx_rows (ops/remat.py lists the names), export_checks, lower_for
 Kernels        ops, capabilities, force_implementation, numerics_report
+
+Other libraries have modules of their own in `integrations`: nnx (docs/jax.md), layouts (docs/models.md), torchao. The
+exchanges alone are in `exchange` (docs/pipeline.md). The record that a function returns is in the function's module.
 
 `help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """
+
+from typing import TYPE_CHECKING, NoReturn
 
 try:
     import jax as _jax  # noqa: F401
 except ImportError as error:
     raise ImportError("mxep.jax_frontend needs jax: pip install 'mxep[jax]'") from error
 
-from ..core_kernels.formats import Rounding as Rounding
-from ..core_kernels.policy.metrics import MoEMetrics as MoEMetrics
-from ..core_kernels.policy.numerics import NumericsReport as NumericsReport
-from ..core_kernels.policy.recipe import RECIPES as RECIPES
-from ..core_kernels.policy.recipe import Recipe as Recipe
-from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU
-from . import ops as ops
-from .exchange.all_to_all import Exchange as Exchange
-from .exchange.all_to_all import TokenReplicas as TokenReplicas
-from .exchange.all_to_all import plan_exchange as plan_exchange
-from .exchange.combine import combine as combine
-from .exchange.dispatch import dispatch as dispatch
-from .exchange.dispatch import dispatch_probs as dispatch_probs
-from .exchange.route import Route as Route
-from .exchange.rows import a2a_dispatch as a2a_dispatch
-from .exchange.rows import gather_rows as gather_rows
-from .exchange.rows import permute as permute
-from .exchange.rows import spread_rows as spread_rows
-from .exchange.rows import weighted_combine as weighted_combine
-from .integrations.layouts import pack_expert_weights as pack_expert_weights
-from .integrations.layouts import unpack_expert_weights as unpack_expert_weights
-from .integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd as a2a_combine_hp_fwd_mxfp8_bwd
-from .integrations.torchao import a2a_dispatch_mxfp8_fwd_hp_bwd as a2a_dispatch_mxfp8_fwd_hp_bwd
-from .integrations.torchao import permute_mxfp8_fwd_hp_bwd as permute_mxfp8_fwd_hp_bwd
-from .integrations.torchao import to_mxfp8_a2a_dequant as to_mxfp8_a2a_dequant
-from .integrations.torchao import unpermute_hp_fwd_mxfp8_bwd as unpermute_hp_fwd_mxfp8_bwd
-from .layer import moe as moe
-from .layer.metrics import moe_metrics as moe_metrics
-from .layer.moe import MoEStats as MoEStats
-from .layer.moe_params import MoEConfig as MoEConfig
-from .layer.numerics import numerics_report as numerics_report
-from .ops import ExpertOrder as ExpertOrder
-from .ops import RowMap as RowMap
-from .ops.capabilities import Capability as Capability
-from .ops.capabilities import capabilities as capabilities
-from .ops.capabilities import export_checks as export_checks
-from .ops.device import force_implementation as force_implementation
-from .ops.device import lower_for as lower_for
-from .ops.mx_array import MXArray as MXArray
-from .ops.mx_array import MXGradArray as MXGradArray
-from .ops.remat import save_mx_rows as save_mx_rows
-from .products.ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
-from .products.grouped_mm import grouped_mm as grouped_mm
-from .products.ragged_dot import ragged_dot_mxfp8 as ragged_dot_mxfp8
-from .products.swiglu import swiglu as swiglu
-from .products.weights import QuantizedWeights as QuantizedWeights
-from .products.weights import quantize_weights as quantize_weights
-from .routing.permute import sort_by_expert as sort_by_expert
-from .routing.router import Routing as Routing
-from .routing.router import route as route
-from .routing.router import update_selection_bias as update_selection_bias
+from ..core_kernels.formats import Rounding
+from ..core_kernels.policy.recipe import RECIPES, Recipe
+from ..core_kernels.swiglu.activation import SwiGLU
+from . import ops
+from .exchange.all_to_all import TokenReplicas
+from .exchange.combine import combine
+from .exchange.dispatch import dispatch, dispatch_probs
+from .exchange.rows import gather_rows, weighted_combine
+from .layer import moe
+from .layer.metrics import moe_metrics
+from .layer.moe import MoEStats
+from .layer.moe_params import MoEConfig
+from .layer.numerics import numerics_report
+from .ops.capabilities import capabilities, export_checks
+from .ops.device import force_implementation, lower_for
+from .ops.mx_array import MXArray
+from .ops.remat import save_mx_rows
+from .products.ffn import grouped_swiglu_ffn
+from .products.grouped_mm import grouped_mm
+from .products.ragged_dot import ragged_dot_mxfp8
+from .products.swiglu import swiglu
+from .products.weights import quantize_weights
+from .routing.permute import sort_by_expert
+from .routing.router import route, update_selection_bias
+
+__all__ = [
+    "RECIPES",
+    "MXArray",
+    "MoEConfig",
+    "MoEStats",
+    "Recipe",
+    "Rounding",
+    "SwiGLU",
+    "TokenReplicas",
+    "capabilities",
+    "combine",
+    "dispatch",
+    "dispatch_probs",
+    "export_checks",
+    "force_implementation",
+    "gather_rows",
+    "grouped_mm",
+    "grouped_swiglu_ffn",
+    "lower_for",
+    "moe",
+    "moe_metrics",
+    "numerics_report",
+    "ops",
+    "quantize_weights",
+    "ragged_dot_mxfp8",
+    "route",
+    "save_mx_rows",
+    "sort_by_expert",
+    "swiglu",
+    "update_selection_bias",
+    "weighted_combine",
+]
+
+_ELSEWHERE = {
+    "core_kernels.dispatch": ["Capability"],
+    "core_kernels.policy.metrics": ["MoEMetrics"],
+    "core_kernels.policy.numerics": ["NumericsReport"],
+    "jax_frontend.exchange.all_to_all": ["Exchange", "plan_exchange"],
+    "jax_frontend.exchange.route": ["Route"],
+    "jax_frontend.exchange.rows": ["a2a_dispatch", "permute", "spread_rows"],
+    "jax_frontend.integrations.layouts": ["pack_expert_weights", "unpack_expert_weights"],
+    "jax_frontend.integrations.torchao": [
+        "a2a_combine_hp_fwd_mxfp8_bwd",
+        "a2a_dispatch_mxfp8_fwd_hp_bwd",
+        "permute_mxfp8_fwd_hp_bwd",
+        "to_mxfp8_a2a_dequant",
+        "unpermute_hp_fwd_mxfp8_bwd",
+    ],
+    "jax_frontend.ops": ["ExpertOrder", "RowMap"],
+    "jax_frontend.ops.mx_array": ["MXGradArray"],
+    "jax_frontend.products.weights": ["QuantizedWeights"],
+    "jax_frontend.routing.router": ["Routing"],
+}
+"""Names that are in another module of mxep, by module; an error says it to those who look for them here."""
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if not TYPE_CHECKING:  # a type checker would take every name as existing
+
+    def __getattr__(name: str) -> NoReturn:
+        for module, names in _ELSEWHERE.items():
+            if name in names:
+                raise AttributeError(f"{__name__}.{name}: import it from mxep.{module}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,20 +1,23 @@
 """mxep for PyTorch: MXFP8 grouped products, expert parallelism and a complete Mixture-of-Experts layer.
 
-The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel
+The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel, moe_metrics (docs/metrics.md)
 FSDP2          shard_moe, clip_grad_norm_ (docs/fsdp.md)
-Its metrics    MoERecorder, moe_metrics, MoEMetrics (docs/metrics.md)
-The router     route, Routing, update_selection_bias
-The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine, Route (docs/pipeline.md)
-Overlapped     expert_parallel_ffn, expert_parallel_mm, Collectives, CopyEngines, PeerMemory (docs/overlap.md)
-Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights, QuantizedWeights
-Other models   convert_moe, ConversionReport, ConvertedExperts; register_experts in .transformers (docs/transformers.md)
-Layouts        unpack_expert_weights, pack_expert_weights: gate and up in one tensor, as other libraries store them
-Rows           MXTensor, spread_rows, gather_rows, weighted_combine, RowMap, ExpertOrder, a2a_dispatch
-torchao's      mxfp8_grouped_mm, a2a_*, permute_*, unpermute_* and others, under torchao's signatures (docs/torchao.md)
+The router     route, update_selection_bias
+The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/pipeline.md)
+Overlapped     expert_parallel_ffn, Collectives, CopyEngines, PeerMemory (docs/overlap.md)
+Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights
+Recipes        Recipe, RECIPES, Rounding
+Rows           MXTensor, gather_rows, weighted_combine
 Kernels        ops, capabilities, force_implementation, debug_checks, numerics_report
+
+Other libraries have modules of their own in `integrations`: torchao (docs/torchao.md), transformers and convert
+(docs/transformers.md), layouts (docs/models.md), torchtitan (docs/torchtitan.md). The record that a function returns is
+in the function's module.
 
 `help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """
+
+from typing import TYPE_CHECKING, NoReturn
 
 try:
     import torch  # noqa: F401
@@ -23,64 +26,109 @@ except ModuleNotFoundError as error:
         "mxep.torch_frontend: PyTorch is missing; install it with `pip install 'mxep[torch]'`"
     ) from error
 
-from ..core_kernels.formats import Rounding as Rounding
-from ..core_kernels.policy.metrics import MoEMetrics as MoEMetrics
-from ..core_kernels.policy.numerics import NumericsReport as NumericsReport
-from ..core_kernels.policy.recipe import RECIPES as RECIPES
-from ..core_kernels.policy.recipe import Recipe as Recipe
-from ..core_kernels.swiglu.activation import SwiGLU as SwiGLU
-from . import ops as ops
-from .exchange.all_to_all import TokenReplicas as TokenReplicas
-from .exchange.all_to_all import a2a_dispatch as a2a_dispatch
-from .exchange.combine import combine as combine
-from .exchange.dispatch import dispatch as dispatch
-from .exchange.dispatch import dispatch_probs as dispatch_probs
-from .exchange.route import Route as Route
-from .integrations.convert import ConversionReport as ConversionReport
-from .integrations.convert import ConvertedExperts as ConvertedExperts
-from .integrations.convert import convert_moe as convert_moe
-from .integrations.layouts import pack_expert_weights as pack_expert_weights
-from .integrations.layouts import unpack_expert_weights as unpack_expert_weights
-from .integrations.torchao import ScaleCalculationMode as ScaleCalculationMode
-from .integrations.torchao import _to_mxfp8_then_scaled_grouped_mm as _to_mxfp8_then_scaled_grouped_mm
-from .integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd as a2a_combine_hp_fwd_mxfp8_bwd
-from .integrations.torchao import a2a_dispatch_mxfp8_fwd_hp_bwd as a2a_dispatch_mxfp8_fwd_hp_bwd
-from .integrations.torchao import bf16_grouped_mm as bf16_grouped_mm
-from .integrations.torchao import fp8_rowwise_grouped_mm as fp8_rowwise_grouped_mm
-from .integrations.torchao import mxfp8_grouped_mm as mxfp8_grouped_mm
-from .integrations.torchao import permute_mxfp8_fwd_hp_bwd as permute_mxfp8_fwd_hp_bwd
-from .integrations.torchao import to_mxfp8_a2a_dequant as to_mxfp8_a2a_dequant
-from .integrations.torchao import unpermute_hp_fwd_mxfp8_bwd as unpermute_hp_fwd_mxfp8_bwd
-from .layer.fsdp import clip_grad_norm_ as clip_grad_norm_
-from .layer.fsdp import shard_moe as shard_moe
-from .layer.metrics import MoERecorder as MoERecorder
-from .layer.metrics import moe_metrics as moe_metrics
-from .layer.moe import GroupedExperts as GroupedExperts
-from .layer.moe import MoE as MoE
-from .layer.moe import MoEStats as MoEStats
-from .layer.numerics import numerics_report as numerics_report
-from .layer.parallel import MXFP8ExpertParallel as MXFP8ExpertParallel
-from .ops.call import debug_checks as debug_checks
-from .ops.capabilities import Capability as Capability
-from .ops.capabilities import capabilities as capabilities
-from .ops.device import force_implementation as force_implementation
-from .ops.mx_tensor import MXTensor as MXTensor
-from .overlap.collectives import Collectives as Collectives
-from .overlap.copy_engines import CopyEngines as CopyEngines
-from .overlap.expert_parallel import expert_parallel_ffn as expert_parallel_ffn
-from .overlap.expert_parallel import expert_parallel_mm as expert_parallel_mm
-from .overlap.peer_memory import PeerMemory as PeerMemory
-from .products.ffn import grouped_swiglu_ffn as grouped_swiglu_ffn
-from .products.grouped_mm import grouped_mm as grouped_mm
-from .products.groups import RowMap as RowMap
-from .products.swiglu import swiglu as swiglu
-from .products.weights import QuantizedWeights as QuantizedWeights
-from .products.weights import quantize_weights as quantize_weights
-from .routing.permute import ExpertOrder as ExpertOrder
-from .routing.permute import gather_rows as gather_rows
-from .routing.permute import sort_by_expert as sort_by_expert
-from .routing.permute import spread_rows as spread_rows
-from .routing.router import Routing as Routing
-from .routing.router import route as route
-from .routing.router import update_selection_bias as update_selection_bias
-from .routing.weighted_combine import weighted_combine as weighted_combine
+from ..core_kernels.formats import Rounding
+from ..core_kernels.policy.recipe import RECIPES, Recipe
+from ..core_kernels.swiglu.activation import SwiGLU
+from . import ops
+from .exchange.all_to_all import TokenReplicas
+from .exchange.combine import combine
+from .exchange.dispatch import dispatch, dispatch_probs
+from .layer.fsdp import clip_grad_norm_, shard_moe
+from .layer.metrics import moe_metrics
+from .layer.moe import GroupedExperts, MoE, MoEStats
+from .layer.numerics import numerics_report
+from .layer.parallel import MXFP8ExpertParallel
+from .ops.call import debug_checks
+from .ops.capabilities import capabilities
+from .ops.device import force_implementation
+from .ops.mx_tensor import MXTensor
+from .overlap.collectives import Collectives
+from .overlap.copy_engines import CopyEngines
+from .overlap.expert_parallel import expert_parallel_ffn
+from .overlap.peer_memory import PeerMemory
+from .products.ffn import grouped_swiglu_ffn
+from .products.grouped_mm import grouped_mm
+from .products.swiglu import swiglu
+from .products.weights import quantize_weights
+from .routing.permute import gather_rows, sort_by_expert
+from .routing.router import route, update_selection_bias
+from .routing.weighted_combine import weighted_combine
+
+__all__ = [
+    "RECIPES",
+    "Collectives",
+    "CopyEngines",
+    "GroupedExperts",
+    "MXFP8ExpertParallel",
+    "MXTensor",
+    "MoE",
+    "MoEStats",
+    "PeerMemory",
+    "Recipe",
+    "Rounding",
+    "SwiGLU",
+    "TokenReplicas",
+    "capabilities",
+    "clip_grad_norm_",
+    "combine",
+    "debug_checks",
+    "dispatch",
+    "dispatch_probs",
+    "expert_parallel_ffn",
+    "force_implementation",
+    "gather_rows",
+    "grouped_mm",
+    "grouped_swiglu_ffn",
+    "moe_metrics",
+    "numerics_report",
+    "ops",
+    "quantize_weights",
+    "route",
+    "shard_moe",
+    "sort_by_expert",
+    "swiglu",
+    "update_selection_bias",
+    "weighted_combine",
+]
+
+_ELSEWHERE = {
+    "core_kernels.dispatch": ["Capability"],
+    "core_kernels.policy.metrics": ["MoEMetrics"],
+    "core_kernels.policy.numerics": ["NumericsReport"],
+    "torch_frontend.exchange.all_to_all": ["a2a_dispatch"],
+    "torch_frontend.exchange.route": ["Route"],
+    "torch_frontend.integrations.convert": ["ConversionReport", "ConvertedExperts", "convert_moe"],
+    "torch_frontend.integrations.layouts": ["pack_expert_weights", "unpack_expert_weights"],
+    "torch_frontend.integrations.torchao": [
+        "ScaleCalculationMode",
+        "_to_mxfp8_then_scaled_grouped_mm",
+        "a2a_combine_hp_fwd_mxfp8_bwd",
+        "a2a_dispatch_mxfp8_fwd_hp_bwd",
+        "bf16_grouped_mm",
+        "fp8_rowwise_grouped_mm",
+        "mxfp8_grouped_mm",
+        "permute_mxfp8_fwd_hp_bwd",
+        "to_mxfp8_a2a_dequant",
+        "unpermute_hp_fwd_mxfp8_bwd",
+    ],
+    "torch_frontend.layer.metrics": ["MoERecorder"],
+    "torch_frontend.overlap.expert_parallel": ["expert_parallel_mm"],
+    "torch_frontend.products.groups": ["RowMap"],
+    "torch_frontend.products.weights": ["QuantizedWeights"],
+    "torch_frontend.routing.permute": ["ExpertOrder", "spread_rows"],
+    "torch_frontend.routing.router": ["Routing"],
+}
+"""Names that are in another module of mxep, by module; an error says it to those who look for them here."""
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if not TYPE_CHECKING:  # a type checker would take every name as existing
+
+    def __getattr__(name: str) -> NoReturn:
+        for module, names in _ELSEWHERE.items():
+            if name in names:
+                raise AttributeError(f"{__name__}.{name}: import it from mxep.{module}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -161,6 +161,7 @@ def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Excha
     Returns (P, D) of input's dtype, P = ep_degree * capacity, for `permute`: the rows of source rank s start at
     s * capacity, and `exchange.recv_counts` has their numbers. Raises ValueError (shapes) and TypeError (dtypes).
 
+    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
     >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
     >>> a2a_dispatch(jnp.ones((3, 32)), exchange).shape
     (3, 32)

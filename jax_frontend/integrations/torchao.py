@@ -37,6 +37,7 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     Returns an MXArray (ep_degree * capacity, D) for `permute_mxfp8_fwd_hp_bwd`: the rows of source rank s start at
     s * capacity, and `exchange.recv_counts` has their numbers.
 
+    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
     >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
     >>> a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange).dequantize().sum().item()
     96.0
@@ -64,6 +65,7 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     Returns (M, N) of input's dtype; rows that did not fit are zeros. Raises ValueError (shapes; N no multiple of 32)
     and TypeError (dtypes).
 
+    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
     >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
     >>> a2a_combine_hp_fwd_mxfp8_bwd(jnp.ones((3, 32)), exchange).shape
     (3, 32)
@@ -93,6 +95,7 @@ def to_mxfp8_a2a_dequant(
     exchange, rounding: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`. Raises ValueError (shapes; D no multiple of 32) and
     TypeError (dtypes).
 
+    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
     >>> exchange = plan_exchange(jnp.array([1]), None, num_rows=1)
     >>> to_mxfp8_a2a_dequant(jnp.full((1, 32), 1.06), exchange)[0, 0].item()
     1.0
@@ -111,6 +114,7 @@ def permute_mxfp8_fwd_hp_bwd(
 ) -> tuple[MXArray, RowMap]:
     """`permute` of MX rows. Arguments, result and errors are as in `permute`.
 
+    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
     >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
     >>> received = a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange)
     >>> rows, row_map = permute_mxfp8_fwd_hp_bwd(received, exchange)
@@ -132,6 +136,7 @@ def unpermute_hp_fwd_mxfp8_bwd(
     permute. across: as in `gather_rows`. Returns (R, N) of input's kind. Raises ValueError (shapes) and TypeError
     (dtypes).
 
+    >>> from mxep.jax_frontend.exchange.rows import permute
     >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
     >>> unpermute_hp_fwd_mxfp8_bwd(rows, row_map).shape
     (3, 32)

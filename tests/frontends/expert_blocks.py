@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from mxep import torch_frontend
+from mxep.torch_frontend.integrations.layouts import unpack_expert_weights
 from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
@@ -73,7 +73,7 @@ class Block:
         packed = {"gate_up": of(experts.gate_up_proj), "down": of(experts.down_proj)}
         if self.options.get("bias"):
             packed |= {"gate_up_bias": of(experts.gate_up_proj_bias), "down_bias": of(experts.down_proj_bias)}
-        parts = {"router": of(router.weight), **torch_frontend.unpack_expert_weights(**packed, **self.layout)}
+        parts = {"router": of(router.weight), **unpack_expert_weights(**packed, **self.layout)}
         if self.options.get("router_bias"):
             parts["router_bias"] = of(router.bias)
         if self.options.get("shared_gate"):

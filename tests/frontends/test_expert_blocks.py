@@ -12,6 +12,8 @@ import pytest
 import torch
 from mxep import jax_frontend as mxep_jax
 from mxep import torch_frontend as mxep_torch
+from mxep.jax_frontend.integrations import layouts as jax_layouts
+from mxep.torch_frontend.integrations import layouts as torch_layouts
 from torch import Tensor
 
 from ..compare import sqnr_db
@@ -108,11 +110,11 @@ LAYOUTS = [{"interleaved": i, "transposed": t} for i in (False, True) for t in (
 @pytest.mark.parametrize("bias", [False, True])
 def test_packing_is_the_inverse_of_unpacking(layout: dict[str, bool], bias: bool) -> None:
     packed = packed_weights(layout["transposed"], bias)
-    parts = mxep_torch.unpack_expert_weights(**packed, **layout)
-    again = mxep_torch.pack_expert_weights(parts, **layout)
+    parts = torch_layouts.unpack_expert_weights(**packed, **layout)
+    again = torch_layouts.pack_expert_weights(parts, **layout)
     assert again.keys() == packed.keys()
-    by_jax = mxep_jax.unpack_expert_weights(**{k: jnp.asarray(v.numpy()) for k, v in packed.items()}, **layout)
-    again_by_jax = mxep_jax.pack_expert_weights(by_jax, **layout)
+    by_jax = jax_layouts.unpack_expert_weights(**{k: jnp.asarray(v.numpy()) for k, v in packed.items()}, **layout)
+    again_by_jax = jax_layouts.pack_expert_weights(by_jax, **layout)
     for name, value in packed.items():
         assert torch.equal(again[name], value)
         assert again[name].is_contiguous()
@@ -129,7 +131,7 @@ def test_the_program_of_the_page_runs() -> None:
 
 W = packed_weights()
 GATE_UP, DOWN = W["gate_up"], W["down"]
-PARTS = mxep_torch.unpack_expert_weights(GATE_UP, DOWN)
+PARTS = torch_layouts.unpack_expert_weights(GATE_UP, DOWN)
 BAD = {
     "2 dims": (ValueError, "down: got shape", lambda f, a: f.unpack_expert_weights(a(GATE_UP), a(DOWN[0]))),
     "transposed": (ValueError, "or pass transposed", lambda f, a: f.unpack_expert_weights(a(GATE_UP.mT), a(DOWN.mT))),
@@ -152,11 +154,11 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("frontend", [mxep_torch, mxep_jax], ids=["torch", "jax"])
+@pytest.mark.parametrize("frontend", [torch_layouts, jax_layouts], ids=["torch", "jax"])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_layout_is_named(name: str, frontend) -> None:
     error, message, call = BAD[name]
-    array = (lambda t: t) if frontend is mxep_torch else (lambda t: jnp.asarray(t.numpy()))
+    array = (lambda t: t) if frontend is torch_layouts else (lambda t: jnp.asarray(t.numpy()))
     with pytest.raises(error, match=message):
         call(frontend, array)
 
@@ -168,11 +170,11 @@ FLOAT4 = "float4_e2m1fn_x2"
 
 @pytest.mark.parametrize(
     ("frontend", "dtype"),
-    [*((mxep_torch, dtype) for dtype in (*OTHER_DTYPES, FLOAT4)), *((mxep_jax, dtype) for dtype in OTHER_DTYPES)],
+    [*((torch_layouts, dtype) for dtype in (*OTHER_DTYPES, FLOAT4)), *((jax_layouts, dtype) for dtype in OTHER_DTYPES)],
 )
 def test_the_elements_are_floats(frontend, dtype: str) -> None:
     def array(x: torch.Tensor):
-        return x if frontend is mxep_torch else jnp.asarray(x.numpy())
+        return x if frontend is torch_layouts else jnp.asarray(x.numpy())
 
     def wrong(x: torch.Tensor):
         if dtype == FLOAT4:

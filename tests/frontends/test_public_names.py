@@ -1,7 +1,10 @@
-"""Both frontends export the same names; docs/frontends.md lists the exceptions."""
+"""Both frontends export the same few names; docs/frontends.md lists the exceptions."""
 
 import ast
-import pydoc
+import re
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -10,16 +13,17 @@ from mxep import jax_frontend, torch_frontend
 from mxep.core_kernels.policy.swiglu_gradient import PARTS
 from mxep.core_kernels.registry import OPS
 
-from ..public_names import public_names
+from ..public_names import importable, modules_of_names, public_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frontends.md"
+MOST_NAMES = {torch_frontend: 36, jax_frontend: 30}
 frontends = pytest.mark.parametrize("frontend", [torch_frontend, jax_frontend], ids=lambda frontend: frontend.__name__)
 
 
 def test_the_page_lists_names_that_only_one_frontend_exports() -> None:
     text = PAGE.read_text()
-    only_one = public_names(torch_frontend) ^ public_names(jax_frontend)
+    only_one = importable(torch_frontend).keys() ^ importable(jax_frontend).keys()
     assert only_one
     assert not {name for name in only_one if f"`{name}`" not in text}
 
@@ -30,8 +34,43 @@ def test_every_exported_name_exists(frontend: ModuleType) -> None:
 
 
 @frontends
-def test_help_of_a_package_fits_two_screens(frontend: ModuleType) -> None:
-    assert len(pydoc.render_doc(frontend, renderer=pydoc.plaintext).splitlines()) <= 80
+def test_the_names_are_few_and_dir_lists_them(frontend: ModuleType) -> None:
+    assert len(frontend.__all__) <= MOST_NAMES[frontend]
+    assert sorted(frontend.__all__) == dir(frontend)
+
+
+@frontends
+def test_the_docstring_has_a_table_of_the_names(frontend: ModuleType) -> None:
+    """It is the first screen of help(), which then documents every name."""
+    doc = frontend.__doc__ or ""
+    table = doc.split("\n\n")[1]
+    names = ", ".join(re.sub(r" \([^)]*\)", "", line[15:]) for line in table.splitlines())
+    assert sorted(names.split(", ")) == sorted(frontend.__all__)
+    assert len(doc.splitlines()) <= 40
+
+
+@frontends
+def test_an_import_of_all_names(frontend: ModuleType) -> None:
+    code = f"before = {{*globals()}}; from {frontend.__name__} import *; print(*{{*globals()}} - before - {{'before'}})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (set(ran.stdout.split()), ran.returncode) == (public_names(frontend), 0), ran.stderr
+
+
+@frontends
+def test_a_name_that_is_elsewhere_says_where(frontend: ModuleType) -> None:
+    names = modules_of_names(frontend)
+    assert not names.keys() & public_names(frontend)
+    for name in names:
+        with pytest.raises(AttributeError, match="import it from ") as raised:
+            getattr(frontend, name)
+        module = str(raised.value).rpartition(" ")[2]
+        assert hasattr(import_module(module), name), (name, module)
+
+
+@frontends
+def test_a_name_that_is_nowhere(frontend: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=f"module '{frontend.__name__}' has no attribute 'group_mm'"):
+        _ = frontend.group_mm
 
 
 def called(folder: str) -> set[str]:

@@ -8,14 +8,11 @@ from mxep import jax_frontend, torch_frontend
 from mxep.jax_frontend.ops.cpu_gemm import GEMMS
 from mxep.torch_frontend.ops.cpu_gemm import TABLE
 
-from ..public_names import public_names
+from ..public_names import importable
 from ..samples import PRODUCTS
 
-SHARED = {
-    name
-    for name in public_names(torch_frontend) & public_names(jax_frontend)
-    if isinstance(getattr(torch_frontend, name), FunctionType)
-}
+IN_TORCH, IN_JAX = importable(torch_frontend), importable(jax_frontend)
+SHARED = {name for name in IN_TORCH.keys() & IN_JAX.keys() if isinstance(IN_TORCH[name], FunctionType)}
 
 EXCHANGE = "lists of splits and a process group in torch, an Exchange in JAX"
 FORCED = {
@@ -50,8 +47,8 @@ def parameters(function: Any, without: dict[str, str]) -> dict[str, tuple[Any, A
 def test_the_signatures_are_the_same() -> None:
     assert set(FORCED) <= SHARED
     for name in SHARED - set(FORCED):
-        one = parameters(getattr(torch_frontend, name), TORCH_ONLY)
-        other = parameters(getattr(jax_frontend, name), JAX_ONLY)
+        one = parameters(IN_TORCH[name], TORCH_ONLY)
+        other = parameters(IN_JAX[name], JAX_ONLY)
         assert list(one.items()) == list(other.items()), name
 
 
@@ -60,20 +57,19 @@ def test_the_frameworks_multiply_the_same_ops_on_a_cpu() -> None:
 
 
 def test_the_default_recipe_is_mxfp8() -> None:
-    for frontend in (torch_frontend, jax_frontend):
-        for name in public_names(frontend):
-            value = getattr(frontend, name)
+    for frontend in (IN_TORCH, IN_JAX):
+        for name, value in frontend.items():
             if not callable(value) or (inspect.isclass(value) and issubclass(value, tuple)):
                 continue
             try:
                 default = inspect.signature(value).parameters["recipe"].default
             except (KeyError, ValueError):
                 continue
-            assert default in ("mxfp8", None, inspect.Parameter.empty), (frontend.__name__, name, default)
+            assert default in ("mxfp8", None, inspect.Parameter.empty), (name, default)
 
 
 def test_the_records_have_the_same_fields() -> None:
     for name in ("RowMap", "ExpertOrder", "MoEStats"):
-        assert getattr(torch_frontend, name)._fields == getattr(jax_frontend, name)._fields
+        assert IN_TORCH[name]._fields == IN_JAX[name]._fields
     fields = torch_frontend.TokenReplicas._fields
     assert fields == tuple(inspect.signature(jax_frontend.TokenReplicas).parameters)

@@ -4,7 +4,6 @@ import doctest
 import importlib
 import inspect
 import pkgutil
-import pydoc
 from collections.abc import Mapping
 from typing import get_args, get_origin
 
@@ -14,10 +13,11 @@ import pytest
 from mxep import jax_frontend
 from mxep.jax_frontend import ops
 
-from ..public_names import public_names
+from ..public_names import importable, public_names
 
 MODULES = [m.name for m in pkgutil.walk_packages(jax_frontend.__path__, "mxep.jax_frontend.") if not m.ispkg]
-NAMES = {name: getattr(jax_frontend, name) for name in public_names(jax_frontend)}
+NAMES = importable(jax_frontend)
+PUBLIC = {name: NAMES[name] for name in public_names(jax_frontend)}
 """The examples use the public names without importing them."""
 SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
 """They change how later calls run: an example has nothing to show."""
@@ -26,7 +26,7 @@ SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
 @pytest.mark.parametrize("module", MODULES, ids=lambda name: name.partition("_frontend.")[2])
 def test_examples(module: str) -> None:
     source = importlib.import_module(module)
-    given = {"jnp": jnp} | NAMES
+    given = {"jnp": jnp} | PUBLIC
     results = doctest.testmod(source, extraglobs={n: v for n, v in given.items() if n not in vars(source)})
     assert results.failed == 0
 
@@ -53,7 +53,6 @@ def test_dims_are_shown_as_jaxtyping_writes_them() -> None:
     parameters = inspect.signature(jax_frontend.grouped_mm).parameters
     assert str(parameters["x"]) == 'x: Float[Array, "M K"] | MXArray'
     assert str(parameters["group_ends"]) == 'group_ends: Int[Array, "G"] | RowMap | LaidOut | None = None'
-    assert len(pydoc.render_doc(jax_frontend).splitlines()) < 100, "a few screens"
 
 
 @pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if ">>>" in op.doc])

@@ -10,10 +10,11 @@ import torch
 from mxep import torch_frontend
 from mxep.torch_frontend import ops
 
-from ..public_names import public_names
+from ..public_names import importable, public_names
 
 MODULES = [m.name for m in pkgutil.walk_packages(torch_frontend.__path__, "mxep.torch_frontend.") if not m.ispkg]
-NAMES = {name: getattr(torch_frontend, name) for name in public_names(torch_frontend)}
+NAMES = importable(torch_frontend)
+PUBLIC = {name: NAMES[name] for name in public_names(torch_frontend)}
 """The examples use the public names without importing them."""
 SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
 """They change how later calls run: an example has nothing to show."""
@@ -22,7 +23,7 @@ SETTINGS = {"debug_checks", "force_implementation", "lower_for"}
 @pytest.mark.parametrize("module", MODULES, ids=lambda name: name.partition("_frontend.")[2])
 def test_examples(module: str) -> None:
     source = importlib.import_module(module)
-    results = doctest.testmod(source, extraglobs={n: v for n, v in NAMES.items() if n not in vars(source)})
+    results = doctest.testmod(source, extraglobs={n: v for n, v in PUBLIC.items() if n not in vars(source)})
     assert results.failed == 0
 
 

@@ -12,6 +12,8 @@ import jax
 import torch
 from mxep import jax_frontend, torch_frontend
 from mxep.core_kernels.policy.recipe import Recipe
+from mxep.jax_frontend.products import weights as weights_of_jax
+from mxep.torch_frontend.products import weights as weights_of_torch
 from torch import Tensor
 
 from ...peers import grouped_gemm as products
@@ -25,16 +27,16 @@ RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
 MIN_SQNR_DB = 25.2  # every output, MXFP8 against bf16, on the values of `operands`: at least 28.2 measured, less 3
 
 
-def torch_weights(w: Tensor, recipe: Recipe) -> torch_frontend.QuantizedWeights:
+def torch_weights(w: Tensor, recipe: Recipe) -> weights_of_torch.QuantizedWeights:
     return torch_frontend.quantize_weights(w, recipe)
 
 
-def torch_product(x: Tensor, w: "Tensor | torch_frontend.QuantizedWeights", ends: Tensor, recipe: Recipe) -> Tensor:
+def torch_product(x: Tensor, w: "Tensor | weights_of_torch.QuantizedWeights", ends: Tensor, recipe: Recipe) -> Tensor:
     """x (M, K) bf16 -> (M, N)."""
     return torch_frontend.grouped_mm(x, w, ends, recipe=recipe, pad_token_groups=False)
 
 
-def jax_weights(w: jax.Array, recipe: Recipe) -> jax_frontend.QuantizedWeights:
+def jax_weights(w: jax.Array, recipe: Recipe) -> weights_of_jax.QuantizedWeights:
     return jax_frontend.quantize_weights(w, recipe=recipe)
 
 

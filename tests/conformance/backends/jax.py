@@ -12,6 +12,14 @@ from jax.sharding import Mesh, PartitionSpec
 from mxep import jax_frontend as mxep
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.jax_frontend import ops
+from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+from mxep.jax_frontend.exchange.rows import permute as to_groups
+from mxep.jax_frontend.integrations.torchao import (
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    unpermute_hp_fwd_mxfp8_bwd,
+)
+from mxep.jax_frontend.ops.mx_array import MXGradArray
 
 from ..layer.layers import LAYERS, RANKS, RUNS, WIRE
 from . import KERNEL_OPS
@@ -43,13 +51,13 @@ OPS: dict[str, Callable] = {name: partial(run, name) for name in KERNEL_OPS}
 
 
 @jax.custom_vjp
-def with_mx_gradient(out: mxep.MXGradArray, q: jax.Array, sf: jax.Array) -> jax.Array:
+def with_mx_gradient(out: MXGradArray, q: jax.Array, sf: jax.Array) -> jax.Array:
     """The value of `out`; its gradient is the pair q, sf whatever the cotangent, as in a combine."""
     return out.value
 
 
 with_mx_gradient.defvjp(
-    lambda out, q, sf: (out.value, (q, sf)), lambda pair, _: (mxep.MXGradArray.cotangent(None, pair), None, None)
+    lambda out, q, sf: (out.value, (q, sf)), lambda pair, _: (MXGradArray.cotangent(None, pair), None, None)
 )
 
 
@@ -105,12 +113,10 @@ def _permute(rows, counts, dout, ranks: int, alignment: int):
     sizes = {"num_rows": rows.shape[0], "num_local_experts": counts.shape[0] // ranks, "alignment": alignment}
     maps = mxep.ops.row_map(counts, **sizes)
     groups, groups_vjp = jax.vjp(
-        lambda x: (
-            mxep.permute(x, counts, alignment)[0] if ranks == 1 else mxep.gather_rows(x, maps.row_map, maps.inverse)
-        ),
+        lambda x: to_groups(x, counts, alignment)[0] if ranks == 1 else mxep.gather_rows(x, maps.row_map, maps.inverse),
         rows,
     )
-    back, back_vjp = jax.vjp(lambda x: mxep.unpermute_hp_fwd_mxfp8_bwd(x, maps), dout)
+    back, back_vjp = jax.vjp(lambda x: unpermute_hp_fwd_mxfp8_bwd(x, maps), dout)
     return groups, *groups_vjp(dout), back, *back_vjp(rows)
 
 
@@ -125,16 +131,16 @@ def mesh(ranks: int) -> Mesh:
 
 
 def _wire(rows, counts, grad, expert_out, dback):
-    exchange = mxep.plan_exchange(counts, "ep", num_rows=rows.shape[0])
+    exchange = plan_exchange(counts, "ep", num_rows=rows.shape[0])
 
     def dispatch(x):
-        mx = mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(x, exchange)
+        mx = a2a_dispatch_mxfp8_fwd_hp_bwd(x, exchange)
         return mx.carrier, (mx.q, mx.sf)
 
     _, backward, (there_q, there_sf) = jax.vjp(dispatch, rows, has_aux=True)
     (drows,) = backward(grad)
-    sent_back = mxep.MXGradArray.wrap(expert_out)
-    back, backward = jax.vjp(lambda x: mxep.a2a_combine_hp_fwd_mxfp8_bwd(x, exchange), sent_back)
+    sent_back = MXGradArray.wrap(expert_out)
+    back, backward = jax.vjp(lambda x: a2a_combine_hp_fwd_mxfp8_bwd(x, exchange), sent_back)
     (dexpert,) = backward(dback)
     _, (q, sf) = dexpert.parts()
     return {"q": there_q, "sf": there_sf, "rows.grad": drows, "back": back, "grad.q": q, "grad.sf": sf}

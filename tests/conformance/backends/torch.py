@@ -9,6 +9,7 @@ import torch
 from mxep import torch_frontend as mxep
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import ops
+from mxep.torch_frontend.integrations.torchao import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 
 from ...compare import to_numpy
 from . import arrays
@@ -71,11 +72,11 @@ def swiglu_ffn(
 def permute(x: Array, counts: Array, ranks: int, dout: Array, alignment: int) -> tuple[Array, Array, Array, Array]:
     """x (M, K) to padded groups (P, K) and back; each with its gradient, for `dout` (P, K) and for x."""
     x_, y = to_torch(x).requires_grad_(), to_torch(dout).requires_grad_()
-    shape, groups, indices, _, _ = mxep.permute_mxfp8_fwd_hp_bwd(
+    shape, groups, indices, _, _ = permute_mxfp8_fwd_hp_bwd(
         x_, to_torch(counts), ranks, len(counts) // ranks, group_size_multiple_of=alignment
     )
     groups.backward(to_torch(dout))
-    back = mxep.unpermute_hp_fwd_mxfp8_bwd(y, indices, shape)
+    back = unpermute_hp_fwd_mxfp8_bwd(y, indices, shape)
     back.backward(to_torch(x))
     return to_numpy(groups), to_numpy(x_.grad), to_numpy(back), to_numpy(y.grad)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mxep import torch_frontend as mxep
+from mxep.torch_frontend.integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -49,11 +50,11 @@ def wire(case: Wire, mesh: DeviceMesh) -> dict[str, np.ndarray]:
     rank, group = mesh.get_local_rank(), mesh.get_group()
     sent, received = case.splits[rank], [row[rank] for row in case.splits]
     rows = to_torch(case.rows[rank]).requires_grad_()
-    there = mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(rows, received, sent, group)
+    there = a2a_dispatch_mxfp8_fwd_hp_bwd(rows, received, sent, group)
     there.backward(to_torch(case.received()[rank]))
 
     expert_out = to_torch(case.received()[rank]).requires_grad_()
-    back = mxep.a2a_combine_hp_fwd_mxfp8_bwd(expert_out, sent, received, group)
+    back = a2a_combine_hp_fwd_mxfp8_bwd(expert_out, sent, received, group)
     (grad,) = torch.autograd.grad(back, expert_out, to_torch(case.rows[rank]))
     results = {"q": there.q, "sf": there.sf, "rows.grad": rows.grad, "back": back, "grad.q": grad.q, "grad.sf": grad.sf}
     return {name: to_numpy(tensor) for name, tensor in results.items()}

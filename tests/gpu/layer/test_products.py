@@ -10,7 +10,8 @@ import pytest
 import torch
 from mxep.core_kernels.fold.oracle import span_slices
 from mxep.core_kernels.formats import spans
-from mxep.torch_frontend import MoE, Recipe, force_implementation, mxfp8_grouped_mm, ops, quantize_weights
+from mxep.torch_frontend import MoE, Recipe, force_implementation, ops, quantize_weights
+from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from mxep.torch_frontend.ops import direct
 from mxep.torch_frontend.ops.device import forced
 from torch import Tensor, nn

@@ -9,22 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import (
-    MXArray,
-    MXGradArray,
-    TokenReplicas,
+from mxep.jax_frontend import MXArray, TokenReplicas, gather_rows, grouped_mm, ops
+from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+from mxep.jax_frontend.exchange.rows import a2a_dispatch, permute, spread_rows
+from mxep.jax_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
-    a2a_dispatch,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
-    gather_rows,
-    grouped_mm,
-    ops,
-    permute,
     permute_mxfp8_fwd_hp_bwd,
-    plan_exchange,
-    spread_rows,
     to_mxfp8_a2a_dequant,
 )
+from mxep.jax_frontend.ops.mx_array import MXGradArray
 
 from ..references import normal
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, combine, dispatch, gather_rows, lower_for, moe, spread_rows, weighted_combine
+from mxep.jax_frontend import MoEConfig, combine, dispatch, gather_rows, lower_for, moe, weighted_combine
+from mxep.jax_frontend.exchange.rows import spread_rows
 
 from ...compare import same_bytes
 from .test_replicas import TOKENS, cases_of, run

@@ -11,17 +11,16 @@ from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import (
     MoEConfig,
     MXArray,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    a2a_dispatch_mxfp8_fwd_hp_bwd,
     grouped_mm,
     grouped_swiglu_ffn,
     moe,
     ops,
-    plan_exchange,
     ragged_dot_mxfp8,
     swiglu,
     weighted_combine,
 )
+from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+from mxep.jax_frontend.integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd
 
 from ..references import normal
 

@@ -6,16 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mxep.jax_frontend import (
-    MXArray,
-    MXGradArray,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    grouped_mm,
-    ops,
-    permute,
-    plan_exchange,
-    unpermute_hp_fwd_mxfp8_bwd,
-)
+from mxep.jax_frontend import MXArray, grouped_mm, ops
+from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+from mxep.jax_frontend.exchange.rows import permute
+from mxep.jax_frontend.integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd, unpermute_hp_fwd_mxfp8_bwd
+from mxep.jax_frontend.ops.mx_array import MXGradArray
 
 from ..references import normal
 

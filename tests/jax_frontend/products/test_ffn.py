@@ -9,18 +9,9 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import (
-    RECIPES,
-    MXArray,
-    Recipe,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    grouped_mm,
-    grouped_swiglu_ffn,
-    lower_for,
-    ops,
-    plan_exchange,
-    swiglu,
-)
+from mxep.jax_frontend import RECIPES, MXArray, Recipe, grouped_mm, grouped_swiglu_ffn, lower_for, ops, swiglu
+from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+from mxep.jax_frontend.integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd
 
 from ..references import folded_sum, kernels, normal, results
 

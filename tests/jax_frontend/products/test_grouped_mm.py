@@ -8,17 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mxep.core_kernels.policy.recipe import Compute
-from mxep.jax_frontend import (
-    RECIPES,
-    MXArray,
-    MXGradArray,
-    Recipe,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    grouped_mm,
-    ops,
-    permute,
-    plan_exchange,
-)
+from mxep.jax_frontend import RECIPES, MXArray, Recipe, grouped_mm, ops
+from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+from mxep.jax_frontend.exchange.rows import permute
+from mxep.jax_frontend.integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd
+from mxep.jax_frontend.ops.mx_array import MXGradArray
 
 from ..references import normal
 

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.formats import WEIGHT_HEADROOM
 from mxep.jax_frontend import (
     MoEConfig,
-    QuantizedWeights,
     Recipe,
     grouped_mm,
     grouped_swiglu_ffn,
@@ -22,7 +21,7 @@ from mxep.jax_frontend import (
     quantize_weights,
     ragged_dot_mxfp8,
 )
-from mxep.jax_frontend.products.weights import along_k, for_call, format_of
+from mxep.jax_frontend.products.weights import QuantizedWeights, along_k, for_call, format_of
 
 from ..references import kernels, normal
 

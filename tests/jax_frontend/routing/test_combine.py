@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MXGradArray, ops, weighted_combine
+from mxep.jax_frontend import ops, weighted_combine
+from mxep.jax_frontend.ops.mx_array import MXGradArray
 
 from ...compare import sqnr_db
 from ..references import normal

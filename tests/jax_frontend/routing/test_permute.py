@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 from mxep.jax_frontend import (
     MXArray,
-    MXGradArray,
     TokenReplicas,
     dispatch,
     gather_rows,
     grouped_mm,
     grouped_swiglu_ffn,
     ops,
-    permute,
-    permute_mxfp8_fwd_hp_bwd,
     sort_by_expert,
-    spread_rows,
-    unpermute_hp_fwd_mxfp8_bwd,
 )
+from mxep.jax_frontend.exchange.rows import permute, spread_rows
+from mxep.jax_frontend.integrations.torchao import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
+from mxep.jax_frontend.ops.mx_array import MXGradArray
 
 from ..references import normal
 

@@ -27,16 +27,18 @@ from mxep.torch_frontend import (
     MXFP8ExpertParallel,
     MXTensor,
     TokenReplicas,
-    a2a_combine_hp_fwd_mxfp8_bwd,
-    a2a_dispatch_mxfp8_fwd_hp_bwd,
-    expert_parallel_mm,
     sort_by_expert,
-    to_mxfp8_a2a_dequant,
 )
 from mxep.torch_frontend.exchange.combine import combine
 from mxep.torch_frontend.exchange.counts import Request
 from mxep.torch_frontend.exchange.dispatch import dispatch, dispatch_over
 from mxep.torch_frontend.exchange.shards import Ranks
+from mxep.torch_frontend.integrations.torchao import (
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    to_mxfp8_a2a_dequant,
+)
+from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_mm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module

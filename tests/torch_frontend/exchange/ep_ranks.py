@@ -17,16 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend import (
-    Collectives,
-    CopyEngines,
-    MoE,
-    MXFP8ExpertParallel,
-    MXTensor,
-    Route,
+from mxep.torch_frontend import Collectives, CopyEngines, MoE, MXFP8ExpertParallel, MXTensor, dispatch
+from mxep.torch_frontend.exchange.route import Route
+from mxep.torch_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
-    dispatch,
     to_mxfp8_a2a_dequant,
 )
 from mxep.torch_frontend.ops import direct

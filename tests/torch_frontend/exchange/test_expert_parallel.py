@@ -10,10 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import (
-    MXFP8ExpertParallel,
-    MXTensor,
-    Route,
+from mxep.torch_frontend import MXFP8ExpertParallel, MXTensor
+from mxep.torch_frontend.exchange.route import Route
+from mxep.torch_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from mxep import torch_frontend as mt
 from mxep.torch_frontend import MXTensor
+from mxep.torch_frontend.exchange.route import Route
+from mxep.torch_frontend.integrations.layouts import pack_expert_weights, unpack_expert_weights
 from torch import Tensor
 
 from ...bad_values import Array
@@ -51,7 +53,7 @@ def of_elements(qdata: Any, **rest: Any) -> MXTensor:
     return MXTensor.from_qdata_and_scales(elements, **rest)
 
 
-def route(recipe: str) -> mt.Route:
+def route(recipe: str) -> Route:
     """Of 2 tokens with 2 replicas each, over 3 experts, on this process alone."""
     order, inverse, counts = mt.sort_by_expert(torch.tensor([[1, 0], [1, 2]]), 3)
     return mt.dispatch(mt.TokenReplicas(torch.ones(2, 32), order, inverse, 2), counts, recipe=recipe, group="")[2]
@@ -72,8 +74,8 @@ def activated(**numbers: Any) -> Tensor:
 
 
 def unpacked(**given: Any) -> tuple[Tensor, ...]:
-    return tuple(mt.unpack_expert_weights(**given).values())
+    return tuple(unpack_expert_weights(**given).values())
 
 
 def packed(interleaved: Any, transposed: Any, **parts: Any) -> tuple[Tensor, ...]:
-    return tuple(mt.pack_expert_weights(parts, interleaved=interleaved, transposed=transposed).values())
+    return tuple(pack_expert_weights(parts, interleaved=interleaved, transposed=transposed).values())

@@ -14,15 +14,29 @@ import numpy as np
 import pytest
 import torch
 from mxep import torch_frontend as mt
+from mxep.core_kernels.policy.numerics import NumericsReport
 from mxep.torch_frontend import MXTensor, ops
+from mxep.torch_frontend.exchange.all_to_all import a2a_dispatch
+from mxep.torch_frontend.integrations.torchao import (
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    bf16_grouped_mm,
+    fp8_rowwise_grouped_mm,
+    mxfp8_grouped_mm,
+    permute_mxfp8_fwd_hp_bwd,
+    to_mxfp8_a2a_dequant,
+    unpermute_hp_fwd_mxfp8_bwd,
+)
 from mxep.torch_frontend.ops.checks import FLOATS
+from mxep.torch_frontend.products.weights import QuantizedWeights
+from mxep.torch_frontend.routing.permute import spread_rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ... import bad_values
 from ...bad_values import Array
 from ...may_return import Listed, by_argument, verdict
-from ...public_names import public_names
+from ...public_names import importable
 from ..ops.test_ops import CASES
 from .fuzz_arguments import (
     activated,
@@ -111,17 +125,17 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         mt.sort_by_expert,
         {"expert_ids": Array(np.array([[1, 0], [0, 1], [1, 0]]), "int32"), "num_experts": 2},
     ),
-    "a2a_dispatch": (mt.a2a_dispatch, {**EXCHANGE, "group_name": ""}),
+    "a2a_dispatch": (a2a_dispatch, {**EXCHANGE, "group_name": ""}),
     "mxfp8_grouped_mm": (
-        product(mt.mxfp8_grouped_mm),
+        product(mxfp8_grouped_mm),
         {
             **PRODUCT, "bias": floats(2, 64), **OUT, "kernel_preference": "auto",
             "wgrad_with_hp": True, "scale_calculation_mode": "rceil",
             "pad_token_groups_for_grouped_mm": True, "compute": "exact",
         },
     ),
-    "bf16_grouped_mm": (product(mt.bf16_grouped_mm), {**PRODUCT, **OUT}),
-    "fp8_rowwise_grouped_mm": (product(mt.fp8_rowwise_grouped_mm), {**PRODUCT, **OUT}),
+    "bf16_grouped_mm": (product(bf16_grouped_mm), {**PRODUCT, **OUT}),
+    "fp8_rowwise_grouped_mm": (product(fp8_rowwise_grouped_mm), {**PRODUCT, **OUT}),
     "grouped_swiglu_ffn": (
         mt.grouped_swiglu_ffn,
         {
@@ -156,7 +170,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "swiglu": (mt.swiglu, {"gate": floats(5, 7), "up": floats(5, 7), "prob": floats(5, dtype="float32")}),
     "gather_rows": (mt.gather_rows, {"x": floats(3, 32), **WAYS}),
     "spread_rows": (
-        mt.spread_rows, {"x": floats(2, 32), "order": ints(2, 0, 1, 3), "inverse": ints(1, 2, 0, 3), "top_k": 2}
+        spread_rows, {"x": floats(2, 32), "order": ints(2, 0, 1, 3), "inverse": ints(1, 2, 0, 3), "top_k": 2}
     ),
     "weighted_combine": (
         mt.weighted_combine,
@@ -166,21 +180,21 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "permute_mxfp8_fwd_hp_bwd": (
-        mt.permute_mxfp8_fwd_hp_bwd,
+        permute_mxfp8_fwd_hp_bwd,
         {
             "mx_tensor": floats(6, 32), "num_tokens_per_expert": ints(1, 2, 3, 0), "ep_degree": 2,
             "num_local_experts": 2, "group_size_multiple_of": 32, "use_mxfp8": True, "use_triton_for_bwd": True,
         },
     ),
     "unpermute_hp_fwd_mxfp8_bwd": (
-        mt.unpermute_hp_fwd_mxfp8_bwd,
+        unpermute_hp_fwd_mxfp8_bwd,
         {"input": floats(4, 32), "permuted_indices": ints(2, -1, 0, 1), "padded_shape": (4, 32)},
     ),
-    "a2a_dispatch_mxfp8_fwd_hp_bwd": (mt.a2a_dispatch_mxfp8_fwd_hp_bwd, {**EXCHANGE, "group_name": "", **SCALES}),
+    "a2a_dispatch_mxfp8_fwd_hp_bwd": (a2a_dispatch_mxfp8_fwd_hp_bwd, {**EXCHANGE, "group_name": "", **SCALES}),
     "a2a_combine_hp_fwd_mxfp8_bwd": (
-        mt.a2a_combine_hp_fwd_mxfp8_bwd, {**EXCHANGE, "group_name": "", **SCALES, "mxfp8_bwd": False}
+        a2a_combine_hp_fwd_mxfp8_bwd, {**EXCHANGE, "group_name": "", **SCALES, "mxfp8_bwd": False}
     ),
-    "to_mxfp8_a2a_dequant": (mt.to_mxfp8_a2a_dequant, {**EXCHANGE, "group": ""}),
+    "to_mxfp8_a2a_dequant": (to_mxfp8_a2a_dequant, {**EXCHANGE, "group": ""}),
     "MXTensor": (MXTensor, {**MX_PARTS, "orig_dtype": torch.bfloat16}),
     "MXTensor.quantize": (MXTensor.quantize, {"x": floats(4, 64), "rounding": "rceil", "packed": True}),
     "MXTensor.from_packed": (
@@ -258,8 +272,8 @@ RETURNS = (
     Tensor,
     tuple,
     dict,
-    mt.QuantizedWeights,
-    mt.NumericsReport,
+    QuantizedWeights,
+    NumericsReport,
     torch.nn.Module,
     mt.Recipe,
     mt.Rounding,
@@ -393,5 +407,5 @@ def test_the_values_of_fake_tensors_are_not_read() -> None:
 
 def test_nothing_is_forgotten() -> None:
     known = {name.split(".")[0] for name in PUBLIC} | RECORDS | SAME | NO_ARGUMENTS | OF_MODULES | OVER_RANKS
-    assert public_names(mt) - known == set()
+    assert importable(mt).keys() - known == set()
     assert {name.removeprefix("ops.") for name in op_table()} == {*ops.OPS, "permute_q_sf"}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import (
+from mxep.torch_frontend.integrations.torchao import (
     _to_mxfp8_then_scaled_grouped_mm,
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,

@@ -3,17 +3,8 @@
 from typing import Any
 
 import torch
-from mxep.torch_frontend import (
-    RECIPES,
-    MXTensor,
-    Recipe,
-    SwiGLU,
-    grouped_mm,
-    grouped_swiglu_ffn,
-    swiglu,
-    unpack_expert_weights,
-)
-from mxep.torch_frontend.integrations.layouts import halves
+from mxep.torch_frontend import RECIPES, MXTensor, Recipe, SwiGLU, grouped_mm, grouped_swiglu_ffn, swiglu
+from mxep.torch_frontend.integrations.layouts import halves, unpack_expert_weights
 from mxep.torch_frontend.integrations.packed_ffn import packed_ffn
 from torch import Tensor
 

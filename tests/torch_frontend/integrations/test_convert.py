@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import GroupedExperts, MoE, convert_moe
+from mxep.torch_frontend import GroupedExperts, MoE
+from mxep.torch_frontend.integrations.convert import convert_moe
 from torch import Tensor, nn
 
 from .hf_models import loss_and_gradients, model_of, sqnr_of_all

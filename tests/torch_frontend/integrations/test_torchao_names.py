@@ -8,8 +8,9 @@ import inspect
 
 import pytest
 import torch
-from mxep import torch_frontend as mt
-from mxep.torch_frontend import MXTensor, mxfp8_grouped_mm
+from mxep.torch_frontend import MXTensor
+from mxep.torch_frontend.integrations import torchao
+from mxep.torch_frontend.integrations.torchao import a2a_dispatch_mxfp8_fwd_hp_bwd, mxfp8_grouped_mm
 from torch import Tensor
 
 from ..inputs import ints, rows
@@ -63,10 +64,9 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_have_torchaos_names_and_order(name: str) -> None:
-    function = mt
-    for part in name.split("."):
-        function = getattr(function, part)
-    assert list(inspect.signature(function).parameters) == CALLS[name]  # type: ignore[arg-type]
+    home = MXTensor if name.startswith("MXTensor.") else torchao
+    function = getattr(home, name.rpartition(".")[2])
+    assert list(inspect.signature(function).parameters) == CALLS[name]
 
 
 def test_torchaos_enumeration_of_scale_modes() -> None:
@@ -76,7 +76,7 @@ def test_torchaos_enumeration_of_scale_modes() -> None:
         for got in (
             MXTensor.quantize(x, mode),  # type: ignore[arg-type]
             MXTensor.to_mx(x, E4M3, scaling_mode=mode),  # type: ignore[arg-type]
-            mt.a2a_dispatch_mxfp8_fwd_hp_bwd(x, [4], [4], None, mode),  # type: ignore[arg-type]
+            a2a_dispatch_mxfp8_fwd_hp_bwd(x, [4], [4], None, mode),  # type: ignore[arg-type]
         ):
             assert torch.equal(got.q, want.q)
             assert torch.equal(got.sf, want.sf)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from mxep.torch_frontend import RECIPES, Recipe, SwiGLU, convert_moe
+from mxep.torch_frontend import RECIPES, Recipe, SwiGLU
+from mxep.torch_frontend.integrations.convert import convert_moe
 from mxep.torch_frontend.integrations.packed_experts import PackedExperts, packed_experts
 from mxep.torch_frontend.integrations.transformers import register_experts
 from torch import Tensor, nn

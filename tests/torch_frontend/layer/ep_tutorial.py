@@ -2,14 +2,14 @@
 
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import (
-    MXFP8ExpertParallel,
+from mxep.torch_frontend import MXFP8ExpertParallel
+from mxep.torch_frontend.integrations.torchao import _to_mxfp8_then_scaled_grouped_mm as mxfp8_gmm
+from mxep.torch_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     permute_mxfp8_fwd_hp_bwd,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from mxep.torch_frontend import _to_mxfp8_then_scaled_grouped_mm as mxfp8_gmm
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mxep.torch_frontend import MoE, mxfp8_grouped_mm
+from mxep.torch_frontend import MoE
+from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

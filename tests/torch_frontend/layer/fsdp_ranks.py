@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from mxep.torch_frontend import MoE, MoERecorder, MXFP8ExpertParallel, clip_grad_norm_, shard_moe
+from mxep.torch_frontend import MoE, MXFP8ExpertParallel, clip_grad_norm_, shard_moe
+from mxep.torch_frontend.layer.metrics import MoERecorder
 from mxep.torch_frontend.overlap.collectives import Collectives
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

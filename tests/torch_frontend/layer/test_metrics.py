@@ -9,8 +9,8 @@ import pytest
 import torch
 from mxep.core_kernels.policy import metrics as core
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend import MoE, MoERecorder, moe_metrics
-from mxep.torch_frontend.layer.metrics import lost_values
+from mxep.torch_frontend import MoE, moe_metrics
+from mxep.torch_frontend.layer.metrics import MoERecorder, lost_values
 from torch import nn
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"

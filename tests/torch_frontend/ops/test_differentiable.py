@@ -6,24 +6,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from mxep.torch_frontend import (
-    MoE,
-    MXTensor,
+from mxep.torch_frontend import MoE, MXTensor, gather_rows, grouped_swiglu_ffn, ops, swiglu, weighted_combine
+from mxep.torch_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     bf16_grouped_mm,
     fp8_rowwise_grouped_mm,
-    gather_rows,
-    grouped_swiglu_ffn,
     mxfp8_grouped_mm,
-    ops,
     permute_mxfp8_fwd_hp_bwd,
-    spread_rows,
-    swiglu,
     to_mxfp8_a2a_dequant,
     unpermute_hp_fwd_mxfp8_bwd,
-    weighted_combine,
 )
+from mxep.torch_frontend.routing.permute import spread_rows
 from torch import Tensor
 
 T = 64

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from mxep.torch_frontend import debug_checks, force_implementation, mxfp8_grouped_mm
+from mxep.torch_frontend import debug_checks, force_implementation
+from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from mxep.torch_frontend.ops import direct, settings
 from mxep.torch_frontend.ops.call import checks_values
 from mxep.torch_frontend.ops.device import forced

@@ -118,12 +118,12 @@ def _forward_mode(forward_ad: Any, op: Callable[..., Any], x: torch.Tensor) -> N
 
 def rank(index: int, ranks: int, store: str) -> str:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=ranks)
-    import mxep.torch_frontend as mx
+    from mxep.torch_frontend.integrations.torchao import a2a_dispatch_mxfp8_fwd_hp_bwd
 
     assert dist.group.WORLD is not None
     x, splits = torch.randn(2 * ranks, 32, generator=torch.Generator().manual_seed(index)), [2] * ranks
     for group in (dist.group.WORLD, dist.group.WORLD.group_name):
-        received = mx.a2a_dispatch_mxfp8_fwd_hp_bwd(x, splits, splits, group)
+        received = a2a_dispatch_mxfp8_fwd_hp_bwd(x, splits, splits, group)
     found = digest(received.q, received.sf) + layer("cpu", ranks)
     dist.destroy_process_group()
     return found

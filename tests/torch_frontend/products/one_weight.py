@@ -1,7 +1,8 @@
 """A weight, a product with its gradients, and ways to write to the weight."""
 
 import torch
-from mxep.torch_frontend import QuantizedWeights, mxfp8_grouped_mm
+from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
+from mxep.torch_frontend.products.weights import QuantizedWeights
 from torch import Tensor, nn
 
 ENDS = torch.tensor([32, 64], dtype=torch.int32)

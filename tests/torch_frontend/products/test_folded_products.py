@@ -7,7 +7,8 @@ import pytest
 import torch
 from mxep.core_kernels.formats import WEIGHT_HEADROOM, spans
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend import MXTensor, mxfp8_grouped_mm, ops
+from mxep.torch_frontend import MXTensor, ops
+from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from mxep.torch_frontend.ops import device as devices
 from mxep.torch_frontend.ops import direct
 from mxep.torch_frontend.products import weights

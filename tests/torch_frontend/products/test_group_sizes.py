@@ -9,15 +9,15 @@ import torch
 from mxep.torch_frontend import (
     GroupedExperts,
     Recipe,
-    RowMap,
     dispatch,
     expert_parallel_ffn,
-    expert_parallel_mm,
     grouped_mm,
     grouped_swiglu_ffn,
     quantize_weights,
 )
 from mxep.torch_frontend.integrations.convert import titan_forward
+from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_mm
+from mxep.torch_frontend.products.groups import RowMap
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -11,15 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from mxep.torch_frontend import (
-    GroupedExperts,
-    MoE,
-    QuantizedWeights,
-    Recipe,
-    grouped_swiglu_ffn,
-    mxfp8_grouped_mm,
-    quantize_weights,
-)
+from mxep.torch_frontend import GroupedExperts, MoE, Recipe, grouped_swiglu_ffn, quantize_weights
+from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
+from mxep.torch_frontend.products.weights import QuantizedWeights
 from torch import Tensor, nn
 
 from .one_weight import ENDS, X, clone, equal, other_memory, parameter, step, written_in_place

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mxep.core_kernels.formats import WEIGHT_HEADROOM
-from mxep.torch_frontend import MoE, Recipe, mxfp8_grouped_mm, ops, quantize_weights
+from mxep.torch_frontend import MoE, Recipe, ops, quantize_weights
+from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from mxep.torch_frontend.products import weights
 from mxep.torch_frontend.products.forms.fold import FoldForm
 from mxep.torch_frontend.products.forms.mx import Upcast

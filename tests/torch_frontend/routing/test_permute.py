@@ -12,13 +12,12 @@ from mxep.torch_frontend import (
     grouped_mm,
     grouped_swiglu_ffn,
     ops,
-    permute_mxfp8_fwd_hp_bwd,
     sort_by_expert,
-    spread_rows,
-    unpermute_hp_fwd_mxfp8_bwd,
     weighted_combine,
 )
+from mxep.torch_frontend.integrations.torchao import permute_mxfp8_fwd_hp_bwd, unpermute_hp_fwd_mxfp8_bwd
 from mxep.torch_frontend.products.gathered_rows import GatheredRows
+from mxep.torch_frontend.routing.permute import spread_rows
 from torch import Tensor
 
 # Two ranks, three local experts, the second of which nobody chose.

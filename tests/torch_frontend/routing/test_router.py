@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mxep.core_kernels.reference import choice
-from mxep.torch_frontend import MoE, Routing, route, update_selection_bias
-from mxep.torch_frontend.routing.router import route_tokens, router_logits
+from mxep.torch_frontend import MoE, route, update_selection_bias
+from mxep.torch_frontend.routing.router import Routing, route_tokens, router_logits
 from torch import Tensor
 
 from ... import routed_layers
