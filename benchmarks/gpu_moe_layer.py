@@ -5,7 +5,7 @@
     torch, captured --replay--> y and gradients --SQNR--> events:    replay | replay of plain torch bf16
                                                           in a row:  the same
 
-Every line has the peak memory of both sides. JAX with held weights, and uneven layers, run the forward and backward
+Every line has the peak memory of both sides. JAX with cached weights, and uneven layers, run the forward and backward
 together only: a compilation takes as long as the measurement. `ragged_dot` takes ten times as long as the others, and
 is left out of uneven layers.
 """
@@ -93,7 +93,7 @@ def torch_lines(
 ) -> Iterator[Line]:  # fmt: skip
     """Lines of single steps. Fills `found`, of our layer, and `peaks`, of the plain one, by op."""
     ours, plain = (torch_programs(layer(inputs), inputs) for layer in (our_torch_layer, plain_torch_layer))
-    with inputs.ours.weights_held() if held else nullcontext():
+    with inputs.ours.cached_weights() if held else nullcontext():
         error = check(inputs, reference, ours["moe_layer_fwd_bwd"]())
         for op in named:
             found[op] = Found(error, device_timing.peak_nbytes(ours[op]))
@@ -166,7 +166,7 @@ def in_a_row_lines(
     end, how = torch_end(device), HELD if held else {}
     t, d, f, e, k = inputs.shape
     ragged = ragged and ragged_dot_nbytes(t * k, max(d, f), e) <= MAX_RAGGED_DOT_NBYTES
-    with inputs.ours.weights_held() if held else nullcontext():
+    with inputs.ours.cached_weights() if held else nullcontext():
         for op in named:
             program, arguments = our_jax_program(inputs, op, held)
             outputs = tuple(map(torch.from_dlpack, program(*arguments)))
@@ -195,7 +195,7 @@ def lines(
     only: Sequence[str], layers: Sequence[MoELayer], uneven: Sequence[RoutedLayer], device: str, each: Each,
     failures: list[str],
 ) -> Iterator[Line]:  # fmt: skip
-    """The lines of the ops named. Uneven layers are measured forward and backward together, without held weights and
+    """The lines of the ops named. Uneven layers are measured forward and backward together, without cached weights and
     graphs."""
     named = tuple(op for op in OPS if op in only)
     both = tuple(op for op in named if op == "moe_layer_fwd_bwd")

@@ -17,8 +17,8 @@ LEGS: tuple[LegName, ...] = ("dispatch", "dispatch_grad", "combine", "combine_gr
 RUNS = {
     "bf16": RECIPES["bf16"],
     "mxfp8": RECIPES["mxfp8"],
-    "four MXFP8 all-to-alls": Recipe.parse("mxfp8", mx_legs=LEGS),
-    "four bf16 all-to-alls": Recipe.parse("mxfp8", mx_legs=()),
+    "four MXFP8 all-to-alls": Recipe.parse("mxfp8", mxfp8_all_to_all=LEGS),
+    "four bf16 all-to-alls": Recipe.parse("mxfp8", mxfp8_all_to_all=()),
 }
 ROUTINGS = ("one expert", "empty ranks", "no tokens", "one rank", "empty experts", "twice", "random")
 

@@ -33,13 +33,13 @@ COUNT = 0.08e-6
 LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RECIPES = {
     "`mxfp8`": Recipe.parse("mxfp8"),
-    "`mxfp8`, four MXFP8 all-to-alls": Recipe.parse("mxfp8", mx_legs=LEGS),
+    "`mxfp8`, four MXFP8 all-to-alls": Recipe.parse("mxfp8", mxfp8_all_to_all=LEGS),
     "`mxfp8_wgrad_with_hp`": Recipe.parse("mxfp8_wgrad_with_hp"),
 }
 WIRES = {
     "bf16": Recipe.parse("bf16"),
     "MXFP8 to the experts, bf16 back": Recipe.parse("mxfp8"),
-    "MXFP8": Recipe.parse("mxfp8", mx_legs=LEGS),
+    "MXFP8": Recipe.parse("mxfp8", mxfp8_all_to_all=LEGS),
 }
 SHAPES = ((7168, 2048), (8192, 5120), (2048, 1408))
 ROWS, TOP_K, EXPERTS = 131072, 8, 256

@@ -17,7 +17,7 @@ FUNCTIONS = (
     ("MoE layer and its gradients", "tested", "tested", "ran", "ran", "not run"),
     ("expert parallelism, training", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, 2 and 4 GPUs of a host",
      "ran, 2 and 4 GPUs of a host, one process", "not run"),
-    ("folded operands, `fp8_rowwise`, held weights", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, one GPU",
+    ("folded operands, `fp8_rowwise`, cached weights", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, one GPU",
      "ran, one GPU", "not run"),
     ("grouped products on the exact path", "tested", "tested", "ran, bf16 CUDA C++ on dequantized operands",
      "ran, bf16 CUDA C++ on dequantized operands", "compiled, `tcgen05.mma` with block scales"),

@@ -36,7 +36,7 @@ def row_nbytes(dim: int, recipe: Recipe) -> int:
 
     >>> row_nbytes(64, Recipe.parse("bf16")), row_nbytes(64, Recipe.parse("mxfp8"))
     (512, 388)
-    >>> row_nbytes(64, Recipe.parse("mxfp8", mx_legs=("dispatch",)))
+    >>> row_nbytes(64, Recipe.parse("mxfp8", mxfp8_all_to_all=("dispatch",)))
     450
     """
     bf16, quantized = 2 * dim, dim + dim // BLOCK

@@ -38,7 +38,7 @@ class Recipe:
         "auto" folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
     alignment: rows that every expert's group is padded to, a positive multiple of 32. It changes no byte of results. On
         an H200 128 is 0 to 4% faster, by card, with 4096 rows per expert, and 7% slower with 256.
-    mx_legs: the all-to-alls that send rows in MXFP8; the others send rows as they are. None is "dispatch" and
+    mxfp8_all_to_all: the all-to-alls that send rows in MXFP8; the others send rows as they are. None is "dispatch" and
         "combine_grad" with MXFP8 operands, and no all-to-all with others. PyTorch alone takes another choice.
     """
 
@@ -49,7 +49,7 @@ class Recipe:
     compute: Compute = "auto"
     alignment: int = BLOCK
     scales: Scales = "power_of_two"
-    mx_legs: tuple[LegName, ...] | None = None
+    mxfp8_all_to_all: tuple[LegName, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", Rounding.parse(self.rounding, "Recipe"))
@@ -61,11 +61,11 @@ class Recipe:
         for field, kind in (("name", str), ("wgrad_with_hp", bool), ("alignment", int)):
             if type(getattr(self, field)) is not kind:
                 fail(TypeError, "Recipe", field, repr(getattr(self, field)), f"allowed: {kind.__name__}")
-        if self.mx_legs is not None and not (
-            isinstance(self.mx_legs, tuple) and set(self.mx_legs) <= set(get_args(LegName))
+        if self.mxfp8_all_to_all is not None and not (
+            isinstance(self.mxfp8_all_to_all, tuple) and set(self.mxfp8_all_to_all) <= set(get_args(LegName))
         ):
             allowed = f"allowed: None or a tuple of {', '.join(map(repr, get_args(LegName)))}"
-            fail(ValueError, "Recipe", "mx_legs", repr(self.mx_legs), allowed)
+            fail(ValueError, "Recipe", "mxfp8_all_to_all", repr(self.mxfp8_all_to_all), allowed)
         blockwise = self.operands == "fp8_blockwise"
         if self.operands in ("fp8_rowwise", "fp8_blockwise") and not self.wgrad_with_hp:
             fail(ValueError, "Recipe", "wgrad_with_hp", f"False with operands {self.operands!r}", "allowed: True")
@@ -89,7 +89,11 @@ class Recipe:
         >>> [RECIPES["mxfp8"].sends_mx(leg) for leg in ("dispatch", "dispatch_grad", "combine", "combine_grad")]
         [True, False, False, True]
         """
-        return leg in ((("dispatch", "combine_grad") if self.mx else ()) if self.mx_legs is None else self.mx_legs)
+        return leg in (
+            (("dispatch", "combine_grad") if self.mx else ())
+            if self.mxfp8_all_to_all is None
+            else self.mxfp8_all_to_all
+        )
 
     @property
     def wgrad_mx(self) -> bool:

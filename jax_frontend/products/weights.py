@@ -45,9 +45,9 @@ def format_of(recipe: Recipe) -> Format:
 
 def recipe_of(op: str, recipe: object) -> Recipe:
     """`Recipe.parse`, whose errors name the op."""
-    if isinstance(recipe, Recipe) and recipe.mx_legs is not None:
+    if isinstance(recipe, Recipe) and recipe.mxfp8_all_to_all is not None:
         allowed = "allowed: None; PyTorch alone takes another choice"
-        fail(NotImplementedError, op, "recipe", f"mx_legs {recipe.mx_legs}", allowed)
+        fail(NotImplementedError, op, "recipe", f"mxfp8_all_to_all {recipe.mxfp8_all_to_all}", allowed)
     if isinstance(recipe, Recipe) or (isinstance(recipe, str) and recipe in RECIPES):
         return Recipe.parse(recipe)
     error = ValueError if isinstance(recipe, str) else TypeError

@@ -44,7 +44,7 @@ def combine(
     torch.Size([3, 32])
     """
     op = "combine"
-    check_rows_to_send(op, "groups", groups, route.recipe.mx or bool(route.recipe.mx_legs))
+    check_rows_to_send(op, "groups", groups, route.recipe.mx or bool(route.recipe.mxfp8_all_to_all))
     check_shape(op, "groups", groups, (route.row_map.row_map.shape[0], "N"))
     out_dtype = groups.dtype if out_dtype is None else out_dtype_of(op, out_dtype)
     if route.order is None or route.slots is None:

@@ -220,7 +220,7 @@ def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int
 def checked_rows(request: Request, replicas: Replicas = "each") -> tuple[Tensor | TokenReplicas, int]:
     """The rows with int32 maps and their number; raises if an argument of this rank is wrong."""
     op, x, (_, rows, counts, recipe, ranks, probs, *_) = "dispatch", request.x, request
-    check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mx_legs))
+    check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mxfp8_all_to_all))
     if replicas != "each" and not isinstance(rows, TokenReplicas):
         allowed = "allowed: 'each' for rows; TokenReplicas, whose rows are copies, take the others"
         fail(ValueError, op, "replicas", repr(replicas), allowed)

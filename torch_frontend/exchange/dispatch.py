@@ -2,10 +2,10 @@
 
     rows (M, K), or TokenReplicas --quantize--> all-to-all --gather--> groups (P, K), padded_counts, route
 
-The gradient of the rows is sent in bf16. `Recipe.mx_legs` chooses other all-to-alls that send MXFP8. The choice holds
-on one rank too, so that results do not depend on the ranks. On one rank there is no exchange: the replicas of a token
-are gathered directly into the groups. `tokens_to_groups` is this step without checks, for a layer that has made its
-arguments.
+The gradient of the rows is sent in bf16. `Recipe.mxfp8_all_to_all` chooses other all-to-alls that send MXFP8. The
+choice holds on one rank too, so that results do not depend on the ranks. On one rank there is no exchange: the replicas
+of a token are gathered directly into the groups. `tokens_to_groups` is this step without checks, for a layer that has
+made its arguments.
 """
 
 from collections.abc import Callable

@@ -117,13 +117,19 @@ class Dispatcher(AllToAllTokenDispatcher):
         return Ranks(name_of_group(mesh.get_group()), mesh.size(), self.num_experts, mesh.device_type)
 
 
-def _recipe(op: str, recipe: Recipe | str, mx_legs: "list[str] | tuple[str, ...] | None") -> Recipe:
+def _recipe(op: str, recipe: Recipe | str, mxfp8_all_to_all: "list[str] | tuple[str, ...] | None") -> Recipe:
     recipe = Recipe.parse(recipe)
-    if mx_legs is None:
+    if mxfp8_all_to_all is None:
         return recipe
-    if not isinstance(mx_legs, list | tuple):
-        fail(TypeError, op, "mx_legs", repr(mx_legs), 'allowed: a list such as ["dispatch", "combine_grad"], or None')
-    return Recipe.parse(recipe, mx_legs=tuple(mx_legs))
+    if not isinstance(mxfp8_all_to_all, list | tuple):
+        fail(
+            TypeError,
+            op,
+            "mxfp8_all_to_all",
+            repr(mxfp8_all_to_all),
+            'allowed: a list such as ["dispatch", "combine_grad"], or None',
+        )
+    return Recipe.parse(recipe, mxfp8_all_to_all=tuple(mxfp8_all_to_all))
 
 
 def _experts(op: str, config: GroupedExperts.Config, recipe: Recipe, padded: bool) -> Experts.Config:
@@ -142,15 +148,15 @@ def _experts(op: str, config: GroupedExperts.Config, recipe: Recipe, padded: boo
 def routed_experts(
     config: RoutedExperts.Config,
     recipe: Recipe | str = "mxfp8",
-    mx_legs: "list[str] | tuple[str, ...] | None" = None,
+    mxfp8_all_to_all: "list[str] | tuple[str, ...] | None" = None,
 ) -> RoutedExperts.Config:
     """The override of torchtitan's routed experts: `Experts` and `Dispatcher` with one recipe.
 
-    recipe: a `Recipe` or its name. mx_legs: `Recipe.mx_legs`, the all-to-alls that send MXFP8 rows; None is the
-    recipe's choice, tokens to the experts and the gradients of their outputs. torchtitan's command line has both as
-    JSON:
-    `--override.imports 'mxep.torch_frontend.integrations.torchtitan.routed_experts={"recipe": "mxfp8", "mx_legs":
-    ["dispatch"]}'`.
+    recipe: a `Recipe` or its name. mxfp8_all_to_all: `Recipe.mxfp8_all_to_all`, the all-to-alls that send MXFP8 rows;
+    None is the recipe's choice, tokens to the experts and the gradients of their outputs. torchtitan's command line has
+    both as JSON:
+    `--override.imports 'mxep.torch_frontend.integrations.torchtitan.routed_experts={"recipe": "mxfp8",
+    "mxfp8_all_to_all": ["dispatch"]}'`.
 
     Raises TypeError for experts or dispatchers of another kind, which `experts` or another override may serve. Raises
     ValueError for sizes that are no multiples of 32, unknown recipes and unknown all-to-alls.
@@ -158,11 +164,11 @@ def routed_experts(
     >>> from torchtitan.models.common.config_utils import make_routed_experts_config
     >>> sizes = {"dim": 64, "hidden_dim": 96, "num_experts": 4, "top_k": 2}
     >>> config = make_routed_experts_config(**sizes, param_init={}, comm_backend="standard")
-    >>> routed_experts(config, mx_legs=["dispatch"]).token_dispatcher.recipe.mx_legs
+    >>> routed_experts(config, mxfp8_all_to_all=["dispatch"]).token_dispatcher.recipe.mxfp8_all_to_all
     ('dispatch',)
     """
     op = "routed_experts"
-    chosen = _recipe(op, recipe, mx_legs)
+    chosen = _recipe(op, recipe, mxfp8_all_to_all)
     dispatcher = config.token_dispatcher
     if type(dispatcher) not in (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config):
         allowed = "allowed: dispatchers of the standard backend; with another use the override `experts`"

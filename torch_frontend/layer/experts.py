@@ -63,9 +63,9 @@ class GroupedExperts(nn.Module):
     b1: Tensor | None
     b2: Tensor | None
     b3: Tensor | None
-    _held: "HeldWeights | None" = None
-    """Of the innermost open block of `weights_held`."""
-    _blocks: "tuple[HeldWeights, ...]" = ()
+    _held: "CachedWeights | None" = None
+    """Of the innermost open block of `cached_weights`."""
+    _blocks: "tuple[CachedWeights, ...]" = ()
     """Of all open blocks, in the order in which they began."""
 
     def __init__(
@@ -159,7 +159,7 @@ class GroupedExperts(nn.Module):
             fail(ValueError, op, "padded_counts", padded_counts.tolist(), allowed)
 
     @contextmanager
-    def weights_held(self) -> Iterator[None]:
+    def cached_weights(self) -> Iterator[None]:
         """Quantize the weights once, at the beginning of the block, instead of in every call.
 
         For microbatches of one optimizer step, evaluation and serving. The bytes take 2.06 bytes per weight, 4 for
@@ -170,12 +170,12 @@ class GroupedExperts(nn.Module):
         saved layer are outside of the block.
 
         >>> experts = GroupedExperts(32, 64, num_experts=2)
-        >>> with experts.weights_held():
+        >>> with experts.cached_weights():
         ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
 
         Raises ValueError for weights that FSDP has sharded, which are gathered in every call.
         """
-        held = HeldWeights.of(self)
+        held = CachedWeights.of(self)
         with _opening:
             self._open((*self._blocks, held))
         try:
@@ -185,7 +185,7 @@ class GroupedExperts(nn.Module):
                 self._open(tuple(other for other in self._blocks if other is not held))
         held.check((self.w1, self.w3, self.w2))
 
-    def _open(self, blocks: "tuple[HeldWeights, ...]") -> None:
+    def _open(self, blocks: "tuple[CachedWeights, ...]") -> None:
         self._blocks, self._held = blocks, blocks[-1] if blocks else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ _opening = Lock()
 """For the blocks of a layer, which threads may open and end at a time."""
 
 
-class HeldWeights(NamedTuple):
+class CachedWeights(NamedTuple):
     """Quantized w1, w3 and w2, and the states of the parameters, which change with a write."""
 
     quantized: tuple[QuantizedWeights, ...]
@@ -227,19 +227,19 @@ class HeldWeights(NamedTuple):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, experts: GroupedExperts) -> "HeldWeights":
+    def of(cls, experts: GroupedExperts) -> "CachedWeights":
         parameters = experts.w1, experts.w3, experts.w2
         parts = tuple(sharded(w, None) for w in parameters)
         for name, part, whole in experts._of_other_shape(parts):
             got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
-            fail(ValueError, "weights_held", name, got, allowed)
+            fail(ValueError, "cached_weights", name, got, allowed)
         return cls(tuple(quantize_weights(p, experts.recipe) for p in parts), tuple(map(_state, parameters)))
 
     def check(self, parameters: tuple[Tensor, ...]) -> None:
         for name, w, state in zip(("w1", "w3", "w2"), parameters, self.states, strict=True):
             if _state(w) != state:
                 allowed = "allowed: none; leave the block, write, and enter it again"
-                fail(RuntimeError, "weights_held", name, "a write within the block", allowed)
+                fail(RuntimeError, "cached_weights", name, "a write within the block", allowed)
 
     def weights_of(self, parameters: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> tuple[QuantizedWeights, ...]:
         """The held bytes with `values`, which receive the gradients."""

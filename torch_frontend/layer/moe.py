@@ -155,12 +155,12 @@ class MoE(nn.Module):
             self.selection_bias.zero_()
 
     @contextmanager
-    def weights_held(self) -> Iterator[None]:
-        """`GroupedExperts.weights_held` of the experts and of the shared expert."""
+    def cached_weights(self) -> Iterator[None]:
+        """`GroupedExperts.cached_weights` of the experts and of the shared expert."""
         with ExitStack() as held:
-            held.enter_context(self.experts.weights_held())
+            held.enter_context(self.experts.cached_weights())
             if self.shared_expert is not None:
-                held.enter_context(self.shared_expert.weights_held())
+                held.enter_context(self.shared_expert.cached_weights())
             yield
 
     def forward(

@@ -35,7 +35,7 @@ from ..products.forms.form import WeightOperands
 from ..products.grouped_mm import MMBackward, MMCall, MMNeeds, grouped_mm, mm_forward
 from ..products.groups import GroupEnds, ends_of
 from ..products.products import ProductOptions
-from ..products.weights import Held, Weights, check_weights, for_call, format_of, outlives_forward, values_and_held
+from ..products.weights import Cached, Weights, check_weights, for_call, format_of, outlives_forward, values_and_cached
 from .schedule import Experts
 
 
@@ -43,7 +43,7 @@ class FFNExperts(NamedTuple):
     """Parameters: w1, w3, w2, b1, b3, b2."""
 
     call: FFNCall
-    held: tuple[Held, ...]
+    held: tuple[Cached, ...]
 
     def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "FFNExperts":
         weights: Any = parameters[:3]
@@ -74,7 +74,7 @@ class MMExperts(NamedTuple):
     """Parameters: w, bias."""
 
     call: MMCall
-    held: Held
+    held: Cached
 
     def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "MMExperts":
         w, form = parameters[0], self.call.options.form
@@ -101,7 +101,7 @@ class MMExperts(NamedTuple):
         return self.call._replace(needs=MMNeeds(x, w, bias))
 
 
-def _of_chunk(held: Held, chunk: Chunk) -> Held:
+def _of_chunk(held: Cached, chunk: Chunk) -> Cached:
     """The operands of a chunk's experts."""
     if held is None:
         return None
@@ -166,7 +166,7 @@ class MM(NamedTuple):
         """Raises unless the experts fit the request."""
         op, x, (w, bias, recipe) = request.op, _checked(request), self
         check_weights(op, "w", w, format_of(recipe, x.device), recipe.rounding)
-        values, held = values_and_held(w)
+        values, held = values_and_cached(w)
         groups, width, k = values.shape
         if x.shape[1] != k or k % BLOCK or width % BLOCK or not values.is_contiguous():
             got = f"shape {tuple(values.shape)}, strides {values.stride()}"
@@ -183,7 +183,7 @@ class MM(NamedTuple):
 def _checked(request: Request) -> Tensor:
     """The tensor of the rows; raises unless it can be sent and probs weight a sum over replicas."""
     op, x, recipe = request.op, request.x, request.recipe
-    check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mx_legs))
+    check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mxfp8_all_to_all))
     if request.probs is not None:
         if not isinstance(request.rows, TokenReplicas):
             allowed = "allowed: None for rows; probs weight the replicas of TokenReplicas"

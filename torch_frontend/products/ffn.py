@@ -41,7 +41,7 @@ from .grouped_mm import ends_by_hand
 from .groups import GroupEnds
 from .products import ProductOptions, bias_gradient, bias_row_products
 from .swiglu import row_probabilities
-from .weights import Held, Weights, along_n, check_ffn_weights, for_call, outlives_forward
+from .weights import Cached, Weights, along_n, check_ffn_weights, for_call, outlives_forward
 
 BF16 = torch.bfloat16
 Bias = Tensor | None
@@ -93,7 +93,7 @@ class Again(NamedTuple):
 
     weights: tuple[Tensor, Tensor]
     biases: tuple[Bias, Bias]
-    held: tuple[Held, Held]
+    held: tuple[Cached, Cached]
 
 
 class FFNSaved(NamedTuple):
@@ -111,14 +111,14 @@ class FFNSaved(NamedTuple):
     again: Again | None
 
 
-def weight_operands(call: FFNCall, weights: Sequence[Tensor], held: Sequence[Held]) -> list[WeightOperands]:
+def weight_operands(call: FFNCall, weights: Sequence[Tensor], held: Sequence[Cached]) -> list[WeightOperands]:
     """`for_call` of w1, w3 and w2; with `recompute`, unless held, along K alone, for the forward."""
     needs = [need and call.save_bytes and not call.recompute for need in (call.needs.x, call.needs.x, call.needs.dh)]
     return [for_call(w, h, call.options.form, need) for w, h, need in zip(weights, held, needs, strict=True)]
 
 
 def ffn_forward(
-    call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Held],
+    call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Cached],
     group_ends: Tensor, out: Tensor | None = None,
 ) -> tuple[Tensor, FFNSaved]:  # fmt: skip
     """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads. weights, biases and held are of
@@ -144,7 +144,7 @@ def ffn_forward(
     return form.mm(h, w2.along_k, group_ends, BF16, added, out), saved
 
 
-def _again(weights: Sequence[Tensor], biases: Sequence[Bias], held: Sequence[Held]) -> Again:
+def _again(weights: Sequence[Tensor], biases: Sequence[Bias], held: Sequence[Cached]) -> Again:
     bytes1, bytes3 = (h if h and h.along_n else None for h in held[:2])
     return Again((weights[0], weights[1]), (biases[0], biases[1]), (bytes1, bytes3))
 
@@ -235,7 +235,7 @@ class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, prob: Tensor,
-        b1: Bias, b3: Bias, b2: Bias, held: tuple[Held, Held, Held], group_ends: Tensor, call: FFNCall,
+        b1: Bias, b3: Bias, b2: Bias, held: tuple[Cached, Cached, Cached], group_ends: Tensor, call: FFNCall,
     ) -> Tensor:  # fmt: skip
         call = call._replace(needs=FFNNeeds._make(ctx.needs_input_grad[:8]))
         out, saved = ffn_forward(call, x, (w1, w3, w2), prob, (b1, b3, b2), held, group_ends)

@@ -39,7 +39,7 @@ from .forms.form import AddedBias
 from .groups import GroupEnds, ends_of
 from .products import ProductOptions, bias_gradient
 from .weights import (
-    Held,
+    Cached,
     Weights,
     along_n,
     check_weights,
@@ -47,7 +47,7 @@ from .weights import (
     format_of,
     is_transpose,
     outlives_forward,
-    values_and_held,
+    values_and_cached,
 )
 
 
@@ -78,7 +78,7 @@ class MMSaved(NamedTuple):
 
 
 def mm_forward(
-    call: MMCall, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, out: Tensor | None = None
+    call: MMCall, x: Tensor, w: Tensor, bias: Tensor | None, held: Cached, group_ends: Tensor, out: Tensor | None = None
 ) -> tuple[Tensor, MMSaved]:
     """Return (M, N), written to `out` if there is one, and what `MMBackward` reads."""
     needs, form = call.needs, call.options.form
@@ -124,7 +124,7 @@ class MMBackward:
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, held: Held, group_ends: Tensor, call: MMCall
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, held: Cached, group_ends: Tensor, call: MMCall
     ) -> Tensor:
         needs = MMNeeds._make(ctx.needs_input_grad[:3])
         ctx.call, ctx.dtypes = call._replace(needs=needs, transposed=is_transpose(w)), (x.dtype, w.dtype)
@@ -256,7 +256,7 @@ def checked_grouped_mm(
     op = names.op
     check_floats(op, names.x, x)
     check_weights(op, names.w, w, format_of(recipe, x.device), recipe.rounding)
-    values, held = values_and_held(w)
+    values, held = values_and_cached(w)
     out_dtype = out_dtype_of(op, out_dtype)
     groups, n, k = values.shape
     if x.shape[1] != k:

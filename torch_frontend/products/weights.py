@@ -90,7 +90,7 @@ class QuantizedWeights:
 
 
 Weights = Tensor | QuantizedWeights
-Held = WeightOperands | None
+Cached = WeightOperands | None
 """The operands of QuantizedWeights; None for a plain weight."""
 
 
@@ -99,7 +99,7 @@ def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeig
 
     w: contiguous, bf16 or fp32, as a linear layer stores it; K and N multiples of 32. `grouped_mm` and
     `grouped_swiglu_ffn` take the result in place of w, with a recipe of the same form and rounding, and give w its
-    gradient. After a write to w the caller quantizes again. `GroupedExperts.weights_held` does this for a layer.
+    gradient. After a write to w the caller quantizes again. `GroupedExperts.cached_weights` does this for a layer.
 
     The bytes take 2.06 bytes per weight; 4 for exact products on Hopper, which multiply dequantized weights. The
     device of w decides what compute "auto" is.
@@ -143,7 +143,7 @@ def check_weights(op: str, argument: str, w: object, form: Format, rounding: Rou
         fail(ValueError, op, argument, got, allowed)
 
 
-def values_and_held(w: Weights) -> tuple[Tensor, Held]:
+def values_and_cached(w: Weights) -> tuple[Tensor, Cached]:
     """The tensor that receives the gradient, and the operands of QuantizedWeights."""
     if not isinstance(w, QuantizedWeights):
         return w, None
@@ -152,13 +152,13 @@ def values_and_held(w: Weights) -> tuple[Tensor, Held]:
 
 def check_ffn_weights(
     op: str, name: str, x: Tensor, weights: Sequence[Weights], biases: Sequence[Tensor | None], recipe: Recipe
-) -> tuple[tuple[Tensor, ...], tuple[Held, ...], tuple[Tensor | None, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Cached, ...], tuple[Tensor | None, ...]]:
     """Values and held operands of w1, w3, w2, and b1, b3, b2 as (G, N) fp32; raises unless they fit each other and the
     rows of x, named `name`."""
     form = format_of(recipe, x.device)
     for of, w in zip(("w1", "w3", "w2"), weights, strict=True):
         check_weights(op, of, w, form, recipe.rounding)
-    (w1, w3, w2), held = zip(*map(values_and_held, weights), strict=True)
+    (w1, w3, w2), held = zip(*map(values_and_cached, weights), strict=True)
     groups, f, d = w1.shape
     if x.shape[1] != d:
         fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: (P, {d}), the D of w1 (G, F, D)")
@@ -194,7 +194,7 @@ def is_transpose(w: Tensor) -> bool:
     return not w.is_contiguous() and w.mT.is_contiguous()
 
 
-def for_call(w: Tensor, held: Held, form: Format, both: bool) -> WeightOperands:
+def for_call(w: Tensor, held: Cached, form: Format, both: bool) -> WeightOperands:
     """The operands of w. The second is None unless w is held or `both` is set and the form quantizes."""
     if held is not None and held.along_k is not None:
         return held

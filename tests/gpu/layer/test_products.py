@@ -229,7 +229,7 @@ def test_tiles_of_any_shape_give_the_same_bytes(n: int, first: int) -> None:
 
 
 @pytest.mark.parametrize("compute", ["exact", "fold"])
-def test_held_weights_give_the_same_bytes(compute: str) -> None:
+def test_cached_weights_give_the_same_bytes(compute: str) -> None:
     """Also on another stream, which the caller synchronises."""
     x, w, offs = operands(0)
     want = step(x, w, offs, compute)

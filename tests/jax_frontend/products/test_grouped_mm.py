@@ -139,9 +139,9 @@ def test_padding_groups_is_what_the_caller_would_do(recipe: str, mx: bool) -> No
         (lambda: grouped_mm(X, W, ENDS[:2]), ValueError, r"group_ends: got shape \(2,\); allowed: \(3,\)"),
         (lambda: grouped_mm(X, W, ENDS, recipe="fp4"), ValueError, "recipe: got 'fp4'"),
         (
-            lambda: grouped_mm(X, W, ENDS, recipe=Recipe("", mx_legs=())),
+            lambda: grouped_mm(X, W, ENDS, recipe=Recipe("", mxfp8_all_to_all=())),
             NotImplementedError,
-            r"recipe: got mx_legs \(\)",
+            r"recipe: got mxfp8_all_to_all \(\)",
         ),
         (lambda: grouped_mm(X, W[0], ENDS), ValueError, r"\(G, N, K\)"),
         (lambda: grouped_mm(X, W[:, :33], ENDS), ValueError, "w: got dim 1, N, = 33"),

@@ -43,7 +43,7 @@ OVERLAPPED = [
     "weights inside",
     *(f"recipe {recipe}" for recipe in (*RECIPES, "bf16 in all transfers")),
     "frozen weights",
-    "held weights",
+    "cached weights",
     "products of rows",
     "products of rows, all transfers",
     "products of replicas",

@@ -1,4 +1,4 @@
-"""What `Recipe.mx_legs` costs: the table of docs/overlap.md, measured here, and the names that it refuses."""
+"""What `Recipe.mxfp8_all_to_all` costs: the table of docs/overlap.md, measured here, and the names that it refuses."""
 
 import re
 from pathlib import Path
@@ -61,7 +61,7 @@ def rows_of_the_page() -> list[tuple[str, str, list[float]]]:
 @pytest.mark.parametrize(("recipe", "legs", "figures"), rows_of_the_page())
 def test_the_page_has_what_is_measured(exact: list[Tensor], recipe: str, legs: str, figures: list[float]) -> None:
     names = LEGS if legs == "all" else tuple(re.findall(r"`(\w+)`", legs))
-    got = layer(Recipe.parse(recipe, mx_legs=names))
+    got = layer(Recipe.parse(recipe, mxfp8_all_to_all=names))
     measured = [sqnr_db(one, other) for one, other in zip(got, exact, strict=True)]
     print(recipe, legs, " | ".join(f"{db:.1f}" for db in measured))
     assert len(figures) == len(measured)
@@ -74,5 +74,5 @@ def test_the_page_has_rows() -> None:
 
 @pytest.mark.parametrize("legs", ["dispatch", ("there",), ["dispatch"]])
 def test_other_names_are_refused(legs: object) -> None:
-    with pytest.raises(ValueError, match=r"Recipe: mx_legs: got .*; allowed: None or a tuple of 'dispatch'"):
-        Recipe.parse("mxfp8", mx_legs=legs)
+    with pytest.raises(ValueError, match=r"Recipe: mxfp8_all_to_all: got .*; allowed: None or a tuple of 'dispatch'"):
+        Recipe.parse("mxfp8", mxfp8_all_to_all=legs)

@@ -72,7 +72,7 @@ def test_experts_beside_torchtitans_dispatcher() -> None:
 def test_overrides_of_a_model() -> None:
     """By name and JSON, as on torchtitan's command line: all five layers with experts, and parameters as before."""
     before, after = (model_registry("debugmodel").model for _ in range(2))
-    imports = parse_cli_imports([f'{MODULE}.routed_experts={{"recipe": "mxfp8", "mx_legs": ["dispatch"]}}'])
+    imports = parse_cli_imports([f'{MODULE}.routed_experts={{"recipe": "mxfp8", "mxfp8_all_to_all": ["dispatch"]}}'])
     assert len(apply_overrides(OverrideConfig(imports=imports), after)) == 5
     with torch.device("meta"):
         model, stock_model = after.build(), before.build()
@@ -83,7 +83,7 @@ def test_overrides_of_a_model() -> None:
         assert isinstance(module.inner_experts, Experts)
         assert isinstance(module.token_dispatcher, Dispatcher)
         for recipe in (module.inner_experts.recipe, module.token_dispatcher.recipe):
-            assert recipe == Recipe.parse("mxfp8", mx_legs=("dispatch",))
+            assert recipe == Recipe.parse("mxfp8", mxfp8_all_to_all=("dispatch",))
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def gpt_oss() -> RoutedExperts.Config:
         (stock(dim=80), {}, ValueError, "routed_experts: dim: got 80; allowed: multiples of 32"),
         (stock(hidden_dim=80), {}, ValueError, "routed_experts: hidden_dim: got 80; allowed: multiples of 32"),
         (stock(), {"recipe": "fp4"}, ValueError, "Recipe: recipe: got 'fp4'"),
-        (stock(), {"mx_legs": ["expand"]}, ValueError, r"Recipe: mx_legs: got \('expand',\)"),
-        (stock(), {"mx_legs": "dispatch"}, TypeError, "routed_experts: mx_legs: got 'dispatch'; allowed: a list"),
+        (stock(), {"mxfp8_all_to_all": ["expand"]}, ValueError, r"Recipe: mxfp8_all_to_all: got \('expand',\)"),
+        (stock(), {"mxfp8_all_to_all": "dispatch"}, TypeError, "mxfp8_all_to_all: got 'dispatch'; allowed: a list"),
         (gpt_oss(), {}, TypeError, "inner_experts: got GptOssGroupedExperts.Config; allowed: GroupedExperts.Config"),
         (
             make_routed_experts_config(**SIZES, comm_backend="minimal_async_ep"), {}, TypeError,

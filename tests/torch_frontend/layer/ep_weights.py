@@ -83,9 +83,9 @@ def writes_to_the_local_part(parallel_layer: Callable[..., tuple[MoE, object]]) 
             p.to_local().mul_(2)
         doubled = moe(x)[0]
         assert not torch.equal(doubled, saved)
-        with moe.weights_held():
+        with moe.cached_weights():
             assert torch.equal(moe(x)[0], doubled)
-        with pytest.raises(RuntimeError, match="weights_held: w1: got a write within"), moe.weights_held():
+        with pytest.raises(RuntimeError, match="cached_weights: w1: got a write within"), moe.cached_weights():
             moe.experts.w1.to_local().mul_(2)
 
 

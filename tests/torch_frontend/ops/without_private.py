@@ -66,7 +66,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def layer(device: str, ranks: int = 1) -> str:
-    """A layer of each kind of recipe: outputs, gradients, an evaluation with held weights."""
+    """A layer of each kind of recipe: outputs, gradients, an evaluation with cached weights."""
     import mxep.torch_frontend as mx
 
     found = []
@@ -78,7 +78,7 @@ def layer(device: str, ranks: int = 1) -> str:
             parallelize_module(moe, init_device_mesh(device, (ranks,)), mx.MXFP8ExpertParallel())
         y, _ = moe(x)
         y.square().sum().backward()
-        with torch.no_grad(), moe.weights_held():
+        with torch.no_grad(), moe.cached_weights():
             evaluated, _ = moe(x)
         found += [y, x.grad, evaluated, *(p.grad for p in moe.parameters())]
     rows = mx.MXTensor.quantize(x.detach().requires_grad_())

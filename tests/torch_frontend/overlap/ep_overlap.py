@@ -32,8 +32,8 @@ D, F, TOP_K, LOCAL = 64, 32, 2, 3
 LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RUNS = RECIPES | {
     "mxfp8 folded": Recipe.parse("mxfp8", compute="fold"),
-    "mxfp8 in all transfers": Recipe.parse("mxfp8", mx_legs=LEGS),
-    "bf16 in all transfers": Recipe.parse("mxfp8", mx_legs=()),
+    "mxfp8 in all transfers": Recipe.parse("mxfp8", mxfp8_all_to_all=LEGS),
+    "bf16 in all transfers": Recipe.parse("mxfp8", mxfp8_all_to_all=()),
 }
 ROUTINGS, MOST_TOKENS = 20, 40
 
@@ -228,7 +228,7 @@ def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str
             y, stats = checkpoint(moe, x, use_reentrant=False)
             y.square().sum().backward()
             found += [y, stats.counts, stats.aux_loss, x.grad, *(p.grad for p in moe.parameters())]
-        with moe.weights_held():
+        with moe.cached_weights():
             found.append(moe(batch)[0])
         assert set(seen) == {Tensor}, seen
         results.append([t.to_local() if isinstance(t, DTensor) else t for t in found])
@@ -243,7 +243,7 @@ def checks(prob_in: Literal["combine", "swiglu"]) -> dict[str, Callable[[Transpo
         "weights inside": lambda transport: ffn(transport, "mxfp8", "swiglu", range(6)),
         **{f"recipe {run}": partial(of, run=run, seeds=range(3, 6), bias=True) for run in RUNS},
         "frozen weights": lambda transport: ffn(transport, "mxfp8", "swiglu", range(5, 6), frozen=True),
-        "held weights": lambda transport: of(transport, "mxfp8", seeds=range(5, 6), held=True),
+        "cached weights": lambda transport: of(transport, "mxfp8", seeds=range(5, 6), held=True),
         "products of rows": lambda transport: products(transport, "mxfp8", False, range(6)),
         "products of rows, all transfers": lambda transport: products(
             transport, "mxfp8 in all transfers", False, range(3, 6)

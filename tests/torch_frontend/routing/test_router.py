@@ -58,11 +58,11 @@ def test_a_layer_with_options_compiles() -> None:
         assert torch.equal(a, b), name
 
 
-def test_weights_held_cover_the_shared_expert() -> None:
+def test_cached_weights_cover_the_shared_expert() -> None:
     case = LAYERS["deepseek_v3"]
     moe, x = layer_of(case, "mxfp8"), torch.from_numpy(case.x)
     want, _ = moe(x)
-    with moe.weights_held():
+    with moe.cached_weights():
         assert moe.shared_expert is not None
         assert moe.shared_expert._held is not None
         assert torch.equal(moe(x)[0], want)

@@ -20,7 +20,7 @@ from .one_weight import ENDS, X, clone, equal, other_memory, parameter, step, wr
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise", "bf16", "fold"])
-def test_held_weights_give_the_same_bytes(recipe: str, quantized: list[str]) -> None:
+def test_cached_weights_give_the_same_bytes(recipe: str, quantized: list[str]) -> None:
     chosen = Recipe.parse("mxfp8", compute="fold") if recipe == "fold" else Recipe.parse(recipe)
     w1, w3 = (nn.init.normal_(nn.Parameter(torch.empty(2, 96, 64))) for _ in range(2))
     w2 = nn.init.normal_(nn.Parameter(torch.empty(2, 64, 96)))
@@ -39,7 +39,7 @@ def test_held_weights_give_the_same_bytes(recipe: str, quantized: list[str]) -> 
     assert equal(ffn(held[0], w3, held[2]), want)
 
 
-def test_held_weights_of_one_product() -> None:
+def test_cached_weights_of_one_product() -> None:
     w = parameter()
     held = quantize_weights(w, "mxfp8")
     assert equal(step(held), step(w))
@@ -81,7 +81,7 @@ def test_a_layer_holds_its_weights_where_it_is_told(quantized: list[str]) -> Non
 
     want = [microbatch(i) for i in range(3)]
     quantized.clear()
-    with moe.weights_held():
+    with moe.cached_weights():
         assert quantized == 3 * ["quantize_both"]
         assert all(equal(microbatch(i), want[i]) for i in range(3))
     assert quantized == 3 * ["quantize_both"]
@@ -92,15 +92,15 @@ def test_a_layer_holds_its_weights_where_it_is_told(quantized: list[str]) -> Non
 def test_writes_within_the_block_raise() -> None:
     experts = GroupedExperts(64, 96, num_experts=2)
     x, counts = X, torch.tensor([32, 32])
-    message = r"weights_held: w3: got a write within the block; allowed: none; leave the block"
-    with pytest.raises(RuntimeError, match=message), experts.weights_held():
+    message = r"cached_weights: w3: got a write within the block; allowed: none; leave the block"
+    with pytest.raises(RuntimeError, match=message), experts.cached_weights():
         written_in_place(experts.w3)
-    with pytest.raises(RuntimeError, match=message), experts.weights_held():  # noqa: PT012
+    with pytest.raises(RuntimeError, match=message), experts.cached_weights():  # noqa: PT012
         other_memory(experts.w3)
         experts(x, counts)
-    with experts.weights_held(), experts.weights_held():
+    with experts.cached_weights(), experts.cached_weights():
         experts(x, counts)
-    with pytest.raises(ZeroDivisionError), experts.weights_held():  # noqa: PT012 -- not hidden by the check
+    with pytest.raises(ZeroDivisionError), experts.cached_weights():  # noqa: PT012 -- not hidden by the check
         written_in_place(experts.w3)
         raise ZeroDivisionError
     assert experts._held is None
@@ -108,7 +108,7 @@ def test_writes_within_the_block_raise() -> None:
 
 def test_blocks_end_in_any_order(quantized: list[str]) -> None:
     moe = MoE(64, 64, 4, 2, shared_hidden_dim=64)
-    first, second = moe.weights_held(), moe.weights_held()
+    first, second = moe.cached_weights(), moe.cached_weights()
     with ExitStack() as stack:
         stack.enter_context(second)
         first.__enter__()
@@ -116,7 +116,7 @@ def test_blocks_end_in_any_order(quantized: list[str]) -> None:
         quantized.clear()
         moe(X)
         assert quantized == []  # `second` is open
-    third, fourth = moe.weights_held(), moe.weights_held()
+    third, fourth = moe.cached_weights(), moe.cached_weights()
     third.__enter__()
     fourth.__enter__()
     third.__exit__(None, None, None)
@@ -138,7 +138,7 @@ def test_blocks_of_threads() -> None:
 
     def blocks() -> None:
         for _ in range(10):
-            with experts.weights_held():
+            with experts.cached_weights():
                 experts(torch.ones(32, 32), torch.tensor([32]))
                 assert experts._held is not None
 
@@ -151,14 +151,14 @@ def test_blocks_of_threads() -> None:
 
 def test_a_write_in_one_thread_raises_in_the_others() -> None:
     experts = GroupedExperts(64, 96, num_experts=2)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="w1: got a write"), experts.weights_held():
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="w1: got a write"), experts.cached_weights():
         pool.submit(written_in_place, experts.w1).result()
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_a_copy_made_within_the_block_is_not_held(how: str, quantized: list[str]) -> None:
     moe = MoE(64, 64, 4, 2, shared_hidden_dim=64)
-    with moe.weights_held():
+    with moe.cached_weights():
         if how == "deepcopy":
             found = copy.deepcopy(moe)
         elif how == "pickle":
@@ -192,12 +192,12 @@ def test_inference_tensors() -> None:
         w = parameter().detach().clone()
         assert torch.equal(mxfp8_grouped_mm(X, w.mT, ENDS), mxfp8_grouped_mm(X, parameter().mT, ENDS))
         experts = GroupedExperts(64, 96, num_experts=2)
-        with experts.weights_held():
+        with experts.cached_weights():
             held = experts(X, torch.tensor([32, 32]))
         assert torch.equal(held, experts(X, torch.tensor([32, 32])))
 
 
-def test_a_compiled_layer_takes_held_weights() -> None:
+def test_a_compiled_layer_takes_cached_weights() -> None:
     torch._dynamo.reset()
     w = parameter()
     held = quantize_weights(w, "mxfp8")
