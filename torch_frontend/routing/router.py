@@ -270,7 +270,7 @@ def chosen_outside(
         if experts is weights:
             return None
         name, other = ("experts", "weights") if experts is None else ("weights", "experts")
-        fail(ValueError, op, name, "None", f"allowed: a tensor together with {other}, or neither")
+        fail(ValueError, op, name, "None", f"allowed: a tensor with {other}, or neither")
     check_counts(op, "experts", experts, x.device)
     if experts.dtype not in (torch.int32, torch.int64):
         fail(TypeError, op, "experts", f"dtype {experts.dtype}", "allowed: int32 or int64")

@@ -302,7 +302,7 @@ IDS = ONES.long()
         (ValueError, r"MoE: force_balance: got True", lambda: made(num_groups=2, force_balance=True)),
         (TypeError, r"MoE: selection_bias: got 'x'", lambda: made(selection_bias="x")),
         (ValueError, r"MoE: shared_hidden_dim: got 40", lambda: made(shared_hidden_dim=40)),
-        (ValueError, r"MoE: weights: got None; allowed: a tensor together with experts", lambda: moe(experts=IDS)),
+        (ValueError, r"MoE: weights: got None; allowed: a tensor with experts", lambda: moe(experts=IDS)),
         (TypeError, r"MoE: experts: got dtype torch.int16", lambda: moe(experts=ONES.short(), weights=ONES)),
         (ValueError, r"MoE: experts: got shape \(2, 2\); allowed: \(3, 2", lambda: moe(experts=IDS[:2], weights=ONES)),
         (ValueError, r"MoE: experts: got 8 to 8; allowed: 0 to 7", lambda: moe(experts=8 * IDS, weights=ONES)),
