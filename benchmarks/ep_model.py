@@ -17,12 +17,12 @@ from statistics import median
 from typing import Literal, NamedTuple, get_args
 
 from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.exchange import MOST_CHUNKS, expert_chunks
 from mxep.core_kernels.policy.recipe import LegName, Recipe
-from mxep.core_kernels.policy.replicas import Replicas
 
 Send = Literal["each", "summed", "host"]
-"""Rows that are sent: one per replica; one per rank, both ways, as `dispatch(replicas="summed")`; or one per host."""
+"""Rows that are sent: one per replica; one per rank, both ways, as `dispatch(deduplicate="both")`; or one per host."""
 MX, BF16 = 1 + 1 / BLOCK, 2.0
 """Bytes per value."""
 
@@ -150,26 +150,26 @@ class TokenBytes(NamedTuple):
 
 
 def token_bytes(
-    ranks: int, experts: int, top_k: int, dim: int, recipe: Recipe, replicas: Replicas, weighted: bool = False
+    ranks: int, experts: int, top_k: int, dim: int, recipe: Recipe, deduplicate: Deduplicate, weighted: bool = False
 ) -> TokenBytes:
     """Of `dispatch` and `combine` with uniform routing. experts: of all ranks. weighted: `combine` has probabilities.
 
     An all-to-all has top_k rows of a token, or one for each rank with one of its experts: on average
-    R (1 - C(E - E/R, k) / C(E, k)) of the R ranks. R - 1 of R rows are for other ranks. With "once" and "summed"
+    R (1 - C(E - E/R, k) / C(E, k)) of the R ranks. R - 1 of R rows are for other ranks. With "dispatch" and "both"
     dispatch also sends 4 bytes per replica.
 
     >>> mxfp8 = Recipe.parse("mxfp8")
-    >>> [round(token_bytes(4, 64, 8, 7168, mxfp8, how).forward / 1e3, 1) for how in get_args(Replicas)]
+    >>> [round(token_bytes(4, 64, 8, 7168, mxfp8, how).forward / 1e3, 1) for how in CHOICES]
     [130.4, 106.3, 59.7]
     """
     copies, sent = distinct(ranks, experts, top_k), (ranks - 1) / ranks
     each: set[LegName] = set(get_args(LegName))
-    if replicas != "each":
+    if deduplicate is not None:
         each -= {"dispatch"} if weighted else {"dispatch", "combine_grad"}
-    once = replicas == "summed"
+    once = deduplicate == "both"
     rows = {leg: top_k if leg in each and not once else copies for leg in get_args(LegName)}
     of_leg = {leg: n * sent * dim * (MX if recipe.sends_mx(leg) else BF16) for leg, n in rows.items()}
-    slots = 0 if replicas == "each" else 4 * top_k * sent
+    slots = 0 if deduplicate is None else 4 * top_k * sent
     return TokenBytes(of_leg["dispatch"] + slots + of_leg["combine"], of_leg["combine_grad"] + of_leg["dispatch_grad"])
 
 

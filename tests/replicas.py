@@ -63,7 +63,7 @@ class Result(NamedTuple):
 
 
 def expected(c: Case, recipe: Recipe, weighted: bool) -> Result:
-    """With replicas="summed". dprobs: None without weights."""
+    """With deduplicate="both". dprobs: None without weights."""
     tokens, k = c.experts.shape
     slots = np.arange(tokens * k, dtype=np.int32).reshape(tokens, k)
     token, factor = slots.reshape(-1) // k, c.factors[c.experts.reshape(-1)][:, None]

@@ -6,10 +6,9 @@ ep_rates.py --measured rates--> benchmarks/ep_model.py --> tables, results/h200_
 """
 
 from pathlib import Path
-from typing import get_args
 
+from mxep.core_kernels.policy.deduplicate import CHOICES
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.core_kernels.policy.replicas import Replicas
 
 from ..ep_model import (
     Case,
@@ -150,7 +149,7 @@ def _rows() -> list[str]:
             found = distinct(ranks, experts, TOP_K), distinct(max(ranks // GPUS, 1), experts, TOP_K)
             of = f"{found[0]:.2f}", f"{found[1]:.2f}" if ranks > GPUS else ""
             for name, recipe in WIRES.items():
-                sizes = [token_bytes(ranks, experts, TOP_K, dim, recipe, how) for how in get_args(Replicas)]
+                sizes = [token_bytes(ranks, experts, TOP_K, dim, recipe, how) for how in CHOICES]
                 whole = [sum(size) for size in sizes]
                 kilobytes = (f"{b / 1e3:.0f}" for direction in zip(*sizes, strict=True) for b in direction)
                 saved = (f"{max(1 - b / whole[0], 0):.0%}" for b in whole[1:])
@@ -177,7 +176,7 @@ def tables() -> str:
         "## From one host to 1024 GPUs", "", *_at_scale(),
         "## Bytes of a token", "",
         f"KB per token that its rank sends and receives, of a layer with dim {SHAPES[0][0]} and top-{TOP_K}, by "
-        "`dispatch(replicas=...)`; without the probabilities, 4 bytes per replica:", "", *_rows(),
+        "`dispatch(deduplicate=...)`; without the probabilities, 4 bytes per replica:", "", *_rows(),
         "## Where communication stops being hidden", "",
         "GPUs up to which at most a tenth of forward and backward waits for communication:", "", *_hidden(),
     ]).strip()  # fmt: skip

@@ -21,7 +21,7 @@ class MoEMetrics(TypedDict):
     overflow: rows that found no room; always 0 in PyTorch.
     wire_nbytes: bytes of the rows in the four all-to-alls of a forward and backward, of all ranks together. Rows of a
         rank's own experts are in it: 1 / ranks of the rows if experts are chosen evenly. 0 on one rank. A row per
-        expert of a token counts, as replicas="each" sends it; the counts do not tell how much less the others send.
+        expert of a token counts, as deduplicate=None sends it; the counts do not tell how much less the others send.
     """
 
     tokens_per_expert: list[int]

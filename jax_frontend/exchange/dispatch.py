@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ...core_kernels.launch import fail
+from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.policy.replicas import Replicas, check_replicas_option
 from ..ops.checks import check_floats, check_shape, check_size, check_type, check_vector
 from ..ops.mesh import Axes, axis_size
 from ..ops.mx_array import MXArray
@@ -25,31 +25,31 @@ from .peer_memory import Transport, check_transport
 from .replicas import Once, Summed
 from .route import Route, TokenExchange
 
-_ALL_TO_ALL: dict[str, type[AllToAll]] = {"each": AllToAll, "once": Once, "summed": Summed}
+_ALL_TO_ALL: dict[str | None, type[AllToAll]] = {None: AllToAll, "dispatch": Once, "both": Summed}
 
 
 def choose_exchange(
-    op: str, of_tokens: bool, axis_name: Axes | None, capacity: int | None, replicas: Replicas, transport: Transport,
-    on_overflow: OnOverflow,
+    op: str, of_tokens: bool, axis_name: Axes | None, capacity: int | None, deduplicate: Deduplicate,
+    transport: Transport, on_overflow: OnOverflow,
 ) -> TokenExchange:  # fmt: skip
     """The exchange of the options of `dispatch`. of_tokens: of TokenReplicas. Raises ValueError and TypeError."""
-    check_replicas_option(op, replicas)
+    check_deduplicate(op, deduplicate)
     check_on_overflow(op, on_overflow)
     check_transport(op, transport)
     if capacity is not None:
         check_size(op, "capacity", capacity, 1)
-    if replicas != "each" and not of_tokens:
-        allowed = "allowed: 'each' for rows; TokenReplicas, whose rows are copies, take the others"
-        fail(ValueError, op, "replicas", repr(replicas), allowed)
+    if deduplicate is not None and not of_tokens:
+        allowed = "allowed: None for rows; TokenReplicas, whose rows are copies, take the others"
+        fail(ValueError, op, "deduplicate", repr(deduplicate), allowed)
     several = axis_size(op, axis_name) > 1
     if axis_name is None and capacity is None:
         return Local()
     if axis_name is None or not several:
         return AllToAll(axis_name, capacity, on_overflow)
     if transport == "all_to_all":
-        return _ALL_TO_ALL[replicas](axis_name, capacity, on_overflow)
-    if replicas != "each":
-        fail(ValueError, op, "replicas", repr(replicas), "allowed: 'each' with transport='peer_memory'")
+        return _ALL_TO_ALL[deduplicate](axis_name, capacity, on_overflow)
+    if deduplicate is not None:
+        fail(ValueError, op, "deduplicate", repr(deduplicate), "allowed: None with transport='peer_memory'")
     return PeerMemory(axis_name, capacity, on_overflow)
 
 
@@ -61,7 +61,7 @@ def dispatch(
     recipe: Recipe | str = "mxfp8",
     axis_name: Axes | None = None,
     capacity: int | None = None,
-    replicas: Replicas = "each",
+    deduplicate: Deduplicate = None,
     transport: Transport = "all_to_all",
     on_overflow: OnOverflow = "nan",
 ) -> tuple[Float[jax.Array, "P K"] | MXArray, Int[jax.Array, " G"], Route]:
@@ -73,14 +73,14 @@ def dispatch(
     recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
     axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
     capacity: rows that each pair of ranks exchanges at most; None is all local rows, which never drops one.
-    replicas: of TokenReplicas, how often a token is sent to a rank with several of its experts. "each": a row per
-        expert, in both directions. "once": one row, which that rank copies for each expert. It sends one result per
-        expert back, and results and gradients are the same bytes. "summed": as "once", but that rank sums the results
-        of a token in fp32 and sends one row back, in the dtype of the groups. With "once" and "summed" a pair of ranks
-        has a buffer for min(T, capacity) tokens.
+    deduplicate: of TokenReplicas, how often a token is sent to a rank with several of its experts. None: a row per
+        expert, in both directions. "dispatch": one row, which that rank copies for each expert. It sends one result per
+        expert back, and results and gradients are the same bytes. "both": as "dispatch", but that rank sums the results
+        of a token in fp32 and sends one row back, in the dtype of the groups. With "dispatch" and "both" a pair of
+        ranks has a buffer for min(T, capacity) tokens.
     transport: "all_to_all": collectives of XLA. "peer_memory": on GPUs of one process kernels read the rows in the
         memory of the other GPUs, into their groups and, summed, into their tokens. Elsewhere rows are read from an
-        all-gather of the rows. The same bytes, with replicas="each". Each rank then has one buffer of `capacity` rows
+        all-gather of the rows. The same bytes, with deduplicate=None. Each rank then has one buffer of `capacity` rows
         per rank, which all ranks share.
     on_overflow: what a row that does not fit the capacity makes of its row or token after `combine`. "nan": NaN, in the
         result, in the gradient of the row or token, and in the gradient of its weight. "drop": zeros, in the sum of a
@@ -108,7 +108,7 @@ def dispatch(
     check_vector(op, "counts", counts)
     if of_tokens:
         check_replicas(op, rows)
-    exchange = choose_exchange(op, of_tokens, axis_name, capacity, replicas, transport, on_overflow)
+    exchange = choose_exchange(op, of_tokens, axis_name, capacity, deduplicate, transport, on_overflow)
     check_expert_counts(op, counts, axis_name, parts_of(rows)[2])
     groups, route = exchange.dispatch(rows, counts, recipe)
     return groups, route.row_map.padded_counts, route

@@ -8,7 +8,7 @@ Both steps to the right are gathers. In addition to rows the ranks send 4 bytes 
 replicas. They are the slot of the replica in its copy, `copy * top_k + k`. So the receiver has the replicas of its
 copies in the form of `TokenReplicas`. The padded groups equal the groups of replicas that are sent one by one.
 
-"once": forward and backward return replicas, and all bytes equal the bytes with "each". "summed": a rank sums its
+"dispatch": forward and backward return replicas, and all bytes equal the bytes with None. "both": a rank sums its
 replicas of a token in fp32, k ascending, rounds each sum to the dtype of the rows and sends it. The sums of the ranks
 are added with ranks ascending.
 

@@ -159,7 +159,7 @@ def _layer(
     if config.prob_in == "input":
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
-    ranks = {"axis_name": axis_name, "capacity": config.capacity, "replicas": config.replicas}
+    ranks = {"axis_name": axis_name, "capacity": config.capacity, "deduplicate": config.deduplicate}
     ranks |= {"transport": config.transport, "on_overflow": config.on_overflow}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
     inside = dispatch_probs(probs_TK, route) if config.prob_in == "swiglu" else None

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 
 from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail
+from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
 from ...core_kernels.policy.prob_in import ProbIn, check_prob_in
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.policy.replicas import Replicas, check_replicas_option
 from ...core_kernels.router.plan import OPTIONS, check_options
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ..exchange.peer_memory import Transport, check_transport
@@ -62,10 +62,10 @@ class MoEConfig:
         loss shows it, and `MoEStats.overflow` counts the rows. "drop": the row is left out of the token's sum.
     bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
         the experts and of the shared one, which has no bias.
-    replicas: "each", "once" or "summed", how often a token is sent to a rank with several of its experts, as in
-        `dispatch`. With prob_in="input", where a row is one replica, "each" alone.
+    deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
+        `dispatch`. With prob_in="input", where a row is one replica, None alone.
     transport: "all_to_all" or "peer_memory", how rows are sent between ranks, as in `dispatch`; "peer_memory" with
-        replicas="each".
+        deduplicate=None.
 
     >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
     'mxfp8'
@@ -92,7 +92,7 @@ class MoEConfig:
     shared_gate: bool = False
     bias: bool = False
     activation: SwiGLU = PLAIN
-    replicas: Replicas = "each"
+    deduplicate: Deduplicate = None
     transport: Transport = "all_to_all"
     on_overflow: OnOverflow = "nan"
 
@@ -119,14 +119,14 @@ class MoEConfig:
             fail(ValueError, "MoEConfig", "shared_gate", True, "allowed: with shared_hidden_dim")
         check_options("MoEConfig", self.num_experts, top_k=self.top_k, **self.route_options)
         check_prob_in("MoEConfig", self.prob_in)
-        check_replicas_option("MoEConfig", self.replicas)
-        if self.replicas != "each" and self.prob_in == "input":
-            allowed = "allowed: 'each' with prob_in='input', whose replicas have a row each"
-            fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
+        check_deduplicate("MoEConfig", self.deduplicate)
+        if self.deduplicate is not None and self.prob_in == "input":
+            allowed = "allowed: None with prob_in='input', whose replicas have a row each"
+            fail(ValueError, "MoEConfig", "deduplicate", repr(self.deduplicate), allowed)
         check_transport("MoEConfig", self.transport)
-        if self.replicas != "each" and self.transport == "peer_memory":
-            allowed = "allowed: 'each' with transport='peer_memory'"
-            fail(ValueError, "MoEConfig", "replicas", repr(self.replicas), allowed)
+        if self.deduplicate is not None and self.transport == "peer_memory":
+            allowed = "allowed: None with transport='peer_memory'"
+            fail(ValueError, "MoEConfig", "deduplicate", repr(self.deduplicate), allowed)
         if self.capacity is not None and not 1 <= self.capacity < 2**31:
             allowed = f"allowed: 1 to {2**31 - 1}, or None for dropless"
             fail(ValueError, "MoEConfig", "capacity", self.capacity, allowed)

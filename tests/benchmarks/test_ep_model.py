@@ -2,13 +2,12 @@
 
 import doctest
 from itertools import combinations
-from typing import get_args
 
 import pytest
 import torch
+from mxep.core_kernels.policy.deduplicate import CHOICES
 from mxep.core_kernels.policy.exchange import plan_exchange
 from mxep.core_kernels.policy.recipe import RECIPES
-from mxep.core_kernels.policy.replicas import Replicas
 from mxep.torch_frontend import TokenReplicas, sort_by_expert
 from mxep.torch_frontend.exchange.replicas import lay_out
 from mxep.torch_frontend.overlap.transport import CHUNK_BYTES
@@ -52,14 +51,14 @@ def test_a_token_has_the_bytes_of_the_copies_that_dispatch_lays_out(ranks: int, 
         order, inverse, counts = sort_by_expert(chosen, experts)
         copies = lay_out(TokenReplicas(torch.empty(tokens, 0), order, inverse, top_k), counts, ranks).counts
         sent += int(copies.sum() - copies[rank])
-    of = {how: token_bytes(ranks, experts, top_k, 32, RECIPES["bf16"], how) for how in get_args(Replicas)}
+    of = {how: token_bytes(ranks, experts, top_k, 32, RECIPES["bf16"], how) for how in CHOICES}
     # Measured: within 0.4%.
-    assert of["summed"].backward == pytest.approx(2 * sent / 4096 * 64, rel=0.01)
+    assert of["both"].backward == pytest.approx(2 * sent / 4096 * 64, rel=0.01)
     slots = 4 * top_k * (ranks - 1) / ranks
-    assert of["summed"].forward == pytest.approx(of["summed"].backward + slots)
-    assert of["once"].backward == pytest.approx((of["each"].backward + of["summed"].backward) / 2)
-    weighted = token_bytes(ranks, experts, top_k, 32, RECIPES["bf16"], "once", weighted=True)
-    assert (weighted.forward, weighted.backward) == pytest.approx((of["once"].forward, of["each"].backward))
+    assert of["both"].forward == pytest.approx(of["both"].backward + slots)
+    assert of["dispatch"].backward == pytest.approx((of[None].backward + of["both"].backward) / 2)
+    weighted = token_bytes(ranks, experts, top_k, 32, RECIPES["bf16"], "dispatch", weighted=True)
+    assert (weighted.forward, weighted.backward) == pytest.approx((of["dispatch"].forward, of[None].backward))
 
 
 def test_chunks_are_those_of_the_transports() -> None:

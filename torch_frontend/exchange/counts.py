@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...core_kernels.launch import fail
+from ...core_kernels.policy.deduplicate import Deduplicate
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.policy.replicas import Replicas
 from ..ops.checks import check_counts, check_probs, check_shape, require_total
 from ..ops.private import group_named
 from ..routing.permute import check_replicas
@@ -93,16 +93,16 @@ class Agreement(NamedTuple):
         return self.of_all[:, : self.received.shape[0]].sum(0, dtype=self.of_all.dtype)
 
 
-def agree_on_counts(request: Request, replicas: Replicas = "each") -> Agreement:
+def agree_on_counts(request: Request, deduplicate: Deduplicate = None) -> Agreement:
     """Check this rank's arguments, unless it has an error already, and exchange the counts. A collective; the host
-    does not wait, unless the number of experts is unknown, which the ranks compare first. replicas: how often a token
-    goes to a rank."""
+    does not wait, unless the number of experts is unknown, which the ranks compare first. deduplicate: how often a
+    token is sent to a rank."""
     rows, counts, ranks, error = request.rows, request.counts, request.ranks, request.error
     num_rows, shared = 0, {}
     try:
         if error is None:
-            rows, num_rows = checked_rows(request, replicas)
-            shared = shared_arguments(request, replicas)
+            rows, num_rows = checked_rows(request, deduplicate)
+            shared = shared_arguments(request, deduplicate)
     except (TypeError, ValueError) as found:
         error = found
     if not ranks.num_experts:
@@ -111,7 +111,7 @@ def agree_on_counts(request: Request, replicas: Replicas = "each") -> Agreement:
             compare_calls("dispatch", experts | shared, ranks.group_name, error)
         elif error is not None:
             raise error
-    copies = 0 if replicas == "each" else ranks.degree
+    copies = 0 if deduplicate is None else ranks.degree
     if error is not None:
         exchanged = _exchange_counts(_refusal(ranks, copies), ranks, copies)
         return Agreement(rows, num_rows, shared, *exchanged, error, None)
@@ -122,16 +122,16 @@ def agree_on_counts(request: Request, replicas: Replicas = "each") -> Agreement:
     return Agreement(rows, num_rows, shared, *_exchange_counts(sent, ranks, copies), error, layout)
 
 
-def shared_arguments(request: Request, replicas: Replicas = "each") -> dict[str, Any]:
+def shared_arguments(request: Request, deduplicate: Deduplicate = None) -> dict[str, Any]:
     """The arguments with which a rank reads the rows that it receives, forward and backward; equal on all ranks."""
-    rows, x, once = request.rows, request.x, replicas != "each"
+    rows, x, once = request.rows, request.x, deduplicate is not None
     # In a compiled graph the other arguments are the layer's, whose ranks have compared them before.
     if torch.compiler.is_compiling():
         return {"top_k": rows.top_k} if once and isinstance(rows, TokenReplicas) else {}
     return {
         "rows": f"{x.shape[1]} values of {x.dtype}",
         "recipe": request.recipe,
-        "replicas": replicas,
+        "deduplicate": deduplicate,
         # A replica's slot is `copy * top_k + k`, so ranks share top_k. Without copies top_k may differ between ranks.
         "top_k": rows.top_k if once and isinstance(rows, TokenReplicas) else None,
         **request.also,
@@ -186,10 +186,10 @@ def _reading(x: Tensor) -> Callable[[], Any]:
     return values
 
 
-def refuse(ranks: Ranks, replicas: Replicas = "each") -> None:
+def refuse(ranks: Ranks, deduplicate: Deduplicate = None) -> None:
     """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
     if ranks.degree > 1:
-        copies = 0 if replicas == "each" else ranks.degree
+        copies = 0 if deduplicate is None else ranks.degree
         _exchange_counts(_refusal(ranks, copies), ranks, copies)
 
 
@@ -217,13 +217,13 @@ def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int
     return of_all, of_all[:, rank * local : (rank + 1) * local].reshape(-1), copies
 
 
-def checked_rows(request: Request, replicas: Replicas = "each") -> tuple[Tensor | TokenReplicas, int]:
+def checked_rows(request: Request, deduplicate: Deduplicate = None) -> tuple[Tensor | TokenReplicas, int]:
     """The rows with int32 maps and their number; raises if an argument of this rank is wrong."""
     op, x, (_, rows, counts, recipe, ranks, probs, *_) = "dispatch", request.x, request
     check_rows_to_send(op, "rows", x, recipe.mx or bool(recipe.mxfp8_all_to_all))
-    if replicas != "each" and not isinstance(rows, TokenReplicas):
-        allowed = "allowed: 'each' for rows; TokenReplicas, whose rows are copies, take the others"
-        fail(ValueError, op, "replicas", repr(replicas), allowed)
+    if deduplicate is not None and not isinstance(rows, TokenReplicas):
+        allowed = "allowed: None for rows; TokenReplicas, whose rows are copies, take the others"
+        fail(ValueError, op, "deduplicate", repr(deduplicate), allowed)
     if ranks.num_experts and x.device.type != ranks.device_type:
         allowed = f"allowed: {ranks.device_type}, the device of the experts' group"
         fail(ValueError, op, "rows", f"device {x.device}", allowed)

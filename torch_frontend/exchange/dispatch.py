@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.policy.replicas import Replicas, check_replicas_option
 from ..ops import direct as ops
 from ..ops.checks import check_probs
 from ..ops.mx_tensor import MXTensor
@@ -39,7 +39,7 @@ def dispatch(
     *,
     recipe: Recipe | str = "mxfp8",
     group: "str | dist.ProcessGroup | None" = None,
-    replicas: Replicas = "each",
+    deduplicate: Deduplicate = None,
 ) -> tuple[Tensor, Tensor, Route]:
     """Send rows to the ranks of their experts, into one padded group per local expert; differentiable.
 
@@ -49,10 +49,10 @@ def dispatch(
     recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
     group: a process group or its name; None is the default group, or this process alone where torch.distributed is not
         initialised.
-    replicas: of TokenReplicas, how often a token is sent to a rank with several of its experts. "each": a row per
-        expert, in both directions. "once": one row, from which that rank makes the other rows. It returns the result of
-        each row, and results and gradients are the same bytes. "summed": the rank also sums the results of a token, in
-        fp32, and returns one row. The row has the dtype of the groups, or of the recipe's all-to-all.
+    deduplicate: of TokenReplicas, how often a token is sent to a rank with several of its experts. None: a row per
+        expert, in both directions. "dispatch": one row, from which that rank makes the other rows. It returns the
+        result of each row, and results and gradients are the same bytes. "both": the rank also sums the results of a
+        token, in fp32, and returns one row. The row has the dtype of the groups, or of the recipe's all-to-all.
 
     Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes, with padding rows of
     zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. Where products
@@ -68,18 +68,18 @@ def dispatch(
     Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
     """
     name = name_of("dispatch", "group", group)
-    check_replicas_option("dispatch", replicas)
+    check_deduplicate("dispatch", deduplicate)
     ranks = Ranks(name, degree_of(name), 0, "")
-    return dispatch_over(Request("dispatch", rows, counts, Recipe.parse(recipe), ranks), replicas)
+    return dispatch_over(Request("dispatch", rows, counts, Recipe.parse(recipe), ranks), deduplicate)
 
 
 @named("mxep.dispatch")
-def dispatch_over(request: Request, replicas: Replicas = "each") -> tuple[Tensor, Tensor, Route]:
+def dispatch_over(request: Request, deduplicate: Deduplicate = None) -> tuple[Tensor, Tensor, Route]:
     """`dispatch` of a request. Its probs are the argument of the `dispatch_probs` that follows, or of `combine`,
     checked here, before any rank sends rows."""
     ranks = request.ranks
     if ranks.degree == 1:
-        (rows, num_rows), counts, recipe = checked_rows(request, replicas), request.counts, request.recipe
+        (rows, num_rows), counts, recipe = checked_rows(request, deduplicate), request.counts, request.recipe
         row_map = map_rows("dispatch", "counts", num_rows, counts, 1, counts.shape[0], recipe.alignment)
         if isinstance(rows, TokenReplicas):
             maps = _maps_of_slots(rows, row_map)
@@ -91,7 +91,7 @@ def dispatch_over(request: Request, replicas: Replicas = "each") -> tuple[Tensor
         if recipe.sends_mx("dispatch_grad"):
             groups = sent_rows(groups, True, int(recipe.rounding))
         return groups, row_map.padded_counts, route
-    return (_send if captures_splits() else _send_eagerly)(request, replicas)
+    return (_send if captures_splits() else _send_eagerly)(request, deduplicate)
 
 
 @named("mxep.dispatch")
@@ -135,8 +135,8 @@ def _replicas_to_groups(
     return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)
 
 
-def _send(request: Request, replicas: Replicas) -> tuple[Tensor, Tensor, Route]:
-    agreed, recipe, ranks = agree_on_counts(request, replicas), request.recipe, request.ranks
+def _send(request: Request, deduplicate: Deduplicate) -> tuple[Tensor, Tensor, Route]:
+    agreed, recipe, ranks = agree_on_counts(request, deduplicate), request.recipe, request.ranks
     rows, received = agreed.rows, agreed.received
     # torch's all-to-all takes its splits from the host: the one sync of the layer.
     splits, of_copies = agreed_splits(request.counts, agreed, ranks.group_name)
@@ -157,7 +157,7 @@ def _send(request: Request, replicas: Replicas) -> tuple[Tensor, Tensor, Route]:
     slots = exchange_slots(agreed.layout.slots, *splits, name)
     row_map = laid_out(slots.shape[0])
     numbers = received.view(ranks.degree, -1).sum(1), agreed.copies[:, 0]
-    summed = replicas == "summed"
+    summed = deduplicate == "both"
     copies = map_copies(agreed.layout, slots, *numbers, row_map, rows.top_k, *of_copies, summed)
     route = Route(row_map, agreed.totals, recipe, name, *splits, rows.order, rows.inverse, rows.top_k, copies)
     if summed:

@@ -5,7 +5,7 @@
     y = exchange.combine(out, handle, request)          handle.counts: rows of all ranks per expert
 
 Local       this process alone                     groups are gathered, and sums read them directly
-AllToAll    all-to-alls, before and after          replicas: how often a token goes to a rank
+AllToAll    all-to-alls, before and after          deduplicate: how often a token is sent
 Overlapped  a transport, during the products       expert_parallel.py; dispatch moves nothing, `run` exchanges
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ...core_kernels.policy.replicas import Replicas
+from ...core_kernels.policy.deduplicate import Deduplicate
 from .all_to_all import TokenReplicas
 from .combine import combine, groups_to_tokens
 from .counts import Request, refuse
@@ -82,9 +82,9 @@ class Local:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """One exchange after the other, by all-to-alls. replicas: of `dispatch`."""
+    """One exchange after the other, by all-to-alls. deduplicate: of `dispatch`."""
 
-    replicas: Replicas = "each"
+    deduplicate: Deduplicate = None
     group: None = None
 
     def dispatch(self, request: Request) -> tuple[Tensor, Tensor | None, Route]:
@@ -92,11 +92,11 @@ class AllToAll:
         if request.ranks.degree > 1:
             also = {**request.also, "transport": None, "weights inside": probs is not None}
             request = request.checked()._replace(also=also)
-        groups, _, route = dispatch_over(request._replace(probs=probs), self.replicas)
+        groups, _, route = dispatch_over(request._replace(probs=probs), self.deduplicate)
         return groups, None if probs is None else dispatch_probs(probs, route), route
 
     def combine(self, out: Tensor, handle: Route, request: Request) -> Tensor:
         return combine(out, handle, None if request.inside else request.probs, out_dtype=request.out_dtype)
 
     def refuse(self, ranks: Ranks) -> None:
-        refuse(ranks, self.replicas)
+        refuse(ranks, self.deduplicate)

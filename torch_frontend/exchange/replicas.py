@@ -8,7 +8,7 @@ Both steps to the right are gathers. A row is sent with 4 bytes per replica: the
 `copy * top_k + k`, in the order of the replicas. So the receiver has the replicas of its copies in the form of
 `TokenReplicas`. The padded groups are the same as with replicas sent one by one.
 
-"once": forward and backward return replicas, and every byte is the same as with replicas sent one by one. "summed":
+"dispatch": forward and backward return replicas, and every byte is the same as with replicas sent one by one. "both":
 sums are fp32, of a rank's replicas with k ascending, rounded to the dtype of the rows, sent, and added with ranks
 ascending.
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ...core_kernels.launch import fail
+from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.policy.replicas import Replicas, check_replicas_option
 from ..exchange.combine import combine
 from ..exchange.counts import Request
 from ..exchange.exchange import AllToAll
@@ -60,8 +60,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts are sent during the products
         of the chunks before. `PeerMemory`: kernels write rows to the other GPUs, and the host reads no size. The bytes
         are the same. A MoE and its experts take a transport.
-    replicas: "each", "once" or "summed", how often a token is sent to a rank with several of its experts, as in
-        `dispatch`. With a transport, and where a row is one replica (prob_in="input"), "each" alone.
+    deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
+        `dispatch`. With a transport, and where a row is one replica (prob_in="input"), None alone.
 
     The backward reduces the gradients of the router and of the shared expert over the mesh. All weights of a layer are
     DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside
@@ -83,12 +83,12 @@ class MXFP8ExpertParallel(ParallelStyle):
         recipe: Recipe | str | None = None,
         gradients: Gradients = "mean",
         transport: Transport | None = None,
-        replicas: Replicas = "each",
+        deduplicate: Deduplicate = None,
     ) -> None:
         super().__init__()
-        check_replicas_option("MXFP8ExpertParallel", replicas)
+        check_deduplicate("MXFP8ExpertParallel", deduplicate)
         self.transport = transport
-        self.replicas: Replicas = replicas
+        self.deduplicate: Deduplicate = deduplicate
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         if gradients not in get_args(Gradients):
             allowed = "allowed: 'mean' or 'sum'"
@@ -117,12 +117,12 @@ class MXFP8ExpertParallel(ParallelStyle):
             if module.shared_expert is not None:
                 module.shared_expert.all_ranks = ranks
         if not ours:
-            hooks = _Hooks(recipe, ranks, self.replicas)
+            hooks = _Hooks(recipe, ranks, self.deduplicate)
             experts.register_forward_pre_hook(hooks.before)
             experts.register_forward_hook(hooks.after, always_call=True)
         experts.expert_parallel = ranks  # type: ignore[assignment]
         if ours and ranks.degree > 1:
-            experts.exchange = exchange_over(self.transport, self.replicas)
+            experts.exchange = exchange_over(self.transport, self.deduplicate)
         return module
 
     def _check_on_all_ranks(
@@ -139,7 +139,7 @@ class MXFP8ExpertParallel(ParallelStyle):
         parameters = _described(experts.named_parameters(recurse=False))
         carried = self.transport and self.transport.described
         arguments = {"recipe": recipe, "gradients": self.gradients, "transport": carried, "parameters": parameters}
-        arguments["replicas"] = self.replicas
+        arguments["deduplicate"] = self.deduplicate
         if isinstance(module, MoE):
             others = [(n, p) for n, p in module.named_parameters() if not n.startswith("experts.")]
             arguments |= {"prob_in": module.prob_in, "other parameters": _described(others)}
@@ -174,12 +174,12 @@ class MXFP8ExpertParallel(ParallelStyle):
             fail(ValueError, op, "transport", repr(self.transport), allowed)
         if self.transport is not None and isinstance(module, MoE):
             check_prob_in(op, "module", module.prob_in, self.transport)
-        if self.replicas != "each" and self.transport is not None:
-            allowed = "allowed: 'each' with a transport, which sends a row per replica to its final place"
-            fail(ValueError, op, "replicas", repr(self.replicas), allowed)
-        if self.replicas != "each" and isinstance(module, MoE) and module.prob_in == "input":
-            allowed = "allowed: 'each' with prob_in='input', whose replicas have a row each"
-            fail(ValueError, op, "replicas", repr(self.replicas), allowed)
+        if self.deduplicate is not None and self.transport is not None:
+            allowed = "allowed: None with a transport, which sends a row per replica to its final place"
+            fail(ValueError, op, "deduplicate", repr(self.deduplicate), allowed)
+        if self.deduplicate is not None and isinstance(module, MoE) and module.prob_in == "input":
+            allowed = "allowed: None with prob_in='input', whose replicas have a row each"
+            fail(ValueError, op, "deduplicate", repr(self.deduplicate), allowed)
         if mesh.ndim != 1:
             fail(ValueError, op, "device_mesh", f"{mesh.ndim} dims", 'allowed: one dim; pick it with mesh["ep"]')
         if self.transport is not None and self.transport.group.group_name != name_of_group(mesh.get_group()):
@@ -198,8 +198,8 @@ def _described(parameters: Iterable[tuple[str, Tensor]]) -> str:
 class _Hooks:
     """dispatch before and combine after the forward of a module of experts that is written for one device."""
 
-    def __init__(self, recipe: Recipe, ranks: Ranks, replicas: Replicas) -> None:
-        self.recipe, self.ranks, self.exchange = recipe, ranks, AllToAll(replicas)
+    def __init__(self, recipe: Recipe, ranks: Ranks, deduplicate: Deduplicate) -> None:
+        self.recipe, self.ranks, self.exchange = recipe, ranks, AllToAll(deduplicate)
         self.routes: list[Route] = []  # of the forwards that have begun and not ended
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:

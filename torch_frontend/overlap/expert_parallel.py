@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core_kernels.launch import fail
+from ...core_kernels.policy.deduplicate import Deduplicate
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.policy.replicas import Replicas
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request
@@ -76,9 +76,9 @@ class Overlapped:
         self.transport.refuse(ranks)
 
 
-def exchange_over(transport: Transport | None, replicas: Replicas = "each") -> Exchange:
-    """The exchange of several ranks. transport: None is one exchange after the other. replicas: of `AllToAll`."""
-    return AllToAll(replicas) if transport is None else Overlapped(transport)
+def exchange_over(transport: Transport | None, deduplicate: Deduplicate = None) -> Exchange:
+    """The exchange of several ranks. transport: None is one exchange after the other. deduplicate: of `AllToAll`."""
+    return AllToAll(deduplicate) if transport is None else Overlapped(transport)
 
 
 class AtHome:

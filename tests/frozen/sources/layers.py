@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
+from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.prob_in import ProbIn
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.core_kernels.policy.replicas import Replicas
 from mxep.core_kernels.swiglu.activation import SwiGLU
 
 from ... import replicas, routed_layers
@@ -132,10 +132,11 @@ class RankedLayer:
     """in_jax: whether JAX has its options."""
 
     layer: Layer
-    replicas: Replicas = "each"
+    deduplicate: Deduplicate = None
     in_jax: bool = True
 
 
+_HOWS: dict[str, Deduplicate] = {"once": "dispatch", "summed": "both"}
 _ALL_LEGS = replace(_PLAIN, recipe=replicas.RUNS["four MXFP8 all-to-alls"])
 RANKED: dict[str, RankedLayer] = {
     **{
@@ -147,10 +148,9 @@ RANKED: dict[str, RankedLayer] = {
     "empty rank": RankedLayer(_of_conformance("empty_rank", "mxfp8")),
     "all legs": RankedLayer(_ALL_LEGS, in_jax=False),
     **{
-        f"{run} {prob_in} {how}": RankedLayer(_of_conformance("softmax", run, prob_in=prob_in), how)
+        f"{run} {prob_in} {name}": RankedLayer(_of_conformance("softmax", run, prob_in=prob_in), how)
         for run in ("bf16", "mxfp8")
         for prob_in in ("combine", "swiglu")
-        for how in get_args(Replicas)
-        if how != "each"
+        for name, how in _HOWS.items()
     },
 }

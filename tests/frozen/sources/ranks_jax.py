@@ -48,6 +48,6 @@ def _results(params: Any, x: jax.Array, dy: jax.Array, of: MoEConfig) -> Any:
 
 def entry(ranked: RankedLayer, transport: Transport) -> Entry:
     layer = ranked.layer
-    options = config(layer, replicas=ranked.replicas, transport=transport)
+    options = config(layer, deduplicate=ranked.deduplicate, transport=transport)
     found = _results(tree(layer), layer.x, layer.dy, of=options)
     return {INPUTS: layer.digits, **{name: digits_of(value) for name, value in named(found).items()}}

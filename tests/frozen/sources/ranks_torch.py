@@ -41,7 +41,7 @@ def end() -> None:
 
 def cases() -> dict[str, Case]:
     runs = {f"torch ranks {name}": (ranked, False) for name, ranked in RANKED.items()}
-    runs |= {f"{name} overlapped": (ranked, True) for name, (ranked, _) in runs.items() if ranked.replicas == "each"}
+    runs |= {f"{name} overlapped": (ranked, True) for name, (ranked, _) in runs.items() if ranked.deduplicate is None}
     return {name: Case("cpu_products", partial(entry, *run)) for name, run in runs.items()}
 
 
@@ -49,7 +49,7 @@ def entry(ranked: RankedLayer, overlapped: bool) -> Entry:
     layer, mesh = ranked.layer, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
     transport = Collectives(mesh.get_group(), chunk_bytes=1) if overlapped else None
     moe = module(layer)
-    parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=transport, replicas=ranked.replicas))
+    parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=transport, deduplicate=ranked.deduplicate))
     x, dy = (to_torch(value[PARTS[dist.get_rank()]]) for value in (layer.x, layer.dy))
     found = {}
     for name, value in results(moe, x, dy).items():

@@ -33,7 +33,7 @@ from .test_replicas import TOKENS, cases_of, run
 def test_results_and_gradients(routing: str, ranks: int, name: str, weighted: bool) -> None:
     """y, dx and dprobs, the probabilities in the groups, and the bytes of the groups."""
     cases = cases_of(routing, ranks)
-    want, got = (run(cases, name, weighted, "each", transport=t) for t in ("all_to_all", "peer_memory"))
+    want, got = (run(cases, name, weighted, None, transport=t) for t in ("all_to_all", "peer_memory"))
     for a, b in zip(got, want, strict=True):
         same_bytes(a, b)
 
@@ -104,8 +104,8 @@ def test_the_program_for_gpus() -> None:
 def test_refused() -> None:
     with pytest.raises(ValueError, match=r"transport: got 'wire'; allowed: 'all_to_all', 'peer_memory'"):
         dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), axis_name=None, capacity=3, transport="wire")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"MoEConfig: replicas: got 'once'; allowed: 'each' with transport='peer"):
-        MoEConfig(32, 64, num_experts=4, top_k=2, replicas="once", transport="peer_memory")
+    with pytest.raises(ValueError, match=r"MoEConfig: deduplicate: got 'dispatch'; allowed: None with transport='peer"):
+        MoEConfig(32, 64, num_experts=4, top_k=2, deduplicate="dispatch", transport="peer_memory")
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
 
     def part(x: jax.Array, function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A token is sent once to each rank: "once" has the bytes of "each", "summed" the oracle's bytes; on four devices."""
+"""A token is sent once to each rank: "dispatch" has the bytes of None, "both" the oracle's; on four devices."""
 
 import re
 from functools import partial
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.core_kernels.policy.replicas import Replicas
+from mxep.core_kernels.policy.deduplicate import CHOICES, Deduplicate
 from mxep.jax_frontend import (
     MoEConfig,
     MXArray,
@@ -29,7 +29,6 @@ from ...compare import same_bytes
 from ...replicas import LOCAL, RUNS, TOP_K, Case, case, expected
 
 TOKENS = 12
-HOWS: tuple[Replicas, ...] = ("each", "once", "summed")
 
 
 def times(rows: Any, factors: jax.Array) -> jax.Array:
@@ -65,7 +64,7 @@ def run(
     cases: list[Case],
     name: str,
     weighted: bool,
-    how: Replicas,
+    how: Deduplicate,
     capacity: int | None = None,
     transport: Transport = "all_to_all",
 ) -> list[np.ndarray]:
@@ -77,7 +76,7 @@ def run(
             order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
             tokens, options = TokenReplicas(x, order, inverse, TOP_K), {"recipe": RUNS[name], "capacity": capacity}
             options |= {"transport": transport, "on_overflow": "drop"}
-            groups, _, route = dispatch(tokens, counts, axis_name="ep", replicas=how, **options)
+            groups, _, route = dispatch(tokens, counts, axis_name="ep", deduplicate=how, **options)
             row = jnp.arange(groups.shape[0])[:, None]
             local = jnp.minimum((row >= route.group_ends).sum(1), LOCAL - 1)
             out = multiply(groups, factors[jax.lax.axis_index("ep") * LOCAL + local])
@@ -112,7 +111,7 @@ def cases_of(routing: str, ranks: int) -> list[Case]:
 )
 def test_results_and_gradients(routing: str, ranks: int, name: str, weighted: bool) -> None:
     cases = cases_of(routing, ranks)
-    each, once, summed = (run(cases, name, weighted, how) for how in HOWS)
+    each, once, summed = (run(cases, name, weighted, how) for how in CHOICES)
     for got, want in zip(once, each, strict=True):
         same_bytes(got, want)
     for got, want in zip(summed[3:], each[3:], strict=True):
@@ -125,7 +124,7 @@ def test_results_and_gradients(routing: str, ranks: int, name: str, weighted: bo
 @pytest.mark.parametrize("capacity", [1, 7])
 def test_dropped_replicas(capacity: int) -> None:
     """The replicas that do not fit are those that do not fit one by one."""
-    each, once, summed = (run(cases_of("random", 2), "mxfp8", False, how, capacity) for how in HOWS)
+    each, once, summed = (run(cases_of("random", 2), "mxfp8", False, how, capacity) for how in CHOICES)
     for got, want in zip(once, each, strict=True):
         same_bytes(got, want)
     for got, want in zip(summed[3:], each[3:], strict=True):
@@ -138,11 +137,11 @@ def test_the_wire_has_room_for_tokens_not_for_replicas() -> None:
     ranks, d, k = 2, 64, TOP_K
     mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), ("ep",))
     found = {}
-    for how in HOWS:
+    for how in CHOICES:
 
-        def layer(x: jax.Array, experts: jax.Array, how: Replicas = how) -> jax.Array:
+        def layer(x: jax.Array, experts: jax.Array, how: Deduplicate = how) -> jax.Array:
             order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
-            groups, _, route = dispatch(TokenReplicas(x, order, inverse, k), counts, axis_name="ep", replicas=how)
+            groups, _, route = dispatch(TokenReplicas(x, order, inverse, k), counts, axis_name="ep", deduplicate=how)
             return combine(groups.dequantize(), route)
 
         program = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
@@ -150,20 +149,20 @@ def test_the_wire_has_room_for_tokens_not_for_replicas() -> None:
         text = program.lower(x, experts).as_text()
         shapes = re.findall(r"stablehlo\.all_to_all.*?-> tensor<([\dx]+)x(\w+)>", text, re.DOTALL)
         found[how] = sorted((int(rows.split("x")[0]) // ranks, rows.split("x")[1:], kind) for rows, kind in shapes)
-    assert found["each"][1:] == [(k * TOKENS, [str(d)], "ui16"), (k * TOKENS, [str(d + d // 32)], "ui8")]
-    assert (TOKENS, [str(d + d // 32)], "ui8") in found["once"]
-    assert (k * TOKENS, [str(d)], "ui16") in found["once"]
-    assert (k * TOKENS, [], "i32") in found["once"]
+    assert found[None][1:] == [(k * TOKENS, [str(d)], "ui16"), (k * TOKENS, [str(d + d // 32)], "ui8")]
+    assert (TOKENS, [str(d + d // 32)], "ui8") in found["dispatch"]
+    assert (k * TOKENS, [str(d)], "ui16") in found["dispatch"]
+    assert (k * TOKENS, [], "i32") in found["dispatch"]
     legs = [(TOKENS, [str(d)], "ui16"), (TOKENS, [str(d + d // 32)], "ui8")]
-    assert [part for part in found["summed"] if part[2] != "i32"] == legs
+    assert [part for part in found["both"] if part[2] != "i32"] == legs
 
 
 def test_a_layer() -> None:
-    """y, statistics and gradients of "once" equal the results of "each", under remat."""
+    """y, statistics and gradients of "dispatch" equal the results of None, under remat."""
     mesh, results = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",)), []
     x = jax.random.normal(jax.random.key(1), (2 * TOKENS, 32), jnp.bfloat16)
-    for how in HOWS[:2]:
-        config = MoEConfig(32, 32, num_experts=4, top_k=3, replicas=how)
+    for how in CHOICES[:2]:
+        config = MoEConfig(32, 32, num_experts=4, top_k=3, deduplicate=how)
         params = moe.init(jax.random.key(0), config)
 
         def loss(params: Any, x: jax.Array, config: MoEConfig = config) -> Any:
@@ -180,9 +179,9 @@ def test_a_layer() -> None:
 
 def test_refused() -> None:
     counts, x = jnp.array([2, 1]), jnp.ones((3, 32))
-    with pytest.raises(ValueError, match=r"dispatch: replicas: got 'once'; allowed: 'each' for rows"):
-        dispatch(x, counts, replicas="once")
-    with pytest.raises(ValueError, match=r"replicas: got 'twice'; allowed: 'each', 'once', 'summed'"):
-        dispatch(x, counts, replicas="twice")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"MoEConfig: replicas: got 'summed'; allowed: 'each' with prob_in='input'"):
-        MoEConfig(32, 64, num_experts=4, top_k=2, replicas="summed", prob_in="input")
+    with pytest.raises(ValueError, match=r"dispatch: deduplicate: got 'dispatch'; allowed: None for rows"):
+        dispatch(x, counts, deduplicate="dispatch")
+    with pytest.raises(ValueError, match=r"deduplicate: got 'twice'; allowed: None, 'dispatch', 'both'"):
+        dispatch(x, counts, deduplicate="twice")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"MoEConfig: deduplicate: got 'both'; allowed: None with prob_in='input'"):
+        MoEConfig(32, 64, num_experts=4, top_k=2, deduplicate="both", prob_in="input")

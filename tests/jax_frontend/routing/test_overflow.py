@@ -65,19 +65,19 @@ def run(layer_config: MoEConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "replicas", "recipe", "prob_in"),
+    ("transport", "deduplicate", "recipe", "prob_in"),
     [
-        ("all_to_all", "each", "mxfp8", "swiglu"),
-        ("all_to_all", "each", "mxfp8", "input"),
-        ("all_to_all", "once", "mxfp8", "swiglu"),
-        ("all_to_all", "summed", "mxfp8_wgrad_with_hp", "combine"),
-        ("peer_memory", "each", "bf16", "combine"),
+        ("all_to_all", None, "mxfp8", "swiglu"),
+        ("all_to_all", None, "mxfp8", "input"),
+        ("all_to_all", "dispatch", "mxfp8", "swiglu"),
+        ("all_to_all", "both", "mxfp8_wgrad_with_hp", "combine"),
+        ("peer_memory", None, "bf16", "combine"),
     ],
 )
-def test_the_tokens_that_lose_a_row_are_nan(transport: Any, replicas: Any, recipe: str, prob_in: Any) -> None:
+def test_the_tokens_that_lose_a_row_are_nan(transport: Any, deduplicate: Any, recipe: str, prob_in: Any) -> None:
     """So are their gradients and the gradients of the lost rows' weights. The experts' gradients for a dy without NaN
     equal the gradients with "drop"."""
-    options = {"transport": transport, "replicas": replicas, "recipe": recipe, "prob_in": prob_in}
+    options = {"transport": transport, "deduplicate": deduplicate, "recipe": recipe, "prob_in": prob_in}
     enough = run(config(**options))
     nan, drop = (run(config(**options, capacity=CAPACITY, on_overflow=how)) for how in ("nan", "drop"))
     lost = lost_slots(transport == "peer_memory")

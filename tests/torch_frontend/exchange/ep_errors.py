@@ -115,8 +115,8 @@ def ranks_of_a_layer_that_differ() -> None:
         words = f"dispatch: {name}: got {{}} on rank {{}}; allowed: {{}}, as here"
         raises(words.format(there, 1, here), words.format(here, 0, there), lambda: moe(x, *call))
 
-    for replicas in ("once", "summed"):
-        moe, first = layer(replicas=replicas), chosen[:, :1].contiguous()
+    for how in ("dispatch", "both"):
+        moe, first = layer(deduplicate=how), chosen[:, :1].contiguous()
         differs(moe, "top_k", 1, 2, *((first, weights[:, :1]) if RANK == 0 else (chosen, weights)))
         assert moe(x, first, weights[:, :1])[0].isfinite().all()
     styles: list[dict[str, Any]] = [{}, {"transport": Collectives(mesh.get_group(), chunk_bytes=1)}]
@@ -167,13 +167,13 @@ def experts_that_nobody_agreed_on() -> None:
     by_hand()
     order, inverse, counts = sort_by_expert(torch.zeros(6, 2, dtype=torch.int32, device=DEVICE), E)
     tokens = TokenReplicas(X, order, inverse, 2)
-    for ours, theirs in (("once", "each"), ("summed", "once")):
+    for ours, theirs in (("dispatch", None), ("both", "dispatch")):
         mine = ours if RANK == 0 else theirs
-        raises(f"replicas: got {theirs} on rank 1; allowed: {ours}", f"got {ours} on rank 0; allowed: {theirs}",
-               lambda mine=mine: dispatch(tokens, counts, group=GROUP, replicas=mine))  # fmt: skip
+        raises(f"deduplicate: got {theirs} on rank 1; allowed: {ours}", f"got {ours} on rank 0; allowed: {theirs}",
+               lambda mine=mine: dispatch(tokens, counts, group=GROUP, deduplicate=mine))  # fmt: skip
     mine = (tokens, counts) if RANK else (X, COUNTS)
-    raises("replicas: got 'once'; allowed: 'each' for rows", told,
-           lambda: dispatch(*mine, group=GROUP, replicas="once"))  # fmt: skip
+    raises("deduplicate: got 'dispatch'; allowed: None for rows", told,
+           lambda: dispatch(*mine, group=GROUP, deduplicate="dispatch"))  # fmt: skip
 
 
 def counts_of_two_dtypes() -> None:
@@ -275,22 +275,22 @@ def bad_arguments_of_parallel_experts() -> None:
         style = MXFP8ExpertParallel(transport=ours if RANK == 0 else theirs)
         raises(*(f"transport: got {t} on rank" for t in shown),
                lambda style=style: parallelize_module(MoE(D, 96, E, 1), mesh, style))  # fmt: skip
-    style = MXFP8ExpertParallel(replicas="summed" if RANK == 0 else "once")
-    raises("replicas: got once on rank 1", "replicas: got summed on rank 0",
+    style = MXFP8ExpertParallel(deduplicate="both" if RANK == 0 else "dispatch")
+    raises("deduplicate: got dispatch on rank 1", "deduplicate: got both on rank 0",
            lambda: parallelize_module(MoE(D, 96, E, 1), mesh, style))  # fmt: skip
     for words, module, options in (
-        ("got 'once'; allowed: 'each' with a transport", MoE(D, 96, E, 1), {"transport": transports[0]}),
-        ("got 'once'; allowed: 'each' with prob_in='input'", MoE(D, 96, E, 1, prob_in="input"), {}),
+        ("got 'dispatch'; allowed: None with a transport", MoE(D, 96, E, 1), {"transport": transports[0]}),
+        ("got 'dispatch'; allowed: None with prob_in='input'", MoE(D, 96, E, 1, prob_in="input"), {}),
     ):
-        with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: replicas: {words}"):
-            parallelize_module(module, mesh, MXFP8ExpertParallel(replicas="once", **options))
+        with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: deduplicate: {words}"):
+            parallelize_module(module, mesh, MXFP8ExpertParallel(deduplicate="dispatch", **options))
     moe = parallelize_module(MoE(D, 96, E, 1).to(DEVICE), mesh, MXFP8ExpertParallel(transport=transports[0]))
     moe.experts.__class__ = OwnForward
     with pytest.raises(TypeError, match="MoE: experts: got a forward of their own; allowed: the forward of GroupedEx"):
         moe(X)
-    with pytest.raises(ValueError, match=r"replicas: got 'twice'; allowed: 'each', 'once', 'summed'"):
-        MXFP8ExpertParallel(replicas="twice")  # type: ignore[arg-type]
-    once = parallelize_module(MoE(D, 96, E, 2).to(DEVICE), mesh, MXFP8ExpertParallel(replicas="once"))
+    with pytest.raises(ValueError, match=r"deduplicate: got 'twice'; allowed: None, 'dispatch', 'both'"):
+        MXFP8ExpertParallel(deduplicate="twice")  # type: ignore[arg-type]
+    once = parallelize_module(MoE(D, 96, E, 2).to(DEVICE), mesh, MXFP8ExpertParallel(deduplicate="dispatch"))
     for error, x in ((TypeError, X.half()), (ValueError, X[:, :32])):
         raises("MoE: x: got", "counts: got -1 from rank 0", lambda x=x: once(X if RANK else x), error)
     once(X)

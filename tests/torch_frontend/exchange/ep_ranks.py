@@ -60,12 +60,12 @@ def mesh_of(ep: int) -> DeviceMesh:
 
 
 def parallel_layer(
-    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, transport=None, replicas="each", **options
+    ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, transport=None, deduplicate=None, **options
 ) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
     moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
     carried = None if transport is None else transport(mesh.get_group())
-    style = MXFP8ExpertParallel(gradients="sum", transport=carried, replicas=replicas)
+    style = MXFP8ExpertParallel(gradients="sum", transport=carried, deduplicate=deduplicate)
     parallelize_module(moe.experts, mesh, style)
     return moe, mesh
 
@@ -223,21 +223,21 @@ def several_layers_and_recomputation() -> None:
     assert torch.equal(again.grad, leaf.grad)
 
 
-def compiled_layer(prob_in, replicas) -> None:
+def compiled_layer(prob_in, deduplicate) -> None:
     """The whole layer with its collectives is one graph once Dynamo may capture the splits; else it is several.
 
     Compiled by the first two ranks: the other two would compile the same programs. Several graphs are compiled where a
     token goes once to each rank, which has the most steps: a graph takes seconds.
     """
     x = batch()[RANK * 8 : RANK * 8 + 8]
-    eager, _ = parallel_layer(2, prob_in=prob_in, replicas=replicas)
-    compiled, _ = parallel_layer(2, prob_in=prob_in, replicas=replicas)
+    eager, _ = parallel_layer(2, prob_in=prob_in, deduplicate=deduplicate)
+    compiled, _ = parallel_layer(2, prob_in=prob_in, deduplicate=deduplicate)
     if RANK >= 2:
         return
     leaf = x.clone().requires_grad_()
     want, _ = eager(leaf)
     want.square().sum().backward()
-    for whole in (True, False) if replicas == "once" else (True,):
+    for whole in (True, False) if deduplicate == "dispatch" else (True,):
         torch._dynamo.reset()
         again = x.clone().requires_grad_()
         with torch._dynamo.config.patch(capture_scalar_outputs=whole):
@@ -390,17 +390,17 @@ CHECKS: dict[str, Callable[[], None]] = {
         for ep, prob_in in ((2, "combine"), (4, "swiglu"))
     },
     **{
-        f"repeated_experts[{prob_in}-{replicas}]": lambda how=(prob_in, replicas): ep_repeated.same_as_two_experts(
-            mesh_of(2), *how, "mxfp8"
+        f"repeated_experts[{prob_in}-{how}]": lambda of=(prob_in, how): ep_repeated.same_as_two_experts(
+            mesh_of(2), *of, "mxfp8"
         )
-        for prob_in, replicas in ep_repeated.OVER_RANKS
+        for prob_in, how in ep_repeated.OVER_RANKS
     },
     "bad_input": bad_input,
     "other_styles": other_styles,
     "group_that_is_gone": group_that_is_gone,
     **{
-        f"compiled_layer[{prob_in}-{replicas}]": partial(compiled_layer, prob_in, replicas)
-        for prob_in, replicas in (("combine", "each"), ("swiglu", "each"), ("swiglu", "once"), ("combine", "summed"))
+        f"compiled_layer[{prob_in}-{how}]": partial(compiled_layer, prob_in, how)
+        for prob_in, how in (("combine", None), ("swiglu", None), ("swiglu", "dispatch"), ("combine", "both"))
     },
     # By the first two ranks, as above.
     "compiled_names_of_torchao": lambda: ep_torchao.compiled_names(mesh_of(2).get_group()) if RANK < 2 else None,

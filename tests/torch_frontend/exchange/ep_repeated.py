@@ -3,6 +3,7 @@
 from itertools import product
 
 import torch
+from mxep.core_kernels.policy.deduplicate import CHOICES
 from mxep.torch_frontend import MoE, MXFP8ExpertParallel
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,11 +15,11 @@ TWICE = ((0, 0), (4, 4), (0, 4), (4, 0), (0, 3), (6, 7), (4, 2), (2, 6))
 COPIED = ((0, 1), (4, 5), (0, 4), (4, 0), (0, 3), (6, 7), (4, 2), (2, 6))
 """Experts 1 and 5 have the weights of experts 0 and 4. With two ranks, experts of the same weights share a rank."""
 APART = [e for e in range(E) if e not in (0, 1, 4, 5)]
-OVER_RANKS = [(p, r) for p, r in product(("combine", "swiglu", "input"), ("each", "once", "summed"))
-              if p != "input" or r == "each"]  # fmt: skip
+OVER_RANKS = [(p, r) for p, r in product(("combine", "swiglu", "input"), CHOICES)
+              if p != "input" or r is None]  # fmt: skip
 
 
-def same_as_two_experts(mesh: DeviceMesh | None, prob_in, replicas, recipe: str) -> None:
+def same_as_two_experts(mesh: DeviceMesh | None, prob_in, deduplicate, recipe: str) -> None:
     torch.manual_seed(0)
     moe = MoE(D, 96, E, 2, recipe=recipe, prob_in=prob_in, bias=True)
     with torch.no_grad():
@@ -26,7 +27,7 @@ def same_as_two_experts(mesh: DeviceMesh | None, prob_in, replicas, recipe: str)
             w += torch.randn(w.shape) / 8  # biases too
             w[1], w[5] = w[0], w[4]
     if mesh is not None:
-        parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(replicas=replicas, gradients="sum"))
+        parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(deduplicate=deduplicate, gradients="sum"))
     once, again = (step(moe, choice, mesh.get_local_rank() if mesh else 0) for choice in (TWICE, COPIED))
     assert torch.equal(once["counts"][APART], again["counts"][APART])
     assert once["counts"][[0, 4]].equal(again["counts"][[0, 4]] + again["counts"][[1, 5]])

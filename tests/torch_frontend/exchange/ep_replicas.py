@@ -1,11 +1,11 @@
-"""A token is sent once to each rank: "once" has the bytes of "each", "summed" the oracle's; run by ep_ranks.py."""
+"""A token is sent once to each rank: "dispatch" has the bytes of None, "both" the oracle's; run by ep_ranks.py."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mxep.core_kernels.policy.replicas import Replicas
+from mxep.core_kernels.policy.deduplicate import CHOICES, Deduplicate
 from mxep.torch_frontend import (
     MoE,
     MXTensor,
@@ -24,8 +24,6 @@ from tests.conformance.backends.arrays import to_torch
 from tests.replicas import LOCAL, ROUTINGS, RUNS, TOP_K, Case, case, expected
 
 from ..overlap.ep_overlap import device_of, same
-
-HOWS: tuple[Replicas, ...] = ("each", "once", "summed")
 
 
 class Multiply(torch.autograd.Function):
@@ -50,14 +48,14 @@ def values(x: Tensor) -> Tensor:
     return torch.cat([x.q, x.sf], 1) if isinstance(x, MXTensor) else x
 
 
-def run(c: Case, name: str, weighted: bool, how: Replicas, group: dist.ProcessGroup) -> list[Tensor | None]:
+def run(c: Case, name: str, weighted: bool, how: Deduplicate, group: dist.ProcessGroup) -> list[Tensor | None]:
     """The groups, the probabilities in them, y, dx and dprobs."""
     device = device_of(group)
     x, dy, experts, probs, factors = (to_torch(values).to(device) for values in c)
     x, probs = x.requires_grad_(), probs.requires_grad_(weighted)
     order, inverse, counts = sort_by_expert(experts, len(c.factors))
     tokens = TokenReplicas(x, order, inverse, TOP_K)
-    groups, _, route = dispatch(tokens, counts, recipe=RUNS[name], group=group, replicas=how)
+    groups, _, route = dispatch(tokens, counts, recipe=RUNS[name], group=group, deduplicate=how)
     ends, row = route.group_ends, torch.arange(groups.shape[0], device=device)
     local = torch.searchsorted(ends, row, right=True, out_int32=True).clamp_max(LOCAL - 1)
     out = Multiply.apply(groups, factors[group.rank() * LOCAL + local])
@@ -71,7 +69,7 @@ def of_routings(names: tuple[str, ...], routings: tuple[str, ...], group: dist.P
         for routing in routings:
             for weighted in (False, True):
                 c = case(routing, group.rank(), group.size())
-                each, once, summed = (run(c, name, weighted, how, group) for how in HOWS)
+                each, once, summed = (run(c, name, weighted, how, group) for how in CHOICES)
                 same(each, once, (name, routing, weighted))
                 same(each[:2], summed[:2], (name, routing, weighted))
                 for got, want in zip(summed[2:], expected(c, RUNS[name], weighted), strict=True):
@@ -89,10 +87,10 @@ def of_a_subset(group: dist.ProcessGroup) -> None:
     inverse = torch.full_like(order, -1)
     inverse[kept[kept >= 0]] = torch.arange(order.shape[0], dtype=torch.int32, device=device)[kept >= 0]
     results = []
-    for how in HOWS[:2]:
+    for how in CHOICES[:2]:
         x = to_torch(c.x).to(device).requires_grad_()
         tokens = TokenReplicas(x, kept, inverse, TOP_K)
-        groups, _, route = dispatch(tokens, counts, group=group, replicas=how)
+        groups, _, route = dispatch(tokens, counts, group=group, deduplicate=how)
         y = combine(groups.dequantize(), route)
         y.backward(to_torch(c.dy).to(device))
         results.append([values(groups), y, x.grad])
@@ -100,10 +98,10 @@ def of_a_subset(group: dist.ProcessGroup) -> None:
 
 
 def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str) -> None:
-    """The layer in two steps: outputs, statistics and gradients of "once" are equal to the results of "each"."""
+    """The layer in two steps: outputs, statistics and gradients of "dispatch" are equal to the results of None."""
     results = []
-    for how in HOWS[:2]:
-        moe, mesh = parallel(ep, "mxfp8", prob_in=prob_in, replicas=how)
+    for how in CHOICES[:2]:
+        moe, mesh = parallel(ep, "mxfp8", prob_in=prob_in, deduplicate=how)
         rank, found = mesh.get_local_rank(), []
         batch = torch.randn(7 + 3 * rank, moe.router.in_features, generator=torch.Generator().manual_seed(rank))
         for _ in range(2):

@@ -77,7 +77,7 @@ CHECKS = [
     *(f"replicas[{ep}-{name}]" for ep in (2, 4) for name in ("routings", "recipes", "subset")),
     "replicas_of_a_layer[2-combine]",
     "replicas_of_a_layer[4-swiglu]",
-    *(f"repeated_experts[{prob_in}-{replicas}]" for prob_in, replicas in OVER_RANKS),
+    *(f"repeated_experts[{prob_in}-{how}]" for prob_in, how in OVER_RANKS),
     "bad_input",
     "other_styles",
     "group_that_is_gone",

@@ -163,7 +163,7 @@ def accumulates(ep: int) -> None:
 def overlaps(ep: int) -> None:
     """Exchanges during the products, and a token sent once to each rank, give the same bytes of gradients."""
     mesh, want = mesh_of(ep), None
-    for options in ({}, {"transport": Collectives(mesh["ep"].get_group(), chunk_bytes=1)}, {"replicas": "once"}):
+    for options in ({}, {"transport": Collectives(mesh["ep"].get_group(), chunk_bytes=1)}, {"deduplicate": "dispatch"}):
         model = shard_moe(fresh(recipe="mxfp8"), mesh, [Block], style=MXFP8ExpertParallel(**options))
         loss_of(model, mine(batch(0))).backward()
         want = want or gradients(model)

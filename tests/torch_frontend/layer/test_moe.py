@@ -288,4 +288,4 @@ def test_initial_weights_are_normal(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("prob_in", ["combine", "swiglu", "input"])
 def test_an_expert_that_a_token_has_twice_counts_twice(prob_in: str, recipe: str) -> None:
     """Over two ranks in ep_ranks.py."""
-    same_as_two_experts(None, prob_in, "each", recipe)
+    same_as_two_experts(None, prob_in, None, recipe)

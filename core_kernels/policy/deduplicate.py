@@ -1,0 +1,17 @@
+"""How often a token is sent to a rank that has several of its experts, and how often that rank returns its rows."""
+
+from typing import Any, Literal
+
+from ..launch import fail
+
+Deduplicate = Literal["dispatch", "both"] | None
+"""None: a row per expert, both ways. "dispatch": one row per rank, copied there for its experts; a row per expert comes
+back, and no byte of a result or a gradient changes. "both": one row per rank, and the rows of a token's experts on a
+rank are summed there, so that one row comes back."""
+CHOICES: tuple[Deduplicate, ...] = (None, "dispatch", "both")
+
+
+def check_deduplicate(op: str, deduplicate: Any) -> None:
+    """Raise ValueError unless it is one of `Deduplicate`."""
+    if not isinstance(deduplicate, str | None) or deduplicate not in CHOICES:
+        fail(ValueError, op, "deduplicate", repr(deduplicate), f"allowed: {', '.join(map(repr, CHOICES))}")
