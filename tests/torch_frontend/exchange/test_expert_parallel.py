@@ -81,7 +81,7 @@ CHECKS = [
     "bad_input",
     "other_styles",
     "group_that_is_gone",
-    *(f"compiled_layer[{how}]" for how in ("combine-each", "swiglu-each", "swiglu-once", "combine-summed")),
+    *(f"compiled_layer[{how}]" for how in ("combine-None", "swiglu-None", "swiglu-dispatch", "combine-both")),
     "compiled_names_of_torchao",
 ]
 
