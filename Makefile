@@ -10,7 +10,7 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.p
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test faults freeze frozen frozen-gpu coverage wheel install-gpu test-gpu lint format benchmark clean
+.PHONY: train train-gpu test faults freeze frozen frozen-gpu coverage wheel install-gpu test-gpu lint format benchmark docs serve-docs clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -110,6 +110,14 @@ format: .venv/.dev
 benchmark: .venv/.dev
 	$(BIN)/python -m benchmarks
 
+# The site in build/site. A warning is an error: a broken link, a page that the navigation lacks, a file of another host
+# (docs/hooks/offline.py). Sources are read, not imported: the packages of the group `docs` are enough.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+serve-docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 # Torch first, alone: anything else that needs it would otherwise choose its build.
 .venv/.base: constraints.txt
 	$(PYTHON) -m venv .venv
@@ -136,6 +144,12 @@ benchmark: .venv/.dev
 	$(PIP) --no-build-isolation --editable '.[dev]' $(CUDA_KERNELS)=ON
 	$(PIP) --no-deps jax-cuda13-plugin torchtitan
 	touch $@ .venv/.train
+
+.venv/.docs: constraints.txt pyproject.toml
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip
+	$(PIP) --group docs
+	touch $@
 
 clean:
 	rm -rf .venv build runs

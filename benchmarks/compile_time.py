@@ -2,7 +2,7 @@
 
 one layer, or eight unrolled ones --trace--> jaxpr --lower--> StableHLO --XLA--> program
 ours and the plain layer on jax.lax.ragged_dot alternate; medians of CPU seconds of all threads, which other processes
-of the machine disturb less than the clock; docs/jax_compile.md quotes the output
+of the machine disturb less than the clock; docs/design/jax_compile.md quotes the output
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.readme`: write the generated parts of README.md and of performance.md, status.md, overlap.md,
-ep_scale.md and layer_bytes.md in docs/.
+"""`python -m benchmarks.readme`: write the generated parts of README.md and of docs/: results/performance.md,
+results/status.md, guides/overlap.md, design/ep_scale.md, design/layer_bytes.md.
 
 results/*.jsonl --newest commit of each op--> tables --> the text between two markers of each document
                                               '-> results/h200_products.svg, h200_ep_scale.svg
@@ -34,11 +34,11 @@ def performance() -> str:
 
 DOCUMENTS: dict[Path, Callable[[], str]] = {
     ROOT / "README.md": lambda: speed.table(newest("h200"), newest("h200_ep", table_ep.is_ep)),
-    ROOT / "docs" / "performance.md": performance,
-    ROOT / "docs" / "status.md": status.tables,
-    ROOT / "docs" / "overlap.md": lambda: table_ep.tables(newest("h200_ep", table_ep.is_ep)),
-    ROOT / "docs" / "ep_scale.md": ep_scale.tables,
-    ROOT / "docs" / "layer_bytes.md": table_layer_bytes.tables,
+    ROOT / "docs" / "results" / "performance.md": performance,
+    ROOT / "docs" / "results" / "status.md": status.tables,
+    ROOT / "docs" / "guides" / "overlap.md": lambda: table_ep.tables(newest("h200_ep", table_ep.is_ep)),
+    ROOT / "docs" / "design" / "ep_scale.md": ep_scale.tables,
+    ROOT / "docs" / "design" / "layer_bytes.md": table_layer_bytes.tables,
 }
 
 

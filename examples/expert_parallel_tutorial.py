@@ -1,4 +1,4 @@
-"""Expert-parallel training in MXFP8, step by step; docs/expert_parallel.md explains the steps.
+"""Expert-parallel training in MXFP8, step by step; docs/concepts/expert_parallel.md explains the steps.
 
     torchrun --standalone --nproc-per-node 2 -m examples.expert_parallel_tutorial                   # on a CPU, Gloo
     torchrun --standalone --nproc-per-node 4 -m examples.expert_parallel_tutorial --device gpu      # a GPU each, NCCL

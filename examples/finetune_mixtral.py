@@ -1,4 +1,4 @@
-"""Fine-tune Mixtral in four stages and compare them; docs/finetune_mixtral.md explains the stages.
+"""Fine-tune Mixtral in four stages and compare them; docs/guides/finetune_mixtral.md explains the stages.
 
     torchrun --standalone --nproc-per-node 2 -m examples.finetune_mixtral --size tiny          # on a CPU, Gloo
     torchrun --standalone --nproc-per-node 4 -m examples.finetune_mixtral --device gpu --size layer --ep-size 2

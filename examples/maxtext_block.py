@@ -2,7 +2,7 @@
 
 RoutedMoE of the installed MaxText --its own ragged_dot, then ours--> output, loss and gradients, compared in dB
 
-Runs on four CPU devices, split by `--mesh`. Needs Python 3.12 and MaxText; docs/maxtext.md has the commands. An error
+Runs on four CPU devices, split by `--mesh`. Needs Python 3.12 and MaxText; commands: docs/guides/maxtext.md. An error
 ends the run if a comparison is below LIMITS.
 """
 

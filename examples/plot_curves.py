@@ -8,7 +8,7 @@ Writes curves.png to the same folder, prints the comparisons, and exits with 1 i
 - the held-out loss of every recipe is within the limit of bf16, for each framework.
 
 The limit, 0.7% unless given, is a property of the config: it has to cover two runs that differ in the order of
-additions alone. Runs of 500 steps on a GPU differ more than runs of 60 steps on a CPU (docs/training.md).
+additions alone. Runs of 500 steps on a GPU differ more than runs of 60 steps on a CPU (docs/guides/training.md).
 
 A missing run is an error, and so are runs with different configs or texts.
 """

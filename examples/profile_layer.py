@@ -7,7 +7,7 @@
 
 Writes DIR/torch.json or DIR/jax.json.gz; in PyTorch it prints the time of each step of the layer, and --png draws the
 shortest forward and backward. The steps are mxep.route, mxep.dispatch, mxep.experts and mxep.combine, as in
-docs/pipeline.md; the backward has the names of the autograd functions. In JAX they are scopes of the compiled
+docs/concepts/pipeline.md; the backward has the names of the autograd functions. In JAX they are scopes of the compiled
 operations, which XLA's trace of a CPU leaves out.
 """
 

@@ -1,4 +1,4 @@
-"""torchtitan's trainer with the routed experts of this package or its own; docs/torchtitan.md has the flags.
+"""torchtitan's trainer with the routed experts of this package or its own; docs/guides/torchtitan.md has the flags.
 
     torchrun --standalone --nproc-per-node 4 -m examples.train_torchtitan --assets runs/assets --training.steps 20 \\
       --parallelism.expert_parallel_degree 2 \\

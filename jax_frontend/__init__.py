@@ -1,16 +1,17 @@
 """mxep for JAX: MXFP8 grouped products, expert parallelism inside shard_map and a complete Mixture-of-Experts layer.
 
-The layer      moe (init, apply, sharded_apply, specs), MoEConfig, MoEStats, moe_metrics (docs/metrics.md)
+The layer      moe (init, apply, sharded_apply, specs), MoEConfig, MoEStats, moe_metrics (docs/guides/metrics.md)
 The router     route, update_selection_bias
-The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/pipeline.md)
+The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/concepts/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights
 Recipes        Recipe, RECIPES, Rounding
 Rows           MXArray, gather_rows, weighted_combine
 Programs       save_mx_rows (ops/remat.py lists the names), export_checks, lower_for
 Kernels        ops, capabilities, force_implementation, numerics_report
 
-Other libraries have modules of their own in `integrations`: nnx (docs/jax.md), layouts (docs/models.md), torchao. The
-exchanges alone are in `exchange` (docs/pipeline.md). The record that a function returns is in the function's module.
+Other libraries have modules of their own in `integrations`: nnx (docs/guides/jax.md), layouts (docs/guides/models.md),
+torchao. The exchanges alone are in `exchange` (docs/concepts/pipeline.md). The record that a function returns is in the
+function's module.
 
 `help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """

@@ -1,18 +1,18 @@
 """mxep for PyTorch: MXFP8 grouped products, expert parallelism and a complete Mixture-of-Experts layer.
 
-The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel, moe_metrics (docs/metrics.md)
-FSDP2          shard_moe, clip_grad_norm_ (docs/fsdp.md)
+The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel, moe_metrics (docs/guides/metrics.md)
+FSDP2          shard_moe, clip_grad_norm_ (docs/guides/fsdp.md)
 The router     route, update_selection_bias
-The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/pipeline.md)
-Overlapped     expert_parallel_ffn, Collectives, CopyEngines, PeerMemory (docs/overlap.md)
+The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/concepts/pipeline.md)
+Overlapped     expert_parallel_ffn, Collectives, CopyEngines, PeerMemory (docs/guides/overlap.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights
 Recipes        Recipe, RECIPES, Rounding
 Rows           MXTensor, gather_rows, weighted_combine
 Kernels        ops, capabilities, force_implementation, debug_checks, numerics_report
 
-Other libraries have modules of their own in `integrations`: torchao (docs/torchao.md), transformers and convert
-(docs/transformers.md), layouts (docs/models.md), torchtitan (docs/torchtitan.md). The record that a function returns is
-in the function's module.
+Other libraries have modules of their own in `integrations`: torchao (docs/migrate/torchao.md), transformers and convert
+(docs/guides/transformers.md), layouts (docs/guides/models.md), torchtitan (docs/guides/torchtitan.md). The record that
+a function returns is in the function's module.
 
 `help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """

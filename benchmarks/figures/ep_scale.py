@@ -1,5 +1,5 @@
 """`python -m benchmarks.figures.ep_scale`: a performance model of expert parallelism at scale; the tables and the
-picture of docs/ep_scale.md.
+picture of docs/design/ep_scale.md.
 
 ep_rates.py --measured rates--> benchmarks/ep_model.py --> tables, results/h200_ep_scale.svg
             --measured and modelled times--> tables
@@ -169,7 +169,7 @@ def _hidden() -> list[str]:
 
 
 def tables() -> str:
-    """The generated part of docs/ep_scale.md."""
+    """The generated part of docs/design/ep_scale.md."""
     return "\n".join([
         "## Measured and modelled times", "", *_beside_measured(),
         "## One host", "", *_on_a_host(),

@@ -1,4 +1,4 @@
-"""The tables of docs/status.md: which kernels an op has, from registry and sources, and where each function ran."""
+"""The tables of docs/results/status.md: the kernels of each op, from registry and sources, and where functions ran."""
 
 import re
 from collections.abc import Iterator

@@ -6,8 +6,8 @@ products         the experts' grouped products
 other kernels    quantization, gathers, SwiGLU, sums, the router
 copies/wire      copies by the engines, NCCL's kernels
 
-An event is named by its stage in docs/pipeline.md. The backward begins with the first event that the host launched
-after the forward returned.
+An event is named by its stage in docs/concepts/pipeline.md. The backward begins with the first event that
+the host launched after the forward returned.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The code blocks of docs/jax.md run, one after the other, in one process; they make four devices of one CPU."""
+"""The code blocks of docs/guides/jax.md run, one after the other, in one process; they make four devices of one CPU."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "jax.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "jax.md"
 
 
 def test_the_page_runs() -> None:

@@ -1,4 +1,4 @@
-"""The code blocks of docs/pipeline.md and docs/routing.md run, each in a process of its own."""
+"""The code blocks of docs/concepts/pipeline.md and docs/guides/routing.md run, each in a process of its own."""
 
 import os
 import re

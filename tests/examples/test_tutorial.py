@@ -1,4 +1,4 @@
-"""The tutorial: what docs/expert_parallel.md says that it prints, and one rank by the library as two by hand."""
+"""The tutorial: its output in docs/concepts/expert_parallel.md, and one rank by the library as two by hand."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def test_the_steps_of_two_ranks_are_the_layer_of_one() -> None:
     runs = [start(*TORCHRUN, "2", *module), start(*module, "--style", "library")]
     (two, errors), (one, more) = (run.communicate(timeout=300) for run in runs)
     assert [run.returncode for run in runs] == [0, 0], errors + more
-    page = (ROOT / "docs" / "expert_parallel.md").read_text()
+    page = (ROOT / "docs" / "concepts" / "expert_parallel.md").read_text()
     (table,) = re.findall(r"```\n(  rows of this rank.*?)```", page, re.DOTALL)
     assert two.startswith(table)
     assert two.endswith("dense weights are equal on 2 rank(s)\n")

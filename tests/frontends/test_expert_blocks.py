@@ -124,9 +124,9 @@ def test_packing_is_the_inverse_of_unpacking(layout: dict[str, bool], bias: bool
 
 
 def test_the_program_of_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "models.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(compile(program, "docs/models.md", "exec"), {})
+    exec(compile(program, "docs/guides/models.md", "exec"), {})
 
 
 W = packed_weights()

@@ -241,7 +241,7 @@ class Near(doctest.OutputChecker):
 
 
 def test_the_page_shows_the_output_of_its_example() -> None:
-    page = Path(__file__).parents[2] / "docs" / "fold.md"
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "fold.md"
     example = doctest.DocTestParser().get_doctest(page.read_text(), {}, page.name, str(page), 0)
     results = doctest.DocTestRunner(Near()).run(example)
     assert results.attempted > 0

@@ -1,4 +1,4 @@
-"""Both frontends export the same few names; docs/frontends.md lists the exceptions."""
+"""Both frontends export the same few names; docs/guides/frontends.md lists the exceptions."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ from mxep.core_kernels.registry import OPS
 from ..public_names import importable, modules_of_names, public_names
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "frontends.md"
+PAGE = ROOT / "docs" / "guides" / "frontends.md"
 MOST_NAMES = {torch_frontend: 36, jax_frontend: 30}
 frontends = pytest.mark.parametrize("frontend", [torch_frontend, jax_frontend], ids=lambda frontend: frontend.__name__)
 

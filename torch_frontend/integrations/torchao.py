@@ -9,8 +9,8 @@
     unpermute_hp_fwd_mxfp8_bwd                       gather_rows
     ScaleCalculationMode                             Rounding
 
-The names of arguments here are torchao's: `A`, `B_t` (G, K, N), `offs`, `scaling_mode`. docs/torchao.md lists what
-differs on purpose. Nothing of torchao is imported: its enumerations are read by the names of their members.
+The names of arguments here are torchao's: `A`, `B_t` (G, K, N), `offs`, `scaling_mode`. docs/migrate/torchao.md lists
+what differs on purpose. Nothing of torchao is imported: its enumerations are read by the names of their members.
 
 Source: torchao.prototype.moe_training, commit 36027d82d of pytorch/ao.
 """

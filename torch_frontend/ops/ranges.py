@@ -1,4 +1,4 @@
-"""Ranges of a profile, under the names of docs/pipeline.md: mxep.route, mxep.dispatch, mxep.experts, mxep.combine.
+"""Ranges of a profile, named as in docs/concepts/pipeline.md: mxep.route, mxep.dispatch, mxep.experts, mxep.combine.
 
 torch.profiler shows them, and `torch.autograd.profiler.emit_nvtx()` hands them to Nsight Systems. The backward has the
 names of the autograd functions.

@@ -119,6 +119,6 @@ def table(rows: list[Row], picture: Path = PICTURE) -> str:
         *(f"| {' | '.join(_cells(of_one))} |" for of_one in groups.values() if _measured(of_one)),
         *_break_even(rows),
         "",
-        f"![Roofline of the grouped products](../benchmarks/results/{picture.name})",
+        f"![Roofline of the grouped products](../../benchmarks/results/{picture.name})",
     ]
     return "\n".join(lines)

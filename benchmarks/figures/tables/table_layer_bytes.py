@@ -1,4 +1,4 @@
-"""The tables of docs/layer_bytes.md: bytes that one step of the MoE layer moves and that its forward saves."""
+"""The tables of docs/design/layer_bytes.md: bytes that one step of the MoE layer moves and that its forward saves."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,7 +76,7 @@ def _saved() -> list[str]:
 
 
 def tables() -> str:
-    """The generated part of docs/layer_bytes.md."""
+    """The generated part of docs/design/layer_bytes.md."""
     moved = [
         "## Bytes moved by each kernel",
         "",

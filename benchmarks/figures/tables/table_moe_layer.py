@@ -91,7 +91,7 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         "(p90 - p10) / median.",
         "",
         "- *bf16*: router, top-k, stable sort, gather, three `torch._grouped_mm`, compiled SwiGLU, weighted "
-        "scatter-add ([source](../benchmarks/peers/moe_layer.py)), a layer without fused passes.",
+        "scatter-add ([source](../../benchmarks/peers/moe_layer.py)), a layer without fused passes.",
         "- *in a row*: steps that follow each other, as in training, after 0.25 s of such steps. JAX is compared in "
         "this way, with the same plain layer in torch.",
         "- *single*: one step after a pause, with cold caches. In a CUDA graph both sides are replayed.",

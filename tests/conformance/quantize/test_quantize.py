@@ -38,7 +38,7 @@ def test_quantize_bytes(ops: Ops, op: str, name: str, rounding: Rounding, satfin
 
 
 def test_the_one_magnitude_whose_quotient_rounds_down_to_a_power_of_two(ops: Ops) -> None:
-    """docs/recipes.md names it: 0x1.c00002p-119 / 448 is 2^-127 in fp32. Its neighbours have the scale of their own."""
+    """In docs/concepts/recipes.md: 0x1.c00002p-119 / 448 is 2^-127 in fp32. Its neighbours have scales of their own."""
     x = np.zeros((1, 3 * BLOCK), np.float32)
     x[0, ::BLOCK] = np.array(
         [float.fromhex("0x1.cp-119"), float.fromhex("0x1.c00002p-119"), float.fromhex("0x1.c00004p-119")]

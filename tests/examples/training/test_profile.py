@@ -1,4 +1,4 @@
-"""Traces of a layer: files that Perfetto reads, with the ranges of docs/pipeline.md in order."""
+"""Traces of a layer: files that Perfetto reads, with the ranges of docs/concepts/pipeline.md in order."""
 
 import gzip
 import json

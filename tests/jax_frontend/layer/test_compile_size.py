@@ -1,6 +1,6 @@
 """The size of a compiled layer: how often each kernel is called, and what a program of eight layers has.
 
-`python -m benchmarks.compile_time` measures the seconds; docs/jax_compile.md has both.
+`python -m benchmarks.compile_time` measures the seconds; docs/design/jax_compile.md has both.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def gradient_of(depth: int, recipe: str) -> Any:
     ],
 )
 def test_the_kernels_of_a_layer(recipe: str, calls: dict[str, int]) -> None:
-    """Forward and backward, as the table of docs/jax_compile.md counts them."""
+    """Forward and backward, as the table of docs/design/jax_compile.md counts them."""
     assert kernels(gradient_of(1, recipe).compile().as_text()) == ROUTING | calls
 
 

@@ -1,4 +1,4 @@
-"""docs/torchao.md, row by row: torchao's names, enumerations and calls, and what differs from it on purpose.
+"""docs/migrate/torchao.md, row by row: torchao's names, enumerations and calls, and what differs from it on purpose.
 
 torchao itself is not installed; its enumerations are rebuilt here with the names and values of their members.
 """

@@ -247,7 +247,7 @@ def test_sharded_checkpoints_are_the_models_own(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
     assert torch.equal(loss_and_gradients(plain)[0], eager("mixtral")[0])
     untold = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert untold.config._experts_implementation == "grouped_mm"  # as docs/transformers.md warns
+    assert untold.config._experts_implementation == "grouped_mm"  # as docs/guides/transformers.md warns
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -340,10 +340,10 @@ def test_one_graph(name: str) -> None:
 
 @pytest.mark.parametrize("index", range(2))
 def test_the_programs_of_the_page_run(index: int) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "transformers.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", page, re.S)
     assert len(programs) == 2
-    exec(compile(programs[index], "docs/transformers.md", "exec"), {})
+    exec(compile(programs[index], "docs/guides/transformers.md", "exec"), {})
 
 
 def test_the_experts_of_part_of_a_model() -> None:

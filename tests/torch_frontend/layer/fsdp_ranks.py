@@ -324,8 +324,8 @@ def pipeline_of_two_stages() -> None:
 
 
 def page() -> None:
-    """The program of docs/fsdp.md."""
-    text = (Path(__file__).parents[3] / "docs" / "fsdp.md").read_text()
+    """The program of docs/guides/fsdp.md."""
+    text = (Path(__file__).parents[3] / "docs" / "guides" / "fsdp.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(program, {"__name__": "page"})
 

@@ -13,7 +13,7 @@ from mxep.torch_frontend import MoE, moe_metrics
 from mxep.torch_frontend.layer.metrics import MoERecorder, lost_values
 from torch import nn
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "metrics.md"
 
 
 def model(recipe: str = "mxfp8") -> nn.Module:
