@@ -31,8 +31,9 @@ from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype
 from ..quantize.plan import FLOATS, SCALES, check_scaled, tile_whole_rows, whole_row_types
 from ..tiles import cdiv, tiles
 
-HEADROOM = """headroom: 0 to 7; blocks are folded to the largest scale of the row's first 256 values times 2^headroom.
-        If another block has a larger scale, they are folded again, to this scale. 0: once, to the row's largest."""
+HEADROOM = """headroom: 0 to 7; blocks are folded to the largest scale of the row's first 256 values times
+            2^headroom. If another block has a larger scale, they are folded again, to this scale. 0: once, to the row's
+            largest."""
 
 
 def _check_fold(q: ArrayType, sf: ArrayType, *, headroom: int = 0) -> Signature:

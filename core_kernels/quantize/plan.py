@@ -42,10 +42,9 @@ from ..launch import (
 from ..tiles import cdiv, row_tiles, tiles
 
 FLOATS = ("bfloat16", "float32")
-SCALES = """rounding: how a scale is chosen, RCEIL (0) or FLOOR (1). satfinite: an infinite value gives the largest
-finite
-    scale; without it, NaN."""
-"""The options of all ops that quantize, for their docs."""
+SCALES = """rounding: how a scale is chosen, RCEIL (0) or FLOOR (1).
+        satfinite: an infinite value gives the largest finite scale; without it, NaN."""
+"""The options of all ops that quantize, as entries under `Args:` of their docs."""
 
 
 def check_scaled(op: str, q: ArrayType, sf: ArrayType, *ranks: int) -> None:

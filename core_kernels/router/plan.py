@@ -173,15 +173,17 @@ def _warps(width: int) -> int:
     return min(max(CHUNK * width // (16 * 32), 4), 8)
 
 
-_OPTIONS = """score_func: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen". normalize: divide the
-    weights of a token by their sum. route_scale: the factor of the weights."""
+_OPTIONS = """score_func: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen".
+        normalize: divide the weights of a token by their sum.
+        route_scale: the factor of the weights."""
 
 route = KernelOp(
     "route",
     f"""The experts of each token and their weights, from the logits of the router.
 
     logits: (T, E) fp32 or bf16, E up to 512. bias: (E,) fp32, added to the scores for the choice alone, or (0,).
-    top_k: experts per token, up to 32. {_OPTIONS}
+    top_k: experts per token, up to 32.
+    {_OPTIONS}
     num_groups, top_k_groups: the choice is among the top_k_groups best of num_groups groups of neighbouring experts.
     group_score: "top2", the sum of a group's two best, or "max", its best. force_balance: token t takes the experts
     t * top_k, t * top_k + 1, ... modulo E, whatever the scores, for benchmarks.
@@ -207,7 +209,8 @@ route_bwd = KernelOp(
 
     dweights: (T, k) fp32. dshares: (E,) fp32, the gradient of the sum over all tokens of each expert's share, or (0,)
     for none. logits: (T, E) fp32 or bf16. expert_ids: (T, k) int32, different experts in a row, as `route` returns.
-    {_OPTIONS} Both as in `route`. split: for fp32 logits, return two bf16 terms instead, for products with bf16.
+    {_OPTIONS}
+    split: for fp32 logits, return two bf16 terms instead, for products with bf16.
     Returns dlogits (T, E) in the dtype of logits; or its terms (T, 2 E) bf16: rounded, then the remainder, 0 where the
     first is no number.
 

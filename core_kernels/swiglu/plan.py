@@ -39,13 +39,13 @@ from .activation import swiglu_attrs
 
 UNWEIGHTED = (0,)
 """The shape of `prob` for weights of one."""
-ARRAYS = "gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
-GRADIENT_ARRAYS = "dh, gate, up: (M, F) bf16. prob: (M,) fp32, or shape (0,) for weights of one."
-NUMBERS = """alpha, limit, offset: h = (up + offset) * gate * sigmoid(alpha * gate) * prob, of gate clamped to at most
-    `limit` and up to [-limit, limit]. alpha is 1/64 to 64; a limit of 0 is none. The gradient of a clamped value is 0.
-    """.rstrip()
-FAILS = "Raises ValueError (shape) or TypeError (dtype)."
-_SOURCE = f'{FAILS} Source: Shazeer, "GLU Variants Improve Transformer", 2020.'
+UP_PROB = """up: (M, F) bf16.
+        prob: (M,) fp32, or shape (0,) for weights of one."""
+NUMBERS = """alpha: 1/64 to 64; h = (up + offset) * gate * sigmoid(alpha * gate) * prob.
+        limit: gate is clamped to at most `limit`, and up to [-limit, limit]; 0 is no limit. The gradient of a clamped
+            value is 0.
+        offset: is added to the clamped up."""
+"""The options of all ops of SwiGLU, as entries under `Args:` of their docs."""
 
 
 def check_arrays(op: str, arrays: dict[str, ArrayType], prob: ArrayType) -> tuple[int, ...]:
@@ -154,7 +154,8 @@ swiglu = _define(
     "swiglu",
     f"""silu(gate) * up * prob, the activation between the two products of an expert, and its clamped forms.
 
-    {ARRAYS}
+    gate: (M, F) bf16.
+    {UP_PROB}
     {NUMBERS}
     Returns h (M, F) bf16.
 
@@ -162,19 +163,22 @@ swiglu = _define(
     >>> float(ops.swiglu(one, one, xp.zeros((0,)))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
     0.73046875
 
-    {_SOURCE}
+    Raises ValueError (shape) or TypeError (dtype).
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """,
 )
 swiglu_row = _define(
     "swiglu_row",
     f"""`quantize_row` of `swiglu` in one pass; h is not stored.
 
-    {ARRAYS} F is a multiple of 32.
+    gate: (M, F) bf16. F is a multiple of 32.
+    {UP_PROB}
     {SCALES}
     {NUMBERS}
     Returns h_q (M, F) E4M3 and h_sf (M, F/32) E8M0, as uint8.
 
-    {FAILS}
+    Raises ValueError (shape) or TypeError (dtype).
     """,
     quantize_row,
 )
@@ -182,12 +186,13 @@ swiglu_col = _define(
     "swiglu_col",
     f"""`quantize_col` of `swiglu` in one pass; h is not stored.
 
-    {ARRAYS} M is a multiple of 32.
+    gate: (M, F) bf16. M is a multiple of 32.
+    {UP_PROB}
     {SCALES}
     {NUMBERS}
     Returns h_q_t (F, M) E4M3 and h_sf_t (F, M/32) E8M0, as uint8.
 
-    {FAILS}
+    Raises ValueError (shape) or TypeError (dtype).
     """,
     quantize_col,
 )
@@ -195,23 +200,28 @@ swiglu_bwd = _define(
     "swiglu_bwd",
     f"""The gradients of `swiglu`.
 
-    {GRADIENT_ARRAYS}
+    dh, gate: (M, F) bf16.
+    {UP_PROB}
     {NUMBERS}
     Returns dgate and dup (M, F) bf16, and dprob (M,) fp32, or (0,) with prob of shape (0,).
 
-    {_SOURCE}
+    Raises ValueError (shape) or TypeError (dtype).
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """,
 )
 swiglu_bwd_row = _define(
     "swiglu_bwd_row",
     f"""`swiglu_bwd` and `quantize_row` of dgate and dup in one pass.
 
-    {GRADIENT_ARRAYS} F is a multiple of 32.
+    dh: (M, F) bf16. F is a multiple of 32.
+    gate: (M, F) bf16.
+    {UP_PROB}
     {SCALES}
     {NUMBERS}
     Returns dgate_q (M, F), dgate_sf (M, F/32), dup_q, dup_sf, uint8, and dprob (M,) fp32, or (0,).
 
-    {FAILS}
+    Raises ValueError (shape) or TypeError (dtype).
     """,
     quantize_row,
 )
@@ -219,12 +229,14 @@ swiglu_bwd_col = _define(
     "swiglu_bwd_col",
     f"""`swiglu_bwd` and `quantize_col` of dgate and dup in one pass.
 
-    {GRADIENT_ARRAYS} M is a multiple of 32.
+    dh: (M, F) bf16. M is a multiple of 32.
+    gate: (M, F) bf16.
+    {UP_PROB}
     {SCALES}
     {NUMBERS}
     Returns dgate_q_t (F, M), dgate_sf_t (F, M/32), dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or (0,).
 
-    {FAILS}
+    Raises ValueError (shape) or TypeError (dtype).
     """,
     quantize_col,
 )
@@ -232,13 +244,15 @@ swiglu_bwd_both = _define(
     "swiglu_bwd_both",
     f"""`swiglu_bwd` and `quantize_both` of dgate and dup in one pass.
 
-    {GRADIENT_ARRAYS} M and F are multiples of 32.
+    dh: (M, F) bf16. M and F are multiples of 32.
+    gate: (M, F) bf16.
+    {UP_PROB}
     {SCALES}
     {NUMBERS}
     Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or
     (0,).
 
-    {FAILS}
+    Raises ValueError (shape) or TypeError (dtype).
     """,
     quantize_both,
 )
@@ -246,13 +260,15 @@ swiglu_bwd_all = _define(
     "swiglu_bwd_all",
     f"""`swiglu_bwd_both`, and `swiglu_col`, in one pass: for a backward that multiplies along both dims.
 
-    {GRADIENT_ARRAYS} M and F are multiples of 32.
+    dh: (M, F) bf16. M and F are multiples of 32.
+    gate: (M, F) bf16.
+    {UP_PROB}
     {SCALES}
     {NUMBERS}
     Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, h_q_t and h_sf_t, uint8, and
     dprob (M,) fp32, or (0,).
 
-    {FAILS}
+    Raises ValueError (shape) or TypeError (dtype).
     """,
     quantize_both,
     hidden=True,

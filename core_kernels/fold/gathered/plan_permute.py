@@ -25,8 +25,8 @@ from ...tiles import cdiv, row_tiles
 from ..both.plan import POLLS
 from .plan_requantize import requantize_col_fold, scratch_bytes
 
-_OPERANDS = """packed: (R, K + K/32) uint8, rows `[q | sf]`, K a positive multiple of 32. row_map: (P,) int32, -1 to
-    R - 1; -1 is padding, a row of zeros."""
+_PACKED = "packed: (R, K + K/32) uint8, rows `[q | sf]`, K a positive multiple of 32."
+_ROW_MAP = "row_map: (P,) int32, -1 to R - 1; -1 is padding, a row of zeros."
 
 
 def _check_rows(packed: ArrayType, row_map: ArrayType) -> Signature:
@@ -78,7 +78,8 @@ permute_mx_fold = KernelOp(
     "permute_mx_fold",
     f"""`fold_rows` of `permute_mx`, in one read of the rows: the operand of a product.
 
-    {_OPERANDS}
+    {_PACKED}
+    {_ROW_MAP}
     Returns qf (P, K) E4M3 and row_sf (P,) E8M0, as uint8.
 
     >>> packed = ops.quantize_row_packed(xp.full((1, 32), 3.0))
@@ -98,7 +99,8 @@ permute_mx_col_fold = KernelOp(
     "permute_mx_col_fold",
     f"""`requantize_col_fold` of `permute_mx`, in one read of the rows: the operand of a weight gradient.
 
-    {_OPERANDS} P is a multiple of 32. Values count as bf16.
+    {_PACKED} Values count as bf16.
+    {_ROW_MAP} P is a multiple of 32.
     group_ends: (G,) int32, where each group ends along P: non-decreasing multiples of 32.
     {SCALES}
     Returns qf_t (K, P) and span_sf (P // 256 + G, K), uint8. Columns of qf_t past the last end are zeros.

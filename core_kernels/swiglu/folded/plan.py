@@ -19,7 +19,7 @@ from ...formats import BLOCK, Rounding, scale_attrs
 from ...launch import ArrayType, Call, KernelOp, Signature, Tiling, require_multiple
 from ...quantize.plan import SCALES, whole_row_types
 from ..activation import swiglu_attrs
-from ..plan import ARRAYS, FAILS, NUMBERS, check_arrays, swiglu_row
+from ..plan import NUMBERS, UP_PROB, check_arrays, swiglu_row
 
 LONGEST_ROW = 16384
 """Values of a row that a CTA of the CUDA kernel holds: 32 in each of 512 threads."""
@@ -50,7 +50,8 @@ swiglu_row_fold = KernelOp(
     "swiglu_row_fold",
     f"""`fold_rows` of `swiglu_row` in one pass; h is not stored.
 
-    {ARRAYS} F is a positive multiple of 32.
+    gate: (M, F) bf16. F is a positive multiple of 32.
+    {UP_PROB}
     {SCALES}
     {NUMBERS}
     Returns h_qf (M, F) E4M3 and h_row_sf (M,) E8M0, as uint8.
@@ -60,7 +61,7 @@ swiglu_row_fold = KernelOp(
     >>> h_qf[0, 0].item(), h_row_sf.tolist()  # 0.73 becomes 0.75 = 384 * 2^-9
     (124, [118])
 
-    {FAILS}
+    Raises ValueError (shape) or TypeError (dtype).
     """,
     ("gate", "up", "prob"),
     ("h_qf", "h_row_sf"),

@@ -33,7 +33,7 @@ from ...launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtyp
 from ...quantize.plan import SCALES, whole_row_types
 from ...tiles import cdiv
 from ..activation import swiglu_attrs
-from ..plan import GRADIENT_ARRAYS, NUMBERS, check_arrays, swiglu_bwd_all
+from ..plan import NUMBERS, UP_PROB, check_arrays, swiglu_bwd_all
 
 TILE_COLUMNS = 64
 """Columns of a tile of the CUDA kernel. A CTA walks down the tokens of a group in them, so that it has the running
@@ -102,7 +102,9 @@ swiglu_bwd_fold = KernelOp(
     f"""`swiglu_bwd_all`, and `fold_rows` of its rows, with headroom 2, and `fold_groups` of its columns, in one read of
     the arrays.
 
-    {GRADIENT_ARRAYS} M and F are multiples of 32, F positive.
+    dh: (M, F) bf16. M and F are multiples of 32, F positive.
+    gate: (M, F) bf16.
+    {UP_PROB}
     group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
     {SCALES}
     {NUMBERS}
