@@ -23,12 +23,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 class Arch(NamedTuple):
     """Facts of an architecture.
 
-    name: "sm_90".
-    tiles: the architecture whose tiles its Triton kernels take (tiles.py).
-    folds: whether recipes with compute="auto" multiply folded operands.
-    upcasts: whether exact MXFP8 products multiply operands that a separate kernel dequantizes to bf16.
-    tcgen05: whether its tensor cores multiply E4M3 by E8M0 scales and keep sums in tensor memory.
-    hw_cast: whether it converts E4M3 and computes in bf16 in hardware. The interpreter of Triton does neither.
+    Attributes:
+        name: "sm_90".
+        tiles: the architecture whose tiles its Triton kernels take (tiles.py).
+        folds: whether recipes with compute="auto" multiply folded operands.
+        upcasts: whether exact MXFP8 products multiply operands that a separate kernel dequantizes to bf16.
+        tcgen05: whether its tensor cores multiply E4M3 by E8M0 scales and keep sums in tensor memory.
+        hw_cast: whether it converts E4M3 and computes in bf16 in hardware. The interpreter of Triton does neither.
     """
 
     name: str
@@ -66,9 +67,10 @@ _BY_NAME = {
 class Device(NamedTuple):
     """A device as a frontend's framework reports it.
 
-    name: for error messages.
-    platform: "cpu" or "cuda"; no op runs on another.
-    capability: compute capability of a GPU, (9, 0) on Hopper.
+    Attributes:
+        name: for error messages.
+        platform: "cpu" or "cuda"; no op runs on another.
+        capability: compute capability of a GPU, (9, 0) on Hopper.
     """
 
     name: str
@@ -86,8 +88,10 @@ class Choice(NamedTuple):
 class Capability(NamedTuple):
     """What runs an op on a device.
 
-    uses: the implementation that runs and its architecture, or the ops that the op is composed of; "" if nothing runs.
-    absent: implementation -> reason, for each implementation that cannot run.
+    Attributes:
+        uses: the implementation that runs and its architecture, or the ops that the op is composed of; "" if nothing
+            runs.
+        absent: implementation -> reason, for each implementation that cannot run.
     """
 
     uses: str
@@ -97,8 +101,9 @@ class Capability(NamedTuple):
 def arch_name(capability: tuple[int, int]) -> str:
     """Name of a GPU architecture, known or not.
 
-    >>> arch_name((9, 0))
-    'sm_90'
+    Example:
+        >>> arch_name((9, 0))
+        'sm_90'
     """
     return "sm_{}{}".format(*capability)
 
@@ -106,8 +111,9 @@ def arch_name(capability: tuple[int, int]) -> str:
 def facts(arch: str) -> Arch:
     """Facts of an architecture by its name. A GPU that mxep does not run on has a name and no facts.
 
-    >>> facts("sm_90").folds, facts("cpu").folds
-    (True, False)
+    Example:
+        >>> facts("sm_90").folds, facts("cpu").folds
+        (True, False)
     """
     return _BY_NAME.get(arch) or Arch(arch, tiles="")
 
@@ -122,8 +128,9 @@ def require_known(argument: str, implementation: object) -> None:
 def absent(device: Device, no_cuda: str = "", no_triton: str = "") -> dict[Implementation, str]:
     """Implementation -> the reason why it cannot run on the device.
 
-    no_cuda: why the build has no CUDA C++ for the op on this GPU; "" where it has.
-    no_triton: why the framework cannot run Triton on this device; "" where it can.
+    Args:
+        no_cuda: why the build has no CUDA C++ for the op on this GPU; "" where it has.
+        no_triton: why the framework cannot run Triton on this device; "" where it can.
     """
     if device.platform == "cpu":
         reasons = {"cuda": "allowed: a GPU; on a CPU 'cpp' runs", "triton": no_triton}
@@ -146,10 +153,13 @@ def choose(
 ) -> Choice:
     """The implementation that runs an op on a device.
 
-    forced: the implementation that must run; None leaves the choice to the order of preference.
-    no_cuda, no_triton: as for `absent`. After planning, `no_cuda` is the reason why CUDA C++ does not take the sizes.
+    Args:
+        forced: the implementation that must run; None leaves the choice to the order of preference.
+        no_cuda: as for `absent`. After planning, `no_cuda` is the reason why CUDA C++ does not take the sizes.
+        no_triton: as for `absent`. After planning, `no_cuda` is the reason why CUDA C++ does not take the sizes.
 
-    Raises NotImplementedError where nothing runs or the forced implementation does not.
+    Raises:
+        NotImplementedError: where nothing runs or the forced implementation does not.
     """
     reasons = absent(device, no_cuda, no_triton)
     order = (forced,) if forced else ("cpp",) if device.platform == "cpu" else ("cuda", "triton")
@@ -177,7 +187,9 @@ def capability(
 ) -> Capability:
     """What runs an op on a device, and why the other implementations do not.
 
-    matmul: for an op without a C++ kernel, the function of the framework that multiplies on a CPU; "" for other ops.
+    Args:
+        matmul: for an op without a C++ kernel, the function of the framework that multiplies on a CPU; "" for other
+            ops.
     """
     reasons = absent(device, no_cuda, no_triton)
     if matmul and device.platform == "cpu":

@@ -71,7 +71,9 @@ class Rounding(IntEnum):
         """A Rounding from itself, from its name in any case (`"rceil"`, `"FLOOR"`), or from a member of that name of
         another enumeration, for example torchao's `ScaleCalculationMode`.
 
-        Raises ValueError for any other name, TypeError for any other type. The messages name `op` and `argument`.
+        Raises:
+            ValueError: any other name. The messages name `op` and `argument`.
+            TypeError: any other type.
         """
         name = value.name if isinstance(value, Enum) else value
         if not isinstance(name, str):
@@ -117,7 +119,8 @@ def spans(num_tokens: int, num_groups: int) -> int:
 
     Group g with tokens [begin, end) has ceil((end - begin) / SPAN) spans, from slot begin // SPAN + g on.
 
-    >>> spans(1024, 2)
-    6
+    Example:
+        >>> spans(1024, 2)
+        6
     """
     return num_tokens // SPAN + num_groups

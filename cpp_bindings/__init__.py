@@ -53,8 +53,9 @@ CUDA_OPS = tuple(cuda_op_archs)
 def why_not_cuda(op: str, capability: tuple[int, int]) -> str:
     """Why the op has no CUDA C++ kernel on a GPU of this compute capability; "" where it has one.
 
-    >>> why_not_cuda("row_map", (9, 0))
-    'allowed: triton; this build has no CUDA kernel for it'
+    Example:
+        >>> why_not_cuda("row_map", (9, 0))
+        'allowed: triton; this build has no CUDA kernel for it'
     """
     if not cuda_archs:
         return "allowed: triton; this build has no CUDA kernels, `make install-gpu` makes one with nvcc"

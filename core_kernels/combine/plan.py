@@ -107,15 +107,23 @@ combine = KernelOp(
     "combine",
     """The weighted sum of the K rows of each token.
 
-    rows: (R, D) bf16 or fp32. slots: (T, K) int32, the row of each slot, -1 for none.
-    probs: (T, K) fp32, or shape (0,) for an unweighted sum. out_dtype: "bfloat16" or "float32".
-    Returns y (T, D): y[t] = sum over k of probs[t, k] * rows[slots[t, k]] in fp32, k ascending, rounded once.
+    Args:
+        rows: (R, D) bf16 or fp32.
+        slots: (T, K) int32, the row of each slot, -1 for none.
+        probs: (T, K) fp32, or shape (0,) for an unweighted sum.
+        out_dtype: "bfloat16" or "float32".
 
-    >>> slots, probs = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([[0.25, 0.5]])
-    >>> ops.combine(xp.ones((2, 1)), slots, probs).tolist()
-    [[0.75]]
+    Returns:
+        y (T, D): y[t] = sum over k of probs[t, k] * rows[slots[t, k]] in fp32, k ascending, rounded once.
 
-    Raises ValueError (shape, on a CPU also a row that does not exist) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also a row that does not exist.
+        TypeError: dtype.
+
+    Example:
+        >>> slots, probs = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([[0.25, 0.5]])
+        >>> ops.combine(xp.ones((2, 1)), slots, probs).tolist()
+        [[0.75]]
     """,
     ("rows", "slots", "probs"),
     ("y",),
@@ -127,12 +135,20 @@ combine_bwd = KernelOp(
     "combine_bwd",
     """The gradients of `combine`.
 
-    dy: (T, D) bf16 or fp32. rows, slots, probs: the inputs of `combine`.
-    order: (R,) int32, the inverse of slots: the slot t * K + k of each row, -1 for padding.
-    Returns drows (R, D) in the dtype of rows, zeros for padding, and dprobs (T, K) fp32. With probs of shape (0,) rows
-    is not read and dprobs is (0,).
+    Args:
+        dy: (T, D) bf16 or fp32.
+        rows: the inputs of `combine`.
+        slots: the inputs of `combine`.
+        probs: the inputs of `combine`.
+        order: (R,) int32, the inverse of slots: the slot t * K + k of each row, -1 for padding.
 
-    Raises ValueError (shape, on a CPU also maps that are no inverses) or TypeError (dtype).
+    Returns:
+        drows (R, D) in the dtype of rows, zeros for padding, and dprobs (T, K) fp32. With probs of shape (0,) rows is
+        not read and dprobs is (0,).
+
+    Raises:
+        ValueError: shape, on a CPU also maps that are no inverses.
+        TypeError: dtype.
     """,
     ("dy", "rows", "slots", "order", "probs"),
     ("drows", "dprobs"),
@@ -144,11 +160,20 @@ combine_bwd_row = KernelOp(
     "combine_bwd_row",
     f"""`combine_bwd` with the gradient of the rows quantized by `quantize_row`: it is written as 1.03 bytes per value.
 
-    dy, rows, slots, order, probs: as for `combine_bwd`; D is a multiple of 32.
-    {SCALES}
-    Returns q (R, D) E4M3 and sf (R, D/32) E8M0, uint8: drows in the dtype of rows, quantized; and dprobs (T, K) fp32.
+    Args:
+        dy: as for `combine_bwd`; D is a multiple of 32.
+        rows: as for `combine_bwd`; D is a multiple of 32.
+        slots: as for `combine_bwd`; D is a multiple of 32.
+        order: as for `combine_bwd`; D is a multiple of 32.
+        probs: as for `combine_bwd`; D is a multiple of 32.
+        {SCALES}
 
-    Raises ValueError (shape, rounding, on a CPU also maps that are no inverses) or TypeError (dtype).
+    Returns:
+        q (R, D) E4M3 and sf (R, D/32) E8M0, uint8: drows in the dtype of rows, quantized; and dprobs (T, K) fp32.
+
+    Raises:
+        ValueError: shape, rounding, on a CPU also maps that are no inverses.
+        TypeError: dtype.
     """,
     ("dy", "rows", "slots", "order", "probs"),
     ("q", "sf", "dprobs"),

@@ -73,18 +73,25 @@ fold_rows = KernelOp(
     "fold_rows",
     f"""Align the scales of a row to the largest of them: one scale per row.
 
-    q: (..., M, K) E4M3, 2 or 3 dims, K a positive multiple of 32. sf: (..., M, K/32) E8M0. Both uint8.
-    {HEADROOM}
-    Returns qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8. Values of blocks with smaller scales lose the bits
-    that fall below the subnormals of E4M3. A NaN block (scale byte 255) is ignored when row_sf is chosen and becomes
-    bytes 0x7F; a row of NaN blocks alone has row_sf 255.
+    Args:
+        q: (..., M, K) E4M3, 2 or 3 dims, K a positive multiple of 32.
+        sf: (..., M, K/32) E8M0. Both uint8.
+        {HEADROOM}
 
-    >>> q, sf = xp.full((1, 64), 0x38, dtype=xp.uint8), xp.asarray([[127, 128]], dtype=xp.uint8)  # 1 and 2
-    >>> qf, row_sf = ops.fold_rows(q, sf)
-    >>> qf[0, ::32].tolist(), row_sf.tolist()  # 0.5 and 1 under 2^1
-    ([48, 56], [128])
+    Returns:
+        qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8. Values of blocks with smaller scales lose the bits that
+        fall below the subnormals of E4M3. A NaN block (scale byte 255) is ignored when row_sf is chosen and becomes
+        bytes 0x7F; a row of NaN blocks alone has row_sf 255.
 
-    Raises ValueError (shape, headroom) or TypeError (dtype).
+    Raises:
+        ValueError: shape, headroom.
+        TypeError: dtype.
+
+    Example:
+        >>> q, sf = xp.full((1, 64), 0x38, dtype=xp.uint8), xp.asarray([[127, 128]], dtype=xp.uint8)  # 1 and 2
+        >>> qf, row_sf = ops.fold_rows(q, sf)
+        >>> qf[0, ::32].tolist(), row_sf.tolist()  # 0.5 and 1 under 2^1
+        ([48, 56], [128])
     """,
     ("q", "sf"),
     ("qf", "row_sf"),
@@ -96,12 +103,17 @@ quantize_row_fold = KernelOp(
     "quantize_row_fold",
     f"""`quantize_row` and `fold_rows` in one read of x.
 
-    x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a positive multiple of 32.
-    {SCALES}
-    {HEADROOM}
-    Returns qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8.
+    Args:
+        x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a positive multiple of 32.
+        {SCALES}
+        {HEADROOM}
 
-    Raises ValueError (shape, rounding, headroom) or TypeError (dtype).
+    Returns:
+        qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8.
+
+    Raises:
+        ValueError: shape, rounding, headroom.
+        TypeError: dtype.
     """,
     ("x",),
     ("qf", "row_sf"),
@@ -113,18 +125,24 @@ fold_groups = KernelOp(
     "fold_groups",
     """Align the scales along the tokens: one scale per row and span of 256 tokens of a group, for `grouped_wgrad_fold`.
 
-    q: (R, M) E4M3. sf: (R, M/32) E8M0. Both uint8; M, the tokens, is a multiple of 32.
-    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
-    Returns qf (R, M) E4M3 and span_sf (M // 256 + G, R) E8M0, as uint8. A scale is the largest so far in the group,
-    times 8 in its first span; group g begins at slot start // 256 + g. Columns past the last end and unused slots are
-    0.
+    Args:
+        q: (R, M) E4M3.
+        sf: (R, M/32) E8M0. Both uint8; M, the tokens, is a multiple of 32.
+        group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
 
-    >>> q, sf = xp.full((1, 512), 0x70, dtype=xp.uint8), xp.asarray([[100] * 8 + [104] * 8], dtype=xp.uint8)
-    >>> qf, span_sf = ops.fold_groups(q, sf, xp.asarray([512], dtype=xp.int32))
-    >>> span_sf[:, 0].tolist(), qf[0, ::256].tolist()  # 128 becomes 16 under 2^3, and stays 128
-    ([103, 104, 0], [88, 112])
+    Returns:
+        qf (R, M) E4M3 and span_sf (M // 256 + G, R) E8M0, as uint8. A scale is the largest so far in the group, times 8
+        in its first span; group g begins at slot start // 256 + g. Columns past the last end and unused slots are 0.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> q, sf = xp.full((1, 512), 0x70, dtype=xp.uint8), xp.asarray([[100] * 8 + [104] * 8], dtype=xp.uint8)
+        >>> qf, span_sf = ops.fold_groups(q, sf, xp.asarray([512], dtype=xp.int32))
+        >>> span_sf[:, 0].tolist(), qf[0, ::256].tolist()  # 128 becomes 16 under 2^3, and stays 128
+        ([103, 104, 0], [88, 112])
     """,
     ("q", "sf", "group_ends"),
     ("qf", "span_sf"),

@@ -59,13 +59,20 @@ permute_rows = KernelOp(
     "permute_rows",
     """Gather rows: row i of the result is x[row_map[i]], zeros where row_map[i] is -1.
 
-    x: (R, D) bf16, fp32 or uint8. row_map: (P,) int32, -1 to R - 1.
-    Returns out (P, D) in the dtype of x.
+    Args:
+        x: (R, D) bf16, fp32 or uint8.
+        row_map: (P,) int32, -1 to R - 1.
 
-    >>> ops.permute_rows(xp.asarray([[1.0], [2.0]]), xp.asarray([1, -1, 0], dtype=xp.int32)).tolist()
-    [[2.0], [0.0], [1.0]]
+    Returns:
+        out (P, D) in the dtype of x.
 
-    Raises ValueError (shape, on a CPU also a row that does not exist) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also a row that does not exist.
+        TypeError: dtype.
+
+    Example:
+        >>> ops.permute_rows(xp.asarray([[1.0], [2.0]]), xp.asarray([1, -1, 0], dtype=xp.int32)).tolist()
+        [[2.0], [0.0], [1.0]]
     """,
     ("x", "row_map"),
     ("out",),
@@ -77,10 +84,16 @@ permute_mx = KernelOp(
     "permute_mx",
     """Gather packed MXFP8 rows `[q | sf]` and split them into q and sf; zeros where row_map[i] is -1.
 
-    packed: (R, K + K/32) uint8, K a multiple of 32. row_map: (P,) int32, -1 to R - 1.
-    Returns q (P, K) E4M3 and sf (P, K/32) E8M0, as uint8.
+    Args:
+        packed: (R, K + K/32) uint8, K a multiple of 32.
+        row_map: (P,) int32, -1 to R - 1.
 
-    Raises ValueError (shape, on a CPU also a row that does not exist) or TypeError (dtype).
+    Returns:
+        q (P, K) E4M3 and sf (P, K/32) E8M0, as uint8.
+
+    Raises:
+        ValueError: shape, on a CPU also a row that does not exist.
+        TypeError: dtype.
     """,
     ("packed", "row_map"),
     ("q", "sf"),

@@ -24,8 +24,12 @@ tens of microseconds."""
 
 
 class Move(NamedTuple):
-    """`rows` rows between this rank and a peer. source: the first row in the sender's tensor; destination: in the
-    receiver's."""
+    """`rows` rows between this rank and a peer.
+
+    Attributes:
+        source: the first row in the sender's tensor.
+        destination: in the receiver's.
+    """
 
     peer: int
     source: int
@@ -54,9 +58,14 @@ class Chunk(NamedTuple):
 class Exchange(NamedTuple):
     """The layouts of one exchange, for one rank.
 
-    chunks: of local experts. group_ends: the end of each group in the operand, padding included. padding: the rows
-    [start, end) of the operand that no rank fills. operand_rows, token_rows: rows of each rank's operand and tokens.
-    to_experts: a step per chunk from tokens to operands. to_tokens: the reverse steps.
+    Attributes:
+        chunks: of local experts.
+        group_ends: the end of each group in the operand, padding included.
+        padding: the rows [start, end) of the operand that no rank fills.
+        operand_rows: rows of each rank's operand and tokens.
+        token_rows: rows of each rank's operand and tokens.
+        to_experts: a step per chunk from tokens to operands.
+        to_tokens: the reverse steps.
     """
 
     chunks: tuple[Chunk, ...]
@@ -72,10 +81,11 @@ def expert_chunks(experts: int, most: int = MOST_CHUNKS) -> tuple[tuple[int, int
     """Ranges of local experts that are exchanged and multiplied together: at most `most`. Of three and more the first
     and the last have one expert: dispatch of the first chunk and combine of the last one cannot be overlapped.
 
-    >>> expert_chunks(4), expert_chunks(10)
-    (((0, 1), (1, 2), (2, 3), (3, 4)), ((0, 1), (1, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 9), (9, 10)))
-    >>> expert_chunks(8, 4), expert_chunks(8, 1)
-    (((0, 1), (1, 4), (4, 7), (7, 8)), ((0, 8),))
+    Example:
+        >>> expert_chunks(4), expert_chunks(10)
+        (((0, 1), (1, 2), (2, 3), (3, 4)), ((0, 1), (1, 2), (2, 3), (3, 5), (5, 6), (6, 7), (7, 9), (9, 10)))
+        >>> expert_chunks(8, 4), expert_chunks(8, 1)
+        (((0, 1), (1, 4), (4, 7), (7, 8)), ((0, 8),))
     """
     if experts <= most:
         return tuple((e, e + 1) for e in range(experts))
@@ -86,14 +96,18 @@ def expert_chunks(experts: int, most: int = MOST_CHUNKS) -> tuple[tuple[int, int
 
 
 def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int, chunk_rows: int = 1) -> Exchange:
-    """The exchange of a rank. table: (ranks, E) rows of each rank for each expert, E a multiple of the ranks.
-    chunk_rows: a chunk of the busiest rank has about so many rows or more; there are at most `MOST_CHUNKS`.
+    """The exchange of a rank.
 
-    >>> plan = plan_exchange([[1, 2], [3, 0]], rank=0, alignment=32)
-    >>> plan.to_experts[0].sends
-    (Move(peer=0, source=0, destination=0, rows=1), Move(peer=1, source=1, destination=0, rows=2))
-    >>> plan.to_experts[0].receives[1], plan.padding
-    (Move(peer=1, source=0, destination=1, rows=3), ((4, 32),))
+    Args:
+        table: (ranks, E) rows of each rank for each expert, E a multiple of the ranks.
+        chunk_rows: a chunk of the busiest rank has about so many rows or more; there are at most `MOST_CHUNKS`.
+
+    Example:
+        >>> plan = plan_exchange([[1, 2], [3, 0]], rank=0, alignment=32)
+        >>> plan.to_experts[0].sends
+        (Move(peer=0, source=0, destination=0, rows=1), Move(peer=1, source=1, destination=0, rows=2))
+        >>> plan.to_experts[0].receives[1], plan.padding
+        (Move(peer=1, source=0, destination=1, rows=3), ((4, 32),))
     """
     rows = np.asarray(table)
     ranks, experts = rows.shape

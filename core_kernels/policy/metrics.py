@@ -15,13 +15,16 @@ from .recipe import LegName, Recipe
 class MoEMetrics(TypedDict):
     """Metrics of one layer.
 
-    tokens_per_expert: rows of each expert, of all ranks that share the experts.
-    imbalance: the largest of them divided by their mean; 1 is balanced, E is one expert with everything, 0 no tokens.
-    dead_experts: experts without a row.
-    overflow: rows that found no room; always 0 in PyTorch.
-    wire_nbytes: bytes of the rows in the four all-to-alls of a forward and backward, of all ranks together. Rows of a
-        rank's own experts are in it: 1 / ranks of the rows if experts are chosen evenly. 0 on one rank. A row per
-        expert of a token counts, as deduplicate=None sends it; the counts do not tell how much less the others send.
+    Attributes:
+        tokens_per_expert: rows of each expert, of all ranks that share the experts.
+        imbalance: the largest of them divided by their mean; 1 is balanced, E is one expert with everything, 0 no
+            tokens.
+        dead_experts: experts without a row.
+        overflow: rows that found no room; always 0 in PyTorch.
+        wire_nbytes: bytes of the rows in the four all-to-alls of a forward and backward, of all ranks together. Rows of
+            a rank's own experts are in it: 1 / ranks of the rows if experts are chosen evenly. 0 on one rank. A row per
+            expert of a token counts, as deduplicate=None sends it; the counts do not tell how much less the others
+            send.
     """
 
     tokens_per_expert: list[int]
@@ -34,10 +37,11 @@ class MoEMetrics(TypedDict):
 def row_nbytes(dim: int, recipe: Recipe) -> int:
     """Bytes of one row on its four ways: dispatch and combine, forward and backward.
 
-    >>> row_nbytes(64, Recipe.parse("bf16")), row_nbytes(64, Recipe.parse("mxfp8"))
-    (512, 388)
-    >>> row_nbytes(64, Recipe.parse("mxfp8", mxfp8_all_to_all=("dispatch",)))
-    450
+    Example:
+        >>> row_nbytes(64, Recipe.parse("bf16")), row_nbytes(64, Recipe.parse("mxfp8"))
+        (512, 388)
+        >>> row_nbytes(64, Recipe.parse("mxfp8", mxfp8_all_to_all=("dispatch",)))
+        450
     """
     bf16, quantized = 2 * dim, dim + dim // BLOCK
     return sum(quantized if recipe.sends_mx(leg) else bf16 for leg in get_args(LegName))
@@ -46,10 +50,13 @@ def row_nbytes(dim: int, recipe: Recipe) -> int:
 def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ranks: int, prob_in: ProbIn) -> MoEMetrics:
     """The metrics of counts.
 
-    >>> describe([6, 2, 0, 0], 0, 64, Recipe.parse("mxfp8"), 2, "combine")["imbalance"]
-    3.0
+    Raises:
+        TypeError: in the name of `moe_metrics`.
+        ValueError: in the name of `moe_metrics`.
 
-    Raises TypeError and ValueError, in the name of `moe_metrics`.
+    Example:
+        >>> describe([6, 2, 0, 0], 0, 64, Recipe.parse("mxfp8"), 2, "combine")["imbalance"]
+        3.0
     """
     op = "moe_metrics"
     for name, size, multiple in (("dim", dim, BLOCK), ("ranks", ranks, 1)):

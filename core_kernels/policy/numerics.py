@@ -49,11 +49,14 @@ _AT_ONCE = 1 << 20
 class OperandLoss(NamedTuple):
     """The loss of one operand.
 
-    along: the dim of the blocks of 32: "D", "F" or "tokens".
-    nonzero: number of nonzero values; rounded, flushed: how many of them lose bits, and how many become zero.
-    sqnr_db: SQNR of the folded operand against the unfolded one.
-    product_db: SQNR of the products with this operand folded against the unfolded products; the smallest of them. All
-        rows have equal weight, and the value is the mean over random signs of the operand's values.
+    Attributes:
+        along: the dim of the blocks of 32: "D", "F" or "tokens".
+        nonzero: number of nonzero values.
+        rounded: how many of them lose bits, and how many become zero.
+        flushed: how many of them lose bits, and how many become zero.
+        sqnr_db: SQNR of the folded operand against the unfolded one.
+        product_db: SQNR of the products with this operand folded against the unfolded products; the smallest of them.
+            All rows have equal weight, and the value is the mean over random signs of the operand's values.
     """
 
     along: str
@@ -68,8 +71,9 @@ class OperandLoss(NamedTuple):
 class NumericsReport:
     """The loss that `compute="fold"` causes in the operands of a layer; `print` shows it as a table.
 
-    operands: by name, in the order of forward, input gradient and weight gradient. "x", "w1", "w3", "h", "w2", "dout",
-        "dgate", "dup" as in the layer; "_t" marks operands along the other dim.
+    Attributes:
+        operands: by name, in the order of forward, input gradient and weight gradient. "x", "w1", "w3", "h", "w2",
+            "dout", "dgate", "dup" as in the layer; "_t" marks operands along the other dim.
     """
 
     operands: Mapping[str, OperandLoss]
@@ -103,9 +107,12 @@ class NumericsReport:
 class Measured(NamedTuple):
     """Measurements of one operand of R rows and B blocks.
 
-    counts: nonzero, rounded, flushed. signal, noise: (R, B) fp32, in a unit of the row. size: (R,) fp32, these units
-    relative to the largest. groups: the rows of each expert, or a single group of all rows if the blocks run along the
-    tokens.
+    Attributes:
+        counts: nonzero, rounded, flushed.
+        signal: (R, B) fp32, in a unit of the row.
+        noise: (R, B) fp32, in a unit of the row.
+        size: (R,) fp32, these units relative to the largest.
+        groups: the rows of each expert, or a single group of all rows if the blocks run along the tokens.
     """
 
     counts: tuple[int, int, int]
@@ -137,9 +144,16 @@ def report(
 ) -> NumericsReport:  # fmt: skip
     """The report of a layer in a frontend, on P rows sorted by expert: forward, and backward as far as operands go.
 
-    ops: the frontend's. product(x, w, bias): the exact product of (q, sf) pairs with bias (G, N) or None, in bf16, so
-    that no operand contains the error of an earlier fold. numbers: of SwiGLU. x: MXFP8, dout: bf16; (P, D). prob: (P,)
-    fp32 in SwiGLU, or (0,). ends (G,): of the groups. weights: w1, w3, w2. biases: b1, b3.
+    Args:
+        ops: the frontend's. product(x, w, bias): the exact product of (q, sf) pairs with bias (G, N) or None, in bf16,
+            so that no operand contains the error of an earlier fold.
+        numbers: of SwiGLU.
+        x: MXFP8.
+        dout: bf16; (P, D).
+        prob: (P,) fp32 in SwiGLU, or (0,).
+        ends: (G,), of the groups.
+        weights: w1, w3, w2.
+        biases: b1, b3.
     """
     (w1, w3, w2), rounding, host_ends = weights, int(recipe.rounding), to_numpy(ends)
     of: dict[str, Measured] = {}
@@ -195,11 +209,12 @@ def measure(q: Array, sf: Array, qf: Array, target: Array, groups: tuple[slice, 
 
     A block whose sf or target is 255 counts as zeros.
 
-    >>> q = np.full((3, 32), 0x39, np.uint8)  # 1.125
-    >>> sf = np.uint8([[121], [120], [111]])  # 1.125 * 2^-6 is 9 * 2^-9, one octave below it is 4.5 * 2^-9
-    >>> qf = np.repeat(np.uint8([[0x09], [0x04], [0x00]]), 32, 1)  # under the scale 2^0
-    >>> measure(q, sf, qf, np.full((3, 1), 127, np.uint8), (slice(0, 3),)).counts
-    (96, 32, 32)
+    Example:
+        >>> q = np.full((3, 32), 0x39, np.uint8)  # 1.125
+        >>> sf = np.uint8([[121], [120], [111]])  # 1.125 * 2^-6 is 9 * 2^-9, one octave below it is 4.5 * 2^-9
+        >>> qf = np.repeat(np.uint8([[0x09], [0x04], [0x00]]), 32, 1)  # under the scale 2^0
+        >>> measure(q, sf, qf, np.full((3, 1), 127, np.uint8), (slice(0, 3),)).counts
+        (96, 32, 32)
     """
     known = (sf != E8M0_NAN) & (target != E8M0_NAN)
     top = np.where(known, target, 0).max(1, initial=0).astype(np.int32)  # the unit of a row: the square of this scale
@@ -226,8 +241,9 @@ def measure(q: Array, sf: Array, qf: Array, target: Array, groups: tuple[slice, 
 def decibels(signal: float, noise: float) -> float:
     """10 log10(signal / noise); infinite without noise.
 
-    >>> decibels(200.0, 2.0)
-    20.0
+    Example:
+        >>> decibels(200.0, 2.0)
+        20.0
     """
     return float(10 * np.log10(signal / noise)) if noise > 0 else np.inf
 
@@ -235,8 +251,9 @@ def decibels(signal: float, noise: float) -> float:
 def row_slices(group_ends: Array) -> tuple[slice, ...]:
     """The rows of each group.
 
-    >>> row_slices(np.array([32, 96]))
-    (slice(0, 32, None), slice(32, 96, None))
+    Example:
+        >>> row_slices(np.array([32, 96]))
+        (slice(0, 32, None), slice(32, 96, None))
     """
     return tuple(slice(int(a), int(b)) for a, b in zip([0, *group_ends], group_ends, strict=False))
 
@@ -244,8 +261,9 @@ def row_slices(group_ends: Array) -> tuple[slice, ...]:
 def slots_of_blocks(group_ends: Array, num_blocks: int) -> Array:
     """The slot of each block's span in the span_sf of `fold_groups`; -1 past the last end.
 
-    >>> slots_of_blocks(np.array([288, 320]), 11)
-    array([ 0,  0,  0,  0,  0,  0,  0,  0,  1,  2, -1])
+    Example:
+        >>> slots_of_blocks(np.array([288, 320]), 11)
+        array([ 0,  0,  0,  0,  0,  0,  0,  0,  1,  2, -1])
     """
     token = np.arange(num_blocks) * BLOCK
     group = np.searchsorted(group_ends, token, side="right")

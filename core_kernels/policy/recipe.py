@@ -22,24 +22,25 @@ scale per row; E4M3 with one fp32 scale per 128 values, per 128 x 128 of weights
 class Recipe:
     """Precision of a Mixture-of-Experts layer.
 
-    name: one of `RECIPES`.
-    operands: of forward and input gradient.
-        "mxfp8": blocks of 32 values share a scale; dispatch forward and combine backward send MXFP8 rows too.
-        "fp8_rowwise": E4M3 with one power-of-two scale per row; the all-to-all sends bf16.
-        "fp8_blockwise": E4M3 with one scale per 128 values of a row, and per 128 x 128 values of a weight, whose bytes
-            serve forward and input gradient alike; the all-to-all sends bf16.
-        "bf16": the same pipeline without quantization.
-    wgrad_with_hp: True: the weight gradient multiplies bf16 operands. False: tokens are quantized again along the token
-        dim, and the weight gradient multiplies MXFP8 too.
-    rounding: how scales are chosen; RCEIL for "fp8_blockwise".
-    scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
-    compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row to
-        the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of E4M3.
-        "auto" folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
-    alignment: rows that every expert's group is padded to, a positive multiple of 32. It changes no byte of results. On
-        an H200 128 is 0 to 4% faster, by card, with 4096 rows per expert, and 7% slower with 256.
-    mxfp8_all_to_all: the all-to-alls that send rows in MXFP8; the others send rows as they are. None is "dispatch" and
-        "combine_grad" with MXFP8 operands, and no all-to-all with others. PyTorch alone takes another choice.
+    Args:
+        name: one of `RECIPES`.
+        operands: of forward and input gradient.
+            "mxfp8": blocks of 32 values share a scale; dispatch forward and combine backward send MXFP8 rows too.
+            "fp8_rowwise": E4M3 with one power-of-two scale per row; the all-to-all sends bf16.
+            "fp8_blockwise": E4M3 with one scale per 128 values of a row, and per 128 x 128 values of a weight, whose
+                bytes serve forward and input gradient alike; the all-to-all sends bf16.
+            "bf16": the same pipeline without quantization.
+        wgrad_with_hp: True: the weight gradient multiplies bf16 operands. False: tokens are quantized again along the
+            token dim, and the weight gradient multiplies MXFP8 too.
+        rounding: how scales are chosen; RCEIL for "fp8_blockwise".
+        scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
+        compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row
+            to the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of
+            E4M3. "auto" folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
+        alignment: rows that every expert's group is padded to, a positive multiple of 32. It changes no byte of
+            results. On an H200 128 is 0 to 4% faster, by card, with 4096 rows per expert, and 7% slower with 256.
+        mxfp8_all_to_all: the all-to-alls that send rows in MXFP8; the others send rows as they are. None is "dispatch"
+            and "combine_grad" with MXFP8 operands, and no all-to-all with others. PyTorch alone takes another choice.
     """
 
     name: str
@@ -86,8 +87,9 @@ class Recipe:
     def sends_mx(self, leg: LegName) -> bool:
         """Whether an all-to-all sends rows in MXFP8.
 
-        >>> [RECIPES["mxfp8"].sends_mx(leg) for leg in ("dispatch", "dispatch_grad", "combine", "combine_grad")]
-        [True, False, False, True]
+        Example:
+            >>> [RECIPES["mxfp8"].sends_mx(leg) for leg in ("dispatch", "dispatch_grad", "combine", "combine_grad")]
+            [True, False, False, True]
         """
         return leg in (
             (("dispatch", "combine_grad") if self.mx else ())
@@ -112,10 +114,13 @@ class Recipe:
     def parse(cls, value: "Recipe | str", **changes: object) -> "Recipe":
         """Return a Recipe from itself or from a name in `RECIPES`, with fields changed if asked.
 
-        >>> Recipe.parse("mxfp8", rounding="floor").rounding.name
-        'FLOOR'
+        Raises:
+            ValueError: an unknown name.
+            TypeError: another type.
 
-        Raises ValueError for an unknown name, TypeError for another type.
+        Example:
+            >>> Recipe.parse("mxfp8", rounding="floor").rounding.name
+            'FLOOR'
         """
         if isinstance(value, str):
             if value not in RECIPES:

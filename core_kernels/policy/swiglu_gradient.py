@@ -38,10 +38,12 @@ PARTS = {
 def gradient_op(form: Form, quantized_tokens: bool, needs: Needs) -> str:
     """The name of the op.
 
-    quantized_tokens: operands along the tokens are quantized, and groups have no padding between their tokens.
+    Args:
+        quantized_tokens: operands along the tokens are quantized, and groups have no padding between their tokens.
 
-    >>> gradient_op("mx", True, Needs(rows=True, tokens=True, values=False, hidden=True))
-    'swiglu_bwd_all'
+    Example:
+        >>> gradient_op("mx", True, Needs(rows=True, tokens=True, values=False, hidden=True))
+        'swiglu_bwd_all'
     """
     rows, tokens, values, hidden = needs
     if form == "fold" and quantized_tokens and rows and tokens and hidden:

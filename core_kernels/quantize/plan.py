@@ -163,15 +163,24 @@ quantize_row = KernelOp(
     "quantize_row",
     f"""Quantize along the last dim, one scale per 32 values.
 
-    x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a multiple of 32.
-    {SCALES}
-    Returns q (..., M, K) E4M3 and sf (..., M, K/32) E8M0, as uint8.
+    Args:
+        x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a multiple of 32.
+        {SCALES}
 
-    >>> q, sf = ops.quantize_row(xp.full((1, 32), 448.0))
-    >>> int(q[0, 0]), int(sf[0, 0])  # 448 is the largest E4M3 value; scale byte 127 is 2^0
-    (126, 127)
+    Returns:
+        q (..., M, K) E4M3 and sf (..., M, K/32) E8M0, as uint8.
 
-    Raises ValueError (shape, rounding) or TypeError (dtype). Source: OCP Microscaling Formats v1.0, section 6.3.
+    Raises:
+        ValueError: shape, rounding.
+        TypeError: dtype.
+
+    Example:
+        >>> q, sf = ops.quantize_row(xp.full((1, 32), 448.0))
+        >>> int(q[0, 0]), int(sf[0, 0])  # 448 is the largest E4M3 value; scale byte 127 is 2^0
+        (126, 127)
+
+    Source:
+        OCP Microscaling Formats v1.0, section 6.3.
     """,
     ("x",),
     ("q", "sf"),
@@ -183,11 +192,16 @@ quantize_row_packed = KernelOp(
     "quantize_row_packed",
     f"""`quantize_row` with q and sf of a row side by side: one row of bytes per token for the all-to-all.
 
-    x: (M, K) bf16 or fp32, K a multiple of 32.
-    {SCALES}
-    Returns packed = [q | sf] (M, K + K/32) uint8.
+    Args:
+        x: (M, K) bf16 or fp32, K a multiple of 32.
+        {SCALES}
 
-    Raises ValueError (shape, rounding) or TypeError (dtype).
+    Returns:
+        packed = [q | sf] (M, K + K/32) uint8.
+
+    Raises:
+        ValueError: shape, rounding.
+        TypeError: dtype.
     """,
     ("x",),
     ("packed",),
@@ -199,11 +213,16 @@ quantize_col = KernelOp(
     "quantize_col",
     f"""Quantize along dim -2, one scale per 32 values, and write the result transposed.
 
-    x: (..., M, K) bf16 or fp32, 2 or 3 dims, M a multiple of 32.
-    {SCALES}
-    Returns q_t (..., K, M) E4M3 and sf_t (..., K, M/32) E8M0, as uint8.
+    Args:
+        x: (..., M, K) bf16 or fp32, 2 or 3 dims, M a multiple of 32.
+        {SCALES}
 
-    Raises ValueError (shape, rounding) or TypeError (dtype).
+    Returns:
+        q_t (..., K, M) E4M3 and sf_t (..., K, M/32) E8M0, as uint8.
+
+    Raises:
+        ValueError: shape, rounding.
+        TypeError: dtype.
     """,
     ("x",),
     ("q_t", "sf_t"),
@@ -215,11 +234,16 @@ quantize_both = KernelOp(
     "quantize_both",
     f"""`quantize_row` and `quantize_col` in one read of x.
 
-    x: (..., M, K) bf16 or fp32, 2 or 3 dims, M and K multiples of 32.
-    {SCALES}
-    Returns q (..., M, K), sf (..., M, K/32), q_t (..., K, M) and sf_t (..., K, M/32), uint8.
+    Args:
+        x: (..., M, K) bf16 or fp32, 2 or 3 dims, M and K multiples of 32.
+        {SCALES}
 
-    Raises ValueError (shape, rounding) or TypeError (dtype).
+    Returns:
+        q (..., M, K), sf (..., M, K/32), q_t (..., K, M) and sf_t (..., K, M/32), uint8.
+
+    Raises:
+        ValueError: shape, rounding.
+        TypeError: dtype.
     """,
     ("x",),
     ("q", "sf", "q_t", "sf_t"),
@@ -231,14 +255,21 @@ dequantize = KernelOp(
     "dequantize",
     """The values of MXFP8 bytes: exact in fp32, rounded once in bf16.
 
-    q: (..., M, K) E4M3, 2 or 3 dims, K a multiple of 32. sf: (..., M, K/32) E8M0. Both uint8.
-    out_dtype: "bfloat16" or "float32".
-    Returns x (..., M, K).
+    Args:
+        q: (..., M, K) E4M3, 2 or 3 dims, K a multiple of 32.
+        sf: (..., M, K/32) E8M0. Both uint8.
+        out_dtype: "bfloat16" or "float32".
 
-    >>> ops.dequantize(xp.full((1, 32), 126, dtype=xp.uint8), xp.full((1, 1), 128, dtype=xp.uint8))[0, :2].tolist()
-    [896.0, 896.0]
+    Returns:
+        x (..., M, K).
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> ops.dequantize(xp.full((1, 32), 126, dtype=xp.uint8), xp.full((1, 1), 128, dtype=xp.uint8))[0, :2].tolist()
+        [896.0, 896.0]
     """,
     ("q", "sf"),
     ("x",),
@@ -250,16 +281,22 @@ quantize_rowwise = KernelOp(
     "quantize_rowwise",
     f"""Quantize with one power-of-two scale per row, for `grouped_mm_fold`.
 
-    x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a positive multiple of 32.
-    {SCALES}
-    Returns qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8. A NaN or an infinity makes row_sf 255 and all bytes
-    of the row 0x7F.
+    Args:
+        x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a positive multiple of 32.
+        {SCALES}
 
-    >>> qf, row_sf = ops.quantize_rowwise(xp.asarray([[896.0] + [448.0] * 31]))
-    >>> qf[0, :2].tolist(), row_sf.tolist()  # 448 and 224 under 2^1
-    ([126, 118], [128])
+    Returns:
+        qf (..., M, K) E4M3 and row_sf (..., M) E8M0, as uint8. A NaN or an infinity makes row_sf 255 and all bytes of
+        the row 0x7F.
 
-    Raises ValueError (shape, rounding) or TypeError (dtype).
+    Raises:
+        ValueError: shape, rounding.
+        TypeError: dtype.
+
+    Example:
+        >>> qf, row_sf = ops.quantize_rowwise(xp.asarray([[896.0] + [448.0] * 31]))
+        >>> qf[0, :2].tolist(), row_sf.tolist()  # 448 and 224 under 2^1
+        ([126, 118], [128])
     """,
     ("x",),
     ("qf", "row_sf"),

@@ -71,16 +71,25 @@ quantize_blockwise = KernelOp(
     "quantize_blockwise",
     f"""Quantize along the last dim, one fp32 scale per 128 values: an operand of `grouped_mm_blockwise`.
 
-    x: (..., M, K) bf16 or fp32, 2 or 3 dims.
-    {POWER_OF_TWO}
-    Returns q (..., M, K) E4M3 as uint8 and sf (..., M, ceil(K/128)) fp32. A scale is at least 2^-126. A NaN or an
-    infinity makes its scale NaN and the bytes of its block 0x7F.
+    Args:
+        x: (..., M, K) bf16 or fp32, 2 or 3 dims.
+        {POWER_OF_TWO}
 
-    >>> q, sf = ops.quantize_blockwise(xp.asarray([[672.0] + [1.5] * 127]))
-    >>> q[0, :2].tolist(), sf.tolist()  # 448 and 1
-    ([126, 56], [[1.5]])
+    Returns:
+        q (..., M, K) E4M3 as uint8 and sf (..., M, ceil(K/128)) fp32. A scale is at least 2^-126. A NaN or an infinity
+        makes its scale NaN and the bytes of its block 0x7F.
 
-    Raises ValueError (shape) or TypeError (dtype). Source: DeepSeek-V3 Technical Report, section 3.3.2.
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> q, sf = ops.quantize_blockwise(xp.asarray([[672.0] + [1.5] * 127]))
+        >>> q[0, :2].tolist(), sf.tolist()  # 448 and 1
+        ([126, 56], [[1.5]])
+
+    Source:
+        DeepSeek-V3 Technical Report, section 3.3.2.
     """,
     ("x",),
     ("q", "sf"),
@@ -92,16 +101,25 @@ quantize_squares = KernelOp(
     "quantize_squares",
     f"""Quantize matrices with one fp32 scale per square of 128 x 128 values: weights of `grouped_mm_blockwise`.
 
-    x: (..., N, K) bf16 or fp32, 2 or 3 dims.
-    {POWER_OF_TWO}
-    Returns q (..., N, K) E4M3 as uint8 and sf (..., ceil(N/128), ceil(K/128)) fp32. A scale is at least 2^-126. A NaN
-    or an infinity makes its scale NaN and the bytes of its square 0x7F.
+    Args:
+        x: (..., N, K) bf16 or fp32, 2 or 3 dims.
+        {POWER_OF_TWO}
 
-    >>> q, sf = ops.quantize_squares(xp.full((256, 128), 3.0), power_of_two=True)
-    >>> int(q[0, 0]), sf.tolist()  # 384 under 2^-7
-    (124, [[0.0078125], [0.0078125]])
+    Returns:
+        q (..., N, K) E4M3 as uint8 and sf (..., ceil(N/128), ceil(K/128)) fp32. A scale is at least 2^-126. A NaN or an
+        infinity makes its scale NaN and the bytes of its square 0x7F.
 
-    Raises ValueError (shape) or TypeError (dtype). Source: DeepSeek-V3 Technical Report, section 3.3.2.
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> q, sf = ops.quantize_squares(xp.full((256, 128), 3.0), power_of_two=True)
+        >>> int(q[0, 0]), sf.tolist()  # 384 under 2^-7
+        (124, [[0.0078125], [0.0078125]])
+
+    Source:
+        DeepSeek-V3 Technical Report, section 3.3.2.
     """,
     ("x",),
     ("q", "sf"),
@@ -113,12 +131,17 @@ quantize_squares_both = KernelOp(
     "quantize_squares_both",
     f"""`quantize_squares`, and its result transposed, in one read of x.
 
-    x: (..., N, K) bf16 or fp32, 2 or 3 dims.
-    {POWER_OF_TWO}
-    Returns q (..., N, K) as uint8 and sf (..., ceil(N/128), ceil(K/128)) fp32, q_t (..., K, N) and sf_t
-    (..., ceil(K/128), ceil(N/128)).
+    Args:
+        x: (..., N, K) bf16 or fp32, 2 or 3 dims.
+        {POWER_OF_TWO}
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Returns:
+        q (..., N, K) as uint8 and sf (..., ceil(N/128), ceil(K/128)) fp32, q_t (..., K, N) and sf_t (..., ceil(K/128),
+        ceil(N/128)).
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
     """,
     ("x",),
     ("q", "sf", "q_t", "sf_t"),

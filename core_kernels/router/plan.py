@@ -181,21 +181,32 @@ route = KernelOp(
     "route",
     f"""The experts of each token and their weights, from the logits of the router.
 
-    logits: (T, E) fp32 or bf16, E up to 512. bias: (E,) fp32, added to the scores for the choice alone, or (0,).
-    top_k: experts per token, up to 32.
-    {_OPTIONS}
-    num_groups, top_k_groups: the choice is among the top_k_groups best of num_groups groups of neighbouring experts.
-    group_score: "top2", the sum of a group's two best, or "max", its best. force_balance: token t takes the experts
-    t * top_k, t * top_k + 1, ... modulo E, whatever the scores, for benchmarks.
-    Returns expert_ids (T, top_k) int32, best first, equal scores by expert, NaN above all numbers; weights (T, top_k)
-    fp32; share_sums (ceil(T/8), E) fp32: over 8 tokens each, the sum of an expert's share of its token's scores.
+    Args:
+        logits: (T, E) fp32 or bf16, E up to 512.
+        bias: (E,) fp32, added to the scores for the choice alone, or (0,).
+        top_k: experts per token, up to 32.
+        {_OPTIONS}
+        num_groups: the choice is among the top_k_groups best of num_groups groups of neighbouring experts.
+        top_k_groups: the choice is among the top_k_groups best of num_groups groups of neighbouring experts.
+        group_score: "top2", the sum of a group's two best, or "max", its best.
+        force_balance: token t takes the experts t * top_k, t * top_k + 1, ... modulo E, whatever the scores, for
+            benchmarks.
 
-    >>> ids, weights, _ = ops.route(xp.asarray([[0.0, 2.0, 1.0]]), xp.zeros((0,)), 2, "sigmoid", False)
-    >>> ids.tolist(), [round(float(w), 4) for w in weights[0]]
-    ([[1, 2]], [0.8808, 0.7311])
+    Returns:
+        expert_ids (T, top_k) int32, best first, equal scores by expert, NaN above all numbers; weights (T, top_k) fp32;
+        share_sums (ceil(T/8), E) fp32: over 8 tokens each, the sum of an expert's share of its token's scores.
 
-    Raises ValueError (shape, value) or TypeError (dtype). Sources: Fedus et al., "Switch Transformers", 2021;
-    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
+    Raises:
+        ValueError: shape, value.
+        TypeError: dtype.
+
+    Example:
+        >>> ids, weights, _ = ops.route(xp.asarray([[0.0, 2.0, 1.0]]), xp.zeros((0,)), 2, "sigmoid", False)
+        >>> ids.tolist(), [round(float(w), 4) for w in weights[0]]
+        ([[1, 2]], [0.8808, 0.7311])
+
+    Source:
+        Fedus et al., "Switch Transformers", 2021; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
     """,
     ("logits", "bias"),
     ("expert_ids", "weights", "share_sums"),
@@ -207,18 +218,26 @@ route_bwd = KernelOp(
     "route_bwd",
     f"""The gradient of `route`: dlogits from the gradients of the weights and of the sums of shares.
 
-    dweights: (T, k) fp32. dshares: (E,) fp32, the gradient of the sum over all tokens of each expert's share, or (0,)
-    for none. logits: (T, E) fp32 or bf16. expert_ids: (T, k) int32, different experts in a row, as `route` returns.
-    {_OPTIONS}
-    split: for fp32 logits, return two bf16 terms instead, for products with bf16.
-    Returns dlogits (T, E) in the dtype of logits; or its terms (T, 2 E) bf16: rounded, then the remainder, 0 where the
-    first is no number.
+    Args:
+        dweights: (T, k) fp32.
+        dshares: (E,) fp32, the gradient of the sum over all tokens of each expert's share, or (0,) for none.
+        logits: (T, E) fp32 or bf16.
+        expert_ids: (T, k) int32, different experts in a row, as `route` returns.
+        {_OPTIONS}
+        split: for fp32 logits, return two bf16 terms instead, for products with bf16.
 
-    >>> ids = xp.asarray([[1]], dtype=xp.int32)
-    >>> ops.route_bwd(xp.ones((1, 1)), xp.zeros((0,)), xp.zeros((1, 2)), ids, "sigmoid", False).tolist()
-    [[0.0, 0.25]]
+    Returns:
+        dlogits (T, E) in the dtype of logits; or its terms (T, 2 E) bf16: rounded, then the remainder, 0 where the
+        first is no number.
 
-    Raises ValueError (shape, on a CPU also an expert that does not exist) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also an expert that does not exist.
+        TypeError: dtype.
+
+    Example:
+        >>> ids = xp.asarray([[1]], dtype=xp.int32)
+        >>> ops.route_bwd(xp.ones((1, 1)), xp.zeros((0,)), xp.zeros((1, 2)), ids, "sigmoid", False).tolist()
+        [[0.0, 0.25]]
     """,
     ("dweights", "dshares", "logits", "expert_ids"),
     ("dlogits",),

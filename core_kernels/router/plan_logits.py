@@ -40,15 +40,22 @@ logits_bwd = KernelOp(
     "logits_bwd",
     """The gradient of x from the gradient of logits = x weight^T, added to another gradient of x.
 
-    dlogits: (T, 2 E) bf16, two terms of the gradient of the logits, as `route_bwd` with split returns. weight: (E, D)
-    bf16. dx: (T, D) bf16, from the experts; or (0,) for none.
-    Returns total (T, D) bf16 = dx + high weight + low weight, summed in fp32 and rounded once.
+    Args:
+        dlogits: (T, 2 E) bf16, two terms of the gradient of the logits, as `route_bwd` with split returns.
+        weight: (E, D) bf16.
+        dx: (T, D) bf16, from the experts; or (0,) for none.
 
-    >>> terms, weight = xp.asarray([[1, 0.5]], dtype=xp.bfloat16), xp.asarray([[2, 4]], dtype=xp.bfloat16)
-    >>> ops.logits_bwd(terms, weight, xp.ones((1, 2), dtype=xp.bfloat16)).tolist()
-    [[4.0, 7.0]]
+    Returns:
+        total (T, D) bf16 = dx + high weight + low weight, summed in fp32 and rounded once.
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> terms, weight = xp.asarray([[1, 0.5]], dtype=xp.bfloat16), xp.asarray([[2, 4]], dtype=xp.bfloat16)
+        >>> ops.logits_bwd(terms, weight, xp.ones((1, 2), dtype=xp.bfloat16)).tolist()
+        [[4.0, 7.0]]
     """,
     ("dlogits", "weight", "dx"),
     ("total",),

@@ -131,14 +131,21 @@ sort_by_expert = KernelOp(
     "sort_by_expert",
     """The stable sort of slots by expert.
 
-    expert_ids: (T,) int32, 0 to num_experts - 1. num_experts: positive.
-    Returns order (T,) int32, slots grouped by expert; inverse (T,) int32, the position of each slot in order; counts
-    (num_experts,) int32, slots of each expert.
+    Args:
+        expert_ids: (T,) int32, 0 to num_experts - 1.
+        num_experts: positive.
 
-    >>> [x.tolist() for x in ops.sort_by_expert(xp.asarray([1, 0, 1], dtype=xp.int32), 2)]
-    [[1, 0, 2], [1, 0, 2], [1, 2]]
+    Returns:
+        order (T,) int32, slots grouped by expert; inverse (T,) int32, the position of each slot in order; counts
+        (num_experts,) int32, slots of each expert.
 
-    Raises ValueError (shape, on a CPU also an expert that does not exist) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also an expert that does not exist.
+        TypeError: dtype.
+
+    Example:
+        >>> [x.tolist() for x in ops.sort_by_expert(xp.asarray([1, 0, 1], dtype=xp.int32), 2)]
+        [[1, 0, 2], [1, 0, 2], [1, 2]]
     """,
     ("expert_ids",),
     ("order", "inverse", "counts"),
@@ -150,19 +157,26 @@ row_map = KernelOp(
     "row_map",
     """The map from rank-major received rows to padded expert-major rows.
 
-    counts: (ranks * num_local_experts,) int32, rows received from each rank for each local expert.
-    num_rows: rows of the receive buffer. rank_rows: rows of the part of each rank; 0 if the parts follow each other
-    without slack. alignment: rows that each group is padded to, a positive multiple of 32.
-    Returns row_map (P,) int32: padded row i is received row row_map[i], -1 for padding; inverse (num_rows,) int32:
-    received row j is padded row inverse[j], -1 without a token; padded_counts and group_ends (num_local_experts,)
-    int32: rows of each group with padding, and where it ends.
+    Args:
+        counts: (ranks * num_local_experts,) int32, rows received from each rank for each local expert.
+        num_rows: rows of the receive buffer.
+        rank_rows: rows of the part of each rank; 0 if the parts follow each other without slack.
+        alignment: rows that each group is padded to, a positive multiple of 32.
 
-    >>> counts = xp.asarray([2, 1], dtype=xp.int32)
-    >>> row_map, inverse, padded_counts, group_ends = ops.row_map(counts, num_rows=3, num_local_experts=2)
-    >>> inverse.tolist(), group_ends.tolist()
-    ([0, 1, 32], [32, 64])
+    Returns:
+        row_map (P,) int32: padded row i is received row row_map[i], -1 for padding; inverse (num_rows,) int32: received
+        row j is padded row inverse[j], -1 without a token; padded_counts and group_ends (num_local_experts,) int32:
+        rows of each group with padding, and where it ends.
 
-    Raises ValueError (shape, sizes, on a CPU also counts beyond num_rows) or TypeError (dtype).
+    Raises:
+        ValueError: shape, sizes, on a CPU also counts beyond num_rows.
+        TypeError: dtype.
+
+    Example:
+        >>> counts = xp.asarray([2, 1], dtype=xp.int32)
+        >>> row_map, inverse, padded_counts, group_ends = ops.row_map(counts, num_rows=3, num_local_experts=2)
+        >>> inverse.tolist(), group_ends.tolist()
+        ([0, 1, 32], [32, 64])
     """,
     ("counts",),
     ("row_map", "inverse", "padded_counts", "group_ends"),
@@ -175,19 +189,27 @@ slot_map = KernelOp(
     """The maps between slots and padded groups on one rank: `row_map` of the rows that `sort_by_expert` has sorted,
     composed with its order.
 
-    counts: (E,) int32, slots of each expert. order: (S,) int32, slots sorted by expert; a permutation. weights: (S,)
-    fp32, of each slot, or (0,) for none. top_k: slots of a token, of which S is a multiple. alignment: rows that each
-    group is padded to, a positive multiple of 32.
-    Returns slots (P,) int32: the slot of each padded row, -1 for padding; tokens (P,) int32: its token, slot // top_k,
-    -1 for padding; inverse (S,) int32: the padded row of each slot; padded_counts and group_ends (E,) int32 as in
-    `row_map`; row_weights (P,) fp32: the weight of each padded row, 0 for padding; (0,) without weights.
+    Args:
+        counts: (E,) int32, slots of each expert.
+        order: (S,) int32, slots sorted by expert; a permutation.
+        weights: (S,) fp32, of each slot, or (0,) for none.
+        top_k: slots of a token, of which S is a multiple.
+        alignment: rows that each group is padded to, a positive multiple of 32.
 
-    >>> order, counts = xp.asarray([1, 0, 2, 3], dtype=xp.int32), xp.asarray([1, 3], dtype=xp.int32)
-    >>> slots, tokens, inverse, *_ = ops.slot_map(counts, order, xp.zeros((0,)), 2)
-    >>> slots[32:36].tolist(), tokens[32:36].tolist(), inverse.tolist()
-    ([0, 2, 3, -1], [0, 1, 1, -1], [32, 0, 33, 34])
+    Returns:
+        slots (P,) int32: the slot of each padded row, -1 for padding; tokens (P,) int32: its token, slot // top_k, -1
+        for padding; inverse (S,) int32: the padded row of each slot; padded_counts and group_ends (E,) int32 as in
+        `row_map`; row_weights (P,) fp32: the weight of each padded row, 0 for padding; (0,) without weights.
 
-    Raises ValueError (shape, sizes, on a CPU also counts and slots that do not belong together) or TypeError (dtype).
+    Raises:
+        ValueError: shape, sizes, on a CPU also counts and slots that do not belong together.
+        TypeError: dtype.
+
+    Example:
+        >>> order, counts = xp.asarray([1, 0, 2, 3], dtype=xp.int32), xp.asarray([1, 3], dtype=xp.int32)
+        >>> slots, tokens, inverse, *_ = ops.slot_map(counts, order, xp.zeros((0,)), 2)
+        >>> slots[32:36].tolist(), tokens[32:36].tolist(), inverse.tolist()
+        ([0, 2, 3, -1], [0, 1, 1, -1], [32, 0, 33, 34])
     """,
     ("counts", "order", "weights"),
     ("slots", "tokens", "inverse", "padded_counts", "group_ends", "row_weights"),

@@ -72,13 +72,21 @@ block_scales = KernelOp(
     "block_scales",
     """Row-major scales to the 128 x 4 tiles of Blackwell's tensor cores.
 
-    sf: (M, S) uint8. group_ends: (G,) int32, where each group ends along M: non-decreasing, up to M.
-    Returns blocked (P, S4) uint8: P = M + 127 * G rounded down to 128, S4 = S rounded up to 4. Every group starts a new
-    tile; padding is 0. Row r = 32 * a + b and scale c of a tile are byte 16 * b + 4 * a + c of its 512.
-    For products of other libraries, which take scales in this layout. No function of mxep calls this op.
+    Args:
+        sf: (M, S) uint8.
+        group_ends: (G,) int32, where each group ends along M: non-decreasing, up to M.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype). Source: cuBLAS, "1D block scaling factors
-    layout".
+    Returns:
+        blocked (P, S4) uint8: P = M + 127 * G rounded down to 128, S4 = S rounded up to 4. Every group starts a new
+        tile; padding is 0. Row r = 32 * a + b and scale c of a tile are byte 16 * b + 4 * a + c of its 512. For
+        products of other libraries, which take scales in this layout. No function of mxep calls this op.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Source:
+        CuBLAS, "1D block scaling factors layout".
     """,
     ("sf", "group_ends"),
     ("blocked",),
@@ -90,15 +98,24 @@ unblock_scales = KernelOp(
     "unblock_scales",
     """The inverse of `block_scales`.
 
-    blocked: (P, S4) uint8. group_ends: (G,) int32, as for `block_scales`. num_rows, num_scales: M and S.
-    Returns sf (num_rows, num_scales) uint8; rows past the last end are zeros.
-    For operands that other libraries quantized. No function of mxep calls this op.
+    Args:
+        blocked: (P, S4) uint8.
+        group_ends: (G,) int32, as for `block_scales`.
+        num_rows: M and S.
+        num_scales: M and S.
 
-    >>> sf, ends = xp.asarray([[3, 4]], dtype=xp.uint8), xp.asarray([1], dtype=xp.int32)
-    >>> ops.unblock_scales(ops.block_scales(sf, ends), ends, num_rows=1, num_scales=2).tolist()
-    [[3, 4]]
+    Returns:
+        sf (num_rows, num_scales) uint8; rows past the last end are zeros. For operands that other libraries quantized.
+        No function of mxep calls this op.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> sf, ends = xp.asarray([[3, 4]], dtype=xp.uint8), xp.asarray([1], dtype=xp.int32)
+        >>> ops.unblock_scales(ops.block_scales(sf, ends), ends, num_rows=1, num_scales=2).tolist()
+        [[3, 4]]
     """,
     ("blocked", "group_ends"),
     ("sf",),

@@ -28,17 +28,24 @@ class Numbers(NamedTuple):
 class SwiGLU:
     """(up + offset) * gate * sigmoid(alpha * gate), after gate and up are clamped.
 
-    alpha: the slope of the sigmoid, 1/64 to 64.
-    limit: gate is at most `limit`, up is in [-limit, limit]; a number above 0, or None for no limit. A value outside
-        has gradient zero, the limit itself has the full gradient, as torch.clamp has.
-    offset: is added to the clamped up.
+    Args:
+        alpha: the slope of the sigmoid, 1/64 to 64.
+        limit: gate is at most `limit`, up is in [-limit, limit]; a number above 0, or None for no limit. A value
+            outside has gradient zero, the limit itself has the full gradient, as torch.clamp has.
+        offset: is added to the clamped up.
 
-    >>> SwiGLU()  # silu(gate) * up
-    SwiGLU(alpha=1.0, limit=None, offset=0.0)
-    >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
+    Raises:
+        TypeError: numbers that are not allowed.
+        ValueError: numbers that are not allowed.
 
-    Raises TypeError and ValueError for numbers that are not allowed. Sources: Shazeer, "GLU Variants Improve
-    Transformer", 2020; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.2.
+    Example:
+        >>> SwiGLU()  # silu(gate) * up
+        SwiGLU(alpha=1.0, limit=None, offset=0.0)
+        >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
+
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025,
+        section 2.2.
     """
 
     alpha: float = 1.0
@@ -65,7 +72,9 @@ class SwiGLU:
 def swiglu_attrs(op: str, alpha: float, limit: float, offset: float) -> dict[str, int]:
     """The attributes of a kernel: alpha, limit and offset as the bits of fp32; no limit is infinity.
 
-    Raises TypeError unless they are numbers, ValueError unless they are in range.
+    Raises:
+        TypeError: unless they are numbers.
+        ValueError: unless they are in range.
     """
     for name, value in (("alpha", alpha), ("limit", limit), ("offset", offset)):
         if isinstance(value, bool) or not isinstance(value, int | float):

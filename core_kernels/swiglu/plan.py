@@ -154,31 +154,43 @@ swiglu = _define(
     "swiglu",
     f"""silu(gate) * up * prob, the activation between the two products of an expert, and its clamped forms.
 
-    gate: (M, F) bf16.
-    {UP_PROB}
-    {NUMBERS}
-    Returns h (M, F) bf16.
+    Args:
+        gate: (M, F) bf16.
+        {UP_PROB}
+        {NUMBERS}
 
-    >>> one = xp.ones((1, 1), dtype=xp.bfloat16)
-    >>> float(ops.swiglu(one, one, xp.zeros((0,)))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
-    0.73046875
+    Returns:
+        h (M, F) bf16.
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    Example:
+        >>> one = xp.ones((1, 1), dtype=xp.bfloat16)
+        >>> float(ops.swiglu(one, one, xp.zeros((0,)))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
+        0.73046875
+
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020.
     """,
 )
 swiglu_row = _define(
     "swiglu_row",
     f"""`quantize_row` of `swiglu` in one pass; h is not stored.
 
-    gate: (M, F) bf16. F is a multiple of 32.
-    {UP_PROB}
-    {SCALES}
-    {NUMBERS}
-    Returns h_q (M, F) E4M3 and h_sf (M, F/32) E8M0, as uint8.
+    Args:
+        gate: (M, F) bf16. F is a multiple of 32.
+        {UP_PROB}
+        {SCALES}
+        {NUMBERS}
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Returns:
+        h_q (M, F) E4M3 and h_sf (M, F/32) E8M0, as uint8.
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
     """,
     quantize_row,
 )
@@ -186,13 +198,18 @@ swiglu_col = _define(
     "swiglu_col",
     f"""`quantize_col` of `swiglu` in one pass; h is not stored.
 
-    gate: (M, F) bf16. M is a multiple of 32.
-    {UP_PROB}
-    {SCALES}
-    {NUMBERS}
-    Returns h_q_t (F, M) E4M3 and h_sf_t (F, M/32) E8M0, as uint8.
+    Args:
+        gate: (M, F) bf16. M is a multiple of 32.
+        {UP_PROB}
+        {SCALES}
+        {NUMBERS}
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Returns:
+        h_q_t (F, M) E4M3 and h_sf_t (F, M/32) E8M0, as uint8.
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
     """,
     quantize_col,
 )
@@ -200,28 +217,40 @@ swiglu_bwd = _define(
     "swiglu_bwd",
     f"""The gradients of `swiglu`.
 
-    dh, gate: (M, F) bf16.
-    {UP_PROB}
-    {NUMBERS}
-    Returns dgate and dup (M, F) bf16, and dprob (M,) fp32, or (0,) with prob of shape (0,).
+    Args:
+        dh: (M, F) bf16.
+        gate: (M, F) bf16.
+        {UP_PROB}
+        {NUMBERS}
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Returns:
+        dgate and dup (M, F) bf16, and dprob (M,) fp32, or (0,) with prob of shape (0,).
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020.
     """,
 )
 swiglu_bwd_row = _define(
     "swiglu_bwd_row",
     f"""`swiglu_bwd` and `quantize_row` of dgate and dup in one pass.
 
-    dh: (M, F) bf16. F is a multiple of 32.
-    gate: (M, F) bf16.
-    {UP_PROB}
-    {SCALES}
-    {NUMBERS}
-    Returns dgate_q (M, F), dgate_sf (M, F/32), dup_q, dup_sf, uint8, and dprob (M,) fp32, or (0,).
+    Args:
+        dh: (M, F) bf16. F is a multiple of 32.
+        gate: (M, F) bf16.
+        {UP_PROB}
+        {SCALES}
+        {NUMBERS}
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Returns:
+        dgate_q (M, F), dgate_sf (M, F/32), dup_q, dup_sf, uint8, and dprob (M,) fp32, or (0,).
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
     """,
     quantize_row,
 )
@@ -229,14 +258,19 @@ swiglu_bwd_col = _define(
     "swiglu_bwd_col",
     f"""`swiglu_bwd` and `quantize_col` of dgate and dup in one pass.
 
-    dh: (M, F) bf16. M is a multiple of 32.
-    gate: (M, F) bf16.
-    {UP_PROB}
-    {SCALES}
-    {NUMBERS}
-    Returns dgate_q_t (F, M), dgate_sf_t (F, M/32), dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or (0,).
+    Args:
+        dh: (M, F) bf16. M is a multiple of 32.
+        gate: (M, F) bf16.
+        {UP_PROB}
+        {SCALES}
+        {NUMBERS}
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Returns:
+        dgate_q_t (F, M), dgate_sf_t (F, M/32), dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or (0,).
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
     """,
     quantize_col,
 )
@@ -244,15 +278,19 @@ swiglu_bwd_both = _define(
     "swiglu_bwd_both",
     f"""`swiglu_bwd` and `quantize_both` of dgate and dup in one pass.
 
-    dh: (M, F) bf16. M and F are multiples of 32.
-    gate: (M, F) bf16.
-    {UP_PROB}
-    {SCALES}
-    {NUMBERS}
-    Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or
-    (0,).
+    Args:
+        dh: (M, F) bf16. M and F are multiples of 32.
+        gate: (M, F) bf16.
+        {UP_PROB}
+        {SCALES}
+        {NUMBERS}
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Returns:
+        dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, uint8, and dprob (M,) fp32, or (0,).
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
     """,
     quantize_both,
 )
@@ -260,15 +298,20 @@ swiglu_bwd_all = _define(
     "swiglu_bwd_all",
     f"""`swiglu_bwd_both`, and `swiglu_col`, in one pass: for a backward that multiplies along both dims.
 
-    dh: (M, F) bf16. M and F are multiples of 32.
-    gate: (M, F) bf16.
-    {UP_PROB}
-    {SCALES}
-    {NUMBERS}
-    Returns dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, h_q_t and h_sf_t, uint8, and
-    dprob (M,) fp32, or (0,).
+    Args:
+        dh: (M, F) bf16. M and F are multiples of 32.
+        gate: (M, F) bf16.
+        {UP_PROB}
+        {SCALES}
+        {NUMBERS}
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Returns:
+        dgate_q, dgate_sf, dgate_q_t, dgate_sf_t, dup_q, dup_sf, dup_q_t, dup_sf_t, h_q_t and h_sf_t, uint8, and dprob
+        (M,) fp32, or (0,).
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
     """,
     quantize_both,
     hidden=True,

@@ -42,12 +42,15 @@ from .route import Route, named_groups
 class Exchange:
     """The layout of one all-to-all and of its reverse, made by `plan_exchange`.
 
-    sources (ep * capacity,) int32: the local row in each slot of the send buffer, -1 for none.
-    slots (M,) int32: the slot of each local row, -1 for a row that did not fit.
-    recv_counts (E,) int32: rows received, per source rank and local expert.
-    overflow () int32: local rows that did not fit.
-    axis_name, ep_degree, capacity: the mesh axes, their ranks, the rows per pair of ranks; static.
-    top_k: more than 1 in the exchange of a token's replicas alone, whose sources are tokens; static.
+    Attributes:
+        sources: (ep * capacity,) int32, the local row in each slot of the send buffer, -1 for none.
+        slots: (M,) int32, the slot of each local row, -1 for a row that did not fit.
+        recv_counts: (E,) int32, rows received, per source rank and local expert.
+        overflow: () int32, local rows that did not fit.
+        axis_name: the mesh axes, their ranks, the rows per pair of ranks; static.
+        ep_degree: the mesh axes, their ranks, the rows per pair of ranks; static.
+        capacity: the mesh axes, their ranks, the rows per pair of ranks; static.
+        top_k: more than 1 in the exchange of a token's replicas alone, whose sources are tokens; static.
     """
 
     sources: jax.Array
@@ -82,8 +85,10 @@ class Exchange:
 class TokenReplicas:
     """The top_k replicas of each token of x (T, D), as rows sorted by expert.
 
-    order (T * top_k,) int32: row i is a replica of token order[i] // top_k. inverse (T * top_k,) int32: the row of each
-    replica. `sort_by_expert` returns both. A token is quantized once for all of its replicas. top_k is static.
+    Args:
+        order: (T * top_k,) int32, row i is a replica of token order[i] // top_k.
+        inverse: (T * top_k,) int32, the row of each replica. `sort_by_expert` returns both. A token is quantized once
+            for all of its replicas. top_k is static.
     """
 
     x: jax.Array
@@ -112,16 +117,21 @@ def plan_exchange(
 ) -> Exchange:
     """Plan the all-to-all of rows that are sorted by expert. The ranks exchange their counts.
 
-    counts: (E,) of an integer dtype, local rows of each expert; rank r of the mesh axis has the experts
-        [r E / ranks, (r + 1) E / ranks). num_rows: M, local rows, at least the sum of the counts.
-    axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
-    capacity: rows per pair of ranks; None is num_rows, which never drops one.
+    Args:
+        counts: (E,) of an integer dtype, local rows of each expert; rank r of the mesh axis has the experts [r E /
+            ranks, (r + 1) E / ranks).
+        num_rows: M, local rows, at least the sum of the counts.
+        axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
+        capacity: rows per pair of ranks; None is num_rows, which never drops one.
 
-    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
-    >>> exchange.sources.tolist(), exchange.recv_counts.tolist()
-    ([0, 1, 2], [2, 1])
+    Raises:
+        ValueError: a capacity below 1, a mesh axis whose size does not divide E.
+        TypeError: dtypes.
 
-    Raises ValueError (a capacity below 1, a mesh axis whose size does not divide E) and TypeError (dtypes).
+    Example:
+        >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+        >>> exchange.sources.tolist(), exchange.recv_counts.tolist()
+        ([0, 1, 2], [2, 1])
     """
     op = "plan_exchange"
     check_size(op, "num_rows", num_rows)

@@ -26,17 +26,25 @@ def combine(
 ) -> Float[jax.Array, "M N"]:
     """Take expert outputs back to the ranks and rows that `dispatch` took them from; differentiable.
 
-    groups: (P, N) bf16 or fp32, or an MXGradArray, whose gradient is received as MXFP8 bytes. probs: of TokenReplicas,
-    (T, top_k) float32, the weight of each replica in its token's sum; None is a weight of 1. out_dtype: bf16 or fp32;
-    None is the dtype of groups.
+    Args:
+        groups: (P, N) bf16 or fp32, or an MXGradArray, whose gradient is received as MXFP8 bytes.
+        probs: of TokenReplicas, (T, top_k) float32, the weight of each replica in its token's sum; None is a weight of
+            1.
+        out_dtype: bf16 or fp32; None is the dtype of groups.
 
-    Returns (M, N) rows; or, of TokenReplicas, (T, N), each token's weighted sum over its replicas in fp32, rounded
-    once. A dropped row makes NaN or zeros, as `dispatch` says. If the recipe quantizes, the gradient of groups is
-    MXFP8, dequantized unless groups is an MXGradArray. Raises ValueError (shape) and TypeError (dtype).
+    Returns:
+        (M, N) rows; or, of TokenReplicas, (T, N), each token's weighted sum over its replicas in fp32, rounded once. A
+        dropped row makes NaN or zeros, as `dispatch` says. If the recipe quantizes, the gradient of groups is MXFP8,
+        dequantized unless groups is an MXGradArray.
 
-    >>> groups, _, route = dispatch(jnp.ones((3, 32)), jnp.array([1, 2]))
-    >>> combine(groups.dequantize(), route).shape
-    (3, 32)
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> groups, _, route = dispatch(jnp.ones((3, 32)), jnp.array([1, 2]))
+        >>> combine(groups.dequantize(), route).shape
+        (3, 32)
     """
     op = "combine"
     check_type(op, "route", route, Route)

@@ -67,37 +67,42 @@ def dispatch(
 ) -> tuple[Float[jax.Array, "P K"] | MXArray, Int[jax.Array, " G"], Route]:
     """Send rows to the ranks of their experts, into one padded group per local expert; differentiable.
 
-    rows: (M, K) bf16 or fp32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
-    counts: (E,) of an integer dtype, the rows of each expert; E is a multiple of the ranks, and rank r has the experts
-        [r E / ranks, (r + 1) E / ranks).
-    recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
-    axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
-    capacity: rows that each pair of ranks exchanges at most; None is all local rows, which never drops one.
-    deduplicate: of TokenReplicas, how often a token is sent to a rank with several of its experts. None: a row per
-        expert, in both directions. "dispatch": one row, which that rank copies for each expert. It sends one result per
-        expert back, and results and gradients are the same bytes. "both": as "dispatch", but that rank sums the results
-        of a token in fp32 and sends one row back, in the dtype of the groups. With "dispatch" and "both" a pair of
-        ranks has a buffer for min(T, capacity) tokens.
-    transport: "all_to_all": collectives of XLA. "peer_memory": on GPUs of one process kernels read the rows in the
-        memory of the other GPUs, into their groups and, summed, into their tokens. Elsewhere rows are read from an
-        all-gather of the rows. The same bytes, with deduplicate=None. Each rank then has one buffer of `capacity` rows
-        per rank, which all ranks share.
-    on_overflow: what a row that does not fit the capacity makes of its row or token after `combine`. "nan": NaN, in the
-        result, in the gradient of the row or token, and in the gradient of its weight. "drop": zeros, in the sum of a
-        token and in the gradients.
+    Args:
+        rows: (M, K) bf16 or fp32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
+        counts: (E,) of an integer dtype, the rows of each expert; E is a multiple of the ranks, and rank r has the
+            experts [r E / ranks, (r + 1) E / ranks).
+        recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
+        axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
+        capacity: rows that each pair of ranks exchanges at most; None is all local rows, which never drops one.
+        deduplicate: of TokenReplicas, how often a token is sent to a rank with several of its experts. None: a row per
+            expert, in both directions. "dispatch": one row, which that rank copies for each expert. It sends one result
+            per expert back, and results and gradients are the same bytes. "both": as "dispatch", but that rank sums the
+            results of a token in fp32 and sends one row back, in the dtype of the groups. With "dispatch" and "both" a
+            pair of ranks has a buffer for min(T, capacity) tokens.
+        transport: "all_to_all": collectives of XLA. "peer_memory": on GPUs of one process kernels read the rows in the
+            memory of the other GPUs, into their groups and, summed, into their tokens. Elsewhere rows are read from an
+            all-gather of the rows. The same bytes, with deduplicate=None. Each rank then has one buffer of `capacity`
+            rows per rank, which all ranks share.
+        on_overflow: what a row that does not fit the capacity makes of its row or token after `combine`. "nan": NaN, in
+            the result, in the gradient of the row or token, and in the gradient of its weight. "drop": zeros, in the
+            sum of a token and in the gradients.
 
-    Returns (groups, padded_counts, route): groups (P, K), an MXArray if the recipe quantizes, with padding rows of
-    zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of
-    the rows has their dtype. A row that does not fit the capacity is in no group; `route.overflow` counts such rows.
+    Returns:
+        (groups, padded_counts, route): groups (P, K), an MXArray if the recipe quantizes, with padding rows of zeros;
+        padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. The gradient of the
+        rows has their dtype. A row that does not fit the capacity is in no group; `route.overflow` counts such rows.
 
-    >>> order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
-    >>> tokens = TokenReplicas(jnp.ones((2, 32)), order, inverse, top_k=2)
-    >>> groups, padded_counts, route = dispatch(tokens, counts)
-    >>> groups.shape, padded_counts.tolist(), combine(groups.dequantize(), route)[:, 0].tolist()
-    ((128, 32), [32, 32, 32], [2.0, 2.0])
+    Raises:
+        ValueError: shapes, a mesh axis that does not exist or does not divide E; counts that do not fit the rows in
+            eager calls and under checkify.
+        TypeError: dtypes.
 
-    Raises ValueError (shapes, a mesh axis that does not exist or does not divide E; counts that do not fit the rows in
-    eager calls and under checkify) and TypeError (dtypes).
+    Example:
+        >>> order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+        >>> tokens = TokenReplicas(jnp.ones((2, 32)), order, inverse, top_k=2)
+        >>> groups, padded_counts, route = dispatch(tokens, counts)
+        >>> groups.shape, padded_counts.tolist(), combine(groups.dequantize(), route)[:, 0].tolist()
+        ((128, 32), [32, 32, 32], [2.0, 2.0])
     """
     op, recipe = "dispatch", recipe_of("dispatch", recipe)
     of_tokens = isinstance(rows, TokenReplicas)
@@ -119,14 +124,22 @@ def dispatch_probs(
 ) -> Float32[jax.Array, " P"]:
     """Send a weight per row where `dispatch` sent the row; differentiable.
 
-    probs: (M,) float32; (T, top_k) for TokenReplicas. Returns (P,) float32, zeros for padding: the `prob` of
-    `grouped_swiglu_ffn`. One all-to-all of 4 bytes a row, and one back for the gradient. Raises ValueError (shape) and
-    TypeError (dtype).
+    Args:
+        probs: (M,) float32; (T, top_k) for TokenReplicas.
 
-    >>> order, inverse, counts = sort_by_expert(jnp.array([[1], [0]]), num_experts=2)
-    >>> _, _, route = dispatch(TokenReplicas(jnp.ones((2, 32)), order, inverse, 1), counts)
-    >>> dispatch_probs(jnp.array([[0.25], [0.5]]), route)[:64:32].tolist()
-    [0.5, 0.25]
+    Returns:
+        (P,) float32, zeros for padding: the `prob` of `grouped_swiglu_ffn`. One all-to-all of 4 bytes a row, and one
+        back for the gradient.
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> order, inverse, counts = sort_by_expert(jnp.array([[1], [0]]), num_experts=2)
+        >>> _, _, route = dispatch(TokenReplicas(jnp.ones((2, 32)), order, inverse, 1), counts)
+        >>> dispatch_probs(jnp.array([[0.25], [0.5]]), route)[:64:32].tolist()
+        [0.5, 0.25]
     """
     op = "dispatch_probs"
     check_type(op, "route", route, Route)

@@ -39,9 +39,14 @@ class TokenExchange(Protocol):
 class Route:
     """Where `dispatch` put each row; `combine` takes it.
 
-    row_map: between received rows and padded groups. maps: of the exchange, `local.SlotMaps` or `ep.Sent`. exchange,
-    recipe, top_k: static; top_k is 0 for rows that are no TokenReplicas. lost: bool, (M,) of rows or (T, top_k) of
-    tokens, the dropped rows, which make NaN; None if no row can be dropped, or on_overflow="drop".
+    Attributes:
+        row_map: between received rows and padded groups.
+        maps: of the exchange, `local.SlotMaps` or `ep.Sent`.
+        exchange: static; top_k is 0 for rows that are no TokenReplicas.
+        recipe: static; top_k is 0 for rows that are no TokenReplicas.
+        top_k: static; top_k is 0 for rows that are no TokenReplicas.
+        lost: bool, (M,) of rows or (T, top_k) of tokens, the dropped rows, which make NaN; None if no row can be
+            dropped, or on_overflow="drop".
     """
 
     row_map: RowMap

@@ -44,16 +44,23 @@ def spread_rows(
 ) -> Rows:
     """Replicate each token for its top_k experts: out[i] = x[order[i] // top_k], zeros where order is -1.
 
-    x: (T, D) bf16, fp32 or MXArray. order: (P,), the slot t * top_k + k of each row of the result. inverse:
-    (T * top_k,), the row of each slot; both int32; `sort_by_expert` makes them with P = T * top_k.
-    across: mesh axes of the enclosing shard_map: slot s of rank q has the number q T top_k + s in order, row i of rank
-    q the number q P + i in inverse.
-    Returns (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
+    Args:
+        x: (T, D) bf16, fp32 or MXArray.
+        order: (P,), the slot t * top_k + k of each row of the result.
+        inverse: (T * top_k,), the row of each slot; both int32; `sort_by_expert` makes them with P = T * top_k.
+        across: mesh axes of the enclosing shard_map: slot s of rank q has the number q T top_k + s in order, row i of
+            rank q the number q P + i in inverse.
 
-    >>> spread_rows(jnp.array([[1.0], [2.0]]), jnp.array([2, 0, 1, 3]), jnp.array([1, 2, 0, 3]), 2).tolist()
-    [[2.0], [1.0], [1.0], [2.0]]
+    Returns:
+        (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
 
-    Raises ValueError (shapes) and TypeError (dtypes).
+    Raises:
+        ValueError: shapes.
+        TypeError: dtypes.
+
+    Example:
+        >>> spread_rows(jnp.array([[1.0], [2.0]]), jnp.array([2, 0, 1, 3]), jnp.array([1, 2, 0, 3]), 2).tolist()
+        [[2.0], [1.0], [1.0], [2.0]]
     """
     op = "spread_rows"
     if not isinstance(x, MXArray):
@@ -70,14 +77,23 @@ def gather_rows(
 ) -> Rows:
     """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
 
-    x: (M, K) bf16, fp32 or MXArray. row_map: (P,), inverse: (M,), the map back; both int32. across: mesh axes of the
-    enclosing shard_map: row r of rank q has the number q M + r in row_map, row i the number q P + i in inverse. Returns
-    (P, K) of x's kind.
+    Args:
+        x: (M, K) bf16, fp32 or MXArray.
+        row_map: (P,).
+        inverse: (M,), the map back; both int32.
+        across: mesh axes of the enclosing shard_map: row r of rank q has the number q M + r in row_map, row i the
+            number q P + i in inverse.
 
-    >>> gather_rows(jnp.array([[1.0], [2.0]]), jnp.array([1, -1, 0]), jnp.array([2, 0])).tolist()
-    [[2.0], [0.0], [1.0]]
+    Returns:
+        (P, K) of x's kind.
 
-    Raises ValueError (shapes) and TypeError (dtypes).
+    Raises:
+        ValueError: shapes.
+        TypeError: dtypes.
+
+    Example:
+        >>> gather_rows(jnp.array([[1.0], [2.0]]), jnp.array([1, -1, 0]), jnp.array([2, 0])).tolist()
+        [[2.0], [0.0], [1.0]]
     """
     op = "gather_rows"
     if not isinstance(x, MXArray):
@@ -100,18 +116,26 @@ def weighted_combine(
 ) -> Float[jax.Array, "T D"]:
     """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
 
-    rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized with `rounding`. probs: (T, K) float32, or
-    None for an unweighted sum, which saves no rows for its gradient. slots: (T, K), the row of each slot, -1 for none.
-    order: (R,), the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros; both int32.
-    out_dtype: bf16 or fp32; None is the dtype of rows. across: mesh axes of the enclosing shard_map, without probs: row
-    r of rank q has the number q R + r in slots, and slot s of rank q the number q T K + s in order.
-    Returns (T, D). A gradient has its argument's dtype; the gradient of an MXGradArray is MXFP8.
+    Args:
+        rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized with `rounding`.
+        probs: (T, K) float32, or None for an unweighted sum, which saves no rows for its gradient.
+        slots: (T, K), the row of each slot, -1 for none.
+        order: (R,), the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros; both int32.
+        out_dtype: bf16 or fp32; None is the dtype of rows.
+        across: mesh axes of the enclosing shard_map, without probs: row r of rank q has the number q R + r in slots,
+            and slot s of rank q the number q T K + s in order.
 
-    >>> slots, order = jnp.array([[1, 0]]), jnp.array([1, 0])
-    >>> weighted_combine(jnp.array([[1.0], [2.0]]), jnp.array([[0.5, 0.25]]), slots, order).tolist()
-    [[1.25]]
+    Returns:
+        (T, D). A gradient has its argument's dtype; the gradient of an MXGradArray is MXFP8.
 
-    Raises ValueError (shapes) and TypeError (dtypes).
+    Raises:
+        ValueError: shapes.
+        TypeError: dtypes.
+
+    Example:
+        >>> slots, order = jnp.array([[1, 0]]), jnp.array([1, 0])
+        >>> weighted_combine(jnp.array([[1.0], [2.0]]), jnp.array([[0.5, 0.25]]), slots, order).tolist()
+        [[1.25]]
     """
     op, rounding = "weighted_combine", rounding_of("weighted_combine", "rounding", rounding)
     if not isinstance(rows, MXGradArray):
@@ -154,17 +178,25 @@ def check_rows(op: str, x: Any, rows: int, what: str, other: str = "") -> None:
 def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Exchange) -> Float[jax.Array, "P D"]:
     """Send rows to the ranks of their experts as they are, forward and backward.
 
-    input: (M, D) bf16 or fp32, sorted by expert; or TokenReplicas, with M = T * top_k, which go from the tokens
-        directly into the send buffer, and whose gradient is summed over a token's replicas in fp32 and rounded once.
-    exchange: of `plan_exchange` for these M rows.
+    Args:
+        input: (M, D) bf16 or fp32, sorted by expert; or TokenReplicas, with M = T * top_k, which go from the tokens
+            directly into the send buffer, and whose gradient is summed over a token's replicas in fp32 and rounded
+            once.
+        exchange: of `plan_exchange` for these M rows.
 
-    Returns (P, D) of input's dtype, P = ep_degree * capacity, for `permute`: the rows of source rank s start at
-    s * capacity, and `exchange.recv_counts` has their numbers. Raises ValueError (shapes) and TypeError (dtypes).
+    Returns:
+        (P, D) of input's dtype, P = ep_degree * capacity, for `permute`: the rows of source rank s start at s *
+        capacity, and `exchange.recv_counts` has their numbers.
 
-    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
-    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
-    >>> a2a_dispatch(jnp.ones((3, 32)), exchange).shape
-    (3, 32)
+    Raises:
+        ValueError: shapes.
+        TypeError: dtypes.
+
+    Example:
+        >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+        >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+        >>> a2a_dispatch(jnp.ones((3, 32)), exchange).shape
+        (3, 32)
     """
     op = "a2a_dispatch"
     check_type(op, "exchange", exchange, Exchange)
@@ -176,19 +208,25 @@ def permute(
 ) -> tuple[Rows, RowMap]:
     """Gather rows into one padded group per local expert.
 
-    x: (R, K) bf16, fp32 or MXArray. num_tokens_per_expert: the Exchange that sent the rows, which says how they came
-        from several ranks; or (G,) of an integer dtype, the sizes of groups that follow each other. For rows of several
-        ranks that no Exchange sent, `ops.row_map` makes the maps and `gather_rows` takes them.
-    group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
+    Args:
+        x: (R, K) bf16, fp32 or MXArray.
+        num_tokens_per_expert: the Exchange that sent the rows, which says how they came from several ranks; or (G,) of
+            an integer dtype, the sizes of groups that follow each other. For rows of several ranks that no Exchange
+            sent, `ops.row_map` makes the maps and `gather_rows` takes them.
+        group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
 
-    Returns (rows (P, K) of x's kind, RowMap). P holds any split of R rows; padding rows are zeros. The gradient of an
-    MXArray is a float array.
+    Returns:
+        (rows (P, K) of x's kind, RowMap). P holds any split of R rows; padding rows are zeros. The gradient of an
+        MXArray is a float array.
 
-    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
-    >>> rows.shape, row_map.padded_counts.tolist()
-    ((96, 32), [32, 32])
+    Raises:
+        ValueError: shapes, counts that do not fit.
+        TypeError: dtypes.
 
-    Raises ValueError (shapes, counts that do not fit) and TypeError (dtypes).
+    Example:
+        >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
+        >>> rows.shape, row_map.padded_counts.tolist()
+        ((96, 32), [32, 32])
     """
     op = "permute"
     if not isinstance(x, MXArray):

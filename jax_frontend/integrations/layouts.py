@@ -33,17 +33,27 @@ def unpack_expert_weights(
 ) -> dict[str, jax.Array]:
     """Copy packed expert weights into w1, w3 (E, F, D) and w2 (E, D, F), the experts' parameters of `moe`.
 
-    gate_up: (E, 2F, D), or (E, D, 2F) if transposed: gate, then up; or interleaved, gate at even indices of 2F.
-    down: (E, D, F), or (E, F, D) if transposed. gate_up_bias: (E, 2F), down_bias: (E, D), both or neither: b1, b3, b2.
+    Args:
+        gate_up: (E, 2F, D), or (E, D, 2F) if transposed: gate, then up; or interleaved, gate at even indices of 2F.
+        down: (E, D, F), or (E, F, D) if transposed.
+        gate_up_bias: (E, 2F).
+        down_bias: (E, D), both or neither: b1, b3, b2.
 
-    Returns the arrays by name. Raises ValueError (shapes) and TypeError (dtypes).
+    Returns:
+        The arrays by name.
 
-    >>> gate_up, down = jnp.arange(4.0).reshape(1, 1, 4), jnp.zeros((1, 2, 1))  # E 1, D 1, F 2
-    >>> parts = unpack_expert_weights(gate_up, down, interleaved=True, transposed=True)
-    >>> parts["w1"].ravel().tolist(), parts["w3"].ravel().tolist()
-    ([0.0, 2.0], [1.0, 3.0])
+    Raises:
+        ValueError: shapes.
+        TypeError: dtypes.
 
-    Source: the experts of transformers 5, `is_concatenated` and `is_transposed` of its `use_experts_implementation`.
+    Example:
+        >>> gate_up, down = jnp.arange(4.0).reshape(1, 1, 4), jnp.zeros((1, 2, 1))  # E 1, D 1, F 2
+        >>> parts = unpack_expert_weights(gate_up, down, interleaved=True, transposed=True)
+        >>> parts["w1"].ravel().tolist(), parts["w3"].ravel().tolist()
+        ([0.0, 2.0], [1.0, 3.0])
+
+    Source:
+        The experts of transformers 5, `is_concatenated` and `is_transposed` of its `use_experts_implementation`.
     """
     op = "unpack_expert_weights"
     _check_options(op, interleaved, transposed)
@@ -76,12 +86,18 @@ def pack_expert_weights(
     """The inverse of `unpack_expert_weights`: "gate_up", "down" and, where there are biases, "gate_up_bias" and
     "down_bias".
 
-    parts: w1, w3 (E, F, D), w2 (E, D, F), and b1, b3 (E, F), b2 (E, D) or none of the three, by name; other names are
-    left out. Raises ValueError for a missing name or other shapes, TypeError for dtypes that are no floats.
+    Args:
+        parts: w1, w3 (E, F, D), w2 (E, D, F), and b1, b3 (E, F), b2 (E, D) or none of the three, by name; other names
+            are left out.
 
-    >>> parts = {"w1": jnp.zeros((1, 2, 1)), "w3": jnp.ones((1, 2, 1)), "w2": jnp.zeros((1, 1, 2))}
-    >>> pack_expert_weights(parts)["gate_up"].ravel().tolist()
-    [0.0, 0.0, 1.0, 1.0]
+    Raises:
+        ValueError: a missing name or other shapes.
+        TypeError: dtypes that are no floats.
+
+    Example:
+        >>> parts = {"w1": jnp.zeros((1, 2, 1)), "w3": jnp.ones((1, 2, 1)), "w2": jnp.zeros((1, 1, 2))}
+        >>> pack_expert_weights(parts)["gate_up"].ravel().tolist()
+        [0.0, 0.0, 1.0, 1.0]
     """
     op = "pack_expert_weights"
     _check_options(op, interleaved, transposed)

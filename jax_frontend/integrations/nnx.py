@@ -31,20 +31,27 @@ NAMES = {
 class MoE(nnx.Module):
     """A Mixture-of-Experts layer: `layer(x)` -> (y, MoEStats).
 
-    config: of `mxep.jax_frontend`. rngs: draws the parameters with its "params" stream. dtype: of the parameters.
-    tokens, expert_axis, fsdp_axis, tensor_axis, mesh: of `moe.sharded_apply`, which runs the layer; without tokens
-        `moe.apply` runs it on one device.
-
     Parameters: router (E, D), w1 and w3 (E, F, D), w2 (E, D, F), and what else the config asks for. Each has logical
     axis names, "expert", "mlp" and "embed", and rules that map them to expert_axis, tensor_axis and fsdp_axis, so that
     `nnx.get_partition_spec` and flax's sharding of new parameters put it where `moe.sharded_apply` reads it.
 
-    >>> layer = MoE(MoEConfig(32, 64, num_experts=4, top_k=2), rngs=nnx.Rngs(0))
-    >>> y, stats = layer(jnp.ones((5, 32)))
-    >>> y.shape, layer.w1.shape
-    ((5, 32), (4, 64, 32))
-
     Raises as `moe.init` and `moe.sharded_apply` do.
+
+    Args:
+        config: of `mxep.jax_frontend`.
+        rngs: draws the parameters with its "params" stream.
+        dtype: of the parameters.
+        tokens: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
+        expert_axis: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
+        fsdp_axis: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
+        tensor_axis: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
+        mesh: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
+
+    Example:
+        >>> layer = MoE(MoEConfig(32, 64, num_experts=4, top_k=2), rngs=nnx.Rngs(0))
+        >>> y, stats = layer(jnp.ones((5, 32)))
+        >>> y.shape, layer.w1.shape
+        ((5, 32), (4, 64, 32))
     """
 
     def __init__(

@@ -32,17 +32,24 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
 ) -> MXArray:
     """Quantize rows and send them to the ranks of their experts; the gradient comes back in input's dtype.
 
-    input, exchange: as in `a2a_dispatch`. rounding: a `Rounding` or its name.
+    Args:
+        input: as in `a2a_dispatch`.
+        exchange: as in `a2a_dispatch`.
+        rounding: a `Rounding` or its name.
 
-    Returns an MXArray (ep_degree * capacity, D) for `permute_mxfp8_fwd_hp_bwd`: the rows of source rank s start at
-    s * capacity, and `exchange.recv_counts` has their numbers.
+    Returns:
+        An MXArray (ep_degree * capacity, D) for `permute_mxfp8_fwd_hp_bwd`: the rows of source rank s start at s *
+        capacity, and `exchange.recv_counts` has their numbers.
 
-    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
-    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
-    >>> a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange).dequantize().sum().item()
-    96.0
+    Raises:
+        ValueError: shapes; D no multiple of 32.
+        TypeError: dtypes.
 
-    Raises ValueError (shapes; D no multiple of 32) and TypeError (dtypes).
+    Example:
+        >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+        >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+        >>> a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange).dequantize().sum().item()
+        96.0
     """
     op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
     check_type(op, "exchange", exchange, Exchange)
@@ -58,17 +65,25 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 ) -> Float[jax.Array, "M N"]:
     """Send expert outputs back to the tokens' ranks as they are; the gradient is sent in MXFP8.
 
-    input: (P, N), P = ep_degree * capacity, in the layout of the dispatch. The received gradient of an array is
-        dequantized. The received gradient of an MXGradArray is MXFP8 bytes for the grouped GEMM.
-    exchange: of the dispatch. rounding: a `Rounding` or its name. mxfp8_bwd: False sends the gradient in its own dtype.
+    Args:
+        input: (P, N), P = ep_degree * capacity, in the layout of the dispatch. The received gradient of an array is
+            dequantized. The received gradient of an MXGradArray is MXFP8 bytes for the grouped GEMM.
+        exchange: of the dispatch.
+        rounding: a `Rounding` or its name.
+        mxfp8_bwd: False sends the gradient in its own dtype.
 
-    Returns (M, N) of input's dtype; rows that did not fit are zeros. Raises ValueError (shapes; N no multiple of 32)
-    and TypeError (dtypes).
+    Returns:
+        (M, N) of input's dtype; rows that did not fit are zeros.
 
-    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
-    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
-    >>> a2a_combine_hp_fwd_mxfp8_bwd(jnp.ones((3, 32)), exchange).shape
-    (3, 32)
+    Raises:
+        ValueError: shapes; N no multiple of 32.
+        TypeError: dtypes.
+
+    Example:
+        >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+        >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+        >>> a2a_combine_hp_fwd_mxfp8_bwd(jnp.ones((3, 32)), exchange).shape
+        (3, 32)
     """
     op = "a2a_combine_hp_fwd_mxfp8_bwd"
     check_type(op, "exchange", exchange, Exchange)
@@ -91,14 +106,20 @@ def to_mxfp8_a2a_dequant(
 ) -> Float[jax.Array, "P D"]:
     """All-to-all with MXFP8 on the wire in both directions and input's dtype at both ends.
 
-    input: (M, D) bf16 or fp32 -> (P, D), P = ep_degree * capacity; with reverse=True (P, D) -> (M, D).
-    exchange, rounding: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`. Raises ValueError (shapes; D no multiple of 32) and
-    TypeError (dtypes).
+    Args:
+        input: (M, D) bf16 or fp32 -> (P, D), P = ep_degree * capacity; with reverse=True (P, D) -> (M, D).
+        exchange: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`.
+        rounding: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`.
 
-    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
-    >>> exchange = plan_exchange(jnp.array([1]), None, num_rows=1)
-    >>> to_mxfp8_a2a_dequant(jnp.full((1, 32), 1.06), exchange)[0, 0].item()
-    1.0
+    Raises:
+        ValueError: shapes; D no multiple of 32.
+        TypeError: dtypes.
+
+    Example:
+        >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+        >>> exchange = plan_exchange(jnp.array([1]), None, num_rows=1)
+        >>> to_mxfp8_a2a_dequant(jnp.full((1, 32), 1.06), exchange)[0, 0].item()
+        1.0
     """
     op = "to_mxfp8_a2a_dequant"
     check_type(op, "exchange", exchange, Exchange)
@@ -114,12 +135,13 @@ def permute_mxfp8_fwd_hp_bwd(
 ) -> tuple[MXArray, RowMap]:
     """`permute` of MX rows. Arguments, result and errors are as in `permute`.
 
-    >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
-    >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
-    >>> received = a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange)
-    >>> rows, row_map = permute_mxfp8_fwd_hp_bwd(received, exchange)
-    >>> rows.shape, row_map.group_ends.tolist()
-    ((96, 32), [32, 64])
+    Example:
+        >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange
+        >>> exchange = plan_exchange(jnp.array([2, 1]), None, num_rows=3)
+        >>> received = a2a_dispatch_mxfp8_fwd_hp_bwd(jnp.ones((3, 32)), exchange)
+        >>> rows, row_map = permute_mxfp8_fwd_hp_bwd(received, exchange)
+        >>> rows.shape, row_map.group_ends.tolist()
+        ((96, 32), [32, 64])
     """
     op = "permute_mxfp8_fwd_hp_bwd"
     if not isinstance(mx, MXArray):
@@ -132,14 +154,23 @@ def unpermute_hp_fwd_mxfp8_bwd(
 ) -> Float[jax.Array, "R N"] | MXGradArray:
     """Gather expert outputs back into the order in which the rows were received; rows without a token are zeros.
 
-    input: (P, N), an array, or an MXGradArray, whose gradient is gathered as MXFP8 bytes. maps: the RowMap of the
-    permute. across: as in `gather_rows`. Returns (R, N) of input's kind. Raises ValueError (shapes) and TypeError
-    (dtypes).
+    Args:
+        input: (P, N), an array, or an MXGradArray, whose gradient is gathered as MXFP8 bytes.
+        maps: the RowMap of the permute.
+        across: as in `gather_rows`.
 
-    >>> from mxep.jax_frontend.exchange.rows import permute
-    >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
-    >>> unpermute_hp_fwd_mxfp8_bwd(rows, row_map).shape
-    (3, 32)
+    Returns:
+        (R, N) of input's kind.
+
+    Raises:
+        ValueError: shapes.
+        TypeError: dtypes.
+
+    Example:
+        >>> from mxep.jax_frontend.exchange.rows import permute
+        >>> rows, row_map = permute(jnp.ones((3, 32)), jnp.array([2, 1]))
+        >>> unpermute_hp_fwd_mxfp8_bwd(rows, row_map).shape
+        (3, 32)
     """
     op = "unpermute_hp_fwd_mxfp8_bwd"
     if not isinstance(input, MXGradArray):

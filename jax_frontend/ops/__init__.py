@@ -30,9 +30,11 @@ __all__ = [*OPS, "OPS", "ExpertOrder", "RowMap"]  # pyright: ignore[reportUnsupp
 class RowMap(NamedTuple):
     """The rows of the padded expert-major buffer; read by `permute_*` and, backwards, by `unpermute_*`.
 
-    row_map (P,) int32: padded row i is received row row_map[i], -1 for padding.
-    inverse (R,) int32: received row j is padded row inverse[j], -1 where no token was received.
-    padded_counts (G,), group_ends (G,) int32: rows of each local expert with padding, and where they end.
+    Attributes:
+        row_map: (P,) int32, padded row i is received row row_map[i], -1 for padding.
+        inverse: (R,) int32, received row j is padded row inverse[j], -1 where no token was received. padded_counts
+            (G,).
+        group_ends: (G,) int32, rows of each local expert with padding, and where they end.
     """
 
     row_map: jax.Array

@@ -18,10 +18,12 @@ def capabilities(platform: Literal["cpu", "cuda"] | None = None) -> dict[str, Ca
     """The implementation that runs each op on `platform`, by the name of the op, under the current
     `force_implementation` and `lower_for`. None is JAX's default platform.
 
-    >>> capabilities("cpu")["quantize_row"].uses
-    'cpp'
+    Raises:
+        ValueError: another platform.
 
-    Raises ValueError for another platform.
+    Example:
+        >>> capabilities("cpu")["quantize_row"].uses
+        'cpp'
     """
     if platform is None:
         platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -42,8 +44,9 @@ def export_checks() -> list[DisabledSafetyCheck]:
 
     A program of bytes runs where mxep.jax_frontend is imported, with the kernels of the version that exported it.
 
-    >>> any("mxep.quantize_row" in str(check) for check in export_checks())
-    True
+    Example:
+        >>> any("mxep.quantize_row" in str(check) for check in export_checks())
+        True
     """
     targets = {*CPP_TARGETS.values(), *CUDA_TARGETS.values(), TRITON_TARGET}
     return [DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]

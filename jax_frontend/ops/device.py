@@ -23,7 +23,8 @@ def lower_for(arch: str) -> Iterator[None]:
     """Within the block lower CUDA programs for "sm_90" or another architecture of `dispatch.GPUS`, whatever GPU this
     machine has: `with lower_for("sm_90"): jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))`.
 
-    Raises ValueError for another architecture.
+    Raises:
+        ValueError: another architecture.
     """
     if not isinstance(arch, str) or arch not in CAPABILITIES:
         fail(ValueError, "lower_for", "arch", repr(arch), f"allowed: {', '.join(map(repr, CAPABILITIES))}")
@@ -38,8 +39,9 @@ def force_implementation(implementation: Implementation | None) -> Iterator[None
 
     The setting holds for the programs that this thread traces.
 
-    Raises ValueError for another name. Lowering raises NotImplementedError where the platform cannot run the forced
-    implementation.
+    Raises:
+        ValueError: another name. Lowering raises NotImplementedError where the platform cannot run the forced
+            implementation.
     """
     dispatch.require_known("force_implementation", implementation)
     with _implementation(implementation):

@@ -44,14 +44,14 @@ def _leaves(kind: Any, *leaves: jax.Array | None) -> Any:
 class MXArray:
     """A matrix in MXFP8, scaled along its rows, whose gradient is an ordinary float matrix.
 
-    q (M, K) uint8: E4M3 bytes.  sf (M, K/32) uint8: E8M0 bytes.
-    carrier (M, K): zeros of the dtype before quantization; its cotangent is the gradient of the matrix.
-    group_ends (G,) int32: of the rows that `dispatch` or `permute` laid out; None for other rows. The grouped products
-    follow it.
-    source: of rows that a row map gathered, the packed rows (R, K + K/32) uint8 and the map (M,) int32; or None. A
-    folded product reads these, and inside `jax.jit` nothing gathers q and sf then.
-    q and sf have no gradient. The functions of this package send theirs to the carrier; other functions of q and sf
-    have none.
+    Attributes:
+        q: (M, K) uint8, E4M3 bytes.  sf (M, K/32) uint8: E8M0 bytes.
+        carrier: (M, K), zeros of the dtype before quantization; its cotangent is the gradient of the matrix.
+        group_ends: (G,) int32, of the rows that `dispatch` or `permute` laid out; None for other rows. The grouped
+            products follow it.
+        source: of rows that a row map gathered, the packed rows (R, K + K/32) uint8 and the map (M,) int32; or None. A
+            folded product reads these, and inside `jax.jit` nothing gathers q and sf then. q and sf have no gradient.
+            The functions of this package send theirs to the carrier; other functions of q and sf have none.
     """
 
     q: jax.Array
@@ -75,7 +75,10 @@ class MXArray:
     ) -> "MXArray":
         """Wrap E4M3 data and E8M0 scales (uint8). The source of the bytes gets no gradient.
 
-        Raises ValueError unless q is (M, K) and sf (M, K/32), TypeError for other dtypes."""
+        Raises:
+            ValueError: unless q is (M, K) and sf (M, K/32).
+            TypeError: other dtypes.
+        """
         op = "MXArray.from_bytes"
         dtype = dtype_name(op, "dtype", dtype)
         for name, x in (("q", q), ("sf", sf)):
@@ -88,7 +91,10 @@ class MXArray:
     def from_packed(cls, packed: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
         """Wrap rows `[q | sf]` (M, K + K/32) uint8. The source of the bytes gets no gradient.
 
-        Raises ValueError for another width, TypeError for other dtypes."""
+        Raises:
+            ValueError: another width.
+            TypeError: other dtypes.
+        """
         op = "MXArray.from_packed"
         check_bytes(op, "packed", packed)
         require_multiple(op, "packed", packed.shape[1], BLOCK + 1, "last dim", "32 elements and their scale")
@@ -100,10 +106,13 @@ class MXArray:
     def quantize(cls, x: Float[jax.Array, "M K"], rounding: Rounding | str = Rounding.RCEIL) -> "MXArray":
         """Quantize x (M, K) bf16 or fp32; differentiable, the gradient passes unchanged.
 
-        >>> MXArray.quantize(jnp.full((1, 32), 1.06, jnp.float32)).dequantize()[0, 0].item()
-        1.0
+        Raises:
+            ValueError: if K is no multiple of 32.
+            TypeError: another dtype.
 
-        Raises ValueError if K is no multiple of 32, TypeError for another dtype.
+        Example:
+            >>> MXArray.quantize(jnp.full((1, 32), 1.06, jnp.float32)).dequantize()[0, 0].item()
+            1.0
         """
         op = "MXArray.quantize"
         check_floats(op, "x", x)
@@ -139,10 +148,13 @@ class MXGradArray:
     """A bf16 or fp32 matrix whose gradient is received in MXFP8: the value between a grouped GEMM and the combine.
 
     value (M, N). q_grad (M, N) e4m3 and sf_grad (M, N/32) bf16: zeros; their cotangents are the gradient, the scales as
-    integers 0 to 255. uses (1,) fp32: zero; its cotangent is the number of readers.
-    One unpermute or combine may take it: JAX adds the cotangents of two uses, and bytes cannot be added. A second use
-    raises ValueError in eager code and gives NaN gradients inside jit, scan and checkpoint. `value` may have any other
-    use; its gradient is added to the MXFP8 one.
+    integers 0 to 255.
+
+    Attributes:
+        uses: (1,) fp32, zero; its cotangent is the number of readers. One unpermute or combine may take it: JAX adds
+            the cotangents of two uses, and bytes cannot be added. A second use raises ValueError in eager code and
+            gives NaN gradients inside jit, scan and checkpoint. `value` may have any other use; its gradient is added
+            to the MXFP8 one.
     """
 
     value: jax.Array
@@ -185,7 +197,9 @@ class MXGradArray:
     def wrap(cls, value: jax.Array) -> "MXGradArray":
         """Wrap value (M, N) bf16 or fp32. Its gradient is received in MXFP8 and dequantized.
 
-        Raises ValueError unless N is a multiple of 32."""
+        Raises:
+            ValueError: unless N is a multiple of 32.
+        """
         op = "MXGradArray.wrap"
         check_floats(op, "value", value)
         if value.ndim != 2:

@@ -141,37 +141,43 @@ def grouped_mm(
 ) -> Float[jax.Array, "M N"] | MXGradArray:
     """Multiply each group of rows by its own matrix, out = x w^T; differentiable in x, w and bias.
 
-    x: (M, K) bf16 or fp32, quantized here along K; or an MXArray, used as it is. The recipes "bf16" and "fp8_..."
-        dequantize an MXArray.
-    w: (G, N, K) bf16 or fp32, as a linear layer stores it; or its QuantizedWeights, made with the same recipe, whose
-        `values` get the gradient. K and N are multiples of 32, unless the recipe is "bf16".
-    group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
-        them. Rows past the last end give zeros. An eager call warns if these are more than half of the rows.
-    recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
-        `Recipe.compute` "auto" follows `jax.default_backend()`, or `lower_for`, when the call is traced. A folded
-        product runs on every backend.
-    bias: (N,) for all groups or (G, N), bf16 or fp32; or None. The kernel adds it to the fp32 sums, before the rounding
-        to out_dtype.
-    out_dtype: "bfloat16" or "float32", or the dtype. The gradients of x, w and bias have their argument's dtype.
-    pad_token_groups: the weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. True pads each group to
-        whole blocks, so that groups of any size are allowed. False saves those passes for group ends that are multiples
-        of 32; the weight gradient of any other group is NaN.
-    mx_grad: return an MXGradArray, whose gradient is received as MXFP8 bytes from `unpermute_hp_fwd_mxfp8_bwd`,
-        `a2a_combine_hp_fwd_mxfp8_bwd` or `combine`.
-    group_sizes: (G,) of an integer dtype, the rows of each group, in place of group_ends.
+    Args:
+        x: (M, K) bf16 or fp32, quantized here along K; or an MXArray, used as it is. The recipes "bf16" and "fp8_..."
+            dequantize an MXArray.
+        w: (G, N, K) bf16 or fp32, as a linear layer stores it; or its QuantizedWeights, made with the same recipe,
+            whose `values` get the gradient. K and N are multiples of 32, unless the recipe is "bf16".
+        group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
+            them. Rows past the last end give zeros. An eager call warns if these are more than half of the rows.
+        recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
+            `Recipe.compute` "auto" follows `jax.default_backend()`, or `lower_for`, when the call is traced. A folded
+            product runs on every backend.
+        bias: (N,) for all groups or (G, N), bf16 or fp32; or None. The kernel adds it to the fp32 sums, before the
+            rounding to out_dtype.
+        out_dtype: "bfloat16" or "float32", or the dtype. The gradients of x, w and bias have their argument's dtype.
+        pad_token_groups: the weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. True pads each group to
+            whole blocks, so that groups of any size are allowed. False saves those passes for group ends that are
+            multiples of 32; the weight gradient of any other group is NaN.
+        mx_grad: return an MXGradArray, whose gradient is received as MXFP8 bytes from `unpermute_hp_fwd_mxfp8_bwd`,
+            `a2a_combine_hp_fwd_mxfp8_bwd` or `combine`.
+        group_sizes: (G,) of an integer dtype, the rows of each group, in place of group_ends.
 
-    Returns (M, N) of out_dtype. w is quantized in every call; `quantize_weights` quantizes it once for several calls.
+    Returns:
+        (M, N) of out_dtype. w is quantized in every call; `quantize_weights` quantizes it once for several calls.
 
-    >>> x, w = jnp.ones((3, 32), jnp.bfloat16), jnp.ones((2, 64, 32), jnp.bfloat16)
-    >>> grouped_mm(x, w, jnp.array([1, 2]))[:, 0].tolist()
-    [32.0, 32.0, 0.0]
-    >>> grouped_mm(x, w, group_sizes=jnp.array([1, 2]))[:, 0].tolist()
-    [32.0, 32.0, 32.0]
+    Raises:
+        ValueError: shapes, an unknown recipe, QuantizedWeights of another recipe, both or none of group_ends and
+            group_sizes; their values in eager calls and under checkify.
+        TypeError: dtypes.
 
-    Raises ValueError (shapes, an unknown recipe, QuantizedWeights of another recipe, both or none of group_ends and
-    group_sizes; their values in eager calls and under checkify) and TypeError (dtypes).
+    Example:
+        >>> x, w = jnp.ones((3, 32), jnp.bfloat16), jnp.ones((2, 64, 32), jnp.bfloat16)
+        >>> grouped_mm(x, w, jnp.array([1, 2]))[:, 0].tolist()
+        [32.0, 32.0, 0.0]
+        >>> grouped_mm(x, w, group_sizes=jnp.array([1, 2]))[:, 0].tolist()
+        [32.0, 32.0, 32.0]
 
-    Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.
+    Source:
+        OCP Microscaling Formats (MX) Specification v1.0, section 6.
     """
     op = "grouped_mm"
     recipe, out_dtype = resolve_compute(op, recipe), dtype_name(op, "out_dtype", out_dtype)

@@ -33,23 +33,30 @@ def ragged_dot_mxfp8(
     """Multiply each group of rows by its own matrix in MXFP8, with the signature of `jax.lax.ragged_dot`;
     differentiable in lhs and rhs.
 
-    lhs: (M, K) bf16 or fp32. rhs: (G, K, N) bf16 or fp32, or its QuantizedWeights, made with the same recipe. K and N
-        are multiples of 32, unless the recipe is "bf16".
-    group_sizes: (G,) of any integer dtype and any sizes, or tokamax's RaggedDotGroupSizes; rows past their sum give
-        zeros.
-    precision: None or `jax.lax.Precision.DEFAULT`. The recipe is the precision.
-    group_offset, out_sharding: None. JAX implements no group_offset either; it leaves rows out in front: drop them from
-        lhs, and their groups from group_sizes, before the call. `jax.reshard` moves the result.
-    recipe: as in `grouped_mm`. With "mxfp8" the rows are copied into groups padded to the recipe's alignment, and back.
+    Args:
+        lhs: (M, K) bf16 or fp32.
+        rhs: (G, K, N) bf16 or fp32, or its QuantizedWeights, made with the same recipe. K and N are multiples of 32,
+            unless the recipe is "bf16".
+        group_sizes: (G,) of any integer dtype and any sizes, or tokamax's RaggedDotGroupSizes; rows past their sum give
+            zeros.
+        precision: None or `jax.lax.Precision.DEFAULT`. The recipe is the precision.
+        group_offset, out_sharding: None. JAX implements no group_offset either; it leaves rows out in front: drop them
+            from lhs, and their groups from group_sizes, before the call. `jax.reshard` moves the result.
+        recipe: as in `grouped_mm`. With "mxfp8" the rows are copied into groups padded to the recipe's alignment, and
+            back.
 
-    Returns (M, N) of preferred_element_type, bf16 or fp32; None is fp32 if lhs or rhs is, else bf16. The gradients have
-    their argument's shape and dtype.
+    Returns:
+        (M, N) of preferred_element_type, bf16 or fp32; None is fp32 if lhs or rhs is, else bf16. The gradients have
+        their argument's shape and dtype.
 
-    >>> ragged_dot_mxfp8(jnp.ones((2, 32)), jnp.ones((2, 32, 32)), jnp.array([1, 1]))[:, 0].tolist()
-    [32.0, 32.0]
+    Raises:
+        ValueError: shapes, an unknown recipe, QuantizedWeights of another recipe.
+        TypeError: dtypes.
+        NotImplementedError: another precision, an offset, a sharding.
 
-    Raises ValueError (shapes, an unknown recipe, QuantizedWeights of another recipe), TypeError (dtypes) and
-    NotImplementedError (another precision, an offset, a sharding).
+    Example:
+        >>> ragged_dot_mxfp8(jnp.ones((2, 32)), jnp.ones((2, 32, 32)), jnp.array([1, 1]))[:, 0].tolist()
+        [32.0, 32.0]
     """
     op, recipe = "ragged_dot_mxfp8", resolve_compute("ragged_dot_mxfp8", recipe)
     if precision not in (None, jax.lax.Precision.DEFAULT, "default"):

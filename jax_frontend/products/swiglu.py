@@ -51,17 +51,28 @@ def swiglu(
 ) -> BFloat16[jax.Array, "M F"]:
     """silu(gate) * up * prob, computed in fp32 and rounded once; differentiable in all three.
 
-    gate, up: (M, F) bf16. prob: (M,) fp32, a weight per row, or None. activation: a `SwiGLU`, which limits gate and up
-    and changes the formula. Returns (M, F) bf16. The result has the same bits on every device. Raises ValueError
-    (shapes) and TypeError (dtypes).
+    Args:
+        gate: (M, F) bf16.
+        up: (M, F) bf16.
+        prob: (M,) fp32, a weight per row, or None.
+        activation: a `SwiGLU`, which limits gate and up and changes the formula.
 
-    >>> one = jnp.ones((1, 1), jnp.bfloat16)
-    >>> float(swiglu(one, one, jnp.full(1, 2.0))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
-    1.4609375
-    >>> float(swiglu(one, one, activation=SwiGLU(limit=0.5, offset=1.0))[0, 0])  # 1.5 * 0.5 * sigmoid(0.5)
-    0.466796875
+    Returns:
+        (M, F) bf16. The result has the same bits on every device.
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    Raises:
+        ValueError: shapes.
+        TypeError: dtypes.
+
+    Example:
+        >>> one = jnp.ones((1, 1), jnp.bfloat16)
+        >>> float(swiglu(one, one, jnp.full(1, 2.0))[0, 0])  # sigmoid(1) = 0.7311, to 8 bits
+        1.4609375
+        >>> float(swiglu(one, one, activation=SwiGLU(limit=0.5, offset=1.0))[0, 0])  # 1.5 * 0.5 * sigmoid(0.5)
+        0.466796875
+
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     for name, x in (("gate", gate), ("up", up)):
         check_type("swiglu", name, x, jax.Array, np.ndarray)

@@ -66,10 +66,13 @@ def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
 class QuantizedWeights:
     """Weights and their quantized bytes, which the products multiply instead; made by `quantize_weights`.
 
-    values (G, N, K): bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is the
-    weight gradient. as_stored, transposed: q and sf (uint8) along the last dim and along dim 1; for exact products on
-    Hopper their dequantized values (bf16); None for recipe "bf16". form, rounding: the format of the operands, static.
-    The first dim of every array is G: one PartitionSpec serves all.
+    Attributes:
+        values: (G, N, K), bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is
+            the weight gradient.
+        as_stored, transposed: q and sf (uint8) along the last dim and along dim 1; for exact products on Hopper their
+            dequantized values (bf16); None for recipe "bf16".
+        form: the format of the operands, static. The first dim of every array is G: one PartitionSpec serves all.
+        rounding: the format of the operands, static. The first dim of every array is G: one PartitionSpec serves all.
     """
 
     values: jax.Array
@@ -95,7 +98,9 @@ class QuantizedWeights:
         """Return the same bytes with other values, the parameter that they were quantized from and that is
         differentiated.
 
-        Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
+        Raises:
+            ValueError: another shape.
+            TypeError: unless it is bf16 or fp32.
         """
         check_floats("with_values", "values", values)
         if values.shape != self.values.shape:
@@ -157,10 +162,6 @@ def cotangent_of(w: Weights, grad: jax.Array) -> Any:
 def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
     """Quantize w (G, N, K) along both of its last dims, for all calls until w changes.
 
-    w: bf16 or fp32, as a linear layer stores it; N and K multiples of 32. `grouped_mm`, `ragged_dot_mxfp8`,
-    `grouped_swiglu_ffn` and `moe.apply` take the result in place of w, with a recipe of the same form and rounding.
-    Quantize once per optimizer step outside of `jax.grad`. Inside, insert the parameter, which gets the gradient:
-
         quantized = quantize_weights(params["w"], recipe=recipe)
 
         def loss(params, x):
@@ -172,10 +173,19 @@ def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8
     float0, and zeros to dequantized values. The device of this call decides what compute "auto" is. Works under jit,
     shard_map and remat, and for a differentiated w.
 
-    >>> quantize_weights(jnp.ones((2, 32, 64))).as_stored[1].shape
-    (2, 32, 2)
+    Args:
+        w: bf16 or fp32, as a linear layer stores it; N and K multiples of 32. `grouped_mm`, `ragged_dot_mxfp8`,
+            `grouped_swiglu_ffn` and `moe.apply` take the result in place of w, with a recipe of the same form and
+            rounding. Quantize once per optimizer step outside of `jax.grad`. Inside, insert the parameter, which gets
+            the gradient:
 
-    Raises ValueError (shape) and TypeError (dtype).
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> quantize_weights(jnp.ones((2, 32, 64))).as_stored[1].shape
+        (2, 32, 2)
     """
     op, recipe = "quantize_weights", resolve_compute("quantize_weights", recipe)
     check_floats(op, "w", w)

@@ -24,14 +24,20 @@ from .weighted_combine import sum_slots
 def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"], num_experts: int) -> ExpertOrder:
     """Sort the slots of a routing by expert, stably.
 
-    expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k + k.
-    Returns an `ExpertOrder`: order (S,), the slot of each row; inverse (S,), the row of each slot; counts
-    (num_experts,).
+    Args:
+        expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k +
+            k.
 
-    >>> sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3).order.tolist()
-    [1, 0, 2, 3]
+    Returns:
+        An `ExpertOrder`: order (S,), the slot of each row; inverse (S,), the row of each slot; counts (num_experts,).
 
-    Raises TypeError (dtype) and ValueError (shape).
+    Raises:
+        TypeError: dtype.
+        ValueError: shape.
+
+    Example:
+        >>> sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3).order.tolist()
+        [1, 0, 2, 3]
     """
     op = "sort_by_expert"
     check_integers(op, "expert_ids", expert_ids)

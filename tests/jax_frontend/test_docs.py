@@ -69,4 +69,4 @@ def test_ops_have_signatures_and_documentation() -> None:
         function = getattr(ops, name)
         assert tuple(inspect.signature(function).parameters) == (*op.inputs, *op.options)
         assert all(argument in function.__doc__ for argument in (*op.inputs, *op.outputs, *op.options)), name
-        assert all(word in function.__doc__ for word in ("Returns ", "Raises ")), name
+        assert all(word in function.__doc__ for word in ("Args:", "Returns:", "Raises:")), name

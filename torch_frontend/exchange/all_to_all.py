@@ -31,8 +31,10 @@ from .process_groups import Splits, checked_all_to_all, degree_of
 class TokenReplicas(NamedTuple):
     """The top_k replicas of each token of x (T, D), as rows sorted by expert.
 
-    order (T * top_k,) int32: row i is a replica of token order[i] // top_k. inverse (T * top_k,) int32: the row of each
-    replica. `sort_by_expert` returns both. A token is quantized once for all of its replicas.
+    Args:
+        order: (T * top_k,) int32, row i is a replica of token order[i] // top_k.
+        inverse: (T * top_k,) int32, the row of each replica. `sort_by_expert` returns both. A token is quantized once
+            for all of its replicas.
     """
 
     x: Tensor
@@ -166,14 +168,22 @@ def a2a_dispatch(
 ) -> Tensor:
     """Send rows to the ranks of their experts as they are, forward and backward.
 
-    input: (M, K) bfloat16 or float32, sorted by destination rank. input_splits[r] rows go to rank r, output_splits[r]
-    rows come from rank r. group_name: a process group or its name; None is the default group, or this process alone
-    where torch.distributed is not initialised. Returns (sum(output_splits), K) of input's dtype.
+    Args:
+        input: (M, K) bfloat16 or float32, sorted by destination rank. input_splits[r] rows go to rank r,
+            output_splits[r] rows come from rank r.
+        group_name: a process group or its name; None is the default group, or this process alone where
+            torch.distributed is not initialised.
 
-    >>> a2a_dispatch(torch.ones(3, 32), [3], [3]).shape
-    torch.Size([3, 32])
+    Returns:
+        (sum(output_splits), K) of input's dtype.
 
-    Raises ValueError and TypeError as `a2a_dispatch_mxfp8_fwd_hp_bwd` does.
+    Raises:
+        ValueError: as `a2a_dispatch_mxfp8_fwd_hp_bwd` does.
+        TypeError: as `a2a_dispatch_mxfp8_fwd_hp_bwd` does.
+
+    Example:
+        >>> a2a_dispatch(torch.ones(3, 32), [3], [3]).shape
+        torch.Size([3, 32])
     """
     name, _ = checked_all_to_all(
         "a2a_dispatch", input, output_splits, input_splits, "group_name", group_name, blocks=False

@@ -32,16 +32,24 @@ def combine(
 ) -> Tensor:
     """Take expert outputs back to the ranks and rows that `dispatch` took them from; differentiable.
 
-    groups: (P, N) bfloat16 or float32. probs: of TokenReplicas, (T, top_k) float32, the weight of each replica in its
-    token's sum; None is a weight of 1. out_dtype: of that sum; None is the dtype of groups.
+    Args:
+        groups: (P, N) bfloat16 or float32.
+        probs: of TokenReplicas, (T, top_k) float32, the weight of each replica in its token's sum; None is a weight of
+            1.
+        out_dtype: of that sum; None is the dtype of groups.
 
-    Returns (M, N) rows; or, of TokenReplicas, (T, N), each token's weighted sum over its replicas in fp32, rounded
-    once. If the recipe quantizes, the gradient of groups is an MXTensor. Raises ValueError (shape) and TypeError
-    (dtype).
+    Returns:
+        (M, N) rows; or, of TokenReplicas, (T, N), each token's weighted sum over its replicas in fp32, rounded once. If
+        the recipe quantizes, the gradient of groups is an MXTensor.
 
-    >>> groups, _, route = dispatch(torch.ones(3, 32), torch.tensor([1, 2]))
-    >>> combine(groups.dequantize(), route).shape
-    torch.Size([3, 32])
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> groups, _, route = dispatch(torch.ones(3, 32), torch.tensor([1, 2]))
+        >>> combine(groups.dequantize(), route).shape
+        torch.Size([3, 32])
     """
     op = "combine"
     check_rows_to_send(op, "groups", groups, route.recipe.mx or bool(route.recipe.mxfp8_all_to_all))

@@ -43,29 +43,35 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Route]:
     """Send rows to the ranks of their experts, into one padded group per local expert; differentiable.
 
-    rows: (M, K) bfloat16 or float32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
-    counts: (E,) of any integer dtype, the rows of each expert; E is a multiple of the group's ranks, and rank r has the
-        experts [r E / ranks, (r + 1) E / ranks).
-    recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
-    group: a process group or its name; None is the default group, or this process alone where torch.distributed is not
-        initialised.
-    deduplicate: of TokenReplicas, how often a token is sent to a rank with several of its experts. None: a row per
-        expert, in both directions. "dispatch": one row, from which that rank makes the other rows. It returns the
-        result of each row, and results and gradients are the same bytes. "both": the rank also sums the results of a
-        token, in fp32, and returns one row. The row has the dtype of the groups, or of the recipe's all-to-all.
+    Args:
+        rows: (M, K) bfloat16 or float32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe
+            quantizes.
+        counts: (E,) of any integer dtype, the rows of each expert; E is a multiple of the group's ranks, and rank r has
+            the experts [r E / ranks, (r + 1) E / ranks).
+        recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
+        group: a process group or its name; None is the default group, or this process alone where torch.distributed is
+            not initialised.
+        deduplicate: of TokenReplicas, how often a token is sent to a rank with several of its experts. None: a row per
+            expert, in both directions. "dispatch": one row, from which that rank makes the other rows. It returns the
+            result of each row, and results and gradients are the same bytes. "both": the rank also sums the results of
+            a token, in fp32, and returns one row. The row has the dtype of the groups, or of the recipe's all-to-all.
 
-    Returns (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes, with padding rows of
-    zeros; padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. Where products
-    and weight gradients fold, the MXTensor is `GatheredRows`, which these read without storing the groups. The gradient
-    of the rows has their dtype. Several ranks synchronize once with the host, which reads the splits.
+    Returns:
+        (groups, padded_counts, route): groups (P, K), an MXTensor if the recipe quantizes, with padding rows of zeros;
+        padded_counts (E / ranks,) int32, multiples of the recipe's alignment; route for `combine`. Where products and
+        weight gradients fold, the MXTensor is `GatheredRows`, which these read without storing the groups. The gradient
+        of the rows has their dtype. Several ranks synchronize once with the host, which reads the splits.
 
-    >>> order, inverse, counts = sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
-    >>> tokens = TokenReplicas(torch.ones(2, 32), order, inverse, top_k=2)
-    >>> groups, padded_counts, route = dispatch(tokens, counts)
-    >>> groups.shape, padded_counts.tolist(), combine(groups.dequantize(), route)[:, 0].tolist()
-    (torch.Size([128, 32]), [32, 32, 32], [2.0, 2.0])
+    Raises:
+        TypeError: arguments that are not allowed.
+        ValueError: An error on one rank raises on all ranks, and no row is sent.
 
-    Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
+    Example:
+        >>> order, inverse, counts = sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
+        >>> tokens = TokenReplicas(torch.ones(2, 32), order, inverse, top_k=2)
+        >>> groups, padded_counts, route = dispatch(tokens, counts)
+        >>> groups.shape, padded_counts.tolist(), combine(groups.dequantize(), route)[:, 0].tolist()
+        (torch.Size([128, 32]), [32, 32, 32], [2.0, 2.0])
     """
     name = name_of("dispatch", "group", group)
     check_deduplicate("dispatch", deduplicate)
@@ -172,14 +178,22 @@ def _send(request: Request, deduplicate: Deduplicate) -> tuple[Tensor, Tensor, R
 def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
     """Send a weight per row where `dispatch` sent the row; differentiable.
 
-    probs: (M,) float32; (T, top_k) for TokenReplicas. Returns (P,) float32, zeros for padding: the `prob` of
-    `grouped_swiglu_ffn`. One all-to-all of 4 bytes a row, and one back for the gradient. Raises ValueError (shape) and
-    TypeError (dtype).
+    Args:
+        probs: (M,) float32; (T, top_k) for TokenReplicas.
 
-    >>> order, inverse, counts = sort_by_expert(torch.tensor([[1], [0]]), num_experts=2)
-    >>> _, _, route = dispatch(TokenReplicas(torch.ones(2, 32), order, inverse, 1), counts)
-    >>> dispatch_probs(torch.tensor([[0.25], [0.5]]), route)[:64:32].tolist()
-    [0.5, 0.25]
+    Returns:
+        (P,) float32, zeros for padding: the `prob` of `grouped_swiglu_ffn`. One all-to-all of 4 bytes a row, and one
+        back for the gradient.
+
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> order, inverse, counts = sort_by_expert(torch.tensor([[1], [0]]), num_experts=2)
+        >>> _, _, route = dispatch(TokenReplicas(torch.ones(2, 32), order, inverse, 1), counts)
+        >>> dispatch_probs(torch.tensor([[0.25], [0.5]]), route)[:64:32].tolist()
+        [0.5, 0.25]
     """
     shape = (sum(route.input_splits),) if route.order is None else (sum(route.input_splits) // route.top_k, route.top_k)
     check_probs("dispatch_probs", "probs", probs, shape, route.row_map.row_map.device)

@@ -13,10 +13,16 @@ from .replicas import Copies, Way
 class Route(NamedTuple):
     """Where `dispatch` put each row; `combine` takes it.
 
-    row_map: between received rows and padded groups. counts (E,) int32: rows of all ranks per expert. output_splits,
-    input_splits: rows per rank, received and sent. order, slots, top_k: of TokenReplicas, the maps of
-    `weighted_combine`; None and 0 for rows. copies: where a token is sent once to each rank, the layout of its copies.
-    token: of TokenReplicas on one rank, the token of each row of the groups.
+    Attributes:
+        row_map: between received rows and padded groups.
+        counts: (E,) int32, rows of all ranks per expert.
+        output_splits: rows per rank, received and sent.
+        input_splits: rows per rank, received and sent.
+        order: of TokenReplicas, the maps of `weighted_combine`; None and 0 for rows.
+        slots: of TokenReplicas, the maps of `weighted_combine`; None and 0 for rows.
+        top_k: of TokenReplicas, the maps of `weighted_combine`; None and 0 for rows.
+        copies: where a token is sent once to each rank, the layout of its copies.
+        token: of TokenReplicas on one rank, the token of each row of the groups.
     """
 
     row_map: RowMap

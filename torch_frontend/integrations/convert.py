@@ -75,22 +75,26 @@ class _Adapter(NamedTuple):
 def convert_moe(model: nn.Module, recipe: Recipe | str = "mxfp8", filter_fn: Filter | None = None) -> ConversionReport:
     """Run the experts of a model with a recipe, from the next forward on; routers and everything else stay as they are.
 
-    model: with experts of this package, of transformers (those that `register_experts` names, and Llama 4) or of
-        torchtitan; bf16 or fp32, on any device, "meta" too. recipe: a `Recipe` or its name.
-    filter_fn: filter_fn(module, name) is False for experts that stay as they are; None converts all.
-
     Converted experts can be converted again. The experts of other libraries get a `forward` of their instance, which
     deepcopy and pickle keep; `del module.forward` undoes it, and transformers' `set_experts_implementation` has no
     effect on it.
 
-    Returns a `ConversionReport`. Raises, with nothing changed, ValueError if there are no experts, the filter leaves
-    none, or D or F is not a multiple of 32; TypeError (dtypes, arguments); NotImplementedError for a release of
-    transformers that is not tested.
+    Args:
+        model: with experts of this package, of transformers (those that `register_experts` names, and Llama 4) or of
+            torchtitan; bf16 or fp32, on any device, "meta" too.
+        recipe: a `Recipe` or its name.
+        filter_fn: filter_fn(module, name) is False for experts that stay as they are; None converts all.
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), GroupedExperts(32, 64, num_experts=4, recipe="bf16"))
-    >>> print(convert_moe(model, "mxfp8"))
-    1 modules run recipe 'mxfp8'
-      1  mxep          E    4  D     32  F     64  gate: kernel
+    Returns:
+        A `ConversionReport`. Raises, with nothing changed, ValueError if there are no experts, the filter leaves none,
+        or D or F is not a multiple of 32; TypeError (dtypes, arguments); NotImplementedError for a release of
+        transformers that is not tested.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), GroupedExperts(32, 64, num_experts=4, recipe="bf16"))
+        >>> print(convert_moe(model, "mxfp8"))
+        1 modules run recipe 'mxfp8'
+          1  mxep          E    4  D     32  F     64  gate: kernel
     """
     if not isinstance(model, nn.Module):
         fail(TypeError, OP, "model", type(model).__name__, "allowed: a torch.nn.Module")
@@ -150,7 +154,9 @@ def titan_forward(
 ) -> Tensor:
     """The forward of torchtitan's experts: rows x (R, D), sorted by expert, and counts (E,) -> (R, D) of x's dtype.
 
-    pad_token_groups: as in `grouped_swiglu_ffn`; not for groups of whole blocks."""
+    Args:
+        pad_token_groups: as in `grouped_swiglu_ffn`; not for groups of whole blocks.
+    """
     check_autocast(type(module).__name__, x)
     names = next(names for names in TITAN if names[0] in module._parameters)
     parameters = (getattr(module, name) for name in names)

@@ -40,9 +40,12 @@ Rowwise = Callable[[Tensor], Tensor]
 class PackedExperts(NamedTuple):
     """The weights of E experts, bf16 or fp32, and what is computed between them.
 
-    gate_up, down: as in the table above; without a gate, the first is (E, F, D) or, transposed, (E, D, F). Biases:
-    (E, 2F) and (E, D), or None. gate: a `SwiGLU`, computed by the kernels, or a function (P, 2F) -> (P, F).
-    interleaved: gate at even places of 2F; read for a SwiGLU alone. norm: of the experts' output rows, or None.
+    Attributes:
+        gate_up, down: as in the table above; without a gate, the first is (E, F, D) or, transposed, (E, D, F). Biases:
+            (E, 2F) and (E, D), or None.
+        gate: a `SwiGLU`, computed by the kernels, or a function (P, 2F) -> (P, F).
+        interleaved: gate at even places of 2F; read for a SwiGLU alone.
+        norm: of the experts' output rows, or None.
     """
 
     gate_up: Tensor
@@ -66,9 +69,15 @@ def packed_experts(
 ) -> Tensor:
     """y[t] = sum over k of weights[t, k] * expert[experts[t, k]](x[t]), in the name of `op`; differentiable.
 
-    x: (T, D) bf16 or fp32. experts: (T, K) of an integer dtype. weights: (T, K) of any float dtype. Expert E is no
-    expert: its rows are zero, as on a rank of expert parallelism that has only some of the experts. weigh_input:
-    weights multiply x and not the experts' output. Returns (T, D) of x's dtype.
+    Args:
+        x: (T, D) bf16 or fp32.
+        experts: (T, K) of an integer dtype.
+        weights: (T, K) of any float dtype. Expert E is no expert: its rows are zero, as on a rank of expert parallelism
+            that has only some of the experts.
+        weigh_input: weights multiply x and not the experts' output.
+
+    Returns:
+        (T, D) of x's dtype.
     """
     check_autocast(op, x)
     top_k, num_experts = experts.shape[1], packed.gate_up.shape[0]

@@ -57,8 +57,12 @@ class PackedNeeds(NamedTuple):
 class PackedCall(NamedTuple):
     """The arguments of one call other than tensors.
 
-    numbers: of the activation. save_bytes: the quantized weights may live until the backward. transposed, interleaved:
-    the layout. apart: gate and up are products of their own.
+    Attributes:
+        numbers: of the activation.
+        save_bytes: the quantized weights may live until the backward.
+        transposed: the layout.
+        interleaved: the layout.
+        apart: gate and up are products of their own.
     """
 
     options: ProductOptions
@@ -233,11 +237,20 @@ def packed_ffn(
 ) -> Tensor:
     """prob * (silu(gate) * up) down^T for each group of rows, in the name of `op`; differentiable in the tensors.
 
-    x: (P, D) bf16, fp32 or an MXTensor. gate_up: (E, 2F, D), or (E, D, 2F) if transposed, gate then up, or gate at even
-    places of 2F if interleaved; down: (E, D, F), or (E, F, D); contiguous, bf16 or fp32. gate_up_bias (E, 2F),
-    down_bias (E, D): bf16 or fp32. group_ends: (E,); multiples of 32 if a weight gradient quantizes the tokens. prob:
-    (P,) fp32, not with down_bias, which it would not weigh. Returns (P, D) bf16, zeros past the last end. Raises
-    ValueError and TypeError as `grouped_swiglu_ffn` does.
+    Args:
+        x: (P, D) bf16, fp32 or an MXTensor.
+        gate_up: (E, 2F, D), or (E, D, 2F) if transposed, gate then up, or gate at even places of 2F if interleaved.
+        down: (E, D, F), or (E, F, D); contiguous, bf16 or fp32. gate_up_bias (E, 2F).
+        down_bias: (E, D), bf16 or fp32.
+        group_ends: (E,); multiples of 32 if a weight gradient quantizes the tokens.
+        prob: (P,) fp32, not with down_bias, which it would not weigh.
+
+    Returns:
+        (P, D) bf16, zeros past the last end.
+
+    Raises:
+        ValueError: as `grouped_swiglu_ffn` does.
+        TypeError: as `grouped_swiglu_ffn` does.
     """
     assert prob is None or down_bias is None
     check_floats(op, "hidden_states", x)

@@ -51,15 +51,18 @@ def mxfp8_grouped_mm(
 ) -> Tensor:
     """`grouped_mm` with torchao's signature: A (M, K), B_t (G, K, N), offs (G,) -> (M, N) of out_dtype.
 
-    B_t: the transpose of a contiguous (G, N, K), or the QuantizedWeights of that (G, N, K). kernel_preference: "auto",
-    or "emulated" for compute="exact"; torchao's `KernelPreference` is read by name. wgrad_with_hp: recipe
-    "mxfp8_wgrad_with_hp" instead of "mxfp8". scale_calculation_mode: a `Rounding` or its name.
-    pad_token_groups_for_grouped_mm: `pad_token_groups`. compute: as in `Recipe`. Other arguments, result and errors as
-    in `grouped_mm`.
+    Args:
+        B_t: the transpose of a contiguous (G, N, K), or the QuantizedWeights of that (G, N, K).
+        kernel_preference: "auto", or "emulated" for compute="exact"; torchao's `KernelPreference` is read by name.
+        wgrad_with_hp: recipe "mxfp8_wgrad_with_hp" instead of "mxfp8".
+        scale_calculation_mode: a `Rounding` or its name.
+        pad_token_groups_for_grouped_mm: `pad_token_groups`.
+        compute: as in `Recipe`. Other arguments, result and errors as in `grouped_mm`.
 
-    >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
-    >>> mxfp8_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
-    [32.0, 32.0, 0.0]
+    Example:
+        >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
+        >>> mxfp8_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
+        [32.0, 32.0, 0.0]
     """
     op = "mxfp8_grouped_mm"
     rounding = Rounding.parse(scale_calculation_mode, op, "scale_calculation_mode")
@@ -76,9 +79,10 @@ _to_mxfp8_then_scaled_grouped_mm = mxfp8_grouped_mm
 def bf16_grouped_mm(A: Tensor, B_t: Weights, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`grouped_mm` with recipe "bf16": A (M, K), B_t (G, K, N), offs (G,) -> (M, N) of out_dtype.
 
-    >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
-    >>> bf16_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
-    [32.0, 32.0, 0.0]
+    Example:
+        >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
+        >>> bf16_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
+        [32.0, 32.0, 0.0]
     """
     return _grouped_mm("bf16_grouped_mm", A, B_t, offs, None, out_dtype, RECIPES["bf16"], False)
 
@@ -86,9 +90,10 @@ def bf16_grouped_mm(A: Tensor, B_t: Weights, offs: Tensor, out_dtype: torch.dtyp
 def fp8_rowwise_grouped_mm(A: Tensor, B_t: Weights, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`grouped_mm` with recipe "fp8_rowwise": A (M, K), B_t (G, K, N), offs (G,) -> (M, N) of out_dtype.
 
-    >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
-    >>> fp8_rowwise_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
-    [32.0, 32.0, 0.0]
+    Example:
+        >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
+        >>> fp8_rowwise_grouped_mm(a, w.mT, torch.tensor([1, 2], dtype=torch.int32))[:, 0].tolist()
+        [32.0, 32.0, 0.0]
     """
     return _grouped_mm("fp8_rowwise_grouped_mm", A, B_t, offs, None, out_dtype, RECIPES["fp8_rowwise"], False)
 
@@ -143,20 +148,26 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
 ) -> MXTensor:
     """Quantize rows and send them to the ranks of their experts; the gradient comes back in `input`'s dtype.
 
-    input: (M, K) bfloat16 or float32, K a multiple of 32, sorted by destination rank. input_splits[r] rows go to rank
-    r, output_splits[r] rows come from rank r. group_name: a process group or its name; None is the default group, or
-    this process alone where torch.distributed is not initialised. scaling_mode: a `Rounding` or its name. block_size:
-    32.
+    Args:
+        input: (M, K) bfloat16 or float32, K a multiple of 32, sorted by destination rank. input_splits[r] rows go to
+            rank r, output_splits[r] rows come from rank r.
+        group_name: a process group or its name; None is the default group, or this process alone where
+            torch.distributed is not initialised.
+        scaling_mode: a `Rounding` or its name.
+        block_size: 32.
 
-    Returns an MXTensor (sum(output_splits), K).
+    Returns:
+        An MXTensor (sum(output_splits), K).
 
-    >>> a2a_dispatch_mxfp8_fwd_hp_bwd(torch.ones(3, 32), [3], [3]).dequantize().sum().item()
-    96.0
+    Raises:
+        ValueError: when the splits do not fit the input or the group. The ranks compare their arguments first, in one
+            small all-gather for which the host waits: an error on one rank, or between two, raises on all ranks and no
+            row is sent. Under torch.compile and during CUDA graph capture a rank checks its own alone.
+        TypeError: other dtypes.
 
-    Raises ValueError when the splits do not fit the input or the group, TypeError for other dtypes. The ranks compare
-    their arguments first, in one small all-gather for which the host waits: an error on one rank, or between two,
-    raises on all ranks and no row is sent. Under torch.compile and during CUDA graph capture a rank checks its own
-    alone.
+    Example:
+        >>> a2a_dispatch_mxfp8_fwd_hp_bwd(torch.ones(3, 32), [3], [3]).dequantize().sum().item()
+        96.0
     """
     op, options = "a2a_dispatch_mxfp8_fwd_hp_bwd", (scaling_mode, block_size)
     name, rounding = checked_all_to_all(op, input, output_splits, input_splits, "group_name", group_name, *options)
@@ -174,14 +185,23 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 ) -> Tensor:
     """Send expert outputs back to the tokens' ranks as they are; the gradient is sent in MXFP8.
 
-    Arguments as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, with the two splits swapped. mxfp8_bwd: the gradient is quantized,
-    sent packed and returned as an MXTensor, which `unpermute_hp_fwd_mxfp8_bwd` and `grouped_mm` take. False: the
-    gradient is sent in its own dtype, for any other operation in front of this one.
+    Arguments as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, with the two splits swapped.
 
-    Returns (sum(output_splits), K) of input's dtype. Raises ValueError and TypeError likewise.
+    Args:
+        mxfp8_bwd: the gradient is quantized, sent packed and returned as an MXTensor, which
+            `unpermute_hp_fwd_mxfp8_bwd` and `grouped_mm` take. False: the gradient is sent in its own dtype, for any
+            other operation in front of this one.
 
-    >>> a2a_combine_hp_fwd_mxfp8_bwd(torch.ones(3, 32), [3], [3]).shape
-    torch.Size([3, 32])
+    Returns:
+        (sum(output_splits), K) of input's dtype.
+
+    Raises:
+        ValueError: likewise.
+        TypeError: likewise.
+
+    Example:
+        >>> a2a_combine_hp_fwd_mxfp8_bwd(torch.ones(3, 32), [3], [3]).shape
+        torch.Size([3, 32])
     """
     op, options = "a2a_combine_hp_fwd_mxfp8_bwd", (scaling_mode, block_size, mxfp8_bwd)
     name, rounding = checked_all_to_all(op, input, output_splits, input_splits, "group_name", group_name, *options)
@@ -196,8 +216,9 @@ def to_mxfp8_a2a_dequant(
     A differentiable drop-in for `all_to_all_single_autograd`. Arguments, shape and errors as in
     `a2a_dispatch_mxfp8_fwd_hp_bwd`; the result is dequantized.
 
-    >>> to_mxfp8_a2a_dequant(torch.full((1, 32), 1.06), [1], [1])[0, 0].item()
-    1.0
+    Example:
+        >>> to_mxfp8_a2a_dequant(torch.full((1, 32), 1.06), [1], [1])[0, 0].item()
+        1.0
     """
     name, _ = checked_all_to_all("to_mxfp8_a2a_dequant", input, output_splits, input_splits, "group", group)
     return exchange_dequantized(input, list(output_splits), list(input_splits), name)
@@ -214,19 +235,28 @@ def permute_mxfp8_fwd_hp_bwd(
 ) -> tuple[torch.Size, Tensor, Tensor, Tensor, Tensor]:
     """Gather received rows, rank-major, into one padded group per local expert.
 
-    mx_tensor: (M, K) MXTensor, bfloat16 or float32. num_tokens_per_expert: (ep_degree * num_local_experts,) of any
-    integer dtype, on the rows' device. group_size_multiple_of: a positive multiple of 32; an empty expert has one
-    aligned group. use_mxfp8, use_triton_for_bwd: torchao's flags, without effect here.
+    Args:
+        mx_tensor: (M, K) MXTensor, bfloat16 or float32.
+        num_tokens_per_expert: (ep_degree * num_local_experts,) of any integer dtype, on the rows' device.
+        group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
+        use_mxfp8: torchao's flags, without effect here.
+        use_triton_for_bwd: torchao's flags, without effect here.
 
-    Returns (padded_shape, rows, permuted_indices, padded_counts, group_end_offsets): padded_shape = (M + 1, K); rows
-    (P, K) of mx_tensor's kind; permuted_indices (P,) int32, -1 for padding, a row of zeros; padded_counts and
-    group_end_offsets (num_local_experts,) int32. The gradient of the rows goes back to M rows in the dtype in which it
-    arrives. Raises ValueError and TypeError for counts that do not fit.
+    Returns:
+        (padded_shape, rows, permuted_indices, padded_counts, group_end_offsets): padded_shape = (M + 1, K); rows (P, K)
+        of mx_tensor's kind; permuted_indices (P,) int32, -1 for padding, a row of zeros; padded_counts and
+        group_end_offsets (num_local_experts,) int32. The gradient of the rows goes back to M rows in the dtype in which
+        it arrives.
 
-    >>> counts = torch.tensor([1, 1, 0, 1])  # of 2 ranks and 2 experts
-    >>> _, rows, indices, _, ends = permute_mxfp8_fwd_hp_bwd(torch.ones(3, 32), counts, 2, 2)
-    >>> rows.shape, indices[::32].tolist(), ends.tolist()
-    (torch.Size([96, 32]), [0, 1, -1], [32, 64])
+    Raises:
+        ValueError: counts that do not fit.
+        TypeError: counts that do not fit.
+
+    Example:
+        >>> counts = torch.tensor([1, 1, 0, 1])  # of 2 ranks and 2 experts
+        >>> _, rows, indices, _, ends = permute_mxfp8_fwd_hp_bwd(torch.ones(3, 32), counts, 2, 2)
+        >>> rows.shape, indices[::32].tolist(), ends.tolist()
+        (torch.Size([96, 32]), [0, 1, -1], [32, 64])
     """
     op = "permute_mxfp8_fwd_hp_bwd"
     check_floats(op, "mx_tensor", mx_tensor)
@@ -249,13 +279,21 @@ def permute_mxfp8_fwd_hp_bwd(
 def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_shape: Sequence[int]) -> Tensor:
     """Gather expert outputs back into the order in which the rows were received.
 
-    input: (P, N) bfloat16 or float32. permuted_indices: (P,) int32 or int64, and padded_shape: (M + 1, K or N), of
-    `permute_mxfp8_fwd_hp_bwd`. Returns (M, N). An MXTensor gradient stays an MXTensor. Raises ValueError for other
-    shapes and TypeError for other dtypes.
+    Args:
+        input: (P, N) bfloat16 or float32.
+        permuted_indices: (P,) int32 or int64, and padded_shape: (M + 1, K or N), of `permute_mxfp8_fwd_hp_bwd`.
 
-    >>> padded_shape, rows, indices, _, _ = permute_mxfp8_fwd_hp_bwd(torch.ones(3, 32), torch.tensor([1, 2]), 1, 2)
-    >>> unpermute_hp_fwd_mxfp8_bwd(rows, indices, padded_shape).shape
-    torch.Size([3, 32])
+    Returns:
+        (M, N). An MXTensor gradient stays an MXTensor.
+
+    Raises:
+        ValueError: other shapes.
+        TypeError: other dtypes.
+
+    Example:
+        >>> padded_shape, rows, indices, _, _ = permute_mxfp8_fwd_hp_bwd(torch.ones(3, 32), torch.tensor([1, 2]), 1, 2)
+        >>> unpermute_hp_fwd_mxfp8_bwd(rows, indices, padded_shape).shape
+        torch.Size([3, 32])
     """
     op = "unpermute_hp_fwd_mxfp8_bwd"
     check_floats(op, "input", input)

@@ -152,20 +152,23 @@ def routed_experts(
 ) -> RoutedExperts.Config:
     """The override of torchtitan's routed experts: `Experts` and `Dispatcher` with one recipe.
 
-    recipe: a `Recipe` or its name. mxfp8_all_to_all: `Recipe.mxfp8_all_to_all`, the all-to-alls that send MXFP8 rows;
-    None is the recipe's choice, tokens to the experts and the gradients of their outputs. torchtitan's command line has
-    both as JSON:
-    `--override.imports 'mxep.torch_frontend.integrations.torchtitan.routed_experts={"recipe": "mxfp8",
-    "mxfp8_all_to_all": ["dispatch"]}'`.
+    Args:
+        recipe: a `Recipe` or its name.
+        mxfp8_all_to_all: `Recipe.mxfp8_all_to_all`, the all-to-alls that send MXFP8 rows; None is the recipe's choice,
+            tokens to the experts and the gradients of their outputs. torchtitan's command line has both as JSON:
+            `--override.imports 'mxep.torch_frontend.integrations.torchtitan.routed_experts={"recipe": "mxfp8",
+            "mxfp8_all_to_all": ["dispatch"]}'`.
 
-    Raises TypeError for experts or dispatchers of another kind, which `experts` or another override may serve. Raises
-    ValueError for sizes that are no multiples of 32, unknown recipes and unknown all-to-alls.
+    Raises:
+        TypeError: experts or dispatchers of another kind, which `experts` or another override may serve.
+        ValueError: sizes that are no multiples of 32, unknown recipes and unknown all-to-alls.
 
-    >>> from torchtitan.models.common.config_utils import make_routed_experts_config
-    >>> sizes = {"dim": 64, "hidden_dim": 96, "num_experts": 4, "top_k": 2}
-    >>> config = make_routed_experts_config(**sizes, param_init={}, comm_backend="standard")
-    >>> routed_experts(config, mxfp8_all_to_all=["dispatch"]).token_dispatcher.recipe.mxfp8_all_to_all
-    ('dispatch',)
+    Example:
+        >>> from torchtitan.models.common.config_utils import make_routed_experts_config
+        >>> sizes = {"dim": 64, "hidden_dim": 96, "num_experts": 4, "top_k": 2}
+        >>> config = make_routed_experts_config(**sizes, param_init={}, comm_backend="standard")
+        >>> routed_experts(config, mxfp8_all_to_all=["dispatch"]).token_dispatcher.recipe.mxfp8_all_to_all
+        ('dispatch',)
     """
     op = "routed_experts"
     chosen = _recipe(op, recipe, mxfp8_all_to_all)
@@ -184,8 +187,9 @@ def experts(config: GroupedExperts.Config, recipe: Recipe | str = "mxfp8") -> Ex
 
     Arguments and errors as in `routed_experts`.
 
-    >>> config = experts(GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=4), "bf16")
-    >>> config.recipe.name
-    'bf16'
+    Example:
+        >>> config = experts(GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=4), "bf16")
+        >>> config.recipe.name
+        'bf16'
     """
     return _experts("experts", config, Recipe.parse(recipe), padded=False)

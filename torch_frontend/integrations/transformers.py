@@ -49,19 +49,22 @@ def register_experts(recipe: Recipe | str = "mxfp8", name: str | None = None) ->
     Tokens, parameters and the result are bf16 or fp32; D and F are multiples of 32. The expert id num_experts gives
     zeros: so transformers' expert parallelism marks the experts of other ranks.
 
-    >>> register_experts()
-    'mxfp8'
-    >>> import torch
-    >>> from transformers import MixtralConfig, MixtralForCausalLM
-    >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
-    >>> heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 32}
-    >>> model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
-    >>> model.set_experts_implementation("mxfp8")
-    >>> model(torch.zeros(1, 4, dtype=torch.int64)).logits.shape
-    torch.Size([1, 4, 32])
+    Raises:
+        TypeError: a recipe or a name that is not allowed.
+        ValueError: a recipe or a name that is not allowed.
+        NotImplementedError: a release of transformers that is not tested.
 
-    Raises TypeError and ValueError for a recipe or a name that is not allowed, NotImplementedError for a release of
-    transformers that is not tested.
+    Example:
+        >>> register_experts()
+        'mxfp8'
+        >>> import torch
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
+        >>> heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 32}
+        >>> model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+        >>> model.set_experts_implementation("mxfp8")
+        >>> model(torch.zeros(1, 4, dtype=torch.int64)).logits.shape
+        torch.Size([1, 4, 32])
     """
     op, recipe = "register_experts", Recipe.parse(recipe)
     check_version(op)

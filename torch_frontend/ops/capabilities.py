@@ -14,10 +14,12 @@ def capabilities(device: torch.device | str | None = None) -> dict[str, Capabili
     """The implementation that runs each op on `device`, by the name of the op, under the current
     `force_implementation`. None is a GPU where there is one.
 
-    >>> capabilities("cpu")["quantize_row"].uses
-    'cpp'
+    Raises:
+        ValueError: a device that this machine does not have.
 
-    Raises ValueError for a device that this machine does not have.
+    Example:
+        >>> capabilities("cpu")["quantize_row"].uses
+        'cpp'
     """
     device = _existing(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     matmul = dict.fromkeys(cpu_gemm.TABLE, "torch.matmul")

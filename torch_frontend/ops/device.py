@@ -20,7 +20,8 @@ def force_implementation(implementation: Implementation | None) -> AbstractConte
     On a CPU "triton" needs the interpreter of Triton (TRITON_INTERPRET=1 before triton is imported). The setting holds
     for this thread or asyncio task; a backward runs under the setting of its forward.
 
-    Raises ValueError for another name. An op raises NotImplementedError where the forced implementation cannot run.
+    Raises:
+        ValueError: another name. An op raises NotImplementedError where the forced implementation cannot run.
     """
     dispatch.require_known("force_implementation", implementation)
     return settings.forced.within(implementation)

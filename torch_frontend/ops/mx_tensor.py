@@ -27,15 +27,20 @@ aten = torch.ops.aten
 class MXTensor(Tensor):
     """MXFP8 values with one E8M0 scale per 32 along the last dim.
 
-    MXTensor(q, sf, orig_dtype): q (..., K) uint8 or float8_e4m3fn; sf (..., K/32) uint8 or
-    float8_e8m0fnu; orig_dtype bfloat16 or float32, the dtype for autograd and of `dequantize()`. Raises ValueError
-    (shapes, device) and TypeError (dtypes).
+    MXTensor(q, sf, orig_dtype): q (..., K) uint8 or float8_e4m3fn; sf (..., K/32) uint8 or float8_e8m0fnu; orig_dtype
+    bfloat16 or float32, the dtype for autograd and of `dequantize()`.
 
-    >>> mx = MXTensor.quantize(torch.full((1, 32), 3.0))
-    >>> mx.qdata[0, 0].item(), mx.scale[0, 0].item(), mx.dequantize()[0, 0].item()
-    (384.0, 0.0078125, 3.0)
+    Raises:
+        ValueError: shapes, device.
+        TypeError: dtypes.
 
-    Source: OCP Microscaling Formats (MX) Specification v1.0, section 5.
+    Example:
+        >>> mx = MXTensor.quantize(torch.full((1, 32), 3.0))
+        >>> mx.qdata[0, 0].item(), mx.scale[0, 0].item(), mx.dequantize()[0, 0].item()
+        (384.0, 0.0078125, 3.0)
+
+    Source:
+        OCP Microscaling Formats (MX) Specification v1.0, section 5.
     """
 
     q: Tensor
@@ -59,9 +64,14 @@ class MXTensor(Tensor):
     def quantize(x: Tensor, rounding: Rounding | str = Rounding.RCEIL, packed: bool = False) -> "MXTensor":
         """Quantize x (M, K) or (G, M, K), bfloat16 or float32, along its last dim.
 
-        packed: x is (M, K), and q and sf are views of rows `[q | sf]` in one buffer. `gather_rows`, `spread_rows` and
-        an all-to-all read such rows without a copy; a product copies q and sf. Differentiable: the gradient passes
-        through unchanged. Raises ValueError (shape) and TypeError (dtype).
+        Args:
+            packed: x is (M, K), and q and sf are views of rows `[q | sf]` in one buffer. `gather_rows`, `spread_rows`
+                and an all-to-all read such rows without a copy; a product copies q and sf. Differentiable: the gradient
+                passes through unchanged.
+
+        Raises:
+            ValueError: shape.
+            TypeError: dtype.
         """
         op = "MXTensor.quantize"
         if not isinstance(packed, bool):
@@ -72,7 +82,10 @@ class MXTensor(Tensor):
     def from_packed(packed: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
         """Wrap rows `[q | sf]` (M, K + K/32) uint8 as views, without a copy.
 
-        Raises ValueError (shape) and TypeError (dtype)."""
+        Raises:
+            ValueError: shape.
+            TypeError: dtype.
+        """
         op = "MXTensor.from_packed"
         require_tensor(op, "packed", packed)
         if packed.dtype != torch.uint8:
@@ -100,8 +113,9 @@ class MXTensor(Tensor):
         value raises ValueError. kernel_preference and mxfp8_dim0_cast_kernel_choice have no effect: the device decides
         the kernel.
 
-        >>> MXTensor.to_mx(torch.full((1, 32), 3.0), torch.float8_e4m3fn, scaling_mode="rceil").scale[0, 0].item()
-        0.0078125
+        Example:
+            >>> MXTensor.to_mx(torch.full((1, 32), 3.0), torch.float8_e4m3fn, scaling_mode="rceil").scale[0, 0].item()
+            0.0078125
         """
         op = "MXTensor.to_mx"
         _check_torchao(op, elem_dtype, block_size, act_quant_kwargs, is_swizzled_scales)
@@ -118,8 +132,13 @@ class MXTensor(Tensor):
         act_quant_kwargs: None = None,
         is_swizzled_scales: bool = False,
     ) -> "MXTensor":
-        """`MXTensor(q, sf, orig_dtype)` with torchao's signature. qdata: (..., K) float8_e4m3fn, scales: (..., K/32)
-        float8_e8m0fnu or uint8, one per block, row-major. Other arguments and errors as in `to_mx`."""
+        """`MXTensor(q, sf, orig_dtype)` with torchao's signature.
+
+        Args:
+            qdata: (..., K) float8_e4m3fn.
+            scales: (..., K/32) float8_e8m0fnu or uint8, one per block, row-major. Other arguments and errors as in
+                `to_mx`.
+        """
         op = "MXTensor.from_qdata_and_scales"
         require_tensor(op, "qdata", qdata)
         _check_torchao(op, qdata.dtype, block_size, act_quant_kwargs, is_swizzled_scales, "qdata")

@@ -21,10 +21,12 @@ class Collectives:
     """Rows are exchanged by the sends and receives of a process group, a batch per chunk: NCCL on GPUs, within a host
     and between hosts; Gloo on a CPU.
 
-    group: a process group or its name; None is the default group. A batch runs on the group's own stream, after the
-    work that the current stream has when `send` is called. NCCL runs a batch on SMs, overlapped with the products.
-    chunk_bytes: the rows that a rank receives in a layer are divided into at most eight chunks, of about so many bytes
-    each; the same on all ranks. A chunk costs the host some tens of microseconds.
+    Args:
+        group: a process group or its name; None is the default group. A batch runs on the group's own stream, after the
+            work that the current stream has when `send` is called. NCCL runs a batch on SMs, overlapped with the
+            products.
+        chunk_bytes: the rows that a rank receives in a layer are divided into at most eight chunks, of about so many
+            bytes each; the same on all ranks. A chunk costs the host some tens of microseconds.
     """
 
     def __init__(self, group: "str | dist.ProcessGroup | None" = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:

@@ -59,16 +59,20 @@ GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 class CopyEngines:
     """Copy engines between the GPUs of one host, a process each; the transport of all layers that share a group.
 
-    group: a process group or its name, of at least two ranks; None is the default group. Each GPU has two send buffers,
-    to the operands and to the tokens, each as large as the rows of the rank that sends most. A buffer is allocated when
-    a transfer needs more memory than any before; all ranks then wait for each other.
-
     The transfers of two layers share these buffers in the order of the calls, which must be the same on all ranks.
     Layers that run on two streams at a time take a transport each.
-    chunk_bytes: as of `Collectives`. timeout: how long a GPU waits for the rows of the other ranks; then it ends this
-    process with an error of CUDA, as `PeerMemory` does.
 
-    Raises NotImplementedError without CUDA or torch's symmetric memory, ValueError for ranks on several hosts.
+    Args:
+        group: a process group or its name, of at least two ranks; None is the default group. Each GPU has two send
+            buffers, to the operands and to the tokens, each as large as the rows of the rank that sends most. A buffer
+            is allocated when a transfer needs more memory than any before; all ranks then wait for each other.
+        chunk_bytes: as of `Collectives`.
+        timeout: how long a GPU waits for the rows of the other ranks; then it ends this process with an error of CUDA,
+            as `PeerMemory` does.
+
+    Raises:
+        NotImplementedError: without CUDA or torch's symmetric memory.
+        ValueError: ranks on several hosts.
     """
 
     def __init__(

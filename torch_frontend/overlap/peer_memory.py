@@ -60,14 +60,6 @@ class PeerMemory:
     """The memory that the GPUs of one host, a process each, map for exchanges without the host: the layers that use it
     read no size on the host, forward and backward, and a CUDA graph can capture them.
 
-    group: a process group or its name, of at least two ranks; None is the default group.
-    rows: the capacity of a rank, in rows from all ranks together. A rank may be sent more rows. Then the outputs of the
-        tokens with a row beyond the capacity are NaN, their gradients too, and `overflow` raises, on all ranks. None:
-        capacity for all rows of all ranks, each with as many as the rank with the most rows in the first call. A later
-        call may have more rows, such as an evaluation with a larger batch: then the same holds.
-    width: programs of the kernels that write and read rows of peers.
-    timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
-
     It takes `rows` rows to experts and as many to tokens, with the padding of the groups, on every GPU. The memory is
     allocated when a call needs more than any before, never while a graph is captured; all ranks then wait for each
     other once. Products run over the whole capacity: state `rows` if far fewer rows are received than in the worst
@@ -76,7 +68,18 @@ class PeerMemory:
     Calls share the memory in their order, which must be one on all ranks. Layers that run on two streams at a time take
     one each. Layers with prob_in="combine" raise: their backward reads rows that this memory does not keep.
 
-    Raises NotImplementedError without CUDA or torch's symmetric memory, ValueError for ranks on several hosts.
+    Args:
+        group: a process group or its name, of at least two ranks; None is the default group.
+        rows: the capacity of a rank, in rows from all ranks together. A rank may be sent more rows. Then the outputs of
+            the tokens with a row beyond the capacity are NaN, their gradients too, and `overflow` raises, on all ranks.
+            None: capacity for all rows of all ranks, each with as many as the rank with the most rows in the first
+            call. A later call may have more rows, such as an evaluation with a larger batch: then the same holds.
+        width: programs of the kernels that write and read rows of peers.
+        timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
+
+    Raises:
+        NotImplementedError: without CUDA or torch's symmetric memory.
+        ValueError: ranks on several hosts.
     """
 
     def __init__(
@@ -156,9 +159,14 @@ class PeerMemory:
         self, op: str, rows: int, experts: int, alignment: int, parts: Sequence[tuple[Where, Sequence[Part]]],
         shared: Mapping[str, Any],
     ) -> int:  # fmt: skip
-        """Memory for the transfers of a call, allocated if there is less; returns the rows of an operand. rows: of this
-        rank. parts: of each transfer. shared: arguments that the ranks compare in the first call that has them, in the
-        first after an error, and before they allocate."""
+        """Memory for the transfers of a call, allocated if there is less; returns the rows of an operand.
+
+        Args:
+            rows: of this rank.
+            parts: of each transfer.
+            shared: arguments that the ranks compare in the first call that has them, in the first after an error, and
+                before they allocate.
+        """
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         new = key_of(shared) not in self.compared
         if new and not capturing:

@@ -167,35 +167,43 @@ def grouped_mm(
 ) -> Tensor:
     """Multiply each group of rows by its own matrix, out = x w^T; differentiable in x, w and bias.
 
-    x: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor, used as it is. The recipes "bf16" and
-        "fp8_..." dequantize an MXTensor.
-    w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it, or the transpose of a contiguous
-        (G, K, N), w.mT; neither is copied, except the second by "fp8_rowwise". Or its QuantizedWeights, whose `values`
-        get the gradient. K and N are multiples of 32.
-    group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out, which
-        has them. Rows past the last end give zeros. A UserWarning tells where these are more than half of the rows.
-    recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
-    bias: (N,) for all groups or (G, N), bfloat16 or float32; or None. The kernel adds it to the fp32 sums, before the
-        rounding to out_dtype.
-    out_dtype: "bfloat16" or "float32", or the torch.dtype. The gradients of x, w and bias have their argument's dtype.
-    pad_token_groups: the weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. True pads each group to
-        whole blocks, so that groups of any size are allowed. False saves those passes for group ends that are multiples
-        of 32; the weight gradient of any other group is NaN.
-    group_sizes: (G,) of an integer dtype, the rows of each group, in place of group_ends.
+    Args:
+        x: (M, K) bfloat16 or float32, quantized here along K; or an MXTensor, used as it is. The recipes "bf16" and
+            "fp8_..." dequantize an MXTensor.
+        w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it, or the transpose of a contiguous (G,
+            K, N), w.mT; neither is copied, except the second by "fp8_rowwise". Or its QuantizedWeights, whose `values`
+            get the gradient. K and N are multiples of 32.
+        group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out,
+            which has them. Rows past the last end give zeros. A UserWarning tells where these are more than half of the
+            rows.
+        recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
+        bias: (N,) for all groups or (G, N), bfloat16 or float32; or None. The kernel adds it to the fp32 sums, before
+            the rounding to out_dtype.
+        out_dtype: "bfloat16" or "float32", or the torch.dtype. The gradients of x, w and bias have their argument's
+            dtype.
+        pad_token_groups: the weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. True pads each group to
+            whole blocks, so that groups of any size are allowed. False saves those passes for group ends that are
+            multiples of 32; the weight gradient of any other group is NaN.
+        group_sizes: (G,) of an integer dtype, the rows of each group, in place of group_ends.
 
-    Returns (M, N) of out_dtype. w is quantized in every call; `quantize_weights` quantizes it once for several calls.
-    The gradient of the result may be an MXTensor.
+    Returns:
+        (M, N) of out_dtype. w is quantized in every call; `quantize_weights` quantizes it once for several calls. The
+        gradient of the result may be an MXTensor.
 
-    >>> x, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
-    >>> grouped_mm(x, w, torch.tensor([1, 2]))[:, 0].tolist()
-    [32.0, 32.0, 0.0]
-    >>> grouped_mm(x, w, group_sizes=torch.tensor([1, 2]))[:, 0].tolist()
-    [32.0, 32.0, 32.0]
+    Raises:
+        ValueError: shapes, layout, both or none of group_ends and group_sizes, their values. Their values are checked
+            for CPU tensors, and for CUDA tensors within `debug_checks()`.
+        TypeError: dtypes.
 
-    Raises ValueError (shapes, layout, both or none of group_ends and group_sizes, their values) and TypeError (dtypes).
-    Their values are checked for CPU tensors, and for CUDA tensors within `debug_checks()`.
+    Example:
+        >>> x, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
+        >>> grouped_mm(x, w, torch.tensor([1, 2]))[:, 0].tolist()
+        [32.0, 32.0, 0.0]
+        >>> grouped_mm(x, w, group_sizes=torch.tensor([1, 2]))[:, 0].tolist()
+        [32.0, 32.0, 32.0]
 
-    Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.
+    Source:
+        OCP Microscaling Formats (MX) Specification v1.0, section 6.
     """
     check_flag("grouped_mm", "pad_token_groups", pad_token_groups)
     recipe = Recipe.parse(recipe)

@@ -13,8 +13,11 @@ from ...core_kernels.launch import fail
 class RowMap(NamedTuple):
     """The maps between received rows and padded groups, one group per local expert; all int32.
 
-    row_map (P,): the received row of each padded row, -1 for padding. inverse (M,): the padded row of each received
-    row. padded_counts, group_ends (local experts,): rows of each group with padding, and the end of each group.
+    Attributes:
+        row_map: (P,), the received row of each padded row, -1 for padding.
+        inverse: (M,), the padded row of each received row.
+        padded_counts: (local experts,), rows of each group with padding, and the end of each group.
+        group_ends: (local experts,), rows of each group with padding, and the end of each group.
     """
 
     row_map: Tensor

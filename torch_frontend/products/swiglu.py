@@ -47,17 +47,28 @@ def row_probabilities(op: str, prob: Tensor | None, rows: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor, prob: Tensor | None = None, activation: SwiGLU = PLAIN) -> Tensor:
     """silu(gate) * up * prob, computed in fp32 and rounded once; differentiable in all three.
 
-    gate, up: (M, F) bfloat16. prob: (M,) float32, a weight per row, or None. activation: a `SwiGLU`, which limits gate
-    and up and changes the formula. Returns (M, F) bfloat16. The result has the same bits on every device. Raises
-    ValueError (shapes) and TypeError (dtypes).
+    Args:
+        gate: (M, F) bfloat16.
+        up: (M, F) bfloat16.
+        prob: (M,) float32, a weight per row, or None.
+        activation: a `SwiGLU`, which limits gate and up and changes the formula.
 
-    >>> one = torch.ones(1, 1, dtype=torch.bfloat16)
-    >>> swiglu(one, one, torch.tensor([2.0])).item()  # 2 sigmoid(1)
-    1.4609375
-    >>> swiglu(one, one, activation=SwiGLU(limit=0.5, offset=1.0)).item()  # 1.5 * 0.5 * sigmoid(0.5)
-    0.466796875
+    Returns:
+        (M, F) bfloat16. The result has the same bits on every device.
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    Raises:
+        ValueError: shapes.
+        TypeError: dtypes.
+
+    Example:
+        >>> one = torch.ones(1, 1, dtype=torch.bfloat16)
+        >>> swiglu(one, one, torch.tensor([2.0])).item()  # 2 sigmoid(1)
+        1.4609375
+        >>> swiglu(one, one, activation=SwiGLU(limit=0.5, offset=1.0)).item()  # 1.5 * 0.5 * sigmoid(0.5)
+        0.466796875
+
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     op = "swiglu"
     for name, x in (("gate", gate), ("up", up)):

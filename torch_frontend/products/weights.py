@@ -47,8 +47,12 @@ def format_of(recipe: Recipe, device: torch.device) -> Format:
 class QuantizedWeights:
     """Weights and their quantized bytes, which the products multiply instead; made by `quantize_weights`.
 
-    values (G, N, K): bf16 or fp32, receives the weight gradient; forward and input gradient do not read it. as_stored,
-    transposed: the operands along K and along N; None for recipe "bf16". form, rounding: the format of the operands.
+    Attributes:
+        values: (G, N, K), bf16 or fp32, receives the weight gradient; forward and input gradient do not read it.
+        as_stored: the operands along K and along N; None for recipe "bf16".
+        transposed: the operands along K and along N; None for recipe "bf16".
+        form: the format of the operands.
+        rounding: the format of the operands.
     """
 
     values: Tensor
@@ -78,7 +82,9 @@ class QuantizedWeights:
         """Return the same bytes with other values, the parameter that they were quantized from and that is
         differentiated.
 
-        Raises ValueError for another shape, TypeError unless it is bf16 or fp32.
+        Raises:
+            ValueError: another shape.
+            TypeError: unless it is bf16 or fp32.
         """
         if values is self.values:
             return self
@@ -97,19 +103,24 @@ Cached = WeightOperands | None
 def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
     """Quantize w (G, N, K) along both of its last dims, for all calls until w changes.
 
-    w: contiguous, bf16 or fp32, as a linear layer stores it; K and N multiples of 32. `grouped_mm` and
-    `grouped_swiglu_ffn` take the result in place of w, with a recipe of the same form and rounding, and give w its
-    gradient. After a write to w the caller quantizes again. `GroupedExperts.cached_weights` does this for a layer.
-
     The bytes take 2.06 bytes per weight; 4 for exact products on Hopper, which multiply dequantized weights. The
     device of w decides what compute "auto" is.
 
-    >>> w = torch.ones(2, 32, 64, requires_grad=True)
-    >>> quantized = quantize_weights(w)
-    >>> quantized.as_stored.sf.shape, quantized.transposed.sf.shape
-    (torch.Size([2, 32, 2]), torch.Size([2, 64, 1]))
+    Args:
+        w: contiguous, bf16 or fp32, as a linear layer stores it; K and N multiples of 32. `grouped_mm` and
+            `grouped_swiglu_ffn` take the result in place of w, with a recipe of the same form and rounding, and give w
+            its gradient. After a write to w the caller quantizes again. `GroupedExperts.cached_weights` does this for a
+            layer.
 
-    Raises ValueError (shape, layout) and TypeError (dtype).
+    Raises:
+        ValueError: shape, layout.
+        TypeError: dtype.
+
+    Example:
+        >>> w = torch.ones(2, 32, 64, requires_grad=True)
+        >>> quantized = quantize_weights(w)
+        >>> quantized.as_stored.sf.shape, quantized.transposed.sf.shape
+        (torch.Size([2, 32, 2]), torch.Size([2, 64, 1]))
     """
     op, recipe = "quantize_weights", Recipe.parse(recipe)
     check_float_weights(op, "w", w)

@@ -44,13 +44,20 @@ class ExpertOrder(NamedTuple):
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
     """Sort the slots of a routing by expert, stably.
 
-    expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k + k.
-    Returns an `ExpertOrder`.
+    Args:
+        expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k +
+            k.
 
-    >>> sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3).order.tolist()
-    [1, 0, 2, 3]
+    Returns:
+        An `ExpertOrder`.
 
-    Raises TypeError (dtype) and ValueError (shape; values, on a CPU).
+    Raises:
+        TypeError: dtype.
+        ValueError: shape; values, on a CPU.
+
+    Example:
+        >>> sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3).order.tolist()
+        [1, 0, 2, 3]
     """
     op = "sort_by_expert"
     check_counts(op, "expert_ids", expert_ids, None)
@@ -86,15 +93,23 @@ gather = differentiable("gather_rows", _Gather)
 def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
     """Return x[row_map], zeros where the map is -1; the gradient goes through `inverse`.
 
-    x: (M, K) bfloat16, float32 or MXTensor. row_map: (P,), inverse: (M,), the map back; both int32 or int64. Returns
-    (P, K) of x's kind: MX rows stay MX, forward and backward.
+    Args:
+        x: (M, K) bfloat16, float32 or MXTensor.
+        row_map: (P,).
+        inverse: (M,), the map back; both int32 or int64.
 
-    >>> there, back = torch.tensor([1, -1, 0]), torch.tensor([2, 0])
-    >>> gather_rows(torch.tensor([[1.0], [2.0]]), there, back).tolist()
-    [[2.0], [0.0], [1.0]]
+    Returns:
+        (P, K) of x's kind: MX rows stay MX, forward and backward.
 
-    Raises TypeError (dtypes) and ValueError (shapes, devices). On a CPU and within `debug_checks()` it also raises for
-    indices outside of the rows and for an inverse that is not the map back.
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, devices. On a CPU and within `debug_checks()` it also raises for indices outside of the rows
+            and for an inverse that is not the map back.
+
+    Example:
+        >>> there, back = torch.tensor([1, -1, 0]), torch.tensor([2, 0])
+        >>> gather_rows(torch.tensor([[1.0], [2.0]]), there, back).tolist()
+        [[2.0], [0.0], [1.0]]
     """
     op = "gather_rows"
     check_floats(op, "x", x)
@@ -127,14 +142,22 @@ spread = differentiable("spread_rows", _Spread)
 def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     """Replicate each token for its top_k experts: out[i] = x[order[i] // top_k], zeros where order is -1.
 
-    x: (T, D) bfloat16, float32 or MXTensor. order: (P,), the slot t * top_k + k of each row of the result. inverse:
-    (T * top_k,), the row of each slot; both int32 or int64, P = T * top_k for maps of `sort_by_expert`. Returns (P, D)
-    of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
+    Args:
+        x: (T, D) bfloat16, float32 or MXTensor.
+        order: (P,), the slot t * top_k + k of each row of the result.
+        inverse: (T * top_k,), the row of each slot; both int32 or int64, P = T * top_k for maps of `sort_by_expert`.
 
-    >>> spread_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([2, 0, 1, 3]), torch.tensor([1, 2, 0, 3]), 2).tolist()
-    [[2.0], [1.0], [1.0], [2.0]]
+    Returns:
+        (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
 
-    Raises TypeError and ValueError as `gather_rows` does.
+    Raises:
+        TypeError: as `gather_rows` does.
+        ValueError: as `gather_rows` does.
+
+    Example:
+        >>> order, inverse = torch.tensor([2, 0, 1, 3]), torch.tensor([1, 2, 0, 3])
+        >>> spread_rows(torch.tensor([[1.0], [2.0]]), order, inverse, 2).tolist()
+        [[2.0], [1.0], [1.0], [2.0]]
     """
     return spread(x, *check_replicas("spread_rows", x, order, inverse, top_k), top_k)
 

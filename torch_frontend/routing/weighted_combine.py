@@ -109,17 +109,26 @@ def weighted_combine(
 ) -> Tensor:
     """y[t] = sum over k of probs[t, k] * rows[slots[t, k]], summed in fp32, k ascending, and rounded once.
 
-    rows: (R, D) bfloat16 or float32. probs: (T, K) float32, or None for an unweighted sum, which saves no rows for its
-    gradient. slots: (T, K), the row of each slot, -1 for none. order: (R,), the map back: the slot t * K + k of each
-    row, -1 for padding, whose gradient is zeros; both int32 or int64. out_dtype: bfloat16 or float32, or its name; None
-    is the dtype of rows. Returns (T, D). The gradients have their argument's dtype.
+    Args:
+        rows: (R, D) bfloat16 or float32.
+        probs: (T, K) float32, or None for an unweighted sum, which saves no rows for its gradient.
+        slots: (T, K), the row of each slot, -1 for none.
+        order: (R,), the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros; both int32
+            or int64.
+        out_dtype: bfloat16 or float32, or its name; None is the dtype of rows.
 
-    >>> slots, order = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
-    >>> weighted_combine(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.5, 0.25]]), slots, order).tolist()
-    [[1.25]]
+    Returns:
+        (T, D). The gradients have their argument's dtype.
 
-    Raises ValueError (shapes, devices) and TypeError (dtypes). On a CPU and within `debug_checks()` it also raises for
-    slots outside of the rows and for an order that is not the map back.
+    Raises:
+        ValueError: shapes, devices. On a CPU and within `debug_checks()` it also raises for slots outside of the rows
+            and for an order that is not the map back.
+        TypeError: dtypes.
+
+    Example:
+        >>> slots, order = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+        >>> weighted_combine(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.5, 0.25]]), slots, order).tolist()
+        [[1.25]]
     """
     return combine_slots(rows, probs, slots, order, out_dtype, None)
 

@@ -96,18 +96,24 @@ quantize_both_fold = KernelOp(
     "quantize_both_fold",
     f"""`quantize_row_fold` of x, and `fold_groups` of its `quantize_col`, in one read of x.
 
-    x: (M, K) bf16 or fp32, M and K multiples of 32, K positive.
-    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
-    {SCALES}
-    Returns qf (M, K), row_sf (M,), qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Columns of qf_t past the last end
-    are zeros.
+    Args:
+        x: (M, K) bf16 or fp32, M and K multiples of 32, K positive.
+        group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
+        {SCALES}
 
-    >>> x = xp.asarray([[4.0] * 64] + [[1.0] * 64] * 31)
-    >>> qf, row_sf, qf_t, span_sf = ops.quantize_both_fold(x, xp.asarray([32], dtype=xp.int32))
-    >>> row_sf[:2].tolist(), span_sf[:, 0].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
-    ([121, 119], [124])
+    Returns:
+        qf (M, K), row_sf (M,), qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Columns of qf_t past the last end are
+        zeros.
 
-    Raises ValueError (shape, rounding, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, rounding, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> x = xp.asarray([[4.0] * 64] + [[1.0] * 64] * 31)
+        >>> qf, row_sf, qf_t, span_sf = ops.quantize_both_fold(x, xp.asarray([32], dtype=xp.int32))
+        >>> row_sf[:2].tolist(), span_sf[:, 0].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
+        ([121, 119], [124])
     """,
     ("x", "group_ends"),
     ("qf", "row_sf", "qf_t", "span_sf"),

@@ -78,16 +78,22 @@ permute_mx_fold = KernelOp(
     "permute_mx_fold",
     f"""`fold_rows` of `permute_mx`, in one read of the rows: the operand of a product.
 
-    {_PACKED}
-    {_ROW_MAP}
-    Returns qf (P, K) E4M3 and row_sf (P,) E8M0, as uint8.
+    Args:
+        {_PACKED}
+        {_ROW_MAP}
 
-    >>> packed = ops.quantize_row_packed(xp.full((1, 32), 3.0))
-    >>> qf, row_sf = ops.permute_mx_fold(packed, xp.asarray([0, -1], dtype=xp.int32))
-    >>> qf[:, 0].tolist(), row_sf.tolist()  # 3 = 384 * 2^-7
-    ([124, 0], [120, 0])
+    Returns:
+        qf (P, K) E4M3 and row_sf (P,) E8M0, as uint8.
 
-    Raises ValueError (shape, on a CPU also a row that does not exist) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also a row that does not exist.
+        TypeError: dtype.
+
+    Example:
+        >>> packed = ops.quantize_row_packed(xp.full((1, 32), 3.0))
+        >>> qf, row_sf = ops.permute_mx_fold(packed, xp.asarray([0, -1], dtype=xp.int32))
+        >>> qf[:, 0].tolist(), row_sf.tolist()  # 3 = 384 * 2^-7
+        ([124, 0], [120, 0])
     """,
     ("packed", "row_map"),
     ("qf", "row_sf"),
@@ -99,19 +105,25 @@ permute_mx_col_fold = KernelOp(
     "permute_mx_col_fold",
     f"""`requantize_col_fold` of `permute_mx`, in one read of the rows: the operand of a weight gradient.
 
-    {_PACKED} Values count as bf16.
-    {_ROW_MAP} P is a multiple of 32.
-    group_ends: (G,) int32, where each group ends along P: non-decreasing multiples of 32.
-    {SCALES}
-    Returns qf_t (K, P) and span_sf (P // 256 + G, K), uint8. Columns of qf_t past the last end are zeros.
+    Args:
+        {_PACKED} Values count as bf16.
+        {_ROW_MAP} P is a multiple of 32.
+        group_ends: (G,) int32, where each group ends along P: non-decreasing multiples of 32.
+        {SCALES}
 
-    >>> packed = ops.quantize_row_packed(xp.full((1, 32), 4.0))
-    >>> row_map = xp.asarray([-1] * 31 + [0], dtype=xp.int32)
-    >>> qf_t, span_sf = ops.permute_mx_col_fold(packed, row_map, xp.asarray([32], dtype=xp.int32))
-    >>> span_sf[0, :2].tolist(), qf_t[0, 30:].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
-    ([124, 124], [0, 96])
+    Returns:
+        qf_t (K, P) and span_sf (P // 256 + G, K), uint8. Columns of qf_t past the last end are zeros.
 
-    Raises ValueError (shape, rounding, on a CPU also the ends and a row that does not exist) or TypeError (dtype).
+    Raises:
+        ValueError: shape, rounding, on a CPU also the ends and a row that does not exist.
+        TypeError: dtype.
+
+    Example:
+        >>> packed = ops.quantize_row_packed(xp.full((1, 32), 4.0))
+        >>> row_map = xp.asarray([-1] * 31 + [0], dtype=xp.int32)
+        >>> qf_t, span_sf = ops.permute_mx_col_fold(packed, row_map, xp.asarray([32], dtype=xp.int32))
+        >>> span_sf[0, :2].tolist(), qf_t[0, 30:].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
+        ([124, 124], [0, 96])
     """,
     ("packed", "row_map", "group_ends"),
     ("qf_t", "span_sf"),

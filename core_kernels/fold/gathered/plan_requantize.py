@@ -64,17 +64,24 @@ requantize_col_fold = KernelOp(
     "requantize_col_fold",
     f"""`fold_groups` of the `quantize_col` of MXFP8 rows, in one read of them: the operand of a weight gradient.
 
-    q: (M, K) E4M3, sf: (M, K/32) E8M0, both uint8; M and K multiples of 32. Values count as bf16.
-    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
-    {SCALES}
-    Returns qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Columns of qf_t past the last end are zeros.
+    Args:
+        q: (M, K) E4M3.
+        sf: (M, K/32) E8M0, both uint8; M and K multiples of 32. Values count as bf16.
+        group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
+        {SCALES}
 
-    >>> q, sf = ops.quantize_row(xp.asarray([[4.0] * 32] + [[1.0] * 32] * 31))
-    >>> qf_t, span_sf = ops.requantize_col_fold(q, sf, xp.asarray([32], dtype=xp.int32))
-    >>> span_sf[0, :2].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
-    [124, 124]
+    Returns:
+        qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Columns of qf_t past the last end are zeros.
 
-    Raises ValueError (shape, rounding, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, rounding, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> q, sf = ops.quantize_row(xp.asarray([[4.0] * 32] + [[1.0] * 32] * 31))
+        >>> qf_t, span_sf = ops.requantize_col_fold(q, sf, xp.asarray([32], dtype=xp.int32))
+        >>> span_sf[0, :2].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 = 121, plus three octaves
+        [124, 124]
     """,
     ("q", "sf", "group_ends"),
     ("qf_t", "span_sf"),

@@ -68,16 +68,22 @@ quantize_matrix_fold = KernelOp(
     f"""`quantize_both`, and `fold_rows` of both results with headroom 2: weights with one scale per row, and per
     column.
 
-    x: (..., M, K) bf16 or fp32, 2 or 3 dims, M and K positive multiples of 32.
-    {SCALES}
-    Returns qf (..., M, K), row_sf (..., M), qf_t (..., K, M) and col_sf (..., K), uint8.
+    Args:
+        x: (..., M, K) bf16 or fp32, 2 or 3 dims, M and K positive multiples of 32.
+        {SCALES}
 
-    >>> x = xp.asarray([[4.0] * 64] + [[1.0] * 64] * 31)
-    >>> qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(x)
-    >>> row_sf[:2].tolist(), col_sf[:2].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 + 2 = 123
-    ([123, 121], [123, 123])
+    Returns:
+        qf (..., M, K), row_sf (..., M), qf_t (..., K, M) and col_sf (..., K), uint8.
 
-    Raises ValueError (shape, rounding) or TypeError (dtype).
+    Raises:
+        ValueError: shape, rounding.
+        TypeError: dtype.
+
+    Example:
+        >>> x = xp.asarray([[4.0] * 64] + [[1.0] * 64] * 31)
+        >>> qf, row_sf, qf_t, col_sf = ops.quantize_matrix_fold(x)
+        >>> row_sf[:2].tolist(), col_sf[:2].tolist()  # 4 = 2^8 * 2^-6; 127 - 6 + 2 = 123
+        ([123, 121], [123, 123])
     """,
     ("x",),
     ("qf", "row_sf", "qf_t", "col_sf"),

@@ -51,21 +51,31 @@ grouped_mm_blockwise = KernelOp(
     "grouped_mm_blockwise",
     f"""Each group of rows times its weight matrix, E4M3 operands with fp32 scales per 128 of K.
 
-    lhs_q: (M, K) E4M3 as uint8, lhs_sf: (M, ceil(K/128)) fp32, from `quantize_blockwise`. rhs_q: (G, N, K) E4M3 as
-    uint8, rhs_sf: (G, ceil(N/128), ceil(K/128)) fp32, from `quantize_squares`. K is a positive multiple of 32 and N a
-    multiple of 8. The product of two scales is an fp32 number: beyond its range it is infinite or zero.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs[g]^T for the group g of each row; zeros past the last end. The sums of 128 terms are
-    multiplied by their two scales and added in fp32, and rounded once.
+    Args:
+        lhs_q: (M, K) E4M3 as uint8.
+        lhs_sf: (M, ceil(K/128)) fp32, from `quantize_blockwise`.
+        rhs_q: (G, N, K) E4M3 as uint8.
+        rhs_sf: (G, ceil(N/128), ceil(K/128)) fp32, from `quantize_squares`. K is a positive multiple of 32 and N a
+            multiple of 8. The product of two scales is an fp32 number: beyond its range it is infinite or zero.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    >>> q, w = xp.full((1, 256), 0x38, dtype=xp.uint8), xp.full((1, 8, 256), 0x38, dtype=xp.uint8)  # 1.0
-    >>> sf, w_sf, ends = xp.asarray([[1.0, 0.5]]), xp.asarray([[[3.0, 2.0]]]), xp.asarray([1], dtype=xp.int32)
-    >>> ops.grouped_mm_blockwise(q, sf, w, w_sf, ends)[0, 0].item()  # 128 * 3 + 128
-    512.0
+    Returns:
+        out (M, N) = lhs rhs[g]^T for the group g of each row; zeros past the last end. The sums of 128 terms are
+        multiplied by their two scales and added in fp32, and rounded once.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype). Source: DeepSeek-V3 Technical Report,
-    section 3.3.2.
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> q, w = xp.full((1, 256), 0x38, dtype=xp.uint8), xp.full((1, 8, 256), 0x38, dtype=xp.uint8)  # 1.0
+        >>> sf, w_sf, ends = xp.asarray([[1.0, 0.5]]), xp.asarray([[[3.0, 2.0]]]), xp.asarray([1], dtype=xp.int32)
+        >>> ops.grouped_mm_blockwise(q, sf, w, w_sf, ends)[0, 0].item()  # 128 * 3 + 128
+        512.0
+
+    Source:
+        DeepSeek-V3 Technical Report, section 3.3.2.
     """,
     ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends"),
     ("out",),

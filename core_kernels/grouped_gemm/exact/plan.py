@@ -188,14 +188,20 @@ grouped_mm_mx = KernelOp(
     "grouped_mm_mx",
     f"""Each group of rows times its weight matrix, MXFP8 operands, products of dequantized values.
 
-    lhs_q: (M, K) E4M3, lhs_sf: (M, K/32) E8M0. rhs_q: (G, N, K) E4M3, rhs_sf: (G, N, K/32) E8M0. All uint8, scaled
-    along K, which is a multiple of 32.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs[g]^T for the group g of each row, summed in fp32 and rounded once; zeros past the last
-    end.
+    Args:
+        lhs_q: (M, K) E4M3.
+        lhs_sf: (M, K/32) E8M0.
+        rhs_q: (G, N, K) E4M3.
+        rhs_sf: (G, N, K/32) E8M0. All uint8, scaled along K, which is a multiple of 32.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Returns:
+        out (M, N) = lhs rhs[g]^T for the group g of each row, summed in fp32 and rounded once; zeros past the last end.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
     """,
     _MX_INPUTS,
     ("out",),
@@ -207,17 +213,24 @@ grouped_mm_bf16 = KernelOp(
     "grouped_mm_bf16",
     f"""Each group of rows times its weight matrix, bf16 operands.
 
-    lhs: (M, K) bf16. rhs_t: (G, N, K) bf16.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs_t[g]^T for the group g of each row, summed in fp32 and rounded once; zeros past the
-    last end.
+    Args:
+        lhs: (M, K) bf16.
+        rhs_t: (G, N, K) bf16.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    >>> lhs, rhs_t = xp.ones((3, 2), dtype=xp.bfloat16), xp.ones((2, 1, 2), dtype=xp.bfloat16)
-    >>> ops.grouped_mm_bf16(lhs, rhs_t, xp.asarray([1, 2], dtype=xp.int32)).tolist()
-    [[2.0], [2.0], [0.0]]
+    Returns:
+        out (M, N) = lhs rhs_t[g]^T for the group g of each row, summed in fp32 and rounded once; zeros past the last
+        end.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> lhs, rhs_t = xp.ones((3, 2), dtype=xp.bfloat16), xp.ones((2, 1, 2), dtype=xp.bfloat16)
+        >>> ops.grouped_mm_bf16(lhs, rhs_t, xp.asarray([1, 2], dtype=xp.int32)).tolist()
+        [[2.0], [2.0], [0.0]]
     """,
     ("lhs", "rhs_t", "group_ends"),
     ("out",),
@@ -229,14 +242,21 @@ grouped_wgrad_mx = KernelOp(
     "grouped_wgrad_mx",
     """The weight gradient of each group, MXFP8 operands, products of dequantized values.
 
-    lhs_q: (N, M) E4M3, lhs_sf: (N, M/32) E8M0. rhs_q: (K, M) E4M3, rhs_sf: (K, M/32) E8M0. All uint8, scaled along the
-    tokens M, a multiple of 32.
-    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32, up to M.
-    out_dtype: "bfloat16" or "float32".
-    Returns out (G, N, K) = lhs rhs^T over the tokens of each group, summed in fp32 and rounded once; zeros for an empty
-    group.
+    Args:
+        lhs_q: (N, M) E4M3.
+        lhs_sf: (N, M/32) E8M0.
+        rhs_q: (K, M) E4M3.
+        rhs_sf: (K, M/32) E8M0. All uint8, scaled along the tokens M, a multiple of 32.
+        group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32, up to M.
+        out_dtype: "bfloat16" or "float32".
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Returns:
+        out (G, N, K) = lhs rhs^T over the tokens of each group, summed in fp32 and rounded once; zeros for an empty
+        group.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
     """,
     _MX_INPUTS,
     ("out",),
@@ -248,13 +268,19 @@ grouped_wgrad_bf16 = KernelOp(
     "grouped_wgrad_bf16",
     f"""The weight gradient of each group, bf16 operands with the tokens first.
 
-    lhs: (M, N) bf16. rhs: (M, K) bf16.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (G, N, K) = lhs^T rhs over the tokens of each group, summed in fp32 and rounded once; zeros for an empty
-    group.
+    Args:
+        lhs: (M, N) bf16.
+        rhs: (M, K) bf16.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Returns:
+        out (G, N, K) = lhs^T rhs over the tokens of each group, summed in fp32 and rounded once; zeros for an empty
+        group.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
     """,
     ("lhs", "rhs", "group_ends"),
     ("out",),
@@ -266,13 +292,19 @@ grouped_wgrad_bf16_t = KernelOp(
     "grouped_wgrad_bf16_t",
     f"""The weight gradient of each group, bf16 operands with the tokens last: `grouped_wgrad_bf16` of their transposes.
 
-    lhs_t: (N, M) bf16. rhs_t: (K, M) bf16.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (G, N, K) = lhs_t rhs_t^T over the tokens of each group, summed in fp32 and rounded once; zeros for an
-    empty group.
+    Args:
+        lhs_t: (N, M) bf16.
+        rhs_t: (K, M) bf16.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Returns:
+        out (G, N, K) = lhs_t rhs_t^T over the tokens of each group, summed in fp32 and rounded once; zeros for an empty
+        group.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
     """,
     ("lhs_t", "rhs_t", "group_ends"),
     ("out",),

@@ -57,17 +57,23 @@ grouped_mm_bf16_kn = KernelOp(
     "grouped_mm_bf16_kn",
     f"""Each group of rows times its weight matrix, bf16, the contraction dim of the weights first.
 
-    lhs: (M, K) bf16. rhs: (G, K, N) bf16.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs[g] for the group g of each row, summed in fp32 and rounded once; zeros past the last
-    end.
+    Args:
+        lhs: (M, K) bf16.
+        rhs: (G, K, N) bf16.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    >>> lhs, rhs = xp.ones((3, 2), dtype=xp.bfloat16), xp.ones((2, 2, 1), dtype=xp.bfloat16)
-    >>> ops.grouped_mm_bf16_kn(lhs, rhs, xp.asarray([1, 2], dtype=xp.int32)).tolist()
-    [[2.0], [2.0], [0.0]]
+    Returns:
+        out (M, N) = lhs rhs[g] for the group g of each row, summed in fp32 and rounded once; zeros past the last end.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> lhs, rhs = xp.ones((3, 2), dtype=xp.bfloat16), xp.ones((2, 2, 1), dtype=xp.bfloat16)
+        >>> ops.grouped_mm_bf16_kn(lhs, rhs, xp.asarray([1, 2], dtype=xp.int32)).tolist()
+        [[2.0], [2.0], [0.0]]
     """,
     ("lhs", "rhs", "group_ends"),
     ("out",),
@@ -79,12 +85,20 @@ grouped_mm_bf16_kn_sum = KernelOp(
     "grouped_mm_bf16_kn_sum",
     f"""The sum of two `grouped_mm_bf16_kn` products, rounded once: the input gradient of two weights with one input.
 
-    lhs, lhs2: (M, K) bf16. rhs, rhs2: (G, K, N) bf16.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs[g] + lhs2 rhs2[g] for the group g of each row; zeros past the last end.
+    Args:
+        lhs: (M, K) bf16.
+        lhs2: (M, K) bf16.
+        rhs: (G, K, N) bf16.
+        rhs2: (G, K, N) bf16.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Returns:
+        out (M, N) = lhs rhs[g] + lhs2 rhs2[g] for the group g of each row; zeros past the last end.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
     """,
     ("lhs", "rhs", "lhs2", "rhs2", "group_ends"),
     ("out",),

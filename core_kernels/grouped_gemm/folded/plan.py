@@ -145,14 +145,22 @@ grouped_mm_fold = KernelOp(
     "grouped_mm_fold",
     f"""Each group of rows times its weight matrix, E4M3 operands with one scale per row.
 
-    lhs_qf: (M, K) E4M3, lhs_sf: (M,) E8M0. rhs_qf: (G, N, K) E4M3, rhs_sf: (G, N) E8M0. All uint8; K is a positive
-    multiple of 32 and N a multiple of 8. `fold_rows`, `quantize_row_fold` and `quantize_rowwise` make such operands.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs[g]^T for the group g of each row, rounded once; zeros past the last end. Sums are fp32;
-    Hopper's tensor cores sum 128 terms of K, and these sums are added in fp32.
+    Args:
+        lhs_qf: (M, K) E4M3.
+        lhs_sf: (M,) E8M0.
+        rhs_qf: (G, N, K) E4M3.
+        rhs_sf: (G, N) E8M0. All uint8; K is a positive multiple of 32 and N a multiple of 8. `fold_rows`,
+            `quantize_row_fold` and `quantize_rowwise` make such operands.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Returns:
+        out (M, N) = lhs rhs[g]^T for the group g of each row, rounded once; zeros past the last end. Sums are fp32;
+        Hopper's tensor cores sum 128 terms of K, and these sums are added in fp32.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
     """,
     _INPUTS,
     ("out",),
@@ -164,12 +172,21 @@ grouped_mm_fold_bias = KernelOp(
     "grouped_mm_fold_bias",
     f"""`grouped_mm_fold` plus a bias per group, added to the fp32 sums before the one rounding.
 
-    lhs_qf, lhs_sf, rhs_qf, rhs_sf: as for `grouped_mm_fold`. bias: (G, N) fp32.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs[g]^T + bias[g] for the group g of each row; zeros past the last end.
+    Args:
+        lhs_qf: as for `grouped_mm_fold`.
+        lhs_sf: as for `grouped_mm_fold`.
+        rhs_qf: as for `grouped_mm_fold`.
+        rhs_sf: as for `grouped_mm_fold`.
+        bias: (G, N) fp32.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Returns:
+        out (M, N) = lhs rhs[g]^T + bias[g] for the group g of each row; zeros past the last end.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
     """,
     (*_INPUTS[:-1], "bias", "group_ends"),
     ("out",),
@@ -181,19 +198,31 @@ grouped_mm_fold_sum = KernelOp(
     "grouped_mm_fold_sum",
     f"""The sum of two `grouped_mm_fold` products, rounded once: the input gradient of two weights with one input.
 
-    lhs_qf, lhs_sf, rhs_qf, rhs_sf: as for `grouped_mm_fold`. lhs2_qf: (M, K2), lhs2_sf: (M,), rhs2_qf: (G, N, K2),
-    rhs2_sf: (G, N): the same for the second product. All uint8; K and K2 are positive multiples of 32.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs[g]^T + lhs2 rhs2[g]^T for the group g of each row; zeros past the last end.
+    Args:
+        lhs_qf: as for `grouped_mm_fold`.
+        lhs_sf: as for `grouped_mm_fold`.
+        rhs_qf: as for `grouped_mm_fold`.
+        rhs_sf: as for `grouped_mm_fold`.
+        lhs2_qf: (M, K2).
+        lhs2_sf: (M,).
+        rhs2_qf: (G, N, K2).
+        rhs2_sf: (G, N): the same for the second product. All uint8; K and K2 are positive multiples of 32.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    >>> ones, sf = xp.full((1, 32), 0x38, dtype=xp.uint8), xp.full((1,), 127, dtype=xp.uint8)  # 1.0
-    >>> w, w_sf = xp.full((1, 8, 32), 0x38, dtype=xp.uint8), xp.full((1, 8), 127, dtype=xp.uint8)
-    >>> ends = xp.asarray([1], dtype=xp.int32)
-    >>> ops.grouped_mm_fold_sum(ones, sf, w, w_sf, ones, sf, w, w_sf + 1, ends)[0, 0].item()  # 32 + 64
-    96.0
+    Returns:
+        out (M, N) = lhs rhs[g]^T + lhs2 rhs2[g]^T for the group g of each row; zeros past the last end.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> ones, sf = xp.full((1, 32), 0x38, dtype=xp.uint8), xp.full((1,), 127, dtype=xp.uint8)  # 1.0
+        >>> w, w_sf = xp.full((1, 8, 32), 0x38, dtype=xp.uint8), xp.full((1, 8), 127, dtype=xp.uint8)
+        >>> ends = xp.asarray([1], dtype=xp.int32)
+        >>> ops.grouped_mm_fold_sum(ones, sf, w, w_sf, ones, sf, w, w_sf + 1, ends)[0, 0].item()  # 32 + 64
+        96.0
     """,
     (*_INPUTS[:-1], "lhs2_qf", "lhs2_sf", "rhs2_qf", "rhs2_sf", "group_ends"),
     ("out",),
@@ -205,13 +234,21 @@ grouped_wgrad_fold = KernelOp(
     "grouped_wgrad_fold",
     """The weight gradient of each group, E4M3 operands with one scale per row and span of 256 tokens.
 
-    lhs_qf: (N, M) E4M3, lhs_sf: (M // 256 + G, N) E8M0. rhs_qf: (K, M) E4M3, rhs_sf: (M // 256 + G, K) E8M0. All uint8,
-    as `fold_groups` makes them with the same ends; M, the tokens, is a multiple of 32 and K of 8.
-    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32, up to M.
-    out_dtype: "bfloat16" or "float32".
-    Returns out (G, N, K) = lhs rhs^T over the tokens of each group, rounded once; zeros for an empty group.
+    Args:
+        lhs_qf: (N, M) E4M3.
+        lhs_sf: (M // 256 + G, N) E8M0.
+        rhs_qf: (K, M) E4M3.
+        rhs_sf: (M // 256 + G, K) E8M0. All uint8, as `fold_groups` makes them with the same ends; M, the tokens, is a
+            multiple of 32 and K of 8.
+        group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32, up to M.
+        out_dtype: "bfloat16" or "float32".
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Returns:
+        out (G, N, K) = lhs rhs^T over the tokens of each group, rounded once; zeros for an empty group.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
     """,
     _INPUTS,
     ("out",),

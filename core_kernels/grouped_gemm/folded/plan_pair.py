@@ -76,20 +76,29 @@ grouped_mm_fold_pair = KernelOp(
     "grouped_mm_fold_pair",
     f"""`grouped_mm_fold` of the same rows with two weights of one shape, in one launch.
 
-    lhs_qf: (M, K), lhs_sf: (M,), rhs_qf: (G, N, K), rhs_sf: (G, N): as for `grouped_mm_fold`. rhs2_qf: (G, N, K),
-    rhs2_sf: (G, N): the second weight. All uint8.
-    {ENDS}
-    out_dtype: "bfloat16" or "float32".
-    Returns out (M, N) = lhs rhs[g]^T and out2 (M, N) = lhs rhs2[g]^T for the group g of each row; zeros past the last
-    end.
+    Args:
+        lhs_qf: (M, K).
+        lhs_sf: (M,).
+        rhs_qf: (G, N, K).
+        rhs_sf: (G, N): as for `grouped_mm_fold`.
+        rhs2_qf: (G, N, K).
+        rhs2_sf: (G, N): the second weight. All uint8.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
 
-    >>> ones, sf = xp.full((1, 32), 0x38, dtype=xp.uint8), xp.full((1,), 127, dtype=xp.uint8)  # 1.0
-    >>> w, w_sf = xp.full((1, 8, 32), 0x38, dtype=xp.uint8), xp.full((1, 8), 127, dtype=xp.uint8)
-    >>> gate, up = ops.grouped_mm_fold_pair(ones, sf, w, w_sf, w, w_sf + 1, xp.asarray([1], dtype=xp.int32))
-    >>> gate[0, 0].item(), up[0, 0].item()
-    (32.0, 64.0)
+    Returns:
+        out (M, N) = lhs rhs[g]^T and out2 (M, N) = lhs rhs2[g]^T for the group g of each row; zeros past the last end.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> ones, sf = xp.full((1, 32), 0x38, dtype=xp.uint8), xp.full((1,), 127, dtype=xp.uint8)  # 1.0
+        >>> w, w_sf = xp.full((1, 8, 32), 0x38, dtype=xp.uint8), xp.full((1, 8), 127, dtype=xp.uint8)
+        >>> gate, up = ops.grouped_mm_fold_pair(ones, sf, w, w_sf, w, w_sf + 1, xp.asarray([1], dtype=xp.int32))
+        >>> gate[0, 0].item(), up[0, 0].item()
+        (32.0, 64.0)
     """,
     ("lhs_qf", "lhs_sf", "rhs_qf", "rhs_sf", "rhs2_qf", "rhs2_sf", "group_ends"),
     ("out", "out2"),
@@ -101,19 +110,29 @@ grouped_wgrad_fold_pair = KernelOp(
     "grouped_wgrad_fold_pair",
     """`grouped_wgrad_fold` of two gradients of one shape with the same x, in one launch.
 
-    lhs_qf: (N, M), lhs_sf: (M // 256 + G, N), rhs_qf: (K, M), rhs_sf: (M // 256 + G, K): as for `grouped_wgrad_fold`,
-    N and K multiples of 8. lhs2_qf: (N, M), lhs2_sf: (M // 256 + G, N): the second gradient. All uint8.
-    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32, up to M.
-    out_dtype: "bfloat16" or "float32".
-    Returns out (G, N, K) = lhs rhs^T and out2 (G, N, K) = lhs2 rhs^T over the tokens of each group; zeros for an empty
-    group.
+    Args:
+        lhs_qf: (N, M).
+        lhs_sf: (M // 256 + G, N).
+        rhs_qf: (K, M).
+        rhs_sf: (M // 256 + G, K): as for `grouped_wgrad_fold`, N and K multiples of 8.
+        lhs2_qf: (N, M).
+        lhs2_sf: (M // 256 + G, N): the second gradient. All uint8.
+        group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32, up to M.
+        out_dtype: "bfloat16" or "float32".
 
-    >>> ones, sf = xp.full((8, 32), 0x38, dtype=xp.uint8), xp.full((1, 8), 127, dtype=xp.uint8)  # 1.0
-    >>> dw1, dw3 = ops.grouped_wgrad_fold_pair(ones, sf, ones, sf, ones, sf + 1, xp.asarray([32], dtype=xp.int32))
-    >>> dw1[0, 0, 0].item(), dw3[0, 0, 0].item()
-    (32.0, 64.0)
+    Returns:
+        out (G, N, K) = lhs rhs^T and out2 (G, N, K) = lhs2 rhs^T over the tokens of each group; zeros for an empty
+        group.
 
-    Raises ValueError (shape, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> ones, sf = xp.full((8, 32), 0x38, dtype=xp.uint8), xp.full((1, 8), 127, dtype=xp.uint8)  # 1.0
+        >>> dw1, dw3 = ops.grouped_wgrad_fold_pair(ones, sf, ones, sf, ones, sf + 1, xp.asarray([32], dtype=xp.int32))
+        >>> dw1[0, 0, 0].item(), dw3[0, 0, 0].item()
+        (32.0, 64.0)
     """,
     ("lhs_qf", "lhs_sf", "rhs_qf", "rhs_sf", "lhs2_qf", "lhs2_sf", "group_ends"),
     ("out", "out2"),

@@ -50,18 +50,24 @@ swiglu_row_fold = KernelOp(
     "swiglu_row_fold",
     f"""`fold_rows` of `swiglu_row` in one pass; h is not stored.
 
-    gate: (M, F) bf16. F is a positive multiple of 32.
-    {UP_PROB}
-    {SCALES}
-    {NUMBERS}
-    Returns h_qf (M, F) E4M3 and h_row_sf (M,) E8M0, as uint8.
+    Args:
+        gate: (M, F) bf16. F is a positive multiple of 32.
+        {UP_PROB}
+        {SCALES}
+        {NUMBERS}
 
-    >>> one = xp.ones((1, 32), dtype=xp.bfloat16)
-    >>> h_qf, h_row_sf = ops.swiglu_row_fold(one, one, xp.zeros((0,)))
-    >>> h_qf[0, 0].item(), h_row_sf.tolist()  # 0.73 becomes 0.75 = 384 * 2^-9
-    (124, [118])
+    Returns:
+        h_qf (M, F) E4M3 and h_row_sf (M,) E8M0, as uint8.
 
-    Raises ValueError (shape) or TypeError (dtype).
+    Raises:
+        ValueError: shape.
+        TypeError: dtype.
+
+    Example:
+        >>> one = xp.ones((1, 32), dtype=xp.bfloat16)
+        >>> h_qf, h_row_sf = ops.swiglu_row_fold(one, one, xp.zeros((0,)))
+        >>> h_qf[0, 0].item(), h_row_sf.tolist()  # 0.73 becomes 0.75 = 384 * 2^-9
+        (124, [118])
     """,
     ("gate", "up", "prob"),
     ("h_qf", "h_row_sf"),

@@ -102,26 +102,32 @@ swiglu_bwd_fold = KernelOp(
     f"""`swiglu_bwd_all`, and `fold_rows` of its rows, with headroom 2, and `fold_groups` of its columns, in one read of
     the arrays.
 
-    dh: (M, F) bf16. M and F are multiples of 32, F positive.
-    gate: (M, F) bf16.
-    {UP_PROB}
-    group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
-    {SCALES}
-    {NUMBERS}
-    Returns dgate_qf (M, F), dgate_row_sf (M,), dgate_qf_t (F, M) and dgate_span_sf (M // 256 + G, F), the same four of
-    dup, h_qf_t (F, M) and h_span_sf (M // 256 + G, F), uint8, and dprob (M,) fp32, or (0,). Columns of the transposed
-    results past the last end are zeros.
+    Args:
+        dh: (M, F) bf16. M and F are multiples of 32, F positive.
+        gate: (M, F) bf16.
+        {UP_PROB}
+        group_ends: (G,) int32, where each group ends along M: non-decreasing multiples of 32.
+        {SCALES}
+        {NUMBERS}
 
-    >>> one, ends = xp.ones((32, 32), dtype=xp.bfloat16), xp.asarray([32], dtype=xp.int32)
-    >>> *_, dup_qf, dup_row_sf, dup_qf_t, dup_span_sf, h_qf_t, h_span_sf, _ = ops.swiglu_bwd_fold(
-    ...     one, one, one, xp.zeros((0,)), ends
-    ... )
-    >>> dup_qf[0, 0].item(), dup_row_sf[0].item()  # 0.73 becomes 0.75 = 384 * 2^-9, under two octaves more 96 * 2^-7
-    (108, 120)
-    >>> h_qf_t[0, 0].item(), h_span_sf[0, 0].item()  # the same under three octaves more: 48 * 2^-6
-    (100, 121)
+    Returns:
+        dgate_qf (M, F), dgate_row_sf (M,), dgate_qf_t (F, M) and dgate_span_sf (M // 256 + G, F), the same four of dup,
+        h_qf_t (F, M) and h_span_sf (M // 256 + G, F), uint8, and dprob (M,) fp32, or (0,). Columns of the transposed
+        results past the last end are zeros.
 
-    Raises ValueError (shape, rounding, on a CPU also the ends) or TypeError (dtype).
+    Raises:
+        ValueError: shape, rounding, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> one, ends = xp.ones((32, 32), dtype=xp.bfloat16), xp.asarray([32], dtype=xp.int32)
+        >>> *_, dup_qf, dup_row_sf, dup_qf_t, dup_span_sf, h_qf_t, h_span_sf, _ = ops.swiglu_bwd_fold(
+        ...     one, one, one, xp.zeros((0,)), ends
+        ... )
+        >>> dup_qf[0, 0].item(), dup_row_sf[0].item()  # 0.75 = 384 * 2^-9, under two octaves more 96 * 2^-7
+        (108, 120)
+        >>> h_qf_t[0, 0].item(), h_span_sf[0, 0].item()  # the same under three octaves more: 48 * 2^-6
+        (100, 121)
     """,
     ("dh", "gate", "up", "prob", "group_ends"),
     (
