@@ -15,8 +15,8 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-ROUTING = blocks("routing.md")
-BLOCKS = [*blocks("pipeline.md"), *("\n".join(ROUTING[i::2]) for i in range(2))]
+ROUTING = blocks("guides/routing.md")
+BLOCKS = [*blocks("concepts/pipeline.md"), *("\n".join(ROUTING[i::2]) for i in range(2))]
 """PyTorch and JAX take turns. The blocks of routing.md are short: all blocks of a framework run in one process."""
 
 
