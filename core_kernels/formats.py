@@ -58,9 +58,17 @@ exactly 1. The relative error is 1.1e-7. Kernels round the coefficients to fp32.
 class Rounding(IntEnum):
     """How a block's amax becomes its power-of-two scale.
 
-    RCEIL: the smallest power of two >= amax / 448, divided in fp32, so no element saturates. One quotient rounds down
-        to a power of two: of amax = 0x1.c00002p-119, whose largest element saturates by 1 in 2^23.
-    FLOOR: 2^(floor(log2(amax)) - 8), section 6.3 of the MX specification; elements may saturate.
+    Attributes:
+        RCEIL: the smallest power of two >= amax / 448, divided in fp32, so no element saturates. One quotient rounds
+            down to a power of two: of amax = 0x1.c00002p-119, whose largest element saturates by 1 in 2^23.
+        FLOOR: 2^(floor(log2(amax)) - 8); elements may saturate.
+
+    Example:
+        >>> Rounding.RCEIL, int(Rounding.FLOOR)
+        (<Rounding.RCEIL: 0>, 1)
+
+    Source:
+        OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for FLOOR.
     """
 
     RCEIL = 0
@@ -68,12 +76,24 @@ class Rounding(IntEnum):
 
     @classmethod
     def parse(cls, value: "Rounding | str | Enum", op: str = "Rounding", argument: str = "rounding") -> "Rounding":
-        """A Rounding from itself, from its name in any case (`"rceil"`, `"FLOOR"`), or from a member of that name of
-        another enumeration, for example torchao's `ScaleCalculationMode`.
+        """Return a Rounding from itself, from its name, or from the member of that name of another enumeration.
+
+        Args:
+            value: a Rounding; a name in any case (`"rceil"`, `"FLOOR"`); or a member of another enumeration, for
+                example torchao's `ScaleCalculationMode`.
+            op: the function that an error names.
+            argument: the argument that an error names.
+
+        Returns:
+            The Rounding.
 
         Raises:
-            ValueError: any other name. The messages name `op` and `argument`.
+            ValueError: any other name.
             TypeError: any other type.
+
+        Example:
+            >>> Rounding.parse("floor")
+            <Rounding.FLOOR: 1>
         """
         name = value.name if isinstance(value, Enum) else value
         if not isinstance(name, str):
@@ -118,6 +138,13 @@ def spans(num_tokens: int, num_groups: int) -> int:
     """Number of slots for the spans of `num_tokens` tokens in `num_groups` groups, for any split of the tokens.
 
     Group g with tokens [begin, end) has ceil((end - begin) / SPAN) spans, from slot begin // SPAN + g on.
+
+    Args:
+        num_tokens: tokens of all groups, with padding.
+        num_groups: groups, one per local expert.
+
+    Returns:
+        The number of slots.
 
     Example:
         >>> spans(1024, 2)

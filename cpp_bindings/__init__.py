@@ -53,6 +53,13 @@ CUDA_OPS = tuple(cuda_op_archs)
 def why_not_cuda(op: str, capability: tuple[int, int]) -> str:
     """Why the op has no CUDA C++ kernel on a GPU of this compute capability; "" where it has one.
 
+    Args:
+        op: the name of an op.
+        capability: compute capability of the GPU, (9, 0) on Hopper.
+
+    Returns:
+        The reason.
+
     Example:
         >>> why_not_cuda("row_map", (9, 0))
         'allowed: triton; this build has no CUDA kernel for it'

@@ -137,10 +137,10 @@ combine_bwd = KernelOp(
 
     Args:
         dy: (T, D) bf16 or fp32.
-        rows: the inputs of `combine`.
-        slots: the inputs of `combine`.
-        probs: the inputs of `combine`.
+        rows: (R, D) bf16 or fp32, of `combine`.
+        slots: (T, K) int32, of `combine`.
         order: (R,) int32, the inverse of slots: the slot t * K + k of each row, -1 for padding.
+        probs: (T, K) fp32, of `combine`; or (0,).
 
     Returns:
         drows (R, D) in the dtype of rows, zeros for padding, and dprobs (T, K) fp32. With probs of shape (0,) rows is
@@ -161,11 +161,11 @@ combine_bwd_row = KernelOp(
     f"""`combine_bwd` with the gradient of the rows quantized by `quantize_row`: it is written as 1.03 bytes per value.
 
     Args:
-        dy: as for `combine_bwd`; D is a multiple of 32.
-        rows: as for `combine_bwd`; D is a multiple of 32.
-        slots: as for `combine_bwd`; D is a multiple of 32.
-        order: as for `combine_bwd`; D is a multiple of 32.
-        probs: as for `combine_bwd`; D is a multiple of 32.
+        dy: (T, D) bf16 or fp32, as for `combine_bwd`. D is a multiple of 32.
+        rows: (R, D) bf16 or fp32, as for `combine_bwd`.
+        slots: (T, K) int32, as for `combine_bwd`.
+        order: (R,) int32, as for `combine_bwd`.
+        probs: (T, K) fp32, or (0,), as for `combine_bwd`.
         {SCALES}
 
     Returns:

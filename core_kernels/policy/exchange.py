@@ -27,8 +27,10 @@ class Move(NamedTuple):
     """`rows` rows between this rank and a peer.
 
     Attributes:
+        peer: the other rank.
         source: the first row in the sender's tensor.
-        destination: in the receiver's.
+        destination: the first row in the receiver's tensor.
+        rows: rows that are sent.
     """
 
     peer: int
@@ -62,8 +64,8 @@ class Exchange(NamedTuple):
         chunks: of local experts.
         group_ends: the end of each group in the operand, padding included.
         padding: the rows [start, end) of the operand that no rank fills.
-        operand_rows: rows of each rank's operand and tokens.
-        token_rows: rows of each rank's operand and tokens.
+        operand_rows: rows of each rank's operand.
+        token_rows: rows of each rank's tokens.
         to_experts: a step per chunk from tokens to operands.
         to_tokens: the reverse steps.
     """
@@ -78,8 +80,17 @@ class Exchange(NamedTuple):
 
 
 def expert_chunks(experts: int, most: int = MOST_CHUNKS) -> tuple[tuple[int, int], ...]:
-    """Ranges of local experts that are exchanged and multiplied together: at most `most`. Of three and more the first
-    and the last have one expert: dispatch of the first chunk and combine of the last one cannot be overlapped.
+    """Ranges of local experts that are exchanged and multiplied together: at most `most`.
+
+    Of three and more the first and the last have one expert: dispatch of the first chunk and combine of the last one
+    cannot be overlapped.
+
+    Args:
+        experts: local experts.
+        most: the largest number of chunks.
+
+    Returns:
+        (first, end) of each chunk.
 
     Example:
         >>> expert_chunks(4), expert_chunks(10)
@@ -100,7 +111,12 @@ def plan_exchange(table: Sequence[Sequence[int]], rank: int, alignment: int, chu
 
     Args:
         table: (ranks, E) rows of each rank for each expert, E a multiple of the ranks.
+        rank: this rank.
+        alignment: rows that each group is padded to.
         chunk_rows: a chunk of the busiest rank has about so many rows or more; there are at most `MOST_CHUNKS`.
+
+    Returns:
+        The layouts of the exchange.
 
     Example:
         >>> plan = plan_exchange([[1, 2], [3, 0]], rank=0, alignment=32)

@@ -37,6 +37,13 @@ class MoEMetrics(TypedDict):
 def row_nbytes(dim: int, recipe: Recipe) -> int:
     """Bytes of one row on its four ways: dispatch and combine, forward and backward.
 
+    Args:
+        dim: values of a row.
+        recipe: of the layer.
+
+    Returns:
+        Bytes.
+
     Example:
         >>> row_nbytes(64, Recipe.parse("bf16")), row_nbytes(64, Recipe.parse("mxfp8"))
         (512, 388)
@@ -50,9 +57,20 @@ def row_nbytes(dim: int, recipe: Recipe) -> int:
 def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ranks: int, prob_in: ProbIn) -> MoEMetrics:
     """The metrics of counts.
 
+    Args:
+        counts: (E,) rows of each expert.
+        overflow: rows that did not fit.
+        dim: values of a row.
+        recipe: of the layer.
+        ranks: that share the experts.
+        prob_in: of the layer.
+
+    Returns:
+        The metrics.
+
     Raises:
-        TypeError: in the name of `moe_metrics`.
-        ValueError: in the name of `moe_metrics`.
+        TypeError: sizes that are no integers, in the name of `moe_metrics`.
+        ValueError: sizes and names that are not allowed, in the name of `moe_metrics`.
 
     Example:
         >>> describe([6, 2, 0, 0], 0, 64, Recipe.parse("mxfp8"), 2, "combine")["imbalance"]

@@ -52,8 +52,8 @@ class OperandLoss(NamedTuple):
     Attributes:
         along: the dim of the blocks of 32: "D", "F" or "tokens".
         nonzero: number of nonzero values.
-        rounded: how many of them lose bits, and how many become zero.
-        flushed: how many of them lose bits, and how many become zero.
+        rounded: how many of them lose bits.
+        flushed: how many of them become zero.
         sqnr_db: SQNR of the folded operand against the unfolded one.
         product_db: SQNR of the products with this operand folded against the unfolded products; the smallest of them.
             All rows have equal weight, and the value is the mean over random signs of the operand's values.
@@ -74,17 +74,46 @@ class NumericsReport:
     Attributes:
         operands: by name, in the order of forward, input gradient and weight gradient. "x", "w1", "w3", "h", "w2",
             "dout", "dgate", "dup" as in the layer; "_t" marks operands along the other dim.
+
+    Example:
+        >>> loss = OperandLoss("D", nonzero=100, rounded=1, flushed=0, sqnr_db=60.0, product_db=50.0)
+        >>> report = NumericsReport({"x": loss, "w1": loss._replace(product_db=30.0)})
+        >>> print(report)
+        operand   along      nonzero   rounded   flushed     SQNR   in products
+        x             D          100    1.000%    0.000%  60.0 dB       50.0 dB
+        w1            D          100    1.000%    0.000%  60.0 dB       30.0 dB
+        Folding w1 leaves 30.0 dB of its products, the least of all.
+        Use compute='exact' or recipe 'fp8_blockwise': w1 below 40 dB, where MXFP8 itself has 27 to 30.
     """
 
     operands: Mapping[str, OperandLoss]
 
     def worst(self) -> str:
-        """The name of the operand whose fold causes the largest loss in a product."""
+        """Return the operand whose fold causes the largest loss in a product.
+
+        Returns:
+            The name of the operand.
+
+        Example:
+            >>> loss = OperandLoss("D", nonzero=100, rounded=1, flushed=0, sqnr_db=60.0, product_db=50.0)
+            >>> NumericsReport({"x": loss, "w1": loss._replace(product_db=30.0)}).worst()
+            'w1'
+        """
         return min(self.operands, key=lambda name: self.operands[name].product_db)
 
     def lossy(self) -> tuple[str, ...]:
-        """The operands whose fold leaves a product less than 40 dB. If there are any, fold nothing: use
-        `compute="exact"` or the recipe "fp8_blockwise"."""
+        """Return the operands whose fold leaves a product less than 40 dB.
+
+        If there are any, fold nothing: use `compute="exact"` or the recipe "fp8_blockwise".
+
+        Returns:
+            The names of the operands.
+
+        Example:
+            >>> loss = OperandLoss("D", nonzero=100, rounded=1, flushed=0, sqnr_db=60.0, product_db=50.0)
+            >>> NumericsReport({"x": loss, "w1": loss._replace(product_db=30.0)}).lossy()
+            ('w1',)
+        """
         return tuple(name for name, loss in self.operands.items() if loss.product_db < ADVISED_DB)
 
     def __str__(self) -> str:
@@ -145,15 +174,21 @@ def report(
     """The report of a layer in a frontend, on P rows sorted by expert: forward, and backward as far as operands go.
 
     Args:
-        ops: the frontend's. product(x, w, bias): the exact product of (q, sf) pairs with bias (G, N) or None, in bf16,
-            so that no operand contains the error of an earlier fold.
+        ops: the frontend's.
+        to_numpy: makes a numpy array of a frontend's array.
+        product: product(x, w, bias), the exact product of (q, sf) pairs with bias (G, N) or None, in bf16. No operand
+            then contains the error of an earlier fold.
+        recipe: of the layer.
         numbers: of SwiGLU.
-        x: MXFP8.
-        dout: bf16; (P, D).
+        x: (P, D) MXFP8, q and sf.
+        dout: (P, D) bf16.
         prob: (P,) fp32 in SwiGLU, or (0,).
-        ends: (G,), of the groups.
+        ends: (G,) of the groups.
         weights: w1, w3, w2.
         biases: b1, b3.
+
+    Returns:
+        The report.
     """
     (w1, w3, w2), rounding, host_ends = weights, int(recipe.rounding), to_numpy(ends)
     of: dict[str, Measured] = {}
@@ -205,9 +240,19 @@ def report(
 
 
 def measure(q: Array, sf: Array, qf: Array, target: Array, groups: tuple[slice, ...]) -> Measured:
-    """q (R, K), its scales (R, K/32), its fold qf, and the scale byte `target` of each folded block, at least sf.
+    """Measure the fold of one operand.
 
     A block whose sf or target is 255 counts as zeros.
+
+    Args:
+        q: (R, K) uint8, E4M3.
+        sf: (R, K/32) uint8, E8M0 scales of q.
+        qf: (R, K) uint8, the folded q.
+        target: (R, K/32) uint8, the scale of each folded block, at least sf.
+        groups: the rows of each expert.
+
+    Returns:
+        The measurements.
 
     Example:
         >>> q = np.full((3, 32), 0x39, np.uint8)  # 1.125
@@ -241,6 +286,13 @@ def measure(q: Array, sf: Array, qf: Array, target: Array, groups: tuple[slice, 
 def decibels(signal: float, noise: float) -> float:
     """10 log10(signal / noise); infinite without noise.
 
+    Args:
+        signal: energy of the values.
+        noise: energy of the errors, in the same unit.
+
+    Returns:
+        dB.
+
     Example:
         >>> decibels(200.0, 2.0)
         20.0
@@ -250,6 +302,12 @@ def decibels(signal: float, noise: float) -> float:
 
 def row_slices(group_ends: Array) -> tuple[slice, ...]:
     """The rows of each group.
+
+    Args:
+        group_ends: (G,) integers, the end of each group.
+
+    Returns:
+        A slice per group.
 
     Example:
         >>> row_slices(np.array([32, 96]))

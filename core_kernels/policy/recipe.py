@@ -33,14 +33,22 @@ class Recipe:
         wgrad_with_hp: True: the weight gradient multiplies bf16 operands. False: tokens are quantized again along the
             token dim, and the weight gradient multiplies MXFP8 too.
         rounding: how scales are chosen; RCEIL for "fp8_blockwise".
-        scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
         compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row
             to the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of
             E4M3. "auto" folds on Hopper and is exact elsewhere (`dispatch.Arch.folds`).
         alignment: rows that every expert's group is padded to, a positive multiple of 32. It changes no byte of
             results. On an H200 128 is 0 to 4% faster, by card, with 4096 rows per expert, and 7% slower with 256.
+        scales: "power_of_two"; for "fp8_blockwise" also "float32", not rounded.
         mxfp8_all_to_all: the all-to-alls that send rows in MXFP8; the others send rows as they are. None is "dispatch"
             and "combine_grad" with MXFP8 operands, and no all-to-all with others. PyTorch alone takes another choice.
+
+    Raises:
+        ValueError: a value that is not allowed, or fields that exclude each other.
+        TypeError: a field of another type.
+
+    Example:
+        >>> Recipe("careful", compute="exact").form("sm_90"), RECIPES["mxfp8"].form("sm_90")
+        ('mx', 'fold')
     """
 
     name: str
@@ -84,14 +92,20 @@ class Recipe:
         """Whether the products multiply MXFP8."""
         return self.operands == "mxfp8"
 
-    def sends_mx(self, leg: LegName) -> bool:
+    def sends_mx(self, transfer: LegName) -> bool:
         """Whether an all-to-all sends rows in MXFP8.
 
+        Args:
+            transfer: one of "dispatch", "dispatch_grad", "combine" and "combine_grad".
+
+        Returns:
+            True if the rows of this all-to-all are MXFP8.
+
         Example:
-            >>> [RECIPES["mxfp8"].sends_mx(leg) for leg in ("dispatch", "dispatch_grad", "combine", "combine_grad")]
+            >>> [RECIPES["mxfp8"].sends_mx(name) for name in ("dispatch", "dispatch_grad", "combine", "combine_grad")]
             [True, False, False, True]
         """
-        return leg in (
+        return transfer in (
             (("dispatch", "combine_grad") if self.mx else ())
             if self.mxfp8_all_to_all is None
             else self.mxfp8_all_to_all
@@ -103,7 +117,18 @@ class Recipe:
         return self.mx and not self.wgrad_with_hp
 
     def form(self, arch: str) -> Form:
-        """Operand format of the products on an architecture, by its name: "cpu", "sm_90"."""
+        """Operand format of the products on an architecture.
+
+        Args:
+            arch: the name of the architecture: "cpu", "sm_90".
+
+        Returns:
+            "bf16", "mx", "fold", "row", "block" or "block_power_of_two".
+
+        Example:
+            >>> RECIPES["mxfp8"].form("cpu"), RECIPES["mxfp8"].form("sm_90")
+            ('mx', 'fold')
+        """
         if self.operands == "fp8_blockwise":
             return "block" if self.scales == "float32" else "block_power_of_two"
         if not self.mx:
@@ -114,9 +139,16 @@ class Recipe:
     def parse(cls, value: "Recipe | str", **changes: object) -> "Recipe":
         """Return a Recipe from itself or from a name in `RECIPES`, with fields changed if asked.
 
+        Args:
+            value: a Recipe, or a name in `RECIPES`.
+            **changes: fields of `Recipe` and their new values.
+
+        Returns:
+            The Recipe, with the changes.
+
         Raises:
-            ValueError: an unknown name.
-            TypeError: another type.
+            ValueError: an unknown name, or a value that a field does not allow.
+            TypeError: another type, or a name that is no field.
 
         Example:
             >>> Recipe.parse("mxfp8", rounding="floor").rounding.name

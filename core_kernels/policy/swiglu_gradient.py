@@ -39,7 +39,12 @@ def gradient_op(form: Form, quantized_tokens: bool, needs: Needs) -> str:
     """The name of the op.
 
     Args:
+        form: of the operands, by `Recipe.form`.
         quantized_tokens: operands along the tokens are quantized, and groups have no padding between their tokens.
+        needs: the gradients that are asked for.
+
+    Returns:
+        The name of the op.
 
     Example:
         >>> gradient_op("mx", True, Needs(rows=True, tokens=True, values=False, hidden=True))

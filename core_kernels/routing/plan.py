@@ -160,8 +160,9 @@ row_map = KernelOp(
     Args:
         counts: (ranks * num_local_experts,) int32, rows received from each rank for each local expert.
         num_rows: rows of the receive buffer.
-        rank_rows: rows of the part of each rank; 0 if the parts follow each other without slack.
+        num_local_experts: groups, one per expert of this rank.
         alignment: rows that each group is padded to, a positive multiple of 32.
+        rank_rows: rows of the part of each rank; 0 if the parts follow each other without slack.
 
     Returns:
         row_map (P,) int32: padded row i is received row row_map[i], -1 for padding; inverse (num_rows,) int32: received

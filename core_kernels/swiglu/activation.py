@@ -35,8 +35,8 @@ class SwiGLU:
         offset: is added to the clamped up.
 
     Raises:
-        TypeError: numbers that are not allowed.
-        ValueError: numbers that are not allowed.
+        TypeError: a value that is no number.
+        ValueError: a number that is out of range.
 
     Example:
         >>> SwiGLU()  # silu(gate) * up
@@ -63,7 +63,22 @@ class SwiGLU:
 
     @classmethod
     def check(cls, op: str, activation: object) -> "SwiGLU":
-        """`activation`; raises TypeError unless it is a SwiGLU."""
+        """Return the activation, if it is a SwiGLU.
+
+        Args:
+            op: the function that an error names.
+            activation: the argument of the user.
+
+        Returns:
+            `activation`.
+
+        Raises:
+            TypeError: unless it is a SwiGLU.
+
+        Example:
+            >>> SwiGLU.check("grouped_swiglu_ffn", SwiGLU(limit=7.0)).limit
+            7.0
+        """
         if not isinstance(activation, cls):
             fail(TypeError, op, "activation", repr(activation), "allowed: a SwiGLU")
         return activation

@@ -47,9 +47,9 @@ class Exchange:
         slots: (M,) int32, the slot of each local row, -1 for a row that did not fit.
         recv_counts: (E,) int32, rows received, per source rank and local expert.
         overflow: () int32, local rows that did not fit.
-        axis_name: the mesh axes, their ranks, the rows per pair of ranks; static.
-        ep_degree: the mesh axes, their ranks, the rows per pair of ranks; static.
-        capacity: the mesh axes, their ranks, the rows per pair of ranks; static.
+        axis_name: the mesh axes, static.
+        ep_degree: the ranks of the mesh axes, static.
+        capacity: rows per pair of ranks, static.
         top_k: more than 1 in the exchange of a token's replicas alone, whose sources are tokens; static.
     """
 
@@ -83,12 +83,21 @@ class Exchange:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenReplicas:
-    """The top_k replicas of each token of x (T, D), as rows sorted by expert.
+    """The top_k replicas of each token, as rows sorted by expert.
+
+    `sort_by_expert` returns order and inverse. A token is quantized once for all of its replicas.
 
     Args:
-        order: (T * top_k,) int32, row i is a replica of token order[i] // top_k.
-        inverse: (T * top_k,) int32, the row of each replica. `sort_by_expert` returns both. A token is quantized once
-            for all of its replicas. top_k is static.
+        x: (T, D) bf16 or fp32, the tokens.
+        order: (T * top_k,) int32. Row i is a replica of token order[i] // top_k.
+        inverse: (T * top_k,) int32, the row of each replica.
+        top_k: experts per token, static.
+
+    Example:
+        >>> order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
+        >>> tokens = TokenReplicas(jnp.ones((2, 32)), order, inverse, top_k=2)
+        >>> dispatch(tokens, counts)[1].tolist()
+        [32, 32, 32]
     """
 
     x: jax.Array
@@ -120,9 +129,12 @@ def plan_exchange(
     Args:
         counts: (E,) of an integer dtype, local rows of each expert; rank r of the mesh axis has the experts [r E /
             ranks, (r + 1) E / ranks).
-        num_rows: M, local rows, at least the sum of the counts.
         axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
+        num_rows: M, local rows, at least the sum of the counts.
         capacity: rows per pair of ranks; None is num_rows, which never drops one.
+
+    Returns:
+        The layout, as `a2a_dispatch` takes it.
 
     Raises:
         ValueError: a capacity below 1, a mesh axis whose size does not divide E.

@@ -28,6 +28,7 @@ def combine(
 
     Args:
         groups: (P, N) bf16 or fp32, or an MXGradArray, whose gradient is received as MXFP8 bytes.
+        route: of `dispatch`.
         probs: of TokenReplicas, (T, top_k) float32, the weight of each replica in its token's sum; None is a weight of
             1.
         out_dtype: bf16 or fp32; None is the dtype of groups.

@@ -126,6 +126,7 @@ def dispatch_probs(
 
     Args:
         probs: (M,) float32; (T, top_k) for TokenReplicas.
+        route: of `dispatch`.
 
     Returns:
         (P,) float32, zeros for padding: the `prob` of `grouped_swiglu_ffn`. One all-to-all of 4 bytes a row, and one

@@ -42,10 +42,10 @@ class Route:
     Attributes:
         row_map: between received rows and padded groups.
         maps: of the exchange, `local.SlotMaps` or `ep.Sent`.
-        exchange: static; top_k is 0 for rows that are no TokenReplicas.
-        recipe: static; top_k is 0 for rows that are no TokenReplicas.
-        top_k: static; top_k is 0 for rows that are no TokenReplicas.
-        lost: bool, (M,) of rows or (T, top_k) of tokens, the dropped rows, which make NaN; None if no row can be
+        exchange: that `dispatch` chose, static.
+        recipe: of `dispatch`, static.
+        top_k: experts per token of TokenReplicas; 0 for rows; static.
+        lost: (M,) bool of rows or (T, top_k) of tokens, the dropped rows, which make NaN. None if no row can be
             dropped, or on_overflow="drop".
     """
 

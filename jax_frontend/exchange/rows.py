@@ -46,8 +46,9 @@ def spread_rows(
 
     Args:
         x: (T, D) bf16, fp32 or MXArray.
-        order: (P,), the slot t * top_k + k of each row of the result.
-        inverse: (T * top_k,), the row of each slot; both int32; `sort_by_expert` makes them with P = T * top_k.
+        order: (P,) int32, the slot t * top_k + k of each row of the result, -1 for a row of zeros.
+        inverse: (T * top_k,) int32, the row of each slot. `sort_by_expert` makes them with P = T * top_k.
+        top_k: experts per token.
         across: mesh axes of the enclosing shard_map: slot s of rank q has the number q T top_k + s in order, row i of
             rank q the number q P + i in inverse.
 
@@ -79,8 +80,8 @@ def gather_rows(
 
     Args:
         x: (M, K) bf16, fp32 or MXArray.
-        row_map: (P,).
-        inverse: (M,), the map back; both int32.
+        row_map: (P,) int32, the row of x for each row of the result, -1 for a row of zeros.
+        inverse: (M,) int32, the map back: the row of the result for each row of x, -1 for none.
         across: mesh axes of the enclosing shard_map: row r of rank q has the number q M + r in row_map, row i the
             number q P + i in inverse.
 
@@ -119,9 +120,10 @@ def weighted_combine(
     Args:
         rows: (R, D) bf16 or fp32, or an MXGradArray, whose gradient is quantized with `rounding`.
         probs: (T, K) float32, or None for an unweighted sum, which saves no rows for its gradient.
-        slots: (T, K), the row of each slot, -1 for none.
-        order: (R,), the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros; both int32.
+        slots: (T, K) int32, the row of each slot, -1 for none.
+        order: (R,) int32, the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros.
         out_dtype: bf16 or fp32; None is the dtype of rows.
+        rounding: a `Rounding` or its name, for the gradient of an MXGradArray.
         across: mesh axes of the enclosing shard_map, without probs: row r of rank q has the number q R + r in slots,
             and slot s of rank q the number q T K + s in order.
 

@@ -31,21 +31,24 @@ NAMES = {
 class MoE(nnx.Module):
     """A Mixture-of-Experts layer: `layer(x)` -> (y, MoEStats).
 
-    Parameters: router (E, D), w1 and w3 (E, F, D), w2 (E, D, F), and what else the config asks for. Each has logical
-    axis names, "expert", "mlp" and "embed", and rules that map them to expert_axis, tensor_axis and fsdp_axis, so that
-    `nnx.get_partition_spec` and flax's sharding of new parameters put it where `moe.sharded_apply` reads it.
-
-    Raises as `moe.init` and `moe.sharded_apply` do.
+    Parameters: router (E, D), w1 and w3 (E, F, D), w2 (E, D, F), and others that the config asks for. Each has logical
+    axis names, "expert", "mlp" and "embed", and rules that map them to expert_axis, tensor_axis and fsdp_axis.
+    `nnx.get_partition_spec` and flax's sharding of new parameters then put it where `moe.sharded_apply` reads it.
 
     Args:
-        config: of `mxep.jax_frontend`.
+        config: a `MoEConfig`.
         rngs: draws the parameters with its "params" stream.
         dtype: of the parameters.
-        tokens: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
-        expert_axis: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
-        fsdp_axis: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
-        tensor_axis: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
-        mesh: of `moe.sharded_apply`, which runs the layer; without tokens `moe.apply` runs it on one device.
+        tokens: the PartitionSpec of x for `moe.sharded_apply`, which runs the layer. Without it `moe.apply` runs the
+            layer on one device.
+        expert_axis: as in `moe.sharded_apply`.
+        fsdp_axis: as in `moe.sharded_apply`.
+        tensor_axis: as in `moe.sharded_apply`.
+        mesh: as in `moe.sharded_apply`.
+
+    Raises:
+        ValueError: as `moe.init` and `moe.sharded_apply`.
+        TypeError: as `moe.init` and `moe.sharded_apply`.
 
     Example:
         >>> layer = MoE(MoEConfig(32, 64, num_experts=4, top_k=2), rngs=nnx.Rngs(0))

@@ -107,9 +107,13 @@ def to_mxfp8_a2a_dequant(
     """All-to-all with MXFP8 on the wire in both directions and input's dtype at both ends.
 
     Args:
-        input: (M, D) bf16 or fp32 -> (P, D), P = ep_degree * capacity; with reverse=True (P, D) -> (M, D).
+        input: (M, D) bf16 or fp32; (P, D) with reverse=True. P = ep_degree * capacity.
         exchange: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`.
         rounding: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`.
+        reverse: the exchange back, from (P, D) to (M, D).
+
+    Returns:
+        (P, D) of input's dtype; (M, D) with reverse=True.
 
     Raises:
         ValueError: shapes; D no multiple of 32.
@@ -133,7 +137,19 @@ def to_mxfp8_a2a_dequant(
 def permute_mxfp8_fwd_hp_bwd(
     mx: MXArray, num_tokens_per_expert: Int[jax.Array, " G"] | Exchange, group_size_multiple_of: int = BLOCK
 ) -> tuple[MXArray, RowMap]:
-    """`permute` of MX rows. Arguments, result and errors are as in `permute`.
+    """`permute` of MX rows.
+
+    Args:
+        mx: (R, K) MXArray.
+        num_tokens_per_expert: the Exchange that sent the rows, or (G,) of an integer dtype, as in `permute`.
+        group_size_multiple_of: a positive multiple of 32.
+
+    Returns:
+        (rows (P, K), an MXArray, and the RowMap), as from `permute`.
+
+    Raises:
+        ValueError: shapes, counts that do not fit.
+        TypeError: float rows, which `permute` takes; other dtypes.
 
     Example:
         >>> from mxep.jax_frontend.exchange.all_to_all import plan_exchange

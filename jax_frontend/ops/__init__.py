@@ -31,10 +31,10 @@ class RowMap(NamedTuple):
     """The rows of the padded expert-major buffer; read by `permute_*` and, backwards, by `unpermute_*`.
 
     Attributes:
-        row_map: (P,) int32, padded row i is received row row_map[i], -1 for padding.
-        inverse: (R,) int32, received row j is padded row inverse[j], -1 where no token was received. padded_counts
-            (G,).
-        group_ends: (G,) int32, rows of each local expert with padding, and where they end.
+        row_map: (P,) int32. Padded row i is received row row_map[i], -1 for padding.
+        inverse: (R,) int32. Received row j is padded row inverse[j], -1 where no token was received.
+        padded_counts: (G,) int32, rows of each local expert with padding.
+        group_ends: (G,) int32, the end of each group.
     """
 
     row_map: jax.Array
@@ -44,7 +44,13 @@ class RowMap(NamedTuple):
 
 
 class ExpertOrder(NamedTuple):
-    """order (T,): slots grouped by expert, stable; inverse (T,): the position of each slot; counts (E,); int32."""
+    """The order of slots by expert; all int32.
+
+    Attributes:
+        order: (T,), slots grouped by expert, stable.
+        inverse: (T,), the position of each slot.
+        counts: (E,), slots of each expert.
+    """
 
     order: jax.Array
     inverse: jax.Array

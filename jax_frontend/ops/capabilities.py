@@ -15,8 +15,14 @@ __all__ = ["Capability", "capabilities", "export_checks"]
 
 
 def capabilities(platform: Literal["cpu", "cuda"] | None = None) -> dict[str, Capability]:
-    """The implementation that runs each op on `platform`, by the name of the op, under the current
-    `force_implementation` and `lower_for`. None is JAX's default platform.
+    """Return the implementation that runs each op on a platform, under the current `force_implementation` and
+    `lower_for`.
+
+    Args:
+        platform: "cpu" or "cuda"; None is JAX's default platform.
+
+    Returns:
+        A `Capability` by the name of the op: what runs it, and why other implementations do not.
 
     Raises:
         ValueError: another platform.
@@ -43,6 +49,9 @@ def export_checks() -> list[DisabledSafetyCheck]:
         exported = jax.export.export(jax.jit(f), disabled_checks=export_checks())(x)
 
     A program of bytes runs where mxep.jax_frontend is imported, with the kernels of the version that exported it.
+
+    Returns:
+        A list for `disabled_checks` of `jax.export.export`.
 
     Example:
         >>> any("mxep.quantize_row" in str(check) for check in export_checks())

@@ -20,11 +20,21 @@ _implementation = jax.make_user_context(None)
 
 @contextmanager
 def lower_for(arch: str) -> Iterator[None]:
-    """Within the block lower CUDA programs for "sm_90" or another architecture of `dispatch.GPUS`, whatever GPU this
-    machine has: `with lower_for("sm_90"): jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))`.
+    """Within the block lower CUDA programs for an architecture, whatever GPU this machine has.
+
+    Args:
+        arch: "sm_90" or another architecture of `dispatch.GPUS`.
+
+    Returns:
+        A context manager.
 
     Raises:
         ValueError: another architecture.
+
+    Example:
+        >>> def lower(f, x):  # the program that a Hopper GPU runs
+        ...     with lower_for("sm_90"):
+        ...         return jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
     """
     if not isinstance(arch, str) or arch not in CAPABILITIES:
         fail(ValueError, "lower_for", "arch", repr(arch), f"allowed: {', '.join(map(repr, CAPABILITIES))}")
@@ -34,14 +44,24 @@ def lower_for(arch: str) -> Iterator[None]:
 
 @contextmanager
 def force_implementation(implementation: Implementation | None) -> Iterator[None]:
-    """Within the block lower every op to "cpp", "cuda" or "triton"; None restores the choice: C++ on a CPU, on a GPU
-    CUDA C++ for the ops of its table and Triton for the others.
+    """Within the block lower every op to one implementation.
 
     The setting holds for the programs that this thread traces.
 
+    Args:
+        implementation: "cpp", "cuda" or "triton". None restores the choice: C++ on a CPU; on a GPU CUDA C++ for the ops
+            of its table and Triton for the others.
+
+    Returns:
+        A context manager.
+
     Raises:
-        ValueError: another name. Lowering raises NotImplementedError where the platform cannot run the forced
-            implementation.
+        ValueError: another name.
+        NotImplementedError: lowering, where the platform cannot run the forced implementation.
+
+    Example:
+        >>> with force_implementation("cpp"):
+        ...     q, sf = ops.quantize_row(jnp.ones((1, 32)))
     """
     dispatch.require_known("force_implementation", implementation)
     with _implementation(implementation):

@@ -44,14 +44,22 @@ def _leaves(kind: Any, *leaves: jax.Array | None) -> Any:
 class MXArray:
     """A matrix in MXFP8, scaled along its rows, whose gradient is an ordinary float matrix.
 
+    q and sf have no gradient. The functions of this package send theirs to the carrier; other functions of q and sf
+    have none.
+
     Attributes:
-        q: (M, K) uint8, E4M3 bytes.  sf (M, K/32) uint8: E8M0 bytes.
+        q: (M, K) uint8, E4M3 bytes.
+        sf: (M, K/32) uint8, E8M0 bytes.
         carrier: (M, K), zeros of the dtype before quantization; its cotangent is the gradient of the matrix.
         group_ends: (G,) int32, of the rows that `dispatch` or `permute` laid out; None for other rows. The grouped
             products follow it.
         source: of rows that a row map gathered, the packed rows (R, K + K/32) uint8 and the map (M,) int32; or None. A
-            folded product reads these, and inside `jax.jit` nothing gathers q and sf then. q and sf have no gradient.
-            The functions of this package send theirs to the carrier; other functions of q and sf have none.
+            folded product reads these, and inside `jax.jit` nothing gathers q and sf then.
+
+    Example:
+        >>> mx = MXArray.quantize(jnp.full((1, 32), 3.0))
+        >>> mx.shape, mx.sf.tolist(), mx.dequantize()[0, 0].item()  # 384 * 2^-7
+        ((1, 32), [[120]], 3.0)
     """
 
     q: jax.Array
@@ -73,11 +81,24 @@ class MXArray:
     def from_bytes(
         cls, q: Bytes[jax.Array, "M K"], sf: Bytes[jax.Array, "M K/32"], dtype: jax.typing.DTypeLike = "bfloat16"
     ) -> "MXArray":
-        """Wrap E4M3 data and E8M0 scales (uint8). The source of the bytes gets no gradient.
+        """Wrap E4M3 data and E8M0 scales. The source of the bytes gets no gradient.
+
+        Args:
+            q: (M, K) uint8, K a multiple of 32.
+            sf: (M, K/32) uint8.
+            dtype: bfloat16 or float32, of `dequantize()` and of the gradient.
+
+        Returns:
+            An MXArray (M, K).
 
         Raises:
             ValueError: unless q is (M, K) and sf (M, K/32).
             TypeError: other dtypes.
+
+        Example:
+            >>> mx = MXArray.quantize(jnp.full((1, 32), 3.0))
+            >>> MXArray.from_bytes(mx.q, mx.sf, "float32").dequantize()[0, 0].item()
+            3.0
         """
         op = "MXArray.from_bytes"
         dtype = dtype_name(op, "dtype", dtype)
@@ -89,11 +110,23 @@ class MXArray:
 
     @classmethod
     def from_packed(cls, packed: jax.Array, dtype: jax.typing.DTypeLike = "bfloat16") -> "MXArray":
-        """Wrap rows `[q | sf]` (M, K + K/32) uint8. The source of the bytes gets no gradient.
+        """Wrap packed rows. The source of the bytes gets no gradient.
+
+        Args:
+            packed: (M, K + K/32) uint8, rows `[q | sf]`.
+            dtype: bfloat16 or float32, of `dequantize()` and of the gradient.
+
+        Returns:
+            An MXArray (M, K).
 
         Raises:
             ValueError: another width.
             TypeError: other dtypes.
+
+        Example:
+            >>> packed = ops.quantize_row_packed(jnp.full((1, 32), 3.0))
+            >>> MXArray.from_packed(packed).dequantize()[0, 0].item()
+            3.0
         """
         op = "MXArray.from_packed"
         check_bytes(op, "packed", packed)
@@ -104,10 +137,17 @@ class MXArray:
 
     @classmethod
     def quantize(cls, x: Float[jax.Array, "M K"], rounding: Rounding | str = Rounding.RCEIL) -> "MXArray":
-        """Quantize x (M, K) bf16 or fp32; differentiable, the gradient passes unchanged.
+        """Quantize a matrix along its rows; differentiable, the gradient passes unchanged.
+
+        Args:
+            x: (M, K) bf16 or fp32, K a multiple of 32.
+            rounding: a `Rounding` or its name.
+
+        Returns:
+            An MXArray (M, K) with x's dtype.
 
         Raises:
-            ValueError: if K is no multiple of 32.
+            ValueError: K is no multiple of 32, an unknown rounding.
             TypeError: another dtype.
 
         Example:
@@ -121,7 +161,15 @@ class MXArray:
         return _quantize(*arguments_by_rows(op, x), rounding)
 
     def dequantize(self) -> Float[jax.Array, "M K"]:
-        """(M, K) in `dtype`; differentiable, the gradient passes unchanged."""
+        """Return the values; differentiable, the gradient passes unchanged.
+
+        Returns:
+            (M, K) in `dtype`.
+
+        Example:
+            >>> MXArray.quantize(jnp.full((1, 32), 1.06)).dequantize()[0, 0].item()
+            1.0
+        """
         return _dequantize(MXArray(*arguments_by_rows("MXArray.dequantize", self.q, self.sf, self.carrier)))
 
     def laid_out(self, group_ends: jax.Array) -> "MXArray":
@@ -133,7 +181,15 @@ class MXArray:
         return dataclasses.replace(self, source=(packed, row_map))
 
     def packed(self) -> jax.Array:
-        """Rows `[q | sf]`. XLA makes no copy for an array of `from_packed`. Bytes have no gradient."""
+        """Return packed rows. XLA makes no copy for an array of `from_packed`. Bytes have no gradient.
+
+        Returns:
+            (M, K + K/32) uint8, rows `[q | sf]`.
+
+        Example:
+            >>> MXArray.quantize(jnp.ones((1, 32))).packed().shape
+            (1, 33)
+        """
         return pack(self.q, self.sf)
 
     @classmethod
@@ -147,14 +203,15 @@ class MXArray:
 class MXGradArray:
     """A bf16 or fp32 matrix whose gradient is received in MXFP8: the value between a grouped GEMM and the combine.
 
-    value (M, N). q_grad (M, N) e4m3 and sf_grad (M, N/32) bf16: zeros; their cotangents are the gradient, the scales as
-    integers 0 to 255.
+    One unpermute or combine may take it: JAX adds the cotangents of two uses, and bytes cannot be added. A second use
+    raises ValueError in eager code and gives NaN gradients inside jit, scan and checkpoint. `value` may have any other
+    use; its gradient is added to the MXFP8 one.
 
     Attributes:
-        uses: (1,) fp32, zero; its cotangent is the number of readers. One unpermute or combine may take it: JAX adds
-            the cotangents of two uses, and bytes cannot be added. A second use raises ValueError in eager code and
-            gives NaN gradients inside jit, scan and checkpoint. `value` may have any other use; its gradient is added
-            to the MXFP8 one.
+        value: (M, N) bf16 or fp32.
+        q_grad: (M, N) e4m3, zeros; its cotangent has the bytes of the gradient.
+        sf_grad: (M, N/32) bf16, zeros; its cotangent has the scales as integers 0 to 255.
+        uses: (1,) fp32, zero; its cotangent is the number of readers.
     """
 
     value: jax.Array
@@ -195,10 +252,21 @@ class MXGradArray:
 
     @classmethod
     def wrap(cls, value: jax.Array) -> "MXGradArray":
-        """Wrap value (M, N) bf16 or fp32. Its gradient is received in MXFP8 and dequantized.
+        """Wrap a matrix. Its gradient is received in MXFP8 and dequantized.
+
+        Args:
+            value: (M, N) bf16 or fp32, N a multiple of 32.
+
+        Returns:
+            An MXGradArray (M, N).
 
         Raises:
-            ValueError: unless N is a multiple of 32.
+            ValueError: N is no multiple of 32, or value is no matrix.
+            TypeError: another dtype.
+
+        Example:
+            >>> MXGradArray.wrap(jnp.ones((1, 32))).value.shape
+            (1, 32)
         """
         op = "MXGradArray.wrap"
         check_floats(op, "value", value)

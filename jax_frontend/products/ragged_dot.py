@@ -40,14 +40,15 @@ def ragged_dot_mxfp8(
         group_sizes: (G,) of any integer dtype and any sizes, or tokamax's RaggedDotGroupSizes; rows past their sum give
             zeros.
         precision: None or `jax.lax.Precision.DEFAULT`. The recipe is the precision.
-        group_offset, out_sharding: None. JAX implements no group_offset either; it leaves rows out in front: drop them
-            from lhs, and their groups from group_sizes, before the call. `jax.reshard` moves the result.
+        preferred_element_type: bf16 or fp32; None is fp32 if lhs or rhs is, else bf16.
+        group_offset: None. JAX implements no group_offset either; it leaves rows out in front. Drop them from lhs, and
+            their groups from group_sizes, before the call.
+        out_sharding: None. `jax.reshard` moves the result.
         recipe: as in `grouped_mm`. With "mxfp8" the rows are copied into groups padded to the recipe's alignment, and
             back.
 
     Returns:
-        (M, N) of preferred_element_type, bf16 or fp32; None is fp32 if lhs or rhs is, else bf16. The gradients have
-        their argument's shape and dtype.
+        (M, N) of preferred_element_type. The gradients have their argument's shape and dtype.
 
     Raises:
         ValueError: shapes, an unknown recipe, QuantizedWeights of another recipe.

@@ -66,13 +66,16 @@ def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
 class QuantizedWeights:
     """Weights and their quantized bytes, which the products multiply instead; made by `quantize_weights`.
 
+    The first dim of every array is G: one PartitionSpec serves all.
+
     Attributes:
         values: (G, N, K), bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is
             the weight gradient.
-        as_stored, transposed: q and sf (uint8) along the last dim and along dim 1; for exact products on Hopper their
-            dequantized values (bf16); None for recipe "bf16".
-        form: the format of the operands, static. The first dim of every array is G: one PartitionSpec serves all.
-        rounding: the format of the operands, static. The first dim of every array is G: one PartitionSpec serves all.
+        as_stored: q and sf (uint8) along the last dim. For exact products on Hopper their dequantized values (bf16);
+            None for recipe "bf16".
+        transposed: the same along dim 1.
+        form: the format of the operands, static.
+        rounding: of the scales, static.
     """
 
     values: jax.Array
@@ -95,12 +98,23 @@ class QuantizedWeights:
         return self.values.dtype
 
     def with_values(self, values: jax.Array) -> "QuantizedWeights":
-        """Return the same bytes with other values, the parameter that they were quantized from and that is
+        """Return the same bytes with other values: the parameter that they were quantized from, and that is
         differentiated.
+
+        Args:
+            values: (G, N, K) bf16 or fp32.
+
+        Returns:
+            The QuantizedWeights.
 
         Raises:
             ValueError: another shape.
             TypeError: unless it is bf16 or fp32.
+
+        Example:
+            >>> w = jnp.ones((2, 32, 64))
+            >>> quantize_weights(w).with_values(w).shape
+            (2, 32, 64)
         """
         check_floats("with_values", "values", values)
         if values.shape != self.values.shape:
@@ -160,7 +174,9 @@ def cotangent_of(w: Weights, grad: jax.Array) -> Any:
 
 
 def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
-    """Quantize w (G, N, K) along both of its last dims, for all calls until w changes.
+    """Quantize w along both of its last dims, for all calls until w changes.
+
+    Quantize once per optimizer step outside of `jax.grad`. Inside, insert the parameter, which gets the gradient:
 
         quantized = quantize_weights(params["w"], recipe=recipe)
 
@@ -174,10 +190,13 @@ def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8
     shard_map and remat, and for a differentiated w.
 
     Args:
-        w: bf16 or fp32, as a linear layer stores it; N and K multiples of 32. `grouped_mm`, `ragged_dot_mxfp8`,
-            `grouped_swiglu_ffn` and `moe.apply` take the result in place of w, with a recipe of the same form and
-            rounding. Quantize once per optimizer step outside of `jax.grad`. Inside, insert the parameter, which gets
-            the gradient:
+        w: (G, N, K) bf16 or fp32, as a linear layer stores it; N and K multiples of 32. `grouped_mm`,
+            `ragged_dot_mxfp8`, `grouped_swiglu_ffn` and `moe.apply` take the result in place of w, with a recipe of the
+            same form and rounding.
+        recipe: a `Recipe` or its name.
+
+    Returns:
+        The bytes along the last dim and along dim 1, and w.
 
     Raises:
         ValueError: shape.

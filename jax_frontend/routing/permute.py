@@ -27,6 +27,7 @@ def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"],
     Args:
         expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k +
             k.
+        num_experts: E, at least 1.
 
     Returns:
         An `ExpertOrder`: order (S,), the slot of each row; inverse (S,), the row of each slot; counts (num_experts,).

@@ -29,12 +29,21 @@ from .process_groups import Splits, checked_all_to_all, degree_of
 
 
 class TokenReplicas(NamedTuple):
-    """The top_k replicas of each token of x (T, D), as rows sorted by expert.
+    """The top_k replicas of each token, as rows sorted by expert.
+
+    `sort_by_expert` returns order and inverse. A token is quantized once for all of its replicas.
 
     Args:
-        order: (T * top_k,) int32, row i is a replica of token order[i] // top_k.
-        inverse: (T * top_k,) int32, the row of each replica. `sort_by_expert` returns both. A token is quantized once
-            for all of its replicas.
+        x: (T, D) bfloat16 or float32, the tokens.
+        order: (T * top_k,) int32. Row i is a replica of token order[i] // top_k.
+        inverse: (T * top_k,) int32, the row of each replica.
+        top_k: experts per token.
+
+    Example:
+        >>> order, inverse, counts = sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
+        >>> tokens = TokenReplicas(torch.ones(2, 32), order, inverse, top_k=2)
+        >>> dispatch(tokens, counts)[1].tolist()
+        [32, 32, 32]
     """
 
     x: Tensor
@@ -169,8 +178,9 @@ def a2a_dispatch(
     """Send rows to the ranks of their experts as they are, forward and backward.
 
     Args:
-        input: (M, K) bfloat16 or float32, sorted by destination rank. input_splits[r] rows go to rank r,
-            output_splits[r] rows come from rank r.
+        input: (M, K) bfloat16 or float32, sorted by destination rank.
+        output_splits: output_splits[r] rows come from rank r.
+        input_splits: input_splits[r] rows go to rank r.
         group_name: a process group or its name; None is the default group, or this process alone where
             torch.distributed is not initialised.
 

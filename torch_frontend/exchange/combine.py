@@ -34,6 +34,7 @@ def combine(
 
     Args:
         groups: (P, N) bfloat16 or float32.
+        route: of `dispatch`.
         probs: of TokenReplicas, (T, top_k) float32, the weight of each replica in its token's sum; None is a weight of
             1.
         out_dtype: of that sum; None is the dtype of groups.

@@ -63,8 +63,9 @@ def dispatch(
         of the rows has their dtype. Several ranks synchronize once with the host, which reads the splits.
 
     Raises:
-        TypeError: arguments that are not allowed.
-        ValueError: An error on one rank raises on all ranks, and no row is sent.
+        TypeError: dtypes; arguments of another type.
+        ValueError: shapes, counts that do not fit the rows or the ranks, options that exclude each other. An error on
+            one rank raises on all ranks, and no row is sent.
 
     Example:
         >>> order, inverse, counts = sort_by_expert(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
@@ -180,6 +181,7 @@ def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
 
     Args:
         probs: (M,) float32; (T, top_k) for TokenReplicas.
+        route: of `dispatch`.
 
     Returns:
         (P,) float32, zeros for padding: the `prob` of `grouped_swiglu_ffn`. One all-to-all of 4 bytes a row, and one

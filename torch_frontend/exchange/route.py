@@ -16,11 +16,13 @@ class Route(NamedTuple):
     Attributes:
         row_map: between received rows and padded groups.
         counts: (E,) int32, rows of all ranks per expert.
-        output_splits: rows per rank, received and sent.
-        input_splits: rows per rank, received and sent.
-        order: of TokenReplicas, the maps of `weighted_combine`; None and 0 for rows.
-        slots: of TokenReplicas, the maps of `weighted_combine`; None and 0 for rows.
-        top_k: of TokenReplicas, the maps of `weighted_combine`; None and 0 for rows.
+        recipe: of `dispatch`.
+        group_name: of the ranks' process group; "" is this process alone.
+        output_splits: rows received from each rank.
+        input_splits: rows sent to each rank.
+        order: of TokenReplicas, the slot of each row, as `weighted_combine` takes it; None for rows.
+        slots: of TokenReplicas, the row of each slot, as `weighted_combine` takes it; None for rows.
+        top_k: of TokenReplicas, experts per token; 0 for rows.
         copies: where a token is sent once to each rank, the layout of its copies.
         token: of TokenReplicas on one rank, the token of each row of the groups.
     """

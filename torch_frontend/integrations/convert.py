@@ -35,8 +35,16 @@ DECORATED = "has_gate", "has_bias", "is_transposed", "is_concatenated"
 
 
 class ConvertedExperts(NamedTuple):
-    """name: of the module, as in `named_modules`. library: "mxep", "transformers" or "torchtitan". num_experts, dim,
-    hidden_dim: E, D and F. gate: "kernel", or "module" where the model's own function computes it, in bf16."""
+    """A module that `convert_moe` has converted.
+
+    Attributes:
+        name: of the module, as in `named_modules`.
+        library: "mxep", "transformers" or "torchtitan".
+        num_experts: E.
+        dim: D.
+        hidden_dim: F.
+        gate: "kernel", or "module" where the model's own function computes it, in bf16.
+    """
 
     name: str
     library: str
@@ -47,8 +55,14 @@ class ConvertedExperts(NamedTuple):
 
 
 class ConversionReport(NamedTuple):
-    """recipe: of the converted modules. others: names of modules with 3-dim weights that run as before, because the
-    filter left them out or no adapter knows them. `print(report)` is a table."""
+    """What `convert_moe` has done; `print` shows it as a table.
+
+    Attributes:
+        recipe: of the converted modules.
+        converted: a row per converted module.
+        others: names of modules with 3-dim weights that run as before, because the filter left them out or no adapter
+            knows them.
+    """
 
     recipe: Recipe
     converted: tuple[ConvertedExperts, ...]
@@ -86,9 +100,13 @@ def convert_moe(model: nn.Module, recipe: Recipe | str = "mxfp8", filter_fn: Fil
         filter_fn: filter_fn(module, name) is False for experts that stay as they are; None converts all.
 
     Returns:
-        A `ConversionReport`. Raises, with nothing changed, ValueError if there are no experts, the filter leaves none,
-        or D or F is not a multiple of 32; TypeError (dtypes, arguments); NotImplementedError for a release of
-        transformers that is not tested.
+        The converted modules and the others.
+
+    Raises:
+        ValueError: there are no experts, the filter leaves none, or D or F is no multiple of 32. Nothing is changed
+            then, nor by another error.
+        TypeError: dtypes, arguments.
+        NotImplementedError: a release of transformers that is not tested.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), GroupedExperts(32, 64, num_experts=4, recipe="bf16"))

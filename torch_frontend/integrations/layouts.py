@@ -34,10 +34,12 @@ def unpack_expert_weights(
     """Copy packed expert weights into w1, w3 (E, F, D) and w2 (E, D, F), the parameters of `GroupedExperts`.
 
     Args:
-        gate_up: (E, 2F, D), or (E, D, 2F) if transposed: gate, then up; or interleaved, gate at even places of 2F.
+        gate_up: (E, 2F, D), or (E, D, 2F) if transposed.
         down: (E, D, F), or (E, F, D) if transposed.
-        gate_up_bias: (E, 2F).
-        down_bias: (E, D), both or neither: b1, b3, b2.
+        gate_up_bias: (E, 2F), becomes b1 and b3; or None.
+        down_bias: (E, D), becomes b2; or None. Both biases or neither.
+        interleaved: gate is at even indices of 2F, up at odd ones. Otherwise gate is first, then up.
+        transposed: the dims of each matrix are (input, output), as in a product x w.
 
     Returns:
         The tensors by name, contiguous.
@@ -89,6 +91,11 @@ def pack_expert_weights(
     Args:
         parts: w1, w3 (E, F, D), w2 (E, D, F), and b1, b3 (E, F), b2 (E, D) or none of the three, by name; other names
             are left out.
+        interleaved: as in `unpack_expert_weights`.
+        transposed: as in `unpack_expert_weights`.
+
+    Returns:
+        The tensors by name, as `unpack_expert_weights` takes them.
 
     Raises:
         ValueError: a missing name or other shapes.

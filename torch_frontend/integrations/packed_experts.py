@@ -41,8 +41,9 @@ class PackedExperts(NamedTuple):
     """The weights of E experts, bf16 or fp32, and what is computed between them.
 
     Attributes:
-        gate_up, down: as in the table above; without a gate, the first is (E, F, D) or, transposed, (E, D, F). Biases:
-            (E, 2F) and (E, D), or None.
+        gate_up: (E, 2F, D) or, transposed, (E, D, 2F), as in the table above. Without a gate (E, F, D) or, transposed,
+            (E, D, F).
+        down: (E, D, F) or, transposed, (E, F, D).
         gate: a `SwiGLU`, computed by the kernels, or a function (P, 2F) -> (P, F).
         interleaved: gate at even places of 2F; read for a SwiGLU alone.
         norm: of the experts' output rows, or None.

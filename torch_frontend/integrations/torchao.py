@@ -49,15 +49,26 @@ def mxfp8_grouped_mm(
     pad_token_groups_for_grouped_mm: bool = True,
     compute: Compute = "auto",
 ) -> Tensor:
-    """`grouped_mm` with torchao's signature: A (M, K), B_t (G, K, N), offs (G,) -> (M, N) of out_dtype.
+    """`grouped_mm` with torchao's signature.
 
     Args:
-        B_t: the transpose of a contiguous (G, N, K), or the QuantizedWeights of that (G, N, K).
+        A: (M, K) bfloat16 or float32, or an MXTensor.
+        B_t: (G, K, N), the transpose of a contiguous (G, N, K); or the QuantizedWeights of that (G, N, K).
+        offs: (G,) int32 or int64, the end of each group of rows.
+        bias: (N,) or (G, N) bfloat16 or float32; or None.
+        out_dtype: torch.bfloat16 or torch.float32.
         kernel_preference: "auto", or "emulated" for compute="exact"; torchao's `KernelPreference` is read by name.
         wgrad_with_hp: recipe "mxfp8_wgrad_with_hp" instead of "mxfp8".
         scale_calculation_mode: a `Rounding` or its name.
-        pad_token_groups_for_grouped_mm: `pad_token_groups`.
-        compute: as in `Recipe`. Other arguments, result and errors as in `grouped_mm`.
+        pad_token_groups_for_grouped_mm: `pad_token_groups` of `grouped_mm`.
+        compute: "auto", "exact" or "fold", as in `Recipe`.
+
+    Returns:
+        (M, N) of out_dtype; rows past the last end are zeros.
+
+    Raises:
+        ValueError: shapes, layout, values of offs, as in `grouped_mm`; names that are not allowed.
+        TypeError: dtypes.
 
     Example:
         >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
@@ -77,7 +88,20 @@ _to_mxfp8_then_scaled_grouped_mm = mxfp8_grouped_mm
 
 
 def bf16_grouped_mm(A: Tensor, B_t: Weights, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`grouped_mm` with recipe "bf16": A (M, K), B_t (G, K, N), offs (G,) -> (M, N) of out_dtype.
+    """`grouped_mm` with recipe "bf16" and torchao's arguments.
+
+    Args:
+        A: (M, K) bfloat16 or float32, or an MXTensor.
+        B_t: (G, K, N), the transpose of a contiguous (G, N, K); or the QuantizedWeights of that (G, N, K).
+        offs: (G,) int32 or int64, the end of each group of rows.
+        out_dtype: torch.bfloat16 or torch.float32.
+
+    Returns:
+        (M, N) of out_dtype; rows past the last end are zeros.
+
+    Raises:
+        ValueError: shapes, layout, values of offs, as in `grouped_mm`.
+        TypeError: dtypes.
 
     Example:
         >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
@@ -88,7 +112,20 @@ def bf16_grouped_mm(A: Tensor, B_t: Weights, offs: Tensor, out_dtype: torch.dtyp
 
 
 def fp8_rowwise_grouped_mm(A: Tensor, B_t: Weights, offs: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`grouped_mm` with recipe "fp8_rowwise": A (M, K), B_t (G, K, N), offs (G,) -> (M, N) of out_dtype.
+    """`grouped_mm` with recipe "fp8_rowwise" and torchao's arguments.
+
+    Args:
+        A: (M, K) bfloat16 or float32, or an MXTensor.
+        B_t: (G, K, N), the transpose of a contiguous (G, N, K); or the QuantizedWeights of that (G, N, K).
+        offs: (G,) int32 or int64, the end of each group of rows.
+        out_dtype: torch.bfloat16 or torch.float32.
+
+    Returns:
+        (M, N) of out_dtype; rows past the last end are zeros.
+
+    Raises:
+        ValueError: shapes, layout, values of offs, as in `grouped_mm`.
+        TypeError: dtypes.
 
     Example:
         >>> a, w = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(2, 64, 32, dtype=torch.bfloat16)
@@ -149,8 +186,9 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     """Quantize rows and send them to the ranks of their experts; the gradient comes back in `input`'s dtype.
 
     Args:
-        input: (M, K) bfloat16 or float32, K a multiple of 32, sorted by destination rank. input_splits[r] rows go to
-            rank r, output_splits[r] rows come from rank r.
+        input: (M, K) bfloat16 or float32, K a multiple of 32, sorted by destination rank.
+        output_splits: output_splits[r] rows come from rank r.
+        input_splits: input_splits[r] rows go to rank r.
         group_name: a process group or its name; None is the default group, or this process alone where
             torch.distributed is not initialised.
         scaling_mode: a `Rounding` or its name.
@@ -185,9 +223,13 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 ) -> Tensor:
     """Send expert outputs back to the tokens' ranks as they are; the gradient is sent in MXFP8.
 
-    Arguments as in `a2a_dispatch_mxfp8_fwd_hp_bwd`, with the two splits swapped.
-
     Args:
+        input: (M, K) bfloat16 or float32, K a multiple of 32, sorted by destination rank.
+        output_splits: output_splits[r] rows come from rank r: the input_splits of the dispatch.
+        input_splits: input_splits[r] rows go to rank r: the output_splits of the dispatch.
+        group_name: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`.
+        scaling_mode: a `Rounding` or its name, for the gradient.
+        block_size: 32.
         mxfp8_bwd: the gradient is quantized, sent packed and returned as an MXTensor, which
             `unpermute_hp_fwd_mxfp8_bwd` and `grouped_mm` take. False: the gradient is sent in its own dtype, for any
             other operation in front of this one.
@@ -196,8 +238,8 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
         (sum(output_splits), K) of input's dtype.
 
     Raises:
-        ValueError: likewise.
-        TypeError: likewise.
+        ValueError: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`.
+        TypeError: other dtypes.
 
     Example:
         >>> a2a_combine_hp_fwd_mxfp8_bwd(torch.ones(3, 32), [3], [3]).shape
@@ -211,10 +253,23 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
 def to_mxfp8_a2a_dequant(
     input: Tensor, output_splits: Splits, input_splits: Splits, group: "str | dist.ProcessGroup | None" = None
 ) -> Tensor:
-    """All-to-all with MXFP8 on the wire in both directions and input's dtype at both ends.
+    """All-to-all with MXFP8 rows between ranks in both directions, and input's dtype on each rank.
 
-    A differentiable drop-in for `all_to_all_single_autograd`. Arguments, shape and errors as in
-    `a2a_dispatch_mxfp8_fwd_hp_bwd`; the result is dequantized.
+    A differentiable drop-in for `all_to_all_single_autograd`.
+
+    Args:
+        input: (M, K) bfloat16 or float32, K a multiple of 32, sorted by destination rank.
+        output_splits: output_splits[r] rows come from rank r.
+        input_splits: input_splits[r] rows go to rank r.
+        group: a process group or its name; None is the default group, or this process alone where torch.distributed is
+            not initialised.
+
+    Returns:
+        (sum(output_splits), K) of input's dtype: the dequantized rows.
+
+    Raises:
+        ValueError: as in `a2a_dispatch_mxfp8_fwd_hp_bwd`.
+        TypeError: other dtypes.
 
     Example:
         >>> to_mxfp8_a2a_dequant(torch.full((1, 32), 1.06), [1], [1])[0, 0].item()
@@ -238,19 +293,20 @@ def permute_mxfp8_fwd_hp_bwd(
     Args:
         mx_tensor: (M, K) MXTensor, bfloat16 or float32.
         num_tokens_per_expert: (ep_degree * num_local_experts,) of any integer dtype, on the rows' device.
+        ep_degree: ranks that the rows came from.
+        num_local_experts: experts of this rank.
         group_size_multiple_of: a positive multiple of 32; an empty expert has one aligned group.
-        use_mxfp8: torchao's flags, without effect here.
-        use_triton_for_bwd: torchao's flags, without effect here.
+        use_mxfp8: torchao's flag, without effect here.
+        use_triton_for_bwd: torchao's flag, without effect here.
 
     Returns:
         (padded_shape, rows, permuted_indices, padded_counts, group_end_offsets): padded_shape = (M + 1, K); rows (P, K)
         of mx_tensor's kind; permuted_indices (P,) int32, -1 for padding, a row of zeros; padded_counts and
-        group_end_offsets (num_local_experts,) int32. The gradient of the rows goes back to M rows in the dtype in which
-        it arrives.
+        group_end_offsets (num_local_experts,) int32. The gradient of the rows goes back to M rows in its own dtype.
 
     Raises:
-        ValueError: counts that do not fit.
-        TypeError: counts that do not fit.
+        ValueError: counts that do not fit the rows, sizes.
+        TypeError: dtypes, sizes that are no integers.
 
     Example:
         >>> counts = torch.tensor([1, 1, 0, 1])  # of 2 ranks and 2 experts
@@ -281,7 +337,8 @@ def unpermute_hp_fwd_mxfp8_bwd(input: Tensor, permuted_indices: Tensor, padded_s
 
     Args:
         input: (P, N) bfloat16 or float32.
-        permuted_indices: (P,) int32 or int64, and padded_shape: (M + 1, K or N), of `permute_mxfp8_fwd_hp_bwd`.
+        permuted_indices: (P,) int32 or int64, of `permute_mxfp8_fwd_hp_bwd`.
+        padded_shape: (M + 1, K or N), of `permute_mxfp8_fwd_hp_bwd`.
 
     Returns:
         (M, N). An MXTensor gradient stays an MXTensor.

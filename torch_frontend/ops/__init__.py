@@ -120,9 +120,22 @@ permute_q_sf.__doc__ = """permute_q_sf(q, sf, row_map) -> q, sf
 
 Gather MXFP8 rows: row i of the results is row row_map[i] of q and sf, zeros where row_map[i] is -1.
 
-q: (R, K) E4M3, sf: (R, K/32) E8M0, K a multiple of 32. row_map: (P,) int32, -1 to R - 1.
-Returns q (P, K) and sf (P, K/32), uint8. Views of packed rows, as an all-to-all returns them, are read in place;
-separate q and sf are packed first.
+Views of packed rows, as an all-to-all returns them, are read in place; separate q and sf are packed first.
 
-Raises ValueError (shape, on a CPU also a row that does not exist) or TypeError (dtype).
+Args:
+    q: (R, K) uint8 or float8_e4m3fn, K a multiple of 32.
+    sf: (R, K/32) uint8 or float8_e8m0fnu.
+    row_map: (P,) int32, -1 to R - 1.
+
+Returns:
+    q (P, K) and sf (P, K/32), uint8.
+
+Raises:
+    ValueError: shape, on a CPU also a row that does not exist.
+    TypeError: dtype.
+
+Example:
+    >>> q, sf = ops.quantize_row(torch.full((1, 32), 3.0))
+    >>> ops.permute_q_sf(q, sf, torch.tensor([-1, 0], dtype=torch.int32))[1].tolist()
+    [[0], [120]]
 """

@@ -32,6 +32,13 @@ def debug_checks() -> AbstractContextManager[None]:
 
     On a CPU they are always checked. The setting holds for this thread or asyncio task; a backward runs under the
     setting of its forward.
+
+    Returns:
+        A context manager.
+
+    Example:
+        >>> with debug_checks():
+        ...     out = grouped_mm(torch.ones(3, 32), torch.ones(1, 32, 32), torch.tensor([3]))
     """
     return settings.debug.within(True)
 

@@ -11,8 +11,13 @@ __all__ = ["Capability", "capabilities"]
 
 
 def capabilities(device: torch.device | str | None = None) -> dict[str, Capability]:
-    """The implementation that runs each op on `device`, by the name of the op, under the current
-    `force_implementation`. None is a GPU where there is one.
+    """Return the implementation that runs each op on a device, under the current `force_implementation`.
+
+    Args:
+        device: a torch.device or its name; None is a GPU where there is one.
+
+    Returns:
+        A `Capability` by the name of the op: what runs it, and why other implementations do not.
 
     Raises:
         ValueError: a device that this machine does not have.

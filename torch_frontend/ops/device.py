@@ -14,14 +14,25 @@ from .private import no_cuda_launch
 
 
 def force_implementation(implementation: Implementation | None) -> AbstractContextManager[None]:
-    """Within the block run every op with "cpp", "cuda" or "triton"; None restores the choice: C++ on a CPU, on a GPU
-    CUDA C++ for the ops of its table and Triton for the others.
+    """Within the block run every op with one implementation.
 
     On a CPU "triton" needs the interpreter of Triton (TRITON_INTERPRET=1 before triton is imported). The setting holds
     for this thread or asyncio task; a backward runs under the setting of its forward.
 
+    Args:
+        implementation: "cpp", "cuda" or "triton". None restores the choice: C++ on a CPU; on a GPU CUDA C++ for the ops
+            of its table and Triton for the others.
+
+    Returns:
+        A context manager.
+
     Raises:
-        ValueError: another name. An op raises NotImplementedError where the forced implementation cannot run.
+        ValueError: another name.
+        NotImplementedError: an op within the block, where the forced implementation cannot run.
+
+    Example:
+        >>> with force_implementation("cpp"):
+        ...     q, sf = ops.quantize_row(torch.ones(1, 32))
     """
     dispatch.require_known("force_implementation", implementation)
     return settings.forced.within(implementation)

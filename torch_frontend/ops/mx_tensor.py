@@ -27,8 +27,10 @@ aten = torch.ops.aten
 class MXTensor(Tensor):
     """MXFP8 values with one E8M0 scale per 32 along the last dim.
 
-    MXTensor(q, sf, orig_dtype): q (..., K) uint8 or float8_e4m3fn; sf (..., K/32) uint8 or float8_e8m0fnu; orig_dtype
-    bfloat16 or float32, the dtype for autograd and of `dequantize()`.
+    Args:
+        q: (..., K) uint8 or float8_e4m3fn, K a multiple of 32.
+        sf: (..., K/32) uint8 or float8_e8m0fnu.
+        orig_dtype: bfloat16 or float32, the dtype for autograd and of `dequantize()`.
 
     Raises:
         ValueError: shapes, device.
@@ -62,16 +64,25 @@ class MXTensor(Tensor):
 
     @staticmethod
     def quantize(x: Tensor, rounding: Rounding | str = Rounding.RCEIL, packed: bool = False) -> "MXTensor":
-        """Quantize x (M, K) or (G, M, K), bfloat16 or float32, along its last dim.
+        """Quantize a tensor along its last dim. Differentiable: the gradient passes through unchanged.
 
         Args:
+            x: (M, K) or (G, M, K), bfloat16 or float32, K a multiple of 32.
+            rounding: a `Rounding` or its name.
             packed: x is (M, K), and q and sf are views of rows `[q | sf]` in one buffer. `gather_rows`, `spread_rows`
-                and an all-to-all read such rows without a copy; a product copies q and sf. Differentiable: the gradient
-                passes through unchanged.
+                and an all-to-all read such rows without a copy; a product copies q and sf.
+
+        Returns:
+            An MXTensor of x's shape, with x's dtype as orig_dtype.
 
         Raises:
-            ValueError: shape.
+            ValueError: shape, an unknown rounding.
             TypeError: dtype.
+
+        Example:
+            >>> mx = MXTensor.quantize(torch.full((1, 32), 3.0), packed=True)
+            >>> mx.shape, mx.q.stride(), mx.dequantize()[0, 0].item()
+            (torch.Size([1, 32]), (33, 1), 3.0)
         """
         op = "MXTensor.quantize"
         if not isinstance(packed, bool):
@@ -80,11 +91,23 @@ class MXTensor(Tensor):
 
     @staticmethod
     def from_packed(packed: Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> "MXTensor":
-        """Wrap rows `[q | sf]` (M, K + K/32) uint8 as views, without a copy.
+        """Wrap packed rows as views, without a copy.
+
+        Args:
+            packed: (M, K + K/32) uint8, rows `[q | sf]`.
+            orig_dtype: bfloat16 or float32.
+
+        Returns:
+            An MXTensor (M, K).
 
         Raises:
             ValueError: shape.
             TypeError: dtype.
+
+        Example:
+            >>> packed = ops.quantize_row_packed(torch.full((1, 32), 3.0))
+            >>> MXTensor.from_packed(packed).dequantize()[0, 0].item()
+            3.0
         """
         op = "MXTensor.from_packed"
         require_tensor(op, "packed", packed)
@@ -109,9 +132,22 @@ class MXTensor(Tensor):
     ) -> "MXTensor":
         """`quantize` with the signature and the defaults (FLOOR) of torchao's `MXTensor.to_mx`.
 
-        elem_dtype is torch.float8_e4m3fn, block_size 32, act_quant_kwargs None, is_swizzled_scales False; any other
-        value raises ValueError. kernel_preference and mxfp8_dim0_cast_kernel_choice have no effect: the device decides
-        the kernel.
+        Args:
+            data_hp: (M, K) or (G, M, K), bfloat16 or float32, K a multiple of 32.
+            elem_dtype: torch.float8_e4m3fn.
+            block_size: 32.
+            scaling_mode: a `Rounding`, its name, or torchao's member of that name.
+            kernel_preference: no effect: the device decides the kernel.
+            act_quant_kwargs: None.
+            is_swizzled_scales: False.
+            mxfp8_dim0_cast_kernel_choice: no effect.
+
+        Returns:
+            An MXTensor of data_hp's shape.
+
+        Raises:
+            ValueError: shape, any other value of an argument.
+            TypeError: dtype.
 
         Example:
             >>> MXTensor.to_mx(torch.full((1, 32), 3.0), torch.float8_e4m3fn, scaling_mode="rceil").scale[0, 0].item()
@@ -136,8 +172,24 @@ class MXTensor(Tensor):
 
         Args:
             qdata: (..., K) float8_e4m3fn.
-            scales: (..., K/32) float8_e8m0fnu or uint8, one per block, row-major. Other arguments and errors as in
-                `to_mx`.
+            scales: (..., K/32) float8_e8m0fnu or uint8, one per block, row-major.
+            orig_dtype: bfloat16 or float32.
+            block_size: 32.
+            kernel_preference: no effect.
+            act_quant_kwargs: None.
+            is_swizzled_scales: False.
+
+        Returns:
+            An MXTensor of qdata's shape.
+
+        Raises:
+            ValueError: shapes, devices, any other value of an argument.
+            TypeError: dtypes.
+
+        Example:
+            >>> mx = MXTensor.quantize(torch.full((1, 32), 3.0))
+            >>> MXTensor.from_qdata_and_scales(mx.qdata, mx.scale, torch.float32).dequantize()[0, 0].item()
+            3.0
         """
         op = "MXTensor.from_qdata_and_scales"
         require_tensor(op, "qdata", qdata)
@@ -154,14 +206,38 @@ class MXTensor(Tensor):
         return self.sf.view(torch.float8_e8m0fnu)
 
     def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values in `output_dtype` (default: orig_dtype). Exact in float32, and in bfloat16
-        unless a value leaves its range. Differentiable: the gradient passes through unchanged."""
+        """Return the values: exact in float32, and in bfloat16 unless a value leaves its range.
+
+        Differentiable: the gradient passes through unchanged.
+
+        Args:
+            output_dtype: bfloat16 or float32; None is orig_dtype.
+
+        Returns:
+            A tensor of the same shape.
+
+        Raises:
+            TypeError: another dtype.
+
+        Example:
+            >>> MXTensor.quantize(torch.full((1, 32), 1.06)).dequantize()[0, 0].item()
+            1.0
+        """
         if output_dtype is not None:
             _check_float("MXTensor.dequantize", "output_dtype", output_dtype)
         return _dequantize(self, output_dtype or self.orig_dtype)
 
     def contiguous_parts(self) -> tuple[Tensor, Tensor]:
-        """q and sf, each contiguous, as ops read them."""
+        """Return q and sf, each contiguous, as ops read them.
+
+        Returns:
+            q (..., K) and sf (..., K/32), uint8.
+
+        Example:
+            >>> q, sf = MXTensor.quantize(torch.full((1, 32), 3.0)).contiguous_parts()
+            >>> sf.tolist()  # 2^-7
+            [[120]]
+        """
         return self.q.contiguous(), self.sf.contiguous()
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:

@@ -27,6 +27,14 @@ class Collectives:
             products.
         chunk_bytes: the rows that a rank receives in a layer are divided into at most eight chunks, of about so many
             bytes each; the same on all ranks. A chunk costs the host some tens of microseconds.
+
+    Raises:
+        ValueError: no process group, chunk_bytes below 1.
+        TypeError: arguments of another type.
+
+    Example:
+        >>> def overlapped(rows, counts, w1, w3, w2):  # under torchrun, on GPUs or CPUs
+        ...     return expert_parallel_ffn(rows, counts, w1, w3, w2, transport=Collectives())
     """
 
     def __init__(self, group: "str | dist.ProcessGroup | None" = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:

@@ -73,6 +73,10 @@ class CopyEngines:
     Raises:
         NotImplementedError: without CUDA or torch's symmetric memory.
         ValueError: ranks on several hosts.
+
+    Example:
+        >>> def overlapped(rows, counts, w1, w3, w2):  # under torchrun, on the GPUs of one host
+        ...     return expert_parallel_ffn(rows, counts, w1, w3, w2, transport=CopyEngines())
     """
 
     def __init__(

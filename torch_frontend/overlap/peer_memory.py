@@ -80,6 +80,10 @@ class PeerMemory:
     Raises:
         NotImplementedError: without CUDA or torch's symmetric memory.
         ValueError: ranks on several hosts.
+
+    Example:
+        >>> def overlapped(rows, counts, w1, w3, w2):  # under torchrun, on the GPUs of one host
+        ...     return expert_parallel_ffn(rows, counts, w1, w3, w2, transport=PeerMemory())
     """
 
     def __init__(
@@ -146,8 +150,18 @@ class PeerMemory:
         self.interrupt()
 
     def overflow(self) -> None:
-        """Raise RuntimeError, with the numbers, if rows exceeded a rank's capacity since the last call of this method.
-        The host waits for the GPU. All ranks find the same."""
+        """Raise if rows exceeded a rank's capacity since the last call of this method.
+
+        The host waits for the GPU. All ranks find the same.
+
+        Raises:
+            RuntimeError: rows exceeded the capacity; the message has the numbers.
+
+        Example:
+            >>> def step(loss, memory):  # after the backward of a step
+            ...     loss.backward()
+            ...     memory.overflow()
+        """
         found = self.worst.tolist()
         self.worst.zero_()
         for rank, (beyond, rows) in enumerate(found):

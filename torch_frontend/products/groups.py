@@ -16,8 +16,8 @@ class RowMap(NamedTuple):
     Attributes:
         row_map: (P,), the received row of each padded row, -1 for padding.
         inverse: (M,), the padded row of each received row.
-        padded_counts: (local experts,), rows of each group with padding, and the end of each group.
-        group_ends: (local experts,), rows of each group with padding, and the end of each group.
+        padded_counts: (local experts,), rows of each group with padding.
+        group_ends: (local experts,), the end of each group.
     """
 
     row_map: Tensor

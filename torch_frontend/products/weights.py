@@ -49,10 +49,10 @@ class QuantizedWeights:
 
     Attributes:
         values: (G, N, K), bf16 or fp32, receives the weight gradient; forward and input gradient do not read it.
-        as_stored: the operands along K and along N; None for recipe "bf16".
-        transposed: the operands along K and along N; None for recipe "bf16".
+        as_stored: the operand along K; None for recipe "bf16".
+        transposed: the operand along N; None for recipe "bf16".
         form: the format of the operands.
-        rounding: the format of the operands.
+        rounding: of the scales.
     """
 
     values: Tensor
@@ -79,12 +79,23 @@ class QuantizedWeights:
         return self.values.requires_grad
 
     def with_values(self, values: Tensor) -> "QuantizedWeights":
-        """Return the same bytes with other values, the parameter that they were quantized from and that is
+        """Return the same bytes with other values: the parameter that they were quantized from, and that is
         differentiated.
+
+        Args:
+            values: (G, N, K) bfloat16 or float32.
+
+        Returns:
+            The QuantizedWeights.
 
         Raises:
             ValueError: another shape.
             TypeError: unless it is bf16 or fp32.
+
+        Example:
+            >>> w = torch.ones(2, 32, 64)
+            >>> quantize_weights(w).with_values(w.requires_grad_()).requires_grad
+            True
         """
         if values is self.values:
             return self
@@ -101,16 +112,21 @@ Cached = WeightOperands | None
 
 
 def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
-    """Quantize w (G, N, K) along both of its last dims, for all calls until w changes.
+    """Quantize w along both of its last dims, for all calls until w changes.
 
-    The bytes take 2.06 bytes per weight; 4 for exact products on Hopper, which multiply dequantized weights. The
-    device of w decides what compute "auto" is.
+    `grouped_mm` and `grouped_swiglu_ffn` take the result in place of w, with a recipe of the same form and rounding,
+    and give w its gradient. After a write to w the caller quantizes again. `GroupedExperts.cached_weights` does this
+    for a layer.
+
+    The bytes take 2.06 bytes per weight; 4 for exact products on Hopper, which multiply dequantized weights. The device
+    of w decides what compute "auto" is.
 
     Args:
-        w: contiguous, bf16 or fp32, as a linear layer stores it; K and N multiples of 32. `grouped_mm` and
-            `grouped_swiglu_ffn` take the result in place of w, with a recipe of the same form and rounding, and give w
-            its gradient. After a write to w the caller quantizes again. `GroupedExperts.cached_weights` does this for a
-            layer.
+        w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it; K and N multiples of 32.
+        recipe: a `Recipe` or its name.
+
+    Returns:
+        The bytes along K and along N, and w.
 
     Raises:
         ValueError: shape, layout.

@@ -33,8 +33,13 @@ from .weighted_combine import sum_slots, token_of
 
 
 class ExpertOrder(NamedTuple):
-    """order (S,): slots sorted by expert, stable. inverse (S,): the row of each slot. counts (E,): slots of each
-    expert. All int32."""
+    """The order of slots by expert; all int32.
+
+    Attributes:
+        order: (S,), slots sorted by expert, stable.
+        inverse: (S,), the row of each slot.
+        counts: (E,), slots of each expert.
+    """
 
     order: Tensor
     inverse: Tensor
@@ -47,9 +52,10 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
     Args:
         expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k +
             k.
+        num_experts: E, at least 1.
 
     Returns:
-        An `ExpertOrder`.
+        An `ExpertOrder`: order (S,), inverse (S,) and counts (E,), int32; S = T * top_k.
 
     Raises:
         TypeError: dtype.
@@ -95,8 +101,8 @@ def gather_rows(x: Tensor, row_map: Tensor, inverse: Tensor) -> Tensor:
 
     Args:
         x: (M, K) bfloat16, float32 or MXTensor.
-        row_map: (P,).
-        inverse: (M,), the map back; both int32 or int64.
+        row_map: (P,) int32 or int64, the row of x for each row of the result, -1 for a row of zeros.
+        inverse: (M,) int32 or int64, the map back: the row of the result for each row of x, -1 for none.
 
     Returns:
         (P, K) of x's kind: MX rows stay MX, forward and backward.
@@ -144,15 +150,16 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor
 
     Args:
         x: (T, D) bfloat16, float32 or MXTensor.
-        order: (P,), the slot t * top_k + k of each row of the result.
-        inverse: (T * top_k,), the row of each slot; both int32 or int64, P = T * top_k for maps of `sort_by_expert`.
+        order: (P,) int32 or int64, the slot t * top_k + k of each row of the result, -1 for a row of zeros.
+        inverse: (T * top_k,) int32 or int64, the row of each slot. P = T * top_k for maps of `sort_by_expert`.
+        top_k: experts per token.
 
     Returns:
         (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
 
     Raises:
-        TypeError: as `gather_rows` does.
-        ValueError: as `gather_rows` does.
+        TypeError: dtypes.
+        ValueError: shapes, devices, and maps as in `gather_rows`.
 
     Example:
         >>> order, inverse = torch.tensor([2, 0, 1, 3]), torch.tensor([1, 2, 0, 3])

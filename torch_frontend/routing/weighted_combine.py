@@ -112,9 +112,9 @@ def weighted_combine(
     Args:
         rows: (R, D) bfloat16 or float32.
         probs: (T, K) float32, or None for an unweighted sum, which saves no rows for its gradient.
-        slots: (T, K), the row of each slot, -1 for none.
-        order: (R,), the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros; both int32
-            or int64.
+        slots: (T, K) int32 or int64, the row of each slot, -1 for none.
+        order: (R,) int32 or int64, the map back: the slot t * K + k of each row, -1 for padding, whose gradient is
+            zeros.
         out_dtype: bfloat16 or float32, or its name; None is the dtype of rows.
 
     Returns:

@@ -87,8 +87,8 @@ grouped_mm_bf16_kn_sum = KernelOp(
 
     Args:
         lhs: (M, K) bf16.
-        lhs2: (M, K) bf16.
         rhs: (G, K, N) bf16.
+        lhs2: (M, K) bf16.
         rhs2: (G, K, N) bf16.
         {ENDS}
         out_dtype: "bfloat16" or "float32".

@@ -173,10 +173,10 @@ grouped_mm_fold_bias = KernelOp(
     f"""`grouped_mm_fold` plus a bias per group, added to the fp32 sums before the one rounding.
 
     Args:
-        lhs_qf: as for `grouped_mm_fold`.
-        lhs_sf: as for `grouped_mm_fold`.
-        rhs_qf: as for `grouped_mm_fold`.
-        rhs_sf: as for `grouped_mm_fold`.
+        lhs_qf: (M, K) E4M3, as for `grouped_mm_fold`.
+        lhs_sf: (M,) E8M0, as for `grouped_mm_fold`.
+        rhs_qf: (G, N, K) E4M3, as for `grouped_mm_fold`.
+        rhs_sf: (G, N) E8M0, as for `grouped_mm_fold`.
         bias: (G, N) fp32.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
@@ -199,10 +199,10 @@ grouped_mm_fold_sum = KernelOp(
     f"""The sum of two `grouped_mm_fold` products, rounded once: the input gradient of two weights with one input.
 
     Args:
-        lhs_qf: as for `grouped_mm_fold`.
-        lhs_sf: as for `grouped_mm_fold`.
-        rhs_qf: as for `grouped_mm_fold`.
-        rhs_sf: as for `grouped_mm_fold`.
+        lhs_qf: (M, K) E4M3, as for `grouped_mm_fold`.
+        lhs_sf: (M,) E8M0, as for `grouped_mm_fold`.
+        rhs_qf: (G, N, K) E4M3, as for `grouped_mm_fold`.
+        rhs_sf: (G, N) E8M0, as for `grouped_mm_fold`.
         lhs2_qf: (M, K2).
         lhs2_sf: (M,).
         rhs2_qf: (G, N, K2).

@@ -111,9 +111,9 @@ swiglu_bwd_fold = KernelOp(
         {NUMBERS}
 
     Returns:
-        dgate_qf (M, F), dgate_row_sf (M,), dgate_qf_t (F, M) and dgate_span_sf (M // 256 + G, F), the same four of dup,
-        h_qf_t (F, M) and h_span_sf (M // 256 + G, F), uint8, and dprob (M,) fp32, or (0,). Columns of the transposed
-        results past the last end are zeros.
+        dgate_qf (M, F), dgate_row_sf (M,), dgate_qf_t (F, M), dgate_span_sf (M // 256 + G, F); of dup the same dup_qf,
+        dup_row_sf, dup_qf_t, dup_span_sf; h_qf_t (F, M), h_span_sf (M // 256 + G, F); all uint8. dprob (M,) fp32, or
+        (0,). Columns of the transposed results past the last end are zeros.
 
     Raises:
         ValueError: shape, rounding, on a CPU also the ends.
