@@ -79,7 +79,12 @@ class Device(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The implementation that runs, and the architecture that its launch is planned for."""
+    """The implementation that runs an op.
+
+    Attributes:
+        implementation: "cpp", "cuda" or "triton".
+        arch: the architecture that its launch is planned for.
+    """
 
     implementation: Implementation
     arch: str
@@ -101,6 +106,12 @@ class Capability(NamedTuple):
 def arch_name(capability: tuple[int, int]) -> str:
     """Name of a GPU architecture, known or not.
 
+    Args:
+        capability: compute capability, (9, 0) on Hopper.
+
+    Returns:
+        The name.
+
     Example:
         >>> arch_name((9, 0))
         'sm_90'
@@ -111,6 +122,12 @@ def arch_name(capability: tuple[int, int]) -> str:
 def facts(arch: str) -> Arch:
     """Facts of an architecture by its name. A GPU that mxep does not run on has a name and no facts.
 
+    Args:
+        arch: the name of an architecture: "cpu", "sm_90".
+
+    Returns:
+        The facts.
+
     Example:
         >>> facts("sm_90").folds, facts("cpu").folds
         (True, False)
@@ -119,7 +136,15 @@ def facts(arch: str) -> Arch:
 
 
 def require_known(argument: str, implementation: object) -> None:
-    """Raise ValueError unless `implementation` is one that `force_implementation` takes."""
+    """Check an argument of `force_implementation`.
+
+    Args:
+        argument: the argument that an error names.
+        implementation: its value.
+
+    Raises:
+        ValueError: another implementation.
+    """
     if implementation not in (*IMPLEMENTATIONS, None):
         allowed = f"allowed: {', '.join(map(repr, IMPLEMENTATIONS))}, None"
         fail(ValueError, argument, "implementation", repr(implementation), allowed)
@@ -129,8 +154,12 @@ def absent(device: Device, no_cuda: str = "", no_triton: str = "") -> dict[Imple
     """Implementation -> the reason why it cannot run on the device.
 
     Args:
+        device: of a frontend.
         no_cuda: why the build has no CUDA C++ for the op on this GPU; "" where it has.
         no_triton: why the framework cannot run Triton on this device; "" where it can.
+
+    Returns:
+        The reasons, by implementation.
     """
     if device.platform == "cpu":
         reasons = {"cuda": "allowed: a GPU; on a CPU 'cpp' runs", "triton": no_triton}
@@ -154,12 +183,17 @@ def choose(
     """The implementation that runs an op on a device.
 
     Args:
+        op: of the registry.
+        device: of a frontend.
         forced: the implementation that must run; None leaves the choice to the order of preference.
-        no_cuda: as for `absent`. After planning, `no_cuda` is the reason why CUDA C++ does not take the sizes.
-        no_triton: as for `absent`. After planning, `no_cuda` is the reason why CUDA C++ does not take the sizes.
+        no_cuda: as for `absent`. After planning: why CUDA C++ does not take the sizes.
+        no_triton: as for `absent`.
+
+    Returns:
+        The implementation and the architecture.
 
     Raises:
-        NotImplementedError: where nothing runs or the forced implementation does not.
+        NotImplementedError: nothing runs, or the forced implementation does not.
     """
     reasons = absent(device, no_cuda, no_triton)
     order = (forced,) if forced else ("cpp",) if device.platform == "cpu" else ("cuda", "triton")
@@ -188,8 +222,16 @@ def capability(
     """What runs an op on a device, and why the other implementations do not.
 
     Args:
+        op: of the registry.
+        device: of a frontend.
+        forced: as for `choose`.
+        no_cuda: as for `absent`.
+        no_triton: as for `absent`.
         matmul: for an op without a C++ kernel, the function of the framework that multiplies on a CPU; "" for other
             ops.
+
+    Returns:
+        What runs, and the reasons.
     """
     reasons = absent(device, no_cuda, no_triton)
     if matmul and device.platform == "cpu":

@@ -110,7 +110,17 @@ _ROUNDINGS = {mode.name: mode for mode in Rounding}
 def scale_attrs(op: str, rounding: int, satfinite: bool) -> dict[str, int]:
     """The attributes of a kernel that chooses scales.
 
-    Raises unless `rounding` is the number of a Rounding and `satfinite` is a bool.
+    Args:
+        op: the function that an error names.
+        rounding: the number of a Rounding.
+        satfinite: whether an infinite value gives the largest finite scale.
+
+    Returns:
+        The attributes by name, as integers.
+
+    Raises:
+        ValueError: another number.
+        TypeError: other types.
     """
     if rounding not in tuple(Rounding):
         allowed = f"allowed: {', '.join(f'{m.value} ({m.name})' for m in Rounding)}"
@@ -121,7 +131,19 @@ def scale_attrs(op: str, rounding: int, satfinite: bool) -> dict[str, int]:
 
 
 def headroom_attrs(op: str, headroom: int) -> dict[str, int]:
-    """The attribute of a fold with a headroom. Raises unless it is an exponent from 0 to MAX_HEADROOM."""
+    """The attribute of a fold with a headroom.
+
+    Args:
+        op: the function that an error names.
+        headroom: an exponent, 0 to MAX_HEADROOM.
+
+    Returns:
+        The attribute by name.
+
+    Raises:
+        ValueError: another number.
+        TypeError: another type.
+    """
     if isinstance(headroom, bool) or not isinstance(headroom, int):
         fail(TypeError, op, "headroom", repr(headroom), "allowed: an int")
     if not 0 <= headroom <= MAX_HEADROOM:
@@ -130,7 +152,18 @@ def headroom_attrs(op: str, headroom: int) -> dict[str, int]:
 
 
 def packed_width(k: int) -> int:
-    """Bytes of one packed row `[q | sf]` of k values: k elements, then k / 32 scales."""
+    """Bytes of one packed row `[q | sf]`: k elements, then k / 32 scales.
+
+    Args:
+        k: values of a row, a multiple of 32.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> packed_width(64)
+        66
+    """
     return k + k // BLOCK
 
 

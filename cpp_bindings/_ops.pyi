@@ -4,30 +4,52 @@ from typing import Any
 def run(
     name: str, inputs: Sequence[Any], outputs: Sequence[Any], attrs: Sequence[int], num_threads: int | None = None
 ) -> None:
-    """Run a C++ op on CPU arrays with `__dlpack__`; writes every byte of `outputs`.
+    """Run a C++ op on CPU arrays; it writes every byte of the outputs, without the GIL.
 
-    num_threads: threads that this call may use, at least 1; None: `num_threads()`. The child of a fork has one.
+    Args:
+        name: of the op.
+        inputs: arrays with `__dlpack__`, in the order of `KernelOp.inputs`.
+        outputs: arrays with `__dlpack__`, of the types of `Signature.out`.
+        attrs: the values of `Signature.attrs`.
+        num_threads: threads that this call may use, at least 1; None: `num_threads()`. The child of a fork has one.
 
-    Releases the GIL. Raises ValueError when the data break the op's contract (a row map that points outside
-    its input), for an unknown op, a strided array or one on another device; TypeError for another dtype.
+    Raises:
+        ValueError: an unknown op, a strided array, an array on another device. Data that break the op's contract, such
+            as a row map that points outside its input.
+        TypeError: another dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> q, sf = np.empty((1, 32), np.uint8), np.empty((1, 1), np.uint8)
+        >>> run("quantize_row", [np.full((1, 32), 448, np.float32)], [q, sf], [0, 0])
+        >>> int(q[0, 0]), int(sf[0, 0])
+        (126, 127)
     """
 
 def ffi_targets() -> dict[str, Any]:
-    """Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="cpu")`.
+    """The C++ ops as calls of XLA on a CPU.
 
-    The call takes one attribute, `attrs`, a numpy int64 array. Errors arrive as XLA's INVALID_ARGUMENT.
+    A call takes one attribute, `attrs`, a numpy int64 array. XLA reports its errors as INVALID_ARGUMENT.
+
+    Returns:
+        Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="cpu")`.
     """
 
 def num_threads() -> int:
-    """Threads that an op may use without `num_threads`, as in calls from XLA: those of OpenMP (OMP_NUM_THREADS, or all
-    cores) when the module was loaded; one in the child of a fork."""
+    """Threads that an op may use without `num_threads`, as in calls from XLA.
+
+    Returns:
+        The threads of OpenMP (OMP_NUM_THREADS, or all cores) when the module was loaded; one in the child of a fork.
+    """
 
 def peer_ffi_targets() -> dict[str, Any]:
-    """Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="CUDA")`: the op on rows that lie on
-    several GPUs of one process.
+    """The ops on rows in the memory of several GPUs of one process, as calls of XLA.
 
-    Inputs: this device's rows, the map, place (2,) int32 (core_kernels/peer/peers.h). The call takes one attribute,
-    `devices`, a numpy int64: the devices of the program. The call waits until all of them have come to it.
+    Inputs: this device's rows, the map, place (2,) int32 (core_kernels/peer/peers.h). A call takes one attribute,
+    `devices`, a numpy int64: the devices of the program. It waits until all of them have come to it.
+
+    Returns:
+        Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="CUDA")`.
     """
 
 cuda_archs: tuple[tuple[int, int], ...]
@@ -37,22 +59,44 @@ cuda_op_archs: dict[str, tuple[tuple[int, int], ...]]
 """CUDA op -> the compute capabilities of `cuda_archs` that it has machine code for."""
 
 class Exchange:
-    """Reads arrays of a type, like torch.Tensor, without a call into Python: through the table of C functions in its
-    `__dlpack_c_exchange_api__` (DLPack 1.3). Raises TypeError for a type without that table.
+    """Reads arrays of a type, like torch.Tensor, without a call into Python.
+
+    It uses the table of C functions in `__dlpack_c_exchange_api__` of the type (DLPack 1.3).
+
+    Args:
+        type: of the arrays.
+
+    Raises:
+        TypeError: a type without that table.
     """
 
     def __init__(self, type: type) -> None: ...
     def layouts(self, arrays: tuple[Any, ...]) -> bytes | None:
         """A key: equal for arrays with equal dtypes, devices, shapes and strides and, on a GPU, equal addresses modulo
-        16 bytes. None where DLPack has no type for one of the arrays."""
+        16
+        bytes.
+
+        Args:
+            arrays: of the type.
+
+        Returns:
+            The key; None where DLPack has no type for one of the arrays.
+        """
 
 class CudaLaunch:
-    """A CUDA op for one device, the types of its arrays, `(shape, dtype name)` each, and its attributes.
+    """A CUDA op for one device. A build without nvcc has no ops.
 
-    outputs: with the scratch memory of the launch. attrs: `Launch.cuda_attrs`.
+    Args:
+        exchange: of the type of the arrays.
+        device: the number of the GPU.
+        name: of the op.
+        inputs: (shape, dtype name) of each input.
+        outputs: (shape, dtype name) of each output and of the scratch memory.
+        attrs: `Launch.cuda_attrs`.
 
-    Raises ValueError for an unknown op or another number of arrays, TypeError for another dtype. A build without nvcc
-    has no ops.
+    Raises:
+        ValueError: an unknown op or another number of arrays.
+        TypeError: another dtype.
     """
 
     def __init__(
@@ -65,11 +109,23 @@ class CudaLaunch:
         attrs: Sequence[int],
     ) -> None: ...
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-        """Launch on the current stream of the arrays' framework. The caller guarantees that the arrays are dense, of
-        these types, on this device, and start at multiples of 16 bytes; nothing here checks that again.
+        """Launch on the current stream of the arrays' framework, without the GIL. It allocates nothing and does not
+        wait.
 
-        Releases the GIL, allocates nothing, does not wait. Raises RuntimeError if CUDA refuses the launch.
+        The caller guarantees that the arrays are dense, of these types, on this device, and start at multiples of 16
+        bytes; nothing here checks that again.
+
+        Args:
+            inputs: the arrays.
+            outputs: the outputs and the scratch memory.
+
+        Raises:
+            RuntimeError: CUDA refuses the launch.
         """
 
 def cuda_ffi_targets() -> dict[str, Any]:
-    """Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="CUDA")`; as `ffi_targets`."""
+    """The CUDA ops as calls of XLA, as `ffi_targets`.
+
+    Returns:
+        Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="CUDA")`.
+    """

@@ -12,6 +12,14 @@ CHOICES: tuple[Deduplicate, ...] = (None, "dispatch", "both")
 
 
 def check_deduplicate(op: str, deduplicate: Any) -> None:
-    """Raise ValueError unless it is one of `Deduplicate`."""
+    """Check an argument.
+
+    Args:
+        op: the function that an error names.
+        deduplicate: the argument of the user.
+
+    Raises:
+        ValueError: unless it is one of `Deduplicate`.
+    """
     if not isinstance(deduplicate, str | None) or deduplicate not in CHOICES:
         fail(ValueError, op, "deduplicate", repr(deduplicate), f"allowed: {', '.join(map(repr, CHOICES))}")

@@ -40,16 +40,29 @@ class Move(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The moves of one chunk of local experts, one per peer and expert, empty ones too. The first peer is the rank
-    itself. Then a rank sends to rank + 1, rank + 2, ... (in combine to rank - 1, rank - 2, ...), so that in each
-    turn every rank receives from one peer."""
+    """The moves of one chunk of local experts, one per peer and expert, empty ones too.
+
+    The first peer is the rank itself. Then a rank sends to rank + 1, rank + 2, ... (in combine to rank - 1, rank - 2,
+    ...), so that in each turn every rank receives from one peer.
+
+    Attributes:
+        sends: the moves from this rank.
+        receives: the moves to this rank.
+    """
 
     sends: tuple[Move, ...]
     receives: tuple[Move, ...]
 
 
 class Chunk(NamedTuple):
-    """Local experts [first, last) and the rows [start, end) of their groups in the operand."""
+    """Local experts and the rows of their groups.
+
+    Attributes:
+        first: the first expert.
+        last: the end of the experts.
+        start: the first row of their groups in the operand.
+        end: the end of these rows.
+    """
 
     first: int
     last: int

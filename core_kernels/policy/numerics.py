@@ -151,12 +151,23 @@ class Measured(NamedTuple):
     groups: tuple[slice, ...]
 
     def sqnr_db(self) -> float:
-        """SQNR of the folded operand against the unfolded one."""
+        """SQNR of the folded operand against the unfolded one.
+
+        Returns:
+            dB.
+        """
         size = self.size.astype(np.float64)
         return decibels(size @ self.signal.sum(1, np.float64), size @ self.noise.sum(1, np.float64))
 
     def product_db(self, other: "Measured") -> float:
-        """SQNR of the product with the other operand after folding this operand."""
+        """SQNR of the product with the other operand after folding this operand.
+
+        Args:
+            other: the measurements of the other operand.
+
+        Returns:
+            dB.
+        """
         shares = []
         for rows, columns in zip(self.groups, other.groups, strict=True):
             energy = other.size[columns] @ other.signal[columns]
@@ -318,6 +329,13 @@ def row_slices(group_ends: Array) -> tuple[slice, ...]:
 
 def slots_of_blocks(group_ends: Array, num_blocks: int) -> Array:
     """The slot of each block's span in the span_sf of `fold_groups`; -1 past the last end.
+
+    Args:
+        group_ends: (G,) integers, the end of each group, multiples of 32.
+        num_blocks: blocks of 32 tokens.
+
+    Returns:
+        (num_blocks,) integers.
 
     Example:
         >>> slots_of_blocks(np.array([288, 320]), 11)

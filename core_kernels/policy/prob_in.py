@@ -9,5 +9,14 @@ ProbIn = Literal["combine", "swiglu", "input"]
 
 
 def check_prob_in(op: str, prob_in: Any) -> None:
+    """Check an argument.
+
+    Args:
+        op: the function that an error names.
+        prob_in: the argument of the user.
+
+    Raises:
+        ValueError: unless it is one of `ProbIn`.
+    """
     if not isinstance(prob_in, str) or prob_in not in get_args(ProbIn):
         fail(ValueError, op, "prob_in", repr(prob_in), f"allowed: {', '.join(map(repr, get_args(ProbIn)))}")

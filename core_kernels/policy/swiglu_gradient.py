@@ -16,8 +16,14 @@ from .recipe import Form
 
 
 class Needs(NamedTuple):
-    """What a backward needs: operands of dgate and dup along their rows and along the tokens; dgate and dup in bf16; h
-    along the tokens."""
+    """What a backward needs.
+
+    Attributes:
+        rows: operands of dgate and dup along their rows.
+        tokens: operands of dgate and dup along the tokens.
+        values: dgate and dup in bf16.
+        hidden: an operand of h along the tokens.
+    """
 
     rows: bool
     tokens: bool
@@ -36,7 +42,7 @@ PARTS = {
 
 
 def gradient_op(form: Form, quantized_tokens: bool, needs: Needs) -> str:
-    """The name of the op.
+    """Choose the op that computes SwiGLU's backward.
 
     Args:
         form: of the operands, by `Recipe.form`.

@@ -17,7 +17,13 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 
 
 class Numbers(NamedTuple):
-    """The options of an op. A limit of 0 is none."""
+    """The options of an op. A limit of 0 is none.
+
+    Attributes:
+        alpha: of `SwiGLU`.
+        limit: of `SwiGLU`; 0 for None.
+        offset: of `SwiGLU`.
+    """
 
     alpha: float
     limit: float
@@ -87,9 +93,18 @@ class SwiGLU:
 def swiglu_attrs(op: str, alpha: float, limit: float, offset: float) -> dict[str, int]:
     """The attributes of a kernel: alpha, limit and offset as the bits of fp32; no limit is infinity.
 
+    Args:
+        op: the function that an error names.
+        alpha: 1/64 to 64.
+        limit: 2^-126 to 2^127, or 0 for no limit.
+        offset: -2^127 to 2^127.
+
+    Returns:
+        The attributes by name, as integers.
+
     Raises:
-        TypeError: unless they are numbers.
-        ValueError: unless they are in range.
+        TypeError: a value that is no number.
+        ValueError: a number that is out of range.
     """
     for name, value in (("alpha", alpha), ("limit", limit), ("offset", offset)):
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -44,12 +44,12 @@ CALLED_BY_USERS = {
 """Of these classes users call these methods alone; the package calls the others."""
 LAYERS = ("init", "apply", "sharded_apply", "specs")
 """The functions of `jax_frontend.moe`."""
-EXAMPLES_OF = [
+SHARED = [
     *(module.name for module in pkgutil.iter_modules(policy.__path__, f"{policy.__name__}.")),
     *(f"{core_kernels.__name__}.{name}" for name in ("dispatch", "formats", "swiglu.activation")),
     "mxep.cpp_bindings",
 ]
-"""The tests of each frontend run the examples of its modules."""
+"""Modules of both frontends. The tests of each frontend run the examples of its own."""
 
 
 def sections(doc: str) -> dict[str, str]:
@@ -117,11 +117,26 @@ def documented_names(frontend: ModuleType) -> dict[str, tuple[Any, bool]]:
     return found
 
 
+def shared_names() -> dict[str, tuple[Any, bool]]:
+    """Functions, classes and methods of the modules of both frontends; the frontends' exports are among them."""
+    found: dict[str, tuple[Any, bool]] = {}
+    for module in map(importlib.import_module, SHARED):
+        defined = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        for name, value in defined.items():
+            if name.startswith("_") or not (inspect.isfunction(value) or isinstance(value, type)):
+                continue
+            methods = vars(value) if isinstance(value, type) and "__total__" not in vars(value) else {}
+            found |= {f"{name}.{m}": (getattr(value, m), False) for m in methods if not m.startswith("_")}
+            found[name] = value, False
+    return {name: case for name, case in found.items() if inspect.isroutine(case[0]) or isinstance(case[0], type)}
+
+
 CASES = [
     pytest.param(documented, needs_example, id=f"{frontend.__name__.removeprefix('mxep.')}.{name}")
     for frontend in (torch_frontend, jax_frontend)
     for name, (documented, needs_example) in sorted(documented_names(frontend).items())
 ]
+CASES += [pytest.param(*case, id=name) for name, case in sorted(shared_names().items())]
 
 
 @pytest.mark.parametrize(("documented", "needs_example"), CASES)
@@ -138,7 +153,7 @@ def test_the_documentation_of_an_op(op: registry.KernelOp) -> None:
     assert list(found)[1:] == [title for title in TITLES if title in found]
 
 
-@pytest.mark.parametrize("module", EXAMPLES_OF)
+@pytest.mark.parametrize("module", SHARED)
 def test_examples_of_shared_modules(module: str) -> None:
     assert doctest.testmod(importlib.import_module(module)).failed == 0
 

@@ -71,10 +71,13 @@ def packed_experts(
     """y[t] = sum over k of weights[t, k] * expert[experts[t, k]](x[t]), in the name of `op`; differentiable.
 
     Args:
+        op: the function that an error names.
         x: (T, D) bf16 or fp32.
         experts: (T, K) of an integer dtype.
         weights: (T, K) of any float dtype. Expert E is no expert: its rows are zero, as on a rank of expert parallelism
             that has only some of the experts.
+        packed: the weights.
+        recipe: of the products.
         weigh_input: weights multiply x and not the experts' output.
 
     Returns:

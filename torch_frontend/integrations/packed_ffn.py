@@ -238,19 +238,25 @@ def packed_ffn(
     """prob * (silu(gate) * up) down^T for each group of rows, in the name of `op`; differentiable in the tensors.
 
     Args:
+        op: the function that an error names.
         x: (P, D) bf16, fp32 or an MXTensor.
-        gate_up: (E, 2F, D), or (E, D, 2F) if transposed, gate then up, or gate at even places of 2F if interleaved.
-        down: (E, D, F), or (E, F, D); contiguous, bf16 or fp32. gate_up_bias (E, 2F).
-        down_bias: (E, D), bf16 or fp32.
-        group_ends: (E,); multiples of 32 if a weight gradient quantizes the tokens.
+        gate_up: (E, 2F, D), or (E, D, 2F) if transposed; contiguous, bf16 or fp32.
+        down: (E, D, F), or (E, F, D) if transposed; contiguous, bf16 or fp32.
+        group_ends: (E,) integers, the end of each group; multiples of 32 if a weight gradient quantizes the tokens.
+        recipe: of the products.
+        activation: a `SwiGLU`.
         prob: (P,) fp32, not with down_bias, which it would not weigh.
+        gate_up_bias: (E, 2F) bf16 or fp32; or None.
+        down_bias: (E, D) bf16 or fp32; or None.
+        transposed: the layout of both weights.
+        interleaved: gate is at even indices of 2F, up at odd ones. Otherwise gate is first, then up.
 
     Returns:
         (P, D) bf16, zeros past the last end.
 
     Raises:
-        ValueError: as `grouped_swiglu_ffn` does.
-        TypeError: as `grouped_swiglu_ffn` does.
+        ValueError: as `grouped_swiglu_ffn`.
+        TypeError: as `grouped_swiglu_ffn`.
     """
     assert prob is None or down_bias is None
     check_floats(op, "hidden_states", x)

@@ -153,11 +153,15 @@ def routed_experts(
     """The override of torchtitan's routed experts: `Experts` and `Dispatcher` with one recipe.
 
     Args:
+        config: of torchtitan's routed experts.
         recipe: a `Recipe` or its name.
         mxfp8_all_to_all: `Recipe.mxfp8_all_to_all`, the all-to-alls that send MXFP8 rows; None is the recipe's choice,
             tokens to the experts and the gradients of their outputs. torchtitan's command line has both as JSON:
             `--override.imports 'mxep.torch_frontend.integrations.torchtitan.routed_experts={"recipe": "mxfp8",
             "mxfp8_all_to_all": ["dispatch"]}'`.
+
+    Returns:
+        The config of the override.
 
     Raises:
         TypeError: experts or dispatchers of another kind, which `experts` or another override may serve.
@@ -185,7 +189,16 @@ def routed_experts(
 def experts(config: GroupedExperts.Config, recipe: Recipe | str = "mxfp8") -> Experts.Config:
     """The override of torchtitan's experts alone, for dispatchers that send bf16 rows and pad no groups.
 
-    Arguments and errors as in `routed_experts`.
+    Args:
+        config: of torchtitan's experts.
+        recipe: a `Recipe` or its name.
+
+    Returns:
+        The config of the override.
+
+    Raises:
+        TypeError: as `routed_experts`.
+        ValueError: as `routed_experts`.
 
     Example:
         >>> config = experts(GroupedExperts.Config(dim=64, hidden_dim=96, num_experts=4), "bf16")

@@ -41,7 +41,7 @@ def check_version(op: str) -> None:
 
 
 def register_experts(recipe: Recipe | str = "mxfp8", name: str | None = None) -> str:
-    """Register a recipe as an experts implementation of transformers; returns its name, the recipe's if None.
+    """Register a recipe as an experts implementation of transformers.
 
     After it, `model.set_experts_implementation(name)` and `from_pretrained(..., experts_implementation=name)` work for
     every model whose experts are decorated with `use_experts_implementation`, such as Mixtral, Qwen3-MoE, DeepSeek-V3
@@ -49,9 +49,16 @@ def register_experts(recipe: Recipe | str = "mxfp8", name: str | None = None) ->
     Tokens, parameters and the result are bf16 or fp32; D and F are multiples of 32. The expert id num_experts gives
     zeros: so transformers' expert parallelism marks the experts of other ranks.
 
+    Args:
+        recipe: a `Recipe` or its name.
+        name: of the implementation; None is the recipe's name.
+
+    Returns:
+        The name of the implementation.
+
     Raises:
-        TypeError: a recipe or a name that is not allowed.
-        ValueError: a recipe or a name that is not allowed.
+        TypeError: a recipe or a name of another type.
+        ValueError: an unknown recipe, or a name that transformers or another recipe has.
         NotImplementedError: a release of transformers that is not tested.
 
     Example:
