@@ -36,6 +36,8 @@ UNCHECKED = (
     "mxep.jax_frontend.routing.router",
 )
 CALLED_BY_USERS = {
+    "MoE": ("forward", "cached_weights"),
+    "GroupedExperts": ("forward", "cached_weights"),
     "Collectives": (),
     "CopyEngines": (),
     "PeerMemory": ("overflow",),
