@@ -149,6 +149,13 @@ combine_bwd = KernelOp(
     Raises:
         ValueError: shape, on a CPU also maps that are no inverses.
         TypeError: dtype.
+
+    Example:
+        >>> dy, rows, probs = xp.ones((1, 1)), xp.asarray([[1.0], [2.0]]), xp.asarray([[0.5, 0.25]])
+        >>> slots, order = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([1, 0], dtype=xp.int32)
+        >>> drows, dprobs = ops.combine_bwd(dy, rows, slots, order, probs)
+        >>> drows.tolist(), dprobs.tolist()
+        ([[0.25], [0.5]], [[2.0, 1.0]])
     """,
     ("dy", "rows", "slots", "order", "probs"),
     ("drows", "dprobs"),
@@ -174,6 +181,13 @@ combine_bwd_row = KernelOp(
     Raises:
         ValueError: shape, rounding, on a CPU also maps that are no inverses.
         TypeError: dtype.
+
+    Example:
+        >>> dy, rows, probs = xp.ones((1, 32)), xp.ones((2, 32)), xp.asarray([[0.5, 0.25]])
+        >>> slots, order = xp.asarray([[1, 0]], dtype=xp.int32), xp.asarray([1, 0], dtype=xp.int32)
+        >>> drows_q, drows_sf, dprobs = ops.combine_bwd_row(dy, rows, slots, order, probs)
+        >>> drows_sf.tolist(), dprobs.tolist()  # 0.25 = 256 * 2^-10
+        ([[117], [118]], [[32.0, 32.0]])
     """,
     ("dy", "rows", "slots", "order", "probs"),
     ("q", "sf", "dprobs"),

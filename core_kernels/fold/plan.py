@@ -114,6 +114,11 @@ quantize_row_fold = KernelOp(
     Raises:
         ValueError: shape, rounding, headroom.
         TypeError: dtype.
+
+    Example:
+        >>> qf, row_sf = ops.quantize_row_fold(xp.asarray([[2.0] * 32 + [1.0] * 32]))
+        >>> qf[0, ::32].tolist(), row_sf.tolist()
+        ([120, 112], [120])
     """,
     ("x",),
     ("qf", "row_sf"),

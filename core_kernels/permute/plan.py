@@ -94,6 +94,12 @@ permute_mx = KernelOp(
     Raises:
         ValueError: shape, on a CPU also a row that does not exist.
         TypeError: dtype.
+
+    Example:
+        >>> packed = ops.quantize_row_packed(xp.full((1, 32), 448.0))
+        >>> q, sf = ops.permute_mx(packed, xp.asarray([0, -1], dtype=xp.int32))
+        >>> q[:, 0].tolist(), sf.tolist()
+        ([126, 0], [[127], [0]])
     """,
     ("packed", "row_map"),
     ("q", "sf"),

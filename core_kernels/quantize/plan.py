@@ -202,6 +202,11 @@ quantize_row_packed = KernelOp(
     Raises:
         ValueError: shape, rounding.
         TypeError: dtype.
+
+    Example:
+        >>> packed = ops.quantize_row_packed(xp.full((1, 32), 448.0))
+        >>> packed.shape[1], packed[0, 31:].tolist()  # the last element and the scale 2^0
+        (33, [126, 127])
     """,
     ("x",),
     ("packed",),
@@ -223,6 +228,11 @@ quantize_col = KernelOp(
     Raises:
         ValueError: shape, rounding.
         TypeError: dtype.
+
+    Example:
+        >>> q_t, sf_t = ops.quantize_col(xp.full((32, 1), 448.0))
+        >>> tuple(q_t.shape), int(sf_t[0, 0])
+        ((1, 32), 127)
     """,
     ("x",),
     ("q_t", "sf_t"),
@@ -244,6 +254,10 @@ quantize_both = KernelOp(
     Raises:
         ValueError: shape, rounding.
         TypeError: dtype.
+
+    Example:
+        >>> [tuple(x.shape) for x in ops.quantize_both(xp.ones((32, 64)))]
+        [(32, 64), (32, 2), (64, 32), (64, 1)]
     """,
     ("x",),
     ("q", "sf", "q_t", "sf_t"),

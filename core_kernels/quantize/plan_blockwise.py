@@ -142,6 +142,10 @@ quantize_squares_both = KernelOp(
     Raises:
         ValueError: shape.
         TypeError: dtype.
+
+    Example:
+        >>> [tuple(x.shape) for x in ops.quantize_squares_both(xp.ones((256, 128)))]
+        [(256, 128), (2, 1), (128, 256), (1, 2)]
     """,
     ("x",),
     ("q", "sf", "q_t", "sf_t"),

@@ -85,6 +85,11 @@ block_scales = KernelOp(
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
 
+    Example:
+        >>> sf = xp.full((128, 4), 127, dtype=xp.uint8)
+        >>> tuple(ops.block_scales(sf, xp.asarray([128], dtype=xp.int32)).shape)
+        (128, 4)
+
     Source:
         CuBLAS, "1D block scaling factors layout".
     """,

@@ -191,6 +191,12 @@ swiglu_row = _define(
     Raises:
         ValueError: shape.
         TypeError: dtype.
+
+    Example:
+        >>> one = xp.ones((32, 32), dtype=xp.bfloat16)
+        >>> h_q, h_sf = ops.swiglu_row(one, one, xp.zeros((0,)))
+        >>> int(h_q[0, 0]), int(h_sf[0, 0])  # 0.73 becomes 0.75 = 384 * 2^-9
+        (124, 118)
     """,
     quantize_row,
 )
@@ -210,6 +216,12 @@ swiglu_col = _define(
     Raises:
         ValueError: shape.
         TypeError: dtype.
+
+    Example:
+        >>> one = xp.ones((32, 32), dtype=xp.bfloat16)
+        >>> h_q_t, h_sf_t = ops.swiglu_col(one, one, xp.zeros((0,)))
+        >>> int(h_q_t[0, 0]), int(h_sf_t[0, 0])  # 0.73 becomes 0.75 = 384 * 2^-9
+        (124, 118)
     """,
     quantize_col,
 )
@@ -229,6 +241,12 @@ swiglu_bwd = _define(
     Raises:
         ValueError: shape.
         TypeError: dtype.
+
+    Example:
+        >>> one = xp.ones((1, 1), dtype=xp.bfloat16)
+        >>> dgate, dup, _ = ops.swiglu_bwd(one, one, one, xp.zeros((0,)))
+        >>> float(dgate[0, 0]), float(dup[0, 0])
+        (0.92578125, 0.73046875)
 
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020.
@@ -251,6 +269,11 @@ swiglu_bwd_row = _define(
     Raises:
         ValueError: shape.
         TypeError: dtype.
+
+    Example:
+        >>> one = xp.ones((32, 32), dtype=xp.bfloat16)
+        >>> [tuple(x.shape) for x in ops.swiglu_bwd_row(one, one, one, xp.ones((32,)))]
+        [(32, 32), (32, 1), (32, 32), (32, 1), (32,)]
     """,
     quantize_row,
 )
@@ -271,6 +294,11 @@ swiglu_bwd_col = _define(
     Raises:
         ValueError: shape.
         TypeError: dtype.
+
+    Example:
+        >>> one = xp.ones((32, 32), dtype=xp.bfloat16)
+        >>> [tuple(x.shape) for x in ops.swiglu_bwd_col(one, one, one, xp.ones((32,)))]
+        [(32, 32), (32, 1), (32, 32), (32, 1), (32,)]
     """,
     quantize_col,
 )
@@ -291,6 +319,11 @@ swiglu_bwd_both = _define(
     Raises:
         ValueError: shape.
         TypeError: dtype.
+
+    Example:
+        >>> one = xp.ones((32, 32), dtype=xp.bfloat16)
+        >>> sorted({{tuple(x.shape) for x in ops.swiglu_bwd_both(one, one, one, xp.ones((32,)))}})
+        [(32,), (32, 1), (32, 32)]
     """,
     quantize_both,
 )
@@ -312,6 +345,11 @@ swiglu_bwd_all = _define(
     Raises:
         ValueError: shape.
         TypeError: dtype.
+
+    Example:
+        >>> one = xp.ones((32, 32), dtype=xp.bfloat16)
+        >>> len(ops.swiglu_bwd_all(one, one, one, xp.ones((32,))))  # ten operands and dprob
+        11
     """,
     quantize_both,
     hidden=True,

@@ -152,6 +152,7 @@ def test_the_documentation_of_an_op(op: registry.KernelOp) -> None:
     assert entries(found["Args"]) == [*op.inputs, *op.options]
     assert not [name for name in op.outputs if name not in found["Returns"]]
     assert entries(found["Raises"]) == ["ValueError", "TypeError"]
+    assert ">>>" in found["Example"]
     assert list(found)[1:] == [title for title in TITLES if title in found]
 
 

@@ -202,6 +202,12 @@ grouped_mm_mx = KernelOp(
     Raises:
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
+
+    Example:
+        >>> q, sf = ops.quantize_row(xp.ones((1, 32)))
+        >>> w, w_sf = ops.quantize_row(xp.ones((1, 8, 32)))
+        >>> ops.grouped_mm_mx(q, sf, w, w_sf, xp.asarray([1], dtype=xp.int32))[0, 0].item()
+        32.0
     """,
     _MX_INPUTS,
     ("out",),
@@ -257,6 +263,12 @@ grouped_wgrad_mx = KernelOp(
     Raises:
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
+
+    Example:
+        >>> q_t, sf_t = ops.quantize_col(xp.ones((32, 8)))
+        >>> dw = ops.grouped_wgrad_mx(q_t, sf_t, q_t, sf_t, xp.asarray([32], dtype=xp.int32))
+        >>> tuple(dw.shape), dw[0, 0, 0].item()
+        ((1, 8, 8), 32.0)
     """,
     _MX_INPUTS,
     ("out",),
@@ -281,6 +293,11 @@ grouped_wgrad_bf16 = KernelOp(
     Raises:
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
+
+    Example:
+        >>> dout, x = xp.ones((3, 1), dtype=xp.bfloat16), xp.ones((3, 2), dtype=xp.bfloat16)
+        >>> ops.grouped_wgrad_bf16(dout, x, xp.asarray([1, 3], dtype=xp.int32)).tolist()
+        [[[1.0, 1.0]], [[2.0, 2.0]]]
     """,
     ("lhs", "rhs", "group_ends"),
     ("out",),
@@ -305,6 +322,11 @@ grouped_wgrad_bf16_t = KernelOp(
     Raises:
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
+
+    Example:
+        >>> dout_t, x_t = xp.ones((1, 3), dtype=xp.bfloat16), xp.ones((2, 3), dtype=xp.bfloat16)
+        >>> ops.grouped_wgrad_bf16_t(dout_t, x_t, xp.asarray([1, 3], dtype=xp.int32)).tolist()
+        [[[1.0, 1.0]], [[2.0, 2.0]]]
     """,
     ("lhs_t", "rhs_t", "group_ends"),
     ("out",),

@@ -99,6 +99,11 @@ grouped_mm_bf16_kn_sum = KernelOp(
     Raises:
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
+
+    Example:
+        >>> x, w = xp.ones((1, 2), dtype=xp.bfloat16), xp.ones((1, 2, 1), dtype=xp.bfloat16)
+        >>> ops.grouped_mm_bf16_kn_sum(x, w, x, 2 * w, xp.asarray([1], dtype=xp.int32)).tolist()
+        [[6.0]]
     """,
     ("lhs", "rhs", "lhs2", "rhs2", "group_ends"),
     ("out",),

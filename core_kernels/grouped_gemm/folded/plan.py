@@ -161,6 +161,12 @@ grouped_mm_fold = KernelOp(
     Raises:
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
+
+    Example:
+        >>> qf, row_sf = ops.quantize_rowwise(xp.ones((1, 32)))
+        >>> w, w_sf = ops.quantize_rowwise(xp.ones((1, 8, 32)))
+        >>> ops.grouped_mm_fold(qf, row_sf, w, w_sf, xp.asarray([1], dtype=xp.int32))[0, 0].item()
+        32.0
     """,
     _INPUTS,
     ("out",),
@@ -187,6 +193,13 @@ grouped_mm_fold_bias = KernelOp(
     Raises:
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
+
+    Example:
+        >>> qf, row_sf = ops.quantize_rowwise(xp.ones((1, 32)))
+        >>> w, w_sf = ops.quantize_rowwise(xp.ones((1, 8, 32)))
+        >>> bias, ends = xp.ones((1, 8)), xp.asarray([1], dtype=xp.int32)
+        >>> ops.grouped_mm_fold_bias(qf, row_sf, w, w_sf, bias, ends)[0, 0].item()
+        33.0
     """,
     (*_INPUTS[:-1], "bias", "group_ends"),
     ("out",),
@@ -249,6 +262,11 @@ grouped_wgrad_fold = KernelOp(
     Raises:
         ValueError: shape, on a CPU also the ends.
         TypeError: dtype.
+
+    Example:
+        >>> ones, sf = xp.full((8, 32), 0x38, dtype=xp.uint8), xp.full((1, 8), 127, dtype=xp.uint8)  # 1.0
+        >>> ops.grouped_wgrad_fold(ones, sf, ones, sf, xp.asarray([32], dtype=xp.int32))[0, 0, 0].item()
+        32.0
     """,
     _INPUTS,
     ("out",),
